@@ -1,0 +1,350 @@
+/* The only file that sees torch and Python. Each op's schema stands above the function that turns its tensors into the
+ * struct of kvevict.h and calls the kernel. Shapes are in kvevict.h and in kvevict/_ops.py; an empty one-dimensional
+ * tensor stands for an array that may be NULL.
+ *
+ * Built on torch's stable headers and the limited C API, one binary serves every torch and CPython that is new enough.
+ * Everything a kernel will read or write is checked here against the size of its tensor, or by the kernel against its
+ * struct, so a wrong call raises. */
+#include <Python.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <initializer_list>
+#include <string>
+#include <tuple>
+
+#include "kvevict.h"
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+template <typename T>
+constexpr ScalarType scalar_of = ScalarType::Float;
+template <>
+constexpr ScalarType scalar_of<int32_t> = ScalarType::Int;
+template <>
+constexpr ScalarType scalar_of<int64_t> = ScalarType::Long;
+
+template <typename Sizes>
+std::string shape_text(const Sizes &sizes) {
+  std::string text = "[";
+  for (int64_t size : sizes) text += (text.size() > 1 ? ", " : "") + std::to_string(size);
+  return text + "]";
+}
+
+void check_kind(const char *name, const Tensor &t, ScalarType type) {
+  STD_TORCH_CHECK(t.is_cpu(), name, " is not on the CPU");
+  STD_TORCH_CHECK(t.scalar_type() == type, name, " is ", toString(t.scalar_type()), ", expected ", toString(type));
+}
+
+void check_shape(const char *name, const Tensor &t, std::initializer_list<int64_t> shape) {
+  auto sizes = t.sizes();
+  bool same = sizes.size() == shape.size() && std::equal(shape.begin(), shape.end(), sizes.begin());
+  STD_TORCH_CHECK(same, name, " has shape ", shape_text(sizes), ", expected ", shape_text(shape));
+}
+
+/* A contiguous array. */
+void *data(const char *name, const Tensor &t, ScalarType type, std::initializer_list<int64_t> shape) {
+  check_kind(name, t, type);
+  check_shape(name, t, shape);
+  STD_TORCH_CHECK(t.is_contiguous(), name, " is not contiguous");
+  return t.data_ptr();
+}
+
+template <typename T>
+T *array(const char *name, const Tensor &t, std::initializer_list<int64_t> shape) {
+  return static_cast<T *>(data(name, t, scalar_of<T>, shape));
+}
+
+bool is_none(const Tensor &t) { return t.dim() == 1 && t.numel() == 0; }
+
+/* [b, h, row, D] of any strides. A last dimension that is not dense, which no kernel reads, is copied into `t`. */
+const void *rows(const char *name, Tensor &t, ScalarType type, std::initializer_list<int64_t> shape, int64_t *stride) {
+  check_kind(name, t, type);
+  check_shape(name, t, shape);
+  if (t.stride(3) != 1) t = torch::stable::contiguous(t);
+  std::copy_n(t.strides().begin(), 3, stride);
+  return t.data_ptr();
+}
+
+Tensor empty(ScalarType type, std::initializer_list<int64_t> shape) {
+  std::array<int64_t, 4> stride;
+  int64_t step = 1;
+  for (size_t d = shape.size(); d-- > 0; step *= shape.begin()[d]) stride[d] = step;
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      static_cast<int64_t>(shape.size()), shape.begin(), stride.data(),
+      torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)), aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
+}
+
+kv_dtype dtype_of(const Tensor &t) {
+  switch (t.scalar_type()) {
+    case ScalarType::Float:
+      return KV_F32;
+    case ScalarType::Half:
+      return KV_F16;
+    case ScalarType::BFloat16:
+      return KV_BF16;
+    default:
+      STD_TORCH_CHECK(false, "no kernel for ", toString(t.scalar_type()), ", only float32, float16 and bfloat16");
+  }
+}
+
+/* Sizes of a four-dimensional tensor, for the op to name. */
+const int64_t *sizes4(const char *name, const Tensor &t) {
+  STD_TORCH_CHECK(t.dim() == 4, name, " has ", t.dim(), " dimensions, expected 4");
+  return t.sizes().data();
+}
+
+/* Head (b, h) owns rows offset .. offset + len + room - 1 of a flat buffer that has `rows`. */
+void check_slots(const char *name, const int64_t *offset, const int32_t *len, int64_t heads, int64_t rows,
+                 int64_t room) {
+  for (int64_t i = 0; i < heads; i++) {
+    bool inside = offset[i] >= 0 && len[i] >= 0 && offset[i] <= rows - len[i] - room;
+    STD_TORCH_CHECK(inside, "head ", i, " holds ", len[i], " slots at offset ", offset[i],
+                    room ? " and needs room for one more" : "", ", but ", name, " has ", rows, " rows");
+  }
+}
+
+void check(kv_status status) { STD_TORCH_CHECK(status == KV_OK, kv_status_text(status)); }
+
+void parallel(int64_t n, int64_t grain, kv_body body, void *ctx) {
+  torch::stable::parallel_for(0, n, grain, [=](int64_t begin, int64_t end) { body(ctx, begin, end); });
+}
+
+/* torch's pool may have been resized since the last call. */
+void set_threads() {
+  static std::atomic<uint32_t> known = 0;
+  uint32_t threads = torch::stable::get_num_threads();
+  if (known.exchange(threads) != threads) kv_set_parallel(parallel, static_cast<int>(threads));
+}
+
+constexpr const char *attend_schema =
+    "attend(Tensor q, Tensor k_slots, Tensor v_slots, Tensor offset, Tensor len, Tensor k, Tensor v, Tensor first, "
+    "Tensor sinks, float scale, float softcap) -> (Tensor, Tensor)";
+
+std::tuple<Tensor, Tensor> attend(Tensor q, Tensor k_slots, Tensor v_slots, Tensor offset, Tensor len, Tensor k,
+                                  Tensor v, Tensor first, Tensor sinks, double scale, double softcap) {
+  const int64_t *qs = sizes4("q", q), *ks = sizes4("k", k);
+  int64_t B = qs[0], H = qs[1], T = qs[2], D = qs[3], Hkv = ks[1], S = ks[2], n = k_slots.size(0);
+  ScalarType type = q.scalar_type();
+  Tensor out = empty(type, {B, T, H, D}), lse = empty(ScalarType::Float, {B, H, T});
+  kv_attend a = {};
+  a.dtype = dtype_of(q);
+  a.B = B, a.H = H, a.Hkv = Hkv, a.T = T, a.S = S, a.D = D;
+  a.scale = static_cast<float>(scale), a.softcap = static_cast<float>(softcap);
+  a.q = rows("q", q, type, {B, H, T, D}, a.q_stride);
+  a.slots.k = data("k_slots", k_slots, type, {n, D});
+  a.slots.v = data("v_slots", v_slots, type, {n, D});
+  a.slots.offset = array<int64_t>("offset", offset, {B, Hkv});
+  a.slots.len = array<int32_t>("len", len, {B, Hkv});
+  a.fresh.k = rows("k", k, type, {B, Hkv, S, D}, a.fresh.k_stride);
+  a.fresh.v = rows("v", v, type, {B, Hkv, S, D}, a.fresh.v_stride);
+  a.fresh.first = array<int32_t>("first", first, {B});
+  a.sinks = is_none(sinks) ? nullptr : array<float>("sinks", sinks, {H});
+  a.out = out.data_ptr();
+  a.lse = static_cast<float *>(lse.data_ptr());
+  check_slots("k_slots", a.slots.offset, a.slots.len, B * Hkv, n, 0);
+  set_threads();
+  check(kv_attend_cpu(&a));
+  return {out, lse};
+}
+
+constexpr const char *score_schema =
+    "score(Tensor q, Tensor row_first, Tensor k_slots, Tensor offset, Tensor len, Tensor k, Tensor first, Tensor stop, "
+    "Tensor lse, Tensor sinks, float scale, float softcap, bool causal, int reduce, int columns) -> Tensor";
+
+Tensor score(Tensor q, Tensor row_first, Tensor k_slots, Tensor offset, Tensor len, Tensor k, Tensor first, Tensor stop,
+             Tensor lse, Tensor sinks, double scale, double softcap, bool causal, int64_t reduce, int64_t columns) {
+  const int64_t *qs = sizes4("q", q), *ks = sizes4("k", k);
+  int64_t B = qs[0], H = qs[1], R = qs[2], D = qs[3], Hkv = ks[1], S = ks[2], n = k_slots.size(0);
+  STD_TORCH_CHECK(columns >= 0, "columns is ", columns);
+  ScalarType type = q.scalar_type();
+  Tensor out = empty(ScalarType::Float, {B, Hkv, columns});
+  kv_score a = {};
+  a.dtype = dtype_of(q);
+  a.B = B, a.H = H, a.Hkv = Hkv, a.R = R, a.S = S, a.D = D, a.C = columns;
+  a.scale = static_cast<float>(scale), a.softcap = static_cast<float>(softcap);
+  a.causal = causal;
+  a.reduce = static_cast<kv_reduce>(reduce);
+  a.q = rows("q", q, type, {B, H, R, D}, a.q_stride);
+  a.row_first = array<int32_t>("row_first", row_first, {B});
+  a.slots.k = data("k_slots", k_slots, type, {n, D});
+  a.slots.offset = array<int64_t>("offset", offset, {B, Hkv});
+  a.slots.len = array<int32_t>("len", len, {B, Hkv});
+  a.fresh.k = rows("k", k, type, {B, Hkv, S, D}, a.fresh.k_stride);
+  a.fresh.first = array<int32_t>("first", first, {B});
+  a.stop = array<int32_t>("stop", stop, {B});
+  if (!is_none(lse)) {
+    check_kind("lse", lse, ScalarType::Float);
+    check_shape("lse", lse, {B, H, R});
+    STD_TORCH_CHECK(R < 2 || lse.stride(2) == 1, "lse's last dimension is not dense");
+    a.lse = static_cast<const float *>(lse.data_ptr());
+    std::copy_n(lse.strides().begin(), 2, a.lse_stride);
+  }
+  a.sinks = is_none(sinks) ? nullptr : array<float>("sinks", sinks, {H});
+  a.out = static_cast<float *>(out.data_ptr());
+  check_slots("k_slots", a.slots.offset, a.slots.len, B * Hkv, n, 0);
+  set_threads();
+  check(kv_score_cpu(&a));
+  return out;
+}
+
+constexpr const char *select_schema =
+    "select(Tensor score, Tensor n, Tensor keep, Tensor protect_first, Tensor protect_last, int columns) -> Tensor";
+
+Tensor select(Tensor score, Tensor n, Tensor keep, Tensor protect_first, Tensor protect_last, int64_t columns) {
+  STD_TORCH_CHECK(score.dim() == 3, "score has ", score.dim(), " dimensions, expected 3");
+  STD_TORCH_CHECK(columns >= 0, "columns is ", columns);
+  int64_t B = score.size(0), Hkv = score.size(1), C = score.size(2);
+  Tensor index = empty(ScalarType::Int, {B, Hkv, columns});
+  kv_select a = {};
+  a.B = B, a.Hkv = Hkv, a.C = C, a.K = columns;
+  a.score = array<float>("score", score, {B, Hkv, C});
+  a.n = array<int32_t>("n", n, {B, Hkv});
+  a.keep = array<int32_t>("keep", keep, {B, Hkv});
+  a.protect_first = array<int32_t>("protect_first", protect_first, {B});
+  a.protect_last = array<int32_t>("protect_last", protect_last, {B});
+  a.index = static_cast<int32_t *>(index.data_ptr());
+  set_threads();
+  check(kv_select_cpu(&a));
+  return index;
+}
+
+/* dst is src, head by head, or shares no row with it. */
+void check_alias(const char *name, const void *src, int64_t src_rows, const void *dst, int64_t dst_rows, int64_t width,
+                 bool same_offsets) {
+  const char *s = static_cast<const char *>(src), *d = static_cast<const char *>(dst);
+  bool apart = s + src_rows * width <= d || d + dst_rows * width <= s;
+  STD_TORCH_CHECK(apart || (s == d && same_offsets), name, "_dst shares memory with ", name,
+                  "_src, but is not the same buffer with the same offsets");
+}
+
+constexpr const char *compact_schema =
+    "compact(Tensor k_src, Tensor v_src, Tensor pos_src, Tensor src_offset, Tensor src_len, Tensor k, Tensor v, "
+    "Tensor pos, Tensor first, Tensor index, Tensor keep, Tensor(a!) k_dst, Tensor(b!) v_dst, Tensor(c!) pos_dst, "
+    "Tensor dst_offset) -> ()";
+
+void compact(Tensor k_src, Tensor v_src, Tensor pos_src, Tensor src_offset, Tensor src_len, Tensor k, Tensor v,
+             Tensor pos, Tensor first, Tensor index, Tensor keep, Tensor k_dst, Tensor v_dst, Tensor pos_dst,
+             Tensor dst_offset) {
+  const int64_t *ks = sizes4("k", k);
+  int64_t B = ks[0], Hkv = ks[1], S = ks[2], D = ks[3], n = k_src.size(0), m = k_dst.size(0);
+  ScalarType type = k.scalar_type();
+  kv_compact a = {};
+  a.dtype = dtype_of(k);
+  a.B = B, a.Hkv = Hkv, a.S = S, a.D = D;
+  a.src.k = data("k_src", k_src, type, {n, D});
+  a.src.v = data("v_src", v_src, type, {n, D});
+  a.src.pos = array<int32_t>("pos_src", pos_src, {n});
+  a.src.offset = array<int64_t>("src_offset", src_offset, {B, Hkv});
+  a.src.len = array<int32_t>("src_len", src_len, {B, Hkv});
+  a.fresh.k = rows("k", k, type, {B, Hkv, S, D}, a.fresh.k_stride);
+  a.fresh.v = rows("v", v, type, {B, Hkv, S, D}, a.fresh.v_stride);
+  a.fresh.pos = array<int32_t>("pos", pos, {B, S});
+  a.fresh.first = array<int32_t>("first", first, {B});
+  if (!is_none(index)) {
+    STD_TORCH_CHECK(index.dim() == 3, "index has ", index.dim(), " dimensions, expected 3");
+    a.K = index.size(2);
+    a.index = array<int32_t>("index", index, {B, Hkv, a.K});
+  }
+  a.keep = array<int32_t>("keep", keep, {B, Hkv});
+  a.dst.k = data("k_dst", k_dst, type, {m, D});
+  a.dst.v = data("v_dst", v_dst, type, {m, D});
+  a.dst.pos = array<int32_t>("pos_dst", pos_dst, {m});
+  a.dst.offset = array<int64_t>("dst_offset", dst_offset, {B, Hkv});
+  check_slots("k_src", a.src.offset, a.src.len, B * Hkv, n, 0);
+  check_slots("k_dst", a.dst.offset, a.keep, B * Hkv, m, 0);
+  bool same = std::equal(a.src.offset, a.src.offset + B * Hkv, a.dst.offset);
+  int64_t width = D * static_cast<int64_t>(k.element_size());
+  check_alias("k", a.src.k, n, a.dst.k, m, width, same);
+  check_alias("v", a.src.v, n, a.dst.v, m, width, same);
+  check_alias("pos", a.src.pos, n, a.dst.pos, m, sizeof(int32_t), same);
+  set_threads();
+  check(kv_compact_cpu(&a));
+}
+
+constexpr const char *decode_schema =
+    "decode(Tensor q, Tensor k, Tensor v, Tensor pos, Tensor(a!) k_slots, Tensor(b!) v_slots, Tensor(c!) pos_slots, "
+    "Tensor offset, Tensor len, Tensor sinks, float scale, float softcap, int columns) -> (Tensor, Tensor, Tensor)";
+
+std::tuple<Tensor, Tensor, Tensor> decode(Tensor q, Tensor k, Tensor v, Tensor pos, Tensor k_slots, Tensor v_slots,
+                                          Tensor pos_slots, Tensor offset, Tensor len, Tensor sinks, double scale,
+                                          double softcap, int64_t columns) {
+  const int64_t *qs = sizes4("q", q), *ks = sizes4("k", k);
+  int64_t B = qs[0], H = qs[1], D = qs[3], Hkv = ks[1], n = k_slots.size(0);
+  STD_TORCH_CHECK(columns >= 0, "columns is ", columns);
+  ScalarType type = q.scalar_type();
+  Tensor out = empty(type, {B, 1, H, D}), lse = empty(ScalarType::Float, {B, H, 1});
+  Tensor probs = empty(ScalarType::Float, {B, Hkv, columns});
+  kv_decode a = {};
+  a.dtype = dtype_of(q);
+  a.B = B, a.H = H, a.Hkv = Hkv, a.D = D, a.C = columns;
+  a.scale = static_cast<float>(scale), a.softcap = static_cast<float>(softcap);
+  a.q = rows("q", q, type, {B, H, 1, D}, a.q_stride);
+  a.fresh.k = rows("k", k, type, {B, Hkv, 1, D}, a.fresh.k_stride);
+  a.fresh.v = rows("v", v, type, {B, Hkv, 1, D}, a.fresh.v_stride);
+  a.fresh.pos = array<int32_t>("pos", pos, {B, 1});
+  a.slots.k = data("k_slots", k_slots, type, {n, D});
+  a.slots.v = data("v_slots", v_slots, type, {n, D});
+  a.slots.pos = array<int32_t>("pos_slots", pos_slots, {n});
+  a.slots.offset = array<int64_t>("offset", offset, {B, Hkv});
+  a.slots.len = array<int32_t>("len", len, {B, Hkv});
+  a.sinks = is_none(sinks) ? nullptr : array<float>("sinks", sinks, {H});
+  a.out = out.data_ptr();
+  a.lse = static_cast<float *>(lse.data_ptr());
+  a.probs = columns ? static_cast<float *>(probs.data_ptr()) : nullptr;
+  check_slots("k_slots", a.slots.offset, a.slots.len, B * Hkv, n, 1);
+  set_threads();
+  check(kv_decode_cpu(&a));
+  return {out, lse, probs};
+}
+
+STABLE_TORCH_LIBRARY(kvevict, m) {
+  m.def(attend_schema);
+  m.def(score_schema);
+  m.def(select_schema);
+  m.def(compact_schema);
+  m.def(decode_schema);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(kvevict, CPU, m) {
+  m.impl("attend", TORCH_BOX(&attend));
+  m.impl("score", TORCH_BOX(&score));
+  m.impl("select", TORCH_BOX(&select));
+  m.impl("compact", TORCH_BOX(&compact));
+  m.impl("decode", TORCH_BOX(&decode));
+}
+
+#ifdef KVEVICT_CUDA_ARCHS
+constexpr const char *cuda_archs = KVEVICT_CUDA_ARCHS;
+#else
+constexpr const char *cuda_archs = "";
+#endif
+
+PyObject *cpu_isa(PyObject *, PyObject *) { return PyUnicode_FromString(kv_cpu_isa()); }
+
+PyObject *build_info(PyObject *, PyObject *) {
+  return Py_BuildValue("{s:O,s:s,s:s}", "cuda", *cuda_archs ? Py_True : Py_False, "cuda_archs", cuda_archs,
+                       "torch_target", "2.10");
+}
+
+PyMethodDef methods[] = {
+    {"cpu_isa", cpu_isa, METH_NOARGS, "Instruction set that the CPU kernels run with: avx512, avx2 or scalar."},
+    {"build_info", build_info, METH_NOARGS, "What this binary was built with: {cuda, cuda_archs, torch_target}."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "kvevict._C", nullptr, 0, methods, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+/* The ops are registered once, when the library is loaded; importing again only makes another module object. */
+PyMODINIT_FUNC PyInit__C() { return PyModuleDef_Init(&module); }

@@ -1,0 +1,186 @@
+/* One decode step on a CPU: bound by reading the slots, so each row is read once for the G heads of its group, where it
+ * lies. The slots of a head are split into fixed stretches, whatever the number of threads: pass 1 writes the new row and
+ * leaves m, l and o of each stretch, pass 2 combines them in order and, if asked, turns the logits kept into probs.
+ */
+#include <stdatomic.h>
+
+#include "tile.h"
+
+kv_status KV_OP(decode)(const kv_decode *a);
+
+enum { SPLIT = 512, BLOCK = 64 }; /* slots of a stretch, of a block in the first-level cache */
+
+typedef struct {
+  const kv_decode *a;
+  int64_t width, rows; /* D up to whole vectors, G up to a multiple of MR */
+  int64_t splits, most; /* stretches and slots of the longest head */
+  float *part;          /* [B, Hkv, splits, rows, width + 2]: o, m, l */
+  float *logit;         /* [B, Hkv, G, most] in log2 units, or NULL */
+  atomic_int failed;
+} kv_decode_job;
+
+/* Columns as rows of `width` floats: in place where they are that already, else converted into buffer [BLOCK, width],
+ * whose tails stay 0. */
+static const float *kv_decode_rows(const kv_columns *x, int64_t c0, int64_t n, int64_t width, float *buffer) {
+  if (x->dtype == KV_F32 && x->D == width) return kv_column(x, c0);
+  for (int64_t c = 0; c < n; c++) kv_load_row(x->dtype, kv_column(x, c0 + c), buffer + c * width, x->D);
+  return buffer;
+}
+
+/* s [heads, KEYS] = q [heads, width] . k [n, width] */
+KV_INLINE void kv_decode_dots(int heads, const float *q, const float *k, int64_t n, int64_t width, float *s) {
+  for (int64_t c = 0; c < n; c++, k += width) {
+    vf acc[4] = {{0}};
+    for (int64_t d = 0; d < width; d += VL) {
+      const vf x = vf_load(k + d);
+#pragma GCC unroll 4
+      for (int g = 0; g < heads; g++) acc[g] += x * vf_load(q + g * width + d);
+    }
+#pragma GCC unroll 4
+    for (int g = 0; g < heads; g++) s[g * KEYS + c] = vf_sum(acc[g]);
+  }
+}
+
+static void kv_decode_logits(int64_t G, const float *q, const float *k, int64_t n, int64_t width, float *s) {
+  int64_t g = 0;
+  for (; g + 4 <= G; g += 4) kv_decode_dots(4, q + g * width, k, n, width, s + g * KEYS);
+  if (G - g == 3) kv_decode_dots(3, q + g * width, k, n, width, s + g * KEYS);
+  if (G - g == 2) kv_decode_dots(2, q + g * width, k, n, width, s + g * KEYS);
+  if (G - g == 1) kv_decode_dots(1, q + g * width, k, n, width, s + g * KEYS);
+}
+
+static void kv_decode_append(const kv_decode *a, int64_t b, int64_t h, int64_t row) {
+  const int64_t size = kv_size(a->dtype), bytes = a->D * size;
+  const int64_t *ks = a->fresh.k_stride, *vs = a->fresh.v_stride;
+  memcpy((char *)a->slots.k + row * bytes, (const char *)a->fresh.k + (b * ks[0] + h * ks[1]) * size, (size_t)bytes);
+  memcpy((char *)a->slots.v + row * bytes, (const char *)a->fresh.v + (b * vs[0] + h * vs[1]) * size, (size_t)bytes);
+  a->slots.pos[row] = a->fresh.pos[b];
+}
+
+typedef struct {
+  float *q, *s, *alpha, *buffer; /* [G, width] scaled, [rows, KEYS], [rows], [BLOCK, width] */
+} kv_decode_scratch;
+
+/* Slots c0 .. c1 - 1 of one head -> o [rows, width], m [rows], l [rows] */
+static void kv_decode_stretch(const kv_decode_job *job, const kv_decode_scratch *x, const kv_queries *query,
+                              const kv_columns *k, const kv_columns *v, int64_t c0, int64_t c1, float *o, float *logit) {
+  const int64_t width = job->width, G = query->G;
+  float *m = o + job->rows * width, *l = m + job->rows;
+  memset(o, 0, (size_t)(job->rows * (width + 2)) * sizeof *o);
+  for (int64_t g = 0; g < G; g++) m[g] = -INFINITY;
+  for (int64_t c = c0; c < c1; c += BLOCK) {
+    const int64_t n = kv_min(BLOCK, c1 - c), padded = kv_round_up(n, VL);
+    kv_decode_logits(G, x->q, kv_decode_rows(k, c, n, width, x->buffer), n, width, x->s);
+    for (int64_t g = 0; g < G; g++) {
+      float *s = x->s + g * KEYS;
+      kv_cap_and_mask(s, query->cap, n, padded);
+      if (logit) memcpy(logit + g * job->most + c, s, (size_t)n * sizeof *s);
+      x->alpha[g] = kv_softmax(s, padded, m + g, l + g);
+    }
+    kv_tile_o(x->s, job->rows, n, kv_decode_rows(v, c, n, width, x->buffer), width, x->alpha, o);
+  }
+}
+
+static void kv_decode_task(const kv_decode_job *job, const kv_decode_scratch *x, int64_t b, int64_t h, int64_t split) {
+  const kv_decode *a = job->a;
+  const int64_t G = a->H / a->Hkv, at = b * a->Hkv + h, offset = a->slots.offset[at], n = a->slots.len[at] + 1;
+  const int64_t c0 = split * SPLIT, c1 = kv_min(n, c0 + SPLIT);
+  if (c0 >= n) return;
+  if (c1 == n) kv_decode_append(a, b, h, offset + n - 1);
+  const kv_queries query = kv_queries_of(a->dtype, a->D, G, a->q, a->q_stride, b, h, a->scale, a->softcap);
+  const int64_t none[3] = {0};
+  const kv_columns k = kv_columns_of(a->dtype, a->D, a->slots.k, offset, n, NULL, none, 0, 0, 0, 0);
+  const kv_columns v = kv_columns_of(a->dtype, a->D, a->slots.v, offset, n, NULL, none, 0, 0, 0, 0);
+  for (int64_t g = 0; g < G; g++) kv_load_query(&query, g, 0, x->q + g * job->width);
+  kv_decode_stretch(job, x, &query, &k, &v, c0, c1, job->part + (at * job->splits + split) * job->rows * (job->width + 2),
+                    job->logit ? job->logit + at * G * job->most : NULL);
+}
+
+/* Everything starts as 0: tails of q and buffer, and rows of s beyond G, which are multiplied but not read. */
+static void kv_decode_body(void *ctx, int64_t begin, int64_t end) {
+  kv_decode_job *job = ctx;
+  const kv_decode *a = job->a;
+  kv_decode_scratch x;
+  x.q = calloc((size_t)(job->rows * (job->width + KEYS + 1) + BLOCK * job->width), sizeof *x.q);
+  if (!x.q) {
+    job->failed = 1;
+    return;
+  }
+  x.s = x.q + job->rows * job->width;
+  x.alpha = x.s + job->rows * KEYS;
+  x.buffer = x.alpha + job->rows;
+  for (int64_t i = begin; i < end; i++) {
+    const int64_t at = i / job->splits;
+    kv_decode_task(job, &x, at / a->Hkv, at % a->Hkv, i % job->splits);
+  }
+  free(x.q);
+}
+
+static float kv_exp2(float x) { return vf_exp2(vf_set1(x))[0]; }
+
+/* m and l of head g over all stretches, the first of which is at part, and out if wanted. */
+static void kv_decode_combine(const kv_decode_job *job, const float *part, int64_t stretches, int64_t g, float sink,
+                              float *m, float *l, void *out) {
+  const int64_t width = job->width, rows = job->rows, step = rows * (width + 2), at_m = rows * width + g;
+  float o[256] = {0};
+  *m = sink;
+  for (int64_t i = 0; i < stretches; i++)
+    if (part[i * step + at_m] > *m) *m = part[i * step + at_m];
+  const float at = *m == -INFINITY ? 0 : *m;
+  *l = kv_exp2(sink - at);
+  for (int64_t i = 0; i < stretches; i++, part += step) {
+    const float weight = kv_exp2(part[at_m] - at);
+    *l += weight * part[at_m + rows];
+    for (int64_t d = 0; d < width; d++) o[d] += weight * part[g * width + d];
+  }
+  for (int64_t d = 0; d < width; d++) o[d] = *l == 0 ? 0 : o[d] / *l;
+  if (out) kv_store_row(job->a->dtype, o, out, job->a->D);
+}
+
+/* Pass 2 of one head; probs only for the columns of one stretch. Stretch 0 also writes out, lse and the zeros. */
+static void kv_decode_finish(const kv_decode_job *job, int64_t b, int64_t h, int64_t split) {
+  const kv_decode *a = job->a;
+  const int64_t G = a->H / a->Hkv, at = b * a->Hkv + h, n = a->slots.len[at] + 1, size = kv_size(a->dtype);
+  const int64_t c0 = split * SPLIT, c1 = kv_min(n, c0 + SPLIT);
+  const float *part = job->part + at * job->splits * job->rows * (job->width + 2);
+  float *probs = a->probs ? a->probs + at * a->C : NULL;
+  if (c0 >= n) return;
+  for (int64_t c = c0; probs && c < c1; c++) probs[c] = 0;
+  for (int64_t c = n; probs && split == 0 && c < a->C; c++) probs[c] = 0;
+  for (int64_t g = 0; g < G; g++) {
+    const int64_t head = b * a->H + h * G + g;
+    const float sink = a->sinks ? a->sinks[h * G + g] * KV_LOG2E : -INFINITY;
+    float m, l;
+    kv_decode_combine(job, part, (n + SPLIT - 1) / SPLIT, g, sink, &m, &l,
+                      split == 0 ? (char *)a->out + head * a->D * size : NULL);
+    if (split == 0) a->lse[head] = KV_LN2 * (m + log2f(l));
+    const float *logit = probs ? job->logit + (at * G + g) * job->most : NULL;
+    const float lse = m + log2f(l), share = 1 / (float)G;
+    for (int64_t c = c0; probs && c < c1; c++) probs[c] += share * kv_exp2(logit[c] - lse);
+  }
+}
+
+static void kv_decode_finish_body(void *ctx, int64_t begin, int64_t end) {
+  const kv_decode_job *job = ctx;
+  const int64_t splits = job->logit ? job->splits : 1, Hkv = job->a->Hkv;
+  for (int64_t i = begin; i < end; i++) kv_decode_finish(job, i / splits / Hkv, i / splits % Hkv, i % splits);
+}
+
+kv_status KV_OP(decode)(const kv_decode *a) {
+  const int64_t heads = a->B * a->Hkv, G = heads ? a->H / a->Hkv : 0;
+  if (heads == 0) return KV_OK;
+  int64_t most = 0;
+  for (int64_t i = 0; i < heads; i++) most = kv_max(most, a->slots.len[i] + 1);
+  kv_decode_job job = {a, kv_round_up(a->D, VL), kv_round_up(G, MR), (most + SPLIT - 1) / SPLIT, most, NULL, NULL, 0};
+  const int64_t floats = heads * job.splits * job.rows * (job.width + 2), task = kv_min(SPLIT, most) * a->D;
+  job.part = malloc((size_t)floats * sizeof *job.part);
+  if (a->probs) job.logit = malloc((size_t)(heads * G * most) * sizeof *job.logit);
+  job.failed = !job.part || (a->probs && !job.logit);
+  /* Below some 32k numbers of K a thread costs more than it brings. */
+  if (!job.failed) kv_parallel_for(heads * job.splits, kv_max(1, 32768 / task), kv_decode_body, &job);
+  if (!job.failed)
+    kv_parallel_for(heads * (a->probs ? job.splits : 1), kv_max(1, 524288 / task), kv_decode_finish_body, &job);
+  free(job.part);
+  free(job.logit);
+  return job.failed ? KV_NO_MEMORY : KV_OK;
+}

@@ -1,0 +1,103 @@
+/* f16 and bf16 <-> float as branch-free loops over uint16_t that the compiler vectorises for whatever ISA the file is
+ * compiled with, and one head's key or value rows, read where they are. */
+#ifndef KVEVICT_HALF_H
+#define KVEVICT_HALF_H
+#include <string.h>
+
+#include "kvevict.h"
+
+static inline uint32_t kv_bits(float x) {
+  uint32_t u;
+  memcpy(&u, &x, sizeof u);
+  return u;
+}
+
+static inline float kv_float(uint32_t u) {
+  float x;
+  memcpy(&x, &u, sizeof x);
+  return x;
+}
+
+/* The exponent is rebiased by 112. All ones (inf, NaN) go up by 112 more; 0 and denormals become normal by an implicit
+ * one that is subtracted again. */
+static inline float kv_float_of_f16(uint16_t h) {
+  const uint32_t top = 0x7c00u << 13, sign = (uint32_t)(h & 0x8000u) << 16;
+  const uint32_t u = (uint32_t)(h & 0x7fffu) << 13, exponent = u & top;
+  const uint32_t normal = u + (112u << 23) + (exponent == top ? 112u << 23 : 0u);
+  const uint32_t denormal = kv_bits(kv_float(u + (113u << 23)) - kv_float(113u << 23));
+  return kv_float((exponent == 0 ? denormal : normal) | sign);
+}
+
+/* Round to nearest even. Adding 0.5 leaves a denormal's ten bits at the end of the sum, rounded by the addition. */
+static inline uint16_t kv_f16_of_float(float x) {
+  const uint32_t bits = kv_bits(x), u = bits & 0x7fffffffu;
+  const uint32_t normal = (u - (112u << 23) + 0xfffu + ((u >> 13) & 1u)) >> 13;
+  const uint32_t denormal = kv_bits(kv_float(u) + 0.5f) - kv_bits(0.5f);
+  const uint32_t over = u > 0x7f800000u ? 0x7e00u : 0x7c00u;
+  const uint32_t small = u < (113u << 23) ? denormal : normal;
+  return (uint16_t)((u >= (143u << 23) ? over : small) | ((bits >> 16) & 0x8000u));
+}
+
+static inline float kv_float_of_bf16(uint16_t h) { return kv_float((uint32_t)h << 16); }
+
+/* Round to nearest even; a NaN keeps its upper bits and is made quiet, so that it cannot round to inf. */
+static inline uint16_t kv_bf16_of_float(float x) {
+  const uint32_t u = kv_bits(x);
+  const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16, nan = (u >> 16) | 0x40u;
+  return (uint16_t)((u & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
+}
+
+static inline int64_t kv_size(kv_dtype dtype) { return dtype == KV_F32 ? 4 : 2; }
+
+/* x [n] dtype -> y [n] */
+static inline void kv_load_row(kv_dtype dtype, const void *x, float *restrict y, int64_t n) {
+  const uint16_t *restrict half = x;
+  if (dtype == KV_F32) memcpy(y, x, (size_t)n * sizeof *y);
+  if (dtype == KV_F16)
+    for (int64_t i = 0; i < n; i++) y[i] = kv_float_of_f16(half[i]);
+  if (dtype == KV_BF16)
+    for (int64_t i = 0; i < n; i++) y[i] = kv_float_of_bf16(half[i]);
+}
+
+/* x [n] -> y [n] dtype */
+static inline void kv_store_row(kv_dtype dtype, const float *restrict x, void *y, int64_t n) {
+  uint16_t *restrict half = y;
+  if (dtype == KV_F32) memcpy(y, x, (size_t)n * sizeof *x);
+  if (dtype == KV_F16)
+    for (int64_t i = 0; i < n; i++) half[i] = kv_f16_of_float(x[i]);
+  if (dtype == KV_BF16)
+    for (int64_t i = 0; i < n; i++) half[i] = kv_bf16_of_float(x[i]);
+}
+
+/* The alive columns [stored | new] of one (b, kv head): column c < len is stored row c, the others follow in `fresh`. */
+typedef struct {
+  kv_dtype dtype;
+  int64_t D, len, n;    /* n columns, len of them stored */
+  const char *stored;   /* [len, D] dtype */
+  const char *fresh;    /* [n - len, D] dtype, the column that follows the stored ones first */
+  int64_t fresh_stride; /* in bytes */
+} kv_columns;
+
+/* stored: the layer's [rows, D], this head's from row `offset` on. fresh: [B, Hkv, S, D] with strides b, h, s, of which
+ * columns first .. stop - 1 are alive. */
+static inline kv_columns kv_columns_of(kv_dtype dtype, int64_t D, const void *stored, int64_t offset, int64_t len,
+                                       const void *fresh, const int64_t stride[3], int64_t b, int64_t h, int64_t first,
+                                       int64_t stop) {
+  const int64_t size = kv_size(dtype);
+  kv_columns x = {dtype, D, len, len + stop - first, NULL, NULL, stride[2] * size};
+  if (len > 0) x.stored = (const char *)stored + offset * D * size;
+  if (stop > first) x.fresh = (const char *)fresh + (b * stride[0] + h * stride[1] + first * stride[2]) * size;
+  return x;
+}
+
+static inline const void *kv_column(const kv_columns *x, int64_t c) {
+  return c < x->len ? x->stored + c * x->D * kv_size(x->dtype) : x->fresh + (c - x->len) * x->fresh_stride;
+}
+
+/* Column c as D floats: in place, or converted into row [D]. */
+static inline const float *kv_column_floats(const kv_columns *x, int64_t c, float *row) {
+  if (x->dtype == KV_F32) return kv_column(x, c);
+  kv_load_row(x->dtype, kv_column(x, c), row, x->D);
+  return row;
+}
+#endif

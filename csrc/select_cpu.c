@@ -1,0 +1,80 @@
+/* Which slots to keep. Scores become integers of the same order; three histograms of 11 bits find the key of the last
+ * slot that is kept in O(n), and one pass in slot order writes the index. Same result whatever the threads. */
+#include <string.h>
+
+#include "kvevict.h"
+#include "parallel.h"
+
+enum { BITS = 11, BINS = 1 << BITS };
+
+/* Order-preserving: NaN is 0, lower than -inf; -0 and +0 are equal. */
+static inline uint32_t key_of(float score) {
+  uint32_t bits;
+  memcpy(&bits, &score, sizeof bits);
+  uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return 0;
+  return bits >> 31 ? 0x80000000u - magnitude : 0x80000000u + magnitude;
+}
+
+/* The key of rank `rank` (1 is the largest) among score[begin..end), and in *equal how many slots of that very key are
+ * to be taken. */
+static uint32_t key_at_rank(const float *score, int64_t begin, int64_t end, int64_t rank, int64_t *equal) {
+  uint32_t prefix = 0, known = 0; /* the bits of the wanted key found so far, and their mask */
+  for (int shift = 32 - BITS; known != UINT32_MAX; shift = shift > BITS ? shift - BITS : 0) {
+    int32_t count[BINS] = {0};
+    for (int64_t i = begin; i < end; i++) {
+      uint32_t key = key_of(score[i]);
+      if ((key & known) == prefix) count[key >> shift & (BINS - 1)]++;
+    }
+    int bin = BINS - 1;
+    for (; count[bin] < rank; bin--) rank -= count[bin];
+    prefix |= (uint32_t)bin << shift;
+    known |= (uint32_t)(BINS - 1) << shift;
+  }
+  *equal = rank;
+  return prefix;
+}
+
+static inline int64_t at_most(int64_t x, int64_t limit) { return x < limit ? x : limit; }
+
+static void select_heads(void *ctx, int64_t begin, int64_t end) {
+  const kv_select *a = ctx;
+  for (int64_t head = begin; head < end; head++) {
+    int64_t b = head / a->Hkv, n = a->n[head], keep = a->keep[head];
+    int64_t first = at_most(a->protect_first[b], n);           /* slots 0 .. first-1 are kept, */
+    int64_t last = n - at_most(a->protect_last[b], n - first); /* slots last .. n-1 too */
+    int64_t wanted = keep - first - (n - last);                /* from those between */
+    const float *score = a->score + head * a->C;
+    int32_t *index = a->index + head * a->K;
+    int64_t to = 0;
+    for (int64_t i = 0; i < first; i++) index[to++] = (int32_t)i;
+    if (wanted == last - first) {
+      for (int64_t i = first; i < last; i++) index[to++] = (int32_t)i;
+    } else if (wanted > 0) {
+      int64_t equal;
+      uint32_t bar = key_at_rank(score, first, last, wanted, &equal);
+      for (int64_t i = first, stop = first + wanted; to < stop; i++) {
+        uint32_t key = key_of(score[i]);
+        int tie = key == bar && equal > 0;
+        index[to] = (int32_t)i;
+        to += key > bar || tie;
+        equal -= tie;
+      }
+    }
+    for (int64_t i = last; i < n; i++) index[to++] = (int32_t)i;
+    for (; to < a->K; to++) index[to] = -1;
+  }
+}
+
+kv_status kv_select_cpu(const kv_select *a) {
+  if (a->B < 0 || a->Hkv < 0 || a->C < 0 || a->K < 0) return KV_BAD_SHAPE;
+  for (int64_t head = 0; head < a->B * a->Hkv; head++) {
+    int64_t n = a->n[head], keep = a->keep[head];
+    int64_t first = a->protect_first[head / a->Hkv], last = a->protect_last[head / a->Hkv];
+    if (n < 0 || first < 0 || last < 0) return KV_BAD_COUNT;
+    if (keep < at_most(n, first + last) || keep > at_most(n, a->K)) return KV_BAD_COUNT;
+    if (n - last > a->C && n - last > first) return KV_BAD_COUNT; /* a slot without a score is not protected */
+  }
+  kv_parallel_for(a->B * a->Hkv, 1, select_heads, (void *)a);
+  return KV_OK;
+}

@@ -1,0 +1,124 @@
+/* One vector API for every instruction set, from GCC's vector extensions: no intrinsics, no second copy of a kernel.
+ *
+ * A file that includes this is compiled once per ISA with -DKV_ISA=<name> and that ISA's flags; vectors are as wide as
+ * the flags allow, and KV_OP(attend) names the function kv_attend_<name>. Float vectors are `vf`, their bits `vu`.
+ */
+#ifndef KVEVICT_SIMD_H
+#define KVEVICT_SIMD_H
+#include <math.h>
+#include <stdint.h>
+
+/* -std=c11 turns contraction of a * b + c off; without it every multiply-add is two instructions. */
+#if defined(__clang__)
+#pragma clang fp contract(fast)
+#elif defined(__GNUC__)
+#pragma GCC optimize("fp-contract=fast")
+#endif
+
+#define KV_JOIN2(op, isa) kv_##op##_##isa
+#define KV_JOIN(op, isa) KV_JOIN2(op, isa)
+#define KV_OP(op) KV_JOIN(op, KV_ISA)
+#define KV_INLINE static inline __attribute__((always_inline))
+
+/* VL floats a vector; a register tile is MR rows x NV vectors, its accumulators fill the registers but for NV + 2. */
+#if defined(__AVX512F__)
+enum { VL = 16, MR = 6, NV = 4 };
+#define KV_VL 16
+#elif defined(__AVX2__)
+enum { VL = 8, MR = 6, NV = 2 };
+#define KV_VL 8
+#else
+enum { VL = 4, MR = 6, NV = 2 };
+#define KV_VL 4
+#endif
+
+typedef float vf __attribute__((vector_size(4 * KV_VL)));
+typedef uint32_t vu __attribute__((vector_size(4 * KV_VL)));
+typedef float vf_any __attribute__((vector_size(4 * KV_VL), aligned(4), may_alias)); /* anywhere in memory */
+typedef float v4 __attribute__((vector_size(16)));
+typedef float v4_any __attribute__((vector_size(16), aligned(4), may_alias));
+typedef float v8 __attribute__((vector_size(32)));
+
+KV_INLINE vf vf_load(const float *x) { return *(const vf_any *)x; }
+KV_INLINE void vf_store(float *x, vf a) { *(vf_any *)x = a; }
+
+KV_INLINE vf vf_set1(float a) {
+  vf r;
+  for (int i = 0; i < VL; i++) r[i] = a;
+  return r;
+}
+
+/* As the processor has it: b where either is NaN. */
+KV_INLINE vf vf_max(vf a, vf b) {
+  vf r;
+  for (int i = 0; i < VL; i++) r[i] = a[i] > b[i] ? a[i] : b[i];
+  return r;
+}
+
+KV_INLINE vf vf_min(vf a, vf b) {
+  vf r;
+  for (int i = 0; i < VL; i++) r[i] = a[i] < b[i] ? a[i] : b[i];
+  return r;
+}
+
+/* a where mask is all ones, b where it is 0. */
+KV_INLINE vf vf_select(vu mask, vf a, vf b) { return (vf)(((vu)a & mask) | ((vu)b & ~mask)); }
+
+/* Numbers that are not negative order like their bits, and NaN lies above them all: here it wins. */
+KV_INLINE vf vf_max_nan(vf a, vf b) {
+  const vu x = (vu)a & 0x7fffffffu, y = (vu)b & 0x7fffffffu;
+  vu r;
+  for (int i = 0; i < VL; i++) r[i] = x[i] > y[i] ? x[i] : y[i];
+  return (vf)r;
+}
+
+/* Halves are folded onto each other until four lanes are left. */
+KV_INLINE v4 v4_of_sum(vf a) {
+#if KV_VL == 4
+  return a;
+#else
+#if KV_VL == 16
+  const v8 x = __builtin_shufflevector(a, a, 0, 1, 2, 3, 4, 5, 6, 7) +
+               __builtin_shufflevector(a, a, 8, 9, 10, 11, 12, 13, 14, 15);
+#else
+  const v8 x = a;
+#endif
+  return __builtin_shufflevector(x, x, 0, 1, 2, 3) + __builtin_shufflevector(x, x, 4, 5, 6, 7);
+#endif
+}
+
+KV_INLINE float vf_sum(vf a) {
+  const v4 x = v4_of_sum(a);
+  return (x[0] + x[2]) + (x[1] + x[3]);
+}
+
+KV_INLINE float vf_largest(vf a) {
+  float m = a[0];
+  for (int i = 1; i < VL; i++) m = a[i] > m ? a[i] : m;
+  return m;
+}
+
+/* 2^x = 2^n * 2^f with n the nearest integer: x + 1.5 * 2^23 rounds to it and holds it in its low bits. |f| <= 1/2,
+ * relative error of the polynomial 9e-8. Below -126.5 the result is 0, from 127.5 on inf, NaN stays NaN. */
+KV_INLINE vf vf_exp2(vf x) {
+  x = vf_min(vf_set1(128), vf_max(vf_set1(-127), x));
+  const vf t = x + 12582912.0f, f = x - (t - 12582912.0f);
+  vf p = f * 1.3264708686619997e-3f + 9.671511128544807e-3f;
+  p = f * p + 5.550733953714371e-2f;
+  p = f * p + 2.4022242426872253e-1f;
+  p = f * p + 6.931470036506653e-1f;
+  p = f * p + 1.0f;
+  return p * (vf)(((vu)t + 127) << 23);
+}
+
+/* An odd polynomial near 0, where 1 - 2 / (e^2x + 1) would cancel. */
+KV_INLINE vf vf_tanh(vf x) {
+  const vf z = x * x;
+  vf p = z * -5.528614390641451e-3f + 2.048329822719097e-2f;
+  p = z * p - 5.369296297430992e-2f;
+  p = z * p + 1.333089917898178e-1f;
+  p = z * p - 3.333326280117035e-1f;
+  const vf far = 1.0f - 2.0f / (vf_exp2(x * 2.8853900817779268f) + 1.0f);
+  return vf_select((vu)(z < 0.36f), x + x * z * p, far);
+}
+#endif

@@ -1,0 +1,258 @@
+/* Tiles of queries against blocks of keys, shared by attend and score: packing, S = Q K^T, O += P V, and the online
+ * softmax over key blocks. All arithmetic is fp32, logits are in log2 units.
+ *
+ * A row's result does not depend on the tile or task it falls in: every sum runs over the columns in the same order,
+ * and columns that a row does not see add exact zeros. So results are the same for any number of threads.
+ */
+#ifndef KVEVICT_TILE_H
+#define KVEVICT_TILE_H
+#include <stdlib.h>
+
+#include "half.h"
+#include "parallel.h"
+#include "simd.h"
+
+enum {
+  TILE = 96,         /* rows of an S tile, a multiple of MR */
+  KEYS = 256,        /* columns of an S tile, a multiple of PANEL */
+  PANEL = NV * VL,   /* columns of a packed key panel */
+};
+#define KV_LOG2E 1.4426950408889634f
+#define KV_LN2 0.6931471805599453f
+
+static inline int64_t kv_min(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t kv_max(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t kv_round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+/* Keys of a block: packed K and V stay within 256 KiB of the second-level cache. */
+static inline int64_t kv_block(int64_t D) { return D > 128 ? KEYS / 2 : KEYS; }
+
+/* Row t of the chunk sees the columns 0 .. clamp(shift + t + 1, least, n) - 1. */
+typedef struct {
+  int64_t shift, least, n;
+} kv_sight;
+
+static inline int64_t kv_seen(kv_sight x, int64_t t) { return kv_min(kv_max(x.shift + t + 1, x.least), x.n); }
+
+/* The query rows of one (b, kv head): its G heads at every step. In log2 units a logit is scale * q.k, or
+ * cap * tanh(scale * q.k) if cap > 0. */
+typedef struct {
+  kv_dtype dtype;
+  int64_t D, G;
+  const char *q;                       /* head 0 of the group at step 0 */
+  int64_t head_stride, step_stride;    /* in bytes */
+  float scale, cap;
+} kv_queries;
+
+static inline kv_queries kv_queries_of(kv_dtype dtype, int64_t D, int64_t G, const void *q, const int64_t stride[3],
+                                       int64_t b, int64_t h, float scale, float softcap) {
+  const int64_t size = kv_size(dtype);
+  kv_queries x = {dtype, D, G, NULL, stride[1] * size, stride[2] * size, scale * KV_LOG2E, 0};
+  if (q) x.q = (const char *)q + (b * stride[0] + h * G * stride[1]) * size;
+  if (softcap > 0) x.scale = scale / softcap, x.cap = softcap * KV_LOG2E;
+  return x;
+}
+
+/* q [D] = scale times the query of head g at step t */
+static inline void kv_load_query(const kv_queries *x, int64_t g, int64_t t, float *q) {
+  kv_load_row(x->dtype, x->q + g * x->head_stride + t * x->step_stride, q, x->D);
+  for (int64_t d = 0; d < x->D; d++) q[d] *= x->scale;
+}
+
+/* C [MR, nv * VL] = alpha C + A B, with A [MR, n] and B [n, nv * VL], and C = A B where alpha [MR] is NULL. nv is a
+ * constant wherever this is inlined; the accumulators must stay in registers. */
+KV_INLINE void kv_multiply_nv(int nv, const float *a, int64_t lda, const float *b, int64_t ldb, int64_t n,
+                              const float *alpha, float *c, int64_t ldc) {
+  vf acc[MR][NV];
+#pragma GCC unroll 8
+  for (int r = 0; r < MR; r++)
+#pragma GCC unroll 8
+    for (int j = 0; j < nv; j++) acc[r][j] = alpha ? alpha[r] * vf_load(c + r * ldc + j * VL) : vf_set1(0);
+  for (int64_t i = 0; i < n; i++, b += ldb) {
+    vf x[NV];
+#pragma GCC unroll 8
+    for (int j = 0; j < nv; j++) x[j] = vf_load(b + j * VL);
+#pragma GCC unroll 8
+    for (int r = 0; r < MR; r++) {
+      const vf y = vf_set1(a[r * lda + i]);
+#pragma GCC unroll 8
+      for (int j = 0; j < nv; j++) acc[r][j] += y * x[j];
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < MR; r++)
+#pragma GCC unroll 8
+    for (int j = 0; j < nv; j++) vf_store(c + r * ldc + j * VL, acc[r][j]);
+}
+
+static inline void kv_multiply(int64_t nv, const float *a, int64_t lda, const float *b, int64_t ldb, int64_t n,
+                        const float *alpha, float *c, int64_t ldc) {
+  if (nv == 1) kv_multiply_nv(1, a, lda, b, ldb, n, alpha, c, ldc);
+  if (nv == 2) kv_multiply_nv(2, a, lda, b, ldb, n, alpha, c, ldc);
+#if KV_VL == 16
+  if (nv == 3) kv_multiply_nv(3, a, lda, b, ldb, n, alpha, c, ldc);
+  if (nv == 4) kv_multiply_nv(4, a, lda, b, ldb, n, alpha, c, ldc);
+#endif
+}
+
+/* Columns c0 .. c0 + n - 1 -> k [ceil(n / PANEL)][D][PANEL], the last vector filled up with zeros. VL rows at a time
+ * are transposed in 4 x 4 blocks. row: [VL, D] scratch. */
+static inline void kv_pack_k(const kv_columns *x, int64_t c0, int64_t n, float *k, float *row) {
+  static const float zeros[256];
+  for (int64_t c = 0; c < n; c += VL) {
+    float *const panel = k + c / PANEL * PANEL * x->D + c % PANEL;
+    const float *from[VL];
+    for (int i = 0; i < VL; i++) from[i] = c + i < n ? kv_column_floats(x, c0 + c + i, row + i * x->D) : zeros;
+    for (int64_t d = 0; d < x->D; d += 4)
+#pragma GCC unroll 4
+      for (int i = 0; i < VL; i += 4) {
+        const v4 r0 = *(const v4_any *)(from[i] + d), r1 = *(const v4_any *)(from[i + 1] + d);
+        const v4 r2 = *(const v4_any *)(from[i + 2] + d), r3 = *(const v4_any *)(from[i + 3] + d);
+        const v4 a = __builtin_shufflevector(r0, r1, 0, 4, 1, 5), b = __builtin_shufflevector(r2, r3, 0, 4, 1, 5);
+        const v4 e = __builtin_shufflevector(r0, r1, 2, 6, 3, 7), f = __builtin_shufflevector(r2, r3, 2, 6, 3, 7);
+        float *const to = panel + d * PANEL + i;
+        *(v4_any *)to = __builtin_shufflevector(a, b, 0, 1, 4, 5);
+        *(v4_any *)(to + PANEL) = __builtin_shufflevector(a, b, 2, 3, 6, 7);
+        *(v4_any *)(to + 2 * PANEL) = __builtin_shufflevector(e, f, 0, 1, 4, 5);
+        *(v4_any *)(to + 3 * PANEL) = __builtin_shufflevector(e, f, 2, 3, 6, 7);
+      }
+  }
+}
+
+/* Columns c0 .. c0 + n - 1 -> v [n, width], rows filled up with zeros. Returns whether all of them are finite. */
+static inline int kv_pack_v(const kv_columns *x, int64_t c0, int64_t n, float *v, int64_t width) {
+  uint32_t odd = 0;
+  for (int64_t c = 0; c < n; c++, v += width) {
+    kv_load_row(x->dtype, kv_column(x, c0 + c), v, x->D);
+    for (int64_t d = 0; d < x->D; d++) odd |= (kv_bits(v[d]) & 0x7f800000u) == 0x7f800000u;
+    for (int64_t d = x->D; d < width; d++) v[d] = 0;
+  }
+  return !odd;
+}
+
+/* s [rows, KEYS] = q [rows, D] times the first n columns of packed k. rows is a multiple of MR. */
+static inline void kv_tile_s(const float *q, int64_t rows, int64_t D, const float *k, int64_t n, float *s) {
+  for (int64_t c = 0; c < n; c += PANEL) {
+    const int64_t nv = kv_min(NV, (n - c + VL - 1) / VL);
+    for (int64_t r = 0; r < rows; r += MR) kv_multiply(nv, q + r * D, D, k + c * D, PANEL, D, NULL, s + r * KEYS + c, KEYS);
+  }
+}
+
+/* o [rows, width] = alpha o + p [rows, KEYS] v [n, width]. rows is a multiple of MR. */
+static inline void kv_tile_o(const float *p, int64_t rows, int64_t n, const float *v, int64_t width, const float *alpha,
+                             float *o) {
+  for (int64_t d = 0; d < width; d += PANEL) {
+    const int64_t nv = kv_min(NV, (width - d) / VL);
+    for (int64_t r = 0; r < rows; r += MR)
+      kv_multiply(nv, p + r * KEYS, KEYS, v + d, width, n, alpha + r, o + r * width + d, width);
+  }
+}
+
+/* The same for one row and the n columns it sees: where v holds inf or NaN, 0 * v of a column unseen is not 0. */
+static inline void kv_row_o(const float *p, int64_t n, const float *v, int64_t width, float alpha, float *o) {
+  for (int64_t d = 0; d < width; d += VL) {
+    vf acc = alpha * vf_load(o + d);
+    for (int64_t c = 0; c < n; c++) acc += p[c] * vf_load(v + c * width + d);
+    vf_store(o + d, acc);
+  }
+}
+
+/* s [width], of which the row sees n columns: cap * tanh(s) if cap > 0; columns from n on become -inf. */
+static inline void kv_cap_and_mask(float *s, float cap, int64_t n, int64_t width) {
+  if (cap > 0)
+    for (int64_t c = 0; c < n; c += VL) vf_store(s + c, cap * vf_tanh(vf_load(s + c)));
+  for (int64_t c = n; c < width; c++) s[c] = -INFINITY;
+}
+
+/* One step of a row's online softmax: s [width] -> p = 2^(s - m) with m the maximum so far, l = sum of p. Returns
+ * alpha, what earlier p are to be scaled by. While the row has seen nothing m is -inf; 0 stands in for it. */
+static inline float kv_softmax(float *s, int64_t width, float *m, float *l) {
+  vf top = vf_set1(-INFINITY), sum = vf_set1(0);
+  for (int64_t c = 0; c < width; c += VL) top = vf_max(vf_load(s + c), top);
+  const float most = vf_largest(top), before = *m;
+  if (most > before) *m = most;
+  const float at = *m == -INFINITY ? 0 : *m;
+  for (int64_t c = 0; c < width; c += VL) {
+    const vf p = vf_exp2(vf_load(s + c) - at);
+    vf_store(s + c, p);
+    sum += p;
+  }
+  const float alpha = vf_exp2(vf_set1(before - at))[0];
+  *l = *l * alpha + vf_sum(sum);
+  return alpha;
+}
+
+/* A task's rows, time-major over the heads of the group: row r is head r % G at step t0 + r / G. */
+typedef struct {
+  float *q, *o;   /* [rows, D] scaled, [rows, width]; rows filled up with zeros to a multiple of MR */
+  float *m, *l;   /* [rows] maximum and sum of the softmax so far */
+  float *k, *v;   /* a packed block of keys and values */
+  float *s, *row; /* [TILE, KEYS], [VL, D] */
+} kv_rows;
+
+/* Carves x out of one allocation, to be freed as the return value; NULL if there is no memory. */
+static inline void *kv_rows_alloc(kv_rows *x, int64_t rows, int64_t D, int values) {
+  const int64_t padded = kv_round_up(rows, MR), block = kv_block(D), width = values ? kv_round_up(D, VL) : 0;
+  const int64_t sizes[] = {padded * D, padded * width, padded, padded, block * D, block * width, TILE * KEYS, VL * D};
+  float **const fields[] = {&x->q, &x->o, &x->m, &x->l, &x->k, &x->v, &x->s, &x->row};
+  int64_t total = 0;
+  for (int i = 0; i < 8; i++) total += kv_round_up(sizes[i], 16);
+  float *memory = aligned_alloc(64, (size_t)total * sizeof *memory);
+  for (int64_t i = 0, at = 0; memory && i < 8; at += kv_round_up(sizes[i], 16), i++) *fields[i] = memory + at;
+  return memory;
+}
+
+/* Loads the queries and starts the softmax. A sink is a column without a value: m = sink, l = 1. */
+static inline void kv_rows_start(kv_rows *x, const kv_queries *query, int64_t t0, int64_t rows, const float *sinks,
+                                 int64_t width) {
+  const int64_t padded = kv_round_up(rows, MR);
+  for (int64_t r = 0; r < rows; r++) {
+    const int64_t g = r % query->G;
+    kv_load_query(query, g, t0 + r / query->G, x->q + r * query->D);
+    x->m[r] = sinks ? sinks[g] * KV_LOG2E : -INFINITY;
+    x->l[r] = x->m[r] == -INFINITY ? 0 : 1;
+  }
+  memset(x->q + rows * query->D, 0, (size_t)((padded - rows) * query->D) * sizeof *x->q);
+  memset(x->o, 0, (size_t)(padded * width) * sizeof *x->o);
+}
+
+/* One tile of rows r0 .. r0 + n - 1 against the packed block of columns from c0 on. */
+static inline void kv_rows_tile(kv_rows *x, const kv_queries *query, kv_sight sight, int64_t t0, int64_t r0, int64_t n,
+                         int64_t c0, int64_t width, int finite) {
+  const int64_t G = query->G, block = kv_block(query->D), padded = kv_round_up(n, MR);
+  const int64_t fewest = kv_min(kv_seen(sight, t0 + r0 / G) - c0, block);
+  const int64_t most = kv_min(kv_seen(sight, t0 + (r0 + n - 1) / G) - c0, block);
+  float alpha[TILE];
+  if (most <= 0) return;
+  kv_tile_s(x->q + r0 * query->D, padded, query->D, x->k, most, x->s);
+  for (int64_t r = 0; r < padded; r++) {
+    alpha[r] = 0;
+    if (r >= n) continue;
+    const int64_t seen = fewest == most ? most : kv_min(kv_max(kv_seen(sight, t0 + (r0 + r) / G) - c0, 0), most);
+    kv_cap_and_mask(x->s + r * KEYS, query->cap, seen, kv_round_up(most, VL));
+    alpha[r] = kv_softmax(x->s + r * KEYS, kv_round_up(most, VL), x->m + r0 + r, x->l + r0 + r);
+    if (!finite && fewest < most && width) kv_row_o(x->s + r * KEYS, seen, x->v, width, alpha[r], x->o + (r0 + r) * width);
+  }
+  if (finite || fewest == most) kv_tile_o(x->s, padded, most, x->v, width, alpha, x->o + r0 * width);
+}
+
+/* All rows over all columns they see. Without values (v NULL) only m and l are found. */
+static inline void kv_rows_run(kv_rows *x, const kv_queries *query, kv_sight sight, int64_t t0, int64_t rows,
+                               const kv_columns *k, const kv_columns *v, int64_t width) {
+  const int64_t n = rows > 0 ? kv_seen(sight, t0 + (rows - 1) / query->G) : 0, block = kv_block(query->D);
+  for (int64_t c0 = 0; c0 < n; c0 += block) {
+    const int64_t columns = kv_min(block, n - c0);
+    kv_pack_k(k, c0, columns, x->k, x->row);
+    const int finite = !v || kv_pack_v(v, c0, columns, x->v, width);
+    for (int64_t r0 = 0; r0 < rows; r0 += TILE)
+      kv_rows_tile(x, query, sight, t0, r0, kv_min(TILE, rows - r0), c0, width, finite);
+  }
+}
+
+/* Steps of a task over one head's T steps. Packing is amortised from about 192 rows on, scratch stays below 1 MiB up to
+ * `most` rows; between these as many as leave every thread four tasks. */
+static inline int64_t kv_task_steps(int64_t heads, int64_t T, int64_t G, int64_t D) {
+  const int64_t most = 65536 / kv_max(D, 64), fair = heads * T * G / (4 * kv_threads());
+  return kv_max(kv_min(kv_max(fair, 192), most) / G, 1);
+}
+#endif

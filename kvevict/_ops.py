@@ -1,0 +1,249 @@
+"""The only door to csrc: the five ops as functions with shapes, and what torch.compile has to know about them.
+
+Dimensions are those of csrc/kvevict.h: B batch rows, H query heads, Hkv key/value heads, T query rows, R observing
+rows, S new columns, D head dimension (a multiple of 8, at most 256), N rows of a flat slot buffer.
+
+Slots are ragged: head h of batch row b owns rows offset[b, h] .. offset[b, h] + len[b, h] - 1 of the flat buffers. A
+head's alive slots are [stored | new], new columns counting from first[b] (those before are left padding).
+`offset` is int64; lengths, counts, indices and positions are int32; scores, lse and sinks are float32. q, k, v are
+float32, float16 or bfloat16 with any strides. A wrong dtype raises TypeError, a wrong device ValueError, anything else
+(shapes, counts, slots outside their buffer) RuntimeError, before any slot is written. No op has a backward.
+"""
+
+import re
+
+try:
+    import torch
+except ImportError as error:
+    raise ImportError("kvevict needs PyTorch: pip install 'torch>=2.10'") from error
+
+if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 10):
+    raise ImportError(f"kvevict needs torch 2.10 or newer, this is {torch.__version__}: pip install -U torch")
+
+try:
+    from kvevict import _C
+except ImportError as error:
+    raise ImportError(
+        f"kvevict's compiled part cannot be loaded ({error}). Build it for this Python and torch: "
+        "pip install --no-build-isolation . (in the source tree: pip install --no-build-isolation -e .)"
+    ) from error
+
+Tensor = torch.Tensor
+
+REDUCE = {"sum": 0, "mean": 1, "max": 2}  # kv_reduce
+
+_attend = torch.ops.kvevict.attend.default
+_score = torch.ops.kvevict.score.default
+_select = torch.ops.kvevict.select.default
+_compact = torch.ops.kvevict.compact.default
+_decode = torch.ops.kvevict.decode.default
+
+_NONE = torch.empty(0)  # stands for an absent tensor
+_NO_INDEX = torch.empty(0, dtype=torch.int32)
+
+# What is not listed has the dtype of q, or of k where there is no q.
+_INT32 = "len n keep index first stop row_first pos protect_first protect_last src_len pos_src pos_dst pos_slots"
+_DTYPES = dict.fromkeys(_INT32.split(), torch.int32)
+_DTYPES |= dict.fromkeys(("offset", "src_offset", "dst_offset"), torch.int64)
+_DTYPES |= dict.fromkeys(("score", "lse", "sinks"), torch.float32)
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _explain(op, error: RuntimeError, args: tuple) -> Exception:
+    """The exception that says best why a call failed. Looked for only then: a decode step pays nothing for it."""
+    tensors = {a.name: t for a, t in zip(op._schema.arguments, args) if isinstance(t, Tensor) and t.numel()}
+    lead = tensors.get("q", tensors.get("k", next(iter(tensors.values()), None)))
+    name = op._schema.name.replace("::", ".")
+    for arg, t in tensors.items():
+        if t.device != lead.device:
+            return ValueError(f"{name}: {arg} is on {t.device}, the others on {lead.device}")
+        want = _DTYPES.get(arg, lead.dtype)
+        if t.dtype != want:
+            return TypeError(f"{name}: {arg} is {t.dtype}, expected {want}")
+        if arg not in _DTYPES and t.dtype not in _FLOATS:
+            return TypeError(f"{name}: {arg} is {t.dtype}, there are kernels for float32, float16 and bfloat16")
+    if isinstance(error, NotImplementedError) and lead is not None:
+        kind = lead.device.type
+        how = "; KVEVICT_CUDA=1 pip install --no-build-isolation . builds them" if kind == "cuda" else ""
+        return ValueError(f"{name}: this build has no {kind.upper()} kernels{how}")
+    return RuntimeError(f"{name}: " + re.sub(r"^\w+, \S+:\d+, ", "", str(error)))  # without the place in binding.cpp
+
+
+def attend(
+    q: Tensor,
+    k_slots: Tensor,
+    v_slots: Tensor,
+    offset: Tensor,
+    len: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first: Tensor,
+    sinks: Tensor | None = None,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Chunk attention over [stored | new]: row t sees every stored slot and new columns first[b] <= j <= t + S - T.
+
+    q [B,H,T,D]  k_slots v_slots [N,D]  offset len [B,Hkv]  k v [B,Hkv,S,D]  first [B]  sinks [H] or None
+    -> out [B,T,H,D], lse [B,H,T]; a row that sees nothing gets 0 and -inf.
+    """
+    args = (q, k_slots, v_slots, offset, len, k, v, first, _NONE if sinks is None else sinks, scale, softcap)
+    try:
+        return _attend(*args)
+    except RuntimeError as error:
+        raise _explain(_attend, error, args) from None
+
+
+def score(
+    q: Tensor,
+    row_first: Tensor,
+    k_slots: Tensor,
+    offset: Tensor,
+    len: Tensor,
+    k: Tensor,
+    first: Tensor,
+    stop: Tensor,
+    lse: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    causal: bool = False,
+    reduce: str,
+    columns: int,
+) -> Tensor:
+    """Attention that the rows row_first[b] <= r < R of q pay to every alive slot: reduced ("sum", "mean" or "max")
+    over rows, then averaged over the heads of a group. causal: the rows are the last R alive slots' own. lse is the
+    rows' own from `attend`, or None to take it over the columns seen here (sinks count then only).
+
+    q [B,H,R,D]  row_first [B]  k_slots [N,D]  offset len [B,Hkv]  k [B,Hkv,S,D]  first stop [B]  lse [B,H,R]  sinks [H]
+    -> [B,Hkv,columns], columns >= the largest number of alive slots; 0 past a head's own.
+    """
+    if reduce not in REDUCE:
+        raise ValueError(f"kvevict.score: reduce is {reduce!r}, expected one of {', '.join(REDUCE)}")
+    lse, sinks = _NONE if lse is None else lse, _NONE if sinks is None else sinks
+    args = (q, row_first, k_slots, offset, len, k, first, stop, lse, sinks, scale, softcap)
+    args += (causal, REDUCE[reduce], columns)
+    try:
+        return _score(*args)
+    except RuntimeError as error:
+        raise _explain(_score, error, args) from None
+
+
+def select(score: Tensor, n: Tensor, keep: Tensor, protect_first: Tensor, protect_last: Tensor, columns: int) -> Tensor:
+    """The keep[b,h] best of n[b,h] slots: the first protect_first[b] and last protect_last[b], then by
+    (score descending, slot ascending); NaN ranks below every number.
+
+    score [B,Hkv,C]  n keep [B,Hkv]  protect_first protect_last [B]
+    -> int32 [B,Hkv,columns], ascending slot indices; -1 from column keep[b,h] on.
+    """
+    args = (score, n, keep, protect_first, protect_last, columns)
+    try:
+        return _select(*args)
+    except RuntimeError as error:
+        raise _explain(_select, error, args) from None
+
+
+def compact(
+    k_src: Tensor,
+    v_src: Tensor,
+    pos_src: Tensor,
+    src_offset: Tensor,
+    src_len: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pos: Tensor,
+    first: Tensor,
+    index: Tensor | None,
+    keep: Tensor,
+    k_dst: Tensor,
+    v_dst: Tensor,
+    pos_dst: Tensor,
+    dst_offset: Tensor,
+) -> None:
+    """Move slots index[b,h,:keep[b,h]] of [src | new] to dst_offset[b,h] of dst, in order. dst may be src with the
+    same offsets. index None: slots 0 .. keep[b,h] - 1.
+
+    k_src v_src [N,D]  pos_src [N]  src_offset src_len [B,Hkv]  k v [B,Hkv,S,D]  pos [B,S]  first [B]
+    index [B,Hkv,K]  keep [B,Hkv]  k_dst v_dst [M,D]  pos_dst [M]  dst_offset [B,Hkv]
+    """
+    src = (k_src, v_src, pos_src, src_offset, src_len)
+    args = (*src, k, v, pos, first, _NO_INDEX if index is None else index, keep, k_dst, v_dst, pos_dst, dst_offset)
+    try:
+        return _compact(*args)
+    except RuntimeError as error:
+        raise _explain(_compact, error, args) from None
+
+
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pos: Tensor,
+    k_slots: Tensor,
+    v_slots: Tensor,
+    pos_slots: Tensor,
+    offset: Tensor,
+    len: Tensor,
+    sinks: Tensor | None = None,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    columns: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One decode step: write the new row behind each head's slots, then attend over len + 1 of them. The caller has
+    made room, and adds 1 to len afterwards.
+
+    q [B,H,1,D]  k v [B,Hkv,1,D]  pos [B,1]  k_slots v_slots [N,D]  pos_slots [N]  offset len [B,Hkv]
+    sinks [H] or None
+    -> out [B,1,H,D], lse [B,H,1], probs [B,Hkv,columns]: the row's attention averaged over the group, 0 past the new
+    slot.
+    """
+    sinks = _NONE if sinks is None else sinks
+    args = (q, k, v, pos, k_slots, v_slots, pos_slots, offset, len, sinks, scale, softcap, columns)
+    try:
+        return _decode(*args)
+    except RuntimeError as error:
+        raise _explain(_decode, error, args) from None
+
+
+def cpu_isa() -> str:
+    """Instruction set that the CPU kernels run with: "avx512", "avx2" or "scalar". KVEVICT_CPU_ISA caps it."""
+    return _C.cpu_isa()
+
+
+def build_info() -> dict:
+    """What the compiled part was built with: {"cuda": bool, "cuda_archs": "80,90", "torch_target": "2.10"}."""
+    return _C.build_info()
+
+
+# Output shapes, for torch.compile and fake tensors.
+
+
+@torch.library.register_fake("kvevict::attend")
+def _(q, k_slots, v_slots, offset, len, k, v, first, sinks, scale, softcap):
+    B, H, T, D = q.shape
+    return q.new_empty(B, T, H, D), q.new_empty(B, H, T, dtype=torch.float32)
+
+
+@torch.library.register_fake("kvevict::score")
+def _(q, row_first, k_slots, offset, len, k, first, stop, lse, sinks, scale, softcap, causal, reduce, columns):
+    return q.new_empty(k.shape[0], k.shape[1], columns, dtype=torch.float32)
+
+
+@torch.library.register_fake("kvevict::select")
+def _(score, n, keep, protect_first, protect_last, columns):
+    return score.new_empty(score.shape[0], score.shape[1], columns, dtype=torch.int32)
+
+
+@torch.library.register_fake("kvevict::compact")
+def _(*args):
+    return None
+
+
+@torch.library.register_fake("kvevict::decode")
+def _(q, k, v, pos, k_slots, v_slots, pos_slots, offset, len, sinks, scale, softcap, columns):
+    B, H, T, D = q.shape
+    probs = q.new_empty(B, k.shape[1], columns, dtype=torch.float32)
+    return q.new_empty(B, T, H, D), q.new_empty(B, H, T, dtype=torch.float32), probs

@@ -1,0 +1,111 @@
+"""The command line: `kvevict generate`, `kvevict policies`. Each prints a table and ends with one JSON line."""
+
+import argparse
+import json
+import sys
+
+COMMANDS = {}
+
+
+def command(function):
+    COMMANDS[function.__name__] = function
+    return function
+
+
+@command
+def policies(parser, argv):
+    """List the presets, what each is, and its options."""
+    parser.parse_args(argv)
+    import dataclasses
+
+    from .policy import PRESETS, describe
+
+    for name, choices in PRESETS.items():
+        print(f"{name:18} {describe(name)}")
+        fields = ((f.name, getattr(choices["score"], f.name)) for f in dataclasses.fields(choices["score"]))
+        shown = {k: v for k, v in choices.items() if k != "score"} | dict(fields)
+        print(" " * 19 + ", ".join(f"{k}={v!r}" for k, v in shown.items()))
+    return {"policies": list(PRESETS)}
+
+
+@command
+def generate(parser, argv):
+    """Read a long text, keep a budget of KV slots, answer a question."""
+    parser.add_argument("question", help="what to ask about the text (or how to go on)")
+    parser.add_argument("--model", required=True, help="folder or hub id of a Transformers causal language model")
+    parser.add_argument("--file", required=True, help="text to read; - is standard input")
+    parser.add_argument("--policy", default="take", help="preset (see `kvevict policies`), default take")
+    parser.add_argument("--budget", type=number, default=512, help="slots per kv head, or the fraction kept; default 512")
+    parser.add_argument("--chunk-size", type=int, help="tokens read at once, evicting after each chunk")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--limit", type=int, help="read only the first LIMIT tokens of the text")
+    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="policy option, repeatable")
+    parser.add_argument("--compare", action="store_true", help="also run the model unpatched")
+    parser.add_argument("--dtype", default="auto", help="float32, bfloat16, float16; default: as stored")
+    args = parser.parse_args(argv)
+    from .policy import build
+    from .run import encode, load_model, measure
+
+    options = dict(parse_option(text) for text in args.option)
+    policy = build(args.policy, budget=args.budget, chunk_size=args.chunk_size, **options, progress=True)
+    text = sys.stdin.read() if args.file == "-" else open(args.file, encoding="utf-8", errors="replace").read()
+    model, tokenizer = load_model(args.model, args.dtype)
+    ids = encode(tokenizer, text, args.question, args.limit)
+    rows = {args.policy: measure(model, tokenizer, ids, policy, args.max_new_tokens)}
+    if args.compare:
+        rows = {"unpatched": measure(model, tokenizer, ids, None, args.max_new_tokens)} | rows
+    print(table(rows, ids.shape[1]))
+    return {"tokens": ids.shape[1], "runs": rows}
+
+
+def table(runs: dict, tokens: int) -> str:
+    """Runs of `kvevict.run.measure` side by side, then what was kept and the answers."""
+    lines = [f"{tokens} prompt tokens", f"{'':14}{'read s':>9}{'decode s':>10}{'peak MiB':>10}{'KV MiB':>9}{'slots/layer':>14}"]
+    for name, run in runs.items():
+        seen = run.get("report")
+        kv = f"{seen['cache_bytes'] / 2**20:9.2f}" if seen else f"{'all':>9}"
+        lines.append(
+            f"{name:14}{run['read_seconds']:9.2f}{run['decode_seconds']:10.2f}{run['peak_bytes'] / 2**20:10.1f}{kv}"
+            f"{slots(seen) if seen else str(tokens):>14}"
+        )
+    for name, run in runs.items():
+        lines.append(f"\n[{name}] {run['answer'].strip()}")
+    return "\n".join(lines)
+
+
+def slots(seen: dict) -> str:
+    """Kept slots per kv head, the range over layers and heads."""
+    counts = [n for layer in seen["kept"] if layer is not None for row in layer for n in row]
+    return str(min(counts)) if min(counts) == max(counts) else f"{min(counts)}..{max(counts)}"
+
+
+def number(text: str):
+    """A budget: slots when whole, a fraction otherwise."""
+    return int(text) if text.lstrip("-").isdigit() else float(text)
+
+
+def parse_option(text: str):
+    """NAME=VALUE with VALUE as JSON (a number, true, null, [0, 32]) or a plain word."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"--option {text!r}: write NAME=VALUE")
+    try:
+        value = json.loads(value)
+    except json.JSONDecodeError:
+        pass
+    return name.replace("-", "_"), tuple(value) if isinstance(value, list) else value
+
+
+def main(argv=None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser("kvevict", description="Long prompts in bounded memory.")
+    parser.add_argument("command", choices=COMMANDS, help="; ".join(f"{n}: {f.__doc__}" for n, f in COMMANDS.items()))
+    name = parser.parse_args(argv[:1]).command
+    function = COMMANDS[name]
+    try:
+        result = function(argparse.ArgumentParser(f"kvevict {name}", description=function.__doc__), argv[1:])
+    except (ValueError, TypeError, OSError) as error:
+        print(f"kvevict {name}: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps({"command": name, **result}))
+    return 0

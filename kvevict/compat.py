@@ -1,0 +1,62 @@
+"""Every branch on the Transformers version, and the model families that are known to work."""
+
+import inspect
+import sys
+
+import torch
+import transformers
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+if VERSION < (5, 4):
+    raise ImportError(
+        f"kvevict needs transformers >= 5.4, found {transformers.__version__}; run: pip install -U 'transformers>=5.4'"
+    )
+
+# crop(n) of a cache layer: up to 5.16 a positive n is the length to keep, later only "remove -n" is left.
+CROP_TAKES_LENGTH = VERSION < (5, 17)
+
+# Text decoders whose output was compared with the unpatched model's (tests/test_models.py).
+MODEL_TYPES = frozenset(
+    """llama mistral qwen2 qwen3 phi3 gemma2 gemma3_text mixtral qwen3_moe olmo2 granite gpt_oss""".split()
+)
+
+OWN, SLIDING = "full attention", "sliding window"
+
+
+def layer_kinds(config) -> list:
+    """What each decoder layer caches: OWN (we may evict), SLIDING (stays), or the name of a kind we refuse."""
+    kinds = {DynamicLayer: OWN, DynamicSlidingWindowLayer: SLIDING}
+    return [kinds.get(type(layer), type(layer).__name__) for layer in DynamicCache(config=config).layers]
+
+
+def base_attention(module, config):
+    """The attention function that `module` would call without us, under its original config."""
+    from transformers import AttentionInterface
+
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    return AttentionInterface().get_interface(config._attn_implementation, eager)
+
+
+def rotate(decoder, module, x, position_from, position_to):
+    """Rotate x [B, H, p, D] by the angle between two positions [B]: R(to) R(from)^-1 x, with the model's own rotary
+    frequencies and its own pairing of dimensions. fp32 in, fp32 out."""
+    rotary = decoder.rotary_emb
+    layer_type = ("full_attention",) if "layer_type" in inspect.signature(type(rotary).forward).parameters else ()
+    cos, sin = rotary(x, torch.stack([position_from, position_to], 1).clamp_min(0), *layer_type)  # [B, 2, rotary]
+    scale = cos[:, :1].square() + sin[:, :1].square()  # the square of the family's attention scaling
+    turn_cos = (cos[:, 1:] * cos[:, :1] + sin[:, 1:] * sin[:, :1]) / scale
+    turn_sin = (sin[:, 1:] * cos[:, :1] - cos[:, 1:] * sin[:, :1]) / scale
+    return apply_rotary(module)(x, x, turn_cos, turn_sin)[0]
+
+
+def apply_rotary(module):
+    """The rotary function of the module's modeling file."""
+    return sys.modules[type(module).__module__].apply_rotary_pos_emb
+
+
+def rope_depends_on_length(decoder) -> bool:
+    """Whether the rotary frequencies depend on the longest position of the same call (longrope, dynamic NTK)."""
+    kind = getattr(decoder.rotary_emb, "rope_type", "default")
+    kinds = kind.values() if isinstance(kind, dict) else [kind]
+    return any(k == "longrope" or "dynamic" in k for k in kinds)

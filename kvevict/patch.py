@@ -1,0 +1,217 @@
+"""Install eviction into a loaded model, and take it out again."""
+
+import contextlib
+import copy
+import time
+from collections import defaultdict
+from contextvars import ContextVar
+
+import torch
+
+from . import attention, compat, prefill
+from .policy import build
+
+STATE = "_kvevict"  # attribute of the text decoder that holds its Patch, outside nn.Module's registries
+logits_wanted: ContextVar = ContextVar("kvevict_logits_wanted", default=None)
+
+
+class Patch:
+    """What one patched model carries: its policy, which layers are ours, and the report of the last read. It holds no
+    reference to the model, so that copies of the model stay independent."""
+
+    def __init__(self, policy, kinds):
+        self.policy = policy
+        self.kinds = kinds
+        own = [index for index, kind in enumerate(kinds) if kind == compat.OWN]
+        self.order = {index: order for order, index in enumerate(own)}
+        self.waiting_layers = policy.waiting_layers(len(own))
+        self.all_own = len(own) == len(kinds)
+        self.last_report = None
+        self.seconds = defaultdict(float)
+        self.peak = 0
+
+    @property
+    def wants_probs(self) -> bool:
+        score = self.policy.score
+        return score.carries or (self.policy.decode and score.last_row)
+
+    @property
+    def watches_tokens(self) -> bool:
+        return self.policy.decode or self.policy.score.carries
+
+    @contextlib.contextmanager
+    def clock(self, stage):
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] += time.perf_counter() - start
+
+    def watch_peak(self, step, view) -> None:
+        """Live KV bytes right now: all stored slots, the chunk of this layer, and the chunks of layers that wait."""
+        row = 2 * view.k.element_size() * view.k.shape[3] * view.k.shape[1]
+        stored = sum(step.cache.layers[index].live_bytes() for index in self.order)
+        chunk = int((view.k.shape[2] - view.first).sum())
+        self.peak = max(self.peak, stored + (1 + len(step.waiting)) * row * chunk)
+
+
+def patch(model, policy, *, budget=None, chunk_size=None, **options):
+    """Make a loaded Transformers model read long prompts in chunks and keep a bounded KV cache; returns the model.
+
+    policy      a preset's name (`kvevict.policies()` lists them) or a `kvevict.Policy`
+    budget      slots kept per kv head and layer, window and sinks included (int), or the fraction kept, in (0, 1)
+    chunk_size  tokens read at once, evicting after every chunk; None takes the preset's own schedule
+    options     any field of the policy or its score: window=16, decode=True, progress=True, ...
+
+    `model.generate(...)`, `model(ids)` and pipelines work as before. Patching again replaces the policy. Raises
+    ValueError or TypeError, and leaves the model as it was, for an unknown name, an impossible number, or a model that
+    cannot be patched.
+    """
+    chosen = build(policy, budget=budget, chunk_size=chunk_size, **options)
+    decoder = find_decoder(model)
+    kinds = check_model(decoder)
+    state = Patch(chosen, kinds)
+    if is_patched(decoder):
+        unpatch(model)
+    attention.register()
+    for module in own_modules(decoder, state):
+        config = copy.copy(module.config)
+        config.__dict__["_kvevict_original"] = module.config
+        config._attn_implementation_internal = attention.NAME
+        module.config = config
+    object.__setattr__(decoder, STATE, state)
+    prefill.install(decoder)
+    top = base_model(model)
+    state.hooks = [
+        top.register_forward_pre_hook(_note_logits, with_kwargs=True),
+        top.register_forward_hook(_forget_logits, always_call=True),
+    ]
+    return model
+
+
+def unpatch(model):
+    """Give the model back exactly as it was before `patch`; does nothing on a model that is not patched."""
+    decoder = find_decoder(model)
+    if not is_patched(decoder):
+        return model
+    state = getattr(decoder, STATE)
+    for hook in state.hooks:
+        hook.remove()
+    prefill.remove(decoder)
+    for module in own_modules(decoder, state):
+        module.config = module.config.__dict__["_kvevict_original"]
+    object.__delattr__(decoder, STATE)
+    return model
+
+
+@contextlib.contextmanager
+def evicting(model, policy, **options):
+    """`with kvevict.evicting(model, "take", budget=512): ...`: patched inside, as it was before outside."""
+    decoder = find_decoder(model)
+    before = getattr(decoder, STATE).policy if is_patched(decoder) else None
+    patch(model, policy, **options)
+    try:
+        yield model
+    finally:
+        if before is None:
+            unpatch(model)
+        else:
+            patch(model, before)
+
+
+def report(model, positions: bool = False) -> dict:
+    """What the last read did: a plain dict.
+
+    seen               valid tokens per batch row, of this and earlier turns
+    kept               [layer][row][kv head] slots stored when the read ended; None for layers that are not ours
+    cache_bytes        live KV bytes then: 2 * bytes * head_dim * slots
+    peak_cache_bytes   the most live KV bytes at any moment of the read, the chunk in flight included
+    overhead_bytes     what is allocated beyond: free room, positions, carried scores
+    seconds            per stage: read (all), attend, score, select, compact; decode since then
+    positions          [layer][row][kv head] ascending original positions of the slots, with positions=True
+    """
+    decoder = find_decoder(model)
+    if not is_patched(decoder):
+        raise ValueError("the model is not patched; call kvevict.patch(model, policy, budget=...) first")
+    state = getattr(decoder, STATE)
+    if state.last_report is None:
+        raise ValueError("nothing was read yet; call model.generate(...) or model(...) first")
+    result = {key: value for key, value in state.last_report.items() if positions or key != "positions"}
+    if positions:
+        result["positions"] = [
+            None if layer is None else [[head.tolist() for head in row] for row in layer]
+            for layer in result["positions"]
+        ]
+    return result | {"seconds": dict(state.seconds)}
+
+
+def base_model(model):
+    """The Transformers model under a PEFT wrapper, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def find_decoder(model):
+    """The text decoder whose layers cache keys and values."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a loaded Transformers model, got {type(model).__name__}")
+    top = base_model(model)
+    decoder = top.get_decoder() if hasattr(top, "get_decoder") else top
+    if not (hasattr(decoder, "layers") and hasattr(decoder, "config")):
+        raise ValueError(
+            f"{type(top).__name__} has no text decoder with `layers` and `config`; give a decoder-only "
+            "Transformers language model"
+        )
+    return decoder
+
+
+def is_patched(decoder) -> bool:
+    return STATE in decoder.__dict__
+
+
+def own_modules(decoder, state):
+    """The attention modules of the layers we evict from."""
+    for index in state.order:
+        yield decoder.layers[index].self_attn
+
+
+def check_model(decoder) -> list:
+    """The kind of every layer, or one ValueError that lists all reasons why this model cannot be patched."""
+    config = decoder.config
+    reasons = []
+    if config.model_type not in compat.MODEL_TYPES:
+        reasons.append(
+            f"model_type {config.model_type!r} was never compared with its unpatched self; known: "
+            f"{', '.join(sorted(compat.MODEL_TYPES))}"
+        )
+        raise ValueError(f"{type(decoder).__name__} cannot be patched: {reasons[0]}")
+    implementation = decoder.layers[0].self_attn.config._attn_implementation
+    if "flex" in implementation or "paged" in implementation:
+        reasons.append(
+            f"attention implementation {implementation!r} is not supported; load with attn_implementation='sdpa'"
+        )
+    kinds = compat.layer_kinds(config)
+    strange = sorted(set(kinds) - {compat.OWN, compat.SLIDING})
+    if strange:
+        reasons.append(f"layers cached by {', '.join(strange)} are not supported")
+    if compat.OWN not in kinds:
+        reasons.append("every layer has a sliding window, whose cache is bounded already: there is nothing to evict")
+    heads = decoder.layers[0].self_attn.head_dim
+    if heads % 8 or not 8 <= heads <= 256:
+        reasons.append(f"head_dim {heads} is not a multiple of 8 up to 256")
+    if any(getattr(module, "_is_hooked_for_pp", False) for module in decoder.layers):
+        reasons.append("pipeline parallelism is not supported")
+    if reasons:
+        raise ValueError(f"{type(decoder).__name__} cannot be patched: " + "; ".join(reasons))
+    return kinds
+
+
+def _note_logits(module, args, kwargs):
+    """How many of the last tokens the caller wants logits of; 0 or a tensor: all."""
+    wanted = kwargs.get("logits_to_keep", 0)
+    wanted = wanted if isinstance(wanted, int) and kwargs.get("labels") is None else 0
+    logits_wanted.set((wanted,))
+
+
+def _forget_logits(module, args, output):
+    logits_wanted.set(None)
+

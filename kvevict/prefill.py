@@ -1,0 +1,397 @@
+"""The loop around the text decoder: a prompt goes through it chunk by chunk, each as [chunk | probe]."""
+
+import inspect
+import types
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+from . import compat
+from .cache import EvictionLayer, adopt
+from .layers import LAYERS
+from .step import Read, Step, current, running
+
+WRAPPED = "_kvevict_forward"  # decoder attribute: (name of the attribute we replaced, what was there or None)
+
+
+def install(decoder) -> None:
+    """Replace the decoder's forward by a bound method (deepcopy rebinds those), under the attribute that accelerate
+    calls when it has hooked the module already."""
+    name = "_old_forward" if "_old_forward" in decoder.__dict__ else "forward"
+    before = decoder.__dict__.get(name)
+    object.__setattr__(decoder, WRAPPED, (name, before))
+    setattr(decoder, name, types.MethodType(forward, decoder))
+    rotary = decoder.rotary_emb
+    if compat.rope_depends_on_length(decoder):
+        rotary.forward = types.MethodType(_rotary_forward, rotary)
+
+
+def remove(decoder) -> None:
+    name, before = getattr(decoder, WRAPPED)
+    if "_old_forward" in decoder.__dict__ and name == "forward":  # accelerate hooked us after patching
+        name = "_old_forward"
+    if before is None and name == "forward":
+        del decoder.__dict__[name]
+    else:
+        setattr(decoder, name, before or types.MethodType(type(decoder).forward, decoder))
+    decoder.rotary_emb.__dict__.pop("forward", None)
+    object.__delattr__(decoder, WRAPPED)
+
+
+def original(decoder):
+    """The decoder's own forward, as a callable."""
+    return getattr(decoder, WRAPPED)[1] or types.MethodType(type(decoder).forward, decoder)
+
+
+@torch.compiler.disable
+def forward(self, *args, **kwargs):
+    """Stands in for the decoder's forward; same arguments, same result."""
+    run = original(self)
+    if args:
+        bound = inspect.signature(type(self).forward).bind_partial(self, *args).arguments
+        kwargs |= {name: value for name, value in bound.items() if name != "self"}
+    use_cache = kwargs.get("use_cache")
+    use_cache = getattr(self.config, "use_cache", True) if use_cache is None else use_cache
+    cache = kwargs.get("past_key_values")
+    if self.training or (cache is None and not use_cache):
+        return run(**kwargs)
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            output = _with_cache(self, run, kwargs)
+        return _refuse_backward(self, output)
+    return _with_cache(self, run, kwargs)
+
+
+def _with_cache(decoder, run, kwargs):
+    patch = decoder.__dict__["_kvevict"]
+    call = Call(decoder, patch, kwargs)
+    if call.tokens == 1 and call.columns > 0:
+        output = call.decode(run)
+    elif call.recording and call.columns > 0:
+        output = call.append(run)
+    else:
+        output = call.read(run)
+    return output if call.return_dict is not False else output.to_tuple()
+
+
+class Call:
+    """One call of the decoder with a cache, checked and split."""
+
+    def __init__(self, decoder, patch, kwargs):
+        self.decoder, self.patch, self.kwargs = decoder, patch, dict(kwargs)
+        self.ids = self.kwargs.pop("input_ids", None)
+        self.embeds = self.kwargs.pop("inputs_embeds", None)
+        self.mask = self.kwargs.pop("attention_mask", None)
+        self.position_ids = self.kwargs.pop("position_ids", None)
+        self.return_dict = self.kwargs.pop("return_dict", getattr(decoder.config, "return_dict", True))
+        self.cache = self.kwargs.pop("past_key_values", None)
+        self.kwargs.pop("use_cache", None)
+        if (self.ids is None) == (self.embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        tokens = self.ids if self.ids is not None else self.embeds
+        self.batch, self.tokens, self.device = tokens.shape[0], tokens.shape[1], tokens.device
+        if self.tokens == 0:
+            raise ValueError("the input is empty: give at least one token")
+        if self.kwargs.get("output_attentions"):
+            raise ValueError("output_attentions=True is not possible: kvevict never builds attention matrices")
+        self._adopt_cache()
+        own = next(iter(patch.order))
+        self.columns = self.cache.layers[own].columns
+        self.recording = self.cache.layers[own].record_past
+        self._check_mask()
+
+    def _adopt_cache(self):
+        if self.cache is None:
+            self.cache = DynamicCache(config=self.decoder.config)
+        if not isinstance(self.cache, DynamicCache) or getattr(self.cache, "offloading", False):
+            raise ValueError(
+                f"past_key_values is a {type(self.cache).__name__}{' with offloading' * hasattr(self.cache, 'offloading')}"
+                "; kvevict works with a plain DynamicCache: drop cache_implementation and offloading"
+            )
+        kinds = self.patch.kinds
+        layers = self.cache.layers
+        if len(layers) == len(kinds) and all(isinstance(layers[index], EvictionLayer) for index in self.patch.order):
+            return
+        first = None
+        if isinstance(self.mask, torch.Tensor) and self.mask.ndim == 2:
+            past = self.cache.get_seq_length()
+            first = _left_padding(self.mask[:, :past])
+        adopt(self.cache, kinds, self.decoder.config, first)
+
+    def _check_mask(self):
+        mask = self.mask
+        if mask is None:
+            self.first = torch.zeros(self.batch, dtype=torch.int32, device=self.device)
+            return
+        if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
+            raise ValueError(
+                "attention_mask must be a 2D tensor [batch, tokens] of zeros and ones; prepared 4D masks and mask "
+                "dictionaries cannot be combined with eviction"
+            )
+        wanted = (self.batch, self.columns + self.tokens)
+        if tuple(mask.shape) != wanted:
+            raise ValueError(
+                f"attention_mask has shape {tuple(mask.shape)}, expected {wanted}: it must cover the {self.columns} "
+                f"tokens seen and the {self.tokens} new ones"
+            )
+        self.first = _left_padding(mask[:, self.columns :])
+
+    # -- the three kinds of calls -----------------------------------------------------------------------------------
+
+    def decode(self, run):
+        if self.mask is not None and bool((self.first > 0).any()):
+            raise ValueError("attention_mask hides the newly decoded token; its last column must be 1")
+        step = self._step(0, self.tokens)
+        with running(step):
+            return self._run(run, 0, self.tokens)
+
+    def append(self, run):
+        """Tokens that may be taken back by crop(): stored as they are."""
+        if self.patch.policy.decode:
+            raise ValueError(
+                "assisted and prompt-lookup decoding roll tokens back, which eviction while decoding cannot; pass "
+                "decode=False to kvevict.patch, or generate without an assistant"
+            )
+        with running(self._step(0, self.tokens)):
+            return self._run(run, 0, self.tokens)
+
+    def read(self, run):
+        patch, policy = self.patch, self.patch.policy
+        patch.seconds.clear()
+        patch.peak = 0
+        wanted = self._hidden_wanted()
+        drafted = wanted - 1 if self.recording and wanted > 1 else 0  # candidates behind the prompt's end
+        prompt = self.tokens - drafted
+        read = self._new_read(prompt)
+        size = policy.chunk_size or prompt
+        ends = list(range(prompt, 0, -size))[::-1]  # the remainder goes first, so that the last chunk is full
+        self._check_kwargs(len(ends) + bool(drafted))
+        if policy.schedule == "prompt":
+            self._reserve(prompt)
+        probe = self._probe(read, prompt) if read.probe_rows else None
+        hidden = []
+        with patch.clock("read"):
+            start = 0
+            for end in _progress(ends, policy.progress):
+                last = end == prompt
+                ends_with_probe = last and not isinstance(getattr(policy.score, "probe", 0), tuple)
+                extra = None if probe is None or ends_with_probe else probe
+                step = self._step(start, end, read, last, extra)
+                step.ends_with_probe = ends_with_probe
+                with running(step):
+                    output = self._run(run, start, end, extra)
+                hidden.append(output.last_hidden_state[:, : end - start])
+                hidden = _tail(hidden, wanted)
+                start = end
+            if drafted:
+                with running(self._step(start, self.tokens)):
+                    output = self._run(run, start, self.tokens)
+                hidden = _tail([*hidden, output.last_hidden_state], wanted)
+        output.last_hidden_state = hidden[0] if len(hidden) == 1 else torch.cat(hidden, 1)
+        self._write_report()
+        return output
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def _run(self, run, start, end, extra=None):
+        """The decoder over columns start..end-1 and, behind them, the probe's columns `extra` [B, p]."""
+        ids, embeds = (None if t is None else t[:, start:end] for t in (self.ids, self.embeds))
+        step = current()
+        positions = step.positions.long()
+        if extra is not None:
+            ids, embeds = (self._join(t, whole, extra) for t, whole in ((ids, self.ids), (embeds, self.embeds)))
+        inputs = dict(input_ids=ids) if embeds is None else dict(inputs_embeds=embeds)
+        return run(
+            **inputs, **self.kwargs, attention_mask=self._mask_for(start, end, extra), position_ids=positions,
+            past_key_values=self.cache, use_cache=True, return_dict=True,
+        )  # fmt: skip
+
+    @staticmethod
+    def _join(chunk, whole, columns):
+        if chunk is None:
+            return None
+        if whole.ndim == 3:
+            columns = columns[..., None].expand(-1, -1, whole.shape[2])
+        return torch.cat([chunk, whole.gather(1, columns)], 1)
+
+    def _mask_for(self, start, end, extra):
+        """What Transformers builds its masks from. Our layers read no mask; where all layers are ours, a ready-made 4D
+        mask keeps it from building one."""
+        if self.patch.all_own:
+            return torch.empty(1, 1, 1, 1, device=self.device)
+        if self.mask is None:
+            return None
+        mask = self.mask[:, : self.columns + end]
+        return mask if extra is None else torch.cat([mask, mask.new_ones(extra.shape)], 1)
+
+    def _step(self, start, end, read=None, last=True, extra=None):
+        positions = self._positions()[:, start:end]
+        transient = 0
+        if extra is not None:
+            transient = extra.shape[1]
+            if self.patch.policy.score.probe_positions == "true":
+                behind = self._positions().gather(1, extra)
+            else:
+                behind = positions[:, -1:] + 1 + torch.arange(transient, device=self.device)
+            positions = torch.cat([positions, behind], 1)
+        return Step(
+            patch=self.patch, decoder=self.decoder, cache=self.cache, positions=positions.to(torch.int32).contiguous(),
+            first=(self.first - start).clamp(0, end - start + transient).to(torch.int32), read=read, last=last,
+            transient=transient, final_position=int(self._positions().max()) if compat.rope_depends_on_length(
+                self.decoder) else None,
+        )  # fmt: skip
+
+    def _positions(self):
+        if self.position_ids is None:
+            row = torch.arange(self.columns, self.columns + self.tokens, device=self.device)
+            self.position_ids = row[None]
+        if self.position_ids.ndim != 2:
+            raise ValueError("position_ids must be [batch, tokens]")
+        return self.position_ids.expand(self.batch, -1)
+
+    def _new_read(self, prompt):
+        """Budgets and probe lengths of every row, from its valid tokens."""
+        patch, policy = self.patch, self.patch.policy
+        counts = dict(dtype=torch.int32, device=self.device)
+        layer = self.cache.layers[next(iter(patch.order))]
+        tokens = (prompt - self.first).clamp_min(0)
+        seen = tokens if layer.seen is None else tokens + layer.seen
+        budget = torch.tensor([policy.slots(n) for n in seen.tolist()], **counts)
+        read = Read(
+            targets=LAYERS[policy.layers](budget, len(patch.order)),
+            warmup=torch.tensor([policy.warmup_slots(n) for n in seen.tolist()], **counts),
+            tokens=tokens,
+        )
+        for order, index in enumerate(patch.order):
+            self.cache.layers[index].budget = read.targets[order]
+        length = getattr(policy.score, "length", 0)
+        if length:
+            span = isinstance(policy.score.probe, tuple)
+            read.probe_length = torch.full_like(tokens, length) if span else (tokens // 2).clamp_max(length)
+            evicts = bool((seen > budget).any())
+            read.probe_rows = int(read.probe_length.max()) if evicts and policy.score.append else 0
+            self._check_probe(read, span, length)
+        return read
+
+    def _check_probe(self, read, span, length):
+        size = self.patch.policy.chunk_size
+        if span:
+            start, stop = self.patch.policy.score.probe
+            shortest = int(read.tokens.min())
+            if max(stop, -start) > shortest:
+                raise ValueError(f"probe=({start}, {stop}) reaches outside a prompt of {shortest} tokens")
+        elif size is not None and bool(((read.tokens > size) & (read.probe_length < read.probe_rows)).any()):
+            raise ValueError(
+                f"chunk_size={size} is too small for a batch with prompts shorter than {2 * length} tokens, whose "
+                f"probes are shorter; give chunk_size >= {2 * length}"
+            )
+
+    def _probe(self, read, prompt):
+        """Columns [B, p] of the probe's tokens."""
+        probe = self.patch.policy.score.probe
+        start = prompt - read.probe_rows
+        if isinstance(probe, tuple):
+            start = (self.first + probe[0]) if probe[0] >= 0 else torch.full_like(self.first, prompt + probe[0])
+        start = torch.as_tensor(start, device=self.device).expand(self.batch).long()
+        return start[:, None] + torch.arange(read.probe_rows, device=self.device)
+
+    def _reserve(self, prompt):
+        for index in self.patch.order:
+            layer = self.cache.layers[index]
+            if layer.is_initialized:
+                layer.reserve(layer.longest() + prompt)
+
+    def _check_kwargs(self, calls):
+        for name, value in self.kwargs.items():
+            if calls > 1 and isinstance(value, torch.Tensor) and value.ndim > 1 and self.tokens in value.shape:
+                raise ValueError(f"{name} cannot be split into chunks; read the prompt whole with chunk_size=None")
+        if calls > 1 and self.kwargs.get("output_hidden_states"):
+            raise ValueError("output_hidden_states=True needs the prompt read whole: patch with chunk_size=None")
+
+    def _hidden_wanted(self) -> int:
+        """Rows of the last hidden state that the caller will use; 0 means all."""
+        from .patch import logits_wanted
+
+        wanted = logits_wanted.get()
+        return 0 if wanted is None else wanted[0]
+
+    def _write_report(self):
+        layers = [self.cache.layers[index] if index in self.patch.order else None for index in range(len(self.patch.kinds))]
+        own = [layer for layer in layers if layer is not None]
+        live = sum(layer.live_bytes() for layer in own)
+
+        def positions(layer):
+            heads = [[None] * layer.len.shape[1] for _ in range(layer.len.shape[0])]
+            for b, h, rows in layer.segments():
+                heads[b][h] = layer.pos[rows].clone()
+            return heads
+
+        self.patch.last_report = dict(
+            seen=own[0].seen.tolist(),
+            kept=[None if layer is None else layer.len.tolist() for layer in layers],
+            cache_bytes=live,
+            peak_cache_bytes=max(self.patch.peak, live),
+            overhead_bytes=sum(layer.allocated_bytes() for layer in own) - live,
+            positions=[None if layer is None else positions(layer) for layer in layers],
+        )
+
+
+def _left_padding(mask):
+    """[B] int32 number of leading zeros of a 2D mask whose ones are all at the right."""
+    mask = mask.bool()
+    first = (~mask).sum(1)
+    if bool((mask.int().diff(dim=1) < 0).any()):
+        raise ValueError("attention_mask must be left-padded (zeros first); set tokenizer.padding_side='left'")
+    return first.to(torch.int32)
+
+
+def _tail(hidden, wanted):
+    """The chunks that hold the last `wanted` rows; all of them for 0."""
+    if wanted:
+        while sum(h.shape[1] for h in hidden[1:]) >= wanted:
+            hidden = hidden[1:]
+    return hidden
+
+
+def _progress(ends, show):
+    if not show or len(ends) < 2:
+        return ends
+    from tqdm import tqdm
+
+    return tqdm(ends, desc="reading", unit="chunk")
+
+
+def _rotary_forward(self, x, position_ids, *args, **kwargs):
+    """Frequencies of a whole prompt for each of its chunks: the prompt's last position comes along and is dropped."""
+    step = current()
+    run = types.MethodType(type(self).forward, self)
+    if step is None or step.final_position is None:
+        return run(x, position_ids, *args, **kwargs)
+    final = position_ids.new_full((position_ids.shape[0], 1), step.final_position)
+    cos, sin = run(x, torch.cat([position_ids, final], 1), *args, **kwargs)
+    return cos[:, :-1], sin[:, :-1]
+
+
+class _NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, anchor):
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError(
+            "attention over an evicted cache has no gradient; call model.train(), pass use_cache=False, or "
+            "kvevict.unpatch(model) before training"
+        )
+
+
+def _refuse_backward(decoder, output):
+    """A result whose backward pass is an error, instead of silently lacking the decoder's gradients."""
+    anchor = next((p for p in decoder.parameters() if p.requires_grad), None)
+    if anchor is not None:
+        hidden = output[0] if isinstance(output, tuple) else output.last_hidden_state
+        hidden = _NoBackward.apply(hidden, anchor)
+        if isinstance(output, tuple):
+            return (hidden, *output[1:])
+        output.last_hidden_state = hidden
+    return output

@@ -1,0 +1,101 @@
+"""One measured generation, patched or not: what the command line and the example print."""
+
+import os
+import time
+
+import torch
+
+from .patch import evicting, report
+
+
+def load_model(name: str, dtype="auto"):
+    """A causal language model and its tokenizer from a folder or a hub id, in eval mode."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
+    return model, tokenizer
+
+
+def encode(tokenizer, text: str, question: str, limit: int | None = None):
+    """Ids of `text` followed by `question`. `limit` cuts the text's end, never the question; a chat template is used
+    when the tokenizer has one."""
+    if tokenizer.chat_template:
+        mark = "\u0001"
+        chat = [{"role": "user", "content": f"{mark}\n\n{question}"}]
+        before, after = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True).split(mark)
+        head = tokenizer(before, add_special_tokens=False)["input_ids"]
+        tail = tokenizer(after, add_special_tokens=False)["input_ids"]
+    else:
+        empty = tokenizer("")["input_ids"]
+        head, tail = empty, tokenizer(f"\n\n{question}", add_special_tokens=False)["input_ids"]
+    body = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if limit is not None:
+        body = body[: max(0, limit - len(head) - len(tail))]
+    return torch.tensor([head + body + tail])
+
+
+def measure(model, tokenizer, ids, policy=None, max_new_tokens=64, **options) -> dict:
+    """Generate greedily and say what it cost. policy=None runs the model as it is.
+
+    Returns answer, new_tokens, read_seconds (to the first token), decode_seconds, peak_bytes (growth of the process'
+    peak memory above what was resident before) and, when patched, the read's report.
+    """
+    timer = _FirstToken()
+    inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False)
+
+    def generate():
+        before = _reset_peak()
+        start = time.perf_counter()
+        out = model.generate(**inputs, streamer=timer)
+        end = time.perf_counter()
+        new = out[0, ids.shape[1] :]
+        first = timer.first or end
+        return dict(
+            answer=tokenizer.decode(new, skip_special_tokens=True), new_tokens=len(new), read_seconds=first - start,
+            decode_seconds=end - first, peak_bytes=_peak() - before,
+        )  # fmt: skip
+
+    if policy is None:
+        return generate()
+    with evicting(model, policy, **options):
+        result = generate()
+        return result | {"report": report(model)}
+
+
+class _FirstToken:
+    """A streamer that only notes when the first new token came."""
+
+    def __init__(self):
+        self.calls, self.first = 0, None
+
+    def put(self, tokens):
+        self.calls += 1
+        if self.calls == 2:  # the first call brings the prompt
+            self.first = time.perf_counter()
+
+    def end(self):
+        pass
+
+
+def _status(field: str) -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field))
+
+
+def _reset_peak() -> int:
+    """Forget the process' peak memory so far; returns the resident bytes now. Linux only: elsewhere memory reads 0."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    if not os.path.exists("/proc/self/clear_refs"):
+        return 0
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    return _status("VmRSS:")
+
+
+def _peak() -> int:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return _status("VmHWM:") if os.path.exists("/proc/self/status") else 0

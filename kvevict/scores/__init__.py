@@ -1,0 +1,78 @@
+"""What a slot is worth. One file per score; the file registers it, and its fields are its options.
+
+A score sees a `kvevict.evict.View` of one layer: the alive slots of every kv head, the observing rows, and what
+attention knows about them. It returns fp32 [B, Hkv, C] (or [B, 1, C], shared by the heads), column i being alive slot
+i; it never edits scores to protect a slot, it says how many slots at either end are protected.
+"""
+
+import sys
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from ..registry import Registry, load_folder
+
+SCORES = Registry("score")
+
+
+@dataclass(frozen=True)
+class Score:
+    interval: ClassVar[int] = 16  # decoded tokens between evictions, when evicting while decoding (METHODS section 7)
+    carries: ClassVar[bool] = False  # the score is a running sum that stays with the slot
+    last_row: ClassVar[bool] = False  # needs the newest row's attention at every decode step
+    rows: ClassVar[int] = 0  # decoded queries to remember for scoring while decoding
+    transient: ClassVar[int] = 0  # probe rows that read along with a chunk and are not stored
+
+    def protect(self, view) -> tuple[int, int | torch.Tensor]:
+        """How many of the first and of the last alive slots are always kept (the last: a number or one per row)."""
+        return 0, 0
+
+    def smallest_budget(self) -> int:
+        """The smallest budget that leaves one slot to be won by score."""
+        return 1
+
+    def check(self, policy) -> None:
+        """Raise ValueError when the options do not fit each other or the policy."""
+
+    def observe(self, view) -> None:
+        """Called for every chunk, also when nothing is evicted."""
+
+    def increment(self, view):
+        """What the chunk's rows (or the decoded row) add to a carried score: [B, Hkv, C]."""
+        raise NotImplementedError
+
+    def score(self, view) -> torch.Tensor:
+        """Importance of every alive slot, pooled: [B, Hkv, C] or [B, 1, C]."""
+        raise NotImplementedError
+
+
+POOLS = ("max", "avg", "none")
+
+
+def pool(score, view, kernel: int, kind: str):
+    """Pool each head's unprotected slots with stride 1 (METHODS section 0): max pads with -inf, avg divides by the
+    kernel size with zero padding. Columns of protected slots are unspecified. Shape stays [B, Hkv, C]."""
+    if kind == "none" or kernel == 1 or score.shape[-1] == 0:
+        return score
+    column = torch.arange(score.shape[-1], device=score.device)
+    first, last = view.protected
+    inside = (column >= first[:, None, None]) & (column < (view.n - last[:, None])[..., None])
+    if kind == "max":
+        return F.max_pool1d(score.masked_fill(~inside, -torch.inf), kernel, 1, kernel // 2)
+    return F.avg_pool1d(score.masked_fill(~inside, 0), kernel, 1, kernel // 2)
+
+
+def check_pool(kernel: int, kind: str) -> None:
+    from ..policy import count
+
+    if kind not in POOLS:
+        from ..registry import unknown
+
+        raise ValueError(unknown("pool", kind, POOLS))
+    if count("kernel", kernel, 1) % 2 == 0:
+        raise ValueError(f"kernel must be odd, so that pooling keeps the length, got {kernel}")
+
+
+load_folder(sys.modules[__name__])

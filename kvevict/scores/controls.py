@@ -1,0 +1,45 @@
+"""Cheap controls that look at keys or positions only."""
+
+from dataclasses import dataclass
+
+import torch
+
+from . import SCORES, Score
+
+
+@SCORES.add("knorm")
+@dataclass(frozen=True)
+class KNorm(Score):
+    """K-norm (Devoto et al. 2024): `-||k_i||_2`, small keys first."""
+
+    def score(self, view):
+        return view.per_head(lambda keys: -torch.linalg.vector_norm(keys.float(), dim=-1))
+
+
+@SCORES.add("keydiff")
+@dataclass(frozen=True)
+class KeyDiff(Score):
+    """KeyDiff (Park et al. 2025): `-cos(k_i, mean k)`, with the mean over the head's alive keys."""
+
+    def score(self, view):
+        def one(keys):
+            keys = keys.float()
+            return -torch.cosine_similarity(keys, keys.mean(0, keepdim=True), dim=-1)
+
+        return view.per_head(one)
+
+
+@SCORES.add("random")
+@dataclass(frozen=True)
+class Random(Score):
+    """Random: a hash of (seed, layer, kv head, position), so that a row keeps the same slots in any batch."""
+
+    seed: int = 0
+
+    def score(self, view):
+        heads = torch.arange(view.n.shape[1], device=view.device)[None, :, None]
+        x = view.positions().long() * 0x9E3779B1 + heads * 0x85EBCA77 + view.index * 0xC2B2AE3D + self.seed * 0x27D4EB2F
+        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # a 32-bit finaliser; int64 keeps the products exact
+            x = x & 0xFFFFFFFF
+            x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF
+        return ((x ^ (x >> 16)) >> 8).float()

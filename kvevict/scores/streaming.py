@@ -1,0 +1,29 @@
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from . import SCORES, Score
+
+
+@SCORES.add("streaming")
+@dataclass(frozen=True)
+class Streaming(Score):
+    """StreamingLLM (Xiao et al. 2023): the first `sink` slots, then the most recent ones; keys keep their rotation."""
+
+    sink: int = 4
+    interval: ClassVar[int] = 1
+
+    def protect(self, view):
+        return self.sink, 0
+
+    def smallest_budget(self):
+        return self.sink + 1
+
+    def check(self, policy):
+        from ..policy import count
+
+        count("sink", self.sink, 0)
+
+    def score(self, view):
+        return torch.arange(view.columns, dtype=torch.float32, device=view.device).expand(*view.n.shape, -1)

@@ -1,0 +1,99 @@
+from dataclasses import dataclass
+
+import torch
+
+from . import SCORES, Score, check_pool, pool
+
+SPACES = ("aligned", "literal")
+PLACES = ("after", "true")
+
+
+@SCORES.add("take")
+@dataclass(frozen=True)
+class Take(Score):
+    """TAKE (eq. 7-13): the prompt's last tokens, the probe, read every chunk and score its slots.
+
+    probe            the last `probe` prompt tokens, or a span (start, stop) of the prompt as in a Python slice; cut to
+                     half of a shorter prompt
+    alpha            eq. 9's weight of the accumulated probe; the paper uses 0.2, and 0.32 for retrieval
+    kernel           average pooling over slots (eq. 11)
+    ema_space        "aligned" rotates the accumulated probe by the distance it moved before it is averaged, "literal"
+                     is eq. 9 as printed
+    probe_positions  "after" puts the probe right behind the chunk, "true" at its own place in the prompt
+    append           False: no probe; the chunk's own last `probe` rows score it (ablation, table 2)
+    """
+
+    probe: int | tuple = 32
+    alpha: float = 0.2
+    kernel: int = 7
+    ema_space: str = "aligned"
+    probe_positions: str = "after"
+    append: bool = True
+
+    @property
+    def length(self) -> int:
+        return self.probe if isinstance(self.probe, int) else self.probe[1] - self.probe[0]
+
+    @property
+    def rows(self):
+        return self.length
+
+    @property
+    def transient(self):
+        return self.length if self.append else 0
+
+    def smallest_budget(self):
+        return self.length + 1
+
+    def check(self, policy):
+        from ..policy import count
+        from ..registry import unknown
+
+        if isinstance(self.probe, tuple):
+            start, stop = (self.probe + (None, None))[:2]
+            if len(self.probe) != 2 or not (isinstance(start, int) and isinstance(stop, int)):
+                raise TypeError(f"probe must be a number of tokens or a span (start, stop), got {self.probe!r}")
+            if start >= stop or (start < 0) != (stop <= 0):
+                raise ValueError(
+                    f"probe={self.probe!r} is no span: give start < stop, both counted from the start (>= 0) or both "
+                    "from the end (start < 0, stop <= 0)"
+                )
+        else:
+            count("probe", self.probe, 1)
+        check_pool(self.kernel, "avg")
+        if isinstance(self.alpha, bool) or not isinstance(self.alpha, (int, float)) or not 0 <= self.alpha <= 1:
+            raise ValueError(f"alpha must be a number in [0, 1], got {self.alpha!r}")
+        if self.ema_space not in SPACES:
+            raise ValueError(unknown("ema_space", self.ema_space, SPACES))
+        if self.probe_positions not in PLACES:
+            raise ValueError(unknown("probe_positions", self.probe_positions, PLACES))
+        if policy.chunk_size is not None and policy.chunk_size <= self.length:
+            raise ValueError(
+                f"chunk_size={policy.chunk_size} must be greater than the probe's {self.length} tokens; "
+                "give a larger chunk_size or a smaller probe"
+            )
+
+    def protect(self, view):
+        return 0, (view.probe_length if view.ends_with_probe else 0)
+
+    def observe(self, view):
+        """Eq. 9: Qa_i = alpha * Qa_{i-1} + (1 - alpha) * Q_i, and Qa_0 = Q_0 for the first chunk that holds a row's
+        tokens. fp32 [B, H, p, D]."""
+        if not self.append or view.decoding:
+            return
+        queries, state = view.probe_queries().float(), view.state
+        if state:
+            past = state["probe"]
+            if self.ema_space == "aligned":
+                past = view.rotate(past, state["position"], view.probe_position)
+            alpha = torch.where(state["started"], self.alpha, 0.0)[:, None, None, None]
+            queries = alpha * past + (1 - alpha) * queries
+        started = view.has_tokens | state["started"] if state else view.has_tokens
+        state.update(probe=queries, position=view.probe_position, started=started)
+
+    def score(self, view):
+        if self.append and not view.decoding:
+            score = view.probe_attention(view.state["probe"])
+        else:
+            score = view.attention(rows=self.length, reduce="mean")
+        return pool(score, view, self.kernel, "avg")

@@ -1,0 +1,21 @@
+from dataclasses import dataclass
+from typing import ClassVar
+
+from . import SCORES, Score
+
+
+@SCORES.add("tova")
+@dataclass(frozen=True)
+class TOVA(Score):
+    """TOVA (Oren et al. 2024): attention of the last row, mean over all heads, one selection for the layer.
+
+    `per_head=True` lets every kv head choose for itself (CAOTE's reading).
+    """
+
+    per_head: bool = False
+    interval: ClassVar[int] = 1
+    last_row: ClassVar[bool] = True
+
+    def score(self, view):
+        score = view.attention(rows=1, reduce="sum")
+        return score if self.per_head else score.mean(1, keepdim=True)

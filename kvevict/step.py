@@ -1,0 +1,55 @@
+"""What the decoder wrapper tells the attention function about the call that is running."""
+
+import contextlib
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import torch
+
+_current: ContextVar = ContextVar("kvevict_step", default=None)
+
+
+@dataclass
+class Read:
+    """One reading of a prompt: what must survive from chunk to chunk."""
+
+    targets: torch.Tensor  # [layers, B] int32 slots per kv head after the prompt
+    warmup: torch.Tensor  # [B] int32 slots of the waiting layers before the last chunk
+    tokens: torch.Tensor  # [B] int32 valid tokens of this prompt
+    state: dict = field(default_factory=dict)  # layer -> the score's own state
+    probe_length: torch.Tensor | None = None  # [B] int32 probe rows of each batch row
+    probe_rows: int = 0  # the largest of them
+
+
+@dataclass
+class Step:
+    """One call of the decoder: a chunk, appended tokens, or a decoded token."""
+
+    patch: object  # the kvevict.patch.Patch of the model
+    decoder: object  # the text decoder that runs
+    cache: object
+    positions: torch.Tensor  # [B, S] int32, transient rows included
+    first: torch.Tensor  # [B] int32 left padding in this chunk
+    read: Read | None = None  # None while decoding and for appended tokens
+    last: bool = True  # the chunk ends the prompt
+    transient: int = 0  # rows at the end that read along and are not stored
+    ends_with_probe: bool = False  # the last stored rows are the probe
+    waiting: list = field(default_factory=list)  # views of layers that wait for a later layer's choice
+    final_position: int | None = None  # the prompt's largest position, for rotary frequencies that depend on it
+
+    @property
+    def decoding(self) -> bool:
+        return self.positions.shape[1] == 1 and self.read is None
+
+
+def current() -> Step | None:
+    return _current.get()
+
+
+@contextlib.contextmanager
+def running(step: Step):
+    token = _current.set(step)
+    try:
+        yield step
+    finally:
+        _current.reset(token)

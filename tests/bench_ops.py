@@ -1,0 +1,178 @@
+"""python tests/bench_ops.py [--quick]: the ops beside torch's scaled_dot_product_attention on the same data.
+
+SDPA gets [stored | new] in one tensor, joined outside the timing, which a cache would have to do for it each time.
+Every result is compared before it is timed; times are medians, the two sides taking turns.
+"""
+
+import argparse
+import json
+import platform
+import re
+import statistics
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from kvevict import _ops as ops
+
+SHAPES = [(32, 8, 128), (8, 2, 64)]  # H, Hkv, D
+# Two roundings to the output's dtype, and SDPA's own of the weights in 16 bit.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6}
+
+
+def machine():
+    model = platform.processor()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        found = re.search(r"model name\s*: (.*)", cpuinfo.read_text())
+        model = found[1] if found else model
+    return {"cpu": model, "threads": torch.get_num_threads(), "isa": ops.cpu_isa(), "torch": torch.__version__}
+
+
+def close(name, got, want, tolerance):
+    error = (got.double() - want.double()).abs().max().item() / want.double().abs().max().item()
+    if not error <= tolerance:
+        raise SystemExit(f"{name}: off by {error:.2g}, {tolerance:.2g} allowed")
+
+
+def medians(runs, seconds):
+    """Milliseconds of each function, taking turns until `seconds` are over, three turns at least."""
+    times = [[] for _ in runs]
+    for run in runs:
+        run()
+    end = time.perf_counter() + seconds
+    while len(times[0]) < 3 or time.perf_counter() < end:
+        for run, taken in zip(runs, times):
+            start = time.perf_counter()
+            run()
+            taken.append((time.perf_counter() - start) * 1e3)
+    return [statistics.median(taken) for taken in times]
+
+
+def heads(count, *values):
+    return [torch.full((1, count), value, dtype=torch.int32) for value in values]
+
+
+def data(H, Hkv, D, stored, new, dtype):
+    """One batch row: `stored` slots per head with room for one more, and `new` columns as a model leaves them."""
+    stride = stored + 1
+    offset = torch.arange(Hkv).view(1, Hkv) * stride
+    k_slots, v_slots = torch.randn(2, Hkv * stride, D).to(dtype)
+    q, k, v = (torch.randn(1, new, n, D).to(dtype).transpose(1, 2) for n in (H, Hkv, Hkv))
+
+    def joined(slots, rows):
+        return torch.cat([slots.view(1, Hkv, stride, D)[:, :, :stored], rows], 2)
+
+    slots = {"k_slots": k_slots, "v_slots": v_slots, "offset": offset, "len": heads(Hkv, stored)[0]}
+    return q, k, v, slots, joined(k_slots, k), joined(v_slots, v), D**-0.5
+
+
+def bench_attend(H, Hkv, D, stored, new, dtype):
+    q, k, v, slots, keys, values, scale = data(H, Hkv, D, stored, new, dtype)
+    mask = torch.ones(new, stored + new, dtype=torch.bool).tril(stored)
+    zero, stop = torch.zeros(1, dtype=torch.int32), torch.full((1,), new, dtype=torch.int32)
+
+    def attend():
+        return ops.attend(q=q, k=k, v=v, first=zero, scale=scale, **slots)
+
+    def sdpa():
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
+
+    lse = attend()[1]
+    seen = {
+        "k_slots": slots["k_slots"],
+        "offset": slots["offset"],
+        "len": slots["len"],
+        "k": k,
+        "first": zero,
+        "stop": stop,
+    }
+
+    def h2o():
+        more = {"reduce": "sum", "columns": stored + new, "causal": True, "lse": lse}
+        return ops.score(q=q, row_first=zero, scale=scale, **seen, **more)
+
+    close("attend", attend()[0], sdpa().transpose(1, 2), TOLERANCE[dtype])
+    logits = (q[0, : H // Hkv].float() @ keys[0, 0].float().T * scale).masked_fill(~mask, -torch.inf)
+    close("score", h2o()[0, 0], logits.softmax(-1).sum(1).mean(0), 1e-5)
+    close("score", h2o().sum(-1), torch.full((1, Hkv), float(new)), 1e-5)
+    name = f"{H}/{Hkv} d={D} {new} on {stored} {str(dtype)[6:]}"
+    return [(f"attend {name}", attend, "sdpa", sdpa), (f"h2o score {name}", h2o, "attend", attend)]
+
+
+def bench_decode(H, Hkv, D, stored, dtype):
+    q, k, v, slots, keys, values, scale = data(H, Hkv, D, stored, 1, dtype)
+    pos = torch.zeros(1, 1, dtype=torch.int32)
+    pos_slots = torch.zeros(slots["k_slots"].shape[0], dtype=torch.int32)
+
+    def decode():
+        return ops.decode(q=q, k=k, v=v, pos=pos, pos_slots=pos_slots, scale=scale, **slots)
+
+    def sdpa():
+        return F.scaled_dot_product_attention(q, keys, values, scale=scale, enable_gqa=True)
+
+    close("decode", decode()[0], sdpa().transpose(1, 2), TOLERANCE[dtype])
+    return [(f"decode {H}/{Hkv} d={D} on {stored} {str(dtype)[6:]}", decode, "sdpa", sdpa)]
+
+
+def bench_evict(Hkv, D, stored, new, dtype):
+    """Select and compact in place, as after a chunk, beside the same with torch's sort and gather."""
+    _, k, v, slots, keys, values, _ = data(Hkv, Hkv, D, stored, new, dtype)
+    score, zero = torch.rand(1, Hkv, stored + new), torch.zeros(1, dtype=torch.int32)
+    n, keep = heads(Hkv, stored + new, stored)
+    pos, pos_slots = torch.zeros(1, new, dtype=torch.int32), torch.zeros(slots["k_slots"].shape[0], dtype=torch.int32)
+    src = {"k_src": slots["k_slots"], "v_src": slots["v_slots"], "pos_src": pos_slots}
+    dst = {"k_dst": slots["k_slots"], "v_dst": slots["v_slots"], "pos_dst": pos_slots}
+
+    def select():
+        ends = {"protect_first": zero, "protect_last": zero}
+        return ops.select(score=score, n=n, keep=keep, columns=stored, **ends)
+
+    def evict():
+        rows = {"k": k, "v": v, "pos": pos, "first": zero, "index": select(), "keep": keep}
+        ops.compact(**src, **dst, **rows, src_offset=slots["offset"], src_len=slots["len"], dst_offset=slots["offset"])
+
+    def indices():
+        return score.sort(-1, descending=True, stable=True).indices[..., :stored].sort(-1).values
+
+    def gathered():
+        index = indices()[..., None].expand(-1, -1, -1, D)
+        return keys.gather(2, index), values.gather(2, index)
+
+    if not torch.equal(select().long(), indices()):
+        raise SystemExit("select: not what a stable sort gives")
+    want = gathered()
+    evict()
+    for got, wanted in zip((slots["k_slots"], slots["v_slots"]), want):
+        close("compact", got.view(1, Hkv, -1, D)[:, :, :stored], wanted, 0.0)
+    name = f"{Hkv} heads d={D} {stored} of {stored + new} {str(dtype)[6:]}"
+    return [(f"select {name}", select, "sort", indices), (f"select+compact {name}", evict, "sort+gather", gathered)]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="the smaller shape, a tenth of the time")
+    quick = parser.parse_args().quick
+    torch.manual_seed(0)
+    jobs = []
+    for H, Hkv, D in SHAPES[1:] if quick else SHAPES:
+        for dtype in TOLERANCE:
+            jobs += [lambda a=(H, Hkv, D, stored, 1024, dtype): bench_attend(*a) for stored in (4096, 512)]
+            jobs += [lambda a=(H, Hkv, D, stored, dtype): bench_decode(*a) for stored in (32768, 4096)]
+        jobs += [lambda a=(Hkv, D, 4096, 1024, torch.bfloat16): bench_evict(*a)]
+    print(json.dumps(machine()))
+    results = []
+    for job in jobs:
+        for name, ours, other_name, other in job():
+            ms, other_ms = medians([ours, other], 0.2 if quick else 2.0)
+            results.append({"op": name, "ms": ms, "against": other_name, "against_ms": other_ms})
+            line = f"{name:<48} {ms * 1e3:>12.1f} us   {other_name:<11} {other_ms * 1e3:>12.1f} us"
+            print(f"{line}   {other_ms / ms:>6.2f}x", flush=True)
+    print(json.dumps({"machine": machine(), "results": results}))
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()

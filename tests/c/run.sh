@@ -1,0 +1,31 @@
+#!/bin/sh
+# Builds csrc/*.c and test_kernels.c in a temporary directory and runs the test: run.sh [plain|asan]
+set -eu
+mode=${1:-plain}
+case $mode in
+  plain) flags="-O3" ;;
+  asan) flags="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer" ;;
+  *) echo "usage: $0 [plain|asan]" >&2; exit 2 ;;
+esac
+here=$(cd "$(dirname "$0")" && pwd)
+csrc=$here/../../csrc
+out=$(mktemp -d)
+trap 'rm -rf "$out"' EXIT
+compile() { "${CC:-gcc}" -std=c11 -Wall -Wextra -Wpedantic -Werror $flags "$@"; }
+
+for source in "$csrc"/*.c; do
+  name=$(basename "$source" .c)
+  case $name in
+    attend_cpu | score_cpu | decode_cpu)
+      compile -DKV_ISA=scalar -c "$source" -o "$out/$name.scalar.o"
+      if [ "$(uname -m)" = x86_64 ]; then
+        compile -DKV_ISA=avx2 -mavx2 -mfma -mf16c -c "$source" -o "$out/$name.avx2.o"
+        compile -DKV_ISA=avx512 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mprefer-vector-width=512 \
+          -c "$source" -o "$out/$name.avx512.o"
+      fi
+      ;;
+    *) compile -c "$source" -o "$out/$name.o" ;;
+  esac
+done
+compile -I "$csrc" "$here/test_kernels.c" "$out"/*.o -lm -lpthread -o "$out/test_kernels"
+"$out/test_kernels"

@@ -1,0 +1,149 @@
+"""Random problems for the op tests, and the comparison they all use."""
+
+import inspect
+import math
+import random
+
+import torch
+
+NAN, INF = float("nan"), float("inf")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DIMS = [8, 32, 40, 64, 80, 96, 128, 256]
+LAYOUTS = ["dense", "transposed", "unaligned", "expanded"]
+ERRORS = (RuntimeError, ValueError, TypeError)
+
+# fp32 accumulation of a few thousand terms. 16-bit inputs are rounded before either side sees them, so only the
+# output's own rounding remains: half a unit in the last place is 2^-9 (bf16) and 2^-12 (fp16), doubled for slack.
+FP32 = 1e-5
+OUT = {torch.float32: FP32, torch.bfloat16: 2.0**-8 + FP32, torch.float16: 2.0**-11 + FP32}
+
+
+def i32(x):
+    return torch.as_tensor(x, dtype=torch.int32)
+
+
+def laid_out(x, layout):
+    """The same values (expanded: head 0's for all) in strides that models produce; what lies between is NaN."""
+    if layout == "transposed":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "unaligned":  # an odd first element and an odd row stride
+        B, H, T, D = x.shape
+        wide = torch.full((B, T, H, D + 3), NAN, dtype=x.dtype)
+        wide[..., 1 : D + 1] = x.transpose(1, 2)
+        return wide[..., 1 : D + 1].transpose(1, 2)
+    return x[:, :1].expand_as(x) if layout == "expanded" else x
+
+
+def scattered(rng, lengths, room=0):
+    """Offsets that place the heads in random order with gaps between; and the rows of the whole buffer."""
+    flat, at = [0] * lengths.numel(), rng.randrange(4)
+    for head in rng.sample(range(lengths.numel()), lengths.numel()):
+        flat[head] = at
+        at += int(lengths.flatten()[head]) + room + rng.randrange(4)
+    return torch.tensor(flat, dtype=torch.int64).view_as(lengths), at + 2
+
+
+def problem(
+    seed, *, B=2, G=2, Hkv=2, T=9, S=None, D=64, dtype=torch.float32, lens=None, first=None, layout="transposed",
+    softcap=0.0, sinks=False, room=1,
+):  # fmt: skip
+    """Arguments of every op by name. Gaps and left padding are NaN: they must never matter."""
+    rng, gen = random.Random(seed), torch.Generator().manual_seed(seed)
+    S, H = T if S is None else S, G * Hkv
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=gen)
+
+    def drawn(shape, *values):
+        return i32([rng.choice(values) for _ in range(math.prod(shape))]).view(shape)
+
+    length = drawn((B, Hkv), 0, 1, 2, 7, 8, 15, 16, 17, 31, 33, 64, 65, 100, 131)
+    if lens is not None:
+        length = i32(lens).expand(B, Hkv).contiguous()
+    first = drawn((B,), 0, 0, S // 3, S) if first is None else i32(first).expand(B).contiguous()
+    stop = i32([rng.choice([S, S, (S + int(f)) // 2, int(f)]) for f in first])
+    offset, rows = scattered(rng, length, room)
+    k, v = normal(B, Hkv, S, D).to(dtype), normal(B, Hkv, S, D).to(dtype)
+    k_slots, v_slots = (torch.full((rows, D), NAN, dtype=dtype) for _ in "kv")
+    pos_slots = torch.full((rows,), -7, dtype=torch.int32)
+    for o, n in zip(offset.flatten(), length.flatten(), strict=True):
+        k_slots[o : o + n], v_slots[o : o + n] = normal(n, D).to(dtype), normal(n, D).to(dtype)
+        pos_slots[o : o + n] = torch.arange(n, dtype=torch.int32) * 3
+    k, v = laid_out(k, layout), laid_out(v, layout)
+    if layout != "expanded":
+        for b in range(B):
+            k[b, :, : first[b]], v[b, :, : first[b]] = NAN, NAN
+    return {
+        "q": laid_out(normal(B, H, T, D).to(dtype), layout),
+        "k": k, "v": v, "pos": torch.arange(1000, 1000 + B * S, dtype=torch.int32).view(B, S),
+        "first": first, "stop": stop, "row_first": drawn((B,), 0, 0, T // 2, T),
+        "k_slots": k_slots, "v_slots": v_slots, "pos_slots": pos_slots, "offset": offset, "len": length,
+        "scale": D**-0.5, "softcap": softcap, "sinks": normal(H) if sinks else None,
+    }  # fmt: skip
+
+
+def matrix(case, dtype, **fixed):
+    """One of the problems of test_matches, each with another head dimension; test_isa runs them all."""
+    return problem(case, D=DIMS[case], dtype=dtype, G=2 ** (case % 4), layout=LAYOUTS[(case + case // 4) % 4], **fixed)
+
+
+def fuzz(seed, **fixed):
+    """A problem with everything drawn, `fixed` apart."""
+    rng = random.Random(seed)
+    T = fixed.pop("T", rng.choice([1, 2, 3, 5, 8, 13, 16, 17, 33, 65]))
+    drawn = {
+        "B": rng.choice([1, 2, 3]), "G": rng.choice([1, 2, 4, 8]), "Hkv": rng.choice([1, 2, 3]), "T": T,
+        "S": rng.choice([T, T, T, T + 3, T + 40, T // 2, 0]), "D": rng.choice([8, 24, 32, 40, 64, 80, 96, 128, 256]),
+        "dtype": rng.choice(DTYPES), "layout": rng.choice(LAYOUTS),
+        "softcap": rng.choice([0.0, 0.0, 1.5]), "sinks": rng.random() < 0.3,
+    }  # fmt: skip
+    return problem(seed, **{**drawn, **fixed})
+
+
+def call(fn, args):
+    """fn with those of the arguments that it names."""
+    return fn(**{name: args[name] for name in inspect.signature(fn).parameters if name in args})
+
+
+def copied(args, *names):
+    return {**args, **{name: args[name].clone() for name in names}}
+
+
+def alive_counts(p):
+    return p["len"] + (p["stop"] - p["first"])[:, None]
+
+
+def close(got, want, tol, least=0.0):
+    """NaN and infinity in the same places; elsewhere within `tol` of the largest value, or of `least`."""
+    assert got.shape == want.shape
+    got = got.double()
+    assert torch.equal(got.isnan(), want.isnan())
+    finite = want.isfinite()
+    assert torch.equal(got[~finite].nan_to_num(), want[~finite].nan_to_num())
+    if finite.any():
+        error, limit = (got - want)[finite].abs().max(), tol * max(want[finite].abs().max(), least)
+        assert error <= limit, f"error {error:.3g} over {limit:.3g}"
+
+
+def same_bits(a, b):
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def same_for_threads(run):
+    """`run()` gives the same bits with one thread, two, and two again."""
+    threads = torch.get_num_threads()
+    try:
+        results = []
+        for count in (1, 2, 2):
+            torch.set_num_threads(count)
+            results.append(run())
+    finally:
+        torch.set_num_threads(threads)
+    return all(same_bits(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+def opcheck(name, args):
+    op = getattr(torch.ops.kvevict, name).default
+    absent = {"index": torch.empty(0, dtype=torch.int32), "lse": torch.empty(0), "sinks": torch.empty(0)}
+    values = {name: absent[name] if value is None else value for name, value in args.items()}
+    torch.library.opcheck(op, tuple(values[a.name] for a in op._schema.arguments))

@@ -1,0 +1,194 @@
+import os
+import subprocess
+import sys
+
+import pytest
+import ref
+import torch
+from helpers import (
+    DTYPES,
+    ERRORS,
+    FP32,
+    INF,
+    NAN,
+    OUT,
+    call,
+    close,
+    fuzz,
+    i32,
+    matrix,
+    opcheck,
+    problem,
+    same_for_threads,
+)
+
+from kvevict import _ops as ops
+
+
+def check(p):
+    (out, lse), (want, want_lse) = call(ops.attend, p), call(ref.attend, p)
+    assert out.dtype == p["q"].dtype and lse.dtype == torch.float32
+    close(out, want, OUT[out.dtype])
+    close(lse, want_lse, FP32, least=1.0)  # fp32 whatever the dtype: a logit of size 1 has that much error itself
+    return out, lse
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", range(8))
+def test_matches(case, dtype):
+    check(matrix(case, dtype, T=17))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_fuzz(seed):
+    check(fuzz(seed))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_blocks(dtype):
+    """Longer than any block of rows or keys, and a multiple of none."""
+    check(problem(1, B=1, Hkv=1, T=301, lens=[[777]], first=[5], dtype=dtype, D=64))
+
+
+@pytest.mark.parametrize(
+    "lens, T, S", [(0, 1, 1), (1, 1, 1), (1, 1, 0), (0, 7, 7), (5, 1, 9), (5, 9, 1), (64, 64, 64), (3, 9, 0)]
+)
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_lengths(lens, T, S, dtype):
+    check(problem(2, lens=lens, T=T, S=S, first=0, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_see_nothing(dtype):
+    """Left padding over an empty cache: 0 and -inf, not NaN, though every padding row holds NaN."""
+    p = problem(3, T=20, lens=[[0, 4], [0, 0]], first=[13, 20], dtype=dtype)
+    out, lse = check(p)
+    blind = torch.zeros(2, 20, 4, dtype=torch.bool)
+    blind[0, :13, :2] = blind[1] = True
+    assert (
+        (out[blind] == 0).all()
+        and (lse.transpose(1, 2)[blind] == -INF).all()
+        and lse.transpose(1, 2)[~blind].isfinite().all()
+    )
+
+
+@pytest.mark.parametrize("softcap", [0.0, 0.7, 30.0])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_softcap_and_sinks(softcap, sinks, dtype):
+    check(problem(4, G=4, T=33, softcap=softcap, sinks=sinks, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_huge_logits(dtype):
+    """Whole numbers with exact dot products, up to some 20000 after scaling: only exp and its argument round."""
+    p = problem(5, T=19, dtype=dtype, layout="dense", first=[0, 3], lens=[[40, 0], [7, 33]])
+    for name in ("q", "k", "k_slots"):
+        p[name] = (p[name] * 16).round()
+    p["scale"] = 0.5
+    (out, lse), (want, want_lse) = call(ops.attend, p), call(ref.attend, p)
+    largest = want_lse.abs().max().item()
+    assert largest > 1000
+    close(lse, want_lse, 2.0**-22)  # one rounding of the logit and one of log2(e), relative to the logit itself
+    close(
+        out, want, OUT[dtype] + 2.0**-22 * largest
+    )  # which the weights see as a relative error of that times the logit
+
+
+@pytest.mark.parametrize("where", ["k_slots", "v_slots", "k", "v"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_reaches_only_rows_that_see_it(where, dtype):
+    p = problem(6, T=20, dtype=dtype, lens=[[9, 30], [17, 5]], first=[0, 2], layout="dense")
+    if where.endswith("slots"):
+        p[where][p["offset"][0, 1] + 3] = NAN
+    else:
+        p[where][0, 1, 11] = NAN
+    out, _ = check(p)
+    assert out[0, 12:, 2:].isnan().all() and out[0, :, :2].isfinite().all() and out[1].isfinite().all()
+    assert where.endswith("slots") or out[0, :11].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_query_stays_in_its_row(dtype):
+    p = problem(7, T=21, dtype=dtype, lens=[[9, 30], [17, 5]], first=0, layout="dense")
+    p["q"][1, 2, 5] = NAN
+    out, _ = check(p)
+    assert out.isnan().any(-1).sum() == 1
+
+
+@pytest.mark.parametrize("shape", [{"B": 0}, {"T": 0, "S": 0}, {"T": 0, "S": 5}])
+def test_empty(shape):
+    p = problem(8, lens=3, **shape)
+    out, lse = call(ops.attend, p)
+    assert out.shape == (p["q"].shape[0], p["q"].shape[2], 4, 64) and lse.shape == p["q"].shape[:3]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads(dtype):
+    p = problem(9, B=1, G=4, T=300, lens=[[700, 333]], dtype=dtype)
+    assert same_for_threads(lambda: call(ops.attend, p))
+
+
+ROWS = ("q", "k", "v", "k_slots", "v_slots")
+WRONG = {
+    "q dtype": lambda p: {"q": p["q"].double()},
+    "mixed dtypes": lambda p: {"k_slots": p["k_slots"].half()},
+    "len dtype": lambda p: {"len": p["len"].long()},
+    "offset dtype": lambda p: {"offset": p["offset"].int()},
+    "sinks dtype": lambda p: {"sinks": torch.zeros(4, dtype=torch.bfloat16)},
+    "sinks length": lambda p: {"sinks": torch.zeros(3)},
+    "q of three dimensions": lambda p: {"q": p["q"][0]},
+    "head dimensions differ": lambda p: {"q": p["q"][..., :56]},
+    "head dimension 60": lambda p: {n: p[n][..., :60].contiguous() for n in ROWS},
+    "head dimension 264": lambda p: {n: p[n].repeat_interleave(5, -1)[..., :264].contiguous() for n in ROWS},
+    "3 query heads on 2": lambda p: {"q": p["q"][:, :3]},
+    "batch differs": lambda p: {"k": p["k"][:1]},
+    "v shorter than k": lambda p: {"v": p["v"][:, :, :-1]},
+    "v_slots shorter than k_slots": lambda p: {"v_slots": p["v_slots"][:-1]},
+    "len shape": lambda p: {"len": p["len"][:, :1]},
+    "offset shape": lambda p: {"offset": p["offset"][:1]},
+    "first shape": lambda p: {"first": p["first"][:1]},
+    "first negative": lambda p: {"first": i32([-1, 0])},
+    "first over S": lambda p: {"first": i32([0, 10])},
+    "len negative": lambda p: {"len": i32([[3, -1], [0, 0]])},
+    "len past the buffer": lambda p: {"len": i32([[3, 10**6], [0, 0]])},
+    "offset negative": lambda p: {"offset": p["offset"] - 10**9},
+    "offset past the buffer": lambda p: {"offset": p["offset"] + 10**12},
+    "offset overflows": lambda p: {"offset": p["offset"] * 0 + 2**63 - 2},
+    "not a tensor": lambda p: {"k": "k"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_errors(wrong):
+    p = problem(10, lens=[[3, 1], [4, 2]], first=0, layout="dense")
+    check(p)
+    with pytest.raises(ERRORS):
+        call(ops.attend, {**p, **WRONG[wrong](p)})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_opcheck(dtype):
+    opcheck("attend", problem(11, dtype=dtype, sinks=True, first=[0, 2]))
+
+
+@pytest.mark.parametrize("isa", ["avx2", "scalar"])
+def test_isa(isa):
+    """The matrices of the ops that compute, in a process of its own: the instruction set is chosen once."""
+    here = os.path.dirname(__file__)
+    code = "import sys, pytest; from kvevict import _ops; print(_ops.cpu_isa()); sys.exit(pytest.main(sys.argv[1:]))"
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        here,
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "test_matches or test_many_blocks",
+    ]
+    done = subprocess.run(command, env={**os.environ, "KVEVICT_CPU_ISA": isa}, capture_output=True, text=True)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:] + done.stderr[-1000:]
+    assert done.stdout.splitlines()[0] in (isa, "scalar")

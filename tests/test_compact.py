@@ -1,0 +1,129 @@
+import random
+
+import pytest
+import ref
+import torch
+from helpers import DTYPES, ERRORS, NAN, call, copied, fuzz, i32, matrix, opcheck, problem, same_bits, scattered
+
+from kvevict import _ops as ops
+
+DST = ("k_dst", "v_dst", "pos_dst")
+
+
+def prepared(p, seed, kept=None):
+    """A random ascending index over [stored | new], and a poisoned destination with gaps."""
+    rng = random.Random(seed)
+    n = p["len"] + (p["k"].shape[2] - p["first"])[:, None]
+    keep = (
+        i32([[rng.choice([0, m, rng.randint(0, m)]) for m in row] for row in n.tolist()]) if kept is None else kept(n)
+    )
+    index = torch.full((*n.shape, int(keep.max()) + rng.randrange(3)), -1, dtype=torch.int32)
+    for b in range(n.shape[0]):
+        for h in range(n.shape[1]):
+            index[b, h, : keep[b, h]] = i32(sorted(rng.sample(range(int(n[b, h])), int(keep[b, h]))))
+    dst_offset, rows = scattered(rng, keep, 1)
+    D, dtype = p["k_slots"].shape[1], p["k_slots"].dtype
+    return {
+        **{name: p[name] for name in ("k", "v", "pos", "first")},
+        **{"k_src": p["k_slots"], "v_src": p["v_slots"], "pos_src": p["pos_slots"]},
+        **{"src_offset": p["offset"], "src_len": p["len"], "index": index, "keep": keep, "dst_offset": dst_offset},
+        **{name: torch.full((rows, D), NAN, dtype=dtype) for name in ("k_dst", "v_dst")},
+        "pos_dst": torch.full((rows,), -9, dtype=torch.int32),
+    }
+
+
+def check(p):
+    """Bit for bit: nothing is computed. The gaps of the destination are poison on both sides."""
+    got, want = copied(p, *DST), copied(p, *DST)
+    call(ops.compact, got)
+    call(ref.compact, want)
+    assert all(same_bits(got[name], want[name]) for name in DST)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", range(8))
+def test_matches(case, dtype):
+    check(prepared(matrix(case, dtype, T=17), case))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_fuzz(seed):
+    check(prepared(fuzz(seed), seed))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_without_an_index_the_first_slots_move(dtype):
+    p = prepared(problem(1, dtype=dtype, first=[2, 0]), 1)
+    p["index"] = None
+    check(p)
+
+
+@pytest.mark.parametrize("kept", [lambda n: n, lambda n: n // 2, lambda n: n.clamp(max=1), lambda n: n * 0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_in_place_equals_out_of_place(dtype, kept):
+    p = problem(2, T=20, dtype=dtype, room=20, first=[0, 5])
+    out_of_place, in_place = prepared(p, 2, kept), prepared(p, 2, kept)
+    call(ops.compact, out_of_place)
+    before = copied(p, "k_slots", "v_slots", "pos_slots")
+    in_place.update(k_dst=p["k_slots"], v_dst=p["v_slots"], pos_dst=p["pos_slots"], dst_offset=p["offset"])
+    call(ops.compact, in_place)
+    untouched = torch.ones(p["k_slots"].shape[0], dtype=torch.bool)
+    for b in range(2):
+        for h in range(2):
+            n, to, at = int(in_place["keep"][b, h]), int(out_of_place["dst_offset"][b, h]), int(p["offset"][b, h])
+            untouched[at : at + n] = False
+            for name in DST:
+                assert same_bits(in_place[name][at : at + n], out_of_place[name][to : to + n])
+    for name in ("k_slots", "v_slots", "pos_slots"):
+        assert same_bits(p[name][untouched], before[name][untouched])
+
+
+def wrong_index(p, column, value):
+    index = p["index"].clone()
+    index[0, 0, column] = value
+    return {"index": index}
+
+
+WRONG = {
+    "k dtype": lambda p: {"k": p["k"].half()},
+    "dst dtype": lambda p: {"k_dst": p["k_dst"].half()},
+    "dst head dimension": lambda p: {"k_dst": p["k_dst"][:, :32].contiguous()},
+    "strided dst": lambda p: {"k_dst": torch.zeros(p["k_dst"].shape[1], p["k_dst"].shape[0]).T},
+    "pos dtype": lambda p: {"pos": p["pos"].long()},
+    "pos shape": lambda p: {"pos": p["pos"][:, :-1]},
+    "pos_dst shorter than k_dst": lambda p: {"pos_dst": p["pos_dst"][:-1]},
+    "keep over n": lambda p: {
+        "keep": p["keep"] * 0 + 13,
+        "index": torch.arange(13).int().expand(2, 2, 13).contiguous(),
+    },
+    "keep over n, no index": lambda p: {"keep": p["keep"] * 0 + 13, "index": None},
+    "keep over the index": lambda p: {"index": p["index"][..., :4].contiguous()},
+    "keep negative": lambda p: {"keep": p["keep"] * 0 - 1},
+    "index over n": lambda p: wrong_index(p, 5, 12),
+    "index negative": lambda p: wrong_index(p, 0, -1),
+    "index not ascending": lambda p: wrong_index(p, 1, 10),
+    "index repeats": lambda p: wrong_index(p, 1, int(p["index"][0, 0, 0])),
+    "index dtype": lambda p: {"index": p["index"].long()},
+    "dst past the buffer": lambda p: {"dst_offset": p["dst_offset"] + p["k_dst"].shape[0]},
+    "dst offset negative": lambda p: {"dst_offset": p["dst_offset"] - 1000},
+    "src past the buffer": lambda p: {"src_offset": p["src_offset"] + p["k_src"].shape[0]},
+    "first over S": lambda p: {"first": i32([0, 10])},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_errors(wrong):
+    """And nothing is written before the error."""
+    p = prepared(problem(3, T=9, lens=3, first=0, layout="dense"), 3, lambda n: n * 0 + 6)
+    check(p)
+    p.update(WRONG[wrong](p))
+    before = copied(p, *DST)
+    with pytest.raises(ERRORS):
+        call(ops.compact, p)
+    assert all(same_bits(p[name].contiguous(), before[name].contiguous()) for name in DST)
+
+
+@pytest.mark.parametrize("with_index", [True, False])
+def test_opcheck(with_index):
+    p = prepared(problem(4), 4)
+    opcheck("compact", p if with_index else {**p, "index": None})

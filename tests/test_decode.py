@@ -1,0 +1,166 @@
+import pytest
+import ref
+import torch
+from helpers import (
+    DTYPES,
+    ERRORS,
+    FP32,
+    NAN,
+    OUT,
+    call,
+    close,
+    copied,
+    fuzz,
+    i32,
+    matrix,
+    opcheck,
+    problem,
+    same_bits,
+    same_for_threads,
+)
+
+from kvevict import _ops as ops
+
+SLOTS = ("k_slots", "v_slots", "pos_slots")
+
+
+def prepared(p, probs=True):
+    return {**p, "columns": int(p["len"].max()) + 3 if probs else 0}
+
+
+def step(seed, **options):
+    return prepared(problem(seed, T=1, first=0, **options))
+
+
+def check(p):
+    got, want = copied(p, *SLOTS), copied(p, *SLOTS)
+    (out, lse, probs), (want_out, want_lse, want_probs) = call(ops.decode, got), call(ref.decode, want)
+    assert out.dtype == p["q"].dtype and lse.dtype == torch.float32 and probs.dtype == torch.float32
+    close(out, want_out, OUT[out.dtype])
+    close(lse, want_lse, FP32, least=1.0)
+    close(probs, want_probs, 2 * FP32)
+    assert all(same_bits(got[name], want[name]) for name in SLOTS)  # the new rows written, every other bit as it was
+    return out, lse, probs
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", range(8))
+def test_matches(case, dtype):
+    check(prepared(matrix(case, dtype, T=1, first=0)))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_fuzz(seed):
+    check(prepared(fuzz(seed, T=1, S=1, first=0), probs=seed % 3 > 0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_blocks(dtype):
+    """Long and very uneven heads: the work of one is split, another is a single slot."""
+    check(step(1, B=1, G=4, Hkv=3, lens=[[5003, 0, 777]], dtype=dtype))
+
+
+@pytest.mark.parametrize("softcap, sinks", [(0.0, True), (0.7, False), (30.0, True)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_softcap_and_sinks(softcap, sinks, dtype):
+    check(step(2, G=4, dtype=dtype, softcap=softcap, sinks=sinks))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equals_attend(dtype):
+    p = step(3, G=4, dtype=dtype, lens=[[500, 17], [0, 64]])
+    out, lse = call(ops.attend, p)
+    got, got_lse, probs = call(ops.decode, copied(p, *SLOTS))
+    close(got, out.double(), 2 * OUT[dtype])
+    close(got_lse, lse.double(), FP32, least=1.0)
+    close(probs.double().sum(-1), torch.ones(2, 2, dtype=torch.double), FP32)
+    again, again_lse, none = call(ops.decode, {**copied(p, *SLOTS), "columns": 0})
+    assert same_bits(again, got) and same_bits(again_lse, got_lse) and none.shape == (2, 2, 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_steps(dtype):
+    """Each step sees the rows that the earlier ones wrote."""
+    p = step(4, dtype=dtype, room=5, layout="dense")
+    gen = torch.Generator().manual_seed(4)
+    for _i in range(5):
+        for name in "qkv":
+            p[name] = torch.randn(p[name].shape, generator=gen).to(dtype)
+        p["pos"] = p["pos"] + 1
+        check(prepared(p))
+        call(ops.decode, prepared(p))
+        p["len"] = p["len"] + 1
+    at = p["offset"] + p["len"] - 1
+    assert (p["pos_slots"][at] == p["pos"]).all()
+
+
+@pytest.mark.parametrize("where", ["k_slots", "v_slots", "k", "v"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_reaches_only_its_group(where, dtype):
+    p = step(5, dtype=dtype, lens=[[9, 30], [17, 5]], layout="dense")
+    if where.endswith("slots"):
+        p[where][p["offset"][0, 1] + 3] = NAN
+    else:
+        p[where][0, 1] = NAN
+    out, _, probs = check(p)
+    assert out[0, 0, 2:].isnan().all() and out[0, 0, :2].isfinite().all() and out[1].isfinite().all()
+    assert probs[0, 0].isfinite().all() and probs[0, 1, :31].isnan().all() == where.startswith("k")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads(dtype):
+    p = step(6, B=1, G=4, Hkv=3, lens=[[5003, 1, 777]], dtype=dtype)
+    assert same_for_threads(lambda: call(ops.decode, copied(p, *SLOTS)))
+
+
+def test_empty_batch():
+    p = problem(7, B=0, T=1, lens=0)
+    out, lse, probs = call(ops.decode, {**p, "columns": 5})
+    assert out.shape == (0, 1, 4, 64) and lse.shape == (0, 4, 1) and probs.shape == (0, 2, 5)
+
+
+def last_head_has_no_room(p):
+    rows = int((p["offset"] + p["len"]).max())
+    return {name: p[name][:rows].contiguous() for name in SLOTS}
+
+
+WRONG = {
+    "no room": last_head_has_no_room,
+    "two rows": lambda p: {"q": p["q"].repeat(1, 1, 2, 1)},
+    "two new columns": lambda p: {"k": p["k"].repeat(1, 1, 2, 1), "v": p["v"].repeat(1, 1, 2, 1)},
+    "no new column": lambda p: {"k": p["k"][:, :, :0], "v": p["v"][:, :, :0]},
+    "q dtype": lambda p: {"q": p["q"].double()},
+    "mixed dtypes": lambda p: {"v": p["v"].half()},
+    "pos dtype": lambda p: {"pos": p["pos"].long()},
+    "pos shape": lambda p: {"pos": p["pos"][:1]},
+    "pos_slots dtype": lambda p: {"pos_slots": p["pos_slots"].long()},
+    "strided slots": lambda p: {"k_slots": torch.zeros(p["k_slots"].shape[1], p["k_slots"].shape[0]).T},
+    "len negative": lambda p: {"len": p["len"] * 0 - 1},
+    "offset past the buffer": lambda p: {"offset": p["offset"] + 10**12},
+    "offset negative": lambda p: {"offset": p["offset"] - 10**9},
+    "columns under len + 1": lambda p: {"columns": int(p["len"].max())},
+    "columns negative": lambda p: {"columns": -1},
+    "sinks length": lambda p: {"sinks": torch.zeros(3)},
+    "3 query heads on 2": lambda p: {"q": p["q"][:, :3]},
+    "head dimensions differ": lambda p: {"q": p["q"][..., :56]},
+    "len dtype": lambda p: {"len": p["len"].long()},
+    "offset shape": lambda p: {"offset": p["offset"][:1]},
+    "len shape": lambda p: {"len": i32([3, 4])},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_errors(wrong):
+    """And nothing is written before the error."""
+    p = step(8, lens=[[3, 1], [4, 2]], layout="dense")
+    check(p)
+    p.update(WRONG[wrong](p))
+    before = copied(p, *SLOTS)
+    with pytest.raises(ERRORS):
+        call(ops.decode, p)
+    assert all(same_bits(p[name].contiguous(), before[name].contiguous()) for name in SLOTS)
+
+
+@pytest.mark.parametrize("probs", [True, False])
+def test_opcheck(probs):
+    opcheck("decode", prepared(step(9), probs))

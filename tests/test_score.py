@@ -1,0 +1,192 @@
+import itertools
+
+import pytest
+import ref
+import torch
+from helpers import (
+    DTYPES,
+    ERRORS,
+    FP32,
+    NAN,
+    alive_counts,
+    call,
+    close,
+    fuzz,
+    i32,
+    matrix,
+    opcheck,
+    problem,
+    same_bits,
+    same_for_threads,
+)
+
+from kvevict import _ops as ops
+
+REDUCE = ["sum", "mean", "max"]
+
+
+def prepared(p, causal, reduce, extra=3):
+    return {**p, "causal": causal, "reduce": reduce, "columns": int(alive_counts(p).max()) + extra, "lse": None}
+
+
+def check(p):
+    got, want = call(ops.score, p), call(ref.score, p)
+    assert got.dtype == torch.float32
+    close(got, want, 2 * FP32)  # a = exp(x - lse) adds the errors of both; fp32 whatever the dtype
+    for b, h in itertools.product(*map(range, got.shape[:2])):
+        assert (got[b, h, alive_counts(p)[b, h] :] == 0).all()
+    return got
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", range(8))
+def test_matches(case, dtype):
+    p = matrix(case, dtype, T=17)
+    check(prepared(p, causal=case % 2 == 0, reduce=REDUCE[case % 3]))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_fuzz(seed):
+    p = prepared(fuzz(seed), causal=seed % 2 == 0, reduce=REDUCE[seed % 3], extra=seed % 5)
+    if seed % 4 > 1:  # a given lse is used as it is, and is no sum over the columns scored here; strided, too
+        p["lse"] = torch.randn(*p["q"].shape[:2], 2 * p["q"].shape[2])[..., : p["q"].shape[2]] + 4
+    check(p)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("reduce", REDUCE)
+def test_many_blocks(causal, reduce):
+    p = problem(1, B=1, Hkv=1, T=301, lens=[[777]], first=[5], dtype=torch.bfloat16)
+    check(prepared({**p, "stop": i32([290])}, causal, reduce))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("reduce", REDUCE)
+@pytest.mark.parametrize("lens, R, S", [(0, 1, 1), (1, 1, 0), (0, 5, 0), (2, 9, 1), (5, 1, 9), (70, 32, 40)])
+def test_lengths(lens, R, S, causal, reduce):
+    """More rows than slots too: the first rows then see nothing."""
+    p = problem(2, lens=lens, T=R, S=S, first=0)
+    check(prepared({**p, "stop": i32([S, S]), "row_first": i32([0, 0])}, causal, reduce))
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_lse_of_attend_is_lse_computed(dtype, sinks, softcap):
+    """A chunk's own rows: what attend leaves is what score would compute, sinks included."""
+    p = prepared(
+        problem(3, T=33, first=[0, 7], dtype=dtype, sinks=sinks, softcap=softcap, lens=[[9, 70], [0, 1]]), True, "sum"
+    )
+    p.update(stop=i32([33, 33]), row_first=i32([0, 7]))
+    p["columns"] = 103
+    computed = check(p)
+    given = check({**p, "lse": call(ops.attend, p)[1]})
+    close(given, computed.double(), 2 * FP32)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_columns_sum_to_the_observing_rows(dtype, causal):
+    """Each row's attention is 1 in all: a sum that no oracle of ours can get wrong."""
+    p = prepared(problem(4, T=60, G=4, dtype=dtype, first=[0, 11], lens=[[100, 7], [33, 64]]), causal, "sum")
+    p.update(stop=i32([60, 40]), row_first=i32([0, 45]))
+    p["columns"] = 160
+    total = call(ops.score, p).double().sum(-1)
+    close(total, torch.tensor([[60.0, 60.0], [15.0, 15.0]], dtype=torch.double), FP32)
+
+
+@pytest.mark.parametrize("reduce", REDUCE)
+def test_no_row_observes(reduce):
+    p = prepared(problem(5, T=9, layout="dense"), False, reduce)
+    p["q"].fill_(NAN)
+    assert (call(ops.score, {**p, "row_first": i32([9, 9])}) == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_padding_rows_are_not_read(dtype):
+    p = prepared(problem(6, T=21, dtype=dtype, layout="dense"), False, "sum")
+    p["row_first"] = i32([4, 20])
+    p["q"][0, :, :4], p["q"][1, :, :20] = NAN, NAN
+    assert check(p).isfinite().all()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_columns_from_stop_on_are_not_read(dtype, causal):
+    p = prepared(problem(13, T=9, S=40, dtype=dtype), causal, "sum")
+    p["stop"] = torch.maximum(p["first"], i32([40, 11]))
+    want = call(ops.score, p)
+    p["k"][1, :, p["stop"][1] :] = NAN
+    assert same_bits(check(p), want)
+
+
+@pytest.mark.parametrize("reduce", REDUCE)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_key(dtype, reduce):
+    """With a finite lse given only its own column is NaN; computed, every column of the rows that see it."""
+    p = prepared(problem(7, T=12, dtype=dtype, lens=[[30, 40], [5, 64]], first=0, layout="dense"), False, reduce)
+    p["row_first"] = i32([0, 3])
+    p["k_slots"][p["offset"][1, 1] + 20] = NAN
+    lse = torch.full((2, 4, 12), 5.0)
+    assert check({**p, "lse": lse}).isnan().sum() == 1
+    assert check(p).isnan().sum() == alive_counts(p)[1, 1]
+
+
+def test_huge_logits():
+    """Whole numbers, exact dot products: see test_attend.py for the tolerance."""
+    p = prepared(problem(8, T=19, layout="dense"), True, "sum")
+    for name in ("q", "k", "k_slots"):
+        p[name] = (p[name] * 16).round()
+    p["scale"] = 0.5
+    close(call(ops.score, p), call(ref.score, p), FP32 + 2.0**-22 * 20000)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads(dtype, causal, given):
+    p = prepared(problem(9, B=1, G=4, T=300, lens=[[700, 333]], dtype=dtype), causal, "sum")
+    p["lse"] = torch.randn(1, 8, 300) + 6 if given else None
+    assert same_for_threads(lambda: [call(ops.score, p)])
+
+
+def test_wider_output_changes_nothing():
+    p = prepared(problem(10, T=9), True, "sum")
+    wide = call(ops.score, {**p, "columns": p["columns"] + 50})
+    assert same_bits(wide[..., : p["columns"]], call(ops.score, p))
+
+
+WRONG = {
+    "q dtype": lambda p: {"q": p["q"].double()},
+    "mixed dtypes": lambda p: {"k": p["k"].half()},
+    "reduce": lambda p: {"reduce": "median"},
+    "columns under n": lambda p: {"columns": int(alive_counts(p).max()) - 1},
+    "columns negative": lambda p: {"columns": -1},
+    "row_first over R": lambda p: {"row_first": i32([0, 10])},
+    "row_first negative": lambda p: {"row_first": i32([-1, 0])},
+    "row_first shape": lambda p: {"row_first": i32([0])},
+    "stop under first": lambda p: {"first": i32([4, 0]), "stop": i32([3, 0])},
+    "stop over S": lambda p: {"stop": i32([0, 10])},
+    "stop dtype": lambda p: {"stop": p["stop"].long()},
+    "lse shape": lambda p: {"lse": torch.zeros(2, 4, 8)},
+    "lse dtype": lambda p: {"lse": torch.zeros(2, 4, 9, dtype=torch.double)},
+    "len past the buffer": lambda p: {"len": i32([[3, 10**6], [0, 0]]), "columns": 2 * 10**6},
+    "len negative": lambda p: {"len": i32([[3, -1], [0, 0]])},
+    "offset negative": lambda p: {"offset": p["offset"] - 10**9},
+    "3 query heads on 2": lambda p: {"q": p["q"][:, :3]},
+    "head dimensions differ": lambda p: {"q": p["q"][..., :56]},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_errors(wrong):
+    p = prepared(problem(11, lens=[[3, 1], [4, 2]], first=0, layout="dense"), False, "sum")
+    check(p)
+    with pytest.raises(ERRORS):
+        call(ops.score, {**p, **WRONG[wrong](p)})
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_opcheck(given):
+    p = prepared(problem(12), True, "sum")
+    opcheck("score", {**p, "reduce": 0, "lse": torch.zeros(2, 4, 9) if given else None})

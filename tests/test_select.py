@@ -1,0 +1,139 @@
+import random
+
+import pytest
+import ref
+import torch
+from helpers import ERRORS, INF, NAN, call, i32, opcheck, same_for_threads
+
+from kvevict import _ops as ops
+
+VALUES = [0.0, -0.0, 1.0, 1.0, -1.0, 0.5, 1e-40, -1e-40, 3e38, INF, -INF, NAN]
+
+
+def drawn(seed, *, B=2, Hkv=3, C=None, ties=True, protect=True):
+    rng, gen = random.Random(seed), torch.Generator().manual_seed(seed)
+    C = rng.choice([1, 2, 7, 16, 63, 64, 65, 200, 777]) if C is None else C
+    score = torch.randn(B, Hkv, C, generator=gen)
+    if ties:
+        score = torch.tensor(VALUES)[torch.randint(rng.choice([2, 5, 12]), (B, Hkv, C), generator=gen)]
+    n = i32([[rng.choice([C, rng.randint(0, C)]) for _ in range(Hkv)] for _ in range(B)])
+    ends = [i32([rng.choice([0, 0, 1, 4, C]) if protect else 0 for _ in range(B)]) for _ in "fl"]
+    least = torch.minimum(n, (ends[0] + ends[1])[:, None])
+    keep = least + ((n - least) * torch.rand(n.shape, generator=gen)).round().int()
+    columns = int(keep.max()) + rng.choice([0, 2])
+    return {"score": score, "n": n, "keep": keep, "protect_first": ends[0], "protect_last": ends[1], "columns": columns}
+
+
+def check(p):
+    got, want = call(ops.select, p), call(ref.select, p)
+    assert got.dtype == torch.int32 and torch.equal(got, want)
+    return got
+
+
+@pytest.mark.parametrize("ties", [True, False])
+@pytest.mark.parametrize("seed", range(60))
+def test_matches(seed, ties):
+    check(drawn(seed, ties=ties))
+
+
+@pytest.mark.parametrize("kept", ["none", "one", "all but one", "all"])
+@pytest.mark.parametrize("seed", range(3))
+def test_keep_at_its_ends(seed, kept):
+    p = drawn(seed, C=130, protect=False)
+    n = p["n"]
+    p["keep"] = {"none": n * 0, "one": n.clamp(max=1), "all but one": (n - 1).clamp(min=0), "all": n}[kept].contiguous()
+    p["columns"] = 130
+    check(p)
+
+
+def single(score, n, keep, columns):
+    """One batch row, nothing protected."""
+    return {
+        "score": score, "n": i32([n]), "keep": i32([keep]), "columns": columns,
+        "protect_first": i32([0]), "protect_last": i32([0]),
+    }  # fmt: skip
+
+
+def test_order_of_special_values():
+    """NaN under -inf, -0 beside +0, equal scores by slot; one kept more each time."""
+    score = torch.tensor([[[NAN, -INF, 0.0, -0.0, 5.0, NAN, -INF, 5.0, INF, 0.0]]])
+    best = [8, 4, 7, 2, 3, 9, 1, 6, 0, 5]
+    for keep in range(11):
+        index = call(ops.select, single(score, [10], [keep], 10))
+        assert index.flatten().tolist() == sorted(best[:keep]) + [-1] * (10 - keep)
+
+
+@pytest.mark.parametrize("value", [0.0, NAN, INF, -INF])
+def test_all_equal_keeps_the_first(value):
+    index = check(single(torch.full((1, 2, 1000), value), [1000, 999], [300, 1], 300))
+    assert index[0, 0].tolist() == list(range(300))
+
+
+@pytest.mark.parametrize("poison", [NAN, INF, -INF])
+def test_protected_scores_are_not_read(poison):
+    p = drawn(5, C=65, ties=False, protect=False)
+    p.update(
+        n=i32([[65, 60, 9]] * 2),
+        keep=i32([[20, 12, 9]] * 2),
+        columns=20,
+        protect_first=i32([4, 0]),
+        protect_last=i32([5, 8]),
+    )
+    want = check(p)
+    for b in range(2):
+        for h in range(3):
+            n = int(p["n"][b, h])
+            p["score"][b, h, : p["protect_first"][b]] = poison
+            p["score"][b, h, n - int(p["protect_last"][b]) :] = poison
+    assert torch.equal(call(ops.select, p), want)
+
+
+def test_protected_slots_beyond_the_score():
+    """n may exceed C where all that lies beyond is protected."""
+    p = drawn(6, C=50, ties=False, protect=False)
+    p.update(n=i32([[58, 50, 52]] * 2), keep=i32([[20, 8, 52]] * 2), columns=52, protect_last=i32([8, 8]))
+    index = check(p)
+    assert index[0, 0, 12:20].tolist() == list(range(50, 58))
+
+
+@pytest.mark.parametrize("ties", [True, False])
+def test_long(ties):
+    check(drawn(7, B=1, C=20000, ties=ties))
+
+
+def test_threads():
+    p = drawn(9, Hkv=8, C=5000)
+    assert same_for_threads(lambda: [call(ops.select, p)])
+
+
+WRONG = {
+    "score dtype": lambda p: {"score": p["score"].double()},
+    "score of two dimensions": lambda p: {"score": p["score"][0]},
+    "strided score": lambda p: {"score": p["score"].repeat(1, 1, 2)[..., ::2]},
+    "n dtype": lambda p: {"n": p["n"].long()},
+    "n shape": lambda p: {"n": p["n"][:, :2]},
+    "n negative": lambda p: {"n": p["n"] - 1000},
+    "n over C": lambda p: {"n": p["n"] + 1000},
+    "keep over n": lambda p: {"keep": p["n"] + 1, "columns": 1000},
+    "keep over columns": lambda p: {"keep": p["n"], "columns": int(p["n"].max()) - 1},
+    "keep negative": lambda p: {"keep": p["keep"] * 0 - 1},
+    "keep under the protected": lambda p: {"protect_first": i32([5, 5]), "keep": p["keep"] * 0 + 4},
+    "protect_first negative": lambda p: {"protect_first": i32([-1, 0])},
+    "protect_last negative": lambda p: {"protect_last": i32([-1, 0])},
+    "protect_first shape": lambda p: {"protect_first": i32([0])},
+    "protection overflows": lambda p: {"protect_first": i32([2**31 - 1] * 2), "protect_last": i32([2**31 - 1] * 2)},
+    "columns negative": lambda p: {"columns": -1},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_errors(wrong):
+    p = drawn(10, C=40, protect=False)
+    p.update(n=i32([[40, 30, 20]] * 2), keep=i32([[10, 10, 10]] * 2), columns=10)
+    check(p)
+    with pytest.raises(ERRORS):
+        call(ops.select, {**p, **WRONG[wrong](p)})
+
+
+def test_opcheck():
+    opcheck("select", drawn(11))

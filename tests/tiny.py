@@ -1,0 +1,58 @@
+"""Tiny random models of every supported family, built from configs: no download."""
+
+import torch
+import transformers
+
+BASE = dict(
+    vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+    attn_implementation="sdpa",
+)  # fmt: skip
+MIXED = ["sliding_attention", "full_attention"] * 2
+FAMILIES = {
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", dict(sliding_window=None)),
+    "qwen2": ("Qwen2", dict(head_dim=None, hidden_size=128)),
+    "qwen3": ("Qwen3", {}),
+    "phi3": ("Phi3", dict(head_dim=None, hidden_size=128, partial_rotary_factor=0.5, sliding_window=None)),
+    "gemma2": ("Gemma2", dict(sliding_window=12, layer_types=MIXED, attn_implementation="eager", query_pre_attn_scalar=32)),
+    "gemma3": ("Gemma3Text", dict(sliding_window=12, layer_types=MIXED, query_pre_attn_scalar=32)),
+    "mixtral": ("Mixtral", dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None)),
+    "qwen3_moe": ("Qwen3Moe", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)),
+    "olmo2": ("Olmo2", dict(head_dim=None, hidden_size=128)),
+    "granite": ("Granite", dict(head_dim=None, hidden_size=128, attention_multiplier=0.2, residual_multiplier=0.5)),
+    "gpt_oss": ("GptOss", dict(sliding_window=12, layer_types=MIXED, num_local_experts=4, num_experts_per_tok=2,
+                               attn_implementation="eager")),
+}  # fmt: skip
+
+
+def model(family="llama", dtype=torch.float32, seed=0, **changes):
+    """A random model in eval mode; attention is made peaked, so that what is evicted matters."""
+    kind, own = FAMILIES[family]
+    options = {k: v for k, v in (BASE | own | changes).items() if v is not None or k in ("sliding_window", "eos_token_id")}
+    implementation = options.pop("attn_implementation")
+    config = getattr(transformers, f"{kind}Config")(**options)
+    if kind == "Gemma3Text":
+        kind = "Gemma3"
+    torch.manual_seed(seed)
+    config._attn_implementation = implementation
+    made = getattr(transformers, f"{kind}ForCausalLM")(config).to(dtype).eval()
+    with torch.no_grad():
+        for name, weight in made.named_parameters():
+            if name.endswith("sinks"):
+                weight.normal_()
+            elif "attn" in name and weight.ndim > 1:
+                weight.mul_(4)
+    made.generation_config.eos_token_id = None
+    return made
+
+
+def prompt(batch=1, length=50, seed=1, pad=(0,)):
+    """input_ids and attention_mask [batch, length], row b left-padded by pad[b % len(pad)]."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 97, (batch, length), generator=generator)
+    mask = torch.ones_like(ids)
+    for row in range(batch):
+        ids[row, : pad[row % len(pad)]] = 0
+        mask[row, : pad[row % len(pad)]] = 0
+    return dict(input_ids=ids, attention_mask=mask)
