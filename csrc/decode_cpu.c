@@ -8,45 +8,102 @@
 
 kv_status KV_OP(decode)(const kv_decode *a);
 
-enum { SPLIT = 512, BLOCK = 64 }; /* slots of a stretch, of a block in the first-level cache */
+enum {
+  SPLIT = 512, /* slots of a stretch */
+  BLOCK = 64,  /* slots of a block, which stays in the first-level cache */
+  HEADS = 4,   /* heads that share a load */
+};
+typedef uint16_t vh_any __attribute__((vector_size(2 * KV_VL), aligned(2), may_alias));
 
 typedef struct {
   const kv_decode *a;
-  int64_t width, rows; /* D up to whole vectors, G up to a multiple of MR */
+  int64_t width, rows;  /* D up to whole vectors, G up to a multiple of HEADS */
   int64_t splits, most; /* stretches and slots of the longest head */
   float *part;          /* [B, Hkv, splits, rows, width + 2]: o, m, l */
   float *logit;         /* [B, Hkv, G, most] in log2 units, or NULL */
   atomic_int failed;
 } kv_decode_job;
 
-/* Columns as rows of `width` floats: in place where they are that already, else converted into buffer [BLOCK, width],
- * whose tails stay 0. */
-static const float *kv_decode_rows(const kv_columns *x, int64_t c0, int64_t n, int64_t width, float *buffer) {
-  if (x->dtype == KV_F32 && x->D == width) return kv_column(x, c0);
+/* n rows of `width` numbers: in place if D is that many, else converted into buffer [BLOCK, width], whose tails stay 0. */
+typedef struct {
+  kv_dtype dtype;
+  int64_t n, width;
+  const char *x;
+} kv_decode_rows;
+
+static kv_decode_rows kv_decode_rows_of(const kv_columns *x, int64_t c0, int64_t n, int64_t width, float *buffer) {
+  if (x->D == width) return (kv_decode_rows){x->dtype, n, width, kv_column(x, c0)};
   for (int64_t c = 0; c < n; c++) kv_load_row(x->dtype, kv_column(x, c0 + c), buffer + c * width, x->D);
-  return buffer;
+  return (kv_decode_rows){KV_F32, n, width, (const char *)buffer};
 }
 
-/* s [heads, KEYS] = q [heads, width] . k [n, width] */
-KV_INLINE void kv_decode_dots(int heads, const float *q, const float *k, int64_t n, int64_t width, float *s) {
-  for (int64_t c = 0; c < n; c++, k += width) {
-    vf acc[4] = {{0}};
-    for (int64_t d = 0; d < width; d += VL) {
-      const vf x = vf_load(k + d);
+/* As kv_float_of_f16 and kv_float_of_bf16; here a product makes denormals normal. */
+KV_INLINE vf kv_decode_load(kv_dtype dtype, const void *x) {
+  if (dtype == KV_F32) return vf_load(x);
+  const vu u = __builtin_convertvector(*(const vh_any *)x, vu);
+  if (dtype == KV_BF16) return (vf)(u << 16);
+  const vu magnitude = (u & 0x7fff) << 13, special = (vu)(magnitude >= 0x7c00u << 13) & 0x7f800000u;
+  return (vf)((vu)((vf)magnitude * 0x1p112f) | special | (u & 0x8000) << 16);
+}
+
+/* s [HEADS, KEYS] = q [HEADS, width] . k [n, width] */
+KV_INLINE void kv_decode_dots(kv_dtype dtype, const float *q, kv_decode_rows k, float *s) {
+  const int64_t size = kv_size(dtype);
+  for (int64_t c = 0; c < k.n; c++, k.x += k.width * size) {
+    vf acc[HEADS] = {{0}};
+    for (int64_t d = 0; d < k.width; d += VL) {
+      const vf x = kv_decode_load(dtype, k.x + d * size);
 #pragma GCC unroll 4
-      for (int g = 0; g < heads; g++) acc[g] += x * vf_load(q + g * width + d);
+      for (int g = 0; g < HEADS; g++) acc[g] += x * vf_load(q + g * k.width + d);
     }
+    const v4 sums = v4_sums(acc[0], acc[1], acc[2], acc[3]);
 #pragma GCC unroll 4
-    for (int g = 0; g < heads; g++) s[g * KEYS + c] = vf_sum(acc[g]);
+    for (int g = 0; g < HEADS; g++) s[g * KEYS + c] = sums[g];
   }
 }
 
-static void kv_decode_logits(int64_t G, const float *q, const float *k, int64_t n, int64_t width, float *s) {
-  int64_t g = 0;
-  for (; g + 4 <= G; g += 4) kv_decode_dots(4, q + g * width, k, n, width, s + g * KEYS);
-  if (G - g == 3) kv_decode_dots(3, q + g * width, k, n, width, s + g * KEYS);
-  if (G - g == 2) kv_decode_dots(2, q + g * width, k, n, width, s + g * KEYS);
-  if (G - g == 1) kv_decode_dots(1, q + g * width, k, n, width, s + g * KEYS);
+/* o [HEADS, nv * VL] = alpha o + p [HEADS, KEYS] v [n, nv * VL], where rows of v and o are `width` apart. */
+KV_INLINE void kv_decode_sum(kv_dtype dtype, int nv, const float *p, kv_decode_rows v, const float *alpha, float *o) {
+  const int64_t size = kv_size(dtype);
+  vf acc[HEADS][NV];
+#pragma GCC unroll 4
+  for (int g = 0; g < HEADS; g++)
+#pragma GCC unroll 4
+    for (int j = 0; j < nv; j++) acc[g][j] = alpha[g] * vf_load(o + g * v.width + j * VL);
+  for (int64_t c = 0; c < v.n; c++, v.x += v.width * size) {
+#pragma GCC unroll 4
+    for (int j = 0; j < nv; j++) {
+      const vf x = kv_decode_load(dtype, v.x + j * VL * size);
+#pragma GCC unroll 4
+      for (int g = 0; g < HEADS; g++) acc[g][j] += p[g * KEYS + c] * x;
+    }
+  }
+#pragma GCC unroll 4
+  for (int g = 0; g < HEADS; g++)
+#pragma GCC unroll 4
+    for (int j = 0; j < nv; j++) vf_store(o + g * v.width + j * VL, acc[g][j]);
+}
+
+KV_INLINE void kv_decode_sums(kv_dtype dtype, const float *p, kv_decode_rows v, const float *alpha, float *o) {
+  for (int64_t left = v.width / VL, nv; left > 0; left -= nv, o += nv * VL, v.x += nv * VL * kv_size(dtype)) {
+    nv = left < NV ? 1 : NV;
+    if (nv == NV)
+      kv_decode_sum(dtype, NV, p, v, alpha, o);
+    else
+      kv_decode_sum(dtype, 1, p, v, alpha, o);
+  }
+}
+
+static void kv_decode_logits(const float *q, kv_decode_rows k, float *s) {
+  if (k.dtype == KV_F32) kv_decode_dots(KV_F32, q, k, s);
+  if (k.dtype == KV_F16) kv_decode_dots(KV_F16, q, k, s);
+  if (k.dtype == KV_BF16) kv_decode_dots(KV_BF16, q, k, s);
+}
+
+static void kv_decode_values(const float *p, kv_decode_rows v, const float *alpha, float *o) {
+  if (v.dtype == KV_F32) kv_decode_sums(KV_F32, p, v, alpha, o);
+  if (v.dtype == KV_F16) kv_decode_sums(KV_F16, p, v, alpha, o);
+  if (v.dtype == KV_BF16) kv_decode_sums(KV_BF16, p, v, alpha, o);
 }
 
 static void kv_decode_append(const kv_decode *a, int64_t b, int64_t h, int64_t row) {
@@ -58,26 +115,29 @@ static void kv_decode_append(const kv_decode *a, int64_t b, int64_t h, int64_t r
 }
 
 typedef struct {
-  float *q, *s, *alpha, *buffer; /* [G, width] scaled, [rows, KEYS], [rows], [BLOCK, width] */
+  float *q, *s, *alpha, *buffer; /* [rows, width] scaled, [rows, KEYS], [rows], [BLOCK, width] */
 } kv_decode_scratch;
 
 /* Slots c0 .. c1 - 1 of one head -> o [rows, width], m [rows], l [rows] */
 static void kv_decode_stretch(const kv_decode_job *job, const kv_decode_scratch *x, const kv_queries *query,
-                              const kv_columns *k, const kv_columns *v, int64_t c0, int64_t c1, float *o, float *logit) {
+                              const kv_columns *k, const kv_columns *v, int64_t c0, int64_t c1, float *o,
+                              float *logit) {
   const int64_t width = job->width, G = query->G;
   float *m = o + job->rows * width, *l = m + job->rows;
   memset(o, 0, (size_t)(job->rows * (width + 2)) * sizeof *o);
   for (int64_t g = 0; g < G; g++) m[g] = -INFINITY;
   for (int64_t c = c0; c < c1; c += BLOCK) {
     const int64_t n = kv_min(BLOCK, c1 - c), padded = kv_round_up(n, VL);
-    kv_decode_logits(G, x->q, kv_decode_rows(k, c, n, width, x->buffer), n, width, x->s);
+    const kv_decode_rows keys = kv_decode_rows_of(k, c, n, width, x->buffer);
+    for (int64_t g = 0; g < G; g += HEADS) kv_decode_logits(x->q + g * width, keys, x->s + g * KEYS);
     for (int64_t g = 0; g < G; g++) {
       float *s = x->s + g * KEYS;
       kv_cap_and_mask(s, query->cap, n, padded);
       if (logit) memcpy(logit + g * job->most + c, s, (size_t)n * sizeof *s);
       x->alpha[g] = kv_softmax(s, padded, m + g, l + g);
     }
-    kv_tile_o(x->s, job->rows, n, kv_decode_rows(v, c, n, width, x->buffer), width, x->alpha, o);
+    const kv_decode_rows values = kv_decode_rows_of(v, c, n, width, x->buffer);
+    for (int64_t g = 0; g < G; g += HEADS) kv_decode_values(x->s + g * KEYS, values, x->alpha + g, o + g * width);
   }
 }
 
@@ -92,11 +152,12 @@ static void kv_decode_task(const kv_decode_job *job, const kv_decode_scratch *x,
   const kv_columns k = kv_columns_of(a->dtype, a->D, a->slots.k, offset, n, NULL, none, 0, 0, 0, 0);
   const kv_columns v = kv_columns_of(a->dtype, a->D, a->slots.v, offset, n, NULL, none, 0, 0, 0, 0);
   for (int64_t g = 0; g < G; g++) kv_load_query(&query, g, 0, x->q + g * job->width);
-  kv_decode_stretch(job, x, &query, &k, &v, c0, c1, job->part + (at * job->splits + split) * job->rows * (job->width + 2),
+  kv_decode_stretch(job, x, &query, &k, &v, c0, c1,
+                    job->part + (at * job->splits + split) * job->rows * (job->width + 2),
                     job->logit ? job->logit + at * G * job->most : NULL);
 }
 
-/* Everything starts as 0: tails of q and buffer, and rows of s beyond G, which are multiplied but not read. */
+/* Everything starts as 0: tails of q and buffer, and rows of q beyond G, which are multiplied but not read. */
 static void kv_decode_body(void *ctx, int64_t begin, int64_t end) {
   kv_decode_job *job = ctx;
   const kv_decode *a = job->a;
@@ -171,7 +232,8 @@ kv_status KV_OP(decode)(const kv_decode *a) {
   if (heads == 0) return KV_OK;
   int64_t most = 0;
   for (int64_t i = 0; i < heads; i++) most = kv_max(most, a->slots.len[i] + 1);
-  kv_decode_job job = {a, kv_round_up(a->D, VL), kv_round_up(G, MR), (most + SPLIT - 1) / SPLIT, most, NULL, NULL, 0};
+  kv_decode_job job = {a, kv_round_up(a->D, VL), kv_round_up(G, HEADS), (most + SPLIT - 1) / SPLIT, most, NULL, NULL,
+                       0};
   const int64_t floats = heads * job.splits * job.rows * (job.width + 2), task = kv_min(SPLIT, most) * a->D;
   job.part = malloc((size_t)floats * sizeof *job.part);
   if (a->probs) job.logit = malloc((size_t)(heads * G * most) * sizeof *job.logit);

@@ -13,10 +13,10 @@ typedef struct {
   kv_status (*decode)(const kv_decode *);
 } kv_kernels;
 
-#define KV_KERNELS(isa)                           \
-  kv_status kv_attend_##isa(const kv_attend *a);  \
-  kv_status kv_score_##isa(const kv_score *a);    \
-  kv_status kv_decode_##isa(const kv_decode *a);  \
+#define KV_KERNELS(isa)                          \
+  kv_status kv_attend_##isa(const kv_attend *a); \
+  kv_status kv_score_##isa(const kv_score *a);   \
+  kv_status kv_decode_##isa(const kv_decode *a); \
   static const kv_kernels kv_kernels_##isa = {#isa, kv_attend_##isa, kv_score_##isa, kv_decode_##isa};
 
 KV_KERNELS(scalar)
@@ -33,8 +33,8 @@ static const kv_kernels *kv_kernels_best(void) {
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c"))
     return &kv_kernels_scalar;
   if (cap && strcmp(cap, "avx2") == 0) return &kv_kernels_avx2;
-  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512vl") ||
-      !__builtin_cpu_supports("avx512dq"))
+  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+      !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
     return &kv_kernels_avx2;
   return &kv_kernels_avx512;
 #else
@@ -90,11 +90,16 @@ void kv_parallel_for(int64_t n, int64_t grain, kv_body body, void *ctx) {
 
 const char *kv_status_text(kv_status status) {
   switch (status) {
-    case KV_OK: return "ok";
-    case KV_BAD_SHAPE: return "bad shape: dimensions >= 0, H a multiple of Hkv, D a multiple of 8 in 8..256";
-    case KV_BAD_DTYPE: return "bad dtype or reduction";
-    case KV_BAD_COUNT: return "bad count: keep, len, first, stop or an index is outside what is alive";
-    case KV_NO_MEMORY: return "no memory for scratch";
+    case KV_OK:
+      return "ok";
+    case KV_BAD_SHAPE:
+      return "bad shape: dimensions >= 0, H a multiple of Hkv, D a multiple of 8 in 8..256";
+    case KV_BAD_DTYPE:
+      return "bad dtype or reduction";
+    case KV_BAD_COUNT:
+      return "bad count: keep, len, first, stop or an index is outside what is alive";
+    case KV_NO_MEMORY:
+      return "no memory for scratch";
   }
   return "unknown status";
 }

@@ -50,7 +50,7 @@ typedef struct {
 } kv_new;
 
 /* Chunk attention over [stored | new]. Row t sees every stored slot and the new columns
- * first[b] <= j <= t + S - T. A row that sees nothing gets out = 0, lse = -inf. */
+ * first[b] <= j <= t + S - T. A row that sees nothing gets out = 0 and lse = its sink, -inf without one. */
 typedef struct {
   kv_dtype dtype;
   int64_t B, H, Hkv, T, S, D;

@@ -56,10 +56,10 @@ static void kv_score_lse_body(void *ctx, int64_t begin, int64_t end) {
 
 /* Scratch of a task of pass 2. A tile's rows are head-major: row g * steps + i is head g at step t0 + i. */
 typedef struct {
-  int64_t steps;       /* of a tile */
-  float *k, *row;      /* a packed block of keys, [VL, D] */
-  float *q, *s, *lse;  /* [G * steps, D] scaled, [G * steps, KEYS], [G * steps] in log2 units */
-  float *total;        /* [G, KEYS] reduced so far */
+  int64_t steps;      /* of a tile */
+  float *k, *row;     /* a packed block of keys, [VL, D] */
+  float *q, *s, *lse; /* [G * steps, D] scaled, [G * steps, KEYS], [G * steps] in log2 units */
+  float *total;       /* [G, KEYS] reduced so far */
 } kv_columns_scratch;
 
 static void *kv_columns_alloc(kv_columns_scratch *x, int64_t G, int64_t D) {
@@ -89,8 +89,8 @@ static int64_t kv_score_tile(const kv_score_job *job, const kv_score_head *head,
   kv_tile_s(x->q, padded, D, x->k, most, x->s);
   for (int64_t r = 0; r < rows; r++) {
     const int64_t t = t0 + r % n, g = h * G + r / n;
-    const float lse = job->lse ? job->lse[(b * a->H + g) * a->R + t]
-                               : a->lse[b * a->lse_stride[0] + g * a->lse_stride[1] + t];
+    const float lse =
+        job->lse ? job->lse[(b * a->H + g) * a->R + t] : a->lse[b * a->lse_stride[0] + g * a->lse_stride[1] + t];
     const int64_t seen = lse == -INFINITY ? 0 : kv_min(kv_max(kv_seen(head->sight, t) - c0, 0), most);
     float *s = x->s + r * KEYS;
     kv_cap_and_mask(s, head->query.cap, seen, kv_round_up(most, VL));

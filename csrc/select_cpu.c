@@ -75,6 +75,7 @@ kv_status kv_select_cpu(const kv_select *a) {
     if (keep < at_most(n, first + last) || keep > at_most(n, a->K)) return KV_BAD_COUNT;
     if (n - last > a->C && n - last > first) return KV_BAD_COUNT; /* a slot without a score is not protected */
   }
-  kv_parallel_for(a->B * a->Hkv, 1, select_heads, (void *)a);
+  /* Waking a thread costs as much as some 16 thousand scores. */
+  kv_parallel_for(a->B * a->Hkv, 1 + 16384 / (a->C + 1), select_heads, (void *)a);
   return KV_OK;
 }

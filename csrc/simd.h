@@ -37,39 +37,33 @@ typedef uint32_t vu __attribute__((vector_size(4 * KV_VL)));
 typedef float vf_any __attribute__((vector_size(4 * KV_VL), aligned(4), may_alias)); /* anywhere in memory */
 typedef float v4 __attribute__((vector_size(16)));
 typedef float v4_any __attribute__((vector_size(16), aligned(4), may_alias));
+typedef uint32_t v4u __attribute__((vector_size(16)));
 typedef float v8 __attribute__((vector_size(32)));
 
 KV_INLINE vf vf_load(const float *x) { return *(const vf_any *)x; }
 KV_INLINE void vf_store(float *x, vf a) { *(vf_any *)x = a; }
 
 KV_INLINE vf vf_set1(float a) {
-  vf r;
-  for (int i = 0; i < VL; i++) r[i] = a;
-  return r;
-}
-
-/* As the processor has it: b where either is NaN. */
-KV_INLINE vf vf_max(vf a, vf b) {
-  vf r;
-  for (int i = 0; i < VL; i++) r[i] = a[i] > b[i] ? a[i] : b[i];
-  return r;
-}
-
-KV_INLINE vf vf_min(vf a, vf b) {
-  vf r;
-  for (int i = 0; i < VL; i++) r[i] = a[i] < b[i] ? a[i] : b[i];
-  return r;
+#if KV_VL == 16
+  return (vf){a, a, a, a, a, a, a, a, a, a, a, a, a, a, a, a};
+#elif KV_VL == 8
+  return (vf){a, a, a, a, a, a, a, a};
+#else
+  return (vf){a, a, a, a};
+#endif
 }
 
 /* a where mask is all ones, b where it is 0. */
 KV_INLINE vf vf_select(vu mask, vf a, vf b) { return (vf)(((vu)a & mask) | ((vu)b & ~mask)); }
 
+/* As the processor has it: b where either is NaN. */
+KV_INLINE vf vf_max(vf a, vf b) { return vf_select((vu)(a > b), a, b); }
+KV_INLINE vf vf_min(vf a, vf b) { return vf_select((vu)(a < b), a, b); }
+
 /* Numbers that are not negative order like their bits, and NaN lies above them all: here it wins. */
 KV_INLINE vf vf_max_nan(vf a, vf b) {
   const vu x = (vu)a & 0x7fffffffu, y = (vu)b & 0x7fffffffu;
-  vu r;
-  for (int i = 0; i < VL; i++) r[i] = x[i] > y[i] ? x[i] : y[i];
-  return (vf)r;
+  return vf_select((vu)(x > y), (vf)x, (vf)y);
 }
 
 /* Halves are folded onto each other until four lanes are left. */
@@ -92,10 +86,31 @@ KV_INLINE float vf_sum(vf a) {
   return (x[0] + x[2]) + (x[1] + x[3]);
 }
 
+/* The four sums of four vectors. */
+KV_INLINE v4 v4_sums(vf a, vf b, vf c, vf d) {
+  const v4 x = v4_of_sum(a), y = v4_of_sum(b), z = v4_of_sum(c), w = v4_of_sum(d);
+  const v4 xy = __builtin_shufflevector(x, y, 0, 4, 1, 5) + __builtin_shufflevector(x, y, 2, 6, 3, 7);
+  const v4 zw = __builtin_shufflevector(z, w, 0, 4, 1, 5) + __builtin_shufflevector(z, w, 2, 6, 3, 7);
+  return __builtin_shufflevector(xy, zw, 0, 1, 4, 5) + __builtin_shufflevector(xy, zw, 2, 3, 6, 7);
+}
+
+KV_INLINE v4 v4_max(v4 a, v4 b) {
+  const v4u m = (v4u)(a > b);
+  return (v4)(((v4u)a & m) | ((v4u)b & ~m));
+}
+
+/* Of numbers without NaN. */
 KV_INLINE float vf_largest(vf a) {
-  float m = a[0];
-  for (int i = 1; i < VL; i++) m = a[i] > m ? a[i] : m;
-  return m;
+#if KV_VL == 16
+  v4 x = v4_max(v4_max(__builtin_shufflevector(a, a, 0, 1, 2, 3), __builtin_shufflevector(a, a, 4, 5, 6, 7)),
+                v4_max(__builtin_shufflevector(a, a, 8, 9, 10, 11), __builtin_shufflevector(a, a, 12, 13, 14, 15)));
+#elif KV_VL == 8
+  v4 x = v4_max(__builtin_shufflevector(a, a, 0, 1, 2, 3), __builtin_shufflevector(a, a, 4, 5, 6, 7));
+#else
+  v4 x = a;
+#endif
+  x = v4_max(x, __builtin_shufflevector(x, x, 2, 3, 0, 1));
+  return x[0] > x[1] ? x[0] : x[1];
 }
 
 /* 2^x = 2^n * 2^f with n the nearest integer: x + 1.5 * 2^23 rounds to it and holds it in its low bits. |f| <= 1/2,

@@ -13,9 +13,9 @@
 #include "simd.h"
 
 enum {
-  TILE = 96,         /* rows of an S tile, a multiple of MR */
-  KEYS = 256,        /* columns of an S tile, a multiple of PANEL */
-  PANEL = NV * VL,   /* columns of a packed key panel */
+  TILE = 48,       /* rows of an S tile, a multiple of MR */
+  KEYS = 256,      /* columns of an S tile, a multiple of PANEL */
+  PANEL = NV * VL, /* columns of a packed key panel */
 };
 #define KV_LOG2E 1.4426950408889634f
 #define KV_LN2 0.6931471805599453f
@@ -39,8 +39,8 @@ static inline int64_t kv_seen(kv_sight x, int64_t t) { return kv_min(kv_max(x.sh
 typedef struct {
   kv_dtype dtype;
   int64_t D, G;
-  const char *q;                       /* head 0 of the group at step 0 */
-  int64_t head_stride, step_stride;    /* in bytes */
+  const char *q;                    /* head 0 of the group at step 0 */
+  int64_t head_stride, step_stride; /* in bytes */
   float scale, cap;
 } kv_queries;
 
@@ -74,7 +74,7 @@ KV_INLINE void kv_multiply_nv(int nv, const float *a, int64_t lda, const float *
     for (int j = 0; j < nv; j++) x[j] = vf_load(b + j * VL);
 #pragma GCC unroll 8
     for (int r = 0; r < MR; r++) {
-      const vf y = vf_set1(a[r * lda + i]);
+      const float y = a[r * lda + i];
 #pragma GCC unroll 8
       for (int j = 0; j < nv; j++) acc[r][j] += y * x[j];
     }
@@ -86,7 +86,7 @@ KV_INLINE void kv_multiply_nv(int nv, const float *a, int64_t lda, const float *
 }
 
 static inline void kv_multiply(int64_t nv, const float *a, int64_t lda, const float *b, int64_t ldb, int64_t n,
-                        const float *alpha, float *c, int64_t ldc) {
+                               const float *alpha, float *c, int64_t ldc) {
   if (nv == 1) kv_multiply_nv(1, a, lda, b, ldb, n, alpha, c, ldc);
   if (nv == 2) kv_multiply_nv(2, a, lda, b, ldb, n, alpha, c, ldc);
 #if KV_VL == 16
@@ -134,7 +134,8 @@ static inline int kv_pack_v(const kv_columns *x, int64_t c0, int64_t n, float *v
 static inline void kv_tile_s(const float *q, int64_t rows, int64_t D, const float *k, int64_t n, float *s) {
   for (int64_t c = 0; c < n; c += PANEL) {
     const int64_t nv = kv_min(NV, (n - c + VL - 1) / VL);
-    for (int64_t r = 0; r < rows; r += MR) kv_multiply(nv, q + r * D, D, k + c * D, PANEL, D, NULL, s + r * KEYS + c, KEYS);
+    for (int64_t r = 0; r < rows; r += MR)
+      kv_multiply(nv, q + r * D, D, k + c * D, PANEL, D, NULL, s + r * KEYS + c, KEYS);
   }
 }
 
@@ -218,7 +219,7 @@ static inline void kv_rows_start(kv_rows *x, const kv_queries *query, int64_t t0
 
 /* One tile of rows r0 .. r0 + n - 1 against the packed block of columns from c0 on. */
 static inline void kv_rows_tile(kv_rows *x, const kv_queries *query, kv_sight sight, int64_t t0, int64_t r0, int64_t n,
-                         int64_t c0, int64_t width, int finite) {
+                                int64_t c0, int64_t width, int finite) {
   const int64_t G = query->G, block = kv_block(query->D), padded = kv_round_up(n, MR);
   const int64_t fewest = kv_min(kv_seen(sight, t0 + r0 / G) - c0, block);
   const int64_t most = kv_min(kv_seen(sight, t0 + (r0 + n - 1) / G) - c0, block);
@@ -231,7 +232,8 @@ static inline void kv_rows_tile(kv_rows *x, const kv_queries *query, kv_sight si
     const int64_t seen = fewest == most ? most : kv_min(kv_max(kv_seen(sight, t0 + (r0 + r) / G) - c0, 0), most);
     kv_cap_and_mask(x->s + r * KEYS, query->cap, seen, kv_round_up(most, VL));
     alpha[r] = kv_softmax(x->s + r * KEYS, kv_round_up(most, VL), x->m + r0 + r, x->l + r0 + r);
-    if (!finite && fewest < most && width) kv_row_o(x->s + r * KEYS, seen, x->v, width, alpha[r], x->o + (r0 + r) * width);
+    if (!finite && fewest < most && width)
+      kv_row_o(x->s + r * KEYS, seen, x->v, width, alpha[r], x->o + (r0 + r) * width);
   }
   if (finite || fewest == most) kv_tile_o(x->s, padded, most, x->v, width, alpha, x->o + r0 * width);
 }

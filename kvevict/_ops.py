@@ -62,8 +62,8 @@ def _explain(op, error: RuntimeError, args: tuple) -> Exception:
             return TypeError(f"{name}: {arg} is {t.dtype}, expected {want}")
         if arg not in _DTYPES and t.dtype not in _FLOATS:
             return TypeError(f"{name}: {arg} is {t.dtype}, there are kernels for float32, float16 and bfloat16")
-    if isinstance(error, NotImplementedError) and lead is not None:
-        kind = lead.device.type
+    kind = lead.device.type if lead is not None else "cpu"
+    if isinstance(error, NotImplementedError) and kind != "cpu":
         how = "; KVEVICT_CUDA=1 pip install --no-build-isolation . builds them" if kind == "cuda" else ""
         return ValueError(f"{name}: this build has no {kind.upper()} kernels{how}")
     return RuntimeError(f"{name}: " + re.sub(r"^\w+, \S+:\d+, ", "", str(error)))  # without the place in binding.cpp

@@ -1,8 +1,10 @@
 """The command line: `kvevict generate`, `kvevict policies`. Each prints a table and ends with one JSON line."""
 
 import argparse
+import contextlib
 import json
 import sys
+from pathlib import Path
 
 COMMANDS = {}
 
@@ -35,7 +37,7 @@ def generate(parser, argv):
     parser.add_argument("--model", required=True, help="folder or hub id of a Transformers causal language model")
     parser.add_argument("--file", required=True, help="text to read; - is standard input")
     parser.add_argument("--policy", default="take", help="preset (see `kvevict policies`), default take")
-    parser.add_argument("--budget", type=number, default=512, help="slots per kv head, or the fraction kept; default 512")
+    parser.add_argument("--budget", type=number, default=512, help="slots per kv head or fraction kept (512)")
     parser.add_argument("--chunk-size", type=int, help="tokens read at once, evicting after each chunk")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--limit", type=int, help="read only the first LIMIT tokens of the text")
@@ -48,7 +50,7 @@ def generate(parser, argv):
 
     options = dict(parse_option(text) for text in args.option)
     policy = build(args.policy, budget=args.budget, chunk_size=args.chunk_size, **options, progress=True)
-    text = sys.stdin.read() if args.file == "-" else open(args.file, encoding="utf-8", errors="replace").read()
+    text = sys.stdin.read() if args.file == "-" else Path(args.file).read_text(encoding="utf-8", errors="replace")
     model, tokenizer = load_model(args.model, args.dtype)
     ids = encode(tokenizer, text, args.question, args.limit)
     rows = {args.policy: measure(model, tokenizer, ids, policy, args.max_new_tokens)}
@@ -60,7 +62,8 @@ def generate(parser, argv):
 
 def table(runs: dict, tokens: int) -> str:
     """Runs of `kvevict.run.measure` side by side, then what was kept and the answers."""
-    lines = [f"{tokens} prompt tokens", f"{'':14}{'read s':>9}{'decode s':>10}{'peak MiB':>10}{'KV MiB':>9}{'slots/layer':>14}"]
+    head = f"{'':14}{'read s':>9}{'decode s':>10}{'peak MiB':>10}{'KV MiB':>9}{'slots/head':>14}"
+    lines = [f"{tokens} prompt tokens", head]
     for name, run in runs.items():
         seen = run.get("report")
         kv = f"{seen['cache_bytes'] / 2**20:9.2f}" if seen else f"{'all':>9}"
@@ -89,10 +92,8 @@ def parse_option(text: str):
     name, equals, value = text.partition("=")
     if not equals:
         raise ValueError(f"--option {text!r}: write NAME=VALUE")
-    try:
+    with contextlib.suppress(json.JSONDecodeError):
         value = json.loads(value)
-    except json.JSONDecodeError:
-        pass
     return name.replace("-", "_"), tuple(value) if isinstance(value, list) else value
 
 

@@ -9,13 +9,13 @@ from .selections import SELECTIONS
 
 
 class View:
-    """One layer as a score sees it. Alive slots of head (b, h): n[b,h], in the order [stored | new, without padding]."""
+    """One layer as a score sees it: n[b,h] alive slots of head (b, h), stored first, then new, no padding."""
 
     def __init__(self, step, layer, index, module, q, k, v, lse, options, probs=None):
         self.step, self.layer, self.index, self.module = step, layer, index, module
         self.q, self.lse, self.probs, self.options = q, lse, probs, options
         stored = k.shape[2] - step.transient
-        self.k, self.v, self.pos = k[:, :, :stored], v[:, :, :stored], step.positions[:, :stored]
+        self.k, self.v, self.pos = k[:, :, :stored], v[:, :, :stored], step.positions[:, :stored].contiguous()
         self.first = step.first.clamp_max(stored)
         self.n = layer.len + (stored - self.first)[:, None]
         self.columns = int(self.n.max()) if self.n.numel() else 0
@@ -43,8 +43,8 @@ class View:
         return self.step.patch.policy
 
     def attention(self, rows=None, reduce="sum"):
-        """a_ij of the newest `rows` rows (None: all of this chunk), reduced over rows, mean over the group: [B, Hkv, C].
-        While decoding, the rows are the remembered queries of the last decoded tokens."""
+        """Attention a_ij of the newest `rows` rows (None: all of this chunk), reduced over rows, mean over the group:
+        [B, Hkv, C]. While decoding, the rows are the remembered queries of the last decoded tokens."""
         if self.probs is not None and rows in (None, 1):
             return self.probs
         q, lse = (self.layer.recent, None) if self.decoding else (self.q, self.lse)

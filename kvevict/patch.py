@@ -214,4 +214,3 @@ def _note_logits(module, args, kwargs):
 
 def _forget_logits(module, args, output):
     logits_wanted.set(None)
-

@@ -5,9 +5,12 @@ import inspect
 import math
 from dataclasses import dataclass, field
 
-from . import heads, layers, scores, selections
-from .registry import Registry, unknown
+from .checks import count, one_of, unknown
+from .heads import HEADS
+from .layers import LAYERS
+from .registry import Registry
 from .scores import SCORES, Score
+from .selections import SELECTIONS
 
 PRESETS = Registry("policy")
 
@@ -52,11 +55,10 @@ class Policy:
         if self.interval is None:
             object.__setattr__(self, "interval", self.score.interval)
         self._check_counts()
-        layers.LAYERS.find(self.layers)
-        heads.HEADS.find(self.heads)
-        selections.SELECTIONS.find(self.select)
-        if self.schedule not in ("prompt", "chunk"):
-            raise ValueError(unknown("schedule", self.schedule, ("prompt", "chunk")))
+        LAYERS.find(self.layers)
+        HEADS.find(self.heads)
+        SELECTIONS.find(self.select)
+        one_of("schedule", self.schedule, ("prompt", "chunk"))
         if self.schedule == "chunk" and self.chunk_size is None:
             raise ValueError("schedule='chunk' needs a chunk_size (tokens); e.g. chunk_size=4096")
         if self.warmup_layers is not None and self.warmup_layers != "half":
@@ -106,15 +108,6 @@ class Policy:
                 f"warmup_layers={self.warmup_layers} is more than the model's {layer_count} evicting layers"
             )
         return self.warmup_layers
-
-
-def count(name: str, value, least: int) -> int:
-    """A whole number of at least `least`, or an error that names the argument."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be a whole number, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-    return value
 
 
 def build(policy, *, budget=None, chunk_size=None, **options) -> Policy:

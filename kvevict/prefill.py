@@ -105,8 +105,8 @@ class Call:
             self.cache = DynamicCache(config=self.decoder.config)
         if not isinstance(self.cache, DynamicCache) or getattr(self.cache, "offloading", False):
             raise ValueError(
-                f"past_key_values is a {type(self.cache).__name__}{' with offloading' * hasattr(self.cache, 'offloading')}"
-                "; kvevict works with a plain DynamicCache: drop cache_implementation and offloading"
+                f"past_key_values is a {type(self.cache).__name__} that kvevict cannot evict from; it works with a "
+                "plain DynamicCache: drop cache_implementation and offloading"
             )
         kinds = self.patch.kinds
         layers = self.cache.layers
@@ -316,7 +316,7 @@ class Call:
         return 0 if wanted is None else wanted[0]
 
     def _write_report(self):
-        layers = [self.cache.layers[index] if index in self.patch.order else None for index in range(len(self.patch.kinds))]
+        layers = [layer if index in self.patch.order else None for index, layer in enumerate(self.cache.layers)]
         own = [layer for layer in layers if layer is not None]
         live = sum(layer.live_bytes() for layer in own)
 

@@ -1,8 +1,9 @@
 """Choices by name: one file per idea, and the file registers itself."""
 
-import difflib
 import importlib
 import pkgutil
+
+from .checks import unknown
 
 
 class Registry(dict):
@@ -25,13 +26,6 @@ class Registry(dict):
         if name in self:
             return self[name]
         raise ValueError(unknown(self.kind, name, self))
-
-
-def unknown(kind: str, name, known) -> str:
-    """The text of an error about an unknown name: the nearest known ones, or all of them."""
-    near = difflib.get_close_matches(str(name), list(known), n=3)
-    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(sorted(known))}"
-    return f"unknown {kind} {name!r}; {hint}"
 
 
 def load_folder(package) -> None:

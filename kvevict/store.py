@@ -33,7 +33,7 @@ def save_cache(cache, path) -> None:
             values = dict(keys=layer.keys, values=layer.values)
             facts.append(dict(kind=compat.SLIDING, columns=layer.cumulative_length, window=layer.sliding_window))
         else:
-            raise ValueError(f"layer {index} is a {layer!r} that kvevict did not fill; read a prompt with a patched model")
+            raise ValueError(f"layer {index}, a {layer!r}, was not filled by kvevict; read with a patched model first")
         tensors |= {f"{index}.{name}": t.contiguous().clone() for name, t in values.items() if t is not None}
     temporary = f"{os.fspath(path)}.part"
     save_file(tensors, temporary, metadata={"format": FORMAT, "layers": json.dumps(facts)})
@@ -54,12 +54,12 @@ def load_cache(path, model):
     try:
         with safe_open(path, framework="pt") as file:
             meta = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         facts = json.loads(meta.get("layers", "null"))
     except (SafetensorError, json.JSONDecodeError, OSError) as error:
         if isinstance(error, FileNotFoundError):
             raise
-        raise ValueError(f"{path} is no readable cache file ({error}); write it again with kvevict.save_cache") from None
+        raise ValueError(f"{path} is no cache file ({error}); write it again with kvevict.save_cache") from None
     if meta.get("format") != FORMAT or not isinstance(facts, list):
         raise ValueError(f"{path} is not a cache written by kvevict.save_cache (format {meta.get('format')!r})")
     kinds = compat.layer_kinds(config)

@@ -13,7 +13,7 @@ LAYOUTS = ["dense", "transposed", "unaligned", "expanded"]
 ERRORS = (RuntimeError, ValueError, TypeError)
 
 # fp32 accumulation of a few thousand terms. 16-bit inputs are rounded before either side sees them, so only the
-# output's own rounding remains: half a unit in the last place is 2^-9 (bf16) and 2^-12 (fp16), doubled for slack.
+# output's own rounding is added: half a unit in the last place, at most 2^-8 (bf16) or 2^-11 (fp16) of the value.
 FP32 = 1e-5
 OUT = {torch.float32: FP32, torch.bfloat16: 2.0**-8 + FP32, torch.float16: 2.0**-11 + FP32}
 

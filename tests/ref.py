@@ -18,28 +18,30 @@ def alive(slots, offset, len, new):
     return torch.cat([slots[offset : offset + len], new]).double()
 
 
-def logits(q, k, scale, softcap):
-    x = (k * q.double()).sum(-1) * scale  # no matmul: BLAS may let one row's NaN reach another
-    return softcap * torch.tanh(x / softcap) if softcap > 0 else x
-
-
-def normalizer(x, sinks, h):
-    return torch.logsumexp(x if sinks is None else torch.cat([x, sinks[h : h + 1].double()]), 0)
+def attention(q, keys, sees, scale, softcap=0.0, sinks=None, lse=None):
+    """a [R, n], lse [R] of one head's rows, the sink's share included; unseen slots have no part in it, NaN or not."""
+    x = q.double() @ keys.T * scale
+    x = softcap * torch.tanh(x / softcap) if softcap > 0 else x
+    x = x.masked_fill(~sees, -INF)
+    if lse is None:
+        sink = x.new_full((1,), -INF) if sinks is None else sinks.double()
+        lse = torch.logsumexp(torch.cat([x, sink.expand(x.shape[0], 1)], 1), 1)
+    return (x - lse[:, None]).exp().masked_fill(~sees, 0.0), lse
 
 
 def attend(q, k_slots, v_slots, offset, len, k, v, first, scale, softcap=0.0, sinks=None):
     (B, H, T, D), (Hkv, S) = q.shape, k.shape[1:3]
-    out, lse = torch.zeros(B, T, H, D, dtype=torch.double), torch.full((B, H, T), -INF, dtype=torch.double)
+    out, lse = torch.zeros(B, T, H, D, dtype=torch.double), torch.zeros(B, H, T, dtype=torch.double)
     for b, h in itertools.product(range(B), range(H)):
         g = h // (H // Hkv)
         keys = alive(k_slots, offset[b, g], len[b, g], k[b, g, first[b] :])
         values = alive(v_slots, offset[b, g], len[b, g], v[b, g, first[b] :])
-        for t in range(T):
-            seen = int(len[b, g]) + max(0, t + S - T + 1 - int(first[b]))
-            if seen:
-                x = logits(q[b, h, t], keys[:seen], scale, softcap)
-                lse[b, h, t] = normalizer(x, sinks, h)
-                out[b, t, h] = ((x - lse[b, h, t]).exp()[:, None] * values[:seen]).sum(0)
+        column = torch.arange(keys.shape[0]) - len[b, g] + first[b]  # of the chunk; stored slots lie before all
+        stored = torch.arange(keys.shape[0]) < len[b, g]
+        sees = stored | (column <= torch.arange(T)[:, None] + S - T)
+        a, lse[b, h] = attention(q[b, h], keys, sees, scale, softcap, None if sinks is None else sinks[h])
+        out[b, :, h] = a @ values.nan_to_num()
+        out[b, :, h][sees.double() @ values.isnan().double() > 0] = float("nan")
     return out, lse
 
 
@@ -53,12 +55,11 @@ def score(
             continue
         keys = alive(k_slots, offset[b, h // G], len[b, h // G], k[b, h // G, first[b] : stop[b]])
         n = keys.shape[0]
-        a = torch.zeros(R, n, dtype=torch.double)
-        for r in range(int(row_first[b]), R):
-            seen = max(0, n - R + r + 1) if causal else n
-            x = logits(q[b, h, r], keys[:seen], scale, softcap)
-            a[r, :seen] = (x - (normalizer(x, sinks, h) if lse is None else lse[b, h, r])).exp()
-        a = a[row_first[b] :]
+        sees = torch.ones(R, n, dtype=torch.bool).tril(n - R if causal else n)[row_first[b] :]
+        given = None if lse is None else lse[b, h, row_first[b] :].double()
+        a, _ = attention(
+            q[b, h, row_first[b] :], keys, sees, scale, softcap, None if sinks is None else sinks[h], given
+        )
         out[b, h // G, :n] += {"sum": a.sum(0), "mean": a.mean(0), "max": a.amax(0)}[reduce] / G
     return out
 

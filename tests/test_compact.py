@@ -10,7 +10,7 @@ from kvevict import _ops as ops
 DST = ("k_dst", "v_dst", "pos_dst")
 
 
-def prepared(p, seed, kept=None):
+def prepared(p, seed, kept=None, room=1):
     """A random ascending index over [stored | new], and a poisoned destination with gaps."""
     rng = random.Random(seed)
     n = p["len"] + (p["k"].shape[2] - p["first"])[:, None]
@@ -21,7 +21,7 @@ def prepared(p, seed, kept=None):
     for b in range(n.shape[0]):
         for h in range(n.shape[1]):
             index[b, h, : keep[b, h]] = i32(sorted(rng.sample(range(int(n[b, h])), int(keep[b, h]))))
-    dst_offset, rows = scattered(rng, keep, 1)
+    dst_offset, rows = scattered(rng, keep, room)
     D, dtype = p["k_slots"].shape[1], p["k_slots"].dtype
     return {
         **{name: p[name] for name in ("k", "v", "pos", "first")},
@@ -98,6 +98,7 @@ WRONG = {
     },
     "keep over n, no index": lambda p: {"keep": p["keep"] * 0 + 13, "index": None},
     "keep over the index": lambda p: {"index": p["index"][..., :4].contiguous()},
+    "keep over an empty index": lambda p: {"index": p["index"][..., :0].contiguous()},
     "keep negative": lambda p: {"keep": p["keep"] * 0 - 1},
     "index over n": lambda p: wrong_index(p, 5, 12),
     "index negative": lambda p: wrong_index(p, 0, -1),
@@ -114,7 +115,7 @@ WRONG = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_errors(wrong):
     """And nothing is written before the error."""
-    p = prepared(problem(3, T=9, lens=3, first=0, layout="dense"), 3, lambda n: n * 0 + 6)
+    p = prepared(problem(3, T=9, lens=3, first=0, layout="dense"), 3, lambda n: n * 0 + 6, room=20)
     check(p)
     p.update(WRONG[wrong](p))
     before = copied(p, *DST)

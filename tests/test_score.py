@@ -102,6 +102,13 @@ def test_no_row_observes(reduce):
     assert (call(ops.score, {**p, "row_first": i32([9, 9])}) == 0).all()
 
 
+@pytest.mark.parametrize("shape", [{"B": 0}, {"T": 0, "S": 0}, {"T": 0, "S": 5}])
+def test_empty(shape):
+    p = problem(14, lens=3, first=0, **shape)
+    score = call(ops.score, {**p, "causal": True, "reduce": "mean", "columns": 9, "lse": None})
+    assert score.shape == (p["q"].shape[0], 2, 9) and (score == 0).all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_padding_rows_are_not_read(dtype):
     p = prepared(problem(6, T=21, dtype=dtype, layout="dense"), False, "sum")

@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
+from ..checks import count, one_of
 from ..registry import Registry, load_folder
 
 SCORES = Registry("score")
@@ -65,12 +66,7 @@ def pool(score, view, kernel: int, kind: str):
 
 
 def check_pool(kernel: int, kind: str) -> None:
-    from ..policy import count
-
-    if kind not in POOLS:
-        from ..registry import unknown
-
-        raise ValueError(unknown("pool", kind, POOLS))
+    one_of("pool", kind, POOLS)
     if count("kernel", kernel, 1) % 2 == 0:
         raise ValueError(f"kernel must be odd, so that pooling keeps the length, got {kernel}")
 

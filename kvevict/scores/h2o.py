@@ -1,6 +1,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..checks import count
 from . import SCORES, Score
 
 
@@ -25,7 +26,6 @@ class H2O(Score):
         return (self.recent or 0) + 1
 
     def check(self, policy):
-        from ..policy import count
 
         if self.recent is not None:
             count("recent", self.recent, 0)

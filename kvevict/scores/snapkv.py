@@ -1,5 +1,6 @@
 from dataclasses import dataclass
 
+from ..checks import count, one_of
 from . import SCORES, Score, check_pool, pool
 
 
@@ -24,13 +25,9 @@ class SnapKV(Score):
         return self.window + 1
 
     def check(self, policy):
-        from ..policy import count
-        from ..registry import unknown
-
         count("window", self.window, 1)
         check_pool(self.kernel, self.pool)
-        if self.reduce not in ("sum", "mean", "max"):
-            raise ValueError(unknown("reduce", self.reduce, ("sum", "mean", "max")))
+        one_of("reduce", self.reduce, ("sum", "mean", "max"))
 
     def score(self, view):
         return pool(view.attention(rows=self.window, reduce=self.reduce), view, self.kernel, self.pool)

@@ -3,6 +3,7 @@ from typing import ClassVar
 
 import torch
 
+from ..checks import count
 from . import SCORES, Score
 
 
@@ -21,8 +22,6 @@ class Streaming(Score):
         return self.sink + 1
 
     def check(self, policy):
-        from ..policy import count
-
         count("sink", self.sink, 0)
 
     def score(self, view):

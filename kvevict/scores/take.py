@@ -2,6 +2,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..checks import count, one_of
 from . import SCORES, Score, check_pool, pool
 
 SPACES = ("aligned", "literal")
@@ -46,11 +47,9 @@ class Take(Score):
         return self.length + 1
 
     def check(self, policy):
-        from ..policy import count
-        from ..registry import unknown
 
         if isinstance(self.probe, tuple):
-            start, stop = (self.probe + (None, None))[:2]
+            start, stop = (*self.probe, None, None)[:2]
             if len(self.probe) != 2 or not (isinstance(start, int) and isinstance(stop, int)):
                 raise TypeError(f"probe must be a number of tokens or a span (start, stop), got {self.probe!r}")
             if start >= stop or (start < 0) != (stop <= 0):
@@ -63,10 +62,8 @@ class Take(Score):
         check_pool(self.kernel, "avg")
         if isinstance(self.alpha, bool) or not isinstance(self.alpha, (int, float)) or not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha must be a number in [0, 1], got {self.alpha!r}")
-        if self.ema_space not in SPACES:
-            raise ValueError(unknown("ema_space", self.ema_space, SPACES))
-        if self.probe_positions not in PLACES:
-            raise ValueError(unknown("probe_positions", self.probe_positions, PLACES))
+        one_of("ema_space", self.ema_space, SPACES)
+        one_of("probe_positions", self.probe_positions, PLACES)
         if policy.chunk_size is not None and policy.chunk_size <= self.length:
             raise ValueError(
                 f"chunk_size={policy.chunk_size} must be greater than the probe's {self.length} tokens; "

@@ -1,0 +1,75 @@
+"""Read a long text with a budget of KV slots, next to the same model unpatched.
+
+    python examples/quickstart.py [--model DIR_OR_HUB_ID] [--file TEXT] [--budget 512] [--policy take]
+
+Without --model a small random Llama reads made-up text: the numbers are real, its answers are noise. The context of a
+model limits the prompt: longer text is cut (--limit).
+"""
+
+import argparse
+import random
+
+from kvevict.cli import number, table
+from kvevict.run import encode, load_model, measure
+
+
+def random_model(context=32768):
+    """A 4-layer random Llama over bytes, and a tokenizer that is one byte a token."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytes_only = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    bytes_only.pre_tokenizer, bytes_only.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(letters), hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=2, max_position_embeddings=context, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval(), PreTrainedTokenizerFast(tokenizer_object=bytes_only)
+
+
+def made_up_text(words=3000):
+    """Sentences that say nothing, the same every time."""
+    pick = random.Random(0).choice
+    nouns = ["harbour", "lantern", "winter", "letter", "garden", "engine", "river"]
+    verbs = ["keeps", "follows", "hides", "answers", "moves"]
+    return " ".join(f"The {pick(nouns)} {pick(verbs)} the {pick(nouns)}." for _ in range(words // 5))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="folder or hub id of a Transformers causal language model")
+    parser.add_argument("--file", help="text to read")
+    parser.add_argument("--policy", default="take")
+    parser.add_argument("--budget", type=number, default=512)
+    parser.add_argument("--chunk-size", type=int)
+    parser.add_argument("--question", default="What is this text about?")
+    parser.add_argument("--limit", type=int, help="prompt tokens at most; default: what the model's context holds")
+    parser.add_argument("--max-new-tokens", type=int, default=32)
+    args = parser.parse_args()
+
+    model, tokenizer = load_model(args.model) if args.model else random_model()
+    if args.file:
+        with open(args.file, encoding="utf-8", errors="replace") as file:
+            text = file.read()
+    else:
+        text = made_up_text()
+    limit = args.limit or model.config.max_position_embeddings - args.max_new_tokens
+    ids = encode(tokenizer, text, args.question, limit)
+    options = dict(budget=args.budget, chunk_size=args.chunk_size, progress=True)
+    runs = {
+        "unpatched": measure(model, tokenizer, ids, max_new_tokens=args.max_new_tokens),
+        args.policy: measure(model, tokenizer, ids, args.policy, args.max_new_tokens, **options),
+    }
+    print(table(runs, ids.shape[1]))
+    kept = runs[args.policy]["report"]["kept"]
+    print("\nslots kept per layer (first row):", [layer and layer[0] for layer in kept])
+
+
+if __name__ == "__main__":
+    main()

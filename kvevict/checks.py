@@ -1,0 +1,25 @@
+"""Errors that name the argument and the mend."""
+
+import difflib
+
+
+def unknown(kind: str, name, known) -> str:
+    """The text of an error about an unknown name: the nearest known ones, or all of them."""
+    near = difflib.get_close_matches(str(name), list(known), n=3)
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(sorted(known))}"
+    return f"unknown {kind} {name!r}; {hint}"
+
+
+def one_of(kind: str, name, known) -> None:
+    """Raise ValueError unless `name` is one of the known ones."""
+    if name not in known:
+        raise ValueError(unknown(kind, name, known))
+
+
+def count(name: str, value, least: int) -> int:
+    """A whole number of at least `least`, or an error that names the argument."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a whole number, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    return value

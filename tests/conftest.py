@@ -1,0 +1,26 @@
+import pytest
+import torch
+
+TINY = {f"test_{name}" for name in ("models", "generate", "cache", "errors", "store", "patch")}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread(request):
+    """Tiny models are faster on one thread."""
+    threads = torch.get_num_threads()
+    if request.module.__name__ in TINY:
+        torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(request):
+    """No test, and no error in one, leaves a call's context behind."""
+    yield
+    if request.module.__name__ in TINY:
+        from kvevict.patch import logits_wanted
+        from kvevict.step import current
+
+        assert current() is None
+        assert logits_wanted.get() is None

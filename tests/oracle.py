@@ -1,0 +1,321 @@
+"""Reading a prompt and decoding under a policy: slow, in float64, from METHODS alone (sections 0, 1, 3, 5 and 7).
+
+One batch row at a time, over an unpatched Transformers model whose attention function is replaced. Every key and value
+ever computed stays in memory; eviction only takes numbers out of lists. "Token t" is the t-th token that the row has
+seen, so it is also the position it was rotated with.
+"""
+
+import copy
+import functools
+import math
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface
+
+DEFAULTS = dict(chunk_size=None, schedule="prompt", decode=False, interval=16, warmup_layers=None, warmup_budget=None)
+_ONLINE = dict(schedule="chunk", chunk_size=4096, decode=True, interval=1)
+_SNAPKV = dict(score="snapkv", window=32, kernel=7, pool="max", reduce="sum")
+_TAKE = dict(score="take", probe=32, alpha=0.2, kernel=7, ema_space="aligned", probe_positions="after", append=True)
+_TAKE |= dict(schedule="chunk", chunk_size=4096)
+PRESETS = {
+    "streaming": dict(score="streaming", sink=4, **_ONLINE),
+    "h2o": dict(score="h2o", recent=None, **_ONLINE),
+    "h2o/kvcf": dict(score="h2o", recent=8, **_ONLINE),
+    "tova": dict(score="tova", per_head=False, **_ONLINE),
+    "snapkv": _SNAPKV,
+    "snapkv/kvcf": _SNAPKV | dict(window=8),
+    "snapkv/kvpress": _SNAPKV | dict(window=64, kernel=5, pool="avg", reduce="mean"),
+    "knorm": dict(score="knorm"),
+    "keydiff": dict(score="keydiff"),
+    "take": _TAKE | dict(warmup_layers="half"),
+    "take/no-probe": _TAKE | dict(warmup_layers="half", append=False),
+    "take/no-delay": _TAKE,
+    "take/chunk-only": _TAKE | dict(append=False),
+}
+LATER = 1 << 30  # the token number of rows that see every slot
+
+
+class NearTie(Exception):
+    """The worst slot kept and the best one lost are so close that float32 may swap them."""
+
+
+@dataclass
+class Layer:
+    k: torch.Tensor  # [Hkv, tokens, d], of all tokens
+    v: torch.Tensor
+    alive: list  # per kv head the tokens that are kept, ascending
+    carry: list  # per kv head {token: score}, h2o's
+    probe: torch.Tensor | None = None  # [H, p, d] accumulated probe, as if rotated with `probe_at`
+    probe_at: int = 0
+    asked: list = field(default_factory=list)  # (token, queries [H, d]) of decoded tokens
+
+
+class Row:
+    """One batch row: `read` a prompt, `step` a token; both return logits."""
+
+    def __init__(self, model, policy, budget, near=0.0, **options):
+        self.model, self.near, self.margin = _doubled(model), near, math.inf
+        config, self.o = model.config, DEFAULTS | PRESETS[policy] | dict(budget=budget)
+        if "chunk_size" in options:
+            self.o["schedule"] = "chunk"
+        assert options.keys() <= self.o.keys(), options
+        self.o |= options
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        self.windows = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+        self.own = [i for i, window in enumerate(self.windows) if window is None]
+        heads = config.num_key_value_heads
+        none = torch.empty(heads, 0, model.model.layers[0].self_attn.head_dim, dtype=torch.double)
+        self.layers = [Layer(none, none, [[] for _ in range(heads)], [{} for _ in range(heads)]) for _ in kinds]
+        self.W = len(self.own) // 2 if self.o["warmup_layers"] == "half" else self.o["warmup_layers"]
+        self.seen = 0
+
+    @property
+    def positions(self):
+        """[layer][kv head] -> ascending positions; None for layers with a sliding window."""
+        return [None if w else [list(head) for head in layer.alive] for w, layer in zip(self.windows, self.layers)]
+
+    def read(self, ids):
+        """Section 3, steps 1, 2 and 6, for every score; without a probe nothing is appended."""
+        o, N = self.o, len(ids)
+        total = self.seen + N
+        self.B = o["budget"]
+        if isinstance(self.B, float):
+            smallest = o.get("window", 0) or o.get("sink", 0) or o.get("recent") or _length(o.get("probe", 0))
+            self.B = max(math.ceil(self.B * total), smallest + 1)
+        self.warmup = max(self.B, o["warmup_budget"] or min(total, 10240, max(self.B, math.ceil(total * 5 / 64))))
+        span = isinstance(o.get("probe"), tuple)
+        self.p = _length(o["probe"]) if span else min(o.get("probe", 0), N // 2)
+        where = range(N)[slice(*_span(o["probe"], N))] if span else range(N - self.p, N)
+        for layer in self.layers:
+            layer.probe, layer.asked = None, []
+        Z, logits = o["chunk_size"] or N, []
+        start, base = 0, self.seen
+        while start < N:
+            stop = start + ((N - start) % Z or Z)
+            self.reading, self.last = True, stop == N
+            self.own_probe = self.last and not span  # the chunk ends with the probe
+            reads_along = o["score"] == "take" and o["append"] and not self.own_probe
+            extra = list(where) if reads_along else []
+            positions = list(range(base + start, base + stop))
+            after = range(base + stop, base + stop + len(extra))
+            positions += [base + t for t in extra] if o.get("probe_positions") == "true" else after
+            logits.append(self._run([*ids[start:stop], *(ids[t] for t in extra)], positions, len(extra)))
+            start = stop
+        return torch.cat(logits)
+
+    def step(self, token):
+        self.reading = self.own_probe = False
+        return self._run([token], [self.seen], 0)[0]
+
+    def _run(self, ids, positions, extra):
+        self.extra, self.at, new = extra, positions, len(ids) - extra
+        _running.append(self)
+        try:
+            with torch.no_grad():
+                inputs = dict(input_ids=torch.tensor([ids]), position_ids=torch.tensor([positions]))
+                logits = self.model(**inputs, use_cache=False).logits[0, :new]
+        finally:
+            _running.pop()
+        self.seen += new
+        return logits
+
+    # -- one layer ----------------------------------------------------------------------------------------------------
+
+    def attend(self, module, q, k, v, scale, softcap, sinks):
+        """q [H, T, d], k and v [Hkv, T, d] -> [T, H, d]; then evicts. Softmax over all visible slots; a model's sink
+        logit and softcap are part of it."""
+        index, (H, T, _), Hkv = module.layer_idx, q.shape, k.shape[0]
+        layer, new, window = self.layers[index], T - self.extra, self.windows[index]
+        self.group, self.logit = H // Hkv, (scale, softcap, sinks)
+        layer.k, layer.v = torch.cat([layer.k, k[:, :new]], 1), torch.cat([layer.v, v[:, :new]], 1)
+        rows = range(self.seen, self.seen + T)  # the probe's rows count on behind the chunk
+        out, attention = [], []
+        for g in range(Hkv):
+            layer.alive[g] = layer.alive[g] + list(rows[:new])
+            slots = layer.alive[g]
+            keys, values = (torch.cat([t[g, slots], x[g, new:]]) for t, x in ((layer.k, k), (layer.v, v)))
+            a = self._weights(g, q, rows, keys, [*slots, *rows[new:]], window)
+            out.append(a @ values)
+            attention.append(a[:, :new, : len(slots)])
+        if window is None:
+            self._after(index, layer, q, attention)
+        return torch.cat(out).transpose(0, 1)
+
+    def _weights(self, g, q, rows, keys, columns, window=None):
+        """a [G, R, n] of kv head g: row j sees columns of tokens up to rows[j]."""
+        scale, softcap, sinks = self.logit
+        mine = slice(g * self.group, (g + 1) * self.group)
+        x = q[mine] @ keys.T * scale
+        x = softcap * torch.tanh(x / softcap) if softcap else x
+        distance = torch.tensor(rows)[:, None] - torch.tensor(columns)
+        x = x.masked_fill((distance < 0) | (distance >= (window or 2 * LATER)), -math.inf)
+        if sinks is not None:
+            x = torch.cat([x, sinks[mine, None, None].double().expand(-1, x.shape[1], 1)], -1)
+        return x.softmax(-1)[..., : len(columns)]
+
+    def _after(self, index, layer, q, attention):
+        """When: section 7, and section 3 step 5."""
+        o, order = self.o, self.own.index(index)
+        if o["score"] == "h2o":  # every row so far, mean over the group
+            for slots, carry, a in zip(layer.alive, layer.carry, attention):
+                for slot, x in zip(slots, a.sum(1).mean(0).tolist()):
+                    carry[slot] = carry.get(slot, 0.0) + x
+        n = len(layer.alive[0])
+        if not self.reading:
+            layer.asked.append((self.seen, q[:, 0]))
+            if o["decode"] and n > self.B + o["interval"] - 1:
+                self._evict([layer], layer, self.B, q, attention)
+            return
+        if o["score"] == "take" and o["append"]:
+            self._accumulate(layer, q)
+        if not self.last and o["schedule"] == "prompt":
+            return
+        delayed = self.W is not None and order <= self.W - 1
+        if delayed and order < self.W - 1:
+            return  # layer W-1 decides
+        cut = [layer] + [self.layers[i] for i in self.own[:order] if delayed]
+        keep = self.warmup if delayed and not self.last else self.B
+        if n > keep:
+            self._evict(cut, layer, keep, q, attention)
+
+    def _accumulate(self, layer, q):
+        """Eq. 9. "aligned": what is averaged are queries turned to where the probe is now."""
+        now, at = q[:, q.shape[1] - self.p :], self.at[len(self.at) - self.p] if self.p else 0
+        if layer.probe is not None:
+            past = layer.probe
+            if self.o["ema_space"] == "aligned":
+                past = self._turn(self._turn(past, -layer.probe_at), at)
+            now = self.o["alpha"] * past + (1 - self.o["alpha"]) * now
+        layer.probe, layer.probe_at = now, at
+
+    def _turn(self, x, position):
+        """RoPE by `position`, half-split layout; the angle rounded as the model rounds it."""
+        rotary = self.model.model.rotary_emb
+        frequency = getattr(rotary, "inv_freq", None)
+        frequency = (rotary.full_attention_inv_freq if frequency is None else frequency).float()
+        angle = (float(position) * frequency).double()
+        a, b, rest = x.split([len(angle), len(angle), x.shape[-1] - 2 * len(angle)], -1)
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), rest], -1)
+
+    def _evict(self, layers, chooser, keep, q, attention):
+        """All `layers` keep the slots that `chooser` takes; kv head g decides for kv head g."""
+        first, last = self._protected(len(chooser.alive[0]))
+        scores = self._scores(chooser, q, attention, first, last)
+        for g, score in enumerate(scores):
+            slots = self._select(score, keep, first, last)
+            for layer in layers:
+                layer.alive[g] = [layer.alive[g][i] for i in slots]
+                layer.carry[g] = {t: x for t, x in layer.carry[g].items() if t in layer.alive[g]}
+
+    def _select(self, score, keep, first, last):
+        """Protected slots, then (score descending, slot ascending); ascending slots."""
+        n = len(score)
+        rest = sorted(range(first, n - last), key=lambda i: (-score[i], i))
+        wanted = keep - first - last
+        kept, lost = rest[:wanted], rest[wanted:]
+        if kept and lost:
+            around = sorted({score[i] for i in rest})
+            cut = around.index(score[kept[-1]])
+            gap = (
+                min(abs(around[cut] - around[j]) for j in (cut - 1, cut + 1) if 0 <= j < len(around))
+                if (score[kept[-1]] == score[lost[0]] and len(around) > 1)
+                else score[kept[-1]] - score[lost[0]]
+            )
+            scale = max(abs(score[kept[-1]]), sum(abs(score[i]) for i in rest) / len(rest))
+            self.margin = min(self.margin, gap / scale)
+            if self.margin < self.near:
+                raise NearTie(self.margin)
+        return sorted([*range(first), *kept, *range(n - last, n)])
+
+    def _protected(self, n):
+        o, first, last = self.o, 0, 0
+        if o["score"] == "streaming":
+            first = min(o["sink"], n)
+        if o["score"] == "h2o":
+            last = self.B // 2 if o["recent"] is None else o["recent"]
+        if o["score"] == "snapkv":
+            last = o["window"]
+        if o["score"] == "take" and self.own_probe:
+            last = self.p
+        return first, min(last, n - first)
+
+    def _scores(self, layer, q, attention, first, last):
+        """Section 1: per kv head the scores of its alive slots."""
+        o, heads = self.o, range(len(layer.alive))
+        if o["score"] == "streaming":
+            return [[float(i) for i in range(len(slots))] for slots in layer.alive]
+        if o["score"] == "h2o":
+            return [[carry[t] for t in slots] for slots, carry in zip(layer.alive, layer.carry)]
+        if o["score"] == "tova":
+            row = torch.stack([a[:, -1].mean(0) for a in attention])
+            return (row if o["per_head"] else row.mean(0).expand_as(row)).tolist()
+        keys = [layer.k[g, layer.alive[g]] for g in heads]
+        if o["score"] == "knorm":
+            return [(-k.pow(2).sum(-1).sqrt()).tolist() for k in keys]
+        if o["score"] == "keydiff":
+            means = [k.mean(0) for k in keys]
+            return [(-(k @ m) / (k.pow(2).sum(-1) * m.pow(2).sum()).sqrt()).tolist() for k, m in zip(keys, means)]
+        if o["score"] == "take" and o["append"] and self.reading:
+            rows, queries, unscored = [LATER] * self.p, layer.probe, last  # alive slots but the probe's own
+        else:
+            rows, queries = self._window(layer, q, o["window"] if o["score"] == "snapkv" else self.p)
+            unscored = 0
+        scores = []
+        for g in heads:
+            n = len(layer.alive[g]) - unscored
+            a = self._weights(g, queries, rows, keys[g][:n], layer.alive[g][:n])
+            a = a.sum(1) if o.get("reduce") == "sum" else a.mean(1)
+            score = F.pad(a.mean(0), (0, unscored))
+            scores.append(_pool(score.tolist(), o.get("pool", "avg"), o["kernel"], first, last))
+        return scores
+
+    def _window(self, layer, q, rows):
+        """(tokens, queries [H, R, d]) of the last rows: the chunk's own, or the decoded ones remembered."""
+        if self.reading:
+            rows = min(rows, q.shape[1] - self.extra)
+            stop = q.shape[1] - self.extra
+            return range(self.seen + stop - rows, self.seen + stop), q[:, stop - rows : stop]
+        asked = layer.asked[-(rows if self.o["score"] == "snapkv" else _length(self.o["probe"])) :]
+        return [t for t, _ in asked], torch.stack([x for _, x in asked], 1)
+
+
+def _pool(score, kind, kernel, first, last):
+    """Stride 1 over the unprotected slots; max pads with -inf, avg with zeros and divides by the kernel size."""
+    end, half = len(score) - last, kernel // 2
+    if kind == "none":
+        return score
+    near = {i: score[max(first, i - half) : min(end, i + half + 1)] for i in range(first, end)}
+    return [score[i] if i not in near else max(near[i]) if kind == "max" else sum(near[i]) / kernel
+            for i in range(len(score))]  # fmt: skip
+
+
+def _span(probe, tokens):
+    start, stop = probe
+    return (start, stop) if start >= 0 else (tokens + start, tokens + stop)
+
+
+def _length(probe):
+    return probe[1] - probe[0] if isinstance(probe, tuple) else probe
+
+
+# -- the model ------------------------------------------------------------------------------------------------------
+
+_running = []
+
+
+def _attention(module, q, k, v, mask, scaling=None, softcap=None, s_aux=None, **kwargs):
+    return _running[-1].attend(module, q[0], k[0], v[0], scaling, softcap, s_aux)[None], None
+
+
+@functools.cache
+def _doubled(model):
+    """A float64 copy of an unpatched model, whose attention modules call `_attention`."""
+    AttentionInterface.register("oracle", _attention)
+    copied = copy.deepcopy(model).double()
+    copied.config._experts_implementation = "eager"  # the grouped kernels have no float64
+    for layer in copied.model.layers:
+        layer.self_attn.config = copy.copy(layer.self_attn.config)
+        layer.self_attn.config._attn_implementation_internal = "oracle"
+    return copied

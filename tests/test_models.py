@@ -1,0 +1,223 @@
+"""Every supported family: right when nothing is evicted, right when something is, and back to what it was."""
+
+import pytest
+import tiny
+import torch
+import transformers
+from tiny import FAMILIES, VERSION, generate, prompt, relative, shared
+from transformers.cache_utils import DynamicCache
+
+import kvevict
+
+families = pytest.mark.parametrize("family", FAMILIES)
+PADS = (0, 5, 17)
+ALL = 4096  # a budget that keeps everything
+
+# The decoder reads the prompt whole, one by one, in chunks, and with a probe behind each chunk.
+READS = {
+    "whole": ("snapkv", dict()),
+    "1": ("snapkv", dict(chunk_size=1)),
+    "7": ("h2o", dict(chunk_size=7)),
+    "64": ("tova", dict(chunk_size=64)),
+    "all": ("streaming", dict(chunk_size=90)),
+    "take-7": ("take", dict(chunk_size=7, probe=4)),
+    "take-64": ("take", dict(chunk_size=64, probe=32)),
+}
+reads = pytest.mark.parametrize("read", READS)
+
+
+def evicting(model, read, budget=ALL):
+    policy, options = READS[read]
+    return kvevict.evicting(model, policy, budget=budget, **options)
+
+
+# -- nothing evicted: the unpatched model ------------------------------------------------------------------------------
+
+
+@families
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_same_tokens(family, batch, beams):
+    model, inputs = shared(family), prompt(batch, 50, pad=PADS)
+    want = generate(model, inputs, 12, num_beams=beams)
+    for read in ("7", "take-7"):
+        with evicting(model, read):
+            assert torch.equal(generate(model, inputs, 12, num_beams=beams), want), read
+
+
+@families
+@reads
+def test_same_logits(family, read):
+    """All rows' logits of a padded batch, where there is a token."""
+    model, inputs = shared(family), prompt(3, 90, pad=PADS)
+    tokens = inputs["attention_mask"].bool()
+    want = model(**inputs).logits[tokens]
+    with evicting(model, read), torch.no_grad():
+        got = model(**inputs).logits[tokens]
+    assert relative(got, want) < 1e-4
+
+
+@families
+@pytest.mark.parametrize("read", ["whole", "7", "take-64"])
+def test_bf16(family, read):
+    """Logits within 3e-2; the same best token wherever the unpatched margin is more than rounding."""
+    model, inputs = shared(family, torch.bfloat16), prompt(3, 90, pad=PADS)
+    tokens = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        want = model(**inputs).logits[tokens].float()
+        with evicting(model, read):
+            got = model(**inputs).logits[tokens].float()
+    assert relative(got, want) < 3e-2
+    best, second = want.topk(2).values.unbind(-1)
+    sure = best - second > 2 * 3e-2 * want.abs().max()
+    assert sure.any()
+    assert torch.equal(got.argmax(-1)[sure], want.argmax(-1)[sure])
+
+
+@families
+def test_bf16_tokens(family):
+    """Greedy tokens are the unpatched ones up to the first that rounding may decide."""
+    model, inputs = shared(family, torch.bfloat16), prompt(4, 60)
+    options = dict(max_new_tokens=8, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    want = model.generate(**inputs, **options)
+    with evicting(model, "7"):
+        got = model.generate(**inputs, **options)
+    logits = torch.stack(want.logits, 1).float()  # [rows, new, vocabulary]
+    best, second = logits.topk(2).values.unbind(-1)
+    sure = (best - second > 3e-2 * logits.abs().amax(-1)).cumprod(1).bool()
+    assert sure.sum() >= 4
+    assert torch.equal(got.sequences[:, 60:][sure], want.sequences[:, 60:][sure])
+
+
+# -- a tight budget ----------------------------------------------------------------------------------------------------
+
+TIGHT = {
+    "streaming": dict(budget=10, chunk_size=16),
+    "h2o": dict(budget=10, chunk_size=16),
+    "tova": dict(budget=10, chunk_size=16),
+    "snapkv": dict(budget=10, window=4),
+    "random": dict(budget=10, chunk_size=16),
+    "knorm": dict(budget=10, chunk_size=16),
+    "keydiff": dict(budget=10),
+    "take": dict(budget=10, probe=6, chunk_size=16),
+}
+
+
+@families
+@pytest.mark.parametrize("policy", TIGHT)
+def test_tight(family, policy):
+    """Finite logits, at most the budget kept, sliding layers left alone, and unpatching undoes it to the last bit."""
+    model, inputs = shared(family), prompt(3, 50, pad=PADS)
+    decoder = model.get_decoder()
+    with torch.no_grad():
+        before = model(**inputs).logits
+        with kvevict.evicting(model, policy, **TIGHT[policy]):
+            out = model.generate(
+                **inputs, max_new_tokens=6, do_sample=False, output_logits=True, return_dict_in_generate=True
+            )
+            report = kvevict.report(model)
+        after = model(**inputs).logits
+    assert all(logits.isfinite().all() for logits in out.logits)
+    assert report["seen"] == [50 - pad for pad in PADS]
+    kinds = getattr(decoder.config, "layer_types", None) or ["full_attention"] * 4
+    for kept, kind, layer in zip(report["kept"], kinds, out.past_key_values.layers, strict=True):
+        if kind == "sliding_attention":
+            assert kept is None
+            assert layer.get_seq_length() == 55
+        else:
+            assert kept == [[10, 10]] * 3
+            assert int(layer.len.max()) == (10 if policy in ("streaming", "h2o", "tova") else 15)
+    assert torch.equal(before, after)
+
+
+def causal(length, window=None):
+    row, column = torch.arange(length)[:, None], torch.arange(length)
+    return (column <= row) & (column > row - (window or length))
+
+
+@families
+def test_evicted_slots_are_as_if_masked(family):
+    """Streaming's kept slots follow from the positions alone, so the unpatched model under a 4D mask must agree: after
+    the prompt is read in chunks and while each new token is read."""
+    model, length, new, size, sink, budget = shared(family), 50, 8, 16, 4, 12
+    ids = prompt(1, length + new)["input_ids"]
+    alive, mask = [], torch.zeros(length + new, length + new, dtype=torch.bool)
+    ends = [*range(length % size or size, length + 1, size), *range(length + 1, length + new + 1)]
+    for start, end in zip([0, *ends], ends):
+        for row in range(start, end):
+            mask[row, [*alive, *range(start, row + 1)]] = True
+        alive = [*alive, *range(start, end)]
+        alive = alive[:sink] + alive[sink:][-(budget - sink) :]
+    config, dtype = model.get_decoder().config, torch.float32
+    hide = {kind: torch.zeros(m.shape, dtype=dtype).masked_fill(~m, -torch.inf)[None, None] for kind, m in {
+        "full_attention": mask, "sliding_attention": causal(length + new, getattr(config, "sliding_window", None)),
+    }.items()}  # fmt: skip
+    with torch.no_grad():
+        mixed = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+        want = model(ids, attention_mask=hide if mixed else hide["full_attention"]).logits
+        with kvevict.evicting(model, "streaming", budget=budget, sink=sink, chunk_size=size):
+            cache = DynamicCache(config=config)
+            got = [model(ids[:, :length], past_key_values=cache).logits]
+            for token in range(length, length + new):
+                got.append(model(ids[:, token : token + 1], past_key_values=cache).logits)
+    got = torch.cat(got, 1)
+    assert relative(got, want) < 1e-4
+    assert relative(model(ids).logits, want) > 1e-3  # what was evicted mattered
+
+
+# -- refused -----------------------------------------------------------------------------------------------------------
+
+
+def small(kind, head="ForCausalLM", model=None, **options):
+    torch.manual_seed(0)
+    base = dict(vocab_size=97, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0)
+    config = getattr(transformers, f"{kind}Config")(**base | options)
+    return getattr(transformers, model or f"{kind}{head}")(config).eval()
+
+
+T5 = dict(d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, hidden_size=64)
+BART = dict(d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+            encoder_ffn_dim=96, decoder_ffn_dim=96)  # fmt: skip
+MLA = dict(num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=16, qk_nope_head_dim=16,
+           v_head_dim=16, intermediate_size=96, moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2,
+           n_group=1, topk_group=1, first_k_dense_replace=1)  # fmt: skip
+NEXT = dict(num_key_value_heads=2, head_dim=32, intermediate_size=96, moe_intermediate_size=32, num_experts=4,
+            num_experts_per_tok=2, shared_expert_intermediate_size=32, linear_num_key_heads=2, linear_num_value_heads=2,
+            linear_key_head_dim=16, linear_value_head_dim=16, layer_types=["linear_attention", "full_attention"])  # fmt: skip
+JAMBA = dict(num_key_value_heads=2, intermediate_size=96, num_experts=2, attn_layer_period=2, attn_layer_offset=1,
+             mamba_d_state=8, mamba_dt_rank=4, use_mamba_kernels=False)  # fmt: skip
+GEMMA3N = dict(num_key_value_heads=2, head_dim=32, intermediate_size=96, num_hidden_layers=4, num_kv_shared_layers=2,
+               layer_types=tiny.MIXED, vocab_size_per_layer_input=97, hidden_size_per_layer_input=16, laurel_rank=8,
+               altup_num_inputs=2, activation_sparsity_pattern=[0.0] * 4)  # fmt: skip
+REFUSED = {
+    "falcon": (lambda: small("Falcon", alibi=True, new_decoder_architecture=False), "(?i)alibi"),
+    "bloom": (lambda: small("Bloom", n_layer=2, n_head=4), "(?i)alibi"),
+    "deepseek_v3": (lambda: small("DeepseekV3", **MLA), "(?i)latent|MLA"),
+    "t5": (lambda: small("T5", "ForConditionalGeneration", **T5), "(?i)encoder"),
+    "bart": (lambda: small("Bart", "ForConditionalGeneration", **BART), "(?i)encoder"),
+    "qwen3_next": (lambda: small("Qwen3Next", **NEXT), "(?i)linear|recurrent"),
+    "jamba": (lambda: small("Jamba", **JAMBA), "(?i)linear|recurrent|mamba"),
+    "mamba": (lambda: small("Mamba", state_size=8), "(?i)linear|recurrent|state|mamba"),
+    "gemma3n": (lambda: small("Gemma3nText", model="Gemma3nForCausalLM", **GEMMA3N), "(?i)shared"),
+    "every layer slides": (lambda: tiny.model("mistral", sliding_window=12), "every layer has a sliding window"),
+    "gpt2": (lambda: small("GPT2", "LMHeadModel", n_embd=64, n_layer=2, n_head=4), "no text decoder"),
+    "stablelm": (lambda: small("StableLm", intermediate_size=96, num_key_value_heads=2), "stablelm.*known: .*llama"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refused(kind):
+    """A model that cannot be patched is refused with the reason, and is what it was afterwards."""
+    make, reason = REFUSED[kind]
+    model = make()
+    before = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    hooks = {
+        name: len(module._forward_hooks) + len(module._forward_pre_hooks) for name, module in model.named_modules()
+    }
+    with pytest.raises(ValueError, match=reason):
+        kvevict.patch(model, "snapkv", budget=64)
+    for name, module in model.named_modules():
+        assert module.__dict__.keys() == before[name].keys()
+        assert all(value is before[name][key] for key, value in module.__dict__.items())
+        assert len(module._forward_hooks) + len(module._forward_pre_hooks) == hooks[name]
+    kvevict.unpatch(model)  # does nothing
