@@ -18,7 +18,7 @@ typedef uint16_t vh_any __attribute__((vector_size(2 * KV_VL), aligned(2), may_a
 typedef struct {
   const kv_decode *a;
   int64_t width, rows;  /* D up to whole vectors, G up to a multiple of HEADS */
-  int64_t splits, most; /* stretches and slots of the longest head */
+  int64_t splits, most; /* stretches of the longest head, its slots up to whole vectors */
   float *part;          /* [B, Hkv, splits, rows, width + 2]: o, m, l */
   float *logit;         /* [B, Hkv, G, most] in log2 units, or NULL */
   atomic_int failed;
@@ -133,7 +133,7 @@ static void kv_decode_stretch(const kv_decode_job *job, const kv_decode_scratch 
     for (int64_t g = 0; g < G; g++) {
       float *s = x->s + g * KEYS;
       kv_cap_and_mask(s, query->cap, n, padded);
-      if (logit) memcpy(logit + g * job->most + c, s, (size_t)n * sizeof *s);
+      if (logit) memcpy(logit + g * job->most + c, s, (size_t)padded * sizeof *s);
       x->alpha[g] = kv_softmax(s, padded, m + g, l + g);
     }
     const kv_decode_rows values = kv_decode_rows_of(v, c, n, width, x->buffer);
@@ -202,23 +202,25 @@ static void kv_decode_combine(const kv_decode_job *job, const float *part, int64
 static void kv_decode_finish(const kv_decode_job *job, int64_t b, int64_t h, int64_t split) {
   const kv_decode *a = job->a;
   const int64_t G = a->H / a->Hkv, at = b * a->Hkv + h, n = a->slots.len[at] + 1, size = kv_size(a->dtype);
-  const int64_t c0 = split * SPLIT, c1 = kv_min(n, c0 + SPLIT);
+  const int64_t c0 = split * SPLIT, columns = kv_min(n - c0, SPLIT);
   const float *part = job->part + at * job->splits * job->rows * (job->width + 2);
-  float *probs = a->probs ? a->probs + at * a->C : NULL;
-  if (c0 >= n) return;
-  for (int64_t c = c0; probs && c < c1; c++) probs[c] = 0;
-  for (int64_t c = n; probs && split == 0 && c < a->C; c++) probs[c] = 0;
+  float p[SPLIT] = {0};
+  if (columns <= 0) return;
   for (int64_t g = 0; g < G; g++) {
     const int64_t head = b * a->H + h * G + g;
     const float sink = a->sinks ? a->sinks[h * G + g] * KV_LOG2E : -INFINITY;
+    void *out = split == 0 ? (char *)a->out + head * a->D * size : NULL;
     float m, l;
-    kv_decode_combine(job, part, (n + SPLIT - 1) / SPLIT, g, sink, &m, &l,
-                      split == 0 ? (char *)a->out + head * a->D * size : NULL);
-    if (split == 0) a->lse[head] = KV_LN2 * (m + log2f(l));
-    const float *logit = probs ? job->logit + (at * G + g) * job->most : NULL;
-    const float lse = m + log2f(l), share = 1 / (float)G;
-    for (int64_t c = c0; probs && c < c1; c++) probs[c] += share * kv_exp2(logit[c] - lse);
+    kv_decode_combine(job, part, (n + SPLIT - 1) / SPLIT, g, sink, &m, &l, out);
+    const float lse = m + log2f(l), from = lse == -INFINITY ? 0 : lse;
+    if (split == 0) a->lse[head] = KV_LN2 * lse;
+    for (int64_t c = 0; a->probs && c < columns; c += VL)
+      vf_store(p + c, vf_load(p + c) + vf_exp2(vf_load(job->logit + (at * G + g) * job->most + c0 + c) - from));
   }
+  if (!a->probs) return;
+  float *probs = a->probs + at * a->C;
+  for (int64_t c = 0; c < columns; c++) probs[c0 + c] = p[c] / (float)G;
+  for (int64_t c = n; split == 0 && c < a->C; c++) probs[c] = 0;
 }
 
 static void kv_decode_finish_body(void *ctx, int64_t begin, int64_t end) {
@@ -231,7 +233,7 @@ kv_status KV_OP(decode)(const kv_decode *a) {
   const int64_t heads = a->B * a->Hkv, G = heads ? a->H / a->Hkv : 0;
   if (heads == 0) return KV_OK;
   int64_t most = 0;
-  for (int64_t i = 0; i < heads; i++) most = kv_max(most, a->slots.len[i] + 1);
+  for (int64_t i = 0; i < heads; i++) most = kv_max(most, kv_round_up(a->slots.len[i] + 1, VL));
   kv_decode_job job = {a, kv_round_up(a->D, VL), kv_round_up(G, HEADS), (most + SPLIT - 1) / SPLIT, most, NULL, NULL,
                        0};
   const int64_t floats = heads * job.splits * job.rows * (job.width + 2), task = kv_min(SPLIT, most) * a->D;

@@ -38,6 +38,7 @@ class EvictionLayer(CacheLayerMixin):
         self.budget = None  # [B] int32, of the last read
         self.tail = 0  # columns appended since the last eviction: what crop can take back
         self.room = 0  # free rows of the fullest head
+        self.expected = 0  # slots that a read is going to append
 
     # -- what Transformers calls ------------------------------------------------------------------------------------
 
@@ -163,19 +164,16 @@ class EvictionLayer(CacheLayerMixin):
         tensors = (self.k, self.v, self.pos, self.offset, self.capacity, self.len, self.carry, self.recent)
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
-    def reserve(self, slots: int) -> None:
-        """Make room for `slots` slots in every head, so that appending up to there moves nothing."""
-        if self.capacity.numel() and int(self.capacity.min()) < slots:
-            source = self.k, self.v, self.pos, self.offset, self.len
-            self._allocate(self.capacity.clamp_min(slots))
-            self._move(source, None, self.len)
+    def expect(self, slots: int) -> None:
+        """The next growth makes room for `slots` slots in every head, so that appending up to there moves nothing."""
+        self.expected = slots
 
     def append(self, k, v, pos, first) -> None:
         """Store new columns first[b].. of k, v [B, Hkv, S, D], pos [B, S] behind each head's slots; amortised O(S)."""
         n = self.len + (k.shape[2] - first)[:, None]
         source = self.k, self.v, self.pos, self.offset, self.len
         if bool((n > self.capacity).any()):
-            self._allocate(torch.maximum(self.capacity, n + torch.clamp_min(n // 8, ROOM)))
+            self._allocate(self._grown(n))
         self._move(source, None, n, k, v, pos, first)
 
     def keep(self, index, keep, k=None, v=None, pos=None, first=None) -> None:
@@ -185,12 +183,14 @@ class EvictionLayer(CacheLayerMixin):
         if bool((wanted > self.capacity).any()) or int(self.capacity.sum()) > 2 * int(wanted.sum()):
             self._allocate(wanted)
         self._move(source, index, keep, k, v, pos, first)
-        self.tail = 0
+        self.tail = self.expected = 0
 
     def decode(self, q, k, v, pos, **options):
         """Append one row and attend over all slots: (out, lse, probs) as `_ops.decode`."""
         if self.room == 0:
-            self.reserve(self.longest() + max(ROOM, self.longest() // 8))
+            source = self.k, self.v, self.pos, self.offset, self.len
+            self._allocate(self._grown(self.len))
+            self._move(source, None, self.len)
         result = _ops.decode(q, k, v, pos, self.k, self.v, self.pos, self.offset, self.len, **options)
         self.len += 1
         self.room -= 1
@@ -201,6 +201,10 @@ class EvictionLayer(CacheLayerMixin):
         self.columns += columns
         self.tail += columns
         self.seen += tokens
+
+    def _grown(self, n):
+        """Capacity [B, Hkv] for n slots and an eighth more, so that appending is O(1) on average."""
+        return torch.maximum(self.capacity, (n + torch.clamp_min(n // 8, ROOM)).clamp_min(self.expected))
 
     def _allocate(self, capacity) -> None:
         self.capacity = capacity.to(torch.int32)

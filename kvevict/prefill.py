@@ -7,7 +7,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from . import compat
-from .cache import EvictionLayer, adopt
+from .cache import ROOM, EvictionLayer, adopt
 from .layers import LAYERS
 from .step import Read, Step, current, running
 
@@ -147,11 +147,7 @@ class Call:
 
     def append(self, run):
         """Tokens that may be taken back by crop(): stored as they are."""
-        if self.patch.policy.decode:
-            raise ValueError(
-                "assisted and prompt-lookup decoding roll tokens back, which eviction while decoding cannot; pass "
-                "decode=False to kvevict.patch, or generate without an assistant"
-            )
+        self._check_rollback()
         with running(self._step(0, self.tokens)):
             return self._run(run, 0, self.tokens)
 
@@ -166,8 +162,10 @@ class Call:
         size = policy.chunk_size or prompt
         ends = list(range(prompt, 0, -size))[::-1]  # the remainder goes first, so that the last chunk is full
         self._check_kwargs(len(ends) + bool(drafted))
-        if policy.schedule == "prompt":
-            self._reserve(prompt)
+        if drafted:
+            self._check_rollback()
+        if policy.schedule == "prompt" and len(ends) > 1:
+            self._expect(prompt)
         probe = self._probe(read, prompt) if read.probe_rows else None
         hidden = []
         with patch.clock("read"):
@@ -295,11 +293,17 @@ class Call:
         start = torch.as_tensor(start, device=self.device).expand(self.batch).long()
         return start[:, None] + torch.arange(read.probe_rows, device=self.device)
 
-    def _reserve(self, prompt):
+    def _expect(self, prompt):
         for index in self.patch.order:
             layer = self.cache.layers[index]
-            if layer.is_initialized:
-                layer.reserve(layer.longest() + prompt)
+            layer.expect((layer.longest() if layer.is_initialized else 0) + prompt + ROOM)
+
+    def _check_rollback(self):
+        if self.patch.policy.decode:
+            raise ValueError(
+                "assisted and prompt-lookup decoding roll tokens back, which eviction while decoding cannot; pass "
+                "decode=False to kvevict.patch, or generate without an assistant"
+            )
 
     def _check_kwargs(self, calls):
         for name, value in self.kwargs.items():

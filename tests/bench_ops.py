@@ -135,7 +135,7 @@ def bench_evict(Hkv, D, stored, new, dtype):
         ops.compact(**src, **dst, **rows, src_offset=slots["offset"], src_len=slots["len"], dst_offset=slots["offset"])
 
     def indices():
-        return score.sort(-1, descending=True, stable=True).indices[..., :stored].sort(-1).values
+        return score.sort(dim=-1, descending=True, stable=True).indices[..., :stored].sort(-1).values
 
     def gathered():
         index = indices()[..., None].expand(-1, -1, -1, D)

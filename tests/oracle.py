@@ -237,8 +237,8 @@ class Row:
             last = self.B // 2 if o["recent"] is None else o["recent"]
         if o["score"] == "snapkv":
             last = o["window"]
-        if o["score"] == "take" and self.own_probe:
-            last = self.p
+        if o["score"] == "take":  # while decoding its rows are the last p decoded ones, a window as any other
+            last = _length(o["probe"]) if not self.reading else self.p if self.own_probe else 0
         return first, min(last, n - first)
 
     def _scores(self, layer, q, attention, first, last):

@@ -191,7 +191,8 @@ def test_isa(isa):
         "-k",
         "test_matches or test_many_blocks",
     ]
-    done = subprocess.run(command, env={**os.environ, "KVEVICT_CPU_ISA": isa}, capture_output=True, text=True)
+    env = {**os.environ, "KVEVICT_CPU_ISA": isa, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:] + done.stderr[-1000:]
     vectors = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
     assert done.stdout.splitlines()[0] == (isa if vectors else "scalar")
