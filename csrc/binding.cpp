@@ -256,6 +256,9 @@ void compact(Tensor k_src, Tensor v_src, Tensor pos_src, Tensor src_offset, Tens
     a.index = array<int32_t>("index", index, {B, Hkv, a.K});
   }
   a.keep = array<int32_t>("keep", keep, {B, Hkv});
+  if (!is_none(index))  // an empty index has no address, which C reads as no index
+    for (int64_t i = 0; i < B * Hkv; i++)
+      STD_TORCH_CHECK(a.keep[i] <= a.K, "keep is ", a.keep[i], ", but index has ", a.K, " columns");
   a.dst.k = data("k_dst", k_dst, type, {m, D});
   a.dst.v = data("v_dst", v_dst, type, {m, D});
   a.dst.pos = array<int32_t>("pos_dst", pos_dst, {m});

@@ -46,10 +46,13 @@ KV_INLINE vf kv_decode_load(kv_dtype dtype, const void *x) {
   return (vf)((vu)((vf)magnitude * 0x1p112f) | special | (u & 0x8000) << 16);
 }
 
-/* s [HEADS, KEYS] = q [HEADS, width] . k [n, width] */
-KV_INLINE void kv_decode_dots(kv_dtype dtype, const float *q, kv_decode_rows k, float *s) {
+/* s [HEADS, KEYS] = q [HEADS, width] . k [n, width]. Meanwhile the values [n, bytes] of these slots are fetched: they
+ * are read in narrow columns afterwards, which the processor does not foresee. */
+KV_INLINE void kv_decode_dots(kv_dtype dtype, const float *q, kv_decode_rows k, const char *values, int64_t bytes,
+                              float *s) {
   const int64_t size = kv_size(dtype);
-  for (int64_t c = 0; c < k.n; c++, k.x += k.width * size) {
+  for (int64_t c = 0; c < k.n; c++, k.x += k.width * size, values += bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(values + i);
     vf acc[HEADS] = {{0}};
     for (int64_t d = 0; d < k.width; d += VL) {
       const vf x = kv_decode_load(dtype, k.x + d * size);
@@ -94,10 +97,10 @@ KV_INLINE void kv_decode_sums(kv_dtype dtype, const float *p, kv_decode_rows v, 
   }
 }
 
-static void kv_decode_logits(const float *q, kv_decode_rows k, float *s) {
-  if (k.dtype == KV_F32) kv_decode_dots(KV_F32, q, k, s);
-  if (k.dtype == KV_F16) kv_decode_dots(KV_F16, q, k, s);
-  if (k.dtype == KV_BF16) kv_decode_dots(KV_BF16, q, k, s);
+static void kv_decode_logits(const float *q, kv_decode_rows k, const char *values, int64_t bytes, float *s) {
+  if (k.dtype == KV_F32) kv_decode_dots(KV_F32, q, k, values, bytes, s);
+  if (k.dtype == KV_F16) kv_decode_dots(KV_F16, q, k, values, bytes, s);
+  if (k.dtype == KV_BF16) kv_decode_dots(KV_BF16, q, k, values, bytes, s);
 }
 
 static void kv_decode_values(const float *p, kv_decode_rows v, const float *alpha, float *o) {
@@ -129,7 +132,8 @@ static void kv_decode_stretch(const kv_decode_job *job, const kv_decode_scratch 
   for (int64_t c = c0; c < c1; c += BLOCK) {
     const int64_t n = kv_min(BLOCK, c1 - c), padded = kv_round_up(n, VL);
     const kv_decode_rows keys = kv_decode_rows_of(k, c, n, width, x->buffer);
-    for (int64_t g = 0; g < G; g += HEADS) kv_decode_logits(x->q + g * width, keys, x->s + g * KEYS);
+    for (int64_t g = 0; g < G; g += HEADS)
+      kv_decode_logits(x->q + g * width, keys, kv_column(v, c), v->D * kv_size(v->dtype), x->s + g * KEYS);
     for (int64_t g = 0; g < G; g++) {
       float *s = x->s + g * KEYS;
       kv_cap_and_mask(s, query->cap, n, padded);

@@ -25,10 +25,10 @@ typedef enum { KV_F32 = 0, KV_F16 = 1, KV_BF16 = 2 } kv_dtype;
 typedef enum { KV_SUM = 0, KV_MEAN = 1, KV_MAX = 2 } kv_reduce;
 typedef enum {
   KV_OK = 0,
-  KV_BAD_SHAPE,  /* a dimension is negative, H is no multiple of Hkv, D is no multiple of 8 or over 256 */
-  KV_BAD_DTYPE,  /* a dtype or a reduction that is none of the above */
-  KV_BAD_COUNT,  /* keep, len, first, stop or an index outside what is alive */
-  KV_NO_MEMORY,  /* scratch could not be allocated */
+  KV_BAD_SHAPE, /* a dimension is negative, H is no multiple of Hkv, D is no multiple of 8 or over 256 */
+  KV_BAD_DTYPE, /* a dtype or a reduction that is none of the above */
+  KV_BAD_COUNT, /* keep, len, first, stop or an index outside what is alive */
+  KV_NO_MEMORY, /* scratch could not be allocated */
 } kv_status;
 
 const char *kv_status_text(kv_status status);
@@ -126,7 +126,7 @@ typedef struct {
   const float *sinks; /* [H] or NULL */
   void *out;          /* [B, 1, H, D] dtype */
   float *lse;         /* [B, H, 1] */
-  float *probs;       /* [B, Hkv, C] the row's attention, averaged over the group; columns past the new slot are 0; or NULL */
+  float *probs; /* [B, Hkv, C] the row's attention, averaged over the group; columns past the new slot are 0; or NULL */
 } kv_decode;
 kv_status kv_decode_cpu(const kv_decode *a);
 

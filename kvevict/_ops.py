@@ -218,32 +218,41 @@ def build_info() -> dict:
     return _C.build_info()
 
 
-# Output shapes, for torch.compile and fake tensors.
+# Output shapes, for torch.compile and fake tensors. They run for real tensors too as soon as one is on meta.
+
+
+def _one_device(*args):
+    devices = {a.device for a in args if isinstance(a, Tensor) and a.numel()}
+    torch._check(len(devices) < 2, lambda: f"tensors are on different devices: {sorted(map(str, devices))}")
 
 
 @torch.library.register_fake("kvevict::attend")
-def _(q, k_slots, v_slots, offset, len, k, v, first, sinks, scale, softcap):
+def _(q, *rest):
+    _one_device(q, *rest)
     B, H, T, D = q.shape
     return q.new_empty(B, T, H, D), q.new_empty(B, H, T, dtype=torch.float32)
 
 
 @torch.library.register_fake("kvevict::score")
-def _(q, row_first, k_slots, offset, len, k, first, stop, lse, sinks, scale, softcap, causal, reduce, columns):
-    return q.new_empty(k.shape[0], k.shape[1], columns, dtype=torch.float32)
+def _(q, row_first, k_slots, offset, len, k, *rest):
+    _one_device(q, row_first, k_slots, offset, len, k, *rest)
+    return q.new_empty(k.shape[0], k.shape[1], rest[-1], dtype=torch.float32)
 
 
 @torch.library.register_fake("kvevict::select")
 def _(score, n, keep, protect_first, protect_last, columns):
+    _one_device(score, n, keep, protect_first, protect_last)
     return score.new_empty(score.shape[0], score.shape[1], columns, dtype=torch.int32)
 
 
 @torch.library.register_fake("kvevict::compact")
 def _(*args):
-    return None
+    _one_device(*args)
 
 
 @torch.library.register_fake("kvevict::decode")
-def _(q, k, v, pos, k_slots, v_slots, pos_slots, offset, len, sinks, scale, softcap, columns):
+def _(q, k, *rest):
+    _one_device(q, k, *rest)
     B, H, T, D = q.shape
-    probs = q.new_empty(B, k.shape[1], columns, dtype=torch.float32)
+    probs = q.new_empty(B, k.shape[1], rest[-1], dtype=torch.float32)
     return q.new_empty(B, T, H, D), q.new_empty(B, H, T, dtype=torch.float32), probs

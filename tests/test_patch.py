@@ -24,12 +24,12 @@ def snapshot(model):
 
 
 @MIXED
-@pytest.mark.parametrize("policy", ["take", "h2o"])
-def test_unpatch_gives_back_the_same_objects(family, policy):
+@pytest.mark.parametrize("policy, options", [("take", TAKE), ("h2o", dict(budget=16, chunk_size=40))])
+def test_unpatch_gives_back_the_same_objects(family, policy, options):
     model, inputs = tiny.model(family), prompt(2, 50, pad=(0, 9))
     logits, before, config = model(**inputs).logits, snapshot(model), model.config.to_json_string()
     weights = {name: weight.data_ptr() for name, weight in model.state_dict().items()}
-    assert kvevict.patch(model, policy, budget=16, chunk_size=40) is model
+    assert kvevict.patch(model, policy, **options) is model
     assert snapshot(model) != before
     assert {name: weight.data_ptr() for name, weight in model.state_dict().items()} == weights
     assert model.config.to_json_string() == config

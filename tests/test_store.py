@@ -1,0 +1,238 @@
+"""A compressed cache on disk: goes on as the live one, and a bad file is one clear error."""
+
+import copy
+import json
+import os
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import prompt, shared
+from transformers import DynamicCache
+
+import kvevict
+
+CASES = {
+    "snapkv": ("llama", "snapkv", dict(budget=10, window=4)),
+    "h2o": ("llama", "h2o", dict(budget=10)),  # carried scores, evicts while decoding
+    "take": ("llama", "take", dict(budget=10, probe=6, chunk_size=16, decode=True, interval=2)),
+    "keeps all": ("llama", "tova", dict(budget=4096)),
+    "sliding": ("gemma3", "h2o", dict(budget=10)),
+    "sliding take": ("gpt_oss", "take", dict(budget=10, probe=6, chunk_size=16)),
+}
+
+
+def read(model, inputs):
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache)
+    return cache
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("pads", [(0,), (0, 5, 17)])
+@pytest.mark.parametrize("decoded", [0, 5])
+def test_goes_on_as_the_live_cache(case, pads, decoded, tmp_path):
+    """The same tokens from the loaded cache as from the live one, in another process' model, twice."""
+    family, policy, options = CASES[case]
+    model, inputs = shared(family), prompt(len(pads), 40, pad=pads)
+    mask = torch.cat([inputs["attention_mask"], torch.ones(len(pads), decoded + 7, dtype=torch.long)], 1)
+    with kvevict.evicting(model, policy, **options):
+        cache = read(model, inputs)
+        for token in range(decoded):
+            with torch.no_grad():
+                model(torch.full((len(pads), 1), 5 + token), attention_mask=mask[:, : 41 + token], past_key_values=cache)
+        kvevict.save_cache(cache, tmp_path / "cache")
+        question = prompt(len(pads), 7, seed=3)["input_ids"]
+        ask = dict(inputs=question, attention_mask=mask, max_new_tokens=12, do_sample=False)
+        want = model.generate(**ask, past_key_values=copy.deepcopy(cache))
+    assert os.listdir(tmp_path) == ["cache"]
+    other = tiny.model(family)
+    kvevict.patch(other, policy, **options)
+    for _ in range(2):
+        loaded = kvevict.load_cache(tmp_path / "cache", other)
+        assert loaded.get_seq_length() == 40 + decoded
+        for a, b in zip(cache.layers, loaded.layers, strict=True):
+            assert torch.equal(a.keys, b.keys)
+            assert torch.equal(a.values, b.values)
+        assert torch.equal(other.generate(**ask, past_key_values=loaded), want)
+
+
+def test_size_is_what_is_kept(tmp_path):
+    model = shared()
+    with kvevict.evicting(model, "snapkv", budget=10, window=4):
+        kvevict.save_cache(read(model, prompt(1, 400)), tmp_path / "cache")
+        live = kvevict.report(model)["cache_bytes"]
+    assert live < os.path.getsize(tmp_path / "cache") < 1.5 * live + 4096
+
+
+def test_loads_into_an_unpatched_model_but_does_not_run_there(tmp_path):
+    model = tiny.model()
+    with kvevict.evicting(model, "snapkv", budget=10, window=4):
+        kvevict.save_cache(read(model, prompt(1, 40)), tmp_path / "cache")
+    cache = kvevict.load_cache(tmp_path / "cache", model)
+    with pytest.raises(RuntimeError, match=r"kvevict\.patch"):
+        model(torch.tensor([[5]]), past_key_values=cache)
+
+
+def test_saving_a_foreign_or_empty_cache(tmp_path):
+    model, plain = shared(), DynamicCache(config=shared().config)
+    model(prompt(1, 10)["input_ids"], past_key_values=plain)
+    for cache in (plain, DynamicCache(config=model.config), DynamicCache()):
+        with pytest.raises(ValueError, match="did not fill"):
+            kvevict.save_cache(cache, tmp_path / "cache")
+    assert os.listdir(tmp_path) == []
+
+
+# -- bad files ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Family -> the path of a good file, batch 2."""
+    folder, paths = tmp_path_factory.mktemp("caches"), {}
+    for family in ("llama", "gemma3"):
+        model = shared(family)
+        with kvevict.evicting(model, "h2o", budget=10):
+            kvevict.save_cache(read(model, prompt(2, 40, pad=(0, 9))), folder / family)
+        paths[family] = folder / family
+    return paths
+
+
+def refused(path, model=None):
+    with pytest.raises(ValueError) as error:
+        kvevict.load_cache(path, model or shared())
+    assert str(path) in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("part", [0, 4, 8, 100, 0.5, -1])
+def test_truncated(saved, tmp_path, part):
+    data = saved["llama"].read_bytes()
+    (tmp_path / "cut").write_bytes(data[: int(part * len(data)) if isinstance(part, float) else part])
+    assert "no readable cache file" in refused(tmp_path / "cut")
+
+
+def test_random_bytes(saved, tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    for size in (10, 1000, 100_000):
+        noise = torch.randint(256, (size,), dtype=torch.uint8, generator=generator).numpy().tobytes()
+        (tmp_path / "noise").write_bytes(noise)
+        assert "no readable cache file" in refused(tmp_path / "noise")
+
+
+def test_flipped_header_bytes(saved, tmp_path):
+    """Any damage to the header is refused or does no harm, and never another kind of error."""
+    data = saved["llama"].read_bytes()
+    header = 8 + int.from_bytes(data[:8], "little")
+    model = shared()
+    for at in range(0, header, 37):
+        (tmp_path / "flipped").write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        try:
+            kvevict.load_cache(tmp_path / "flipped", model)
+        except ValueError:
+            pass
+
+
+def test_foreign_files(tmp_path):
+    save_file({"weight": torch.ones(3)}, tmp_path / "other")
+    assert "save_cache" in refused(tmp_path / "other")
+    save_file({"weight": torch.ones(3)}, tmp_path / "other", metadata={"format": "pt"})
+    assert "save_cache" in refused(tmp_path / "other")
+    save_file({"weight": torch.ones(3)}, tmp_path / "other", metadata={"format": "kvevict-cache-1", "layers": "{oh"})
+    refused(tmp_path / "other")
+    with pytest.raises(FileNotFoundError):
+        kvevict.load_cache(tmp_path / "missing", shared())
+    with pytest.raises((ValueError, OSError)):
+        kvevict.load_cache(tmp_path, shared())
+
+
+def test_other_models(saved):
+    for changes in (
+        dict(num_hidden_layers=3),
+        dict(num_hidden_layers=5),
+        dict(head_dim=64),
+        dict(num_key_value_heads=4),
+        dict(num_key_value_heads=1),
+        dict(dtype=torch.bfloat16),
+    ):
+        refused(saved["llama"], tiny.model(**changes))
+    refused(saved["llama"], shared("gemma3"))
+    refused(saved["gemma3"], shared("llama"))
+    refused(saved["gemma3"], tiny.model("gemma3", sliding_window=16))
+    refused(saved["gemma3"], tiny.model("gemma3", layer_types=["full_attention", "sliding_attention"] * 2))
+    kvevict.load_cache(saved["llama"], shared("llama"))
+    kvevict.load_cache(saved["gemma3"], shared("gemma3"))
+
+
+def change(tensors, facts, name, edit):
+    tensors[name] = edit(tensors[name])
+
+
+LIES = {
+    "a missing tensor": lambda t, f: t.pop("1.k"),
+    "a missing count": lambda t, f: t.pop("0.len"),
+    "a missing budget": lambda t, f: t.pop("0.budget"),
+    "one head too long": lambda t, f: change(t, f, "0.len", lambda x: x + torch.tensor([[1, 0], [0, 0]], dtype=x.dtype)),
+    "negative count, right sum": lambda t, f: change(
+        t, f, "0.len", lambda x: x + torch.tensor([[-99, 99], [0, 0]], dtype=x.dtype)),
+    "counts as floats": lambda t, f: change(t, f, "0.len", lambda x: x.float()),
+    "counts as int64": lambda t, f: change(t, f, "0.len", lambda x: x.long()),
+    "flat counts": lambda t, f: change(t, f, "0.len", lambda x: x.flatten()),
+    "huge count": lambda t, f: change(t, f, "0.len", lambda x: x + 2**30),
+    "fewer keys": lambda t, f: change(t, f, "2.k", lambda x: x[:-1].clone()),
+    "fewer values": lambda t, f: change(t, f, "2.v", lambda x: x[:-1].clone()),
+    "other values' dtype": lambda t, f: change(t, f, "2.v", lambda x: x.half()),
+    "fewer positions": lambda t, f: change(t, f, "2.pos", lambda x: x[:-1].clone()),
+    "float positions": lambda t, f: change(t, f, "2.pos", lambda x: x.float()),
+    "float seen": lambda t, f: change(t, f, "0.seen", lambda x: x.float()),
+    "seen of three rows": lambda t, f: change(t, f, "0.seen", lambda x: torch.cat([x, x[:1]])),
+    "budget of three rows": lambda t, f: change(t, f, "0.budget", lambda x: torch.cat([x, x[:1]])),
+    "float budget": lambda t, f: change(t, f, "0.budget", lambda x: x.float()),
+    "scores of another shape": lambda t, f: change(t, f, "0.carry", lambda x: x[:, :1].clone()),
+    "scores too short": lambda t, f: change(t, f, "0.carry", lambda x: x[..., :3].clone()),
+    "scores of another dtype": lambda t, f: change(t, f, "0.carry", lambda x: x.long()),
+    "queries of another shape": lambda t, f: t.update({"0.recent": torch.ones(1, 3, 2, 8)}),
+    "other batches in two layers": lambda t, f: t.update(
+        {"1.len": t["1.len"][:1].clone(), "1.seen": t["1.seen"][:1].clone(), "1.budget": t["1.budget"][:1].clone(),
+         "1.carry": t["1.carry"][:1].clone()} | {f"1.{n}": t[f"1.{n}"][: int(t["1.len"][0].sum())].clone() for n in ("k", "v", "pos")}),
+    "no columns": lambda t, f: f[0].pop("columns"),
+    "columns as text": lambda t, f: f[0].update(columns="many"),
+    "negative columns": lambda t, f: f[0].update(columns=-5),
+    "fewer columns than tokens": lambda t, f: f[0].update(columns=3),
+    "columns that differ": lambda t, f: f[1].update(columns=400),
+    "facts are numbers": lambda t, f: f.__setitem__(0, 7),
+    "a layer less": lambda t, f: f.pop(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_counts_that_lie(saved, tmp_path, lie):
+    from safetensors import safe_open
+
+    tensors = load_file(saved["llama"])
+    with safe_open(saved["llama"], framework="pt") as file:
+        meta = file.metadata()
+    facts = json.loads(meta["layers"])
+    LIES[lie](tensors, facts)
+    save_file(tensors, tmp_path / "lie", metadata=meta | {"layers": json.dumps(facts)})
+    refused(tmp_path / "lie")
+
+
+@pytest.mark.parametrize("name, edit", [
+    ("0.keys", lambda x: x[:1].clone()), ("0.keys", lambda x: x[:, :, :3].clone()), ("0.values", lambda x: x.half()),
+    ("0.keys", lambda x: x.flatten()), ("0.keys", None),
+])  # fmt: skip
+def test_sliding_layers_that_lie(saved, tmp_path, name, edit):
+    from safetensors import safe_open
+
+    tensors = load_file(saved["gemma3"])
+    with safe_open(saved["gemma3"], framework="pt") as file:
+        meta = file.metadata()
+    if edit is None:
+        del tensors[name]
+    else:
+        tensors[name] = edit(tensors[name])
+    save_file(tensors, tmp_path / "lie", metadata=meta)
+    refused(tmp_path / "lie", shared("gemma3"))
