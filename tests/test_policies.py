@@ -5,6 +5,7 @@ NEAR of a tie are skipped before the implementation runs, so positions are compa
 """
 
 import functools
+import itertools
 
 import oracle
 import pytest
@@ -130,7 +131,7 @@ def kept(cache):
 def check_report(report, cache, seen):
     layers = [layer for layer in report["positions"] if layer]
     heads = [head for layer in layers for row in layer for head in row]
-    assert all(a < b for head in heads for a, b in zip(head, head[1:])), "positions ascend"
+    assert all(a < b for head in heads for a, b in itertools.pairwise(head)), "positions ascend"
     assert report["kept"] == [p and [[len(head) for head in row] for row in p] for p in report["positions"]]
     assert report["cache_bytes"] == 2 * 4 * 32 * sum(map(len, heads)) <= report["peak_cache_bytes"]  # fp32, d=32
     assert report["seen"] == seen
@@ -276,7 +277,9 @@ def test_decode_with_eviction(name, interval):
     assert max(longest) == BUDGET + interval - 1
 
 
-@pytest.mark.parametrize("name", ["streaming", "h2o", "tova", "snapkv", "snapkv, window as long as the chunk", "keydiff"])
+@pytest.mark.parametrize(
+    "name", ["streaming", "h2o", "tova", "snapkv", "snapkv, window as long as the chunk", "keydiff"]
+)
 def test_decode_past_the_budget_after_a_prompt_of_one_token(name):
     policy, chosen = options(name, budget=BUDGET, decode=True, interval=3)
     compare(model(), policy, [[1, *[1] * 26]], **chosen)
@@ -321,7 +324,9 @@ def test_left_padded_rows_are_read_as_if_alone(name):
     compare(model(), policy, [[41, *later], [26, *later], [10, *later]], **chosen)
 
 
-@pytest.mark.parametrize("name", ["h2o", "snapkv", "take", "take, true positions", "take, span from the end", "keydiff"])
+@pytest.mark.parametrize(
+    "name", ["h2o", "snapkv", "take", "take, true positions", "take, span from the end", "keydiff"]
+)
 @pytest.mark.parametrize("geometry", ["own schedule", "fraction", "chunks, evict at the end"])
 def test_left_padded_rows_in_other_geometries(name, geometry):
     policy, chosen = options(name, **GEOMETRIES[geometry])
@@ -370,11 +375,13 @@ def test_two_runs_are_bitwise_equal(name):
     chosen |= dict(budget=BUDGET, chunk_size=CHUNK, decode=True, interval=1)
     rows = [[41, 1, 1, 1, 20, 1], [22, 1, 1, 1, 20, 1]]
     one, two = (ours(model(), policy, rows, 0, **chosen) for _ in range(2))
-    for (logits, positions), (again, same) in zip(sum(one, []), sum(two, [])):
+    for (logits, positions), (again, same) in zip(itertools.chain(*one), itertools.chain(*two)):
         assert positions == same and torch.equal(logits, again)
 
 
-@pytest.mark.parametrize("name", ["streaming", "h2o", "tova", "snapkv", "keydiff", "take", "take, span", "take/no-probe"])
+@pytest.mark.parametrize(
+    "name", ["streaming", "h2o", "tova", "snapkv", "keydiff", "take", "take, span", "take/no-probe"]
+)
 def test_budget_above_all_tokens_changes_nothing(name):
     policy, chosen = options(name, budget=64, chunk_size=CHUNK, decode=True)
     ids = tokens([[61]], 0)[0][0]
@@ -399,7 +406,8 @@ def test_random_depends_on_the_seed_and_on_nothing_else():
 def test_random_evicts_the_same_after_every_chunk_or_at_the_end():
     """A slot's number depends on its position alone: the best of the best are the best."""
     often, once = (
-        ours(model(), "random", [[61]], 0, budget=BUDGET, chunk_size=CHUNK, schedule=s)[0][0][1] for s in ("chunk", "prompt")
+        ours(model(), "random", [[61]], 0, budget=BUDGET, chunk_size=CHUNK, schedule=s)[0][0][1]
+        for s in ("chunk", "prompt")
     )
     assert often == once
 

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Builds csrc/*.c and test_kernels.c in a temporary directory and runs the test: run.sh [plain|asan]
+# Builds csrc/*.c and every test_*.c in a temporary directory and runs the tests: run.sh [plain|asan]
 set -eu
 mode=${1:-plain}
 case $mode in
@@ -27,5 +27,7 @@ for source in "$csrc"/*.c; do
     *) compile -c "$source" -o "$out/$name.o" ;;
   esac
 done
-compile -I "$csrc" "$here/test_kernels.c" "$out"/*.o -lm -lpthread -o "$out/test_kernels"
-"$out/test_kernels"
+for test in "$here"/test_*.c; do
+  compile -I "$csrc" "$test" "$out"/*.o -lm -lpthread -o "$out/test"
+  "$out/test"
+done

@@ -1,0 +1,432 @@
+"""Bad input: one clear error or the right result, and the model answers right afterwards."""
+
+import pytest
+import tiny
+import torch
+from tiny import VERSION, generate, prompt, relative, shared
+from transformers import DynamicCache, StaticCache
+
+import kvevict
+
+TAKE = dict(budget=16, probe=6, chunk_size=16)
+
+
+@pytest.fixture
+def model():
+    """A shared model that must answer as before after the test, patched and not."""
+    model, inputs = shared(), prompt(2, 50, pad=(0, 9))
+    plain = model(**inputs).logits
+    with kvevict.evicting(model, "take", **TAKE):
+        want = generate(model, inputs)
+    kvevict.patch(model, "take", **TAKE)
+    yield model
+    assert torch.equal(generate(model, inputs), want)
+    kvevict.unpatch(model)
+    assert torch.equal(model(**inputs).logits, plain)
+
+
+# -- what patch() is given ---------------------------------------------------------------------------------------------
+
+NAMES = [
+    (dict(policy="snapvk", budget=64), "unknown policy 'snapvk'.*did you mean 'snapkv'"),
+    (dict(policy="streamingllm", budget=64), "did you mean 'streaming'"),
+    (dict(policy="take/noprobe", budget=64), "did you mean 'take/no-probe'"),
+    (dict(policy="xxxxxxxx", budget=64), "known: .*h2o.*tova"),
+    (dict(policy="", budget=64), "known: .*h2o.*tova"),
+    (dict(policy="snapkv", budget=64, windw=16), "unknown option 'windw'.*did you mean 'window'"),
+    (dict(policy="snapkv", budget=64, chunksize=16), "did you mean 'chunk_size'"),
+    (dict(policy="h2o", budget=64, window=16), "unknown option 'window'"),
+    (dict(policy="take", budget=64, emaspace="aligned"), "did you mean 'ema_space'"),
+    (dict(policy="take", budget=64, ema_space="align"), "unknown ema_space 'align'.*did you mean 'aligned'"),
+    (dict(policy="take", budget=64, probe_positions="before"), "unknown probe_positions 'before'"),
+    (dict(policy="snapkv", budget=64, pool="mean"), "unknown pool 'mean'"),
+    (dict(policy="snapkv", budget=64, reduce="avg"), "unknown reduce 'avg'"),
+    (dict(policy="snapkv", budget=64, schedule="chunks"), "unknown schedule 'chunks'.*did you mean 'chunk'"),
+    (dict(policy="snapkv", budget=64, score="tovaa"), "did you mean 'tova'"),
+    (dict(policy="snapkv", budget=64, heads="equl"), "did you mean 'equal'"),
+    (dict(policy="snapkv", budget=64, layers="unifrom"), "did you mean 'uniform'"),
+    (dict(policy="snapkv", budget=64, select="tokens"), "did you mean 'token'"),
+]
+NUMBERS = [
+    (dict(policy="snapkv"), "budget is missing"),
+    (dict(policy="snapkv", budget=32), "budget=32 is too small.*budget >= 33"),
+    (dict(policy="snapkv", budget=8, window=8), "budget >= 9"),
+    (dict(policy="streaming", budget=4), "budget >= 5"),
+    (dict(policy="take", budget=32), "budget >= 33"),
+    (dict(policy="take", budget=6, probe=(10, 16)), "budget >= 7"),
+    (dict(policy="h2o", budget=8, recent=8), "budget >= 9"),
+    (dict(policy="tova", budget=0), "budget=0 is too small"),
+    (dict(policy="random", budget=-5), "budget=-5"),
+    (dict(policy="h2o", budget=0.0), r"fraction in \(0, 1\)"),
+    (dict(policy="h2o", budget=1.0), r"fraction in \(0, 1\)"),
+    (dict(policy="h2o", budget=-0.5), r"fraction in \(0, 1\)"),
+    (dict(policy="h2o", budget=12.5), r"fraction in \(0, 1\)"),
+    (dict(policy="h2o", budget=float("nan")), r"fraction in \(0, 1\)"),
+    (dict(policy="h2o", budget=float("inf")), r"fraction in \(0, 1\)"),
+    (dict(policy="h2o", budget=True), "budget must be"),
+    (dict(policy="h2o", budget="512"), "budget must be"),
+    (dict(policy="h2o", budget=[64]), "budget must be"),
+    (dict(policy="h2o", budget=64, chunk_size=0), "chunk_size must be at least 1"),
+    (dict(policy="h2o", budget=64, chunk_size=-16), "chunk_size must be at least 1"),
+    (dict(policy="h2o", budget=64, chunk_size=16.0), "chunk_size must be a whole number"),
+    (dict(policy="h2o", budget=64, chunk_size=True), "chunk_size must be a whole number"),
+    (dict(policy="take", budget=64, chunk_size=32), "chunk_size=32 must be greater than the probe's 32"),
+    (dict(policy="take", budget=64, chunk_size=5, probe=(10, 20)), "chunk_size=5 must be greater than the probe's 10"),
+    (dict(policy="take", budget=64, probe=0), "probe must be at least 1"),
+    (dict(policy="take", budget=64, probe=2.5), "probe must be"),
+    (dict(policy="take", budget=64, probe=True), "probe must be"),
+    (dict(policy="take", budget=64, probe=(8, 8)), "no span"),
+    (dict(policy="take", budget=64, probe=(-8, 8)), "no span"),
+    (dict(policy="take", budget=64, probe=(1, 2, 3)), "span"),
+    (dict(policy="take", budget=64, alpha=1.5), "alpha must be"),
+    (dict(policy="take", budget=64, alpha="a"), "alpha must be"),
+    (dict(policy="take", budget=64, alpha=float("nan")), "alpha must be"),
+    (dict(policy="take", budget=64, kernel=4), "odd"),
+    (dict(policy="take", budget=64, warmup_layers=0), "warmup_layers"),
+    (dict(policy="take", budget=64, warmup_layers=5), "warmup_layers=5 is more than the model's 4"),
+    (dict(policy="take", budget=64, warmup_layers="hlf"), "warmup_layers"),
+    (dict(policy="take", budget=64, warmup_budget=-1), "warmup_budget must be"),
+    (dict(policy="snapkv", budget=64, window=0), "window must be at least 1"),
+    (dict(policy="snapkv", budget=64, window=-4), "window must be at least 1"),
+    (dict(policy="snapkv", budget=64, window=4.5), "window must be a whole number"),
+    (dict(policy="snapkv", budget=64, window=True), "window must be a whole number"),
+    (dict(policy="snapkv", budget=64, kernel=0), "kernel must be at least 1"),
+    (dict(policy="snapkv", budget=64, kernel=3.0), "kernel must be a whole number"),
+    (dict(policy="streaming", budget=64, sink=-1), "sink must be at least 0"),
+    (dict(policy="streaming", budget=64, sink=1.5), "sink must be a whole number"),
+    (dict(policy="h2o", budget=64, recent=-1), "recent must be at least 0"),
+    (dict(policy="h2o", budget=64, recent="8"), "recent must be a whole number"),
+    (dict(policy="h2o", budget=64, interval=0), "interval must be at least 1"),
+    (dict(policy="random", budget=64, seed="a"), "seed"),
+    (dict(policy="snapkv", budget=64, schedule="chunk"), "needs a chunk_size"),
+    (dict(policy="snapkv", budget=64, decode="yes"), "decode"),
+    (dict(policy=None, budget=64), "policy must be"),
+    (dict(policy=7, budget=64), "policy must be"),
+    (dict(policy=kvevict.SCORES["snapkv"](), budget=64), "policy must be"),
+    (dict(policy="snapkv", budget=64, score=7), "score must be"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments, text", NAMES + NUMBERS, ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x.values())))
+def test_bad_arguments(arguments, text):
+    model = shared()
+    before = dict(model.get_decoder().__dict__)
+    with pytest.raises((ValueError, TypeError), match=f"(?s){text}"):
+        kvevict.patch(model, **arguments)
+    assert model.get_decoder().__dict__ == before
+    with pytest.raises((ValueError, TypeError), match=f"(?s){text}"), kvevict.evicting(model, **arguments):
+        pass
+    assert model.get_decoder().__dict__ == before
+
+
+@pytest.mark.parametrize("what", ["a name", None, torch.nn.Linear(2, 2), torch.nn.Linear, 7])
+def test_not_a_model(what):
+    for function in (kvevict.unpatch, kvevict.report, lambda m: kvevict.patch(m, "take", budget=64)):
+        with pytest.raises((TypeError, ValueError), match="model"):
+            function(what)
+
+
+def test_wrong_dtype_or_device():
+    for make, text in (
+        (lambda: tiny.model(dtype=torch.float64), "float64"),
+        (lambda: tiny.model().to("meta"), "meta"),
+    ):
+        model = make()
+        with pytest.raises((ValueError, TypeError, RuntimeError), match=text):
+            kvevict.patch(model, "snapkv", budget=64)
+            model(prompt(1, 20)["input_ids"].to(model.device))
+        kvevict.unpatch(model)
+    model = tiny.model()  # moved after patching
+    kvevict.patch(model, "snapkv", budget=64).double()
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=r"float64|double"):
+        model(prompt(1, 20)["input_ids"])
+    assert model.float()(prompt(1, 20)["input_ids"]).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("implementation", ["flex_attention", "paged|sdpa", "paged|eager"])
+def test_attention_implementations(implementation):
+    model = tiny.model()
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config._attn_implementation_internal = implementation
+    with pytest.raises(ValueError, match="attention implementation.*sdpa"):
+        kvevict.patch(model, "snapkv", budget=64)
+
+
+@pytest.mark.parametrize("implementation", ["flex_attention", "paged|sdpa"])
+def test_attention_implementation_changed_later(implementation, model):
+    model.config._attn_implementation_internal = implementation
+    try:
+        with pytest.raises(ValueError, match="attention implementation"):
+            model(prompt(1, 20)["input_ids"])
+    finally:
+        model.config._attn_implementation_internal = "sdpa"
+
+
+def test_head_dim():
+    model = tiny.model(head_dim=36)
+    with pytest.raises(ValueError, match="head_dim 36"):
+        kvevict.patch(model, "snapkv", budget=64)
+
+
+# -- prompts -----------------------------------------------------------------------------------------------------------
+
+
+def test_empty_prompt(model):
+    """Transformers itself refuses it in generate; a direct call must not crash either."""
+    for call in (model, model.model):
+        with pytest.raises(ValueError, match="empty"):
+            call(torch.zeros(1, 0, dtype=torch.long))
+        with pytest.raises(ValueError, match="empty"):
+            call(inputs_embeds=torch.zeros(1, 0, 64))
+    with pytest.raises((ValueError, RuntimeError)):
+        model.generate(torch.zeros(1, 0, dtype=torch.long), max_new_tokens=2)
+    with pytest.raises(ValueError, match="exactly one"):
+        model.model()
+
+
+@pytest.mark.parametrize("policy, options", [
+    ("take", TAKE), ("snapkv", dict(budget=16, window=8)), ("h2o", dict(budget=16, decode=False)),
+    ("streaming", dict(budget=16, decode=False)), ("tova", dict(budget=16, decode=False)), ("knorm", dict(budget=16)),
+])  # fmt: skip
+@pytest.mark.parametrize("length", [1, 2, 3, 6, 7, 15, 16])
+def test_prompt_within_the_budget(policy, options, length):
+    """Of length 1, around the probe's and the window's, and exactly the budget: as if unpatched."""
+    plain, inputs = shared(), prompt(2, length)
+    want = generate(plain, inputs)
+    with kvevict.evicting(plain, policy, **options):
+        assert torch.equal(generate(plain, inputs), want)
+        assert kvevict.report(plain)["kept"] == [[[length] * 2] * 2] * 4
+
+
+@pytest.mark.parametrize("policy", ["take", "take/no-probe", "take/chunk-only", "snapkv", "h2o", "streaming", "tova", "keydiff"])
+@pytest.mark.parametrize("length", [17, 18, 31, 32, 33])
+def test_prompt_just_over_the_budget(policy, length):
+    """One slot is lost; chunks of 1, of all but one, ..."""
+    model, inputs = shared(), prompt(2, length, pad=(0, 1))
+    options = dict(probe=6, chunk_size=16) if "take" in policy else dict(window=8) if policy == "snapkv" else {}
+    with kvevict.evicting(model, policy, budget=16, **options):
+        out = model.generate(**inputs, max_new_tokens=3, output_logits=True, return_dict_in_generate=True)
+        assert all(logits.isfinite().all() for logits in out.logits)
+        assert kvevict.report(model)["kept"] == [[[16] * 2, [min(16, length - 1)] * 2]] * 4
+
+
+def test_short_row_beside_a_long_one():
+    """A row of one token in a batch with a long one is what it is alone."""
+    model, inputs = shared(), prompt(2, 50, pad=(0, 49))
+    for policy, options in (("snapkv", dict(budget=16, window=8)), ("h2o", dict(budget=16, chunk_size=8)),
+                            ("take", dict(budget=16, probe=6, chunk_size=16)), ("tova", dict(budget=1))):  # fmt: skip
+        with kvevict.evicting(model, policy, **options):
+            batch = generate(model, inputs)
+            assert kvevict.report(model)["seen"] == [50, 1]
+            assert torch.equal(batch[1:], generate(model, dict(input_ids=inputs["input_ids"][1:, 49:])))
+
+
+def test_smallest_budget():
+    model, inputs = shared(), prompt(1, 40)
+    for policy, options in (("tova", dict(budget=1)), ("h2o", dict(budget=1)), ("knorm", dict(budget=1)),
+                            ("streaming", dict(budget=1, sink=0)), ("snapkv", dict(budget=2, window=1)),
+                            ("take", dict(budget=2, probe=1, chunk_size=2)), ("random", dict(budget=1, chunk_size=1)),
+                            ("h2o", dict(budget=0.001))):  # fmt: skip
+        with kvevict.evicting(model, policy, **options):
+            out = model.generate(**inputs, max_new_tokens=4, output_logits=True, return_dict_in_generate=True)
+            assert all(logits.isfinite().all() for logits in out.logits), policy
+            assert kvevict.report(model)["kept"][3] == [[options["budget"] if options["budget"] >= 1 else 1] * 2]
+
+
+# -- masks -------------------------------------------------------------------------------------------------------------
+
+
+def test_masks(model):
+    ids = prompt(2, 20)["input_ids"]
+    ones = torch.ones_like(ids)
+    right, hole = ones.clone(), ones.clone()
+    right[1, -3:] = 0
+    hole[0, 7] = 0
+    for mask, text in (
+        (right, "left-padded.*padding_side"),
+        (hole, "left-padded"),
+        (ones[:, :-1], r"\(2, 19\), expected \(2, 20\)"),
+        (torch.cat([ones, ones], 1), r"\(2, 40\), expected \(2, 20\)"),
+        (ones[:1], r"\(1, 20\), expected \(2, 20\)"),
+        (torch.zeros(2, 1, 20, 20), "4D"),
+        (torch.ones(2, 1, 20, 20, dtype=torch.bool).tril(), "4D"),
+        (dict(full_attention=None), "dictionar"),
+        (ones[0], "2D"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            model(ids, attention_mask=mask)
+    with pytest.raises(ValueError, match="left-padded"):
+        model.generate(ids, attention_mask=right, max_new_tokens=2)
+    want = model(ids).logits
+    for mask in (ones, ones.bool(), ones.float(), ones.int()):
+        assert relative(model(ids, attention_mask=mask).logits, want) < 1e-5
+
+
+def test_row_without_tokens(model):
+    """A row that is all padding has nothing to attend to: finite or NaN as unpatched, but no crash, and the other row is
+    right."""
+    ids = prompt(2, 20)["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[1] = 0
+    want = model(ids[:1]).logits
+    try:
+        got = model(ids, attention_mask=mask).logits
+    except ValueError as error:
+        assert "padding" in str(error)
+    else:
+        assert relative(got[:1], want) < 1e-4
+
+
+def test_masks_of_later_calls(model):
+    ids = prompt(1, 30)["input_ids"]
+    cache = DynamicCache(config=model.config)
+    model(ids, past_key_values=cache)
+    for tokens, mask in ((1, 1), (1, 30), (5, 5), (5, 36)):
+        with pytest.raises(ValueError, match=f"\\(1, {mask}\\), expected \\(1, {30 + tokens}\\)"):
+            model(ids[:, :tokens], attention_mask=torch.ones(1, mask), past_key_values=cache)
+    hidden = torch.ones(1, 31)
+    hidden[0, -1] = 0
+    with pytest.raises(ValueError, match="attention_mask"):
+        model(ids[:, :1], attention_mask=hidden, past_key_values=cache)
+    assert cache.get_seq_length() == 30
+    with pytest.raises(ValueError, match="batch of 1 rows, the input has 2"):
+        model(ids[:, :1].repeat(2, 1), past_key_values=cache)
+    assert cache.get_seq_length() == 30
+    assert model(ids[:, :5], attention_mask=torch.ones(1, 35), past_key_values=cache).logits.isfinite().all()
+
+
+# -- caches ------------------------------------------------------------------------------------------------------------
+
+
+def test_other_caches(model):
+    ids = prompt(1, 20)["input_ids"]
+    for kind in ("static", "offloaded", "offloaded_static"):
+        with pytest.raises(ValueError, match=r"DynamicCache|offload"):
+            model.generate(ids, max_new_tokens=2, cache_implementation=kind)
+    for cache in (
+        StaticCache(config=model.config, max_cache_len=40),
+        DynamicCache(config=model.config, offloading=True),
+        ((torch.zeros(1, 2, 3, 32),) * 2,) * 4,
+        "a cache",
+    ):
+        with pytest.raises((ValueError, TypeError), match=r"past_key_values.*DynamicCache"):
+            model(ids, past_key_values=cache)
+
+
+def test_quantized_cache(model):
+    from transformers import cache_utils
+
+    class Quantized(cache_utils.QuantizedLayer):
+        def _quantize(self, tensor, axis):
+            return tensor
+
+        _dequantize = _quantize
+
+    cache = DynamicCache(config=model.config)
+    try:
+        cache.layers = [Quantized() for _ in range(4)]
+    except TypeError:
+        pytest.skip("this QuantizedLayer cannot be made without its library")
+    with pytest.raises(ValueError, match="plain DynamicCache"):
+        model(prompt(1, 20)["input_ids"], past_key_values=cache)
+
+
+def test_cache_of_another_model(model):
+    """Of another depth, or filled by a patched model of another shape."""
+    ids = prompt(1, 20)["input_ids"]
+    other = tiny.model(num_hidden_layers=6)
+    long = DynamicCache(config=other.config)
+    other(ids, past_key_values=long)
+    with pytest.raises(ValueError, match="layers"):
+        model(ids, past_key_values=long)
+    kvevict.patch(other, "snapkv", budget=64)
+    long = DynamicCache(config=other.config)
+    other(ids, past_key_values=long)
+    with pytest.raises(ValueError, match="layers"):
+        model(ids, past_key_values=long)
+    wide = tiny.model(head_dim=64)
+    kvevict.patch(wide, "snapkv", budget=64)
+    cache = DynamicCache(config=wide.config)
+    wide(ids, past_key_values=cache)
+    with pytest.raises((ValueError, RuntimeError)):
+        model(ids, past_key_values=cache)
+
+
+def test_continuous_batching(model):
+    if not hasattr(model, "generate_batch"):
+        pytest.skip("no continuous batching here")
+    with pytest.raises(Exception):  # noqa: B017  it fails in its own thread or here, but does not answer wrong
+        out = model.generate_batch([list(range(5, 30))], progress_bar=False)
+        assert out
+
+
+# -- NaN ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["k_proj", "v_proj", "q_proj"])
+@pytest.mark.parametrize("policy", ["take", "snapkv", "h2o", "tova", "streaming", "random", "knorm", "keydiff"])
+def test_nan_weights(where, policy):
+    """The NaN of the unpatched model, no hang, and right again when the weights are."""
+    model, inputs = tiny.model(), prompt(2, 50, pad=(0, 9))
+    weight = getattr(model.get_decoder().layers[1].self_attn, where).weight
+    options = dict(budget=16, chunk_size=16) | (dict(probe=6) if policy == "take" else {}) | (
+        dict(window=6) if policy == "snapkv" else {})  # fmt: skip
+    kvevict.patch(model, policy, **options)
+    want = generate(model, inputs)
+    row = weight[5].clone()
+    with torch.no_grad():
+        weight[5] = float("nan")
+        got = model(**inputs).logits
+        assert got.isnan().all()
+        assert generate(model, inputs, 20).shape == (2, 20)
+        assert kvevict.report(model)["kept"] == [[[16, 16]] * 2] * 4
+        weight[5] = row
+    assert torch.equal(generate(model, inputs), want)
+
+
+@pytest.mark.parametrize("policy", ["h2o", "snapkv", "tova"])
+def test_nan_of_one_token(policy):
+    """A token whose embedding is NaN: rows before it are what they were, its own and later ones are NaN."""
+    model, ids = tiny.model(), prompt(2, 50)["input_ids"].clone()
+    ids[:, 20] = 2
+    with torch.no_grad():
+        model.get_input_embeddings().weight[2] = float("nan")
+        want = model(ids).logits
+        kvevict.patch(model, policy, budget=4096, chunk_size=16)
+        got = model(ids).logits
+    assert torch.equal(got.isnan(), want.isnan())
+    assert relative(got[:, :20], want[:, :20]) < 1e-4
+
+
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), 1e30])
+def test_huge_weights(value):
+    """No crash and no hang either."""
+    model, inputs = tiny.model(), prompt(1, 50)
+    with torch.no_grad():
+        model.get_decoder().layers[0].self_attn.k_proj.weight[3] = value
+        for policy in ("h2o", "snapkv"):
+            kvevict.patch(model, policy, budget=16, chunk_size=25, **(dict(window=8) if policy == "snapkv" else {}))
+            assert generate(model, inputs).shape == (1, 8)
+
+
+# -- outputs that cannot be had ----------------------------------------------------------------------------------------
+
+
+def test_refused_outputs(model):
+    ids = prompt(1, 50)["input_ids"]
+    for name in ("output_attentions", "output_hidden_states"):
+        with pytest.raises(ValueError, match=name):
+            model(ids, **{name: True})
+        with pytest.raises(ValueError, match=name):
+            model.generate(ids, max_new_tokens=2, return_dict_in_generate=True, **{name: True})
+
+
+def test_probe_outside_the_prompt(model):
+    kvevict.patch(model, "take", budget=16, probe=(30, 36), chunk_size=16)
+    try:
+        with pytest.raises(ValueError, match=r"probe=\(30, 36\).*20 tokens"):
+            model(prompt(1, 20)["input_ids"])
+        assert model(prompt(1, 50)["input_ids"]).logits.isfinite().all()
+    finally:
+        kvevict.patch(model, "take", **TAKE)
