@@ -33,6 +33,7 @@ def attention(module, query, key, value, attention_mask, scaling=None, softcap=N
         layer.advance(1, 1)
         if patch.watches_tokens:
             empty = key[:, :, :0], value[:, :, :0]
+            probs = probs if patch.wants_probs else None
             evict.after_token(evict.View(step, layer, module.layer_idx, module, query, *empty, lse, options, probs))
         return out, None
     with patch.clock("attend"):

@@ -219,7 +219,7 @@ class EvictionLayer(CacheLayerMixin):
             k = v = self.k.new_empty(batch, heads, 0, self.k.shape[1])
             pos, first = self.pos.new_empty(batch, 0), self.pos.new_zeros(batch)
         _ops.compact(*source, k, v, pos, first, index, keep, self.k, self.v, self.pos, self.offset)
-        self.len = keep.to(torch.int32)
+        self.len = keep.to(torch.int32, copy=True)  # layers that wait share one `keep`
         self.room = self._least_room()
 
     def _least_room(self) -> int:

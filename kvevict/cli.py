@@ -20,13 +20,17 @@ def policies(parser, argv):
     parser.parse_args(argv)
     import dataclasses
 
-    from .policy import PRESETS, describe
+    from .policy import PRESETS, build, describe
 
-    for name, choices in PRESETS.items():
+    def options(thing, *skip):
+        pairs = ((f.name, getattr(thing, f.name)) for f in dataclasses.fields(thing) if f.name not in skip)
+        return ", ".join(f"{name}={value!r}" for name, value in pairs)
+
+    for name in PRESETS:
+        policy = build(name, budget=0.5)
         print(f"{name:18} {describe(name)}")
-        fields = ((f.name, getattr(choices["score"], f.name)) for f in dataclasses.fields(choices["score"]))
-        shown = {k: v for k, v in choices.items() if k != "score"} | dict(fields)
-        print(" " * 19 + ", ".join(f"{k}={v!r}" for k, v in shown.items()))
+        print(" " * 19 + options(policy, "score", "budget", "name", "progress"))
+        print(" " * 19 + options(policy.score))
     return {"policies": list(PRESETS)}
 
 

@@ -23,6 +23,7 @@ class View:
         self.budget = layer.budget
         self.carry = None
 
+    waits = property(lambda self: self.step.patch.order[self.index] < self.step.patch.waiting_layers - 1)
     decoding = property(lambda self: self.step.decoding)
     state = property(lambda self: self.step.read.state.setdefault(self.index, {}))
     ends_with_probe = property(lambda self: self.step.ends_with_probe)
@@ -42,16 +43,19 @@ class View:
     def policy(self):
         return self.step.patch.policy
 
-    def attention(self, rows=None, reduce="sum"):
-        """Attention a_ij of the newest `rows` rows (None: all of this chunk), reduced over rows, mean over the group:
-        [B, Hkv, C]. While decoding, the rows are the remembered queries of the last decoded tokens."""
+    def attention(self, rows=None, reduce="sum", rows_of_row=None):
+        """Attention a_ij of the newest `rows` rows (None: all of this chunk; rows_of_row [B]: how many of them count),
+        reduced over rows, mean over the group: [B, Hkv, C]. While decoding, the rows are the remembered queries of the
+        last decoded tokens."""
         if self.probs is not None and rows in (None, 1):
             return self.probs
         q, lse = (self.layer.recent, None) if self.decoding else (self.q, self.lse)
         rows = q.shape[2] if rows is None else min(rows, q.shape[2])
-        skip = torch.clamp_min(self.first - (self.k.shape[2] - rows), 0) if not self.decoding else 0 * self.first
+        skip = 0 * self.first if self.decoding else torch.clamp_min(self.first - (self.k.shape[2] - rows), 0)
+        if rows_of_row is not None:
+            skip = torch.maximum(skip, rows - rows_of_row)
         if rows < q.shape[2]:
-            q, lse = q[:, :, -rows:], None if lse is None else lse[:, :, -rows:]
+            q, lse = q[:, :, q.shape[2] - rows :], None if lse is None else lse[:, :, lse.shape[2] - rows :]
         return self._score(q, skip, self.k.shape[2] - 0 * self.first, lse, causal=True, reduce=reduce)
 
     def probe_queries(self):
@@ -148,17 +152,16 @@ def after_chunk(view) -> None:
     step, policy, score = view.step, view.policy, view.policy.score
     if score.carries:
         view.grow_carry(score.increment(view))
-    order, last_waiting = view.step.patch.order[view.index], view.step.patch.waiting_layers - 1
-    slots = None
+    order, slots = step.patch.order[view.index], None
     if step.last or policy.schedule == "chunk":
-        relaxed = policy.warmup_layers is not None and order <= last_waiting and not step.last
+        relaxed = policy.warmup_layers is not None and order < step.patch.waiting_layers and not step.last
         slots = step.read.warmup if relaxed else step.read.targets[order]
-    if order < last_waiting and slots is not None and bool((slots[:, None] < view.n).any()):
+    if not view.waits:
+        score.observe(view)
+    elif slots is not None and bool((slots[:, None] < view.n).any()):
         view.q = view.lse = None  # the choice is another layer's: only keys and values wait
         step.waiting.append(view)
         return
-    if order >= last_waiting:
-        score.observe(view)
     evict(view, slots)
 
 
@@ -172,13 +175,18 @@ def after_append(view) -> None:
 def after_token(view) -> None:
     """The end of one layer's attention over a decoded token, which is stored already."""
     policy, layer = view.policy, view.layer
-    if layer.carry is not None or policy.score.carries:
+    if policy.score.carries:
         view.grow_carry(view.probs)
         layer.carry = view.carry
     if not policy.decode:
         return
-    if policy.score.rows:
+    if policy.score.rows and not view.waits:
         q = view.q if layer.recent is None else torch.cat([layer.recent, view.q], 2)
         layer.recent = q[:, :, -policy.score.rows :]
-    if bool((view.n > layer.budget[:, None] + policy.interval - 1).any()):
-        evict(view, layer.budget)
+    n = view.n.amax(1)
+    full = n > layer.budget + policy.interval - 1
+    if bool(full.any()):
+        if view.waits:
+            view.step.waiting.append(view)
+        else:
+            evict(view, torch.where(full, layer.budget, n))

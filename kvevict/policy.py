@@ -23,11 +23,13 @@ class Policy:
     budget         slots kept per kv head and layer on average, window and sinks included (int), or the fraction of
                    the tokens seen that is kept (float in (0, 1))
     chunk_size     tokens read at once; None reads the prompt whole
-    schedule       "prompt" evicts once at the prompt's end, "chunk" after every chunk
+    schedule       "prompt" evicts once at the prompt's end, "chunk" after every chunk; None: "chunk" if there is a
+                   chunk_size
     warmup_layers  W: the first W-1 layers wait for layer W-1 and take its slots (TAKE eq. 6); None: nobody waits;
                    "half": floor(L/2)
     warmup_budget  B_warmup of the layers before W until the last chunk (TAKE eq. 8); None: METHODS' formula
-    decode         evict while decoding too, so that the cache never grows past budget + interval - 1
+    decode         evict while decoding too, so that the cache never grows past budget + interval - 1; None: where it
+                   is part of the score's method (streaming, h2o, tova)
     interval       decoded tokens between two evictions
     layers, heads, select   how the budget is split over layers and heads, and which slots are taken by it
     progress       show a progress bar while a prompt is read
@@ -36,10 +38,10 @@ class Policy:
     score: Score | str = "snapkv"
     budget: int | float = 512
     chunk_size: int | None = None
-    schedule: str = "prompt"
+    schedule: str | None = None
     warmup_layers: int | str | None = None
     warmup_budget: int | None = None
-    decode: bool = False
+    decode: bool | None = None
     interval: int | None = None
     layers: str = "uniform"
     heads: str = "equal"
@@ -54,6 +56,10 @@ class Policy:
             raise TypeError(f"score must be a name or a kvevict Score, got {type(self.score).__name__}")
         if self.interval is None:
             object.__setattr__(self, "interval", self.score.interval)
+        if self.schedule is None:
+            object.__setattr__(self, "schedule", "prompt" if self.chunk_size is None else "chunk")
+        if self.decode is None:
+            object.__setattr__(self, "decode", self.score.decodes)
         self._check_counts()
         LAYERS.find(self.layers)
         HEADS.find(self.heads)
@@ -128,7 +134,7 @@ def build(policy, *, budget=None, chunk_size=None, **options) -> Policy:
         choices["budget"] = budget
     if chunk_size is not None:
         choices["chunk_size"] = chunk_size
-        choices["schedule"] = "chunk"
+        choices["schedule"] = None
     score = choices["score"] if "score" not in options else options.pop("score")
     score = SCORES.find(score)() if isinstance(score, str) else score
     own = {f.name for f in dataclasses.fields(score) if f.init}
@@ -150,19 +156,18 @@ def describe(name: str) -> str:
     return inspect.getdoc(type(PRESETS.find(name)["score"])).splitlines()[0]
 
 
-_streaming = dict(schedule="chunk", chunk_size=4096, decode=True)
-preset("streaming", score=SCORES["streaming"](), **_streaming)
-preset("h2o", score=SCORES["h2o"](), **_streaming)
-preset("h2o/kvcf", score=SCORES["h2o"](recent=8), **_streaming)
-preset("tova", score=SCORES["tova"](), **_streaming)
+_Z = 4096  # chunk size of the methods that evict chunk by chunk
+preset("streaming", score=SCORES["streaming"](), chunk_size=_Z)
+preset("h2o", score=SCORES["h2o"](), chunk_size=_Z)
+preset("h2o/kvcf", score=SCORES["h2o"](recent=8), chunk_size=_Z)
+preset("tova", score=SCORES["tova"](), chunk_size=_Z)
 preset("snapkv", score=SCORES["snapkv"]())
 preset("snapkv/kvcf", score=SCORES["snapkv"](window=8))
 preset("snapkv/kvpress", score=SCORES["snapkv"](window=64, kernel=5, pool="avg", reduce="mean"))
 preset("random", score=SCORES["random"]())
 preset("knorm", score=SCORES["knorm"]())
 preset("keydiff", score=SCORES["keydiff"]())
-_take = dict(schedule="chunk", chunk_size=4096)
-preset("take", score=SCORES["take"](), warmup_layers="half", **_take)
-preset("take/no-probe", score=SCORES["take"](append=False), warmup_layers="half", **_take)
-preset("take/no-delay", score=SCORES["take"](), **_take)
-preset("take/chunk-only", score=SCORES["take"](append=False), **_take)
+preset("take", score=SCORES["take"](), chunk_size=_Z, warmup_layers="half")
+preset("take/no-probe", score=SCORES["take"](append=False), chunk_size=_Z, warmup_layers="half")
+preset("take/no-delay", score=SCORES["take"](), chunk_size=_Z)
+preset("take/chunk-only", score=SCORES["take"](append=False), chunk_size=_Z)

@@ -262,6 +262,7 @@ class Call:
         )
         for order, index in enumerate(patch.order):
             self.cache.layers[index].budget = read.targets[order]
+            self.cache.layers[index].recent = None  # their slots are no longer the last ones
         length = getattr(policy.score, "length", 0)
         if length:
             span = isinstance(policy.score.probe, tuple)

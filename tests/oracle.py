@@ -163,19 +163,20 @@ class Row:
                 for slot, x in zip(slots, a.sum(1).mean(0).tolist()):
                     carry[slot] = carry.get(slot, 0.0) + x
         n = len(layer.alive[0])
+        delayed = self.W is not None and order <= self.W - 1
+        cut = [layer] + [self.layers[i] for i in self.own[:order] if delayed]
         if not self.reading:
             layer.asked.append((self.seen, q[:, 0]))
-            if o["decode"] and n > self.B + o["interval"] - 1:
-                self._evict([layer], layer, self.B, q, attention)
+            waits = delayed and order < self.W - 1
+            if o["decode"] and n > self.B + o["interval"] - 1 and not waits:
+                self._evict(cut, layer, self.B, q, attention)
             return
         if o["score"] == "take" and o["append"]:
             self._accumulate(layer, q)
         if not self.last and o["schedule"] == "prompt":
             return
-        delayed = self.W is not None and order <= self.W - 1
         if delayed and order < self.W - 1:
             return  # layer W-1 decides
-        cut = [layer] + [self.layers[i] for i in self.own[:order] if delayed]
         keep = self.warmup if delayed and not self.last else self.B
         if n > keep:
             self._evict(cut, layer, keep, q, attention)

@@ -3,7 +3,7 @@
 import pytest
 import tiny
 import torch
-from tiny import VERSION, generate, prompt, relative, shared
+from tiny import generate, prompt, relative, shared
 from transformers import DynamicCache, StaticCache
 
 import kvevict
@@ -107,7 +107,9 @@ NUMBERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("arguments, text", NAMES + NUMBERS, ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x.values())))
+@pytest.mark.parametrize(
+    "arguments, text", NAMES + NUMBERS, ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x.values()))
+)
 def test_bad_arguments(arguments, text):
     model = shared()
     before = dict(model.get_decoder().__dict__)
@@ -153,16 +155,6 @@ def test_attention_implementations(implementation):
         kvevict.patch(model, "snapkv", budget=64)
 
 
-@pytest.mark.parametrize("implementation", ["flex_attention", "paged|sdpa"])
-def test_attention_implementation_changed_later(implementation, model):
-    model.config._attn_implementation_internal = implementation
-    try:
-        with pytest.raises(ValueError, match="attention implementation"):
-            model(prompt(1, 20)["input_ids"])
-    finally:
-        model.config._attn_implementation_internal = "sdpa"
-
-
 def test_head_dim():
     model = tiny.model(head_dim=36)
     with pytest.raises(ValueError, match="head_dim 36"):
@@ -199,7 +191,9 @@ def test_prompt_within_the_budget(policy, options, length):
         assert kvevict.report(plain)["kept"] == [[[length] * 2] * 2] * 4
 
 
-@pytest.mark.parametrize("policy", ["take", "take/no-probe", "take/chunk-only", "snapkv", "h2o", "streaming", "tova", "keydiff"])
+@pytest.mark.parametrize(
+    "policy", ["take", "take/no-probe", "take/chunk-only", "snapkv", "h2o", "streaming", "tova", "keydiff"]
+)
 @pytest.mark.parametrize("length", [17, 18, 31, 32, 33])
 def test_prompt_just_over_the_budget(policy, length):
     """One slot is lost; chunks of 1, of all but one, ..."""
@@ -353,14 +347,6 @@ def test_cache_of_another_model(model):
         model(ids, past_key_values=cache)
 
 
-def test_continuous_batching(model):
-    if not hasattr(model, "generate_batch"):
-        pytest.skip("no continuous batching here")
-    with pytest.raises(Exception):  # noqa: B017  it fails in its own thread or here, but does not answer wrong
-        out = model.generate_batch([list(range(5, 30))], progress_bar=False)
-        assert out
-
-
 # -- NaN ---------------------------------------------------------------------------------------------------------------
 
 
@@ -377,8 +363,7 @@ def test_nan_weights(where, policy):
     row = weight[5].clone()
     with torch.no_grad():
         weight[5] = float("nan")
-        got = model(**inputs).logits
-        assert got.isnan().all()
+        assert model(**inputs).logits[inputs["attention_mask"].bool()].isnan().all()
         assert generate(model, inputs, 20).shape == (2, 20)
         assert kvevict.report(model)["kept"] == [[[16, 16]] * 2] * 4
         weight[5] = row
@@ -387,15 +372,17 @@ def test_nan_weights(where, policy):
 
 @pytest.mark.parametrize("policy", ["h2o", "snapkv", "tova"])
 def test_nan_of_one_token(policy):
-    """A token whose embedding is NaN: rows before it are what they were, its own and later ones are NaN."""
+    """A token whose embedding is NaN: rows before it are what they were (torch would multiply it by zero), its own and
+    later ones are NaN."""
     model, ids = tiny.model(), prompt(2, 50)["input_ids"].clone()
     ids[:, 20] = 2
+    want = model(ids).logits
     with torch.no_grad():
         model.get_input_embeddings().weight[2] = float("nan")
-        want = model(ids).logits
+        assert model(ids).logits[:, 20:].isnan().all()
         kvevict.patch(model, policy, budget=4096, chunk_size=16)
         got = model(ids).logits
-    assert torch.equal(got.isnan(), want.isnan())
+    assert got[:, 20:].isnan().all()
     assert relative(got[:, :20], want[:, :20]) < 1e-4
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import os
 import threading
 
@@ -86,7 +87,10 @@ def test_strategies(strategy):
 def test_beams_after_eviction(policy):
     """The score of every beam is that of its tokens read one by one after the prompt. (No token comes twice: equal keys
     have equal norms but for rounding, and knorm's choice would depend on the batch size.)"""
-    model, inputs = shared(), dict(input_ids=torch.randperm(94, generator=torch.Generator().manual_seed(0))[None, :50] + 3)
+    model, inputs = (
+        shared(),
+        dict(input_ids=torch.randperm(94, generator=torch.Generator().manual_seed(0))[None, :50] + 3),
+    )
     with kvevict.evicting(model, policy, **PRESETS[policy]), torch.no_grad():
         out = model.generate(**inputs, max_new_tokens=6, num_beams=3, num_return_sequences=3, do_sample=False,
                              length_penalty=0.0, return_dict_in_generate=True, output_scores=True)  # fmt: skip
@@ -205,8 +209,8 @@ def repetitive(length=48):
 
 
 def assistant(kind):
-    if kind == "lookup":
-        return dict(prompt_lookup_num_tokens=4)
+    if kind == "lookup":  # 5.4 needs an end token there; this one does not come
+        return dict(prompt_lookup_num_tokens=4, eos_token_id=0)
     return dict(assistant_model=shared(seed=7) if kind == "model" else tiny.model())
 
 
@@ -292,10 +296,9 @@ def test_positions_after_eviction(family, policy):
         with rotary_positions(model) as second:
             model.generate(longer, attention_mask=mask, past_key_values=cache, max_new_tokens=3, do_sample=False)
     decoded = [p[:, 0].tolist() for p in first if p.shape[1] == 1]
-    per_token = 2 if family == "gemma3" else 1  # frequencies of full and of sliding layers
-    assert decoded == [[p, p - 9] for p in range(50, 54) for _ in range(per_token)]
+    assert [p for p, _ in itertools.groupby(decoded)] == [[p, p - 9] for p in range(50, 54)]  # sliding layers ask again
     decoded = [p[:, 0].tolist() for p in second if p.shape[1] == 1]
-    assert decoded == [[p, p - 9] for p in (75, 76) for _ in range(per_token)]
+    assert [p for p, _ in itertools.groupby(decoded)] == [[75, 66], [76, 67]]
     assert second[0][0, 0] == 54  # the first new token: the last of the first turn, which was not read then
 
 
@@ -558,12 +561,15 @@ def test_frequencies_of_the_whole_prompt(kind, policy, length):
         assert torch.equal(model(**inputs).logits[tokens], want)
     if length == 100:  # the switch matters
         with torch.no_grad():
-            assert relative(model(sequence(100)[:, :60]).logits, model(sequence(100)).logits[:, :60]) > 1e-3
+            short, long = (tiny.model(**(LONGROPE if kind == "longrope" else DYNAMIC))(sequence(100)[:, :n]) for n in (60, 100))
+            assert relative(short.logits, long.logits[:, :60]) > 1e-3
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 def test_decoding_across_the_switch_point(kind):
     """From 60 to 72 tokens with the switch at 64."""
+    if kind == "longrope" and VERSION < (5, 17):
+        pytest.skip("Phi3 of this Transformers drops its cache there and goes on with the last token alone")
     model, inputs = tiny.model(**(LONGROPE if kind == "longrope" else DYNAMIC)), prompt(1, 60)
     want = generate(model, inputs, 12)
     with kvevict.evicting(model, "h2o", **ALL):

@@ -4,7 +4,7 @@ import pytest
 import tiny
 import torch
 import transformers
-from tiny import FAMILIES, VERSION, generate, prompt, relative, shared
+from tiny import FAMILIES, generate, prompt, relative, shared
 from transformers.cache_utils import DynamicCache
 
 import kvevict

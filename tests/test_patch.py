@@ -17,6 +17,7 @@ MIXED = pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
 
 def snapshot(model):
     """Every module's own attributes by identity, containers one level deep."""
+
     def one(value):
         return (id(value), {k: id(v) for k, v in value.items()}) if isinstance(value, dict) else id(value)
 
@@ -60,7 +61,11 @@ def test_a_refused_replacement_changes_nothing():
     kvevict.patch(model, "snapkv", budget=12, window=4)
     generate(model, inputs)
     before = snapshot(model)
-    for bad in (dict(policy="snap", budget=12), dict(policy="snapkv", budget=0), dict(policy="take", budget=9, warmup_layers=5, probe=4)):
+    for bad in (
+        dict(policy="snap", budget=12),
+        dict(policy="snapkv", budget=0),
+        dict(policy="take", budget=9, warmup_layers=5, probe=4),
+    ):
         with pytest.raises(ValueError):
             kvevict.patch(model, **bad)
         assert snapshot(model) == before
@@ -145,7 +150,9 @@ def test_save_pretrained(family, tmp_path):
 
 
 @MIXED
-@pytest.mark.parametrize("policy, options", [("take", TAKE), ("h2o", dict(budget=10)), ("snapkv", dict(budget=0.5, window=4))])
+@pytest.mark.parametrize(
+    "policy, options", [("take", TAKE), ("h2o", dict(budget=10)), ("snapkv", dict(budget=0.5, window=4))]
+)
 def test_report(family, policy, options):
     model, inputs = shared(family), prompt(2, 50, pad=(0, 9))
     with kvevict.evicting(model, policy, **options):
@@ -165,7 +172,9 @@ def test_report(family, policy, options):
     assert report["peak_cache_bytes"] >= max(report["cache_bytes"], 2 * width * 2 * (50 + 41))  # a layer reads all or Z
     assert report["overhead_bytes"] > 0
     assert {"read", "attend"} <= set(report["seconds"])
-    assert all(isinstance(stage, str) and isinstance(took, float) and took >= 0 for stage, took in report["seconds"].items())
+    assert all(
+        isinstance(stage, str) and isinstance(took, float) and took >= 0 for stage, took in report["seconds"].items()
+    )
     assert report["seconds"]["read"] >= report["seconds"]["attend"]
     for index in range(4):
         if index not in own:

@@ -42,7 +42,9 @@ def test_goes_on_as_the_live_cache(case, pads, decoded, tmp_path):
         cache = read(model, inputs)
         for token in range(decoded):
             with torch.no_grad():
-                model(torch.full((len(pads), 1), 5 + token), attention_mask=mask[:, : 41 + token], past_key_values=cache)
+                model(
+                    torch.full((len(pads), 1), 5 + token), attention_mask=mask[:, : 41 + token], past_key_values=cache
+                )
         kvevict.save_cache(cache, tmp_path / "cache")
         question = prompt(len(pads), 7, seed=3)["input_ids"]
         ask = dict(inputs=question, attention_mask=mask, max_new_tokens=12, do_sample=False)

@@ -20,7 +20,8 @@ SCORES = Registry("score")
 
 @dataclass(frozen=True)
 class Score:
-    interval: ClassVar[int] = 16  # decoded tokens between evictions, when evicting while decoding (METHODS section 7)
+    decodes: ClassVar[bool] = False  # evicting while decoding is part of the method
+    interval: ClassVar[int] = 16  # decoded tokens between two evictions, when evicting while decoding
     carries: ClassVar[bool] = False  # the score is a running sum that stays with the slot
     last_row: ClassVar[bool] = False  # needs the newest row's attention at every decode step
     rows: ClassVar[int] = 0  # decoded queries to remember for scoring while decoding

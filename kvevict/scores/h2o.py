@@ -15,6 +15,7 @@ class H2O(Score):
     """
 
     recent: int | None = None
+    decodes: ClassVar[bool] = True
     interval: ClassVar[int] = 1
     carries: ClassVar[bool] = True
     last_row: ClassVar[bool] = True

@@ -13,6 +13,7 @@ class Streaming(Score):
     """StreamingLLM (Xiao et al. 2023): the first `sink` slots, then the most recent ones; keys keep their rotation."""
 
     sink: int = 4
+    decodes: ClassVar[bool] = True
     interval: ClassVar[int] = 1
 
     def protect(self, view):

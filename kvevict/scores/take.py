@@ -71,6 +71,8 @@ class Take(Score):
             )
 
     def protect(self, view):
+        if view.decoding:  # the rows are a window then, and see each other's slots
+            return 0, self.length
         return 0, (view.probe_length if view.ends_with_probe else 0)
 
     def observe(self, view):
@@ -92,5 +94,6 @@ class Take(Score):
         if self.append and not view.decoding:
             score = view.probe_attention(view.state["probe"])
         else:
-            score = view.attention(rows=self.length, reduce="mean")
+            rows = None if view.decoding else view.probe_length
+            score = view.attention(rows=self.length, reduce="mean", rows_of_row=rows)
         return pool(score, view, self.kernel, "avg")

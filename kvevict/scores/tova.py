@@ -13,6 +13,7 @@ class TOVA(Score):
     """
 
     per_head: bool = False
+    decodes: ClassVar[bool] = True
     interval: ClassVar[int] = 1
     last_row: ClassVar[bool] = True
 
