@@ -259,8 +259,9 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         self.cumulative_length -= transient
         if before[0] is None:
             before = key_states[:, :, :0], value_states[:, :, :0]
+        window = 0 if getattr(self, "record_past", False) else -self.sliding_window + 1
         self.keys, self.values = (
-            torch.cat([old, new[:, :, :stored]], dim=2)[:, :, -self.sliding_window + 1 :]
+            torch.cat([old, new[:, :, :stored]], dim=2)[:, :, window:]
             for old, new in zip(before, (key_states, value_states), strict=True)
         )
         return full
@@ -273,6 +274,10 @@ def adopt(cache, kinds, config, first=None) -> None:
     first   [B] left padding of the tokens that a plain cache holds already (a prefix read before patching)
     """
     layers = list(cache.layers)
+    if len(layers) > len(kinds):
+        raise ValueError(
+            f"past_key_values has {len(layers)} layers, the model {len(kinds)}: it is another model's cache"
+        )
     if len(layers) < len(kinds):  # a cache built without a config grows its layers lazily
         layers += DynamicCache(config=config).layers[len(layers) :]
     for index, kind in enumerate(kinds):

@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+import types
 
 import torch
 import transformers
@@ -29,6 +30,41 @@ def layer_kinds(config) -> list:
     """What each decoder layer caches: OWN (we may evict), SLIDING (stays), or the name of a kind we refuse."""
     kinds = {DynamicLayer: OWN, DynamicSlidingWindowLayer: SLIDING}
     return [kinds.get(type(layer), type(layer).__name__) for layer in DynamicCache(config=config).layers]
+
+
+def structural_reasons(config) -> list:
+    """Why a model's attention or cache is of a kind that we cannot evict from; empty for those that we can."""
+    reasons = []
+    if getattr(config, "is_encoder_decoder", False):
+        reasons.append("it is an encoder-decoder model; only decoder-only models are supported")
+    if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
+        reasons.append("ALiBi adds a bias to attention that depends on distance")
+    if getattr(config, "kv_lora_rank", None):
+        reasons.append("its attention keeps latents shared by all heads (MLA), not keys and values")
+    if getattr(config, "num_kv_shared_layers", 0):
+        reasons.append("later layers read earlier layers' keys and values (shared KV)")
+    strange = sorted(set(layer_kinds(config)) - {OWN, SLIDING}) if not reasons else []
+    if strange:
+        reasons.append(f"layers with linear attention, recurrent state or other caches ({', '.join(strange)})")
+    return reasons
+
+
+def mark_rollbacks(model) -> None:
+    """Have assisted and prompt-lookup decoding say so on the cache: its calls bring candidates that may be taken back.
+    (`activate_past_recording` comes before our layers are in the cache.)"""
+    if hasattr(type(model), "_get_candidate_generator"):
+        model._get_candidate_generator = types.MethodType(_candidates_for, model)
+
+
+def _candidates_for(model, *args, **kwargs):
+    cache = kwargs.get("model_kwargs", {}).get("past_key_values")
+    if cache is not None:
+        cache._kvevict_rollback = True
+    return type(model)._get_candidate_generator(model, *args, **kwargs)
+
+
+def may_roll_back(cache) -> bool:
+    return getattr(cache, "_kvevict_rollback", False)
 
 
 def base_attention(module, config):

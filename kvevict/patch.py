@@ -82,6 +82,7 @@ def patch(model, policy, *, budget=None, chunk_size=None, **options):
     object.__setattr__(decoder, STATE, state)
     prefill.install(decoder)
     top = base_model(model)
+    compat.mark_rollbacks(top)
     state.hooks = [
         top.register_forward_pre_hook(_note_logits, with_kwargs=True),
         top.register_forward_hook(_forget_logits, always_call=True),
@@ -91,13 +92,17 @@ def patch(model, policy, *, budget=None, chunk_size=None, **options):
 
 def unpatch(model):
     """Give the model back exactly as it was before `patch`; does nothing on a model that is not patched."""
-    decoder = find_decoder(model)
+    try:
+        decoder = find_decoder(model)
+    except ValueError:  # no decoder that patch() would take
+        return model
     if not is_patched(decoder):
         return model
     state = getattr(decoder, STATE)
     for hook in state.hooks:
         hook.remove()
     prefill.remove(decoder)
+    base_model(model).__dict__.pop("_get_candidate_generator", None)
     for module in own_modules(decoder, state):
         module.config = module.config.__dict__["_kvevict_original"]
     object.__delattr__(decoder, STATE)
@@ -108,7 +113,7 @@ def unpatch(model):
 def evicting(model, policy, **options):
     """`with kvevict.evicting(model, "take", budget=512): ...`: patched inside, as it was before outside."""
     decoder = find_decoder(model)
-    before = getattr(decoder, STATE).policy if is_patched(decoder) else None
+    before = decoder.__dict__.get(STATE)
     patch(model, policy, **options)
     try:
         yield model
@@ -116,7 +121,9 @@ def evicting(model, policy, **options):
         if before is None:
             unpatch(model)
         else:
-            patch(model, before)
+            patch(model, before.policy)
+            after = getattr(decoder, STATE)
+            after.last_report, after.seconds = before.last_report, before.seconds
 
 
 def report(model, positions: bool = False) -> dict:
@@ -136,7 +143,7 @@ def report(model, positions: bool = False) -> dict:
     state = getattr(decoder, STATE)
     if state.last_report is None:
         raise ValueError("nothing was read yet; call model.generate(...) or model(...) first")
-    result = {key: value for key, value in state.last_report.items() if positions or key != "positions"}
+    result = copy.deepcopy({key: value for key, value in state.last_report.items() if positions or key != "positions"})
     if positions:
         result["positions"] = [
             None if layer is None else [[head.tolist() for head in row] for row in layer]
@@ -157,9 +164,10 @@ def find_decoder(model):
     top = base_model(model)
     decoder = top.get_decoder() if hasattr(top, "get_decoder") else top
     if not (hasattr(decoder, "layers") and hasattr(decoder, "config")):
+        reasons = compat.structural_reasons(top.config) if hasattr(top, "config") else []
+        reasons = reasons or ["it has no text decoder with `layers` and `config`"]
         raise ValueError(
-            f"{type(top).__name__} has no text decoder with `layers` and `config`; give a decoder-only "
-            "Transformers language model"
+            f"{type(top).__name__} cannot be patched: {'; '.join(reasons)}; give a decoder-only Transformers model"
         )
     return decoder
 
@@ -175,31 +183,23 @@ def own_modules(decoder, state):
 
 
 def check_model(decoder) -> list:
-    """The kind of every layer, or one ValueError that lists all reasons why this model cannot be patched."""
+    """The kind of every layer, or one ValueError with the reasons why this model cannot be patched."""
     config = decoder.config
-    reasons = []
+    reasons = compat.structural_reasons(config)
     if config.model_type not in compat.MODEL_TYPES:
-        reasons.append(
-            f"model_type {config.model_type!r} was never compared with its unpatched self; known: "
-            f"{', '.join(sorted(compat.MODEL_TYPES))}"
-        )
-        raise ValueError(f"{type(decoder).__name__} cannot be patched: {reasons[0]}")
-    implementation = decoder.layers[0].self_attn.config._attn_implementation
+        if not reasons:
+            known = ", ".join(sorted(compat.MODEL_TYPES))
+            reasons = [f"model_type {config.model_type!r} was never compared with its unpatched self; known: {known}"]
+        raise ValueError(f"{type(decoder).__name__} cannot be patched: " + "; ".join(reasons))
+    module = decoder.layers[0].self_attn
+    implementation = module.config._attn_implementation
     if "flex" in implementation or "paged" in implementation:
-        reasons.append(
-            f"attention implementation {implementation!r} is not supported; load with attn_implementation='sdpa'"
-        )
+        reasons.append(f"attention implementation {implementation!r} is not supported; load with 'sdpa'")
     kinds = compat.layer_kinds(config)
-    strange = sorted(set(kinds) - {compat.OWN, compat.SLIDING})
-    if strange:
-        reasons.append(f"layers cached by {', '.join(strange)} are not supported")
     if compat.OWN not in kinds:
         reasons.append("every layer has a sliding window, whose cache is bounded already: there is nothing to evict")
-    heads = decoder.layers[0].self_attn.head_dim
-    if heads % 8 or not 8 <= heads <= 256:
-        reasons.append(f"head_dim {heads} is not a multiple of 8 up to 256")
-    if any(getattr(module, "_is_hooked_for_pp", False) for module in decoder.layers):
-        reasons.append("pipeline parallelism is not supported")
+    if module.head_dim % 8 or not 8 <= module.head_dim <= 256:
+        reasons.append(f"head_dim {module.head_dim} is not a multiple of 8 up to 256")
     if reasons:
         raise ValueError(f"{type(decoder).__name__} cannot be patched: " + "; ".join(reasons))
     return kinds

@@ -50,16 +50,14 @@ class Policy:
     name: str = field(default="custom", compare=False)
 
     def __post_init__(self):
-        if isinstance(self.score, str):
-            object.__setattr__(self, "score", SCORES.find(self.score)())
-        elif not isinstance(self.score, Score):
-            raise TypeError(f"score must be a name or a kvevict Score, got {type(self.score).__name__}")
+        object.__setattr__(self, "score", as_score(self.score))
         if self.interval is None:
             object.__setattr__(self, "interval", self.score.interval)
         if self.schedule is None:
             object.__setattr__(self, "schedule", "prompt" if self.chunk_size is None else "chunk")
         if self.decode is None:
             object.__setattr__(self, "decode", self.score.decodes)
+        self.score.check(self)
         self._check_counts()
         LAYERS.find(self.layers)
         HEADS.find(self.heads)
@@ -69,7 +67,6 @@ class Policy:
             raise ValueError("schedule='chunk' needs a chunk_size (tokens); e.g. chunk_size=4096")
         if self.warmup_layers is not None and self.warmup_layers != "half":
             count("warmup_layers", self.warmup_layers, 1)
-        self.score.check(self)
 
     def _check_counts(self):
         if isinstance(self.budget, bool) or not isinstance(self.budget, (int, float)):
@@ -89,6 +86,8 @@ class Policy:
         if self.warmup_budget is not None:
             count("warmup_budget", self.warmup_budget, 1)
         count("interval", self.interval, 1)
+        if not isinstance(self.decode, bool):
+            raise TypeError(f"decode must be True, False or None, got {self.decode!r}")
 
     def slots(self, tokens: int) -> int:
         """Budget B of a row that has seen `tokens` valid tokens (METHODS section 0)."""
@@ -116,6 +115,15 @@ class Policy:
         return self.warmup_layers
 
 
+def as_score(score) -> Score:
+    """A score by name, or as it is."""
+    if isinstance(score, str):
+        return SCORES.find(score)()
+    if not isinstance(score, Score):
+        raise TypeError(f"score must be a name or a kvevict Score, got {score!r}")
+    return score
+
+
 def build(policy, *, budget=None, chunk_size=None, **options) -> Policy:
     """A `Policy` from a preset's name or another policy, with options by keyword.
 
@@ -135,8 +143,7 @@ def build(policy, *, budget=None, chunk_size=None, **options) -> Policy:
     if chunk_size is not None:
         choices["chunk_size"] = chunk_size
         choices["schedule"] = None
-    score = choices["score"] if "score" not in options else options.pop("score")
-    score = SCORES.find(score)() if isinstance(score, str) else score
+    score = as_score(options.pop("score", choices["score"]))
     own = {f.name for f in dataclasses.fields(score) if f.init}
     fields = {f.name for f in dataclasses.fields(Policy)} - {"score", "name", "budget", "chunk_size"}
     for option in options:

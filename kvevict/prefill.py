@@ -58,7 +58,7 @@ def forward(self, *args, **kwargs):
     if torch.is_grad_enabled():
         with torch.no_grad():
             output = _with_cache(self, run, kwargs)
-        return _refuse_backward(self, output)
+        return _refuse_backward(self, kwargs.get("inputs_embeds"), output)
     return _with_cache(self, run, kwargs)
 
 
@@ -67,7 +67,7 @@ def _with_cache(decoder, run, kwargs):
     call = Call(decoder, patch, kwargs)
     if call.tokens == 1 and call.columns > 0:
         output = call.decode(run)
-    elif call.recording and call.columns > 0:
+    elif call.rolls_back and call.columns > 0 and call.wanted == call.tokens:
         output = call.append(run)
     else:
         output = call.read(run)
@@ -97,8 +97,14 @@ class Call:
         self._adopt_cache()
         own = next(iter(patch.order))
         self.columns = self.cache.layers[own].columns
-        self.recording = self.cache.layers[own].record_past
+        self.rolls_back = self.cache.layers[own].record_past or compat.may_roll_back(self.cache)
+        self.wanted = self._hidden_wanted()
         self._check_mask()
+        if self.rolls_back and patch.policy.decode:
+            raise ValueError(
+                "assisted and prompt-lookup decoding roll tokens back, which eviction while decoding cannot; pass "
+                "decode=False to kvevict.patch, or generate without an assistant"
+            )
 
     def _adopt_cache(self):
         if self.cache is None:
@@ -147,7 +153,6 @@ class Call:
 
     def append(self, run):
         """Tokens that may be taken back by crop(): stored as they are."""
-        self._check_rollback()
         with running(self._step(0, self.tokens)):
             return self._run(run, 0, self.tokens)
 
@@ -155,15 +160,13 @@ class Call:
         patch, policy = self.patch, self.patch.policy
         patch.seconds.clear()
         patch.peak = 0
-        wanted = self._hidden_wanted()
-        drafted = wanted - 1 if self.recording and wanted > 1 else 0  # candidates behind the prompt's end
+        wanted = self.wanted
+        drafted = wanted - 1 if self.rolls_back and wanted > 1 else 0  # candidates behind the prompt's end
         prompt = self.tokens - drafted
         read = self._new_read(prompt)
         size = policy.chunk_size or prompt
         ends = list(range(prompt, 0, -size))[::-1]  # the remainder goes first, so that the last chunk is full
         self._check_kwargs(len(ends) + bool(drafted))
-        if drafted:
-            self._check_rollback()
         if policy.schedule == "prompt" and len(ends) > 1:
             self._expect(prompt)
         probe = self._probe(read, prompt) if read.probe_rows else None
@@ -299,13 +302,6 @@ class Call:
             layer = self.cache.layers[index]
             layer.expect((layer.longest() if layer.is_initialized else 0) + prompt + ROOM)
 
-    def _check_rollback(self):
-        if self.patch.policy.decode:
-            raise ValueError(
-                "assisted and prompt-lookup decoding roll tokens back, which eviction while decoding cannot; pass "
-                "decode=False to kvevict.patch, or generate without an assistant"
-            )
-
     def _check_kwargs(self, calls):
         for name, value in self.kwargs.items():
             if calls > 1 and isinstance(value, torch.Tensor) and value.ndim > 1 and self.tokens in value.shape:
@@ -390,9 +386,10 @@ class _NoBackward(torch.autograd.Function):
         )
 
 
-def _refuse_backward(decoder, output):
+def _refuse_backward(decoder, embeds, output):
     """A result whose backward pass is an error, instead of silently lacking the decoder's gradients."""
-    anchor = next((p for p in decoder.parameters() if p.requires_grad), None)
+    inputs = [] if embeds is None else [embeds]
+    anchor = next((p for p in (*inputs, *decoder.parameters()) if p.requires_grad), None)
     if anchor is not None:
         hidden = output[0] if isinstance(output, tuple) else output.last_hidden_state
         hidden = _NoBackward.apply(hidden, anchor)

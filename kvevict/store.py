@@ -14,7 +14,6 @@ from .cache import EvictionLayer, adopt
 FORMAT = "kvevict-cache-1"
 OWN_TENSORS = ("k", "v", "pos", "len", "seen", "budget")
 OPTIONAL = ("carry", "recent")
-SLIDING_TENSORS = ("keys", "values")
 
 
 def save_cache(cache, path) -> None:
@@ -22,6 +21,8 @@ def save_cache(cache, path) -> None:
 
     cache   `past_key_values` of a patched model's output. Raises ValueError when kvevict did not fill it.
     """
+    if not getattr(cache, "layers", None):
+        raise ValueError("the cache is empty; read a prompt with a patched model first")
     tensors, facts = {}, []
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, EvictionLayer) and layer.is_initialized:
@@ -63,43 +64,68 @@ def load_cache(path, model):
     if meta.get("format") != FORMAT or not isinstance(facts, list):
         raise ValueError(f"{path} is not a cache written by kvevict.save_cache (format {meta.get('format')!r})")
     kinds = compat.layer_kinds(config)
-    if [fact.get("kind") for fact in facts] != kinds:
+    if [isinstance(fact, dict) and fact.get("kind") for fact in facts] != kinds:
         raise ValueError(f"{path} was written for another model: its layers are not those of {type(decoder).__name__}")
+    columns = facts[0].get("columns")
+    if type(columns) is not int or columns < 0 or any(fact.get("columns") != columns for fact in facts):
+        raise ValueError(f"{path} is damaged: its layers disagree on the number of tokens seen")
     cache = DynamicCache(config=config)
     adopt(cache, kinds, config)
-    dtype, device = next(base_model(model).parameters()).dtype, next(base_model(model).parameters()).device
+    weight = next(base_model(model).parameters())
     for index, (layer, fact) in enumerate(zip(cache.layers, facts, strict=True)):
-        mine = {n.split(".", 1)[1]: t.to(device) for n, t in tensors.items() if n.split(".", 1)[0] == str(index)}
+        mine = {n.split(".", 1)[1]: t.to(weight.device) for n, t in tensors.items() if n.split(".", 1)[0] == str(index)}
         try:
-            _fill(layer, mine, fact, config, dtype, decoder.layers[index].self_attn)
+            fill = _fill_own if fact["kind"] == compat.OWN else _fill_sliding
+            fill(layer, mine, fact, config, weight.dtype, decoder.layers[index].self_attn.head_dim)
         except (KeyError, ValueError, RuntimeError, TypeError) as error:
             raise ValueError(f"{path}, layer {index}: {error}; the file is damaged or of another model") from None
+    batches = {
+        layer.len.shape[0] if isinstance(layer, EvictionLayer) else layer.keys.shape[0] for layer in cache.layers
+    }
+    if len(batches) > 1:
+        raise ValueError(f"{path} is damaged: its layers have batches of {sorted(batches)} rows")
     return cache
 
 
-def _fill(layer, tensors, fact, config, dtype, module):
-    heads, dim = config.num_key_value_heads, module.head_dim
-    if fact["kind"] == compat.SLIDING:
-        if fact["window"] != layer.sliding_window:
-            raise ValueError(f"sliding window {fact['window']}, the model's is {layer.sliding_window}")
-        keys, values = (tensors[name] for name in SLIDING_TENSORS)
-        if keys.shape != values.shape or keys.shape[1] != heads or keys.shape[3] != dim or keys.dtype != dtype:
-            raise ValueError(f"sliding keys {tuple(keys.shape)} {keys.dtype} do not fit")
-        layer.lazy_initialization(keys, values)
-        layer.keys, layer.values, layer.cumulative_length = keys, values, int(fact["columns"])
-        return
-    k, v, pos, length, seen, budget = (tensors[name] for name in OWN_TENSORS)
+def _expect(name, tensor, shape, dtype):
+    if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
+        raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(shape)}")
+
+
+def _fill_sliding(layer, tensors, fact, config, dtype, dim):
+    if fact["window"] != layer.sliding_window:
+        raise ValueError(f"sliding window {fact['window']}, the model's is {layer.sliding_window}")
+    keys, values = tensors["keys"], tensors["values"]
+    length = min(fact["columns"], layer.sliding_window - 1)
+    for name, tensor in (("keys", keys), ("values", values)):
+        _expect(name, tensor, (keys.shape[0], config.num_key_value_heads, length, dim), dtype)
+    layer.lazy_initialization(keys, values)
+    layer.keys, layer.values, layer.cumulative_length = keys, values, fact["columns"]
+
+
+def _fill_own(layer, tensors, fact, config, dtype, dim):
+    heads, length = config.num_key_value_heads, tensors["len"]
+    batch = length.shape[0]
+    _expect("len", length, (batch, heads), torch.int32)
     rows = int(length.sum())
-    if k.dtype != dtype:
-        raise ValueError(f"keys are {k.dtype}, the model is {dtype}")
-    if k.shape != (rows, dim) or v.shape != k.shape or v.dtype != k.dtype or pos.shape != (rows,):
-        raise ValueError(f"keys {tuple(k.shape)} and values {tuple(v.shape)} for {rows} slots of {dim}")
-    if length.ndim != 2 or length.shape[1] != heads or bool((length < 0).any()) or seen.shape != length.shape[:1]:
-        raise ValueError(f"slot counts of shape {tuple(length.shape)} for {heads} kv heads")
-    layer.lazy_initialization(k.new_empty(length.shape[0], heads, 0, dim))
+    for name, shape, kind in (
+        ("k", (rows, dim), dtype), ("v", (rows, dim), dtype), ("pos", (rows,), torch.int32),
+        ("seen", (batch,), torch.int32), ("budget", (batch,), torch.int32),
+    ):  # fmt: skip
+        _expect(name, tensors[name], shape, kind)
+    seen, columns = tensors["seen"], fact["columns"]
+    if bool((length < 0).any() or (length > seen[:, None]).any() or (seen > columns).any()):
+        raise ValueError("more slots than tokens, or more tokens than columns")
+    if "carry" in tensors:
+        _expect("carry", tensors["carry"], (batch, heads, int(length.max())), torch.float32)
+    if "recent" in tensors:
+        _expect(
+            "recent", tensors["recent"], (batch, config.num_attention_heads, tensors["recent"].shape[2], dim), dtype
+        )
+    layer.lazy_initialization(tensors["k"].new_empty(batch, heads, 0, dim))
     ends = length.flatten().cumsum(0)
-    offset = (ends - length.flatten()).view(length.shape)
-    layer.k, layer.v, layer.pos, layer.offset = k, v, pos, offset
-    layer.len, layer.capacity = length, length.clone()
-    layer.columns, layer.seen, layer.budget = int(fact["columns"]), seen, budget
+    layer.offset = (ends - length.flatten()).view(length.shape)
+    layer.capacity, layer.columns = length.clone(), columns
+    for name in OWN_TENSORS:
+        setattr(layer, name, tensors[name])
     layer.carry, layer.recent = tensors.get("carry"), tensors.get("recent")

@@ -1,6 +1,7 @@
 """The cache layer, by the methods that Transformers calls, against a plain list of tensors."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ def holds(layer, held):
             assert torch.equal(got, want)
     assert layer.room == int((layer.capacity - layer.len).min())
     spans = sorted((int(o), int(o + c)) for o, c in zip(layer.offset.flatten(), layer.capacity.flatten()))
-    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:]))  # heads do not overlap
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))  # heads do not overlap
     assert spans[-1][1] <= len(layer.k) == len(layer.v) == len(layer.pos)
 
 

@@ -113,12 +113,15 @@ NUMBERS = [
 def test_bad_arguments(arguments, text):
     model = shared()
     before = dict(model.get_decoder().__dict__)
-    with pytest.raises((ValueError, TypeError), match=f"(?s){text}"):
-        kvevict.patch(model, **arguments)
-    assert model.get_decoder().__dict__ == before
-    with pytest.raises((ValueError, TypeError), match=f"(?s){text}"), kvevict.evicting(model, **arguments):
-        pass
-    assert model.get_decoder().__dict__ == before
+    try:
+        with pytest.raises((ValueError, TypeError), match=f"(?s){text}"):
+            kvevict.patch(model, **arguments)
+        assert model.get_decoder().__dict__ == before
+        with pytest.raises((ValueError, TypeError), match=f"(?s){text}"), kvevict.evicting(model, **arguments):
+            pass
+        assert model.get_decoder().__dict__ == before
+    finally:
+        kvevict.unpatch(model)
 
 
 @pytest.mark.parametrize("what", ["a name", None, torch.nn.Linear(2, 2), torch.nn.Linear, 7])
@@ -151,7 +154,7 @@ def test_attention_implementations(implementation):
     for module in model.modules():
         if hasattr(module, "config"):
             module.config._attn_implementation_internal = implementation
-    with pytest.raises(ValueError, match="attention implementation.*sdpa"):
+    with pytest.raises(ValueError, match=r"attention implementation.*sdpa"):
         kvevict.patch(model, "snapkv", budget=64)
 
 
@@ -258,8 +261,8 @@ def test_masks(model):
 
 
 def test_row_without_tokens(model):
-    """A row that is all padding has nothing to attend to: finite or NaN as unpatched, but no crash, and the other row is
-    right."""
+    """A row that is all padding has nothing to attend to: finite or NaN as unpatched, but no crash, and the other
+    row is right."""
     ids = prompt(2, 20)["input_ids"]
     mask = torch.ones_like(ids)
     mask[1] = 0

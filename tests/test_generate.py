@@ -85,8 +85,8 @@ def test_strategies(strategy):
 
 @pytest.mark.parametrize("policy", PRESETS)
 def test_beams_after_eviction(policy):
-    """The score of every beam is that of its tokens read one by one after the prompt. (No token comes twice: equal keys
-    have equal norms but for rounding, and knorm's choice would depend on the batch size.)"""
+    """The score of every beam is that of its tokens read one by one after the prompt. (No token comes twice: equal
+    keys have equal norms but for rounding, and knorm's choice would depend on the batch size.)"""
     model, inputs = (
         shared(),
         dict(input_ids=torch.randperm(94, generator=torch.Generator().manual_seed(0))[None, :50] + 3),
@@ -264,7 +264,7 @@ def test_user_cache_is_mutated_in_place(family, lazy):
 @pytest.mark.parametrize("pads", [(0,), PADS])
 @pytest.mark.parametrize("new_ids_only", [False, True])
 def test_follow_up_turn(family, pads, new_ids_only):
-    """Two turns, with the full history or with the new ids alone and the whole mask, are one when nothing is evicted."""
+    """Two turns, with the full history or with the new ids alone and the whole mask, are one if nothing is evicted."""
     model, inputs = shared(family), prompt(len(pads), 40, pad=pads)
     with kvevict.evicting(model, "h2o", **ALL):
         first = model.generate(**inputs, max_new_tokens=6, do_sample=False, return_dict_in_generate=True)
@@ -537,7 +537,7 @@ def test_training_is_unpatched(way):
     assert any(g.abs().max() > 0 for g in got[1:])
 
 
-# -- rotary frequencies that depend on the length ------------------------------------------------------------------------
+# -- rotary frequencies that depend on the length ----------------------------------------------------------------------
 
 LONGROPE = dict(
     family="phi3", partial_rotary_factor=1.0, original_max_position_embeddings=64,
@@ -561,7 +561,8 @@ def test_frequencies_of_the_whole_prompt(kind, policy, length):
         assert torch.equal(model(**inputs).logits[tokens], want)
     if length == 100:  # the switch matters
         with torch.no_grad():
-            short, long = (tiny.model(**(LONGROPE if kind == "longrope" else DYNAMIC))(sequence(100)[:, :n]) for n in (60, 100))
+            fresh = (tiny.model(**(LONGROPE if kind == "longrope" else DYNAMIC)) for _ in range(2))
+            short, long = (model(sequence(100)[:, :n]) for model, n in zip(fresh, (60, 100)))
             assert relative(short.logits, long.logits[:, :60]) > 1e-3
 
 

@@ -183,7 +183,8 @@ MLA = dict(num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_
            n_group=1, topk_group=1, first_k_dense_replace=1)  # fmt: skip
 NEXT = dict(num_key_value_heads=2, head_dim=32, intermediate_size=96, moe_intermediate_size=32, num_experts=4,
             num_experts_per_tok=2, shared_expert_intermediate_size=32, linear_num_key_heads=2, linear_num_value_heads=2,
-            linear_key_head_dim=16, linear_value_head_dim=16, layer_types=["linear_attention", "full_attention"])  # fmt: skip
+            linear_key_head_dim=16, linear_value_head_dim=16,
+            layer_types=["linear_attention", "full_attention"])  # fmt: skip
 JAMBA = dict(num_key_value_heads=2, intermediate_size=96, num_experts=2, attn_layer_period=2, attn_layer_offset=1,
              mamba_d_state=8, mamba_dt_rank=4, use_mamba_kernels=False)  # fmt: skip
 GEMMA3N = dict(num_key_value_heads=2, head_dim=32, intermediate_size=96, num_hidden_layers=4, num_kv_shared_layers=2,

@@ -1,5 +1,6 @@
 """A compressed cache on disk: goes on as the live one, and a bad file is one clear error."""
 
+import contextlib
 import copy
 import json
 import os
@@ -82,7 +83,7 @@ def test_saving_a_foreign_or_empty_cache(tmp_path):
     model, plain = shared(), DynamicCache(config=shared().config)
     model(prompt(1, 10)["input_ids"], past_key_values=plain)
     for cache in (plain, DynamicCache(config=model.config), DynamicCache()):
-        with pytest.raises(ValueError, match="not filled by kvevict|did not fill"):
+        with pytest.raises(ValueError, match="not filled by kvevict"):
             kvevict.save_cache(cache, tmp_path / "cache")
     assert os.listdir(tmp_path) == []
 
@@ -131,10 +132,8 @@ def test_flipped_header_bytes(saved, tmp_path):
     model = shared()
     for at in range(0, header, 37):
         (tmp_path / "flipped").write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-        try:
+        with contextlib.suppress(ValueError):
             kvevict.load_cache(tmp_path / "flipped", model)
-        except ValueError:
-            pass
 
 
 def test_foreign_files(tmp_path):
@@ -172,11 +171,20 @@ def change(tensors, facts, name, edit):
     tensors[name] = edit(tensors[name])
 
 
+def one_row(tensors, layer):
+    """Cut a layer to its first batch row, all counts right."""
+    slots = int(tensors[f"{layer}.len"][0].sum())
+    for name in [name for name in tensors if name.startswith(f"{layer}.")]:
+        rows = slots if name.split(".")[1] in ("k", "v", "pos") else 1
+        tensors[name] = tensors[name][:rows].clone()
+
+
 LIES = {
     "a missing tensor": lambda t, f: t.pop("1.k"),
     "a missing count": lambda t, f: t.pop("0.len"),
     "a missing budget": lambda t, f: t.pop("0.budget"),
-    "one head too long": lambda t, f: change(t, f, "0.len", lambda x: x + torch.tensor([[1, 0], [0, 0]], dtype=x.dtype)),
+    "one head too long": lambda t, f: change(
+        t, f, "0.len", lambda x: x + torch.tensor([[1, 0], [0, 0]], dtype=x.dtype)),
     "negative count, right sum": lambda t, f: change(
         t, f, "0.len", lambda x: x + torch.tensor([[-99, 99], [0, 0]], dtype=x.dtype)),
     "counts as floats": lambda t, f: change(t, f, "0.len", lambda x: x.float()),
@@ -196,9 +204,7 @@ LIES = {
     "scores too short": lambda t, f: change(t, f, "0.carry", lambda x: x[..., :3].clone()),
     "scores of another dtype": lambda t, f: change(t, f, "0.carry", lambda x: x.long()),
     "queries of another shape": lambda t, f: t.update({"0.recent": torch.ones(1, 3, 2, 8)}),
-    "other batches in two layers": lambda t, f: t.update(
-        {"1.len": t["1.len"][:1].clone(), "1.seen": t["1.seen"][:1].clone(), "1.budget": t["1.budget"][:1].clone(),
-         "1.carry": t["1.carry"][:1].clone()} | {f"1.{n}": t[f"1.{n}"][: int(t["1.len"][0].sum())].clone() for n in ("k", "v", "pos")}),
+    "other batches in two layers": lambda t, f: one_row(t, 1),
     "no columns": lambda t, f: f[0].pop("columns"),
     "columns as text": lambda t, f: f[0].update(columns="many"),
     "negative columns": lambda t, f: f[0].update(columns=-5),

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..checks import count
 from . import SCORES, Score
 
 
@@ -35,6 +36,9 @@ class Random(Score):
     """Random: a hash of (seed, layer, kv head, position), so that a row keeps the same slots in any batch."""
 
     seed: int = 0
+
+    def check(self, policy):
+        count("seed", self.seed, 0)
 
     def score(self, view):
         heads = torch.arange(view.n.shape[1], device=view.device)[None, :, None]

@@ -64,7 +64,7 @@ class Take(Score):
             raise ValueError(f"alpha must be a number in [0, 1], got {self.alpha!r}")
         one_of("ema_space", self.ema_space, SPACES)
         one_of("probe_positions", self.probe_positions, PLACES)
-        if policy.chunk_size is not None and policy.chunk_size <= self.length:
+        if isinstance(policy.chunk_size, int) and 0 < policy.chunk_size <= self.length:
             raise ValueError(
                 f"chunk_size={policy.chunk_size} must be greater than the probe's {self.length} tokens; "
                 "give a larger chunk_size or a smaller probe"
@@ -78,7 +78,7 @@ class Take(Score):
     def observe(self, view):
         """Eq. 9: Qa_i = alpha * Qa_{i-1} + (1 - alpha) * Q_i, and Qa_0 = Q_0 for the first chunk that holds a row's
         tokens. fp32 [B, H, p, D]."""
-        if not self.append or view.decoding:
+        if not self.append or view.decoding or not view.step.read.probe_rows:
             return
         queries, state = view.probe_queries().float(), view.state
         if state:
