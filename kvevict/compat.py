@@ -43,9 +43,12 @@ def structural_reasons(config) -> list:
         reasons.append("its attention keeps latents shared by all heads (MLA), not keys and values")
     if getattr(config, "num_kv_shared_layers", 0):
         reasons.append("later layers read earlier layers' keys and values (shared KV)")
-    strange = sorted(set(layer_kinds(config)) - {OWN, SLIDING}) if not reasons else []
+    types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
+    strange = set(types) - {"full_attention", "sliding_attention", "attention"}
+    if not reasons:
+        strange |= set(layer_kinds(config)) - {OWN, SLIDING}
     if strange:
-        reasons.append(f"layers with linear attention, recurrent state or other caches ({', '.join(strange)})")
+        reasons.append(f"layers with linear attention, recurrent state or other caches ({', '.join(sorted(strange))})")
     return reasons
 
 

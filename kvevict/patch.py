@@ -159,13 +159,12 @@ def base_model(model):
 
 def find_decoder(model):
     """The text decoder whose layers cache keys and values."""
-    if not isinstance(model, torch.nn.Module):
+    if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
         raise TypeError(f"model must be a loaded Transformers model, got {type(model).__name__}")
     top = base_model(model)
     decoder = top.get_decoder() if hasattr(top, "get_decoder") else top
     if not (hasattr(decoder, "layers") and hasattr(decoder, "config")):
-        reasons = compat.structural_reasons(top.config) if hasattr(top, "config") else []
-        reasons = reasons or ["it has no text decoder with `layers` and `config`"]
+        reasons = compat.structural_reasons(top.config) or ["it has no text decoder with `layers` and `config`"]
         raise ValueError(
             f"{type(top).__name__} cannot be patched: {'; '.join(reasons)}; give a decoder-only Transformers model"
         )

@@ -22,7 +22,7 @@ def save_cache(cache, path) -> None:
     cache   `past_key_values` of a patched model's output. Raises ValueError when kvevict did not fill it.
     """
     if not getattr(cache, "layers", None):
-        raise ValueError("the cache is empty; read a prompt with a patched model first")
+        raise ValueError("the cache was not filled by kvevict: it is empty; read a prompt with a patched model first")
     tensors, facts = {}, []
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, EvictionLayer) and layer.is_initialized:

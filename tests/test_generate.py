@@ -233,7 +233,8 @@ def test_assisted_after_eviction(kind, policy):
     with kvevict.evicting(model, policy, **PRESETS[policy]):
         want = generate(model, inputs, 16)
         try:
-            assert torch.equal(generate(model, inputs, 16, **assisted), want)
+            got = generate(model, inputs, 16, **assisted)  # 5.4 may accept a candidate too many at the end
+            assert torch.equal(got[:, : want.shape[1]], want) and got.shape[1] <= want.shape[1] + (VERSION < (5, 14))
         except ValueError as refusal:
             decodes = policy in ("streaming", "h2o", "tova")
             assert "decode=False" in str(refusal) if decodes else VERSION < (5, 14) and "crop" in str(refusal)
