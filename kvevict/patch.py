@@ -4,15 +4,12 @@ import contextlib
 import copy
 import time
 from collections import defaultdict
-from contextvars import ContextVar
 
 import torch
 
-from . import attention, compat, prefill
+from . import attention, compat, forward
 from .policy import build
-
-STATE = "_kvevict"  # attribute of the text decoder that holds its Patch, outside nn.Module's registries
-logits_wanted: ContextVar = ContextVar("kvevict_logits_wanted", default=None)
+from .step import STATE, logits_wanted
 
 
 class Patch:
@@ -80,7 +77,7 @@ def patch(model, policy, *, budget=None, chunk_size=None, **options):
         config._attn_implementation_internal = attention.NAME
         module.config = config
     object.__setattr__(decoder, STATE, state)
-    prefill.install(decoder)
+    forward.install(decoder)
     top = base_model(model)
     compat.mark_rollbacks(top)
     state.hooks = [
@@ -101,7 +98,7 @@ def unpatch(model):
     state = getattr(decoder, STATE)
     for hook in state.hooks:
         hook.remove()
-    prefill.remove(decoder)
+    forward.remove(decoder)
     base_model(model).__dict__.pop("_get_candidate_generator", None)
     for module in own_modules(decoder, state):
         module.config = module.config.__dict__["_kvevict_original"]
@@ -205,11 +202,9 @@ def check_model(decoder) -> list:
 
 
 def _note_logits(module, args, kwargs):
-    """How many of the last tokens the caller wants logits of; 0 or a tensor: all."""
     wanted = kwargs.get("logits_to_keep", 0)
-    wanted = wanted if isinstance(wanted, int) and kwargs.get("labels") is None else 0
-    logits_wanted.set((wanted,))
+    logits_wanted.set(wanted if isinstance(wanted, int) and kwargs.get("labels") is None else 0)
 
 
 def _forget_logits(module, args, output):
-    logits_wanted.set(None)
+    logits_wanted.set(0)

@@ -1,77 +1,12 @@
 """The loop around the text decoder: a prompt goes through it chunk by chunk, each as [chunk | probe]."""
 
-import inspect
-import types
-
 import torch
 from transformers.cache_utils import DynamicCache
 
 from . import compat
 from .cache import ROOM, EvictionLayer, adopt
 from .layers import LAYERS
-from .step import Read, Step, current, running
-
-WRAPPED = "_kvevict_forward"  # decoder attribute: (name of the attribute we replaced, what was there or None)
-
-
-def install(decoder) -> None:
-    """Replace the decoder's forward by a bound method (deepcopy rebinds those), under the attribute that accelerate
-    calls when it has hooked the module already."""
-    name = "_old_forward" if "_old_forward" in decoder.__dict__ else "forward"
-    before = decoder.__dict__.get(name)
-    object.__setattr__(decoder, WRAPPED, (name, before))
-    setattr(decoder, name, types.MethodType(forward, decoder))
-    rotary = decoder.rotary_emb
-    if compat.rope_depends_on_length(decoder):
-        rotary.forward = types.MethodType(_rotary_forward, rotary)
-
-
-def remove(decoder) -> None:
-    name, before = getattr(decoder, WRAPPED)
-    if "_old_forward" in decoder.__dict__ and name == "forward":  # accelerate hooked us after patching
-        name = "_old_forward"
-    if before is None and name == "forward":
-        del decoder.__dict__[name]
-    else:
-        setattr(decoder, name, before or types.MethodType(type(decoder).forward, decoder))
-    decoder.rotary_emb.__dict__.pop("forward", None)
-    object.__delattr__(decoder, WRAPPED)
-
-
-def original(decoder):
-    """The decoder's own forward, as a callable."""
-    return getattr(decoder, WRAPPED)[1] or types.MethodType(type(decoder).forward, decoder)
-
-
-@torch.compiler.disable
-def forward(self, *args, **kwargs):
-    """Stands in for the decoder's forward; same arguments, same result."""
-    run = original(self)
-    if args:
-        bound = inspect.signature(type(self).forward).bind_partial(self, *args).arguments
-        kwargs |= {name: value for name, value in bound.items() if name != "self"}
-    use_cache = kwargs.get("use_cache")
-    use_cache = getattr(self.config, "use_cache", True) if use_cache is None else use_cache
-    cache = kwargs.get("past_key_values")
-    if self.training or (cache is None and not use_cache):
-        return run(**kwargs)
-    if torch.is_grad_enabled():
-        with torch.no_grad():
-            output = _with_cache(self, run, kwargs)
-        return _refuse_backward(self, kwargs.get("inputs_embeds"), output)
-    return _with_cache(self, run, kwargs)
-
-
-def _with_cache(decoder, run, kwargs):
-    patch = decoder.__dict__["_kvevict"]
-    call = Call(decoder, patch, kwargs)
-    if call.tokens == 1 and call.columns > 0:
-        output = call.decode(run)
-    elif call.rolls_back and call.columns > 0 and call.wanted == call.tokens:
-        output = call.append(run)
-    else:
-        output = call.read(run)
-    return output if call.return_dict is not False else output.to_tuple()
+from .step import Read, Step, current, logits_wanted, running
 
 
 class Call:
@@ -98,7 +33,7 @@ class Call:
         own = next(iter(patch.order))
         self.columns = self.cache.layers[own].columns
         self.rolls_back = self.cache.layers[own].record_past or compat.may_roll_back(self.cache)
-        self.wanted = self._hidden_wanted()
+        self.wanted = logits_wanted.get()  # rows of the last hidden state that the caller will use; 0: all
         self._check_mask()
         if self.rolls_back and patch.policy.decode:
             raise ValueError(
@@ -175,7 +110,7 @@ class Call:
             start = 0
             for end in _progress(ends, policy.progress):
                 last = end == prompt
-                ends_with_probe = last and not isinstance(getattr(policy.score, "probe", 0), tuple)
+                ends_with_probe = last and not policy.score.span
                 extra = None if probe is None or ends_with_probe else probe
                 step = self._step(start, end, read, last, extra)
                 step.ends_with_probe = ends_with_probe
@@ -266,9 +201,8 @@ class Call:
         for order, index in enumerate(patch.order):
             self.cache.layers[index].budget = read.targets[order]
             self.cache.layers[index].recent = None  # their slots are no longer the last ones
-        length = getattr(policy.score, "length", 0)
+        length, span = policy.score.length, policy.score.span
         if length:
-            span = isinstance(policy.score.probe, tuple)
             read.probe_length = torch.full_like(tokens, length) if span else (tokens // 2).clamp_max(length)
             evicts = bool((seen > budget).any())
             read.probe_rows = int(read.probe_length.max()) if evicts and policy.score.append else 0
@@ -278,7 +212,7 @@ class Call:
     def _check_probe(self, read, span, length):
         size = self.patch.policy.chunk_size
         if span:
-            start, stop = self.patch.policy.score.probe
+            start, stop = span
             shortest = int(read.tokens.min())
             if max(stop, -start) > shortest:
                 raise ValueError(f"probe=({start}, {stop}) reaches outside a prompt of {shortest} tokens")
@@ -290,10 +224,9 @@ class Call:
 
     def _probe(self, read, prompt):
         """Columns [B, p] of the probe's tokens."""
-        probe = self.patch.policy.score.probe
-        start = prompt - read.probe_rows
-        if isinstance(probe, tuple):
-            start = (self.first + probe[0]) if probe[0] >= 0 else torch.full_like(self.first, prompt + probe[0])
+        start, span = prompt - read.probe_rows, self.patch.policy.score.span
+        if span:
+            start = self.first + span[0] if span[0] >= 0 else prompt + span[0]
         start = torch.as_tensor(start, device=self.device).expand(self.batch).long()
         return start[:, None] + torch.arange(read.probe_rows, device=self.device)
 
@@ -308,13 +241,6 @@ class Call:
                 raise ValueError(f"{name} cannot be split into chunks; read the prompt whole with chunk_size=None")
         if calls > 1 and self.kwargs.get("output_hidden_states"):
             raise ValueError("output_hidden_states=True needs the prompt read whole: patch with chunk_size=None")
-
-    def _hidden_wanted(self) -> int:
-        """Rows of the last hidden state that the caller will use; 0 means all."""
-        from .patch import logits_wanted
-
-        wanted = logits_wanted.get()
-        return 0 if wanted is None else wanted[0]
 
     def _write_report(self):
         layers = [layer if index in self.patch.order else None for index, layer in enumerate(self.cache.layers)]
@@ -360,40 +286,3 @@ def _progress(ends, show):
     from tqdm import tqdm
 
     return tqdm(ends, desc="reading", unit="chunk")
-
-
-def _rotary_forward(self, x, position_ids, *args, **kwargs):
-    """Frequencies of a whole prompt for each of its chunks: the prompt's last position comes along and is dropped."""
-    step = current()
-    run = types.MethodType(type(self).forward, self)
-    if step is None or step.final_position is None:
-        return run(x, position_ids, *args, **kwargs)
-    final = position_ids.new_full((position_ids.shape[0], 1), step.final_position)
-    cos, sin = run(x, torch.cat([position_ids, final], 1), *args, **kwargs)
-    return cos[:, :-1], sin[:, :-1]
-
-
-class _NoBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden, anchor):
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise RuntimeError(
-            "attention over an evicted cache has no gradient; call model.train(), pass use_cache=False, or "
-            "kvevict.unpatch(model) before training"
-        )
-
-
-def _refuse_backward(decoder, embeds, output):
-    """A result whose backward pass is an error, instead of silently lacking the decoder's gradients."""
-    inputs = [] if embeds is None else [embeds]
-    anchor = next((p for p in (*inputs, *decoder.parameters()) if p.requires_grad), None)
-    if anchor is not None:
-        hidden = output[0] if isinstance(output, tuple) else output.last_hidden_state
-        hidden = _NoBackward.apply(hidden, anchor)
-        if isinstance(output, tuple):
-            return (hidden, *output[1:])
-        output.last_hidden_state = hidden
-    return output

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+STATE = "_kvevict"  # attribute of the text decoder that holds its Patch, outside nn.Module's registries
 _current: ContextVar = ContextVar("kvevict_step", default=None)
+logits_wanted: ContextVar = ContextVar("kvevict_logits_wanted", default=0)  # of the last tokens; 0: of all
 
 
 @dataclass

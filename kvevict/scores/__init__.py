@@ -25,7 +25,8 @@ class Score:
     carries: ClassVar[bool] = False  # the score is a running sum that stays with the slot
     last_row: ClassVar[bool] = False  # needs the newest row's attention at every decode step
     rows: ClassVar[int] = 0  # decoded queries to remember for scoring while decoding
-    transient: ClassVar[int] = 0  # probe rows that read along with a chunk and are not stored
+    length: ClassVar[int] = 0  # rows of the probe
+    span: ClassVar[tuple | None] = None  # where the probe is in the prompt, if not at its end
 
     def protect(self, view) -> tuple[int, int | torch.Tensor]:
         """How many of the first and of the last alive slots are always kept (the last: a number or one per row)."""

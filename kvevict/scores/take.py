@@ -32,16 +32,16 @@ class Take(Score):
     append: bool = True
 
     @property
+    def span(self):
+        return self.probe if isinstance(self.probe, tuple) else None
+
+    @property
     def length(self) -> int:
-        return self.probe if isinstance(self.probe, int) else self.probe[1] - self.probe[0]
+        return self.probe[1] - self.probe[0] if self.span else self.probe
 
     @property
     def rows(self):
         return self.length
-
-    @property
-    def transient(self):
-        return self.length if self.append else 0
 
     def smallest_budget(self):
         return self.length + 1
