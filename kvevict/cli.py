@@ -29,7 +29,7 @@ def policies(parser, argv):
     for name in PRESETS:
         policy = build(name, budget=0.5)
         print(f"{name:18} {describe(name)}")
-        print(" " * 19 + options(policy, "score", "budget", "name", "progress"))
+        print(" " * 19 + options(policy, "score", "budget", "progress"))
         print(" " * 19 + options(policy.score))
     return {"policies": list(PRESETS)}
 

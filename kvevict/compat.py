@@ -87,12 +87,7 @@ def rotate(decoder, module, x, position_from, position_to):
     scale = cos[:, :1].square() + sin[:, :1].square()  # the square of the family's attention scaling
     turn_cos = (cos[:, 1:] * cos[:, :1] + sin[:, 1:] * sin[:, :1]) / scale
     turn_sin = (sin[:, 1:] * cos[:, :1] - cos[:, 1:] * sin[:, :1]) / scale
-    return apply_rotary(module)(x, x, turn_cos, turn_sin)[0]
-
-
-def apply_rotary(module):
-    """The rotary function of the module's modeling file."""
-    return sys.modules[type(module).__module__].apply_rotary_pos_emb
+    return sys.modules[type(module).__module__].apply_rotary_pos_emb(x, x, turn_cos, turn_sin)[0]
 
 
 def rope_depends_on_length(decoder) -> bool:

@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from .checks import count, one_of, unknown
 from .heads import HEADS
@@ -47,7 +47,6 @@ class Policy:
     heads: str = "equal"
     select: str = "token"
     progress: bool = False
-    name: str = field(default="custom", compare=False)
 
     def __post_init__(self):
         object.__setattr__(self, "score", as_score(self.score))
@@ -131,7 +130,7 @@ def build(policy, *, budget=None, chunk_size=None, **options) -> Policy:
     names. A `chunk_size` without a `schedule` means schedule="chunk".
     """
     if isinstance(policy, str):
-        choices = dict(PRESETS.find(policy), name=policy)
+        choices = dict(PRESETS.find(policy))
         if budget is None:
             raise ValueError("budget is missing: slots per kv head (int) or the fraction kept (float in (0, 1))")
     elif isinstance(policy, Policy):
@@ -145,7 +144,7 @@ def build(policy, *, budget=None, chunk_size=None, **options) -> Policy:
         choices["schedule"] = None
     score = as_score(options.pop("score", choices["score"]))
     own = {f.name for f in dataclasses.fields(score) if f.init}
-    fields = {f.name for f in dataclasses.fields(Policy)} - {"score", "name", "budget", "chunk_size"}
+    fields = {f.name for f in dataclasses.fields(Policy)} - {"score", "budget", "chunk_size"}
     for option in options:
         if option not in own | fields:
             raise ValueError(unknown("option", option, own | fields | {"budget", "chunk_size"}))

@@ -1,6 +1,6 @@
 """What a slot is worth. One file per score; the file registers it, and its fields are its options.
 
-A score sees a `kvevict.evict.View` of one layer: the alive slots of every kv head, the observing rows, and what
+A score sees a `kvevict.view.View` of one layer: the alive slots of every kv head, the observing rows, and what
 attention knows about them. It returns fp32 [B, Hkv, C] (or [B, 1, C], shared by the heads), column i being alive slot
 i; it never edits scores to protect a slot, it says how many slots at either end are protected.
 """

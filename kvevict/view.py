@@ -1,0 +1,119 @@
+"""What a score sees of one layer, and what eviction does to it."""
+
+import torch
+
+from . import _ops, compat
+
+
+class View:
+    """One layer as a score sees it: n[b,h] alive slots of head (b, h), stored first, then new, no padding."""
+
+    def __init__(self, step, layer, index, module, q, k, v, lse, options, probs=None):
+        self.step, self.layer, self.index, self.module = step, layer, index, module
+        self.q, self.lse, self.probs, self.options = q, lse, probs, options
+        stored = k.shape[2] - step.transient
+        self.k, self.v, self.pos = k[:, :, :stored], v[:, :, :stored], step.positions[:, :stored].contiguous()
+        self.first = step.first.clamp_max(stored)
+        self.n = layer.len + (stored - self.first)[:, None]
+        self.columns = int(self.n.max()) if self.n.numel() else 0
+        self.device = k.device
+        self.budget = layer.budget
+        self.carry = None
+
+    waits = property(lambda self: self.step.patch.order[self.index] < self.step.patch.waiting_layers - 1)
+    decoding = property(lambda self: self.step.decoding)
+    state = property(lambda self: self.step.read.state.setdefault(self.index, {}))
+    ends_with_probe = property(lambda self: self.step.ends_with_probe)
+    probe_length = property(lambda self: self.step.read.probe_length)
+    has_tokens = property(lambda self: self.first < self.k.shape[2])
+
+    @property
+    def protected(self):
+        """(first, last) [B] int32: always kept slots at either end, at most what the budget leaves."""
+        sizes = self.n.amax(1)
+        ends = (torch.as_tensor(end, dtype=torch.int32, device=self.device) for end in self.policy.score.protect(self))
+        first, last = (end.expand_as(sizes) for end in ends)
+        first = torch.minimum(first, sizes)
+        return first.contiguous(), torch.minimum(last, sizes - first).to(torch.int32).contiguous()
+
+    @property
+    def policy(self):
+        return self.step.patch.policy
+
+    def attention(self, rows=None, reduce="sum", rows_of_row=None):
+        """Attention a_ij of the newest `rows` rows (None: all of this chunk; rows_of_row [B]: how many of them count),
+        reduced over rows, mean over the group: [B, Hkv, C]. While decoding, the rows are the remembered queries of the
+        last decoded tokens."""
+        if self.probs is not None and rows in (None, 1):
+            return self.probs
+        q, lse = (self.layer.recent, None) if self.decoding else (self.q, self.lse)
+        rows = q.shape[2] if rows is None else min(rows, q.shape[2])
+        skip = 0 * self.first if self.decoding else torch.clamp_min(self.first - (self.k.shape[2] - rows), 0)
+        if rows_of_row is not None:
+            skip = torch.maximum(skip, rows - rows_of_row)
+        if rows < q.shape[2]:
+            q, lse = q[:, :, q.shape[2] - rows :], None if lse is None else lse[:, :, lse.shape[2] - rows :]
+        return self._score(q, skip, self.k.shape[2] - 0 * self.first, lse, causal=True, reduce=reduce)
+
+    def probe_queries(self):
+        """Queries of the probe's rows [B, H, p, D], where they read along or where they end the prompt."""
+        return self.q[:, :, self.q.shape[2] - self.step.read.probe_rows :]
+
+    @property
+    def probe_position(self):
+        """[B] position of the probe's first row."""
+        return self.step.positions[:, -1] - (self.step.read.probe_rows - 1)
+
+    def rotate(self, queries, position_from, position_to):
+        return compat.rotate(self.step.decoder, self.module, queries, position_from, position_to)
+
+    def probe_attention(self, queries):
+        """Mean attention of the accumulated probe [B, H, p, D] over the alive slots but the probe's own (TAKE eq. 10),
+        which come last and stay 0: [B, Hkv, C]."""
+        stop = self.k.shape[2] - (self.probe_length if self.ends_with_probe else 0 * self.first)
+        stop = torch.maximum(stop, self.first)
+        skip = (queries.shape[2] - self.probe_length).to(torch.int32)
+        return self._score(queries.to(self.q.dtype), skip, stop, None, causal=False, reduce="mean")
+
+    def _score(self, q, skip, stop, lse, causal, reduce):
+        layer = self.layer
+        with self.step.patch.clock("score"):
+            return _ops.score(
+                q, skip.to(torch.int32), layer.k, layer.offset, layer.len, self.k, self.first, stop.to(torch.int32),
+                lse=lse, causal=causal, reduce=reduce, columns=self.columns, **self.options,
+            )  # fmt: skip
+
+    def per_head(self, function):
+        """function(keys [n, D]) -> [n], for every head's alive keys: [B, Hkv, C]."""
+        out = torch.zeros(*self.n.shape, self.columns, device=self.device)
+        for b, h, rows in self.layer.segments():
+            keys = torch.cat([self.layer.k[rows], self.k[b, h, self.first[b] :]])
+            out[b, h, : len(keys)] = function(keys)
+        return out
+
+    def positions(self):
+        """Positions of the alive slots [B, Hkv, C] int32, -1 past a head's end."""
+        out = torch.full((*self.n.shape, self.columns), -1, dtype=torch.int32, device=self.device)
+        for b, h, rows in self.layer.segments():
+            pos = torch.cat([self.layer.pos[rows], self.pos[b, self.first[b] :]])
+            out[b, h, : len(pos)] = pos
+        return out
+
+    def grow_carry(self, increment):
+        """The layer's carried scores and the increment of this call's rows: [B, Hkv, C]."""
+        if self.layer.carry is not None:
+            increment[..., : self.layer.carry.shape[-1]] += self.layer.carry
+        self.carry = increment
+
+    def store(self, index=None, keep=None):
+        """Put the survivors into the layer: those of `index`, or all."""
+        with self.step.patch.clock("compact"):
+            if index is None:
+                if self.k.shape[2]:
+                    self.layer.append(self.k, self.v, self.pos, self.first)
+                self.layer.carry = self.carry
+            else:
+                self.layer.keep(index, keep, self.k, self.v, self.pos, self.first)
+                if self.carry is not None:
+                    kept = self.carry.gather(2, index.clamp_min(0).long())
+                    self.layer.carry = kept.masked_fill(index < 0, 0)
