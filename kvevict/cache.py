@@ -192,7 +192,7 @@ class EvictionLayer(CacheLayerMixin):
             self._allocate(self._grown(self.len))
             self._move(source, None, self.len)
         result = _ops.decode(q, k, v, pos, self.k, self.v, self.pos, self.offset, self.len, **options)
-        self.len += 1
+        self.len = self.len + 1
         self.room -= 1
         return result
 
@@ -200,7 +200,7 @@ class EvictionLayer(CacheLayerMixin):
         """Count `columns` more columns read, of which tokens [B] (or a number) are no padding."""
         self.columns += columns
         self.tail += columns
-        self.seen += tokens
+        self.seen = self.seen + tokens
 
     def _grown(self, n):
         """Capacity [B, Hkv] for n slots and an eighth more, so that appending is O(1) on average."""
@@ -211,7 +211,8 @@ class EvictionLayer(CacheLayerMixin):
         ends = self.capacity.flatten().cumsum(0)
         self.offset = (ends - self.capacity.flatten()).view_as(self.capacity)
         rows = int(ends[-1]) if ends.numel() else 0
-        self.k, self.v, self.pos = (t.new_empty(rows, *t.shape[1:]) for t in (self.k, self.v, self.pos))
+        with torch.inference_mode(False):  # a cache filled in inference mode can be written to outside of it
+            self.k, self.v, self.pos = (t.new_empty(rows, *t.shape[1:]) for t in (self.k, self.v, self.pos))
 
     def _move(self, source, index, keep, k=None, v=None, pos=None, first=None) -> None:
         if k is None:

@@ -275,3 +275,17 @@ def test_seen_is_not_kept():
         assert layer.get_seq_length() == 40
         assert layer.get_mask_sizes(3) == (3, 40)
         assert layer.keys.shape[2] == 10
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "h2o"])
+def test_filled_in_inference_mode_and_used_outside(policy):
+    model, inputs = tiny.model(), tiny.prompt(1, 50)
+    logits = []
+    with kvevict.evicting(model, policy, budget=40, chunk_size=40):
+        for reading in (torch.no_grad, torch.inference_mode):
+            with reading():
+                cache = model(**inputs).past_key_values
+            with torch.no_grad():
+                steps = [model(torch.tensor([[token]]), past_key_values=cache).logits for token in range(5, 10)]
+            logits.append(torch.cat(steps))
+    assert torch.equal(*logits)
