@@ -279,7 +279,7 @@ def test_seen_is_not_kept():
 
 @pytest.mark.parametrize("policy", ["snapkv", "h2o"])
 def test_filled_in_inference_mode_and_used_outside(policy):
-    model, inputs = tiny.model(), tiny.prompt(1, 50)
+    model, inputs = shared(), prompt(1, 50)
     logits = []
     with kvevict.evicting(model, policy, budget=40, chunk_size=40):
         for reading in (torch.no_grad, torch.inference_mode):
