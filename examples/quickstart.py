@@ -8,8 +8,10 @@ model limits the prompt: longer text is cut (--limit).
 
 import argparse
 import random
+from pathlib import Path
 
 from kvevict.cli import number, table
+from kvevict.policy import build
 from kvevict.run import encode, load_model, measure
 
 
@@ -45,26 +47,21 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder or hub id of a Transformers causal language model")
     parser.add_argument("--file", help="text to read")
-    parser.add_argument("--policy", default="take")
-    parser.add_argument("--budget", type=number, default=512)
-    parser.add_argument("--chunk-size", type=int)
-    parser.add_argument("--question", default="What is this text about?")
+    parser.add_argument("--policy", default="take", help="one of `kvevict policies`")
+    parser.add_argument("--budget", default="512", help="slots per kv head, or the fraction kept")
+    parser.add_argument("--chunk-size", type=int, help="tokens read at once, evicting after each")
+    parser.add_argument("--question", default="What is this text about?", help="what follows the text")
     parser.add_argument("--limit", type=int, help="prompt tokens at most; default: what the model's context holds")
-    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--max-new-tokens", type=int, default=32, help="length of the answer at most")
     args = parser.parse_args()
 
+    policy = build(args.policy, budget=number(args.budget), chunk_size=args.chunk_size, progress=True)
+    text = Path(args.file).read_text(encoding="utf-8", errors="replace") if args.file else made_up_text()
     model, tokenizer = load_model(args.model) if args.model else random_model()
-    if args.file:
-        with open(args.file, encoding="utf-8", errors="replace") as file:
-            text = file.read()
-    else:
-        text = made_up_text()
-    limit = args.limit or model.config.max_position_embeddings - args.max_new_tokens
-    ids = encode(tokenizer, text, args.question, limit)
-    options = dict(budget=args.budget, chunk_size=args.chunk_size, progress=True)
+    ids = encode(model, tokenizer, text, args.question, args.max_new_tokens, args.limit)
     runs = {
         "unpatched": measure(model, tokenizer, ids, max_new_tokens=args.max_new_tokens),
-        args.policy: measure(model, tokenizer, ids, args.policy, args.max_new_tokens, **options),
+        args.policy: measure(model, tokenizer, ids, policy, args.max_new_tokens),
     }
     print(table(runs, ids.shape[1]))
     kept = runs[args.policy]["report"]["kept"]
@@ -72,4 +69,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (ValueError, TypeError, OSError) as error:
+        raise SystemExit(f"quickstart: {error}") from None

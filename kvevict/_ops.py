@@ -64,8 +64,7 @@ def _explain(op, error: RuntimeError, args: tuple) -> Exception:
             return TypeError(f"{name}: {arg} is {t.dtype}, there are kernels for float32, float16 and bfloat16")
     kind = lead.device.type if lead is not None else "cpu"
     if isinstance(error, NotImplementedError) and kind != "cpu":
-        how = "; KVEVICT_CUDA=1 pip install --no-build-isolation . builds them" if kind == "cuda" else ""
-        return ValueError(f"{name}: this build has no {kind.upper()} kernels{how}")
+        return ValueError(f"{name}: there are no {kind.upper()} kernels; move the model and its inputs to the CPU")
     return RuntimeError(f"{name}: " + re.sub(r"^\w+, \S+:\d+, ", "", str(error)))  # without the place in binding.cpp
 
 

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import sys
+import textwrap
 from pathlib import Path
 
 COMMANDS = {}
@@ -24,13 +25,13 @@ def policies(parser, argv):
 
     def options(thing, *skip):
         pairs = ((f.name, getattr(thing, f.name)) for f in dataclasses.fields(thing) if f.name not in skip)
-        return ", ".join(f"{name}={value!r}" for name, value in pairs)
+        return [f"{name}={value!r}" for name, value in pairs]
 
     for name in PRESETS:
         policy = build(name, budget=0.5)
-        print(f"{name:18} {describe(name)}")
-        print(" " * 19 + options(policy, "score", "budget", "progress"))
-        print(" " * 19 + options(policy.score))
+        words = [*options(policy.score), *options(policy, "score", "budget", "progress")]
+        print(textwrap.fill(f"{name:16} {describe(name)}", 100, subsequent_indent=" " * 17))
+        print(textwrap.fill(", ".join(words), 100, initial_indent=" " * 17, subsequent_indent=" " * 17) + "\n")
     return {"policies": list(PRESETS)}
 
 
@@ -41,38 +42,43 @@ def generate(parser, argv):
     parser.add_argument("--model", required=True, help="folder or hub id of a Transformers causal language model")
     parser.add_argument("--file", required=True, help="text to read; - is standard input")
     parser.add_argument("--policy", default="take", help="preset (see `kvevict policies`), default take")
-    parser.add_argument("--budget", type=number, default=512, help="slots per kv head or fraction kept (512)")
-    parser.add_argument("--chunk-size", type=int, help="tokens read at once, evicting after each chunk")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--limit", type=int, help="read only the first LIMIT tokens of the text")
+    parser.add_argument(
+        "--budget", default="512", help="slots per kv head, or the fraction kept as in 0.1; default 512"
+    )
+    parser.add_argument(
+        "--chunk-size", type=int, help="tokens read at once, evicting after each; default: the preset's"
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="length of the answer at most; default 64")
+    parser.add_argument("--limit", type=int, help="prompt tokens at most: cuts the text's end; default: the context")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="policy option, repeatable")
     parser.add_argument("--compare", action="store_true", help="also run the model unpatched")
-    parser.add_argument("--dtype", default="auto", help="float32, bfloat16, float16; default: as stored")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     args = parser.parse_args(argv)
+    from .checks import count
     from .policy import build
     from .run import encode, load_model, measure
 
-    options = dict(parse_option(text) for text in args.option)
-    policy = build(args.policy, budget=args.budget, chunk_size=args.chunk_size, **options, progress=True)
+    count("--max-new-tokens", args.max_new_tokens, 1)
+    options = dict(progress=True, budget=number(args.budget), chunk_size=args.chunk_size)
+    policy = build(args.policy, **options | dict(parse_option(text) for text in args.option))
     text = sys.stdin.read() if args.file == "-" else Path(args.file).read_text(encoding="utf-8", errors="replace")
     model, tokenizer = load_model(args.model, args.dtype)
-    ids = encode(tokenizer, text, args.question, args.limit)
-    rows = {args.policy: measure(model, tokenizer, ids, policy, args.max_new_tokens)}
-    if args.compare:
-        rows = {"unpatched": measure(model, tokenizer, ids, None, args.max_new_tokens)} | rows
-    print(table(rows, ids.shape[1]))
-    return {"tokens": ids.shape[1], "runs": rows}
+    ids = encode(model, tokenizer, text, args.question, args.max_new_tokens, args.limit)
+    runs = {"unpatched": measure(model, tokenizer, ids, None, args.max_new_tokens)} if args.compare else {}
+    runs[args.policy] = measure(model, tokenizer, ids, policy, args.max_new_tokens)
+    print(table(runs, ids.shape[1]))
+    return {"tokens": ids.shape[1], "runs": runs}
 
 
 def table(runs: dict, tokens: int) -> str:
     """Runs of `kvevict.run.measure` side by side, then what was kept and the answers."""
-    head = f"{'':14}{'read s':>9}{'decode s':>10}{'peak MiB':>10}{'KV MiB':>9}{'slots/head':>14}"
+    head = f"{'':17}{'read s':>9}{'decode s':>10}{'peak MiB':>10}{'KV MiB':>9}{'slots/head':>14}"
     lines = [f"{tokens} prompt tokens", head]
     for name, run in runs.items():
         seen = run.get("report")
         kv = f"{seen['cache_bytes'] / 2**20:9.2f}" if seen else f"{'all':>9}"
         lines.append(
-            f"{name:14}{run['read_seconds']:9.2f}{run['decode_seconds']:10.2f}{run['peak_bytes'] / 2**20:10.1f}{kv}"
+            f"{name:17}{run['read_seconds']:9.2f}{run['decode_seconds']:10.2f}{run['peak_bytes'] / 2**20:10.1f}{kv}"
             f"{slots(seen) if seen else str(tokens):>14}"
         )
     for name, run in runs.items():
@@ -88,7 +94,10 @@ def slots(seen: dict) -> str:
 
 def number(text: str):
     """A budget: slots when whole, a fraction otherwise."""
-    return int(text) if text.lstrip("-").isdigit() else float(text)
+    try:
+        return int(text) if text.lstrip("-").isdigit() else float(text)
+    except ValueError:
+        raise ValueError(f"--budget {text}: give a whole number of slots or a fraction such as 0.1") from None
 
 
 def parse_option(text: str):
@@ -109,6 +118,9 @@ def main(argv=None) -> int:
     function = COMMANDS[name]
     try:
         result = function(argparse.ArgumentParser(f"kvevict {name}", description=function.__doc__), argv[1:])
+    except BrokenPipeError:  # the reader of our output has left
+        sys.stderr.close()
+        return 1
     except (ValueError, TypeError, OSError) as error:
         print(f"kvevict {name}: {error}", file=sys.stderr)
         return 2

@@ -139,7 +139,10 @@ def report(model, positions: bool = False) -> dict:
         raise ValueError("the model is not patched; call kvevict.patch(model, policy, budget=...) first")
     state = getattr(decoder, STATE)
     if state.last_report is None:
-        raise ValueError("nothing was read yet; call model.generate(...) or model(...) first")
+        raise ValueError(
+            "nothing was read yet; call model.generate(...) or model(...) first"
+            + (" (in training mode the model runs unpatched: call model.eval())" if decoder.training else "")
+        )
     result = copy.deepcopy({key: value for key, value in state.last_report.items() if positions or key != "positions"})
     if positions:
         result["positions"] = [
@@ -157,11 +160,15 @@ def base_model(model):
 def find_decoder(model):
     """The text decoder whose layers cache keys and values."""
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
-        raise TypeError(f"model must be a loaded Transformers model, got {type(model).__name__}")
+        raise TypeError(
+            f"model must be a loaded Transformers model (a pipeline's is pipe.model), got {type(model).__name__}"
+        )
     top = base_model(model)
     decoder = top.get_decoder() if hasattr(top, "get_decoder") else top
     if not (hasattr(decoder, "layers") and hasattr(decoder, "config")):
-        reasons = compat.structural_reasons(top.config) or ["it has no text decoder with `layers` and `config`"]
+        reasons = compat.structural_reasons(top.config) or [
+            f"model_type {getattr(top.config, 'model_type', None)!r} is not supported (it has no text decoder with `layers`)"
+        ]
         raise ValueError(
             f"{type(top).__name__} cannot be patched: {'; '.join(reasons)}; give a decoder-only Transformers model"
         )
@@ -185,7 +192,7 @@ def check_model(decoder) -> list:
     if config.model_type not in compat.MODEL_TYPES:
         if not reasons:
             known = ", ".join(sorted(compat.MODEL_TYPES))
-            reasons = [f"model_type {config.model_type!r} was never compared with its unpatched self; known: {known}"]
+            reasons = [f"model_type {config.model_type!r} is not supported; known: {known}"]
         raise ValueError(f"{type(decoder).__name__} cannot be patched: " + "; ".join(reasons))
     module = decoder.layers[0].self_attn
     implementation = module.config._attn_implementation
@@ -194,6 +201,11 @@ def check_model(decoder) -> list:
     kinds = compat.layer_kinds(config)
     if compat.OWN not in kinds:
         reasons.append("every layer has a sliding window, whose cache is bounded already: there is nothing to evict")
+    weight = next(decoder.parameters())
+    if weight.dtype == torch.float64:
+        reasons.append("its weights are float64; load it as float32, bfloat16 or float16")
+    if weight.device.type not in ("cpu", "meta"):
+        reasons.append(f"it is on {weight.device}, and there are CPU kernels only; call model.to('cpu')")
     if module.head_dim % 8 or not 8 <= module.head_dim <= 256:
         reasons.append(f"head_dim {module.head_dim} is not a multiple of 8 up to 256")
     if reasons:

@@ -77,8 +77,8 @@ class Policy:
         smallest = self.score.smallest_budget()
         if isinstance(self.budget, int) and self.budget < smallest:
             raise ValueError(
-                f"budget={self.budget} is too small: {type(self.score).__name__} protects {smallest - 1} slots "
-                f"(window, probe and sinks), so give budget >= {smallest} or a smaller window"
+                f"budget={self.budget} is too small: {type(self.score).__name__} always keeps {smallest - 1} slots (its "
+                f"window, probe, recent slots or sinks): give budget >= {smallest} or fewer of those"
             )
         if self.chunk_size is not None:
             count("chunk_size", self.chunk_size, 1)

@@ -26,7 +26,11 @@ class Call:
         tokens = self.ids if self.ids is not None else self.embeds
         self.batch, self.tokens, self.device = tokens.shape[0], tokens.shape[1], tokens.device
         if self.tokens == 0:
-            raise ValueError("the input is empty: give at least one token")
+            held = self.cache.get_seq_length() if self.cache is not None else 0
+            raise ValueError(
+                "the input is empty: give at least one token"
+                + (f" after the {held} that the cache holds, and an attention_mask that covers both" if held else "")
+            )
         if self.kwargs.get("output_attentions"):
             raise ValueError("output_attentions=True is not possible: kvevict never builds attention matrices")
         self._adopt_cache()
@@ -46,7 +50,8 @@ class Call:
             self.cache = DynamicCache(config=self.decoder.config)
         if not isinstance(self.cache, DynamicCache) or getattr(self.cache, "offloading", False):
             raise ValueError(
-                f"past_key_values is a {type(self.cache).__name__} that kvevict cannot evict from; it works with a "
+                f"past_key_values is {'an offloaded' if getattr(self.cache, 'offloading', False) else 'a'} "
+                f"{type(self.cache).__name__} that kvevict cannot evict from; it works with a "
                 "plain DynamicCache: drop cache_implementation and offloading"
             )
         kinds = self.patch.kinds

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import sys
 import time
 
 import torch
@@ -18,9 +19,12 @@ def load_model(name: str, dtype="auto"):
     return model, tokenizer
 
 
-def encode(tokenizer, text: str, question: str, limit: int | None = None):
-    """Ids of `text` followed by `question`. `limit` cuts the text's end, never the question; a chat template is used
-    when the tokenizer has one."""
+def encode(model, tokenizer, text: str, question: str, new_tokens: int, limit: int | None = None):
+    """Ids [1, N] of `text` followed by `question`, in the tokenizer's chat template if it has one.
+
+    The text's end is cut, the question never, to `limit` prompt tokens; None: what the model's context holds besides
+    `new_tokens`. Raises ValueError when no text is left.
+    """
     if tokenizer.chat_template:
         mark = "\u0001"
         chat = [{"role": "user", "content": f"{mark}\n\n{question}"}]
@@ -28,12 +32,21 @@ def encode(tokenizer, text: str, question: str, limit: int | None = None):
         head = tokenizer(before, add_special_tokens=False)["input_ids"]
         tail = tokenizer(after, add_special_tokens=False)["input_ids"]
     else:
-        empty = tokenizer("")["input_ids"]
-        head, tail = empty, tokenizer(f"\n\n{question}", add_special_tokens=False)["input_ids"]
+        head, tail = tokenizer("")["input_ids"], tokenizer(f"\n\n{question}", add_special_tokens=False)["input_ids"]
     body = tokenizer(text, add_special_tokens=False)["input_ids"]
-    if limit is not None:
-        body = body[: max(0, limit - len(head) - len(tail))]
-    return torch.tensor([head + body + tail])
+    if not body:
+        raise ValueError("the text is empty")
+    context = getattr(model.config, "max_position_embeddings", None)
+    if limit is None and context is not None:
+        limit = context - new_tokens
+    room = len(body) if limit is None else limit - len(head) - len(tail)
+    if room < 1:
+        raise ValueError(
+            f"a limit of {limit} tokens leaves none for the text; the question takes {len(head) + len(tail)}"
+        )
+    if room < len(body):
+        print(f"the text's first {room} of {len(body)} tokens are read (limit: {limit})", file=sys.stderr)
+    return torch.tensor([head + body[:room] + tail])
 
 
 def measure(model, tokenizer, ids, policy=None, max_new_tokens=64, **options) -> dict:
@@ -42,6 +55,7 @@ def measure(model, tokenizer, ids, policy=None, max_new_tokens=64, **options) ->
     Returns answer, new_tokens, read_seconds (to the first token), decode_seconds, peak_bytes (growth of the process'
     peak memory above what was resident before) and, when patched, the read's report.
     """
+    model.generate(ids[:, :8], attention_mask=torch.ones_like(ids[:, :8]), max_new_tokens=2)  # warm up
     timer = _FirstToken()
     inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False)
 
