@@ -25,6 +25,8 @@ def attention(module, query, key, value, attention_mask, scaling=None, softcap=N
         raise RuntimeError(
             f"{type(module).__name__} changed keys or values after the cache update; kvevict cannot evict from it"
         )
+    # Under autocast they differ; what is stored decides.
+    query, key, value = (x if x.dtype == layer.k.dtype else x.to(layer.k.dtype) for x in (query, key, value))
     patch = step.patch
     options = dict(scale=scaling, softcap=softcap or 0.0, sinks=None if s_aux is None else s_aux.float())
     if step.decoding:

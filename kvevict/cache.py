@@ -36,6 +36,7 @@ class EvictionLayer(CacheLayerMixin):
         self.carry = None  # [B, Hkv, C] fp32 scores that stay with their slots
         self.recent = None  # [B, H, <= rows, D] last decoded queries
         self.budget = None  # [B] int32, of the last read
+        self.policy = None  # that gave the budget
         self.tail = 0  # columns appended since the last eviction: what crop can take back
         self.room = 0  # free rows of the fullest head
         self.expected = 0  # slots that a read is going to append
@@ -108,6 +109,9 @@ class EvictionLayer(CacheLayerMixin):
         self.columns -= count
         self.tail -= count
         self.room = self._least_room()
+        if self.recent is not None:
+            left = self.recent[:, :, : max(0, self.recent.shape[2] - count)]
+            self.recent = left if left.shape[2] else None
         if self.carry is not None:
             self.carry = self._blank_past_end(self.carry[..., : self.longest()])
 
@@ -131,6 +135,8 @@ class EvictionLayer(CacheLayerMixin):
         for name in ("len", "seen", "budget", "carry", "recent"):
             value = getattr(self, name)
             setattr(self, name, None if value is None else value[chosen])
+        if self.carry is not None:
+            self.carry = self.carry[..., : self.longest()]
         self._allocate(self.capacity[chosen])
         self._move(source, None, self.len)
 
@@ -198,8 +204,9 @@ class EvictionLayer(CacheLayerMixin):
 
     def advance(self, columns: int, tokens) -> None:
         """Count `columns` more columns read, of which tokens [B] (or a number) are no padding."""
+        least = tokens if isinstance(tokens, int) else int(tokens.min())
         self.columns += columns
-        self.tail += columns
+        self.tail = self.tail + columns if least == columns else least  # padding ends what crop can take back
         self.seen = self.seen + tokens
 
     def _grown(self, n):

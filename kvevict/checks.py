@@ -1,6 +1,7 @@
 """Errors that name the argument and the mend."""
 
 import difflib
+import numbers
 
 
 def unknown(kind: str, name, known) -> str:
@@ -18,7 +19,7 @@ def one_of(kind: str, name, known) -> None:
 
 def count(name: str, value, least: int) -> int:
     """A whole number of at least `least`, or an error that names the argument."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be a whole number, got {value!r}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")

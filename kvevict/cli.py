@@ -42,12 +42,8 @@ def generate(parser, argv):
     parser.add_argument("--model", required=True, help="folder or hub id of a Transformers causal language model")
     parser.add_argument("--file", required=True, help="text to read; - is standard input")
     parser.add_argument("--policy", default="take", help="preset (see `kvevict policies`), default take")
-    parser.add_argument(
-        "--budget", default="512", help="slots per kv head, or the fraction kept as in 0.1; default 512"
-    )
-    parser.add_argument(
-        "--chunk-size", type=int, help="tokens read at once, evicting after each; default: the preset's"
-    )
+    parser.add_argument("--budget", default="512", help="slots per kv head, or the fraction kept; default 512")
+    parser.add_argument("--chunk-size", type=int, help="tokens read at once; default: the preset's")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="length of the answer at most; default 64")
     parser.add_argument("--limit", type=int, help="prompt tokens at most: cuts the text's end; default: the context")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="policy option, repeatable")

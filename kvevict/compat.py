@@ -37,6 +37,8 @@ def structural_reasons(config) -> list:
     reasons = []
     if getattr(config, "is_encoder_decoder", False):
         reasons.append("it is an encoder-decoder model; only decoder-only models are supported")
+    if getattr(config, "use_bidirectional_attention", False) or getattr(config, "is_causal", True) is False:
+        reasons.append("its attention is bidirectional; only causal models are supported")
     if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
         reasons.append("ALiBi adds a bias to attention that depends on distance")
     if getattr(config, "kv_lora_rank", None):
@@ -56,10 +58,10 @@ def mark_rollbacks(model) -> None:
     """Have assisted and prompt-lookup decoding say so on the cache: its calls bring candidates that may be taken back.
     (`activate_past_recording` comes before our layers are in the cache.)"""
     if hasattr(type(model), "_get_candidate_generator"):
-        model._get_candidate_generator = types.MethodType(_candidates_for, model)
+        model._get_candidate_generator = types.MethodType(_get_candidate_generator, model)
 
 
-def _candidates_for(model, *args, **kwargs):
+def _get_candidate_generator(model, *args, **kwargs):
     cache = kwargs.get("model_kwargs", {}).get("past_key_values")
     if cache is not None:
         cache._kvevict_rollback = True

@@ -22,12 +22,16 @@ def evict(view, slots) -> None:
     """Cut the layer, and the layers that wait for it, back to `slots` [B] per head; None keeps everything."""
     n = view.n
     keep = n if slots is None else HEADS[view.policy.heads](slots, n)
+    if not view.decoding:  # a row whose chunk is all padding has no rows that could observe
+        keep = torch.where(view.has_tokens[:, None], keep, n)
     if bool((keep < n).any()):
         index = choose(view, keep)
         for waiting in view.step.waiting:
             waiting.store(index, keep)
         view.store(index, keep)
     else:
+        for waiting in view.step.waiting:
+            waiting.store()
         view.store()
     view.step.waiting.clear()
 
@@ -62,7 +66,7 @@ def after_token(view) -> None:
     policy, layer = view.policy, view.layer
     if policy.score.carries:
         view.grow_carry(view.probs)
-        layer.carry = view.carry
+    layer.carry = view.carry
     if not policy.decode:
         return
     if policy.score.rows and not view.waits:

@@ -9,37 +9,43 @@ from . import compat
 from .prefill import Call
 from .step import STATE, current
 
-WRAPPED = "_kvevict_forward"  # decoder attribute: (name of the attribute we replaced, what was there or None)
+WRAPPED = "_kvevict_forward"  # module attribute: (name of the attribute we replaced, what was there or None)
 
 
 def install(decoder) -> None:
-    """Replace the decoder's forward by a bound method (deepcopy rebinds those), under the attribute that accelerate
-    calls when it has hooked the module already."""
-    name = "_old_forward" if "_old_forward" in decoder.__dict__ else "forward"
-    before = decoder.__dict__.get(name)
-    object.__setattr__(decoder, WRAPPED, (name, before))
-    setattr(decoder, name, types.MethodType(forward, decoder))
-    rotary = decoder.rotary_emb
+    """Replace the decoder's forward, and that of rotary frequencies which depend on a prompt's length."""
+    _replace(decoder, forward)
     if compat.rope_depends_on_length(decoder):
-        rotary.forward = types.MethodType(_rotary_forward, rotary)
+        _replace(decoder.rotary_emb, _rotary_forward)
 
 
 def remove(decoder) -> None:
-    name, before = getattr(decoder, WRAPPED)
-    if "_old_forward" in decoder.__dict__ and name == "forward":  # accelerate hooked us after patching
+    _restore(decoder)
+    if compat.rope_depends_on_length(decoder):
+        _restore(decoder.rotary_emb)
+
+
+def _replace(module, function) -> None:
+    """Put a bound method (deepcopy rebinds those) where accelerate looks when it has hooked the module already."""
+    name = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
+    object.__setattr__(module, WRAPPED, (name, module.__dict__.get(name)))
+    setattr(module, name, types.MethodType(function, module))
+
+
+def _restore(module) -> None:
+    name, before = getattr(module, WRAPPED)
+    if "_old_forward" in module.__dict__ and name == "forward":  # accelerate hooked us after patching
         name = "_old_forward"
     if before is None and name == "forward":
-        del decoder.__dict__[name]
+        del module.__dict__[name]
     else:
-        setattr(decoder, name, before or types.MethodType(type(decoder).forward, decoder))
-    if compat.rope_depends_on_length(decoder):
-        del decoder.rotary_emb.forward
-    object.__delattr__(decoder, WRAPPED)
+        setattr(module, name, before or types.MethodType(type(module).forward, module))
+    object.__delattr__(module, WRAPPED)
 
 
-def original(decoder):
-    """The decoder's own forward, as a callable."""
-    return getattr(decoder, WRAPPED)[1] or types.MethodType(type(decoder).forward, decoder)
+def original(module):
+    """The module's own forward, as a callable."""
+    return getattr(module, WRAPPED)[1] or types.MethodType(type(module).forward, module)
 
 
 @torch.compiler.disable
@@ -75,7 +81,7 @@ def _with_cache(decoder, run, kwargs):
 def _rotary_forward(self, x, position_ids, *args, **kwargs):
     """Frequencies of a whole prompt for each of its chunks: the prompt's last position comes along and is dropped."""
     step = current()
-    run = types.MethodType(type(self).forward, self)
+    run = original(self)
     if step is None or step.final_position is None:
         return run(x, position_ids, *args, **kwargs)
     final = position_ids.new_full((position_ids.shape[0], 1), step.final_position)

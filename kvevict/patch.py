@@ -25,6 +25,7 @@ class Patch:
         self.all_own = len(own) == len(kinds)
         self.last_report = None
         self.seconds = defaultdict(float)
+        self.live = {}  # layer -> live KV bytes stored
         self.peak = 0
 
     @property
@@ -47,9 +48,8 @@ class Patch:
     def watch_peak(self, step, view) -> None:
         """Live KV bytes right now: all stored slots, the chunk of this layer, and the chunks of layers that wait."""
         row = 2 * view.k.element_size() * view.k.shape[3] * view.k.shape[1]
-        stored = sum(step.cache.layers[index].live_bytes() for index in self.order)
         chunk = int((view.k.shape[2] - view.first).sum())
-        self.peak = max(self.peak, stored + (1 + len(step.waiting)) * row * chunk)
+        self.peak = max(self.peak, sum(self.live.values()) + (1 + len(step.waiting)) * row * chunk)
 
 
 def patch(model, policy, *, budget=None, chunk_size=None, **options):
@@ -167,7 +167,7 @@ def find_decoder(model):
     decoder = top.get_decoder() if hasattr(top, "get_decoder") else top
     if not (hasattr(decoder, "layers") and hasattr(decoder, "config")):
         reasons = compat.structural_reasons(top.config) or [
-            f"model_type {getattr(top.config, 'model_type', None)!r} is not supported (it has no text decoder with `layers`)"
+            f"model_type {top.config.model_type!r} is not supported (it has no text decoder with `layers`)"
         ]
         raise ValueError(
             f"{type(top).__name__} cannot be patched: {'; '.join(reasons)}; give a decoder-only Transformers model"

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import math
+import numbers
 from dataclasses import dataclass
 
 from .checks import count, one_of, unknown
@@ -68,17 +69,17 @@ class Policy:
             count("warmup_layers", self.warmup_layers, 1)
 
     def _check_counts(self):
-        if isinstance(self.budget, bool) or not isinstance(self.budget, (int, float)):
+        if isinstance(self.budget, bool) or not isinstance(self.budget, numbers.Real):
             raise TypeError(
                 f"budget must be an int (slots per kv head) or a float in (0, 1) (fraction kept), got {self.budget!r}"
             )
-        if isinstance(self.budget, float) and not 0 < self.budget < 1:
+        if not isinstance(self.budget, numbers.Integral) and not 0 < self.budget < 1:
             raise ValueError(f"budget={self.budget} is no fraction in (0, 1); pass an int for a number of slots")
         smallest = self.score.smallest_budget()
-        if isinstance(self.budget, int) and self.budget < smallest:
+        if isinstance(self.budget, numbers.Integral) and self.budget < smallest:
             raise ValueError(
-                f"budget={self.budget} is too small: {type(self.score).__name__} always keeps {smallest - 1} slots (its "
-                f"window, probe, recent slots or sinks): give budget >= {smallest} or fewer of those"
+                f"budget={self.budget} is too small: {type(self.score).__name__} always keeps {smallest - 1} slots "
+                f"(window, probe, recent slots or sinks): give budget >= {smallest} or fewer of those"
             )
         if self.chunk_size is not None:
             count("chunk_size", self.chunk_size, 1)
@@ -90,7 +91,7 @@ class Policy:
 
     def slots(self, tokens: int) -> int:
         """Budget B of a row that has seen `tokens` valid tokens (METHODS section 0)."""
-        if isinstance(self.budget, int):
+        if isinstance(self.budget, numbers.Integral):
             return self.budget
         return max(math.ceil(self.budget * tokens), self.score.smallest_budget())
 

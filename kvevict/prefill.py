@@ -31,21 +31,21 @@ class Call:
                 "the input is empty: give at least one token"
                 + (f" after the {held} that the cache holds, and an attention_mask that covers both" if held else "")
             )
-        if self.kwargs.get("output_attentions"):
+        self._check_cache()
+        self._check_mask()
+        self.wanted = logits_wanted.get()  # rows of the last hidden state that the caller will use; 0: all
+        if self._asks("output_attentions"):
             raise ValueError("output_attentions=True is not possible: kvevict never builds attention matrices")
         self._adopt_cache()
-        own = next(iter(patch.order))
-        self.columns = self.cache.layers[own].columns
-        self.rolls_back = self.cache.layers[own].record_past or compat.may_roll_back(self.cache)
-        self.wanted = logits_wanted.get()  # rows of the last hidden state that the caller will use; 0: all
-        self._check_mask()
-        if self.rolls_back and patch.policy.decode:
+        first = self.cache.layers[next(iter(patch.order))]
+        self.rolls_back = first.record_past or compat.may_roll_back(self.cache)
+        if self.rolls_back and self.wanted > 1 and (patch.policy.decode or patch.policy.score.carries):
             raise ValueError(
-                "assisted and prompt-lookup decoding roll tokens back, which eviction while decoding cannot; pass "
-                "decode=False to kvevict.patch, or generate without an assistant"
+                "assisted and prompt-lookup decoding roll tokens back, which eviction while decoding and h2o's sums "
+                "cannot: pass decode=False and another policy than h2o, or generate without an assistant"
             )
 
-    def _adopt_cache(self):
+    def _check_cache(self):
         if self.cache is None:
             self.cache = DynamicCache(config=self.decoder.config)
         if not isinstance(self.cache, DynamicCache) or getattr(self.cache, "offloading", False):
@@ -54,15 +54,25 @@ class Call:
                 f"{type(self.cache).__name__} that kvevict cannot evict from; it works with a "
                 "plain DynamicCache: drop cache_implementation and offloading"
             )
-        kinds = self.patch.kinds
-        layers = self.cache.layers
+        self.columns = self.cache.get_seq_length()
+        for layer in self.cache.layers:
+            if isinstance(layer, EvictionLayer) and layer.is_initialized:
+                if layer.columns != self.columns:
+                    raise ValueError("past_key_values was left half read by an error; read the prompt into a new one")
+                if layer.len.shape[0] != self.batch:
+                    raise ValueError(
+                        f"past_key_values holds a batch of {layer.len.shape[0]} rows, the input has {self.batch}"
+                    )
+
+    def _adopt_cache(self):
+        kinds, layers = self.patch.kinds, self.cache.layers
         if len(layers) == len(kinds) and all(isinstance(layers[index], EvictionLayer) for index in self.patch.order):
             return
-        first = None
-        if isinstance(self.mask, torch.Tensor) and self.mask.ndim == 2:
-            past = self.cache.get_seq_length()
-            first = _left_padding(self.mask[:, :past])
+        first = None if self.mask is None else _left_padding(self.mask[:, : self.columns])
         adopt(self.cache, kinds, self.decoder.config, first)
+
+    def _asks(self, flag) -> bool:
+        return bool(self.kwargs.get(flag, getattr(self.decoder.config, flag, False)))
 
     def _check_mask(self):
         mask = self.mask
@@ -87,9 +97,23 @@ class Call:
     def decode(self, run):
         if self.mask is not None and bool((self.first > 0).any()):
             raise ValueError("attention_mask hides the newly decoded token; its last column must be 1")
+        self._renew_budgets()
         step = self._step(0, self.tokens)
         with running(step):
             return self._run(run, 0, self.tokens)
+
+    def _renew_budgets(self):
+        """Budgets of a cache that was read under another policy, or without one."""
+        policy = self.patch.policy
+        for index in self.patch.order:
+            layer = self.cache.layers[index]
+            if layer.policy is policy:
+                continue
+            loaded = layer.policy is None and layer.budget is not None
+            if not (loaded or layer.policy == policy) or int(layer.budget.min()) < policy.score.smallest_budget():
+                layer.budget = torch.tensor([policy.slots(n) for n in layer.seen.tolist()], dtype=torch.int32)
+                layer.budget = layer.budget.to(self.device)
+            layer.policy = policy
 
     def append(self, run):
         """Tokens that may be taken back by crop(): stored as they are."""
@@ -99,14 +123,14 @@ class Call:
     def read(self, run):
         patch, policy = self.patch, self.patch.policy
         patch.seconds.clear()
-        patch.peak = 0
+        patch.peak, patch.live = 0, {index: self.cache.layers[index].live_bytes() for index in patch.order}
         wanted = self.wanted
         drafted = wanted - 1 if self.rolls_back and wanted > 1 else 0  # candidates behind the prompt's end
         prompt = self.tokens - drafted
         read = self._new_read(prompt)
         size = policy.chunk_size or prompt
         ends = list(range(prompt, 0, -size))[::-1]  # the remainder goes first, so that the last chunk is full
-        self._check_kwargs(len(ends) + bool(drafted))
+        self._check_kwargs(len(ends) + bool(drafted) + bool(read.probe_rows and policy.score.span))
         if policy.schedule == "prompt" and len(ends) > 1:
             self._expect(prompt)
         probe = self._probe(read, prompt) if read.probe_rows else None
@@ -205,6 +229,7 @@ class Call:
         )
         for order, index in enumerate(patch.order):
             self.cache.layers[index].budget = read.targets[order]
+            self.cache.layers[index].policy = policy
             self.cache.layers[index].recent = None  # their slots are no longer the last ones
         length, span = policy.score.length, policy.score.span
         if length:
@@ -218,7 +243,7 @@ class Call:
         size = self.patch.policy.chunk_size
         if span:
             start, stop = span
-            shortest = int(read.tokens.min())
+            shortest = min((n for n in read.tokens.tolist() if n), default=0)
             if max(stop, -start) > shortest:
                 raise ValueError(f"probe=({start}, {stop}) reaches outside a prompt of {shortest} tokens")
         elif size is not None and bool(((read.tokens > size) & (read.probe_length < read.probe_rows)).any()):
@@ -244,8 +269,9 @@ class Call:
         for name, value in self.kwargs.items():
             if calls > 1 and isinstance(value, torch.Tensor) and value.ndim > 1 and self.tokens in value.shape:
                 raise ValueError(f"{name} cannot be split into chunks; read the prompt whole with chunk_size=None")
-        if calls > 1 and self.kwargs.get("output_hidden_states"):
-            raise ValueError("output_hidden_states=True needs the prompt read whole: patch with chunk_size=None")
+        for flag in ("output_hidden_states", "output_router_logits"):
+            if calls > 1 and self._asks(flag):
+                raise ValueError(f"{flag}=True needs the prompt read whole: schedule='prompt' and no chunk_size")
 
     def _write_report(self):
         layers = [layer if index in self.patch.order else None for index, layer in enumerate(self.cache.layers)]

@@ -41,9 +41,8 @@ def encode(model, tokenizer, text: str, question: str, new_tokens: int, limit: i
         limit = context - new_tokens
     room = len(body) if limit is None else limit - len(head) - len(tail)
     if room < 1:
-        raise ValueError(
-            f"a limit of {limit} tokens leaves none for the text; the question takes {len(head) + len(tail)}"
-        )
+        taken = len(head) + len(tail)
+        raise ValueError(f"a limit of {limit} tokens leaves none for the text; the question takes {taken}")
     if room < len(body):
         print(f"the text's first {room} of {len(body)} tokens are read (limit: {limit})", file=sys.stderr)
     return torch.tensor([head + body[:room] + tail])

@@ -31,7 +31,8 @@ def save_cache(cache, path) -> None:
             values |= {name: getattr(layer, name) for name in OWN_TENSORS[3:] + OPTIONAL}
             facts.append(dict(kind=compat.OWN, columns=layer.columns))
         elif getattr(layer, "is_sliding", False) and layer.is_initialized:
-            values = dict(keys=layer.keys, values=layer.values)
+            start = max(0, layer.keys.shape[2] - layer.sliding_window + 1)  # longer while the past is recorded
+            values = dict(keys=layer.keys[:, :, start:], values=layer.values[:, :, start:])
             facts.append(dict(kind=compat.SLIDING, columns=layer.cumulative_length, window=layer.sliding_window))
         else:
             raise ValueError(f"layer {index}, a {layer!r}, was not filled by kvevict; read with a patched model first")

@@ -114,6 +114,6 @@ class View:
                 self.layer.carry = self.carry
             else:
                 self.layer.keep(index, keep, self.k, self.v, self.pos, self.first)
-                if self.carry is not None:
-                    kept = self.carry.gather(2, index.clamp_min(0).long())
-                    self.layer.carry = kept.masked_fill(index < 0, 0)
+                kept = None if self.carry is None else self.carry.gather(2, index.clamp_min(0).long())
+                self.layer.carry = None if kept is None else kept.masked_fill(index < 0, 0)
+        self.step.patch.live[self.index] = self.layer.live_bytes()

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-TINY = {f"test_{name}" for name in ("models", "generate", "cache", "errors", "store", "patch", "policies")}
+TINY = {f"test_{name}" for name in ("models", "generate", "cache", "errors", "store", "patch", "policies", "turns")}
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,0 +1,168 @@
+"""Caches that live longer than one read: further turns, other policies, mistakes in between."""
+
+import pytest
+import torch
+from tiny import model, prompt, relative
+
+import kvevict
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+def ids(batch, length, seed=1):
+    return prompt(batch, length, seed)["input_ids"]
+
+
+def kept(cache):
+    """Positions of every layer, row and head."""
+    return [
+        [[layer.pos[rows].tolist() for b, h, rows in layer.segments() if b == row] for row in range(layer.len.shape[0])]
+        for layer in cache.layers
+    ]
+
+
+def tokens_of(net, cache, first, count):
+    out = [net(first, past_key_values=cache).logits]
+    for _ in range(count - 1):
+        out.append(net(out[-1][:, -1:].argmax(-1), past_key_values=cache).logits)
+    return torch.cat(out, 1)
+
+
+TURNS = {
+    "tova": dict(budget=20, decode=False), "h2o": dict(budget=20, decode=False),
+    "snapkv": dict(budget=20, window=4), "take": dict(budget=20, probe=5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", TURNS)
+def test_second_turn_with_a_chunk_of_padding(policy):
+    """A row whose first chunk is all padding keeps its slots until its own tokens come: as if it were alone."""
+    net, first, second = kvevict.patch(model(), policy, chunk_size=20, **TURNS[policy]), ids(2, 60), ids(2, 50, 2)
+    mask = torch.ones(2, 110, dtype=torch.long)
+    mask[1, 60:100] = 0
+    places = (mask.cumsum(1) - 1)[:, 60:]
+    cache = net(first).past_key_values
+    both = net(second, attention_mask=mask, position_ids=places, past_key_values=cache)
+    alone = net(first[1:]).past_key_values
+    last = net(second[1:, 40:], past_key_values=alone)
+    assert [layer[1] for layer in kept(cache)] == [layer[0] for layer in kept(alone)]
+    assert relative(both.logits[1:, 40:], last.logits) < 1e-5
+
+
+def test_crop_stops_at_padding():
+    net = kvevict.patch(model(), "snapkv", budget=500)
+    cache = net(ids(2, 20)).past_key_values
+    mask = torch.ones(2, 30, dtype=torch.long)
+    mask[1, 20:25] = 0
+    net(ids(2, 10, 2), attention_mask=mask, past_key_values=cache)
+    before = kept(cache)
+    with pytest.raises(ValueError, match="only the last 5"):
+        cache.crop(-8)
+    assert kept(cache) == before
+    cache.crop(-5)
+    assert [[len(head) for head in row] for row in kept(cache)[0]] == [[25, 25], [20, 20]]
+
+
+def test_crop_forgets_the_queries_of_what_it_takes():
+    net = kvevict.patch(model(), "snapkv", budget=40, window=8, decode=True, interval=4)
+    straight, detour = (net(ids(1, 60)).past_key_values for _ in range(2))
+    for token in (5, 6, 7):
+        net(torch.tensor([[token]]), past_key_values=detour)
+    detour.crop(-3)
+    for cache in (straight, detour):
+        for token in (8, 9, 10, 11):
+            net(torch.tensor([[token]]), past_key_values=cache)
+    assert kept(straight) == kept(detour)
+
+
+def test_budget_of_the_policy_in_force():
+    net = kvevict.patch(model(), "tova", budget=10)
+    cache = net(ids(1, 60)).past_key_values
+    kvevict.patch(net, "tova", budget=500)
+    tokens_of(net, cache, torch.tensor([[5]]), 20)
+    assert len(kept(cache)[0][0][0]) == 30
+    kvevict.patch(net, "snapkv", budget=100, window=64, decode=True, interval=1)
+    tokens_of(net, cache, torch.tensor([[5]]), 80)
+    assert len(kept(cache)[0][0][0]) == 100
+
+
+def test_sums_do_not_outlive_their_policy():
+    net = kvevict.patch(model(), "h2o", budget=40)
+    cache = net(ids(1, 60)).past_key_values
+    kvevict.patch(net, "snapkv", budget=10, window=4)
+    net(ids(1, 20, 2), past_key_values=cache)
+    kvevict.patch(net, "h2o", budget=40)
+    tokens_of(net, cache, torch.tensor([[5]]), 40)
+    assert len(kept(cache)[0][0][0]) == 40
+
+
+def test_sums_of_a_chosen_row():
+    net = kvevict.patch(model(), "h2o", budget=64)
+    cache = net(**prompt(2, 50, pad=(0, 30))).past_key_values
+    cache.batch_select_indices(torch.tensor([1]))
+    tokens_of(net, cache, torch.tensor([[5]]), 3)
+    assert len(kept(cache)[0][0][0]) == 23
+
+
+def test_plain_cache_continued_by_one_token():
+    net = model()
+    cache = net(ids(1, 40)).past_key_values
+    kvevict.patch(net, "tova", budget=32)
+    tokens_of(net, cache, torch.tensor([[5]]), 2)
+    assert len(kept(cache)[0][0][0]) == 32
+
+
+def test_refused_input_leaves_the_cache_alone():
+    net = kvevict.patch(model(), "h2o", budget=20)
+    cache = net(ids(1, 40)).past_key_values
+    before = kept(cache)
+    with pytest.raises(ValueError, match="batch of 1 rows, the input has 3"):
+        net(ids(3, 10), past_key_values=cache)
+    assert kept(cache) == before
+    tokens_of(net, cache, torch.tensor([[5]]), 3)
+    plain_model = model()
+    plain = plain_model(ids(1, 10)).past_key_values
+    with pytest.raises(ValueError, match="attention_mask"):
+        net(ids(1, 5), attention_mask=torch.ones(1, 7), past_key_values=plain)
+    assert plain_model(ids(1, 5), past_key_values=plain).logits.isfinite().all()  # still Transformers' own
+
+
+def test_half_read_cache_is_refused():
+    net = kvevict.patch(model(), "snapkv", budget=20, window=4)
+    cache = net(ids(1, 40)).past_key_values
+
+    def fail(*args):
+        raise KeyError("stop")
+
+    hook = net.model.layers[2].register_forward_pre_hook(fail)
+    with pytest.raises(KeyError):
+        net(ids(1, 10), past_key_values=cache)
+    hook.remove()
+    with pytest.raises(ValueError, match="half read"):
+        net(ids(1, 10), past_key_values=cache)
+    assert net(ids(1, 10)).logits.isfinite().all()
+
+
+def test_autocast():
+    net, x = model(), ids(1, 60)
+    with torch.autocast("cpu", torch.bfloat16):
+        want = net(x).logits
+        kvevict.patch(net, "snapkv", budget=100, chunk_size=20)
+        assert relative(net(x).logits, want) < 3e-2
+
+
+@pytest.mark.parametrize("flag", ["output_hidden_states", "output_router_logits"])
+def test_flags_of_the_config_are_refused_when_chunked(flag):
+    net = kvevict.patch(model(), "snapkv", budget=100, chunk_size=20)
+    setattr(net.config, flag, True)
+    with pytest.raises(ValueError, match=flag):
+        net(ids(1, 60))
+
+
+def test_bidirectional_models_are_refused():
+    with pytest.raises(ValueError, match="bidirectional"):
+        kvevict.patch(model("gemma3", use_bidirectional_attention=True), "snapkv", budget=64)
