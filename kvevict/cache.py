@@ -65,10 +65,6 @@ class EvictionLayer(CacheLayerMixin):
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states)
-        if key_states.shape[0] != self.len.shape[0]:
-            raise ValueError(
-                f"past_key_values holds a batch of {self.len.shape[0]} rows, the input has {key_states.shape[0]}"
-            )
         self.fresh = key_states, value_states
         return self.fresh
 
@@ -177,14 +173,14 @@ class EvictionLayer(CacheLayerMixin):
     def append(self, k, v, pos, first) -> None:
         """Store new columns first[b].. of k, v [B, Hkv, S, D], pos [B, S] behind each head's slots; amortised O(S)."""
         n = self.len + (k.shape[2] - first)[:, None]
-        source = self.k, self.v, self.pos, self.offset, self.len
+        source = self._stored()
         if bool((n > self.capacity).any()):
             self._allocate(self._grown(n))
         self._move(source, None, n, k, v, pos, first)
 
     def keep(self, index, keep, k=None, v=None, pos=None, first=None) -> None:
         """Keep slots index [B, Hkv, K] (ascending, keep[b,h] of them) of [stored | new]."""
-        source = self.k, self.v, self.pos, self.offset, self.len
+        source = self._stored()
         wanted = keep + ROOM
         if bool((wanted > self.capacity).any()) or int(self.capacity.sum()) > 2 * int(wanted.sum()):
             self._allocate(wanted)
@@ -194,7 +190,7 @@ class EvictionLayer(CacheLayerMixin):
     def decode(self, q, k, v, pos, **options):
         """Append one row and attend over all slots: (out, lse, probs) as `_ops.decode`."""
         if self.room == 0:
-            source = self.k, self.v, self.pos, self.offset, self.len
+            source = self._stored()
             self._allocate(self._grown(self.len))
             self._move(source, None, self.len)
         result = _ops.decode(q, k, v, pos, self.k, self.v, self.pos, self.offset, self.len, **options)
@@ -208,6 +204,10 @@ class EvictionLayer(CacheLayerMixin):
         self.columns += columns
         self.tail = self.tail + columns if least == columns else least  # padding ends what crop can take back
         self.seen = self.seen + tokens
+
+    def _stored(self):
+        """The buffers and counts as `_move` reads them, taken before `_allocate` replaces them."""
+        return self.k, self.v, self.pos, self.offset, self.len
 
     def _grown(self, n):
         """Capacity [B, Hkv] for n slots and an eighth more, so that appending is O(1) on average."""

@@ -60,21 +60,16 @@ def forward(self, *args, **kwargs):
     cache = kwargs.get("past_key_values")
     if self.training or (cache is None and not use_cache):
         return run(**kwargs)
+    with torch.no_grad():
+        call = Call(self, self.__dict__[STATE], kwargs)
+        if call.tokens == 1 and call.columns > 0:
+            output = call.decode(run)
+        elif call.rolls_back and call.columns > 0 and call.wanted == call.tokens:
+            output = call.append(run)
+        else:
+            output = call.read(run)
     if torch.is_grad_enabled():
-        with torch.no_grad():
-            output = _with_cache(self, run, kwargs)
-        return _refuse_backward(self, kwargs.get("inputs_embeds"), output)
-    return _with_cache(self, run, kwargs)
-
-
-def _with_cache(decoder, run, kwargs):
-    call = Call(decoder, decoder.__dict__[STATE], kwargs)
-    if call.tokens == 1 and call.columns > 0:
-        output = call.decode(run)
-    elif call.rolls_back and call.columns > 0 and call.wanted == call.tokens:
-        output = call.append(run)
-    else:
-        output = call.read(run)
+        _refuse_backward(self, kwargs.get("inputs_embeds"), output)
     return output if call.return_dict is not False else output.to_tuple()
 
 
@@ -102,14 +97,9 @@ class _NoBackward(torch.autograd.Function):
         )
 
 
-def _refuse_backward(decoder, embeds, output):
-    """A result whose backward pass is an error, instead of silently lacking the decoder's gradients."""
+def _refuse_backward(decoder, embeds, output) -> None:
+    """Make a result's backward pass an error, instead of silently lacking the decoder's gradients."""
     inputs = [] if embeds is None else [embeds]
     anchor = next((p for p in (*inputs, *decoder.parameters()) if p.requires_grad), None)
     if anchor is not None:
-        hidden = output[0] if isinstance(output, tuple) else output.last_hidden_state
-        hidden = _NoBackward.apply(hidden, anchor)
-        if isinstance(output, tuple):
-            return (hidden, *output[1:])
-        output.last_hidden_state = hidden
-    return output
+        output.last_hidden_state = _NoBackward.apply(output.last_hidden_state, anchor)
