@@ -10,7 +10,8 @@ import argparse
 import random
 from pathlib import Path
 
-from kvevict.cli import number, table
+from kvevict.commands import number
+from kvevict.commands.generate import table
 from kvevict.policy import build
 from kvevict.run import encode, load_model, measure
 

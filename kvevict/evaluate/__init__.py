@@ -1,0 +1,1 @@
+"""Tasks, metrics, and the runner that puts policies to them."""

@@ -1,0 +1,52 @@
+"""What a model is asked. One file per family of tasks; the file registers a function
+
+    task(settings) -> iterator of `settings.cases` `Case`s per length (and depth, where the task has one)
+
+whose i-th case depends only on the settings, the task's name and i (`settings.rng(name, i)`), so that an interrupted
+evaluation finds the same cases again.
+"""
+
+import random
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...registry import Registry, load_folder
+
+TASKS = Registry("task")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One question. The prompt is `context + question`, exactly; a query-agnostic run compresses `context` alone."""
+
+    task: str
+    id: str  # unique and stable within an evaluation, e.g. "needle/1024/0.5/3"
+    context: str
+    question: str  # ends where the answer starts; brings its own leading newline or space
+    answers: tuple[str, ...]  # accepted answers, or all the parts that are wanted: the metric knows
+    metric: str  # name in `kvevict.evaluate.metrics.METRICS`
+    new_tokens: int  # tokens to generate at most
+    tags: dict = field(default_factory=dict)  # what tables are grouped by: length, depth, facts, ...
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a task may build its cases from."""
+
+    tokenizer: object  # measures lengths: prompts are at most `length` tokens, as near below as the task can
+    length: int  # tokens of context + question
+    cases: int  # per length, and per depth where the task has depths
+    seed: int = 0
+    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    haystack: Path | None = None  # a .txt, .jsonl or .jsonl.xz file (field "text"); None: the generated haystack
+    data: Path | None = None  # folder of a downloaded benchmark, for the tasks that need one
+
+    def rng(self, *names) -> random.Random:
+        return random.Random("/".join(map(str, (self.seed, *names))))
+
+    def tokens(self, text: str) -> int:
+        return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+load_folder(sys.modules[__name__])
