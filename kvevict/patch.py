@@ -65,6 +65,7 @@ def patch(model, policy, *, budget=None, chunk_size=None, **options):
     cannot be patched.
     """
     chosen = build(policy, budget=budget, chunk_size=chunk_size, **options)
+    chosen.score.ready()
     decoder = find_decoder(model)
     kinds = check_model(decoder)
     state = Patch(chosen, kinds)

@@ -6,7 +6,7 @@ from transformers.cache_utils import DynamicCache
 from . import compat
 from .cache import ROOM, EvictionLayer, adopt
 from .layers import LAYERS
-from .step import Read, Step, current, logits_wanted, running
+from .step import Probe, Read, Step, current, logits_wanted, running
 
 
 class Call:
@@ -130,7 +130,8 @@ class Call:
         read = self._new_read(prompt)
         size = policy.chunk_size or prompt
         ends = list(range(prompt, 0, -size))[::-1]  # the remainder goes first, so that the last chunk is full
-        self._check_kwargs(len(ends) + bool(drafted) + bool(read.probe_rows and policy.score.span))
+        inside = policy.score.span is None and policy.score.response is None  # the prompt ends with the probe
+        self._check_kwargs(len(ends) + bool(drafted) + bool(read.probe_rows and not inside))
         if policy.schedule == "prompt" and len(ends) > 1:
             self._expect(prompt)
         probe = self._probe(read, prompt) if read.probe_rows else None
@@ -139,7 +140,7 @@ class Call:
             start = 0
             for end in _progress(ends, policy.progress):
                 last = end == prompt
-                ends_with_probe = last and not policy.score.span
+                ends_with_probe = last and inside
                 extra = None if probe is None or ends_with_probe else probe
                 step = self._step(start, end, read, last, extra)
                 step.ends_with_probe = ends_with_probe
@@ -159,25 +160,17 @@ class Call:
     # -- parts --------------------------------------------------------------------------------------------------------
 
     def _run(self, run, start, end, extra=None):
-        """The decoder over columns start..end-1 and, behind them, the probe's columns `extra` [B, p]."""
+        """The decoder over columns start..end-1 and, behind them, the probe's tokens `extra`."""
         ids, embeds = (None if t is None else t[:, start:end] for t in (self.ids, self.embeds))
         step = current()
         positions = step.positions.long()
         if extra is not None:
-            ids, embeds = (self._join(t, whole, extra) for t, whole in ((ids, self.ids), (embeds, self.embeds)))
+            ids, embeds = (None if t is None else torch.cat([t, extra.tokens], 1) for t in (ids, embeds))
         inputs = dict(input_ids=ids) if embeds is None else dict(inputs_embeds=embeds)
         return run(
             **inputs, **self.kwargs, attention_mask=self._mask_for(start, end, extra), position_ids=positions,
             past_key_values=self.cache, use_cache=True, return_dict=True,
         )  # fmt: skip
-
-    @staticmethod
-    def _join(chunk, whole, columns):
-        if chunk is None:
-            return None
-        if whole.ndim == 3:
-            columns = columns[..., None].expand(-1, -1, whole.shape[2])
-        return torch.cat([chunk, whole.gather(1, columns)], 1)
 
     def _mask_for(self, start, end, extra):
         """What Transformers builds its masks from. Our layers read no mask; where all layers are ours, a ready-made 4D
@@ -187,16 +180,14 @@ class Call:
         if self.mask is None:
             return None
         mask = self.mask[:, : self.columns + end]
-        return mask if extra is None else torch.cat([mask, mask.new_ones(extra.shape)], 1)
+        return mask if extra is None else torch.cat([mask, mask.new_ones(extra.positions.shape)], 1)
 
     def _step(self, start, end, read=None, last=True, extra=None):
         positions = self._positions()[:, start:end]
         transient = 0
         if extra is not None:
-            transient = extra.shape[1]
-            if self.patch.policy.score.probe_positions == "true":
-                behind = self._positions().gather(1, extra)
-            else:
+            transient, behind = extra.positions.shape[1], extra.positions
+            if self.patch.policy.score.probe_positions == "after":
                 behind = positions[:, -1:] + 1 + torch.arange(transient, device=self.device)
             positions = torch.cat([positions, behind], 1)
         return Step(
@@ -233,7 +224,8 @@ class Call:
             self.cache.layers[index].recent = None  # their slots are no longer the last ones
         length, span = policy.score.length, policy.score.span
         if length:
-            read.probe_length = torch.full_like(tokens, length) if span else (tokens // 2).clamp_max(length)
+            whole = span or policy.score.response
+            read.probe_length = torch.full_like(tokens, length) if whole else (tokens // 2).clamp_max(length)
             evicts = bool((seen > budget).any())
             read.probe_rows = int(read.probe_length.max()) if evicts and policy.score.append else 0
             self._check_probe(read, span, length)
@@ -253,12 +245,20 @@ class Call:
             )
 
     def _probe(self, read, prompt):
-        """Columns [B, p] of the probe's tokens."""
+        """The rows that read along: a part of the prompt, or a response to it."""
+        response = self.patch.policy.score.response
+        if response is not None:
+            positions = self._positions()[:, prompt - 1 : prompt] + 1 + torch.arange(len(response), device=self.device)
+            tokens = torch.tensor(response, device=self.device).expand(self.batch, -1)
+            return Probe(tokens if self.embeds is None else self.decoder.get_input_embeddings()(tokens), positions)
         start, span = prompt - read.probe_rows, self.patch.policy.score.span
         if span:
             start = self.first + span[0] if span[0] >= 0 else prompt + span[0]
         start = torch.as_tensor(start, device=self.device).expand(self.batch).long()
-        return start[:, None] + torch.arange(read.probe_rows, device=self.device)
+        columns = start[:, None] + torch.arange(read.probe_rows, device=self.device)
+        row = torch.arange(self.batch, device=self.device)[:, None]
+        whole = self.ids if self.embeds is None else self.embeds
+        return Probe(whole[row, columns], self._positions().gather(1, columns))
 
     def _expect(self, prompt):
         for index in self.patch.order:

@@ -24,6 +24,14 @@ class Read:
 
 
 @dataclass
+class Probe:
+    """Rows that read along with every chunk and are not stored."""
+
+    tokens: torch.Tensor  # ids [B, p] or embeddings [B, p, E]
+    positions: torch.Tensor  # [B, p], where they are in the prompt or behind it
+
+
+@dataclass
 class Step:
     """One call of the decoder: a chunk, appended tokens, or a decoded token."""
 

@@ -75,6 +75,13 @@ class View:
         skip = (queries.shape[2] - self.probe_length).to(torch.int32)
         return self._score(queries.to(self.q.dtype), skip, stop, None, causal=False, reduce="mean")
 
+    def appended_attention(self, reduce):
+        """Attention of the rows that read along behind the chunk over the alive slots, their softmax spanning the rows
+        before them too; reduced over rows, mean over the group: [B, Hkv, C]."""
+        rows = self.q.shape[2] - self.k.shape[2]
+        q, lse, stop = self.q[:, :, -rows:], self.lse[:, :, -rows:], self.k.shape[2] + 0 * self.first
+        return self._score(q, 0 * self.first, stop, lse, causal=False, reduce=reduce)
+
     def _score(self, q, skip, stop, lse, causal, reduce):
         layer = self.layer
         with self.step.patch.clock("score"):

@@ -29,6 +29,7 @@ PRESETS = {
     "snapkv/kvpress": _SNAPKV | dict(window=64, kernel=5, pool="avg", reduce="mean"),
     "knorm": dict(score="knorm"),
     "keydiff": dict(score="keydiff"),
+    "oracle": dict(score="oracle", response=(), kernel=7, pool="max"),
     "take": _TAKE | dict(warmup_layers="half"),
     "take/no-probe": _TAKE | dict(warmup_layers="half", append=False),
     "take/no-delay": _TAKE,
@@ -98,10 +99,14 @@ class Row:
             self.own_probe = self.last and not span  # the chunk ends with the probe
             reads_along = o["score"] == "take" and o["append"] and not self.own_probe
             extra = list(where) if reads_along else []
+            extra_ids, true = [ids[t] for t in extra], [base + t for t in extra]
+            if o["score"] == "oracle":
+                extra = extra_ids = list(o["response"])
+                true = list(range(base + N, base + N + len(extra)))
             positions = list(range(base + start, base + stop))
             after = range(base + stop, base + stop + len(extra))
-            positions += [base + t for t in extra] if o.get("probe_positions") == "true" else after
-            logits.append(self._run([*ids[start:stop], *(ids[t] for t in extra)], positions, len(extra)))
+            positions += true if o.get("probe_positions", "true") == "true" else after
+            logits.append(self._run([*ids[start:stop], *extra_ids], positions, len(extra)))
             start = stop
         return torch.cat(logits)
 
@@ -131,7 +136,7 @@ class Row:
         self.group, self.logit = H // Hkv, (scale, softcap, sinks)
         layer.k, layer.v = torch.cat([layer.k, k[:, :new]], 1), torch.cat([layer.v, v[:, :new]], 1)
         rows = range(self.seen, self.seen + T)  # the probe's rows count on behind the chunk
-        out, attention = [], []
+        out, attention, self.appended = [], [], []
         for g in range(Hkv):
             layer.alive[g] = layer.alive[g] + list(rows[:new])
             slots = layer.alive[g]
@@ -139,6 +144,7 @@ class Row:
             a = self._weights(g, q, rows, keys, [*slots, *rows[new:]], window)
             out.append(a @ values)
             attention.append(a[:, :new, : len(slots)])
+            self.appended.append(a[:, new:, : len(slots)])
         if window is None:
             self._after(index, layer, q, attention)
         return torch.cat(out).transpose(0, 1)
@@ -258,6 +264,9 @@ class Row:
         if o["score"] == "keydiff":
             means = [k.mean(0) for k in keys]
             return [(-(k @ m) / (k.pow(2).sum(-1) * m.pow(2).sum()).sqrt()).tolist() for k, m in zip(keys, means)]
+        if o["score"] == "oracle":
+            means = [a.mean((0, 1)).tolist() for a in self.appended]
+            return [_pool(score, o["pool"], o["kernel"], first, last) for score in means]
         if o["score"] == "take" and o["append"] and self.reading:
             rows, queries, unscored = [LATER] * self.p, layer.probe, last  # alive slots but the probe's own
         else:

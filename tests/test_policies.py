@@ -33,6 +33,8 @@ POLICIES = {
     "snapkv/kvpress": dict(window=6),
     "knorm": {},
     "keydiff": {},
+    "oracle": dict(response=(7, 11, 13)),
+    "oracle, one token": dict(response=(5,), pool="avg", kernel=3),
     "take": dict(probe=5),
     "take, literal": dict(probe=5, ema_space="literal", alpha=0.5),
     "take, true positions": dict(probe=5, probe_positions="true", alpha=0.4),
@@ -264,7 +266,9 @@ def test_decode_without_eviction(name):
 
 
 @pytest.mark.parametrize("interval", [1, 5, 16])
-@pytest.mark.parametrize("name", [name for name in POLICIES if not name.startswith(("take, ", "h2o/", "snapkv, max"))])
+@pytest.mark.parametrize(
+    "name", [name for name in POLICIES if not name.startswith(("take, ", "h2o/", "snapkv, max", "oracle"))]
+)
 def test_decode_with_eviction(name, interval):
     """However long, the cache never grows past budget + interval - 1, and reaches it."""
     policy, chosen = options(name, budget=BUDGET, chunk_size=CHUNK, decode=True, interval=interval)

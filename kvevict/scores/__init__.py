@@ -27,6 +27,9 @@ class Score:
     rows: ClassVar[int] = 0  # decoded queries to remember for scoring while decoding
     length: ClassVar[int] = 0  # rows of the probe
     span: ClassVar[tuple | None] = None  # where the probe is in the prompt, if not at its end
+    response: ClassVar[tuple | None] = None  # token ids of a probe that is no part of the prompt
+    append: ClassVar[bool] = True  # the probe reads along with every chunk
+    probe_positions: ClassVar[str] = "true"  # of the probe's rows: their own, or right "after" the chunk
 
     def protect(self, view) -> tuple[int, int | torch.Tensor]:
         """How many of the first and of the last alive slots are always kept (the last: a number or one per row)."""
@@ -38,6 +41,9 @@ class Score:
 
     def check(self, policy) -> None:
         """Raise ValueError when the options do not fit each other or the policy."""
+
+    def ready(self) -> None:
+        """Raise ValueError when an option that has no default is missing; called when a model is patched."""
 
     def observe(self, view) -> None:
         """Called for every chunk, also when nothing is evicted."""
