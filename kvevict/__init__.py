@@ -1,18 +1,27 @@
 """KV-cache eviction for Hugging Face models: long prompts in bounded memory, answers from what was kept."""
 
 from . import _ops  # noqa: F401  checks torch and loads the kernels
+from .heads import HEADS, HeadBudget
+from .layers import LAYERS, LayerBudget
+from .layers.tada import history
 from .patch import evicting, patch, report, unpatch
 from .policy import PRESETS, Policy
 from .scores import SCORES, Score
+from .selections import SELECTIONS, Selection
 from .store import load_cache, save_cache
 
 __version__ = "0.1.0"
 __all__ = [
-    "PRESETS", "SCORES", "Policy", "Score", "evicting", "load_cache", "patch", "policies", "report", "save_cache",
-    "unpatch",
+    "HEADS", "LAYERS", "PRESETS", "SCORES", "SELECTIONS", "HeadBudget", "LayerBudget", "Policy", "Score", "Selection",
+    "evicting", "history", "load_cache", "patch", "policies", "register_score", "report", "save_cache", "unpatch",
 ]  # fmt: skip
 
 
 def policies() -> list:
     """Names of the presets that `kvevict.patch` takes."""
     return sorted(PRESETS)
+
+
+def register_score(name: str):
+    """Decorator that makes a `Score` of your own known by name, to policies, their JSON and the command line."""
+    return SCORES.add(name)

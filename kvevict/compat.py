@@ -92,6 +92,13 @@ def rotate(decoder, module, x, position_from, position_to):
     return sys.modules[type(module).__module__].apply_rotary_pos_emb(x, x, turn_cos, turn_sin)[0]
 
 
+def after_attention(layer):
+    """The module of a decoder layer whose input is the residual stream with the attention block's output added."""
+    if hasattr(layer, "pre_feedforward_layernorm"):  # Gemma2 and 3 normalise what they add
+        return layer.pre_feedforward_layernorm
+    return layer.post_attention_layernorm if hasattr(layer, "input_layernorm") else layer.mlp  # OLMo2 too
+
+
 def rope_depends_on_length(decoder) -> bool:
     """Whether the rotary frequencies depend on the longest position of the same call (longrope, dynamic NTK)."""
     kind = getattr(decoder.rotary_emb, "rope_type", "default")

@@ -3,51 +3,53 @@ select, and move the survivors of [stored | new] together. `view` is a `kvevict.
 
 import torch
 
-from .heads import HEADS
-from .selections import SELECTIONS
+from . import _ops
 
 
-def choose(view, keep):
-    """Indices [B, Hkv, max keep] of the slots to keep, by the policy's score and selection."""
-    policy = view.policy
-    first, last = view.protected
-    score = policy.score.score(view)
-    if score.shape[1] != view.n.shape[1]:  # one selection shared by the layer's heads
-        score = score.expand(-1, view.n.shape[1], -1)
+def choose(view, score, slots):
+    """(index [B, Hkv, C], keep [B, Hkv]): which slots survive and how many of each head, by the scores as they are and
+    the slots [B] that the layer may keep."""
+    policy, select = view.policy, view.select
+    score = policy.score.pooled(view, score)
     with view.step.patch.clock("select"):
-        return SELECTIONS[policy.select](score.contiguous(), view.n, keep, first, last, int(keep.max()))
+        score = select.rank(view, score.expand(-1, view.n.shape[1], -1))
+        keep = select.whole(view, score, policy.heads.keep(view, score, slots))
+        return _ops.select(score.contiguous(), view.n, keep, *view.protected, int(keep.max())), keep
 
 
 def evict(view, slots) -> None:
-    """Cut the layer, and the layers that wait for it, back to `slots` [B] per head; None keeps everything."""
-    n = view.n
-    keep = n if slots is None else HEADS[view.policy.heads](slots, n)
+    """Cut the layer, and the layers that wait for it, back to `slots` [B] in all; None keeps everything."""
+    alive, step = view.n.sum(1), view.step
+    slots = alive if slots is None else torch.minimum(slots.long(), alive)
     if not view.decoding:  # a row whose chunk is all padding has no rows that could observe
-        keep = torch.where(view.has_tokens[:, None], keep, n)
-    if bool((keep < n).any()):
-        index = choose(view, keep)
-        for waiting in view.step.waiting:
-            waiting.store(index, keep)
-        view.store(index, keep)
-    else:
-        for waiting in view.step.waiting:
-            waiting.store()
-        view.store()
-    view.step.waiting.clear()
+        slots = torch.where(view.has_tokens, slots, alive)
+    cuts = bool((slots < alive).any())
+    measures = step.measured is not None
+    score = view.policy.score.score(view) if cuts or measures else None
+    if measures:  # the part of the layer's error that its scores are (METHODS section 4, E_int)
+        every = score.expand(-1, view.n.shape[1], -1)
+        step.measured[view.index] = every.masked_fill(~view.competing, 0).double().sum((1, 2))
+    step.choice = choose(view, score, slots) if cuts else None
+    for each in [*step.waiting, view]:
+        each.store(step.choice)
+    step.waiting.clear()
 
 
 def after_chunk(view) -> None:
     """The end of one layer's attention over a chunk."""
     step, policy, score = view.step, view.policy, view.policy.score
+    if view.follows:
+        view.store(step.choice)
+        return
     if score.carries:
         view.grow_carry(score.increment(view))
-    order, slots = step.patch.order[view.index], None
+    slots = None
     if step.last or policy.schedule == "chunk":
-        relaxed = policy.warmup_layers is not None and order < step.patch.waiting_layers and not step.last
-        slots = step.read.warmup if relaxed else step.read.targets[order]
+        relaxed = policy.warmup_layers is not None and view.order < step.patch.waiting_layers and not step.last
+        slots = step.read.warmup if relaxed else step.read.targets[view.order]
     if not view.waits:
         score.observe(view)
-    elif slots is not None and bool((slots[:, None] < view.n).any()):
+    elif slots is not None and bool((slots < view.n.sum(1)).any()):
         view.q = view.lse = None  # the choice is another layer's: only keys and values wait
         step.waiting.append(view)
         return
@@ -56,7 +58,7 @@ def after_chunk(view) -> None:
 
 def after_append(view) -> None:
     """The end of one layer's attention over tokens that are stored as they are (assisted decoding's candidates)."""
-    if view.policy.score.carries:
+    if view.policy.score.carries and not view.follows:
         view.grow_carry(view.policy.score.increment(view))
     view.store()
 
@@ -64,16 +66,20 @@ def after_append(view) -> None:
 def after_token(view) -> None:
     """The end of one layer's attention over a decoded token, which is stored already."""
     policy, layer = view.policy, view.layer
-    if policy.score.carries:
+    if policy.score.carries and not view.follows:
         view.grow_carry(view.probs)
     layer.carry = view.carry
     if not policy.decode:
         return
+    if view.follows:
+        if view.step.choice is not None:
+            view.store(view.step.choice)
+        return
     if policy.score.rows and not view.waits:
         q = view.q if layer.recent is None else torch.cat([layer.recent, view.q], 2)
         layer.recent = q[:, :, -policy.score.rows :]
-    n = view.n.amax(1)
-    full = n > layer.budget + policy.interval - 1
+    n = view.n.sum(1)
+    full = n > layer.budget + (policy.interval - 1) * view.n.shape[1]
     if bool(full.any()):
         if view.waits:
             view.step.waiting.append(view)

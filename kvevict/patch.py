@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import torch
 
-from . import attention, compat, forward
+from . import attention, compat, forward, residual
 from .policy import build
 from .step import STATE, logits_wanted
 
@@ -82,6 +82,7 @@ def patch(model, policy, *, budget=None, chunk_size=None, **options):
     top = base_model(model)
     compat.mark_rollbacks(top)
     state.hooks = [
+        *residual.install(decoder, state),
         top.register_forward_pre_hook(_note_logits, with_kwargs=True),
         top.register_forward_hook(_forget_logits, always_call=True),
     ]

@@ -1,19 +1,26 @@
 """What to keep and when: a policy is a few independent choices (rows and score, budget, selection, schedule)."""
 
 import dataclasses
-import inspect
+import json
 import math
 import numbers
 from dataclasses import dataclass
 
+from . import rules
 from .checks import count, one_of, unknown
-from .heads import HEADS
-from .layers import LAYERS
-from .registry import Registry
+from .heads import HEADS, HeadBudget
+from .layers import LAYERS, LayerBudget
+from .presets import PRESETS
 from .scores import SCORES, Score
-from .selections import SELECTIONS
+from .selections import SELECTIONS, Selection
 
-PRESETS = Registry("policy")
+# The choices that have options of their own. A name that two of them share goes to both, and means the same.
+PARTS = {
+    "score": (SCORES, Score),
+    "layers": (LAYERS, LayerBudget),
+    "heads": (HEADS, HeadBudget),
+    "select": (SELECTIONS, Selection),
+}
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,10 @@ class Policy:
     decode         evict while decoding too, so that the cache never grows past budget + interval - 1; None: where it
                    is part of the score's method (streaming, h2o, tova)
     interval       decoded tokens between two evictions
-    layers, heads, select   how the budget is split over layers and heads, and which slots are taken by it
+    layers, heads, select   how the budget is split over layers and heads, and which slots are taken by it: names of
+                   `kvevict.layers`, `.heads`, `.selections`, or objects with their options, e.g. `Ada(floor="max")`
+    select_by_layer   (start, stop, select) for ranges of evicting layers that select otherwise; stop None: to the last
+    n_reuse        groups of this many layers use the slots that their first layer chooses (ChunkKV algorithm 3)
     progress       show a progress bar while a prompt is read
     """
 
@@ -44,29 +54,50 @@ class Policy:
     warmup_budget: int | None = None
     decode: bool | None = None
     interval: int | None = None
-    layers: str = "uniform"
-    heads: str = "equal"
-    select: str = "token"
+    layers: LayerBudget | str = "uniform"
+    heads: HeadBudget | str = "equal"
+    select: Selection | str = "token"
+    select_by_layer: tuple = ()
+    n_reuse: int = 1
     progress: bool = False
 
     def __post_init__(self):
-        object.__setattr__(self, "score", as_score(self.score))
+        for kind in PARTS:
+            object.__setattr__(self, kind, as_part(kind, getattr(self, kind)))
+        object.__setattr__(self, "select_by_layer", tuple(map(_as_range, self.select_by_layer)))
         if self.interval is None:
             object.__setattr__(self, "interval", self.score.interval)
         if self.schedule is None:
             object.__setattr__(self, "schedule", "prompt" if self.chunk_size is None else "chunk")
         if self.decode is None:
             object.__setattr__(self, "decode", self.score.decodes)
-        self.score.check(self)
+        for part in (self.score, self.layers, self.heads, *self.selections):
+            part.check(self)
         self._check_counts()
-        LAYERS.find(self.layers)
-        HEADS.find(self.heads)
-        SELECTIONS.find(self.select)
         one_of("schedule", self.schedule, ("prompt", "chunk"))
         if self.schedule == "chunk" and self.chunk_size is None:
             raise ValueError("schedule='chunk' needs a chunk_size (tokens); e.g. chunk_size=4096")
         if self.warmup_layers is not None and self.warmup_layers != "half":
             count("warmup_layers", self.warmup_layers, 1)
+        rules.check(self)
+
+    def to_json(self) -> str:
+        """The policy as text that `from_json` reads; parts by their registered names."""
+        return json.dumps({f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)})
+
+    @classmethod
+    def from_json(cls, text: str) -> "Policy":
+        """The policy that `to_json` wrote. Raises ValueError for other text, and for parts that are not registered."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"this is no policy in JSON: {error}") from None
+        known = [f.name for f in dataclasses.fields(cls)]
+        if not isinstance(data, dict):
+            raise ValueError(f"a policy in JSON is an object of its fields, got {text[:40]!r}")
+        for name in data:
+            one_of("field of a policy", name, known)
+        return cls(**{name: _part(name, value) if name in PARTS else _value(value) for name, value in data.items()})
 
     def _check_counts(self):
         if isinstance(self.budget, bool) or not isinstance(self.budget, numbers.Real):
@@ -75,17 +106,19 @@ class Policy:
             )
         if not isinstance(self.budget, numbers.Integral) and not 0 < self.budget < 1:
             raise ValueError(f"budget={self.budget} is no fraction in (0, 1); pass an int for a number of slots")
-        smallest = self.score.smallest_budget()
+        smallest = self.smallest_budget()
         if isinstance(self.budget, numbers.Integral) and self.budget < smallest:
             raise ValueError(
                 f"budget={self.budget} is too small: {type(self.score).__name__} always keeps {smallest - 1} slots "
-                f"(window, probe, recent slots or sinks): give budget >= {smallest} or fewer of those"
+                f"(window, probe, recent slots, sinks or a run cut by a chunk): give budget >= {smallest} or fewer "
+                "of those"
             )
         if self.chunk_size is not None:
             count("chunk_size", self.chunk_size, 1)
         if self.warmup_budget is not None:
             count("warmup_budget", self.warmup_budget, 1)
         count("interval", self.interval, 1)
+        count("n_reuse", self.n_reuse, 1)
         if not isinstance(self.decode, bool):
             raise TypeError(f"decode must be True, False or None, got {self.decode!r}")
 
@@ -93,7 +126,40 @@ class Policy:
         """Budget B of a row that has seen `tokens` valid tokens (METHODS section 0)."""
         if isinstance(self.budget, numbers.Integral):
             return self.budget
-        return max(math.ceil(self.budget * tokens), self.score.smallest_budget())
+        return max(math.ceil(self.budget * tokens), self.smallest_budget())
+
+    @property
+    def protected(self) -> int:
+        """Slots of a kv head that are kept whatever their score: window, probe, recent slots, sinks, and a run that a
+        chunk's end cuts (which may lie in the window)."""
+        run = max(select.run for select in self.selections) - 1 if self.schedule == "chunk" else 0
+        return max(self.score.smallest_budget() - 1, getattr(self.score, "sink", 0) + run)
+
+    def smallest_budget(self) -> int:
+        """The smallest budget that leaves one slot to be won by score."""
+        return self.protected + 1
+
+    @property
+    def selections(self) -> tuple:
+        return (self.select, *(select for _, _, select in self.select_by_layer))
+
+    def selection(self, layer: int) -> Selection:
+        """How the evicting layer number `layer` selects."""
+        for start, stop, select in self.select_by_layer:
+            if start <= layer and (stop is None or layer < stop):
+                return select
+        return self.select
+
+    @property
+    def shared(self) -> bool:
+        """Whether all heads of some layer keep the same slots."""
+        return self.score.shared or any(select.shared for select in self.selections)
+
+    def groups(self, layers: int) -> list:
+        """Runs of layers that keep the same slots: those that wait, those that reuse an index, or one each."""
+        waiting = self.waiting_layers(layers)
+        starts = [0, *range(waiting, layers)] if waiting > 1 else range(0, layers, self.n_reuse)
+        return [list(range(a, b)) for a, b in zip(starts, [*starts[1:], layers], strict=True)]
 
     def warmup_slots(self, tokens: int) -> int:
         """B_warmup of a row of `tokens` tokens (METHODS section 3): min(N, 10240, max(B, ceil(5N/64))), at least B."""
@@ -115,20 +181,59 @@ class Policy:
         return self.warmup_layers
 
 
-def as_score(score) -> Score:
-    """A score by name, or as it is."""
-    if isinstance(score, str):
-        return SCORES.find(score)()
-    if not isinstance(score, Score):
-        raise TypeError(f"score must be a name or a kvevict Score, got {score!r}")
-    return score
+def as_part(kind: str, value):
+    """One of PARTS by name, or as it is."""
+    registry, base = PARTS[kind]
+    if isinstance(value, str):
+        return registry.find(value)()
+    if not isinstance(value, base):
+        raise TypeError(f"{kind} must be a name or a kvevict {base.__name__}, got {value!r}")
+    return value
+
+
+def _as_range(entry) -> tuple:
+    """(start, stop, selection) of `select_by_layer`, checked."""
+    try:
+        start, stop, select = entry
+    except (TypeError, ValueError):
+        raise ValueError(f"select_by_layer must hold (start, stop, select), got {entry!r}") from None
+    count("select_by_layer: start", start, 0)
+    if stop is not None:
+        count("select_by_layer: stop", stop, start + 1)
+    return start, stop, as_part("select", select)
+
+
+def _plain(value):
+    """A field as JSON has it: a part becomes its name and options."""
+    for registry, base in PARTS.values():
+        if isinstance(value, base):
+            fields = {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+            return {"name": registry.name_of(type(value)), **fields}
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _part(kind: str, data):
+    """What `_plain` made of a part, or just its name."""
+    if not isinstance(data, dict):
+        return data
+    options = {name: _value(value) for name, value in data.items() if name != "name"}
+    part = PARTS[kind][0].find(data.get("name"))
+    for name in options:
+        one_of(f"option of {data['name']}", name, [f.name for f in dataclasses.fields(part)])
+    return part(**options)
+
+
+def _value(value):
+    if isinstance(value, list):
+        return tuple(map(_value, value))
+    return _part("select", value) if isinstance(value, dict) else value
 
 
 def build(policy, *, budget=None, chunk_size=None, **options) -> Policy:
     """A `Policy` from a preset's name or another policy, with options by keyword.
 
-    Options are the fields of `Policy` and of the preset's score; an unknown one raises ValueError with the nearest
-    names. A `chunk_size` without a `schedule` means schedule="chunk".
+    Options are the fields of `Policy` and of the parts that it is made of (score, layers, heads, select); an unknown
+    one raises ValueError with the nearest names. A `chunk_size` without a `schedule` means schedule="chunk".
     """
     if isinstance(policy, str):
         choices = dict(PRESETS.find(policy))
@@ -143,39 +248,15 @@ def build(policy, *, budget=None, chunk_size=None, **options) -> Policy:
     if chunk_size is not None:
         choices["chunk_size"] = chunk_size
         choices["schedule"] = None
-    score = as_score(options.pop("score", choices["score"]))
-    own = {f.name for f in dataclasses.fields(score) if f.init}
-    fields = {f.name for f in dataclasses.fields(Policy)} - {"score", "budget", "chunk_size"}
+    defaults = {f.name: f.default for f in dataclasses.fields(Policy)}
+    parts = {kind: as_part(kind, options.pop(kind, choices.get(kind, defaults[kind]))) for kind in PARTS}
+    own = {kind: {f.name for f in dataclasses.fields(part) if f.init} for kind, part in parts.items()}
+    general = set(defaults) - {*PARTS, "budget", "chunk_size"}
+    known = general.union(*own.values())
     for option in options:
-        if option not in own | fields:
-            raise ValueError(unknown("option", option, own | fields | {"budget", "chunk_size"}))
-    score_options = {name: options.pop(name) for name in list(options) if name in own}
-    choices["score"] = dataclasses.replace(score, **score_options) if score_options else score
-    return Policy(**(choices | options))
-
-
-def preset(name: str, **choices) -> None:
-    PRESETS.add(name)(choices)
-
-
-def describe(name: str) -> str:
-    """The first line of a preset's score docstring: what it is and where it comes from."""
-    return inspect.getdoc(type(PRESETS.find(name)["score"])).splitlines()[0]
-
-
-_Z = 4096  # chunk size of the methods that evict chunk by chunk
-preset("streaming", score=SCORES["streaming"](), chunk_size=_Z)
-preset("h2o", score=SCORES["h2o"](), chunk_size=_Z)
-preset("h2o/kvcf", score=SCORES["h2o"](recent=8), chunk_size=_Z)
-preset("tova", score=SCORES["tova"](), chunk_size=_Z)
-preset("snapkv", score=SCORES["snapkv"]())
-preset("snapkv/kvcf", score=SCORES["snapkv"](window=8))
-preset("snapkv/kvpress", score=SCORES["snapkv"](window=64, kernel=5, pool="avg", reduce="mean"))
-preset("random", score=SCORES["random"]())
-preset("knorm", score=SCORES["knorm"]())
-preset("keydiff", score=SCORES["keydiff"]())
-preset("take", score=SCORES["take"](), chunk_size=_Z, warmup_layers="half")
-preset("take/no-probe", score=SCORES["take"](append=False), chunk_size=_Z, warmup_layers="half")
-preset("take/no-delay", score=SCORES["take"](), chunk_size=_Z)
-preset("oracle", score=SCORES["oracle"]())
-preset("take/chunk-only", score=SCORES["take"](append=False), chunk_size=_Z)
+        if option not in known:
+            raise ValueError(unknown("option", option, known | {*PARTS, "budget", "chunk_size"}))
+    for kind, part in parts.items():
+        mine = {name: options[name] for name in own[kind] & options.keys()}
+        choices[kind] = dataclasses.replace(part, **mine) if mine else part
+    return Policy(**(choices | {name: value for name, value in options.items() if name in general}))

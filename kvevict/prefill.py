@@ -5,7 +5,7 @@ from transformers.cache_utils import DynamicCache
 
 from . import compat
 from .cache import ROOM, EvictionLayer, adopt
-from .layers import LAYERS
+from .layers import PLENTY, layer_slots
 from .step import Probe, Read, Step, current, logits_wanted, running
 
 
@@ -104,16 +104,37 @@ class Call:
 
     def _renew_budgets(self):
         """Budgets of a cache that was read under another policy, or without one."""
-        policy = self.patch.policy
-        for index in self.patch.order:
-            layer = self.cache.layers[index]
-            if layer.policy is policy:
-                continue
+        policy, layers = self.patch.policy, self._layers()
+        if all(layer.policy is policy for layer in layers):
+            return
+        self._check_groups()
+        slots = layer_slots(policy, len(layers), self._heads(), layers[0].seen.tolist())
+        least = policy.smallest_budget() * self._heads()
+        for layer, budget in zip(layers, slots, strict=True):
             loaded = layer.policy is None and layer.budget is not None
-            if not (loaded or layer.policy == policy) or int(layer.budget.min()) < policy.score.smallest_budget():
-                layer.budget = torch.tensor([policy.slots(n) for n in layer.seen.tolist()], dtype=torch.int32)
-                layer.budget = layer.budget.to(self.device)
+            if not (loaded or layer.policy == policy) or int(layer.budget.min()) < least:
+                layer.budget = self._counts(budget)
             layer.policy = policy
+
+    def _layers(self):
+        return [self.cache.layers[index] for index in self.patch.order]
+
+    def _heads(self):
+        return self.decoder.config.num_key_value_heads
+
+    def _counts(self, slots):
+        return slots.clamp_max(PLENTY).to(device=self.device, dtype=torch.int32)
+
+    def _check_groups(self):
+        """Layers that share a choice must hold equally many slots, as they do when they always have."""
+        layers = self._layers()
+        for group in self.patch.policy.groups(len(layers)):
+            lengths = [layers[order].len for order in group]
+            if any(n is not None and not torch.equal(n, lengths[0]) for n in lengths):
+                raise ValueError(
+                    "past_key_values was read under another policy, and layers that are to share their choice hold "
+                    "different numbers of slots; read the prompt again under this policy"
+                )
 
     def append(self, run):
         """Tokens that may be taken back by crop(): stored as they are."""
@@ -140,12 +161,18 @@ class Call:
             start = 0
             for end in _progress(ends, policy.progress):
                 last = end == prompt
+                evicts = last or policy.schedule == "chunk"
+                if evicts:
+                    self._split(read, start, end)
                 ends_with_probe = last and inside
                 extra = None if probe is None or ends_with_probe else probe
                 step = self._step(start, end, read, last, extra)
                 step.ends_with_probe = ends_with_probe
+                step.measured = {} if evicts and policy.layers.measures and bool(read.cuts.any()) else None
                 with running(step):
                     output = self._run(run, start, end, extra)
+                if step.measured:
+                    self._note_errors(read, step)
                 hidden.append(output.last_hidden_state[:, : end - start])
                 hidden = _tail(hidden, wanted)
                 start = end
@@ -153,6 +180,8 @@ class Call:
                 with running(self._step(start, self.tokens)):
                     output = self._run(run, start, self.tokens)
                 hidden = _tail([*hidden, output.last_hidden_state], wanted)
+        if read.errors is not None:
+            policy.layers.learn([row for row in self._mean_errors(read) if row is not None])
         output.last_hidden_state = hidden[0] if len(hidden) == 1 else torch.cat(hidden, 1)
         self._write_report()
         return output
@@ -208,20 +237,16 @@ class Call:
     def _new_read(self, prompt):
         """Budgets and probe lengths of every row, from its valid tokens."""
         patch, policy = self.patch, self.patch.policy
-        counts = dict(dtype=torch.int32, device=self.device)
         layer = self.cache.layers[next(iter(patch.order))]
         tokens = (prompt - self.first).clamp_min(0)
         seen = tokens if layer.seen is None else tokens + layer.seen
-        budget = torch.tensor([policy.slots(n) for n in seen.tolist()], **counts)
-        read = Read(
-            targets=LAYERS[policy.layers](budget, len(patch.order)),
-            warmup=torch.tensor([policy.warmup_slots(n) for n in seen.tolist()], **counts),
-            tokens=tokens,
-        )
-        for order, index in enumerate(patch.order):
-            self.cache.layers[index].budget = read.targets[order]
-            self.cache.layers[index].policy = policy
-            self.cache.layers[index].recent = None  # their slots are no longer the last ones
+        budget = torch.tensor([policy.slots(n) for n in seen.tolist()], device=self.device)
+        warmup = torch.tensor([policy.warmup_slots(n) for n in seen.tolist()], device=self.device)
+        read = Read(tokens=tokens, seen=seen.tolist(), warmup=warmup * self._heads())
+        self._check_groups()
+        for layer in self._layers():
+            layer.policy = policy
+            layer.recent = None  # their slots are no longer the last ones
         length, span = policy.score.length, policy.score.span
         if length:
             whole = span or policy.score.response
@@ -230,6 +255,34 @@ class Call:
             read.probe_rows = int(read.probe_length.max()) if evicts and policy.score.append else 0
             self._check_probe(read, span, length)
         return read
+
+    def _split(self, read, start, end):
+        """What every layer may keep after a chunk, by what it will hold then and what earlier chunks measured."""
+        policy, layers, heads = self.patch.policy, self._layers(), self._heads()
+        tokens = end - self.first.clamp(start, end)
+        alive = torch.stack([heads * tokens + (0 if layer.len is None else layer.len.sum(1)) for layer in layers])
+        total = torch.tensor([policy.slots(n) for n in read.seen], device=self.device) * heads * len(layers)
+        read.cuts = (alive.sum(0) > total) & (tokens > 0)
+        common = policy, len(layers), heads, read.seen
+        measured = self._mean_errors(read)
+        read.targets = layer_slots(*common, alive, measured).to(self.device)
+        free = read.targets if bool(read.cuts.all()) else layer_slots(*common, None, measured).to(self.device)
+        for layer, mine, most in zip(layers, read.targets, free, strict=True):
+            layer.budget = self._counts(torch.where(read.cuts, mine, most))
+
+    def _note_errors(self, read, step):
+        errors = torch.stack([step.measured[index] for index in self.patch.order])
+        if read.errors is None:
+            read.errors, read.measurements = torch.zeros_like(errors), torch.zeros_like(read.cuts, dtype=torch.long)
+        read.errors += errors * read.cuts
+        read.measurements += read.cuts
+
+    def _mean_errors(self, read):
+        """Per row the layers' mean errors over the chunks so far; None where nothing was measured."""
+        if read.errors is None:
+            return [None] * self.batch
+        means = (read.errors / read.measurements.clamp_min(1)).T.tolist()
+        return [row if n else None for row, n in zip(means, read.measurements.tolist(), strict=True)]
 
     def _check_probe(self, read, span, length):
         size = self.patch.policy.chunk_size

@@ -27,6 +27,13 @@ class Registry(dict):
             return self[name]
         raise ValueError(unknown(self.kind, name, self))
 
+    def name_of(self, value) -> str:
+        """The name that `value` was registered under."""
+        for name, known in self.items():
+            if known is value:
+                return name
+        raise ValueError(f"{self.kind} {value!r} is not registered, so it has no name")
+
 
 def load_folder(package) -> None:
     """Import every module of a package folder, so that each registers itself."""

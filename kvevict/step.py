@@ -15,9 +15,13 @@ logits_wanted: ContextVar = ContextVar("kvevict_logits_wanted", default=0)  # of
 class Read:
     """One reading of a prompt: what must survive from chunk to chunk."""
 
-    targets: torch.Tensor  # [layers, B] int32 slots per kv head after the prompt
-    warmup: torch.Tensor  # [B] int32 slots of the waiting layers before the last chunk
     tokens: torch.Tensor  # [B] int32 valid tokens of this prompt
+    seen: list  # per row tokens there will have been at its end, of all prompts
+    warmup: torch.Tensor  # [B] int64 slots of a waiting layer, over its kv heads, before the last chunk
+    targets: torch.Tensor | None = None  # [layers, B] int64 slots of each layer, over its kv heads, after this chunk
+    cuts: torch.Tensor | None = None  # [B] whether a row loses slots after this chunk
+    errors: torch.Tensor | None = None  # [layers, B] fp64 sums over chunks of the layers' errors
+    measurements: torch.Tensor | None = None  # [B] how many chunks those are
     state: dict = field(default_factory=dict)  # layer -> the score's own state
     probe_length: torch.Tensor | None = None  # [B] int32 probe rows of each batch row
     probe_rows: int = 0  # the largest of them
@@ -45,6 +49,9 @@ class Step:
     transient: int = 0  # rows at the end that read along and are not stored
     ends_with_probe: bool = False  # the last stored rows are the probe
     waiting: list = field(default_factory=list)  # views of layers that wait for a later layer's choice
+    choice: tuple | None = None  # (index, keep) of the last layer that chose; None: it kept everything
+    measured: dict | None = None  # layer -> its error [B] in this chunk, where the layer budget asks for it
+    residual: dict = field(default_factory=dict)  # layer -> the residual stream that entered it
     final_position: int | None = None  # the prompt's largest position, for rotary frequencies that depend on it
 
     @property

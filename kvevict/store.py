@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicCache
 from . import compat
 from .cache import EvictionLayer, adopt
 
-FORMAT = "kvevict-cache-1"
+FORMAT = "kvevict-cache-2"
 OWN_TENSORS = ("k", "v", "pos", "len", "seen", "budget")
 OPTIONAL = ("carry", "recent")
 

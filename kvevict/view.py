@@ -1,5 +1,7 @@
 """What a score sees of one layer, and what eviction does to it."""
 
+from functools import cached_property
+
 import torch
 
 from . import _ops, compat
@@ -17,28 +19,45 @@ class View:
         self.n = layer.len + (stored - self.first)[:, None]
         self.columns = int(self.n.max()) if self.n.numel() else 0
         self.device = k.device
-        self.budget = layer.budget
+        self.order = step.patch.order[index]
+        self.select = step.patch.policy.selection(self.order)
         self.carry = None
 
-    waits = property(lambda self: self.step.patch.order[self.index] < self.step.patch.waiting_layers - 1)
+    waits = property(lambda self: self.order < self.step.patch.waiting_layers - 1)
+    follows = property(lambda self: self.order % self.policy.n_reuse > 0)
+    budget = property(lambda self: self.layer.budget // self.n.shape[1])  # [B] slots per kv head on average
     decoding = property(lambda self: self.step.decoding)
     state = property(lambda self: self.step.read.state.setdefault(self.index, {}))
     ends_with_probe = property(lambda self: self.step.ends_with_probe)
     probe_length = property(lambda self: self.step.read.probe_length)
     has_tokens = property(lambda self: self.first < self.k.shape[2])
 
-    @property
+    @cached_property
     def protected(self):
         """(first, last) [B] int32: always kept slots at either end, at most what the budget leaves."""
         sizes = self.n.amax(1)
         ends = (torch.as_tensor(end, dtype=torch.int32, device=self.device) for end in self.policy.score.protect(self))
         first, last = (end.expand_as(sizes) for end in ends)
-        first = torch.minimum(first, sizes)
+        tail = torch.as_tensor(self.select.tail(self), dtype=torch.int32, device=self.device)
+        first, last = torch.minimum(first, sizes), torch.maximum(last, tail)
         return first.contiguous(), torch.minimum(last, sizes - first).to(torch.int32).contiguous()
 
     @property
     def policy(self):
         return self.step.patch.policy
+
+    @cached_property
+    def least(self):
+        """int32 [B, Hkv] protected slots that each head has."""
+        first, last = self.protected
+        return torch.minimum(self.n, (first + last)[:, None])
+
+    @cached_property
+    def competing(self):
+        """Whether a slot exists and is not protected: [B, Hkv, C]."""
+        first, last = self.protected
+        column = torch.arange(self.columns, device=self.device)
+        return (column >= first[:, None, None]) & (column < (self.n - last[:, None])[..., None])
 
     def attention(self, rows=None, reduce="sum", rows_of_row=None):
         """Attention a_ij of the newest `rows` rows (None: all of this chunk; rows_of_row [B]: how many of them count),
@@ -100,10 +119,14 @@ class View:
 
     def positions(self):
         """Positions of the alive slots [B, Hkv, C] int32, -1 past a head's end."""
+        layer, column = self.layer, torch.arange(self.columns, device=self.device)
         out = torch.full((*self.n.shape, self.columns), -1, dtype=torch.int32, device=self.device)
-        for b, h, rows in self.layer.segments():
-            pos = torch.cat([self.layer.pos[rows], self.pos[b, self.first[b] :]])
-            out[b, h, : len(pos)] = pos
+        stored = column < layer.len[..., None]
+        out[stored] = layer.pos[(layer.offset[..., None] + column)[stored]]
+        new = ~stored & (column < self.n[..., None])
+        source = column - layer.len[..., None] + self.first[:, None, None]
+        row = torch.arange(self.n.shape[0], device=self.device)[:, None, None].expand_as(source)
+        out[new] = self.pos[row[new], source[new]]
         return out
 
     def grow_carry(self, increment):
@@ -112,14 +135,15 @@ class View:
             increment[..., : self.layer.carry.shape[-1]] += self.layer.carry
         self.carry = increment
 
-    def store(self, index=None, keep=None):
-        """Put the survivors into the layer: those of `index`, or all."""
+    def store(self, choice=None):
+        """Put the survivors into the layer: those of `choice` (index, keep), or all."""
         with self.step.patch.clock("compact"):
-            if index is None:
+            if choice is None:
                 if self.k.shape[2]:
                     self.layer.append(self.k, self.v, self.pos, self.first)
                 self.layer.carry = self.carry
             else:
+                index, keep = choice
                 self.layer.keep(index, keep, self.k, self.v, self.pos, self.first)
                 kept = None if self.carry is None else self.carry.gather(2, index.clamp_min(0).long())
                 self.layer.carry = None if kept is None else kept.masked_fill(index < 0, 0)

@@ -1,4 +1,5 @@
-"""Reading a prompt and decoding under a policy: slow, in float64, from METHODS alone (sections 0, 1, 3, 5 and 7).
+"""Reading a prompt and decoding under a policy: slow, in float64, from METHODS alone (sections 0, 1, 3, 4, 5
+and 7).
 
 One batch row at a time, over an unpatched Transformers model whose attention function is replaced. Every key and value
 ever computed stays in memory; eviction only takes numbers out of lists. "Token t" is the t-th token that the row has
@@ -9,12 +10,15 @@ import copy
 import functools
 import math
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
 DEFAULTS = dict(chunk_size=None, schedule="prompt", decode=False, interval=16, warmup_layers=None, warmup_budget=None)
+DEFAULTS |= dict(layers="uniform", beta=20, errors=None, heads="equal", f=0.2, floor="mix")
+DEFAULTS |= dict(select="token", c=10, per_head=False, exact=True, select_by_layer=(), n_reuse=1)
 _ONLINE = dict(schedule="chunk", chunk_size=4096, decode=True, interval=1)
 _SNAPKV = dict(score="snapkv", window=32, kernel=7, pool="max", reduce="sum")
 _TAKE = dict(score="take", probe=32, alpha=0.2, kernel=7, ema_space="aligned", probe_positions="after", append=True)
@@ -34,6 +38,14 @@ PRESETS = {
     "take/no-probe": _TAKE | dict(warmup_layers="half", append=False),
     "take/no-delay": _TAKE,
     "take/chunk-only": _TAKE | dict(append=False),
+    "adakv": _SNAPKV | dict(heads="ada"),
+    "adakv/edie": _SNAPKV | dict(heads="ada", pool="avg"),
+    "adakv/kvpress": _SNAPKV | dict(window=64, kernel=5, pool="avg", reduce="mean", heads="ada", floor="max"),
+    "pyramidkv": _SNAPKV | dict(layers="pyramid"),
+    "chunkkv": _SNAPKV | dict(pool="none", select="chunk"),
+    "chunkkv+reuse": _SNAPKV | dict(pool="none", select="chunk", n_reuse=2),
+    "chunkkv/kvpress": _SNAPKV
+    | dict(window=64, kernel=5, pool="avg", reduce="mean", select="chunk", c=20, exact=False),
 }
 LATER = 1 << 30  # the token number of rows that see every slot
 
@@ -81,10 +93,15 @@ class Row:
         """Section 3, steps 1, 2 and 6, for every score; without a probe nothing is appended."""
         o, N = self.o, len(ids)
         total = self.seen + N
+        self.always = o.get("window", 0) or o.get("sink", 0) or o.get("recent") or _length(o.get("probe", 0))
+        if o["schedule"] == "chunk":
+            self.always = max(
+                self.always, o.get("sink", 0) + max(self._run_length(i) for i in range(len(self.own))) - 1
+            )
         self.B = o["budget"]
         if isinstance(self.B, float):
-            smallest = o.get("window", 0) or o.get("sink", 0) or o.get("recent") or _length(o.get("probe", 0))
-            self.B = max(math.ceil(self.B * total), smallest + 1)
+            self.B = max(math.ceil(self.B * total), self.always + 1)
+        self.shares = self._shares(total)
         self.warmup = max(self.B, o["warmup_budget"] or min(total, 10240, max(self.B, math.ceil(total * 5 / 64))))
         span = isinstance(o.get("probe"), tuple)
         self.p = _length(o["probe"]) if span else min(o.get("probe", 0), N // 2)
@@ -106,6 +123,8 @@ class Row:
             positions = list(range(base + start, base + stop))
             after = range(base + stop, base + stop + len(extra))
             positions += true if o.get("probe_positions", "true") == "true" else after
+            if self.last or o["schedule"] == "chunk":
+                self._split(stop - start)
             logits.append(self._run([*ids[start:stop], *extra_ids], positions, len(extra)))
             start = stop
         return torch.cat(logits)
@@ -114,8 +133,60 @@ class Row:
         self.reading = self.own_probe = False
         return self._run([token], [self.seen], 0)[0]
 
+    # -- section 4: layers ------------------------------------------------------------------------------------------
+
+    def _shares(self, tokens):
+        L, b = len(self.own), self.B - self.always
+        if self.o["errors"]:
+            return [Fraction(x) for x in self.o["errors"]]
+        if self.o["layers"] == "uniform" or tokens < 2 * b or L == 1:
+            return [Fraction(1)] * L
+        low = b // self.o["beta"]
+        high = min(2 * b - low, tokens - self.always)
+        low = 2 * b - high
+        return [self.always + high - Fraction(i * (high - low), L - 1) for i in range(L)]
+
+    def _split(self, tokens):
+        """Slots of every layer, all heads together: C in whole numbers, no layer below what it always keeps or above
+        what it has."""
+        L, heads = len(self.own), len(self.layers[0].alive)
+        alive = [heads * tokens + sum(map(len, self.layers[i].alive)) for i in self.own]
+        if sum(alive) > self.B * L * heads:
+            self.targets = self.limits = self._whole_slots(alive)
+        else:
+            self.targets, self.limits = alive, self._whole_slots([1 << 40] * L)
+
+    def _whole_slots(self, most):
+        o, L, heads = self.o, len(self.own), len(self.layers[0].alive)
+        unit = heads if self._shared() else 1
+        if (self.W or 1) > 1:
+            groups = [list(range(self.W)), *([i] for i in range(self.W, L))]
+        else:
+            groups = [list(range(i, min(L, i + o["n_reuse"]))) for i in range(0, L, o["n_reuse"])]
+        shares = [sum(self.shares[i] for i in group) / len(group) for group in groups]
+        least = max(self.always, 1) * heads // unit
+        bounds = [(least, max(least, min(most[i] for i in group) // unit)) for group in groups]
+        sizes = [len(group) for group in groups]
+        whole = _apportion(shares, self.B * L * heads // unit, bounds, sizes)
+        return [unit * x for x, size in zip(whole, sizes) for _ in range(size)]
+
+    def _shared(self):
+        """Whether a choice is one for all heads of a layer."""
+        chunked = any(self._selection(i) == "chunk" for i in range(len(self.own)))
+        return not self.o["per_head"] and (chunked or self.o["score"] == "tova")
+
+    def _selection(self, order):
+        for start, stop, select in self.o["select_by_layer"]:
+            if start <= order and (stop is None or order < stop):
+                return select
+        return self.o["select"]
+
+    def _run_length(self, order):
+        return self.o["c"] if self._selection(order) == "chunk" else 1
+
     def _run(self, ids, positions, extra):
         self.extra, self.at, new = extra, positions, len(ids) - extra
+        self.chunk_end = self.seen + new
         _running.append(self)
         try:
             with torch.no_grad():
@@ -162,20 +233,24 @@ class Row:
         return x.softmax(-1)[..., : len(columns)]
 
     def _after(self, index, layer, q, attention):
-        """When: section 7, and section 3 step 5."""
+        """When: section 7, section 3 step 5, and index reuse."""
         o, order = self.o, self.own.index(index)
+        if order % o["n_reuse"]:
+            layer.alive = [list(head) for head in self.layers[self.own[order // o["n_reuse"] * o["n_reuse"]]].alive]
+            return
         if o["score"] == "h2o":  # every row so far, mean over the group
             for slots, carry, a in zip(layer.alive, layer.carry, attention):
                 for slot, x in zip(slots, a.sum(1).mean(0).tolist()):
                     carry[slot] = carry.get(slot, 0.0) + x
-        n = len(layer.alive[0])
+        n, heads = sum(map(len, layer.alive)), len(layer.alive)
         delayed = self.W is not None and order <= self.W - 1
         cut = [layer] + [self.layers[i] for i in self.own[:order] if delayed]
+        self.layer_budget = self.limits[order]
         if not self.reading:
             layer.asked.append((self.seen, q[:, 0]))
             waits = delayed and order < self.W - 1
-            if o["decode"] and n > self.B + o["interval"] - 1 and not waits:
-                self._evict(cut, layer, self.B, q, attention)
+            if o["decode"] and n > self.layer_budget + (o["interval"] - 1) * heads and not waits:
+                self._evict(cut, layer, self.layer_budget, order, q, attention)
             return
         if o["score"] == "take" and o["append"]:
             self._accumulate(layer, q)
@@ -183,9 +258,9 @@ class Row:
             return
         if delayed and order < self.W - 1:
             return  # layer W-1 decides
-        keep = self.warmup if delayed and not self.last else self.B
+        keep = self.warmup * heads if delayed and not self.last else self.targets[order]
         if n > keep:
-            self._evict(cut, layer, keep, q, attention)
+            self._evict(cut, layer, keep, order, q, attention)
 
     def _accumulate(self, layer, q):
         """Eq. 9. "aligned": what is averaged are queries turned to where the probe is now."""
@@ -206,49 +281,91 @@ class Row:
         a, b, rest = x.split([len(angle), len(angle), x.shape[-1] - 2 * len(angle)], -1)
         return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), rest], -1)
 
-    def _evict(self, layers, chooser, keep, q, attention):
-        """All `layers` keep the slots that `chooser` takes; kv head g decides for kv head g."""
-        first, last = self._protected(len(chooser.alive[0]))
-        scores = self._scores(chooser, q, attention, first, last)
-        for g, score in enumerate(scores):
-            slots = self._select(score, keep, first, last)
+    def _evict(self, layers, chooser, slots, order, q, attention):
+        """All `layers` keep the slots that `chooser` takes, `slots` in all; kv head g decides for kv head g."""
+        heads = range(len(chooser.alive))
+        ends = [self._protected(len(chooser.alive[g]), order) for g in heads]
+        scores = self._scores(chooser, q, attention, ends)
+        inside = [range(first, len(score) - last) for (first, last), score in zip(ends, scores)]
+        run = self._run_length(order)
+        ranks = self._ranked(scores, chooser.alive, inside, run) if run > 1 else scores
+        items = [[(-ranks[g][i], chooser.alive[g][i] // run, g, chooser.alive[g][i], i) for i in inside[g]]
+                 for g in heads]  # fmt: skip
+        wins = self._split_heads(items, [first + last for first, last in ends], slots)
+        for g in heads:
+            kept, lost = self._best(items[g], wins[g])
+            if not self.o["exact"] and kept and lost and kept[-1][1] == lost[0][1]:
+                whole = [x for x in kept if x[1] != lost[0][1]]
+                kept = whole if whole or sum(ends[g]) else kept
+            first, last = ends[g]
+            taken = sorted([*range(first), *(x[-1] for x in kept), *range(len(scores[g]) - last, len(scores[g]))])
             for layer in layers:
-                layer.alive[g] = [layer.alive[g][i] for i in slots]
+                layer.alive[g] = [layer.alive[g][i] for i in taken]
                 layer.carry[g] = {t: x for t, x in layer.carry[g].items() if t in layer.alive[g]}
 
-    def _select(self, score, keep, first, last):
-        """Protected slots, then (score descending, slot ascending); ascending slots."""
-        n = len(score)
-        rest = sorted(range(first, n - last), key=lambda i: (-score[i], i))
-        wanted = keep - first - last
+    def _split_heads(self, items, ends, slots):
+        """Section 4: how many of its unprotected slots each head keeps."""
+        o, heads, rooms = self.o, len(items), [len(x) for x in items]
+        if o["heads"] == "equal":
+            bounds = [(end, end + room) for end, room in zip(ends, rooms)]
+            return [x - end for x, end in zip(_apportion([Fraction(1)] * heads, slots, bounds), ends)]
+        wanted, every = slots - sum(ends), [x for head in items for x in head]
+        f, forced = Fraction(str(o["f"])), []
+        if o["heads"] == "ada" and o["floor"] == "max":
+            forced = [x for head in items for x in self._best(head, int(f * wanted / heads))[0]]
+        best = forced + self._best([x for x in every if x not in forced], wanted - len(forced))[0]
+        wins = [sum(x[2] == g for x in best) for g in range(heads)]
+        if o["heads"] == "ada" and o["floor"] == "mix":
+            wins = _apportion([(1 - f) * n + f * wanted / heads for n in wins], wanted, [(0, room) for room in rooms])
+        return wins
+
+    def _ranked(self, scores, alive, inside, run):
+        """Section 5, chunk: a run's score, for each of its members."""
+        if not self.o["per_head"]:
+            scores = [[sum(each) / len(scores) for each in zip(*scores)]] * len(scores)
+        ranks = [list(score) for score in scores]
+        for g, slots in enumerate(inside):
+            for number in {alive[g][i] // run for i in slots}:
+                members = [i for i in slots if alive[g][i] // run == number]
+                for i in members:
+                    ranks[g][i] = sum(scores[g][j] for j in members) / len(members) * run
+        return ranks
+
+    def _best(self, items, wanted):
+        """(kept, lost) of (-score, run, head, position, slot), best first; raises NearTie."""
+        rest = sorted(items)
         kept, lost = rest[:wanted], rest[wanted:]
         if kept and lost:
-            around = sorted({score[i] for i in rest})
-            cut = around.index(score[kept[-1]])
+            scores = [-x[0] for x in rest]
+            worst, best = -kept[-1][0], -lost[0][0]
+            around = sorted(set(scores))
+            cut = around.index(worst)
             gap = (
-                min(abs(around[cut] - around[j]) for j in (cut - 1, cut + 1) if 0 <= j < len(around))
-                if (score[kept[-1]] == score[lost[0]] and len(around) > 1)
-                else score[kept[-1]] - score[lost[0]]
+                min(abs(worst - around[j]) for j in (cut - 1, cut + 1) if 0 <= j < len(around))
+                if worst == best and len(around) > 1
+                else worst - best
             )
-            scale = max(abs(score[kept[-1]]), sum(abs(score[i]) for i in rest) / len(rest))
+            scale = max(abs(worst), sum(map(abs, scores)) / len(scores))
             self.margin = min(self.margin, gap / scale)
             if self.margin < self.near:
                 raise NearTie(self.margin)
-        return sorted([*range(first), *kept, *range(n - last, n)])
+        return kept, lost
 
-    def _protected(self, n):
+    def _protected(self, n, order):
         o, first, last = self.o, 0, 0
         if o["score"] == "streaming":
             first = min(o["sink"], n)
         if o["score"] == "h2o":
-            last = self.B // 2 if o["recent"] is None else o["recent"]
+            last = self.layer_budget // len(self.layers[0].alive) // 2 if o["recent"] is None else o["recent"]
         if o["score"] == "snapkv":
             last = o["window"]
         if o["score"] == "take":  # while decoding its rows are the last p decoded ones, a window as any other
             last = _length(o["probe"]) if not self.reading else self.p if self.own_probe else 0
+        if self.reading and not self.last:  # a run cut by the chunk's end is kept until it is whole
+            last = max(last, self.chunk_end % self._run_length(order))
         return first, min(last, n - first)
 
-    def _scores(self, layer, q, attention, first, last):
+    def _scores(self, layer, q, attention, ends):
         """Section 1: per kv head the scores of its alive slots."""
         o, heads = self.o, range(len(layer.alive))
         if o["score"] == "streaming":
@@ -266,9 +383,10 @@ class Row:
             return [(-(k @ m) / (k.pow(2).sum(-1) * m.pow(2).sum()).sqrt()).tolist() for k, m in zip(keys, means)]
         if o["score"] == "oracle":
             means = [a.mean((0, 1)).tolist() for a in self.appended]
-            return [_pool(score, o["pool"], o["kernel"], first, last) for score in means]
+            return [_pool(score, o["pool"], o["kernel"], *end) for score, end in zip(means, ends)]
         if o["score"] == "take" and o["append"] and self.reading:
-            rows, queries, unscored = [LATER] * self.p, layer.probe, last  # alive slots but the probe's own
+            rows, queries = [LATER] * self.p, layer.probe
+            unscored = self.p if self.own_probe else 0  # the probe's own slots
         else:
             rows, queries = self._window(layer, q, o["window"] if o["score"] == "snapkv" else self.p)
             unscored = 0
@@ -278,7 +396,7 @@ class Row:
             a = self._weights(g, queries, rows, keys[g][:n], layer.alive[g][:n])
             a = a.sum(1) if o.get("reduce") == "sum" else a.mean(1)
             score = F.pad(a.mean(0), (0, unscored))
-            scores.append(_pool(score.tolist(), o.get("pool", "avg"), o["kernel"], first, last))
+            scores.append(_pool(score.tolist(), o.get("pool", "avg"), o["kernel"], *ends[g]))
         return scores
 
     def _window(self, layer, q, rows):
@@ -299,6 +417,47 @@ def _pool(score, kind, kernel, first, last):
     near = {i: score[max(first, i - half) : min(end, i + half + 1)] for i in range(first, end)}
     return [score[i] if i not in near else max(near[i]) if kind == "max" else sum(near[i]) / kernel
             for i in range(len(score))]  # fmt: skip
+
+
+def _apportion(shares, total, bounds, sizes=None):
+    """Whole numbers x with sum(size * x) = total, in proportion to the shares within their bounds: the level at which
+    the bounded parts sum to the total lies between two of the levels where a part meets a bound."""
+    sizes, lows, highs = sizes or [1] * len(shares), [low for low, _ in bounds], [high for _, high in bounds]
+    total = min(max(total, sum(map(int.__mul__, sizes, lows))), sum(map(int.__mul__, sizes, highs)))
+
+    def parts(level):
+        return [min(max(share * level, low), high) for share, low, high in zip(shares, lows, highs)]
+
+    def mass(level):
+        return sum(size * part for size, part in zip(sizes, parts(level)))
+
+    if not any(shares):
+        shares = [Fraction(1)] * len(shares)
+    levels = sorted({Fraction(bound) / share for share, pair in zip(shares, bounds) if share for bound in pair})
+    below = max((x for x in levels if mass(x) <= total), default=Fraction(0))
+    above = min((x for x in levels if mass(x) >= total), default=below)
+    level = (
+        below
+        if mass(below) == mass(above)
+        else below + (above - below) * (total - mass(below)) / (mass(above) - mass(below))
+    )
+    exact = parts(level)
+    short = total - mass(level)  # only parts without a share can still take something
+    open_ = [i for i, share in enumerate(shares) if not share]
+    if short and open_:
+        more = _apportion(
+            [Fraction(1)] * len(open_), sum(sizes[i] * lows[i] for i in open_) + short,
+            [bounds[i] for i in open_], [sizes[i] for i in open_],
+        )  # fmt: skip
+        for i, x in zip(open_, more):
+            exact[i] = Fraction(x)
+    whole = [math.floor(x) for x in exact]
+    left = total - sum(map(int.__mul__, sizes, whole))
+    for i in sorted(range(len(exact)), key=lambda i: whole[i] - exact[i]):
+        if sizes[i] <= left and whole[i] < highs[i]:
+            whole[i] += 1
+            left -= sizes[i]
+    return whole
 
 
 def _span(probe, tokens):

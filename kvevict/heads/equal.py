@@ -1,9 +1,23 @@
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 
-from . import HEADS
+from ..apportion import apportion
+from . import HEADS, HeadBudget
 
 
 @HEADS.add("equal")
-def equal(slots, n):
-    """Every head gets the layer's average."""
-    return torch.minimum(slots[:, None], n)
+@dataclass(frozen=True)
+class Equal(HeadBudget):
+    """Every head gets the same; the remainder goes to lower heads."""
+
+    ragged: ClassVar[bool] = False
+
+    def keep(self, view, score, slots):
+        n, least = view.n, view.least
+        heads = n.shape[1]
+        keep = slots[:, None] // heads + (torch.arange(heads, device=n.device) < (slots % heads)[:, None])
+        if bool(((keep > n) | (keep < least)).any()):
+            keep = apportion(torch.ones_like(n), slots, least, n)
+        return keep.to(torch.int32)

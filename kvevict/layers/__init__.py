@@ -1,9 +1,59 @@
-"""How the budget C = B*L*Hkv is split over layers. Each file registers one function
-`(budget [B], layers) -> [layers, B]`, slots per kv head on average."""
+"""How the budget C = B*L*Hkv is split over layers. One file per idea; the file registers it, and its fields are its
+options.
+
+A layer budget gives shares; `layer_slots` makes whole slots of them, by METHODS section 4's rules for all.
+"""
 
 import sys
+from dataclasses import dataclass
+from typing import ClassVar
 
+import torch
+
+from ..apportion import apportion
 from ..registry import Registry, load_folder
 
 LAYERS = Registry("layer budget")
+PLENTY = 2**31 - 1  # slots
+
+
+@dataclass(frozen=True)
+class LayerBudget:
+    measures: ClassVar[bool] = False  # needs the error of every layer, so every layer must score
+    residual: ClassVar[str] = "off"  # up to where in a layer the residual stream is compared: "attention", "layer"
+
+    def check(self, policy) -> None:
+        """Raise ValueError when the options do not fit each other or the policy."""
+
+    def shares(self, policy, layers: int, tokens: int, measured=None) -> list:
+        """What each layer gets in proportion to the others, for a row that will have seen `tokens` tokens.
+        measured: the layers' mean errors over the row's earlier chunks, if there were any."""
+        raise NotImplementedError
+
+    def learn(self, contexts: list) -> None:
+        """The end of a read: the layers' mean errors in each row that was evicted from."""
+
+
+def layer_slots(policy, layers: int, kv_heads: int, tokens: list, alive=None, measured=None):
+    """int64 [layers, B] slots of every evicting layer, summed over its kv heads; each row sums to C, or to all alive.
+
+    tokens     per row what it will have seen at the prompt's end
+    alive      [layers, B] slots there are now, the most a layer can keep; None: no limit
+    measured   per row as in `LayerBudget.shares`
+    """
+    unit = kv_heads if policy.shared else 1  # heads that share one selection have equally many slots
+    groups = policy.groups(layers)
+    measured = measured or [None] * len(tokens)
+    rows = [policy.layers.shares(policy, layers, n, m) for n, m in zip(tokens, measured, strict=True)]
+    shares = torch.tensor(rows, dtype=torch.double)
+    most = torch.full_like(shares, PLENTY * kv_heads, dtype=torch.long) if alive is None else alive.T.cpu().long()
+    shares = torch.stack([shares[:, group].mean(1) for group in groups], 1)
+    most = torch.stack([most[:, group].amin(1) for group in groups], 1) // unit
+    least = torch.full_like(most, max(policy.protected, 1) * kv_heads // unit)
+    total = torch.tensor([policy.slots(n) * layers * kv_heads // unit for n in tokens])
+    weight = torch.tensor([len(group) for group in groups])
+    slots = unit * apportion(shares, total, least, most, None if bool((weight == 1).all()) else weight)
+    return slots.T.repeat_interleave(weight, 0)
+
+
 load_folder(sys.modules[__name__])

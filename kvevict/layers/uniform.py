@@ -1,7 +1,12 @@
-from . import LAYERS
+from dataclasses import dataclass
+
+from . import LAYERS, LayerBudget
 
 
 @LAYERS.add("uniform")
-def uniform(budget, layer_count):
+@dataclass(frozen=True)
+class Uniform(LayerBudget):
     """Every layer gets B."""
-    return budget.expand(layer_count, -1)
+
+    def shares(self, policy, layers, tokens, measured=None):
+        return [1.0] * layers

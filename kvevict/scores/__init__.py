@@ -2,7 +2,8 @@
 
 A score sees a `kvevict.view.View` of one layer: the alive slots of every kv head, the observing rows, and what
 attention knows about them. It returns fp32 [B, Hkv, C] (or [B, 1, C], shared by the heads), column i being alive slot
-i; it never edits scores to protect a slot, it says how many slots at either end are protected.
+i, and pools those in a step of its own; it never edits scores to protect a slot, it says how many slots at either end
+are protected.
 """
 
 import sys
@@ -28,6 +29,8 @@ class Score:
     length: ClassVar[int] = 0  # rows of the probe
     span: ClassVar[tuple | None] = None  # where the probe is in the prompt, if not at its end
     response: ClassVar[tuple | None] = None  # token ids of a probe that is no part of the prompt
+    ordinal: ClassVar[bool] = False  # scores only rank slots: they may be negative, and their sums mean nothing
+    shared: ClassVar[bool] = False  # one choice for all heads of a layer
     append: ClassVar[bool] = True  # the probe reads along with every chunk
     probe_positions: ClassVar[str] = "true"  # of the probe's rows: their own, or right "after" the chunk
 
@@ -53,8 +56,12 @@ class Score:
         raise NotImplementedError
 
     def score(self, view) -> torch.Tensor:
-        """Importance of every alive slot, pooled: [B, Hkv, C] or [B, 1, C]."""
+        """Importance of every alive slot, not pooled: [B, Hkv, C] or [B, 1, C]."""
         raise NotImplementedError
+
+    def pooled(self, view, score) -> torch.Tensor:
+        """What slots are ranked by: their scores pooled over neighbours."""
+        return score
 
 
 POOLS = ("max", "avg", "none")
@@ -65,12 +72,9 @@ def pool(score, view, kernel: int, kind: str):
     kernel size with zero padding. Columns of protected slots are unspecified. Shape stays [B, Hkv, C]."""
     if kind == "none" or kernel == 1 or score.shape[-1] == 0:
         return score
-    column = torch.arange(score.shape[-1], device=score.device)
-    first, last = view.protected
-    inside = (column >= first[:, None, None]) & (column < (view.n - last[:, None])[..., None])
     if kind == "max":
-        return F.max_pool1d(score.masked_fill(~inside, -torch.inf), kernel, 1, kernel // 2)
-    return F.avg_pool1d(score.masked_fill(~inside, 0), kernel, 1, kernel // 2)
+        return F.max_pool1d(score.masked_fill(~view.competing, -torch.inf), kernel, 1, kernel // 2)
+    return F.avg_pool1d(score.masked_fill(~view.competing, 0), kernel, 1, kernel // 2)
 
 
 def check_pool(kernel: int, kind: str) -> None:

@@ -1,6 +1,7 @@
 """Cheap controls that look at keys or positions only."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -13,6 +14,8 @@ from . import SCORES, Score
 class KNorm(Score):
     """K-norm (Devoto et al. 2024): `-||k_i||_2`, small keys first."""
 
+    ordinal: ClassVar[bool] = True
+
     def score(self, view):
         return view.per_head(lambda keys: -torch.linalg.vector_norm(keys.float(), dim=-1))
 
@@ -21,6 +24,8 @@ class KNorm(Score):
 @dataclass(frozen=True)
 class KeyDiff(Score):
     """KeyDiff (Park et al. 2025): `-cos(k_i, mean k)`, with the mean over the head's alive keys."""
+
+    ordinal: ClassVar[bool] = True
 
     def score(self, view):
         def one(keys):
@@ -36,6 +41,7 @@ class Random(Score):
     """Random: a hash of (seed, layer, kv head, position), so that a row keeps the same slots in any batch."""
 
     seed: int = 0
+    ordinal: ClassVar[bool] = True
 
     def check(self, policy):
         count("seed", self.seed, 0)

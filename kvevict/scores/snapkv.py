@@ -30,4 +30,7 @@ class SnapKV(Score):
         one_of("reduce", self.reduce, ("sum", "mean", "max"))
 
     def score(self, view):
-        return pool(view.attention(rows=self.window, reduce=self.reduce), view, self.kernel, self.pool)
+        return view.attention(rows=self.window, reduce=self.reduce)
+
+    def pooled(self, view, score):
+        return pool(score, view, self.kernel, self.pool)

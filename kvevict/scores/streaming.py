@@ -15,6 +15,7 @@ class Streaming(Score):
     sink: int = 4
     decodes: ClassVar[bool] = True
     interval: ClassVar[int] = 1
+    ordinal: ClassVar[bool] = True
 
     def protect(self, view):
         return self.sink, 0

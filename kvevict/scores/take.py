@@ -92,8 +92,9 @@ class Take(Score):
 
     def score(self, view):
         if self.append and not view.decoding:
-            score = view.probe_attention(view.state["probe"])
-        else:
-            rows = None if view.decoding else view.probe_length
-            score = view.attention(rows=self.length, reduce="mean", rows_of_row=rows)
+            return view.probe_attention(view.state["probe"])
+        rows = None if view.decoding else view.probe_length
+        return view.attention(rows=self.length, reduce="mean", rows_of_row=rows)
+
+    def pooled(self, view, score):
         return pool(score, view, self.kernel, "avg")

@@ -17,6 +17,10 @@ class TOVA(Score):
     interval: ClassVar[int] = 1
     last_row: ClassVar[bool] = True
 
+    @property
+    def shared(self):
+        return not self.per_head
+
     def score(self, view):
         score = view.attention(rows=1, reduce="sum")
         return score if self.per_head else score.mean(1, keepdim=True)

@@ -1,8 +1,9 @@
-from .. import _ops
-from . import SELECTIONS
+from dataclasses import dataclass
+
+from . import SELECTIONS, Selection
 
 
 @SELECTIONS.add("token")
-def token(score, n, keep, first, last, columns):
-    """The best slots per kv head; ties go to the earlier slot."""
-    return _ops.select(score, n, keep, first, last, columns)
+@dataclass(frozen=True)
+class Token(Selection):
+    """The best slots per kv head."""

@@ -1,0 +1,49 @@
+"""Whole numbers in proportion to shares, between bounds, with an exact sum (METHODS section 4)."""
+
+import torch
+
+
+def apportion(share, total, least, most, weight=None):
+    """int64 x [R, P] in proportion to share [R, P], least <= x <= most, with sum(weight * x) = total [R].
+
+    A part at a bound stays there, and the others go on by their shares, until nothing changes; then the largest
+    remainders are rounded up (ties: the lower index). Shares below 0 or NaN count as 0; parts of which none has a share
+    are alike. weight [P]: how many times a part counts (layers that keep the same slots); where no rounding meets the
+    total then, less than the largest weight stays unused. A total outside the bounds' sums is moved to them.
+    """
+    weights = torch.ones_like(least[0]) if weight is None else weight
+    most = most.long()
+    least = torch.minimum(least.long(), most)
+    total = torch.minimum(torch.maximum(total.long(), (weights * least).sum(1)), (weights * most).sum(1))
+    exact = _fill(share.double().nan_to_num(0.0).clamp_min(0), total, least, most, weights)
+    # Quantised, so that shares equal but for rounding errors tie.
+    x = torch.minimum((exact + 1e-9).floor().long(), most)
+    rest = ((exact - x) * 1e9).round().masked_fill(x >= most, -1)
+    left = total - (weights * x).sum(1)
+    order = rest.sort(dim=1, descending=True, stable=True).indices
+    if weight is None:
+        return x + (order.argsort(1) < left[:, None])
+    for part in order.T:
+        room = most.gather(1, part[:, None])[:, 0] > x.gather(1, part[:, None])[:, 0]
+        takes = room & (weights[part] <= left)
+        x.scatter_add_(1, part[:, None], takes.long()[:, None])
+        left = left - takes * weights[part]
+    return x
+
+
+def _fill(share, total, least, most, weights):
+    """The same in real numbers. Each round fixes the parts beyond one of their bounds: those below if raising them
+    costs more than capping the others frees, else those above."""
+    x, free = torch.zeros_like(share), torch.ones_like(least, dtype=torch.bool)
+    while True:
+        left = total - (weights * x).masked_fill(free, 0).sum(1)
+        mine = share.masked_fill(~free, 0)
+        mine = torch.where((mine.sum(1) > 0)[:, None], mine, free.double())
+        whole = (weights * mine).sum(1).clamp_min(torch.finfo(torch.double).tiny)
+        x = torch.where(free, mine * left[:, None] / whole[:, None], x)
+        inside = x.clamp(least, most)
+        change = (weights * (inside - x)).sum(1)[:, None]
+        beyond = free & (((inside > x) & (change >= 0)) | ((inside < x) & (change <= 0)))
+        if not bool(beyond.any()):
+            return x
+        x, free = torch.where(beyond, inside, x), free & ~beyond

@@ -1,0 +1,39 @@
+from dataclasses import dataclass
+
+import torch
+
+from ..apportion import apportion
+from ..checks import one_of
+from . import HEADS, LOWEST, HeadBudget, order, winners
+
+
+@HEADS.add("ada")
+@dataclass(frozen=True)
+class Ada(HeadBudget):
+    """AdaKV (Feng et al. 2024): heads compete for the slots that are not protected.
+
+    f       the part of a head's slots that is no matter of competition
+    floor   "mix": (1-f) times what a head wins over all heads plus f times the average, as the source computes;
+            "max": every head keeps its own best f times the average, the best of the rest over all heads follow
+    """
+
+    f: float = 0.2
+    floor: str = "mix"
+
+    def check(self, policy):
+        if isinstance(self.f, bool) or not isinstance(self.f, (int, float)) or not 0 <= self.f <= 1:
+            raise ValueError(f"f must be a number in [0, 1], got {self.f!r}")
+        one_of("floor", self.floor, ("mix", "max"))
+
+    def keep(self, view, score, slots):
+        key, least = order(view, score), view.least
+        wanted, heads = slots - least.sum(1), view.n.shape[1]
+        even = self.f * wanted.double() / heads
+        if self.floor == "max":
+            floor = (even + 1e-9).long()[:, None]  # f * b whole but for a rounding error
+            own = key.sort(-1, descending=True).values
+            bar = own.gather(-1, (floor - 1).clamp_min(0).expand(-1, heads)[..., None])
+            mine = (key >= bar) & (floor > 0)[..., None] & (key > LOWEST)
+            return (least + winners(key.masked_fill(mine, -LOWEST - 1), wanted)).to(torch.int32)
+        mixed = (1 - self.f) * winners(key, wanted) + even[:, None]
+        return (least + apportion(mixed, wanted, torch.zeros_like(least), view.n - least)).to(torch.int32)

@@ -1,0 +1,92 @@
+import json
+import os
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..checks import one_of
+from . import LAYERS, LayerBudget
+
+UNTIL = ("attention", "layer", "off")
+_histories = {}
+
+
+@LAYERS.add("tada")
+@dataclass(frozen=True)
+class Tada(LayerBudget):
+    """TADA (EDIE, eq. 12-18): slots in proportion to the layers' mean error over earlier contexts of the same task.
+
+    task   names the history that is read and added to: `kvevict.history(task)`
+    cd     up to where in a layer the residual stream is compared: "attention", "layer", or "off": not at all
+
+    A layer's error is the sum of its scores outside the window times 1 - cos(R, R + O), the mean over the observing
+    rows of how far the layer turns the residual stream. The first context of a task has uniform layers, or, read chunk
+    by chunk, those that its own earlier chunks ask for. Every evicted row of a batch is a context: the mean over its
+    chunks, known to the next batch.
+    """
+
+    task: str = "default"
+    cd: str = "attention"
+    measures: ClassVar[bool] = True
+
+    @property
+    def residual(self):
+        return self.cd
+
+    def check(self, policy):
+        if not isinstance(self.task, str) or not self.task:
+            raise TypeError(f"task must be the name of a task, got {self.task!r}")
+        one_of("cd", self.cd, UNTIL)
+
+    def shares(self, policy, layers, tokens, measured=None):
+        past = history(self.task)
+        if past.contexts and len(past.errors) != layers:
+            raise ValueError(
+                f"the history of task {self.task!r} is of a model with {len(past.errors)} layers, not {layers}: give "
+                "another task=, or reset it with kvevict.history(task).reset()"
+            )
+        return past.errors if past.contexts else measured or [1.0] * layers
+
+    def learn(self, contexts):
+        history(self.task).add(contexts)
+
+
+class History:
+    """What the contexts of one task were like: `contexts` of them, and the mean error of each layer in `errors`.
+
+    frozen   True: reads use it and leave it as it is
+    """
+
+    def __init__(self):
+        self.frozen = False
+        self.reset()
+
+    def reset(self) -> None:
+        self.contexts, self.errors = 0, []
+
+    def add(self, contexts) -> None:
+        """Take in the errors per layer of further contexts."""
+        for errors in contexts if not self.frozen else ():
+            self.contexts += 1
+            old = self.errors or [0.0] * len(errors)
+            self.errors = [mean + (x - mean) / self.contexts for mean, x in zip(old, errors, strict=True)]
+
+    def save(self, path) -> None:
+        temporary = f"{os.fspath(path)}.part"
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(dict(contexts=self.contexts, errors=self.errors), file)
+        os.replace(temporary, path)
+
+    def load(self, path) -> None:
+        """Read what `save` wrote; raises ValueError for another kind of file."""
+        try:
+            with open(path, encoding="utf-8") as file:
+                data = json.load(file)
+            contexts, errors = int(data["contexts"]), [float(x) for x in data["errors"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is no history written by History.save ({error!r})") from None
+        self.contexts, self.errors = contexts, errors
+
+
+def history(task: str = "default") -> History:
+    """What TADA remembers of a task: save(path), load(path), reset(), and `frozen` to stop learning."""
+    return _histories.setdefault(task, History())

@@ -1,0 +1,26 @@
+"""Which choices exclude each other, and why: one table (METHODS sections 1, 4 and 5)."""
+
+
+def _waits(policy):
+    return policy.warmup_layers not in (None, 1)
+
+
+RULES = (
+    (lambda p: p.shared and p.heads.ragged,
+     "one selection shared by a layer's heads needs heads='equal'; or let each choose for itself: per_head=True"),
+    (lambda p: p.layers.measures and p.n_reuse > 1,
+     "this layer budget needs every layer's error, and with n_reuse > 1 only a group's first layer scores: n_reuse=1"),
+    (lambda p: p.layers.measures and _waits(p),
+     "this layer budget needs every layer's error, and layers that wait do not score: warmup_layers=None"),
+    (lambda p: p.layers.measures and p.score.ordinal,
+     "this layer budget sums scores to an error, and these only rank slots: take scores that are attention"),
+    (lambda p: p.n_reuse > 1 and p.warmup_layers is not None,
+     "layers that wait already take another layer's slots: n_reuse=1 or warmup_layers=None"),
+)  # fmt: skip
+
+
+def check(policy) -> None:
+    """Raise ValueError, with the reason, for choices that cannot go together."""
+    for excluded, reason in RULES:
+        if excluded(policy):
+            raise ValueError(reason)

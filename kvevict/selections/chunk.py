@@ -1,0 +1,80 @@
+from dataclasses import dataclass
+
+import torch
+
+from ..checks import count
+from ..heads import LOWEST, order
+from . import SELECTIONS, Selection
+
+
+@SELECTIONS.add("chunk")
+@dataclass(frozen=True)
+class Chunk(Selection):
+    """ChunkKV (Liu et al. 2025): slots are kept in runs of `c` neighbouring tokens.
+
+    c          tokens of a run; a slot belongs to run position // c
+    per_head   every head ranks its own runs (over all heads where heads compete); False: one choice for the layer, by
+               scores averaged over heads
+    exact      what is left of the budget takes the next best run's first members; False: it stays unused
+
+    A run's score is c times the mean over its members that are alive and not protected. Every member gets it, so
+    ranking slots by (score, position) ranks whole runs.
+    """
+
+    c: int = 10
+    per_head: bool = False
+    exact: bool = True
+
+    @property
+    def shared(self):
+        return not self.per_head
+
+    @property
+    def run(self):
+        return self.c
+
+    def check(self, policy):
+        count("c", self.c, 1)
+        for name in ("per_head", "exact"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+
+    def tail(self, view):
+        """A run that a chunk's end cuts is kept until it is whole; the prompt's last run need not be."""
+        if view.decoding or view.step.last:
+            return 0
+        return (view.pos[:, -1] + 1).clamp_min(0) % self.c
+
+    def rank(self, view, score):
+        if self.shared:
+            score = score.mean(1, keepdim=True).expand_as(score)
+        runs, column = self._runs(view), torch.arange(view.columns, device=view.device)
+        start = torch.where(_starts(runs), column, 0).cummax(-1).values
+        total, size = torch.zeros_like(score), torch.zeros_like(score)
+        score = score.masked_fill(~view.competing, 0)
+        for ahead in range(min(self.c, view.columns)):  # in slot order: the same sum on every machine
+            same = runs[..., ahead:] == runs[..., : view.columns - ahead]
+            total[..., : view.columns - ahead] += torch.where(same, score[..., ahead:], 0)
+            size[..., : view.columns - ahead] += same
+        return (total / size * self.c).gather(-1, start)
+
+    def whole(self, view, score, keep):
+        if self.exact:
+            return keep
+        best = order(view, score).sort(-1, descending=True)
+        runs = self._runs(view).gather(-1, best.indices).masked_fill(best.values == LOWEST, -1)
+        wanted = (keep - view.least).long()[..., None]
+        lost = wanted < view.competing.sum(-1, keepdim=True)
+        cut = runs.gather(-1, wanted.clamp_max(view.columns - 1)).masked_fill(~lost, -1)  # run of the best slot lost
+        taken = torch.arange(view.columns, device=view.device) < wanted
+        partial = ((runs == cut) & (cut >= 0) & taken).sum(-1)
+        return torch.where(partial < keep, keep - partial, keep).to(torch.int32)  # nothing empties a head
+
+    def _runs(self, view):
+        """The run of every slot that competes [B, Hkv, C]; -1 elsewhere."""
+        return (view.positions() // self.c).masked_fill(~view.competing, -1)
+
+
+def _starts(runs):
+    """Whether a slot is the first of its run: [B, Hkv, C]."""
+    return torch.cat([torch.ones_like(runs[..., :1], dtype=torch.bool), runs[..., 1:] != runs[..., :-1]], -1)
