@@ -1,7 +1,10 @@
 import pytest
 import torch
 
-TINY = {f"test_{name}" for name in ("models", "generate", "cache", "errors", "store", "patch", "policies", "turns")}
+TINY = {
+    f"test_{name}"
+    for name in ("models", "generate", "cache", "errors", "store", "patch", "policies", "turns", "budgets")
+}
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -21,6 +21,7 @@ DEFAULTS |= dict(layers="uniform", beta=20, errors=None, heads="equal", f=0.2, f
 DEFAULTS |= dict(select="token", c=10, per_head=False, exact=True, select_by_layer=(), n_reuse=1)
 _ONLINE = dict(schedule="chunk", chunk_size=4096, decode=True, interval=1)
 _SNAPKV = dict(score="snapkv", window=32, kernel=7, pool="max", reduce="sum")
+_KVPRESS = _SNAPKV | dict(window=64, kernel=5, pool="avg", reduce="mean")
 _TAKE = dict(score="take", probe=32, alpha=0.2, kernel=7, ema_space="aligned", probe_positions="after", append=True)
 _TAKE |= dict(schedule="chunk", chunk_size=4096)
 PRESETS = {
@@ -30,7 +31,7 @@ PRESETS = {
     "tova": dict(score="tova", per_head=False, **_ONLINE),
     "snapkv": _SNAPKV,
     "snapkv/kvcf": _SNAPKV | dict(window=8),
-    "snapkv/kvpress": _SNAPKV | dict(window=64, kernel=5, pool="avg", reduce="mean"),
+    "snapkv/kvpress": _KVPRESS,
     "knorm": dict(score="knorm"),
     "keydiff": dict(score="keydiff"),
     "oracle": dict(score="oracle", response=(), kernel=7, pool="max"),
@@ -40,12 +41,11 @@ PRESETS = {
     "take/chunk-only": _TAKE | dict(append=False),
     "adakv": _SNAPKV | dict(heads="ada"),
     "adakv/edie": _SNAPKV | dict(heads="ada", pool="avg"),
-    "adakv/kvpress": _SNAPKV | dict(window=64, kernel=5, pool="avg", reduce="mean", heads="ada", floor="max"),
+    "adakv/kvpress": _KVPRESS | dict(heads="ada", floor="max"),
     "pyramidkv": _SNAPKV | dict(layers="pyramid"),
     "chunkkv": _SNAPKV | dict(pool="none", select="chunk"),
     "chunkkv+reuse": _SNAPKV | dict(pool="none", select="chunk", n_reuse=2),
-    "chunkkv/kvpress": _SNAPKV
-    | dict(window=64, kernel=5, pool="avg", reduce="mean", select="chunk", c=20, exact=False),
+    "chunkkv/kvpress": _KVPRESS | dict(select="chunk", c=20, exact=False),
 }
 LATER = 1 << 30  # the token number of rows that see every slot
 
@@ -95,9 +95,8 @@ class Row:
         total = self.seen + N
         self.always = o.get("window", 0) or o.get("sink", 0) or o.get("recent") or _length(o.get("probe", 0))
         if o["schedule"] == "chunk":
-            self.always = max(
-                self.always, o.get("sink", 0) + max(self._run_length(i) for i in range(len(self.own))) - 1
-            )
+            run = max(map(self._run_length, range(len(self.own))))
+            self.always = max(self.always, o.get("sink", 0) + run - 1)
         self.B = o["budget"]
         if isinstance(self.B, float):
             self.B = max(math.ceil(self.B * total), self.always + 1)
@@ -178,7 +177,7 @@ class Row:
     def _selection(self, order):
         for start, stop, select in self.o["select_by_layer"]:
             if start <= order and (stop is None or order < stop):
-                return select
+                return "token" if type(select).__name__ == "Token" else "chunk"
         return self.o["select"]
 
     def _run_length(self, order):
@@ -340,11 +339,8 @@ class Row:
             worst, best = -kept[-1][0], -lost[0][0]
             around = sorted(set(scores))
             cut = around.index(worst)
-            gap = (
-                min(abs(worst - around[j]) for j in (cut - 1, cut + 1) if 0 <= j < len(around))
-                if worst == best and len(around) > 1
-                else worst - best
-            )
+            steps = [abs(worst - around[j]) for j in (cut - 1, cut + 1) if 0 <= j < len(around)]
+            gap = min(steps, default=math.inf) if worst == best else worst - best  # equal by pooling, or one run's
             scale = max(abs(worst), sum(map(abs, scores)) / len(scores))
             self.margin = min(self.margin, gap / scale)
             if self.margin < self.near:
@@ -373,8 +369,8 @@ class Row:
         if o["score"] == "h2o":
             return [[carry[t] for t in slots] for slots, carry in zip(layer.alive, layer.carry)]
         if o["score"] == "tova":
-            row = torch.stack([a[:, -1].mean(0) for a in attention])
-            return (row if o["per_head"] else row.mean(0).expand_as(row)).tolist()
+            rows = [a[:, -1].mean(0).tolist() for a in attention]
+            return rows if o["per_head"] else [[sum(x) / len(x) for x in zip(*rows)]] * len(rows)
         keys = [layer.k[g, layer.alive[g]] for g in heads]
         if o["score"] == "knorm":
             return [(-k.pow(2).sum(-1).sqrt()).tolist() for k in keys]

@@ -46,7 +46,7 @@ CHOICES = {
     "snapkv, reuse of three": dict(window=4, n_reuse=3),
     "h2o, reuse": dict(n_reuse=2, decode=True, interval=2),
     "adakv, reuse, pyramid": dict(window=4, n_reuse=2, layers="pyramid"),
-    "snapkv, by layer": dict(window=4, select_by_layer=((0, 2, "chunk"),), c=10),
+    "snapkv, by layer": dict(window=4, select_by_layer=((0, 2, kvevict.SELECTIONS["chunk"]()),)),
 }  # "preset, remark": options
 any_choice = pytest.mark.parametrize("name", CHOICES)
 

@@ -35,5 +35,5 @@ class Ada(HeadBudget):
             bar = own.gather(-1, (floor - 1).clamp_min(0).expand(-1, heads)[..., None])
             mine = (key >= bar) & (floor > 0)[..., None] & (key > LOWEST)
             return (least + winners(key.masked_fill(mine, -LOWEST - 1), wanted)).to(torch.int32)
-        mixed = (1 - self.f) * winners(key, wanted) + even[:, None]
+        mixed = (1 - self.f) * winners(key, wanted).double() + even[:, None]
         return (least + apportion(mixed, wanted, torch.zeros_like(least), view.n - least)).to(torch.int32)
