@@ -73,14 +73,15 @@ def test_is_the_maximum_of_score():
 
 def test_outside_the_range_is_not_read():
     p = prepared(problem(4, T=12, lens=[[30, 40], [5, 64]], first=0, layout="dense"), 4, True)
-    p |= {"lse": torch.full((2, 4, 12), 3.0), "lo": i32([[3, 1], [0, 20]]), "hi": i32([[20, 39], [5, 20]])}
+    p |= {"stop": i32([12, 12]), "row_first": i32([0, 5]), "lse": torch.full((2, 4, 12), 3.0)}
+    p |= {"lo": i32([[3, 1], [0, 20]]), "hi": i32([[20, 39], [5, 20]])}
     want = check(p)
     for b, h in ((0, 0), (0, 1), (1, 1)):
         for i in (p["lo"][b, h] - 1, p["hi"][b, h]):
             p["k_slots"][p["offset"][b, h] + i] = NAN
     assert same_bits(check(p), want)
     p["k_slots"][p["offset"][0, 1] + 38] = NAN
-    assert check(p)[0, 2:, p["row_first"][0] :].isnan().all()
+    assert check(p)[0, 2:].isnan().all()
 
 
 def test_threads():
