@@ -57,8 +57,10 @@ kv_status KV_OP(peak)(const kv_peak *a) {
   const int64_t heads = a->rows.B * a->rows.Hkv;
   if (heads == 0 || a->rows.R == 0) return KV_OK;
   const int64_t steps = kv_max(TILE / (a->rows.H / a->rows.Hkv), 1);
+  kv_observers rows = a->rows;
+  rows.weight = NULL;
   kv_observe job;
-  if (kv_observe_start(&job, &a->rows, a))
+  if (kv_observe_start(&job, &rows, a))
     kv_parallel_for(heads * ((a->rows.R + steps - 1) / steps), 1, kv_peak_body, &job);
   return kv_observe_end(&job);
 }
