@@ -18,7 +18,7 @@ typedef struct {
   const float *lse; /* [B, H, R], given or computed */
   int64_t lse_stride[2];
   float *computed; /* to be freed */
-  int64_t steps;   /* of a task that computes it */
+  int64_t steps;   /* of a task over rows */
   atomic_int failed;
 } kv_observe;
 
@@ -61,8 +61,9 @@ static inline void kv_observe_lse(void *ctx, int64_t begin, int64_t end) {
 static inline int kv_observe_start(kv_observe *job, const kv_observers *a, const void *op) {
   const int64_t heads = a->B * a->Hkv;
   *job = (kv_observe){op, a, a->lse, {a->lse_stride[0], a->lse_stride[1]}, NULL, 0, 0};
-  if (a->lse || heads == 0 || a->R == 0) return 1;
+  if (heads == 0 || a->R == 0) return 1;
   job->steps = kv_task_steps(heads, a->R, a->H / a->Hkv, a->D);
+  if (a->lse) return 1;
   job->lse = job->computed = malloc((size_t)(a->B * a->H * a->R) * sizeof *job->computed);
   job->lse_stride[0] = a->H * a->R, job->lse_stride[1] = a->R;
   job->failed = !job->computed;

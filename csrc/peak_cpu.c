@@ -1,7 +1,7 @@
 /* The largest attention weight that each observing row pays to a range of slots, on a CPU.
  *
- * A task is one tile of rows of one (b, kv head): it goes over all blocks of keys in the range, so no two tasks share a
- * result. See observe.h.
+ * A task is some rows of one (b, kv head): it goes over all blocks of keys in the range, so no two tasks share a result.
+ * See observe.h.
  */
 #include "observe.h"
 
@@ -16,39 +16,39 @@ static float kv_peak_row(const float *s, int64_t most, float lse) {
   return top;
 }
 
-/* Steps t0 .. t0 + n - 1 of one head. */
-static void kv_peak_steps(const kv_observe *job, const kv_observed *head, kv_tile *x, int64_t t0, int64_t n) {
+/* Steps t0 .. t1 - 1 of one head. */
+static void kv_peak_steps(const kv_observe *job, const kv_observed *head, kv_tile *x, int64_t t0, int64_t t1) {
   const kv_peak *a = job->op;
-  const int64_t G = head->query.G, at = head->b * job->a->Hkv + head->h, block = kv_block(job->a->D);
-  float *out = a->out + at * G * job->a->R, *top = x->total;
-  memset(top, 0, (size_t)(G * n) * sizeof *top);
-  for (int64_t c0 = a->lo[at]; c0 < a->hi[at]; c0 += block) {
-    const int64_t columns = kv_min(block, a->hi[at] - c0);
+  const int64_t G = head->query.G, R = job->a->R, at = head->b * job->a->Hkv + head->h;
+  const int64_t lo = a->lo[at], hi = a->hi[at], from = kv_max(t0, job->a->row_first[head->b]);
+  float *out = a->out + at * G * R;
+  for (int64_t g = 0; g < G; g++)
+    for (int64_t t = t0; t < t1; t++) out[g * R + t] = 0;
+  for (int64_t c0 = lo, columns; c0 < hi && from < t1; c0 += columns) {
+    columns = kv_min(kv_block(job->a->D), hi - c0);
     kv_pack_k(&head->k, c0, columns, x->k, x->row);
-    const int64_t most = kv_tile_observe(job, head, x, t0, n, c0, columns);
-    for (int64_t r = 0; r < G * n && most > 0; r++) {
-      const float p = kv_peak_row(x->s + r * KEYS, most, x->lse[r]);
-      top[r] = isnan(p) || p > top[r] ? p : top[r];
+    for (int64_t t = from, n; t < t1; t += n) {
+      n = kv_min(x->steps, t1 - t);
+      const int64_t most = kv_tile_observe(job, head, x, t, n, c0, columns);
+      for (int64_t r = 0; r < G * n && most > 0; r++) {
+        const float p = kv_peak_row(x->s + r * KEYS, most, x->lse[r]);
+        float *top = out + r / n * R + t + r % n;
+        if (isnan(p) || p > *top) *top = p;
+      }
     }
   }
-  for (int64_t r = 0; r < G * n; r++) out[r / n * job->a->R + t0 + r % n] = top[r];
 }
 
 static void kv_peak_body(void *ctx, int64_t begin, int64_t end) {
   kv_observe *job = ctx;
-  const int64_t G = job->a->H / job->a->Hkv, R = job->a->R, steps = kv_max(TILE / G, 1),
-                tiles = (R + steps - 1) / steps;
+  const int64_t tasks = (job->a->R + job->steps - 1) / job->steps;
   kv_tile x;
-  void *memory = kv_tile_alloc(&x, G, job->a->D, 0);
+  void *memory = kv_tile_alloc(&x, job->a->H / job->a->Hkv, job->a->D, 0);
   if (!memory) job->failed = 1;
   for (int64_t i = begin; memory && i < end; i++) {
-    const kv_observed head = kv_observed_of(job->a, i / tiles);
-    const int64_t t0 = i % tiles * steps, t1 = kv_min(R, t0 + steps);
-    const int64_t from = kv_min(kv_max(job->a->row_first[head.b], t0), t1);
-    float *out = ((const kv_peak *)job->op)->out + (head.b * job->a->H + head.h * G) * R;
-    for (int64_t g = 0; g < G; g++)
-      for (int64_t t = t0; t < from; t++) out[g * R + t] = 0;
-    if (from < t1) kv_peak_steps(job, &head, &x, from, t1 - from);
+    const kv_observed head = kv_observed_of(job->a, i / tasks);
+    const int64_t t0 = i % tasks * job->steps;
+    kv_peak_steps(job, &head, &x, t0, kv_min(job->a->R, t0 + job->steps));
   }
   free(memory);
 }
@@ -56,11 +56,10 @@ static void kv_peak_body(void *ctx, int64_t begin, int64_t end) {
 kv_status KV_OP(peak)(const kv_peak *a) {
   const int64_t heads = a->rows.B * a->rows.Hkv;
   if (heads == 0 || a->rows.R == 0) return KV_OK;
-  const int64_t steps = kv_max(TILE / (a->rows.H / a->rows.Hkv), 1);
   kv_observers rows = a->rows;
   rows.weight = NULL;
   kv_observe job;
   if (kv_observe_start(&job, &rows, a))
-    kv_parallel_for(heads * ((a->rows.R + steps - 1) / steps), 1, kv_peak_body, &job);
+    kv_parallel_for(heads * ((rows.R + job.steps - 1) / job.steps), 1, kv_peak_body, &job);
   return kv_observe_end(&job);
 }
