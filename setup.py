@@ -26,8 +26,8 @@ CSRC = Path("csrc")
 OLDEST_TORCH = (2, 10)
 CUDA_ARCHS = ["80", "86", "89", "90", "100", "120"]
 
-# attend_cpu.c, score_cpu.c and decode_cpu.c hold no intrinsics of one processor: simd.h gives them those of KV_ISA.
-ISA_FILES = {"attend_cpu.c", "score_cpu.c", "decode_cpu.c"}
+# These hold no intrinsics of one processor: simd.h gives them those of KV_ISA.
+ISA_FILES = {f"{op}_cpu.c" for op in ("attend", "score", "peak", "error", "refine", "norm", "decode")}
 ISA_FLAGS = {"scalar": []}
 if platform.machine().lower() in ("x86_64", "amd64"):
     ISA_FLAGS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
@@ -105,7 +105,8 @@ class BuildExt(build_ext):
             return shlex.split(os.environ.get(name, default))
 
         shared = ["-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
-        cc = [*environment("CC", "cc"), "-std=c11", *shared, *environment("CFLAGS", "")]
+        # A square root that sets errno is a call, not an instruction.
+        cc = [*environment("CC", "cc"), "-std=c11", "-fno-math-errno", *shared, *environment("CFLAGS", "")]
         for source in sorted(CSRC.glob("*.c")):
             if source.name in ISA_FILES:
                 for isa, flags in ISA_FLAGS.items():

@@ -157,43 +157,162 @@ std::tuple<Tensor, Tensor> attend(Tensor q, Tensor k_slots, Tensor v_slots, Tens
   return {out, lse};
 }
 
-constexpr const char *score_schema =
-    "score(Tensor q, Tensor row_first, Tensor k_slots, Tensor offset, Tensor len, Tensor k, Tensor first, Tensor stop, "
-    "Tensor lse, Tensor sinks, float scale, float softcap, bool causal, int reduce, int columns) -> Tensor";
+/* [B, H, R] floats whose rows of R are dense; stride gets those of b and h. */
+const float *per_row(const char *name, const Tensor &t, const kv_observers &a, int64_t *stride) {
+  check_kind(name, t, ScalarType::Float);
+  check_shape(name, t, {a.B, a.H, a.R});
+  STD_TORCH_CHECK(a.R < 2 || t.stride(2) == 1, name, "'s last dimension is not dense");
+  std::copy_n(t.strides().begin(), 2, stride);
+  return static_cast<const float *>(t.data_ptr());
+}
 
-Tensor score(Tensor q, Tensor row_first, Tensor k_slots, Tensor offset, Tensor len, Tensor k, Tensor first, Tensor stop,
-             Tensor lse, Tensor sinks, double scale, double softcap, bool causal, int64_t reduce, int64_t columns) {
+/* What score, peak and error share. q and k may be replaced by dense copies, which must live until the kernel is done. */
+kv_observers observers(Tensor &q, const Tensor &row_first, const Tensor &k_slots, const Tensor &offset,
+                       const Tensor &len, Tensor &k, const Tensor &first, const Tensor &stop, const Tensor &lse,
+                       const Tensor &sinks, double scale, double softcap, bool causal) {
   const int64_t *qs = sizes4("q", q), *ks = sizes4("k", k);
-  int64_t B = qs[0], H = qs[1], R = qs[2], D = qs[3], Hkv = ks[1], S = ks[2], n = k_slots.size(0);
-  STD_TORCH_CHECK(columns >= 0, "columns is ", columns);
   ScalarType type = q.scalar_type();
-  Tensor out = empty(ScalarType::Float, {B, Hkv, columns});
-  kv_score a = {};
+  kv_observers a = {};
   a.dtype = dtype_of(q);
-  a.B = B, a.H = H, a.Hkv = Hkv, a.R = R, a.S = S, a.D = D, a.C = columns;
+  a.B = qs[0], a.H = qs[1], a.Hkv = ks[1], a.R = qs[2], a.S = ks[2], a.D = qs[3];
   a.scale = static_cast<float>(scale), a.softcap = static_cast<float>(softcap);
   a.causal = causal;
-  a.reduce = static_cast<kv_reduce>(reduce);
-  a.q = rows("q", q, type, {B, H, R, D}, a.q_stride);
-  a.row_first = array<int32_t>("row_first", row_first, {B});
-  a.slots.k = data("k_slots", k_slots, type, {n, D});
-  a.slots.offset = array<int64_t>("offset", offset, {B, Hkv});
-  a.slots.len = array<int32_t>("len", len, {B, Hkv});
-  a.fresh.k = rows("k", k, type, {B, Hkv, S, D}, a.fresh.k_stride);
-  a.fresh.first = array<int32_t>("first", first, {B});
-  a.stop = array<int32_t>("stop", stop, {B});
-  if (!is_none(lse)) {
-    check_kind("lse", lse, ScalarType::Float);
-    check_shape("lse", lse, {B, H, R});
-    STD_TORCH_CHECK(R < 2 || lse.stride(2) == 1, "lse's last dimension is not dense");
-    a.lse = static_cast<const float *>(lse.data_ptr());
-    std::copy_n(lse.strides().begin(), 2, a.lse_stride);
-  }
-  a.sinks = is_none(sinks) ? nullptr : array<float>("sinks", sinks, {H});
+  a.q = rows("q", q, type, {a.B, a.H, a.R, a.D}, a.q_stride);
+  a.row_first = array<int32_t>("row_first", row_first, {a.B});
+  a.slots.k = data("k_slots", k_slots, type, {k_slots.size(0), a.D});
+  a.slots.offset = array<int64_t>("offset", offset, {a.B, a.Hkv});
+  a.slots.len = array<int32_t>("len", len, {a.B, a.Hkv});
+  a.fresh.k = rows("k", k, type, {a.B, a.Hkv, a.S, a.D}, a.fresh.k_stride);
+  a.fresh.first = array<int32_t>("first", first, {a.B});
+  a.stop = array<int32_t>("stop", stop, {a.B});
+  if (!is_none(lse)) a.lse = per_row("lse", lse, a, a.lse_stride);
+  a.sinks = is_none(sinks) ? nullptr : array<float>("sinks", sinks, {a.H});
+  check_slots("k_slots", a.slots.offset, a.slots.len, a.B * a.Hkv, k_slots.size(0), 0);
+  return a;
+}
+
+/* A result per slot: of the kv heads, or of the query heads where they are not reduced. */
+Tensor per_slot(const kv_observers &a, int64_t group, int64_t columns) {
+  STD_TORCH_CHECK(columns >= 0, "columns is ", columns);
+  return empty(ScalarType::Float, {a.B, group == KV_NONE ? a.H : a.Hkv, columns});
+}
+
+constexpr const char *score_schema =
+    "score(Tensor q, Tensor row_first, Tensor k_slots, Tensor offset, Tensor len, Tensor k, Tensor first, Tensor stop, "
+    "Tensor lse, Tensor sinks, Tensor weight, float scale, float softcap, bool causal, bool squared, int reduce, "
+    "int group, int columns) -> Tensor";
+
+Tensor score(Tensor q, Tensor row_first, Tensor k_slots, Tensor offset, Tensor len, Tensor k, Tensor first, Tensor stop,
+             Tensor lse, Tensor sinks, Tensor weight, double scale, double softcap, bool causal, bool squared,
+             int64_t reduce, int64_t group, int64_t columns) {
+  kv_score a = {};
+  a.rows = observers(q, row_first, k_slots, offset, len, k, first, stop, lse, sinks, scale, softcap, causal);
+  if (!is_none(weight)) a.rows.weight = per_row("weight", weight, a.rows, a.rows.weight_stride);
+  Tensor out = per_slot(a.rows, group, columns);
+  a.C = columns;
+  a.squared = squared;
+  a.reduce = static_cast<kv_reduce>(reduce), a.group = static_cast<kv_reduce>(group);
   a.out = static_cast<float *>(out.data_ptr());
-  check_slots("k_slots", a.slots.offset, a.slots.len, B * Hkv, n, 0);
   set_threads();
   check(kv_score_cpu(&a));
+  return out;
+}
+
+constexpr const char *peak_schema =
+    "peak(Tensor q, Tensor row_first, Tensor k_slots, Tensor offset, Tensor len, Tensor k, Tensor first, Tensor stop, "
+    "Tensor lo, Tensor hi, Tensor lse, Tensor sinks, float scale, float softcap, bool causal) -> Tensor";
+
+Tensor peak(Tensor q, Tensor row_first, Tensor k_slots, Tensor offset, Tensor len, Tensor k, Tensor first, Tensor stop,
+            Tensor lo, Tensor hi, Tensor lse, Tensor sinks, double scale, double softcap, bool causal) {
+  kv_peak a = {};
+  a.rows = observers(q, row_first, k_slots, offset, len, k, first, stop, lse, sinks, scale, softcap, causal);
+  Tensor out = empty(ScalarType::Float, {a.rows.B, a.rows.H, a.rows.R});
+  a.lo = array<int32_t>("lo", lo, {a.rows.B, a.rows.Hkv});
+  a.hi = array<int32_t>("hi", hi, {a.rows.B, a.rows.Hkv});
+  a.out = static_cast<float *>(out.data_ptr());
+  set_threads();
+  check(kv_peak_cpu(&a));
+  return out;
+}
+
+constexpr const char *error_schema =
+    "error(Tensor q, Tensor row_first, Tensor k_slots, Tensor v_slots, Tensor offset, Tensor len, Tensor k, Tensor v, "
+    "Tensor first, Tensor stop, Tensor o, Tensor lse, Tensor sinks, Tensor weight, float scale, float softcap, "
+    "bool causal, int kind, float alpha, int group, int columns) -> Tensor";
+
+Tensor error(Tensor q, Tensor row_first, Tensor k_slots, Tensor v_slots, Tensor offset, Tensor len, Tensor k, Tensor v,
+             Tensor first, Tensor stop, Tensor o, Tensor lse, Tensor sinks, Tensor weight, double scale, double softcap,
+             bool causal, int64_t kind, double alpha, int64_t group, int64_t columns) {
+  kv_error a = {};
+  a.rows = observers(q, row_first, k_slots, offset, len, k, first, stop, lse, sinks, scale, softcap, causal);
+  if (!is_none(weight)) a.rows.weight = per_row("weight", weight, a.rows, a.rows.weight_stride);
+  ScalarType type = q.scalar_type();
+  a.rows.slots.v = data("v_slots", v_slots, type, {k_slots.size(0), a.rows.D});
+  a.rows.fresh.v = rows("v", v, type, {a.rows.B, a.rows.Hkv, a.rows.S, a.rows.D}, a.rows.fresh.v_stride);
+  a.o = rows("o", o, type, {a.rows.B, a.rows.R, a.rows.H, a.rows.D}, a.o_stride);
+  Tensor out = per_slot(a.rows, group, columns);
+  a.C = columns;
+  a.kind = static_cast<kv_error_kind>(kind);
+  a.group = static_cast<kv_reduce>(group);
+  a.alpha = static_cast<float>(alpha);
+  a.out = static_cast<float *>(out.data_ptr());
+  set_threads();
+  check(kv_error_cpu(&a));
+  return out;
+}
+
+constexpr const char *refine_schema =
+    "refine(Tensor v_slots, Tensor offset, Tensor len, Tensor v, Tensor first, Tensor stop, Tensor score, bool fast, "
+    "bool squared) -> Tensor";
+
+Tensor refine(Tensor v_slots, Tensor offset, Tensor len, Tensor v, Tensor first, Tensor stop, Tensor score, bool fast,
+              bool squared) {
+  const int64_t *vs = sizes4("v", v);
+  int64_t B = vs[0], Hkv = vs[1], S = vs[2], D = vs[3], n = v_slots.size(0);
+  STD_TORCH_CHECK(score.dim() == 3, "score has ", score.dim(), " dimensions, expected 3");
+  kv_refine a = {};
+  a.dtype = dtype_of(v);
+  a.B = B, a.Hkv = Hkv, a.S = S, a.D = D, a.C = score.size(2);
+  a.fast = fast, a.squared = squared;
+  Tensor out = empty(ScalarType::Float, {B, Hkv, a.C});
+  a.score = array<float>("score", score, {B, Hkv, a.C});
+  a.slots.v = data("v_slots", v_slots, v.scalar_type(), {n, D});
+  a.slots.offset = array<int64_t>("offset", offset, {B, Hkv});
+  a.slots.len = array<int32_t>("len", len, {B, Hkv});
+  a.fresh.v = rows("v", v, v.scalar_type(), {B, Hkv, S, D}, a.fresh.v_stride);
+  a.fresh.first = array<int32_t>("first", first, {B});
+  a.stop = array<int32_t>("stop", stop, {B});
+  a.out = static_cast<float *>(out.data_ptr());
+  check_slots("v_slots", a.slots.offset, a.slots.len, B * Hkv, n, 0);
+  set_threads();
+  check(kv_refine_cpu(&a));
+  return out;
+}
+
+constexpr const char *norm_schema =
+    "norm(Tensor x_slots, Tensor offset, Tensor len, Tensor x, Tensor first, Tensor stop, int p, int columns) -> "
+    "Tensor";
+
+Tensor norm(Tensor x_slots, Tensor offset, Tensor len, Tensor x, Tensor first, Tensor stop, int64_t p,
+            int64_t columns) {
+  const int64_t *xs = sizes4("x", x);
+  int64_t B = xs[0], Hkv = xs[1], S = xs[2], D = xs[3], n = x_slots.size(0);
+  STD_TORCH_CHECK(columns >= 0, "columns is ", columns);
+  kv_norm a = {};
+  a.dtype = dtype_of(x);
+  a.B = B, a.Hkv = Hkv, a.S = S, a.D = D, a.C = columns;
+  a.p = static_cast<int>(p);
+  Tensor out = empty(ScalarType::Float, {B, Hkv, columns});
+  a.slots.k = data("x_slots", x_slots, x.scalar_type(), {n, D});
+  a.slots.offset = array<int64_t>("offset", offset, {B, Hkv});
+  a.slots.len = array<int32_t>("len", len, {B, Hkv});
+  a.fresh.k = rows("x", x, x.scalar_type(), {B, Hkv, S, D}, a.fresh.k_stride);
+  a.fresh.first = array<int32_t>("first", first, {B});
+  a.stop = array<int32_t>("stop", stop, {B});
+  a.out = static_cast<float *>(out.data_ptr());
+  check_slots("x_slots", a.slots.offset, a.slots.len, B * Hkv, n, 0);
+  set_threads();
+  check(kv_norm_cpu(&a));
   return out;
 }
 
@@ -313,6 +432,10 @@ std::tuple<Tensor, Tensor, Tensor> decode(Tensor q, Tensor k, Tensor v, Tensor p
 STABLE_TORCH_LIBRARY(kvevict, m) {
   m.def(attend_schema);
   m.def(score_schema);
+  m.def(peak_schema);
+  m.def(error_schema);
+  m.def(refine_schema);
+  m.def(norm_schema);
   m.def(select_schema);
   m.def(compact_schema);
   m.def(decode_schema);
@@ -321,6 +444,10 @@ STABLE_TORCH_LIBRARY(kvevict, m) {
 STABLE_TORCH_LIBRARY_IMPL(kvevict, CPU, m) {
   m.impl("attend", TORCH_BOX(&attend));
   m.impl("score", TORCH_BOX(&score));
+  m.impl("peak", TORCH_BOX(&peak));
+  m.impl("error", TORCH_BOX(&error));
+  m.impl("refine", TORCH_BOX(&refine));
+  m.impl("norm", TORCH_BOX(&norm));
   m.impl("select", TORCH_BOX(&select));
   m.impl("compact", TORCH_BOX(&compact));
   m.impl("decode", TORCH_BOX(&decode));

@@ -10,14 +10,23 @@ typedef struct {
   const char *name;
   kv_status (*attend)(const kv_attend *);
   kv_status (*score)(const kv_score *);
+  kv_status (*peak)(const kv_peak *);
+  kv_status (*error)(const kv_error *);
+  kv_status (*refine)(const kv_refine *);
+  kv_status (*norm)(const kv_norm *);
   kv_status (*decode)(const kv_decode *);
 } kv_kernels;
 
-#define KV_KERNELS(isa)                          \
-  kv_status kv_attend_##isa(const kv_attend *a); \
-  kv_status kv_score_##isa(const kv_score *a);   \
-  kv_status kv_decode_##isa(const kv_decode *a); \
-  static const kv_kernels kv_kernels_##isa = {#isa, kv_attend_##isa, kv_score_##isa, kv_decode_##isa};
+#define KV_KERNELS(isa)                                                                                       \
+  kv_status kv_attend_##isa(const kv_attend *a);                                                              \
+  kv_status kv_score_##isa(const kv_score *a);                                                                \
+  kv_status kv_peak_##isa(const kv_peak *a);                                                                  \
+  kv_status kv_error_##isa(const kv_error *a);                                                                \
+  kv_status kv_refine_##isa(const kv_refine *a);                                                              \
+  kv_status kv_norm_##isa(const kv_norm *a);                                                                  \
+  kv_status kv_decode_##isa(const kv_decode *a);                                                              \
+  static const kv_kernels kv_kernels_##isa = {#isa,           kv_attend_##isa, kv_score_##isa, kv_peak_##isa, \
+                                              kv_error_##isa, kv_refine_##isa, kv_norm_##isa,  kv_decode_##isa};
 
 KV_KERNELS(scalar)
 #if defined(__x86_64__)
@@ -95,9 +104,9 @@ const char *kv_status_text(kv_status status) {
     case KV_BAD_SHAPE:
       return "bad shape: dimensions >= 0, H a multiple of Hkv, D a multiple of 8 in 8..256";
     case KV_BAD_DTYPE:
-      return "bad dtype or reduction";
+      return "bad dtype, kind or reduction";
     case KV_BAD_COUNT:
-      return "bad count: keep, len, first, stop or an index is outside what is alive";
+      return "bad count: keep, len, first, stop, lo, hi or an index is outside what is alive";
     case KV_NO_MEMORY:
       return "no memory for scratch";
   }
@@ -125,17 +134,65 @@ kv_status kv_attend_cpu(const kv_attend *a) {
   return kv_kernels_chosen()->attend(a);
 }
 
-kv_status kv_score_cpu(const kv_score *a) {
-  if (kv_bad_heads(a->B, a->H, a->Hkv, a->D) || a->R < 0 || a->S < 0 || a->C < 0) return KV_BAD_SHAPE;
-  if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
-  if (a->reduce != KV_SUM && a->reduce != KV_MEAN && a->reduce != KV_MAX) return KV_BAD_DTYPE;
-  if (kv_outside(a->slots.len, a->B * a->Hkv, a->C) || kv_outside(a->fresh.first, a->B, a->S)) return KV_BAD_COUNT;
-  if (kv_outside(a->stop, a->B, a->S) || kv_outside(a->row_first, a->B, a->R)) return KV_BAD_COUNT;
-  for (int64_t i = 0; i < a->B * a->Hkv; i++) {
-    const int64_t b = i / a->Hkv, fresh = (int64_t)a->stop[b] - a->fresh.first[b];
-    if (fresh < 0 || a->slots.len[i] + fresh > a->C) return KV_BAD_COUNT;
+/* Whether the alive slots of a head, the new ones up to stop, are fewer than none or more than C. */
+static int kv_bad_alive(const kv_slots *slots, const kv_new *fresh, const int32_t *stop, int64_t B, int64_t Hkv,
+                        int64_t S, int64_t C) {
+  if (kv_outside(slots->len, B * Hkv, C) || kv_outside(fresh->first, B, S) || kv_outside(stop, B, S)) return 1;
+  for (int64_t i = 0; i < B * Hkv; i++) {
+    const int64_t b = i / Hkv, count = (int64_t)stop[b] - fresh->first[b];
+    if (count < 0 || slots->len[i] + count > C) return 1;
   }
+  return 0;
+}
+
+static kv_status kv_check_observers(const kv_observers *a, int64_t C) {
+  if (kv_bad_heads(a->B, a->H, a->Hkv, a->D) || a->R < 0 || a->S < 0 || C < 0) return KV_BAD_SHAPE;
+  if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
+  if (kv_bad_alive(&a->slots, &a->fresh, a->stop, a->B, a->Hkv, a->S, C)) return KV_BAD_COUNT;
+  return kv_outside(a->row_first, a->B, a->R) ? KV_BAD_COUNT : KV_OK;
+}
+
+static int kv_bad_reduce(kv_reduce reduce) { return reduce != KV_SUM && reduce != KV_MEAN && reduce != KV_MAX; }
+
+kv_status kv_score_cpu(const kv_score *a) {
+  const kv_status status = kv_check_observers(&a->rows, a->C);
+  if (status != KV_OK) return status;
+  if (kv_bad_reduce(a->reduce) || (kv_bad_reduce(a->group) && a->group != KV_NONE)) return KV_BAD_DTYPE;
+  if (a->rows.weight && a->reduce == KV_MAX) return KV_BAD_DTYPE;
   return kv_kernels_chosen()->score(a);
+}
+
+kv_status kv_peak_cpu(const kv_peak *a) {
+  const kv_observers *x = &a->rows;
+  const kv_status status = kv_check_observers(x, INT32_MAX);
+  if (status != KV_OK) return status;
+  for (int64_t i = 0; i < x->B * x->Hkv; i++) {
+    const int64_t b = i / x->Hkv, n = (int64_t)x->slots.len[i] + x->stop[b] - x->fresh.first[b];
+    if (a->lo[i] < 0 || a->lo[i] > a->hi[i] || a->hi[i] > n) return KV_BAD_COUNT;
+  }
+  return kv_kernels_chosen()->peak(a);
+}
+
+kv_status kv_error_cpu(const kv_error *a) {
+  const kv_status status = kv_check_observers(&a->rows, a->C);
+  if (status != KV_OK) return status;
+  if (kv_bad_reduce(a->group) && a->group != KV_NONE) return KV_BAD_DTYPE;
+  if (a->kind != KV_EDIE && a->kind != KV_L1 && a->kind != KV_L2) return KV_BAD_DTYPE;
+  return kv_kernels_chosen()->error(a);
+}
+
+kv_status kv_refine_cpu(const kv_refine *a) {
+  if (kv_bad_heads(a->B, a->Hkv, a->Hkv, a->D) || a->S < 0 || a->C < 0) return KV_BAD_SHAPE;
+  if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
+  if (kv_bad_alive(&a->slots, &a->fresh, a->stop, a->B, a->Hkv, a->S, a->C)) return KV_BAD_COUNT;
+  return kv_kernels_chosen()->refine(a);
+}
+
+kv_status kv_norm_cpu(const kv_norm *a) {
+  if (kv_bad_heads(a->B, a->Hkv, a->Hkv, a->D) || a->S < 0 || a->C < 0) return KV_BAD_SHAPE;
+  if (kv_bad_dtype(a->dtype) || (a->p != 1 && a->p != 2)) return KV_BAD_DTYPE;
+  if (kv_bad_alive(&a->slots, &a->fresh, a->stop, a->B, a->Hkv, a->S, a->C)) return KV_BAD_COUNT;
+  return kv_kernels_chosen()->norm(a);
 }
 
 kv_status kv_decode_cpu(const kv_decode *a) {

@@ -22,12 +22,13 @@ extern "C" {
 #endif
 
 typedef enum { KV_F32 = 0, KV_F16 = 1, KV_BF16 = 2 } kv_dtype;
-typedef enum { KV_SUM = 0, KV_MEAN = 1, KV_MAX = 2 } kv_reduce;
+typedef enum { KV_SUM = 0, KV_MEAN = 1, KV_MAX = 2, KV_NONE = 3 } kv_reduce; /* KV_NONE: only of the group's heads */
+typedef enum { KV_EDIE = 0, KV_L1 = 1, KV_L2 = 2 } kv_error_kind;
 typedef enum {
   KV_OK = 0,
   KV_BAD_SHAPE, /* a dimension is negative, H is no multiple of Hkv, D is no multiple of 8 or over 256 */
-  KV_BAD_DTYPE, /* a dtype or a reduction that is none of the above */
-  KV_BAD_COUNT, /* keep, len, first, stop or an index outside what is alive */
+  KV_BAD_DTYPE, /* a dtype, a kind or a reduction that is none of the above or not for this op */
+  KV_BAD_COUNT, /* keep, len, first, stop, lo, hi or an index outside what is alive */
   KV_NO_MEMORY, /* scratch could not be allocated */
 } kv_status;
 
@@ -65,27 +66,90 @@ typedef struct {
 } kv_attend;
 kv_status kv_attend_cpu(const kv_attend *a);
 
-/* Importance of every alive slot from R observing rows: a[r,i] = exp(logit[r,i] - lse[r]), reduced over the
- * rows row_first[b] <= r < R per query head, then averaged over the G heads of the group.
- * causal: the rows are the last R alive slots' own, so row r sees slot i iff i <= n - R + r; otherwise all. */
+/* R rows that observe the alive slots: a[r,i] = exp(logit[r,i] - lse[r]) for row_first[b] <= r < R, per query head.
+ * causal: the rows are the last R alive slots' own, so row r sees slot i iff i <= n - R + r; otherwise all. A row with
+ * an lse of -inf sees nothing. */
 typedef struct {
   kv_dtype dtype;
-  int64_t B, H, Hkv, R, S, D, C;
+  int64_t B, H, Hkv, R, S, D;
   float scale, softcap;
   int causal;
-  kv_reduce reduce;
   const void *q; /* [B, H, R, D] dtype */
   int64_t q_stride[3];
-  const int32_t *row_first; /* [B] 0..R; R = no row observes and every score is 0 */
-  kv_slots slots;           /* v, pos unused */
-  kv_new fresh;             /* v, pos unused */
+  const int32_t *row_first; /* [B] 0..R; R = no row observes and every result is 0 */
+  kv_slots slots;           /* pos unused; v only read by kv_error */
+  kv_new fresh;             /* pos unused; v only read by kv_error */
   const int32_t *stop;      /* [B] first[b]..S: new columns from here on are not scored and not seen */
   const float *lse;         /* [B, H, R] from kv_attend, or NULL: taken over the columns the row sees here */
   int64_t lse_stride[2];    /* b, h */
   const float *sinks;       /* [H] or NULL; only read when lse is NULL */
-  float *out;               /* [B, Hkv, C], C >= max n; columns from n on are 0 */
+  const float *weight;      /* [B, H, R] what a row's terms are multiplied by, or NULL: 1; not read by kv_peak */
+  int64_t weight_stride[2]; /* b, h */
+} kv_observers;
+
+/* Importance of every alive slot: weight[r] * a[r,i], or weight[r] * a[r,i]^2 if squared, reduced over the rows that
+ * observe (KV_MEAN: divided by their number), then over the G heads of the group. */
+typedef struct {
+  kv_observers rows;
+  int64_t C;
+  int squared;
+  kv_reduce reduce; /* of the rows; KV_MAX has no weight */
+  kv_reduce group;  /* of the heads; KV_NONE: every query head has its own result */
+  float *out;       /* [B, Hkv, C], KV_NONE: [B, H, C]; C >= max n; columns from n on are 0 */
 } kv_score;
 kv_status kv_score_cpu(const kv_score *a);
+
+/* The largest a[r,i] over lo[b,h] <= i < hi[b,h]; 0 where a row sees none of them or does not observe. */
+typedef struct {
+  kv_observers rows;
+  const int32_t *lo, *hi; /* [B, Hkv] 0 <= lo <= hi <= n */
+  float *out;             /* [B, H, R] */
+} kv_peak;
+kv_status kv_peak_cpu(const kv_peak *a);
+
+/* How far the rows' attention outputs o move when slot i alone is removed, summed over rows:
+ *   KV_EDIE  weight[r] * a / max(1 + alpha - a, 1e-6) * (||v_i||_1 + ||o_r||_1)   EDIE eq. 9-11; with alpha = 0 a bound
+ *   KV_L1    weight[r] * a / max(1 - a, 1e-6) * ||v_i - o_r||_1                   EDIE eq. 7, in the 1-norm
+ *   KV_L2    weight[r] * a / max(1 - a, 1e-6) * ||v_i - o_r||_2                   CAOTE eq. 6, in the 2-norm */
+typedef struct {
+  kv_observers rows;
+  int64_t C;
+  kv_error_kind kind;
+  kv_reduce group;
+  float alpha;         /* >= 0, KV_EDIE only */
+  const void *o;       /* [B, R, H, D] dtype, the rows' part of kv_attend's out */
+  int64_t o_stride[3]; /* b, r, h */
+  float *out;          /* as kv_score's */
+} kv_error;
+kv_status kv_error_cpu(const kv_error *a);
+
+/* CAOTE (eq. 6-8): a pooled score h >= 0 turned into an error of the head's output, hn / (1 - hn) * ||v_i - m||_2, where
+ * hn = h / sum h over the head's n alive slots, 1/n if the sum is 0. A slot with hn > 1 - 1e-6 gets FLT_MAX. A score
+ * of NaN makes all of its head NaN. */
+typedef struct {
+  kv_dtype dtype;
+  int64_t B, Hkv, S, D, C;
+  int fast;            /* m is the plain mean of v instead of sum hn v */
+  int squared;         /* the norm is squared */
+  const float *score;  /* [B, Hkv, C] h; columns from n on are not read */
+  kv_slots slots;      /* k, pos unused */
+  kv_new fresh;        /* k, pos unused */
+  const int32_t *stop; /* [B] first[b]..S */
+  float *out;          /* [B, Hkv, C], columns from n on are 0; may not be score */
+} kv_refine;
+kv_status kv_refine_cpu(const kv_refine *a);
+
+/* ||x_i||_p of every alive slot, x being the keys or the values. */
+typedef struct {
+  kv_dtype dtype;
+  int64_t B, Hkv, S, D, C;
+  int p;               /* 1 or 2 */
+  kv_slots slots;      /* k holds x; v, pos unused */
+  kv_new fresh;        /* k holds x; v, pos unused */
+  const int32_t *stop; /* [B] first[b]..S */
+  float *out;          /* [B, Hkv, C], columns from n on are 0 */
+} kv_norm;
+kv_status kv_norm_cpu(const kv_norm *a);
 
 /* The keep[b,h] best slots: the first protect_first[b] and the last protect_last[b] alive slots, then by
  * (score descending, slot ascending); NaN ranks below every number. */

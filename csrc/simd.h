@@ -39,9 +39,13 @@ typedef float v4 __attribute__((vector_size(16)));
 typedef float v4_any __attribute__((vector_size(16), aligned(4), may_alias));
 typedef uint32_t v4u __attribute__((vector_size(16)));
 typedef float v8 __attribute__((vector_size(32)));
+typedef float v8_any __attribute__((vector_size(32), aligned(4), may_alias));
+typedef uint32_t v8u __attribute__((vector_size(32)));
 
 KV_INLINE vf vf_load(const float *x) { return *(const vf_any *)x; }
 KV_INLINE void vf_store(float *x, vf a) { *(vf_any *)x = a; }
+
+KV_INLINE vf vf_abs(vf a) { return (vf)((vu)a & 0x7fffffffu); }
 
 KV_INLINE vf vf_set1(float a) {
 #if KV_VL == 16
@@ -111,6 +115,23 @@ KV_INLINE float vf_largest(vf a) {
 #endif
   x = v4_max(x, __builtin_shufflevector(x, x, 2, 3, 0, 1));
   return x[0] > x[1] ? x[0] : x[1];
+}
+
+/* ||x - y||_p of D numbers, a multiple of 8; p is 1 or 2. */
+KV_INLINE float kv_distance(const float *x, const float *y, int64_t D, int p) {
+  v8 sum = {0};
+  for (int64_t d = 0; d < D; d += 8) {
+    const v8 by = *(const v8_any *)(x + d) - *(const v8_any *)(y + d);
+    sum += p == 2 ? by * by : (v8)((v8u)by & 0x7fffffffu);
+  }
+  const float all = ((sum[0] + sum[4]) + (sum[2] + sum[6])) + ((sum[1] + sum[5]) + (sum[3] + sum[7]));
+  return p == 2 ? sqrtf(all) : all;
+}
+
+/* ||x||_p */
+KV_INLINE float kv_norm_of(const float *x, int64_t D, int p) {
+  static const float zeros[256];
+  return kv_distance(x, zeros, D, p);
 }
 
 /* 2^x = 2^n * 2^f with n the nearest integer: x + 1.5 * 2^23 rounds to it and holds it in its low bits. |f| <= 1/2,

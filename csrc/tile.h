@@ -1,4 +1,4 @@
-/* Tiles of queries against blocks of keys, shared by attend and score: packing, S = Q K^T, O += P V, and the online
+/* Tiles of queries against blocks of keys, shared by attend and the observers: packing, S = Q K^T, O += P V, and the online
  * softmax over key blocks. All arithmetic is fp32, logits are in log2 units.
  *
  * A row's result does not depend on the tile or task it falls in: every sum runs over the columns in the same order,
@@ -191,16 +191,21 @@ typedef struct {
   float *s, *row; /* [TILE, KEYS], [VL, D] */
 } kv_rows;
 
-/* Carves x out of one allocation, to be freed as the return value; NULL if there is no memory. */
+/* Carves n arrays of so many floats out of one allocation, to be freed as the return value; NULL if there is no
+ * memory. */
+static inline void *kv_carve(int n, const int64_t *sizes, float **const *fields) {
+  int64_t total = 0;
+  for (int i = 0; i < n; i++) total += kv_round_up(sizes[i], 16);
+  float *memory = aligned_alloc(64, (size_t)total * sizeof *memory);
+  for (int64_t i = 0, at = 0; memory && i < n; at += kv_round_up(sizes[i], 16), i++) *fields[i] = memory + at;
+  return memory;
+}
+
 static inline void *kv_rows_alloc(kv_rows *x, int64_t rows, int64_t D, int values) {
   const int64_t padded = kv_round_up(rows, MR), block = kv_block(D), width = values ? kv_round_up(D, VL) : 0;
   const int64_t sizes[] = {padded * D, padded * width, padded, padded, block * D, block * width, TILE * KEYS, VL * D};
   float **const fields[] = {&x->q, &x->o, &x->m, &x->l, &x->k, &x->v, &x->s, &x->row};
-  int64_t total = 0;
-  for (int i = 0; i < 8; i++) total += kv_round_up(sizes[i], 16);
-  float *memory = aligned_alloc(64, (size_t)total * sizeof *memory);
-  for (int64_t i = 0, at = 0; memory && i < 8; at += kv_round_up(sizes[i], 16), i++) *fields[i] = memory + at;
-  return memory;
+  return kv_carve(8, sizes, fields);
 }
 
 /* Loads the queries and starts the softmax. A sink is a column without a value: m = sink, l = 1. */

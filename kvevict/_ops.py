@@ -1,13 +1,14 @@
-"""The only door to csrc: the five ops as functions with shapes, and what torch.compile has to know about them.
+"""The only door to csrc: the ops as functions with shapes, and what torch.compile has to know about them.
 
 Dimensions are those of csrc/kvevict.h: B batch rows, H query heads, Hkv key/value heads, T query rows, R observing
 rows, S new columns, D head dimension (a multiple of 8, at most 256), N rows of a flat slot buffer.
 
 Slots are ragged: head h of batch row b owns rows offset[b, h] .. offset[b, h] + len[b, h] - 1 of the flat buffers. A
 head's alive slots are [stored | new], new columns counting from first[b] (those before are left padding).
-`offset` is int64; lengths, counts, indices and positions are int32; scores, lse and sinks are float32. q, k, v are
-float32, float16 or bfloat16 with any strides. A wrong dtype raises TypeError, a wrong device ValueError, anything else
-(shapes, counts, slots outside their buffer) RuntimeError, before any slot is written. No op has a backward.
+`offset` is int64; lengths, counts, indices and positions are int32; scores, lse, weights and sinks are float32. q, k, v
+are float32, float16 or bfloat16 with any strides. A wrong dtype raises TypeError, a wrong device or option ValueError,
+anything else (shapes, counts, slots outside their buffer) RuntimeError, before any slot is written. No op has a
+backward.
 """
 
 import re
@@ -31,9 +32,15 @@ except ImportError as error:
 Tensor = torch.Tensor
 
 REDUCE = {"sum": 0, "mean": 1, "max": 2}  # kv_reduce
+GROUP = {**REDUCE, "none": 3}
+ERROR = {"edie": 0, "l1": 1, "l2": 2}  # kv_error_kind
 
 _attend = torch.ops.kvevict.attend.default
 _score = torch.ops.kvevict.score.default
+_peak = torch.ops.kvevict.peak.default
+_error = torch.ops.kvevict.error.default
+_refine = torch.ops.kvevict.refine.default
+_norm = torch.ops.kvevict.norm.default
 _select = torch.ops.kvevict.select.default
 _compact = torch.ops.kvevict.compact.default
 _decode = torch.ops.kvevict.decode.default
@@ -42,17 +49,17 @@ _NONE = torch.empty(0)  # stands for an absent tensor
 _NO_INDEX = torch.empty(0, dtype=torch.int32)
 
 # What is not listed has the dtype of q, or of k where there is no q.
-_INT32 = "len n keep index first stop row_first pos protect_first protect_last src_len pos_src pos_dst pos_slots"
+_INT32 = "len n keep index first stop row_first lo hi pos protect_first protect_last src_len pos_src pos_dst pos_slots"
 _DTYPES = dict.fromkeys(_INT32.split(), torch.int32)
 _DTYPES |= dict.fromkeys(("offset", "src_offset", "dst_offset"), torch.int64)
-_DTYPES |= dict.fromkeys(("score", "lse", "sinks"), torch.float32)
+_DTYPES |= dict.fromkeys(("score", "lse", "sinks", "weight"), torch.float32)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _explain(op, error: RuntimeError, args: tuple) -> Exception:
     """The exception that says best why a call failed. Looked for only then: a decode step pays nothing for it."""
     tensors = {a.name: t for a, t in zip(op._schema.arguments, args) if isinstance(t, Tensor) and t.numel()}
-    lead = tensors.get("q", tensors.get("k", next(iter(tensors.values()), None)))
+    lead = next((tensors[name] for name in "qkvx" if name in tensors), next(iter(tensors.values()), None))
     name = op._schema.name.replace("::", ".")
     for arg, t in tensors.items():
         if t.device != lead.device:
@@ -66,6 +73,12 @@ def _explain(op, error: RuntimeError, args: tuple) -> Exception:
     if isinstance(error, NotImplementedError) and kind != "cpu":
         return ValueError(f"{name}: there are no {kind.upper()} kernels; move the model and its inputs to the CPU")
     return RuntimeError(f"{name}: " + re.sub(r"^\w+, \S+:\d+, ", "", str(error)))  # without the place in binding.cpp
+
+
+def _one_of(name: str, value: str, table: dict) -> int:
+    if value not in table:
+        raise ValueError(f"kvevict.{name} is {value!r}, expected one of {', '.join(table)}")
+    return table[value]
 
 
 def attend(
@@ -105,29 +118,153 @@ def score(
     stop: Tensor,
     lse: Tensor | None = None,
     sinks: Tensor | None = None,
+    weight: Tensor | None = None,
     *,
     scale: float,
     softcap: float = 0.0,
     causal: bool = False,
+    squared: bool = False,
     reduce: str,
+    group: str = "mean",
     columns: int,
 ) -> Tensor:
-    """Attention that the rows row_first[b] <= r < R of q pay to every alive slot: reduced ("sum", "mean" or "max")
-    over rows, then averaged over the heads of a group. causal: the rows are the last R alive slots' own. lse is the
-    rows' own from `attend`, or None to take it over the columns seen here (sinks count then only).
+    """Attention that the rows row_first[b] <= r < R of q pay to every alive slot, squared if asked for, times the row's
+    weight: reduced ("sum", "mean" or "max") over rows, then over the heads of a group ("mean", "sum", "max" or "none").
+    causal: the rows are the last R alive slots' own. lse is the rows' own from `attend`, or None to take it over the
+    columns seen here (sinks count then only). reduce="max" has no weight.
 
-    q [B,H,R,D]  row_first [B]  k_slots [N,D]  offset len [B,Hkv]  k [B,Hkv,S,D]  first stop [B]  lse [B,H,R]  sinks [H]
-    -> [B,Hkv,columns], columns >= the largest number of alive slots; 0 past a head's own.
+    q [B,H,R,D]  row_first [B]  k_slots [N,D]  offset len [B,Hkv]  k [B,Hkv,S,D]  first stop [B]  lse weight [B,H,R]
+    sinks [H]
+    -> [B,Hkv,columns], [B,H,columns] if group is "none"; columns >= the largest number of alive slots; 0 past a head's
+    own.
     """
-    if reduce not in REDUCE:
-        raise ValueError(f"kvevict.score: reduce is {reduce!r}, expected one of {', '.join(REDUCE)}")
-    lse, sinks = _NONE if lse is None else lse, _NONE if sinks is None else sinks
-    args = (q, row_first, k_slots, offset, len, k, first, stop, lse, sinks, scale, softcap)
-    args += (causal, REDUCE[reduce], columns)
+    reduction, heads = _one_of("score: reduce", reduce, REDUCE), _one_of("score: group", group, GROUP)
+    if weight is not None and reduce == "max":
+        raise ValueError("kvevict.score: reduce='max' has no weight; reduce by 'sum' or 'mean', or leave it out")
+    lse, sinks, weight = (_NONE if x is None else x for x in (lse, sinks, weight))
+    args = (q, row_first, k_slots, offset, len, k, first, stop, lse, sinks, weight, scale, softcap)
+    args += (causal, squared, reduction, heads, columns)
     try:
         return _score(*args)
     except RuntimeError as error:
         raise _explain(_score, error, args) from None
+
+
+def peak(
+    q: Tensor,
+    row_first: Tensor,
+    k_slots: Tensor,
+    offset: Tensor,
+    len: Tensor,
+    k: Tensor,
+    first: Tensor,
+    stop: Tensor,
+    lo: Tensor,
+    hi: Tensor,
+    lse: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    causal: bool = False,
+) -> Tensor:
+    """The largest attention that each row of q pays to one of the slots lo[b,h] <= i < hi[b,h] (EDIE eq. 10); 0 where
+    there is none that it sees, and for rows before row_first[b]. Rows, slots and lse are those of `score`.
+
+    lo hi [B,Hkv], 0 <= lo <= hi <= the head's alive slots -> [B,H,R]
+    """
+    lse, sinks = _NONE if lse is None else lse, _NONE if sinks is None else sinks
+    args = (q, row_first, k_slots, offset, len, k, first, stop, lo, hi, lse, sinks, scale, softcap, causal)
+    try:
+        return _peak(*args)
+    except RuntimeError as error:
+        raise _explain(_peak, error, args) from None
+
+
+def error(
+    q: Tensor,
+    row_first: Tensor,
+    k_slots: Tensor,
+    v_slots: Tensor,
+    offset: Tensor,
+    len: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first: Tensor,
+    stop: Tensor,
+    o: Tensor,
+    lse: Tensor | None = None,
+    sinks: Tensor | None = None,
+    weight: Tensor | None = None,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    causal: bool = False,
+    kind: str,
+    alpha: float = 0.0,
+    group: str = "sum",
+    columns: int,
+) -> Tensor:
+    """How far the rows' attention outputs move when one slot is removed, per alive slot: the sum over rows of
+    weight * a / (1 - a) * |v_i - o_r| in the 1-norm (kind "l1", EDIE eq. 7) or the 2-norm ("l2", CAOTE eq. 6), or
+    EDIE's weight * a / (1 + alpha - a) * (|v_i|_1 + |o_r|_1) ("edie", eq. 9-11); then reduced over the heads of a group
+    as in `score`. Denominators are at least 1e-6. Rows, slots and lse are those of `score`, o [B,R,H,D] is the rows'
+    part of `attend`'s out: `out[:, -R:]`.
+
+    v_slots [N,D]  v [B,Hkv,S,D] -> as `score`
+    """
+    which, heads = _one_of("error: kind", kind, ERROR), _one_of("error: group", group, GROUP)
+    if not alpha >= 0:
+        raise ValueError(f"kvevict.error: alpha is {alpha}, expected a number >= 0")
+    lse, sinks, weight = (_NONE if x is None else x for x in (lse, sinks, weight))
+    args = (q, row_first, k_slots, v_slots, offset, len, k, v, first, stop, o, lse, sinks, weight, scale, softcap)
+    args += (causal, which, alpha, heads, columns)
+    try:
+        return _error(*args)
+    except RuntimeError as error:
+        raise _explain(_error, error, args) from None
+
+
+def refine(
+    v_slots: Tensor,
+    offset: Tensor,
+    len: Tensor,
+    v: Tensor,
+    first: Tensor,
+    stop: Tensor,
+    score: Tensor,
+    *,
+    fast: bool = False,
+    squared: bool = False,
+) -> Tensor:
+    """CAOTE of a pooled score >= 0 (eq. 6; `squared` is eq. 7): hn / (1 - hn) * |v_i - m|_2 with hn = score / its sum
+    over the head's alive slots (1/n if that is 0) and m = sum hn v, or the plain mean of v if `fast` (FastCAOTE, eq.
+    8). A slot with hn > 1 - 1e-6 gets the largest float32. A NaN makes its own head NaN and no other.
+
+    v_slots [N,D]  offset len [B,Hkv]  v [B,Hkv,S,D]  first stop [B]  score [B,Hkv,C], not read past the alive slots
+    -> [B,Hkv,C], 0 past a head's own.
+    """
+    args = (v_slots, offset, len, v, first, stop, score, fast, squared)
+    try:
+        return _refine(*args)
+    except RuntimeError as error:
+        raise _explain(_refine, error, args) from None
+
+
+def norm(
+    x_slots: Tensor, offset: Tensor, len: Tensor, x: Tensor, first: Tensor, stop: Tensor, *, p: int, columns: int
+) -> Tensor:
+    """|x_i|_p of every alive slot, x being the keys or the values; p is 1 or 2.
+
+    x_slots [N,D]  offset len [B,Hkv]  x [B,Hkv,S,D]  first stop [B] -> [B,Hkv,columns], 0 past a head's own.
+    """
+    if p not in (1, 2):
+        raise ValueError(f"kvevict.norm: p is {p!r}, expected 1 or 2")
+    args = (x_slots, offset, len, x, first, stop, p, columns)
+    try:
+        return _norm(*args)
+    except RuntimeError as error:
+        raise _explain(_norm, error, args) from None
 
 
 def select(score: Tensor, n: Tensor, keep: Tensor, protect_first: Tensor, protect_last: Tensor, columns: int) -> Tensor:
@@ -235,7 +372,35 @@ def _(q, *rest):
 @torch.library.register_fake("kvevict::score")
 def _(q, row_first, k_slots, offset, len, k, *rest):
     _one_device(q, row_first, k_slots, offset, len, k, *rest)
-    return q.new_empty(k.shape[0], k.shape[1], rest[-1], dtype=torch.float32)
+    return _per_slot(q, k, *rest[-2:])
+
+
+def _per_slot(q, k, group, columns):
+    return q.new_empty(k.shape[0], q.shape[1] if group == GROUP["none"] else k.shape[1], columns, dtype=torch.float32)
+
+
+@torch.library.register_fake("kvevict::peak")
+def _(q, *rest):
+    _one_device(q, *rest)
+    return q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.register_fake("kvevict::error")
+def _(q, row_first, k_slots, v_slots, offset, len, k, *rest):
+    _one_device(q, row_first, k_slots, v_slots, offset, len, k, *rest)
+    return _per_slot(q, k, *rest[-2:])
+
+
+@torch.library.register_fake("kvevict::refine")
+def _(v_slots, offset, len, v, first, stop, score, fast, squared):
+    _one_device(v_slots, offset, len, v, first, stop, score)
+    return torch.empty_like(score)
+
+
+@torch.library.register_fake("kvevict::norm")
+def _(x_slots, offset, len, x, first, stop, p, columns):
+    _one_device(x_slots, offset, len, x, first, stop)
+    return x.new_empty(x.shape[0], x.shape[1], columns, dtype=torch.float32)
 
 
 @torch.library.register_fake("kvevict::select")

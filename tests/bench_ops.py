@@ -102,6 +102,65 @@ def bench_attend(H, Hkv, D, stored, new, dtype):
     return [(f"attend {name}", attend, "sdpa", sdpa), (f"h2o score {name}", h2o, "attend", attend)]
 
 
+def window_error(kind, a, v, o):
+    """kv_error of the first group with torch: a [G, rows, n], v [n, D], o [rows, G, D] -> [n]."""
+    o = o.float().transpose(0, 1)
+    if kind == "edie":
+        return (a / (1.1 - a) * (v.abs().sum(1) + o.abs().sum(-1, keepdim=True))).sum((0, 1))
+    distance = torch.cdist(o, v, p=float(kind[1]), compute_mode="donot_use_mm_for_euclid_dist")
+    return (a / (1 - a) * distance).sum((0, 1))
+
+
+def bench_window(H, Hkv, D, stored, new, dtype):
+    """What an eviction asks of the last 32 rows, beside the plain score of these rows, and what it asks of slots."""
+    q, k, v, slots, keys, values, scale = data(H, Hkv, D, stored, new, dtype)
+    zero, stop = torch.zeros(1, dtype=torch.int32), torch.full((1,), new, dtype=torch.int32)
+    out, lse = ops.attend(q=q, k=k, v=v, first=zero, scale=scale, **slots)
+    rows, alive = min(32, new), heads(Hkv, stored + new)[0]
+    window = {name: slots[name] for name in ("k_slots", "offset", "len")} | {"k": k, "first": zero, "stop": stop}
+    window |= {"q": q[:, :, -rows:], "row_first": zero, "lse": lse[:, :, -rows:], "scale": scale, "causal": True}
+    of_values = {"offset": slots["offset"], "len": slots["len"], "first": zero, "stop": stop}
+
+    def score(**more):
+        return ops.score(**window, reduce="sum", columns=stored + new, **more)
+
+    def peak():
+        return ops.peak(**window, lo=0 * alive, hi=alive)
+
+    def error(kind):
+        o = out[:, -rows:]
+        return ops.error(**window, v_slots=slots["v_slots"], v=v, o=o, kind=kind, alpha=0.1, columns=stored + new)
+
+    pooled = score()
+
+    def refine():
+        return ops.refine(v_slots=slots["v_slots"], v=v, score=pooled, **of_values)
+
+    def caote():
+        hn = pooled / pooled.sum(-1, keepdim=True)
+        return hn / (1 - hn) * (values.float() - hn[:, :, None] @ values.float()).norm(dim=-1)
+
+    def norm():
+        return ops.norm(x_slots=slots["v_slots"], x=v, p=1, columns=stored + new, **of_values)
+
+    def torch_norm():
+        return values.float().norm(p=1, dim=-1)
+
+    mask = torch.ones(rows, stored + new, dtype=torch.bool).tril(stored + new - rows)
+    a = (q[0, : H // Hkv, -rows:].float() @ keys[0, 0].float().T * scale).masked_fill(~mask, -torch.inf).softmax(-1)
+    close("score", score(squared=True)[0, 0], a.square().sum(1).mean(0), 1e-5)
+    close("peak", peak()[0, : H // Hkv], a.amax(-1), 1e-5)
+    for kind in ("edie", "l1", "l2"):
+        close(kind, error(kind)[0, 0], window_error(kind, a, values[0, 0].float(), out[0, -rows:, : H // Hkv]), 1e-5)
+    close("refine", refine(), caote(), 1e-5)
+    close("norm", norm(), torch_norm(), 1e-5)
+    name = f"{H}/{Hkv} d={D} {rows} on {stored + new} {str(dtype)[6:]}"
+    kinds = [(f"{kind} {name}", lambda kind=kind: error(kind), "score", score) for kind in ("edie", "l1", "l2")]
+    slot_ops = [(f"refine {name}", refine, "torch", caote), (f"norm {name}", norm, "torch", torch_norm)]
+    return [(f"squared {name}", lambda: score(squared=True), "score", score), (f"peak {name}", peak, "score", score),
+            *kinds, *slot_ops]  # fmt: skip
+
+
 def bench_decode(H, Hkv, D, stored, dtype):
     q, k, v, slots, keys, values, scale = data(H, Hkv, D, stored, 1, dtype)
     pos = torch.zeros(1, 1, dtype=torch.int32)
@@ -160,6 +219,7 @@ def main():
     for H, Hkv, D in SHAPES[1:] if quick else SHAPES:
         for dtype in TOLERANCE:
             jobs += [lambda a=(H, Hkv, D, stored, 1024, dtype): bench_attend(*a) for stored in (4096, 512)]
+            jobs += [lambda a=(H, Hkv, D, 4096, 1024, dtype): bench_window(*a)]
             jobs += [lambda a=(H, Hkv, D, stored, dtype): bench_decode(*a) for stored in (32768, 4096)]
         jobs += [lambda a=(Hkv, D, 4096, 1024, torch.bfloat16): bench_evict(*a)]
     print(json.dumps(machine()))

@@ -45,22 +45,94 @@ def attend(q, k_slots, v_slots, offset, len, k, v, first, scale, softcap=0.0, si
     return out, lse
 
 
-def score(
-    q, row_first, k_slots, offset, len, k, first, stop, scale, softcap, *, causal, reduce, columns, lse=None, sinks=None
-):
+def observed(q, row_first, k_slots, offset, len, k, first, stop, scale, softcap, causal, lse, sinks):
+    """b, h, a [rows, n], sees [rows, n] of every query head, for the rows that observe."""
     (B, H, R, _), Hkv = q.shape, k.shape[1]
-    G, out = H // Hkv, torch.zeros(B, Hkv, columns, dtype=torch.double)
     for b, h in itertools.product(range(B), range(H)):
-        if row_first[b] == R:
+        g = h // (H // Hkv)
+        keys = alive(k_slots, offset[b, g], len[b, g], k[b, g, first[b] : stop[b]])
+        n, rows = keys.shape[0], slice(int(row_first[b]), R)
+        sees = torch.ones(R, n, dtype=torch.bool).tril(n - R if causal else n)[rows]
+        given = None if lse is None else lse[b, h, rows].double()
+        if given is not None:
+            sees = sees & (given != -INF)[:, None]
+        sink = None if sinks is None else sinks[h]
+        yield b, h, attention(q[b, h, rows], keys, sees, scale, softcap, sink, given)[0], sees
+
+
+def grouped(x, kv_heads, how):
+    """[B, H, C] -> [B, Hkv, C], [B, H, C] if how is "none"."""
+    x = x.unflatten(1, (kv_heads, -1))
+    return {"sum": x.sum(2), "mean": x.mean(2), "max": x.amax(2), "none": x.flatten(1, 2)}[how]
+
+
+def score(
+    q, row_first, k_slots, offset, len, k, first, stop, scale, softcap, *, causal, reduce, columns, lse=None,
+    sinks=None, weight=None, squared=False, group="mean",
+):  # fmt: skip
+    out = torch.zeros(*q.shape[:2], columns, dtype=torch.double)
+    rows = (q, row_first, k_slots, offset, len, k, first, stop, scale, softcap, causal, lse, sinks)
+    for b, h, a, sees in observed(*rows):
+        if a.shape[0] == 0:
             continue
-        keys = alive(k_slots, offset[b, h // G], len[b, h // G], k[b, h // G, first[b] : stop[b]])
-        n = keys.shape[0]
-        sees = torch.ones(R, n, dtype=torch.bool).tril(n - R if causal else n)[row_first[b] :]
-        given = None if lse is None else lse[b, h, row_first[b] :].double()
-        a, _ = attention(
-            q[b, h, row_first[b] :], keys, sees, scale, softcap, None if sinks is None else sinks[h], given
-        )
-        out[b, h // G, :n] += {"sum": a.sum(0), "mean": a.mean(0), "max": a.amax(0)}[reduce] / G
+        a = a**2 if squared else a
+        if weight is not None:
+            a = (weight[b, h, row_first[b] :, None].double() * a).masked_fill(~sees, 0.0)
+        out[b, h, : a.shape[1]] = {"sum": a.sum(0), "mean": a.mean(0), "max": a.amax(0)}[reduce]
+    return grouped(out, k.shape[1], group)
+
+
+def peak(
+    q, row_first, k_slots, offset, len, k, first, stop, lo, hi, scale, softcap, *, causal, lse=None, sinks=None
+):  # fmt: skip
+    out = torch.zeros(q.shape[:3], dtype=torch.double)
+    rows = (q, row_first, k_slots, offset, len, k, first, stop, scale, softcap, causal, lse, sinks)
+    for b, h, a, _ in observed(*rows):
+        g = h // (q.shape[1] // k.shape[1])
+        if lo[b, g] < hi[b, g]:
+            out[b, h, row_first[b] :] = a[:, lo[b, g] : hi[b, g]].amax(1)
+    return out
+
+
+def error(
+    q, row_first, k_slots, v_slots, offset, len, k, v, first, stop, o, scale, softcap, *, causal, kind, columns,
+    alpha=0.0, lse=None, sinks=None, weight=None, group="sum", power=1,
+):  # fmt: skip
+    """METHODS section 1 (EDIE eq. 7, 9-11) and 2 (CAOTE eq. 6), one row at a time. With power=2 instead of each term's
+    a / (1 - a) the slope a / (1 - a)^2: by what a relative error of a changes it."""
+    out = torch.zeros(*q.shape[:2], columns, dtype=torch.double)
+    rows = (q, row_first, k_slots, offset, len, k, first, stop, scale, softcap, causal, lse, sinks)
+    for b, h, a, sees in observed(*rows):
+        g, n = h // (q.shape[1] // k.shape[1]), a.shape[1]
+        values = alive(v_slots, offset[b, g], len[b, g], v[b, g, first[b] : stop[b]])
+        for r in range(a.shape[0]):
+            at = int(row_first[b]) + r
+            output = o[b, at, h].double()
+            if kind == "edie":
+                term = a[r] / (1 + alpha - a[r]).clamp(min=1e-6) ** power * (values.abs().sum(1) + output.abs().sum())
+            else:
+                term = a[r] / (1 - a[r]).clamp(min=1e-6) ** power * (values - output).norm(p=int(kind[1]), dim=1)
+            term = term if weight is None else weight[b, h, at].double() * term
+            out[b, h, :n] += term.masked_fill(~sees[r], 0.0)
+    return grouped(out, k.shape[1], group)
+
+
+def refine(v_slots, offset, len, v, first, stop, score, fast=False, squared=False):
+    """METHODS section 2, CAOTE eq. 6-8."""
+    out = torch.zeros(score.shape, dtype=torch.double)
+    for b, h in itertools.product(range(score.shape[0]), range(score.shape[1])):
+        values = alive(v_slots, offset[b, h], len[b, h], v[b, h, first[b] : stop[b]])
+        n = values.shape[0]
+        if n:
+            out[b, h, :n] = caote(score[b, h, :n], values, fast, squared)
+    return out
+
+
+def norm(x_slots, offset, len, x, first, stop, p, columns):
+    out = torch.zeros(*x.shape[:2], columns, dtype=torch.double)
+    for b, h in itertools.product(range(x.shape[0]), range(x.shape[1])):
+        each = alive(x_slots, offset[b, h], len[b, h], x[b, h, first[b] : stop[b]]).norm(p=p, dim=1)
+        out[b, h, : each.shape[0]] = each
     return out
 
 
@@ -153,6 +225,29 @@ def knorm(k):
 
 def keydiff(k):
     return -F.cosine_similarity(k.double(), k.double().mean(1, keepdim=True), dim=-1)
+
+
+# METHODS section 2: errors, of one head
+
+
+def caote(h, v, fast=False, squared=False):
+    """h [n] >= 0, v [n, d] -> c [n]; a slot with all of the mass, which the formula would give 0, is the largest."""
+    h, v = h.double(), v.double()
+    hn = h / h.sum() if h.sum() != 0 else torch.full_like(h, 1 / h.numel())
+    mean = v.mean(0) if fast else hn @ v
+    distance = (v - mean).norm(dim=1)
+    c = hn / (1 - hn) * (distance**2 if squared else distance)
+    return torch.where(hn > 1 - 1e-6, torch.finfo(torch.float32).max, c)
+
+
+def removal(a, v, norm):
+    """How far the output a @ v moves when slot i alone is removed and the rest renormalised: [n], brute force."""
+    moved = []
+    for i in range(a.numel()):
+        rest = a.clone()
+        rest[i] = 0
+        moved.append(((rest / rest.sum()) @ v - a @ v).norm(p=norm))
+    return torch.stack(moved)
 
 
 # METHODS section 3: TAKE

@@ -23,6 +23,7 @@ from helpers import (
 from kvevict import _ops as ops
 
 REDUCE = ["sum", "mean", "max"]
+GROUP = ["mean", "sum", "max", "none"]
 
 
 def prepared(p, causal, reduce, extra=3):
@@ -51,6 +52,44 @@ def test_fuzz(seed):
     if seed % 4 > 1:  # a given lse is used as it is, and is no sum over the columns scored here; strided, too
         p["lse"] = torch.randn(*p["q"].shape[:2], 2 * p["q"].shape[2])[..., : p["q"].shape[2]] + 4
     check(p)
+
+
+@pytest.mark.parametrize("squared", [False, True])
+@pytest.mark.parametrize("group", GROUP)
+@pytest.mark.parametrize("reduce", REDUCE)
+@pytest.mark.parametrize("seed", range(4))
+def test_group_square_and_weight(seed, reduce, group, squared):
+    """Weights of either sign, rows far apart in memory; what they cancel is no more than the largest sum without."""
+    p = prepared(fuzz(100 + seed, G=[1, 2, 4, 8][seed]), causal=seed % 2 == 0, reduce=reduce)
+    p |= {"group": group, "squared": squared}
+    if reduce != "max":
+        p["weight"] = torch.randn(*p["q"].shape[:2], p["q"].shape[2] + 5)[..., 5:]
+    got, want = call(ops.score, p), call(ref.score, p)
+    least = call(ref.score, {**p, "weight": p["weight"].abs()}).max() if reduce != "max" else 0.0
+    close(got, want, 3 * FP32, least)  # squares double the error of a
+    heads = torch.repeat_interleave(alive_counts(p), got.shape[1] // p["len"].shape[1], 1)
+    assert (got[torch.arange(got.shape[2]) >= heads[..., None]] == 0).all()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("group", GROUP)
+def test_defaults_of_weight_and_group(group, causal):
+    """Weights of 1 change no bit; "none" holds what the others are taken over, and the mean of one head is its own."""
+    p = prepared({**problem(13, G=4, T=30), "group": group}, causal, "sum")
+    got = call(ops.score, p)
+    assert same_bits(got, call(ops.score, {**p, "weight": torch.ones(2, 8, 30)}))
+    each = call(ops.score, {**p, "group": "none"}).unflatten(1, (2, 4))
+    want = {"mean": each.mean(2), "sum": each.sum(2), "max": each.amax(2), "none": each.flatten(1, 2)}[group]
+    close(got, want.double(), 1e-6)  # four numbers are added
+
+
+def test_nan_weight():
+    """It reaches the slots that its row sees, in its own group."""
+    p = prepared(problem(14, T=12, lens=[[30, 40], [5, 64]], first=0, layout="dense"), True, "sum")
+    p |= {"stop": i32([12, 12]), "row_first": i32([0, 3]), "weight": torch.ones(2, 4, 12), "columns": 90}
+    p["weight"][0, 1, 4], p["weight"][1, 3, 2] = NAN, NAN  # the second row does not observe
+    got = check(p)
+    assert got.isnan().sum() == 30 + 5 and got[0, 0, :35].isnan().all()
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -167,6 +206,11 @@ WRONG = {
     "q dtype": lambda p: {"q": p["q"].double()},
     "mixed dtypes": lambda p: {"k": p["k"].half()},
     "reduce": lambda p: {"reduce": "median"},
+    "reduce of heads": lambda p: {"reduce": "none"},
+    "group": lambda p: {"group": "median"},
+    "weight of a maximum": lambda p: {"reduce": "max", "weight": torch.ones(2, 4, 9)},
+    "weight shape": lambda p: {"weight": torch.ones(2, 2, 9)},
+    "weight dtype": lambda p: {"weight": torch.ones(2, 4, 9).half()},
     "columns under n": lambda p: {"columns": int(alive_counts(p).max()) - 1},
     "columns negative": lambda p: {"columns": -1},
     "row_first over R": lambda p: {"row_first": i32([0, 10])},
@@ -196,4 +240,6 @@ def test_errors(wrong):
 @pytest.mark.parametrize("given", [True, False])
 def test_opcheck(given):
     p = prepared(problem(12), True, "sum")
-    opcheck("score", {**p, "reduce": 0, "lse": torch.zeros(2, 4, 9) if given else None})
+    rows = torch.zeros(2, 4, 9)
+    flags = {"reduce": 0, "group": 3 if given else 1, "squared": given, "weight": rows if given else torch.empty(0)}
+    opcheck("score", {**p, **flags, "lse": rows if given else None})

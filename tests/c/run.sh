@@ -11,12 +11,12 @@ here=$(cd "$(dirname "$0")" && pwd)
 csrc=$here/../../csrc
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
-compile() { "${CC:-gcc}" -std=c11 -Wall -Wextra -Wpedantic -Werror $flags "$@"; }
+compile() { "${CC:-gcc}" -std=c11 -fno-math-errno -Wall -Wextra -Wpedantic -Werror $flags "$@"; }
 
 for source in "$csrc"/*.c; do
   name=$(basename "$source" .c)
   case $name in
-    attend_cpu | score_cpu | decode_cpu)
+    attend_cpu | score_cpu | peak_cpu | error_cpu | refine_cpu | norm_cpu | decode_cpu)
       compile -DKV_ISA=scalar -c "$source" -o "$out/$name.scalar.o"
       if [ "$(uname -m)" = x86_64 ]; then
         compile -DKV_ISA=avx2 -mavx2 -mfma -mf16c -c "$source" -o "$out/$name.avx2.o"

@@ -1,0 +1,124 @@
+/* Error of the observing rows' attention outputs per alive slot on a CPU.
+ *
+ * As score: a task is one block of keys of one (b, kv head) and goes over all rows. EDIE needs two norms more, of the
+ * block's values and the tile's outputs. KV_L1 and KV_L2 take the distance of every pair from the differences
+ * themselves: ||v||^2 - 2 v.o + ||o||^2 would cancel. See observe.h.
+ */
+#include "observe.h"
+
+kv_status KV_OP(error)(const kv_error *a);
+
+/* e [MR, nv * VL] = sum over D of |v - o| or (v - o)^2, with o [MR, D] and v a packed panel. nv and p are constants
+ * wherever this is inlined; the accumulators must stay in registers. */
+KV_INLINE void kv_error_pairs(int nv, int p, const float *o, int64_t D, const float *v, float *e) {
+  vf acc[MR][NV] = {{{0}}};
+  for (int64_t d = 0; d < D; d++, v += PANEL) {
+    vf x[NV];
+#pragma GCC unroll 8
+    for (int j = 0; j < nv; j++) x[j] = vf_load(v + j * VL);
+#pragma GCC unroll 8
+    for (int r = 0; r < MR; r++)
+#pragma GCC unroll 8
+      for (int j = 0; j < nv; j++) {
+        const vf by = x[j] - o[r * D + d];
+        acc[r][j] += p == 2 ? by * by : vf_abs(by);
+      }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < MR; r++)
+#pragma GCC unroll 8
+    for (int j = 0; j < nv; j++) vf_store(e + r * KEYS + j * VL, acc[r][j]);
+}
+
+/* e [rows, KEYS] = ||v - o||_p of `rows` outputs, a multiple of MR, and the first n packed values. */
+KV_INLINE void kv_error_distances(int p, const float *o, int64_t rows, int64_t D, const float *v, int64_t n, float *e) {
+  for (int64_t c = 0, nv; c < n; c += nv * VL) {
+    nv = kv_round_up(n - c, VL) >= PANEL && c % PANEL == 0 ? NV : 1;
+    const float *panel = v + c / PANEL * PANEL * D + c % PANEL;
+    for (int64_t r = 0; r < rows; r += MR)
+      if (nv == NV)
+        kv_error_pairs(NV, p, o + r * D, D, panel, e + r * KEYS + c);
+      else
+        kv_error_pairs(1, p, o + r * D, D, panel, e + r * KEYS + c);
+  }
+  for (int64_t r = 0; r < rows && p == 2; r++)
+    for (int64_t c = 0; c < n; c++) e[r * KEYS + c] = sqrtf(e[r * KEYS + c]);
+}
+
+/* What the n steps from t0 on need of their outputs: 1-norms, or distances to the first `most` values. */
+static void kv_error_outputs(const kv_error *a, const kv_observed *head, kv_tile *x, int64_t t0, int64_t n,
+                             int64_t most) {
+  const int64_t G = head->query.G, D = a->rows.D, rows = G * n, padded = kv_round_up(rows, MR);
+  const int64_t size = kv_size(a->rows.dtype), *stride = a->o_stride;
+  for (int64_t r = 0; r < rows; r++) {
+    const int64_t at = head->b * stride[0] + (t0 + r % n) * stride[1] + (head->h * G + r / n) * stride[2];
+    float *o = a->kind == KV_EDIE ? x->row : x->o + r * D;
+    kv_load_row(a->rows.dtype, (const char *)a->o + at * size, o, D);
+    if (a->kind == KV_EDIE) x->o_sum[r] = kv_norm_of(o, D, 1);
+  }
+  if (a->kind == KV_EDIE) return;
+  memset(x->o + rows * D, 0, (size_t)((padded - rows) * D) * sizeof *x->o);
+  if (a->kind == KV_L1) kv_error_distances(1, x->o, padded, D, x->v, most, x->e);
+  if (a->kind == KV_L2) kv_error_distances(2, x->o, padded, D, x->v, most, x->e);
+}
+
+/* total [G, most] gains the tile's terms. Of what a row does not see, a norm that is not finite adds nothing. */
+KV_INLINE void kv_error_reduce(int edie, const kv_tile *x, int64_t G, int64_t n, int64_t most, float all) {
+  for (int64_t g = 0; g < G; g++)
+    for (int64_t c = 0; c < most; c += VL) {
+      const vf v_sum = edie ? vf_load(x->v_sum + c) : vf_set1(0);
+      vf acc = vf_set1(0);
+      for (int64_t r = g * n; r < (g + 1) * n; r++) {
+        const vf s = vf_load(x->s + r * KEYS + c), p = vf_exp2(s - x->lse[r]);
+        const vf size = edie ? v_sum + x->o_sum[r] : vf_load(x->e + r * KEYS + c);
+        const vf term = x->w[r] * size * p / vf_max(all - p, vf_set1(1e-6f));
+        acc += (vf)((vu)term & ~(vu)(s == vf_set1(-INFINITY)));
+      }
+      vf_store(x->total + g * KEYS + c, vf_load(x->total + g * KEYS + c) + acc);
+    }
+}
+
+static void kv_error_block(const kv_observe *job, kv_tile *x, int64_t at, int64_t c0) {
+  const kv_error *a = job->op;
+  const kv_observers *rows = job->a;
+  const kv_observed head = kv_observed_of(rows, at);
+  const int64_t G = head.query.G, D = rows->D, columns = kv_min(kv_block(D), head.k.n - c0);
+  const kv_columns v =
+      kv_columns_of(rows->dtype, D, rows->slots.v, rows->slots.offset[at], rows->slots.len[at], rows->fresh.v,
+                    rows->fresh.v_stride, head.b, head.h, rows->fresh.first[head.b], rows->stop[head.b]);
+  float *out = kv_group_at(a->out, rows, &head, a->group, a->C);
+  if (c0 == 0) kv_group_zeros(out, G, a->group, head.k.n, a->C);
+  if (columns <= 0) return;
+  kv_pack_k(&head.k, c0, columns, x->k, x->row);
+  if (a->kind != KV_EDIE) kv_pack_k(&v, c0, columns, x->v, x->row);
+  for (int64_t c = 0; c < KEYS && a->kind == KV_EDIE; c++)
+    x->v_sum[c] = c < columns ? kv_norm_of(kv_column_floats(&v, c0 + c, x->row), D, 1) : 0;
+  memset(x->total, 0, (size_t)(G * KEYS) * sizeof *x->total);
+  for (int64_t t = rows->row_first[head.b]; t < rows->R; t += x->steps) {
+    const int64_t n = kv_min(x->steps, rows->R - t), most = kv_tile_observe(job, &head, x, t, n, c0, columns);
+    if (most <= 0) continue;
+    kv_error_outputs(a, &head, x, t, n, most);
+    if (a->kind == KV_EDIE)
+      kv_error_reduce(1, x, G, n, most, 1 + a->alpha);
+    else
+      kv_error_reduce(0, x, G, n, most, 1);
+  }
+  kv_group_out(x->total, G, a->group, 1, out, a->C, c0, columns);
+}
+
+static void kv_error_body(void *ctx, int64_t begin, int64_t end) {
+  kv_observe *job = ctx;
+  const int64_t heads = job->a->B * job->a->Hkv;
+  kv_tile x;
+  void *memory = kv_tile_alloc(&x, job->a->H / job->a->Hkv, job->a->D, ((const kv_error *)job->op)->kind != KV_EDIE);
+  if (!memory) job->failed = 1;
+  for (int64_t i = begin; memory && i < end; i++) kv_error_block(job, &x, i % heads, i / heads * kv_block(job->a->D));
+  free(memory);
+}
+
+kv_status KV_OP(error)(const kv_error *a) {
+  const int64_t block = kv_block(a->rows.D), blocks = kv_max((a->C + block - 1) / block, 1);
+  kv_observe job;
+  if (kv_observe_start(&job, &a->rows, a)) kv_parallel_for(a->rows.B * a->rows.Hkv * blocks, 1, kv_error_body, &job);
+  return kv_observe_end(&job);
+}

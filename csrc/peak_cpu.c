@@ -1,0 +1,65 @@
+/* The largest attention weight that each observing row pays to a range of slots, on a CPU.
+ *
+ * A task is some rows of one (b, kv head): it goes over all blocks of keys in the range, so no two tasks share a result.
+ * See observe.h.
+ */
+#include "observe.h"
+
+kv_status KV_OP(peak)(const kv_peak *a);
+
+/* The largest of `most` weights, NaN if there is one; logits from `most` up to a whole vector are -inf. */
+static float kv_peak_row(const float *s, int64_t most, float lse) {
+  vf acc = vf_set1(0);
+  for (int64_t c = 0; c < most; c += VL) acc = vf_max_nan(acc, vf_exp2(vf_load(s + c) - lse));
+  float top = 0;
+  for (int i = 0; i < VL; i++) top = isnan(acc[i]) || acc[i] > top ? acc[i] : top;
+  return top;
+}
+
+/* Steps t0 .. t1 - 1 of one head. */
+static void kv_peak_steps(const kv_observe *job, const kv_observed *head, kv_tile *x, int64_t t0, int64_t t1) {
+  const kv_peak *a = job->op;
+  const int64_t G = head->query.G, R = job->a->R, at = head->b * job->a->Hkv + head->h;
+  const int64_t lo = a->lo[at], hi = a->hi[at], from = kv_max(t0, job->a->row_first[head->b]);
+  float *out = a->out + at * G * R;
+  for (int64_t g = 0; g < G; g++)
+    for (int64_t t = t0; t < t1; t++) out[g * R + t] = 0;
+  for (int64_t c0 = lo, columns; c0 < hi && from < t1; c0 += columns) {
+    columns = kv_min(kv_block(job->a->D), hi - c0);
+    kv_pack_k(&head->k, c0, columns, x->k, x->row);
+    for (int64_t t = from, n; t < t1; t += n) {
+      n = kv_min(x->steps, t1 - t);
+      const int64_t most = kv_tile_observe(job, head, x, t, n, c0, columns);
+      for (int64_t r = 0; r < G * n && most > 0; r++) {
+        const float p = kv_peak_row(x->s + r * KEYS, most, x->lse[r]);
+        float *top = out + r / n * R + t + r % n;
+        if (isnan(p) || p > *top) *top = p;
+      }
+    }
+  }
+}
+
+static void kv_peak_body(void *ctx, int64_t begin, int64_t end) {
+  kv_observe *job = ctx;
+  const int64_t tasks = (job->a->R + job->steps - 1) / job->steps;
+  kv_tile x;
+  void *memory = kv_tile_alloc(&x, job->a->H / job->a->Hkv, job->a->D, 0);
+  if (!memory) job->failed = 1;
+  for (int64_t i = begin; memory && i < end; i++) {
+    const kv_observed head = kv_observed_of(job->a, i / tasks);
+    const int64_t t0 = i % tasks * job->steps;
+    kv_peak_steps(job, &head, &x, t0, kv_min(job->a->R, t0 + job->steps));
+  }
+  free(memory);
+}
+
+kv_status KV_OP(peak)(const kv_peak *a) {
+  const int64_t heads = a->rows.B * a->rows.Hkv;
+  if (heads == 0 || a->rows.R == 0) return KV_OK;
+  kv_observers rows = a->rows;
+  rows.weight = NULL;
+  kv_observe job;
+  if (kv_observe_start(&job, &rows, a))
+    kv_parallel_for(heads * ((rows.R + job.steps - 1) / job.steps), 1, kv_peak_body, &job);
+  return kv_observe_end(&job);
+}
