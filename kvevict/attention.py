@@ -37,11 +37,11 @@ def attention(module, query, key, value, attention_mask, scaling=None, softcap=N
         if patch.watches_tokens:
             empty = key[:, :, :0], value[:, :, :0]
             probs = probs if patch.wants_probs else None
-            evict.after_token(View(step, layer, module.layer_idx, module, query, *empty, lse, options, probs))
+            evict.after_token(View(step, layer, module.layer_idx, module, query, *empty, out, lse, options, probs))
         return out, None
     with patch.clock("attend"):
         out, lse = _ops.attend(query, layer.k, layer.v, layer.offset, layer.len, key, value, step.first, **options)
-    view = View(step, layer, module.layer_idx, module, query, key, value, lse, options)
+    view = View(step, layer, module.layer_idx, module, query, key, value, out, lse, options)
     patch.watch_peak(step, view)
     columns, tokens = view.k.shape[2], view.k.shape[2] - view.first
     layer.advance(columns, tokens)

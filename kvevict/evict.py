@@ -10,7 +10,7 @@ def choose(view, score, slots):
     """(index [B, Hkv, C], keep [B, Hkv]): which slots survive and how many of each head, by the scores as they are and
     the slots [B] that the layer may keep."""
     policy, select = view.policy, view.select
-    score = policy.score.pooled(view, score)
+    score = policy.error.refine(view, policy.score.pooled(view, score))
     with view.step.patch.clock("select"):
         score = select.rank(view, score.expand(-1, view.n.shape[1], -1))
         keep = select.whole(view, score, policy.heads.keep(view, score, slots))
@@ -27,7 +27,7 @@ def evict(view, slots) -> None:
     measures = step.measured is not None
     score = view.policy.score.score(view) if cuts or measures else None
     if measures:  # the part of the layer's error that its scores are (METHODS section 4, E_int)
-        every = score.expand(-1, view.n.shape[1], -1)
+        every = view.policy.error.refine(view, score.expand(-1, view.n.shape[1], -1).contiguous())
         step.measured[view.index] = every.masked_fill(~view.competing, 0).double().sum((1, 2))
     step.choice = choose(view, score, slots) if cuts else None
     for each in [*step.waiting, view]:
@@ -50,7 +50,7 @@ def after_chunk(view) -> None:
     if not view.waits:
         score.observe(view)
     elif slots is not None and bool((slots < view.n.sum(1)).any()):
-        view.q = view.lse = None  # the choice is another layer's: only keys and values wait
+        view.q = view.lse = view.out = None  # the choice is another layer's: only keys and values wait
         step.waiting.append(view)
         return
     evict(view, slots)
@@ -76,8 +76,10 @@ def after_token(view) -> None:
             view.store(view.step.choice)
         return
     if policy.score.rows and not view.waits:
-        q = view.q if layer.recent is None else torch.cat([layer.recent, view.q], 2)
-        layer.recent = q[:, :, -policy.score.rows :]
+        row = torch.cat([view.q, view.out.transpose(1, 2)], 3) if policy.wants_outputs else view.q
+        other = layer.recent is None or layer.recent.shape[3] != row.shape[3]  # of another policy
+        rows = row if other else torch.cat([layer.recent, row], 2)
+        layer.recent = rows[:, :, -policy.score.rows :]
     n = view.n.sum(1)
     full = n > layer.budget + (policy.interval - 1) * view.n.shape[1]
     if bool(full.any()):

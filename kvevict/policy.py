@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from . import rules
 from .checks import count, one_of, unknown
+from .errors import ERRORS, Refinement
 from .heads import HEADS, HeadBudget
 from .layers import LAYERS, LayerBudget
 from .presets import PRESETS
@@ -17,6 +18,7 @@ from .selections import SELECTIONS, Selection
 # The choices that have options of their own. A name that two of them share goes to both, and means the same.
 PARTS = {
     "score": (SCORES, Score),
+    "error": (ERRORS, Refinement),
     "layers": (LAYERS, LayerBudget),
     "heads": (HEADS, HeadBudget),
     "select": (SELECTIONS, Selection),
@@ -47,6 +49,7 @@ class Policy:
     """
 
     score: Score | str = "snapkv"
+    error: Refinement | str = "none"
     budget: int | float = 512
     chunk_size: int | None = None
     schedule: str | None = None
@@ -71,7 +74,7 @@ class Policy:
             object.__setattr__(self, "schedule", "prompt" if self.chunk_size is None else "chunk")
         if self.decode is None:
             object.__setattr__(self, "decode", self.score.decodes)
-        for part in (self.score, self.layers, self.heads, *self.selections):
+        for part in (self.score, self.error, self.layers, self.heads, *self.selections):
             part.check(self)
         self._check_counts()
         one_of("schedule", self.schedule, ("prompt", "chunk"))
@@ -133,7 +136,14 @@ class Policy:
         """Slots of a kv head that are kept whatever their score: window, probe, recent slots, sinks, and a run that a
         chunk's end cuts (which may lie in the window)."""
         run = max(select.run for select in self.selections) - 1 if self.schedule == "chunk" else 0
+        if not self.error.protect:
+            return run
         return max(self.score.smallest_budget() - 1, getattr(self.score, "sink", 0) + run)
+
+    @property
+    def wants_outputs(self) -> bool:
+        """Whether scoring needs the observing rows' attention outputs."""
+        return self.score.outputs or self.error.outputs
 
     def smallest_budget(self) -> int:
         """The smallest budget that leaves one slot to be won by score."""

@@ -2,6 +2,7 @@
 
 import inspect
 
+from .errors import ERRORS
 from .heads import HEADS
 from .layers import LAYERS
 from .registry import Registry
@@ -71,3 +72,32 @@ preset(
     "chunkkv/kvpress", "ChunkKV as kvpress has it: whole runs of 20 tokens by its own SnapKV's scores.",
     score=SCORES["snapkv"](**_KVPRESS), select=SELECTIONS["chunk"](c=20, exact=False),
 )  # fmt: skip
+preset("vatp", score=SCORES["vatp"]())
+preset(
+    "paasvn", "PAASVN (EDIE eq. 4): VATP over a window's attention, without sinks.",
+    score=SCORES["vatp"](base="snapkv", sink=0),
+)  # fmt: skip
+preset("edie", score=SCORES["edie"](), heads=HEADS["flat"]())
+preset("edie-exact", score=SCORES["edie-exact"](), heads=HEADS["flat"]())
+preset(
+    "edie+tada", "EDIE with TADA's layer budgets: slots go where earlier contexts of the task had large errors.",
+    score=SCORES["edie"](), heads=HEADS["flat"](), layers=LAYERS["tada"](),
+)  # fmt: skip
+preset(
+    "edie+tada/chunked", "EDIE+TADA read in chunks, ours: a prompt's own earlier chunks set the layer budgets.",
+    score=SCORES["edie"](), heads=HEADS["flat"](), layers=LAYERS["tada"](), chunk_size=_Z,
+)  # fmt: skip
+preset(
+    "chunkkv/edie", "ChunkKV's runs over EDIE's scores, ours: every head ranks its own, and heads compete.",
+    score=SCORES["edie"](pool="none"), heads=HEADS["flat"](), select=SELECTIONS["chunk"](per_head=True),
+)  # fmt: skip
+preset(
+    "take+caote", "TAKE's scores refined by CAOTE, ours.",
+    score=SCORES["take"](), error=ERRORS["caote"](), chunk_size=_Z, warmup_layers="half",
+)  # fmt: skip
+for _error in ("caote", "fastcaote"):
+    for _base, _score in (("h2o", {}), ("tova", dict(per_head=True)), ("snapkv", {})):
+        preset(
+            f"{_base}+{_error}", f"{'CAOTE' if _error == 'caote' else 'FastCAOTE'} (2025) over {_base}'s scores.",
+            score=SCORES[_base](**_score), error=ERRORS[_error](), chunk_size=128, decode=True, interval=1,
+        )  # fmt: skip

@@ -120,9 +120,10 @@ def _fill_own(layer, tensors, fact, config, dtype, dim):
     if "carry" in tensors:
         _expect("carry", tensors["carry"], (batch, heads, int(length.max())), torch.float32)
     if "recent" in tensors:
-        _expect(
-            "recent", tensors["recent"], (batch, config.num_attention_heads, tensors["recent"].shape[2], dim), dtype
-        )
+        *_, rows, width = tensors["recent"].shape  # queries, or queries and outputs
+        _expect("recent", tensors["recent"], (batch, config.num_attention_heads, rows, max(dim, width)), dtype)
+        if width not in (dim, 2 * dim):
+            raise ValueError(f"recent has {width} columns, expected {dim} or {2 * dim}")
     layer.lazy_initialization(tensors["k"].new_empty(batch, heads, 0, dim))
     ends = length.flatten().cumsum(0)
     layer.offset = (ends - length.flatten()).view(length.shape)

@@ -10,9 +10,9 @@ from . import _ops, compat
 class View:
     """One layer as a score sees it: n[b,h] alive slots of head (b, h), stored first, then new, no padding."""
 
-    def __init__(self, step, layer, index, module, q, k, v, lse, options, probs=None):
+    def __init__(self, step, layer, index, module, q, k, v, out, lse, options, probs=None):
         self.step, self.layer, self.index, self.module = step, layer, index, module
-        self.q, self.lse, self.probs, self.options = q, lse, probs, options
+        self.q, self.out, self.lse, self.probs, self.options = q, out, lse, probs, options
         stored = k.shape[2] - step.transient
         self.k, self.v, self.pos = k[:, :, :stored], v[:, :, :stored], step.positions[:, :stored].contiguous()
         self.first = step.first.clamp_max(stored)
@@ -36,7 +36,8 @@ class View:
     def protected(self):
         """(first, last) [B] int32: always kept slots at either end, at most what the budget leaves."""
         sizes = self.n.amax(1)
-        ends = (torch.as_tensor(end, dtype=torch.int32, device=self.device) for end in self.policy.score.protect(self))
+        kept = self.policy.score.protect(self) if self.policy.error.protect else (0, 0)
+        ends = (torch.as_tensor(end, dtype=torch.int32, device=self.device) for end in kept)
         first, last = (end.expand_as(sizes) for end in ends)
         tail = torch.as_tensor(self.select.tail(self), dtype=torch.int32, device=self.device)
         first, last = torch.minimum(first, sizes), torch.maximum(last, tail)
@@ -59,20 +60,60 @@ class View:
         column = torch.arange(self.columns, device=self.device)
         return (column >= first[:, None, None]) & (column < (self.n - last[:, None])[..., None])
 
-    def attention(self, rows=None, reduce="sum", rows_of_row=None):
-        """Attention a_ij of the newest `rows` rows (None: all of this chunk; rows_of_row [B]: how many of them count),
-        reduced over rows, mean over the group: [B, Hkv, C]. While decoding, the rows are the remembered queries of the
-        last decoded tokens."""
-        if self.probs is not None and rows in (None, 1):
-            return self.probs
-        q, lse = (self.layer.recent, None) if self.decoding else (self.q, self.lse)
+    def observers(self, rows=None, rows_of_row=None):
+        """The newest `rows` rows (None: all of this chunk) or, while decoding, the remembered last decoded ones:
+        queries [B, H, R, D], the rows to skip [B] (rows_of_row [B]: how many count), their lse [B, H, R] or None, and
+        their attention outputs [B, R, H, D], None where they were not remembered."""
+        if self.decoding and self.policy.score.rows:
+            q, lse, out = self.layer.recent, None, None
+            if q.shape[3] > self.q.shape[3]:
+                q, out = q.split(self.q.shape[3], 3)
+                out = out.transpose(1, 2)
+        else:
+            q, lse, out = self.q, self.lse, self.out
         rows = q.shape[2] if rows is None else min(rows, q.shape[2])
         skip = 0 * self.first if self.decoding else torch.clamp_min(self.first - (self.k.shape[2] - rows), 0)
         if rows_of_row is not None:
             skip = torch.maximum(skip, rows - rows_of_row)
-        if rows < q.shape[2]:
-            q, lse = q[:, :, q.shape[2] - rows :], None if lse is None else lse[:, :, lse.shape[2] - rows :]
-        return self._score(q, skip, self.k.shape[2] - 0 * self.first, lse, causal=True, reduce=reduce)
+        start = q.shape[2] - rows
+        return (
+            q[:, :, start:],
+            skip,
+            None if lse is None else lse[:, :, start:],
+            None if out is None else out[:, start:],
+        )
+
+    def attention(self, rows=None, reduce="sum", rows_of_row=None, **options):
+        """Attention a_ij of the `observers`, reduced over rows, mean over the group: [B, Hkv, C]. options: `squared`
+        and `group` as in `kvevict._ops.score`."""
+        if self.probs is not None and rows in (None, 1) and not options:
+            return self.probs
+        q, skip, lse, _ = self.observers(rows, rows_of_row)
+        return self._score(q, skip, self._all, lse, causal=True, reduce=reduce, **options)
+
+    def peak(self, rows, lo, hi):
+        """The largest attention of each of the last `rows` rows over slots lo <= i < hi [B, Hkv]: [B, H, R]."""
+        q, skip, lse, _ = self.observers(rows)
+        return self._observe(_ops.peak, q, skip, self._all, (lo, hi), lse=lse, causal=True)
+
+    def output_error(self, rows, kind, weight=None, alpha=0.0, group="sum"):
+        """How far the outputs of the last `rows` rows move without a slot, as in `kvevict._ops.error`: [B, Hkv, C]."""
+        q, skip, lse, out = self.observers(rows)
+        options = dict(kind=kind, alpha=alpha, group=group, columns=self.columns, weight=weight)
+        return self._observe(_ops.error, q, skip, self._all, (out,), lse=lse, causal=True, **options)
+
+    def norm(self, of, p):
+        """The p-norm of every alive slot's key ("k") or value ("v"): [B, Hkv, C]."""
+        layer, x, slots = self.layer, getattr(self, of), getattr(self.layer, of)
+        return _ops.norm(slots, layer.offset, layer.len, x, self.first, self._all, p=p, columns=self.columns)
+
+    def refine(self, score, fast, squared):
+        """CAOTE of a score [B, Hkv, C], as in `kvevict._ops.refine`."""
+        layer = self.layer
+        with self.step.patch.clock("score"):
+            return _ops.refine(
+                layer.v, layer.offset, layer.len, self.v, self.first, self._all, score, fast=fast, squared=squared
+            )
 
     def probe_queries(self):
         """Queries of the probe's rows [B, H, p, D], where they read along or where they end the prompt."""
@@ -101,12 +142,24 @@ class View:
         q, lse, stop = self.q[:, :, -rows:], self.lse[:, :, -rows:], self.k.shape[2] + 0 * self.first
         return self._score(q, 0 * self.first, stop, lse, causal=False, reduce=reduce)
 
-    def _score(self, q, skip, stop, lse, causal, reduce):
-        layer = self.layer
+    @property
+    def _all(self):
+        """[B] the new columns' end, where all of them count."""
+        return self.k.shape[2] + 0 * self.first
+
+    def _score(self, q, skip, stop, lse, causal, reduce, **options):
+        options |= dict(lse=lse, causal=causal, reduce=reduce, columns=self.columns)
+        return self._observe(_ops.score, q, skip, stop, (), **options)
+
+    def _observe(self, op, q, skip, stop, more, **options):
+        """An op of observing rows over the alive slots; `error` reads values too."""
+        layer, values = self.layer, op is _ops.error
+        slots = (layer.k, layer.v) if values else (layer.k,)
+        fresh = (self.k, self.v) if values else (self.k,)
         with self.step.patch.clock("score"):
-            return _ops.score(
-                q, skip.to(torch.int32), layer.k, layer.offset, layer.len, self.k, self.first, stop.to(torch.int32),
-                lse=lse, causal=causal, reduce=reduce, columns=self.columns, **self.options,
+            return op(
+                q, skip.to(torch.int32), *slots, layer.offset, layer.len, *fresh, self.first, stop.to(torch.int32),
+                *more, **options, **self.options,
             )  # fmt: skip
 
     def per_head(self, function):

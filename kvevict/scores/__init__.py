@@ -30,6 +30,7 @@ class Score:
     span: ClassVar[tuple | None] = None  # where the probe is in the prompt, if not at its end
     response: ClassVar[tuple | None] = None  # token ids of a probe that is no part of the prompt
     ordinal: ClassVar[bool] = False  # scores only rank slots: they may be negative, and their sums mean nothing
+    outputs: ClassVar[bool] = False  # scoring needs the observing rows' attention outputs
     shared: ClassVar[bool] = False  # one choice for all heads of a layer
     append: ClassVar[bool] = True  # the probe reads along with every chunk
     probe_positions: ClassVar[str] = "true"  # of the probe's rows: their own, or right "after" the chunk

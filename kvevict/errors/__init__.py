@@ -1,0 +1,29 @@
+"""What a score becomes before slots are ranked. One file per idea; the file registers it, and its fields are its
+options. A refinement gets the pooled score [B, Hkv, C] (or [B, 1, C]) and returns what is ranked, of the same kind."""
+
+import sys
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..registry import Registry, load_folder
+
+ERRORS = Registry("error")
+
+
+@ERRORS.add("none")
+@dataclass(frozen=True)
+class Refinement:
+    """The score as it is."""
+
+    outputs: ClassVar[bool] = False  # needs the observing rows' attention outputs
+    refines: ClassVar[bool] = False
+    protect: ClassVar[bool] = True  # the score's protected slots stay protected
+
+    def check(self, policy) -> None:
+        """Raise ValueError when the options do not fit each other or the policy."""
+
+    def refine(self, view, score):
+        return score
+
+
+load_folder(sys.modules[__name__])
