@@ -166,7 +166,7 @@ const float *per_row(const char *name, const Tensor &t, const kv_observers &a, i
   return static_cast<const float *>(t.data_ptr());
 }
 
-/* What score, peak and error share. q and k may be replaced by dense copies, which must live until the kernel is done. */
+/* What score, peak and error share. q and k may become dense copies, which must live until the kernel is done. */
 kv_observers observers(Tensor &q, const Tensor &row_first, const Tensor &k_slots, const Tensor &offset,
                        const Tensor &len, Tensor &k, const Tensor &first, const Tensor &stop, const Tensor &lse,
                        const Tensor &sinks, double scale, double softcap, bool causal) {

@@ -123,9 +123,9 @@ typedef struct {
 } kv_error;
 kv_status kv_error_cpu(const kv_error *a);
 
-/* CAOTE (eq. 6-8): a pooled score h >= 0 turned into an error of the head's output, hn / (1 - hn) * ||v_i - m||_2, where
- * hn = h / sum h over the head's n alive slots, 1/n if the sum is 0. A slot with hn > 1 - 1e-6 gets FLT_MAX. A score
- * of NaN makes all of its head NaN. */
+/* CAOTE (eq. 6-8): a pooled score h >= 0 turned into an error of the head's output, hn / (1 - hn) * ||v_i - m||_2 with
+ * m = sum hn v, where hn = h / sum h over the head's n alive slots, 1/n if the sum is 0. A slot with hn > 1 - 1e-6 gets
+ * FLT_MAX. A score of NaN makes all of its head NaN. */
 typedef struct {
   kv_dtype dtype;
   int64_t B, Hkv, S, D, C;

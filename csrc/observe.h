@@ -98,8 +98,8 @@ static inline void *kv_tile_alloc(kv_tile *x, int64_t G, int64_t D, int pairs) {
 }
 
 /* Steps t0 .. t0 + n - 1 against the packed block of `columns` from c0 on. An lse of NaN and a weight that is not
- * finite make NaN of the logits, so that they reach only what the row sees. Returns how many columns the last step sees:
- * what lies beyond is not written. */
+ * finite make NaN of the logits, so that they reach only what the row sees. Returns how many columns the last step
+ * sees: what lies beyond is not written. */
 static inline int64_t kv_tile_observe(const kv_observe *job, const kv_observed *head, kv_tile *x, int64_t t0, int64_t n,
                                       int64_t c0, int64_t columns) {
   const kv_observers *a = job->a;

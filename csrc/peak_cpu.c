@@ -1,7 +1,6 @@
 /* The largest attention weight that each observing row pays to a range of slots, on a CPU.
  *
- * A task is some rows of one (b, kv head): it goes over all blocks of keys in the range, so no two tasks share a result.
- * See observe.h.
+ * A task is some rows of one (b, kv head) and goes over all blocks of keys in the range. See observe.h.
  */
 #include "observe.h"
 

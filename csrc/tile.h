@@ -1,5 +1,5 @@
-/* Tiles of queries against blocks of keys, shared by attend and the observers: packing, S = Q K^T, O += P V, and the online
- * softmax over key blocks. All arithmetic is fp32, logits are in log2 units.
+/* Tiles of queries against blocks of keys, shared by attend and what observes: packing, S = Q K^T, O += P V, and the
+ * online softmax over key blocks. All arithmetic is fp32, logits are in log2 units.
  *
  * A row's result does not depend on the tile or task it falls in: every sum runs over the columns in the same order,
  * and columns that a row does not see add exact zeros. So results are the same for any number of threads.

@@ -1,6 +1,6 @@
 /* score, peak, error, refine and norm on every instruction set of this processor against loops in double, written
- * straight from the comments of kvevict.h. Outputs start as NaN; each result is asked for again with threads and must be
- * the same bit for bit. See run.sh. */
+ * straight from the comments of kvevict.h. Outputs start as NaN; each result is asked for again with threads and must
+ * be the same bit for bit. See run.sh. */
 #include <float.h>
 
 #include "problem.h"
@@ -84,8 +84,8 @@ static void score_terms(const formula *f, double w, int64_t seen, double error, 
   }
 }
 
-/* a / (1 - a) has the slope 1 / (1 - a)^2; where an error of a is as large as what is left of 1, the term may be anything
- * up to the clamp, and where a is clearly over 1, it is at the clamp on both sides. */
+/* a / (1 - a) has the slope 1 / (1 - a)^2; where an error of a is as large as what is left of 1, the term may be
+ * anything up to the clamp, and where a is clearly over 1, it is at the clamp on both sides. */
 static void error_terms(const formula *f, int64_t b, int64_t h, int64_t r, double w, int64_t seen, double error,
                         double *a, double *slack) {
   const problem *p = &f->x->p;
