@@ -161,6 +161,10 @@ class EvictionLayer(CacheLayerMixin):
         """Bytes of the stored keys and values: 2 * bytes * d * sum(len)."""
         return 2 * self.k.element_size() * self.k.shape[1] * int(self.len.sum()) if self.is_initialized else 0
 
+    def padded_bytes(self) -> int:
+        """What `live_bytes` would be if every head were padded to the fullest."""
+        return 2 * self.k.element_size() * self.k.shape[1] * self.len.numel() * self.longest()
+
     def allocated_bytes(self) -> int:
         """Bytes of all that the layer holds."""
         tensors = (self.k, self.v, self.pos, self.offset, self.capacity, self.len, self.carry, self.recent)

@@ -131,6 +131,7 @@ def report(model, positions: bool = False) -> dict:
     seen               valid tokens per batch row, of this and earlier turns
     kept               [layer][row][kv head] slots stored when the read ended; None for layers that are not ours
     cache_bytes        live KV bytes then: 2 * bytes * head_dim * slots
+    padded_bytes       what those would be if every head of a layer were padded to its longest
     peak_cache_bytes   the most live KV bytes at any moment of the read, the chunk in flight included
     overhead_bytes     what is allocated beyond: free room, positions, carried scores
     seconds            per stage: read (all), attend, score, select, compact; decode since then

@@ -341,6 +341,7 @@ class Call:
             seen=own[0].seen.tolist(),
             kept=[None if layer is None else layer.len.tolist() for layer in layers],
             cache_bytes=live,
+            padded_bytes=sum(layer.padded_bytes() for layer in own),
             peak_cache_bytes=max(self.patch.peak, live),
             overhead_bytes=sum(layer.allocated_bytes() for layer in own) - live,
             positions=[None if layer is None else positions(layer) for layer in layers],

@@ -3,7 +3,7 @@ import torch
 
 TINY = {
     f"test_{name}"
-    for name in ("models", "generate", "cache", "errors", "store", "patch", "policies", "turns", "budgets")
+    for name in ("models", "generate", "cache", "errors", "store", "patch", "policies", "turns", "budgets", "choices")
 }
 
 

@@ -40,11 +40,16 @@ def order(view, score):
     return ((rank << 32) + (2**32 - 1 - place)).masked_fill(~view.competing, LOWEST)
 
 
+def best(key, wanted):
+    """Whether a key [B, ..., C] is among the wanted[b] largest of its last dimension: bool, as key."""
+    counts = wanted.clamp(1, key.shape[-1]).tolist()
+    bars = [row.kthvalue(key.shape[-1] + 1 - k, -1, keepdim=True).values for row, k in zip(key, counts, strict=True)]
+    return (key >= torch.stack(bars)) & (wanted > 0).view(-1, *[1] * (key.ndim - 1))
+
+
 def winners(key, wanted):
     """How many of the wanted[b] best slots of a layer each head has, by keys [B, Hkv, C] as of `order`: [B, Hkv]."""
-    best = key.flatten(1).sort(1, descending=True).values
-    bar = best.gather(1, (wanted - 1).clamp_min(0)[:, None])[..., None]
-    return ((key >= bar) & (wanted > 0)[:, None, None]).sum(-1)
+    return best(key.flatten(1), wanted).view_as(key).sum(-1)
 
 
 load_folder(sys.modules[__name__])

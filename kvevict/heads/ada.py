@@ -4,7 +4,7 @@ import torch
 
 from ..apportion import apportion
 from ..checks import one_of
-from . import HEADS, LOWEST, HeadBudget, order, winners
+from . import HEADS, LOWEST, HeadBudget, best, order, winners
 
 
 @HEADS.add("ada")
@@ -30,10 +30,7 @@ class Ada(HeadBudget):
         wanted, heads = slots - least.sum(1), view.n.shape[1]
         even = self.f * wanted.double() / heads
         if self.floor == "max":
-            floor = (even + 1e-9).long()[:, None]  # f * b whole but for a rounding error
-            own = key.sort(-1, descending=True).values
-            bar = own.gather(-1, (floor - 1).clamp_min(0).expand(-1, heads)[..., None])
-            mine = (key >= bar) & (floor > 0)[..., None] & (key > LOWEST)
+            mine = best(key, (even + 1e-9).long()) & (key > LOWEST)  # f * b may be whole but for a rounding error
             return (least + winners(key.masked_fill(mine, -LOWEST - 1), wanted)).to(torch.int32)
         mixed = (1 - self.f) * winners(key, wanted).double() + even[:, None]
         return (least + apportion(mixed, wanted, torch.zeros_like(least), view.n - least)).to(torch.int32)
