@@ -10,7 +10,10 @@ def choose(view, score, slots):
     """(index [B, Hkv, C], keep [B, Hkv]): which slots survive and how many of each head, by the scores as they are and
     the slots [B] that the layer may keep."""
     policy, select = view.policy, view.select
-    score = policy.error.refine(view, policy.score.pooled(view, score))
+    pooled = policy.score.pooled(view, score)
+    if policy.error.refines:  # protected slots have a share in it, by the scores that they have
+        pooled = torch.where(view.competing, pooled, score)
+    score = policy.error.refine(view, pooled)
     with view.step.patch.clock("select"):
         score = select.rank(view, score.expand(-1, view.n.shape[1], -1))
         keep = select.whole(view, score, policy.heads.keep(view, score, slots))

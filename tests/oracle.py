@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+import oracle_scores
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
@@ -19,6 +20,7 @@ from transformers import AttentionInterface
 DEFAULTS = dict(chunk_size=None, schedule="prompt", decode=False, interval=16, warmup_layers=None, warmup_budget=None)
 DEFAULTS |= dict(layers="uniform", beta=20, errors=None, heads="equal", f=0.2, floor="mix")
 DEFAULTS |= dict(select="token", c=10, per_head=False, exact=True, select_by_layer=(), n_reuse=1)
+DEFAULTS |= oracle_scores.DEFAULTS
 _ONLINE = dict(schedule="chunk", chunk_size=4096, decode=True, interval=1)
 _SNAPKV = dict(score="snapkv", window=32, kernel=7, pool="max", reduce="sum")
 _KVPRESS = _SNAPKV | dict(window=64, kernel=5, pool="avg", reduce="mean")
@@ -47,6 +49,7 @@ PRESETS = {
     "chunkkv+reuse": _SNAPKV | dict(pool="none", select="chunk", n_reuse=2),
     "chunkkv/kvpress": _KVPRESS | dict(select="chunk", c=20, exact=False),
 }
+oracle_scores.add_presets(PRESETS)
 LATER = 1 << 30  # the token number of rows that see every slot
 
 
@@ -62,7 +65,7 @@ class Layer:
     carry: list  # per kv head {token: score}, h2o's
     probe: torch.Tensor | None = None  # [H, p, d] accumulated probe, as if rotated with `probe_at`
     probe_at: int = 0
-    asked: list = field(default_factory=list)  # (token, queries [H, d]) of decoded tokens
+    asked: list = field(default_factory=list)  # (token, queries [H, d], outputs [H, d]) of decoded tokens
 
 
 class Row:
@@ -93,10 +96,13 @@ class Row:
         """Section 3, steps 1, 2 and 6, for every score; without a probe nothing is appended."""
         o, N = self.o, len(ids)
         total = self.seen + N
-        self.always = o.get("window", 0) or o.get("sink", 0) or o.get("recent") or _length(o.get("probe", 0))
+        kept = o if o["protect"] else {}
+        self.always = kept.get("window", 0) or kept.get("sink", 0) or kept.get("recent") or _length(kept.get("probe", 0))
+        if kept and o["score"] in oracle_scores.SCORES:
+            self.always = oracle_scores.always(o)
         if o["schedule"] == "chunk":
             run = max(map(self._run_length, range(len(self.own))))
-            self.always = max(self.always, o.get("sink", 0) + run - 1)
+            self.always = max(self.always, kept.get("sink", 0) + run - 1)
         self.B = o["budget"]
         if isinstance(self.B, float):
             self.B = max(math.ceil(self.B * total), self.always + 1)
@@ -107,7 +113,7 @@ class Row:
         where = range(N)[slice(*_span(o["probe"], N))] if span else range(N - self.p, N)
         for layer in self.layers:
             layer.probe, layer.asked = None, []
-        Z, logits = o["chunk_size"] or N, []
+        Z, logits, self.errors = o["chunk_size"] or N, [], [[] for _ in self.own]
         start, base = 0, self.seen
         while start < N:
             stop = start + ((N - start) % Z or Z)
@@ -150,7 +156,8 @@ class Row:
         what it has."""
         L, heads = len(self.own), len(self.layers[0].alive)
         alive = [heads * tokens + sum(map(len, self.layers[i].alive)) for i in self.own]
-        if sum(alive) > self.B * L * heads:
+        self.cuts = sum(alive) > self.B * L * heads
+        if self.cuts:
             self.targets = self.limits = self._whole_slots(alive)
         else:
             self.targets, self.limits = alive, self._whole_slots([1 << 40] * L)
@@ -206,18 +213,18 @@ class Row:
         self.group, self.logit = H // Hkv, (scale, softcap, sinks)
         layer.k, layer.v = torch.cat([layer.k, k[:, :new]], 1), torch.cat([layer.v, v[:, :new]], 1)
         rows = range(self.seen, self.seen + T)  # the probe's rows count on behind the chunk
-        out, attention, self.appended = [], [], []
+        self.out, attention, self.appended = [], [], []
         for g in range(Hkv):
             layer.alive[g] = layer.alive[g] + list(rows[:new])
             slots = layer.alive[g]
             keys, values = (torch.cat([t[g, slots], x[g, new:]]) for t, x in ((layer.k, k), (layer.v, v)))
             a = self._weights(g, q, rows, keys, [*slots, *rows[new:]], window)
-            out.append(a @ values)
+            self.out.append(a @ values)
             attention.append(a[:, :new, : len(slots)])
             self.appended.append(a[:, new:, : len(slots)])
         if window is None:
             self._after(index, layer, q, attention)
-        return torch.cat(out).transpose(0, 1)
+        return torch.cat(self.out).transpose(0, 1)
 
     def _weights(self, g, q, rows, keys, columns, window=None):
         """a [G, R, n] of kv head g: row j sees columns of tokens up to rows[j]."""
@@ -237,7 +244,7 @@ class Row:
         if order % o["n_reuse"]:
             layer.alive = [list(head) for head in self.layers[self.own[order // o["n_reuse"] * o["n_reuse"]]].alive]
             return
-        if o["score"] == "h2o":  # every row so far, mean over the group
+        if oracle_scores.carries(o):  # every row so far, mean over the group
             for slots, carry, a in zip(layer.alive, layer.carry, attention):
                 for slot, x in zip(slots, a.sum(1).mean(0).tolist()):
                     carry[slot] = carry.get(slot, 0.0) + x
@@ -246,7 +253,7 @@ class Row:
         cut = [layer] + [self.layers[i] for i in self.own[:order] if delayed]
         self.layer_budget = self.limits[order]
         if not self.reading:
-            layer.asked.append((self.seen, q[:, 0]))
+            layer.asked.append((self.seen, q[:, 0], torch.cat(self.out)[:, 0]))
             waits = delayed and order < self.W - 1
             if o["decode"] and n > self.layer_budget + (o["interval"] - 1) * heads and not waits:
                 self._evict(cut, layer, self.layer_budget, order, q, attention)
@@ -258,6 +265,9 @@ class Row:
         if delayed and order < self.W - 1:
             return  # layer W-1 decides
         keep = self.warmup * heads if delayed and not self.last else self.targets[order]
+        if o["measure"] and self.cuts:
+            ends = [self._protected(len(slots), order) for slots in layer.alive]
+            self.errors[order].append(oracle_scores.layer_error(self, layer, q, attention, ends))
         if n > keep:
             self._evict(cut, layer, keep, order, q, attention)
 
@@ -284,7 +294,7 @@ class Row:
         """All `layers` keep the slots that `chooser` takes, `slots` in all; kv head g decides for kv head g."""
         heads = range(len(chooser.alive))
         ends = [self._protected(len(chooser.alive[g]), order) for g in heads]
-        scores = self._scores(chooser, q, attention, ends)
+        scores = oracle_scores.refined(self, chooser, q, attention, self._scores(chooser, q, attention, ends))
         inside = [range(first, len(score) - last) for (first, last), score in zip(ends, scores)]
         run = self._run_length(order)
         ranks = self._ranked(scores, chooser.alive, inside, run) if run > 1 else scores
@@ -357,13 +367,20 @@ class Row:
             last = o["window"]
         if o["score"] == "take":  # while decoding its rows are the last p decoded ones, a window as any other
             last = _length(o["probe"]) if not self.reading else self.p if self.own_probe else 0
+        if o["score"] in oracle_scores.SCORES:
+            first, last = oracle_scores.ends(o, self.layer_budget // len(self.layers[0].alive) // 2)
+        if not o["protect"]:
+            first = last = 0
         if self.reading and not self.last:  # a run cut by the chunk's end is kept until it is whole
             last = max(last, self.chunk_end % self._run_length(order))
-        return first, min(last, n - first)
+        return min(first, n), min(last, n - min(first, n))
 
     def _scores(self, layer, q, attention, ends):
         """Section 1: per kv head the scores of its alive slots."""
         o, heads = self.o, range(len(layer.alive))
+        if o["score"] in oracle_scores.SCORES:
+            each = oracle_scores.scores(self, layer, q, attention)
+            return [_pool(score, o.get("pool", "none"), o.get("kernel", 1), *end) for score, end in zip(each, ends)]
         if o["score"] == "streaming":
             return [[float(i) for i in range(len(slots))] for slots in layer.alive]
         if o["score"] == "h2o":
@@ -402,7 +419,7 @@ class Row:
             stop = q.shape[1] - self.extra
             return range(self.seen + stop - rows, self.seen + stop), q[:, stop - rows : stop]
         asked = layer.asked[-(rows if self.o["score"] == "snapkv" else _length(self.o["probe"])) :]
-        return [t for t, _ in asked], torch.stack([x for _, x in asked], 1)
+        return [t for t, *_ in asked], torch.stack([x for _, x, _ in asked], 1)
 
 
 def _pool(score, kind, kernel, first, last):

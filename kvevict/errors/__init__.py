@@ -1,5 +1,6 @@
 """What a score becomes before slots are ranked. One file per idea; the file registers it, and its fields are its
-options. A refinement gets the pooled score [B, Hkv, C] (or [B, 1, C]) and returns what is ranked, of the same kind."""
+options. A refinement gets the score [B, Hkv, C] (or [B, 1, C]), pooled where slots compete, and returns what is ranked,
+of the same kind."""
 
 import sys
 from dataclasses import dataclass
