@@ -4,7 +4,7 @@ from functools import cached_property
 
 import torch
 
-from . import _ops, compat
+from . import _ops, apart, compat
 
 
 class View:
@@ -157,6 +157,8 @@ class View:
         slots = (layer.k, layer.v) if values else (layer.k,)
         fresh = (self.k, self.v) if values else (self.k,)
         with self.step.patch.clock("score"):
+            if self.decoding and q.shape[2] > 1 and not self.policy.error.protect:
+                return apart.observe(self, op, q, slots, fresh, more, **options, **self.options)
             return op(
                 q, skip.to(torch.int32), *slots, layer.offset, layer.len, *fresh, self.first, stop.to(torch.int32),
                 *more, **options, **self.options,

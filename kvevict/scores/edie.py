@@ -46,10 +46,9 @@ class Edie(SnapKV):
         alive = position >= 0
         before = lambda stop: (alive & (position < stop[..., None])).sum(-1)  # noqa: E731  slots at earlier positions
         end = position.amax(-1).amax(-1, keepdim=True) + 1  # T
-        zero = torch.zeros_like(n)
+        zero, outside = torch.zeros_like(n), before(end - rows)
         lo = before(rows.expand_as(n)) if self.weight in ("middle", "i>w") else zero
         hi = before((end - 2 * rows).expand_as(n)) if self.weight in ("middle", "i<=t-2w") else n
-        outside = (n - rows).clamp_min(0)
         empty = hi <= lo
         lo, hi = torch.where(empty, zero, lo), torch.where(empty, outside, hi)
         peak = view.peak(self.window, lo.to(torch.int32), hi.to(torch.int32))
