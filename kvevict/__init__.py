@@ -1,6 +1,7 @@
 """KV-cache eviction for Hugging Face models: long prompts in bounded memory, answers from what was kept."""
 
 from . import _ops  # noqa: F401  checks torch and loads the kernels
+from .models import small_llama
 from .patch import evicting, patch, report, unpatch
 from .policy import PRESETS, Policy
 from .scores import SCORES, Score
@@ -9,7 +10,7 @@ from .store import load_cache, save_cache
 __version__ = "0.1.0"
 __all__ = [
     "PRESETS", "SCORES", "Policy", "Score", "evicting", "load_cache", "patch", "policies", "report", "save_cache",
-    "unpatch",
+    "small_llama", "unpatch",
 ]  # fmt: skip
 
 
