@@ -295,7 +295,9 @@ def test_gsm8k(data):
     train = longbench.read_jsonl(data / "gsm8k/train.jsonl")
     test = longbench.read_jsonl(data / "gsm8k/test.jsonl")
     worked = {f"Question: {r['question']}\nAnswer: {r['answer']}" for r in train}
-    for case in TASKS["gsm8k"](settings(data)):
+    cases = list(TASKS["gsm8k"](settings(data)))
+    assert len({case.context for case in cases}) == 4  # each has examples of its own
+    for case in cases:
         *shots, end = case.context.split("\n\n")
         assert end == "" and len(set(shots)) == len(shots) == case.tags["shots"] and worked.issuperset(shots)
         assert settings().tokens(case.context + case.question) > 200 - 11  # an example has 11 words
