@@ -6,7 +6,7 @@ cell of a heat map its number.
 
 import math
 
-from .evaluate.run import FULL, MODES, PERPLEXITY
+from .evaluate.ask import FULL, MODES, PERPLEXITY
 from .evaluate.table import summarize
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")

@@ -1,11 +1,11 @@
-"""Runs of a model under several policies, next to the model as it is: what `bench`, `demo` and `inspect` share."""
+"""Runs of a model under several policies, next to the model as it is."""
 
 import dataclasses
 import statistics
 
 import torch
 
-from .patch import evicting, report
+from .patch import evicting
 from .run import measure
 
 UNPATCHED = "unpatched"
@@ -13,17 +13,36 @@ UNPATCHED = "unpatched"
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 
 
-def look(model, tokenizer, ids, policy, max_new_tokens) -> dict:
-    """`kvevict.run.measure` of a policy, with the kept positions in its report."""
-    with evicting(model, policy):
-        run = measure(model, tokenizer, ids, None, max_new_tokens)
-        return run | {"report": report(model, positions=True)}
+def _counts(seen: dict) -> list:
+    """Slots of every kv head of the full-attention layers, from the report of a batch of one row."""
+    return [count for layer in seen["kept"] if layer is not None for count in layer[0]]
 
 
 def full_cache_bytes(seen: dict) -> int:
     """Bytes of the same layers' keys and values with nothing evicted, from the report of a batch of one row."""
-    slots = [count for layer in seen["kept"] if layer is not None for count in layer[0]]
-    return seen["cache_bytes"] // sum(slots) * seen["seen"][0] * len(slots)
+    return seen["cache_bytes"] // sum(_counts(seen)) * seen["seen"][0] * len(_counts(seen))
+
+
+def slots(seen: dict) -> str:
+    """Kept slots per kv head, the range over layers and heads."""
+    least, most = min(_counts(seen)), max(_counts(seen))
+    return str(least) if least == most else f"{least}..{most}"
+
+
+def held(run: dict, seen: dict) -> tuple:
+    """(slots per kv head, bytes) of the cache after a run of `measure`. seen: the report of any patched run of the same
+    prompt, which tells what the unpatched model holds."""
+    own = run.get("report")
+    return (slots(own), own["cache_bytes"]) if own else (str(seen["seen"][0]), full_cache_bytes(seen))
+
+
+COSTS = ("slots/head", "KV MiB", "read s", "decode s", "peak growth MiB")
+
+
+def costs(run: dict, slots: str, cache_bytes: int) -> list:
+    """The texts of the columns `COSTS`."""
+    seconds = [f"{run[key]:.2f}" for key in ("read_seconds", "decode_seconds")]
+    return [slots, f"{cache_bytes / 2**20:.2f}", *seconds, f"{run['peak_bytes'] / 2**20:.1f}"]
 
 
 def check(model, ids, name, policy, max_new_tokens) -> None:
@@ -57,18 +76,10 @@ def alternate(model, ids, policies: dict, max_new_tokens, repeat, progress=lambd
     runs = {name: [] for name in (UNPATCHED, *policies)}
     for _ in range(repeat):
         for name, made in runs.items():
-            made.append(measure(model, _NoText, ids, policies.get(name), max_new_tokens))
+            made.append(measure(model, None, ids, policies.get(name), max_new_tokens))
             progress()
     full = next(full_cache_bytes(made[0]["report"]) for name, made in runs.items() if name != UNPATCHED)
     return {name: medians(made, full) for name, made in runs.items()}
-
-
-class _NoText:
-    """A tokenizer for runs whose answer nobody reads: random weights have none."""
-
-    @staticmethod
-    def decode(ids, **options):
-        return None
 
 
 def medians(made: list, full: int) -> dict:

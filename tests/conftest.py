@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-TINY = {f"test_{name}" for name in ("models", "generate", "cache", "errors", "store", "patch", "policies", "turns")}
+NAMES = "models generate cache errors store patch policies turns plan inspect bench demo"
+TINY = {f"test_{name}" for name in NAMES.split()}
 
 
 @pytest.fixture(autouse=True, scope="module")

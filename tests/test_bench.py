@@ -6,7 +6,7 @@ import json
 import pytest
 import tiny
 import torch
-from test_inspect import save
+from tiny import save
 
 import kvevict
 from kvevict import speed
@@ -41,6 +41,12 @@ def test_rows(tmp_path, capsys):
         assert row["cache_bytes"] == SLOT * 2 * 4 * slots
         assert row["read_seconds"] > 0 and row["decode_tokens_per_second"] > 0
     assert f"({20 / 90:.2f})" in next(text for text in out.splitlines() if text.split()[:2] == ["90", names[1]])
+
+
+def test_default_lengths_fit_the_context(tmp_path, capsys):
+    folder, _ = save(tmp_path, max_position_embeddings=1200)
+    _, line, _, _ = bench(folder, "--policies knorm --budget 20 --new-tokens 2 --repeat 1", capsys)
+    assert [row["prompt_tokens"] for row in line["rows"]] == [1024, 1024, 1198, 1198]
 
 
 def test_sliding_layers_do_not_count(tmp_path, capsys):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvevict.evaluate.data import read_jsonl
 from kvevict.evaluate.metrics import METRICS
 from kvevict.evaluate.tasks import TASKS, Settings, longbench
 from kvevict.evaluate.tasks.babi import stories
@@ -133,7 +134,7 @@ def test_every_dataset_is_registered():
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_longbench_prompt(name, data):
     """Context and question are the official prompt, cut where the context ends."""
-    records = longbench.read_jsonl(data / f"longbench/{name}.jsonl")
+    records = read_jsonl(data / f"longbench/{name}.jsonl")
     cases = list(TASKS[f"longbench/{name}"](settings(data / "longbench", cases=99)))
     assert sorted(case.id for case in cases) == sorted(f"longbench/{name}/200/{i}" for i in range(9))
     for case in cases:
@@ -151,7 +152,7 @@ def test_longbench_prompt(name, data):
 @pytest.mark.parametrize("length", [28, 29, 61])
 def test_longbench_truncation(length, data):
     """The first and the last half of length - new tokens, of a prompt that is longer."""
-    records, cut = longbench.read_jsonl(data / "longbench/hotpotqa.jsonl"), 0
+    records, cut = read_jsonl(data / "longbench/hotpotqa.jsonl"), 0
     for case in TASKS["longbench/hotpotqa"](settings(data, length=length, cases=9)):
         whole = TEMPLATES["hotpotqa"].format(**records[int(case.id.rsplit("/", 1)[1])])
         words, half = re.findall(r"\s*\S+", whole), (length - 8) // 2
@@ -292,8 +293,8 @@ def test_babi_places_are_random(data):
 
 def test_gsm8k(data):
     """As many examples as fit: one more would not."""
-    train = longbench.read_jsonl(data / "gsm8k/train.jsonl")
-    test = longbench.read_jsonl(data / "gsm8k/test.jsonl")
+    train = read_jsonl(data / "gsm8k/train.jsonl")
+    test = read_jsonl(data / "gsm8k/test.jsonl")
     worked = {f"Question: {r['question']}\nAnswer: {r['answer']}" for r in train}
     cases = list(TASKS["gsm8k"](settings(data)))
     assert len({case.context for case in cases}) == 4  # each has examples of its own
@@ -336,7 +337,7 @@ def test_real_longbench(name, length, real):
     folder = SHARED / "eval/longbench"
     template = json.loads((folder / "dataset2prompt.json").read_text("utf-8"))[name]
     new_tokens = json.loads((folder / "dataset2maxlen.json").read_text("utf-8"))[name]
-    records = longbench.read_jsonl(folder / f"{name}.jsonl")
+    records = read_jsonl(folder / f"{name}.jsonl")
     limit, cut = length - new_tokens, 0
     for case in TASKS[f"longbench/{name}"](Settings(real, length, 10, data=folder)):
         record = records[int(case.id.rsplit("/", 1)[1])]

@@ -5,7 +5,8 @@ import json
 
 import pytest
 import torch
-from test_inspect import byte_tokenizer, data_of, opened, save
+from test_inspect import data_of, opened
+from tiny import byte_tokenizer, save
 
 import kvevict
 from kvevict.cli import main
@@ -99,7 +100,7 @@ def test_without_matplotlib(toy, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     assert run(toy, tmp_path, "--policies", "streaming", "--budget", "12", "--chunk-size", "40", "--cases", "1") == 0
     out = capsys.readouterr().out
-    assert "pip install matplotlib" in out
+    assert "pip install 'kvevict[plot]'" in out
     assert json.loads(out.splitlines()[-1])["files"] == [str(tmp_path / "out" / "kept.html")]
 
 
@@ -107,15 +108,6 @@ def test_with_matplotlib(toy, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     assert run(toy, tmp_path, "--policies", "streaming", "--budget", "12", "--chunk-size", "40", "--cases", "1") == 0
     assert (tmp_path / "out" / "kept.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_bundled_model_is_the_default(monkeypatch, capsys):
-    def missing():
-        raise FileNotFoundError("no model.safetensors")
-
-    monkeypatch.setattr("kvevict.models.small_llama", missing)
-    assert main(["demo"]) == 2
-    assert "no model.safetensors" in capsys.readouterr().err
 
 
 def test_mistakes(toy, tmp_path, capsys):

@@ -19,10 +19,10 @@ from transformers import PreTrainedTokenizerFast
 
 from kvevict import PRESETS, evicting
 from kvevict.cli import main
-from kvevict.evaluate import run as runner
-from kvevict.evaluate import table
+from kvevict.evaluate import ask, table
 from kvevict.evaluate.metrics import METRICS
-from kvevict.evaluate.run import Plan, evaluate, read
+from kvevict.evaluate.results import read
+from kvevict.evaluate.run import Plan, evaluate
 from kvevict.evaluate.tasks import TASKS, Case
 
 NEW = 6
@@ -159,13 +159,13 @@ def test_perplexity(net, tmp_path):
 
 def test_an_oracle_is_given_what_comes(net, tmp_path, monkeypatch):
     given = {}
-    real = runner.policy_for
+    real = ask.policy_for
 
     def spy(run, tokens, response):
         given[run.mode] = response
         return real(run, tokens, response)
 
-    monkeypatch.setattr(runner, "policy_for", spy)
+    monkeypatch.setattr(ask, "policy_for", spy)
     lines = results(net, tmp_path / "r", policies=("knorm",), cases=1)
     question = toy_ids(next(toy(plan().groups(tokenizer())[0][1])))[1]
     assert len(lines[0]["response"]) == NEW
@@ -199,11 +199,11 @@ def test_chat_template(net):
     talker = PreTrainedTokenizerFast(tokenizer_object=tokenizer()._tokenizer)
     talker.chat_template = "[U]{{ messages[0]['content'] | trim }}[/U]{% if add_generation_prompt %}[A]{% endif %}"
     case = Case("toy", "1", " some text", "\nWhat?", ("x",), "toy", NEW)
-    prompt = runner.encode(net, talker, case)
+    prompt = ask.encode(net, talker, case)
     assert talker.decode(prompt.context) == "[U] some text"
     assert talker.decode(prompt.question) == "\nWhat?[/U][A]"
     case.tags["chat"] = False
-    prompt = runner.encode(net, talker, case)
+    prompt = ask.encode(net, talker, case)
     assert talker.decode(prompt.context + prompt.question) == " some text\nWhat?"
 
 

@@ -7,9 +7,9 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-import tiny
 import tokenizers
 import torch
+from tiny import byte_tokenizer, save
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import kvevict
@@ -19,29 +19,12 @@ from kvevict.page import gaps, page, picture, pieces, places
 TEXT = "Grüße, 日本語 🙂👩‍🚀! </script><script>alert(1)</script> a &amp; b\n\n\u2028 __DATA__ the end\t."
 
 
-def byte_tokenizer():
-    """One token per byte."""
-    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    inner.decoder = tokenizers.decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=inner)
-
-
 def word_tokenizer(words):
     """One token per word; as in SentencePiece, a word brings the space before it, which the text's first one loses."""
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"▁{w}": i for i, w in enumerate(words)}, "▁x"))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
     inner.decoder = tokenizers.decoders.Metaspace()
     return PreTrainedTokenizerFast(tokenizer_object=inner)
-
-
-def save(folder, family="llama", **changes):
-    """A tiny random model with a token per byte; returns the folder's name and the model."""
-    model = tiny.model(family, vocab_size=256, bos_token_id=None, pad_token_id=None, **changes)
-    model.save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return str(folder), model
 
 
 def opened(positions):

@@ -79,7 +79,7 @@ def test_chinese():
 def test_chinese_without_jieba(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "jieba", None)
     for name in ("f1_zh", "rouge_l_zh"):
-        with pytest.raises(ValueError, match="pip install jieba"):
+        with pytest.raises(ValueError, match=r"pip install 'kvevict\[zh\]'"):
             METRICS[name]("北京", ("北京",))
 
 

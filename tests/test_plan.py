@@ -15,8 +15,9 @@ from transformers import JambaConfig, LlamaConfig, MistralConfig
 
 import kvevict
 from kvevict import cli
-from kvevict.plan import Chunk, Hardware, chunks, pairs, plan, probe_rows, shape_of, work
+from kvevict.plan import Chunk, Hardware, chunks, pairs, plan, probe_rows, work
 from kvevict.policy import PRESETS, Policy, build
+from kvevict.shape import shape_of
 
 LLAMA31_8B = dict(
     vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
@@ -298,16 +299,17 @@ def test_chunkkv_reuse(llama, reuse):
 def test_command(path, tmp_path, capsys):
     model = shared()
     model.config.save_pretrained(tmp_path)
-    argv = ["plan", "--model", str(tmp_path / path), "--policy", "take", "--budget", "40", "--chunk-size", "64"]
-    argv += ["--tokens", "500", "--option", "probe=16", "--dtype", "float32", "--tflops", "2", "--bandwidth", "50"]
-    assert cli.main([*argv, "--efficiency", "0.5"]) == 0
+    argv = ["plan", "--model", str(tmp_path / path), "--policy", "take:probe=[-12,-4],warmup_layers=3"]
+    argv += ["--budget", "40", "--chunk-size", "64", "--tokens", "500", "--dtype", "float32", "--tflops", "2"]
+    assert cli.main([*argv, "--bandwidth", "50", "--efficiency", "0.5"]) == 0
     *lines, last = capsys.readouterr().out.strip().splitlines()
     result = json.loads(last)
-    policy, machine = build("take", budget=40, chunk_size=64, probe=16), Hardware(2, 50, 0.5)
+    policy = build("take", budget=40, chunk_size=64, probe=(-12, -4), warmup_layers=3)
+    machine = Hardware(2, 50, 0.5)
     shape = shape_of(model.config, "float32")
     assert result["runs"] == {
-        "unpatched": plan(shape, None, 500, hardware=machine), "take": plan(shape, policy, 500, hardware=machine)
-    }  # fmt: skip
+        name: plan(shape, chosen, 500, hardware=machine) for name, chosen in (("unpatched", None), (argv[4], policy))
+    }
     assert result["command"] == "plan" and result["tokens"] == 500 and result["hardware"] == vars(machine)
     (row,) = (line for line in lines if line.startswith("KV after"))
     assert [float(x) for x in row.split()[-3:]] == [
@@ -318,12 +320,12 @@ def test_command(path, tmp_path, capsys):
 ERRORS = [
     (["--policy", "tkae"], "unknown policy 'tkae'"),
     (["--budget", "9"], "budget=9 is too small"),
-    (["--option", "window=3"], "unknown option 'window'"),
+    (["--policy", "take:window=3"], "unknown option 'window'"),
     (["--tokens", "0"], "tokens must be at least 1"),
     (["--batch", "-1"], "batch must be at least 1"),
     (["--efficiency", "70"], r"efficiency must be a number in \(0, 1\]"),
     (["--tflops", "0"], "tflops must be a positive number"),
-    (["--option", "warmup_layers=5"], "more than the model's 4"),
+    (["--policy", "take:warmup_layers=5"], "more than the model's 4"),
 ]
 
 

@@ -1,38 +1,35 @@
 from pathlib import Path
 
-from . import command, number, parse_policy
+from . import add_budget, add_model, add_policies, build_policies, command, model_name, number, read_text
 
 
 @command
 def bench(parser, argv):
     """Time to first token, decode speed and memory of policies next to the unpatched model."""
-    parser.add_argument(
-        "--model", required=True, help="folder or hub id; a folder with config.json alone: random weights"
-    )
-    parser.add_argument("--policies", nargs="+", default=["take", "snapkv"], metavar="NAME[:OPTION=VALUE,...]",
-                        help="what to compare with the unpatched model; default take snapkv")  # fmt: skip
-    parser.add_argument("--budget", default="512", help="slots per kv head, or the fraction kept; default 512")
-    parser.add_argument("--chunk-size", type=int, help="tokens read at once; default: each preset's")
-    parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096], help="prompt tokens; default 1024 4096")
+    add_model(parser)
+    add_policies(parser, default=("take", "snapkv"))
+    add_budget(parser)
+    parser.add_argument("--lengths", nargs="+", type=int,
+                        help="prompt tokens; default 1024 and 4096, or what the context holds")  # fmt: skip
     parser.add_argument("--new-tokens", type=int, default=32, help="tokens decoded, the first included; default 32")
     parser.add_argument("--repeat", type=int, default=3, help="runs of which the median is taken; default 3")
-    parser.add_argument("--file", help="text that prompts are cut from; default: a generated one")
-    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    parser.add_argument("--file", help="text that prompts are cut from, - is standard input; default: a generated one")
     args = parser.parse_args(argv)
     from tqdm import tqdm
 
     from ..checks import count
     from ..speed import UNPATCHED, alternate, check
 
-    for name, least in (("repeat", 1), ("new_tokens", 2)):
-        count("--" + name.replace("_", "-"), getattr(args, name), least)
-    policies = build_policies(args.policies, args.budget, args.chunk_size)
-    model, tokenizer, made_of = load(args.model, args.dtype)
+    count("--repeat", args.repeat, 1)
+    count("--new-tokens", args.new_tokens, 2)
+    policies = build_policies(args.policies, args)
+    name = model_name(args)
+    model, tokenizer, made_of = load(name, args.dtype)
     prompts = make_prompts(model, tokenizer, args)
     checked = prompts[min(prompts)][:, :1024]
-    for name, policy in policies.items():
-        check(model, checked, name, policy, args.new_tokens)
-    print(f"{args.model}: {made_of}; {args.new_tokens} new tokens, median of {args.repeat} runs")
+    for key, policy in policies.items():
+        check(model, checked, key, policy, args.new_tokens)
+    print(f"{name}: {made_of}; {args.new_tokens} new tokens, median of {args.repeat} runs")
     print(
         f"Checked: on {checked.shape[1]} tokens, nothing evicted, every policy answers as the {UNPATCHED} model does."
     )
@@ -42,21 +39,12 @@ def bench(parser, argv):
     with tqdm(total=total, unit="run", delay=1, leave=False, disable=None) as bar:
         for length, ids in prompts.items():
             found = alternate(model, ids, policies, args.new_tokens, args.repeat, bar.update)
-            for name, row in found.items():
-                bar.write(f"{length:8} {name:{width}}" + cells(row, found[UNPATCHED]))
-                rows.append(dict(prompt_tokens=length, policy=name) | row)
+            for key, row in found.items():
+                bar.write(f"{length:8} {key:{width}}" + cells(row, found[UNPATCHED]))
+                rows.append(dict(prompt_tokens=length, policy=key) | row)
     print(f"In brackets: times the {UNPATCHED} model's.")
-    return {"model": args.model, "weights": made_of, "budget": number(args.budget), "chunk_size": args.chunk_size,
+    return {"model": name, "weights": made_of, "budget": number(args.budget), "chunk_size": args.chunk_size,
             "new_tokens": args.new_tokens, "repeat": args.repeat, "rows": rows}  # fmt: skip
-
-
-def build_policies(texts: list, budget: str, chunk_size: int | None) -> dict:
-    """Text -> `Policy`; a text is NAME or NAME:OPTION=VALUE,... whose own options win over the common ones."""
-    from ..policy import build
-
-    common = dict(budget=number(budget), chunk_size=chunk_size, progress=False)
-    parsed = {text: parse_policy(text) for text in texts}
-    return {text: build(name, **common | options) for text, (name, options) in parsed.items()}
 
 
 def load(name: str, dtype: str):
@@ -84,7 +72,8 @@ def make_prompts(model, tokenizer, args) -> dict:
     """Length -> ids [1, length]: of the file or of generated text; random without a tokenizer."""
     import torch
 
-    lengths, context = sorted(set(args.lengths)), model.config.max_position_embeddings
+    context = model.config.max_position_embeddings
+    lengths = sorted(set(args.lengths or (min(n, context - args.new_tokens) for n in (1024, 4096))))
     if lengths[0] < 16 or lengths[-1] + args.new_tokens > context:
         raise ValueError(
             f"--lengths {lengths[0]} to {lengths[-1]}: give 16 to {context - args.new_tokens} tokens, what the model's "
@@ -102,7 +91,7 @@ def make_prompts(model, tokenizer, args) -> dict:
 def text(tokenizer, file: str | None, tokens: int) -> str:
     """The file, or generated text of a little more than that many tokens."""
     if file:
-        return Path(file).read_text(encoding="utf-8", errors="replace")
+        return read_text(file)
     from ..evaluate.haystack import haystack
     from ..evaluate.tasks import Settings
 

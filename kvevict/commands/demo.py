@@ -1,13 +1,10 @@
 from pathlib import Path
 from statistics import median
 
-from . import command, number
-from .bench import build_policies
-from .generate import slots
+from . import add_budget, add_model, add_policies, build_policies, command, grid, model_name, number
 from .inspect import page_run
 
 TASK = "facts"
-POLICIES = ["take", "snapkv", "streaming"]
 LONGEST = 2048  # prompt tokens at most: two cores read all of it in seconds
 ANSWER = 32  # tokens of the context that are left for the answer
 WIDE = 24  # characters shown of an answer
@@ -17,12 +14,9 @@ FULL = "full cache"
 @command
 def demo(parser, argv):
     """Facts in a long text, asked of the bundled model with a full cache and with small ones."""
-    parser.add_argument("--model", help="folder or hub id of a causal language model; default: the bundled one")
-    parser.add_argument(
-        "--policies", nargs="+", default=POLICIES, metavar="NAME[:OPTION=VALUE,...]", help="what to compare"
-    )
-    parser.add_argument("--budget", default="128", help="slots per kv head, or the fraction kept; default 128")
-    parser.add_argument("--chunk-size", type=int, default=256, help="tokens read at once; default 256")
+    add_model(parser)
+    add_policies(parser, default=("take", "snapkv", "streaming"))
+    add_budget(parser, budget=128, chunk_size=256)
     parser.add_argument("--cases", type=int, default=4, help="texts, each with a question; default 4")
     parser.add_argument("--seed", type=int, default=0, help="another seed makes other texts; default 0")
     parser.add_argument("--out", default="kvevict-demo", help="folder for page and picture; default kvevict-demo")
@@ -30,14 +24,13 @@ def demo(parser, argv):
     from transformers.utils import logging
 
     from ..checks import count
-    from ..models import small_llama
     from ..run import load_model
 
     count("--cases", args.cases, 1)
-    policies = build_policies(args.policies, args.budget, args.chunk_size)
+    policies = build_policies(args.policies, args)
     logging.disable_progress_bar()
-    name = args.model or small_llama()
-    model, tokenizer = load_model(name)
+    name = model_name(args)
+    model, tokenizer = load_model(name, args.dtype)
     asked = list(ask(model, tokenizer, policies, args))
     totals = {run: total(run, asked) for run in (FULL, *policies)}
     print(f"{asked[0]['ids'].shape[1]} prompt tokens; budget {args.budget}, chunks of {args.chunk_size}\n")
@@ -45,7 +38,7 @@ def demo(parser, argv):
     files = write(Path(args.out), tokenizer, policies, asked, name)
     print("\nWhich tokens were kept:", *files, sep="\n  ")
     settings = {"budget": number(args.budget), "chunk_size": args.chunk_size, "seed": args.seed}
-    return {"model": str(name), **settings, "runs": totals, "files": files}
+    return {"model": name, **settings, "runs": totals, "files": files}
 
 
 def ask(model, tokenizer, policies, args):
@@ -54,11 +47,10 @@ def ask(model, tokenizer, policies, args):
     import torch
     from tqdm import tqdm
 
+    from ..evaluate.ask import encode
     from ..evaluate.metrics import METRICS
-    from ..evaluate.run import encode
     from ..evaluate.tasks import TASKS, Settings
     from ..run import measure
-    from ..speed import look
 
     longest = min(LONGEST, model.config.max_position_embeddings) - ANSWER
     cases = list(TASKS.find(TASK)(Settings(tokenizer, longest, args.cases, args.seed)))
@@ -67,8 +59,7 @@ def ask(model, tokenizer, policies, args):
             prompt, runs = encode(model, tokenizer, case), {}
             ids = torch.tensor([prompt.context + prompt.question])
             for name, policy in ((FULL, None), *policies.items()):
-                generate = measure if policy is None else look
-                runs[name] = run = generate(model, tokenizer, ids, policy, case.new_tokens)
+                runs[name] = run = measure(model, tokenizer, ids, policy, case.new_tokens, positions=True)
                 run["right"] = METRICS[case.metric](run["answer"], case.answers) == 1
                 bar.update()
             yield dict(case=case, ids=ids, runs=runs)
@@ -76,14 +67,13 @@ def ask(model, tokenizer, policies, args):
 
 def total(name: str, asked: list) -> dict:
     """What a run cost over all cases: medians, and how many answers were right."""
-    from ..speed import full_cache_bytes
+    from ..speed import held
 
     runs = [one["runs"][name] for one in asked]
     seen = [next(run["report"] for run in one["runs"].values() if "report" in run) for one in asked]
-    held = [run["report"]["cache_bytes"] if "report" in run else full_cache_bytes(all) for run, all in zip(runs, seen)]
+    slots, sizes = zip(*map(held, runs, seen))
     return dict(
-        right=sum(run["right"] for run in runs), cases=len(runs), cache_bytes=int(median(held)),
-        slots=slots(runs[0]["report"]) if "report" in runs[0] else str(asked[0]["ids"].shape[1]),
+        right=sum(run["right"] for run in runs), cases=len(runs), cache_bytes=int(median(sizes)), slots=slots[0],
         **{key: median(run[key] for run in runs) for key in ("peak_bytes", "read_seconds", "decode_seconds")},
     )  # fmt: skip
 
@@ -93,8 +83,16 @@ def answers_table(asked: list) -> str:
     rows = [("question", "truth", *asked[0]["runs"])]
     for one in asked:
         rows.append((asks(one["case"]), " ".join(one["case"].answers), *map(said, one["runs"].values())))
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join("  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in rows)
+    return grid(rows, left=len(rows[0]))
+
+
+def costs_table(totals: dict) -> str:
+    from ..speed import COSTS, costs
+
+    rows = [("", "right", *COSTS)]
+    for name, row in totals.items():
+        rows.append((name, f"{row['right']}/{row['cases']}", *costs(row, row["slots"], row["cache_bytes"])))
+    return grid(rows)
 
 
 def said(run: dict) -> str:
@@ -107,26 +105,13 @@ def asks(case) -> str:
     return case.question.strip().splitlines()[0].removeprefix("Question: ")
 
 
-def costs_table(totals: dict) -> str:
-    width = max(map(len, totals))
-    lines = [
-        f"{'':{width}}{'right':>8}{'slots/head':>12}{'KV KiB':>9}{'peak growth MiB':>17}{'read s':>8}{'decode s':>10}"
-    ]
-    for name, row in totals.items():
-        lines.append(
-            f"{name:{width}}{row['right']:>5}/{row['cases']:<2}{row['slots']:>12}{row['cache_bytes'] / 1024:9.0f}"
-            f"{row['peak_bytes'] / 2**20:17.1f}{row['read_seconds']:8.2f}{row['decode_seconds']:10.2f}"
-        )
-    return "\n".join(lines)
-
-
 def write(out: Path, tokenizer, policies, asked, model) -> list:
     """The page and, with matplotlib, the picture of the first case that the runs disagree about; their paths."""
     from ..page import page, picture, pieces, places
 
     one = next((one for one in asked if len({run["right"] for run in one["runs"].values()}) > 1), asked[0])
     case, ids, runs = one["case"], one["ids"], one["runs"]
-    facts = [("model", str(model)), ("question", asks(case)), ("truth", case.answers[0]), (FULL, said(runs[FULL]))]
+    facts = [("model", model), ("question", asks(case)), ("truth", case.answers[0]), (FULL, said(runs[FULL]))]
     shown = [page_run(name, policy, said(runs[name]), runs[name]["report"]) for name, policy in policies.items()]
     out.mkdir(parents=True, exist_ok=True)
     html, png = out / "kept.html", out / "kept.png"
@@ -135,6 +120,6 @@ def write(out: Path, tokenizer, policies, asked, model) -> list:
         marks = places(pieces(tokenizer, ids[0].tolist()), case.answers[0])
         picture(png, shown, ids.shape[1], f"{asks(case)} ({case.answers[0]}, marked)", marks)
     except ImportError:
-        print("\nThere is no picture without matplotlib (pip install matplotlib).")
+        print("\nThere is no picture without matplotlib (pip install 'kvevict[plot]').")
         return [str(html)]
     return [str(html), str(png)]

@@ -1,17 +1,17 @@
 import sys
 from pathlib import Path
 
-from . import command, number
+from . import add_model, add_policies, command, model_name, number
 
 
 @command
 def eval(parser, argv):
     """Put policies to tasks: accuracy tables, a line per case in a file that an interrupted run resumes."""
     parser.add_argument("--out", default="results.jsonl", help="a JSON line per case and run; resumed if begun")
-    parser.add_argument("--model", help="folder or hub id of a causal language model; default: the bundled one")
     parser.add_argument("--tasks", nargs="+", default=[], help="what to ask; an unknown name lists them")
+    add_model(parser)
+    add_policies(parser)
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024], help="tokens of a prompt; default 1024")
-    parser.add_argument("--policies", nargs="+", default=[], metavar="NAME[:OPTION=VALUE,...]", help="what to compare")
     parser.add_argument("--budgets", nargs="+", default=["128"], help="slots per kv head, or fractions; default 128")
     parser.add_argument("--chunk-size", nargs="+", type=int, default=[0], help="tokens read at once; 0: all (default)")
     parser.add_argument("--mode", choices=["aware", "agnostic", "both"], default="both", help="question known or not")
@@ -20,12 +20,11 @@ def eval(parser, argv):
     parser.add_argument("--depths", nargs="+", type=float, help="where a needle is hidden, 0 to 1; default 5 places")
     parser.add_argument("--haystack", help="text to hide things in (.txt, .jsonl, .jsonl.xz); default: generated")
     parser.add_argument("--data", help="folder of a downloaded benchmark, for the tasks that need one")
-    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     parser.add_argument("--by", nargs="+", default=[], metavar="TAG", help="columns of the table: depth, length, facts")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     parser.add_argument("--table-only", action="store_true", help="only print the table of the results there are")
     args = parser.parse_args(argv)
-    from ..evaluate.run import read
+    from ..evaluate.results import read
     from ..evaluate.table import render
 
     if not args.table_only:
@@ -41,10 +40,9 @@ def eval(parser, argv):
 
 
 def _evaluate(args) -> None:
-    import kvevict
-
     from ..checks import count
-    from ..evaluate.run import MODES, Plan, evaluate
+    from ..evaluate.ask import MODES
+    from ..evaluate.run import Plan, evaluate
     from ..run import load_model
 
     for name in ("tasks", "policies"):
@@ -54,11 +52,6 @@ def _evaluate(args) -> None:
         values = getattr(args, name)
         for value in values if isinstance(values, list) else [values]:
             count(f"--{name.replace('_', '-')}", value, int(name != "chunk_size"))
-    folder = args.model
-    if folder is None:
-        if not hasattr(kvevict, "small_llama"):
-            raise ValueError("--model is missing: give a folder or hub id of a Transformers causal language model")
-        folder = str(kvevict.small_llama())
     chosen = dict(depths=tuple(args.depths)) if args.depths else {}
     plan = Plan(
         tasks=tuple(args.tasks), lengths=tuple(args.lengths), policies=tuple(args.policies),
@@ -67,6 +60,7 @@ def _evaluate(args) -> None:
         haystack=args.haystack, data=args.data, **chosen,
     )  # fmt: skip
     plan.runs(), plan.groups(None)  # mistakes are found before the model is loaded
-    model, tokenizer = load_model(folder, args.dtype)
+    name = model_name(args)
+    model, tokenizer = load_model(name, args.dtype)
     print(f"{len(plan.runs())} runs of every case; results go to {args.out}", file=sys.stderr)
-    evaluate(model, tokenizer, plan, args.out, folder)
+    evaluate(model, tokenizer, plan, args.out, name)

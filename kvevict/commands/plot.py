@@ -24,7 +24,7 @@ def plot(parser, argv):
     if args.kind == "speed":
         figure = figures.speed(bench_rows(args.results))
     else:
-        from ..evaluate.run import read
+        from ..evaluate.results import read
 
         lines = chosen(read(args.results)[1], args)
         if args.kind == "slots":

@@ -1,7 +1,6 @@
-import dataclasses
 import textwrap
 
-from . import command
+from . import command, options_of
 
 
 @command
@@ -10,13 +9,9 @@ def policies(parser, argv):
     parser.parse_args(argv)
     from ..policy import PRESETS, build, describe
 
-    def options(thing, *skip):
-        pairs = ((f.name, getattr(thing, f.name)) for f in dataclasses.fields(thing) if f.name not in skip)
-        return [f"{name}={value!r}" for name, value in pairs]
-
+    margin = " " * 17
     for name in PRESETS:
-        policy = build(name, budget=0.5)
-        words = [*options(policy.score), *options(policy, "score", "budget", "progress")]
-        print(textwrap.fill(f"{name:16} {describe(name)}", 100, subsequent_indent=" " * 17))
-        print(textwrap.fill(", ".join(words), 100, initial_indent=" " * 17, subsequent_indent=" " * 17) + "\n")
+        print(textwrap.fill(f"{name:16} {describe(name)}", 100, subsequent_indent=margin))
+        options = options_of(build(name, budget=0.5), "budget")
+        print(textwrap.fill(options, 100, initial_indent=margin, subsequent_indent=margin) + "\n")
     return {"policies": list(PRESETS)}

@@ -92,7 +92,7 @@ def cut_zh(text: str) -> list[str]:
     try:
         import jieba
     except ImportError:
-        raise ValueError("the metrics of Chinese text need jieba; pip install jieba") from None
+        raise ValueError("the metrics of Chinese text need jieba; run: pip install 'kvevict[zh]'") from None
     return list(jieba.cut(text))
 
 

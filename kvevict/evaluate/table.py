@@ -3,7 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from .run import FULL, MODES, PERPLEXITY
+from ..commands import grid
+from .ask import FULL, MODES, PERPLEXITY
 
 Z = 1.96  # two-sided 95 % of a normal distribution
 
@@ -123,9 +124,9 @@ def _cells(summary, columns: dict) -> list:
 
 
 def _grid(table, markdown) -> str:
+    if not markdown:
+        return grid(table, left=len(table[0]))
     widths = [max(map(len, column)) for column in zip(*table)]
     rows = [[text.ljust(width) for text, width in zip(row, widths)] for row in table]
-    if not markdown:
-        return "\n".join("  ".join(row).rstrip() for row in rows)
     rows.insert(1, ["-" * width for width in widths])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

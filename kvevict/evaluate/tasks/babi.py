@@ -9,10 +9,10 @@ import functools
 import re
 from pathlib import Path
 
+from ..data import drawn, files
 from ..haystack import haystack
 from ..metrics import labels
 from . import TASKS, Case
-from .longbench import drawn, files
 
 NEW_TOKENS = 20
 

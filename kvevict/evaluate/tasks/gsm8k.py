@@ -4,9 +4,9 @@
 answer, which ends with "#### NUMBER").
 """
 
+from ..data import drawn, files, read_jsonl
 from ..haystack import most
 from . import TASKS, Case
-from .longbench import drawn, files, read_jsonl
 
 NEW_TOKENS = 300  # 99 % of the training set's worked answers take fewer
 

@@ -12,8 +12,8 @@ import functools
 import json
 import urllib.request
 import zipfile
-from pathlib import Path
 
+from ..data import drawn, files, read_jsonl
 from . import TASKS, Case
 
 METRIC = {
@@ -29,30 +29,6 @@ NO_CHAT = ("trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p")
 PROMPTS, LENGTHS = "dataset2prompt.json", "dataset2maxlen.json"
 ORIGIN = f"the hub's dataset THUDM/LongBench, and {PROMPTS} and {LENGTHS} of the repository THUDM/LongBench"
 CONFIG = "https://raw.githubusercontent.com/THUDM/LongBench/main/LongBench/config/"
-
-
-def files(settings, task: str, origin: str, *patterns: str) -> list[Path]:
-    """The files in `settings.data`, or in its subfolder with the benchmark's name, that match the first of the patterns
-    that any match. ValueError if none does."""
-    wanted = f"the folder that holds {patterns[0]} ({origin})"
-    if settings.data is None:
-        raise ValueError(f"data: {task} reads a downloaded benchmark; give {wanted}")
-    for pattern in (*patterns, *(f"{task.split('/')[0]}/{pattern}" for pattern in patterns)):
-        if found := sorted(Path(settings.data).glob(pattern)):
-            return found
-    raise ValueError(f"data: {task} found no {' or '.join(patterns)} in {settings.data}; give {wanted}")
-
-
-def read_jsonl(path) -> list[dict]:
-    """Records, one a line, of a file (a Path, or one in a zip file)."""
-    return [json.loads(row) for row in path.read_text("utf-8").split("\n") if row.strip()]
-
-
-def drawn(settings, name: str, records: list) -> list[tuple[int, object]]:
-    """`settings.cases` pairs (place, record) in an order that depends on the seed alone; all, if there are fewer."""
-    if not records:
-        raise ValueError(f"data: {name} found no records in {settings.data}; give other files")
-    return settings.rng(name).sample(list(enumerate(records)), len(records))[: settings.cases]
 
 
 @functools.lru_cache(maxsize=1)

@@ -9,9 +9,9 @@ lines of its own. A topic is right if the answer contains its name; LongEval ask
 import math
 from itertools import islice
 
+from ..data import drawn, files, read_jsonl
 from ..haystack import most, words
 from . import TASKS, Case
-from .longbench import drawn, files, read_jsonl
 
 QUESTION = {"lines": "\nNow the record is over", "topics": " Now the record ends"}  # where a prompt starts to ask
 METRIC = {"lines": "longeval", "topics": "contains_any"}
