@@ -120,13 +120,13 @@ def options_of(policy, *skip: str) -> str:
     Python."""
     from ..policy import PARTS
 
-    pairs = []
+    options = {}
     for kind, (registry, _) in PARTS.items():
         part = getattr(policy, kind)
-        pairs += [(kind, registry.name_of(type(part)))]
-        pairs += [(f.name, getattr(part, f.name)) for f in dataclasses.fields(part)]
-    pairs += [(f.name, getattr(policy, f.name)) for f in dataclasses.fields(policy) if f.name not in PARTS]
-    return ", ".join(f"{name}={value!r}" for name, value in pairs if name not in ("progress", *skip))
+        options[kind] = registry.name_of(type(part))
+        options |= {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
+    options |= {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy) if f.name not in PARTS}
+    return ", ".join(f"{name}={value!r}" for name, value in options.items() if name not in ("progress", *skip))
 
 
 # -- tables ---------------------------------------------------------------------------------------------------------
