@@ -8,11 +8,9 @@ model limits the prompt: longer text is cut (--limit).
 
 import argparse
 import random
-from pathlib import Path
 
-from kvevict.commands import number
+from kvevict.commands import add_budget, add_policy, build_policies, read_text
 from kvevict.commands.generate import table
-from kvevict.policy import build
 from kvevict.run import encode, load_model, measure
 
 
@@ -48,16 +46,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder or hub id of a Transformers causal language model")
     parser.add_argument("--file", help="text to read")
-    parser.add_argument("--policy", default="take", help="one of `kvevict policies`")
-    parser.add_argument("--budget", default="512", help="slots per kv head, or the fraction kept")
-    parser.add_argument("--chunk-size", type=int, help="tokens read at once, evicting after each")
+    add_policy(parser)
+    add_budget(parser)
     parser.add_argument("--question", default="What is this text about?", help="what follows the text")
     parser.add_argument("--limit", type=int, help="prompt tokens at most; default: what the model's context holds")
     parser.add_argument("--max-new-tokens", type=int, default=32, help="length of the answer at most")
     args = parser.parse_args()
 
-    policy = build(args.policy, budget=number(args.budget), chunk_size=args.chunk_size, progress=True)
-    text = Path(args.file).read_text(encoding="utf-8", errors="replace") if args.file else made_up_text()
+    policy = build_policies([args.policy], args, progress=True)[args.policy]
+    text = read_text(args.file) if args.file else made_up_text()
     model, tokenizer = load_model(args.model) if args.model else random_model()
     ids = encode(model, tokenizer, text, args.question, args.max_new_tokens, args.limit)
     runs = {

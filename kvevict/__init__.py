@@ -4,6 +4,7 @@ from . import _ops  # noqa: F401  checks torch and loads the kernels
 from .heads import HEADS, HeadBudget
 from .layers import LAYERS, LayerBudget
 from .layers.tada import history
+from .models import small_llama
 from .patch import evicting, patch, report, unpatch
 from .policy import PRESETS, Policy
 from .scores import SCORES, Score
@@ -13,7 +14,8 @@ from .store import load_cache, save_cache
 __version__ = "0.1.0"
 __all__ = [
     "HEADS", "LAYERS", "PRESETS", "SCORES", "SELECTIONS", "HeadBudget", "LayerBudget", "Policy", "Score", "Selection",
-    "evicting", "history", "load_cache", "patch", "policies", "register_score", "report", "save_cache", "unpatch",
+    "evicting", "history", "load_cache", "patch", "policies", "register_score", "report", "save_cache", "small_llama",
+    "unpatch",
 ]  # fmt: skip
 
 

@@ -8,21 +8,13 @@ from dataclasses import dataclass
 
 from . import rules
 from .checks import count, one_of, unknown
-from .errors import ERRORS, Refinement
-from .heads import HEADS, HeadBudget
-from .layers import LAYERS, LayerBudget
+from .errors import Refinement
+from .heads import HeadBudget
+from .layers import LayerBudget
+from .parts import PARTS, as_part, from_plain, to_plain
 from .presets import PRESETS
-from .scores import SCORES, Score
-from .selections import SELECTIONS, Selection
-
-# The choices that have options of their own. A name that two of them share goes to both, and means the same.
-PARTS = {
-    "score": (SCORES, Score),
-    "error": (ERRORS, Refinement),
-    "layers": (LAYERS, LayerBudget),
-    "heads": (HEADS, HeadBudget),
-    "select": (SELECTIONS, Selection),
-}
+from .scores import Score
+from .selections import Selection
 
 
 @dataclass(frozen=True)
@@ -86,7 +78,7 @@ class Policy:
 
     def to_json(self) -> str:
         """The policy as text that `from_json` reads; parts by their registered names."""
-        return json.dumps({f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)})
+        return json.dumps({f.name: to_plain(getattr(self, f.name)) for f in dataclasses.fields(self)})
 
     @classmethod
     def from_json(cls, text: str) -> "Policy":
@@ -100,7 +92,7 @@ class Policy:
             raise ValueError(f"a policy in JSON is an object of its fields, got {text[:40]!r}")
         for name in data:
             one_of("field of a policy", name, known)
-        return cls(**{name: _part(name, value) if name in PARTS else _value(value) for name, value in data.items()})
+        return cls(**{name: from_plain(value, name if name in PARTS else "select") for name, value in data.items()})
 
     def _check_counts(self):
         if isinstance(self.budget, bool) or not isinstance(self.budget, numbers.Real):
@@ -191,16 +183,6 @@ class Policy:
         return self.warmup_layers
 
 
-def as_part(kind: str, value):
-    """One of PARTS by name, or as it is."""
-    registry, base = PARTS[kind]
-    if isinstance(value, str):
-        return registry.find(value)()
-    if not isinstance(value, base):
-        raise TypeError(f"{kind} must be a name or a kvevict {base.__name__}, got {value!r}")
-    return value
-
-
 def _as_range(entry) -> tuple:
     """(start, stop, selection) of `select_by_layer`, checked."""
     try:
@@ -211,32 +193,6 @@ def _as_range(entry) -> tuple:
     if stop is not None:
         count("select_by_layer: stop", stop, start + 1)
     return start, stop, as_part("select", select)
-
-
-def _plain(value):
-    """A field as JSON has it: a part becomes its name and options."""
-    for registry, base in PARTS.values():
-        if isinstance(value, base):
-            fields = {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
-            return {"name": registry.name_of(type(value)), **fields}
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
-
-
-def _part(kind: str, data):
-    """What `_plain` made of a part, or just its name."""
-    if not isinstance(data, dict):
-        return data
-    options = {name: _value(value) for name, value in data.items() if name != "name"}
-    part = PARTS[kind][0].find(data.get("name"))
-    for name in options:
-        one_of(f"option of {data['name']}", name, [f.name for f in dataclasses.fields(part)])
-    return part(**options)
-
-
-def _value(value):
-    if isinstance(value, list):
-        return tuple(map(_value, value))
-    return _part("select", value) if isinstance(value, dict) else value
 
 
 def build(policy, *, budget=None, chunk_size=None, **options) -> Policy:

@@ -25,15 +25,8 @@ def encode(model, tokenizer, text: str, question: str, new_tokens: int, limit: i
     The text's end is cut, the question never, to `limit` prompt tokens; None: what the model's context holds besides
     `new_tokens`. Raises ValueError when no text is left.
     """
-    if tokenizer.chat_template:
-        mark = "\u0001"
-        chat = [{"role": "user", "content": f"{mark}\n\n{question}"}]
-        before, after = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True).split(mark)
-        head = tokenizer(before, add_special_tokens=False)["input_ids"]
-        tail = tokenizer(after, add_special_tokens=False)["input_ids"]
-    else:
-        head, tail = tokenizer("")["input_ids"], tokenizer(f"\n\n{question}", add_special_tokens=False)["input_ids"]
-    body = tokenizer(text, add_special_tokens=False)["input_ids"]
+    head, tail = frame(tokenizer, f"\n\n{question}")
+    body = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # its length is told below
     if not body:
         raise ValueError("the text is empty")
     context = getattr(model.config, "max_position_embeddings", None)
@@ -48,11 +41,23 @@ def encode(model, tokenizer, text: str, question: str, new_tokens: int, limit: i
     return torch.tensor([head + body[:room] + tail])
 
 
-def measure(model, tokenizer, ids, policy=None, max_new_tokens=64, **options) -> dict:
+def frame(tokenizer, question: str, chat=True) -> tuple:
+    """Ids that come before a text, and ids of the question after it, in the tokenizer's chat template if it has one
+    and `chat` is true."""
+    if not (chat and tokenizer.chat_template):
+        return tokenizer("")["input_ids"], tokenizer(question, add_special_tokens=False)["input_ids"]
+    mark = "\u0001"  # stands for the text, so that the template does not trim it
+    messages = [{"role": "user", "content": mark + question}]
+    parts = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True).split(mark)
+    return tuple(tokenizer(part, add_special_tokens=False)["input_ids"] for part in parts)
+
+
+def measure(model, tokenizer, ids, policy=None, max_new_tokens=64, positions=False) -> dict:
     """Generate greedily and say what it cost. policy=None runs the model as it is.
 
-    Returns answer, new_tokens, read_seconds (to the first token), decode_seconds, peak_bytes (growth of the process'
-    peak memory above what was resident before) and, when patched, the read's report.
+    Returns answer (None without a tokenizer), new_tokens, read_seconds (to the first token), decode_seconds,
+    peak_bytes (growth of the process' peak memory above what was resident before) and, when patched, the read's report,
+    which has the kept positions if asked for.
     """
     model.generate(ids[:, :8], attention_mask=torch.ones_like(ids[:, :8]), max_new_tokens=2)  # warm up
     timer = _FirstToken()
@@ -66,15 +71,15 @@ def measure(model, tokenizer, ids, policy=None, max_new_tokens=64, **options) ->
         new = out[0, ids.shape[1] :]
         first = timer.first or end
         return dict(
-            answer=tokenizer.decode(new, skip_special_tokens=True), new_tokens=len(new), read_seconds=first - start,
-            decode_seconds=end - first, peak_bytes=_peak() - before,
+            answer=None if tokenizer is None else tokenizer.decode(new, skip_special_tokens=True), new_tokens=len(new),
+            read_seconds=first - start, decode_seconds=end - first, peak_bytes=_peak() - before,
         )  # fmt: skip
 
     if policy is None:
         return generate()
-    with evicting(model, policy, **options):
+    with evicting(model, policy):
         result = generate()
-        return result | {"report": report(model)}
+        return result | {"report": report(model, positions=positions)}
 
 
 class _FirstToken:

@@ -128,8 +128,7 @@ class Row:
             positions = list(range(base + start, base + stop))
             after = range(base + stop, base + stop + len(extra))
             positions += true if o.get("probe_positions", "true") == "true" else after
-            if self.last or o["schedule"] == "chunk":
-                self._split(stop - start)
+            self._split(stop - start)
             logits.append(self._run([*ids[start:stop], *extra_ids], positions, len(extra)))
             start = stop
         return torch.cat(logits)

@@ -158,7 +158,15 @@ def test_report(family, policy, options):
     with kvevict.evicting(model, policy, **options):
         out = model.generate(**inputs, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
         report, full = kvevict.report(model), kvevict.report(model, positions=True)
-    assert set(report) == {"seen", "kept", "cache_bytes", "peak_cache_bytes", "overhead_bytes", "seconds"}
+    assert set(report) == {
+        "seen",
+        "kept",
+        "cache_bytes",
+        "padded_bytes",
+        "peak_cache_bytes",
+        "overhead_bytes",
+        "seconds",
+    }
     assert set(full) == {*report, "positions"}
     assert {key: full[key] for key in report} == report
     assert report["seen"] == [50, 41]

@@ -3,6 +3,7 @@
 import functools
 
 import pytest
+import tokenizers
 import torch
 import transformers
 
@@ -61,6 +62,23 @@ def model(family="llama", dtype=torch.float32, seed=0, **changes):
 def shared(family="llama", dtype=torch.float32, seed=0):
     """One model for many tests, which leave it as it was."""
     return model(family, dtype, seed)
+
+
+def byte_tokenizer():
+    """One token per byte."""
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+def save(folder, family="llama", **changes):
+    """A tiny random model with a token per byte; returns the folder's name and the model."""
+    made = model(family, vocab_size=256, bos_token_id=None, pad_token_id=None, **changes)
+    made.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return str(folder), made
 
 
 def prompt(batch=1, length=50, seed=1, pad=(0,)):

@@ -1,20 +1,84 @@
 """The commands of `kvevict`. One file per command; the file registers it.
 
 A command gets an empty argument parser and its arguments, prints what a person reads, and returns the dict that
-`kvevict.cli` prints as the last line's JSON.
+`kvevict.cli` prints as the last line's JSON. What several commands share is here: the arguments, declared once, and how
+a policy, a budget and a table are written.
 """
 
 import contextlib
+import dataclasses
 import json
+import re
 import sys
+from pathlib import Path
 
 from ..registry import Registry, load_folder
 
 COMMANDS = Registry("command")
+POLICY = "NAME[:OPTION=VALUE,...]"
 
 
 def command(function):
     return COMMANDS.add(function.__name__)(function)
+
+
+# -- arguments ------------------------------------------------------------------------------------------------------
+
+
+def add_model(parser) -> None:
+    parser.add_argument("--model", help="folder or hub id of a causal language model; default: the bundled one")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"],
+                        help="of the model; auto: as it is stored (default)")  # fmt: skip
+
+
+def model_name(args) -> str:
+    """What `--model` says. Raises FileNotFoundError when it says nothing and there is no bundled model."""
+    from ..models import small_llama
+
+    return args.model or small_llama()
+
+
+def add_policy(parser) -> None:
+    parser.add_argument("--policy", default="take", help=f"{POLICY} of `kvevict policies`; default take")
+
+
+def add_policies(parser, default=()) -> None:
+    told = f"; default {' '.join(default)}" if default else ""
+    parser.add_argument("--policies", nargs="+", default=list(default), metavar="POLICY",
+                        help=f"what to compare: {POLICY} of `kvevict policies`{told}")  # fmt: skip
+
+
+def add_budget(parser, budget: int = 512, chunk_size: int | None = None) -> None:
+    parser.add_argument("--budget", default=str(budget),
+                        help=f"slots per kv head, or the fraction kept; default {budget}")  # fmt: skip
+    parser.add_argument("--chunk-size", type=int, default=chunk_size,
+                        help=f"tokens read at once; default {chunk_size or 'is up to the policy'}")  # fmt: skip
+
+
+def add_question(parser, new_tokens: int) -> None:
+    parser.add_argument("question", help="what to ask about the text (or how to go on)")
+    parser.add_argument("--file", required=True, help="text to read; - is standard input")
+    parser.add_argument("--limit", type=int, help="prompt tokens at most: cuts the text's end; default: the context")
+    parser.add_argument("--max-new-tokens", type=int, default=new_tokens,
+                        help=f"length of the answer at most; default {new_tokens}")  # fmt: skip
+
+
+def load_prompt(args) -> tuple:
+    """(name, model, tokenizer, ids [1, N]) of a command with the arguments of `add_model` and `add_question`."""
+    from ..checks import count
+    from ..run import encode, load_model
+
+    count("--max-new-tokens", args.max_new_tokens, 1)
+    text, name = read_text(args.file), model_name(args)
+    model, tokenizer = load_model(name, args.dtype)
+    return name, model, tokenizer, encode(model, tokenizer, text, args.question, args.max_new_tokens, args.limit)
+
+
+def read_text(file: str) -> str:
+    return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8", errors="replace")
+
+
+# -- policies -------------------------------------------------------------------------------------------------------
 
 
 def number(text: str):
@@ -25,20 +89,57 @@ def number(text: str):
         raise ValueError(f"--budget {text}: give a whole number of slots or a fraction such as 0.1") from None
 
 
-def parse_option(text: str):
-    """NAME=VALUE with VALUE as JSON (a number, true, null, [0, 32]) or a plain word."""
+def parse_policy(text: str) -> tuple:
+    """NAME or NAME:OPTION=VALUE,OPTION=VALUE as (preset's name, options). A value is JSON (a number, true, null,
+    [0, 32]) or a plain word."""
+    name, colon, rest = text.partition(":")
+    parts = re.split(r",(?![^\[]*\])", rest) if colon else []  # no comma inside of brackets
+    return name, dict(parse_option(part) for part in parts)
+
+
+def parse_option(text: str) -> tuple:
     name, equals, value = text.partition("=")
     if not equals:
-        raise ValueError(f"--option {text!r}: write NAME=VALUE")
+        raise ValueError(f"policy option {text!r}: write {POLICY}")
     with contextlib.suppress(json.JSONDecodeError):
         value = json.loads(value)
-    return name.replace("-", "_"), tuple(value) if isinstance(value, list) else value
+    return name.strip().replace("-", "_"), tuple(value) if isinstance(value, list) else value
 
 
-def parse_policy(text: str):
-    """NAME or NAME:OPTION=VALUE,OPTION=VALUE as (preset's name, options); values as in `parse_option`."""
-    name, colon, rest = text.partition(":")
-    return name, dict(parse_option(part) for part in rest.split(",")) if colon else {}
+def build_policies(texts, args, **common) -> dict:
+    """Text -> `Policy`. A policy's own options win over `--budget`, `--chunk-size` and the `common` ones."""
+    from ..policy import build
+
+    common |= dict(budget=number(args.budget), chunk_size=args.chunk_size)
+    parsed = {text: parse_policy(text) for text in texts}
+    return {text: build(name, **common | options) for text, (name, options) in parsed.items()}
+
+
+def options_of(policy, *skip: str) -> str:
+    """The parts of a policy, each with its options, and its other options but `skip`, as one would write them in
+    Python."""
+    from ..policy import PARTS
+
+    options = {}
+    for kind, (registry, _) in PARTS.items():
+        part = getattr(policy, kind)
+        options[kind] = registry.name_of(type(part))
+        options |= {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
+    options |= {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy) if f.name not in PARTS}
+    return ", ".join(f"{name}={value!r}" for name, value in options.items() if name not in ("progress", *skip))
+
+
+# -- tables ---------------------------------------------------------------------------------------------------------
+
+
+def grid(rows, left: int = 1) -> str:
+    """Rows of texts, the head first, as columns: the first `left` are aligned left, the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+
+    def aligned(row):
+        return [t.ljust(width) if i < left else t.rjust(width) for i, (t, width) in enumerate(zip(row, widths))]
+
+    return "\n".join("  ".join(aligned(row)).rstrip() for row in rows)
 
 
 load_folder(sys.modules[__name__])

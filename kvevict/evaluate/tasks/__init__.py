@@ -35,7 +35,7 @@ class Settings:
     """What a task may build its cases from."""
 
     tokenizer: object  # measures lengths: prompts are at most `length` tokens, as near below as the task can
-    length: int  # tokens of context + question
+    length: int  # tokens of context + question; of RULER's tasks, as published, of the answer too
     cases: int  # per length, and per depth where the task has depths
     seed: int = 0
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)

@@ -1,0 +1,125 @@
+from pathlib import Path
+from statistics import median
+
+from . import add_budget, add_model, add_policies, build_policies, command, grid, model_name, number
+from .inspect import page_run
+
+TASK = "facts"
+LONGEST = 2048  # prompt tokens at most: two cores read all of it in seconds
+ANSWER = 32  # tokens of the context that are left for the answer
+WIDE = 24  # characters shown of an answer
+FULL = "full cache"
+
+
+@command
+def demo(parser, argv):
+    """Facts in a long text, asked of the bundled model with a full cache and with small ones."""
+    add_model(parser)
+    add_policies(parser, default=("take", "snapkv", "streaming"))
+    add_budget(parser, budget=128, chunk_size=256)
+    parser.add_argument("--cases", type=int, default=4, help="texts, each with a question; default 4")
+    parser.add_argument("--seed", type=int, default=0, help="another seed makes other texts; default 0")
+    parser.add_argument("--out", default="kvevict-demo", help="folder for page and picture; default kvevict-demo")
+    args = parser.parse_args(argv)
+    from transformers.utils import logging
+
+    from ..checks import count
+    from ..run import load_model
+
+    count("--cases", args.cases, 1)
+    policies = build_policies(args.policies, args)
+    logging.disable_progress_bar()
+    name = model_name(args)
+    model, tokenizer = load_model(name, args.dtype)
+    asked = list(ask(model, tokenizer, policies, args))
+    totals = {run: total(run, asked) for run in (FULL, *policies)}
+    print(f"{asked[0]['ids'].shape[1]} prompt tokens; budget {args.budget}, chunks of {args.chunk_size}\n")
+    print(answers_table(asked), costs_table(totals), sep="\n\n")
+    files = write(Path(args.out), tokenizer, policies, asked, name)
+    print("\nWhich tokens were kept:", *files, sep="\n  ")
+    settings = {"budget": number(args.budget), "chunk_size": args.chunk_size, "seed": args.seed}
+    return {"model": name, **settings, "runs": totals, "files": files}
+
+
+def ask(model, tokenizer, policies, args):
+    """Per case a dict: case, ids [1, N], and runs: per name what `kvevict.run.measure` says and whether it is
+    `right`."""
+    import torch
+    from tqdm import tqdm
+
+    from ..evaluate.ask import encode
+    from ..evaluate.metrics import METRICS
+    from ..evaluate.tasks import TASKS, Settings
+    from ..run import measure
+
+    longest = min(LONGEST, model.config.max_position_embeddings) - ANSWER
+    cases = list(TASKS.find(TASK)(Settings(tokenizer, longest, args.cases, args.seed)))
+    with tqdm(total=len(cases) * (1 + len(policies)), unit="run", delay=1, leave=False, disable=None) as bar:
+        for case in cases:
+            prompt, runs = encode(model, tokenizer, case), {}
+            ids = torch.tensor([prompt.context + prompt.question])
+            for name, policy in ((FULL, None), *policies.items()):
+                runs[name] = run = measure(model, tokenizer, ids, policy, case.new_tokens, positions=True)
+                run["right"] = METRICS[case.metric](run["answer"], case.answers) == 1
+                bar.update()
+            yield dict(case=case, ids=ids, runs=runs)
+
+
+def total(name: str, asked: list) -> dict:
+    """What a run cost over all cases: medians, and how many answers were right."""
+    from ..speed import held
+
+    runs = [one["runs"][name] for one in asked]
+    seen = [next(run["report"] for run in one["runs"].values() if "report" in run) for one in asked]
+    slots, sizes = zip(*map(held, runs, seen))
+    return dict(
+        right=sum(run["right"] for run in runs), cases=len(runs), cache_bytes=int(median(sizes)), slots=slots[0],
+        **{key: median(run[key] for run in runs) for key in ("peak_bytes", "read_seconds", "decode_seconds")},
+    )  # fmt: skip
+
+
+def answers_table(asked: list) -> str:
+    """Each question, its answer, and what each run said."""
+    rows = [("question", "truth", *asked[0]["runs"])]
+    for one in asked:
+        rows.append((asks(one["case"]), " ".join(one["case"].answers), *map(said, one["runs"].values())))
+    return grid(rows, left=len(rows[0]))
+
+
+def costs_table(totals: dict) -> str:
+    from ..speed import COSTS, costs
+
+    rows = [("", "right", *COSTS)]
+    for name, row in totals.items():
+        rows.append((name, f"{row['right']}/{row['cases']}", *costs(row, row["slots"], row["cache_bytes"])))
+    return grid(rows)
+
+
+def said(run: dict) -> str:
+    """The start of an answer's first line, marked right or wrong."""
+    line = (run["answer"].strip().splitlines() or [""])[0]
+    return ("✓ " if run["right"] else "✗ ") + line[:WIDE]
+
+
+def asks(case) -> str:
+    return case.question.strip().splitlines()[0].removeprefix("Question: ")
+
+
+def write(out: Path, tokenizer, policies, asked, model) -> list:
+    """The page and, with matplotlib, the picture of the first case that the runs disagree about; their paths."""
+    from ..page import page, picture, pieces, places
+
+    one = next((one for one in asked if len({run["right"] for run in one["runs"].values()}) > 1), asked[0])
+    case, ids, runs = one["case"], one["ids"], one["runs"]
+    facts = [("model", model), ("question", asks(case)), ("truth", case.answers[0]), (FULL, said(runs[FULL]))]
+    shown = [page_run(name, policy, said(runs[name]), runs[name]["report"]) for name, policy in policies.items()]
+    out.mkdir(parents=True, exist_ok=True)
+    html, png = out / "kept.html", out / "kept.png"
+    html.write_text(page(tokenizer, ids, shown, facts, case.answers[0]), encoding="utf-8")
+    try:
+        marks = places(pieces(tokenizer, ids[0].tolist()), case.answers[0])
+        picture(png, shown, ids.shape[1], f"{asks(case)} ({case.answers[0]}, marked)", marks)
+    except ImportError:
+        print("\nThere is no picture without matplotlib (pip install 'kvevict[plot]').")
+        return [str(html)]
+    return [str(html), str(png)]

@@ -1,0 +1,66 @@
+import sys
+from pathlib import Path
+
+from . import add_model, add_policies, command, model_name, number
+
+
+@command
+def eval(parser, argv):
+    """Put policies to tasks: accuracy tables, a line per case in a file that an interrupted run resumes."""
+    parser.add_argument("--out", default="results.jsonl", help="a JSON line per case and run; resumed if begun")
+    parser.add_argument("--tasks", nargs="+", default=[], help="what to ask; an unknown name lists them")
+    add_model(parser)
+    add_policies(parser)
+    parser.add_argument("--lengths", nargs="+", type=int, default=[1024], help="tokens of a prompt; default 1024")
+    parser.add_argument("--budgets", nargs="+", default=["128"], help="slots per kv head, or fractions; default 128")
+    parser.add_argument("--chunk-size", nargs="+", type=int, default=[0], help="tokens read at once; 0: all (default)")
+    parser.add_argument("--mode", choices=["aware", "agnostic", "both"], default="both", help="question known or not")
+    parser.add_argument("--cases", type=int, default=20, help="per length, seed (and depth); default 20")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="each makes cases of its own; default 0")
+    parser.add_argument("--depths", nargs="+", type=float, help="where a needle is hidden, 0 to 1; default 5 places")
+    parser.add_argument("--haystack", help="text to hide things in (.txt, .jsonl, .jsonl.xz); default: generated")
+    parser.add_argument("--data", help="folder of a downloaded benchmark, for the tasks that need one")
+    parser.add_argument("--by", nargs="+", default=[], metavar="TAG", help="columns of the table: depth, length, facts")
+    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    parser.add_argument("--table-only", action="store_true", help="only print the table of the results there are")
+    args = parser.parse_args(argv)
+    from ..evaluate.results import read
+    from ..evaluate.table import render
+
+    if not args.table_only:
+        _evaluate(args)
+    elif not Path(args.out).exists():
+        raise ValueError(f"--out {args.out}: there is no such file; run without --table-only to make it")
+    settings, lines = read(args.out)
+    tags = {tag for line in lines for tag in line["tags"]}
+    if set(args.by) - tags and lines:
+        raise ValueError(f"--by {' '.join(args.by)}: the cases' tags are {', '.join(sorted(tags))}")
+    print(render(lines, tuple(args.by), args.markdown))
+    return {"model": settings["model"], "out": args.out, "lines": len(lines)}
+
+
+def _evaluate(args) -> None:
+    from ..checks import count
+    from ..evaluate.ask import MODES
+    from ..evaluate.run import Plan, evaluate
+    from ..run import load_model
+
+    for name in ("tasks", "policies"):
+        if not getattr(args, name):
+            raise ValueError(f"--{name} is missing: name at least one")
+    for name in ("cases", "lengths", "chunk_size"):
+        values = getattr(args, name)
+        for value in values if isinstance(values, list) else [values]:
+            count(f"--{name.replace('_', '-')}", value, int(name != "chunk_size"))
+    chosen = dict(depths=tuple(args.depths)) if args.depths else {}
+    plan = Plan(
+        tasks=tuple(args.tasks), lengths=tuple(args.lengths), policies=tuple(args.policies),
+        budgets=tuple(map(number, args.budgets)), chunk_sizes=tuple(size or None for size in args.chunk_size),
+        modes=MODES if args.mode == "both" else (args.mode,), seeds=tuple(args.seeds), cases=args.cases,
+        haystack=args.haystack, data=args.data, **chosen,
+    )  # fmt: skip
+    plan.runs(), plan.groups(None)  # mistakes are found before the model is loaded
+    name = model_name(args)
+    model, tokenizer = load_model(name, args.dtype)
+    print(f"{len(plan.runs())} runs of every case; results go to {args.out}", file=sys.stderr)
+    evaluate(model, tokenizer, plan, args.out, name)

@@ -1,0 +1,45 @@
+from pathlib import Path
+
+from . import POLICY, add_budget, add_model, add_question, build_policies, command, load_prompt, options_of
+
+
+@command
+def inspect(parser, argv):
+    """Show which tokens of a prompt every layer and head kept, as one HTML page."""
+    add_question(parser, new_tokens=32)
+    add_model(parser)
+    parser.add_argument("--policy", action="append",
+                        help=f"{POLICY} of `kvevict policies`, repeatable; default take")  # fmt: skip
+    add_budget(parser)
+    parser.add_argument("--find", default="", help="words to underline wherever the prompt has them")
+    parser.add_argument("--out", default="kvevict-inspect.html", help="the page; default kvevict-inspect.html")
+    args = parser.parse_args(argv)
+    from ..page import page
+    from ..run import measure
+    from ..speed import slots
+
+    policies = build_policies(args.policy or ["take"], args)
+    name, model, tokenizer, ids = load_prompt(args)
+    runs = {key: measure(model, tokenizer, ids, p, args.max_new_tokens, positions=True) for key, p in policies.items()}
+    facts = [("model", name), ("text", args.file), ("question", args.question)]
+    shown = [page_run(key, policies[key], run["answer"].strip(), run["report"]) for key, run in runs.items()]
+    out = Path(args.out)
+    out.write_text(page(tokenizer, ids, shown, facts, args.find), encoding="utf-8")
+    for key, run in runs.items():
+        print(f"{key}: kept {slots(run['report'])} of {ids.shape[1]} slots per head; answer: {run['answer'].strip()}")
+        del run["report"]["positions"]
+    print(f"\nOpen {out.resolve().as_uri()} in a browser.")
+    return {"tokens": ids.shape[1], "out": str(out), "runs": runs}
+
+
+def page_run(name: str, policy, answer: str, seen: dict) -> dict:
+    """What `kvevict.page` draws of a policy's run, from its report with positions."""
+    from ..speed import full_cache_bytes, slots
+
+    kept, full = seen["cache_bytes"], full_cache_bytes(seen)
+    facts = [
+        ("kept", f"{slots(seen)} of {seen['seen'][0]} slots per kv head"),
+        ("KV cache", f"{kept / 1024:,.0f} of {full / 1024:,.0f} KiB ({kept / full:.1%}), once the prompt was read"),
+        ("options", options_of(policy)),
+    ]
+    return dict(name=name, answer=answer, facts=facts, positions=seen["positions"])

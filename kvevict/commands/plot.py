@@ -1,0 +1,58 @@
+import json
+from pathlib import Path
+
+from . import command, number
+
+KINDS = ("heatmap", "budget", "speed", "slots")
+
+
+@command
+def plot(parser, argv):
+    """Draw a figure of results: needle heat map, score against budget, speed, kept slots."""
+    parser.add_argument("results", help="file written by `kvevict eval`; for speed: the output of `kvevict bench`")
+    parser.add_argument("--kind", choices=KINDS, required=True, help="what to draw")
+    parser.add_argument("--out", default="figure.png", help=".png, .svg or .pdf; default figure.png")
+    parser.add_argument("--tasks", nargs="+", help="only these tasks; default: all in the file")
+    parser.add_argument("--policies", nargs="+", help="only these policies, and the full cache")
+    parser.add_argument("--budgets", nargs="+", type=number, help="only these budgets, and the full cache")
+    parser.add_argument("--mode", choices=["aware", "agnostic"], help="only this mode, and the full cache")
+    args = parser.parse_args(argv)
+    from .. import plot as figures
+
+    if not Path(args.results).is_file():
+        raise ValueError(f"{args.results}: there is no such file; `kvevict eval` and `kvevict bench` make them")
+    if args.kind == "speed":
+        figure = figures.speed(bench_rows(args.results))
+    else:
+        from ..evaluate.results import read
+
+        lines = chosen(read(args.results)[1], args)
+        if args.kind == "slots":
+            figure = figures.slots(figures.mean_kept(lines))
+        else:
+            figure = getattr(figures, args.kind)(lines)
+    figure.savefig(args.out)
+    print(f"{args.kind} of {args.results} is in {args.out}")
+    return {"kind": args.kind, "out": args.out}
+
+
+def chosen(lines, args) -> list:
+    """The lines that the arguments ask for; ValueError names the first argument that leaves none of a policy's."""
+    for field, wanted in dict(task=args.tasks, policy=args.policies, budget=args.budgets).items():
+        if wanted:
+            known = {line[field] for line in lines if line["policy"] != "full" or field == "task"}
+            if not known & set(wanted):
+                words = " ".join(map(str, wanted))
+                raise ValueError(f"no results of {field} {words}; there are {', '.join(sorted(map(str, known)))}")
+            lines = [line for line in lines if line[field] in wanted or (line["policy"] == "full" and field != "task")]
+    return [line for line in lines if args.mode in (None, line["mode"]) or line["policy"] == "full"]
+
+
+def bench_rows(path) -> list:
+    """Rows of all the JSON lines of a file: what else is in it, such as printed tables, is passed over."""
+    rows = []
+    for text in Path(path).read_text(encoding="utf-8").splitlines():
+        if text.startswith("{"):
+            line = json.loads(text)
+            rows += [row for row in line.get("rows", [line]) if "read_seconds" in row and "peak_bytes" in row]
+    return rows

@@ -1,0 +1,89 @@
+"""Put policies to tasks: one JSON line per (case, run), in the file as soon as it is known. Every case's first run is
+`full`."""
+
+import dataclasses
+import hashlib
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from .ask import FULL, MODES, Run, ask, encode, policy_for
+from .results import Results
+from .tasks import TASKS, Settings
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every task at every length and seed, put to every combination of policy, budget, chunk size and mode."""
+
+    tasks: tuple[str, ...]
+    lengths: tuple[int, ...]
+    policies: tuple[str, ...]
+    budgets: tuple[int | float, ...]
+    chunk_sizes: tuple[int | None, ...] = (None,)
+    modes: tuple[str, ...] = MODES
+    seeds: tuple[int, ...] = (0,)
+    cases: int = 20  # per length and seed, and per depth where the task has depths
+    depths: tuple[float, ...] = Settings.depths
+    haystack: str | None = None
+    data: str | None = None
+
+    def runs(self) -> list:
+        """`full` first. Raises ValueError for a policy that is unknown or that the budget does not fit."""
+        names = [name for name in self.policies if name != FULL.policy]
+        product = itertools.product(names, self.budgets, self.chunk_sizes, self.modes)
+        runs = [FULL, *dict.fromkeys(itertools.starmap(Run, product))]
+        for run in runs[1:]:
+            policy_for(run, tokens=2**20, response=(0,))
+        return runs
+
+    def groups(self, tokenizer) -> list:
+        """(task's function, its settings) of every seed, length and task."""
+        haystack, data = (None if path is None else Path(path) for path in (self.haystack, self.data))
+        return [
+            (TASKS.find(task), Settings(tokenizer, length, self.cases, seed, self.depths, haystack, data))
+            for seed in self.seeds for length in self.lengths for task in self.tasks
+        ]  # fmt: skip
+
+
+def evaluate(model, tokenizer, plan: Plan, out, name: str = "") -> None:
+    """Append to the file `out` every line that it lacks, with a progress bar.
+
+    Raises ValueError when `out` was begun with another plan or model (its `name` and weights), and for a prompt that
+    is longer than the model's context.
+    """
+    runs, groups = plan.runs(), plan.groups(tokenizer)
+    about = dict(model=name, weights=fingerprint(model), dtype=str(model.dtype), **dataclasses.asdict(plan))
+    for task, settings in groups[: len(groups) // len(plan.seeds)]:  # what cannot work fails before hours of work
+        for case in itertools.islice(task(settings), 1):
+            encode(model, tokenizer, case)
+    with Results(out, about) as results, tqdm(desc="evaluating", unit="run", disable=None) as bar:
+        for done, (task, settings) in enumerate(groups):
+            cases = list(task(settings))
+            if len({case.id for case in cases}) < len(cases):
+                raise ValueError(f"two cases of {cases[0].task} have the same id; give every case its own")
+            bar.total = bar.n + len(cases) * len(runs) * (len(groups) - done)  # if the others are as many
+            for case in cases:
+                case.tags.setdefault("length", settings.length)
+                _put(model, tokenizer, case, settings.seed, runs, results, bar)
+
+
+def _put(model, tokenizer, case, seed, runs, results, bar) -> None:
+    missing = [run for run in runs if (case.task, case.id, seed, *dataclasses.astuple(run)) not in results.keys]
+    bar.update(len(runs) - len(missing))
+    prompt = encode(model, tokenizer, case) if missing else None
+    for run in missing:
+        measured = ask(model, tokenizer, case, prompt, run, results.responses.get((case.task, case.id, seed)))
+        about = dict(task=case.task, id=case.id, seed=seed, **dataclasses.asdict(run), metric=case.metric)
+        results.write(about | measured | dict(tags=case.tags))
+        bar.update()
+
+
+def fingerprint(model) -> str:
+    """A hash of the first weights of every parameter: the same folder may hold a model trained anew."""
+    digest = hashlib.sha256()
+    for weight in model.parameters():
+        digest.update(weight.detach().flatten()[:1024].float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,150 @@
+"""Recall of facts that were made up: `needle`, `facts` and `multivalue` hide them in other text, `keyvalue` lists them.
+
+    needle       four facts about four names, the asked one at each of the settings' depths
+    facts        eight facts about eight names anywhere
+    multivalue   the same, two to four values of the asked name
+    keyvalue     as many lines "name: value" as fit
+
+Names are invented from syllables. The bundled model was trained on such facts (examples/small_llama), but never on a
+name for which `held_out` is true, and these tasks use no others.
+"""
+
+import zlib
+
+from ..haystack import haystack, most
+from . import TASKS, Case
+
+RELATIONS = ("code", "number", "key", "price", "level", "score", "mark", "signal")
+_ONSETS = tuple(
+    "b,br,c,ch,d,dr,f,g,gr,h,j,k,l,m,n,p,qu,r,s,sh,st,t,th,tr,v,w,z".split(",")  # noqa: SIM905
+)
+_VOWELS = ("a", "e", "i", "o", "u", "ai", "ea", "oo")
+_MIDDLES = ("", "", "", "l", "m", "n", "r", "s")
+_CODAS = ("", "ck", "d", "l", "m", "n", "nd", "ng", "p", "r", "rn", "s", "sk", "st", "t", "th", "x")
+NEW_TOKENS = 8  # a space and two tokens of three digits are an answer; other tokenizers need up to eight
+
+
+def name(rng) -> str:
+    """An invented name of two syllables, e.g. "Breamuth"."""
+    parts = (_ONSETS, _VOWELS, _MIDDLES, _ONSETS, _VOWELS, _CODAS)
+    return "".join(map(rng.choice, parts)).capitalize()
+
+
+def held_out(word: str) -> bool:
+    """Whether a name is kept away from training: one in eight."""
+    return zlib.crc32(word.encode()) % 8 == 0
+
+
+def unseen_names(rng, count: int) -> list[str]:
+    """Different names that no training sequence held."""
+    names = set()
+    while len(names) < count:
+        word = name(rng)
+        if held_out(word):
+            names.add(word)
+    return rng.sample(sorted(names), count)
+
+
+def value(rng) -> str:
+    return str(rng.randrange(100_000, 1_000_000))
+
+
+def statement(relation: str, who: str, what: str) -> str:
+    return f"The {relation} of {who} is {what}."
+
+
+def question(relation: str, who: str) -> str:
+    return f"\n\nQuestion: What is the {relation} of {who}?\nAnswer: The {relation} of {who} is"
+
+
+def question_all(relation: str, who: str) -> str:
+    return f"\n\nQuestion: What are all the {relation}s of {who}?\nAnswer: The {relation}s of {who} are"
+
+
+def line(who: str, what: str) -> str:
+    return f"{who}: {what}\n"
+
+
+def line_question(who: str) -> str:
+    return f"\nQuestion: Which value has {who}?\nAnswer: {who}:"
+
+
+def hidden(settings, rng, facts, asked, depth=None):
+    """A passage with the facts (relation, name, value) in it, number 0 at `depth`, the others anywhere."""
+    depths = [rng.random() if depth is None else depth, *(rng.random() for _ in facts[1:])]
+    said = {place: statement(*fact) for place, fact in zip(depths, facts)}
+    return haystack(settings).passage(rng, settings.length, settings, facts=said, after=asked)
+
+
+def draw(rng, count: int):
+    """Facts (relation, name, value) about different names, with different values."""
+    values = rng.sample(range(100_000, 1_000_000), count)
+    return [(rng.choice(RELATIONS), who, str(what)) for who, what in zip(unseen_names(rng, count), values)]
+
+
+@TASKS.add("needle")
+def needle(settings):
+    for depth in settings.depths:
+        for i in range(settings.cases):
+            rng = settings.rng("needle", settings.length, depth, i)
+            facts = draw(rng, 4)
+            relation, who, what = facts[0]
+            asked = question(relation, who)
+            tags = dict(length=settings.length, depth=depth, facts=4)
+            case = f"needle/{settings.length}/{depth}/{i}"
+            context = hidden(settings, rng, facts, asked, depth)
+            yield Case("needle", case, context, asked, (what,), "exact", NEW_TOKENS, tags)
+
+
+@TASKS.add("facts")
+def eight_facts(settings):
+    for i in range(settings.cases):
+        rng = settings.rng("facts", settings.length, i)
+        facts = draw(rng, 8)
+        relation, who, what = facts[0]
+        asked, tags = question(relation, who), dict(length=settings.length, facts=8)
+        context = hidden(settings, rng, facts, asked)
+        yield Case("facts", f"facts/{settings.length}/{i}", context, asked, (what,), "exact", NEW_TOKENS, tags)
+
+
+@TASKS.add("multivalue")
+def multivalue(settings):
+    for i in range(settings.cases):
+        rng = settings.rng("multivalue", settings.length, i)
+        facts = draw(rng, 8)
+        wanted = rng.randint(2, 4)
+        relation, who, _ = facts[0]
+        facts[:wanted] = [(relation, who, what) for _, _, what in facts[:wanted]]
+        asked, tags = question_all(relation, who), dict(length=settings.length, facts=8, values=wanted)
+        answers = tuple(what for _, _, what in facts[:wanted])
+        yield Case(
+            "multivalue", f"multivalue/{settings.length}/{i}", hidden(settings, rng, facts, asked), asked, answers,
+            "contains_all", NEW_TOKENS * wanted, tags,
+        )  # fmt: skip
+
+
+@TASKS.add("keyvalue")
+def keyvalue(settings):
+    for i in range(settings.cases):
+        rng = settings.rng("keyvalue", settings.length, i)
+        facts = draw(rng, max(1, settings.length // 6))  # a line takes more tokens than that
+        place = rng.random()
+
+        def fits(n, facts=facts, place=place):
+            prompt = lines(facts[:n]) + line_question(facts[int(place * n) % len(facts)][1])
+            return n <= len(facts) and settings.tokens(prompt) <= settings.length
+
+        count = most(fits, settings.length // 10)
+        if count == 0:
+            raise ValueError(f"length: {settings.length} tokens are too few for a line and its question; give more")
+        chosen = int(place * count)
+        _, who, what = facts[chosen]
+        tags = dict(length=settings.length, facts=count, depth=round(chosen / max(1, count - 1), 2))
+        yield Case(
+            "keyvalue", f"keyvalue/{settings.length}/{i}", lines(facts[:count]), line_question(who), (what,), "exact",
+            NEW_TOKENS, tags,
+        )  # fmt: skip
+
+
+def lines(facts) -> str:
+    return "".join(line(who, what) for _, who, what in facts)

@@ -1,0 +1,134 @@
+"""What RULER's 13 tasks (Hsieh et al. 2024) share; "ruler/niah_single_1" ... "ruler/qa_2" are in ruler_*.py.
+
+Parameters as in RULER's `synthetic.yaml`, wording and construction as in its `scripts/data/synthetic` (github.com/
+NVIDIA/RULER at c3f5e3b). As there, prompt and generated tokens together fit `settings.length`, and a prompt takes as
+many of its task's units (lines, words, documents) as fit. What differs on purpose:
+- the essay haystack is `settings.haystack`, in whole sentences (RULER: Paul Graham's essays, always from their start);
+- every case has draws of its own (RULER places and shuffles all cases alike), its keys, values and words distinct;
+- below 4096 tokens, where RULER does not go, `vt`'s solved example is as short as it can be.
+
+`settings.data` may hold the wonderwords lists (nounlist.txt, adjectivelist.txt, verblist.txt, in it or in its folder
+wonderwords); without them the words are ours. It must hold squad.json for qa_1 and hotpotqa.json for qa_2.
+"""
+
+import functools
+import math
+import random
+from pathlib import Path
+
+from ..haystack import most
+from ..words import LISTS
+from . import TASKS, Case
+
+# The published wording (RULER's constants.py): what stands before the units; the question after them, with the
+# beginning of the answer; and the tokens to generate.
+PROMPTS = {
+    "needle": (
+        "A special magic {kind} is hidden within the following text. Make sure to memorize it. "
+        "I will quiz you about the {kind} afterwards.\n",
+        "\nWhat is the special magic {kind} for {query} mentioned in the provided text?"
+        " The special magic {kind} for {query} mentioned in the provided text is",
+        128,
+    ),
+    "needles": (
+        "Some special magic {kind}s are hidden within the following text. Make sure to memorize it. "
+        "I will quiz you about the {kind}s afterwards.\n",
+        "\nWhat are all the special magic {kind}s for {query} mentioned in the provided text?"
+        " The special magic {kind}s for {query} mentioned in the provided text are",
+        128,
+    ),
+    "vt": (
+        "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n",
+        "\nQuestion: Find all variables that are assigned the value {query} in the text above."
+        " Answer: According to the chain(s) of variable assignment in the text above, "
+        "{count} variables are assigned the value {query}, they are: ",
+        30,
+    ),
+    "cwe": (
+        "Below is a numbered list of words. In these words, some appear more often than others. "
+        "Memorize the ones that appear most often.\n",
+        "\nQuestion: What are the 10 most common words in the above list?"
+        " Answer: The top 10 words that appear most often in the list are:",
+        120,
+    ),
+    "fwe": (
+        "Read the following coded text and track the frequency of each coded word. "
+        "Find the three most frequently appeared coded words. ",
+        "\nQuestion: Do not provide any explanation. Please ignore the dots '....'. "
+        "What are the three most frequently appeared words in the above coded text?"
+        " Answer: According to the coded text above, the three most frequently appeared words are:",
+        50,
+    ),
+    "qa": (
+        "Answer the question based on the given documents. "
+        "Only give me the answer and do not output any other words.\n\nThe following are given documents.\n\n",
+        "\n\nAnswer the question based on the given documents. "
+        "Only give me the answer and do not output any other words.\n\nQuestion: {query}"
+        " Answer:",
+        32,
+    ),
+}  # fmt: skip
+
+
+def register(name: str, prompt: str, build, metric: str = "contains_all", **parameters) -> None:
+    """Add "ruler/<name>": `build(settings, rng, room, i, **parameters)` is case i's (context, question, answers).
+
+    Context and question are at most `room` tokens.
+    """
+    name, new_tokens = f"ruler/{name}", PROMPTS[prompt][2]
+
+    @TASKS.add(name)
+    def cases(settings):
+        for i in range(settings.cases):
+            rng, room = settings.rng(name, i), settings.length - new_tokens
+            context, question, answers = build(settings, rng, room, i, **parameters)
+            id, tags = f"{name}/{settings.length}/{i}", {"length": settings.length}
+            yield Case(name, id, context, question, tuple(answers), metric, new_tokens, tags)
+
+
+def fill(settings, room: int, before: str, body, after: str, least: int, limit=math.inf) -> str:
+    """`body(n)` of the largest n in [least, limit] with `before + body(n) + after` within `room` tokens."""
+
+    def size(n):
+        return settings.tokens(before + body(n) + after)
+
+    start = size(least)
+    if start > room:
+        shortest = settings.length - room + start
+        raise ValueError(f"length: {settings.length} is too short for the task; give at least {shortest}")
+    guess = 16 * (room - start) // max(size(least + 16) - start, 1)
+    return body(least + most(lambda n: least + n <= limit and size(least + n) <= room, guess))
+
+
+def shuffled(items: list, seed: float) -> list:
+    """A new list whose order depends on the seed and the length alone: `fill` asks for several lengths."""
+    return random.Random(seed).sample(items, len(items))
+
+
+def distinct(draw):
+    """Results of `draw()` without end, none twice."""
+    seen = set()
+    while True:
+        if (new := draw()) not in seen:
+            seen.add(new)
+            yield new
+
+
+def codes(rng, alphabet: str, length: int):
+    """Distinct strings of random letters, without end."""
+    return distinct(lambda: "".join(rng.choices(alphabet, k=length)))
+
+
+def word_lists(settings) -> tuple[list[str], list[str], list[str]]:
+    """Nouns, adjectives and verbs: of the wonderwords lists in `settings.data` where they are, else ours."""
+    return _word_lists(settings.data and Path(settings.data))
+
+
+@functools.lru_cache(maxsize=2)
+def _word_lists(data: Path | None):
+    for folder in [data, data / "wonderwords"] if data else []:
+        files = [folder / f"{kind}list.txt" for kind in ("noun", "adjective", "verb")]
+        if all(file.is_file() for file in files):
+            lines = (file.read_text(encoding="utf-8").splitlines() for file in files)
+            return tuple([word.strip() for word in words if word.strip()] for words in lines)
+    return LISTS["noun"], LISTS["adj"], LISTS["did"]

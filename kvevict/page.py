@@ -1,0 +1,90 @@
+"""What the caches of a prompt kept: as one HTML page that needs nothing else (`page.html` and its data), and as a
+picture."""
+
+import bisect
+import json
+import re
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+LONGEST = 16  # tokens of a piece: characters may be split in a chain, but bytes that are no text need an end
+
+
+def page(tokenizer, ids, runs, facts=(), find="") -> str:
+    """The HTML page of one prompt.
+
+    ids     [1, N] the prompt
+    runs    one dict per policy: name, answer, facts, and positions as of `kvevict.report(model, positions=True)`
+    facts   (name, text) pairs shown above the prompt: the model, the question, ...; those of a run with the run
+    find    words that are underlined wherever the prompt has them
+    """
+    kept = [[layer and [gaps(head) for head in layer[0]] for layer in run["positions"]] for run in runs]
+    runs = [{**run, "kept": layers, "positions": None} for run, layers in zip(runs, kept)]
+    data = dict(
+        tokens=ids.shape[1], pieces=pieces(tokenizer, ids[0].tolist()), facts=list(facts), find=find, runs=runs
+    )  # fmt: skip
+    template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+    return template.replace("__DATA__", json.dumps(data).replace("<", "\\u003c"))  # so no text can end the script
+
+
+def pieces(tokenizer, ids: list) -> list:
+    """[text, number of tokens] of each token; tokens that share one character are one piece. The texts joined are what
+    the tokenizer decodes.
+
+    A token's text is what it adds to its predecessors' text: decoders strip a space where a text begins, and bytes of
+    half a character decode to U+FFFD. Needs ids alone, so it also holds for chat templates and cut text.
+    """
+    made, known, start = [], 0, 0  # ids[known:start] is the piece before, whose text leads the next
+
+    def decode(stop):
+        return tokenizer.decode(ids[known:stop], clean_up_tokenization_spaces=False)
+
+    for stop in range(1, len(ids) + 1):
+        text = decode(stop)
+        if text.endswith("\ufffd") and stop - start < LONGEST and stop < len(ids):
+            continue
+        made.append([text[len(decode(start)) :], stop - start])
+        known, start = start, stop
+    return made
+
+
+def gaps(positions: list) -> list:
+    """Ascending positions as [gap, length, gap, length, ...] of their runs: [0, 1, 2, 7] is [0, 3, 4, 1]."""
+    if not positions:
+        return []
+    breaks = [i for i, (a, b) in enumerate(pairwise(positions), 1) if b != a + 1]
+    starts = [0, *breaks, len(positions)]
+    runs = [(positions[a], b - a) for a, b in pairwise(starts)]
+    stops = [0] + [at + length for at, length in runs]
+    return [number for (at, length), stop in zip(runs, stops) for number in (at - stop, length)]
+
+
+def places(pieces: list, words: str) -> list:
+    """Positions of the first token of every occurrence of `words` in the pieces' text."""
+    text = "".join(text for text, _ in pieces)
+    starts = list(accumulate((len(text) for text, _ in pieces), initial=0))
+    positions = list(accumulate((count for _, count in pieces), initial=0))
+    found = (match.start() for match in re.finditer(re.escape(words), text))
+    return [positions[bisect.bisect_right(starts, at) - 1] for at in found]
+
+
+def picture(path, runs, tokens: int, title: str, marks=()) -> None:
+    """Save a PNG of one prompt of `tokens` tokens: per run a map whose rows are kv heads, layer by layer, dark where a
+    position was kept, with marks above the positions `marks`. `runs` as for `page`. Needs matplotlib (ImportError)."""
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 2 + 1.5 * len(runs)), layout="constrained")
+    for run, axes in zip(runs, figure.subplots(len(runs), sharex=True, squeeze=False)[:, 0]):
+        layers = [layer[0] for layer in run["positions"] if layer is not None]
+        kept = np.zeros((sum(map(len, layers)), tokens))
+        for row, positions in zip(kept, (head for layer in layers for head in layer)):
+            row[positions] = 1
+        extent = (-0.5, tokens - 0.5, len(layers), 0)
+        axes.imshow(kept, aspect="auto", cmap="Oranges", interpolation="none", vmax=1.2, extent=extent)
+        for mark in marks:
+            axes.plot(mark, 0, "v", color="tab:blue", clip_on=False)
+        axes.set(title=f"{run['name']}: {run['answer']}", ylabel="layer")
+    axes.set_xlabel("position in the prompt")
+    figure.suptitle(title)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,110 @@
+"""The command line: its list, a closed pipe, how a policy is written, the bundled model, `kvevict generate`."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from tiny import byte_tokenizer, generate, save
+
+import kvevict
+from kvevict.cli import main
+from kvevict.commands import COMMANDS, grid, options_of, parse_policy
+from kvevict.policy import build
+
+
+def test_help_lists_the_commands(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name, function in COMMANDS.items():
+        assert f"{name} {function.__doc__}" in [" ".join(line.split()) for line in lines]
+
+
+def test_a_reader_that_leaves():
+    child = subprocess.Popen(
+        [sys.executable, "-m", "kvevict", "policies"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    child.stdout.close()
+    assert child.stderr.read() == ""
+    assert child.wait() == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("take", ("take", {})),
+        ("take/no-probe:alpha=0.3", ("take/no-probe", dict(alpha=0.3))),
+        ("take:probe=[0, 32],alpha=0.3", ("take", dict(probe=(0, 32), alpha=0.3))),
+        ("take:alpha=1,probe=[-9,-1]", ("take", dict(alpha=1, probe=(-9, -1)))),
+        ("oracle:response=[5,6],x=[],y=[7]", ("oracle", dict(response=(5, 6), x=(), y=(7,)))),
+        ("take:ema-space=literal,decode=true,warmup_layers=null",
+         ("take", dict(ema_space="literal", decode=True, warmup_layers=None))),
+    ],
+)  # fmt: skip
+def test_policies_by_hand(text, want):
+    assert parse_policy(text) == want
+
+
+@pytest.mark.parametrize("text", ["take:", "take:probe", "take:probe=8,"])
+def test_mistakes_in_policies(text):
+    with pytest.raises(ValueError, match=r"NAME\[:OPTION=VALUE"):
+        parse_policy(text)
+
+
+def test_options_read_back():
+    """What is printed of a policy makes the same one again."""
+    policy = build("take", budget=70, probe=(3, 9), alpha=0.3, warmup_layers=2, layers="pyramid", beta=7)
+    options = eval(f"dict({options_of(policy)})")
+    assert build("take", **options) == policy
+    assert options.keys() == {
+        f.name for thing in (policy, policy.score, policy.layers) for f in dataclasses.fields(thing)
+    } - {"progress"}  # fmt: skip
+    assert "budget=70" in options_of(policy) and "budget=70" not in options_of(policy, "budget")
+
+
+def test_grid_by_hand():
+    assert grid([("", "a", "bcd"), ("wide", "1", "2")]) == "      a  bcd\nwide  1    2"
+    assert grid([("x", "a"), ("wide", "b")], left=2) == "x     a\nwide  b"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "demo", "bench", "plan", "generate --file FILE What?", "inspect --file FILE What?",
+        "eval --tasks facts --policies take --out OUT",
+    ],
+)  # fmt: skip
+def test_the_bundled_model_is_the_default(words, tmp_path, monkeypatch, capsys):
+    def missing():
+        raise FileNotFoundError("no model.safetensors")
+
+    monkeypatch.setattr("kvevict.models.small_llama", missing)
+    (tmp_path / "text").write_text("a")
+    words = words.replace("FILE", str(tmp_path / "text")).replace("OUT", str(tmp_path / "out"))
+    assert main(words.split()) == 2
+    assert "no model.safetensors" in capsys.readouterr().err
+
+
+def test_generate(tmp_path, capsys):
+    """Answers are those of `model.generate`; slots and bytes follow from the sizes: 4 layers, 2 kv heads of 32."""
+    folder, model = save(tmp_path / "model")
+    (tmp_path / "text").write_text("What is kept of this? " * 200)
+    words = ["generate", "--model", folder, "--file", str(tmp_path / "text"), "--max-new-tokens", "5", "--compare"]
+    name = "streaming:sink=2,decode=false"
+    assert main([*words, "--policy", name, "--budget", "700", "--chunk-size", "1000", "--limit", "2000", "Who?"]) == 0
+    *lines, last = capsys.readouterr().out.strip().splitlines()
+    runs = json.loads(last)["runs"]
+    question = "\n\nWho?"
+    text = ("What is kept of this? " * 200)[: 2000 - len(question)] + question
+    ids = torch.tensor([byte_tokenizer()(text)["input_ids"]])
+    inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids))
+    assert runs["unpatched"]["answer"] == byte_tokenizer().decode(generate(model, inputs, 5)[0])
+    with kvevict.evicting(model, "streaming", budget=700, chunk_size=1000, sink=2, decode=False):
+        assert runs[name]["answer"] == byte_tokenizer().decode(generate(model, inputs, 5)[0])
+    rows = {line.split()[0]: line.split()[1:3] for line in lines if line.startswith(("unpatched", name))}
+    sizes = {"unpatched": 2000, name: 700}
+    assert rows == {key: [str(n), f"{2 * 4 * 32 * 2 * 4 * n / 2**20:.2f}"] for key, n in sizes.items()}
