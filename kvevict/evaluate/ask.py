@@ -77,7 +77,8 @@ def policy_for(run: Run, tokens: int, response) -> Policy:
     """The policy of a run that reads `tokens` tokens under it.
 
     Windows, probes and recent slots that the run does not name are at most half the budget. A score with an option
-    `response` (the oracle) is given the ids that follow.
+    `response` (the oracle) is given the ids that follow and reads the prompt whole: rows of a response that have not
+    seen what is yet to be read bound nothing.
     """
     name, given = parse_policy(run.policy)
     if {"budget", "chunk_size"} & given.keys():
@@ -86,10 +87,10 @@ def policy_for(run: Run, tokens: int, response) -> Policy:
     slots = run.budget if isinstance(run.budget, int) else math.ceil(run.budget * tokens)
     defaults = {f.name: getattr(score, f.name) for f in dataclasses.fields(score)}
     sizes = {option: defaults[option] for option in OBSERVERS if isinstance(defaults.get(option), int)}
-    options = {option: min(size, max(1, slots // 2)) for option, size in sizes.items()}
+    options, chunk = {option: min(size, max(1, slots // 2)) for option, size in sizes.items()}, run.chunk_size or WHOLE
     if "response" in defaults:
-        options["response"] = tuple(response)
-    return build(name, budget=run.budget, chunk_size=run.chunk_size or WHOLE, **options | given)
+        options["response"], chunk = tuple(response), WHOLE
+    return build(name, budget=run.budget, chunk_size=chunk, **options | given)
 
 
 @torch.no_grad()
