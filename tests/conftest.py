@@ -1,10 +1,8 @@
 import pytest
 import torch
 
-TINY = {
-    f"test_{name}"
-    for name in ("models", "generate", "cache", "errors", "store", "patch", "policies", "turns", "budgets", "choices")
-}
+NAMES = "models generate cache errors store patch policies turns budgets choices output_errors"
+TINY = {f"test_{name}" for name in NAMES.split()}
 
 
 @pytest.fixture(autouse=True, scope="module")
