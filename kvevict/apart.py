@@ -10,7 +10,8 @@ REDUCE = {"sum": torch.sum, "mean": torch.mean, "max": torch.amax}
 def observe(view, op, q, slots, fresh, more, *, reduce="sum", group="mean", weight=None, **options):
     """`View._observe` of remembered queries q [B, H, R, D]. Causal rows of an op are the last R alive slots' own; here
     each is a batch row of its own, not causal, that sees the slots up to its position."""
-    (B, H, R, _), offset = q.shape, view.layer.offset
+    B, _, R, _ = q.shape
+    offset = view.layer.offset
     position = view.positions()[:, None]
     until = view.step.positions[:, -1:] - torch.arange(R - 1, -1, -1, device=view.device)  # [B, R]
     sees = ((position >= 0) & (position <= until[..., None, None])).sum(-1).flatten(0, 1).to(torch.int32)

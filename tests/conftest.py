@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-NAMES = "models generate cache errors store patch policies turns plan inspect bench demo budgets choices"
+NAMES = "models generate cache errors store patch policies turns plan inspect bench demo budgets choices output_errors"
 TINY = {f"test_{name}" for name in NAMES.split()}
 
 

@@ -85,7 +85,7 @@ class Row:
         none = torch.empty(heads, 0, model.model.layers[0].self_attn.head_dim, dtype=torch.double)
         self.layers = [Layer(none, none, [[] for _ in range(heads)], [{} for _ in range(heads)]) for _ in kinds]
         self.W = len(self.own) // 2 if self.o["warmup_layers"] == "half" else self.o["warmup_layers"]
-        self.seen = 0
+        self.seen, self.limits = 0, [0] * len(self.own)  # slots of each layer, from the first eviction on
 
     @property
     def positions(self):
@@ -97,7 +97,9 @@ class Row:
         o, N = self.o, len(ids)
         total = self.seen + N
         kept = o if o["protect"] else {}
-        self.always = kept.get("window", 0) or kept.get("sink", 0) or kept.get("recent") or _length(kept.get("probe", 0))
+        self.always = (
+            kept.get("window", 0) or kept.get("sink", 0) or kept.get("recent") or _length(kept.get("probe", 0))
+        )
         if kept and o["score"] in oracle_scores.SCORES:
             self.always = oracle_scores.always(o)
         if o["schedule"] == "chunk":
@@ -406,7 +408,7 @@ class Row:
         for g in heads:
             n = len(layer.alive[g]) - unscored
             a = self._weights(g, queries, rows, keys[g][:n], layer.alive[g][:n])
-            a = a.sum(1) if o.get("reduce") == "sum" else a.mean(1)
+            a = {"sum": a.sum(1), "max": a.amax(1)}.get(o.get("reduce"), a.mean(1))
             score = F.pad(a.mean(0), (0, unscored))
             scores.append(_pool(score.tolist(), o.get("pool", "avg"), o["kernel"], *ends[g]))
         return scores

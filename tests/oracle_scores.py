@@ -41,7 +41,7 @@ def ends(o, share):
 
 
 def always(o):
-    """Slots that a head keeps at any budget; half of it must hold VATP's sinks, so that the other half can be recent."""
+    """Slots that a head keeps at any budget; half of one holds VATP's sinks, so that the other can be recent."""
     return sum(ends(o, o.get("sink")))
 
 

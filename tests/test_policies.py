@@ -46,6 +46,21 @@ POLICIES = {
     "take/no-probe": dict(probe=5),
     "take/no-delay": dict(probe=5),
     "take/chunk-only": dict(probe=5),
+    "edie": dict(window=4, heads="equal"),
+    "edie, window as long as the chunk": dict(window=12, kernel=3, heads="equal"),
+    "edie-exact": dict(window=5, heads="equal"),
+    "vatp": dict(sink=2),
+    "vatp, few recent": dict(sink=3, recent=2),
+    "paasvn": dict(window=4),
+    "snapkv, cake's score": dict(score="cake", window=5, kernel=5, pool="avg"),
+    "h2o+caote": {},
+    "h2o+fastcaote": dict(recent=2),
+    "tova+caote": {},
+    "tova+caote, each row": dict(each="row"),
+    "snapkv+caote": dict(window=4),
+    "snapkv+caote, nothing protected": dict(window=4, protect=False),
+    "snapkv+fastcaote": dict(window=4, squared=True),
+    "take+caote": dict(probe=5),
 }  # "preset, remark": options
 GEOMETRIES = {
     "chunks": dict(budget=BUDGET, chunk_size=CHUNK),
@@ -188,7 +203,7 @@ def test_read_and_decode_with_groups_of(heads, name):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "phi3", "gemma2", "gemma3", "gpt_oss"])
-@pytest.mark.parametrize("name", ["h2o", "snapkv", "take", "take, span"])
+@pytest.mark.parametrize("name", ["h2o", "snapkv", "take", "take, span", "vatp", "take+caote"])
 def test_read_and_decode_of_other_families(family, name):
     policy, chosen = options(name, budget=BUDGET, chunk_size=CHUNK)
     compare(model(family), policy, [[40, 1, 1, 1]], **chosen)
@@ -245,7 +260,8 @@ def test_aligned_and_literal_averages_differ():
 # -- decoding -------------------------------------------------------------------------------------------------------
 
 
-ONLINE = [name for name in POLICIES if name[:3] in ("str", "h2o", "tov")]  # evict while decoding unless told not to
+# Evict while decoding unless told not to.
+ONLINE = [name for name in POLICIES if name.startswith(("streaming", "h2o", "tova", "snapkv+"))]
 
 
 @any_policy
