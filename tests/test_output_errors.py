@@ -332,6 +332,16 @@ def test_errors_of_a_window_are_sums_of_removals(family, heads, monkeypatch):
     views(monkeypatch, model(family, num_key_value_heads=heads), check)
 
 
+def test_weight_is_1_where_every_slot_observes(monkeypatch):
+    """The first chunk's rows, fewer than a window, are all there is."""
+
+    def check(view, a, v, n):
+        rows = SCORES["edie"](window=14).row_weights(view)
+        assert bool((rows == 1).all()) == (int(view.layer.len.max()) == 0)
+
+    views(monkeypatch, model(), check)
+
+
 def test_one_row_at_a_time_is_what_all_rows_are_together(monkeypatch):
     """The rows' form that needs no slots of their own, where all of them are there."""
     policy, chosen = "snapkv", dict(window=4, reduce="max", pool="none", decode=True, interval=1, **CHUNKED)
