@@ -1,6 +1,7 @@
 """KV-cache eviction for Hugging Face models: long prompts in bounded memory, answers from what was kept."""
 
 from . import _ops  # noqa: F401  checks torch and loads the kernels
+from .errors import ERRORS, Refinement
 from .heads import HEADS, HeadBudget
 from .layers import LAYERS, LayerBudget
 from .layers.tada import history
@@ -13,9 +14,9 @@ from .store import load_cache, save_cache
 
 __version__ = "0.1.0"
 __all__ = [
-    "HEADS", "LAYERS", "PRESETS", "SCORES", "SELECTIONS", "HeadBudget", "LayerBudget", "Policy", "Score", "Selection",
-    "evicting", "history", "load_cache", "patch", "policies", "register_score", "report", "save_cache", "small_llama",
-    "unpatch",
+    "ERRORS", "HEADS", "LAYERS", "PRESETS", "SCORES", "SELECTIONS", "HeadBudget", "LayerBudget", "Policy",
+    "Refinement", "Score", "Selection", "evicting", "history", "load_cache", "patch", "policies", "register_score",
+    "report", "save_cache", "small_llama", "unpatch",
 ]  # fmt: skip
 
 

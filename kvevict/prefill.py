@@ -42,7 +42,7 @@ class Call:
         if self.rolls_back and self.wanted > 1 and (patch.policy.decode or patch.policy.score.carries):
             raise ValueError(
                 "assisted and prompt-lookup decoding roll tokens back, which eviction while decoding and h2o's sums "
-                "cannot: pass decode=False and another policy than h2o, or generate without an assistant"
+                "cannot: pass decode=False and another policy than h2o or vatp, or generate without an assistant"
             )
 
     def _check_cache(self):
@@ -114,6 +114,8 @@ class Call:
             loaded = layer.policy is None and layer.budget is not None
             if not (loaded or layer.policy == policy) or int(layer.budget.min()) < least:
                 layer.budget = self._counts(budget)
+            if not loaded and layer.policy != policy:
+                layer.recent = None  # another policy's rows, or rows with a gap behind them
             layer.policy = policy
 
     def _layers(self):

@@ -166,3 +166,23 @@ def test_flags_of_the_config_are_refused_when_chunked(flag):
 def test_bidirectional_models_are_refused():
     with pytest.raises(ValueError, match="bidirectional"):
         kvevict.patch(model("gemma3", use_bidirectional_attention=True), "snapkv", budget=64)
+
+
+def test_another_policy_forgets_remembered_queries():
+    """Rows remembered under an earlier policy have a gap behind them: they no longer observe."""
+    window = dict(budget=20, window=4, decode=True, interval=2)
+
+    def slots(forget):
+        net = kvevict.patch(model(), "snapkv", **window)
+        cache = net(ids(1, 40)).past_key_values
+        tokens_of(net, cache, ids(1, 1, 3), 6)
+        kvevict.patch(net, "knorm", budget=20, decode=False)
+        tokens_of(net, cache, ids(1, 1, 4), 2)
+        if forget:
+            for layer in cache.layers:
+                layer.recent = None
+        kvevict.patch(net, "snapkv", **window)
+        tokens_of(net, cache, ids(1, 1, 5), 2)
+        return kept(cache)
+
+    assert slots(forget=False) == slots(forget=True)
