@@ -63,14 +63,6 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=inner)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def net():
     return tiny_model()
