@@ -1,7 +1,8 @@
 """What reading a prompt costs, from a model's config, a policy and two hardware numbers: no weights needed.
 
 Slots follow the policy chunk by chunk and are exact: `cache_bytes` and `peak_cache_bytes` are `kvevict.report`'s after
-such a read. FLOPs are those of matrix products (a multiply and an add are two); norms, softmax, pooling and ranking are
+such a read (where layers share by what a prompt measures, they are taken as uniform, and only what is left at the end is
+exact). FLOPs are those of matrix products (a multiply and an add are two); norms, softmax, pooling and ranking are
 left out. Bytes moved are the least that is possible: weights once per chunk, a layer's slots once per chunk and once
 per scoring pass, kept slots read and written; activations are taken to stay on the chip. Each stage of each chunk takes
 the longer of FLOPs / rate and bytes / rate. Memory leaves out masks, "eager" attention's matrices, and free room.
@@ -143,7 +144,7 @@ def score_pairs(policy: Policy, chunk: Chunk, stored: int, chooses: bool, causal
     if chunk.observers:  # averaged over chunks they have no log-sum-exp yet: a pass for it, and one for the sums
         return chunk.observers * (n if chunk.probe else n - chunk.observers), 1 if score.response else 2
     rows = min(chunk.rows, score.rows or int(score.last_row))
-    return pairs(rows, n - rows, causal=causal), int(rows > 0)
+    return pairs(rows, n - rows, causal=causal), (score.passes + policy.error.outputs) * (rows > 0)
 
 
 def plan(shape: Shape, policy: Policy | None, tokens: int, *, batch=1, hardware=Hardware(), causal=True) -> dict:

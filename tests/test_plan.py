@@ -60,7 +60,7 @@ TAKE = [
 ]
 NEEDS = {"oracle": dict(response=tuple(range(5, 14))), "chunkkv/kvpress": dict(exact=True)}
 CASES = [(name, *case) for name in PRESETS for case in SLOTS
-         if not (name == "chunkkv+reuse" and "warmup_layers" in case[0])]  # fmt: skip
+         if not (("reuse" in name or "tada" in name) and "warmup_layers" in case[0])]  # fmt: skip
 CASES += [("take", *case) for case in TAKE] + [("snapkv/kvcf", dict(budget=9, chunk_size=1), (30,))]
 
 
@@ -75,13 +75,16 @@ def sliding():
     [(shared, *case) for case in CASES] + [(sliding, *case) for case in CASES if case[0] in ("take", "h2o")],
 )
 def test_slots(build_model, name, options, lengths):
-    """KV bytes after the prompt and at most are what was measured, to the byte."""
+    """KV bytes after the prompt and at most are what was measured, to the byte; where layers share by what they
+    measure, the peak depends on the text and is near the uniform one."""
     model, policy = build_model(), build(name, **NEEDS.get(name, {}), **options)
     shape = shape_of(model.config, "float32")
     for batch, length in enumerate(lengths, 1):
         report, cache = read(model, policy, prompt(batch, length))
         got = plan(shape, policy, length, batch=batch)
-        assert (got["cache_bytes"], got["peak_cache_bytes"]) == (report["cache_bytes"], report["peak_cache_bytes"])
+        assert got["cache_bytes"] == report["cache_bytes"]
+        peak = report["peak_cache_bytes"]
+        assert got["peak_cache_bytes"] == (pytest.approx(peak, rel=0.2) if policy.layers.measures else peak)
         windows = [layer for layer, kept in zip(cache.layers, report["kept"], strict=True) if kept is None]
         assert got["sliding_bytes"] == sum(4 * (w.keys.numel() + w.values.numel()) for w in windows)
 
@@ -146,26 +149,40 @@ def test_attention_and_score_flops(name, options, monkeypatch):
     """Pairs of rows and slots that the ops of a read were given, counted one by one."""
     policy, model, dim = build(name, **NEEDS.get(name, {}), **options), shared(), 32
     seen = {"attend": 0, "score": 0}
-    attend, score = kvevict._ops.attend, kvevict._ops.score
+    attend, score, peak, error = (getattr(kvevict._ops, op) for op in ("attend", "score", "peak", "error"))
 
     def attend_counted(q, k_slots, v_slots, offset, length, k, v, first, **options):
         below = torch.ones(q.shape[2], k.shape[2]).tril(k.shape[2] - q.shape[2])
         seen["attend"] += 2 * int((below.sum() + q.shape[2] * length).sum())  # two query heads per kv head
         return attend(q, k_slots, v_slots, offset, length, k, v, first, **options)
 
-    def score_counted(q, row_first, k_slots, offset, length, k, first, stop, *, lse=None, causal, **options):
+    def score_counted(q, row_first, k_slots, offset, length, k, first, stop, *more, lse=None, causal, **options):
+        count(q, row_first, length, first, stop, lse, causal)
+        return score(q, row_first, k_slots, offset, length, k, first, stop, *more, lse=lse, causal=causal, **options)
+
+    def peak_counted(q, row_first, k_slots, offset, length, k, first, stop, *more, lse, causal, **options):
+        count(q, row_first, length, first, stop, lse, causal)
+        return peak(q, row_first, k_slots, offset, length, k, first, stop, *more, lse=lse, causal=causal, **options)
+
+    def error_counted(q, row_first, ks, vs, offset, length, k, v, first, stop, *more, lse, causal, **options):
+        count(q, row_first, length, first, stop, lse, causal)
+        return error(q, row_first, ks, vs, offset, length, k, v, first, stop, *more, lse=lse, causal=causal, **options)
+
+    def count(q, row_first, length, first, stop, lse, causal):
         for n in (length + (stop - first)[:, None]).flatten().tolist():
             rows = range(int(row_first[0]), q.shape[2])
             saw = sum(n - q.shape[2] + r + 1 if causal else n for r in rows)
             seen["score"] += 2 * saw * (2 if lse is None else 1)
-        return score(q, row_first, k_slots, offset, length, k, first, stop, lse=lse, causal=causal, **options)
 
     monkeypatch.setattr(kvevict._ops, "attend", attend_counted)
     monkeypatch.setattr(kvevict._ops, "score", score_counted)
+    monkeypatch.setattr(kvevict._ops, "peak", peak_counted)
+    monkeypatch.setattr(kvevict._ops, "error", error_counted)
     read(model, policy, prompt(2, 310))
     flops = plan(dataclasses.replace(shape_of(model.config), products=0, head_weights=0), policy, 310, batch=2)["flops"]
     assert flops["attention"] + flops["probe"] == 4 * dim * seen["attend"]
-    assert flops["evict"] == 2 * dim * seen["score"]
+    scored = 2 * dim * seen["score"]
+    assert flops["evict"] == (pytest.approx(scored, rel=0.15) if policy.layers.measures else scored)
 
 
 # -- shapes, memory, time ----------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ class Score:
     span: ClassVar[tuple | None] = None  # where the probe is in the prompt, if not at its end
     response: ClassVar[tuple | None] = None  # token ids of a probe that is no part of the prompt
     ordinal: ClassVar[bool] = False  # scores only rank slots: they may be negative, and their sums mean nothing
+    passes: ClassVar[int] = 1  # how often a window's logits are computed, which `kvevict.plan` counts
     outputs: ClassVar[bool] = False  # scoring needs the observing rows' attention outputs
     shared: ClassVar[bool] = False  # one choice for all heads of a layer
     append: ClassVar[bool] = True  # the probe reads along with every chunk

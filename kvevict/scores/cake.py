@@ -17,6 +17,7 @@ class Cake(SnapKV):
     kernel: int = 5
     pool: str = "avg"
     reduce: ClassVar[str] = "mean"
+    passes: ClassVar[int] = 2
 
     def check(self, policy):
         super().check(policy)

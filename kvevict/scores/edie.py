@@ -26,6 +26,10 @@ class Edie(SnapKV):
     outputs: ClassVar[bool] = True
     kind: ClassVar[str] = "edie"
 
+    @property
+    def passes(self):
+        return 1 if self.weight == "none" else 2
+
     def check(self, policy):
         super().check(policy)
         one_of("weight", self.weight, WEIGHTS)
