@@ -1,7 +1,7 @@
 """What reading a prompt costs, from a model's config, a policy and two hardware numbers: no weights needed.
 
 Slots follow the policy chunk by chunk and are exact: `cache_bytes` and `peak_cache_bytes` are `kvevict.report`'s after
-such a read (where layers share by what a prompt measures, they are taken as uniform, and only what is left at the end is
+such a read (layers that share by what a prompt measures are taken as uniform, and only what is left at the end is
 exact). FLOPs are those of matrix products (a multiply and an add are two); norms, softmax, pooling and ranking are
 left out. Bytes moved are the least that is possible: weights once per chunk, a layer's slots once per chunk and once
 per scoring pass, kept slots read and written; activations are taken to stay on the chip. Each stage of each chunk takes
