@@ -15,7 +15,7 @@ def apportion(share, total, least, most, weight=None):
     most = most.long()
     least = torch.minimum(least.long(), most)
     total = torch.minimum(torch.maximum(total.long(), (weights * least).sum(1)), (weights * most).sum(1))
-    exact = _fill(share.double().nan_to_num(0.0).clamp_min(0), total, least, most, weights)
+    exact = _fill(share.double().nan_to_num(0.0, posinf=1e100).clamp(0, 1e100), total, least, most, weights)
     # Quantised, so that shares equal but for rounding errors tie.
     x = torch.minimum((exact + 1e-9).floor().long(), most)
     rest = ((exact - x) * 1e9).round().masked_fill(x >= most, -1)

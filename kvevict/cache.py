@@ -248,6 +248,13 @@ class EvictionLayer(CacheLayerMixin):
             for h, start in enumerate(row):
                 yield b, h, slice(start, start + lens[b][h])
 
+    def places(self, shared: bool):
+        """Positions of the slots by row and head; None where heads that ought to be alike are not."""
+        heads = [[[] for _ in row] for row in self.len]
+        for b, h, rows in self.segments():
+            heads[b][h] = self.pos[rows].tolist()
+        return None if shared and any(head != row[0] for row in heads for head in row) else heads
+
     def _dense(self, flat):
         if not self.is_initialized:
             return None

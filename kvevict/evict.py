@@ -83,6 +83,8 @@ def after_token(view) -> None:
         other = layer.recent is None or layer.recent.shape[3] != row.shape[3]  # of another policy
         rows = row if other else torch.cat([layer.recent, row], 2)
         layer.recent = rows[:, :, -policy.score.rows :]
+    if not view.waits:
+        view.step.choice = None  # a group's before this one
     n = view.n.sum(1)
     full = n > layer.budget + (policy.interval - 1) * view.n.shape[1]
     if bool(full.any()):

@@ -22,6 +22,7 @@ class Policy:
     """One way to evict.
 
     score          a name of `kvevict.scores` or a `Score` with its options, e.g. `SnapKV(window=16)`
+    error          what becomes of the score before slots are ranked: a name of `kvevict.errors` or an object
     budget         slots kept per kv head and layer on average, window and sinks included (int), or the fraction of
                    the tokens seen that is kept (float in (0, 1))
     chunk_size     tokens read at once; None reads the prompt whole
@@ -31,7 +32,7 @@ class Policy:
                    "half": floor(L/2)
     warmup_budget  B_warmup of the layers before W until the last chunk (TAKE eq. 8); None: METHODS' formula
     decode         evict while decoding too, so that the cache never grows past budget + interval - 1; None: where it
-                   is part of the score's method (streaming, h2o, tova)
+                   is part of the score's method (streaming, h2o, tova; presets of CAOTE set it)
     interval       decoded tokens between two evictions
     layers, heads, select   how the budget is split over layers and heads, and which slots are taken by it: names of
                    `kvevict.layers`, `.heads`, `.selections`, or objects with their options, e.g. `Ada(floor="max")`
@@ -207,6 +208,9 @@ def build(policy, *, budget=None, chunk_size=None, **options) -> Policy:
             raise ValueError("budget is missing: slots per kv head (int) or the fraction kept (float in (0, 1))")
     elif isinstance(policy, Policy):
         choices = {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy)}
+        if "score" in options:  # what came with the old one goes with it
+            for name, own in (("decode", policy.score.decodes), ("interval", policy.score.interval)):
+                choices[name] = None if choices[name] == own else choices[name]
     else:
         raise TypeError(f"policy must be a preset's name or a kvevict.Policy, got {type(policy).__name__}")
     if budget is not None:

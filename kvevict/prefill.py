@@ -116,6 +116,8 @@ class Call:
                 layer.budget = self._counts(budget)
             if not loaded and layer.policy != policy:
                 layer.recent = None  # another policy's rows, or rows with a gap behind them
+                if not policy.score.carries:
+                    layer.carry = None
             layer.policy = policy
 
     def _layers(self):
@@ -128,14 +130,16 @@ class Call:
         return slots.clamp_max(PLENTY).to(device=self.device, dtype=torch.int32)
 
     def _check_groups(self):
-        """Layers that share a choice must hold equally many slots, as they do when they always have."""
-        layers = self._layers()
-        for group in self.patch.policy.groups(len(layers)):
-            lengths = [layers[order].len for order in group]
-            if any(n is not None and not torch.equal(n, lengths[0]) for n in lengths):
+        """Layers, or a layer's heads, that share a choice must hold the same slots, as they do if they always did."""
+        policy, layers = self.patch.policy, self._layers()
+        if layers[0].len is None or all(layer.policy is policy for layer in layers):
+            return
+        for group in policy.groups(len(layers)):
+            held = [layers[order].places(shared=policy.shared) for order in group if len(group) > 1 or policy.shared]
+            if any(place is None or place != held[0] for place in held):
                 raise ValueError(
-                    "past_key_values was read under another policy, and layers that are to share their choice hold "
-                    "different numbers of slots; read the prompt again under this policy"
+                    "past_key_values was read under another policy, and layers or heads that are to share their choice "
+                    "hold different slots; read the prompt again under this policy"
                 )
 
     def append(self, run):

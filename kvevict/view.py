@@ -157,7 +157,7 @@ class View:
         slots = (layer.k, layer.v) if values else (layer.k,)
         fresh = (self.k, self.v) if values else (self.k,)
         with self.step.patch.clock("score"):
-            if self.decoding and q.shape[2] > 1 and not self.policy.error.protect:
+            if self.decoding and int(self.protected[1].min()) < q.shape[2] > 1:  # some rows' slots may be gone
                 return apart.observe(self, op, q, slots, fresh, more, **options, **self.options)
             return op(
                 q, skip.to(torch.int32), *slots, layer.offset, layer.len, *fresh, self.first, stop.to(torch.int32),

@@ -153,9 +153,9 @@ def test_an_oracle_is_given_what_comes(net, tmp_path, monkeypatch):
     given = {}
     real = ask.policy_for
 
-    def spy(run, tokens, response):
+    def spy(run, tokens, response, task):
         given[run.mode] = response
-        return real(run, tokens, response)
+        return real(run, tokens, response, task)
 
     monkeypatch.setattr(ask, "policy_for", spy)
     lines = results(net, tmp_path / "r", policies=("knorm",), cases=1)
@@ -384,3 +384,14 @@ def test_unknown_tag(net, tmp_path, capsys):
     assert main(["eval", "--table-only", "--out", str(out), "--by", "depth"]) == 0
     assert main(["eval", "--table-only", "--out", str(out), "--by", "width"]) == 2
     assert "the cases' tags are depth, length" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ['{"precious": 1}', "line one\nline two tail", '{"a": 1}\n'])
+def test_a_file_of_something_else_is_left_alone(tmp_path, text):
+    from kvevict.evaluate.results import Results
+
+    path = tmp_path / "notes.txt"
+    path.write_text(text)
+    with pytest.raises(ValueError):
+        Results(path, {"a": 1})
+    assert path.read_text() == text

@@ -186,3 +186,34 @@ def test_another_policy_forgets_remembered_queries():
         return kept(cache)
 
     assert slots(forget=False) == slots(forget=True)
+
+
+def test_layers_that_share_a_choice_must_hold_the_same_slots():
+    """Equal numbers of different slots, of another policy, are refused before anything is dropped."""
+    net = kvevict.patch(model(), "snapkv", budget=20, window=4)
+    cache = net(ids(1, 60)).past_key_values
+    before = kept(cache)
+    for policy, more in (("take", dict(probe=5, chunk_size=20)), ("chunkkv+reuse", dict(window=4)), ("tova", {})):
+        kvevict.patch(net, policy, budget=20, **more)
+        with pytest.raises(ValueError, match="hold different slots; read the prompt again"):
+            net(ids(1, 30, 2), past_key_values=cache)
+        assert kept(cache) == before
+
+
+def test_a_reuse_group_that_keeps_everything_follows_no_other():
+    """exact=False fills groups at different times: a follower must not take another group's choice."""
+    options = dict(budget=40, window=8, n_reuse=2, decode=True, interval=1)
+    net = kvevict.patch(model(), "chunkkv/kvpress", **options)
+    cache = net(ids(1, 80)).past_key_values
+    tokens_of(net, cache, ids(1, 1, 3), 30)
+    held = kept(cache)
+    assert all(held[i] == held[i + 1] for i in range(0, len(held), 2))
+
+
+def test_sums_end_with_their_policy(tmp_path):
+    net = kvevict.patch(model(), "h2o", budget=40, chunk_size=20)
+    cache = net(ids(1, 60)).past_key_values
+    kvevict.patch(net, "snapkv", budget=40, window=4)
+    tokens_of(net, cache, ids(1, 1, 3), 5)
+    kvevict.save_cache(cache, tmp_path / "cache.safetensors")
+    assert kept(kvevict.load_cache(tmp_path / "cache.safetensors", net)) == kept(cache)

@@ -73,8 +73,9 @@ def encode(model, tokenizer, case) -> Prompt:
     return prompt
 
 
-def policy_for(run: Run, tokens: int, response) -> Policy:
-    """The policy of a run that reads `tokens` tokens under it.
+def policy_for(run: Run, tokens: int, response, task: str = "eval") -> Policy:
+    """The policy of a run that reads `tokens` tokens under it. What it remembers of a `task` (TADA) is the run's own,
+    and lasts as long as the process.
 
     Windows, probes and recent slots that the run does not name are at most half the budget. A score with an option
     `response` (the oracle) is given the ids that follow and reads the prompt whole: rows of a response that have not
@@ -83,13 +84,16 @@ def policy_for(run: Run, tokens: int, response) -> Policy:
     name, given = parse_policy(run.policy)
     if {"budget", "chunk_size"} & given.keys():
         raise ValueError(f"policy {run.policy!r}: give budget and chunk_size by --budgets and --chunk-size")
-    score = as_part("score", PRESETS.find(name)["score"])
+    score = as_part("score", given.get("score", PRESETS.find(name)["score"]))
     slots = run.budget if isinstance(run.budget, int) else math.ceil(run.budget * tokens)
     defaults = {f.name: getattr(score, f.name) for f in dataclasses.fields(score)}
     sizes = {option: defaults[option] for option in OBSERVERS if isinstance(defaults.get(option), int)}
     options, chunk = {option: min(size, max(1, slots // 2)) for option, size in sizes.items()}, run.chunk_size or WHOLE
     if "response" in defaults:
         options["response"], chunk = tuple(response), WHOLE
+    layers = as_part("layers", given.get("layers", PRESETS[name].get("layers", "uniform")))
+    if hasattr(layers, "task"):
+        options["task"] = "/".join(map(str, (task, *dataclasses.astuple(run))))
     return build(name, budget=run.budget, chunk_size=chunk, **options | given)
 
 
@@ -106,7 +110,7 @@ def ask(model, tokenizer, case, prompt: Prompt, run: Run, response) -> dict:
     result = dict(prompt_tokens=len(prompt.context) + len(prompt.question))
     policy = None
     if run != FULL:
-        policy = policy_for(run, len(first), later + (prompt.answer if scored else response))
+        policy = policy_for(run, len(first), later + (prompt.answer if scored else response), case.task)
         result["options"] = dataclasses.asdict(policy.score) | parse_policy(run.policy)[1]
         result["options"].pop("response", None)
     with nullcontext() if policy is None else evicting(model, policy):

@@ -19,12 +19,14 @@ class Results:
         self.keys, self.responses = set(), {}
         settings = json.loads(json.dumps(settings))
         path = Path(path)
-        begun = path.exists() and _whole_lines(path)
+        begun = path.exists() and not _only_a_start(path)
         if begun:
             before, lines = read(path)
             _same(path, before, settings)
             for line in lines:
                 self._note(line)
+        if path.exists():
+            _cut_half_line(path)
         self.file = path.open("a", encoding="utf-8")
         if not begun:
             self._append({"settings": settings})
@@ -63,11 +65,16 @@ def read(path) -> tuple:
     return lines[0]["settings"], lines[1:]
 
 
-def _whole_lines(path) -> int:
-    """Cut a half-written last line off; bytes left."""
+def _only_a_start(path) -> bool:
+    """Whether a file is empty, or was killed while its first line was written."""
+    text, start = path.read_bytes(), b'{"settings": '
+    return b"\n" not in text and (text.startswith(start) or start.startswith(text))
+
+
+def _cut_half_line(path) -> None:
     size = path.read_bytes().rfind(b"\n") + 1
     with path.open("r+b") as file:
-        return file.truncate(size)
+        file.truncate(size)
 
 
 def _same(path, before: dict, now: dict) -> None:

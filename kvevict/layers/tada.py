@@ -1,4 +1,5 @@
 import json
+import math
 import os
 from dataclasses import dataclass
 from typing import ClassVar
@@ -66,6 +67,8 @@ class History:
     def add(self, contexts) -> None:
         """Take in the errors per layer of further contexts."""
         for errors in contexts if not self.frozen else ():
+            if not all(map(math.isfinite, errors)):
+                continue
             self.contexts += 1
             old = self.errors or [0.0] * len(errors)
             self.errors = [mean + (x - mean) / self.contexts for mean, x in zip(old, errors, strict=True)]
@@ -82,6 +85,8 @@ class History:
             with open(path, encoding="utf-8") as file:
                 data = json.load(file)
             contexts, errors = int(data["contexts"]), [float(x) for x in data["errors"]]
+            if contexts < 0 or not all(math.isfinite(x) and x >= 0 for x in errors):
+                raise ValueError("errors are numbers >= 0")
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is no history written by History.save ({error!r})") from None
         self.contexts, self.errors = contexts, errors
