@@ -75,6 +75,13 @@ def _explain(op, error: RuntimeError, args: tuple) -> Exception:
     return RuntimeError(f"{name}: " + re.sub(r"^\w+, \S+:\d+, ", "", str(error)))  # without the place in binding.cpp
 
 
+def _call(op, args: tuple):
+    try:
+        return op(*args)
+    except RuntimeError as error:
+        raise _explain(op, error, args) from None
+
+
 def _one_of(name: str, value: str, table: dict) -> int:
     if value not in table:
         raise ValueError(f"kvevict.{name} is {value!r}, expected one of {', '.join(table)}")
@@ -101,10 +108,7 @@ def attend(
     -> out [B,T,H,D], lse [B,H,T]; a row that sees nothing gets 0 and -inf.
     """
     args = (q, k_slots, v_slots, offset, len, k, v, first, _NONE if sinks is None else sinks, scale, softcap)
-    try:
-        return _attend(*args)
-    except RuntimeError as error:
-        raise _explain(_attend, error, args) from None
+    return _call(_attend, args)
 
 
 def score(
@@ -144,10 +148,7 @@ def score(
     lse, sinks, weight = (_NONE if x is None else x for x in (lse, sinks, weight))
     args = (q, row_first, k_slots, offset, len, k, first, stop, lse, sinks, weight, scale, softcap)
     args += (causal, squared, reduction, heads, columns)
-    try:
-        return _score(*args)
-    except RuntimeError as error:
-        raise _explain(_score, error, args) from None
+    return _call(_score, args)
 
 
 def peak(
@@ -175,10 +176,7 @@ def peak(
     """
     lse, sinks = _NONE if lse is None else lse, _NONE if sinks is None else sinks
     args = (q, row_first, k_slots, offset, len, k, first, stop, lo, hi, lse, sinks, scale, softcap, causal)
-    try:
-        return _peak(*args)
-    except RuntimeError as error:
-        raise _explain(_peak, error, args) from None
+    return _call(_peak, args)
 
 
 def error(
@@ -219,10 +217,7 @@ def error(
     lse, sinks, weight = (_NONE if x is None else x for x in (lse, sinks, weight))
     args = (q, row_first, k_slots, v_slots, offset, len, k, v, first, stop, o, lse, sinks, weight, scale, softcap)
     args += (causal, which, alpha, heads, columns)
-    try:
-        return _error(*args)
-    except RuntimeError as error:
-        raise _explain(_error, error, args) from None
+    return _call(_error, args)
 
 
 def refine(
@@ -245,10 +240,7 @@ def refine(
     -> [B,Hkv,C], 0 past a head's own.
     """
     args = (v_slots, offset, len, v, first, stop, score, fast, squared)
-    try:
-        return _refine(*args)
-    except RuntimeError as error:
-        raise _explain(_refine, error, args) from None
+    return _call(_refine, args)
 
 
 def norm(
@@ -261,10 +253,7 @@ def norm(
     if p not in (1, 2):
         raise ValueError(f"kvevict.norm: p is {p!r}, expected 1 or 2")
     args = (x_slots, offset, len, x, first, stop, p, columns)
-    try:
-        return _norm(*args)
-    except RuntimeError as error:
-        raise _explain(_norm, error, args) from None
+    return _call(_norm, args)
 
 
 def select(score: Tensor, n: Tensor, keep: Tensor, protect_first: Tensor, protect_last: Tensor, columns: int) -> Tensor:
@@ -275,10 +264,7 @@ def select(score: Tensor, n: Tensor, keep: Tensor, protect_first: Tensor, protec
     -> int32 [B,Hkv,columns], ascending slot indices; -1 from column keep[b,h] on.
     """
     args = (score, n, keep, protect_first, protect_last, columns)
-    try:
-        return _select(*args)
-    except RuntimeError as error:
-        raise _explain(_select, error, args) from None
+    return _call(_select, args)
 
 
 def compact(
@@ -306,10 +292,7 @@ def compact(
     """
     src = (k_src, v_src, pos_src, src_offset, src_len)
     args = (*src, k, v, pos, first, _NO_INDEX if index is None else index, keep, k_dst, v_dst, pos_dst, dst_offset)
-    try:
-        return _compact(*args)
-    except RuntimeError as error:
-        raise _explain(_compact, error, args) from None
+    return _call(_compact, args)
 
 
 def decode(
@@ -338,10 +321,7 @@ def decode(
     """
     sinks = _NONE if sinks is None else sinks
     args = (q, k, v, pos, k_slots, v_slots, pos_slots, offset, len, sinks, scale, softcap, columns)
-    try:
-        return _decode(*args)
-    except RuntimeError as error:
-        raise _explain(_decode, error, args) from None
+    return _call(_decode, args)
 
 
 def cpu_isa() -> str:

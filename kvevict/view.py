@@ -139,8 +139,8 @@ class View:
         """Attention of the rows that read along behind the chunk over the alive slots, their softmax spanning the rows
         before them too; reduced over rows, mean over the group: [B, Hkv, C]."""
         rows = self.q.shape[2] - self.k.shape[2]
-        q, lse, stop = self.q[:, :, -rows:], self.lse[:, :, -rows:], self.k.shape[2] + 0 * self.first
-        return self._score(q, 0 * self.first, stop, lse, causal=False, reduce=reduce)
+        q, lse = self.q[:, :, -rows:], self.lse[:, :, -rows:]
+        return self._score(q, 0 * self.first, self._all, lse, causal=False, reduce=reduce)
 
     @property
     def _all(self):

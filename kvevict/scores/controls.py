@@ -17,7 +17,7 @@ class KNorm(Score):
     ordinal: ClassVar[bool] = True
 
     def score(self, view):
-        return view.per_head(lambda keys: -torch.linalg.vector_norm(keys.float(), dim=-1))
+        return -view.norm("k", 2)
 
 
 @SCORES.add("keydiff")
