@@ -7,7 +7,7 @@ The part of `oracle.Row` for them. Of one kv head: a [G, R, n] the observing row
 import torch
 from ref import caote
 
-DEFAULTS = dict(error="none", each="pooled", squared=False, protect=True, gamma=200.0, measure=False)
+DEFAULTS = dict(error="none", rows="pooled", squared=False, protect=True, gamma=200.0, measure=False)
 _EDIE = dict(score="edie", window=32, kernel=7, pool="max", weight="middle", alpha=0.1, heads="flat")
 _VATP = dict(score="vatp", base="h2o", sink=20, recent=None, window=32)
 PRESETS = {
@@ -99,7 +99,7 @@ def refined(row, layer, q, attention, scores):
     result = []
     for g, slots in enumerate(layer.alive):
         v = layer.v[g, slots]
-        if o["each"] == "row":
+        if o["rows"] == "each":
             a, _, out = _rows(row, layer, q, attention, g, o["window"] if o["score"] != "tova" else 1)
             term = a / (1 - a).clamp(min=1e-6) * (v - out[:, :, None]).norm(dim=-1)
             result.append(term.sum(1).mean(0).tolist())

@@ -46,7 +46,7 @@ CHOICES = {
     "snapkv, caote, avg": dict(window=4, error="caote", pool="avg", kernel=5, reduce="mean"),
     "snapkv, squared": dict(window=4, error="caote", squared=True),
     "snapkv, fastcaote": dict(window=12, error="fastcaote"),
-    "snapkv, each row": dict(window=4, error="caote", each="row", heads="flat"),
+    "snapkv, each row": dict(window=4, error="caote", rows="each", heads="flat"),
     "snapkv, caote, chunk": dict(window=4, error="caote", select="chunk", c=4),
     "snapkv, caote, reuse": dict(window=4, error="caote", n_reuse=2),
     "h2o+caote, flat": dict(heads="flat"),
@@ -62,7 +62,7 @@ UNPROTECTED = {
     "snapkv": dict(window=4, **FREE),
     "snapkv, mean": dict(window=4, reduce="mean", pool="avg", **FREE),
     "snapkv, largest": dict(window=4, reduce="max", pool="none", **FREE),
-    "snapkv, each row": dict(window=4, each="row", **FREE),
+    "snapkv, each row": dict(window=4, rows="each", **FREE),
     "snapkv, cake": CAKE | FREE,
     "paasvn": dict(window=4, **FREE),
     "edie": dict(window=4, **FREE),
@@ -176,7 +176,7 @@ SOME = [
 ]
 AXES = dict(
     error=[dict(error=name) for name in ("none", "caote", "fastcaote")]
-    + [dict(error="caote", each="row"), dict(error="fastcaote", protect=False, squared=True)],
+    + [dict(error="caote", rows="each"), dict(error="fastcaote", protect=False, squared=True)],
     heads=[dict(heads=name) for name in ("equal", "flat", "ada")],
     select=[dict(select="token"), dict(select=kvevict.SELECTIONS["chunk"](3, per_head=True))],
     when=[CHUNKED, dict(budget=11, schedule="prompt", layers="pyramid", n_reuse=2)],
@@ -196,8 +196,8 @@ def test_every_combination(name):
         policy = policy.removesuffix("+caote")
         if policy == "take":
             given["warmup_layers"] = None
-        if given.get("each") == "row" and policy in ("h2o", "vatp", "take"):
-            with pytest.raises(ValueError, match="each='pooled'"):
+        if given.get("rows") == "each" and policy in ("h2o", "vatp", "take"):
+            with pytest.raises(ValueError, match="rows='pooled'"):
                 build(policy, **given)
             continue
         with kvevict.evicting(made, policy, **given), torch.no_grad():
@@ -243,7 +243,7 @@ def test_tada_sums_what_is_ranked_unpooled(name, chunk, task):
 
 def test_how_far_a_layer_turns_the_stream_is_no_matter_of_the_score(task):
     turns = []
-    for given in (dict(policy="snapkv"), dict(policy="edie"), dict(policy="snapkv", error="caote", each="row")):
+    for given in (dict(policy="snapkv"), dict(policy="edie"), dict(policy="snapkv", error="caote", rows="each")):
         errors = []
         for cd in ("off", "attention"):
             kvevict.history(task).reset()
@@ -392,12 +392,12 @@ REFUSED = [
       for name in ("streaming", "knorm", "keydiff", "random") for error in ("caote", "fastcaote")),
     (dict(policy="tova", error="caote"), "per_head=True"),
     (dict(policy="tova+caote", per_head=False), "per_head=True"),
-    *((dict(policy=name, error="caote", each="row"), "each='pooled'") for name in ("h2o", "vatp", "take")),
-    (dict(policy="oracle", response=(5, 7), error="caote", each="row"), "each='pooled'"),
-    (dict(policy="take/no-probe", error="caote", each="row"), "each='pooled'"),
-    (dict(policy="snapkv", error="caote", each="row", squared=True), "no squared form"),
-    (dict(policy="snapkv", error="fastcaote", each="row"), "no fast one"),
-    (dict(policy="snapkv", error="caote", each="rows"), "did you mean 'row'"),
+    *((dict(policy=name, error="caote", rows="each"), "rows='pooled'") for name in ("h2o", "vatp", "take")),
+    (dict(policy="oracle", response=(5, 7), error="caote", rows="each"), "rows='pooled'"),
+    (dict(policy="take/no-probe", error="caote", rows="each"), "rows='pooled'"),
+    (dict(policy="snapkv", error="caote", rows="each", squared=True), "no squared form"),
+    (dict(policy="snapkv", error="fastcaote", rows="each"), "no fast one"),
+    (dict(policy="snapkv", error="caote", rows="eac"), "did you mean 'each'"),
     (dict(policy="snapkv", error="caote", squared=1), "squared must be True or False"),
     (dict(policy="snapkv", error="caote", protect="no"), "protect must be True or False"),
     (dict(policy="snapkv", error="coate"), "did you mean 'caote'"),

@@ -56,7 +56,7 @@ POLICIES = {
     "h2o+caote": {},
     "h2o+fastcaote": dict(recent=2),
     "tova+caote": {},
-    "tova+caote, each row": dict(each="row"),
+    "tova+caote, each row": dict(rows="each"),
     "snapkv+caote": dict(window=4),
     "snapkv+caote, nothing protected": dict(window=4, protect=False),
     "snapkv+fastcaote": dict(window=4, squared=True),
@@ -89,7 +89,7 @@ def tokens(rows, seed):
     return [(torch.randperm(VOCAB - 3, generator=generator) + 3)[: sum(row)].split(row) for row in rows]
 
 
-def truth(made, policy, rows, **options):
+def truth(made, policy, rows, /, **options):
     """The first seed without a near-tie, and the oracle's (logits [T, V], positions) as [call][row]."""
     for seed in range(60):
         try:
@@ -104,7 +104,7 @@ def truth(made, policy, rows, **options):
     raise AssertionError("60 seeds and every one has a near-tie")
 
 
-def ours(made, policy, rows, text, watch=None, **options):
+def ours(made, policy, rows, text, watch=None, /, **options):
     """The same from kvevict: rows of a batch, their first calls padded at the left to the longest."""
     data, longest = tokens(rows, text), max(row[0] for row in rows)
     pad = [longest - row[0] for row in rows]
@@ -155,7 +155,7 @@ def check_report(report, cache, seen):
     assert cache.layers[report["positions"].index(layers[0])].seen.tolist() == seen
 
 
-def compare(made, policy, rows, watch=None, **options):
+def compare(made, policy, rows, watch=None, /, **options):
     """Oracle and kvevict over conversations `rows` [row][call]; returns the oracle's results [call][row]."""
     seed, want = truth(made, policy, rows, **options)
     got = ours(made, policy, rows, seed, watch, **options)

@@ -95,6 +95,7 @@ class Facts:
         self.plurals = [self.one(f" {relation}s") for relation in recall.RELATIONS]
         self.the, self.capital_the, self.of, self.is_ = map(self.one, (" the", " The", " of", " is"))
         self.ask_all, self.are, self.comma = map(self.one, ("\n\nQuestion: What are all", " are", ","))
+        self.that_of, self.end = self.one(" that of"), self.one("\n\n")
         self.ask, self.answer, self.stop = map(self.one, ("\n\nQuestion: What is", "?\nAnswer: The", "."))
         self.ask_line, self.answer_line, self.colon, self.newline = map(
             self.one, ("\nQuestion: Which value has", "?\nAnswer: ", ":", "\n")
@@ -131,6 +132,20 @@ class Facts:
         answer = [token for fact in facts for token in (*self.comma, *fact[2])][len(self.comma) :]
         return [*self.ask_all, *self.the, *asked, *self.answer, *asked, *self.are], [*answer, *self.stop]
 
+    def chained(self, facts) -> list:
+        """The facts with the first one's relation, all but the first with "that of" the name before as their value."""
+        relation = facts[0][1]
+        names = [who for who, _, _ in facts]
+        values = [facts[0][2], *([*self.that_of, *self.inside[who]] for who in names)]
+        return [(who, relation, what) for who, what in zip(names, values)]
+
+    def question_chain(self, chain) -> tuple[list, list]:
+        """The last name's value, through all that lie between: " that of Y. The code of Y is that of X. ... is 1"."""
+        ask, answer = self.question(chain[-1])
+        for fact in chain[-2::-1]:
+            answer = [*answer, *self.stop, *self.statement(fact)[: -len(fact[2]) - len(self.stop)], *fact[2]]
+        return ask, answer
+
     def line(self, fact) -> list:
         return [*self.alone[fact[0]], *self.colon, *fact[2], *self.newline]
 
@@ -147,37 +162,46 @@ def lines_sequence(facts: Facts, length: int, bare: float):
     Ids and the mask of the answers, both `length` + 1 long.
     """
     rng = facts.rng
-    drawn = facts.draw(rng.randint(2, length // 12))
+    drawn = facts.draw(rng.randint(2, length // 10))
     ids = [token for fact in drawn for token in facts.line(fact)]
     mask = [0] * len(ids)
     plain = rng.random() < bare
     while len(ids) <= length:
         ask, answer = facts.line_question(rng.choice(drawn), plain)
         ids += [*ask, *answer, *facts.newline]
-        mask += [0] * len(ask) + [1] * len(answer) + [0]
+        mask += [0] * len(ask) + [1] * (len(answer) + 1)
     return ids[: length + 1], mask[: length + 1]
 
 
 def text_sequence(facts: Facts, text: np.ndarray, length: int, questions: int, several: float):
-    """Facts hidden in text, then questions drawn with replacement; with probability `several` some facts are about one
-    name, and the first question asks for all its values. Ids and the mask of the answers, both `length` + 1 long."""
+    """Facts hidden in text, then questions drawn with replacement; with probability `several` some facts belong
+    together, values of one name or a chain of names, and the first question asks for all of them. Ids and the mask of
+    the answers with the token that ends them, both `length` + 1 long."""
     rng = facts.rng
     drawn = facts.draw(rng.randint(1, min(length // 32, 32)))
-    alike = rng.randint(2, 4) if len(drawn) > 4 and rng.random() < several else 0
-    drawn[:alike] = [(*drawn[0][:2], what) for _, _, what in drawn[:alike]]
-    asked = [facts.question_all(drawn[:alike])] if alike else []
-    asked += [facts.question(fact) for fact in rng.choices(drawn[alike:], k=rng.randint(1, questions))]
+    group = rng.randint(2, 4) if len(drawn) > 4 and rng.random() < several else 0
+    asked = []
+    if group and rng.random() < 0.5:
+        drawn[:group] = [(*drawn[0][:2], what) for _, _, what in drawn[:group]]
+        asked = [facts.question_all(drawn[:group])]
+        order = sorted  # the answer lists the values in the text's order
+    else:
+        drawn[:group] = facts.chained(drawn[:group]) if group else []
+        asked = [facts.question_chain(drawn[:group])] if group else []
+        order = list
+    asked += [facts.question(fact) for fact in rng.choices(drawn[group:], k=rng.randint(1, questions))]
     tail, mask = [], []
     for ask, answer in asked:
         if tail and len(tail) + len(ask) + len(answer) > length // 2:
             break
         tail += [*ask, *answer]
-        mask += [0] * len(ask) + [1] * len(answer)
+        mask += [int(bool(mask))] + [0] * (len(ask) - 1) + [1] * len(answer)
+    tail, mask = [*tail, *facts.end], [*mask, *[1] * len(facts.end)]
     said = [facts.statement(fact) for fact in drawn]
     room = length + 1 - len(tail) - sum(map(len, said))
     start = rng.randrange(len(text) - room)
     places = [rng.randrange(room + 1) for _ in said]
-    places[:alike] = sorted(places[:alike])  # the answer lists the values in the text's order
+    places[:group] = order(places[:group])
     ids, last = [], 0
     for place, words in sorted(zip(places, said), key=lambda pair: pair[0]):
         ids += [*text[start + last : start + place].tolist(), *words]

@@ -19,13 +19,16 @@ CONFIG = dict(
     initializer_range=0.03,
 )  # fmt: skip
 # steps, length, share of line sequences, share of those without question words, questions in text at most, share of
-# text sequences that ask for several values
+# text sequences that ask for facts that belong together
 PHASES = [
     (300, 128, 0.8, 0.9, 4, 0.0),
     (200, 256, 0.5, 0.5, 6, 0.1),
     (250, 512, 0.4, 0.3, 8, 0.1),
     (200, 1024, 0.4, 0.3, 10, 0.1),
     (140, 2048, 0.4, 0.3, 12, 0.1),
+    (200, 512, 0.4, 0.3, 8, 0.4),
+    (300, 1024, 0.4, 0.3, 10, 0.3),
+    (150, 2048, 0.4, 0.3, 12, 0.3),
 ]
 TOKENS = 8192  # of a step
 

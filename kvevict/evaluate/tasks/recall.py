@@ -3,6 +3,7 @@
     needle       four facts about four names, the asked one at each of the settings' depths
     facts        eight facts about eight names anywhere
     multivalue   the same, two to four values of the asked name
+    tracking     the same, three of them a chain: the asked name's value is that of another name
     keyvalue     as many lines "name: value" as fit
 
 Names are invented from syllables. The bundled model was trained on such facts (examples/small_llama), but never on a
@@ -10,6 +11,7 @@ name for which `held_out` is true, and these tasks use no others.
 """
 
 import zlib
+from itertools import pairwise
 
 from ..haystack import haystack, most
 from . import TASKS, Case
@@ -121,6 +123,22 @@ def multivalue(settings):
             "multivalue", f"multivalue/{settings.length}/{i}", hidden(settings, rng, facts, asked), asked, answers,
             "contains_all", NEW_TOKENS * wanted, tags,
         )  # fmt: skip
+
+
+@TASKS.add("tracking")
+def tracking(settings):
+    for i in range(settings.cases):
+        rng = settings.rng("tracking", settings.length, i)
+        facts = draw(rng, 8)
+        relation, _, what = facts[2]
+        names = [who for _, who, _ in facts[:3]]
+        facts = [(relation, *fact[1:]) for fact in facts]
+        facts[:2] = [(relation, a, f"that of {b}") for a, b in pairwise(names)]
+        asked, tags = question(relation, names[0]), dict(length=settings.length, facts=8, hops=2)
+        steps = " ".join(statement(*fact) for fact in facts[:3]).removeprefix(f"The {relation} of {names[0]} is ")
+        context = hidden(settings, rng, facts, asked)
+        answers, case = (steps.removesuffix("."), what), f"tracking/{settings.length}/{i}"
+        yield Case("tracking", case, context, asked, answers, "exact", 6 * NEW_TOKENS, tags)
 
 
 @TASKS.add("keyvalue")
