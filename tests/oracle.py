@@ -173,10 +173,11 @@ class Row:
             groups = [list(range(i, min(L, i + o["n_reuse"]))) for i in range(0, L, o["n_reuse"])]
         shares = [sum(self.shares[i] for i in group) / len(group) for group in groups]
         least = max(self.always, 1) * heads // unit
-        bounds = [(least, max(least, min(most[i] for i in group) // unit)) for group in groups]
+        own = self.always * heads // unit if o["layers"] == "cake" else 0  # which the shares are beyond
+        bounds = [(least - own, max(least, min(most[i] for i in group) // unit) - own) for group in groups]
         sizes = [len(group) for group in groups]
-        whole = _apportion(shares, self.B * L * heads // unit, bounds, sizes)
-        return [unit * x for x, size in zip(whole, sizes) for _ in range(size)]
+        whole = _apportion(shares, self.B * L * heads // unit - own * L, bounds, sizes)
+        return [unit * (own + x) for x, size in zip(whole, sizes) for _ in range(size)]
 
     def _shared(self):
         """Whether a choice is one for all heads of a layer."""

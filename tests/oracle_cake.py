@@ -35,7 +35,8 @@ def cut(row):
     for i, factor in [(i, factor) for i in range(len(found)) for factor in (1 - SURE, 1 + SURE) if row.near]:
         if slots([x * factor if i == j else x for j, x in enumerate(found)]) != row.targets:
             raise oracle.NearTie(math.nan)
-    for order, layer, q, attention, row.out, row.logit in row.later:
+    for order, layer, q, attention, out, logit in row.later:
+        row.out, row.logit = out, logit
         row.layer_budget = row.limits[order]
         if alive[order] > row.layer_budget:
             row._evict([layer], layer, row.layer_budget, order, q, attention)

@@ -55,9 +55,7 @@ def test_fuzz(seed):
 
 
 @pytest.mark.parametrize("group", GROUP)
-@pytest.mark.parametrize(
-    "reduce, term", [x for x in itertools.product(REDUCE, ops.TERM) if x != ("max", "entropy")]
-)
+@pytest.mark.parametrize("reduce, term", [x for x in itertools.product(REDUCE, ops.TERM) if x != ("max", "entropy")])
 @pytest.mark.parametrize("seed", range(4))
 def test_group_term_and_weight(seed, reduce, group, term):
     """Weights of either sign, rows far apart in memory; what they cancel is no more than the largest sum without."""

@@ -20,6 +20,7 @@ PLENTY = 2**31 - 1  # slots
 @dataclass(frozen=True)
 class LayerBudget:
     measures: ClassVar[bool] = False  # needs the error of every layer, so every layer must score
+    beyond: ClassVar[bool] = False  # shares are of the slots beyond the protected ones
     cascades: ClassVar[bool] = False  # splits by `preference`, and cuts layers again as further ones are read
     residual: ClassVar[str] = "off"  # up to where in a layer the residual stream is compared: "attention", "layer"
 
@@ -62,7 +63,9 @@ def layer_slots(policy, layers: int, kv_heads: int, tokens: list, alive=None, me
     least = torch.full_like(most, max(policy.protected, 1) * kv_heads // unit)
     total = torch.tensor([policy.slots(n) * layers * kv_heads // unit for n in tokens])
     weight = torch.tensor([len(group) for group in groups])
-    slots = unit * apportion(shares, total, least, most, None if bool((weight == 1).all()) else weight)
+    own = policy.protected * kv_heads // unit if policy.layers.beyond else 0
+    bounds = total - own * layers, least - own, most - own
+    slots = unit * (own + apportion(shares, *bounds, None if bool((weight == 1).all()) else weight))
     return slots.T.repeat_interleave(weight, 0)
 
 

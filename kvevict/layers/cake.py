@@ -9,7 +9,7 @@ from . import LAYERS, LayerBudget
 @LAYERS.add("cake")
 @dataclass(frozen=True)
 class Cake(LayerBudget):
-    """CAKE (Qin et al. 2025): slots in proportion to the layers' preferences P = H^(1/tau1) * V^(1/tau2), in a cascade.
+    """CAKE (Qin et al. 2025): slots beyond the window in proportion to P = H^(1/tau1) * V^(1/tau2), in a cascade.
 
     Of the attention a that the score's window pays to slots that are not protected, in the chunk that is read: H is
     -sum a ln a over query heads, rows and slots, V the sum over query heads and slots of the sample variance over rows.
@@ -18,6 +18,7 @@ class Cake(LayerBudget):
 
     tau1: float = 1.0
     tau2: float = 1.0
+    beyond: ClassVar[bool] = True
     cascades: ClassVar[bool] = True
 
     def check(self, policy):
