@@ -158,7 +158,8 @@ kv_status kv_score_cpu(const kv_score *a) {
   const kv_status status = kv_check_observers(&a->rows, a->C);
   if (status != KV_OK) return status;
   if (kv_bad_reduce(a->reduce) || (kv_bad_reduce(a->group) && a->group != KV_NONE)) return KV_BAD_DTYPE;
-  if (a->rows.weight && a->reduce == KV_MAX) return KV_BAD_DTYPE;
+  if (a->term != KV_A && a->term != KV_SQUARE && a->term != KV_ENTROPY) return KV_BAD_DTYPE;
+  if (a->reduce == KV_MAX && (a->rows.weight || a->term == KV_ENTROPY)) return KV_BAD_DTYPE;
   return kv_kernels_chosen()->score(a);
 }
 

@@ -33,6 +33,7 @@ Tensor = torch.Tensor
 
 REDUCE = {"sum": 0, "mean": 1, "max": 2}  # kv_reduce
 GROUP = {**REDUCE, "none": 3}
+TERM = {"a": 0, "square": 1, "entropy": 2}  # kv_term
 ERROR = {"edie": 0, "l1": 1, "l2": 2}  # kv_error_kind
 
 _attend = torch.ops.kvevict.attend.default
@@ -127,15 +128,16 @@ def score(
     scale: float,
     softcap: float = 0.0,
     causal: bool = False,
-    squared: bool = False,
+    term: str = "a",
     reduce: str,
     group: str = "mean",
     columns: int,
 ) -> Tensor:
-    """Attention that the rows row_first[b] <= r < R of q pay to every alive slot, squared if asked for, times the row's
-    weight: reduced ("sum", "mean" or "max") over rows, then over the heads of a group ("mean", "sum", "max" or "none").
-    causal: the rows are the last R alive slots' own. lse is the rows' own from `attend`, or None to take it over the
-    columns seen here (sinks count then only). reduce="max" has no weight.
+    """Attention a that the rows row_first[b] <= r < R of q pay to every alive slot (term "a"), its "square", or -a ln a
+    ("entropy"), times the row's weight: reduced ("sum", "mean" or "max") over rows, then over the heads of a group
+    ("mean", "sum", "max" or "none"). causal: the rows are the last R alive slots' own. lse is the rows' own from
+    `attend`, or None to take it over the columns seen here (sinks count then only). reduce="max" has no weight and no
+    entropy.
 
     q [B,H,R,D]  row_first [B]  k_slots [N,D]  offset len [B,Hkv]  k [B,Hkv,S,D]  first stop [B]  lse weight [B,H,R]
     sinks [H]
@@ -143,11 +145,11 @@ def score(
     own.
     """
     reduction, heads = _one_of("score: reduce", reduce, REDUCE), _one_of("score: group", group, GROUP)
-    if weight is not None and reduce == "max":
-        raise ValueError("kvevict.score: reduce='max' has no weight; reduce by 'sum' or 'mean', or leave it out")
+    if reduce == "max" and (weight is not None or term == "entropy"):
+        raise ValueError("kvevict.score: reduce='max' has no weight and no entropy; reduce by 'sum' or 'mean'")
     lse, sinks, weight = (_NONE if x is None else x for x in (lse, sinks, weight))
     args = (q, row_first, k_slots, offset, len, k, first, stop, lse, sinks, weight, scale, softcap)
-    args += (causal, squared, reduction, heads, columns)
+    args += (causal, _one_of("score: term", term, TERM), reduction, heads, columns)
     return _call(_score, args)
 
 

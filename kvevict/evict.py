@@ -6,18 +6,27 @@ import torch
 from . import _ops
 
 
-def choose(view, score, slots):
-    """(index [B, Hkv, C], keep [B, Hkv]): which slots survive and how many of each head, by the scores as they are and
-    the slots [B] that the layer may keep."""
-    policy, select = view.policy, view.select
+def ranked(view, score):
+    """What slots are chosen by: a score pooled, refined, and made one of runs where those are selected. [B, Hkv, C]"""
+    policy = view.policy
     pooled = policy.score.pooled(view, score)
     if policy.error.refines:  # protected slots have a share in it, by the scores that they have
         pooled = torch.where(view.competing, pooled, score)
     score = policy.error.refine(view, pooled)
     with view.step.patch.clock("select"):
-        score = select.rank(view, score.expand(-1, view.n.shape[1], -1))
-        keep = select.whole(view, score, policy.heads.keep(view, score, slots))
-        return _ops.select(score.contiguous(), view.n, keep, *view.protected, int(keep.max())), keep
+        return view.select.rank(view, score.expand(-1, view.n.shape[1], -1)).contiguous()
+
+
+def choose(view, score, slots, again=False):
+    """(index [B, Hkv, C], keep [B, Hkv]): which slots survive and how many of each head, by `ranked` scores and the
+    slots [B] that the layer may keep. again: enough survive for a later choice, of fewer slots, to be as from all."""
+    heads = view.policy.heads
+    with view.step.patch.clock("select"):
+        if again:
+            keep = heads.reserve(view, score, slots)
+        else:
+            keep = view.select.whole(view, score, heads.keep(view, score, slots))
+        return _ops.select(score, view.n, keep, *view.protected, int(keep.max())), keep
 
 
 def evict(view, slots) -> None:
@@ -32,7 +41,7 @@ def evict(view, slots) -> None:
     if measures:  # the part of the layer's error that its scores are (METHODS section 4, E_int)
         every = view.policy.error.refine(view, score.expand(-1, view.n.shape[1], -1).contiguous())
         step.measured[view.index] = every.masked_fill(~view.competing, 0).double().sum((1, 2))
-    step.choice = choose(view, score, slots) if cuts else None
+    step.choice = choose(view, ranked(view, score), slots) if cuts else None
     for each in [*step.waiting, view]:
         each.store(step.choice)
     step.waiting.clear()
@@ -41,6 +50,9 @@ def evict(view, slots) -> None:
 def after_chunk(view) -> None:
     """The end of one layer's attention over a chunk."""
     step, policy, score = view.step, view.policy, view.policy.score
+    if step.cascade is not None:
+        step.cascade.cut(view)
+        return
     if view.follows:
         view.store(step.choice)
         return

@@ -77,13 +77,19 @@ def chunks(policy: Policy, tokens: int, layer_count: int, kv_heads: int = 1) -> 
     for end in range((tokens - 1) % size + 1, tokens + 1, size):  # the remainder goes first
         last, rows, stored, held = end == tokens, end - start, list(kept), []
         scored, alive, peak = [False] * layer_count, sum(kept), 0
-        held_by_all = (torch.tensor(kept, dtype=torch.double)[:, None] + rows) * kv_heads
-        targets = layer_slots(policy, layer_count, kv_heads, [tokens], held_by_all.round())[:, 0].tolist()
-        targets = [n / kv_heads if n % kv_heads else n // kv_heads for n in targets]
+        evicts, n_all = last or policy.schedule == "chunk", [n + rows for n in kept]
+        targets = _split(policy, kv_heads, tokens, n_all)
+        cascades = policy.layers.cascades and evicts and sum(targets) < sum(n_all)
         for layer in range(layer_count):
             peak = max(peak, alive + (len(held) + 1) * rows)
-            slots = n = stored[layer] + rows
-            if last or policy.schedule == "chunk":
+            if cascades:
+                parts = _split(policy, kv_heads, tokens, n_all, [float(other <= layer) for other in range(layer_count)])
+                spare = int(layer < layer_count - 1)
+                kept[: layer + 1] = [min(x + spare, n) for x, n in zip(parts[: layer + 1], n_all, strict=False)]
+                scored[layer], alive = True, sum(kept)
+                continue
+            slots = n = n_all[layer]
+            if evicts:
                 delayed = policy.warmup_layers is not None and layer < waiting and not last
                 slots = min(n, relaxed if delayed else targets[layer])
             held.append(layer)
@@ -97,6 +103,13 @@ def chunks(policy: Policy, tokens: int, layer_count: int, kv_heads: int = 1) -> 
         along = 0 if last and inside else probe
         yield Chunk(start, rows, along, probe, last, stored, list(kept), scored, peak)
         start = end
+
+
+def _split(policy, kv_heads, tokens, alive, measured=None) -> list:
+    """`layer_slots` per kv head, of layers that have `alive` slots per head."""
+    most = (torch.tensor(alive, dtype=torch.double)[:, None] * kv_heads).round()
+    slots = layer_slots(policy, len(alive), kv_heads, [tokens], most, [measured])[:, 0].tolist()
+    return [n / kv_heads if n % kv_heads else n // kv_heads for n in slots]
 
 
 def probe_rows(policy: Policy, tokens: int) -> int:
@@ -144,7 +157,8 @@ def score_pairs(policy: Policy, chunk: Chunk, stored: int, chooses: bool, causal
     if chunk.observers:  # averaged over chunks they have no log-sum-exp yet: a pass for it, and one for the sums
         return chunk.observers * (n if chunk.probe else n - chunk.observers), 1 if score.response else 2
     rows = min(chunk.rows, score.rows or int(score.last_row))
-    return pairs(rows, n - rows, causal=causal), (score.passes + policy.error.outputs) * (rows > 0)
+    passes = score.passes + policy.error.outputs + policy.layers.passes(policy)
+    return pairs(rows, n - rows, causal=causal), passes * (rows > 0)
 
 
 def plan(shape: Shape, policy: Policy | None, tokens: int, *, batch=1, hardware=Hardware(), causal=True) -> dict:

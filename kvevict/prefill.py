@@ -5,6 +5,7 @@ from transformers.cache_utils import DynamicCache
 
 from . import compat
 from .cache import ROOM, EvictionLayer, adopt
+from .cascade import Cascade
 from .layers import PLENTY, layer_slots
 from .step import Probe, Read, Step, current, logits_wanted, running
 
@@ -175,6 +176,8 @@ class Call:
                 step = self._step(start, end, read, last, extra)
                 step.ends_with_probe = ends_with_probe
                 step.measured = {} if evicts and policy.layers.measures and bool(read.cuts.any()) else None
+                if evicts and policy.layers.cascades and bool(read.cuts.any()):
+                    step.cascade = Cascade(read)
                 with running(step):
                     output = self._run(run, start, end, extra)
                 if step.measured:
@@ -266,7 +269,9 @@ class Call:
         """What every layer may keep after a chunk, by what it will hold then and what earlier chunks measured."""
         policy, layers, heads = self.patch.policy, self._layers(), self._heads()
         tokens = end - self.first.clamp(start, end)
-        alive = torch.stack([heads * tokens + (0 if layer.len is None else layer.len.sum(1)) for layer in layers])
+        alive = read.alive = torch.stack(
+            [heads * tokens + (0 if layer.len is None else layer.len.sum(1)) for layer in layers]
+        )
         total = torch.tensor([policy.slots(n) for n in read.seen], device=self.device) * heads * len(layers)
         read.cuts = (alive.sum(0) > total) & (tokens > 0)
         common = policy, len(layers), heads, read.seen

@@ -61,6 +61,10 @@ preset(
     score=SCORES["snapkv"](), layers=LAYERS["pyramid"](),
 )  # fmt: skip
 preset(
+    "cake", "CAKE (Qin et al. 2025): layers share by entropy and variance of the window's attention, in a cascade.",
+    score=SCORES["cake"](), layers=LAYERS["cake"](),
+)  # fmt: skip
+preset(
     "chunkkv", "ChunkKV (Liu et al. 2025): SnapKV's scores, not pooled, over runs of 10 tokens; one choice per layer.",
     score=SCORES["snapkv"](pool="none"), select=SELECTIONS["chunk"](),
 )  # fmt: skip

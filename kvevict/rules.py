@@ -12,6 +12,14 @@ RULES = (
      "this layer budget needs every layer's error, and with n_reuse > 1 only a group's first layer scores: n_reuse=1"),
     (lambda p: p.layers.measures and _waits(p),
      "this layer budget needs every layer's error, and layers that wait do not score: warmup_layers=None"),
+    (lambda p: p.layers.cascades and p.n_reuse > 1,
+     "this layer budget measures every layer's attention, and with n_reuse > 1 only a group's first layer scores: "
+     "n_reuse=1"),
+    (lambda p: p.layers.cascades and _waits(p),
+     "this layer budget measures every layer's attention, and layers that wait do not score: warmup_layers=None"),
+    (lambda p: p.layers.cascades and (p.score.rows < 2 or p.score.length),
+     "this layer budget measures how attention varies over a window's rows, and this score has no window, or one of a "
+     "single row: take snapkv, cake, edie or another score with a window of 2 or more"),
     (lambda p: p.layers.measures and p.score.ordinal,
      "this layer budget sums scores to an error, and these only rank slots: take scores that are attention"),
     (lambda p: p.error.refines and p.score.ordinal,

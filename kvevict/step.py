@@ -19,6 +19,7 @@ class Read:
     seen: list  # per row tokens there will have been at its end, of all prompts
     warmup: torch.Tensor  # [B] int64 slots of a waiting layer, over its kv heads, before the last chunk
     targets: torch.Tensor | None = None  # [layers, B] int64 slots of each layer, over its kv heads, after this chunk
+    alive: torch.Tensor | None = None  # [layers, B] slots of each layer with this chunk's, before it is cut
     cuts: torch.Tensor | None = None  # [B] whether a row loses slots after this chunk
     errors: torch.Tensor | None = None  # [layers, B] fp64 sums over chunks of the layers' errors
     measurements: torch.Tensor | None = None  # [B] how many chunks those are
@@ -51,6 +52,7 @@ class Step:
     waiting: list = field(default_factory=list)  # views of layers that wait for a later layer's choice
     choice: tuple | None = None  # (index, keep) of the last layer that chose; None: it kept everything
     measured: dict | None = None  # layer -> its error [B] in this chunk, where the layer budget asks for it
+    cascade: object | None = None  # the kvevict.cascade.Cascade of this chunk, where the layer budget cascades
     residual: dict = field(default_factory=dict)  # layer -> the residual stream that entered it
     final_position: int | None = None  # the prompt's largest position, for rotary frequencies that depend on it
 

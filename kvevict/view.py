@@ -84,12 +84,22 @@ class View:
         )
 
     def attention(self, rows=None, reduce="sum", rows_of_row=None, **options):
-        """Attention a_ij of the `observers`, reduced over rows, mean over the group: [B, Hkv, C]. options: `squared`
+        """Attention a_ij of the `observers`, reduced over rows, mean over the group: [B, Hkv, C]. options: `term`
         and `group` as in `kvevict._ops.score`."""
         if self.probs is not None and rows in (None, 1) and not options:
             return self.probs
         q, skip, lse, _ = self.observers(rows, rows_of_row)
         return self._score(q, skip, self._all, lse, causal=True, reduce=reduce, **options)
+
+    @cached_property
+    def moments(self):
+        """Mean and sample variance (0 of one row) over the rows of the score's window of what they pay to every alive
+        slot, per query head: [B, H, C] each."""
+        q, skip, *_ = self.observers(self.policy.score.rows)
+        rows = (q.shape[2] - skip).float()[:, None, None]
+        mean, square = (self.attention(q.shape[2], "mean", term=x, group="none") for x in ("a", "square"))
+        variance = (square - mean**2).clamp_min(0) * rows / (rows - 1)
+        return mean, torch.where(rows > 1, variance, 0)
 
     def peak(self, rows, lo, hi):
         """The largest attention of each of the last `rows` rows over slots lo <= i < hi [B, Hkv]: [B, H, R]."""

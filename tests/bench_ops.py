@@ -148,7 +148,8 @@ def bench_window(H, Hkv, D, stored, new, dtype):
 
     mask = torch.ones(rows, stored + new, dtype=torch.bool).tril(stored + new - rows)
     a = (q[0, : H // Hkv, -rows:].float() @ keys[0, 0].float().T * scale).masked_fill(~mask, -torch.inf).softmax(-1)
-    close("score", score(squared=True)[0, 0], a.square().sum(1).mean(0), 1e-5)
+    close("score", score(term="square")[0, 0], a.square().sum(1).mean(0), 1e-5)
+    close("entropy", score(term="entropy")[0, 0], -torch.special.xlogy(a, a).sum(1).mean(0), 1e-5)
     close("peak", peak()[0, : H // Hkv], a.amax(-1), 1e-5)
     for kind in ("edie", "l1", "l2"):
         close(kind, error(kind)[0, 0], window_error(kind, a, values[0, 0].float(), out[0, -rows:, : H // Hkv]), 1e-5)
@@ -157,7 +158,7 @@ def bench_window(H, Hkv, D, stored, new, dtype):
     name = f"{H}/{Hkv} d={D} {rows} on {stored + new} {str(dtype)[6:]}"
     kinds = [(f"{kind} {name}", lambda kind=kind: error(kind), "score", score) for kind in ("edie", "l1", "l2")]
     slot_ops = [(f"refine {name}", refine, "torch", caote), (f"norm {name}", norm, "torch", torch_norm)]
-    return [(f"squared {name}", lambda: score(squared=True), "score", score), (f"peak {name}", peak, "score", score),
+    return [(f"squared {name}", lambda: score(term="square"), "score", score), (f"peak {name}", peak, "score", score),
             *kinds, *slot_ops]  # fmt: skip
 
 

@@ -12,13 +12,14 @@ import math
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+import oracle_cake
 import oracle_scores
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
 DEFAULTS = dict(chunk_size=None, schedule="prompt", decode=False, interval=16, warmup_layers=None, warmup_budget=None)
-DEFAULTS |= dict(layers="uniform", beta=20, errors=None, heads="equal", f=0.2, floor="mix")
+DEFAULTS |= dict(layers="uniform", beta=20, tau1=1.0, tau2=1.0, errors=None, heads="equal", f=0.2, floor="mix")
 DEFAULTS |= dict(select="token", c=10, per_head=False, exact=True, select_by_layer=(), n_reuse=1)
 DEFAULTS |= oracle_scores.DEFAULTS
 _ONLINE = dict(schedule="chunk", chunk_size=4096, decode=True, interval=1)
@@ -145,7 +146,7 @@ class Row:
         L, b = len(self.own), self.B - self.always
         if self.o["errors"]:
             return [Fraction(x) for x in self.o["errors"]]
-        if self.o["layers"] == "uniform" or tokens < 2 * b or L == 1:
+        if self.o["layers"] in ("uniform", "cake") or tokens < 2 * b or L == 1:
             return [Fraction(1)] * L
         low = b // self.o["beta"]
         high = min(2 * b - low, tokens - self.always)
@@ -157,7 +158,7 @@ class Row:
         what it has."""
         L, heads = len(self.own), len(self.layers[0].alive)
         alive = [heads * tokens + sum(map(len, self.layers[i].alive)) for i in self.own]
-        self.cuts = sum(alive) > self.B * L * heads
+        self.cuts, self.later = sum(alive) > self.B * L * heads, []
         if self.cuts:
             self.targets = self.limits = self._whole_slots(alive)
         else:
@@ -172,10 +173,11 @@ class Row:
             groups = [list(range(i, min(L, i + o["n_reuse"]))) for i in range(0, L, o["n_reuse"])]
         shares = [sum(self.shares[i] for i in group) / len(group) for group in groups]
         least = max(self.always, 1) * heads // unit
-        bounds = [(least, max(least, min(most[i] for i in group) // unit)) for group in groups]
+        own = self.always * heads // unit if o["layers"] == "cake" else 0  # which the shares are beyond
+        bounds = [(least - own, max(least, min(most[i] for i in group) // unit) - own) for group in groups]
         sizes = [len(group) for group in groups]
-        whole = _apportion(shares, self.B * L * heads // unit, bounds, sizes)
-        return [unit * x for x, size in zip(whole, sizes) for _ in range(size)]
+        whole = _apportion(shares, self.B * L * heads // unit - own * L, bounds, sizes)
+        return [unit * (own + x) for x, size in zip(whole, sizes) for _ in range(size)]
 
     def _shared(self):
         """Whether a choice is one for all heads of a layer."""
@@ -265,6 +267,11 @@ class Row:
             return
         if delayed and order < self.W - 1:
             return  # layer W-1 decides
+        if o["layers"] == "cake" and self.cuts:
+            self.later.append((order, layer, q, attention, self.out, self.logit))
+            if len(self.later) == len(self.own):  # nothing is cut before all layers have been read
+                oracle_cake.cut(self)
+            return
         keep = self.warmup * heads if delayed and not self.last else self.targets[order]
         if o["measure"] and self.cuts:
             ends = [self._protected(len(slots), order) for slots in layer.alive]

@@ -9,8 +9,10 @@ from ref import caote
 
 DEFAULTS = dict(error="none", rows="pooled", squared=False, protect=True, gamma=200.0, measure=False)
 _EDIE = dict(score="edie", window=32, kernel=7, pool="max", weight="middle", alpha=0.1, heads="flat")
+_CAKE = dict(score="cake", window=32, kernel=5, pool="avg", layers="cake")
 _VATP = dict(score="vatp", base="h2o", sink=20, recent=None, window=32)
 PRESETS = {
+    "cake": _CAKE,
     "edie": _EDIE,
     "edie-exact": _EDIE | dict(score="edie-exact"),
     "vatp": _VATP,

@@ -27,6 +27,10 @@ class HeadBudget:
     def keep(self, view, score, slots):
         raise NotImplementedError
 
+    def reserve(self, view, score, slots):
+        """What a head must hold so that `keep` can split the survivors, now or for fewer slots, as it would all."""
+        return self.keep(view, score, slots)
+
 
 def order(view, score):
     """int64 [B, Hkv, C], larger is better and no two slots are equal: score descending, position ascending, head

@@ -34,3 +34,9 @@ class Ada(HeadBudget):
             return (least + winners(key.masked_fill(mine, -LOWEST - 1), wanted)).to(torch.int32)
         mixed = (1 - self.f) * winners(key, wanted).double() + even[:, None]
         return (least + apportion(mixed, wanted, torch.zeros_like(least), view.n - least)).to(torch.int32)
+
+    def reserve(self, view, score, slots):
+        """The winners too, which the average may take slots from; one more each, for rounding."""
+        least = view.least
+        won = least + winners(order(view, score), slots - least.sum(1))
+        return torch.minimum(torch.maximum(won, self.keep(view, score, slots) + 1), view.n).to(torch.int32)

@@ -20,6 +20,8 @@ PLENTY = 2**31 - 1  # slots
 @dataclass(frozen=True)
 class LayerBudget:
     measures: ClassVar[bool] = False  # needs the error of every layer, so every layer must score
+    beyond: ClassVar[bool] = False  # shares are of the slots beyond the protected ones
+    cascades: ClassVar[bool] = False  # splits by `preference`, and cuts layers again as further ones are read
     residual: ClassVar[str] = "off"  # up to where in a layer the residual stream is compared: "attention", "layer"
 
     def check(self, policy) -> None:
@@ -27,8 +29,17 @@ class LayerBudget:
 
     def shares(self, policy, layers: int, tokens: int, measured=None) -> list:
         """What each layer gets in proportion to the others, for a row that will have seen `tokens` tokens.
-        measured: the layers' mean errors over the row's earlier chunks, if there were any."""
+        measured: the layers' mean errors over the row's earlier chunks, if there were any; of a cascade their
+        preferences, 0 where a layer was not read yet."""
         raise NotImplementedError
+
+    def preference(self, view):
+        """Of a cascade: what a layer asks for in proportion to the others, by a chunk's attention: fp64 [B]."""
+        raise NotImplementedError
+
+    def passes(self, policy) -> int:
+        """How often measuring a layer computes the window's logits, besides the score's own passes."""
+        return 0
 
     def learn(self, contexts: list) -> None:
         """The end of a read: the layers' mean errors in each row that was evicted from."""
@@ -52,7 +63,9 @@ def layer_slots(policy, layers: int, kv_heads: int, tokens: list, alive=None, me
     least = torch.full_like(most, max(policy.protected, 1) * kv_heads // unit)
     total = torch.tensor([policy.slots(n) * layers * kv_heads // unit for n in tokens])
     weight = torch.tensor([len(group) for group in groups])
-    slots = unit * apportion(shares, total, least, most, None if bool((weight == 1).all()) else weight)
+    own = policy.protected * kv_heads // unit if policy.layers.beyond else 0
+    bounds = total - own * layers, least - own, most - own
+    slots = unit * (own + apportion(shares, *bounds, None if bool((weight == 1).all()) else weight))
     return slots.T.repeat_interleave(weight, 0)
 
 

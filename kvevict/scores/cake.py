@@ -1,8 +1,6 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from . import SCORES
 from .snapkv import SnapKV
 
@@ -25,9 +23,5 @@ class Cake(SnapKV):
             raise ValueError(f"gamma must be a number >= 0, got {self.gamma!r}")
 
     def score(self, view):
-        q, skip, *_ = view.observers(self.window)
-        rows = (q.shape[2] - skip).float()[:, None, None]
-        mean, square = (view.attention(self.window, "mean", squared=x, group="none") for x in (False, True))
-        variance = (square - mean**2).clamp_min(0) * rows / (rows - 1)  # of a sample, as in the source
-        variance = torch.where(rows > 1, variance, 0)
+        mean, variance = view.moments
         return (mean + self.gamma * variance).unflatten(1, (view.n.shape[1], -1)).mean(2)

@@ -1,0 +1,42 @@
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..scores.cake import Cake as Score
+from . import LAYERS, LayerBudget
+
+
+@LAYERS.add("cake")
+@dataclass(frozen=True)
+class Cake(LayerBudget):
+    """CAKE (Qin et al. 2025): slots beyond the window in proportion to P = H^(1/tau1) * V^(1/tau2), in a cascade.
+
+    Of the attention a that the score's window pays to slots that are not protected, in the chunk that is read: H is
+    -sum a ln a over query heads, rows and slots, V the sum over query heads and slots of the sample variance over rows.
+    A row of the batch that was not cut yet, and has none measured, splits uniformly.
+    """
+
+    tau1: float = 1.0
+    tau2: float = 1.0
+    beyond: ClassVar[bool] = True
+    cascades: ClassVar[bool] = True
+
+    def check(self, policy):
+        for name in ("tau1", "tau2"):
+            tau = getattr(self, name)
+            if isinstance(tau, bool) or not isinstance(tau, (int, float)) or not 0 < tau < math.inf:
+                raise ValueError(f"{name} must be a number > 0, got {tau!r}")
+
+    def shares(self, policy, layers, tokens, measured=None):
+        return measured or [1.0] * layers
+
+    def preference(self, view):
+        protected = ~view.competing
+        entropy = view.attention(view.policy.score.rows, term="entropy", group="sum").masked_fill(protected, 0)
+        variance = view.moments[1].unflatten(1, (protected.shape[1], -1)).masked_fill(protected[:, :, None], 0)
+        spread = entropy.double().sum((1, 2)).clamp_min(0)
+        shift = variance.double().sum((1, 2, 3))
+        return spread ** (1 / self.tau1) * shift ** (1 / self.tau2)
+
+    def passes(self, policy):
+        return 1 if isinstance(policy.score, Score) else 3
