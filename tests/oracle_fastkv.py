@@ -48,7 +48,9 @@ class FastRow(Row):
         self.group, self.logit = q.shape[0] // k.shape[0], (scale, softcap, sinks)
         none = k.new_full((k.shape[0], self.new, k.shape[2]), torch.nan)
         index = torch.tensor(self.going)
-        layer.k, layer.v = (torch.cat([old, none.index_copy(1, index, x)], 1) for old, x in ((layer.k, k), (layer.v, v)))
+        layer.k, layer.v = (
+            torch.cat([old, none.index_copy(1, index, x)], 1) for old, x in ((layer.k, k), (layer.v, v))
+        )
         self.out, attention = [], []
         for g, slots in enumerate(layer.alive):
             layer.alive[g] = slots = slots + tokens
