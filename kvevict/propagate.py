@@ -52,14 +52,14 @@ def check(patch, tokens: int, wanted: int, flags) -> None:
     policy = patch.policy
     if tokens <= limit(policy, patch.tsp, len(patch.kinds) - 1):
         return
-    end = f"pass tsp=None, or tsp_len >= {tokens}"
+    mend = f"tsp=None, or tsp_len >= {tokens}"
     if flags:
-        raise ValueError(f"{flags[0]}=True: layers behind tsp={patch.tsp} have no rows of the tokens left out; {end}")
+        raise ValueError(f"{flags[0]}=True: layers behind tsp={patch.tsp} do not read all tokens; pass {mend}")
     if not 1 <= wanted <= policy.score.rows:
         raise ValueError(
-            f"logits or hidden states of {wanted or 'all'} rows were asked for, but behind layer tsp={patch.tsp} only "
-            f"{policy.score.tsp_len} of {tokens} tokens go on, the last {policy.score.rows} always: pass "
-            f"logits_to_keep=1, as generate does; or {end}"
+            f"{f'the last {wanted}' if wanted else 'all'} rows were asked for, but layers behind tsp={patch.tsp} read "
+            f"{policy.score.tsp_len} of {tokens} tokens, among them the last {policy.score.rows}: pass "
+            f"logits_to_keep=1, as generate does, or {mend}"
         )
 
 

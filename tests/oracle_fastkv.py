@@ -11,7 +11,7 @@ class FastRow(Row):
         super().__init__(model, "snapkv", budget, near, **dict(window=8) | options)
         last = len(self.layers) - 1
         self.tsp = {"half": (last + 1) // 2 - 1, None: last}.get(tsp, tsp)
-        self.tsp_len = tsp_len
+        self.tsp_len, self.turns = tsp_len, {}  # turns: how far the last chunk's window was turned by each layer
 
     def _run(self, ids, positions, extra):
         self.extra, self.at, self.new, decoder = 0, positions, len(ids), self.model.model
@@ -23,7 +23,10 @@ class FastRow(Row):
                 for index, layer in enumerate(decoder.layers):
                     at = torch.tensor([positions])[:, self.going]
                     angles = decoder.rotary_emb(hidden, at)
+                    before = hidden[0, -self.o["window"] :]
                     hidden = layer(hidden, attention_mask=None, position_ids=at, position_embeddings=angles)
+                    turn = 1 - torch.cosine_similarity(before, hidden[0, -self.o["window"] :], dim=-1)
+                    self.turns[index] = turn.clamp_min(0).mean().item()
                     if index == self.tsp:
                         hidden = hidden[:, self.going]
                 logits = self.model.lm_head(decoder.norm(hidden))[0]
