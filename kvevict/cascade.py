@@ -2,6 +2,7 @@
 
 import torch
 
+from . import propagate
 from .evict import choose, ranked
 from .layers import layer_slots
 from .view import View
@@ -27,7 +28,10 @@ class Cascade:
         policy, read, last = view.policy, self.read, view.order == len(self.preferences) - 1
         preference = policy.layers.preference(view).cpu().nan_to_num(0.0)
         self.preferences[view.order] = preference.clamp_min(1e-300)  # nothing at all ranks above not read yet
-        self.layers.append((view, ranked(view, policy.score.score(view))))
+        score = policy.score.score(view)
+        if propagate.due(view):
+            propagate.choose(view, score)
+        self.layers.append((view, ranked(view, score)))
         heads = view.n.shape[1]
         slots = layer_slots(policy, len(self.preferences), heads, read.seen, read.alive, self.preferences.T.tolist())
         for order, (part, scores) in enumerate(self.layers):

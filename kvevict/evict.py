@@ -3,7 +3,7 @@ select, and move the survivors of [stored | new] together. `view` is a `kvevict.
 
 import torch
 
-from . import _ops
+from . import _ops, propagate
 
 
 def ranked(view, score):
@@ -36,11 +36,13 @@ def evict(view, slots) -> None:
     if not view.decoding:  # a row whose chunk is all padding has no rows that could observe
         slots = torch.where(view.has_tokens, slots, alive)
     cuts = bool((slots < alive).any())
-    measures = step.measured is not None
-    score = view.policy.score.score(view) if cuts or measures else None
+    measures, propagates = step.measured is not None, propagate.due(view)
+    score = view.policy.score.score(view) if cuts or measures or propagates else None
     if measures:  # the part of the layer's error that its scores are (METHODS section 4, E_int)
         every = view.policy.error.refine(view, score.expand(-1, view.n.shape[1], -1).contiguous())
         step.measured[view.index] = every.masked_fill(~view.competing, 0).double().sum((1, 2))
+    if propagates:
+        propagate.choose(view, score)
     step.choice = choose(view, ranked(view, score), slots) if cuts else None
     for each in [*step.waiting, view]:
         each.store(step.choice)

@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import torch
 
-from . import attention, compat, forward, residual
+from . import attention, compat, forward, propagate, residual
 from .policy import build
 from .step import STATE, logits_wanted
 
@@ -23,6 +23,7 @@ class Patch:
         self.order = {index: order for order, index in enumerate(own)}
         self.waiting_layers = policy.waiting_layers(len(own))
         self.all_own = len(own) == len(kinds)
+        self.tsp = propagate.layer_of(policy, len(own), len(kinds))  # the last to read all tokens; None: all do
         self.last_report = None
         self.seconds = defaultdict(float)
         self.live = {}  # layer -> live KV bytes stored
@@ -82,6 +83,7 @@ def patch(model, policy, *, budget=None, chunk_size=None, **options):
     top = base_model(model)
     compat.mark_rollbacks(top)
     state.hooks = [
+        *propagate.install(decoder, state),  # first: the others see what a layer really reads
         *residual.install(decoder, state),
         top.register_forward_pre_hook(_note_logits, with_kwargs=True),
         top.register_forward_hook(_forget_logits, always_call=True),

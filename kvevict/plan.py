@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from . import propagate
 from .checks import count
 from .layers import layer_slots
 from .policy import Policy
@@ -61,6 +62,7 @@ class Chunk:
     kept: list  # slots after
     scored: list  # whether the layer chooses for itself here
     peak: int  # most slots alive at once, summed over layers
+    read: list  # the chunk's rows that get to the layer
 
 
 def chunks(policy: Policy, tokens: int, layer_count: int, kv_heads: int = 1) -> Iterator[Chunk]:
@@ -72,16 +74,18 @@ def chunks(policy: Policy, tokens: int, layer_count: int, kv_heads: int = 1) -> 
     """
     relaxed, waiting = policy.warmup_slots(tokens), policy.waiting_layers(layer_count)
     probe, inside = probe_rows(policy, tokens), policy.score.span is None and policy.score.response is None
+    tsp = propagate.layer_of(policy, layer_count, layer_count)
     kept, start = [0] * layer_count, 0
     size = policy.chunk_size or tokens
     for end in range((tokens - 1) % size + 1, tokens + 1, size):  # the remainder goes first
         last, rows, stored, held = end == tokens, end - start, list(kept), []
         scored, alive, peak = [False] * layer_count, sum(kept), 0
-        evicts, n_all = last or policy.schedule == "chunk", [n + rows for n in kept]
+        read = [min(rows, propagate.limit(policy, tsp, layer)) for layer in range(layer_count)]
+        evicts, n_all = last or policy.schedule == "chunk", [n + r for n, r in zip(kept, read, strict=True)]
         targets = _split(policy, kv_heads, tokens, n_all)
         cascades = policy.layers.cascades and evicts and sum(targets) < sum(n_all)
         for layer in range(layer_count):
-            peak = max(peak, alive + (len(held) + 1) * rows)
+            peak = max(peak, alive + (len(held) + 1) * read[layer])
             if cascades:
                 parts = _split(policy, kv_heads, tokens, n_all, [float(other <= layer) for other in range(layer_count)])
                 spare = int(layer < layer_count - 1)
@@ -95,13 +99,13 @@ def chunks(policy: Policy, tokens: int, layer_count: int, kv_heads: int = 1) -> 
             held.append(layer)
             if layer < waiting - 1 and slots < n:
                 continue
-            scored[layer] = slots < n and layer % policy.n_reuse == 0
+            scored[layer] = (slots < n and layer % policy.n_reuse == 0) or (layer == tsp and read[-1] < rows)
             for other in held:
-                kept[other] = slots if slots < n else stored[other] + rows
+                kept[other] = slots if slots < n else stored[other] + read[other]
                 alive += kept[other] - stored[other]
             held = []
         along = 0 if last and inside else probe
-        yield Chunk(start, rows, along, probe, last, stored, list(kept), scored, peak)
+        yield Chunk(start, rows, along, probe, last, stored, list(kept), scored, peak, read)
         start = end
 
 
@@ -126,37 +130,38 @@ def work(shape: Shape, policy: Policy, chunk: Chunk, batch: int = 1, causal: boo
     linear = 2 * shape.products * batch
     head = shape.head_weights if chunk.last else 0  # logits of the last row
     pair = 4 * shape.head_dim * shape.heads * batch  # q.k, and a.v
-    seen = iter(chunk.stored)
-    before = [(next(seen), None) if w is None else (chunk.start, w) for w in shape.windows]
-    attended = sum(pairs(chunk.rows, n, w, causal) for n, w in before)
-    probed = sum(pairs(chunk.probe, n + chunk.rows, w, causal) for n, w in before)
-    read = sum((n if w is None else min(n, w - 1)) + chunk.rows for n, w in before)
+    seen = iter(zip(chunk.stored, chunk.read, strict=True))
+    before = [(*next(seen), None) if w is None else (chunk.start, chunk.rows, w) for w in shape.windows]
+    attended = sum(pairs(rows, n, w, causal) for n, rows, w in before)
+    probed = sum(pairs(chunk.probe, n + rows, w, causal) for n, rows, w in before)
+    read = sum((n if w is None else min(n, w - 1)) + rows for n, rows, w in before)
+    entered = sum(rows for _, rows, _ in before)
     scored, scanned, stored = 0, 0, 0
-    for n, kept, chooses in zip(chunk.stored, chunk.kept, chunk.scored, strict=True):
-        own, passes = score_pairs(policy, chunk, n, chooses, causal)
+    for n, rows, kept, chooses in zip(chunk.stored, chunk.read, chunk.kept, chunk.scored, strict=True):
+        own, passes = score_pairs(policy, chunk, n, rows, chooses, causal)
         scored += own * passes
-        scanned += (n + chunk.rows) * passes
-        stored += kept if kept < n + chunk.rows else chunk.rows
+        scanned += (n + rows) * passes
+        stored += kept if kept < n + rows else rows
     stored += sum(min(chunk.rows, w - 1) for w in shape.windows if w is not None)
     slot = shape.slot_bytes * batch
     return {
-        "linear": (linear * chunk.rows + 2 * head * batch, (shape.layer_weights + head) * shape.element),
+        "linear": (linear * entered // len(before) + 2 * head * batch, (shape.layer_weights + head) * shape.element),
         "attention": (pair * attended, slot * read),
         "probe": (linear * chunk.probe + pair * probed, 0),
         "evict": (pair // 2 * scored, slot // 2 * scanned + 2 * slot * stored),
     }
 
 
-def score_pairs(policy: Policy, chunk: Chunk, stored: int, chooses: bool, causal: bool) -> tuple:
-    """(row, slot) pairs of one scoring pass over a layer, and the number of passes."""
-    score, n = policy.score, stored + chunk.rows
+def score_pairs(policy: Policy, chunk: Chunk, stored: int, read: int, chooses: bool, causal: bool) -> tuple:
+    """(row, slot) pairs of one scoring pass over a layer that reads `read` rows, and the number of passes."""
+    score, n = policy.score, stored + read
     if score.carries:  # every row adds to the sums, whether or not slots are evicted now
-        return pairs(chunk.rows, stored, causal=causal), 1
+        return pairs(read, stored, causal=causal), 1
     if not chooses:
         return 0, 0
     if chunk.observers:  # averaged over chunks they have no log-sum-exp yet: a pass for it, and one for the sums
         return chunk.observers * (n if chunk.probe else n - chunk.observers), 1 if score.response else 2
-    rows = min(chunk.rows, score.rows or int(score.last_row))
+    rows = min(read, score.rows or int(score.last_row))
     passes = score.passes + policy.error.outputs + policy.layers.passes(policy)
     return pairs(rows, n - rows, causal=causal), passes * (rows > 0)
 
@@ -177,6 +182,7 @@ def plan(shape: Shape, policy: Policy | None, tokens: int, *, batch=1, hardware=
     count("batch", batch, 1)
     policy = policy or Policy(score="random", budget=tokens)  # nothing to evict
     policy.score.ready()
+    propagate.layer_of(policy, shape.windows.count(None), len(shape.windows))  # or an error
     flops, moved, seconds, peak, widest = Counter(), Counter(), 0.0, 0, 0
     for chunk in chunks(policy, tokens, shape.windows.count(None), shape.kv_heads):
         for stage, (operations, traffic) in work(shape, policy, chunk, batch, causal).items():

@@ -1,9 +1,11 @@
 """The loop around the text decoder: a prompt goes through it chunk by chunk, each as [chunk | probe]."""
 
+from itertools import pairwise
+
 import torch
 from transformers.cache_utils import DynamicCache
 
-from . import compat
+from . import compat, propagate
 from .cache import ROOM, EvictionLayer, adopt
 from .cascade import Cascade
 from .layers import PLENTY, layer_slots
@@ -155,13 +157,14 @@ class Call:
         wanted = self.wanted
         drafted = wanted - 1 if self.rolls_back and wanted > 1 else 0  # candidates behind the prompt's end
         prompt = self.tokens - drafted
+        self._check_rows(prompt, wanted - drafted)
         read = self._new_read(prompt)
         size = policy.chunk_size or prompt
         ends = list(range(prompt, 0, -size))[::-1]  # the remainder goes first, so that the last chunk is full
         inside = policy.score.span is None and policy.score.response is None  # the prompt ends with the probe
         self._check_kwargs(len(ends) + bool(drafted) + bool(read.probe_rows and not inside))
         if policy.schedule == "prompt" and len(ends) > 1:
-            self._expect(prompt)
+            self._expect(ends)
         probe = self._probe(read, prompt) if read.probe_rows else None
         hidden = []
         with patch.clock("read"):
@@ -269,9 +272,11 @@ class Call:
         """What every layer may keep after a chunk, by what it will hold then and what earlier chunks measured."""
         policy, layers, heads = self.patch.policy, self._layers(), self._heads()
         tokens = end - self.first.clamp(start, end)
-        alive = read.alive = torch.stack(
-            [heads * tokens + (0 if layer.len is None else layer.len.sum(1)) for layer in layers]
-        )
+        alive = read.alive = torch.stack([
+            heads * tokens.clamp_max(propagate.limit(policy, self.patch.tsp, order))
+            + (0 if layer.len is None else layer.len.sum(1))
+            for order, layer in enumerate(layers)
+        ])  # fmt: skip
         total = torch.tensor([policy.slots(n) for n in read.seen], device=self.device) * heads * len(layers)
         read.cuts = (alive.sum(0) > total) & (tokens > 0)
         common = policy, len(layers), heads, read.seen
@@ -324,10 +329,16 @@ class Call:
         whole = self.ids if self.embeds is None else self.embeds
         return Probe(whole[row, columns], self._positions().gather(1, columns))
 
-    def _expect(self, prompt):
-        for index in self.patch.order:
-            layer = self.cache.layers[index]
-            layer.expect((layer.longest() if layer.is_initialized else 0) + prompt + ROOM)
+    def _expect(self, ends):
+        for order, layer in enumerate(self._layers()):
+            most = propagate.limit(self.patch.policy, self.patch.tsp, order)
+            tokens = sum(min(end - start, most) for start, end in pairwise([0, *ends]))
+            layer.expect((layer.longest() if layer.is_initialized else 0) + tokens + ROOM)
+
+    def _check_rows(self, prompt, wanted):
+        flags = [flag for flag in ("output_hidden_states", "output_router_logits") if self._asks(flag)]
+        longest = min(self.patch.policy.chunk_size or prompt, prompt - int(self.first.min()))
+        propagate.check(self.patch, longest, wanted, flags)
 
     def _check_kwargs(self, calls):
         for name, value in self.kwargs.items():

@@ -28,6 +28,8 @@ RULES = (
      "an output error is each head's own, and this score is one for the layer: per_head=True"),
     (lambda p: p.error.outputs and (p.score.carries or p.score.length),
      "rows='each' needs the attention of a window or of the last row, and this score has other rows: rows='pooled'"),
+    (lambda p: p.n_reuse > 1 and p.score.tsp is not None,
+     "behind layer tsp there are other tokens, and with n_reuse > 1 it need not score: n_reuse=1 or tsp=None"),
     (lambda p: p.n_reuse > 1 and p.warmup_layers is not None,
      "layers that wait already take another layer's slots: n_reuse=1 or warmup_layers=None"),
 )  # fmt: skip

@@ -54,6 +54,8 @@ class Step:
     measured: dict | None = None  # layer -> its error [B] in this chunk, where the layer budget asks for it
     cascade: object | None = None  # the kvevict.cascade.Cascade of this chunk, where the layer budget cascades
     residual: dict = field(default_factory=dict)  # layer -> the residual stream that entered it
+    propagated: tuple | None = None  # (columns [B, K], padding [B]) of the chunk that upper layers read; None: all
+    whole: tuple | None = None  # (columns, tokens [B]) of the chunk, in layers that read less of it
     final_position: int | None = None  # the prompt's largest position, for rotary frequencies that depend on it
 
     @property

@@ -21,7 +21,7 @@ class View:
         self.device = k.device
         self.order = step.patch.order[index]
         self.select = step.patch.policy.selection(self.order)
-        self.carry = None
+        self.carry = self.heads = None  # heads: scores per query head [B, Hkv, G, C], where they are pooled first
 
     waits = property(lambda self: self.order < self.step.patch.waiting_layers - 1)
     follows = property(lambda self: self.order % self.policy.n_reuse > 0)
