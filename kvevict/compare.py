@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
@@ -69,6 +70,7 @@ def informed(policy, response) -> Policy:
     return dataclasses.replace(policy, score=dataclasses.replace(policy.score, response=tuple(response)))
 
 
+@torch.no_grad()
 def compare(full: Truth, kept: list) -> list:
     """Per evicting layer a dict of `NAMES`, means over the response's rows; `kept` as `left` gives it.
 
@@ -115,19 +117,17 @@ def _head(tokens, group, k, v, stored_k, stored_v, kept):
     return before, chosen, after, a.sum(2), (a * kept[:tokens]).sum(2), diagnose.cosine(a, left)
 
 
-def adjacent(kept: list):
-    """Mean overlap of neighbouring evicting layers' kept positions; None of a single layer."""
-    sets = positions(kept)
-    pairs = [diagnose.overlap(a, b) for a, b in zip(sets, sets[1:])]
+def positions(kept: list) -> list:
+    """[layer][kv head] the set of kept positions, of what `left` gives."""
+    return [[set(at.tolist()) for at, *_ in heads] for heads in kept]
+
+
+def adjacent(kept: list) -> float | None:
+    """Mean overlap of neighbouring evicting layers, of a policy's `positions`; None of a single layer."""
+    pairs = [diagnose.overlap(*layers) for layers in pairwise(kept)]
     return sum(pairs) / len(pairs) if pairs else None
 
 
 def between(a: list, b: list) -> float:
-    """Mean overlap of what two policies kept, layer by layer."""
-    pairs = [diagnose.overlap(*layers) for layers in zip(positions(a), positions(b), strict=True)]
-    return sum(pairs) / len(pairs)
-
-
-def positions(kept: list) -> list:
-    """[layer][kv head] kept positions as sets."""
-    return [[set(at.tolist()) for at, *_ in heads] for heads in kept]
+    """Mean overlap, layer by layer, of two policies' `positions`."""
+    return sum(map(diagnose.overlap, a, b)) / len(a)

@@ -6,7 +6,7 @@ HEADS = ("slots/head", "joint error", "output error", "recall", "attention cosin
 @command
 def diagnose(parser, argv):
     """What policies keep of a prompt, measured against the full cache: errors, recall, overlaps."""
-    add_question(parser, new_tokens=32, needed=False)
+    add_question(parser, new_tokens=8, needed=False)
     add_model(parser)
     add_policies(parser, default=("take", "snapkv", "h2o", "streaming"))
     add_budget(parser, budget=128)
@@ -22,11 +22,14 @@ def diagnose(parser, argv):
     full = compare.truth(model, ids, args.max_new_tokens)
     kept, runs = {}, {}
     for key, policy in tqdm(policies.items(), unit="policy", delay=1, leave=False, disable=None):
-        kept[key] = compare.left(model, ids, compare.informed(policy, full.response))
-        runs[key] = run(compare.compare(full, kept[key]), kept[key])
+        left = compare.left(model, ids, compare.informed(policy, full.response))
+        kept[key] = compare.positions(left)
+        runs[key] = run(compare.compare(full, left), kept[key])
     overlap = {a: {b: compare.between(kept[a], kept[b]) for b in kept} for a in kept}
     answer = tokenizer.decode(full.response, skip_special_tokens=True).strip()
-    print(f"{full.tokens} prompt tokens, budget {args.budget}; the full cache answers: {answer}\n")
+    print(
+        f"{full.tokens} prompt tokens, budget {args.budget}; the full cache answers: {answer.partition(chr(10))[0]}\n"
+    )
     print(grid([("", *HEADS), *((key, *cells(one)) for key, one in runs.items())]))
     print("\nOverlap (Jaccard) of what they keep\n")
     print(grid([("", *kept), *((a, *(f"{value:.2f}" for value in row.values())) for a, row in overlap.items())]))
@@ -46,7 +49,7 @@ def load_facts(args) -> tuple:
     count("--max-new-tokens", args.max_new_tokens, 1)
     name = model_name(args)
     model, tokenizer = load_model(name, args.dtype)
-    longest = min(args.limit or LONGEST, model.config.max_position_embeddings) - args.max_new_tokens
+    longest = min(args.limit or LONGEST, model.config.max_position_embeddings - args.max_new_tokens)
     prompt = encode(model, tokenizer, next(iter(TASKS.find(TASK)(Settings(tokenizer, longest, cases=1)))))
     return name, model, tokenizer, torch.tensor([prompt.context + prompt.question])
 
@@ -56,7 +59,7 @@ def run(layers: list, kept: list) -> dict:
     head, and the layers themselves."""
     from .. import compare
 
-    counts = [len(at) for heads in kept for at, *_ in heads]
+    counts = [len(head) for layer in kept for head in layer]
     means = {name: sum(layer[name] for layer in layers) / len(layers) for name in compare.NAMES}
     slots = [min(counts), max(counts)]
     return means | {"adjacent_overlap": compare.adjacent(kept), "slots": slots, "layers": layers}
