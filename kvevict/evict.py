@@ -3,7 +3,7 @@ select, and move the survivors of [stored | new] together. `view` is a `kvevict.
 
 import torch
 
-from . import _ops, propagate
+from . import _ops, diagnose, propagate
 
 
 def ranked(view, score):
@@ -67,7 +67,8 @@ def after_chunk(view) -> None:
     if not view.waits:
         score.observe(view)
     elif slots is not None and bool((slots < view.n.sum(1)).any()):
-        view.q = view.lse = view.out = None  # the choice is another layer's: only keys and values wait
+        view.q = diagnose.rows(view) if policy.diagnose else None
+        view.lse = view.out = None  # the choice is another layer's: only keys and values wait
         step.waiting.append(view)
         return
     evict(view, slots)

@@ -138,6 +138,11 @@ def report(model, positions: bool = False) -> dict:
     overhead_bytes     what is allocated beyond: free room, positions, carried scores
     seconds            per stage: read (all), attend, score, select, compact; decode since then
     positions          [layer][row][kv head] ascending original positions of the slots, with positions=True
+    diagnostics        with the policy's diagnose=True, [layer][row] each: evictions, how many chunks' ends took slots,
+                       and means over those: joint_error (CAOTE eq. 24) and output_error (relative to the output) of
+                       the observing rows' attention, recall: the share of their attention on slots that were kept.
+                       The rows are those that the policy scores by, at most the last 64 (of `h2o`, `streaming` and
+                       what has no rows of its own: the chunk's last); the slots, those alive before the eviction
     """
     decoder = find_decoder(model)
     if not is_patched(decoder):

@@ -39,6 +39,7 @@ class Policy:
     select_by_layer   (start, stop, select) for ranges of evicting layers that select otherwise; stop None: to the last
     n_reuse        groups of this many layers use the slots that their first layer chooses (ChunkKV algorithm 3)
     progress       show a progress bar while a prompt is read
+    diagnose       measure what every eviction of a read costs its observing rows, for `kvevict.report`; takes time
     """
 
     score: Score | str = "snapkv"
@@ -56,6 +57,7 @@ class Policy:
     select_by_layer: tuple = ()
     n_reuse: int = 1
     progress: bool = False
+    diagnose: bool = False
 
     def __post_init__(self):
         for kind in PARTS:
@@ -117,6 +119,8 @@ class Policy:
         count("n_reuse", self.n_reuse, 1)
         if not isinstance(self.decode, bool):
             raise TypeError(f"decode must be True, False or None, got {self.decode!r}")
+        if not isinstance(self.diagnose, bool):
+            raise TypeError(f"diagnose must be True or False, got {self.diagnose!r}")
 
     def slots(self, tokens: int) -> int:
         """Budget B of a row that has seen `tokens` valid tokens (METHODS section 0)."""

@@ -5,7 +5,7 @@ from itertools import pairwise
 import torch
 from transformers.cache_utils import DynamicCache
 
-from . import compat, propagate
+from . import compat, diagnose, propagate
 from .cache import ROOM, EvictionLayer, adopt
 from .cascade import Cascade
 from .layers import PLENTY, layer_slots
@@ -195,7 +195,7 @@ class Call:
         if read.errors is not None:
             policy.layers.learn([row for row in self._mean_errors(read) if row is not None])
         output.last_hidden_state = hidden[0] if len(hidden) == 1 else torch.cat(hidden, 1)
-        self._write_report()
+        self._write_report(read)
         return output
 
     # -- parts --------------------------------------------------------------------------------------------------------
@@ -348,7 +348,7 @@ class Call:
             if calls > 1 and self._asks(flag):
                 raise ValueError(f"{flag}=True needs the prompt read whole: schedule='prompt' and no chunk_size")
 
-    def _write_report(self):
+    def _write_report(self, read):
         layers = [layer if index in self.patch.order else None for index, layer in enumerate(self.cache.layers)]
         own = [layer for layer in layers if layer is not None]
         live = sum(layer.live_bytes() for layer in own)
@@ -368,6 +368,9 @@ class Call:
             overhead_bytes=sum(layer.allocated_bytes() for layer in own) - live,
             positions=[None if layer is None else positions(layer) for layer in layers],
         )
+        if self.patch.policy.diagnose:
+            own = [index if index in self.patch.order else None for index in range(len(layers))]
+            self.patch.last_report["diagnostics"] = diagnose.summary(read, own)
 
 
 def _left_padding(mask):

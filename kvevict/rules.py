@@ -20,6 +20,8 @@ RULES = (
     (lambda p: p.layers.cascades and (p.score.rows < 2 or p.score.length),
      "this layer budget measures how attention varies over a window's rows, and this score has no window, or one of a "
      "single row: take snapkv, cake, edie or another score with a window of 2 or more"),
+    (lambda p: p.layers.cascades and p.diagnose,
+     "this layer budget cuts layers again when their observing rows are gone: diagnose=False"),
     (lambda p: p.layers.measures and p.score.ordinal,
      "this layer budget sums scores to an error, and these only rank slots: take scores that are attention"),
     (lambda p: p.error.refines and p.score.ordinal,

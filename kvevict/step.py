@@ -24,6 +24,7 @@ class Read:
     errors: torch.Tensor | None = None  # [layers, B] fp64 sums over chunks of the layers' errors
     measurements: torch.Tensor | None = None  # [B] how many chunks those are
     state: dict = field(default_factory=dict)  # layer -> the score's own state
+    diagnostics: dict = field(default_factory=dict)  # layer -> fp64 sums [4, B] of `kvevict.diagnose`
     probe_length: torch.Tensor | None = None  # [B] int32 probe rows of each batch row
     probe_rows: int = 0  # the largest of them
 

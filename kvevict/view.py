@@ -4,7 +4,7 @@ from functools import cached_property
 
 import torch
 
-from . import _ops, apart, compat
+from . import _ops, apart, compat, diagnose
 
 
 class View:
@@ -202,6 +202,8 @@ class View:
 
     def store(self, choice=None):
         """Put the survivors into the layer: those of `choice` (index, keep), or all."""
+        if choice is not None and self.policy.diagnose and self.step.read is not None:
+            diagnose.note(self, *choice)
         with self.step.patch.clock("compact"):
             if choice is None:
                 if self.k.shape[2]:

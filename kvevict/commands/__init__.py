@@ -55,9 +55,11 @@ def add_budget(parser, budget: int = 512, chunk_size: int | None = None) -> None
                         help=f"tokens read at once; default {chunk_size or 'is up to the policy'}")  # fmt: skip
 
 
-def add_question(parser, new_tokens: int) -> None:
-    parser.add_argument("question", help="what to ask about the text (or how to go on)")
-    parser.add_argument("--file", required=True, help="text to read; - is standard input")
+def add_question(parser, new_tokens: int, needed: bool = True) -> None:
+    told = "" if needed else "; default: made-up facts"
+    parser.add_argument("question", nargs=None if needed else "?",
+                        help=f"what to ask about the text (or how to go on){told}")  # fmt: skip
+    parser.add_argument("--file", required=needed, help=f"text to read; - is standard input{told}")
     parser.add_argument("--limit", type=int, help="prompt tokens at most: cuts the text's end; default: the context")
     parser.add_argument("--max-new-tokens", type=int, default=new_tokens,
                         help=f"length of the answer at most; default {new_tokens}")  # fmt: skip
@@ -126,7 +128,9 @@ def options_of(policy, *skip: str) -> str:
         options[kind] = registry.name_of(type(part))
         options |= {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
     options |= {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy) if f.name not in PARTS}
-    return ", ".join(f"{name}={value!r}" for name, value in options.items() if name not in ("progress", *skip))
+    return ", ".join(
+        f"{name}={value!r}" for name, value in options.items() if name not in ("progress", "diagnose", *skip)
+    )
 
 
 # -- tables ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,74 @@
+from . import add_budget, add_model, add_policies, add_question, build_policies, command, grid, load_prompt, model_name
+
+HEADS = ("slots/head", "joint error", "output error", "recall", "attention cosine", "KV L1 loss", "adjacent layers")
+
+
+@command
+def diagnose(parser, argv):
+    """What policies keep of a prompt, measured against the full cache: errors, recall, overlaps."""
+    add_question(parser, new_tokens=8, needed=False)
+    add_model(parser)
+    add_policies(parser, default=("take", "snapkv", "h2o", "streaming"))
+    add_budget(parser, budget=128)
+    args = parser.parse_args(argv)
+    if (args.file is None) != (args.question is None):
+        raise ValueError("give a question and --file, or neither for made-up facts")
+    from tqdm import tqdm
+
+    from .. import compare
+
+    policies = build_policies(args.policies, args)
+    name, model, tokenizer, ids = load_prompt(args) if args.file else load_facts(args)
+    full = compare.truth(model, ids, args.max_new_tokens)
+    kept, runs = {}, {}
+    for key, policy in tqdm(policies.items(), unit="policy", delay=1, leave=False, disable=None):
+        left = compare.left(model, ids, compare.informed(policy, full.response))
+        kept[key] = compare.positions(left)
+        runs[key] = run(compare.compare(full, left), kept[key])
+    overlap = {a: {b: compare.between(kept[a], kept[b]) for b in kept} for a in kept}
+    answer = tokenizer.decode(full.response, skip_special_tokens=True).strip()
+    print(
+        f"{full.tokens} prompt tokens, budget {args.budget}; the full cache answers: {answer.partition(chr(10))[0]}\n"
+    )
+    print(grid([("", *HEADS), *((key, *cells(one)) for key, one in runs.items())]))
+    print("\nOverlap (Jaccard) of what they keep\n")
+    print(grid([("", *kept), *((a, *(f"{value:.2f}" for value in row.values())) for a, row in overlap.items())]))
+    return {"model": name, "tokens": full.tokens, "answer": answer, "runs": runs, "overlap": overlap}
+
+
+def load_facts(args) -> tuple:
+    """As `load_prompt`, of the first case that `kvevict demo` asks."""
+    import torch
+
+    from ..checks import count
+    from ..evaluate.ask import encode
+    from ..evaluate.tasks import TASKS, Settings
+    from ..run import load_model
+    from .demo import LONGEST, TASK
+
+    count("--max-new-tokens", args.max_new_tokens, 1)
+    name = model_name(args)
+    model, tokenizer = load_model(name, args.dtype)
+    longest = min(args.limit or LONGEST, model.config.max_position_embeddings - args.max_new_tokens)
+    prompt = encode(model, tokenizer, next(iter(TASKS.find(TASK)(Settings(tokenizer, longest, cases=1)))))
+    return name, model, tokenizer, torch.tensor([prompt.context + prompt.question])
+
+
+def run(layers: list, kept: list) -> dict:
+    """Means over layers of what `kvevict.compare.compare` says, the overlap of neighbouring layers, the slots per kv
+    head, and the layers themselves."""
+    from .. import compare
+
+    counts = [len(head) for layer in kept for head in layer]
+    means = {name: sum(layer[name] for layer in layers) / len(layers) for name in compare.NAMES}
+    slots = [min(counts), max(counts)]
+    return means | {"adjacent_overlap": compare.adjacent(kept), "slots": slots, "layers": layers}
+
+
+def cells(one: dict) -> list:
+    from ..compare import NAMES
+
+    least, most = one["slots"]
+    numbers = [*(one[name] for name in NAMES), one["adjacent_overlap"]]
+    texts = ["-" if number is None else f"{number:.3f}" for number in numbers]
+    return [str(least) if least == most else f"{least}..{most}", *texts]
