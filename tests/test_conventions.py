@@ -83,7 +83,7 @@ def window_score(a, w, kernel, pool, heads, reduce="sum"):
     return pooled(score, kernel, 1, kernel // 2)
 
 
-# -- SnapKV, PyramidKV, AdaKV, CAKE -------------------------------------------------------------------------------------
+# -- SnapKV, PyramidKV, AdaKV, CAKE -----------------------------------------------------------------------------------
 
 
 @any_seed
@@ -168,7 +168,7 @@ def test_cake_score(seed, heads):
     check(seed, heads, 150, source, kvevict.Policy(score="cake", budget=b + w))
 
 
-# -- H2O, TOVA: every step -----------------------------------------------------------------------------------------------
+# -- H2O, TOVA: every step --------------------------------------------------------------------------------------------
 
 
 def stepwise(made, calls, source):
@@ -256,7 +256,7 @@ def test_tova(seed, heads):
         check_steps(seed, heads, length, 8, lambda: choose, "tova", budget=16)
 
 
-# -- kvpress ------------------------------------------------------------------------------------------------------------
+# -- kvpress ----------------------------------------------------------------------------------------------------------
 
 
 def kvpress_score(a):
@@ -288,8 +288,31 @@ def test_kvpress_chunkkv(seed, length, runs):
 
 
 @any_seed
-def test_knorm_and_keydiff(seed):
-    def knorm(a, k, v):
-        return [best(-row.norm(dim=-1), 30) for row in k]
+@pytest.mark.parametrize("safe", [0.2, 0.9])
+def test_kvpress_adakv(seed, safe):
+    """Every head's best int(safe * b), window included, then the best of all heads. A fifth is less than the window."""
+    b, n = 100, 220
 
-    check(seed, 2, 90, knorm, "knorm", budget=30)
+    def source(index, a, k, v):
+        score = kvpress_score(a)
+        for row in score:
+            row[best(row, int(safe * b))] = torch.inf
+        kept = best(score.flatten(), 2 * b)
+        return [[i - head * n for i in kept if i // n == head] for head in range(2)]
+
+    want, got = compare(seed, 2, n, source, "adakv/kvpress", budget=b, f=safe)
+    assert got == want and any(len(x) != len(y) for x, y in got)
+    assert safe < 0.9 or any(90 in map(len, layer) for layer in got)
+
+
+@any_seed
+@pytest.mark.parametrize("name", ["knorm", "keydiff", "keydiff/kvpress"])
+def test_kvpress_controls(seed, name):
+    """Its KeyDiff takes the mean of keys scaled to length 1: METHODS' of the keys as they are."""
+
+    def source(a, k, v):
+        mean = (F.normalize(k, dim=-1) if name == "keydiff/kvpress" else k).mean(1, keepdim=True)
+        score = -k.norm(dim=-1) if name == "knorm" else -F.cosine_similarity(k, mean, dim=-1)
+        return [best(row, 30) for row in score]
+
+    check(seed, 2, 90, source, name, budget=30)
