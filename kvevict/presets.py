@@ -40,6 +40,10 @@ preset("fastkv", score=SCORES["fastkv"]())
 preset("random", score=SCORES["random"]())
 preset("knorm", score=SCORES["knorm"]())
 preset("keydiff", score=SCORES["keydiff"]())
+preset(
+    "keydiff/kvpress", "KeyDiff as its paper and kvpress have it: the mean is of keys scaled to length 1.",
+    score=SCORES["keydiff"](unit=True),
+)  # fmt: skip
 preset("take", score=SCORES["take"](), chunk_size=_Z, warmup_layers="half")
 preset("take/no-probe", score=SCORES["take"](append=False), chunk_size=_Z, warmup_layers="half")
 preset("take/no-delay", score=SCORES["take"](), chunk_size=_Z)
@@ -54,8 +58,8 @@ preset(
     score=SCORES["snapkv"](pool="avg"), heads=HEADS["ada"](),
 )  # fmt: skip
 preset(
-    "adakv/kvpress", "AdaKV as kvpress has it: every head keeps its own best fifth of the average.",
-    score=SCORES["snapkv"](**_KVPRESS), heads=HEADS["ada"](floor="max"),
+    "adakv/kvpress", "AdaKV as kvpress has it: every head keeps its own best fifth of the average, window included.",
+    score=SCORES["snapkv"](**_KVPRESS), heads=HEADS["ada"](floor="all"),
 )  # fmt: skip
 preset(
     "pyramidkv", "PyramidKV (Cai et al. 2024): SnapKV's scores; slots decrease from the first layer to the last.",

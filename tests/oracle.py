@@ -36,7 +36,8 @@ PRESETS = {
     "snapkv/kvcf": _SNAPKV | dict(window=8),
     "snapkv/kvpress": _KVPRESS,
     "knorm": dict(score="knorm"),
-    "keydiff": dict(score="keydiff"),
+    "keydiff": dict(score="keydiff", unit=False),
+    "keydiff/kvpress": dict(score="keydiff", unit=True),
     "oracle": dict(score="oracle", response=(), kernel=7, pool="max"),
     "take": _TAKE | dict(warmup_layers="half"),
     "take/no-probe": _TAKE | dict(warmup_layers="half", append=False),
@@ -44,7 +45,7 @@ PRESETS = {
     "take/chunk-only": _TAKE | dict(append=False),
     "adakv": _SNAPKV | dict(heads="ada"),
     "adakv/edie": _SNAPKV | dict(heads="ada", pool="avg"),
-    "adakv/kvpress": _KVPRESS | dict(heads="ada", floor="max"),
+    "adakv/kvpress": _KVPRESS | dict(heads="ada", floor="all"),
     "pyramidkv": _SNAPKV | dict(layers="pyramid"),
     "chunkkv": _SNAPKV | dict(pool="none", select="chunk"),
     "chunkkv+reuse": _SNAPKV | dict(pool="none", select="chunk", n_reuse=2),
@@ -328,8 +329,9 @@ class Row:
             return [x - end for x, end in zip(_apportion([Fraction(1)] * heads, slots, bounds), ends)]
         wanted, every = slots - sum(ends), [x for head in items for x in head]
         f, forced = Fraction(str(o["f"])), []
-        if o["heads"] == "ada" and o["floor"] == "max":
-            forced = [x for head in items for x in self._best(head, int(f * wanted / heads))[0]]
+        if o["heads"] == "ada" and o["floor"] != "mix":
+            own = [int(f * wanted / heads) if o["floor"] == "max" else max(0, int(f * slots / heads) - e) for e in ends]
+            forced = [x for head, n in zip(items, own) for x in self._best(head, n)[0]]
         best = forced + self._best([x for x in every if x not in forced], wanted - len(forced))[0]
         wins = [sum(x[2] == g for x in best) for g in range(heads)]
         if o["heads"] == "ada" and o["floor"] == "mix":
@@ -400,7 +402,7 @@ class Row:
         if o["score"] == "knorm":
             return [(-k.pow(2).sum(-1).sqrt()).tolist() for k in keys]
         if o["score"] == "keydiff":
-            means = [k.mean(0) for k in keys]
+            means = [(k / k.norm(dim=-1, keepdim=True) if o["unit"] else k).mean(0) for k in keys]
             return [(-(k @ m) / (k.pow(2).sum(-1) * m.pow(2).sum()).sqrt()).tolist() for k, m in zip(keys, means)]
         if o["score"] == "oracle":
             means = [a.mean((0, 1)).tolist() for a in self.appended]

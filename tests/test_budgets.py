@@ -17,6 +17,7 @@ CHOICES = {
     "adakv, floor": dict(window=4, floor="max", f=0.3),
     "adakv/edie": dict(window=5),
     "adakv/kvpress": dict(window=6),
+    "adakv/kvpress, high floor": dict(window=2, f=0.7),
     "snapkv, flat": dict(window=4, heads="flat"),
     "h2o, flat": dict(heads="flat", decode=True, interval=2),
     "h2o, ada": dict(heads="ada", recent=3, decode=True, interval=2),

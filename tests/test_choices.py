@@ -109,6 +109,7 @@ def test_ada_by_hand():
     assert keep(ada(f=1.0), score, 6) == [3, 3]
     assert keep(ada(f=0.7, floor="max"), score, 6) == [4, 2]  # two of its own at least
     assert keep(ada(f=0.3, floor="max"), score, 6) == [5, 1]
+    assert [keep(ada(f=f, floor="all"), score, 6, window=1) for f in (0.4, 0.7, 1.0)] == [[5, 1], [4, 2], [3, 3]]
     window = torch.tensor([[9.0, 8, 7, 50, 60], [4, 3, 0, 50, 60]])  # the window does not compete
     assert keep(flat(), window, 7, window=2) == [5, 2]
     assert keep(ada(f=1.0), window, 7, window=2) == [4, 3]

@@ -33,6 +33,7 @@ POLICIES = {
     "snapkv/kvpress": dict(window=6),
     "knorm": {},
     "keydiff": {},
+    "keydiff/kvpress": {},
     "oracle": dict(response=(7, 11, 13)),
     "oracle, one token": dict(response=(5,), pool="avg", kernel=3),
     "take": dict(probe=5),

@@ -14,7 +14,8 @@ class Ada(HeadBudget):
 
     f       the part of a head's slots that is no matter of competition
     floor   "mix": (1-f) times what a head wins over all heads plus f times the average, as the source computes;
-            "max": every head keeps its own best f times the average, the best of the rest over all heads follow
+            "max": every head keeps its own best f times the average, the best of the rest over all heads follow;
+            "all": "max" of all slots, protected ones being a head's best, as kvpress has it
     """
 
     f: float = 0.2
@@ -23,14 +24,16 @@ class Ada(HeadBudget):
     def check(self, policy):
         if isinstance(self.f, bool) or not isinstance(self.f, (int, float)) or not 0 <= self.f <= 1:
             raise ValueError(f"f must be a number in [0, 1], got {self.f!r}")
-        one_of("floor", self.floor, ("mix", "max"))
+        one_of("floor", self.floor, ("mix", "max", "all"))
 
     def keep(self, view, score, slots):
         key, least = order(view, score), view.least
         wanted, heads = slots - least.sum(1), view.n.shape[1]
         even = self.f * wanted.double() / heads
-        if self.floor == "max":
-            mine = best(key, (even + 1e-9).long()) & (key > LOWEST)  # f * b may be whole but for a rounding error
+        if self.floor != "mix":
+            own = even if self.floor == "max" else self.f * slots.double() / heads - least.amax(1)
+            own = (own + 1e-9).clamp_min(0).long()  # f * b may be whole but for a rounding error
+            mine = best(key, own) & (key > LOWEST)
             return (least + winners(key.masked_fill(mine, -LOWEST - 1), wanted)).to(torch.int32)
         mixed = (1 - self.f) * winners(key, wanted).double() + even[:, None]
         return (least + apportion(mixed, wanted, torch.zeros_like(least), view.n - least)).to(torch.int32)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 
 from ..checks import count
 from . import SCORES, Score
@@ -23,14 +24,23 @@ class KNorm(Score):
 @SCORES.add("keydiff")
 @dataclass(frozen=True)
 class KeyDiff(Score):
-    """KeyDiff (Park et al. 2025): `-cos(k_i, mean k)`, with the mean over the head's alive keys."""
+    """KeyDiff (Park et al. 2025): `-cos(k_i, mean k)`, with the mean over the head's alive keys.
 
+    unit   scale keys to length 1 before the mean
+    """
+
+    unit: bool = False
     ordinal: ClassVar[bool] = True
+
+    def check(self, policy):
+        if not isinstance(self.unit, bool):
+            raise TypeError(f"unit must be True or False, got {self.unit!r}")
 
     def score(self, view):
         def one(keys):
             keys = keys.float()
-            return -torch.cosine_similarity(keys, keys.mean(0, keepdim=True), dim=-1)
+            mean = (F.normalize(keys, dim=-1) if self.unit else keys).mean(0, keepdim=True)
+            return -torch.cosine_similarity(keys, mean, dim=-1)
 
         return view.per_head(one)
 

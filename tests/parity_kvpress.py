@@ -1,0 +1,63 @@
+"""What kvpress keeps: run by the Python of an environment that has it, beside ours (see test_kvpress.py).
+
+    python parity_kvpress.py FOLDER
+
+FOLDER holds a saved model and asks.json, a list of [press, compression ratio, token ids]; kept.json is written, for each
+of them the kept positions as [layer][kv head].
+"""
+
+import json
+import pathlib
+import sys
+
+import kvpress
+import torch
+from transformers import AutoModelForCausalLM
+
+PRESSES = {
+    "snapkv": kvpress.SnapKVPress,
+    "chunkkv": lambda ratio: kvpress.ChunkKVPress(kvpress.SnapKVPress(ratio)),
+    "adakv": lambda ratio: kvpress.AdaKVPress(kvpress.SnapKVPress(ratio)),
+    "knorm": kvpress.KnormPress,
+    "keydiff": kvpress.KeyDiffPress,
+    "streaming": kvpress.StreamingLLMPress,
+}
+
+
+def read(model, ids):
+    """Keys [Hkv, slots, d] of every layer after the prompt."""
+    return [layer.keys[0] for layer in model.model(torch.tensor([ids])).past_key_values.layers]
+
+
+def kept(model, press, ids):
+    full = read(model, ids)
+    with press(model):
+        pressed = read(model, ids)
+    if isinstance(press, kvpress.AdaKVPress):  # nothing is removed, decoding will mask it
+        return [lost_apart(layer.self_attn.masked_key_indices, keys) for layer, keys in zip(model.model.layers, full)]
+    return [[places(*pair) for pair in zip(*layers)] for layers in zip(pressed, full)]
+
+
+def places(some, all_):
+    """Where the rows of `some` [n, d] are in `all_` [N, d], ascending."""
+    found = (some[:, None] == all_).all(-1).nonzero()
+    assert found[:, 0].tolist() == list(range(len(some)))
+    return sorted(found[:, 1].tolist())
+
+
+def lost_apart(lost, keys):
+    alive = torch.ones(keys.shape[:2], dtype=torch.bool)
+    alive[lost[1], lost[2]] = False
+    return [head.nonzero()[:, 0].tolist() for head in alive]
+
+
+@torch.no_grad()
+def main(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+    asks = json.loads((folder / "asks.json").read_text())
+    answers = [kept(model, PRESSES[name](ratio), ids) for name, ratio, ids in asks]
+    (folder / "kept.json").write_text(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]))
