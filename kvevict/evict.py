@@ -41,6 +41,9 @@ def evict(view, slots) -> None:
 def after_chunk(view) -> None:
     """The end of one layer's attention over a chunk."""
     step, policy, score = view.step, view.policy, view.policy.score
+    if step.held is not None:
+        view.hold(score.held)
+        return
     if view.follows:
         view.store(step.choice)
         return

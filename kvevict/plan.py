@@ -17,6 +17,7 @@ import torch
 from .checks import count
 from .layers import layer_slots
 from .policy import Policy
+from .scores.laq import Drafted
 from .shape import Shape
 
 
@@ -71,7 +72,7 @@ def chunks(policy: Policy, tokens: int, layer_count: int, kv_heads: int = 1) -> 
     A selection that leaves some of the budget unused (chunk, exact=False) is planned as if it used it.
     """
     relaxed, waiting = policy.warmup_slots(tokens), policy.waiting_layers(layer_count)
-    probe, inside = probe_rows(policy, tokens), policy.score.span is None and policy.score.response is None
+    probe, inside = probe_rows(policy, tokens), policy.score.span is None and not policy.score.behind
     kept, start = [0] * layer_count, 0
     size = policy.chunk_size or tokens
     for end in range((tokens - 1) % size + 1, tokens + 1, size):  # the remainder goes first
@@ -104,7 +105,7 @@ def probe_rows(policy: Policy, tokens: int) -> int:
     score = policy.score
     if not score.length or not score.append or tokens <= policy.slots(tokens):
         return 0
-    return score.length if score.span or score.response else min(tokens // 2, score.length)
+    return score.length if score.span or score.behind else min(tokens // 2, score.length)
 
 
 def work(shape: Shape, policy: Policy, chunk: Chunk, batch: int = 1, causal: bool = True) -> dict:
@@ -142,7 +143,7 @@ def score_pairs(policy: Policy, chunk: Chunk, stored: int, chooses: bool, causal
     if not chooses:
         return 0, 0
     if chunk.observers:  # averaged over chunks they have no log-sum-exp yet: a pass for it, and one for the sums
-        return chunk.observers * (n if chunk.probe else n - chunk.observers), 1 if score.response else 2
+        return chunk.observers * (n if chunk.probe else n - chunk.observers), 1 if score.behind else 2
     rows = min(chunk.rows, score.rows or int(score.last_row))
     return pairs(rows, n - rows, causal=causal), (score.passes + policy.error.outputs) * (rows > 0)
 
@@ -162,6 +163,8 @@ def plan(shape: Shape, policy: Policy | None, tokens: int, *, batch=1, hardware=
     count("tokens", tokens, 1)
     count("batch", batch, 1)
     policy = policy or Policy(score="random", budget=tokens)  # nothing to evict
+    if isinstance(policy.score, Drafted):
+        raise ValueError("the costs of drafting are not planned: plan snapkv, which laq and speckv add a draft to")
     policy.score.ready()
     flops, moved, seconds, peak, widest = Counter(), Counter(), 0.0, 0, 0
     for chunk in chunks(policy, tokens, shape.windows.count(None), shape.kv_heads):

@@ -18,7 +18,10 @@ RULES = (
      "an output error takes scores as weights, and these only rank slots: take scores that are attention"),
     (lambda p: p.error.refines and p.score.shared,
      "an output error is each head's own, and this score is one for the layer: per_head=True"),
-    (lambda p: p.error.outputs and (p.score.carries or p.score.length),
+    (lambda p: p.score.held and p.schedule == "chunk",
+     "a draft needs the whole prompt, so nothing can be evicted before: schedule='prompt' (chunk_size then only bounds "
+     "the activations)"),
+    (lambda p: p.error.outputs and (p.score.carries or p.score.length or p.score.held),
      "each='row' needs the attention of a window or of the last row, and this score has other rows: each='pooled'"),
     (lambda p: p.n_reuse > 1 and p.warmup_layers is not None,
      "layers that wait already take another layer's slots: n_reuse=1 or warmup_layers=None"),
