@@ -80,7 +80,7 @@ def head(call):
     found = getattr(call.top, "get_output_embeddings", lambda: None)()
     if found is None:
         raise ValueError(
-            "laq drafts tokens, which needs the model's output embeddings: call the causal language model itself, not "
+            "laq drafts tokens, which needs the model's output embeddings: patch and call the causal language model, not "
             "its decoder, or choose another policy"
         )
     return found
@@ -92,7 +92,21 @@ def finish(call, run, step, end, hidden) -> None:
     hidden [B, 1, E] is that of the prompt's last column, end - 1; `step.held` has the layers' views.
     """
     held, step.held = step.held, None
-    patch, score = call.patch, call.patch.policy.score
+    try:
+        caches = _drafted(call, run, step, end, hidden, held)
+        step.transient = call.patch.policy.score.n_d
+        for view in held:
+            _append(view, caches[view.index].rows, call.patch.policy.score.draft_keys)
+            caches[view.index] = None
+            evict.after_chunk(view)
+    except BaseException:
+        held[-1].layer.columns = -1  # half read, which the cache's next user is told
+        raise
+
+
+def _drafted(call, run, step, end, hidden, held) -> list:
+    """The layers of an evicted copy of the cache, over which tokens were drafted."""
+    patch = call.patch
     with patch.clock("draft"):
         quiet = copy.copy(patch)  # what is drafted leaves no trace in the report
         quiet.policy, quiet.seconds, quiet.live = Policy(score=_FirstCut(), budget=2**30), defaultdict(float), {}
@@ -104,11 +118,7 @@ def finish(call, run, step, end, hidden) -> None:
         patch.live["draft"] = sum(cache.layers[view.index].live_bytes() for view in held)
         patch.watch_peak(step, *held)
         del patch.live["draft"]
-    step.transient = score.n_d
-    for view in held:
-        _append(view, cache.layers[view.index].rows, score.draft_keys)
-        cache.layers[view.index] = None
-        evict.after_chunk(view)
+    return cache.layers
 
 
 def _first_choice(view, quiet):
