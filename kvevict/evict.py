@@ -52,6 +52,9 @@ def evict(view, slots) -> None:
 def after_chunk(view) -> None:
     """The end of one layer's attention over a chunk."""
     step, policy, score = view.step, view.policy, view.policy.score
+    if step.held is not None:
+        view.hold(score.held)
+        return
     if step.cascade is not None:
         step.cascade.cut(view)
         return

@@ -9,7 +9,7 @@ import torch
 
 from . import attention, compat, forward, propagate, residual
 from .policy import build
-from .step import STATE, logits_wanted
+from .step import STATE, logits_wanted, top_model
 
 
 class Patch:
@@ -46,11 +46,12 @@ class Patch:
         finally:
             self.seconds[stage] += time.perf_counter() - start
 
-    def watch_peak(self, step, view) -> None:
+    def watch_peak(self, step, view, *others) -> None:
         """Live KV bytes right now: all stored slots, the chunk of this layer, and the chunks of layers that wait."""
         row = 2 * view.k.element_size() * view.k.shape[3] * view.k.shape[1]
         chunk = int((view.k.shape[2] - view.first).sum())
-        self.peak = max(self.peak, sum(self.live.values()) + (1 + len(step.waiting)) * row * chunk)
+        layers = 1 + len(others) + len(step.waiting) + len(step.held or ())
+        self.peak = max(self.peak, sum(self.live.values()) + layers * row * chunk)
 
 
 def patch(model, policy, *, budget=None, chunk_size=None, **options):
@@ -85,8 +86,8 @@ def patch(model, policy, *, budget=None, chunk_size=None, **options):
     state.hooks = [
         *propagate.install(decoder, state),  # first: the others see what a layer really reads
         *residual.install(decoder, state),
-        top.register_forward_pre_hook(_note_logits, with_kwargs=True),
-        top.register_forward_hook(_forget_logits, always_call=True),
+        top.register_forward_pre_hook(_note_call, with_kwargs=True),
+        top.register_forward_hook(_forget_call, always_call=True),
     ]
     return model
 
@@ -223,10 +224,12 @@ def check_model(decoder) -> list:
     return kinds
 
 
-def _note_logits(module, args, kwargs):
+def _note_call(module, args, kwargs):
+    top_model.set(module)
     wanted = kwargs.get("logits_to_keep", 0)
     logits_wanted.set(wanted if isinstance(wanted, int) and kwargs.get("labels") is None else 0)
 
 
-def _forget_logits(module, args, output):
+def _forget_call(module, args, output):
     logits_wanted.set(0)
+    top_model.set(None)

@@ -18,6 +18,7 @@ from . import propagate
 from .checks import count
 from .layers import layer_slots
 from .policy import Policy
+from .scores.laq import Drafted
 from .shape import Shape
 
 
@@ -73,7 +74,7 @@ def chunks(policy: Policy, tokens: int, layer_count: int, kv_heads: int = 1) -> 
     A selection that leaves some of the budget unused (chunk, exact=False) is planned as if it used it.
     """
     relaxed, waiting = policy.warmup_slots(tokens), policy.waiting_layers(layer_count)
-    probe, inside = probe_rows(policy, tokens), policy.score.span is None and policy.score.response is None
+    probe, inside = probe_rows(policy, tokens), policy.score.span is None and not policy.score.behind
     tsp = propagate.layer_of(policy, layer_count, layer_count)
     kept, start = [0] * layer_count, 0
     size = policy.chunk_size or tokens
@@ -121,7 +122,7 @@ def probe_rows(policy: Policy, tokens: int) -> int:
     score = policy.score
     if not score.length or not score.append or tokens <= policy.slots(tokens):
         return 0
-    return score.length if score.span or score.response else min(tokens // 2, score.length)
+    return score.length if score.span or score.behind else min(tokens // 2, score.length)
 
 
 def work(shape: Shape, policy: Policy, chunk: Chunk, batch: int = 1, causal: bool = True) -> dict:
@@ -160,7 +161,7 @@ def score_pairs(policy: Policy, chunk: Chunk, stored: int, read: int, chooses: b
     if not chooses:
         return 0, 0
     if chunk.observers:  # averaged over chunks they have no log-sum-exp yet: a pass for it, and one for the sums
-        return chunk.observers * (n if chunk.probe else n - chunk.observers), 1 if score.response else 2
+        return chunk.observers * (n if chunk.probe else n - chunk.observers), 1 if score.behind else 2
     rows = min(read, score.rows or int(score.last_row))
     passes = score.passes + policy.error.outputs + policy.layers.passes(policy)
     return pairs(rows, n - rows, causal=causal), passes * (rows > 0)
@@ -181,6 +182,8 @@ def plan(shape: Shape, policy: Policy | None, tokens: int, *, batch=1, hardware=
     count("tokens", tokens, 1)
     count("batch", batch, 1)
     policy = policy or Policy(score="random", budget=tokens)  # nothing to evict
+    if isinstance(policy.score, Drafted):
+        raise ValueError("the costs of drafting are not planned: plan snapkv, which laq and speckv add a draft to")
     policy.score.ready()
     propagate.layer_of(policy, shape.windows.count(None), len(shape.windows))  # or an error
     flops, moved, seconds, peak, widest = Counter(), Counter(), 0.0, 0, 0

@@ -27,7 +27,7 @@ class Policy:
                    the tokens seen that is kept (float in (0, 1))
     chunk_size     tokens read at once; None reads the prompt whole
     schedule       "prompt" evicts once at the prompt's end, "chunk" after every chunk; None: "chunk" if there is a
-                   chunk_size
+                   chunk_size and the score does not need the whole prompt (laq)
     warmup_layers  W: the first W-1 layers wait for layer W-1 and take its slots (TAKE eq. 6); None: nobody waits;
                    "half": floor(L/2)
     warmup_budget  B_warmup of the layers before W until the last chunk (TAKE eq. 8); None: METHODS' formula
@@ -66,7 +66,8 @@ class Policy:
         if self.interval is None:
             object.__setattr__(self, "interval", self.score.interval)
         if self.schedule is None:
-            object.__setattr__(self, "schedule", "prompt" if self.chunk_size is None else "chunk")
+            whole = self.chunk_size is None or self.score.held
+            object.__setattr__(self, "schedule", "prompt" if whole else "chunk")
         if self.decode is None:
             object.__setattr__(self, "decode", self.score.decodes)
         for part in (self.score, self.error, self.layers, self.heads, *self.selections):
@@ -80,8 +81,10 @@ class Policy:
         rules.check(self)
 
     def to_json(self) -> str:
-        """The policy as text that `from_json` reads; parts by their registered names."""
-        return json.dumps({f.name: to_plain(getattr(self, f.name)) for f in dataclasses.fields(self)})
+        """The policy as text that `from_json` reads; parts by their registered names. Raises ValueError for a loaded
+        model in it."""
+        fields = {f.name: to_plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        return json.dumps(fields, default=_refuse_in_json)
 
     @classmethod
     def from_json(cls, text: str) -> "Policy":
@@ -186,6 +189,12 @@ class Policy:
                 f"warmup_layers={self.warmup_layers} is more than the model's {layer_count} evicting layers"
             )
         return self.warmup_layers
+
+
+def _refuse_in_json(value):
+    raise ValueError(
+        f"JSON cannot hold a {type(value).__name__}; name it instead, as in draft_model='FOLDER_OR_HUB_ID'"
+    )
 
 
 def _as_range(entry) -> tuple:

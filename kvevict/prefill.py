@@ -5,11 +5,11 @@ from itertools import pairwise
 import torch
 from transformers.cache_utils import DynamicCache
 
-from . import compat, diagnose, propagate
+from . import compat, diagnose, draft, propagate
 from .cache import ROOM, EvictionLayer, adopt
 from .cascade import Cascade
 from .layers import PLENTY, layer_slots
-from .step import Probe, Read, Step, current, logits_wanted, running
+from .step import Probe, Read, Step, current, logits_wanted, running, top_model
 
 
 class Call:
@@ -36,6 +36,7 @@ class Call:
             )
         self._check_cache()
         self._check_mask()
+        self.top = top_model.get()
         self.wanted = logits_wanted.get()  # rows of the last hidden state that the caller will use; 0: all
         if self._asks("output_attentions"):
             raise ValueError("output_attentions=True is not possible: kvevict never builds attention matrices")
@@ -161,7 +162,7 @@ class Call:
         read = self._new_read(prompt)
         size = policy.chunk_size or prompt
         ends = list(range(prompt, 0, -size))[::-1]  # the remainder goes first, so that the last chunk is full
-        inside = policy.score.span is None and policy.score.response is None  # the prompt ends with the probe
+        inside = policy.score.span is None and not policy.score.behind  # the prompt ends with the probe
         self._check_kwargs(len(ends) + bool(drafted) + bool(read.probe_rows and not inside))
         if policy.schedule == "prompt" and len(ends) > 1:
             self._expect(ends)
@@ -181,8 +182,11 @@ class Call:
                 step.measured = {} if evicts and policy.layers.measures and bool(read.cuts.any()) else None
                 if evicts and policy.layers.cascades and bool(read.cuts.any()):
                     step.cascade = Cascade(read)
+                step.held = [] if last and policy.score.held and bool(read.cuts.any()) else None
                 with running(step):
                     output = self._run(run, start, end, extra)
+                if step.held:
+                    draft.finish(self, run, step, end, output.last_hidden_state[:, -1:])
                 if step.measured:
                     self._note_errors(read, step)
                 hidden.append(output.last_hidden_state[:, : end - start])
@@ -255,15 +259,16 @@ class Call:
         budget = torch.tensor([policy.slots(n) for n in seen.tolist()], device=self.device)
         warmup = torch.tensor([policy.warmup_slots(n) for n in seen.tolist()], device=self.device)
         read = Read(tokens=tokens, seen=seen.tolist(), warmup=warmup * self._heads())
+        evicts = bool((seen > budget).any())
+        read.behind = policy.score.prepare(self, prompt) if evicts else None
         self._check_groups()
         for layer in self._layers():
             layer.policy = policy
             layer.recent = None  # their slots are no longer the last ones
         length, span = policy.score.length, policy.score.span
         if length:
-            whole = span or policy.score.response
+            whole = span or policy.score.behind
             read.probe_length = torch.full_like(tokens, length) if whole else (tokens // 2).clamp_max(length)
-            evicts = bool((seen > budget).any())
             read.probe_rows = int(read.probe_length.max()) if evicts and policy.score.append else 0
             self._check_probe(read, span, length)
         return read
@@ -287,7 +292,7 @@ class Call:
             layer.budget = self._counts(torch.where(read.cuts, mine, most))
 
     def _note_errors(self, read, step):
-        errors = torch.stack([step.measured[index] for index in self.patch.order])
+        errors = torch.stack([step.measured[index] * step.turned.get(index, 1) for index in self.patch.order])
         if read.errors is None:
             read.errors, read.measurements = torch.zeros_like(errors), torch.zeros_like(read.cuts, dtype=torch.long)
         read.errors += errors * read.cuts
@@ -314,12 +319,11 @@ class Call:
             )
 
     def _probe(self, read, prompt):
-        """The rows that read along: a part of the prompt, or a response to it."""
-        response = self.patch.policy.score.response
-        if response is not None:
-            positions = self._positions()[:, prompt - 1 : prompt] + 1 + torch.arange(len(response), device=self.device)
-            tokens = torch.tensor(response, device=self.device).expand(self.batch, -1)
-            return Probe(tokens if self.embeds is None else self.decoder.get_input_embeddings()(tokens), positions)
+        """The rows that read along: a part of the prompt, or what follows it."""
+        if read.behind is not None:
+            ids, positions = read.behind, self._positions()[:, prompt - 1 : prompt] + 1
+            positions = positions + torch.arange(ids.shape[1], device=self.device)
+            return Probe(ids if self.embeds is None else self.decoder.get_input_embeddings()(ids), positions)
         start, span = prompt - read.probe_rows, self.patch.policy.score.span
         if span:
             start = self.first + span[0] if span[0] >= 0 else prompt + span[0]

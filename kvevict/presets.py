@@ -49,6 +49,13 @@ preset("take/no-probe", score=SCORES["take"](append=False), chunk_size=_Z, warmu
 preset("take/no-delay", score=SCORES["take"](), chunk_size=_Z)
 preset("take/chunk-only", score=SCORES["take"](append=False), chunk_size=_Z)
 preset("oracle", score=SCORES["oracle"]())
+preset("laq", score=SCORES["laq"]())
+preset("speckv", score=SCORES["speckv"]())
+for _score in ("laq", "speckv"):
+    preset(
+        f"{_score}/paper", f"{_score} as LookaheadKV's appendix F ran it: 32 drafted rows alone, over prompt and draft.",
+        score=SCORES[_score](n_d=32, window=0, reduce="sum", draft_keys=True),
+    )  # fmt: skip
 preset(
     "adakv", "AdaKV (Feng et al. 2024): SnapKV's scores; a layer's heads compete for its slots.",
     score=SCORES["snapkv"](), heads=HEADS["ada"](),

@@ -9,7 +9,7 @@ from .step import current
 
 
 def install(decoder, state) -> list:
-    """Hooks that multiply the errors measured in a chunk by 1 - cos(R, R + O): R the residual stream that enters a
+    """Hooks that note 1 - cos(R, R + O) of a chunk, the factor of a layer's error: R the residual stream that enters a
     layer, O what its attention block (or the whole layer) adds. The hooks know their layer's number only, so that
     copies of the model stay independent."""
     until, hooks = state.policy.layers.residual, []
@@ -49,7 +49,7 @@ def _turn(index, after):
     turn = 1 - torch.cosine_similarity(before[:, -rows:].float(), after[:, -rows:].float(), dim=-1)
     inside = torch.arange(rows, 0, -1, device=after.device) <= counts[:, None]
     mean = (turn.clamp_min(0) * inside).sum(1) / counts.clamp_min(1)
-    step.measured[index] = step.measured[index] * mean
+    step.turned[index] = mean
 
 
 def observers(step, rows):

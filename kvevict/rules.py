@@ -28,7 +28,12 @@ RULES = (
      "an output error takes scores as weights, and these only rank slots: take scores that are attention"),
     (lambda p: p.error.refines and p.score.shared,
      "an output error is each head's own, and this score is one for the layer: per_head=True"),
-    (lambda p: p.error.outputs and (p.score.carries or p.score.length),
+    (lambda p: p.score.held and p.schedule == "chunk",
+     "a draft needs the whole prompt, so nothing can be evicted before: schedule='prompt' (chunk_size then only bounds "
+     "the activations)"),
+    (lambda p: p.score.held and p.diagnose,
+     "drafted rows come after the chunk's, which diagnostics observe: diagnose=False"),
+    (lambda p: p.error.outputs and (p.score.carries or p.score.length or p.score.held),
      "rows='each' needs the attention of a window or of the last row, and this score has other rows: rows='pooled'"),
     (lambda p: p.n_reuse > 1 and p.score.tsp is not None,
      "behind layer tsp there are other tokens, and with n_reuse > 1 it need not score: n_reuse=1 or tsp=None"),

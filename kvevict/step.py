@@ -8,6 +8,7 @@ import torch
 
 STATE = "_kvevict"  # attribute of the text decoder that holds its Patch, outside nn.Module's registries
 _current: ContextVar = ContextVar("kvevict_step", default=None)
+top_model: ContextVar = ContextVar("kvevict_top_model", default=None)  # the model around the decoder that runs
 logits_wanted: ContextVar = ContextVar("kvevict_logits_wanted", default=0)  # of the last tokens; 0: of all
 
 
@@ -27,6 +28,7 @@ class Read:
     diagnostics: dict = field(default_factory=dict)  # layer -> fp64 sums [4, B] of `kvevict.diagnose`
     probe_length: torch.Tensor | None = None  # [B] int32 probe rows of each batch row
     probe_rows: int = 0  # the largest of them
+    behind: torch.Tensor | None = None  # [B, probe_rows] token ids of a probe that follows the prompt
 
 
 @dataclass
@@ -51,10 +53,12 @@ class Step:
     transient: int = 0  # rows at the end that read along and are not stored
     ends_with_probe: bool = False  # the last stored rows are the probe
     waiting: list = field(default_factory=list)  # views of layers that wait for a later layer's choice
+    held: list | None = None  # views of all layers, where they wait for tokens that the model will draft
     choice: tuple | None = None  # (index, keep) of the last layer that chose; None: it kept everything
     measured: dict | None = None  # layer -> its error [B] in this chunk, where the layer budget asks for it
     cascade: object | None = None  # the kvevict.cascade.Cascade of this chunk, where the layer budget cascades
     residual: dict = field(default_factory=dict)  # layer -> the residual stream that entered it
+    turned: dict = field(default_factory=dict)  # layer -> how far it turned that stream [B]
     propagated: tuple | None = None  # (columns [B, K], padding [B]) of the chunk that upper layers read; None: all
     whole: tuple | None = None  # (columns, tokens [B]) of the chunk, in layers that read less of it
     final_position: int | None = None  # the prompt's largest position, for rotary frequencies that depend on it

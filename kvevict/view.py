@@ -69,8 +69,9 @@ class View:
             if q.shape[3] > self.q.shape[3]:
                 q, out = q.split(self.q.shape[3], 3)
                 out = out.transpose(1, 2)
-        else:
-            q, lse, out = self.q, self.lse, self.out
+        else:  # without the rows that read along behind them
+            stop = self.q.shape[2] - self.step.transient
+            q, lse, out = self.q[:, :, :stop], self.lse[:, :, :stop], None if self.out is None else self.out[:, :stop]
         rows = q.shape[2] if rows is None else min(rows, q.shape[2])
         skip = 0 * self.first if self.decoding else torch.clamp_min(self.first - (self.k.shape[2] - rows), 0)
         if rows_of_row is not None:
@@ -145,12 +146,12 @@ class View:
         skip = (queries.shape[2] - self.probe_length).to(torch.int32)
         return self._score(queries.to(self.q.dtype), skip, stop, None, causal=False, reduce="mean")
 
-    def appended_attention(self, reduce):
-        """Attention of the rows that read along behind the chunk over the alive slots, their softmax spanning the rows
-        before them too; reduced over rows, mean over the group: [B, Hkv, C]."""
-        rows = self.q.shape[2] - self.k.shape[2]
-        q, lse = self.q[:, :, -rows:], self.lse[:, :, -rows:]
-        return self._score(q, 0 * self.first, self._all, lse, causal=False, reduce=reduce)
+    def appended_attention(self, reduce, own=True, **options):
+        """Attention of the rows that read along behind the chunk over the alive slots, their softmax spanning `own`
+        slots, those of the rows before them, too; reduced over rows, mean over the group: [B, Hkv, C]."""
+        rows = self.step.transient
+        q, lse = self.q[:, :, -rows:], self.lse[:, :, -rows:] if own else None
+        return self._score(q, 0 * self.first, self._all, lse, causal=False, reduce=reduce, **options)
 
     @property
     def _all(self):
@@ -199,6 +200,11 @@ class View:
         if self.layer.carry is not None:
             increment[..., : self.layer.carry.shape[-1]] += self.layer.carry
         self.carry = increment
+
+    def hold(self, rows):
+        """Wait for what will be drafted, with no more than the last `rows` rows."""
+        self.q, self.lse, self.out = self.q[:, :, -rows:].clone(), self.lse[:, :, -rows:].clone(), None
+        self.step.held.append(self)
 
     def store(self, choice=None):
         """Put the survivors into the layer: those of `choice` (index, keep), or all."""

@@ -126,7 +126,7 @@ class Row:
             reads_along = o["score"] == "take" and o["append"] and not self.own_probe
             extra = list(where) if reads_along else []
             extra_ids, true = [ids[t] for t in extra], [base + t for t in extra]
-            if o["score"] == "oracle":
+            if o.get("response"):
                 extra = extra_ids = list(o["response"])
                 true = list(range(base + N, base + N + len(extra)))
             positions = list(range(base + start, base + stop))

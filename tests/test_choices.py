@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 from test_patch import snapshot
-from test_policies import kept, model, ours, tokens
+from test_policies import VOCAB, kept, model, ours, tokens
 
 import kvevict
 from kvevict.apportion import apportion
@@ -437,6 +437,7 @@ def test_unpatching_takes_the_hooks_out(cd, task):
 SCORES = {
     "streaming": dict(sink=2), "h2o": {}, "tova": {}, "tova, per head": dict(), "snapkv": dict(window=4, kernel=3),
     "knorm": {}, "keydiff": {}, "random": {}, "take": dict(probe=4), "oracle": dict(response=(5, 9)),
+    "laq": dict(n_d=2, window=3), "speckv": dict(n_d=2, window=0, draft_model=tiny.model("llama", vocab_size=VOCAB)),
 }  # fmt: skip
 AXES = dict(
     layers=[dict(layers=name) for name in ("uniform", "pyramid", "tada")],

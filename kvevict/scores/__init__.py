@@ -28,7 +28,8 @@ class Score:
     rows: ClassVar[int] = 0  # decoded queries to remember for scoring while decoding
     length: ClassVar[int] = 0  # rows of the probe
     span: ClassVar[tuple | None] = None  # where the probe is in the prompt, if not at its end
-    response: ClassVar[tuple | None] = None  # token ids of a probe that is no part of the prompt
+    behind: ClassVar[bool] = False  # the probe's tokens are no part of the prompt, they follow it: see `prepare`
+    held: ClassVar[int] = 0  # last rows with which layers wait until tokens were drafted behind the prompt; 0: none are
     ordinal: ClassVar[bool] = False  # scores only rank slots: they may be negative, and their sums mean nothing
     passes: ClassVar[int] = 1  # how often a window's logits are computed, which `kvevict.plan` counts
     outputs: ClassVar[bool] = False  # scoring needs the observing rows' attention outputs
@@ -51,6 +52,11 @@ class Score:
 
     def ready(self) -> None:
         """Raise ValueError when an option that has no default is missing; called when a model is patched."""
+
+    def prepare(self, call, prompt: int) -> torch.Tensor | None:
+        """Called before a prompt of `prompt` columns that will be evicted from is read, by a `kvevict.prefill.Call`:
+        the ids [B, length] that read along, if they are `behind` the prompt. Raises ValueError for a call that cannot
+        be scored."""
 
     def observe(self, view) -> None:
         """Called for every chunk, also when nothing is evicted."""

@@ -1,0 +1,155 @@
+"""Tokens drafted before slots are chosen, so that rows like the response's own can score them (LAQ, SpecKV). All drafts
+are greedy and go on past an end of sequence: they only observe."""
+
+import copy
+import functools
+from collections import defaultdict
+from dataclasses import dataclass, replace
+
+import torch
+
+from . import _ops, compat, evict
+from .cache import EvictionLayer
+from .policy import Policy
+from .scores.snapkv import SnapKV
+from .step import Probe, Step, running
+
+# -- by another model (SpecKV) --------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1)
+def load(name: str):
+    """A causal language model in eval mode from a folder or a hub id; the last one stays loaded."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval()
+
+
+def follow(model, ids, first, count: int, vocabulary: int):
+    """How `model` goes on: int64 [B, count], ids below `vocabulary`. ids [B, N], of row b the first first[b] padding."""
+    device, cache, drafted = ids.device, None, []
+    ids = ids.to(model.device)
+    padding = bool((first > 0).any())
+    mask = (torch.arange(ids.shape[1], device=model.device) >= first.to(model.device)[:, None]).long()
+    while len(drafted) < count:
+        places = dict(attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :])
+        out = model(
+            input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True, logits_to_keep=1,
+            **(places if padding else {}),
+        )  # fmt: skip
+        cache = out.past_key_values
+        ids = out.logits[:, -1:, :vocabulary].argmax(-1)
+        drafted.append(ids)
+        mask = torch.cat([mask, torch.ones_like(ids)], 1)
+    return torch.cat(drafted, 1).to(device)
+
+
+# -- by the model itself, from an evicted copy of its cache (LAQ) ---------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _FirstCut(SnapKV):
+    """SnapKV with a window of at most half of what a layer keeps."""
+
+    def protect(self, view):
+        return 0, (view.budget // 2).clamp(1, self.window)
+
+    def score(self, view):
+        return view.attention(rows=self.window, reduce="sum", rows_of_row=self.protect(view)[1])
+
+
+class _DraftLayer(EvictionLayer):
+    """The slots of `choice` in [stored | new] of a view, copied; notes the rows that are decoded over them."""
+
+    def __init__(self, view, choice):
+        super().__init__()
+        index, keep = choice
+        self.lazy_initialization(view.k)
+        self._allocate(keep + view.policy.score.n_d)
+        self._move(view.layer._stored(), index, keep, view.k, view.v, view.pos, view.first)
+        self.columns, self.seen = view.layer.columns, view.layer.seen
+        self.rows = []  # (q [B, H, 1, D], k, v [B, Hkv, 1, D]) of each
+
+    def decode(self, q, k, v, pos, **options):
+        self.rows.append((q, k, v))
+        return super().decode(q, k, v, pos, **options)
+
+
+def head(call):
+    """The module that makes logits of the decoder's last hidden state. Raises ValueError where there is none."""
+    found = getattr(call.top, "get_output_embeddings", lambda: None)()
+    if found is None:
+        raise ValueError(
+            "laq drafts tokens, which needs the model's output embeddings: patch and call the causal language model, not "
+            "its decoder, or choose another policy"
+        )
+    return found
+
+
+def finish(call, run, step, end, hidden) -> None:
+    """The end of a read whose layers wait: draft, and let every layer choose with the drafted rows too.
+
+    hidden [B, 1, E] is that of the prompt's last column, end - 1; `step.held` has the layers' views.
+    """
+    held, step.held = step.held, None
+    try:
+        caches = _drafted(call, run, step, end, hidden, held)
+        step.transient = call.patch.policy.score.n_d
+        for view in held:
+            _append(view, caches[view.index].rows, call.patch.policy.score.draft_keys)
+            caches[view.index] = None
+            evict.after_chunk(view)
+    except BaseException:
+        held[-1].layer.columns = -1  # half read, which the cache's next user is told
+        raise
+
+
+def _drafted(call, run, step, end, hidden, held) -> list:
+    """The layers of an evicted copy of the cache, over which tokens were drafted."""
+    patch = call.patch
+    with patch.clock("draft"):
+        quiet = copy.copy(patch)  # what is drafted leaves no trace in the report
+        quiet.policy, quiet.seconds, quiet.live = Policy(score=_FirstCut(), budget=2**30), defaultdict(float), {}
+        cache = copy.copy(call.cache)
+        cache.layers = [copy.copy(layer) for layer in call.cache.layers]
+        for view in held:
+            cache.layers[view.index] = _DraftLayer(view, _first_choice(view, quiet))
+        _write(call, run, step, end, hidden, cache, quiet)
+        patch.live["draft"] = sum(cache.layers[view.index].live_bytes() for view in held)
+        patch.watch_peak(step, *held)
+        del patch.live["draft"]
+    return cache.layers
+
+
+def _first_choice(view, quiet):
+    """SnapKV's choice under the layer's slots, its heads alike."""
+    view = copy.copy(view)
+    view.step, view.select = replace(view.step, patch=quiet), quiet.policy.select
+    alive = view.n.sum(1)
+    slots = torch.minimum(view.step.read.targets[view.order], alive)
+    slots = torch.where(view.has_tokens, slots, alive)
+    return evict.choose(view, quiet.policy.score.score(view), slots)
+
+
+def _write(call, run, step, end, hidden, cache, quiet) -> None:
+    """Draft greedily over `cache`, whose layers note their rows."""
+    logits, at, none = head(call), step.positions[:, -1:], torch.zeros_like(step.first)
+    for number in range(1, call.patch.policy.score.n_d + 1):
+        ids, at = logits(hidden).argmax(-1), at + 1
+        final = int(at.max()) if compat.rope_depends_on_length(call.decoder) else None
+        mask = call._mask_for(0, end, Probe(ids, at.expand(-1, number)))
+        with running(Step(quiet, call.decoder, cache, at, none, final_position=final)):
+            hidden = run(
+                input_ids=ids, attention_mask=mask, position_ids=at.long(), past_key_values=cache, use_cache=True,
+                return_dict=True,
+            ).last_hidden_state  # fmt: skip
+
+
+def _append(view, rows, keys: bool) -> None:
+    """Put drafted rows behind the view's own, as rows that read along; with `keys` they see each other's slots too."""
+    q, k, v = (torch.cat(part, 2) for part in zip(*rows, strict=True))
+    lse = view.lse.new_zeros(q.shape[:3])  # not read without keys
+    if keys:
+        layer, k, v = view.layer, torch.cat([view.k, k], 2), torch.cat([view.v, v], 2)
+        _, lse = _ops.attend(q, layer.k, layer.v, layer.offset, layer.len, k, v, view.first, **view.options)
+    view.q, view.lse = torch.cat([view.q, q], 2), torch.cat([view.lse, lse], 2)
