@@ -27,7 +27,7 @@ class Cascade:
         """The end of a layer's attention: cut it and all before it to their shares."""
         policy, read, last = view.policy, self.read, view.order == len(self.preferences) - 1
         preference = policy.layers.preference(view).cpu().nan_to_num(0.0)
-        self.preferences[view.order] = preference.clamp_min(1e-300)  # nothing at all ranks above not read yet
+        self.preferences[view.order] = preference.clamp_min(1e-300)  # even 0 comes before a layer that is not read yet
         score = policy.score.score(view)
         if propagate.due(view):
             propagate.choose(view, score)

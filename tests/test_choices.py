@@ -440,7 +440,7 @@ SCORES = {
     "laq": dict(n_d=2, window=3), "speckv": dict(n_d=2, window=0, draft_model=tiny.model("llama", vocab_size=VOCAB)),
 }  # fmt: skip
 AXES = dict(
-    layers=[dict(layers=name) for name in ("uniform", "pyramid", "tada")],
+    layers=[dict(layers=name) for name in ("uniform", "pyramid", "tada", "cake")],
     heads=[dict(heads="equal"), dict(heads="flat"), dict(heads="ada"), dict(heads="ada", floor="max")],
     select=[dict(select="token"), *(dict(select=kvevict.SELECTIONS["chunk"](3, per_head, exact))
                                     for per_head, exact in ((False, True), (True, True), (True, False)))],
@@ -449,10 +449,12 @@ AXES = dict(
 
 
 def legal(name, given):
-    """METHODS: heads that compete need scores and runs of their own; TADA needs the attention of every layer."""
+    """METHODS: heads that compete need scores and runs of their own; TADA needs the attention of every layer, and CAKE
+    that of a window."""
     shared = name == "tova" or (given["select"] != "token" and not given["select"].per_head)
     tada = given["layers"] == "tada" and (given["n_reuse"] > 1 or name in ("streaming", "knorm", "keydiff", "random"))
-    return not (shared and given["heads"] != "equal") and not tada
+    cake = given["layers"] == "cake" and (given["n_reuse"] > 1 or name != "snapkv")
+    return not (shared and given["heads"] != "equal") and not tada and not cake
 
 
 @pytest.mark.parametrize("name", SCORES)
@@ -473,7 +475,7 @@ def test_every_combination(name, task):
         options = dict(policy="snapkv", **given)
         if not legal(name, given):
             refused += 1
-            with pytest.raises(ValueError, match=r"needs|only rank"):
+            with pytest.raises(ValueError, match=r"needs|measures|only rank"):
                 build(**options)
             continue
         kvevict.patch(made, **options)
