@@ -96,8 +96,8 @@ def install(decoder, state) -> list:
 
 
 def _enter(first, module, args, kwargs):
-    """Cut a layer's arguments to what is propagated: the first layer's hidden states, which later ones get cut, and what
-    the decoder gives every layer anew."""
+    """Cut a layer's arguments to what is propagated: the first one's hidden states, which the next ones get cut, and
+    what the decoder gives to every layer."""
     step = current()
     if step is None or step.propagated is None:
         return None

@@ -444,7 +444,8 @@ def test_refused_policies(given, text):
 
 
 @pytest.mark.parametrize("family, given, text", [
-    ("llama", dict(tsp=3), "not below the model's last layer, 3"), ("llama", dict(warmup_layers=3), "give warmup_layers <= 2"),
+    ("llama", dict(tsp=3), "not below the model's last layer, 3"),
+    ("llama", dict(warmup_layers=3), "give warmup_layers <= 2"),
     ("gemma3", {}, "sliding-window layers"), ("gpt_oss", dict(tsp=0), "sliding-window layers"),
 ])  # fmt: skip
 def test_refused_models(family, given, text):
