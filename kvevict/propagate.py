@@ -26,7 +26,7 @@ def layer_of(policy, own: int, layers: int) -> int | None:
         return None
     if tsp > layers - 2:
         raise ValueError(
-            f"tsp={tsp} has no layer behind it: the model has {layers}; give tsp <= {layers - 2}, or tsp=None"
+            f"tsp={tsp} is not below the model's last layer, {layers - 1}: give a smaller one, or tsp=None"
         )
     if own < layers:
         raise ValueError(
@@ -77,10 +77,10 @@ def choose(view, score) -> None:
     last = view.protected[1].clamp_min(policy.score.rows).minimum(keep)
     count = torch.arange(view.k.shape[2], device=view.device)
     slot = (view.layer.len[..., None] + count).clamp_max(view.columns - 1)  # of each of a row's tokens
-    worth = policy.score.pooled(view, score).gather(2, slot).sum(1, keepdim=True)
+    worth = sum(policy.score.pooled(view, score).gather(2, slot).unbind(1))  # in head order: the same on every machine
     most = int(keep.max())
     with view.step.patch.clock("select"):
-        chosen = _ops.select(worth, tokens[:, None], keep[:, None], torch.zeros_like(last), last, most)[:, 0]
+        chosen = _ops.select(worth[:, None], tokens[:, None], keep[:, None], torch.zeros_like(last), last, most)[:, 0]
     padding = most - keep
     rank = count[:most] - padding[:, None]
     columns = chosen.gather(1, rank.clamp_min(0)) + view.first[:, None]
@@ -96,7 +96,8 @@ def install(decoder, state) -> list:
 
 
 def _enter(first, module, args, kwargs):
-    """Cut a layer's arguments; what the first one returns is cut already when the next ones get it."""
+    """Cut a layer's arguments to what is propagated: the first one's hidden states, which the next ones get cut, and
+    what the decoder gives to every layer."""
     step = current()
     if step is None or step.propagated is None:
         return None
