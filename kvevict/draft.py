@@ -1,8 +1,7 @@
-"""Tokens drafted before slots are chosen, so that rows like the response's own can score them (LAQ, SpecKV). All drafts
-are greedy and go on past an end of sequence: they only observe."""
+"""How LAQ drafts: a prompt is read with nothing evicted, a copy of its cache that SnapKV has cut writes a few tokens,
+and the rows that these had then take part in choosing the slots."""
 
 import copy
-import functools
 from collections import defaultdict
 from dataclasses import dataclass, replace
 
@@ -11,45 +10,14 @@ import torch
 from . import _ops, compat, evict
 from .cache import EvictionLayer
 from .policy import Policy
+from .scores.laq import head
 from .scores.snapkv import SnapKV
 from .step import Probe, Step, running
-
-# -- by another model (SpecKV) --------------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=1)
-def load(name: str):
-    """A causal language model in eval mode from a folder or a hub id; the last one stays loaded."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval()
-
-
-def follow(model, ids, first, count: int, vocabulary: int):
-    """How `model` goes on: int64 [B, count], ids below `vocabulary`. ids [B, N], of row b the first first[b] padding."""
-    device, cache, drafted = ids.device, None, []
-    ids = ids.to(model.device)
-    padding = bool((first > 0).any())
-    mask = (torch.arange(ids.shape[1], device=model.device) >= first.to(model.device)[:, None]).long()
-    while len(drafted) < count:
-        places = dict(attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :])
-        out = model(
-            input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True, logits_to_keep=1,
-            **(places if padding else {}),
-        )  # fmt: skip
-        cache = out.past_key_values
-        ids = out.logits[:, -1:, :vocabulary].argmax(-1)
-        drafted.append(ids)
-        mask = torch.cat([mask, torch.ones_like(ids)], 1)
-    return torch.cat(drafted, 1).to(device)
-
-
-# -- by the model itself, from an evicted copy of its cache (LAQ) ---------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _FirstCut(SnapKV):
-    """SnapKV with a window of at most half of what a layer keeps."""
+    """SnapKV with a window of at most half of what a layer keeps, so that a small budget holds more than a window."""
 
     def protect(self, view):
         return 0, (view.budget // 2).clamp(1, self.window)
@@ -73,17 +41,6 @@ class _DraftLayer(EvictionLayer):
     def decode(self, q, k, v, pos, **options):
         self.rows.append((q, k, v))
         return super().decode(q, k, v, pos, **options)
-
-
-def head(call):
-    """The module that makes logits of the decoder's last hidden state. Raises ValueError where there is none."""
-    found = getattr(call.top, "get_output_embeddings", lambda: None)()
-    if found is None:
-        raise ValueError(
-            "laq drafts tokens, which needs the model's output embeddings: patch and call the causal language model, not "
-            "its decoder, or choose another policy"
-        )
-    return found
 
 
 def finish(call, run, step, end, hidden) -> None:
@@ -132,7 +89,7 @@ def _first_choice(view, quiet):
 
 
 def _write(call, run, step, end, hidden, cache, quiet) -> None:
-    """Draft greedily over `cache`, whose layers note their rows."""
+    """Draft greedily over `cache`, whose layers note their rows; past an end of sequence too."""
     logits, at, none = head(call), step.positions[:, -1:], torch.zeros_like(step.first)
     for number in range(1, call.patch.policy.score.n_d + 1):
         ids, at = logits(hidden).argmax(-1), at + 1

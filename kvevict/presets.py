@@ -51,11 +51,11 @@ preset("take/chunk-only", score=SCORES["take"](append=False), chunk_size=_Z)
 preset("oracle", score=SCORES["oracle"]())
 preset("laq", score=SCORES["laq"]())
 preset("speckv", score=SCORES["speckv"]())
-for _score in ("laq", "speckv"):
-    preset(
-        f"{_score}/paper", f"{_score} as LookaheadKV's appendix F ran it: 32 drafted rows alone, over prompt and draft.",
-        score=SCORES[_score](n_d=32, window=0, reduce="sum", draft_keys=True),
-    )  # fmt: skip
+_PAPER = dict(n_d=32, window=0, reduce="sum", draft_keys=True)
+preset("laq/paper", "LAQ as LookaheadKV ran it (app. F): 32 drafted rows alone.", score=SCORES["laq"](**_PAPER))
+preset(
+    "speckv/paper", "SpecKV as LookaheadKV ran it (app. F): 32 drafted rows alone.", score=SCORES["speckv"](**_PAPER)
+)
 preset(
     "adakv", "AdaKV (Feng et al. 2024): SnapKV's scores; a layer's heads compete for its slots.",
     score=SCORES["snapkv"](), heads=HEADS["ada"](),

@@ -1,6 +1,7 @@
 """LAQ and SpecKV: against the float64 oracle, beside what drafting must not touch, and what is refused."""
 
 import copy
+import itertools
 
 import oracle
 import oracle_drafted
@@ -165,7 +166,7 @@ def test_drafting_touches_nothing_else(name):
     state = torch.get_rng_state()
     one, two = (ours(model(), policy, [[41, 1, 1], [22, 1, 1]], 0, **chosen) for _ in range(2))
     assert torch.equal(state, torch.get_rng_state())
-    for (logits, positions), (again, same) in zip(sum(one, []), sum(two, []), strict=True):
+    for (logits, positions), (again, same) in zip(itertools.chain(*one), itertools.chain(*two), strict=True):
         assert positions == same and torch.equal(logits, again)
     assert DRAFT.config.to_dict() == config and not DRAFT._forward_pre_hooks
     assert all(torch.equal(weights[key], value) for key, value in DRAFT.state_dict().items())
@@ -236,7 +237,7 @@ def test_a_draft_model_by_name(tmp_path):
             made(ids)
             kept.append(kvevict.report(made, positions=True)["positions"])
     assert kept[0] == kept[1]
-    with pytest.raises(ValueError, match="JSON cannot hold a LlamaForCausalLM.*draft_model='"):
+    with pytest.raises(ValueError, match=r"JSON cannot hold a LlamaForCausalLM.*draft_model='"):
         build("speckv", budget=16, draft_model=draft).to_json()
 
 
@@ -265,6 +266,7 @@ def test_vocabularies_of_different_sizes():
     ("speckv", {}, "draft_model="),
     ("speckv", dict(draft_model=3), "draft_model must be a loaded Transformers model"),
     ("speckv", dict(draft_model=copy.deepcopy(DRAFT).train()), "training mode.*draft_model.eval()"),
+    ("speckv", dict(draft_model=DRAFT.model), "makes no logits.*AutoModelForCausalLM"),
     ("speckv", dict(draft_model=DRAFT, error="caote", each="row"), "each='pooled'"),
 ])  # fmt: skip
 def test_refused_options(policy, given, error):

@@ -10,7 +10,7 @@ from . import SCORES, Score, check_pool, pool
 class Drafted(Score):
     """Attention of drafted tokens' rows to the prompt, and of the prompt's last rows, whose own slots are kept.
 
-    n_d         drafted tokens
+    n_d         drafted tokens; drafts are greedy and go on past an end of sequence, since they only observe
     window      last rows of the prompt that observe too
     kernel, pool   pooling over slots
     reduce      "sum" over rows and mean over the group, or "max" over both
@@ -59,13 +59,25 @@ class Drafted(Score):
 @SCORES.add("laq")
 @dataclass(frozen=True)
 class Laq(Drafted):
-    """Lookahead Q-Cache (Wang et al. 2025): tokens drafted from a snapkv-evicted copy of the cache score the prompt."""
+    """Lookahead Q-Cache (Wang et al. 2025): tokens drafted from a snapkv-evicted copy of the cache score the prompt.
+
+    They need the whole prompt first: a chunk_size only bounds the activations. `Drafted` has the options.
+    """
 
     @property
     def held(self):
         return max(32, self.window)
 
     def prepare(self, call, prompt):
-        from ..draft import head
-
         head(call)
+
+
+def head(call):
+    """The module that makes logits of the decoder's last hidden state. Raises ValueError where there is none."""
+    found = getattr(call.top, "get_output_embeddings", lambda: None)()
+    if found is None:
+        raise ValueError(
+            "laq drafts tokens, which needs the model's output embeddings: patch and call the causal language model, "
+            "not its decoder, or choose another policy"
+        )
+    return found
