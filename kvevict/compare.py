@@ -87,7 +87,7 @@ def compare(full: Truth, kept: list) -> list:
 
 
 def _layer(tokens, q, k, v, options, heads):
-    kept = torch.ones(k.shape[:2], dtype=torch.bool)
+    kept = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)
     kept[:, :tokens] = False
     stored_k, stored_v = k.clone(), v.clone()
     stored_k[:, :tokens] = stored_v[:, :tokens] = 0
@@ -109,7 +109,8 @@ def _head(tokens, group, k, v, stored_k, stored_v, kept):
     """Outputs [G, R, D] of the full cache, of its slots that are kept, and of what is stored; the full cache's
     attention [G, R] to the prompt and to its kept slots; the cosine [G, R]."""
     q, options = group
-    sees = torch.arange(len(k)) <= torch.arange(tokens, len(k))[:, None]
+    column = torch.arange(len(k), device=k.device)
+    sees = column <= column[tokens:, None]
     a, before = diagnose.attention(q, k, v, sees, **options)
     _, chosen = diagnose.attention(q, k, v, sees & kept, **options)
     left, after = diagnose.attention(q, stored_k, stored_v, sees & kept, **options)

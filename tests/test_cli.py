@@ -62,7 +62,7 @@ def test_options_read_back():
     assert build("take", **options) == policy
     assert options.keys() == {
         f.name for thing in (policy, policy.score, policy.layers) for f in dataclasses.fields(thing)
-    } - {"progress"}  # fmt: skip
+    } - {"progress", "diagnose"}  # fmt: skip
     assert "budget=70" in options_of(policy) and "budget=70" not in options_of(policy, "budget")
 
 

@@ -27,9 +27,8 @@ def diagnose(parser, argv):
         runs[key] = run(compare.compare(full, left), kept[key])
     overlap = {a: {b: compare.between(kept[a], kept[b]) for b in kept} for a in kept}
     answer = tokenizer.decode(full.response, skip_special_tokens=True).strip()
-    print(
-        f"{full.tokens} prompt tokens, budget {args.budget}; the full cache answers: {answer.partition(chr(10))[0]}\n"
-    )
+    said = answer.partition("\n")[0]
+    print(f"{full.tokens} prompt tokens, budget {args.budget}; the full cache answers: {said}\n")
     print(grid([("", *HEADS), *((key, *cells(one)) for key, one in runs.items())]))
     print("\nOverlap (Jaccard) of what they keep\n")
     print(grid([("", *kept), *((a, *(f"{value:.2f}" for value in row.values())) for a, row in overlap.items())]))
