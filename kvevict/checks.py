@@ -17,6 +17,13 @@ def one_of(kind: str, name, known) -> None:
         raise ValueError(unknown(kind, name, known))
 
 
+def builtin(value):
+    """Numbers of other types, as numpy has, as Python's own; anything else as it is."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
+
+
 def count(name: str, value, least: int) -> int:
     """A whole number of at least `least`, or an error that names the argument."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from .checks import one_of
+from .checks import builtin, one_of
 from .errors import ERRORS, Refinement
 from .heads import HEADS, HeadBudget
 from .layers import LAYERS, LayerBudget
@@ -35,17 +35,21 @@ def to_plain(value):
         if isinstance(value, base):
             fields = {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
             return {"name": registry.name_of(type(value)), **fields}
-    return [to_plain(item) for item in value] if isinstance(value, tuple) else value
+    return [to_plain(item) for item in value] if isinstance(value, tuple) else builtin(value)
 
 
-def from_plain(value, kind: str = "select"):
-    """The field that `to_plain` wrote; an object in it is a part of that kind. Raises ValueError for unknown names."""
+def from_plain(value, kind: str):
+    """The field that `to_plain` wrote; an object in it is a part of that kind. Raises ValueError for unknown names, and
+    for an object where `kind` is none of PARTS."""
     if isinstance(value, list):
-        return tuple(map(from_plain, value))
+        return tuple(from_plain(item, kind) for item in value)
     if not isinstance(value, dict):
         return value
-    part = PARTS[kind][0].find(value.get("name"))
-    options = {name: from_plain(option) for name, option in value.items() if name != "name"}
+    if kind not in PARTS or not isinstance(value.get("name"), str):
+        wanted = "an object must have a name" if kind in PARTS else "cannot be an object"
+        raise ValueError(f"{kind} of a policy in JSON: {wanted}, got {value!r}")
+    part = PARTS[kind][0].find(value["name"])
+    options = {name: from_plain(option, name) for name, option in value.items() if name != "name"}
     for name in options:
         one_of(f"option of {value['name']}", name, [f.name for f in dataclasses.fields(part)])
     return part(**options)

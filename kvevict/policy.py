@@ -7,7 +7,7 @@ import numbers
 from dataclasses import dataclass
 
 from . import rules
-from .checks import count, one_of, unknown
+from .checks import builtin, count, one_of, unknown
 from .errors import Refinement
 from .heads import HeadBudget
 from .layers import LayerBudget
@@ -62,7 +62,10 @@ class Policy:
     def __post_init__(self):
         for kind in PARTS:
             object.__setattr__(self, kind, as_part(kind, getattr(self, kind)))
+        if not isinstance(self.select_by_layer, (tuple, list)):
+            raise TypeError(f"select_by_layer must be a tuple of (start, stop, select), got {self.select_by_layer!r}")
         object.__setattr__(self, "select_by_layer", tuple(map(_as_range, self.select_by_layer)))
+        object.__setattr__(self, "budget", builtin(self.budget))
         if self.interval is None:
             object.__setattr__(self, "interval", self.score.interval)
         if self.schedule is None:
@@ -88,17 +91,19 @@ class Policy:
 
     @classmethod
     def from_json(cls, text: str) -> "Policy":
-        """The policy that `to_json` wrote. Raises ValueError for other text, and for parts that are not registered."""
+        """The policy that `to_json` wrote. Raises ValueError for other text and for parts that are not registered, and
+        what `Policy(...)` raises for values of a wrong kind."""
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, TypeError) as error:
             raise ValueError(f"this is no policy in JSON: {error}") from None
         known = [f.name for f in dataclasses.fields(cls)]
         if not isinstance(data, dict):
             raise ValueError(f"a policy in JSON is an object of its fields, got {text[:40]!r}")
         for name in data:
             one_of("field of a policy", name, known)
-        return cls(**{name: from_plain(value, name if name in PARTS else "select") for name, value in data.items()})
+        kinds = {"select_by_layer": "select"}
+        return cls(**{name: from_plain(value, kinds.get(name, name)) for name, value in data.items()})
 
     def _check_counts(self):
         if isinstance(self.budget, bool) or not isinstance(self.budget, numbers.Real):

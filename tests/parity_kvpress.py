@@ -2,8 +2,8 @@
 
     python parity_kvpress.py FOLDER
 
-FOLDER holds a saved model and asks.json, a list of [press, compression ratio, token ids]; kept.json is written, for each
-of them the kept positions as [layer][kv head].
+FOLDER holds a saved model and asks.json, a list of [press, compression ratio, token ids]; kept.json is written: for
+each of them the kept positions as [layer][kv head].
 """
 
 import json

@@ -114,7 +114,8 @@ def test_ada_by_hand():
     assert keep(flat(), window, 7, window=2) == [5, 2]
     assert keep(ada(f=1.0), window, 7, window=2) == [4, 3]
     alike = torch.rand(1, 9).expand(4, -1).contiguous()
-    assert keep(ada(), alike, 20) == [5, 5, 5, 5] == keep(kvevict.HEADS["equal"](), alike, 20)
+    for slots, floor in itertools.product((0, 19, 20, 22, 36), ("mix", "max", "all")):
+        assert keep(ada(floor=floor), alike, slots) == keep(kvevict.HEADS["equal"](), alike, slots)
 
 
 def test_ties_go_to_the_earlier_position_then_to_the_lower_head():
@@ -213,6 +214,11 @@ def test_runs_of_one_token_are_tokens(name, heads):
     assert [[row[1] for row in call] for call in one] == [[row[1] for row in call] for call in other]
 
 
+def test_reuse_of_one_is_no_reuse():
+    assert build("chunkkv+reuse", n_reuse=1, budget=64) == build("chunkkv", budget=64)
+    assert build("chunkkv", budget=64).groups(5) == [[0], [1], [2], [3], [4]]
+
+
 def test_reuse_shares_positions_and_only_first_layers_score(monkeypatch):
     scored = []
     snapkv = kvevict.SCORES["snapkv"]
@@ -268,9 +274,11 @@ def _after_chunks(made, ids, seen):
     return cache
 
 
-def test_live_bytes_are_the_ragged_sum():
-    made = model()
-    for given in (dict(heads="flat"), dict(heads="ada"), dict(layers="pyramid")):
+def test_live_bytes_are_the_ragged_sum(task):
+    made, past = model(), kvevict.history(task)
+    past.contexts, past.errors, past.frozen = 1, [3.0, 0.2, 2.0, 1.0], True
+    tada = dict(layers="tada", task=task)
+    for given in (dict(heads="flat"), dict(heads="ada"), dict(layers="pyramid"), tada, tada | dict(heads="flat")):
         with kvevict.evicting(made, "snapkv", budget=16, window=4, **given), torch.no_grad():
             cache = made(tokens([[61]], 1)[0][0][None]).past_key_values
             report = kvevict.report(made)

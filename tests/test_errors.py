@@ -1,5 +1,6 @@
 """Bad input: one clear error or the right result, and the model answers right afterwards."""
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -104,6 +105,9 @@ NUMBERS = [
     (dict(policy=7, budget=64), "policy must be"),
     (dict(policy=kvevict.SCORES["snapkv"](), budget=64), "policy must be"),
     (dict(policy="snapkv", budget=64, score=7), "score must be"),
+    (dict(policy="snapkv", budget=64, select_by_layer=3), "select_by_layer must be a tuple of .start, stop, select."),
+    (dict(policy="snapkv", budget=64, select_by_layer="chunk"), "select_by_layer must be a tuple"),
+    (dict(policy="keydiff", budget=64, unit=1), "unit must be True or False"),
 ]  # fmt: skip
 
 
@@ -122,6 +126,37 @@ def test_bad_arguments(arguments, text):
         assert model.get_decoder().__dict__ == before
     finally:
         kvevict.unpatch(model)
+
+
+ODD_JSON = [
+    ('{"score": 7}', "score must be a name"),
+    ('{"score": [{"name": "h2o"}]}', "score must be a name"),
+    ('{"heads": {}}', "heads of a policy in JSON: an object must have a name"),
+    ('{"score": {"name": ["h2o"]}}', "score of a policy in JSON: an object must have a name"),
+    ('{"score": {"name": "snapkv", "window": {"name": "token"}}}', "window of a policy in JSON: cannot be an object"),
+    ('{"score": {"name": "snapkv", "window": [3]}}', "window must be a whole number"),
+    ('{"budget": {"name": "token"}}', "budget of a policy in JSON: cannot be an object"),
+    ('{"budget": [64]}', "budget must be an int"),
+    ('{"schedule": {}}', "schedule of a policy in JSON: cannot be an object"),
+    ('{"select_by_layer": 3}', "select_by_layer must be a tuple"),
+    ('{"select_by_layer": {"name": "token"}}', "select_by_layer must be a tuple"),
+    ('{"select_by_layer": [[0, 2, {"c": 7}]]}', "select of a policy in JSON: an object must have a name"),
+    ("7", "an object of its fields"),
+    (7, "no policy in JSON"),
+]
+
+
+@pytest.mark.parametrize("text, error", ODD_JSON, ids=lambda x: str(x)[:40])
+def test_odd_json(text, error):
+    with pytest.raises((ValueError, TypeError), match=error):
+        kvevict.Policy.from_json(text)
+
+
+@pytest.mark.parametrize("budget, kind", [(np.int64(64), int), (np.int8(64), int), (np.float32(0.25), float)])
+def test_numbers_of_numpy(budget, kind):
+    policy = kvevict.policy.build("snapkv", budget=budget, window=np.int16(8), chunk_size=np.int64(99))
+    assert type(policy.budget) is kind
+    assert kvevict.Policy.from_json(policy.to_json()) == policy
 
 
 @pytest.mark.parametrize("what", ["a name", None, torch.nn.Linear(2, 2), torch.nn.Linear, 7])
@@ -418,5 +453,21 @@ def test_probe_outside_the_prompt(model):
         with pytest.raises(ValueError, match=r"probe=\(30, 36\).*20 tokens"):
             model(prompt(1, 20)["input_ids"])
         assert model(prompt(1, 50)["input_ids"]).logits.isfinite().all()
+    finally:
+        kvevict.patch(model, "take", **TAKE)
+
+
+@pytest.mark.parametrize("length", [50, 10])
+def test_response_outside_the_vocabulary(model, length):
+    """Before anything is read, whether or not the prompt would be evicted from."""
+    cache = DynamicCache(config=model.config)
+    kvevict.patch(model, "oracle", budget=16, response=(3, 97, 5))
+    try:
+        with pytest.raises(ValueError, match="response holds token id 97, and the model knows ids below 97"):
+            model(prompt(1, length)["input_ids"], past_key_values=cache)
+        assert cache.get_seq_length() == 0
+        kvevict.patch(model, "oracle", budget=16, response=(3, 96, 5))
+        model(prompt(1, length)["input_ids"], past_key_values=cache)
+        assert cache.get_seq_length() == length
     finally:
         kvevict.patch(model, "take", **TAKE)
