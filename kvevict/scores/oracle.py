@@ -37,6 +37,9 @@ class Oracle(Score):
         check_pool(self.kernel, self.pool)
 
     def prepare(self, call, prompt):
+        largest, known = max(self.response), call.decoder.config.vocab_size
+        if largest >= known:
+            raise ValueError(f"response holds token id {largest}, and the model knows ids below {known}")
         return torch.tensor(self.response, device=call.device).expand(call.batch, -1)
 
     def score(self, view):
