@@ -464,9 +464,9 @@ def test_response_outside_the_vocabulary(model):
     try:
         with pytest.raises(ValueError, match="response holds token id 97, and the model knows ids below 97"):
             model(prompt(1, 50)["input_ids"], past_key_values=cache)
-        assert cache.get_seq_50() == 0
+        assert cache.get_seq_length() == 0
         kvevict.patch(model, "oracle", budget=16, response=(3, 96, 5))
         model(prompt(1, 50)["input_ids"], past_key_values=cache)
-        assert cache.get_seq_50() == 50
+        assert cache.get_seq_length() == 50
     finally:
         kvevict.patch(model, "take", **TAKE)
