@@ -443,26 +443,40 @@ def test_unpatching_takes_the_hooks_out(cd, task):
 # -- together -------------------------------------------------------------------------------------------------------
 
 SCORES = {
-    "streaming": dict(sink=2), "h2o": {}, "tova": {}, "tova, per head": dict(), "snapkv": dict(window=4, kernel=3),
-    "knorm": {}, "keydiff": {}, "random": {}, "take": dict(probe=4), "oracle": dict(response=(5, 9)),
-    "laq": dict(n_d=2, window=3), "speckv": dict(n_d=2, window=0, draft_model=tiny.model("llama", vocab_size=VOCAB)),
+    "streaming": dict(sink=2), "h2o": {}, "tova": {}, "tova, per head": dict(per_head=True),
+    "snapkv": dict(window=4, kernel=3), "edie": dict(window=4), "edie-exact": dict(window=4, weight="all"),
+    "vatp": dict(sink=2), "vatp, window": dict(base="snapkv", sink=0, window=4), "cake": dict(window=4, gamma=7.0),
+    "fastkv": dict(window=4, tsp_len=16), "knorm": {}, "keydiff": {}, "random": {}, "take": dict(probe=4),
+    "oracle": dict(response=(5, 9)), "laq": dict(n_d=2, window=3),
+    "speckv": dict(n_d=2, window=0, draft_model=tiny.model("llama", vocab_size=VOCAB)),
 }  # fmt: skip
 AXES = dict(
+    error=[dict(error=name) for name in ("none", "caote", "fastcaote")],
     layers=[dict(layers=name) for name in ("uniform", "pyramid", "tada", "cake")],
     heads=[dict(heads="equal"), dict(heads="flat"), dict(heads="ada"), dict(heads="ada", floor="max")],
     select=[dict(select="token"), *(dict(select=kvevict.SELECTIONS["chunk"](3, per_head, exact))
                                     for per_head, exact in ((False, True), (True, True), (True, False)))],
-    when=[dict(chunk_size=14, n_reuse=1), dict(chunk_size=14, n_reuse=2), dict(schedule="prompt", n_reuse=1)],
+    when=[dict(chunk_size=20, n_reuse=1), dict(chunk_size=20, n_reuse=2), dict(schedule="prompt", n_reuse=1)],
 )  # fmt: skip
+RANKS = ("streaming", "knorm", "keydiff", "random")
+WINDOWS = ("snapkv", "edie", "edie-exact", "vatp, window", "cake", "fastkv", "laq")
 
 
 def legal(name, given):
-    """METHODS: heads that compete need scores and runs of their own; TADA needs the attention of every layer, and CAKE
-    that of a window."""
+    """METHODS: heads that compete, and output errors, need scores and runs of their own; TADA and output errors take
+    scores as weights; TADA needs every layer's score, CAKE every layer's attention in a window; a draft follows the
+    whole prompt; layers behind FastKV's have other slots than one before."""
+    reuse, weighs = given["n_reuse"] > 1, given["layers"] == "tada" or given["error"] != "none"
     shared = name == "tova" or (given["select"] != "token" and not given["select"].per_head)
-    tada = given["layers"] == "tada" and (given["n_reuse"] > 1 or name in ("streaming", "knorm", "keydiff", "random"))
-    cake = given["layers"] == "cake" and (given["n_reuse"] > 1 or name != "snapkv")
-    return not (shared and given["heads"] != "equal") and not tada and not cake
+    return not (
+        (shared and given["heads"] != "equal")
+        or (name == "tova" and given["error"] != "none")
+        or (name in RANKS and weighs)
+        or (given["layers"] == "tada" and reuse)
+        or (given["layers"] == "cake" and (reuse or name not in WINDOWS))
+        or (name == "laq" and "chunk_size" in given)
+        or (name == "fastkv" and reuse)
+    )
 
 
 @pytest.mark.parametrize("name", SCORES)
@@ -474,7 +488,7 @@ def test_every_combination(name, task):
     data = tokens([[38], [31]], 5)
     batch = torch.stack([data[0][0], torch.cat([torch.zeros(7, dtype=torch.long), data[1][0]])])
     mask = (torch.arange(38) >= torch.tensor([[0], [7]])).long()
-    score = kvevict.SCORES[name.split(",")[0]](**SCORES[name], **({"per_head": True} if "," in name else {}))
+    score = kvevict.SCORES[name.split(",")[0]](**SCORES[name])
     refused = 0
     for parts in itertools.product(*AXES.values()):
         given = dict(score=score, budget=9) | {k: v for part in parts for k, v in part.items()}
@@ -483,7 +497,7 @@ def test_every_combination(name, task):
         options = dict(policy="snapkv", **given)
         if not legal(name, given):
             refused += 1
-            with pytest.raises(ValueError, match=r"needs|measures|only rank"):
+            with pytest.raises(ValueError, match=r"needs|measures|only rank|one for the layer|behind layer"):
                 build(**options)
             continue
         kvevict.patch(made, **options)
@@ -492,12 +506,10 @@ def test_every_combination(name, task):
                 got = read(made, batch, mask)
                 if "schedule" in given:
                     assert read(made, batch, mask) == got, given
-                alone = [read(made, row[None]) for (row,) in data]
+                alone = read(made, data[1][0][None])
         finally:
             kvevict.unpatch(made)
-        assert [[layer[row] for layer in got] for row in range(2)] == [[layer[0] for layer in one] for one in alone], (
-            given
-        )
+        assert [layer[1] for layer in got] == [layer[0] for layer in alone], given
         for row in range(2):
             total = sum(len(head) for layer in got for head in layer[row])
             exact = given["select"] == "token" or given["select"].exact
