@@ -130,6 +130,7 @@ class Row(oracle.Row):
         self.before, self.logits, self.noted = {}, {}, {index: [] for index in self.own}
 
     def observing(self, rows):
+        """How many of the last rows of a call the policy scores by, at most 64."""
         score = self.o["score"]
         if score in ("snapkv", "edie", "edie-exact", "cake") or (score == "vatp" and self.o.get("base") == "snapkv"):
             return min(self.o["window"], rows)
@@ -152,6 +153,7 @@ class Row(oracle.Row):
         return out
 
     def errors_of(self, layer, alive, q, rows):
+        """Means over the rows q [H, R, d] of an eviction that leaves layer.alive of the slots `alive`."""
         moved = length = kept_mass = mass = 0.0
         for g, slots in enumerate(alive):
             kept = torch.tensor([slot in layer.alive[g] for slot in slots])
@@ -164,7 +166,7 @@ class Row(oracle.Row):
         return [moved.sqrt().mean(), (moved / length).sqrt().mean(), kept_mass / mass]
 
     def diagnostics(self):
-        """Per layer (evictions, joint_error, output_error, recall), None where there are no evictions to come."""
+        """Per layer (evictions, joint_error, output_error, recall), means over evictions; None for sliding layers."""
         means = {
             i: torch.tensor(x, dtype=torch.double).mean(0).tolist() if x else [0.0, 0.0, 1.0]
             for i, x in self.noted.items()
