@@ -31,7 +31,8 @@ def joint_error(before, after):
     -> [R].
 
     Eq. 24 is || sum_S a_i (o - v_i) || / (1 - sum_S a_i), which is || o - o' || with o' the attention renormalised over
-    what stays (theorem A.2 for a set); so computed, nothing cancels when the set has nearly all of the attention.
+    what stays (theorem A.2 for a set); so computed, nothing cancels when the set has nearly all of the attention. With
+    all that a row sees gone, o' is 0.
     """
     return (before - after).square().sum((0, 2)).sqrt()
 
