@@ -250,9 +250,6 @@ class Call:
         warmup = torch.tensor([policy.warmup_slots(n) for n in seen.tolist()], device=self.device)
         read = Read(tokens=tokens, seen=seen.tolist(), warmup=warmup * self._heads())
         self._check_groups()
-        for layer in self._layers():
-            layer.policy = policy
-            layer.recent = None  # their slots are no longer the last ones
         length, span = policy.score.length, policy.score.span
         if length:
             whole = span or policy.score.response
@@ -260,6 +257,9 @@ class Call:
             evicts = bool((seen > budget).any())
             read.probe_rows = int(read.probe_length.max()) if evicts and policy.score.append else 0
             self._check_probe(read, span, length)
+        for layer in self._layers():
+            layer.policy = policy
+            layer.recent = None  # their slots are no longer the last ones
         return read
 
     def _split(self, read, start, end):
