@@ -262,15 +262,15 @@ class Call:
         evicts = bool((seen > budget).any())
         read.behind = policy.score.prepare(self, prompt) if evicts else None
         self._check_groups()
-        for layer in self._layers():
-            layer.policy = policy
-            layer.recent = None  # their slots are no longer the last ones
         length, span = policy.score.length, policy.score.span
         if length:
             whole = span or policy.score.behind
             read.probe_length = torch.full_like(tokens, length) if whole else (tokens // 2).clamp_max(length)
             read.probe_rows = int(read.probe_length.max()) if evicts and policy.score.append else 0
             self._check_probe(read, span, length)
+        for layer in self._layers():
+            layer.policy = policy
+            layer.recent = None  # their slots are no longer the last ones
         return read
 
     def _split(self, read, start, end):

@@ -14,6 +14,7 @@ Names: a [H, T, n] attention of T rows over n slots, w the window, b slots besid
 import pytest
 import torch
 import torch.nn.functional as F
+from oracle import NearTie
 from test_policies import NEAR, model, ours, tokens
 from transformers import DynamicCache
 
@@ -22,12 +23,8 @@ import kvevict
 SEEDS = range(3)
 
 
-class NearTie(Exception):
-    """Scores so close to the last kept one that rounding may decide."""
-
-
 def best(score, count):
-    """The `count` largest of a row, ascending; equal ones from the left."""
+    """The `count` largest of a row, ascending; equal ones from the left. Raises NearTie where rounding may decide."""
     values, index = score.sort(descending=True, stable=True)
     if 0 < count < len(score):
         edge = values[count - 1 : count + 1, None]

@@ -15,7 +15,7 @@ class Ada(HeadBudget):
     f       the part of a head's slots that is no matter of competition
     floor   "mix": (1-f) times what a head wins over all heads plus f times the average, as the source computes;
             "max": every head keeps its own best f times the average, the best of the rest over all heads follow;
-            "all": "max" of all slots, protected ones being a head's best, as kvpress has it
+            "all": as "max", of all of a head's slots: protected ones are its best (kvpress)
     """
 
     f: float = 0.2
