@@ -84,7 +84,7 @@ def patch(model, policy, *, budget=None, chunk_size=None, **options):
     top = base_model(model)
     compat.mark_rollbacks(top)
     state.hooks = [
-        *propagate.install(decoder, state),  # first: the others see what a layer really reads
+        *propagate.install(decoder, state),
         *residual.install(decoder, state),
         top.register_forward_pre_hook(_note_call, with_kwargs=True),
         top.register_forward_hook(_forget_call, always_call=True),

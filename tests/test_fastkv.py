@@ -313,6 +313,14 @@ def test_rows_that_enter_each_layer():
     assert rows == [[10, 40, 40, 1, 1]] * 4 + [[10, 15, 15, 1, 1]] * 2
 
 
+def test_room_is_made_for_what_a_layer_reads():
+    """Chunks of 10, 40 and 40 tokens, evicted at the end: 10 + 15 + 15 rows, and 64 free ones, of two heads."""
+    made, ids = tiny.model(), tiny.prompt(1, 90)["input_ids"]
+    with kvevict.evicting(made, "fastkv", budget=100, tsp_len=15, chunk_size=40, schedule="prompt"):
+        cache = made(ids, logits_to_keep=1).past_key_values
+    assert [layer.k.shape[0] for layer in cache.layers] == [2 * (90 + 64)] * 2 + [2 * (40 + 64)] * 2
+
+
 @pytest.mark.parametrize("given, n", [
     (dict(budget=20, tsp_len=15), 90), (dict(budget=20, tsp_len=15, chunk_size=40), 95),
     (dict(budget=20, tsp_len=15, chunk_size=40, schedule="prompt"), 95), (dict(budget=0.5, tsp_len=15, tsp=0), 90),
