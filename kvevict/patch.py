@@ -135,7 +135,7 @@ def report(model, positions: bool = False) -> dict:
     padded_bytes       what those would be if every head of a layer were padded to its longest
     peak_cache_bytes   the most live KV bytes at any moment of the read, the chunk in flight included
     overhead_bytes     what is allocated beyond: free room, positions, carried scores
-    seconds            per stage: read (all), attend, score, select, compact; decode since then
+    seconds            per stage: read (all), attend, score, select, compact, draft (laq, speckv); decode since then
     positions          [layer][row][kv head] ascending original positions of the slots, with positions=True
     """
     decoder = find_decoder(model)

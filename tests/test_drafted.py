@@ -178,7 +178,15 @@ def test_the_copy_s_bytes_are_in_the_peak():
         model()(ids)
         report = kvevict.report(model())
     assert report["cache_bytes"] == slot * 16 and report["peak_cache_bytes"] == slot * (45 + 16 + 8)
-    assert report["seconds"]["draft"] > 0
+
+
+@pytest.mark.parametrize("name", ["laq", "speckv"])
+def test_drafting_is_a_part_of_the_reading_time(name):
+    policy, chosen = options(name, budget=16)
+    with kvevict.evicting(model(), policy, **chosen), torch.no_grad():
+        model()(tokens([[45]], 0)[0][0][None])
+        seconds = kvevict.report(model())["seconds"]
+    assert 0 < seconds["draft"] < seconds["read"]
 
 
 def test_an_interrupted_draft_is_told(monkeypatch):
