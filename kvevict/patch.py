@@ -137,7 +137,8 @@ def report(model, positions: bool = False) -> dict:
     padded_bytes       what those would be if every head of a layer were padded to its longest
     peak_cache_bytes   the most live KV bytes at any moment of the read, the chunk in flight included
     overhead_bytes     what is allocated beyond: free room, positions, carried scores
-    seconds            per stage: read (all), attend, score, select, compact, diagnose; decode since then
+    seconds            per stage: read (all), attend, score, select, compact, draft (laq, speckv), diagnose; decode
+                       since then
     positions          [layer][row][kv head] ascending original positions of the slots, with positions=True
     diagnostics        with the policy's diagnose=True, [layer][row] each: evictions, how many chunks' ends took slots,
                        and means over those: joint_error (CAOTE eq. 24) and output_error (relative to the output) of

@@ -159,7 +159,8 @@ class Call:
         drafted = wanted - 1 if self.rolls_back and wanted > 1 else 0  # candidates behind the prompt's end
         prompt = self.tokens - drafted
         self._check_rows(prompt, wanted - drafted)
-        read = self._new_read(prompt)
+        with patch.clock("read"):
+            read = self._new_read(prompt)
         size = policy.chunk_size or prompt
         ends = list(range(prompt, 0, -size))[::-1]  # the remainder goes first, so that the last chunk is full
         inside = policy.score.span is None and not policy.score.behind  # the prompt ends with the probe

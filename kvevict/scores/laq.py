@@ -65,7 +65,7 @@ class Laq(Drafted):
     """
 
     @property
-    def held(self):
+    def held(self):  # SnapKV observes with 32
         return max(32, self.window)
 
     def prepare(self, call, prompt):

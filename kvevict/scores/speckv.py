@@ -63,7 +63,8 @@ class SpecKV(Drafted):
             raise ValueError(
                 f"the prompt has token id {int(ids.max())}, draft_model knows {known}: it must share the tokenizer"
             )
-        return follow(model, ids, call.first, self.n_d, call.decoder.get_input_embeddings().num_embeddings)
+        with call.patch.clock("draft"):
+            return follow(model, ids, call.first, self.n_d, call.decoder.get_input_embeddings().num_embeddings)
 
 
 @functools.lru_cache(maxsize=1)
