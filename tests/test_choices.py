@@ -464,8 +464,8 @@ WINDOWS = ("snapkv", "edie", "edie-exact", "vatp, window", "cake", "fastkv", "la
 
 def legal(name, given):
     """METHODS: heads that compete, and output errors, need scores and runs of their own; TADA and output errors take
-    scores as weights; TADA needs every layer's score, CAKE every layer's attention in a window; a draft follows the
-    whole prompt; layers behind FastKV's have other slots than one before."""
+    scores as weights; TADA needs every layer's score, CAKE every layer's attention in a window; layers behind
+    FastKV's tsp have other slots than one before."""
     reuse, weighs = given["n_reuse"] > 1, given["layers"] == "tada" or given["error"] != "none"
     shared = name == "tova" or (given["select"] != "token" and not given["select"].per_head)
     return not (
@@ -474,7 +474,6 @@ def legal(name, given):
         or (name in RANKS and weighs)
         or (given["layers"] == "tada" and reuse)
         or (given["layers"] == "cake" and (reuse or name not in WINDOWS))
-        or (name == "laq" and "chunk_size" in given)
         or (name == "fastkv" and reuse)
     )
 
