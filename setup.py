@@ -137,7 +137,7 @@ class BuildExt(build_ext):
         # nvcc knows where its static cudart is. No rpath: torch, imported first, has loaded libtorch_cpu.
         link = [nvcc, "-shared", "-cudart=static"] if nvcc else [*environment("CXX", "c++"), "-shared"]
         hide = ["-Xlinker", f"--version-script={exports}"]
-        run([*link, *objects, f"-L{torch / 'lib'}", "-ltorch_cpu", "-lm", *hide, "-o", target])
+        run([*link, *objects, f"-L{torch / 'lib'}", "-ltorch_cpu", "-ldl", "-lm", *hide, "-o", target])
         # Also beside the sources: in a clone, `python -m` finds those before what is installed.
         if not self.inplace:
             shutil.copy(target, "kvevict")
