@@ -17,6 +17,10 @@
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
 
+typedef int cudaError_t;
+constexpr cudaError_t cudaSuccess = 0, cudaErrorInvalidConfiguration = 9, cudaErrorLaunchFailure = 719;
+const char *cudaGetErrorString(cudaError_t error);
+
 struct dim3 {
   unsigned x, y, z;
   dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
@@ -58,8 +62,8 @@ struct Place {
   int line;
 };
 
-/* Waits for all threads of the block. */
-void barrier(Place place);
+/* Waits for all threads of the block; for how many the predicate held. */
+int barrier(const char *what, Place place, bool predicate = false);
 
 /* Waits until all lanes of the warp have come to `place` with the same `what`; the last one then calls run on what the 32
  * lanes brought, which is theirs again when this returns. */
@@ -106,7 +110,16 @@ __attribute__((noinline, no_sanitize("thread"))) T atomically(T *p, Sharing shar
 /* The caller's line, by the default arguments that a call evaluates where it stands. */
 #define KV_AT const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
-inline void __syncthreads(KV_AT) { emulator::barrier({file, line}); }
+inline void __syncthreads(KV_AT) { emulator::barrier("__syncthreads", {file, line}); }
+inline int __syncthreads_count(int predicate, KV_AT) {
+  return emulator::barrier("__syncthreads_count", {file, line}, predicate != 0);
+}
+inline int __syncthreads_or(int predicate, KV_AT) {
+  return emulator::barrier("__syncthreads_or", {file, line}, predicate != 0) > 0;
+}
+inline int __syncthreads_and(int predicate, KV_AT) {
+  return emulator::barrier("__syncthreads_and", {file, line}, predicate != 0) == (int)blockDim.x;
+}
 inline void __syncwarp(unsigned mask = ~0u, KV_AT) { emulator::warp_barrier(mask, {file, line}); }
 
 /* Lanes whose source lies outside their segment of `width` lanes keep their own value. */

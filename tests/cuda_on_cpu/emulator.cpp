@@ -23,10 +23,9 @@ Block block;
 Thread threads[MOST_THREADS];
 
 namespace {
-constexpr int LAUNCH_FAILURE = 719, INVALID_CONFIGURATION = 9; /* cudaError_t's */
-
 std::deque<Thread *> ready;
 int waiting, returned; /* threads at the barrier, threads that are done */
+int holding, held;     /* threads whose predicate holds at this barrier, at the last one */
 int lanes_waiting[LANES];
 bool shuffled_order;
 std::mt19937 random_source;
@@ -83,7 +82,7 @@ void report_deadlock() {
 }
 
 void start_threads() {
-  waiting = returned = 0;
+  waiting = returned = holding = 0;
   std::fill(lanes_waiting, lanes_waiting + LANES, 0);
   ready.clear();
   for (int i = 0; i < block.threads; i++) {
@@ -122,6 +121,7 @@ void run_block(uint32_t number, size_t shared_bytes) {
   memset(memory, MARK, shared_bytes + 2 * guard);
   memset(shared, 0xff, shared_bytes);
   block = {(int)blockDim.x, shared, shared_bytes, number, 0, {}};
+  begin_block_accesses();
   start_threads();
   run_threads();
   for (size_t i = 0; i < guard && !failed; i++)
@@ -133,6 +133,16 @@ std::string name_in(const std::string &function) {
   const size_t begin = function.find("kernel = ") + strlen("kernel = ");
   return function.substr(begin, function.find_first_of(";]", begin) - begin);
 }
+[[noreturn]] void stop() {
+  stacks.leave(*current);
+  abort(); /* nobody resumes a thread that failed */
+}
+
+/* What a thread that failed leaves on its stack is never destroyed, so no string may be there. */
+[[noreturn]] void fail_to_meet(const char *how, const Thread &other) {
+  report(how + text_of(other.what, other.place) + " and " + text_of(current->what, current->place));
+  stop();
+}
 }  // namespace
 
 void fail(const char *format, ...) {
@@ -142,34 +152,33 @@ void fail(const char *format, ...) {
   vsnprintf(text, sizeof text, format, arguments);
   va_end(arguments);
   report(text);
-  stacks.leave(*current);
-  abort(); /* nobody resumes a thread that failed */
+  stop();
 }
 
 bool on_a_stack(const void *p) { return stacks.hold(p); }
 void *block_shared() { return block.shared; }
 int lane() { return current->number % LANES; }
 
-void barrier(Place place) {
-  wait_at("__syncthreads", place, nullptr);
+int barrier(const char *what, Place place, bool predicate) {
+  wait_at(what, place, nullptr);
+  holding += predicate;
   if (++waiting == block.threads) {
     for (int i = 0; i < block.threads; i++)
-      if (!same(threads[i], *current))
-        fail("threads met at different barriers: %s and %s", text_of(threads[i].what, threads[i].place).c_str(),
-             text_of(current->what, place).c_str());
-    waiting = 0;
+      if (!same(threads[i], *current)) fail_to_meet("threads met at different barriers: ", threads[i]);
+    held = holding;
+    waiting = holding = 0;
     block.epoch++;
     for (int i = 0; i < block.threads; i++) make_ready(threads[i]);
   }
   stacks.leave(*current);
+  return held;
 }
 
 void collective(const char *what, Place place, void *mine, void (*run)(void *const lanes[32])) {
   wait_at(what, place, mine);
   for (int i = 0; i < LANES; i++)
     if (neighbour(i).state == State::waiting && !same(neighbour(i), *current))
-      fail("lanes of a warp parted: %s and %s", text_of(neighbour(i).what, neighbour(i).place).c_str(),
-           text_of(what, place).c_str());
+      fail_to_meet("lanes of a warp parted: ", neighbour(i));
   int &here = lanes_waiting[current->number / LANES];
   if (++here == LANES) {
     here = 0;
@@ -203,19 +212,21 @@ void warp_barrier(unsigned mask, Place place) {
   collective("__syncwarp", place, nullptr, [](void *const *) { block.warp_epoch[current->number / LANES]++; });
 }
 
+void set_order(unsigned seed) {
+  shuffled_order = seed != 0;
+  random_source.seed(seed);
+}
+
 int run_grid(const char *function, dim3 grid, int threads_of_block, size_t shared, void (*call)(void *), void *arguments) {
-  const char *seed = getenv("KV_ON_CPU_SEED");
   kernel_name = name_in(function);
   message.clear();
   failed = false;
-  shuffled_order = seed != nullptr;
-  random_source.seed(seed ? strtoul(seed, nullptr, 10) : 0);
   if (threads_of_block < LANES || threads_of_block > MOST_THREADS || threads_of_block % LANES || shared > MOST_SHARED ||
       !grid.x || !grid.y || !grid.z || grid.x > INT32_MAX || grid.y > 65535 || grid.z > 65535) {
     report("no GPU can run a grid of " + std::to_string(grid.x) + " x " + std::to_string(grid.y) + " x " +
            std::to_string(grid.z) + " blocks of " + std::to_string(threads_of_block) + " threads with " +
            std::to_string(shared) + " bytes of shared memory");
-    return INVALID_CONFIGURATION;
+    return cudaErrorInvalidConfiguration;
   }
   gridDim = grid;
   blockDim = dim3((unsigned)threads_of_block);
@@ -228,9 +239,9 @@ int run_grid(const char *function, dim3 grid, int threads_of_block, size_t share
     blockIdx = {order[i] % grid.x, order[i] / grid.x % grid.y, order[i] / grid.x / grid.y};
     run_block((uint32_t)i, shared);
   }
-  return failed ? LAUNCH_FAILURE : 0;
+  return failed ? cudaErrorLaunchFailure : cudaSuccess;
 }
 }  // namespace emulator
 
-/* What was wrong with the last launch, empty if nothing was. */
-extern "C" const char *kv_on_cpu_message(void) { return emulator::message.c_str(); }
+/* What was wrong with the last launch. */
+const char *cudaGetErrorString(cudaError_t error) { return error ? emulator::message.c_str() : "no error"; }

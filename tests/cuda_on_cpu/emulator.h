@@ -51,10 +51,15 @@ inline Thread &neighbour(int lane) { return threads[current->number / LANES * LA
 /* Ends the launch with a message, which also names the kernel, the block and the thread. */
 [[noreturn]] void fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
 bool on_a_stack(const void *p);
+inline bool in_shared(const void *p, size_t size) {
+  const unsigned char *bytes = static_cast<const unsigned char *>(p);
+  return bytes >= block.shared && bytes + size <= block.shared + block.shared_bytes;
+}
 
 /* race.cpp. The race check sees plain accesses only if the kernels were compiled with -fsanitize=thread. */
-enum class Access { read, write, atomic, arriving };
+enum class Access { read, write, atomic, arriving, arrived }; /* the last two: of a copy into shared memory */
 void note(const Thread &thread, const void *p, size_t size, Access access);
 void begin_grid_accesses();
+void begin_block_accesses();
 }  // namespace emulator
 #endif

@@ -38,6 +38,9 @@ void cp_async_commit();
 void cp_async_wait(int newest);
 void check_aligned(const void *p, size_t size, const char *what, Place place);
 
+/* Threads and blocks of the launches that follow run in this random order; 0, as at first: in ascending order. */
+void set_order(unsigned seed);
+
 /* One launch; call(arguments) runs the kernel as one thread. */
 int run_grid(const char *name, dim3 grid, int threads, size_t shared, void (*call)(void *), void *arguments);
 }  // namespace emulator

@@ -9,11 +9,6 @@ int c(int l) { return l % 4 * 2; }
 
 uint32_t packed(uint16_t low, uint16_t high) { return low | (uint32_t)high << 16; }
 
-bool in_shared(const void *p, size_t size) {
-  const unsigned char *bytes = static_cast<const unsigned char *>(p);
-  return bytes >= block.shared && bytes + size <= block.shared + block.shared_bytes;
-}
-
 template <class E>
 void split(uint32_t x, float *low, float *high) {
   const float2 both = unpack<E>(x);
@@ -101,7 +96,7 @@ void cp_async_wait(int newest) {
     const Copy &copy = copies[done];
     if (copy.bytes && memcmp(copy.issued, copy.from, (size_t)copy.bytes)) fail("what cp_async_16 reads was changed");
     memcpy(copy.to, copy.issued, 16);
-    note(*current, copy.to, 16, Access::write);
+    note(*current, copy.to, 16, Access::arrived);
   }
   current->copies.erase(current->copies.begin(), current->copies.begin() + (long)done);
 }
