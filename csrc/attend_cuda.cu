@@ -7,16 +7,6 @@
  */
 #include "tile.cuh"
 
-/* WARPS warps of 16 MT rows each against KEYS keys. 32 rows a warp use each fragment of K and V twice; where their O does
- * not fit the registers it is 16. */
-template <class E, int D>
-struct AttendTile {
-  static constexpr bool HALF = sizeof(E) == 2;
-  static constexpr int WARPS = !HALF && D == 256 ? 2 : 4, MT = HALF && D < 256 ? 2 : 1, ROWS = WARPS * MT * 16;
-  static constexpr int KEYS = HALF && D == 64 ? 128 : !HALF && D == 256 ? 32 : 64, THREADS = WARPS * 32;
-  static constexpr size_t SHARED = (size_t)(ROWS + 2 * KEYS) * D * sizeof(E); /* q, k, v: at most 96 KiB */
-};
-
 /* What a lane's rows hold at the end: out and lse. */
 template <class E, int D, int MT>
 static __device__ __forceinline__ void attend_finish(const kv_attend &a, const float (&o)[MT][D / 8][4],
@@ -51,9 +41,9 @@ static __device__ __forceinline__ void attend_finish(const kv_attend &a, const f
 }
 
 template <class E, int D>
-static __global__ void __launch_bounds__(AttendTile<E, D>::THREADS)
+static __global__ void __launch_bounds__(RowTile<E, D>::THREADS)
     attend_kernel(const kv_attend a, const Logits logits) {
-  using X = AttendTile<E, D>;
+  using X = RowTile<E, D>;
   constexpr int MT = X::MT, NT = X::KEYS / 8;
   E *const q = shared_memory<E>(), *const k = q + X::ROWS * D, *const v = k + X::KEYS * D;
   const int b = blockIdx.y / a.Hkv, h = blockIdx.y % a.Hkv, G = a.H / a.Hkv, dims = a.D;
@@ -98,7 +88,8 @@ static __global__ void __launch_bounds__(AttendTile<E, D>::THREADS)
     int seen[MT][2];
 #pragma unroll
     for (int i = 0; i < 2 * MT; i++) seen[i / 2][i % 2] = sees[i / 2][i % 2] - c0;
-    bend_and_mask(s, logits, masked, seen);
+    bend(s, logits);
+    if (masked) mask(s, seen);
     softmax_step(s, logits.scale, top, sum, alpha);
     bool moved = false; /* most tiles leave the maxima where they are */
 #pragma unroll
@@ -123,7 +114,7 @@ extern "C" int kv_attend_cuda(const kv_attend *a, void *stream) {
   if (heads == 0 || a->T == 0) return 0;
   return dispatch(a->dtype, a->D, [&](auto e, auto d) {
     constexpr int D = decltype(d)::value;
-    using X = AttendTile<decltype(e), D>;
+    using X = RowTile<decltype(e), D>;
     const int64_t tiles = (a->T * (a->H / a->Hkv) + X::ROWS - 1) / X::ROWS;
     return launch<attend_kernel<decltype(e), D>>(dim3(tiles, heads), X::THREADS, X::SHARED, stream, *a,
                                                  logits_of(a->scale, a->softcap));

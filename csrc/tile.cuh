@@ -218,13 +218,23 @@ static __device__ __forceinline__ void move_odd(float (&o)[MT][D / 8][4], E *v, 
   __syncthreads();
 }
 
+/* WARPS warps of 16 MT query rows each against KEYS keys. 32 rows a warp use each fragment of K and V twice; where their
+ * O does not fit the registers it is 16. In shared memory are the rows and two tiles of keys or values: at most 96 KiB. */
+template <class E, int D>
+struct RowTile {
+  static constexpr bool HALF = sizeof(E) == 2;
+  static constexpr int WARPS = !HALF && D == 256 ? 2 : 4, MT = HALF && D < 256 ? 2 : 1, ROWS = WARPS * MT * 16;
+  static constexpr int KEYS = HALF && D == 64 ? 128 : !HALF && D == 256 ? 32 : 64, THREADS = WARPS * 32;
+  static constexpr size_t SHARED = (size_t)(ROWS + 2 * KEYS) * D * sizeof(E);
+};
+
 /* How the logits come from s = q.k. In log2 units they are scale * of(s), with scale > 0. */
 struct Logits {
-  bool bent; /* of(s) is not s */
+  bool bent; /* of(s) is not s itself */
   float before, cap, scale;
 
   __device__ __forceinline__ float of(float s) const {
-    return !bent ? s : cap > 0 ? cap * tanhf(before * s) : before * s;
+    return cap > 0 ? cap * tanhf(before * s) : before * s;
   }
 };
 
@@ -234,23 +244,21 @@ static inline Logits logits_of(float scale, float softcap) {
   return {true, scale * LOG2E, 0, 1};
 }
 
-/* s -> of(s); -inf from column seen[m][.] on, where that is less than the tile's `full` columns in some row. */
+/* s -> of(s) */
 template <int MT, int NT>
-static __device__ __forceinline__ void bend_and_mask(float (&s)[MT][NT][4], const Logits &logits, bool masked,
-                                                     const int (&seen)[MT][2]) {
-  if (logits.bent) {
+static __device__ __forceinline__ void bend(float (&s)[MT][NT][4], const Logits &logits) {
+  if (!logits.bent) return;
 #pragma unroll
-    for (int i = 0; i < MT * NT * 4; i++) {
-      float &x = s[i / 4 / NT][i / 4 % NT][i % 4];
-      x = logits.of(x);
-    }
-  }
-  if (masked) {
+  for (int i = 0; i < MT * NT * 4; i++) s[i / 4 / NT][i / 4 % NT][i % 4] = logits.of(s[i / 4 / NT][i / 4 % NT][i % 4]);
+}
+
+/* -inf from column seen[m][.] on. */
+template <int MT, int NT>
+static __device__ __forceinline__ void mask(float (&s)[MT][NT][4], const int (&seen)[MT][2]) {
 #pragma unroll
-    for (int i = 0; i < MT * NT * 4; i++) {
-      const int m = i / 4 / NT, n = i / 4 % NT, column = n * 8 + fragment_column() + i % 2;
-      if (column >= seen[m][i % 4 / 2]) s[m][n][i % 4] = -INFINITY;
-    }
+  for (int i = 0; i < MT * NT * 4; i++) {
+    const int m = i / 4 / NT, n = i / 4 % NT, column = n * 8 + fragment_column() + i % 2;
+    if (column >= seen[m][i % 4 / 2]) s[m][n][i % 4] = -INFINITY;
   }
 }
 
