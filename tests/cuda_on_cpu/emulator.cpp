@@ -21,6 +21,7 @@ namespace emulator {
 Thread *current;
 Block block;
 Thread threads[MOST_THREADS];
+Usage usage;
 
 namespace {
 std::deque<Thread *> ready;
@@ -228,6 +229,7 @@ int run_grid(const char *function, dim3 grid, int threads_of_block, size_t share
            std::to_string(shared) + " bytes of shared memory");
     return cudaErrorInvalidConfiguration;
   }
+  usage.shared = std::max(usage.shared, shared);
   gridDim = grid;
   blockDim = dim3((unsigned)threads_of_block);
   stacks.start(call, arguments);

@@ -42,13 +42,24 @@ void run(const char *op, unsigned seed, int64_t scratch_bytes, Call call) {
   free(scratch);
 }
 
+/* A line for usage.py. */
+void write_usage(const char *op) {
+  const char *name = getenv("KV_ON_CPU_USAGE");
+  FILE *file = name ? fopen(name, "a") : nullptr;
+  if (!file) return;
+  fprintf(file, "%s %zu %ld %ld\n", op, emulator::usage.shared, emulator::usage.matrices, emulator::usage.conflicts);
+  fclose(file);
+}
+
 /* results: what the op writes; none if running it again would not do the same. */
 template <class Call>
 kv_status tested(const char *op, kv_status status, int64_t scratch_bytes, Results results, Call call) {
   static unsigned calls;
   if (status != KV_OK) return status;
   const unsigned seed = ++calls;
+  emulator::usage = {};
   run(op, results.size() ? 0 : seed, scratch_bytes, call);
+  write_usage(op);
   if (!results.size()) return KV_OK;
   const auto first = bits_of(results);
   for (const Result &r : results)

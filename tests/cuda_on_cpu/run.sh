@@ -7,6 +7,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
 python "$here/build.py" "$mode" "$out"
+export KV_ON_CPU_USAGE="$out/usage"
 
 # Memory that nobody wrote is no result: it holds a pattern. Python's own leaks are not ours to find.
 export MALLOC_PERTURB_=1
@@ -19,3 +20,4 @@ cd "$here/../.."
   tests/test_norm.py tests/test_select.py tests/test_compact.py tests/test_decode.py
 # Not from the current directory, where the package has the CPU's kernels.
 PYTHONSAFEPATH=1 PYTHONPATH="$out" LD_PRELOAD="${preload:-}" python -m pytest -q -p no:cacheprovider "$@"
+python "$here/usage.py" "$KV_ON_CPU_USAGE"

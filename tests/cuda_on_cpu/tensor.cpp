@@ -1,4 +1,6 @@
 /* Copies into shared memory, and what a warp does with matrices: the fragment layouts of the PTX manual. */
+#include <set>
+
 #include "emulator.h"
 
 namespace emulator {
@@ -14,6 +16,19 @@ void split(uint32_t x, float *low, float *high) {
   const float2 both = unpack<E>(x);
   *low = both.x;
   *high = both.y;
+}
+/* 8 rows of 16 bytes: the shared memory's 32 banks of 4 bytes serve them in one cycle if they lie in different eighths of
+ * 128 bytes. Lanes with the same row share it. */
+void count_conflicts(void *const lanes[8]) {
+  std::set<uintptr_t> rows[8];
+  size_t cycles = 0;
+  for (int l = 0; l < 8; l++) {
+    const uintptr_t row = reinterpret_cast<uintptr_t>(static_cast<const Matrices *>(lanes[l])->row) / 16;
+    rows[row % 8].insert(row);
+    cycles = std::max(cycles, rows[row % 8].size());
+  }
+  usage.matrices++;
+  usage.conflicts += (long)cycles - 1;
 }
 }  // namespace
 
@@ -31,6 +46,7 @@ void ldmatrix(void *const lanes[32]) {
     note(neighbour(l), m.row, 16, Access::read);
     memcpy(matrix[l / 8][l % 8], m.row, 16);
   }
+  for (int i = 0; i < count; i++) count_conflicts(lanes + 8 * i);
   for (int l = 0; l < LANES; l++)
     for (int i = 0; i < count; i++) {
       const auto &x = matrix[i];
