@@ -93,11 +93,11 @@ Tensor per_slot(const Call &call, const kv_observers &a, int64_t group, int64_t 
 
 constexpr const char *score_schema =
     "score(Tensor q, Tensor row_first, Tensor k_slots, Tensor offset, Tensor len, Tensor k, Tensor first, Tensor stop, "
-    "Tensor lse, Tensor sinks, Tensor weight, float scale, float softcap, bool causal, bool squared, int reduce, "
+    "Tensor lse, Tensor sinks, Tensor weight, float scale, float softcap, bool causal, int term, int reduce, "
     "int group, int columns) -> Tensor";
 
 Tensor score(Tensor q, Tensor row_first, Tensor k_slots, Tensor offset, Tensor len, Tensor k, Tensor first, Tensor stop,
-             Tensor lse, Tensor sinks, Tensor weight, double scale, double softcap, bool causal, bool squared,
+             Tensor lse, Tensor sinks, Tensor weight, double scale, double softcap, bool causal, int64_t term,
              int64_t reduce, int64_t group, int64_t columns) {
   const Call call(q);
   kv_score a = {};
@@ -105,7 +105,7 @@ Tensor score(Tensor q, Tensor row_first, Tensor k_slots, Tensor offset, Tensor l
   if (!is_none(weight)) a.rows.weight = call.per_row("weight", weight, a.rows, a.rows.weight_stride);
   Tensor out = per_slot(call, a.rows, group, columns);
   a.C = columns;
-  a.squared = squared;
+  a.term = static_cast<kv_term>(term);
   a.reduce = static_cast<kv_reduce>(reduce), a.group = static_cast<kv_reduce>(group);
   a.out = static_cast<float *>(out.data_ptr());
   call.run(a, KV_KERNELS_WITH_SCRATCH(score));

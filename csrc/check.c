@@ -63,7 +63,8 @@ static kv_status kv_observers_check(const kv_observers *a, int64_t C, int counts
 
 kv_status kv_score_check(const kv_score *a, int counts) {
   if (kv_bad_reduce(a->reduce) || (kv_bad_reduce(a->group) && a->group != KV_NONE)) return KV_BAD_DTYPE;
-  if (a->rows.weight && a->reduce == KV_MAX) return KV_BAD_DTYPE;
+  if (a->term != KV_A && a->term != KV_SQUARE && a->term != KV_ENTROPY) return KV_BAD_DTYPE;
+  if (a->reduce == KV_MAX && (a->rows.weight || a->term == KV_ENTROPY)) return KV_BAD_DTYPE;
   return kv_observers_check(&a->rows, a->C, counts);
 }
 

@@ -23,6 +23,7 @@ extern "C" {
 
 typedef enum { KV_F32 = 0, KV_F16 = 1, KV_BF16 = 2 } kv_dtype;
 typedef enum { KV_SUM = 0, KV_MEAN = 1, KV_MAX = 2, KV_NONE = 3 } kv_reduce; /* KV_NONE: only of the group's heads */
+typedef enum { KV_A = 0, KV_SQUARE = 1, KV_ENTROPY = 2 } kv_term;
 typedef enum { KV_EDIE = 0, KV_L1 = 1, KV_L2 = 2 } kv_error_kind;
 typedef enum {
   KV_OK = 0,
@@ -87,13 +88,13 @@ typedef struct {
   int64_t weight_stride[2]; /* b, h */
 } kv_observers;
 
-/* Importance of every alive slot: weight[r] * a[r,i], or weight[r] * a[r,i]^2 if squared, reduced over the rows that
- * observe (KV_MEAN: divided by their number), then over the G heads of the group. */
+/* Importance of every alive slot: weight[r] times a[r,i], its square, or -a[r,i] ln a[r,i] (KV_ENTROPY, 0 for a = 0),
+ * reduced over the rows that observe (KV_MEAN: divided by their number), then over the G heads of the group. */
 typedef struct {
   kv_observers rows;
   int64_t C;
-  int squared;
-  kv_reduce reduce; /* of the rows; KV_MAX has no weight */
+  kv_term term;
+  kv_reduce reduce; /* of the rows; KV_MAX has no weight and no KV_ENTROPY */
   kv_reduce group;  /* of the heads; KV_NONE: every query head has its own result */
   float *out;       /* [B, Hkv, C], KV_NONE: [B, H, C]; C >= max n; columns from n on are 0 */
 } kv_score;

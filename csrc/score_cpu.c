@@ -6,8 +6,16 @@
 
 kv_status KV_OP(score)(const kv_score *a);
 
-/* total [G, most] gains sum or maximum over the tile's n steps of w * 2^(power * (s - lse)). */
-static void kv_score_reduce(const kv_tile *x, int64_t G, int64_t n, int64_t most, kv_reduce reduce, float power) {
+/* -a ln a of a = 2^x; 0 for x = -inf. */
+KV_INLINE vf kv_entropy(vf x) {
+  x = vf_max(vf_set1(-127), x);
+  return vf_exp2(x) * x * -KV_LN2;
+}
+
+/* total [G, most] gains sum or maximum over the tile's n steps of w times the term of a = 2^(s - lse). */
+static void kv_score_reduce(const kv_tile *x, int64_t G, int64_t n, int64_t most, kv_reduce reduce,
+                            kv_term term) {
+  const float power = term == KV_SQUARE ? 2 : 1;
   for (int64_t g = 0; g < G; g++)
     for (int64_t c = 0; c < most; c += VL) {
       const float *s = x->s + g * n * KEYS + c, *lse = x->lse + g * n, *w = x->w + g * n;
@@ -17,7 +25,10 @@ static void kv_score_reduce(const kv_tile *x, int64_t G, int64_t n, int64_t most
         for (int64_t i = 0; i < n; i++) acc = vf_max_nan(acc, vf_exp2(power * (vf_load(s + i * KEYS) - lse[i])));
         vf_store(total, vf_max_nan(vf_load(total), acc));
       } else {
-        for (int64_t i = 0; i < n; i++) acc += w[i] * vf_exp2(power * (vf_load(s + i * KEYS) - lse[i]));
+        if (term == KV_ENTROPY)
+          for (int64_t i = 0; i < n; i++) acc += w[i] * kv_entropy(vf_load(s + i * KEYS) - lse[i]);
+        else
+          for (int64_t i = 0; i < n; i++) acc += w[i] * vf_exp2(power * (vf_load(s + i * KEYS) - lse[i]));
         vf_store(total, vf_load(total) + acc);
       }
     }
@@ -35,7 +46,7 @@ static void kv_score_block(const kv_observe *job, kv_tile *x, int64_t at, int64_
   memset(x->total, 0, (size_t)(G * KEYS) * sizeof *x->total);
   for (int64_t t = from; t < R; t += x->steps) {
     const int64_t n = kv_min(x->steps, R - t), most = kv_tile_observe(job, &head, x, t, n, c0, columns);
-    kv_score_reduce(x, G, n, most, a->reduce, a->squared ? 2 : 1);
+    kv_score_reduce(x, G, n, most, a->reduce, a->term);
   }
   kv_group_out(x->total, G, a->group, a->reduce == KV_MEAN ? kv_max(R - from, 1) : 1, out, a->C, c0, columns);
 }

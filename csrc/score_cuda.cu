@@ -16,8 +16,11 @@ struct ScoreTile {
   static constexpr size_t SHARED = (size_t)(KEYS + 2 * ROWS) * D * sizeof(E) + 2 * ROWS * sizeof(RowValues);
 };
 
-/* total gains the sum over the tile's rows of weight * 2^(s - lse), of those that see the key if some do not. */
-template <bool masked, int MT, int NT>
+/* What a lane's rows of the tile are summed with: all see all keys; some do not; and -a ln a in place of a. */
+enum Terms { ALL_SEE, SOME_SEE, ENTROPY };
+
+/* total gains the sum over the tile's rows of weight * 2^x, with x = scale s - lse, or of -weight * 2^x ln 2^x. */
+template <Terms terms, int MT, int NT>
 static __device__ __forceinline__ void add_rows(float (&total)[MT][2], const float (&s)[MT][NT][4],
                                                 const RowValues *values, float scale, int key) {
   float sum[MT][2] = {};
@@ -26,16 +29,18 @@ static __device__ __forceinline__ void add_rows(float (&total)[MT][2], const flo
     const RowValues row = values[n / 2 * 8 + fragment_column() + n % 2];
 #pragma unroll
     for (int i = 0; i < 2 * MT; i++) {
-      const float p = exp2_approx(fmaf(s[i / 2][n / 2][i % 2 * 2 + n % 2], scale, -row.lse));
-      const bool sees = !masked || key + i * 8 < row.seen;
-      sum[i / 2][i % 2] = fmaf(row.weight, sees ? p : 0, sum[i / 2][i % 2]);
+      const float x = fmaf(s[i / 2][n / 2][i % 2 * 2 + n % 2], scale, -row.lse);
+      float term = exp2_approx(x);
+      if (terms == ENTROPY) term *= (x < -127 ? -127 : x) * -LN2;
+      if (terms != ALL_SEE && key + i * 8 >= row.seen) term = 0;
+      sum[i / 2][i % 2] = fmaf(row.weight, term, sum[i / 2][i % 2]);
     }
   }
 #pragma unroll
   for (int i = 0; i < 2 * MT; i++) total[i / 2][i % 2] += sum[i / 2][i % 2];
 }
 
-/* The same with the largest. */
+/* total becomes the largest 2^x, of what the rows see. */
 template <int MT, int NT>
 static __device__ __forceinline__ void max_rows(float (&total)[MT][2], const float (&s)[MT][NT][4],
                                                 const RowValues *values, float scale, int key) {
@@ -97,10 +102,12 @@ static __global__ void __launch_bounds__(ScoreTile<E, D>::THREADS)
       bend(s, logits);
       if (a.reduce == KV_MAX)
         max_rows(total, s, now, logits.scale, key);
+      else if (a.term == KV_ENTROPY)
+        add_rows<ENTROPY>(total, s, now, logits.scale, key);
       else if (full)
-        add_rows<false>(total, s, now, logits.scale, key);
+        add_rows<ALL_SEE>(total, s, now, logits.scale, key);
       else
-        add_rows<true>(total, s, now, logits.scale, key);
+        add_rows<SOME_SEE>(total, s, now, logits.scale, key);
       keep(i + 1, next);
     }
 #pragma unroll
@@ -120,7 +127,7 @@ extern "C" int kv_score_cuda(const kv_score *a, void *scratch, void *stream) {
   kv_score x = *a;
   const int error = lse_given(&x.rows, scratch, stream);
   if (error) return error;
-  const float power = x.squared ? 2 : 1;
+  const float power = x.term == KV_SQUARE ? 2 : 1;
   Logits logits = logits_of(x.rows.scale, x.rows.softcap);
   logits.scale *= power;
   return dispatch(x.rows.dtype, x.rows.D, [&](auto e, auto d) {

@@ -6,9 +6,10 @@ rows, S new columns, D head dimension (a multiple of 8, at most 256), N rows of 
 Slots are ragged: head h of batch row b owns rows offset[b, h] .. offset[b, h] + len[b, h] - 1 of the flat buffers. A
 head's alive slots are [stored | new], new columns counting from first[b] (those before are left padding).
 `offset` is int64; lengths, counts, indices and positions are int32; scores, lse, weights and sinks are float32. q, k, v
-are float32, float16 or bfloat16 with any strides. A wrong dtype raises TypeError, a wrong device or option ValueError,
-anything else (shapes, counts, slots outside their buffer) RuntimeError, before any slot is written. No op has a
-backward.
+are float32, float16 or bfloat16 with any strides. All tensors of a call are on one device, the CPU or, in a build with
+CUDA, a GPU, whose current stream runs the op. A wrong dtype raises TypeError, a wrong device or option ValueError,
+anything else (shapes, counts, slots outside their buffer) RuntimeError, before any slot is written; on a GPU counts,
+offsets and indices are not looked at, as that would wait for it. No op has a backward.
 """
 
 import re
@@ -33,6 +34,7 @@ Tensor = torch.Tensor
 
 REDUCE = {"sum": 0, "mean": 1, "max": 2}  # kv_reduce
 GROUP = {**REDUCE, "none": 3}
+TERM = {"a": 0, "square": 1, "entropy": 2}  # kv_term
 ERROR = {"edie": 0, "l1": 1, "l2": 2}  # kv_error_kind
 
 _attend = torch.ops.kvevict.attend.default
@@ -71,7 +73,7 @@ def _explain(op, error: RuntimeError, args: tuple) -> Exception:
             return TypeError(f"{name}: {arg} is {t.dtype}, there are kernels for float32, float16 and bfloat16")
     kind = lead.device.type if lead is not None else "cpu"
     if isinstance(error, NotImplementedError) and kind != "cpu":
-        return ValueError(f"{name}: there are no {kind.upper()} kernels; move the model and its inputs to the CPU")
+        return ValueError(f"{name}: this build has no {kind.upper()} kernels; move the model and its inputs to the CPU")
     return RuntimeError(f"{name}: " + re.sub(r"^\w+, \S+:\d+, ", "", str(error)))  # without the place in binding.cpp
 
 
@@ -127,15 +129,16 @@ def score(
     scale: float,
     softcap: float = 0.0,
     causal: bool = False,
-    squared: bool = False,
+    term: str = "a",
     reduce: str,
     group: str = "mean",
     columns: int,
 ) -> Tensor:
-    """Attention that the rows row_first[b] <= r < R of q pay to every alive slot, squared if asked for, times the row's
-    weight: reduced ("sum", "mean" or "max") over rows, then over the heads of a group ("mean", "sum", "max" or "none").
-    causal: the rows are the last R alive slots' own. lse is the rows' own from `attend`, or None to take it over the
-    columns seen here (sinks count then only). reduce="max" has no weight.
+    """Attention a that the rows row_first[b] <= r < R of q pay to every alive slot (term "a"), its "square", or -a ln a
+    ("entropy"), times the row's weight: reduced ("sum", "mean" or "max") over rows, then over the heads of a group
+    ("mean", "sum", "max" or "none"). causal: the rows are the last R alive slots' own. lse is the rows' own from
+    `attend`, or None to take it over the columns seen here (sinks count then only). reduce="max" has no weight and no
+    entropy.
 
     q [B,H,R,D]  row_first [B]  k_slots [N,D]  offset len [B,Hkv]  k [B,Hkv,S,D]  first stop [B]  lse weight [B,H,R]
     sinks [H]
@@ -143,11 +146,11 @@ def score(
     own.
     """
     reduction, heads = _one_of("score: reduce", reduce, REDUCE), _one_of("score: group", group, GROUP)
-    if weight is not None and reduce == "max":
-        raise ValueError("kvevict.score: reduce='max' has no weight; reduce by 'sum' or 'mean', or leave it out")
+    if reduce == "max" and (weight is not None or term == "entropy"):
+        raise ValueError("kvevict.score: reduce='max' has no weight and no entropy; reduce by 'sum' or 'mean'")
     lse, sinks, weight = (_NONE if x is None else x for x in (lse, sinks, weight))
     args = (q, row_first, k_slots, offset, len, k, first, stop, lse, sinks, weight, scale, softcap)
-    args += (causal, squared, reduction, heads, columns)
+    args += (causal, _one_of("score: term", term, TERM), reduction, heads, columns)
     return _call(_score, args)
 
 
@@ -332,6 +335,9 @@ def cpu_isa() -> str:
 def build_info() -> dict:
     """What the compiled part was built with: {"cuda": bool, "cuda_archs": "80,90", "torch_target": "2.10"}."""
     return _C.build_info()
+
+
+DEVICES = ("cpu", "cuda") if build_info()["cuda"] else ("cpu",)  # types of those that ops run on
 
 
 # Output shapes, for torch.compile and fake tensors. They run for real tensors too as soon as one is on meta.

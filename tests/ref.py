@@ -68,14 +68,14 @@ def grouped(x, kv_heads, how):
 
 def score(
     q, row_first, k_slots, offset, len, k, first, stop, scale, softcap, *, causal, reduce, columns, lse=None,
-    sinks=None, weight=None, squared=False, group="mean",
+    sinks=None, weight=None, term="a", group="mean",
 ):  # fmt: skip
     out = torch.zeros(*q.shape[:2], columns, dtype=torch.double)
     rows = (q, row_first, k_slots, offset, len, k, first, stop, scale, softcap, causal, lse, sinks)
     for b, h, a, sees in observed(*rows):
         if a.shape[0] == 0:
             continue
-        a = a**2 if squared else a
+        a = {"a": a, "square": a**2, "entropy": -torch.special.xlogy(a, a)}[term]
         if weight is not None:
             a = (weight[b, h, row_first[b] :, None].double() * a).masked_fill(~sees, 0.0)
         out[b, h, : a.shape[1]] = {"sum": a.sum(0), "mean": a.mean(0), "max": a.amax(0)}[reduce]

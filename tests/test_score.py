@@ -54,19 +54,18 @@ def test_fuzz(seed):
     check(p)
 
 
-@pytest.mark.parametrize("squared", [False, True])
 @pytest.mark.parametrize("group", GROUP)
-@pytest.mark.parametrize("reduce", REDUCE)
+@pytest.mark.parametrize("reduce, term", [x for x in itertools.product(REDUCE, ops.TERM) if x != ("max", "entropy")])
 @pytest.mark.parametrize("seed", range(4))
-def test_group_square_and_weight(seed, reduce, group, squared):
+def test_group_term_and_weight(seed, reduce, group, term):
     """Weights of either sign, rows far apart in memory; what they cancel is no more than the largest sum without."""
     p = prepared(fuzz(100 + seed, G=[1, 2, 4, 8][seed]), causal=seed % 2 == 0, reduce=reduce)
-    p |= {"group": group, "squared": squared}
+    p |= {"group": group, "term": term}
     if reduce != "max":
         p["weight"] = torch.randn(*p["q"].shape[:2], p["q"].shape[2] + 5)[..., 5:]
     got, want = call(ops.score, p), call(ref.score, p)
     least = call(ref.score, {**p, "weight": p["weight"].abs()}).max() if reduce != "max" else 0.0
-    close(got, want, 3 * FP32, least)  # squares double the error of a
+    close(got, want, 3 * FP32, least)  # squares double the error of a, and an entropy has ln a's too
     heads = torch.repeat_interleave(alive_counts(p), got.shape[1] // p["len"].shape[1], 1)
     assert (got[torch.arange(got.shape[2]) >= heads[..., None]] == 0).all()
 
@@ -209,6 +208,8 @@ WRONG = {
     "reduce of heads": lambda p: {"reduce": "none"},
     "group": lambda p: {"group": "median"},
     "weight of a maximum": lambda p: {"reduce": "max", "weight": torch.ones(2, 4, 9)},
+    "entropy of a maximum": lambda p: {"reduce": "max", "term": "entropy"},
+    "term": lambda p: {"term": "cube"},
     "weight shape": lambda p: {"weight": torch.ones(2, 2, 9)},
     "weight dtype": lambda p: {"weight": torch.ones(2, 4, 9).half()},
     "columns under n": lambda p: {"columns": int(alive_counts(p).max()) - 1},
@@ -241,5 +242,5 @@ def test_errors(wrong):
 def test_opcheck(given):
     p = prepared(problem(12), True, "sum")
     rows = torch.zeros(2, 4, 9)
-    flags = {"reduce": 0, "group": 3 if given else 1, "squared": given, "weight": rows if given else torch.empty(0)}
+    flags = {"reduce": 0, "group": 3 if given else 1, "term": given, "weight": rows if given else torch.empty(0)}
     opcheck("score", {**p, **flags, "lse": rows if given else None})

@@ -27,7 +27,7 @@ class Cake(SnapKV):
     def score(self, view):
         q, skip, *_ = view.observers(self.window)
         rows = (q.shape[2] - skip).float()[:, None, None]
-        mean, square = (view.attention(self.window, "mean", squared=x, group="none") for x in (False, True))
+        mean, square = (view.attention(self.window, "mean", term=x, group="none") for x in ("a", "square"))
         variance = (square - mean**2).clamp_min(0) * rows / (rows - 1)  # of a sample, as in the source
         variance = torch.where(rows > 1, variance, 0)
         return (mean + self.gamma * variance).unflatten(1, (view.n.shape[1], -1)).mean(2)

@@ -79,8 +79,10 @@ typedef struct {
 
 static void score_terms(const formula *f, double w, int64_t seen, double error, double *a, double *slack) {
   for (int64_t i = 0; i < seen; i++) {
-    const double power = f->score->squared ? a[i] * a[i] : a[i];
-    a[i] = w * power, slack[i] = 2 * error * fabs(w) * power;
+    const kv_term kind = f->score->term;
+    const double entropy = a[i] > 0 ? -a[i] * log(a[i]) : a[i];
+    const double term = kind == KV_ENTROPY ? entropy : kind == KV_SQUARE ? a[i] * a[i] : a[i];
+    slack[i] = 2 * error * fabs(w) * (fabs(term) + (kind == KV_ENTROPY ? a[i] : 0)), a[i] = w * term;
   }
 }
 
@@ -162,8 +164,8 @@ static kv_reduce any_group(void) { return (kv_reduce)below(4); }
 
 static void test_score(kv_dtype dtype, int64_t R, int64_t S, int64_t longest, int plain) {
   observed x = make_observed(dtype, R, S, longest, plain);
-  kv_score a = {x.rows, x.C, !plain && below(2), KV_SUM, plain ? KV_MEAN : any_group(), NULL};
-  if (!plain) a.reduce = (kv_reduce)below(x.rows.weight ? 2 : 3);
+  kv_score a = {x.rows, x.C, plain ? KV_A : (kv_term)below(3), KV_SUM, plain ? KV_MEAN : any_group(), NULL};
+  if (!plain) a.reduce = (kv_reduce)below(x.rows.weight || a.term == KV_ENTROPY ? 2 : 3);
   const int64_t outs = x.p.B * (a.group == KV_NONE ? x.p.H : x.p.Hkv) * x.C;
   float *out[2] = {nans(outs), nans(outs)};
   for (int i = 0; i < 2; i++) {
@@ -310,6 +312,8 @@ static void test_refusals(void) {
   s.reduce = KV_NONE, check(kv_score_cpu(&s) == KV_BAD_DTYPE, "rows that are not reduced");
   float weight = 1;
   s.reduce = KV_MAX, s.rows.weight = &weight, check(kv_score_cpu(&s) == KV_BAD_DTYPE, "weight of a maximum");
+  s.rows.weight = NULL, s.term = KV_ENTROPY, check(kv_score_cpu(&s) == KV_BAD_DTYPE, "entropy of a maximum");
+  s.reduce = KV_SUM, s.term = (kv_term)3, check(kv_score_cpu(&s) == KV_BAD_DTYPE, "term");
   kv_error e = {.rows = rows, .C = 2, .kind = (kv_error_kind)3};
   check(kv_error_cpu(&e) == KV_BAD_DTYPE, "kind");
   e.kind = KV_L1, e.group = (kv_reduce)4, check(kv_error_cpu(&e) == KV_BAD_DTYPE, "group");
