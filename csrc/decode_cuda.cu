@@ -47,7 +47,7 @@ Scratch scratch_of(const kv_decode *a, void *memory) {
   x.counter = (uint32_t *)take(heads * 4);
   x.o = (float *)take(a->B * a->H * splits * a->D * 4);
   x.ml = (float2 *)take(a->B * a->H * splits * 8);
-  x.logit = (float *)take(a->probs ? a->B * a->H * a->C * 4 : 0);
+  x.logit = a->probs ? (float *)take(a->B * a->H * a->C * 4) : nullptr;
   x.bytes = at - static_cast<char *>(memory);
   return x;
 }
@@ -199,8 +199,7 @@ struct Rows {
 
 /* The new row of one head goes behind its slots. */
 template <class E>
-__device__ void append(const kv_decode &a, int64_t b, int64_t h, const Columns<E> &k, const Columns<E> &v,
-                       int64_t row) {
+__device__ void append(const kv_decode &a, int64_t b, const Columns<E> &k, const Columns<E> &v, int64_t row) {
   const int d = threadIdx.x * VECTOR<E>;
   if (d < a.D) {
     *reinterpret_cast<uint4 *>(static_cast<E *>(a.slots.k) + row * a.D + d) =
@@ -260,7 +259,7 @@ __global__ void __launch_bounds__(THREADS) decode_head(const kv_decode a, const 
   float *shared = shared_memory<float>() + 4;
   for (int split = blockIdx.y; split < splits; split += gridDim.y) {
     const int c0 = split * stretch, c1 = min(n, c0 + stretch);
-    if (c1 == n) append<E>(a, b, h, k, v, a.slots.offset[head] + k.len);
+    if (c1 == n) append<E>(a, b, k, v, a.slots.offset[head] + k.len);
     for (int g = 0; g < G; g += HEADS) {
       const int64_t at = (head * step + split) * G + g;
       float *logit = x.logit ? x.logit + (head * G + g) * a.C : nullptr;
