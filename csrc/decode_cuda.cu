@@ -1,6 +1,6 @@
 /* One decode step on a GPU: bound by reading the slots, so a block reads each row once for all heads of its group. The
- * slots of a head are split into stretches, by their number alone; the block that is last to finish one of a head's
- * stretches combines them in order, whoever it is: the same bits every time.
+ * slots of a head are split into stretches, by their number and that of the heads alone; the block that is last to finish
+ * one of a head's stretches combines them in order, whichever it is: the same bits every time.
  *
  * A row is shared by L lanes, each with V vectors of 16 bytes; such a group of lanes takes every so many rows and has a
  * softmax (m, l) and an output o of its own. Arithmetic is fp32, logits are in log2 units.
@@ -31,15 +31,14 @@ struct Scratch {
 };
 
 Scratch scratch_of(const kv_decode *a, void *memory) {
-  const int64_t heads = a->B * a->Hkv, fair = BLOCKS / (heads > 0 ? heads : 1),
-                whole = round_up(a->rows, SPLIT) / SPLIT;
-  int64_t splits = fair < MOST ? fair : MOST;
+  const int64_t heads = a->B * a->Hkv, whole = round_up(a->rows, SPLIT) / SPLIT;
+  int64_t splits = heads > BLOCKS / MOST ? BLOCKS / heads : MOST;
   if (splits > whole) splits = whole;
   if (splits < 1) splits = 1;
-  char *at = static_cast<char *>(memory);
+  uintptr_t at = reinterpret_cast<uintptr_t>(memory);
   const auto take = [&](int64_t bytes) {
-    char *mine = at;
-    at += round_up(bytes, 256);
+    const uintptr_t mine = at;
+    at += (uintptr_t)round_up(bytes, 256);
     return mine;
   };
   Scratch x;
@@ -48,7 +47,7 @@ Scratch scratch_of(const kv_decode *a, void *memory) {
   x.o = (float *)take(a->B * a->H * splits * a->D * 4);
   x.ml = (float2 *)take(a->B * a->H * splits * 8);
   x.logit = a->probs ? (float *)take(a->B * a->H * a->C * 4) : nullptr;
-  x.bytes = at - static_cast<char *>(memory);
+  x.bytes = (int64_t)(at - reinterpret_cast<uintptr_t>(memory));
   return x;
 }
 

@@ -3,7 +3,7 @@ data.
 
 SDPA gets [stored | new] in one tensor, joined outside the timing, which a cache would have to do for it each time.
 Every result is compared before it is timed; times are medians, the two sides taking turns. On a GPU a side is captured
-in a CUDA graph of several calls and timed by events, so that the time is the GPU's, with whatever of the data its caches
+in a CUDA graph of several calls and timed by events, so the time is the GPU's, with what of the data its caches
 keep from call to call; of the ways to call SDPA the fastest is the peer. Not yet run on a GPU.
 """
 
