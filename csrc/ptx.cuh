@@ -35,10 +35,7 @@ static __device__ __forceinline__ uint32_t shared_address(const void *p) {
 /* `row`: 16-byte aligned, in shared memory. x1 reads the addresses of lanes 0..7, x2 of 0..15, x4 of all; every lane
  * must pass a valid one. */
 static __device__ __forceinline__ void ldmatrix_x1(uint32_t &r0, const void *row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];"
-               : "=r"(r0)
-               : "r"(shared_address(row))
-               : "memory");
+  asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];" : "=r"(r0) : "r"(shared_address(row)) : "memory");
 }
 static __device__ __forceinline__ void ldmatrix_x2(uint32_t &r0, uint32_t &r1, const void *row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"

@@ -9,8 +9,9 @@
 
 constexpr int N = 128;
 
-#define KERNEL template <bool broken> \
-static __global__ void
+#define KERNEL           \
+  template <bool broken> \
+  static __global__ void
 #define ARGUMENTS (const float *x, float *y)
 
 KERNEL missing_barrier ARGUMENTS {

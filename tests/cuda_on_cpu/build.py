@@ -30,21 +30,22 @@ MODES = {
 CXX = shlex.split(os.environ.get("CXX", "g++"))
 COMMON = [*CXX, "-std=c++17", "-g", "-fPIC", "-ffp-contract=off", "-fvisibility=hidden"]
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
-KERNEL = [*COMMON, *WARNINGS, "-I", str(HERE), "-I", str(CSRC), "-include", str(HERE / "ptx.h"), "-x", "c++"]
+KERNEL = [*COMMON, *WARNINGS, "-I", str(HERE), "-include", str(HERE / "ptx.h"), "-x", "c++"]
 
 
 def run(command):
     subprocess.run([str(part) for part in command], check=True)
 
 
-def compile_all(mode, sources, folder):
-    """The objects of the emulator and of `sources`, .cu files."""
+def compile_all(mode, sources, folder, csrc=CSRC):
+    """The objects of the emulator and of `sources`, .cu files; one that is in the folder already is taken as it is."""
     kernels, emulator, _ = MODES[mode]
     commands, objects = [], []
     for source in [*EMULATOR, *map(Path, sources)]:
         flags = emulator if source in EMULATOR else kernels
         objects.append(folder / f"{source.name}.o")
-        commands.append([*KERNEL, *flags, "-c", source, "-o", objects[-1]])
+        if not objects[-1].exists():
+            commands.append([*KERNEL, "-I", csrc, *flags, "-c", source, "-o", objects[-1]])
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(run, commands))
     return objects
@@ -57,8 +58,8 @@ def build_program(mode, source, folder):
     return target
 
 
-def build_package(mode, folder):
-    """folder/kvevict: links to the package's files and an extension of its own."""
+def build_package(mode, folder, csrc=CSRC):
+    """folder/kvevict: links to the package's files and an extension of its own, with the kernels of csrc."""
     import torch
 
     package, site = folder / "kvevict", Path(torch.__file__).parent
@@ -69,9 +70,10 @@ def build_package(mode, folder):
     binding, check = folder / "binding.o", folder / "check.o"
     torch_flags = ["-isystem", site / "include", "-isystem", sysconfig.get_path("include")]
     torch_flags += ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DPy_LIMITED_API=0x030A0000", "-DKVEVICT_ON_CPU"]
-    run([*COMMON, "-std=c++20", "-O1", *torch_flags, "-c", CSRC / "binding.cpp", "-o", binding])
-    run(["cc", "-std=c11", "-fPIC", "-O1", "-c", CSRC / "check.c", "-o", check])
-    objects = compile_all(mode, [HERE / "ops.cpp", *sorted(CSRC.glob("*.cu"))], folder)
+    if not binding.exists():
+        run([*COMMON, "-std=c++20", "-O1", *torch_flags, "-c", CSRC / "binding.cpp", "-o", binding])
+        run(["cc", "-std=c11", "-fPIC", "-O1", "-c", CSRC / "check.c", "-o", check])
+    objects = compile_all(mode, [HERE / "ops.cpp", *sorted(csrc.glob("*_cuda.cu"))], folder, csrc)
     link = [f"-L{site / 'lib'}", "-ltorch_cpu", "-ldl", "-lm"]
     run([*CXX, "-shared", *MODES[mode][2], binding, check, *objects, *link, "-o", package / "_C.abi3.so"])
 

@@ -39,7 +39,8 @@ size_t drawn(size_t n) { return random_source() % n; }
 void report(const std::string &text) {
   char where[64];
   snprintf(where, sizeof where, ", block (%u, %u, %u)", blockIdx.x, blockIdx.y, blockIdx.z);
-  message = "kernel " + kernel_name + where + (current ? ", thread " + std::to_string(current->number) : "") + ": " + text;
+  message =
+      "kernel " + kernel_name + where + (current ? ", thread " + std::to_string(current->number) : "") + ": " + text;
   fprintf(stderr, "cuda_on_cpu: %s\n", message.c_str());
   failed = true;
 }
@@ -218,7 +219,8 @@ void set_order(unsigned seed) {
   random_source.seed(seed);
 }
 
-int run_grid(const char *function, dim3 grid, int threads_of_block, size_t shared, void (*call)(void *), void *arguments) {
+int run_grid(const char *function, dim3 grid, int threads_of_block, size_t shared, void (*call)(void *),
+             void *arguments) {
   kernel_name = name_in(function);
   message.clear();
   failed = false;

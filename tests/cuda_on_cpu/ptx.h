@@ -142,7 +142,7 @@ inline uint32_t atomic_add_acq_rel(uint32_t *p, uint32_t x) {
 template <auto kernel, class... Args>
 int launch(dim3 grid, int threads, size_t shared, void *, Args... args) {
   auto call = [&] { kernel(args...); };
-  return emulator::run_grid(__PRETTY_FUNCTION__, grid, threads, shared, [](void *c) { (*static_cast<decltype(call) *>(c))(); },
-                            &call);
+  return emulator::run_grid(
+      __PRETTY_FUNCTION__, grid, threads, shared, [](void *c) { (*static_cast<decltype(call) *>(c))(); }, &call);
 }
 #endif

@@ -26,7 +26,7 @@ struct Records {
 };
 std::unordered_map<uintptr_t, Records> global_accesses;
 std::vector<Records> shared_accesses;
-bool checking;         /* whether anything was compiled for the check */
+bool checking;            /* whether anything was compiled for the check */
 const void *code_address; /* behind the last plain access */
 
 /* By block, in the order they ran: what its last release publishes, everything before that epoch and, in it, one
@@ -87,12 +87,15 @@ Record merged(const Record &before, const Thread &thread, bool atomic) {
     snprintf(name, sizeof name, "%p in global", at);
   Dl_info code = {};
   dladdr(code_address, &code);
-  const size_t offset = (size_t)(static_cast<const char *>(code_address) - static_cast<const char *>(code.dli_fbase)) - 1;
-  fail("race on %s memory: thread %d %s it, and %s%d of %s %s it; nothing orders the two (the last plain access: "
-       "addr2line -Cfipe %s 0x%zx)", name, thread.number,
-       access == Access::read ? "reads" : "writes", before.several_threads ? "others up to thread " : "thread ",
-       before.thread, before.block == block.number ? "its block" : "another block",
-       before.arriving ? "has a copy under way to" : did, code.dli_fname ? code.dli_fname : "?", offset);
+  const size_t offset =
+      (size_t)(static_cast<const char *>(code_address) - static_cast<const char *>(code.dli_fbase)) - 1;
+  fail(
+      "race on %s memory: thread %d %s it, and %s%d of %s %s it; nothing orders the two (the last plain access: "
+      "addr2line -Cfipe %s 0x%zx)",
+      name, thread.number, access == Access::read ? "reads" : "writes",
+      before.several_threads ? "others up to thread " : "thread ", before.thread,
+      before.block == block.number ? "its block" : "another block", before.arriving ? "has a copy under way to" : did,
+      code.dli_fname ? code.dli_fname : "?", offset);
 }
 
 /* at: the two bytes that `records` are of. */
@@ -145,18 +148,18 @@ void touched(const void *p, size_t size, Access access, const void *code) {
 }  // namespace
 }  // namespace emulator
 
-#define KV_HOOKS(bytes)                                                                                     \
-  extern "C" void __tsan_read##bytes(void *p) {                                                             \
-    emulator::touched(p, bytes, emulator::Access::read, __builtin_return_address(0));                       \
-  }                                                                                                         \
-  extern "C" void __tsan_write##bytes(void *p) {                                                            \
-    emulator::touched(p, bytes, emulator::Access::write, __builtin_return_address(0));                      \
-  }                                                                                                         \
-  extern "C" void __tsan_unaligned_read##bytes(void *p) {                                                   \
-    emulator::touched(p, bytes, emulator::Access::read, __builtin_return_address(0));                       \
-  }                                                                                                         \
-  extern "C" void __tsan_unaligned_write##bytes(void *p) {                                                  \
-    emulator::touched(p, bytes, emulator::Access::write, __builtin_return_address(0));                      \
+#define KV_HOOKS(bytes)                                                                \
+  extern "C" void __tsan_read##bytes(void *p) {                                        \
+    emulator::touched(p, bytes, emulator::Access::read, __builtin_return_address(0));  \
+  }                                                                                    \
+  extern "C" void __tsan_write##bytes(void *p) {                                       \
+    emulator::touched(p, bytes, emulator::Access::write, __builtin_return_address(0)); \
+  }                                                                                    \
+  extern "C" void __tsan_unaligned_read##bytes(void *p) {                              \
+    emulator::touched(p, bytes, emulator::Access::read, __builtin_return_address(0));  \
+  }                                                                                    \
+  extern "C" void __tsan_unaligned_write##bytes(void *p) {                             \
+    emulator::touched(p, bytes, emulator::Access::write, __builtin_return_address(0)); \
   }
 KV_HOOKS(1)
 KV_HOOKS(2)

@@ -33,7 +33,8 @@ void count_conflicts(void *const lanes[8]) {
 }  // namespace
 
 void check_aligned(const void *p, size_t size, const char *what, Place place) {
-  if (reinterpret_cast<uintptr_t>(p) % size) fail("%s at line %d: %p is not a multiple of %zu", what, place.line, p, size);
+  if (reinterpret_cast<uintptr_t>(p) % size)
+    fail("%s at line %d: %p is not a multiple of %zu", what, place.line, p, size);
 }
 
 template <int count, bool transposed>
