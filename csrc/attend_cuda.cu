@@ -5,17 +5,17 @@
  * is on its way while S = Q K^T is computed, the next K during the softmax and O += P V. Only tiles on the diagonal are
  * masked; those that no row sees are not read.
  */
+// budget: regs 255, smem 98304
 #include "tile.cuh"
 
 /* What a lane's rows hold at the end: out and lse. */
 template <class E, int D, int MT>
 static __device__ __forceinline__ void attend_finish(const kv_attend &a, const float (&o)[MT][D / 8][4],
-                                                     const float (&top)[MT][2], const float (&sum)[MT][2], int b, int h,
-                                                     int row) {
-  const int G = a.H / a.Hkv;
+                                                     const float (&top)[MT][2], const float (&sum)[MT][2], int b,
+                                                     const Rows &rows, int row) {
 #pragma unroll
   for (int i = 0; i < 2 * MT; i++) {
-    const int r = row + i * 8, t = r / G, head = h * G + r % G;
+    const int r = row + i * 8, t = rows.step(r), head = rows.head_of(r);
     float l = lanes_sum<4>(sum[i / 2][i % 2]), at = top[i / 2][i % 2], over = 1;
     if (t >= a.T) continue;
     if (a.sinks) { /* a column without a value */
@@ -51,24 +51,17 @@ static __global__ void __launch_bounds__(RowTile<E, D>::THREADS)
   const int64_t offset = a.slots.offset[blockIdx.y];
   const auto keys = columns_of<E>(a.slots.k, offset, len, dims, a.fresh.k, a.fresh.k_stride, b, h, first, a.S);
   const auto values = columns_of<E>(a.slots.v, offset, len, dims, a.fresh.v, a.fresh.v_stride, b, h, first, a.S);
-  const Queries<E> rows = {static_cast<const E *>(a.q) + b * a.q_stride[0] + h * G * a.q_stride[1], a.q_stride[1],
-                           a.q_stride[2], G, (int)a.T * G};
+  const Rows rows = {h * G, 0, (int)a.T * G, divisor(G)};
   const Sight sight = {(int)(len - first + a.S - a.T), len, keys.n};
 
   /* The last rows see most: they start first. */
   const int row0 = (gridDim.x - 1 - blockIdx.x) * X::ROWS, row = row0 + warp_id() * MT * 16;
-  const int fewest = sight.seen(row0 / G), most = sight.seen((min(row0 + X::ROWS, rows.rows) - 1) / G);
-  int sees[MT][2];
-#pragma unroll
-  for (int i = 0; i < 2 * MT; i++) {
-    const int r = row + fragment_row() + i * 8;
-    sees[i / 2][i % 2] = r < rows.rows ? sight.seen(r / G) : 0;
-  }
-
+  const int fewest = sight.seen(rows.step(row0)), most = sight.seen(rows.step(min(row0 + X::ROWS, rows.count) - 1));
   float o[MT][D / 8][4] = {}, top[MT][2], sum[MT][2] = {};
 #pragma unroll
   for (int i = 0; i < 2 * MT; i++) top[i / 2][i % 2] = -INFINITY;
-  tile_load<E, D, X::ROWS, X::THREADS>(q, rows, row0, dims);
+  tile_load<E, D, X::ROWS, X::THREADS>(q, rows_at<E>(rows, a.q, b * a.q_stride[0], a.q_stride[1], a.q_stride[2]), row0,
+                                       dims);
   tile_load<E, D, X::KEYS, X::THREADS>(k, keys, 0, dims);
   cp_async_commit();
 #pragma unroll 1
@@ -85,9 +78,12 @@ static __global__ void __launch_bounds__(RowTile<E, D>::THREADS)
     const bool odd = __syncthreads_or(sizeof(E) == 2 && masked && tile_odd<E, D, X::KEYS, X::THREADS>(v));
     tile_load<E, D, X::KEYS, X::THREADS>(k, keys, c0 + X::KEYS, dims);
     cp_async_commit();
-    int seen[MT][2];
+    int seen[MT][2]; /* of the tile; not kept, registers are scarce */
 #pragma unroll
-    for (int i = 0; i < 2 * MT; i++) seen[i / 2][i % 2] = sees[i / 2][i % 2] - c0;
+    for (int i = 0; i < 2 * MT; i++) {
+      const int r = row + fragment_row() + i * 8;
+      seen[i / 2][i % 2] = r < rows.count ? sight.seen(rows.step(r)) - c0 : 0;
+    }
     bend(s, logits);
     if (masked) mask(s, seen);
     softmax_step(s, logits.scale, top, sum, alpha);
@@ -106,7 +102,7 @@ static __global__ void __launch_bounds__(RowTile<E, D>::THREADS)
     }
   }
   cp_async_wait<0>(); /* the copy of Q, where no key is seen */
-  attend_finish<E, D>(a, o, top, sum, b, h, row + fragment_row());
+  attend_finish<E, D>(a, o, top, sum, b, rows, row + fragment_row());
 }
 
 extern "C" int kv_attend_cuda(const kv_attend *a, void *stream) {

@@ -4,7 +4,7 @@
  * and of the outputs. KV_L1 and KV_L2 take the distance of every pair from the differences themselves, with multiply-adds:
  * ||v||^2 - 2 v.o + ||o||^2 would cancel.
  */
-// budget: regs 255, smem 99584
+// budget: regs 255, smem 99840
 #include "observe.cuh"
 
 /* KEYS keys and values, ROWS queries and outputs, their norms and what else is to know of the rows: at most 98 KiB. */
@@ -61,7 +61,7 @@ static __global__ void __launch_bounds__(ErrorTile<E, D>::THREADS) error_kernel(
   RowValues *const values = reinterpret_cast<RowValues *>(o + X::ROWS * D);
   float *const v_norm = reinterpret_cast<float *>(values + X::ROWS), *const o_norm = v_norm + X::KEYS;
   const kv_observers &rows = a.rows;
-  const Observed<E> x = observed<E>(rows, blockIdx.y);
+  const Observed x = observed<E>(rows, blockIdx.y);
   const auto v_columns = columns_of<E>(rows.slots.v, rows.slots.offset[blockIdx.y], x.k.len, rows.D, rows.fresh.v,
                                        rows.fresh.v_stride, x.b, x.h, rows.fresh.first[x.b], rows.stop[x.b]);
   const int c0 = blockIdx.x * X::KEYS, at = warp_id() * 16, key = at + fragment_row(), thread = threadIdx.x;
@@ -76,14 +76,14 @@ static __global__ void __launch_bounds__(ErrorTile<E, D>::THREADS) error_kernel(
   Group<1> group;
   for (int g = 0; g < x.G; g += heads) {
     float total[1][2] = {};
-    const Rows some = {x.h * x.G + g, heads, from, count};
+    const Rows some = {x.h * x.G + g, from, count, divisor(heads)};
 #pragma unroll 1
     for (int r0 = 0; r0 < count; r0 += X::ROWS) {
       __syncthreads(); /* the tile before has been read */
-      const auto queries = some.of<E>(rows.q, x.b * rows.q_stride[0], rows.q_stride[1], rows.q_stride[2]);
+      const RowsAt queries = rows_at<E>(some, rows.q, x.b * rows.q_stride[0], rows.q_stride[1], rows.q_stride[2]);
       tile_load<E, D, X::ROWS, X::THREADS>(q, queries, r0, rows.D);
-      tile_load<E, D, X::ROWS, X::THREADS>(o, some.of<E>(a.o, x.b * a.o_stride[0], a.o_stride[2], a.o_stride[1]), r0,
-                                           rows.D);
+      tile_load<E, D, X::ROWS, X::THREADS>(
+          o, rows_at<E>(some, a.o, x.b * a.o_stride[0], a.o_stride[2], a.o_stride[1]), r0, rows.D);
       cp_async_commit();
       if (thread < X::ROWS) values[thread] = row_values(rows, x, some, r0 + thread);
       cp_async_wait<0>();

@@ -16,44 +16,31 @@ static __device__ __forceinline__ float row_max_nan(float x) {
 }
 
 /* One (b, kv head): its columns, and what the R rows see of them. */
-template <class E>
 struct Observed {
   int b, h, G, row_first;
-  Columns<E> k;
+  Columns k;
   Sight sight;
 };
 
 template <class E>
-static __device__ __forceinline__ Observed<E> observed(const kv_observers &a, int head) {
+static __device__ __forceinline__ Observed observed(const kv_observers &a, int head) {
   const int b = head / a.Hkv, h = head % a.Hkv;
   const auto k = columns_of<E>(a.slots.k, a.slots.offset[head], a.slots.len[head], a.D, a.fresh.k, a.fresh.k_stride, b, h,
                                a.fresh.first[b], a.stop[b]);
   return {b, h, (int)(a.H / a.Hkv), a.row_first[b], k, {(int)(k.n - a.R), a.causal ? 0 : k.n, k.n}};
 }
 
-/* The rows of some heads of a group, time-major over them: row r is head `head` + r % heads at step `from` + r / heads. */
-struct Rows {
-  int head, heads, from, count;
-
-  __device__ __forceinline__ int step(int r) const { return from + r / heads; }
-  template <class E>
-  __device__ __forceinline__ Queries<E> of(const void *x, int64_t b, int64_t head_stride, int64_t step_stride) const {
-    return {static_cast<const E *>(x) + b + head * head_stride + from * step_stride, head_stride, step_stride, heads, count};
-  }
-};
-
 /* What is to know of a row besides its query. A row that sees nothing has seen = 0. An lse of NaN and a weight that is not
  * finite make NaN of lse, so that they reach only what the row sees. */
-struct RowValues {
+struct alignas(16) RowValues {
   float lse, weight; /* in log2 units */
   int seen;
 };
 
-template <class E>
-static __device__ __forceinline__ RowValues row_values(const kv_observers &a, const Observed<E> &x, const Rows &rows,
+static __device__ __forceinline__ RowValues row_values(const kv_observers &a, const Observed &x, const Rows &rows,
                                                        int r) {
   if (r >= rows.count) return {0, 0, 0};
-  const int t = rows.step(r), head = rows.head + r % rows.heads;
+  const int t = rows.step(r), head = rows.head_of(r);
   const float lse = a.lse[x.b * a.lse_stride[0] + head * a.lse_stride[1] + t];
   const float weight = a.weight ? a.weight[x.b * a.weight_stride[0] + head * a.weight_stride[1] + t] : 1;
   const bool bad = isnan(lse) || !isfinite(weight);

@@ -21,8 +21,8 @@ static __global__ void __launch_bounds__(RowTile<E, D>::THREADS)
   using X = RowTile<E, D>;
   constexpr int MT = X::MT, NT = X::KEYS / 8;
   E *const q = shared_memory<E>(), *const k = q + X::ROWS * D;
-  const Observed<E> x = observed<E>(a, blockIdx.z);
-  const Rows rows = {x.h * x.G, x.G, 0, (int)a.R * x.G};
+  const Observed x = observed<E>(a, blockIdx.z);
+  const Rows rows = {x.h * x.G, 0, (int)a.R * x.G, divisor(x.G)};
   const int row0 = blockIdx.x * X::ROWS, row = row0 + warp_id() * MT * 16 + fragment_row();
   const int begin = PEAK ? lo[blockIdx.z] : 0, end = PEAK ? hi[blockIdx.z] : x.k.n;
   const int tiles = (max(end - begin, 0) + X::KEYS - 1) / X::KEYS, share = blockIdx.y, shares = gridDim.y;
@@ -43,7 +43,8 @@ static __global__ void __launch_bounds__(RowTile<E, D>::THREADS)
       sees[i / 2][i % 2] = r < rows.count ? min(x.sight.seen(rows.step(r)), to) : 0;
     }
   }
-  tile_load<E, D, X::ROWS, X::THREADS>(q, rows.of<E>(a.q, x.b * a.q_stride[0], a.q_stride[1], a.q_stride[2]), row0, a.D);
+  tile_load<E, D, X::ROWS, X::THREADS>(q, rows_at<E>(rows, a.q, x.b * a.q_stride[0], a.q_stride[1], a.q_stride[2]), row0,
+                                       a.D);
   tile_load<E, D, X::KEYS, X::THREADS>(k, x.k, from, a.D);
   cp_async_commit();
 #pragma unroll 1
@@ -76,7 +77,7 @@ static __global__ void __launch_bounds__(RowTile<E, D>::THREADS)
     const int r = row + i * 8;
     const float all = PEAK ? row_max_nan(top[i / 2][i % 2]) : top[i / 2][i % 2] + log2f(lanes_sum<4>(sum[i / 2][i % 2]));
     if (r < rows.count && fragment_column() == 0)
-      parts[((share * a.B + x.b) * a.H + rows.head + r % x.G) * a.R + rows.step(r)] = all;
+      parts[((share * a.B + x.b) * a.H + rows.head_of(r)) * a.R + rows.step(r)] = all;
   }
 }
 

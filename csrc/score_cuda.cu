@@ -4,10 +4,10 @@
  * on its way while S^T = K Q^T of the one before is computed. A lane sums what it holds of a key's row of S^T, four lanes
  * are added at the end: no atomics, the same order every time.
  */
-// budget: regs 255, smem 99072
+// budget: regs 255, smem 75776
 #include "observe.cuh"
 
-/* KEYS keys, two tiles of ROWS rows, and what is to know of the rows besides: at most 98 KiB. */
+/* KEYS keys, two tiles of ROWS rows, and what is to know of the rows besides: at most 74 KiB. */
 template <class E, int D>
 struct ScoreTile {
   static constexpr bool HALF = sizeof(E) == 2;
@@ -63,7 +63,7 @@ static __global__ void __launch_bounds__(ScoreTile<E, D>::THREADS)
   E *const k = shared_memory<E>(), *const q = k + X::KEYS * D;
   RowValues *const values = reinterpret_cast<RowValues *>(q + 2 * X::ROWS * D);
   const kv_observers &rows = a.rows;
-  const Observed<E> x = observed<E>(rows, blockIdx.y);
+  const Observed x = observed<E>(rows, blockIdx.y);
   const int c0 = blockIdx.x * X::KEYS, key = c0 + warp_id() * MT * 16 + fragment_row(), thread = threadIdx.x;
   const int heads = heads_together(a.reduce, a.group, x.G);
 
@@ -74,8 +74,8 @@ static __global__ void __launch_bounds__(ScoreTile<E, D>::THREADS)
   int seen = 0; /* of this thread's row in the tile to come */
   const auto load = [&](int i) {
     if (i >= all) return RowValues{};
-    const Rows some = {x.h * x.G + i / tiles * heads, heads, from, count};
-    const auto queries = some.of<E>(rows.q, x.b * rows.q_stride[0], rows.q_stride[1], rows.q_stride[2]);
+    const Rows some = {x.h * x.G + i / tiles * heads, from, count, divisor(heads)};
+    const RowsAt queries = rows_at<E>(some, rows.q, x.b * rows.q_stride[0], rows.q_stride[1], rows.q_stride[2]);
     tile_load<E, D, X::ROWS, X::THREADS>(q + i % 2 * X::ROWS * D, queries, i % tiles * X::ROWS, rows.D);
     cp_async_commit();
     return thread < X::ROWS ? row_values(rows, x, some, i % tiles * X::ROWS + thread) : RowValues{};

@@ -32,17 +32,19 @@ static __device__ __forceinline__ int tile_at(int r, int c) {
   return (r * chunks + (c ^ (chunks % 8 ? r / 2 % 4 : r % 8))) * CHUNK<E>;
 }
 
-/* rows(r0) .. rows(r0 + ROWS - 1) -> tile [ROWS, D], on its way until cp_async_wait. A row that is null is 0, and so are
- * columns from dims on. */
+/* Rows r0 .. r0 + ROWS - 1 of `rows` -> tile [ROWS, D], on their way until cp_async_wait. Rows that are not there are 0,
+ * and so are columns from dims on. */
 template <class E, int D, int ROWS, int THREADS, class Rows>
 static __device__ __forceinline__ void tile_load(E *tile, const Rows &rows, int r0, int dims) {
   constexpr int chunks = D / CHUNK<E>;
+  constexpr int count = ROWS * chunks / THREADS; /* of each thread */
   static_assert(ROWS * chunks % THREADS == 0, "every thread loads as many chunks");
-#pragma unroll 2
-  for (int i = 0; i < ROWS * chunks / THREADS; i++) {
+  /* Where a thread's rows are not evenly spaced their addresses, kept, would take many registers. */
+#pragma unroll(THREADS % chunks ? 1 : count)
+  for (int i = 0; i < count; i++) {
     const int r = (threadIdx.x + i * THREADS) / chunks, c = (threadIdx.x + i * THREADS) % chunks;
-    const E *from = rows(r0 + r);
-    cp_async_16(tile + tile_at<E, D>(r, c), from + c * CHUNK<E>, from && c * CHUNK<E> < dims ? 16 : 0);
+    const void *from = reinterpret_cast<const void *>(rows.at(r0 + r) + c * 16);
+    cp_async_16(tile + tile_at<E, D>(r, c), from, r0 + r < (c * CHUNK<E> < dims ? rows.n : 0) ? 16 : 0);
   }
 }
 
@@ -118,17 +120,17 @@ static __device__ __forceinline__ void multiply(float (&s)[MT][NT][4], const E *
     const int lane = lane_id();
 #pragma unroll
     for (int i = 0; i < MT * NT * 4; i++) s[i / 4 / NT][i / 4 % NT][i % 4] = 0;
-#pragma unroll 2
+#pragma unroll(NT > 8 ? 1 : 2) /* all at once needs more registers than there are */
     for (int k = 0; k < D / 16; k++) {
       uint32_t x[MT][4], y[4];
+      /* 16 rows on, chunks are exchanged alike. */
+      const E *const at_a = a + tile_at<E, D>(row + lane % 16, k * 2 + lane / 16);
+      const E *const at_b = b + tile_at<E, D>(lane / 16 * 8 + lane % 8, k * 2 + lane / 8 % 2);
 #pragma unroll
-      for (int m = 0; m < MT; m++)
-        ldmatrix_x4(x[m][0], x[m][1], x[m][2], x[m][3],
-                    a + tile_at<E, D>(row + m * 16 + lane % 16, k * 2 + lane / 16));
+      for (int m = 0; m < MT; m++) ldmatrix_x4(x[m][0], x[m][1], x[m][2], x[m][3], at_a + m * 16 * D);
 #pragma unroll
       for (int n = 0; n < NT; n += 2) {
-        ldmatrix_x4(y[0], y[1], y[2], y[3],
-                    b + tile_at<E, D>(n * 8 + lane / 16 * 8 + lane % 8, k * 2 + lane / 8 % 2));
+        ldmatrix_x4(y[0], y[1], y[2], y[3], at_b + n * 8 * D);
 #pragma unroll
         for (int m = 0; m < MT; m++) mma<E>(s[m][n], x[m], y[0], y[1]), mma<E>(s[m][n + 1], x[m], y[2], y[3]);
       }
@@ -149,7 +151,7 @@ static __device__ __forceinline__ void add_values(float (&o)[MT][D / 8][4], cons
       for (int i = 0; i < 4; i++) x[m][i] = pack<E>(p[m][2 * k + i / 2][i % 2 * 2], p[m][2 * k + i / 2][i % 2 * 2 + 1]);
 #pragma unroll
     for (int d = 0; d < D / 8; d += 2) {
-      ldmatrix_x4_trans(y[0], y[1], y[2], y[3], v + tile_at<E, D>(k * 16 + lane % 16, d + lane / 16));
+      ldmatrix_x4_trans(y[0], y[1], y[2], y[3], v + tile_at<E, D>(lane % 16, d + lane / 16) + k * 16 * D);
 #pragma unroll
       for (int m = 0; m < MT; m++) mma<E>(o[m][d], x[m], y[0], y[1]), mma<E>(o[m][d + 1], x[m], y[2], y[3]);
     }
@@ -286,42 +288,70 @@ static __device__ __forceinline__ void softmax_step(float (&s)[MT][NT][4], float
   }
 }
 
-/* The alive columns [stored | new] of one (b, kv head). */
-template <class E>
+/* The alive columns [stored | new] of one (b, kv head), as addresses: those of columns that are not there are never
+ * read, but computed. */
 struct Columns {
-  const E *stored, *fresh;
-  int64_t stride; /* of fresh */
-  int len, n, dims;
+  uint64_t stored, fresh;           /* where column 0 of either would be */
+  int stored_stride, fresh_stride; /* in bytes */
+  int len, n;
 
-  __device__ __forceinline__ const E *operator()(int c) const {
-    return c >= n ? nullptr : c < len ? stored + (int64_t)c * dims : fresh + (c - len) * stride;
+  __device__ __forceinline__ uint64_t at(int c) const {
+    return (c < len ? stored : fresh) + (int64_t)c * (c < len ? stored_stride : fresh_stride);
   }
 };
 
-/* stored: the layer's [rows, D]; fresh [B, Hkv, S, D], of which columns first .. stop - 1 are alive. */
+/* stored: the layer's [rows, D], this head's from row `offset` on; fresh [B, Hkv, S, D], of which columns first ..
+ * stop - 1 are alive. */
 template <class E>
-static __device__ __forceinline__ Columns<E> columns_of(const void *stored, int64_t offset, int len, int dims,
-                                                        const void *fresh, const int64_t *stride, int b, int h,
-                                                        int first, int stop) {
-  return {static_cast<const E *>(stored) + offset * dims,
-          static_cast<const E *>(fresh) + b * stride[0] + h * stride[1] + first * stride[2],
-          stride[2],
+static __device__ __forceinline__ Columns columns_of(const void *stored, int64_t offset, int len, int dims,
+                                                     const void *fresh, const int64_t *stride, int b, int h, int first,
+                                                     int stop) {
+  const int64_t size = sizeof(E), at = b * stride[0] + h * stride[1] + (first - len) * stride[2];
+  return {(uint64_t)stored + offset * dims * size,
+          (uint64_t)fresh + at * size,
+          dims * (int)size,
+          (int)(stride[2] * size),
           len,
-          len + stop - first,
-          dims};
+          len + stop - first};
 }
 
-/* Query rows of one (b, kv head), time-major over G heads: row r is head r % G at step r / G. */
-template <class E>
-struct Queries {
-  const E *q;
-  int64_t head_stride, step_stride;
-  int G, rows;
+/* r / n by a multiplication, for 0 <= r < 2^32 / n. */
+struct Divisor {
+  int n;
+  uint32_t inverse; /* 2^32 / n, rounded up */
 
-  __device__ __forceinline__ const E *operator()(int r) const {
-    return r >= rows ? nullptr : q + r % G * head_stride + r / G * step_stride;
+  __device__ __forceinline__ int of(int r) const { return n == 1 ? r : (int)((uint64_t)r * inverse >> 32); }
+};
+
+static __device__ __forceinline__ Divisor divisor(int n) { return {n, 0xffffffffu / n + 1}; }
+
+/* The rows of some heads of a group, time-major over them: row r is head `head` + r % heads at step `from` + r / heads. */
+struct Rows {
+  int head, from, count;
+  Divisor heads;
+
+  __device__ __forceinline__ int step(int r) const { return from + heads.of(r); }
+  __device__ __forceinline__ int head_of(int r) const { return head + r - heads.of(r) * heads.n; }
+};
+
+/* Where they are in x, by strides of b, head and step. */
+struct RowsAt {
+  uint64_t x;
+  int64_t head_stride, step_stride; /* in bytes */
+  Rows rows;
+  int n;
+
+  __device__ __forceinline__ uint64_t at(int r) const {
+    return x + rows.head_of(r) * head_stride + rows.step(r) * step_stride;
   }
 };
+
+template <class E>
+static __device__ __forceinline__ RowsAt rows_at(const Rows &rows, const void *x, int64_t b, int64_t head_stride,
+                                                 int64_t step_stride) {
+  const int64_t size = sizeof(E);
+  return {(uint64_t)x + b * size, head_stride * size, step_stride * size, rows, rows.count};
+}
 
 /* Step t sees the columns 0 .. clamp(shift + t + 1, least, n) - 1. */
 struct Sight {
