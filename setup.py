@@ -3,7 +3,7 @@ compiler, .cu files with nvcc, all linked into one abi3 extension. torch's own B
 .c as C++ and hides nvcc when torch is a CPU build.
 
   CC, CXX, CFLAGS, CXXFLAGS   as usual
-  KVEVICT_CUDA=auto|1|0       build the CUDA kernels if nvcc is found | always | never  (auto)
+  KVEVICT_CUDA=auto|1|0       build the CUDA kernels if nvcc is found and torch is a CUDA build | always | never  (auto)
   KVEVICT_CUDA_ARCHS=80,90    which GPUs to compile for               (those of CUDA_ARCHS that nvcc knows)
 """
 
@@ -57,8 +57,8 @@ def torch_dir():
     return root
 
 
-def find_nvcc():
-    """Path of nvcc, or None where no CUDA kernels are to be built."""
+def find_nvcc(torch):
+    """Path of nvcc, or None where no CUDA kernels are to be built: a torch for CPUs alone has no tensors for them."""
     wish = os.environ.get("KVEVICT_CUDA", "auto")
     if wish not in ("auto", "1", "0"):
         raise SystemExit(f"kvevict: KVEVICT_CUDA is {wish!r}, not auto, 1 or 0")
@@ -66,7 +66,8 @@ def find_nvcc():
     nvcc = shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin")
     if wish == "1" and not nvcc:
         raise SystemExit("kvevict: KVEVICT_CUDA=1, but there is no nvcc. Mend: put it on PATH or set CUDA_HOME")
-    return nvcc if wish != "0" and any(CSRC.glob("*.cu")) else None
+    for_cuda = re.search(r"^cuda\b.*= '", (torch / "version.py").read_text(), re.M)
+    return nvcc if wish == "1" or (wish == "auto" and for_cuda) else None
 
 
 def cuda_archs(nvcc):
@@ -93,7 +94,7 @@ def run(command):
 class BuildExt(build_ext):
     def build_extension(self, ext):
         torch = torch_dir()
-        nvcc = find_nvcc()
+        nvcc = find_nvcc(torch)
         archs = cuda_archs(nvcc) if nvcc else []
         commands, objects = [], []
 
@@ -137,7 +138,7 @@ class BuildExt(build_ext):
         # nvcc knows where its static cudart is. No rpath: torch, imported first, has loaded libtorch_cpu.
         link = [nvcc, "-shared", "-cudart=static"] if nvcc else [*environment("CXX", "c++"), "-shared"]
         hide = ["-Xlinker", f"--version-script={exports}"]
-        run([*link, *objects, f"-L{torch / 'lib'}", "-ltorch_cpu", "-lm", *hide, "-o", target])
+        run([*link, *objects, f"-L{torch / 'lib'}", "-ltorch_cpu", "-ldl", "-lm", *hide, "-o", target])
         # Also beside the sources: in a clone, `python -m` finds those before what is installed.
         if not self.inplace:
             shutil.copy(target, "kvevict")

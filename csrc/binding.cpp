@@ -1,130 +1,33 @@
-/* The only file that sees torch and Python. Each op's schema stands above the function that turns its tensors into the
- * struct of kvevict.h and calls the kernel. Shapes are in kvevict.h and in kvevict/_ops.py; an empty one-dimensional
- * tensor stands for an array that may be NULL.
+/* Where torch and Python meet the kernels; with tensors.h the only file that sees torch. Each op's schema stands above the
+ * function that turns its tensors into the struct of kvevict.h and calls the kernel. Shapes are in kvevict.h and in
+ * kvevict/_ops.py; an empty one-dimensional tensor stands for an array that may be NULL.
  *
  * Built on torch's stable headers and the limited C API, one binary serves every torch and CPython that is new enough.
  * Everything a kernel will read or write is checked here against the size of its tensor, or by the kernel against its
- * struct, so a wrong call raises. */
+ * struct, so a wrong call raises. What only the values of tensors tell is checked on the CPU alone. */
 #include <Python.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 
-#include <algorithm>
-#include <array>
-#include <atomic>
-#include <initializer_list>
-#include <string>
 #include <tuple>
 
-#include "kvevict.h"
+#include "tensors.h"
 
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-template <typename T>
-constexpr ScalarType scalar_of = ScalarType::Float;
-template <>
-constexpr ScalarType scalar_of<int32_t> = ScalarType::Int;
-template <>
-constexpr ScalarType scalar_of<int64_t> = ScalarType::Long;
-
-template <typename Sizes>
-std::string shape_text(const Sizes &sizes) {
-  std::string text = "[";
-  for (int64_t size : sizes) text += (text.size() > 1 ? ", " : "") + std::to_string(size);
-  return text + "]";
-}
-
-void check_kind(const char *name, const Tensor &t, ScalarType type) {
-  STD_TORCH_CHECK(t.is_cpu(), name, " is not on the CPU");
-  STD_TORCH_CHECK(t.scalar_type() == type, name, " is ", toString(t.scalar_type()), ", expected ", toString(type));
-}
-
-void check_shape(const char *name, const Tensor &t, std::initializer_list<int64_t> shape) {
-  auto sizes = t.sizes();
-  bool same = sizes.size() == shape.size() && std::equal(shape.begin(), shape.end(), sizes.begin());
-  STD_TORCH_CHECK(same, name, " has shape ", shape_text(sizes), ", expected ", shape_text(shape));
-}
-
-/* A contiguous array. */
-void *data(const char *name, const Tensor &t, ScalarType type, std::initializer_list<int64_t> shape) {
-  check_kind(name, t, type);
-  check_shape(name, t, shape);
-  STD_TORCH_CHECK(t.is_contiguous(), name, " is not contiguous");
-  return t.data_ptr();
-}
-
-template <typename T>
-T *array(const char *name, const Tensor &t, std::initializer_list<int64_t> shape) {
-  return static_cast<T *>(data(name, t, scalar_of<T>, shape));
-}
-
-bool is_none(const Tensor &t) { return t.dim() == 1 && t.numel() == 0; }
-
-/* [b, h, row, D] of any strides. A last dimension that is not dense, which no kernel reads, is copied into `t`. */
-const void *rows(const char *name, Tensor &t, ScalarType type, std::initializer_list<int64_t> shape, int64_t *stride) {
-  check_kind(name, t, type);
-  check_shape(name, t, shape);
-  if (t.stride(3) != 1) t = torch::stable::contiguous(t);
-  std::copy_n(t.strides().begin(), 3, stride);
-  return t.data_ptr();
-}
-
-Tensor empty(ScalarType type, std::initializer_list<int64_t> shape) {
-  std::array<int64_t, 4> stride;
-  int64_t step = 1;
-  for (size_t d = shape.size(); d-- > 0; step *= shape.begin()[d]) stride[d] = step;
-  AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      static_cast<int64_t>(shape.size()), shape.begin(), stride.data(),
-      torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)), aoti_torch_device_type_cpu(), 0, &handle));
-  return Tensor(handle);
-}
-
-kv_dtype dtype_of(const Tensor &t) {
-  switch (t.scalar_type()) {
-    case ScalarType::Float:
-      return KV_F32;
-    case ScalarType::Half:
-      return KV_F16;
-    case ScalarType::BFloat16:
-      return KV_BF16;
-    default:
-      STD_TORCH_CHECK(false, "no kernel for ", toString(t.scalar_type()), ", only float32, float16 and bfloat16");
+#ifdef KVEVICT_CUDA_ARCHS
+constexpr const char *cuda_archs = KVEVICT_CUDA_ARCHS;
+#define KV_KERNELS(op)                                                                   \
+  Kernels<kv_##op> {                                                                     \
+    kv_##op##_check, kv_##op##_cpu, nullptr,                                             \
+        [](const kv_##op *a, void *, void *stream) { return kv_##op##_cuda(a, stream); } \
   }
-}
-
-/* Sizes of a four-dimensional tensor, for the op to name. */
-const int64_t *sizes4(const char *name, const Tensor &t) {
-  STD_TORCH_CHECK(t.dim() == 4, name, " has ", t.dim(), " dimensions, expected 4");
-  return t.sizes().data();
-}
-
-/* Head (b, h) owns rows offset .. offset + len + room - 1 of a flat buffer that has `rows`. */
-void check_slots(const char *name, const int64_t *offset, const int32_t *len, int64_t heads, int64_t rows,
-                 int64_t room) {
-  for (int64_t i = 0; i < heads; i++) {
-    bool inside = offset[i] >= 0 && len[i] >= 0 && offset[i] <= rows - len[i] - room;
-    STD_TORCH_CHECK(inside, "head ", i, " holds ", len[i], " slots at offset ", offset[i],
-                    room ? " and needs room for one more" : "", ", but ", name, " has ", rows, " rows");
-  }
-}
-
-void check(kv_status status) { STD_TORCH_CHECK(status == KV_OK, kv_status_text(status)); }
-
-void parallel(int64_t n, int64_t grain, kv_body body, void *ctx) {
-  torch::stable::parallel_for(0, n, grain, [=](int64_t begin, int64_t end) { body(ctx, begin, end); });
-}
-
-/* torch's pool may have been resized since the last call. */
-void set_threads() {
-  static std::atomic<uint32_t> known = 0;
-  uint32_t threads = torch::stable::get_num_threads();
-  if (known.exchange(threads) != threads) kv_set_parallel(parallel, static_cast<int>(threads));
-}
+#define KV_KERNELS_WITH_SCRATCH(op) \
+  Kernels<kv_##op> { kv_##op##_check, kv_##op##_cpu, kv_##op##_cuda_scratch, kv_##op##_cuda }
+#else
+constexpr const char *cuda_archs = "";
+#define KV_KERNELS(op) \
+  Kernels<kv_##op> { kv_##op##_check, kv_##op##_cpu, nullptr, nullptr }
+#define KV_KERNELS_WITH_SCRATCH KV_KERNELS
+#endif
 
 constexpr const char *attend_schema =
     "attend(Tensor q, Tensor k_slots, Tensor v_slots, Tensor offset, Tensor len, Tensor k, Tensor v, Tensor first, "
@@ -132,44 +35,35 @@ constexpr const char *attend_schema =
 
 std::tuple<Tensor, Tensor> attend(Tensor q, Tensor k_slots, Tensor v_slots, Tensor offset, Tensor len, Tensor k,
                                   Tensor v, Tensor first, Tensor sinks, double scale, double softcap) {
+  const Call call(q);
   const int64_t *qs = sizes4("q", q), *ks = sizes4("k", k);
   int64_t B = qs[0], H = qs[1], T = qs[2], D = qs[3], Hkv = ks[1], S = ks[2], n = k_slots.size(0);
   ScalarType type = q.scalar_type();
-  Tensor out = empty(type, {B, T, H, D}), lse = empty(ScalarType::Float, {B, H, T});
+  Tensor out = call.empty(type, {B, T, H, D}), lse = call.empty(ScalarType::Float, {B, H, T});
   kv_attend a = {};
   a.dtype = dtype_of(q);
   a.B = B, a.H = H, a.Hkv = Hkv, a.T = T, a.S = S, a.D = D;
   a.scale = static_cast<float>(scale), a.softcap = static_cast<float>(softcap);
-  a.q = rows("q", q, type, {B, H, T, D}, a.q_stride);
-  a.slots.k = data("k_slots", k_slots, type, {n, D});
-  a.slots.v = data("v_slots", v_slots, type, {n, D});
-  a.slots.offset = array<int64_t>("offset", offset, {B, Hkv});
-  a.slots.len = array<int32_t>("len", len, {B, Hkv});
-  a.fresh.k = rows("k", k, type, {B, Hkv, S, D}, a.fresh.k_stride);
-  a.fresh.v = rows("v", v, type, {B, Hkv, S, D}, a.fresh.v_stride);
-  a.fresh.first = array<int32_t>("first", first, {B});
-  a.sinks = is_none(sinks) ? nullptr : array<float>("sinks", sinks, {H});
+  a.q = call.rows("q", q, type, {B, H, T, D}, a.q_stride);
+  a.slots.k = call.slots("k_slots", k_slots, type, n, D);
+  a.slots.v = call.slots("v_slots", v_slots, type, n, D);
+  a.slots.offset = call.array<int64_t>("offset", offset, {B, Hkv});
+  a.slots.len = call.array<int32_t>("len", len, {B, Hkv});
+  a.fresh.k = call.rows("k", k, type, {B, Hkv, S, D}, a.fresh.k_stride);
+  a.fresh.v = call.rows("v", v, type, {B, Hkv, S, D}, a.fresh.v_stride);
+  a.fresh.first = call.array<int32_t>("first", first, {B});
+  a.sinks = is_none(sinks) ? nullptr : call.array<float>("sinks", sinks, {H});
   a.out = out.data_ptr();
   a.lse = static_cast<float *>(lse.data_ptr());
-  check_slots("k_slots", a.slots.offset, a.slots.len, B * Hkv, n, 0);
-  set_threads();
-  check(kv_attend_cpu(&a));
+  call.check_slots("k_slots", a.slots.offset, a.slots.len, B * Hkv, n, 0);
+  call.run(a, KV_KERNELS(attend));
   return {out, lse};
 }
 
-/* [B, H, R] floats whose rows of R are dense; stride gets those of b and h. */
-const float *per_row(const char *name, const Tensor &t, const kv_observers &a, int64_t *stride) {
-  check_kind(name, t, ScalarType::Float);
-  check_shape(name, t, {a.B, a.H, a.R});
-  STD_TORCH_CHECK(a.R < 2 || t.stride(2) == 1, name, "'s last dimension is not dense");
-  std::copy_n(t.strides().begin(), 2, stride);
-  return static_cast<const float *>(t.data_ptr());
-}
-
 /* What score, peak and error share. q and k may become dense copies, which must live until the kernel is done. */
-kv_observers observers(Tensor &q, const Tensor &row_first, const Tensor &k_slots, const Tensor &offset,
-                       const Tensor &len, Tensor &k, const Tensor &first, const Tensor &stop, const Tensor &lse,
-                       const Tensor &sinks, double scale, double softcap, bool causal) {
+kv_observers observers(const Call &call, Tensor &q, const Tensor &row_first, const Tensor &k_slots,
+                       const Tensor &offset, const Tensor &len, Tensor &k, const Tensor &first, const Tensor &stop,
+                       const Tensor &lse, const Tensor &sinks, double scale, double softcap, bool causal) {
   const int64_t *qs = sizes4("q", q), *ks = sizes4("k", k);
   ScalarType type = q.scalar_type();
   kv_observers a = {};
@@ -177,24 +71,24 @@ kv_observers observers(Tensor &q, const Tensor &row_first, const Tensor &k_slots
   a.B = qs[0], a.H = qs[1], a.Hkv = ks[1], a.R = qs[2], a.S = ks[2], a.D = qs[3];
   a.scale = static_cast<float>(scale), a.softcap = static_cast<float>(softcap);
   a.causal = causal;
-  a.q = rows("q", q, type, {a.B, a.H, a.R, a.D}, a.q_stride);
-  a.row_first = array<int32_t>("row_first", row_first, {a.B});
-  a.slots.k = data("k_slots", k_slots, type, {k_slots.size(0), a.D});
-  a.slots.offset = array<int64_t>("offset", offset, {a.B, a.Hkv});
-  a.slots.len = array<int32_t>("len", len, {a.B, a.Hkv});
-  a.fresh.k = rows("k", k, type, {a.B, a.Hkv, a.S, a.D}, a.fresh.k_stride);
-  a.fresh.first = array<int32_t>("first", first, {a.B});
-  a.stop = array<int32_t>("stop", stop, {a.B});
-  if (!is_none(lse)) a.lse = per_row("lse", lse, a, a.lse_stride);
-  a.sinks = is_none(sinks) ? nullptr : array<float>("sinks", sinks, {a.H});
-  check_slots("k_slots", a.slots.offset, a.slots.len, a.B * a.Hkv, k_slots.size(0), 0);
+  a.q = call.rows("q", q, type, {a.B, a.H, a.R, a.D}, a.q_stride);
+  a.row_first = call.array<int32_t>("row_first", row_first, {a.B});
+  a.slots.k = call.slots("k_slots", k_slots, type, k_slots.size(0), a.D);
+  a.slots.offset = call.array<int64_t>("offset", offset, {a.B, a.Hkv});
+  a.slots.len = call.array<int32_t>("len", len, {a.B, a.Hkv});
+  a.fresh.k = call.rows("k", k, type, {a.B, a.Hkv, a.S, a.D}, a.fresh.k_stride);
+  a.fresh.first = call.array<int32_t>("first", first, {a.B});
+  a.stop = call.array<int32_t>("stop", stop, {a.B});
+  if (!is_none(lse)) a.lse = call.per_row("lse", lse, a, a.lse_stride);
+  a.sinks = is_none(sinks) ? nullptr : call.array<float>("sinks", sinks, {a.H});
+  call.check_slots("k_slots", a.slots.offset, a.slots.len, a.B * a.Hkv, k_slots.size(0), 0);
   return a;
 }
 
 /* A result per slot: of the kv heads, or of the query heads where they are not reduced. */
-Tensor per_slot(const kv_observers &a, int64_t group, int64_t columns) {
+Tensor per_slot(const Call &call, const kv_observers &a, int64_t group, int64_t columns) {
   STD_TORCH_CHECK(columns >= 0, "columns is ", columns);
-  return empty(ScalarType::Float, {a.B, group == KV_NONE ? a.H : a.Hkv, columns});
+  return call.empty(ScalarType::Float, {a.B, group == KV_NONE ? a.H : a.Hkv, columns});
 }
 
 constexpr const char *score_schema =
@@ -205,16 +99,16 @@ constexpr const char *score_schema =
 Tensor score(Tensor q, Tensor row_first, Tensor k_slots, Tensor offset, Tensor len, Tensor k, Tensor first, Tensor stop,
              Tensor lse, Tensor sinks, Tensor weight, double scale, double softcap, bool causal, int64_t term,
              int64_t reduce, int64_t group, int64_t columns) {
+  const Call call(q);
   kv_score a = {};
-  a.rows = observers(q, row_first, k_slots, offset, len, k, first, stop, lse, sinks, scale, softcap, causal);
-  if (!is_none(weight)) a.rows.weight = per_row("weight", weight, a.rows, a.rows.weight_stride);
-  Tensor out = per_slot(a.rows, group, columns);
+  a.rows = observers(call, q, row_first, k_slots, offset, len, k, first, stop, lse, sinks, scale, softcap, causal);
+  if (!is_none(weight)) a.rows.weight = call.per_row("weight", weight, a.rows, a.rows.weight_stride);
+  Tensor out = per_slot(call, a.rows, group, columns);
   a.C = columns;
   a.term = static_cast<kv_term>(term);
   a.reduce = static_cast<kv_reduce>(reduce), a.group = static_cast<kv_reduce>(group);
   a.out = static_cast<float *>(out.data_ptr());
-  set_threads();
-  check(kv_score_cpu(&a));
+  call.run(a, KV_KERNELS_WITH_SCRATCH(score));
   return out;
 }
 
@@ -224,14 +118,14 @@ constexpr const char *peak_schema =
 
 Tensor peak(Tensor q, Tensor row_first, Tensor k_slots, Tensor offset, Tensor len, Tensor k, Tensor first, Tensor stop,
             Tensor lo, Tensor hi, Tensor lse, Tensor sinks, double scale, double softcap, bool causal) {
+  const Call call(q);
   kv_peak a = {};
-  a.rows = observers(q, row_first, k_slots, offset, len, k, first, stop, lse, sinks, scale, softcap, causal);
-  Tensor out = empty(ScalarType::Float, {a.rows.B, a.rows.H, a.rows.R});
-  a.lo = array<int32_t>("lo", lo, {a.rows.B, a.rows.Hkv});
-  a.hi = array<int32_t>("hi", hi, {a.rows.B, a.rows.Hkv});
+  a.rows = observers(call, q, row_first, k_slots, offset, len, k, first, stop, lse, sinks, scale, softcap, causal);
+  Tensor out = call.empty(ScalarType::Float, {a.rows.B, a.rows.H, a.rows.R});
+  a.lo = call.array<int32_t>("lo", lo, {a.rows.B, a.rows.Hkv});
+  a.hi = call.array<int32_t>("hi", hi, {a.rows.B, a.rows.Hkv});
   a.out = static_cast<float *>(out.data_ptr());
-  set_threads();
-  check(kv_peak_cpu(&a));
+  call.run(a, KV_KERNELS_WITH_SCRATCH(peak));
   return out;
 }
 
@@ -243,21 +137,21 @@ constexpr const char *error_schema =
 Tensor error(Tensor q, Tensor row_first, Tensor k_slots, Tensor v_slots, Tensor offset, Tensor len, Tensor k, Tensor v,
              Tensor first, Tensor stop, Tensor o, Tensor lse, Tensor sinks, Tensor weight, double scale, double softcap,
              bool causal, int64_t kind, double alpha, int64_t group, int64_t columns) {
+  const Call call(q);
   kv_error a = {};
-  a.rows = observers(q, row_first, k_slots, offset, len, k, first, stop, lse, sinks, scale, softcap, causal);
-  if (!is_none(weight)) a.rows.weight = per_row("weight", weight, a.rows, a.rows.weight_stride);
+  a.rows = observers(call, q, row_first, k_slots, offset, len, k, first, stop, lse, sinks, scale, softcap, causal);
+  if (!is_none(weight)) a.rows.weight = call.per_row("weight", weight, a.rows, a.rows.weight_stride);
   ScalarType type = q.scalar_type();
-  a.rows.slots.v = data("v_slots", v_slots, type, {k_slots.size(0), a.rows.D});
-  a.rows.fresh.v = rows("v", v, type, {a.rows.B, a.rows.Hkv, a.rows.S, a.rows.D}, a.rows.fresh.v_stride);
-  a.o = rows("o", o, type, {a.rows.B, a.rows.R, a.rows.H, a.rows.D}, a.o_stride);
-  Tensor out = per_slot(a.rows, group, columns);
+  a.rows.slots.v = call.slots("v_slots", v_slots, type, k_slots.size(0), a.rows.D);
+  a.rows.fresh.v = call.rows("v", v, type, {a.rows.B, a.rows.Hkv, a.rows.S, a.rows.D}, a.rows.fresh.v_stride);
+  a.o = call.rows("o", o, type, {a.rows.B, a.rows.R, a.rows.H, a.rows.D}, a.o_stride);
+  Tensor out = per_slot(call, a.rows, group, columns);
   a.C = columns;
   a.kind = static_cast<kv_error_kind>(kind);
   a.group = static_cast<kv_reduce>(group);
   a.alpha = static_cast<float>(alpha);
   a.out = static_cast<float *>(out.data_ptr());
-  set_threads();
-  check(kv_error_cpu(&a));
+  call.run(a, KV_KERNELS_WITH_SCRATCH(error));
   return out;
 }
 
@@ -267,6 +161,7 @@ constexpr const char *refine_schema =
 
 Tensor refine(Tensor v_slots, Tensor offset, Tensor len, Tensor v, Tensor first, Tensor stop, Tensor score, bool fast,
               bool squared) {
+  const Call call(v);
   const int64_t *vs = sizes4("v", v);
   int64_t B = vs[0], Hkv = vs[1], S = vs[2], D = vs[3], n = v_slots.size(0);
   STD_TORCH_CHECK(score.dim() == 3, "score has ", score.dim(), " dimensions, expected 3");
@@ -274,18 +169,17 @@ Tensor refine(Tensor v_slots, Tensor offset, Tensor len, Tensor v, Tensor first,
   a.dtype = dtype_of(v);
   a.B = B, a.Hkv = Hkv, a.S = S, a.D = D, a.C = score.size(2);
   a.fast = fast, a.squared = squared;
-  Tensor out = empty(ScalarType::Float, {B, Hkv, a.C});
-  a.score = array<float>("score", score, {B, Hkv, a.C});
-  a.slots.v = data("v_slots", v_slots, v.scalar_type(), {n, D});
-  a.slots.offset = array<int64_t>("offset", offset, {B, Hkv});
-  a.slots.len = array<int32_t>("len", len, {B, Hkv});
-  a.fresh.v = rows("v", v, v.scalar_type(), {B, Hkv, S, D}, a.fresh.v_stride);
-  a.fresh.first = array<int32_t>("first", first, {B});
-  a.stop = array<int32_t>("stop", stop, {B});
+  Tensor out = call.empty(ScalarType::Float, {B, Hkv, a.C});
+  a.score = call.array<float>("score", score, {B, Hkv, a.C});
+  a.slots.v = call.slots("v_slots", v_slots, v.scalar_type(), n, D);
+  a.slots.offset = call.array<int64_t>("offset", offset, {B, Hkv});
+  a.slots.len = call.array<int32_t>("len", len, {B, Hkv});
+  a.fresh.v = call.rows("v", v, v.scalar_type(), {B, Hkv, S, D}, a.fresh.v_stride);
+  a.fresh.first = call.array<int32_t>("first", first, {B});
+  a.stop = call.array<int32_t>("stop", stop, {B});
   a.out = static_cast<float *>(out.data_ptr());
-  check_slots("v_slots", a.slots.offset, a.slots.len, B * Hkv, n, 0);
-  set_threads();
-  check(kv_refine_cpu(&a));
+  call.check_slots("v_slots", a.slots.offset, a.slots.len, B * Hkv, n, 0);
+  call.run(a, KV_KERNELS_WITH_SCRATCH(refine));
   return out;
 }
 
@@ -295,6 +189,7 @@ constexpr const char *norm_schema =
 
 Tensor norm(Tensor x_slots, Tensor offset, Tensor len, Tensor x, Tensor first, Tensor stop, int64_t p,
             int64_t columns) {
+  const Call call(x);
   const int64_t *xs = sizes4("x", x);
   int64_t B = xs[0], Hkv = xs[1], S = xs[2], D = xs[3], n = x_slots.size(0);
   STD_TORCH_CHECK(columns >= 0, "columns is ", columns);
@@ -302,17 +197,16 @@ Tensor norm(Tensor x_slots, Tensor offset, Tensor len, Tensor x, Tensor first, T
   a.dtype = dtype_of(x);
   a.B = B, a.Hkv = Hkv, a.S = S, a.D = D, a.C = columns;
   a.p = static_cast<int>(p);
-  Tensor out = empty(ScalarType::Float, {B, Hkv, columns});
-  a.slots.k = data("x_slots", x_slots, x.scalar_type(), {n, D});
-  a.slots.offset = array<int64_t>("offset", offset, {B, Hkv});
-  a.slots.len = array<int32_t>("len", len, {B, Hkv});
-  a.fresh.k = rows("x", x, x.scalar_type(), {B, Hkv, S, D}, a.fresh.k_stride);
-  a.fresh.first = array<int32_t>("first", first, {B});
-  a.stop = array<int32_t>("stop", stop, {B});
+  Tensor out = call.empty(ScalarType::Float, {B, Hkv, columns});
+  a.slots.k = call.slots("x_slots", x_slots, x.scalar_type(), n, D);
+  a.slots.offset = call.array<int64_t>("offset", offset, {B, Hkv});
+  a.slots.len = call.array<int32_t>("len", len, {B, Hkv});
+  a.fresh.k = call.rows("x", x, x.scalar_type(), {B, Hkv, S, D}, a.fresh.k_stride);
+  a.fresh.first = call.array<int32_t>("first", first, {B});
+  a.stop = call.array<int32_t>("stop", stop, {B});
   a.out = static_cast<float *>(out.data_ptr());
-  check_slots("x_slots", a.slots.offset, a.slots.len, B * Hkv, n, 0);
-  set_threads();
-  check(kv_norm_cpu(&a));
+  call.check_slots("x_slots", a.slots.offset, a.slots.len, B * Hkv, n, 0);
+  call.run(a, KV_KERNELS(norm));
   return out;
 }
 
@@ -320,20 +214,20 @@ constexpr const char *select_schema =
     "select(Tensor score, Tensor n, Tensor keep, Tensor protect_first, Tensor protect_last, int columns) -> Tensor";
 
 Tensor select(Tensor score, Tensor n, Tensor keep, Tensor protect_first, Tensor protect_last, int64_t columns) {
+  const Call call(score);
   STD_TORCH_CHECK(score.dim() == 3, "score has ", score.dim(), " dimensions, expected 3");
   STD_TORCH_CHECK(columns >= 0, "columns is ", columns);
   int64_t B = score.size(0), Hkv = score.size(1), C = score.size(2);
-  Tensor index = empty(ScalarType::Int, {B, Hkv, columns});
+  Tensor index = call.empty(ScalarType::Int, {B, Hkv, columns});
   kv_select a = {};
   a.B = B, a.Hkv = Hkv, a.C = C, a.K = columns;
-  a.score = array<float>("score", score, {B, Hkv, C});
-  a.n = array<int32_t>("n", n, {B, Hkv});
-  a.keep = array<int32_t>("keep", keep, {B, Hkv});
-  a.protect_first = array<int32_t>("protect_first", protect_first, {B});
-  a.protect_last = array<int32_t>("protect_last", protect_last, {B});
+  a.score = call.array<float>("score", score, {B, Hkv, C});
+  a.n = call.array<int32_t>("n", n, {B, Hkv});
+  a.keep = call.array<int32_t>("keep", keep, {B, Hkv});
+  a.protect_first = call.array<int32_t>("protect_first", protect_first, {B});
+  a.protect_last = call.array<int32_t>("protect_last", protect_last, {B});
   a.index = static_cast<int32_t *>(index.data_ptr());
-  set_threads();
-  check(kv_select_cpu(&a));
+  call.run(a, KV_KERNELS(select));
   return index;
 }
 
@@ -354,43 +248,43 @@ constexpr const char *compact_schema =
 void compact(Tensor k_src, Tensor v_src, Tensor pos_src, Tensor src_offset, Tensor src_len, Tensor k, Tensor v,
              Tensor pos, Tensor first, Tensor index, Tensor keep, Tensor k_dst, Tensor v_dst, Tensor pos_dst,
              Tensor dst_offset) {
+  const Call call(k);
   const int64_t *ks = sizes4("k", k);
   int64_t B = ks[0], Hkv = ks[1], S = ks[2], D = ks[3], n = k_src.size(0), m = k_dst.size(0);
   ScalarType type = k.scalar_type();
   kv_compact a = {};
   a.dtype = dtype_of(k);
   a.B = B, a.Hkv = Hkv, a.S = S, a.D = D;
-  a.src.k = data("k_src", k_src, type, {n, D});
-  a.src.v = data("v_src", v_src, type, {n, D});
-  a.src.pos = array<int32_t>("pos_src", pos_src, {n});
-  a.src.offset = array<int64_t>("src_offset", src_offset, {B, Hkv});
-  a.src.len = array<int32_t>("src_len", src_len, {B, Hkv});
-  a.fresh.k = rows("k", k, type, {B, Hkv, S, D}, a.fresh.k_stride);
-  a.fresh.v = rows("v", v, type, {B, Hkv, S, D}, a.fresh.v_stride);
-  a.fresh.pos = array<int32_t>("pos", pos, {B, S});
-  a.fresh.first = array<int32_t>("first", first, {B});
+  a.src.k = call.slots("k_src", k_src, type, n, D);
+  a.src.v = call.slots("v_src", v_src, type, n, D);
+  a.src.pos = call.array<int32_t>("pos_src", pos_src, {n});
+  a.src.offset = call.array<int64_t>("src_offset", src_offset, {B, Hkv});
+  a.src.len = call.array<int32_t>("src_len", src_len, {B, Hkv});
+  a.fresh.k = call.rows("k", k, type, {B, Hkv, S, D}, a.fresh.k_stride);
+  a.fresh.v = call.rows("v", v, type, {B, Hkv, S, D}, a.fresh.v_stride);
+  a.fresh.pos = call.array<int32_t>("pos", pos, {B, S});
+  a.fresh.first = call.array<int32_t>("first", first, {B});
   if (!is_none(index)) {
     STD_TORCH_CHECK(index.dim() == 3, "index has ", index.dim(), " dimensions, expected 3");
     a.K = index.size(2);
-    a.index = array<int32_t>("index", index, {B, Hkv, a.K});
+    a.index = call.array<int32_t>("index", index, {B, Hkv, a.K});
   }
-  a.keep = array<int32_t>("keep", keep, {B, Hkv});
-  if (!is_none(index))  // an empty index has no address, which C reads as no index
-    for (int64_t i = 0; i < B * Hkv; i++)
-      STD_TORCH_CHECK(a.keep[i] <= a.K, "keep is ", a.keep[i], ", but index has ", a.K, " columns");
-  a.dst.k = data("k_dst", k_dst, type, {m, D});
-  a.dst.v = data("v_dst", v_dst, type, {m, D});
-  a.dst.pos = array<int32_t>("pos_dst", pos_dst, {m});
-  a.dst.offset = array<int64_t>("dst_offset", dst_offset, {B, Hkv});
-  check_slots("k_src", a.src.offset, a.src.len, B * Hkv, n, 0);
-  check_slots("k_dst", a.dst.offset, a.keep, B * Hkv, m, 0);
-  bool same = std::equal(a.src.offset, a.src.offset + B * Hkv, a.dst.offset);
+  a.keep = call.array<int32_t>("keep", keep, {B, Hkv});
+  for (int64_t i = 0; !is_none(index) && call.on_cpu() && i < B * Hkv; i++)
+    STD_TORCH_CHECK(a.keep[i] <= a.K, "keep is ", a.keep[i], ", but index has ", a.K, " columns");
+  a.dst.k = call.slots("k_dst", k_dst, type, m, D);
+  a.dst.v = call.slots("v_dst", v_dst, type, m, D);
+  a.dst.pos = call.array<int32_t>("pos_dst", pos_dst, {m});
+  a.dst.offset = call.array<int64_t>("dst_offset", dst_offset, {B, Hkv});
+  call.check_slots("k_src", a.src.offset, a.src.len, B * Hkv, n, 0);
+  call.check_slots("k_dst", a.dst.offset, a.keep, B * Hkv, m, 0);
+  bool same = !call.on_cpu() || std::equal(a.src.offset, a.src.offset + B * Hkv, a.dst.offset);
   int64_t width = D * static_cast<int64_t>(k.element_size());
   check_alias("k", a.src.k, n, a.dst.k, m, width, same);
   check_alias("v", a.src.v, n, a.dst.v, m, width, same);
   check_alias("pos", a.src.pos, n, a.dst.pos, m, sizeof(int32_t), same);
-  set_threads();
-  check(kv_compact_cpu(&a));
+  if (!is_none(index) && a.K == 0) return;  // an empty index has no address, which C would read as no index
+  call.run(a, KV_KERNELS(compact));
 }
 
 constexpr const char *decode_schema =
@@ -400,32 +294,32 @@ constexpr const char *decode_schema =
 std::tuple<Tensor, Tensor, Tensor> decode(Tensor q, Tensor k, Tensor v, Tensor pos, Tensor k_slots, Tensor v_slots,
                                           Tensor pos_slots, Tensor offset, Tensor len, Tensor sinks, double scale,
                                           double softcap, int64_t columns) {
+  const Call call(q);
   const int64_t *qs = sizes4("q", q), *ks = sizes4("k", k);
   int64_t B = qs[0], H = qs[1], D = qs[3], Hkv = ks[1], n = k_slots.size(0);
   STD_TORCH_CHECK(columns >= 0, "columns is ", columns);
   ScalarType type = q.scalar_type();
-  Tensor out = empty(type, {B, 1, H, D}), lse = empty(ScalarType::Float, {B, H, 1});
-  Tensor probs = empty(ScalarType::Float, {B, Hkv, columns});
+  Tensor out = call.empty(type, {B, 1, H, D}), lse = call.empty(ScalarType::Float, {B, H, 1});
+  Tensor probs = call.empty(ScalarType::Float, {B, Hkv, columns});
   kv_decode a = {};
   a.dtype = dtype_of(q);
-  a.B = B, a.H = H, a.Hkv = Hkv, a.D = D, a.C = columns;
+  a.B = B, a.H = H, a.Hkv = Hkv, a.D = D, a.C = columns, a.rows = n;
   a.scale = static_cast<float>(scale), a.softcap = static_cast<float>(softcap);
-  a.q = rows("q", q, type, {B, H, 1, D}, a.q_stride);
-  a.fresh.k = rows("k", k, type, {B, Hkv, 1, D}, a.fresh.k_stride);
-  a.fresh.v = rows("v", v, type, {B, Hkv, 1, D}, a.fresh.v_stride);
-  a.fresh.pos = array<int32_t>("pos", pos, {B, 1});
-  a.slots.k = data("k_slots", k_slots, type, {n, D});
-  a.slots.v = data("v_slots", v_slots, type, {n, D});
-  a.slots.pos = array<int32_t>("pos_slots", pos_slots, {n});
-  a.slots.offset = array<int64_t>("offset", offset, {B, Hkv});
-  a.slots.len = array<int32_t>("len", len, {B, Hkv});
-  a.sinks = is_none(sinks) ? nullptr : array<float>("sinks", sinks, {H});
+  a.q = call.rows("q", q, type, {B, H, 1, D}, a.q_stride);
+  a.fresh.k = call.rows("k", k, type, {B, Hkv, 1, D}, a.fresh.k_stride);
+  a.fresh.v = call.rows("v", v, type, {B, Hkv, 1, D}, a.fresh.v_stride);
+  a.fresh.pos = call.array<int32_t>("pos", pos, {B, 1});
+  a.slots.k = call.slots("k_slots", k_slots, type, n, D);
+  a.slots.v = call.slots("v_slots", v_slots, type, n, D);
+  a.slots.pos = call.array<int32_t>("pos_slots", pos_slots, {n});
+  a.slots.offset = call.array<int64_t>("offset", offset, {B, Hkv});
+  a.slots.len = call.array<int32_t>("len", len, {B, Hkv});
+  a.sinks = is_none(sinks) ? nullptr : call.array<float>("sinks", sinks, {H});
   a.out = out.data_ptr();
   a.lse = static_cast<float *>(lse.data_ptr());
   a.probs = columns ? static_cast<float *>(probs.data_ptr()) : nullptr;
-  check_slots("k_slots", a.slots.offset, a.slots.len, B * Hkv, n, 1);
-  set_threads();
-  check(kv_decode_cpu(&a));
+  call.check_slots("k_slots", a.slots.offset, a.slots.len, B * Hkv, n, 1);
+  call.run(a, KV_KERNELS_WITH_SCRATCH(decode));
   return {out, lse, probs};
 }
 
@@ -441,7 +335,8 @@ STABLE_TORCH_LIBRARY(kvevict, m) {
   m.def(decode_schema);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(kvevict, CPU, m) {
+template <typename Library>
+void implement(Library &m) {
   m.impl("attend", TORCH_BOX(&attend));
   m.impl("score", TORCH_BOX(&score));
   m.impl("peak", TORCH_BOX(&peak));
@@ -453,10 +348,9 @@ STABLE_TORCH_LIBRARY_IMPL(kvevict, CPU, m) {
   m.impl("decode", TORCH_BOX(&decode));
 }
 
+STABLE_TORCH_LIBRARY_IMPL(kvevict, CPU, m) { implement(m); }
 #ifdef KVEVICT_CUDA_ARCHS
-constexpr const char *cuda_archs = KVEVICT_CUDA_ARCHS;
-#else
-constexpr const char *cuda_archs = "";
+STABLE_TORCH_LIBRARY_IMPL(kvevict, CUDA, m) { implement(m); }
 #endif
 
 PyObject *cpu_isa(PyObject *, PyObject *) { return PyUnicode_FromString(kv_cpu_isa()); }

@@ -55,21 +55,11 @@ static void compact_heads(void *ctx, int64_t begin, int64_t end) {
 }
 
 kv_status kv_compact_cpu(const kv_compact *a) {
-  if (a->B < 0 || a->Hkv < 0 || a->S < 0 || a->K < 0 || a->D < 8 || a->D > 256 || a->D % 8) return KV_BAD_SHAPE;
-  if (a->dtype != KV_F32 && a->dtype != KV_F16 && a->dtype != KV_BF16) return KV_BAD_DTYPE;
+  const kv_status status = kv_compact_check(a, 1);
+  if (status != KV_OK) return status;
   int64_t most = 0; /* slots that a head keeps */
-  for (int64_t head = 0; head < a->B * a->Hkv; head++) {
-    int64_t first = a->fresh.first[head / a->Hkv], len = a->src.len[head], keep = a->keep[head];
-    if (first < 0 || first > a->S || len < 0) return KV_BAD_COUNT;
-    int64_t n = len + a->S - first;
-    if (keep < 0 || keep > n || (a->index && keep > a->K)) return KV_BAD_COUNT;
-    if (keep > most) most = keep;
-    if (!a->index || keep == 0) continue;
-    const int32_t *index = a->index + head * a->K;
-    int bad = index[0] < 0 || index[keep - 1] >= n;
-    for (int64_t j = 1; j < keep; j++) bad |= index[j] <= index[j - 1];
-    if (bad) return KV_BAD_COUNT;
-  }
+  for (int64_t head = 0; head < a->B * a->Hkv; head++)
+    if (a->keep[head] > most) most = a->keep[head];
   /* Waking a thread costs as much as moving some 256 KiB. */
   const int64_t bytes = most * a->D * kv_size(a->dtype) * 2;
   kv_parallel_for(a->B * a->Hkv, 1 + 262144 / (bytes + 1), compact_heads, (void *)a);

@@ -191,9 +191,42 @@ typedef struct {
   const float *sinks; /* [H] or NULL */
   void *out;          /* [B, 1, H, D] dtype */
   float *lse;         /* [B, H, 1] */
+  int64_t rows;       /* of the slot buffers; CUDA only: how much work there can be */
   float *probs; /* [B, Hkv, C] the row's attention, averaged over the group; columns past the new slot are 0; or NULL */
 } kv_decode;
 kv_status kv_decode_cpu(const kv_decode *a);
+
+/* What kv_<op>_cpu checks first: shapes, dtypes and, with `counts`, what the arrays of lengths, counts and indices hold,
+ * which must then be in the CPU's memory. */
+kv_status kv_attend_check(const kv_attend *a, int counts);
+kv_status kv_score_check(const kv_score *a, int counts);
+kv_status kv_peak_check(const kv_peak *a, int counts);
+kv_status kv_error_check(const kv_error *a, int counts);
+kv_status kv_refine_check(const kv_refine *a, int counts);
+kv_status kv_norm_check(const kv_norm *a, int counts);
+kv_status kv_select_check(const kv_select *a, int counts);
+kv_status kv_compact_check(const kv_compact *a, int counts);
+kv_status kv_decode_check(const kv_decode *a, int counts);
+
+/* The same on the current CUDA device, on `stream` (a cudaStream_t), without waiting for it. Every pointer in the struct
+ * is to that device's memory, and every row of q, k, v, o and the slots starts at a multiple of 16 bytes. scratch:
+ * kv_<op>_cuda_scratch(a) bytes of it, aligned to 256, whatever they hold. The struct must have passed
+ * kv_<op>_check without `counts`: those are the caller's word, to look at them is to wait for the device. Returns 0 or the cudaError_t of a launch that failed, whose text is kv_cuda_text. */
+int kv_attend_cuda(const kv_attend *a, void *stream);
+int64_t kv_score_cuda_scratch(const kv_score *a);
+int kv_score_cuda(const kv_score *a, void *scratch, void *stream);
+int64_t kv_peak_cuda_scratch(const kv_peak *a);
+int kv_peak_cuda(const kv_peak *a, void *scratch, void *stream);
+int64_t kv_error_cuda_scratch(const kv_error *a);
+int kv_error_cuda(const kv_error *a, void *scratch, void *stream);
+int64_t kv_refine_cuda_scratch(const kv_refine *a);
+int kv_refine_cuda(const kv_refine *a, void *scratch, void *stream);
+int kv_norm_cuda(const kv_norm *a, void *stream);
+int kv_select_cuda(const kv_select *a, void *stream);
+int kv_compact_cuda(const kv_compact *a, void *stream);
+int64_t kv_decode_cuda_scratch(const kv_decode *a);
+int kv_decode_cuda(const kv_decode *a, void *scratch, void *stream);
+const char *kv_cuda_text(int error);
 
 /* Threads. The host program sets how loops run; unset, they run one after the other. body(ctx, begin, end)
  * is called with disjoint ranges that cover 0..n. */

@@ -67,14 +67,8 @@ static void select_heads(void *ctx, int64_t begin, int64_t end) {
 }
 
 kv_status kv_select_cpu(const kv_select *a) {
-  if (a->B < 0 || a->Hkv < 0 || a->C < 0 || a->K < 0) return KV_BAD_SHAPE;
-  for (int64_t head = 0; head < a->B * a->Hkv; head++) {
-    int64_t n = a->n[head], keep = a->keep[head];
-    int64_t first = a->protect_first[head / a->Hkv], last = a->protect_last[head / a->Hkv];
-    if (n < 0 || first < 0 || last < 0) return KV_BAD_COUNT;
-    if (keep < at_most(n, first + last) || keep > at_most(n, a->K)) return KV_BAD_COUNT;
-    if (n - last > a->C && n - last > first) return KV_BAD_COUNT; /* a slot without a score is not protected */
-  }
+  const kv_status status = kv_select_check(a, 1);
+  if (status != KV_OK) return status;
   /* Waking a thread costs as much as some 16 thousand scores. */
   kv_parallel_for(a->B * a->Hkv, 1 + 16384 / (a->C + 1), select_heads, (void *)a);
   return KV_OK;

@@ -6,9 +6,10 @@ rows, S new columns, D head dimension (a multiple of 8, at most 256), N rows of 
 Slots are ragged: head h of batch row b owns rows offset[b, h] .. offset[b, h] + len[b, h] - 1 of the flat buffers. A
 head's alive slots are [stored | new], new columns counting from first[b] (those before are left padding).
 `offset` is int64; lengths, counts, indices and positions are int32; scores, lse, weights and sinks are float32. q, k, v
-are float32, float16 or bfloat16 with any strides. A wrong dtype raises TypeError, a wrong device or option ValueError,
-anything else (shapes, counts, slots outside their buffer) RuntimeError, before any slot is written. No op has a
-backward.
+are float32, float16 or bfloat16 with any strides. All tensors of a call are on one device, the CPU or, in a build with
+CUDA, a GPU, whose current stream runs the op. A wrong dtype raises TypeError, a wrong device or option ValueError,
+anything else (shapes, counts, slots outside their buffer) RuntimeError, before any slot is written; on a GPU counts,
+offsets and indices are not looked at, as that would wait for it. No op has a backward.
 """
 
 import re
@@ -72,7 +73,7 @@ def _explain(op, error: RuntimeError, args: tuple) -> Exception:
             return TypeError(f"{name}: {arg} is {t.dtype}, there are kernels for float32, float16 and bfloat16")
     kind = lead.device.type if lead is not None else "cpu"
     if isinstance(error, NotImplementedError) and kind != "cpu":
-        return ValueError(f"{name}: there are no {kind.upper()} kernels; move the model and its inputs to the CPU")
+        return ValueError(f"{name}: this build has no {kind.upper()} kernels; move the model and its inputs to the CPU")
     return RuntimeError(f"{name}: " + re.sub(r"^\w+, \S+:\d+, ", "", str(error)))  # without the place in binding.cpp
 
 
@@ -334,6 +335,9 @@ def cpu_isa() -> str:
 def build_info() -> dict:
     """What the compiled part was built with: {"cuda": bool, "cuda_archs": "80,90", "torch_target": "2.10"}."""
     return _C.build_info()
+
+
+DEVICES = ("cpu", "cuda") if build_info()["cuda"] else ("cpu",)  # types of those that ops run on
 
 
 # Output shapes, for torch.compile and fake tensors. They run for real tensors too as soon as one is on meta.

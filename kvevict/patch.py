@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import torch
 
-from . import attention, compat, forward, propagate, residual
+from . import _ops, attention, compat, forward, propagate, residual
 from .policy import build
 from .step import STATE, logits_wanted, top_model
 
@@ -216,8 +216,9 @@ def check_model(decoder) -> list:
     weight = next(decoder.parameters())
     if weight.dtype == torch.float64:
         reasons.append("its weights are float64; load it as float32, bfloat16 or float16")
-    if weight.device.type not in ("cpu", "meta"):
-        reasons.append(f"it is on {weight.device}, and there are CPU kernels only; call model.to('cpu')")
+    if weight.device.type not in (*_ops.DEVICES, "meta"):
+        built = "CPU and CUDA" if "cuda" in _ops.DEVICES else "CPU"
+        reasons.append(f"it is on {weight.device}, and there are {built} kernels only; call model.to('cpu')")
     if module.head_dim % 8 or not 8 <= module.head_dim <= 256:
         reasons.append(f"head_dim {module.head_dim} is not a multiple of 8 up to 256")
     if reasons:

@@ -1,7 +1,29 @@
+import helpers
 import pytest
 import torch
 
 torch.set_num_threads(1)  # the workers share the cores, and tiny models are faster so
+
+OPS = {f"test_{op}" for op in ("attend", "score", "peak", "error", "refine", "norm", "select", "compact", "decode")}
+CPU_ONLY = {"test_errors", "test_isa"}  # a GPU does not look at counts and indices
+
+
+def on_gpu() -> bool:
+    from kvevict import _ops
+
+    return torch.cuda.is_available() and _ops.build_info()["cuda"]
+
+
+def pytest_generate_tests(metafunc):
+    """With a GPU the ops' tests run there too."""
+    if metafunc.module.__name__ in OPS and metafunc.function.__name__ not in CPU_ONLY and on_gpu():
+        metafunc.parametrize("device", ["cpu", "cuda"], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def device(request, monkeypatch):
+    """Where this test runs ops."""
+    monkeypatch.setattr(helpers, "device", torch.device(getattr(request, "param", "cpu")))
 
 
 @pytest.fixture(autouse=True)

@@ -100,9 +100,42 @@ def fuzz(seed, **fixed):
     return problem(seed, **{**drawn, **fixed})
 
 
+device = torch.device("cpu")  # where `call` and `opcheck` run ops; conftest.py sets it
+
+
+class Moved:
+    """Tensors on another device with the strides and the shared memory that they have here. In `with`, what was written
+    there comes back at the end."""
+
+    def __init__(self, device):
+        self.device, self.storages = device, {}
+
+    def __call__(self, t):
+        if not isinstance(t, torch.Tensor) or self.device.type == "cpu":
+            return t
+        here = torch.empty(0, dtype=t.dtype).set_(t.untyped_storage())
+        _, there = self.storages.setdefault(here.data_ptr(), (here, here.to(self.device)))
+        return there.view(t.dtype).as_strided(t.shape, t.stride(), t.storage_offset())
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for here, there in self.storages.values():
+            here.copy_(there)
+
+
+def back(result):
+    return result.cpu() if isinstance(result, torch.Tensor) else result and tuple(map(back, result))
+
+
 def call(fn, args):
-    """fn with those of the arguments that it names."""
-    return fn(**{name: args[name] for name in inspect.signature(fn).parameters if name in args})
+    """fn with those of the arguments that it names; an op runs on `device`."""
+    args = {name: args[name] for name in inspect.signature(fn).parameters if name in args}
+    if device.type == "cpu" or fn.__module__ != "kvevict._ops":
+        return fn(**args)
+    with Moved(device) as moved:
+        return back(fn(**{name: moved(value) for name, value in args.items()}))
 
 
 def copied(args, *names):
@@ -146,4 +179,5 @@ def opcheck(name, args):
     op = getattr(torch.ops.kvevict, name).default
     absent = {"index": torch.empty(0, dtype=torch.int32), "lse": torch.empty(0), "sinks": torch.empty(0)}
     values = {name: absent[name] if value is None else value for name, value in args.items()}
-    torch.library.opcheck(op, tuple(values[a.name] for a in op._schema.arguments))
+    moved = Moved(device)
+    torch.library.opcheck(op, tuple(moved(values[a.name]) for a in op._schema.arguments))

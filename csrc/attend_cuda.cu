@@ -1,0 +1,118 @@
+/* Chunk attention over [stored | new] on a GPU, sm_80 and up.
+ *
+ * A block is a tile of rows of one (b, kv head), the rows of its G query heads being time-major, against tiles of keys
+ * in ascending order. Q stays in shared memory, S and O in registers, one tile of K and one of V are in shared memory: V
+ * is on its way while S = Q K^T is computed, the next K during the softmax and O += P V. Only tiles on the diagonal are
+ * masked; those that no row sees are not read.
+ */
+// budget: regs 255, smem 98304
+#include "tile.cuh"
+
+/* What a lane's rows hold at the end: out and lse. */
+template <class E, int D, int MT>
+static __device__ __forceinline__ void attend_finish(const kv_attend &a, const float (&o)[MT][D / 8][4],
+                                                     const float (&top)[MT][2], const float (&sum)[MT][2], int b,
+                                                     const Rows &rows, int row) {
+#pragma unroll
+  for (int i = 0; i < 2 * MT; i++) {
+    const int r = row + i * 8, t = rows.step(r), head = rows.head_of(r);
+    float l = lanes_sum<4>(sum[i / 2][i % 2]), at = top[i / 2][i % 2], over = 1;
+    if (t >= a.T) continue;
+    if (a.sinks) { /* a column without a value */
+      const float sink = a.sinks[head] * LOG2E, most = fmaxf(at, sink);
+      over = most == -INFINITY ? 1 : exp2_approx(at - most);
+      l = most == -INFINITY ? l : l * over + exp2_approx(sink - most);
+      at = most;
+    }
+    over = l == 0 ? 0 : over / l;
+    E *out = static_cast<E *>(a.out) + ((b * a.T + t) * a.H + head) * a.D;
+#pragma unroll
+    for (int d = 0; d < D / 8; d++) {
+      const int column = d * 8 + fragment_column();
+      const float x = o[i / 2][d][i % 2 * 2] * over, y = o[i / 2][d][i % 2 * 2 + 1] * over;
+      if (column >= a.D) continue;
+      if constexpr (sizeof(E) == 4)
+        *reinterpret_cast<float2 *>(out + column) = make_float2(x, y);
+      else
+        *reinterpret_cast<uint32_t *>(out + column) = pack<E>(x, y);
+    }
+    if (fragment_column() == 0) a.lse[(b * a.H + head) * a.T + t] = LN2 * (at + log2f(l));
+  }
+}
+
+template <class E, int D>
+static __global__ void __launch_bounds__(RowTile<E, D>::THREADS)
+    attend_kernel(const kv_attend a, const Logits logits) {
+  using X = RowTile<E, D>;
+  constexpr int MT = X::MT, NT = X::KEYS / 8;
+  E *const q = shared_memory<E>(), *const k = q + X::ROWS * D, *const v = k + X::KEYS * D;
+  const int b = blockIdx.y / a.Hkv, h = blockIdx.y % a.Hkv, G = a.H / a.Hkv, dims = a.D;
+  const int first = a.fresh.first[b], len = a.slots.len[blockIdx.y];
+  const int64_t offset = a.slots.offset[blockIdx.y];
+  const auto keys = columns_of<E>(a.slots.k, offset, len, dims, a.fresh.k, a.fresh.k_stride, b, h, first, a.S);
+  const auto values = columns_of<E>(a.slots.v, offset, len, dims, a.fresh.v, a.fresh.v_stride, b, h, first, a.S);
+  const Rows rows = {h * G, 0, (int)a.T * G, divisor(G)};
+  const Sight sight = {(int)(len - first + a.S - a.T), len, keys.n};
+
+  /* The last rows see most: they start first. */
+  const int row0 = (gridDim.x - 1 - blockIdx.x) * X::ROWS, row = row0 + warp_id() * MT * 16;
+  const int fewest = sight.seen(rows.step(row0)), most = sight.seen(rows.step(min(row0 + X::ROWS, rows.count) - 1));
+  float o[MT][D / 8][4] = {}, top[MT][2], sum[MT][2] = {};
+#pragma unroll
+  for (int i = 0; i < 2 * MT; i++) top[i / 2][i % 2] = -INFINITY;
+  tile_load<E, D, X::ROWS, X::THREADS>(q, rows_at<E>(rows, a.q, b * a.q_stride[0], a.q_stride[1], a.q_stride[2]), row0,
+                                       dims);
+  tile_load<E, D, X::KEYS, X::THREADS>(k, keys, 0, dims);
+  cp_async_commit();
+#pragma unroll 1
+  for (int c0 = 0; c0 < most; c0 += X::KEYS) {
+    const bool masked = c0 + X::KEYS > fewest;
+    cp_async_wait<0>();
+    __syncthreads(); /* K is there; V of the tile before has been read */
+    tile_load<E, D, X::KEYS, X::THREADS>(v, values, c0, dims);
+    cp_async_commit();
+    float s[MT][NT][4], alpha[MT][2];
+    multiply<E, D>(s, q, warp_id() * MT * 16, k);
+    cp_async_wait<0>();
+    /* V is there; K has been read */
+    const bool odd = __syncthreads_or(sizeof(E) == 2 && masked && tile_odd<E, D, X::KEYS, X::THREADS>(v));
+    tile_load<E, D, X::KEYS, X::THREADS>(k, keys, c0 + X::KEYS, dims);
+    cp_async_commit();
+    int seen[MT][2]; /* of the tile; not kept, registers are scarce */
+#pragma unroll
+    for (int i = 0; i < 2 * MT; i++) {
+      const int r = row + fragment_row() + i * 8;
+      seen[i / 2][i % 2] = r < rows.count ? sight.seen(rows.step(r)) - c0 : 0;
+    }
+    bend(s, logits);
+    if (masked) mask(s, seen);
+    softmax_step(s, logits.scale, top, sum, alpha);
+    bool moved = false; /* most tiles leave the maxima where they are */
+#pragma unroll
+    for (int i = 0; i < 2 * MT; i++) moved |= alpha[i / 2][i % 2] != 1;
+    if (__any_sync(ALL_LANES, moved)) {
+#pragma unroll
+      for (int i = 0; i < MT * D / 2; i++) o[i * 2 / D][i / 4 % (D / 8)][i % 4] *= alpha[i * 2 / D][i % 4 / 2];
+    }
+    if constexpr (sizeof(E) == 4) {
+      add_values_seen<D>(o, s, v, seen);
+    } else {
+      if (odd) move_odd<E, D, X::KEYS, X::THREADS>(o, v, seen);
+      add_values<E, D>(o, s, v);
+    }
+  }
+  cp_async_wait<0>(); /* the copy of Q, where no key is seen */
+  attend_finish<E, D>(a, o, top, sum, b, rows, row + fragment_row());
+}
+
+extern "C" int kv_attend_cuda(const kv_attend *a, void *stream) {
+  const int64_t heads = a->B * a->Hkv;
+  if (heads == 0 || a->T == 0) return 0;
+  return dispatch(a->dtype, a->D, [&](auto e, auto d) {
+    constexpr int D = decltype(d)::value;
+    using X = RowTile<decltype(e), D>;
+    const int64_t tiles = (a->T * (a->H / a->Hkv) + X::ROWS - 1) / X::ROWS;
+    return launch<attend_kernel<decltype(e), D>>(dim3(tiles, heads), X::THREADS, X::SHARED, stream, *a,
+                                                 logits_of(a->scale, a->softcap));
+  });
+}

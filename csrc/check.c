@@ -1,0 +1,136 @@
+/* What every op asks of its struct, on any device: shapes and dtypes, and with `counts` what the arrays of lengths, counts
+ * and indices hold, which must then be in the CPU's memory. */
+#include "kvevict.h"
+
+const char *kv_status_text(kv_status status) {
+  switch (status) {
+    case KV_OK:
+      return "ok";
+    case KV_BAD_SHAPE:
+      return "bad shape: dimensions >= 0, H a multiple of Hkv, D a multiple of 8 in 8..256";
+    case KV_BAD_DTYPE:
+      return "bad dtype, kind or reduction";
+    case KV_BAD_COUNT:
+      return "bad count: keep, len, first, stop, lo, hi or an index is outside what is alive";
+    case KV_NO_MEMORY:
+      return "no memory for scratch";
+  }
+  return "unknown status";
+}
+
+static int kv_bad_heads(int64_t B, int64_t H, int64_t Hkv, int64_t D) {
+  if (B < 0 || H < 0 || Hkv < 0 || D < 8 || D > 256 || D % 8) return 1;
+  return Hkv == 0 ? H != 0 : H == 0 || H % Hkv;
+}
+
+static int kv_bad_dtype(kv_dtype dtype) { return dtype != KV_F32 && dtype != KV_F16 && dtype != KV_BF16; }
+
+static int kv_bad_reduce(kv_reduce reduce) { return reduce != KV_SUM && reduce != KV_MEAN && reduce != KV_MAX; }
+
+/* Whether any of x[0..n-1] is outside 0..most. */
+static int kv_outside(const int32_t *x, int64_t n, int64_t most) {
+  int bad = 0;
+  for (int64_t i = 0; i < n; i++) bad |= x[i] < 0 || x[i] > most;
+  return bad;
+}
+
+/* Whether the alive slots of a head, the new ones up to stop, are fewer than none or more than C. */
+static int kv_bad_alive(const kv_slots *slots, const kv_new *fresh, const int32_t *stop, int64_t B, int64_t Hkv,
+                        int64_t S, int64_t C) {
+  if (kv_outside(slots->len, B * Hkv, C) || kv_outside(fresh->first, B, S) || kv_outside(stop, B, S)) return 1;
+  for (int64_t i = 0; i < B * Hkv; i++) {
+    const int64_t b = i / Hkv, count = (int64_t)stop[b] - fresh->first[b];
+    if (count < 0 || slots->len[i] + count > C) return 1;
+  }
+  return 0;
+}
+
+kv_status kv_attend_check(const kv_attend *a, int counts) {
+  if (kv_bad_heads(a->B, a->H, a->Hkv, a->D) || a->T < 0 || a->S < 0) return KV_BAD_SHAPE;
+  if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
+  if (!counts) return KV_OK;
+  if (kv_outside(a->slots.len, a->B * a->Hkv, INT32_MAX) || kv_outside(a->fresh.first, a->B, a->S)) return KV_BAD_COUNT;
+  return KV_OK;
+}
+
+static kv_status kv_observers_check(const kv_observers *a, int64_t C, int counts) {
+  if (kv_bad_heads(a->B, a->H, a->Hkv, a->D) || a->R < 0 || a->S < 0 || C < 0) return KV_BAD_SHAPE;
+  if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
+  if (!counts) return KV_OK;
+  if (kv_bad_alive(&a->slots, &a->fresh, a->stop, a->B, a->Hkv, a->S, C)) return KV_BAD_COUNT;
+  return kv_outside(a->row_first, a->B, a->R) ? KV_BAD_COUNT : KV_OK;
+}
+
+kv_status kv_score_check(const kv_score *a, int counts) {
+  if (kv_bad_reduce(a->reduce) || (kv_bad_reduce(a->group) && a->group != KV_NONE)) return KV_BAD_DTYPE;
+  if (a->term != KV_A && a->term != KV_SQUARE && a->term != KV_ENTROPY) return KV_BAD_DTYPE;
+  if (a->reduce == KV_MAX && (a->rows.weight || a->term == KV_ENTROPY)) return KV_BAD_DTYPE;
+  return kv_observers_check(&a->rows, a->C, counts);
+}
+
+kv_status kv_peak_check(const kv_peak *a, int counts) {
+  const kv_observers *x = &a->rows;
+  const kv_status status = kv_observers_check(x, INT32_MAX, counts);
+  if (status != KV_OK || !counts) return status;
+  for (int64_t i = 0; i < x->B * x->Hkv; i++) {
+    const int64_t b = i / x->Hkv, n = (int64_t)x->slots.len[i] + x->stop[b] - x->fresh.first[b];
+    if (a->lo[i] < 0 || a->lo[i] > a->hi[i] || a->hi[i] > n) return KV_BAD_COUNT;
+  }
+  return KV_OK;
+}
+
+kv_status kv_error_check(const kv_error *a, int counts) {
+  if (kv_bad_reduce(a->group) && a->group != KV_NONE) return KV_BAD_DTYPE;
+  if (a->kind != KV_EDIE && a->kind != KV_L1 && a->kind != KV_L2) return KV_BAD_DTYPE;
+  return kv_observers_check(&a->rows, a->C, counts);
+}
+
+kv_status kv_refine_check(const kv_refine *a, int counts) {
+  if (kv_bad_heads(a->B, a->Hkv, a->Hkv, a->D) || a->S < 0 || a->C < 0) return KV_BAD_SHAPE;
+  if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
+  if (!counts) return KV_OK;
+  return kv_bad_alive(&a->slots, &a->fresh, a->stop, a->B, a->Hkv, a->S, a->C) ? KV_BAD_COUNT : KV_OK;
+}
+
+kv_status kv_norm_check(const kv_norm *a, int counts) {
+  if (kv_bad_heads(a->B, a->Hkv, a->Hkv, a->D) || a->S < 0 || a->C < 0) return KV_BAD_SHAPE;
+  if (kv_bad_dtype(a->dtype) || (a->p != 1 && a->p != 2)) return KV_BAD_DTYPE;
+  if (!counts) return KV_OK;
+  return kv_bad_alive(&a->slots, &a->fresh, a->stop, a->B, a->Hkv, a->S, a->C) ? KV_BAD_COUNT : KV_OK;
+}
+
+kv_status kv_select_check(const kv_select *a, int counts) {
+  if (a->B < 0 || a->Hkv < 0 || a->C < 0 || a->K < 0) return KV_BAD_SHAPE;
+  for (int64_t head = 0; counts && head < a->B * a->Hkv; head++) {
+    const int64_t n = a->n[head], keep = a->keep[head], most = n < a->K ? n : a->K;
+    const int64_t first = a->protect_first[head / a->Hkv], last = a->protect_last[head / a->Hkv];
+    if (n < 0 || first < 0 || last < 0) return KV_BAD_COUNT;
+    if (keep < (n < first + last ? n : first + last) || keep > most) return KV_BAD_COUNT;
+    if (n - last > a->C && n - last > first) return KV_BAD_COUNT; /* a slot without a score is not protected */
+  }
+  return KV_OK;
+}
+
+kv_status kv_compact_check(const kv_compact *a, int counts) {
+  if (a->B < 0 || a->Hkv < 0 || a->S < 0 || a->K < 0 || a->D < 8 || a->D > 256 || a->D % 8) return KV_BAD_SHAPE;
+  if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
+  for (int64_t head = 0; counts && head < a->B * a->Hkv; head++) {
+    const int64_t first = a->fresh.first[head / a->Hkv], len = a->src.len[head], keep = a->keep[head];
+    if (first < 0 || first > a->S || len < 0) return KV_BAD_COUNT;
+    const int64_t n = len + a->S - first;
+    if (keep < 0 || keep > n || (a->index && keep > a->K)) return KV_BAD_COUNT;
+    if (!a->index || keep == 0) continue;
+    const int32_t *index = a->index + head * a->K;
+    int bad = index[0] < 0 || index[keep - 1] >= n;
+    for (int64_t j = 1; j < keep; j++) bad |= index[j] <= index[j - 1];
+    if (bad) return KV_BAD_COUNT;
+  }
+  return KV_OK;
+}
+
+kv_status kv_decode_check(const kv_decode *a, int counts) {
+  if (kv_bad_heads(a->B, a->H, a->Hkv, a->D) || a->C < 0) return KV_BAD_SHAPE;
+  if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
+  if (counts && kv_outside(a->slots.len, a->B * a->Hkv, a->probs ? a->C - 1 : INT32_MAX)) return KV_BAD_COUNT;
+  return KV_OK;
+}

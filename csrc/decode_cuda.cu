@@ -1,0 +1,322 @@
+/* One decode step on a GPU: bound by reading the slots, so a block reads each row once for all heads of its group. The
+ * slots of a head are split into stretches, by their number and that of the heads alone; the block that is last to finish
+ * one of a head's stretches combines them in order, whichever it is: the same bits every time.
+ *
+ * A row is shared by L lanes, each with V vectors of 16 bytes; such a group of lanes takes every so many rows and has a
+ * softmax (m, l) and an output o of its own. Arithmetic is fp32, logits are in log2 units.
+ *
+ * Shared memory: 4 * HEADS * (D + 2) bytes for each of 128 / L groups. budget: regs 255, smem 34000 */
+#include "launch.cuh"
+#include "rows.cuh"
+#include "warp.cuh"
+
+namespace {
+
+constexpr int THREADS = 128;
+constexpr int SPLIT = 128;   /* slots of a stretch, at least */
+constexpr int MOST = 64;     /* stretches of a head, at most: what a warp combines in two steps */
+constexpr int BLOCKS = 4096; /* stretches of all heads, about at most: no more would keep a GPU busier */
+constexpr int UNROLL = 4;    /* rows of a group of lanes, with four heads, that are on their way at once */
+constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
+
+int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+struct Scratch {
+  int splits;        /* most stretches of a head */
+  uint32_t *counter; /* [B, Hkv] 0 */
+  float *o;          /* [B, Hkv, splits, G, D] */
+  float2 *ml;        /* [B, Hkv, splits, G] */
+  float *logit;      /* [B, Hkv, G, C], or NULL */
+  int64_t bytes;
+};
+
+Scratch scratch_of(const kv_decode *a, void *memory) {
+  const int64_t heads = a->B * a->Hkv, whole = round_up(a->rows, SPLIT) / SPLIT;
+  int64_t splits = heads > BLOCKS / MOST ? BLOCKS / heads : MOST;
+  if (splits > whole) splits = whole;
+  if (splits < 1) splits = 1;
+  uintptr_t at = reinterpret_cast<uintptr_t>(memory);
+  const auto take = [&](int64_t bytes) {
+    const uintptr_t mine = at;
+    at += (uintptr_t)round_up(bytes, 256);
+    return mine;
+  };
+  Scratch x;
+  x.splits = (int)splits;
+  x.counter = (uint32_t *)take(heads * 4);
+  x.o = (float *)take(a->B * a->H * splits * a->D * 4);
+  x.ml = (float2 *)take(a->B * a->H * splits * 8);
+  x.logit = a->probs ? (float *)take(a->B * a->H * a->C * 4) : nullptr;
+  x.bytes = (int64_t)(at - reinterpret_cast<uintptr_t>(memory));
+  return x;
+}
+
+/* Slots of a stretch, given how many a head has. */
+__device__ int stretch_of(int n, int splits) {
+  const int fair = (n + splits - 1) / splits;
+  return max(SPLIT, (fair + 63) / 64 * 64);
+}
+
+/* What a group of lanes has of HEADS heads. Lane i of it: elements (v * L + i) * W .. of vector v. */
+template <class E, int L, int V, int HEADS>
+struct Rows {
+  static constexpr int W = VECTOR<E>, GROUPS = THREADS / L, AHEAD = UNROLL * 4 / HEADS;
+  float q[HEADS][V][W], o[HEADS][V][W], m[HEADS], l[HEADS];
+
+  static __device__ __forceinline__ int group() { return threadIdx.x / L; }
+  static __device__ __forceinline__ int element(int v) { return (v * L + threadIdx.x % L) * W; }
+
+  /* query: the first head's row. Heads from `heads` on are zeros, as is what lies behind D. */
+  __device__ __forceinline__ void start(const E *query, int64_t stride, int heads, int D, float scale) {
+#pragma unroll
+    for (int g = 0; g < HEADS; g++) {
+      m[g] = -INFINITY, l[g] = 0;
+#pragma unroll
+      for (int v = 0; v < V; v++)
+#pragma unroll
+        for (int i = 0; i < W; i++) {
+          const bool inside = g < heads && element(v) < D;
+          q[g][v][i] = inside ? scale * to_float(query[g * stride + element(v) + i]) : 0;
+          o[g][v][i] = 0;
+        }
+    }
+  }
+
+  static __device__ __forceinline__ void load(const Columns<E> &x, int c, bool exists, uint4 (&row)[V]) {
+#pragma unroll
+    for (int v = 0; v < V; v++)
+      row[v] = exists && element(v) < x.D ? load_once_16(x[c] + element(v)) : make_uint4(0, 0, 0, 0);
+  }
+
+  /* s = q.k of the heads, the same in all lanes of the group */
+  __device__ __forceinline__ void dots(const uint4 (&k)[V], float (&s)[HEADS]) const {
+    float x[V][W];
+#pragma unroll
+    for (int v = 0; v < V; v++) floats_of<E>(k[v], x[v]);
+#pragma unroll
+    for (int g = 0; g < HEADS; g++) {
+      float sum = 0;
+#pragma unroll
+      for (int v = 0; v < V; v++)
+#pragma unroll
+        for (int i = 0; i < W; i++) sum += q[g][v][i] * x[v][i];
+      s[g] = lanes_sum<L>(sum);
+    }
+  }
+
+  /* Rows of logits s become p = 2^(s - m); l and o follow m. While nothing was seen m is -inf; 0 stands in for it. */
+  __device__ __forceinline__ void softmax(float (&s)[AHEAD][HEADS]) {
+#pragma unroll
+    for (int g = 0; g < HEADS; g++) {
+      float top = m[g];
+#pragma unroll
+      for (int u = 0; u < AHEAD; u++) top = fmaxf(top, s[u][g]);
+      const float from = top == -INFINITY ? 0 : top, alpha = exp2_approx(m[g] - from);
+      m[g] = top;
+      l[g] *= alpha;
+#pragma unroll
+      for (int u = 0; u < AHEAD; u++) l[g] += s[u][g] = exp2_approx(s[u][g] - from);
+#pragma unroll
+      for (int v = 0; v < V; v++)
+#pragma unroll
+        for (int i = 0; i < W; i++) o[g][v][i] *= alpha;
+    }
+  }
+
+  __device__ __forceinline__ void add(const float (&p)[HEADS], const uint4 (&value)[V]) {
+#pragma unroll
+    for (int v = 0; v < V; v++) {
+      float x[W];
+      floats_of<E>(value[v], x);
+#pragma unroll
+      for (int g = 0; g < HEADS; g++)
+#pragma unroll
+        for (int i = 0; i < W; i++) o[g][v][i] += p[g] * x[i];
+    }
+  }
+
+  /* Slots c0 .. c1 - 1; logit: of the first head, C apart, or NULL. Every group of lanes runs as often. */
+  __device__ __forceinline__ void attend(const Columns<E> &k, const Columns<E> &v, int c0, int c1, float cap,
+                                         float *logit, int64_t C, int heads) {
+    for (int base = c0; base < c1; base += AHEAD * GROUPS) {
+      const int c = base + group();
+      uint4 keys[AHEAD][V], values[AHEAD][V];
+      float s[AHEAD][HEADS];
+#pragma unroll
+      for (int u = 0; u < AHEAD; u++) load(k, c + u * GROUPS, c + u * GROUPS < c1, keys[u]);
+#pragma unroll
+      for (int u = 0; u < AHEAD; u++) load(v, c + u * GROUPS, c + u * GROUPS < c1, values[u]);
+#pragma unroll
+      for (int u = 0; u < AHEAD; u++) {
+        const int at = c + u * GROUPS;
+        dots(keys[u], s[u]);
+#pragma unroll
+        for (int g = 0; g < HEADS; g++) {
+          if (cap > 0) s[u][g] = cap * tanhf(s[u][g]);
+          if (at >= c1) s[u][g] = -INFINITY;
+          if (logit && at < c1 && g < heads && threadIdx.x % L == 0) logit[g * C + at] = s[u][g];
+        }
+      }
+      softmax(s);
+#pragma unroll
+      for (int u = 0; u < AHEAD; u++) add(s[u], values[u]);
+    }
+  }
+
+  static int64_t shared_bytes(int64_t D) { return HEADS * GROUPS * (D + 2) * 4 + 16; }
+
+  /* All groups of the block together: o [heads, D], ml [heads]. shared: shared_bytes(D) less 16. */
+  __device__ __forceinline__ void merge(float *shared, int heads, int D, float *o_out, float2 *ml_out) const {
+    float2 *ml = reinterpret_cast<float2 *>(shared);
+    float *part = shared + 2 * HEADS * GROUPS;
+    __syncthreads();
+#pragma unroll
+    for (int g = 0; g < HEADS; g++) {
+      const int at = g * GROUPS + group();
+      if (threadIdx.x % L == 0) ml[at] = make_float2(m[g], l[g]);
+#pragma unroll
+      for (int v = 0; v < V; v++)
+#pragma unroll
+        for (int i = 0; i < W; i++)
+          if (element(v) < D) part[at * D + element(v) + i] = o[g][v][i];
+    }
+    __syncthreads();
+    for (int at = threadIdx.x; at < heads * D; at += THREADS) {
+      const int g = at / D, d = at % D;
+      float top = -INFINITY, sum = 0, length = 0;
+      for (int j = 0; j < GROUPS; j++) top = fmaxf(top, ml[g * GROUPS + j].x);
+      for (int j = 0; j < GROUPS; j++) {
+        const float weight = exp2_approx(ml[g * GROUPS + j].x - (top == -INFINITY ? 0 : top));
+        sum += weight * part[(g * GROUPS + j) * D + d];
+        length += weight * ml[g * GROUPS + j].y;
+      }
+      o_out[at] = sum;
+      if (d == 0) ml_out[g] = make_float2(top, length);
+    }
+  }
+};
+
+/* The new row of one head goes behind its slots. */
+template <class E>
+__device__ void append(const kv_decode &a, int64_t b, const Columns<E> &k, const Columns<E> &v, int64_t row) {
+  const int d = threadIdx.x * VECTOR<E>;
+  if (d < a.D) {
+    *reinterpret_cast<uint4 *>(static_cast<E *>(a.slots.k) + row * a.D + d) =
+        *reinterpret_cast<const uint4 *>(k[k.len] + d);
+    *reinterpret_cast<uint4 *>(static_cast<E *>(a.slots.v) + row * a.D + d) =
+        *reinterpret_cast<const uint4 *>(v[v.len] + d);
+  }
+  if (threadIdx.x == 0) a.slots.pos[row] = a.fresh.pos[b];
+}
+
+/* out and lse of query head g of a group from its stretches, by one warp. part: first stretch, `step` floats apart. */
+template <class E>
+__device__ void finish(const float *part, int64_t step, const float2 *ml, int64_t ml_step, int splits, int D,
+                       float sink, E *out, float *lse) {
+  const int lane = lane_id();
+  float m[2], weight[2], top = sink, sum = 0;
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    m[i] = lane + 32 * i < splits ? ml[(lane + 32 * i) * ml_step].x : -INFINITY;
+    top = fmaxf(top, m[i]);
+  }
+  top = lanes_max(top);
+  const float from = top == -INFINITY ? 0 : top;
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    weight[i] = exp2_approx(m[i] - from);
+    if (lane + 32 * i < splits) sum += weight[i] * ml[(lane + 32 * i) * ml_step].y;
+  }
+  const float l = exp2_approx(sink - from) + lanes_sum(sum);
+  if (lane == 0) *lse = LN2 * (top + log2f(l));
+  for (int d0 = 0; d0 < D; d0 += 32 * 4) {
+    const int d = d0 + 4 * lane;
+    float4 o = make_float4(0, 0, 0, 0);
+    for (int i = 0; i < splits; i++) {
+      const float w = __shfl_sync(ALL_LANES, i < 32 ? weight[0] : weight[1], i % 32);
+      if (d >= D) continue;
+      const float4 x = *reinterpret_cast<const float4 *>(part + i * step + d);
+      o.x += w * x.x, o.y += w * x.y, o.z += w * x.z, o.w += w * x.w;
+    }
+    if (d >= D) continue;
+    const float over = l == 0 ? 0 : 1 / l;
+    out[d] = from_float<E>(o.x * over), out[d + 1] = from_float<E>(o.y * over);
+    out[d + 2] = from_float<E>(o.z * over), out[d + 3] = from_float<E>(o.w * over);
+  }
+}
+
+template <class E, int L, int V, int HEADS>
+__global__ void __launch_bounds__(THREADS) decode_head(const kv_decode a, const Scratch x) {
+  using R = Rows<E, L, V, HEADS>;
+  const int64_t head = blockIdx.x, b = head / a.Hkv, h = head % a.Hkv, step = x.splits;
+  const int G = (int)(a.H / a.Hkv), D = (int)a.D;
+  const Columns<E> k = columns_of<E>(a.slots, a.slots.k, a.fresh.k, a.fresh.k_stride, b, h, head, 0, 1, D);
+  const Columns<E> v = columns_of<E>(a.slots, a.slots.v, a.fresh.v, a.fresh.v_stride, b, h, head, 0, 1, D);
+  const E *query = static_cast<const E *>(a.q) + b * a.q_stride[0] + h * G * a.q_stride[1];
+  const float scale = a.softcap > 0 ? a.scale / a.softcap : a.scale * LOG2E, cap = a.softcap * LOG2E;
+  const int n = k.n, stretch = stretch_of(n, x.splits), splits = (n + stretch - 1) / stretch;
+  float *shared = shared_memory<float>() + 4;
+  for (int split = blockIdx.y; split < splits; split += gridDim.y) {
+    const int c0 = split * stretch, c1 = min(n, c0 + stretch);
+    if (c1 == n) append<E>(a, b, k, v, a.slots.offset[head] + k.len);
+    for (int g = 0; g < G; g += HEADS) {
+      const int64_t at = (head * step + split) * G + g;
+      float *logit = x.logit ? x.logit + (head * G + g) * a.C : nullptr;
+      R rows;
+      rows.start(query + g * a.q_stride[1], a.q_stride[1], G - g, D, scale);
+      rows.attend(k, v, c0, c1, cap, logit, a.C, G - g);
+      rows.merge(shared, min(G - g, HEADS), D, x.o + at * D, x.ml + at);
+    }
+    if (!block_is_last(x.counter + head, splits, shared_memory<uint32_t>())) continue;
+    for (int g = warp_id(); g < G; g += THREADS / 32) {
+      const int64_t at = head * step * G + g, to = b * a.H + h * G + g;
+      const float sink = a.sinks ? a.sinks[h * G + g] * LOG2E : -INFINITY;
+      finish<E>(x.o + at * D, (int64_t)G * D, x.ml + at, G, splits, D, sink, static_cast<E *>(a.out) + to * D,
+                a.lse + to);
+    }
+  }
+}
+
+/* Column c of a head's probs: the mean of its query heads' exp(logit - lse). */
+__global__ void __launch_bounds__(THREADS) decode_probs(const kv_decode a, const float *logit) {
+  const int64_t head = blockIdx.x, G = a.H / a.Hkv, c = blockIdx.y * THREADS + threadIdx.x;
+  if (c >= a.C) return;
+  float p = 0;
+  for (int64_t g = 0; c <= a.slots.len[head] && g < G; g++) {
+    const float lse = a.lse[head * G + g] * LOG2E;
+    p += exp2_approx(logit[(head * G + g) * a.C + c] - (lse == -INFINITY ? 0 : lse));
+  }
+  a.probs[head * a.C + c] = p / (float)G;
+}
+
+template <class E, int L, int V, int HEADS>
+int run(const kv_decode *a, const Scratch &x, void *stream) {
+  const int64_t heads = a->B * a->Hkv, mean = a->rows / (heads * SPLIT) + 1; /* stretches of a head */
+  const int64_t blocks = 4 * mean < x.splits ? 4 * mean : x.splits;          /* a longer head's take several */
+  const auto shared = (size_t)Rows<E, L, V, HEADS>::shared_bytes(a->D);
+  return launch<decode_head<E, L, V, HEADS>>(dim3((unsigned)heads, (unsigned)blocks), THREADS, shared, stream, *a, x);
+}
+
+template <class E>
+int run_width(const kv_decode *a, const Scratch &x, void *stream) {
+  constexpr int W = VECTOR<E>;
+  const bool few = a->H / a->Hkv <= 4;
+  if (a->D <= 64) return few ? run<E, 64 / W, 1, 4>(a, x, stream) : run<E, 64 / W, 1, 8>(a, x, stream);
+  if (a->D <= 128) return few ? run<E, 128 / W, 1, 4>(a, x, stream) : run<E, 128 / W, 1, 8>(a, x, stream);
+  return few ? run<E, 32, 8 / W, 4>(a, x, stream) : run<E, 32, 8 / W, 8>(a, x, stream);
+}
+
+}  // namespace
+
+int64_t kv_decode_cuda_scratch(const kv_decode *a) { return scratch_of(a, nullptr).bytes; }
+
+int kv_decode_cuda(const kv_decode *a, void *scratch, void *stream) {
+  const int64_t heads = a->B * a->Hkv;
+  if (heads == 0) return 0;
+  const Scratch x = scratch_of(a, scratch);
+  int error = (int)cudaMemsetAsync(x.counter, 0, heads * sizeof *x.counter, (cudaStream_t)stream);
+  if (error == 0) error = with_type(a->dtype, [&](auto e) { return run_width<decltype(e)>(a, x, stream); });
+  if (error || !a->probs) return error;
+  const dim3 grid((unsigned)heads, (unsigned)((a->C + THREADS - 1) / THREADS));
+  return launch<decode_probs>(grid, THREADS, 0, stream, *a, x.logit);
+}

@@ -1,0 +1,130 @@
+/* Error of the observing rows' attention outputs per alive slot on a GPU.
+ *
+ * As score: a block owns a tile of keys and their values and goes over the rows. EDIE needs two norms more, of the values
+ * and of the outputs. KV_L1 and KV_L2 take the distance of every pair from the differences themselves, with multiply-adds:
+ * ||v||^2 - 2 v.o + ||o||^2 would cancel.
+ */
+// budget: regs 255, smem 99840
+#include "observe.cuh"
+
+/* KEYS keys and values, ROWS queries and outputs, their norms and what else is to know of the rows: at most 98 KiB. */
+template <class E, int D>
+struct ErrorTile {
+  static constexpr bool HALF = sizeof(E) == 2;
+  static constexpr int WARPS = !HALF && D == 256 ? 2 : 4, KEYS = WARPS * 16, THREADS = WARPS * 32;
+  static constexpr int ROWS = HALF ? (D < 256 ? 64 : 32) : D < 128 ? 64 : 4096 / D;
+  static constexpr size_t SHARED =
+      (size_t)2 * (KEYS + ROWS) * D * sizeof(E) + ROWS * sizeof(RowValues) + (KEYS + ROWS) * sizeof(float);
+};
+
+/* norm [ROWS] = the 1-norms of a tile's rows, four lanes a row. */
+template <class E, int D, int ROWS, int THREADS>
+static __device__ __forceinline__ void row_norms(const E *tile, float *norm) {
+  for (int r = threadIdx.x / 4; r < ROWS; r += THREADS / 4) {
+    float sum = 0;
+    for (int c = threadIdx.x % 4; c < D / CHUNK<E>; c += 4) {
+      float x[CHUNK<E>];
+      chunk_floats(tile + tile_at<E, D>(r, c), x);
+      for (int j = 0; j < CHUNK<E>; j++) sum += fabsf(x[j]);
+    }
+    sum = lanes_sum<4>(sum);
+    if (threadIdx.x % 4 == 0) norm[r] = sum;
+  }
+}
+
+/* total gains the tile's terms; size: the distances, or what EDIE takes for them. Of what a row does not see, a norm that
+ * is not finite adds nothing. */
+template <int NT>
+static __device__ __forceinline__ void add_errors(float (&total)[1][2], const float (&s)[1][NT][4],
+                                                  const float (&size)[1][NT][4], const RowValues *values, float scale,
+                                                  float all, int key) {
+  float sum[2] = {};
+#pragma unroll
+  for (int n = 0; n < 2 * NT; n++) {
+    const RowValues row = values[n / 2 * 8 + fragment_column() + n % 2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int at = i * 2 + n % 2;
+      const float p = exp2_approx(fmaf(s[0][n / 2][at], scale, -row.lse));
+      const float term = row.weight * size[0][n / 2][at] * p / fmaxf(all - p, 1e-6f);
+      if (key + i * 8 < row.seen) sum[i] += term;
+    }
+  }
+  total[0][0] += sum[0], total[0][1] += sum[1];
+}
+
+template <class E, int D>
+static __global__ void __launch_bounds__(ErrorTile<E, D>::THREADS) error_kernel(const kv_error a, const Logits logits) {
+  using X = ErrorTile<E, D>;
+  constexpr int NT = X::ROWS / 8;
+  E *const k = shared_memory<E>(), *const v = k + X::KEYS * D, *const q = v + X::KEYS * D, *const o = q + X::ROWS * D;
+  RowValues *const values = reinterpret_cast<RowValues *>(o + X::ROWS * D);
+  float *const v_norm = reinterpret_cast<float *>(values + X::ROWS), *const o_norm = v_norm + X::KEYS;
+  const kv_observers &rows = a.rows;
+  const Observed x = observed<E>(rows, blockIdx.y);
+  const auto v_columns = columns_of<E>(rows.slots.v, rows.slots.offset[blockIdx.y], x.k.len, rows.D, rows.fresh.v,
+                                       rows.fresh.v_stride, x.b, x.h, rows.fresh.first[x.b], rows.stop[x.b]);
+  const int c0 = blockIdx.x * X::KEYS, at = warp_id() * 16, key = at + fragment_row(), thread = threadIdx.x;
+  const int heads = heads_together(KV_SUM, a.group, x.G);
+  const int from = max(x.row_first, rows.causal ? c0 - x.sight.shift : 0); /* the first that sees a key of the tile */
+  const int count = c0 < x.k.n && from < rows.R ? ((int)rows.R - from) * heads : 0;
+  if (count) {
+    tile_load<E, D, X::KEYS, X::THREADS>(k, x.k, c0, rows.D);
+    tile_load<E, D, X::KEYS, X::THREADS>(v, v_columns, c0, rows.D);
+  }
+
+  Group<1> group;
+  for (int g = 0; g < x.G; g += heads) {
+    float total[1][2] = {};
+    const Rows some = {x.h * x.G + g, from, count, divisor(heads)};
+#pragma unroll 1
+    for (int r0 = 0; r0 < count; r0 += X::ROWS) {
+      __syncthreads(); /* the tile before has been read */
+      const RowsAt queries = rows_at<E>(some, rows.q, x.b * rows.q_stride[0], rows.q_stride[1], rows.q_stride[2]);
+      tile_load<E, D, X::ROWS, X::THREADS>(q, queries, r0, rows.D);
+      tile_load<E, D, X::ROWS, X::THREADS>(
+          o, rows_at<E>(some, a.o, x.b * a.o_stride[0], a.o_stride[2], a.o_stride[1]), r0, rows.D);
+      cp_async_commit();
+      if (thread < X::ROWS) values[thread] = row_values(rows, x, some, r0 + thread);
+      cp_async_wait<0>();
+      __syncthreads(); /* the tile is there */
+      float s[1][NT][4], size[1][NT][4];
+      if (a.kind == KV_EDIE) {
+        if (g == 0 && r0 == 0) row_norms<E, D, X::KEYS, X::THREADS>(v, v_norm);
+        row_norms<E, D, X::ROWS, X::THREADS>(o, o_norm);
+        __syncthreads(); /* the norms are there */
+#pragma unroll
+        for (int i = 0; i < NT * 4; i++)
+          size[0][i / 4][i % 4] = v_norm[key + i % 4 / 2 * 8] + o_norm[i / 4 * 8 + fragment_column() + i % 2];
+      } else if (a.kind == KV_L1) {
+        pair_rows<L1, E, D>(size, v, at, o);
+      } else {
+        pair_rows<L2, E, D>(size, v, at, o);
+#pragma unroll
+        for (int i = 0; i < NT * 4; i++) size[0][i / 4][i % 4] = sqrtf(size[0][i / 4][i % 4]);
+      }
+      multiply<E, D>(s, k, at, q);
+      bend(s, logits);
+      add_errors(total, s, size, values, logits.scale, a.kind == KV_EDIE ? 1 + a.alpha : 1, c0 + key);
+    }
+    total[0][0] = lanes_sum<4>(total[0][0]), total[0][1] = lanes_sum<4>(total[0][1]);
+    group.add(total, a.group, g, heads, x.G, 1, group_out(a.out, blockIdx.y, x.G, a.group, a.C), a.C, c0 + at);
+  }
+}
+
+extern "C" int64_t kv_error_cuda_scratch(const kv_error *a) { return lse_scratch(&a->rows); }
+
+extern "C" int kv_error_cuda(const kv_error *a, void *scratch, void *stream) {
+  const int64_t heads = a->rows.B * a->rows.Hkv;
+  if (heads == 0 || a->C == 0) return 0;
+  kv_error x = *a;
+  const int error = lse_given(&x.rows, scratch, stream);
+  if (error) return error;
+  return dispatch(x.rows.dtype, x.rows.D, [&](auto e, auto d) {
+    constexpr int D = decltype(d)::value;
+    using X = ErrorTile<decltype(e), D>;
+    const dim3 grid((x.C + X::KEYS - 1) / X::KEYS, heads);
+    return launch<error_kernel<decltype(e), D>>(grid, X::THREADS, X::SHARED, stream, x,
+                                                logits_of(x.rows.scale, x.rows.softcap));
+  });
+}

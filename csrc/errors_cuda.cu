@@ -1,0 +1,6 @@
+/* What a CUDA error means. */
+#include <cuda_runtime.h>
+
+#include "kvevict.h"
+
+const char *kv_cuda_text(int error) { return cudaGetErrorString((cudaError_t)error); }

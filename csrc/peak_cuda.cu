@@ -1,0 +1,142 @@
+/* The largest attention weight that each observing row pays to a range of slots, and the log-sum-exp of rows where it is
+ * not given, on a GPU. Both go over tiles of keys with a tile of rows at rest.
+ *
+ * A block is a tile of rows, as in attend, and one of `parts` shares of the columns: the few rows that observe would not
+ * fill a GPU. Each share leaves one number a row, combine_kernel makes one of them in the order of the shares.
+ */
+// budget: regs 255, smem 98304
+#include "observe.cuh"
+
+/* Shares of the columns, as many as give some 512 blocks. Of the shape alone, so results repeat. */
+static int sweep_parts(const kv_observers *a) {
+  const int64_t tiles = (a->R * (a->H / a->Hkv) + 63) / 64 * a->B * a->Hkv;
+  return (int)(tiles > 256 ? 1 : tiles > 16 ? 512 / tiles : 32);
+}
+
+/* parts [P, B, H, R]: log2 of the sum of 2^logit, or the largest of logit - lse (PEAK), over share blockIdx.y of the
+ * columns that the row sees, those of lo .. hi - 1 (PEAK); -inf where there are none. */
+template <class E, int D, bool PEAK>
+static __global__ void __launch_bounds__(RowTile<E, D>::THREADS)
+    sweep_kernel(const kv_observers a, const Logits logits, const int32_t *lo, const int32_t *hi, float *parts) {
+  using X = RowTile<E, D>;
+  constexpr int MT = X::MT, NT = X::KEYS / 8;
+  E *const q = shared_memory<E>(), *const k = q + X::ROWS * D;
+  const Observed x = observed<E>(a, blockIdx.z);
+  const Rows rows = {x.h * x.G, 0, (int)a.R * x.G, divisor(x.G)};
+  const int row0 = blockIdx.x * X::ROWS, row = row0 + warp_id() * MT * 16 + fragment_row();
+  const int begin = PEAK ? lo[blockIdx.z] : 0, end = PEAK ? hi[blockIdx.z] : x.k.n;
+  const int tiles = (max(end - begin, 0) + X::KEYS - 1) / X::KEYS, share = blockIdx.y, shares = gridDim.y;
+  const int from = begin + (int)((int64_t)tiles * share / shares) * X::KEYS;
+  const int to = min(min(end, begin + (int)((int64_t)tiles * (share + 1) / shares) * X::KEYS),
+                     x.sight.seen(rows.step(min(row0 + X::ROWS, rows.count) - 1)));
+
+  int sees[MT][2];
+  float lse[MT][2], top[MT][2], sum[MT][2] = {};
+#pragma unroll
+  for (int i = 0; i < 2 * MT; i++) {
+    const int r = row + i * 8;
+    top[i / 2][i % 2] = -INFINITY;
+    if (PEAK) {
+      const RowValues values = row_values(a, x, rows, r);
+      lse[i / 2][i % 2] = values.lse, sees[i / 2][i % 2] = min(values.seen, to);
+    } else {
+      sees[i / 2][i % 2] = r < rows.count ? min(x.sight.seen(rows.step(r)), to) : 0;
+    }
+  }
+  tile_load<E, D, X::ROWS, X::THREADS>(q, rows_at<E>(rows, a.q, x.b * a.q_stride[0], a.q_stride[1], a.q_stride[2]), row0,
+                                       a.D);
+  tile_load<E, D, X::KEYS, X::THREADS>(k, x.k, from, a.D);
+  cp_async_commit();
+#pragma unroll 1
+  for (int c0 = from, stage = 0; c0 < to; c0 += X::KEYS, stage ^= 1) {
+    cp_async_wait<0>();
+    __syncthreads(); /* the tile is there; the one before has been read */
+    tile_load<E, D, X::KEYS, X::THREADS>(k + (stage ^ 1) * X::KEYS * D, x.k, c0 + X::KEYS, a.D);
+    cp_async_commit();
+    float s[MT][NT][4], alpha[MT][2];
+    int seen[MT][2];
+#pragma unroll
+    for (int i = 0; i < 2 * MT; i++) seen[i / 2][i % 2] = sees[i / 2][i % 2] - c0;
+    multiply<E, D>(s, q, warp_id() * MT * 16, k + stage * X::KEYS * D);
+    bend(s, logits);
+    if constexpr (PEAK) {
+#pragma unroll
+      for (int i = 0; i < MT * NT * 4; i++) {
+        const int m = i / 4 / NT, n = i / 4 % NT, h = i % 4 / 2;
+        if (n * 8 + fragment_column() + i % 2 < seen[m][h])
+          top[m][h] = max_nan(top[m][h], fmaf(s[m][n][i % 4], logits.scale, -lse[m][h]));
+      }
+    } else {
+      mask(s, seen);
+      softmax_step(s, logits.scale, top, sum, alpha);
+    }
+  }
+  cp_async_wait<0>(); /* copies that nobody reads */
+#pragma unroll
+  for (int i = 0; i < 2 * MT; i++) {
+    const int r = row + i * 8;
+    const float all = PEAK ? row_max_nan(top[i / 2][i % 2]) : top[i / 2][i % 2] + log2f(lanes_sum<4>(sum[i / 2][i % 2]));
+    if (r < rows.count && fragment_column() == 0)
+      parts[((share * a.B + x.b) * a.H + rows.head_of(r)) * a.R + rows.step(r)] = all;
+  }
+}
+
+/* parts [P, B, H, R] -> out [B, H, R], which may be parts: the row's lse with the sink's share, or its largest weight. */
+template <bool PEAK>
+static __global__ void __launch_bounds__(256)
+    combine_kernel(const kv_observers a, const int shares, const float *parts, float *out) {
+  const int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x, rows = a.B * a.H * a.R;
+  if (i >= rows) return;
+  float most = -INFINITY, sum = 0;
+  for (int p = 0; p < shares; p++) most = PEAK ? max_nan(most, parts[p * rows + i]) : fmaxf(most, parts[p * rows + i]);
+  if (PEAK) {
+    out[i] = exp2_approx(most);
+    return;
+  }
+  const float sink = a.sinks ? a.sinks[i / a.R % a.H] * LOG2E : -INFINITY;
+  most = fmaxf(most, sink);
+  const float at = most == -INFINITY ? 0 : most;
+  for (int p = 0; p < shares; p++) sum += exp2_approx(parts[p * rows + i] - at);
+  out[i] = LN2 * (most + log2f(sum + exp2_approx(sink - at)));
+}
+
+template <bool PEAK>
+static int sweep(const kv_observers *a, const int32_t *lo, const int32_t *hi, float *parts, float *out, void *stream) {
+  const int shares = sweep_parts(a);
+  const int64_t rows = a->B * a->H * a->R;
+  const int error = dispatch(a->dtype, a->D, [&](auto e, auto d) {
+    constexpr int D = decltype(d)::value;
+    using X = RowTile<decltype(e), D>;
+    const dim3 grid((a->R * (a->H / a->Hkv) + X::ROWS - 1) / X::ROWS, shares, a->B * a->Hkv);
+    return launch<sweep_kernel<decltype(e), D, PEAK>>(grid, X::THREADS, X::SHARED, stream, *a,
+                                                      logits_of(a->scale, a->softcap), lo, hi, parts);
+  });
+  if (error) return error;
+  return launch<combine_kernel<PEAK>>(dim3((rows + 255) / 256), 256, 0, stream, *a, shares, parts, out);
+}
+
+/* Of [P, B, H, R] floats. */
+static int64_t parts_bytes(const kv_observers *a) {
+  return a->B * a->H * a->R == 0 ? 0 : sweep_parts(a) * a->B * a->H * a->R * (int64_t)sizeof(float);
+}
+
+int64_t lse_scratch(const kv_observers *a) { return a->lse ? 0 : parts_bytes(a); }
+
+int lse_given(kv_observers *a, void *scratch, void *stream) {
+  if (a->lse || a->B * a->H * a->R == 0) return 0;
+  float *lse = static_cast<float *>(scratch);
+  const int error = sweep<false>(a, nullptr, nullptr, lse, lse, stream);
+  a->lse = lse, a->lse_stride[0] = a->H * a->R, a->lse_stride[1] = a->R;
+  return error;
+}
+
+extern "C" int64_t kv_peak_cuda_scratch(const kv_peak *a) { return lse_scratch(&a->rows) + parts_bytes(&a->rows); }
+
+extern "C" int kv_peak_cuda(const kv_peak *a, void *scratch, void *stream) {
+  if (a->rows.B * a->rows.H * a->rows.R == 0) return 0;
+  kv_observers rows = a->rows;
+  rows.weight = nullptr;
+  float *parts = reinterpret_cast<float *>(static_cast<char *>(scratch) + lse_scratch(&rows));
+  const int error = lse_given(&rows, scratch, stream);
+  return error ? error : sweep<true>(&rows, a->lo, a->hi, parts, a->out, stream);
+}

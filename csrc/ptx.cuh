@@ -1,0 +1,187 @@
+/* Every line of inline PTX, one function each (sm_80 and up), and the 16-bit types. Kernels include this file, warp.cuh
+ * and launch.cuh, nothing else of CUDA. tests/cuda_on_cpu/ptx.h has the same functions in plain C++: a new one goes into
+ * both. A Hopper path would add its wrappers here too: mbarrier, bulk tensor copies, wgmma.
+ *
+ * Fragments (PTX manual, m16n8k16). Lane l, g = l / 4, c = 2 * (l % 4); a 32-bit register holds two values, the lower
+ * column (A, D) or row (B) in its low half:
+ *   A [16, 16]  a[0] = A[g, c..]    a[1] = A[g + 8, c..]    a[2] = A[g, c + 8..]    a[3] = A[g + 8, c + 8..]
+ *   B [16, 8]   b0 = B[c.., g]      b1 = B[c + 8.., g]
+ *   D [16, 8]   d[0], d[1] = D[g, c], D[g, c + 1]           d[2], d[3] = D[g + 8, c], D[g + 8, c + 1]
+ * ldmatrix fills register i of every lane from the 8x8 matrix whose rows are at the addresses of lanes 8 i .. 8 i + 7:
+ * lane l gets row g, columns c and c + 1; transposed: rows c and c + 1 of column g. */
+#ifndef KV_PTX_CUH
+#define KV_PTX_CUH
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+struct f16 {
+  uint16_t bits;
+};
+struct bf16 {
+  uint16_t bits;
+};
+
+/* The block's dynamic shared memory, 128-byte aligned. The only way to declare shared memory. */
+template <class T>
+static __device__ __forceinline__ T *shared_memory() {
+  extern __shared__ __align__(128) unsigned char kv_shared[];
+  return reinterpret_cast<T *>(kv_shared);
+}
+
+static __device__ __forceinline__ uint32_t shared_address(const void *p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+/* `row`: 16-byte aligned, in shared memory. x1 reads the addresses of lanes 0..7, x2 of 0..15, x4 of all; every lane
+ * must pass a valid one. */
+static __device__ __forceinline__ void ldmatrix_x1(uint32_t &r0, const void *row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];" : "=r"(r0) : "r"(shared_address(row)) : "memory");
+}
+static __device__ __forceinline__ void ldmatrix_x2(uint32_t &r0, uint32_t &r1, const void *row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+               : "=r"(r0), "=r"(r1)
+               : "r"(shared_address(row))
+               : "memory");
+}
+static __device__ __forceinline__ void ldmatrix_x4(uint32_t &r0, uint32_t &r1, uint32_t &r2, uint32_t &r3,
+                                                   const void *row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r0), "=r"(r1), "=r"(r2), "=r"(r3)
+               : "r"(shared_address(row))
+               : "memory");
+}
+static __device__ __forceinline__ void ldmatrix_x1_trans(uint32_t &r0, const void *row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%0}, [%1];"
+               : "=r"(r0)
+               : "r"(shared_address(row))
+               : "memory");
+}
+static __device__ __forceinline__ void ldmatrix_x2_trans(uint32_t &r0, uint32_t &r1, const void *row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+               : "=r"(r0), "=r"(r1)
+               : "r"(shared_address(row))
+               : "memory");
+}
+static __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t &r0, uint32_t &r1, uint32_t &r2, uint32_t &r3,
+                                                         const void *row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r0), "=r"(r1), "=r"(r2), "=r"(r3)
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+/* d += A B. E is f16 or bf16. */
+template <class E>
+static __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+template <>
+__device__ __forceinline__ void mma<f16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void mma<bf16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/* The transpose of an 8x8 matrix of 16-bit values held as ldmatrix leaves it. */
+static __device__ __forceinline__ uint32_t movmatrix_trans(uint32_t x) {
+  uint32_t y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
+/* Copies `bytes` (0..16) and fills up with zeros to 16; both addresses 16-byte aligned. `to` may be read after
+ * cp_async_wait by this thread and after a barrier that follows by the others. `from` is not read if bytes = 0. */
+static __device__ __forceinline__ void cp_async_16(void *to, const void *from, int bytes = 16) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               :
+               : "r"(shared_address(to)), "l"(__cvta_generic_to_global(from)), "r"(bytes)
+               : "memory");
+}
+static __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+/* Until all but the last N groups that this thread committed have arrived. */
+template <int N>
+static __device__ __forceinline__ void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" : : "n"(N) : "memory");
+}
+
+/* 2^x, relative error 2^-22; results below 2^-126 are 0; 2^-inf = 0. */
+static __device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+/* Conversions round to nearest even. pack: two values into one register, unpack: back. */
+template <class E>
+static __device__ __forceinline__ uint32_t pack(float low, float high);
+template <>
+__device__ __forceinline__ uint32_t pack<f16>(float low, float high) {
+  uint32_t y;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+template <>
+__device__ __forceinline__ uint32_t pack<bf16>(float low, float high) {
+  uint32_t y;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+
+static __device__ __forceinline__ float to_float(float x) { return x; }
+static __device__ __forceinline__ float to_float(bf16 x) { return __uint_as_float((uint32_t)x.bits << 16); }
+static __device__ __forceinline__ float to_float(f16 x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+  return y;
+}
+
+template <class E>
+static __device__ __forceinline__ float2 unpack(uint32_t x) {
+  return make_float2(to_float(E{(uint16_t)(x & 0xffffu)}), to_float(E{(uint16_t)(x >> 16)}));
+}
+
+template <class E>
+static __device__ __forceinline__ E from_float(float x);
+template <>
+__device__ __forceinline__ float from_float<float>(float x) {
+  return x;
+}
+template <>
+__device__ __forceinline__ f16 from_float<f16>(float x) {
+  f16 y;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+  return y;
+}
+template <>
+__device__ __forceinline__ bf16 from_float<bf16>(float x) {
+  return bf16{(uint16_t)(pack<bf16>(x, 0.0f) & 0xffffu)};
+}
+
+/* 16 bytes of global memory that this kernel does not write and reads once: not kept in L1. `p` 16-byte aligned. */
+static __device__ __forceinline__ uint4 load_once_16(const void *p) {
+  uint4 x;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(__cvta_generic_to_global(p)));
+  return x;
+}
+
+/* *p += x, returns what was there. What this thread wrote, or saw through a barrier, is visible to the whole GPU before;
+ * what threads that added earlier published is visible after. */
+static __device__ __forceinline__ uint32_t atomic_add_acq_rel(uint32_t *p, uint32_t x) {
+  uint32_t y;
+  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;"
+               : "=r"(y)
+               : "l"(__cvta_generic_to_global(p)), "r"(x)
+               : "memory");
+  return y;
+}
+#endif

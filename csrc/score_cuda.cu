@@ -1,0 +1,139 @@
+/* Importance of every alive slot from observing rows on a GPU: a[r,i] = exp(logit[r,i] - lse[r]) reduced over rows.
+ *
+ * A block owns a tile of keys of one (b, kv head), holds it in shared memory and goes over the rows, a tile of them being
+ * on its way while S^T = K Q^T of the one before is computed. A lane sums what it holds of a key's row of S^T, four lanes
+ * are added at the end: no atomics, the same order every time.
+ */
+// budget: regs 255, smem 75776
+#include "observe.cuh"
+
+/* KEYS keys, two tiles of ROWS rows, and what is to know of the rows besides: at most 74 KiB. */
+template <class E, int D>
+struct ScoreTile {
+  static constexpr bool HALF = sizeof(E) == 2;
+  static constexpr int WARPS = !HALF && D == 256 ? 2 : 4, MT = HALF && D < 256 ? 2 : 1, KEYS = WARPS * MT * 16;
+  static constexpr int ROWS = HALF ? (D < 256 ? 64 : 32) : D < 128 ? 64 : 4096 / D, THREADS = WARPS * 32;
+  static constexpr size_t SHARED = (size_t)(KEYS + 2 * ROWS) * D * sizeof(E) + 2 * ROWS * sizeof(RowValues);
+};
+
+/* What a lane's rows of the tile are summed with: all see all keys; some do not; and -a ln a in place of a. */
+enum Terms { ALL_SEE, SOME_SEE, ENTROPY };
+
+/* total gains the sum over the tile's rows of weight * 2^x, with x = scale s - lse, or of -weight * 2^x ln 2^x. */
+template <Terms terms, int MT, int NT>
+static __device__ __forceinline__ void add_rows(float (&total)[MT][2], const float (&s)[MT][NT][4],
+                                                const RowValues *values, float scale, int key) {
+  float sum[MT][2] = {};
+#pragma unroll
+  for (int n = 0; n < 2 * NT; n++) {
+    const RowValues row = values[n / 2 * 8 + fragment_column() + n % 2];
+#pragma unroll
+    for (int i = 0; i < 2 * MT; i++) {
+      const float x = fmaf(s[i / 2][n / 2][i % 2 * 2 + n % 2], scale, -row.lse);
+      float term = exp2_approx(x);
+      if (terms == ENTROPY) term *= (x < -127 ? -127 : x) * -LN2;
+      if (terms != ALL_SEE && key + i * 8 >= row.seen) term = 0;
+      sum[i / 2][i % 2] = fmaf(row.weight, term, sum[i / 2][i % 2]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2 * MT; i++) total[i / 2][i % 2] += sum[i / 2][i % 2];
+}
+
+/* total becomes the largest 2^x, of what the rows see. */
+template <int MT, int NT>
+static __device__ __forceinline__ void max_rows(float (&total)[MT][2], const float (&s)[MT][NT][4],
+                                                const RowValues *values, float scale, int key) {
+#pragma unroll
+  for (int n = 0; n < 2 * NT; n++) {
+    const RowValues row = values[n / 2 * 8 + fragment_column() + n % 2];
+#pragma unroll
+    for (int i = 0; i < 2 * MT; i++) {
+      const float p = exp2_approx(fmaf(s[i / 2][n / 2][i % 2 * 2 + n % 2], scale, -row.lse));
+      if (key + i * 8 < row.seen) total[i / 2][i % 2] = max_nan(total[i / 2][i % 2], p);
+    }
+  }
+}
+
+template <class E, int D>
+static __global__ void __launch_bounds__(ScoreTile<E, D>::THREADS)
+    score_kernel(const kv_score a, const Logits logits, const float power) {
+  using X = ScoreTile<E, D>;
+  constexpr int MT = X::MT, NT = X::ROWS / 8;
+  E *const k = shared_memory<E>(), *const q = k + X::KEYS * D;
+  RowValues *const values = reinterpret_cast<RowValues *>(q + 2 * X::ROWS * D);
+  const kv_observers &rows = a.rows;
+  const Observed x = observed<E>(rows, blockIdx.y);
+  const int c0 = blockIdx.x * X::KEYS, key = c0 + warp_id() * MT * 16 + fragment_row(), thread = threadIdx.x;
+  const int heads = heads_together(a.reduce, a.group, x.G);
+
+  /* The rows that see a key of the tile: from `from` on. */
+  const int from = max(x.row_first, rows.causal ? c0 - x.sight.shift : 0);
+  const int count = c0 < x.k.n && from < rows.R ? ((int)rows.R - from) * heads : 0;
+  const int tiles = (count + X::ROWS - 1) / X::ROWS, all = tiles * (x.G / heads);
+  int seen = 0; /* of this thread's row in the tile to come */
+  const auto load = [&](int i) {
+    if (i >= all) return RowValues{};
+    const Rows some = {x.h * x.G + i / tiles * heads, from, count, divisor(heads)};
+    const RowsAt queries = rows_at<E>(some, rows.q, x.b * rows.q_stride[0], rows.q_stride[1], rows.q_stride[2]);
+    tile_load<E, D, X::ROWS, X::THREADS>(q + i % 2 * X::ROWS * D, queries, i % tiles * X::ROWS, rows.D);
+    cp_async_commit();
+    return thread < X::ROWS ? row_values(rows, x, some, i % tiles * X::ROWS + thread) : RowValues{};
+  };
+  const auto keep = [&](int i, const RowValues &row) {
+    seen = row.seen;
+    if (thread < X::ROWS) values[i % 2 * X::ROWS + thread] = {row.lse * power, row.weight, row.seen};
+  };
+
+  if (all) tile_load<E, D, X::KEYS, X::THREADS>(k, x.k, c0, rows.D);
+  keep(0, load(0));
+  Group<MT> group;
+  for (int g = 0, i = 0; g < x.G; g += heads) {
+    float total[MT][2] = {};
+#pragma unroll 1
+    for (int last = i + tiles; i < last; i++) {
+      cp_async_wait<0>();
+      /* The tile is there; the one before has been read. */
+      const bool full = __syncthreads_and(thread >= X::ROWS || seen >= c0 + X::KEYS);
+      const RowValues next = load(i + 1);
+      const RowValues *now = values + i % 2 * X::ROWS;
+      float s[MT][NT][4];
+      multiply<E, D>(s, k, warp_id() * MT * 16, q + i % 2 * X::ROWS * D);
+      bend(s, logits);
+      if (a.reduce == KV_MAX)
+        max_rows(total, s, now, logits.scale, key);
+      else if (a.term == KV_ENTROPY)
+        add_rows<ENTROPY>(total, s, now, logits.scale, key);
+      else if (full)
+        add_rows<ALL_SEE>(total, s, now, logits.scale, key);
+      else
+        add_rows<SOME_SEE>(total, s, now, logits.scale, key);
+      keep(i + 1, next);
+    }
+#pragma unroll
+    for (int j = 0; j < 2 * MT; j++)
+      total[j / 2][j % 2] = a.reduce == KV_MAX ? row_max_nan(total[j / 2][j % 2]) : lanes_sum<4>(total[j / 2][j % 2]);
+    const float over = a.reduce == KV_MEAN ? max((int)rows.R - x.row_first, 1) : 1;
+    group.add(total, a.group, g, heads, x.G, over, group_out(a.out, blockIdx.y, x.G, a.group, a.C), a.C,
+              c0 + warp_id() * MT * 16);
+  }
+}
+
+extern "C" int64_t kv_score_cuda_scratch(const kv_score *a) { return lse_scratch(&a->rows); }
+
+extern "C" int kv_score_cuda(const kv_score *a, void *scratch, void *stream) {
+  const int64_t heads = a->rows.B * a->rows.Hkv;
+  if (heads == 0 || a->C == 0) return 0;
+  kv_score x = *a;
+  const int error = lse_given(&x.rows, scratch, stream);
+  if (error) return error;
+  const float power = x.term == KV_SQUARE ? 2 : 1;
+  Logits logits = logits_of(x.rows.scale, x.rows.softcap);
+  logits.scale *= power;
+  return dispatch(x.rows.dtype, x.rows.D, [&](auto e, auto d) {
+    constexpr int D = decltype(d)::value;
+    using X = ScoreTile<decltype(e), D>;
+    const dim3 grid((x.C + X::KEYS - 1) / X::KEYS, heads);
+    return launch<score_kernel<decltype(e), D>>(grid, X::THREADS, X::SHARED, stream, x, logits, power);
+  });
+}

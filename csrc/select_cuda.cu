@@ -1,0 +1,125 @@
+/* Which slots to keep on a GPU; the result is the CPU's, slot for slot. One block per head: three histograms of 11 bits
+ * find the key of the last slot that is kept; then each warp, owning a stretch of slots, counts what it keeps and writes
+ * its part of the index. Histograms are counts of integers, the same in any order.
+ *
+ * Shared memory: a histogram, and as many keys as fit. budget: regs 64, smem 90256 */
+#include "kvevict.h"
+#include "launch.cuh"
+#include "warp.cuh"
+
+namespace {
+
+constexpr int THREADS = 1024, BITS = 11, BINS = 1 << BITS, CACHED = 20480;
+
+struct Shared {
+  int count[BINS], scratch[32], bin, rank;
+  uint32_t key[]; /* CACHED at most */
+};
+
+/* Order-preserving: NaN is 0, lower than -inf; -0 and +0 are equal. */
+__device__ uint32_t key_of(float score) {
+  const uint32_t bits = __float_as_uint(score), magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return 0;
+  return bits >> 31 ? 0x80000000u - magnitude : 0x80000000u + magnitude;
+}
+
+/* Keys of the n slots that compete. */
+struct Keys {
+  const float *score;
+  const uint32_t *cached; /* or NULL */
+  int n;
+  __device__ uint32_t operator[](int i) const { return cached ? cached[i] : key_of(score[i]); }
+};
+
+/* The key of rank `rank` (1 is the largest, 1 <= rank <= n), and in *equal how many slots of that very key are to be
+ * taken. As on the CPU, the last histogram shares one bit with that before it. */
+__device__ uint32_t key_at_rank(Keys keys, int rank, Shared *shared, int *equal) {
+  const int t = threadIdx.x;
+  uint32_t prefix = 0, known = 0; /* the bits of the wanted key found so far, and their mask */
+  for (int shift = 32 - BITS; known != 0xffffffffu; shift = shift > BITS ? shift - BITS : 0) {
+    for (int i = t; i < BINS; i += THREADS) shared->count[i] = 0;
+    __syncthreads();
+    for (int i = t; i < keys.n; i += THREADS) {
+      const uint32_t key = keys[i];
+      if ((key & known) == prefix) atomicAdd(&shared->count[key >> shift & (BINS - 1)], 1);
+    }
+    __syncthreads();
+    const int top = BINS - 1 - 2 * t; /* a thread's two bins, the largest keys first */
+    const int upper = shared->count[top], both = upper + shared->count[top - 1];
+    int total;
+    const int before = block_sum_before(both, shared->scratch, &total);
+    if (before < rank && rank <= before + both) {
+      const bool in_lower = rank > before + upper;
+      shared->bin = top - in_lower;
+      shared->rank = rank - before - (in_lower ? upper : 0);
+    }
+    __syncthreads();
+    prefix |= (uint32_t)shared->bin << shift;
+    known |= (uint32_t)(BINS - 1) << shift;
+    rank = shared->rank;
+  }
+  *equal = rank;
+  return prefix;
+}
+
+/* Writes base + i, ascending, of every key above `bar` and of the first `equal` keys that are `bar`. */
+__device__ void write_kept(Keys keys, uint32_t bar, int equal, int base, int32_t *index, int *scratch) {
+  const int stretch = (keys.n + THREADS - 1) / THREADS * 32, lane = lane_id();
+  const int warp = __shfl_sync(ALL_LANES, warp_id(), 0); /* lets the compiler know that it is the same in all lanes */
+  const int begin = min(keys.n, warp * stretch), end = min(keys.n, begin + stretch);
+  int above = 0, ties = 0; /* of the warp's stretch */
+  for (int at = begin; at < end; at += 32) {
+    const int i = at + lane;
+    const uint32_t key = i < end ? keys[i] : 0;
+    above += __popc(__ballot_sync(ALL_LANES, i < end && key > bar));
+    ties += __popc(__ballot_sync(ALL_LANES, i < end && key == bar));
+  }
+  int total;
+  above = __shfl_sync(ALL_LANES, block_sum_before(lane ? 0 : above, scratch, &total), 0); /* of the warps before */
+  ties = __shfl_sync(ALL_LANES, block_sum_before(lane ? 0 : ties, scratch, &total), 0);
+  int to = above + min(ties, equal);
+  const uint32_t earlier = (1u << lane) - 1;
+  for (int at = begin; at < end; at += 32) {
+    const int i = at + lane;
+    const uint32_t key = i < end ? keys[i] : 0;
+    const bool tie = i < end && key == bar;
+    const uint32_t tied = __ballot_sync(ALL_LANES, tie);
+    const bool keep = (i < end && key > bar) || (tie && ties + __popc(tied & earlier) < equal);
+    const uint32_t kept = __ballot_sync(ALL_LANES, keep);
+    if (keep) index[to + __popc(kept & earlier)] = base + i;
+    to += __popc(kept);
+    ties += __popc(tied);
+  }
+}
+
+__global__ void __launch_bounds__(THREADS) select_head(const kv_select a, int cached) {
+  Shared *shared = shared_memory<Shared>();
+  const int64_t head = blockIdx.x, b = head / a.Hkv;
+  const int n = a.n[head], keep = a.keep[head], t = threadIdx.x;
+  const int first = min(a.protect_first[b], n);           /* slots 0 .. first-1 are kept, */
+  const int last = n - min(a.protect_last[b], n - first); /* slots last .. n-1 too */
+  const int wanted = keep - first - (n - last);           /* from those between */
+  int32_t *index = a.index + head * a.K;
+  Keys keys = {a.score + head * a.C + first, nullptr, last - first};
+  if (keys.n <= cached) {
+    for (int i = t; i < keys.n; i += THREADS) shared->key[i] = key_of(keys.score[i]);
+    keys.cached = shared->key;
+    __syncthreads();
+  }
+  uint32_t bar = 0; /* all of them */
+  int equal = keys.n;
+  if (wanted < keys.n) bar = wanted > 0 ? key_at_rank(keys, wanted, shared, &equal) : 0xffffffffu;
+  for (int i = t; i < first; i += THREADS) index[i] = i;
+  write_kept(keys, bar, equal, first, index + first, shared->scratch);
+  for (int i = last + t; i < n; i += THREADS) index[keep - n + i] = i;
+  for (int64_t i = keep + t; i < a.K; i += THREADS) index[i] = -1;
+}
+
+}  // namespace
+
+int kv_select_cuda(const kv_select *a, void *stream) {
+  const int64_t heads = a->B * a->Hkv;
+  if (heads == 0 || a->K == 0) return 0;
+  const int cached = (int)(a->C < CACHED ? a->C : CACHED);
+  return launch<select_head>(dim3((unsigned)heads), THREADS, sizeof(Shared) + 4 * cached, stream, *a, cached);
+}

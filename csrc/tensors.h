@@ -1,0 +1,213 @@
+/* How binding.cpp reads tensors: every argument of an op is checked for device, dtype, shape and layout as its address is
+ * taken, and the kernel of the right device is run. */
+#ifndef KVEVICT_TENSORS_H
+#define KVEVICT_TENSORS_H
+#include <dlfcn.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+#include <string>
+
+#include "kvevict.h"
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Shape = std::initializer_list<int64_t>;
+
+template <typename T>
+constexpr ScalarType scalar_of = ScalarType::Float;
+template <>
+constexpr ScalarType scalar_of<int32_t> = ScalarType::Int;
+template <>
+constexpr ScalarType scalar_of<int64_t> = ScalarType::Long;
+
+template <typename Sizes>
+std::string shape_text(const Sizes &sizes) {
+  std::string text = "[";
+  for (int64_t size : sizes) text += (text.size() > 1 ? ", " : "") + std::to_string(size);
+  return text + "]";
+}
+
+bool is_none(const Tensor &t) { return t.dim() == 1 && t.numel() == 0; }
+
+kv_dtype dtype_of(const Tensor &t) {
+  switch (t.scalar_type()) {
+    case ScalarType::Float:
+      return KV_F32;
+    case ScalarType::Half:
+      return KV_F16;
+    case ScalarType::BFloat16:
+      return KV_BF16;
+    default:
+      STD_TORCH_CHECK(false, "no kernel for ", toString(t.scalar_type()), ", only float32, float16 and bfloat16");
+  }
+}
+
+/* Sizes of a four-dimensional tensor, for the op to name. */
+const int64_t *sizes4(const char *name, const Tensor &t) {
+  STD_TORCH_CHECK(t.dim() == 4, name, " has ", t.dim(), " dimensions, expected 4");
+  return t.sizes().data();
+}
+
+void parallel(int64_t n, int64_t grain, kv_body body, void *ctx) {
+  torch::stable::parallel_for(0, n, grain, [=](int64_t begin, int64_t end) { body(ctx, begin, end); });
+}
+
+/* torch's pool may have been resized since the last call. */
+void set_threads() {
+  static std::atomic<uint32_t> known = 0;
+  uint32_t threads = torch::stable::get_num_threads();
+  if (known.exchange(threads) != threads) kv_set_parallel(parallel, static_cast<int>(threads));
+}
+
+#ifdef KVEVICT_CUDA_ARCHS
+/* torch's current stream of a GPU, a cudaStream_t. Nothing here is linked to libtorch_cuda, so that one binary serves
+ * torch with and without CUDA: where a CUDA tensor exists, the library is loaded. */
+void *current_stream(int32_t device) {
+  using Get = AOTITorchError (*)(int32_t, void **);
+  static const Get get = [] {
+    void *library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+    return library ? reinterpret_cast<Get>(dlsym(library, "aoti_torch_get_current_cuda_stream")) : nullptr;
+  }();
+  STD_TORCH_CHECK(get, "this torch cannot name its CUDA stream; install torch 2.10 or newer with CUDA");
+  void *stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(get(device, &stream));
+  return stream;
+}
+#endif
+
+template <typename Args>
+struct Kernels {
+  kv_status (*check)(const Args *, int counts);
+  kv_status (*cpu)(const Args *);
+  int64_t (*cuda_scratch)(const Args *);
+  int (*cuda)(const Args *, void *scratch, void *stream);
+};
+
+/* One call of an op: it runs where its first tensor is, and so must be all others. A GPU is current while this lives. */
+class Call {
+ public:
+  explicit Call(const Tensor &lead) : cuda_(lead.is_cuda()), index_(lead.get_device_index()) {
+    if (cuda_) guard_.emplace(index_);
+  }
+
+  bool on_cpu() const { return !cuda_; }
+
+  /* A contiguous array. */
+  void *data(const char *name, const Tensor &t, ScalarType type, Shape shape) const {
+    check_kind(name, t, type);
+    check_shape(name, t, shape);
+    STD_TORCH_CHECK(t.is_contiguous(), name, " is not contiguous");
+    return t.data_ptr();
+  }
+
+  template <typename T>
+  T *array(const char *name, const Tensor &t, Shape shape) const {
+    return static_cast<T *>(data(name, t, scalar_of<T>, shape));
+  }
+
+  /* A buffer of slots, [rows, D]. */
+  void *slots(const char *name, const Tensor &t, ScalarType type, int64_t rows, int64_t D) const {
+    void *x = data(name, t, type, {rows, D});
+    STD_TORCH_CHECK(!needs_alignment() || reinterpret_cast<uintptr_t>(x) % 16 == 0, name,
+                    " does not start at a multiple of 16 bytes");
+    return x;
+  }
+
+  /* [b, h, row, D] of any strides. What no kernel reads, a last dimension that is not dense and on a GPU rows that do not
+   * start at multiples of 16 bytes, is copied into `t`. */
+  const void *rows(const char *name, Tensor &t, ScalarType type, Shape shape, int64_t *stride) const {
+    check_kind(name, t, type);
+    check_shape(name, t, shape);
+    if (t.stride(3) != 1) t = torch::stable::contiguous(t);
+    if (needs_alignment() && !aligned(t)) t = torch::stable::clone(t);
+    std::copy_n(t.strides().begin(), 3, stride);
+    return t.data_ptr();
+  }
+
+  /* [B, H, R] floats whose rows of R are dense; stride gets those of b and h. */
+  const float *per_row(const char *name, const Tensor &t, const kv_observers &a, int64_t *stride) const {
+    check_kind(name, t, ScalarType::Float);
+    check_shape(name, t, {a.B, a.H, a.R});
+    STD_TORCH_CHECK(a.R < 2 || t.stride(2) == 1, name, "'s last dimension is not dense");
+    std::copy_n(t.strides().begin(), 2, stride);
+    return static_cast<const float *>(t.data_ptr());
+  }
+
+  Tensor empty(ScalarType type, Shape shape) const {
+    std::array<int64_t, 4> stride;
+    int64_t step = 1;
+    for (size_t d = shape.size(); d-- > 0; step *= shape.begin()[d]) stride[d] = step;
+    const int32_t device = cuda_ ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu();
+    const auto dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
+    AtenTensorHandle handle;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.begin(),
+                                                           stride.data(), dtype, device, cuda_ ? index_ : 0, &handle));
+    return Tensor(handle);
+  }
+
+  /* Head (b, h) owns rows offset .. offset + len + room - 1 of a flat buffer that has `rows`. Not checked on a GPU. */
+  void check_slots(const char *name, const int64_t *offset, const int32_t *len, int64_t heads, int64_t rows,
+                   int64_t room) const {
+    for (int64_t i = 0; on_cpu() && i < heads; i++) {
+      bool inside = offset[i] >= 0 && len[i] >= 0 && offset[i] <= rows - len[i] - room;
+      STD_TORCH_CHECK(inside, "head ", i, " holds ", len[i], " slots at offset ", offset[i],
+                      room ? " and needs room for one more" : "", ", but ", name, " has ", rows, " rows");
+    }
+  }
+
+  template <typename Args>
+  void run(const Args &a, const Kernels<Args> &kernels) const {
+    const kv_status status = on_cpu() ? (set_threads(), kernels.cpu(&a)) : kernels.check(&a, 0);
+    STD_TORCH_CHECK(status == KV_OK, kv_status_text(status));
+#ifdef KVEVICT_CUDA_ARCHS
+    if (on_cpu()) return;
+    const int64_t bytes = kernels.cuda_scratch ? kernels.cuda_scratch(&a) : 0;
+    Tensor scratch = empty(ScalarType::Byte, {bytes});
+    const int error = kernels.cuda(&a, scratch.data_ptr(), current_stream(index_));
+    STD_TORCH_CHECK(error == 0, "CUDA: ", kv_cuda_text(error));
+#endif
+  }
+
+ private:
+#ifdef KVEVICT_ON_CPU /* the CUDA kernels stand in for the CPU's */
+  static constexpr bool needs_alignment() { return true; }
+#else
+  bool needs_alignment() const { return cuda_; }
+#endif
+
+  static bool aligned(const Tensor &t) {
+    bool all = reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0;
+    for (int64_t d = 0; d < 3; d++)
+      all &= t.size(d) < 2 || t.stride(d) * static_cast<int64_t>(t.element_size()) % 16 == 0;
+    return all;
+  }
+
+  void check_kind(const char *name, const Tensor &t, ScalarType type) const {
+    STD_TORCH_CHECK(cuda_ ? t.is_cuda() && t.get_device_index() == index_ : t.is_cpu(), name, " is not on ",
+                    cuda_ ? "the same GPU as the first tensor" : "the CPU");
+    STD_TORCH_CHECK(t.scalar_type() == type, name, " is ", toString(t.scalar_type()), ", expected ", toString(type));
+  }
+
+  static void check_shape(const char *name, const Tensor &t, Shape shape) {
+    auto sizes = t.sizes();
+    bool same = sizes.size() == shape.size() && std::equal(shape.begin(), shape.end(), sizes.begin());
+    STD_TORCH_CHECK(same, name, " has shape ", shape_text(sizes), ", expected ", shape_text(shape));
+  }
+
+  bool cuda_;
+  int32_t index_;
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
+};
+
+}  // namespace
+#endif

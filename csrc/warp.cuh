@@ -1,0 +1,91 @@
+/* Reductions over the lanes of a warp and the warps of a block. The order of every sum is fixed, so results repeat bit for
+ * bit. All lanes of a warp (all threads of a block) must call them together; the block's size is a multiple of 32, at
+ * most 1024. Every caller gets the result. */
+#ifndef KV_WARP_CUH
+#define KV_WARP_CUH
+#include "ptx.cuh"
+
+constexpr uint32_t ALL_LANES = 0xffffffffu;
+
+static __device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
+static __device__ __forceinline__ int warp_id() { return threadIdx.x / 32; }
+
+/* Over each aligned group of `Width` lanes: 4 is a row of an mma fragment, 32 the warp. All lanes get the same bits. */
+template <int Width = 32, class T>
+static __device__ __forceinline__ T lanes_sum(T x) {
+#pragma unroll
+  for (int step = Width / 2; step > 0; step /= 2) x += __shfl_xor_sync(ALL_LANES, x, step);
+  return x;
+}
+/* A NaN is passed over, as fmaxf does. */
+template <int Width = 32>
+static __device__ __forceinline__ float lanes_max(float x) {
+#pragma unroll
+  for (int step = Width / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, step));
+  return x;
+}
+/* Over the 8 lanes that hold one column of an mma fragment: l % 4 is the same. */
+static __device__ __forceinline__ float columns_sum(float x) {
+#pragma unroll
+  for (int step = 4; step < 32; step *= 2) x += __shfl_xor_sync(ALL_LANES, x, step);
+  return x;
+}
+static __device__ __forceinline__ float columns_max(float x) {
+#pragma unroll
+  for (int step = 4; step < 32; step *= 2) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, step));
+  return x;
+}
+
+/* Sum over the lanes before this one. */
+static __device__ __forceinline__ int lanes_sum_before(int x) {
+  int sum = x;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int left = __shfl_up_sync(ALL_LANES, sum, step);
+    if (lane_id() >= step) sum += left;
+  }
+  return sum - x;
+}
+
+/* scratch [32] shared, free to be used again when these return. */
+template <class T>
+static __device__ __forceinline__ T block_sum(T x, T *scratch) {
+  x = lanes_sum(x);
+  if (lane_id() == 0) scratch[warp_id()] = x;
+  __syncthreads();
+  x = lanes_sum(lane_id() < (int)blockDim.x / 32 ? scratch[lane_id()] : T(0));
+  __syncthreads();
+  return x;
+}
+static __device__ __forceinline__ float block_max(float x, float *scratch) {
+  x = lanes_max(x);
+  if (lane_id() == 0) scratch[warp_id()] = x;
+  __syncthreads();
+  x = lanes_max(scratch[lane_id() < (int)blockDim.x / 32 ? lane_id() : 0]);
+  __syncthreads();
+  return x;
+}
+/* Sum over the threads before this one; *total: over all. */
+static __device__ __forceinline__ int block_sum_before(int x, int *scratch, int *total) {
+  const int before = lanes_sum_before(x);
+  if (lane_id() == 31) scratch[warp_id()] = before + x;
+  __syncthreads();
+  const int warp_total = lane_id() < (int)blockDim.x / 32 ? scratch[lane_id()] : 0;
+  const int warps_before = lanes_sum_before(warp_total);
+  *total = __shfl_sync(ALL_LANES, warps_before + warp_total, 31);
+  __syncthreads();
+  return before + __shfl_sync(ALL_LANES, warps_before, warp_id());
+}
+
+/* Whether this block is the last of `blocks` that come here; it then sees what all of them wrote to global memory before.
+ * *counter: 0 before the first launch and again afterwards. flag: one shared word. */
+static __device__ __forceinline__ bool block_is_last(uint32_t *counter, uint32_t blocks, uint32_t *flag) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    *flag = atomic_add_acq_rel(counter, 1) + 1 == blocks;
+    if (*flag) *counter = 0;
+  }
+  __syncthreads();
+  return *flag != 0;
+}
+#endif

@@ -1,0 +1,65 @@
+/* What the emulator's own files share. One grid runs at a time, one block of it at a time, and the block's threads are
+ * coroutines of one host thread. */
+#ifndef KV_EMULATOR_H
+#define KV_EMULATOR_H
+#include <vector>
+
+#include "ptx.h"
+
+namespace emulator {
+constexpr int LANES = 32, MOST_THREADS = 1024;
+constexpr size_t MOST_SHARED = 101376; /* what a block may have on sm_86, sm_89 and sm_120 */
+
+/* 16 bytes on their way into shared memory. */
+struct Copy {
+  unsigned char *to;
+  const unsigned char *from;
+  int bytes;
+  long group;
+  unsigned char issued[16]; /* what `from` held when the copy was asked for */
+};
+
+enum class State { ready, waiting, returned };
+
+struct Thread {
+  uint3 index;
+  int number; /* in the block; lane = number % 32 */
+  State state;
+  void *stack_pointer;
+  void *fake_stack;         /* AddressSanitizer's */
+  const char *what;         /* it waits for */
+  Place place;              /* where it waits */
+  void *brought;            /* to the collective it waits for */
+  std::vector<Copy> copies; /* not yet waited for, oldest first */
+  long groups;              /* of copies, committed */
+};
+
+struct Block {
+  int threads;
+  unsigned char *shared;
+  size_t shared_bytes;
+  uint32_t number;            /* of the launch's blocks, in the order they run */
+  uint32_t epoch;             /* barriers passed */
+  uint32_t warp_epoch[LANES]; /* barriers that each warp passed */
+};
+
+extern Thread *current; /* null outside of kernels */
+extern Block block;
+extern Thread threads[MOST_THREADS];
+inline Thread &neighbour(int lane) { return threads[current->number / LANES * LANES + lane]; }
+
+/* Ends the launch with a message, which also names the kernel, the block and the thread. */
+[[noreturn]] void fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
+bool on_a_stack(const void *p);
+inline bool in_shared(const void *p, size_t size) {
+  const unsigned char *bytes = static_cast<const unsigned char *>(p);
+  return bytes >= block.shared && bytes + size <= block.shared + block.shared_bytes;
+}
+
+/* race.cpp. The race check sees plain accesses only if the kernels were compiled with -fsanitize=thread. */
+enum class Access { read, write, atomic, arriving, arrived }; /* the last two: of a copy into shared memory */
+void note(const Thread &thread, const void *p, size_t size, Access access);
+void begin_grid_accesses();
+void begin_block_accesses();
+}  // namespace emulator
+#endif

@@ -1,0 +1,133 @@
+"""Breaks the CUDA kernels one way at a time; the ops' tests, run on the emulator, must notice each.
+
+    python tests/cuda_on_cpu/mutations.py [OP ...]
+
+A mutation replaces a piece of text that must occur exactly once in its file, so that it cannot go stale unseen."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from build import CSRC, ROOT, build_package
+
+HALF = "test_matches and dtype1"  # bfloat16
+
+
+class Mutation(NamedTuple):
+    op: str
+    file: str
+    old: str
+    new: str
+    what: str
+    mode: str = "plain"
+    tests: str = "test_matches"
+
+
+SYNC = "__syncthreads();"
+MUTATIONS = [
+    Mutation("attend", "attend_cuda.cu", SYNC + " /* K is there", "/* K is there", "no barrier before V is refilled",
+             tests=HALF),
+    Mutation("attend", "attend_cuda.cu", "cp_async_wait<0>();\n    __syncthreads();",
+             "cp_async_wait<1>();\n    __syncthreads();", "does not wait for K", tests=HALF),
+    Mutation("attend", "attend_cuda.cu", "const bool masked = c0 + X::KEYS > fewest", "const bool masked = false",
+             "tiles on the diagonal are not masked", tests=HALF),
+    Mutation("attend", "tile.cuh", "mma<E>(s[m][n], x[m], y[0], y[1])", "mma<E>(s[m][n], x[m], y[1], y[0])",
+             "halves of K's fragment exchanged", tests=HALF),
+    Mutation("attend", "tile.cuh", "pack<E>(p[m][2 * k + i / 2][i % 2 * 2], p[m][2 * k + i / 2][i % 2 * 2 + 1])",
+             "pack<E>(p[m][2 * k + i % 2][i / 2 * 2], p[m][2 * k + i % 2][i / 2 * 2 + 1])",
+             "quarters of P's fragment exchanged", tests=HALF),
+    Mutation("attend", "tile.cuh", "ldmatrix_x4_trans(", "ldmatrix_x4(", "V not transposed", tests=HALF),
+    Mutation("attend", "tile.cuh", "if (column >= seen[m][i % 4 / 2])", "if (column > seen[m][i % 4 / 2])",
+             "rows see one key too many", tests=HALF),
+    Mutation("attend", "tile.cuh", "sum[m][h] * alpha[m][h] + more", "sum[m][h] + more",
+             "the sum is not rescaled when the maximum moves", tests="test_many_blocks"),
+    Mutation("score", "score_cuda.cu", "key + i * 8 >= row.seen) term", "key + i * 8 > row.seen) term",
+             "rows see one key too many", tests=HALF),
+    Mutation("score", "score_cuda.cu", "      cp_async_wait<0>();\n      /*", "      /*", "does not wait for the rows",
+             tests=HALF),
+    Mutation("peak", "peak_cuda.cu", SYNC + " /* the tile is there", "/* the tile is there",
+             "no barrier before K is read", tests=HALF),
+    Mutation("peak", "peak_cuda.cu", "top[m][h] = max_nan(top[m][h], fmaf", "top[m][0] = max_nan(top[m][0], fmaf",
+             "the lower rows' maxima go to the upper", tests=HALF),
+    Mutation("decode", "decode_cuda.cu", "c1 = min(n, c0 + stretch)", "c1 = min(n, c0 + stretch - 1)",
+             "the last slot of a stretch is left out"),
+    Mutation("decode", "decode_cuda.cu", "    }\n    __syncthreads();\n    for (int at", "    }\n    for (int at",
+             "no barrier before the groups are added", mode="race"),
+    Mutation("decode", "warp.cuh", "uint32_t *flag) {\n  __syncthreads();", "uint32_t *flag) {",
+             "a block counts itself before its threads are done", mode="race", tests="decode"),
+    Mutation("select", "select_cuda.cu", "shared->count[i] = 0;\n    __syncthreads();", "shared->count[i] = 0;",
+             "no barrier before counting"),
+    Mutation("select", "select_cuda.cu", "ties + __popc(tied & earlier) < equal",
+             "ties + __popc(tied & earlier) <= equal", "one tie too many"),
+    Mutation("select", "select_cuda.cu", "key > bar) || (tie", "key >= bar) || (tie", "all ties are kept"),
+    Mutation("select", "warp.cuh", "  if (lane_id() >= step) sum += left;", "  sum += left;", "a scan that wraps"),
+    Mutation("compact", "compact_cuda.cu", "      moves |= 1u << u;\n    }\n    __syncthreads();",
+             "      moves |= 1u << u;\n    }", "no barrier between reading and writing", mode="race",
+             tests="test_in_place"),
+    Mutation("compact", "compact_cuda.cu", "const int i = index ? index[j] : j;",
+             "const int i = index ? index[j] : j + 1;", "one row off without an index", tests="test_without"),
+    Mutation("refine", "refine_cuda.cu", "  __syncthreads();\n  if ((int)threadIdx.x >= v.D) return;",
+             "  if ((int)threadIdx.x >= v.D) return;", "no barrier before the parts are added", tests="test_lengths"),
+    Mutation("norm", "warp.cuh", "for (int step = Width / 2; step > 0; step /= 2) x +=",
+             "for (int step = Width / 2; step > 1; step /= 2) x +=", "two halves of a row are not added"),
+]  # fmt: skip
+
+
+def tests_pass(package, mutation):
+    environment = dict(os.environ, PYTHONSAFEPATH="1", PYTHONPATH=str(package), MALLOC_PERTURB_="1")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-o", "addopts="]
+    command += [f"tests/test_{mutation.op}.py", "-k", mutation.tests]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    lines = [line for line in (done.stderr + done.stdout).splitlines() if re_message(line)]
+    return done.returncode == 0, lines[0] if lines else done.stdout[-200:]
+
+
+def re_message(line):
+    return line.startswith(("cuda_on_cpu", "kv_", "E  "))
+
+
+def mutated(mutation, base, folder):
+    """base's objects with that of the op compiled anew from a broken csrc; the package."""
+    csrc = folder / "csrc"
+    shutil.copytree(CSRC, csrc)
+    text = (csrc / mutation.file).read_text()
+    if text.count(mutation.old) != 1:
+        sys.exit(f"{mutation.file} has {text.count(mutation.old)} times: {mutation.old}")
+    (csrc / mutation.file).write_text(text.replace(mutation.old, mutation.new))
+    for file in base.glob("*.o"):
+        if file.name != f"{mutation.op}_cuda.cu.o":
+            (folder / file.name).hardlink_to(file)
+    build_package(mutation.mode, folder, csrc)
+    return folder
+
+
+def main():
+    wanted = [m for m in MUTATIONS if len(sys.argv) == 1 or m.op in sys.argv[1:]]
+    survived = 0
+    with tempfile.TemporaryDirectory() as name:
+        for mode in sorted({m.mode for m in wanted}):
+            build_package(mode, Path(name) / mode)
+        for op, mode, tests in sorted({(m.op, m.mode, m.tests) for m in wanted}):
+            passed, why = tests_pass(Path(name) / mode, Mutation(op, "", "", "", "", mode, tests))
+            if not passed:
+                sys.exit(f"test_{op}.py -k '{tests}' fails as it is, {mode}: {why}")
+        for number, mutation in enumerate(wanted):
+            folder = Path(name) / str(number)
+            folder.mkdir()
+            passed, why = tests_pass(mutated(mutation, Path(name) / mutation.mode, folder), mutation)
+            survived += passed
+            print(
+                f"{'NOT NOTICED' if passed else 'noticed':<12}{mutation.op:<8}{mutation.what}: {why.strip()[:120]}",
+                flush=True,
+            )
+            shutil.rmtree(folder)
+    print(f"{len(wanted)} mutations, {survived} not noticed")
+    sys.exit(bool(survived))
+
+
+if __name__ == "__main__":
+    main()

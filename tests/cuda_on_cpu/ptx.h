@@ -1,0 +1,148 @@
+/* The functions of csrc/ptx.cuh and csrc/launch.cuh in plain C++. Included before everything else (-include), it takes
+ * the place of both by defining their include guards. */
+#ifndef KV_PTX_H
+#define KV_PTX_H
+#define KV_PTX_CUH
+#define KV_LAUNCH_CUH
+#include "cuda_runtime.h"
+
+struct f16 {
+  uint16_t bits;
+};
+struct bf16 {
+  uint16_t bits;
+};
+
+namespace emulator {
+void *block_shared();
+
+struct Matrices {
+  uint32_t *r[4];
+  const void *row;
+  Place place;
+};
+template <int count, bool transposed>
+void ldmatrix(void *const lanes[32]);
+
+struct Mma {
+  float *d;
+  const uint32_t *a;
+  uint32_t b0, b1;
+};
+template <class E>
+void mma(void *const lanes[32]);
+void movmatrix(void *const lanes[32]);
+
+void cp_async(void *to, const void *from, int bytes, Place place);
+void cp_async_commit();
+void cp_async_wait(int newest);
+void check_aligned(const void *p, size_t size, const char *what, Place place);
+
+/* Threads and blocks of the launches that follow run in this random order; 0, as at first: in ascending order. */
+void set_order(unsigned seed);
+
+/* Since the last reset: the most dynamic shared memory a block had; ldmatrix's 8x8 matrices, and how often two of a matrix's
+ * rows lay in the same banks, each time another cycle on a GPU. */
+struct Usage {
+  size_t shared;
+  long matrices, conflicts;
+};
+extern Usage usage;
+
+/* One launch; call(arguments) runs the kernel as one thread. */
+int run_grid(const char *name, dim3 grid, int threads, size_t shared, void (*call)(void *), void *arguments);
+}  // namespace emulator
+
+template <class T>
+T *shared_memory() {
+  return static_cast<T *>(emulator::block_shared());
+}
+
+#define KV_AT const char *file = __builtin_FILE(), int line = __builtin_LINE()
+inline void ldmatrix_x1(uint32_t &r0, const void *row, KV_AT) {
+  emulator::Matrices m = {{&r0}, row, {file, line}};
+  emulator::collective("ldmatrix_x1", m.place, &m, emulator::ldmatrix<1, false>);
+}
+inline void ldmatrix_x2(uint32_t &r0, uint32_t &r1, const void *row, KV_AT) {
+  emulator::Matrices m = {{&r0, &r1}, row, {file, line}};
+  emulator::collective("ldmatrix_x2", m.place, &m, emulator::ldmatrix<2, false>);
+}
+inline void ldmatrix_x4(uint32_t &r0, uint32_t &r1, uint32_t &r2, uint32_t &r3, const void *row, KV_AT) {
+  emulator::Matrices m = {{&r0, &r1, &r2, &r3}, row, {file, line}};
+  emulator::collective("ldmatrix_x4", m.place, &m, emulator::ldmatrix<4, false>);
+}
+inline void ldmatrix_x1_trans(uint32_t &r0, const void *row, KV_AT) {
+  emulator::Matrices m = {{&r0}, row, {file, line}};
+  emulator::collective("ldmatrix_x1_trans", m.place, &m, emulator::ldmatrix<1, true>);
+}
+inline void ldmatrix_x2_trans(uint32_t &r0, uint32_t &r1, const void *row, KV_AT) {
+  emulator::Matrices m = {{&r0, &r1}, row, {file, line}};
+  emulator::collective("ldmatrix_x2_trans", m.place, &m, emulator::ldmatrix<2, true>);
+}
+inline void ldmatrix_x4_trans(uint32_t &r0, uint32_t &r1, uint32_t &r2, uint32_t &r3, const void *row, KV_AT) {
+  emulator::Matrices m = {{&r0, &r1, &r2, &r3}, row, {file, line}};
+  emulator::collective("ldmatrix_x4_trans", m.place, &m, emulator::ldmatrix<4, true>);
+}
+
+template <class E>
+void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, KV_AT) {
+  emulator::Mma m = {d, a, b0, b1};
+  emulator::collective("mma", {file, line}, &m, emulator::mma<E>);
+}
+inline uint32_t movmatrix_trans(uint32_t x, KV_AT) {
+  emulator::collective("movmatrix", {file, line}, &x, emulator::movmatrix);
+  return x;
+}
+
+inline void cp_async_16(void *to, const void *from, int bytes = 16, KV_AT) {
+  emulator::cp_async(to, from, bytes, {file, line});
+}
+inline void cp_async_commit() { emulator::cp_async_commit(); }
+template <int N>
+void cp_async_wait() {
+  emulator::cp_async_wait(N);
+}
+
+inline float exp2_approx(float x) {
+  const float y = exp2f(x);
+  return y < 0x1p-126f ? 0.0f : y;
+}
+
+inline float to_float(float x) { return x; }
+inline float to_float(bf16 x) { return __uint_as_float((uint32_t)x.bits << 16); }
+float to_float(f16 x);
+template <class E>
+E from_float(float x);
+template <>
+inline float from_float<float>(float x) {
+  return x;
+}
+template <>
+f16 from_float<f16>(float x);
+template <>
+bf16 from_float<bf16>(float x);
+template <class E>
+uint32_t pack(float low, float high) {
+  return from_float<E>(low).bits | (uint32_t)from_float<E>(high).bits << 16;
+}
+template <class E>
+float2 unpack(uint32_t x) {
+  return make_float2(to_float(E{(uint16_t)(x & 0xffffu)}), to_float(E{(uint16_t)(x >> 16)}));
+}
+
+inline uint4 load_once_16(const void *p, KV_AT) {
+  emulator::check_aligned(p, 16, "load_once_16", {file, line});
+  return *static_cast<const uint4 *>(p);
+}
+inline uint32_t atomic_add_acq_rel(uint32_t *p, uint32_t x) {
+  return emulator::atomically(p, emulator::Sharing::acquire_release, [x](uint32_t y) { return y + x; });
+}
+#undef KV_AT
+
+template <auto kernel, class... Args>
+int launch(dim3 grid, int threads, size_t shared, void *, Args... args) {
+  auto call = [&] { kernel(args...); };
+  return emulator::run_grid(
+      __PRETTY_FUNCTION__, grid, threads, shared, [](void *c) { (*static_cast<decltype(call) *>(c))(); }, &call);
+}
+#endif

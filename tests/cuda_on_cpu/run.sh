@@ -1,0 +1,23 @@
+#!/bin/sh
+# Compiles the CUDA kernels for a CPU and runs the ops' tests on them: run.sh plain|asan|race [pytest's arguments]
+set -eu
+mode=$1
+shift
+here=$(cd "$(dirname "$0")" && pwd)
+out=$(mktemp -d)
+trap 'rm -rf "$out"' EXIT
+python "$here/build.py" "$mode" "$out"
+export KV_ON_CPU_USAGE="$out/usage"
+
+# Memory that nobody wrote is no result: it holds a pattern. Python's own leaks are not ours to find.
+export MALLOC_PERTURB_=1
+if [ "$mode" = asan ]; then
+  export ASAN_OPTIONS=detect_leaks=0:max_malloc_fill_size=1000000000:malloc_fill_byte=254
+  preload=$("${CXX:-g++}" -print-file-name=libasan.so):$("${CXX:-g++}" -print-file-name=libubsan.so)
+fi
+cd "$here/../.."
+[ $# -gt 0 ] || set -- tests/test_attend.py tests/test_score.py tests/test_peak.py tests/test_error.py tests/test_refine.py \
+  tests/test_norm.py tests/test_select.py tests/test_compact.py tests/test_decode.py
+# Not from the current directory, where the package has the CPU's kernels.
+PYTHONSAFEPATH=1 PYTHONPATH="$out" LD_PRELOAD="${preload:-}" python -m pytest -q -p no:cacheprovider "$@"
+python "$here/usage.py" "$KV_ON_CPU_USAGE"

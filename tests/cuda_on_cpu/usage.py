@@ -1,0 +1,31 @@
+"""python usage.py FILE: what the kernels asked of shared memory, by op, from what ops.cpp wrote into FILE.
+
+More than the file's budget is an error. Conflicts: of the banks, per 8x8 matrix that ldmatrix reads; each costs time."""
+
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+from build import CSRC
+
+
+def main():
+    shared, matrices, conflicts = defaultdict(int), defaultdict(int), defaultdict(int)
+    for line in Path(sys.argv[1]).read_text().splitlines():
+        op, *numbers = line.split()
+        shared[op] = max(shared[op], int(numbers[0]))
+        matrices[op] += int(numbers[1])
+        conflicts[op] += int(numbers[2])
+    over = False
+    print(f"{'op':<8} {'shared':>7} {'budget':>7} {'conflicts':>9}")
+    for op in sorted(shared):
+        budget = int(re.search(r"budget: regs \d+, smem (\d+)", (CSRC / f"{op}_cuda.cu").read_text())[1])
+        rate = f"{conflicts[op] / matrices[op]:.3f}" if matrices[op] else "-"
+        print(f"{op:<8} {shared[op]:>7} {budget:>7} {rate:>9}")
+        over |= shared[op] > budget
+    sys.exit("more shared memory than the budget" if over else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""What only a GPU can show: streams, CUDA graphs, several devices, and a patched model. The ops' results are tested by
+their own tests, which run on a GPU too (conftest.py). Not yet run on a GPU."""
+
+import conftest
+import pytest
+import tiny
+import torch
+from helpers import Moved, i32, problem, same_bits
+
+import kvevict
+from kvevict import _ops as ops
+
+pytestmark = pytest.mark.skipif(not conftest.on_gpu(), reason="needs a GPU and a build with CUDA")
+
+
+def made(device, seed=1):
+    """A chunk of 33 on 2 x 2 heads with up to 300 slots, to be cut back to 60."""
+    p = problem(seed, T=33, G=4, lens=[[300, 100], [60, 250]], first=[0, 5], room=40, dtype=torch.bfloat16)
+    p |= {"n": p["len"] + 33 - p["first"][:, None], "keep": i32([[60, 60]] * 2), "ends": i32([4, 4])}
+    moved = Moved(torch.device(device))
+    return {name: moved(value) for name, value in p.items()}
+
+
+def chunk(p):
+    """What a chunk and a decoded token do; everything they return or write."""
+    store, new = (p["k_slots"], p["v_slots"]), (p["k"], p["v"])
+    ranges, options = (p["offset"], p["len"]), {"scale": p["scale"]}
+    out, lse = ops.attend(p["q"], *store, *ranges, *new, p["first"], **options)
+    rows = p["q"], p["row_first"], store[0], *ranges, new[0], p["first"], torch.full_like(p["first"], 33), lse
+    score = ops.score(*rows, reduce="sum", columns=333, **options)
+    index = ops.select(score, p["n"], p["keep"], p["ends"], p["ends"], 60)
+    slots = *store, p["pos_slots"]
+    ops.compact(*slots, *ranges, *new, p["pos"], p["first"], index, p["keep"], *slots, p["offset"])
+    token = [x[:, :, -1:] for x in (p["q"], *new)]
+    pos = p["pos"][:, -1:].contiguous()
+    decoded = ops.decode(*token, pos, *slots, p["offset"], p["keep"], columns=61, **options)
+    return [out, lse, score, index, *decoded, *slots]
+
+
+def same(a, b):
+    return all(same_bits(x.cpu(), y.cpu()) for x, y in zip(a, b, strict=True))
+
+
+def test_repeats_bit_for_bit():
+    assert same(chunk(made("cuda")), chunk(made("cuda")))
+
+
+def test_current_stream():
+    """On a stream of its own, behind a wait that an op on another stream would not keep."""
+    want, p = chunk(made("cuda")), made("cuda")
+    k, side = p["k"].clone(), torch.cuda.Stream()
+    p["k"].zero_()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(10**8)
+        p["k"].copy_(k)
+        got = chunk(p)
+    side.synchronize()
+    assert same(got, want)
+
+
+def test_graph():
+    """Captured once, replayed on other queries, keys and values."""
+    p = made("cuda")
+    chunk(made("cuda"))  # what is set up at the first call must not be captured
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = chunk(p)
+    for seed in (1, 2, 3):
+        want = made("cuda")
+        for name in "qkv":
+            want[name].copy_(made("cuda", seed)[name])
+        for name in (*"qkv", "k_slots", "v_slots", "pos_slots"):
+            p[name].copy_(want[name])
+        graph.replay()
+        assert same(got, chunk(want))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_other_device_than_the_current():
+    assert same(chunk(made("cuda:1")), chunk(made("cuda:0")))
+
+
+def test_tensors_on_two_devices():
+    p = made("cuda")
+    with pytest.raises(ValueError, match="len is on cpu, the others on cuda"):
+        chunk({**p, "len": p["len"].cpu()})
+
+
+@pytest.mark.parametrize("preset", ["take", "snapkv", "h2o", "streaming"])
+def test_model_reads_as_on_the_cpu(preset):
+    """The same tokens in fp32, greedily, as long as no two logits are closer than the sums' rounding."""
+    ids = torch.randint(3, 90, (2, 150), generator=torch.Generator().manual_seed(5))
+    answers = []
+    for device in ("cpu", "cuda"):
+        model = kvevict.patch(tiny.model().to(device), preset, budget=48, chunk_size=40)
+        answers.append(model.generate(ids.to(device), max_new_tokens=12, do_sample=False).cpu())
+        kept = kvevict.report(model)["kept"]
+        assert answers[0].shape == answers[-1].shape and kept
+    assert torch.equal(*answers)
