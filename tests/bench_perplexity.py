@@ -1,6 +1,7 @@
 """Perplexity of text after a prompt that was read in chunks and evicted, per policy and budget, against the full cache.
 
     python tests/bench_perplexity.py --model DIR [--file TEXT] [--stories 64] [--budgets 48 64 128]
+    python tests/bench_perplexity.py --model DIR --chunk-size 0 --prompt-only --policies snapkv adakv ...
 
 Without --file the stories are the model's own, sampled with a fixed seed. Each is `--tokens` long; the first half is
 read in chunks, the rest is scored token by token through the cache. Windows and probes are 16. Two tables: only the
@@ -10,28 +11,29 @@ one JSON line.
 """
 
 import argparse
+import dataclasses
 import json
 
 import torch
 
 import kvevict
+from kvevict.commands import parse_policy
+from kvevict.policy import PRESETS, build
 from kvevict.run import load_model
 
-POLICIES = {
-    "streaming, no sinks": ("streaming", dict(sink=0)),
-    "streaming": ("streaming", {}),
-    "random": ("random", {}),
-    "knorm": ("knorm", {}),
-    "keydiff": ("keydiff", {}),
-    "h2o": ("h2o", {}),
-    "tova": ("tova", {}),
-    "snapkv": ("snapkv", dict(window=16)),
-    "take": ("take", dict(probe=16)),
-    "take, literal EMA": ("take", dict(probe=16, ema_space="literal")),
-    "take/no-probe": ("take/no-probe", dict(probe=16)),
-    "take/no-delay": ("take/no-delay", dict(probe=16)),
-    "take/chunk-only": ("take/chunk-only", dict(probe=16)),
-}
+POLICIES = [
+    "streaming:sink=0", "streaming", "random", "knorm", "keydiff", "h2o", "tova", "snapkv", "take",
+    "take:ema_space=literal", "take/no-probe", "take/no-delay", "take/chunk-only",
+]  # fmt: skip
+WINDOW = 16
+
+
+def built(text, **options):
+    """The policy NAME[:OPTION=VALUE,...], with windows and probes of at most `WINDOW`."""
+    name, given = parse_policy(text)
+    score = PRESETS.find(name)["score"]
+    sizes = {f.name: getattr(score, f.name) for f in dataclasses.fields(score) if f.name in ("window", "probe")}
+    return build(name, **options | {name: min(size, WINDOW) for name, size in sizes.items()} | given)
 
 
 def sample_stories(model, count, tokens):
@@ -71,7 +73,9 @@ def main():
     parser.add_argument("--file")
     parser.add_argument("--stories", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=480)
-    parser.add_argument("--chunk-size", type=int, default=40)
+    parser.add_argument("--chunk-size", type=int, default=40, help="0: the prompt is read whole")
+    parser.add_argument("--prompt-only", action="store_true", help="only the first table")
+    parser.add_argument("--policies", nargs="+", default=POLICIES, metavar="NAME[:OPTION=VALUE,...]")
     parser.add_argument("--budgets", type=int, nargs="+", default=[48, 64, 128])
     args = parser.parse_args()
     model, tokenizer = load_model(args.model, torch.float32)
@@ -83,15 +87,14 @@ def main():
     results = {"full": float(full.mean().exp())}
     print(f"{args.stories} stories of {args.tokens} tokens, chunks of {args.chunk_size}")
     print(f"full cache: {results['full']:.3f}")
-    for decode in (False, True):
+    for decode in (False,) if args.prompt_only else (False, True):
         print(f"\n{'evicting while scoring too' if decode else 'prompt evicted only':28}", end="")
         print("".join(f"{f'B={budget}':>18}" for budget in args.budgets))
-        for name, (policy, options) in POLICIES.items():
+        for name in args.policies:
             row = []
             for budget in args.budgets:
-                with kvevict.evicting(
-                    model, policy, budget=budget, chunk_size=args.chunk_size, decode=decode, **options
-                ):
+                policy = built(name, budget=budget, chunk_size=args.chunk_size or ids.shape[1], decode=decode)
+                with kvevict.evicting(model, policy):
                     got = loss(model, ids)
                 error = float((got - full).std() / args.stories**0.5)
                 row.append((float(got.mean().exp()), error))
