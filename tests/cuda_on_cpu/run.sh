@@ -18,6 +18,6 @@ fi
 cd "$here/../.."
 [ $# -gt 0 ] || set -- tests/test_attend.py tests/test_score.py tests/test_peak.py tests/test_error.py tests/test_refine.py \
   tests/test_norm.py tests/test_select.py tests/test_compact.py tests/test_decode.py
-# Not from the current directory, where the package has the CPU's kernels.
-PYTHONSAFEPATH=1 PYTHONPATH="$out" LD_PRELOAD="${preload:-}" python -m pytest -q -p no:cacheprovider "$@"
+# Not from the current directory, where the package has the CPU's kernels. What ends the process is to be seen: no capture of fds.
+PYTHONSAFEPATH=1 PYTHONPATH="$out" LD_PRELOAD="${preload:-}" python -m pytest -q -p no:cacheprovider --capture=sys "$@"
 python "$here/usage.py" "$KV_ON_CPU_USAGE"
