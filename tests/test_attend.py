@@ -53,9 +53,9 @@ def test_many_blocks(dtype):
 @pytest.mark.parametrize("T, length", [(32, 96), (32, 97), (33, 95), (16, 47), (63, 64)])
 @pytest.mark.parametrize("D, dtype", [(64, 1), (96, 2), (128, 1), (256, 2), (128, 0)])
 def test_tile_edges(D, dtype, T, length):
-    """One row or key less and more than tiles of 32, 64 and 128 hold. Number by number: a kernel may round the weights to
-    the dtype as well as the output, each by half a unit; the sum of weighted |v| bounds what comes of it, and what fp32
-    loses. fp16 has no weights below 2^-25 of the largest."""
+    """One row or key less and more than tiles of 32, 64 and 128 hold. Number by number: a kernel may round the weights
+    to the dtype as well as the output, each by half a unit; the sum of weighted |v| bounds what comes of it, and what
+    fp32 loses. fp16 has no weights below 2^-25 of the largest."""
     dtype = DTYPES[dtype]
     p = problem(12, B=1, Hkv=1, G=4, T=T, lens=[[length]], first=0, D=D, dtype=dtype)
     out, lse = call(ops.attend, p)

@@ -105,7 +105,8 @@ def test_tile_edges(D, dtype, R, length):
     p = problem(12, B=1, Hkv=1, G=4, T=R, lens=[[length]], first=0, D=D, dtype=DTYPES[dtype])
     p |= {"stop": i32([R]), "row_first": i32([0])}
     check(prepared(p, True, "sum"))
-    check({**prepared(p, True, "max"), "group": "none"})
+    p = {**prepared(p, True, "max"), "group": "none"}
+    close(call(ops.score, p), call(ref.score, p), 2 * FP32)
 
 
 @pytest.mark.parametrize("causal", [True, False])
