@@ -6,7 +6,7 @@
  * masked; those that no row sees are not read.
  */
 // budget: regs 255, smem 98304
-#include "tile.cuh"
+#include "sight.cuh"
 
 /* What a lane's rows hold at the end: out and lse. */
 template <class E, int D, int MT>
@@ -41,8 +41,7 @@ static __device__ __forceinline__ void attend_finish(const kv_attend &a, const f
 }
 
 template <class E, int D>
-static __global__ void __launch_bounds__(RowTile<E, D>::THREADS)
-    attend_kernel(const kv_attend a, const Logits logits) {
+static __global__ void __launch_bounds__(RowTile<E, D>::THREADS) attend_kernel(const kv_attend a, const Logits logits) {
   using X = RowTile<E, D>;
   constexpr int MT = X::MT, NT = X::KEYS / 8;
   E *const q = shared_memory<E>(), *const k = q + X::ROWS * D, *const v = k + X::KEYS * D;
@@ -72,7 +71,7 @@ static __global__ void __launch_bounds__(RowTile<E, D>::THREADS)
     tile_load<E, D, X::KEYS, X::THREADS>(v, values, c0, dims);
     cp_async_commit();
     float s[MT][NT][4], alpha[MT][2];
-    multiply<E, D>(s, q, warp_id() * MT * 16, k);
+    multiply<E, D, X::STEPS>(s, q, warp_id() * MT * 16, k);
     cp_async_wait<0>();
     /* V is there; K has been read */
     const bool odd = __syncthreads_or(sizeof(E) == 2 && masked && tile_odd<E, D, X::KEYS, X::THREADS>(v));

@@ -54,7 +54,7 @@ static __device__ __forceinline__ void add_errors(float (&total)[1][2], const fl
 }
 
 template <class E, int D>
-static __global__ void __launch_bounds__(ErrorTile<E, D>::THREADS) error_kernel(const kv_error a, const Logits logits) {
+static __global__ void __launch_bounds__(ErrorTile<E, D>::THREADS, 1) error_kernel(const kv_error a, const Logits logits) {
   using X = ErrorTile<E, D>;
   constexpr int NT = X::ROWS / 8;
   E *const k = shared_memory<E>(), *const v = k + X::KEYS * D, *const q = v + X::KEYS * D, *const o = q + X::ROWS * D;
@@ -82,8 +82,8 @@ static __global__ void __launch_bounds__(ErrorTile<E, D>::THREADS) error_kernel(
       __syncthreads(); /* the tile before has been read */
       const RowsAt queries = rows_at<E>(some, rows.q, x.b * rows.q_stride[0], rows.q_stride[1], rows.q_stride[2]);
       tile_load<E, D, X::ROWS, X::THREADS>(q, queries, r0, rows.D);
-      tile_load<E, D, X::ROWS, X::THREADS>(
-          o, rows_at<E>(some, a.o, x.b * a.o_stride[0], a.o_stride[2], a.o_stride[1]), r0, rows.D);
+      tile_load<E, D, X::ROWS, X::THREADS>(o, rows_at<E>(some, a.o, x.b * a.o_stride[0], a.o_stride[2], a.o_stride[1]),
+                                           r0, rows.D);
       cp_async_commit();
       if (thread < X::ROWS) values[thread] = row_values(rows, x, some, r0 + thread);
       cp_async_wait<0>();
@@ -103,7 +103,7 @@ static __global__ void __launch_bounds__(ErrorTile<E, D>::THREADS) error_kernel(
 #pragma unroll
         for (int i = 0; i < NT * 4; i++) size[0][i / 4][i % 4] = sqrtf(size[0][i / 4][i % 4]);
       }
-      multiply<E, D>(s, k, at, q);
+      multiply<E, D, D / 16>(s, k, at, q);
       bend(s, logits);
       add_errors(total, s, size, values, logits.scale, a.kind == KV_EDIE ? 1 + a.alpha : 1, c0 + key);
     }

@@ -191,8 +191,8 @@ typedef struct {
   const float *sinks; /* [H] or NULL */
   void *out;          /* [B, 1, H, D] dtype */
   float *lse;         /* [B, H, 1] */
-  int64_t rows;       /* of the slot buffers; CUDA only: how much work there can be */
   float *probs; /* [B, Hkv, C] the row's attention, averaged over the group; columns past the new slot are 0; or NULL */
+  int64_t rows; /* of the slot buffers; only read on CUDA: how much work there can be */
 } kv_decode;
 kv_status kv_decode_cpu(const kv_decode *a);
 

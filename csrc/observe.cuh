@@ -1,7 +1,7 @@
 /* Rows that observe the alive slots, shared by score, peak and error: a[r,i] = exp(logit[r,i] - lse[r]). */
 #ifndef KV_OBSERVE_CUH
 #define KV_OBSERVE_CUH
-#include "tile.cuh"
+#include "sight.cuh"
 
 /* Bytes of scratch and the launches that find lse where `a` has none; then `a` holds it. In peak_cuda.cu. */
 int64_t lse_scratch(const kv_observers *a);
@@ -25,8 +25,8 @@ struct Observed {
 template <class E>
 static __device__ __forceinline__ Observed observed(const kv_observers &a, int head) {
   const int b = head / a.Hkv, h = head % a.Hkv;
-  const auto k = columns_of<E>(a.slots.k, a.slots.offset[head], a.slots.len[head], a.D, a.fresh.k, a.fresh.k_stride, b, h,
-                               a.fresh.first[b], a.stop[b]);
+  const auto k = columns_of<E>(a.slots.k, a.slots.offset[head], a.slots.len[head], a.D, a.fresh.k, a.fresh.k_stride, b,
+                               h, a.fresh.first[b], a.stop[b]);
   return {b, h, (int)(a.H / a.Hkv), a.row_first[b], k, {(int)(k.n - a.R), a.causal ? 0 : k.n, k.n}};
 }
 

@@ -43,8 +43,8 @@ static __global__ void __launch_bounds__(RowTile<E, D>::THREADS)
       sees[i / 2][i % 2] = r < rows.count ? min(x.sight.seen(rows.step(r)), to) : 0;
     }
   }
-  tile_load<E, D, X::ROWS, X::THREADS>(q, rows_at<E>(rows, a.q, x.b * a.q_stride[0], a.q_stride[1], a.q_stride[2]), row0,
-                                       a.D);
+  tile_load<E, D, X::ROWS, X::THREADS>(q, rows_at<E>(rows, a.q, x.b * a.q_stride[0], a.q_stride[1], a.q_stride[2]),
+                                       row0, a.D);
   tile_load<E, D, X::KEYS, X::THREADS>(k, x.k, from, a.D);
   cp_async_commit();
 #pragma unroll 1
@@ -57,7 +57,7 @@ static __global__ void __launch_bounds__(RowTile<E, D>::THREADS)
     int seen[MT][2];
 #pragma unroll
     for (int i = 0; i < 2 * MT; i++) seen[i / 2][i % 2] = sees[i / 2][i % 2] - c0;
-    multiply<E, D>(s, q, warp_id() * MT * 16, k + stage * X::KEYS * D);
+    multiply<E, D, X::STEPS>(s, q, warp_id() * MT * 16, k + stage * X::KEYS * D);
     bend(s, logits);
     if constexpr (PEAK) {
 #pragma unroll
@@ -75,7 +75,8 @@ static __global__ void __launch_bounds__(RowTile<E, D>::THREADS)
 #pragma unroll
   for (int i = 0; i < 2 * MT; i++) {
     const int r = row + i * 8;
-    const float all = PEAK ? row_max_nan(top[i / 2][i % 2]) : top[i / 2][i % 2] + log2f(lanes_sum<4>(sum[i / 2][i % 2]));
+    const float all =
+        PEAK ? row_max_nan(top[i / 2][i % 2]) : top[i / 2][i % 2] + log2f(lanes_sum<4>(sum[i / 2][i % 2]));
     if (r < rows.count && fragment_column() == 0)
       parts[((share * a.B + x.b) * a.H + rows.head_of(r)) * a.R + rows.step(r)] = all;
   }

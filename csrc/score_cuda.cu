@@ -70,35 +70,35 @@ static __global__ void __launch_bounds__(ScoreTile<E, D>::THREADS)
   /* The rows that see a key of the tile: from `from` on. */
   const int from = max(x.row_first, rows.causal ? c0 - x.sight.shift : 0);
   const int count = c0 < x.k.n && from < rows.R ? ((int)rows.R - from) * heads : 0;
-  const int tiles = (count + X::ROWS - 1) / X::ROWS, all = tiles * (x.G / heads);
+  const Divisor by_heads = divisor(heads);
   int seen = 0; /* of this thread's row in the tile to come */
-  const auto load = [&](int i) {
-    if (i >= all) return RowValues{};
-    const Rows some = {x.h * x.G + i / tiles * heads, from, count, divisor(heads)};
+  const auto load = [&](int stage, int g, int r0) {
+    if (g == x.G || r0 >= count) return RowValues{};
+    const Rows some = {x.h * x.G + g, from, count, by_heads};
     const RowsAt queries = rows_at<E>(some, rows.q, x.b * rows.q_stride[0], rows.q_stride[1], rows.q_stride[2]);
-    tile_load<E, D, X::ROWS, X::THREADS>(q + i % 2 * X::ROWS * D, queries, i % tiles * X::ROWS, rows.D);
+    tile_load<E, D, X::ROWS, X::THREADS>(q + stage * X::ROWS * D, queries, r0, rows.D);
     cp_async_commit();
-    return thread < X::ROWS ? row_values(rows, x, some, i % tiles * X::ROWS + thread) : RowValues{};
+    return thread < X::ROWS ? row_values(rows, x, some, r0 + thread) : RowValues{};
   };
-  const auto keep = [&](int i, const RowValues &row) {
+  const auto keep = [&](int stage, const RowValues &row) {
     seen = row.seen;
-    if (thread < X::ROWS) values[i % 2 * X::ROWS + thread] = {row.lse * power, row.weight, row.seen};
+    if (thread < X::ROWS) values[stage * X::ROWS + thread] = {row.lse * power, row.weight, row.seen};
   };
 
-  if (all) tile_load<E, D, X::KEYS, X::THREADS>(k, x.k, c0, rows.D);
-  keep(0, load(0));
+  if (count) tile_load<E, D, X::KEYS, X::THREADS>(k, x.k, c0, rows.D);
+  keep(0, load(0, 0, 0));
   Group<MT> group;
-  for (int g = 0, i = 0; g < x.G; g += heads) {
+  for (int g = 0, stage = 0; g < x.G; g += heads) {
     float total[MT][2] = {};
 #pragma unroll 1
-    for (int last = i + tiles; i < last; i++) {
+    for (int r0 = 0; r0 < count; r0 += X::ROWS, stage ^= 1) {
       cp_async_wait<0>();
       /* The tile is there; the one before has been read. */
-      const bool full = __syncthreads_and(thread >= X::ROWS || seen >= c0 + X::KEYS);
-      const RowValues next = load(i + 1);
-      const RowValues *now = values + i % 2 * X::ROWS;
+      const bool full = __syncthreads_and(thread >= X::ROWS || seen >= c0 + X::KEYS), last = r0 + X::ROWS >= count;
+      const RowValues next = load(stage ^ 1, last ? g + heads : g, last ? 0 : r0 + X::ROWS);
+      const RowValues *now = values + stage * X::ROWS;
       float s[MT][NT][4];
-      multiply<E, D>(s, k, warp_id() * MT * 16, q + i % 2 * X::ROWS * D);
+      multiply<E, D, D / 16>(s, k, warp_id() * MT * 16, q + stage * X::ROWS * D);
       bend(s, logits);
       if (a.reduce == KV_MAX)
         max_rows(total, s, now, logits.scale, key);
@@ -108,7 +108,7 @@ static __global__ void __launch_bounds__(ScoreTile<E, D>::THREADS)
         add_rows<ALL_SEE>(total, s, now, logits.scale, key);
       else
         add_rows<SOME_SEE>(total, s, now, logits.scale, key);
-      keep(i + 1, next);
+      keep(stage ^ 1, next);
     }
 #pragma unroll
     for (int j = 0; j < 2 * MT; j++)

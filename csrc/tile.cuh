@@ -1,6 +1,6 @@
-/* Tiles of rows in shared memory, their products on tensor cores, and the online softmax, shared by attend and what
- * observes. E is float, f16 or bf16; D is the head dimension rounded up to 64, 96, 128 or 256, the columns added being
- * zero. Sums are fp32, logits in log2 units.
+/* Tiles of rows in shared memory, their products on tensor cores, and the online softmax, for attend and what observes.
+ * E is float, f16 or bf16; D is the head dimension rounded up to 64, 96, 128 or 256, the columns added being zero. Sums
+ * are fp32, logits in log2 units.
  *
  * Products have the fragment layout of mma (ptx.cuh) for every E, so only multiply and add_values know of tensor cores:
  * lane l holds rows g = l / 4 and g + 8 and columns c = 2 (l % 4) and c + 1 of each 16 x 8 block. fp32 is summed with
@@ -10,13 +10,8 @@
 #define KV_TILE_CUH
 #include <math.h>
 
-#include <type_traits>
-
-#include "kvevict.h"
 #include "launch.cuh"
 #include "warp.cuh"
-
-constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 
 template <class E>
 constexpr int CHUNK = 16 / (int)sizeof(E); /* elements of 16 bytes */
@@ -111,8 +106,8 @@ static __device__ __forceinline__ void pair_rows(float (&s)[MT][NT][4], const E 
   }
 }
 
-/* s [16 MT, 8 NT] = A B^T, with A from row `row` of a on. */
-template <class E, int D, int MT, int NT>
+/* s [16 MT, 8 NT] = A B^T, with A from row `row` of a on. The addresses of STEPS steps along D are in registers at once. */
+template <class E, int D, int STEPS, int MT, int NT>
 static __device__ __forceinline__ void multiply(float (&s)[MT][NT][4], const E *a, int row, const E *b) {
   if constexpr (sizeof(E) == 4) {
     pair_rows<DOT, E, D>(s, a, row, b);
@@ -120,7 +115,7 @@ static __device__ __forceinline__ void multiply(float (&s)[MT][NT][4], const E *
     const int lane = lane_id();
 #pragma unroll
     for (int i = 0; i < MT * NT * 4; i++) s[i / 4 / NT][i / 4 % NT][i % 4] = 0;
-#pragma unroll(NT > 8 ? 1 : 2) /* all at once needs more registers than there are */
+#pragma unroll(STEPS)
     for (int k = 0; k < D / 16; k++) {
       uint32_t x[MT][4], y[4];
       /* 16 rows on, chunks are exchanged alike. */
@@ -220,40 +215,6 @@ static __device__ __forceinline__ void move_odd(float (&o)[MT][D / 8][4], E *v, 
   __syncthreads();
 }
 
-/* WARPS warps of 16 MT query rows each against KEYS keys. 32 rows a warp use each fragment of K and V twice; where their
- * O does not fit the registers it is 16. In shared memory are the rows and two tiles of keys or values: at most 96 KiB. */
-template <class E, int D>
-struct RowTile {
-  static constexpr bool HALF = sizeof(E) == 2;
-  static constexpr int WARPS = !HALF && D == 256 ? 2 : 4, MT = HALF && D < 256 ? 2 : 1, ROWS = WARPS * MT * 16;
-  static constexpr int KEYS = HALF && D == 64 ? 128 : !HALF && D == 256 ? 32 : 64, THREADS = WARPS * 32;
-  static constexpr size_t SHARED = (size_t)(ROWS + 2 * KEYS) * D * sizeof(E);
-};
-
-/* How the logits come from s = q.k. In log2 units they are scale * of(s), with scale > 0. */
-struct Logits {
-  bool bent; /* of(s) is not s itself */
-  float before, cap, scale;
-
-  __device__ __forceinline__ float of(float s) const {
-    return cap > 0 ? cap * tanhf(before * s) : before * s;
-  }
-};
-
-static inline Logits logits_of(float scale, float softcap) {
-  if (softcap > 0) return {true, scale / softcap, softcap * LOG2E, 1};
-  if (scale > 0) return {false, 0, 0, scale * LOG2E};
-  return {true, scale * LOG2E, 0, 1};
-}
-
-/* s -> of(s) */
-template <int MT, int NT>
-static __device__ __forceinline__ void bend(float (&s)[MT][NT][4], const Logits &logits) {
-  if (!logits.bent) return;
-#pragma unroll
-  for (int i = 0; i < MT * NT * 4; i++) s[i / 4 / NT][i / 4 % NT][i % 4] = logits.of(s[i / 4 / NT][i / 4 % NT][i % 4]);
-}
-
 /* -inf from column seen[m][.] on. */
 template <int MT, int NT>
 static __device__ __forceinline__ void mask(float (&s)[MT][NT][4], const int (&seen)[MT][2]) {
@@ -288,87 +249,4 @@ static __device__ __forceinline__ void softmax_step(float (&s)[MT][NT][4], float
   }
 }
 
-/* The alive columns [stored | new] of one (b, kv head), as addresses: those of columns that are not there are never
- * read, but computed. */
-struct Columns {
-  uint64_t stored, fresh;           /* where column 0 of either would be */
-  int stored_stride, fresh_stride; /* in bytes */
-  int len, n;
-
-  __device__ __forceinline__ uint64_t at(int c) const {
-    return (c < len ? stored : fresh) + (int64_t)c * (c < len ? stored_stride : fresh_stride);
-  }
-};
-
-/* stored: the layer's [rows, D], this head's from row `offset` on; fresh [B, Hkv, S, D], of which columns first ..
- * stop - 1 are alive. */
-template <class E>
-static __device__ __forceinline__ Columns columns_of(const void *stored, int64_t offset, int len, int dims,
-                                                     const void *fresh, const int64_t *stride, int b, int h, int first,
-                                                     int stop) {
-  const int64_t size = sizeof(E), at = b * stride[0] + h * stride[1] + (first - len) * stride[2];
-  return {(uint64_t)stored + offset * dims * size,
-          (uint64_t)fresh + at * size,
-          dims * (int)size,
-          (int)(stride[2] * size),
-          len,
-          len + stop - first};
-}
-
-/* r / n by a multiplication, for 0 <= r < 2^32 / n. */
-struct Divisor {
-  int n;
-  uint32_t inverse; /* 2^32 / n, rounded up */
-
-  __device__ __forceinline__ int of(int r) const { return n == 1 ? r : (int)((uint64_t)r * inverse >> 32); }
-};
-
-static __device__ __forceinline__ Divisor divisor(int n) { return {n, 0xffffffffu / n + 1}; }
-
-/* The rows of some heads of a group, time-major over them: row r is head `head` + r % heads at step `from` + r / heads. */
-struct Rows {
-  int head, from, count;
-  Divisor heads;
-
-  __device__ __forceinline__ int step(int r) const { return from + heads.of(r); }
-  __device__ __forceinline__ int head_of(int r) const { return head + r - heads.of(r) * heads.n; }
-};
-
-/* Where they are in x, by strides of b, head and step. */
-struct RowsAt {
-  uint64_t x;
-  int64_t head_stride, step_stride; /* in bytes */
-  Rows rows;
-  int n;
-
-  __device__ __forceinline__ uint64_t at(int r) const {
-    return x + rows.head_of(r) * head_stride + rows.step(r) * step_stride;
-  }
-};
-
-template <class E>
-static __device__ __forceinline__ RowsAt rows_at(const Rows &rows, const void *x, int64_t b, int64_t head_stride,
-                                                 int64_t step_stride) {
-  const int64_t size = sizeof(E);
-  return {(uint64_t)x + b * size, head_stride * size, step_stride * size, rows, rows.count};
-}
-
-/* Step t sees the columns 0 .. clamp(shift + t + 1, least, n) - 1. */
-struct Sight {
-  int shift, least, n;
-
-  __device__ __forceinline__ int seen(int t) const { return min(max(shift + t + 1, least), n); }
-};
-
-/* f(E{}, std::integral_constant<int, D>{}) */
-template <class F>
-static int dispatch(kv_dtype dtype, int64_t dims, F f) {
-  const auto with = [&](auto e) {
-    if (dims <= 64) return f(e, std::integral_constant<int, 64>{});
-    if (dims <= 96) return f(e, std::integral_constant<int, 96>{});
-    if (dims <= 128) return f(e, std::integral_constant<int, 128>{});
-    return f(e, std::integral_constant<int, 256>{});
-  };
-  return dtype == KV_F16 ? with(f16{}) : dtype == KV_BF16 ? with(bf16{}) : with(float{});
-}
 #endif

@@ -50,6 +50,21 @@ def test_many_blocks(dtype):
     check(problem(1, B=1, Hkv=1, T=301, lens=[[777]], first=[5], dtype=dtype, D=64))
 
 
+@pytest.mark.parametrize("T, length", [(32, 96), (32, 97), (33, 95), (16, 47), (63, 64)])
+@pytest.mark.parametrize("D, dtype", [(64, 1), (96, 2), (128, 1), (256, 2), (128, 0)])
+def test_tile_edges(D, dtype, T, length):
+    """One row or key less and more than tiles of 32, 64 and 128 hold. Number by number: a kernel may round the weights
+    to the dtype as well as the output, each by half a unit; the sum of weighted |v| bounds what comes of it, and what
+    fp32 loses. fp16 has no weights below 2^-25 of the largest."""
+    dtype = DTYPES[dtype]
+    p = problem(12, B=1, Hkv=1, G=4, T=T, lens=[[length]], first=0, D=D, dtype=dtype)
+    out, lse = call(ops.attend, p)
+    want, want_lse = call(ref.attend, p)
+    sizes, _ = call(ref.attend, {**p, "v": p["v"].abs(), "v_slots": p["v_slots"].abs()})
+    assert ((out.double() - want).abs() <= 2 * OUT[dtype] * sizes + 2.0**-25 * (length + T)).all()
+    close(lse, want_lse, FP32, least=1.0)
+
+
 @pytest.mark.parametrize(
     "lens, T, S", [(0, 1, 1), (1, 1, 1), (1, 1, 0), (0, 7, 7), (5, 1, 9), (5, 9, 1), (64, 64, 64), (3, 9, 0)]
 )

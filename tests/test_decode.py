@@ -60,6 +60,13 @@ def test_many_blocks(dtype):
     check(step(1, B=1, G=4, Hkv=3, lens=[[5003, 0, 777]], dtype=dtype))
 
 
+def test_many_heads():
+    """So many that a head's slots are split into few stretches, which are then longer than they need be."""
+    lens = torch.ones(64, 32).int()
+    lens[::16, ::8] = 700
+    check(step(1, B=64, G=1, Hkv=32, D=8, lens=lens, dtype=torch.bfloat16))
+
+
 @pytest.mark.parametrize("softcap, sinks", [(0.0, True), (0.7, False), (30.0, True)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_softcap_and_sinks(softcap, sinks, dtype):

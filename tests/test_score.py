@@ -98,6 +98,17 @@ def test_many_blocks(causal, reduce):
     check(prepared({**p, "stop": i32([290])}, causal, reduce))
 
 
+@pytest.mark.parametrize("R, length", [(32, 96), (32, 97), (33, 95), (16, 47), (63, 64)])
+@pytest.mark.parametrize("D, dtype", [(64, 1), (96, 2), (128, 1), (256, 2), (128, 0), (96, 0)])
+def test_tile_edges(D, dtype, R, length):
+    """One row or slot less and more than tiles of 16 to 128 hold, heads together and apart."""
+    p = problem(12, B=1, Hkv=1, G=4, T=R, lens=[[length]], first=0, D=D, dtype=DTYPES[dtype])
+    p |= {"stop": i32([R]), "row_first": i32([0])}
+    check(prepared(p, True, "sum"))
+    p = {**prepared(p, True, "max"), "group": "none"}
+    close(call(ops.score, p), call(ref.score, p), 2 * FP32)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("reduce", REDUCE)
 @pytest.mark.parametrize("lens, R, S", [(0, 1, 1), (1, 1, 0), (0, 5, 0), (2, 9, 1), (5, 1, 9), (70, 32, 40)])

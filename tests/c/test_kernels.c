@@ -66,7 +66,8 @@ static void test_decode(kv_dtype dtype, int64_t longest) {
     }
   for (int i = 0; i < 2; i++) {
     kv_decode a = {dtype, p.B, p.H,     p.Hkv,   p.D,     C,      p.scale, p.softcap,
-                   p.q,   {0}, p.fresh, p.slots, p.sinks, out[i], lse[i],  with_probs ? probs[i] : NULL};
+                   p.q,   {0}, p.fresh, p.slots, p.sinks, out[i], lse[i],  with_probs ? probs[i] : NULL,
+                   p.rows};
     memcpy(a.q_stride, p.q_stride, sizeof a.q_stride);
     kv_set_parallel(i ? NULL : threads_hook, 3); /* first: a serial run leaves the new row behind */
     check(kv_decode_cpu(&a) == KV_OK, "decode status");

@@ -1,4 +1,10 @@
-/* Launches, coroutines, barriers and warp collectives. */
+/* Launches, coroutines, barriers and warp collectives.
+ *
+ * A thread runs until it waits for others; then any thread that is ready goes on, in ascending or in random order. So
+ * what a result owes to the order in which threads pass from barrier to barrier shows; what single accesses between two
+ * barriers could do to each other is race.cpp's to see. Blocks run one after another, also in any order: one that waits
+ * for another would wait for ever, which is no different from a GPU that is full. Sums have the order of the code, not
+ * that of a tensor core, and exp2_approx is exact: tolerances must come from rounding, not from what is seen here. */
 #include "emulator.h"
 
 #include <stdarg.h>
@@ -22,6 +28,7 @@ Thread *current;
 Block block;
 Thread threads[MOST_THREADS];
 Usage usage;
+const unsigned char *stacks_begin, *stacks_end;
 
 namespace {
 std::deque<Thread *> ready;
@@ -157,7 +164,6 @@ void fail(const char *format, ...) {
   stop();
 }
 
-bool on_a_stack(const void *p) { return stacks.hold(p); }
 void *block_shared() { return block.shared; }
 int lane() { return current->number % LANES; }
 

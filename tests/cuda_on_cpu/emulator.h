@@ -50,7 +50,8 @@ inline Thread &neighbour(int lane) { return threads[current->number / LANES * LA
 
 /* Ends the launch with a message, which also names the kernel, the block and the thread. */
 [[noreturn]] void fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
-bool on_a_stack(const void *p);
+extern const unsigned char *stacks_begin, *stacks_end;
+inline bool on_a_stack(const void *p) { return p >= stacks_begin && p < stacks_end; }
 inline bool in_shared(const void *p, size_t size) {
   const unsigned char *bytes = static_cast<const unsigned char *>(p);
   return bytes >= block.shared && bytes + size <= block.shared + block.shared_bytes;

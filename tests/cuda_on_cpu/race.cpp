@@ -24,7 +24,8 @@ struct Record {
 struct Records {
   Record write, read;
 };
-std::unordered_map<uintptr_t, Records> global_accesses;
+constexpr uintptr_t PAGE = 4096;
+std::unordered_map<uintptr_t, std::vector<Records>> global_accesses; /* by page */
 std::vector<Records> shared_accesses;
 bool checking;            /* whether anything was compiled for the check */
 const void *code_address; /* behind the last plain access */
@@ -98,6 +99,18 @@ Record merged(const Record &before, const Thread &thread, bool atomic) {
       code.dli_fname ? code.dli_fname : "?", offset);
 }
 
+Records &global_records(const void *at) {
+  static uintptr_t last = 0;
+  static Records *records = nullptr; /* of the last page; vectors stay where they are when the map grows */
+  const uintptr_t page = reinterpret_cast<uintptr_t>(at) / PAGE;
+  if (page != last || global_accesses.empty()) {
+    std::vector<Records> &all = global_accesses[page];
+    if (all.empty()) all.resize(PAGE / 2);
+    last = page, records = all.data();
+  }
+  return records[reinterpret_cast<uintptr_t>(at) % PAGE / 2];
+}
+
 /* at: the two bytes that `records` are of. */
 void note_two(Records &records, const void *at, const Thread &thread, Access access) {
   const bool atomic = access == Access::atomic, writes = access != Access::read;
@@ -124,9 +137,8 @@ void note(const Thread &thread, const void *p, size_t size, Access access) {
   if (!checking) return;
   const unsigned char *end = static_cast<const unsigned char *>(p) + size;
   for (const unsigned char *at = end - size - reinterpret_cast<uintptr_t>(p) % 2; at < end; at += 2)
-    note_two(in_shared(at, 1) ? shared_accesses[(size_t)(at - block.shared) / 2]
-                              : global_accesses[reinterpret_cast<uintptr_t>(at)],
-             at, thread, access);
+    note_two(in_shared(at, 1) ? shared_accesses[(size_t)(at - block.shared) / 2] : global_records(at), at, thread,
+             access);
 }
 
 void note_atomic(const void *p, size_t size, Sharing sharing) {
@@ -142,8 +154,9 @@ void note_atomic(const void *p, size_t size, Sharing sharing) {
 
 namespace {
 void touched(const void *p, size_t size, Access access, const void *code) {
+  if (!current || on_a_stack(p)) return;
   code_address = code;
-  if (current && !on_a_stack(p)) note(*current, p, size, access);
+  note(*current, p, size, access);
 }
 }  // namespace
 }  // namespace emulator

@@ -1,5 +1,7 @@
 #!/bin/sh
-# Compiles the CUDA kernels for a CPU and runs the ops' tests on them: run.sh plain|asan|race [pytest's arguments]
+# Compiles the CUDA kernels for a CPU and runs the ops' tests on them:
+#   run.sh plain|asan|race [pytest's options]     such as: run.sh race -k 'test_attend and matches'
+# What the modes are: build.py. asan and race take some ten times as long as plain.
 set -eu
 mode=$1
 shift
@@ -16,8 +18,10 @@ if [ "$mode" = asan ]; then
   preload=$("${CXX:-g++}" -print-file-name=libasan.so):$("${CXX:-g++}" -print-file-name=libubsan.so)
 fi
 cd "$here/../.."
-[ $# -gt 0 ] || set -- tests/test_attend.py tests/test_score.py tests/test_peak.py tests/test_error.py tests/test_refine.py \
-  tests/test_norm.py tests/test_select.py tests/test_compact.py tests/test_decode.py
-# Not from the current directory, where the package has the CPU's kernels.
-PYTHONSAFEPATH=1 PYTHONPATH="$out" LD_PRELOAD="${preload:-}" python -m pytest -q -p no:cacheprovider "$@"
+for op in attend score peak error refine norm select compact decode; do
+  set -- "$@" "tests/test_$op.py"
+done
+# Not from the current directory, where the package has the CPU's kernels. A message that ends the process must reach the
+# terminal, so file descriptors are not captured.
+PYTHONSAFEPATH=1 PYTHONPATH="$out" LD_PRELOAD="${preload:-}" python -m pytest -q -p no:cacheprovider --capture=sys "$@"
 python "$here/usage.py" "$KV_ON_CPU_USAGE"

@@ -50,7 +50,8 @@ class Stacks {
     void *got = mmap(nullptr, BYTES * MOST_THREADS, PROT_READ | PROT_WRITE,
                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_STACK, -1, 0);
     if (got == MAP_FAILED) abort();
-    memory = static_cast<unsigned char *>(got);
+    stacks_begin = memory = static_cast<unsigned char *>(got);
+    stacks_end = memory + BYTES * MOST_THREADS;
     for (int i = 0; i < MOST_THREADS; i++) mprotect(memory + i * BYTES, PAGE, PROT_NONE);
   }
 
@@ -88,8 +89,6 @@ class Stacks {
     __sanitizer_finish_switch_fiber(thread.fake_stack, &host_bottom, &host_bytes);
 #endif
   }
-
-  bool hold(const void *p) const { return p >= memory && p < memory + BYTES * MOST_THREADS; }
 
  private:
   static constexpr size_t BYTES = 256 * 1024, PAGE = 4096; /* of each stack; the last page is its guard */

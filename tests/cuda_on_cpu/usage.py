@@ -1,6 +1,6 @@
 """python usage.py FILE: what the kernels asked of shared memory, by op, from what ops.cpp wrote into FILE.
 
-More than the file's budget is an error. Conflicts: of the banks, per 8x8 matrix that ldmatrix reads; each costs time."""
+More than the file's budget is an error. Conflicts: of the banks, per 8x8 matrix ldmatrix reads; each costs time."""
 
 import re
 import sys
