@@ -5,17 +5,22 @@
  * is on its way while S = Q K^T is computed, the next K during the softmax and O += P V. Only tiles on the diagonal are
  * masked; those that no row sees are not read.
  */
-// budget: regs 255, smem 98304
+// budget: regs 255, smem 99328
 #include "sight.cuh"
+
+/* What is to know of a row, kept in shared memory: registers are scarce. */
+struct alignas(16) AttendRow {
+  int seen, step, head;
+};
 
 /* What a lane's rows hold at the end: out and lse. */
 template <class E, int D, int MT>
 static __device__ __forceinline__ void attend_finish(const kv_attend &a, const float (&o)[MT][D / 8][4],
                                                      const float (&top)[MT][2], const float (&sum)[MT][2], int b,
-                                                     const Rows &rows, int row) {
+                                                     const AttendRow *rows) {
 #pragma unroll
   for (int i = 0; i < 2 * MT; i++) {
-    const int r = row + i * 8, t = rows.step(r), head = rows.head_of(r);
+    const int t = rows[i * 8].step, head = rows[i * 8].head;
     float l = lanes_sum<4>(sum[i / 2][i % 2]), at = top[i / 2][i % 2], over = 1;
     if (t >= a.T) continue;
     if (a.sinks) { /* a column without a value */
@@ -41,11 +46,14 @@ static __device__ __forceinline__ void attend_finish(const kv_attend &a, const f
 }
 
 template <class E, int D>
-static __global__ void __launch_bounds__(RowTile<E, D>::THREADS) attend_kernel(const kv_attend a, const Logits logits) {
+static __global__ void __launch_bounds__(RowTile<E, D>::THREADS, 1) attend_kernel(const kv_attend a, const Logits logits) {
   using X = RowTile<E, D>;
   constexpr int MT = X::MT, NT = X::KEYS / 8;
   E *const q = shared_memory<E>(), *const k = q + X::ROWS * D, *const v = k + X::KEYS * D;
+  AttendRow *const known = reinterpret_cast<AttendRow *>(v + X::KEYS * D), *const mine = known + warp_id() * MT * 16 +
+                                                                                         fragment_row();
   const int b = blockIdx.y / a.Hkv, h = blockIdx.y % a.Hkv, G = a.H / a.Hkv, dims = a.D;
+  const int thread = threadIdx.x;
   const int first = a.fresh.first[b], len = a.slots.len[blockIdx.y];
   const int64_t offset = a.slots.offset[blockIdx.y];
   const auto keys = columns_of<E>(a.slots.k, offset, len, dims, a.fresh.k, a.fresh.k_stride, b, h, first, a.S);
@@ -54,8 +62,12 @@ static __global__ void __launch_bounds__(RowTile<E, D>::THREADS) attend_kernel(c
   const Sight sight = {(int)(len - first + a.S - a.T), len, keys.n};
 
   /* The last rows see most: they start first. */
-  const int row0 = (gridDim.x - 1 - blockIdx.x) * X::ROWS, row = row0 + warp_id() * MT * 16;
+  const int row0 = (gridDim.x - 1 - blockIdx.x) * X::ROWS;
   const int fewest = sight.seen(rows.step(row0)), most = sight.seen(rows.step(min(row0 + X::ROWS, rows.count) - 1));
+  if (thread < X::ROWS) {
+    const int r = row0 + thread;
+    known[thread] = {r < rows.count ? sight.seen(rows.step(r)) : 0, rows.step(r), rows.head_of(r)};
+  }
   float o[MT][D / 8][4] = {}, top[MT][2], sum[MT][2] = {};
 #pragma unroll
   for (int i = 0; i < 2 * MT; i++) top[i / 2][i % 2] = -INFINITY;
@@ -77,12 +89,9 @@ static __global__ void __launch_bounds__(RowTile<E, D>::THREADS) attend_kernel(c
     const bool odd = __syncthreads_or(sizeof(E) == 2 && masked && tile_odd<E, D, X::KEYS, X::THREADS>(v));
     tile_load<E, D, X::KEYS, X::THREADS>(k, keys, c0 + X::KEYS, dims);
     cp_async_commit();
-    int seen[MT][2]; /* of the tile; not kept, registers are scarce */
+    int seen[MT][2];
 #pragma unroll
-    for (int i = 0; i < 2 * MT; i++) {
-      const int r = row + fragment_row() + i * 8;
-      seen[i / 2][i % 2] = r < rows.count ? sight.seen(rows.step(r)) - c0 : 0;
-    }
+    for (int i = 0; i < 2 * MT; i++) seen[i / 2][i % 2] = mine[i * 8].seen - c0;
     bend(s, logits);
     if (masked) mask(s, seen);
     softmax_step(s, logits.scale, top, sum, alpha);
@@ -101,7 +110,8 @@ static __global__ void __launch_bounds__(RowTile<E, D>::THREADS) attend_kernel(c
     }
   }
   cp_async_wait<0>(); /* the copy of Q, where no key is seen */
-  attend_finish<E, D>(a, o, top, sum, b, rows, row + fragment_row());
+  __syncthreads();    /* and what is known of the rows */
+  attend_finish<E, D>(a, o, top, sum, b, mine);
 }
 
 extern "C" int kv_attend_cuda(const kv_attend *a, void *stream) {
@@ -111,7 +121,8 @@ extern "C" int kv_attend_cuda(const kv_attend *a, void *stream) {
     constexpr int D = decltype(d)::value;
     using X = RowTile<decltype(e), D>;
     const int64_t tiles = (a->T * (a->H / a->Hkv) + X::ROWS - 1) / X::ROWS;
-    return launch<attend_kernel<decltype(e), D>>(dim3(tiles, heads), X::THREADS, X::SHARED, stream, *a,
+    return launch<attend_kernel<decltype(e), D>>(dim3(tiles, heads), X::THREADS,
+                                                 X::SHARED + X::ROWS * sizeof(AttendRow), stream, *a,
                                                  logits_of(a->scale, a->softcap));
   });
 }

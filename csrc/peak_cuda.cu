@@ -16,7 +16,7 @@ static int sweep_parts(const kv_observers *a) {
 /* parts [P, B, H, R]: log2 of the sum of 2^logit, or the largest of logit - lse (PEAK), over share blockIdx.y of the
  * columns that the row sees, those of lo .. hi - 1 (PEAK); -inf where there are none. */
 template <class E, int D, bool PEAK>
-static __global__ void __launch_bounds__(RowTile<E, D>::THREADS)
+static __global__ void __launch_bounds__(RowTile<E, D>::THREADS, 1)
     sweep_kernel(const kv_observers a, const Logits logits, const int32_t *lo, const int32_t *hi, float *parts) {
   using X = RowTile<E, D>;
   constexpr int MT = X::MT, NT = X::KEYS / 8;

@@ -7,7 +7,7 @@
  *   A [16, 16]  a[0] = A[g, c..]    a[1] = A[g + 8, c..]    a[2] = A[g, c + 8..]    a[3] = A[g + 8, c + 8..]
  *   B [16, 8]   b0 = B[c.., g]      b1 = B[c + 8.., g]
  *   D [16, 8]   d[0], d[1] = D[g, c], D[g, c + 1]           d[2], d[3] = D[g + 8, c], D[g + 8, c + 1]
- * ldmatrix fills register i of every lane from the 8x8 matrix whose rows are at the addresses of lanes 8 i .. 8 i + 7:
+ * ldmatrix_x4 fills register i of every lane from the 8x8 matrix whose rows are at the addresses of lanes 8 i .. 8 i + 7:
  * lane l gets row g, columns c and c + 1; transposed: rows c and c + 1 of column g. */
 #ifndef KV_PTX_CUH
 #define KV_PTX_CUH
@@ -32,33 +32,11 @@ static __device__ __forceinline__ uint32_t shared_address(const void *p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-/* `row`: 16-byte aligned, in shared memory. x1 reads the addresses of lanes 0..7, x2 of 0..15, x4 of all; every lane
- * must pass a valid one. */
-static __device__ __forceinline__ void ldmatrix_x1(uint32_t &r0, const void *row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];" : "=r"(r0) : "r"(shared_address(row)) : "memory");
-}
-static __device__ __forceinline__ void ldmatrix_x2(uint32_t &r0, uint32_t &r1, const void *row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
-               : "=r"(r0), "=r"(r1)
-               : "r"(shared_address(row))
-               : "memory");
-}
+/* `row`: 16-byte aligned, in shared memory. */
 static __device__ __forceinline__ void ldmatrix_x4(uint32_t &r0, uint32_t &r1, uint32_t &r2, uint32_t &r3,
                                                    const void *row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r0), "=r"(r1), "=r"(r2), "=r"(r3)
-               : "r"(shared_address(row))
-               : "memory");
-}
-static __device__ __forceinline__ void ldmatrix_x1_trans(uint32_t &r0, const void *row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%0}, [%1];"
-               : "=r"(r0)
-               : "r"(shared_address(row))
-               : "memory");
-}
-static __device__ __forceinline__ void ldmatrix_x2_trans(uint32_t &r0, uint32_t &r1, const void *row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
-               : "=r"(r0), "=r"(r1)
                : "r"(shared_address(row))
                : "memory");
 }
@@ -88,13 +66,6 @@ __device__ __forceinline__ void mma<bf16>(float (&d)[4], const uint32_t (&a)[4],
       "{%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-/* The transpose of an 8x8 matrix of 16-bit values held as ldmatrix leaves it. */
-static __device__ __forceinline__ uint32_t movmatrix_trans(uint32_t x) {
-  uint32_t y;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-  return y;
 }
 
 /* Copies `bytes` (0..16) and fills up with zeros to 16; both addresses 16-byte aligned. `to` may be read after

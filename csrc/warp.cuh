@@ -24,18 +24,6 @@ static __device__ __forceinline__ float lanes_max(float x) {
   for (int step = Width / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, step));
   return x;
 }
-/* Over the 8 lanes that hold one column of an mma fragment: l % 4 is the same. */
-static __device__ __forceinline__ float columns_sum(float x) {
-#pragma unroll
-  for (int step = 4; step < 32; step *= 2) x += __shfl_xor_sync(ALL_LANES, x, step);
-  return x;
-}
-static __device__ __forceinline__ float columns_max(float x) {
-#pragma unroll
-  for (int step = 4; step < 32; step *= 2) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, step));
-  return x;
-}
-
 /* Sum over the lanes before this one. */
 static __device__ __forceinline__ int lanes_sum_before(int x) {
   int sum = x;
@@ -54,14 +42,6 @@ static __device__ __forceinline__ T block_sum(T x, T *scratch) {
   if (lane_id() == 0) scratch[warp_id()] = x;
   __syncthreads();
   x = lanes_sum(lane_id() < (int)blockDim.x / 32 ? scratch[lane_id()] : T(0));
-  __syncthreads();
-  return x;
-}
-static __device__ __forceinline__ float block_max(float x, float *scratch) {
-  x = lanes_max(x);
-  if (lane_id() == 0) scratch[warp_id()] = x;
-  __syncthreads();
-  x = lanes_max(scratch[lane_id() < (int)blockDim.x / 32 ? lane_id() : 0]);
   __syncthreads();
   return x;
 }

@@ -45,7 +45,6 @@ CAUGHT = {
     "exchanged_a": (WRONG, WRONG, WRONG),
     "not_transposed": (WRONG, WRONG, WRONG),
     "wrong_row_of_d": (WRONG, WRONG, "race on .* in global"),
-    "register_transpose": (WRONG, WRONG, WRONG),
     "mask_off_by_one": (WRONG, WRONG, WRONG),
     "last_block_relaxed": (None, None, "of another block wrote it"),
     "reads_other_block": (None, None, "of another block"),

@@ -210,11 +210,11 @@ KERNEL misaligned_copy ARGUMENTS {
 
 KERNEL misaligned_matrix ARGUMENTS {
   uint16_t *s = shared_memory<uint16_t>();
-  uint32_t r;
+  uint32_t r[4];
   s[threadIdx.x] = 0;
   __syncthreads();
-  ldmatrix_x1(r, s + threadIdx.x % 8 * 8 + (broken ? 4 : 0));
-  y[threadIdx.x] = x[N - 1 - threadIdx.x] + (float)r;
+  ldmatrix_x4(r[0], r[1], r[2], r[3], s + threadIdx.x % 8 * 8 + (broken ? 4 : 0));
+  y[threadIdx.x] = x[N - 1 - threadIdx.x] + (float)r[0];
 }
 
 /* y [16, 8] = J x J' by one product of 16x16 and 16x8: A[i, 15 - i] = 1, or 2 in the lower half, B[i, j] = x[i, 7 - j].
@@ -230,12 +230,12 @@ static __device__ void product(const float *x, float *y) {
     s->a[i / 16][i % 16] = from_float<E>(i % 16 != 15 - i / 16 ? 0.0f : i < 128 ? 1.0f : 2.0f);
   s->b[t / 8][t % 8] = from_float<E>(x[t / 8 * 8 + 7 - t % 8]);
   __syncthreads();
-  uint32_t a[4], b0, b1;
+  uint32_t a[4], b0, b1, again[2]; /* b has two matrices, not four */
   ldmatrix_x4(a[0], a[fault == 2 ? 2 : 1], a[fault == 2 ? 1 : 2], a[3], &s->a[lane % 16][lane / 16 * 8]);
   if (fault == 3)
-    ldmatrix_x2(b0, b1, s->b[lane % 16]);
+    ldmatrix_x4(b0, b1, again[0], again[1], s->b[lane % 16]);
   else
-    ldmatrix_x2_trans(b0, b1, s->b[lane % 16]);
+    ldmatrix_x4_trans(b0, b1, again[0], again[1], s->b[lane % 16]);
   float d[4] = {0, 0, 0, 0};
   mma<E>(d, a, fault == 1 ? b1 : b0, fault == 1 ? b0 : b1);
   if (t >= 32) return;
@@ -245,16 +245,6 @@ KERNEL exchanged_b ARGUMENTS { product<broken ? 1 : 0, bf16>(x, y); }
 KERNEL exchanged_a ARGUMENTS { product<broken ? 2 : 0, f16>(x, y); }
 KERNEL not_transposed ARGUMENTS { product<broken ? 3 : 0, bf16>(x, y); }
 KERNEL wrong_row_of_d ARGUMENTS { product<broken ? 4 : 0, f16>(x, y); }
-
-/* The same of 8x8 matrices, one a warp: M[i, j] = x[127 - (8 j + i)] transposed. */
-KERNEL register_transpose ARGUMENTS {
-  if (threadIdx.x >= 64) return;
-  const int g = lane_id() / 4, c = lane_id() % 4 * 2, last = N - 1 - 64 * warp_id();
-  const uint32_t m = pack<f16>(x[last - 8 * c - g], x[last - 8 * (c + 1) - g]);
-  const float2 two = unpack<f16>(broken ? m : movmatrix_trans(m));
-  y[64 * warp_id() + 8 * g + c] = two.x;
-  y[64 * warp_id() + 8 * g + c + 1] = two.y;
-}
 
 KERNEL mask_off_by_one ARGUMENTS {
   float *s = shared_memory<float>();
@@ -333,7 +323,6 @@ int main(int count, char **arguments) {
   CASE(exchanged_a, 1, x, y)
   CASE(not_transposed, 1, x, y)
   CASE(wrong_row_of_d, 1, x, y)
-  CASE(register_transpose, 1, x, y)
   CASE(mask_off_by_one, 1, x, y)
   CASE(last_block_relaxed, 4, x, y)
   CASE(reads_other_block, 4, x, y)

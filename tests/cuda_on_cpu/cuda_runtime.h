@@ -11,9 +11,7 @@
 
 #define __global__
 #define __device__
-#define __host__
 #define __forceinline__ inline __attribute__((always_inline))
-#define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
 
@@ -42,23 +40,11 @@ struct alignas(8) float2 {
 struct alignas(16) float4 {
   float x, y, z, w;
 };
-struct alignas(8) int2 {
-  int x, y;
-};
-struct alignas(16) int4 {
-  int x, y, z, w;
-};
-struct alignas(8) uint2 {
-  unsigned x, y;
-};
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-inline int2 make_int2(int x, int y) { return {x, y}; }
-inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
-inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
 namespace emulator {
@@ -116,9 +102,6 @@ __attribute__((noinline, no_sanitize("thread"))) T atomically(T *p, Sharing shar
 #define KV_AT const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
 inline void __syncthreads(KV_AT) { emulator::barrier("__syncthreads", {file, line}); }
-inline int __syncthreads_count(int predicate, KV_AT) {
-  return emulator::barrier("__syncthreads_count", {file, line}, predicate != 0);
-}
 inline int __syncthreads_or(int predicate, KV_AT) {
   return emulator::barrier("__syncthreads_or", {file, line}, predicate != 0) > 0;
 }
@@ -144,11 +127,6 @@ T __shfl_up_sync(unsigned mask, T x, unsigned by, int width = 32, KV_AT) {
   const int lane = emulator::lane(), source = lane - (int)by;
   return emulator::shuffled("shfl_up", {file, line}, mask, x, source < (lane & -width) ? lane : source);
 }
-template <class T>
-T __shfl_down_sync(unsigned mask, T x, unsigned by, int width = 32, KV_AT) {
-  const int lane = emulator::lane(), source = lane + (int)by;
-  return emulator::shuffled("shfl_down", {file, line}, mask, x, source >= (lane & -width) + width ? lane : source);
-}
 inline unsigned __ballot_sync(unsigned mask, int predicate, KV_AT) {
   emulator::full(mask);
   emulator::Vote v = {predicate != 0, 0};
@@ -156,41 +134,11 @@ inline unsigned __ballot_sync(unsigned mask, int predicate, KV_AT) {
   return v.ballot;
 }
 inline int __any_sync(unsigned mask, int predicate, KV_AT) { return __ballot_sync(mask, predicate, file, line) != 0; }
-inline int __all_sync(unsigned mask, int predicate, KV_AT) { return __ballot_sync(mask, predicate, file, line) == ~0u; }
-/* The lanes whose value has the same bits. */
-template <class T>
-unsigned __match_any_sync(unsigned mask, T x, KV_AT) {
-  unsigned same = 0;
-  for (int other = 0; other < 32; other++)
-    same |= (unsigned)(emulator::shuffled("match_any", {file, line}, mask, x, other) == x) << other;
-  return same;
-}
 #undef KV_AT
 
 template <class T>
 T atomicAdd(T *p, T x) {
   return emulator::atomically(p, emulator::Sharing::relaxed, [x](T y) { return (T)(y + x); });
-}
-template <class T>
-T atomicMax(T *p, T x) {
-  return emulator::atomically(p, emulator::Sharing::relaxed, [x](T y) { return y > x ? y : x; });
-}
-template <class T>
-T atomicMin(T *p, T x) {
-  return emulator::atomically(p, emulator::Sharing::relaxed, [x](T y) { return y < x ? y : x; });
-}
-template <class T>
-T atomicOr(T *p, T x) {
-  return emulator::atomically(p, emulator::Sharing::relaxed, [x](T y) { return y | x; });
-}
-template <class T>
-T atomicExch(T *p, T x) {
-  return emulator::atomically(p, emulator::Sharing::relaxed, [x](T) { return x; });
-}
-
-template <class T>
-T __ldg(const T *p) {
-  return *p;
 }
 template <class T>
 T min(T a, T b) {
@@ -210,10 +158,5 @@ inline float __uint_as_float(unsigned u) {
   memcpy(&x, &u, sizeof x);
   return x;
 }
-inline int __float_as_int(float x) { return (int)__float_as_uint(x); }
-inline float __int_as_float(int i) { return __uint_as_float((unsigned)i); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
-inline int __ffs(int x) { return __builtin_ffs(x); }
-inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz((unsigned)x); }
-inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 #endif

@@ -33,7 +33,7 @@ MUTATIONS = [
              tests=HALF),
     Mutation("attend", "attend_cuda.cu", "cp_async_wait<0>();\n    __syncthreads();",
              "cp_async_wait<1>();\n    __syncthreads();", "does not wait for K", tests=HALF),
-    Mutation("attend", "attend_cuda.cu", "const bool masked = c0 + X::KEYS > fewest", "const bool masked = false",
+    Mutation("attend", "attend_cuda.cu", "const bool masked = c0 + X::KEYS > fewest", "const bool masked = fewest < 0",
              "tiles on the diagonal are not masked", tests=HALF),
     Mutation("attend", "tile.cuh", "mma<E>(s[m][n], x[m], y[0], y[1])", "mma<E>(s[m][n], x[m], y[1], y[0])",
              "halves of K's fragment exchanged", tests=HALF),

@@ -21,7 +21,7 @@ struct Matrices {
   const void *row;
   Place place;
 };
-template <int count, bool transposed>
+template <bool transposed>
 void ldmatrix(void *const lanes[32]);
 
 struct Mma {
@@ -31,7 +31,6 @@ struct Mma {
 };
 template <class E>
 void mma(void *const lanes[32]);
-void movmatrix(void *const lanes[32]);
 
 void cp_async(void *to, const void *from, int bytes, Place place);
 void cp_async_commit();
@@ -59,29 +58,13 @@ T *shared_memory() {
 }
 
 #define KV_AT const char *file = __builtin_FILE(), int line = __builtin_LINE()
-inline void ldmatrix_x1(uint32_t &r0, const void *row, KV_AT) {
-  emulator::Matrices m = {{&r0}, row, {file, line}};
-  emulator::collective("ldmatrix_x1", m.place, &m, emulator::ldmatrix<1, false>);
-}
-inline void ldmatrix_x2(uint32_t &r0, uint32_t &r1, const void *row, KV_AT) {
-  emulator::Matrices m = {{&r0, &r1}, row, {file, line}};
-  emulator::collective("ldmatrix_x2", m.place, &m, emulator::ldmatrix<2, false>);
-}
 inline void ldmatrix_x4(uint32_t &r0, uint32_t &r1, uint32_t &r2, uint32_t &r3, const void *row, KV_AT) {
   emulator::Matrices m = {{&r0, &r1, &r2, &r3}, row, {file, line}};
-  emulator::collective("ldmatrix_x4", m.place, &m, emulator::ldmatrix<4, false>);
-}
-inline void ldmatrix_x1_trans(uint32_t &r0, const void *row, KV_AT) {
-  emulator::Matrices m = {{&r0}, row, {file, line}};
-  emulator::collective("ldmatrix_x1_trans", m.place, &m, emulator::ldmatrix<1, true>);
-}
-inline void ldmatrix_x2_trans(uint32_t &r0, uint32_t &r1, const void *row, KV_AT) {
-  emulator::Matrices m = {{&r0, &r1}, row, {file, line}};
-  emulator::collective("ldmatrix_x2_trans", m.place, &m, emulator::ldmatrix<2, true>);
+  emulator::collective("ldmatrix_x4", m.place, &m, emulator::ldmatrix<false>);
 }
 inline void ldmatrix_x4_trans(uint32_t &r0, uint32_t &r1, uint32_t &r2, uint32_t &r3, const void *row, KV_AT) {
   emulator::Matrices m = {{&r0, &r1, &r2, &r3}, row, {file, line}};
-  emulator::collective("ldmatrix_x4_trans", m.place, &m, emulator::ldmatrix<4, true>);
+  emulator::collective("ldmatrix_x4_trans", m.place, &m, emulator::ldmatrix<true>);
 }
 
 template <class E>
@@ -89,11 +72,6 @@ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, KV_AT)
   emulator::Mma m = {d, a, b0, b1};
   emulator::collective("mma", {file, line}, &m, emulator::mma<E>);
 }
-inline uint32_t movmatrix_trans(uint32_t x, KV_AT) {
-  emulator::collective("movmatrix", {file, line}, &x, emulator::movmatrix);
-  return x;
-}
-
 inline void cp_async_16(void *to, const void *from, int bytes = 16, KV_AT) {
   emulator::cp_async(to, from, bytes, {file, line});
 }

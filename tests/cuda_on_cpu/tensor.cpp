@@ -37,30 +37,26 @@ void check_aligned(const void *p, size_t size, const char *what, Place place) {
     fail("%s at line %d: %p is not a multiple of %zu", what, place.line, p, size);
 }
 
-template <int count, bool transposed>
+template <bool transposed>
 void ldmatrix(void *const lanes[32]) {
-  uint16_t matrix[count][8][8];
-  for (int l = 0; l < 8 * count; l++) {
+  uint16_t matrix[4][8][8];
+  for (int l = 0; l < LANES; l++) {
     const Matrices &m = *static_cast<const Matrices *>(lanes[l]);
     check_aligned(m.row, 16, "ldmatrix", m.place);
     if (!in_shared(m.row, 16)) fail("ldmatrix at line %d: lane %d reads outside of shared memory", m.place.line, l);
     note(neighbour(l), m.row, 16, Access::read);
     memcpy(matrix[l / 8][l % 8], m.row, 16);
   }
-  for (int i = 0; i < count; i++) count_conflicts(lanes + 8 * i);
+  for (int i = 0; i < 4; i++) count_conflicts(lanes + 8 * i);
   for (int l = 0; l < LANES; l++)
-    for (int i = 0; i < count; i++) {
+    for (int i = 0; i < 4; i++) {
       const auto &x = matrix[i];
       uint32_t &r = *static_cast<const Matrices *>(lanes[l])->r[i];
       r = transposed ? packed(x[c(l)][g(l)], x[c(l) + 1][g(l)]) : packed(x[g(l)][c(l)], x[g(l)][c(l) + 1]);
     }
 }
-template void ldmatrix<1, false>(void *const *);
-template void ldmatrix<2, false>(void *const *);
-template void ldmatrix<4, false>(void *const *);
-template void ldmatrix<1, true>(void *const *);
-template void ldmatrix<2, true>(void *const *);
-template void ldmatrix<4, true>(void *const *);
+template void ldmatrix<false>(void *const *);
+template void ldmatrix<true>(void *const *);
 
 /* Products are exact in fp32; they are added from k = 0 on, then to d. A GPU rounds in another order. */
 template <class E>
@@ -83,12 +79,6 @@ void mma(void *const lanes[32]) {
 }
 template void mma<f16>(void *const *);
 template void mma<bf16>(void *const *);
-
-void movmatrix(void *const lanes[32]) {
-  uint16_t x[8][8];
-  for (int l = 0; l < LANES; l++) memcpy(&x[g(l)][c(l)], lanes[l], 4);
-  for (int l = 0; l < LANES; l++) *static_cast<uint32_t *>(lanes[l]) = packed(x[c(l)][g(l)], x[c(l) + 1][g(l)]);
-}
 
 /* The destination is NaN until this thread has waited: what arrives is written as late as a GPU might, and what was there
  * is gone as early. */
