@@ -46,7 +46,8 @@ static __device__ __forceinline__ void attend_finish(const kv_attend &a, const f
 }
 
 template <class E, int D>
-static __global__ void __launch_bounds__(RowTile<E, D>::THREADS, 1) attend_kernel(const kv_attend a, const Logits logits) {
+static __global__ void __launch_bounds__(RowTile<E, D>::THREADS, 1)
+    attend_kernel(const kv_attend a, const Logits logits) {
   using X = RowTile<E, D>;
   constexpr int MT = X::MT, NT = X::KEYS / 8;
   E *const q = shared_memory<E>(), *const k = q + X::ROWS * D, *const v = k + X::KEYS * D;

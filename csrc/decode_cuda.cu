@@ -147,9 +147,10 @@ struct Rows {
 #pragma unroll
       for (int u = 0; u < AHEAD; u++) load(v, c + u * GROUPS, c + u * GROUPS < c1, values[u]);
 #pragma unroll
+      for (int u = 0; u < AHEAD; u++) dots(keys[u], s[u]);
+#pragma unroll
       for (int u = 0; u < AHEAD; u++) {
         const int at = c + u * GROUPS;
-        dots(keys[u], s[u]);
 #pragma unroll
         for (int g = 0; g < HEADS; g++) {
           if (cap > 0) s[u][g] = cap * tanhf(s[u][g]);
@@ -245,8 +246,9 @@ __device__ void finish(const float *part, int64_t step, const float2 *ml, int64_
   }
 }
 
+/* Two blocks an SM: told so, ptxas does not spill to make room for four. */
 template <class E, int L, int V, int HEADS>
-__global__ void __launch_bounds__(THREADS) decode_head(const kv_decode a, const Scratch x) {
+__global__ void __launch_bounds__(THREADS, 2) decode_head(const kv_decode a, const Scratch x) {
   using R = Rows<E, L, V, HEADS>;
   const int64_t head = blockIdx.x, b = head / a.Hkv, h = head % a.Hkv, step = x.splits;
   const int G = (int)(a.H / a.Hkv), D = (int)a.D;

@@ -54,7 +54,8 @@ static __device__ __forceinline__ void add_errors(float (&total)[1][2], const fl
 }
 
 template <class E, int D>
-static __global__ void __launch_bounds__(ErrorTile<E, D>::THREADS, 1) error_kernel(const kv_error a, const Logits logits) {
+static __global__ void __launch_bounds__(ErrorTile<E, D>::THREADS, 1)
+    error_kernel(const kv_error a, const Logits logits) {
   using X = ErrorTile<E, D>;
   constexpr int NT = X::ROWS / 8;
   E *const k = shared_memory<E>(), *const v = k + X::KEYS * D, *const q = v + X::KEYS * D, *const o = q + X::ROWS * D;
