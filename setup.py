@@ -140,8 +140,8 @@ class BuildExt(build_ext):
         hide = ["-Xlinker", f"--version-script={exports}"]
         run([*link, *objects, f"-L{torch / 'lib'}", "-ltorch_cpu", "-ldl", "-lm", *hide, "-o", target])
         # Also beside the sources: in a clone, `python -m` finds those before what is installed.
-        if not self.inplace:
-            shutil.copy(target, "kvevict")
+        if not self.inplace:  # a process may be running the old one
+            os.replace(shutil.copy(target, "kvevict/_C.new"), f"kvevict/{Path(target).name}")
 
 
 setup(
