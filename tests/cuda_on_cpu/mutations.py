@@ -82,12 +82,11 @@ def tests_pass(package, mutation):
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-o", "addopts=", "--capture=sys"]
     command += [f"tests/test_{mutation.op}.py", "-k", mutation.tests]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    lines = [line for line in (done.stderr + done.stdout).splitlines() if re_message(line)]
+    reasons = ("cuda_on_cpu", "kv_", "E  ")
+    lines = [line for line in (done.stderr + done.stdout).splitlines() if line.startswith(reasons)]
+    if done.returncode > 1:  # neither passed nor failed, nor stopped by a signal
+        sys.exit(f"pytest could not run {mutation.what}:\n{done.stdout}{done.stderr}")
     return done.returncode == 0, lines[0] if lines else done.stdout[-200:]
-
-
-def re_message(line):
-    return line.startswith(("cuda_on_cpu", "kv_", "E  "))
 
 
 def mutated(mutation, base, folder):
