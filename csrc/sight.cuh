@@ -28,10 +28,11 @@ static __device__ __forceinline__ Columns columns_of(const void *stored, int64_t
                                                      const void *fresh, const int64_t *stride, int b, int h, int first,
                                                      int stop) {
   const int64_t size = sizeof(E), at = b * stride[0] + h * stride[1] + (first - len) * stride[2];
+  const bool none = stop <= first; /* then fresh and its strides may be anything, and copies of nothing start at 0 */
   return {(uint64_t)stored + offset * dims * size,
-          (uint64_t)fresh + at * size,
+          none ? 0 : (uint64_t)fresh + at * size,
           dims * (int)size,
-          (int)(stride[2] * size),
+          none ? 0 : (int)(stride[2] * size),
           len,
           len + stop - first};
 }
