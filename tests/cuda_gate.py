@@ -73,8 +73,9 @@ def kernels_in(report):
 
 def faults(source, arch, kernels):
     budget = budget_of(source)
-    if budget is None and kernels:
-        yield f"{source.name} has no line 'budget: regs N, smem BYTES'"
+    if budget is None:
+        if kernels:
+            yield f"{source.name} has no line 'budget: regs N, smem BYTES'"
         return
     if budget["smem"] > MOST_SHARED:
         yield f"{source.name} wants {budget['smem']} bytes of shared memory, no more than {MOST_SHARED} are everywhere"
