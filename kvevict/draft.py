@@ -85,7 +85,7 @@ def _first_choice(view, quiet):
     alive = view.n.sum(1)
     slots = torch.minimum(view.step.read.targets[view.order], alive)
     slots = torch.where(view.has_tokens, slots, alive)
-    return evict.choose(view, quiet.policy.score.score(view), slots)
+    return evict.choose(view, evict.ranked(view, quiet.policy.score.score(view)), slots)
 
 
 def _write(call, run, step, end, hidden, cache, quiet) -> None:

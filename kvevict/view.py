@@ -13,7 +13,7 @@ class View:
     def __init__(self, step, layer, index, module, q, k, v, out, lse, options, probs=None):
         self.step, self.layer, self.index, self.module = step, layer, index, module
         self.q, self.out, self.lse, self.probs, self.options = q, out, lse, probs, options
-        stored = k.shape[2] - step.transient
+        stored = max(k.shape[2] - step.transient, 0)  # none of what was stored before
         self.k, self.v, self.pos = k[:, :, :stored], v[:, :, :stored], step.positions[:, :stored].contiguous()
         self.first = step.first.clamp_max(stored)
         self.n = layer.len + (stored - self.first)[:, None]

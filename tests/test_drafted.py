@@ -272,12 +272,12 @@ def test_vocabularies_of_different_sizes():
     ("laq", dict(draft_keys=1), "draft_keys must be True or False"),
     ("laq", dict(budget=8), "budget=8 is too small"),
     ("laq", dict(schedule="chunk", chunk_size=9), "needs the whole prompt.*schedule='prompt'"),
-    ("laq", dict(error="caote", each="row"), "each='pooled'"),
+    ("laq", dict(error="caote", rows="each"), "rows='pooled'"),
     ("speckv", {}, "draft_model="),
     ("speckv", dict(draft_model=3), "draft_model must be a loaded Transformers model"),
     ("speckv", dict(draft_model=copy.deepcopy(DRAFT).train()), "training mode.*draft_model.eval()"),
     ("speckv", dict(draft_model=DRAFT.model), "makes no logits.*AutoModelForCausalLM"),
-    ("speckv", dict(draft_model=DRAFT, error="caote", each="row"), "each='pooled'"),
+    ("speckv", dict(draft_model=DRAFT, error="caote", rows="each"), "rows='pooled'"),
 ])  # fmt: skip
 def test_refused_options(policy, given, error):
     with pytest.raises((ValueError, TypeError), match=error):

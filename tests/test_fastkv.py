@@ -27,7 +27,7 @@ def no_grad():
         yield
 
 
-def truth(made, rows, **options):
+def truth(made, rows, /, **options):
     """The first seed without a near-tie, and the oracle's (next token's logits, positions) as [call][row]."""
     for seed in range(60):
         try:
@@ -42,7 +42,7 @@ def truth(made, rows, **options):
     raise AssertionError("60 seeds and every one has a near-tie")
 
 
-def ours(made, rows, seed, **options):
+def ours(made, rows, seed, /, **options):
     """The same from kvevict: rows of a batch, their first calls padded at the left to the longest."""
     data, longest = tokens(rows, seed), max(row[0] for row in rows)
     pad = [longest - row[0] for row in rows]
@@ -69,7 +69,7 @@ def ours(made, rows, seed, **options):
     return results
 
 
-def compare(made, rows, **options):
+def compare(made, rows, /, **options):
     """Oracle and kvevict over conversations `rows` [row][call]; returns the oracle's positions [call][row]."""
     options = dict(window=W) | options
     seed, want = truth(made, rows, **options)
@@ -162,7 +162,7 @@ def test_families(family):
     dict(heads="ada"), dict(heads="flat"), dict(layers="pyramid"), dict(layers="pyramid", heads="flat", chunk_size=20),
     dict(heads="flat", chunk_size=20), dict(select="chunk", c=5), dict(select="chunk", c=7, chunk_size=20),
     dict(select="chunk", c=3, per_head=True, heads="flat", chunk_size=20), dict(error="caote"),
-    dict(error="fastcaote", chunk_size=20), dict(error="caote", each="row"), dict(error="caote", protect=False),
+    dict(error="fastcaote", chunk_size=20), dict(error="caote", rows="each"), dict(error="caote", protect=False),
     dict(warmup_layers="half", chunk_size=20, warmup_budget=30), dict(warmup_layers=1, chunk_size=20),
 ], ids=lambda given: "-".join(map(str, itertools.chain(*given.items()))))  # fmt: skip
 def test_other_choices(given):
