@@ -24,6 +24,12 @@ def builtin(value):
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
+def flag(name: str, value) -> None:
+    """Raise TypeError unless the value is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
 def count(name: str, value, least: int) -> int:
     """A whole number of at least `least`, or an error that names the argument."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):

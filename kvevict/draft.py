@@ -82,9 +82,7 @@ def _first_choice(view, quiet):
     """SnapKV's choice under the layer's slots, its heads alike."""
     view = copy.copy(view)
     view.step, view.select = replace(view.step, patch=quiet), quiet.policy.select
-    alive = view.n.sum(1)
-    slots = torch.minimum(view.step.read.targets[view.order], alive)
-    slots = torch.where(view.has_tokens, slots, alive)
+    slots = evict.within(view, view.step.read.targets[view.order])
     return evict.choose(view, evict.ranked(view, quiet.policy.score.score(view)), slots)
 
 

@@ -29,12 +29,17 @@ def choose(view, score, slots, again=False):
         return _ops.select(score, view.n, keep, *view.protected, int(keep.max())), keep
 
 
+def within(view, slots):
+    """The slots [B] that a layer keeps of those it has, where it may keep `slots`; None: all."""
+    alive = view.n.sum(1)
+    slots = alive if slots is None else torch.minimum(slots.long(), alive)
+    # A row whose chunk is all padding has no rows that could observe.
+    return slots if view.decoding else torch.where(view.has_tokens, slots, alive)
+
+
 def evict(view, slots) -> None:
     """Cut the layer, and the layers that wait for it, back to `slots` [B] in all; None keeps everything."""
-    alive, step = view.n.sum(1), view.step
-    slots = alive if slots is None else torch.minimum(slots.long(), alive)
-    if not view.decoding:  # a row whose chunk is all padding has no rows that could observe
-        slots = torch.where(view.has_tokens, slots, alive)
+    alive, slots, step = view.n.sum(1), within(view, slots), view.step
     cuts = bool((slots < alive).any())
     measures, propagates = step.measured is not None, propagate.due(view)
     score = view.policy.score.score(view) if cuts or measures or propagates else None

@@ -7,7 +7,7 @@ import numbers
 from dataclasses import dataclass
 
 from . import rules
-from .checks import builtin, count, one_of, unknown
+from .checks import builtin, count, flag, one_of, unknown
 from .errors import Refinement
 from .heads import HeadBudget
 from .layers import LayerBudget
@@ -128,8 +128,7 @@ class Policy:
         count("n_reuse", self.n_reuse, 1)
         if not isinstance(self.decode, bool):
             raise TypeError(f"decode must be True, False or None, got {self.decode!r}")
-        if not isinstance(self.diagnose, bool):
-            raise TypeError(f"diagnose must be True or False, got {self.diagnose!r}")
+        flag("diagnose", self.diagnose)
 
     def slots(self, tokens: int) -> int:
         """Budget B of a row that has seen `tokens` valid tokens (METHODS section 0)."""

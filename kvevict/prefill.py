@@ -11,6 +11,8 @@ from .cascade import Cascade
 from .layers import PLENTY, layer_slots
 from .step import Probe, Read, Step, current, logits_wanted, running, top_model
 
+OF_EVERY_TOKEN = ("output_hidden_states", "output_router_logits")  # outputs that a chunk has only its part of
+
 
 class Call:
     """One call of the decoder with a cache, checked and split."""
@@ -341,7 +343,7 @@ class Call:
             layer.expect((layer.longest() if layer.is_initialized else 0) + tokens + ROOM)
 
     def _check_rows(self, prompt, wanted):
-        flags = [flag for flag in ("output_hidden_states", "output_router_logits") if self._asks(flag)]
+        flags = [flag for flag in OF_EVERY_TOKEN if self._asks(flag)]
         longest = min(self.patch.policy.chunk_size or prompt, prompt - int(self.first.min()))
         propagate.check(self.patch, longest, wanted, flags)
 
@@ -349,7 +351,7 @@ class Call:
         for name, value in self.kwargs.items():
             if calls > 1 and isinstance(value, torch.Tensor) and value.ndim > 1 and self.tokens in value.shape:
                 raise ValueError(f"{name} cannot be split into chunks; read the prompt whole with chunk_size=None")
-        for flag in ("output_hidden_states", "output_router_logits"):
+        for flag in OF_EVERY_TOKEN:
             if calls > 1 and self._asks(flag):
                 raise ValueError(f"{flag}=True needs the prompt read whole: schedule='prompt' and no chunk_size")
 

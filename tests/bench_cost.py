@@ -7,7 +7,6 @@ the plain read. Before a preset is timed it is checked that it keeps its budget.
 """
 
 import argparse
-import dataclasses
 import json
 import statistics
 
@@ -16,17 +15,10 @@ from bench_read import build
 
 import kvevict
 from kvevict import policy, presets, run
+from kvevict.compare import informed
 
 PLAIN = 2**30  # a budget that nothing reaches
 STAGES = ("score", "select", "compact")
-
-
-def chosen(name, budget, ids):
-    """The preset's policy; a score that wants a response is given one, which costs what any other would."""
-    score = presets.PRESETS.find(name)["score"]
-    options = [field.name for field in dataclasses.fields(score)]
-    given = dict(response=tuple(ids[0, :32].tolist())) if "response" in options else {}
-    return policy.build(name, budget=budget, **given)
 
 
 def read(model, ids, chosen):
@@ -53,7 +45,8 @@ def main():
     args = parser.parse_args()
     model = build(args.tokens)
     ids = torch.randint(1000, (1, args.tokens), generator=torch.Generator().manual_seed(1))
-    policies = {name: chosen(name, args.budget, ids) for name in args.policies}
+    response = ids[0, :32].tolist()  # which costs an oracle what any other would
+    policies = {name: informed(policy.build(name, budget=args.budget), response) for name in args.policies}
     sizes = {name: each.chunk_size for name, each in policies.items()}
     plain = {size: kvevict.Policy("knorm", budget=PLAIN, chunk_size=size, decode=False) for size in set(sizes.values())}
     for name, each in policies.items():

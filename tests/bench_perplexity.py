@@ -11,13 +11,13 @@ one JSON line.
 """
 
 import argparse
-import dataclasses
 import json
 
 import torch
 
 import kvevict
 from kvevict.commands import parse_policy
+from kvevict.evaluate.ask import observers
 from kvevict.policy import PRESETS, build
 from kvevict.run import load_model
 
@@ -31,9 +31,8 @@ WINDOW = 16
 def built(text, **options):
     """The policy NAME[:OPTION=VALUE,...], with windows and probes of at most `WINDOW`."""
     name, given = parse_policy(text)
-    score = PRESETS.find(name)["score"]
-    sizes = {f.name: getattr(score, f.name) for f in dataclasses.fields(score) if f.name in ("window", "probe")}
-    return build(name, **options | {name: min(size, WINDOW) for name, size in sizes.items()} | given)
+    sizes = observers(PRESETS.find(name)["score"])
+    return build(name, **options | {option: min(size, WINDOW) for option, size in sizes.items()} | given)
 
 
 def sample_stories(model, count, tokens):

@@ -10,7 +10,7 @@ import ref
 import torch
 from helpers import FP32
 from test_choices import read
-from test_policies import BUDGET, CHUNK, compare, model, ours, tokens, truth
+from test_policies import BUDGET, CHUNK, compare, compare_in_chunks, model, ours, tokens, truth
 
 import kvevict
 from kvevict import SCORES
@@ -84,8 +84,7 @@ def options(name, table=CHOICES, **more):
 @any_choice
 def test_chunks(name):
     policy, chosen = options(name, **CHUNKED)
-    for n in (17, 61):
-        compare(model(), policy, [[n, *[1] * 5]], **chosen)
+    compare_in_chunks(policy, **chosen)
 
 
 @any_choice

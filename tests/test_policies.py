@@ -169,6 +169,12 @@ def compare(made, policy, rows, watch=None, /, **options):
     return want
 
 
+def compare_in_chunks(policy, /, **options):
+    """`compare` prompts of two and of several chunks, with five decoded tokens after each."""
+    for n in (17, 61):
+        compare(model(), policy, [[n, *[1] * 5]], **options)
+
+
 # -- the oracle itself ----------------------------------------------------------------------------------------------
 
 

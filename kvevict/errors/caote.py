@@ -1,7 +1,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..checks import one_of
+from ..checks import flag, one_of
 from . import ERRORS, Refinement
 
 
@@ -30,8 +30,7 @@ class Caote(Refinement):
     def check(self, policy):
         one_of("rows", self.rows, ("pooled", "each"))
         for name in ("squared", "protect"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+            flag(name, getattr(self, name))
         if self.rows == "each" and (self.squared or self.fast):
             raise ValueError("rows='each' is the exact error: it has no squared form and no fast one; rows='pooled'")
 

@@ -73,6 +73,12 @@ def encode(model, tokenizer, case) -> Prompt:
     return prompt
 
 
+def observers(score) -> dict:
+    """The options of a score that count slots, and their values: windows, probes, recent slots."""
+    values = {f.name: getattr(score, f.name) for f in dataclasses.fields(score) if f.name in OBSERVERS}
+    return {option: size for option, size in values.items() if isinstance(size, int)}
+
+
 def policy_for(run: Run, tokens: int, response, task: str = "eval") -> Policy:
     """The policy of a run that reads `tokens` tokens under it. What it remembers of a `task` (TADA) is the run's own,
     and lasts as long as the process.
@@ -86,10 +92,9 @@ def policy_for(run: Run, tokens: int, response, task: str = "eval") -> Policy:
         raise ValueError(f"policy {run.policy!r}: give budget and chunk_size by --budgets and --chunk-size")
     score = as_part("score", given.get("score", PRESETS.find(name)["score"]))
     slots = run.budget if isinstance(run.budget, int) else math.ceil(run.budget * tokens)
-    defaults = {f.name: getattr(score, f.name) for f in dataclasses.fields(score)}
-    sizes = {option: defaults[option] for option in OBSERVERS if isinstance(defaults.get(option), int)}
-    options, chunk = {option: min(size, max(1, slots // 2)) for option, size in sizes.items()}, run.chunk_size or WHOLE
-    if "response" in defaults:
+    options = {option: min(size, max(1, slots // 2)) for option, size in observers(score).items()}
+    chunk = run.chunk_size or WHOLE
+    if hasattr(score, "response"):
         options["response"], chunk = tuple(response), WHOLE
     layers = as_part("layers", given.get("layers", PRESETS[name].get("layers", "uniform")))
     if hasattr(layers, "task"):

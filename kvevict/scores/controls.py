@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from ..checks import count
+from ..checks import count, flag
 from . import SCORES, Score
 
 
@@ -33,8 +33,7 @@ class KeyDiff(Score):
     ordinal: ClassVar[bool] = True
 
     def check(self, policy):
-        if not isinstance(self.unit, bool):
-            raise TypeError(f"unit must be True or False, got {self.unit!r}")
+        flag("unit", self.unit)
 
     def score(self, view):
         def one(keys):

@@ -2,7 +2,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..checks import count, one_of
+from ..checks import count, flag, one_of
 from . import SCORES, Score, check_pool, pool
 
 
@@ -39,8 +39,7 @@ class Drafted(Score):
         count("window", self.window, 0)
         check_pool(self.kernel, self.pool)
         one_of("reduce", self.reduce, ("sum", "max"))
-        if not isinstance(self.draft_keys, bool):
-            raise TypeError(f"draft_keys must be True or False, got {self.draft_keys!r}")
+        flag("draft_keys", self.draft_keys)
 
     def score(self, view):
         reduce = dict(reduce=self.reduce, group="max" if self.reduce == "max" else "mean")

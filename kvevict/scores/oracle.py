@@ -1,5 +1,6 @@
 import numbers
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -18,7 +19,7 @@ class Oracle(Score):
     response: tuple = ()
     kernel: int = 7
     pool: str = "max"
-    behind = True
+    behind: ClassVar[bool] = True
 
     @property
     def length(self):

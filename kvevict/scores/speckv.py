@@ -1,5 +1,6 @@
 import functools
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -17,7 +18,7 @@ class SpecKV(Drafted):
 
     reduce: str = "max"
     draft_model: object = None
-    behind = True
+    behind: ClassVar[bool] = True
 
     @property
     def length(self):

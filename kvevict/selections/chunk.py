@@ -2,7 +2,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..checks import count
+from ..checks import count, flag
 from ..heads import LOWEST, order
 from . import SELECTIONS, Selection
 
@@ -36,8 +36,7 @@ class Chunk(Selection):
     def check(self, policy):
         count("c", self.c, 1)
         for name in ("per_head", "exact"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+            flag(name, getattr(self, name))
 
     def tail(self, view):
         """A run that a chunk's end cuts is kept until it is whole; the prompt's last run need not be."""

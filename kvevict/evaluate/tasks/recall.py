@@ -98,47 +98,48 @@ def needle(settings):
             yield Case("needle", case, context, asked, (what,), "exact", NEW_TOKENS, tags)
 
 
-@TASKS.add("facts")
-def eight_facts(settings):
-    for i in range(settings.cases):
-        rng = settings.rng("facts", settings.length, i)
-        facts = draw(rng, 8)
-        relation, who, what = facts[0]
-        asked, tags = question(relation, who), dict(length=settings.length, facts=8)
-        context = hidden(settings, rng, facts, asked)
-        yield Case("facts", f"facts/{settings.length}/{i}", context, asked, (what,), "exact", NEW_TOKENS, tags)
+def eight(name: str):
+    """Register a task of eight facts: build(rng, facts) is what a case says of them, (facts, question, answers, metric,
+    new tokens, further tags)."""
+
+    def register(build):
+        @TASKS.add(name)
+        def cases(settings):
+            for i in range(settings.cases):
+                rng = settings.rng(name, settings.length, i)
+                facts, asked, *rest, more = build(rng, draw(rng, 8))
+                tags = dict(length=settings.length, facts=8) | more
+                context = hidden(settings, rng, facts, asked)
+                yield Case(name, f"{name}/{settings.length}/{i}", context, asked, *rest, tags)
+
+        return build
+
+    return register
 
 
-@TASKS.add("multivalue")
-def multivalue(settings):
-    for i in range(settings.cases):
-        rng = settings.rng("multivalue", settings.length, i)
-        facts = draw(rng, 8)
-        wanted = rng.randint(2, 4)
-        relation, who, _ = facts[0]
-        facts[:wanted] = [(relation, who, what) for _, _, what in facts[:wanted]]
-        asked, tags = question_all(relation, who), dict(length=settings.length, facts=8, values=wanted)
-        answers = tuple(what for _, _, what in facts[:wanted])
-        yield Case(
-            "multivalue", f"multivalue/{settings.length}/{i}", hidden(settings, rng, facts, asked), asked, answers,
-            "contains_all", NEW_TOKENS * wanted, tags,
-        )  # fmt: skip
+@eight("facts")
+def one_of_eight(rng, facts):
+    relation, who, what = facts[0]
+    return facts, question(relation, who), (what,), "exact", NEW_TOKENS, {}
 
 
-@TASKS.add("tracking")
-def tracking(settings):
-    for i in range(settings.cases):
-        rng = settings.rng("tracking", settings.length, i)
-        facts = draw(rng, 8)
-        relation, _, what = facts[2]
-        names = [who for _, who, _ in facts[:3]]
-        facts = [(relation, *fact[1:]) for fact in facts]
-        facts[:2] = [(relation, a, f"that of {b}") for a, b in pairwise(names)]
-        asked, tags = question(relation, names[0]), dict(length=settings.length, facts=8, hops=2)
-        steps = " ".join(statement(*fact) for fact in facts[:3]).removeprefix(f"The {relation} of {names[0]} is ")
-        context = hidden(settings, rng, facts, asked)
-        answers, case = (steps.removesuffix("."), what), f"tracking/{settings.length}/{i}"
-        yield Case("tracking", case, context, asked, answers, "exact", 6 * NEW_TOKENS, tags)
+@eight("multivalue")
+def several_of_one(rng, facts):
+    wanted = rng.randint(2, 4)
+    relation, who, _ = facts[0]
+    facts[:wanted] = [(relation, who, what) for _, _, what in facts[:wanted]]
+    answers = tuple(what for _, _, what in facts[:wanted])
+    return facts, question_all(relation, who), answers, "contains_all", NEW_TOKENS * wanted, dict(values=wanted)
+
+
+@eight("tracking")
+def chained(rng, facts):
+    relation, _, what = facts[2]
+    names = [who for _, who, _ in facts[:3]]
+    facts = [(relation, *fact[1:]) for fact in facts]
+    facts[:2] = [(relation, a, f"that of {b}") for a, b in pairwise(names)]
+    steps = " ".join(statement(*fact) for fact in facts[:3]).removeprefix(f"The {relation} of {names[0]} is ")
+    return facts, question(relation, names[0]), (steps.removesuffix("."), what), "exact", 6 * NEW_TOKENS, dict(hops=2)
 
 
 @TASKS.add("keyvalue")
