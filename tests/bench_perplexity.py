@@ -1,7 +1,7 @@
 """Perplexity of text after a prompt that was read in chunks and evicted, per policy and budget, against the full cache.
 
     python tests/bench_perplexity.py --model DIR [--file TEXT] [--stories 64] [--budgets 48 64 128]
-    python tests/bench_perplexity.py --model DIR --chunk-size 0 --prompt-only --policies snapkv adakv ...
+    python tests/bench_perplexity.py --model DIR --save FILE    only writes the stories, a haystack for `kvevict eval`
 
 Without --file the stories are the model's own, sampled with a fixed seed. Each is `--tokens` long; the first half is
 read in chunks, the rest is scored token by token through the cache. Windows and probes are 16. Two tables: only the
@@ -72,8 +72,8 @@ def main():
     parser.add_argument("--file")
     parser.add_argument("--stories", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=480)
-    parser.add_argument("--chunk-size", type=int, default=40, help="0: the prompt is read whole")
-    parser.add_argument("--prompt-only", action="store_true", help="only the first table")
+    parser.add_argument("--save", metavar="FILE", help="write the stories as .jsonl and stop")
+    parser.add_argument("--chunk-size", type=int, default=40)
     parser.add_argument("--policies", nargs="+", default=POLICIES, metavar="NAME[:OPTION=VALUE,...]")
     parser.add_argument("--budgets", type=int, nargs="+", default=[48, 64, 128])
     args = parser.parse_args()
@@ -82,17 +82,22 @@ def main():
         ids = text_windows(tokenizer, args.file, args.stories, args.tokens)
     else:
         ids = sample_stories(model, args.stories, args.tokens)
+    if args.save:
+        stories = [tokenizer.decode(story[1:]) for story in ids]
+        with open(args.save, "w", encoding="utf-8") as file:
+            file.writelines(json.dumps({"text": story}) + "\n" for story in stories)
+        return
     full = loss(model, ids)
     results = {"full": float(full.mean().exp())}
     print(f"{args.stories} stories of {args.tokens} tokens, chunks of {args.chunk_size}")
     print(f"full cache: {results['full']:.3f}")
-    for decode in (False,) if args.prompt_only else (False, True):
+    for decode in (False, True):
         print(f"\n{'evicting while scoring too' if decode else 'prompt evicted only':28}", end="")
         print("".join(f"{f'B={budget}':>18}" for budget in args.budgets))
         for name in args.policies:
             row = []
             for budget in args.budgets:
-                policy = built(name, budget=budget, chunk_size=args.chunk_size or ids.shape[1], decode=decode)
+                policy = built(name, budget=budget, chunk_size=args.chunk_size, decode=decode)
                 with kvevict.evicting(model, policy):
                     got = loss(model, ids)
                 error = float((got - full).std() / args.stories**0.5)

@@ -322,6 +322,25 @@ def test_perplexity(tmp_path):
         assert 240 < case.new_tokens == settings().tokens(answer) < 275
 
 
+def test_perplexity_of_documents(tmp_path):
+    """Each case is one document that is long enough, cut in two between words."""
+    texts = [" ".join(f"\n{name}{i}" for i in range(n)) for name, n in dict(a=90, b=100, c=101, d=500, e=200).items()]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    task, chosen = TASKS["perplexity/documents"], settings(length=100, cases=3, haystack=tmp_path / "texts.jsonl")
+    scored = {}
+    for case in task(chosen):
+        (answer,) = case.answers
+        (text,) = [t for t in texts if t.startswith(case.context + answer)]
+        assert settings().tokens(case.context) == 100 and case.question == ""
+        scored[text[1]] = settings().tokens(answer)
+        assert case.new_tokens == scored[text[1]]
+    assert scored == dict(c=1, d=256, e=100)
+    with pytest.raises(ValueError, match=r"cases: .* has 3 documents of more than 100 tokens, not 4"):
+        list(task(settings(length=100, cases=4, haystack=tmp_path / "texts.jsonl")))
+    with pytest.raises(ValueError, match=r"haystack: .* give a \.jsonl"):
+        list(task(settings()))
+
+
 @pytest.fixture(scope="module")
 def real():
     transformers = pytest.importorskip("transformers")

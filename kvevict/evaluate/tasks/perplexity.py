@@ -3,24 +3,49 @@
 from ..haystack import haystack, most, sentences
 from . import TASKS, Case
 
-SCORED = 256  # tokens, and up to a sentence more
+SCORED = 256  # tokens
 
 
 @TASKS.add("perplexity")
 def perplexity(settings):
-    """Whole sentences of at most `length` tokens, and as the answer what follows them."""
-    return (continuation(settings, i) for i in range(settings.cases))
+    """Whole sentences of at most `length` tokens, and as the answer what follows them, up to a sentence more."""
+    for i in range(settings.cases):
+        text = haystack(settings).passage(settings.rng("perplexity", i), settings.length + SCORED, settings)
+        parts = sentences(text)
+        guess = len(parts) * settings.length // (settings.length + SCORED)
+        if not (n := fitting(parts[:-1], settings.length, settings, guess)):
+            raise ValueError(f"length: {settings.length} tokens are too few for a sentence; give more")
+        yield continuation("perplexity", i, parts[:n], parts[n:], settings)
 
 
-def continuation(settings, i: int) -> Case:
-    text = haystack(settings).passage(settings.rng("perplexity", i), settings.length + SCORED, settings)
-    parts = sentences(text)
+@TASKS.add("perplexity/documents")
+def documents(settings):
+    """The first `length` tokens of a document of the haystack's file, and as the answer what follows them in it."""
+    texts = haystack(settings).documents
+    if texts is None:
+        raise ValueError("haystack: perplexity/documents has no text of its own; give a .jsonl with the field 'text'")
+    found = 0
+    for text in settings.rng("perplexity/documents").sample(texts, len(texts)):
+        if found == settings.cases:
+            break
+        words = text.split(" ")
+        n = fitting(words, settings.length, settings)
+        if n and (scored := fitting(words[n:], SCORED, settings)):
+            yield continuation("perplexity/documents", found, words[:n], words[n : n + scored], settings)
+            found += 1
+    if found < settings.cases:
+        raise ValueError(
+            f"cases: {settings.haystack} has {found} documents of more than {settings.length} tokens, not "
+            f"{settings.cases}; ask for fewer, or for a smaller length"
+        )
 
-    def fits(n):
-        return n < len(parts) and settings.tokens(" ".join(parts[:n])) <= settings.length
 
-    if not (n := most(fits, len(parts) * settings.length // (settings.length + SCORED))):
-        raise ValueError(f"length: {settings.length} tokens are too few for a sentence; give more")
-    context, answer = " ".join(parts[:n]), " " + " ".join(parts[n:])
-    id, tags = f"perplexity/{settings.length}/{i}", {"length": settings.length}
-    return Case("perplexity", id, context, "", (answer,), "perplexity", settings.tokens(answer), tags)
+def fitting(parts, tokens, settings, guess=1) -> int:
+    """How many of the parts make at most `tokens` tokens."""
+    return most(lambda n: n <= len(parts) and settings.tokens(" ".join(parts[:n])) <= tokens, guess)
+
+
+def continuation(task, i, parts, following, settings) -> Case:
+    id, answer = f"{task}/{settings.length}/{i}", " " + " ".join(following)
+    tags = {"length": settings.length}
+    return Case(task, id, " ".join(parts), "", (answer,), "perplexity", settings.tokens(answer), tags)
