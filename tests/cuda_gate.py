@@ -5,7 +5,7 @@
 A warning, a spilled register, static shared memory, or more registers than the file's line "budget: regs N, smem BYTES"
 states is an error. BYTES, the most dynamic shared memory of a block, is held to by tests/cuda_on_cpu/run.sh, which sees
 what is asked for. Prints a table of the kernels and, with nvdisasm on PATH (`pip install nvidia-cuda-nvdisasm`), the
-machine instructions of each one's main loop: of the loops without another inside, the one with the most arithmetic.
+machine instructions of each one's main loops: those that multiply matrices, or the one with the most arithmetic.
 """
 
 import argparse
@@ -108,15 +108,24 @@ def counted(lines):
     return count
 
 
-def main_loop(lines):
-    """The counts of the innermost loop with the most arithmetic; nothing where there is no loop."""
+def main_loops(lines):
+    """[(nesting, counts)] of the loops around matrix products, outer ones first; without any, of the innermost loop
+    with the most arithmetic. What is in a loop inside is not counted again; what a branch may skip is counted."""
     labels = {line: i for i, line in enumerate(lines) if line.startswith(".L")}
     branches = [(labels.get(found[1], len(lines)), i) for i, line in enumerate(lines)
                 if (found := re.match(r"BRA.*`\((\.L\w+)\)", line))]  # fmt: skip
-    loops = [(start, end) for start, end in branches if start < end]
-    inner = [(a, b) for a, b in loops if not any((a, b) != (c, d) and a <= c and d <= b for c, d in loops)]
-    counts = [counted(lines[start:end]) for start, end in inner]
-    return max(counts, key=lambda c: (c["mma"], c["fma"], c["instructions"]), default=Counter())
+    # Rare paths lie behind the kernel's end and jump back into it; that is no loop.
+    loops = [(start, end) for start, end in branches if start < end and "EXIT" not in lines[start:end]]
+    found = []
+    for start, end in sorted(loops, key=lambda loop: (loop[0], -loop[1])):
+        inner = [(a, b) for a, b in loops if start <= a and b <= end and (a, b) != (start, end)]
+        outer = sum(a <= start and end <= b for a, b in loops) - 1
+        own = counted([lines[i] for i in range(start, end + 1) if not any(a <= i <= b for a, b in inner)])
+        products = any(re.match(KINDS["mma"], line) for line in lines[start:end])
+        found.append((outer, own, products, not inner))
+    around = [(outer, own) for outer, own, products, _ in found if products]
+    innermost = [(0, own) for _, own, _, last in found if last]
+    return around or sorted(innermost, key=lambda loop: (loop[1]["fma"], loop[1]["instructions"]))[-1:]
 
 
 def print_table(head, rows):
@@ -131,9 +140,11 @@ def print_counts(sources, arch, folder):
     for source in sources:
         code = code_of(folder / f"{source.stem}.{arch}.cubin")
         for name, lines in sorted(zip(demangled(code), code.values())):
-            loop = main_loop(lines)
-            rows.append([name, counted(lines)["instructions"], loop["instructions"], *(loop[kind] for kind in KINDS)])
-    print(f"Machine instructions for sm_{arch}: of the kernel, and of its main loop by kind")
+            head = [name, counted(lines)["instructions"]]
+            for outer, loop in main_loops(lines) or [(0, Counter())]:
+                rows.append([*head, loop["instructions"], *(loop[kind] for kind in KINDS)])
+                head = ["  in it" + "  " * outer, ""]
+    print(f"Machine instructions for sm_{arch}: of the kernel, and of its main loops by kind")
     print_table(["kernel", "all", "loop", *KINDS], rows)
 
 
