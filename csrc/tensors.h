@@ -130,7 +130,8 @@ class Call {
     check_shape(name, t, shape);
     if (t.stride(3) != 1) t = torch::stable::contiguous(t);
     if (needs_alignment() && !aligned(t)) t = torch::stable::clone(t);
-    std::copy_n(t.strides().begin(), 3, stride);
+    /* Of a single row the stride may be anything; where no row is, copies of nothing are to be aligned too. */
+    for (int64_t d = 0; d < 3; d++) stride[d] = t.size(d) < 2 ? 0 : t.stride(d);
     return t.data_ptr();
   }
 

@@ -35,13 +35,13 @@ def built(text, **options):
     return build(name, **options | {option: min(size, WINDOW) for option, size in sizes.items()} | given)
 
 
-def sample_stories(model, count, tokens):
+def sample_stories(model, count, tokens, temperature):
     """[count, tokens] ids the model wrote itself."""
     torch.manual_seed(0)
     start = torch.full((count, 1), model.config.bos_token_id)
     ids = model.generate(
-        start, attention_mask=torch.ones_like(start), do_sample=True, top_k=0, min_new_tokens=tokens - 1,
-        max_new_tokens=tokens - 1, pad_token_id=0,
+        start, attention_mask=torch.ones_like(start), do_sample=True, top_k=0, temperature=temperature,
+        min_new_tokens=tokens - 1, max_new_tokens=tokens - 1, pad_token_id=0,
     )  # fmt: skip
     return ids
 
@@ -72,6 +72,7 @@ def main():
     parser.add_argument("--file")
     parser.add_argument("--stories", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=480)
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the stories that the model writes")
     parser.add_argument("--save", metavar="FILE", help="write the stories as .jsonl and stop")
     parser.add_argument("--chunk-size", type=int, default=40)
     parser.add_argument("--policies", nargs="+", default=POLICIES, metavar="NAME[:OPTION=VALUE,...]")
@@ -81,7 +82,7 @@ def main():
     if args.file:
         ids = text_windows(tokenizer, args.file, args.stories, args.tokens)
     else:
-        ids = sample_stories(model, args.stories, args.tokens)
+        ids = sample_stories(model, args.stories, args.tokens, args.temperature)
     if args.save:
         stories = [tokenizer.decode(story[1:]) for story in ids]
         with open(args.save, "w", encoding="utf-8") as file:
