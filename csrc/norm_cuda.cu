@@ -9,13 +9,13 @@ namespace {
 
 constexpr int THREADS = 256, LANES = 8, ROWS = THREADS / LANES;
 
-/* Block (head, i): columns i * ROWS .. */
+/* Block (i, head): columns i * ROWS .. */
 template <class E>
 __global__ void __launch_bounds__(THREADS) norm_rows(const kv_norm a) {
-  const int64_t head = blockIdx.x, b = head / a.Hkv;
+  const int64_t head = blockIdx.y, b = head / a.Hkv;
   const Columns<E> rows = columns_of<E>(a.slots, a.slots.k, a.fresh.k, a.fresh.k_stride, b, head % a.Hkv, head,
                                         a.fresh.first[b], a.stop[b], a.D);
-  const int c = blockIdx.y * ROWS + threadIdx.x / LANES, lane = threadIdx.x % LANES;
+  const int c = blockIdx.x * ROWS + threadIdx.x / LANES, lane = threadIdx.x % LANES;
   float sum = 0;
   for (int d = lane * VECTOR<E>; c < rows.n && d < rows.D; d += LANES * VECTOR<E>) {
     float x[VECTOR<E>];
@@ -32,6 +32,6 @@ __global__ void __launch_bounds__(THREADS) norm_rows(const kv_norm a) {
 int kv_norm_cuda(const kv_norm *a, void *stream) {
   const int64_t heads = a->B * a->Hkv;
   if (heads == 0 || a->C == 0) return 0;
-  const dim3 grid((unsigned)heads, (unsigned)((a->C + ROWS - 1) / ROWS));
+  const dim3 grid((unsigned)((a->C + ROWS - 1) / ROWS), (unsigned)heads);
   return with_type(a->dtype, [&](auto e) { return launch<norm_rows<decltype(e)>>(grid, THREADS, 0, stream, *a); });
 }

@@ -80,7 +80,7 @@ void *current_stream(int32_t device) {
   }();
   STD_TORCH_CHECK(get, "this torch cannot name its CUDA stream; install torch 2.10 or newer with CUDA");
   void *stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(get(device, &stream));
+  TORCH_ERROR_CODE_CHECK(get(device, &stream));
   return stream;
 }
 #endif
@@ -151,8 +151,8 @@ class Call {
     const int32_t device = cuda_ ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu();
     const auto dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
     AtenTensorHandle handle;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.begin(),
-                                                           stride.data(), dtype, device, cuda_ ? index_ : 0, &handle));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.begin(), stride.data(),
+                                                    dtype, device, cuda_ ? index_ : 0, &handle));
     return Tensor(handle);
   }
 

@@ -20,7 +20,7 @@ class Cascade:
 
     def __init__(self, read):
         self.read = read
-        self.preferences = torch.zeros(read.alive.shape, dtype=torch.double)  # [layers, B]
+        self.preferences = torch.zeros(read.alive.shape, dtype=torch.double, device="cpu")  # [layers, B]
         self.layers = []  # (view of the survivors, their ranked scores [B, Hkv, C]) of every layer so far
 
     def cut(self, view) -> None:

@@ -81,13 +81,14 @@ def note(view, index, keep) -> None:
     """Add to the read's diagnostics what a layer loses that keeps slots index [B, Hkv, K], keep [B, Hkv] of them."""
     cut = (keep.sum(1) < view.n.sum(1)).nonzero()[:, 0].tolist()
     with view.step.patch.clock("diagnose"):
-        sums = view.step.read.diagnostics.setdefault(view.index, torch.zeros(len(NAMES), len(keep), dtype=torch.double))
+        exact = dict(dtype=torch.double, device="cpu")
+        sums = view.step.read.diagnostics.setdefault(view.index, torch.zeros(len(NAMES), len(keep), **exact))
         columns = view.step.positions.shape[1]
         observing = residual.observers(view.step, columns).clamp(1, ROWS).tolist()
         for b in cut:
             queries = by_group(view.q[b, :, -observing[b] :], keep.shape[1], **view.options)
             heads = [_head(view, b, h, index[b, h, : keep[b, h]], *one) for h, one in enumerate(queries)]
-            sums[:, b] += torch.tensor([1, *_errors(*map(torch.cat, zip(*heads)))], dtype=torch.double)
+            sums[:, b] += torch.tensor([1, *_errors(*map(torch.cat, zip(*heads)))], **exact)
 
 
 def _head(view, b, h, index, q, options):

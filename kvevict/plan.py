@@ -112,7 +112,7 @@ def chunks(policy: Policy, tokens: int, layer_count: int, kv_heads: int = 1) -> 
 
 def _split(policy, kv_heads, tokens, alive, measured=None) -> list:
     """`layer_slots` per kv head, of layers that have `alive` slots per head."""
-    most = (torch.tensor(alive, dtype=torch.double)[:, None] * kv_heads).round()
+    most = (torch.tensor(alive, dtype=torch.double, device="cpu")[:, None] * kv_heads).round()
     slots = layer_slots(policy, len(alive), kv_heads, [tokens], most, [measured])[:, 0].tolist()
     return [n / kv_heads if n % kv_heads else n // kv_heads for n in slots]
 

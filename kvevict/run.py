@@ -7,16 +7,22 @@ import time
 
 import torch
 
+from ._ops import build_info
 from .patch import evicting, report
 
 
-def load_model(name: str, dtype="auto"):
-    """A causal language model and its tokenizer from a folder or a hub id, in eval mode."""
+def load_model(name: str, dtype="auto", device=None):
+    """A causal language model and its tokenizer from a folder or a hub id, in eval mode, on `place(device)`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(name)
     model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
-    return model, tokenizer
+    return model.to(place(device)), tokenizer
+
+
+def place(device=None) -> str:
+    """The device that is named, or a GPU if there is one and this build has kernels for it, or the CPU."""
+    return device or ("cuda" if build_info()["cuda"] and torch.cuda.is_available() else "cpu")
 
 
 def encode(model, tokenizer, text: str, question: str, new_tokens: int, limit: int | None = None):
@@ -38,7 +44,7 @@ def encode(model, tokenizer, text: str, question: str, new_tokens: int, limit: i
         raise ValueError(f"a limit of {limit} tokens leaves none for the text; the question takes {taken}")
     if room < len(body):
         print(f"the text's first {room} of {len(body)} tokens are read (limit: {limit})", file=sys.stderr)
-    return torch.tensor([head + body[:room] + tail])
+    return torch.tensor([head + body[:room] + tail], device=model.device)
 
 
 def frame(tokenizer, question: str, chat=True) -> tuple:
@@ -59,12 +65,12 @@ def measure(model, tokenizer, ids, policy=None, max_new_tokens=64, positions=Fal
     peak_bytes (growth of the process' peak memory above what was resident before) and, when patched, the read's report,
     which has the kept positions if asked for.
     """
-    model.generate(ids[:, :8], attention_mask=torch.ones_like(ids[:, :8]), max_new_tokens=2)  # warm up
-    timer = _FirstToken()
+    ids, timer = ids.to(model.device), _FirstToken()
     inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False)
 
     def generate():
-        before = _reset_peak()
+        model.generate(ids[:, :8], attention_mask=torch.ones_like(ids[:, :8]), max_new_tokens=2)  # warm up
+        before = _reset_peak(ids.device)
         start = time.perf_counter()
         out = model.generate(**inputs, streamer=timer)
         end = time.perf_counter()
@@ -72,7 +78,7 @@ def measure(model, tokenizer, ids, policy=None, max_new_tokens=64, positions=Fal
         first = timer.first or end
         return dict(
             answer=None if tokenizer is None else tokenizer.decode(new, skip_special_tokens=True), new_tokens=len(new),
-            read_seconds=first - start, decode_seconds=end - first, peak_bytes=_peak() - before,
+            read_seconds=first - start, decode_seconds=end - first, peak_bytes=_peak(ids.device) - before,
         )  # fmt: skip
 
     if policy is None:
@@ -102,11 +108,12 @@ def _status(field: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field))
 
 
-def _reset_peak() -> int:
-    """Forget the process' peak memory so far; returns the resident bytes now. Linux only: elsewhere memory reads 0."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated()
+def _reset_peak(device) -> int:
+    """Forget the peak memory so far, of a GPU or of the process; returns the bytes in use now. Of a process on Linux
+    only: elsewhere memory reads 0."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
     if not os.path.exists("/proc/self/clear_refs"):
         return 0
     ctypes.CDLL(None).malloc_trim(0)  # what an earlier run freed would hide this one's growth
@@ -115,7 +122,7 @@ def _reset_peak() -> int:
     return _status("VmRSS:")
 
 
-def _peak() -> int:
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
+def _peak(device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
     return _status("VmHWM:") if os.path.exists("/proc/self/status") else 0

@@ -278,12 +278,12 @@ def main():
     torch.manual_seed(0)
     clock = timed if args.device == "cpu" else timed_on_gpu
     print(json.dumps(machine()))
-    results = []
+    results, seconds = [], 2.0 if args.device == "cpu" else 1.0
     for bench, shape in jobs(args.device, args.quick):
         with torch.device(args.device):
             pairs = bench(*shape)
         for name, ours, other_name, other in pairs:
-            ms, other_ms = medians([clock(ours), clock(other)], 0.2 if args.quick else 2.0)
+            ms, other_ms = medians([clock(ours), clock(other)], 0.2 if args.quick else seconds)
             results.append({"op": name, "ms": ms, "against": other_name, "against_ms": other_ms})
             line = f"{name:<48} {ms * 1e3:>12.1f} us   {other_name:<11} {other_ms * 1e3:>12.1f} us"
             print(f"{line}   {other_ms / ms:>6.2f}x", flush=True)

@@ -29,6 +29,7 @@ def add_model(parser) -> None:
     parser.add_argument("--model", help="folder or hub id of a causal language model; default: the bundled one")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"],
                         help="of the model; auto: as it is stored (default)")  # fmt: skip
+    parser.add_argument("--device", help="cpu, cuda or cuda:N; default: a GPU if there is one and the build has CUDA")
 
 
 def model_name(args) -> str:
@@ -72,7 +73,7 @@ def load_prompt(args) -> tuple:
 
     count("--max-new-tokens", args.max_new_tokens, 1)
     text, name = read_text(args.file), model_name(args)
-    model, tokenizer = load_model(name, args.dtype)
+    model, tokenizer = load_model(name, args.dtype, args.device)
     return name, model, tokenizer, encode(model, tokenizer, text, args.question, args.max_new_tokens, args.limit)
 
 

@@ -24,7 +24,7 @@ def bench(parser, argv):
     count("--new-tokens", args.new_tokens, 2)
     policies = build_policies(args.policies, args)
     name = model_name(args)
-    model, tokenizer, made_of = load(name, args.dtype)
+    model, tokenizer, made_of = load(name, args.dtype, args.device)
     prompts = make_prompts(model, tokenizer, args)
     checked = prompts[min(prompts)][:, :1024]
     for key, policy in policies.items():
@@ -47,12 +47,12 @@ def bench(parser, argv):
             "new_tokens": args.new_tokens, "repeat": args.repeat, "rows": rows}  # fmt: skip
 
 
-def load(name: str, dtype: str):
+def load(name: str, dtype: str, device: str | None):
     """Model, tokenizer or None, and what the numbers were taken with. A folder without weights: random ones, fixed."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from ..run import load_model
+    from ..run import load_model, place
 
     folder = Path(name)
     bare = (folder / "config.json").exists() and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin"))
@@ -60,9 +60,9 @@ def load(name: str, dtype: str):
         torch.manual_seed(0)
         config = AutoConfig.from_pretrained(name)
         chosen = {} if dtype == "auto" else dict(dtype=dtype)
-        model, tokenizer = AutoModelForCausalLM.from_config(config, **chosen).eval(), None
+        model, tokenizer = AutoModelForCausalLM.from_config(config, **chosen).eval().to(place(device)), None
     else:
-        model, tokenizer = load_model(name, dtype)
+        model, tokenizer = load_model(name, dtype, device)
     model.generation_config.eos_token_id = None  # every run decodes the same number of tokens
     kind = "RANDOM weights, random token ids" if bare else "trained weights"
     return model, tokenizer, f"{kind}, {str(model.dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads"
@@ -85,7 +85,7 @@ def make_prompts(model, tokenizer, args) -> dict:
         ids = torch.tensor([tokenizer(text(tokenizer, args.file, lengths[-1]))["input_ids"]])
     if ids.shape[1] < lengths[-1]:
         raise ValueError(f"--file {args.file} has {ids.shape[1]} tokens; give a longer one or --lengths up to that")
-    return {length: ids[:, :length] for length in lengths}
+    return {length: ids[:, :length].to(model.device) for length in lengths}
 
 
 def text(tokenizer, file: str | None, tokens: int) -> str:

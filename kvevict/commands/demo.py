@@ -30,7 +30,7 @@ def demo(parser, argv):
     policies = build_policies(args.policies, args)
     logging.disable_progress_bar()
     name = model_name(args)
-    model, tokenizer = load_model(name, args.dtype)
+    model, tokenizer = load_model(name, args.dtype, args.device)
     asked = list(ask(model, tokenizer, policies, args))
     totals = {run: total(run, asked) for run in (FULL, *policies)}
     print(f"{asked[0]['ids'].shape[1]} prompt tokens; budget {args.budget}, chunks of {args.chunk_size}\n")
@@ -57,7 +57,7 @@ def ask(model, tokenizer, policies, args):
     with tqdm(total=len(cases) * (1 + len(policies)), unit="run", delay=1, leave=False, disable=None) as bar:
         for case in cases:
             prompt, runs = encode(model, tokenizer, case), {}
-            ids = torch.tensor([prompt.context + prompt.question])
+            ids = torch.tensor([prompt.context + prompt.question], device=model.device)
             for name, policy in ((FULL, None), *policies.items()):
                 runs[name] = run = measure(model, tokenizer, ids, policy, case.new_tokens, positions=True)
                 run["right"] = METRICS[case.metric](run["answer"], case.answers) == 1

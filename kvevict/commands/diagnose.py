@@ -47,10 +47,10 @@ def load_facts(args) -> tuple:
 
     count("--max-new-tokens", args.max_new_tokens, 1)
     name = model_name(args)
-    model, tokenizer = load_model(name, args.dtype)
+    model, tokenizer = load_model(name, args.dtype, args.device)
     longest = min(args.limit or LONGEST, model.config.max_position_embeddings - args.max_new_tokens)
     prompt = encode(model, tokenizer, next(iter(TASKS.find(TASK)(Settings(tokenizer, longest, cases=1)))))
-    return name, model, tokenizer, torch.tensor([prompt.context + prompt.question])
+    return name, model, tokenizer, torch.tensor([prompt.context + prompt.question], device=model.device)
 
 
 def run(layers: list, kept: list) -> dict:

@@ -61,6 +61,6 @@ def _evaluate(args) -> None:
     )  # fmt: skip
     plan.runs(), plan.groups(None)  # mistakes are found before the model is loaded
     name = model_name(args)
-    model, tokenizer = load_model(name, args.dtype)
+    model, tokenizer = load_model(name, args.dtype, args.device)
     print(f"{len(plan.runs())} runs of every case; results go to {args.out}", file=sys.stderr)
     evaluate(model, tokenizer, plan, args.out, name)

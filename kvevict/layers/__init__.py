@@ -56,13 +56,13 @@ def layer_slots(policy, layers: int, kv_heads: int, tokens: list, alive=None, me
     groups = policy.groups(layers)
     measured = measured or [None] * len(tokens)
     rows = [policy.layers.shares(policy, layers, n, m) for n, m in zip(tokens, measured, strict=True)]
-    shares = torch.tensor(rows, dtype=torch.double)
+    shares = torch.tensor(rows, dtype=torch.double, device="cpu")  # whatever torch's default is
     most = torch.full_like(shares, PLENTY * kv_heads, dtype=torch.long) if alive is None else alive.T.cpu().long()
     shares = torch.stack([shares[:, group].mean(1) for group in groups], 1)
     most = torch.stack([most[:, group].amin(1) for group in groups], 1) // unit
     least = torch.full_like(most, max(policy.protected, 1) * kv_heads // unit)
-    total = torch.tensor([policy.slots(n) * layers * kv_heads // unit for n in tokens])
-    weight = torch.tensor([len(group) for group in groups])
+    total = torch.tensor([policy.slots(n) * layers * kv_heads // unit for n in tokens], device="cpu")
+    weight = torch.tensor([len(group) for group in groups], device="cpu")
     own = policy.protected * kv_heads // unit if policy.layers.beyond else 0
     bounds = total - own * layers, least - own, most - own
     slots = unit * (own + apportion(shares, *bounds, None if bool((weight == 1).all()) else weight))
