@@ -50,7 +50,8 @@ def attention(module, query, key, value, attention_mask, scaling=None, softcap=N
     if step.read is None:
         evict.after_append(view)
     else:
-        evict.after_chunk(view)
+        with patch.clock("evict"):
+            evict.after_chunk(view)
     return out, None
 
 
