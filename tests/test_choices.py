@@ -500,9 +500,7 @@ def test_every_combination(name, task):
         options = dict(policy="snapkv", **given)
         if not legal(name, given):
             refused += 1
-            with pytest.raises(
-                ValueError, match=r"needs|measures|only rank|one for the layer|behind layer|before decoding"
-            ):
+            with pytest.raises(ValueError, match=r"needs|measures|only rank|one for the layer|behind|before decoding"):
                 build(**options)
             continue
         kvevict.patch(made, **options)
@@ -558,6 +556,14 @@ REFUSED = [
     (dict(policy="snapkv", select_by_layer=((0, "token"),)), "select_by_layer must hold"),
     (dict(policy="snapkv", select_by_layer=((2, 1, "token"),)), "stop must be at least 3"),
     (dict(policy="snapkv", select_by_layer=((0, None, "tokn"),)), "did you mean 'token'"),
+    (dict(policy="snapkv", select_by_layer=((2, 5, "token"), (0, 3, "chunk"))), "layer 2 in two ranges"),
+    (dict(policy="snapkv", select_by_layer=((0, None, "token"), (3, 4, "chunk"))), "layer 3 in two ranges"),
+    (dict(policy="edie", alpha=float("inf")), "alpha must be a finite number >= 0"),
+    (dict(policy="cake", gamma=float("nan")), "gamma must be a finite number >= 0"),
+    (dict(policy="cake", tau2=0), "tau2 must be a finite number > 0"),
+    (dict(policy="snapkv", progress=1), "progress must be True or False"),
+    (dict(policy="knorm", layers="tada"), "score='knorm', error='none', layers='tada'"),
+    (dict(policy="edie+tada", own=1), "own must be True or False"),
     (dict(policy="snapkv", heads=7), "heads must be a name or a kvevict HeadBudget"),
     (dict(policy="knorm", select="chunk", c=70, chunk_size=16), "budget >= 70"),
 ]  # fmt: skip
@@ -569,6 +575,24 @@ REFUSED = [
 def test_refused(given, text):
     with pytest.raises((ValueError, TypeError), match=text):
         build(**dict(budget=64) | given)
+
+
+@pytest.mark.parametrize("ranges", [((9, 12, "chunk"),), ((2, 5, "chunk"),), ((4, None, "chunk"),)])
+def test_ranges_of_layers_that_are_not_there(ranges):
+    made = tiny.model(num_hidden_layers=4)
+    with pytest.raises(ValueError, match=r"select_by_layer has a range .* 4 evicting layers"):
+        kvevict.patch(made, "snapkv", budget=64, select_by_layer=ranges)
+    with pytest.raises(ValueError, match="not patched"):
+        kvevict.report(made)
+
+
+def test_a_prompt_s_own_chunks(task):
+    """TADA by earlier contexts, or by a prompt's own earlier chunks as soon as there are any."""
+    past, policy = kvevict.history(task), kvevict.LAYERS["tada"]
+    assert policy(task).shares(None, 2, 9) == [1.0, 1.0] and policy(task).shares(None, 2, 9, [3.0, 1.0]) == [3.0, 1.0]
+    past.add([[1.0, 2.0]])
+    assert policy(task).shares(None, 2, 9, [3.0, 1.0]) == [1.0, 2.0] == policy(task, own=True).shares(None, 2, 9)
+    assert policy(task, own=True).shares(None, 2, 9, [3.0, 1.0]) == [3.0, 1.0]
 
 
 def test_layers_that_share_a_choice_must_hold_as_much():
