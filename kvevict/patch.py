@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import torch
 
-from . import _ops, attention, compat, forward, propagate, residual
+from . import _ops, attention, compat, forward, propagate, rerotate, residual
 from .policy import build
 from .step import STATE, logits_wanted, top_model
 
@@ -71,6 +71,7 @@ def patch(model, policy, *, budget=None, chunk_size=None, **options):
     chosen.score.ready()
     decoder = find_decoder(model)
     kinds = check_model(decoder)
+    rerotate.check(chosen, decoder)
     state = Patch(chosen, kinds)
     if is_patched(decoder):
         unpatch(model)
