@@ -49,7 +49,7 @@ class Patch:
     def watch_peak(self, step, view, *others) -> None:
         """Live KV bytes right now: all stored slots, the chunk of this layer, and the chunks of layers that wait."""
         row = 2 * view.k.element_size() * view.k.shape[3] * view.k.shape[1]
-        chunk = int((view.k.shape[2] - view.first).sum())
+        chunk = int((view.k.shape[2] - view.padding).sum())
         layers = 1 + len(others) + len(step.waiting) + len(step.held or ())
         self.peak = max(self.peak, sum(self.live.values()) + layers * row * chunk)
 
