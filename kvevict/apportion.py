@@ -8,8 +8,9 @@ def apportion(share, total, least, most, weight=None):
 
     A part at a bound stays there, and the others go on by their shares, until nothing changes; then the largest
     remainders are rounded up (ties: the lower index). Shares below 0 or NaN count as 0; parts of which none has a share
-    are alike. weight [P]: how many times a part counts (layers that keep the same slots); where no rounding meets the
-    total then, less than the largest weight stays unused. A total outside the bounds' sums is moved to them.
+    are alike. weight [P]: how many times a part counts (layers that keep the same slots); then rounding up goes on
+    while anything fits, and what is left, less than the weight of any part with room, stays unused. A total outside the
+    bounds' sums is moved to them.
     """
     weights = torch.ones_like(least[0]) if weight is None else weight
     most = most.long()
@@ -23,11 +24,14 @@ def apportion(share, total, least, most, weight=None):
     order = rest.sort(dim=1, descending=True, stable=True).indices
     if weight is None:
         return x + (order.argsort(1) < left[:, None])
-    for part in order.T:
-        room = most.gather(1, part[:, None])[:, 0] > x.gather(1, part[:, None])[:, 0]
-        takes = room & (weights[part] <= left)
-        x.scatter_add_(1, part[:, None], takes.long()[:, None])
-        left = left - takes * weights[part]
+    before = None
+    while before is None or bool((left < before).any()):
+        before = left
+        for part in order.T:
+            room = most.gather(1, part[:, None])[:, 0] > x.gather(1, part[:, None])[:, 0]
+            takes = room & (weights[part] <= left)
+            x.scatter_add_(1, part[:, None], takes.long()[:, None])
+            left = left - takes * weights[part]
     return x
 
 

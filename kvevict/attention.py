@@ -2,7 +2,7 @@
 
 from transformers import AttentionInterface
 
-from . import _ops, compat, evict
+from . import _ops, compat, evict, rerotate
 from .step import current
 from .view import View
 
@@ -31,7 +31,7 @@ def attention(module, query, key, value, attention_mask, scaling=None, softcap=N
     options = dict(scale=scaling, softcap=softcap or 0.0, sinks=None if s_aux is None else s_aux.float())
     if step.decoding:
         columns = layer.longest() + 1 if patch.wants_probs else 0
-        with patch.clock("decode"):
+        with patch.clock("decode"), rerotate.in_cache(step, module, layer):
             out, lse, probs = layer.decode(query, key, value, step.positions, columns=columns, **options)
         layer.advance(1, 1)
         if patch.watches_tokens:
@@ -39,7 +39,7 @@ def attention(module, query, key, value, attention_mask, scaling=None, softcap=N
             probs = probs if patch.wants_probs else None
             evict.after_token(View(step, layer, module.layer_idx, module, query, *empty, out, lse, options, probs))
         return out, None
-    with patch.clock("attend"):
+    with patch.clock("attend"), rerotate.in_cache(step, module, layer):
         out, lse = _ops.attend(query, layer.k, layer.v, layer.offset, layer.len, key, value, step.first, **options)
     view = View(step, layer, module.layer_idx, module, query, key, value, out, lse, options)
     patch.watch_peak(step, view)
@@ -50,7 +50,8 @@ def attention(module, query, key, value, attention_mask, scaling=None, softcap=N
     if step.read is None:
         evict.after_append(view)
     else:
-        evict.after_chunk(view)
+        with patch.clock("evict"):
+            evict.after_chunk(view)
     return out, None
 
 

@@ -1,6 +1,7 @@
 """Errors that name the argument and the mend."""
 
 import difflib
+import math
 import numbers
 
 
@@ -37,3 +38,19 @@ def count(name: str, value, least: int) -> int:
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
     return value
+
+
+def fraction(name: str, value) -> None:
+    """Raise ValueError unless the value is a number in [0, 1]."""
+    if not (_is_number(value) and 0 <= value <= 1):
+        raise ValueError(f"{name} must be a number in [0, 1], got {value!r}")
+
+
+def at_least_0(name: str, value, positive: bool = False) -> None:
+    """Raise ValueError unless the value is a finite number >= 0, or above 0."""
+    if not (_is_number(value) and 0 <= value < math.inf and (value or not positive)):
+        raise ValueError(f"{name} must be a finite number {'>' if positive else '>='} 0, got {value!r}")
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)

@@ -55,7 +55,8 @@ def finish(call, run, step, end, hidden) -> None:
         for view in held:
             _append(view, caches[view.index].rows, call.patch.policy.score.draft_keys)
             caches[view.index] = None
-            evict.after_chunk(view)
+            with call.patch.clock("evict"):
+                evict.after_chunk(view)
     except BaseException:
         held[-1].layer.columns = -1  # half read, which the cache's next user is told
         raise

@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import torch
 
-from . import _ops, attention, compat, forward, propagate, residual
+from . import _ops, attention, compat, forward, propagate, rerotate, residual
 from .policy import build
 from .step import STATE, logits_wanted, top_model
 
@@ -21,6 +21,7 @@ class Patch:
         self.kinds = kinds
         own = [index for index, kind in enumerate(kinds) if kind == compat.OWN]
         self.order = {index: order for order, index in enumerate(own)}
+        policy.check_layers(len(own))
         self.waiting_layers = policy.waiting_layers(len(own))
         self.all_own = len(own) == len(kinds)
         self.tsp = propagate.layer_of(policy, len(own), len(kinds))  # the last to read all tokens; None: all do
@@ -70,6 +71,7 @@ def patch(model, policy, *, budget=None, chunk_size=None, **options):
     chosen.score.ready()
     decoder = find_decoder(model)
     kinds = check_model(decoder)
+    rerotate.check(chosen, decoder)
     state = Patch(chosen, kinds)
     if is_patched(decoder):
         unpatch(model)
@@ -137,8 +139,8 @@ def report(model, positions: bool = False) -> dict:
     padded_bytes       what those would be if every head of a layer were padded to its longest
     peak_cache_bytes   the most live KV bytes at any moment of the read, the chunk in flight included
     overhead_bytes     what is allocated beyond: free room, positions, carried scores
-    seconds            per stage: read (all), attend, score, select, compact, draft (laq, speckv), diagnose; decode
-                       since then
+    seconds            per stage: read (all), attend, evict (all that choosing and moving slots takes; of it score,
+                       select, compact and diagnose), draft (laq, speckv); decode since then
     positions          [layer][row][kv head] ascending original positions of the slots, with positions=True
     diagnostics        with the policy's diagnose=True, [layer][row] each: evictions, how many chunks' ends took slots,
                        and means over those: joint_error (CAOTE eq. 24) and output_error (relative to the output) of

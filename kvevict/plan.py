@@ -185,6 +185,7 @@ def plan(shape: Shape, policy: Policy | None, tokens: int, *, batch=1, hardware=
     if isinstance(policy.score, Drafted):
         raise ValueError("the costs of drafting are not planned: plan snapkv, which laq and speckv add a draft to")
     policy.score.ready()
+    policy.check_layers(shape.windows.count(None))
     propagate.layer_of(policy, shape.windows.count(None), len(shape.windows))  # or an error
     flops, moved, seconds, peak, widest = Counter(), Counter(), 0.0, 0, 0
     for chunk in chunks(policy, tokens, shape.windows.count(None), shape.kv_heads):

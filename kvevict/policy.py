@@ -5,6 +5,7 @@ import json
 import math
 import numbers
 from dataclasses import dataclass
+from itertools import pairwise
 
 from . import rules
 from .checks import builtin, count, flag, one_of, unknown
@@ -65,7 +66,7 @@ class Policy:
             object.__setattr__(self, kind, as_part(kind, getattr(self, kind)))
         if not isinstance(self.select_by_layer, (tuple, list)):
             raise TypeError(f"select_by_layer must be a tuple of (start, stop, select), got {self.select_by_layer!r}")
-        object.__setattr__(self, "select_by_layer", tuple(map(_as_range, self.select_by_layer)))
+        object.__setattr__(self, "select_by_layer", _as_ranges(self.select_by_layer))
         object.__setattr__(self, "budget", builtin(self.budget))
         if self.interval is None:
             object.__setattr__(self, "interval", self.score.interval)
@@ -128,6 +129,7 @@ class Policy:
         count("n_reuse", self.n_reuse, 1)
         if not isinstance(self.decode, bool):
             raise TypeError(f"decode must be True, False or None, got {self.decode!r}")
+        flag("progress", self.progress)
         flag("diagnose", self.diagnose)
 
     def slots(self, tokens: int) -> int:
@@ -183,6 +185,15 @@ class Policy:
             return max(budget, self.warmup_budget)
         return max(budget, min(tokens, 10240, max(budget, math.ceil(tokens * 5 / 64))))
 
+    def check_layers(self, layer_count: int) -> None:
+        """Raise ValueError for layers that are named and that a model of `layer_count` evicting ones does not have."""
+        self.waiting_layers(layer_count)
+        for start, stop, _ in self.select_by_layer:
+            if max(start + 1, stop or 0) > layer_count:
+                raise ValueError(
+                    f"select_by_layer has a range from {start} to {stop}, the model {layer_count} evicting layers"
+                )
+
     def waiting_layers(self, layer_count: int) -> int:
         """W: layers 0..W-1 share the slots that layer W-1 chooses. 1 means that nobody waits."""
         if self.warmup_layers is None:
@@ -200,6 +211,15 @@ def _refuse_in_json(value):
     raise ValueError(
         f"JSON cannot hold a {type(value).__name__}; name it instead, as in draft_model='FOLDER_OR_HUB_ID'"
     )
+
+
+def _as_ranges(entries) -> tuple:
+    """`select_by_layer`, checked: no layer is in two ranges."""
+    ranges = tuple(map(_as_range, entries))
+    for (a, stop, _), (b, _, _) in pairwise(sorted(ranges, key=lambda entry: entry[0])):
+        if stop is None or b < stop:
+            raise ValueError(f"select_by_layer has layer {b} in two ranges, from {a} on and from {b} on; part them")
+    return ranges
 
 
 def _as_range(entry) -> tuple:

@@ -31,11 +31,17 @@ _KVPRESS = dict(window=64, kernel=5, pool="avg", reduce="mean")
 
 preset("streaming", score=SCORES["streaming"](), chunk_size=_Z)
 preset("h2o", score=SCORES["h2o"](), chunk_size=_Z)
-preset("h2o/kvcf", score=SCORES["h2o"](recent=8), chunk_size=_Z)
+preset(
+    "h2o/kvcf", "H2O as KVCache-Factory runs it: the recent 8 slots are kept, not the recent half.",
+    score=SCORES["h2o"](recent=8), chunk_size=_Z,
+)  # fmt: skip
 preset("tova", score=SCORES["tova"](), chunk_size=_Z)
 preset("snapkv", score=SCORES["snapkv"]())
-preset("snapkv/kvcf", score=SCORES["snapkv"](window=8))
-preset("snapkv/kvpress", score=SCORES["snapkv"](**_KVPRESS))
+preset("snapkv/kvcf", "SnapKV as KVCache-Factory runs it: a window of 8 rows.", score=SCORES["snapkv"](window=8))
+preset(
+    "snapkv/kvpress", "SnapKV as kvpress has it: the mean of 64 rows, average pooling over 5 slots.",
+    score=SCORES["snapkv"](**_KVPRESS),
+)  # fmt: skip
 preset("fastkv", score=SCORES["fastkv"]())
 preset("random", score=SCORES["random"]())
 preset("knorm", score=SCORES["knorm"]())
@@ -45,9 +51,18 @@ preset(
     score=SCORES["keydiff"](unit=True),
 )  # fmt: skip
 preset("take", score=SCORES["take"](), chunk_size=_Z, warmup_layers="half")
-preset("take/no-probe", score=SCORES["take"](append=False), chunk_size=_Z, warmup_layers="half")
-preset("take/no-delay", score=SCORES["take"](), chunk_size=_Z)
-preset("take/chunk-only", score=SCORES["take"](append=False), chunk_size=_Z)
+preset(
+    "take/no-probe", "TAKE without its probe (table 2): a chunk's own last 32 rows score it.",
+    score=SCORES["take"](append=False), chunk_size=_Z, warmup_layers="half",
+)  # fmt: skip
+preset(
+    "take/no-delay", "TAKE without delay (table 2): no layer waits for another's choice.",
+    score=SCORES["take"](), chunk_size=_Z,
+)  # fmt: skip
+preset(
+    "take/chunk-only", "TAKE with neither probe nor delay (table 2): a chunk's last 32 rows, in every layer.",
+    score=SCORES["take"](append=False), chunk_size=_Z,
+)  # fmt: skip
 preset("oracle", score=SCORES["oracle"]())
 preset("laq", score=SCORES["laq"]())
 preset("speckv", score=SCORES["speckv"]())
@@ -77,7 +92,7 @@ preset(
     score=SCORES["cake"](), layers=LAYERS["cake"](),
 )  # fmt: skip
 preset(
-    "chunkkv", "ChunkKV (Liu et al. 2025): SnapKV's scores, not pooled, over runs of 10 tokens; one choice per layer.",
+    "chunkkv", "ChunkKV (Liu et al. 2025, algorithm 2): SnapKV's scores over runs of 10 tokens; one choice per layer.",
     score=SCORES["snapkv"](pool="none"), select=SELECTIONS["chunk"](),
 )  # fmt: skip
 preset(
@@ -96,24 +111,24 @@ preset(
 preset("edie", score=SCORES["edie"](), heads=HEADS["flat"]())
 preset("edie-exact", score=SCORES["edie-exact"](), heads=HEADS["flat"]())
 preset(
-    "edie+tada", "EDIE with TADA's layer budgets: slots go where earlier contexts of the task had large errors.",
+    "edie+tada", "EDIE (eq. 9-11) with TADA's layer budgets (eq. 12-18), by the errors of the task's earlier contexts.",
     score=SCORES["edie"](), heads=HEADS["flat"](), layers=LAYERS["tada"](),
 )  # fmt: skip
 preset(
-    "edie+tada/chunked", "EDIE+TADA read in chunks, ours: a prompt's own earlier chunks set the layer budgets.",
-    score=SCORES["edie"](), heads=HEADS["flat"](), layers=LAYERS["tada"](), chunk_size=_Z,
+    "edie+tada/chunked", "EDIE+TADA (eq. 9-18) in chunks, ours: a prompt's own earlier chunks set the layer budgets.",
+    score=SCORES["edie"](), heads=HEADS["flat"](), layers=LAYERS["tada"](own=True), chunk_size=_Z,
 )  # fmt: skip
 preset(
-    "chunkkv/edie", "ChunkKV's runs over EDIE's scores, ours: every head ranks its own, and heads compete.",
+    "chunkkv/edie", "ChunkKV's runs over EDIE's scores (eq. 9-11), ours: every head ranks its own, and heads compete.",
     score=SCORES["edie"](pool="none"), heads=HEADS["flat"](), select=SELECTIONS["chunk"](per_head=True),
 )  # fmt: skip
 preset(
-    "take+caote", "TAKE's scores refined by CAOTE, ours.",
+    "take+caote", "TAKE's scores (eq. 7-13) refined by CAOTE (eq. 6), ours.",
     score=SCORES["take"](), error=ERRORS["caote"](), chunk_size=_Z, warmup_layers="half",
 )  # fmt: skip
-for _error in ("caote", "fastcaote"):
+for _error, _caote in (("caote", "CAOTE (Goel et al. 2025, eq. 6)"), ("fastcaote", "FastCAOTE (eq. 8)")):
     for _base, _score in (("h2o", {}), ("tova", dict(per_head=True)), ("snapkv", {})):
         preset(
-            f"{_base}+{_error}", f"{'CAOTE' if _error == 'caote' else 'FastCAOTE'} (2025) over {_base}'s scores.",
+            f"{_base}+{_error}", f"{_caote} over {_base}'s scores, in chunks of 128 and at every decoded token.",
             score=SCORES[_base](**_score), error=ERRORS[_error](), chunk_size=128, decode=True, interval=1,
         )  # fmt: skip

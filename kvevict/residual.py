@@ -44,13 +44,13 @@ def _turn(index, after):
     step = current()
     if step is None or step.measured is None:
         return
-    before = step.residual.pop(index)
-    counts = observers(step, after.shape[1])
-    rows, counts = max(int(counts.max()), 1), host.upload(counts, after.device)
-    turn = 1 - torch.cosine_similarity(before[:, -rows:].float(), after[:, -rows:].float(), dim=-1)
-    inside = torch.arange(rows, 0, -1, device=after.device) <= counts[:, None]
-    mean = (turn.clamp_min(0) * inside).sum(1) / counts.clamp_min(1)
-    step.turned[index] = mean
+    with step.patch.clock("evict"):
+        before = step.residual.pop(index)
+        counts = observers(step, after.shape[1])
+        rows, counts = max(int(counts.max()), 1), host.upload(counts, after.device)
+        turn = 1 - torch.cosine_similarity(before[:, -rows:].float(), after[:, -rows:].float(), dim=-1)
+        inside = torch.arange(rows, 0, -1, device=after.device) <= counts[:, None]
+        step.turned[index] = (turn.clamp_min(0) * inside).sum(1) / counts.clamp_min(1)
 
 
 def observers(step, rows):

@@ -1,5 +1,7 @@
 """Which choices exclude each other, and why: one table (METHODS sections 1, 4 and 5)."""
 
+from .parts import PARTS
+
 
 def _waits(policy):
     return policy.warmup_layers not in (None, 1)
@@ -46,4 +48,13 @@ def check(policy) -> None:
     """Raise ValueError, with the reason, for choices that cannot go together."""
     for excluded, reason in RULES:
         if excluded(policy):
-            raise ValueError(reason)
+            raise ValueError(f"{_parts(policy)}: {reason}")
+
+
+def _parts(policy) -> str:
+    """What a policy is made of, as one writes it."""
+
+    def name(registry, part):
+        return next((repr(name) for name, known in registry.items() if known is part), part.__name__)
+
+    return ", ".join(f"{kind}={name(known, type(getattr(policy, kind)))}" for kind, (known, _) in PARTS.items())

@@ -32,7 +32,7 @@ def encode(model, tokenizer, text: str, question: str, new_tokens: int, limit: i
     `new_tokens`. Raises ValueError when no text is left.
     """
     head, tail = frame(tokenizer, f"\n\n{question}")
-    body = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # its length is told below
+    body = ids_of(tokenizer, text)
     if not body:
         raise ValueError("the text is empty")
     context = getattr(model.config, "max_position_embeddings", None)
@@ -47,11 +47,16 @@ def encode(model, tokenizer, text: str, question: str, new_tokens: int, limit: i
     return torch.tensor([head + body[:room] + tail], device=model.device)
 
 
+def ids_of(tokenizer, text: str) -> list:
+    """Ids of a text as it is: what reads like a special token is none."""
+    return tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+
+
 def frame(tokenizer, question: str, chat=True) -> tuple:
     """Ids that come before a text, and ids of the question after it, in the tokenizer's chat template if it has one
     and `chat` is true."""
     if not (chat and tokenizer.chat_template):
-        return tokenizer("")["input_ids"], tokenizer(question, add_special_tokens=False)["input_ids"]
+        return tokenizer("")["input_ids"], ids_of(tokenizer, question)
     mark = "\u0001"  # stands for the text, so that the template does not trim it
     messages = [{"role": "user", "content": mark + question}]
     parts = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True).split(mark)

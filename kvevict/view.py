@@ -5,7 +5,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from . import _ops, apart, compat, diagnose, host
+from . import _ops, apart, compat, diagnose, host, rerotate
 
 
 class View:
@@ -219,7 +219,8 @@ class View:
     def store(self, choice=None):
         """Put the survivors into the layer: those of `choice` (index, keep), or all."""
         if choice is not None and self.policy.diagnose and self.step.read is not None:
-            diagnose.note(self, *choice)
+            with rerotate.in_cache(self.step, self.module, self.layer):
+                diagnose.note(self, *choice)
         with self.step.patch.clock("compact"):
             if choice is None:
                 if self.k.shape[2]:

@@ -2,8 +2,9 @@
 
 One process, one random 4-layer, hidden-512, 8/2-head fp32 Llama. A preset is compared with the same read (the same
 chunk size) that keeps everything, taking turns; medians. `read` is its time over the plain one's: below 1 where evicted
-slots save more attention than choosing them costs. `choosing` is what scoring, selecting and moving slots take, in % of
-the plain read. Before a preset is timed it is checked that it keeps its budget. Prints a table and one JSON line.
+slots save more attention than choosing them costs. `choosing` is all that happens after a layer's attention (scoring,
+selecting, moving slots, what TADA measures) and drafting, in % of the plain read. Before a preset is timed, it is
+checked that it keeps its budget. Prints a table and one JSON line.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from kvevict import policy, presets, run
 from kvevict.compare import informed
 
 PLAIN = 2**30  # a budget that nothing reaches
-STAGES = ("score", "select", "compact")
+STAGES = ("evict", "draft")
 
 
 def read(model, ids, chosen):

@@ -476,10 +476,12 @@ def _apportion(shares, total, bounds, sizes=None):
             exact[i] = Fraction(x)
     whole = [math.floor(x) for x in exact]
     left = total - sum(map(int.__mul__, sizes, whole))
-    for i in sorted(range(len(exact)), key=lambda i: whole[i] - exact[i]):
-        if sizes[i] <= left and whole[i] < highs[i]:
-            whole[i] += 1
-            left -= sizes[i]
+    order, changed = sorted(range(len(exact)), key=lambda i: whole[i] - exact[i]), True
+    while changed:
+        changed = False
+        for i in order:
+            if sizes[i] <= left and whole[i] < highs[i]:
+                whole[i], left, changed = whole[i] + 1, left - sizes[i], True
     return whole
 
 

@@ -22,7 +22,7 @@ class Words:
     def __init__(self):
         self.ids = {}
 
-    def __call__(self, text, add_special_tokens=True):
+    def __call__(self, text, add_special_tokens=True, **kwargs):
         assert not add_special_tokens  # a prompt's pieces are counted; the runner adds what is special
         return {"input_ids": [self.ids.setdefault(w, len(self.ids)) for w in re.findall(r"\s*\S+|\s+$", text)]}
 

@@ -60,6 +60,7 @@ def test_apportion_by_hand():
     assert one([0, 0], 5) == [3, 2] == one([float("nan"), -1.0], 5)
     assert one([1, 1], 99, most=3) == [3, 3] and one([1, 1], 1, least=2) == [2, 2]
     assert one([3, 1], 9, weight=[2, 1]) == [4, 1] and one([3, 1], 9, weight=[1, 2]) == [5, 2]
+    assert one([9, 1], 30, weight=[3, 1]) == [9, 3]  # where no three fit any more, ones do
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -456,7 +457,8 @@ AXES = dict(
     heads=[dict(heads="equal"), dict(heads="flat"), dict(heads="ada"), dict(heads="ada", floor="max")],
     select=[dict(select="token"), *(dict(select=kvevict.SELECTIONS["chunk"](3, per_head, exact))
                                     for per_head, exact in ((False, True), (True, True), (True, False)))],
-    when=[dict(chunk_size=20, n_reuse=1), dict(chunk_size=20, n_reuse=2), dict(schedule="prompt", n_reuse=1)],
+    when=[dict(chunk_size=20, n_reuse=1), dict(chunk_size=20, n_reuse=2), dict(schedule="prompt", n_reuse=1),
+          dict(chunk_size=20, n_reuse=1, warmup_layers=2), dict(chunk_size=20, n_reuse=1, decode=True, interval=2)],
 )  # fmt: skip
 RANKS = ("streaming", "knorm", "keydiff", "random")
 WINDOWS = ("snapkv", "edie", "edie-exact", "vatp, window", "cake", "fastkv", "laq")
@@ -472,9 +474,11 @@ def legal(name, given):
         (shared and given["heads"] != "equal")
         or (name == "tova" and given["error"] != "none")
         or (name in RANKS and weighs)
+        or (given["layers"] in ("tada", "cake") and "warmup_layers" in given)
         or (given["layers"] == "tada" and reuse)
         or (given["layers"] == "cake" and (reuse or name not in WINDOWS))
         or (name == "fastkv" and reuse)
+        or (name == "oracle" and "decode" in given)
     )
 
 
@@ -496,16 +500,17 @@ def test_every_combination(name, task):
         options = dict(policy="snapkv", **given)
         if not legal(name, given):
             refused += 1
-            with pytest.raises(ValueError, match=r"needs|measures|only rank|one for the layer|behind layer"):
+            with pytest.raises(ValueError, match=r"needs|measures|only rank|one for the layer|behind|before decoding"):
                 build(**options)
             continue
         kvevict.patch(made, **options)
         try:
             with torch.no_grad():
                 got = read(made, batch, mask)
-                if "schedule" in given:
-                    assert read(made, batch, mask) == got, given
+                assert read(made, batch, mask) == got, given
                 alone = read(made, data[1][0][None])
+                if "decode" in given:
+                    check_decoding(made, batch, mask, 6 * (9 + 1))
         finally:
             kvevict.unpatch(made)
         assert [layer[1] for layer in got] == [layer[0] for layer in alone], given
@@ -514,6 +519,17 @@ def test_every_combination(name, task):
             exact = given["select"] == "token" or given["select"].exact
             assert total == 9 * 6 if exact else 0 < total <= 9 * 6, given
     assert refused
+
+
+def check_decoding(made, batch, mask, most):
+    """Every decoded token leaves no row more than `most` slots, and comes again the second time."""
+    answers = []
+    for _ in range(2):
+        options = dict(max_new_tokens=6, min_new_tokens=6, do_sample=False, return_dict_in_generate=True)
+        out = made.generate(batch, attention_mask=mask, **options)
+        answers.append(out.sequences)
+        assert all(sum(int(layer.len[row].sum()) for layer in out.past_key_values.layers) <= most for row in range(2))
+    assert torch.equal(*answers)
 
 
 def read(made, ids, mask=None):
@@ -540,6 +556,14 @@ REFUSED = [
     (dict(policy="snapkv", select_by_layer=((0, "token"),)), "select_by_layer must hold"),
     (dict(policy="snapkv", select_by_layer=((2, 1, "token"),)), "stop must be at least 3"),
     (dict(policy="snapkv", select_by_layer=((0, None, "tokn"),)), "did you mean 'token'"),
+    (dict(policy="snapkv", select_by_layer=((2, 5, "token"), (0, 3, "chunk"))), "layer 2 in two ranges"),
+    (dict(policy="snapkv", select_by_layer=((0, None, "token"), (3, 4, "chunk"))), "layer 3 in two ranges"),
+    (dict(policy="edie", alpha=float("inf")), "alpha must be a finite number >= 0"),
+    (dict(policy="cake", gamma=float("nan")), "gamma must be a finite number >= 0"),
+    (dict(policy="cake", tau2=0), "tau2 must be a finite number > 0"),
+    (dict(policy="snapkv", progress=1), "progress must be True or False"),
+    (dict(policy="knorm", layers="tada"), "score='knorm', error='none', layers='tada'"),
+    (dict(policy="edie+tada", own=1), "own must be True or False"),
     (dict(policy="snapkv", heads=7), "heads must be a name or a kvevict HeadBudget"),
     (dict(policy="knorm", select="chunk", c=70, chunk_size=16), "budget >= 70"),
 ]  # fmt: skip
@@ -551,6 +575,24 @@ REFUSED = [
 def test_refused(given, text):
     with pytest.raises((ValueError, TypeError), match=text):
         build(**dict(budget=64) | given)
+
+
+@pytest.mark.parametrize("ranges", [((9, 12, "chunk"),), ((2, 5, "chunk"),), ((4, None, "chunk"),)])
+def test_ranges_of_layers_that_are_not_there(ranges):
+    made = tiny.model(num_hidden_layers=4)
+    with pytest.raises(ValueError, match=r"select_by_layer has a range .* 4 evicting layers"):
+        kvevict.patch(made, "snapkv", budget=64, select_by_layer=ranges)
+    with pytest.raises(ValueError, match="not patched"):
+        kvevict.report(made)
+
+
+def test_a_prompt_s_own_chunks(task):
+    """TADA by earlier contexts, or by a prompt's own earlier chunks as soon as there are any."""
+    past, policy = kvevict.history(task), kvevict.LAYERS["tada"]
+    assert policy(task).shares(None, 2, 9) == [1.0, 1.0] and policy(task).shares(None, 2, 9, [3.0, 1.0]) == [3.0, 1.0]
+    past.add([[1.0, 2.0]])
+    assert policy(task).shares(None, 2, 9, [3.0, 1.0]) == [1.0, 2.0] == policy(task, own=True).shares(None, 2, 9)
+    assert policy(task, own=True).shares(None, 2, 9, [3.0, 1.0]) == [3.0, 1.0]
 
 
 def test_layers_that_share_a_choice_must_hold_as_much():
@@ -628,6 +670,6 @@ def test_the_command_lists_every_choice(capsys):
     (line,) = capsys.readouterr().out.splitlines()
     table = json.loads(line)["policies"]
     assert set(table) == set(kvevict.policies())
-    about = table["pyramidkv"].pop("about")
-    assert "PyramidKV" in about
-    assert Policy.from_json(json.dumps(table["pyramidkv"])) == build("pyramidkv", budget=0.5)
+    assert "PyramidKV" in table["pyramidkv"]["about"]
+    assert Policy.from_json(json.dumps(table["pyramidkv"]["policy"])) == build("pyramidkv", budget=0.5)
+    assert len({entry["about"] for entry in table.values()}) == len(table)

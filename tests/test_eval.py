@@ -15,15 +15,16 @@ import pytest
 import tokenizers
 import torch
 from tiny import model as tiny_model
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from kvevict import PRESETS, evicting
+from kvevict import PRESETS, evicting, small_llama
 from kvevict.cli import main
 from kvevict.evaluate import ask, table
 from kvevict.evaluate.metrics import METRICS
 from kvevict.evaluate.results import read
 from kvevict.evaluate.run import Plan, evaluate
 from kvevict.evaluate.tasks import TASKS, Case
+from kvevict.run import ids_of
 
 NEW = 6
 
@@ -395,3 +396,12 @@ def test_a_file_of_something_else_is_left_alone(tmp_path, text):
     with pytest.raises(ValueError):
         Results(path, {"a": 1})
     assert path.read_text() == text
+
+
+def test_text_holds_no_special_tokens():
+    """What reads like one is text: a document that says <end> ends nothing."""
+    ours = AutoTokenizer.from_pretrained(small_llama())
+    assert ours.all_special_tokens
+    for special in ours.all_special_tokens:
+        assert not set(ids_of(ours, f"a {special} b")) & set(ours.all_special_ids)
+    assert ids_of(ours, "a b") == ours("a b", add_special_tokens=False)["input_ids"]

@@ -15,7 +15,9 @@ def policies(parser, argv):
     made = {name: build(name, budget=0.5) for name in PRESETS}
     choices = {kind: list(registry) for kind, (registry, _) in PARTS.items()}
     if args.json:
-        whole = {name: {"about": describe(name), **json.loads(policy.to_json())} for name, policy in made.items()}
+        whole = {
+            name: {"about": describe(name), "policy": json.loads(policy.to_json())} for name, policy in made.items()
+        }
         return {"policies": whole, **choices}
     margin = " " * 17
     for name, policy in made.items():

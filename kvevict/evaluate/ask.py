@@ -22,7 +22,7 @@ import torch
 from ..commands import parse_policy
 from ..patch import evicting, patch, report
 from ..policy import PRESETS, Policy, as_part, build
-from ..run import frame
+from ..run import frame, ids_of
 from .metrics import METRICS
 
 MODES = ("aware", "agnostic")
@@ -57,12 +57,9 @@ class Prompt:
 def encode(model, tokenizer, case) -> Prompt:
     """The case's ids, in the tokenizer's chat template if it has one, unless the case's tag `chat` is False."""
 
-    def ids(text):
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-
     head, question = frame(tokenizer, case.question, chat=case.tags.get("chat") is not False)
-    answer = ids(case.answers[0]) if case.metric == PERPLEXITY else None
-    prompt = Prompt(head + ids(case.context), question, answer)
+    answer = ids_of(tokenizer, case.answers[0]) if case.metric == PERPLEXITY else None
+    prompt = Prompt(head + ids_of(tokenizer, case.context), question, answer)
     tokens, new = len(prompt.context) + len(question), case.new_tokens if answer is None else len(answer)
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and tokens + new > limit:

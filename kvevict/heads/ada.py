@@ -3,7 +3,7 @@ from dataclasses import dataclass
 import torch
 
 from ..apportion import apportion
-from ..checks import one_of
+from ..checks import fraction, one_of
 from . import HEADS, LOWEST, HeadBudget, best, order, winners
 
 
@@ -22,8 +22,7 @@ class Ada(HeadBudget):
     floor: str = "mix"
 
     def check(self, policy):
-        if isinstance(self.f, bool) or not isinstance(self.f, (int, float)) or not 0 <= self.f <= 1:
-            raise ValueError(f"f must be a number in [0, 1], got {self.f!r}")
+        fraction("f", self.f)
         one_of("floor", self.floor, ("mix", "max", "all"))
 
     def keep(self, view, score, slots):

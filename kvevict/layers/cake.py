@@ -1,7 +1,7 @@
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..checks import at_least_0
 from ..scores.cake import Cake as Score
 from . import LAYERS, LayerBudget
 
@@ -23,9 +23,7 @@ class Cake(LayerBudget):
 
     def check(self, policy):
         for name in ("tau1", "tau2"):
-            tau = getattr(self, name)
-            if isinstance(tau, bool) or not isinstance(tau, (int, float)) or not 0 < tau < math.inf:
-                raise ValueError(f"{name} must be a number > 0, got {tau!r}")
+            at_least_0(name, getattr(self, name), positive=True)
 
     def shares(self, policy, layers, tokens, measured=None):
         return measured or [1.0] * layers

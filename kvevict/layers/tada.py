@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..checks import one_of
+from ..checks import flag, one_of
 from . import LAYERS, LayerBudget
 
 UNTIL = ("attention", "layer", "off")
@@ -18,6 +18,8 @@ class Tada(LayerBudget):
 
     task   names the history that is read and added to: `kvevict.history(task)`
     cd     up to where in a layer the residual stream is compared: "attention", "layer", or "off": not at all
+    own    a prompt read chunk by chunk is split by its own earlier chunks as soon as there are any, whatever earlier
+           contexts were like
 
     A layer's error is the sum of its scores outside the window times 1 - cos(R, R + O), the mean over the observing
     rows of how far the layer turns the residual stream. The first context of a task has uniform layers, or, read chunk
@@ -27,6 +29,7 @@ class Tada(LayerBudget):
 
     task: str = "default"
     cd: str = "attention"
+    own: bool = False
     measures: ClassVar[bool] = True
 
     @property
@@ -37,6 +40,7 @@ class Tada(LayerBudget):
         if not isinstance(self.task, str) or not self.task:
             raise TypeError(f"task must be the name of a task, got {self.task!r}")
         one_of("cd", self.cd, UNTIL)
+        flag("own", self.own)
 
     def shares(self, policy, layers, tokens, measured=None):
         past = history(self.task)
@@ -45,7 +49,9 @@ class Tada(LayerBudget):
                 f"the history of task {self.task!r} is of a model with {len(past.errors)} layers, not {layers}: give "
                 "another task=, or reset it with kvevict.history(task).reset()"
             )
-        return past.errors if past.contexts else measured or [1.0] * layers
+        if measured and (self.own or not past.contexts):
+            return measured
+        return past.errors or [1.0] * layers
 
     def learn(self, contexts):
         history(self.task).add(contexts)

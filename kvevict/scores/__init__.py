@@ -34,6 +34,7 @@ class Score:
     passes: ClassVar[int] = 1  # how often a window's logits are computed, which `kvevict.plan` counts
     outputs: ClassVar[bool] = False  # scoring needs the observing rows' attention outputs
     shared: ClassVar[bool] = False  # one choice for all heads of a layer
+    rerotate: ClassVar[bool] = False  # rows attend by distances within the cache, as in `kvevict.rerotate`
     tsp: ClassVar[int | str | None] = None  # the last layer that reads every token, as in `kvevict.propagate`
     tsp_len: ClassVar[int] = 0  # tokens of a chunk that the layers behind it read
     append: ClassVar[bool] = True  # the probe reads along with every chunk

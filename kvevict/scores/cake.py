@@ -1,6 +1,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..checks import at_least_0
 from . import SCORES
 from .snapkv import SnapKV
 
@@ -19,8 +20,7 @@ class Cake(SnapKV):
 
     def check(self, policy):
         super().check(policy)
-        if isinstance(self.gamma, bool) or not isinstance(self.gamma, (int, float)) or not self.gamma >= 0:
-            raise ValueError(f"gamma must be a number >= 0, got {self.gamma!r}")
+        at_least_0("gamma", self.gamma)
 
     def score(self, view):
         mean, variance = view.moments

@@ -3,7 +3,7 @@ from typing import ClassVar
 
 import torch
 
-from ..checks import one_of
+from ..checks import at_least_0, one_of
 from . import SCORES
 from .snapkv import SnapKV
 
@@ -33,8 +33,7 @@ class Edie(SnapKV):
     def check(self, policy):
         super().check(policy)
         one_of("weight", self.weight, WEIGHTS)
-        if isinstance(self.alpha, bool) or not isinstance(self.alpha, (int, float)) or not self.alpha >= 0:
-            raise ValueError(f"alpha must be a number >= 0, got {self.alpha!r}")
+        at_least_0("alpha", self.alpha)
 
     def score(self, view):
         return view.output_error(self.window, self.kind, self.row_weights(view), self.alpha)

@@ -73,7 +73,10 @@ def load(name: str):
     """A causal language model in eval mode from a folder or a hub id; the last one stays loaded."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval()
+    try:
+        return AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"draft_model={name!r} cannot be loaded: {error}") from error
 
 
 def follow(model, ids, first, count: int, vocabulary: int):

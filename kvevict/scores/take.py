@@ -1,6 +1,7 @@
+import numbers
 from dataclasses import dataclass
 
-from ..checks import count, one_of
+from ..checks import count, fraction, one_of
 from . import SCORES, Score, check_pool, pool
 
 SPACES = ("aligned", "literal")
@@ -45,10 +46,9 @@ class Take(Score):
         return self.length + 1
 
     def check(self, policy):
-
         if isinstance(self.probe, tuple):
             start, stop = (*self.probe, None, None)[:2]
-            if len(self.probe) != 2 or not (isinstance(start, int) and isinstance(stop, int)):
+            if len(self.probe) != 2 or not all(isinstance(end, numbers.Integral) for end in (start, stop)):
                 raise TypeError(f"probe must be a number of tokens or a span (start, stop), got {self.probe!r}")
             if start >= stop or (start < 0) != (stop <= 0):
                 raise ValueError(
@@ -58,8 +58,7 @@ class Take(Score):
         else:
             count("probe", self.probe, 1)
         check_pool(self.kernel, "avg")
-        if isinstance(self.alpha, bool) or not isinstance(self.alpha, (int, float)) or not 0 <= self.alpha <= 1:
-            raise ValueError(f"alpha must be a number in [0, 1], got {self.alpha!r}")
+        fraction("alpha", self.alpha)
         one_of("ema_space", self.ema_space, SPACES)
         one_of("probe_positions", self.probe_positions, PLACES)
         if isinstance(policy.chunk_size, int) and 0 < policy.chunk_size <= self.length:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...registry import Registry, load_folder
+from ...run import ids_of
 
 TASKS = Registry("task")
 
@@ -46,7 +47,7 @@ class Settings:
         return random.Random("/".join(map(str, (self.seed, *names))))
 
     def tokens(self, text: str) -> int:
-        return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return len(ids_of(self.tokenizer, text))
 
 
 load_folder(sys.modules[__name__])
