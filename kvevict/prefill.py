@@ -201,7 +201,8 @@ class Call:
         if read.errors is not None:
             policy.layers.learn([row for row in self._mean_errors(read) if row is not None])
         output.last_hidden_state = hidden[0] if len(hidden) == 1 else torch.cat(hidden, 1)
-        self._write_report(read)
+        with patch.clock("read"):  # the report waits for a GPU to have done the rest
+            self._write_report(read)
         return output
 
     # -- parts --------------------------------------------------------------------------------------------------------
