@@ -43,7 +43,7 @@ def attention(module, query, key, value, attention_mask, scaling=None, softcap=N
         out, lse = _ops.attend(query, layer.k, layer.v, layer.offset, layer.len, key, value, step.first, **options)
     view = View(step, layer, module.layer_idx, module, query, key, value, out, lse, options)
     patch.watch_peak(step, view)
-    columns, tokens = step.whole or (view.k.shape[2], view.k.shape[2] - view.first)
+    columns, tokens = step.whole or (view.k.shape[2], view.k.shape[2] - view.padding)
     layer.advance(columns, tokens)
     if step.whole:
         layer.tail = 0  # slots are fewer than columns

@@ -1,9 +1,10 @@
 """The slots of one layer: a flat, ragged store that knows how many tokens it has seen and how many it keeps."""
 
+import numpy as np
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from . import _ops, compat
+from . import _ops, compat, host
 from .step import current
 
 ROOM = 64  # free rows per head after an eviction, so that decoding appends without moving anything
@@ -14,7 +15,7 @@ class EvictionLayer(CacheLayerMixin):
 
     Head h of row b owns rows offset[b,h] .. offset[b,h] + len[b,h] - 1 of the flat buffers `k`, `v` [rows, D] and `pos`
     [rows], in ascending position, and has room up to `capacity[b,h]`. Two lengths are never confused: `columns` (and
-    `seen`, without padding) count tokens read, `len` counts slots stored.
+    `seen`, without padding) count tokens read, `len` counts slots stored (and `counts`, the same on the host).
     """
 
     is_compileable = False
@@ -30,12 +31,13 @@ class EvictionLayer(CacheLayerMixin):
         self.record_past = False
         self.fresh = None  # (k, v) between update() and the attention function
         self.k = self.v = self.pos = None
-        self.offset = self.capacity = self.len = None  # [B, Hkv] int64, int32, int32
+        self.offset = self.len = None  # [B, Hkv] int64, int32
+        self.capacity = self.counts = None  # [B, Hkv] on the host
         self.columns = 0  # tokens read, padding included: what Transformers calls the sequence length
         self.seen = None  # [B] int32 tokens read without padding
         self.carry = None  # [B, Hkv, C] fp32 scores that stay with their slots
         self.recent = None  # [B, H, <= rows, D] last decoded queries
-        self.budget = None  # [B] int32, of the last read
+        self.budget = None  # [B] slots over all heads, of the last read; on the host
         self.policy = None  # that gave the budget
         self.tail = 0  # columns appended since the last eviction: what crop can take back
         self.room = 0  # free rows of the fullest head
@@ -48,7 +50,7 @@ class EvictionLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         counts = dict(dtype=torch.int32, device=self.device)
         self.len = torch.zeros(batch, heads, **counts)
-        self.capacity = torch.zeros(batch, heads, **counts)
+        self.counts = self.capacity = np.zeros((batch, heads), np.int64)
         self.offset = torch.zeros(batch, heads, dtype=torch.int64, device=self.device)
         self.seen = torch.zeros(batch, **counts)
         self.k = torch.empty(0, dim, dtype=self.dtype, device=self.device)
@@ -100,7 +102,7 @@ class EvictionLayer(CacheLayerMixin):
                 f"crop cannot remove {count} tokens: only the last {self.tail} were read since slots were evicted; "
                 "read the prompt again instead"
             )
-        self.len = (self.len - count).clamp_min(0)
+        self.len, self.counts = (self.len - count).clamp_min(0), np.maximum(self.counts - count, 0)
         self.seen = (self.seen - count).clamp_min(0)
         self.columns -= count
         self.tail -= count
@@ -128,13 +130,15 @@ class EvictionLayer(CacheLayerMixin):
         if torch.equal(chosen, rows):
             return
         source = self.k, self.v, self.pos, self.offset[chosen], self.len[chosen]
-        for name in ("len", "seen", "budget", "carry", "recent"):
+        on_host = chosen.tolist()
+        for name in ("seen", "carry", "recent"):
             value = getattr(self, name)
             setattr(self, name, None if value is None else value[chosen])
+        self.counts, self.budget = self.counts[on_host], None if self.budget is None else self.budget[on_host]
         if self.carry is not None:
             self.carry = self.carry[..., : self.longest()]
-        self._allocate(self.capacity[chosen])
-        self._move(source, None, self.len)
+        self._allocate(self.capacity[on_host])
+        self._move(source, None, self.counts)
 
     def offload(self):
         raise NotImplementedError("kvevict's cache is small by design and cannot be offloaded; drop offloading=True")
@@ -155,11 +159,11 @@ class EvictionLayer(CacheLayerMixin):
 
     def longest(self) -> int:
         """Slots of the fullest head."""
-        return int(self.len.max()) if self.len.numel() else 0
+        return int(self.counts.max()) if self.counts.size else 0
 
     def live_bytes(self) -> int:
         """Bytes of the stored keys and values: 2 * bytes * d * sum(len)."""
-        return 2 * self.k.element_size() * self.k.shape[1] * int(self.len.sum()) if self.is_initialized else 0
+        return 2 * self.k.element_size() * self.k.shape[1] * int(self.counts.sum()) if self.is_initialized else 0
 
     def padded_bytes(self) -> int:
         """What `live_bytes` would be if every head were padded to the fullest."""
@@ -167,26 +171,27 @@ class EvictionLayer(CacheLayerMixin):
 
     def allocated_bytes(self) -> int:
         """Bytes of all that the layer holds."""
-        tensors = (self.k, self.v, self.pos, self.offset, self.capacity, self.len, self.carry, self.recent)
+        tensors = (self.k, self.v, self.pos, self.offset, self.len, self.carry, self.recent)
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
     def expect(self, slots: int) -> None:
         """The next growth makes room for `slots` slots in every head, so that appending up to there moves nothing."""
         self.expected = slots
 
-    def append(self, k, v, pos, first) -> None:
-        """Store new columns first[b].. of k, v [B, Hkv, S, D], pos [B, S] behind each head's slots; amortised O(S)."""
-        n = self.len + (k.shape[2] - first)[:, None]
+    def append(self, k, v, pos, first, padding) -> None:
+        """Store new columns first[b].. of k, v [B, Hkv, S, D], pos [B, S] behind each head's slots; amortised O(S).
+        padding is `first` on the host."""
+        counts = self.counts + (k.shape[2] - padding)[:, None]
         source = self._stored()
-        if bool((n > self.capacity).any()):
-            self._allocate(self._grown(n))
-        self._move(source, None, n, k, v, pos, first)
+        if (counts > self.capacity).any():
+            self._allocate(self._grown(counts))
+        self._move(source, None, counts, k, v, pos, first)
 
     def keep(self, index, keep, k=None, v=None, pos=None, first=None) -> None:
-        """Keep slots index [B, Hkv, K] (ascending, keep[b,h] of them) of [stored | new]."""
+        """Keep slots index [B, Hkv, K] (ascending, keep[b,h] of them, on the host) of [stored | new]."""
         source = self._stored()
         wanted = keep + ROOM
-        if bool((wanted > self.capacity).any()) or int(self.capacity.sum()) > 2 * int(wanted.sum()):
+        if (wanted > self.capacity).any() or self.capacity.sum() > 2 * wanted.sum():
             self._allocate(wanted)
         self._move(source, index, keep, k, v, pos, first)
         self.tail = self.expected = 0
@@ -195,19 +200,19 @@ class EvictionLayer(CacheLayerMixin):
         """Append one row and attend over all slots: (out, lse, probs) as `_ops.decode`."""
         if self.room == 0:
             source = self._stored()
-            self._allocate(self._grown(self.len))
-            self._move(source, None, self.len)
+            self._allocate(self._grown(self.counts))
+            self._move(source, None, self.counts)
         result = _ops.decode(q, k, v, pos, self.k, self.v, self.pos, self.offset, self.len, **options)
-        self.len = self.len + 1
+        self.len, self.counts = self.len + 1, self.counts + 1
         self.room -= 1
         return result
 
     def advance(self, columns: int, tokens) -> None:
         """Count `columns` more columns read, of which tokens [B] (or a number) are no padding."""
-        least = tokens if isinstance(tokens, int) else int(tokens.min())
+        least, most = int(np.min(tokens)), int(np.max(tokens))
         self.columns += columns
         self.tail = self.tail + columns if least == columns else least  # padding ends what crop can take back
-        self.seen = self.seen + tokens
+        self.seen = self.seen + (most if least == most else host.upload(tokens, self.device, torch.int32))
 
     def _stored(self):
         """The buffers and counts as `_move` reads them, taken before `_allocate` replaces them."""
@@ -215,27 +220,29 @@ class EvictionLayer(CacheLayerMixin):
 
     def _grown(self, n):
         """Capacity [B, Hkv] for n slots and an eighth more, so that appending is O(1) on average."""
-        return torch.maximum(self.capacity, (n + torch.clamp_min(n // 8, ROOM)).clamp_min(self.expected))
+        return np.maximum(self.capacity, np.maximum(n + np.maximum(n // 8, ROOM), self.expected))
 
     def _allocate(self, capacity) -> None:
-        self.capacity = capacity.to(torch.int32)
-        ends = self.capacity.flatten().cumsum(0)
-        self.offset = (ends - self.capacity.flatten()).view_as(self.capacity)
-        rows = int(ends[-1]) if ends.numel() else 0
+        self.capacity, rows = capacity, int(capacity.sum())
+        self.offset = host.upload(self._offsets(), self.device)
         with torch.inference_mode(False):  # a cache filled in inference mode can be written to outside of it
             self.k, self.v, self.pos = (t.new_empty(rows, *t.shape[1:]) for t in (self.k, self.v, self.pos))
+
+    def _offsets(self):
+        """`offset` on the host: heads lie one behind the other."""
+        return (self.capacity.cumsum() - self.capacity.ravel()).reshape(self.capacity.shape)
 
     def _move(self, source, index, keep, k=None, v=None, pos=None, first=None) -> None:
         if k is None:
             batch, heads = keep.shape
             k = v = self.k.new_empty(batch, heads, 0, self.k.shape[1])
             pos, first = self.pos.new_empty(batch, 0), self.pos.new_zeros(batch)
-        _ops.compact(*source, k, v, pos, first, index, keep, self.k, self.v, self.pos, self.offset)
-        self.len = keep.to(torch.int32, copy=True)  # layers that wait share one `keep`
+        self.counts, self.len = keep, host.upload(keep, self.device, torch.int32)
+        _ops.compact(*source, k, v, pos, first, index, self.len, self.k, self.v, self.pos, self.offset)
         self.room = self._least_room()
 
     def _least_room(self) -> int:
-        return int((self.capacity - self.len).min()) if self.len.numel() else 0
+        return int((self.capacity - self.counts).min()) if self.counts.size else 0
 
     def _blank_past_end(self, scores):
         column = torch.arange(scores.shape[-1], device=scores.device)
@@ -243,7 +250,7 @@ class EvictionLayer(CacheLayerMixin):
 
     def segments(self):
         """(b, h, slice of the flat buffers) of every head's slots."""
-        offsets, lens = self.offset.tolist(), self.len.tolist()
+        offsets, lens = self._offsets().tolist(), self.counts.tolist()
         for b, row in enumerate(offsets):
             for h, start in enumerate(row):
                 yield b, h, slice(start, start + lens[b][h])
@@ -327,8 +334,9 @@ def import_layer(layer, first=None):
         k, v = layer.keys, layer.values
         batch, _, columns, _ = k.shape
         first = torch.zeros(batch, dtype=torch.int32, device=k.device) if first is None else first
+        padding = np.array(first.tolist())
         ours.lazy_initialization(k)
         pos = (torch.arange(columns, device=k.device) - first[:, None]).to(torch.int32)
-        ours.append(k, v, pos, first)
-        ours.advance(columns, columns - first)
+        ours.append(k, v, pos, first, padding)
+        ours.advance(columns, columns - padding)
     return ours

@@ -1,5 +1,6 @@
 """Layers that are cut as soon as they are read, and again when a later one has shown what it asks for (CAKE)."""
 
+import numpy as np
 import torch
 
 from . import propagate
@@ -35,15 +36,15 @@ class Cascade:
         heads = view.n.shape[1]
         slots = layer_slots(policy, len(self.preferences), heads, read.seen, read.alive, self.preferences.T.tolist())
         for order, (part, scores) in enumerate(self.layers):
-            self.layers[order] = self._cut(part, scores, slots[order].to(view.device), last)
+            self.layers[order] = self._cut(part, scores, slots[order].numpy(), last)
 
     def _cut(self, view, scores, slots, last):
-        alive, cuts = view.n.sum(1), self.read.cuts
+        alive, cuts = view.counts.sum(1), self.read.cuts
         if last:
-            view.layer.budget = torch.where(cuts, slots, view.layer.budget).to(torch.int32)
-        wanted = torch.where(cuts, slots if last else slots + view.n.shape[1], alive)
-        wanted = torch.minimum(wanted, alive)
-        if bool((wanted < alive).any()):
+            view.layer.budget = np.where(cuts, slots, view.layer.budget)
+        wanted = np.where(cuts, slots if last else slots + view.n.shape[1], alive)
+        wanted = np.minimum(wanted, alive)
+        if (wanted < alive).any():
             index, keep = choose(view, scores, wanted, again=not last)
             view.store((index, keep))
             scores = scores.gather(2, index.clamp_min(0).long())

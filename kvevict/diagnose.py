@@ -5,6 +5,7 @@ The first part is maths on tensors of one kv head: q [G, R, D] the queries of it
 The second part is what `Policy(diagnose=True)` adds to every eviction of a read.
 """
 
+import numpy as np
 import torch
 
 from . import residual
@@ -79,12 +80,12 @@ def rows(view):
 @torch.no_grad()
 def note(view, index, keep) -> None:
     """Add to the read's diagnostics what a layer loses that keeps slots index [B, Hkv, K], keep [B, Hkv] of them."""
-    cut = (keep.sum(1) < view.n.sum(1)).nonzero()[:, 0].tolist()
+    cut = np.flatnonzero(keep.sum(1) < view.counts.sum(1)).tolist()
     with view.step.patch.clock("diagnose"):
         exact = dict(dtype=torch.double, device="cpu")
         sums = view.step.read.diagnostics.setdefault(view.index, torch.zeros(len(NAMES), len(keep), **exact))
         columns = view.step.positions.shape[1]
-        observing = residual.observers(view.step, columns).clamp(1, ROWS).tolist()
+        observing = residual.observers(view.step, columns).clip(1, ROWS).tolist()
         for b in cut:
             queries = by_group(view.q[b, :, -observing[b] :], keep.shape[1], **view.options)
             heads = [_head(view, b, h, index[b, h, : keep[b, h]], *one) for h, one in enumerate(queries)]
@@ -96,7 +97,7 @@ def _head(view, b, h, index, q, options):
 
     The rows are the call's last, so a new slot is seen by those at or behind its column, a stored one by all.
     """
-    layer, stored, first = view.layer, int(view.layer.len[b, h]), int(view.first[b])
+    layer, stored, first = view.layer, int(view.layer.counts[b, h]), int(view.padding[b])
     old = slice(int(layer.offset[b, h]), int(layer.offset[b, h]) + stored)
     k, v = (torch.cat([x[old], new[b, h, first:]]) for x, new in ((layer.k, view.k), (layer.v, view.v)))
     columns = view.step.positions.shape[1]

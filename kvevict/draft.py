@@ -94,7 +94,7 @@ def _write(call, run, step, end, hidden, cache, quiet) -> None:
         ids, at = logits(hidden).argmax(-1), at + 1
         final = int(at.max()) if compat.rope_depends_on_length(call.decoder) else None
         mask = call._mask_for(0, end, Probe(ids, at.expand(-1, number)))  # over all that were drafted so far
-        with running(Step(quiet, call.decoder, cache, at, none, final_position=final)):
+        with running(Step(quiet, call.decoder, cache, at, none, 0 * step.padding, final_position=final)):
             hidden = run(
                 input_ids=ids, attention_mask=mask, position_ids=at.long(), past_key_values=cache, use_cache=True,
                 return_dict=True,

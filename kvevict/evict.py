@@ -1,9 +1,10 @@
 """The idea on one screen: after a layer's attention over a chunk, score the alive slots, give every head its number,
 select, and move the survivors of [stored | new] together. `view` is a `kvevict.view.View` of the layer."""
 
+import numpy as np
 import torch
 
-from . import _ops, diagnose, propagate
+from . import _ops, diagnose, host, propagate
 
 
 def ranked(view, score):
@@ -18,29 +19,31 @@ def ranked(view, score):
 
 
 def choose(view, score, slots, again=False):
-    """(index [B, Hkv, C], keep [B, Hkv]): which slots survive and how many of each head, by `ranked` scores and the
-    slots [B] that the layer may keep. again: enough survive for a later choice, of fewer slots, to be as from all."""
-    heads = view.policy.heads
+    """(index [B, Hkv, C], keep [B, Hkv] on the host): which slots survive and how many of each head, by `ranked` scores
+    and the slots [B] that the layer may keep. again: enough survive for a later choice, of fewer slots, to be as from
+    all."""
+    heads, slots = view.policy.heads, host.upload(slots, view.device)
     with view.step.patch.clock("select"):
         if again:
             keep = heads.reserve(view, score, slots)
         else:
             keep = view.select.whole(view, score, heads.keep(view, score, slots))
-        return _ops.select(score, view.n, keep, *view.protected, int(keep.max())), keep
+        on_host = np.array(keep.tolist())
+        return _ops.select(score, view.n, keep, *view.protected, int(on_host.max())), on_host
 
 
 def within(view, slots):
     """The slots [B] that a layer keeps of those it has, where it may keep `slots`; None: all."""
-    alive = view.n.sum(1)
-    slots = alive if slots is None else torch.minimum(slots.long(), alive)
+    alive = view.counts.sum(1)
+    slots = alive if slots is None else np.minimum(slots, alive)
     # A row whose chunk is all padding has no rows that could observe.
-    return slots if view.decoding else torch.where(view.has_tokens, slots, alive)
+    return slots if view.decoding else np.where(view.padding < view.k.shape[2], slots, alive)
 
 
 def evict(view, slots) -> None:
     """Cut the layer, and the layers that wait for it, back to `slots` [B] in all; None keeps everything."""
-    alive, slots, step = view.n.sum(1), within(view, slots), view.step
-    cuts = bool((slots < alive).any())
+    slots, step = within(view, slots), view.step
+    cuts = (slots < view.counts.sum(1)).any()
     measures, propagates = step.measured is not None, propagate.due(view)
     score = view.policy.score.score(view) if cuts or measures or propagates else None
     if measures:  # the part of the layer's error that its scores are (METHODS section 4, E_int)
@@ -74,7 +77,7 @@ def after_chunk(view) -> None:
         slots = step.read.warmup if relaxed else step.read.targets[view.order]
     if not view.waits:
         score.observe(view)
-    elif slots is not None and bool((slots < view.n.sum(1)).any()):
+    elif slots is not None and (slots < view.counts.sum(1)).any():
         view.q = diagnose.rows(view) if policy.diagnose else None
         view.lse = view.out = None  # the choice is another layer's: only keys and values wait
         step.waiting.append(view)
@@ -108,10 +111,10 @@ def after_token(view) -> None:
         layer.recent = rows[:, :, -policy.score.rows :]
     if not view.waits:
         view.step.choice = None  # a group's before this one
-    n = view.n.sum(1)
+    n = view.counts.sum(1)
     full = n > layer.budget + (policy.interval - 1) * view.n.shape[1]
-    if bool(full.any()):
+    if full.any():
         if view.waits:
             view.step.waiting.append(view)
         else:
-            evict(view, torch.where(full, layer.budget, n))
+            evict(view, np.where(full, layer.budget, n))

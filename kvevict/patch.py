@@ -50,7 +50,7 @@ class Patch:
     def watch_peak(self, step, view, *others) -> None:
         """Live KV bytes right now: all stored slots, the chunk of this layer, and the chunks of layers that wait."""
         row = 2 * view.k.element_size() * view.k.shape[3] * view.k.shape[1]
-        chunk = int((view.k.shape[2] - view.first).sum())
+        chunk = int((view.k.shape[2] - view.padding).sum())
         layers = 1 + len(others) + len(step.waiting) + len(step.held or ())
         self.peak = max(self.peak, sum(self.live.values()) + layers * row * chunk)
 
@@ -140,7 +140,8 @@ def report(model, positions: bool = False) -> dict:
     peak_cache_bytes   the most live KV bytes at any moment of the read, the chunk in flight included
     overhead_bytes     what is allocated beyond: free room, positions, carried scores
     seconds            per stage: read (all), attend, evict (all that choosing and moving slots takes; of it score,
-                       select, compact and diagnose), draft (laq, speckv); decode since then
+                       select, compact and diagnose), draft (laq, speckv); decode since then. On a GPU only read is
+                       the time of the work: the other stages are what the host spends on launching it
     positions          [layer][row][kv head] ascending original positions of the slots, with positions=True
     diagnostics        with the policy's diagnose=True, [layer][row] each: evictions, how many chunks' ends took slots,
                        and means over those: joint_error (CAOTE eq. 24) and output_error (relative to the output) of
@@ -221,6 +222,10 @@ def check_model(decoder) -> list:
     if weight.device.type not in (*_ops.DEVICES, "meta"):
         built = "CPU and CUDA" if "cuda" in _ops.DEVICES else "CPU"
         reasons.append(f"it is on {weight.device}, and there are {built} kernels only; call model.to('cpu')")
+    own = (layer.self_attn for layer, kind in zip(decoder.layers, kinds, strict=True) if kind == compat.OWN)
+    devices = {str(weight.device) for attention in own for weight in attention.parameters()} - {"meta"}  # offloaded
+    if len(devices) > 1:
+        reasons.append(f"its layers are on {', '.join(sorted(devices))}; load it on one device, without a device_map")
     if module.head_dim % 8 or not 8 <= module.head_dim <= 256:
         reasons.append(f"head_dim {module.head_dim} is not a multiple of 8 up to 256")
     if reasons:

@@ -2,10 +2,11 @@
 
 from itertools import pairwise
 
+import numpy as np
 import torch
 from transformers.cache_utils import DynamicCache
 
-from . import compat, diagnose, draft, propagate
+from . import compat, diagnose, draft, host, propagate
 from .cache import ROOM, EvictionLayer, adopt
 from .cascade import Cascade
 from .layers import PLENTY, layer_slots
@@ -74,7 +75,7 @@ class Call:
         kinds, layers = self.patch.kinds, self.cache.layers
         if len(layers) == len(kinds) and all(isinstance(layers[index], EvictionLayer) for index in self.patch.order):
             return
-        first = None if self.mask is None else _left_padding(self.mask[:, : self.columns])
+        first = None if self.mask is None else _left_padding(self.mask[:, : self.columns])[0]
         adopt(self.cache, kinds, self.decoder.config, first)
 
     def _asks(self, flag) -> bool:
@@ -84,6 +85,7 @@ class Call:
         mask = self.mask
         if mask is None:
             self.first = torch.zeros(self.batch, dtype=torch.int32, device=self.device)
+            self.padding = np.zeros(self.batch, np.int64)
             return
         if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
             raise ValueError(
@@ -96,12 +98,12 @@ class Call:
                 f"attention_mask has shape {tuple(mask.shape)}, expected {wanted}: it must cover the {self.columns} "
                 f"tokens seen and the {self.tokens} new ones"
             )
-        self.first = _left_padding(mask[:, self.columns :])
+        self.first, self.padding = _left_padding(mask[:, self.columns :])
 
     # -- the three kinds of calls -----------------------------------------------------------------------------------
 
     def decode(self, run):
-        if self.mask is not None and bool((self.first > 0).any()):
+        if self.padding.any():
             raise ValueError("attention_mask hides the newly decoded token; its last column must be 1")
         self._renew_budgets()
         step = self._step(0, self.tokens)
@@ -118,8 +120,8 @@ class Call:
         least = policy.smallest_budget() * self._heads()
         for layer, budget in zip(layers, slots, strict=True):
             loaded = layer.policy is None and layer.budget is not None
-            if not (loaded or layer.policy == policy) or int(layer.budget.min()) < least:
-                layer.budget = self._counts(budget)
+            if not (loaded or layer.policy == policy) or layer.budget.min() < least:
+                layer.budget = np.minimum(budget.numpy(), PLENTY)
             if not loaded and layer.policy != policy:
                 layer.recent = None  # another policy's rows, or rows with a gap behind them
                 if not policy.score.carries:
@@ -131,9 +133,6 @@ class Call:
 
     def _heads(self):
         return self.decoder.config.num_key_value_heads
-
-    def _counts(self, slots):
-        return slots.clamp_max(PLENTY).to(device=self.device, dtype=torch.int32)
 
     def _check_groups(self):
         """Layers, or a layer's heads, that share a choice must hold the same slots, as they do if they always did."""
@@ -182,10 +181,10 @@ class Call:
                 extra = None if probe is None or ends_with_probe else probe
                 step = self._step(start, end, read, last, extra)
                 step.ends_with_probe = ends_with_probe
-                step.measured = {} if evicts and policy.layers.measures and bool(read.cuts.any()) else None
-                if evicts and policy.layers.cascades and bool(read.cuts.any()):
+                step.measured = {} if evicts and policy.layers.measures and read.cuts.any() else None
+                if evicts and policy.layers.cascades and read.cuts.any():
                     step.cascade = Cascade(read)
-                step.held = [] if last and policy.score.held and bool(read.cuts.any()) else None
+                step.held = [] if last and policy.score.held and read.cuts.any() else None
                 with running(step):
                     output = self._run(run, start, end, extra)
                 if step.held:
@@ -202,7 +201,8 @@ class Call:
         if read.errors is not None:
             policy.layers.learn([row for row in self._mean_errors(read) if row is not None])
         output.last_hidden_state = hidden[0] if len(hidden) == 1 else torch.cat(hidden, 1)
-        self._write_report(read)
+        with patch.clock("read"):  # the report waits for a GPU to have done the rest
+            self._write_report(read)
         return output
 
     # -- parts --------------------------------------------------------------------------------------------------------
@@ -240,7 +240,8 @@ class Call:
             positions = torch.cat([positions, behind], 1)
         return Step(
             patch=self.patch, decoder=self.decoder, cache=self.cache, positions=positions.to(torch.int32).contiguous(),
-            first=(self.first - start).clamp(0, end - start + transient).to(torch.int32), read=read, last=last,
+            first=(self.first - start).clamp(0, end - start + transient).to(torch.int32),
+            padding=np.clip(self.padding - start, 0, end - start + transient), read=read, last=last,
             transient=transient, final_position=int(self._positions().max()) if compat.rope_depends_on_length(
                 self.decoder) else None,
         )  # fmt: skip
@@ -257,18 +258,17 @@ class Call:
         """Budgets and probe lengths of every row, from its valid tokens."""
         patch, policy = self.patch, self.patch.policy
         layer = self.cache.layers[next(iter(patch.order))]
-        tokens = (prompt - self.first).clamp_min(0)
-        seen = tokens if layer.seen is None else tokens + layer.seen
-        budget = torch.tensor([policy.slots(n) for n in seen.tolist()], device=self.device)
-        warmup = torch.tensor([policy.warmup_slots(n) for n in seen.tolist()], device=self.device)
-        read = Read(tokens=tokens, seen=seen.tolist(), warmup=warmup * self._heads())
-        evicts = bool((seen > budget).any())
+        tokens = np.maximum(prompt - self.padding, 0)
+        seen = (tokens if layer.seen is None else tokens + layer.seen.tolist()).tolist()
+        warmup = np.array([policy.warmup_slots(n) for n in seen])
+        read = Read(tokens=tokens, seen=seen, warmup=warmup * self._heads())
+        evicts = any(n > policy.slots(n) for n in seen)
         read.behind = policy.score.prepare(self, prompt) if evicts else None
         self._check_groups()
         length, span = policy.score.length, policy.score.span
         if length:
             whole = span or policy.score.behind
-            read.probe_length = torch.full_like(tokens, length) if whole else (tokens // 2).clamp_max(length)
+            read.probe_length = np.full_like(tokens, length) if whole else np.minimum(tokens // 2, length)
             read.probe_rows = int(read.probe_length.max()) if evicts and policy.score.append else 0
             self._check_probe(read, span, length)
         for layer in self._layers():
@@ -279,43 +279,44 @@ class Call:
     def _split(self, read, start, end):
         """What every layer may keep after a chunk, by what it will hold then and what earlier chunks measured."""
         policy, layers, heads = self.patch.policy, self._layers(), self._heads()
-        tokens = end - self.first.clamp(start, end)
-        alive = read.alive = torch.stack([
-            heads * tokens.clamp_max(propagate.limit(policy, self.patch.tsp, order))
-            + (0 if layer.len is None else layer.len.sum(1))
+        tokens = end - np.clip(self.padding, start, end)
+        alive = np.stack([
+            heads * np.minimum(tokens, propagate.limit(policy, self.patch.tsp, order))
+            + (0 if layer.counts is None else layer.counts.sum(1))
             for order, layer in enumerate(layers)
         ])  # fmt: skip
-        total = torch.tensor([policy.slots(n) for n in read.seen], device=self.device) * heads * len(layers)
+        read.alive = torch.from_numpy(alive)
+        total = np.array([policy.slots(n) for n in read.seen]) * heads * len(layers)
         read.cuts = (alive.sum(0) > total) & (tokens > 0)
         common = policy, len(layers), heads, read.seen
         measured = self._mean_errors(read)
-        read.targets = layer_slots(*common, alive, measured).to(self.device)
-        free = read.targets if bool(read.cuts.all()) else layer_slots(*common, None, measured).to(self.device)
+        read.targets = layer_slots(*common, read.alive, measured).numpy()
+        free = read.targets if read.cuts.all() else layer_slots(*common, None, measured).numpy()
         for layer, mine, most in zip(layers, read.targets, free, strict=True):
-            layer.budget = self._counts(torch.where(read.cuts, mine, most))
+            layer.budget = np.minimum(np.where(read.cuts, mine, most), PLENTY)
 
     def _note_errors(self, read, step):
         errors = torch.stack([step.measured[index] * step.turned.get(index, 1) for index in self.patch.order])
         if read.errors is None:
-            read.errors, read.measurements = torch.zeros_like(errors), torch.zeros_like(read.cuts, dtype=torch.long)
-        read.errors += errors * read.cuts
+            read.errors, read.measurements = torch.zeros_like(errors), np.zeros_like(read.cuts, np.int64)
+        read.errors += errors * host.upload(read.cuts, self.device, torch.bool)
         read.measurements += read.cuts
 
     def _mean_errors(self, read):
         """Per row the layers' mean errors over the chunks so far; None where nothing was measured."""
         if read.errors is None:
             return [None] * self.batch
-        means = (read.errors / read.measurements.clamp_min(1)).T.tolist()
-        return [row if n else None for row, n in zip(means, read.measurements.tolist(), strict=True)]
+        means = (read.errors.cpu() / torch.from_numpy(read.measurements.clip(1))).T.tolist()
+        return [row if n else None for row, n in zip(means, read.measurements, strict=True)]
 
     def _check_probe(self, read, span, length):
         size = self.patch.policy.chunk_size
         if span:
             start, stop = span
-            shortest = min((n for n in read.tokens.tolist() if n), default=0)
+            shortest = min((n for n in read.tokens if n), default=0)
             if max(stop, -start) > shortest:
                 raise ValueError(f"probe=({start}, {stop}) reaches outside a prompt of {shortest} tokens")
-        elif size is not None and bool(((read.tokens > size) & (read.probe_length < read.probe_rows)).any()):
+        elif size is not None and ((read.tokens > size) & (read.probe_length < read.probe_rows)).any():
             raise ValueError(
                 f"chunk_size={size} is too small for a batch with prompts shorter than {2 * length} tokens, whose "
                 f"probes are shorter; give chunk_size >= {2 * length}"
@@ -344,7 +345,7 @@ class Call:
 
     def _check_rows(self, prompt, wanted):
         flags = [flag for flag in OF_EVERY_TOKEN if self._asks(flag)]
-        longest = min(self.patch.policy.chunk_size or prompt, prompt - int(self.first.min()))
+        longest = min(self.patch.policy.chunk_size or prompt, prompt - int(self.padding.min()))
         propagate.check(self.patch, longest, wanted, flags)
 
     def _check_kwargs(self, calls):
@@ -368,7 +369,7 @@ class Call:
 
         self.patch.last_report = dict(
             seen=own[0].seen.tolist(),
-            kept=[None if layer is None else layer.len.tolist() for layer in layers],
+            kept=[None if layer is None else layer.counts.tolist() for layer in layers],
             cache_bytes=live,
             padded_bytes=sum(layer.padded_bytes() for layer in own),
             peak_cache_bytes=max(self.patch.peak, live),
@@ -381,12 +382,13 @@ class Call:
 
 
 def _left_padding(mask):
-    """[B] int32 number of leading zeros of a 2D mask whose ones are all at the right."""
+    """[B] int32 number of leading zeros of a 2D mask whose ones are all at the right, and the same on the host."""
     mask = mask.bool()
     first = (~mask).sum(1)
-    if bool((mask.int().diff(dim=1) < 0).any()):
+    *padding, wrong = torch.cat([first, (mask.int().diff(dim=1) < 0).any()[None]]).tolist()
+    if wrong:
         raise ValueError("attention_mask must be left-padded (zeros first); set tokenizer.padding_side='left'")
-    return first.to(torch.int32)
+    return first.to(torch.int32), np.array(padding)
 
 
 def _tail(hidden, wanted):

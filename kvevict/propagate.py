@@ -7,6 +7,7 @@ embeddings, position ids, and the step that our attention reads. Every layer cou
 
 from functools import partial
 
+import numpy as np
 import torch
 
 from . import _ops
@@ -66,11 +67,12 @@ def check(patch, tokens: int, wanted: int, flags) -> None:
 def due(view) -> bool:
     """Whether the layer has to choose which of the chunk's tokens go on."""
     most = limit(view.policy, view.step.patch.tsp, view.index + 1)
-    return view.index == view.step.patch.tsp and int(view.k.shape[2] - view.first.min()) > most
+    return view.index == view.step.patch.tsp and view.k.shape[2] - int(view.padding.min()) > most
 
 
 def choose(view, score) -> None:
-    """Note in the step which columns [B, K] of the chunk go on, ascending, and how many [B] of those are padding."""
+    """Note in the step which columns [B, K] of the chunk go on, ascending, and how many [B] of those are padding, which
+    the host is told too."""
     policy = view.policy
     tokens = view.k.shape[2] - view.first
     keep = tokens.clamp_max(policy.score.tsp_len)
@@ -78,14 +80,15 @@ def choose(view, score) -> None:
     count = torch.arange(view.k.shape[2], device=view.device)
     slot = (view.layer.len[..., None] + count).clamp_max(view.columns - 1)  # of each of a row's tokens
     worth = sum(policy.score.pooled(view, score).gather(2, slot).unbind(1))  # in head order: the same on every machine
-    most = int(keep.max())
+    kept = np.minimum(view.k.shape[2] - view.padding, policy.score.tsp_len)
+    most = int(kept.max())
     with view.step.patch.clock("select"):
         chosen = _ops.select(worth[:, None], tokens[:, None], keep[:, None], torch.zeros_like(last), last, most)[:, 0]
     padding = most - keep
     rank = count[:most] - padding[:, None]
     columns = chosen.gather(1, rank.clamp_min(0)) + view.first[:, None]
     # A row shorter than the others goes on whole: what lies left of its tokens is padding.
-    view.step.propagated = torch.where(rank < 0, count[:most], columns), padding
+    view.step.propagated = torch.where(rank < 0, count[:most], columns), padding, most - kept
 
 
 def install(decoder, state) -> list:
@@ -101,12 +104,12 @@ def _enter(first, module, args, kwargs):
     step = current()
     if step is None or step.propagated is None:
         return None
-    columns, padding = step.propagated
+    columns, first_column, padding = step.propagated
     row = torch.arange(columns.shape[0], device=columns.device)[:, None]
     if first:
         args = (args[0][row, columns], *args[1:])
         whole = step.positions.shape[1]
-        step.whole = whole, whole - step.first
-        step.positions, step.first = step.positions[row, columns], padding
+        step.whole = whole, whole - step.padding
+        step.positions, step.first, step.padding = step.positions[row, columns], first_column, padding
     cos_sin = tuple(each[row, columns] for each in kwargs["position_embeddings"])
     return args, kwargs | dict(position_embeddings=cos_sin, position_ids=kwargs["position_ids"][row, columns])

@@ -2,9 +2,10 @@
 
 from functools import partial
 
+import numpy as np
 import torch
 
-from . import compat
+from . import compat, host
 from .step import current
 
 
@@ -46,17 +47,17 @@ def _turn(index, after):
     with step.patch.clock("evict"):
         before = step.residual.pop(index)
         counts = observers(step, after.shape[1])
-        rows = max(int(counts.max()), 1)
+        rows, counts = max(int(counts.max()), 1), host.upload(counts, after.device)
         turn = 1 - torch.cosine_similarity(before[:, -rows:].float(), after[:, -rows:].float(), dim=-1)
         inside = torch.arange(rows, 0, -1, device=after.device) <= counts[:, None]
         step.turned[index] = (turn.clamp_min(0) * inside).sum(1) / counts.clamp_min(1)
 
 
 def observers(step, rows):
-    """[B] how many of the last rows of this call observe: the probe, the score's window, or all."""
-    score, tokens = step.patch.policy.score, rows - step.first
+    """[B] how many of the last rows of this call observe, on the host: the probe, the score's window, or all."""
+    score, tokens = step.patch.policy.score, rows - step.padding
     if step.read.probe_length is not None:
-        return torch.minimum(step.read.probe_length, tokens)
+        return np.minimum(step.read.probe_length, tokens)
     if score.carries or not (score.rows or score.last_row):
         return tokens
-    return tokens.clamp_max(score.rows or 1)
+    return np.minimum(tokens, score.rows or 1)

@@ -4,6 +4,7 @@ import contextlib
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 STATE = "_kvevict"  # attribute of the text decoder that holds its Patch, outside nn.Module's registries
@@ -16,17 +17,17 @@ logits_wanted: ContextVar = ContextVar("kvevict_logits_wanted", default=0)  # of
 class Read:
     """One reading of a prompt: what must survive from chunk to chunk."""
 
-    tokens: torch.Tensor  # [B] int32 valid tokens of this prompt
+    tokens: np.ndarray  # [B] valid tokens of this prompt
     seen: list  # per row tokens there will have been at its end, of all prompts
-    warmup: torch.Tensor  # [B] int64 slots of a waiting layer, over its kv heads, before the last chunk
-    targets: torch.Tensor | None = None  # [layers, B] int64 slots of each layer, over its kv heads, after this chunk
+    warmup: np.ndarray  # [B] slots of a waiting layer, over its kv heads, before the last chunk
+    targets: np.ndarray | None = None  # [layers, B] slots of each layer, over its kv heads, after this chunk
     alive: torch.Tensor | None = None  # [layers, B] slots of each layer with this chunk's, before it is cut
-    cuts: torch.Tensor | None = None  # [B] whether a row loses slots after this chunk
+    cuts: np.ndarray | None = None  # [B] whether a row loses slots after this chunk
     errors: torch.Tensor | None = None  # [layers, B] fp64 sums over chunks of the layers' errors
-    measurements: torch.Tensor | None = None  # [B] how many chunks those are
+    measurements: np.ndarray | None = None  # [B] how many chunks those are
     state: dict = field(default_factory=dict)  # layer -> the score's own state
     diagnostics: dict = field(default_factory=dict)  # layer -> fp64 sums [4, B] of `kvevict.diagnose`
-    probe_length: torch.Tensor | None = None  # [B] int32 probe rows of each batch row
+    probe_length: np.ndarray | None = None  # [B] probe rows of each batch row
     probe_rows: int = 0  # the largest of them
     behind: torch.Tensor | None = None  # [B, probe_rows] token ids of a probe that follows the prompt
 
@@ -48,6 +49,7 @@ class Step:
     cache: object
     positions: torch.Tensor  # [B, S] int32, transient rows included
     first: torch.Tensor  # [B] int32 left padding in this chunk
+    padding: np.ndarray  # the same on the host
     read: Read | None = None  # None while decoding and for appended tokens
     last: bool = True  # the chunk ends the prompt
     transient: int = 0  # rows at the end that read along and are not stored
@@ -59,7 +61,7 @@ class Step:
     cascade: object | None = None  # the kvevict.cascade.Cascade of this chunk, where the layer budget cascades
     residual: dict = field(default_factory=dict)  # layer -> the residual stream that entered it
     turned: dict = field(default_factory=dict)  # layer -> how far it turned that stream [B]
-    propagated: tuple | None = None  # (columns [B, K], padding [B]) of the chunk that upper layers read; None: all
+    propagated: tuple | None = None  # (columns [B, K], first, padding) of the chunk that upper layers read; None: all
     whole: tuple | None = None  # (columns, tokens [B]) of the chunk, in layers that read less of it
     final_position: int | None = None  # the prompt's largest position, for rotary frequencies that depend on it
 

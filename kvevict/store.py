@@ -3,16 +3,17 @@
 import json
 import os
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers.cache_utils import DynamicCache
 
-from . import compat
+from . import compat, host
 from .cache import EvictionLayer, adopt
 
 FORMAT = "kvevict-cache-2"
-OWN_TENSORS = ("k", "v", "pos", "len", "seen", "budget")
+OWN_TENSORS = ("k", "v", "pos", "len", "seen")
 OPTIONAL = ("carry", "recent")
 
 
@@ -28,7 +29,8 @@ def save_cache(cache, path) -> None:
         if isinstance(layer, EvictionLayer) and layer.is_initialized:
             packed = torch.cat([torch.arange(s.start, s.stop) for _, _, s in layer.segments()])
             values = dict(k=layer.k[packed], v=layer.v[packed], pos=layer.pos[packed])
-            values |= {name: getattr(layer, name) for name in OWN_TENSORS[3:] + OPTIONAL}
+            values |= {name: getattr(layer, name) for name in ("len", "seen", *OPTIONAL)}
+            values["budget"] = None if layer.budget is None else torch.tensor(layer.budget, dtype=torch.int32)
             facts.append(dict(kind=compat.OWN, columns=layer.columns))
         elif getattr(layer, "is_sliding", False) and layer.is_initialized:
             start = max(0, layer.keys.shape[2] - layer.sliding_window + 1)  # longer while the past is recorded
@@ -125,9 +127,9 @@ def _fill_own(layer, tensors, fact, config, dtype, dim):
         if width not in (dim, 2 * dim):
             raise ValueError(f"recent has {width} columns, expected {dim} or {2 * dim}")
     layer.lazy_initialization(tensors["k"].new_empty(batch, heads, 0, dim))
-    ends = length.flatten().cumsum(0)
-    layer.offset = (ends - length.flatten()).view(length.shape)
-    layer.capacity, layer.columns = length.clone(), columns
+    layer.counts = layer.capacity = np.array(length.tolist())
+    layer.offset, layer.columns = host.upload(layer._offsets(), length.device), columns
     for name in OWN_TENSORS:
         setattr(layer, name, tensors[name])
+    layer.budget = np.array(tensors["budget"].tolist())
     layer.carry, layer.recent = tensors.get("carry"), tensors.get("recent")

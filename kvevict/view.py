@@ -2,13 +2,15 @@
 
 from functools import cached_property
 
+import numpy as np
 import torch
 
-from . import _ops, apart, compat, diagnose, rerotate
+from . import _ops, apart, compat, diagnose, host, rerotate
 
 
 class View:
-    """One layer as a score sees it: n[b,h] alive slots of head (b, h), stored first, then new, no padding."""
+    """One layer as a score sees it: n[b,h] alive slots of head (b, h), stored first, then new, no padding. `counts` is
+    n, and `padding` is first, on the host."""
 
     def __init__(self, step, layer, index, module, q, k, v, out, lse, options, probs=None):
         self.step, self.layer, self.index, self.module = step, layer, index, module
@@ -16,8 +18,10 @@ class View:
         stored = max(k.shape[2] - step.transient, 0)  # none of what was stored before
         self.k, self.v, self.pos = k[:, :, :stored], v[:, :, :stored], step.positions[:, :stored].contiguous()
         self.first = step.first.clamp_max(stored)
+        self.padding = np.minimum(step.padding, stored)
         self.n = layer.len + (stored - self.first)[:, None]
-        self.columns = int(self.n.max()) if self.n.numel() else 0
+        self.counts = layer.counts + (stored - self.padding)[:, None]
+        self.columns = int(self.counts.max()) if self.counts.size else 0
         self.device = k.device
         self.order = step.patch.order[index]
         self.select = step.patch.policy.selection(self.order)
@@ -25,23 +29,32 @@ class View:
 
     waits = property(lambda self: self.order < self.step.patch.waiting_layers - 1)
     follows = property(lambda self: self.order % self.policy.n_reuse > 0)
-    budget = property(lambda self: self.layer.budget // self.n.shape[1])  # [B] slots per kv head on average
     decoding = property(lambda self: self.step.decoding)
     state = property(lambda self: self.step.read.state.setdefault(self.index, {}))
     ends_with_probe = property(lambda self: self.step.ends_with_probe)
-    probe_length = property(lambda self: self.step.read.probe_length)
     has_tokens = property(lambda self: self.first < self.k.shape[2])
+
+    @property
+    def budget(self):
+        """[B] int32 slots per kv head on average."""
+        return host.upload(self.layer.budget // self.n.shape[1], self.device, torch.int32)
+
+    @property
+    def probe_length(self):
+        """[B] int32 probe rows of each batch row."""
+        return host.upload(self.step.read.probe_length, self.device, torch.int32)
 
     @cached_property
     def protected(self):
         """(first, last) [B] int32: always kept slots at either end, at most what the budget leaves."""
         sizes = self.n.amax(1)
         kept = self.policy.score.protect(self) if self.policy.error.protect else (0, 0)
-        ends = (torch.as_tensor(end, dtype=torch.int32, device=self.device) for end in kept)
-        first, last = (end.expand_as(sizes) for end in ends)
-        tail = torch.as_tensor(self.select.tail(self), dtype=torch.int32, device=self.device)
+        first, last, tail = (
+            end.to(self.device, torch.int32) if isinstance(end, torch.Tensor) else torch.full_like(sizes, end)
+            for end in (*kept, self.select.tail(self))
+        )
         first, last = torch.minimum(first, sizes), torch.maximum(last, tail)
-        return first.contiguous(), torch.minimum(last, sizes - first).to(torch.int32).contiguous()
+        return first.contiguous(), torch.minimum(last, sizes - first).contiguous()
 
     @property
     def policy(self):
@@ -100,7 +113,7 @@ class View:
         rows = (q.shape[2] - skip).float()[:, None, None]
         mean, square = (self.attention(q.shape[2], "mean", term=x, group="none") for x in ("a", "square"))
         variance = (square - mean**2).clamp_min(0) * rows / (rows - 1)
-        return mean, torch.where(rows > 1, variance, 0)
+        return mean, variance.masked_fill(rows <= 1, 0)
 
     def peak(self, rows, lo, hi):
         """The largest attention of each of the last `rows` rows over slots lo <= i < hi [B, Hkv]: [B, H, R]."""
@@ -179,21 +192,18 @@ class View:
         """function(keys [n, D]) -> [n], for every head's alive keys: [B, Hkv, C]."""
         out = torch.zeros(*self.n.shape, self.columns, device=self.device)
         for b, h, rows in self.layer.segments():
-            keys = torch.cat([self.layer.k[rows], self.k[b, h, self.first[b] :]])
+            keys = torch.cat([self.layer.k[rows], self.k[b, h, self.padding[b] :]])
             out[b, h, : len(keys)] = function(keys)
         return out
 
     def positions(self):
         """Positions of the alive slots [B, Hkv, C] int32, -1 past a head's end."""
         layer, column = self.layer, torch.arange(self.columns, device=self.device)
-        out = torch.full((*self.n.shape, self.columns), -1, dtype=torch.int32, device=self.device)
-        stored = column < layer.len[..., None]
-        out[stored] = layer.pos[(layer.offset[..., None] + column)[stored]]
-        new = ~stored & (column < self.n[..., None])
-        source = column - layer.len[..., None] + self.first[:, None, None]
-        row = torch.arange(self.n.shape[0], device=self.device)[:, None, None].expand_as(source)
-        out[new] = self.pos[row[new], source[new]]
-        return out
+        table = torch.cat([layer.pos, self.pos.flatten(), layer.pos.new_full((1,), -1)])
+        row = torch.arange(self.n.shape[0], device=self.device)[:, None, None]
+        new = len(layer.pos) + row * self.pos.shape[1] + self.first[:, None, None] + column - layer.len[..., None]
+        place = torch.where(column < layer.len[..., None], layer.offset[..., None] + column, new)
+        return table[place.masked_fill(column >= self.n[..., None], -1)]
 
     def grow_carry(self, increment):
         """The layer's carried scores and the increment of this call's rows: [B, Hkv, C]."""
@@ -214,7 +224,7 @@ class View:
         with self.step.patch.clock("compact"):
             if choice is None:
                 if self.k.shape[2]:
-                    self.layer.append(self.k, self.v, self.pos, self.first)
+                    self.layer.append(self.k, self.v, self.pos, self.first, self.padding)
                 self.layer.carry = self.carry
             else:
                 index, keep = choice

@@ -3,6 +3,7 @@
 import copy
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from tiny import VERSION, prompt, relative, shared
@@ -27,12 +28,12 @@ def layer_of(lens, seed=0):
     k, v, pos = columns(batch, heads, most, seed)
     layer = EvictionLayer()
     layer.lazy_initialization(k)
-    layer.append(k, v, pos, torch.zeros(batch, dtype=torch.int32))
+    layer.append(k, v, pos, torch.zeros(batch, dtype=torch.int32), np.zeros(batch, int))
     layer.advance(most, most)
     keep = torch.tensor(lens, dtype=torch.int32)
     index = torch.arange(most, dtype=torch.int32).expand(batch, heads, most)
     index = torch.where(index < keep[..., None], index, -1).contiguous()
-    layer.keep(index, keep)
+    layer.keep(index, keep.numpy())
     held = {(b, h): (k[b, h, :n], v[b, h, :n], pos[b, :n]) for b, row in enumerate(lens) for h, n in enumerate(row)}
     return layer, held
 
@@ -43,7 +44,8 @@ def holds(layer, held):
         assert rows.stop - rows.start == int(layer.len[b, h]) <= int(layer.capacity[b, h])
         for got, want in zip((layer.k[rows], layer.v[rows], layer.pos[rows]), held[b, h], strict=True):
             assert torch.equal(got, want)
-    assert layer.room == int((layer.capacity - layer.len).min())
+    assert layer.counts.tolist() == layer.len.tolist()
+    assert layer.room == int((layer.capacity - layer.counts).min())
     spans = sorted((int(o), int(o + c)) for o, c in zip(layer.offset.flatten(), layer.capacity.flatten()))
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))  # heads do not overlap
     assert spans[-1][1] <= len(layer.k) == len(layer.v) == len(layer.pos)
@@ -57,7 +59,7 @@ def test_reorder_and_select(rows):
     for select in ("reorder_cache", "batch_select_indices"):
         layer, held = layer_of(RAGGED)
         layer.carry = torch.arange(3 * 2 * 9.0).view(3, 2, 9)
-        layer.budget = torch.tensor([10, 11, 12], dtype=torch.int32)
+        layer.budget = np.array([10, 11, 12])
         want = layer.carry[rows][..., : max(n for row in rows for n in RAGGED[row])]
         getattr(layer, select)(torch.tensor(rows))
         holds(layer, {(b, h): held[row, h] for b, row in enumerate(rows) for h in range(2)})
@@ -101,7 +103,7 @@ def test_append():
     layer, held = layer_of(RAGGED)
     first = torch.tensor([0, 2, 6], dtype=torch.int32)
     k, v, pos = columns(3, 2, 6, 1)
-    layer.append(k, v, pos, first)
+    layer.append(k, v, pos, first, first.numpy())
     for (b, h), old in held.items():
         new = k[b, h, first[b] :], v[b, h, first[b] :], pos[b, first[b] :]
         held[b, h] = tuple(torch.cat(pair) for pair in zip(old, new))
@@ -117,7 +119,7 @@ def test_append_is_amortised(step):
     first = torch.zeros(2, dtype=torch.int32)
     for _ in range(wanted):
         before = layer.k.data_ptr()
-        layer.append(k, v, pos, first)
+        layer.append(k, v, pos, first, first.numpy())
         moves += layer.k.data_ptr() != before
     assert layer.longest() == wanted * step
     assert moves < 50
@@ -140,7 +142,7 @@ def test_kept_memory_is_given_back():
     layer, _ = layer_of([[5000, 5000]])
     index = torch.arange(0, 5000, 500, dtype=torch.int32).expand(1, 2, 10).contiguous()
     before = layer.keys
-    layer.keep(index, torch.tensor([[10, 4]], dtype=torch.int32))
+    layer.keep(index, np.array([[10, 4]]))
     assert torch.equal(layer.keys[0, 0], before[0, 0, ::500])
     assert torch.equal(layer.keys[0, 1, :4], before[0, 1, :2000:500])
     assert layer.allocated_bytes() < 3 * (14 + 2 * ROOM) * (2 * D + 1) * 4
@@ -149,7 +151,7 @@ def test_kept_memory_is_given_back():
 def test_keep_leaves_the_counts_of_others_alone():
     """Layers that share one choice (TAKE) count on their own afterwards."""
     one, two = layer_of([[6, 6]])[0], layer_of([[6, 6]], seed=1)[0]
-    index, keep = torch.tensor([[[0, 3], [1, 2]]], dtype=torch.int32), torch.tensor([[2, 2]], dtype=torch.int32)
+    index, keep = torch.tensor([[[0, 3], [1, 2]]], dtype=torch.int32), np.array([[2, 2]])
     k, v, _ = columns(1, 2, 1, 3)
     for layer in (one, two):
         layer.keep(index, keep)

@@ -89,7 +89,7 @@ def test_decoding(name):
 
     def watch(call, cache):
         most.append([int(layer.len.sum()) for layer in cache.layers])
-        assert all(n <= int(layer.budget) + 2 * 2 for n, layer in zip(most[-1], cache.layers))
+        assert all(n <= int(layer.budget.sum()) + 2 * 2 for n, layer in zip(most[-1], cache.layers))
 
     compare(model(), policy, [[29, *[1] * 14]], watch, **chosen)
     assert len(set(most[-1])) > 1 and max(map(sum, most)) <= (BUDGET + 2) * 8

@@ -470,3 +470,19 @@ def test_response_outside_the_vocabulary(model):
         assert cache.get_seq_length() == 50
     finally:
         kvevict.patch(model, "take", **TAKE)
+
+
+class Elsewhere(torch.nn.Parameter):
+    """A weight that says it is on a second GPU."""
+
+    device = torch.device("cuda:1")
+
+
+def test_layers_on_two_devices():
+    model = tiny.model()
+    attention = model.model.layers[2].self_attn
+    attention.q_proj.weight = Elsewhere(attention.q_proj.weight.detach())
+    with pytest.raises(ValueError, match=r"on cpu, cuda:1; load it on one device"):
+        kvevict.patch(model, "knorm", budget=8)
+    attention.to("meta")  # offloaded: its weights come to the others' device when it runs
+    kvevict.patch(model, "knorm", budget=8)

@@ -116,18 +116,18 @@ def ask(model, tokenizer, case, prompt: Prompt, run: Run, response) -> dict:
         result["options"] = dataclasses.asdict(policy.score) | parse_policy(run.policy)[1]
         result["options"].pop("response", None)
     with nullcontext() if policy is None else evicting(model, policy):
-        start = time.perf_counter()
+        start = _now(model)
         out = model(_row(model, first), use_cache=True, logits_to_keep=1)
-        read_seconds = time.perf_counter() - start
+        read_seconds = _now(model) - start
         cache = out.past_key_values
         held = _held_by_all(cache) if policy is None else _held(model)
         if policy is not None and (agnostic or scored):
             patch(model, KEEP_ALL)
-        start = time.perf_counter()
+        start = _now(model)
         if later:
             out = model(_row(model, later), past_key_values=cache, logits_to_keep=1)
-        read_seconds += time.perf_counter() - start
-        start = time.perf_counter()
+        read_seconds += _now(model) - start
+        start = _now(model)
         if scored:
             result |= dict(prediction="", score=_loss(model, out.logits[0, -1:], cache, prompt.answer))
         else:
@@ -136,7 +136,14 @@ def ask(model, tokenizer, case, prompt: Prompt, run: Run, response) -> dict:
             result |= dict(prediction=text, score=METRICS[case.metric](text, case.answers))
     if policy is None:
         result["response"] = [] if scored else tokens
-    return result | dict(read_seconds=read_seconds, decode_seconds=time.perf_counter() - start, **held)
+    return result | dict(read_seconds=read_seconds, decode_seconds=_now(model) - start, **held)
+
+
+def _now(model) -> float:
+    """Seconds, read when the model's device has done all that it was given."""
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+    return time.perf_counter()
 
 
 def _row(model, ids):

@@ -47,7 +47,8 @@ def order(view, score):
 def best(key, wanted):
     """Whether a key [B, ..., C] is among the wanted[b] largest of its last dimension: bool, as key."""
     counts = wanted.clamp(1, key.shape[-1]).tolist()
-    bars = [row.kthvalue(key.shape[-1] + 1 - k, -1, keepdim=True).values for row, k in zip(key, counts, strict=True)]
+    # Not kthvalue, which on a GPU searches a row with one block.
+    bars = [row.topk(k, sorted=False).values.amin(-1, keepdim=True) for row, k in zip(key, counts, strict=True)]
     return (key >= torch.stack(bars)) & (wanted > 0).view(-1, *[1] * (key.ndim - 1))
 
 

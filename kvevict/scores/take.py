@@ -1,8 +1,6 @@
 import numbers
 from dataclasses import dataclass
 
-import torch
-
 from ..checks import count, fraction, one_of
 from . import SCORES, Score, check_pool, pool
 
@@ -84,7 +82,7 @@ class Take(Score):
             past = state["probe"]
             if self.ema_space == "aligned":
                 past = view.rotate(past, state["position"], view.probe_position)
-            alpha = torch.where(state["started"], self.alpha, 0.0)[:, None, None, None]
+            alpha = (self.alpha * state["started"])[:, None, None, None]
             queries = alpha * past + (1 - alpha) * queries
         started = view.has_tokens | state["started"] if state else view.has_tokens
         state.update(probe=queries, position=view.probe_position, started=started)

@@ -48,12 +48,12 @@ class Chunk(Selection):
         if self.shared:
             score = score.mean(1, keepdim=True).expand_as(score)
         runs, column = self._runs(view), torch.arange(view.columns, device=view.device)
-        start = torch.where(_starts(runs), column, 0).cummax(-1).values
+        start = column.masked_fill(~_starts(runs), 0).cummax(-1).values
         total, size = torch.zeros_like(score), torch.zeros_like(score)
         score = score.masked_fill(~view.competing, 0)
         for ahead in range(min(self.c, view.columns)):  # in slot order: the same sum on every machine
             same = runs[..., ahead:] == runs[..., : view.columns - ahead]
-            total[..., : view.columns - ahead] += torch.where(same, score[..., ahead:], 0)
+            total[..., : view.columns - ahead] += score[..., ahead:].masked_fill(~same, 0)
             size[..., : view.columns - ahead] += same
         return (total / size * self.c).gather(-1, start)
 
