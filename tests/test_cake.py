@@ -204,9 +204,9 @@ REFUSED = [
     (dict(policy="take/no-delay", layers="cake"), "has no window"),
     (dict(policy="oracle", layers="cake", response=(3, 4)), "has no window"),
     *((dict(policy=name, layers="cake"), "has no window") for name in ("h2o", "tova", "streaming", "knorm", "random")),
-    (dict(policy="cake", tau1=0), "tau1 must be a number > 0"),
-    (dict(policy="cake", tau2=float("inf")), "tau2 must be a number > 0"),
-    (dict(policy="cake", tau2=True), "tau2 must be a number > 0"),
+    (dict(policy="cake", tau1=0), "tau1 must be a finite number > 0"),
+    (dict(policy="cake", tau2=float("inf")), "tau2 must be a finite number > 0"),
+    (dict(policy="cake", tau2=True), "tau2 must be a finite number > 0"),
 ]
 
 
