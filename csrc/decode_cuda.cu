@@ -57,6 +57,15 @@ __device__ int stretch_of(int n, int splits) {
   return max(SPLIT, (fair + 63) / 64 * 64);
 }
 
+/* A lane's part of one head's key or value rows, as addresses: slot c < len is stored, slot len is the new row. Those of
+ * others are computed, but never read. */
+struct Slots {
+  uint64_t stored, fresh; /* where slot 0 of either would be */
+  uint32_t stride, len;   /* in bytes; in rows */
+
+  __device__ __forceinline__ uint64_t at(uint32_t c) const { return (c < len ? stored : fresh) + (uint64_t)c * stride; }
+};
+
 /* What a group of lanes has of HEADS heads. Lane i of it: elements (v * L + i) * W .. of vector v. */
 template <class E, int L, int V, int HEADS>
 struct Rows {
@@ -82,10 +91,20 @@ struct Rows {
     }
   }
 
-  static __device__ __forceinline__ void load(const Columns<E> &x, int c, bool exists, uint4 (&row)[V]) {
+  /* Slot 0 of the rows, of which row len is at `fresh`. */
+  static __device__ __forceinline__ Slots slots_of(const E *stored, const E *fresh, int len, int D) {
+    const uint32_t stride = D * sizeof(E);
+    return {(uint64_t)(stored + element(0)), (uint64_t)(fresh + element(0)) - (uint64_t)len * stride, stride,
+            (uint32_t)len};
+  }
+
+  /* Rows c, c + GROUPS, ..; zeros for those from c1 on and what lies behind D. */
+  static __device__ __forceinline__ void load(const Slots &x, int c, int c1, int D, uint4 (&part)[AHEAD][V]) {
 #pragma unroll
-    for (int v = 0; v < V; v++)
-      row[v] = exists && element(v) < x.D ? load_once_16(x[c] + element(v)) : make_uint4(0, 0, 0, 0);
+    for (int u = 0; u < AHEAD; u++, c += GROUPS)
+#pragma unroll
+      for (int v = 0; v < V; v++)
+        part[u][v] = load_once_16_if(reinterpret_cast<const uint4 *>(x.at(c)) + v * L, c < c1 && element(v) < D);
   }
 
   /* s = q.k of the heads, the same in all lanes of the group */
@@ -136,16 +155,14 @@ struct Rows {
   }
 
   /* Slots c0 .. c1 - 1; logit: of the first head, C apart, or NULL. Every group of lanes runs as often. */
-  __device__ __forceinline__ void attend(const Columns<E> &k, const Columns<E> &v, int c0, int c1, float cap,
-                                         float *logit, int64_t C, int heads) {
+  __device__ __forceinline__ void attend(const Slots &k, const Slots &v, int c0, int c1, int D, float cap, float *logit,
+                                         int64_t C, int heads) {
     for (int base = c0; base < c1; base += AHEAD * GROUPS) {
       const int c = base + group();
       uint4 keys[AHEAD][V], values[AHEAD][V];
       float s[AHEAD][HEADS];
-#pragma unroll
-      for (int u = 0; u < AHEAD; u++) load(k, c + u * GROUPS, c + u * GROUPS < c1, keys[u]);
-#pragma unroll
-      for (int u = 0; u < AHEAD; u++) load(v, c + u * GROUPS, c + u * GROUPS < c1, values[u]);
+      load(k, c, c1, D, keys);
+      load(v, c, c1, D, values);
 #pragma unroll
       for (int u = 0; u < AHEAD; u++) dots(keys[u], s[u]);
 #pragma unroll
@@ -199,13 +216,11 @@ struct Rows {
 
 /* The new row of one head goes behind its slots. */
 template <class E>
-__device__ void append(const kv_decode &a, int64_t b, const Columns<E> &k, const Columns<E> &v, int64_t row) {
+__device__ void append(const kv_decode &a, int64_t b, const E *k, const E *v, int64_t row) {
   const int d = threadIdx.x * VECTOR<E>;
   if (d < a.D) {
-    *reinterpret_cast<uint4 *>(static_cast<E *>(a.slots.k) + row * a.D + d) =
-        *reinterpret_cast<const uint4 *>(k[k.len] + d);
-    *reinterpret_cast<uint4 *>(static_cast<E *>(a.slots.v) + row * a.D + d) =
-        *reinterpret_cast<const uint4 *>(v[v.len] + d);
+    *reinterpret_cast<uint4 *>(static_cast<E *>(a.slots.k) + row * a.D + d) = *reinterpret_cast<const uint4 *>(k + d);
+    *reinterpret_cast<uint4 *>(static_cast<E *>(a.slots.v) + row * a.D + d) = *reinterpret_cast<const uint4 *>(v + d);
   }
   if (threadIdx.x == 0) a.slots.pos[row] = a.fresh.pos[b];
 }
@@ -252,21 +267,25 @@ __global__ void __launch_bounds__(THREADS, 2) decode_head(const kv_decode a, con
   using R = Rows<E, L, V, HEADS>;
   const int64_t head = blockIdx.x, b = head / a.Hkv, h = head % a.Hkv, step = x.splits;
   const int G = (int)(a.H / a.Hkv), D = (int)a.D;
-  const Columns<E> k = columns_of<E>(a.slots, a.slots.k, a.fresh.k, a.fresh.k_stride, b, h, head, 0, 1, D);
-  const Columns<E> v = columns_of<E>(a.slots, a.slots.v, a.fresh.v, a.fresh.v_stride, b, h, head, 0, 1, D);
+  const int64_t *ks = a.fresh.k_stride, *vs = a.fresh.v_stride, offset = a.slots.offset[head];
+  const int len = a.slots.len[head], n = len + 1;
+  const E *new_k = static_cast<const E *>(a.fresh.k) + b * ks[0] + h * ks[1];
+  const E *new_v = static_cast<const E *>(a.fresh.v) + b * vs[0] + h * vs[1];
+  const Slots k = R::slots_of(static_cast<const E *>(a.slots.k) + offset * D, new_k, len, D);
+  const Slots v = R::slots_of(static_cast<const E *>(a.slots.v) + offset * D, new_v, len, D);
   const E *query = static_cast<const E *>(a.q) + b * a.q_stride[0] + h * G * a.q_stride[1];
   const float scale = a.softcap > 0 ? a.scale / a.softcap : a.scale * LOG2E, cap = a.softcap * LOG2E;
-  const int n = k.n, stretch = stretch_of(n, x.splits), splits = (n + stretch - 1) / stretch;
+  const int stretch = stretch_of(n, x.splits), splits = (n + stretch - 1) / stretch;
   float *shared = shared_memory<float>() + 4;
   for (int split = blockIdx.y; split < splits; split += gridDim.y) {
     const int c0 = split * stretch, c1 = min(n, c0 + stretch);
-    if (c1 == n) append<E>(a, b, k, v, a.slots.offset[head] + k.len);
+    if (c1 == n) append(a, b, new_k, new_v, offset + len);
     for (int g = 0; g < G; g += HEADS) {
       const int64_t at = (head * step + split) * G + g;
       float *logit = x.logit ? x.logit + (head * G + g) * a.C : nullptr;
       R rows;
       rows.start(query + g * a.q_stride[1], a.q_stride[1], G - g, D, scale);
-      rows.attend(k, v, c0, c1, cap, logit, a.C, G - g);
+      rows.attend(k, v, c0, c1, D, cap, logit, a.C, G - g);
       rows.merge(shared, min(G - g, HEADS), D, x.o + at * D, x.ml + at);
     }
     if (!block_is_last(x.counter + head, splits, shared_memory<uint32_t>())) continue;
