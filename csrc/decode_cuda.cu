@@ -157,23 +157,30 @@ struct Rows {
   /* Slots c0 .. c1 - 1; logit: of the first head, C apart, or NULL. Every group of lanes runs as often. */
   __device__ __forceinline__ void attend(const Slots &k, const Slots &v, int c0, int c1, int D, float cap, float *logit,
                                          int64_t C, int heads) {
-    for (int base = c0; base < c1; base += AHEAD * GROUPS) {
+    constexpr int STEP = AHEAD * GROUPS;
+    uint4 keys[AHEAD][V], values[AHEAD][V];
+    load(k, c0 + group(), c1, D, keys);
+    for (int base = c0; base < c1; base += STEP) {
       const int c = base + group();
-      uint4 keys[AHEAD][V], values[AHEAD][V];
       float s[AHEAD][HEADS];
-      load(k, c, c1, D, keys);
       load(v, c, c1, D, values);
 #pragma unroll
       for (int u = 0; u < AHEAD; u++) dots(keys[u], s[u]);
+      load(k, c + STEP, c1, D, keys); /* on their way during the rest */
+      if (cap > 0) {
 #pragma unroll
-      for (int u = 0; u < AHEAD; u++) {
-        const int at = c + u * GROUPS;
+        for (int i = 0; i < AHEAD * HEADS; i++) s[i / HEADS][i % HEADS] = cap * tanhf(s[i / HEADS][i % HEADS]);
+      }
+      if (base + STEP > c1) {
 #pragma unroll
-        for (int g = 0; g < HEADS; g++) {
-          if (cap > 0) s[u][g] = cap * tanhf(s[u][g]);
-          if (at >= c1) s[u][g] = -INFINITY;
-          if (logit && at < c1 && g < heads && threadIdx.x % L == 0) logit[g * C + at] = s[u][g];
-        }
+        for (int i = 0; i < AHEAD * HEADS; i++)
+          if (c + i / HEADS * GROUPS >= c1) s[i / HEADS][i % HEADS] = -INFINITY;
+      }
+      if (logit && threadIdx.x % L == 0) {
+#pragma unroll
+        for (int i = 0; i < AHEAD * HEADS; i++)
+          if (c + i / HEADS * GROUPS < c1 && i % HEADS < heads)
+            logit[i % HEADS * C + c + i / HEADS * GROUPS] = s[i / HEADS][i % HEADS];
       }
       softmax(s);
 #pragma unroll
