@@ -16,7 +16,6 @@ constexpr int THREADS = 128;
 constexpr int SPLIT = 128;   /* slots of a stretch, at least */
 constexpr int MOST = 64;     /* stretches of a head, at most: what a warp combines in two steps */
 constexpr int BLOCKS = 4096; /* stretches of all heads, about at most: no more would keep a GPU busier */
-constexpr int UNROLL = 4;    /* rows of a group of lanes, with four heads, that are on their way at once */
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 
 int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
@@ -66,10 +65,11 @@ struct Slots {
   __device__ __forceinline__ uint64_t at(uint32_t c) const { return (c < len ? stored : fresh) + (uint64_t)c * stride; }
 };
 
-/* What a group of lanes has of HEADS heads. Lane i of it: elements (v * L + i) * W .. of vector v. */
+/* What a group of lanes has of HEADS heads. Lane i of it: elements (v * L + i) * W .. of vector v. AHEAD rows of keys and
+ * of values are on their way at once: as many as the registers hold, 8 to have enough blocks an SM. */
 template <class E, int L, int V, int HEADS>
 struct Rows {
-  static constexpr int W = VECTOR<E>, GROUPS = THREADS / L, AHEAD = UNROLL * 4 / HEADS;
+  static constexpr int W = VECTOR<E>, GROUPS = THREADS / L, AHEAD = HEADS == 1 ? 8 : 16 / HEADS;
   float q[HEADS][V][W], o[HEADS][V][W], m[HEADS], l[HEADS];
 
   static __device__ __forceinline__ int group() { return threadIdx.x / L; }
@@ -325,13 +325,20 @@ int run(const kv_decode *a, const Scratch &x, void *stream) {
   return launch<decode_head<E, L, V, HEADS>>(dim3((unsigned)heads, (unsigned)blocks), THREADS, shared, stream, *a, x);
 }
 
-template <class E>
+template <class E, int HEADS>
 int run_width(const kv_decode *a, const Scratch &x, void *stream) {
   constexpr int W = VECTOR<E>;
-  const bool few = a->H / a->Hkv <= 4;
-  if (a->D <= 64) return few ? run<E, 64 / W, 1, 4>(a, x, stream) : run<E, 64 / W, 1, 8>(a, x, stream);
-  if (a->D <= 128) return few ? run<E, 128 / W, 1, 4>(a, x, stream) : run<E, 128 / W, 1, 8>(a, x, stream);
-  return few ? run<E, 32, 8 / W, 4>(a, x, stream) : run<E, 32, 8 / W, 8>(a, x, stream);
+  if (a->D <= 64) return run<E, 64 / W, 1, HEADS>(a, x, stream);
+  if (a->D <= 128) return run<E, 128 / W, 1, HEADS>(a, x, stream);
+  return run<E, 32, 8 / W, HEADS>(a, x, stream);
+}
+
+template <class E>
+int run_heads(const kv_decode *a, const Scratch &x, void *stream) {
+  const int64_t G = a->H / a->Hkv;
+  if (G == 1) return run_width<E, 1>(a, x, stream);
+  if (G == 2) return run_width<E, 2>(a, x, stream);
+  return G <= 4 ? run_width<E, 4>(a, x, stream) : run_width<E, 8>(a, x, stream);
 }
 
 }  // namespace
@@ -343,7 +350,7 @@ int kv_decode_cuda(const kv_decode *a, void *scratch, void *stream) {
   if (heads == 0) return 0;
   const Scratch x = scratch_of(a, scratch);
   int error = (int)cudaMemsetAsync(x.counter, 0, heads * sizeof *x.counter, (cudaStream_t)stream);
-  if (error == 0) error = with_type(a->dtype, [&](auto e) { return run_width<decltype(e)>(a, x, stream); });
+  if (error == 0) error = with_type(a->dtype, [&](auto e) { return run_heads<decltype(e)>(a, x, stream); });
   if (error || !a->probs) return error;
   const dim3 grid((unsigned)heads, (unsigned)((a->C + THREADS - 1) / THREADS));
   return launch<decode_probs>(grid, THREADS, 0, stream, *a, x.logit);
