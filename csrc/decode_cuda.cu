@@ -234,32 +234,40 @@ __device__ void append(const kv_decode &a, int64_t b, const E *k, const E *v, in
 
 /* out and lse of query head g of a group from its stretches, by one warp. part: first stretch, `step` floats apart. */
 template <class E>
-__device__ void finish(const float *part, int64_t step, const float2 *ml, int64_t ml_step, int splits, int D,
-                       float sink, E *out, float *lse) {
+__device__ void finish(const float *part, int step, const float2 *ml, int ml_step, int splits, int D, float sink,
+                       E *out, float *lse) {
+  constexpr int AHEAD = 16; /* stretches that are on their way at once; what is behind the last weighs nothing */
   const int lane = lane_id();
-  float m[2], weight[2], top = sink, sum = 0;
+  float2 mine[2];
+  float weight[2], top = sink, sum = 0;
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    m[i] = lane + 32 * i < splits ? ml[(lane + 32 * i) * ml_step].x : -INFINITY;
-    top = fmaxf(top, m[i]);
+    mine[i] = lane + 32 * i < splits ? ml[(lane + 32 * i) * ml_step] : make_float2(-INFINITY, 0);
+    top = fmaxf(top, mine[i].x);
   }
   top = lanes_max(top);
   const float from = top == -INFINITY ? 0 : top;
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    weight[i] = exp2_approx(m[i] - from);
-    if (lane + 32 * i < splits) sum += weight[i] * ml[(lane + 32 * i) * ml_step].y;
+    weight[i] = exp2_approx(mine[i].x - from);
+    sum += weight[i] * mine[i].y;
   }
   const float l = exp2_approx(sink - from) + lanes_sum(sum);
   if (lane == 0) *lse = LN2 * (top + log2f(l));
   for (int d0 = 0; d0 < D; d0 += 32 * 4) {
     const int d = d0 + 4 * lane;
     float4 o = make_float4(0, 0, 0, 0);
-    for (int i = 0; i < splits; i++) {
-      const float w = __shfl_sync(ALL_LANES, i < 32 ? weight[0] : weight[1], i % 32);
-      if (d >= D) continue;
-      const float4 x = *reinterpret_cast<const float4 *>(part + i * step + d);
-      o.x += w * x.x, o.y += w * x.y, o.z += w * x.z, o.w += w * x.w;
+    for (int i0 = 0; i0 < splits; i0 += AHEAD) {
+      float4 x[AHEAD];
+#pragma unroll
+      for (int i = 0; i < AHEAD; i++)
+        x[i] = i0 + i < splits && d < D ? *reinterpret_cast<const float4 *>(part + (i0 + i) * step + d)
+                                        : make_float4(0, 0, 0, 0);
+#pragma unroll
+      for (int i = 0; i < AHEAD; i++) {
+        const float w = __shfl_sync(ALL_LANES, i0 < 32 ? weight[0] : weight[1], i0 % 32 + i);
+        o.x += w * x[i].x, o.y += w * x[i].y, o.z += w * x[i].z, o.w += w * x[i].w;
+      }
     }
     if (d >= D) continue;
     const float over = l == 0 ? 0 : 1 / l;
@@ -299,8 +307,7 @@ __global__ void __launch_bounds__(THREADS, 2) decode_head(const kv_decode a, con
     for (int g = warp_id(); g < G; g += THREADS / 32) {
       const int64_t at = head * step * G + g, to = b * a.H + h * G + g;
       const float sink = a.sinks ? a.sinks[h * G + g] * LOG2E : -INFINITY;
-      finish<E>(x.o + at * D, (int64_t)G * D, x.ml + at, G, splits, D, sink, static_cast<E *>(a.out) + to * D,
-                a.lse + to);
+      finish<E>(x.o + at * D, G * D, x.ml + at, G, splits, D, sink, static_cast<E *>(a.out) + to * D, a.lse + to);
     }
   }
 }
