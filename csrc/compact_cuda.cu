@@ -13,33 +13,40 @@ namespace {
 
 constexpr int THREADS = 256, UNROLL = 8, STRIP = 32;
 
-/* One column of T of a head's rows; alive slot i is stored row i if i < len. Steps are in bytes. */
+/* One column of T of a head's rows, as addresses: alive slot i is stored row i if i < len, else a new one. */
 struct Column {
-  const char *stored, *fresh;
-  char *to;
-  int64_t step, fresh_step; /* of the rows stored, before and after; of the new */
+  uint64_t stored, fresh, to; /* where slot 0 of each would be */
+  uint32_t step, fresh_step;  /* in bytes: of the rows stored, before and after; of the new */
 };
+
+/* from: the slots that go to rows j, j + lanes, .. */
+__device__ __forceinline__ void load_indices(const int32_t *index, int j, int keep, int lanes, int (&from)[UNROLL]) {
+#pragma unroll
+  for (int u = 0; u < UNROLL; u++, j += lanes) from[u] = index && j < keep ? index[j] : j;
+}
 
 /* All threads come here; those with mine = false have no column. Thread `lane` of `lanes` takes every so many rows. */
 template <class T>
 __device__ void move_column(Column x, bool mine, const int32_t *index, int len, int keep, int lane, int lanes) {
-  for (int j0 = 0; j0 < keep; j0 += UNROLL * lanes) {
+  int from[UNROLL];
+  load_indices(index, lane, keep, lanes, from);
+  for (int j0 = lane; j0 - lane < keep; j0 += UNROLL * lanes) {
     T row[UNROLL];
     uint32_t moves = 0;
 #pragma unroll
     for (int u = 0; u < UNROLL; u++) {
-      const int j = j0 + u * lanes + lane;
-      if (!mine || j >= keep) continue;
-      const int i = index ? index[j] : j;
-      const char *from = i < len ? x.stored + i * x.step : x.fresh + (i - len) * x.fresh_step;
-      if (from == x.to + j * x.step) continue;
-      row[u] = *reinterpret_cast<const T *>(from);
+      const uint32_t i = from[u], j = j0 + u * lanes;
+      const bool old = (int)i < len, there = old && i == j && x.stored == x.to;
+      const uint64_t at = (old ? x.stored : x.fresh) + (uint64_t)i * (old ? x.step : x.fresh_step);
+      if (!mine || (int)j >= keep || there) continue;
+      row[u] = *reinterpret_cast<const T *>(at);
       moves |= 1u << u;
     }
+    load_indices(index, j0 + UNROLL * lanes, keep, lanes, from); /* of the next tile, on their way with these rows */
     __syncthreads();
 #pragma unroll
     for (int u = 0; u < UNROLL; u++)
-      if (moves >> u & 1) *reinterpret_cast<T *>(x.to + (j0 + u * lanes + lane) * x.step) = row[u];
+      if (moves >> u & 1) *reinterpret_cast<T *>(x.to + (uint64_t)(uint32_t)(j0 + u * lanes) * x.step) = row[u];
   }
 }
 
@@ -51,18 +58,18 @@ __global__ void __launch_bounds__(THREADS) compact_strip(const kv_compact a, int
   const int32_t *index = a.index ? a.index + head * a.K : nullptr;
   const int64_t src = a.src.offset[head], dst = a.dst.offset[head];
   if ((int)blockIdx.y == 2 * strips) {
-    const Column x = {(const char *)(a.src.pos + src), (const char *)(a.fresh.pos + b * a.S + first),
-                      (char *)(a.dst.pos + dst), 4, 4};
+    const Column x = {(uint64_t)(a.src.pos + src), (uint64_t)(a.fresh.pos + b * a.S + first) - 4 * (uint64_t)len,
+                      (uint64_t)(a.dst.pos + dst), 4, 4};
     move_column<uint32_t>(x, true, index, len, keep, threadIdx.x, THREADS);
     return;
   }
   const bool keys = (int)blockIdx.y < strips;
   const int lanes = STRIP / 16, at = blockIdx.y % strips * STRIP + threadIdx.x % lanes * 16;
   const int64_t *stride = keys ? a.fresh.k_stride : a.fresh.v_stride, size = width / a.D;
-  const char *fresh = (const char *)(keys ? a.fresh.k : a.fresh.v);
-  const Column x = {(const char *)(keys ? a.src.k : a.src.v) + src * width + at,
-                    fresh + (b * stride[0] + h * stride[1] + first * stride[2]) * size + at,
-                    (char *)(keys ? a.dst.k : a.dst.v) + dst * width + at, width, stride[2] * size};
+  const uint64_t fresh = (b * stride[0] + h * stride[1] + (first - len) * stride[2]) * size + at;
+  const Column x = {
+      (uint64_t)(keys ? a.src.k : a.src.v) + src * width + at, (uint64_t)(keys ? a.fresh.k : a.fresh.v) + fresh,
+      (uint64_t)(keys ? a.dst.k : a.dst.v) + dst * width + at, (uint32_t)width, (uint32_t)(stride[2] * size)};
   move_column<uint4>(x, at < width, index, len, keep, threadIdx.x / lanes, THREADS / lanes);
 }
 

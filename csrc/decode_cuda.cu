@@ -16,7 +16,6 @@ constexpr int THREADS = 128;
 constexpr int SPLIT = 128;   /* slots of a stretch, at least */
 constexpr int MOST = 64;     /* stretches of a head, at most: what a warp combines in two steps */
 constexpr int BLOCKS = 4096; /* stretches of all heads, about at most: no more would keep a GPU busier */
-constexpr int UNROLL = 4;    /* rows of a group of lanes, with four heads, that are on their way at once */
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 
 int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
@@ -57,10 +56,20 @@ __device__ int stretch_of(int n, int splits) {
   return max(SPLIT, (fair + 63) / 64 * 64);
 }
 
-/* What a group of lanes has of HEADS heads. Lane i of it: elements (v * L + i) * W .. of vector v. */
+/* A lane's part of one head's key or value rows, as addresses: slot c < len is stored, slot len is the new row. Those of
+ * others are computed, but never read. */
+struct Slots {
+  uint64_t stored, fresh; /* where slot 0 of either would be */
+  uint32_t stride, len;   /* in bytes; in rows */
+
+  __device__ __forceinline__ uint64_t at(uint32_t c) const { return (c < len ? stored : fresh) + (uint64_t)c * stride; }
+};
+
+/* What a group of lanes has of HEADS heads. Lane i of it: elements (v * L + i) * W .. of vector v. AHEAD rows of keys and
+ * of values are on their way at once: as many as the registers hold, 8 to have enough blocks an SM. */
 template <class E, int L, int V, int HEADS>
 struct Rows {
-  static constexpr int W = VECTOR<E>, GROUPS = THREADS / L, AHEAD = UNROLL * 4 / HEADS;
+  static constexpr int W = VECTOR<E>, GROUPS = THREADS / L, AHEAD = HEADS == 1 ? 8 : 16 / HEADS;
   float q[HEADS][V][W], o[HEADS][V][W], m[HEADS], l[HEADS];
 
   static __device__ __forceinline__ int group() { return threadIdx.x / L; }
@@ -82,10 +91,20 @@ struct Rows {
     }
   }
 
-  static __device__ __forceinline__ void load(const Columns<E> &x, int c, bool exists, uint4 (&row)[V]) {
+  /* Slot 0 of the rows, of which row len is at `fresh`. */
+  static __device__ __forceinline__ Slots slots_of(const E *stored, const E *fresh, int len, int D) {
+    const uint32_t stride = D * sizeof(E);
+    return {(uint64_t)(stored + element(0)), (uint64_t)(fresh + element(0)) - (uint64_t)len * stride, stride,
+            (uint32_t)len};
+  }
+
+  /* Rows c, c + GROUPS, ..; zeros for those from c1 on and what lies behind D. */
+  static __device__ __forceinline__ void load(const Slots &x, int c, int c1, int D, uint4 (&part)[AHEAD][V]) {
 #pragma unroll
-    for (int v = 0; v < V; v++)
-      row[v] = exists && element(v) < x.D ? load_once_16(x[c] + element(v)) : make_uint4(0, 0, 0, 0);
+    for (int u = 0; u < AHEAD; u++, c += GROUPS)
+#pragma unroll
+      for (int v = 0; v < V; v++)
+        part[u][v] = load_once_16_if(reinterpret_cast<const uint4 *>(x.at(c)) + v * L, c < c1 && element(v) < D);
   }
 
   /* s = q.k of the heads, the same in all lanes of the group */
@@ -136,27 +155,32 @@ struct Rows {
   }
 
   /* Slots c0 .. c1 - 1; logit: of the first head, C apart, or NULL. Every group of lanes runs as often. */
-  __device__ __forceinline__ void attend(const Columns<E> &k, const Columns<E> &v, int c0, int c1, float cap,
-                                         float *logit, int64_t C, int heads) {
-    for (int base = c0; base < c1; base += AHEAD * GROUPS) {
+  __device__ __forceinline__ void attend(const Slots &k, const Slots &v, int c0, int c1, int D, float cap, float *logit,
+                                         int64_t C, int heads) {
+    constexpr int STEP = AHEAD * GROUPS;
+    uint4 keys[AHEAD][V], values[AHEAD][V];
+    load(k, c0 + group(), c1, D, keys);
+    for (int base = c0; base < c1; base += STEP) {
       const int c = base + group();
-      uint4 keys[AHEAD][V], values[AHEAD][V];
       float s[AHEAD][HEADS];
-#pragma unroll
-      for (int u = 0; u < AHEAD; u++) load(k, c + u * GROUPS, c + u * GROUPS < c1, keys[u]);
-#pragma unroll
-      for (int u = 0; u < AHEAD; u++) load(v, c + u * GROUPS, c + u * GROUPS < c1, values[u]);
+      load(v, c, c1, D, values);
 #pragma unroll
       for (int u = 0; u < AHEAD; u++) dots(keys[u], s[u]);
+      load(k, c + STEP, c1, D, keys); /* on their way during the rest */
+      if (cap > 0) {
 #pragma unroll
-      for (int u = 0; u < AHEAD; u++) {
-        const int at = c + u * GROUPS;
+        for (int i = 0; i < AHEAD * HEADS; i++) s[i / HEADS][i % HEADS] = cap * tanhf(s[i / HEADS][i % HEADS]);
+      }
+      if (base + STEP > c1) {
 #pragma unroll
-        for (int g = 0; g < HEADS; g++) {
-          if (cap > 0) s[u][g] = cap * tanhf(s[u][g]);
-          if (at >= c1) s[u][g] = -INFINITY;
-          if (logit && at < c1 && g < heads && threadIdx.x % L == 0) logit[g * C + at] = s[u][g];
-        }
+        for (int i = 0; i < AHEAD * HEADS; i++)
+          if (c + i / HEADS * GROUPS >= c1) s[i / HEADS][i % HEADS] = -INFINITY;
+      }
+      if (logit && threadIdx.x % L == 0) {
+#pragma unroll
+        for (int i = 0; i < AHEAD * HEADS; i++)
+          if (c + i / HEADS * GROUPS < c1 && i % HEADS < heads)
+            logit[i % HEADS * C + c + i / HEADS * GROUPS] = s[i / HEADS][i % HEADS];
       }
       softmax(s);
 #pragma unroll
@@ -199,45 +223,51 @@ struct Rows {
 
 /* The new row of one head goes behind its slots. */
 template <class E>
-__device__ void append(const kv_decode &a, int64_t b, const Columns<E> &k, const Columns<E> &v, int64_t row) {
+__device__ void append(const kv_decode &a, int64_t b, const E *k, const E *v, int64_t row) {
   const int d = threadIdx.x * VECTOR<E>;
   if (d < a.D) {
-    *reinterpret_cast<uint4 *>(static_cast<E *>(a.slots.k) + row * a.D + d) =
-        *reinterpret_cast<const uint4 *>(k[k.len] + d);
-    *reinterpret_cast<uint4 *>(static_cast<E *>(a.slots.v) + row * a.D + d) =
-        *reinterpret_cast<const uint4 *>(v[v.len] + d);
+    *reinterpret_cast<uint4 *>(static_cast<E *>(a.slots.k) + row * a.D + d) = *reinterpret_cast<const uint4 *>(k + d);
+    *reinterpret_cast<uint4 *>(static_cast<E *>(a.slots.v) + row * a.D + d) = *reinterpret_cast<const uint4 *>(v + d);
   }
   if (threadIdx.x == 0) a.slots.pos[row] = a.fresh.pos[b];
 }
 
 /* out and lse of query head g of a group from its stretches, by one warp. part: first stretch, `step` floats apart. */
 template <class E>
-__device__ void finish(const float *part, int64_t step, const float2 *ml, int64_t ml_step, int splits, int D,
-                       float sink, E *out, float *lse) {
+__device__ void finish(const float *part, int step, const float2 *ml, int ml_step, int splits, int D, float sink,
+                       E *out, float *lse) {
+  constexpr int AHEAD = 16; /* stretches that are on their way at once; what is behind the last weighs nothing */
   const int lane = lane_id();
-  float m[2], weight[2], top = sink, sum = 0;
+  float2 mine[2];
+  float weight[2], top = sink, sum = 0;
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    m[i] = lane + 32 * i < splits ? ml[(lane + 32 * i) * ml_step].x : -INFINITY;
-    top = fmaxf(top, m[i]);
+    mine[i] = lane + 32 * i < splits ? ml[(lane + 32 * i) * ml_step] : make_float2(-INFINITY, 0);
+    top = fmaxf(top, mine[i].x);
   }
   top = lanes_max(top);
   const float from = top == -INFINITY ? 0 : top;
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    weight[i] = exp2_approx(m[i] - from);
-    if (lane + 32 * i < splits) sum += weight[i] * ml[(lane + 32 * i) * ml_step].y;
+    weight[i] = exp2_approx(mine[i].x - from);
+    sum += weight[i] * mine[i].y;
   }
   const float l = exp2_approx(sink - from) + lanes_sum(sum);
   if (lane == 0) *lse = LN2 * (top + log2f(l));
   for (int d0 = 0; d0 < D; d0 += 32 * 4) {
     const int d = d0 + 4 * lane;
     float4 o = make_float4(0, 0, 0, 0);
-    for (int i = 0; i < splits; i++) {
-      const float w = __shfl_sync(ALL_LANES, i < 32 ? weight[0] : weight[1], i % 32);
-      if (d >= D) continue;
-      const float4 x = *reinterpret_cast<const float4 *>(part + i * step + d);
-      o.x += w * x.x, o.y += w * x.y, o.z += w * x.z, o.w += w * x.w;
+    for (int i0 = 0; i0 < splits; i0 += AHEAD) {
+      float4 x[AHEAD];
+#pragma unroll
+      for (int i = 0; i < AHEAD; i++)
+        x[i] = i0 + i < splits && d < D ? *reinterpret_cast<const float4 *>(part + (i0 + i) * step + d)
+                                        : make_float4(0, 0, 0, 0);
+#pragma unroll
+      for (int i = 0; i < AHEAD; i++) {
+        const float w = __shfl_sync(ALL_LANES, i0 < 32 ? weight[0] : weight[1], i0 % 32 + i);
+        o.x += w * x[i].x, o.y += w * x[i].y, o.z += w * x[i].z, o.w += w * x[i].w;
+      }
     }
     if (d >= D) continue;
     const float over = l == 0 ? 0 : 1 / l;
@@ -252,29 +282,32 @@ __global__ void __launch_bounds__(THREADS, 2) decode_head(const kv_decode a, con
   using R = Rows<E, L, V, HEADS>;
   const int64_t head = blockIdx.x, b = head / a.Hkv, h = head % a.Hkv, step = x.splits;
   const int G = (int)(a.H / a.Hkv), D = (int)a.D;
-  const Columns<E> k = columns_of<E>(a.slots, a.slots.k, a.fresh.k, a.fresh.k_stride, b, h, head, 0, 1, D);
-  const Columns<E> v = columns_of<E>(a.slots, a.slots.v, a.fresh.v, a.fresh.v_stride, b, h, head, 0, 1, D);
+  const int64_t *ks = a.fresh.k_stride, *vs = a.fresh.v_stride, offset = a.slots.offset[head];
+  const int len = a.slots.len[head], n = len + 1;
+  const E *new_k = static_cast<const E *>(a.fresh.k) + b * ks[0] + h * ks[1];
+  const E *new_v = static_cast<const E *>(a.fresh.v) + b * vs[0] + h * vs[1];
+  const Slots k = R::slots_of(static_cast<const E *>(a.slots.k) + offset * D, new_k, len, D);
+  const Slots v = R::slots_of(static_cast<const E *>(a.slots.v) + offset * D, new_v, len, D);
   const E *query = static_cast<const E *>(a.q) + b * a.q_stride[0] + h * G * a.q_stride[1];
   const float scale = a.softcap > 0 ? a.scale / a.softcap : a.scale * LOG2E, cap = a.softcap * LOG2E;
-  const int n = k.n, stretch = stretch_of(n, x.splits), splits = (n + stretch - 1) / stretch;
+  const int stretch = stretch_of(n, x.splits), splits = (n + stretch - 1) / stretch;
   float *shared = shared_memory<float>() + 4;
   for (int split = blockIdx.y; split < splits; split += gridDim.y) {
     const int c0 = split * stretch, c1 = min(n, c0 + stretch);
-    if (c1 == n) append<E>(a, b, k, v, a.slots.offset[head] + k.len);
+    if (c1 == n) append(a, b, new_k, new_v, offset + len);
     for (int g = 0; g < G; g += HEADS) {
       const int64_t at = (head * step + split) * G + g;
       float *logit = x.logit ? x.logit + (head * G + g) * a.C : nullptr;
       R rows;
       rows.start(query + g * a.q_stride[1], a.q_stride[1], G - g, D, scale);
-      rows.attend(k, v, c0, c1, cap, logit, a.C, G - g);
+      rows.attend(k, v, c0, c1, D, cap, logit, a.C, G - g);
       rows.merge(shared, min(G - g, HEADS), D, x.o + at * D, x.ml + at);
     }
     if (!block_is_last(x.counter + head, splits, shared_memory<uint32_t>())) continue;
     for (int g = warp_id(); g < G; g += THREADS / 32) {
       const int64_t at = head * step * G + g, to = b * a.H + h * G + g;
       const float sink = a.sinks ? a.sinks[h * G + g] * LOG2E : -INFINITY;
-      finish<E>(x.o + at * D, (int64_t)G * D, x.ml + at, G, splits, D, sink, static_cast<E *>(a.out) + to * D,
-                a.lse + to);
+      finish<E>(x.o + at * D, G * D, x.ml + at, G, splits, D, sink, static_cast<E *>(a.out) + to * D, a.lse + to);
     }
   }
 }
@@ -299,13 +332,20 @@ int run(const kv_decode *a, const Scratch &x, void *stream) {
   return launch<decode_head<E, L, V, HEADS>>(dim3((unsigned)heads, (unsigned)blocks), THREADS, shared, stream, *a, x);
 }
 
-template <class E>
+template <class E, int HEADS>
 int run_width(const kv_decode *a, const Scratch &x, void *stream) {
   constexpr int W = VECTOR<E>;
-  const bool few = a->H / a->Hkv <= 4;
-  if (a->D <= 64) return few ? run<E, 64 / W, 1, 4>(a, x, stream) : run<E, 64 / W, 1, 8>(a, x, stream);
-  if (a->D <= 128) return few ? run<E, 128 / W, 1, 4>(a, x, stream) : run<E, 128 / W, 1, 8>(a, x, stream);
-  return few ? run<E, 32, 8 / W, 4>(a, x, stream) : run<E, 32, 8 / W, 8>(a, x, stream);
+  if (a->D <= 64) return run<E, 64 / W, 1, HEADS>(a, x, stream);
+  if (a->D <= 128) return run<E, 128 / W, 1, HEADS>(a, x, stream);
+  return run<E, 32, 8 / W, HEADS>(a, x, stream);
+}
+
+template <class E>
+int run_heads(const kv_decode *a, const Scratch &x, void *stream) {
+  const int64_t G = a->H / a->Hkv;
+  if (G == 1) return run_width<E, 1>(a, x, stream);
+  if (G == 2) return run_width<E, 2>(a, x, stream);
+  return G <= 4 ? run_width<E, 4>(a, x, stream) : run_width<E, 8>(a, x, stream);
 }
 
 }  // namespace
@@ -317,7 +357,7 @@ int kv_decode_cuda(const kv_decode *a, void *scratch, void *stream) {
   if (heads == 0) return 0;
   const Scratch x = scratch_of(a, scratch);
   int error = (int)cudaMemsetAsync(x.counter, 0, heads * sizeof *x.counter, (cudaStream_t)stream);
-  if (error == 0) error = with_type(a->dtype, [&](auto e) { return run_width<decltype(e)>(a, x, stream); });
+  if (error == 0) error = with_type(a->dtype, [&](auto e) { return run_heads<decltype(e)>(a, x, stream); });
   if (error || !a->probs) return error;
   const dim3 grid((unsigned)heads, (unsigned)((a->C + THREADS - 1) / THREADS));
   return launch<decode_probs>(grid, THREADS, 0, stream, *a, x.logit);

@@ -144,6 +144,17 @@ static __device__ __forceinline__ uint4 load_once_16(const void *p) {
                : "l"(__cvta_generic_to_global(p)));
   return x;
 }
+/* The same without a branch if `wanted`, else zeros: `p` is then not read. */
+static __device__ __forceinline__ uint4 load_once_16_if(const void *p, bool wanted) {
+  uint4 x = make_uint4(0, 0, 0, 0);
+  asm volatile(
+      "{.reg .pred wanted;\n"
+      "setp.ne.b32 wanted, %5, 0;\n"
+      "@wanted ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];}"
+      : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w)
+      : "l"(__cvta_generic_to_global(p)), "r"((int)wanted));
+  return x;
+}
 
 /* *p += x, returns what was there. What this thread wrote, or saw through a barrier, is visible to the whole GPU before;
  * what threads that added earlier published is visible after. */

@@ -2,10 +2,11 @@
 
     python tests/cuda_gate.py [--archs 80,90] [--counts 80] [attend select ...]
 
-A warning, a spilled register, static shared memory, or more registers than the file's line "budget: regs N, smem BYTES"
-states is an error. BYTES, the most dynamic shared memory of a block, is held to by tests/cuda_on_cpu/run.sh, which sees
-what is asked for. Prints a table of the kernels and, with nvdisasm on PATH (`pip install nvidia-cuda-nvdisasm`), the
-machine instructions of each one's main loops: those that multiply matrices, or the one with the most arithmetic.
+A warning, local memory (spilled registers, or an array that did not become registers), static shared memory, or more
+registers than the file's line "budget: regs N, smem BYTES" states is an error. BYTES, the most dynamic shared memory of
+a block, is held to by tests/cuda_on_cpu/run.sh, which sees what is asked for. Prints a table of the kernels and, with
+nvdisasm on PATH (`pip install nvidia-cuda-nvdisasm`), the machine instructions of each one's main loops: those that
+multiply matrices, or the one with the most arithmetic.
 """
 
 import argparse
@@ -62,9 +63,10 @@ def kernels_in(report):
     for line in report.splitlines():
         if found := re.search(r"Compiling entry function '(\w+)'", line):
             name = found[1]
-            kernels[name] = {"regs": 0, "spilled": 0, "smem": 0}
-        elif found := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
-            kernels[name]["spilled"] = max(kernels[name]["spilled"], int(found[1]) + int(found[2]))
+            kernels[name] = {"regs": 0, "spilled": 0, "stack": 0, "smem": 0}
+        elif found := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            kernels[name]["stack"] = max(kernels[name]["stack"], int(found[1]))
+            kernels[name]["spilled"] = max(kernels[name]["spilled"], int(found[2]) + int(found[3]))
         elif found := re.search(r"Used (\d+) registers", line):
             shared = re.search(r"(\d+) bytes smem", line)
             kernels[name].update(regs=int(found[1]), smem=int(shared[1]) if shared else 0)
@@ -82,6 +84,8 @@ def faults(source, arch, kernels):
     for name, used in zip(demangled(kernels), kernels.values()):
         if used["spilled"]:
             yield f"sm_{arch} {source.name} {name}: {used['spilled']} bytes of registers spilled"
+        if used["stack"]:
+            yield f"sm_{arch} {source.name} {name}: {used['stack']} bytes of stack; are all array indices constants?"
         if used["regs"] > budget["regs"]:
             yield f"sm_{arch} {source.name} {name}: {used['regs']} registers, the budget is {budget['regs']}"
         if used["smem"]:

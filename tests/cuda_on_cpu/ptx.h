@@ -112,6 +112,9 @@ inline uint4 load_once_16(const void *p, KV_AT) {
   emulator::check_aligned(p, 16, "load_once_16", {file, line});
   return *static_cast<const uint4 *>(p);
 }
+inline uint4 load_once_16_if(const void *p, bool wanted, KV_AT) {
+  return wanted ? load_once_16(p, file, line) : make_uint4(0, 0, 0, 0);
+}
 inline uint32_t atomic_add_acq_rel(uint32_t *p, uint32_t x) {
   return emulator::atomically(p, emulator::Sharing::acquire_release, [x](uint32_t y) { return y + x; });
 }
