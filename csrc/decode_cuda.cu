@@ -69,7 +69,7 @@ struct Slots {
  * of values are on their way at once: as many as the registers hold, 8 to have enough blocks an SM. */
 template <class E, int L, int V, int HEADS>
 struct Rows {
-  static constexpr int W = VECTOR<E>, GROUPS = THREADS / L, AHEAD = HEADS == 1 ? 8 : 16 / HEADS;
+  static constexpr int W = VECTOR<E>, GROUPS = THREADS / L, AHEAD = (HEADS == 1 ? 8 : 16 / HEADS) / V;
   float q[HEADS][V][W], o[HEADS][V][W], m[HEADS], l[HEADS];
 
   static __device__ __forceinline__ int group() { return threadIdx.x / L; }
