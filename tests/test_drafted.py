@@ -252,6 +252,14 @@ def test_a_draft_model_by_name(tmp_path):
         build("speckv", budget=16, draft_model=draft).to_json()
 
 
+def test_a_draft_model_that_is_not_there():
+    made = tiny.model()
+    with pytest.raises(ValueError, match="draft_model='/nowhere' cannot be loaded"):
+        kvevict.patch(made, "speckv", budget=16, draft_model="/nowhere")
+    with pytest.raises(ValueError, match="not patched"):
+        kvevict.report(made)
+
+
 def test_vocabularies_of_different_sizes():
     """Drafted ids are ids of the model that reads them."""
     big = tiny.model("llama", vocab_size=VOCAB + 50, seed=3)
