@@ -132,6 +132,10 @@ class Call {
     if (needs_alignment() && !aligned(t)) t = torch::stable::clone(t);
     /* Of a single row the stride may be anything; where no row is, copies of nothing are to be aligned too. */
     for (int64_t d = 0; d < 3; d++) stride[d] = t.size(d) < 2 ? 0 : t.stride(d);
+    /* Of heads and steps the GPU's kernels have 32 bits, in bytes. */
+    const int64_t most = INT32_MAX / static_cast<int64_t>(t.element_size());
+    STD_TORCH_CHECK(on_cpu() || (stride[1] <= most && stride[2] <= most), name,
+                    " has rows more than 2 GiB apart; read the prompt in chunks");
     return t.data_ptr();
   }
 
