@@ -43,7 +43,7 @@ if command -v compute-sanitizer >/dev/null; then
 fi
 step bench 110 python3 tests/bench_ops.py --device cuda
 grep -v '^{' "$out/bench.txt"
-grep '^{' "$out/bench.txt" >"$out/bench.json"
+grep '^{"machine"' "$out/bench.txt" >"$out/bench.json"
 printf '\n== %d s in all\n' "$SECONDS"
 cat "$out/steps.txt"
 ! grep -q FAILED "$out/steps.txt"
