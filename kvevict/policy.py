@@ -186,8 +186,7 @@ class Policy:
         return max(budget, min(tokens, 10240, max(budget, math.ceil(tokens * 5 / 64))))
 
     def check_layers(self, layer_count: int) -> None:
-        """Raise ValueError for layers that are named and that a model of `layer_count` evicting ones does not have."""
-        self.waiting_layers(layer_count)
+        """Raise ValueError if `select_by_layer` names layers that a model of `layer_count` evicting ones lacks."""
         for start, stop, _ in self.select_by_layer:
             if max(start + 1, stop or 0) > layer_count:
                 raise ValueError(

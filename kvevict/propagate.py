@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from . import _ops
+from . import _ops, host
 from .layers import PLENTY
 from .step import current
 
@@ -75,13 +75,12 @@ def choose(view, score) -> None:
     the host is told too."""
     policy = view.policy
     tokens = view.k.shape[2] - view.first
-    keep = tokens.clamp_max(policy.score.tsp_len)
+    kept = np.minimum(view.k.shape[2] - view.padding, policy.score.tsp_len)
+    most, keep = int(kept.max()), host.upload(kept, view.device, torch.int32)
     last = view.protected[1].clamp_min(policy.score.rows).minimum(keep)
     count = torch.arange(view.k.shape[2], device=view.device)
     slot = (view.layer.len[..., None] + count).clamp_max(view.columns - 1)  # of each of a row's tokens
     worth = sum(policy.score.pooled(view, score).gather(2, slot).unbind(1))  # in head order: the same on every machine
-    kept = np.minimum(view.k.shape[2] - view.padding, policy.score.tsp_len)
-    most = int(kept.max())
     with view.step.patch.clock("select"):
         chosen = _ops.select(worth[:, None], tokens[:, None], keep[:, None], torch.zeros_like(last), last, most)[:, 0]
     padding = most - keep

@@ -39,7 +39,7 @@ class View:
         """[B] int32 slots per kv head on average."""
         return host.upload(self.layer.budget // self.n.shape[1], self.device, torch.int32)
 
-    @property
+    @cached_property
     def probe_length(self):
         """[B] int32 probe rows of each batch row."""
         return host.upload(self.step.read.probe_length, self.device, torch.int32)

@@ -500,7 +500,8 @@ def test_every_combination(name, task):
         options = dict(policy="snapkv", **given)
         if not legal(name, given):
             refused += 1
-            with pytest.raises(ValueError, match=r"needs|measures|only rank|one for the layer|behind|before decoding"):
+            reasons = r"needs|measures|only rank|one for the layer|behind layer|none behind tsp=0|before decoding"
+            with pytest.raises(ValueError, match=reasons):
                 kvevict.patch(made, **options)
             continue
         kvevict.patch(made, **options)
