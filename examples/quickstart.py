@@ -9,9 +9,9 @@ model limits the prompt: longer text is cut (--limit).
 import argparse
 import random
 
+from kvevict.analysis.run import encode, load_model, measure
 from kvevict.commands import add_budget, add_policy, build_policies, read_text
 from kvevict.commands.generate import table
-from kvevict.run import encode, load_model, measure
 
 
 def random_model(context=32768):

@@ -1,15 +1,15 @@
 """KV-cache eviction for Hugging Face models: long prompts in bounded memory, answers from what was kept."""
 
 from . import _ops  # noqa: F401  checks torch and loads the kernels
-from .errors import ERRORS, Refinement
-from .heads import HEADS, HeadBudget
-from .layers import LAYERS, LayerBudget
-from .layers.tada import history
 from .models import small_llama
 from .patch import evicting, patch, report, unpatch
-from .policy import PRESETS, Policy
-from .scores import SCORES, Score
-from .selections import SELECTIONS, Selection
+from .policy.heads import HEADS, HeadBudget
+from .policy.layers import LAYERS, LayerBudget
+from .policy.layers.tada import history
+from .policy.policy import PRESETS, Policy
+from .policy.refinements import ERRORS, Refinement
+from .policy.scores import SCORES, Score
+from .policy.selections import SELECTIONS, Selection
 from .store import load_cache, save_cache
 
 __version__ = "0.1.0"

@@ -17,7 +17,7 @@ if VERSION < (5, 4):
 # crop(n) of a cache layer: up to 5.16 a positive n is the length to keep, later only "remove -n" is left.
 CROP_TAKES_LENGTH = VERSION < (5, 17)
 
-# Text decoders whose output was compared with the unpatched model's (tests/test_models.py).
+# Text decoders whose output was compared with the unpatched model's (tests/hf/test_models.py).
 MODEL_TYPES = frozenset(
     ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe", "olmo2", "granite",
      "gpt_oss")

@@ -7,9 +7,10 @@ from collections import defaultdict
 
 import torch
 
-from . import _ops, attention, compat, forward, propagate, rerotate, residual
-from .policy import build
-from .step import STATE, logits_wanted, top_model
+from . import _ops, compat
+from .engine import attention, forward, propagate, rerotate, residual
+from .engine.step import STATE, logits_wanted, top_model
+from .policy.policy import build
 
 
 class Patch:

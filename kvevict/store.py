@@ -9,8 +9,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers.cache_utils import DynamicCache
 
-from . import compat, host
-from .cache import EvictionLayer, adopt
+from . import compat
+from .engine import host
+from .engine.cache import EvictionLayer, adopt
 
 FORMAT = "kvevict-cache-2"
 OWN_TENSORS = ("k", "v", "pos", "len", "seen")

@@ -30,7 +30,7 @@ def device(request, monkeypatch):
 def nothing_left_behind():
     """No test, and no error in one, leaves a call's context behind."""
     yield
-    from kvevict.step import current, logits_wanted
+    from kvevict.engine.step import current, logits_wanted
 
     assert current() is None
     assert logits_wanted.get() == 0

@@ -12,7 +12,7 @@ import re
 import sys
 from pathlib import Path
 
-from ..registry import Registry, load_folder
+from ..policy.registry import Registry, load_folder
 
 COMMANDS = Registry("command")
 POLICY = "NAME[:OPTION=VALUE,...]"
@@ -68,8 +68,8 @@ def add_question(parser, new_tokens: int, needed: bool = True) -> None:
 
 def load_prompt(args) -> tuple:
     """(name, model, tokenizer, ids [1, N]) of a command with the arguments of `add_model` and `add_question`."""
-    from ..checks import count
-    from ..run import encode, load_model
+    from ..analysis.run import encode, load_model
+    from ..policy.checks import count
 
     count("--max-new-tokens", args.max_new_tokens, 1)
     text, name = read_text(args.file), model_name(args)
@@ -111,7 +111,7 @@ def parse_option(text: str) -> tuple:
 
 def build_policies(texts, args, **common) -> dict:
     """Text -> `Policy`. A policy's own options win over `--budget`, `--chunk-size` and the `common` ones."""
-    from ..policy import build
+    from ..policy.policy import build
 
     common |= dict(budget=number(args.budget), chunk_size=args.chunk_size)
     parsed = {text: parse_policy(text) for text in texts}
@@ -121,7 +121,7 @@ def build_policies(texts, args, **common) -> dict:
 def options_of(policy, *skip: str) -> str:
     """The parts of a policy, each with its options, and its other options but `skip`, as one would write them in
     Python."""
-    from ..policy import PARTS
+    from ..policy.policy import PARTS
 
     options = {}
     for kind, (registry, _) in PARTS.items():

@@ -17,8 +17,8 @@ def bench(parser, argv):
     args = parser.parse_args(argv)
     from tqdm import tqdm
 
-    from ..checks import count
-    from ..speed import UNPATCHED, alternate, check
+    from ..analysis.speed import UNPATCHED, alternate, check
+    from ..policy.checks import count
 
     count("--repeat", args.repeat, 1)
     count("--new-tokens", args.new_tokens, 2)
@@ -52,7 +52,7 @@ def load(name: str, dtype: str, device: str | None):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from ..run import load_model, place
+    from ..analysis.run import load_model, place
 
     folder = Path(name)
     bare = (folder / "config.json").exists() and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin"))

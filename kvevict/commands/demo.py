@@ -23,8 +23,8 @@ def demo(parser, argv):
     args = parser.parse_args(argv)
     from transformers.utils import logging
 
-    from ..checks import count
-    from ..run import load_model
+    from ..analysis.run import load_model
+    from ..policy.checks import count
 
     count("--cases", args.cases, 1)
     policies = build_policies(args.policies, args)
@@ -42,15 +42,15 @@ def demo(parser, argv):
 
 
 def ask(model, tokenizer, policies, args):
-    """Per case a dict: case, ids [1, N], and runs: per name what `kvevict.run.measure` says and whether it is
+    """Per case a dict: case, ids [1, N], and runs: per name what `kvevict.analysis.run.measure` says and whether it is
     `right`."""
     import torch
     from tqdm import tqdm
 
+    from ..analysis.run import measure
     from ..evaluate.ask import encode
     from ..evaluate.metrics import METRICS
     from ..evaluate.tasks import TASKS, Settings
-    from ..run import measure
 
     longest = min(LONGEST, model.config.max_position_embeddings) - ANSWER
     cases = list(TASKS.find(TASK)(Settings(tokenizer, longest, args.cases, args.seed)))
@@ -67,7 +67,7 @@ def ask(model, tokenizer, policies, args):
 
 def total(name: str, asked: list) -> dict:
     """What a run cost over all cases: medians, and how many answers were right."""
-    from ..speed import held
+    from ..analysis.speed import held
 
     runs = [one["runs"][name] for one in asked]
     seen = [next(run["report"] for run in one["runs"].values() if "report" in run) for one in asked]
@@ -87,7 +87,7 @@ def answers_table(asked: list) -> str:
 
 
 def costs_table(totals: dict) -> str:
-    from ..speed import COSTS, costs
+    from ..analysis.speed import COSTS, costs
 
     rows = [("", "right", *COSTS)]
     for name, row in totals.items():
@@ -107,7 +107,7 @@ def asks(case) -> str:
 
 def write(out: Path, tokenizer, policies, asked, model) -> list:
     """The page and, with matplotlib, the picture of the first case that the runs disagree about; their paths."""
-    from ..page import page, picture, pieces, places
+    from ..analysis.page import page, picture, pieces, places
 
     one = next((one for one in asked if len({run["right"] for run in one["runs"].values()}) > 1), asked[0])
     case, ids, runs = one["case"], one["ids"], one["runs"]

@@ -15,7 +15,7 @@ def diagnose(parser, argv):
         raise ValueError("give a question and --file, or neither for made-up facts")
     from tqdm import tqdm
 
-    from .. import compare
+    from ..analysis import compare
 
     policies = build_policies(args.policies, args)
     name, model, tokenizer, ids = load_prompt(args) if args.file else load_facts(args)
@@ -39,10 +39,10 @@ def load_facts(args) -> tuple:
     """As `load_prompt`, of the first case that `kvevict demo` asks."""
     import torch
 
-    from ..checks import count
+    from ..analysis.run import load_model
     from ..evaluate.ask import encode
     from ..evaluate.tasks import TASKS, Settings
-    from ..run import load_model
+    from ..policy.checks import count
     from .demo import LONGEST, TASK
 
     count("--max-new-tokens", args.max_new_tokens, 1)
@@ -54,9 +54,9 @@ def load_facts(args) -> tuple:
 
 
 def run(layers: list, kept: list) -> dict:
-    """Means over layers of what `kvevict.compare.compare` says, the overlap of neighbouring layers, the slots per kv
+    """Means over layers of what `compare.compare` says, the overlap of neighbouring layers, the slots per kv
     head, and the layers themselves."""
-    from .. import compare
+    from ..analysis import compare
 
     counts = [len(head) for layer in kept for head in layer]
     means = {name: sum(layer[name] for layer in layers) / len(layers) for name in compare.NAMES}
@@ -65,7 +65,7 @@ def run(layers: list, kept: list) -> dict:
 
 
 def cells(one: dict) -> list:
-    from ..compare import NAMES
+    from ..analysis.compare import NAMES
 
     least, most = one["slots"]
     numbers = [*(one[name] for name in NAMES), one["adjacent_overlap"]]

@@ -40,10 +40,10 @@ def eval(parser, argv):
 
 
 def _evaluate(args) -> None:
-    from ..checks import count
+    from ..analysis.run import load_model
     from ..evaluate.ask import MODES
     from ..evaluate.run import Plan, evaluate
-    from ..run import load_model
+    from ..policy.checks import count
 
     for name in ("tasks", "policies"):
         if not getattr(args, name):

@@ -10,8 +10,8 @@ def generate(parser, argv):
     add_budget(parser)
     parser.add_argument("--compare", action="store_true", help="also run the model unpatched")
     args = parser.parse_args(argv)
-    from ..run import measure
-    from ..speed import UNPATCHED
+    from ..analysis.run import measure
+    from ..analysis.speed import UNPATCHED
 
     policies = build_policies([args.policy], args, progress=True)
     _, model, tokenizer, ids = load_prompt(args)
@@ -22,8 +22,8 @@ def generate(parser, argv):
 
 
 def table(runs: dict, tokens: int) -> str:
-    """Runs of `kvevict.run.measure` of one prompt side by side, then the answers. At least one is of a policy."""
-    from ..speed import COSTS, costs, held
+    """Runs of `measure` of one prompt side by side, then the answers. At least one is of a policy."""
+    from ..analysis.speed import COSTS, costs, held
 
     seen = next(run["report"] for run in runs.values() if "report" in run)
     rows = [("", *COSTS), *((name, *costs(run, *held(run, seen))) for name, run in runs.items())]

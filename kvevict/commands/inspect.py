@@ -14,9 +14,9 @@ def inspect(parser, argv):
     parser.add_argument("--find", default="", help="words to underline wherever the prompt has them")
     parser.add_argument("--out", default="kvevict-inspect.html", help="the page; default kvevict-inspect.html")
     args = parser.parse_args(argv)
-    from ..page import page
-    from ..run import measure
-    from ..speed import slots
+    from ..analysis.page import page
+    from ..analysis.run import measure
+    from ..analysis.speed import slots
 
     policies = build_policies(args.policy or ["take"], args)
     name, model, tokenizer, ids = load_prompt(args)
@@ -33,8 +33,8 @@ def inspect(parser, argv):
 
 
 def page_run(name: str, policy, answer: str, seen: dict) -> dict:
-    """What `kvevict.page` draws of a policy's run, from its report with positions."""
-    from ..speed import full_cache_bytes, slots
+    """What `kvevict.analysis.page` draws of a policy's run, from its report with positions."""
+    from ..analysis.speed import full_cache_bytes, slots
 
     kept, full = seen["cache_bytes"], full_cache_bytes(seen)
     facts = [

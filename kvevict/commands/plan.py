@@ -15,10 +15,10 @@ def plan(parser, argv):
     args = parser.parse_args(argv)
     from transformers import AutoConfig
 
-    from ..plan import Hardware
-    from ..plan import plan as cost
-    from ..shape import shape_of
-    from ..speed import UNPATCHED
+    from ..analysis.cost import Hardware
+    from ..analysis.cost import plan as cost
+    from ..analysis.shape import shape_of
+    from ..analysis.speed import UNPATCHED
 
     numbers = {name: getattr(args, name) for name in ("tflops", "bandwidth", "efficiency")}
     hardware = Hardware(**{name: value for name, value in numbers.items() if value is not None})

@@ -17,7 +17,7 @@ def plot(parser, argv):
     parser.add_argument("--budgets", nargs="+", type=number, help="only these budgets, and the full cache")
     parser.add_argument("--mode", choices=["aware", "agnostic"], help="only this mode, and the full cache")
     args = parser.parse_args(argv)
-    from .. import plot as figures
+    from ..analysis import plot as figures
 
     if not Path(args.results).is_file():
         raise ValueError(f"{args.results}: there is no such file; `kvevict eval` and `kvevict bench` make them")

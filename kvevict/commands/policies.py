@@ -9,8 +9,8 @@ def policies(parser, argv):
     """List the presets and the choices they are made of, with their options."""
     parser.add_argument("--json", action="store_true", help="only the JSON line, with every preset's whole policy")
     args = parser.parse_args(argv)
-    from ..policy import PARTS, build
-    from ..presets import PRESETS, describe
+    from ..policy.policy import PARTS, build
+    from ..policy.presets import PRESETS, describe
 
     made = {name: build(name, budget=0.5) for name in PRESETS}
     choices = {kind: list(registry) for kind, (registry, _) in PARTS.items()}

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ..analysis.run import frame, ids_of
 from ..commands import parse_policy
 from ..patch import evicting, patch, report
-from ..policy import PRESETS, Policy, as_part, build
-from ..run import frame, ids_of
+from ..policy.policy import PRESETS, Policy, as_part, build
 from .metrics import METRICS
 
 MODES = ("aware", "agnostic")

@@ -17,7 +17,7 @@ import string
 from collections import Counter
 from difflib import SequenceMatcher
 
-from ..registry import Registry
+from ..policy.registry import Registry
 
 METRICS = Registry("metric")
 

@@ -80,7 +80,7 @@ MUTATIONS = [
 def tests_pass(package, mutation):
     environment = dict(os.environ, PYTHONSAFEPATH="1", PYTHONPATH=str(package), MALLOC_PERTURB_="1")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-o", "addopts=", "--capture=sys"]
-    command += [f"tests/test_{mutation.op}.py", "-k", mutation.tests]
+    command += [f"tests/ops/test_{mutation.op}.py", "-k", mutation.tests]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     reasons = ("cuda_on_cpu", "kv_", "E  ")
     lines = [line for line in (done.stderr + done.stdout).splitlines() if line.startswith(reasons)]

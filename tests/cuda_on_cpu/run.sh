@@ -19,9 +19,9 @@ if [ "$mode" = asan ]; then
 fi
 cd "$here/../.."
 for op in attend score peak error refine norm select compact decode; do
-  set -- "$@" "tests/test_$op.py"
+  set -- "$@" "tests/ops/test_$op.py"
 done
-set -- "$@" --deselect tests/test_attend.py::test_isa # which chooses among the CPU's kernels
+set -- "$@" --deselect tests/ops/test_attend.py::test_isa # which chooses among the CPU's kernels
 # Not from the current directory, where the package has the CPU's kernels. A message that ends the process must reach the
 # terminal, so file descriptors are not captured.
 PYTHONSAFEPATH=1 PYTHONPATH="$out" LD_PRELOAD="${preload:-}" python -m pytest -q -p no:cacheprovider --capture=sys "$@"

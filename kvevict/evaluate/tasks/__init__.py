@@ -11,8 +11,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...registry import Registry, load_folder
-from ...run import ids_of
+from ...analysis.run import ids_of
+from ...policy.registry import Registry, load_folder
 
 TASKS = Registry("task")
 

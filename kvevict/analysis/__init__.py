@@ -1,0 +1,1 @@
+"""What eviction costs and keeps: diagnostics, plans, measurements, pictures."""

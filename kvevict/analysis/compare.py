@@ -1,0 +1,134 @@
+"""What a policy left of one prompt, against the full cache and the response that the full cache gives."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+
+from ..patch import evicting
+from ..policy.policy import Policy
+from ..policy.scores import Score
+from . import diagnose
+
+CHUNK = 4096  # tokens that the full cache is read by, to bound activations
+NAMES = ("joint_error", "output_error", "recall", "attention_cosine", "kv_l1_loss")
+
+
+@dataclass(frozen=True)
+class _Watch(Score):
+    """Scores nothing: keeps what every layer's last `count` rows asked, per layer (queries [H, R, D], options)."""
+
+    count: int = 1
+    asked: dict = field(default_factory=dict)
+
+    def observe(self, view):
+        self.asked[view.index] = view.q[0, :, -self.count :].clone(), view.options
+
+
+@dataclass
+class Truth:
+    """The full cache of a prompt of `tokens` tokens and of its response's first R <= 64: per evicting layer the
+    response's queries [H, R, D], keys and values [Hkv, tokens + R, D], and attention's options."""
+
+    response: list
+    tokens: int
+    layers: list
+
+
+@torch.no_grad()
+def truth(model, ids, max_new_tokens: int) -> Truth:
+    """What the unpatched model answers greedily to ids [1, N], and the attention of that answer."""
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False)
+    whole = out[:, : ids.shape[1] + diagnose.ROWS]
+    rows = whole.shape[1] - ids.shape[1]
+    watch = _Watch(count=rows)
+    everything = Policy(score=watch, budget=whole.shape[1], chunk_size=CHUNK, schedule="prompt")
+    with evicting(model, everything):
+        cache = model(whole, use_cache=True, logits_to_keep=1).past_key_values
+    layers = [
+        (q, cache.layers[index].keys[0], cache.layers[index].values[0], options)
+        for index, (q, options) in sorted(watch.asked.items())
+    ]
+    return Truth(out[0, ids.shape[1] :].tolist(), ids.shape[1], layers)
+
+
+@torch.no_grad()
+def left(model, ids, policy) -> list:
+    """What is stored once ids [1, N] were read under the policy: [evicting layer][kv head] (positions [n], k and v
+    [n, D])."""
+    with evicting(model, policy):
+        cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
+    own = [layer for layer in cache.layers if hasattr(layer, "segments")]
+    return [[(layer.pos[at].long(), layer.k[at], layer.v[at]) for _, _, at in layer.segments()] for layer in own]
+
+
+def informed(policy, response) -> Policy:
+    """The policy; an oracle that was not told a response is told this one."""
+    if getattr(policy.score, "response", None) != ():
+        return policy
+    return dataclasses.replace(policy, score=dataclasses.replace(policy.score, response=tuple(response)))
+
+
+@torch.no_grad()
+def compare(full: Truth, kept: list) -> list:
+    """Per evicting layer a dict of `NAMES`, means over the response's rows; `kept` as `left` gives it.
+
+    joint_error       CAOTE eq. 24 of all evicted slots, by the full cache's attention, keys and values
+    output_error      || o - o' || / || o ||, o' over the keys and values that the policy stored (which differ from the
+                      full cache's where a chunk read what an earlier eviction had left)
+    recall            share of the response's attention to the prompt that lies on kept slots, by the full cache
+    attention_cosine  of the response's attention to the prompt, with the full cache and with what is stored
+    kv_l1_loss        L1 distance of the prompt's keys and values, evicted ones taken as 0, relative to their L1 norm
+
+    The last two are ChunkKV's, whose text has no formula for them: these are our reading.
+    """
+    return [_layer(full.tokens, *layer, heads) for layer, heads in zip(full.layers, kept, strict=True)]
+
+
+def _layer(tokens, q, k, v, options, heads):
+    kept = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)
+    kept[:, :tokens] = False
+    stored_k, stored_v = k.clone(), v.clone()
+    stored_k[:, :tokens] = stored_v[:, :tokens] = 0
+    for h, (positions, keys, values) in enumerate(heads):
+        kept[h, positions], stored_k[h, positions], stored_v[h, positions] = True, keys, values
+    groups = diagnose.by_group(q, len(k), **options)
+    rows = [_head(tokens, *one) for one in zip(groups, k, v, stored_k, stored_v, kept)]
+    before, chosen, after, mass, recalled, cosine = map(torch.cat, zip(*rows))
+    return dict(
+        joint_error=float(diagnose.joint_error(before, chosen).mean()),
+        output_error=float(diagnose.output_error(before, after).mean()),
+        recall=float(recalled.sum() / mass.sum()),
+        attention_cosine=float(cosine.mean()),
+        kv_l1_loss=diagnose.l1_loss(*(torch.cat(x)[:, :tokens].float() for x in ((k, v), (stored_k, stored_v)))),
+    )
+
+
+def _head(tokens, group, k, v, stored_k, stored_v, kept):
+    """Outputs [G, R, D] of the full cache, of its slots that are kept, and of what is stored; the full cache's
+    attention [G, R] to the prompt and to its kept slots; the cosine [G, R]."""
+    q, options = group
+    column = torch.arange(len(k), device=k.device)
+    sees = column <= column[tokens:, None]
+    a, before = diagnose.attention(q, k, v, sees, **options)
+    _, chosen = diagnose.attention(q, k, v, sees & kept, **options)
+    left, after = diagnose.attention(q, stored_k, stored_v, sees & kept, **options)
+    a, left = a[..., :tokens], left[..., :tokens]
+    return before, chosen, after, a.sum(2), (a * kept[:tokens]).sum(2), diagnose.cosine(a, left)
+
+
+def positions(kept: list) -> list:
+    """[layer][kv head] the set of kept positions, of what `left` gives."""
+    return [[set(at.tolist()) for at, *_ in heads] for heads in kept]
+
+
+def adjacent(kept: list) -> float | None:
+    """Mean overlap of neighbouring evicting layers, of a policy's `positions`; None of a single layer."""
+    pairs = [diagnose.overlap(*layers) for layers in pairwise(kept)]
+    return sum(pairs) / len(pairs) if pairs else None
+
+
+def between(a: list, b: list) -> float:
+    """Mean overlap, layer by layer, of two policies' `positions`."""
+    return sum(map(diagnose.overlap, a, b)) / len(a)

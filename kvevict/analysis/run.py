@@ -1,0 +1,133 @@
+"""One measured generation, patched or not: what the command line and the example print."""
+
+import ctypes
+import os
+import sys
+import time
+
+import torch
+
+from .._ops import build_info
+from ..patch import evicting, report
+
+
+def load_model(name: str, dtype="auto", device=None):
+    """A causal language model and its tokenizer from a folder or a hub id, in eval mode, on `place(device)`."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
+    return model.to(place(device)), tokenizer
+
+
+def place(device=None) -> str:
+    """The device that is named, or a GPU if there is one and this build has kernels for it, or the CPU."""
+    return device or ("cuda" if build_info()["cuda"] and torch.cuda.is_available() else "cpu")
+
+
+def encode(model, tokenizer, text: str, question: str, new_tokens: int, limit: int | None = None):
+    """Ids [1, N] of `text` followed by `question`, in the tokenizer's chat template if it has one.
+
+    The text's end is cut, the question never, to `limit` prompt tokens; None: what the model's context holds besides
+    `new_tokens`. Raises ValueError when no text is left.
+    """
+    head, tail = frame(tokenizer, f"\n\n{question}")
+    body = ids_of(tokenizer, text)
+    if not body:
+        raise ValueError("the text is empty")
+    context = getattr(model.config, "max_position_embeddings", None)
+    if limit is None and context is not None:
+        limit = context - new_tokens
+    room = len(body) if limit is None else limit - len(head) - len(tail)
+    if room < 1:
+        taken = len(head) + len(tail)
+        raise ValueError(f"a limit of {limit} tokens leaves none for the text; the question takes {taken}")
+    if room < len(body):
+        print(f"the text's first {room} of {len(body)} tokens are read (limit: {limit})", file=sys.stderr)
+    return torch.tensor([head + body[:room] + tail], device=model.device)
+
+
+def ids_of(tokenizer, text: str) -> list:
+    """Ids of a text as it is: what reads like a special token is none."""
+    return tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+
+
+def frame(tokenizer, question: str, chat=True) -> tuple:
+    """Ids that come before a text, and ids of the question after it, in the tokenizer's chat template if it has one
+    and `chat` is true."""
+    if not (chat and tokenizer.chat_template):
+        return tokenizer("")["input_ids"], ids_of(tokenizer, question)
+    mark = "\u0001"  # stands for the text, so that the template does not trim it
+    messages = [{"role": "user", "content": mark + question}]
+    parts = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True).split(mark)
+    return tuple(tokenizer(part, add_special_tokens=False)["input_ids"] for part in parts)
+
+
+def measure(model, tokenizer, ids, policy=None, max_new_tokens=64, positions=False) -> dict:
+    """Generate greedily and say what it cost. policy=None runs the model as it is.
+
+    Returns answer (None without a tokenizer), new_tokens, read_seconds (to the first token), decode_seconds,
+    peak_bytes (growth of the process' peak memory above what was resident before) and, when patched, the read's report,
+    which has the kept positions if asked for.
+    """
+    ids, timer = ids.to(model.device), _FirstToken()
+    inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False)
+
+    def generate():
+        model.generate(ids[:, :8], attention_mask=torch.ones_like(ids[:, :8]), max_new_tokens=2)  # warm up
+        before = _reset_peak(ids.device)
+        start = time.perf_counter()
+        out = model.generate(**inputs, streamer=timer)
+        end = time.perf_counter()
+        new = out[0, ids.shape[1] :]
+        first = timer.first or end
+        return dict(
+            answer=None if tokenizer is None else tokenizer.decode(new, skip_special_tokens=True), new_tokens=len(new),
+            read_seconds=first - start, decode_seconds=end - first, peak_bytes=_peak(ids.device) - before,
+        )  # fmt: skip
+
+    if policy is None:
+        return generate()
+    with evicting(model, policy):
+        result = generate()
+        return result | {"report": report(model, positions=positions)}
+
+
+class _FirstToken:
+    """A streamer that only notes when the first new token came."""
+
+    def __init__(self):
+        self.calls, self.first = 0, None
+
+    def put(self, tokens):
+        self.calls += 1
+        if self.calls == 2:  # the first call brings the prompt
+            self.first = time.perf_counter()
+
+    def end(self):
+        pass
+
+
+def _status(field: str) -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field))
+
+
+def _reset_peak(device) -> int:
+    """Forget the peak memory so far, of a GPU or of the process; returns the bytes in use now. Of a process on Linux
+    only: elsewhere memory reads 0."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    if not os.path.exists("/proc/self/clear_refs"):
+        return 0
+    ctypes.CDLL(None).malloc_trim(0)  # what an earlier run freed would hide this one's growth
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    return _status("VmRSS:")
+
+
+def _peak(device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return _status("VmHWM:") if os.path.exists("/proc/self/status") else 0

@@ -1,0 +1,80 @@
+"""The sizes of a model that its costs depend on, from its config alone: the model is built without its weights."""
+
+from dataclasses import dataclass
+
+import torch
+
+from .. import compat
+from ..patch import find_decoder
+from ..policy.checks import one_of
+
+ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the costs of a model depend on. Weights are numbers of elements, summed over the layers."""
+
+    hidden: int
+    mlp: int  # activations of a token in the MLP at its fullest: gate, up, product, and what a mixture gathers
+    heads: int
+    kv_heads: int
+    head_dim: int
+    windows: tuple  # per layer: its sliding window in tokens, None for full attention
+    products: int  # elements of the matrices that a token goes through; of a mixture only the experts it takes
+    layer_weights: int
+    head_weights: int  # of the matrix that makes logits
+    weights: int  # of the whole model, shared ones once
+    element: int  # bytes of a weight, an activation, a key's or value's component
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a token's key and value in all kv heads of one layer."""
+        return 2 * self.element * self.head_dim * self.kv_heads
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a token's activations at a Transformers layer's fullest moment: embedding, layer input, residual and
+        its norm, rotary cosine and sine, position, and the larger of MLP and rotary embedding of queries."""
+        attention = (4 * self.heads + 2 * self.kv_heads) * self.head_dim
+        return self.element * (4 * self.hidden + 2 * self.head_dim + max(self.mlp, attention)) + 8
+
+
+def shape_of(config, dtype: str = "auto") -> Shape:
+    """The shape of a Transformers config's text decoder. dtype "auto" is the config's own, bfloat16 if it names none.
+
+    Raises ValueError for a model whose attention or cache is of a kind that kvevict cannot evict from.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = config.get_text_config(decoder=True)
+    if dtype == "auto":
+        dtype = str(config.dtype or torch.bfloat16).removeprefix("torch.")
+    one_of("dtype", dtype, ELEMENT)
+    reasons = compat.structural_reasons(config)
+    kinds = [] if reasons else compat.layer_kinds(config)
+    if not reasons and compat.OWN not in kinds:
+        reasons = ["every layer has a sliding window, whose cache is bounded already: there is nothing to evict"]
+    if reasons:
+        raise ValueError(f"model_type {config.model_type!r} cannot be planned: {'; '.join(reasons)}")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    decoder = find_decoder(model)
+    matrices = {n: w for n, w in decoder.layers.named_parameters() if w.ndim > 1 and not n.endswith("bias")}
+    mixture = any(w.ndim == 3 for w in matrices.values())  # [experts, in, out]
+    taken = config.num_experts_per_tok if mixture else 1
+    inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    fused = any("gate_up" in name for name in matrices)  # its two halves outlive the activation of one
+    return Shape(
+        hidden=config.hidden_size,
+        mlp=taken * ((4 if fused else 3) * inner + (config.hidden_size if mixture else 0)),
+        heads=config.num_attention_heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        head_dim=decoder.layers[0].self_attn.head_dim,
+        windows=tuple(config.sliding_window if kind == compat.SLIDING else None for kind in kinds),
+        products=sum(w.numel() * taken // len(w) if w.ndim == 3 else w.numel() for w in matrices.values()),
+        layer_weights=sum(w.numel() for w in decoder.layers.parameters()),
+        head_weights=model.get_output_embeddings().weight.numel(),
+        weights=sum(w.numel() for w in model.parameters()),
+        element=ELEMENT[dtype],
+    )

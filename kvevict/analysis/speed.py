@@ -1,0 +1,94 @@
+"""Runs of a model under several policies, next to the model as it is."""
+
+import dataclasses
+import statistics
+
+import torch
+
+from ..patch import evicting
+from .run import measure
+
+UNPATCHED = "unpatched"
+# Largest difference of logits, relative to the largest logit: rounding of the dtype, summed in another order.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
+
+
+def _counts(seen: dict) -> list:
+    """Slots of every kv head of the full-attention layers, from the report of a batch of one row."""
+    return [count for layer in seen["kept"] if layer is not None for count in layer[0]]
+
+
+def full_cache_bytes(seen: dict) -> int:
+    """Bytes of the same layers' keys and values with nothing evicted, from the report of a batch of one row."""
+    return seen["cache_bytes"] // sum(_counts(seen)) * seen["seen"][0] * len(_counts(seen))
+
+
+def slots(seen: dict) -> str:
+    """Kept slots per kv head, the range over layers and heads."""
+    least, most = min(_counts(seen)), max(_counts(seen))
+    return str(least) if least == most else f"{least}..{most}"
+
+
+def held(run: dict, seen: dict) -> tuple:
+    """(slots per kv head, bytes) of the cache after a run of `measure`. seen: the report of any patched run of the same
+    prompt, which tells what the unpatched model holds."""
+    own = run.get("report")
+    return (slots(own), own["cache_bytes"]) if own else (str(seen["seen"][0]), full_cache_bytes(seen))
+
+
+COSTS = ("slots/head", "KV MiB", "read s", "decode s", "peak growth MiB")
+
+
+def costs(run: dict, slots: str, cache_bytes: int) -> list:
+    """The texts of the columns `COSTS`."""
+    seconds = [f"{run[key]:.2f}" for key in ("read_seconds", "decode_seconds")]
+    return [slots, f"{cache_bytes / 2**20:.2f}", *seconds, f"{run['peak_bytes'] / 2**20:.1f}"]
+
+
+def check(model, ids, name, policy, max_new_tokens) -> None:
+    """Generate greedily with a budget that holds everything, patched and not.
+
+    Raises ValueError unless the logits agree to `TOLERANCE` for as long as the tokens are the same. Where two tokens
+    are equally likely within rounding, either may come, and what follows is not compared.
+    """
+    options = dict(
+        attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False, output_logits=True,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    want = model.generate(ids, **options)
+    with evicting(model, dataclasses.replace(policy, budget=ids.shape[1] + max_new_tokens)):
+        got = model.generate(ids, **options)
+    allowed = TOLERANCE[next(model.parameters()).dtype]
+    for step, (a, b) in enumerate(zip(want.logits, got.logits)):
+        error = float((a - b).abs().max() / a.abs().max())
+        if not error <= allowed:
+            raise ValueError(
+                f"policy {name}: the logits of new token {step} are not the unpatched model's though "
+                f"nothing was evicted (off by {error:.2g} of the largest, allowed is {allowed}); nothing was timed"
+            )
+        if int(a.argmax()) != int(b.argmax()):
+            return
+
+
+def alternate(model, ids, policies: dict, max_new_tokens, repeat, progress=lambda: None) -> dict:
+    """Name -> medians of `repeat` runs of the model as it is and of each policy, taking turns so that a machine that
+    slows down slows all of them: read_seconds, decode_tokens_per_second, peak_bytes, cache_bytes."""
+    runs = {name: [] for name in (UNPATCHED, *policies)}
+    for _ in range(repeat):
+        for name, made in runs.items():
+            made.append(measure(model, None, ids, policies.get(name), max_new_tokens))
+            progress()
+    full = next(full_cache_bytes(made[0]["report"]) for name, made in runs.items() if name != UNPATCHED)
+    return {name: medians(made, full) for name, made in runs.items()}
+
+
+def medians(made: list, full: int) -> dict:
+    def median(value):
+        return statistics.median(value(run) for run in made)
+
+    return dict(
+        read_seconds=median(lambda run: run["read_seconds"]),
+        decode_tokens_per_second=median(lambda run: (run["new_tokens"] - 1) / run["decode_seconds"]),
+        peak_bytes=median(lambda run: run["peak_bytes"]),
+        cache_bytes=made[0]["report"]["cache_bytes"] if "report" in made[0] else full,
+    )

@@ -1,0 +1,1 @@
+"""How a patched model reads a prompt, evicts and decodes."""

@@ -1,0 +1,115 @@
+"""Token-selective propagation (FastKV, Jo et al. 2025): behind layer `tsp`, only a chunk's best tokens are read.
+
+That layer ranks the chunk's tokens by its pooled scores, summed over its kv heads; the rows that observe always go on.
+Hooks on the layers behind it cut what they are given to those tokens, which keep their positions: hidden states, rotary
+embeddings, position ids, and the step that our attention reads. Every layer counts all tokens as seen.
+"""
+
+from functools import partial
+
+import numpy as np
+import torch
+
+from .. import _ops
+from ..policy.layers import PLENTY
+from . import host
+from .step import current
+
+
+def layer_of(policy, own: int, layers: int) -> int | None:
+    """The last of `layers` decoder layers that reads every token, `own` of them evicting; None: all do.
+
+    Raises ValueError where the layers behind it cannot do with fewer.
+    """
+    tsp = policy.score.tsp
+    if tsp == "half":
+        tsp = layers // 2 - 1 if layers > 1 else None
+    if tsp is None:
+        return None
+    if tsp > layers - 2:
+        raise ValueError(
+            f"tsp={tsp} is not below the model's last layer, {layers - 1}: give a smaller one, or tsp=None"
+        )
+    if own < layers:
+        raise ValueError(
+            "sliding-window layers hold every one of the last tokens, and layers behind tsp do not read them all: pass "
+            "tsp=None"
+        )
+    if policy.waiting_layers(layers) > tsp + 1:
+        raise ValueError(
+            f"the layer that others wait for reads every token, and none behind tsp={tsp} does: give warmup_layers <= "
+            f"{tsp + 1}, or tsp=None"
+        )
+    return tsp
+
+
+def limit(policy, tsp: int | None, layer: int) -> int:
+    """The most tokens of a chunk that a layer reads."""
+    return PLENTY if tsp is None or layer <= tsp else policy.score.tsp_len
+
+
+def check(patch, tokens: int, wanted: int, flags) -> None:
+    """Raise ValueError if a chunk of `tokens` tokens loses rows that the caller wants: the last `wanted` (0: all), or
+    those of every layer, by the `flags` that are set."""
+    policy = patch.policy
+    if tokens <= limit(policy, patch.tsp, len(patch.kinds) - 1):
+        return
+    mend = f"tsp=None, or tsp_len >= {tokens}"
+    if flags:
+        raise ValueError(f"{flags[0]}=True: layers behind tsp={patch.tsp} do not read all tokens; pass {mend}")
+    if not 1 <= wanted <= policy.score.rows:
+        raise ValueError(
+            f"{f'the last {wanted}' if wanted else 'all'} rows were asked for, but layers behind tsp={patch.tsp} read "
+            f"{policy.score.tsp_len} of {tokens} tokens, among them the last {policy.score.rows}: pass "
+            f"logits_to_keep=1, as generate does, or {mend}"
+        )
+
+
+def due(view) -> bool:
+    """Whether the layer has to choose which of the chunk's tokens go on."""
+    most = limit(view.policy, view.step.patch.tsp, view.index + 1)
+    return view.index == view.step.patch.tsp and view.k.shape[2] - int(view.padding.min()) > most
+
+
+def choose(view, score) -> None:
+    """Note in the step which columns [B, K] of the chunk go on, ascending, and how many [B] of those are padding, which
+    the host is told too."""
+    policy = view.policy
+    tokens = view.k.shape[2] - view.first
+    kept = np.minimum(view.k.shape[2] - view.padding, policy.score.tsp_len)
+    most, keep = int(kept.max()), host.upload(kept, view.device, torch.int32)
+    last = view.protected[1].clamp_min(policy.score.rows).minimum(keep)
+    count = torch.arange(view.k.shape[2], device=view.device)
+    slot = (view.layer.len[..., None] + count).clamp_max(view.columns - 1)  # of each of a row's tokens
+    worth = sum(policy.score.pooled(view, score).gather(2, slot).unbind(1))  # in head order: the same on every machine
+    with view.step.patch.clock("select"):
+        chosen = _ops.select(worth[:, None], tokens[:, None], keep[:, None], torch.zeros_like(last), last, most)[:, 0]
+    padding = most - keep
+    rank = count[:most] - padding[:, None]
+    columns = chosen.gather(1, rank.clamp_min(0)) + view.first[:, None]
+    # A row shorter than the others goes on whole: what lies left of its tokens is padding.
+    view.step.propagated = torch.where(rank < 0, count[:most], columns), padding, most - kept
+
+
+def install(decoder, state) -> list:
+    """Hooks on the layers behind `tsp`. They know no more than that, so that copies of the model stay independent."""
+    behind = [] if state.tsp is None else decoder.layers[state.tsp + 1 :]
+    hooks = [partial(_enter, n == 0) for n in range(len(behind))]
+    return [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer, hook in zip(behind, hooks, strict=True)]
+
+
+def _enter(first, module, args, kwargs):
+    """Cut a layer's arguments to what is propagated: the first one's hidden states, which the next ones get cut, and
+    what the decoder gives to every layer."""
+    step = current()
+    if step is None or step.propagated is None:
+        return None
+    columns, first_column, padding = step.propagated
+    row = torch.arange(columns.shape[0], device=columns.device)[:, None]
+    if first:
+        args = (args[0][row, columns], *args[1:])
+        whole = step.positions.shape[1]
+        step.whole = whole, whole - step.padding
+        step.positions, step.first, step.padding = step.positions[row, columns], first_column, padding
+    cos_sin = tuple(each[row, columns] for each in kwargs["position_embeddings"])
+    return args, kwargs | dict(position_embeddings=cos_sin, position_ids=kwargs["position_ids"][row, columns])

@@ -1,0 +1,49 @@
+"""Positions within the cache (StreamingLLM, Xiao et al. 2023, section 3.2): distances count slots, not tokens.
+
+RoPE attention depends on differences of positions only. So rows keep their tokens' positions and slots their keys as
+they came; while rows attend, slot i of n is rotated to p - n + i, p being the position of the first row. Slots at
+0..n-1 and rows from n on have the same distances, but keys moved there after every eviction would be rounded each time
+(in bf16, turns by one position round to none in the slow dimensions), and a slot's place in the text would be lost.
+"""
+
+import contextlib
+
+import torch
+
+from .. import compat
+
+
+def check(policy, decoder) -> None:
+    """Raise ValueError for a model whose keys cannot be rotated on by a difference of positions."""
+    if policy.score.rerotate and compat.rope_depends_on_length(decoder):
+        raise ValueError(
+            "rerotate=True turns keys from one position to another, and this model's rotary frequencies change with "
+            "the prompt's length (longrope, dynamic): pass rerotate=False"
+        )
+
+
+@contextlib.contextmanager
+def in_cache(step, module, layer):
+    """Inside, if the policy rerotates, the layer's slots are at the positions right before this call's rows."""
+    if not step.patch.policy.score.rerotate:
+        yield
+        return
+    column = torch.arange(layer.longest(), device=layer.device)
+    stored = column < layer.len[..., None]  # [B, Hkv, C]
+    row = step.first.clamp_max(step.positions.shape[1] - 1)[:, None].long()
+    target = (step.positions.gather(1, row) - layer.len)[..., None] + column
+    turn = target[stored] - layer.pos[(layer.offset[..., None] + column)[stored]]
+    moves = turn.nonzero()[:, 0]  # with one hole, behind the sinks, those alone
+
+    def rows():  # decoding may move the buffers
+        return (layer.offset[..., None] + column)[stored][moves]
+
+    own = layer.k[rows()]
+    if len(own):
+        forth, back = turn[moves].clamp_min(0), (-turn[moves]).clamp_min(0)
+        turned = compat.rotate(step.decoder, module, own[:, None, None].float(), back, forth)
+        layer.k[rows()] = turned[:, 0, 0].to(own.dtype)
+    try:
+        yield
+    finally:
+        layer.k[rows()] = own

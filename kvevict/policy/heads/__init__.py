@@ -1,0 +1,60 @@
+"""How a layer's slots are split over its heads. One file per idea; the file registers it, and its fields are its
+options.
+
+A head budget sees a `View` of the layer, its scores fp32 [B, Hkv, C] and the slots [B] it may keep in all,
+and returns int32 [B, Hkv] with that sum, no head below its protected slots or above those it has.
+"""
+
+import sys
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ..registry import Registry, load_folder
+
+HEADS = Registry("head budget")
+LOWEST = torch.iinfo(torch.int64).min
+
+
+@dataclass(frozen=True)
+class HeadBudget:
+    ragged: ClassVar[bool] = True  # heads compete, so they end up with different numbers of slots
+
+    def check(self, policy) -> None:
+        """Raise ValueError when the options do not fit each other or the policy."""
+
+    def keep(self, view, score, slots):
+        raise NotImplementedError
+
+    def reserve(self, view, score, slots):
+        """What a head must hold so that `keep` can split the survivors, now or for fewer slots, as it would all."""
+        return self.keep(view, score, slots)
+
+
+def order(view, score):
+    """int64 [B, Hkv, C], larger is better and no two slots are equal: score descending, position ascending, head
+    ascending (METHODS 8.5), NaN last; runs of a chunked selection stay together. Slots that do not compete, because
+    they are protected or not there, are LOWEST."""
+    bits = (score + 0.0).contiguous().view(torch.int32).long()  # -0 and 0 are equal
+    rank = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits).masked_fill(score.isnan(), -(2**31))
+    run, heads = view.select.run, view.n.shape[1]
+    position, head = view.positions().long(), torch.arange(heads, device=view.device)[:, None]
+    place = ((position // run) * heads + head) * run + position % run
+    return ((rank << 32) + (2**32 - 1 - place)).masked_fill(~view.competing, LOWEST)
+
+
+def best(key, wanted):
+    """Whether a key [B, ..., C] is among the wanted[b] largest of its last dimension: bool, as key."""
+    counts = wanted.clamp(1, key.shape[-1]).tolist()
+    # Not kthvalue, which on a GPU searches a row with one block.
+    bars = [row.topk(k, sorted=False).values.amin(-1, keepdim=True) for row, k in zip(key, counts, strict=True)]
+    return (key >= torch.stack(bars)) & (wanted > 0).view(-1, *[1] * (key.ndim - 1))
+
+
+def winners(key, wanted):
+    """How many of the wanted[b] best slots of a layer each head has, by keys [B, Hkv, C] as of `order`: [B, Hkv]."""
+    return best(key.flatten(1), wanted).view_as(key).sum(-1)
+
+
+load_folder(sys.modules[__name__])

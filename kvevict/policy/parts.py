@@ -1,0 +1,55 @@
+"""The parts of a policy that have options of their own: by name, as objects, and as JSON has them."""
+
+import dataclasses
+
+from .checks import builtin, one_of
+from .heads import HEADS, HeadBudget
+from .layers import LAYERS, LayerBudget
+from .refinements import ERRORS, Refinement
+from .scores import SCORES, Score
+from .selections import SELECTIONS, Selection
+
+# The choices that have options of their own. A name that two of them share goes to both, and means the same.
+PARTS = {
+    "score": (SCORES, Score),
+    "error": (ERRORS, Refinement),
+    "layers": (LAYERS, LayerBudget),
+    "heads": (HEADS, HeadBudget),
+    "select": (SELECTIONS, Selection),
+}
+
+
+def as_part(kind: str, value):
+    """One of PARTS by name, or as it is."""
+    registry, base = PARTS[kind]
+    if isinstance(value, str):
+        return registry.find(value)()
+    if not isinstance(value, base):
+        raise TypeError(f"{kind} must be a name or a kvevict {base.__name__}, got {value!r}")
+    return value
+
+
+def to_plain(value):
+    """A field as JSON has it: a part becomes its name and options."""
+    for registry, base in PARTS.values():
+        if isinstance(value, base):
+            fields = {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+            return {"name": registry.name_of(type(value)), **fields}
+    return [to_plain(item) for item in value] if isinstance(value, tuple) else builtin(value)
+
+
+def from_plain(value, kind: str):
+    """The field that `to_plain` wrote; an object in it is a part of that kind. Raises ValueError for unknown names, and
+    for an object where `kind` is none of PARTS."""
+    if isinstance(value, list):
+        return tuple(from_plain(item, kind) for item in value)
+    if not isinstance(value, dict):
+        return value
+    if kind not in PARTS or not isinstance(value.get("name"), str):
+        wanted = "an object must have a name" if kind in PARTS else "cannot be an object"
+        raise ValueError(f"{kind} of a policy in JSON: {wanted}, got {value!r}")
+    part = PARTS[kind][0].find(value["name"])
+    options = {name: from_plain(option, name) for name, option in value.items() if name != "name"}
+    for name in options:
+        one_of(f"option of {value['name']}", name, [f.name for f in dataclasses.fields(part)])
+    return part(**options)

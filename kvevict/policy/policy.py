@@ -1,0 +1,269 @@
+"""What to keep and when: a policy is a few independent choices (rows and score, budget, selection, schedule)."""
+
+import dataclasses
+import json
+import math
+import numbers
+from dataclasses import dataclass
+from itertools import pairwise
+
+from . import rules
+from .checks import builtin, count, flag, one_of, unknown
+from .heads import HeadBudget
+from .layers import LayerBudget
+from .parts import PARTS, as_part, from_plain, to_plain
+from .presets import PRESETS
+from .refinements import Refinement
+from .scores import Score
+from .selections import Selection
+
+
+@dataclass(frozen=True)
+class Policy:
+    """One way to evict.
+
+    score          a name of `kvevict.policy.scores` or a `Score` with its options, e.g. `SnapKV(window=16)`
+    error          what becomes of the score before slots are ranked: a name of `kvevict.policy.refinements` or an object
+    budget         slots kept per kv head and layer on average, window and sinks included (int), or the fraction of
+                   the tokens seen that is kept (float in (0, 1))
+    chunk_size     tokens read at once; None reads the prompt whole
+    schedule       "prompt" evicts once at the prompt's end, "chunk" after every chunk; None: "chunk" if there is a
+                   chunk_size and the score does not need the whole prompt (laq)
+    warmup_layers  W: the first W-1 layers wait for layer W-1 and take its slots (TAKE eq. 6); None: nobody waits;
+                   "half": floor(L/2)
+    warmup_budget  B_warmup of the layers before W until the last chunk (TAKE eq. 8); None: METHODS' formula
+    decode         evict while decoding too, so that the cache never grows past budget + interval - 1; None: where it
+                   is part of the score's method (streaming, h2o, tova; presets of CAOTE set it)
+    interval       decoded tokens between two evictions
+    layers, heads, select   how the budget is split over layers and heads, and which slots are taken by it: names of
+                   `kvevict.policy.layers`, `.heads`, `.selections`, or objects with their options, e.g. `Ada(floor="max")`
+    select_by_layer   (start, stop, select) for ranges of evicting layers that select otherwise; stop None: to the last
+    n_reuse        groups of this many layers use the slots that their first layer chooses (ChunkKV algorithm 3)
+    progress       show a progress bar while a prompt is read
+    diagnose       measure what every eviction of a read costs its observing rows, for `kvevict.report`; about a
+                   tenth more time
+    """
+
+    score: Score | str = "snapkv"
+    error: Refinement | str = "none"
+    budget: int | float = 512
+    chunk_size: int | None = None
+    schedule: str | None = None
+    warmup_layers: int | str | None = None
+    warmup_budget: int | None = None
+    decode: bool | None = None
+    interval: int | None = None
+    layers: LayerBudget | str = "uniform"
+    heads: HeadBudget | str = "equal"
+    select: Selection | str = "token"
+    select_by_layer: tuple = ()
+    n_reuse: int = 1
+    progress: bool = False
+    diagnose: bool = False
+
+    def __post_init__(self):
+        for kind in PARTS:
+            object.__setattr__(self, kind, as_part(kind, getattr(self, kind)))
+        if not isinstance(self.select_by_layer, (tuple, list)):
+            raise TypeError(f"select_by_layer must be a tuple of (start, stop, select), got {self.select_by_layer!r}")
+        object.__setattr__(self, "select_by_layer", _as_ranges(self.select_by_layer))
+        object.__setattr__(self, "budget", builtin(self.budget))
+        if self.interval is None:
+            object.__setattr__(self, "interval", self.score.interval)
+        if self.schedule is None:
+            whole = self.chunk_size is None or self.score.held
+            object.__setattr__(self, "schedule", "prompt" if whole else "chunk")
+        if self.decode is None:
+            object.__setattr__(self, "decode", self.score.decodes)
+        for part in (self.score, self.error, self.layers, self.heads, *self.selections):
+            part.check(self)
+        self._check_counts()
+        one_of("schedule", self.schedule, ("prompt", "chunk"))
+        if self.schedule == "chunk" and self.chunk_size is None:
+            raise ValueError("schedule='chunk' needs a chunk_size (tokens); e.g. chunk_size=4096")
+        if self.warmup_layers is not None and self.warmup_layers != "half":
+            count("warmup_layers", self.warmup_layers, 1)
+        rules.check(self)
+
+    def to_json(self) -> str:
+        """The policy as text that `from_json` reads; parts by their registered names. Raises ValueError for a loaded
+        model in it."""
+        fields = {f.name: to_plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        return json.dumps(fields, default=_refuse_in_json)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Policy":
+        """The policy that `to_json` wrote. Raises ValueError for other text and for parts that are not registered, and
+        what `Policy(...)` raises for values of a wrong kind."""
+        try:
+            data = json.loads(text)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"this is no policy in JSON: {error}") from None
+        known = [f.name for f in dataclasses.fields(cls)]
+        if not isinstance(data, dict):
+            raise ValueError(f"a policy in JSON is an object of its fields, got {text[:40]!r}")
+        for name in data:
+            one_of("field of a policy", name, known)
+        kinds = {"select_by_layer": "select"}
+        return cls(**{name: from_plain(value, kinds.get(name, name)) for name, value in data.items()})
+
+    def _check_counts(self):
+        if isinstance(self.budget, bool) or not isinstance(self.budget, numbers.Real):
+            raise TypeError(
+                f"budget must be an int (slots per kv head) or a float in (0, 1) (fraction kept), got {self.budget!r}"
+            )
+        if not isinstance(self.budget, numbers.Integral) and not 0 < self.budget < 1:
+            raise ValueError(f"budget={self.budget} is no fraction in (0, 1); pass an int for a number of slots")
+        smallest = self.smallest_budget()
+        if isinstance(self.budget, numbers.Integral) and self.budget < smallest:
+            raise ValueError(
+                f"budget={self.budget} is too small: {type(self.score).__name__} always keeps {smallest - 1} slots "
+                f"(window, probe, recent slots, sinks or a run cut by a chunk): give budget >= {smallest} or fewer "
+                "of those"
+            )
+        if self.chunk_size is not None:
+            count("chunk_size", self.chunk_size, 1)
+        if self.warmup_budget is not None:
+            count("warmup_budget", self.warmup_budget, 1)
+        count("interval", self.interval, 1)
+        count("n_reuse", self.n_reuse, 1)
+        if not isinstance(self.decode, bool):
+            raise TypeError(f"decode must be True, False or None, got {self.decode!r}")
+        flag("progress", self.progress)
+        flag("diagnose", self.diagnose)
+
+    def slots(self, tokens: int) -> int:
+        """Budget B of a row that has seen `tokens` valid tokens (METHODS section 0)."""
+        if isinstance(self.budget, numbers.Integral):
+            return self.budget
+        return max(math.ceil(self.budget * tokens), self.smallest_budget())
+
+    @property
+    def protected(self) -> int:
+        """Slots of a kv head that are kept whatever their score: window, probe, recent slots, sinks, and a run that a
+        chunk's end cuts (which may lie in the window)."""
+        run = max(select.run for select in self.selections) - 1 if self.schedule == "chunk" else 0
+        if not self.error.protect:
+            return run
+        return max(self.score.smallest_budget() - 1, getattr(self.score, "sink", 0) + run)
+
+    @property
+    def wants_outputs(self) -> bool:
+        """Whether scoring needs the observing rows' attention outputs."""
+        return self.score.outputs or self.error.outputs
+
+    def smallest_budget(self) -> int:
+        """The smallest budget that leaves one slot to be won by score."""
+        return self.protected + 1
+
+    @property
+    def selections(self) -> tuple:
+        return (self.select, *(select for _, _, select in self.select_by_layer))
+
+    def selection(self, layer: int) -> Selection:
+        """How the evicting layer number `layer` selects."""
+        for start, stop, select in self.select_by_layer:
+            if start <= layer and (stop is None or layer < stop):
+                return select
+        return self.select
+
+    @property
+    def shared(self) -> bool:
+        """Whether all heads of some layer keep the same slots."""
+        return self.score.shared or any(select.shared for select in self.selections)
+
+    def groups(self, layers: int) -> list:
+        """Runs of layers that keep the same slots: those that wait, those that reuse an index, or one each."""
+        waiting = self.waiting_layers(layers)
+        starts = [0, *range(waiting, layers)] if waiting > 1 else range(0, layers, self.n_reuse)
+        return [list(range(a, b)) for a, b in zip(starts, [*starts[1:], layers], strict=True)]
+
+    def warmup_slots(self, tokens: int) -> int:
+        """B_warmup of a row of `tokens` tokens (METHODS section 3): min(N, 10240, max(B, ceil(5N/64))), at least B."""
+        budget = self.slots(tokens)
+        if self.warmup_budget is not None:
+            return max(budget, self.warmup_budget)
+        return max(budget, min(tokens, 10240, max(budget, math.ceil(tokens * 5 / 64))))
+
+    def check_layers(self, layer_count: int) -> None:
+        """Raise ValueError if `select_by_layer` names layers that a model of `layer_count` evicting ones lacks."""
+        for start, stop, _ in self.select_by_layer:
+            if max(start + 1, stop or 0) > layer_count:
+                raise ValueError(
+                    f"select_by_layer has a range from {start} to {stop}, the model {layer_count} evicting layers"
+                )
+
+    def waiting_layers(self, layer_count: int) -> int:
+        """W: layers 0..W-1 share the slots that layer W-1 chooses. 1 means that nobody waits."""
+        if self.warmup_layers is None:
+            return 1
+        if self.warmup_layers == "half":
+            return max(1, layer_count // 2)
+        if self.warmup_layers > layer_count:
+            raise ValueError(
+                f"warmup_layers={self.warmup_layers} is more than the model's {layer_count} evicting layers"
+            )
+        return self.warmup_layers
+
+
+def _refuse_in_json(value):
+    raise ValueError(
+        f"JSON cannot hold a {type(value).__name__}; name it instead, as in draft_model='FOLDER_OR_HUB_ID'"
+    )
+
+
+def _as_ranges(entries) -> tuple:
+    """`select_by_layer`, checked: no layer is in two ranges."""
+    ranges = tuple(map(_as_range, entries))
+    for (a, stop, _), (b, _, _) in pairwise(sorted(ranges, key=lambda entry: entry[0])):
+        if stop is None or b < stop:
+            raise ValueError(f"select_by_layer has layer {b} in two ranges, from {a} on and from {b} on; part them")
+    return ranges
+
+
+def _as_range(entry) -> tuple:
+    """(start, stop, selection) of `select_by_layer`, checked."""
+    try:
+        start, stop, select = entry
+    except (TypeError, ValueError):
+        raise ValueError(f"select_by_layer must hold (start, stop, select), got {entry!r}") from None
+    count("select_by_layer: start", start, 0)
+    if stop is not None:
+        count("select_by_layer: stop", stop, start + 1)
+    return start, stop, as_part("select", select)
+
+
+def build(policy, *, budget=None, chunk_size=None, **options) -> Policy:
+    """A `Policy` from a preset's name or another policy, with options by keyword.
+
+    Options are the fields of `Policy` and of the parts that it is made of (score, layers, heads, select); an unknown
+    one raises ValueError with the nearest names. A `chunk_size` without a `schedule` means schedule="chunk".
+    """
+    if isinstance(policy, str):
+        choices = dict(PRESETS.find(policy))
+        if budget is None:
+            raise ValueError("budget is missing: slots per kv head (int) or the fraction kept (float in (0, 1))")
+    elif isinstance(policy, Policy):
+        choices = {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy)}
+        if "score" in options:  # what came with the old one goes with it
+            for name, own in (("decode", policy.score.decodes), ("interval", policy.score.interval)):
+                choices[name] = None if choices[name] == own else choices[name]
+    else:
+        raise TypeError(f"policy must be a preset's name or a kvevict.Policy, got {type(policy).__name__}")
+    if budget is not None:
+        choices["budget"] = budget
+    if chunk_size is not None:
+        choices["chunk_size"] = chunk_size
+        choices["schedule"] = None
+    defaults = {f.name: f.default for f in dataclasses.fields(Policy)}
+    parts = {kind: as_part(kind, options.pop(kind, choices.get(kind, defaults[kind]))) for kind in PARTS}
+    own = {kind: {f.name for f in dataclasses.fields(part) if f.init} for kind, part in parts.items()}
+    general = set(defaults) - {*PARTS, "budget", "chunk_size"}
+    known = general.union(*own.values())
+    for option in options:
+        if option not in known:
+            raise ValueError(unknown("option", option, known | {*PARTS, "budget", "chunk_size"}))
+    for kind, part in parts.items():
+        mine = {name: options[name] for name in own[kind] & options.keys()}
+        choices[kind] = dataclasses.replace(part, **mine) if mine else part
+    return Policy(**(choices | {name: value for name, value in options.items() if name in general}))

@@ -1,0 +1,134 @@
+"""The methods by their papers' names: each is a score and what else the paper chooses."""
+
+import inspect
+
+from .heads import HEADS
+from .layers import LAYERS
+from .refinements import ERRORS
+from .registry import Registry
+from .scores import SCORES
+from .selections import SELECTIONS
+
+PRESETS = Registry("policy")
+
+
+def preset(name: str, remark: str = "", **choices) -> None:
+    """Register a combination: fields of `Policy`, and in one line what it is where its score does not say so."""
+    PRESETS.add(name)(choices)
+    if remark:
+        _remarks[name] = remark
+
+
+def describe(name: str) -> str:
+    """In one line what a preset is and where it comes from."""
+    choices = PRESETS.find(name)
+    return _remarks.get(name) or inspect.getdoc(type(choices["score"])).splitlines()[0]
+
+
+_remarks = {}
+_Z = 4096  # chunk size of the methods that evict chunk by chunk
+_KVPRESS = dict(window=64, kernel=5, pool="avg", reduce="mean")
+
+preset("streaming", score=SCORES["streaming"](), chunk_size=_Z)
+preset("h2o", score=SCORES["h2o"](), chunk_size=_Z)
+preset(
+    "h2o/kvcf", "H2O as KVCache-Factory runs it: the recent 8 slots are kept, not the recent half.",
+    score=SCORES["h2o"](recent=8), chunk_size=_Z,
+)  # fmt: skip
+preset("tova", score=SCORES["tova"](), chunk_size=_Z)
+preset("snapkv", score=SCORES["snapkv"]())
+preset("snapkv/kvcf", "SnapKV as KVCache-Factory runs it: a window of 8 rows.", score=SCORES["snapkv"](window=8))
+preset(
+    "snapkv/kvpress", "SnapKV as kvpress has it: the mean of 64 rows, average pooling over 5 slots.",
+    score=SCORES["snapkv"](**_KVPRESS),
+)  # fmt: skip
+preset("fastkv", score=SCORES["fastkv"]())
+preset("random", score=SCORES["random"]())
+preset("knorm", score=SCORES["knorm"]())
+preset("keydiff", score=SCORES["keydiff"]())
+preset(
+    "keydiff/kvpress", "KeyDiff as its paper and kvpress have it: the mean is of keys scaled to length 1.",
+    score=SCORES["keydiff"](unit=True),
+)  # fmt: skip
+preset("take", score=SCORES["take"](), chunk_size=_Z, warmup_layers="half")
+preset(
+    "take/no-probe", "TAKE without its probe (table 2): a chunk's own last 32 rows score it.",
+    score=SCORES["take"](append=False), chunk_size=_Z, warmup_layers="half",
+)  # fmt: skip
+preset(
+    "take/no-delay", "TAKE without delay (table 2): no layer waits for another's choice.",
+    score=SCORES["take"](), chunk_size=_Z,
+)  # fmt: skip
+preset(
+    "take/chunk-only", "TAKE with neither probe nor delay (table 2): a chunk's last 32 rows, in every layer.",
+    score=SCORES["take"](append=False), chunk_size=_Z,
+)  # fmt: skip
+preset("oracle", score=SCORES["oracle"]())
+preset("laq", score=SCORES["laq"]())
+preset("speckv", score=SCORES["speckv"]())
+_PAPER = dict(n_d=32, window=0, reduce="sum", draft_keys=True)
+preset("laq/paper", "LAQ as LookaheadKV ran it (app. F): 32 drafted rows alone.", score=SCORES["laq"](**_PAPER))
+preset(
+    "speckv/paper", "SpecKV as LookaheadKV ran it (app. F): 32 drafted rows alone.", score=SCORES["speckv"](**_PAPER)
+)
+preset(
+    "adakv", "AdaKV (Feng et al. 2024): SnapKV's scores; a layer's heads compete for its slots.",
+    score=SCORES["snapkv"](), heads=HEADS["ada"](),
+)  # fmt: skip
+preset(
+    "adakv/edie", "AdaKV as in EDIE's tables: mean pooling.",
+    score=SCORES["snapkv"](pool="avg"), heads=HEADS["ada"](),
+)  # fmt: skip
+preset(
+    "adakv/kvpress", "AdaKV as kvpress has it: every head keeps its own best fifth of the average, window included.",
+    score=SCORES["snapkv"](**_KVPRESS), heads=HEADS["ada"](floor="all"),
+)  # fmt: skip
+preset(
+    "pyramidkv", "PyramidKV (Cai et al. 2024): SnapKV's scores; slots decrease from the first layer to the last.",
+    score=SCORES["snapkv"](), layers=LAYERS["pyramid"](),
+)  # fmt: skip
+preset(
+    "cake", "CAKE (Qin et al. 2025): layers share by entropy and variance of the window's attention, in a cascade.",
+    score=SCORES["cake"](), layers=LAYERS["cake"](),
+)  # fmt: skip
+preset(
+    "chunkkv", "ChunkKV (Liu et al. 2025, algorithm 2): SnapKV's scores over runs of 10 tokens; one choice per layer.",
+    score=SCORES["snapkv"](pool="none"), select=SELECTIONS["chunk"](),
+)  # fmt: skip
+preset(
+    "chunkkv+reuse", "ChunkKV with index reuse (algorithm 3): two layers share the choice of the first.",
+    score=SCORES["snapkv"](pool="none"), select=SELECTIONS["chunk"](), n_reuse=2,
+)  # fmt: skip
+preset(
+    "chunkkv/kvpress", "ChunkKV as kvpress has it: whole runs of 20 tokens by its own SnapKV's scores.",
+    score=SCORES["snapkv"](**_KVPRESS), select=SELECTIONS["chunk"](c=20, exact=False),
+)  # fmt: skip
+preset("vatp", score=SCORES["vatp"]())
+preset(
+    "paasvn", "PAASVN (EDIE eq. 4): VATP over a window's attention, without sinks.",
+    score=SCORES["vatp"](base="snapkv", sink=0),
+)  # fmt: skip
+preset("edie", score=SCORES["edie"](), heads=HEADS["flat"]())
+preset("edie-exact", score=SCORES["edie-exact"](), heads=HEADS["flat"]())
+preset(
+    "edie+tada", "EDIE (eq. 9-11) with TADA's layer budgets (eq. 12-18), by the errors of the task's earlier contexts.",
+    score=SCORES["edie"](), heads=HEADS["flat"](), layers=LAYERS["tada"](),
+)  # fmt: skip
+preset(
+    "edie+tada/chunked", "EDIE+TADA (eq. 9-18) in chunks, ours: a prompt's own earlier chunks set the layer budgets.",
+    score=SCORES["edie"](), heads=HEADS["flat"](), layers=LAYERS["tada"](own=True), chunk_size=_Z,
+)  # fmt: skip
+preset(
+    "chunkkv/edie", "ChunkKV's runs over EDIE's scores (eq. 9-11), ours: every head ranks its own, and heads compete.",
+    score=SCORES["edie"](pool="none"), heads=HEADS["flat"](), select=SELECTIONS["chunk"](per_head=True),
+)  # fmt: skip
+preset(
+    "take+caote", "TAKE's scores (eq. 7-13) refined by CAOTE (eq. 6), ours.",
+    score=SCORES["take"](), error=ERRORS["caote"](), chunk_size=_Z, warmup_layers="half",
+)  # fmt: skip
+for _error, _caote in (("caote", "CAOTE (Goel et al. 2025, eq. 6)"), ("fastcaote", "FastCAOTE (eq. 8)")):
+    for _base, _score in (("h2o", {}), ("tova", dict(per_head=True)), ("snapkv", {})):
+        preset(
+            f"{_base}+{_error}", f"{_caote} over {_base}'s scores, in chunks of 128 and at every decoded token.",
+            score=SCORES[_base](**_score), error=ERRORS[_error](), chunk_size=128, decode=True, interval=1,
+        )  # fmt: skip

@@ -1,0 +1,296 @@
+"""python tests/benchmarks/bench_ops.py [--quick] [--device cuda]: the ops beside torch's
+scaled_dot_product_attention on the same
+data.
+
+SDPA gets [stored | new] in one tensor, joined outside the timing, which a cache would have to do for it each time.
+Every result is compared before it is timed; times are medians, the two sides taking turns. On a GPU a side is captured
+in a CUDA graph of several calls and timed by events, so the time is the GPU's, with what of the data its caches
+keep from call to call; of the ways to call SDPA the fastest is the peer. Not yet run on a GPU.
+"""
+
+import argparse
+import json
+import platform
+import re
+import statistics
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+from kvevict import _ops as ops
+
+SHAPES = [(32, 8, 128), (8, 2, 64)]  # H, Hkv, D
+ROWS = {"cpu": (1024, [4096, 512]), "cuda": (4096, [10240, 512])}  # new, stored
+# Two roundings to the output's dtype, and SDPA's own of the weights in 16 bit.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6}
+
+
+def machine():
+    model = platform.processor()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        found = re.search(r"model name\s*: (.*)", cpuinfo.read_text())
+        model = found[1] if found else model
+    gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    return {"cpu": model, "threads": torch.get_num_threads(), "isa": ops.cpu_isa(), "torch": torch.__version__, **gpu}
+
+
+def close(name, got, want, tolerance):
+    error = (got.double() - want.double()).abs().max().item() / want.double().abs().max().item()
+    if not error <= tolerance:
+        raise SystemExit(f"{name}: off by {error:.2g}, {tolerance:.2g} allowed")
+
+
+def timed(run):
+    """A function that runs `run` and returns the milliseconds it took."""
+
+    def once():
+        start = time.perf_counter()
+        run()
+        return (time.perf_counter() - start) * 1e3
+
+    return once
+
+
+def timed_on_gpu(run, calls=20):
+    graph, start, end = torch.cuda.CUDAGraph(), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # what is set up at the first call must not be captured
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            run()
+
+    def once():
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / calls
+
+    return once
+
+
+def medians(runs, seconds):
+    """Milliseconds of each, `timed`, taking turns until `seconds` are over, three turns at least."""
+    times = [[] for _ in runs]
+    for run in runs:
+        run()
+    end = time.perf_counter() + seconds
+    while len(times[0]) < 3 or time.perf_counter() < end:
+        for run, taken in zip(runs, times):
+            taken.append(run())
+    return [statistics.median(taken) for taken in times]
+
+
+def sdpas(q, keys, values, mask, scale):
+    """The ways to call SDPA, `mask` being causal at the lower right, or None; on a CPU only the first."""
+    wide = [x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (keys, values)]
+    causal = None if mask is None else causal_lower_right(*mask.shape)
+    dot = F.scaled_dot_product_attention
+    ways = [
+        lambda: dot(q, keys, values, attn_mask=mask, scale=scale, enable_gqa=True),
+        lambda: dot(q, *wide, attn_mask=mask, scale=scale),
+        lambda: dot(q, *wide, attn_mask=causal, scale=scale),
+    ]
+    if not q.is_cuda:
+        return ways[0]
+    return min(ways, key=lambda way: medians([timed_on_gpu(way)], 0.1))
+
+
+def heads(count, *values):
+    return [torch.full((1, count), value, dtype=torch.int32) for value in values]
+
+
+def data(H, Hkv, D, stored, new, dtype):
+    """One batch row: `stored` slots per head with room for one more, and `new` columns as a model leaves them."""
+    stride = stored + 1
+    offset = torch.arange(Hkv).view(1, Hkv) * stride
+    k_slots, v_slots = torch.randn(2, Hkv * stride, D).to(dtype)
+    q, k, v = (torch.randn(1, new, n, D).to(dtype).transpose(1, 2) for n in (H, Hkv, Hkv))
+
+    def joined(slots, rows):
+        return torch.cat([slots.view(1, Hkv, stride, D)[:, :, :stored], rows], 2)
+
+    slots = {"k_slots": k_slots, "v_slots": v_slots, "offset": offset, "len": heads(Hkv, stored)[0]}
+    return q, k, v, slots, joined(k_slots, k), joined(v_slots, v), D**-0.5
+
+
+def bench_attend(H, Hkv, D, stored, new, dtype):
+    q, k, v, slots, keys, values, scale = data(H, Hkv, D, stored, new, dtype)
+    mask = torch.ones(new, stored + new, dtype=torch.bool).tril(stored)
+    zero, stop = torch.zeros(1, dtype=torch.int32), torch.full((1,), new, dtype=torch.int32)
+
+    def attend():
+        return ops.attend(q=q, k=k, v=v, first=zero, scale=scale, **slots)
+
+    sdpa = sdpas(q, keys, values, mask, scale)
+    lse = attend()[1]
+    seen = {
+        "k_slots": slots["k_slots"],
+        "offset": slots["offset"],
+        "len": slots["len"],
+        "k": k,
+        "first": zero,
+        "stop": stop,
+    }
+
+    def h2o():
+        more = {"reduce": "sum", "columns": stored + new, "causal": True, "lse": lse}
+        return ops.score(q=q, row_first=zero, scale=scale, **seen, **more)
+
+    close("attend", attend()[0], sdpa().transpose(1, 2), TOLERANCE[dtype])
+    logits = (q[0, : H // Hkv].float() @ keys[0, 0].float().T * scale).masked_fill(~mask, -torch.inf)
+    close("score", h2o()[0, 0], logits.softmax(-1).sum(1).mean(0), 1e-5)
+    close("score", h2o().sum(-1), torch.full((1, Hkv), float(new)), 1e-5)
+    name = f"{H}/{Hkv} d={D} {new} on {stored} {str(dtype)[6:]}"
+    return [(f"attend {name}", attend, "sdpa", sdpa), (f"h2o score {name}", h2o, "attend", attend)]
+
+
+def window_error(kind, a, v, o):
+    """kv_error of the first group with torch: a [G, rows, n], v [n, D], o [rows, G, D] -> [n]."""
+    o = o.float().transpose(0, 1)
+    if kind == "edie":
+        return (a / (1.1 - a) * (v.abs().sum(1) + o.abs().sum(-1, keepdim=True))).sum((0, 1))
+    distance = torch.cdist(o, v, p=float(kind[1]), compute_mode="donot_use_mm_for_euclid_dist")
+    return (a / (1 - a) * distance).sum((0, 1))
+
+
+def bench_window(H, Hkv, D, stored, new, dtype):
+    """What an eviction asks of the last 32 rows, beside the plain score of these rows, and what it asks of slots."""
+    q, k, v, slots, keys, values, scale = data(H, Hkv, D, stored, new, dtype)
+    zero, stop = torch.zeros(1, dtype=torch.int32), torch.full((1,), new, dtype=torch.int32)
+    out, lse = ops.attend(q=q, k=k, v=v, first=zero, scale=scale, **slots)
+    rows, alive = min(32, new), heads(Hkv, stored + new)[0]
+    window = {name: slots[name] for name in ("k_slots", "offset", "len")} | {"k": k, "first": zero, "stop": stop}
+    window |= {"q": q[:, :, -rows:], "row_first": zero, "lse": lse[:, :, -rows:], "scale": scale, "causal": True}
+    of_values = {"offset": slots["offset"], "len": slots["len"], "first": zero, "stop": stop}
+
+    def score(**more):
+        return ops.score(**window, reduce="sum", columns=stored + new, **more)
+
+    def peak():
+        return ops.peak(**window, lo=0 * alive, hi=alive)
+
+    def error(kind):
+        o = out[:, -rows:]
+        return ops.error(**window, v_slots=slots["v_slots"], v=v, o=o, kind=kind, alpha=0.1, columns=stored + new)
+
+    pooled = score()
+
+    def refine():
+        return ops.refine(v_slots=slots["v_slots"], v=v, score=pooled, **of_values)
+
+    def caote():
+        hn = pooled / pooled.sum(-1, keepdim=True)
+        return hn / (1 - hn) * (values.float() - hn[:, :, None] @ values.float()).norm(dim=-1)
+
+    def norm():
+        return ops.norm(x_slots=slots["v_slots"], x=v, p=1, columns=stored + new, **of_values)
+
+    def torch_norm():
+        return values.float().norm(p=1, dim=-1)
+
+    mask = torch.ones(rows, stored + new, dtype=torch.bool).tril(stored + new - rows)
+    a = (q[0, : H // Hkv, -rows:].float() @ keys[0, 0].float().T * scale).masked_fill(~mask, -torch.inf).softmax(-1)
+    close("score", score(term="square")[0, 0], a.square().sum(1).mean(0), 1e-5)
+    close("entropy", score(term="entropy")[0, 0], -torch.special.xlogy(a, a).sum(1).mean(0), 1e-5)
+    close("peak", peak()[0, : H // Hkv], a.amax(-1), 1e-5)
+    for kind in ("edie", "l1", "l2"):
+        close(kind, error(kind)[0, 0], window_error(kind, a, values[0, 0].float(), out[0, -rows:, : H // Hkv]), 1e-5)
+    close("refine", refine(), caote(), 1e-5)
+    close("norm", norm(), torch_norm(), 1e-5)
+    name = f"{H}/{Hkv} d={D} {rows} on {stored + new} {str(dtype)[6:]}"
+    kinds = [(f"{kind} {name}", lambda kind=kind: error(kind), "score", score) for kind in ("edie", "l1", "l2")]
+    slot_ops = [(f"refine {name}", refine, "torch", caote), (f"norm {name}", norm, "torch", torch_norm)]
+    return [(f"squared {name}", lambda: score(term="square"), "score", score), (f"peak {name}", peak, "score", score),
+            *kinds, *slot_ops]  # fmt: skip
+
+
+def bench_decode(H, Hkv, D, stored, dtype):
+    q, k, v, slots, keys, values, scale = data(H, Hkv, D, stored, 1, dtype)
+    pos = torch.zeros(1, 1, dtype=torch.int32)
+    pos_slots = torch.zeros(slots["k_slots"].shape[0], dtype=torch.int32)
+
+    def decode():
+        return ops.decode(q=q, k=k, v=v, pos=pos, pos_slots=pos_slots, scale=scale, **slots)
+
+    sdpa = sdpas(q, keys, values, None, scale)
+    close("decode", decode()[0], sdpa().transpose(1, 2), TOLERANCE[dtype])
+    return [(f"decode {H}/{Hkv} d={D} on {stored} {str(dtype)[6:]}", decode, "sdpa", sdpa)]
+
+
+def bench_evict(Hkv, D, stored, new, dtype):
+    """Select and compact in place, as after a chunk, beside the same with torch's sort and gather."""
+    _, k, v, slots, keys, values, _ = data(Hkv, Hkv, D, stored, new, dtype)
+    score, zero = torch.rand(1, Hkv, stored + new), torch.zeros(1, dtype=torch.int32)
+    n, keep = heads(Hkv, stored + new, stored)
+    pos, pos_slots = torch.zeros(1, new, dtype=torch.int32), torch.zeros(slots["k_slots"].shape[0], dtype=torch.int32)
+    src = {"k_src": slots["k_slots"], "v_src": slots["v_slots"], "pos_src": pos_slots}
+    dst = {"k_dst": slots["k_slots"], "v_dst": slots["v_slots"], "pos_dst": pos_slots}
+
+    def select():
+        ends = {"protect_first": zero, "protect_last": zero}
+        return ops.select(score=score, n=n, keep=keep, columns=stored, **ends)
+
+    def evict():
+        rows = {"k": k, "v": v, "pos": pos, "first": zero, "index": select(), "keep": keep}
+        ops.compact(**src, **dst, **rows, src_offset=slots["offset"], src_len=slots["len"], dst_offset=slots["offset"])
+
+    def indices():
+        return score.sort(dim=-1, descending=True, stable=True).indices[..., :stored].sort(-1).values
+
+    def gathered():
+        index = indices()[..., None].expand(-1, -1, -1, D)
+        return keys.gather(2, index), values.gather(2, index)
+
+    if not torch.equal(select().long(), indices()):
+        raise SystemExit("select: not what a stable sort gives")
+    want = gathered()
+    evict()
+    for got, wanted in zip((slots["k_slots"], slots["v_slots"]), want):
+        close("compact", got.view(1, Hkv, -1, D)[:, :, :stored], wanted, 0.0)
+    name = f"{Hkv} heads d={D} {stored} of {stored + new} {str(dtype)[6:]}"
+    return [(f"select {name}", select, "sort", indices), (f"select+compact {name}", evict, "sort+gather", gathered)]
+
+
+def jobs(device, quick):
+    (new, lengths), half = ROWS[device], torch.bfloat16
+    for H, Hkv, D in SHAPES[1:] if quick else SHAPES:
+        for dtype in TOLERANCE if device == "cpu" else [half]:
+            for stored in lengths:
+                yield bench_attend, (H, Hkv, D, stored, new, dtype)
+            yield bench_window, (H, Hkv, D, lengths[0], new, dtype)
+            for stored in (32768, 4096):
+                yield bench_decode, (H, Hkv, D, stored, dtype)
+        yield bench_evict, (Hkv, D, lengths[0], new, half)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="the smaller shape, a tenth of the time")
+    parser.add_argument("--device", choices=ROWS, default="cpu")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    clock = timed if args.device == "cpu" else timed_on_gpu
+    print(json.dumps(machine()))
+    results, seconds = [], 2.0 if args.device == "cpu" else 1.0
+    for bench, shape in jobs(args.device, args.quick):
+        with torch.device(args.device):
+            pairs = bench(*shape)
+        for name, ours, other_name, other in pairs:
+            ms, other_ms = medians([clock(ours), clock(other)], 0.2 if args.quick else seconds)
+            results.append({"op": name, "ms": ms, "against": other_name, "against_ms": other_ms})
+            line = f"{name:<48} {ms * 1e3:>12.1f} us   {other_name:<11} {other_ms * 1e3:>12.1f} us"
+            print(f"{line}   {other_ms / ms:>6.2f}x", flush=True)
+    print(json.dumps({"machine": machine(), "results": results}))
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()

@@ -1,0 +1,42 @@
+"""What patching costs when nothing is evicted:
+
+    python tests/benchmarks/bench_overhead.py [--tokens 4096] [--new-tokens 64]
+
+One process, one random 4-layer, hidden-512, 8/2-head fp32 Llama; unpatched and patched generations alternate and the
+medians are compared. First the logits are checked to be the same. Prints a table and one JSON line.
+"""
+
+import argparse
+import json
+
+import torch
+from bench_read import build
+
+from kvevict import policy
+from kvevict.analysis import speed
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--policies", nargs="+", default=["snapkv", "h2o", "take"])
+    args = parser.parse_args()
+    model = build(args.tokens)
+    ids = torch.randint(1000, (1, args.tokens), generator=torch.Generator().manual_seed(1))
+    policies = {name: policy.build(name, budget=args.tokens + args.new_tokens) for name in args.policies}
+    for name, chosen in policies.items():
+        speed.check(model, ids, name, chosen, args.new_tokens)
+    print(f"{args.tokens} tokens read, {args.new_tokens} decoded, median of {args.rounds} (s)")
+    result = {}
+    for name, row in speed.alternate(model, ids, policies, args.new_tokens, args.rounds).items():
+        decode = (args.new_tokens - 1) / row["decode_tokens_per_second"]
+        result[name] = dict(read=row["read_seconds"], decode=decode)
+        ratios = [value / result[speed.UNPATCHED][stage] for stage, value in result[name].items()]
+        print(f"{name:12} read {row['read_seconds']:7.3f} ({ratios[0]:.3f})   decode {decode:7.3f} ({ratios[1]:.3f})")
+    print(json.dumps({"bench": "overhead", "threads": torch.get_num_threads(), "results": result}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Peak memory and time of reading a prompt:
+
+    python tests/benchmarks/bench_read.py [--lengths 4096 16384 65536] [--runs ...]
+
+Every run is a fresh process with a random 4-layer, hidden-512, 8/2-head fp32 Llama. A run is a policy and its options,
+e.g. "take:budget=512,chunk_size=1024", or "unpatched". Before it is timed, each policy's logits are checked against the
+unpatched model's on a short prompt that fits the budget. Prints a table and one JSON line.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+
+import torch
+
+RUNS = ["unpatched", *(f"{p}:budget=512,chunk_size=1024" for p in ("take", "snapkv", "h2o"))]
+
+
+def build(length):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=1000, hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=2, max_position_embeddings=max(length + 1024, 8192),
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def parse(run):
+    name, _, options = run.partition(":")
+    pairs = (pair.split("=") for pair in options.split(",") if pair)
+    return name, {key: int(value) if value.lstrip("-").isdigit() else value for key, value in pairs}
+
+
+def resident(field="VmRSS:"):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(field)) / 1024
+
+
+def measure(run, length, new):
+    """One fresh process: read `length` tokens and decode `new` more. Memory is the growth of the peak in MiB."""
+    import kvevict
+
+    name, options = parse(run)
+    model = build(length)
+    ids = torch.randint(1000, (1, length), generator=torch.Generator().manual_seed(1))
+    if name != "unpatched":
+        with torch.no_grad():
+            want = model(ids[:, :300]).logits
+            kvevict.patch(model, name, **options)
+            got = model(ids[:, :300]).logits
+        error = float((got - want).abs().max() / want.abs().max())
+        assert error < 1e-4, f"{run}: logits differ by {error}"
+    generate = dict(do_sample=False, attention_mask=torch.ones_like(ids))
+    model.generate(ids[:, :64], attention_mask=generate["attention_mask"][:, :64], max_new_tokens=2)  # warm up
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    before = resident()
+    start = time.perf_counter()
+    model.generate(ids, max_new_tokens=1, **generate)
+    read = time.perf_counter() - start
+    result = dict(run=run, tokens=length, read_seconds=read, growth_mib=resident("VmHWM:") - before)
+    if name != "unpatched":
+        report = kvevict.report(model)
+        result |= dict(
+            kept=report["kept"][0][0], cache_bytes=report["cache_bytes"], peak_cache_bytes=report["peak_cache_bytes"],
+            overhead_bytes=report["overhead_bytes"], seconds=report["seconds"],
+        )  # fmt: skip
+        slots = sum(n for layer in report["kept"] for row in layer for n in row)
+        assert report["cache_bytes"] == 2 * 4 * 64 * slots
+    if new:
+        start = time.perf_counter()
+        model.generate(ids, max_new_tokens=1 + new, **generate)
+        result["decode_seconds"] = time.perf_counter() - start - read
+    return result | dict(peak_rss_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384, 65536])
+    parser.add_argument("--runs", nargs="+", default=RUNS)
+    parser.add_argument("--new-tokens", type=int, default=0, help="also time decoding this many tokens")
+    parser.add_argument("--one", nargs=2, metavar=("RUN", "LENGTH"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(measure(args.one[0], int(args.one[1]), args.new_tokens)))
+        return
+    results = []
+    head = ("read s", 8), ("of unpatched", 12), ("growth MiB", 11), ("KV MiB", 8), ("peak KV", 8)
+    print(f"{'tokens':>8} {'run':40}", *(f"{name:>{width}}" for name, width in head))
+    for length in args.lengths:
+        for run in args.runs:
+            call = [sys.executable, __file__, "--one", run, str(length), "--new-tokens", str(args.new_tokens)]
+            done = subprocess.run(call, capture_output=True, text=True)
+            if done.returncode:
+                sys.exit(f"{run} at {length} failed:\n{done.stderr}")
+            r = json.loads(done.stdout.splitlines()[-1])
+            results.append(r)
+            base = next((x for x in results if x["run"] == "unpatched" and x["tokens"] == length), None)
+            ratio = f"{r['read_seconds'] / base['read_seconds']:12.3f}" if base else f"{'':12}"
+            kv = [f"{r[k] / 2**20:8.2f}" if k in r else f"{'':8}" for k in ("cache_bytes", "peak_cache_bytes")]
+            print(f"{length:8} {run:40} {r['read_seconds']:8.2f} {ratio} {r['growth_mib']:11.1f}", *kv, flush=True)
+    print(json.dumps({"bench": "read", "threads": torch.get_num_threads(), "results": results}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""`kvevict bench`: what it counts, and that it checks before it times. Times themselves are not tested."""
+
+import contextlib
+import json
+
+import pytest
+import tiny
+import torch
+from tiny import save
+
+import kvevict
+from kvevict.analysis import speed
+from kvevict.cli import main
+from kvevict.commands.bench import cells
+from kvevict.policy import build
+
+SLOT = 2 * 4 * 32  # bytes of a key and a value of one head: fp32, head_dim 32
+
+
+def bench(folder, words, capsys):
+    """(exit code, the last line's JSON or None, stdout, stderr)."""
+    code = main(["bench", "--model", folder, *words.split()])
+    got = capsys.readouterr()
+    return code, json.loads(got.out.splitlines()[-1]) if code == 0 else None, got.out, got.err
+
+
+def test_rows(tmp_path, capsys):
+    """Cache bytes are exact: 4 layers of 2 kv heads."""
+    folder, _ = save(tmp_path)
+    words = (
+        "--policies snapkv:window=4 take:probe=4,budget=30 --budget 20 --lengths 90 48 --chunk-size 16 --new-tokens 3"
+    )
+    code, line, out, _ = bench(folder, f"{words} --repeat 2", capsys)
+    assert code == 0 and "RANDOM" not in out
+    names = ["unpatched", "snapkv:window=4", "take:probe=4,budget=30"]
+    assert [(row["prompt_tokens"], row["policy"]) for row in line["rows"]] == [
+        (n, name) for n in (48, 90) for name in names
+    ]
+    for row in line["rows"]:
+        slots = dict(zip(names, (row["prompt_tokens"], 20, 30)))[row["policy"]]
+        assert row["cache_bytes"] == SLOT * 2 * 4 * slots
+        assert row["read_seconds"] > 0 and row["decode_tokens_per_second"] > 0
+    assert f"({20 / 90:.2f})" in next(text for text in out.splitlines() if text.split()[:2] == ["90", names[1]])
+
+
+def test_default_lengths_fit_the_context(tmp_path, capsys):
+    folder, _ = save(tmp_path, max_position_embeddings=1200)
+    _, line, _, _ = bench(folder, "--policies knorm --budget 20 --new-tokens 2 --repeat 1", capsys)
+    assert [row["prompt_tokens"] for row in line["rows"]] == [1024, 1024, 1198, 1198]
+
+
+def test_sliding_layers_do_not_count(tmp_path, capsys):
+    """gemma3's tiny model has two full-attention layers among four."""
+    folder, _ = save(tmp_path, "gemma3")
+    _, line, _, _ = bench(folder, "--policies knorm --budget 20 --lengths 40 --new-tokens 2 --repeat 1", capsys)
+    assert [row["cache_bytes"] for row in line["rows"]] == [SLOT * 2 * 2 * 40, SLOT * 2 * 2 * 20]
+
+
+def test_a_config_alone_means_random_weights(tmp_path, capsys):
+    _, model = save(tmp_path / "whole")
+    model.config.save_pretrained(tmp_path / "bare")
+    code, line, out, _ = bench(str(tmp_path / "bare"), "--policies h2o --budget 20 --lengths 40 --new-tokens 2", capsys)
+    assert code == 0 and "RANDOM weights, random token ids" in out and "RANDOM" in line["weights"]
+
+
+def test_prompts_are_the_file(tmp_path, capsys, monkeypatch):
+    folder, _ = save(tmp_path)
+    (tmp_path / "text").write_text("abcdefgh" * 8)
+    read, measure = [], speed.measure
+    monkeypatch.setattr(speed, "measure", lambda *a: read.append(a[2]) or measure(*a))
+    words = f"--file {tmp_path / 'text'} --policies knorm --budget 9 --new-tokens 2 --repeat 1 --lengths"
+    assert bench(folder, f"{words} 20 40", capsys)[0] == 0
+    assert ["".join(chr(i + 33) for i in ids[0].tolist()) for ids in read] == ["abcdefgh" * 2 + "abcd"] * 2 + [
+        "abcdefgh" * 5
+    ] * 2
+    code, _, _, error = bench(folder, f"{words} 80", capsys)
+    assert code == 2 and "64 tokens" in error
+
+
+def disturbed(change):
+    """A stand-in for `evicting` whose model's last weights are off by about `change` of the largest."""
+
+    @contextlib.contextmanager
+    def evicting(model, policy, **options):
+        weight = model.lm_head.weight
+        before = weight.detach().clone()
+        noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+        with kvevict.evicting(model, policy, **options), torch.no_grad():
+            weight.add_(change * before.abs().max() * noise)
+            yield
+            weight.copy_(before)
+
+    return evicting
+
+
+@pytest.mark.parametrize("change, fine", [(0.0, True), (1e-6, True), (1e-2, False), (float("nan"), False)])
+def test_checks_before_timing(change, fine, tmp_path, capsys, monkeypatch):
+    """A patched model that computes something else is found out, rounding is not."""
+    folder, _ = save(tmp_path)
+    monkeypatch.setattr(speed, "evicting", disturbed(change))
+    code, _, out, error = bench(folder, "--policies knorm --budget 20 --lengths 40 --new-tokens 4 --repeat 1", capsys)
+    assert (code == 0) == fine
+    assert fine or (out == "" and "policy knorm" in error and "nothing was timed" in error)
+
+
+def test_equally_likely_tokens_may_differ(monkeypatch):
+    """Every token has a twin with the same weights: where rounding picks the twin, the rest is another text."""
+    model, ids = tiny.model(), tiny.prompt(length=60)["input_ids"]
+    with torch.no_grad():
+        model.lm_head.weight[49:] = model.lm_head.weight[:48]
+    monkeypatch.setattr(speed, "evicting", disturbed(1e-6))
+    with speed.evicting(model, "h2o", budget=99):
+        twin = tiny.generate(model, dict(input_ids=ids, attention_mask=torch.ones_like(ids)))
+    assert not torch.equal(twin, tiny.generate(model, dict(input_ids=ids, attention_mask=torch.ones_like(ids))))
+    speed.check(model, ids, "h2o", build("h2o", budget=8, chunk_size=16), 8)
+
+
+def test_medians_by_hand():
+    runs = [
+        dict(read_seconds=s, decode_seconds=d, new_tokens=n, peak_bytes=p, report=dict(cache_bytes=7))
+        for s, d, n, p in [(3, 2, 11, 5), (1, 1, 11, 9), (2, 5, 11, 1)]
+    ]
+    want = dict(read_seconds=2, decode_tokens_per_second=5, peak_bytes=5, cache_bytes=7)
+    assert speed.medians(runs, full=99) == want
+    del runs[0]["report"]
+    assert speed.medians(runs, full=99) == want | dict(cache_bytes=99)
+
+
+def test_cells_by_hand():
+    row = dict(read_seconds=1.5, decode_tokens_per_second=30.0, peak_bytes=2**20, cache_bytes=2**19)
+    base = dict(read_seconds=3.0, decode_tokens_per_second=20.0, peak_bytes=0, cache_bytes=2**21)
+    assert cells(row, base).split() == ["1.5", "(0.50)", "30", "(1.50)", "1", "(-)", "0.5", "(0.25)"]
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--lengths 8", "--lengths"), ("--lengths 40 4090 --new-tokens 9", "4087"), ("--repeat 0", "--repeat"),
+        ("--new-tokens 1", "--new-tokens"), ("--policies snapvk", "snapkv"), ("--budget x", "--budget"),
+    ],
+)  # fmt: skip
+def test_mistakes(words, message, tmp_path, capsys):
+    folder, _ = save(tmp_path)
+    code, _, out, error = bench(folder, words, capsys)
+    assert code == 2 and message in error and not out

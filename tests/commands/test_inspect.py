@@ -1,0 +1,207 @@
+"""`kvevict inspect`: the page holds what the report says, and the prompt's text."""
+
+import json
+import os
+import random
+import re
+from html.parser import HTMLParser
+
+import pytest
+import tokenizers
+import torch
+from tiny import byte_tokenizer, save
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+import kvevict
+from kvevict.analysis.page import gaps, page, picture, pieces, places
+from kvevict.cli import main
+
+TEXT = "Grüße, 日本語 🙂👩‍🚀! </script><script>alert(1)</script> a &amp; b\n\n\u2028 __DATA__ the end\t."
+
+
+def word_tokenizer(words):
+    """One token per word; as in SentencePiece, a word brings the space before it, which the text's first one loses."""
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"▁{w}": i for i, w in enumerate(words)}, "▁x"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    inner.decoder = tokenizers.decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+def opened(positions):
+    """What the page's script makes of `gaps`."""
+    at, out = 0, []
+    for gap, length in zip(positions[::2], positions[1::2]):
+        out += range(at + gap, at + gap + length)
+        at += gap + length
+    return out
+
+
+class Scripts(HTMLParser):
+    """The contents of the page's <script> elements, and every address that it names."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.scripts, self.inside, self.addresses = [], False, []
+        self.feed(html)
+
+    def handle_starttag(self, tag, attributes):
+        self.inside = tag == "script"
+        self.addresses += [value for name, value in attributes if name in ("src", "href", "srcset", "action")]
+        if self.inside:
+            self.scripts.append("")
+
+    def handle_endtag(self, tag):
+        self.inside = False
+
+    def handle_data(self, data):
+        if self.inside:
+            self.scripts[-1] += data
+
+
+def data_of(html):
+    return json.loads(Scripts(html).scripts[0])
+
+
+def test_gaps_by_hand():
+    assert gaps([0, 1, 2, 7]) == [0, 3, 4, 1]
+    assert gaps([5]) == [5, 1]
+    assert gaps([]) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_gaps_open_again(seed):
+    rng = random.Random(seed)
+    positions = sorted(rng.sample(range(200), rng.randrange(1, 200)))
+    assert opened(gaps(positions)) == positions
+
+
+def test_split_characters_are_one_piece():
+    ids = byte_tokenizer()(TEXT)["input_ids"]
+    assert pieces(byte_tokenizer(), ids) == [[char, len(char.encode())] for char in TEXT]
+
+
+def test_half_a_character_at_the_end():
+    ids = byte_tokenizer()("a日本")["input_ids"][:-1]
+    assert [count for _, count in pieces(byte_tokenizer(), ids)] == [1, 3, 2]
+
+
+def test_bytes_that_are_no_text():
+    ids = [byte_tokenizer().convert_tokens_to_ids(c) for c in "aÿ" + 40 * "ł" + "b"]
+    made = pieces(byte_tokenizer(), ids)
+    assert sum(count for _, count in made) == len(ids)
+    assert made[0] == ["a", 1] and made[-1][0].endswith("b")
+
+
+def test_spaces_that_decoders_strip():
+    words = ["x", "now", "is", "the", "time"]
+    tokenizer = word_tokenizer(words)
+    ids = tokenizer("now is the time now")["input_ids"]
+    assert pieces(tokenizer, ids) == [[w, 1] for w in ["now", " is", " the", " time", " now"]]
+
+
+def test_places_by_hand():
+    made = [["a ", 1], ["🙂", 4], ["is 12", 2], ["34", 1], [", 12", 1], ["34", 1]]
+    assert places(made, "1234") == [5, 8]
+    assert places(made, "🙂") == [1]
+    assert places(made, "5") == []
+
+
+def test_page_is_one_file_and_text_stays_text():
+    ids = torch.tensor([byte_tokenizer()(TEXT)["input_ids"]])
+    run = dict(name="</script>", answer="<b>", facts=[("a", "<i>")], positions=[None, [[[0, 2], [1]]]])
+    html = page(byte_tokenizer(), ids, [run], [("question", "</script>")], "the end")
+    found = Scripts(html)
+    assert len(found.scripts) == 2
+    assert not found.addresses and not re.search(r"https?:|@import|url\(|fetch\(|innerHTML", html)
+    data = data_of(html)
+    assert "".join(text for text, _ in data["pieces"]) == TEXT
+    assert data["runs"][0]["kept"] == [None, [[0, 1, 1, 1], [1, 1]]]
+    assert data["facts"] == [["question", "</script>"]]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_command(family, tmp_path, capsys):
+    """The page's slots are those of the report of the same read; sliding-window layers have none."""
+    folder, model = save(tmp_path / "model", family)
+    (tmp_path / "text").write_text(TEXT * 3, encoding="utf-8")
+    out = tmp_path / "page.html"
+    policies = ["--policy", "snapkv:window=4", "--policy", "streaming"]
+    argv = ["inspect", "--model", folder, "--file", str(tmp_path / "text"), *policies, "--budget", "12"]
+    assert main([*argv, "--chunk-size", "50", "--max-new-tokens", "3", "--out", str(out), "Who?"]) == 0
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    data = data_of(out.read_text(encoding="utf-8"))
+    ids = torch.tensor([AutoTokenizer.from_pretrained(folder)(TEXT * 3 + "\n\nWho?")["input_ids"]])
+    assert data["tokens"] == line["tokens"] == ids.shape[1]
+    for run, (name, options) in zip(data["runs"], [("snapkv", dict(window=4)), ("streaming", {})], strict=True):
+        with kvevict.evicting(model, name, budget=12, chunk_size=50, **options):
+            model(ids)
+            want = [layer and layer[0] for layer in kvevict.report(model, positions=True)["positions"]]
+        assert [heads and [opened(head) for head in heads] for heads in run["kept"]] == want
+        assert dict(run["facts"])["kept"] == f"12 of {ids.shape[1]} slots per kv head"
+    layers = sum(heads is not None for heads in want)
+    slots_bytes = 2 * 4 * 32 * 2 * layers
+    full, kept = f"{slots_bytes * ids.shape[1] / 1024:,.0f}", f"{slots_bytes * 12 / 1024:,.0f}"
+    assert dict(run["facts"])["KV cache"].startswith(f"{kept} of {full} KiB")
+
+
+def test_mistakes(tmp_path, capsys):
+    (tmp_path / "text").write_text("a")
+    start = ["inspect", "--model", "nowhere", "--file", str(tmp_path / "text"), "Who?"]
+    for words, message in [
+        ("--policy snapvk", "snapkv"), ("--policy snapkv:windo=4", "window"), ("--budget 0", "budget"),
+        ("--max-new-tokens 0", "max-new-tokens"),
+    ]:  # fmt: skip
+        assert main([*start, *words.split()]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    runs = [dict(name=name, answer="1", positions=[None, [[[0, 2], [1]]]]) for name in "ab"]
+    for name, marks in (("plain", []), ("marked", [2])):
+        picture(tmp_path / f"{name}.png", runs, 4, "title", marks)
+    plain, marked = ((tmp_path / f"{name}.png").read_bytes() for name in ("plain", "marked"))
+    assert plain[:8] == b"\x89PNG\r\n\x1a\n" and plain != marked
+
+
+def test_in_a_browser(tmp_path):
+    """The script shades what was kept. Needs playwright and CHROMIUM, the path of a browser."""
+    api = pytest.importorskip("playwright.sync_api")
+    if "CHROMIUM" not in os.environ:
+        pytest.skip("CHROMIUM is not set")
+    ids = torch.tensor([byte_tokenizer()("ab🙂c\nd e")["input_ids"]])  # 🙂 is positions 2 to 5
+    runs = [
+        dict(name="one", answer="", facts=[], positions=[[[[0, 3], [0]]], None, [[[6], [6, 7]]]]),
+        dict(name="two", answer="", facts=[], positions=[[[[10], []]], None, [[[10], []]]]),
+    ]
+    (tmp_path / "page.html").write_text(page(byte_tokenizer(), ids, runs, [], "d e"), encoding="utf-8")
+
+    def kept():
+        return tab.evaluate("[...document.querySelectorAll('#text .kept')].map(s => s.textContent)")
+
+    with api.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=os.environ["CHROMIUM"], args=["--no-sandbox"])
+        tab = browser.new_page()
+        errors = []
+        tab.on("pageerror", lambda error: errors.append(str(error)))
+        tab.goto((tmp_path / "page.html").as_uri())
+        assert tab.inner_text("#text") == "ab🙂c\nd e"
+        assert kept() == ["a", "🙂", "c", "\n"]
+        assert tab.evaluate("[...document.querySelectorAll('.found')].map(s => s.textContent).join('')") == "d e"
+        tab.select_option("#layer", "0")
+        assert kept() == ["a", "🙂"]
+        tab.select_option("#head", "1")
+        assert kept() == ["a"]
+        tab.hover("#text span:nth-child(3)")
+        assert tab.inner_text("#token") == (
+            '"🙂" · positions 2–5, one character · kept by 1 of 4 (layer, head) sets — layer 0: head 0'
+        )
+        tab.select_option("#run", "1")
+        assert kept() == []
+        tab.select_option("#head", "0")
+        tab.focus("#text")
+        tab.keyboard.press("Shift+ArrowRight")
+        assert '"e" · position 10 ·' in tab.inner_text("#token")
+        assert "layer 0: head 0; layer 2: head 0" in tab.inner_text("#token")
+        assert not errors
+        browser.close()

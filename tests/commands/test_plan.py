@@ -1,0 +1,376 @@
+"""The cost model: slots against `kvevict.report`, FLOPs against counters of what ran, and numbers that papers print."""
+
+import dataclasses
+import functools
+import json
+import math
+import re
+
+import pytest
+import tiny
+import torch
+from tiny import prompt, shared
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import JambaConfig, LlamaConfig, MistralConfig
+
+import kvevict
+from kvevict import cli
+from kvevict.analysis.cost import Chunk, Hardware, chunks, pairs, plan, probe_rows, work
+from kvevict.analysis.shape import shape_of
+from kvevict.policy import PRESETS, Policy, build
+
+LLAMA31_8B = dict(
+    vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+    num_key_value_heads=8, tie_word_embeddings=False, dtype="bfloat16",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def llama():
+    """Llama-3.1-8B's shape without its logits, which the papers' counts leave out."""
+    return dataclasses.replace(shape_of(LlamaConfig(**LLAMA31_8B)), head_weights=0)
+
+
+def read(model, policy, inputs):
+    """The report of one read, and what stands in the cache."""
+    kvevict.patch(model, policy)
+    with torch.no_grad():
+        cache = model(**inputs, logits_to_keep=1).past_key_values
+    report = kvevict.report(model)
+    kvevict.unpatch(model)
+    return report, cache
+
+
+# -- slots -------------------------------------------------------------------------------------------------------------
+
+SLOTS = [  # lengths below and above budget, chunk and the sum of both; remainders of 1, all but 1, and none
+    (dict(budget=70), (20, 70, 71, 300)),
+    (dict(budget=0.4), (33, 170, 301)),
+    (dict(budget=70, chunk_size=66), (66, 67, 136, 331)),
+    (dict(budget=70, chunk_size=35), (71, 300)),
+    (dict(budget=0.4, chunk_size=100), (199, 300)),
+    (dict(budget=70, chunk_size=66, schedule="prompt"), (60, 200)),
+    (dict(budget=70, chunk_size=66, warmup_layers=3, warmup_budget=90), (67, 300)),
+    (dict(budget=70, chunk_size=66, warmup_layers=4), (300, 1200)),
+]
+TAKE = [
+    (dict(budget=20, probe=8, chunk_size=16), (15, 21, 70)),
+    (dict(budget=20, probe=(4, 12), chunk_size=16), (40, 47)),
+    (dict(budget=20, probe=(-12, -4), warmup_budget=30, chunk_size=16), (200,)),
+]
+NEEDS = {"oracle": dict(response=tuple(range(5, 14))), "chunkkv/kvpress": dict(exact=True)}
+PLANNED = [name for name in PRESETS if not name.startswith(("laq", "speckv"))]  # nobody knows what drafts cost
+NOBODY_WAITS = ("chunkkv+reuse", "edie+tada", "edie+tada/chunked", "cake", "fastkv")
+CASES = [(name, *case) for name in PLANNED for case in SLOTS
+         if not (name in NOBODY_WAITS and "warmup_layers" in case[0])]  # fmt: skip
+CASES += [("take", *case) for case in TAKE] + [("snapkv/kvcf", dict(budget=9, chunk_size=1), (30,))]
+
+
+def measures(policy):
+    return policy.layers.measures or policy.layers.cascades
+
+
+@functools.cache
+def sliding():
+    """Four layers that evict, between four with a window."""
+    return tiny.model("gemma3", num_hidden_layers=8, layer_types=tiny.MIXED * 2)
+
+
+@pytest.mark.parametrize(
+    "build_model, name, options, lengths",
+    [(shared, *case) for case in CASES] + [(sliding, *case) for case in CASES if case[0] in ("take", "h2o")],
+)
+def test_slots(build_model, name, options, lengths):
+    """KV bytes after the prompt and at most are what was measured, to the byte; where layers share by what they
+    measure, the peak depends on the text and is near the uniform one."""
+    model, policy = build_model(), build(name, **NEEDS.get(name, {}), **options)
+    shape = shape_of(model.config, "float32")
+    for batch, length in enumerate(lengths, 1):
+        report, cache = read(model, policy, prompt(batch, length))
+        got = plan(shape, policy, length, batch=batch)
+        assert got["cache_bytes"] == report["cache_bytes"]
+        peak = report["peak_cache_bytes"]
+        assert got["peak_cache_bytes"] == (pytest.approx(peak, rel=0.2) if measures(policy) else peak)
+        windows = [layer for layer, kept in zip(cache.layers, report["kept"], strict=True) if kept is None]
+        assert got["sliding_bytes"] == sum(4 * (w.keys.numel() + w.values.numel()) for w in windows)
+
+
+def test_slots_by_hand():
+    """Four layers, W = 2, B = 10, B_warmup = 20, Z = 16, 40 tokens: chunks of 8, 16 and 16. The second chunk fills 24
+    slots in all layers, of which 20 and 10 stay; at its peak layer 0 waits and layer 1 reads."""
+    policy = build("take", budget=10, probe=4, chunk_size=16, warmup_budget=20)
+    first, second, third = chunks(policy, 40, 4)
+    assert first == Chunk(0, 8, 4, 4, False, [0] * 4, [8] * 4, [False] * 4, 32, [8] * 4)
+    assert second == Chunk(8, 16, 4, 4, False, [8] * 4, [20, 20, 10, 10], [False, True, True, True], 74, [16] * 4)
+    assert third == Chunk(24, 16, 0, 4, True, [20, 20, 10, 10], [10] * 4, [False, True, True, True], 92, [16] * 4)
+
+
+def test_moved_by_hand():
+    """The bytes of that read: each layer's slots once, both scoring passes over the keys of the three layers that
+    choose, what stays read and written; of the first chunk, which fits, all 8 rows of 4 layers."""
+    policy, shape = (
+        build("take", budget=10, probe=4, chunk_size=16, warmup_budget=20),
+        shape_of(shared().config, "float32"),
+    )
+    slot, (first, second, third) = 2 * 4 * 32 * 2, (work(shape, policy, chunk) for chunk in chunks(policy, 40, 4))
+    assert [chunk["attention"][1] for chunk in (first, second, third)] == [
+        slot * 4 * 8,
+        slot * 4 * 24,
+        slot * (36 + 36 + 26 + 26),
+    ]
+    assert first["evict"] == (0, 2 * slot * 4 * 8)
+    assert second["evict"][1] == slot // 2 * 2 * 3 * 24 + 2 * slot * 60
+    assert third["evict"][1] == slot // 2 * 2 * (36 + 26 + 26) + 2 * slot * 40
+    assert third["linear"][1] - second["linear"][1] == 4 * 64 * 97  # the logits' matrix
+
+
+# -- FLOPs -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 30])
+def test_pairs(window):
+    for rows, seen in ((1, 0), (7, 0), (1, 9), (7, 9), (12, 2)):
+        row, key = torch.arange(seen, seen + rows)[:, None], torch.arange(seen + rows)
+        sees = (key <= row) & (key > row - (window or math.inf))
+        assert pairs(rows, seen, window) == int(sees.sum())
+        assert pairs(rows, seen, window, causal=False) == rows * min(rows + seen, window or math.inf)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("name, options", [("snapkv", {}), ("take", dict(chunk_size=40))])
+def test_linear_flops(family, name, options):
+    """Matrix products with weights, of the prompt, the probe and one row of logits, as torch counts them."""
+    model, policy, inputs = tiny.model(family), build(name, budget=38, **options), prompt(2, 150)
+    model.config._experts_implementation = "eager"  # torch does not count grouped products
+    want = plan(dataclasses.replace(shape_of(model.config, "float32"), heads=0), policy, 150, batch=2)["flops"]
+    with kvevict.evicting(model, policy), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(**inputs, logits_to_keep=1)
+    counted = {str(op).removeprefix("aten."): n for op, n in counter.get_flop_counts()["Global"].items()}
+    assert counted.get("mm", 0) + counted.get("addmm", 0) == sum(want.values())
+
+
+@pytest.mark.parametrize("name", PLANNED)
+@pytest.mark.parametrize("options", [dict(budget=70), dict(budget=0.3, chunk_size=80), dict(budget=80, chunk_size=66)])
+def test_attention_and_score_flops(name, options, monkeypatch):
+    """Pairs of rows and slots that the ops of a read were given, counted one by one."""
+    policy, model, dim = build(name, **NEEDS.get(name, {}), **options), shared(), 32
+    seen = {"attend": 0, "score": 0}
+    attend, score, peak, error = (getattr(kvevict._ops, op) for op in ("attend", "score", "peak", "error"))
+
+    def attend_counted(q, k_slots, v_slots, offset, length, k, v, first, **options):
+        below = torch.ones(q.shape[2], k.shape[2]).tril(k.shape[2] - q.shape[2])
+        seen["attend"] += 2 * int((below.sum() + q.shape[2] * length).sum())  # two query heads per kv head
+        return attend(q, k_slots, v_slots, offset, length, k, v, first, **options)
+
+    def score_counted(q, row_first, k_slots, offset, length, k, first, stop, *more, lse=None, causal, **options):
+        count(q, row_first, length, first, stop, lse, causal)
+        return score(q, row_first, k_slots, offset, length, k, first, stop, *more, lse=lse, causal=causal, **options)
+
+    def peak_counted(q, row_first, k_slots, offset, length, k, first, stop, *more, lse, causal, **options):
+        count(q, row_first, length, first, stop, lse, causal)
+        return peak(q, row_first, k_slots, offset, length, k, first, stop, *more, lse=lse, causal=causal, **options)
+
+    def error_counted(q, row_first, ks, vs, offset, length, k, v, first, stop, *more, lse, causal, **options):
+        count(q, row_first, length, first, stop, lse, causal)
+        return error(q, row_first, ks, vs, offset, length, k, v, first, stop, *more, lse=lse, causal=causal, **options)
+
+    def count(q, row_first, length, first, stop, lse, causal):
+        for n in (length + (stop - first)[:, None]).flatten().tolist():
+            rows = range(int(row_first[0]), q.shape[2])
+            saw = sum(n - q.shape[2] + r + 1 if causal else n for r in rows)
+            seen["score"] += 2 * saw * (2 if lse is None else 1)
+
+    monkeypatch.setattr(kvevict._ops, "attend", attend_counted)
+    monkeypatch.setattr(kvevict._ops, "score", score_counted)
+    monkeypatch.setattr(kvevict._ops, "peak", peak_counted)
+    monkeypatch.setattr(kvevict._ops, "error", error_counted)
+    read(model, policy, prompt(2, 310))
+    flops = plan(dataclasses.replace(shape_of(model.config), products=0, head_weights=0), policy, 310, batch=2)["flops"]
+    assert flops["attention"] + flops["probe"] == 4 * dim * seen["attend"]
+    scored = 2 * dim * seen["score"]
+    assert flops["evict"] == (pytest.approx(scored, rel=0.15) if measures(policy) else scored)
+
+
+# -- shapes, memory, time ----------------------------------------------------------------------------------------------
+
+
+def test_shape_of_llama(llama):
+    assert llama.weights == 8_030_261_248  # as published
+    assert llama.slot_bytes * 32 == 128 * 2**10  # KV of a token: 2 * 2 bytes * 128 * 8 heads * 32 layers
+    assert round(llama.products / 1e9, 2) == 6.98
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_shape(family):
+    model = tiny.model(family, tie_word_embeddings=family in ("llama", "gemma2"))
+    shape = shape_of(model.config, "float32")
+    assert shape.weights == sum(w.numel() for w in model.parameters())
+    assert shape.windows.count(None) == (2 if family in ("gemma2", "gemma3", "gpt_oss") else 4)
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("policy", [None, build("take", budget=128, chunk_size=512)])
+def test_memory(family, policy):
+    """Peak bytes beside the weights, against the allocator's. Ours also has free room, positions and scores."""
+    inner = dict(moe_intermediate_size=300) if family == "qwen3_moe" else dict(intermediate_size=700)
+    model, inputs = tiny.model(family, hidden_size=256, **inner), prompt(1, 2000)
+    want = plan(shape_of(model.config, "float32"), policy, 2000)
+    if policy is not None:
+        kvevict.patch(model, policy)
+    with torch.no_grad(), torch.profiler.profile(profile_memory=True) as profile:
+        model(input_ids=inputs["input_ids"], logits_to_keep=1)
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now, peak = 0, 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    assert want["peak_bytes"] - want["weight_bytes"] == pytest.approx(peak, rel=0.02 if policy is None else 0.15)
+
+
+def test_full_memory_of_take(llama):
+    """TAKE section 5.3: 48.91 GB for the unpatched model at 128k tokens, 16.07 GB of them weights, on an H800."""
+    full = plan(llama, None, 131072)
+    assert full["weight_bytes"] / 1e9 == pytest.approx(16.07, rel=0.001)
+    assert full["peak_bytes"] / 1e9 == pytest.approx(48.91, rel=0.005)
+
+
+def test_seconds():
+    machine = Hardware(tflops=2, bandwidth=100, efficiency=0.5)
+    assert machine.seconds(3e12, 1) == 3 and machine.seconds(1, 200e9) == 4
+    shape = dataclasses.replace(shape_of(LlamaConfig(**LLAMA31_8B)), windows=(None,))
+    kv = 3 * shape.slot_bytes  # read once by attention; read and written into the cache
+    traffic = 2 * (shape.layer_weights + shape.head_weights) + kv  # of one token, which is too few for FLOPs to matter
+    assert plan(shape, None, 1, hardware=machine)["seconds"] == pytest.approx(traffic / 50e9)
+
+
+def test_nothing_to_evict():
+    """A budget that holds everything costs what the unpatched model does."""
+    shape = shape_of(shared().config, "float32")
+    plain, roomy = plan(shape, None, 300), plan(shape, build("snapkv", budget=300), 300)
+    assert plain == roomy
+    assert plan(shape, build("snapkv", budget=299), 300)["flops"]["evict"] > 0
+
+
+# -- what papers print -------------------------------------------------------------------------------------------------
+
+
+def test_take_appendix_b(llama):
+    """Eq. 20's 7.10 % at N = 131072: both sides non-causal, no probe, and B_warmup slots from the second chunk on. Two
+    chunks pass before 10240 slots exist, so that the true count is less, by 6144 + 2048 slots in half the layers."""
+    policy = build("take", budget=512, warmup_budget=10240)
+    full = plan(llama, None, 131072, causal=False)["flops"]["attention"]
+    true = plan(llama, policy, 131072, causal=False)["flops"]["attention"]
+    printed = 0
+    for chunk in chunks(policy, 131072, 32):
+        if chunk.start:
+            chunk = dataclasses.replace(chunk, stored=[10240] * 16 + [512] * 16)
+        printed += work(llama, policy, chunk, causal=False)["attention"][0]
+    assert round(100 * printed / full, 2) == 7.10
+    assert (printed - true) / full == pytest.approx((6144 + 2048) / 2 * 4096 / 131072**2)
+
+
+LOOKAHEADKV = [  # tables 3 and 15: tokens; TFLOPs and ms of forward, LookaheadKV, SnapKV; LookaheadKV's overhead, ms
+    (4096, (60, 113), (60, 114), (60, 113), 0.92),
+    (8192, (136, 257), (137, 258), (136, 257), 1.03),
+    (16384, (336, 635), (337, 636), (336, 635), 1.27),
+    (32768, (928, 1754), (929, 1755), (928, 1754), 1.74),
+]
+
+
+@pytest.mark.parametrize("tokens, forward, lookahead, snapkv, overhead", LOOKAHEADKV)
+def test_lookaheadkv(llama, tokens, forward, lookahead, snapkv, overhead):
+    """Their TFLOPs are 2^40, GB 2^30, at 0.7 of an H100 PCIe's 756 and 0.9 of its 2039, attention non-causal."""
+    tera, giga = 2**40, 2**30
+    machine = Hardware(756 * tera / 1e12, 2039 * giga / 1e9 * 0.9 / 0.7, 0.7)
+
+    def near(run, printed, rel):
+        flops, seconds = sum(run["flops"].values()) / tera, 1e3 * run["seconds"]
+        assert (flops, seconds) == (pytest.approx(printed[0], rel=rel), pytest.approx(printed[1], rel=rel))
+
+    plain = plan(llama, None, tokens, hardware=machine, causal=False)
+    near(plain, forward, 0.01)
+    assert plain["moved"]["linear"] / giga == pytest.approx(13.0, rel=0.01)
+    near(plan(llama, build("snapkv", budget=128), tokens, hardware=machine, causal=False), snapkv, 0.02)
+
+    policy = Policy(score="random", budget=128)  # one chunk, after which each layer keeps 128 slots
+    (chunk,) = chunks(policy, tokens, 32)
+    stages = work(llama, policy, dataclasses.replace(chunk, probe=32, observers=32), causal=False)
+    seconds = {stage: machine.seconds(*costs) for stage, costs in stages.items()}
+    near(dict(flops={s: f for s, (f, _) in stages.items()}, seconds=sum(seconds.values())), lookahead, 0.02)
+    adapter = machine.seconds(0, 2 * 20.6e6)  # table 1: parameters; bound by memory
+    assert 1e3 * (seconds["probe"] + adapter) == pytest.approx(overhead, rel=0.02)
+
+
+@pytest.mark.parametrize("reuse", [2, 4, 8])
+def test_chunkkv_reuse(llama, reuse):
+    """ChunkKV's appendix on index reuse: L * Tc over (L / n) * Tc + (L - L / n) * Ts, close to n. Here L / n layers
+    score, for the others wait for another layer's choice."""
+    whole, shared = (build("snapkv", budget=512, warmup_layers=w) for w in (None, 32 - 32 // reuse + 1))
+    (all_layers,), (some,) = chunks(whole, 8192, 32), chunks(shared, 8192, 32)
+    machine = Hardware(tflops=1)  # so slow that Ts, which moves slots, is negligible beside Tc
+    before, after = (work(llama, whole, chunk)["evict"] for chunk in (all_layers, some))
+    assert before[0] / after[0] == reuse
+    assert machine.seconds(*before) / machine.seconds(*after) == pytest.approx(reuse)
+    select, score = 2 * 512 * llama.slot_bytes, 8192 * llama.slot_bytes // 2  # bytes of one layer
+    speedup = 32 * (score + select) / (32 // reuse * (score + select) + (32 - 32 // reuse) * select)
+    assert before[1] / after[1] == pytest.approx(speedup)
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["", "config.json"])
+def test_command(path, tmp_path, capsys):
+    model = shared()
+    model.config.save_pretrained(tmp_path)
+    argv = ["plan", "--model", str(tmp_path / path), "--policy", "take:probe=[-12,-4],warmup_layers=3"]
+    argv += ["--budget", "40", "--chunk-size", "64", "--tokens", "500", "--dtype", "float32", "--tflops", "2"]
+    assert cli.main([*argv, "--bandwidth", "50", "--efficiency", "0.5"]) == 0
+    *lines, last = capsys.readouterr().out.strip().splitlines()
+    result = json.loads(last)
+    policy = build("take", budget=40, chunk_size=64, probe=(-12, -4), warmup_layers=3)
+    machine = Hardware(2, 50, 0.5)
+    shape = shape_of(model.config, "float32")
+    assert result["runs"] == {
+        name: plan(shape, chosen, 500, hardware=machine) for name, chosen in (("unpatched", None), (argv[4], policy))
+    }
+    assert result["command"] == "plan" and result["tokens"] == 500 and result["hardware"] == vars(machine)
+    (row,) = (line for line in lines if line.startswith("KV after"))
+    assert [float(x) for x in row.split()[-3:]] == [
+        pytest.approx(n, rel=1e-3) for n in (500 * 2048 / 2**30, 40 * 2048 / 2**30, 40 / 500)
+    ]
+
+
+ERRORS = [
+    (["--policy", "tkae"], "unknown policy 'tkae'"),
+    (["--budget", "9"], "budget=9 is too small"),
+    (["--policy", "take:window=3"], "unknown option 'window'"),
+    (["--tokens", "0"], "tokens must be at least 1"),
+    (["--batch", "-1"], "batch must be at least 1"),
+    (["--efficiency", "70"], r"efficiency must be a number in \(0, 1\]"),
+    (["--tflops", "0"], "tflops must be a positive number"),
+    (["--policy", "take:warmup_layers=5"], "more than the model's 4"),
+    (["--policy", "laq"], "costs of drafting are not planned"),
+]
+
+
+@pytest.mark.parametrize("argv, message", ERRORS)
+def test_command_errors(argv, message, tmp_path, capsys):
+    shared().config.save_pretrained(tmp_path)
+    assert cli.main(["plan", "--model", str(tmp_path), *argv]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_shape_errors():
+    with pytest.raises(ValueError, match="sliding window"):
+        shape_of(MistralConfig(**{**LLAMA31_8B, "sliding_window": 64}))
+    with pytest.raises(ValueError, match="unknown dtype 'int8'"):
+        shape_of(LlamaConfig(**LLAMA31_8B), "int8")
+    with pytest.raises(ValueError, match="recurrent"):
+        shape_of(JambaConfig())
+
+
+def test_probe_rows():
+    take = build("take", budget=40)
+    assert [probe_rows(take, n) for n in (40, 41, 63, 64, 65, 999)] == [0, 20, 31, 32, 32, 32]
+    assert probe_rows(build("take/no-probe", budget=40), 999) == probe_rows(build("h2o", budget=40), 999) == 0

@@ -1,0 +1,208 @@
+"""Figures draw the numbers of the tables and of the benchmark, and nothing in them overlaps."""
+
+import io
+import itertools
+import json
+import sys
+
+import pytest
+from test_eval import line
+
+from kvevict.analysis import plot
+from kvevict.cli import main
+from kvevict.evaluate.table import summarize
+
+POLICIES = ("take", "snapkv", "oracle")
+BUDGETS = (48, 64, 256)
+
+
+@pytest.fixture(autouse=True)
+def drawn(request):
+    if "without" not in request.node.name:
+        pytest.importorskip("matplotlib")
+
+
+def results():
+    """Two tasks, of which one has depths; scores that differ from cell to cell."""
+    lines = []
+    for i in range(24):
+        about = dict(id=i, length=(256, 1024)[i % 2], kept=[[9, 9], None])
+        needle = dict(task="needle", depth=(0.0, 0.5, 1.0)[i % 3])
+        for task in (dict(task="facts"), needle):
+            lines.append(line("full", float(i % 8 > 0), **task, **about))
+            for p, policy in enumerate(POLICIES):
+                for b, budget in enumerate(BUDGETS):
+                    for m, mode in enumerate(("aware", "agnostic")):
+                        score = float((7 * i + 3 * p + 5 * b + m) % 11 < 4 + b + p)
+                        lines.append(line(policy, score, mode, budget=budget, **task, **about))
+    for entry in lines:
+        entry["kept"] = entry["tags"].pop("kept")
+        if entry["policy"] != "full":
+            entry["kept"] = [[entry["budget"] + int(entry["id"]) % 2, 3], None]
+    return lines
+
+
+def panels(figure):
+    """Title -> axes, colour bars apart."""
+    return {axes.get_title(): axes for axes in figure.axes if axes.get_title()}
+
+
+def boxes_apart(figure):
+    """Axes with their labels and titles, and the legend, are beside each other and inside the figure."""
+    figure.savefig(io.BytesIO())  # which lays it out
+    boxes = [axes.get_tightbbox() for axes in figure.axes] + [legend.get_window_extent() for legend in figure.legends]
+    width, height = figure.bbox.width, figure.bbox.height
+    for i, box in enumerate(boxes):
+        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height
+        for other in boxes[:i]:
+            across = min(box.x1, other.x1) - max(box.x0, other.x0)
+            along = min(box.y1, other.y1) - max(box.y0, other.y0)
+            assert across <= 0.5 or along <= 0.5
+    for axes in figure.axes:
+        for labels in (axes.get_xticklabels(), axes.get_yticklabels()):
+            spans = [label.get_window_extent() for label in labels if label.get_text()]
+            straight = not any(label.get_rotation() for label in labels)
+            for a, b in itertools.pairwise(spans):
+                assert not (straight and a.overlaps(b)), "tick labels overlap"
+
+
+def test_budget():
+    lines = results()
+    figure, summary = plot.budget(lines), summarize(lines)
+    shown = panels(figure)
+    assert set(shown) == {f"{task}, {mode}" for task in ("facts", "needle") for mode in ("aware", "agnostic")}
+    for title, axes in shown.items():
+        task, mode = title.split(", ")
+        got = {}
+        for container in axes.containers:
+            data, _, (bars,) = container
+            got[container.get_label()] = data.get_xydata(), bars.get_segments()
+        assert set(got) == set(POLICIES)
+        for policy, (points, bars) in got.items():
+            for budget, (x, y), ((_, low), (_, high)) in zip(BUDGETS, points, bars, strict=True):
+                cell = summary[policy, budget, None][task, (), mode]
+                assert (y, low, high) == pytest.approx((100 * cell.mean, 100 * cell.low, 100 * cell.high))
+                assert abs(x / budget - 1) < 0.08
+        full = summary["full", None, None][task, (), mode].mean
+        (reference,) = [entry for entry in axes.lines if entry.get_label() == "full cache"]
+        assert list(reference.get_ydata()) == [100 * full] * 2
+        assert [label.get_text() for label in axes.get_xticklabels()] == ["48", "64", "256"]
+        assert "slots" in axes.get_xlabel() and "%" in axes.get_ylabel()
+    styles = {(d[0].get_color(), d[0].get_marker(), d[0].get_linestyle()) for d in axes.containers}
+    assert len(styles) == len({marker for _, marker, _ in styles}) == len(POLICIES)
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["full cache", *POLICIES]
+    boxes_apart(figure)
+
+
+def test_budget_of_perplexities():
+    lines = [line("full", 2.0, id=i, metric="perplexity") for i in range(2)]
+    lines += [line("take", 2.0 + i / 4, "aware", i, 0.25, metric="perplexity") for i in range(2)]
+    (axes,) = plot.budget(lines).axes
+    assert axes.containers[0][0].get_ydata() == pytest.approx([2.71828**2.125], rel=1e-4)
+    assert axes.get_ylabel() == "perplexity"
+    assert "fraction" in axes.get_xlabel()
+    with pytest.raises(ValueError, match="slots and fractions"):
+        plot.budget([*lines, line("take", 2.0, "aware", 0, 64, metric="perplexity")])
+    with pytest.raises(ValueError, match="no results of a policy"):
+        plot.budget(lines[:2])
+
+
+def test_heatmap():
+    lines = [entry for entry in results() if entry["budget"] in (None, 64)]
+    figure, summary = plot.heatmap(lines), summarize(lines, ("length", "depth"))
+    shown = panels(figure)
+    assert list(shown) == ["full"] + [f"{p}, 64 slots\n{mode}" for mode in ("aware", "agnostic") for p in POLICIES]
+    for title, axes in shown.items():
+        row = ("full", None, None) if title == "full" else (title.split(",")[0], 64, None)
+        mode = "agnostic" if "agnostic" in title else "aware"
+        want = [[100 * summary[row]["needle", (n, d), mode].mean for n in (256, 1024)] for d in (0.0, 0.5, 1.0)]
+        assert axes.images[0].get_array().tolist() == want
+        assert [text.get_text() for text in axes.texts] == [f"{value:.0f}" for row in want for value in row]
+        assert [label.get_text() for label in axes.get_yticklabels()] == ["0", "50", "100"]
+    boxes_apart(figure)
+    with pytest.raises(ValueError, match="tags length and depth"):
+        plot.heatmap([line("full", 1.0, length=3)])
+    many = [line("take", 1.0, "aware", budget=b, length=1, depth=0) for b in range(40, 80)]
+    with pytest.raises(ValueError, match="40 panels do not fit"):
+        plot.heatmap(many)
+
+
+def test_slots():
+    lines = [entry for entry in results() if entry["mode"] != "agnostic"]
+    figure = plot.slots(plot.mean_kept(lines))
+    shown = panels(figure)
+    assert len(shown) == len(POLICIES) * len(BUDGETS)
+    for title, axes in shown.items():
+        data = axes.images[0].get_array()
+        assert data[0].tolist() == [int(title.split(", ")[1].split()[0]) + 0.5, 3]
+        assert data.mask[1].all()  # a sliding-window layer
+    boxes_apart(figure)
+    with pytest.raises(ValueError, match="only of the full cache"):
+        plot.mean_kept([entry for entry in lines if entry["policy"] == "full"])
+
+
+def bench():
+    return [
+        dict(prompt_tokens=n, policy=p, read_seconds=n * (i + 1) / 1e4, peak_bytes=(n + i) << 20, cache_bytes=1)
+        for i, p in enumerate(("unpatched", "take", "snapkv"))
+        for n in (65536, 1024, 4096)
+    ]
+
+
+def test_speed():
+    figure = plot.speed(bench())
+    for axes, unit in zip(figure.axes, (1e-4, 1), strict=True):
+        got = {entry.get_label(): entry.get_xydata().tolist() for entry in axes.lines}
+        assert list(got) == ["take", "snapkv", "unpatched"]
+        for i, name in enumerate(("unpatched", "take", "snapkv")):
+            want = [[n, n * (i + 1) * unit if unit < 1 else n + i] for n in (1024, 4096, 65536)]
+            assert got[name] == [pytest.approx(point) for point in want]
+        assert axes.get_ylabel().endswith((", s", ", MiB"))
+    boxes_apart(figure)
+
+
+def written(path, lines):
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in ({"settings": {}}, *lines)))
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", ["budget", "heatmap", "slots", "speed"])
+def test_command(tmp_path, capsys, kind):
+    file, out = tmp_path / "results.jsonl", tmp_path / "figure.png"
+    if kind == "speed":
+        file.write_text("a table\n" + json.dumps({"command": "bench", "rows": bench()}) + "\n")
+    else:
+        written(file, results())
+    assert main(["plot", str(file), "--kind", kind, "--out", str(out), "--budgets", "48", "--mode", "aware"]) == 0
+    assert out.read_bytes().startswith(b"\x89PNG")
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["out"] == str(out)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--policies tak", "no results of policy tak; there are oracle, snapkv, take"),
+        ("--budgets 50", "no results of budget 50; there are 256, 48, 64"),
+        ("--tasks full", "no results of task full; there are facts, needle"),
+        ("--tasks facts", "tags length and depth"),
+        ("--out figure.docx", "docx"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, capsys, words, message):
+    file = written(tmp_path / "results.jsonl", results())
+    assert main(["plot", file, "--kind", "heatmap", *words.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_matplotlib(tmp_path, capsys, monkeypatch):
+    file = written(tmp_path / "results.jsonl", results())
+    for name in [name for name in sys.modules if name.startswith("matplotlib")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["plot", file, "--kind", "budget"]) == 2
+    assert "pip install 'kvevict[plot]'" in capsys.readouterr().err
+
+
+def test_without_results(tmp_path, capsys):
+    assert main(["plot", str(tmp_path / "none"), "--kind", "speed"]) == 2
+    assert "there is no such file" in capsys.readouterr().err

@@ -1,0 +1,75 @@
+"""The emulator of tests/cuda_on_cpu must pass right kernels and catch wrong ones: those of broken.cu, in every mode."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from shutil import which
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "cuda_on_cpu"))
+import build
+
+pytestmark = pytest.mark.skipif(not which(build.CXX[0]), reason=f"no {build.CXX[0]}")
+
+WRONG = "wrong result"
+# What each broken kernel ends with in the modes plain, asan and race, in a random order of threads: a wrong result, a
+# message, or None where that mode cannot see it. Out of bounds is asan's to see, a race without effect is race's.
+RACE = "race on byte .* of shared"
+CAUGHT = {
+    "missing_barrier": (WRONG, WRONG, RACE),
+    "missing_warp_barrier": (WRONG, WRONG, RACE),
+    "two_writers": (WRONG, WRONG, RACE),
+    "never_written": (WRONG, WRONG, WRONG),
+    "order_of_sum": (WRONG, WRONG, WRONG),
+    "some_skip_barrier": ("not all threads came: 64 wait for __syncthreads at broken.cu",) * 3,
+    "some_return": ("not all threads came: .* 64 of 128 have returned",) * 3,
+    "different_barriers": ("threads met at different barriers",) * 3,
+    "some_lanes_shuffle": ("not all threads came: .* shfl_xor",) * 3,
+    "different_shuffles": ("lanes of a warp parted",) * 3,
+    "shuffle_mask": ("only to be called with all lanes, not 0xffff",) * 3,
+    "missing_wait": (WRONG, WRONG, "has a copy under way"),
+    "wait_for_too_few": (WRONG, WRONG, "has a copy under way"),
+    "missing_commit": (WRONG, WRONG, "has a copy under way"),
+    "wait_without_barrier": (WRONG, WRONG, RACE),
+    "refill_too_early": (WRONG, WRONG, RACE),
+    "source_changes": (None, None, "race on .* in global"),
+    "writes_behind_shared": ("wrote outside of its shared memory", "heap-buffer-overflow", "wrote outside"),
+    "reads_behind_global": (None, "heap-buffer-overflow", None),
+    "copies_behind_global": (None, "heap-buffer-overflow", None),
+    "misaligned_vector": (None, "misaligned address", None),
+    "misaligned_copy": ("cp_async_16 at line .* is not a multiple of 16",) * 3,
+    "misaligned_matrix": ("ldmatrix at line .* is not a multiple of 16",) * 3,
+    "exchanged_b": (WRONG, WRONG, WRONG),
+    "exchanged_a": (WRONG, WRONG, WRONG),
+    "not_transposed": (WRONG, WRONG, WRONG),
+    "wrong_row_of_d": (WRONG, WRONG, "race on .* in global"),
+    "mask_off_by_one": (WRONG, WRONG, WRONG),
+    "last_block_relaxed": (None, None, "of another block wrote it"),
+    "reads_other_block": (None, None, "of another block"),
+    "too_much_shared": ("no GPU can run a grid of 1 x 1 x 1 blocks of 128 threads with 101377",) * 3,
+}
+
+
+@pytest.mark.parametrize("mode", build.MODES)
+def test_broken_kernels(mode, tmp_path):
+    source = build.HERE / "broken.cu"
+    assert set(CAUGHT) == set(re.findall(r"^  CASE\((\w+)", source.read_text(), re.M))
+    assert all(any(messages) for messages in CAUGHT.values())
+    program = build.build_program(mode, source, tmp_path)
+
+    def ended(*arguments):
+        done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stderr
+
+    for name, expected in CAUGHT.items():
+        for order in "01":
+            assert ended(name, "right", order) == (0, ""), f"{name}, order {order}"
+        code, text = ended(name, "broken", "1")
+        message = expected[list(build.MODES).index(mode)]
+        if message == WRONG:
+            assert (code, text) == (1, ""), f"{name}: {code} {text}"
+        elif message:
+            assert code != 0, f"{name} was not caught"
+            assert re.search(message, text), f"{name}: {text}"

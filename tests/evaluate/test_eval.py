@@ -1,0 +1,408 @@
+"""The evaluation runner, its file, and its tables. The toy task asks a tiny random model about random letters."""
+
+import functools
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+from tiny import model as tiny_model
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from kvevict import PRESETS, evicting, small_llama
+from kvevict.analysis.run import ids_of
+from kvevict.cli import main
+from kvevict.evaluate import ask, table
+from kvevict.evaluate.metrics import METRICS
+from kvevict.evaluate.results import read
+from kvevict.evaluate.run import Plan, evaluate
+from kvevict.evaluate.tasks import TASKS, Case
+
+NEW = 6
+
+
+@METRICS.add("toy")
+def toy_metric(prediction, answers):
+    return len(set(prediction) & set(answers[0])) / len(set(answers[0]))
+
+
+def letters(rng, count):
+    return "".join(rng.choice("abcdefghijklmnopqrstuvwxyz ") for _ in range(count))
+
+
+@TASKS.add("toy")
+def toy(settings):
+    for i in range(settings.cases):
+        rng = settings.rng("toy", settings.length, i)
+        text, question = letters(rng, settings.length - 9), "\nWhere is "[:9]
+        yield Case("toy", f"toy/{settings.length}/{i}", text, question, (text,), "toy", NEW, {"depth": i % 2})
+
+
+@TASKS.add("toy-perplexity")
+def toy_perplexity(settings):
+    for i in range(settings.cases):
+        rng = settings.rng("toy-perplexity", i)
+        text, rest = letters(rng, settings.length - 20), letters(rng, 20)
+        yield Case("toy-perplexity", f"{settings.length}/{i}", text[:-5], text[-5:], (rest,), "perplexity", 0)
+
+
+@functools.cache
+def tokenizer():
+    """One id per character."""
+    vocabulary = {char: i for i, char in enumerate(["\u0000", "\n", *map(chr, range(32, 127))])}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="\u0000"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    inner.decoder = tokenizers.decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+@pytest.fixture(scope="module")
+def net():
+    return tiny_model()
+
+
+def plan(**changes):
+    usual = dict(tasks=("toy",), lengths=(60,), policies=("snapkv", "streaming"), budgets=(16,), cases=2)
+    return Plan(**usual | changes)
+
+
+def results(net, out, **changes):
+    evaluate(net, tokenizer(), plan(**changes), out)
+    return read(out)[1]
+
+
+def untimed(lines):
+    """Lines by key, without what differs from run to run."""
+    names = "task", "id", "seed", "policy", "budget", "chunk_size", "mode"
+    found = {tuple(line[name] for name in names): line for line in lines}
+    assert len(found) == len(lines), "a case was repeated"
+    return {k: {n: v for n, v in line.items() if not n.endswith("_seconds")} for k, line in found.items()}
+
+
+def toy_ids(case):
+    return tokenizer()(case.context)["input_ids"], tokenizer()(case.question)["input_ids"]
+
+
+def test_full_and_aware_are_what_generate_gives(net, tmp_path):
+    lines = results(net, tmp_path / "r", policies=("tova", "take"), chunk_sizes=(None, 20), modes=("aware",))
+    assert [line["policy"] for line in lines] == 2 * ["full", "tova", "tova", "take", "take"]
+    cases = list(toy(plan().groups(tokenizer())[0][1]))
+    for line in lines:
+        case = next(case for case in cases if case.id == line["id"])
+        ids = torch.tensor([[*toy_ids(case)[0], *toy_ids(case)[1]]])
+        inputs = dict(inputs=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
+        if line["policy"] == "full":
+            out = net.generate(**inputs)
+        else:
+            probe = dict(probe=8) if line["policy"] == "take" else {}
+            with evicting(net, line["policy"], budget=16, chunk_size=line["chunk_size"] or 60, **probe):
+                out = net.generate(**inputs)
+        assert line["prediction"] == tokenizer().decode(out[0, 60:])
+        assert line["score"] == toy_metric(line["prediction"], case.answers)
+        assert line["prompt_tokens"] == 60
+        assert line["tags"] == {"depth": int(case.id[-1]) % 2, "length": 60}
+
+
+def test_agnostic_compresses_the_context_and_keeps_the_question(net, tmp_path):
+    """Against the unpatched model with the middle of its cache cut out: StreamingLLM keeps 4 sinks and the end."""
+    lines = results(net, tmp_path / "r", policies=("streaming",), modes=("agnostic",), cases=4)
+    cases = list(toy(plan(cases=4).groups(tokenizer())[0][1]))
+    for case, line in zip(cases, [line for line in lines if line["policy"] == "streaming"], strict=True):
+        context, question = (torch.tensor([ids]) for ids in toy_ids(case))
+        seen = context.shape[1]
+        with torch.no_grad():
+            cache = net(context).past_key_values
+            stays = torch.tensor([*range(4), *range(seen - 12, seen)])
+            for layer in cache.layers:
+                layer.keys, layer.values = layer.keys[:, :, stays], layer.values[:, :, stays]
+            new, tokens = question, []
+            while len(tokens) < NEW:
+                places = torch.arange(seen, seen + new.shape[1])[None]
+                logits = net(new, past_key_values=cache, position_ids=places).logits
+                seen, new = seen + new.shape[1], logits[:, -1:].argmax(-1)
+                tokens.append(int(new))
+        assert line["prediction"] == tokenizer().decode(tokens)
+        assert line["kept"] == [[16, 16]] * 4
+        assert line["cache_bytes"] == 2 * 4 * 32 * 16 * 2 * 4
+
+
+def test_perplexity(net, tmp_path):
+    lines = results(net, tmp_path / "r", tasks=("toy-perplexity",), policies=("knorm",), budgets=(100, 16))
+    cases = {case.id: case for case in toy_perplexity(plan().groups(tokenizer())[0][1])}
+    for line in lines:
+        case = cases[line["id"]]
+        ids = torch.tensor(tokenizer()([case.context + case.question + case.answers[0]])["input_ids"])
+        with torch.no_grad():
+            logs = net(ids).logits[0, :-1].log_softmax(-1)
+        loss = -logs.gather(1, ids[0, 1:, None])[-20:].mean().item()
+        same = line["budget"] != 16
+        assert (abs(line["score"] - loss) < 1e-4) is same
+        assert line["prompt_tokens"] == 40
+    aware, agnostic = (next(x for x in lines if x["mode"] == m and x["budget"] == 16) for m in ("aware", "agnostic"))
+    assert aware["score"] != agnostic["score"]  # five of the prompt's tokens are the question
+
+
+def test_an_oracle_is_given_what_comes(net, tmp_path, monkeypatch):
+    given = {}
+    real = ask.policy_for
+
+    def spy(run, tokens, response, task):
+        given[run.mode] = response
+        return real(run, tokens, response, task)
+
+    monkeypatch.setattr(ask, "policy_for", spy)
+    lines = results(net, tmp_path / "r", policies=("knorm",), cases=1)
+    question = toy_ids(next(toy(plan().groups(tokenizer())[0][1])))[1]
+    assert len(lines[0]["response"]) == NEW
+    assert given["aware"] == lines[0]["response"]
+    assert given["agnostic"] == question + lines[0]["response"]
+
+
+def test_oracle(net, tmp_path):
+    if "oracle" not in PRESETS:
+        with pytest.raises(ValueError, match="unknown policy 'oracle'"):
+            results(net, tmp_path / "r", policies=("oracle",))
+        return
+    lines = results(net, tmp_path / "r", policies=("oracle",))
+    assert [line["kept"] for line in lines if line["policy"] == "oracle"] == 4 * [[[16, 16]] * 4]
+
+
+@pytest.mark.parametrize(
+    ("policy", "budget", "option", "value"),
+    [
+        ("take", 16, "probe", 8), ("take", 80, "probe", 32), ("snapkv", 0.5, "window", 15),
+        ("h2o/kvcf", 12, "recent", 6), ("h2o", 12, "recent", None), ("snapkv:window=14", 16, "window", 14),
+    ],
+)  # fmt: skip
+def test_small_budgets_have_small_windows(net, tmp_path, policy, budget, option, value):
+    line = results(net, tmp_path / "r", policies=(policy,), budgets=(budget,), cases=1, modes=("aware",))[1]
+    assert line["options"][option] == value
+    assert line["kept"][0][0] <= (budget if isinstance(budget, int) else 30)
+
+
+def test_chat_template(net):
+    talker = PreTrainedTokenizerFast(tokenizer_object=tokenizer()._tokenizer)
+    talker.chat_template = "[U]{{ messages[0]['content'] | trim }}[/U]{% if add_generation_prompt %}[A]{% endif %}"
+    case = Case("toy", "1", " some text", "\nWhat?", ("x",), "toy", NEW)
+    prompt = ask.encode(net, talker, case)
+    assert talker.decode(prompt.context) == "[U] some text"
+    assert talker.decode(prompt.question) == "\nWhat?[/U][A]"
+    case.tags["chat"] = False
+    prompt = ask.encode(net, talker, case)
+    assert talker.decode(prompt.context + prompt.question) == " some text\nWhat?"
+
+
+def test_generation_stops_at_the_end_token(tmp_path):
+    net = tiny_model()
+    free = results(net, tmp_path / "free", cases=1, policies=("knorm",))[0]["response"]
+    net.generation_config.eos_token_id = [free[2], 96]
+    stopped = results(net, tmp_path / "stopped", cases=1, policies=("knorm",))[0]["response"]
+    assert stopped == free[: free.index(free[2]) + 1]
+
+
+# -- interrupted ------------------------------------------------------------------------------------------------------
+
+
+def test_cut_anywhere_it_resumes(net, tmp_path):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    want = untimed(results(net, whole, seeds=(0, 1), cases=1))
+    data, rng = whole.read_bytes(), random.Random(5)
+    ends = [0, 1, len(data) - 1, len(data), data.index(b"\n"), data.index(b"\n") + 1]
+    for end in ends + [rng.randrange(len(data)) for _ in range(6)]:
+        cut.write_bytes(data[:end])
+        assert untimed(results(net, cut, seeds=(0, 1), cases=1)) == want
+        kept = data[: data[:end].rfind(b"\n") + 1]
+        assert cut.read_bytes().startswith(kept)  # what was known was not measured again
+
+
+def command(folder, out):
+    words = f"eval --model {folder} --out {out} --tasks toy --lengths 200 --policies snapkv take --budgets 16"
+    return [*words.split(), "--cases", "6", "--seeds", "3", "4"]
+
+
+def test_killed_it_resumes(net, tmp_path, capsys):
+    folder, out, whole = tmp_path / "model", tmp_path / "out", tmp_path / "whole"
+    net.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    assert main(command(folder, whole)) == 0
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    code = "import sys, torch, test_eval; torch.set_num_threads(1); sys.exit(test_eval.main(sys.argv[1:]))"
+    total, rng = len(whole.read_bytes().splitlines()), random.Random()
+    assert total == 1 + 6 * 2 * 5
+    for _ in range(2):
+        before = len(out.read_bytes().splitlines()) if out.exists() else 0
+        aim = before + rng.randrange(2, 24)
+        child = subprocess.Popen(
+            [sys.executable, "-c", code, *command(folder, out)], cwd=Path(__file__).parent, stderr=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, env=environment,
+        )  # fmt: skip
+        while child.poll() is None and not (out.exists() and out.read_bytes().count(b"\n") >= aim):
+            time.sleep(0.001)
+        child.send_signal(signal.SIGKILL)
+        assert child.wait() == -signal.SIGKILL, "it ended before it could be killed"
+        assert before < len(out.read_bytes().splitlines()) < total
+    assert main(command(folder, out)) == 0
+    assert untimed(read(out)[1]) == untimed(read(whole)[1])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["lines"] == total - 1
+
+
+def test_other_settings_are_refused(net, tmp_path):
+    out = tmp_path / "r"
+    results(net, out)
+    before = out.read_bytes()
+    with pytest.raises(ValueError, match=r"other settings: budgets was \[16\], is \[20\]; cases was 2, is 3; repeat"):
+        results(net, out, budgets=(20,), cases=3)
+    with pytest.raises(ValueError, match="other settings: weights was"):
+        results(tiny_model(seed=1), out)
+    assert out.read_bytes() == before
+    out.write_text("something else\n")
+    with pytest.raises(ValueError, match=r"line 1 of .* is damaged"):
+        results(net, out)
+    out.write_text('{"a": 1}\n')
+    with pytest.raises(ValueError, match="holds no results"):
+        results(net, out)
+
+
+def test_what_cannot_work_fails_before_anything_is_measured(net, tmp_path):
+    out = tmp_path / "r"
+    with pytest.raises(ValueError, match="toy/70/0 takes 70 tokens and 6 new ones, the model's context is 72"):
+        results(tiny_model(max_position_embeddings=72), out, lengths=(60, 70))
+
+    def impossible(settings):
+        raise ValueError("no data")
+        yield
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(TASKS, "impossible", impossible)
+        with pytest.raises(ValueError, match="no data"):
+            results(net, out, tasks=("toy", "impossible"))
+        patch.setitem(TASKS, "double", lambda settings: 2 * list(toy(settings)))
+        with pytest.raises(ValueError, match="two cases of toy have the same id"):
+            results(net, out, tasks=("double",))
+    assert len(out.read_bytes().splitlines()) == 1
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def line(policy, score, mode=None, id=0, budget=None, task="toy", metric="toy", **tags):
+    return dict(
+        task=task, id=str(id), seed=0, policy=policy, budget=budget, chunk_size=None, mode=mode, metric=metric,
+        score=score, tags=tags,
+    )  # fmt: skip
+
+
+def test_intervals():
+    # 8 of 10: centre (0.8 + 0.19208) / 1.38416, half 1.96 / 1.38416 * sqrt(0.016 + 0.009604)
+    assert table.interval([1] * 8 + [0] * 2) == pytest.approx((0.8, 0.490157, 0.943319), abs=1e-5)
+    assert table.interval([1, 1])[2] == 1
+    # standard deviation 0.2, so 1.96 * 0.2 / sqrt(3)
+    assert table.interval([0.2, 0.4, 0.6]) == pytest.approx((0.4, 0.4 - 0.226321, 0.4 + 0.226321), abs=1e-5)
+    assert table.interval([0.5]) == (0.5, 0, 1)
+
+
+def test_summary():
+    full = [line("full", s, id=i, depth=i % 2) for i, s in enumerate((1, 1, 1, 0))]
+    aware = [line("take", s, "aware", i, 64, depth=i % 2) for i, s in enumerate((1, 0, 1))]
+    blind = [line("take", s, "agnostic", i, 64, depth=i % 2) for i, s in enumerate((0, 0, 1, 0))]
+    got = table.summarize(full + aware + blind)
+    take = got["take", 64, None]
+    assert list(got) == [("full", None, None), ("take", 64, None)]
+    assert got["full", None, None]["toy", (), "aware"].mean == 0.75
+    assert take["toy", (), "aware"].mean == take["toy", (), "aware"].share == pytest.approx(2 / 3)  # of the same cases
+    assert take["toy", (), "agnostic"].share == pytest.approx(1 / 3)
+    assert take["toy", (), "agnostic"].cases == 4
+    by = table.summarize(full + aware + blind, ("depth",))["take", 64, None]
+    assert {key[1:]: cell.mean for key, cell in by.items()} == {
+        ((0,), "aware"): 1, ((1,), "aware"): 0, ((0,), "agnostic"): 0.5, ((1,), "agnostic"): 0,
+    }  # fmt: skip
+
+
+def test_perplexity_in_tables():
+    about = dict(task="text", metric="perplexity")
+    full = [line("full", s, id=i, **about) for i, s in enumerate((2.0, 3.0))]
+    lines = [line("h2o", s, "aware", i, 8, **about) for i, s in enumerate((3.0, 3.2))]
+    cell = table.summarize(full + lines)["h2o", 8, None]["text", (), "aware"]
+    half = 1.96 * math.sqrt(0.02 / 2)  # variance of 3.0 and 3.2: 0.02
+    assert (cell.mean, cell.low, cell.high) == pytest.approx([math.exp(3.1 + d) for d in (0, -half, half)])
+    assert cell.share == pytest.approx(math.exp(2.5) / math.exp(3.1))
+
+
+def test_rendered():
+    lines = [line("full", 1, depth=0.5), line("full", 1, task="other", depth=0.5)]
+    lines += [line("take", 0, mode, budget=64, depth=0.5) for mode in ("aware", "agnostic")]
+    text = table.render(lines).splitlines()[3:]
+    assert text[0].split("  ")[0] == "policy"
+    assert [word.strip() for word in text[0].split("  ") if word][-4:] == [
+        "toy, aware", "toy, agnostic", "other, aware", "other, agnostic",
+    ]  # fmt: skip
+    assert text[2].split() == ["take", "64", "whole", "0.0", "[0,", "79]", "0%", "0.0", "[0,", "79]", "0%"]
+    marked = table.render(lines, ("depth",), markdown=True).splitlines()
+    assert [row for row in marked if "by depth" in row] == [
+        f"{task}, {mode}, by depth" for task in ("toy", "other") for mode in ("aware", "agnostic")
+    ]  # fmt: skip
+    rows = [[word.strip() for word in row.split("|")[1:-1]] for row in marked if row.startswith("|")]
+    assert rows[0] == ["policy", "budget", "chunk", "0.5"]
+    assert rows[3] == ["take", "64", "whole", "0.0 [0, 79] 0%"]
+    assert table.render([]) == "no results yet"
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--policies take", "--tasks is missing"),
+        ("--tasks toy", "--policies is missing"),
+        ("--tasks toi --policies take", "unknown task 'toi'; did you mean 'toy'"),
+        ("--tasks toy --policies tak", "unknown policy 'tak'"),
+        ("--tasks toy --policies take:prob=3", "unknown option 'prob'"),
+        ("--tasks toy --policies take:budget=3", "by --budgets and --chunk-size"),
+        ("--tasks toy --policies take --budgets many", "--budget many"),
+        ("--tasks toy --policies take --budgets 1", "budget=1 is too small"),
+        ("--tasks toy --policies take --cases 0", "--cases must be at least 1"),
+        ("--tasks toy --policies take --chunk-size -1", "--chunk-size must be at least 0"),
+        ("--table-only", "there is no such file"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, capsys, words, message):
+    assert main(["eval", "--model", "nowhere", "--out", str(tmp_path / "r"), *words.split()]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_unknown_tag(net, tmp_path, capsys):
+    out = tmp_path / "r"
+    results(net, out, cases=1)
+    assert main(["eval", "--table-only", "--out", str(out), "--by", "depth"]) == 0
+    assert main(["eval", "--table-only", "--out", str(out), "--by", "width"]) == 2
+    assert "the cases' tags are depth, length" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ['{"precious": 1}', "line one\nline two tail", '{"a": 1}\n'])
+def test_a_file_of_something_else_is_left_alone(tmp_path, text):
+    from kvevict.evaluate.results import Results
+
+    path = tmp_path / "notes.txt"
+    path.write_text(text)
+    with pytest.raises(ValueError):
+        Results(path, {"a": 1})
+    assert path.read_text() == text
+
+
+def test_text_holds_no_special_tokens():
+    """What reads like one is text: a document that says <end> ends nothing."""
+    ours = AutoTokenizer.from_pretrained(small_llama())
+    assert ours.all_special_tokens
+    for special in ours.all_special_tokens:
+        assert not set(ids_of(ours, f"a {special} b")) & set(ours.all_special_ids)
+    assert ids_of(ours, "a b") == ours("a b", add_special_tokens=False)["input_ids"]

@@ -1,0 +1,222 @@
+"""CAKE's layer budget and its cascade: the float64 oracle cuts every layer once, after all were read."""
+
+import itertools
+
+import pytest
+import tiny
+import torch
+from test_policies import BUDGET, CHUNK, compare, compare_in_chunks, model, ours
+
+import kvevict
+from kvevict.engine.cache import ROOM
+from kvevict.engine.cascade import Cascade
+from kvevict.policy import Policy, build
+from kvevict.policy.layers import layer_slots
+
+CHUNKED = dict(budget=BUDGET, chunk_size=CHUNK)
+CHOICES = {
+    "cake": dict(window=5),
+    "cake, taus": dict(window=4, tau1=1.6, tau2=0.6),
+    "cake, flat": dict(window=4, heads="flat"),
+    "cake, ada": dict(window=3, heads="ada"),
+    "cake, mostly average": dict(window=3, heads="ada", f=0.8),
+    "cake, floor": dict(window=4, heads="ada", floor="max", f=0.4),
+    "cake, runs": dict(window=4, select="chunk", c=3),
+    "cake, runs per head": dict(window=3, select="chunk", c=3, per_head=True, heads="flat"),
+    "cake, whole runs": dict(window=4, select="chunk", c=4, exact=False),
+    "cake, whole runs per head": dict(window=3, select="chunk", c=4, exact=False, per_head=True),
+    "cake, whole runs of ragged heads": dict(window=3, select="chunk", c=4, exact=False, per_head=True, heads="ada"),
+    "cake, caote": dict(window=3, error="caote"),
+    "cake, nothing protected": dict(window=3, error="caote", protect=False),
+    "snapkv": dict(window=5, layers="cake"),
+    "snapkv, even": dict(window=5, layers="cake", tau1=8.0, tau2=6.0),
+    "paasvn": dict(window=4, sink=2, layers="cake"),
+    "edie": dict(window=4, layers="cake"),
+    "edie-exact": dict(window=4, layers="cake", heads="equal"),
+}  # "preset, remark": options
+any_choice = pytest.mark.parametrize("name", CHOICES)
+some_choices = pytest.mark.parametrize("name", ["cake", "cake, ada", "cake, runs", "edie"])
+
+
+def options(name, **more):
+    return name.split(",")[0], CHOICES[name] | more
+
+
+# -- against the oracle ---------------------------------------------------------------------------------------------
+
+
+@any_choice
+def test_chunks(name):
+    policy, chosen = options(name, **CHUNKED)
+    compare_in_chunks(policy, **chosen)
+
+
+@any_choice
+def test_whole_prompt(name):
+    policy, chosen = options(name, budget=BUDGET)
+    compare(model(num_hidden_layers=7), policy, [[53]], **chosen)
+    compare(model(num_key_value_heads=4), policy, [[53]], **chosen)
+
+
+@pytest.mark.parametrize("n", [1, 2, BUDGET, BUDGET + 1, 2 * CHUNK + 1])
+def test_lengths(n):
+    """Also chunks of one row, whose attention has no variance: the layers are alike then."""
+    compare(model(), "cake", [[n, 1]], window=3, **CHUNKED)
+
+
+@some_choices
+def test_padded_rows(name):
+    """Some rows of a chunk are cut, others have room, or nothing but padding."""
+    policy, chosen = options(name, **CHUNKED)
+    compare(model(), policy, [[41, 1, 14], [26, 1, 14], [10, 1, 14]], **chosen)
+
+
+@some_choices
+def test_fractions_and_turns(name):
+    policy, chosen = options(name, budget=0.4, chunk_size=14)
+    compare(model(), policy, [[47, 1, 21, 1]], **chosen)
+
+
+def test_evicting_at_the_end_of_chunks():
+    compare(model(), "cake", [[47, 1]], window=4, budget=BUDGET, chunk_size=CHUNK, schedule="prompt")
+
+
+@some_choices
+def test_decoding(name):
+    """The layers stay at what the read gave them."""
+    policy, chosen = options(name, **CHUNKED | dict(decode=True, interval=3))
+    most = []
+
+    def watch(call, cache):
+        most.append([int(layer.len.sum()) for layer in cache.layers])
+        assert all(n <= int(layer.budget.sum()) + 2 * 2 for n, layer in zip(most[-1], cache.layers))
+
+    compare(model(), policy, [[29, *[1] * 14]], watch, **chosen)
+    assert len(set(most[-1])) > 1 and max(map(sum, most)) <= (BUDGET + 2) * 8
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3", "gpt_oss"])
+def test_other_families(family):
+    """With sliding windows between the layers, capped logits, and a sink logit."""
+    compare(model(family), "cake", [[40, 1, 1]], window=4, **CHUNKED)
+
+
+# -- the source's numbers -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_slots_are_the_source_s(seed):
+    """Whole parts of P / sum(P) * (B - w) * L, what is left over one by one from the first layer on: but for which
+    layers are rounded up the same."""
+    layers, heads, budget, window = 32, 8, 512, 32
+    policy = build("cake", budget=budget)
+    preference = torch.rand(layers, generator=torch.Generator().manual_seed(seed), dtype=torch.double) + 0.1
+    total = (budget - window) * layers
+    theirs = (preference / preference.sum() * total).long()
+    theirs += torch.arange(layers) < total - theirs.sum()
+    alive = torch.full((layers, 1), 100000 * heads)
+    mine = layer_slots(policy, layers, heads, [100000], alive, [preference.tolist()])[:, 0]
+    assert int(mine.sum()) == budget * layers * heads
+    assert ((mine / heads - window - theirs).abs() <= 1).all()
+
+
+def test_what_a_layer_cannot_use_goes_to_the_others():
+    """16 slots beyond the window's 4 for each of 3 layers of one head: 16 : 8 : 24 of 48, but the last has 12 alive."""
+    policy = build("cake", budget=20, window=4)
+    alive = torch.tensor([[50], [50], [12]])
+    slots = layer_slots(policy, 3, 1, [99], alive, [[2.0, 1.0, 3.0]])[:, 0].tolist()
+    assert slots == [4 + 27, 4 + 13, 12]  # 40 left are split 2 : 1
+
+
+# -- the cascade ----------------------------------------------------------------------------------------------------
+
+
+def watched(monkeypatch):
+    """Slots of every layer, after each layer of each chunk: [cut][layer]."""
+    seen, cut = [], Cascade.cut
+
+    def note(self, view):
+        cut(self, view)
+        seen.append([int(layer.len.sum()) for layer in view.step.cache.layers if layer.is_initialized])
+
+    monkeypatch.setattr(Cascade, "cut", note)
+    return seen
+
+
+@pytest.mark.parametrize("heads", ["equal", "flat", "ada"])
+def test_layers_read_so_far_share_the_whole_budget(monkeypatch, heads):
+    """C slots and one per head, from the moment that there are as many; no layer gets any back."""
+    made, L, Hkv, B, N = tiny.model(num_hidden_layers=8), 8, 2, 16, 300
+    seen = watched(monkeypatch)
+    with kvevict.evicting(made, "cake", budget=B, window=4, heads=heads, tau1=2.0, tau2=2.0):
+        tiny.generate(made, tiny.prompt(1, N), new=1)
+        report = kvevict.report(made)
+    C, extra = B * L * Hkv, 0.2 * B * L * Hkv if heads == "ada" else 0
+    for layer, slots in enumerate(seen[:-1]):
+        assert sum(slots) <= C + (layer + 1) * Hkv + extra
+        assert sum(slots) >= C - (L - 1 - layer) * 4 * Hkv  # what the others' windows will need at least
+    assert sum(seen[-1]) == C
+    for before, after in itertools.pairwise(seen):
+        assert all(a <= b for b, a in zip(before, after))
+    row = 2 * 4 * 32
+    assert report["peak_cache_bytes"] <= row * (C + L * Hkv + extra + N * Hkv)
+    assert report["cache_bytes"] == row * C
+
+
+def test_chunks_hold_at_most_two_budgets_and_a_chunk():
+    """What later layers hold from the chunks before comes on top, so that the peak does not grow with the prompt."""
+    made, L, Hkv, B, Z, slot = tiny.shared(), 4, 2, 16, 24, 2 * 4 * 32
+    for N in (10 * Z, 40 * Z):
+        with kvevict.evicting(made, "cake", budget=B, window=4, chunk_size=Z):
+            tiny.generate(made, tiny.prompt(1, N), new=1)
+            report = kvevict.report(made)
+        assert report["peak_cache_bytes"] <= slot * Hkv * (2 * B * L + L + Z)
+        assert report["cache_bytes"] + report["overhead_bytes"] < 2.1 * slot * Hkv * L * (B + ROOM)
+
+
+def test_every_layer_is_scored_once_a_chunk(monkeypatch):
+    """A layer that is cut again is ranked by the scores it had."""
+    calls, score = [], kvevict.SCORES["cake"].score
+
+    def note(self, view):
+        calls.append(view.index)
+        return score(self, view)
+
+    monkeypatch.setattr(kvevict.SCORES["cake"], "score", note)
+    ours(model(), "cake", [[3 * CHUNK]], 0, window=4, **CHUNKED)
+    assert calls == [0, 1, 2, 3] * 2  # the first chunk fits
+
+
+def test_two_runs_are_bitwise_equal():
+    chosen = dict(window=4, heads="ada", decode=True, interval=2, **CHUNKED)
+    (first, *_), (second, *_) = (ours(model(), "cake", [[40, 1, 1], [23, 1, 1]], 3, **chosen)[-1:] for _ in range(2))
+    for (logits, positions), (again, same) in zip(first, second):
+        assert torch.equal(logits, again) and positions == same
+
+
+# -- what is refused ------------------------------------------------------------------------------------------------
+
+REFUSED = [
+    (dict(policy="cake", n_reuse=2), "n_reuse=1"),
+    (dict(policy="cake", warmup_layers=2, chunk_size=40), "warmup_layers=None"),
+    (dict(policy="cake", window=1), "window of 2 or more"),
+    (dict(policy="vatp", layers="cake"), "has no window"),
+    (dict(policy="take/no-delay", layers="cake"), "has no window"),
+    (dict(policy="oracle", layers="cake", response=(3, 4)), "has no window"),
+    *((dict(policy=name, layers="cake"), "has no window") for name in ("h2o", "tova", "streaming", "knorm", "random")),
+    (dict(policy="cake", tau1=0), "tau1 must be a finite number > 0"),
+    (dict(policy="cake", tau2=float("inf")), "tau2 must be a finite number > 0"),
+    (dict(policy="cake", tau2=True), "tau2 must be a finite number > 0"),
+]
+
+
+@pytest.mark.parametrize("given, text", REFUSED)
+def test_refused(given, text):
+    with pytest.raises(ValueError, match=text):
+        build(**dict(budget=64) | given)
+
+
+def test_json():
+    policy = build("cake", budget=64, tau1=1.6, tau2=0.4, gamma=100.0)
+    assert Policy.from_json(policy.to_json()) == policy
+    assert policy.layers == kvevict.LAYERS["cake"](1.6, 0.4) and policy.score.gamma == 100.0

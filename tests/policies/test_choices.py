@@ -1,0 +1,676 @@
+"""What choices mean by hand, what they have in common, and which go together."""
+
+import itertools
+import json
+import random
+from dataclasses import dataclass
+from fractions import Fraction
+
+import oracle
+import pytest
+import tiny
+import torch
+from test_patch import snapshot
+from test_policies import VOCAB, kept, model, ours, tokens
+
+import kvevict
+from kvevict.policy import PARTS, Policy, build
+from kvevict.policy.apportion import apportion
+from kvevict.policy.layers import layer_slots
+
+
+class Slots:
+    """A layer of one row as head budgets and selections see it: every head has all slots, its last `window` are
+    protected."""
+
+    decoding, device = False, torch.device("cpu")
+
+    def __init__(self, heads, columns, window=0, select="token", **options):
+        self.n = torch.full((1, heads), columns, dtype=torch.int32)
+        self.least = torch.full_like(self.n, window)
+        self.columns, self.select = columns, PARTS["select"][0][select](**options)
+        self.competing = (torch.arange(columns) < columns - window).expand(1, heads, -1)
+
+    def positions(self):
+        return torch.arange(self.columns, dtype=torch.int32).expand(*self.n.shape, -1)
+
+
+def keep(budget, score, slots, window=0):
+    """What each head of one row keeps."""
+    view = Slots(*score.shape, window)
+    return budget.keep(view, score[None], torch.tensor([slots]))[0].tolist()
+
+
+# -- whole numbers --------------------------------------------------------------------------------------------------
+
+
+def test_apportion_by_hand():
+    def one(share, total, least=0, most=99, weight=None):
+        parts = len(share)
+        weight = None if weight is None else torch.tensor(weight)
+        bounds = (torch.as_tensor(bound).expand(1, parts) for bound in (least, most))
+        return apportion(torch.tensor([share]), torch.tensor([total]), *bounds, weight)[0].tolist()
+
+    assert one([1, 1, 1], 7) == [3, 2, 2]  # the remainder goes to lower ones
+    assert one([1, 2, 4], 10) == [1, 3, 6]  # 1.43, 2.86, 5.71
+    assert one([8, 1, 1], 20, most=10) == [10, 5, 5]  # what one cannot use goes to the others
+    assert one([8, 1, 0], 20, most=10) == [10, 10, 0]
+    assert one([8, 1, 0], 24, most=10) == [10, 10, 4]
+    assert one([8, 1, 1], 20, least=4) == [12, 4, 4]
+    assert one([0, 0], 5) == [3, 2] == one([float("nan"), -1.0], 5)
+    assert one([1, 1], 99, most=3) == [3, 3] and one([1, 1], 1, least=2) == [2, 2]
+    assert one([3, 1], 9, weight=[2, 1]) == [4, 1] and one([3, 1], 9, weight=[1, 2]) == [5, 2]
+    assert one([9, 1], 30, weight=[3, 1]) == [9, 3]  # where no three fit any more, ones do
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_apportion_is_exact(seed):
+    """As fractions have it."""
+    rng = random.Random(seed)
+    for _ in range(20):
+        parts = rng.choice([1, 2, 3, 5, 8])
+        share = [rng.choice([0, 1, 2, 3, 0.5, 0.25, 7, rng.random()]) for _ in range(parts)]
+        bounds = [(low, low + rng.randrange(12)) for low in (rng.randrange(3) for _ in range(parts))]
+        sizes = rng.choice([None, [2] * (parts - 1) + [1]])
+        total = rng.randrange(parts * 12)
+        want = oracle._apportion([Fraction(x) for x in share], total, bounds, sizes)
+        least, most = torch.tensor(bounds).T
+        weight = None if sizes is None else torch.tensor(sizes)
+        got = apportion(torch.tensor([share]), torch.tensor([total]), least[None], most[None], weight)[0].tolist()
+        assert got == want
+
+
+# -- sources, re-derived --------------------------------------------------------------------------------------------
+
+
+def adakv_source(score, b, alpha):
+    """AdaKV's counts before any exact sum: heads flattened, the best H * b counted,
+    round((1-alpha) n_h + int(alpha b))."""
+    heads, n = score.shape
+    best = score.flatten().topk(heads * b).indices // n
+    return [round((1 - alpha) * int((best == h).sum()) + int(alpha * b)) for h in range(heads)]
+
+
+@pytest.mark.parametrize("heads, n, b", [(8, 100, 20), (4, 64, 10), (2, 300, 55)])
+def test_adakv_counts_are_the_source_s(heads, n, b):
+    for seed in range(20):
+        score = torch.randn(heads, n, generator=torch.Generator().manual_seed(seed)).exp() * torch.rand(heads, 1)
+        ours_, theirs = keep(kvevict.HEADS["ada"](), score, heads * b), adakv_source(score, b, 0.2)
+        assert sum(ours_) == heads * b
+        assert max(abs(x - y) for x, y in zip(ours_, theirs, strict=True)) <= 1
+        counts = torch.bincount(score.flatten().topk(heads * b).indices // n, minlength=heads)
+        assert keep(kvevict.HEADS["flat"](), score, heads * b) == counts.tolist()
+
+
+def test_ada_by_hand():
+    score = torch.tensor([[9.0, 8, 7, 6, 5], [4, 3, 0, 0, 0]])
+    ada, flat = kvevict.HEADS["ada"], kvevict.HEADS["flat"]
+    assert keep(flat(), score, 6) == [5, 1]
+    assert keep(ada(f=0.5), score, 6) == [4, 2]  # half of 5 and 1, half of 3
+    assert keep(ada(f=1.0), score, 6) == [3, 3]
+    assert keep(ada(f=0.7, floor="max"), score, 6) == [4, 2]  # two of its own at least
+    assert keep(ada(f=0.3, floor="max"), score, 6) == [5, 1]
+    assert [keep(ada(f=f, floor="all"), score, 6, window=1) for f in (0.4, 0.7, 1.0)] == [[5, 1], [4, 2], [3, 3]]
+    window = torch.tensor([[9.0, 8, 7, 50, 60], [4, 3, 0, 50, 60]])  # the window does not compete
+    assert keep(flat(), window, 7, window=2) == [5, 2]
+    assert keep(ada(f=1.0), window, 7, window=2) == [4, 3]
+    alike = torch.rand(1, 9).expand(4, -1).contiguous()
+    for slots, floor in itertools.product((0, 19, 20, 22, 36), ("mix", "max", "all")):
+        assert keep(ada(floor=floor), alike, slots) == keep(kvevict.HEADS["equal"](), alike, slots)
+
+
+def test_ties_go_to_the_earlier_position_then_to_the_lower_head():
+    flat = kvevict.HEADS["flat"]()
+    assert keep(flat, torch.zeros(3, 5), 4) == [2, 1, 1]
+    assert keep(flat, torch.tensor([[0.0, -1, -1], [-0.0, float("nan"), float("nan")]]), 4) == [3, 1]
+    assert keep(flat, torch.tensor([[float("nan"), 1.0], [-torch.inf, float("nan")]]), 2) == [1, 1]
+
+
+def pyramidkv_source(layers, capacity, window, tokens, beta=20):
+    """PyramidKV's per-head slots: whole steps, so that the sum is not the budget's."""
+    b = capacity - window
+    if tokens < 2 * b:
+        return [capacity] * layers
+    low = b // beta
+    high = 2 * b - low
+    if high >= tokens - window:
+        high = tokens - window
+        low = 2 * b - high
+    step = (high - low) // (layers - 1)
+    return [high - layer * step + window for layer in range(layers)]
+
+
+@pytest.mark.parametrize("layers, capacity, window, tokens", [
+    (32, 128, 8, 8000), (32, 2048, 8, 8000), (5, 68, 8, 1000), (5, 68, 8, 122), (4, 48, 8, 60), (31, 308, 8, 4000),
+])  # fmt: skip
+def test_pyramidkv_slots_are_the_source_s(layers, capacity, window, tokens):
+    policy = build("pyramidkv", budget=capacity, window=window)
+    theirs = pyramidkv_source(layers, capacity, window, tokens)
+    mine = layer_slots(policy, layers, 8, [tokens])[:, 0]
+    assert int(mine.sum()) == capacity * layers * 8
+    if sum(theirs) == capacity * layers:
+        assert mine.tolist() == [8 * x for x in theirs]
+    assert all(x <= 8 * y for x, y in zip(mine.tolist(), theirs, strict=True))
+    assert mine[0] == 8 * theirs[0]
+
+
+def test_pyramidkv_by_hand():
+    """b = 60: from 117 slots down to 3 over five layers, the window of 8 on top."""
+    mine = layer_slots(build("pyramidkv", budget=68, window=8), 5, 2, [1000])[:, 0]
+    assert mine.tolist() == [2 * (x + 8) for x in (117, 88.5, 60, 31.5, 3)]
+
+
+def kvpress_chunks(score, ratio, length, window):
+    """kvpress' ChunkKV over its SnapKV: the window has the largest score, runs from position 0 have their mean over
+    heads and members, and int(runs * (1 - ratio)) of them are kept."""
+    n = score.shape[1]
+    score = torch.cat([score[:, : n - window], score.max().expand(score.shape[0], window)], 1).sum(0)
+    runs = score.split(length)
+    best = torch.stack([run.mean() for run in runs]).topk(max(1, int(len(runs) * (1 - ratio)))).indices.tolist()
+    return sorted(i for run in best for i in range(run * length, min(n, (run + 1) * length)))
+
+
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.625])
+def test_chunkkv_keeps_kvpress_runs(ratio):
+    """Where the window begins with a run: kvpress has no protected slots, and counts runs instead of slots."""
+    for seed in range(10):
+        score = torch.rand(3, 224, generator=torch.Generator().manual_seed(seed))
+        want = kvpress_chunks(score, ratio, 20, 64)
+        assert chosen(score, len(want), 64, c=20, exact=False) == [want] * 3
+
+
+def chosen(score, slots, window, **options):
+    """What each head keeps of one row's slots by chunked selection under equal budgets."""
+    heads = score.shape[0]
+    view = Slots(*score.shape, window, "chunk", **options)
+    ranked = view.select.rank(view, score[None])
+    counts = view.select.whole(view, ranked, kvevict.HEADS["equal"]().keep(view, ranked, torch.tensor([slots * heads])))
+    protected = torch.zeros(1, dtype=torch.int32), torch.full((1,), window, dtype=torch.int32)
+    index = kvevict._ops.select(ranked.contiguous(), view.n, counts, *protected, int(counts.max()))[0]
+    return [[i for i in head if i >= 0] for head in index.tolist()]
+
+
+def test_chunks_by_hand():
+    score = torch.tensor([[1.0, 1, 9, 0, 5, 5, 0, 7], [0, 0, 0, 0, 0, 9, 9, 0]])
+    assert chosen(score, 4, 0, c=3) == [[3, 4, 6, 7]] * 2  # means 11/6, 19/6, and 8/2: the last run has two members
+    assert chosen(score, 5, 0, c=3) == [[3, 4, 5, 6, 7]] * 2
+    assert chosen(score, 4, 0, c=3, exact=False) == [[6, 7]] * 2
+    assert chosen(score, 4, 0, c=2, per_head=True) == [[2, 3, 4, 5], [4, 5, 6, 7]]
+    assert chosen(score, 3, 0, c=1, per_head=True) == [[2, 4, 7], [0, 5, 6]]
+    assert chosen(score, 5, 2, c=4, per_head=True, exact=False) == [[4, 5, 6, 7]] * 2  # means 11/4 and 5; 0 and 9/2
+
+
+# -- identities -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["snapkv", "h2o", "keydiff", "take"])
+@pytest.mark.parametrize("heads", ["equal", "flat", "ada"])
+def test_runs_of_one_token_are_tokens(name, heads):
+    given = dict(
+        budget=16, chunk_size=12, heads=heads, **{"snapkv": dict(window=4), "take": dict(probe=4)}.get(name, {})
+    )
+    rows = [[41, 1, 14], [30, 1, 14]]
+    one = ours(model(), name, rows, 3, **given)
+    other = ours(model(), name, rows, 3, select="chunk", c=1, per_head=True, **given)
+    assert [[row[1] for row in call] for call in one] == [[row[1] for row in call] for call in other]
+
+
+def test_reuse_of_one_is_no_reuse():
+    assert build("chunkkv+reuse", n_reuse=1, budget=64) == build("chunkkv", budget=64)
+    assert build("chunkkv", budget=64).groups(5) == [[0], [1], [2], [3], [4]]
+
+
+def test_reuse_shares_positions_and_only_first_layers_score(monkeypatch):
+    scored = []
+    snapkv = kvevict.SCORES["snapkv"]
+    score = snapkv.score
+    monkeypatch.setattr(snapkv, "score", lambda self, view: scored.append(view.index) or score(self, view))
+    for reuse, groups in ((1, [[0], [1], [2], [3]]), (2, [[0, 1], [2, 3]]), (3, [[0, 1, 2], [3]]), (9, [[0, 1, 2, 3]])):
+        scored.clear()
+        ((_, positions),) = ours(model(), "snapkv", [[40]], 0, budget=16, window=4, n_reuse=reuse)[0]
+        assert scored == [group[0] for group in groups]
+        for group in groups:
+            assert all(positions[layer] == positions[group[0]] for layer in group)
+        assert len({str(layer) for layer in positions}) == len(groups)
+
+
+def test_a_run_cut_by_a_chunk_is_kept_until_it_is_whole():
+    """Every chunk but the last ends within a run of 7, whose tokens are all there when the next chunk ends it."""
+    lengths = []
+
+    def watch(cache):
+        seen = int(cache.layers[0].seen[0])
+        for (head,) in (layer[0][:1] for layer in kept(cache)):
+            cut = range(seen - seen % 7, seen)
+            assert set(cut) <= set(head)
+        lengths.append(seen)
+
+    made = model()
+    ids = tokens([[48]], 0)[0][0][None]
+    for seen in (12, 24, 36):  # what a read of 48 tokens holds after its chunks
+        with kvevict.evicting(made, "knorm", budget=10, chunk_size=12, select="chunk", c=7), torch.no_grad():
+            cache = _after_chunks(made, ids, seen)
+            watch(cache)
+    assert lengths == [12, 24, 36]
+
+
+def _after_chunks(made, ids, seen):
+    """The cache of a read of `ids` that stopped after `seen` tokens."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=made.config)
+    count = itertools.count()
+
+    def stop(module, args):
+        if next(count) == seen // 12:
+            raise KeyboardInterrupt
+
+    hook = made.model.layers[0].register_forward_pre_hook(stop)
+    try:
+        made(ids, past_key_values=cache)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        hook.remove()
+    return cache
+
+
+def test_live_bytes_are_the_ragged_sum(task):
+    made, past = model(), kvevict.history(task)
+    past.contexts, past.errors, past.frozen = 1, [3.0, 0.2, 2.0, 1.0], True
+    tada = dict(layers="tada", task=task)
+    for given in (dict(heads="flat"), dict(heads="ada"), dict(layers="pyramid"), tada, tada | dict(heads="flat")):
+        with kvevict.evicting(made, "snapkv", budget=16, window=4, **given), torch.no_grad():
+            cache = made(tokens([[61]], 1)[0][0][None]).past_key_values
+            report = kvevict.report(made)
+        lengths = [layer.len for layer in cache.layers]
+        assert len({int(n) for each in lengths for n in each.flatten()}) > 1
+        assert report["cache_bytes"] == sum(int(n.sum()) for n in lengths) * 2 * 4 * 32 == 16 * 8 * 256
+        assert report["padded_bytes"] == sum(n.numel() * int(n.max()) for n in lengths) * 2 * 4 * 32
+        if "heads" in given:
+            assert report["padded_bytes"] > report["cache_bytes"]
+        for layer in cache.layers:
+            assert layer.k.shape[0] <= int(layer.len.sum()) + 64 * layer.len.numel()
+
+
+# -- TADA -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def task():
+    """A history of its own."""
+    yield "test"
+    kvevict.history("test").__init__()
+
+
+def errors_in_float64(made, ids, window, until="attention"):
+    """sum of the last `window` rows' attention to earlier slots, mean over the group, times the mean of
+    1 - cos(R, R + O) over those rows, per full-attention layer."""
+    config = made.config
+    double = oracle._doubled(made)
+    rows, streams = {}, {}
+    hooks = []
+    for index, layer in enumerate(double.model.layers):
+        added = layer.self_attn
+        if config.model_type in ("gemma2", "gemma3_text", "olmo2"):
+            added = layer.post_attention_layernorm
+        scale = getattr(config, "residual_multiplier", 1.0)
+        hooks.append(layer.register_forward_pre_hook(
+            lambda m, args, kwargs, i=index: streams.update({i: [args[0] if args else kwargs["hidden_states"]]}),
+            with_kwargs=True))  # fmt: skip
+        hooks.append(added.register_forward_hook(
+            lambda m, args, out, i=index, s=scale: streams[i].append(streams[i][0] + s * (out[0] if isinstance(out, tuple) else out))))  # noqa: E501  # fmt: skip
+        hooks.append(layer.register_forward_hook(
+            lambda m, args, out, i=index: streams[i].append(out[0] if isinstance(out, tuple) else out)))  # fmt: skip
+
+    class Attention:
+        def attend(self, module, q, k, v, scale, softcap, sinks):
+            group, index = q.shape[0] // k.shape[0], module.layer_idx
+            kinds = getattr(config, "layer_types", None) or ["full_attention"] * 99
+            x = q @ k.repeat_interleave(group, 0).mT * scale
+            x = softcap * torch.tanh(x / softcap) if softcap else x
+            n = x.shape[-1]
+            sees = torch.ones(n, n).tril()
+            if kinds[index] == "sliding_attention":
+                sees = sees - torch.ones(n, n).tril(-config.sliding_window)
+            else:
+                rows[index] = None
+            a = x.masked_fill(sees == 0, -torch.inf).softmax(-1)
+            if index in rows:
+                rows[index] = a[:, -window:, : n - window].sum().item() / group
+            return (a @ v.repeat_interleave(group, 0)).transpose(0, 1)
+
+    oracle._running.append(Attention())
+    try:
+        with torch.no_grad():
+            double(ids[None], use_cache=False)
+    finally:
+        oracle._running.pop()
+        for hook in hooks:
+            hook.remove()
+    result = []
+    for index, score in rows.items():
+        before, attended, after = (x[0, -window:] for x in streams[index])
+        turn = 1 - torch.cosine_similarity(before, attended if until == "attention" else after, dim=-1)
+        result.append(score * (1.0 if until == "off" else turn.clamp_min(0).mean().item()))
+    return result
+
+
+@pytest.mark.parametrize("cd", ["attention", "layer", "off"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "olmo2", "granite"])
+def test_tada_measures_every_layer_s_error(family, cd, task):
+    made, ids = model(family), tokens([[45]], 2)[0][0]
+    with kvevict.evicting(made, "snapkv", budget=16, window=4, layers="tada", task=task, cd=cd), torch.no_grad():
+        made(ids[None])
+    want = errors_in_float64(made, ids, 4, cd)
+    assert kvevict.history(task).errors == pytest.approx(want, rel=1e-4)  # 1 - cos cancels
+    assert kvevict.history(task).contexts == 1
+
+
+def test_tada_splits_by_its_history(task):
+    """The first context is split uniformly, the second by the first's errors, batch rows by what was before them."""
+    made = model()
+    given = dict(budget=16, window=4, layers="tada", heads="flat", task=task)
+    (first,), (second,) = tokens([[45]], 2)[0], tokens([[50]], 3)[0]
+    with kvevict.evicting(made, "snapkv", **given), torch.no_grad():
+        made(first[None])
+        assert [sum(layer[0]) for layer in kvevict.report(made)["kept"]] == [32] * 4
+        errors = kvevict.history(task).errors
+        made(torch.stack([second, second.flip(0)]))
+        slots = layer_slots(build("snapkv", **given | dict(task="by hand")), 4, 2, [50], measured=[errors])[
+            :, 0
+        ].tolist()
+        for row in range(2):
+            assert [sum(layer[row]) for layer in kvevict.report(made)["kept"]] == slots != [32] * 4
+    past = kvevict.history(task)
+    assert past.contexts == 3
+    alone = [errors_in_float64(made, ids, 4) for ids in (first, second, second.flip(0))]
+    assert past.errors == pytest.approx([sum(x) / 3 for x in zip(*alone, strict=True)], rel=1e-3)
+
+
+def test_tada_learns_from_a_prompt_s_earlier_chunks(task):
+    """A prompt without its last chunk measures what splits the whole prompt's last one."""
+    made, (ids,) = model(), tokens([[53]], 4)[0]
+    given = dict(budget=16, window=4, layers="tada", chunk_size=12)
+    with kvevict.evicting(made, "snapkv", task=task, **given), torch.no_grad():
+        made(ids[None, :41])
+    errors = kvevict.history(task).errors
+    kvevict.history(task).reset()
+    with kvevict.evicting(made, "snapkv", task=task, **given), torch.no_grad():
+        made(ids[None])
+        got = [sum(layer[0]) for layer in kvevict.report(made)["kept"]]
+    policy = build("snapkv", **given, task="by hand")
+    assert got == layer_slots(policy, 4, 2, [53], measured=[errors])[:, 0].tolist() != [32] * 4
+
+
+def test_tada_history_is_kept_frozen_and_reset(task, tmp_path):
+    made, (ids,) = model(), tokens([[45]], 2)[0]
+    past = kvevict.history(task)
+    with kvevict.evicting(made, "snapkv", budget=16, window=4, layers="tada", task=task), torch.no_grad():
+        made(torch.stack([ids[:16], ids[16:32]]))
+        assert past.contexts == 0  # nothing was evicted
+        made(ids[None])
+        assert past.contexts == 1
+        past.save(tmp_path / "history.json")
+        past.frozen, before = True, list(past.errors)
+        made(ids[None].flip(1))
+        assert past.contexts == 1 and past.errors == before
+        past.frozen = False
+        made(ids[None].flip(1))
+        assert past.contexts == 2
+        past.load(tmp_path / "history.json")
+        assert past.contexts == 1 and past.errors == before
+        past.reset()
+        assert past.contexts == 0
+        (tmp_path / "other").write_text("[1]")
+        with pytest.raises(ValueError, match="no history"):
+            past.load(tmp_path / "other")
+        past.contexts, past.errors = 1, [1.0, 2.0]
+        with pytest.raises(ValueError, match="2 layers, not 4"):
+            made(ids[None])
+
+
+@pytest.mark.parametrize("cd", ["attention", "layer"])
+def test_unpatching_takes_the_hooks_out(cd, task):
+    made = tiny.model()
+    before = snapshot(made)
+    kvevict.patch(made, "snapkv", budget=40, layers="tada", cd=cd, task=task)
+    tiny.generate(made, tiny.prompt(1, 60))
+    assert kvevict.history(task).contexts == 1
+    kvevict.unpatch(made)
+    assert snapshot(made) == before
+
+
+# -- together -------------------------------------------------------------------------------------------------------
+
+SCORES = {
+    "streaming": dict(sink=2), "h2o": {}, "tova": {}, "tova, per head": dict(per_head=True),
+    "snapkv": dict(window=4, kernel=3), "edie": dict(window=4), "edie-exact": dict(window=4, weight="all"),
+    "vatp": dict(sink=2), "vatp, window": dict(base="snapkv", sink=0, window=4), "cake": dict(window=4, gamma=7.0),
+    "fastkv": dict(window=4, tsp_len=16), "knorm": {}, "keydiff": {}, "random": {}, "take": dict(probe=4),
+    "oracle": dict(response=(5, 9)), "laq": dict(n_d=2, window=3),
+    "speckv": dict(n_d=2, window=0, draft_model=tiny.model("llama", vocab_size=VOCAB)),
+}  # fmt: skip
+AXES = dict(
+    error=[dict(error=name) for name in ("none", "caote", "fastcaote")],
+    layers=[dict(layers=name) for name in ("uniform", "pyramid", "tada", "cake")],
+    heads=[dict(heads="equal"), dict(heads="flat"), dict(heads="ada"), dict(heads="ada", floor="max")],
+    select=[dict(select="token"), *(dict(select=kvevict.SELECTIONS["chunk"](3, per_head, exact))
+                                    for per_head, exact in ((False, True), (True, True), (True, False)))],
+    when=[dict(chunk_size=20, n_reuse=1), dict(chunk_size=20, n_reuse=2), dict(schedule="prompt", n_reuse=1),
+          dict(chunk_size=20, n_reuse=1, warmup_layers=2), dict(chunk_size=20, n_reuse=1, decode=True, interval=2)],
+)  # fmt: skip
+RANKS = ("streaming", "knorm", "keydiff", "random")
+WINDOWS = ("snapkv", "edie", "edie-exact", "vatp, window", "cake", "fastkv", "laq")
+
+
+def legal(name, given):
+    """METHODS: heads that compete, and output errors, need scores and runs of their own; TADA and output errors take
+    scores as weights; TADA needs every layer's score, CAKE every layer's attention in a window; layers behind
+    FastKV's tsp have other slots than one before."""
+    reuse, weighs = given["n_reuse"] > 1, given["layers"] == "tada" or given["error"] != "none"
+    shared = name == "tova" or (given["select"] != "token" and not given["select"].per_head)
+    return not (
+        (shared and given["heads"] != "equal")
+        or (name == "tova" and given["error"] != "none")
+        or (name in RANKS and weighs)
+        or (given["layers"] in ("tada", "cake") and "warmup_layers" in given)
+        or (given["layers"] == "tada" and reuse)
+        or (given["layers"] == "cake" and (reuse or name not in WINDOWS))
+        or (name == "fastkv" and (reuse or "warmup_layers" in given))
+        or (name == "oracle" and "decode" in given)
+    )
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_every_combination(name, task):
+    """It runs, a second time alike, keeps the budget exactly, and a padded row keeps what it keeps alone; or it is
+    refused."""
+    made, past = model(num_hidden_layers=3), kvevict.history(task)
+    past.contexts, past.errors, past.frozen = 1, [3.0, 0.2, 2.0], True
+    data = tokens([[38], [31]], 5)
+    batch = torch.stack([data[0][0], torch.cat([torch.zeros(7, dtype=torch.long), data[1][0]])])
+    mask = (torch.arange(38) >= torch.tensor([[0], [7]])).long()
+    score = kvevict.SCORES[name.split(",")[0]](**SCORES[name])
+    refused = 0
+    for parts in itertools.product(*AXES.values()):
+        given = dict(score=score, budget=9) | {k: v for part in parts for k, v in part.items()}
+        if given["layers"] == "tada":
+            given["task"] = task
+        options = dict(policy="snapkv", **given)
+        if not legal(name, given):
+            refused += 1
+            reasons = r"needs|measures|only rank|one for the layer|behind layer|none behind tsp=0|before decoding"
+            with pytest.raises(ValueError, match=reasons):
+                kvevict.patch(made, **options)
+            continue
+        kvevict.patch(made, **options)
+        try:
+            with torch.no_grad():
+                got = read(made, batch, mask)
+                assert read(made, batch, mask) == got, given
+                alone = read(made, data[1][0][None])
+                if "decode" in given:
+                    check_decoding(made, batch, mask, 6 * (9 + 1))
+        finally:
+            kvevict.unpatch(made)
+        assert [layer[1] for layer in got] == [layer[0] for layer in alone], given
+        for row in range(2):
+            total = sum(len(head) for layer in got for head in layer[row])
+            exact = given["select"] == "token" or given["select"].exact
+            assert total == 9 * 6 if exact else 0 < total <= 9 * 6, given
+    assert refused
+
+
+def check_decoding(made, batch, mask, most):
+    """Every decoded token leaves no row more than `most` slots, and comes again the second time."""
+    answers = []
+    for _ in range(2):
+        options = dict(max_new_tokens=6, min_new_tokens=6, do_sample=False, return_dict_in_generate=True)
+        out = made.generate(batch, attention_mask=mask, **options)
+        answers.append(out.sequences)
+        assert all(sum(int(layer.len[row].sum()) for layer in out.past_key_values.layers) <= most for row in range(2))
+    assert torch.equal(*answers)
+
+
+def read(made, ids, mask=None):
+    positions = None if mask is None else (mask.cumsum(1) - 1).clamp_min(0)
+    made(ids, attention_mask=mask, position_ids=positions, logits_to_keep=1, use_cache=True)
+    return kvevict.report(made, positions=True)["positions"]
+
+
+REFUSED = [
+    (dict(policy="tova", heads="flat"), "per_head=True"),
+    (dict(policy="chunkkv", heads="ada"), "per_head=True"),
+    (dict(policy="snapkv", layers="tada", n_reuse=2), "every layer's error"),
+    (dict(policy="take", layers="tada", warmup_layers=3), "every layer's error"),
+    (dict(policy="knorm", layers="tada"), "only rank"),
+    (dict(policy="take", n_reuse=2), "another layer's slots"),
+    (dict(policy="snapkv", n_reuse=0), "n_reuse must be at least 1"),
+    (dict(policy="adakv", f=1.5), "f must be"),
+    (dict(policy="adakv", floor="min"), "unknown floor 'min'"),
+    (dict(policy="pyramidkv", beta=0), "beta must be at least 1"),
+    (dict(policy="chunkkv", c=0), "c must be at least 1"),
+    (dict(policy="chunkkv", exact=1), "exact must be"),
+    (dict(policy="snapkv", layers="tada", cd="mlp"), "unknown cd 'mlp'"),
+    (dict(policy="snapkv", layers="tada", task=""), "task must be"),
+    (dict(policy="snapkv", select_by_layer=((0, "token"),)), "select_by_layer must hold"),
+    (dict(policy="snapkv", select_by_layer=((2, 1, "token"),)), "stop must be at least 3"),
+    (dict(policy="snapkv", select_by_layer=((0, None, "tokn"),)), "did you mean 'token'"),
+    (dict(policy="snapkv", select_by_layer=((2, 5, "token"), (0, 3, "chunk"))), "layer 2 in two ranges"),
+    (dict(policy="snapkv", select_by_layer=((0, None, "token"), (3, 4, "chunk"))), "layer 3 in two ranges"),
+    (dict(policy="edie", alpha=float("inf")), "alpha must be a finite number >= 0"),
+    (dict(policy="cake", gamma=float("nan")), "gamma must be a finite number >= 0"),
+    (dict(policy="cake", tau2=0), "tau2 must be a finite number > 0"),
+    (dict(policy="snapkv", progress=1), "progress must be True or False"),
+    (dict(policy="knorm", layers="tada"), "score='knorm', error='none', layers='tada'"),
+    (dict(policy="edie+tada", own=1), "own must be True or False"),
+    (dict(policy="snapkv", heads=7), "heads must be a name or a kvevict HeadBudget"),
+    (dict(policy="knorm", select="chunk", c=70, chunk_size=16), "budget >= 70"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "given, text", REFUSED, ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x.values()))
+)
+def test_refused(given, text):
+    with pytest.raises((ValueError, TypeError), match=text):
+        build(**dict(budget=64) | given)
+
+
+@pytest.mark.parametrize("ranges", [((9, 12, "chunk"),), ((2, 5, "chunk"),), ((4, None, "chunk"),)])
+def test_ranges_of_layers_that_are_not_there(ranges):
+    made = tiny.model(num_hidden_layers=4)
+    with pytest.raises(ValueError, match=r"select_by_layer has a range .* 4 evicting layers"):
+        kvevict.patch(made, "snapkv", budget=64, select_by_layer=ranges)
+    with pytest.raises(ValueError, match="not patched"):
+        kvevict.report(made)
+
+
+def test_a_prompt_s_own_chunks(task):
+    """TADA by earlier contexts, or by a prompt's own earlier chunks as soon as there are any."""
+    past, policy = kvevict.history(task), kvevict.LAYERS["tada"]
+    assert policy(task).shares(None, 2, 9) == [1.0, 1.0] and policy(task).shares(None, 2, 9, [3.0, 1.0]) == [3.0, 1.0]
+    past.add([[1.0, 2.0]])
+    assert policy(task).shares(None, 2, 9, [3.0, 1.0]) == [1.0, 2.0] == policy(task, own=True).shares(None, 2, 9)
+    assert policy(task, own=True).shares(None, 2, 9, [3.0, 1.0]) == [3.0, 1.0]
+
+
+def test_layers_that_share_a_choice_must_hold_as_much():
+    """A cache whose layers were cut differently cannot be read on by a policy whose layers choose together."""
+    made, ids = tiny.model(), tiny.prompt(1, 60)["input_ids"]
+    with torch.no_grad():
+        kvevict.patch(made, "pyramidkv", budget=16, window=4)
+        cache = made(ids).past_key_values
+        for policy in ("take", "chunkkv+reuse"):
+            kvevict.patch(made, policy, budget=40, chunk_size=34)
+            with pytest.raises(ValueError, match="hold different slots"):
+                made(ids, past_key_values=cache)
+    kvevict.unpatch(made)
+
+
+# -- names and JSON -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", kvevict.policies())
+def test_json_is_the_whole_policy(name):
+    policy = build(name, budget=0.5, chunk_size=100)
+    assert Policy.from_json(policy.to_json()) == policy
+    other = build(name, budget=77, chunk_size=100, interval=3)
+    assert Policy.from_json(other.to_json()) == other != policy
+
+
+def test_json_of_options():
+    policy = build(
+        "snapkv", budget=64, window=8, layers="tada", task="qa", heads="flat", select="chunk", c=3, per_head=True,
+        select_by_layer=((0, 2, "token"), (3, None, kvevict.SELECTIONS["chunk"](c=7, per_head=True))),
+    )  # fmt: skip
+    again = Policy.from_json(policy.to_json())
+    assert again == policy and again.selection(3).c == 7 and again.selection(2).c == 3
+    take = build("take", budget=64, probe=(-9, -1))
+    assert Policy.from_json(take.to_json()).score.probe == (-9, -1)
+    assert Policy.from_json('{"score": "h2o", "budget": 5}') == Policy(score="h2o", budget=5)
+    for text, error in (
+        ("[", "no policy in JSON"), ("[]", "object of its fields"), ('{"scor": "h2o"}', "did you mean 'score'"),
+        ('{"score": {"name": "h3o"}}', "did you mean 'h2o'"), ('{"score": {"name": "h2o", "recnt": 1}}', "'recent'"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=error):
+            Policy.from_json(text)
+
+
+def test_a_score_of_one_s_own():
+    @kvevict.register_score("oldest")
+    @dataclass(frozen=True)
+    class Oldest(kvevict.Score):
+        """The oldest slots."""
+
+        bonus: float = 0.0
+
+        def score(self, view):
+            return -view.positions().float() + self.bonus
+
+    try:
+        policy = build("snapkv", score="oldest", budget=5, bonus=2.0, chunk_size=9)
+        assert Policy.from_json(policy.to_json()) == policy
+        ((_, positions),) = ours(model(), policy, [[30]], 0)[0]
+        assert positions == [[[0, 1, 2, 3, 4]] * 2] * 4
+        with pytest.raises(ValueError, match="registered already"):
+            kvevict.register_score("oldest")(Oldest)
+    finally:
+        del kvevict.SCORES["oldest"]
+
+
+def test_the_command_lists_every_choice(capsys):
+    from kvevict.cli import main
+
+    assert main(["policies"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    for registry, _ in PARTS.values():
+        assert all(any(name in line for line in shown) for name in registry)
+    assert main(["policies", "--json"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    table = json.loads(line)["policies"]
+    assert set(table) == set(kvevict.policies())
+    assert "PyramidKV" in table["pyramidkv"]["about"]
+    assert Policy.from_json(json.dumps(table["pyramidkv"]["policy"])) == build("pyramidkv", budget=0.5)
+    assert len({entry["about"] for entry in table.values()}) == len(table)

@@ -1,0 +1,58 @@
+"""The presets named after kvpress keep the positions that kvpress itself keeps, both with their defaults.
+
+kvpress needs an older Transformers than we are tested with, so it has an environment of its own:
+
+    python3 -m venv DIR && DIR/bin/pip install torch==2.13.0 && DIR/bin/pip install kvpress==0.5.5
+    KVPRESS_PYTHON=DIR/bin/python python -m pytest tests/policies/test_kvpress.py
+
+It removes a ratio r: int(n (1 - r)) of n slots stay, of ChunkKV's runs as many. What METHODS has differently, and where
+that vanishes, is said in test_conventions.py.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+
+import pytest
+from test_policies import model, ours, tokens, truth
+
+PYTHON = os.environ.get("KVPRESS_PYTHON")
+RUN = 20  # tokens of ChunkKV's runs
+
+pytestmark = pytest.mark.skipif(not PYTHON, reason="set KVPRESS_PYTHON to a Python that has kvpress, as described here")
+
+
+def budget(name, length, ratio):
+    """Slots that stay by kvpress' rounding."""
+    if name != "chunkkv/kvpress":
+        return int(length * (1 - ratio))
+    runs = -(-length // RUN)
+    return RUN * int(runs * (1 - ratio)) - (RUN * runs - length)  # the last run, which is short, is in the window
+
+
+ATTENTION = ["snapkv/kvpress", "chunkkv/kvpress", "adakv/kvpress"]
+NAMES = {
+    "llama": [*ATTENTION, "knorm", "keydiff/kvpress", "streaming"],
+    "qwen3": [*ATTENTION, "keydiff/kvpress", "keydiff"],  # its keys are of one length, so both have the same mean
+}
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_same_positions(family, tmp_path):
+    made, cases = model(family), []
+    made.save_pretrained(tmp_path)
+    for name in NAMES[family]:
+        for length, ratio in ((224, 0.25), (204, 0.4), (164, 0.3)):
+            options = dict(budget=budget(name, length, ratio))
+            seed, (((_, want),),) = truth(made, name, [[length]], **options)  # no two scores that rounding may swap
+            ((_, got),) = ours(made, name, [[length]], seed, **options)[0]
+            assert got == want
+            cases.append((name, ratio, tokens([[length]], seed)[0][0].tolist(), got))
+    asks = [(name.split("/")[0], ratio, ids) for name, ratio, ids, _ in cases]
+    (tmp_path / "asks.json").write_text(json.dumps(asks))
+    script = pathlib.Path(__file__).parents[1] / "lib/parity_kvpress.py"
+    subprocess.run([PYTHON, "-I", script, tmp_path], check=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    answers = json.loads((tmp_path / "kept.json").read_text())
+    for (name, ratio, ids, got), theirs in zip(cases, answers, strict=True):
+        assert got == theirs, (name, ratio, len(ids))

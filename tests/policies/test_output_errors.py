@@ -1,0 +1,432 @@
+"""Scores and refinements that are errors of the attention's output: heads that compete, options, other models and TADA
+against the float64 oracle; identities against brute-force removal; what is refused."""
+
+import copy
+import itertools
+
+import oracle
+import pytest
+import ref
+import torch
+from helpers import FP32
+from test_choices import read
+from test_policies import BUDGET, CHUNK, compare, compare_in_chunks, model, ours, tokens, truth
+
+import kvevict
+from kvevict import SCORES
+from kvevict.policy import build
+from kvevict.policy.refinements import ERRORS
+
+CHUNKED = dict(budget=BUDGET, chunk_size=CHUNK)
+FREE = dict(error="caote", protect=False)
+CAKE = dict(score="cake", window=5, kernel=5, pool="avg")
+CHOICES = {
+    "edie": dict(window=4),
+    "edie, c_j is 1": dict(window=4, weight="none", alpha=0.05),
+    "edie, all slots": dict(window=3, weight="all", alpha=0.2),
+    "edie, not near the window": dict(window=4, weight="i<=t-2w", kernel=3),
+    "edie, not the first": dict(window=4, weight="i>w", pool="avg"),
+    "edie, long window": dict(window=12, pool="none"),
+    "edie, long window, not the first": dict(window=12, weight="i>w", kernel=3),
+    "edie-exact": dict(window=4),
+    "edie-exact, all slots": dict(window=4, weight="all", kernel=3),
+    "edie-exact, c_j is 1": dict(window=6, weight="none", heads="equal"),
+    "edie, caote": dict(window=4, error="caote"),
+    "edie, chunk": dict(window=4, select="chunk", c=4, per_head=True, pool="none"),
+    "edie, pyramid, reuse": dict(window=4, layers="pyramid", n_reuse=2),
+    "vatp, flat": dict(sink=2, heads="flat"),
+    "vatp, window": dict(base="snapkv", sink=2, window=4),
+    "vatp, pyramid": dict(sink=2, layers="pyramid", beta=3),
+    "vatp, fastcaote": dict(sink=2, error="fastcaote"),
+    "paasvn, ada": dict(window=4, heads="ada"),
+    "snapkv, cake": CAKE | dict(heads="ada"),
+    "snapkv, cake of one row": CAKE | dict(window=1, gamma=7.0),
+    "snapkv, cake, caote": CAKE | dict(error="caote"),
+    "snapkv, caote": dict(window=4, error="caote", heads="flat"),
+    "snapkv, caote, avg": dict(window=4, error="caote", pool="avg", kernel=5, reduce="mean"),
+    "snapkv, squared": dict(window=4, error="caote", squared=True),
+    "snapkv, fastcaote": dict(window=12, error="fastcaote"),
+    "snapkv, each row": dict(window=4, error="caote", rows="each", heads="flat"),
+    "snapkv, caote, chunk": dict(window=4, error="caote", select="chunk", c=4),
+    "snapkv, caote, reuse": dict(window=4, error="caote", n_reuse=2),
+    "h2o+caote, flat": dict(heads="flat"),
+    "h2o+caote, unprotected": dict(protect=False),
+    "tova+caote, squared": dict(squared=True, heads="ada"),
+    "tova+fastcaote": {},
+    "take/no-delay, fastcaote": dict(probe=5, error="fastcaote", heads="flat"),
+    "take+caote, unprotected": dict(probe=4, protect=False),
+    "oracle, caote": dict(response=(7, 11, 13), error="caote"),
+    "oracle, fastcaote": dict(response=(7, 11), error="fastcaote", squared=True, pool="avg", heads="flat"),
+}  # "preset, remark": options
+UNPROTECTED = {
+    "snapkv": dict(window=4, **FREE),
+    "snapkv, mean": dict(window=4, reduce="mean", pool="avg", **FREE),
+    "snapkv, largest": dict(window=4, reduce="max", pool="none", **FREE),
+    "snapkv, each row": dict(window=4, rows="each", **FREE),
+    "snapkv, cake": CAKE | FREE,
+    "paasvn": dict(window=4, **FREE),
+    "edie": dict(window=4, **FREE),
+    "edie, long window": dict(window=12, **FREE),
+    "edie, not the first": dict(window=4, weight="i>w", error="fastcaote", protect=False),
+    "edie-exact": dict(window=4, weight="all", **FREE),
+    "take": dict(probe=4, **FREE),
+}  # observers' own slots can be lost before they observe for the last time
+any_choice = pytest.mark.parametrize("name", CHOICES)
+
+
+def options(name, table=CHOICES, **more):
+    return name.split(",")[0], table[name] | more
+
+
+# -- against the oracle ---------------------------------------------------------------------------------------------
+
+
+@any_choice
+def test_chunks(name):
+    policy, chosen = options(name, **CHUNKED)
+    compare_in_chunks(policy, **chosen)
+
+
+@any_choice
+def test_whole_prompt(name):
+    """Also with one query head a group, and with one group."""
+    policy, chosen = options(name, budget=BUDGET, chunk_size=80)
+    for heads in (2, 4, 1):
+        compare(model(num_key_value_heads=heads), policy, [[53]], **chosen)
+
+
+@any_choice
+def test_fractions_and_turns(name):
+    policy, chosen = options(name, budget=0.4, chunk_size=14)
+    compare(model(), policy, [[47, 1, 21, 1]], **chosen)
+
+
+@any_choice
+def test_padded_rows(name):
+    policy, chosen = options(name, **CHUNKED)
+    compare(model(), policy, [[41, 1, 14], [26, 1, 14], [10, 1, 14]], **chosen)
+
+
+@pytest.mark.parametrize("name", [name for name in CHOICES if not name.startswith("oracle")])
+@pytest.mark.parametrize("interval", [1, 3])
+def test_decoding(name, interval):
+    policy, chosen = options(name, **CHUNKED, decode=True, interval=interval)
+    compare(model(), policy, [[29, *[1] * 14], [9, *[1] * 14]], **chosen)
+
+
+@pytest.mark.parametrize("name", UNPROTECTED)
+def test_unprotected_windows(name):
+    """What a remembered row sees is told by its position, not by its own slot."""
+    policy, chosen = options(name, UNPROTECTED, **CHUNKED, decode=True, interval=1)
+    rows = [[29, *[1] * 12, 14, *[1] * 3], [9, *[1] * 12, 14, *[1] * 3]]
+    want = compare(model(), policy, rows, **chosen)
+    newest = {29 + 12 - 1 - i for i in range(4)}
+    heads = [head for layer in want[12][0][1] for head in layer]
+    assert any(not newest <= set(head) for head in heads)
+    compare(model(), policy, [[29, *[1] * 5]], **chosen | dict(heads="flat"))
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma2", "gemma3", "qwen3"])
+@pytest.mark.parametrize(
+    "name", ["edie", "edie-exact", "snapkv, each row", "tova+caote, squared", "h2o+caote, flat", "snapkv, cake"]
+)
+def test_other_families(family, name):
+    """Sink logits, softcaps and layers with a sliding window between."""
+    policy, chosen = options(name, **CHUNKED, decode=True, interval=2)
+    compare(model(family), policy, [[40, *[1] * 5]], **chosen)
+
+
+@pytest.mark.parametrize(
+    "policy", ["edie", "edie-exact", "vatp", "paasvn", "snapkv+caote", "h2o+fastcaote", "take+caote"]
+)
+def test_as_it_comes(policy):
+    """With its own window, sinks and blocks: prompts too short for c_j's range, just long enough, and longer."""
+    for n in (85, 97, 150, 290):
+        compare(model(), policy, [[n, 1, 1]], budget=48)
+
+
+def test_defaults_are_the_papers():
+    """The sources' windows and kernels, and CAOTE's blocks."""
+    edie, cake, vatp = (SCORES[name]() for name in ("edie", "cake", "vatp"))
+    paasvn = build("paasvn", budget=64).score
+    assert (edie.window, edie.kernel, edie.pool, edie.alpha, edie.weight) == (32, 7, "max", 0.1, "middle")
+    assert (cake.window, cake.kernel, cake.pool, cake.gamma) == (32, 5, "avg", 200)
+    assert (vatp.base, vatp.sink, vatp.recent) == ("h2o", 20, None)
+    assert (paasvn.base, paasvn.sink, paasvn.window) == ("snapkv", 0, 32)
+    for base, error in itertools.product(("h2o", "tova", "snapkv"), ("caote", "fastcaote")):
+        policy = build(f"{base}+{error}", budget=64)
+        assert (policy.chunk_size, policy.schedule, policy.decode, policy.interval) == (128, "chunk", True, 1)
+        assert policy.error == ERRORS[error]()
+        assert policy.score == SCORES[base](**dict(per_head=True) if base == "tova" else {})
+    for name in ("edie", "edie-exact", "vatp", "paasvn"):
+        policy = build(name, budget=64)
+        assert (policy.chunk_size, policy.schedule, policy.decode) == (None, "prompt", False)
+        assert type(policy.heads).__name__ == ("Flat" if name.startswith("edie") else "Equal")
+
+
+SOME = [
+    "edie",
+    "edie, all slots",
+    "vatp, flat",
+    "snapkv, cake",
+    "snapkv, caote",
+    "h2o+caote, flat",
+    "take+caote, unprotected",
+]
+AXES = dict(
+    error=[dict(error=name) for name in ("none", "caote", "fastcaote")]
+    + [dict(error="caote", rows="each"), dict(error="fastcaote", protect=False, squared=True)],
+    heads=[dict(heads=name) for name in ("equal", "flat", "ada")],
+    select=[dict(select="token"), dict(select=kvevict.SELECTIONS["chunk"](3, per_head=True))],
+    when=[CHUNKED, dict(budget=11, schedule="prompt", layers="pyramid", n_reuse=2)],
+)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_every_combination(name):
+    """A padded row keeps what it keeps alone, and as many slots as its budget; or the choice is refused."""
+    made, data = model(), tokens([[38], [31]], 5)
+    batch = torch.stack([data[0][0], torch.cat([torch.zeros(7, dtype=torch.long), data[1][0]])])
+    mask = (torch.arange(38) >= torch.tensor([[0], [7]])).long()
+    for parts in itertools.product(*AXES.values()):
+        policy, given = options(name)
+        given = {k: v for k, v in given.items() if k not in ("error", "squared", "protect")}
+        given |= {k: v for part in parts for k, v in part.items()}
+        policy = policy.removesuffix("+caote")
+        if policy == "take":
+            given["warmup_layers"] = None
+        if given.get("rows") == "each" and policy in ("h2o", "vatp", "take"):
+            with pytest.raises(ValueError, match="rows='pooled'"):
+                build(policy, **given)
+            continue
+        with kvevict.evicting(made, policy, **given), torch.no_grad():
+            got, *alone = read(made, batch, mask), *(read(made, row[None]) for (row,) in data)
+        assert [[layer[row] for layer in got] for row in range(2)] == [[x[0] for x in one] for one in alone], given
+        for row in range(2):
+            assert sum(len(head) for layer in got for head in layer[row]) == 8 * given["budget"], given
+
+
+# -- TADA -----------------------------------------------------------------------------------------------------------
+
+MEASURED = [
+    "edie", "edie, all slots", "edie-exact", "edie, caote", "vatp, flat", "vatp, window", "snapkv, cake",
+    "snapkv, caote", "snapkv, squared", "snapkv, each row", "h2o+caote, flat", "h2o+caote, unprotected",
+    "tova+fastcaote", "take/no-delay, fastcaote", "oracle, caote",
+]  # fmt: skip
+
+
+@pytest.fixture
+def task():
+    kvevict.history("output errors").__init__()
+    yield "output errors"
+    kvevict.history("output errors").__init__()
+
+
+@pytest.mark.parametrize("name", MEASURED)
+@pytest.mark.parametrize("chunk", [80, CHUNK])
+def test_tada_sums_what_is_ranked_unpooled(name, chunk, task):
+    """One context's errors, the mean over its chunks; slots follow a history that is there already."""
+    policy, chosen = options(name, budget=BUDGET, chunk_size=chunk)
+    past, shares = kvevict.history(task), [3.0, 1.0, 2.0, 2.5]
+    seed, (((_, positions),),) = truth(model(), policy, [[53]], **chosen, errors=shares)
+    row = oracle.Row(model(), policy, **chosen, errors=shares, measure=True)
+    row.read(tokens([[53]], seed)[0][0].tolist())
+    want = [sum(x) / len(x) for x in row.errors]
+    assert {len(x) for x in row.errors} == {1 if chunk == 80 else 4}
+    past.contexts, past.errors = 1, shares
+    (((_, kept),),) = ours(model(), policy, [[53]], seed, layers="tada", cd="off", task=task, **chosen)
+    assert kept == positions == row.positions
+    assert past.contexts == 2
+    assert [2 * x - y for x, y in zip(past.errors, shares)] == pytest.approx(want, rel=1e-4)
+
+
+def test_how_far_a_layer_turns_the_stream_is_no_matter_of_the_score(task):
+    turns = []
+    for given in (dict(policy="snapkv"), dict(policy="edie"), dict(policy="snapkv", error="caote", rows="each")):
+        errors = []
+        for cd in ("off", "attention"):
+            kvevict.history(task).reset()
+            with kvevict.evicting(model(), budget=BUDGET, window=4, layers="tada", task=task, cd=cd, **given):
+                model()(tokens([[45]], 2)[0][0][None])
+            errors.append(kvevict.history(task).errors)
+        turns.append([x / y for x, y in zip(*reversed(errors))])
+    assert turns[1] == pytest.approx(turns[0], rel=1e-4) and turns[2] == pytest.approx(turns[0], rel=1e-4)
+    assert all(0 < x < 2 for x in turns[0])
+
+
+# -- identities -----------------------------------------------------------------------------------------------------
+
+
+def views(monkeypatch, made, check, rows=5):
+    """Calls check(view, a [H, R, n + 1], v [Hkv, n + 1, d], n) for every layer of a read, just before it evicts: the
+    last rows' attention and the values, in float64; the last column is a sink's share, with a value of 0."""
+    choose, seen = kvevict.engine.evict.choose, []
+
+    def watch(view, score, slots):
+        layer, attention, values = view.layer, [], []
+        scale, softcap, sinks = (view.options[x] for x in ("scale", "softcap", "sinks"))
+        group = view.q.shape[1] // view.n.shape[1]
+        for _, g, slot in layer.segments():
+            keys, value = (torch.cat([x[slot], y[0, g]]).double() for x, y in ((layer.k, view.k), (layer.v, view.v)))
+            n = len(keys)
+            for h in range(g * group, (g + 1) * group):
+                sees, sink = torch.ones(rows, n).tril(n - rows) > 0, None if sinks is None else sinks[h]
+                a, _ = ref.attention(view.q[0, h, -rows:], keys, sees, scale, softcap, sink)
+                attention.append(torch.cat([a, 1 - a.sum(1, keepdim=True)], 1))
+            values.append(torch.cat([value, torch.zeros_like(value[:1])]))
+        check(view, torch.stack(attention), torch.stack(values), n)
+        seen.append(int(layer.len.max()))
+        return choose(view, score, slots)
+
+    monkeypatch.setattr(kvevict.engine.evict, "choose", watch)
+    with kvevict.evicting(made, "snapkv", budget=9, window=rows, chunk_size=14), torch.no_grad():
+        made(tokens([[40]], 1)[0][0][None], use_cache=True)
+    assert max(seen) == 9 and min(seen) == 0  # with slots from before, and without
+
+
+def removals(a, v, n, norm):
+    """(how far each row's output moves without slot i [H, R, n], by how much fp32 may miss it)."""
+    group = a.shape[0] // v.shape[0]
+    moved, allowed = torch.zeros(2, *a.shape[:2], n, dtype=torch.double)
+    for h, r in itertools.product(*map(range, a.shape[:2])):
+        value, weights = v[h // group], a[h, r]
+        moved[h, r] = ref.removal(weights, value, norm)[:n]
+        size = value.norm(p=norm, dim=1) + (weights @ value).norm(p=norm)
+        allowed[h, r] = (3 * FP32 * weights * size / (1 - weights).clamp(min=1e-6) ** 2)[:n]
+    return moved, allowed + 1e-9
+
+
+def near(got, want, allowed):
+    assert (got[0, :, : want.shape[-1]].double() - want).abs().le(allowed).all()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_caote_of_the_last_row_is_its_removal_error(family, monkeypatch):
+    """At G=1 (theorem A.2), pooled or by row; a window of one row is the same."""
+
+    def check(view, a, v, n):
+        moved, allowed = removals(a[:, -1:], v, n, 2)
+        for score in (SCORES["tova"](per_head=True), SCORES["snapkv"](window=1, pool="none")):
+            h = score.score(view)
+            near(ERRORS["caote"]().refine(view, h), moved[:, 0], allowed[:, 0])
+            near(view.output_error(score.rows or 1, "l2", group="mean"), moved[:, 0], allowed[:, 0])
+
+    views(monkeypatch, model(family, num_key_value_heads=4), check)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma2"])
+def test_errors_of_a_window_are_sums_of_removals(family, heads, monkeypatch):
+    """EDIE eq. 7 in the 1-norm, summed over the group; CAOTE by row in the 2-norm, the mean. Eq. 8 bounds eq. 7."""
+
+    def check(view, a, v, n):
+        for norm, total in ((1, True), (2, False)):
+            moved, allowed = (x.sum(1).unflatten(0, (heads, -1)) for x in removals(a, v, n, norm))
+            exact = SCORES["edie-exact"](window=5, weight="none").score(view)
+            rows = view.output_error(5, "l2", group="mean")
+            near(exact, moved.sum(1), allowed.sum(1)) if total else near(rows, moved.mean(1), allowed.mean(1))
+        bound = SCORES["edie"](window=5, weight="none", alpha=0.0).score(view)
+        assert (bound >= exact * (1 - FP32)).all() and (bound > exact).any()
+
+    views(monkeypatch, model(family, num_key_value_heads=heads), check)
+
+
+def test_weight_is_1_where_every_slot_observes(monkeypatch):
+    """The first chunk's rows, fewer than a window, are all there is."""
+
+    def check(view, a, v, n):
+        rows = SCORES["edie"](window=14).row_weights(view)
+        assert bool((rows == 1).all()) == (int(view.layer.len.max()) == 0)
+
+    views(monkeypatch, model(), check)
+
+
+def test_one_row_at_a_time_is_what_all_rows_are_together(monkeypatch):
+    """The rows' form that needs no slots of their own, where all of them are there."""
+    policy, chosen = "snapkv", dict(window=4, reduce="max", pool="none", decode=True, interval=1, **CHUNKED)
+    rows = [[29, *[1] * 9], [20, *[1] * 9]]
+    want = ours(model(), policy, rows, 3, **chosen)
+    observe = kvevict.engine.view.View._observe
+
+    def apart(self, op, q, skip, stop, more, **given):
+        if not self.decoding:
+            return observe(self, op, q, skip, stop, more, **given)
+        values = op is kvevict._ops.error
+        slots = (self.layer.k, self.layer.v) if values else (self.layer.k,)
+        fresh = (self.k, self.v) if values else (self.k,)
+        return kvevict.engine.apart.observe(self, op, q, slots, fresh, more, **given, **self.options)
+
+    monkeypatch.setattr(kvevict.engine.view.View, "_observe", apart)
+    got = ours(model(), policy, rows, 3, **chosen)
+    assert [[x[1] for x in call] for call in got] == [[x[1] for x in call] for call in want]
+
+
+# -- on disk --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["edie", "snapkv, each row", "snapkv", "vatp, flat"])
+def test_a_saved_cache_decodes_on(name, tmp_path):
+    """Remembered queries, their outputs and carried sums with it."""
+    policy, chosen = options(name, CHOICES | {"snapkv": dict(window=4)}, **CHUNKED, decode=True, interval=2)
+    made, ids = model(), tokens([[45]], 1)[0][0][None]
+    with kvevict.evicting(made, policy, **chosen), torch.no_grad():
+        cache = made(ids[:, :29], use_cache=True).past_key_values
+        step(made, cache, ids[:, 29:32])
+        kvevict.save_cache(cache, tmp_path / "cache")
+        alive = step(made, copy.deepcopy(cache), ids[:, 32:])
+        loaded = kvevict.load_cache(tmp_path / "cache", made)
+        assert step(made, loaded, ids[:, 32:]) == alive
+
+
+def step(made, cache, ids):
+    for token in ids.T:
+        made(token[None], past_key_values=cache, use_cache=True)
+    return [layer.pos[rows].tolist() for layer in cache.layers for _, _, rows in layer.segments()]
+
+
+# -- refused --------------------------------------------------------------------------------------------------------
+
+REFUSED = [
+    *((dict(policy=name, error=error), "only rank slots")
+      for name in ("streaming", "knorm", "keydiff", "random") for error in ("caote", "fastcaote")),
+    (dict(policy="tova", error="caote"), "per_head=True"),
+    (dict(policy="tova+caote", per_head=False), "per_head=True"),
+    *((dict(policy=name, error="caote", rows="each"), "rows='pooled'") for name in ("h2o", "vatp", "take")),
+    (dict(policy="oracle", response=(5, 7), error="caote", rows="each"), "rows='pooled'"),
+    (dict(policy="take/no-probe", error="caote", rows="each"), "rows='pooled'"),
+    (dict(policy="snapkv", error="caote", rows="each", squared=True), "no squared form"),
+    (dict(policy="snapkv", error="fastcaote", rows="each"), "no fast one"),
+    (dict(policy="snapkv", error="caote", rows="eac"), "did you mean 'each'"),
+    (dict(policy="snapkv", error="caote", squared=1), "squared must be True or False"),
+    (dict(policy="snapkv", error="caote", protect="no"), "protect must be True or False"),
+    (dict(policy="snapkv", error="coate"), "did you mean 'caote'"),
+    (dict(policy="snapkv", error=7), "error must be a name or a kvevict Refinement"),
+    (dict(policy="edie", weight="end"), "unknown weight 'end'"),
+    (dict(policy="edie", alpha=-0.1), "alpha must be"),
+    (dict(policy="edie", alpha=float("nan")), "alpha must be"),
+    (dict(policy="edie", reduce="mean"), "unknown option 'reduce'"),
+    (dict(policy="edie-exact", alpha=0.1), "unknown option 'alpha'"),
+    (dict(policy="edie", budget=32), "budget >= 33"),
+    (dict(policy="snapkv", score="cake", gamma=-1), "gamma must be"),
+    (dict(policy="vatp", base="tova"), "unknown base 'tova'"),
+    (dict(policy="vatp", sink=-1), "sink must be at least 0"),
+    (dict(policy="vatp", recent=2.5), "recent must be"),
+    (dict(policy="vatp", budget=40), "budget >= 41"),
+    (dict(policy="vatp", recent=5, budget=25), "budget >= 26"),
+    (dict(policy="paasvn", window=8, sink=4, budget=12), "budget >= 13"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "given, text", REFUSED, ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x.values()))
+)
+def test_refused(given, text):
+    with pytest.raises((ValueError, TypeError), match=text):
+        build(**dict(budget=64) | given)
+
+
+def test_without_protection_one_slot_is_a_budget():
+    for policy in ("snapkv+caote", "h2o+caote", "take+caote"):
+        assert build(policy, budget=64).smallest_budget() > 1 or policy == "h2o+caote"
+        assert build(policy, budget=1, protect=False).smallest_budget() == 1
+    compare(model(), "snapkv+caote", [[20, 1, 1]], budget=2, window=6, chunk_size=9, protect=False)
