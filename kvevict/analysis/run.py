@@ -8,7 +8,8 @@ import time
 import torch
 
 from .._ops import build_info
-from ..patch import evicting, report
+from ..patch import evicting
+from ..report import report
 
 
 def load_model(name: str, dtype="auto", device=None):

@@ -16,6 +16,7 @@ from ..policy.registry import Registry, load_folder
 
 COMMANDS = Registry("command")
 POLICY = "NAME[:OPTION=VALUE,...]"
+PYTHON = {"None": None, "True": True, "False": False}
 
 
 def command(function):
@@ -94,7 +95,7 @@ def number(text: str):
 
 def parse_policy(text: str) -> tuple:
     """NAME or NAME:OPTION=VALUE,OPTION=VALUE as (preset's name, options). A value is JSON (a number, true, null,
-    [0, 32]) or a plain word."""
+    [0, 32]), Python's None, True or False, or a plain word; none is None where an option may be None."""
     name, colon, rest = text.partition(":")
     parts = re.split(r",(?![^\[]*\])", rest) if colon else []  # no comma inside of brackets
     return name, dict(parse_option(part) for part in parts)
@@ -104,9 +105,20 @@ def parse_option(text: str) -> tuple:
     name, equals, value = text.partition("=")
     if not equals:
         raise ValueError(f"policy option {text!r}: write {POLICY}")
+    name = name.strip().replace("-", "_")
+    if value in PYTHON or (value == "none" and name in _optional()):
+        return name, PYTHON.get(value)
     with contextlib.suppress(json.JSONDecodeError):
         value = json.loads(value)
-    return name.strip().replace("-", "_"), tuple(value) if isinstance(value, list) else value
+    return name, tuple(value) if isinstance(value, list) else value
+
+
+def _optional() -> set:
+    """Options that may be None."""
+    from ..policy.policy import PARTS, Policy
+
+    made_of = [Policy, *(part for registry, _ in PARTS.values() for part in registry.values())]
+    return {f.name for part in made_of for f in dataclasses.fields(part) if "None" in str(f.type)} - PARTS.keys()
 
 
 def build_policies(texts, args, **common) -> dict:

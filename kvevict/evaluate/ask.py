@@ -21,15 +21,16 @@ import torch
 
 from ..analysis.run import frame, ids_of
 from ..commands import parse_policy
-from ..patch import evicting, patch, report
-from ..policy.policy import PRESETS, Policy, as_part, build
+from ..patch import evicting, patch
+from ..policy.policy import Policy, build
+from ..report import report
 from .metrics import METRICS
 
 MODES = ("aware", "agnostic")
 PERPLEXITY = "perplexity"  # the metric of cases whose score is the mean negative log likelihood of answers[0], in nats
 WHOLE = 2**30  # a chunk size that no prompt reaches
 KEEP_ALL = Policy(score="knorm", budget=2**30)
-OBSERVERS = ("window", "probe", "recent")  # score options that count slots, so that a small budget needs small ones
+OBSERVERS = ("window", "probe", "recent")  # options that count slots, so that a small budget needs small ones
 
 
 @dataclass(frozen=True)
@@ -70,31 +71,36 @@ def encode(model, tokenizer, case) -> Prompt:
     return prompt
 
 
-def observers(score) -> dict:
-    """The options of a score that count slots, and their values: windows, probes, recent slots."""
-    values = {f.name: getattr(score, f.name) for f in dataclasses.fields(score) if f.name in OBSERVERS}
+def observers(policy) -> dict:
+    """The options of a policy's rows and score that count slots, and their values: windows, probes, recent slots."""
+    values = {name: value for name, value in options_of(policy).items() if name in OBSERVERS}
     return {option: size for option, size in values.items() if isinstance(size, int)}
+
+
+def options_of(policy) -> dict:
+    """The options of a policy's rows and score."""
+    parts = policy.rows, policy.score
+    return {f.name: getattr(part, f.name) for part in parts for f in dataclasses.fields(part)}
 
 
 def policy_for(run: Run, tokens: int, response, task: str = "eval") -> Policy:
     """The policy of a run that reads `tokens` tokens under it. What it remembers of a `task` (TADA) is the run's own,
     and lasts as long as the process.
 
-    Windows, probes and recent slots that the run does not name are at most half the budget. A score with an option
-    `response` (the oracle) is given the ids that follow and reads the prompt whole: rows of a response that have not
-    seen what is yet to be read bound nothing.
+    Windows, probes and recent slots that the run does not name are at most half the budget. Rows that may know the
+    response (the oracle's) are told the ids that follow, and then the prompt is read whole: rows of a response that have
+    not seen what is yet to be read show nothing.
     """
     name, given = parse_policy(run.policy)
     if {"budget", "chunk_size"} & given.keys():
         raise ValueError(f"policy {run.policy!r}: give budget and chunk_size by --budgets and --chunk-size")
-    score = as_part("score", given.get("score", PRESETS.find(name)["score"]))
+    whole = build(name, budget=2**30, **given)
     slots = run.budget if isinstance(run.budget, int) else math.ceil(run.budget * tokens)
-    options = {option: min(size, max(1, slots // 2)) for option, size in observers(score).items()}
-    chunk = run.chunk_size or WHOLE
-    if hasattr(score, "response"):
-        options["response"], chunk = tuple(response), WHOLE
-    layers = as_part("layers", given.get("layers", PRESETS[name].get("layers", "uniform")))
-    if hasattr(layers, "task"):
+    options = {option: min(size, max(1, slots // 2)) for option, size in observers(whole).items()}
+    chunk, rows = run.chunk_size or WHOLE, whole.rows.told(response)
+    if rows is not whole.rows:
+        options["rows"], chunk = rows, WHOLE
+    if hasattr(whole.layers, "task"):
         options["task"] = "/".join(map(str, (task, *dataclasses.astuple(run))))
     return build(name, budget=run.budget, chunk_size=chunk, **options | given)
 
@@ -113,8 +119,8 @@ def ask(model, tokenizer, case, prompt: Prompt, run: Run, response) -> dict:
     policy = None
     if run != FULL:
         policy = policy_for(run, len(first), later + (prompt.answer if scored else response), case.task)
-        result["options"] = dataclasses.asdict(policy.score) | parse_policy(run.policy)[1]
-        result["options"].pop("response", None)
+        result["options"] = options_of(policy) | parse_policy(run.policy)[1]
+        result["options"].pop("ids", None)
     with nullcontext() if policy is None else evicting(model, policy):
         start = _now(model)
         out = model(_row(model, first), use_cache=True, logits_to_keep=1)

@@ -8,15 +8,15 @@ from typing import ClassVar
 
 from ..registry import Registry, load_folder
 
-ERRORS = Registry("error")
+REFINEMENTS = Registry("refinement")
 
 
-@ERRORS.add("none")
+@REFINEMENTS.add("none")
 @dataclass(frozen=True)
 class Refinement:
     """The score as it is."""
 
-    outputs: ClassVar[bool] = False  # needs the observing rows' attention outputs
+    outputs: ClassVar[bool] = False  # needs the observers' attention outputs
     refines: ClassVar[bool] = False
     protect: ClassVar[bool] = True  # the score's protected slots stay protected
 
