@@ -1,5 +1,5 @@
-"""Who chooses which slots of a call survive, and when. A call has one chooser, which sees its layers in order; what only
-one kind of chooser needs lives in it (`Cascade`: cascade.py, `Drafting`: draft.py)."""
+"""Who chooses which slots of a call survive, and when. A call has one chooser, which sees its layers in order; what
+only one kind of chooser needs lives in it (`Cascade`: cascade.py, `Drafting`: draft.py)."""
 
 import torch
 

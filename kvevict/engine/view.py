@@ -27,8 +27,8 @@ class View:
     """One layer after its attention over a chunk or a decoded token: n[b,h] alive slots of head (b, h), those stored
     before first, then the new ones, none of them padding. C is the largest n.
 
-    For scores: `attention`, `moments`, `peak` and `output_error` of the observing rows, `row_count`, `norm`, `per_head`,
-    `positions`, `carry`, and `state`, a dict of the layer's own that lasts while a prompt is read.
+    For scores: `attention`, `moments`, `peak` and `output_error` of the observing rows, `row_count`, `norm`,
+    `per_head`, `positions`, `carry`, and `state`, a dict of the layer's own that lasts while a prompt is read.
     For rows, besides: `chunk_rows`, `along_rows`, `later_rows`, `drafted_rows`, the tensors q [B, H, T, D] of a call's
     rows (those that read along come last), k, v [B, Hkv, S, D] and pos [B, S] of its S new columns, first [B] of which
     are padding, and `rotate`.
@@ -144,7 +144,7 @@ class View:
         return Observers(self.q[:, :, start:stop], skip, self._all, True, self.lse[:, :, start:stop], out)
 
     def along_rows(self, own=True) -> Observers:
-        """The rows that read along behind the chunk; their softmax spans `own` slots, those of the rows before them, too."""
+        """The rows that read along behind the chunk; own: their softmax spans the slots of the rows before them too."""
         rows, none = self.step.transient, 0 * self.first
         q = self.q[:, :, -rows:]
         if not own:
@@ -189,8 +189,8 @@ class View:
     # -- what they pay ----------------------------------------------------------------------------------------------
 
     def attention(self, reduce="sum", group="mean", term="a"):
-        """Attention a_ij of the observers ("square": its square, "entropy": -a ln a), reduced ("sum", "mean", "max") over
-        rows, then ("mean", "sum", "max") over the heads of a group: [B, Hkv, C]; group "none": [B, H, C]."""
+        """Attention a_ij of the observers ("square": its square, "entropy": -a ln a), reduced ("sum", "mean", "max")
+        over rows, then ("mean", "sum", "max") over the heads of a group: [B, Hkv, C]; group "none": [B, H, C]."""
         key = reduce, group, term
         if key not in self._memo:
             self._memo[key] = self._attention(*key)
@@ -228,12 +228,12 @@ class View:
         return mean, variance.masked_fill(rows <= 1, 0)
 
     def peak(self, lo, hi):
-        """The largest attention of each observer over slots lo <= i < hi [B, Hkv]: [B, H, R], all parts' rows in order."""
+        """The largest attention of each observer over slots lo <= i < hi [B, Hkv]: [B, H, R], part by part."""
         return torch.cat([self._observe(_ops.peak, part, (lo, hi)) for part in self.observers], 2)
 
     def output_error(self, kind, weight=None, alpha=0.0, group="sum"):
-        """How far the observers' outputs move without a slot, as in `kvevict._ops.error`; weight [B, H, R] as `peak` has
-        it: [B, Hkv, C]."""
+        """How far the observers' outputs move without a slot, as in `kvevict._ops.error`; weight [B, H, R] as `peak`
+        has it: [B, Hkv, C]."""
         total, start = None, 0
         for part in self.observers:
             rows = part.q.shape[2]
