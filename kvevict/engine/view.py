@@ -178,8 +178,21 @@ class View:
 
     @cached_property
     def observers(self) -> list:
-        """The `Observers` of the policy's rows."""
-        return [self._decoded_rows()] if self.decoding else self.policy.rows.observers(self)
+        """The `Observers` of the policy's rows, with their outputs if those are wanted."""
+        parts = [self._decoded_rows()] if self.decoding else self.policy.rows.observers(self)
+        for part in parts:
+            if part.out is None and self.policy.wants_outputs:
+                part.out, part.lse = self._attended(part)
+        return parts
+
+    def _attended(self, part):
+        """(out [B, R, H, D], lse [B, H, R]) of observers that are not causal, over the slots that they see here."""
+        layer = self.layer
+        slots = layer.k, layer.v, layer.offset, layer.len
+        with self.step.meter.clock("score"), rerotate.in_cache(self.step, self.module, layer):
+            return _ops.attend(
+                part.q, *slots, self.k, self.v, self.first, stop=part.stop.to(torch.int32), **self.options
+            )
 
     @property
     def row_count(self):
@@ -239,30 +252,9 @@ class View:
             rows = part.q.shape[2]
             own = None if weight is None else weight[:, :, start : start + rows].contiguous()
             options = dict(kind=kind, alpha=alpha, group=group, columns=self.columns, weight=own)
-            each = self._observe(_ops.error, part, (self._outputs(part),), **options)
+            each = self._observe(_ops.error, part, (part.out,), **options)
             total, start = each if total is None else total + each, start + rows
         return total
-
-    def _outputs(self, part):
-        """[B, R, H, D] of observers, over the slots that they see here where they were not remembered."""
-        if part.out is None:
-            part.out = self._seen_outputs(part)
-        return part.out
-
-    def _seen_outputs(self, part):
-        """Attention outputs of rows that see all slots before `stop`, each as a prompt of one row."""
-        layer, out = self.layer, []
-        for b, stop in enumerate(part.stop.tolist()):
-            count = part.q.shape[2]
-            one = lambda x: x[b : b + 1].expand(count, *x.shape[1:])  # noqa: B023, E731
-            q = part.q[b].transpose(0, 1).unsqueeze(2)  # [R, H, 1, D]
-            k, v = one(self.k[:, :, :stop]), one(self.v[:, :, :stop])
-            rows = _ops.attend(
-                q, layer.k, layer.v, one(layer.offset).contiguous(), one(layer.len).contiguous(), k, v,
-                one(self.first).contiguous(), **self.options,
-            )  # fmt: skip
-            out.append(rows[0].squeeze(1))
-        return torch.stack(out)
 
     @property
     def _all(self):
