@@ -49,14 +49,15 @@ class Group(Chooser):
         if follows(policy, view.order):
             evict.store(view, self.choice)
             return
+        waiting = waits(policy, view.order, len(view.step.patch.order))
+        if not view.decoding and (policy.score.carries or not waiting):
+            policy.rows.note(view)
         evict.grow_carry(view)
         slots = self.limit(view)
-        if waits(policy, view.order, len(view.step.patch.order)):
+        if waiting:
             self._wait(view, slots)
             return
-        if not view.decoding:
-            policy.rows.note(view)
-        elif policy.decode:
+        if view.decoding and policy.decode:
             _remember(view)
         self.cut(view, slots)
 
