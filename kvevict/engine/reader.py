@@ -76,7 +76,7 @@ class Reader:
         request, policy, layers = self.request, self.policy, self.request.layers
         tokens = np.maximum(prompt - request.padding, 0)
         seen = (tokens if layers[0].seen is None else tokens + layers[0].seen.tolist()).tolist()
-        evicts = policy.score.carries or any(n > policy.slots(n) for n in seen)
+        evicts = schedule.evicts(policy, seen)
         read = Read(prompt, tokens, seen, evicts, meter)
         along = max(map(policy.rows.along, tokens.tolist())) if evicts else 0
         limits = schedule.limits(policy, self.patch.order, self.patch.tsp)

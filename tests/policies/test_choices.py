@@ -567,6 +567,7 @@ REFUSED = [
     (dict(policy="edie+tada", own=1), "own must be True or False"),
     (dict(policy="snapkv", heads=7), "heads must be a name or a kvevict HeadBudget"),
     (dict(policy="knorm", select="chunk", c=70, chunk_size=16), "budget >= 70"),
+    (dict(policy="oracle", rows="none"), "rows='none' has none"),
 ]  # fmt: skip
 
 
@@ -576,6 +577,19 @@ REFUSED = [
 def test_refused(given, text):
     with pytest.raises((ValueError, TypeError), match=text):
         build(**dict(budget=64) | given)
+
+
+def test_sums_over_a_probe():
+    """Carried sums take in what the probe of every chunk pays, in layers that wait too; of one chunk they rank slots as
+    the mean does."""
+    made, ids = tiny.shared(), tiny.prompt(1, 150)["input_ids"]
+    kept = []
+    for policy in (dict(policy="take/no-delay", pool="none"), dict(policy="h2o", rows="probe", recent=0)):
+        with kvevict.evicting(made, budget=48, **policy), torch.no_grad():
+            kept.append(read(made, ids))
+    assert kept[0] == kept[1]
+    with kvevict.evicting(made, "h2o", rows="probe", budget=48, chunk_size=64, warmup_layers=3), torch.no_grad():
+        assert {len(head) for layer in read(made, ids) for head in layer[0]} == {48}
 
 
 @pytest.mark.parametrize("ranges", [((9, 12, "chunk"),), ((2, 5, "chunk"),), ((4, None, "chunk"),)])

@@ -37,6 +37,7 @@ class Part(NamedTuple):
 class Rows:
     whole: ClassVar[bool] = False  # they exist once the whole prompt was read, so layers wait for that
     newest: ClassVar[bool] = False  # while decoding the newest row observes, and none is remembered
+    n_d: ClassVar[int] = 0  # tokens that are drafted
 
     @property
     def most(self) -> int:
@@ -91,8 +92,9 @@ class Rows:
         """How many of the last alive slots are the rows' own and always kept: a number or int32 [B]."""
         return 0
 
-    def parts(self, rows: int, stored: int, along: int) -> list:
-        """`Part`s that observe a layer of `stored` slots behind a chunk of `rows` rows, `along` rows reading along."""
+    def parts(self, rows: int, stored: int, along: int, tokens: int) -> list:
+        """`Part`s that observe behind a chunk of `rows` rows in a layer of `stored` slots, `along` rows reading along;
+        tokens: the prompt's."""
         return []
 
     def __deepcopy__(self, memo):  # immutable, and what drafts for it is another model

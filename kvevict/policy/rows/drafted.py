@@ -104,7 +104,7 @@ class Drafted(Rows):
     def protect(self, view):
         return self.decoded if view.decoding else self.window
 
-    def parts(self, rows, stored, along):
+    def parts(self, rows, stored, along, tokens):
         window = [last(rows, self.window, stored)] if self.window else []
         return [Part(self.n_d, stored + rows, False, self.draft_keys), *window]
 

@@ -136,8 +136,8 @@ class Probe(Rows):
             return self.most
         return view.upload(self.lengths(view.prompt_tokens)) if self._ends(view) else 0
 
-    def parts(self, rows, stored, along):
+    def parts(self, rows, stored, along, tokens):
+        count = int(self.lengths(np.array(tokens)))
         if not self.append:
-            return [last(rows, self.most, stored)]
-        unseen = 0 if along else self.most
-        return [Part(self.most, stored + rows - unseen, False, False)]
+            return [last(rows, count, stored)]
+        return [Part(count, stored + rows - (0 if along else count), False, False)]

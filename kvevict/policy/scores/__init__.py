@@ -38,9 +38,14 @@ class Score:
         """How many of the first and of the last alive slots are always kept (the last: a number or one per row)."""
         return self.protected
 
-    def passes(self) -> int:
-        """How often the observers' logits are computed, which `kvevict plan` counts."""
-        return 1
+    def passes(self, known: bool = False) -> int:
+        """How often the observers' logits are computed, which `kvevict plan` counts. known: what a single row pays, the
+        mean over a group, is there already."""
+        return int(not known)
+
+    def scans(self) -> int:
+        """How often every slot's key or value is read besides."""
+        return 0
 
     def check(self, policy) -> None:
         """Raise ValueError when the options do not fit each other or the policy."""
@@ -101,6 +106,9 @@ class Attention(Pooled):
         super().check(policy)
         for name in ("reduce", "group"):
             one_of(name, getattr(self, name), ("sum", "mean", "max"))
+
+    def passes(self, known=False):
+        return int(not (known and self.group == "mean"))
 
     def score(self, view):
         return view.attention(self.reduce, self.group)
