@@ -23,8 +23,8 @@ from .selections import Selection
 class Policy:
     """One way to evict.
 
-    rows           which queries observe: a name of `kvevict.ROWS` or a `Rows` with its options, e.g. `Window(16)`; None:
-                   the score's own
+    rows           which queries observe: a name of `kvevict.ROWS` or a `Rows` with its options, e.g.
+                   `kvevict.ROWS["window"](16)`; None: the score's own
     score          what a slot is worth: a name of `kvevict.SCORES` or a `Score` with its options
     refine         what becomes of the score before slots are ranked: a name of `kvevict.REFINEMENTS` or an object
     budget         slots kept per kv head and layer on average, window and sinks included (int), or the fraction of
@@ -256,6 +256,10 @@ def _as_range(entry) -> tuple:
     return start, stop, as_part("select", select)
 
 
+def _option_names(part) -> set:
+    return {f.name for f in dataclasses.fields(part) if f.init}
+
+
 def _own_interval(score) -> int:
     return 1 if score.decodes or score.carries else 16
 
@@ -274,7 +278,8 @@ def build(policy, *, budget=None, chunk_size=None, **options) -> Policy:
         choices = {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy)}
     else:
         raise TypeError(f"policy must be a preset's name or a kvevict.Policy, got {type(policy).__name__}")
-    options = legacy.options(options, not hasattr(as_part("score", options.get("score", choices["score"])), "alpha"))
+    score = as_part("score", options.get("score", choices["score"]))
+    options = legacy.options(options, probes="alpha" not in _option_names(score))
     if isinstance(policy, Policy) and "score" in options:  # what came with the old one goes with it
         old = policy.score
         for name, own in (("decode", old.decodes), ("interval", _own_interval(old)), ("rows", old.rows)):
@@ -288,7 +293,7 @@ def build(policy, *, budget=None, chunk_size=None, **options) -> Policy:
     parts = {kind: options.pop(kind, choices.get(kind, defaults[kind])) for kind in PARTS}
     parts["score"] = as_part("score", parts["score"])
     parts = {kind: as_part(kind, parts["score"].rows if part is None else part) for kind, part in parts.items()}
-    own = {kind: {f.name for f in dataclasses.fields(part) if f.init} for kind, part in parts.items()}
+    own = {kind: _option_names(part) for kind, part in parts.items()}
     general = set(defaults) - {*PARTS, "budget", "chunk_size"}
     known = general.union(*own.values())
     for option in options:
