@@ -67,12 +67,12 @@ def _sum(a, b) -> tuple:
 
 
 def _observed(shape, n, parts, passes, outputs, causal=True) -> tuple:
-    """Scoring passes over a layer of n slots. Where attention itself did not leave the observers' log-sum-exp, each
-    pass is preceded by one for it; their outputs, where those are wanted too, take attention once more."""
+    """Scoring passes over a layer of n slots. Where the layer's own attention did not leave the observers' log-sum-exp,
+    a pass for it goes before each; where outputs are wanted too, attention is taken once more and leaves both."""
     flops = moved = 0
     for part in parts:
         seen = pairs(part.rows, part.slots - part.rows, causal=causal) if part.causal else part.rows * part.slots
-        times = passes if part.attended else 2 * passes + 2 * outputs
+        times = passes if part.attended else passes + 2 if outputs else 2 * passes
         flops, moved = flops + seen * times, moved + n * times
     return _pair(shape, 1) // 2 * flops, shape.slot_bytes // 2 * moved
 

@@ -74,6 +74,10 @@ ROWS = (
 )
 
 
+def _text(value) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 def table(plain, patched) -> str:
     """(name, run) of the unpatched model and of a policy side by side, and the second's share of the first; no row for
     what neither has."""
@@ -81,6 +85,5 @@ def table(plain, patched) -> str:
     for label, value in ROWS:
         a, b = value(plain[1]), value(patched[1])
         if a is not None or b is not None:
-            texts = ("" if x is None else x if isinstance(x, str) else f"{x:.4g}" for x in (a, b))
-            rows.append((label, *texts, f"{b / a:.4f}" if a and b is not None else ""))
+            rows.append((label, _text(a), _text(b), f"{b / a:.4f}" if a and b is not None else ""))
     return grid(rows)

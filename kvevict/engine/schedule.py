@@ -21,7 +21,7 @@ class Chunk:
 
 
 def evicts(policy, seen: list) -> bool:
-    """Whether a read loses slots, or scores need every row from the start; seen: what each row will have read by then."""
+    """Whether a read loses slots, or scores need every row from the start; seen: tokens of each row at its end."""
     return policy.score.carries or any(n > policy.slots(n) for n in seen)
 
 

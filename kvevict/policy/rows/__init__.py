@@ -93,7 +93,7 @@ class Rows:
         return 0
 
     def parts(self, rows: int, stored: int, along: int, tokens: int) -> list:
-        """`Part`s that observe behind a chunk of `rows` rows in a layer of `stored` slots, `along` rows reading along;
+        """`Part`s that observe a layer of `stored` slots behind a chunk of `rows` rows, `along` rows reading along;
         tokens: the prompt's."""
         return []
 
