@@ -3,8 +3,6 @@
 import copy
 import itertools
 
-import oracle
-import oracle_drafted
 import pytest
 import tiny
 import torch
@@ -34,11 +32,6 @@ GEOMETRIES = {
     "chunks": dict(budget=16, chunk_size=12),
 }
 any_policy = pytest.mark.parametrize("name", POLICIES)
-
-
-@pytest.fixture(autouse=True)
-def drafting_oracle(monkeypatch):
-    monkeypatch.setattr(oracle, "Row", oracle_drafted.Row)
 
 
 def options(name, **more):
@@ -110,8 +103,8 @@ def test_decode_with_eviction(name, interval=3):
 
 
 @pytest.mark.parametrize("more", [
-    dict(layers="pyramid", beta=2), dict(heads="ada"), dict(heads="flat", layers="pyramid"), dict(error="caote"),
-    dict(select="chunk", c=3, per_head=True, heads="flat"), dict(error="fastcaote", protect=False),
+    dict(layers="pyramid", beta=2), dict(heads="ada"), dict(heads="flat", layers="pyramid"), dict(refine="caote"),
+    dict(select="chunk", c=3, per_head=True, heads="flat"), dict(refine="fastcaote", protect=False),
     dict(warmup_layers=3), dict(n_reuse=2),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("name", ["laq", "laq/paper", "speckv"])
@@ -126,7 +119,7 @@ def test_a_draft_by_the_model_itself_is_the_oracle_s_response():
     twin, ids = copy.deepcopy(made), tokens([[45]], 2)[0][0][None]
     answer = tuple(tiny.generate(made, dict(input_ids=ids), 6)[0].tolist())
     kept = []
-    for policy, own in (("oracle", dict(response=answer)), ("speckv/paper", dict(n_d=6, draft_model=twin))):
+    for policy, own in (("oracle", dict(ids=answer)), ("speckv/paper", dict(n_d=6, draft_model=twin))):
         with kvevict.evicting(made, policy, budget=16, **own), torch.no_grad():
             made(ids)
             kept.append(kvevict.report(made, positions=True)["positions"])
@@ -281,12 +274,12 @@ def test_vocabularies_of_different_sizes():
     ("laq", dict(draft_keys=1), "draft_keys must be True or False"),
     ("laq", dict(budget=8), "budget=8 is too small"),
     ("laq", dict(schedule="chunk", chunk_size=9), "needs the whole prompt.*schedule='prompt'"),
-    ("laq", dict(error="caote", rows="each"), "rows='pooled'"),
+    ("laq", dict(refine="caote", weights="each"), "weights='pooled'"),
     ("speckv", {}, "draft_model="),
     ("speckv", dict(draft_model=3), "draft_model must be a loaded Transformers model"),
     ("speckv", dict(draft_model=copy.deepcopy(DRAFT).train()), "training mode.*draft_model.eval()"),
     ("speckv", dict(draft_model=DRAFT.model), "makes no logits.*AutoModelForCausalLM"),
-    ("speckv", dict(draft_model=DRAFT, error="caote", rows="each"), "rows='pooled'"),
+    ("speckv", dict(draft_model=DRAFT, refine="caote", weights="each"), "weights='pooled'"),
 ])  # fmt: skip
 def test_refused_options(policy, given, error):
     with pytest.raises((ValueError, TypeError), match=error):
