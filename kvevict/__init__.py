@@ -17,8 +17,8 @@ from .store import load_cache, save_cache
 __version__ = "0.1.0"
 __all__ = [
     "HEADS", "LAYERS", "PRESETS", "REFINEMENTS", "ROWS", "SCORES", "SELECTIONS", "HeadBudget", "LayerBudget", "Policy",
-    "Refinement", "Rows", "Score", "Selection", "evicting", "history", "load_cache", "patch", "policies", "register_rows", "register_score",
-    "report", "save_cache", "small_llama", "unpatch",
+    "Refinement", "Rows", "Score", "Selection", "evicting", "history", "load_cache", "patch", "policies",
+    "register_rows", "register_score", "report", "save_cache", "small_llama", "unpatch",
 ]  # fmt: skip
 
 

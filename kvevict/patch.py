@@ -15,8 +15,8 @@ from .policy.policy import build
 
 
 class Patch:
-    """What one patched model carries: its policy, which layers are ours, and what was last read in each thread. It holds
-    no reference to the model, so that copies of the model stay independent."""
+    """What one patched model carries: its policy, which layers are ours, and what was last read in each thread. It
+    holds no reference to the model, so that copies of the model stay independent."""
 
     def __init__(self, policy, kinds):
         self.policy = policy

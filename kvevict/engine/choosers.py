@@ -1,5 +1,5 @@
-"""Who chooses which slots of a call survive, and when. A call has one chooser, which sees its layers in order; what only
-one kind of chooser needs lives in it (`Cascade`: cascade.py, `Drafting`: draft.py)."""
+"""Who chooses which slots of a call survive, and when. A call has one chooser, which sees its layers in order; what
+only one kind of chooser needs lives in it (`Cascade`: cascade.py, `Drafting`: draft.py)."""
 
 import torch
 
@@ -23,11 +23,9 @@ class Chooser:
 
 
 class Append(Chooser):
-    """Tokens that may be taken back (assisted decoding's candidates) are stored as they are."""
+    """Tokens that may be taken back (assisted decoding's candidates, never under a carried score) are stored."""
 
     def layer(self, view):
-        if not follows(view.policy, view.order):
-            evict.grow_carry(view)
         evict.store(view)
 
 
@@ -49,16 +47,16 @@ class Group(Chooser):
         if follows(policy, view.order):
             evict.store(view, self.choice)
             return
-        evict.grow_carry(view)
-        slots = self.limit(view)
-        if waits(policy, view.order, len(view.step.patch.order)):
-            self._wait(view, slots)
-            return
-        if not view.decoding:
+        waiting = waits(policy, view.order, len(view.step.patch.order))
+        if not view.decoding and (policy.score.carries or not waiting):
             policy.rows.note(view)
-        elif policy.decode:
+        evict.grow_carry(view)
+        if waiting:
+            self._wait(view, self.limit(view))
+            return
+        if view.decoding and policy.decode:
             _remember(view)
-        self.cut(view, slots)
+        self.cut(view, self.limit(view))
 
     def _wait(self, view, slots):
         if slots is None or not (slots < view.counts.sum(1)).any():

@@ -25,7 +25,7 @@ class Meter:
             self.seconds[stage] += time.perf_counter() - start
 
     def watch(self, view, layers: int) -> None:
-        """Live KV bytes right now: all stored slots, and the chunks of `layers` layers, this one and those that wait."""
+        """Live KV bytes right now: all stored slots, and the chunks of `layers` layers (this one, those that wait)."""
         row = 2 * view.k.element_size() * view.k.shape[3] * view.k.shape[1]
         chunk = int((view.k.shape[2] - view.padding).sum())
         self.peak = max(self.peak, sum(self.live.values()) + layers * row * chunk)

@@ -94,7 +94,7 @@ class Reader:
         return chunks, read
 
     def _read_chunk(self, read, chunk):
-        request, policy = self.request, self.policy
+        request = self.request
         if chunk.evicts:
             read.budgets.split(chunk, request.padding)
         chooser = self._chooser(read, chunk)

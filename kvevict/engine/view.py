@@ -27,8 +27,8 @@ class View:
     """One layer after its attention over a chunk or a decoded token: n[b,h] alive slots of head (b, h), those stored
     before first, then the new ones, none of them padding. C is the largest n.
 
-    For scores: `attention`, `moments`, `peak` and `output_error` of the observing rows, `row_count`, `norm`, `per_head`,
-    `positions`, `carry`, and `state`, a dict of the layer's own that lasts while a prompt is read.
+    For scores: `attention`, `moments`, `peak` and `output_error` of the observing rows, `row_count`, `norm`,
+    `per_head`, `positions`, `carry`, and `state`, a dict of the layer's own that lasts while a prompt is read.
     For rows, besides: `chunk_rows`, `along_rows`, `later_rows`, `drafted_rows`, the tensors q [B, H, T, D] of a call's
     rows (those that read along come last), k, v [B, Hkv, S, D] and pos [B, S] of its S new columns, first [B] of which
     are padding, and `rotate`.
@@ -144,7 +144,7 @@ class View:
         return Observers(self.q[:, :, start:stop], skip, self._all, True, self.lse[:, :, start:stop], out)
 
     def along_rows(self, own=True) -> Observers:
-        """The rows that read along behind the chunk; their softmax spans `own` slots, those of the rows before them, too."""
+        """The rows that read along behind the chunk; own: their softmax spans the slots of the rows before them too."""
         rows, none = self.step.transient, 0 * self.first
         q = self.q[:, :, -rows:]
         if not own:
@@ -178,8 +178,21 @@ class View:
 
     @cached_property
     def observers(self) -> list:
-        """The `Observers` of the policy's rows."""
-        return [self._decoded_rows()] if self.decoding else self.policy.rows.observers(self)
+        """The `Observers` of the policy's rows, with their outputs if those are wanted."""
+        parts = [self._decoded_rows()] if self.decoding else self.policy.rows.observers(self)
+        for part in parts:
+            if part.out is None and self.policy.wants_outputs:
+                part.out, part.lse = self._attended(part)
+        return parts
+
+    def _attended(self, part):
+        """(out [B, R, H, D], lse [B, H, R]) of observers that are not causal, over the slots that they see here."""
+        layer = self.layer
+        slots = layer.k, layer.v, layer.offset, layer.len
+        with self.step.meter.clock("score"), rerotate.in_cache(self.step, self.module, layer):
+            return _ops.attend(
+                part.q, *slots, self.k, self.v, self.first, stop=part.stop.to(torch.int32), **self.options
+            )
 
     @property
     def row_count(self):
@@ -189,8 +202,8 @@ class View:
     # -- what they pay ----------------------------------------------------------------------------------------------
 
     def attention(self, reduce="sum", group="mean", term="a"):
-        """Attention a_ij of the observers ("square": its square, "entropy": -a ln a), reduced ("sum", "mean", "max") over
-        rows, then ("mean", "sum", "max") over the heads of a group: [B, Hkv, C]; group "none": [B, H, C]."""
+        """Attention a_ij of the observers ("square": its square, "entropy": -a ln a), reduced ("sum", "mean", "max")
+        over rows, then ("mean", "sum", "max") over the heads of a group: [B, Hkv, C]; group "none": [B, H, C]."""
         key = reduce, group, term
         if key not in self._memo:
             self._memo[key] = self._attention(*key)
@@ -228,41 +241,20 @@ class View:
         return mean, variance.masked_fill(rows <= 1, 0)
 
     def peak(self, lo, hi):
-        """The largest attention of each observer over slots lo <= i < hi [B, Hkv]: [B, H, R], all parts' rows in order."""
+        """The largest attention of each observer over slots lo <= i < hi [B, Hkv]: [B, H, R], part by part."""
         return torch.cat([self._observe(_ops.peak, part, (lo, hi)) for part in self.observers], 2)
 
     def output_error(self, kind, weight=None, alpha=0.0, group="sum"):
-        """How far the observers' outputs move without a slot, as in `kvevict._ops.error`; weight [B, H, R] as `peak` has
-        it: [B, Hkv, C]."""
+        """How far the observers' outputs move without a slot, as in `kvevict._ops.error`; weight [B, H, R] as `peak`
+        has it: [B, Hkv, C]."""
         total, start = None, 0
         for part in self.observers:
             rows = part.q.shape[2]
             own = None if weight is None else weight[:, :, start : start + rows].contiguous()
             options = dict(kind=kind, alpha=alpha, group=group, columns=self.columns, weight=own)
-            each = self._observe(_ops.error, part, (self._outputs(part),), **options)
+            each = self._observe(_ops.error, part, (part.out,), **options)
             total, start = each if total is None else total + each, start + rows
         return total
-
-    def _outputs(self, part):
-        """[B, R, H, D] of observers, over the slots that they see here where they were not remembered."""
-        if part.out is None:
-            part.out = self._seen_outputs(part)
-        return part.out
-
-    def _seen_outputs(self, part):
-        """Attention outputs of rows that see all slots before `stop`, each as a prompt of one row."""
-        layer, out = self.layer, []
-        for b, stop in enumerate(part.stop.tolist()):
-            count = part.q.shape[2]
-            one = lambda x: x[b : b + 1].expand(count, *x.shape[1:])  # noqa: B023, E731
-            q = part.q[b].transpose(0, 1).unsqueeze(2)  # [R, H, 1, D]
-            k, v = one(self.k[:, :, :stop]), one(self.v[:, :, :stop])
-            rows = _ops.attend(
-                q, layer.k, layer.v, one(layer.offset).contiguous(), one(layer.len).contiguous(), k, v,
-                one(self.first).contiguous(), **self.options,
-            )  # fmt: skip
-            out.append(rows[0].squeeze(1))
-        return torch.stack(out)
 
     @property
     def _all(self):

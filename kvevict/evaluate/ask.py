@@ -88,8 +88,8 @@ def policy_for(run: Run, tokens: int, response, task: str = "eval") -> Policy:
     and lasts as long as the process.
 
     Windows, probes and recent slots that the run does not name are at most half the budget. Rows that may know the
-    response (the oracle's) are told the ids that follow, and then the prompt is read whole: rows of a response that have
-    not seen what is yet to be read show nothing.
+    response (the oracle's) are told the ids that follow, and then the prompt is read whole: rows of a response that
+    have not seen what is yet to be read show nothing.
     """
     name, given = parse_policy(run.policy)
     if {"budget", "chunk_size"} & given.keys():

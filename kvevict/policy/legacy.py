@@ -12,7 +12,7 @@ RENAMED = {  # option -> (new option, new value or None: the same)
 
 
 def _warn(old: str, new: str) -> None:
-    warnings.warn(f"{old} is now {new}; the old name will go", FutureWarning, stacklevel=4)
+    warnings.warn(f"{old} is now {new}; the old name will go", FutureWarning, stacklevel=5)
 
 
 def options(given: dict, probes: bool) -> dict:
@@ -46,7 +46,7 @@ def fields(data: dict, scores: Registry) -> dict:
         _warn("'rows' of caote", "'weights'")
         data["refine"] = {("weights" if name == "rows" else name): value for name, value in refine.items()}
     score = data.get("score")
-    if not isinstance(score, dict) or "rows" in data or score.get("name") not in scores:
+    if not isinstance(score, dict) or "rows" in data or score.get("name") not in list(scores):
         return data
     score = dict(score)
     if score["name"] == "vatp" and score.pop("base", "h2o") == "snapkv":

@@ -23,8 +23,8 @@ from .selections import Selection
 class Policy:
     """One way to evict.
 
-    rows           which queries observe: a name of `kvevict.ROWS` or a `Rows` with its options, e.g. `Window(16)`; None:
-                   the score's own
+    rows           which queries observe: a name of `kvevict.ROWS` or a `Rows` with its options, e.g.
+                   `kvevict.ROWS["window"](16)`; None: the score's own
     score          what a slot is worth: a name of `kvevict.SCORES` or a `Score` with its options
     refine         what becomes of the score before slots are ranked: a name of `kvevict.REFINEMENTS` or an object
     budget         slots kept per kv head and layer on average, window and sinks included (int), or the fraction of

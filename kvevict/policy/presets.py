@@ -79,7 +79,7 @@ preset(
     score=SCORES["laq"](), rows=ROWS["drafted"](**_PAPER),
 )  # fmt: skip
 preset(
-    "speckv/paper", "SpecKV as LookaheadKV ran it (app. F): 32 drafted rows and a window of 32, the mean over the group.",
+    "speckv/paper", "SpecKV as LookaheadKV ran it (app. F): 32 drafted rows and a window of 32, mean over the group.",
     score=SCORES["laq"](), rows=ROWS["drafted"](**_PAPER, draft_model=None),
 )  # fmt: skip
 preset(

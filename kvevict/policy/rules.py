@@ -1,6 +1,7 @@
 """Which choices exclude each other, and why: one table (METHODS sections 1, 4 and 5)."""
 
 from .parts import PARTS
+from .rows.window import NoRows
 
 
 def _waits(policy):
@@ -8,7 +9,7 @@ def _waits(policy):
 
 
 RULES = (
-    (lambda p: p.rows.most == 0 and p.score.rows.most > 0,
+    (lambda p: type(p.rows) is NoRows and type(p.score.rows) is not NoRows,
      "this score is of what queries attend to, and rows='none' has none: give rows='window', 'probe' or others"),
     (lambda p: p.shared and p.heads.ragged,
      "one selection shared by a layer's heads needs heads='equal'; or let each choose for itself: per_head=True"),

@@ -357,7 +357,7 @@ def test_command(tmp_path, capsys):
     ids = torch.tensor([tiny.byte_tokenizer()(text.read_text() + "\n\nwho?")["input_ids"]])
     assert result["tokens"] == ids.shape[1] == 126
     full = compare.truth(made, ids, 8)
-    made_of = dict(snapkv=dict(window=4), take=dict(probe=4, chunk_size=40), oracle=dict(response=tuple(full.response)))
+    made_of = dict(snapkv=dict(window=4), take=dict(probe=4, chunk_size=40), oracle=dict(ids=tuple(full.response)))
     left = [compare.left(made, ids, kvevict.policy.build(p, budget=24, **given)) for p, given in made_of.items()]
     kept = [compare.positions(one) for one in left]
     for a, name in enumerate(policies):

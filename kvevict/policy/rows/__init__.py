@@ -1,8 +1,8 @@
 """Which queries observe (METHODS section 1a). One file per idea; the file registers it, and its fields are its options.
 
 Rows say what reads along behind a chunk, which queries of a `View` observe, and which slots are theirs and are kept. A
-score turns what they pay attention to into numbers; every score works with every rows but where `rules.py` says why not.
-While decoding there is nothing to read along: the newest row observes, or the last `decoded` ones.
+score turns what they pay attention to into numbers; every score works with every rows but where `rules.py` says why
+not. While decoding there is nothing to read along: the newest row observes, or the last `decoded` ones.
 """
 
 import sys
@@ -92,7 +92,7 @@ class Rows:
         return 0
 
     def parts(self, rows: int, stored: int, along: int) -> list:
-        """`Part`s that observe behind a chunk of `rows` rows in a layer of `stored` slots, `along` rows reading along."""
+        """`Part`s that observe a layer of `stored` slots behind a chunk of `rows` rows, `along` rows reading along."""
         return []
 
     def __deepcopy__(self, memo):  # immutable, and what drafts for it is another model

@@ -16,12 +16,12 @@ PLACES = ("after", "true")
 class Probe(Rows):
     """TAKE's probe (eq. 7-10): the prompt's last tokens read along with every chunk, and their queries are averaged.
 
-    probe      the last `probe` prompt tokens, or a span (start, stop) of the prompt as in a Python slice; cut to half of
-               a shorter prompt
+    probe      the last `probe` prompt tokens, or a span (start, stop) of the prompt as in a Python slice; cut to half
+               of a shorter prompt
     place      "after" puts the probe right behind the chunk, "true" at its own place in the prompt
     ema_alpha  eq. 9's weight of earlier chunks' probe; the paper uses 0.2, and 0.32 for retrieval
-    ema_space  "aligned" rotates the accumulated probe by the distance it moved before it is averaged, "literal" is eq. 9
-               as printed
+    ema_space  "aligned" rotates the accumulated probe by the distance it moved before it is averaged, "literal" is
+               eq. 9 as printed
     append     False: nothing reads along; the chunk's own last `probe` rows observe (ablation, table 2)
 
     The probe sees all alive slots but its own, which are kept when the prompt's last chunk ends with them.

@@ -1,8 +1,8 @@
 """What a slot is worth. One file per score; the file registers it, and its fields are its options.
 
 A score sees a `kvevict.engine.view.View` of one layer: the alive slots of every kv head and what the observing rows pay
-to them. It returns fp32 [B, Hkv, C] (or [B, 1, C], shared by the heads), column i being alive slot i, and pools those in
-a step of its own; it never edits scores to protect a slot, it says how many slots at either end are protected.
+to them. It returns fp32 [B, Hkv, C] (or [B, 1, C], shared by the heads), column i being alive slot i, and pools those
+in a step of its own; it never edits scores to protect a slot, it says how many slots at either end are protected.
 """
 
 import sys
@@ -81,8 +81,8 @@ class Pooled(Score):
             raise ValueError(f"kernel must be odd, so that pooling keeps the length, got {self.kernel}")
 
     def pooled(self, view, score):
-        """Each head's unprotected slots with stride 1 (METHODS section 0): max pads with -inf, avg divides by the kernel
-        size with zero padding. Columns of protected slots are unspecified. Shape stays [B, Hkv, C]."""
+        """Each head's unprotected slots with stride 1 (METHODS section 0): max pads with -inf, avg divides by the
+        kernel size with zero padding. Columns of protected slots are unspecified. Shape stays [B, Hkv, C]."""
         if self.pool == "none" or self.kernel == 1 or score.shape[-1] == 0:
             return score
         if self.pool == "max":

@@ -7,8 +7,8 @@ from . import SCORES, Pooled
 @SCORES.add("cake")
 @dataclass(frozen=True)
 class Cake(Pooled):
-    """CAKE (Qin et al. 2025): mean and `gamma` times variance of the observers' attention over rows, per query head, mean
-    over the group; average pooling."""
+    """CAKE (Qin et al. 2025): mean and `gamma` times variance of the observers' attention over rows, per query head,
+    mean over the group; average pooling."""
 
     kernel: int = 5
     pool: str = "avg"
