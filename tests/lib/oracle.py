@@ -126,6 +126,7 @@ class Row:
         none = torch.empty(heads, 0, model.model.layers[0].self_attn.head_dim, dtype=torch.double)
         self.layers = [Layer(none, none, [[] for _ in range(heads)], [{} for _ in range(heads)]) for _ in kinds]
         self.W = len(self.own) // 2 if self.o["warmup_layers"] == "half" else self.o["warmup_layers"]
+        self.calls = {}  # layer -> its attention in the last call, of those that evict
         self.turns = {}  # layer -> [T] 1 - cos(R, R + O) of the last call's rows
         self.seen, self.limits = 0, [0] * len(self.own)  # slots of each layer, from the first eviction on
 
@@ -331,6 +332,7 @@ class Row:
     def _after(self, seen):
         """When: section 7, section 3 step 5, and index reuse."""
         o, order, layer = self.o, seen.order, seen.layer
+        self.calls[order] = seen
         if order % o["n_reuse"]:
             self._follow(order, layer)
             return

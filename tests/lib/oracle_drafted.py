@@ -48,8 +48,9 @@ def _writer(row):
     """A row that holds what SnapKV keeps of each layer's slots."""
     writer = copy.copy(row)
     writer.o = row.o | dict(decode=False, n_reuse=1)
+    writer.calls = {}
     writer.layers = [oracle.Layer(x.k, x.v, [list(head) for head in x.alive], x.carry) for x in row.layers]
-    for seen in row.waiting:
+    for seen in row.calls.values():
         layer, slots = writer.layers[seen.index], row.targets[seen.order]
         heads = len(layer.alive)
         window = min(FIRST_WINDOW, max(1, slots // heads // 2))

@@ -628,7 +628,7 @@ def test_json_of_options():
     again = Policy.from_json(policy.to_json())
     assert again == policy and again.selection(3).c == 7 and again.selection(2).c == 3
     take = build("take", budget=64, probe=(-9, -1))
-    assert Policy.from_json(take.to_json()).score.probe == (-9, -1)
+    assert Policy.from_json(take.to_json()).rows.probe == (-9, -1)
     assert Policy.from_json('{"score": "h2o", "budget": 5}') == Policy(score="h2o", budget=5)
     for text, error in (
         ("[", "no policy in JSON"), ("[]", "object of its fields"), ('{"scor": "h2o"}', "did you mean 'score'"),
