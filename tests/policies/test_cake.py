@@ -201,8 +201,10 @@ REFUSED = [
     (dict(policy="cake", n_reuse=2), "n_reuse=1"),
     (dict(policy="cake", warmup_layers=2, chunk_size=40), "warmup_layers=None"),
     (dict(policy="cake", window=1), "2 rows or more"),
-    *((dict(policy=name, layers="cake"), "do not show")
-      for name in ("vatp", "h2o", "tova", "streaming", "knorm", "random")),
+    *(
+        (dict(policy=name, layers="cake"), "do not show")
+        for name in ("vatp", "h2o", "tova", "streaming", "knorm", "random")
+    ),
     (dict(policy="oracle", layers="cake", ids=(3,)), "2 rows or more"),
     (dict(policy="take/no-delay", layers="cake", probe=1), "2 rows or more"),
     (dict(policy="cake", tau1=0), "tau1 must be a finite number > 0"),

@@ -13,7 +13,7 @@ from test_choices import read
 from test_policies import BUDGET, CHUNK, compare, compare_in_chunks, model, ours, tokens, truth
 
 import kvevict
-from kvevict import SCORES
+from kvevict import ROWS, SCORES
 from kvevict.policy import build
 from kvevict.policy.refinements import REFINEMENTS
 
@@ -148,21 +148,22 @@ def test_as_it_comes(policy):
 
 def test_defaults_are_the_papers():
     """The sources' windows and kernels, and CAOTE's blocks."""
-    edie, cake, vatp = (SCORES[name]() for name in ("edie", "cake", "vatp"))
-    paasvn = build("paasvn", budget=64).score
-    assert (edie.window, edie.kernel, edie.pool, edie.alpha, edie.weight) == (32, 7, "max", 0.1, "middle")
-    assert (cake.window, cake.kernel, cake.pool, cake.gamma) == (32, 5, "avg", 200)
-    assert (vatp.base, vatp.sink, vatp.recent) == ("h2o", 20, None)
-    assert (paasvn.base, paasvn.sink, paasvn.window) == ("snapkv", 0, 32)
+    policies = {name: build(name, budget=64) for name in ("edie", "cake", "vatp", "paasvn")}
+    edie, cake, vatp, paasvn = (policy.score for policy in policies.values())
+    assert (edie.kernel, edie.pool, edie.alpha, edie.weight) == (7, "max", 0.1, "middle")
+    assert (cake.kernel, cake.pool, cake.gamma) == (5, "avg", 200)
+    assert (vatp.sink, vatp.recent, policies["vatp"].rows) == (20, None, ROWS["all"]())
+    assert (paasvn.sink, paasvn.kernel, paasvn.pool) == (0, 7, "max")
+    assert all(policies[name].rows == ROWS["window"](32) for name in ("edie", "cake", "paasvn"))
     for base, error in itertools.product(("h2o", "tova", "snapkv"), ("caote", "fastcaote")):
         policy = build(f"{base}+{error}", budget=64)
         assert (policy.chunk_size, policy.schedule, policy.decode, policy.interval) == (128, "chunk", True, 1)
-        assert policy.error == REFINEMENTS[error]()
+        assert policy.refine == REFINEMENTS[error]()
         assert policy.score == SCORES[base](**dict(per_head=True) if base == "tova" else {})
     for name in ("edie", "edie-exact", "vatp", "paasvn"):
         policy = build(name, budget=64)
         assert (policy.chunk_size, policy.schedule, policy.decode) == (None, "prompt", False)
-        assert type(policy.heads).__name__ == ("Flat" if name.startswith("edie") else "Equal")
+        assert type(policy.heads).__name__ == dict(vatp="Equal", paasvn="Ada").get(name, "Flat")
 
 
 SOME = [
@@ -196,7 +197,7 @@ def test_every_combination(name):
         policy = policy.removesuffix("+caote")
         if policy == "take":
             given["warmup_layers"] = None
-        if given.get("rows") == "each" and policy in ("h2o", "vatp", "take"):
+        if given.get("weights") == "each" and policy in ("h2o", "vatp"):
             with pytest.raises(ValueError, match="weights='pooled'"):
                 build(policy, **given)
             continue
@@ -285,6 +286,13 @@ def views(monkeypatch, made, check, rows=5):
     assert max(seen) == 9 and min(seen) == 0  # with slots from before, and without
 
 
+def observed_by(view, rows):
+    """The view as the last `rows` rows of its chunk see it."""
+    other = copy.copy(view)
+    other.observers, other._memo = [view.chunk_rows(rows)], {}
+    return other
+
+
 def removals(a, v, n, norm):
     """(how far each row's output moves without slot i [H, R, n], by how much fp32 may miss it)."""
     group = a.shape[0] // v.shape[0]
@@ -307,10 +315,10 @@ def test_caote_of_the_last_row_is_its_removal_error(family, monkeypatch):
 
     def check(view, a, v, n):
         moved, allowed = removals(a[:, -1:], v, n, 2)
-        for score in (SCORES["tova"](per_head=True), SCORES["snapkv"](window=1, pool="none")):
-            h = score.score(view)
-            near(REFINEMENTS["caote"]().refine(view, h), moved[:, 0], allowed[:, 0])
-            near(view.output_error(score.rows or 1, "l2", group="mean"), moved[:, 0], allowed[:, 0])
+        last = observed_by(view, 1)
+        for score in (SCORES["tova"](per_head=True), SCORES["snapkv"](pool="none")):
+            near(REFINEMENTS["caote"]().refine(last, score.score(last)), moved[:, 0], allowed[:, 0])
+            near(last.output_error("l2", group="mean"), moved[:, 0], allowed[:, 0])
 
     views(monkeypatch, model(family, num_key_value_heads=4), check)
 
@@ -323,10 +331,10 @@ def test_errors_of_a_window_are_sums_of_removals(family, heads, monkeypatch):
     def check(view, a, v, n):
         for norm, total in ((1, True), (2, False)):
             moved, allowed = (x.sum(1).unflatten(0, (heads, -1)) for x in removals(a, v, n, norm))
-            exact = SCORES["edie-exact"](window=5, weight="none").score(view)
-            rows = view.output_error(5, "l2", group="mean")
+            exact = SCORES["edie-exact"](weight="none").score(view)
+            rows = view.output_error("l2", group="mean")
             near(exact, moved.sum(1), allowed.sum(1)) if total else near(rows, moved.mean(1), allowed.mean(1))
-        bound = SCORES["edie"](window=5, weight="none", alpha=0.0).score(view)
+        bound = SCORES["edie"](weight="none", alpha=0.0).score(view)
         assert (bound >= exact * (1 - FP32)).all() and (bound > exact).any()
 
     views(monkeypatch, model(family, num_key_value_heads=heads), check)
@@ -336,7 +344,7 @@ def test_weight_is_1_where_every_slot_observes(monkeypatch):
     """The first chunk's rows, fewer than a window, are all there is."""
 
     def check(view, a, v, n):
-        rows = SCORES["edie"](window=14).row_weights(view)
+        rows = SCORES["edie"]().row_weights(observed_by(view, 14))
         assert bool((rows == 1).all()) == (int(view.layer.len.max()) == 0)
 
     views(monkeypatch, model(), check)
@@ -349,13 +357,13 @@ def test_one_row_at_a_time_is_what_all_rows_are_together(monkeypatch):
     want = ours(model(), policy, rows, 3, **chosen)
     observe = kvevict.engine.view.View._observe
 
-    def apart(self, op, q, skip, stop, more, **given):
+    def apart(self, op, part, more, **given):
         if not self.decoding:
-            return observe(self, op, q, skip, stop, more, **given)
+            return observe(self, op, part, more, **given)
         values = op is kvevict._ops.error
         slots = (self.layer.k, self.layer.v) if values else (self.layer.k,)
         fresh = (self.k, self.v) if values else (self.k,)
-        return kvevict.engine.apart.observe(self, op, q, slots, fresh, more, **given, **self.options)
+        return kvevict.engine.apart.observe(self, op, part.q, slots, fresh, more, **given, **self.options)
 
     monkeypatch.setattr(kvevict.engine.view.View, "_observe", apart)
     got = ours(model(), policy, rows, 3, **chosen)
@@ -392,16 +400,14 @@ REFUSED = [
       for name in ("streaming", "knorm", "keydiff", "random") for error in ("caote", "fastcaote")),
     (dict(policy="tova", refine="caote"), "per_head=True"),
     (dict(policy="tova+caote", per_head=False), "per_head=True"),
-    *((dict(policy=name, refine="caote", weights="each"), "weights='pooled'") for name in ("h2o", "vatp", "take")),
-    (dict(policy="oracle", ids=(5, 7), refine="caote", weights="each"), "weights='pooled'"),
-    (dict(policy="take/no-probe", refine="caote", weights="each"), "weights='pooled'"),
+    *((dict(policy=name, refine="caote", weights="each"), "weights='pooled'") for name in ("h2o", "vatp")),
     (dict(policy="snapkv", refine="caote", weights="each", squared=True), "no squared form"),
     (dict(policy="snapkv", refine="fastcaote", weights="each"), "no fast one"),
     (dict(policy="snapkv", refine="caote", weights="eac"), "did you mean 'each'"),
     (dict(policy="snapkv", refine="caote", squared=1), "squared must be True or False"),
     (dict(policy="snapkv", refine="caote", protect="no"), "protect must be True or False"),
     (dict(policy="snapkv", refine="coate"), "did you mean 'caote'"),
-    (dict(policy="snapkv", error=7), "error must be a name or a kvevict Refinement"),
+    (dict(policy="snapkv", refine=7), "refine must be a name or a kvevict Refinement"),
     (dict(policy="edie", weight="end"), "unknown weight 'end'"),
     (dict(policy="edie", alpha=-0.1), "alpha must be"),
     (dict(policy="edie", alpha=float("nan")), "alpha must be"),
