@@ -242,7 +242,11 @@ class View:
 
     def peak(self, lo, hi):
         """The largest attention of each observer over slots lo <= i < hi [B, Hkv]: [B, H, R], part by part."""
-        return torch.cat([self._observe(_ops.peak, part, (lo, hi)) for part in self.observers], 2)
+        peaks = []
+        for part in self.observers:  # slots from `stop` on are not seen: they get nothing
+            end = torch.minimum(hi, self.n - (self.k.shape[2] - part.stop.to(torch.int32))[:, None])
+            peaks.append(self._observe(_ops.peak, part, (torch.minimum(lo, end), end)))
+        return torch.cat(peaks, 2)
 
     def output_error(self, kind, weight=None, alpha=0.0, group="sum"):
         """How far the observers' outputs move without a slot, as in `kvevict._ops.error`; weight [B, H, R] as `peak`

@@ -68,7 +68,7 @@ def test_options_go_to_the_part_that_has_them():
         "snapkv", budget=64, window=8, layers="pyramid", beta=5, heads="ada", floor="max", select="chunk", c=3,
         per_head=True, n_reuse=2,
     )  # fmt: skip
-    assert (policy.score.window, policy.layers.beta, policy.heads.floor, policy.select.c) == (8, 5, "max", 3)
+    assert (policy.rows.window, policy.layers.beta, policy.heads.floor, policy.select.c) == (8, 5, "max", 3)
     assert policy.select.per_head and policy.n_reuse == 2
 
 

@@ -448,11 +448,11 @@ SCORES = {
     "snapkv": dict(window=4, kernel=3), "edie": dict(window=4), "edie-exact": dict(window=4, weight="all"),
     "vatp": dict(sink=2), "vatp, window": dict(base="snapkv", sink=0, window=4), "cake": dict(window=4, gamma=7.0),
     "fastkv": dict(window=4, tsp_len=16), "knorm": {}, "keydiff": {}, "random": {}, "take": dict(probe=4),
-    "oracle": dict(response=(5, 9)), "laq": dict(n_d=2, window=3),
+    "oracle": dict(ids=(5, 9)), "laq": dict(n_d=2, window=3),
     "speckv": dict(n_d=2, window=0, draft_model=tiny.model("llama", vocab_size=VOCAB)),
 }  # fmt: skip
 AXES = dict(
-    error=[dict(error=name) for name in ("none", "caote", "fastcaote")],
+    error=[dict(refine=name) for name in ("none", "caote", "fastcaote")],
     layers=[dict(layers=name) for name in ("uniform", "pyramid", "tada", "cake")],
     heads=[dict(heads="equal"), dict(heads="flat"), dict(heads="ada"), dict(heads="ada", floor="max")],
     select=[dict(select="token"), *(dict(select=kvevict.SELECTIONS["chunk"](3, per_head, exact))
@@ -642,7 +642,7 @@ def test_json_of_options():
     again = Policy.from_json(policy.to_json())
     assert again == policy and again.selection(3).c == 7 and again.selection(2).c == 3
     take = build("take", budget=64, probe=(-9, -1))
-    assert Policy.from_json(take.to_json()).score.probe == (-9, -1)
+    assert Policy.from_json(take.to_json()).rows.probe == (-9, -1)
     assert Policy.from_json('{"score": "h2o", "budget": 5}') == Policy(score="h2o", budget=5)
     for text, error in (
         ("[", "no policy in JSON"), ("[]", "object of its fields"), ('{"scor": "h2o"}', "did you mean 'score'"),
