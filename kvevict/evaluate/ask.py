@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..analysis.run import frame, ids_of
+from ..analysis.run import Prompt, frame, ids_of, line_ended, observe
 from ..commands import parse_policy
 from ..patch import evicting, patch
 from ..policy.policy import Policy, build
@@ -46,21 +46,13 @@ class Run:
 FULL = Run("full")
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """Token ids of a case. `answer`: the continuation of a perplexity case."""
-
-    context: list
-    question: list
-    answer: list | None
-
-
 def encode(model, tokenizer, case) -> Prompt:
     """The case's ids, in the tokenizer's chat template if it has one, unless the case's tag `chat` is False."""
 
-    head, question = frame(tokenizer, case.question, chat=case.tags.get("chat") is not False)
+    asked, chat = case.question.removesuffix(case.opening), case.tags.get("chat") is not False
+    head, question, tail = frame(tokenizer, asked, case.opening, chat)
     answer = ids_of(tokenizer, case.answers[0]) if case.metric == PERPLEXITY else None
-    prompt = Prompt(head + ids_of(tokenizer, case.context), question, answer)
+    prompt = Prompt(head + ids_of(tokenizer, case.context), question, tail, answer)
     tokens, new = len(prompt.context) + len(question), case.new_tokens if answer is None else len(answer)
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and tokens + new > limit:
@@ -106,10 +98,12 @@ def policy_for(run: Run, tokens: int, response, task: str = "eval") -> Policy:
 
 
 @torch.no_grad()
-def ask(model, tokenizer, case, prompt: Prompt, run: Run, response) -> dict:
+def ask(model, tokenizer, case, prompt: Prompt, run: Run, response, observed=None) -> dict:
     """One run of one case: what its line says beyond the key.
 
     response    ids that the full run generated, which an oracle may look at
+    observed    which rows windows and probes are, as `Prompt.observed` takes it; None, and where the context is read
+                alone, which does not end with the question: the policy's own
     Seconds are those of reading (an appended question too) and of decoding. kept ([layer][kv head] slots, None for
     sliding-window layers) and cache_bytes are what is held after the read under the policy.
     """
@@ -119,7 +113,10 @@ def ask(model, tokenizer, case, prompt: Prompt, run: Run, response) -> dict:
     policy = None
     if run != FULL:
         policy = policy_for(run, len(first), later + (prompt.answer if scored else response), case.task)
-        result["options"] = options_of(policy) | parse_policy(run.policy)[1]
+        named = parse_policy(run.policy)[1]
+        if observed is not None and not agnostic:
+            policy = observe(policy, prompt.observed(observed), len(first), named)
+        result["options"] = options_of(policy) | named
         result["options"].pop("ids", None)
     with nullcontext() if policy is None else evicting(model, policy):
         start = _now(model)
@@ -137,7 +134,7 @@ def ask(model, tokenizer, case, prompt: Prompt, run: Run, response) -> dict:
         if scored:
             result |= dict(prediction="", score=_loss(model, out.logits[0, -1:], cache, prompt.answer))
         else:
-            tokens = _greedy(model, tokenizer, out.logits, cache, case.new_tokens)
+            tokens = _greedy(model, tokenizer, out.logits, cache, case)
             text = tokenizer.decode(tokens, skip_special_tokens=True)
             result |= dict(prediction=text, score=METRICS[case.metric](text, case.answers))
     if policy is None:
@@ -156,12 +153,14 @@ def _row(model, ids):
     return torch.tensor([ids], device=model.device)
 
 
-def _greedy(model, tokenizer, logits, cache, new_tokens) -> list:
-    """Ids up to and with the first end-of-sequence token."""
+def _greedy(model, tokenizer, logits, cache, case) -> list:
+    """Ids up to and with the first end-of-sequence token, or the end of a case's one line."""
     ends = model.generation_config.eos_token_id
     ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
     tokens = [int(logits[0, -1].argmax())]
-    while len(tokens) < new_tokens and tokens[-1] not in ends:
+    while len(tokens) < case.new_tokens and tokens[-1] not in ends:
+        if case.one_line and line_ended(tokenizer, tokens):
+            break
         logits = model(_row(model, tokens[-1:]), past_key_values=cache).logits
         tokens.append(int(logits[0, -1].argmax()))
     return tokens

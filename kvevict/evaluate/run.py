@@ -29,6 +29,7 @@ class Plan:
     depths: tuple[float, ...] = Settings.depths
     haystack: str | None = None
     data: str | None = None
+    observe: int | str | None = None  # as `Prompt.observed` takes it; None: windows and probes are the policies' own
 
     def runs(self) -> list:
         """`full` first. Raises ValueError for a policy that is unknown or that the budget does not fit."""
@@ -67,15 +68,16 @@ def evaluate(model, tokenizer, plan: Plan, out, name: str = "") -> None:
             bar.total = bar.n + len(cases) * len(runs) * (len(groups) - done)  # if the others are as many
             for case in cases:
                 case.tags.setdefault("length", settings.length)
-                _put(model, tokenizer, case, settings.seed, runs, results, bar)
+                _put(model, tokenizer, case, settings.seed, runs, results, bar, plan.observe)
 
 
-def _put(model, tokenizer, case, seed, runs, results, bar) -> None:
+def _put(model, tokenizer, case, seed, runs, results, bar, observe) -> None:
     missing = [run for run in runs if (case.task, case.id, seed, *dataclasses.astuple(run)) not in results.keys]
     bar.update(len(runs) - len(missing))
     prompt = encode(model, tokenizer, case) if missing else None
     for run in missing:
-        measured = ask(model, tokenizer, case, prompt, run, results.responses.get((case.task, case.id, seed)))
+        response = results.responses.get((case.task, case.id, seed))
+        measured = ask(model, tokenizer, case, prompt, run, response, observe)
         about = dict(task=case.task, id=case.id, seed=seed, **dataclasses.asdict(run), metric=case.metric)
         results.write(about | measured | dict(tags=case.tags))
         bar.update()

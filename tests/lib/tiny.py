@@ -101,3 +101,31 @@ def generate(model, inputs, new=8, **options):
 def relative(got, want):
     """The largest difference, relative to the largest value."""
     return ((got.float() - want.float()).abs().max() / want.float().abs().max()).item()
+
+
+CHAT = "<user>{{ messages[0]['content'] | trim }}</user>\n{% if add_generation_prompt %}<assistant>\n{% endif %}"
+
+
+def chat_tokenizer():
+    """One token per byte, with a chat template of tokens 256, 257 and 258."""
+    made = byte_tokenizer()
+    made.add_special_tokens({"additional_special_tokens": ["<user>", "</user>", "<assistant>"]})
+    made.chat_template = CHAT
+    return made
+
+
+def scripted(text, **changes):
+    """A model of `chat_tokenizer` that goes on with a text of distinct characters after its first one, whatever came
+    before that."""
+    made = model(vocab_size=260, bos_token_id=None, pad_token_id=None, **changes)
+    ids = byte_tokenizer()(text)["input_ids"]
+    assert len(set(ids)) == len(ids)
+    with torch.no_grad():
+        for layer in made.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        embedding = torch.nn.functional.normalize(made.model.embed_tokens.weight)
+        made.model.embed_tokens.weight.copy_(embedding)
+        made.lm_head.weight.zero_()
+        made.lm_head.weight[ids[1:]] = embedding[ids[:-1]]
+    return made

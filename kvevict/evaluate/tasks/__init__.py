@@ -15,6 +15,7 @@ from ...analysis.run import ids_of
 from ...policy.registry import Registry, load_folder
 
 TASKS = Registry("task")
+MARGIN = 8  # tokens that an answer may take beyond those of the right one
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class Case:
     metric: str  # name in `kvevict.evaluate.metrics.METRICS`
     new_tokens: int  # tokens to generate at most
     tags: dict = field(default_factory=dict)  # what tables are grouped by: length, depth, facts, ...
+    opening: str = ""  # the end of `question` that opens the answer: a chat template gives it to the assistant
+    one_line: bool = False  # the answer ends with its line
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,16 @@ class Settings:
 
     def tokens(self, text: str) -> int:
         return len(ids_of(self.tokenizer, text))
+
+    def room(self, answers, every: bool = False) -> int:
+        """Tokens to generate for the longest of the answers, or for all of them."""
+        sizes = [self.tokens(f" {answer}") + MARGIN for answer in answers]
+        return sum(sizes) if every else max(sizes)
+
+
+def opening(question: str, mark: str = "Answer:") -> str:
+    """The end of a question from its last `mark` on, which opens the answer."""
+    return question[question.rindex(mark) :]
 
 
 load_folder(sys.modules[__name__])
