@@ -55,12 +55,12 @@ static __global__ void __launch_bounds__(RowTile<E, D>::THREADS, 1)
                                                                                          fragment_row();
   const int b = blockIdx.y / a.Hkv, h = blockIdx.y % a.Hkv, G = a.H / a.Hkv, dims = a.D;
   const int thread = threadIdx.x;
-  const int first = a.fresh.first[b], len = a.slots.len[blockIdx.y];
+  const int first = a.fresh.first[b], stop = a.stop ? a.stop[b] : (int)a.S, len = a.slots.len[blockIdx.y];
   const int64_t offset = a.slots.offset[blockIdx.y];
-  const auto keys = columns_of<E>(a.slots.k, offset, len, dims, a.fresh.k, a.fresh.k_stride, b, h, first, a.S);
-  const auto values = columns_of<E>(a.slots.v, offset, len, dims, a.fresh.v, a.fresh.v_stride, b, h, first, a.S);
+  const auto keys = columns_of<E>(a.slots.k, offset, len, dims, a.fresh.k, a.fresh.k_stride, b, h, first, stop);
+  const auto values = columns_of<E>(a.slots.v, offset, len, dims, a.fresh.v, a.fresh.v_stride, b, h, first, stop);
   const Rows rows = {h * G, 0, (int)a.T * G, divisor(G)};
-  const Sight sight = {(int)(len - first + a.S - a.T), len, keys.n};
+  const Sight sight = {(int)(len - first + a.S - a.T), a.stop ? keys.n : len, keys.n};
 
   /* The last rows see most: they start first. */
   const int row0 = (gridDim.x - 1 - blockIdx.x) * X::ROWS;

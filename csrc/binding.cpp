@@ -31,10 +31,10 @@ constexpr const char *cuda_archs = "";
 
 constexpr const char *attend_schema =
     "attend(Tensor q, Tensor k_slots, Tensor v_slots, Tensor offset, Tensor len, Tensor k, Tensor v, Tensor first, "
-    "Tensor sinks, float scale, float softcap) -> (Tensor, Tensor)";
+    "Tensor stop, Tensor sinks, float scale, float softcap) -> (Tensor, Tensor)";
 
 std::tuple<Tensor, Tensor> attend(Tensor q, Tensor k_slots, Tensor v_slots, Tensor offset, Tensor len, Tensor k,
-                                  Tensor v, Tensor first, Tensor sinks, double scale, double softcap) {
+                                  Tensor v, Tensor first, Tensor stop, Tensor sinks, double scale, double softcap) {
   const Call call(q);
   const int64_t *qs = sizes4("q", q), *ks = sizes4("k", k);
   int64_t B = qs[0], H = qs[1], T = qs[2], D = qs[3], Hkv = ks[1], S = ks[2], n = k_slots.size(0);
@@ -52,6 +52,7 @@ std::tuple<Tensor, Tensor> attend(Tensor q, Tensor k_slots, Tensor v_slots, Tens
   a.fresh.k = call.rows("k", k, type, {B, Hkv, S, D}, a.fresh.k_stride);
   a.fresh.v = call.rows("v", v, type, {B, Hkv, S, D}, a.fresh.v_stride);
   a.fresh.first = call.array<int32_t>("first", first, {B});
+  a.stop = is_none(stop) ? nullptr : call.array<int32_t>("stop", stop, {B});
   a.sinks = is_none(sinks) ? nullptr : call.array<float>("sinks", sinks, {H});
   a.out = out.data_ptr();
   a.lse = static_cast<float *>(lse.data_ptr());

@@ -50,7 +50,8 @@ kv_status kv_attend_check(const kv_attend *a, int counts) {
   if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
   if (!counts) return KV_OK;
   if (kv_outside(a->slots.len, a->B * a->Hkv, INT32_MAX) || kv_outside(a->fresh.first, a->B, a->S)) return KV_BAD_COUNT;
-  return KV_OK;
+  if (!a->stop) return KV_OK;
+  return kv_bad_alive(&a->slots, &a->fresh, a->stop, a->B, a->Hkv, a->S, INT32_MAX) ? KV_BAD_COUNT : KV_OK;
 }
 
 static kv_status kv_observers_check(const kv_observers *a, int64_t C, int counts) {

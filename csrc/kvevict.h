@@ -51,19 +51,21 @@ typedef struct {
   const int32_t *first;             /* [B] 0..S */
 } kv_new;
 
-/* Chunk attention over [stored | new]. Row t sees every stored slot and the new columns
- * first[b] <= j <= t + S - T. A row that sees nothing gets out = 0 and lse = its sink, -inf without one. */
+/* Attention over [stored | new]. Row t sees every stored slot and of the new columns, from first[b] on, those with
+ * j <= t + S - T; where stop is given those with j < stop[b], whatever t is. A row that sees nothing gets out = 0 and
+ * lse = its sink, -inf without one. */
 typedef struct {
   kv_dtype dtype;
   int64_t B, H, Hkv, T, S, D;
   float scale, softcap;
   const void *q; /* [B, H, T, D] dtype */
   int64_t q_stride[3];
-  kv_slots slots;     /* pos unused */
-  kv_new fresh;       /* pos unused */
-  const float *sinks; /* [H] logit of a column without a value (GPT-OSS), or NULL */
-  void *out;          /* [B, T, H, D] dtype */
-  float *lse;         /* [B, H, T] natural log of the row's sum of exponentials, the sink's included */
+  kv_slots slots;      /* pos unused */
+  kv_new fresh;        /* pos unused */
+  const int32_t *stop; /* [B] first[b]..S, or NULL: rows are causal */
+  const float *sinks;  /* [H] logit of a column without a value (GPT-OSS), or NULL */
+  void *out;           /* [B, T, H, D] dtype */
+  float *lse;          /* [B, H, T] natural log of the row's sum of exponentials, the sink's included */
 } kv_attend;
 kv_status kv_attend_cpu(const kv_attend *a);
 

@@ -25,12 +25,13 @@ static void check_row(const problem *p, int64_t b, int64_t h, int64_t t, int64_t
 
 static void test_attend(kv_dtype dtype, int64_t T, int64_t S, int64_t longest) {
   problem p = make(dtype, T, S, longest, 1);
+  const int32_t *const stop = below(2) ? NULL : p.stop;
   const int64_t outs = p.B * T * p.H * p.D;
   void *out[2] = {numbers(dtype, outs), numbers(dtype, outs)};
   float *lse[2] = {nans(p.B * p.H * T), nans(p.B * p.H * T)};
   for (int i = 0; i < 2; i++) {
-    kv_attend a = {dtype,     p.B, p.H, p.Hkv,   T,       S,       p.D,    p.scale,
-                   p.softcap, p.q, {0}, p.slots, p.fresh, p.sinks, out[i], lse[i]};
+    kv_attend a = {dtype, p.B, p.H,     p.Hkv,   T,    S,       p.D,    p.scale, p.softcap,
+                   p.q,   {0}, p.slots, p.fresh, stop, p.sinks, out[i], lse[i]};
     memcpy(a.q_stride, p.q_stride, sizeof a.q_stride);
     kv_set_parallel(i ? threads_hook : NULL, 3);
     check(kv_attend_cpu(&a) == KV_OK, "attend status");
@@ -41,7 +42,8 @@ static void test_attend(kv_dtype dtype, int64_t T, int64_t S, int64_t longest) {
   for (int64_t i = 0; i < p.B * p.H * T; i++) {
     const int64_t b = i / T / p.H, h = i / T % p.H, t = i % T, first = p.fresh.first[b];
     int64_t seen = t + S - T + 1 - first;
-    seen = (seen < 0 ? 0 : seen > S - first ? S - first : seen) + p.slots.len[b * p.Hkv + h / p.G];
+    seen = stop ? stop[b] - first : seen < 0 ? 0 : seen > S - first ? S - first : seen;
+    seen += p.slots.len[b * p.Hkv + h / p.G];
     check_row(&p, b, h, t, seen, out[0], ((b * T + t) * p.H + h) * p.D, lse[0][i], s, &error);
   }
   for (int i = 0; i < 2; i++) free(out[i]), free(lse[i]);
