@@ -16,7 +16,7 @@ compile() { "${CC:-gcc}" -std=c11 -fno-math-errno -Wall -Wextra -Wpedantic -Werr
 for source in "$csrc"/*.c; do
   name=$(basename "$source" .c)
   case $name in
-    attend_cpu | score_cpu | peak_cpu | error_cpu | refine_cpu | norm_cpu | decode_cpu)
+    *_cpu)
       compile -DKV_ISA=scalar -c "$source" -o "$out/$name.scalar.o"
       if [ "$(uname -m)" = x86_64 ]; then
         compile -DKV_ISA=avx2 -mavx2 -mfma -mf16c -c "$source" -o "$out/$name.avx2.o"

@@ -31,7 +31,7 @@ static void test_attend(kv_dtype dtype, int64_t T, int64_t S, int64_t longest) {
   float *lse[2] = {nans(p.B * p.H * T), nans(p.B * p.H * T)};
   for (int i = 0; i < 2; i++) {
     kv_attend a = {dtype, p.B, p.H,     p.Hkv,   T,    S,       p.D,    p.scale, p.softcap,
-                   p.q,   {0}, p.slots, p.fresh, stop, p.sinks, out[i], lse[i]};
+                   p.q,   {0}, p.slots, p.chunk, stop, p.sinks, out[i], lse[i]};
     memcpy(a.q_stride, p.q_stride, sizeof a.q_stride);
     kv_set_parallel(i ? threads_hook : NULL, 3);
     check(kv_attend_cpu(&a) == KV_OK, "attend status");
@@ -40,7 +40,7 @@ static void test_attend(kv_dtype dtype, int64_t T, int64_t S, int64_t longest) {
   check_same(lse[0], lse[1], p.B * p.H * T, "attend lse, serial and parallel");
   double *s = need((size_t)(longest + S), sizeof *s), error;
   for (int64_t i = 0; i < p.B * p.H * T; i++) {
-    const int64_t b = i / T / p.H, h = i / T % p.H, t = i % T, first = p.fresh.first[b];
+    const int64_t b = i / T / p.H, h = i / T % p.H, t = i % T, first = p.chunk.first[b];
     int64_t seen = t + S - T + 1 - first;
     seen = stop ? stop[b] - first : seen < 0 ? 0 : seen > S - first ? S - first : seen;
     seen += p.slots.len[b * p.Hkv + h / p.G];
@@ -63,12 +63,12 @@ static void test_decode(kv_dtype dtype, int64_t longest) {
     for (int64_t d = 0; d < p.D; d++) {
       const int64_t to = (p.slots.offset[i] + p.slots.len[i]) * p.D + d, b = i / p.Hkv, h = i % p.Hkv,
                     n = p.slots.len[i];
-      put(dtype, k, to, at_slot(&p, NULL, p.fresh.k, p.fresh.k_stride, b, h, n, d));
-      put(dtype, v, to, at_slot(&p, NULL, p.fresh.v, p.fresh.v_stride, b, h, n, d));
+      put(dtype, k, to, at_slot(&p, NULL, p.chunk.k, p.chunk.k_stride, b, h, n, d));
+      put(dtype, v, to, at_slot(&p, NULL, p.chunk.v, p.chunk.v_stride, b, h, n, d));
     }
   for (int i = 0; i < 2; i++) {
     kv_decode a = {dtype, p.B, p.H,     p.Hkv,   p.D,     C,      p.scale, p.softcap,
-                   p.q,   {0}, p.fresh, p.slots, p.sinks, out[i], lse[i],  with_probs ? probs[i] : NULL,
+                   p.q,   {0}, p.chunk, p.slots, p.sinks, out[i], lse[i],  with_probs ? probs[i] : NULL,
                    p.rows};
     memcpy(a.q_stride, p.q_stride, sizeof a.q_stride);
     kv_set_parallel(i ? NULL : threads_hook, 3); /* first: a serial run leaves the new row behind */
@@ -82,7 +82,7 @@ static void test_decode(kv_dtype dtype, int64_t longest) {
   double *s = need((size_t)longest + 1, sizeof *s), *mean = need((size_t)C, sizeof *s), error, most;
   for (int64_t i = 0; i < p.B * p.Hkv; i++) {
     const int64_t b = i / p.Hkv, n = p.slots.len[i] + 1;
-    check(p.slots.pos[p.slots.offset[i] + n - 1] == p.fresh.pos[b], "decode writes pos");
+    check(p.slots.pos[p.slots.offset[i] + n - 1] == p.chunk.pos[b], "decode writes pos");
     most = 0;
     for (int64_t c = 0; c < C; c++) mean[c] = 0;
     for (int64_t g = 0; g < p.G; g++) {
