@@ -341,7 +341,8 @@ PyObject *build_info(PyObject *, PyObject *) {
 }
 
 PyMethodDef methods[] = {
-    {"cpu_isa", cpu_isa, METH_NOARGS, "Instruction set that the CPU kernels run with: avx512, avx2 or scalar."},
+    {"cpu_isa", cpu_isa, METH_NOARGS,
+     "Instruction set that the CPU kernels run with: avx512bf16, avx512, avx2 or scalar."},
     {"build_info", build_info, METH_NOARGS, "What this binary was built with: {cuda, cuda_archs, torch_target}."},
     {nullptr, nullptr, 0, nullptr},
 };

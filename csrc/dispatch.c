@@ -23,9 +23,11 @@ KV_KERNELS(scalar)
 #if defined(__x86_64__)
 KV_KERNELS(avx2)
 KV_KERNELS(avx512)
+KV_KERNELS(avx512bf16)
 #endif
 
-/* The best table that the processor has and KVEVICT_CPU_ISA allows. */
+/* The fastest table that the processor has and KVEVICT_CPU_ISA allows. Products of bf16 (vdpbf16ps) run at twice the rate
+ * of fp32's on AMD's processors, but at half of it on Intel's: there they are only taken if asked for by name. */
 static const kv_kernels *kv_kernels_best(void) {
 #if defined(__x86_64__)
   const char *cap = getenv("KVEVICT_CPU_ISA");
@@ -36,7 +38,8 @@ static const kv_kernels *kv_kernels_best(void) {
   if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
       !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
     return &kv_kernels_avx2;
-  return &kv_kernels_avx512;
+  const int wanted = cap ? strcmp(cap, "avx512bf16") == 0 : __builtin_cpu_is("amd");
+  return wanted && __builtin_cpu_supports("avx512bf16") ? &kv_kernels_avx512bf16 : &kv_kernels_avx512;
 #else
   return &kv_kernels_scalar;
 #endif

@@ -218,8 +218,8 @@ typedef void (*kv_body)(void *ctx, int64_t begin, int64_t end);
 typedef void (*kv_parallel)(int64_t n, int64_t grain, kv_body body, void *ctx);
 void kv_set_parallel(kv_parallel parallel, int threads);
 
-/* Name of the instruction set the CPU kernels run with: "avx512", "avx2" or "scalar". Environment variable
- * KVEVICT_CPU_ISA caps it (read once). */
+/* Name of the instruction set the CPU kernels run with: "avx512bf16", "avx512", "avx2" or "scalar". Environment variable
+ * KVEVICT_CPU_ISA caps it (read once); "avx512bf16" is taken where it is named, or unnamed where it is the faster. */
 const char *kv_cpu_isa(void);
 
 #ifdef __cplusplus

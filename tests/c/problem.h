@@ -284,7 +284,7 @@ static double softmax(double *s, int64_t n, double sink) {
 /* ---- every instruction set ---- */
 
 static void report(const char *op, int before) {
-  printf("%-7s %-7s %s  largest error %.2f of what is allowed\n", op, kv_cpu_isa(),
+  printf("%-7s %-10s %s  largest error %.2f of what is allowed\n", op, kv_cpu_isa(),
          failures == before ? "ok  " : "FAIL", worst);
   fflush(stdout);
   worst = 0;
@@ -292,9 +292,9 @@ static void report(const char *op, int before) {
 
 /* Each instruction set in a process of its own, since the choice is made once. */
 static int run_isas(int (*test)(void)) {
-  static const char *const isas[] = {"scalar", "avx2", "avx512"};
+  static const char *const isas[] = {"scalar", "avx2", "avx512", "avx512bf16"};
   int failed = 0;
-  for (int i = 0; i < 3; i++) {
+  for (int i = 0; i < 4; i++) {
     const pid_t child = fork();
     if (child == 0) {
       setenv("KVEVICT_CPU_ISA", isas[i], 1);
