@@ -19,11 +19,12 @@ def plan(parser, argv):
     from ..analysis.cost import plan as cost
     from ..analysis.shape import shape_of
     from ..analysis.speed import UNPATCHED
+    from ..models import pretrained
 
     numbers = {name: getattr(args, name) for name in ("tflops", "bandwidth", "efficiency")}
     hardware = Hardware(**{name: value for name, value in numbers.items() if value is not None})
     policies = build_policies([args.policy], args)
-    shape = shape_of(AutoConfig.from_pretrained(model_name(args)), args.dtype)
+    shape = shape_of(pretrained(AutoConfig, model_name(args)), args.dtype)
     runs = {
         name: cost(shape, chosen, args.tokens, batch=args.batch, hardware=hardware)
         for name, chosen in {UNPATCHED: None, **policies}.items()
