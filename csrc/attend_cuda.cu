@@ -54,7 +54,7 @@ static __global__ void __launch_bounds__(RowTile<E, D>::THREADS, 1)
                                                                                          fragment_row();
   const int b = blockIdx.y / a.Hkv, h = blockIdx.y % a.Hkv, G = a.H / a.Hkv, dims = a.D;
   const int thread = threadIdx.x;
-  const int64_t stop = a.stop ? a.stop[b] : a.S;
+  const int stop = a.stop ? a.stop[b] : (int)a.S;
   const kv_segments keys = kv_keys_of(&a.slots, &a.chunk, b, h, a.Hkv, stop, dims, sizeof(E));
   const kv_segments values = kv_values_of(&a.slots, &a.chunk, b, h, a.Hkv, stop, dims, sizeof(E));
   const Rows rows = {h * G, 0, (int)a.T * G, divisor(G)};
@@ -87,19 +87,22 @@ static __global__ void __launch_bounds__(RowTile<E, D>::THREADS, 1)
     const bool finite = __syncthreads_and(sizeof(E) == 4 || !masked || tile_finite<E, D, X::KEYS, X::THREADS>(v));
     tile_load<E, D, X::KEYS, X::THREADS>(k, keys, c0 + X::KEYS, dims);
     cp_async_commit();
-    int seen[MT][2];
-    each_row<MT>([&](int m, int half) { seen[m][half] = mine[16 * m + 8 * half].seen - c0; });
+    int seen[MT][2]; /* read where it is needed: registers are scarce */
+    const auto read_seen = [&] {
+      each_row<MT>([&](int m, int half) { seen[m][half] = mine[16 * m + 8 * half].seen - c0; });
+    };
     transform(s, logits);
-    if (masked) mask(s, seen);
+    if (masked) read_seen(), mask(s, seen);
     softmax_step(s, logits.scale, top, sum, alpha);
     bool moved = false; /* most tiles leave the maxima where they are */
     each_row<MT>([&](int m, int half) { moved |= alpha[m][half] != 1; });
     if (__any_sync(ALL_LANES, moved))
       each_number<MT, D / 8>([&](int m, int d, int half, int j) { o[m][d][2 * half + j] *= alpha[m][half]; });
     if constexpr (sizeof(E) == 4) {
+      read_seen();
       add_values_seen<D>(o, s, v, seen);
     } else {
-      if (!finite) move_nonfinite<E, D, X::KEYS, X::THREADS>(o, v, seen);
+      if (!finite) read_seen(), move_nonfinite<E, D, X::KEYS, X::THREADS>(o, v, seen);
       add_values<E, D>(o, s, v);
     }
   }

@@ -74,9 +74,10 @@ static __device__ void add_means(const float *mean, int splits, int D, float *sh
   __syncthreads();
 }
 
-/* Block (head, i): out of split i. LANES lanes share a row. */
+/* Block (head, i): out of split i. LANES lanes share a row. Told of four blocks an SM, ptxas does not spill for eight. */
 template <class E>
-static __global__ void __launch_bounds__(THREADS) error_kernel(const kv_refine a, const float *sum, const float *mean) {
+static __global__ void __launch_bounds__(THREADS, 4)
+    error_kernel(const kv_refine a, const float *sum, const float *mean) {
   const int64_t head = blockIdx.x;
   const kv_segments v = values_of<E>(a, head);
   float *m = shared_memory<float>();
@@ -85,10 +86,11 @@ static __global__ void __launch_bounds__(THREADS) error_kernel(const kv_refine a
   const int lane = threadIdx.x % LANES;
   for (int i = 0; i < SPLIT; i += THREADS / LANES) {
     const int c = blockIdx.y * SPLIT + i + threadIdx.x / LANES;
+    const E *const row = reinterpret_cast<const E *>(kv_segments_at(&v, c));
     float square = 0;
     for (int d = lane * VECTOR<E>; c < v.n && d < D; d += LANES * VECTOR<E>) {
       float x[VECTOR<E>];
-      slot_floats<E>(v, c, d, x);
+      vector_floats<E>(load_once_16(row + d), x);
 #pragma unroll
       for (int j = 0; j < VECTOR<E>; j++) square += (x[j] - m[d + j]) * (x[j] - m[d + j]);
     }

@@ -6,9 +6,11 @@
 #ifdef __cplusplus
 #define KV_ADDRESSING static __device__ __forceinline__
 typedef int32_t kv_span; /* registers are scarce; the caller lets no larger strides through */
+typedef uint32_t kv_unsigned;
 #else
 #define KV_ADDRESSING static inline
 typedef int64_t kv_span;
+typedef uint64_t kv_unsigned;
 #endif
 
 /* Slot i < len is stored row i, the others are new rows. Addresses of slots that are not there may be computed, but are
@@ -20,8 +22,8 @@ typedef struct {
 } kv_segments;
 
 KV_ADDRESSING uint64_t kv_segments_at(const kv_segments *x, kv_span i) {
-  return (i < x->len ? x->stored : x->chunk) +
-         (uint64_t)((int64_t)i * (i < x->len ? x->stored_stride : x->chunk_stride));
+  const kv_unsigned stride = (kv_unsigned)(i < x->len ? x->stored_stride : x->chunk_stride);
+  return (i < x->len ? x->stored : x->chunk) + (uint64_t)(kv_unsigned)i * stride;
 }
 
 /* rows: the layer's [rows, D], of which slot 0 is row `offset`; chunk: [B, Hkv, S, D] with strides b, h, s, of which
