@@ -11,16 +11,17 @@ from dataclasses import dataclass
 import torch
 
 from .._ops import build_info
+from ..models import pretrained
 from ..patch import evicting
 from ..report import report
 
 
 def load_model(name: str, dtype="auto", device=None):
-    """A causal language model and its tokenizer from a folder or a hub id, in eval mode, on `place(device)`."""
+    """A causal language model and its tokenizer, as `pretrained` takes them, in eval mode, on `place(device)`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
+    tokenizer = pretrained(AutoTokenizer, name)
+    model = pretrained(AutoModelForCausalLM, name, dtype=dtype).eval()
     return model.to(place(device)), tokenizer
 
 

@@ -28,7 +28,9 @@ def command(function):
 
 
 def add_model(parser) -> None:
-    parser.add_argument("--model", help="folder or hub id of a causal language model; default: the bundled one")
+    parser.add_argument(
+        "--model", help="folder, .gguf file or hub id of a causal language model; default: the bundled one"
+    )
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"],
                         help="of the model; auto: as it is stored (default)")  # fmt: skip
     parser.add_argument("--device", help="cpu, cuda or cuda:N; default: a GPU if there is one and the build has CUDA")

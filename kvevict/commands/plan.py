@@ -21,11 +21,12 @@ def plan(parser, argv):
     from ..analysis.cost import plan as cost
     from ..analysis.shape import shape_of
     from ..analysis.speed import UNPATCHED
+    from ..models import pretrained
 
     numbers = {name: getattr(args, name) for name in ("tflops", "bandwidth", "efficiency")}
     hardware = Hardware(**{name: value for name, value in numbers.items() if value is not None})
     policy = build_policies([args.policy], args)[args.policy]
-    read_shape = lambda name: shape_of(AutoConfig.from_pretrained(name), args.dtype)  # noqa: E731
+    read_shape = lambda name: shape_of(pretrained(AutoConfig, name), args.dtype)  # noqa: E731
     shape, draft = read_shape(model_name(args)), args.draft_model and read_shape(args.draft_model)
     common = dict(batch=args.batch, hardware=hardware, new_tokens=args.new_tokens)
     runs = {

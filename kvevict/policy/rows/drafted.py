@@ -3,6 +3,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...models import pretrained
 from ..checks import count, flag
 from . import ROWS, Part, Rows, at_most, last
 from .given import behind
@@ -122,11 +123,11 @@ def head(top):
 
 @functools.lru_cache(maxsize=1)
 def load(name: str):
-    """A causal language model in eval mode from a folder or a hub id; the last one stays loaded."""
+    """A causal language model in eval mode, as `pretrained` takes it; the last one stays loaded."""
     from transformers import AutoModelForCausalLM
 
     try:
-        return AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval()
+        return pretrained(AutoModelForCausalLM, name, dtype="auto").eval()
     except (OSError, ValueError) as error:
         raise ValueError(f"draft_model={name!r} cannot be loaded: {error}") from error
 
