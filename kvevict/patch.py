@@ -53,9 +53,9 @@ def patch(model, policy, *, budget=None, chunk_size=None, **options):
     cannot be patched.
     """
     chosen = build(policy, budget=budget, chunk_size=chunk_size, **options)
-    chosen.rows.ready()
     decoder = find_decoder(model)
     kinds = check_model(decoder)
+    chosen.rows.ready(decoder)
     rerotate.check(chosen, decoder)
     state = Patch(chosen, kinds)
     if is_patched(decoder):

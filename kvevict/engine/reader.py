@@ -1,5 +1,6 @@
 """The loop around the text decoder: a prompt goes through it chunk by chunk, each as [chunk | rows that read along]."""
 
+import contextlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -99,8 +100,8 @@ class Reader:
             read.budgets.split(chunk, request.padding)
         chooser = self._chooser(read, chunk)
         step = self._step(chunk.start, chunk.end, read.meter, chooser, read, chunk)
-        along = read.along.tokens if chunk.along else None
-        with running(step):
+        along = read.along.tokens[:, -chunk.along :] if chunk.along else None
+        with running(step), contextlib.nullcontext() if along is None else read.along.adapted(request.decoder):
             output = self._run(step, chunk.start, chunk.end, along)
         if chunk.along:
             output.last_hidden_state = output.last_hidden_state[:, : -chunk.along]

@@ -31,7 +31,7 @@ def chunks(policy, columns: int, limits: tuple, along: int = 0) -> Iterator[Chun
     size = policy.chunk_size or columns
     for end in range((columns - 1) % size + 1, columns + 1, size):
         last = end == columns
-        rows = 0 if last and policy.rows.inside else along
+        rows = along - policy.rows.inside(along) if last else along
         yield Chunk(max(0, end - size), end, last, last or policy.schedule == "chunk", rows, limits)
 
 

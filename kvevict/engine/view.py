@@ -143,9 +143,10 @@ class View:
         out = None if self.out is None else self.out[:, start:stop]
         return Observers(self.q[:, :, start:stop], skip, self._all, True, self.lse[:, :, start:stop], out)
 
-    def along_rows(self, own=True) -> Observers:
-        """The rows that read along behind the chunk; own: their softmax spans the slots of the rows before them too."""
-        rows, none = self.step.transient, 0 * self.first
+    def along_rows(self, own=True, count=None) -> Observers:
+        """The last `count` rows (None: all) that read along behind the chunk; own: their softmax spans the slots of the
+        rows before them too."""
+        rows, none = count or self.step.transient, 0 * self.first
         q = self.q[:, :, -rows:]
         if not own:
             return Observers(q, none, self._all, False)

@@ -5,6 +5,7 @@ score turns what they pay attention to into numbers; every score works with ever
 not. While decoding there is nothing to read along: the newest row observes, or the last `decoded` ones.
 """
 
+import contextlib
 import sys
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -20,8 +21,12 @@ ROWS = Registry("rows")
 class Along:
     """Rows that read along behind every chunk of a prompt and are not stored."""
 
-    tokens: object  # ids [B, p] or embeddings [B, p, E]
+    tokens: object  # ids [B, p] or embeddings [B, p, E]; where a chunk has fewer rows along, these are the last
     positions: object  # [B, p] in the prompt or behind it; None: right behind each chunk
+    adapter: object = None  # whose `on(decoder)` is entered while they read
+
+    def adapted(self, decoder):
+        return contextlib.nullcontext() if self.adapter is None else self.adapter.on(decoder)
 
 
 class Part(NamedTuple):
@@ -54,16 +59,16 @@ class Rows:
         """How many decoded rows are remembered to observe while decoding."""
         return 0
 
-    @property
-    def inside(self) -> bool:
-        """Whether the prompt ends with the rows that read along, so that its last chunk has them as its own."""
-        return False
+    def inside(self, along: int) -> int:
+        """How many of `along` rows that read along the prompt ends with, so that its last chunk has them as its own."""
+        return 0
 
     def check(self, policy) -> None:
         """Raise ValueError when the options do not fit each other or the policy."""
 
-    def ready(self) -> None:
-        """Raise ValueError when an option that has no default is missing; called when a model is patched."""
+    def ready(self, decoder) -> None:
+        """Raise ValueError when an option that has no default is missing, or not for this decoder; called when a model
+        is patched."""
 
     def told(self, response) -> "Rows":
         """These rows where the ids of the true response are known: the rows of a reference may look at them."""

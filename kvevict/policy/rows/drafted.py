@@ -51,7 +51,7 @@ class Drafted(Rows):
                 f"{self.draft_model!r}"
             )
 
-    def ready(self):
+    def ready(self, decoder):
         if self.whole:
             return
         if self.draft_model is None:

@@ -24,7 +24,7 @@ class Given(Rows):
 
     decoded = most
 
-    def ready(self):
+    def ready(self, decoder):
         if not self.ids:
             raise ValueError(
                 "rows='given' needs ids=(...), token ids that will follow the prompt (for oracle: the response)"

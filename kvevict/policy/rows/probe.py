@@ -43,9 +43,8 @@ class Probe(Rows):
 
     protected = decoded = most
 
-    @property
-    def inside(self):
-        return self.span is None
+    def inside(self, along):
+        return 0 if self.span else along
 
     def check(self, policy):
         if isinstance(self.probe, tuple):
@@ -126,7 +125,7 @@ class Probe(Rows):
 
     def _ends(self, view):
         """Whether the chunk ends with the probe."""
-        return view.last and self.inside
+        return view.last and not self.span
 
     def observing(self, step):
         return np.minimum(self.lengths(step.read.tokens), step.positions.shape[1] - step.padding)
