@@ -1,5 +1,5 @@
-"""python tests/benchmarks/bench_ops.py [--quick] [--only REGEX] [--device cuda]: the ops beside torch's SDPA on the same
-data.
+"""python tests/benchmarks/bench_ops.py [--quick] [--only REGEX] [--device cuda]: the ops beside torch's SDPA on the
+same data.
 
 SDPA gets [stored | new] in one tensor, joined outside the timing, which a cache would have to do for it each time.
 Every result is compared before it is timed; times are medians, the two sides taking turns. On a GPU a side is captured

@@ -1,19 +1,14 @@
 """Learned rows (METHODS section 6): what the adapter touches, what its rows choose, and how it is saved."""
 
-import itertools
-import json
 
-import oracle
 import pytest
-import safetensors
-import tiny
 import torch
 import transformers
 from tiny import FAMILIES, prompt, shared
 from transformers.cache_utils import DynamicCache
 
 import kvevict
-from kvevict.lookahead import Adapter, load
+from kvevict.lookahead import Adapter
 
 families = pytest.mark.parametrize("family", FAMILIES)
 ALL = 4096

@@ -96,7 +96,7 @@ class Lookahead(Rows):
     def observing(self, step):
         return np.full(len(step.padding), self.most)
 
-    def parts(self, rows, stored, along):
+    def parts(self, rows, stored, along, tokens):
         return [Part(self.most, stored + rows, False, True)]
 
 
