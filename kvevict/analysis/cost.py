@@ -108,7 +108,7 @@ def _check(shape, policy, draft_model) -> None:
     """Raise ValueError for what the policy cannot do in such a model, or lacks."""
     drafts = policy.rows.n_d and not policy.rows.whole
     if not drafts:
-        policy.rows.ready()
+        policy.rows.ready(None)
         if draft_model is not None:
             raise ValueError("draft_model is of policies for which another model drafts: drop it, or choose speckv")
     policy.check_layers(shape.windows.count(None))

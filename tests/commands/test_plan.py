@@ -70,6 +70,13 @@ DRAFT = tiny.model("llama", seed=5, num_hidden_layers=2, hidden_size=48, num_att
 NEEDS = {"oracle": dict(ids=tuple(range(5, 14))), "chunkkv/kvpress": dict(exact=True)}
 NEEDS |= {name: dict(draft_model=DRAFT) for name in ("speckv", "speckv/paper")}
 NOBODY_WAITS = ("chunkkv+reuse", "edie+tada", "edie+tada/chunked", "cake", "fastkv")
+
+
+def needs(name, model):
+    """What a preset has no default for."""
+    return dict(adapter=kvevict.lookahead.Adapter(model, tokens=9)) if name == "lookahead" else NEEDS.get(name, {})
+
+
 CASES = [(name, *case) for name in PRESETS for case in SLOTS
          if not (name in NOBODY_WAITS and "warmup_layers" in case[0])]  # fmt: skip
 CASES += [("take", *case) for case in TAKE] + [("snapkv/kvcf", dict(budget=9, chunk_size=1), (30,))]
@@ -92,7 +99,8 @@ def sliding():
 def test_slots(build_model, name, options, lengths):
     """KV bytes after the prompt and at most are what was measured, to the byte; where layers share by what they
     measure, the peak depends on the text and is near the uniform one."""
-    model, policy = build_model(), build(name, **NEEDS.get(name, {}), **options)
+    model = build_model()
+    policy = build(name, **needs(name, model), **options)
     shape = shape_of(model.config, "float32")
     for batch, length in enumerate(lengths, 1):
         report, cache = read(model, policy, prompt(batch, length))
@@ -221,7 +229,7 @@ def bare(shape):
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("options", [dict(budget=70), dict(budget=0.3, chunk_size=80), dict(budget=80, chunk_size=66)])
 def test_attention_and_score_flops(name, options, seen):
-    policy, model, dim = build(name, **NEEDS.get(name, {}), **options), shared(), 32
+    policy, model, dim = build(name, **needs(name, shared()), **options), shared(), 32
     read(model, policy, prompt(2, 310))
     flops = plan(bare(shape_of(model.config)), policy, 310, batch=2)["flops"]
     if policy.rows.whole:  # attention by drafted rows, and the draft's own cut, are in "draft"
@@ -333,7 +341,7 @@ DECODED = [("snapkv", {}), ("snapkv", dict(decode=True, interval=4)), ("edie", d
 def test_decoding(name, options, length, seen):
     """Bytes after 21 tokens, and the pairs that attention and evictions on the way were given; a prompt of 50 tokens
     fits, and fills the budget while decoding."""
-    policy, model, dim = build(name, **NEEDS.get(name, {}), budget=60, **options), shared(), 32
+    policy, model, dim = build(name, **needs(name, shared()), budget=60, **options), shared(), 32
     with kvevict.evicting(model, policy), torch.no_grad():
         cache = model(**prompt(2, length), logits_to_keep=1).past_key_values
         seen.clear()

@@ -1,6 +1,5 @@
 """Learned rows (METHODS section 6): what the adapter touches, what its rows choose, and how it is saved."""
 
-
 import pytest
 import torch
 import transformers

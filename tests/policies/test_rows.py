@@ -230,6 +230,7 @@ def test_every_preset_is_compared_with_the_oracle():
     tables = [test_policies.POLICIES, test_budgets.CHOICES, test_output_errors.CHOICES, test_cake.CHOICES]
     compared = {name.split(",")[0] for table in [*tables, test_drafted.POLICIES] for name in table}
     elsewhere = {"fastkv", "random", "edie+tada", "edie+tada/chunked"}  # test_fastkv.py, by hand, test_choices.py
+    elsewhere |= {"lookahead"}  # whose rows test_lookahead.py has
     assert {*kvevict.policies()} - compared == elsewhere
     assert {*oracle.PRESETS} == {*kvevict.policies()} - elsewhere | {"fastkv"}
 
@@ -237,4 +238,4 @@ def test_every_preset_is_compared_with_the_oracle():
 @pytest.mark.parametrize("kind", PARTS)
 def test_every_part_is_in_the_matrix(kind):
     registry, _ = PARTS[kind]
-    assert test_choices.in_matrix(kind) == {*registry}
+    assert test_choices.in_matrix(kind) == {*registry} - {"lookahead"}  # which test_lookahead.py has

@@ -48,7 +48,8 @@ class Lookahead(Rows):
         self.most  # noqa: B018  or an error
 
     def ready(self, decoder):
-        self.adapter_of(decoder)
+        if decoder is not None:
+            self.adapter_of(decoder)
 
     def adapter_of(self, decoder):
         """The adapter, on the decoder's device. Raises ValueError where it is missing or another model's."""
@@ -77,7 +78,7 @@ class Lookahead(Rows):
         return min(tokens // 2, self.probe) + self.most
 
     def inside(self, along):
-        return along - self.most
+        return max(0, along - self.most)
 
     def prepare(self, request, read):
         if not read.evicts:
