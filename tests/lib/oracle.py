@@ -128,6 +128,7 @@ class Row:
         self.W = len(self.own) // 2 if self.o["warmup_layers"] == "half" else self.o["warmup_layers"]
         self.calls = {}  # layer -> its attention in the last call, of those that evict
         self.turns = {}  # layer -> [T] 1 - cos(R, R + O) of the last call's rows
+        self.layer_budget = 0
         self.seen, self.limits = 0, [0] * len(self.own)  # slots of each layer, from the first eviction on
 
     @property

@@ -443,7 +443,7 @@ def test_crop_takes_back_only_what_was_decoded():
 @pytest.mark.parametrize("given, text", [
     (dict(n_reuse=2), "n_reuse=1 or tsp=None"), (dict(tsp_len=8), "tsp_len must be at least 9"),
     (dict(tsp=-1), "tsp must be at least 0"), (dict(tsp="all"), "tsp must be a whole number"),
-    (dict(tsp_len=20.0), "tsp_len must be a whole number"), (dict(reduce="mean"), "unknown option 'reduce'"),
+    (dict(tsp_len=20.0), "tsp_len must be a whole number"), (dict(reduce="min"), "unknown reduce 'min'"),
     (dict(kernel=4), "kernel must be odd"), (dict(budget=8), "budget >= 9"),
 ], ids=str)  # fmt: skip
 def test_refused_policies(given, text):

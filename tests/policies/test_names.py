@@ -88,7 +88,7 @@ def test_no_option_has_two_meanings():
     ],
 )
 def test_mistakes(policy, options, message):
-    model = tiny.shared()
+    model = tiny.model()
     with pytest.raises((ValueError, TypeError), match=message):
         kvevict.patch(model, policy, budget=80, **options)
     assert "_kvevict" not in model.model.__dict__
@@ -143,6 +143,8 @@ def test_rerotated_attention_is_attention():
     @kvevict.register_score("mass")
     @dataclass(frozen=True)
     class Mass(kvevict.Score):
+        rows = kvevict.ROWS["window"]()
+
         def score(self, view):
             masses.append(view.attention("mean").sum(-1))
             return view.attention("sum")

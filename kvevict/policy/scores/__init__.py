@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from ..checks import count, one_of
 from ..registry import Registry, load_folder
 from ..rows import Rows
-from ..rows.window import Window
+from ..rows.window import NoRows, Window
 
 SCORES = Registry("score")
 
 
 @dataclass(frozen=True)
 class Score:
-    rows: ClassVar[Rows] = Window()  # the method's own, where a policy names none
+    rows: ClassVar[Rows] = NoRows()  # the method's own, where a policy names none
     carries: ClassVar[bool] = False  # the score is a running sum that stays with the slot
     ordinal: ClassVar[bool] = False  # scores only rank slots: they may be negative, and their sums mean nothing
     shared: ClassVar[bool] = False  # one choice for all heads of a layer
@@ -78,6 +78,7 @@ class Pooled(Score):
     kernel: int = 7
     pool: str = "max"
     sink: int = 0
+    rows: ClassVar[Rows] = Window()
 
     def check(self, policy):
         super().check(policy)

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from ..checks import count, flag
-from ..rows.window import NoRows
 from . import SCORES, Score
 
 
@@ -16,7 +15,6 @@ from . import SCORES, Score
 class KNorm(Score):
     """K-norm (Devoto et al. 2024): `-||k_i||_2`, small keys first."""
 
-    rows: ClassVar = NoRows()
     ordinal: ClassVar[bool] = True
 
     def scans(self):
@@ -35,7 +33,6 @@ class KeyDiff(Score):
     """
 
     unit: bool = False
-    rows: ClassVar = NoRows()
     ordinal: ClassVar[bool] = True
 
     def check(self, policy):
@@ -59,7 +56,6 @@ class Random(Score):
     """Random: a hash of (seed, layer, kv head, position), so that a row keeps the same slots in any batch."""
 
     seed: int = 0
-    rows: ClassVar = NoRows()
     ordinal: ClassVar[bool] = True
 
     def check(self, policy):
