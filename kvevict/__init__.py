@@ -2,21 +2,23 @@
 
 from . import _ops  # noqa: F401  checks torch and loads the kernels
 from .models import small_llama
-from .patch import evicting, patch, report, unpatch
+from .patch import evicting, patch, unpatch
 from .policy.heads import HEADS, HeadBudget
 from .policy.layers import LAYERS, LayerBudget
 from .policy.layers.tada import history
 from .policy.policy import PRESETS, Policy
-from .policy.refinements import ERRORS, Refinement
+from .policy.refinements import REFINEMENTS, Refinement
+from .policy.rows import ROWS, Rows
 from .policy.scores import SCORES, Score
 from .policy.selections import SELECTIONS, Selection
+from .report import report
 from .store import load_cache, save_cache
 
 __version__ = "0.1.0"
 __all__ = [
-    "ERRORS", "HEADS", "LAYERS", "PRESETS", "SCORES", "SELECTIONS", "HeadBudget", "LayerBudget", "Policy",
-    "Refinement", "Score", "Selection", "evicting", "history", "load_cache", "patch", "policies", "register_score",
-    "report", "save_cache", "small_llama", "unpatch",
+    "HEADS", "LAYERS", "PRESETS", "REFINEMENTS", "ROWS", "SCORES", "SELECTIONS", "HeadBudget", "LayerBudget", "Policy",
+    "Refinement", "Rows", "Score", "Selection", "evicting", "history", "load_cache", "patch", "policies",
+    "register_rows", "register_score", "report", "save_cache", "small_llama", "unpatch",
 ]  # fmt: skip
 
 
@@ -28,3 +30,21 @@ def policies() -> list:
 def register_score(name: str):
     """Decorator that makes a `Score` of your own known by name, to policies, their JSON and the command line."""
     return SCORES.add(name)
+
+
+def register_rows(name: str):
+    """Decorator that makes `Rows` of your own known by name, likewise."""
+    return ROWS.add(name)
+
+
+def __getattr__(name):
+    if name == "lookahead":  # imported when it is first used
+        import importlib
+
+        return importlib.import_module(".lookahead", __name__)
+    if name == "ERRORS":
+        import warnings
+
+        warnings.warn("kvevict.ERRORS is now kvevict.REFINEMENTS", FutureWarning, stacklevel=2)
+        return REFINEMENTS
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

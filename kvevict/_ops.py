@@ -100,16 +100,20 @@ def attend(
     v: Tensor,
     first: Tensor,
     sinks: Tensor | None = None,
+    stop: Tensor | None = None,
     *,
     scale: float,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Chunk attention over [stored | new]: row t sees every stored slot and new columns first[b] <= j <= t + S - T.
+    """Attention over [stored | new]: row t sees every stored slot and new columns first[b] <= j <= t + S - T. With
+    `stop` rows are not causal: each sees new columns first[b] <= j < stop[b].
 
     q [B,H,T,D]  k_slots v_slots [N,D]  offset len [B,Hkv]  k v [B,Hkv,S,D]  first [B]  sinks [H] or None
+    stop [B] or None
     -> out [B,T,H,D], lse [B,H,T]; a row that sees nothing gets 0 and -inf.
     """
-    args = (q, k_slots, v_slots, offset, len, k, v, first, _NONE if sinks is None else sinks, scale, softcap)
+    sinks, stop = _NONE if sinks is None else sinks, _NO_INDEX if stop is None else stop
+    args = (q, k_slots, v_slots, offset, len, k, v, first, stop, sinks, scale, softcap)
     return _call(_attend, args)
 
 
@@ -328,7 +332,8 @@ def decode(
 
 
 def cpu_isa() -> str:
-    """Instruction set that the CPU kernels run with: "avx512", "avx2" or "scalar". KVEVICT_CPU_ISA caps it."""
+    """Instruction set that the CPU kernels run with: "avx512bf16" (multiplies bf16 as it is), "avx512", "avx2" or
+    "scalar". KVEVICT_CPU_ISA caps it; "avx512bf16" is also taken where it is the slower if named."""
     return _C.cpu_isa()
 
 

@@ -2,20 +2,21 @@
 
 import contextlib
 import copy
-import time
-from collections import defaultdict
+import threading
+from weakref import WeakKeyDictionary
 
 import torch
 
 from . import _ops, compat
 from .engine import attention, forward, propagate, rerotate, residual
+from .engine.meter import Meter
 from .engine.step import STATE, logits_wanted, top_model
 from .policy.policy import build
 
 
 class Patch:
-    """What one patched model carries: its policy, which layers are ours, and the report of the last read. It holds no
-    reference to the model, so that copies of the model stay independent."""
+    """What one patched model carries: its policy, which layers are ours, and what was last read in each thread. It
+    holds no reference to the model, so that copies of the model stay independent."""
 
     def __init__(self, policy, kinds):
         self.policy = policy
@@ -23,37 +24,20 @@ class Patch:
         own = [index for index, kind in enumerate(kinds) if kind == compat.OWN]
         self.order = {index: order for order, index in enumerate(own)}
         policy.check_layers(len(own))
-        self.waiting_layers = policy.waiting_layers(len(own))
+        policy.waiting_layers(len(own))  # or an error
         self.all_own = len(own) == len(kinds)
         self.tsp = propagate.layer_of(policy, len(own), len(kinds))  # the last to read all tokens; None: all do
-        self.last_report = None
-        self.seconds = defaultdict(float)
-        self.live = {}  # layer -> live KV bytes stored
-        self.peak = 0
+        self.wants_probs = policy.score.carries or (policy.decode and policy.rows.newest)
+        self.meters = WeakKeyDictionary()  # thread -> Meter of its last read
+        self.last_meter = Meter()  # of the last read in any thread
 
-    @property
-    def wants_probs(self) -> bool:
-        score = self.policy.score
-        return score.carries or (self.policy.decode and score.last_row)
+    def own_meter(self):
+        """Of this thread's last read; a new one if there was none."""
+        return self.meters.setdefault(threading.current_thread(), Meter())
 
-    @property
-    def watches_tokens(self) -> bool:
-        return self.policy.decode or self.policy.score.carries
-
-    @contextlib.contextmanager
-    def clock(self, stage):
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[stage] += time.perf_counter() - start
-
-    def watch_peak(self, step, view, *others) -> None:
-        """Live KV bytes right now: all stored slots, the chunk of this layer, and the chunks of layers that wait."""
-        row = 2 * view.k.element_size() * view.k.shape[3] * view.k.shape[1]
-        chunk = int((view.k.shape[2] - view.padding).sum())
-        layers = 1 + len(others) + len(step.waiting) + len(step.held or ())
-        self.peak = max(self.peak, sum(self.live.values()) + layers * row * chunk)
+    def keep(self, meter) -> None:
+        """Take a read's meter as this thread's last."""
+        self.meters[threading.current_thread()] = self.last_meter = meter
 
 
 def patch(model, policy, *, budget=None, chunk_size=None, **options):
@@ -69,9 +53,9 @@ def patch(model, policy, *, budget=None, chunk_size=None, **options):
     cannot be patched.
     """
     chosen = build(policy, budget=budget, chunk_size=chunk_size, **options)
-    chosen.score.ready()
     decoder = find_decoder(model)
     kinds = check_model(decoder)
+    chosen.rows.ready(decoder)
     rerotate.check(chosen, decoder)
     state = Patch(chosen, kinds)
     if is_patched(decoder):
@@ -128,44 +112,7 @@ def evicting(model, policy, **options):
         else:
             patch(model, before.policy)
             after = getattr(decoder, STATE)
-            after.last_report, after.seconds = before.last_report, before.seconds
-
-
-def report(model, positions: bool = False) -> dict:
-    """What the last read did: a plain dict.
-
-    seen               valid tokens per batch row, of this and earlier turns
-    kept               [layer][row][kv head] slots stored when the read ended; None for layers that are not ours
-    cache_bytes        live KV bytes then: 2 * bytes * head_dim * slots
-    padded_bytes       what those would be if every head of a layer were padded to its longest
-    peak_cache_bytes   the most live KV bytes at any moment of the read, the chunk in flight included
-    overhead_bytes     what is allocated beyond: free room, positions, carried scores
-    seconds            per stage: read (all), attend, evict (all that choosing and moving slots takes; of it score,
-                       select, compact and diagnose), draft (laq, speckv); decode since then. On a GPU only read is
-                       the time of the work: the other stages are what the host spends on launching it
-    positions          [layer][row][kv head] ascending original positions of the slots, with positions=True
-    diagnostics        with the policy's diagnose=True, [layer][row] each: evictions, how many chunks' ends took slots,
-                       and means over those: joint_error (CAOTE eq. 24) and output_error (relative to the output) of
-                       the observing rows' attention, recall: the share of their attention on slots that were kept.
-                       The rows are those that the policy scores by, at most the last 64 (of `h2o`, `streaming` and
-                       what has no rows of its own: the chunk's last); the slots, those alive before the eviction
-    """
-    decoder = find_decoder(model)
-    if not is_patched(decoder):
-        raise ValueError("the model is not patched; call kvevict.patch(model, policy, budget=...) first")
-    state = getattr(decoder, STATE)
-    if state.last_report is None:
-        raise ValueError(
-            "nothing was read yet; call model.generate(...) or model(...) first"
-            + (" (in training mode the model runs unpatched: call model.eval())" if decoder.training else "")
-        )
-    result = copy.deepcopy({key: value for key, value in state.last_report.items() if positions or key != "positions"})
-    if positions:
-        result["positions"] = [
-            None if layer is None else [[head.tolist() for head in row] for row in layer]
-            for layer in result["positions"]
-        ]
-    return result | {"seconds": dict(state.seconds)}
+            after.meters, after.last_meter = before.meters, before.last_meter
 
 
 def base_model(model):

@@ -8,7 +8,7 @@ import torch
 
 from ..patch import evicting
 from ..policy.policy import Policy
-from ..policy.scores import Score
+from ..policy.rows import Rows
 from . import diagnose
 
 CHUNK = 4096  # tokens that the full cache is read by, to bound activations
@@ -16,14 +16,14 @@ NAMES = ("joint_error", "output_error", "recall", "attention_cosine", "kv_l1_los
 
 
 @dataclass(frozen=True)
-class _Watch(Score):
-    """Scores nothing: keeps what every layer's last `count` rows asked, per layer (queries [H, R, D], options)."""
+class _Watch(Rows):
+    """Keeps what every layer's last `most` rows asked, per layer (queries [H, R, D], options)."""
 
-    count: int = 1
+    most: int = 1
     asked: dict = field(default_factory=dict)
 
-    def observe(self, view):
-        self.asked[view.index] = view.q[0, :, -self.count :].clone(), view.options
+    def note(self, view):
+        self.asked[view.index] = view.q[0, :, -self.most :].clone(), view.options
 
 
 @dataclass
@@ -42,8 +42,8 @@ def truth(model, ids, max_new_tokens: int) -> Truth:
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False)
     whole = out[:, : ids.shape[1] + diagnose.ROWS]
     rows = whole.shape[1] - ids.shape[1]
-    watch = _Watch(count=rows)
-    everything = Policy(score=watch, budget=whole.shape[1], chunk_size=CHUNK, schedule="prompt")
+    watch = _Watch(rows)
+    everything = Policy(score="random", rows=watch, budget=whole.shape[1], chunk_size=CHUNK, schedule="prompt")
     with evicting(model, everything):
         cache = model(whole, use_cache=True, logits_to_keep=1).past_key_values
     layers = [
@@ -65,9 +65,8 @@ def left(model, ids, policy) -> list:
 
 def informed(policy, response) -> Policy:
     """The policy; an oracle that was not told a response is told this one."""
-    if getattr(policy.score, "response", None) != ():
-        return policy
-    return dataclasses.replace(policy, score=dataclasses.replace(policy.score, response=tuple(response)))
+    rows = policy.rows.told(response)
+    return policy if rows is policy.rows else dataclasses.replace(policy, rows=rows)
 
 
 @torch.no_grad()

@@ -8,8 +8,6 @@ The second part is what `Policy(diagnose=True)` adds to every eviction of a read
 import numpy as np
 import torch
 
-from ..engine import residual
-
 ROWS = 64
 NAMES = ("evictions", "joint_error", "output_error", "recall")
 
@@ -81,11 +79,10 @@ def rows(view):
 def note(view, index, keep) -> None:
     """Add to the read's diagnostics what a layer loses that keeps slots index [B, Hkv, K], keep [B, Hkv] of them."""
     cut = np.flatnonzero(keep.sum(1) < view.counts.sum(1)).tolist()
-    with view.step.patch.clock("diagnose"):
+    with view.step.meter.clock("diagnose"):
         exact = dict(dtype=torch.double, device="cpu")
         sums = view.step.read.diagnostics.setdefault(view.index, torch.zeros(len(NAMES), len(keep), **exact))
-        columns = view.step.positions.shape[1]
-        observing = residual.observers(view.step, columns).clip(1, ROWS).tolist()
+        observing = view.policy.rows.observing(view.step).clip(1, ROWS).tolist()
         for b in cut:
             queries = by_group(view.q[b, :, -observing[b] :], keep.shape[1], **view.options)
             heads = [_head(view, b, h, index[b, h, : keep[b, h]], *one) for h, one in enumerate(queries)]

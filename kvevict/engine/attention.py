@@ -1,9 +1,10 @@
-"""The attention function that patched layers call: attend over [stored | new], then let `evict` decide what stays."""
+"""The attention function that patched layers call: attend over [stored | new], then let the call's chooser decide what
+stays."""
 
 from transformers import AttentionInterface
 
 from .. import _ops, compat
-from . import evict, rerotate
+from . import rerotate
 from .step import current
 from .view import View
 
@@ -28,32 +29,33 @@ def attention(module, query, key, value, attention_mask, scaling=None, softcap=N
         )
     # Under autocast they differ; what is stored decides.
     query, key, value = (x if x.dtype == layer.k.dtype else x.to(layer.k.dtype) for x in (query, key, value))
-    patch = step.patch
     options = dict(scale=scaling, softcap=softcap or 0.0, sinks=None if s_aux is None else s_aux.float())
+    call = step, layer, module.layer_idx, module, query
     if step.decoding:
-        columns = layer.longest() + 1 if patch.wants_probs else 0
-        with patch.clock("decode"), rerotate.in_cache(step, module, layer):
-            out, lse, probs = layer.decode(query, key, value, step.positions, columns=columns, **options)
-        layer.advance(1, 1)
-        if patch.watches_tokens:
-            empty = key[:, :, :0], value[:, :, :0]
-            probs = probs if patch.wants_probs else None
-            evict.after_token(View(step, layer, module.layer_idx, module, query, *empty, out, lse, options, probs))
-        return out, None
-    with patch.clock("attend"), rerotate.in_cache(step, module, layer):
+        return _decoded(call, key, value, options), None
+    with step.meter.clock("attend"), rerotate.in_cache(step, module, layer):
         out, lse = _ops.attend(query, layer.k, layer.v, layer.offset, layer.len, key, value, step.first, **options)
-    view = View(step, layer, module.layer_idx, module, query, key, value, out, lse, options)
-    patch.watch_peak(step, view)
-    columns, tokens = step.whole or (view.k.shape[2], view.k.shape[2] - view.padding)
-    layer.advance(columns, tokens)
-    if step.whole:
+    view = View(*call, key, value, out, lse, options)
+    step.meter.watch(view, 1 + step.chooser.held)
+    layer.advance(*step.seen)
+    if step.seen[0] != view.k.shape[2]:
         layer.tail = 0  # slots are fewer than columns
-    if step.read is None:
-        evict.after_append(view)
-    else:
-        with patch.clock("evict"):
-            evict.after_chunk(view)
+    with step.meter.clock("evict"):
+        step.chooser.layer(view)
     return out, None
+
+
+def _decoded(call, key, value, options):
+    step, layer, _, module, query = call
+    probs_wanted = step.patch.wants_probs
+    columns = layer.longest() + 1 if probs_wanted else 0
+    with step.meter.clock("decode"), rerotate.in_cache(step, module, layer):
+        out, lse, probs = layer.decode(query, key, value, step.positions, columns=columns, **options)
+    layer.advance(1, 1)
+    if step.chooser is not None:
+        none = key[:, :, :0], value[:, :, :0]
+        step.chooser.layer(View(*call, *none, out, lse, options, probs if probs_wanted else None))
+    return out
 
 
 class _WithConfig:

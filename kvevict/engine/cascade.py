@@ -5,11 +5,12 @@ import torch
 
 from ..policy.layers import layer_slots
 from . import propagate
-from .evict import choose, ranked
+from .choosers import Chooser
+from .evict import choose, ranked, store
 from .view import View
 
 
-class Cascade:
+class Cascade(Chooser):
     """The cuts of one chunk, layer by layer; layers that are yet to come have no share in C so far.
 
     A layer that joins takes from all others, so budgets only shrink until the last layer is read, and what is left then
@@ -19,37 +20,38 @@ class Cascade:
     those that a head won and the average takes from it.
     """
 
-    def __init__(self, read):
-        self.read = read
-        self.preferences = torch.zeros(read.alive.shape, dtype=torch.double, device="cpu")  # [layers, B]
+    def __init__(self, budgets):
+        self.budgets = budgets
+        self.preferences = torch.zeros(budgets.alive.shape, dtype=torch.double, device="cpu")  # [layers, B]
         self.layers = []  # (view of the survivors, their ranked scores [B, Hkv, C]) of every layer so far
 
-    def cut(self, view) -> None:
-        """The end of a layer's attention: cut it and all before it to their shares."""
-        policy, read, last = view.policy, self.read, view.order == len(self.preferences) - 1
+    def layer(self, view):
+        """Cut it and all before it to their shares."""
+        policy, budgets, last = view.policy, self.budgets, view.order == len(self.preferences) - 1
+        policy.rows.note(view)
         preference = policy.layers.preference(view).cpu().nan_to_num(0.0)
         self.preferences[view.order] = preference.clamp_min(1e-300)  # even 0 comes before a layer that is not read yet
         score = policy.score.score(view)
         if propagate.due(view):
-            propagate.choose(view, score)
+            self.onward = propagate.choose(view, score)
         self.layers.append((view, ranked(view, score)))
-        heads = view.n.shape[1]
-        slots = layer_slots(policy, len(self.preferences), heads, read.seen, read.alive, self.preferences.T.tolist())
+        shape = policy, len(self.preferences), view.n.shape[1]
+        slots = layer_slots(*shape, budgets.seen, budgets.alive, self.preferences.T.tolist())
         for order, (part, scores) in enumerate(self.layers):
             self.layers[order] = self._cut(part, scores, slots[order].numpy(), last)
 
     def _cut(self, view, scores, slots, last):
-        alive, cuts = view.counts.sum(1), self.read.cuts
+        alive, cuts = view.counts.sum(1), self.budgets.cuts
         if last:
             view.layer.budget = np.where(cuts, slots, view.layer.budget)
         wanted = np.where(cuts, slots if last else slots + view.n.shape[1], alive)
         wanted = np.minimum(wanted, alive)
         if (wanted < alive).any():
             index, keep = choose(view, scores, wanted, again=not last)
-            view.store((index, keep))
+            store(view, (index, keep))
             scores = scores.gather(2, index.clamp_min(0).long())
         elif view.k.shape[2]:
-            view.store()
+            store(view)
         return _survivors(view), scores
 
 

@@ -6,17 +6,17 @@ import torch
 
 from .. import _ops
 from ..analysis import diagnose
-from . import host, propagate
+from . import host, rerotate
 
 
 def ranked(view, score):
     """What slots are chosen by: a score pooled, refined, and made one of runs where those are selected. [B, Hkv, C]"""
     policy = view.policy
     pooled = policy.score.pooled(view, score)
-    if policy.error.refines:  # protected slots have a share in it, by the scores that they have
+    if policy.refine.refines:  # protected slots have a share in it, by the scores that they have
         pooled = torch.where(view.competing, pooled, score)
-    score = policy.error.refine(view, pooled)
-    with view.step.patch.clock("select"):
+    score = policy.refine.refine(view, pooled)
+    with view.step.meter.clock("select"):
         return view.select.rank(view, score.expand(-1, view.n.shape[1], -1)).contiguous()
 
 
@@ -25,7 +25,7 @@ def choose(view, score, slots, again=False):
     and the slots [B] that the layer may keep. again: enough survive for a later choice, of fewer slots, to be as from
     all."""
     heads, slots = view.policy.heads, host.upload(slots, view.device)
-    with view.step.patch.clock("select"):
+    with view.step.meter.clock("select"):
         if again:
             keep = heads.reserve(view, score, slots)
         else:
@@ -42,81 +42,29 @@ def within(view, slots):
     return slots if view.decoding else np.where(view.padding < view.k.shape[2], slots, alive)
 
 
-def evict(view, slots) -> None:
-    """Cut the layer, and the layers that wait for it, back to `slots` [B] in all; None keeps everything."""
-    slots, step = within(view, slots), view.step
-    cuts = (slots < view.counts.sum(1)).any()
-    measures, propagates = step.measured is not None, propagate.due(view)
-    score = view.policy.score.score(view) if cuts or measures or propagates else None
-    if measures:  # the part of the layer's error that its scores are (METHODS section 4, E_int)
-        every = view.policy.error.refine(view, score.expand(-1, view.n.shape[1], -1).contiguous())
-        step.measured[view.index] = every.masked_fill(~view.competing, 0).double().sum((1, 2))
-    if propagates:
-        propagate.choose(view, score)
-    step.choice = choose(view, ranked(view, score), slots) if cuts else None
-    for each in [*step.waiting, view]:
-        each.store(step.choice)
-    step.waiting.clear()
+def grow_carry(view) -> None:
+    """Where scores are carried: those of the layer's slots, and what this call's rows add."""
+    score, carried = view.policy.score, view.layer.carry
+    if not score.carries:
+        return
+    view.carry = view.probs if view.decoding else score.increment(view)
+    if carried is not None:
+        view.carry = view.carry.clone()
+        view.carry[..., : carried.shape[-1]] += carried
 
 
-def after_chunk(view) -> None:
-    """The end of one layer's attention over a chunk."""
-    step, policy, score = view.step, view.policy, view.policy.score
-    if step.held is not None:
-        view.hold(score.held)
-        return
-    if step.cascade is not None:
-        step.cascade.cut(view)
-        return
-    if view.follows:
-        view.store(step.choice)
-        return
-    if score.carries:
-        view.grow_carry(score.increment(view))
-    slots = None
-    if step.last or policy.schedule == "chunk":
-        relaxed = policy.warmup_layers is not None and view.order < step.patch.waiting_layers and not step.last
-        slots = step.read.warmup if relaxed else step.read.targets[view.order]
-    if not view.waits:
-        score.observe(view)
-    elif slots is not None and (slots < view.counts.sum(1)).any():
-        view.q = diagnose.rows(view) if policy.diagnose else None
-        view.lse = view.out = None  # the choice is another layer's: only keys and values wait
-        step.waiting.append(view)
-        return
-    evict(view, slots)
-
-
-def after_append(view) -> None:
-    """The end of one layer's attention over tokens that are stored as they are (assisted decoding's candidates)."""
-    if view.policy.score.carries and not view.follows:
-        view.grow_carry(view.policy.score.increment(view))
-    view.store()
-
-
-def after_token(view) -> None:
-    """The end of one layer's attention over a decoded token, which is stored already."""
-    policy, layer = view.policy, view.layer
-    if policy.score.carries and not view.follows:
-        view.grow_carry(view.probs)
-    layer.carry = view.carry
-    if not policy.decode:
-        return
-    if view.follows:
-        if view.step.choice is not None:
-            view.store(view.step.choice)
-        return
-    if policy.score.rows and not view.waits:
-        row = torch.cat([view.q, view.out.transpose(1, 2)], 3) if policy.wants_outputs else view.q
-        other = layer.recent is None or layer.recent.shape[3] != row.shape[3]  # of another policy
-        rows = row if other else torch.cat([layer.recent, row], 2)
-        layer.recent = rows[:, :, -policy.score.rows :]
-    if not view.waits:
-        view.step.choice = None  # a group's before this one
-    n = view.counts.sum(1)
-    full = n > layer.budget + (policy.interval - 1) * view.n.shape[1]
-    if full.any():
-        if view.waits:
-            view.step.waiting.append(view)
-        else:
-            evict(view, np.where(full, layer.budget, n))
+def store(view, choice=None) -> None:
+    """Put the survivors into the layer: those of `choice` (index, keep), or all."""
+    layer, carry = view.layer, view.carry
+    if choice is not None and view.policy.diagnose and view.step.read is not None:
+        with rerotate.in_cache(view.step, view.module, layer):
+            diagnose.note(view, *choice)
+    with view.step.meter.clock("compact"):
+        if choice is not None:
+            index, keep = choice
+            layer.keep(index, keep, view.k, view.v, view.pos, view.first)
+            carry = None if carry is None else carry.gather(2, index.clamp_min(0).long()).masked_fill(index < 0, 0)
+        elif view.k.shape[2]:
+            layer.append(view.k, view.v, view.pos, view.first, view.padding)
+        layer.carry = carry
+    view.step.meter.live[view.index] = layer.live_bytes()

@@ -6,7 +6,8 @@ import types
 import torch
 
 from .. import compat
-from .prefill import Call
+from .reader import Reader
+from .request import Request
 from .step import STATE, current
 
 WRAPPED = "_kvevict_forward"  # module attribute: (name of the attribute we replaced, what was there or None)
@@ -61,16 +62,17 @@ def forward(self, *args, **kwargs):
     if self.training or (cache is None and not use_cache):
         return run(**kwargs)
     with torch.no_grad():
-        call = Call(self, self.__dict__[STATE], kwargs)
-        if call.tokens == 1 and call.columns > 0:
-            output = call.decode(run)
-        elif call.rolls_back and call.columns > 0 and call.wanted == call.tokens:
-            output = call.append(run)
+        request = Request(self, self.__dict__[STATE], kwargs)
+        reader = Reader(request, run)
+        if request.tokens == 1 and request.columns > 0:
+            output = reader.decode()
+        elif request.rolls_back and request.columns > 0 and request.wanted == request.tokens:
+            output = reader.append()
         else:
-            output = call.read(run)
+            output = reader.read()
     if torch.is_grad_enabled():
         _refuse_backward(self, kwargs.get("inputs_embeds"), output)
-    return output if call.return_dict is not False else output.to_tuple()
+    return output if request.return_dict is not False else output.to_tuple()
 
 
 def _rotary_forward(self, x, position_ids, *args, **kwargs):

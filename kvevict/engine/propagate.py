@@ -2,16 +2,17 @@
 
 That layer ranks the chunk's tokens by its pooled scores, summed over its kv heads; the rows that observe always go on.
 Hooks on the layers behind it cut what they are given to those tokens, which keep their positions: hidden states, rotary
-embeddings, position ids, and the step that our attention reads. Every layer counts all tokens as seen.
+embeddings, position ids, and the step that our attention reads. Every layer counts all tokens as seen, and rows that
+read along behind a chunk go through all layers.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from .. import _ops
-from ..policy.layers import PLENTY
 from . import host
 from .step import current
 
@@ -21,7 +22,7 @@ def layer_of(policy, own: int, layers: int) -> int | None:
 
     Raises ValueError where the layers behind it cannot do with fewer.
     """
-    tsp = policy.score.tsp
+    tsp = policy.tsp
     if tsp == "half":
         tsp = layers // 2 - 1 if layers > 1 else None
     if tsp is None:
@@ -43,52 +44,56 @@ def layer_of(policy, own: int, layers: int) -> int | None:
     return tsp
 
 
-def limit(policy, tsp: int | None, layer: int) -> int:
-    """The most tokens of a chunk that a layer reads."""
-    return PLENTY if tsp is None or layer <= tsp else policy.score.tsp_len
+class Onward(NamedTuple):
+    """The rows of a call that layers behind `tsp` read."""
+
+    columns: torch.Tensor  # [B, K] ascending, those that read along last
+    first: torch.Tensor  # [B] how many of them are padding
+    padding: np.ndarray  # the same on the host
 
 
 def check(patch, tokens: int, wanted: int, flags) -> None:
     """Raise ValueError if a chunk of `tokens` tokens loses rows that the caller wants: the last `wanted` (0: all), or
     those of every layer, by the `flags` that are set."""
     policy = patch.policy
-    if tokens <= limit(policy, patch.tsp, len(patch.kinds) - 1):
+    if patch.tsp is None or tokens <= policy.tsp_len:
         return
     mend = f"tsp=None, or tsp_len >= {tokens}"
     if flags:
         raise ValueError(f"{flags[0]}=True: layers behind tsp={patch.tsp} do not read all tokens; pass {mend}")
-    if not 1 <= wanted <= policy.score.rows:
+    if not 1 <= wanted <= policy.goes_on:
         raise ValueError(
             f"{f'the last {wanted}' if wanted else 'all'} rows were asked for, but layers behind tsp={patch.tsp} read "
-            f"{policy.score.tsp_len} of {tokens} tokens, among them the last {policy.score.rows}: pass "
+            f"{policy.tsp_len} of {tokens} tokens, among them the last {policy.goes_on}: pass "
             f"logits_to_keep=1, as generate does, or {mend}"
         )
 
 
 def due(view) -> bool:
     """Whether the layer has to choose which of the chunk's tokens go on."""
-    most = limit(view.policy, view.step.patch.tsp, view.index + 1)
-    return view.index == view.step.patch.tsp and view.k.shape[2] - int(view.padding.min()) > most
+    longest = view.k.shape[2] - int(view.padding.min())
+    return view.step.read is not None and view.index == view.step.patch.tsp and longest > view.policy.tsp_len
 
 
-def choose(view, score) -> None:
-    """Note in the step which columns [B, K] of the chunk go on, ascending, and how many [B] of those are padding, which
-    the host is told too."""
+def choose(view, score) -> Onward:
+    """Which of the chunk's tokens go on, and all rows that read along."""
     policy = view.policy
     tokens = view.k.shape[2] - view.first
-    kept = np.minimum(view.k.shape[2] - view.padding, policy.score.tsp_len)
+    kept = np.minimum(view.k.shape[2] - view.padding, policy.tsp_len)
     most, keep = int(kept.max()), host.upload(kept, view.device, torch.int32)
-    last = view.protected[1].clamp_min(policy.score.rows).minimum(keep)
+    last = view.protected[1].clamp_min(policy.goes_on).minimum(keep)
     count = torch.arange(view.k.shape[2], device=view.device)
     slot = (view.layer.len[..., None] + count).clamp_max(view.columns - 1)  # of each of a row's tokens
     worth = sum(policy.score.pooled(view, score).gather(2, slot).unbind(1))  # in head order: the same on every machine
-    with view.step.patch.clock("select"):
+    with view.step.meter.clock("select"):
         chosen = _ops.select(worth[:, None], tokens[:, None], keep[:, None], torch.zeros_like(last), last, most)[:, 0]
     padding = most - keep
     rank = count[:most] - padding[:, None]
     columns = chosen.gather(1, rank.clamp_min(0)) + view.first[:, None]
     # A row shorter than the others goes on whole: what lies left of its tokens is padding.
-    view.step.propagated = torch.where(rank < 0, count[:most], columns), padding, most - kept
+    columns = torch.where(rank < 0, count[:most], columns)
+    along = view.k.shape[2] + torch.arange(view.step.transient, device=view.device).expand(len(columns), -1)
+    return Onward(torch.cat([columns, along], 1), padding, most - kept)
 
 
 def install(decoder, state) -> list:
@@ -102,14 +107,13 @@ def _enter(first, module, args, kwargs):
     """Cut a layer's arguments to what is propagated: the first one's hidden states, which the next ones get cut, and
     what the decoder gives to every layer."""
     step = current()
-    if step is None or step.propagated is None:
+    onward = step.chooser.onward if step is not None and step.chooser is not None else None
+    if onward is None:
         return None
-    columns, first_column, padding = step.propagated
+    columns = onward.columns
     row = torch.arange(columns.shape[0], device=columns.device)[:, None]
     if first:
         args = (args[0][row, columns], *args[1:])
-        whole = step.positions.shape[1]
-        step.whole = whole, whole - step.padding
-        step.positions, step.first, step.padding = step.positions[row, columns], first_column, padding
+        step.positions, step.first, step.padding = step.positions[row, columns], onward.first, onward.padding
     cos_sin = tuple(each[row, columns] for each in kwargs["position_embeddings"])
     return args, kwargs | dict(position_embeddings=cos_sin, position_ids=kwargs["position_ids"][row, columns])

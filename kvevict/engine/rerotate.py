@@ -15,7 +15,7 @@ from .. import compat
 
 def check(policy, decoder) -> None:
     """Raise ValueError for a model whose keys cannot be rotated on by a difference of positions."""
-    if policy.score.rerotate and compat.rope_depends_on_length(decoder):
+    if policy.rerotate and compat.rope_depends_on_length(decoder):
         raise ValueError(
             "rerotate=True turns keys from one position to another, and this model's rotary frequencies change with "
             "the prompt's length (longrope, dynamic): pass rerotate=False"
@@ -25,7 +25,7 @@ def check(policy, decoder) -> None:
 @contextlib.contextmanager
 def in_cache(step, module, layer):
     """Inside, if the policy rerotates, the layer's slots are at the positions right before this call's rows."""
-    if not step.patch.policy.score.rerotate:
+    if not step.patch.policy.rerotate:
         yield
         return
     column = torch.arange(layer.longest(), device=layer.device)

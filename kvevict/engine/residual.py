@@ -1,8 +1,7 @@
-"""How far a layer turns the residual stream: hooks that a layer budget asks for (EDIE's TADA, the factor of eq. 12)."""
+"""What TADA measures of a call: every layer's error by its scores, and how far the layer turns the residual stream."""
 
 from functools import partial
 
-import numpy as np
 import torch
 
 from .. import compat
@@ -10,10 +9,46 @@ from . import host
 from .step import current
 
 
+class Errors:
+    """The layers' errors in one chunk (METHODS section 4): E_int, the sum of scores outside the protected slots, times
+    the mean of 1 - cos(R, R + O) over the observing rows, R the residual stream that enters a layer, O what its
+    attention block (or the whole layer) adds."""
+
+    def __init__(self):
+        self.scores = {}  # layer -> fp64 [B]
+        self.residual = {}  # layer -> the residual stream that entered it
+        self.turned = {}  # layer -> (sum over rows [B], rows [B])
+
+    def note_scores(self, view, score) -> None:
+        every = view.policy.refine.refine(view, score.expand(-1, view.n.shape[1], -1).contiguous())
+        self.scores[view.index] = every.masked_fill(~view.competing, 0).double().sum((1, 2))
+
+    def turn(self, step, index, after) -> None:
+        """Note how far the call's last rows, those that observe, were turned between `residual` and `after`."""
+        before = self.residual.pop(index)
+        counts = step.patch.policy.rows.observing(step)
+        rows, counts = max(int(counts.max()), 1), host.upload(counts, after.device)
+        turn = 1 - torch.cosine_similarity(before[:, -rows:].float(), after[:, -rows:].float(), dim=-1)
+        inside = torch.arange(rows, 0, -1, device=after.device) <= counts[:, None]
+        total, number = (turn.clamp_min(0) * inside).sum(1), counts
+        if index in self.turned:
+            total, number = total + self.turned[index][0], number + self.turned[index][1]
+        self.turned[index] = total, number
+
+    def layers(self, order):
+        """fp64 [layers, B] the errors of the layers `order`."""
+
+        def one(index):
+            if index not in self.turned:
+                return self.scores[index]
+            total, rows = self.turned[index]
+            return self.scores[index] * (total / rows.clamp_min(1))
+
+        return torch.stack([one(index) for index in order])
+
+
 def install(decoder, state) -> list:
-    """Hooks that note 1 - cos(R, R + O) of a chunk, the factor of a layer's error: R the residual stream that enters a
-    layer, O what its attention block (or the whole layer) adds. The hooks know their layer's number only, so that
-    copies of the model stay independent."""
+    """Hooks for `Errors.turn`. They know their layer's number only, so that copies of the model stay independent."""
     until, hooks = state.policy.layers.residual, []
     if until == "off":
         return hooks
@@ -27,10 +62,16 @@ def install(decoder, state) -> list:
     return hooks
 
 
-def _enter(index, module, args, kwargs):
+def _measuring():
+    """The step that runs, if it measures."""
     step = current()
-    if step is not None and step.measured is not None:
-        step.residual[index] = args[0] if args else kwargs["hidden_states"]
+    return step if step is not None and step.chooser is not None and step.chooser.errors is not None else None
+
+
+def _enter(index, module, args, kwargs):
+    step = _measuring()
+    if step is not None:
+        step.chooser.errors.residual[index] = args[0] if args else kwargs["hidden_states"]
 
 
 def _behind_attention(index, module, args):
@@ -42,23 +83,7 @@ def _behind_layer(index, module, args, output):
 
 
 def _turn(index, after):
-    step = current()
-    if step is None or step.measured is None:
-        return
-    with step.patch.clock("evict"):
-        before = step.residual.pop(index)
-        counts = observers(step, after.shape[1])
-        rows, counts = max(int(counts.max()), 1), host.upload(counts, after.device)
-        turn = 1 - torch.cosine_similarity(before[:, -rows:].float(), after[:, -rows:].float(), dim=-1)
-        inside = torch.arange(rows, 0, -1, device=after.device) <= counts[:, None]
-        step.turned[index] = (turn.clamp_min(0) * inside).sum(1) / counts.clamp_min(1)
-
-
-def observers(step, rows):
-    """[B] how many of the last rows of this call observe, on the host: the probe, the score's window, or all."""
-    score, tokens = step.patch.policy.score, rows - step.padding
-    if step.read.probe_length is not None:
-        return np.minimum(step.read.probe_length, tokens)
-    if score.carries or not (score.rows or score.last_row):
-        return tokens
-    return np.minimum(tokens, score.rows or 1)
+    step = _measuring()
+    if step is not None:
+        with step.meter.clock("evict"):
+            step.chooser.errors.turn(step, index, after)

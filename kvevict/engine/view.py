@@ -1,18 +1,39 @@
-"""What a score sees of one layer, and what eviction does to it."""
+"""What a score, its rows, a budget and a selection see of one layer."""
 
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import torch
 
 from .. import _ops, compat
-from ..analysis import diagnose
 from . import apart, host, rerotate
 
 
+@dataclass
+class Observers:
+    """R queries of a layer that observe its alive slots."""
+
+    q: torch.Tensor  # [B, H, R, D]
+    skip: torch.Tensor  # [B] rows before this one do not count
+    stop: torch.Tensor  # [B] new columns from this one on are not seen
+    causal: bool  # they are the last R alive slots' own rows, and see what was before; else all see all
+    lse: torch.Tensor | None = None  # [B, H, R] over what they saw; None: over the slots that are seen here
+    out: torch.Tensor | None = None  # [B, R, H, D] their attention outputs; None: over the slots that are seen here
+    probs: torch.Tensor | None = None  # [B, Hkv, C] what a single row pays, mean over the group, where it is known
+
+
 class View:
-    """One layer as a score sees it: n[b,h] alive slots of head (b, h), stored first, then new, no padding. `counts` is
-    n, and `padding` is first, on the host."""
+    """One layer after its attention over a chunk or a decoded token: n[b,h] alive slots of head (b, h), those stored
+    before first, then the new ones, none of them padding. C is the largest n.
+
+    For scores: `attention`, `moments`, `peak` and `output_error` of the observing rows, `row_count`, `norm`,
+    `per_head`, `positions`, `carry`, and `state`, a dict of the layer's own that lasts while a prompt is read.
+    For rows, besides: `chunk_rows`, `along_rows`, `later_rows`, `drafted_rows`, the tensors q [B, H, T, D] of a call's
+    rows (those that read along come last), k, v [B, Hkv, S, D] and pos [B, S] of its S new columns, first [B] of which
+    are padding, and `rotate`.
+    For budgets and selections: `n`, `columns`, `competing`, `least`, `protected`, `budget`, `positions`.
+    """
 
     def __init__(self, step, layer, index, module, q, k, v, out, lse, options, probs=None):
         self.step, self.layer, self.index, self.module = step, layer, index, module
@@ -20,47 +41,52 @@ class View:
         stored = max(k.shape[2] - step.transient, 0)  # none of what was stored before
         self.k, self.v, self.pos = k[:, :, :stored], v[:, :, :stored], step.positions[:, :stored].contiguous()
         self.first = step.first.clamp_max(stored)
-        self.padding = np.minimum(step.padding, stored)
+        self.padding = np.minimum(step.padding, stored)  # first, on the host
         self.n = layer.len + (stored - self.first)[:, None]
-        self.counts = layer.counts + (stored - self.padding)[:, None]
-        self.columns = int(self.counts.max()) if self.counts.size else 0
+        self.counts = layer.counts + (stored - self.padding)[:, None]  # n, on the host
+        self.columns = int(self.counts.max()) if self.counts.size else 0  # C
         self.device = k.device
-        self.order = step.patch.order[index]
+        self.order = step.patch.order[index]  # among the layers that evict
         self.select = step.patch.policy.selection(self.order)
-        self.carry = self.heads = None  # heads: scores per query head [B, Hkv, G, C], where they are pooled first
+        self.carry, self._memo = None, {}
 
-    waits = property(lambda self: self.order < self.step.patch.waiting_layers - 1)
-    follows = property(lambda self: self.order % self.policy.n_reuse > 0)
+    # -- the call ---------------------------------------------------------------------------------------------------
+
+    policy = property(lambda self: self.step.patch.policy)
     decoding = property(lambda self: self.step.decoding)
+    last = property(lambda self: self.step.chunk is not None and self.step.chunk.last)  # the chunk ends the prompt
     state = property(lambda self: self.step.read.state.setdefault(self.index, {}))
-    ends_with_probe = property(lambda self: self.step.ends_with_probe)
-    has_tokens = property(lambda self: self.first < self.k.shape[2])
+    prompt_tokens = property(lambda self: self.step.read.tokens)  # int [B] valid tokens of the prompt, on the host
+    reads_along = property(lambda self: self.step.read.along is not None)  # something does in this read
+    call_positions = property(lambda self: self.step.positions)  # [B, T], those that read along included
+
+    def upload(self, numbers):
+        """The host's numbers [B] as an int32 tensor on the layer's device."""
+        return host.upload(numbers, self.device, torch.int32)
 
     @property
     def budget(self):
         """[B] int32 slots per kv head on average."""
-        return host.upload(self.layer.budget // self.n.shape[1], self.device, torch.int32)
+        return self.upload(self.layer.budget // self.n.shape[1])
 
-    @cached_property
-    def probe_length(self):
-        """[B] int32 probe rows of each batch row."""
-        return host.upload(self.step.read.probe_length, self.device, torch.int32)
+    def rotate(self, queries, position_from, position_to):
+        """Queries [B, H, p, D] turned by the model's own rotary angle between two positions [B]."""
+        return compat.rotate(self.step.decoder, self.module, queries, position_from, position_to)
+
+    # -- slots ------------------------------------------------------------------------------------------------------
 
     @cached_property
     def protected(self):
         """(first, last) [B] int32: always kept slots at either end, at most what the budget leaves."""
-        sizes = self.n.amax(1)
-        kept = self.policy.score.protect(self) if self.policy.error.protect else (0, 0)
-        first, last, tail = (
+        sizes, kept = self.n.amax(1), (0, 0, 0)
+        if self.policy.refine.protect:
+            kept = *self.policy.score.protect(self), self.policy.rows.protect(self)
+        first, *lasts = (
             end.to(self.device, torch.int32) if isinstance(end, torch.Tensor) else torch.full_like(sizes, end)
             for end in (*kept, self.select.tail(self))
         )
-        first, last = torch.minimum(first, sizes), torch.maximum(last, tail)
+        first, last = torch.minimum(first, sizes), torch.stack(lasts).amax(0)
         return first.contiguous(), torch.minimum(last, sizes - first).contiguous()
-
-    @property
-    def policy(self):
-        return self.step.patch.policy
 
     @cached_property
     def least(self):
@@ -75,129 +101,6 @@ class View:
         column = torch.arange(self.columns, device=self.device)
         return (column >= first[:, None, None]) & (column < (self.n - last[:, None])[..., None])
 
-    def observers(self, rows=None, rows_of_row=None):
-        """The newest `rows` rows (None: all of this chunk) or, while decoding, the remembered last decoded ones:
-        queries [B, H, R, D], the rows to skip [B] (rows_of_row [B]: how many count), their lse [B, H, R] or None, and
-        their attention outputs [B, R, H, D], None where they were not remembered."""
-        if self.decoding and self.policy.score.rows:
-            q, lse, out = self.layer.recent, None, None
-            if q.shape[3] > self.q.shape[3]:
-                q, out = q.split(self.q.shape[3], 3)
-                out = out.transpose(1, 2)
-        else:  # without the rows that read along behind them
-            stop = self.q.shape[2] - self.step.transient
-            q, lse, out = self.q[:, :, :stop], self.lse[:, :, :stop], None if self.out is None else self.out[:, :stop]
-        rows = q.shape[2] if rows is None else min(rows, q.shape[2])
-        skip = 0 * self.first if self.decoding else torch.clamp_min(self.first - (self.k.shape[2] - rows), 0)
-        if rows_of_row is not None:
-            skip = torch.maximum(skip, rows - rows_of_row)
-        start = q.shape[2] - rows
-        return (
-            q[:, :, start:],
-            skip,
-            None if lse is None else lse[:, :, start:],
-            None if out is None else out[:, start:],
-        )
-
-    def attention(self, rows=None, reduce="sum", rows_of_row=None, **options):
-        """Attention a_ij of the `observers`, reduced over rows, mean over the group: [B, Hkv, C]. options: `term`
-        and `group` as in `kvevict._ops.score`."""
-        if self.probs is not None and rows in (None, 1) and not options:
-            return self.probs
-        q, skip, lse, _ = self.observers(rows, rows_of_row)
-        return self._score(q, skip, self._all, lse, causal=True, reduce=reduce, **options)
-
-    @cached_property
-    def moments(self):
-        """Mean and sample variance (0 of one row) over the rows of the score's window of what they pay to every alive
-        slot, per query head: [B, H, C] each."""
-        q, skip, *_ = self.observers(self.policy.score.rows)
-        rows = (q.shape[2] - skip).float()[:, None, None]
-        mean, square = (self.attention(q.shape[2], "mean", term=x, group="none") for x in ("a", "square"))
-        variance = (square - mean**2).clamp_min(0) * rows / (rows - 1)
-        return mean, variance.masked_fill(rows <= 1, 0)
-
-    def peak(self, rows, lo, hi):
-        """The largest attention of each of the last `rows` rows over slots lo <= i < hi [B, Hkv]: [B, H, R]."""
-        q, skip, lse, _ = self.observers(rows)
-        return self._observe(_ops.peak, q, skip, self._all, (lo, hi), lse=lse, causal=True)
-
-    def output_error(self, rows, kind, weight=None, alpha=0.0, group="sum"):
-        """How far the outputs of the last `rows` rows move without a slot, as in `kvevict._ops.error`: [B, Hkv, C]."""
-        q, skip, lse, out = self.observers(rows)
-        options = dict(kind=kind, alpha=alpha, group=group, columns=self.columns, weight=weight)
-        return self._observe(_ops.error, q, skip, self._all, (out,), lse=lse, causal=True, **options)
-
-    def norm(self, of, p):
-        """The p-norm of every alive slot's key ("k") or value ("v"): [B, Hkv, C]."""
-        layer, x, slots = self.layer, getattr(self, of), getattr(self.layer, of)
-        return _ops.norm(slots, layer.offset, layer.len, x, self.first, self._all, p=p, columns=self.columns)
-
-    def refine(self, score, fast, squared):
-        """CAOTE of a score [B, Hkv, C], as in `kvevict._ops.refine`."""
-        layer = self.layer
-        with self.step.patch.clock("score"):
-            return _ops.refine(
-                layer.v, layer.offset, layer.len, self.v, self.first, self._all, score, fast=fast, squared=squared
-            )
-
-    def probe_queries(self):
-        """Queries of the probe's rows [B, H, p, D], where they read along or where they end the prompt."""
-        return self.q[:, :, self.q.shape[2] - self.step.read.probe_rows :]
-
-    @property
-    def probe_position(self):
-        """[B] position of the probe's first row."""
-        return self.step.positions[:, -1] - (self.step.read.probe_rows - 1)
-
-    def rotate(self, queries, position_from, position_to):
-        return compat.rotate(self.step.decoder, self.module, queries, position_from, position_to)
-
-    def probe_attention(self, queries):
-        """Mean attention of the accumulated probe [B, H, p, D] over the alive slots but the probe's own (TAKE eq. 10),
-        which come last and stay 0: [B, Hkv, C]."""
-        stop = self.k.shape[2] - (self.probe_length if self.ends_with_probe else 0 * self.first)
-        stop = torch.maximum(stop, self.first)
-        skip = (queries.shape[2] - self.probe_length).to(torch.int32)
-        return self._score(queries.to(self.q.dtype), skip, stop, None, causal=False, reduce="mean")
-
-    def appended_attention(self, reduce, own=True, **options):
-        """Attention of the rows that read along behind the chunk over the alive slots, their softmax spanning `own`
-        slots, those of the rows before them, too; reduced over rows, mean over the group: [B, Hkv, C]."""
-        rows = self.step.transient
-        q, lse = self.q[:, :, -rows:], self.lse[:, :, -rows:] if own else None
-        return self._score(q, 0 * self.first, self._all, lse, causal=False, reduce=reduce, **options)
-
-    @property
-    def _all(self):
-        """[B] the new columns' end, where all of them count."""
-        return self.k.shape[2] + 0 * self.first
-
-    def _score(self, q, skip, stop, lse, causal, reduce, **options):
-        options |= dict(lse=lse, causal=causal, reduce=reduce, columns=self.columns)
-        return self._observe(_ops.score, q, skip, stop, (), **options)
-
-    def _observe(self, op, q, skip, stop, more, **options):
-        """An op of observing rows over the alive slots; `error` reads values too."""
-        layer, values = self.layer, op is _ops.error
-        slots = (layer.k, layer.v) if values else (layer.k,)
-        fresh = (self.k, self.v) if values else (self.k,)
-        with self.step.patch.clock("score"):
-            if self.decoding and int(self.protected[1].min()) < q.shape[2] > 1:  # some rows' slots may be gone
-                return apart.observe(self, op, q, slots, fresh, more, **options, **self.options)
-            return op(
-                q, skip.to(torch.int32), *slots, layer.offset, layer.len, *fresh, self.first, stop.to(torch.int32),
-                *more, **options, **self.options,
-            )  # fmt: skip
-
-    def per_head(self, function):
-        """function(keys [n, D]) -> [n], for every head's alive keys: [B, Hkv, C]."""
-        out = torch.zeros(*self.n.shape, self.columns, device=self.device)
-        for b, h, rows in self.layer.segments():
-            keys = torch.cat([self.layer.k[rows], self.k[b, h, self.padding[b] :]])
-            out[b, h, : len(keys)] = function(keys)
-        return out
-
     def positions(self):
         """Positions of the alive slots [B, Hkv, C] int32, -1 past a head's end."""
         layer, column = self.layer, torch.arange(self.columns, device=self.device)
@@ -207,30 +110,171 @@ class View:
         place = torch.where(column < layer.len[..., None], layer.offset[..., None] + column, new)
         return table[place.masked_fill(column >= self.n[..., None], -1)]
 
-    def grow_carry(self, increment):
-        """The layer's carried scores and the increment of this call's rows: [B, Hkv, C]."""
-        if self.layer.carry is not None:
-            increment[..., : self.layer.carry.shape[-1]] += self.layer.carry
-        self.carry = increment
+    def norm(self, of, p):
+        """The p-norm of every alive slot's key ("k") or value ("v"): [B, Hkv, C]."""
+        layer, x, slots = self.layer, getattr(self, of), getattr(self.layer, of)
+        return _ops.norm(slots, layer.offset, layer.len, x, self.first, self._all, p=p, columns=self.columns)
 
-    def hold(self, rows):
-        """Wait for what will be drafted, with no more than the last `rows` rows."""
-        self.q, self.lse, self.out = self.q[:, :, -rows:].clone(), self.lse[:, :, -rows:].clone(), None
-        self.step.held.append(self)
+    def per_head(self, function):
+        """function(keys [n, D]) -> [n], for every head's alive keys: [B, Hkv, C]."""
+        out = torch.zeros(*self.n.shape, self.columns, device=self.device)
+        for b, h, rows in self.layer.segments():
+            keys = torch.cat([self.layer.k[rows], self.k[b, h, self.padding[b] :]])
+            out[b, h, : len(keys)] = function(keys)
+        return out
 
-    def store(self, choice=None):
-        """Put the survivors into the layer: those of `choice` (index, keep), or all."""
-        if choice is not None and self.policy.diagnose and self.step.read is not None:
-            with rerotate.in_cache(self.step, self.module, self.layer):
-                diagnose.note(self, *choice)
-        with self.step.patch.clock("compact"):
-            if choice is None:
-                if self.k.shape[2]:
-                    self.layer.append(self.k, self.v, self.pos, self.first, self.padding)
-                self.layer.carry = self.carry
-            else:
-                index, keep = choice
-                self.layer.keep(index, keep, self.k, self.v, self.pos, self.first)
-                kept = None if self.carry is None else self.carry.gather(2, index.clamp_min(0).long())
-                self.layer.carry = None if kept is None else kept.masked_fill(index < 0, 0)
-        self.step.patch.live[self.index] = self.layer.live_bytes()
+    def refine(self, score, fast, squared):
+        """CAOTE of a score [B, Hkv, C], as in `kvevict._ops.refine`."""
+        layer = self.layer
+        with self.step.meter.clock("score"):
+            return _ops.refine(
+                layer.v, layer.offset, layer.len, self.v, self.first, self._all, score, fast=fast, squared=squared
+            )
+
+    # -- rows that observe ------------------------------------------------------------------------------------------
+
+    def chunk_rows(self, count=None, at_most=None) -> Observers:
+        """The last `count` rows (None: all) of this chunk, at_most [B] of each batch row."""
+        stop = self.q.shape[2] - self.step.transient
+        start = stop - (stop if count is None else min(count, stop))
+        skip = torch.clamp_min(self.first - (self.k.shape[2] - (stop - start)), 0)
+        if at_most is not None:
+            skip = torch.maximum(skip, stop - start - at_most)
+        out = None if self.out is None else self.out[:, start:stop]
+        return Observers(self.q[:, :, start:stop], skip, self._all, True, self.lse[:, :, start:stop], out)
+
+    def along_rows(self, own=True, count=None) -> Observers:
+        """The last `count` rows (None: all) that read along behind the chunk; own: their softmax spans the slots of the
+        rows before them too."""
+        rows, none = count or self.step.transient, 0 * self.first
+        q = self.q[:, :, -rows:]
+        if not own:
+            return Observers(q, none, self._all, False)
+        return Observers(q, none, self._all, False, self.lse[:, :, -rows:], self.out[:, -rows:])
+
+    def later_rows(self, queries, skip, unseen) -> Observers:
+        """Queries [B, H, R, D] later than all slots, of which they do not see the last `unseen` (a number or [B])."""
+        stop = torch.maximum(self.k.shape[2] - unseen + 0 * self.first, self.first)
+        return Observers(queries, skip, stop, False)
+
+    def drafted_rows(self, keys: bool) -> Observers:
+        """The rows drafted behind the prompt, in `state`; with `keys` their softmax spans each other's slots too."""
+        q, k, v = self.state["drafted"]
+        if not keys:
+            return self.later_rows(q, 0 * self.first, 0)
+        layer, k, v = self.layer, torch.cat([self.k, k], 2), torch.cat([self.v, v], 2)
+        out, lse = _ops.attend(q, layer.k, layer.v, layer.offset, layer.len, k, v, self.first, **self.options)
+        return Observers(q, 0 * self.first, self._all, False, lse, out)
+
+    def _decoded_rows(self) -> Observers:
+        """While decoding: the newest row, or the remembered ones, with their outputs if those are wanted."""
+        none = 0 * self.first
+        if self.policy.rows.newest:
+            return Observers(self.q, none, self._all, True, self.lse, self.out, self.probs)
+        q, out = self.layer.recent, None
+        if q.shape[3] > self.q.shape[3]:
+            q, out = q.split(self.q.shape[3], 3)
+            out = out.transpose(1, 2)
+        return Observers(q, none, self._all, True, None, out)
+
+    @cached_property
+    def observers(self) -> list:
+        """The `Observers` of the policy's rows, with their outputs if those are wanted."""
+        parts = [self._decoded_rows()] if self.decoding else self.policy.rows.observers(self)
+        for part in parts:
+            if part.out is None and self.policy.wants_outputs:
+                part.out, part.lse = self._attended(part)
+        return parts
+
+    def _attended(self, part):
+        """(out [B, R, H, D], lse [B, H, R]) of observers that are not causal, over the slots that they see here."""
+        layer = self.layer
+        slots = layer.k, layer.v, layer.offset, layer.len
+        with self.step.meter.clock("score"), rerotate.in_cache(self.step, self.module, layer):
+            return _ops.attend(
+                part.q, *slots, self.k, self.v, self.first, stop=part.stop.to(torch.int32), **self.options
+            )
+
+    @property
+    def row_count(self):
+        """int64 [B] how many rows observe."""
+        return sum(part.q.shape[2] - part.skip for part in self.observers).long()
+
+    # -- what they pay ----------------------------------------------------------------------------------------------
+
+    def attention(self, reduce="sum", group="mean", term="a"):
+        """Attention a_ij of the observers ("square": its square, "entropy": -a ln a), reduced ("sum", "mean", "max")
+        over rows, then ("mean", "sum", "max") over the heads of a group: [B, Hkv, C]; group "none": [B, H, C]."""
+        key = reduce, group, term
+        if key not in self._memo:
+            self._memo[key] = self._attention(*key)
+        return self._memo[key]
+
+    def _attention(self, reduce, group, term):
+        parts = self.observers
+        if len(parts) == 1:
+            if parts[0].probs is not None and (group, term) == ("mean", "a"):
+                return parts[0].probs
+            return self._score(parts[0], reduce, group, term)
+        if reduce == "max":  # over all rows before it is over heads
+            each = [self._score(part, "max", "max" if group == "max" else "none", term) for part in parts]
+            return self._grouped(torch.stack(each).amax(0), "none" if group == "max" else group)
+        # Only sums over rows may be taken part by part.
+        inner = group if group != "max" else "none"
+        total = sum(self._score(part, "sum", inner, term) for part in parts)
+        total = total / self.row_count[:, None, None] if reduce == "mean" else total
+        return total if inner == group else self._grouped(total, group)
+
+    def _score(self, part, reduce, group, term):
+        options = dict(reduce=reduce, group=group, term=term, columns=self.columns)
+        return self._observe(_ops.score, part, (), **options)
+
+    def _grouped(self, x, group):
+        return x if group == "none" else apart.REDUCE[group](x.unflatten(1, (self.n.shape[1], -1)), 2)
+
+    @cached_property
+    def moments(self):
+        """Mean and sample variance (0 of one row) over the observers of what they pay to every alive slot, per query
+        head: [B, H, C] each."""
+        rows = self.row_count.float()[:, None, None]
+        mean, square = (self.attention("mean", "none", term) for term in ("a", "square"))
+        variance = (square - mean**2).clamp_min(0) * rows / (rows - 1)
+        return mean, variance.masked_fill(rows <= 1, 0)
+
+    def peak(self, lo, hi):
+        """The largest attention of each observer over slots lo <= i < hi [B, Hkv]: [B, H, R], part by part."""
+        peaks = []
+        for part in self.observers:  # slots from `stop` on are not seen: they get nothing
+            end = torch.minimum(hi, self.n - (self.k.shape[2] - part.stop.to(torch.int32))[:, None])
+            peaks.append(self._observe(_ops.peak, part, (torch.minimum(lo, end), end)))
+        return torch.cat(peaks, 2)
+
+    def output_error(self, kind, weight=None, alpha=0.0, group="sum"):
+        """How far the observers' outputs move without a slot, as in `kvevict._ops.error`; weight [B, H, R] as `peak`
+        has it: [B, Hkv, C]."""
+        total, start = None, 0
+        for part in self.observers:
+            rows = part.q.shape[2]
+            own = None if weight is None else weight[:, :, start : start + rows].contiguous()
+            options = dict(kind=kind, alpha=alpha, group=group, columns=self.columns, weight=own)
+            each = self._observe(_ops.error, part, (part.out,), **options)
+            total, start = each if total is None else total + each, start + rows
+        return total
+
+    @property
+    def _all(self):
+        """[B] the new columns' end, where all of them count."""
+        return self.k.shape[2] + 0 * self.first
+
+    def _observe(self, op, part, more, **options):
+        """An op of observers over the alive slots; `error` reads values too."""
+        layer, values = self.layer, op is _ops.error
+        slots = (layer.k, layer.v) if values else (layer.k,)
+        new = (self.k, self.v) if values else (self.k,)
+        with self.step.meter.clock("score"), rerotate.in_cache(self.step, self.module, layer):
+            if self.decoding and int(self.protected[1].min()) < part.q.shape[2] > 1:  # some rows' slots may be gone
+                return apart.observe(self, op, part.q, slots, new, more, **options, **self.options)
+            return op(
+                part.q, part.skip.to(torch.int32), *slots, layer.offset, layer.len, *new, self.first,
+                part.stop.to(torch.int32), *more, lse=part.lse, causal=part.causal, **options, **self.options,
+            )  # fmt: skip

@@ -4,6 +4,8 @@ import difflib
 import math
 import numbers
 
+PLENTY = 2**31 - 1  # slots or tokens that there never are
+
 
 def unknown(kind: str, name, known) -> str:
     """The text of an error about an unknown name: the nearest known ones, or all of them."""

@@ -5,14 +5,16 @@ import dataclasses
 from .checks import builtin, one_of
 from .heads import HEADS, HeadBudget
 from .layers import LAYERS, LayerBudget
-from .refinements import ERRORS, Refinement
+from .refinements import REFINEMENTS, Refinement
+from .rows import ROWS, Rows
 from .scores import SCORES, Score
 from .selections import SELECTIONS, Selection
 
-# The choices that have options of their own. A name that two of them share goes to both, and means the same.
+# The choices that have options of their own. `per_head`, which two of them share, goes to both, and means the same.
 PARTS = {
+    "rows": (ROWS, Rows),
     "score": (SCORES, Score),
-    "error": (ERRORS, Refinement),
+    "refine": (REFINEMENTS, Refinement),
     "layers": (LAYERS, LayerBudget),
     "heads": (HEADS, HeadBudget),
     "select": (SELECTIONS, Selection),

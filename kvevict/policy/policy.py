@@ -7,13 +7,14 @@ import numbers
 from dataclasses import dataclass
 from itertools import pairwise
 
-from . import rules
+from . import legacy, rules
 from .checks import builtin, count, flag, one_of, unknown
 from .heads import HeadBudget
 from .layers import LayerBudget
 from .parts import PARTS, as_part, from_plain, to_plain
 from .presets import PRESETS
 from .refinements import Refinement
+from .rows import Rows
 from .scores import Score
 from .selections import Selection
 
@@ -22,30 +23,37 @@ from .selections import Selection
 class Policy:
     """One way to evict.
 
-    score          a name of `kvevict.policy.scores` or a `Score` with its options, e.g. `SnapKV(window=16)`
-    error          what becomes of the score before slots are ranked: a name of `kvevict.policy.refinements` or an object
+    rows           which queries observe: a name of `kvevict.ROWS` or a `Rows` with its options, e.g.
+                   `kvevict.ROWS["window"](16)`; None: the score's own
+    score          what a slot is worth: a name of `kvevict.SCORES` or a `Score` with its options
+    refine         what becomes of the score before slots are ranked: a name of `kvevict.REFINEMENTS` or an object
     budget         slots kept per kv head and layer on average, window and sinks included (int), or the fraction of
                    the tokens seen that is kept (float in (0, 1))
     chunk_size     tokens read at once; None reads the prompt whole
     schedule       "prompt" evicts once at the prompt's end, "chunk" after every chunk; None: "chunk" if there is a
-                   chunk_size and the score does not need the whole prompt (laq)
+                   chunk_size and the rows do not need the whole prompt (laq)
     warmup_layers  W: the first W-1 layers wait for layer W-1 and take its slots (TAKE eq. 6); None: nobody waits;
                    "half": floor(L/2)
     warmup_budget  B_warmup of the layers before W until the last chunk (TAKE eq. 8); None: METHODS' formula
     decode         evict while decoding too, so that the cache never grows past budget + interval - 1; None: where it
                    is part of the score's method (streaming, h2o, tova; presets of CAOTE set it)
-    interval       decoded tokens between two evictions
+    interval       decoded tokens between two evictions; None: 1 where every token counts (streaming, h2o, tova), or 16
     layers, heads, select   how the budget is split over layers and heads, and which slots are taken by it: names of
-                   `kvevict.policy.layers`, `.heads`, `.selections`, or objects with their options, e.g. `Ada(floor="max")`
+                   `kvevict.LAYERS`, `HEADS`, `SELECTIONS`, or objects with their options, e.g. `Ada(floor="max")`
     select_by_layer   (start, stop, select) for ranges of evicting layers that select otherwise; stop None: to the last
     n_reuse        groups of this many layers use the slots that their first layer chooses (ChunkKV algorithm 3)
+    tsp            the last decoder layer, from 0, that reads every token; the layers behind it read each chunk's best
+                   `tsp_len` (FastKV). "half": floor(L/2) - 1; None: all layers read all tokens
+    rerotate       False: distances are those of the text. True: they count slots, as in StreamingLLM's paper, so that
+                   none exceeds budget and chunk; `kvevict.report` gives positions in the text all the same
     progress       show a progress bar while a prompt is read
     diagnose       measure what every eviction of a read costs its observing rows, for `kvevict.report`; about a
                    tenth more time
     """
 
+    rows: Rows | str | None = None
     score: Score | str = "snapkv"
-    error: Refinement | str = "none"
+    refine: Refinement | str = "none"
     budget: int | float = 512
     chunk_size: int | None = None
     schedule: str | None = None
@@ -58,24 +66,29 @@ class Policy:
     select: Selection | str = "token"
     select_by_layer: tuple = ()
     n_reuse: int = 1
+    tsp: int | str | None = None
+    tsp_len: int = 2048
+    rerotate: bool = False
     progress: bool = False
     diagnose: bool = False
 
     def __post_init__(self):
+        fill = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        fill("score", as_part("score", self.score))
+        fill("rows", self.score.rows if self.rows is None else self.rows)
         for kind in PARTS:
-            object.__setattr__(self, kind, as_part(kind, getattr(self, kind)))
+            fill(kind, as_part(kind, getattr(self, kind)))
         if not isinstance(self.select_by_layer, (tuple, list)):
             raise TypeError(f"select_by_layer must be a tuple of (start, stop, select), got {self.select_by_layer!r}")
-        object.__setattr__(self, "select_by_layer", _as_ranges(self.select_by_layer))
-        object.__setattr__(self, "budget", builtin(self.budget))
+        fill("select_by_layer", _as_ranges(self.select_by_layer))
+        fill("budget", builtin(self.budget))
         if self.interval is None:
-            object.__setattr__(self, "interval", self.score.interval)
+            fill("interval", _own_interval(self.score))
         if self.schedule is None:
-            whole = self.chunk_size is None or self.score.held
-            object.__setattr__(self, "schedule", "prompt" if whole else "chunk")
+            fill("schedule", "prompt" if self.chunk_size is None or self.rows.whole else "chunk")
         if self.decode is None:
-            object.__setattr__(self, "decode", self.score.decodes)
-        for part in (self.score, self.error, self.layers, self.heads, *self.selections):
+            fill("decode", self.score.decodes)
+        for part in (self.rows, self.score, self.refine, self.layers, self.heads, *self.selections):
             part.check(self)
         self._check_counts()
         one_of("schedule", self.schedule, ("prompt", "chunk"))
@@ -83,6 +96,9 @@ class Policy:
             raise ValueError("schedule='chunk' needs a chunk_size (tokens); e.g. chunk_size=4096")
         if self.warmup_layers is not None and self.warmup_layers != "half":
             count("warmup_layers", self.warmup_layers, 1)
+        if self.tsp is not None and self.tsp != "half":
+            count("tsp", self.tsp, 0)
+        count("tsp_len", self.tsp_len, self.goes_on + 1)
         rules.check(self)
 
     def to_json(self) -> str:
@@ -102,6 +118,7 @@ class Policy:
         known = [f.name for f in dataclasses.fields(cls)]
         if not isinstance(data, dict):
             raise ValueError(f"a policy in JSON is an object of its fields, got {text[:40]!r}")
+        data = legacy.fields(data, PARTS["score"][0])
         for name in data:
             one_of("field of a policy", name, known)
         kinds = {"select_by_layer": "select"}
@@ -129,8 +146,8 @@ class Policy:
         count("n_reuse", self.n_reuse, 1)
         if not isinstance(self.decode, bool):
             raise TypeError(f"decode must be True, False or None, got {self.decode!r}")
-        flag("progress", self.progress)
-        flag("diagnose", self.diagnose)
+        for name in ("rerotate", "progress", "diagnose"):
+            flag(name, getattr(self, name))
 
     def slots(self, tokens: int) -> int:
         """Budget B of a row that has seen `tokens` valid tokens (METHODS section 0)."""
@@ -140,17 +157,23 @@ class Policy:
 
     @property
     def protected(self) -> int:
-        """Slots of a kv head that are kept whatever their score: window, probe, recent slots, sinks, and a run that a
-        chunk's end cuts (which may lie in the window)."""
+        """Slots of a kv head that are kept whatever their score: sinks, and the largest of window, probe, recent slots
+        and a run that a chunk's end cuts."""
         run = max(select.run for select in self.selections) - 1 if self.schedule == "chunk" else 0
-        if not self.error.protect:
+        if not self.refine.protect:
             return run
-        return max(self.score.smallest_budget() - 1, getattr(self.score, "sink", 0) + run)
+        first, last = self.score.protected
+        return first + max(last, self.rows.protected, run)
 
     @property
     def wants_outputs(self) -> bool:
-        """Whether scoring needs the observing rows' attention outputs."""
-        return self.score.outputs or self.error.outputs
+        """Whether scoring needs the observers' attention outputs."""
+        return self.score.outputs or self.refine.outputs
+
+    @property
+    def goes_on(self) -> int:
+        """How many of a chunk's last tokens are read by every layer, also behind `tsp`."""
+        return max(1, self.rows.decoded)
 
     def smallest_budget(self) -> int:
         """The smallest budget that leaves one slot to be won by score."""
@@ -233,11 +256,19 @@ def _as_range(entry) -> tuple:
     return start, stop, as_part("select", select)
 
 
+def _option_names(part) -> set:
+    return {f.name for f in dataclasses.fields(part) if f.init}
+
+
+def _own_interval(score) -> int:
+    return 1 if score.decodes or score.carries else 16
+
+
 def build(policy, *, budget=None, chunk_size=None, **options) -> Policy:
     """A `Policy` from a preset's name or another policy, with options by keyword.
 
-    Options are the fields of `Policy` and of the parts that it is made of (score, layers, heads, select); an unknown
-    one raises ValueError with the nearest names. A `chunk_size` without a `schedule` means schedule="chunk".
+    Options are the fields of `Policy` and of the parts that it is made of (rows, score, refine, layers, heads, select);
+    an unknown one raises ValueError with the nearest names. A `chunk_size` without a `schedule` means schedule="chunk".
     """
     if isinstance(policy, str):
         choices = dict(PRESETS.find(policy))
@@ -245,19 +276,24 @@ def build(policy, *, budget=None, chunk_size=None, **options) -> Policy:
             raise ValueError("budget is missing: slots per kv head (int) or the fraction kept (float in (0, 1))")
     elif isinstance(policy, Policy):
         choices = {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy)}
-        if "score" in options:  # what came with the old one goes with it
-            for name, own in (("decode", policy.score.decodes), ("interval", policy.score.interval)):
-                choices[name] = None if choices[name] == own else choices[name]
     else:
         raise TypeError(f"policy must be a preset's name or a kvevict.Policy, got {type(policy).__name__}")
+    score = as_part("score", options.get("score", choices["score"]))
+    options = legacy.options(options, probes=type(score) is PARTS["score"][0]["take"])
+    if isinstance(policy, Policy) and "score" in options:  # what came with the old one goes with it
+        old = policy.score
+        for name, own in (("decode", old.decodes), ("interval", _own_interval(old)), ("rows", old.rows)):
+            choices[name] = None if choices[name] == own else choices[name]
     if budget is not None:
         choices["budget"] = budget
     if chunk_size is not None:
         choices["chunk_size"] = chunk_size
         choices["schedule"] = None
     defaults = {f.name: f.default for f in dataclasses.fields(Policy)}
-    parts = {kind: as_part(kind, options.pop(kind, choices.get(kind, defaults[kind]))) for kind in PARTS}
-    own = {kind: {f.name for f in dataclasses.fields(part) if f.init} for kind, part in parts.items()}
+    parts = {kind: options.pop(kind, choices.get(kind, defaults[kind])) for kind in PARTS}
+    parts["score"] = as_part("score", parts["score"])
+    parts = {kind: as_part(kind, parts["score"].rows if part is None else part) for kind, part in parts.items()}
+    own = {kind: _option_names(part) for kind, part in parts.items()}
     general = set(defaults) - {*PARTS, "budget", "chunk_size"}
     known = general.union(*own.values())
     for option in options:

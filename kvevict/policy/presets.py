@@ -4,8 +4,9 @@ import inspect
 
 from .heads import HEADS
 from .layers import LAYERS
-from .refinements import ERRORS
+from .refinements import REFINEMENTS
 from .registry import Registry
+from .rows import ROWS
 from .scores import SCORES
 from .selections import SELECTIONS
 
@@ -27,7 +28,8 @@ def describe(name: str) -> str:
 
 _remarks = {}
 _Z = 4096  # chunk size of the methods that evict chunk by chunk
-_KVPRESS = dict(window=64, kernel=5, pool="avg", reduce="mean")
+_KVPRESS = dict(score=SCORES["snapkv"](kernel=5, pool="avg", reduce="mean"), rows=ROWS["window"](64))
+_CHUNK_WINDOW = ROWS["probe"](append=False)
 
 preset("streaming", score=SCORES["streaming"](), chunk_size=_Z)
 preset("h2o", score=SCORES["h2o"](), chunk_size=_Z)
@@ -37,12 +39,14 @@ preset(
 )  # fmt: skip
 preset("tova", score=SCORES["tova"](), chunk_size=_Z)
 preset("snapkv", score=SCORES["snapkv"]())
-preset("snapkv/kvcf", "SnapKV as KVCache-Factory runs it: a window of 8 rows.", score=SCORES["snapkv"](window=8))
 preset(
-    "snapkv/kvpress", "SnapKV as kvpress has it: the mean of 64 rows, average pooling over 5 slots.",
-    score=SCORES["snapkv"](**_KVPRESS),
+    "snapkv/kvcf", "SnapKV as KVCache-Factory runs it: a window of 8 rows.",
+    score=SCORES["snapkv"](), rows=ROWS["window"](8),
 )  # fmt: skip
-preset("fastkv", score=SCORES["fastkv"]())
+preset(
+    "snapkv/kvpress", "SnapKV as kvpress has it: the mean of 64 rows, average pooling over 5 slots.", **_KVPRESS,
+)  # fmt: skip
+preset("fastkv", score=SCORES["fastkv"](), tsp="half")
 preset("random", score=SCORES["random"]())
 preset("knorm", score=SCORES["knorm"]())
 preset("keydiff", score=SCORES["keydiff"]())
@@ -53,7 +57,7 @@ preset(
 preset("take", score=SCORES["take"](), chunk_size=_Z, warmup_layers="half")
 preset(
     "take/no-probe", "TAKE without its probe (table 2): a chunk's own last 32 rows score it.",
-    score=SCORES["take"](append=False), chunk_size=_Z, warmup_layers="half",
+    score=SCORES["take"](), rows=_CHUNK_WINDOW, chunk_size=_Z, warmup_layers="half",
 )  # fmt: skip
 preset(
     "take/no-delay", "TAKE without delay (table 2): no layer waits for another's choice.",
@@ -61,16 +65,24 @@ preset(
 )  # fmt: skip
 preset(
     "take/chunk-only", "TAKE with neither probe nor delay (table 2): a chunk's last 32 rows, in every layer.",
-    score=SCORES["take"](append=False), chunk_size=_Z,
+    score=SCORES["take"](), rows=_CHUNK_WINDOW, chunk_size=_Z,
 )  # fmt: skip
 preset("oracle", score=SCORES["oracle"]())
+preset("lookahead", score=SCORES["lookahead"]())
 preset("laq", score=SCORES["laq"]())
-preset("speckv", score=SCORES["speckv"]())
-_PAPER = dict(n_d=32, window=0, reduce="sum", draft_keys=True)
-preset("laq/paper", "LAQ as LookaheadKV ran it (app. F): 32 drafted rows alone.", score=SCORES["laq"](**_PAPER))
 preset(
-    "speckv/paper", "SpecKV as LookaheadKV ran it (app. F): 32 drafted rows alone.", score=SCORES["speckv"](**_PAPER)
-)
+    "speckv", "SpecKV (Galim et al. 2025): a smaller model's draft and the prompt's last 32 rows observe.",
+    score=SCORES["speckv"](), rows=ROWS["drafted"](n_d=9, window=32, draft_model=None),  # 8 drafts, and one more row
+)  # fmt: skip
+_PAPER = dict(n_d=32, window=32, draft_keys=True)
+preset(
+    "laq/paper", "LAQ as LookaheadKV ran it (app. F): 32 drafted rows and a window of 32 observe together.",
+    score=SCORES["laq"](), rows=ROWS["drafted"](**_PAPER),
+)  # fmt: skip
+preset(
+    "speckv/paper", "SpecKV as LookaheadKV ran it (app. F): 32 drafted rows and a window of 32, mean over the group.",
+    score=SCORES["laq"](), rows=ROWS["drafted"](**_PAPER, draft_model=None),
+)  # fmt: skip
 preset(
     "adakv", "AdaKV (Feng et al. 2024): SnapKV's scores; a layer's heads compete for its slots.",
     score=SCORES["snapkv"](), heads=HEADS["ada"](),
@@ -81,7 +93,7 @@ preset(
 )  # fmt: skip
 preset(
     "adakv/kvpress", "AdaKV as kvpress has it: every head keeps its own best fifth of the average, window included.",
-    score=SCORES["snapkv"](**_KVPRESS), heads=HEADS["ada"](floor="all"),
+    **_KVPRESS, heads=HEADS["ada"](floor="all"),
 )  # fmt: skip
 preset(
     "pyramidkv", "PyramidKV (Cai et al. 2024): SnapKV's scores; slots decrease from the first layer to the last.",
@@ -101,12 +113,12 @@ preset(
 )  # fmt: skip
 preset(
     "chunkkv/kvpress", "ChunkKV as kvpress has it: whole runs of 20 tokens by its own SnapKV's scores.",
-    score=SCORES["snapkv"](**_KVPRESS), select=SELECTIONS["chunk"](c=20, exact=False),
+    **_KVPRESS, select=SELECTIONS["chunk"](c=20, exact=False),
 )  # fmt: skip
 preset("vatp", score=SCORES["vatp"]())
 preset(
-    "paasvn", "PAASVN (EDIE eq. 4): VATP over a window's attention, without sinks.",
-    score=SCORES["vatp"](base="snapkv", sink=0),
+    "paasvn", "PAASVN (EDIE eq. 4): SnapKV's sums times the value's 1-norm, pooled; heads compete as in AdaKV.",
+    score=SCORES["paasvn"](), heads=HEADS["ada"](),
 )  # fmt: skip
 preset("edie", score=SCORES["edie"](), heads=HEADS["flat"]())
 preset("edie-exact", score=SCORES["edie-exact"](), heads=HEADS["flat"]())
@@ -123,12 +135,16 @@ preset(
     score=SCORES["edie"](pool="none"), heads=HEADS["flat"](), select=SELECTIONS["chunk"](per_head=True),
 )  # fmt: skip
 preset(
-    "take+caote", "TAKE's scores (eq. 7-13) refined by CAOTE (eq. 6), ours.",
-    score=SCORES["take"](), error=ERRORS["caote"](), chunk_size=_Z, warmup_layers="half",
+    "take+chunkkv", "TAKE's probe and delay with ChunkKV's runs of 10 tokens, one choice per layer, ours.",
+    score=SCORES["take"](), select=SELECTIONS["chunk"](), chunk_size=_Z, warmup_layers="half",
 )  # fmt: skip
-for _error, _caote in (("caote", "CAOTE (Goel et al. 2025, eq. 6)"), ("fastcaote", "FastCAOTE (eq. 8)")):
+preset(
+    "take+caote", "TAKE's scores (eq. 7-13) refined by CAOTE (eq. 6), ours.",
+    score=SCORES["take"](), refine=REFINEMENTS["caote"](), chunk_size=_Z, warmup_layers="half",
+)  # fmt: skip
+for _refine, _caote in (("caote", "CAOTE (Goel et al. 2025, eq. 6)"), ("fastcaote", "FastCAOTE (eq. 8)")):
     for _base, _score in (("h2o", {}), ("tova", dict(per_head=True)), ("snapkv", {})):
         preset(
-            f"{_base}+{_error}", f"{_caote} over {_base}'s scores, in chunks of 128 and at every decoded token.",
-            score=SCORES[_base](**_score), error=ERRORS[_error](), chunk_size=128, decode=True, interval=1,
+            f"{_base}+{_refine}", f"{_caote} over {_base}'s scores, in chunks of 128 and at every decoded token.",
+            score=SCORES[_base](**_score), refine=REFINEMENTS[_refine](), chunk_size=128, decode=True, interval=1,
         )  # fmt: skip

@@ -1,6 +1,7 @@
 """Which choices exclude each other, and why: one table (METHODS sections 1, 4 and 5)."""
 
 from .parts import PARTS
+from .rows.window import NoRows
 
 
 def _waits(policy):
@@ -8,6 +9,8 @@ def _waits(policy):
 
 
 RULES = (
+    (lambda p: type(p.rows) is NoRows and type(p.score.rows) is not NoRows,
+     "this score is of what queries attend to, and rows='none' has none: give rows='window', 'probe' or others"),
     (lambda p: p.shared and p.heads.ragged,
      "one selection shared by a layer's heads needs heads='equal'; or let each choose for itself: per_head=True"),
     (lambda p: p.layers.measures and p.n_reuse > 1,
@@ -19,25 +22,30 @@ RULES = (
      "n_reuse=1"),
     (lambda p: p.layers.cascades and _waits(p),
      "this layer budget measures every layer's attention, and layers that wait do not score: warmup_layers=None"),
-    (lambda p: p.layers.cascades and (p.score.rows < 2 or p.score.length),
-     "this layer budget measures how attention varies over a window's rows, and this score has no window, or one of a "
-     "single row: take snapkv, cake, edie or another score with a window of 2 or more"),
+    (lambda p: p.layers.cascades and (p.rows.most < 2 or p.score.carries or p.score.ordinal),
+     "this layer budget measures how attention varies over the observing rows, which this score or its rows do not "
+     "show: take snapkv, cake, edie or another score of attention with 2 rows or more"),
     (lambda p: p.layers.cascades and p.diagnose,
      "this layer budget cuts layers again when their observing rows are gone: diagnose=False"),
     (lambda p: p.layers.measures and p.score.ordinal,
      "this layer budget sums scores to an error, and these only rank slots: take scores that are attention"),
-    (lambda p: p.error.refines and p.score.ordinal,
+    (lambda p: p.refine.refines and p.score.ordinal,
      "an output error takes scores as weights, and these only rank slots: take scores that are attention"),
-    (lambda p: p.error.refines and p.score.shared,
+    (lambda p: p.refine.refines and p.score.shared,
      "an output error is each head's own, and this score is one for the layer: per_head=True"),
-    (lambda p: p.score.held and p.schedule == "chunk",
+    (lambda p: p.refine.outputs and p.score.carries,
+     "weights='each' is an error of the rows that observe now, and these scores are sums of all before: "
+     "weights='pooled'"),
+    (lambda p: p.rows.whole and p.schedule == "chunk",
      "a draft needs the whole prompt, so nothing can be evicted before: schedule='prompt' (chunk_size then only bounds "
      "the activations)"),
-    (lambda p: p.score.held and p.diagnose,
+    (lambda p: p.rows.whole and p.score.carries,
+     "these scores are sums over every chunk, and a draft comes once, after the whole prompt: take rows='given'"),
+    (lambda p: p.rows.whole and p.diagnose,
      "drafted rows come after the chunk's, which diagnostics observe: diagnose=False"),
-    (lambda p: p.error.outputs and (p.score.carries or p.score.length or p.score.held),
-     "rows='each' needs the attention of a window or of the last row, and this score has other rows: rows='pooled'"),
-    (lambda p: p.n_reuse > 1 and p.score.tsp is not None,
+    (lambda p: p.rows.whole and p.tsp is not None,
+     "layer tsp chooses the tokens that go on when it is read, and a draft comes after all layers: tsp=None"),
+    (lambda p: p.n_reuse > 1 and p.tsp is not None,
      "behind layer tsp there are other tokens, and with n_reuse > 1 it need not score: n_reuse=1 or tsp=None"),
     (lambda p: p.n_reuse > 1 and p.warmup_layers is not None,
      "layers that wait already take another layer's slots: n_reuse=1 or warmup_layers=None"),

@@ -57,11 +57,11 @@ def test_mistakes_in_policies(text):
 
 def test_options_read_back():
     """What is printed of a policy makes the same one again."""
-    policy = build("take", budget=70, probe=(3, 9), alpha=0.3, warmup_layers=2, layers="pyramid", beta=7)
+    policy = build("take", budget=70, probe=(3, 9), ema_alpha=0.3, warmup_layers=2, layers="pyramid", beta=7)
     options = eval(f"dict({options_of(policy)})")
     assert build("take", **options) == policy
     assert options.keys() == {
-        f.name for thing in (policy, policy.score, policy.layers) for f in dataclasses.fields(thing)
+        f.name for thing in (policy, policy.rows, policy.score, policy.layers) for f in dataclasses.fields(thing)
     } - {"progress", "diagnose"}  # fmt: skip
     assert "budget=70" in options_of(policy) and "budget=70" not in options_of(policy, "budget")
 

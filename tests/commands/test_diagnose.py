@@ -132,10 +132,10 @@ class Row(oracle.Row):
     def observing(self, rows):
         """How many of the last rows of a call the policy scores by, at most 64."""
         score = self.o["score"]
-        if score in ("snapkv", "edie", "edie-exact", "cake") or (score == "vatp" and self.o.get("base") == "snapkv"):
+        if score in ("snapkv", "edie", "edie-exact", "cake", "paasvn"):
             return min(self.o["window"], rows)
         if score == "oracle":
-            return len(self.o["response"])
+            return len(self.o["ids"])
         return self.p if score == "take" else 1 if score == "tova" else min(64, rows)
 
     def attend(self, module, q, k, v, scale, softcap, sinks):
@@ -318,7 +318,7 @@ def test_compare(preset, family):
         full = compare.truth(made, prompt[None], max_new_tokens=5)
         assert torch.equal(torch.tensor(full.response), tiny.generate(made, dict(input_ids=prompt[None]), new=5)[0])
         if preset == "oracle":
-            given["response"] = tuple(full.response)
+            given["ids"] = tuple(full.response)
         try:
             want, positions = compare64(made, prompt.tolist(), full.response, preset, given)
             break
@@ -357,7 +357,7 @@ def test_command(tmp_path, capsys):
     ids = torch.tensor([tiny.byte_tokenizer()(text.read_text() + "\n\nwho?")["input_ids"]])
     assert result["tokens"] == ids.shape[1] == 126
     full = compare.truth(made, ids, 8)
-    made_of = dict(snapkv=dict(window=4), take=dict(probe=4, chunk_size=40), oracle=dict(response=tuple(full.response)))
+    made_of = dict(snapkv=dict(window=4), take=dict(probe=4, chunk_size=40), oracle=dict(ids=tuple(full.response)))
     left = [compare.left(made, ids, kvevict.policy.build(p, budget=24, **given)) for p, given in made_of.items()]
     kept = [compare.positions(one) for one in left]
     for a, name in enumerate(policies):

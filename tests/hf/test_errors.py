@@ -39,7 +39,7 @@ NAMES = [
     (dict(policy="h2o", budget=64, window=16), "unknown option 'window'"),
     (dict(policy="take", budget=64, emaspace="aligned"), "did you mean 'ema_space'"),
     (dict(policy="take", budget=64, ema_space="align"), "unknown ema_space 'align'.*did you mean 'aligned'"),
-    (dict(policy="take", budget=64, probe_positions="before"), "unknown probe_positions 'before'"),
+    (dict(policy="take", budget=64, place="before"), "unknown place 'before'"),
     (dict(policy="snapkv", budget=64, pool="mean"), "unknown pool 'mean'"),
     (dict(policy="snapkv", budget=64, reduce="avg"), "unknown reduce 'avg'"),
     (dict(policy="snapkv", budget=64, schedule="chunks"), "unknown schedule 'chunks'.*did you mean 'chunk'"),
@@ -79,9 +79,9 @@ NUMBERS = [
     (dict(policy="take", budget=64, probe=(8, 8)), "no span"),
     (dict(policy="take", budget=64, probe=(-8, 8)), "no span"),
     (dict(policy="take", budget=64, probe=(1, 2, 3)), "span"),
-    (dict(policy="take", budget=64, alpha=1.5), "alpha must be"),
-    (dict(policy="take", budget=64, alpha="a"), "alpha must be"),
-    (dict(policy="take", budget=64, alpha=float("nan")), "alpha must be"),
+    (dict(policy="take", budget=64, ema_alpha=1.5), "alpha must be"),
+    (dict(policy="take", budget=64, ema_alpha="a"), "alpha must be"),
+    (dict(policy="take", budget=64, ema_alpha=float("nan")), "alpha must be"),
     (dict(policy="take", budget=64, kernel=4), "odd"),
     (dict(policy="take", budget=64, warmup_layers=0), "warmup_layers"),
     (dict(policy="take", budget=64, warmup_layers=5), "warmup_layers=5 is more than the model's 4"),
@@ -460,12 +460,12 @@ def test_probe_outside_the_prompt(model):
 def test_response_outside_the_vocabulary(model):
     """Before anything is read."""
     cache = DynamicCache(config=model.config)
-    kvevict.patch(model, "oracle", budget=16, response=(3, 97, 5))
+    kvevict.patch(model, "oracle", budget=16, ids=(3, 97, 5))
     try:
-        with pytest.raises(ValueError, match="response holds token id 97, and the model knows ids below 97"):
+        with pytest.raises(ValueError, match="ids hold token id 97, and the model knows ids below 97"):
             model(prompt(1, 50)["input_ids"], past_key_values=cache)
         assert cache.get_seq_length() == 0
-        kvevict.patch(model, "oracle", budget=16, response=(3, 96, 5))
+        kvevict.patch(model, "oracle", budget=16, ids=(3, 96, 5))
         model(prompt(1, 50)["input_ids"], past_key_values=cache)
         assert cache.get_seq_length() == 50
     finally:

@@ -589,7 +589,7 @@ def test_probe_leaves_sliding_layers_alone(family, places):
     caches = [DynamicCache(config=model.config) for _ in range(2)]
     with torch.no_grad():
         model(**inputs, past_key_values=caches[0])
-        with kvevict.evicting(model, "take", probe_positions=places, **TAKE):
+        with kvevict.evicting(model, "take", place=places, **TAKE):
             model(**inputs, past_key_values=caches[1])
     for want, got in zip(*(cache.layers[::2] for cache in caches)):
         assert got.cumulative_length == want.cumulative_length == 61
@@ -607,7 +607,7 @@ def test_probe_rows_are_unseen(family, places, chunk_size):
     model, ids = shared(family), sequence(64)
     with torch.no_grad():
         want = model(ids).logits[:, :16]
-        with kvevict.evicting(model, "take", budget=10, probe=6, chunk_size=chunk_size, probe_positions=places):
+        with kvevict.evicting(model, "take", budget=10, probe=6, chunk_size=chunk_size, place=places):
             got = model(ids).logits[:, :16]
             seen = kvevict.report(model)["seen"]
     assert seen == [64]
@@ -617,7 +617,7 @@ def test_probe_rows_are_unseen(family, places, chunk_size):
 @pytest.mark.parametrize("places, first", [("after", [16, 32, 48]), ("true", [58, 58, 58])])
 def test_probe_positions(places, first):
     model, ids = shared(), sequence(64)
-    with kvevict.evicting(model, "take", probe_positions=places, **TAKE), rotary_positions(model) as seen:
+    with kvevict.evicting(model, "take", place=places, **TAKE), rotary_positions(model) as seen:
         model(ids)
     calls = [p[0].tolist() for p in seen if p.shape[1] > 2]  # less the two positions of the accumulated probe's turn
     assert [p[:16] for p in calls] == [list(range(start, start + 16)) for start in range(0, 64, 16)]

@@ -29,16 +29,17 @@ def attention(q, keys, sees, scale, softcap=0.0, sinks=None, lse=None):
     return (x - lse[:, None]).exp().masked_fill(~sees, 0.0), lse
 
 
-def attend(q, k_slots, v_slots, offset, len, k, v, first, scale, softcap=0.0, sinks=None):
+def attend(q, k_slots, v_slots, offset, len, k, v, first, scale, softcap=0.0, sinks=None, stop=None):
     (B, H, T, D), (Hkv, S) = q.shape, k.shape[1:3]
     out, lse = torch.zeros(B, T, H, D, dtype=torch.double), torch.zeros(B, H, T, dtype=torch.double)
     for b, h in itertools.product(range(B), range(H)):
         g = h // (H // Hkv)
-        keys = alive(k_slots, offset[b, g], len[b, g], k[b, g, first[b] :])
-        values = alive(v_slots, offset[b, g], len[b, g], v[b, g, first[b] :])
+        new = slice(int(first[b]), S if stop is None else int(stop[b]))
+        keys = alive(k_slots, offset[b, g], len[b, g], k[b, g, new])
+        values = alive(v_slots, offset[b, g], len[b, g], v[b, g, new])
         column = torch.arange(keys.shape[0]) - len[b, g] + first[b]  # of the chunk; stored slots lie before all
         stored = torch.arange(keys.shape[0]) < len[b, g]
-        sees = stored | (column <= torch.arange(T)[:, None] + S - T)
+        sees = stored | (column <= torch.arange(T)[:, None] + S - T) | (stop is not None)
         a, lse[b, h] = attention(q[b, h], keys, sees, scale, softcap, None if sinks is None else sinks[h])
         out[b, :, h] = a @ values.nan_to_num()
         out[b, :, h][sees.double() @ values.isnan().double() > 0] = float("nan")

@@ -11,10 +11,10 @@ from typing import ClassVar
 import torch
 
 from ..apportion import apportion
+from ..checks import PLENTY
 from ..registry import Registry, load_folder
 
 LAYERS = Registry("layer budget")
-PLENTY = 2**31 - 1  # slots
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..checks import at_least_0
-from ..scores.cake import Cake as Score
+from ..scores import SCORES
 from . import LAYERS, LayerBudget
 
 
@@ -30,11 +30,11 @@ class Cake(LayerBudget):
 
     def preference(self, view):
         protected = ~view.competing
-        entropy = view.attention(view.policy.score.rows, term="entropy", group="sum").masked_fill(protected, 0)
+        entropy = view.attention("sum", "sum", "entropy").masked_fill(protected, 0)
         variance = view.moments[1].unflatten(1, (protected.shape[1], -1)).masked_fill(protected[:, :, None], 0)
         spread = entropy.double().sum((1, 2)).clamp_min(0)
         shift = variance.double().sum((1, 2, 3))
         return spread ** (1 / self.tau1) * shift ** (1 / self.tau2)
 
     def passes(self, policy):
-        return 1 if isinstance(policy.score, Score) else 3
+        return 1 if type(policy.score) is SCORES["cake"] else 3  # which has the moments already

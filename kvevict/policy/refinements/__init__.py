@@ -8,20 +8,32 @@ from typing import ClassVar
 
 from ..registry import Registry, load_folder
 
-ERRORS = Registry("error")
+REFINEMENTS = Registry("refinement")
 
 
-@ERRORS.add("none")
+@REFINEMENTS.add("none")
 @dataclass(frozen=True)
 class Refinement:
     """The score as it is."""
 
-    outputs: ClassVar[bool] = False  # needs the observing rows' attention outputs
+    outputs: ClassVar[bool] = False  # needs the observers' attention outputs
     refines: ClassVar[bool] = False
     protect: ClassVar[bool] = True  # the score's protected slots stay protected
 
     def check(self, policy) -> None:
         """Raise ValueError when the options do not fit each other or the policy."""
+
+    def passes(self) -> int:
+        """How often the observers' logits are computed for it, which `kvevict plan` counts."""
+        return 0
+
+    def scans(self) -> int:
+        """How often every slot's value is read."""
+        return 0
+
+    def flops(self) -> int:
+        """FLOPs per component of a slot's value."""
+        return 0
 
     def refine(self, view, score):
         return score

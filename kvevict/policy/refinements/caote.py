@@ -2,22 +2,21 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..checks import flag, one_of
-from . import ERRORS, Refinement
+from . import REFINEMENTS, Refinement
 
 
-@ERRORS.add("caote")
+@REFINEMENTS.add("caote")
 @dataclass(frozen=True)
 class Caote(Refinement):
     """CAOTE (eq. 6): how far a head's attention output moves when a slot is removed, the scores taken as weights.
 
-    rows       "pooled" normalises the score, summed over rows and pooled, to one set of weights; "each" takes the
-               exact error of every observing row and query head, summed over rows, mean over the group (attention
-               scores of a window or of the last row only)
+    weights    "pooled" normalises the score, summed over rows and pooled, to one set of weights; "each" takes the
+               exact error of every observing row and query head, summed over rows, mean over the group (not pooled)
     squared    the squared distance of eq. 7
     protect    False: the score's window, sinks and recent slots compete too, as in the paper
     """
 
-    rows: str = "pooled"
+    weights: str = "pooled"
     squared: bool = False
     protect: bool = True
     fast: ClassVar[bool] = False
@@ -25,22 +24,33 @@ class Caote(Refinement):
 
     @property
     def outputs(self):
-        return self.rows == "each"
+        return self.weights == "each"
 
     def check(self, policy):
-        one_of("rows", self.rows, ("pooled", "each"))
+        one_of("weights", self.weights, ("pooled", "each"))
         for name in ("squared", "protect"):
             flag(name, getattr(self, name))
-        if self.rows == "each" and (self.squared or self.fast):
-            raise ValueError("rows='each' is the exact error: it has no squared form and no fast one; rows='pooled'")
+        if self.weights == "each" and (self.squared or self.fast):
+            raise ValueError(
+                "weights='each' is the exact error: it has no squared form and no fast one; weights='pooled'"
+            )
+
+    def passes(self):
+        return int(self.weights == "each")
+
+    def scans(self):
+        return 1 if self.weights == "each" else 2  # the mean value, and distances from it
+
+    def flops(self):
+        return 0 if self.weights == "each" else 4 if self.fast else 5  # weighted or not, summed; less, squared, summed
 
     def refine(self, view, score):
-        if self.rows == "each":
-            return view.output_error(view.policy.score.rows or 1, "l2", group="mean")
+        if self.weights == "each":
+            return view.output_error("l2", group="mean")
         return view.refine(score.contiguous(), self.fast, self.squared)
 
 
-@ERRORS.add("fastcaote")
+@REFINEMENTS.add("fastcaote")
 @dataclass(frozen=True)
 class FastCaote(Caote):
     """FastCAOTE (eq. 8): CAOTE with the plain mean value in place of the weighted one."""

@@ -1,9 +1,8 @@
 """What a slot is worth. One file per score; the file registers it, and its fields are its options.
 
-A score sees a `kvevict.engine.view.View` of one layer: the alive slots of every kv head, the observing rows, and what
-attention knows about them. It returns fp32 [B, Hkv, C] (or [B, 1, C], shared by the heads), column i being alive slot
-i, and pools those in a step of its own; it never edits scores to protect a slot, it says how many slots at either end
-are protected.
+A score sees a `kvevict.engine.view.View` of one layer: the alive slots of every kv head and what the observing rows pay
+to them. It returns fp32 [B, Hkv, C] (or [B, 1, C], shared by the heads), column i being alive slot i, and pools those
+in a step of its own; it never edits scores to protect a slot, it says how many slots at either end are protected.
 """
 
 import sys
@@ -15,56 +14,47 @@ import torch.nn.functional as F
 
 from ..checks import count, one_of
 from ..registry import Registry, load_folder
+from ..rows import Rows
+from ..rows.window import NoRows, Window
 
 SCORES = Registry("score")
 
 
 @dataclass(frozen=True)
 class Score:
-    decodes: ClassVar[bool] = False  # evicting while decoding is part of the method
-    interval: ClassVar[int] = 16  # decoded tokens between two evictions, when evicting while decoding
+    rows: ClassVar[Rows] = NoRows()  # the method's own, where a policy names none
     carries: ClassVar[bool] = False  # the score is a running sum that stays with the slot
-    last_row: ClassVar[bool] = False  # needs the newest row's attention at every decode step
-    rows: ClassVar[int] = 0  # decoded queries to remember for scoring while decoding
-    length: ClassVar[int] = 0  # rows of the probe
-    span: ClassVar[tuple | None] = None  # where the probe is in the prompt, if not at its end
-    behind: ClassVar[bool] = False  # the probe's tokens are no part of the prompt, they follow it: see `prepare`
-    held: ClassVar[int] = 0  # last rows with which layers wait until tokens were drafted behind the prompt; 0: none are
     ordinal: ClassVar[bool] = False  # scores only rank slots: they may be negative, and their sums mean nothing
-    passes: ClassVar[int] = 1  # how often a window's logits are computed, which `kvevict.analysis.cost` counts
-    outputs: ClassVar[bool] = False  # scoring needs the observing rows' attention outputs
     shared: ClassVar[bool] = False  # one choice for all heads of a layer
-    rerotate: ClassVar[bool] = False  # rows attend by distances within the cache, as in `kvevict.engine.rerotate`
-    tsp: ClassVar[int | str | None] = None  # the last layer that reads every token, as in `kvevict.engine.propagate`
-    tsp_len: ClassVar[int] = 0  # tokens of a chunk that the layers behind it read
-    append: ClassVar[bool] = True  # the probe reads along with every chunk
-    probe_positions: ClassVar[str] = "true"  # of the probe's rows: their own, or right "after" the chunk
+    decodes: ClassVar[bool] = False  # evicting while decoding, at every token, is part of the method
+    outputs: ClassVar[bool] = False  # needs the observers' attention outputs
 
-    def protect(self, view) -> tuple[int, int | torch.Tensor]:
+    @property
+    def protected(self) -> tuple:
+        """(first, last) slots that `protect` keeps at the smallest budget, those of the rows not counted."""
+        return getattr(self, "sink", 0), 0
+
+    def protect(self, view) -> tuple:
         """How many of the first and of the last alive slots are always kept (the last: a number or one per row)."""
-        return 0, 0
+        return self.protected
 
-    def smallest_budget(self) -> int:
-        """The smallest budget that leaves one slot to be won by score."""
-        return 1
+    def passes(self, known: bool = False) -> int:
+        """How often the observers' logits are computed, which `kvevict plan` counts. known: what a single row pays, the
+        mean over a group, is there already."""
+        return int(not known)
+
+    def scans(self) -> int:
+        """How often every slot's key or value is read besides."""
+        return 0
 
     def check(self, policy) -> None:
         """Raise ValueError when the options do not fit each other or the policy."""
-
-    def ready(self) -> None:
-        """Raise ValueError when an option that has no default is missing; called when a model is patched."""
-
-    def prepare(self, call, prompt: int) -> torch.Tensor | None:
-        """Called before a prompt of `prompt` columns that will be evicted from is read, by a `kvevict.engine.prefill.Call`:
-        the ids [B, length] that read along, if they are `behind` the prompt. Raises ValueError for a call that cannot
-        be scored."""
-
-    def observe(self, view) -> None:
-        """Called for every chunk, also when nothing is evicted."""
+        if hasattr(self, "sink"):
+            count("sink", self.sink, 0)
 
     def increment(self, view):
-        """What the chunk's rows (or the decoded row) add to a carried score: [B, Hkv, C]."""
-        raise NotImplementedError
+        """What the observers (or the decoded row) add to a carried score: [B, Hkv, C]."""
+        return view.attention("sum")
 
     def score(self, view) -> torch.Tensor:
         """Importance of every alive slot, not pooled: [B, Hkv, C] or [B, 1, C]."""
@@ -78,20 +68,51 @@ class Score:
 POOLS = ("max", "avg", "none")
 
 
-def pool(score, view, kernel: int, kind: str):
-    """Pool each head's unprotected slots with stride 1 (METHODS section 0): max pads with -inf, avg divides by the
-    kernel size with zero padding. Columns of protected slots are unspecified. Shape stays [B, Hkv, C]."""
-    if kind == "none" or kernel == 1 or score.shape[-1] == 0:
-        return score
-    if kind == "max":
-        return F.max_pool1d(score.masked_fill(~view.competing, -torch.inf), kernel, 1, kernel // 2)
-    return F.avg_pool1d(score.masked_fill(~view.competing, 0), kernel, 1, kernel // 2)
+@dataclass(frozen=True)
+class Pooled(Score):
+    """A score that is pooled over `kernel` neighbouring slots, by their largest ("max") or mean ("avg").
+
+    sink   first slots that are always kept
+    """
+
+    kernel: int = 7
+    pool: str = "max"
+    sink: int = 0
+    rows: ClassVar[Rows] = Window()
+
+    def check(self, policy):
+        super().check(policy)
+        one_of("pool", self.pool, POOLS)
+        if count("kernel", self.kernel, 1) % 2 == 0:
+            raise ValueError(f"kernel must be odd, so that pooling keeps the length, got {self.kernel}")
+
+    def pooled(self, view, score):
+        """Each head's unprotected slots with stride 1 (METHODS section 0): max pads with -inf, avg divides by the
+        kernel size with zero padding. Columns of protected slots are unspecified. Shape stays [B, Hkv, C]."""
+        if self.pool == "none" or self.kernel == 1 or score.shape[-1] == 0:
+            return score
+        if self.pool == "max":
+            return F.max_pool1d(score.masked_fill(~view.competing, -torch.inf), self.kernel, 1, self.kernel // 2)
+        return F.avg_pool1d(score.masked_fill(~view.competing, 0), self.kernel, 1, self.kernel // 2)
 
 
-def check_pool(kernel: int, kind: str) -> None:
-    one_of("pool", kind, POOLS)
-    if count("kernel", kernel, 1) % 2 == 0:
-        raise ValueError(f"kernel must be odd, so that pooling keeps the length, got {kernel}")
+@dataclass(frozen=True)
+class Attention(Pooled):
+    """Attention of the observers, reduced over rows, then over the query heads of a group ("sum", "mean" or "max")."""
+
+    reduce: str = "sum"
+    group: str = "mean"
+
+    def check(self, policy):
+        super().check(policy)
+        for name in ("reduce", "group"):
+            one_of(name, getattr(self, name), ("sum", "mean", "max"))
+
+    def passes(self, known=False):
+        return int(not (known and self.group == "mean"))
+
+    def score(self, view):
+        return view.attention(self.reduce, self.group)
 
 
 load_folder(sys.modules[__name__])

@@ -1,22 +1,21 @@
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ..checks import at_least_0
-from . import SCORES
-from .snapkv import SnapKV
+from . import SCORES, Pooled
 
 
 @SCORES.add("cake")
 @dataclass(frozen=True)
-class Cake(SnapKV):
-    """CAKE (Qin et al. 2025): mean and `gamma` times variance of the window's attention over its rows, per query head,
+class Cake(Pooled):
+    """CAKE (Qin et al. 2025): mean and `gamma` times variance of the observers' attention over rows, per query head,
     mean over the group; average pooling."""
 
-    gamma: float = 200.0
     kernel: int = 5
     pool: str = "avg"
-    reduce: ClassVar[str] = "mean"
-    passes: ClassVar[int] = 2
+    gamma: float = 200.0
+
+    def passes(self, known=False):
+        return 2
 
     def check(self, policy):
         super().check(policy)

@@ -17,6 +17,9 @@ class KNorm(Score):
 
     ordinal: ClassVar[bool] = True
 
+    def scans(self):
+        return 1
+
     def score(self, view):
         return -view.norm("k", 2)
 
@@ -34,6 +37,9 @@ class KeyDiff(Score):
 
     def check(self, policy):
         flag("unit", self.unit)
+
+    def scans(self):
+        return 2  # the mean key, and distances from it
 
     def score(self, view):
         def one(keys):

@@ -4,31 +4,32 @@ from typing import ClassVar
 import torch
 
 from ..checks import at_least_0, one_of
-from . import SCORES
-from .snapkv import SnapKV
+from . import SCORES, Pooled
 
 WEIGHTS = ("middle", "none", "all", "i<=t-2w", "i>w")
 
 
 @SCORES.add("edie")
 @dataclass(frozen=True)
-class Edie(SnapKV):
-    """EDIE (eq. 9-11): an upper bound of the 1-norm error that removing a slot makes in the window's outputs.
+class Edie(Pooled):
+    """EDIE (eq. 9-11): an upper bound of the 1-norm error that removing a slot makes in the observers' outputs.
 
     alpha    keeps the denominator 1 + alpha - a from vanishing (table 2: 0.05, 0.1, 0.2)
     weight   c_j, the largest attention of row j over the slots at positions w <= i < T - 2w ("middle"), over all
-             ("all"), over i < T - 2w ("i<=t-2w"), over w <= i ("i>w"), or 1 ("none") (table 3)
+             ("all"), over i < T - 2w ("i<=t-2w"), over w <= i ("i>w"), or 1 ("none") (table 3); w is the number of
+             observers
     """
 
     alpha: float = 0.1
     weight: str = "middle"
-    reduce: ClassVar[str] = "sum"
     outputs: ClassVar[bool] = True
     kind: ClassVar[str] = "edie"
 
-    @property
-    def passes(self):
+    def passes(self, known=False):
         return 1 if self.weight == "none" else 2
+
+    def scans(self):
+        return 1
 
     def check(self, policy):
         super().check(policy)
@@ -36,15 +37,14 @@ class Edie(SnapKV):
         at_least_0("alpha", self.alpha)
 
     def score(self, view):
-        return view.output_error(self.window, self.kind, self.row_weights(view), self.alpha)
+        return view.output_error(self.kind, self.row_weights(view), self.alpha)
 
     def row_weights(self, view):
         """c_j [B, H, R], or None for 1. A head without a slot in the range takes the slots outside the window; 1 when
         there is none either."""
         if self.weight == "none":
             return None
-        q, skip, *_ = view.observers(self.window)
-        rows = (q.shape[2] - skip)[:, None]  # [B, 1] observing rows
+        rows = view.row_count[:, None]
         position, n = view.positions(), view.n
         alive = position >= 0
         before = lambda stop: (alive & (position < stop[..., None])).sum(-1)  # noqa: E731  slots at earlier positions
@@ -54,7 +54,7 @@ class Edie(SnapKV):
         hi = before((end - 2 * rows).expand_as(n)) if self.weight in ("middle", "i<=t-2w") else n
         empty = hi <= lo
         lo, hi = torch.where(empty, zero, lo), torch.where(empty, outside, hi)
-        peak = view.peak(self.window, lo.to(torch.int32), hi.to(torch.int32))
+        peak = view.peak(lo.to(torch.int32), hi.to(torch.int32))
         none = (hi <= lo).repeat_interleave(peak.shape[1] // n.shape[1], 1)
         return peak.masked_fill(none[..., None], 1.0)
 

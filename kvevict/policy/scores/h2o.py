@@ -2,6 +2,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..checks import count
+from ..rows.window import All
 from . import SCORES, Score
 
 
@@ -15,24 +16,22 @@ class H2O(Score):
     """
 
     recent: int | None = None
-    decodes: ClassVar[bool] = True
-    interval: ClassVar[int] = 1
+    sink: int = 0
+    rows: ClassVar = All()
     carries: ClassVar[bool] = True
-    last_row: ClassVar[bool] = True
+    decodes: ClassVar[bool] = True
+
+    @property
+    def protected(self):  # half of the smallest budget holds the sinks, so that the other half can be recent
+        return self.sink, self.sink if self.recent is None else self.recent
 
     def protect(self, view):
-        return 0, (view.budget // 2 if self.recent is None else self.recent)
-
-    def smallest_budget(self):
-        return (self.recent or 0) + 1
+        return self.sink, (view.budget // 2 if self.recent is None else self.recent)
 
     def check(self, policy):
-
+        super().check(policy)
         if self.recent is not None:
             count("recent", self.recent, 0)
-
-    def increment(self, view):
-        return view.attention(reduce="sum")
 
     def score(self, view):
         return view.carry

@@ -1,6 +1,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..checks import flag
+from ..rows.window import Last
 from . import SCORES, Score
 
 
@@ -13,14 +15,16 @@ class TOVA(Score):
     """
 
     per_head: bool = False
+    rows: ClassVar = Last()
     decodes: ClassVar[bool] = True
-    interval: ClassVar[int] = 1
-    last_row: ClassVar[bool] = True
 
     @property
     def shared(self):
         return not self.per_head
 
+    def check(self, policy):
+        flag("per_head", self.per_head)
+
     def score(self, view):
-        score = view.attention(rows=1, reduce="sum")
+        score = view.attention("sum")
         return score if self.per_head else score.mean(1, keepdim=True)

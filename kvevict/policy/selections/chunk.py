@@ -40,7 +40,7 @@ class Chunk(Selection):
 
     def tail(self, view):
         """A run that a chunk's end cuts is kept until it is whole; the prompt's last run need not be."""
-        if view.decoding or view.step.last:
+        if view.decoding or view.last:
             return 0
         return (view.pos[:, -1] + 1).clamp_min(0) % self.c
 

@@ -1,0 +1,56 @@
+"""What a read costs and leaves: its clocks, the bytes alive, and the report that `kvevict.report` shows."""
+
+import contextlib
+import time
+from collections import defaultdict
+
+from ..analysis import diagnose
+
+
+class Meter:
+    """Of one read and of what is decoded after it, in one thread."""
+
+    def __init__(self, live=()):
+        self.live = dict(live)  # layer -> live KV bytes stored
+        self.peak = 0  # the most of them at once, chunks in flight included
+        self.seconds = defaultdict(float)
+        self.report = None
+
+    @contextlib.contextmanager
+    def clock(self, stage):
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] += time.perf_counter() - start
+
+    def watch(self, view, layers: int) -> None:
+        """Live KV bytes right now: all stored slots, and the chunks of `layers` layers (this one, those that wait)."""
+        row = 2 * view.k.element_size() * view.k.shape[3] * view.k.shape[1]
+        chunk = int((view.k.shape[2] - view.padding).sum())
+        self.peak = max(self.peak, sum(self.live.values()) + layers * row * chunk)
+
+    def write(self, read, patch, cache) -> None:
+        """The report of a read that is done."""
+        layers = [layer if index in patch.order else None for index, layer in enumerate(cache.layers)]
+        own = [layer for layer in layers if layer is not None]
+        live = sum(layer.live_bytes() for layer in own)
+        self.report = dict(
+            seen=own[0].seen.tolist(),
+            kept=[None if layer is None else layer.counts.tolist() for layer in layers],
+            cache_bytes=live,
+            padded_bytes=sum(layer.padded_bytes() for layer in own),
+            peak_cache_bytes=max(self.peak, live),
+            overhead_bytes=sum(layer.allocated_bytes() for layer in own) - live,
+            positions=[None if layer is None else _positions(layer) for layer in layers],
+        )
+        if patch.policy.diagnose:
+            indices = [index if index in patch.order else None for index in range(len(layers))]
+            self.report["diagnostics"] = diagnose.summary(read, indices)
+
+
+def _positions(layer):
+    heads = [[None] * layer.len.shape[1] for _ in range(layer.len.shape[0])]
+    for b, h, rows in layer.segments():
+        heads[b][h] = layer.pos[rows].clone()
+    return heads

@@ -1,0 +1,168 @@
+"""One call of the decoder with a cache: its arguments, checked, and the parts of them that a chunk needs."""
+
+import numpy as np
+import torch
+from transformers.cache_utils import DynamicCache
+
+from .. import compat
+from . import propagate
+from .cache import EvictionLayer, adopt
+from .step import logits_wanted, top_model
+
+OF_EVERY_TOKEN = ("output_hidden_states", "output_router_logits")  # outputs that a chunk has only its part of
+
+
+class Request:
+    """The arguments of a call: ids or embeddings [B, N], mask, positions and the cache they come behind."""
+
+    def __init__(self, decoder, patch, kwargs):
+        self.decoder, self.patch, self.policy, self.kwargs = decoder, patch, patch.policy, dict(kwargs)
+        self.ids = self.kwargs.pop("input_ids", None)
+        self.embeds = self.kwargs.pop("inputs_embeds", None)
+        self.mask = self.kwargs.pop("attention_mask", None)
+        self.position_ids = self.kwargs.pop("position_ids", None)
+        self.return_dict = self.kwargs.pop("return_dict", getattr(decoder.config, "return_dict", True))
+        self.cache = self.kwargs.pop("past_key_values", None)
+        self.kwargs.pop("use_cache", None)
+        if (self.ids is None) == (self.embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        tokens = self.ids if self.ids is not None else self.embeds
+        self.batch, self.tokens, self.device = tokens.shape[0], tokens.shape[1], tokens.device
+        if self.tokens == 0:
+            held = self.cache.get_seq_length() if self.cache is not None else 0
+            raise ValueError(
+                "the input is empty: give at least one token"
+                + (f" after the {held} that the cache holds, and an attention_mask that covers both" if held else "")
+            )
+        self._check_cache()
+        self._check_mask()
+        self.top = top_model.get()
+        self.wanted = logits_wanted.get()  # rows of the last hidden state that the caller will use; 0: all
+        if self.asks("output_attentions"):
+            raise ValueError("output_attentions=True is not possible: kvevict never builds attention matrices")
+        self._adopt_cache()
+        self.rolls_back = self.layers[0].record_past or compat.may_roll_back(self.cache)
+        if self.rolls_back and self.wanted > 1 and (self.policy.decode or self.policy.score.carries):
+            raise ValueError(
+                "assisted and prompt-lookup decoding roll tokens back, which eviction while decoding and h2o's sums "
+                "cannot: pass decode=False and another policy than h2o or vatp, or generate without an assistant"
+            )
+
+    def _check_cache(self):
+        if self.cache is None:
+            self.cache = DynamicCache(config=self.decoder.config)
+        if not isinstance(self.cache, DynamicCache) or getattr(self.cache, "offloading", False):
+            raise ValueError(
+                f"past_key_values is {'an offloaded' if getattr(self.cache, 'offloading', False) else 'a'} "
+                f"{type(self.cache).__name__} that kvevict cannot evict from; it works with a "
+                "plain DynamicCache: drop cache_implementation and offloading"
+            )
+        self.columns = self.cache.get_seq_length()
+        for layer in self.cache.layers:
+            if isinstance(layer, EvictionLayer) and layer.is_initialized:
+                if layer.columns != self.columns:
+                    raise ValueError("past_key_values was left half read by an error; read the prompt into a new one")
+                if layer.len.shape[0] != self.batch:
+                    raise ValueError(
+                        f"past_key_values holds a batch of {layer.len.shape[0]} rows, the input has {self.batch}"
+                    )
+
+    def _adopt_cache(self):
+        kinds, layers = self.patch.kinds, self.cache.layers
+        if len(layers) == len(kinds) and all(isinstance(layers[index], EvictionLayer) for index in self.patch.order):
+            return
+        first = None if self.mask is None else _left_padding(self.mask[:, : self.columns])[0]
+        adopt(self.cache, kinds, self.decoder.config, first)
+
+    def _check_mask(self):
+        mask = self.mask
+        if mask is None:
+            self.first = torch.zeros(self.batch, dtype=torch.int32, device=self.device)
+            self.padding = np.zeros(self.batch, np.int64)
+            return
+        if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
+            raise ValueError(
+                "attention_mask must be a 2D tensor [batch, tokens] of zeros and ones; prepared 4D masks and mask "
+                "dictionaries cannot be combined with eviction"
+            )
+        wanted = (self.batch, self.columns + self.tokens)
+        if tuple(mask.shape) != wanted:
+            raise ValueError(
+                f"attention_mask has shape {tuple(mask.shape)}, expected {wanted}: it must cover the {self.columns} "
+                f"tokens seen and the {self.tokens} new ones"
+            )
+        self.first, self.padding = _left_padding(mask[:, self.columns :])
+
+    def check_read(self, prompt: int, wanted: int, calls: int) -> None:
+        """Raise ValueError for what reading `prompt` columns in `calls` calls cannot give: arguments that cannot be
+        split, outputs of every token, rows that upper layers do not read."""
+        flags = [flag for flag in OF_EVERY_TOKEN if self.asks(flag)]
+        longest = min(self.policy.chunk_size or prompt, prompt - int(self.padding.min()))
+        propagate.check(self.patch, longest, wanted, flags)
+        for name, value in self.kwargs.items():
+            if calls > 1 and isinstance(value, torch.Tensor) and value.ndim > 1 and self.tokens in value.shape:
+                raise ValueError(f"{name} cannot be split into chunks; read the prompt whole with chunk_size=None")
+        if calls > 1 and flags:
+            raise ValueError(f"{flags[0]}=True needs the prompt read whole: schedule='prompt' and no chunk_size")
+
+    def asks(self, flag) -> bool:
+        return bool(self.kwargs.get(flag, getattr(self.decoder.config, flag, False)))
+
+    @property
+    def layers(self) -> list:
+        """The cache layers that are evicted from."""
+        return [self.cache.layers[index] for index in self.patch.order]
+
+    @property
+    def heads(self) -> int:
+        return self.decoder.config.num_key_value_heads
+
+    def positions(self):
+        """[B, N] of the new tokens."""
+        if self.position_ids is None:
+            self.position_ids = torch.arange(self.columns, self.columns + self.tokens, device=self.device)[None]
+        if self.position_ids.ndim != 2:
+            raise ValueError("position_ids must be [batch, tokens]")
+        return self.position_ids.expand(self.batch, -1)
+
+    def tokens_at(self, columns):
+        """Ids or embeddings at columns [B, p]."""
+        row = torch.arange(self.batch, device=self.device)[:, None]
+        return (self.ids if self.embeds is None else self.embeds)[row, columns]
+
+    def embedded(self, ids):
+        """Ids [B, p] in the form that the call has its own tokens in."""
+        return ids if self.embeds is None else self.decoder.get_input_embeddings()(ids)
+
+    def inputs(self, start, end, along=None) -> dict:
+        """The decoder's arguments for columns start..end-1 and, behind them, the tokens `along`."""
+        ids, embeds = (None if t is None else t[:, start:end] for t in (self.ids, self.embeds))
+        rows = 0 if along is None else along.shape[1]
+        if rows and embeds is None and along.is_floating_point():
+            ids, embeds = None, self.decoder.get_input_embeddings()(ids)
+        if rows:
+            ids, embeds = (None if t is None else torch.cat([t, along], 1) for t in (ids, embeds))
+        inputs = dict(input_ids=ids) if embeds is None else dict(inputs_embeds=embeds)
+        return inputs | self.kwargs | dict(
+            attention_mask=self.mask_for(end, rows), past_key_values=self.cache, use_cache=True, return_dict=True
+        )  # fmt: skip
+
+    def mask_for(self, end, along=0):
+        """What Transformers builds its masks from, of the columns up to `end` and `along` rows more. Our layers read no
+        mask; where all layers are ours, a ready-made 4D mask keeps it from building one."""
+        if self.patch.all_own:
+            return torch.empty(1, 1, 1, 1, device=self.device)
+        if self.mask is None:
+            return None
+        mask = self.mask[:, : self.columns + end]
+        return torch.cat([mask, mask.new_ones(self.batch, along)], 1) if along else mask
+
+
+def _left_padding(mask):
+    """[B] int32 number of leading zeros of a 2D mask whose ones are all at the right, and the same on the host."""
+    mask = mask.bool()
+    first = (~mask).sum(1)
+    *padding, wrong = torch.cat([first, (mask.int().diff(dim=1) < 0).any()[None]]).tolist()
+    if wrong:
+        raise ValueError("attention_mask must be left-padded (zeros first); set tokenizer.padding_side='left'")
+    return first.to(torch.int32), np.array(padding)

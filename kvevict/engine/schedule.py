@@ -1,0 +1,60 @@
+"""In which chunks a prompt is read: the reader runs this, and `kvevict plan` prices it. Free of torch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..policy.checks import PLENTY
+
+
+@dataclass(frozen=True)
+class Chunk:
+    start: int  # columns of the prompt before it
+    end: int
+    last: bool  # it ends the prompt
+    evicts: bool  # layers are cut back after it
+    along: int  # rows that read along behind it
+    limits: tuple  # per evicting layer the most of its tokens that the layer reads
+
+    @property
+    def rows(self) -> int:
+        return self.end - self.start
+
+
+def evicts(policy, seen: list) -> bool:
+    """Whether a read loses slots, or scores need every row from the start; seen: tokens of each row at its end."""
+    return policy.score.carries or any(n > policy.slots(n) for n in seen)
+
+
+def chunks(policy, columns: int, limits: tuple, along: int = 0) -> Iterator[Chunk]:
+    """The chunks of a prompt of `columns` columns. The remainder goes first, so that the last chunk is full; where the
+    prompt ends with the rows that read along, the last chunk has them as its own."""
+    size = policy.chunk_size or columns
+    for end in range((columns - 1) % size + 1, columns + 1, size):
+        last = end == columns
+        rows = along - policy.rows.inside(along) if last else along
+        yield Chunk(max(0, end - size), end, last, last or policy.schedule == "chunk", rows, limits)
+
+
+def limits(policy, order: dict, tsp: int | None) -> tuple:
+    """The most tokens of a chunk that each evicting layer reads; order: decoder layer -> its number among those."""
+    return tuple(PLENTY if tsp is None or layer <= tsp else policy.tsp_len for layer in order)
+
+
+def waits(policy, order: int, layers: int) -> bool:
+    """Whether an evicting layer takes the slots that a later layer chooses."""
+    return order < policy.waiting_layers(layers) - 1
+
+
+def follows(policy, order: int) -> bool:
+    """Whether an evicting layer takes the slots that an earlier layer chose."""
+    return order % policy.n_reuse > 0
+
+
+def overfull(policy, slots, budget, heads: int = 1):
+    """Whether, while decoding, a layer is cut back to its budget; both over its heads: numbers, or arrays of them."""
+    return policy.decode & (slots > budget + (policy.interval - 1) * heads)
+
+
+def relaxed(policy, order: int, layers: int, chunk: Chunk) -> bool:
+    """Whether a layer may hold B_warmup slots after a chunk (TAKE eq. 8)."""
+    return policy.warmup_layers is not None and order < policy.waiting_layers(layers) and not chunk.last

@@ -1,0 +1,150 @@
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from ...models import pretrained
+from ..checks import count, flag
+from . import ROWS, Part, Rows, at_most, last
+from .given import behind
+
+
+@ROWS.add("drafted")
+@dataclass(frozen=True)
+class Drafted(Rows):
+    """Tokens drafted behind the prompt, and the prompt's last rows, whose own slots are kept.
+
+    n_d          drafted tokens; drafts are greedy and go on past an end of sequence, since they only observe
+    window       last rows of the prompt that observe too
+    draft_keys   the drafted rows' softmax spans the drafted slots too; False: the prompt's alone
+    draft_model  "self": the model drafts over a copy of its cache that SnapKV has cut, once the whole prompt was read
+                 (LAQ, kvevict/engine/draft.py); or a smaller model with the same tokenizer, loaded (it is only run),
+                 its folder or its hub id, whose draft reads along behind every chunk (SpecKV)
+    """
+
+    n_d: int = 8
+    window: int = 8
+    draft_keys: bool = False
+    draft_model: object = "self"
+
+    @property
+    def whole(self):
+        return isinstance(self.draft_model, str) and self.draft_model == "self"
+
+    @property
+    def most(self):
+        return self.n_d + self.window
+
+    @property
+    def decoded(self):
+        return self.window or self.n_d
+
+    protected = decoded
+
+    def check(self, policy):
+        count("n_d", self.n_d, 1)
+        count("window", self.window, 0)
+        flag("draft_keys", self.draft_keys)
+        if not isinstance(self.draft_model, (str, torch.nn.Module, type(None))):
+            raise TypeError(
+                "draft_model must be 'self', a loaded Transformers model, its folder or its hub id, got "
+                f"{self.draft_model!r}"
+            )
+
+    def ready(self, decoder):
+        if self.whole:
+            return
+        if self.draft_model is None:
+            raise ValueError("speckv needs a smaller model: draft_model=, a loaded one, its folder or its hub id")
+        model = self.model()
+        if getattr(model, "get_output_embeddings", lambda: None)() is None:
+            raise ValueError(
+                f"draft_model, a {type(model).__name__}, makes no logits: load it with AutoModelForCausalLM"
+            )
+        if model.training:
+            raise ValueError("draft_model is in training mode, where drafts are random: call draft_model.eval()")
+
+    def model(self):
+        return load(self.draft_model) if isinstance(self.draft_model, str) else self.draft_model
+
+    def along(self, tokens):
+        return 0 if self.whole else self.n_d
+
+    def prepare(self, request, read):
+        if not read.evicts:
+            return None
+        if self.whole:
+            head(request.top)
+            return None
+        model = self.model()
+        if request.ids is None:
+            raise ValueError("speckv drafts from token ids: pass input_ids, not inputs_embeds")
+        if request.columns:
+            raise ValueError(
+                "speckv drafts from the whole conversation, and a follow-up turn brings its own tokens only: read all "
+                "of it into a new cache, or choose another policy"
+            )
+        if any(module is request.decoder for module in model.modules()):
+            raise ValueError("draft_model is the patched model itself: give a smaller one, or choose laq")
+        known, ids = model.get_input_embeddings().num_embeddings, request.ids[:, : read.prompt]
+        if int(ids.max()) >= known:
+            raise ValueError(
+                f"the prompt has token id {int(ids.max())}, draft_model knows {known}: it must share the tokenizer"
+            )
+        with read.meter.clock("draft"):
+            vocabulary = request.decoder.get_input_embeddings().num_embeddings
+            return behind(request, read, follow(model, ids, request.first, self.n_d, vocabulary))
+
+    def observers(self, view):
+        rows = view.drafted_rows(self.draft_keys) if self.whole else view.along_rows(own=self.draft_keys)
+        return [rows, view.chunk_rows(self.window)] if self.window else [rows]
+
+    def observing(self, step):  # a draft by the model itself is no part of the call that reads the prompt
+        return at_most(step.transient + self.window, step)
+
+    def protect(self, view):
+        return self.decoded if view.decoding else self.window
+
+    def parts(self, rows, stored, along, tokens):
+        window = [last(rows, self.window, stored)] if self.window else []
+        return [Part(self.n_d, stored + rows, False, self.draft_keys), *window]
+
+
+def head(top):
+    """The module that makes logits of a decoder's last hidden state. Raises ValueError where there is none."""
+    found = getattr(top, "get_output_embeddings", lambda: None)()
+    if found is None:
+        raise ValueError(
+            "laq drafts tokens, which needs the model's output embeddings: patch and call the causal language model, "
+            "not its decoder, or choose another policy"
+        )
+    return found
+
+
+@functools.lru_cache(maxsize=1)
+def load(name: str):
+    """A causal language model in eval mode, as `pretrained` takes it; the last one stays loaded."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return pretrained(AutoModelForCausalLM, name, dtype="auto").eval()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"draft_model={name!r} cannot be loaded: {error}") from error
+
+
+def follow(model, ids, first, count: int, vocabulary: int):
+    """How `model` goes on greedily: ids [B, count] below `vocabulary`. ids [B, N], of row b first[b] are padding."""
+    device, cache, drafted = ids.device, None, []
+    ids, first = ids.to(model.device), first.to(model.device)
+    padded = bool((first > 0).any())
+    mask = (torch.arange(ids.shape[1], device=model.device) >= first[:, None]).long()
+    while len(drafted) < count:
+        positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+        out = model(
+            input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True, logits_to_keep=1,
+            **(dict(attention_mask=mask, position_ids=positions) if padded else {}),
+        )  # fmt: skip
+        cache, ids = out.past_key_values, out.logits[:, -1:, :vocabulary].argmax(-1)
+        drafted.append(ids)
+        mask = torch.cat([mask, torch.ones_like(ids)], 1)
+    return torch.cat(drafted, 1).to(device)

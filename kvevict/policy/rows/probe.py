@@ -1,0 +1,142 @@
+import numbers
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..checks import count, flag, fraction, one_of
+from . import ROWS, Along, Part, Rows, last
+
+SPACES = ("aligned", "literal")
+PLACES = ("after", "true")
+
+
+@ROWS.add("probe")
+@dataclass(frozen=True)
+class Probe(Rows):
+    """TAKE's probe (eq. 7-10): the prompt's last tokens read along with every chunk, and their queries are averaged.
+
+    probe      the last `probe` prompt tokens, or a span (start, stop) of the prompt as in a Python slice; cut to half
+               of a shorter prompt
+    place      "after" puts the probe right behind the chunk, "true" at its own place in the prompt
+    ema_alpha  eq. 9's weight of earlier chunks' probe; the paper uses 0.2, and 0.32 for retrieval
+    ema_space  "aligned" rotates the accumulated probe by the distance it moved before it is averaged, "literal" is
+               eq. 9 as printed
+    append     False: nothing reads along; the chunk's own last `probe` rows observe (ablation, table 2)
+
+    The probe sees all alive slots but its own, which are kept when the prompt's last chunk ends with them.
+    """
+
+    probe: int | tuple = 32
+    place: str = "after"
+    ema_alpha: float = 0.2
+    ema_space: str = "aligned"
+    append: bool = True
+
+    @property
+    def span(self):
+        return self.probe if isinstance(self.probe, tuple) else None
+
+    @property
+    def most(self) -> int:
+        return self.probe[1] - self.probe[0] if self.span else self.probe
+
+    protected = decoded = most
+
+    def inside(self, along):
+        return 0 if self.span else along
+
+    def check(self, policy):
+        if isinstance(self.probe, tuple):
+            start, stop = (*self.probe, None, None)[:2]
+            if len(self.probe) != 2 or not all(isinstance(end, numbers.Integral) for end in (start, stop)):
+                raise TypeError(f"probe must be a number of tokens or a span (start, stop), got {self.probe!r}")
+            if start >= stop or (start < 0) != (stop <= 0):
+                raise ValueError(
+                    f"probe={self.probe!r} is no span: give start < stop, both counted from the start (>= 0) or both "
+                    "from the end (start < 0, stop <= 0)"
+                )
+        else:
+            count("probe", self.probe, 1)
+        fraction("ema_alpha", self.ema_alpha)
+        one_of("ema_space", self.ema_space, SPACES)
+        one_of("place", self.place, PLACES)
+        flag("append", self.append)
+        if isinstance(policy.chunk_size, int) and 0 < policy.chunk_size <= self.most:
+            raise ValueError(
+                f"chunk_size={policy.chunk_size} must be greater than the probe's {self.most} tokens; "
+                "give a larger chunk_size or a smaller probe"
+            )
+
+    def lengths(self, tokens):
+        """int [B] probe rows of prompts of so many tokens [B]."""
+        return np.full_like(tokens, self.most) if self.span else np.minimum(tokens // 2, self.most)
+
+    def along(self, tokens):
+        return int(self.lengths(np.array(tokens))) if self.append else 0
+
+    def prepare(self, request, read):
+        lengths, size = self.lengths(read.tokens), request.policy.chunk_size
+        longest = int(lengths.max())
+        if self.span:
+            shortest = min((n for n in read.tokens if n), default=0)
+            if max(self.span[1], -self.span[0]) > shortest:
+                raise ValueError(f"probe={self.span} reaches outside a prompt of {shortest} tokens")
+        elif size is not None and ((read.tokens > size) & (lengths < longest)).any():
+            raise ValueError(
+                f"chunk_size={size} is too small for a batch with prompts shorter than {2 * self.most} tokens, whose "
+                f"probes are shorter; give chunk_size >= {2 * self.most}"
+            )
+        if not (self.append and read.evicts):
+            return None
+        start = read.prompt - longest
+        if self.span:
+            start = request.first + self.span[0] if self.span[0] >= 0 else read.prompt + self.span[0]
+        start = torch.as_tensor(start, device=request.device).expand(request.batch).long()
+        columns = start[:, None] + torch.arange(longest, device=request.device)
+        positions = request.positions().gather(1, columns) if self.place == "true" else None
+        return Along(request.tokens_at(columns), positions)
+
+    def note(self, view):
+        """Eq. 9: Qa_i = alpha * Qa_{i-1} + (1 - alpha) * Q_i, and Qa_0 = Q_0 for the first chunk that holds a row's
+        tokens. fp32 [B, H, p, D]."""
+        count = int(self.lengths(view.prompt_tokens).max())
+        if view.decoding or not (view.reads_along and count):
+            return
+        queries, state = view.q[:, :, view.q.shape[2] - count :].float(), view.state
+        position = view.call_positions[:, -1] - (count - 1)
+        has_tokens = view.first < view.k.shape[2]
+        if state:
+            past = state["probe"]
+            if self.ema_space == "aligned":
+                past = view.rotate(past, state["position"], position)
+            alpha = (self.ema_alpha * state["started"])[:, None, None, None]
+            queries = alpha * past + (1 - alpha) * queries
+        started = has_tokens | state["started"] if state else has_tokens
+        state.update(probe=queries, position=position, started=started)
+
+    def observers(self, view):
+        lengths = view.upload(self.lengths(view.prompt_tokens))
+        if not self.append:
+            return [view.chunk_rows(self.most, lengths)]
+        queries = view.state["probe"].to(view.q.dtype)
+        unseen = lengths if self._ends(view) else 0
+        return [view.later_rows(queries, skip=queries.shape[2] - lengths, unseen=unseen)]
+
+    def _ends(self, view):
+        """Whether the chunk ends with the probe."""
+        return view.last and not self.span
+
+    def observing(self, step):
+        return np.minimum(self.lengths(step.read.tokens), step.positions.shape[1] - step.padding)
+
+    def protect(self, view):
+        if view.decoding:  # the rows are a window then, and see each other's slots
+            return self.most
+        return view.upload(self.lengths(view.prompt_tokens)) if self._ends(view) else 0
+
+    def parts(self, rows, stored, along, tokens):
+        count = int(self.lengths(np.array(tokens)))
+        if not self.append:
+            return [last(rows, count, stored)]
+        return [Part(count, stored + rows - (0 if along else count), False, False)]

@@ -1,0 +1,86 @@
+"""Rows of the chunk itself, causal: none, the last one, the last few, or all."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..checks import count
+from . import ROWS, Rows, at_most, last, tokens_of
+
+
+@ROWS.add("none")
+@dataclass(frozen=True)
+class NoRows(Rows):
+    """No query observes: for scores of keys or positions."""
+
+    most: ClassVar[int] = 0
+
+    def observers(self, view):
+        raise ValueError("rows='none' has no queries: give rows='window', or another of kvevict.ROWS")
+
+    def observing(self, step):  # what diagnostics look with
+        return tokens_of(step)
+
+
+@ROWS.add("last")
+@dataclass(frozen=True)
+class Last(Rows):
+    """The last row, whose own slot is not kept for that (TOVA)."""
+
+    newest: ClassVar[bool] = True
+    most: ClassVar[int] = 1
+
+    def observers(self, view):
+        return [view.chunk_rows(1)]
+
+    def observing(self, step):
+        return at_most(1, step)
+
+    def parts(self, rows, stored, along, tokens):
+        return [last(rows, 1, stored)]
+
+
+@ROWS.add("all")
+@dataclass(frozen=True)
+class All(Rows):
+    """Every row of a chunk, and every decoded one (H2O)."""
+
+    newest: ClassVar[bool] = True
+    most: ClassVar[int] = 2**31 - 1
+
+    def observers(self, view):
+        return [view.chunk_rows()]
+
+    def observing(self, step):
+        return tokens_of(step)
+
+    def parts(self, rows, stored, along, tokens):
+        return [last(rows, rows, stored)]
+
+
+@ROWS.add("window")
+@dataclass(frozen=True)
+class Window(Rows):
+    """The last `window` rows, whose own slots are kept (SnapKV)."""
+
+    window: int = 32
+
+    @property
+    def most(self):
+        return self.window
+
+    protected = decoded = most
+
+    def check(self, policy):
+        count("window", self.window, 1)
+
+    def observers(self, view):
+        return [view.chunk_rows(self.window)]
+
+    def observing(self, step):
+        return at_most(self.window, step)
+
+    def protect(self, view):
+        return self.window
+
+    def parts(self, rows, stored, along, tokens):
+        return [last(rows, self.window, stored)]

@@ -1,0 +1,97 @@
+"""Attention of the observers, as methods that differ in their rows and in how they reduce and pool it."""
+
+import functools
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ..rows.drafted import Drafted
+from ..rows.given import Given
+from ..rows.lookahead import Lookahead
+from ..rows.probe import Probe
+from ..rows.window import Window
+from . import SCORES, Attention
+
+
+@SCORES.add("snapkv")
+@dataclass(frozen=True)
+class SnapKV(Attention):
+    """SnapKV (Li et al. 2024): attention of the last `window` rows, pooled; the window's own slots are kept."""
+
+
+@SCORES.add("take")
+@dataclass(frozen=True)
+class Take(Attention):
+    """TAKE (eq. 10-13): mean attention of the prompt's last tokens, the probe, which read along with every chunk."""
+
+    pool: str = "avg"
+    reduce: str = "mean"
+    rows: ClassVar = Probe()
+
+
+@SCORES.add("oracle")
+@dataclass(frozen=True)
+class Oracle(Attention):
+    """The true response's attention to the prompt (LookaheadKV eq. 2): a reference, since it needs the response."""
+
+    reduce: str = "mean"
+    rows: ClassVar = Given()
+
+
+@SCORES.add("lookahead")
+@dataclass(frozen=True)
+class LookaheadKV(Attention):
+    """LookaheadKV (eq. 4, algorithm 2): mean attention of learned rows behind the prompt; no slot is kept for that."""
+
+    reduce: str = "mean"
+    rows: ClassVar = Lookahead()
+
+
+@SCORES.add("laq")
+@dataclass(frozen=True)
+class Laq(Attention):
+    """Lookahead Q-Cache (Wang et al. 2025): tokens drafted over a snapkv-cut copy of the cache score the prompt.
+
+    They need the whole prompt first: a chunk_size only bounds the activations.
+    """
+
+    rows: ClassVar = Drafted()
+
+
+@SCORES.add("speckv")
+@dataclass(frozen=True)
+class SpecKV(Attention):
+    """SpecKV (Galim et al. 2025): tokens drafted by a smaller model read along behind every chunk and score it."""
+
+    reduce: str = "max"
+    group: str = "max"
+    rows: ClassVar = Drafted(draft_model=None)
+
+
+@SCORES.add("fastkv")
+@dataclass(frozen=True)
+class FastKV(Attention):
+    """FastKV (Jo et al. 2025): attention of the last 8 rows, pooled per query head before the group is reduced.
+
+    Its token-selective propagation is the policy's: `tsp`, `tsp_len`.
+    """
+
+    group: str = "sum"
+    rows: ClassVar = Window(8)
+
+    def score(self, view):
+        return self._reduced(self._heads(view))
+
+    def pooled(self, view, score):
+        pooled = [Attention.pooled(self, view, head) for head in self._heads(view)]
+        return self._reduced(pooled)
+
+    def _heads(self, view):
+        """Scores of each kv head's first, second, .. query head: [B, Hkv, C] each."""
+        return view.attention(self.reduce, "none").unflatten(1, (view.n.shape[1], -1)).unbind(2)
+
+    def _reduced(self, heads):
+        if self.group == "max":
+            return functools.reduce(torch.maximum, heads)
+        return sum(heads) / (len(heads) if self.group == "mean" else 1)
