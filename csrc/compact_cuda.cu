@@ -45,7 +45,7 @@ static __device__ void move_column(kv_segments x, uint64_t to, bool mine, const 
 
 /* Block (head, i): i counts the strips of the keys, then those of the values, then the positions. width: of a row, in
  * bytes. */
-static __global__ void __launch_bounds__(THREADS) compact_kernel(const kv_compact a, int width) {
+static __global__ void __launch_bounds__(THREADS, 3) compact_kernel(const kv_compact a, int width) {
   const int64_t head = blockIdx.x, b = head / a.Hkv, h = head % a.Hkv;
   const int strips = (width + STRIP - 1) / STRIP, keep = a.keep[head];
   const int32_t *index = a.index ? a.index + head * a.K : nullptr;
