@@ -32,10 +32,10 @@ def truth(decoder, prompt, response) -> Truth:
     found, ids = Truth(len(prompt)), torch.cat([prompt, response])[None]
 
     def attend(module, query, key, value, mask, **options):
-        index, n = module.layer_idx, found.tokens
-        first = n - module.sliding_window + 1 if _sliding(module) else 0
-        found.keys[index], found.values[index] = (x[:, :, max(first, 0) : n].contiguous() for x in (key, value))
-        if _sliding(module):
+        index, n, window = module.layer_idx, found.tokens, options.get("sliding_window")
+        first = 0 if window is None else max(n - window + 1, 0)
+        found.keys[index], found.values[index] = (x[:, :, first:n].contiguous() for x in (key, value))
+        if window is not None:
             return compat.base_attention(module, module._kvevict_original)(module, query, key, value, mask, **options)
         options = _own(options)
         slots, new = slots_of(key[:, :, :0]), torch.zeros(1, dtype=torch.int32, device=key.device)
@@ -57,10 +57,10 @@ def loss(decoder, adapter, found: Truth, note=None):
     each, count = [], adapter.tokens
 
     def attend(module, query, key, value, mask, **options):
-        index, options = module.layer_idx, _own(options)
+        index, window, options = module.layer_idx, options.get("sliding_window"), _own(options)
         past = found.keys[index], found.values[index]
-        if _sliding(module):
-            return _plain(query, key, value, *past, module.sliding_window, **options), None
+        if window is not None:
+            return _plain(query, key, value, *past, window, **options), None
         slots = slots_of(*past)
         where = dict(k_slots=slots.k, offset=slots.offset, len=slots.len, columns=found.tokens + count)
         each.append(_ops.kl(query, key, found.target[index], **where, **options))
@@ -180,10 +180,6 @@ def _own(options):
     return dict(
         scale=options["scaling"], softcap=options.get("softcap") or 0.0, sinks=None if sinks is None else sinks.float()
     )
-
-
-def _sliding(module):
-    return getattr(module, "sliding_window", None) is not None
 
 
 def _call(module, query, key, value, mask, **options):

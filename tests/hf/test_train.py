@@ -24,7 +24,6 @@ def two_passes(model, made, prompt, response):
     """The loss with every attention matrix, [prompt | response] and [prompt | lookahead] whole."""
     decoder, n, paid = model.get_decoder(), len(prompt), []
     with torch.no_grad():
-        decoder(input_ids=torch.cat([prompt, response])[None], use_cache=False)
         found = decoder(input_ids=torch.cat([prompt, response])[None], use_cache=False, output_attentions=True)
     with made.on(decoder):
         embeds = torch.cat([decoder.get_input_embeddings()(prompt), made.embeddings])[None]
@@ -46,25 +45,23 @@ def gradient(loss, made):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradient_is_that_of_two_materialised_passes(family):
-    """Of every tensor, against float64: within 1e-5 of the tensor's largest, times what attention made peaked costs."""
-    made_from, exact = (tiny.model(family, attn_implementation="eager") for _ in range(2))
-    for model in (made_from, exact):
-        for name, weight in model.named_parameters():
-            weight.requires_grad_(False)
-            if "attn" in name and weight.ndim > 1:
-                weight /= 4  # as models are: what is peaked multiplies rounding
+    """Of every tensor, against float64: within 1e-5 of its norm, or as near as the two passes in float32 come, where
+    what the rows pay is near to the target, so that the loss is a small difference of what is rounded."""
+    model, exact = (tiny.model(family, attn_implementation="eager") for _ in range(2))
+    for weight in (*model.parameters(), *exact.parameters()):
+        weight.requires_grad_(False)
     exact.double()
-    made = adapter(made_from)
-    true = adapter(made_from).double()
+    made, true = adapter(model), adapter(model).double()
     generator = torch.Generator().manual_seed(0)
     prompt, response = (torch.randint(3, 97, (n,), generator=generator) for n in (40, 9))
-    found = passes.truth(made_from.get_decoder(), prompt, response)
-    loss, want = passes.loss(made_from.get_decoder(), made, found), two_passes(exact, true, prompt, response)
+    found = passes.truth(model.get_decoder(), prompt, response)
+    loss, want = passes.loss(model.get_decoder(), made, found), two_passes(exact, true, prompt, response)
     assert abs(loss.item() - want.item()) < 1e-5 * abs(want.item())
     got, want = gradient(loss, made), gradient(want, true)
+    plain = gradient(two_passes(model, made, prompt, response), made)
     for name in want:
-        error = (got[name] - want[name]).norm() / want[name].norm()
-        assert error < 1e-5, (name, error.item())
+        error, usual = ((x[name] - want[name]).norm() / want[name].norm() for x in (got, plain))
+        assert error < max(1e-5, 2 * usual), (name, error.item(), usual.item())
 
 
 # -- a run ----------------------------------------------------------------------------------------------------------
@@ -109,8 +106,12 @@ def test_goes_on_where_it_was(tmp_path, monkeypatch):
 
 def test_stops_where_the_loss_is_no_number(tmp_path, monkeypatch):
     model, count, real = tiny.model("llama"), [], training.loss
-    monkeypatch.setattr(training, "loss", lambda *args: real(*args) * (float("nan") if len(count) > 7 else 1 + 0 * len(
-        count.append(0) or count)))  # fmt: skip
+
+    def broken(*args):
+        count.append(0)
+        return real(*args) * (float("nan") if len(count) > 8 else 1)  # two pairs a step
+
+    monkeypatch.setattr(training, "loss", broken)
     with pytest.raises(ValueError, match="the loss is nan.*at step 5.*last checkpoint.*smaller lr"):
         kvevict.lookahead.train(model, PAIRS, tmp_path, **FAST)
     assert len(log(tmp_path)) == 4

@@ -48,6 +48,7 @@ class Lookahead(Rows):
         self.most  # noqa: B018  or an error
 
     def ready(self, decoder):
+        _loaded.pop(decoder, None)  # the folder may hold another one now
         self.adapter_of(decoder)
 
     def adapter_of(self, decoder):
