@@ -1,6 +1,7 @@
 /* Gradient of kl to queries and new keys, on a CPU. With g[i] = (1 / sum p - t[i] / p[i]) / rows, the gradient of the
  * loss to every row's a[r,i], and the softmax behind it:
- *   c[r] = sum a[r,i] g[i]    w[r,i] = a[r,i] (g[i] - c[r])    dq[r] = scale sum w[r,i] k[i]    dk[i] = scale sum w[r,i] q[r]
+ *   c[r] = sum a[r,i] g[i]              w[r,i] = a[r,i] (g[i] - c[r])
+ *   dq[r] = scale sum w[r,i] k[i]       dk[i] = scale sum w[r,i] q[r]
  * A task is one (b, kv head) and goes over its columns twice, for c and for w: no matrix is kept. See observe.h. */
 #include "kl.h"
 

@@ -1,5 +1,5 @@
-/* Gradient of kl to queries and new keys, on a GPU; the formulas are in kl_grad_cpu.c. A block belongs to one row, or to
- * one new column: its vector is at rest in shared memory and all that it meets come by, a thread's dot product each.
+/* Gradient of kl to queries and new keys, on a GPU; the formulas are in kl_grad_cpu.c. A block belongs to one row, or
+ * to one new column: its vector is at rest in shared memory and all that it meets come by, a thread's dot product each.
  * Written for the few rows that observe, which no tensor core would be filled with.
  *
  * budget: regs 64, smem 12288 */

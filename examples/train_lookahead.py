@@ -2,8 +2,8 @@
 
     python examples/train_lookahead.py [--out DIR] [--steps 600] [--batch 8]
 
-Begun again with the same --out it goes on where it was. The adapter that comes with the package was made by this script;
-the tasks it is measured with ask for names that no training pair holds (`kvevict.evaluate.tasks.recall`).
+Begun again with the same --out it goes on where it was. The tasks it is measured with ask for names that no training
+pair holds (`kvevict.evaluate.tasks.recall`).
 """
 
 import argparse

@@ -439,7 +439,7 @@ def _(q, k, *rest):
 
 
 def _kl_context(ctx, inputs, output):
-    *tensors, sinks, scale, softcap, causal, _ = inputs
+    *tensors, _, scale, softcap, causal, _ = inputs
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*tensors, *output[1:])
     ctx.options = scale, softcap, causal

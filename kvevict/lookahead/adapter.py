@@ -148,8 +148,9 @@ def load(folder, model) -> Adapter:
     try:
         tensors = safetensors.torch.load_file(folder / WEIGHTS)
     except (OSError, safetensors.SafetensorError) as error:
-        raise ValueError(f"adapter {str(folder)!r}: {WEIGHTS} is missing or damaged ({error}); train or copy it anew") \
-            from error
+        raise ValueError(
+            f"adapter {str(folder)!r}: {WEIGHTS} is missing or damaged ({error}); train or copy it anew"
+        ) from error
     wanted = {_name_in_file(name): name for name in made.state_dict()}
     sizes = {name: tuple(made.state_dict()[own].shape) for name, own in wanted.items()}
     for name in sizes.keys() | tensors.keys():

@@ -74,7 +74,9 @@ def _chat(name, messages, tokenizer):
     """(ids of the prompt in the chat template, text of the response or None)"""
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise ValueError(f"{name} has messages, which need a tokenizer with a chat template; give prompt and response")
-    if not isinstance(messages, list) or not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages):
+    if not isinstance(messages, list) or not all(
+        isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages
+    ):
         raise ValueError(f"{name}: messages must be a list of objects with role and content, got {messages!r:.60}")
     messages, response = list(messages), None
     if messages and messages[-1]["role"] == "assistant":

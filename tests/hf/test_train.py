@@ -112,7 +112,7 @@ def test_stops_where_the_loss_is_no_number(tmp_path, monkeypatch):
         return real(*args) * (float("nan") if len(count) > 8 else 1)  # two pairs a step
 
     monkeypatch.setattr(training, "loss", broken)
-    with pytest.raises(ValueError, match="the loss is nan.*at step 5.*last checkpoint.*smaller lr"):
+    with pytest.raises(ValueError, match=r"the loss is nan.*at step 5.*last checkpoint.*smaller lr"):
         kvevict.lookahead.train(model, PAIRS, tmp_path, **FAST)
     assert len(log(tmp_path)) == 4
     state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
@@ -147,7 +147,7 @@ def test_refuses_a_checkpoint_that_is_damaged_or_another_s(tmp_path):
         kvevict.lookahead.train(model, PAIRS[1:], tmp_path, **FAST)
     path = tmp_path / "checkpoint.pt"
     path.write_bytes(path.read_bytes()[:-500])
-    with pytest.raises(ValueError, match="is damaged.*remove it"):
+    with pytest.raises(ValueError, match=r"is damaged.*remove it"):
         kvevict.lookahead.train(model, PAIRS, tmp_path, **FAST)
 
 
@@ -192,8 +192,8 @@ def test_two_processes_are_one_with_twice_the_accumulation(tmp_path):
     """Adapters alike to rounding, one log."""
     script, root = tmp_path / "script.py", tiny.__file__.split("/tests/")[0]
     script.write_text(SCRIPT)
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1",
-              "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]  # fmt: skip
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2",
+              "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]  # fmt: skip
     env = os.environ | dict(PYTHONPATH=f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", OMP_NUM_THREADS="1")
     for command, out in (([sys.executable], "one"), (launch, "two")):
         subprocess.run([*command, script, tmp_path / out], check=True, env=env, cwd=root, capture_output=True)

@@ -69,7 +69,7 @@ def grouped(x, kv_heads, how):
 
 def kl(q, k, target, row_first, k_slots, offset, len, first, stop, sinks=None, *, scale, softcap=0.0, causal=True):
     """LookaheadKV eq. 5, the attention materialised, so that autograd finds the gradient."""
-    (B, H), losses = q.shape[:2], []
+    losses = []
     clean = torch.where(k.isnan(), torch.zeros_like(k), k)  # padding, which 0 times it would not leave out
     seen = observed(q, row_first, k_slots, offset, len, clean, first, stop, scale, softcap, causal, None, sinks)
     for b, h, a, _ in seen:

@@ -204,11 +204,13 @@ def test_a_padded_row_keeps_what_it_keeps_alone():
 
 
 def test_reads_the_task_behind_every_chunk():
-    """[chunk | probe | lookahead]: with another probe the first chunk loses other slots; the last chunk ends with it."""
+    """[chunk | probe | lookahead]: other slots are lost then; the last chunk ends with the probe."""
     model, inputs = shared("llama"), prompt(1, 90)
     made, seen = adapter(model), []
-    hook = model.get_decoder().layers[0].register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(args[0].shape[1]), with_kwargs=True
+    hook = (
+        model.get_decoder()
+        .layers[0]
+        .register_forward_pre_hook(lambda module, args, kwargs: seen.append(args[0].shape[1]), with_kwargs=True)
     )
     kept = {p: positions(read(model, inputs, adapter=made, budget=8, chunk_size=30, probe=p)[1]) for p in (0, 5)}
     hook.remove()
@@ -232,18 +234,16 @@ def test_every_combination():
     made = adapter(model)
     for parts in itertools.product(*AXES.values()):
         options = {k: v for part in parts for k, v in part.items()}
-        if options.get("schedule") and options["score"] in ("h2o", "vatp"):
-            continue
         options |= dict(rows=kvevict.ROWS["lookahead"](made, probe=4), budget=9)
         try:
             kvevict.policy.build("snapkv", **options)
         except ValueError as error:
             refused += 1
-            assert not {"refine", "select"} <= options.keys(), error
+            assert str(error).count(": ") and "rows='lookahead'" in str(error)
             continue
         first, second = (read(model, inputs, "snapkv", **options)[1] for _ in range(2))
         assert sum(int(layer.counts.sum()) for layer in first.layers) == 2 * 9 * 2 * 4, options
-        assert options["layers"] == "tada" if positions(first) != positions(second) else True, options
+        assert options.get("layers") == "tada" or positions(first) == positions(second), options
     assert 0 < refused < 40
 
 
@@ -262,7 +262,9 @@ def test_saved_and_loaded(tmp_path):
         assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in file.keys()  # noqa: SIM118
     config = json.loads((tmp_path / "a" / "config.json").read_text())
     assert (config["tokens"], config["rank"], config["base"]["model_type"]) == (6, 2, "phi3")
-    policy = kvevict.Policy.from_json(kvevict.policy.build("lookahead", adapter=str(tmp_path / "a"), budget=9).to_json())
+    policy = kvevict.Policy.from_json(
+        kvevict.policy.build("lookahead", adapter=str(tmp_path / "a"), budget=9).to_json()
+    )
     assert policy.rows.most == 6
 
 
