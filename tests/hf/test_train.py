@@ -192,8 +192,8 @@ def test_two_processes_are_one_with_twice_the_accumulation(tmp_path):
     """Adapters alike to rounding, one log."""
     script, root = tmp_path / "script.py", tiny.__file__.split("/tests/")[0]
     script.write_text(SCRIPT)
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2",
-              "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]  # fmt: skip
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines"]
+    launch += ["1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
     env = os.environ | dict(PYTHONPATH=f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", OMP_NUM_THREADS="1")
     for command, out in (([sys.executable], "one"), (launch, "two")):
         subprocess.run([*command, script, tmp_path / out], check=True, env=env, cwd=root, capture_output=True)
