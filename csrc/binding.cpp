@@ -150,6 +150,56 @@ Tensor error(Tensor q, Tensor row_first, Tensor k_slots, Tensor v_slots, Tensor 
   return out;
 }
 
+constexpr const char *kl_schema =
+    "kl(Tensor q, Tensor k, Tensor target, Tensor row_first, Tensor k_slots, Tensor offset, Tensor len, Tensor first, "
+    "Tensor stop, Tensor sinks, float scale, float softcap, bool causal, int columns) -> (Tensor, Tensor, Tensor)";
+
+std::tuple<Tensor, Tensor, Tensor> kl(Tensor q, Tensor k, Tensor target, Tensor row_first, Tensor k_slots,
+                                      Tensor offset, Tensor len, Tensor first, Tensor stop, Tensor sinks, double scale,
+                                      double softcap, bool causal, int64_t columns) {
+  const Call call(q);
+  const Tensor none = call.empty(ScalarType::Float, {0});
+  kv_kl a = {};
+  a.rows = observers(call, q, row_first, k_slots, offset, len, k, first, stop, none, sinks, scale, softcap, causal);
+  STD_TORCH_CHECK(target.dim() == 3, "target has ", target.dim(), " dimensions, expected 3");
+  a.N = target.size(2), a.C = columns;
+  Tensor loss = call.empty(ScalarType::Float, {a.rows.B, a.rows.H});
+  Tensor lse = call.empty(ScalarType::Float, {a.rows.B, a.rows.H, a.rows.R});
+  Tensor paid = per_slot(call, a.rows, KV_NONE, columns);
+  a.target = call.array<float>("target", target, {a.rows.B, a.rows.H, a.N});
+  a.loss = static_cast<float *>(loss.data_ptr());
+  a.lse = static_cast<float *>(lse.data_ptr());
+  a.paid = static_cast<float *>(paid.data_ptr());
+  call.run(a, KV_KERNELS(kl));
+  return {loss, lse, paid};
+}
+
+constexpr const char *kl_grad_schema =
+    "kl_grad(Tensor q, Tensor k, Tensor target, Tensor row_first, Tensor k_slots, Tensor offset, Tensor len, "
+    "Tensor first, Tensor stop, Tensor lse, Tensor paid, Tensor grad, float scale, float softcap, bool causal) -> "
+    "(Tensor, Tensor)";
+
+std::tuple<Tensor, Tensor> kl_grad(Tensor q, Tensor k, Tensor target, Tensor row_first, Tensor k_slots, Tensor offset,
+                                   Tensor len, Tensor first, Tensor stop, Tensor lse, Tensor paid, Tensor grad,
+                                   double scale, double softcap, bool causal) {
+  const Call call(q);
+  const Tensor none = call.empty(ScalarType::Float, {0});
+  kv_kl_grad a = {};
+  a.rows = observers(call, q, row_first, k_slots, offset, len, k, first, stop, none, none, scale, softcap, causal);
+  a.rows.lse = call.per_row("lse", lse, a.rows, a.rows.lse_stride);
+  STD_TORCH_CHECK(target.dim() == 3 && paid.dim() == 3, "target and paid must have 3 dimensions");
+  a.N = target.size(2), a.C = paid.size(2);
+  Tensor dq = call.empty(ScalarType::Float, {a.rows.B, a.rows.H, a.rows.R, a.rows.D});
+  Tensor dk = call.empty(ScalarType::Float, {a.rows.B, a.rows.Hkv, a.rows.S, a.rows.D});
+  a.target = call.array<float>("target", target, {a.rows.B, a.rows.H, a.N});
+  a.paid = call.array<float>("paid", paid, {a.rows.B, a.rows.H, a.C});
+  a.grad = call.array<float>("grad", grad, {a.rows.B, a.rows.H});
+  a.dq = static_cast<float *>(dq.data_ptr());
+  a.dk = static_cast<float *>(dk.data_ptr());
+  call.run(a, KV_KERNELS(kl_grad));
+  return {dq, dk};
+}
+
 constexpr const char *refine_schema =
     "refine(Tensor v_slots, Tensor offset, Tensor len, Tensor v, Tensor first, Tensor stop, Tensor score, bool fast, "
     "bool squared) -> Tensor";

@@ -86,6 +86,14 @@ kv_status kv_error_check(const kv_error *a, int counts) {
   return kv_observers_check(&a->rows, a->C, counts);
 }
 
+kv_status kv_kl_check(const kv_kl *a, int counts) {
+  return a->N < 0 ? KV_BAD_SHAPE : kv_observers_check(&a->rows, a->C, counts);
+}
+
+kv_status kv_kl_grad_check(const kv_kl_grad *a, int counts) {
+  return a->N < 0 ? KV_BAD_SHAPE : kv_observers_check(&a->rows, a->C, counts);
+}
+
 kv_status kv_refine_check(const kv_refine *a, int counts) {
   if (kv_bad_heads(a->B, a->Hkv, a->Hkv, a->D) || a->S < 0 || a->C < 0) return KV_BAD_SHAPE;
   if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;

@@ -122,6 +122,29 @@ typedef struct {
   float *out;          /* as kv_score's */
 } kv_error;
 
+/* How far what the rows pay is from a target, per query head (LookaheadKV eq. 5). With p[i] the mean of a[r,i] over the
+ * rows that observe, and t the target, both divided by their sums over the first min(N, n) alive slots:
+ *   loss = sum t[i] ln(t[i] / p[i]), a p below KV_KL_LEAST counting as that; 0 where t or p sums to 0. */
+#define KV_KL_LEAST 1e-30f
+typedef struct {
+  kv_observers rows; /* lse is NULL: over what the rows see here; no weight */
+  int64_t N, C;
+  const float *target; /* [B, H, N] >= 0 */
+  float *loss;         /* [B, H] */
+  float *lse;          /* [B, H, R] of the rows, which kv_kl_grad needs */
+  float *paid;         /* [B, H, C] p; C >= max n; columns from n on are 0 */
+} kv_kl;
+
+/* The gradient of kv_kl's losses, times grad, to the queries and to the new keys; stored ones are constants. */
+typedef struct {
+  kv_observers rows; /* with the lse of kv_kl */
+  int64_t N, C;
+  const float *target, *paid; /* of kv_kl */
+  const float *grad;          /* [B, H] */
+  float *dq;                  /* [B, H, R, D] */
+  float *dk;                  /* [B, Hkv, S, D]; 0 outside of first .. stop - 1 */
+} kv_kl_grad;
+
 /* CAOTE (eq. 6-8): a pooled score h >= 0 turned into an error of the head's output, hn / (1 - hn) * ||v_i - m||_2 with
  * m = sum hn v, where hn = h / sum h over the head's n alive slots, 1/n if the sum is 0. A slot with hn > 1 - 1e-6 gets
  * FLT_MAX. A score of NaN makes all of its head NaN. */
@@ -193,7 +216,11 @@ typedef struct {
 #define KV_OPS(X, with) \
   X(attend, with)       \
   X(score, with)        \
-  X(peak, with) X(error, with) X(refine, with) X(norm, with) X(select, with) X(compact, with) X(decode, with)
+  X(peak, with)         \
+  X(error, with)        \
+  X(kl, with)           \
+  X(kl_grad, with)      \
+  X(refine, with) X(norm, with) X(select, with) X(compact, with) X(decode, with)
 
 /* kv_<op>_check: shapes, dtypes and, with `counts`, what the arrays of lengths, counts and indices hold, which must
  * then be in the CPU's memory. kv_<op>_cpu checks all of it first.

@@ -2,8 +2,8 @@
 
     python examples/train_lookahead.py [--out DIR] [--steps 600] [--batch 8]
 
-Begun again with the same --out it goes on where it was. The
-tasks it is measured with ask for names that no training pair holds (`kvevict.evaluate.tasks.recall`).
+Begun again with the same --out it goes on where it was. The tasks it is measured with ask for names that no training
+pair holds (`kvevict.evaluate.tasks.recall`).
 """
 
 import argparse
@@ -39,10 +39,12 @@ def pairs(tokenizer, count: int, longest: int, seed: int):
 
 def facts(rng, count: int):
     """(relation, name, value) with names that are not held out."""
-    names = {}
+    names = set()
     while len(names) < count:
-        names[recall.name(rng)] = str(rng.randrange(100_000, 1_000_000))
-    return [(rng.choice(recall.RELATIONS), who, what) for who, what in names.items() if not recall.held_out(who)]
+        word = recall.name(rng)
+        if not recall.held_out(word):
+            names.add(word)
+    return [(rng.choice(recall.RELATIONS), who, recall.value(rng)) for who in sorted(names, key=lambda _: rng.random())]
 
 
 def lines(rng, length):

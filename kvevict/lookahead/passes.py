@@ -32,10 +32,10 @@ def truth(decoder, prompt, response) -> Truth:
     found, ids = Truth(len(prompt)), torch.cat([prompt, response])[None]
 
     def attend(module, query, key, value, mask, **options):
-        index, n = module.layer_idx, found.tokens
-        first = n - module.sliding_window + 1 if _sliding(module) else 0
-        found.keys[index], found.values[index] = (x[:, :, max(first, 0) : n].contiguous() for x in (key, value))
-        if _sliding(module):
+        index, n, window = module.layer_idx, found.tokens, options.get("sliding_window")
+        first = 0 if window is None else max(n - window + 1, 0)
+        found.keys[index], found.values[index] = (x[:, :, first:n].contiguous() for x in (key, value))
+        if window is not None:
             return compat.base_attention(module, module._kvevict_original)(module, query, key, value, mask, **options)
         options = _own(options)
         slots, new = slots_of(key[:, :, :0]), torch.zeros(1, dtype=torch.int32, device=key.device)
@@ -53,18 +53,19 @@ def truth(decoder, prompt, response) -> Truth:
 
 def loss(decoder, adapter, found: Truth, note=None):
     """Mean over layers and heads of KL(true scores || the lookahead rows' scores), fp32, with a graph to the adapter
-    where gradients are on. note(layer, q, k, options) sees the rows' queries and all keys [1, Hkv, N + n, D]."""
+    where gradients are on. note(layer, q, k, slots, options) sees the rows' queries and keys, and the prompt's."""
     each, count = [], adapter.tokens
 
     def attend(module, query, key, value, mask, **options):
-        index, options = module.layer_idx, _own(options)
+        index, window, options = module.layer_idx, options.get("sliding_window"), _own(options)
         past = found.keys[index], found.values[index]
-        if _sliding(module):
-            return _plain(query, key, value, *past, module.sliding_window, **options), None
-        keys = torch.cat([past[0], key], 2)
-        each.append(kl(query, keys, found.target[index], **options))
+        if window is not None:
+            return _plain(query, key, value, *past, window, **options), None
+        slots = slots_of(*past)
+        where = dict(k_slots=slots.k, offset=slots.offset, len=slots.len, columns=found.tokens + count)
+        each.append(_ops.kl(query, key, found.target[index], **where, **options))
         if note is not None:
-            note(index, query, keys, options)
+            note(index, query, key, slots, options)
         return _Attend.apply(query, key, value, *past, options), None
 
     embeds = adapter.embeddings.to(decoder.get_input_embeddings().weight.dtype)[None]
@@ -74,15 +75,7 @@ def loss(decoder, adapter, found: Truth, note=None):
     return torch.stack(each).mean()
 
 
-def kl(q, k, target, *, scale, softcap=0.0, sinks=None):
-    """Plain torch, the attention matrix materialised; see `kvevict._ops.kl`."""
-    tokens, seen = target.shape[-1], logits(q.float(), k.float(), scale, softcap)
-    paid = _softmax(seen, sinks)[..., :tokens].mean(2)  # [B, H, N]
-    paid, target = (x / x.sum(-1, keepdim=True) for x in (paid, target))
-    return torch.xlogy(target, target / paid.clamp_min(1e-30)).sum(-1).mean()
-
-
-def logits(q, k, scale, softcap=0.0):
+def _logits(q, k, scale, softcap):
     """[B, H, R, S] of rows that are the last R of the S keys' own, -inf where one is not seen."""
     rows, columns = q.shape[2], k.shape[2]
     seen = (q.unflatten(1, (k.shape[1], -1)) @ k[:, :, None].transpose(-1, -2)).flatten(1, 2) * scale
@@ -102,7 +95,7 @@ def _plain(q, k, v, keys, values, window, *, scale, softcap, sinks):
     """Attention of a sliding layer's rows [1, n, H, D]: its matrix is no wider than the window."""
     k, v = torch.cat([keys, k], 2), torch.cat([values, v], 2)
     rows, columns = q.shape[2], k.shape[2]
-    seen = logits(q.float(), k.float(), scale, softcap)
+    seen = _logits(q.float(), k.float(), scale, softcap)
     at = torch.arange(columns, device=q.device)
     gone = at[None] <= at[columns - rows :, None] - window
     weights = _softmax(seen.masked_fill(gone, -torch.inf), sinks).to(v.dtype)
@@ -187,10 +180,6 @@ def _own(options):
     return dict(
         scale=options["scaling"], softcap=options.get("softcap") or 0.0, sinks=None if sinks is None else sinks.float()
     )
-
-
-def _sliding(module):
-    return getattr(module, "sliding_window", None) is not None
 
 
 def _call(module, query, key, value, mask, **options):

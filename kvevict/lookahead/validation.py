@@ -14,8 +14,8 @@ def similarity(decoder, adapter, prompt, response) -> dict:
     `tau`, of scores that are not pooled."""
     found, each = passes.truth(decoder, prompt, response), []
 
-    def note(layer, q, keys, options):
-        got = scores(q, keys, found.tokens, **options)[0]
+    def note(layer, q, k, slots, options):
+        got = _scores(q, k, slots, **options)[0, :, : found.tokens]
         want = found.target[layer][0].unflatten(0, (len(got), -1)).mean(1)
         each.append((recall(got, want, max(1, found.tokens // 8)), tau(got, want)))
 
@@ -24,11 +24,11 @@ def similarity(decoder, adapter, prompt, response) -> dict:
     return dict(loss=value, recall=recalls, tau=taus)
 
 
-def scores(q, keys, tokens, **options):
-    """[1, Hkv, N] mean attention of the rows q, the keys' last, to the first `tokens` keys."""
-    slots, none = passes.slots_of(keys[:, :, :0]), torch.zeros(1, dtype=torch.int32, device=keys.device)
-    args = (q, none, slots.k, slots.offset, slots.len, keys, none, none + keys.shape[2])
-    return _ops.score(*args, causal=True, reduce="mean", columns=keys.shape[2], **options)[..., :tokens]
+def _scores(q, k, slots, **options):
+    """[1, Hkv, N + n] mean attention of rows q to the prompt's slots and, causally, to their own keys k."""
+    none, columns = 0 * slots.len[:, 0], k.shape[2] + len(slots.k) // k.shape[1]
+    args = (q, none, slots.k, slots.offset, slots.len, k, none, none + k.shape[2])
+    return _ops.score(*args, causal=True, reduce="mean", columns=columns, **options)
 
 
 def recall(got, want, k: int):

@@ -31,11 +31,15 @@ class Lookahead(Rows):
     adapter: object = None
     probe: int = 32
 
+    def __post_init__(self):
+        if isinstance(self.adapter, os.PathLike):
+            object.__setattr__(self, "adapter", os.fspath(self.adapter))  # which JSON can hold
+
     @property
     def most(self):
         if self.adapter is None:
             return USUAL
-        return tokens_in(os.fspath(self.adapter)) if isinstance(self.adapter, (str, Path)) else self.adapter.tokens
+        return tokens_in(self.adapter) if isinstance(self.adapter, str) else self.adapter.tokens
 
     decoded = most
 
@@ -43,11 +47,12 @@ class Lookahead(Rows):
         from ...lookahead.adapter import Adapter
 
         count("probe", self.probe, 0)
-        if not isinstance(self.adapter, (str, Path, Adapter, type(None))):
+        if not isinstance(self.adapter, (str, Adapter, type(None))):
             raise TypeError(f"adapter must be a kvevict.lookahead.Adapter or its folder, got {self.adapter!r}")
         self.most  # noqa: B018  or an error
 
     def ready(self, decoder):
+        _loaded.pop(decoder, None)  # the folder may hold another one now
         if decoder is not None:
             self.adapter_of(decoder)
 
