@@ -100,6 +100,6 @@ def render(lines, name, budgets, mode, layers, adapter=None) -> str:
 CAPTION = (
     "difference: the mean over cases, each case's being its mean over the budgets; above 0 where the claim's side is\n"
     "better (of KL: nearer to the full cache). seen: yes, the interval bears the claim out; no, it contradicts it;\n"
-    f"open, it does neither, no case differs, or there are fewer than {FEWEST}. Claims of about as good allow for 5 % of\n"
-    "the full cache's score, or of the divergence."
+    f"open, it does neither, no case differs, or there are fewer than {FEWEST}. Claims of about as good allow for 5 %\n"
+    "of the full cache's score, or of the divergence."
 )
