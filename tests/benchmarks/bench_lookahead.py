@@ -95,11 +95,14 @@ def main():
             command += ["--response", str(args.response), "--dtype", args.dtype]
             found[run] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
         ours, other = found["ours"], found["materialised"]
+        ratios = [ours[name] / other[name] for name in ("seconds", "mib")]
         if abs(ours["loss"] - other["loss"]) > 1e-3 * other["loss"] and args.dtype == "float32":
             raise SystemExit(f"the losses differ: {ours['loss']} and {other['loss']}")
-        print(f"{tokens:6} tokens: {ours['seconds']:7.2f} s, {ours['mib']:5} MiB; materialised {other['seconds']:7.2f} s, "
-              f"{other['mib']:5} MiB; ratios {ours['seconds'] / other['seconds']:.2f} and "
-              f"{ours['mib'] / other['mib']:.3f}", flush=True)  # fmt: skip
+        print(
+            f"{tokens:6} tokens: {ours['seconds']:7.2f} s, {ours['mib']:5} MiB; materialised "
+            f"{other['seconds']:7.2f} s, {other['mib']:5} MiB; ratios {ratios[0]:.2f} and {ratios[1]:.3f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
