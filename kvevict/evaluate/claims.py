@@ -88,7 +88,7 @@ def render(lines, name, budgets, mode, layers, adapter=None) -> str:
             margin = (claim.margin or 0) * usual(lines, sides, fidelity)
             scale, unit = (1, "nats of KL") if fidelity else (100, "points")
             table.append([
-                claim.says, claim.better, claim.than, unit, f"{scale * found.mean:+.3g}",
+                claim.says, *(run.policy for run in sides[0]), unit, f"{scale * found.mean:+.3g}",
                 f"[{scale * found.low:+.3g}, {scale * found.high:+.3g}]", str(found.won), str(found.lost),
                 str(found.cases), found.verdict(margin),
             ])  # fmt: skip
