@@ -146,3 +146,21 @@ def test_readme_is_short():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 170
     assert [line for line in lines if len(line) > 120 and "](" not in line] == []
+
+
+PRESSES = """CriticalAdaKV CriticalKV CUR AdaKV Base Composed Scorer ExpectedAttention Knorm ObservedAttention Random
+    RestoreKV SimLayerKV SnapKV StreamingLLM ThinK TOVA PerLayerCompression KeyRerotation Chunk DuoAttention ChunkKV
+    QFilter PyramidKV Finch LagKV Block KeyDiff KVgrad KVzip ExpectedAttentionStats CAM Decoding
+    CompressionRatioDecoding PrefillDecoding Compactor LeverageScore NonCausalAttn KVzap DMS FastKVzip KVCompose
+    Merging Cap LUKV EntropyGatedChunkKV"""  # of kvpress 0.5.5
+
+
+def test_every_press_has_a_line():
+    import kvevict
+
+    rows = re.findall(r"^\| (`\w+Press.*?) \| (.*?) \|", (ROOT / "docs" / "migrating.md").read_text(), re.M)
+    told = {name for press, _ in rows for name in re.findall(r"`(\w+)Press\b", press)}
+    assert told == set(PRESSES.split())
+    for _, here in rows:
+        for name in re.findall(r"`([a-z0-9+/]+)`", here):
+            assert name in kvevict.policies(), name
