@@ -46,14 +46,13 @@ class KVEvict(HFLM):
     @torch.no_grad()
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, override_bs=None):
         """(log-likelihood, whether it is the greedy choice) of (_, context ids, continuation ids) each."""
-        order = sorted(range(len(requests)), key=lambda at: requests[at][1])
+        # What is too long loses its first tokens, as in lm-eval's own.
+        contexts = [context[-max(self.max_length + 1 - len(behind), 1) :] for _, context, behind in requests]
+        order = sorted(range(len(requests)), key=contexts.__getitem__)
         answers: list = [None] * len(requests)
         bar = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests")
-        for _, group in itertools.groupby(order, key=lambda at: requests[at][1]):
-            group = list(group)
-            room = self.max_length + 1 - max(len(requests[at][2]) for at in group)
-            context = torch.tensor([requests[group[0]][1][-max(room, 1) :]], device=self.device)
-            read = self.model(context, logits_to_keep=1, use_cache=True)
+        for context, group in itertools.groupby(order, key=contexts.__getitem__):
+            read = self.model(torch.tensor([context], device=self.device), logits_to_keep=1, use_cache=True)
             with keeping_all(self.model, read.past_key_values):
                 for at in group:
                     answers[at] = self._scored(read, requests[at][2])
