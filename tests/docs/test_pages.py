@@ -93,9 +93,8 @@ def test_commands_exist(page):
     for language, _, code in fences(page):
         for line in code.replace("\\\n", " ").splitlines() if language == "sh" else ():
             words = [word for word in shlex.split(line, comments=True) if not re.match(r"\w+=", word)]
-            at = next((i for i, word in enumerate(words) if word.split("/")[-1] == "kvevict"), None)
-            if at is not None and "lm_eval" not in words:
-                taken(words[at + 1], words[at + 2 :])
+            if words and words[0].split("/")[-1] == "kvevict":
+                taken(words[1], words[2:])
             for word in words:
                 if re.match(r"(tests|examples|docs)/.*\.(py|sh)$", word):
                     assert (ROOT / word).is_file(), word
