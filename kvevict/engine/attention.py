@@ -1,6 +1,10 @@
 """The attention function that patched layers call: attend over [stored | new], then let the call's chooser decide what
 stays."""
 
+import contextlib
+import copy
+from contextvars import ContextVar
+
 from transformers import AttentionInterface
 
 from .. import _ops, compat
@@ -9,6 +13,8 @@ from .step import current
 from .view import View
 
 NAME = "kvevict"
+ORIGINAL = "_kvevict_original"  # attribute of our copy of a module's config: the config it had
+_note: ContextVar = ContextVar("kvevict_note", default=None)  # (module, query, key) of what runs unpatched
 
 
 def attention(module, query, key, value, attention_mask, scaling=None, softcap=None, s_aux=None, **kwargs):
@@ -69,11 +75,41 @@ class _WithConfig:
 
 
 def _unpatched(module, query, key, value, attention_mask, **options):
-    config = module.config.__dict__["_kvevict_original"]
+    if _note.get() is not None:
+        _note.get()(module, query, key)
+    config = module.config.__dict__[ORIGINAL]
     options = {name: value for name, value in options.items() if value is not None}
     return compat.base_attention(module, config)(
         _WithConfig(module, config), query, key, value, attention_mask, **options
     )
+
+
+def divert(module) -> None:
+    """Have an attention module call `attention`: it gets a copy of its config that says so."""
+    config = copy.copy(module.config)
+    config.__dict__[ORIGINAL] = module.config
+    config._attn_implementation_internal = NAME
+    module.config = config
+
+
+def restore(module) -> None:
+    module.config = module.config.__dict__[ORIGINAL]
+
+
+@contextlib.contextmanager
+def overheard(modules, note):
+    """Inside, note(module, query, key) is told what unpatched calls of these modules attend with."""
+    register()
+    ours = [module for module in modules if ORIGINAL not in module.config.__dict__]
+    token = _note.set(note)
+    try:
+        for module in ours:
+            divert(module)
+        yield
+    finally:
+        for module in ours:
+            restore(module)
+        _note.reset(token)
 
 
 def register() -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from .. import _ops, compat
+from .. import _ops, compat, families
 from . import host
 from .step import current
 
@@ -272,6 +272,33 @@ class EvictionLayer(CacheLayerMixin):
         return dense
 
 
+class StatefulLayer(EvictionLayer):
+    """Our slots, in a layer that has a convolution's or a recurrent state besides: `state` is Transformers' layer that
+    holds it, and answers for all that is not ours."""
+
+    def __init__(self, state=None):
+        super().__init__()
+        self.state = state
+
+    def __getattr__(self, name):
+        if name == "state":  # before it is there, as while copying
+            raise AttributeError(name)
+        return getattr(self.state, name)
+
+    def reset(self):
+        super().reset()
+        if self.__dict__.get("state") is not None:
+            self.state.reset()
+
+    def batch_select_indices(self, indices):
+        super().batch_select_indices(indices)
+        for states in (self.state.conv_states, self.state.recurrent_states):
+            states |= {index: t[indices] for index, t in states.items() if t is not None}
+
+
+compat.keeps_state(StatefulLayer)
+
+
 class SlidingLayer(DynamicSlidingWindowLayer):
     """Transformers' sliding window, which a chunk's transient rows (the probe) read but do not enter."""
 
@@ -297,7 +324,7 @@ class SlidingLayer(DynamicSlidingWindowLayer):
 def adopt(cache, kinds, config, first=None) -> None:
     """Replace, in place, the layers of a `DynamicCache` that we evict from, so that the caller's reference stays right.
 
-    kinds   per layer, as `compat.layer_kinds(config)`
+    kinds   per layer, as `families.layer_kinds(config)`
     first   [B] left padding of the tokens that a plain cache holds already (a prefix read before patching)
     """
     layers = list(cache.layers)
@@ -309,9 +336,11 @@ def adopt(cache, kinds, config, first=None) -> None:
         layers += DynamicCache(config=config).layers[len(layers) :]
     for index, kind in enumerate(kinds):
         layer = layers[index]
-        if kind == compat.OWN:
+        if kind in families.EVICTS:
             if not isinstance(layer, EvictionLayer):
                 layers[index] = import_layer(layer, first)
+        elif kind == families.STATE:
+            continue
         elif type(layer) is DynamicSlidingWindowLayer:
             layer.__class__ = SlidingLayer
         elif not isinstance(layer, SlidingLayer):
@@ -325,13 +354,15 @@ def adopt(cache, kinds, config, first=None) -> None:
 
 def import_layer(layer, first=None):
     """An `EvictionLayer` with the tokens that a plain `DynamicLayer` holds."""
-    if type(layer) is not DynamicLayer:
+    both = isinstance(layer, DynamicLayer) and hasattr(layer, "update_conv_state")
+    wide = type(layer) is DynamicSlidingWindowLayer and layer.get_seq_length() < layer.sliding_window
+    if not (type(layer) is DynamicLayer or both or wide):
         raise ValueError(
             f"past_key_values has a {type(layer).__name__}; kvevict evicts from a plain DynamicCache only (no static, "
             "quantised or offloaded cache): drop cache_implementation, or call kvevict.unpatch(model)"
         )
-    ours = EvictionLayer()
-    if layer.is_initialized and layer.get_seq_length() > 0:
+    ours = StatefulLayer(layer) if both else EvictionLayer()
+    if getattr(layer, "keys", None) is not None and layer.get_seq_length() > 0:
         k, v = layer.keys, layer.values
         batch, _, columns, _ = k.shape
         first = torch.zeros(batch, dtype=torch.int32, device=k.device) if first is None else first
@@ -340,4 +371,5 @@ def import_layer(layer, first=None):
         pos = (torch.arange(columns, device=k.device) - first[:, None]).to(torch.int32)
         ours.append(k, v, pos, first, padding)
         ours.advance(columns, columns - padding)
+        layer.keys = layer.values = None
     return ours

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .. import compat
+from .. import families
 from ..policy.policy import Policy
 from ..policy.rows.drafted import head
 from ..policy.rows.window import Window
 from . import evict
-from .cache import EvictionLayer
+from .cache import EvictionLayer, StatefulLayer
 from .choosers import Chooser
 from .meter import Meter
 from .step import Step, running
@@ -47,6 +47,14 @@ class _DraftLayer(EvictionLayer):
     def decode(self, q, k, v, pos, **options):
         self.rows.append((q, k, v))
         return super().decode(q, k, v, pos, **options)
+
+
+class _StatefulDraftLayer(_DraftLayer, StatefulLayer):
+    """One with a copy of the state too, which is updated in place."""
+
+    def __init__(self, view, choice, room):
+        super().__init__(view, choice, room)
+        self.state = copy.deepcopy(view.layer.state)
 
 
 class _Watch(Chooser):
@@ -92,10 +100,15 @@ class Drafting(Chooser):
             quiet = copy.copy(step.patch)
             quiet.policy = _FIRST_CUT
             cache = copy.copy(step.cache)
-            cache.layers = [copy.copy(layer) for layer in step.cache.layers]
+            copied = {families.STATE: copy.deepcopy}  # a state is updated in place
+            cache.layers = [
+                copied.get(kind, copy.copy)(layer)
+                for kind, layer in zip(step.patch.kinds, step.cache.layers, strict=True)
+            ]
             unseen = Meter()  # what is drafted leaves no trace in the report
             for view in views:
-                cache.layers[view.index] = _DraftLayer(view, _first_choice(view, quiet, unseen), n_d)
+                kind = _StatefulDraftLayer if isinstance(view.layer, StatefulLayer) else _DraftLayer
+                cache.layers[view.index] = kind(view, _first_choice(view, quiet, unseen), n_d)
             self._write(chunk_end, cache, quiet, unseen, n_d)
             meter.live["draft"] = sum(cache.layers[view.index].live_bytes() for view in views)
             meter.watch(views[0], len(views))
@@ -108,7 +121,7 @@ class Drafting(Chooser):
         logits, at, none = head(request.top), step.positions[:, -1:], torch.zeros_like(step.first)
         for number in range(1, n_d + 1):
             ids, at = logits(hidden).argmax(-1), at + 1
-            final = int(at.max()) if compat.rope_depends_on_length(step.decoder) else None
+            final = int(at.max()) if families.rope_depends_on_length(step.decoder) else None
             mask = request.mask_for(step.chunk.end, number)  # over all that were drafted so far
             one = Step(
                 quiet, step.decoder, cache, meter, at, none, 0 * step.padding, _Watch(self.errors), final_position=final

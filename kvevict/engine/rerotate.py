@@ -10,12 +10,12 @@ import contextlib
 
 import torch
 
-from .. import compat
+from .. import families
 
 
 def check(policy, decoder) -> None:
     """Raise ValueError for a model whose keys cannot be rotated on by a difference of positions."""
-    if policy.rerotate and compat.rope_depends_on_length(decoder):
+    if policy.rerotate and families.rope_depends_on_length(decoder):
         raise ValueError(
             "rerotate=True turns keys from one position to another, and this model's rotary frequencies change with "
             "the prompt's length (longrope, dynamic): pass rerotate=False"
@@ -25,7 +25,7 @@ def check(policy, decoder) -> None:
 @contextlib.contextmanager
 def in_cache(step, module, layer):
     """Inside, if the policy rerotates, the layer's slots are at the positions right before this call's rows."""
-    if not step.patch.policy.rerotate:
+    if not (step.patch.policy.rerotate and step.patch.turns[module.layer_idx]):
         yield
         return
     column = torch.arange(layer.longest(), device=layer.device)
@@ -41,7 +41,7 @@ def in_cache(step, module, layer):
     own = layer.k[rows()]
     if len(own):
         forth, back = turn[moves].clamp_min(0), (-turn[moves]).clamp_min(0)
-        turned = compat.rotate(step.decoder, module, own[:, None, None].float(), back, forth)
+        turned = families.rotate(step.decoder, module, own[:, None, None].float(), back, forth)
         layer.k[rows()] = turned[:, 0, 0].to(own.dtype)
     try:
         yield

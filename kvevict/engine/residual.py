@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from .. import compat
+from .. import families
 from . import host
 from .step import current
 
@@ -53,10 +53,11 @@ def install(decoder, state) -> list:
     if until == "off":
         return hooks
     for index in state.order:
-        layer = decoder.layers[index]
+        layer = families.layers_of(decoder)[index]
         hooks.append(layer.register_forward_pre_hook(partial(_enter, index), with_kwargs=True))
         if until == "attention":
-            hooks.append(compat.after_attention(layer).register_forward_pre_hook(partial(_behind_attention, index)))
+            module = layer.get_submodule(state.behind[index])
+            hooks.append(module.register_forward_pre_hook(partial(_behind_attention, index)))
         else:
             hooks.append(layer.register_forward_hook(partial(_behind_layer, index)))
     return hooks

@@ -10,6 +10,7 @@ import torch
 STATE = "_kvevict"  # attribute of the text decoder that holds its Patch, outside nn.Module's registries
 _current: ContextVar = ContextVar("kvevict_step", default=None)
 top_model: ContextVar = ContextVar("kvevict_top_model", default=None)  # the model around the decoder that runs
+top_mask: ContextVar = ContextVar("kvevict_top_mask", default=None)  # what its caller gave it as attention_mask
 logits_wanted: ContextVar = ContextVar("kvevict_logits_wanted", default=0)  # of the last tokens; 0: of all
 
 

@@ -6,7 +6,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from .. import _ops, compat
+from .. import _ops, families
 from . import apart, host, rerotate
 
 
@@ -70,8 +70,11 @@ class View:
         return self.upload(self.layer.budget // self.n.shape[1])
 
     def rotate(self, queries, position_from, position_to):
-        """Queries [B, H, p, D] turned by the model's own rotary angle between two positions [B]."""
-        return compat.rotate(self.step.decoder, self.module, queries, position_from, position_to)
+        """Queries [B, H, p, D] turned by the model's own rotary angle between two positions [B]. Of rows that say that
+        they do so: `turns`."""
+        if not self.step.patch.turns[self.index]:
+            return queries
+        return families.rotate(self.step.decoder, self.module, queries, position_from, position_to)
 
     # -- slots ------------------------------------------------------------------------------------------------------
 

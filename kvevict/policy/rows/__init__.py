@@ -22,6 +22,7 @@ class Along:
 
     tokens: object  # ids [B, p] or embeddings [B, p, E]
     positions: object  # [B, p] in the prompt or behind it; None: right behind each chunk
+    columns: object = None  # [B, p] of the prompt that they are; None: they are not of the prompt
 
 
 class Part(NamedTuple):
@@ -36,6 +37,7 @@ class Part(NamedTuple):
 @dataclass(frozen=True)
 class Rows:
     whole: ClassVar[bool] = False  # they exist once the whole prompt was read, so layers wait for that
+    turns: ClassVar[bool] = False  # they turn queries from one position to another: `View.rotate`
     newest: ClassVar[bool] = False  # while decoding the newest row observes, and none is remembered
 
     @property

@@ -1,0 +1,20 @@
+from collections import Counter
+
+from . import command
+
+
+@command
+def models(parser, argv):
+    """List the model types that were compared with the unpatched model, and how each one did."""
+    parser.add_argument("names", nargs="*", metavar="TYPE", help="only those with this in their name")
+    parser.add_argument("--json", action="store_true", help="only the JSON line")
+    args = parser.parse_args(argv)
+    from ..known import table
+
+    wanted = [t for t in table() if not args.names or any(name in t.name for name in args.names)]
+    if not args.json:
+        for each in wanted:
+            inside = "" if each.decoder in ("", each.name) else f" ({each.decoder})"
+            print(f"{each.name + inside:44} {each.verdict:8} {each.note}".rstrip())
+        print("\nOther types are compared on a few tokens when they are patched, and refused if they differ.")
+    return {"models": [t._asdict() for t in wanted], "counts": dict(Counter(t.verdict for t in wanted))}
