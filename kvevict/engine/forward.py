@@ -81,8 +81,8 @@ def _rotary_forward(self, x, position_ids, *args, **kwargs):
     run = original(self)
     if step is None or step.final_position is None:
         return run(x, position_ids, *args, **kwargs)
-    final = position_ids.new_full((position_ids.shape[0], 1), step.final_position)
-    cos, sin = run(x, torch.cat([position_ids, final], 1), *args, **kwargs)
+    final = position_ids.new_full((*position_ids.shape[:-1], 1), step.final_position)
+    cos, sin = run(x, torch.cat([position_ids, final], -1), *args, **kwargs)
     return cos[:, :-1], sin[:, :-1]
 
 

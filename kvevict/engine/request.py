@@ -104,15 +104,17 @@ class Request:
         mask, given = self.mask, top_mask.get()
         if not isinstance(mask, dict) or not (given is None or (isinstance(given, torch.Tensor) and given.ndim == 2)):
             return mask
-        for each in mask.values():
-            if isinstance(each, torch.Tensor) and each.ndim == 4 and each.shape[2] == self.tokens:
-                sees = each if each.dtype == torch.bool else each >= 0
-                new = sees[..., -self.tokens :]
-                if bool(new.triu(1).any()):
-                    raise ValueError(
-                        "attention_mask lets tokens see later ones, as in pictures whose tokens see each other; read "
-                        "in chunks they would not: leave pictures away, or call kvevict.unpatch(model)"
-                    )
+        for kind, each in mask.items():
+            if not (isinstance(each, torch.Tensor) and each.ndim == 4 and each.shape[2] == self.tokens):
+                continue
+            sees = each if each.dtype == torch.bool else each >= 0
+            if bool(sees[..., -self.tokens :].triu(1).any()):
+                raise ValueError(
+                    "attention_mask lets tokens see later ones, as in pictures whose tokens see each other; read in "
+                    "chunks they would not: leave pictures away, or call kvevict.unpatch(model)"
+                )
+            if given is None and kind == "full_attention" and not bool(sees[..., -1, :].all()):
+                raise ValueError("a padded batch needs attention_mask= by name, as a 2D tensor")
         return given
 
     def check_read(self, prompt: int, wanted: int, calls: int) -> None:

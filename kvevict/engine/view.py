@@ -72,7 +72,10 @@ class View:
     def rotate(self, queries, position_from, position_to):
         """Queries [B, H, p, D] turned by the model's own rotary angle between two positions [B]. Of rows that say that
         they do so: `turns`."""
-        if not self.step.patch.turns[self.index]:
+        turns = self.step.patch.turns
+        if self.index not in turns:
+            raise ValueError("rows that turn queries say so, for models where that is not possible: turns = True")
+        if not turns[self.index]:
             return queries
         return families.rotate(self.step.decoder, self.module, queries, position_from, position_to)
 

@@ -197,7 +197,7 @@ def test_what_a_state_forbids(name, kind, tmp_path):
     with pytest.raises(ValueError, match="tsp=None"):
         kvevict.patch(model, "fastkv", budget=20)
     kvevict.patch(model, "snapkv", budget=20, window=4)
-    with pytest.raises(ValueError, match="without an assistant|stateful"):
+    with pytest.raises(ValueError, match=r"without an assistant|stateful"):
         model.generate(**inputs, max_new_tokens=4, prompt_lookup_num_tokens=3)
     with torch.no_grad():
         cache = model(**inputs).past_key_values
