@@ -158,10 +158,15 @@ def structure_reasons(decoder) -> list:
     return []
 
 
+def rotary_of(module):
+    """The child that makes cosine and sine of positions; None where there is none."""
+    return next((child for child in module.children() if "Rotary" in type(child).__name__), None)
+
+
 def rotate(decoder, module, x, position_from, position_to):
     """Rotate x [B, H, p, D] by the angle between two positions [B]: R(to) R(from)^-1 x, with the model's own rotary
     frequencies and its own pairing of dimensions. fp32 in, fp32 out. For modules that do rotate (`trial.turns`)."""
-    rotary = getattr(decoder, "rotary_emb", None) or module.rotary_emb
+    rotary = rotary_of(decoder) or rotary_of(module)
     kinds = getattr(decoder.config, "layer_types", None)
     typed = "layer_type" in inspect.signature(type(rotary).forward).parameters
     layer_type = (kinds[module.layer_idx] if kinds else "full_attention",) if typed else ()
@@ -177,7 +182,7 @@ def rotate(decoder, module, x, position_from, position_to):
 
 def axes(decoder) -> int:
     """How many axes positions have (M-RoPE, for pictures); 0: they are plain numbers."""
-    sections = getattr(getattr(decoder, "rotary_emb", None), "mrope_section", None)
+    sections = getattr(rotary_of(decoder), "mrope_section", None)
     if isinstance(sections, dict):  # one for every kind of layer
         sections = next(iter(sections.values()))
     return len(sections or ())
@@ -185,6 +190,6 @@ def axes(decoder) -> int:
 
 def rope_depends_on_length(decoder) -> bool:
     """Whether the rotary frequencies depend on the longest position of the same call (longrope, dynamic NTK)."""
-    kind = getattr(getattr(decoder, "rotary_emb", None), "rope_type", "default")
+    kind = getattr(rotary_of(decoder), "rope_type", "default")
     kinds = kind.values() if isinstance(kind, dict) else [kind]
     return any(k == "longrope" or "dynamic" in k for k in kinds)

@@ -187,6 +187,9 @@ def _odds(decoder) -> list:
     for dim in sorted(dims):
         if dim % 8 or not 8 <= dim <= 256:
             reasons.append(f"head_dim {dim} is not a multiple of 8 up to 256")
+    width = getattr(own[0], "v_head_dim", None)
+    if isinstance(width, int) and dims != {width}:
+        reasons.append(f"it has values of {width} dimensions and keys of {', '.join(map(str, sorted(dims)))}")
     if len(dims) > 1:
         reasons.append(f"its layers have heads of {', '.join(map(str, sorted(dims)))} dimensions")
     return reasons

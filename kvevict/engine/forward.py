@@ -17,13 +17,13 @@ def install(decoder) -> None:
     """Replace the decoder's forward, and that of rotary frequencies which depend on a prompt's length."""
     replace(decoder, forward)
     if families.rope_depends_on_length(decoder):
-        replace(decoder.rotary_emb, _rotary_forward)
+        replace(families.rotary_of(decoder), _rotary_forward)
 
 
 def remove(decoder) -> None:
     restore(decoder)
     if families.rope_depends_on_length(decoder):
-        restore(decoder.rotary_emb)
+        restore(families.rotary_of(decoder))
 
 
 def replace(module, function) -> None:

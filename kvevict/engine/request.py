@@ -102,9 +102,11 @@ class Request:
         """The 2D mask; where a model around the decoder makes masks of it for every kind of layer, what it was made of.
         Raises ValueError where those let a token see a later one (Gemma 3's pictures)."""
         mask, given = self.mask, top_mask.get()
-        if not isinstance(mask, dict) or not (given is None or (isinstance(given, torch.Tensor) and given.ndim == 2)):
+        made = isinstance(mask, dict) or (isinstance(mask, torch.Tensor) and mask.ndim == 4)
+        plain = given is None or (isinstance(given, torch.Tensor) and given.ndim == 2)
+        if not (made and plain and top_model.get() is not None):
             return mask
-        for kind, each in mask.items():
+        for kind, each in (mask if isinstance(mask, dict) else {"full_attention": mask}).items():
             if not (isinstance(each, torch.Tensor) and each.ndim == 4 and each.shape[2] == self.tokens):
                 continue
             sees = each if each.dtype == torch.bool else each >= 0
@@ -150,7 +152,8 @@ class Request:
             axes = self.position_ids[-families.axes(self.decoder) :] if families.axes(self.decoder) else None
             if axes is None:
                 raise ValueError("position_ids must be [batch, tokens]")
-            return axes.amax(0).cummax(1).values.expand(self.batch, -1)
+            padding = torch.arange(self.tokens, device=self.device) < self.first[:, None]
+            return axes.amax(0).masked_fill(padding, 0).cummax(1).values
         if self.position_ids.ndim != 2:
             raise ValueError("position_ids must be [batch, tokens]")
         return self.position_ids.expand(self.batch, -1)

@@ -159,6 +159,17 @@ def test_window_as_long_as_the_context(family):
         assert tiny.relative(model(**inputs).logits[tokens], want) < 1e-4
 
 
+def test_values_narrower_than_keys_are_refused(monkeypatch):
+    """As MiMo-V2-Flash's are when it is not tiny."""
+    wide = dict(head_dim=48, v_head_dim=32, swa_head_dim=48, swa_v_head_dim=32)
+    monkeypatch.setitem(zoo.EXTRA, "mimo_v2_flash", wide)
+    if "mimo_v2_flash" not in dict(zoo.types()):
+        pytest.skip("this version of Transformers does not have it")
+    model = zoo.make("mimo_v2_flash", "MiMoV2FlashForCausalLM")
+    with pytest.raises(ValueError, match="values of 32 dimensions"):
+        kvevict.patch(model, "snapkv", budget=64)
+
+
 # -- layers with a state ---------------------------------------------------------------------------------------------
 
 HYBRIDS = [
@@ -218,3 +229,49 @@ def test_gemma3_reads_text_and_refuses_pictures():
         kinds[:, 20:30] = 1
         with pytest.raises(ValueError, match="see later ones"):
             model(**inputs, token_type_ids=kinds)
+
+
+# -- pictures ---------------------------------------------------------------------------------------------------------
+
+SEES = dict(image_token_id=290, vision_start_token_id=291, vision_end_token_id=292, video_token_id=293)
+EYES = {
+    "qwen2_5_vl": dict(out_hidden_size=128, hidden_size=64, num_heads=2, intermediate_size=64,
+                       fullatt_block_indexes=[0]),
+    "qwen3_vl": dict(out_hidden_size=128, hidden_size=64, num_heads=2, intermediate_size=64,
+                     deepstack_visual_indexes=[0]),
+}  # fmt: skip
+
+
+def seeing(name, kind, monkeypatch):
+    """A tiny model, and a prompt of 60 tokens whose columns 10 to 27 are a picture."""
+    monkeypatch.setitem(zoo.EXTRA, name, zoo.EXTRA.get(name, {}) | SEES | dict(vision_config=EYES[name]))
+    model, generator = zoo.make(name, kind), torch.Generator().manual_seed(3)
+    ids = torch.randint(20, 250, (1, 60), generator=generator)
+    ids[0, 10:28] = torch.tensor([291, *[290] * 16, 292])
+    vision = model.config.vision_config
+    merge = vision.spatial_merge_size
+    size = 3 * vision.temporal_patch_size * vision.patch_size**2
+    pixels = torch.randn(16 * merge**2, size, generator=generator)
+    return model, dict(
+        input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=pixels,
+        image_grid_thw=torch.tensor([[1, 4 * merge, 4 * merge]]), mm_token_type_ids=(ids == 290).long(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EYES)
+@pytest.mark.parametrize("policy, options", [
+    ("snapkv", dict(chunk_size=7)), ("take", dict(chunk_size=13, probe=4)),
+    ("take", dict(chunk_size=13, probe=(8, 14))),
+])  # fmt: skip
+def test_pictures(name, policy, options, monkeypatch):
+    """Chunks cut through a picture, whose tokens may read along: the logits and tokens are the unpatched model's."""
+    model, inputs = seeing(name, dict(zoo.types())[name], monkeypatch)
+    with torch.no_grad():
+        want, tokens = model(**inputs).logits, model.generate(**inputs, max_new_tokens=4, do_sample=False)
+        blind = model(**{key: inputs[key] for key in ("input_ids", "attention_mask")}).logits
+        with kvevict.evicting(model, policy, budget=59, **options):
+            got = model(**inputs).logits
+        with kvevict.evicting(model, policy, budget=100, **options):
+            assert torch.equal(model.generate(**inputs, max_new_tokens=4, do_sample=False), tokens)
+    assert tiny.relative(got, want) < 1e-4
+    assert tiny.relative(blind, want) > 1e-2  # the picture matters

@@ -84,7 +84,8 @@ EXTRA = {
     "cohere_compass_text": dict(rope_parameters={"full_attention": ROPE, "sliding_attention": ROPE}),
     "cohere_compass": dict(text_config=dict(rope_parameters={"full_attention": ROPE, "sliding_attention": ROPE})),
     "granitemoehybrid": dict(layer_types=HYBRID, position_embedding_type="rope"),
-    "gemma3n_text": dict(intermediate_size=[96] * 4),
+    "gemma3n_text": dict(intermediate_size=[96] * 4, num_kv_shared_layers=2, layer_types=MIXED,
+                         activation_sparsity_pattern=[0.0] * 4),
     "lfm2": dict(layer_types=["conv", "full_attention"] * 2),
     "lfm2_moe": dict(layer_types=["conv", "full_attention"] * 2),
     "lfm2_vl": dict(text_config=dict(layer_types=["conv", "full_attention"] * 2)),
@@ -132,7 +133,8 @@ def make(name, kind, seed=0):
     config = config_of(name)
     cls = getattr(transformers, kind)
     if cls.config_class is not None and not isinstance(config, cls.config_class):
-        config = config.get_text_config(decoder=True)
+        text = config.get_text_config(decoder=True)
+        config = text if isinstance(text, cls.config_class) else config
     if hasattr(config, "is_decoder"):
         config.is_decoder = True
     torch.manual_seed(seed)
