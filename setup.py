@@ -26,13 +26,13 @@ CSRC = Path("csrc")
 OLDEST_TORCH = (2, 10)
 CUDA_ARCHS = ["80", "86", "89", "90", "100", "120"]
 
-# These hold no intrinsics of one processor: simd.h gives them those of KV_ISA.
-ISA_FILES = {f"{op}_cpu.c" for op in ("attend", "score", "peak", "error", "refine", "norm", "decode")}
+# What <op>_cpu.c are compiled with, once for each: simd.h gives them the vectors of KV_ISA.
 ISA_FLAGS = {"scalar": []}
 if platform.machine().lower() in ("x86_64", "amd64"):
     ISA_FLAGS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
     ISA_FLAGS["avx512"] = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"]
     ISA_FLAGS["avx512"] += ["-mprefer-vector-width=512"]
+    ISA_FLAGS["avx512bf16"] = [*ISA_FLAGS["avx512"], "-mavx512bf16"]
 
 # The limited API makes one binary serve every CPython from 3.10 on; free-threaded builds do not have it.
 LIMITED_API = not sysconfig.get_config_var("Py_GIL_DISABLED")
@@ -109,7 +109,7 @@ class BuildExt(build_ext):
         # A square root that sets errno is a call, not an instruction.
         cc = [*environment("CC", "cc"), "-std=c11", "-fno-math-errno", *shared, *environment("CFLAGS", "")]
         for source in sorted(CSRC.glob("*.c")):
-            if source.name in ISA_FILES:
+            if source.name.endswith("_cpu.c"):
                 for isa, flags in ISA_FLAGS.items():
                     add(source, [*cc, f"-DKV_ISA={isa}", *flags], f"_{isa}")
             else:

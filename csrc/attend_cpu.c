@@ -8,8 +8,6 @@
 
 #include "tile.h"
 
-kv_status KV_OP(attend)(const kv_attend *a);
-
 typedef struct {
   const kv_attend *a;
   int64_t steps; /* of a task */
@@ -32,16 +30,13 @@ static void kv_attend_finish(const kv_attend *a, kv_rows *x, int64_t b, int64_t 
 
 static void kv_attend_task(const kv_attend *a, kv_rows *x, int64_t b, int64_t h, int64_t t0, int64_t t1) {
   const int64_t G = a->H / a->Hkv, rows = (t1 - t0) * G, width = kv_round_up(a->D, VL), at = b * a->Hkv + h;
-  const int64_t offset = a->slots.offset[at], len = a->slots.len[at], first = a->fresh.first[b];
-  const int64_t stop = a->stop ? a->stop[b] : a->S;
+  const int64_t stop = a->stop ? a->stop[b] : a->S, len = a->slots.len[at], size = kv_size(a->dtype);
   const kv_queries query = kv_queries_of(a->dtype, a->D, G, a->q, a->q_stride, b, h, a->scale, a->softcap);
-  const kv_columns k =
-      kv_columns_of(a->dtype, a->D, a->slots.k, offset, len, a->fresh.k, a->fresh.k_stride, b, h, first, stop);
-  const kv_columns v =
-      kv_columns_of(a->dtype, a->D, a->slots.v, offset, len, a->fresh.v, a->fresh.v_stride, b, h, first, stop);
-  const kv_sight sight = {len - first + a->S - a->T, a->stop ? k.n : len, k.n};
+  const kv_columns k = {a->dtype, a->D, kv_keys_of(&a->slots, &a->chunk, b, h, a->Hkv, stop, a->D, size)};
+  const kv_columns v = {a->dtype, a->D, kv_values_of(&a->slots, &a->chunk, b, h, a->Hkv, stop, a->D, size)};
+  const kv_bounds bounds = {len - a->chunk.first[b] + a->S - a->T, a->stop ? k.at.n : len, k.at.n};
   kv_rows_start(x, &query, t0, rows, a->sinks ? a->sinks + h * G : NULL, width);
-  kv_rows_run(x, &query, sight, t0, rows, &k, &v, width);
+  kv_rows_run(x, &query, bounds, t0, rows, &k, &v, width);
   kv_attend_finish(a, x, b, h, t0, rows, width);
 }
 

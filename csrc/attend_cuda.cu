@@ -1,12 +1,12 @@
 /* Chunk attention over [stored | new] on a GPU, sm_80 and up.
  *
  * A block is a tile of rows of one (b, kv head), the rows of its G query heads being time-major, against tiles of keys
- * in ascending order. Q stays in shared memory, S and O in registers, one tile of K and one of V are in shared memory: V
- * is on its way while S = Q K^T is computed, the next K during the softmax and O += P V. Only tiles on the diagonal are
- * masked; those that no row sees are not read.
+ * in ascending order. Q stays in shared memory, S and O in registers, one tile of K and one of V are in shared memory:
+ * V is on its way while S = Q K^T is computed, the next K during the softmax and O += P V. Only tiles on the diagonal
+ * are masked; those that no row sees are not read.
  */
 // budget: regs 255, smem 99328
-#include "sight.cuh"
+#include "attention.cuh"
 
 /* What is to know of a row, kept in shared memory: registers are scarce. */
 struct alignas(16) AttendRow {
@@ -18,11 +18,10 @@ template <class E, int D, int MT>
 static __device__ __forceinline__ void attend_finish(const kv_attend &a, const float (&o)[MT][D / 8][4],
                                                      const float (&top)[MT][2], const float (&sum)[MT][2], int b,
                                                      const AttendRow *rows) {
-#pragma unroll
-  for (int i = 0; i < 2 * MT; i++) {
-    const int t = rows[i * 8].step, head = rows[i * 8].head;
-    float l = lanes_sum<4>(sum[i / 2][i % 2]), at = top[i / 2][i % 2], over = 1;
-    if (t >= a.T) continue;
+  each_row<MT>([&](int m, int half) {
+    const int t = rows[16 * m + 8 * half].step, head = rows[16 * m + 8 * half].head;
+    float l = lanes_sum<4>(sum[m][half]), at = top[m][half], over = 1;
+    if (t >= a.T) return;
     if (a.sinks) { /* a column without a value */
       const float sink = a.sinks[head] * LOG2E, most = fmaxf(at, sink);
       over = most == -INFINITY ? 1 : exp2_approx(at - most);
@@ -34,7 +33,7 @@ static __device__ __forceinline__ void attend_finish(const kv_attend &a, const f
 #pragma unroll
     for (int d = 0; d < D / 8; d++) {
       const int column = d * 8 + fragment_column();
-      const float x = o[i / 2][d][i % 2 * 2] * over, y = o[i / 2][d][i % 2 * 2 + 1] * over;
+      const float x = o[m][d][2 * half] * over, y = o[m][d][2 * half + 1] * over;
       if (column >= a.D) continue;
       if constexpr (sizeof(E) == 4)
         *reinterpret_cast<float2 *>(out + column) = make_float2(x, y);
@@ -42,7 +41,7 @@ static __device__ __forceinline__ void attend_finish(const kv_attend &a, const f
         *reinterpret_cast<uint32_t *>(out + column) = pack<E>(x, y);
     }
     if (fragment_column() == 0) a.lse[(b * a.H + head) * a.T + t] = LN2 * (at + log2f(l));
-  }
+  });
 }
 
 template <class E, int D>
@@ -55,23 +54,21 @@ static __global__ void __launch_bounds__(RowTile<E, D>::THREADS, 1)
                                                                                          fragment_row();
   const int b = blockIdx.y / a.Hkv, h = blockIdx.y % a.Hkv, G = a.H / a.Hkv, dims = a.D;
   const int thread = threadIdx.x;
-  const int first = a.fresh.first[b], stop = a.stop ? a.stop[b] : (int)a.S, len = a.slots.len[blockIdx.y];
-  const int64_t offset = a.slots.offset[blockIdx.y];
-  const auto keys = columns_of<E>(a.slots.k, offset, len, dims, a.fresh.k, a.fresh.k_stride, b, h, first, stop);
-  const auto values = columns_of<E>(a.slots.v, offset, len, dims, a.fresh.v, a.fresh.v_stride, b, h, first, stop);
+  const int stop = a.stop ? a.stop[b] : (int)a.S;
+  const kv_segments keys = kv_keys_of(&a.slots, &a.chunk, b, h, a.Hkv, stop, dims, sizeof(E));
+  const kv_segments values = kv_values_of(&a.slots, &a.chunk, b, h, a.Hkv, stop, dims, sizeof(E));
   const Rows rows = {h * G, 0, (int)a.T * G, divisor(G)};
-  const Sight sight = {(int)(len - first + a.S - a.T), a.stop ? keys.n : len, keys.n};
+  const Bounds bounds = {(int)(keys.len - a.chunk.first[b] + a.S - a.T), a.stop ? keys.n : keys.len, keys.n};
 
   /* The last rows see most: they start first. */
   const int row0 = (gridDim.x - 1 - blockIdx.x) * X::ROWS;
-  const int fewest = sight.seen(rows.step(row0)), most = sight.seen(rows.step(min(row0 + X::ROWS, rows.count) - 1));
+  const int fewest = bounds.seen(rows.step(row0)), most = bounds.seen(rows.step(min(row0 + X::ROWS, rows.count) - 1));
   if (thread < X::ROWS) {
     const int r = row0 + thread;
-    known[thread] = {r < rows.count ? sight.seen(rows.step(r)) : 0, rows.step(r), rows.head_of(r)};
+    known[thread] = {r < rows.count ? bounds.seen(rows.step(r)) : 0, rows.step(r), rows.head_of(r)};
   }
   float o[MT][D / 8][4] = {}, top[MT][2], sum[MT][2] = {};
-#pragma unroll
-  for (int i = 0; i < 2 * MT; i++) top[i / 2][i % 2] = -INFINITY;
+  each_row<MT>([&](int m, int half) { top[m][half] = -INFINITY; });
   tile_load<E, D, X::ROWS, X::THREADS>(q, rows_at<E>(rows, a.q, b * a.q_stride[0], a.q_stride[1], a.q_stride[2]), row0,
                                        dims);
   tile_load<E, D, X::KEYS, X::THREADS>(k, keys, 0, dims);
@@ -87,26 +84,25 @@ static __global__ void __launch_bounds__(RowTile<E, D>::THREADS, 1)
     multiply<E, D, X::STEPS>(s, q, warp_id() * MT * 16, k);
     cp_async_wait<0>();
     /* V is there; K has been read */
-    const bool odd = __syncthreads_or(sizeof(E) == 2 && masked && tile_odd<E, D, X::KEYS, X::THREADS>(v));
+    const bool finite = __syncthreads_and(sizeof(E) == 4 || !masked || tile_finite<E, D, X::KEYS, X::THREADS>(v));
     tile_load<E, D, X::KEYS, X::THREADS>(k, keys, c0 + X::KEYS, dims);
     cp_async_commit();
-    int seen[MT][2];
-#pragma unroll
-    for (int i = 0; i < 2 * MT; i++) seen[i / 2][i % 2] = mine[i * 8].seen - c0;
-    bend(s, logits);
-    if (masked) mask(s, seen);
+    int seen[MT][2]; /* read where it is needed: registers are scarce */
+    const auto read_seen = [&] {
+      each_row<MT>([&](int m, int half) { seen[m][half] = mine[16 * m + 8 * half].seen - c0; });
+    };
+    transform(s, logits);
+    if (masked) read_seen(), mask(s, seen);
     softmax_step(s, logits.scale, top, sum, alpha);
     bool moved = false; /* most tiles leave the maxima where they are */
-#pragma unroll
-    for (int i = 0; i < 2 * MT; i++) moved |= alpha[i / 2][i % 2] != 1;
-    if (__any_sync(ALL_LANES, moved)) {
-#pragma unroll
-      for (int i = 0; i < MT * D / 2; i++) o[i * 2 / D][i / 4 % (D / 8)][i % 4] *= alpha[i * 2 / D][i % 4 / 2];
-    }
+    each_row<MT>([&](int m, int half) { moved |= alpha[m][half] != 1; });
+    if (__any_sync(ALL_LANES, moved))
+      each_number<MT, D / 8>([&](int m, int d, int half, int j) { o[m][d][2 * half + j] *= alpha[m][half]; });
     if constexpr (sizeof(E) == 4) {
+      read_seen();
       add_values_seen<D>(o, s, v, seen);
     } else {
-      if (odd) move_odd<E, D, X::KEYS, X::THREADS>(o, v, seen);
+      if (!finite) read_seen(), move_nonfinite<E, D, X::KEYS, X::THREADS>(o, v, seen);
       add_values<E, D>(o, s, v);
     }
   }
@@ -115,7 +111,9 @@ static __global__ void __launch_bounds__(RowTile<E, D>::THREADS, 1)
   attend_finish<E, D>(a, o, top, sum, b, mine);
 }
 
-extern "C" int kv_attend_cuda(const kv_attend *a, void *stream) {
+int64_t kv_attend_cuda_scratch(const kv_attend *) { return 0; }
+
+int kv_attend_cuda(const kv_attend *a, void *, void *stream) {
   const int64_t heads = a->B * a->Hkv;
   if (heads == 0 || a->T == 0) return 0;
   return dispatch(a->dtype, a->D, [&](auto e, auto d) {

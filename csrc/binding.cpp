@@ -1,5 +1,5 @@
-/* Where torch and Python meet the kernels; with tensors.h the only file that sees torch. Each op's schema stands above the
- * function that turns its tensors into the struct of kvevict.h and calls the kernel. Shapes are in kvevict.h and in
+/* Where torch and Python meet the kernels; with tensors.h the only file that sees torch. Each op's schema stands above
+ * the function that turns its tensors into the struct of kvevict.h and calls the kernel. Shapes are in kvevict.h and in
  * kvevict/_ops.py; an empty one-dimensional tensor stands for an array that may be NULL.
  *
  * Built on torch's stable headers and the limited C API, one binary serves every torch and CPython that is new enough.
@@ -15,18 +15,12 @@ namespace {
 
 #ifdef KVEVICT_CUDA_ARCHS
 constexpr const char *cuda_archs = KVEVICT_CUDA_ARCHS;
-#define KV_KERNELS(op)                                                                   \
-  Kernels<kv_##op> {                                                                     \
-    kv_##op##_check, kv_##op##_cpu, nullptr,                                             \
-        [](const kv_##op *a, void *, void *stream) { return kv_##op##_cuda(a, stream); } \
-  }
-#define KV_KERNELS_WITH_SCRATCH(op) \
+#define KV_KERNELS(op) \
   Kernels<kv_##op> { kv_##op##_check, kv_##op##_cpu, kv_##op##_cuda_scratch, kv_##op##_cuda }
 #else
 constexpr const char *cuda_archs = "";
 #define KV_KERNELS(op) \
   Kernels<kv_##op> { kv_##op##_check, kv_##op##_cpu, nullptr, nullptr }
-#define KV_KERNELS_WITH_SCRATCH KV_KERNELS
 #endif
 
 constexpr const char *attend_schema =
@@ -49,9 +43,9 @@ std::tuple<Tensor, Tensor> attend(Tensor q, Tensor k_slots, Tensor v_slots, Tens
   a.slots.v = call.slots("v_slots", v_slots, type, n, D);
   a.slots.offset = call.array<int64_t>("offset", offset, {B, Hkv});
   a.slots.len = call.array<int32_t>("len", len, {B, Hkv});
-  a.fresh.k = call.rows("k", k, type, {B, Hkv, S, D}, a.fresh.k_stride);
-  a.fresh.v = call.rows("v", v, type, {B, Hkv, S, D}, a.fresh.v_stride);
-  a.fresh.first = call.array<int32_t>("first", first, {B});
+  a.chunk.k = call.rows("k", k, type, {B, Hkv, S, D}, a.chunk.k_stride);
+  a.chunk.v = call.rows("v", v, type, {B, Hkv, S, D}, a.chunk.v_stride);
+  a.chunk.first = call.array<int32_t>("first", first, {B});
   a.stop = is_none(stop) ? nullptr : call.array<int32_t>("stop", stop, {B});
   a.sinks = is_none(sinks) ? nullptr : call.array<float>("sinks", sinks, {H});
   a.out = out.data_ptr();
@@ -77,8 +71,8 @@ kv_observers observers(const Call &call, Tensor &q, const Tensor &row_first, con
   a.slots.k = call.slots("k_slots", k_slots, type, k_slots.size(0), a.D);
   a.slots.offset = call.array<int64_t>("offset", offset, {a.B, a.Hkv});
   a.slots.len = call.array<int32_t>("len", len, {a.B, a.Hkv});
-  a.fresh.k = call.rows("k", k, type, {a.B, a.Hkv, a.S, a.D}, a.fresh.k_stride);
-  a.fresh.first = call.array<int32_t>("first", first, {a.B});
+  a.chunk.k = call.rows("k", k, type, {a.B, a.Hkv, a.S, a.D}, a.chunk.k_stride);
+  a.chunk.first = call.array<int32_t>("first", first, {a.B});
   a.stop = call.array<int32_t>("stop", stop, {a.B});
   if (!is_none(lse)) a.lse = call.per_row("lse", lse, a, a.lse_stride);
   a.sinks = is_none(sinks) ? nullptr : call.array<float>("sinks", sinks, {a.H});
@@ -109,7 +103,7 @@ Tensor score(Tensor q, Tensor row_first, Tensor k_slots, Tensor offset, Tensor l
   a.term = static_cast<kv_term>(term);
   a.reduce = static_cast<kv_reduce>(reduce), a.group = static_cast<kv_reduce>(group);
   a.out = static_cast<float *>(out.data_ptr());
-  call.run(a, KV_KERNELS_WITH_SCRATCH(score));
+  call.run(a, KV_KERNELS(score));
   return out;
 }
 
@@ -126,7 +120,7 @@ Tensor peak(Tensor q, Tensor row_first, Tensor k_slots, Tensor offset, Tensor le
   a.lo = call.array<int32_t>("lo", lo, {a.rows.B, a.rows.Hkv});
   a.hi = call.array<int32_t>("hi", hi, {a.rows.B, a.rows.Hkv});
   a.out = static_cast<float *>(out.data_ptr());
-  call.run(a, KV_KERNELS_WITH_SCRATCH(peak));
+  call.run(a, KV_KERNELS(peak));
   return out;
 }
 
@@ -144,7 +138,7 @@ Tensor error(Tensor q, Tensor row_first, Tensor k_slots, Tensor v_slots, Tensor 
   if (!is_none(weight)) a.rows.weight = call.per_row("weight", weight, a.rows, a.rows.weight_stride);
   ScalarType type = q.scalar_type();
   a.rows.slots.v = call.slots("v_slots", v_slots, type, k_slots.size(0), a.rows.D);
-  a.rows.fresh.v = call.rows("v", v, type, {a.rows.B, a.rows.Hkv, a.rows.S, a.rows.D}, a.rows.fresh.v_stride);
+  a.rows.chunk.v = call.rows("v", v, type, {a.rows.B, a.rows.Hkv, a.rows.S, a.rows.D}, a.rows.chunk.v_stride);
   a.o = call.rows("o", o, type, {a.rows.B, a.rows.R, a.rows.H, a.rows.D}, a.o_stride);
   Tensor out = per_slot(call, a.rows, group, columns);
   a.C = columns;
@@ -152,8 +146,58 @@ Tensor error(Tensor q, Tensor row_first, Tensor k_slots, Tensor v_slots, Tensor 
   a.group = static_cast<kv_reduce>(group);
   a.alpha = static_cast<float>(alpha);
   a.out = static_cast<float *>(out.data_ptr());
-  call.run(a, KV_KERNELS_WITH_SCRATCH(error));
+  call.run(a, KV_KERNELS(error));
   return out;
+}
+
+constexpr const char *kl_schema =
+    "kl(Tensor q, Tensor k, Tensor target, Tensor row_first, Tensor k_slots, Tensor offset, Tensor len, Tensor first, "
+    "Tensor stop, Tensor sinks, float scale, float softcap, bool causal, int columns) -> (Tensor, Tensor, Tensor)";
+
+std::tuple<Tensor, Tensor, Tensor> kl(Tensor q, Tensor k, Tensor target, Tensor row_first, Tensor k_slots,
+                                      Tensor offset, Tensor len, Tensor first, Tensor stop, Tensor sinks, double scale,
+                                      double softcap, bool causal, int64_t columns) {
+  const Call call(q);
+  const Tensor none = call.empty(ScalarType::Float, {0});
+  kv_kl a = {};
+  a.rows = observers(call, q, row_first, k_slots, offset, len, k, first, stop, none, sinks, scale, softcap, causal);
+  STD_TORCH_CHECK(target.dim() == 3, "target has ", target.dim(), " dimensions, expected 3");
+  a.N = target.size(2), a.C = columns;
+  Tensor loss = call.empty(ScalarType::Float, {a.rows.B, a.rows.H});
+  Tensor lse = call.empty(ScalarType::Float, {a.rows.B, a.rows.H, a.rows.R});
+  Tensor paid = per_slot(call, a.rows, KV_NONE, columns);
+  a.target = call.array<float>("target", target, {a.rows.B, a.rows.H, a.N});
+  a.loss = static_cast<float *>(loss.data_ptr());
+  a.lse = static_cast<float *>(lse.data_ptr());
+  a.paid = static_cast<float *>(paid.data_ptr());
+  call.run(a, KV_KERNELS(kl));
+  return {loss, lse, paid};
+}
+
+constexpr const char *kl_grad_schema =
+    "kl_grad(Tensor q, Tensor k, Tensor target, Tensor row_first, Tensor k_slots, Tensor offset, Tensor len, "
+    "Tensor first, Tensor stop, Tensor lse, Tensor paid, Tensor grad, float scale, float softcap, bool causal) -> "
+    "(Tensor, Tensor)";
+
+std::tuple<Tensor, Tensor> kl_grad(Tensor q, Tensor k, Tensor target, Tensor row_first, Tensor k_slots, Tensor offset,
+                                   Tensor len, Tensor first, Tensor stop, Tensor lse, Tensor paid, Tensor grad,
+                                   double scale, double softcap, bool causal) {
+  const Call call(q);
+  const Tensor none = call.empty(ScalarType::Float, {0});
+  kv_kl_grad a = {};
+  a.rows = observers(call, q, row_first, k_slots, offset, len, k, first, stop, none, none, scale, softcap, causal);
+  a.rows.lse = call.per_row("lse", lse, a.rows, a.rows.lse_stride);
+  STD_TORCH_CHECK(target.dim() == 3 && paid.dim() == 3, "target and paid must have 3 dimensions");
+  a.N = target.size(2), a.C = paid.size(2);
+  Tensor dq = call.empty(ScalarType::Float, {a.rows.B, a.rows.H, a.rows.R, a.rows.D});
+  Tensor dk = call.empty(ScalarType::Float, {a.rows.B, a.rows.Hkv, a.rows.S, a.rows.D});
+  a.target = call.array<float>("target", target, {a.rows.B, a.rows.H, a.N});
+  a.paid = call.array<float>("paid", paid, {a.rows.B, a.rows.H, a.C});
+  a.grad = call.array<float>("grad", grad, {a.rows.B, a.rows.H});
+  a.dq = static_cast<float *>(dq.data_ptr());
+  a.dk = static_cast<float *>(dk.data_ptr());
+  call.run(a, KV_KERNELS(kl_grad));
+  return {dq, dk};
 }
 
 constexpr const char *refine_schema =
@@ -175,12 +219,12 @@ Tensor refine(Tensor v_slots, Tensor offset, Tensor len, Tensor v, Tensor first,
   a.slots.v = call.slots("v_slots", v_slots, v.scalar_type(), n, D);
   a.slots.offset = call.array<int64_t>("offset", offset, {B, Hkv});
   a.slots.len = call.array<int32_t>("len", len, {B, Hkv});
-  a.fresh.v = call.rows("v", v, v.scalar_type(), {B, Hkv, S, D}, a.fresh.v_stride);
-  a.fresh.first = call.array<int32_t>("first", first, {B});
+  a.chunk.v = call.rows("v", v, v.scalar_type(), {B, Hkv, S, D}, a.chunk.v_stride);
+  a.chunk.first = call.array<int32_t>("first", first, {B});
   a.stop = call.array<int32_t>("stop", stop, {B});
   a.out = static_cast<float *>(out.data_ptr());
   call.check_slots("v_slots", a.slots.offset, a.slots.len, B * Hkv, n, 0);
-  call.run(a, KV_KERNELS_WITH_SCRATCH(refine));
+  call.run(a, KV_KERNELS(refine));
   return out;
 }
 
@@ -202,8 +246,8 @@ Tensor norm(Tensor x_slots, Tensor offset, Tensor len, Tensor x, Tensor first, T
   a.slots.k = call.slots("x_slots", x_slots, x.scalar_type(), n, D);
   a.slots.offset = call.array<int64_t>("offset", offset, {B, Hkv});
   a.slots.len = call.array<int32_t>("len", len, {B, Hkv});
-  a.fresh.k = call.rows("x", x, x.scalar_type(), {B, Hkv, S, D}, a.fresh.k_stride);
-  a.fresh.first = call.array<int32_t>("first", first, {B});
+  a.chunk.k = call.rows("x", x, x.scalar_type(), {B, Hkv, S, D}, a.chunk.k_stride);
+  a.chunk.first = call.array<int32_t>("first", first, {B});
   a.stop = call.array<int32_t>("stop", stop, {B});
   a.out = static_cast<float *>(out.data_ptr());
   call.check_slots("x_slots", a.slots.offset, a.slots.len, B * Hkv, n, 0);
@@ -261,10 +305,10 @@ void compact(Tensor k_src, Tensor v_src, Tensor pos_src, Tensor src_offset, Tens
   a.src.pos = call.array<int32_t>("pos_src", pos_src, {n});
   a.src.offset = call.array<int64_t>("src_offset", src_offset, {B, Hkv});
   a.src.len = call.array<int32_t>("src_len", src_len, {B, Hkv});
-  a.fresh.k = call.rows("k", k, type, {B, Hkv, S, D}, a.fresh.k_stride);
-  a.fresh.v = call.rows("v", v, type, {B, Hkv, S, D}, a.fresh.v_stride);
-  a.fresh.pos = call.array<int32_t>("pos", pos, {B, S});
-  a.fresh.first = call.array<int32_t>("first", first, {B});
+  a.chunk.k = call.rows("k", k, type, {B, Hkv, S, D}, a.chunk.k_stride);
+  a.chunk.v = call.rows("v", v, type, {B, Hkv, S, D}, a.chunk.v_stride);
+  a.chunk.pos = call.array<int32_t>("pos", pos, {B, S});
+  a.chunk.first = call.array<int32_t>("first", first, {B});
   if (!is_none(index)) {
     STD_TORCH_CHECK(index.dim() == 3, "index has ", index.dim(), " dimensions, expected 3");
     a.K = index.size(2);
@@ -307,9 +351,9 @@ std::tuple<Tensor, Tensor, Tensor> decode(Tensor q, Tensor k, Tensor v, Tensor p
   a.B = B, a.H = H, a.Hkv = Hkv, a.D = D, a.C = columns, a.rows = n;
   a.scale = static_cast<float>(scale), a.softcap = static_cast<float>(softcap);
   a.q = call.rows("q", q, type, {B, H, 1, D}, a.q_stride);
-  a.fresh.k = call.rows("k", k, type, {B, Hkv, 1, D}, a.fresh.k_stride);
-  a.fresh.v = call.rows("v", v, type, {B, Hkv, 1, D}, a.fresh.v_stride);
-  a.fresh.pos = call.array<int32_t>("pos", pos, {B, 1});
+  a.chunk.k = call.rows("k", k, type, {B, Hkv, 1, D}, a.chunk.k_stride);
+  a.chunk.v = call.rows("v", v, type, {B, Hkv, 1, D}, a.chunk.v_stride);
+  a.chunk.pos = call.array<int32_t>("pos", pos, {B, 1});
   a.slots.k = call.slots("k_slots", k_slots, type, n, D);
   a.slots.v = call.slots("v_slots", v_slots, type, n, D);
   a.slots.pos = call.array<int32_t>("pos_slots", pos_slots, {n});
@@ -320,36 +364,21 @@ std::tuple<Tensor, Tensor, Tensor> decode(Tensor q, Tensor k, Tensor v, Tensor p
   a.lse = static_cast<float *>(lse.data_ptr());
   a.probs = columns ? static_cast<float *>(probs.data_ptr()) : nullptr;
   call.check_slots("k_slots", a.slots.offset, a.slots.len, B * Hkv, n, 1);
-  call.run(a, KV_KERNELS_WITH_SCRATCH(decode));
+  call.run(a, KV_KERNELS(decode));
   return {out, lse, probs};
 }
 
-STABLE_TORCH_LIBRARY(kvevict, m) {
-  m.def(attend_schema);
-  m.def(score_schema);
-  m.def(peak_schema);
-  m.def(error_schema);
-  m.def(refine_schema);
-  m.def(norm_schema);
-  m.def(select_schema);
-  m.def(compact_schema);
-  m.def(decode_schema);
-}
+#define KV_DEFINE(op, with) m.def(op##_schema);
+#define KV_IMPLEMENT(op, with) m.impl(#op, TORCH_BOX(&op));
+
+STABLE_TORCH_LIBRARY(kvevict, m) { KV_OPS(KV_DEFINE, ) }
 
 template <typename Library>
-void implement(Library &m) {
-  m.impl("attend", TORCH_BOX(&attend));
-  m.impl("score", TORCH_BOX(&score));
-  m.impl("peak", TORCH_BOX(&peak));
-  m.impl("error", TORCH_BOX(&error));
-  m.impl("refine", TORCH_BOX(&refine));
-  m.impl("norm", TORCH_BOX(&norm));
-  m.impl("select", TORCH_BOX(&select));
-  m.impl("compact", TORCH_BOX(&compact));
-  m.impl("decode", TORCH_BOX(&decode));
-}
+void implement(Library &m){KV_OPS(KV_IMPLEMENT, )}
 
-STABLE_TORCH_LIBRARY_IMPL(kvevict, CPU, m) { implement(m); }
+STABLE_TORCH_LIBRARY_IMPL(kvevict, CPU, m) {
+  implement(m);
+}
 #ifdef KVEVICT_CUDA_ARCHS
 STABLE_TORCH_LIBRARY_IMPL(kvevict, CUDA, m) { implement(m); }
 #endif
@@ -362,7 +391,8 @@ PyObject *build_info(PyObject *, PyObject *) {
 }
 
 PyMethodDef methods[] = {
-    {"cpu_isa", cpu_isa, METH_NOARGS, "Instruction set that the CPU kernels run with: avx512, avx2 or scalar."},
+    {"cpu_isa", cpu_isa, METH_NOARGS,
+     "Instruction set that the CPU kernels run with: avx512bf16, avx512, avx2 or scalar."},
     {"build_info", build_info, METH_NOARGS, "What this binary was built with: {cuda, cuda_archs, torch_target}."},
     {nullptr, nullptr, 0, nullptr},
 };

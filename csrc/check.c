@@ -1,5 +1,5 @@
-/* What every op asks of its struct, on any device: shapes and dtypes, and with `counts` what the arrays of lengths, counts
- * and indices hold, which must then be in the CPU's memory. */
+/* What every op asks of its struct, on any device: shapes and dtypes, and with `counts` what the arrays of lengths,
+ * counts and indices hold, which must then be in the CPU's memory. */
 #include "kvevict.h"
 
 const char *kv_status_text(kv_status status) {
@@ -35,11 +35,11 @@ static int kv_outside(const int32_t *x, int64_t n, int64_t most) {
 }
 
 /* Whether the alive slots of a head, the new ones up to stop, are fewer than none or more than C. */
-static int kv_bad_alive(const kv_slots *slots, const kv_new *fresh, const int32_t *stop, int64_t B, int64_t Hkv,
+static int kv_bad_alive(const kv_slots *slots, const kv_new *chunk, const int32_t *stop, int64_t B, int64_t Hkv,
                         int64_t S, int64_t C) {
-  if (kv_outside(slots->len, B * Hkv, C) || kv_outside(fresh->first, B, S) || kv_outside(stop, B, S)) return 1;
+  if (kv_outside(slots->len, B * Hkv, C) || kv_outside(chunk->first, B, S) || kv_outside(stop, B, S)) return 1;
   for (int64_t i = 0; i < B * Hkv; i++) {
-    const int64_t b = i / Hkv, count = (int64_t)stop[b] - fresh->first[b];
+    const int64_t b = i / Hkv, count = (int64_t)stop[b] - chunk->first[b];
     if (count < 0 || slots->len[i] + count > C) return 1;
   }
   return 0;
@@ -49,16 +49,16 @@ kv_status kv_attend_check(const kv_attend *a, int counts) {
   if (kv_bad_heads(a->B, a->H, a->Hkv, a->D) || a->T < 0 || a->S < 0) return KV_BAD_SHAPE;
   if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
   if (!counts) return KV_OK;
-  if (kv_outside(a->slots.len, a->B * a->Hkv, INT32_MAX) || kv_outside(a->fresh.first, a->B, a->S)) return KV_BAD_COUNT;
+  if (kv_outside(a->slots.len, a->B * a->Hkv, INT32_MAX) || kv_outside(a->chunk.first, a->B, a->S)) return KV_BAD_COUNT;
   if (!a->stop) return KV_OK;
-  return kv_bad_alive(&a->slots, &a->fresh, a->stop, a->B, a->Hkv, a->S, INT32_MAX) ? KV_BAD_COUNT : KV_OK;
+  return kv_bad_alive(&a->slots, &a->chunk, a->stop, a->B, a->Hkv, a->S, INT32_MAX) ? KV_BAD_COUNT : KV_OK;
 }
 
 static kv_status kv_observers_check(const kv_observers *a, int64_t C, int counts) {
   if (kv_bad_heads(a->B, a->H, a->Hkv, a->D) || a->R < 0 || a->S < 0 || C < 0) return KV_BAD_SHAPE;
   if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
   if (!counts) return KV_OK;
-  if (kv_bad_alive(&a->slots, &a->fresh, a->stop, a->B, a->Hkv, a->S, C)) return KV_BAD_COUNT;
+  if (kv_bad_alive(&a->slots, &a->chunk, a->stop, a->B, a->Hkv, a->S, C)) return KV_BAD_COUNT;
   return kv_outside(a->row_first, a->B, a->R) ? KV_BAD_COUNT : KV_OK;
 }
 
@@ -74,7 +74,7 @@ kv_status kv_peak_check(const kv_peak *a, int counts) {
   const kv_status status = kv_observers_check(x, INT32_MAX, counts);
   if (status != KV_OK || !counts) return status;
   for (int64_t i = 0; i < x->B * x->Hkv; i++) {
-    const int64_t b = i / x->Hkv, n = (int64_t)x->slots.len[i] + x->stop[b] - x->fresh.first[b];
+    const int64_t b = i / x->Hkv, n = (int64_t)x->slots.len[i] + x->stop[b] - x->chunk.first[b];
     if (a->lo[i] < 0 || a->lo[i] > a->hi[i] || a->hi[i] > n) return KV_BAD_COUNT;
   }
   return KV_OK;
@@ -86,18 +86,26 @@ kv_status kv_error_check(const kv_error *a, int counts) {
   return kv_observers_check(&a->rows, a->C, counts);
 }
 
+kv_status kv_kl_check(const kv_kl *a, int counts) {
+  return a->N < 0 ? KV_BAD_SHAPE : kv_observers_check(&a->rows, a->C, counts);
+}
+
+kv_status kv_kl_grad_check(const kv_kl_grad *a, int counts) {
+  return a->N < 0 ? KV_BAD_SHAPE : kv_observers_check(&a->rows, a->C, counts);
+}
+
 kv_status kv_refine_check(const kv_refine *a, int counts) {
   if (kv_bad_heads(a->B, a->Hkv, a->Hkv, a->D) || a->S < 0 || a->C < 0) return KV_BAD_SHAPE;
   if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
   if (!counts) return KV_OK;
-  return kv_bad_alive(&a->slots, &a->fresh, a->stop, a->B, a->Hkv, a->S, a->C) ? KV_BAD_COUNT : KV_OK;
+  return kv_bad_alive(&a->slots, &a->chunk, a->stop, a->B, a->Hkv, a->S, a->C) ? KV_BAD_COUNT : KV_OK;
 }
 
 kv_status kv_norm_check(const kv_norm *a, int counts) {
   if (kv_bad_heads(a->B, a->Hkv, a->Hkv, a->D) || a->S < 0 || a->C < 0) return KV_BAD_SHAPE;
   if (kv_bad_dtype(a->dtype) || (a->p != 1 && a->p != 2)) return KV_BAD_DTYPE;
   if (!counts) return KV_OK;
-  return kv_bad_alive(&a->slots, &a->fresh, a->stop, a->B, a->Hkv, a->S, a->C) ? KV_BAD_COUNT : KV_OK;
+  return kv_bad_alive(&a->slots, &a->chunk, a->stop, a->B, a->Hkv, a->S, a->C) ? KV_BAD_COUNT : KV_OK;
 }
 
 kv_status kv_select_check(const kv_select *a, int counts) {
@@ -116,7 +124,7 @@ kv_status kv_compact_check(const kv_compact *a, int counts) {
   if (a->B < 0 || a->Hkv < 0 || a->S < 0 || a->K < 0 || a->D < 8 || a->D > 256 || a->D % 8) return KV_BAD_SHAPE;
   if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
   for (int64_t head = 0; counts && head < a->B * a->Hkv; head++) {
-    const int64_t first = a->fresh.first[head / a->Hkv], len = a->src.len[head], keep = a->keep[head];
+    const int64_t first = a->chunk.first[head / a->Hkv], len = a->src.len[head], keep = a->keep[head];
     if (first < 0 || first > a->S || len < 0) return KV_BAD_COUNT;
     const int64_t n = len + a->S - first;
     if (keep < 0 || keep > n || (a->index && keep > a->K)) return KV_BAD_COUNT;

@@ -1,9 +1,8 @@
 /* Moves kept slots of [stored | new] together. Neighbours in the index that are neighbours in memory move at once, and
  * what is already in its place stays. */
-#include <string.h>
-
 #include "half.h"
 #include "parallel.h"
+#include "simd.h"
 
 /* `count` rows of `width` bytes, `step` bytes apart, to dense rows at dst. */
 static void move_rows(char *dst, const char *src, int64_t count, int64_t step, int64_t width) {
@@ -17,26 +16,15 @@ static void move_rows(char *dst, const char *src, int64_t count, int64_t step, i
 
 /* Alive slots from .. from + run - 1 of one head, all stored or all new, to row `to` of dst. */
 static void move_run(const kv_compact *a, int64_t b, int64_t h, int64_t from, int64_t run, int64_t to) {
-  const int64_t size = kv_size(a->dtype), width = a->D * size, head = b * a->Hkv + h, len = a->src.len[head];
-  const char *k, *v;
-  int64_t k_step = width, v_step = width;
-  const int32_t *pos;
-  if (from < len) {
-    const int64_t row = a->src.offset[head] + from;
-    k = (const char *)a->src.k + row * width;
-    v = (const char *)a->src.v + row * width;
-    pos = a->src.pos + row;
-  } else {
-    const int64_t column = a->fresh.first[b] + from - len;
-    const int64_t *ks = a->fresh.k_stride, *vs = a->fresh.v_stride;
-    k = (const char *)a->fresh.k + (b * ks[0] + h * ks[1] + column * ks[2]) * size;
-    v = (const char *)a->fresh.v + (b * vs[0] + h * vs[1] + column * vs[2]) * size;
-    pos = a->fresh.pos + b * a->S + column;
-    k_step = ks[2] * size, v_step = vs[2] * size;
+  const int64_t size = kv_size(a->dtype);
+  const kv_segments all[] = {kv_keys_of(&a->src, &a->chunk, b, h, a->Hkv, a->S, a->D, size),
+                             kv_values_of(&a->src, &a->chunk, b, h, a->Hkv, a->S, a->D, size),
+                             kv_positions_of(&a->src, &a->chunk, b, h, a->Hkv, a->S)};
+  char *const dst[] = {a->dst.k, a->dst.v, (char *)a->dst.pos};
+  for (int i = 0; i < 3; i++) {
+    const int64_t width = all[i].stored_stride, step = from < all[i].len ? width : all[i].chunk_stride;
+    move_rows(dst[i] + to * width, (const char *)(uintptr_t)kv_segments_at(&all[i], from), run, step, width);
   }
-  move_rows((char *)a->dst.k + to * width, k, run, k_step, width);
-  move_rows((char *)a->dst.v + to * width, v, run, v_step, width);
-  move_rows((char *)(a->dst.pos + to), (const char *)pos, run, sizeof *pos, sizeof *pos);
 }
 
 static void compact_heads(void *ctx, int64_t begin, int64_t end) {
@@ -54,9 +42,7 @@ static void compact_heads(void *ctx, int64_t begin, int64_t end) {
   }
 }
 
-kv_status kv_compact_cpu(const kv_compact *a) {
-  const kv_status status = kv_compact_check(a, 1);
-  if (status != KV_OK) return status;
+kv_status KV_OP(compact)(const kv_compact *a) {
   int64_t most = 0; /* slots that a head keeps */
   for (int64_t head = 0; head < a->B * a->Hkv; head++)
     if (a->keep[head] > most) most = a->keep[head];

@@ -1,15 +1,13 @@
 /* One decode step on a CPU: bound by reading the slots, so each row is read once for the G heads of its group, where it
- * lies. The slots of a head are split into fixed stretches, whatever the number of threads: pass 1 writes the new row and
- * leaves m, l and o of each stretch, pass 2 combines them in order and, if asked, turns the logits kept into probs.
+ * lies. The slots of a head are split into fixed splits, whatever the number of threads: pass 1 writes the new row and
+ * leaves m, l and o of each split, pass 2 combines them in order and, if asked, turns the logits kept into probs.
  */
 #include <stdatomic.h>
 
 #include "tile.h"
 
-kv_status KV_OP(decode)(const kv_decode *a);
-
 enum {
-  SPLIT = 512, /* slots of a stretch */
+  SPLIT = 512, /* slots of a split */
   BLOCK = 64,  /* slots of a block, which stays in the first-level cache */
   HEADS = 4,   /* heads that share a load */
 };
@@ -18,13 +16,14 @@ typedef uint16_t vh_any __attribute__((vector_size(2 * KV_VL), aligned(2), may_a
 typedef struct {
   const kv_decode *a;
   int64_t width, rows;  /* D up to whole vectors, G up to a multiple of HEADS */
-  int64_t splits, most; /* stretches of the longest head, its slots up to whole vectors */
+  int64_t splits, most; /* splits of the longest head, its slots up to whole vectors */
   float *part;          /* [B, Hkv, splits, rows, width + 2]: o, m, l */
   float *logit;         /* [B, Hkv, G, most] in log2 units, or NULL */
   atomic_int failed;
 } kv_decode_job;
 
-/* n rows of `width` numbers: in place if D is that many, else converted into buffer [BLOCK, width], whose tails stay 0. */
+/* n rows of `width` numbers: in place if D is that many, else converted into buffer [BLOCK, width], whose tails stay
+ * 0. */
 typedef struct {
   kv_dtype dtype;
   int64_t n, width;
@@ -111,10 +110,10 @@ static void kv_decode_values(const float *p, kv_decode_rows v, const float *alph
 
 static void kv_decode_append(const kv_decode *a, int64_t b, int64_t h, int64_t row) {
   const int64_t size = kv_size(a->dtype), bytes = a->D * size;
-  const int64_t *ks = a->fresh.k_stride, *vs = a->fresh.v_stride;
-  memcpy((char *)a->slots.k + row * bytes, (const char *)a->fresh.k + (b * ks[0] + h * ks[1]) * size, (size_t)bytes);
-  memcpy((char *)a->slots.v + row * bytes, (const char *)a->fresh.v + (b * vs[0] + h * vs[1]) * size, (size_t)bytes);
-  a->slots.pos[row] = a->fresh.pos[b];
+  const int64_t *ks = a->chunk.k_stride, *vs = a->chunk.v_stride;
+  memcpy((char *)a->slots.k + row * bytes, (const char *)a->chunk.k + (b * ks[0] + h * ks[1]) * size, (size_t)bytes);
+  memcpy((char *)a->slots.v + row * bytes, (const char *)a->chunk.v + (b * vs[0] + h * vs[1]) * size, (size_t)bytes);
+  a->slots.pos[row] = a->chunk.pos[b];
 }
 
 typedef struct {
@@ -122,9 +121,8 @@ typedef struct {
 } kv_decode_scratch;
 
 /* Slots c0 .. c1 - 1 of one head -> o [rows, width], m [rows], l [rows] */
-static void kv_decode_stretch(const kv_decode_job *job, const kv_decode_scratch *x, const kv_queries *query,
-                              const kv_columns *k, const kv_columns *v, int64_t c0, int64_t c1, float *o,
-                              float *logit) {
+static void kv_decode_split(const kv_decode_job *job, const kv_decode_scratch *x, const kv_queries *query,
+                            const kv_columns *k, const kv_columns *v, int64_t c0, int64_t c1, float *o, float *logit) {
   const int64_t width = job->width, G = query->G;
   float *m = o + job->rows * width, *l = m + job->rows;
   memset(o, 0, (size_t)(job->rows * (width + 2)) * sizeof *o);
@@ -138,7 +136,7 @@ static void kv_decode_stretch(const kv_decode_job *job, const kv_decode_scratch 
       float *s = x->s + g * KEYS;
       kv_cap_and_mask(s, query->cap, n, padded);
       if (logit) memcpy(logit + g * job->most + c, s, (size_t)padded * sizeof *s);
-      x->alpha[g] = kv_softmax(s, padded, m + g, l + g);
+      x->alpha[g] = kv_softmax(0, s, padded, m + g, l + g);
     }
     const kv_decode_rows values = kv_decode_rows_of(v, c, n, width, x->buffer);
     for (int64_t g = 0; g < G; g += HEADS) kv_decode_values(x->s + g * KEYS, values, x->alpha + g, o + g * width);
@@ -152,13 +150,12 @@ static void kv_decode_task(const kv_decode_job *job, const kv_decode_scratch *x,
   if (c0 >= n) return;
   if (c1 == n) kv_decode_append(a, b, h, offset + n - 1);
   const kv_queries query = kv_queries_of(a->dtype, a->D, G, a->q, a->q_stride, b, h, a->scale, a->softcap);
-  const int64_t none[3] = {0};
-  const kv_columns k = kv_columns_of(a->dtype, a->D, a->slots.k, offset, n, NULL, none, 0, 0, 0, 0);
-  const kv_columns v = kv_columns_of(a->dtype, a->D, a->slots.v, offset, n, NULL, none, 0, 0, 0, 0);
+  const int64_t none[3] = {0}, size = kv_size(a->dtype); /* the new row is stored by now */
+  const kv_columns k = {a->dtype, a->D, kv_segments_of(a->slots.k, offset, n, NULL, none, b, h, 0, 0, a->D, size)};
+  const kv_columns v = {a->dtype, a->D, kv_segments_of(a->slots.v, offset, n, NULL, none, b, h, 0, 0, a->D, size)};
   for (int64_t g = 0; g < G; g++) kv_load_query(&query, g, 0, x->q + g * job->width);
-  kv_decode_stretch(job, x, &query, &k, &v, c0, c1,
-                    job->part + (at * job->splits + split) * job->rows * (job->width + 2),
-                    job->logit ? job->logit + at * G * job->most : NULL);
+  kv_decode_split(job, x, &query, &k, &v, c0, c1, job->part + (at * job->splits + split) * job->rows * (job->width + 2),
+                  job->logit ? job->logit + at * G * job->most : NULL);
 }
 
 /* Everything starts as 0: tails of q and buffer, and rows of q beyond G, which are multiplied but not read. */
@@ -183,17 +180,17 @@ static void kv_decode_body(void *ctx, int64_t begin, int64_t end) {
 
 static float kv_exp2(float x) { return vf_exp2(vf_set1(x))[0]; }
 
-/* m and l of head g over all stretches, the first of which is at part, and out if wanted. */
-static void kv_decode_combine(const kv_decode_job *job, const float *part, int64_t stretches, int64_t g, float sink,
+/* m and l of head g over all splits, the first of which is at part, and out if wanted. */
+static void kv_decode_combine(const kv_decode_job *job, const float *part, int64_t splits, int64_t g, float sink,
                               float *m, float *l, void *out) {
   const int64_t width = job->width, rows = job->rows, step = rows * (width + 2), at_m = rows * width + g;
   float o[256] = {0};
   *m = sink;
-  for (int64_t i = 0; i < stretches; i++)
+  for (int64_t i = 0; i < splits; i++)
     if (part[i * step + at_m] > *m) *m = part[i * step + at_m];
   const float at = *m == -INFINITY ? 0 : *m;
   *l = kv_exp2(sink - at);
-  for (int64_t i = 0; i < stretches; i++, part += step) {
+  for (int64_t i = 0; i < splits; i++, part += step) {
     const float weight = kv_exp2(part[at_m] - at);
     *l += weight * part[at_m + rows];
     for (int64_t d = 0; d < width; d++) o[d] += weight * part[g * width + d];
@@ -202,7 +199,7 @@ static void kv_decode_combine(const kv_decode_job *job, const float *part, int64
   if (out) kv_store_row(job->a->dtype, o, out, job->a->D);
 }
 
-/* Pass 2 of one head; probs only for the columns of one stretch. Stretch 0 also writes out, lse and the zeros. */
+/* Pass 2 of one head; probs only for the columns of one split. Split 0 also writes out, lse and the zeros. */
 static void kv_decode_finish(const kv_decode_job *job, int64_t b, int64_t h, int64_t split) {
   const kv_decode *a = job->a;
   const int64_t G = a->H / a->Hkv, at = b * a->Hkv + h, n = a->slots.len[at] + 1, size = kv_size(a->dtype);

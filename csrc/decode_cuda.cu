@@ -1,27 +1,25 @@
 /* One decode step on a GPU: bound by reading the slots, so a block reads each row once for all heads of its group. The
- * slots of a head are split into stretches, by their number and that of the heads alone; the block that is last to finish
- * one of a head's stretches combines them in order, whichever it is: the same bits every time.
+ * slots of a head are split into splits, by their number and that of the heads alone; the block that is last to finish
+ * one of a head's splits combines them in order, whichever it is: the same bits every time.
  *
  * A row is shared by L lanes, each with V vectors of 16 bytes; such a group of lanes takes every so many rows and has a
  * softmax (m, l) and an output o of its own. Arithmetic is fp32, logits are in log2 units.
  *
  * Shared memory: 4 * HEADS * (D + 2) bytes for each of 128 / L groups. budget: regs 255, smem 34000 */
 #include "launch.cuh"
-#include "rows.cuh"
+#include "vector.cuh"
 #include "warp.cuh"
 
-namespace {
-
 constexpr int THREADS = 128;
-constexpr int SPLIT = 128;   /* slots of a stretch, at least */
-constexpr int MOST = 64;     /* stretches of a head, at most: what a warp combines in two steps */
-constexpr int BLOCKS = 4096; /* stretches of all heads, about at most: no more would keep a GPU busier */
+constexpr int SPLIT = 128;   /* slots of a split, at least */
+constexpr int MOST = 64;     /* splits of a head, at most: what a warp combines in two steps */
+constexpr int BLOCKS = 4096; /* splits of all heads, about at most: no more would keep a GPU busier */
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 
-int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+static int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
 struct Scratch {
-  int splits;        /* most stretches of a head */
+  int splits;        /* most splits of a head */
   uint32_t *counter; /* [B, Hkv] 0 */
   float *o;          /* [B, Hkv, splits, G, D] */
   float2 *ml;        /* [B, Hkv, splits, G] */
@@ -29,7 +27,7 @@ struct Scratch {
   int64_t bytes;
 };
 
-Scratch scratch_of(const kv_decode *a, void *memory) {
+static Scratch scratch_of(const kv_decode *a, void *memory) {
   const int64_t heads = a->B * a->Hkv, whole = round_up(a->rows, SPLIT) / SPLIT;
   int64_t splits = heads > BLOCKS / MOST ? BLOCKS / heads : MOST;
   if (splits > whole) splits = whole;
@@ -50,23 +48,14 @@ Scratch scratch_of(const kv_decode *a, void *memory) {
   return x;
 }
 
-/* Slots of a stretch, given how many a head has. */
-__device__ int stretch_of(int n, int splits) {
+/* Slots of a split, given how many slots and at most how many splits a head has. */
+static __device__ int split_size(int n, int splits) {
   const int fair = (n + splits - 1) / splits;
   return max(SPLIT, (fair + 63) / 64 * 64);
 }
 
-/* A lane's part of one head's key or value rows, as addresses: slot c < len is stored, slot len is the new row. Those of
- * others are computed, but never read. */
-struct Slots {
-  uint64_t stored, fresh; /* where slot 0 of either would be */
-  uint32_t stride, len;   /* in bytes; in rows */
-
-  __device__ __forceinline__ uint64_t at(uint32_t c) const { return (c < len ? stored : fresh) + (uint64_t)c * stride; }
-};
-
-/* What a group of lanes has of HEADS heads. Lane i of it: elements (v * L + i) * W .. of vector v. AHEAD rows of keys and
- * of values are on their way at once: as many as the registers hold, 8 to have enough blocks an SM. */
+/* What a group of lanes has of HEADS heads. Lane i of it: elements (v * L + i) * W .. of vector v. AHEAD rows of
+ * keys and of values are on their way at once: as many as the registers hold, 8 to have enough blocks an SM. */
 template <class E, int L, int V, int HEADS>
 struct Rows {
   static constexpr int W = VECTOR<E>, GROUPS = THREADS / L, AHEAD = (HEADS == 1 ? 8 : 16 / HEADS) / V;
@@ -91,27 +80,28 @@ struct Rows {
     }
   }
 
-  /* Slot 0 of the rows, of which row len is at `fresh`. */
-  static __device__ __forceinline__ Slots slots_of(const E *stored, const E *fresh, int len, int D) {
-    const uint32_t stride = D * sizeof(E);
-    return {(uint64_t)(stored + element(0)), (uint64_t)(fresh + element(0)) - (uint64_t)len * stride, stride,
-            (uint32_t)len};
+  /* The lane's part of n - 1 stored rows and of the new one, which is as far from slot 0 as if it were stored. */
+  static __device__ __forceinline__ kv_segments slots_of(const E *stored, const E *chunk, int n, int D) {
+    const int stride = D * (int)sizeof(E);
+    const uint64_t slot0 = (uint64_t)(chunk + element(0)) - (uint64_t)(n - 1) * stride;
+    return {(uint64_t)(stored + element(0)), slot0, stride, stride, n - 1, n};
   }
 
   /* Rows c, c + GROUPS, ..; zeros for those from c1 on and what lies behind D. */
-  static __device__ __forceinline__ void load(const Slots &x, int c, int c1, int D, uint4 (&part)[AHEAD][V]) {
+  static __device__ __forceinline__ void load(const kv_segments &x, int c, int c1, int D, uint4 (&part)[AHEAD][V]) {
 #pragma unroll
     for (int u = 0; u < AHEAD; u++, c += GROUPS)
 #pragma unroll
       for (int v = 0; v < V; v++)
-        part[u][v] = load_once_16_if(reinterpret_cast<const uint4 *>(x.at(c)) + v * L, c < c1 && element(v) < D);
+        part[u][v] =
+            load_once_16_if(reinterpret_cast<const uint4 *>(kv_segments_at(&x, c)) + v * L, c < c1 && element(v) < D);
   }
 
   /* s = q.k of the heads, the same in all lanes of the group */
   __device__ __forceinline__ void dots(const uint4 (&k)[V], float (&s)[HEADS]) const {
     float x[V][W];
 #pragma unroll
-    for (int v = 0; v < V; v++) floats_of<E>(k[v], x[v]);
+    for (int v = 0; v < V; v++) vector_floats<E>(k[v], x[v]);
 #pragma unroll
     for (int g = 0; g < HEADS; g++) {
       float sum = 0;
@@ -146,7 +136,7 @@ struct Rows {
 #pragma unroll
     for (int v = 0; v < V; v++) {
       float x[W];
-      floats_of<E>(value[v], x);
+      vector_floats<E>(value[v], x);
 #pragma unroll
       for (int g = 0; g < HEADS; g++)
 #pragma unroll
@@ -155,8 +145,8 @@ struct Rows {
   }
 
   /* Slots c0 .. c1 - 1; logit: of the first head, C apart, or NULL. Every group of lanes runs as often. */
-  __device__ __forceinline__ void attend(const Slots &k, const Slots &v, int c0, int c1, int D, float cap, float *logit,
-                                         int64_t C, int heads) {
+  __device__ __forceinline__ void attend(const kv_segments &k, const kv_segments &v, int c0, int c1, int D, float cap,
+                                         float *logit, int64_t C, int heads) {
     constexpr int STEP = AHEAD * GROUPS;
     uint4 keys[AHEAD][V], values[AHEAD][V];
     load(k, c0 + group(), c1, D, keys);
@@ -169,18 +159,23 @@ struct Rows {
       load(k, c + STEP, c1, D, keys); /* on their way during the rest */
       if (cap > 0) {
 #pragma unroll
-        for (int i = 0; i < AHEAD * HEADS; i++) s[i / HEADS][i % HEADS] = cap * tanhf(s[i / HEADS][i % HEADS]);
+        for (int u = 0; u < AHEAD; u++)
+#pragma unroll
+          for (int g = 0; g < HEADS; g++) s[u][g] = cap * tanhf(s[u][g]);
       }
       if (base + STEP > c1) {
 #pragma unroll
-        for (int i = 0; i < AHEAD * HEADS; i++)
-          if (c + i / HEADS * GROUPS >= c1) s[i / HEADS][i % HEADS] = -INFINITY;
+        for (int u = 0; u < AHEAD; u++)
+#pragma unroll
+          for (int g = 0; g < HEADS; g++)
+            if (c + u * GROUPS >= c1) s[u][g] = -INFINITY;
       }
       if (logit && threadIdx.x % L == 0) {
 #pragma unroll
-        for (int i = 0; i < AHEAD * HEADS; i++)
-          if (c + i / HEADS * GROUPS < c1 && i % HEADS < heads)
-            logit[i % HEADS * C + c + i / HEADS * GROUPS] = s[i / HEADS][i % HEADS];
+        for (int u = 0; u < AHEAD; u++)
+#pragma unroll
+          for (int g = 0; g < HEADS; g++)
+            if (c + u * GROUPS < c1 && g < heads) logit[g * C + c + u * GROUPS] = s[u][g];
       }
       softmax(s);
 #pragma unroll
@@ -223,20 +218,20 @@ struct Rows {
 
 /* The new row of one head goes behind its slots. */
 template <class E>
-__device__ void append(const kv_decode &a, int64_t b, const E *k, const E *v, int64_t row) {
+static __device__ void append(const kv_decode &a, int64_t b, const E *k, const E *v, int64_t row) {
   const int d = threadIdx.x * VECTOR<E>;
   if (d < a.D) {
     *reinterpret_cast<uint4 *>(static_cast<E *>(a.slots.k) + row * a.D + d) = *reinterpret_cast<const uint4 *>(k + d);
     *reinterpret_cast<uint4 *>(static_cast<E *>(a.slots.v) + row * a.D + d) = *reinterpret_cast<const uint4 *>(v + d);
   }
-  if (threadIdx.x == 0) a.slots.pos[row] = a.fresh.pos[b];
+  if (threadIdx.x == 0) a.slots.pos[row] = a.chunk.pos[b];
 }
 
-/* out and lse of query head g of a group from its stretches, by one warp. part: first stretch, `step` floats apart. */
+/* out and lse of query head g of a group from its splits, by one warp. part: first split, `step` floats apart. */
 template <class E>
-__device__ void finish(const float *part, int step, const float2 *ml, int ml_step, int splits, int D, float sink,
-                       E *out, float *lse) {
-  constexpr int AHEAD = 16; /* stretches that are on their way at once; what is behind the last weighs nothing */
+static __device__ void finish(const float *part, int step, const float2 *ml, int ml_step, int splits, int D, float sink,
+                              E *out, float *lse) {
+  constexpr int AHEAD = 16; /* splits that are on their way at once; what is behind the last weighs nothing */
   const int lane = lane_id();
   float2 mine[2];
   float weight[2], top = sink, sum = 0;
@@ -278,22 +273,22 @@ __device__ void finish(const float *part, int step, const float2 *ml, int ml_ste
 
 /* Two blocks an SM: told so, ptxas does not spill to make room for four. */
 template <class E, int L, int V, int HEADS>
-__global__ void __launch_bounds__(THREADS, 2) decode_head(const kv_decode a, const Scratch x) {
+static __global__ void __launch_bounds__(THREADS, 2) decode_kernel(const kv_decode a, const Scratch x) {
   using R = Rows<E, L, V, HEADS>;
   const int64_t head = blockIdx.x, b = head / a.Hkv, h = head % a.Hkv, step = x.splits;
   const int G = (int)(a.H / a.Hkv), D = (int)a.D;
-  const int64_t *ks = a.fresh.k_stride, *vs = a.fresh.v_stride, offset = a.slots.offset[head];
+  const int64_t *ks = a.chunk.k_stride, *vs = a.chunk.v_stride, offset = a.slots.offset[head];
   const int len = a.slots.len[head], n = len + 1;
-  const E *new_k = static_cast<const E *>(a.fresh.k) + b * ks[0] + h * ks[1];
-  const E *new_v = static_cast<const E *>(a.fresh.v) + b * vs[0] + h * vs[1];
-  const Slots k = R::slots_of(static_cast<const E *>(a.slots.k) + offset * D, new_k, len, D);
-  const Slots v = R::slots_of(static_cast<const E *>(a.slots.v) + offset * D, new_v, len, D);
+  const E *new_k = static_cast<const E *>(a.chunk.k) + b * ks[0] + h * ks[1];
+  const E *new_v = static_cast<const E *>(a.chunk.v) + b * vs[0] + h * vs[1];
+  const kv_segments k = R::slots_of(static_cast<const E *>(a.slots.k) + offset * D, new_k, n, D);
+  const kv_segments v = R::slots_of(static_cast<const E *>(a.slots.v) + offset * D, new_v, n, D);
   const E *query = static_cast<const E *>(a.q) + b * a.q_stride[0] + h * G * a.q_stride[1];
   const float scale = a.softcap > 0 ? a.scale / a.softcap : a.scale * LOG2E, cap = a.softcap * LOG2E;
-  const int stretch = stretch_of(n, x.splits), splits = (n + stretch - 1) / stretch;
+  const int size = split_size(n, x.splits), splits = (n + size - 1) / size;
   float *shared = shared_memory<float>() + 4;
   for (int split = blockIdx.y; split < splits; split += gridDim.y) {
-    const int c0 = split * stretch, c1 = min(n, c0 + stretch);
+    const int c0 = split * size, c1 = min(n, c0 + size);
     if (c1 == n) append(a, b, new_k, new_v, offset + len);
     for (int g = 0; g < G; g += HEADS) {
       const int64_t at = (head * step + split) * G + g;
@@ -313,7 +308,7 @@ __global__ void __launch_bounds__(THREADS, 2) decode_head(const kv_decode a, con
 }
 
 /* Column c of a head's probs: the mean of its query heads' exp(logit - lse). */
-__global__ void __launch_bounds__(THREADS) decode_probs(const kv_decode a, const float *logit) {
+static __global__ void __launch_bounds__(THREADS) probs_kernel(const kv_decode a, const float *logit) {
   const int64_t head = blockIdx.x, G = a.H / a.Hkv, c = blockIdx.y * THREADS + threadIdx.x;
   if (c >= a.C) return;
   float p = 0;
@@ -325,15 +320,15 @@ __global__ void __launch_bounds__(THREADS) decode_probs(const kv_decode a, const
 }
 
 template <class E, int L, int V, int HEADS>
-int run(const kv_decode *a, const Scratch &x, void *stream) {
-  const int64_t heads = a->B * a->Hkv, mean = a->rows / (heads * SPLIT) + 1; /* stretches of a head */
+static int run(const kv_decode *a, const Scratch &x, void *stream) {
+  const int64_t heads = a->B * a->Hkv, mean = a->rows / (heads * SPLIT) + 1; /* splits of a head */
   const int64_t blocks = 4 * mean < x.splits ? 4 * mean : x.splits;          /* a longer head's take several */
   const auto shared = (size_t)Rows<E, L, V, HEADS>::shared_bytes(a->D);
-  return launch<decode_head<E, L, V, HEADS>>(dim3((unsigned)heads, (unsigned)blocks), THREADS, shared, stream, *a, x);
+  return launch<decode_kernel<E, L, V, HEADS>>(dim3((unsigned)heads, (unsigned)blocks), THREADS, shared, stream, *a, x);
 }
 
 template <class E, int HEADS>
-int run_width(const kv_decode *a, const Scratch &x, void *stream) {
+static int run_width(const kv_decode *a, const Scratch &x, void *stream) {
   constexpr int W = VECTOR<E>;
   if (a->D <= 64) return run<E, 64 / W, 1, HEADS>(a, x, stream);
   if (a->D <= 128) return run<E, 128 / W, 1, HEADS>(a, x, stream);
@@ -341,14 +336,12 @@ int run_width(const kv_decode *a, const Scratch &x, void *stream) {
 }
 
 template <class E>
-int run_heads(const kv_decode *a, const Scratch &x, void *stream) {
+static int run_heads(const kv_decode *a, const Scratch &x, void *stream) {
   const int64_t G = a->H / a->Hkv;
   if (G == 1) return run_width<E, 1>(a, x, stream);
   if (G == 2) return run_width<E, 2>(a, x, stream);
   return G <= 4 ? run_width<E, 4>(a, x, stream) : run_width<E, 8>(a, x, stream);
 }
-
-}  // namespace
 
 int64_t kv_decode_cuda_scratch(const kv_decode *a) { return scratch_of(a, nullptr).bytes; }
 
@@ -357,8 +350,8 @@ int kv_decode_cuda(const kv_decode *a, void *scratch, void *stream) {
   if (heads == 0) return 0;
   const Scratch x = scratch_of(a, scratch);
   int error = (int)cudaMemsetAsync(x.counter, 0, heads * sizeof *x.counter, (cudaStream_t)stream);
-  if (error == 0) error = with_type(a->dtype, [&](auto e) { return run_heads<decltype(e)>(a, x, stream); });
+  if (error == 0) error = dispatch(a->dtype, [&](auto e) { return run_heads<decltype(e)>(a, x, stream); });
   if (error || !a->probs) return error;
   const dim3 grid((unsigned)heads, (unsigned)((a->C + THREADS - 1) / THREADS));
-  return launch<decode_probs>(grid, THREADS, 0, stream, *a, x.logit);
+  return launch<probs_kernel>(grid, THREADS, 0, stream, *a, x.logit);
 }

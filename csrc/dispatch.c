@@ -6,35 +6,28 @@
 
 #include "parallel.h"
 
+/* The kernels of one instruction set. */
 typedef struct {
   const char *name;
-  kv_status (*attend)(const kv_attend *);
-  kv_status (*score)(const kv_score *);
-  kv_status (*peak)(const kv_peak *);
-  kv_status (*error)(const kv_error *);
-  kv_status (*refine)(const kv_refine *);
-  kv_status (*norm)(const kv_norm *);
-  kv_status (*decode)(const kv_decode *);
+#define KV_FIELD(op, isa) kv_status (*op)(const kv_##op *);
+  KV_OPS(KV_FIELD, )
 } kv_kernels;
 
-#define KV_KERNELS(isa)                                                                                       \
-  kv_status kv_attend_##isa(const kv_attend *a);                                                              \
-  kv_status kv_score_##isa(const kv_score *a);                                                                \
-  kv_status kv_peak_##isa(const kv_peak *a);                                                                  \
-  kv_status kv_error_##isa(const kv_error *a);                                                                \
-  kv_status kv_refine_##isa(const kv_refine *a);                                                              \
-  kv_status kv_norm_##isa(const kv_norm *a);                                                                  \
-  kv_status kv_decode_##isa(const kv_decode *a);                                                              \
-  static const kv_kernels kv_kernels_##isa = {#isa,           kv_attend_##isa, kv_score_##isa, kv_peak_##isa, \
-                                              kv_error_##isa, kv_refine_##isa, kv_norm_##isa,  kv_decode_##isa};
+#define KV_PROTOTYPE(op, isa) kv_status kv_##op##_##isa(const kv_##op *a);
+#define KV_ENTRY(op, isa) kv_##op##_##isa,
+#define KV_KERNELS(isa)     \
+  KV_OPS(KV_PROTOTYPE, isa) \
+  static const kv_kernels kv_kernels_##isa = {#isa, KV_OPS(KV_ENTRY, isa)};
 
 KV_KERNELS(scalar)
 #if defined(__x86_64__)
 KV_KERNELS(avx2)
 KV_KERNELS(avx512)
+KV_KERNELS(avx512bf16)
 #endif
 
-/* The best table that the processor has and KVEVICT_CPU_ISA allows. */
+/* The fastest table that the processor has and KVEVICT_CPU_ISA allows. Products of bf16 (vdpbf16ps) run at twice the rate
+ * of fp32's on AMD's processors, but at half of it on Intel's: there they are only taken if asked for by name. */
 static const kv_kernels *kv_kernels_best(void) {
 #if defined(__x86_64__)
   const char *cap = getenv("KVEVICT_CPU_ISA");
@@ -45,7 +38,8 @@ static const kv_kernels *kv_kernels_best(void) {
   if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
       !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
     return &kv_kernels_avx2;
-  return &kv_kernels_avx512;
+  const int wanted = cap ? strcmp(cap, "avx512bf16") == 0 : __builtin_cpu_is("amd");
+  return wanted && __builtin_cpu_supports("avx512bf16") ? &kv_kernels_avx512bf16 : &kv_kernels_avx512;
 #else
   return &kv_kernels_scalar;
 #endif
@@ -97,16 +91,9 @@ void kv_parallel_for(int64_t n, int64_t grain, kv_body body, void *ctx) {
     kv_hook(workers, 1, kv_worker, &queue);
 }
 
-#define KV_DISPATCH(op)                                  \
+#define KV_DISPATCH(op, isa)                             \
   kv_status kv_##op##_cpu(const kv_##op *a) {            \
     const kv_status status = kv_##op##_check(a, 1);      \
     return status ? status : kv_kernels_chosen()->op(a); \
   }
-
-KV_DISPATCH(attend)
-KV_DISPATCH(score)
-KV_DISPATCH(peak)
-KV_DISPATCH(error)
-KV_DISPATCH(refine)
-KV_DISPATCH(norm)
-KV_DISPATCH(decode)
+KV_OPS(KV_DISPATCH, )

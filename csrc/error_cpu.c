@@ -1,12 +1,9 @@
 /* Error of the observing rows' attention outputs per alive slot on a CPU.
  *
- * As score: a task is one block of keys of one (b, kv head) and goes over all rows. EDIE needs two norms more, of the
- * block's values and the tile's outputs. KV_L1 and KV_L2 take the distance of every pair from the differences
- * themselves: ||v||^2 - 2 v.o + ||o||^2 would cancel. See observe.h.
+ * EDIE needs two norms besides the logits, of the block's values and the tile's outputs. KV_L1 and KV_L2 take the
+ * distance of every pair from the differences themselves: ||v||^2 - 2 v.o + ||o||^2 would cancel. See observe.h.
  */
 #include "observe.h"
-
-kv_status KV_OP(error)(const kv_error *a);
 
 /* e [MR, nv * VL] = sum over D of |v - o| or (v - o)^2, with o [MR, D] and v a packed panel. nv and p are constants
  * wherever this is inlined; the accumulators must stay in registers. */
@@ -78,47 +75,34 @@ KV_INLINE void kv_error_reduce(int edie, const kv_tile *x, int64_t G, int64_t n,
     }
 }
 
-static void kv_error_block(const kv_observe *job, kv_tile *x, int64_t at, int64_t c0) {
+/* The block's values: packed for distances, or their 1-norms. */
+static void kv_error_values(const kv_observe *job, const kv_observed *head, kv_tile *x, int64_t c0, int64_t columns) {
   const kv_error *a = job->op;
   const kv_observers *rows = job->a;
-  const kv_observed head = kv_observed_of(rows, at);
-  const int64_t G = head.query.G, D = rows->D, columns = kv_min(kv_block(D), head.k.n - c0);
-  const kv_columns v =
-      kv_columns_of(rows->dtype, D, rows->slots.v, rows->slots.offset[at], rows->slots.len[at], rows->fresh.v,
-                    rows->fresh.v_stride, head.b, head.h, rows->fresh.first[head.b], rows->stop[head.b]);
-  float *out = kv_group_at(a->out, rows, &head, a->group, a->C);
-  if (c0 == 0) kv_group_zeros(out, G, a->group, head.k.n, a->C);
-  if (columns <= 0) return;
-  kv_pack_k(&head.k, c0, columns, x->k, x->row);
-  if (a->kind != KV_EDIE) kv_pack_k(&v, c0, columns, x->v, x->row);
+  const kv_columns v = {rows->dtype, rows->D,
+                        kv_values_of(&rows->slots, &rows->chunk, head->b, head->h, rows->Hkv, rows->stop[head->b],
+                                     rows->D, kv_size(rows->dtype))};
+  if (a->kind != KV_EDIE) kv_pack_k(&v, 0, c0, columns, x->v, x->row);
   for (int64_t c = 0; c < KEYS && a->kind == KV_EDIE; c++)
-    x->v_sum[c] = c < columns ? kv_norm_of(kv_column_floats(&v, c0 + c, x->row), D, 1) : 0;
-  memset(x->total, 0, (size_t)(G * KEYS) * sizeof *x->total);
-  for (int64_t t = rows->row_first[head.b]; t < rows->R; t += x->steps) {
-    const int64_t n = kv_min(x->steps, rows->R - t), most = kv_tile_observe(job, &head, x, t, n, c0, columns);
-    if (most <= 0) continue;
-    kv_error_outputs(a, &head, x, t, n, most);
-    if (a->kind == KV_EDIE)
-      kv_error_reduce(1, x, G, n, most, 1 + a->alpha);
-    else
-      kv_error_reduce(0, x, G, n, most, 1);
-  }
-  kv_group_out(x->total, G, a->group, 1, out, a->C, c0, columns);
+    x->v_sum[c] = c < columns ? kv_norm_of(kv_column_floats(&v, c0 + c, x->row), rows->D, 1) : 0;
 }
 
-static void kv_error_body(void *ctx, int64_t begin, int64_t end) {
-  kv_observe *job = ctx;
-  const int64_t heads = job->a->B * job->a->Hkv;
-  kv_tile x;
-  void *memory = kv_tile_alloc(&x, job->a->H / job->a->Hkv, job->a->D, ((const kv_error *)job->op)->kind != KV_EDIE);
-  if (!memory) job->failed = 1;
-  for (int64_t i = begin; memory && i < end; i++) kv_error_block(job, &x, i % heads, i / heads * kv_block(job->a->D));
-  free(memory);
+static void kv_error_tile(const kv_observe *job, const kv_observed *head, kv_tile *x, int64_t t, int64_t n,
+                          int64_t most) {
+  const kv_error *a = job->op;
+  kv_error_outputs(a, head, x, t, n, most);
+  if (a->kind == KV_EDIE)
+    kv_error_reduce(1, x, head->query.G, n, most, 1 + a->alpha);
+  else
+    kv_error_reduce(0, x, head->query.G, n, most, 1);
 }
 
 kv_status KV_OP(error)(const kv_error *a) {
-  const int64_t block = kv_block(a->rows.D), blocks = kv_max((a->C + block - 1) / block, 1);
-  kv_observe job;
-  if (kv_observe_start(&job, &a->rows, a)) kv_parallel_for(a->rows.B * a->rows.Hkv * blocks, 1, kv_error_body, &job);
-  return kv_observe_end(&job);
+  const kv_reduction how = {.C = a->C,
+                            .group = a->group,
+                            .pairs_of_rows = a->kind != KV_EDIE,
+                            .out = a->out,
+                            .block = kv_error_values,
+                            .tile = kv_error_tile};
+  return kv_reduce_rows(&a->rows, a, &how);
 }

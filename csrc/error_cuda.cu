@@ -1,8 +1,8 @@
 /* Error of the observing rows' attention outputs per alive slot on a GPU.
  *
- * As score: a block owns a tile of keys and their values and goes over the rows. EDIE needs two norms more, of the values
- * and of the outputs. KV_L1 and KV_L2 take the distance of every pair from the differences themselves, with multiply-adds:
- * ||v||^2 - 2 v.o + ||o||^2 would cancel.
+ * As score: a block owns a tile of keys and their values and goes over the rows. EDIE needs two norms more, of the
+ * values and of the outputs. KV_L1 and KV_L2 take the distance of every pair from the differences themselves, with
+ * multiply-adds: ||v||^2 - 2 v.o + ||o||^2 would cancel.
  */
 // budget: regs 255, smem 99840
 #include "observe.cuh"
@@ -22,34 +22,35 @@ template <class E, int D, int ROWS, int THREADS>
 static __device__ __forceinline__ void row_norms(const E *tile, float *norm) {
   for (int r = threadIdx.x / 4; r < ROWS; r += THREADS / 4) {
     float sum = 0;
-    for (int c = threadIdx.x % 4; c < D / CHUNK<E>; c += 4) {
-      float x[CHUNK<E>];
-      chunk_floats(tile + tile_at<E, D>(r, c), x);
-      for (int j = 0; j < CHUNK<E>; j++) sum += fabsf(x[j]);
+    for (int c = threadIdx.x % 4; c < D / VECTOR<E>; c += 4) {
+      float x[VECTOR<E>];
+      tile_floats(tile + tile_at<E, D>(r, c), x);
+      for (int j = 0; j < VECTOR<E>; j++) sum += fabsf(x[j]);
     }
     sum = lanes_sum<4>(sum);
     if (threadIdx.x % 4 == 0) norm[r] = sum;
   }
 }
 
-/* total gains the tile's terms; size: the distances, or what EDIE takes for them. Of what a row does not see, a norm that
- * is not finite adds nothing. */
+/* total gains the tile's terms; size: the distances, or what EDIE takes for them. Of what a row does not see, a norm
+ * that is not finite adds nothing. */
 template <int NT>
 static __device__ __forceinline__ void add_errors(float (&total)[1][2], const float (&s)[1][NT][4],
                                                   const float (&size)[1][NT][4], const RowValues *values, float scale,
                                                   float all, int key) {
   float sum[2] = {};
 #pragma unroll
-  for (int n = 0; n < 2 * NT; n++) {
-    const RowValues row = values[n / 2 * 8 + fragment_column() + n % 2];
+  for (int n = 0; n < NT; n++)
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int at = i * 2 + n % 2;
-      const float p = exp2_approx(fmaf(s[0][n / 2][at], scale, -row.lse));
-      const float term = row.weight * size[0][n / 2][at] * p / fmaxf(all - p, 1e-6f);
-      if (key + i * 8 < row.seen) sum[i] += term;
+    for (int j = 0; j < 2; j++) {
+      const RowValues row = values[8 * n + fragment_column() + j];
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const float p = exp2_approx(fmaf(s[0][n][2 * half + j], scale, -row.lse));
+        const float term = row.weight * size[0][n][2 * half + j] * p / fmaxf(all - p, 1e-6f);
+        if (key + 8 * half < row.seen) sum[half] += term;
+      }
     }
-  }
   total[0][0] += sum[0], total[0][1] += sum[1];
 }
 
@@ -63,11 +64,11 @@ static __global__ void __launch_bounds__(ErrorTile<E, D>::THREADS, 1)
   float *const v_norm = reinterpret_cast<float *>(values + X::ROWS), *const o_norm = v_norm + X::KEYS;
   const kv_observers &rows = a.rows;
   const Observed x = observed<E>(rows, blockIdx.y);
-  const auto v_columns = columns_of<E>(rows.slots.v, rows.slots.offset[blockIdx.y], x.k.len, rows.D, rows.fresh.v,
-                                       rows.fresh.v_stride, x.b, x.h, rows.fresh.first[x.b], rows.stop[x.b]);
+  const kv_segments v_columns =
+      kv_values_of(&rows.slots, &rows.chunk, x.b, x.h, rows.Hkv, rows.stop[x.b], rows.D, sizeof(E));
   const int c0 = blockIdx.x * X::KEYS, at = warp_id() * 16, key = at + fragment_row(), thread = threadIdx.x;
   const int heads = heads_together(KV_SUM, a.group, x.G);
-  const int from = max(x.row_first, rows.causal ? c0 - x.sight.shift : 0); /* the first that sees a key of the tile */
+  const int from = max(x.row_first, rows.causal ? c0 - x.bounds.shift : 0); /* the first that sees a key of the tile */
   const int count = c0 < x.k.n && from < rows.R ? ((int)rows.R - from) * heads : 0;
   if (count) {
     tile_load<E, D, X::KEYS, X::THREADS>(k, x.k, c0, rows.D);
@@ -94,18 +95,18 @@ static __global__ void __launch_bounds__(ErrorTile<E, D>::THREADS, 1)
         if (g == 0 && r0 == 0) row_norms<E, D, X::KEYS, X::THREADS>(v, v_norm);
         row_norms<E, D, X::ROWS, X::THREADS>(o, o_norm);
         __syncthreads(); /* the norms are there */
-#pragma unroll
-        for (int i = 0; i < NT * 4; i++)
-          size[0][i / 4][i % 4] = v_norm[key + i % 4 / 2 * 8] + o_norm[i / 4 * 8 + fragment_column() + i % 2];
+        each_number<1, NT>([&](int, int n, int half, int j) {
+          size[0][n][2 * half + j] = v_norm[key + 8 * half] + o_norm[8 * n + fragment_column() + j];
+        });
       } else if (a.kind == KV_L1) {
         pair_rows<L1, E, D>(size, v, at, o);
       } else {
         pair_rows<L2, E, D>(size, v, at, o);
-#pragma unroll
-        for (int i = 0; i < NT * 4; i++) size[0][i / 4][i % 4] = sqrtf(size[0][i / 4][i % 4]);
+        each_number<1, NT>(
+            [&](int, int n, int half, int j) { size[0][n][2 * half + j] = sqrtf(size[0][n][2 * half + j]); });
       }
       multiply<E, D, D / 16>(s, k, at, q);
-      bend(s, logits);
+      transform(s, logits);
       add_errors(total, s, size, values, logits.scale, a.kind == KV_EDIE ? 1 + a.alpha : 1, c0 + key);
     }
     total[0][0] = lanes_sum<4>(total[0][0]), total[0][1] = lanes_sum<4>(total[0][1]);
@@ -113,9 +114,9 @@ static __global__ void __launch_bounds__(ErrorTile<E, D>::THREADS, 1)
   }
 }
 
-extern "C" int64_t kv_error_cuda_scratch(const kv_error *a) { return lse_scratch(&a->rows); }
+int64_t kv_error_cuda_scratch(const kv_error *a) { return lse_scratch(&a->rows); }
 
-extern "C" int kv_error_cuda(const kv_error *a, void *scratch, void *stream) {
+int kv_error_cuda(const kv_error *a, void *scratch, void *stream) {
   const int64_t heads = a->rows.B * a->rows.Hkv;
   if (heads == 0 || a->C == 0) return 0;
   kv_error x = *a;

@@ -4,7 +4,7 @@
 #define KVEVICT_HALF_H
 #include <string.h>
 
-#include "kvevict.h"
+#include "segments.h"
 
 static inline uint32_t kv_bits(float x) {
   uint32_t u;
@@ -69,29 +69,15 @@ static inline void kv_store_row(kv_dtype dtype, const float *restrict x, void *y
     for (int64_t i = 0; i < n; i++) half[i] = kv_bf16_of_float(x[i]);
 }
 
-/* The alive columns [stored | new] of one (b, kv head): column c < len is stored row c, the others follow in `fresh`. */
+/* The alive keys or values of one (b, kv head), as columns of its attention matrix. */
 typedef struct {
   kv_dtype dtype;
-  int64_t D, len, n;    /* n columns, len of them stored */
-  const char *stored;   /* [len, D] dtype */
-  const char *fresh;    /* [n - len, D] dtype, the column that follows the stored ones first */
-  int64_t fresh_stride; /* in bytes */
+  int64_t D;
+  kv_segments at;
 } kv_columns;
 
-/* stored: the layer's [rows, D], this head's from row `offset` on. fresh: [B, Hkv, S, D] with strides b, h, s, of which
- * columns first .. stop - 1 are alive. */
-static inline kv_columns kv_columns_of(kv_dtype dtype, int64_t D, const void *stored, int64_t offset, int64_t len,
-                                       const void *fresh, const int64_t stride[3], int64_t b, int64_t h, int64_t first,
-                                       int64_t stop) {
-  const int64_t size = kv_size(dtype);
-  kv_columns x = {dtype, D, len, len + stop - first, NULL, NULL, stride[2] * size};
-  if (len > 0) x.stored = (const char *)stored + offset * D * size;
-  if (stop > first) x.fresh = (const char *)fresh + (b * stride[0] + h * stride[1] + first * stride[2]) * size;
-  return x;
-}
-
 static inline const void *kv_column(const kv_columns *x, int64_t c) {
-  return c < x->len ? x->stored + c * x->D * kv_size(x->dtype) : x->fresh + (c - x->len) * x->fresh_stride;
+  return (const void *)(uintptr_t)kv_segments_at(&x->at, c);
 }
 
 /* Column c as D floats: in place, or converted into row [D]. */

@@ -61,13 +61,12 @@ typedef struct {
   const void *q; /* [B, H, T, D] dtype */
   int64_t q_stride[3];
   kv_slots slots;      /* pos unused */
-  kv_new fresh;        /* pos unused */
+  kv_new chunk;        /* pos unused */
   const int32_t *stop; /* [B] first[b]..S, or NULL: rows are causal */
   const float *sinks;  /* [H] logit of a column without a value (GPT-OSS), or NULL */
   void *out;           /* [B, T, H, D] dtype */
   float *lse;          /* [B, H, T] natural log of the row's sum of exponentials, the sink's included */
 } kv_attend;
-kv_status kv_attend_cpu(const kv_attend *a);
 
 /* R rows that observe the alive slots: a[r,i] = exp(logit[r,i] - lse[r]) for row_first[b] <= r < R, per query head.
  * causal: the rows are the last R alive slots' own, so row r sees slot i iff i <= n - R + r; otherwise all. A row with
@@ -81,7 +80,7 @@ typedef struct {
   int64_t q_stride[3];
   const int32_t *row_first; /* [B] 0..R; R = no row observes and every result is 0 */
   kv_slots slots;           /* pos unused; v only read by kv_error */
-  kv_new fresh;             /* pos unused; v only read by kv_error */
+  kv_new chunk;             /* pos unused; v only read by kv_error */
   const int32_t *stop;      /* [B] first[b]..S: new columns from here on are not scored and not seen */
   const float *lse;         /* [B, H, R] from kv_attend, or NULL: taken over the columns the row sees here */
   int64_t lse_stride[2];    /* b, h */
@@ -100,7 +99,6 @@ typedef struct {
   kv_reduce group;  /* of the heads; KV_NONE: every query head has its own result */
   float *out;       /* [B, Hkv, C], KV_NONE: [B, H, C]; C >= max n; columns from n on are 0 */
 } kv_score;
-kv_status kv_score_cpu(const kv_score *a);
 
 /* The largest a[r,i] over lo[b,h] <= i < hi[b,h]; 0 where a row sees none of them or does not observe. */
 typedef struct {
@@ -108,7 +106,6 @@ typedef struct {
   const int32_t *lo, *hi; /* [B, Hkv] 0 <= lo <= hi <= n */
   float *out;             /* [B, H, R] */
 } kv_peak;
-kv_status kv_peak_cpu(const kv_peak *a);
 
 /* How far the rows' attention outputs o move when slot i alone is removed, summed over rows:
  *   KV_EDIE  weight[r] * a / max(1 + alpha - a, 1e-6) * (||v_i||_1 + ||o_r||_1)   EDIE eq. 9-11; with alpha = 0 a bound
@@ -124,7 +121,29 @@ typedef struct {
   int64_t o_stride[3]; /* b, r, h */
   float *out;          /* as kv_score's */
 } kv_error;
-kv_status kv_error_cpu(const kv_error *a);
+
+/* How far what the rows pay is from a target, per query head (LookaheadKV eq. 5). With p[i] the mean of a[r,i] over the
+ * rows that observe, and t the target, both divided by their sums over the first min(N, n) alive slots:
+ *   loss = sum t[i] ln(t[i] / p[i]), a p below KV_KL_LEAST counting as that; 0 where t or p sums to 0. */
+#define KV_KL_LEAST 1e-30f
+typedef struct {
+  kv_observers rows; /* lse is NULL: over what the rows see here; no weight */
+  int64_t N, C;
+  const float *target; /* [B, H, N] >= 0 */
+  float *loss;         /* [B, H] */
+  float *lse;          /* [B, H, R] of the rows, which kv_kl_grad needs */
+  float *paid;         /* [B, H, C] p; C >= max n; columns from n on are 0 */
+} kv_kl;
+
+/* The gradient of kv_kl's losses, times grad, to the queries and to the new keys; stored ones are constants. */
+typedef struct {
+  kv_observers rows; /* with the lse of kv_kl */
+  int64_t N, C;
+  const float *target, *paid; /* of kv_kl */
+  const float *grad;          /* [B, H] */
+  float *dq;                  /* [B, H, R, D] */
+  float *dk;                  /* [B, Hkv, S, D]; 0 outside of first .. stop - 1 */
+} kv_kl_grad;
 
 /* CAOTE (eq. 6-8): a pooled score h >= 0 turned into an error of the head's output, hn / (1 - hn) * ||v_i - m||_2 with
  * m = sum hn v, where hn = h / sum h over the head's n alive slots, 1/n if the sum is 0. A slot with hn > 1 - 1e-6 gets
@@ -136,11 +155,10 @@ typedef struct {
   int squared;         /* the norm is squared */
   const float *score;  /* [B, Hkv, C] h; columns from n on are not read */
   kv_slots slots;      /* k, pos unused */
-  kv_new fresh;        /* k, pos unused */
+  kv_new chunk;        /* k, pos unused */
   const int32_t *stop; /* [B] first[b]..S */
   float *out;          /* [B, Hkv, C], columns from n on are 0; may not be score */
 } kv_refine;
-kv_status kv_refine_cpu(const kv_refine *a);
 
 /* ||x_i||_p of every alive slot, x being the keys or the values. */
 typedef struct {
@@ -148,11 +166,10 @@ typedef struct {
   int64_t B, Hkv, S, D, C;
   int p;               /* 1 or 2 */
   kv_slots slots;      /* k holds x; v, pos unused */
-  kv_new fresh;        /* k holds x; v, pos unused */
+  kv_new chunk;        /* k holds x; v, pos unused */
   const int32_t *stop; /* [B] first[b]..S */
   float *out;          /* [B, Hkv, C], columns from n on are 0 */
 } kv_norm;
-kv_status kv_norm_cpu(const kv_norm *a);
 
 /* The keep[b,h] best slots: the first protect_first[b] and the last protect_last[b] alive slots, then by
  * (score descending, slot ascending); NaN ranks below every number. */
@@ -165,20 +182,18 @@ typedef struct {
   const int32_t *protect_last;  /* [B] */
   int32_t *index;               /* [B, Hkv, K] ascending slot indices; columns from keep on are -1 */
 } kv_select;
-kv_status kv_select_cpu(const kv_select *a);
 
-/* Move the chosen slots of [src | fresh] into dst, in order. dst may be src (same buffers, same offsets):
+/* Move the chosen slots of [src | new] into dst, in order. dst may be src (same buffers, same offsets):
  * an ascending index never reads a slot that was already overwritten. */
 typedef struct {
   kv_dtype dtype;
   int64_t B, Hkv, S, D, K;
   kv_slots src;
-  kv_new fresh;
+  kv_new chunk;
   const int32_t *index; /* [B, Hkv, K] ascending, or NULL: slots 0..keep-1 */
   const int32_t *keep;  /* [B, Hkv] */
   kv_slots dst;         /* len unused */
 } kv_compact;
-kv_status kv_compact_cpu(const kv_compact *a);
 
 /* One decode step: write the new row behind each head's slots, then attend over len + 1 slots.
  * The caller has made room, and adds 1 to len afterwards. */
@@ -188,7 +203,7 @@ typedef struct {
   float scale, softcap;
   const void *q; /* [B, H, 1, D] dtype */
   int64_t q_stride[3];
-  kv_new fresh;       /* S = 1; first unused */
+  kv_new chunk;       /* S = 1; first unused */
   kv_slots slots;     /* written at offset + len */
   const float *sinks; /* [H] or NULL */
   void *out;          /* [B, 1, H, D] dtype */
@@ -196,38 +211,32 @@ typedef struct {
   float *probs; /* [B, Hkv, C] the row's attention, averaged over the group; columns past the new slot are 0; or NULL */
   int64_t rows; /* of the slot buffers; only read on CUDA: how much work there can be */
 } kv_decode;
-kv_status kv_decode_cpu(const kv_decode *a);
 
-/* What kv_<op>_cpu checks first: shapes, dtypes and, with `counts`, what the arrays of lengths, counts and indices hold,
- * which must then be in the CPU's memory. */
-kv_status kv_attend_check(const kv_attend *a, int counts);
-kv_status kv_score_check(const kv_score *a, int counts);
-kv_status kv_peak_check(const kv_peak *a, int counts);
-kv_status kv_error_check(const kv_error *a, int counts);
-kv_status kv_refine_check(const kv_refine *a, int counts);
-kv_status kv_norm_check(const kv_norm *a, int counts);
-kv_status kv_select_check(const kv_select *a, int counts);
-kv_status kv_compact_check(const kv_compact *a, int counts);
-kv_status kv_decode_check(const kv_decode *a, int counts);
+/* Every op, once: a prototype, a row of a table, a registration is X(op, with) of each. */
+#define KV_OPS(X, with) \
+  X(attend, with)       \
+  X(score, with)        \
+  X(peak, with)         \
+  X(error, with)        \
+  X(kl, with)           \
+  X(kl_grad, with)      \
+  X(refine, with) X(norm, with) X(select, with) X(compact, with) X(decode, with)
 
-/* The same on the current CUDA device, on `stream` (a cudaStream_t), without waiting for it. Every pointer in the struct
- * is to that device's memory, and every row of q, k, v, o and the slots starts at a multiple of 16 bytes. scratch:
- * kv_<op>_cuda_scratch(a) bytes of it, aligned to 256, whatever they hold. The struct must have passed
- * kv_<op>_check without `counts`: those are the caller's word, to look at them is to wait for the device. Returns 0 or the cudaError_t of a launch that failed, whose text is kv_cuda_text. */
-int kv_attend_cuda(const kv_attend *a, void *stream);
-int64_t kv_score_cuda_scratch(const kv_score *a);
-int kv_score_cuda(const kv_score *a, void *scratch, void *stream);
-int64_t kv_peak_cuda_scratch(const kv_peak *a);
-int kv_peak_cuda(const kv_peak *a, void *scratch, void *stream);
-int64_t kv_error_cuda_scratch(const kv_error *a);
-int kv_error_cuda(const kv_error *a, void *scratch, void *stream);
-int64_t kv_refine_cuda_scratch(const kv_refine *a);
-int kv_refine_cuda(const kv_refine *a, void *scratch, void *stream);
-int kv_norm_cuda(const kv_norm *a, void *stream);
-int kv_select_cuda(const kv_select *a, void *stream);
-int kv_compact_cuda(const kv_compact *a, void *stream);
-int64_t kv_decode_cuda_scratch(const kv_decode *a);
-int kv_decode_cuda(const kv_decode *a, void *scratch, void *stream);
+/* kv_<op>_check: shapes, dtypes and, with `counts`, what the arrays of lengths, counts and indices hold, which must
+ * then be in the CPU's memory. kv_<op>_cpu checks all of it first.
+ *
+ * kv_<op>_cuda runs on the current CUDA device, on `stream` (a cudaStream_t), without waiting for it. Every pointer in
+ * the struct is to that device's memory, and every row of q, k, v, o and the slots starts at a multiple of 16 bytes.
+ * scratch: kv_<op>_cuda_scratch(a) bytes of it, aligned to 256, whatever they hold. The struct must have passed
+ * kv_<op>_check without `counts`: those are the caller's word, to look at them is to wait for the device. Returns 0 or
+ * the cudaError_t of a launch that failed, whose text is kv_cuda_text. */
+#define KV_PROTOTYPES(op, with)                            \
+  kv_status kv_##op##_check(const kv_##op *a, int counts); \
+  kv_status kv_##op##_cpu(const kv_##op *a);               \
+  int64_t kv_##op##_cuda_scratch(const kv_##op *a);        \
+  int kv_##op##_cuda(const kv_##op *a, void *scratch, void *stream);
+KV_OPS(KV_PROTOTYPES, )
+#undef KV_PROTOTYPES
 const char *kv_cuda_text(int error);
 
 /* Threads. The host program sets how loops run; unset, they run one after the other. body(ctx, begin, end)
@@ -236,8 +245,8 @@ typedef void (*kv_body)(void *ctx, int64_t begin, int64_t end);
 typedef void (*kv_parallel)(int64_t n, int64_t grain, kv_body body, void *ctx);
 void kv_set_parallel(kv_parallel parallel, int threads);
 
-/* Name of the instruction set the CPU kernels run with: "avx512", "avx2" or "scalar". Environment variable
- * KVEVICT_CPU_ISA caps it (read once). */
+/* Name of the instruction set the CPU kernels run with: "avx512bf16", "avx512", "avx2" or "scalar". Environment variable
+ * KVEVICT_CPU_ISA caps it (read once); "avx512bf16" is taken where it is named, or unnamed where it is the faster. */
 const char *kv_cpu_isa(void);
 
 #ifdef __cplusplus

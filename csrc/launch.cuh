@@ -3,8 +3,8 @@
 #define KV_LAUNCH_CUH
 #include <cuda_runtime.h>
 
-/* Runs kernel(args...) on `stream` of the current device, without waiting. threads: of a block, a multiple of 32; shared:
- * bytes of dynamic shared memory. Returns 0, or the CUDA error that kept it from being launched. */
+/* Runs kernel(args...) on `stream` of the current device, without waiting. threads: of a block, a multiple of 32;
+ * shared: bytes of dynamic shared memory. Returns 0, or the CUDA error that kept it from being launched. */
 template <auto kernel, class... Args>
 static int launch(dim3 grid, int threads, size_t shared, void *stream, Args... args) {
   if (shared > 48 * 1024) {

@@ -2,24 +2,21 @@
  *
  * budget: regs 40, smem 0 */
 #include "launch.cuh"
-#include "rows.cuh"
+#include "vector.cuh"
 #include "warp.cuh"
-
-namespace {
 
 constexpr int THREADS = 256, LANES = 8, ROWS = THREADS / LANES;
 
 /* Block (i, head): columns i * ROWS .. */
 template <class E>
-__global__ void __launch_bounds__(THREADS) norm_rows(const kv_norm a) {
+static __global__ void __launch_bounds__(THREADS) norm_kernel(const kv_norm a) {
   const int64_t head = blockIdx.y, b = head / a.Hkv;
-  const Columns<E> rows = columns_of<E>(a.slots, a.slots.k, a.fresh.k, a.fresh.k_stride, b, head % a.Hkv, head,
-                                        a.fresh.first[b], a.stop[b], a.D);
+  const kv_segments rows = kv_keys_of(&a.slots, &a.chunk, b, head % a.Hkv, a.Hkv, a.stop[b], a.D, sizeof(E));
   const int c = blockIdx.x * ROWS + threadIdx.x / LANES, lane = threadIdx.x % LANES;
   float sum = 0;
-  for (int d = lane * VECTOR<E>; c < rows.n && d < rows.D; d += LANES * VECTOR<E>) {
+  for (int d = lane * VECTOR<E>; c < rows.n && d < a.D; d += LANES * VECTOR<E>) {
     float x[VECTOR<E>];
-    floats_of<E>(load_once_16(rows[c] + d), x);
+    slot_floats<E>(rows, c, d, x);
 #pragma unroll
     for (int i = 0; i < VECTOR<E>; i++) sum += a.p == 2 ? x[i] * x[i] : fabsf(x[i]);
   }
@@ -27,11 +24,11 @@ __global__ void __launch_bounds__(THREADS) norm_rows(const kv_norm a) {
   if (lane == 0 && c < a.C) a.out[head * a.C + c] = a.p == 2 ? sqrtf(sum) : sum;
 }
 
-}  // namespace
+int64_t kv_norm_cuda_scratch(const kv_norm *) { return 0; }
 
-int kv_norm_cuda(const kv_norm *a, void *stream) {
+int kv_norm_cuda(const kv_norm *a, void *, void *stream) {
   const int64_t heads = a->B * a->Hkv;
   if (heads == 0 || a->C == 0) return 0;
   const dim3 grid((unsigned)((a->C + ROWS - 1) / ROWS), (unsigned)heads);
-  return with_type(a->dtype, [&](auto e) { return launch<norm_rows<decltype(e)>>(grid, THREADS, 0, stream, *a); });
+  return dispatch(a->dtype, [&](auto e) { return launch<norm_kernel<decltype(e)>>(grid, THREADS, 0, stream, *a); });
 }

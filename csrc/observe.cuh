@@ -1,7 +1,7 @@
 /* Rows that observe the alive slots, shared by score, peak and error: a[r,i] = exp(logit[r,i] - lse[r]). */
 #ifndef KV_OBSERVE_CUH
 #define KV_OBSERVE_CUH
-#include "sight.cuh"
+#include "attention.cuh"
 
 /* Bytes of scratch and the launches that find lse where `a` has none; then `a` holds it. In peak_cuda.cu. */
 int64_t lse_scratch(const kv_observers *a);
@@ -18,20 +18,19 @@ static __device__ __forceinline__ float row_max_nan(float x) {
 /* One (b, kv head): its columns, and what the R rows see of them. */
 struct Observed {
   int b, h, G, row_first;
-  Columns k;
-  Sight sight;
+  kv_segments k;
+  Bounds bounds;
 };
 
 template <class E>
 static __device__ __forceinline__ Observed observed(const kv_observers &a, int head) {
   const int b = head / a.Hkv, h = head % a.Hkv;
-  const auto k = columns_of<E>(a.slots.k, a.slots.offset[head], a.slots.len[head], a.D, a.fresh.k, a.fresh.k_stride, b,
-                               h, a.fresh.first[b], a.stop[b]);
+  const kv_segments k = kv_keys_of(&a.slots, &a.chunk, b, h, a.Hkv, a.stop[b], a.D, sizeof(E));
   return {b, h, (int)(a.H / a.Hkv), a.row_first[b], k, {(int)(k.n - a.R), a.causal ? 0 : k.n, k.n}};
 }
 
-/* What is to know of a row besides its query. A row that sees nothing has seen = 0. An lse of NaN and a weight that is not
- * finite make NaN of lse, so that they reach only what the row sees. */
+/* What is to know of a row besides its query. A row that sees nothing has seen = 0. An lse of NaN and a weight that
+ * is not finite make NaN of lse, so that they reach only what the row sees. */
 struct alignas(16) RowValues {
   float lse, weight; /* in log2 units */
   int seen;
@@ -44,7 +43,7 @@ static __device__ __forceinline__ RowValues row_values(const kv_observers &a, co
   const float lse = a.lse[x.b * a.lse_stride[0] + head * a.lse_stride[1] + t];
   const float weight = a.weight ? a.weight[x.b * a.weight_stride[0] + head * a.weight_stride[1] + t] : 1;
   const bool bad = isnan(lse) || !isfinite(weight);
-  return {bad ? NAN : lse * LOG2E, bad ? 1 : weight, lse == -INFINITY || t < x.row_first ? 0 : x.sight.seen(t)};
+  return {bad ? NAN : lse * LOG2E, bad ? 1 : weight, lse == -INFINITY || t < x.row_first ? 0 : x.bounds.seen(t)};
 }
 
 /* Where a result over the rows goes, one head of the group after the other: rows of all heads are taken together where
@@ -53,7 +52,8 @@ static __device__ __forceinline__ int heads_together(kv_reduce rows, kv_reduce g
   return rows != KV_MAX && (group == KV_SUM || group == KV_MEAN) ? G : 1;
 }
 
-/* Adds a lane's results of 16 MT columns from `column` on, of the next `heads` heads, to the group's, or stores them. */
+/* Adds a lane's results of 16 MT columns from `column` on, of the next `heads` heads, to the group's, or stores
+ * them. */
 template <int MT>
 struct Group {
   float total[MT][2];
@@ -61,18 +61,17 @@ struct Group {
   /* x: the results, the same in the 4 lanes of a row; g: the first of the heads. Stores after the last one. */
   __device__ __forceinline__ void add(const float (&x)[MT][2], kv_reduce how, int g, int heads, int G, float over,
                                       float *out, int64_t C, int column) {
-#pragma unroll
-    for (int i = 0; i < 2 * MT; i++) {
-      float &sum = total[i / 2][i % 2];
-      const float y = x[i / 2][i % 2];
+    each_row<MT>([&](int m, int half) {
+      float &sum = total[m][half];
+      const float y = x[m][half];
       sum = g == 0 || how == KV_NONE ? y : how == KV_MAX ? max_nan(sum, y) : sum + y;
-      const int c = column + fragment_row() + i * 8;
-      if (fragment_column() || c >= C) continue;
+      const int c = column + fragment_row() + 16 * m + 8 * half;
+      if (fragment_column() || c >= C) return;
       if (how == KV_NONE)
         out[g * C + c] = sum / over;
       else if (g + heads == G)
         out[c] = sum / (how == KV_MEAN ? G * over : over);
-    }
+    });
   }
 };
 

@@ -12,8 +12,11 @@
 
 #include "tile.h"
 
+struct kv_reduction;
+
 typedef struct {
-  const void *op; /* the kernel's own struct */
+  const void *op;                 /* the kernel's own struct */
+  const struct kv_reduction *how; /* of score and error */
   const kv_observers *a;
   const float *lse; /* [B, H, R], given or computed */
   int64_t lse_stride[2];
@@ -22,20 +25,21 @@ typedef struct {
   atomic_int failed;
 } kv_observe;
 
-/* One (b, kv head): its rows and columns. */
+/* One (b, kv head): its rows and its n columns. */
 typedef struct {
-  int64_t b, h;
+  int64_t b, h, n;
   kv_queries query;
   kv_columns k;
-  kv_sight sight;
+  kv_bounds bounds;
 } kv_observed;
 
 static inline kv_observed kv_observed_of(const kv_observers *a, int64_t head) {
   kv_observed x = {.b = head / a->Hkv, .h = head % a->Hkv};
   x.query = kv_queries_of(a->dtype, a->D, a->H / a->Hkv, a->q, a->q_stride, x.b, x.h, a->scale, a->softcap);
-  x.k = kv_columns_of(a->dtype, a->D, a->slots.k, a->slots.offset[head], a->slots.len[head], a->fresh.k,
-                      a->fresh.k_stride, x.b, x.h, a->fresh.first[x.b], a->stop[x.b]);
-  x.sight = (kv_sight){x.k.n - a->R, a->causal ? 0 : x.k.n, x.k.n};
+  x.k = (kv_columns){a->dtype, a->D,
+                     kv_keys_of(&a->slots, &a->chunk, x.b, x.h, a->Hkv, a->stop[x.b], a->D, kv_size(a->dtype))};
+  x.n = x.k.at.n;
+  x.bounds = (kv_bounds){x.n - a->R, a->causal ? 0 : x.n, x.n};
   return x;
 }
 
@@ -50,7 +54,7 @@ static inline void kv_observe_lse(void *ctx, int64_t begin, int64_t end) {
     const kv_observed head = kv_observed_of(a, i / tasks);
     const int64_t t0 = i % tasks * job->steps, rows = (kv_min(a->R, t0 + job->steps) - t0) * G;
     kv_rows_start(&x, &head.query, t0, rows, a->sinks ? a->sinks + head.h * G : NULL, 0);
-    kv_rows_run(&x, &head.query, head.sight, t0, rows, &head.k, NULL, 0);
+    kv_rows_run(&x, &head.query, head.bounds, t0, rows, &head.k, NULL, 0);
     for (int64_t r = 0; r < rows; r++)
       job->computed[(head.b * a->H + head.h * G + r % G) * a->R + t0 + r / G] = KV_LN2 * (x.m[r] + log2f(x.l[r]));
   }
@@ -60,7 +64,7 @@ static inline void kv_observe_lse(void *ctx, int64_t begin, int64_t end) {
 /* Returns whether to go on; call kv_observe_end in either case. */
 static inline int kv_observe_start(kv_observe *job, const kv_observers *a, const void *op) {
   const int64_t heads = a->B * a->Hkv;
-  *job = (kv_observe){op, a, a->lse, {a->lse_stride[0], a->lse_stride[1]}, NULL, 0, 0};
+  *job = (kv_observe){op, NULL, a, a->lse, {a->lse_stride[0], a->lse_stride[1]}, NULL, 0, 0};
   if (heads == 0 || a->R == 0) return 1;
   job->steps = kv_task_steps(heads, a->R, a->H / a->Hkv, a->D);
   if (a->lse) return 1;
@@ -103,17 +107,18 @@ static inline void *kv_tile_alloc(kv_tile *x, int64_t G, int64_t D, int pairs) {
 static inline int64_t kv_tile_observe(const kv_observe *job, const kv_observed *head, kv_tile *x, int64_t t0, int64_t n,
                                       int64_t c0, int64_t columns) {
   const kv_observers *a = job->a;
-  const int64_t G = head->query.G, D = a->D, rows = G * n, padded = kv_round_up(rows, MR);
-  const int64_t most = kv_min(kv_seen(head->sight, t0 + n - 1) - c0, columns);
+  const int64_t G = head->query.G, rows = G * n, padded = kv_round_up(rows, MR);
+  const int64_t most = kv_min(kv_seen(head->bounds, t0 + n - 1) - c0, columns);
   if (most <= 0) return 0;
-  for (int64_t r = 0; r < rows; r++) kv_load_query(&head->query, r / n, t0 + r % n, x->q + r * D);
-  memset(x->q + rows * D, 0, (size_t)((padded - rows) * D) * sizeof *x->q);
-  kv_tile_s(x->q, padded, D, x->k, most, x->s);
+  const int64_t words = head->query.words;
+  for (int64_t r = 0; r < rows; r++) kv_load_words(&head->query, r / n, t0 + r % n, x->q + r * words);
+  memset(x->q + rows * words, 0, (size_t)((padded - rows) * words) * sizeof *x->q);
+  kv_tile_s(&head->query, x->q, padded, x->k, most, x->s);
   for (int64_t r = 0; r < rows; r++) {
     const int64_t t = t0 + r % n, g = head->h * G + r / n;
     const float lse = job->lse[head->b * job->lse_stride[0] + g * job->lse_stride[1] + t];
     const float w = a->weight ? a->weight[head->b * a->weight_stride[0] + g * a->weight_stride[1] + t] : 1;
-    const int64_t seen = lse == -INFINITY ? 0 : kv_min(kv_max(kv_seen(head->sight, t) - c0, 0), most);
+    const int64_t seen = lse == -INFINITY ? 0 : kv_min(kv_max(kv_seen(head->bounds, t) - c0, 0), most);
     const int bad = isnan(lse) || !isfinite(w);
     float *s = x->s + r * KEYS;
     kv_cap_and_mask(s, head->query.cap, seen, kv_round_up(most, VL));
@@ -124,11 +129,19 @@ static inline int64_t kv_tile_observe(const kv_observe *job, const kv_observed *
   return most;
 }
 
-/* Columns from n on are 0. group KV_NONE: of each of the G heads. */
-static inline void kv_group_zeros(float *out, int64_t G, kv_reduce group, int64_t n, int64_t C) {
-  for (int64_t g = 0; g < (group == KV_NONE ? G : 1); g++)
-    for (int64_t c = n; c < C; c++) out[g * C + c] = 0;
-}
+/* What a block of columns of one head is reduced to, by score and error: `block`, if any, is called once with the
+ * block's keys packed, then `tile` for the observing rows, n steps from t on, whose logits at the first `most`
+ * columns are in s; it adds what it makes of them to total. Total, divided by the rows if `mean`, then taken over the
+ * heads of the group, is out. */
+typedef struct kv_reduction {
+  int64_t C;
+  kv_reduce group;
+  int mean;          /* over the rows */
+  int pairs_of_rows; /* tiles have room for values, outputs and their distances */
+  float *out;        /* [B, Hkv, C], group KV_NONE: [B, H, C] */
+  void (*block)(const kv_observe *job, const kv_observed *head, kv_tile *x, int64_t c0, int64_t columns);
+  void (*tile)(const kv_observe *job, const kv_observed *head, kv_tile *x, int64_t t, int64_t n, int64_t most);
+} kv_reduction;
 
 /* total [G, KEYS] / rows, over the heads of the group, -> n columns of out from c0 on. */
 static inline void kv_group_out(const float *total, int64_t G, kv_reduce group, int64_t rows, float *out, int64_t C,
@@ -145,10 +158,42 @@ static inline void kv_group_out(const float *total, int64_t G, kv_reduce group, 
   }
 }
 
-/* Where the results of a (b, kv head) start in out [B, Hkv, C], or [B, H, C]. */
-static inline float *kv_group_at(float *out, const kv_observers *a, const kv_observed *head, kv_reduce group,
-                                 int64_t C) {
-  const int64_t at = head->b * a->Hkv + head->h;
-  return out + (group == KV_NONE ? at * (a->H / a->Hkv) : at) * C;
+static inline void kv_reduce_block(const kv_observe *job, kv_tile *x, int64_t at, int64_t c0) {
+  const kv_reduction *how = job->how;
+  const kv_observed head = kv_observed_of(job->a, at);
+  const int64_t G = head.query.G, R = job->a->R, from = job->a->row_first[head.b], C = how->C;
+  const int64_t columns = kv_min(kv_block(job->a->D), head.n - c0);
+  float *const out = how->out + (how->group == KV_NONE ? at * G : at) * C;
+  for (int64_t g = 0; g < (how->group == KV_NONE ? G : 1) && c0 == 0; g++)
+    for (int64_t c = head.n; c < C; c++) out[g * C + c] = 0;
+  if (columns <= 0) return;
+  kv_pack_k(&head.k, head.query.pairs, c0, columns, x->k, x->row);
+  if (how->block) how->block(job, &head, x, c0, columns);
+  memset(x->total, 0, (size_t)(G * KEYS) * sizeof *x->total);
+  for (int64_t t = from; t < R; t += x->steps) {
+    const int64_t n = kv_min(x->steps, R - t), most = kv_tile_observe(job, &head, x, t, n, c0, columns);
+    if (most > 0) how->tile(job, &head, x, t, n, most);
+  }
+  kv_group_out(x->total, G, how->group, how->mean ? kv_max(R - from, 1) : 1, out, C, c0, columns);
+}
+
+static inline void kv_reduce_body(void *ctx, int64_t begin, int64_t end) {
+  kv_observe *job = ctx;
+  const int64_t heads = job->a->B * job->a->Hkv;
+  kv_tile x;
+  void *memory = kv_tile_alloc(&x, job->a->H / job->a->Hkv, job->a->D, job->how->pairs_of_rows);
+  if (!memory) job->failed = 1;
+  for (int64_t i = begin; memory && i < end; i++) kv_reduce_block(job, &x, i % heads, i / heads * kv_block(job->a->D));
+  free(memory);
+}
+
+/* A task is one block of columns of one (b, kv head) and owns them; it goes over all rows. */
+static inline kv_status kv_reduce_rows(const kv_observers *a, const void *op, const kv_reduction *how) {
+  const int64_t block = kv_block(a->D), blocks = kv_max((how->C + block - 1) / block, 1);
+  kv_observe job;
+  const int ready = kv_observe_start(&job, a, op);
+  job.how = how;
+  if (ready) kv_parallel_for(a->B * a->Hkv * blocks, 1, kv_reduce_body, &job);
+  return kv_observe_end(&job);
 }
 #endif

@@ -4,8 +4,6 @@
  */
 #include "observe.h"
 
-kv_status KV_OP(peak)(const kv_peak *a);
-
 /* The largest of `most` weights, NaN if there is one; logits from `most` up to a whole vector are -inf. */
 static float kv_peak_row(const float *s, int64_t most, float lse) {
   vf acc = vf_set1(0);
@@ -25,7 +23,7 @@ static void kv_peak_steps(const kv_observe *job, const kv_observed *head, kv_til
     for (int64_t t = t0; t < t1; t++) out[g * R + t] = 0;
   for (int64_t c0 = lo, columns; c0 < hi && from < t1; c0 += columns) {
     columns = kv_min(kv_block(job->a->D), hi - c0);
-    kv_pack_k(&head->k, c0, columns, x->k, x->row);
+    kv_pack_k(&head->k, head->query.pairs, c0, columns, x->k, x->row);
     for (int64_t t = from, n; t < t1; t += n) {
       n = kv_min(x->steps, t1 - t);
       const int64_t most = kv_tile_observe(job, head, x, t, n, c0, columns);

@@ -1,8 +1,8 @@
-/* The largest attention weight that each observing row pays to a range of slots, and the log-sum-exp of rows where it is
- * not given, on a GPU. Both go over tiles of keys with a tile of rows at rest.
+/* The largest attention weight that each observing row pays to a range of slots, and the log-sum-exp of rows where it
+ * is not given, on a GPU. Both go over tiles of keys with a tile of rows at rest.
  *
- * A block is a tile of rows, as in attend, and one of `parts` shares of the columns: the few rows that observe would not
- * fill a GPU. Each share leaves one number a row, combine_kernel makes one of them in the order of the shares.
+ * A block is a tile of rows, as in attend, and one of `parts` shares of the columns: the few rows that observe would
+ * not fill a GPU. Each share leaves one number a row, combine_kernel makes one of them in the order of the shares.
  */
 // budget: regs 255, smem 98304
 #include "observe.cuh"
@@ -28,21 +28,20 @@ static __global__ void __launch_bounds__(RowTile<E, D>::THREADS, 1)
   const int tiles = (max(end - begin, 0) + X::KEYS - 1) / X::KEYS, share = blockIdx.y, shares = gridDim.y;
   const int from = begin + (int)((int64_t)tiles * share / shares) * X::KEYS;
   const int to = min(min(end, begin + (int)((int64_t)tiles * (share + 1) / shares) * X::KEYS),
-                     x.sight.seen(rows.step(min(row0 + X::ROWS, rows.count) - 1)));
+                     x.bounds.seen(rows.step(min(row0 + X::ROWS, rows.count) - 1)));
 
   int sees[MT][2];
   float lse[MT][2], top[MT][2], sum[MT][2] = {};
-#pragma unroll
-  for (int i = 0; i < 2 * MT; i++) {
-    const int r = row + i * 8;
-    top[i / 2][i % 2] = -INFINITY;
+  each_row<MT>([&](int m, int half) {
+    const int r = row + 16 * m + 8 * half;
+    top[m][half] = -INFINITY;
     if (PEAK) {
       const RowValues values = row_values(a, x, rows, r);
-      lse[i / 2][i % 2] = values.lse, sees[i / 2][i % 2] = min(values.seen, to);
+      lse[m][half] = values.lse, sees[m][half] = min(values.seen, to);
     } else {
-      sees[i / 2][i % 2] = r < rows.count ? min(x.sight.seen(rows.step(r)), to) : 0;
+      sees[m][half] = r < rows.count ? min(x.bounds.seen(rows.step(r)), to) : 0;
     }
-  }
+  });
   tile_load<E, D, X::ROWS, X::THREADS>(q, rows_at<E>(rows, a.q, x.b * a.q_stride[0], a.q_stride[1], a.q_stride[2]),
                                        row0, a.D);
   tile_load<E, D, X::KEYS, X::THREADS>(k, x.k, from, a.D);
@@ -55,34 +54,30 @@ static __global__ void __launch_bounds__(RowTile<E, D>::THREADS, 1)
     cp_async_commit();
     float s[MT][NT][4], alpha[MT][2];
     int seen[MT][2];
-#pragma unroll
-    for (int i = 0; i < 2 * MT; i++) seen[i / 2][i % 2] = sees[i / 2][i % 2] - c0;
+    each_row<MT>([&](int m, int half) { seen[m][half] = sees[m][half] - c0; });
     multiply<E, D, X::STEPS>(s, q, warp_id() * MT * 16, k + stage * X::KEYS * D);
-    bend(s, logits);
+    transform(s, logits);
     if constexpr (PEAK) {
-#pragma unroll
-      for (int i = 0; i < MT * NT * 4; i++) {
-        const int m = i / 4 / NT, n = i / 4 % NT, h = i % 4 / 2;
-        if (n * 8 + fragment_column() + i % 2 < seen[m][h])
-          top[m][h] = max_nan(top[m][h], fmaf(s[m][n][i % 4], logits.scale, -lse[m][h]));
-      }
+      each_number<MT, NT>([&](int m, int n, int half, int j) {
+        if (8 * n + fragment_column() + j < seen[m][half])
+          top[m][half] = max_nan(top[m][half], fmaf(s[m][n][2 * half + j], logits.scale, -lse[m][half]));
+      });
     } else {
       mask(s, seen);
       softmax_step(s, logits.scale, top, sum, alpha);
     }
   }
   cp_async_wait<0>(); /* copies that nobody reads */
-#pragma unroll
-  for (int i = 0; i < 2 * MT; i++) {
-    const int r = row + i * 8;
-    const float all =
-        PEAK ? row_max_nan(top[i / 2][i % 2]) : top[i / 2][i % 2] + log2f(lanes_sum<4>(sum[i / 2][i % 2]));
+  each_row<MT>([&](int m, int half) {
+    const int r = row + 16 * m + 8 * half;
+    const float all = PEAK ? row_max_nan(top[m][half]) : top[m][half] + log2f(lanes_sum<4>(sum[m][half]));
     if (r < rows.count && fragment_column() == 0)
       parts[((share * a.B + x.b) * a.H + rows.head_of(r)) * a.R + rows.step(r)] = all;
-  }
+  });
 }
 
-/* parts [P, B, H, R] -> out [B, H, R], which may be parts: the row's lse with the sink's share, or its largest weight. */
+/* parts [P, B, H, R] -> out [B, H, R], which may be parts: the row's lse with the sink's share, or its largest
+ * weight. */
 template <bool PEAK>
 static __global__ void __launch_bounds__(256)
     combine_kernel(const kv_observers a, const int shares, const float *parts, float *out) {
@@ -131,9 +126,9 @@ int lse_given(kv_observers *a, void *scratch, void *stream) {
   return error;
 }
 
-extern "C" int64_t kv_peak_cuda_scratch(const kv_peak *a) { return lse_scratch(&a->rows) + parts_bytes(&a->rows); }
+int64_t kv_peak_cuda_scratch(const kv_peak *a) { return lse_scratch(&a->rows) + parts_bytes(&a->rows); }
 
-extern "C" int kv_peak_cuda(const kv_peak *a, void *scratch, void *stream) {
+int kv_peak_cuda(const kv_peak *a, void *scratch, void *stream) {
   if (a->rows.B * a->rows.H * a->rows.R == 0) return 0;
   kv_observers rows = a->rows;
   rows.weight = nullptr;

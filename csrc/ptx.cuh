@@ -1,14 +1,14 @@
 /* Every line of inline PTX, one function each (sm_80 and up), and the 16-bit types. Kernels include this file, warp.cuh
- * and launch.cuh, nothing else of CUDA. tests/cuda_on_cpu/ptx.h has the same functions in plain C++: a new one goes into
- * both. A Hopper path would add its wrappers here too: mbarrier, bulk tensor copies, wgmma.
+ * and launch.cuh, nothing else of CUDA. tests/cuda_on_cpu/ptx.h has the same functions in plain C++: a new one goes
+ * into both. A Hopper path would add its wrappers here too: mbarrier, bulk tensor copies, wgmma.
  *
  * Fragments (PTX manual, m16n8k16). Lane l, g = l / 4, c = 2 * (l % 4); a 32-bit register holds two values, the lower
  * column (A, D) or row (B) in its low half:
  *   A [16, 16]  a[0] = A[g, c..]    a[1] = A[g + 8, c..]    a[2] = A[g, c + 8..]    a[3] = A[g + 8, c + 8..]
  *   B [16, 8]   b0 = B[c.., g]      b1 = B[c + 8.., g]
  *   D [16, 8]   d[0], d[1] = D[g, c], D[g, c + 1]           d[2], d[3] = D[g + 8, c], D[g + 8, c + 1]
- * ldmatrix_x4 fills register i of every lane from the 8x8 matrix whose rows are at the addresses of lanes 8 i .. 8 i + 7:
- * lane l gets row g, columns c and c + 1; transposed: rows c and c + 1 of column g. */
+ * ldmatrix_x4 fills register i of every lane from the 8x8 matrix whose rows are at the addresses of lanes 8 i .. 8 i
+ * + 7: lane l gets row g, columns c and c + 1; transposed: rows c and c + 1 of column g. */
 #ifndef KV_PTX_CUH
 #define KV_PTX_CUH
 #include <cuda_runtime.h>
@@ -156,8 +156,8 @@ static __device__ __forceinline__ uint4 load_once_16_if(const void *p, bool want
   return x;
 }
 
-/* *p += x, returns what was there. What this thread wrote, or saw through a barrier, is visible to the whole GPU before;
- * what threads that added earlier published is visible after. */
+/* *p += x, returns what was there. What this thread wrote, or saw through a barrier, is visible to the whole GPU
+ * before; what threads that added earlier published is visible after. */
 static __device__ __forceinline__ uint32_t atomic_add_acq_rel(uint32_t *p, uint32_t x) {
   uint32_t y;
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;"

@@ -1,31 +1,30 @@
 /* CAOTE on a CPU: what removing each slot would do to the head's output, the pooled score being the attention.
  *
- * Four passes: each head's sum of scores; the mean value of each stretch of slots; these added up; distances. Stretches
+ * Four passes: each head's sum of scores; the mean value of each split of slots; these added up; distances. Splits
  * are fixed, whatever the number of threads, and all sums are pairwise above 128 terms, so no error grows with n.
  */
 #include <float.h>
 
 #include "tile.h"
 
-kv_status KV_OP(refine)(const kv_refine *a);
-
-enum { STRETCH = 128 };
+enum { SPLIT = 128 };
 
 typedef struct {
   const kv_refine *a;
-  int64_t stretches; /* of the longest head */
-  float *sum;        /* [B, Hkv] of scores */
-  float *mean;       /* [B, Hkv, stretches, D]; in the end a head's first row is its mean value */
+  int64_t splits; /* of the longest head */
+  float *sum;     /* [B, Hkv] of scores */
+  float *mean;    /* [B, Hkv, splits, D]; in the end a head's first row is its mean value */
 } kv_refine_job;
 
 static kv_columns kv_refine_values(const kv_refine *a, int64_t at) {
-  return kv_columns_of(a->dtype, a->D, a->slots.v, a->slots.offset[at], a->slots.len[at], a->fresh.v, a->fresh.v_stride,
-                       at / a->Hkv, at % a->Hkv, a->fresh.first[at / a->Hkv], a->stop[at / a->Hkv]);
+  const int64_t b = at / a->Hkv, size = kv_size(a->dtype);
+  return (kv_columns){a->dtype, a->D,
+                      kv_values_of(&a->slots, &a->chunk, b, at % a->Hkv, a->Hkv, a->stop[b], a->D, size)};
 }
 
 static float kv_pairwise_sum(const float *x, int64_t n) {
-  const int64_t half = kv_round_up(n / 2, STRETCH);
-  if (n > STRETCH) return kv_pairwise_sum(x, half) + kv_pairwise_sum(x + half, n - half);
+  const int64_t half = kv_round_up(n / 2, SPLIT);
+  if (n > SPLIT) return kv_pairwise_sum(x, half) + kv_pairwise_sum(x + half, n - half);
   float sum = 0;
   for (int64_t i = 0; i < n; i++) sum += x[i];
   return sum;
@@ -39,19 +38,19 @@ static float kv_refine_share(const kv_refine_job *job, int64_t at, int64_t n, in
 static void kv_refine_sums(void *ctx, int64_t begin, int64_t end) {
   const kv_refine_job *job = ctx;
   for (int64_t at = begin; at < end; at++)
-    job->sum[at] = kv_pairwise_sum(job->a->score + at * job->a->C, kv_refine_values(job->a, at).n);
+    job->sum[at] = kv_pairwise_sum(job->a->score + at * job->a->C, kv_refine_values(job->a, at).at.n);
 }
 
-static void kv_refine_stretches(void *ctx, int64_t begin, int64_t end) {
+static void kv_refine_splits(void *ctx, int64_t begin, int64_t end) {
   const kv_refine_job *job = ctx;
   float row[256];
   for (int64_t i = begin; i < end; i++) {
-    const int64_t at = i / job->stretches, c0 = i % job->stretches * STRETCH;
+    const int64_t at = i / job->splits, c0 = i % job->splits * SPLIT;
     const kv_columns v = kv_refine_values(job->a, at);
     float *restrict mean = job->mean + i * v.D;
     memset(mean, 0, (size_t)v.D * sizeof *mean);
-    for (int64_t c = c0; c < kv_min(c0 + STRETCH, v.n); c++) {
-      const float share = job->a->fast ? 1 / (float)v.n : kv_refine_share(job, at, v.n, c);
+    for (int64_t c = c0; c < kv_min(c0 + SPLIT, v.at.n); c++) {
+      const float share = job->a->fast ? 1 / (float)v.at.n : kv_refine_share(job, at, v.at.n, c);
       const float *x = kv_column_floats(&v, c, row);
       for (int64_t d = 0; d < v.D; d++) mean[d] += share * x[d];
     }
@@ -60,7 +59,7 @@ static void kv_refine_stretches(void *ctx, int64_t begin, int64_t end) {
 
 static void kv_refine_means(void *ctx, int64_t begin, int64_t end) {
   const kv_refine_job *job = ctx;
-  const int64_t D = job->a->D, n = job->stretches;
+  const int64_t D = job->a->D, n = job->splits;
   for (int64_t at = begin; at < end; at++) {
     float *mean = job->mean + at * n * D;
     for (int64_t step = 1; step < n; step *= 2)
@@ -74,30 +73,30 @@ static void kv_refine_errors(void *ctx, int64_t begin, int64_t end) {
   const kv_refine *a = job->a;
   float row[256];
   for (int64_t i = begin; i < end; i++) {
-    const int64_t at = i / job->stretches, c0 = i % job->stretches * STRETCH;
+    const int64_t at = i / job->splits, c0 = i % job->splits * SPLIT;
     const kv_columns v = kv_refine_values(a, at);
     float *out = a->out + at * a->C;
-    for (int64_t c = c0; c < kv_min(c0 + STRETCH, v.n); c++) {
-      const float share = kv_refine_share(job, at, v.n, c), left = 1 - share;
-      const float by = kv_distance(kv_column_floats(&v, c, row), job->mean + at * job->stretches * a->D, a->D, 2);
+    for (int64_t c = c0; c < kv_min(c0 + SPLIT, v.at.n); c++) {
+      const float share = kv_refine_share(job, at, v.at.n, c), left = 1 - share;
+      const float by = kv_distance(kv_column_floats(&v, c, row), job->mean + at * job->splits * a->D, a->D, 2);
       out[c] = left < 1e-6f ? FLT_MAX : share / left * (a->squared ? by * by : by);
     }
-    for (int64_t c = kv_max(c0, v.n); c < kv_min(c0 + STRETCH, a->C); c++) out[c] = 0;
+    for (int64_t c = kv_max(c0, v.at.n); c < kv_min(c0 + SPLIT, a->C); c++) out[c] = 0;
   }
 }
 
 kv_status KV_OP(refine)(const kv_refine *a) {
-  const int64_t heads = a->B * a->Hkv, grain = kv_max(1, 32768 / (STRETCH * a->D));
-  kv_refine_job job = {a, (a->C + STRETCH - 1) / STRETCH, NULL, NULL};
+  const int64_t heads = a->B * a->Hkv, grain = kv_max(1, 32768 / (SPLIT * a->D));
+  kv_refine_job job = {a, (a->C + SPLIT - 1) / SPLIT, NULL, NULL};
   if (heads == 0 || a->C == 0) return KV_OK;
-  job.sum = malloc((size_t)(heads * (1 + job.stretches * a->D)) * sizeof *job.sum);
+  job.sum = malloc((size_t)(heads * (1 + job.splits * a->D)) * sizeof *job.sum);
   if (!job.sum) return KV_NO_MEMORY;
   job.mean = job.sum + heads;
   /* Waking a thread costs as much as some 16 thousand scores. */
   kv_parallel_for(heads, 1 + 16384 / (a->C + 1), kv_refine_sums, &job);
-  kv_parallel_for(heads * job.stretches, grain, kv_refine_stretches, &job);
-  kv_parallel_for(heads, 1 + 16384 / (job.stretches * a->D), kv_refine_means, &job);
-  kv_parallel_for(heads * job.stretches, grain, kv_refine_errors, &job);
+  kv_parallel_for(heads * job.splits, grain, kv_refine_splits, &job);
+  kv_parallel_for(heads, 1 + 16384 / (job.splits * a->D), kv_refine_means, &job);
+  kv_parallel_for(heads * job.splits, grain, kv_refine_errors, &job);
   free(job.sum);
   return KV_OK;
 }

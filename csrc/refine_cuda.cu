@@ -1,29 +1,26 @@
 /* CAOTE on a GPU: what removing each slot would do to the head's output, the pooled score being the attention.
  *
- * Three passes: each head's sum of scores; the mean value of each stretch of slots; these added up by every block of the
+ * Three passes: each head's sum of scores; the mean value of each split of slots; these added up by every block of the
  * third, which takes the distances. No sum has more than some hundred terms one after the other up to 10^5 slots.
  *
  * budget: regs 64, smem 9216 */
 #include <float.h>
 
 #include "launch.cuh"
-#include "rows.cuh"
+#include "vector.cuh"
 #include "warp.cuh"
 
-namespace {
-
-constexpr int THREADS = 256, STRETCH = THREADS, LANES = 8, RUN = 32;
+constexpr int THREADS = 256, SPLIT = THREADS, LANES = 8, RUN = 32;
 
 template <class E>
-__device__ __forceinline__ Columns<E> values_of(const kv_refine &a, int64_t head) {
+static __device__ __forceinline__ kv_segments values_of(const kv_refine &a, int64_t head) {
   const int64_t b = head / a.Hkv;
-  return columns_of<E>(a.slots, a.slots.v, a.fresh.v, a.fresh.v_stride, b, head % a.Hkv, head, a.fresh.first[b],
-                       a.stop[b], a.D);
+  return kv_values_of(&a.slots, &a.chunk, b, head % a.Hkv, a.Hkv, a.stop[b], a.D, sizeof(E));
 }
 
-__global__ void __launch_bounds__(THREADS) refine_sum(const kv_refine a, float *sum) {
+static __global__ void __launch_bounds__(THREADS) sum_kernel(const kv_refine a, float *sum) {
   const int64_t head = blockIdx.x, b = head / a.Hkv;
-  const int n = a.slots.len[head] + a.stop[b] - a.fresh.first[b];
+  const int n = a.slots.len[head] + a.stop[b] - a.chunk.first[b];
   float x = 0;
   for (int c = threadIdx.x; c < n; c += THREADS) x += a.score[head * a.C + c];
   x = block_sum(x, shared_memory<float>());
@@ -31,45 +28,45 @@ __global__ void __launch_bounds__(THREADS) refine_sum(const kv_refine a, float *
 }
 
 /* hn of slot c */
-__device__ __forceinline__ float share_of(const kv_refine &a, int64_t head, int n, int c, float sum) {
+static __device__ __forceinline__ float share_of(const kv_refine &a, int64_t head, int n, int c, float sum) {
   return sum == 0 ? 1 / (float)n : a.score[head * a.C + c] / sum;
 }
 
-/* Block (head, i): mean [B, Hkv, stretches, D] of stretch i. Each thread has 16 bytes of every so many rows. */
+/* Block (head, i): mean [B, Hkv, splits, D] of split i. Each thread has 16 bytes of every so many rows. */
 template <class E>
-__global__ void __launch_bounds__(THREADS) refine_mean(const kv_refine a, const float *sum, float *mean) {
+static __global__ void __launch_bounds__(THREADS) mean_kernel(const kv_refine a, const float *sum, float *mean) {
   const int64_t head = blockIdx.x;
-  const Columns<E> v = values_of<E>(a, head);
-  const int vectors = v.D / VECTOR<E>, groups = THREADS / vectors, group = threadIdx.x / vectors;
-  const int d = threadIdx.x % vectors * VECTOR<E>, c0 = blockIdx.y * STRETCH, count = min(v.n - c0, STRETCH);
-  float *share = shared_memory<float>(), *part = share + STRETCH; /* [STRETCH], [groups, D] */
+  const kv_segments v = values_of<E>(a, head);
+  const int D = a.D, vectors = D / VECTOR<E>, groups = THREADS / vectors, group = threadIdx.x / vectors;
+  const int d = threadIdx.x % vectors * VECTOR<E>, c0 = blockIdx.y * SPLIT, count = min(v.n - c0, SPLIT);
+  float *share = shared_memory<float>(), *part = share + SPLIT; /* [SPLIT], [groups, D] */
   if ((int)threadIdx.x < count)
     share[threadIdx.x] = a.fast ? 1 / (float)v.n : share_of(a, head, v.n, c0 + threadIdx.x, sum[head]);
   __syncthreads();
   float total[VECTOR<E>] = {};
   for (int c = group; group < groups && c < count; c += groups) {
     float x[VECTOR<E>];
-    floats_of<E>(load_once_16(v[c0 + c] + d), x);
+    slot_floats<E>(v, c0 + c, d, x);
 #pragma unroll
     for (int i = 0; i < VECTOR<E>; i++) total[i] += share[c] * x[i];
   }
 #pragma unroll
   for (int i = 0; i < VECTOR<E>; i++)
-    if (group < groups) part[group * v.D + d + i] = total[i];
+    if (group < groups) part[group * D + d + i] = total[i];
   __syncthreads();
-  if ((int)threadIdx.x >= v.D) return;
+  if ((int)threadIdx.x >= D) return;
   float x = 0;
-  for (int g = 0; g < groups; g++) x += part[g * v.D + threadIdx.x];
-  mean[(head * gridDim.y + blockIdx.y) * v.D + threadIdx.x] = x;
+  for (int g = 0; g < groups; g++) x += part[g * D + threadIdx.x];
+  mean[(head * gridDim.y + blockIdx.y) * D + threadIdx.x] = x;
 }
 
-/* shared [D] = the sum of `stretches` rows of mean, RUN of them at a time */
-__device__ void add_means(const float *mean, int stretches, int D, float *shared) {
+/* shared [D] = the sum of `splits` rows of mean, RUN of them at a time */
+static __device__ void add_means(const float *mean, int splits, int D, float *shared) {
   if ((int)threadIdx.x < D) {
     float x = 0;
-    for (int i = 0; i < stretches; i += RUN) {
+    for (int i = 0; i < splits; i += RUN) {
       float run = 0;
-      for (int j = i; j < min(stretches, i + RUN); j++) run += mean[j * D + threadIdx.x];
+      for (int j = i; j < min(splits, i + RUN); j++) run += mean[j * D + threadIdx.x];
       x += run;
     }
     shared[threadIdx.x] = x;
@@ -77,20 +74,23 @@ __device__ void add_means(const float *mean, int stretches, int D, float *shared
   __syncthreads();
 }
 
-/* Block (head, i): out of stretch i. LANES lanes share a row. */
+/* Block (head, i): out of split i. LANES lanes share a row. Told of four blocks an SM, ptxas does not spill for eight. */
 template <class E>
-__global__ void __launch_bounds__(THREADS) refine_error(const kv_refine a, const float *sum, const float *mean) {
+static __global__ void __launch_bounds__(THREADS, 4)
+    error_kernel(const kv_refine a, const float *sum, const float *mean) {
   const int64_t head = blockIdx.x;
-  const Columns<E> v = values_of<E>(a, head);
+  const kv_segments v = values_of<E>(a, head);
   float *m = shared_memory<float>();
-  add_means(mean + head * gridDim.y * v.D, (v.n + STRETCH - 1) / STRETCH, v.D, m);
+  const int D = a.D;
+  add_means(mean + head * gridDim.y * D, (v.n + SPLIT - 1) / SPLIT, D, m);
   const int lane = threadIdx.x % LANES;
-  for (int i = 0; i < STRETCH; i += THREADS / LANES) {
-    const int c = blockIdx.y * STRETCH + i + threadIdx.x / LANES;
+  for (int i = 0; i < SPLIT; i += THREADS / LANES) {
+    const int c = blockIdx.y * SPLIT + i + threadIdx.x / LANES;
+    const E *const row = reinterpret_cast<const E *>(kv_segments_at(&v, c));
     float square = 0;
-    for (int d = lane * VECTOR<E>; c < v.n && d < v.D; d += LANES * VECTOR<E>) {
+    for (int d = lane * VECTOR<E>; c < v.n && d < D; d += LANES * VECTOR<E>) {
       float x[VECTOR<E>];
-      floats_of<E>(load_once_16(v[c] + d), x);
+      vector_floats<E>(load_once_16(row + d), x);
 #pragma unroll
       for (int j = 0; j < VECTOR<E>; j++) square += (x[j] - m[d + j]) * (x[j] - m[d + j]);
     }
@@ -102,29 +102,27 @@ __global__ void __launch_bounds__(THREADS) refine_error(const kv_refine a, const
   }
 }
 
-int64_t stretches_of(const kv_refine *a) { return (a->C + STRETCH - 1) / STRETCH; }
+static int64_t splits_of(const kv_refine *a) { return (a->C + SPLIT - 1) / SPLIT; }
 
 template <class E>
-int run(const kv_refine *a, float *sum, void *stream) {
+static int run(const kv_refine *a, float *sum, void *stream) {
   const int64_t heads = a->B * a->Hkv;
-  const dim3 each((unsigned)heads), grid((unsigned)heads, (unsigned)stretches_of(a));
+  const dim3 each((unsigned)heads), grid((unsigned)heads, (unsigned)splits_of(a));
   float *mean = sum + heads;
-  int error = launch<refine_sum>(each, THREADS, 32 * sizeof(float), stream, *a, sum);
+  int error = launch<sum_kernel>(each, THREADS, 32 * sizeof(float), stream, *a, sum);
   if (error == 0)
     error =
-        launch<refine_mean<E>>(grid, THREADS, (STRETCH + THREADS * VECTOR<E>)*4, stream, *a, (const float *)sum, mean);
+        launch<mean_kernel<E>>(grid, THREADS, (SPLIT + THREADS * VECTOR<E>)*4, stream, *a, (const float *)sum, mean);
   if (error == 0)
-    error = launch<refine_error<E>>(grid, THREADS, a->D * 4, stream, *a, (const float *)sum, (const float *)mean);
+    error = launch<error_kernel<E>>(grid, THREADS, a->D * 4, stream, *a, (const float *)sum, (const float *)mean);
   return error;
 }
 
-}  // namespace
-
 int64_t kv_refine_cuda_scratch(const kv_refine *a) {
-  return a->B * a->Hkv * (1 + stretches_of(a) * a->D) * (int64_t)sizeof(float);
+  return a->B * a->Hkv * (1 + splits_of(a) * a->D) * (int64_t)sizeof(float);
 }
 
 int kv_refine_cuda(const kv_refine *a, void *scratch, void *stream) {
   if (a->B * a->Hkv == 0 || a->C == 0) return 0;
-  return with_type(a->dtype, [&](auto e) { return run<decltype(e)>(a, static_cast<float *>(scratch), stream); });
+  return dispatch(a->dtype, [&](auto e) { return run<decltype(e)>(a, static_cast<float *>(scratch), stream); });
 }

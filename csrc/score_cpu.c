@@ -1,10 +1,7 @@
 /* Importance of every alive slot from observing rows on a CPU: a[r,i] = exp(logit[r,i] - lse[r]) reduced over rows.
- *
- * A task is one block of keys of one (b, kv head) and owns these columns; it goes over all rows. See observe.h.
+ * See observe.h.
  */
 #include "observe.h"
-
-kv_status KV_OP(score)(const kv_score *a);
 
 /* -a ln a of a = 2^x; 0 for x = -inf. */
 KV_INLINE vf kv_entropy(vf x) {
@@ -33,36 +30,15 @@ static void kv_score_reduce(const kv_tile *x, int64_t G, int64_t n, int64_t most
     }
 }
 
-static void kv_score_block(const kv_observe *job, kv_tile *x, int64_t at, int64_t c0) {
+static void kv_score_tile(const kv_observe *job, const kv_observed *head, kv_tile *x, int64_t t, int64_t n,
+                          int64_t most) {
   const kv_score *a = job->op;
-  const kv_observed head = kv_observed_of(job->a, at);
-  const int64_t G = head.query.G, R = job->a->R, from = job->a->row_first[head.b];
-  const int64_t columns = kv_min(kv_block(job->a->D), head.k.n - c0);
-  float *out = kv_group_at(a->out, job->a, &head, a->group, a->C);
-  if (c0 == 0) kv_group_zeros(out, G, a->group, head.k.n, a->C);
-  if (columns <= 0) return;
-  kv_pack_k(&head.k, c0, columns, x->k, x->row);
-  memset(x->total, 0, (size_t)(G * KEYS) * sizeof *x->total);
-  for (int64_t t = from; t < R; t += x->steps) {
-    const int64_t n = kv_min(x->steps, R - t), most = kv_tile_observe(job, &head, x, t, n, c0, columns);
-    kv_score_reduce(x, G, n, most, a->reduce, a->term);
-  }
-  kv_group_out(x->total, G, a->group, a->reduce == KV_MEAN ? kv_max(R - from, 1) : 1, out, a->C, c0, columns);
-}
-
-static void kv_score_body(void *ctx, int64_t begin, int64_t end) {
-  kv_observe *job = ctx;
-  const int64_t heads = job->a->B * job->a->Hkv;
-  kv_tile x;
-  void *memory = kv_tile_alloc(&x, job->a->H / job->a->Hkv, job->a->D, 0);
-  if (!memory) job->failed = 1;
-  for (int64_t i = begin; memory && i < end; i++) kv_score_block(job, &x, i % heads, i / heads * kv_block(job->a->D));
-  free(memory);
+  (void)t;
+  kv_score_reduce(x, head->query.G, n, most, a->reduce, a->term);
 }
 
 kv_status KV_OP(score)(const kv_score *a) {
-  const int64_t block = kv_block(a->rows.D), blocks = kv_max((a->C + block - 1) / block, 1);
-  kv_observe job;
-  if (kv_observe_start(&job, &a->rows, a)) kv_parallel_for(a->rows.B * a->rows.Hkv * blocks, 1, kv_score_body, &job);
-  return kv_observe_end(&job);
+  const kv_reduction how = {
+      .C = a->C, .group = a->group, .mean = a->reduce == KV_MEAN, .out = a->out, .tile = kv_score_tile};
+  return kv_reduce_rows(&a->rows, a, &how);
 }

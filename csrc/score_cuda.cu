@@ -1,8 +1,8 @@
 /* Importance of every alive slot from observing rows on a GPU: a[r,i] = exp(logit[r,i] - lse[r]) reduced over rows.
  *
- * A block owns a tile of keys of one (b, kv head), holds it in shared memory and goes over the rows, a tile of them being
- * on its way while S^T = K Q^T of the one before is computed. A lane sums what it holds of a key's row of S^T, four lanes
- * are added at the end: no atomics, the same order every time.
+ * A block owns a tile of keys of one (b, kv head), holds it in shared memory and goes over the rows, a tile of them
+ * being on its way while S^T = K Q^T of the one before is computed. A lane sums what it holds of a key's row of S^T,
+ * four lanes are added at the end: no atomics, the same order every time.
  */
 // budget: regs 255, smem 98304 (of peak_cuda.cu, where lse is not given)
 #include "observe.cuh"
@@ -26,19 +26,19 @@ static __device__ __forceinline__ void add_rows(float (&total)[MT][2], const flo
                                                 const RowValues *values, float scale, int key) {
   float sum[MT][2] = {};
 #pragma unroll
-  for (int n = 0; n < 2 * NT; n++) {
-    const RowValues row = values[n / 2 * 8 + fragment_column() + n % 2];
+  for (int n = 0; n < NT; n++)
 #pragma unroll
-    for (int i = 0; i < 2 * MT; i++) {
-      const float x = fmaf(s[i / 2][n / 2][i % 2 * 2 + n % 2], scale, -row.lse);
-      float term = exp2_approx(x);
-      if (terms == ENTROPY) term *= (x < -127 ? -127 : x) * -LN2;
-      if (terms != ALL_SEE && key + i * 8 >= row.seen) term = 0;
-      sum[i / 2][i % 2] = fmaf(row.weight, term, sum[i / 2][i % 2]);
+    for (int j = 0; j < 2; j++) {
+      const RowValues row = values[8 * n + fragment_column() + j];
+      each_row<MT>([&](int m, int half) {
+        const float x = fmaf(s[m][n][2 * half + j], scale, -row.lse);
+        float term = exp2_approx(x);
+        if (terms == ENTROPY) term *= (x < -127 ? -127 : x) * -LN2;
+        if (terms != ALL_SEE && key + 16 * m + 8 * half >= row.seen) term = 0;
+        sum[m][half] = fmaf(row.weight, term, sum[m][half]);
+      });
     }
-  }
-#pragma unroll
-  for (int i = 0; i < 2 * MT; i++) total[i / 2][i % 2] += sum[i / 2][i % 2];
+  each_row<MT>([&](int m, int half) { total[m][half] += sum[m][half]; });
 }
 
 /* total becomes the largest 2^x, of what the rows see. */
@@ -46,14 +46,15 @@ template <int MT, int NT>
 static __device__ __forceinline__ void max_rows(float (&total)[MT][2], const float (&s)[MT][NT][4],
                                                 const RowValues *values, float scale, int key) {
 #pragma unroll
-  for (int n = 0; n < 2 * NT; n++) {
-    const RowValues row = values[n / 2 * 8 + fragment_column() + n % 2];
+  for (int n = 0; n < NT; n++)
 #pragma unroll
-    for (int i = 0; i < 2 * MT; i++) {
-      const float p = exp2_approx(fmaf(s[i / 2][n / 2][i % 2 * 2 + n % 2], scale, -row.lse));
-      if (key + i * 8 < row.seen) total[i / 2][i % 2] = max_nan(total[i / 2][i % 2], p);
+    for (int j = 0; j < 2; j++) {
+      const RowValues row = values[8 * n + fragment_column() + j];
+      each_row<MT>([&](int m, int half) {
+        const float p = exp2_approx(fmaf(s[m][n][2 * half + j], scale, -row.lse));
+        if (key + 16 * m + 8 * half < row.seen) total[m][half] = max_nan(total[m][half], p);
+      });
     }
-  }
 }
 
 template <class E, int D>
@@ -69,7 +70,7 @@ static __global__ void __launch_bounds__(ScoreTile<E, D>::THREADS, ScoreTile<E, 
   const int heads = heads_together(a.reduce, a.group, x.G);
 
   /* The rows that see a key of the tile: from `from` on. */
-  const int from = max(x.row_first, rows.causal ? c0 - x.sight.shift : 0);
+  const int from = max(x.row_first, rows.causal ? c0 - x.bounds.shift : 0);
   const int count = c0 < x.k.n && from < rows.R ? ((int)rows.R - from) * heads : 0;
   const Divisor by_heads = divisor(heads);
   int seen = 0; /* of this thread's row in the tile to come */
@@ -100,7 +101,7 @@ static __global__ void __launch_bounds__(ScoreTile<E, D>::THREADS, ScoreTile<E, 
       const RowValues *now = values + stage * X::ROWS;
       float s[MT][NT][4];
       multiply<E, D, D / 16>(s, k, warp_id() * MT * 16, q + stage * X::ROWS * D);
-      bend(s, logits);
+      transform(s, logits);
       if (a.reduce == KV_MAX)
         max_rows(total, s, now, logits.scale, key);
       else if (a.term == KV_ENTROPY)
@@ -111,18 +112,18 @@ static __global__ void __launch_bounds__(ScoreTile<E, D>::THREADS, ScoreTile<E, 
         add_rows<SOME_SEE>(total, s, now, logits.scale, key);
       keep(stage ^ 1, next);
     }
-#pragma unroll
-    for (int j = 0; j < 2 * MT; j++)
-      total[j / 2][j % 2] = a.reduce == KV_MAX ? row_max_nan(total[j / 2][j % 2]) : lanes_sum<4>(total[j / 2][j % 2]);
+    each_row<MT>([&](int m, int half) {
+      total[m][half] = a.reduce == KV_MAX ? row_max_nan(total[m][half]) : lanes_sum<4>(total[m][half]);
+    });
     const float over = a.reduce == KV_MEAN ? max((int)rows.R - x.row_first, 1) : 1;
     group.add(total, a.group, g, heads, x.G, over, group_out(a.out, blockIdx.y, x.G, a.group, a.C), a.C,
               c0 + warp_id() * MT * 16);
   }
 }
 
-extern "C" int64_t kv_score_cuda_scratch(const kv_score *a) { return lse_scratch(&a->rows); }
+int64_t kv_score_cuda_scratch(const kv_score *a) { return lse_scratch(&a->rows); }
 
-extern "C" int kv_score_cuda(const kv_score *a, void *scratch, void *stream) {
+int kv_score_cuda(const kv_score *a, void *scratch, void *stream) {
   const int64_t heads = a->rows.B * a->rows.Hkv;
   if (heads == 0 || a->C == 0) return 0;
   kv_score x = *a;

@@ -2,8 +2,8 @@
  * slot that is kept in O(n), and one pass in slot order writes the index. Same result whatever the threads. */
 #include <string.h>
 
-#include "kvevict.h"
 #include "parallel.h"
+#include "simd.h"
 
 enum { BITS = 11, BINS = 1 << BITS };
 
@@ -66,9 +66,7 @@ static void select_heads(void *ctx, int64_t begin, int64_t end) {
   }
 }
 
-kv_status kv_select_cpu(const kv_select *a) {
-  const kv_status status = kv_select_check(a, 1);
-  if (status != KV_OK) return status;
+kv_status KV_OP(select)(const kv_select *a) {
   /* Waking a thread costs as much as some 16 thousand scores. */
   kv_parallel_for(a->B * a->Hkv, 1 + 16384 / (a->C + 1), select_heads, (void *)a);
   return KV_OK;

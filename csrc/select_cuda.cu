@@ -1,13 +1,11 @@
 /* Which slots to keep on a GPU; the result is the CPU's, slot for slot. One block per head: three histograms of 11 bits
- * find the key of the last slot that is kept; then each warp, owning a stretch of slots, counts what it keeps and writes
+ * find the key of the last slot that is kept; then each warp, owning a split of slots, counts what it keeps and writes
  * its part of the index. Histograms are counts of integers, the same in any order.
  *
  * Shared memory: a histogram, and as many keys as fit. budget: regs 64, smem 90256 */
 #include "kvevict.h"
 #include "launch.cuh"
 #include "warp.cuh"
-
-namespace {
 
 constexpr int THREADS = 1024, BITS = 11, BINS = 1 << BITS, CACHED = 20480;
 
@@ -17,7 +15,7 @@ struct Shared {
 };
 
 /* Order-preserving: NaN is 0, lower than -inf; -0 and +0 are equal. */
-__device__ uint32_t key_of(float score) {
+static __device__ uint32_t key_of(float score) {
   const uint32_t bits = __float_as_uint(score), magnitude = bits & 0x7fffffffu;
   if (magnitude > 0x7f800000u) return 0;
   return bits >> 31 ? 0x80000000u - magnitude : 0x80000000u + magnitude;
@@ -33,7 +31,7 @@ struct Keys {
 
 /* The key of rank `rank` (1 is the largest, 1 <= rank <= n), and in *equal how many slots of that very key are to be
  * taken. As on the CPU, the last histogram shares one bit with that before it. */
-__device__ uint32_t key_at_rank(Keys keys, int rank, Shared *shared, int *equal) {
+static __device__ uint32_t key_at_rank(Keys keys, int rank, Shared *shared, int *equal) {
   const int t = threadIdx.x;
   uint32_t prefix = 0, known = 0; /* the bits of the wanted key found so far, and their mask */
   for (int shift = 32 - BITS; known != 0xffffffffu; shift = shift > BITS ? shift - BITS : 0) {
@@ -63,11 +61,11 @@ __device__ uint32_t key_at_rank(Keys keys, int rank, Shared *shared, int *equal)
 }
 
 /* Writes base + i, ascending, of every key above `bar` and of the first `equal` keys that are `bar`. */
-__device__ void write_kept(Keys keys, uint32_t bar, int equal, int base, int32_t *index, int *scratch) {
-  const int stretch = (keys.n + THREADS - 1) / THREADS * 32, lane = lane_id();
+static __device__ void write_kept(Keys keys, uint32_t bar, int equal, int base, int32_t *index, int *scratch) {
+  const int split = (keys.n + THREADS - 1) / THREADS * 32, lane = lane_id();
   const int warp = __shfl_sync(ALL_LANES, warp_id(), 0); /* lets the compiler know that it is the same in all lanes */
-  const int begin = min(keys.n, warp * stretch), end = min(keys.n, begin + stretch);
-  int above = 0, ties = 0; /* of the warp's stretch */
+  const int begin = min(keys.n, warp * split), end = min(keys.n, begin + split);
+  int above = 0, ties = 0; /* of the warp's split */
   for (int at = begin; at < end; at += 32) {
     const int i = at + lane;
     const uint32_t key = i < end ? keys[i] : 0;
@@ -92,7 +90,7 @@ __device__ void write_kept(Keys keys, uint32_t bar, int equal, int base, int32_t
   }
 }
 
-__global__ void __launch_bounds__(THREADS) select_head(const kv_select a, int cached) {
+static __global__ void __launch_bounds__(THREADS) select_kernel(const kv_select a, int cached) {
   Shared *shared = shared_memory<Shared>();
   const int64_t head = blockIdx.x, b = head / a.Hkv;
   const int n = a.n[head], keep = a.keep[head], t = threadIdx.x;
@@ -115,11 +113,11 @@ __global__ void __launch_bounds__(THREADS) select_head(const kv_select a, int ca
   for (int64_t i = keep + t; i < a.K; i += THREADS) index[i] = -1;
 }
 
-}  // namespace
+int64_t kv_select_cuda_scratch(const kv_select *) { return 0; }
 
-int kv_select_cuda(const kv_select *a, void *stream) {
+int kv_select_cuda(const kv_select *a, void *, void *stream) {
   const int64_t heads = a->B * a->Hkv;
   if (heads == 0 || a->K == 0) return 0;
   const int cached = (int)(a->C < CACHED ? a->C : CACHED);
-  return launch<select_head>(dim3((unsigned)heads), THREADS, sizeof(Shared) + 4 * cached, stream, *a, cached);
+  return launch<select_kernel>(dim3((unsigned)heads), THREADS, sizeof(Shared) + 4 * cached, stream, *a, cached);
 }

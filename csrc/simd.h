@@ -6,7 +6,11 @@
 #ifndef KVEVICT_SIMD_H
 #define KVEVICT_SIMD_H
 #include <math.h>
-#include <stdint.h>
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+#include "kvevict.h"
 
 /* -std=c11 turns contraction of a * b + c off; without it every multiply-add is two instructions. */
 #if defined(__clang__)
@@ -19,6 +23,9 @@
 #define KV_JOIN(op, isa) KV_JOIN2(op, isa)
 #define KV_OP(op) KV_JOIN(op, KV_ISA)
 #define KV_INLINE static inline __attribute__((always_inline))
+
+#define KV_PROTOTYPE(op, with) kv_status KV_OP(op)(const kv_##op *a);
+KV_OPS(KV_PROTOTYPE, )
 
 /* VL floats a vector; a register tile is MR rows x NV vectors, its accumulators fill the registers but for NV + 2. */
 #if defined(__AVX512F__)
@@ -36,7 +43,7 @@ typedef float vf __attribute__((vector_size(4 * KV_VL)));
 typedef uint32_t vu __attribute__((vector_size(4 * KV_VL)));
 typedef float vf_any __attribute__((vector_size(4 * KV_VL), aligned(4), may_alias)); /* anywhere in memory */
 typedef float v4 __attribute__((vector_size(16)));
-typedef float v4_any __attribute__((vector_size(16), aligned(4), may_alias));
+typedef float v4_any __attribute__((vector_size(16), aligned(2), may_alias));
 typedef uint32_t v4u __attribute__((vector_size(16)));
 typedef float v8 __attribute__((vector_size(32)));
 typedef float v8_any __attribute__((vector_size(32), aligned(4), may_alias));
@@ -56,6 +63,18 @@ KV_INLINE vf vf_set1(float a) {
   return (vf){a, a, a, a};
 #endif
 }
+
+/* Pairs of bf16 in the 32 bits of a float, the first in the low half: acc + a0 b0 + a1 b1, and two vectors of floats
+ * rounded to one of pairs of neighbours. */
+#if defined(__AVX512BF16__)
+enum { KV_PAIRS = 1 };
+KV_INLINE vf vf_dot_pairs(vf acc, vf a, vf b) { return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b); }
+KV_INLINE vf vf_pairs(vf a, vf b) { return (vf)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a); }
+#else /* never called */
+enum { KV_PAIRS = 0 };
+KV_INLINE vf vf_dot_pairs(vf acc, vf a, vf b) { return acc + a * b; }
+KV_INLINE vf vf_pairs(vf a, vf b) { return a + b; }
+#endif
 
 /* a where mask is all ones, b where it is 0. */
 KV_INLINE vf vf_select(vu mask, vf a, vf b) { return (vf)(((vu)a & mask) | ((vu)b & ~mask)); }

@@ -1,5 +1,5 @@
-/* How binding.cpp reads tensors: every argument of an op is checked for device, dtype, shape and layout as its address is
- * taken, and the kernel of the right device is run. */
+/* How binding.cpp reads tensors: every argument of an op is checked for device, dtype, shape and layout as its
+ * address is taken, and the kernel of the right device is run. */
 #ifndef KVEVICT_TENSORS_H
 #define KVEVICT_TENSORS_H
 #include <dlfcn.h>
@@ -93,7 +93,8 @@ struct Kernels {
   int (*cuda)(const Args *, void *scratch, void *stream);
 };
 
-/* One call of an op: it runs where its first tensor is, and so must be all others. A GPU is current while this lives. */
+/* One call of an op: it runs where its first tensor is, and so must be all others. A GPU is current while this
+ * lives. */
 class Call {
  public:
   explicit Call(const Tensor &lead) : cuda_(lead.is_cuda()), index_(lead.get_device_index()) {
@@ -123,8 +124,8 @@ class Call {
     return x;
   }
 
-  /* [b, h, row, D] of any strides. What no kernel reads, a last dimension that is not dense and on a GPU rows that do not
-   * start at multiples of 16 bytes, is copied into `t`. */
+  /* [b, h, row, D] of any strides. What no kernel reads, a last dimension that is not dense and on a GPU rows that
+   * do not start at multiples of 16 bytes, is copied into `t`. */
   const void *rows(const char *name, Tensor &t, ScalarType type, Shape shape, int64_t *stride) const {
     check_kind(name, t, type);
     check_shape(name, t, shape);
@@ -176,8 +177,7 @@ class Call {
     STD_TORCH_CHECK(status == KV_OK, kv_status_text(status));
 #ifdef KVEVICT_CUDA_ARCHS
     if (on_cpu()) return;
-    const int64_t bytes = kernels.cuda_scratch ? kernels.cuda_scratch(&a) : 0;
-    Tensor scratch = empty(ScalarType::Byte, {bytes});
+    Tensor scratch = empty(ScalarType::Byte, {kernels.cuda_scratch(&a)});
     const int error = kernels.cuda(&a, scratch.data_ptr(), current_stream(index_));
     STD_TORCH_CHECK(error == 0, "CUDA: ", kv_cuda_text(error));
 #endif

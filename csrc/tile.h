@@ -1,5 +1,6 @@
 /* Tiles of queries against blocks of keys, shared by attend and what observes: packing, S = Q K^T, O += P V, and the
- * online softmax over key blocks. All arithmetic is fp32, logits are in log2 units.
+ * online softmax over key blocks. Sums are fp32, logits are in log2 units. Products are of fp32, or of bf16 where the
+ * instruction set multiplies these: P is then rounded to bf16, as flash attention does.
  *
  * A row's result does not depend on the tile or task it falls in: every sum runs over the columns in the same order,
  * and columns that a row does not see add exact zeros. So results are the same for any number of threads.
@@ -27,18 +28,20 @@ static inline int64_t kv_round_up(int64_t n, int64_t step) { return (n + step - 
 /* Keys of a block: packed K and V stay within 256 KiB of the second-level cache. */
 static inline int64_t kv_block(int64_t D) { return D > 128 ? KEYS / 2 : KEYS; }
 
-/* Row t of the chunk sees the columns 0 .. clamp(shift + t + 1, least, n) - 1. */
+/* What is causal: row t sees the columns 0 .. clamp(shift + t + 1, least, n) - 1. */
 typedef struct {
   int64_t shift, least, n;
-} kv_sight;
+} kv_bounds;
 
-static inline int64_t kv_seen(kv_sight x, int64_t t) { return kv_min(kv_max(x.shift + t + 1, x.least), x.n); }
+static inline int64_t kv_seen(kv_bounds x, int64_t t) { return kv_min(kv_max(x.shift + t + 1, x.least), x.n); }
 
-/* The query rows of one (b, kv head): its G heads at every step. In log2 units a logit is scale * q.k, or
- * cap * tanh(scale * q.k) if cap > 0. */
+/* The query rows of one (b, kv head): its G heads at every step. In log2 units a logit is scale * q.k, or cap *
+ * tanh(scale * q.k) if cap > 0. Products are of `words` of 4 bytes: of the numbers converted to fp32, or, where the
+ * processor multiplies bf16, of pairs of them as they are. */
 typedef struct {
   kv_dtype dtype;
-  int64_t D, G;
+  int pairs;
+  int64_t D, G, words;              /* of a row */
   const char *q;                    /* head 0 of the group at step 0 */
   int64_t head_stride, step_stride; /* in bytes */
   float scale, cap;
@@ -47,7 +50,8 @@ typedef struct {
 static inline kv_queries kv_queries_of(kv_dtype dtype, int64_t D, int64_t G, const void *q, const int64_t stride[3],
                                        int64_t b, int64_t h, float scale, float softcap) {
   const int64_t size = kv_size(dtype);
-  kv_queries x = {dtype, D, G, NULL, stride[1] * size, stride[2] * size, scale * KV_LOG2E, 0};
+  const int pairs = KV_PAIRS && dtype == KV_BF16;
+  kv_queries x = {dtype, pairs, D, G, pairs ? D / 2 : D, NULL, stride[1] * size, stride[2] * size, scale * KV_LOG2E, 0};
   if (q) x.q = (const char *)q + (b * stride[0] + h * G * stride[1]) * size;
   if (softcap > 0) x.scale = scale / softcap, x.cap = softcap * KV_LOG2E;
   return x;
@@ -59,10 +63,19 @@ static inline void kv_load_query(const kv_queries *x, int64_t g, int64_t t, floa
   for (int64_t d = 0; d < x->D; d++) q[d] *= x->scale;
 }
 
-/* C [MR, nv * VL] = alpha C + A B, with A [MR, n] and B [n, nv * VL], and C = A B where alpha [MR] is NULL. nv is a
- * constant wherever this is inlined; the accumulators must stay in registers. */
-KV_INLINE void kv_multiply_nv(int nv, const float *a, int64_t lda, const float *b, int64_t ldb, int64_t n,
-                              const float *alpha, float *c, int64_t ldc) {
+/* q [words]: of pairs, whose products are scaled afterwards, as they are */
+static inline void kv_load_words(const kv_queries *x, int64_t g, int64_t t, float *q) {
+  if (x->pairs)
+    memcpy(q, x->q + g * x->head_stride + t * x->step_stride, (size_t)x->words * sizeof *q);
+  else
+    kv_load_query(x, g, t, q);
+}
+
+/* C [MR, nv * VL] = scale (alpha C + A B), with A [MR, n] and B [n, nv * VL]; alpha [MR] NULL: scale A B. pairs:
+ * each word of A and B is two bf16. nv and pairs are constants wherever this is inlined; the accumulators must stay
+ * in registers. */
+KV_INLINE void kv_multiply_nv(int nv, int pairs, const float *a, int64_t lda, const float *b, int64_t ldb, int64_t n,
+                              const float *alpha, float scale, float *c, int64_t ldc) {
   vf acc[MR][NV];
 #pragma GCC unroll 8
   for (int r = 0; r < MR; r++)
@@ -76,34 +89,44 @@ KV_INLINE void kv_multiply_nv(int nv, const float *a, int64_t lda, const float *
     for (int r = 0; r < MR; r++) {
       const float y = a[r * lda + i];
 #pragma GCC unroll 8
-      for (int j = 0; j < nv; j++) acc[r][j] += y * x[j];
+      for (int j = 0; j < nv; j++)
+        if (pairs)
+          acc[r][j] = vf_dot_pairs(acc[r][j], vf_set1(y), x[j]);
+        else
+          acc[r][j] += y * x[j];
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < MR; r++)
 #pragma GCC unroll 8
-    for (int j = 0; j < nv; j++) vf_store(c + r * ldc + j * VL, acc[r][j]);
+    for (int j = 0; j < nv; j++) vf_store(c + r * ldc + j * VL, pairs ? scale * acc[r][j] : acc[r][j]);
 }
 
-static inline void kv_multiply(int64_t nv, const float *a, int64_t lda, const float *b, int64_t ldb, int64_t n,
-                               const float *alpha, float *c, int64_t ldc) {
-  if (nv == 1) kv_multiply_nv(1, a, lda, b, ldb, n, alpha, c, ldc);
-  if (nv == 2) kv_multiply_nv(2, a, lda, b, ldb, n, alpha, c, ldc);
+static inline void kv_multiply(int64_t nv, int pairs, const float *a, int64_t lda, const float *b, int64_t ldb,
+                               int64_t n, const float *alpha, float scale, float *c, int64_t ldc) {
+#define KV_CASE(count)                                                                          \
+  if (nv == count && !pairs) kv_multiply_nv(count, 0, a, lda, b, ldb, n, alpha, scale, c, ldc); \
+  if (nv == count && KV_PAIRS && pairs) kv_multiply_nv(count, 1, a, lda, b, ldb, n, alpha, scale, c, ldc);
+  KV_CASE(1)
+  KV_CASE(2)
 #if KV_VL == 16
-  if (nv == 3) kv_multiply_nv(3, a, lda, b, ldb, n, alpha, c, ldc);
-  if (nv == 4) kv_multiply_nv(4, a, lda, b, ldb, n, alpha, c, ldc);
+  KV_CASE(3)
+  KV_CASE(4)
 #endif
+#undef KV_CASE
 }
 
-/* Columns c0 .. c0 + n - 1 -> k [ceil(n / PANEL)][D][PANEL], the last vector filled up with zeros. VL rows at a time
- * are transposed in 4 x 4 blocks. row: [VL, D] scratch. */
-static inline void kv_pack_k(const kv_columns *x, int64_t c0, int64_t n, float *k, float *row) {
+/* Columns c0 .. c0 + n - 1 -> k [ceil(n / PANEL)][words][PANEL], the last vector filled up with zeros. VL rows at a
+ * time are transposed in 4 x 4 blocks of words. row: [VL, D] scratch. */
+static inline void kv_pack_k(const kv_columns *x, int pairs, int64_t c0, int64_t n, float *k, float *row) {
   static const float zeros[256];
+  const int64_t words = pairs ? x->D / 2 : x->D;
   for (int64_t c = 0; c < n; c += VL) {
-    float *const panel = k + c / PANEL * PANEL * x->D + c % PANEL;
+    float *const panel = k + c / PANEL * PANEL * words + c % PANEL;
     const float *from[VL];
-    for (int i = 0; i < VL; i++) from[i] = c + i < n ? kv_column_floats(x, c0 + c + i, row + i * x->D) : zeros;
-    for (int64_t d = 0; d < x->D; d += 4)
+    for (int i = 0; i < VL; i++)
+      from[i] = c + i >= n ? zeros : pairs ? kv_column(x, c0 + c + i) : kv_column_floats(x, c0 + c + i, row + i * x->D);
+    for (int64_t d = 0; d < words; d += 4)
 #pragma GCC unroll 4
       for (int i = 0; i < VL; i += 4) {
         const v4 r0 = *(const v4_any *)(from[i] + d), r1 = *(const v4_any *)(from[i + 1] + d);
@@ -119,41 +142,67 @@ static inline void kv_pack_k(const kv_columns *x, int64_t c0, int64_t n, float *
   }
 }
 
-/* Columns c0 .. c0 + n - 1 -> v [n, width], rows filled up with zeros. Returns whether all of them are finite. */
-static inline int kv_pack_v(const kv_columns *x, int64_t c0, int64_t n, float *v, int64_t width) {
-  uint32_t odd = 0;
-  for (int64_t c = 0; c < n; c++, v += width) {
-    kv_load_row(x->dtype, kv_column(x, c0 + c), v, x->D);
-    for (int64_t d = 0; d < x->D; d++) odd |= (kv_bits(v[d]) & 0x7f800000u) == 0x7f800000u;
+/* Columns c0 .. c0 + n - 1 -> v [n, width], or [ceil(n / 2), width] pairs of a column and the next, rows filled up with
+ * zeros. Returns whether all of them are finite. */
+static inline int kv_pack_v(const kv_columns *x, int pairs, int64_t c0, int64_t n, float *v, int64_t width) {
+  static const uint16_t zeros[256];
+  const uint32_t high = 0x7f800000u, low = high >> 16; /* exponents of inf and NaN */
+  uint32_t other = 0;
+  for (int64_t c = 0; c < n; c += 1 + pairs, v += width) {
+    if (pairs) {
+      const uint16_t *const first = kv_column(x, c0 + c), *const second = c + 1 < n ? kv_column(x, c0 + c + 1) : zeros;
+      for (int64_t d = 0; d < x->D; d++) {
+        const uint32_t word = first[d] | (uint32_t)second[d] << 16;
+        memcpy(v + d, &word, sizeof word);
+        other |= (word & high) == high || (word & low) == low;
+      }
+    } else {
+      kv_load_row(x->dtype, kv_column(x, c0 + c), v, x->D);
+      for (int64_t d = 0; d < x->D; d++) other |= (kv_bits(v[d]) & high) == high;
+    }
     for (int64_t d = x->D; d < width; d++) v[d] = 0;
   }
-  return !odd;
+  return !other;
 }
 
-/* s [rows, KEYS] = q [rows, D] times the first n columns of packed k. rows is a multiple of MR. */
-static inline void kv_tile_s(const float *q, int64_t rows, int64_t D, const float *k, int64_t n, float *s) {
+/* s [rows, KEYS] = q [rows, words] times the first n columns of packed k, scaled. rows is a multiple of MR. */
+static inline void kv_tile_s(const kv_queries *query, const float *q, int64_t rows, const float *k, int64_t n,
+                             float *s) {
+  const int64_t words = query->words;
   for (int64_t c = 0; c < n; c += PANEL) {
     const int64_t nv = kv_min(NV, (n - c + VL - 1) / VL);
     for (int64_t r = 0; r < rows; r += MR)
-      kv_multiply(nv, q + r * D, D, k + c * D, PANEL, D, NULL, s + r * KEYS + c, KEYS);
+      kv_multiply(nv, query->pairs, q + r * words, words, k + c * words, PANEL, words, NULL, query->scale,
+                  s + r * KEYS + c, KEYS);
   }
 }
 
 /* o [rows, width] = alpha o + p [rows, KEYS] v [n, width]. rows is a multiple of MR. */
-static inline void kv_tile_o(const float *p, int64_t rows, int64_t n, const float *v, int64_t width, const float *alpha,
-                             float *o) {
+static inline void kv_tile_o(int pairs, const float *p, int64_t rows, int64_t n, const float *v, int64_t width,
+                             const float *alpha, float *o) {
+  const int64_t words = pairs ? (n + 1) / 2 : n;
   for (int64_t d = 0; d < width; d += PANEL) {
     const int64_t nv = kv_min(NV, (width - d) / VL);
     for (int64_t r = 0; r < rows; r += MR)
-      kv_multiply(nv, p + r * KEYS, KEYS, v + d, width, n, alpha + r, o + r * width + d, width);
+      kv_multiply(nv, pairs, p + r * KEYS, KEYS, v + d, width, words, alpha + r, 1, o + r * width + d, width);
   }
 }
 
 /* The same for one row and the n columns it sees: where v holds inf or NaN, 0 * v of a column unseen is not 0. */
-static inline void kv_row_o(const float *p, int64_t n, const float *v, int64_t width, float alpha, float *o) {
+static inline void kv_row_o(int pairs, const float *p, int64_t n, const float *v, int64_t width, float alpha,
+                            float *o) {
+  const int64_t words = pairs ? n / 2 : n;
+  const vu first = (vu)vf_set1(kv_float(0xffffu)); /* of a pair */
   for (int64_t d = 0; d < width; d += VL) {
     vf acc = alpha * vf_load(o + d);
-    for (int64_t c = 0; c < n; c++) acc += p[c] * vf_load(v + c * width + d);
+    for (int64_t c = 0; c < words; c++) {
+      const vf x = vf_load(v + c * width + d);
+      acc = pairs ? vf_dot_pairs(acc, vf_set1(p[c]), x) : acc + p[c] * x;
+    }
+    if (pairs && n % 2) {
+      const vu x = (vu)vf_load(v + words * width + d) & first;
+      acc = vf_dot_pairs(acc, vf_set1(p[words]), (vf)x);
+    }
     vf_store(o + d, acc);
   }
 }
@@ -165,19 +214,27 @@ static inline void kv_cap_and_mask(float *s, float cap, int64_t n, int64_t width
   for (int64_t c = n; c < width; c++) s[c] = -INFINITY;
 }
 
-/* One step of a row's online softmax: s [width] -> p = 2^(s - m) with m the maximum so far, l = sum of p. Returns
- * alpha, what earlier p are to be scaled by. While the row has seen nothing m is -inf; 0 stands in for it. */
-static inline float kv_softmax(float *s, int64_t width, float *m, float *l) {
+/* One step of a row's online softmax: s [width] -> p = 2^(s - m) with m the maximum so far, rounded to bf16 if
+ * pairs, l = sum of p before that. Returns alpha, what earlier p are to be scaled by. While the row has seen nothing
+ * m is -inf; 0 stands in for it. */
+static inline float kv_softmax(int pairs, float *s, int64_t width, float *m, float *l) {
   vf top = vf_set1(-INFINITY), sum = vf_set1(0);
   for (int64_t c = 0; c < width; c += VL) top = vf_max(vf_load(s + c), top);
   const float most = vf_largest(top), before = *m;
   if (most > before) *m = most;
   const float at = *m == -INFINITY ? 0 : *m;
-  for (int64_t c = 0; c < width; c += VL) {
-    const vf p = vf_exp2(vf_load(s + c) - at);
-    vf_store(s + c, p);
-    sum += p;
-  }
+  if (pairs)
+    for (int64_t c = 0; c < width; c += 2 * VL) {
+      const vf p = vf_exp2(vf_load(s + c) - at), next = vf_exp2(vf_load(s + c + VL) - at);
+      vf_store(s + c / 2, vf_pairs(p, next));
+      sum += p + next;
+    }
+  else
+    for (int64_t c = 0; c < width; c += VL) {
+      const vf p = vf_exp2(vf_load(s + c) - at);
+      vf_store(s + c, p);
+      sum += p;
+    }
   const float alpha = vf_exp2(vf_set1(before - at))[0];
   *l = *l * alpha + vf_sum(sum);
   return alpha;
@@ -214,45 +271,48 @@ static inline void kv_rows_start(kv_rows *x, const kv_queries *query, int64_t t0
   const int64_t padded = kv_round_up(rows, MR);
   for (int64_t r = 0; r < rows; r++) {
     const int64_t g = r % query->G;
-    kv_load_query(query, g, t0 + r / query->G, x->q + r * query->D);
+    kv_load_words(query, g, t0 + r / query->G, x->q + r * query->words);
     x->m[r] = sinks ? sinks[g] * KV_LOG2E : -INFINITY;
     x->l[r] = x->m[r] == -INFINITY ? 0 : 1;
   }
-  memset(x->q + rows * query->D, 0, (size_t)((padded - rows) * query->D) * sizeof *x->q);
+  memset(x->q + rows * query->words, 0, (size_t)((padded - rows) * query->words) * sizeof *x->q);
   memset(x->o, 0, (size_t)(padded * width) * sizeof *x->o);
 }
 
 /* One tile of rows r0 .. r0 + n - 1 against the packed block of columns from c0 on. */
-static inline void kv_rows_tile(kv_rows *x, const kv_queries *query, kv_sight sight, int64_t t0, int64_t r0, int64_t n,
-                                int64_t c0, int64_t width, int finite) {
+static inline void kv_rows_tile(kv_rows *x, const kv_queries *query, kv_bounds bounds, int64_t t0, int64_t r0,
+                                int64_t n, int64_t c0, int64_t width, int finite) {
   const int64_t G = query->G, block = kv_block(query->D), padded = kv_round_up(n, MR);
-  const int64_t fewest = kv_min(kv_seen(sight, t0 + r0 / G) - c0, block);
-  const int64_t most = kv_min(kv_seen(sight, t0 + (r0 + n - 1) / G) - c0, block);
+  const int64_t fewest = kv_min(kv_seen(bounds, t0 + r0 / G) - c0, block);
+  const int64_t most = kv_min(kv_seen(bounds, t0 + (r0 + n - 1) / G) - c0, block);
+  const int pairs = query->pairs && width;                      /* without values p stays as it is */
+  const int same = fewest == most && (!pairs || most % 2 == 0); /* what is multiplied all rows see */
   float alpha[TILE];
   if (most <= 0) return;
-  kv_tile_s(x->q + r0 * query->D, padded, query->D, x->k, most, x->s);
+  kv_tile_s(query, x->q + r0 * query->words, padded, x->k, most, x->s);
   for (int64_t r = 0; r < padded; r++) {
     alpha[r] = 0;
     if (r >= n) continue;
-    const int64_t seen = fewest == most ? most : kv_min(kv_max(kv_seen(sight, t0 + (r0 + r) / G) - c0, 0), most);
-    kv_cap_and_mask(x->s + r * KEYS, query->cap, seen, kv_round_up(most, VL));
-    alpha[r] = kv_softmax(x->s + r * KEYS, kv_round_up(most, VL), x->m + r0 + r, x->l + r0 + r);
-    if (!finite && fewest < most && width)
-      kv_row_o(x->s + r * KEYS, seen, x->v, width, alpha[r], x->o + (r0 + r) * width);
+    const int64_t seen = fewest == most ? most : kv_min(kv_max(kv_seen(bounds, t0 + (r0 + r) / G) - c0, 0), most);
+    const int64_t span = kv_round_up(most, VL << pairs);
+    kv_cap_and_mask(x->s + r * KEYS, query->cap, seen, span);
+    alpha[r] = kv_softmax(pairs, x->s + r * KEYS, span, x->m + r0 + r, x->l + r0 + r);
+    if (!finite && !same && width)
+      kv_row_o(pairs, x->s + r * KEYS, seen, x->v, width, alpha[r], x->o + (r0 + r) * width);
   }
-  if (finite || fewest == most) kv_tile_o(x->s, padded, most, x->v, width, alpha, x->o + r0 * width);
+  if (finite || same) kv_tile_o(pairs, x->s, padded, most, x->v, width, alpha, x->o + r0 * width);
 }
 
 /* All rows over all columns they see. Without values (v NULL) only m and l are found. */
-static inline void kv_rows_run(kv_rows *x, const kv_queries *query, kv_sight sight, int64_t t0, int64_t rows,
+static inline void kv_rows_run(kv_rows *x, const kv_queries *query, kv_bounds bounds, int64_t t0, int64_t rows,
                                const kv_columns *k, const kv_columns *v, int64_t width) {
-  const int64_t n = rows > 0 ? kv_seen(sight, t0 + (rows - 1) / query->G) : 0, block = kv_block(query->D);
+  const int64_t n = rows > 0 ? kv_seen(bounds, t0 + (rows - 1) / query->G) : 0, block = kv_block(query->D);
   for (int64_t c0 = 0; c0 < n; c0 += block) {
     const int64_t columns = kv_min(block, n - c0);
-    kv_pack_k(k, c0, columns, x->k, x->row);
-    const int finite = !v || kv_pack_v(v, c0, columns, x->v, width);
+    kv_pack_k(k, query->pairs, c0, columns, x->k, x->row);
+    const int finite = !v || kv_pack_v(v, query->pairs, c0, columns, x->v, width);
     for (int64_t r0 = 0; r0 < rows; r0 += TILE)
-      kv_rows_tile(x, query, sight, t0, r0, kv_min(TILE, rows - r0), c0, width, finite);
+      kv_rows_tile(x, query, bounds, t0, r0, kv_min(TILE, rows - r0), c0, width, finite);
   }
 }
 

@@ -1,6 +1,6 @@
-/* Reductions over the lanes of a warp and the warps of a block. The order of every sum is fixed, so results repeat bit for
- * bit. All lanes of a warp (all threads of a block) must call them together; the block's size is a multiple of 32, at
- * most 1024. Every caller gets the result. */
+/* Reductions over the lanes of a warp and the warps of a block. The order of every sum is fixed, so results repeat
+ * bit for bit. All lanes of a warp (all threads of a block) must call them together; the block's size is a multiple
+ * of 32, at most 1024. Every caller gets the result. */
 #ifndef KV_WARP_CUH
 #define KV_WARP_CUH
 #include "ptx.cuh"
@@ -57,8 +57,8 @@ static __device__ __forceinline__ int block_sum_before(int x, int *scratch, int 
   return before + __shfl_sync(ALL_LANES, warps_before, warp_id());
 }
 
-/* Whether this block is the last of `blocks` that come here; it then sees what all of them wrote to global memory before.
- * *counter: 0 before the first launch and again afterwards. flag: one shared word. */
+/* Whether this block is the last of `blocks` that come here; it then sees what all of them wrote to global memory
+ * before. *counter: 0 before the first launch and again afterwards. flag: one shared word. */
 static __device__ __forceinline__ bool block_is_last(uint32_t *counter, uint32_t blocks, uint32_t *flag) {
   __syncthreads();
   if (threadIdx.x == 0) {

@@ -56,7 +56,7 @@ def main():
     policy = build_policies([args.policy], args, progress=True)[args.policy]
     text = read_text(args.file) if args.file else made_up_text()
     model, tokenizer = load_model(args.model) if args.model else random_model()
-    ids = encode(model, tokenizer, text, args.question, args.max_new_tokens, args.limit)
+    ids = encode(model, tokenizer, text, args.question, args.max_new_tokens, args.limit).row(model.device)
     runs = {
         "unpatched": measure(model, tokenizer, ids, max_new_tokens=args.max_new_tokens),
         args.policy: measure(model, tokenizer, ids, policy, args.max_new_tokens),

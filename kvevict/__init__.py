@@ -38,6 +38,10 @@ def register_rows(name: str):
 
 
 def __getattr__(name):
+    if name == "lookahead":  # imported when it is first used
+        import importlib
+
+        return importlib.import_module(".lookahead", __name__)
     if name == "ERRORS":
         import warnings
 

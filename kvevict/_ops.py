@@ -9,7 +9,7 @@ head's alive slots are [stored | new], new columns counting from first[b] (those
 are float32, float16 or bfloat16 with any strides. All tensors of a call are on one device, the CPU or, in a build with
 CUDA, a GPU, whose current stream runs the op. A wrong dtype raises TypeError, a wrong device or option ValueError,
 anything else (shapes, counts, slots outside their buffer) RuntimeError, before any slot is written; on a GPU counts,
-offsets and indices are not looked at, as that would wait for it. No op has a backward.
+offsets and indices are not looked at, as that would wait for it. Only `kl` has a backward.
 """
 
 import re
@@ -41,6 +41,8 @@ _attend = torch.ops.kvevict.attend.default
 _score = torch.ops.kvevict.score.default
 _peak = torch.ops.kvevict.peak.default
 _error = torch.ops.kvevict.error.default
+_kl = torch.ops.kvevict.kl.default
+_kl_grad = torch.ops.kvevict.kl_grad.default
 _refine = torch.ops.kvevict.refine.default
 _norm = torch.ops.kvevict.norm.default
 _select = torch.ops.kvevict.select.default
@@ -54,7 +56,7 @@ _NO_INDEX = torch.empty(0, dtype=torch.int32)
 _INT32 = "len n keep index first stop row_first lo hi pos protect_first protect_last src_len pos_src pos_dst pos_slots"
 _DTYPES = dict.fromkeys(_INT32.split(), torch.int32)
 _DTYPES |= dict.fromkeys(("offset", "src_offset", "dst_offset"), torch.int64)
-_DTYPES |= dict.fromkeys(("score", "lse", "sinks", "weight"), torch.float32)
+_DTYPES |= dict.fromkeys(("score", "lse", "sinks", "weight", "target", "paid", "grad"), torch.float32)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -227,6 +229,46 @@ def error(
     return _call(_error, args)
 
 
+def kl(
+    q: Tensor,
+    k: Tensor,
+    target: Tensor,
+    row_first: Tensor | None = None,
+    k_slots: Tensor | None = None,
+    offset: Tensor | None = None,
+    len: Tensor | None = None,
+    first: Tensor | None = None,
+    stop: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    causal: bool = True,
+    columns: int | None = None,
+) -> Tensor:
+    """How far what the rows of q pay to the first N alive slots is from a target (LookaheadKV eq. 5): the mean over
+    batch and heads of KL(target / its sum || p / its sum), p being the mean over rows row_first[b] <= r < R of their
+    attention, whose softmax spans all that they see. A p below 1e-30 counts as that. Differentiable in q and k, the
+    new keys; the stored ones are constants.
+
+    q [B,H,R,D]  k [B,Hkv,S,D]  target [B,H,N] >= 0; rows, slots and causal are those of `score` (None: all rows, no
+    stored slots, all of k); scale None: D ** -0.5; columns >= the largest number of alive slots, None: that number
+    -> a float32 scalar; no attention matrix exists at any time, what is kept for the backward is [B,H,columns].
+    """
+    B, Hkv, S, D = k.shape
+    counts = dict(dtype=torch.int32, device=q.device)
+    if columns is None:
+        columns = S + (0 if len is None or not len.numel() else int(len.max()))
+    row_first = torch.zeros(B, **counts) if row_first is None else row_first
+    k_slots = k.new_empty(0, D) if k_slots is None else k_slots
+    offset = torch.zeros(B, Hkv, dtype=torch.int64, device=q.device) if offset is None else offset
+    len = torch.zeros(B, Hkv, **counts) if len is None else len
+    first = torch.zeros(B, **counts) if first is None else first
+    stop = torch.full((B,), S, **counts) if stop is None else stop
+    args = (q, k, target, row_first, k_slots, offset, len, first, stop, _NONE if sinks is None else sinks)
+    return _call(_kl, (*args, D**-0.5 if scale is None else scale, softcap, causal, columns))[0].mean()
+
+
 def refine(
     v_slots: Tensor,
     offset: Tensor,
@@ -332,7 +374,8 @@ def decode(
 
 
 def cpu_isa() -> str:
-    """Instruction set that the CPU kernels run with: "avx512", "avx2" or "scalar". KVEVICT_CPU_ISA caps it."""
+    """Instruction set that the CPU kernels run with: "avx512bf16" (multiplies bf16 as it is), "avx512", "avx2" or
+    "scalar". KVEVICT_CPU_ISA caps it; "avx512bf16" is also taken where it is the slower if named."""
     return _C.cpu_isa()
 
 
@@ -379,6 +422,36 @@ def _(q, *rest):
 def _(q, row_first, k_slots, v_slots, offset, len, k, *rest):
     _one_device(q, row_first, k_slots, v_slots, offset, len, k, *rest)
     return _per_slot(q, k, *rest[-2:])
+
+
+@torch.library.register_fake("kvevict::kl")
+def _(q, k, target, *rest):
+    _one_device(q, k, target, *rest)
+    fp32 = dict(dtype=torch.float32)
+    B, H, R = q.shape[:3]
+    return q.new_empty(B, H, **fp32), q.new_empty(B, H, R, **fp32), q.new_empty(B, H, rest[-1], **fp32)
+
+
+@torch.library.register_fake("kvevict::kl_grad")
+def _(q, k, *rest):
+    _one_device(q, k, *rest)
+    return q.new_empty(q.shape, dtype=torch.float32), k.new_empty(k.shape, dtype=torch.float32)
+
+
+def _kl_context(ctx, inputs, output):
+    *tensors, _, scale, softcap, causal, _ = inputs
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.options = scale, softcap, causal
+
+
+def _kl_backward(ctx, grad, *rest):
+    *tensors, lse, paid = ctx.saved_tensors
+    dq, dk = _call(_kl_grad, (*tensors, lse, paid, grad.contiguous(), *ctx.options))
+    return dq.to(tensors[0].dtype), dk.to(tensors[1].dtype), *(None,) * 12
+
+
+torch.library.register_autograd("kvevict::kl", _kl_backward, setup_context=_kl_context)
 
 
 @torch.library.register_fake("kvevict::refine")

@@ -55,9 +55,9 @@ def patch(model, policy, *, budget=None, chunk_size=None, **options):
     cannot be patched.
     """
     chosen = build(policy, budget=budget, chunk_size=chunk_size, **options)
-    chosen.rows.ready()
     decoder = find_decoder(model)
     check_model(decoder)
+    chosen.rows.ready(decoder)
     rerotate.check(chosen, decoder)
     state = Patch(chosen, decoder)
     if not is_patched(decoder):

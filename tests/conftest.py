@@ -4,7 +4,9 @@ import torch
 
 torch.set_num_threads(1)  # the workers share the cores, and tiny models are faster so
 
-OPS = {f"test_{op}" for op in ("attend", "score", "peak", "error", "refine", "norm", "select", "compact", "decode")}
+OPS = {f"test_{op}" for op in (
+    "attend", "score", "peak", "error", "kl", "refine", "norm", "select", "compact", "decode",
+)}  # fmt: skip
 CPU_ONLY = {"test_errors", "test_isa"}  # a GPU does not look at counts and indices
 
 

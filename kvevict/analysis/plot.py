@@ -6,8 +6,9 @@ cell of a heat map its number.
 
 import math
 
-from ..evaluate.ask import FULL, MODES, PERPLEXITY
-from ..evaluate.table import summarize
+from ..evaluate.ask import FULL, MODES
+from ..evaluate.table import NOT_IN_PERCENT, summarize
+from ..evaluate.tasks import FIDELITY
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = "osD^vPX<>p"
@@ -93,12 +94,13 @@ def budget(lines):
             if cells:
                 _line(panel, cells, 2 ** (DODGE * ((i + 0.5) / len(names) - 0.5)), label, _style(policy, i))
         task, _, mode = column
-        perplexity = any(row[column].metric == PERPLEXITY for row in summary.values() if column in row)
+        metric = next(row[column].metric for row in summary.values() if column in row)
+        label = {FIDELITY: "KL divergence, nats"}.get(metric, metric if metric in NOT_IN_PERCENT else "score, %")
         panel.set_title(f"{task}, {mode}", fontsize=10)
         unit = "slots per kv head" if isinstance(budgets[0], int) else "fraction of the tokens"
-        panel.set(xscale="log", xlabel=f"budget, {unit}", ylabel="perplexity" if perplexity else "score, %")
+        panel.set(xscale="log", xlabel=f"budget, {unit}", ylabel=label)
         _ticks(panel, budgets)
-        if not perplexity:
+        if metric not in NOT_IN_PERCENT:
             panel.set_ylim(-3, 103)
     return _legend(figure, panels)
 
@@ -194,7 +196,7 @@ def _style(policy, i) -> dict:
 
 def _scaled(cell) -> tuple:
     """(mean, low, high) as drawn: scores in %."""
-    scale = 1 if cell.metric == PERPLEXITY else 100
+    scale = 1 if cell.metric in NOT_IN_PERCENT else 100
     return scale * cell.mean, scale * cell.low, scale * cell.high
 
 

@@ -1,23 +1,27 @@
 """One measured generation, patched or not: what the command line and the example print."""
 
 import ctypes
+import dataclasses
+import math
 import os
 import sys
 import time
+from dataclasses import dataclass
 
 import torch
 
 from .._ops import build_info
+from ..models import pretrained
 from ..patch import evicting
 from ..report import report
 
 
 def load_model(name: str, dtype="auto", device=None):
-    """A causal language model and its tokenizer from a folder or a hub id, in eval mode, on `place(device)`."""
+    """A causal language model and its tokenizer, as `pretrained` takes them, in eval mode, on `place(device)`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
+    tokenizer = pretrained(AutoTokenizer, name)
+    model = pretrained(AutoModelForCausalLM, name, dtype=dtype).eval()
     return model.to(place(device)), tokenizer
 
 
@@ -26,13 +30,48 @@ def place(device=None) -> str:
     return device or ("cuda" if build_info()["cuda"] and torch.cuda.is_available() else "cpu")
 
 
-def encode(model, tokenizer, text: str, question: str, new_tokens: int, limit: int | None = None):
-    """Ids [1, N] of `text` followed by `question`, in the tokenizer's chat template if it has one.
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids. `question` has all that follows the context; its last `tail` ids, a chat template's end and what opens
+    the answer, are not the question's own. `answer`: the continuation that is scored, if one is."""
+
+    context: list
+    question: list
+    tail: int = 0
+    answer: list | None = None
+
+    def row(self, device):
+        """Ids [1, N]."""
+        return torch.tensor([self.context + self.question], device=device)
+
+    def observed(self, observe) -> int:
+        """How many rows "question" is, the question's and all behind it; or so many of the rows before the tail, and
+        the tail's."""
+        return len(self.question) if observe == QUESTION else observe + self.tail
+
+
+QUESTION = "question"
+OBSERVERS = ("window", "probe")  # options of rows that say how many of a prompt's last tokens observe
+
+
+def observe(policy, rows: int, tokens: int, named=()):
+    """The policy, but the last `rows` tokens of a prompt of `tokens` tokens observe where its rows have a number for it
+    whose option is not `named`: at most half the budget, and fewer than a chunk has."""
+    slots = policy.budget if isinstance(policy.budget, int) else math.ceil(policy.budget * tokens)
+    most = max(1, min(slots // 2, (policy.chunk_size or tokens) - 1))
+    numbers = [name for name in OBSERVERS if isinstance(getattr(policy.rows, name, None), int) and name not in named]
+    return dataclasses.replace(policy, rows=dataclasses.replace(policy.rows, **dict.fromkeys(numbers, min(rows, most))))
+
+
+def encode(
+    model, tokenizer, text: str, question: str, new_tokens: int, limit: int | None = None, opening: str = ""
+) -> Prompt:
+    """`text` followed by `question` and what opens the answer, in the tokenizer's chat template if it has one.
 
     The text's end is cut, the question never, to `limit` prompt tokens; None: what the model's context holds besides
     `new_tokens`. Raises ValueError when no text is left.
     """
-    head, tail = frame(tokenizer, f"\n\n{question}")
+    head, tail, behind = frame(tokenizer, f"\n\n{question}", f"\n{opening}" if opening else "")
     body = ids_of(tokenizer, text)
     if not body:
         raise ValueError("the text is empty")
@@ -45,7 +84,7 @@ def encode(model, tokenizer, text: str, question: str, new_tokens: int, limit: i
         raise ValueError(f"a limit of {limit} tokens leaves none for the text; the question takes {taken}")
     if room < len(body):
         print(f"the text's first {room} of {len(body)} tokens are read (limit: {limit})", file=sys.stderr)
-    return torch.tensor([head + body[:room] + tail], device=model.device)
+    return Prompt(head + body[:room], tail, behind)
 
 
 def ids_of(tokenizer, text: str) -> list:
@@ -53,19 +92,35 @@ def ids_of(tokenizer, text: str) -> list:
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
 
 
-def frame(tokenizer, question: str, chat=True) -> tuple:
-    """Ids that come before a text, and ids of the question after it, in the tokenizer's chat template if it has one
-    and `chat` is true."""
+def frame(tokenizer, question: str, opening: str = "", chat=True) -> tuple:
+    """Ids that come before a text, ids of the question and what opens the answer after it, and how many of the latter
+    come behind the question's own. In a chat template, if the tokenizer has one and `chat` is true, the question ends
+    the user's turn and the opening starts the assistant's."""
     if not (chat and tokenizer.chat_template):
-        return tokenizer("")["input_ids"], ids_of(tokenizer, question)
-    mark = "\u0001"  # stands for the text, so that the template does not trim it
-    messages = [{"role": "user", "content": mark + question}]
+        ids = ids_of(tokenizer, question + opening)
+        return tokenizer("")["input_ids"], ids, len(ids) - len(ids_of(tokenizer, question)) if opening else 0
+    mark = "\u0001"  # stands around the question, so that the template does not trim it
+    messages = [{"role": "user", "content": mark + mark}]
     parts = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True).split(mark)
-    return tuple(tokenizer(part, add_special_tokens=False)["input_ids"] for part in parts)
+    if len(parts) != 3:
+        raise ValueError("the tokenizer's chat template does not give the user's text once; set another chat_template")
+    head, _, tail = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in parts)
+    tail += ids_of(tokenizer, opening.lstrip())
+    return head, ids_of(tokenizer, question.rstrip() if opening else question) + tail, len(tail)
 
 
-def measure(model, tokenizer, ids, policy=None, max_new_tokens=64, positions=False) -> dict:
-    """Generate greedily and say what it cost. policy=None runs the model as it is.
+def line_ended(tokenizer, tokens) -> bool:
+    """Whether generated ids have ended a line that is not empty."""
+    return "\n" in tokenizer.decode(tokens, skip_special_tokens=True).lstrip()
+
+
+def until_line_end(tokenizer, start: int) -> list:
+    """For `generate(stopping_criteria=...)` of one row: stop at the end of a line behind the first `start` tokens."""
+    return [lambda ids, scores, **kwargs: torch.tensor([line_ended(tokenizer, ids[0, start:])], device=ids.device)]
+
+
+def measure(model, tokenizer, ids, policy=None, max_new_tokens=64, positions=False, one_line=False) -> dict:
+    """Generate greedily, to the line's end if the answer is `one_line`, and say what it cost. policy=None: unpatched.
 
     Returns answer (None without a tokenizer), new_tokens, read_seconds (to the first token), decode_seconds,
     peak_bytes (growth of the process' peak memory above what was resident before) and, when patched, the read's report,
@@ -73,6 +128,8 @@ def measure(model, tokenizer, ids, policy=None, max_new_tokens=64, positions=Fal
     """
     ids, timer = ids.to(model.device), _FirstToken()
     inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False)
+    if one_line:
+        inputs["stopping_criteria"] = until_line_end(tokenizer, ids.shape[1])
 
     def generate():
         model.generate(ids[:, :8], attention_mask=torch.ones_like(ids[:, :8]), max_new_tokens=2)  # warm up

@@ -5,6 +5,7 @@ A command gets an empty argument parser and its arguments, prints what a person 
 a policy, a budget and a table are written.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import json
@@ -27,7 +28,9 @@ def command(function):
 
 
 def add_model(parser) -> None:
-    parser.add_argument("--model", help="folder or hub id of a causal language model; default: the bundled one")
+    parser.add_argument(
+        "--model", help="folder, .gguf file or hub id of a causal language model; default: the bundled one"
+    )
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"],
                         help="of the model; auto: as it is stored (default)")  # fmt: skip
     parser.add_argument("--device", help="cpu, cuda or cuda:N; default: a GPU if there is one and the build has CUDA")
@@ -57,25 +60,41 @@ def add_budget(parser, budget: int = 512, chunk_size: int | None = None) -> None
                         help=f"tokens read at once; default {chunk_size or 'is up to the policy'}")  # fmt: skip
 
 
+def add_observe(parser) -> None:
+    parser.add_argument("--observe", type=observed, metavar="question|N",
+                        help="windows and probes are the rows from the question on, or N rows up to the question's end "
+                        "and all behind it; at most half the budget; default: the policy's own")  # fmt: skip
+
+
+def observed(text: str):
+    """What `kvevict.analysis.run.Prompt.observed` takes."""
+    if text != "question" and not (text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither 'question' nor a number of rows")
+    return int(text) if text.isdigit() else text
+
+
 def add_question(parser, new_tokens: int, needed: bool = True) -> None:
     told = "" if needed else "; default: made-up facts"
     parser.add_argument("question", nargs=None if needed else "?",
                         help=f"what to ask about the text (or how to go on){told}")  # fmt: skip
     parser.add_argument("--file", required=needed, help=f"text to read; - is standard input{told}")
+    parser.add_argument("--opening", default="", help="words that the answer begins with, before the model goes on")
     parser.add_argument("--limit", type=int, help="prompt tokens at most: cuts the text's end; default: the context")
     parser.add_argument("--max-new-tokens", type=int, default=new_tokens,
                         help=f"length of the answer at most; default {new_tokens}")  # fmt: skip
+    add_observe(parser)
 
 
 def load_prompt(args) -> tuple:
-    """(name, model, tokenizer, ids [1, N]) of a command with the arguments of `add_model` and `add_question`."""
+    """(name, model, tokenizer, `Prompt`) of a command with the arguments of `add_model` and `add_question`."""
     from ..analysis.run import encode, load_model
     from ..policy.checks import count
 
     count("--max-new-tokens", args.max_new_tokens, 1)
     text, name = read_text(args.file), model_name(args)
     model, tokenizer = load_model(name, args.dtype, args.device)
-    return name, model, tokenizer, encode(model, tokenizer, text, args.question, args.max_new_tokens, args.limit)
+    asked = args.question, args.max_new_tokens, args.limit, args.opening
+    return name, model, tokenizer, encode(model, tokenizer, text, *asked)
 
 
 def read_text(file: str) -> str:
@@ -128,6 +147,16 @@ def build_policies(texts, args, **common) -> dict:
     common |= dict(budget=number(args.budget), chunk_size=args.chunk_size)
     parsed = {text: parse_policy(text) for text in texts}
     return {text: build(name, **common | options) for text, (name, options) in parsed.items()}
+
+
+def observing(policies: dict, prompt, observe) -> dict:
+    """The policies, and what `--observe` says in those whose text names no window or probe."""
+    from ..analysis.run import observe as observed
+
+    if observe is None:
+        return policies
+    rows, tokens = prompt.observed(observe), len(prompt.context + prompt.question)
+    return {text: observed(policy, rows, tokens, parse_policy(text)[1]) for text, policy in policies.items()}
 
 
 def options_of(policy, *skip: str) -> str:

@@ -1,7 +1,18 @@
 from pathlib import Path
 from statistics import median
 
-from . import add_budget, add_model, add_policies, build_policies, command, grid, model_name, number
+from . import (
+    add_budget,
+    add_model,
+    add_observe,
+    add_policies,
+    build_policies,
+    command,
+    grid,
+    model_name,
+    number,
+    observing,
+)
 from .inspect import page_run
 
 TASK = "facts"
@@ -17,6 +28,7 @@ def demo(parser, argv):
     add_model(parser)
     add_policies(parser, default=("take", "snapkv", "streaming"))
     add_budget(parser, budget=128, chunk_size=256)
+    add_observe(parser)
     parser.add_argument("--cases", type=int, default=4, help="texts, each with a question; default 4")
     parser.add_argument("--seed", type=int, default=0, help="another seed makes other texts; default 0")
     parser.add_argument("--out", default="kvevict-demo", help="folder for page and picture; default kvevict-demo")
@@ -35,16 +47,15 @@ def demo(parser, argv):
     totals = {run: total(run, asked) for run in (FULL, *policies)}
     print(f"{asked[0]['ids'].shape[1]} prompt tokens; budget {args.budget}, chunks of {args.chunk_size}\n")
     print(answers_table(asked), costs_table(totals), sep="\n\n")
-    files = write(Path(args.out), tokenizer, policies, asked, name)
+    files = write(Path(args.out), tokenizer, asked, name)
     print("\nWhich tokens were kept:", *files, sep="\n  ")
     settings = {"budget": number(args.budget), "chunk_size": args.chunk_size, "seed": args.seed}
     return {"model": name, **settings, "runs": totals, "files": files}
 
 
 def ask(model, tokenizer, policies, args):
-    """Per case a dict: case, ids [1, N], and runs: per name what `kvevict.analysis.run.measure` says and whether it is
-    `right`."""
-    import torch
+    """Per case a dict: case, ids [1, N], policies, and runs: per name what `kvevict.analysis.run.measure` says and
+    whether it is `right`."""
     from tqdm import tqdm
 
     from ..analysis.run import measure
@@ -57,12 +68,12 @@ def ask(model, tokenizer, policies, args):
     with tqdm(total=len(cases) * (1 + len(policies)), unit="run", delay=1, leave=False, disable=None) as bar:
         for case in cases:
             prompt, runs = encode(model, tokenizer, case), {}
-            ids = torch.tensor([prompt.context + prompt.question], device=model.device)
-            for name, policy in ((FULL, None), *policies.items()):
-                runs[name] = run = measure(model, tokenizer, ids, policy, case.new_tokens, positions=True)
+            ids, own = prompt.row(model.device), observing(policies, prompt, args.observe)
+            for name, policy in ((FULL, None), *own.items()):
+                runs[name] = run = measure(model, tokenizer, ids, policy, case.new_tokens, True, case.one_line)
                 run["right"] = METRICS[case.metric](run["answer"], case.answers) == 1
                 bar.update()
-            yield dict(case=case, ids=ids, runs=runs)
+            yield dict(case=case, ids=ids, policies=own, runs=runs)
 
 
 def total(name: str, asked: list) -> dict:
@@ -105,12 +116,12 @@ def asks(case) -> str:
     return case.question.strip().splitlines()[0].removeprefix("Question: ")
 
 
-def write(out: Path, tokenizer, policies, asked, model) -> list:
+def write(out: Path, tokenizer, asked, model) -> list:
     """The page and, with matplotlib, the picture of the first case that the runs disagree about; their paths."""
     from ..analysis.page import page, picture, pieces, places
 
     one = next((one for one in asked if len({run["right"] for run in one["runs"].values()}) > 1), asked[0])
-    case, ids, runs = one["case"], one["ids"], one["runs"]
+    case, ids, runs, policies = one["case"], one["ids"], one["runs"], one["policies"]
     facts = [("model", model), ("question", asks(case)), ("truth", case.answers[0]), (FULL, said(runs[FULL]))]
     shown = [page_run(name, policy, said(runs[name]), runs[name]["report"]) for name, policy in policies.items()]
     out.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,15 @@
-from . import add_budget, add_model, add_policies, add_question, build_policies, command, grid, load_prompt, model_name
+from . import (
+    add_budget,
+    add_model,
+    add_policies,
+    add_question,
+    build_policies,
+    command,
+    grid,
+    load_prompt,
+    model_name,
+    observing,
+)
 
 HEADS = ("slots/head", "joint error", "output error", "recall", "attention cosine", "KV L1 loss", "adjacent layers")
 
@@ -18,7 +29,8 @@ def diagnose(parser, argv):
     from ..analysis import compare
 
     policies = build_policies(args.policies, args)
-    name, model, tokenizer, ids = load_prompt(args) if args.file else load_facts(args)
+    name, model, tokenizer, prompt = load_prompt(args) if args.file else load_facts(args)
+    policies, ids = observing(policies, prompt, args.observe), prompt.row(model.device)
     full = compare.truth(model, ids, args.max_new_tokens)
     kept, runs = {}, {}
     for key, policy in tqdm(policies.items(), unit="policy", delay=1, leave=False, disable=None):
@@ -37,8 +49,6 @@ def diagnose(parser, argv):
 
 def load_facts(args) -> tuple:
     """As `load_prompt`, of the first case that `kvevict demo` asks."""
-    import torch
-
     from ..analysis.run import load_model
     from ..evaluate.ask import encode
     from ..evaluate.tasks import TASKS, Settings
@@ -49,8 +59,8 @@ def load_facts(args) -> tuple:
     name = model_name(args)
     model, tokenizer = load_model(name, args.dtype, args.device)
     longest = min(args.limit or LONGEST, model.config.max_position_embeddings - args.max_new_tokens)
-    prompt = encode(model, tokenizer, next(iter(TASKS.find(TASK)(Settings(tokenizer, longest, cases=1)))))
-    return name, model, tokenizer, torch.tensor([prompt.context + prompt.question], device=model.device)
+    case = next(iter(TASKS.find(TASK)(Settings(tokenizer, longest, cases=1))))
+    return name, model, tokenizer, encode(model, tokenizer, case)
 
 
 def run(layers: list, kept: list) -> dict:

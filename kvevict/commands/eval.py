@@ -1,7 +1,7 @@
 import sys
 from pathlib import Path
 
-from . import add_model, add_policies, command, model_name, number
+from . import add_model, add_observe, add_policies, command, model_name, number
 
 
 @command
@@ -15,6 +15,8 @@ def eval(parser, argv):
     parser.add_argument("--budgets", nargs="+", default=["128"], help="slots per kv head, or fractions; default 128")
     parser.add_argument("--chunk-size", nargs="+", type=int, default=[0], help="tokens read at once; 0: all (default)")
     parser.add_argument("--mode", choices=["aware", "agnostic", "both"], default="both", help="question known or not")
+    add_observe(parser)
+    parser.add_argument("--temperature", type=float, help="sample answers; default: the likeliest token")
     parser.add_argument("--cases", type=int, default=20, help="per length, seed (and depth); default 20")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="each makes cases of its own; default 0")
     parser.add_argument("--depths", nargs="+", type=float, help="where a needle is hidden, 0 to 1; default 5 places")
@@ -52,12 +54,14 @@ def _evaluate(args) -> None:
         values = getattr(args, name)
         for value in values if isinstance(values, list) else [values]:
             count(f"--{name.replace('_', '-')}", value, int(name != "chunk_size"))
+    if args.temperature is not None and not args.temperature > 0:
+        raise ValueError(f"--temperature must be above 0, got {args.temperature}; leave it out for the likeliest token")
     chosen = dict(depths=tuple(args.depths)) if args.depths else {}
     plan = Plan(
         tasks=tuple(args.tasks), lengths=tuple(args.lengths), policies=tuple(args.policies),
         budgets=tuple(map(number, args.budgets)), chunk_sizes=tuple(size or None for size in args.chunk_size),
         modes=MODES if args.mode == "both" else (args.mode,), seeds=tuple(args.seeds), cases=args.cases,
-        haystack=args.haystack, data=args.data, **chosen,
+        haystack=args.haystack, data=args.data, observe=args.observe, temperature=args.temperature, **chosen,
     )  # fmt: skip
     plan.runs(), plan.groups(None)  # mistakes are found before the model is loaded
     name = model_name(args)

@@ -1,4 +1,4 @@
-from . import add_budget, add_model, add_policy, add_question, build_policies, command, grid, load_prompt
+from . import add_budget, add_model, add_policy, add_question, build_policies, command, grid, load_prompt, observing
 
 
 @command
@@ -14,7 +14,8 @@ def generate(parser, argv):
     from ..analysis.speed import UNPATCHED
 
     policies = build_policies([args.policy], args, progress=True)
-    _, model, tokenizer, ids = load_prompt(args)
+    _, model, tokenizer, prompt = load_prompt(args)
+    policies, ids = observing(policies, prompt, args.observe), prompt.row(model.device)
     chosen = {UNPATCHED: None} | policies if args.compare else policies
     runs = {name: measure(model, tokenizer, ids, policy, args.max_new_tokens) for name, policy in chosen.items()}
     print(table(runs, ids.shape[1]))

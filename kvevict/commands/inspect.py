@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from . import POLICY, add_budget, add_model, add_question, build_policies, command, load_prompt, options_of
+from . import POLICY, add_budget, add_model, add_question, build_policies, command, load_prompt, observing, options_of
 
 
 @command
@@ -19,7 +19,8 @@ def inspect(parser, argv):
     from ..analysis.speed import slots
 
     policies = build_policies(args.policy or ["take"], args)
-    name, model, tokenizer, ids = load_prompt(args)
+    name, model, tokenizer, prompt = load_prompt(args)
+    policies, ids = observing(policies, prompt, args.observe), prompt.row(model.device)
     runs = {key: measure(model, tokenizer, ids, p, args.max_new_tokens, positions=True) for key, p in policies.items()}
     facts = [("model", name), ("text", args.file), ("question", args.question)]
     shown = [page_run(key, policies[key], run["answer"].strip(), run["report"]) for key, run in runs.items()]

@@ -3,12 +3,14 @@ from . import add_budget, add_model, add_policy, build_policies, command, grid, 
 
 @command
 def plan(parser, argv):
-    """Say what reading a prompt will cost, from a model's config alone: no weights are read."""
+    """Say what a prompt and its answer will cost, from a model's config alone: no weights are read."""
     add_model(parser)
     add_policy(parser)
     add_budget(parser)
     parser.add_argument("--tokens", type=int, default=131072, help="prompt length; default 131072")
+    parser.add_argument("--new-tokens", type=int, default=256, help="tokens decoded behind it; default 256")
     parser.add_argument("--batch", type=int, default=1, help="prompts read together; default 1")
+    parser.add_argument("--draft-model", metavar="CONFIG", help="of speckv: folder or hub id of the model that drafts")
     parser.add_argument("--tflops", type=float, help="peak TFLOP/s; default: an H100 SXM's in bf16")
     parser.add_argument("--bandwidth", type=float, help="memory GB/s; default: an H100 SXM's")
     parser.add_argument("--efficiency", type=float, help="share of both that is reached; default 0.7")
@@ -19,44 +21,70 @@ def plan(parser, argv):
     from ..analysis.cost import plan as cost
     from ..analysis.shape import shape_of
     from ..analysis.speed import UNPATCHED
+    from ..models import pretrained
 
     numbers = {name: getattr(args, name) for name in ("tflops", "bandwidth", "efficiency")}
     hardware = Hardware(**{name: value for name, value in numbers.items() if value is not None})
-    policies = build_policies([args.policy], args)
-    shape = shape_of(AutoConfig.from_pretrained(model_name(args)), args.dtype)
+    policy = build_policies([args.policy], args)[args.policy]
+    read_shape = lambda name: shape_of(pretrained(AutoConfig, name), args.dtype)  # noqa: E731
+    shape, draft = read_shape(model_name(args)), args.draft_model and read_shape(args.draft_model)
+    common = dict(batch=args.batch, hardware=hardware, new_tokens=args.new_tokens)
     runs = {
-        name: cost(shape, chosen, args.tokens, batch=args.batch, hardware=hardware)
-        for name, chosen in {UNPATCHED: None, **policies}.items()
+        UNPATCHED: cost(shape, None, args.tokens, **common),
+        args.policy: cost(shape, policy, args.tokens, **common, draft_model=draft),
     }
     print(
         f"{shape.weights / 1e9:.3g} G parameters, {len(shape.windows)} layers ({shape.windows.count(None)} evict); "
-        f"{args.batch} x {args.tokens} tokens in chunks of {policies[args.policy].chunk_size or args.tokens}; "
+        f"{args.batch} x {args.tokens} tokens in chunks of {policy.chunk_size or args.tokens}; "
         f"{hardware.tflops:g} TFLOP/s and {hardware.bandwidth:g} GB/s at {hardware.efficiency:.0%}"
     )
     print(table(*runs.items()))
+    if runs[args.policy]["left_out"]:
+        print("left out is the model that drafts: give its config with --draft-model")
     return {"tokens": args.tokens, "batch": args.batch, "hardware": vars(hardware), "runs": runs}
+
+
+def _drafted(run, what, unit):
+    """None where nobody drafts."""
+    return "left out" if "draft" in run["left_out"] else run[what]["draft"] / unit or None
 
 
 ROWS = (
     ("linear layers, TFLOP", lambda run: run["flops"]["linear"] / 1e12),
     ("attention, TFLOP", lambda run: run["flops"]["attention"] / 1e12),
-    ("probe, TFLOP", lambda run: run["flops"]["probe"] / 1e12),
-    ("scoring, TFLOP", lambda run: run["flops"]["evict"] / 1e12),
+    ("rows reading along, TFLOP", lambda run: run["flops"]["probe"] / 1e12),
+    ("scoring, TFLOP", lambda run: (run["flops"]["evict"] + run["flops"]["refine"]) / 1e12),
+    ("draft, TFLOP", lambda run: _drafted(run, "flops", 1e12)),
     ("all, TFLOP", lambda run: sum(run["flops"].values()) / 1e12),
     ("weights read, GiB", lambda run: run["moved"]["linear"] / 2**30),
-    ("KV moved, GiB", lambda run: (run["moved"]["attention"] + run["moved"]["evict"]) / 2**30),
+    ("KV moved, GiB", lambda run: sum(run["moved"][stage] for stage in ("attention", "evict", "refine")) / 2**30),
+    ("draft moved, GiB", lambda run: _drafted(run, "moved", 2**30)),
+    ("slots/head at most, waiting", lambda run: run["waiting"] and run["waiting"]["delayed_slots"]),
+    ("slots/head at most, others", lambda run: run["waiting"] and run["waiting"]["other_slots"]),
+    ("KV between chunks, GiB", lambda run: run["waiting"] and run["waiting"]["between_bytes"] / 2**30),
     ("KV at most, GiB", lambda run: (run["peak_cache_bytes"] + run["sliding_bytes"]) / 2**30),
     ("KV after, GiB", lambda run: (run["cache_bytes"] + run["sliding_bytes"]) / 2**30),
     ("activations, GiB", lambda run: run["activation_bytes"] / 2**30),
     ("peak memory, GiB", lambda run: run["peak_bytes"] / 2**30),
     ("first token, s", lambda run: run["seconds"]),
+    ("a new token, GFLOP", lambda run: run["decode"]["first"] and run["decode"]["first"]["flops"] / 1e9),
+    ("a new token moves, GiB", lambda run: run["decode"]["first"] and run["decode"]["first"]["moved"] / 2**30),
+    ("tokens/s, the first", lambda run: run["decode"]["first"] and run["decode"]["first"]["tokens_per_second"]),
+    ("tokens/s, the last", lambda run: run["decode"]["last"] and run["decode"]["last"]["tokens_per_second"]),
+    ("KV in the end, GiB", lambda run: (run["decode"]["cache_bytes"] + run["sliding_bytes"]) / 2**30),
 )
 
 
+def _text(value) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 def table(plain, patched) -> str:
-    """(name, run) of the unpatched model and of a policy side by side, and the second's share of the first."""
+    """(name, run) of the unpatched model and of a policy side by side, and the second's share of the first; no row for
+    what neither has."""
     rows = [("", plain[0], patched[0], "share")]
     for label, value in ROWS:
         a, b = value(plain[1]), value(patched[1])
-        rows.append((label, f"{a:.4g}", f"{b:.4g}", f"{b / a:.4f}" if a else ""))
+        if a is not None or b is not None:
+            rows.append((label, _text(a), _text(b), f"{b / a:.4f}" if a and b is not None else ""))
     return grid(rows)

@@ -6,7 +6,7 @@ import torch
 from ..policy.checks import PLENTY
 from ..policy.layers import layer_slots
 from . import host
-from .schedule import relaxed
+from .schedule import overfull, relaxed
 
 
 class Budgets:
@@ -76,8 +76,8 @@ def full(policy):
 
     def of(view):
         n = view.counts.sum(1)
-        over = n > view.layer.budget + (policy.interval - 1) * view.n.shape[1]
-        return np.where(over, view.layer.budget, n) if policy.decode and over.any() else None
+        over = overfull(policy, n, view.layer.budget, view.n.shape[1])
+        return np.where(over, view.layer.budget, n) if over.any() else None
 
     return of
 

@@ -29,7 +29,7 @@ class _FirstWindow(Window):
         return (view.budget // 2).clamp(1, self.window)
 
 
-_FIRST_CUT = Policy(score="snapkv", rows=_FirstWindow(), budget=2**30)
+FIRST_CUT = Policy(score="snapkv", rows=_FirstWindow(), budget=2**30)
 
 
 class _DraftLayer(EvictionLayer):
@@ -74,7 +74,7 @@ class Drafting(Chooser):
 
     def layer(self, view):
         """Wait, with no more than the rows that observe the prompt."""
-        rows = max(_FIRST_CUT.rows.window, view.policy.rows.window)
+        rows = max(FIRST_CUT.rows.window, view.policy.rows.window)
         view.q, view.lse = view.q[:, :, -rows:].clone(), view.lse[:, :, -rows:].clone()
         view.out = view.out[:, -rows:].clone() if view.policy.wants_outputs else None
         self.views.append(view)
@@ -98,7 +98,7 @@ class Drafting(Chooser):
         step, meter, n_d = chunk_end.step, chunk_end.step.meter, chunk_end.step.patch.policy.rows.n_d
         with meter.clock("draft"):
             quiet = copy.copy(step.patch)
-            quiet.policy = _FIRST_CUT
+            quiet.policy = FIRST_CUT
             cache = copy.copy(step.cache)
             copied = {families.STATE: copy.deepcopy}  # a state is updated in place
             cache.layers = [
@@ -138,4 +138,4 @@ def _first_choice(view, quiet, meter):
     step = replace(view.step, patch=quiet, meter=meter)
     first = View(step, view.layer, view.index, view.module, view.q, view.k, view.v, view.out, view.lse, view.options)
     slots = evict.within(first, view.step.read.budgets.targets[view.order])
-    return evict.choose(first, evict.ranked(first, _FIRST_CUT.score.score(first)), slots)
+    return evict.choose(first, evict.ranked(first, FIRST_CUT.score.score(first)), slots)

@@ -1,5 +1,6 @@
 """The loop around the text decoder: a prompt goes through it chunk by chunk, each as [chunk | rows that read along]."""
 
+import contextlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,7 +77,7 @@ class Reader:
         request, policy, layers = self.request, self.policy, self.request.layers
         tokens = np.maximum(prompt - request.padding, 0)
         seen = (tokens if layers[0].seen is None else tokens + layers[0].seen.tolist()).tolist()
-        evicts = policy.score.carries or any(n > policy.slots(n) for n in seen)
+        evicts = schedule.evicts(policy, seen)
         read = Read(prompt, tokens, seen, evicts, meter)
         along = max(map(policy.rows.along, tokens.tolist())) if evicts else 0
         limits = schedule.limits(policy, self.patch.order, self.patch.tsp)
@@ -99,8 +100,8 @@ class Reader:
             read.budgets.split(chunk, request.padding)
         chooser = self._chooser(read, chunk)
         step = self._step(chunk.start, chunk.end, read.meter, chooser, read, chunk)
-        along = read.along if chunk.along else None
-        with running(step):
+        along = read.along.last(chunk.along) if chunk.along else None
+        with running(step), contextlib.nullcontext() if along is None else along.adapted(request.decoder):
             output = self._run(step, chunk.start, chunk.end, along)
         if chunk.along:
             output.last_hidden_state = output.last_hidden_state[:, : -chunk.along]

@@ -179,6 +179,8 @@ class Request:
         """The decoder's arguments for columns start..end-1 and, behind them, the rows `along`."""
         ids, embeds = (None if t is None else t[:, start:end] for t in (self.ids, self.embeds))
         rows = 0 if along is None else along.tokens.shape[1]
+        if rows and embeds is None and along.tokens.is_floating_point():
+            ids, embeds = None, self.decoder.get_input_embeddings()(ids)
         if rows:
             ids, embeds = (None if t is None else torch.cat([t, along.tokens], 1) for t in (ids, embeds))
         inputs = dict(input_ids=ids) if embeds is None else dict(inputs_embeds=embeds)

@@ -15,6 +15,15 @@ class Chunk:
     along: int  # rows that read along behind it
     limits: tuple  # per evicting layer the most of its tokens that the layer reads
 
+    @property
+    def rows(self) -> int:
+        return self.end - self.start
+
+
+def evicts(policy, seen: list) -> bool:
+    """Whether a read loses slots, or scores need every row from the start; seen: tokens of each row at its end."""
+    return policy.score.carries or any(n > policy.slots(n) for n in seen)
+
 
 def chunks(policy, columns: int, limits: tuple, along: int = 0) -> Iterator[Chunk]:
     """The chunks of a prompt of `columns` columns. The remainder goes first, so that the last chunk is full; where the
@@ -22,7 +31,7 @@ def chunks(policy, columns: int, limits: tuple, along: int = 0) -> Iterator[Chun
     size = policy.chunk_size or columns
     for end in range((columns - 1) % size + 1, columns + 1, size):
         last = end == columns
-        rows = 0 if last and policy.rows.inside else along
+        rows = along - policy.rows.inside(along) if last else along
         yield Chunk(max(0, end - size), end, last, last or policy.schedule == "chunk", rows, limits)
 
 
@@ -39,6 +48,11 @@ def waits(policy, order: int, layers: int) -> bool:
 def follows(policy, order: int) -> bool:
     """Whether an evicting layer takes the slots that an earlier layer chose."""
     return order % policy.n_reuse > 0
+
+
+def overfull(policy, slots, budget, heads: int = 1):
+    """Whether, while decoding, a layer is cut back to its budget; both over its heads: numbers, or arrays of them."""
+    return policy.decode & (slots > budget + (policy.interval - 1) * heads)
 
 
 def relaxed(policy, order: int, layers: int, chunk: Chunk) -> bool:

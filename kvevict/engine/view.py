@@ -149,9 +149,10 @@ class View:
         out = None if self.out is None else self.out[:, start:stop]
         return Observers(self.q[:, :, start:stop], skip, self._all, True, self.lse[:, :, start:stop], out)
 
-    def along_rows(self, own=True) -> Observers:
-        """The rows that read along behind the chunk; own: their softmax spans the slots of the rows before them too."""
-        rows, none = self.step.transient, 0 * self.first
+    def along_rows(self, own=True, count=None) -> Observers:
+        """The last `count` rows (None: all) that read along behind the chunk; own: their softmax spans the slots of the
+        rows before them too."""
+        rows, none = count or self.step.transient, 0 * self.first
         q = self.q[:, :, -rows:]
         if not own:
             return Observers(q, none, self._all, False)
@@ -248,7 +249,11 @@ class View:
 
     def peak(self, lo, hi):
         """The largest attention of each observer over slots lo <= i < hi [B, Hkv]: [B, H, R], part by part."""
-        return torch.cat([self._observe(_ops.peak, part, (lo, hi)) for part in self.observers], 2)
+        peaks = []
+        for part in self.observers:  # slots from `stop` on are not seen: they get nothing
+            end = torch.minimum(hi, self.n - (self.k.shape[2] - part.stop.to(torch.int32))[:, None])
+            peaks.append(self._observe(_ops.peak, part, (torch.minimum(lo, end), end)))
+        return torch.cat(peaks, 2)
 
     def output_error(self, kind, weight=None, alpha=0.0, group="sum"):
         """How far the observers' outputs move without a slot, as in `kvevict._ops.error`; weight [B, H, R] as `peak`

@@ -8,23 +8,26 @@ known or not:
                answer is decoded, and neither evicts nor is evicted: the budget is the context's. (An ordinary follow-up
                turn would be read like a prompt and evict again, this time knowing the question.)
 
-The continuation of a perplexity case is scored in one call that evicts nothing either.
+The continuation of a perplexity case is scored in one call that evicts nothing either, and so is the response of a
+fidelity case, which the full run writes.
 """
 
 import dataclasses
 import math
 import time
+import zlib
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 
-from ..analysis.run import frame, ids_of
+from ..analysis.run import Prompt, frame, ids_of, line_ended, observe
 from ..commands import parse_policy
 from ..patch import evicting, patch
 from ..policy.policy import Policy, build
 from ..report import report
 from .metrics import METRICS
+from .tasks import FIDELITY, Case
 
 MODES = ("aware", "agnostic")
 PERPLEXITY = "perplexity"  # the metric of cases whose score is the mean negative log likelihood of answers[0], in nats
@@ -46,21 +49,41 @@ class Run:
 FULL = Run("full")
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """Token ids of a case. `answer`: the continuation of a perplexity case."""
+@dataclass
+class Asked:
+    """A case while its runs are measured.
 
-    context: list
-    question: list
-    answer: list | None
+    observe      which rows windows and probes are, as `Prompt.observed` takes it; None, and where the context is read
+                 alone, which does not end with the question: the policy's own
+    temperature  tokens are sampled, with the same noise in all runs; None: the likeliest are taken
+    response     ids that the full run generated; None before it did
+    logits       what the full cache says at each of the response's tokens [R, vocabulary]; of fidelity, once needed
+    """
+
+    case: Case
+    prompt: Prompt
+    seed: int = 0
+    observe: int | str | None = None
+    temperature: float | None = None
+    response: list | None = None
+    logits: torch.Tensor | None = None
+
+    def scored(self, run) -> list | None:
+        """Ids that a run scores; None: it generates."""
+        return self.response if self.case.metric == FIDELITY and run != FULL else self.prompt.answer
+
+    def noise(self):
+        key = self.case.task, self.case.id, self.seed
+        return torch.Generator().manual_seed(zlib.crc32("/".join(map(str, key)).encode()))
 
 
 def encode(model, tokenizer, case) -> Prompt:
     """The case's ids, in the tokenizer's chat template if it has one, unless the case's tag `chat` is False."""
 
-    head, question = frame(tokenizer, case.question, chat=case.tags.get("chat") is not False)
+    asked, chat = case.question.removesuffix(case.opening), case.tags.get("chat") is not False
+    head, question, tail = frame(tokenizer, asked, case.opening, chat)
     answer = ids_of(tokenizer, case.answers[0]) if case.metric == PERPLEXITY else None
-    prompt = Prompt(head + ids_of(tokenizer, case.context), question, answer)
+    prompt = Prompt(head + ids_of(tokenizer, case.context), question, tail, answer)
     tokens, new = len(prompt.context) + len(question), case.new_tokens if answer is None else len(answer)
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and tokens + new > limit:
@@ -106,43 +129,76 @@ def policy_for(run: Run, tokens: int, response, task: str = "eval") -> Policy:
 
 
 @torch.no_grad()
-def ask(model, tokenizer, case, prompt: Prompt, run: Run, response) -> dict:
+def ask(model, tokenizer, asked: Asked, run: Run) -> dict:
     """One run of one case: what its line says beyond the key.
 
-    response    ids that the full run generated, which an oracle may look at
     Seconds are those of reading (an appended question too) and of decoding. kept ([layer][kv head] slots, None for
     sliding-window layers) and cache_bytes are what is held after the read under the policy.
     """
-    agnostic, scored = run.mode == "agnostic", prompt.answer is not None
+    case, prompt, scored = asked.case, asked.prompt, asked.scored(run)
+    agnostic = run.mode == "agnostic"
     first, later = (prompt.context, prompt.question) if agnostic else (prompt.context + prompt.question, [])
-    result = dict(prompt_tokens=len(prompt.context) + len(prompt.question))
-    policy = None
+    result, policy = dict(prompt_tokens=len(prompt.context) + len(prompt.question)), None
     if run != FULL:
-        policy = policy_for(run, len(first), later + (prompt.answer if scored else response), case.task)
-        result["options"] = options_of(policy) | parse_policy(run.policy)[1]
+        named = parse_policy(run.policy)[1]
+        policy = policy_for(run, len(first), later + (asked.response if scored is None else scored), case.task)
+        if asked.observe is not None and not agnostic:
+            policy = observe(policy, prompt.observed(asked.observe), len(first), named)
+        result["options"] = options_of(policy) | named
         result["options"].pop("ids", None)
+        if case.metric == FIDELITY and asked.logits is None:
+            asked.logits = _forced(model, prompt.context + prompt.question, scored)
     with nullcontext() if policy is None else evicting(model, policy):
         start = _now(model)
         out = model(_row(model, first), use_cache=True, logits_to_keep=1)
         read_seconds = _now(model) - start
         cache = out.past_key_values
         held = _held_by_all(cache) if policy is None else _held(model)
-        if policy is not None and (agnostic or scored):
+        if policy is not None and (agnostic or scored is not None):
             patch(model, KEEP_ALL)
         start = _now(model)
         if later:
             out = model(_row(model, later), past_key_values=cache, logits_to_keep=1)
         read_seconds += _now(model) - start
         start = _now(model)
-        if scored:
-            result |= dict(prediction="", score=_loss(model, out.logits[0, -1:], cache, prompt.answer))
-        else:
-            tokens = _greedy(model, tokenizer, out.logits, cache, case.new_tokens)
+        if scored is None:
+            tokens = _write(model, tokenizer, out.logits, cache, asked)
             text = tokenizer.decode(tokens, skip_special_tokens=True)
-            result |= dict(prediction=text, score=METRICS[case.metric](text, case.answers))
+            result |= dict(prediction=text) | _judged(text, case)
+        else:
+            result |= dict(prediction="") | _compared(asked, _follow(model, out, scored), scored)
     if policy is None:
-        result["response"] = [] if scored else tokens
+        result["response"] = tokens if scored is None else []
     return result | dict(read_seconds=read_seconds, decode_seconds=_now(model) - start, **held)
+
+
+def _judged(text: str, case) -> dict:
+    return (
+        dict(score=0.0, same=1.0) if case.metric == FIDELITY else dict(score=METRICS[case.metric](text, case.answers))
+    )
+
+
+def _compared(asked, logits, ids) -> dict:
+    """The mean negative log likelihood of ids by logits [R, vocabulary], in nats. Of fidelity: the mean KL divergence
+    from the full cache's distributions to the logits', in nats, and the share of equal first choices."""
+    if asked.case.metric == PERPLEXITY:
+        return dict(score=float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids, device=logits.device))))
+    full, own = asked.logits.log_softmax(1), logits.log_softmax(1)
+    divergence = (full.exp() * (full - own)).sum(1).mean()
+    return dict(score=float(divergence), same=float((full.argmax(1) == own.argmax(1)).float().mean()))
+
+
+def _forced(model, prompt, ids):
+    """What the full cache of a prompt says at each of the ids that follow it: logits [R, vocabulary]."""
+    return _follow(model, model(_row(model, prompt), use_cache=True, logits_to_keep=1), ids)
+
+
+def _follow(model, out, ids):
+    """fp32 logits [R, vocabulary] of each of the ids behind what `out` has read; its own last row is the first's."""
+    rows = [out.logits[0, -1:]]
+    if len(ids) > 1:
+        rows.append(model(_row(model, ids[:-1]), past_key_values=out.past_key_values).logits[0])
+    return torch.cat(rows).float()
 
 
 def _now(model) -> float:
@@ -156,23 +212,27 @@ def _row(model, ids):
     return torch.tensor([ids], device=model.device)
 
 
-def _greedy(model, tokenizer, logits, cache, new_tokens) -> list:
-    """Ids up to and with the first end-of-sequence token."""
+def _write(model, tokenizer, logits, cache, asked) -> list:
+    """Ids up to and with the first end-of-sequence token, or the end of a case's one line."""
+    case, noise = asked.case, asked.noise()
     ends = model.generation_config.eos_token_id
     ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
-    tokens = [int(logits[0, -1].argmax())]
-    while len(tokens) < new_tokens and tokens[-1] not in ends:
+    tokens = [_choice(logits, asked.temperature, noise)]
+    while len(tokens) < case.new_tokens and tokens[-1] not in ends:
+        if case.one_line and line_ended(tokenizer, tokens):
+            break
         logits = model(_row(model, tokens[-1:]), past_key_values=cache).logits
-        tokens.append(int(logits[0, -1].argmax()))
+        tokens.append(_choice(logits, asked.temperature, noise))
     return tokens
 
 
-def _loss(model, first, cache, answer) -> float:
-    """Mean negative log likelihood of `answer` in nats; `first` [1, vocabulary] are the logits of its first token."""
-    rows = [first]
-    if len(answer) > 1:
-        rows.append(model(_row(model, answer[:-1]), past_key_values=cache).logits[0])
-    return float(torch.nn.functional.cross_entropy(torch.cat(rows).float(), _row(model, answer)[0]))
+def _choice(logits, temperature, noise) -> int:
+    """The likeliest token of the last row; with a temperature one drawn by Gumbel noise, so that two runs whose logits
+    are the same draw the same."""
+    row = logits[0, -1].float().cpu()
+    if temperature is not None:
+        row = row / temperature - torch.rand(row.shape, generator=noise).log().neg().log()
+    return int(row.argmax())
 
 
 def _held(model) -> dict:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from .ask import FULL, MODES, Run, ask, encode, policy_for
+from .ask import FULL, MODES, Asked, Run, ask, encode, policy_for
 from .results import Results
-from .tasks import TASKS, Settings
+from .tasks import Settings, find
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class Plan:
     depths: tuple[float, ...] = Settings.depths
     haystack: str | None = None
     data: str | None = None
+    observe: int | str | None = None  # as in `kvevict.evaluate.ask.Asked`
+    temperature: float | None = None  # likewise
 
     def runs(self) -> list:
         """`full` first. Raises ValueError for a policy that is unknown or that the budget does not fit."""
@@ -43,7 +45,7 @@ class Plan:
         """(task's function, its settings) of every seed, length and task."""
         haystack, data = (None if path is None else Path(path) for path in (self.haystack, self.data))
         return [
-            (TASKS.find(task), Settings(tokenizer, length, self.cases, seed, self.depths, haystack, data))
+            (find(task), Settings(tokenizer, length, self.cases, seed, self.depths, haystack, data))
             for seed in self.seeds for length in self.lengths for task in self.tasks
         ]  # fmt: skip
 
@@ -67,15 +69,17 @@ def evaluate(model, tokenizer, plan: Plan, out, name: str = "") -> None:
             bar.total = bar.n + len(cases) * len(runs) * (len(groups) - done)  # if the others are as many
             for case in cases:
                 case.tags.setdefault("length", settings.length)
-                _put(model, tokenizer, case, settings.seed, runs, results, bar)
+                _put(model, tokenizer, case, settings.seed, runs, results, bar, plan)
 
 
-def _put(model, tokenizer, case, seed, runs, results, bar) -> None:
+def _put(model, tokenizer, case, seed, runs, results, bar, plan) -> None:
     missing = [run for run in runs if (case.task, case.id, seed, *dataclasses.astuple(run)) not in results.keys]
     bar.update(len(runs) - len(missing))
-    prompt = encode(model, tokenizer, case) if missing else None
+    if missing:
+        asked = Asked(case, encode(model, tokenizer, case), seed, plan.observe, plan.temperature)
     for run in missing:
-        measured = ask(model, tokenizer, case, prompt, run, results.responses.get((case.task, case.id, seed)))
+        asked.response = results.responses.get((case.task, case.id, seed))
+        measured = ask(model, tokenizer, asked, run)
         about = dict(task=case.task, id=case.id, seed=seed, **dataclasses.asdict(run), metric=case.metric)
         results.write(about | measured | dict(tags=case.tags))
         bar.update()

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 from ..commands import grid
 from .ask import FULL, MODES, PERPLEXITY
+from .tasks import FIDELITY
 
+NOT_IN_PERCENT = (PERPLEXITY, FIDELITY)
 Z = 1.96  # two-sided 95 % of a normal distribution
 
 
@@ -26,6 +28,61 @@ class Cell:
         if self.metric == PERPLEXITY:
             return f"{self.mean:.2f} [{self.low:.2f}, {self.high:.2f}]{share}"
         return f"{100 * self.mean:.1f} [{100 * self.low:.0f}, {100 * self.high:.0f}]{share}"
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """Means over cases, of differences from the full cache on the same case, and the means' standard errors: the KL
+    divergence in nats and the share of equal first choices."""
+
+    mean: float
+    error: float
+    same: float
+    same_error: float
+    cases: int
+    metric: str = FIDELITY
+
+    @property
+    def low(self):
+        return max(0.0, self.mean - Z * self.error)
+
+    @property
+    def high(self):
+        return self.mean + Z * self.error
+
+    def __str__(self):
+        return f"{self.mean:.3f} ±{self.error:.3f} {100 * self.same:.1f} ±{100 * self.same_error:.1f}%"
+
+
+def fidelity(lines) -> Fidelity:
+    def of(name):
+        values = [line[name] for line in lines]
+        mean = sum(values) / len(values)
+        return mean, _half(values, mean) / Z
+
+    return Fidelity(*of("score"), *of("same"), len(lines))
+
+
+@dataclass(frozen=True)
+class Average:
+    """The mean of tasks' scores, each of the same weight, and its share of the full cache's."""
+
+    mean: float
+    share: float | None
+
+    def __str__(self):
+        return f"{100 * self.mean:.1f}" + ("" if self.share is None else f" {self.share:.0%}")
+
+
+def averages(summary, mode) -> dict:
+    """{row of a `summary` without tags: `Average` over all its tasks in per cent}; only of rows that have all of them,
+    and none of fewer than two tasks."""
+    own = {row: {c: cell for c, cell in cells.items() if c[2] == mode} for row, cells in summary.items()}
+    columns = {c for cells in own.values() for c, cell in cells.items() if cell.metric not in NOT_IN_PERCENT}
+    whole = [row for row, cells in own.items() if columns <= cells.keys()] if len(columns) > 1 else []
+    means = {row: sum(own[row][c].mean for c in columns) / len(columns) for row in whole}
+    full = means.get((FULL.policy, None, None))
+    return {row: Average(mean, mean / full if full else None) for row, mean in means.items()}
 
 
 def interval(scores) -> tuple:
@@ -72,16 +129,15 @@ def summarize(lines, by=()) -> dict:
         for mode in modes if line["mode"] is None else [line["mode"]]:
             column = line["task"], tuple(line["tags"][tag] for tag in by), mode
             groups.setdefault(row, {}).setdefault(column, []).append(line)
-    return {
-        row: {
-            column: cell(
-                [line["score"] for line in group], [full[_case(line)] for line in group if _case(line) in full],
-                group[0]["metric"],
-            )
-            for column, group in columns.items()
-        }
-        for row, columns in groups.items()
-    }  # fmt: skip
+    return {row: {column: _of(group, full) for column, group in columns.items()} for row, columns in groups.items()}
+
+
+def _of(group, full):
+    """The cell of a group's lines; full: case -> score of the full cache."""
+    metric = group[0]["metric"]
+    if metric == FIDELITY:
+        return fidelity(group)
+    return cell([line["score"] for line in group], [full[_case(x)] for x in group if _case(x) in full], metric)
 
 
 def _case(line) -> tuple:
@@ -89,14 +145,19 @@ def _case(line) -> tuple:
 
 
 def render(lines, by=(), markdown=False) -> str:
-    """A table with a column per task and mode; with tags `by`, a table per task and mode with a column per value."""
+    """A table with a column per task and mode, and of several tasks their average first; with tags `by`, a table per
+    task and mode with a column per value."""
     if not lines:
         return "no results yet"
     summary = summarize(lines, by)
     columns = list(dict.fromkeys(column for row in summary.values() for column in row))
-    parts = [CAPTION]
+    parts = [CAPTION + (NEAR if any(line["metric"] == FIDELITY for line in lines) else "")]
     if not by:
         heads = {f"{task}, {mode}": (task, (), mode) for task, _, mode in columns}
+        for mode in dict.fromkeys(mode for *_, mode in columns):
+            if means := averages(summary, mode):
+                heads = {f"average, {mode}": (None, (), mode)} | heads
+                summary = {row: cells | {(None, (), mode): means.get(row, "")} for row, cells in summary.items()}
         parts.append(_grid(_cells(summary, heads), markdown))
         columns = []
     for task, mode in dict.fromkeys((task, mode) for task, _, mode in columns):
@@ -109,6 +170,10 @@ def render(lines, by=(), markdown=False) -> str:
 CAPTION = (
     "Score in % (perplexity as such), its 95 % interval, and its share of the full cache's. aware: the question is\n"
     "known while the prompt is read; agnostic: it comes after the context was compressed."
+)
+NEAR = (
+    "\nfidelity: mean KL divergence from the full cache's next-token distributions in nats, and the share of equal\n"
+    "first choices, each with its standard error over cases, which are compared with the full cache one by one."
 )
 
 

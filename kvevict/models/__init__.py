@@ -1,4 +1,4 @@
-"""The model that comes with the package."""
+"""The model that comes with the package, and what `from_pretrained` takes for the one that a user names."""
 
 from pathlib import Path
 
@@ -10,3 +10,22 @@ def small_llama() -> str:
     if not (folder / "model.safetensors").is_file():
         raise FileNotFoundError(f"{folder} has no model.safetensors; install kvevict again, or from a full clone")
     return str(folder)
+
+
+def pretrained(kind, name: str, **options):
+    """`kind.from_pretrained` of a folder, a hub id, or a .gguf file, which Transformers' own loader reads. Raises
+    ValueError for a .gguf file that it cannot load."""
+    path = Path(name)
+    if path.suffix != ".gguf" or path.is_dir():
+        return kind.from_pretrained(name, **options)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {name}; give a .gguf file, a folder or a hub id")
+    try:
+        return kind.from_pretrained(str(path.parent), gguf_file=path.name, **options)
+    except ImportError as error:
+        raise ValueError(f"{name}: {error}; run: pip install 'kvevict[gguf]'") from None
+    except Exception as error:  # the loader's kinds of errors are many, and most name a key of the file
+        raise ValueError(
+            f"{name} cannot be loaded: {error!r}; give a folder with safetensors, or a GGUF file of an architecture "
+            "that Transformers' loader knows"
+        ) from None

@@ -2,6 +2,7 @@
 
 import warnings
 
+from .checks import one_of
 from .registry import Registry
 
 RENAMED = {  # option -> (new option, new value or None: the same)
@@ -30,6 +31,7 @@ def options(given: dict, probes: bool) -> dict:
         given["ema_alpha"] = given.pop("alpha")
     if "base" in given:  # vatp had both
         base = given.pop("base")
+        one_of("base", base, ("h2o", "snapkv"))
         _warn(f"vatp's base={base!r}", "score='paasvn'" if base == "snapkv" else "score='vatp'")
         given.setdefault("score", "paasvn" if base == "snapkv" else "vatp")
     return given

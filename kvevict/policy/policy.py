@@ -279,7 +279,7 @@ def build(policy, *, budget=None, chunk_size=None, **options) -> Policy:
     else:
         raise TypeError(f"policy must be a preset's name or a kvevict.Policy, got {type(policy).__name__}")
     score = as_part("score", options.get("score", choices["score"]))
-    options = legacy.options(options, probes="alpha" not in _option_names(score))
+    options = legacy.options(options, probes=type(score) is PARTS["score"][0]["take"])
     if isinstance(policy, Policy) and "score" in options:  # what came with the old one goes with it
         old = policy.score
         for name, own in (("decode", old.decodes), ("interval", _own_interval(old)), ("rows", old.rows)):

@@ -68,6 +68,7 @@ preset(
     score=SCORES["take"](), rows=_CHUNK_WINDOW, chunk_size=_Z,
 )  # fmt: skip
 preset("oracle", score=SCORES["oracle"]())
+preset("lookahead", score=SCORES["lookahead"]())
 preset("laq", score=SCORES["laq"]())
 preset(
     "speckv", "SpecKV (Galim et al. 2025): a smaller model's draft and the prompt's last 32 rows observe.",

@@ -1,19 +1,27 @@
-"""python tests/benchmarks/bench_ops.py [--quick] [--device cuda]: the ops beside torch's
-scaled_dot_product_attention on the same
-data.
+"""python tests/benchmarks/bench_ops.py [--quick] [--only REGEX] [--device cuda]: the ops beside torch's SDPA on the
+same data.
 
 SDPA gets [stored | new] in one tensor, joined outside the timing, which a cache would have to do for it each time.
 Every result is compared before it is timed; times are medians, the two sides taking turns. On a GPU a side is captured
 in a CUDA graph of several calls and timed by events, so the time is the GPU's, with what of the data its caches
 keep from call to call; of the ways to call SDPA the fastest is the peer. Not yet run on a GPU.
+
+On a CPU the same run measures what the machine can do at most (peaks.c: multiply-adds of fp32 and of bf16, reading),
+and each op's share of it is printed: of the fp32 peak, or of the bf16 peak where the kernels multiply bf16 as it is.
 """
 
 import argparse
+import ctypes
 import json
+import os
 import platform
 import re
+import shlex
 import statistics
+import subprocess
+import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -22,7 +30,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from kvevict import _ops as ops
 
-SHAPES = [(32, 8, 128), (8, 2, 64)]  # H, Hkv, D
+SHAPES = [(32, 8, 128), (8, 2, 64), (32, 8, 96)]  # H, Hkv, D
 ROWS = {"cpu": (1024, [4096, 512]), "cuda": (4096, [10240, 512])}  # new, stored
 # Two roundings to the output's dtype, and SDPA's own of the weights in 16 bit.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6}
@@ -36,6 +44,30 @@ def machine():
         model = found[1] if found else model
     gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
     return {"cpu": model, "threads": torch.get_num_threads(), "isa": ops.cpu_isa(), "torch": torch.__version__, **gpu}
+
+
+ISA_FLAGS = {"scalar": "", "avx2": "-mavx2 -mfma", "avx512": "-mavx512f", "avx512bf16": "-mavx512f -mavx512bf16"}
+
+
+def peaks(seconds=0.3):
+    """{"fp32", "bf16": FLOP/s, "read": bytes/s} of all threads together, with the vectors of the kernels' ISA. bf16 is
+    that of the machine, whether the kernels use it or not; 0 if it has none."""
+    threads, block = torch.get_num_threads(), torch.ones(2**26)  # of 256 MiB each
+    source, blocks = Path(__file__).with_name("peaks.c"), [block.clone() for _ in range(threads)]
+    native = "avx512bf16" if " avx512_bf16" in Path("/proc/cpuinfo").read_text() else ops.cpu_isa()
+
+    def summed(isa, function, *arguments):
+        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(threads) as pool:
+            command = [os.environ.get("CC", "cc"), "-O3", "-ffp-contract=fast", "-shared", "-fPIC", str(source)]
+            subprocess.run([*command, *shlex.split(ISA_FLAGS[isa]), "-o", f"{folder}/peaks.so"], check=True)
+            run = getattr(ctypes.CDLL(f"{folder}/peaks.so"), function)  # lets go of Python's lock
+            run.restype = ctypes.c_double
+            return sum(pool.map(lambda i: run(*(x[i] for x in arguments), ctypes.c_double(seconds)), range(threads)))
+
+    addresses = [ctypes.c_void_p(x.data_ptr()) for x in blocks]
+    sizes = [ctypes.c_size_t(x.numel() * 4) for x in blocks]
+    reading = summed(ops.cpu_isa(), "peak_read", addresses, sizes)
+    return {"fp32": summed(ops.cpu_isa(), "peak_fp32"), "bf16": summed(native, "peak_bf16"), "read": reading}
 
 
 def close(name, got, want, tolerance):
@@ -146,10 +178,20 @@ def bench_attend(H, Hkv, D, stored, new, dtype):
 
     close("attend", attend()[0], sdpa().transpose(1, 2), TOLERANCE[dtype])
     logits = (q[0, : H // Hkv].float() @ keys[0, 0].float().T * scale).masked_fill(~mask, -torch.inf)
+    if dtype != torch.float32:  # how far each is from the exact output of the first group
+        exact = logits.double().softmax(-1) @ values[0, 0].double()
+        outs = attend()[0].transpose(1, 2), sdpa()
+        errors = [(out[0, : H // Hkv].double() - exact).norm() / exact.norm() for out in outs]
+        print(f"error of attend {errors[0]:.2e}, of sdpa {errors[1]:.2e}: {H}/{Hkv} d={D} {new} on {stored} {dtype}")
     close("score", h2o()[0, 0], logits.softmax(-1).sum(1).mean(0), 1e-5)
     close("score", h2o().sum(-1), torch.full((1, Hkv), float(new)), 1e-5)
     name = f"{H}/{Hkv} d={D} {new} on {stored} {str(dtype)[6:]}"
-    return [(f"attend {name}", attend, "sdpa", sdpa), (f"h2o score {name}", h2o, "attend", attend)]
+    flop = 2 * D * H * sum(stored + t + 1 for t in range(new))  # of one product
+    unit = "bf16" if dtype == torch.bfloat16 and ops.cpu_isa() == "avx512bf16" else "fp32"
+    return [
+        (f"attend {name}", attend, "sdpa", sdpa, (unit, 2 * flop)),
+        (f"h2o score {name}", h2o, "attend", attend, (unit, flop)),
+    ]
 
 
 def window_error(kind, a, v, o):
@@ -162,10 +204,14 @@ def window_error(kind, a, v, o):
 
 
 def bench_window(H, Hkv, D, stored, new, dtype):
-    """What an eviction asks of the last 32 rows, beside the plain score of these rows, and what it asks of slots."""
+    """What an eviction asks of the last 32 rows, beside attend of the chunk, and what it asks of slots."""
     q, k, v, slots, keys, values, scale = data(H, Hkv, D, stored, new, dtype)
     zero, stop = torch.zeros(1, dtype=torch.int32), torch.full((1,), new, dtype=torch.int32)
-    out, lse = ops.attend(q=q, k=k, v=v, first=zero, scale=scale, **slots)
+
+    def attend():
+        return ops.attend(q=q, k=k, v=v, first=zero, scale=scale, **slots)
+
+    out, lse = attend()
     rows, alive = min(32, new), heads(Hkv, stored + new)[0]
     window = {name: slots[name] for name in ("k_slots", "offset", "len")} | {"k": k, "first": zero, "stop": stop}
     window |= {"q": q[:, :, -rows:], "row_first": zero, "lse": lse[:, :, -rows:], "scale": scale, "causal": True}
@@ -206,10 +252,9 @@ def bench_window(H, Hkv, D, stored, new, dtype):
     close("refine", refine(), caote(), 1e-5)
     close("norm", norm(), torch_norm(), 1e-5)
     name = f"{H}/{Hkv} d={D} {rows} on {stored + new} {str(dtype)[6:]}"
-    kinds = [(f"{kind} {name}", lambda kind=kind: error(kind), "score", score) for kind in ("edie", "l1", "l2")]
+    kinds = [(f"{kind} {name}", lambda kind=kind: error(kind), "attend", attend) for kind in ("edie", "l1", "l2")]
     slot_ops = [(f"refine {name}", refine, "torch", caote), (f"norm {name}", norm, "torch", torch_norm)]
-    return [(f"squared {name}", lambda: score(term="square"), "score", score), (f"peak {name}", peak, "score", score),
-            *kinds, *slot_ops]  # fmt: skip
+    return [(f"score {name}", score, "attend", attend), (f"peak {name}", peak, "attend", attend), *kinds, *slot_ops]
 
 
 def bench_decode(H, Hkv, D, stored, dtype):
@@ -222,7 +267,17 @@ def bench_decode(H, Hkv, D, stored, dtype):
 
     sdpa = sdpas(q, keys, values, None, scale)
     close("decode", decode()[0], sdpa().transpose(1, 2), TOLERANCE[dtype])
-    return [(f"decode {H}/{Hkv} d={D} on {stored} {str(dtype)[6:]}", decode, "sdpa", sdpa)]
+    ragged = slots | {"len": (stored * torch.linspace(0.25, 1, Hkv)).int().view(1, Hkv)}
+    even = slots | {"len": torch.full((1, Hkv), int(ragged["len"].sum()) // Hkv, dtype=torch.int32)}
+
+    def same_slots(shape):
+        return lambda: ops.decode(q=q, k=k, v=v, pos=pos, pos_slots=pos_slots, scale=scale, **shape)
+
+    name = f"{H}/{Hkv} d={D} on {stored} {str(dtype)[6:]}"
+    return [
+        (f"decode {name}", decode, "sdpa", sdpa, ("read", 2 * stored * Hkv * D * dtype.itemsize)),
+        (f"ragged decode {name}", same_slots(ragged), "even", same_slots(even)),
+    ]
 
 
 def bench_evict(Hkv, D, stored, new, dtype):
@@ -259,6 +314,24 @@ def bench_evict(Hkv, D, stored, new, dtype):
     return [(f"select {name}", select, "sort", indices), (f"select+compact {name}", evict, "sort+gather", gathered)]
 
 
+def bench_select(H, Hkv, D, stored, new, dtype):
+    """The largest choice an eviction makes, beside attend of a chunk."""
+    q, k, v, slots, _, _, scale = data(H, Hkv, D, stored, new, dtype)
+    n, kept, zero = 16384, 512, torch.zeros(1, dtype=torch.int32)
+    score, (alive, keep) = torch.rand(1, Hkv, n), heads(Hkv, n, kept)
+
+    def select():
+        ends = {"protect_first": zero, "protect_last": zero}
+        return ops.select(score=score, n=alive, keep=keep, columns=kept, **ends)
+
+    def attend():
+        return ops.attend(q=q, k=k, v=v, first=zero, scale=scale, **slots)
+
+    if not torch.equal(select().long(), score.topk(kept).indices.sort(-1).values):
+        raise SystemExit("select: not what topk gives")
+    return [(f"select {Hkv} heads {kept} of {n}", select, "attend", attend)]
+
+
 def jobs(device, quick):
     (new, lengths), half = ROWS[device], torch.bfloat16
     for H, Hkv, D in SHAPES[1:] if quick else SHAPES:
@@ -266,29 +339,40 @@ def jobs(device, quick):
             for stored in lengths:
                 yield bench_attend, (H, Hkv, D, stored, new, dtype)
             yield bench_window, (H, Hkv, D, lengths[0], new, dtype)
+            for few in (1, 16):
+                yield bench_attend, (H, Hkv, D, 512 - few, few, dtype)
             for stored in (32768, 4096):
                 yield bench_decode, (H, Hkv, D, stored, dtype)
+        yield bench_select, (H, Hkv, D, lengths[0], new, torch.float32)
         yield bench_evict, (Hkv, D, lengths[0], new, half)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="the smaller shape, a tenth of the time")
+    parser.add_argument("--only", default="", help="a regular expression that a function and its shape must match")
     parser.add_argument("--device", choices=ROWS, default="cpu")
     args = parser.parse_args()
     torch.manual_seed(0)
     clock = timed if args.device == "cpu" else timed_on_gpu
-    print(json.dumps(machine()))
+    most = peaks() if args.device == "cpu" else {}
+    print(json.dumps(machine() | {name: f"{rate / 1e9:.1f} G/s" for name, rate in most.items()}))
     results, seconds = [], 2.0 if args.device == "cpu" else 1.0
     for bench, shape in jobs(args.device, args.quick):
+        if not re.search(args.only, f"{bench.__name__} {shape}"):
+            continue
         with torch.device(args.device):
             pairs = bench(*shape)
-        for name, ours, other_name, other in pairs:
+        for name, ours, other_name, other, *work in pairs:
             ms, other_ms = medians([clock(ours), clock(other)], 0.2 if args.quick else seconds)
             results.append({"op": name, "ms": ms, "against": other_name, "against_ms": other_ms})
             line = f"{name:<48} {ms * 1e3:>12.1f} us   {other_name:<11} {other_ms * 1e3:>12.1f} us"
-            print(f"{line}   {other_ms / ms:>6.2f}x", flush=True)
-    print(json.dumps({"machine": machine(), "results": results}))
+            line = f"{line}   {other_ms / ms:>6.2f}x"
+            for unit, amount in work if most else ():
+                results[-1] |= {"of_peak": amount / ms * 1e3 / most[unit], "peak": unit}
+                line += f"   {amount / ms / 1e6:>6.1f} G/s {results[-1]['of_peak']:>4.0%} of {unit}"
+            print(line, flush=True)
+    print(json.dumps({"machine": machine() | most, "results": results}))
 
 
 if __name__ == "__main__":

@@ -135,7 +135,7 @@ typedef struct {
   void *q;
   int64_t q_stride[3];
   kv_slots slots;
-  kv_new fresh;
+  kv_new chunk;
   int32_t *stop;
   int64_t most;         /* alive slots of a head, at most */
   double *qs, *ks, *vs; /* [B, H, T, D], [B, Hkv, most, D]: what was written, as the reference reads it */
@@ -164,11 +164,11 @@ static void make_slots(problem *p, int64_t longest) {
 }
 
 /* Key (or value) d of alive slot i of head (b, h) */
-static double at_slot(const problem *p, const void *stored, const void *fresh, const int64_t *stride, int64_t b,
+static double at_slot(const problem *p, const void *stored, const void *chunk, const int64_t *stride, int64_t b,
                       int64_t h, int64_t i, int64_t d) {
   const int64_t at = b * p->Hkv + h, len = p->slots.len[at];
   if (i < len) return get(p->dtype, stored, (p->slots.offset[at] + i) * p->D + d);
-  return get(p->dtype, fresh, b * stride[0] + h * stride[1] + (i - len + p->fresh.first[b]) * stride[2] + d);
+  return get(p->dtype, chunk, b * stride[0] + h * stride[1] + (i - len + p->chunk.first[b]) * stride[2] + d);
 }
 
 static void gather(problem *p) {
@@ -182,10 +182,10 @@ static void gather(problem *p) {
                    head / p->H * p->q_stride[0] + head % p->H * p->q_stride[1] + row % p->T * p->q_stride[2] + i % D);
   }
   for (int64_t i = 0; i < heads; i++)
-    for (int64_t j = 0, b = i / p->Hkv, n = p->slots.len[i] + p->S - p->fresh.first[b]; j < n * D; j++) {
+    for (int64_t j = 0, b = i / p->Hkv, n = p->slots.len[i] + p->S - p->chunk.first[b]; j < n * D; j++) {
       const int64_t to = i * p->most * D + j;
-      p->ks[to] = at_slot(p, p->slots.k, p->fresh.k, p->fresh.k_stride, b, i % p->Hkv, j / D, j % D);
-      p->vs[to] = at_slot(p, p->slots.v, p->fresh.v, p->fresh.v_stride, b, i % p->Hkv, j / D, j % D);
+      p->ks[to] = at_slot(p, p->slots.k, p->chunk.k, p->chunk.k_stride, b, i % p->Hkv, j / D, j % D);
+      p->vs[to] = at_slot(p, p->slots.v, p->chunk.v, p->chunk.v_stride, b, i % p->Hkv, j / D, j % D);
     }
 }
 
@@ -199,8 +199,8 @@ static problem make(kv_dtype dtype, int64_t T, int64_t S, int64_t longest, int p
   p.softcap = below(3) ? 0 : (float)(1 + below(50));
   p.q = strided(dtype, (int64_t[]){p.B, p.H, T}, p.D, p.huge ? 300 : 1, p.q_stride);
   make_slots(&p, longest);
-  p.fresh.k = strided(dtype, (int64_t[]){p.B, p.Hkv, S}, p.D, 1, p.fresh.k_stride);
-  p.fresh.v = strided(dtype, (int64_t[]){p.B, p.Hkv, S}, p.D, 1, p.fresh.v_stride);
+  p.chunk.k = strided(dtype, (int64_t[]){p.B, p.Hkv, S}, p.D, 1, p.chunk.k_stride);
+  p.chunk.v = strided(dtype, (int64_t[]){p.B, p.Hkv, S}, p.D, 1, p.chunk.v_stride);
   int32_t *first = need((size_t)p.B, sizeof *first), *pos = need((size_t)(p.B * S), sizeof *pos);
   p.stop = need((size_t)p.B, sizeof *p.stop);
   for (int64_t i = 0; i < p.B * S; i++) pos[i] = (int32_t)below(1 << 20);
@@ -210,14 +210,14 @@ static problem make(kv_dtype dtype, int64_t T, int64_t S, int64_t longest, int p
     for (int64_t i = 0; i < p.Hkv * first[b]; i++) { /* left padding is never read */
       const int64_t h = i / first[b], s = i % first[b];
       for (int64_t d = 0; d < p.D; d++) {
-        put(dtype, (void *)p.fresh.k, b * p.fresh.k_stride[0] + h * p.fresh.k_stride[1] + s * p.fresh.k_stride[2] + d,
+        put(dtype, (void *)p.chunk.k, b * p.chunk.k_stride[0] + h * p.chunk.k_stride[1] + s * p.chunk.k_stride[2] + d,
             NAN);
-        put(dtype, (void *)p.fresh.v, b * p.fresh.v_stride[0] + h * p.fresh.v_stride[1] + s * p.fresh.v_stride[2] + d,
+        put(dtype, (void *)p.chunk.v, b * p.chunk.v_stride[0] + h * p.chunk.v_stride[1] + s * p.chunk.v_stride[2] + d,
             NAN);
       }
     }
   }
-  p.fresh.first = first, p.fresh.pos = pos;
+  p.chunk.first = first, p.chunk.pos = pos;
   if (below(3) == 0) {
     p.sinks = need((size_t)p.H, sizeof *p.sinks);
     for (int64_t h = 0; h < p.H; h++) p.sinks[h] = below(5) ? (float)(4 * normal()) : -INFINITY;
@@ -226,9 +226,9 @@ static problem make(kv_dtype dtype, int64_t T, int64_t S, int64_t longest, int p
   for (int64_t i = 0, n = p.wild ? 1 + below(3) : 0; i < n; i++) {
     const int64_t b = below(p.B), h = below(p.Hkv), at = b * p.Hkv + h;
     if (S > 0 && below(2))
-      spoil(&p, (void *)p.fresh.v, b * p.fresh.v_stride[0] + h * p.fresh.v_stride[1] + below(S) * p.fresh.v_stride[2]);
+      spoil(&p, (void *)p.chunk.v, b * p.chunk.v_stride[0] + h * p.chunk.v_stride[1] + below(S) * p.chunk.v_stride[2]);
     else if (S > 0 && below(2))
-      spoil(&p, (void *)p.fresh.k, b * p.fresh.k_stride[0] + h * p.fresh.k_stride[1] + below(S) * p.fresh.k_stride[2]);
+      spoil(&p, (void *)p.chunk.k, b * p.chunk.k_stride[0] + h * p.chunk.k_stride[1] + below(S) * p.chunk.k_stride[2]);
     else if (p.slots.len[at] > 0)
       spoil(&p, below(2) ? p.slots.k : p.slots.v, (p.slots.offset[at] + below(p.slots.len[at])) * p.D);
   }
@@ -244,10 +244,10 @@ static void drop(problem *p) {
                  p->slots.pos,
                  (void *)p->slots.offset,
                  p->sinks,
-                 (void *)p->fresh.k,
-                 (void *)p->fresh.v,
-                 (void *)p->fresh.first,
-                 (void *)p->fresh.pos,
+                 (void *)p->chunk.k,
+                 (void *)p->chunk.v,
+                 (void *)p->chunk.first,
+                 (void *)p->chunk.pos,
                  p->stop,
                  (void *)p->slots.len,
                  p->qs,
@@ -284,7 +284,7 @@ static double softmax(double *s, int64_t n, double sink) {
 /* ---- every instruction set ---- */
 
 static void report(const char *op, int before) {
-  printf("%-7s %-7s %s  largest error %.2f of what is allowed\n", op, kv_cpu_isa(),
+  printf("%-7s %-10s %s  largest error %.2f of what is allowed\n", op, kv_cpu_isa(),
          failures == before ? "ok  " : "FAIL", worst);
   fflush(stdout);
   worst = 0;
@@ -292,9 +292,9 @@ static void report(const char *op, int before) {
 
 /* Each instruction set in a process of its own, since the choice is made once. */
 static int run_isas(int (*test)(void)) {
-  static const char *const isas[] = {"scalar", "avx2", "avx512"};
+  static const char *const isas[] = {"scalar", "avx2", "avx512", "avx512bf16"};
   int failed = 0;
-  for (int i = 0; i < 3; i++) {
+  for (int i = 0; i < 4; i++) {
     const pid_t child = fork();
     if (child == 0) {
       setenv("KVEVICT_CPU_ISA", isas[i], 1);

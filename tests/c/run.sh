@@ -16,12 +16,13 @@ compile() { "${CC:-gcc}" -std=c11 -fno-math-errno -Wall -Wextra -Wpedantic -Werr
 for source in "$csrc"/*.c; do
   name=$(basename "$source" .c)
   case $name in
-    attend_cpu | score_cpu | peak_cpu | error_cpu | refine_cpu | norm_cpu | decode_cpu)
+    *_cpu)
       compile -DKV_ISA=scalar -c "$source" -o "$out/$name.scalar.o"
       if [ "$(uname -m)" = x86_64 ]; then
         compile -DKV_ISA=avx2 -mavx2 -mfma -mf16c -c "$source" -o "$out/$name.avx2.o"
-        compile -DKV_ISA=avx512 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mprefer-vector-width=512 \
-          -c "$source" -o "$out/$name.avx512.o"
+        avx512="-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mprefer-vector-width=512"
+        compile -DKV_ISA=avx512 $avx512 -c "$source" -o "$out/$name.avx512.o"
+        compile -DKV_ISA=avx512bf16 $avx512 -mavx512bf16 -c "$source" -o "$out/$name.avx512bf16.o"
       fi
       ;;
     *) compile -c "$source" -o "$out/$name.o" ;;

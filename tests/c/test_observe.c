@@ -21,7 +21,7 @@ static observed make_observed(kv_dtype dtype, int64_t R, int64_t S, int64_t long
   x.rows = (kv_observers){.dtype = dtype, .B = p->B, .H = p->H, .Hkv = p->Hkv, .R = R, .S = S, .D = p->D};
   x.rows.scale = p->scale, x.rows.softcap = p->softcap, x.rows.causal = plain || below(2);
   x.rows.q = p->q, x.rows.row_first = row_first, x.rows.sinks = p->sinks;
-  x.rows.slots = p->slots, x.rows.fresh = p->fresh, x.rows.stop = p->stop;
+  x.rows.slots = p->slots, x.rows.chunk = p->chunk, x.rows.stop = p->stop;
   memcpy(x.rows.q_stride, p->q_stride, sizeof p->q_stride);
   if (below(2) && !plain) {
     float *lse = nans(heads * wide);
@@ -43,7 +43,7 @@ static void drop_observed(observed *x) {
 }
 
 static int64_t alive(const problem *p, int64_t head) {
-  return p->slots.len[head] + p->stop[head / p->Hkv] - p->fresh.first[head / p->Hkv];
+  return p->slots.len[head] + p->stop[head / p->Hkv] - p->chunk.first[head / p->Hkv];
 }
 
 /* a [seen] of row r of query head h over n slots; what it is off by, relatively; returns how many it sees. */
@@ -264,7 +264,7 @@ static void test_refine(kv_dtype dtype, int64_t S, int64_t longest) {
   for (int64_t i = 0; i < heads; i++)
     for (int64_t c = 0, kind = below(4), n = alive(&p, i), best = below(n); c < n; c++)
       score[i * C + c] = kind == 0 ? 0 : kind == 1 ? c == best : (float)fabs(normal());
-  kv_refine a = {dtype, p.B, p.Hkv, S, p.D, C, (int)below(2), (int)below(2), score, p.slots, p.fresh, p.stop, NULL};
+  kv_refine a = {dtype, p.B, p.Hkv, S, p.D, C, (int)below(2), (int)below(2), score, p.slots, p.chunk, p.stop, NULL};
   for (int i = 0; i < 2; i++) {
     a.out = out[i];
     kv_set_parallel(i ? threads_hook : NULL, 3);
@@ -280,7 +280,7 @@ static void test_norm(kv_dtype dtype, int64_t S, int64_t longest) {
   problem p = make(dtype, 1, S, longest, 1);
   const int64_t C = longest + S + below(9), heads = p.B * p.Hkv;
   float *out[2] = {nans(heads * C), nans(heads * C)};
-  kv_norm a = {dtype, p.B, p.Hkv, S, p.D, C, 1 + (int)below(2), p.slots, p.fresh, p.stop, NULL};
+  kv_norm a = {dtype, p.B, p.Hkv, S, p.D, C, 1 + (int)below(2), p.slots, p.chunk, p.stop, NULL};
   for (int i = 0; i < 2; i++) {
     a.out = out[i];
     kv_set_parallel(i ? threads_hook : NULL, 3);
@@ -302,7 +302,7 @@ static void test_refusals(void) {
   int32_t len = 1, first = 0, stop = 1, one = 1;
   const int64_t offset = 0;
   kv_observers rows = {.B = 1, .H = 1, .Hkv = 1, .D = 8, .S = 1};
-  rows.slots.offset = &offset, rows.slots.len = &len, rows.fresh.first = &first;
+  rows.slots.offset = &offset, rows.slots.len = &len, rows.chunk.first = &first;
   rows.stop = &stop, rows.row_first = &first;
   kv_score s = {.rows = rows, .C = 1};
   check(kv_score_cpu(&s) == KV_BAD_COUNT, "more slots than C");
@@ -320,9 +320,9 @@ static void test_refusals(void) {
   kv_peak k = {.rows = rows, .lo = &one, .hi = &first};
   check(kv_peak_cpu(&k) == KV_BAD_COUNT, "lo over hi");
   one = 3, k.lo = &first, k.hi = &one, check(kv_peak_cpu(&k) == KV_BAD_COUNT, "hi over n");
-  kv_refine r = {.B = 1, .Hkv = 1, .S = 1, .D = 8, .C = 1, .slots = rows.slots, .fresh = rows.fresh, .stop = &stop};
+  kv_refine r = {.B = 1, .Hkv = 1, .S = 1, .D = 8, .C = 1, .slots = rows.slots, .chunk = rows.chunk, .stop = &stop};
   check(kv_refine_cpu(&r) == KV_BAD_COUNT, "refine: more slots than C");
-  kv_norm m = {.B = 1, .Hkv = 1, .S = 1, .D = 8, .C = 2, .slots = rows.slots, .fresh = rows.fresh, .stop = &stop};
+  kv_norm m = {.B = 1, .Hkv = 1, .S = 1, .D = 8, .C = 2, .slots = rows.slots, .chunk = rows.chunk, .stop = &stop};
   check(kv_norm_cpu(&m) == KV_BAD_DTYPE, "p");
 }
 

@@ -186,16 +186,16 @@ static void test_compact_random(void) {
     buffers new = random_buffers(B * Hkv * S, pitch * size);
     free(new.pos), new.pos = poisoned(B * S, 4);
     for (int64_t i = 0; i < B * S; i++) new.pos[i] = (int32_t)draw(1 << 20);
-    kv_new fresh = {new.k,   new.v, {Hkv * S * pitch, S * pitch, pitch}, {Hkv * S * pitch, S * pitch, pitch},
+    kv_new chunk = {new.k,   new.v, {Hkv * S * pitch, S * pitch, pitch}, {Hkv * S * pitch, S * pitch, pitch},
                     new.pos, first};
-    if (swapped) fresh.k_stride[1] = fresh.v_stride[1] = pitch, fresh.k_stride[2] = fresh.v_stride[2] = Hkv * pitch;
+    if (swapped) chunk.k_stride[1] = chunk.v_stride[1] = pitch, chunk.k_stride[2] = chunk.v_stride[2] = Hkv * pitch;
 
     buffers src = random_buffers(rows, width), old = copy_buffers(src, rows, width);
     buffers dst = in_place ? src : random_buffers(to_rows, width), want = copy_buffers(dst, to_rows, width);
     for (int64_t i = 0; i < heads; i++)
       for (int64_t j = 0; j < keep[i]; j++) {
         int64_t s = chosen[i][j], row = offset[i] + s, b = i / Hkv, h = i % Hkv, column = first[b] + s - len[i];
-        int64_t element = b * fresh.k_stride[0] + h * fresh.k_stride[1] + column * fresh.k_stride[2];
+        int64_t element = b * chunk.k_stride[0] + h * chunk.k_stride[1] + column * chunk.k_stride[2];
         int stored = s < len[i];
         memcpy(want.k + (to[i] + j) * width, stored ? old.k + row * width : new.k + element *size, (size_t)width);
         memcpy(want.v + (to[i] + j) * width, stored ? old.v + row * width : new.v + element *size, (size_t)width);
@@ -209,7 +209,7 @@ static void test_compact_random(void) {
                     D,
                     K,
                     {src.k, src.v, src.pos, offset, len},
-                    fresh,
+                    chunk,
                     no_index ? NULL : index,
                     keep,
                     {dst.k, dst.v, dst.pos, to, NULL}};

@@ -132,10 +132,10 @@ class Row(oracle.Row):
     def observing(self, rows):
         """How many of the last rows of a call the policy scores by, at most 64."""
         score = self.o["score"]
-        if score in ("snapkv", "edie", "edie-exact", "cake") or (score == "vatp" and self.o.get("base") == "snapkv"):
+        if score in ("snapkv", "edie", "edie-exact", "cake", "paasvn"):
             return min(self.o["window"], rows)
         if score == "oracle":
-            return len(self.o["response"])
+            return len(self.o["ids"])
         return self.p if score == "take" else 1 if score == "tova" else min(64, rows)
 
     def attend(self, module, q, k, v, scale, softcap, sinks):
@@ -318,7 +318,7 @@ def test_compare(preset, family):
         full = compare.truth(made, prompt[None], max_new_tokens=5)
         assert torch.equal(torch.tensor(full.response), tiny.generate(made, dict(input_ids=prompt[None]), new=5)[0])
         if preset == "oracle":
-            given["response"] = tuple(full.response)
+            given["ids"] = tuple(full.response)
         try:
             want, positions = compare64(made, prompt.tolist(), full.response, preset, given)
             break

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in less than 8 minutes: gpu_check.sh [FOLDER]. Builds the package for the GPU that is there,
-# runs the ops' tests and test_gpu.py, the kernels under compute-sanitizer if it is installed, and the benchmark; leaves
-# seven files at most in FOLDER ($OUT if it is set, else gpu_check/): the outputs, bench.json and the table steps.txt. Goes on
-# after a failure; its exit status is 0 if all steps passed. Needs nvcc, torch with CUDA, Transformers, safetensors, tqdm and
-# pytest; pytest-xdist makes it faster. Not yet run on a GPU.
+# Everything that needs a GPU, in less than 8 minutes: gpu_check.sh [FOLDER]. Builds the package for the GPU that is
+# there, runs the ops' tests and test_gpu.py, the kernels under compute-sanitizer if it is installed, and the benchmark;
+# leaves seven files at most in FOLDER ($OUT if it is set, else gpu_check/): the outputs, bench.json and the table
+# steps.txt. Goes on after a failure; its exit status is 0 if all steps passed. Needs nvcc, torch with CUDA,
+# Transformers, safetensors, tqdm and pytest; pytest-xdist makes it faster. Not yet run on a GPU.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=$(realpath -m "${1:-${OUT:-gpu_check}}")
@@ -28,7 +28,10 @@ export TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=0
 export PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin
 export KVEVICT_CUDA=1 KVEVICT_CUDA_ARCHS=${KVEVICT_CUDA_ARCHS:-$gpu} PYTHONPATH=$PWD
 workers=$(python3 -c 'import xdist; print("-n 8")' 2>/dev/null)
-ops=(tests/ops/test_{attend,score,peak,error,refine,norm,select,compact,decode}.py)
+ops=()
+for source in csrc/*_cuda.cu; do
+  ops+=("$(find tests -name "test_$(basename "$source" _cuda.cu).py")")
+done
 
 step build 120 python3 setup.py build_ext --inplace
 python3 -c 'from kvevict import _ops; assert _ops.build_info()["cuda"], "the build has no CUDA kernels"' || exit 1

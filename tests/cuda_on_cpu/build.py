@@ -73,7 +73,7 @@ def build_package(mode, folder, csrc=CSRC):
     if not binding.exists():
         run([*COMMON, "-std=c++20", "-O1", *torch_flags, "-c", CSRC / "binding.cpp", "-o", binding])
         run(["cc", "-std=c11", "-fPIC", "-O1", "-c", CSRC / "check.c", "-o", check])
-    objects = compile_all(mode, [HERE / "ops.cpp", *sorted(csrc.glob("*_cuda.cu"))], folder, csrc)
+    objects = compile_all(mode, [HERE / "ops.cpp", *sorted(csrc.glob("*.cu"))], folder, csrc)
     link = [f"-L{site / 'lib'}", "-ltorch_cpu", "-ldl", "-lm"]
     run([*CXX, "-shared", *MODES[mode][2], binding, check, *objects, *link, "-o", package / "_C.abi3.so"])
 

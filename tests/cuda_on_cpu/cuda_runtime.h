@@ -1,5 +1,6 @@
-/* Stands in for CUDA's header of this name: the part of it that the kernels use, for a C++17 host compiler. What is not
- * here does not compile. Every thread of a block is a coroutine that gives way where it waits for others (emulator.cpp). */
+/* Stands in for CUDA's header of this name: the part of it that the kernels use, for a C++17 host compiler. What is
+ * not here does not compile. Every thread of a block is a coroutine that gives way where it waits for others
+ * (emulator.cpp). */
 #ifndef KV_CUDA_RUNTIME_H
 #define KV_CUDA_RUNTIME_H
 #include <math.h>
@@ -56,8 +57,8 @@ struct Place {
 /* Waits for all threads of the block; for how many the predicate held. */
 int barrier(const char *what, Place place, bool predicate = false);
 
-/* Waits until all lanes of the warp have come to `place` with the same `what`; the last one then calls run on what the 32
- * lanes brought, which is theirs again when this returns. */
+/* Waits until all lanes of the warp have come to `place` with the same `what`; the last one then calls run on what
+ * the 32 lanes brought, which is theirs again when this returns. */
 void collective(const char *what, Place place, void *mine, void (*run)(void *const lanes[32]));
 
 enum class Sharing { plain, relaxed, acquire_release };

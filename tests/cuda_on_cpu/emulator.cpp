@@ -115,7 +115,8 @@ void run_threads() {
   if (!failed && returned < block.threads) report_deadlock();
 }
 
-/* Shared memory begins as NaN. It is exactly as large as asked for, with AddressSanitizer's guards or ours around it. */
+/* Shared memory begins as NaN. It is exactly as large as asked for, with AddressSanitizer's guards or ours around
+ * it. */
 void run_block(uint32_t number, size_t shared_bytes) {
   constexpr size_t GUARD = 4096;
   constexpr unsigned char MARK = 0xa5;

@@ -37,24 +37,25 @@ MUTATIONS = [
              "tiles on the diagonal are not masked", tests=HALF),
     Mutation("attend", "tile.cuh", "mma<E>(s[m][n], x[m], y[0], y[1])", "mma<E>(s[m][n], x[m], y[1], y[0])",
              "halves of K's fragment exchanged", tests=HALF),
-    Mutation("attend", "tile.cuh", "pack<E>(p[m][2 * k + i / 2][i % 2 * 2], p[m][2 * k + i / 2][i % 2 * 2 + 1])",
-             "pack<E>(p[m][2 * k + i % 2][i / 2 * 2], p[m][2 * k + i % 2][i / 2 * 2 + 1])",
+    Mutation("attend", "tile.cuh", "pack<E>(p[m][2 * k + right][2 * half], p[m][2 * k + right][2 * half + 1])",
+             "pack<E>(p[m][2 * k + half][2 * right], p[m][2 * k + half][2 * right + 1])",
              "quarters of P's fragment exchanged", tests=HALF),
     Mutation("attend", "tile.cuh", "ldmatrix_x4_trans(", "ldmatrix_x4(", "V not transposed", tests=HALF),
-    Mutation("attend", "tile.cuh", "if (column >= seen[m][i % 4 / 2])", "if (column > seen[m][i % 4 / 2])",
+    Mutation("attend", "tile.cuh", "+ j >= seen[m][half]) s", "+ j > seen[m][half]) s",
              "rows see one key too many", tests=HALF),
-    Mutation("attend", "tile.cuh", "sum[m][h] * alpha[m][h] + more", "sum[m][h] + more",
+    Mutation("attend", "tile.cuh", "sum[m][half] * alpha[m][half] + more", "sum[m][half] + more",
              "the sum is not rescaled when the maximum moves", tests="test_many_blocks"),
-    Mutation("score", "score_cuda.cu", "key + i * 8 >= row.seen) term", "key + i * 8 > row.seen) term",
+    Mutation("score", "score_cuda.cu", "8 * half >= row.seen) term", "8 * half > row.seen) term",
              "rows see one key too many", tests=HALF),
     Mutation("score", "score_cuda.cu", "      cp_async_wait<0>();\n      /*", "      /*", "does not wait for the rows",
              tests=HALF),
     Mutation("peak", "peak_cuda.cu", SYNC + " /* the tile is there", "/* the tile is there",
              "no barrier before K is read", tests=HALF),
-    Mutation("peak", "peak_cuda.cu", "top[m][h] = max_nan(top[m][h], fmaf", "top[m][0] = max_nan(top[m][0], fmaf",
+    Mutation("peak", "peak_cuda.cu", "top[m][half] = max_nan(top[m][half], fmaf",
+             "top[m][0] = max_nan(top[m][0], fmaf",
              "the lower rows' maxima go to the upper", tests=HALF),
-    Mutation("decode", "decode_cuda.cu", "c1 = min(n, c0 + stretch)", "c1 = min(n, c0 + stretch - 1)",
-             "the last slot of a stretch is left out"),
+    Mutation("decode", "decode_cuda.cu", "c1 = min(n, c0 + size)", "c1 = min(n, c0 + size - 1)",
+             "the last slot of a split is left out"),
     Mutation("decode", "decode_cuda.cu", "    }\n    __syncthreads();\n    for (int at", "    }\n    for (int at",
              "no barrier before the groups are added", mode="race"),
     Mutation("decode", "warp.cuh", "uint32_t *flag) {\n  __syncthreads();", "uint32_t *flag) {",
@@ -70,8 +71,8 @@ MUTATIONS = [
              tests="test_in_place"),
     Mutation("compact", "compact_cuda.cu", "from[u] = index && j < keep ? index[j] : j;",
              "from[u] = index && j < keep ? index[j] : j + 1;", "one row off without an index", tests="test_without"),
-    Mutation("refine", "refine_cuda.cu", "  __syncthreads();\n  if ((int)threadIdx.x >= v.D) return;",
-             "  if ((int)threadIdx.x >= v.D) return;", "no barrier before the parts are added", tests="test_lengths"),
+    Mutation("refine", "refine_cuda.cu", "  __syncthreads();\n  if ((int)threadIdx.x >= D) return;",
+             "  if ((int)threadIdx.x >= D) return;", "no barrier before the parts are added", tests="test_lengths"),
     Mutation("norm", "warp.cuh", "for (int step = Width / 2; step > 0; step /= 2) x +=",
              "for (int step = Width / 2; step > 1; step /= 2) x +=", "two halves of a row are not added"),
 ]  # fmt: skip
@@ -80,7 +81,7 @@ MUTATIONS = [
 def tests_pass(package, mutation):
     environment = dict(os.environ, PYTHONSAFEPATH="1", PYTHONPATH=str(package), MALLOC_PERTURB_="1")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-o", "addopts=", "--capture=sys"]
-    command += [f"tests/ops/test_{mutation.op}.py", "-k", mutation.tests]
+    command += [*map(str, (ROOT / "tests").rglob(f"test_{mutation.op}.py")), "-k", mutation.tests]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     reasons = ("cuda_on_cpu", "kv_", "E  ")
     lines = [line for line in (done.stderr + done.stdout).splitlines() if line.startswith(reasons)]

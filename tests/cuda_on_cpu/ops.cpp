@@ -73,11 +73,7 @@ int64_t size_of(kv_dtype dtype) { return dtype == KV_F32 ? 4 : 2; }
 int64_t heads_out(const kv_observers &rows, kv_reduce group) { return rows.B * (group == KV_NONE ? rows.H : rows.Hkv); }
 }  // namespace
 
-#define KV_OP(op, ...)                                                                                             \
-  kv_status kv_##op##_cpu(const kv_##op *a) {                                                                      \
-    return tested(#op, kv_##op##_check(a, 1), 0, __VA_ARGS__, [=](void *) { return kv_##op##_cuda(a, nullptr); }); \
-  }
-#define KV_OP_WITH_SCRATCH(op, ...)                                                    \
+#define KV_OP(op, ...)                                                                 \
   kv_status kv_##op##_cpu(const kv_##op *a) {                                          \
     const kv_status status = kv_##op##_check(a, 1);                                    \
     return tested(#op, status, status ? 0 : kv_##op##_cuda_scratch(a), __VA_ARGS__,    \
@@ -87,15 +83,19 @@ int64_t heads_out(const kv_observers &rows, kv_reduce group) { return rows.B * (
 
 extern "C" {
 KV_OP(attend, KV_RESULTS({a->out, a->B * a->T * a->H * a->D *size_of(a->dtype)}, {a->lse, a->B * a->H * a->T * 4}))
-KV_OP_WITH_SCRATCH(score, KV_RESULTS({a->out, heads_out(a->rows, a->group) * a->C * 4}))
-KV_OP_WITH_SCRATCH(peak, KV_RESULTS({a->out, a->rows.B * a->rows.H * a->rows.R * 4}))
-KV_OP_WITH_SCRATCH(error, KV_RESULTS({a->out, heads_out(a->rows, a->group) * a->C * 4}))
-KV_OP_WITH_SCRATCH(refine, KV_RESULTS({a->out, a->B * a->Hkv * a->C * 4}))
+KV_OP(score, KV_RESULTS({a->out, heads_out(a->rows, a->group) * a->C * 4}))
+KV_OP(peak, KV_RESULTS({a->out, a->rows.B * a->rows.H * a->rows.R * 4}))
+KV_OP(error, KV_RESULTS({a->out, heads_out(a->rows, a->group) * a->C * 4}))
+KV_OP(kl, KV_RESULTS({a->loss, a->rows.B * a->rows.H * 4}, {a->lse, a->rows.B * a->rows.H * a->rows.R * 4},
+                     {a->paid, a->rows.B * a->rows.H * a->C * 4}))
+KV_OP(kl_grad, KV_RESULTS({a->dq, a->rows.B * a->rows.H * a->rows.R * a->rows.D * 4},
+                          {a->dk, a->rows.B * a->rows.Hkv * a->rows.S * a->rows.D * 4}))
+KV_OP(refine, KV_RESULTS({a->out, a->B * a->Hkv * a->C * 4}))
 KV_OP(norm, KV_RESULTS({a->out, a->B * a->Hkv * a->C * 4}))
 KV_OP(select, KV_RESULTS({a->index, a->B * a->Hkv * a->K * 4}))
 KV_OP(compact, KV_RESULTS())
-KV_OP_WITH_SCRATCH(decode, KV_RESULTS({a->out, a->B * a->H * a->D *size_of(a->dtype)}, {a->lse, a->B * a->H * 4},
-                                      {a->probs, a->B * a->Hkv * a->C * 4}))
+KV_OP(decode, KV_RESULTS({a->out, a->B * a->H * a->D *size_of(a->dtype)}, {a->lse, a->B * a->H * 4},
+                         {a->probs, a->B * a->Hkv * a->C * 4}))
 
 const char *kv_cpu_isa(void) { return "CUDA on a CPU"; }
 void kv_set_parallel(kv_parallel, int) {}

@@ -40,8 +40,8 @@ void check_aligned(const void *p, size_t size, const char *what, Place place);
 /* Threads and blocks of the launches that follow run in this random order; 0, as at first: in ascending order. */
 void set_order(unsigned seed);
 
-/* Since the last reset: the most dynamic shared memory a block had; ldmatrix's 8x8 matrices, and how often two of a matrix's
- * rows lay in the same banks, each time another cycle on a GPU. */
+/* Since the last reset: the most dynamic shared memory a block had; ldmatrix's 8x8 matrices, and how often two of a
+ * matrix's rows lay in the same banks, each time another cycle on a GPU. */
 struct Usage {
   size_t shared;
   long matrices, conflicts;

@@ -1,9 +1,9 @@
-/* The race check: two accesses to the same bytes, one of them a write, that nothing orders. What orders them: being in one
- * thread, a __syncthreads between, a __syncwarp between within a warp; between blocks atomic_add_acq_rel, by the earlier
- * block behind its access, by the later one before its own. Two atomics never race.
+/* The race check: two accesses to the same bytes, one of them a write, that nothing orders. What orders them: being in
+ * one thread, a __syncthreads between, a __syncwarp between within a warp; between blocks atomic_add_acq_rel, by the
+ * earlier block behind its access, by the later one before its own. Two atomics never race.
  *
- * Kernels compiled with -fsanitize=thread call the functions at the end for every access to memory. Those of the sanitizer
- * itself are not linked: it knows threads of the host, not these. */
+ * Kernels compiled with -fsanitize=thread call the functions at the end for every access to memory. Those of the
+ * sanitizer itself are not linked: it knows threads of the host, not these. */
 #include <dlfcn.h>
 #include <stdio.h>
 

@@ -18,11 +18,12 @@ if [ "$mode" = asan ]; then
   preload=$("${CXX:-g++}" -print-file-name=libasan.so):$("${CXX:-g++}" -print-file-name=libubsan.so)
 fi
 cd "$here/../.."
-for op in attend score peak error refine norm select compact decode; do
-  set -- "$@" "tests/ops/test_$op.py"
+for source in csrc/*_cuda.cu; do
+  test=$(find tests -name "test_$(basename "$source" _cuda.cu).py")
+  [ -z "$test" ] || set -- "$@" "$test" # kl_grad is tested with kl
 done
-set -- "$@" --deselect tests/ops/test_attend.py::test_isa # which chooses among the CPU's kernels
-# Not from the current directory, where the package has the CPU's kernels. A message that ends the process must reach the
-# terminal, so file descriptors are not captured.
+set -- "$@" --deselect "$(find tests -name test_attend.py)::test_isa" # which chooses among the CPU's kernels
+# Not from the current directory, where the package has the CPU's kernels. A message that ends the process must reach
+# the terminal, so file descriptors are not captured.
 PYTHONSAFEPATH=1 PYTHONPATH="$out" LD_PRELOAD="${preload:-}" python -m pytest -q -p no:cacheprovider --capture=sys "$@"
 python "$here/usage.py" "$KV_ON_CPU_USAGE"

@@ -6,6 +6,7 @@ ever computed stays in memory; eviction only takes numbers out of lists. "Token 
 seen, so it is also the position it was rotated with.
 """
 
+import contextlib
 import copy
 import functools
 import math
@@ -13,9 +14,11 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 import oracle_cake
+import oracle_drafted
+import oracle_rows
 import oracle_scores
 import torch
-import torch.nn.functional as F
+from oracle_rows import LATER
 from transformers import AttentionInterface
 
 DEFAULTS = dict(chunk_size=None, schedule="prompt", decode=False, interval=16, warmup_layers=None, warmup_budget=None)
@@ -23,36 +26,53 @@ DEFAULTS |= dict(layers="uniform", beta=20, tau1=1.0, tau2=1.0, errors=None, hea
 DEFAULTS |= dict(select="token", c=10, per_head=False, exact=True, select_by_layer=(), n_reuse=1)
 DEFAULTS |= oracle_scores.DEFAULTS
 _ONLINE = dict(schedule="chunk", chunk_size=4096, decode=True, interval=1)
-_SNAPKV = dict(score="snapkv", window=32, kernel=7, pool="max", reduce="sum")
-_KVPRESS = _SNAPKV | dict(window=64, kernel=5, pool="avg", reduce="mean")
-_TAKE = dict(score="take", probe=32, alpha=0.2, kernel=7, ema_space="aligned", probe_positions="after", append=True)
-_TAKE |= dict(schedule="chunk", chunk_size=4096)
+_KVPRESS = dict(score="snapkv", window=64, kernel=5, pool="avg", reduce="mean")
+_TAKE = dict(score="take", schedule="chunk", chunk_size=4096)
+_DELAYED = _TAKE | dict(warmup_layers="half")
+_RUNS = dict(score="snapkv", pool="none", select="chunk")
+_EDIE = dict(score="edie", heads="flat")
+_PAPER = dict(score="laq", rows="drafted", n_d=32, window=32, draft_keys=True)
 PRESETS = {
-    "streaming": dict(score="streaming", sink=4, **_ONLINE),
-    "h2o": dict(score="h2o", recent=None, **_ONLINE),
+    "streaming": dict(score="streaming", **_ONLINE),
+    "h2o": dict(score="h2o", **_ONLINE),
     "h2o/kvcf": dict(score="h2o", recent=8, **_ONLINE),
-    "tova": dict(score="tova", per_head=False, **_ONLINE),
-    "snapkv": _SNAPKV,
-    "snapkv/kvcf": _SNAPKV | dict(window=8),
+    "tova": dict(score="tova", **_ONLINE),
+    "snapkv": dict(score="snapkv"),
+    "snapkv/kvcf": dict(score="snapkv", window=8),
     "snapkv/kvpress": _KVPRESS,
+    "fastkv": dict(score="fastkv"),  # with tsp=None; `oracle_fastkv` has the rest
     "knorm": dict(score="knorm"),
-    "keydiff": dict(score="keydiff", unit=False),
+    "keydiff": dict(score="keydiff"),
     "keydiff/kvpress": dict(score="keydiff", unit=True),
-    "oracle": dict(score="oracle", response=(), kernel=7, pool="max"),
-    "take": _TAKE | dict(warmup_layers="half"),
-    "take/no-probe": _TAKE | dict(warmup_layers="half", append=False),
+    "oracle": dict(score="oracle"),
+    "take": _DELAYED,
+    "take/no-probe": _DELAYED | dict(append=False),
     "take/no-delay": _TAKE,
     "take/chunk-only": _TAKE | dict(append=False),
-    "adakv": _SNAPKV | dict(heads="ada"),
-    "adakv/edie": _SNAPKV | dict(heads="ada", pool="avg"),
+    "take+caote": _DELAYED | dict(refine="caote"),
+    "take+chunkkv": _DELAYED | dict(select="chunk"),
+    "adakv": dict(score="snapkv", heads="ada"),
+    "adakv/edie": dict(score="snapkv", heads="ada", pool="avg"),
     "adakv/kvpress": _KVPRESS | dict(heads="ada", floor="all"),
-    "pyramidkv": _SNAPKV | dict(layers="pyramid"),
-    "chunkkv": _SNAPKV | dict(pool="none", select="chunk"),
-    "chunkkv+reuse": _SNAPKV | dict(pool="none", select="chunk", n_reuse=2),
+    "pyramidkv": dict(score="snapkv", layers="pyramid"),
+    "chunkkv": _RUNS,
+    "chunkkv+reuse": _RUNS | dict(n_reuse=2),
     "chunkkv/kvpress": _KVPRESS | dict(select="chunk", c=20, exact=False),
+    "chunkkv/edie": _EDIE | dict(pool="none", select="chunk", per_head=True),
+    "cake": dict(score="cake", layers="cake"),
+    "edie": _EDIE,
+    "edie-exact": _EDIE | dict(score="edie-exact"),
+    "vatp": dict(score="vatp"),
+    "paasvn": dict(score="paasvn", heads="ada"),
+    "laq": dict(score="laq"),
+    "laq/paper": _PAPER,
+    "speckv": dict(score="speckv", n_d=9, window=32),
+    "speckv/paper": _PAPER | dict(draft_model=None),
 }
-oracle_scores.add_presets(PRESETS)
-LATER = 1 << 30  # the token number of rows that see every slot
+for _refine in ("caote", "fastcaote"):  # in blocks of 128 tokens, one slot a decoded token
+    for _base in ("h2o", "tova", "snapkv"):
+        _own = dict(score=_base, refine=_refine, schedule="chunk", chunk_size=128, decode=True, interval=1)
+        PRESETS[f"{_base}+{_refine}"] = _own | ({"per_head": True} if _base == "tova" else {})
 
 
 class NearTie(Exception):
@@ -70,13 +90,32 @@ class Layer:
     asked: list = field(default_factory=list)  # (token, queries [H, d], outputs [H, d]) of decoded tokens
 
 
+@dataclass
+class Seen:
+    """One layer's attention in one call."""
+
+    index: int
+    order: int | None  # among the layers that evict
+    layer: Layer
+    q: torch.Tensor  # [H, T, d]
+    new: int  # of the T rows; those behind them read along
+    logit: tuple  # scale, softcap, sinks
+    attention: list = field(default_factory=list)  # per kv head [G, new, n] over the alive slots
+    appended: list = field(default_factory=list)  # [G, T - new, n], the rest being paid to each other
+    out: list = field(default_factory=list)  # [G, T, d]
+
+
 class Row:
     """One batch row: `read` a prompt, `step` a token; both return logits."""
 
     def __init__(self, model, policy, budget, near=0.0, **options):
         self.model, self.near, self.margin = _doubled(model), near, math.inf
-        config, self.o = model.config, DEFAULTS | PRESETS[policy] | dict(budget=budget)
-        if "chunk_size" in options:
+        config, preset = model.config, PRESETS[policy]
+        score = options.get("score", preset["score"])
+        rows = options.get("rows", preset.get("rows", oracle_scores.ROWS.get(score, "window")))
+        self.o = DEFAULTS | dict(rows=rows, budget=budget) | oracle_scores.SCORES[score] | oracle_rows.OPTIONS[rows]
+        self.o |= (oracle_scores.OWN_ROWS.get(score, {}) if "rows" not in options else {}) | preset
+        if "chunk_size" in options and not oracle_rows.waits_for_a_draft(self.o | options):
             self.o["schedule"] = "chunk"
         assert options.keys() <= self.o.keys(), options
         self.o |= options
@@ -87,6 +126,9 @@ class Row:
         none = torch.empty(heads, 0, model.model.layers[0].self_attn.head_dim, dtype=torch.double)
         self.layers = [Layer(none, none, [[] for _ in range(heads)], [{} for _ in range(heads)]) for _ in kinds]
         self.W = len(self.own) // 2 if self.o["warmup_layers"] == "half" else self.o["warmup_layers"]
+        self.calls = {}  # layer -> its attention in the last call, of those that evict
+        self.turns = {}  # layer -> [T] 1 - cos(R, R + O) of the last call's rows
+        self.layer_budget = 0
         self.seen, self.limits = 0, [0] * len(self.own)  # slots of each layer, from the first eviction on
 
     @property
@@ -95,51 +137,59 @@ class Row:
         return [None if w else [list(head) for head in layer.alive] for w, layer in zip(self.windows, self.layers)]
 
     def read(self, ids):
-        """Section 3, steps 1, 2 and 6, for every score; without a probe nothing is appended."""
+        """Section 3, steps 1, 2 and 6, for all rows; most have nothing that is appended."""
         o, N = self.o, len(ids)
         total = self.seen + N
-        kept = o if o["protect"] else {}
-        self.always = (
-            kept.get("window", 0) or kept.get("sink", 0) or kept.get("recent") or _length(kept.get("probe", 0))
-        )
-        if kept and o["score"] in oracle_scores.SCORES:
-            self.always = oracle_scores.always(o)
-        if o["schedule"] == "chunk":
-            run = max(map(self._run_length, range(len(self.own))))
-            self.always = max(self.always, kept.get("sink", 0) + run - 1)
+        self.always = self._always()
         self.B = o["budget"]
         if isinstance(self.B, float):
             self.B = max(math.ceil(self.B * total), self.always + 1)
         self.shares = self._shares(total)
         self.warmup = max(self.B, o["warmup_budget"] or min(total, 10240, max(self.B, math.ceil(total * 5 / 64))))
-        span = isinstance(o.get("probe"), tuple)
-        self.p = _length(o["probe"]) if span else min(o.get("probe", 0), N // 2)
-        where = range(N)[slice(*_span(o["probe"], N))] if span else range(N - self.p, N)
         for layer in self.layers:
             layer.probe, layer.asked = None, []
         Z, logits, self.errors = o["chunk_size"] or N, [], [[] for _ in self.own]
+        oracle_rows.begin(self, ids)
         start, base = 0, self.seen
         while start < N:
             stop = start + ((N - start) % Z or Z)
-            self.reading, self.last = True, stop == N
-            self.own_probe = self.last and not span  # the chunk ends with the probe
-            reads_along = o["score"] == "take" and o["append"] and not self.own_probe
-            extra = list(where) if reads_along else []
-            extra_ids, true = [ids[t] for t in extra], [base + t for t in extra]
-            if o.get("response"):
-                extra = extra_ids = list(o["response"])
-                true = list(range(base + N, base + N + len(extra)))
-            positions = list(range(base + start, base + stop))
-            after = range(base + stop, base + stop + len(extra))
-            positions += true if o.get("probe_positions", "true") == "true" else after
+            self.reading, self.last, self.waiting, drafted = True, stop == N, [], {}
+            extra, at = oracle_rows.begin_chunk(self, base + stop)
             self._split(stop - start)
-            logits.append(self._run([*ids[start:stop], *extra_ids], positions, len(extra)))
+            logits.append(self._run([*ids[start:stop], *extra], [*range(base + start, base + stop), *at], len(extra)))
+            if self.waiting:
+                drafted = self._draft(logits[-1][-1])
+            for order, index in enumerate(self.own):
+                if self.errors[order] and self.cuts and index in self.turns:
+                    self.errors[order][-1] *= oracle_rows.turned(self, self.turns[index], drafted.get(index))
             start = stop
         return torch.cat(logits)
+
+    def _draft(self, logits):
+        """Draft, then evict what waited for it; returns how far each layer turned the drafted rows."""
+        self.drafted, turns = oracle_drafted.write(self, logits)
+        waiting, self.waiting = self.waiting, []
+        for seen in waiting:
+            self._decide(seen)
+        for order, index in enumerate(self.own):  # groups that share what their first layer chose
+            self._follow(order, self.layers[index])
+        return turns
+
+    def follow(self, ids):
+        return oracle_drafted.follow(self, ids)
 
     def step(self, token):
         self.reading = self.own_probe = False
         return self._run([token], [self.seen], 0)[0]
+
+    def _always(self):
+        """Slots that a head keeps at any budget; half of one holds sinks, so that the other can be recent."""
+        o, first, last = self.o, 0, 0
+        if o["protect"]:
+            first, recent = oracle_scores.protected(o, o.get("sink", 0))
+            last = max(recent, oracle_rows.always(o))
+        run = max(map(self._run_length, range(len(self.own)))) if o["schedule"] == "chunk" else 1
+        return first + max(last, run - 1)
 
     # -- section 4: layers ------------------------------------------------------------------------------------------
 
@@ -196,16 +246,43 @@ class Row:
 
     def _run(self, ids, positions, extra):
         self.extra, self.at, new = extra, positions, len(ids) - extra
-        self.chunk_end = self.seen + new
+        self.chunk_end, self.turns = self.seen + new, {}
         _running.append(self)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._measured():
                 inputs = dict(input_ids=torch.tensor([ids]), position_ids=torch.tensor([positions]))
                 logits = self.model(**inputs, use_cache=False).logits[0, :new]
         finally:
             _running.pop()
         self.seen += new
         return logits
+
+    @contextlib.contextmanager
+    def _measured(self):
+        """Notes how far every layer turns the residual stream of each of the call's rows."""
+        hooks, before = [], {}
+        scale = getattr(self.model.config, "residual_multiplier", 1.0)
+
+        def enter(index, module, args, kwargs):
+            before[index] = args[0] if args else kwargs["hidden_states"]
+
+        def leave(index, adds, module, args, out):
+            out = out[0] if isinstance(out, tuple) else out
+            after = before[index] + scale * out if adds else out
+            self.turns[index] = (1 - torch.cosine_similarity(before[index], after, dim=-1))[0].clamp(min=0)
+
+        for index, layer in enumerate(self.model.model.layers if self.o["cd"] != "off" else ()):
+            module, adds = layer, self.o["cd"] == "attention"
+            if adds:
+                normed = self.model.config.model_type in ("gemma2", "gemma3_text", "olmo2")
+                module = layer.post_attention_layernorm if normed else layer.self_attn
+            hooks.append(layer.register_forward_pre_hook(functools.partial(enter, index), with_kwargs=True))
+            hooks.append(module.register_forward_hook(functools.partial(leave, index, adds)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     # -- one layer ----------------------------------------------------------------------------------------------------
 
@@ -215,20 +292,20 @@ class Row:
         index, (H, T, _), Hkv = module.layer_idx, q.shape, k.shape[0]
         layer, new, window = self.layers[index], T - self.extra, self.windows[index]
         self.group, self.logit = H // Hkv, (scale, softcap, sinks)
+        seen = Seen(index, self.own.index(index) if window is None else None, layer, q, new, self.logit)
         layer.k, layer.v = torch.cat([layer.k, k[:, :new]], 1), torch.cat([layer.v, v[:, :new]], 1)
-        rows = range(self.seen, self.seen + T)  # the probe's rows count on behind the chunk
-        self.out, attention, self.appended = [], [], []
+        rows = range(self.seen, self.seen + T)  # those that read along count on behind the chunk
         for g in range(Hkv):
             layer.alive[g] = layer.alive[g] + list(rows[:new])
             slots = layer.alive[g]
             keys, values = (torch.cat([t[g, slots], x[g, new:]]) for t, x in ((layer.k, k), (layer.v, v)))
             a = self._weights(g, q, rows, keys, [*slots, *rows[new:]], window)
-            self.out.append(a @ values)
-            attention.append(a[:, :new, : len(slots)])
-            self.appended.append(a[:, new:, : len(slots)])
+            seen.out.append(a @ values)
+            seen.attention.append(a[:, :new, : len(slots)])
+            seen.appended.append(a[:, new:, : len(slots)])
         if window is None:
-            self._after(index, layer, q, attention)
-        return torch.cat(self.out).transpose(0, 1)
+            self._after(seen)
+        return torch.cat(seen.out).transpose(0, 1)
 
     def _weights(self, g, q, rows, keys, columns, window=None):
         """a [G, R, n] of kv head g: row j sees columns of tokens up to rows[j]."""
@@ -242,55 +319,66 @@ class Row:
             x = torch.cat([x, sinks[mine, None, None].double().expand(-1, x.shape[1], 1)], -1)
         return x.softmax(-1)[..., : len(columns)]
 
-    def _after(self, index, layer, q, attention):
+    def weights(self, seen, g, *args):
+        """The same with the logits of an attention that is past."""
+        self.logit = seen.logit
+        return self._weights(g, *args)
+
+    def _follow(self, order, layer):
+        """Index reuse: keep what the group's first layer keeps."""
+        first = order - order % self.o["n_reuse"]
+        if first < order:
+            layer.alive = [list(head) for head in self.layers[self.own[first]].alive]
+
+    def _after(self, seen):
         """When: section 7, section 3 step 5, and index reuse."""
-        o, order = self.o, self.own.index(index)
+        o, order, layer = self.o, seen.order, seen.layer
+        self.calls[order] = seen
         if order % o["n_reuse"]:
-            layer.alive = [list(head) for head in self.layers[self.own[order // o["n_reuse"] * o["n_reuse"]]].alive]
+            self._follow(order, layer)
             return
-        if oracle_scores.carries(o):  # every row so far, mean over the group
-            for slots, carry, a in zip(layer.alive, layer.carry, attention):
-                for slot, x in zip(slots, a.sum(1).mean(0).tolist()):
-                    carry[slot] = carry.get(slot, 0.0) + x
-        n, heads = sum(map(len, layer.alive)), len(layer.alive)
-        delayed = self.W is not None and order <= self.W - 1
-        cut = [layer] + [self.layers[i] for i in self.own[:order] if delayed]
+        oracle_rows.end_of_attention(self, seen)
+        oracle_scores.grow_carry(self, seen)
+        waits = self._delayed(order) and order < self.W - 1  # for layer W-1
         self.layer_budget = self.limits[order]
         if not self.reading:
-            layer.asked.append((self.seen, q[:, 0], torch.cat(self.out)[:, 0]))
-            waits = delayed and order < self.W - 1
+            layer.asked.append((self.seen, seen.q[:, 0], torch.cat(seen.out)[:, 0]))
+            n, heads = sum(map(len, layer.alive)), len(layer.alive)
             if o["decode"] and n > self.layer_budget + (o["interval"] - 1) * heads and not waits:
-                self._evict(cut, layer, self.layer_budget, order, q, attention)
+                self._cut(seen, self.layer_budget)
+        elif (not self.last and o["schedule"] == "prompt") or waits:
             return
-        if o["score"] == "take" and o["append"]:
-            self._accumulate(layer, q)
-        if not self.last and o["schedule"] == "prompt":
-            return
-        if delayed and order < self.W - 1:
-            return  # layer W-1 decides
+        elif oracle_rows.waits_for_a_draft(o):
+            self.waiting += [seen] if self.cuts else []
+        else:
+            self._decide(seen)
+
+    def _delayed(self, order):
+        return self.W is not None and order <= self.W - 1
+
+    def _decide(self, seen):
+        """Evict from a layer that was read, if it holds too much."""
+        o, order = self.o, seen.order
+        self.layer_budget = self.limits[order]
         if o["layers"] == "cake" and self.cuts:
-            self.later.append((order, layer, q, attention, self.out, self.logit))
+            self.later.append(seen)
             if len(self.later) == len(self.own):  # nothing is cut before all layers have been read
                 oracle_cake.cut(self)
             return
-        keep = self.warmup * heads if delayed and not self.last else self.targets[order]
+        relaxed = self._delayed(order) and not self.last
+        keep = self.warmup * len(seen.layer.alive) if relaxed else self.targets[order]
         if o["measure"] and self.cuts:
-            ends = [self._protected(len(slots), order) for slots in layer.alive]
-            self.errors[order].append(oracle_scores.layer_error(self, layer, q, attention, ends))
-        if n > keep:
-            self._evict(cut, layer, keep, order, q, attention)
+            ends = [self._protected(len(slots), order) for slots in seen.layer.alive]
+            self.errors[order].append(oracle_scores.layer_error(self, seen, ends))
+        if sum(map(len, seen.layer.alive)) > keep:
+            self._cut(seen, keep)
 
-    def _accumulate(self, layer, q):
-        """Eq. 9. "aligned": what is averaged are queries turned to where the probe is now."""
-        now, at = q[:, q.shape[1] - self.p :], self.at[len(self.at) - self.p] if self.p else 0
-        if layer.probe is not None:
-            past = layer.probe
-            if self.o["ema_space"] == "aligned":
-                past = self._turn(self._turn(past, -layer.probe_at), at)
-            now = self.o["alpha"] * past + (1 - self.o["alpha"]) * now
-        layer.probe, layer.probe_at = now, at
+    def _cut(self, seen, slots):
+        """The layer, and those that waited for it, keep `slots` in all."""
+        before = self.own[: seen.order] if self._delayed(seen.order) else []
+        self.evict([seen.layer, *(self.layers[i] for i in before)], seen, slots)
 
-    def _turn(self, x, position):
+    def turn(self, x, position):
         """RoPE by `position`, half-split layout; the angle rounded as the model rounds it."""
         rotary = self.model.model.rotary_emb
         frequency = getattr(rotary, "inv_freq", None)
@@ -299,11 +387,12 @@ class Row:
         a, b, rest = x.split([len(angle), len(angle), x.shape[-1] - 2 * len(angle)], -1)
         return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), rest], -1)
 
-    def _evict(self, layers, chooser, slots, order, q, attention):
-        """All `layers` keep the slots that `chooser` takes, `slots` in all; kv head g decides for kv head g."""
+    def evict(self, layers, seen, slots):
+        """All `layers` keep the slots that `seen`'s takes, `slots` in all; kv head g decides for kv head g."""
+        chooser, order = seen.layer, seen.order
         heads = range(len(chooser.alive))
         ends = [self._protected(len(chooser.alive[g]), order) for g in heads]
-        scores = oracle_scores.refined(self, chooser, q, attention, self._scores(chooser, q, attention, ends))
+        scores = oracle_scores.refined(self, seen, self._scores(seen, ends))
         inside = [range(first, len(score) - last) for (first, last), score in zip(ends, scores)]
         run = self._run_length(order)
         ranks = self._ranked(scores, chooser.alive, inside, run) if run > 1 else scores
@@ -311,7 +400,7 @@ class Row:
                  for g in heads]  # fmt: skip
         wins = self._split_heads(items, [first + last for first, last in ends], slots)
         for g in heads:
-            kept, lost = self._best(items[g], wins[g])
+            kept, lost = self.best(items[g], wins[g])
             if not self.o["exact"] and kept and lost and kept[-1][1] == lost[0][1]:
                 whole = [x for x in kept if x[1] != lost[0][1]]
                 kept = whole if whole or sum(ends[g]) else kept
@@ -320,6 +409,9 @@ class Row:
             for layer in layers:
                 layer.alive[g] = [layer.alive[g][i] for i in taken]
                 layer.carry[g] = {t: x for t, x in layer.carry[g].items() if t in layer.alive[g]}
+
+    def _scores(self, seen, ends):
+        return oracle_scores.scores(self, seen, ends)
 
     def _split_heads(self, items, ends, slots):
         """Section 4: how many of its unprotected slots each head keeps."""
@@ -331,8 +423,8 @@ class Row:
         f, forced = Fraction(str(o["f"])), []
         if o["heads"] == "ada" and o["floor"] != "mix":
             own = [int(f * wanted / heads) if o["floor"] == "max" else max(0, int(f * slots / heads) - e) for e in ends]
-            forced = [x for head, n in zip(items, own) for x in self._best(head, n)[0]]
-        best = forced + self._best([x for x in every if x not in forced], wanted - len(forced))[0]
+            forced = [x for head, n in zip(items, own) for x in self.best(head, n)[0]]
+        best = forced + self.best([x for x in every if x not in forced], wanted - len(forced))[0]
         wins = [sum(x[2] == g for x in best) for g in range(heads)]
         if o["heads"] == "ada" and o["floor"] == "mix":
             wins = _apportion([(1 - f) * n + f * wanted / heads for n in wins], wanted, [(0, room) for room in rooms])
@@ -350,7 +442,7 @@ class Row:
                     ranks[g][i] = sum(scores[g][j] for j in members) / len(members) * run
         return ranks
 
-    def _best(self, items, wanted):
+    def best(self, items, wanted):
         """(kept, lost) of (-score, run, head, position, slot), best first; raises NearTie."""
         rest = sorted(items)
         kept, lost = rest[:wanted], rest[wanted:]
@@ -369,77 +461,12 @@ class Row:
 
     def _protected(self, n, order):
         o, first, last = self.o, 0, 0
-        if o["score"] == "streaming":
-            first = min(o["sink"], n)
-        if o["score"] == "h2o":
-            last = self.layer_budget // len(self.layers[0].alive) // 2 if o["recent"] is None else o["recent"]
-        if o["score"] == "snapkv":
-            last = o["window"]
-        if o["score"] == "take":  # while decoding its rows are the last p decoded ones, a window as any other
-            last = _length(o["probe"]) if not self.reading else self.p if self.own_probe else 0
-        if o["score"] in oracle_scores.SCORES:
-            first, last = oracle_scores.ends(o, self.layer_budget // len(self.layers[0].alive) // 2)
-        if not o["protect"]:
-            first = last = 0
+        if o["protect"]:
+            first, recent = oracle_scores.protected(o, self.layer_budget // len(self.layers[0].alive) // 2)
+            last = max(recent, oracle_rows.protected(self))
         if self.reading and not self.last:  # a run cut by the chunk's end is kept until it is whole
             last = max(last, self.chunk_end % self._run_length(order))
         return min(first, n), min(last, n - min(first, n))
-
-    def _scores(self, layer, q, attention, ends):
-        """Section 1: per kv head the scores of its alive slots."""
-        o, heads = self.o, range(len(layer.alive))
-        if o["score"] in oracle_scores.SCORES:
-            each = oracle_scores.scores(self, layer, q, attention)
-            return [_pool(score, o.get("pool", "none"), o.get("kernel", 1), *end) for score, end in zip(each, ends)]
-        if o["score"] == "streaming":
-            return [[float(i) for i in range(len(slots))] for slots in layer.alive]
-        if o["score"] == "h2o":
-            return [[carry[t] for t in slots] for slots, carry in zip(layer.alive, layer.carry)]
-        if o["score"] == "tova":
-            rows = [a[:, -1].mean(0).tolist() for a in attention]
-            return rows if o["per_head"] else [[sum(x) / len(x) for x in zip(*rows)]] * len(rows)
-        keys = [layer.k[g, layer.alive[g]] for g in heads]
-        if o["score"] == "knorm":
-            return [(-k.pow(2).sum(-1).sqrt()).tolist() for k in keys]
-        if o["score"] == "keydiff":
-            means = [(k / k.norm(dim=-1, keepdim=True) if o["unit"] else k).mean(0) for k in keys]
-            return [(-(k @ m) / (k.pow(2).sum(-1) * m.pow(2).sum()).sqrt()).tolist() for k, m in zip(keys, means)]
-        if o["score"] == "oracle":
-            means = [a.mean((0, 1)).tolist() for a in self.appended]
-            return [_pool(score, o["pool"], o["kernel"], *end) for score, end in zip(means, ends)]
-        if o["score"] == "take" and o["append"] and self.reading:
-            rows, queries = [LATER] * self.p, layer.probe
-            unscored = self.p if self.own_probe else 0  # the probe's own slots
-        else:
-            rows, queries = self._window(layer, q, o["window"] if o["score"] == "snapkv" else self.p)
-            unscored = 0
-        scores = []
-        for g in heads:
-            n = len(layer.alive[g]) - unscored
-            a = self._weights(g, queries, rows, keys[g][:n], layer.alive[g][:n])
-            a = {"sum": a.sum(1), "max": a.amax(1)}.get(o.get("reduce"), a.mean(1))
-            score = F.pad(a.mean(0), (0, unscored))
-            scores.append(_pool(score.tolist(), o.get("pool", "avg"), o["kernel"], *ends[g]))
-        return scores
-
-    def _window(self, layer, q, rows):
-        """(tokens, queries [H, R, d]) of the last rows: the chunk's own, or the decoded ones remembered."""
-        if self.reading:
-            rows = min(rows, q.shape[1] - self.extra)
-            stop = q.shape[1] - self.extra
-            return range(self.seen + stop - rows, self.seen + stop), q[:, stop - rows : stop]
-        asked = layer.asked[-(rows if self.o["score"] == "snapkv" else _length(self.o["probe"])) :]
-        return [t for t, *_ in asked], torch.stack([x for _, x, _ in asked], 1)
-
-
-def _pool(score, kind, kernel, first, last):
-    """Stride 1 over the unprotected slots; max pads with -inf, avg with zeros and divides by the kernel size."""
-    end, half = len(score) - last, kernel // 2
-    if kind == "none":
-        return score
-    near = {i: score[max(first, i - half) : min(end, i + half + 1)] for i in range(first, end)}
-    return [score[i] if i not in near else max(near[i]) if kind == "max" else sum(near[i]) / kernel
-            for i in range(len(score))]  # fmt: skip
 
 
 def _apportion(shares, total, bounds, sizes=None):
@@ -483,15 +510,6 @@ def _apportion(shares, total, bounds, sizes=None):
             if sizes[i] <= left and whole[i] < highs[i]:
                 whole[i], left, changed = whole[i] + 1, left - sizes[i], True
     return whole
-
-
-def _span(probe, tokens):
-    start, stop = probe
-    return (start, stop) if start >= 0 else (tokens + start, tokens + stop)
-
-
-def _length(probe):
-    return probe[1] - probe[0] if isinstance(probe, tuple) else probe
 
 
 # -- the model ------------------------------------------------------------------------------------------------------

@@ -5,15 +5,17 @@ import math
 from fractions import Fraction
 
 import oracle
+from oracle_rows import observers
 
 SURE = 3e-4  # relative error of a preference that float32 may make, and that must not change a budget
 
 
-def preference(row, attention, ends):
-    """H^(1/tau1) * V^(1/tau2) of a layer: attention per kv head [G, R, n], ends per kv head the protected slots."""
+def preference(row, seen):
+    """H^(1/tau1) * V^(1/tau2) of a layer, over its slots that are not protected."""
     entropy = variance = 0.0
-    for a, (first, last) in zip(attention, ends):
-        a = a[:, -row.o["window"] :, first : a.shape[2] - last]
+    for g, slots in enumerate(seen.layer.alive):
+        first, last = row._protected(len(slots), seen.order)
+        a = observers(row, seen, g)[0][:, :, first : len(slots) - last]
         entropy -= (a * a.clamp(min=1e-300).log()).sum().item()
         if a.shape[1] > 1:
             variance += a.var(1, correction=1).sum().item()
@@ -22,10 +24,8 @@ def preference(row, attention, ends):
 
 def cut(row):
     """The end of a chunk's last layer."""
-    found = []
-    for order, layer, _, attention, *_ in row.later:
-        found.append(preference(row, attention, [row._protected(len(slots), order) for slots in layer.alive]))
-    alive = [sum(map(len, layer.alive)) for _, layer, *_ in row.later]
+    found = [preference(row, seen) for seen in row.later]
+    alive = [sum(map(len, seen.layer.alive)) for seen in row.later]
 
     def slots(shares):
         row.shares = [Fraction(x) for x in shares]
@@ -35,8 +35,7 @@ def cut(row):
     for i, factor in [(i, factor) for i in range(len(found)) for factor in (1 - SURE, 1 + SURE) if row.near]:
         if slots([x * factor if i == j else x for j, x in enumerate(found)]) != row.targets:
             raise oracle.NearTie(math.nan)
-    for order, layer, q, attention, out, logit in row.later:
-        row.out, row.logit = out, logit
-        row.layer_budget = row.limits[order]
-        if alive[order] > row.layer_budget:
-            row._evict([layer], layer, row.layer_budget, order, q, attention)
+    for seen in row.later:
+        row.layer_budget = row.limits[seen.order]
+        if alive[seen.order] > row.layer_budget:
+            row.evict([seen.layer], seen, row.layer_budget)

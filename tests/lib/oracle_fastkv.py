@@ -1,17 +1,16 @@
-"""FastKV's part of `oracle.Row` (METHODS section 1): scores pooled per query head before the group's sum, and layers
-behind `tsp` that read a chunk's best tokens only. The decoder's layers are called one by one."""
+"""FastKV's part of `oracle.Row` (METHODS section 1): layers behind `tsp` read a chunk's best tokens only. The
+decoder's layers are called one by one."""
 
 import torch
-from oracle import Row, _pool, _running
-from oracle_scores import _rows
+from oracle import Row, Seen, _running
 
 
 class FastRow(Row):
     def __init__(self, model, budget, near=0.0, tsp="half", tsp_len=2048, **options):
-        super().__init__(model, "snapkv", budget, near, **dict(window=8) | options)
+        super().__init__(model, "fastkv", budget, near, **options)
         last = len(self.layers) - 1
         self.tsp = {"half": (last + 1) // 2 - 1, None: last}.get(tsp, tsp)
-        self.tsp_len, self.turns = tsp_len, {}  # turns: how far the last chunk's window was turned by each layer
+        self.tsp_len = tsp_len
 
     def _run(self, ids, positions, extra):
         self.extra, self.at, self.new, decoder = 0, positions, len(ids), self.model.model
@@ -26,7 +25,7 @@ class FastRow(Row):
                     before = hidden[0, -self.o["window"] :]
                     hidden = layer(hidden, attention_mask=None, position_ids=at, position_embeddings=angles)
                     turn = 1 - torch.cosine_similarity(before, hidden[0, -self.o["window"] :], dim=-1)
-                    self.turns[index] = turn.clamp_min(0).mean().item()
+                    self.turns[index] = turn.clamp_min(0)
                     if index == self.tsp:
                         hidden = hidden[:, self.going]
                 logits = self.model.lm_head(decoder.norm(hidden))[0]
@@ -47,35 +46,26 @@ class FastRow(Row):
         """In layers behind `tsp` only the tokens that went on have keys and values."""
         if len(self.going) == self.new:
             return super().attend(module, q, k, v, scale, softcap, sinks)
-        layer, tokens = self.layers[module.layer_idx], [self.seen + t for t in self.going]
+        index, layer, tokens = module.layer_idx, self.layers[module.layer_idx], [self.seen + t for t in self.going]
         self.group, self.logit = q.shape[0] // k.shape[0], (scale, softcap, sinks)
+        seen = Seen(index, index, layer, q, len(tokens), self.logit)
         none = k.new_full((k.shape[0], self.new, k.shape[2]), torch.nan)
-        index = torch.tensor(self.going)
+        places = torch.tensor(self.going)
         layer.k, layer.v = (
-            torch.cat([old, none.index_copy(1, index, x)], 1) for old, x in ((layer.k, k), (layer.v, v))
+            torch.cat([old, none.index_copy(1, places, x)], 1) for old, x in ((layer.k, k), (layer.v, v))
         )
-        self.out, attention = [], []
         for g, slots in enumerate(layer.alive):
             layer.alive[g] = slots = slots + tokens
-            attention.append(self._weights(g, q, tokens, layer.k[g, slots], slots))
-            self.out.append(attention[g] @ layer.v[g, slots])
-        self._after(module.layer_idx, layer, q, attention)
-        return torch.cat(self.out).transpose(0, 1)
+            seen.attention.append(self._weights(g, q, tokens, layer.k[g, slots], slots))
+            seen.out.append(seen.attention[g] @ layer.v[g, slots])
+        self._after(seen)
+        return torch.cat(seen.out).transpose(0, 1)
 
-    def _after(self, index, layer, q, attention):
-        if self.reading and index == self.tsp and self.new > self.tsp_len:
-            ends = [self._protected(len(slots), index) for slots in layer.alive]
-            scores = self._scores(layer, q, attention, ends)
-            worth = [sum(each) for each in zip(*(score[-self.new :] for score in scores))]
+    def _after(self, seen):
+        if self.reading and seen.index == self.tsp and self.new > self.tsp_len:
+            ends = [self._protected(len(slots), seen.order) for slots in seen.layer.alive]
+            worth = [sum(each) for each in zip(*(score[-self.new :] for score in self._scores(seen, ends)))]
             stop = self.new - min(max(self.o["window"], ends[0][1]), self.tsp_len)
-            best, _ = self._best([(-worth[t], t, 0, t, t) for t in range(stop)], self.tsp_len - (self.new - stop))
+            best, _ = self.best([(-worth[t], t, 0, t, t) for t in range(stop)], self.tsp_len - (self.new - stop))
             self.going = [*sorted(x[-1] for x in best), *range(stop, self.new)]
-        super()._after(index, layer, q, attention)
-
-    def _scores(self, layer, q, attention, ends):
-        o, result = self.o, []
-        for g, end in enumerate(ends):
-            a, *_ = _rows(self, layer, q, attention, g, o["window"])
-            pooled = [_pool(head.tolist(), o["pool"], o["kernel"], *end) for head in a.sum(1)]
-            result.append([sum(each) for each in zip(*pooled)])
-        return result
+        super()._after(seen)

@@ -1,119 +1,158 @@
-"""Scores that read values and outputs, and the output errors over any score (METHODS sections 1, 2 and 4), in float64.
+"""What a slot is worth and what CAOTE makes of it (METHODS sections 1, 2 and 4), in float64: `oracle.Row`'s scores.
 
-The part of `oracle.Row` for them. Of one kv head: a [G, R, n] the observing rows' attention, tokens the R rows' own, o
-[G, R, d] the outputs that they had when they ran, v [n, d] the alive slots' values.
+Which queries observe is no matter of theirs: of one kv head they get a [G, R, n], what R rows pay, and out [G, R, d],
+what those rows got; v [n, d] are the alive slots' values.
 """
 
+from functools import partial
+
 import torch
+from oracle_rows import observers
 from ref import caote
 
-DEFAULTS = dict(error="none", rows="pooled", squared=False, protect=True, gamma=200.0, measure=False)
-_EDIE = dict(score="edie", window=32, kernel=7, pool="max", weight="middle", alpha=0.1, heads="flat")
-_CAKE = dict(score="cake", window=32, kernel=5, pool="avg", layers="cake")
-_VATP = dict(score="vatp", base="h2o", sink=20, recent=None, window=32)
-PRESETS = {
-    "cake": _CAKE,
+DEFAULTS = dict(refine="none", weights="pooled", squared=False, protect=True, measure=False, cd="off")
+_POOLED = dict(kernel=7, pool="max", sink=0)
+_ATTENTION = _POOLED | dict(reduce="sum", group="mean")
+_EDIE = _POOLED | dict(weight="middle", alpha=0.1)
+SCORES = {
+    "streaming": dict(sink=4),
+    "knorm": {},
+    "keydiff": dict(unit=False),
+    "h2o": dict(recent=None, sink=0),
+    "vatp": dict(recent=None, sink=20),
+    "tova": dict(per_head=False),
+    "snapkv": _ATTENTION,
+    "fastkv": _ATTENTION | dict(group="sum"),
+    "paasvn": _ATTENTION,
+    "take": _ATTENTION | dict(reduce="mean", pool="avg"),
+    "oracle": _ATTENTION | dict(reduce="mean"),
+    "laq": _ATTENTION,
+    "speckv": _ATTENTION | dict(reduce="max", group="max"),
+    "cake": _POOLED | dict(kernel=5, pool="avg", gamma=200.0),
     "edie": _EDIE,
-    "edie-exact": _EDIE | dict(score="edie-exact"),
-    "vatp": _VATP,
-    "paasvn": _VATP | dict(base="snapkv", sink=0),
+    "edie-exact": _EDIE,
 }
-SCORES = ("edie", "edie-exact", "vatp", "cake")
-
-
-def add_presets(presets):
-    """CAOTE's: over a base, in blocks of 128 tokens, one slot a decoded token."""
-    presets |= PRESETS
-    for error in ("caote", "fastcaote"):
-        for base in ("h2o", "tova", "snapkv"):
-            own = dict(error=error, schedule="chunk", chunk_size=128, decode=True, interval=1)
-            presets[f"{base}+{error}"] = presets[base] | own | ({"per_head": True} if base == "tova" else {})
-    presets["take+caote"] = presets["take"] | dict(error="caote")
+ROWS = dict(  # each method's own
+    streaming="none", knorm="none", keydiff="none", h2o="all", vatp="all", tova="last", take="probe", oracle="given",
+    laq="drafted", speckv="drafted",
+)  # fmt: skip
+OWN_ROWS = dict(fastkv=dict(window=8), speckv=dict(draft_model=None))
 
 
 def carries(o):
-    return o["score"] == "h2o" or (o["score"] == "vatp" and o["base"] == "h2o")
+    return o["score"] in ("h2o", "vatp")
 
 
-def ends(o, share):
-    """Slots kept at either end; `share` is half of a head's budget."""
-    if o["score"] != "vatp":
-        return 0, o["window"]
-    return o["sink"], o["window"] if o["base"] == "snapkv" else share if o["recent"] is None else o["recent"]
+def protected(o, share):
+    """(first, last) slots that the score keeps; `share` is half of a head's budget."""
+    recent = o.get("recent", 0) if carries(o) else 0
+    return o.get("sink", 0), share if recent is None else recent
 
 
-def always(o):
-    """Slots that a head keeps at any budget; half of one holds VATP's sinks, so that the other can be recent."""
-    return sum(ends(o, o.get("sink")))
+def grow_carry(row, seen):
+    """What the rows of a chunk, or a decoded one, add to the sums that stay with the slots: mean over the group."""
+    if not carries(row.o):
+        return
+    for g, (slots, carry) in enumerate(zip(seen.layer.alive, seen.layer.carry)):
+        a = observers(row, seen, g)[0] if row.reading else seen.attention[g]
+        for slot, x in zip(slots, a.sum(1).mean(0).tolist()):
+            carry[slot] = carry.get(slot, 0.0) + x
 
 
-def scores(row, layer, q, attention):
-    """Per kv head the scores of the alive slots, not pooled."""
-    o, result = row.o, []
-    for g, slots in enumerate(layer.alive):
-        v = layer.v[g, slots]
-        if carries(o):
-            result.append(torch.tensor([layer.carry[g][t] for t in slots], dtype=torch.double) * v.abs().sum(1))
-            continue
-        a, tokens, out = _rows(row, layer, q, attention, g, o["window"])
-        if o["score"] == "vatp":
-            result.append(a.sum(1).mean(0) * v.abs().sum(1))
-        elif o["score"] == "cake":
-            variance = a.var(1, correction=1) if len(tokens) > 1 else 0.0
-            result.append((a.mean(1) + o["gamma"] * variance).mean(0))
-        else:
-            size = (v - out[:, :, None]).abs().sum(-1)  # of v_i - o_j
-            term = a / (1 - a).clamp(min=1e-6) * size
-            if o["score"] == "edie":
-                size = v.abs().sum(-1) + out.abs().sum(-1, keepdim=True)
-                term = a / (1 + o["alpha"] - a) * size
-            result.append((_row_weights(a, slots, tokens, o["weight"])[..., None] * term).sum((0, 1)))
-    return [x.tolist() for x in result]
+def scores(row, seen, ends):
+    """Per kv head the scores of the alive slots, pooled; ends: per kv head the protected slots."""
+    o = row.o
+    if o["score"] == "streaming":
+        return [[float(i) for i in range(len(slots))] for slots in seen.layer.alive]
+    one = _of_keys if o["score"] in ("knorm", "keydiff") else _carried if carries(o) else _of_rows
+    each = [one(row, seen, g, end) for g, end in enumerate(ends)]
+    if o["score"] == "tova" and not o["per_head"]:
+        each = [[sum(x) / len(x) for x in zip(*each)]] * len(each)
+    return each
 
 
-def _rows(row, layer, q, attention, g, count):
-    """(a, tokens, o) of the last `count` rows: this read's, or the decoded ones, whose attention is taken over what is
-    alive now."""
-    if row.reading:
-        new = q.shape[1] - row.extra
-        rows = range(max(0, new - count), new)
-        return attention[g][:, rows], [row.seen + r for r in rows], row.out[g][:, rows]
-    tokens, queries, outs = zip(*layer.asked[-count:])
-    slots, mine = layer.alive[g], slice(g * row.group, (g + 1) * row.group)
-    a = row._weights(g, torch.stack(queries, 1), tokens, layer.k[g, slots], slots)
-    return a, list(tokens), torch.stack(outs, 1)[mine]
+def _of_keys(row, seen, g, end):
+    k = seen.layer.k[g, seen.layer.alive[g]]
+    if row.o["score"] == "knorm":
+        return (-k.pow(2).sum(-1).sqrt()).tolist()
+    mean = (k / k.norm(dim=-1, keepdim=True) if row.o["unit"] else k).mean(0)
+    return (-(k @ mean) / (k.pow(2).sum(-1) * mean.pow(2).sum()).sqrt()).tolist()
 
 
-def _row_weights(a, slots, tokens, weight):
-    """c_j [G, R], EDIE eq. 10."""
-    w, T = len(tokens), tokens[-1] + 1
+def _carried(row, seen, g, end):
+    slots, carry = seen.layer.alive[g], seen.layer.carry[g]
+    size = seen.layer.v[g, slots].abs().sum(1).tolist() if row.o["score"] == "vatp" else [1.0] * len(slots)
+    return [carry[t] * x for t, x in zip(slots, size)]
+
+
+def _of_rows(row, seen, g, end):
+    o, v = row.o, seen.layer.v[g, seen.layer.alive[g]]
+    a, out = observers(row, seen, g)
+    pooled = partial(pool, kind=o.get("pool", "none"), kernel=o.get("kernel", 1), first=end[0], last=end[1])
+    if o["score"] == "tova":
+        return a.sum(1).mean(0).tolist()
+    if o["score"] == "fastkv":  # pooled before the group is reduced
+        heads = torch.tensor([pooled(head.tolist()) for head in _reduced(a, o["reduce"], 1)], dtype=torch.double)
+        return _reduced(heads, o["group"], 0).tolist()
+    if o["score"] == "cake":
+        variance = a.var(1, correction=1) if a.shape[1] > 1 else 0.0
+        score = (a.mean(1) + o["gamma"] * variance).mean(0)
+    elif o["score"] in ("edie", "edie-exact"):
+        term = a / (1 - a).clamp(min=1e-6) * (v - out[:, :, None]).abs().sum(-1)
+        if o["score"] == "edie":
+            term = a / (1 + o["alpha"] - a) * (v.abs().sum(-1) + out.abs().sum(-1, keepdim=True))
+        weight = _row_weights(a, seen.layer.alive[g], row.chunk_end, o["weight"])
+        score = (weight[..., None] * term).sum((0, 1))
+    else:
+        score = _reduced(_reduced(a, o["reduce"], 1), o["group"], 0)
+        score = score * v.abs().sum(1) if o["score"] == "paasvn" else score
+    return pooled(score.tolist())
+
+
+def _reduced(x, kind, dim):
+    return x.amax(dim) if kind == "max" else getattr(x, kind)(dim)
+
+
+def _row_weights(a, slots, T, weight):
+    """c_j [G, R], EDIE eq. 10: w is the number of rows, T tokens were seen through them."""
+    w = a.shape[1]
     low = w if weight in ("middle", "i>w") else 0
     high = T - 2 * w if weight in ("middle", "i<=t-2w") else T
     inside = [i for i, t in enumerate(slots) if low <= t < high] or [i for i, t in enumerate(slots) if t < T - w]
     return a[:, :, inside].amax(-1) if inside and weight != "none" else torch.ones(a.shape[:2], dtype=torch.double)
 
 
-def refined(row, layer, q, attention, scores):
+def pool(score, kind, kernel, first, last):
+    """Stride 1 over the unprotected slots; max pads with -inf, avg with zeros and divides by the kernel size."""
+    end, half = len(score) - last, kernel // 2
+    if kind == "none":
+        return score
+    near = {i: score[max(first, i - half) : min(end, i + half + 1)] for i in range(first, end)}
+    return [score[i] if i not in near else max(near[i]) if kind == "max" else sum(near[i]) / kernel
+            for i in range(len(score))]  # fmt: skip
+
+
+def refined(row, seen, scores):
     """What is ranked: `scores` or, of each kv head, what CAOTE makes of them."""
     o = row.o
-    if o["error"] == "none":
+    if o["refine"] == "none":
         return scores
     result = []
-    for g, slots in enumerate(layer.alive):
-        v = layer.v[g, slots]
-        if o["rows"] == "each":
-            a, _, out = _rows(row, layer, q, attention, g, o["window"] if o["score"] != "tova" else 1)
+    for g, slots in enumerate(seen.layer.alive):
+        v = seen.layer.v[g, slots]
+        if o["weights"] == "each":
+            a, out = observers(row, seen, g)
             term = a / (1 - a).clamp(min=1e-6) * (v - out[:, :, None]).norm(dim=-1)
             result.append(term.sum(1).mean(0).tolist())
         else:
             h = torch.tensor(scores[g], dtype=torch.double)
-            result.append(caote(h, v, o["error"] == "fastcaote", o["squared"]).tolist())
+            result.append(caote(h, v, o["refine"] == "fastcaote", o["squared"]).tolist())
     return result
 
 
-def layer_error(row, layer, q, attention, ends):
+def layer_error(row, seen, ends):
     """TADA's E_int: what is ranked, unpooled, summed over heads and slots that are not protected."""
     chosen, row.o = row.o, row.o | dict(pool="none")
-    ranked = refined(row, layer, q, attention, row._scores(layer, q, attention, ends))
+    ranked = refined(row, seen, row._scores(seen, ends))
     row.o = chosen
     return sum(sum(x[first : len(x) - last]) for x, (first, last) in zip(ranked, ends))

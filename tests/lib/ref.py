@@ -67,6 +67,23 @@ def grouped(x, kv_heads, how):
     return {"sum": x.sum(2), "mean": x.mean(2), "max": x.amax(2), "none": x.flatten(1, 2)}[how]
 
 
+def kl(q, k, target, row_first, k_slots, offset, len, first, stop, sinks=None, *, scale, softcap=0.0, causal=True):
+    """LookaheadKV eq. 5, the attention materialised, so that autograd finds the gradient."""
+    losses = []
+    clean = torch.where(k.isnan(), torch.zeros_like(k), k)  # padding, which 0 times it would not leave out
+    seen = observed(q, row_first, k_slots, offset, len, clean, first, stop, scale, softcap, causal, None, sinks)
+    for b, h, a, _ in seen:
+        p = a.mean(0)[: target.shape[2]] if a.shape[0] else a.new_zeros(0)
+        t = target[b, h, : p.shape[0]].double()
+        if not (t.sum() > 0 and p.sum() > 0):
+            losses.append(0 * (q.double().sum() + clean.double().sum()))
+            continue
+        t = t / t.sum()
+        own = t > 0
+        losses.append((t[own] * (t[own] / (p[own].clamp_min(1e-30) / p.sum())).log()).sum())
+    return torch.stack(losses).mean()
+
+
 def score(
     q, row_first, k_slots, offset, len, k, first, stop, scale, softcap, *, causal, reduce, columns, lse=None,
     sinks=None, weight=None, term="a", group="mean",

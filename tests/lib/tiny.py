@@ -101,3 +101,85 @@ def generate(model, inputs, new=8, **options):
 def relative(got, want):
     """The largest difference, relative to the largest value."""
     return ((got.float() - want.float()).abs().max() / want.float().abs().max()).item()
+
+
+CHAT = "<user>{{ messages[0]['content'] | trim }}</user>\n{% if add_generation_prompt %}<assistant>\n{% endif %}"
+
+
+def chat_tokenizer():
+    """One token per byte, with a chat template of tokens 256, 257 and 258."""
+    made = byte_tokenizer()
+    made.add_special_tokens({"additional_special_tokens": ["<user>", "</user>", "<assistant>"]})
+    made.chat_template = CHAT
+    return made
+
+
+def scripted(text, **changes):
+    """A model of `chat_tokenizer` that goes on with a text of distinct characters after its first one, whatever came
+    before that."""
+    made = model(vocab_size=260, bos_token_id=None, pad_token_id=None, **changes)
+    ids = byte_tokenizer()(text)["input_ids"]
+    assert len(set(ids)) == len(ids)
+    with torch.no_grad():
+        for layer in made.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        embedding = torch.nn.functional.normalize(made.model.embed_tokens.weight)
+        made.model.embed_tokens.weight.copy_(embedding)
+        made.lm_head.weight.zero_()
+        made.lm_head.weight[ids[1:]] = embedding[ids[:-1]]
+    return made
+
+
+def save_gguf(path, architecture="llama", **changes):
+    """A tiny random Llama with a token per byte, in one .gguf file of fp32 weights; returns the model. Two zero bytes
+    are a token, since the format has no empty list of merges."""
+    gguf = pytest.importorskip("gguf")
+    made = model(vocab_size=257, bos_token_id=None, pad_token_id=None, **changes)
+    config, letters = made.config, byte_tokenizer().convert_ids_to_tokens(range(256))
+    zero = byte_tokenizer().tokenize("\0")[0]
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name("tiny")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(257)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([*letters, 2 * zero])
+    writer.add_token_types([gguf.TokenType.NORMAL] * 257)
+    writer.add_token_merges([f"{zero} {zero}"])
+    for name, weight in made.state_dict().items():
+        writer.add_tensor(_gguf_name(name), _gguf_weight(name, weight, config).numpy())
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    return made
+
+
+def _gguf_name(name):
+    for ours, theirs in (
+        ("model.layers", "blk"), ("self_attn.q_proj", "attn_q"), ("self_attn.k_proj", "attn_k"),
+        ("self_attn.v_proj", "attn_v"), ("self_attn.o_proj", "attn_output"), ("mlp.gate_proj", "ffn_gate"),
+        ("mlp.up_proj", "ffn_up"), ("mlp.down_proj", "ffn_down"), ("post_attention_layernorm", "ffn_norm"),
+        ("input_layernorm", "attn_norm"), ("model.embed_tokens", "token_embd"), ("model.norm", "output_norm"),
+        ("lm_head", "output"),
+    ):  # fmt: skip
+        name = name.replace(ours, theirs)
+    return name
+
+
+def _gguf_weight(name, weight, config):
+    """llama.cpp pairs a head's rotary dimensions side by side."""
+    if "q_proj" not in name and "k_proj" not in name:
+        return weight.contiguous()
+    heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2).contiguous()

@@ -44,6 +44,10 @@ CHOICES = {
     "h2o, chunk": dict(select="chunk", c=4, decode=True, interval=2),
     "take, chunk": dict(probe=4, select="chunk", c=6),
     "chunkkv+reuse": dict(window=4, c=4),
+    "chunkkv/edie": dict(window=4, c=4),
+    "chunkkv/kvpress": dict(window=6, c=5),
+    "take+chunkkv": dict(probe=4, c=5),
+    "snapkv/kvcf": dict(c=1, select="chunk", per_head=True),
     "snapkv, reuse of three": dict(window=4, n_reuse=3),
     "h2o, reuse": dict(n_reuse=2, decode=True, interval=2),
     "adakv, reuse, pyramid": dict(window=4, n_reuse=2, layers="pyramid"),
@@ -68,7 +72,7 @@ def test_options_go_to_the_part_that_has_them():
         "snapkv", budget=64, window=8, layers="pyramid", beta=5, heads="ada", floor="max", select="chunk", c=3,
         per_head=True, n_reuse=2,
     )  # fmt: skip
-    assert (policy.score.window, policy.layers.beta, policy.heads.floor, policy.select.c) == (8, 5, "max", 3)
+    assert (policy.rows.window, policy.layers.beta, policy.heads.floor, policy.select.c) == (8, 5, "max", 3)
     assert policy.select.per_head and policy.n_reuse == 2
 
 

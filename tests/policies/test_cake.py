@@ -26,11 +26,12 @@ CHOICES = {
     "cake, whole runs": dict(window=4, select="chunk", c=4, exact=False),
     "cake, whole runs per head": dict(window=3, select="chunk", c=4, exact=False, per_head=True),
     "cake, whole runs of ragged heads": dict(window=3, select="chunk", c=4, exact=False, per_head=True, heads="ada"),
-    "cake, caote": dict(window=3, error="caote"),
-    "cake, nothing protected": dict(window=3, error="caote", protect=False),
+    "cake, caote": dict(window=3, refine="caote"),
+    "cake, nothing protected": dict(window=3, refine="caote", protect=False),
     "snapkv": dict(window=5, layers="cake"),
     "snapkv, even": dict(window=5, layers="cake", tau1=8.0, tau2=6.0),
-    "paasvn": dict(window=4, sink=2, layers="cake"),
+    "paasvn": dict(window=4, sink=2, layers="cake", heads="equal", pool="none"),
+    "paasvn, pooled": dict(window=4, layers="cake"),
     "edie": dict(window=4, layers="cake"),
     "edie-exact": dict(window=4, layers="cake", heads="equal"),
 }  # "preset, remark": options
@@ -133,13 +134,13 @@ def test_what_a_layer_cannot_use_goes_to_the_others():
 
 def watched(monkeypatch):
     """Slots of every layer, after each layer of each chunk: [cut][layer]."""
-    seen, cut = [], Cascade.cut
+    seen, cut = [], Cascade.layer
 
     def note(self, view):
         cut(self, view)
         seen.append([int(layer.len.sum()) for layer in view.step.cache.layers if layer.is_initialized])
 
-    monkeypatch.setattr(Cascade, "cut", note)
+    monkeypatch.setattr(Cascade, "layer", note)
     return seen
 
 
@@ -199,11 +200,13 @@ def test_two_runs_are_bitwise_equal():
 REFUSED = [
     (dict(policy="cake", n_reuse=2), "n_reuse=1"),
     (dict(policy="cake", warmup_layers=2, chunk_size=40), "warmup_layers=None"),
-    (dict(policy="cake", window=1), "window of 2 or more"),
-    (dict(policy="vatp", layers="cake"), "has no window"),
-    (dict(policy="take/no-delay", layers="cake"), "has no window"),
-    (dict(policy="oracle", layers="cake", response=(3, 4)), "has no window"),
-    *((dict(policy=name, layers="cake"), "has no window") for name in ("h2o", "tova", "streaming", "knorm", "random")),
+    (dict(policy="cake", window=1), "2 rows or more"),
+    *(
+        (dict(policy=name, layers="cake"), "do not show")
+        for name in ("vatp", "h2o", "tova", "streaming", "knorm", "random")
+    ),
+    (dict(policy="oracle", layers="cake", ids=(3,)), "2 rows or more"),
+    (dict(policy="take/no-delay", layers="cake", probe=1), "2 rows or more"),
     (dict(policy="cake", tau1=0), "tau1 must be a finite number > 0"),
     (dict(policy="cake", tau2=float("inf")), "tau2 must be a finite number > 0"),
     (dict(policy="cake", tau2=True), "tau2 must be a finite number > 0"),

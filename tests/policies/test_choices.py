@@ -17,6 +17,7 @@ import kvevict
 from kvevict.policy import PARTS, Policy, build
 from kvevict.policy.apportion import apportion
 from kvevict.policy.layers import layer_slots
+from kvevict.policy.parts import as_part
 
 
 class Slots:
@@ -444,15 +445,18 @@ def test_unpatching_takes_the_hooks_out(cd, task):
 # -- together -------------------------------------------------------------------------------------------------------
 
 SCORES = {
-    "streaming": dict(sink=2), "h2o": {}, "tova": {}, "tova, per head": dict(per_head=True),
-    "snapkv": dict(window=4, kernel=3), "edie": dict(window=4), "edie-exact": dict(window=4, weight="all"),
-    "vatp": dict(sink=2), "vatp, window": dict(base="snapkv", sink=0, window=4), "cake": dict(window=4, gamma=7.0),
-    "fastkv": dict(window=4, tsp_len=16), "knorm": {}, "keydiff": {}, "random": {}, "take": dict(probe=4),
-    "oracle": dict(response=(5, 9)), "laq": dict(n_d=2, window=3),
-    "speckv": dict(n_d=2, window=0, draft_model=tiny.model("llama", vocab_size=VOCAB)),
+    "streaming": dict(sink=2), "h2o": {}, "tova": {}, "tova, per head": dict(per_head=True), "snapkv": dict(kernel=3),
+    "edie": {}, "edie-exact": dict(weight="all"), "vatp": dict(sink=2), "paasvn": dict(pool="none"),
+    "cake": dict(gamma=7.0), "fastkv": {}, "knorm": {}, "keydiff": {}, "random": {}, "take": {}, "oracle": {},
+    "laq": {}, "speckv": {},
+}  # fmt: skip
+ROWS = {
+    "none": {}, "last": {}, "window": dict(window=4), "all": {}, "probe": dict(probe=4), "given": dict(ids=(5, 9)),
+    "drafted": dict(n_d=2, window=3),
+    "drafted, by another": dict(n_d=2, window=0, draft_model=tiny.model("llama", vocab_size=VOCAB)),
 }  # fmt: skip
 AXES = dict(
-    error=[dict(error=name) for name in ("none", "caote", "fastcaote")],
+    refine=[dict(refine=name) for name in ("none", "caote", "fastcaote")],
     layers=[dict(layers=name) for name in ("uniform", "pyramid", "tada", "cake")],
     heads=[dict(heads="equal"), dict(heads="flat"), dict(heads="ada"), dict(heads="ada", floor="max")],
     select=[dict(select="token"), *(dict(select=kvevict.SELECTIONS["chunk"](3, per_head, exact))
@@ -460,25 +464,50 @@ AXES = dict(
     when=[dict(chunk_size=20, n_reuse=1), dict(chunk_size=20, n_reuse=2), dict(schedule="prompt", n_reuse=1),
           dict(chunk_size=20, n_reuse=1, warmup_layers=2), dict(chunk_size=20, n_reuse=1, decode=True, interval=2)],
 )  # fmt: skip
+REASONS = "needs|measures|only rank|one for the layer|behind layer|behind tsp=0|has none|every chunk|after all layers"
 RANKS = ("streaming", "knorm", "keydiff", "random")
-WINDOWS = ("snapkv", "edie", "edie-exact", "vatp, window", "cake", "fastkv", "laq")
+SAMPLED = 241  # of the combinations over rows that are not a score's own, one in so many
 
 
-def legal(name, given):
+def in_matrix(kind):
+    """The registered names of a kind of part that `test_every_combination` combines."""
+    if kind in ("rows", "score"):
+        return {name.split(",")[0] for name in (ROWS if kind == "rows" else SCORES)}
+    return {PARTS[kind][0].name_of(type(as_part(kind, given[kind]))) for given in AXES[kind]}
+
+
+def own_rows(name):
+    if name == "speckv":
+        return "drafted, by another"
+    return kvevict.ROWS.name_of(type(kvevict.SCORES[name.split(",")[0]].rows))
+
+
+def combinations(name):
+    """(rows, choices) of a score: everything with its own rows, some with the others."""
+    axes = [{k: v for part in parts for k, v in part.items()} for parts in itertools.product(*AXES.values())]
+    for number, rows in enumerate(ROWS):
+        own = rows == own_rows(name)
+        some = axes if own else axes[(number * 29 + len(name) * 7) % SAMPLED :: SAMPLED]
+        yield from ((rows, choices) for choices in some)
+
+
+def legal(name, rows, given):
     """METHODS: heads that compete, and output errors, need scores and runs of their own; TADA and output errors take
-    scores as weights; TADA needs every layer's score, CAKE every layer's attention in a window; layers behind
-    FastKV's tsp have other slots than one before."""
-    reuse, weighs = given["n_reuse"] > 1, given["layers"] == "tada" or given["error"] != "none"
+    scores as weights; TADA needs every layer's score, CAKE every layer's attention of several rows; layers behind
+    FastKV's tsp have other slots than one before; a draft by the model comes when all chunks have been read."""
+    reuse, weighs = given["n_reuse"] > 1, given["layers"] == "tada" or given["refine"] != "none"
     shared = name == "tova" or (given["select"] != "token" and not given["select"].per_head)
+    carries = name in ("h2o", "vatp")
     return not (
         (shared and given["heads"] != "equal")
-        or (name == "tova" and given["error"] != "none")
+        or (name == "tova" and given["refine"] != "none")
         or (name in RANKS and weighs)
+        or (name not in RANKS and rows == "none")
         or (given["layers"] in ("tada", "cake") and "warmup_layers" in given)
         or (given["layers"] == "tada" and reuse)
-        or (given["layers"] == "cake" and (reuse or name not in WINDOWS))
-        or (name == "fastkv" and (reuse or "warmup_layers" in given))
-        or (name == "oracle" and "decode" in given)
+        or (given["layers"] == "cake" and (reuse or name in RANKS or carries or rows in ("none", "last")))
+        or (name == "fastkv" and (reuse or "warmup_layers" in given or rows == "drafted"))
+        or (carries and rows == "drafted")
     )
 
 
@@ -492,33 +521,32 @@ def test_every_combination(name, task):
     batch = torch.stack([data[0][0], torch.cat([torch.zeros(7, dtype=torch.long), data[1][0]])])
     mask = (torch.arange(38) >= torch.tensor([[0], [7]])).long()
     score = kvevict.SCORES[name.split(",")[0]](**SCORES[name])
+    common = dict(policy="snapkv", score=score, budget=9) | (dict(tsp="half", tsp_len=16) if name == "fastkv" else {})
     refused = 0
-    for parts in itertools.product(*AXES.values()):
-        given = dict(score=score, budget=9) | {k: v for part in parts for k, v in part.items()}
-        if given["layers"] == "tada":
-            given["task"] = task
-        options = dict(policy="snapkv", **given)
-        if not legal(name, given):
+    for rows, choices in combinations(name):
+        options = common | choices | dict(rows=kvevict.ROWS[rows.split(",")[0]](**ROWS[rows]))
+        if choices["layers"] == "tada":
+            options["task"] = task
+        if not legal(name, rows, choices):
             refused += 1
-            reasons = r"needs|measures|only rank|one for the layer|behind layer|none behind tsp=0|before decoding"
-            with pytest.raises(ValueError, match=reasons):
+            with pytest.raises(ValueError, match=REASONS):
                 kvevict.patch(made, **options)
             continue
         kvevict.patch(made, **options)
         try:
             with torch.no_grad():
                 got = read(made, batch, mask)
-                assert read(made, batch, mask) == got, given
+                assert read(made, batch, mask) == got, options
                 alone = read(made, data[1][0][None])
-                if "decode" in given:
+                if "decode" in choices:
                     check_decoding(made, batch, mask, 6 * (9 + 1))
         finally:
             kvevict.unpatch(made)
-        assert [layer[1] for layer in got] == [layer[0] for layer in alone], given
+        assert [layer[1] for layer in got] == [layer[0] for layer in alone], options
         for row in range(2):
             total = sum(len(head) for layer in got for head in layer[row])
-            exact = given["select"] == "token" or given["select"].exact
-            assert total == 9 * 6 if exact else 0 < total <= 9 * 6, given
+            exact = choices["select"] == "token" or choices["select"].exact
+            assert total == 9 * 6 if exact else 0 < total <= 9 * 6, options
     assert refused
 
 
@@ -563,10 +591,11 @@ REFUSED = [
     (dict(policy="cake", gamma=float("nan")), "gamma must be a finite number >= 0"),
     (dict(policy="cake", tau2=0), "tau2 must be a finite number > 0"),
     (dict(policy="snapkv", progress=1), "progress must be True or False"),
-    (dict(policy="knorm", layers="tada"), "score='knorm', error='none', layers='tada'"),
+    (dict(policy="knorm", layers="tada"), "score='knorm', refine='none', layers='tada'"),
     (dict(policy="edie+tada", own=1), "own must be True or False"),
     (dict(policy="snapkv", heads=7), "heads must be a name or a kvevict HeadBudget"),
     (dict(policy="knorm", select="chunk", c=70, chunk_size=16), "budget >= 70"),
+    (dict(policy="oracle", rows="none"), "rows='none' has none"),
 ]  # fmt: skip
 
 
@@ -576,6 +605,19 @@ REFUSED = [
 def test_refused(given, text):
     with pytest.raises((ValueError, TypeError), match=text):
         build(**dict(budget=64) | given)
+
+
+def test_sums_over_a_probe():
+    """Carried sums take in what the probe of every chunk pays, in layers that wait too; of one chunk they rank slots as
+    the mean does."""
+    made, ids = tiny.shared(), tiny.prompt(1, 150)["input_ids"]
+    kept = []
+    for policy in (dict(policy="take/no-delay", pool="none"), dict(policy="h2o", rows="probe", recent=0)):
+        with kvevict.evicting(made, budget=48, **policy), torch.no_grad():
+            kept.append(read(made, ids))
+    assert kept[0] == kept[1]
+    with kvevict.evicting(made, "h2o", rows="probe", budget=48, chunk_size=64, warmup_layers=3), torch.no_grad():
+        assert {len(head) for layer in read(made, ids) for head in layer[0]} == {48}
 
 
 @pytest.mark.parametrize("ranges", [((9, 12, "chunk"),), ((2, 5, "chunk"),), ((4, None, "chunk"),)])
@@ -628,7 +670,7 @@ def test_json_of_options():
     again = Policy.from_json(policy.to_json())
     assert again == policy and again.selection(3).c == 7 and again.selection(2).c == 3
     take = build("take", budget=64, probe=(-9, -1))
-    assert Policy.from_json(take.to_json()).score.probe == (-9, -1)
+    assert Policy.from_json(take.to_json()).rows.probe == (-9, -1)
     assert Policy.from_json('{"score": "h2o", "budget": 5}') == Policy(score="h2o", budget=5)
     for text, error in (
         ("[", "no policy in JSON"), ("[]", "object of its fields"), ('{"scor": "h2o"}', "did you mean 'score'"),

@@ -3,8 +3,6 @@
 import copy
 import itertools
 
-import oracle
-import oracle_drafted
 import pytest
 import tiny
 import torch
@@ -21,10 +19,12 @@ POLICIES = {
     "laq": SMALL,
     "laq, no prompt rows": dict(n_d=5, window=0, pool="avg"),
     "laq, max": SMALL | dict(reduce="max", draft_keys=True),
-    "laq/paper": dict(n_d=6),
+    "laq, drafted keys, no prompt rows": dict(n_d=6, window=0, draft_keys=True),
+    "laq/paper": dict(n_d=6, window=4),
     "speckv": SMALL | dict(draft_model=DRAFT),
     "speckv, sum": dict(n_d=1, window=1, reduce="sum", draft_model=DRAFT),
-    "speckv/paper": dict(n_d=6, draft_model=DRAFT),
+    "speckv, drafted keys": dict(n_d=6, window=0, draft_keys=True, reduce="sum", group="mean", draft_model=DRAFT),
+    "speckv/paper": dict(n_d=6, window=4, draft_model=DRAFT),
 }
 GEOMETRIES = {
     "whole": dict(budget=16),
@@ -34,11 +34,6 @@ GEOMETRIES = {
     "chunks": dict(budget=16, chunk_size=12),
 }
 any_policy = pytest.mark.parametrize("name", POLICIES)
-
-
-@pytest.fixture(autouse=True)
-def drafting_oracle(monkeypatch):
-    monkeypatch.setattr(oracle, "Row", oracle_drafted.Row)
 
 
 def options(name, **more):
@@ -110,8 +105,8 @@ def test_decode_with_eviction(name, interval=3):
 
 
 @pytest.mark.parametrize("more", [
-    dict(layers="pyramid", beta=2), dict(heads="ada"), dict(heads="flat", layers="pyramid"), dict(error="caote"),
-    dict(select="chunk", c=3, per_head=True, heads="flat"), dict(error="fastcaote", protect=False),
+    dict(layers="pyramid", beta=2), dict(heads="ada"), dict(heads="flat", layers="pyramid"), dict(refine="caote"),
+    dict(select="chunk", c=3, per_head=True, heads="flat"), dict(refine="fastcaote", protect=False),
     dict(warmup_layers=3), dict(n_reuse=2),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("name", ["laq", "laq/paper", "speckv"])
@@ -126,7 +121,7 @@ def test_a_draft_by_the_model_itself_is_the_oracle_s_response():
     twin, ids = copy.deepcopy(made), tokens([[45]], 2)[0][0][None]
     answer = tuple(tiny.generate(made, dict(input_ids=ids), 6)[0].tolist())
     kept = []
-    for policy, own in (("oracle", dict(response=answer)), ("speckv/paper", dict(n_d=6, draft_model=twin))):
+    for policy, own in (("oracle", dict(ids=answer)), ("speckv/paper", dict(n_d=6, window=0, draft_model=twin))):
         with kvevict.evicting(made, policy, budget=16, **own), torch.no_grad():
             made(ids)
             kept.append(kvevict.report(made, positions=True)["positions"])
@@ -194,7 +189,9 @@ def test_an_interrupted_draft_is_told(monkeypatch):
     ids, cache = tokens([[45]], 0)[0][0][None], tiny.transformers.DynamicCache(config=model().config)
     with kvevict.evicting(model(), "laq", budget=16), torch.no_grad():
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(kvevict.engine.draft, "_append", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+            patched.setattr(
+                kvevict.engine.draft.Drafting, "_write", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt)
+            )
             model()(ids, past_key_values=cache)
         with pytest.raises(ValueError, match="half read"):
             model()(ids, past_key_values=cache)
@@ -222,8 +219,8 @@ def test_generate(name, family):
 
 def test_copies_of_the_model_share_the_draft_model():
     made = tiny.model("llama", vocab_size=VOCAB)
-    kvevict.patch(made, "speckv", budget=16, draft_model=DRAFT)
-    assert getattr(copy.deepcopy(made).model, STATE).policy.score.draft_model is DRAFT
+    kvevict.patch(made, "speckv", budget=16, window=3, draft_model=DRAFT)
+    assert getattr(copy.deepcopy(made).model, STATE).policy.rows.draft_model is DRAFT
 
 
 def test_laq_reads_embeddings():
@@ -240,22 +237,22 @@ def test_a_draft_model_by_name(tmp_path):
     """It is loaded when it is needed, and the policy can be written to JSON."""
     folder, draft = tiny.save(tmp_path / "draft", num_hidden_layers=1)
     made, ids = tiny.model(vocab_size=256), tokens([[45]], 0)[0][0][None] % 256
-    policy = build("speckv", budget=16, draft_model=folder)
+    policy = build("speckv", budget=16, window=3, draft_model=folder)
     assert Policy.from_json(policy.to_json()) == policy
     kept = []
-    for chosen in (policy, build("speckv", budget=16, draft_model=draft)):
+    for chosen in (policy, build("speckv", budget=16, window=3, draft_model=draft)):
         with kvevict.evicting(made, chosen), torch.no_grad():
             made(ids)
             kept.append(kvevict.report(made, positions=True)["positions"])
     assert kept[0] == kept[1]
     with pytest.raises(ValueError, match=r"JSON cannot hold a LlamaForCausalLM.*draft_model='"):
-        build("speckv", budget=16, draft_model=draft).to_json()
+        build("speckv", budget=16, window=3, draft_model=draft).to_json()
 
 
 def test_a_draft_model_that_is_not_there():
     made = tiny.model()
     with pytest.raises(ValueError, match="draft_model='/nowhere' cannot be loaded"):
-        kvevict.patch(made, "speckv", budget=16, draft_model="/nowhere")
+        kvevict.patch(made, "speckv", budget=16, window=3, draft_model="/nowhere")
     with pytest.raises(ValueError, match="not patched"):
         kvevict.report(made)
 
@@ -265,10 +262,10 @@ def test_vocabularies_of_different_sizes():
     big = tiny.model("llama", vocab_size=VOCAB + 50, seed=3)
     with torch.no_grad():
         big.lm_head.weight[VOCAB:] = 100 * big.lm_head.weight[:50]
-    ours(model(), "speckv", [[41]], 0, budget=16, draft_model=big)
+    ours(model(), "speckv", [[41]], 0, budget=16, window=3, draft_model=big)
     small = tiny.model("llama", vocab_size=50, seed=3)
     with pytest.raises(ValueError, match="draft_model knows 50: it must share the tokenizer"):
-        ours(model(), "speckv", [[41]], 0, budget=16, draft_model=small)
+        ours(model(), "speckv", [[41]], 0, budget=16, window=3, draft_model=small)
 
 
 # -- what is refused ------------------------------------------------------------------------------------------------
@@ -277,20 +274,18 @@ def test_vocabularies_of_different_sizes():
 @pytest.mark.parametrize("policy, given, error", [
     ("laq", dict(n_d=0), "n_d must be at least 1"),
     ("laq", dict(window=-1), "window must be at least 0"),
-    ("laq", dict(reduce="mean"), "unknown reduce 'mean'"),
+    ("laq", dict(reduce="min"), "unknown reduce 'min'"),
     ("laq", dict(draft_keys=1), "draft_keys must be True or False"),
     ("laq", dict(budget=8), "budget=8 is too small"),
     ("laq", dict(schedule="chunk", chunk_size=9), "needs the whole prompt.*schedule='prompt'"),
-    ("laq", dict(error="caote", rows="each"), "rows='pooled'"),
     ("speckv", {}, "draft_model="),
-    ("speckv", dict(draft_model=3), "draft_model must be a loaded Transformers model"),
+    ("speckv", dict(draft_model=3), "draft_model must be 'self', a loaded Transformers model"),
     ("speckv", dict(draft_model=copy.deepcopy(DRAFT).train()), "training mode.*draft_model.eval()"),
     ("speckv", dict(draft_model=DRAFT.model), "makes no logits.*AutoModelForCausalLM"),
-    ("speckv", dict(draft_model=DRAFT, error="caote", rows="each"), "rows='pooled'"),
 ])  # fmt: skip
 def test_refused_options(policy, given, error):
     with pytest.raises((ValueError, TypeError), match=error):
-        kvevict.patch(model(), policy, **dict(budget=16) | given)
+        kvevict.patch(model(), policy, **dict(budget=48) | given)
     assert not is_patched(model().model)
 
 
@@ -298,10 +293,10 @@ def test_refused_calls():
     made, (first, more) = tiny.model(vocab_size=VOCAB), tokens([[45, 9]], 0)[0]
     embeds = made.get_input_embeddings()(first[None]).detach()
     with torch.no_grad():
-        kvevict.patch(made, "speckv", budget=16, draft_model=made)
+        kvevict.patch(made, "speckv", budget=16, window=3, draft_model=made)
         with pytest.raises(ValueError, match="draft_model is the patched model itself"):
             made(first[None])
-        kvevict.patch(made, "speckv", budget=16, draft_model=DRAFT)
+        kvevict.patch(made, "speckv", budget=16, window=3, draft_model=DRAFT)
         with pytest.raises(ValueError, match="pass input_ids, not inputs_embeds"):
             made(inputs_embeds=embeds)
         cache = made(first[None]).past_key_values

@@ -161,8 +161,8 @@ def test_families(family):
 @pytest.mark.parametrize("given", [
     dict(heads="ada"), dict(heads="flat"), dict(layers="pyramid"), dict(layers="pyramid", heads="flat", chunk_size=20),
     dict(heads="flat", chunk_size=20), dict(select="chunk", c=5), dict(select="chunk", c=7, chunk_size=20),
-    dict(select="chunk", c=3, per_head=True, heads="flat", chunk_size=20), dict(error="caote"),
-    dict(error="fastcaote", chunk_size=20), dict(error="caote", rows="each"), dict(error="caote", protect=False),
+    dict(select="chunk", c=3, per_head=True, heads="flat", chunk_size=20), dict(refine="caote"),
+    dict(refine="fastcaote", chunk_size=20), dict(refine="caote", weights="each"), dict(refine="caote", protect=False),
     dict(warmup_layers="half", chunk_size=20, warmup_budget=30), dict(warmup_layers=1, chunk_size=20),
 ], ids=lambda given: "-".join(map(str, itertools.chain(*given.items()))))  # fmt: skip
 def test_other_choices(given):
@@ -179,7 +179,7 @@ def test_tada_measures_what_the_layers_read():
     given = dict(budget=16, tsp_len=20, window=W, heads="flat", layers="tada", cd="layer", task="fastkv")
     with kvevict.evicting(made, "fastkv", **given):
         made(ids[None], logits_to_keep=1)
-        assert history.errors == pytest.approx([e * row.turns[i] for i, (e,) in enumerate(row.errors)], rel=1e-4)
+        assert history.errors == pytest.approx([e for (e,) in row.errors], rel=1e-4)
         made(ids[None], logits_to_keep=1)  # under its own history, layers have other shares
         kept = [sum(layer[0]) for layer in kvevict.report(made)["kept"]]
     assert sum(kept) == 16 * 8 and len(set(kept)) > 1 and max(kept[2:]) <= 2 * 20
@@ -443,7 +443,7 @@ def test_crop_takes_back_only_what_was_decoded():
 @pytest.mark.parametrize("given, text", [
     (dict(n_reuse=2), "n_reuse=1 or tsp=None"), (dict(tsp_len=8), "tsp_len must be at least 9"),
     (dict(tsp=-1), "tsp must be at least 0"), (dict(tsp="all"), "tsp must be a whole number"),
-    (dict(tsp_len=20.0), "tsp_len must be a whole number"), (dict(reduce="mean"), "unknown option 'reduce'"),
+    (dict(tsp_len=20.0), "tsp_len must be a whole number"), (dict(reduce="min"), "unknown reduce 'min'"),
     (dict(kernel=4), "kernel must be odd"), (dict(budget=8), "budget >= 9"),
 ], ids=str)  # fmt: skip
 def test_refused_policies(given, text):

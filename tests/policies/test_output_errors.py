@@ -13,12 +13,12 @@ from test_choices import read
 from test_policies import BUDGET, CHUNK, compare, compare_in_chunks, model, ours, tokens, truth
 
 import kvevict
-from kvevict import SCORES
+from kvevict import ROWS, SCORES
 from kvevict.policy import build
-from kvevict.policy.refinements import ERRORS
+from kvevict.policy.refinements import REFINEMENTS
 
 CHUNKED = dict(budget=BUDGET, chunk_size=CHUNK)
-FREE = dict(error="caote", protect=False)
+FREE = dict(refine="caote", protect=False)
 CAKE = dict(score="cake", window=5, kernel=5, pool="avg")
 CHOICES = {
     "edie": dict(window=4),
@@ -31,43 +31,44 @@ CHOICES = {
     "edie-exact": dict(window=4),
     "edie-exact, all slots": dict(window=4, weight="all", kernel=3),
     "edie-exact, c_j is 1": dict(window=6, weight="none", heads="equal"),
-    "edie, caote": dict(window=4, error="caote"),
+    "edie, caote": dict(window=4, refine="caote"),
     "edie, chunk": dict(window=4, select="chunk", c=4, per_head=True, pool="none"),
     "edie, pyramid, reuse": dict(window=4, layers="pyramid", n_reuse=2),
     "vatp, flat": dict(sink=2, heads="flat"),
-    "vatp, window": dict(base="snapkv", sink=2, window=4),
+    "paasvn, equal": dict(sink=2, window=4, heads="equal", pool="none"),
     "vatp, pyramid": dict(sink=2, layers="pyramid", beta=3),
-    "vatp, fastcaote": dict(sink=2, error="fastcaote"),
-    "paasvn, ada": dict(window=4, heads="ada"),
+    "vatp, fastcaote": dict(sink=2, refine="fastcaote"),
+    "paasvn": dict(window=4),
+    "paasvn, ada": dict(window=4, heads="ada", pool="none"),
     "snapkv, cake": CAKE | dict(heads="ada"),
     "snapkv, cake of one row": CAKE | dict(window=1, gamma=7.0),
-    "snapkv, cake, caote": CAKE | dict(error="caote"),
-    "snapkv, caote": dict(window=4, error="caote", heads="flat"),
-    "snapkv, caote, avg": dict(window=4, error="caote", pool="avg", kernel=5, reduce="mean"),
-    "snapkv, squared": dict(window=4, error="caote", squared=True),
-    "snapkv, fastcaote": dict(window=12, error="fastcaote"),
-    "snapkv, each row": dict(window=4, error="caote", rows="each", heads="flat"),
-    "snapkv, caote, chunk": dict(window=4, error="caote", select="chunk", c=4),
-    "snapkv, caote, reuse": dict(window=4, error="caote", n_reuse=2),
+    "snapkv, cake, caote": CAKE | dict(refine="caote"),
+    "snapkv, caote": dict(window=4, refine="caote", heads="flat"),
+    "snapkv, caote, avg": dict(window=4, refine="caote", pool="avg", kernel=5, reduce="mean"),
+    "snapkv, squared": dict(window=4, refine="caote", squared=True),
+    "snapkv, fastcaote": dict(window=12, refine="fastcaote"),
+    "snapkv, each row": dict(window=4, refine="caote", weights="each", heads="flat"),
+    "snapkv, caote, chunk": dict(window=4, refine="caote", select="chunk", c=4),
+    "snapkv, caote, reuse": dict(window=4, refine="caote", n_reuse=2),
     "h2o+caote, flat": dict(heads="flat"),
     "h2o+caote, unprotected": dict(protect=False),
     "tova+caote, squared": dict(squared=True, heads="ada"),
     "tova+fastcaote": {},
-    "take/no-delay, fastcaote": dict(probe=5, error="fastcaote", heads="flat"),
+    "take/no-delay, fastcaote": dict(probe=5, refine="fastcaote", heads="flat"),
     "take+caote, unprotected": dict(probe=4, protect=False),
-    "oracle, caote": dict(response=(7, 11, 13), error="caote"),
-    "oracle, fastcaote": dict(response=(7, 11), error="fastcaote", squared=True, pool="avg", heads="flat"),
+    "oracle, caote": dict(ids=(7, 11, 13), refine="caote"),
+    "oracle, fastcaote": dict(ids=(7, 11), refine="fastcaote", squared=True, pool="avg", heads="flat"),
 }  # "preset, remark": options
 UNPROTECTED = {
     "snapkv": dict(window=4, **FREE),
     "snapkv, mean": dict(window=4, reduce="mean", pool="avg", **FREE),
     "snapkv, largest": dict(window=4, reduce="max", pool="none", **FREE),
-    "snapkv, each row": dict(window=4, rows="each", **FREE),
+    "snapkv, each row": dict(window=4, weights="each", **FREE),
     "snapkv, cake": CAKE | FREE,
     "paasvn": dict(window=4, **FREE),
     "edie": dict(window=4, **FREE),
     "edie, long window": dict(window=12, **FREE),
-    "edie, not the first": dict(window=4, weight="i>w", error="fastcaote", protect=False),
+    "edie, not the first": dict(window=4, weight="i>w", refine="fastcaote", protect=False),
     "edie-exact": dict(window=4, weight="all", **FREE),
     "take": dict(probe=4, **FREE),
 }  # observers' own slots can be lost before they observe for the last time
@@ -147,21 +148,22 @@ def test_as_it_comes(policy):
 
 def test_defaults_are_the_papers():
     """The sources' windows and kernels, and CAOTE's blocks."""
-    edie, cake, vatp = (SCORES[name]() for name in ("edie", "cake", "vatp"))
-    paasvn = build("paasvn", budget=64).score
-    assert (edie.window, edie.kernel, edie.pool, edie.alpha, edie.weight) == (32, 7, "max", 0.1, "middle")
-    assert (cake.window, cake.kernel, cake.pool, cake.gamma) == (32, 5, "avg", 200)
-    assert (vatp.base, vatp.sink, vatp.recent) == ("h2o", 20, None)
-    assert (paasvn.base, paasvn.sink, paasvn.window) == ("snapkv", 0, 32)
+    policies = {name: build(name, budget=64) for name in ("edie", "cake", "vatp", "paasvn")}
+    edie, cake, vatp, paasvn = (policy.score for policy in policies.values())
+    assert (edie.kernel, edie.pool, edie.alpha, edie.weight) == (7, "max", 0.1, "middle")
+    assert (cake.kernel, cake.pool, cake.gamma) == (5, "avg", 200)
+    assert (vatp.sink, vatp.recent, policies["vatp"].rows) == (20, None, ROWS["all"]())
+    assert (paasvn.sink, paasvn.kernel, paasvn.pool) == (0, 7, "max")
+    assert all(policies[name].rows == ROWS["window"](32) for name in ("edie", "cake", "paasvn"))
     for base, error in itertools.product(("h2o", "tova", "snapkv"), ("caote", "fastcaote")):
         policy = build(f"{base}+{error}", budget=64)
         assert (policy.chunk_size, policy.schedule, policy.decode, policy.interval) == (128, "chunk", True, 1)
-        assert policy.error == ERRORS[error]()
+        assert policy.refine == REFINEMENTS[error]()
         assert policy.score == SCORES[base](**dict(per_head=True) if base == "tova" else {})
     for name in ("edie", "edie-exact", "vatp", "paasvn"):
         policy = build(name, budget=64)
         assert (policy.chunk_size, policy.schedule, policy.decode) == (None, "prompt", False)
-        assert type(policy.heads).__name__ == ("Flat" if name.startswith("edie") else "Equal")
+        assert type(policy.heads).__name__ == dict(vatp="Equal", paasvn="Ada").get(name, "Flat")
 
 
 SOME = [
@@ -174,8 +176,8 @@ SOME = [
     "take+caote, unprotected",
 ]
 AXES = dict(
-    error=[dict(error=name) for name in ("none", "caote", "fastcaote")]
-    + [dict(error="caote", rows="each"), dict(error="fastcaote", protect=False, squared=True)],
+    error=[dict(refine=name) for name in ("none", "caote", "fastcaote")]
+    + [dict(refine="caote", weights="each"), dict(refine="fastcaote", protect=False, squared=True)],
     heads=[dict(heads=name) for name in ("equal", "flat", "ada")],
     select=[dict(select="token"), dict(select=kvevict.SELECTIONS["chunk"](3, per_head=True))],
     when=[CHUNKED, dict(budget=11, schedule="prompt", layers="pyramid", n_reuse=2)],
@@ -195,8 +197,8 @@ def test_every_combination(name):
         policy = policy.removesuffix("+caote")
         if policy == "take":
             given["warmup_layers"] = None
-        if given.get("rows") == "each" and policy in ("h2o", "vatp", "take"):
-            with pytest.raises(ValueError, match="rows='pooled'"):
+        if given.get("weights") == "each" and policy in ("h2o", "vatp"):
+            with pytest.raises(ValueError, match="weights='pooled'"):
                 build(policy, **given)
             continue
         with kvevict.evicting(made, policy, **given), torch.no_grad():
@@ -209,7 +211,7 @@ def test_every_combination(name):
 # -- TADA -----------------------------------------------------------------------------------------------------------
 
 MEASURED = [
-    "edie", "edie, all slots", "edie-exact", "edie, caote", "vatp, flat", "vatp, window", "snapkv, cake",
+    "edie", "edie, all slots", "edie-exact", "edie, caote", "vatp, flat", "paasvn, equal", "snapkv, cake",
     "snapkv, caote", "snapkv, squared", "snapkv, each row", "h2o+caote, flat", "h2o+caote, unprotected",
     "tova+fastcaote", "take/no-delay, fastcaote", "oracle, caote",
 ]  # fmt: skip
@@ -242,7 +244,7 @@ def test_tada_sums_what_is_ranked_unpooled(name, chunk, task):
 
 def test_how_far_a_layer_turns_the_stream_is_no_matter_of_the_score(task):
     turns = []
-    for given in (dict(policy="snapkv"), dict(policy="edie"), dict(policy="snapkv", error="caote", rows="each")):
+    for given in (dict(policy="snapkv"), dict(policy="edie"), dict(policy="snapkv", refine="caote", weights="each")):
         errors = []
         for cd in ("off", "attention"):
             kvevict.history(task).reset()
@@ -284,6 +286,13 @@ def views(monkeypatch, made, check, rows=5):
     assert max(seen) == 9 and min(seen) == 0  # with slots from before, and without
 
 
+def observed_by(view, rows):
+    """The view as the last `rows` rows of its chunk see it."""
+    other = copy.copy(view)
+    other.observers, other._memo = [view.chunk_rows(rows)], {}
+    return other
+
+
 def removals(a, v, n, norm):
     """(how far each row's output moves without slot i [H, R, n], by how much fp32 may miss it)."""
     group = a.shape[0] // v.shape[0]
@@ -306,10 +315,10 @@ def test_caote_of_the_last_row_is_its_removal_error(family, monkeypatch):
 
     def check(view, a, v, n):
         moved, allowed = removals(a[:, -1:], v, n, 2)
-        for score in (SCORES["tova"](per_head=True), SCORES["snapkv"](window=1, pool="none")):
-            h = score.score(view)
-            near(ERRORS["caote"]().refine(view, h), moved[:, 0], allowed[:, 0])
-            near(view.output_error(score.rows or 1, "l2", group="mean"), moved[:, 0], allowed[:, 0])
+        last = observed_by(view, 1)
+        for score in (SCORES["tova"](per_head=True), SCORES["snapkv"](pool="none")):
+            near(REFINEMENTS["caote"]().refine(last, score.score(last)), moved[:, 0], allowed[:, 0])
+            near(last.output_error("l2", group="mean"), moved[:, 0], allowed[:, 0])
 
     views(monkeypatch, model(family, num_key_value_heads=4), check)
 
@@ -322,10 +331,10 @@ def test_errors_of_a_window_are_sums_of_removals(family, heads, monkeypatch):
     def check(view, a, v, n):
         for norm, total in ((1, True), (2, False)):
             moved, allowed = (x.sum(1).unflatten(0, (heads, -1)) for x in removals(a, v, n, norm))
-            exact = SCORES["edie-exact"](window=5, weight="none").score(view)
-            rows = view.output_error(5, "l2", group="mean")
+            exact = SCORES["edie-exact"](weight="none").score(view)
+            rows = view.output_error("l2", group="mean")
             near(exact, moved.sum(1), allowed.sum(1)) if total else near(rows, moved.mean(1), allowed.mean(1))
-        bound = SCORES["edie"](window=5, weight="none", alpha=0.0).score(view)
+        bound = SCORES["edie"](weight="none", alpha=0.0).score(view)
         assert (bound >= exact * (1 - FP32)).all() and (bound > exact).any()
 
     views(monkeypatch, model(family, num_key_value_heads=heads), check)
@@ -335,7 +344,7 @@ def test_weight_is_1_where_every_slot_observes(monkeypatch):
     """The first chunk's rows, fewer than a window, are all there is."""
 
     def check(view, a, v, n):
-        rows = SCORES["edie"](window=14).row_weights(view)
+        rows = SCORES["edie"]().row_weights(observed_by(view, 14))
         assert bool((rows == 1).all()) == (int(view.layer.len.max()) == 0)
 
     views(monkeypatch, model(), check)
@@ -348,13 +357,13 @@ def test_one_row_at_a_time_is_what_all_rows_are_together(monkeypatch):
     want = ours(model(), policy, rows, 3, **chosen)
     observe = kvevict.engine.view.View._observe
 
-    def apart(self, op, q, skip, stop, more, **given):
+    def apart(self, op, part, more, **given):
         if not self.decoding:
-            return observe(self, op, q, skip, stop, more, **given)
+            return observe(self, op, part, more, **given)
         values = op is kvevict._ops.error
         slots = (self.layer.k, self.layer.v) if values else (self.layer.k,)
         fresh = (self.k, self.v) if values else (self.k,)
-        return kvevict.engine.apart.observe(self, op, q, slots, fresh, more, **given, **self.options)
+        return kvevict.engine.apart.observe(self, op, part.q, slots, fresh, more, **given, **self.options)
 
     monkeypatch.setattr(kvevict.engine.view.View, "_observe", apart)
     got = ours(model(), policy, rows, 3, **chosen)
@@ -389,18 +398,16 @@ def step(made, cache, ids):
 REFUSED = [
     *((dict(policy=name, error=error), "only rank slots")
       for name in ("streaming", "knorm", "keydiff", "random") for error in ("caote", "fastcaote")),
-    (dict(policy="tova", error="caote"), "per_head=True"),
+    (dict(policy="tova", refine="caote"), "per_head=True"),
     (dict(policy="tova+caote", per_head=False), "per_head=True"),
-    *((dict(policy=name, error="caote", rows="each"), "rows='pooled'") for name in ("h2o", "vatp", "take")),
-    (dict(policy="oracle", response=(5, 7), error="caote", rows="each"), "rows='pooled'"),
-    (dict(policy="take/no-probe", error="caote", rows="each"), "rows='pooled'"),
-    (dict(policy="snapkv", error="caote", rows="each", squared=True), "no squared form"),
-    (dict(policy="snapkv", error="fastcaote", rows="each"), "no fast one"),
-    (dict(policy="snapkv", error="caote", rows="eac"), "did you mean 'each'"),
-    (dict(policy="snapkv", error="caote", squared=1), "squared must be True or False"),
-    (dict(policy="snapkv", error="caote", protect="no"), "protect must be True or False"),
-    (dict(policy="snapkv", error="coate"), "did you mean 'caote'"),
-    (dict(policy="snapkv", error=7), "error must be a name or a kvevict Refinement"),
+    *((dict(policy=name, refine="caote", weights="each"), "weights='pooled'") for name in ("h2o", "vatp")),
+    (dict(policy="snapkv", refine="caote", weights="each", squared=True), "no squared form"),
+    (dict(policy="snapkv", refine="fastcaote", weights="each"), "no fast one"),
+    (dict(policy="snapkv", refine="caote", weights="eac"), "did you mean 'each'"),
+    (dict(policy="snapkv", refine="caote", squared=1), "squared must be True or False"),
+    (dict(policy="snapkv", refine="caote", protect="no"), "protect must be True or False"),
+    (dict(policy="snapkv", refine="coate"), "did you mean 'caote'"),
+    (dict(policy="snapkv", refine=7), "refine must be a name or a kvevict Refinement"),
     (dict(policy="edie", weight="end"), "unknown weight 'end'"),
     (dict(policy="edie", alpha=-0.1), "alpha must be"),
     (dict(policy="edie", alpha=float("nan")), "alpha must be"),

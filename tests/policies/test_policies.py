@@ -34,16 +34,16 @@ POLICIES = {
     "knorm": {},
     "keydiff": {},
     "keydiff/kvpress": {},
-    "oracle": dict(response=(7, 11, 13)),
-    "oracle, one token": dict(response=(5,), pool="avg", kernel=3),
+    "oracle": dict(ids=(7, 11, 13)),
+    "oracle, one token": dict(ids=(5,), pool="avg", kernel=3),
     "take": dict(probe=5),
-    "take, literal": dict(probe=5, ema_space="literal", alpha=0.5),
-    "take, true positions": dict(probe=5, probe_positions="true", alpha=0.4),
+    "take, literal": dict(probe=5, ema_space="literal", ema_alpha=0.5),
+    "take, true positions": dict(probe=5, place="true", ema_alpha=0.4),
     "take, relaxed": dict(probe=5, kernel=3, warmup_layers=3, warmup_budget=24),
     "take, all wait": dict(probe=3, warmup_layers=4, warmup_budget=20),
     "take, W=1": dict(probe=1, warmup_layers=1, warmup_budget=20),
     "take, span": dict(probe=(0, 1)),
-    "take, span from the end": dict(probe=(-1, 0), probe_positions="true", alpha=0.3),
+    "take, span from the end": dict(probe=(-1, 0), place="true", ema_alpha=0.3),
     "take/no-probe": dict(probe=5),
     "take/no-delay": dict(probe=5),
     "take/chunk-only": dict(probe=5),
@@ -52,12 +52,13 @@ POLICIES = {
     "edie-exact": dict(window=5, heads="equal"),
     "vatp": dict(sink=2),
     "vatp, few recent": dict(sink=3, recent=2),
-    "paasvn": dict(window=4),
+    "paasvn": dict(window=4, heads="equal"),
+    "paasvn, not pooled": dict(window=4, heads="equal", pool="none"),
     "snapkv, cake's score": dict(score="cake", window=5, kernel=5, pool="avg"),
     "h2o+caote": {},
     "h2o+fastcaote": dict(recent=2),
     "tova+caote": {},
-    "tova+caote, each row": dict(rows="each"),
+    "tova+caote, each row": dict(weights="each"),
     "snapkv+caote": dict(window=4),
     "snapkv+caote, nothing protected": dict(window=4, protect=False),
     "snapkv+fastcaote": dict(window=4, squared=True),
@@ -240,7 +241,7 @@ def test_take_relaxes_by_the_formula():
 @pytest.mark.parametrize("n", [17, 41])
 def test_take_probe_from_a_span(span, places, n):
     """It reads along in every chunk, the last too, and protects nothing."""
-    chosen = dict(budget=BUDGET, chunk_size=CHUNK, probe=span, probe_positions=places)
+    chosen = dict(budget=BUDGET, chunk_size=CHUNK, probe=span, place=places)
     compare(model(), "take", [[n]], **chosen)
     compare(model(), "take", [[n]], **chosen | dict(chunk_size=n))
 
@@ -259,7 +260,7 @@ def test_waiting_layers_hold_what_the_first_scoring_layer_chose(name):
 
 
 def test_aligned_and_literal_averages_differ():
-    chosen = dict(budget=BUDGET, chunk_size=CHUNK, probe=5, alpha=0.6)
+    chosen = dict(budget=BUDGET, chunk_size=CHUNK, probe=5, ema_alpha=0.6)
     aligned, literal = (compare(model(), "take", [[61]], ema_space=space, **chosen) for space in ("aligned", "literal"))
     assert aligned[0][0][1] != literal[0][0][1]
 

@@ -6,6 +6,8 @@ whose i-th case depends only on the settings, the task's name and i (`settings.r
 evaluation finds the same cases again.
 """
 
+import dataclasses
+import functools
 import random
 import sys
 from dataclasses import dataclass, field
@@ -15,6 +17,9 @@ from ...analysis.run import ids_of
 from ...policy.registry import Registry, load_folder
 
 TASKS = Registry("task")
+FIDELITY = "fidelity"  # the task, and its metric
+RESPONSE = 64  # tokens that the full cache writes for it, at most
+MARGIN = 8  # tokens that an answer may take beyond those of the right one
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,8 @@ class Case:
     metric: str  # name in `kvevict.evaluate.metrics.METRICS`
     new_tokens: int  # tokens to generate at most
     tags: dict = field(default_factory=dict)  # what tables are grouped by: length, depth, facts, ...
+    opening: str = ""  # the end of `question` that opens the answer: a chat template gives it to the assistant
+    one_line: bool = False  # the answer ends with its line
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,32 @@ class Settings:
 
     def tokens(self, text: str) -> int:
         return len(ids_of(self.tokenizer, text))
+
+    def room(self, answers, every: bool = False) -> int:
+        """Tokens to generate for the longest of the answers, or for all of them."""
+        sizes = [self.tokens(f" {answer}") + MARGIN for answer in answers]
+        return sum(sizes) if every else max(sizes)
+
+
+def find(name: str):
+    """A task's function by its name. "fidelity/NAME": that of NAME's prompts, put to "fidelity"."""
+    prefix, slash, other = name.partition("/")
+    if prefix == FIDELITY and slash:
+        return functools.partial(only_prompts, TASKS.find(other))
+    return TASKS.find(name)
+
+
+def only_prompts(task, settings):
+    """A task's cases whose response the full cache writes."""
+    for case in task(settings):
+        names = dict(task=f"{FIDELITY}/{case.task}", id=f"{FIDELITY}/{case.id}")
+        new = dict(answers=(), metric=FIDELITY, new_tokens=RESPONSE, one_line=False)
+        yield dataclasses.replace(case, **names, **new)
+
+
+def opening(question: str, mark: str = "Answer:") -> str:
+    """The end of a question from its last `mark` on, which opens the answer."""
+    return question[question.rindex(mark) :]
 
 
 load_folder(sys.modules[__name__])

@@ -12,7 +12,7 @@ from pathlib import Path
 from ..data import drawn, files
 from ..haystack import haystack
 from ..metrics import labels
-from . import TASKS, Case
+from . import TASKS, Case, opening
 
 NEW_TOKENS = 20
 
@@ -47,7 +47,8 @@ def cases(number: int, settings):
         text = haystack(settings).passage(rng, settings.length, settings, hidden, before=intro, after=question)
         wrong = (label for label in every if label not in labels(answer) and label.lower() not in asked.lower())
         id, tags = f"{name}/{settings.length}/{place}", {"length": settings.length, "facts": len(facts)}
-        yield Case(name, id, intro + text, question, (answer, *wrong), "only_label", NEW_TOKENS, tags)
+        how = NEW_TOKENS, tags, opening(question), True
+        yield Case(name, id, intro + text, question, (answer, *wrong), "only_label", *how)
 
 
 def asks(question: str) -> str:

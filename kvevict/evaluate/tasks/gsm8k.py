@@ -6,7 +6,7 @@ answer, which ends with "#### NUMBER").
 
 from ..data import drawn, files, read_jsonl
 from ..haystack import most
-from . import TASKS, Case
+from . import TASKS, Case, opening
 
 NEW_TOKENS = 300  # 99 % of the training set's worked answers take fewer
 
@@ -35,4 +35,4 @@ def many_shot(settings, id: str, shots: list[dict], record: dict) -> Case:
         raise ValueError(f"length: {settings.length} tokens are too few for an example and a problem; give more")
     answer = record["answer"].rpartition("####")[2].strip()
     tags = {"length": settings.length, "shots": n}
-    return Case("gsm8k", id, context(n), question, (answer,), "accuracy_number", NEW_TOKENS, tags)
+    return Case("gsm8k", id, context(n), question, (answer,), "accuracy_number", NEW_TOKENS, tags, opening(question))

@@ -11,7 +11,7 @@ from itertools import islice
 
 from ..data import drawn, files, read_jsonl
 from ..haystack import most, words
-from . import TASKS, Case
+from . import TASKS, Case, opening
 
 QUESTION = {"lines": "\nNow the record is over", "topics": " Now the record ends"}  # where a prompt starts to ask
 METRIC = {"lines": "longeval", "topics": "contains_any"}
@@ -77,4 +77,5 @@ def made_up(settings, i: int) -> Case:
         raise ValueError(f"length: {settings.length} tokens are too few for a line and its question; give more")
     context, question, number = parts(n)
     id, tags = f"longeval/lines/{settings.length}/{i}", {"length": settings.length, "lines": n}
-    return Case("longeval/lines", id, context, question, (number,), "longeval", 16, tags)
+    how = settings.room([number]), tags, opening(question, "line "), True
+    return Case("longeval/lines", id, context, question, (number,), "longeval", *how)

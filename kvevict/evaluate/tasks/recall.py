@@ -14,7 +14,7 @@ import zlib
 from itertools import pairwise
 
 from ..haystack import haystack, most
-from . import TASKS, Case
+from . import TASKS, Case, opening
 
 RELATIONS = ("code", "number", "key", "price", "level", "score", "mark", "signal")
 _ONSETS = tuple(
@@ -23,7 +23,6 @@ _ONSETS = tuple(
 _VOWELS = ("a", "e", "i", "o", "u", "ai", "ea", "oo")
 _MIDDLES = ("", "", "", "l", "m", "n", "r", "s")
 _CODAS = ("", "ck", "d", "l", "m", "n", "nd", "ng", "p", "r", "rn", "s", "sk", "st", "t", "th", "x")
-NEW_TOKENS = 8  # a space and two tokens of three digits are an answer; other tokenizers need up to eight
 
 
 def name(rng) -> str:
@@ -78,6 +77,12 @@ def hidden(settings, rng, facts, asked, depth=None):
     return haystack(settings).passage(rng, settings.length, settings, facts=said, after=asked)
 
 
+def one_line(settings, task, id, context, asked, answers, metric, tags) -> Case:
+    """A case whose question ends with the beginning of its answer, of one line."""
+    room = settings.room(answers, every=metric == "contains_all")
+    return Case(task, id, context, asked, answers, metric, room, tags, opening(asked), one_line=True)
+
+
 def draw(rng, count: int):
     """Facts (relation, name, value) about different names, with different values."""
     values = rng.sample(range(100_000, 1_000_000), count)
@@ -95,22 +100,22 @@ def needle(settings):
             tags = dict(length=settings.length, depth=depth, facts=4)
             case = f"needle/{settings.length}/{depth}/{i}"
             context = hidden(settings, rng, facts, asked, depth)
-            yield Case("needle", case, context, asked, (what,), "exact", NEW_TOKENS, tags)
+            yield one_line(settings, "needle", case, context, asked, (what,), "exact", tags)
 
 
 def eight(name: str):
     """Register a task of eight facts: build(rng, facts) is what a case says of them, (facts, question, answers, metric,
-    new tokens, further tags)."""
+    further tags)."""
 
     def register(build):
         @TASKS.add(name)
         def cases(settings):
             for i in range(settings.cases):
                 rng = settings.rng(name, settings.length, i)
-                facts, asked, *rest, more = build(rng, draw(rng, 8))
+                facts, asked, answers, metric, more = build(rng, draw(rng, 8))
                 tags = dict(length=settings.length, facts=8) | more
                 context = hidden(settings, rng, facts, asked)
-                yield Case(name, f"{name}/{settings.length}/{i}", context, asked, *rest, tags)
+                yield one_line(settings, name, f"{name}/{settings.length}/{i}", context, asked, answers, metric, tags)
 
         return build
 
@@ -120,7 +125,7 @@ def eight(name: str):
 @eight("facts")
 def one_of_eight(rng, facts):
     relation, who, what = facts[0]
-    return facts, question(relation, who), (what,), "exact", NEW_TOKENS, {}
+    return facts, question(relation, who), (what,), "exact", {}
 
 
 @eight("multivalue")
@@ -129,7 +134,7 @@ def several_of_one(rng, facts):
     relation, who, _ = facts[0]
     facts[:wanted] = [(relation, who, what) for _, _, what in facts[:wanted]]
     answers = tuple(what for _, _, what in facts[:wanted])
-    return facts, question_all(relation, who), answers, "contains_all", NEW_TOKENS * wanted, dict(values=wanted)
+    return facts, question_all(relation, who), answers, "contains_all", dict(values=wanted)
 
 
 @eight("tracking")
@@ -139,7 +144,7 @@ def chained(rng, facts):
     facts = [(relation, *fact[1:]) for fact in facts]
     facts[:2] = [(relation, a, f"that of {b}") for a, b in pairwise(names)]
     steps = " ".join(statement(*fact) for fact in facts[:3]).removeprefix(f"The {relation} of {names[0]} is ")
-    return facts, question(relation, names[0]), (steps.removesuffix("."), what), "exact", 6 * NEW_TOKENS, dict(hops=2)
+    return facts, question(relation, names[0]), (steps.removesuffix("."), what), "exact", dict(hops=2)
 
 
 @TASKS.add("keyvalue")
@@ -159,10 +164,8 @@ def keyvalue(settings):
         chosen = int(place * count)
         _, who, what = facts[chosen]
         tags = dict(length=settings.length, facts=count, depth=round(chosen / max(1, count - 1), 2))
-        yield Case(
-            "keyvalue", f"keyvalue/{settings.length}/{i}", lines(facts[:count]), line_question(who), (what,), "exact",
-            NEW_TOKENS, tags,
-        )  # fmt: skip
+        case, asked = f"keyvalue/{settings.length}/{i}", line_question(who)
+        yield one_line(settings, "keyvalue", case, lines(facts[:count]), asked, (what,), "exact", tags)
 
 
 def lines(facts) -> str:

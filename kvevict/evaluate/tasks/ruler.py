@@ -5,7 +5,9 @@ NVIDIA/RULER at c3f5e3b). As there, prompt and generated tokens together fit `se
 many of its task's units (lines, words, documents) as fit. What differs on purpose:
 - the essay haystack is `settings.haystack`, in whole sentences (RULER: Paul Graham's essays, always from their start);
 - every case has draws of its own (RULER places and shuffles all cases alike), its keys, values and words distinct;
-- below 4096 tokens, where RULER does not go, `vt`'s solved example is as short as it can be.
+- below 4096 tokens, where RULER does not go, `vt`'s solved example is as short as it can be;
+- generation ends with the line where the answer is one, and where all of the answer could have been said in the model's
+  own tokens.
 
 `settings.data` may hold the wonderwords lists (nounlist.txt, adjectivelist.txt, verblist.txt, in it or in its folder
 wonderwords); without them the words are ours. It must hold squad.json for qa_1 and hotpotqa.json for qa_2.
@@ -18,10 +20,10 @@ from pathlib import Path
 
 from ..haystack import most
 from ..words import LISTS
-from . import TASKS, Case
+from . import TASKS, Case, opening
 
 # The published wording (RULER's constants.py): what stands before the units; the question after them, with the
-# beginning of the answer; and the tokens to generate.
+# beginning of the answer; and the tokens to generate. In chat templates that beginning is the assistant's, as in RULER.
 PROMPTS = {
     "needle": (
         "A special magic {kind} is hidden within the following text. Make sure to memorize it. "
@@ -75,15 +77,18 @@ def register(name: str, prompt: str, build, metric: str = "contains_all", **para
 
     Context and question are at most `room` tokens.
     """
-    name, new_tokens = f"ruler/{name}", PROMPTS[prompt][2]
+    name, published = f"ruler/{name}", PROMPTS[prompt][2]
+    mark = "The special" if prompt.startswith("needle") else "Answer:"
 
     @TASKS.add(name)
     def cases(settings):
         for i in range(settings.cases):
-            rng, room = settings.rng(name, i), settings.length - new_tokens
+            rng, room = settings.rng(name, i), settings.length - published
             context, question, answers = build(settings, rng, room, i, **parameters)
             id, tags = f"{name}/{settings.length}/{i}", {"length": settings.length}
-            yield Case(name, id, context, question, tuple(answers), metric, new_tokens, tags)
+            new_tokens = min(published, settings.room(answers, every=True)) if prompt != "qa" else published
+            how = new_tokens, tags, opening(question, mark), prompt in ("needle", "vt", "qa")
+            yield Case(name, id, context, question, tuple(answers), metric, *how)
 
 
 def fill(settings, room: int, before: str, body, after: str, least: int, limit=math.inf) -> str:

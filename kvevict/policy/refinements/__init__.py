@@ -23,6 +23,18 @@ class Refinement:
     def check(self, policy) -> None:
         """Raise ValueError when the options do not fit each other or the policy."""
 
+    def passes(self) -> int:
+        """How often the observers' logits are computed for it, which `kvevict plan` counts."""
+        return 0
+
+    def scans(self) -> int:
+        """How often every slot's value is read."""
+        return 0
+
+    def flops(self) -> int:
+        """FLOPs per component of a slot's value."""
+        return 0
+
     def refine(self, view, score):
         return score
 

@@ -35,6 +35,15 @@ class Caote(Refinement):
                 "weights='each' is the exact error: it has no squared form and no fast one; weights='pooled'"
             )
 
+    def passes(self):
+        return int(self.weights == "each")
+
+    def scans(self):
+        return 1 if self.weights == "each" else 2  # the mean value, and distances from it
+
+    def flops(self):
+        return 0 if self.weights == "each" else 4 if self.fast else 5  # weighted or not, summed; less, squared, summed
+
     def refine(self, view, score):
         if self.weights == "each":
             return view.output_error("l2", group="mean")

@@ -5,6 +5,7 @@ score turns what they pay attention to into numbers; every score works with ever
 not. While decoding there is nothing to read along: the newest row observes, or the last `decoded` ones.
 """
 
+import contextlib
 import sys
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -20,9 +21,20 @@ ROWS = Registry("rows")
 class Along:
     """Rows that read along behind every chunk of a prompt and are not stored."""
 
-    tokens: object  # ids [B, p] or embeddings [B, p, E]
+    tokens: object  # ids [B, p] or embeddings [B, p, E]; where a chunk has fewer rows along, these are the last
     positions: object  # [B, p] in the prompt or behind it; None: right behind each chunk
     columns: object = None  # [B, p] of the prompt that they are; None: they are not of the prompt
+    adapter: object = None  # whose `on(decoder)` is entered while they read
+
+    def last(self, count):
+        """The last `count` of them."""
+        tokens, positions, columns = (
+            t if t is None else t[:, -count:] for t in (self.tokens, self.positions, self.columns)
+        )
+        return Along(tokens, positions, columns, self.adapter)
+
+    def adapted(self, decoder):
+        return contextlib.nullcontext() if self.adapter is None else self.adapter.on(decoder)
 
 
 class Part(NamedTuple):
@@ -39,6 +51,7 @@ class Rows:
     whole: ClassVar[bool] = False  # they exist once the whole prompt was read, so layers wait for that
     turns: ClassVar[bool] = False  # they turn queries from one position to another: `View.rotate`
     newest: ClassVar[bool] = False  # while decoding the newest row observes, and none is remembered
+    n_d: ClassVar[int] = 0  # tokens that are drafted
 
     @property
     def most(self) -> int:
@@ -55,16 +68,16 @@ class Rows:
         """How many decoded rows are remembered to observe while decoding."""
         return 0
 
-    @property
-    def inside(self) -> bool:
-        """Whether the prompt ends with the rows that read along, so that its last chunk has them as its own."""
-        return False
+    def inside(self, along: int) -> int:
+        """How many of `along` rows that read along the prompt ends with, so that its last chunk has them as its own."""
+        return 0
 
     def check(self, policy) -> None:
         """Raise ValueError when the options do not fit each other or the policy."""
 
-    def ready(self) -> None:
-        """Raise ValueError when an option that has no default is missing; called when a model is patched."""
+    def ready(self, decoder) -> None:
+        """Raise ValueError when an option that has no default is missing, or not for this decoder; called when a model
+        is patched."""
 
     def told(self, response) -> "Rows":
         """These rows where the ids of the true response are known: the rows of a reference may look at them."""
@@ -93,8 +106,9 @@ class Rows:
         """How many of the last alive slots are the rows' own and always kept: a number or int32 [B]."""
         return 0
 
-    def parts(self, rows: int, stored: int, along: int) -> list:
-        """`Part`s that observe a layer of `stored` slots behind a chunk of `rows` rows, `along` rows reading along."""
+    def parts(self, rows: int, stored: int, along: int, tokens: int) -> list:
+        """`Part`s that observe a layer of `stored` slots behind a chunk of `rows` rows, `along` rows reading along;
+        tokens: the prompt's."""
         return []
 
     def __deepcopy__(self, memo):  # immutable, and what drafts for it is another model

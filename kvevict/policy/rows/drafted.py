@@ -3,6 +3,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...models import pretrained
 from ..checks import count, flag
 from . import ROWS, Part, Rows, at_most, last
 from .given import behind
@@ -50,7 +51,7 @@ class Drafted(Rows):
                 f"{self.draft_model!r}"
             )
 
-    def ready(self):
+    def ready(self, decoder):
         if self.whole:
             return
         if self.draft_model is None:
@@ -104,7 +105,7 @@ class Drafted(Rows):
     def protect(self, view):
         return self.decoded if view.decoding else self.window
 
-    def parts(self, rows, stored, along):
+    def parts(self, rows, stored, along, tokens):
         window = [last(rows, self.window, stored)] if self.window else []
         return [Part(self.n_d, stored + rows, False, self.draft_keys), *window]
 
@@ -122,11 +123,11 @@ def head(top):
 
 @functools.lru_cache(maxsize=1)
 def load(name: str):
-    """A causal language model in eval mode from a folder or a hub id; the last one stays loaded."""
+    """A causal language model in eval mode, as `pretrained` takes it; the last one stays loaded."""
     from transformers import AutoModelForCausalLM
 
     try:
-        return AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval()
+        return pretrained(AutoModelForCausalLM, name, dtype="auto").eval()
     except (OSError, ValueError) as error:
         raise ValueError(f"draft_model={name!r} cannot be loaded: {error}") from error
 

@@ -24,7 +24,7 @@ class Given(Rows):
 
     decoded = most
 
-    def ready(self):
+    def ready(self, decoder):
         if not self.ids:
             raise ValueError(
                 "rows='given' needs ids=(...), token ids that will follow the prompt (for oracle: the response)"
@@ -54,7 +54,7 @@ class Given(Rows):
     def observing(self, step):
         return np.full(len(step.padding), len(self.ids))
 
-    def parts(self, rows, stored, along):
+    def parts(self, rows, stored, along, tokens):
         return [Part(len(self.ids), stored + rows, False, True)]
 
 

@@ -47,9 +47,8 @@ class Probe(Rows):
     def turns(self):
         return self.append and self.ema_space == "aligned"
 
-    @property
-    def inside(self):
-        return self.span is None
+    def inside(self, along):
+        return 0 if self.span else along
 
     def check(self, policy):
         if isinstance(self.probe, tuple):
@@ -130,7 +129,7 @@ class Probe(Rows):
 
     def _ends(self, view):
         """Whether the chunk ends with the probe."""
-        return view.last and self.inside
+        return view.last and not self.span
 
     def observing(self, step):
         return np.minimum(self.lengths(step.read.tokens), step.positions.shape[1] - step.padding)
@@ -140,8 +139,8 @@ class Probe(Rows):
             return self.most
         return view.upload(self.lengths(view.prompt_tokens)) if self._ends(view) else 0
 
-    def parts(self, rows, stored, along):
+    def parts(self, rows, stored, along, tokens):
+        count = int(self.lengths(np.array(tokens)))
         if not self.append:
-            return [last(rows, self.most, stored)]
-        unseen = 0 if along else self.most
-        return [Part(self.most, stored + rows - unseen, False, False)]
+            return [last(rows, count, stored)]
+        return [Part(count, stored + rows - (0 if along else count), False, False)]

@@ -35,7 +35,7 @@ class Last(Rows):
     def observing(self, step):
         return at_most(1, step)
 
-    def parts(self, rows, stored, along):
+    def parts(self, rows, stored, along, tokens):
         return [last(rows, 1, stored)]
 
 
@@ -53,7 +53,7 @@ class All(Rows):
     def observing(self, step):
         return tokens_of(step)
 
-    def parts(self, rows, stored, along):
+    def parts(self, rows, stored, along, tokens):
         return [last(rows, rows, stored)]
 
 
@@ -82,5 +82,5 @@ class Window(Rows):
     def protect(self, view):
         return self.window
 
-    def parts(self, rows, stored, along):
+    def parts(self, rows, stored, along, tokens):
         return [last(rows, self.window, stored)]

@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from ..checks import count, one_of
 from ..registry import Registry, load_folder
 from ..rows import Rows
-from ..rows.window import Window
+from ..rows.window import NoRows, Window
 
 SCORES = Registry("score")
 
 
 @dataclass(frozen=True)
 class Score:
-    rows: ClassVar[Rows] = Window()  # the method's own, where a policy names none
+    rows: ClassVar[Rows] = NoRows()  # the method's own, where a policy names none
     carries: ClassVar[bool] = False  # the score is a running sum that stays with the slot
     ordinal: ClassVar[bool] = False  # scores only rank slots: they may be negative, and their sums mean nothing
     shared: ClassVar[bool] = False  # one choice for all heads of a layer
@@ -38,9 +38,14 @@ class Score:
         """How many of the first and of the last alive slots are always kept (the last: a number or one per row)."""
         return self.protected
 
-    def passes(self) -> int:
-        """How often the observers' logits are computed, which `kvevict plan` counts."""
-        return 1
+    def passes(self, known: bool = False) -> int:
+        """How often the observers' logits are computed, which `kvevict plan` counts. known: what a single row pays, the
+        mean over a group, is there already."""
+        return int(not known)
+
+    def scans(self) -> int:
+        """How often every slot's key or value is read besides."""
+        return 0
 
     def check(self, policy) -> None:
         """Raise ValueError when the options do not fit each other or the policy."""
@@ -73,6 +78,7 @@ class Pooled(Score):
     kernel: int = 7
     pool: str = "max"
     sink: int = 0
+    rows: ClassVar[Rows] = Window()
 
     def check(self, policy):
         super().check(policy)
@@ -101,6 +107,9 @@ class Attention(Pooled):
         super().check(policy)
         for name in ("reduce", "group"):
             one_of(name, getattr(self, name), ("sum", "mean", "max"))
+
+    def passes(self, known=False):
+        return int(not (known and self.group == "mean"))
 
     def score(self, view):
         return view.attention(self.reduce, self.group)

@@ -8,6 +8,7 @@ import torch
 
 from ..rows.drafted import Drafted
 from ..rows.given import Given
+from ..rows.lookahead import Lookahead
 from ..rows.probe import Probe
 from ..rows.window import Window
 from . import SCORES, Attention
@@ -36,6 +37,15 @@ class Oracle(Attention):
 
     reduce: str = "mean"
     rows: ClassVar = Given()
+
+
+@SCORES.add("lookahead")
+@dataclass(frozen=True)
+class LookaheadKV(Attention):
+    """LookaheadKV (eq. 4, algorithm 2): mean attention of learned rows behind the prompt; no slot is kept for that."""
+
+    reduce: str = "mean"
+    rows: ClassVar = Lookahead()
 
 
 @SCORES.add("laq")

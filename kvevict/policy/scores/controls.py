@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from ..checks import count, flag
-from ..rows.window import NoRows
 from . import SCORES, Score
 
 
@@ -16,8 +15,10 @@ from . import SCORES, Score
 class KNorm(Score):
     """K-norm (Devoto et al. 2024): `-||k_i||_2`, small keys first."""
 
-    rows: ClassVar = NoRows()
     ordinal: ClassVar[bool] = True
+
+    def scans(self):
+        return 1
 
     def score(self, view):
         return -view.norm("k", 2)
@@ -32,11 +33,13 @@ class KeyDiff(Score):
     """
 
     unit: bool = False
-    rows: ClassVar = NoRows()
     ordinal: ClassVar[bool] = True
 
     def check(self, policy):
         flag("unit", self.unit)
+
+    def scans(self):
+        return 2  # the mean key, and distances from it
 
     def score(self, view):
         def one(keys):
@@ -53,7 +56,6 @@ class Random(Score):
     """Random: a hash of (seed, layer, kv head, position), so that a row keeps the same slots in any batch."""
 
     seed: int = 0
-    rows: ClassVar = NoRows()
     ordinal: ClassVar[bool] = True
 
     def check(self, policy):

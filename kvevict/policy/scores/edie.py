@@ -25,8 +25,11 @@ class Edie(Pooled):
     outputs: ClassVar[bool] = True
     kind: ClassVar[str] = "edie"
 
-    def passes(self):
+    def passes(self, known=False):
         return 1 if self.weight == "none" else 2
+
+    def scans(self):
+        return 1
 
     def check(self, policy):
         super().check(policy)

@@ -3,7 +3,6 @@ from typing import ClassVar
 
 import torch
 
-from ..rows.window import NoRows
 from . import SCORES, Score
 
 
@@ -13,7 +12,6 @@ class Streaming(Score):
     """StreamingLLM (Xiao et al. 2023): the first `sink` slots, then the most recent ones."""
 
     sink: int = 4
-    rows: ClassVar = NoRows()
     decodes: ClassVar[bool] = True
     ordinal: ClassVar[bool] = True
 

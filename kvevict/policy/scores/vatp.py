@@ -15,6 +15,9 @@ class VATP(H2O):
     sink: int = 20
     decodes: ClassVar[bool] = False
 
+    def scans(self):
+        return 1
+
     def score(self, view):
         return view.carry * view.norm("v", 1)
 
@@ -23,6 +26,9 @@ class VATP(H2O):
 @dataclass(frozen=True)
 class PAASVN(Attention):
     """PAASVN (EDIE eq. 4), EDIE's baseline: SnapKV's sums times the 1-norm of the value, pooled."""
+
+    def scans(self):
+        return 1
 
     def score(self, view):
         return super().score(view) * view.norm("v", 1)

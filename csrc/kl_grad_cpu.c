@@ -1,0 +1,134 @@
+/* Gradient of kl to queries and new keys, on a CPU. With g[i] = (1 / sum p - t[i] / p[i]) / rows, the gradient of the
+ * loss to every row's a[r,i], and the softmax behind it:
+ *   c[r] = sum a[r,i] g[i]              w[r,i] = a[r,i] (g[i] - c[r])
+ *   dq[r] = scale sum w[r,i] k[i]       dk[i] = scale sum w[r,i] q[r]
+ * A task is one (b, kv head) and goes over its columns twice, for c and for w: no matrix is kept. See observe.h. */
+#include "kl.h"
+
+typedef struct {
+  kv_tile tile;
+  float *centre; /* [G, R] c */
+  float *pull;   /* [G, KEYS] g of a block */
+  float *keys;   /* [KEYS, width] a block as floats */
+  float *o, *q;  /* [rows, width], [D] */
+} kv_kl_space;
+
+static void *kv_kl_alloc(kv_kl_space *x, const kv_observers *a, void **tile) {
+  const int64_t G = a->H / a->Hkv, width = kv_round_up(a->D, VL);
+  *tile = kv_tile_alloc(&x->tile, G, a->D, 0);
+  const int64_t rows = kv_round_up(G * x->tile.steps, MR);
+  const int64_t sizes[] = {G * a->R, G * KEYS, kv_block(a->D) * width, rows * width, a->D};
+  float **const fields[] = {&x->centre, &x->pull, &x->keys, &x->o, &x->q};
+  return kv_carve(5, sizes, fields);
+}
+
+/* g of the block of `columns` from c0 on; 0 for columns that do not count. */
+static void kv_kl_pull(const kv_kl_grad *a, const kv_observed *head, const kv_kl_of *of, int64_t c0, float *pull) {
+  const int64_t G = head->query.G, b = head->b, observing = kv_max(a->rows.R - a->rows.row_first[b], 1);
+  for (int64_t g = 0; g < G; g++)
+    for (int64_t i = 0; i < KEYS; i++) {
+      const int64_t c = c0 + i;
+      double to = 0;
+      if (c < of[g].n && !of[g].none) {
+        const double p = of[g].paid[c];
+        to = 1 / of[g].paid_sum - (p < KV_KL_LEAST ? 0 : of[g].target[c] / of[g].target_sum / p);
+      }
+      pull[g * KEYS + i] = (float)(to * a->grad[b * a->rows.H + head->h * G + g] / (double)observing);
+    }
+}
+
+/* s -> w of a row over `most` columns whose g is given; of c 0 without the row's sum: returns sum a g. */
+static float kv_kl_weigh(float *s, int64_t most, float lse, const float *pull, float centre, float cap) {
+  vf sum = vf_set1(0);
+  for (int64_t c = 0; c < most; c += VL) {
+    const vf x = vf_load(s + c), a = vf_exp2(x - lse), g = vf_load(pull + c);
+    vf w = a * (g - centre);
+    sum += a * g;
+    if (cap > 0) w *= 1 - (x / cap) * (x / cap);
+    vf_store(s + c, vf_select((vu)(a != 0), w, vf_set1(0)));
+  }
+  return vf_sum(sum);
+}
+
+/* dk of the block's new columns gains w q over the tile's rows, steps t .. t + n - 1. */
+static void kv_kl_add_dk(const kv_kl_grad *a, const kv_observed *head, kv_kl_space *x, int64_t t, int64_t n, int64_t c0,
+                         int64_t most) {
+  const int64_t D = a->rows.D, at = head->b * a->rows.Hkv + head->h, len = a->rows.slots.len[at];
+  const int64_t first = a->rows.chunk.first[head->b];
+  const kv_queries *query = &head->query;
+  for (int64_t r = 0; r < query->G * n && c0 + most > len; r++) {
+    kv_load_row(query->dtype, query->q + r / n * query->head_stride + (t + r % n) * query->step_stride, x->q, D);
+    for (int64_t c = kv_max(len - c0, 0); c < most; c++) {
+      const float w = a->rows.scale * x->tile.s[r * KEYS + c];
+      float *to = a->dk + (at * a->rows.S + c0 + c - len + first) * D;
+      for (int64_t d = 0; d < D && w != 0; d++) to[d] += w * x->q[d];
+    }
+  }
+}
+
+/* dq of the tile's rows gains w k over the block, whose keys are all finite or not. */
+static void kv_kl_add_dq(const kv_kl_grad *a, const kv_observed *head, kv_kl_space *x, int64_t t, int64_t n, int64_t c0,
+                         int64_t most, int finite) {
+  static const float none[TILE + 16];
+  const int64_t D = a->rows.D, R = a->rows.R, G = head->query.G, width = kv_round_up(D, VL), rows = G * n;
+  memset(x->o, 0, (size_t)(kv_round_up(rows, MR) * width) * sizeof *x->o);
+  memset(x->tile.s + rows * KEYS, 0, (size_t)((kv_round_up(rows, MR) - rows) * KEYS) * sizeof *x->tile.s);
+  if (finite) kv_tile_o(0, x->tile.s, kv_round_up(rows, MR), most, x->keys, width, none, x->o);
+  for (int64_t r = 0; r < rows; r++) {
+    const int64_t seen = kv_min(kv_seen(head->bounds, t + r % n) - c0, most);
+    float *to = a->dq + ((head->b * a->rows.H + head->h * G + r / n) * R + t + r % n) * D;
+    if (!finite && seen > 0) kv_row_o(0, x->tile.s + r * KEYS, seen, x->keys, width, 0, x->o + r * width);
+    for (int64_t d = 0; d < D; d++) to[d] += a->rows.scale * x->o[r * width + d];
+  }
+}
+
+/* One pass over the columns of a head: for c, or for the gradients. */
+static void kv_kl_pass(const kv_observe *job, const kv_observed *head, const kv_kl_of *of, kv_kl_space *x, int grads) {
+  const kv_kl_grad *a = job->op;
+  const int64_t R = a->rows.R, D = a->rows.D, block = kv_block(D);
+  for (int64_t c0 = 0; c0 < head->n; c0 += block) {
+    const int64_t columns = kv_min(block, head->n - c0);
+    kv_pack_k(&head->k, head->query.pairs, c0, columns, x->tile.k, x->tile.row);
+    const int finite = grads && kv_pack_v(&head->k, 0, c0, columns, x->keys, kv_round_up(D, VL));
+    kv_kl_pull(a, head, of, c0, x->pull);
+    for (int64_t t = a->rows.row_first[head->b]; t < R; t += x->tile.steps) {
+      const int64_t n = kv_min(x->tile.steps, R - t);
+      const int64_t most = kv_tile_observe(job, head, &x->tile, t, n, c0, columns);
+      for (int64_t r = 0; r < head->query.G * n && most > 0; r++) {
+        float *c = x->centre + r / n * R + t + r % n;
+        const float sum = kv_kl_weigh(x->tile.s + r * KEYS, most, x->tile.lse[r], x->pull + r / n * KEYS,
+                                      grads ? *c : 0, head->query.cap);
+        if (!grads) *c += sum;
+      }
+      if (!grads || most <= 0) continue;
+      kv_kl_add_dq(a, head, x, t, n, c0, most, finite);
+      kv_kl_add_dk(a, head, x, t, n, c0, most);
+    }
+  }
+}
+
+static void kv_kl_grad_body(void *ctx, int64_t begin, int64_t end) {
+  kv_observe *job = ctx;
+  const kv_kl_grad *a = job->op;
+  const int64_t G = a->rows.H / a->rows.Hkv, R = a->rows.R, D = a->rows.D;
+  kv_kl_space x;
+  void *tile, *memory = kv_kl_alloc(&x, &a->rows, &tile);
+  kv_kl_of *of = malloc((size_t)G * sizeof *of);
+  if (!tile || !memory || !of) job->failed = 1;
+  for (int64_t i = begin; tile && memory && of && i < end; i++) {
+    const kv_observed head = kv_observed_of(&a->rows, i);
+    for (int64_t g = 0; g < G; g++) of[g] = kv_kl_head(a->target, a->N, a->paid, a->C, i * G + g, head.n);
+    memset(a->dq + i * G * R * D, 0, (size_t)(G * R * D) * sizeof *a->dq);
+    memset(a->dk + i * a->rows.S * D, 0, (size_t)(a->rows.S * D) * sizeof *a->dk);
+    memset(x.centre, 0, (size_t)(G * R) * sizeof *x.centre);
+    kv_kl_pass(job, &head, of, &x, 0);
+    kv_kl_pass(job, &head, of, &x, 1);
+  }
+  free(of), free(memory), free(tile);
+}
+
+kv_status KV_OP(kl_grad)(const kv_kl_grad *a) {
+  kv_observe job;
+  if (kv_observe_start(&job, &a->rows, a)) kv_parallel_for(a->rows.B * a->rows.Hkv, 1, kv_kl_grad_body, &job);
+  return kv_observe_end(&job);
+}

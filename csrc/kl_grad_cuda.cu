@@ -1,0 +1,188 @@
+/* Gradient of kl to queries and new keys, on a GPU; the formulas are in kl_grad_cpu.c. A block belongs to one row, or
+ * to one new column: its vector is at rest in shared memory and all that it meets come by, a thread's dot product each.
+ * Written for the few rows that observe, which no tensor core would be filled with.
+ *
+ * budget: regs 64, smem 12288 */
+#include "kl.cuh"
+#include "launch.cuh"
+
+/* What is in shared memory: reductions, the vector at rest, weights of those that come by, shares of their sum. */
+struct KlShared {
+  float *red, *x, *weight, *part; /* [32], [256], [KL_THREADS], [groups, D] */
+};
+
+static __device__ __forceinline__ KlShared kl_shared() {
+  float *at = shared_memory<float>();
+  return {at, at + 32, at + 32 + 256, at + 32 + 256 + KL_THREADS};
+}
+
+template <class E>
+constexpr size_t KL_BYTES = (32 + 256 + KL_THREADS + KL_THREADS * VECTOR<E>)*sizeof(float);
+
+template <class E>
+static __device__ __forceinline__ void vector_at(uint64_t at, int d, float (&x)[VECTOR<E>]) {
+  vector_floats<E>(load_once_16(reinterpret_cast<const E *>(at) + d), x);
+}
+
+/* x [D] = the vector at `at`; then all threads may read it. */
+template <class E>
+static __device__ __forceinline__ void rest(uint64_t at, int D, float *x) {
+  const int d = threadIdx.x * VECTOR<E>;
+  if (d < D) {
+    float v[VECTOR<E>];
+    vector_at<E>(at, d, v);
+#pragma unroll
+    for (int i = 0; i < VECTOR<E>; i++) x[d + i] = v[i];
+  }
+  __syncthreads();
+}
+
+template <class E>
+static __device__ __forceinline__ float dot(uint64_t at, int D, const float *x) {
+  float sum = 0;
+  for (int d = 0; d < D; d += VECTOR<E>) {
+    float v[VECTOR<E>];
+    vector_at<E>(at, d, v);
+#pragma unroll
+    for (int i = 0; i < VECTOR<E>; i++) sum += v[i] * x[d + i];
+  }
+  return sum;
+}
+
+/* out [D] = scale times the sum over i < count of weight(i) times the vector at(i). A weight of 0 reads nothing. */
+template <class E, class At, class Weight>
+static __device__ __forceinline__ void weighted_sum(const KlShared &shared, int count, int D, float scale, float *out,
+                                                    At at, Weight weight) {
+  const int vectors = D / VECTOR<E>, groups = KL_THREADS / vectors, group = threadIdx.x / vectors;
+  const int d = threadIdx.x % vectors * VECTOR<E>;
+  float total[VECTOR<E>] = {};
+  for (int i0 = 0; i0 < count; i0 += KL_THREADS) {
+    const int i = i0 + threadIdx.x;
+    shared.weight[threadIdx.x] = i < count ? weight(i) : 0;
+    __syncthreads();
+    for (int j = group; group < groups && j < min(KL_THREADS, count - i0); j += groups) {
+      const float w = shared.weight[j];
+      if (w == 0) continue;
+      float v[VECTOR<E>];
+      vector_at<E>(at(i0 + j), d, v);
+#pragma unroll
+      for (int k = 0; k < VECTOR<E>; k++) total[k] += w * v[k];
+    }
+    __syncthreads();
+  }
+#pragma unroll
+  for (int k = 0; k < VECTOR<E>; k++)
+    if (group < groups) shared.part[group * D + d + k] = total[k];
+  __syncthreads();
+  if ((int)threadIdx.x >= D) return;
+  float sum = 0;
+  for (int g = 0; g < groups; g++) sum += shared.part[g * D + threadIdx.x];
+  out[threadIdx.x] = scale * sum;
+}
+
+/* g of column c, times the loss' own gradient, for a head whose sums are known. */
+static __device__ __forceinline__ float pull(const KlHead &x, float grad, int c) {
+  if (c >= x.n || x.none) return 0;
+  const float p = x.paid[c];
+  return grad * (1 / x.paid_sum - (p < KV_KL_LEAST ? 0 : x.target[c] / x.target_sum / p));
+}
+
+/* a and what a logit bends by, of the product s = q.k of a row with that lse, in log2 units. */
+static __device__ __forceinline__ float2 attention_of(const Logits &logits, float s, float lse) {
+  const float y = logits.transformed ? logits.of(s) : s, bent = logits.cap > 0 ? y / logits.cap : 0;
+  return {exp2_approx(logits.scale * y - lse), 1 - bent * bent};
+}
+
+static __device__ __forceinline__ float row_grad(const kv_kl_grad &a, int64_t head) {
+  return a.grad[head] / (float)max((int)a.rows.R - a.rows.row_first[head / a.rows.H], 1);
+}
+
+template <class E>
+static __device__ __forceinline__ uint64_t query_at(const kv_observers &a, int64_t head, int r) {
+  const int64_t at = head / a.H * a.q_stride[0] + head % a.H * a.q_stride[1] + r * a.q_stride[2];
+  return reinterpret_cast<uint64_t>(static_cast<const E *>(a.q) + at);
+}
+
+/* Block (r, head): dq of row r; centre [B, H, R] and sums [B, H, 2] are left for the keys. */
+template <class E>
+static __global__ void __launch_bounds__(KL_THREADS)
+    dq_kernel(const kv_kl_grad a, const Logits logits, float *centre, float *sums) {
+  const kv_observers &rows = a.rows;
+  const int64_t head = blockIdx.y;
+  const int r = blockIdx.x, G = rows.H / rows.Hkv, D = rows.D;
+  const Observed x = observed<E>(rows, head / rows.H * rows.Hkv + head % rows.H / G);
+  const KlShared shared = kl_shared();
+  const KlHead of = kl_head(rows, a.target, a.N, a.paid, a.C, head, shared.red);
+  const float natural = rows.lse[x.b * rows.lse_stride[0] + head % rows.H * rows.lse_stride[1] + r];
+  const float lse = natural * LOG2E, grad = row_grad(a, head);
+  const int seen = natural == -INFINITY || r < x.row_first ? 0 : x.bounds.seen(r);
+  rest<E>(query_at<E>(rows, head, r), D, shared.x);
+  float c = 0;
+  for (int i = threadIdx.x; i < seen; i += KL_THREADS)
+    c += attention_of(logits, dot<E>(kv_segments_at(&x.k, i), D, shared.x), lse).x * pull(of, grad, i);
+  c = block_sum(c, shared.red);
+  if (threadIdx.x == 0) {
+    centre[head * rows.R + r] = c;
+    if (r == 0) sums[2 * head] = of.target_sum, sums[2 * head + 1] = of.paid_sum;
+  }
+  weighted_sum<E>(
+      shared, seen, D, rows.scale, a.dq + (head * rows.R + r) * D, [&](int i) { return kv_segments_at(&x.k, i); },
+      [&](int i) {
+        const float2 paid = attention_of(logits, dot<E>(kv_segments_at(&x.k, i), D, shared.x), lse);
+        return paid.x == 0 ? 0 : paid.x * paid.y * (pull(of, grad, i) - c);
+      });
+}
+
+/* Block (j, b * Hkv + h): dk of new column j. */
+template <class E>
+static __global__ void __launch_bounds__(KL_THREADS)
+    dk_kernel(const kv_kl_grad a, const Logits logits, const float *centre, const float *sums) {
+  const kv_observers &rows = a.rows;
+  const int64_t at = blockIdx.y;
+  const int j = blockIdx.x, G = rows.H / rows.Hkv, D = rows.D, R = rows.R;
+  const Observed x = observed<E>(rows, at);
+  const KlShared shared = kl_shared();
+  float *out = a.dk + (at * rows.S + j) * D;
+  const int first = rows.chunk.first[x.b], column = x.k.len + j - first;
+  if (j < first || j >= rows.stop[x.b]) {
+    if ((int)threadIdx.x < D) out[threadIdx.x] = 0;
+    return;
+  }
+  rest<E>(kv_segments_at(&x.k, column), D, shared.x);
+  const int64_t head0 = x.b * rows.H + x.h * G;
+  weighted_sum<E>(
+      shared, G * R, D, rows.scale, out, [&](int i) { return query_at<E>(rows, head0 + i / R, i % R); },
+      [&](int i) {
+        const int64_t head = head0 + i / R;
+        const int r = i % R;
+        const float lse = rows.lse[x.b * rows.lse_stride[0] + head % rows.H * rows.lse_stride[1] + r];
+        if (lse == -INFINITY || r < x.row_first || column >= x.bounds.seen(r)) return 0.0f;
+        const KlHead of = {min(x.k.n, (int)a.N), a.target + head * a.N, a.paid + head * a.C,
+                           sums[2 * head],       sums[2 * head + 1],    sums[2 * head] == 0 || sums[2 * head + 1] == 0};
+        const float2 paid = attention_of(logits, dot<E>(query_at<E>(rows, head, r), D, shared.x), lse * LOG2E);
+        const float to = pull(of, row_grad(a, head), column) - centre[head * R + r];
+        return paid.x == 0 ? 0.0f : paid.x * paid.y * to;
+      });
+}
+
+template <class E>
+static int run(const kv_kl_grad *a, float *centre, void *stream) {
+  const kv_observers &x = a->rows;
+  const Logits logits = logits_of(x.scale, x.softcap);
+  float *sums = centre + x.B * x.H * x.R;
+  const dim3 each((unsigned)x.R, (unsigned)(x.B * x.H)), keys((unsigned)x.S, (unsigned)(x.B * x.Hkv));
+  int error = 0;
+  if (x.R) error = launch<dq_kernel<E>>(each, KL_THREADS, KL_BYTES<E>, stream, *a, logits, centre, sums);
+  if (error || x.S == 0) return error;
+  return launch<dk_kernel<E>>(keys, KL_THREADS, KL_BYTES<E>, stream, *a, logits, (const float *)centre,
+                              (const float *)sums);
+}
+
+int64_t kv_kl_grad_cuda_scratch(const kv_kl_grad *a) {
+  return a->rows.B * a->rows.H * (a->rows.R + 2) * (int64_t)sizeof(float);
+}
+
+int kv_kl_grad_cuda(const kv_kl_grad *a, void *scratch, void *stream) {
+  if (a->rows.B * a->rows.H == 0) return 0;
+  return dispatch(a->rows.dtype, [&](auto e) { return run<decltype(e)>(a, static_cast<float *>(scratch), stream); });
+}

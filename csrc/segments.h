@@ -1,0 +1,65 @@
+/* Where the alive slots [stored | new] of one (b, kv head) lie, for C11 and CUDA: the only place that knows. */
+#ifndef KVEVICT_SEGMENTS_H
+#define KVEVICT_SEGMENTS_H
+#include "kvevict.h"
+
+#ifdef __cplusplus
+#define KV_ADDRESSING static __device__ __forceinline__
+typedef int32_t kv_span; /* registers are scarce; the caller lets no larger strides through */
+typedef uint32_t kv_unsigned;
+#else
+#define KV_ADDRESSING static inline
+typedef int64_t kv_span;
+typedef uint64_t kv_unsigned;
+#endif
+
+/* Slot i < len is stored row i, the others are new rows. Addresses of slots that are not there may be computed, but are
+ * never read. */
+typedef struct {
+  uint64_t stored, chunk;              /* where slot 0 of either would be */
+  kv_span stored_stride, chunk_stride; /* in bytes */
+  kv_span len, n;                      /* n slots, len of them stored */
+} kv_segments;
+
+KV_ADDRESSING uint64_t kv_segments_at(const kv_segments *x, kv_span i) {
+  const kv_unsigned stride = (kv_unsigned)(i < x->len ? x->stored_stride : x->chunk_stride);
+  return (i < x->len ? x->stored : x->chunk) + (uint64_t)(kv_unsigned)i * stride;
+}
+
+/* rows: the layer's [rows, D], of which slot 0 is row `offset`; chunk: [B, Hkv, S, D] with strides b, h, s, of which
+ * columns first .. stop - 1 are alive. Of an empty chunk address and strides may be anything: its rows then lie at
+ * 0, which copies of no bytes may name. size: of a number, in bytes. */
+KV_ADDRESSING kv_segments kv_segments_of(const void *rows, int64_t offset, int64_t len, const void *chunk,
+                                         const int64_t *stride, int64_t b, int64_t h, int64_t first, int64_t stop,
+                                         int64_t D, int64_t size) {
+  const int64_t at = b * stride[0] + h * stride[1] + (first - len) * stride[2];
+  const int none = stop <= first;
+  const kv_segments x = {(uint64_t)rows + (uint64_t)(offset * D * size),
+                         none ? 0 : (uint64_t)chunk + (uint64_t)(at * size),
+                         (kv_span)(D * size),
+                         none ? 0 : (kv_span)(stride[2] * size),
+                         (kv_span)len,
+                         (kv_span)(len + stop - first)};
+  return x;
+}
+
+/* Keys, values and positions of head h of row b. */
+KV_ADDRESSING kv_segments kv_keys_of(const kv_slots *slots, const kv_new *chunk, int64_t b, int64_t h, int64_t Hkv,
+                                     int64_t stop, int64_t D, int64_t size) {
+  const int64_t head = b * Hkv + h;
+  return kv_segments_of(slots->k, slots->offset[head], slots->len[head], chunk->k, chunk->k_stride, b, h,
+                        chunk->first[b], stop, D, size);
+}
+KV_ADDRESSING kv_segments kv_values_of(const kv_slots *slots, const kv_new *chunk, int64_t b, int64_t h, int64_t Hkv,
+                                       int64_t stop, int64_t D, int64_t size) {
+  const int64_t head = b * Hkv + h;
+  return kv_segments_of(slots->v, slots->offset[head], slots->len[head], chunk->v, chunk->v_stride, b, h,
+                        chunk->first[b], stop, D, size);
+}
+KV_ADDRESSING kv_segments kv_positions_of(const kv_slots *slots, const kv_new *chunk, int64_t b, int64_t h, int64_t Hkv,
+                                          int64_t S) {
+  const int64_t head = b * Hkv + h, stride[3] = {S, 0, 1};
+  return kv_segments_of(slots->pos, slots->offset[head], slots->len[head], chunk->pos, stride, b, h, chunk->first[b], S,
+                        1, sizeof *slots->pos);
+}
+#endif

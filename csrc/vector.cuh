@@ -1,0 +1,36 @@
+/* 16 bytes of numbers, the unit in which memory is read, and the choice of a kernel by dtype. E is float, f16 or
+ * bf16. */
+#ifndef KV_VECTOR_CUH
+#define KV_VECTOR_CUH
+#include "ptx.cuh"
+#include "segments.h"
+
+template <class E>
+constexpr int VECTOR = 16 / (int)sizeof(E); /* numbers of 16 bytes */
+
+template <class E>
+static __device__ __forceinline__ void vector_floats(uint4 v, float (&x)[VECTOR<E>]) {
+  const uint32_t word[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    if constexpr (sizeof(E) == 4) {
+      x[i] = __uint_as_float(word[i]);
+    } else {
+      const float2 two = unpack<E>(word[i]);
+      x[2 * i] = two.x, x[2 * i + 1] = two.y;
+    }
+  }
+}
+
+/* Numbers d .. d + VECTOR - 1 of slot i, which are read once. */
+template <class E>
+static __device__ __forceinline__ void slot_floats(const kv_segments &slots, int i, int d, float (&x)[VECTOR<E>]) {
+  vector_floats<E>(load_once_16(reinterpret_cast<const E *>(kv_segments_at(&slots, i)) + d), x);
+}
+
+/* f(E{}) with the type that dtype stands for. */
+template <class F>
+static int dispatch(kv_dtype dtype, F f) {
+  return dtype == KV_F16 ? f(f16{}) : dtype == KV_BF16 ? f(bf16{}) : f(float{});
+}
+#endif

@@ -1,0 +1,139 @@
+"""FLOPs and bytes of a chunk, of a draft and of a decoded token, by stage: dicts of (FLOPs, bytes moved).
+
+FLOPs are those of matrix products (a multiply and an add are two), and CAOTE's; norms, softmax, pooling, ranking and
+diagnostics are left out. Bytes are the least that is possible: weights once per pass, a layer's slots once per pass and
+once per scoring pass, kept slots read and written; activations are taken to stay on the chip.
+
+linear     matrix products with weights, of the prompt's own rows
+attention  of those rows
+probe      rows that only read along: both
+evict      scoring, and moving what is kept
+refine     output errors made of the scores (CAOTE)
+draft      tokens that the model drafts for itself: its passes, and the cut that they go over
+"""
+
+from ..engine.draft import FIRST_CUT
+from ..engine.schedule import follows, overfull, waits
+from ..policy.rows import Part
+
+
+def pairs(rows: int, seen: int, window: int | None = None, causal: bool = True) -> int:
+    """(row, key) pairs of one head: row t of a chunk sees `seen` earlier keys and the chunk's rows 0..t (all of them,
+    when not causal), but at most the last `window` keys."""
+    most = seen + rows if window is None else window
+    if not causal:
+        return rows * min(seen + rows, most)
+    growing = min(rows, max(0, most - seen))  # rows before the window is full
+    return growing * seen + growing * (growing + 1) // 2 + (rows - growing) * most
+
+
+def work(shape, policy, taken, batch: int = 1, causal: bool = True) -> dict:
+    """Of one chunk, a `kvevict.analysis.slots.Taken`."""
+    chunk, linear = taken.chunk, 2 * shape.products * batch
+    head = shape.head_weights if chunk.last else 0  # logits of the last row
+    pair, slot = _pair(shape, batch), shape.slot_bytes * batch  # q.k and a.v of a row; a layer's key and value
+    seen = iter(zip(taken.stored, taken.read, strict=True))
+    before = [(*next(seen), None) if w is None else (chunk.start, chunk.rows, w) for w in shape.windows]
+    attended = sum(pairs(rows, n, w, causal) for n, rows, w in before)
+    probed = sum(pairs(chunk.along, n + rows, w, causal) for n, rows, w in before)
+    read = sum((n if w is None else min(n, w - 1)) + rows for n, rows, w in before)
+    entered = sum(rows for _, rows, _ in before)
+    measured = 1 + policy.layers.measures  # TADA's error is of unpooled scores, refined for themselves
+    passes = policy.score.passes() + measured * policy.refine.passes() + policy.layers.passes(policy)
+    stored = sum(min(chunk.rows, w - 1) for w in shape.windows if w is not None)
+    evict, refine = (0, 0), (0, 0)
+    for old, rows, kept, chooses, parts in zip(taken.stored, taken.read, taken.kept, taken.scored, taken.parts):
+        n = old + rows
+        evict = _sum(evict, _observed(shape, n, parts, passes, policy.wants_outputs, causal))
+        evict = _sum(evict, (0, shape.slot_bytes / 2 * n * policy.score.scans() * chooses))
+        refine = _sum(refine, (measured * x * chooses for x in _refined(shape, policy, n)))
+        stored += kept if kept < n else rows
+    return {
+        "linear": (linear * entered // len(before) + 2 * head * batch, (shape.layer_weights + head) * shape.element),
+        "attention": (pair * attended, slot * read),
+        "probe": (linear * chunk.along + pair * probed, 0),
+        "evict": (batch * evict[0], batch * evict[1] + 2 * slot * stored),
+        "refine": tuple(batch * x for x in refine),
+        "draft": _drafted(shape, policy, taken, batch) if taken.draft else (0, 0),
+    }
+
+
+def _pair(shape, batch) -> int:
+    return 4 * shape.head_dim * shape.heads * batch
+
+
+def _sum(a, b) -> tuple:
+    return tuple(x + y for x, y in zip(a, b, strict=True))
+
+
+def _observed(shape, n, parts, passes, outputs, causal=True) -> tuple:
+    """Scoring passes over a layer of n slots. Where the layer's own attention did not leave the observers' log-sum-exp,
+    a pass for it goes before each; where outputs are wanted too, attention is taken once more and leaves both."""
+    flops = moved = 0
+    for part in parts:
+        seen = pairs(part.rows, part.slots - part.rows, causal=causal) if part.causal else part.rows * part.slots
+        times = passes if part.attended else passes + 2 if outputs else 2 * passes
+        flops, moved = flops + seen * times, moved + n * times
+    return _pair(shape, 1) // 2 * flops, shape.slot_bytes // 2 * moved
+
+
+def _refined(shape, policy, n) -> tuple:
+    refine = policy.refine
+    return shape.head_dim * shape.kv_heads * n * refine.flops(), shape.slot_bytes / 2 * n * refine.scans()
+
+
+def _drafted(shape, policy, taken, batch) -> tuple:
+    """LAQ: SnapKV's cut of a copy, n_d tokens decoded over it and, with `draft_keys`, attention to all slots."""
+    rows, n_d, pair, slot = policy.rows, policy.rows.n_d, _pair(shape, batch), shape.slot_bytes * batch
+    linear, weights = _linear(shape, batch)
+    flops, moved = n_d * linear, n_d * weights
+    for old, read, cut in zip(taken.stored, taken.read, taken.draft, strict=True):
+        n, window = old + read, min(read, FIRST_CUT.rows.window, max(1, int(cut) // 2))  # as the first cut has it
+        first = _observed(shape, n, [Part(window, n, True, True)], FIRST_CUT.score.passes(), False)
+        flops += batch * first[0] + pair * pairs(n_d, cut)
+        moved += batch * first[1] + 2 * slot * cut + slot * pairs(n_d, cut)
+        if rows.draft_keys:
+            flops, moved = flops + pair * pairs(n_d, n), moved + slot * (n + n_d)
+    for window in (w for w in shape.windows if w is not None):
+        seen = pairs(n_d, taken.chunk.end, window)
+        flops, moved = flops + pair * seen, moved + slot * seen
+    return flops, moved
+
+
+def _linear(shape, batch) -> tuple:
+    """Matrix products of one token, its logits among them. Of a mixture only the experts are read that it takes."""
+    weights = min(shape.layer_weights, shape.products * batch) + shape.head_weights
+    return 2 * batch * (shape.products + shape.head_weights), shape.element * weights
+
+
+def decoding(shape, policy, slots, budgets, seen: int, count: int, batch: int = 1):
+    """Of each of `count` tokens decoded behind `seen`: yields (stages, slots per kv head of each layer after it)."""
+    pair, slot, layers = _pair(shape, batch), shape.slot_bytes * batch, len(slots)
+    score, rows = policy.score, policy.rows
+    passes = (0 if score.carries else score.passes(known=rows.newest)) + policy.refine.passes()
+    for number in range(1, count + 1):
+        slots = [n + 1 for n in slots]
+        windows = sum(min(seen + number, w) for w in shape.windows if w is not None)
+        moved, evict, refine = len(shape.windows), (0, 0), (0, 0)
+        attended, left = sum(slots) + windows, list(slots)
+        for layer, (n, budget) in enumerate(zip(slots, budgets, strict=True)):
+            if not overfull(policy, n, budget):
+                continue
+            moved, left[layer] = moved + budget, budget
+            if follows(policy, layer) or waits(policy, layer, layers):
+                continue
+            observers = 1 if rows.newest else min(rows.decoded, number)
+            parts = [Part(observers, n, True, rows.newest)] if observers else []
+            evict = _sum(evict, _observed(shape, n, parts, passes, False))
+            evict = _sum(evict, (0, shape.slot_bytes / 2 * n * score.scans()))
+            refine = _sum(refine, _refined(shape, policy, n))
+        slots = left
+        yield (
+            {
+                "linear": _linear(shape, batch),
+                "attention": (pair * attended, slot * attended),
+                "evict": (batch * evict[0], batch * evict[1] + 2 * slot * moved),
+                "refine": tuple(batch * x for x in refine),
+            },
+            slots,
+        )

@@ -1,0 +1,263 @@
+"""What LookaheadKV trains: embeddings of the lookahead rows, and a low-rank adapter that touches these rows only."""
+
+import contextlib
+import json
+import math
+from contextvars import ContextVar
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import nn
+
+from .. import families
+from ..policy.checks import at_least_0, count
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+SETS = {"all": TARGETS, "qv": ("q_proj", "v_proj"), "none": ()}  # the variants of the paper's table 5
+FORMAT, VERSION = "kvevict lookahead", 1
+WEIGHTS, CONFIG = "adapter_model.safetensors", "config.json"
+EMBEDDINGS, PREFIX = "lookahead_embeddings", "base_model.model.model."  # PEFT's, of the decoder of a causal model
+# What of a base model's config an adapter depends on.
+BASE = (
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim",
+)  # fmt: skip
+_active: ContextVar = ContextVar("kvevict_lookahead_active", default=None)  # the `on` that runs in this thread
+
+
+class LoRA(nn.Module):
+    """x [.., inputs] -> scale * B A x [.., outputs]; 0 until trained."""
+
+    def __init__(self, inputs, outputs, rank, scale, device):
+        super().__init__()
+        self.lora_A = nn.Linear(inputs, rank, bias=False, device=device, dtype=torch.float32)
+        self.lora_B = nn.Linear(rank, outputs, bias=False, device=device, dtype=torch.float32)
+        nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5))
+        nn.init.zeros_(self.lora_B.weight)
+        self.scale = scale
+
+    def forward(self, x):
+        return self.lora_B(self.lora_A(x.to(self.lora_A.weight.dtype))) * self.scale
+
+
+class Adapter(nn.Module):
+    """Learned embeddings of `tokens` rows and a LoRA on the linear layers of a decoder, active for these rows only.
+
+    model    the loaded model it is for (causal, its decoder or under PEFT); it is not changed
+    tokens   lookahead rows n_la
+    rank     of the LoRA; its scale is alpha / rank
+    targets  "all", "qv", "none" (embeddings only), or names of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj,
+             down_proj. Where a family fuses some of them the parts keep these names. Experts of a mixture carry none.
+
+    Behind the last layer that is evicted from, and in it behind the keys, nothing can reach a score: there is no LoRA
+    (METHODS section 6). Parameters are float32, on the model's device. Raises ValueError or TypeError for options that
+    do not fit.
+    """
+
+    def __init__(self, model, tokens=32, rank=8, alpha=32, targets="all"):
+        super().__init__()
+        decoder = _decoder(model)
+        count("tokens", tokens, 1)
+        count("rank", rank, 1)
+        at_least_0("alpha", alpha, positive=True)
+        self.tokens, self.rank, self.alpha, self.targets = tokens, rank, alpha, targets_of(targets)
+        self.base = base_of(decoder)
+        embedding = decoder.get_input_embeddings()
+        device = embedding.weight.device
+        self.layers = nn.ModuleDict()
+        for path, inputs, outputs in sizes(decoder, self.targets):
+            index, block, name = path
+            layer = _inner(_inner(self.layers, str(index)), block)
+            layer[name] = LoRA(inputs, outputs, rank, alpha / rank, device)
+        with torch.no_grad():  # as some tokens of the vocabulary start
+            ids = torch.randint(embedding.weight.shape[0], (tokens,), device=device)
+            self.embeddings = nn.Parameter(embedding(ids).detach().clone().float())
+
+    @contextlib.contextmanager
+    def on(self, decoder):
+        """Within, and in this thread alone, the last `tokens` rows of every call of the decoder carry the LoRA."""
+        token = object()
+        hooks = [
+            module.register_forward_hook(_Add(token, parts, self.tokens)) for module, parts in self._places(decoder)
+        ]
+        before = _active.set(token)
+        try:
+            yield self
+        finally:
+            _active.reset(before)
+            for hook in hooks:
+                hook.remove()
+
+    def _places(self, decoder):
+        """(linear module, [(first output, LoRA)]) of every linear that carries some."""
+        for index, blocks in self.layers.items():
+            for block, own in blocks.items():
+                for module, pieces in linears(decoder.layers[int(index)], block):
+                    parts = [(start, own[name]) for name, start, _ in pieces if name in own]
+                    if parts:
+                        yield module, parts
+
+    def check(self, model) -> None:
+        """Raise ValueError, naming what differs, unless this is an adapter for models of this one's sizes."""
+        for field, value in base_of(_decoder(model)).items():
+            if self.base.get(field) != value:
+                raise ValueError(
+                    f"this lookahead adapter is for another model: its {field} is {self.base.get(field)!r}, this "
+                    f"model's is {value!r}; give the adapter that was trained on this model, or train one"
+                )
+
+    def save(self, folder, dtype=None, **about) -> None:
+        """Write adapter_model.safetensors, the LoRA by the names that PEFT gives it, and config.json to a folder, each
+        whole or not at all. dtype: of the tensors, None: as they are. about: what else config.json says. Raises OSError
+        where they cannot be written."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {_name_in_file(name): _plain(value, dtype) for name, value in self.state_dict().items()}
+        config = dict(format=FORMAT, version=VERSION, tokens=self.tokens, rank=self.rank, alpha=self.alpha)
+        config |= dict(targets=list(self.targets), base=self.base, **about)
+        write(folder / WEIGHTS, safetensors.torch.save(tensors, metadata={"format": "pt"}))
+        write(folder / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
+
+
+class _Add:
+    """A forward hook of a linear module: the last rows of its output get what the LoRA makes of its input."""
+
+    def __init__(self, token, parts, rows):
+        self.token, self.parts, self.rows = token, parts, rows
+
+    def __call__(self, module, args, output):
+        if _active.get() is not self.token:
+            return
+        x, last = args[0][..., -self.rows :, :], output[..., -self.rows :, :]
+        for start, lora in self.parts:
+            delta = lora(x)
+            last[..., start : start + delta.shape[-1]] += delta.to(output.dtype)
+
+
+def load(folder, model) -> Adapter:
+    """The adapter that `Adapter.save` wrote, on the model's device. No code of the folder is run. Raises ValueError
+    for a folder without one, a damaged one, and one for another model (which names the field that differs)."""
+    folder, config = Path(folder), config_of(folder)
+    if config["base"] != base_of(_decoder(model)):
+        made = Adapter.__new__(Adapter)
+        nn.Module.__init__(made)
+        made.base = config["base"]
+        made.check(model)
+    made = Adapter(model, config["tokens"], config["rank"], config["alpha"], tuple(config["targets"]))
+    try:
+        tensors = safetensors.torch.load_file(folder / WEIGHTS)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise ValueError(
+            f"adapter {str(folder)!r}: {WEIGHTS} is missing or damaged ({error}); train or copy it anew"
+        ) from error
+    wanted = {_name_in_file(name): name for name in made.state_dict()}
+    sizes = {name: tuple(made.state_dict()[own].shape) for name, own in wanted.items()}
+    for name in sizes.keys() | tensors.keys():
+        found = tuple(tensors[name].shape) if name in tensors else None
+        if sizes.get(name) != found:
+            raise ValueError(
+                f"adapter {str(folder)!r}: tensor {name} is {found or 'missing'}, its {CONFIG} wants "
+                f"{sizes.get(name) or 'none'}; train or copy it anew"
+            )
+    made.load_state_dict({own: tensors[name].float() for name, own in wanted.items()})
+    return made
+
+
+def config_of(folder) -> dict:
+    """What config.json of a saved adapter says. Raises ValueError where it is not one."""
+    path = Path(folder) / CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"adapter {str(folder)!r} is no folder of a lookahead adapter: {error}") from error
+    if not isinstance(config, dict) or config.get("format") != FORMAT or config.get("version") != VERSION:
+        raise ValueError(f"{path} is no config of a {FORMAT} adapter, version {VERSION}; give a folder that has one")
+    missing = {"tokens", "rank", "alpha", "targets", "base"} - config.keys()
+    if missing:
+        raise ValueError(f"{path} lacks {', '.join(sorted(missing))}; train or copy the adapter anew")
+    return config
+
+
+def bundled() -> str:
+    """Folder of the adapter for the model that comes with the package (`kvevict.small_llama()`)."""
+    return str(Path(__file__).parent.parent / "models" / "small_llama_lookahead")
+
+
+def write(path, data: bytes) -> None:
+    """A whole new file or, on an error, the old one."""
+    path = Path(path)
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_bytes(data)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def targets_of(targets) -> tuple:
+    """Names of linear layers, in their order, of what `Adapter` takes as targets."""
+    names = SETS.get(targets) if isinstance(targets, str) else tuple(targets)
+    if names is None or not set(names) <= set(TARGETS):
+        raise ValueError(f"targets must be one of {', '.join(SETS)}, or names of {', '.join(TARGETS)}, got {targets!r}")
+    return tuple(name for name in TARGETS if name in names)
+
+
+def base_of(decoder) -> dict:
+    """The sizes that an adapter depends on."""
+    found = {name: getattr(decoder.config, name, None) for name in BASE}
+    return found | dict(head_dim=decoder.layers[0].self_attn.head_dim)
+
+
+def sizes(decoder, targets):
+    """((layer, block, name), inputs, outputs) of every linear that can reach a score."""
+    last = max(i for i, kind in enumerate(families.layer_kinds(decoder.config)) if kind == families.OWN)
+    for index in range(last + 1):
+        for block in ("self_attn", "mlp"):
+            for module, pieces in linears(decoder.layers[index], block):
+                for name, _, outputs in pieces:
+                    if name in targets and (index < last or name in ("q_proj", "k_proj")):
+                        yield (index, block, name), module.in_features, outputs
+
+
+def linears(layer, block):
+    """(linear module, [(name, first output, outputs)]) of a decoder layer's block: one piece, or those that the
+    family fuses into one."""
+    parent = getattr(layer, block)
+    if hasattr(parent, "qkv_proj"):
+        config, dim = parent.config, parent.head_dim
+        q, kv = config.num_attention_heads * dim, config.num_key_value_heads * dim
+        yield parent.qkv_proj, [("q_proj", 0, q), ("k_proj", q, kv), ("v_proj", q + kv, kv)]
+    if hasattr(parent, "gate_up_proj"):
+        half = parent.gate_up_proj.out_features // 2
+        yield parent.gate_up_proj, [("gate_proj", 0, half), ("up_proj", half, half)]
+    for name in TARGETS:
+        if hasattr(parent, name):
+            module = getattr(parent, name)
+            yield module, [(name, 0, module.out_features)]
+
+
+def _decoder(model):
+    from ..patch import find_decoder
+
+    decoder = find_decoder(model)
+    if not all(hasattr(layer, "self_attn") and hasattr(layer, "mlp") for layer in families.layers_of(decoder)):
+        raise ValueError(
+            f"a lookahead adapter needs layers of `self_attn` and `mlp`, which {type(decoder).__name__} does not have: "
+            "choose another policy"
+        )
+    return decoder
+
+
+def _inner(modules, name):
+    if name not in modules:
+        modules[name] = nn.ModuleDict()
+    return modules[name]
+
+
+def _name_in_file(name):
+    return EMBEDDINGS if name == "embeddings" else PREFIX + name
+
+
+def _plain(value, dtype):
+    return value.detach().to("cpu", dtype or value.dtype).contiguous()

@@ -1,0 +1,131 @@
+"""Pairs of prompt and response to train on: read, checked, and answered by the model itself where a response is missing
+(METHODS section 6)."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+
+class Pair(NamedTuple):
+    name: str  # in errors: where it stands
+    prompt: tuple  # token ids
+    response: tuple | None  # token ids; None: the model's own
+
+
+class Limits(NamedTuple):
+    prompt: int  # tokens at most
+    response: int
+    context: int  # of the model, for a prompt and what follows it
+
+
+def pairs(data, tokenizer, limits: Limits) -> list:
+    """`Pair`s of a JSONL file or an iterable of dicts with `prompt` and, optionally, `response` (text or token ids), or
+    with chat `messages`, whose last one of the assistant's, if they end with it, is the response.
+
+    Raises ValueError, with the pair's place, for one that is not like this or too long.
+    """
+    found = [_pair(name, entry, tokenizer, limits) for name, entry in _entries(data)]
+    if not found:
+        raise ValueError("data has no pair of prompt and response: give at least one")
+    return found
+
+
+def _entries(data):
+    if not isinstance(data, (str, Path)):
+        yield from ((f"pair {i}", entry) for i, entry in enumerate(data, 1))
+        return
+    with open(data, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    yield f"{data} line {number}", json.loads(line)
+                except ValueError as error:
+                    raise ValueError(f"{data} line {number} is no JSON: {error}") from None
+
+
+def _pair(name, entry, tokenizer, limits):
+    if not isinstance(entry, dict):
+        raise ValueError(f"{name} must be an object with a prompt or messages, got {type(entry).__name__}")
+    if "messages" in entry:
+        prompt, response = _chat(name, entry["messages"], tokenizer)
+    else:
+        prompt, response = entry.get("prompt"), entry.get("response")
+    prompt = _ids(name, "prompt", prompt, tokenizer)
+    response = None if response is None else _ids(name, "response", response, tokenizer)
+    following = limits.response if response is None else len(response)
+    if len(prompt) > limits.prompt:
+        raise ValueError(f"{name}: its prompt has {len(prompt)} tokens, max_prompt is {limits.prompt}; cut or drop it")
+    if following > limits.response:
+        raise ValueError(
+            f"{name}: its response has {following} tokens, max_response is {limits.response}; cut or drop it"
+        )
+    if len(prompt) + following > limits.context:
+        raise ValueError(
+            f"{name}: a prompt of {len(prompt)} tokens and {following} behind it exceed the model's context of "
+            f"{limits.context}; cut or drop it"
+        )
+    return Pair(name, prompt, response)
+
+
+def _chat(name, messages, tokenizer):
+    """(ids of the prompt in the chat template, text of the response or None)"""
+    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+        raise ValueError(f"{name} has messages, which need a tokenizer with a chat template; give prompt and response")
+    if not isinstance(messages, list) or not all(
+        isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages
+    ):
+        raise ValueError(f"{name}: messages must be a list of objects with role and content, got {messages!r:.60}")
+    messages, response = list(messages), None
+    if messages and messages[-1]["role"] == "assistant":
+        response = messages.pop()["content"]
+    if not messages:
+        raise ValueError(f"{name} has no prompt: no message before the response")
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return tokenizer(text, add_special_tokens=False)["input_ids"], response
+
+
+def _ids(name, what, value, tokenizer):
+    if isinstance(value, str):
+        if tokenizer is None:
+            raise ValueError(f"{name}: its {what} is text; give a tokenizer, or token ids")
+        value = tokenizer(value, add_special_tokens=what == "prompt", verbose=False)["input_ids"]
+    if value is None or not len(value):
+        raise ValueError(f"{name} has {'no' if value is None else 'an empty'} {what}; give it, or drop the pair")
+    if not all(isinstance(i, int) and i >= 0 for i in value):
+        raise ValueError(f"{name}: its {what} must be text or a list of token ids, got {value!r:.60}")
+    return tuple(value)
+
+
+class Responses:
+    """What the model answers to prompts, greedily, kept in JSONL files of a folder, one for each process."""
+
+    def __init__(self, model, folder, most, rank=0):
+        self.model, self.most, self.known = model, most, {}
+        self.path = Path(folder) / f"responses.{rank}.jsonl"
+        for path in sorted(Path(folder).glob("responses.*.jsonl")):
+            for line in path.read_text(encoding="utf-8").splitlines():
+                try:
+                    entry = json.loads(line)
+                except ValueError:
+                    continue  # cut by a crash
+                if entry["most"] == most:
+                    self.known[entry["prompt"]] = tuple(entry["response"])
+
+    @torch.no_grad()
+    def of(self, pair: Pair) -> tuple:
+        """The pair's response, or the model's: at most `most` tokens, the end of sequence included."""
+        if pair.response is not None:
+            return pair.response
+        key = hashlib.sha256(repr(pair.prompt).encode()).hexdigest()[:24]
+        if key not in self.known:
+            ids = torch.tensor([pair.prompt], device=self.model.device)
+            out = self.model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=self.most, do_sample=False
+            )
+            self.known[key] = tuple(out[0, ids.shape[1] :].tolist())
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(dict(prompt=key, most=self.most, response=self.known[key])) + "\n")
+        return self.known[key]

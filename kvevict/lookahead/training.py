@@ -1,0 +1,270 @@
+"""Training of an adapter (METHODS section 6, table 16): the loop, its log and its checkpoints."""
+
+import contextlib
+import hashlib
+import io
+import json
+import math
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..policy.checks import at_least_0, count
+from .adapter import Adapter, targets_of, write
+from .data import Limits, Responses, pairs
+from .passes import loss, truth
+from .validation import similarity
+
+CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
+LR = {"qwen2": 2e-4, "qwen3": 2e-4, "qwen3_moe": 2e-4}  # table 16; 1e-3 for the others
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides the result of a training, besides model and data; a run goes on only with the same."""
+
+    steps: int = 7600
+    batch: int = 32
+    lr: float = 1e-3
+    warmup: float = 0.02
+    betas: tuple = (0.9, 0.95)
+    clip: float = 1.0
+    tokens: int = 32
+    rank: int = 8
+    alpha: float = 32
+    targets: tuple = ()
+    seed: int = 0
+
+    def __post_init__(self):
+        count("steps", self.steps, 1)
+        count("batch", self.batch, 1)
+        for name in ("lr", "clip"):
+            at_least_0(name, getattr(self, name), positive=True)
+        at_least_0("warmup", self.warmup)
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step from 0: a linear warmup, then a cosine to 0."""
+        warm = max(1, round(self.warmup * self.steps))
+        rest = max(1, self.steps - warm)
+        return self.lr * min(1, (step + 1) / warm) * 0.5 * (1 + math.cos(math.pi * max(0, step + 1 - warm) / rest))
+
+    def chosen(self, step: int, known: int) -> list:
+        """Numbers of the pairs of a step, of `known` in all: every epoch in an order of its own."""
+        places = range(step * self.batch, (step + 1) * self.batch)
+        return [_order(self.seed, place // known, known)[place % known] for place in places]
+
+
+def train(
+    model, data, out, *, tokenizer=None, steps=7600, batch=32, lr=None, warmup=0.02, betas=(0.9, 0.95), clip=1.0,
+    tokens=32, rank=8, alpha=32, targets="all", seed=0, max_prompt=16384, max_response=512, held_out=0,
+    validate_every=100, save_every=100, progress=True,
+):  # fmt: skip
+    """Train an adapter for `model` on `data`; returns the `Adapter`, which is saved in the folder `out` too.
+
+    data          a JSONL file or an iterable of dicts: `prompt`, optionally `response`, or chat `messages`. Prompt and
+                  response are text or lists of token ids; without a response the model writes one greedily, which
+                  is kept in `out`
+    steps, batch  optimizer steps, and pairs of each over all processes (gradients are accumulated, pair by pair)
+    lr            None: the paper's, 2e-4 for Qwen and 1e-3 for others, after a warmup of that share of the steps
+                  falling to 0 as a cosine; Adam with `betas`; gradients' norm clipped to `clip`
+    tokens, rank, alpha, targets   of the `Adapter`; seed: of its first weights and of the order of pairs
+    held_out      the last so many pairs are not trained on, but validated with every `validate_every` steps: loss,
+                  recall@k and Kendall's tau against the true scores (k: an eighth of the prompt)
+    save_every    steps between checkpoints; a run that ended early, however, goes on from the last when called again
+
+    `out` gets log.jsonl (a line per step with its loss), checkpoint.pt, loss.png where matplotlib is installed, and the
+    adapter. More processes: start them with `accelerate launch`. Raises ValueError for pairs that cannot be trained
+    on, a checkpoint of other settings or a damaged one, and a loss that is no number, after which the last checkpoint
+    is still there; OSError where `out` cannot be written.
+    """
+    from ..patch import base_model, find_decoder, is_patched
+
+    decoder, folder = find_decoder(model), Path(out)
+    if is_patched(decoder):
+        raise ValueError("the model is patched: call kvevict.unpatch(model) before training")
+    if lr is None:
+        lr = LR.get(decoder.config.model_type, 1e-3)
+    settings = Settings(steps, batch, lr, warmup, tuple(betas), clip, tokens, rank, alpha, targets_of(targets), seed)
+    for name, value in (("max_prompt", max_prompt), ("max_response", max_response), ("save_every", save_every),
+                        ("validate_every", validate_every)):  # fmt: skip
+        count(name, value, 1)
+    count("held_out", held_out, 0)
+    context = getattr(decoder.config, "max_position_embeddings", None) or 2**31
+    known = pairs(data, tokenizer, Limits(max_prompt, max_response, context))
+    if held_out >= len(known):
+        raise ValueError(f"held_out={held_out} leaves nothing to train on of {len(known)} pairs; give more pairs")
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(seed)
+    made = Adapter(model, tokens, rank, alpha, settings.targets)
+    with _frozen(base_model(model)):
+        run = Run(model, decoder, made, known, held_out, folder, settings, max_response)
+        run.go(save_every, validate_every, progress)
+    return made
+
+
+class _Loss(torch.nn.Module):
+    """The loss of one pair, as a module whose parameters are the adapter's: what accelerate distributes."""
+
+    def __init__(self, decoder, adapter):
+        super().__init__()
+        self.adapter = adapter
+        object.__setattr__(self, "decoder", decoder)  # not a submodule: its weights are frozen
+
+    def forward(self, prompt, response):
+        return loss(self.decoder, self.adapter, truth(self.decoder, prompt, response))
+
+
+class Run:
+    """One training: made anew or continued from the folder's checkpoint."""
+
+    def __init__(self, model, decoder, adapter, known, held_out, folder, settings, most):
+        self.decoder, self.adapter, self.folder, self.settings = decoder, adapter, folder, settings
+        self.accelerator = _accelerator(decoder)
+        self.pairs, self.held = known[: len(known) - held_out], known[len(known) - held_out :]
+        self.responses = Responses(model, folder, most, self.accelerator.process_index)
+        self.module = self.accelerator.prepare_model(_Loss(decoder, adapter))
+        self.optimizer = torch.optim.Adam(adapter.parameters(), lr=settings.lr, betas=settings.betas)
+        digest = hashlib.sha256(repr([pair[1:] for pair in known]).encode()).hexdigest()[:16]
+        self.about = json.loads(json.dumps(dict(vars(settings), held_out=held_out, data=digest)))
+        self.step = 0
+
+    def go(self, save_every, validate_every, progress):
+        from tqdm import tqdm
+
+        main = self.accelerator.is_main_process
+        self._resume()
+        with tqdm(total=self.settings.steps, initial=self.step, desc="training", unit="step",
+                  disable=None if progress and main else True) as bar:  # fmt: skip
+            while self.step < self.settings.steps:
+                line = self._one()
+                self.step += 1
+                done = self.step == self.settings.steps
+                if self.held and main and (done or self.step % validate_every == 0):
+                    line |= {"valid": self._validate()}
+                if main:
+                    with open(self.folder / LOG, "a", encoding="utf-8") as file:
+                        file.write(json.dumps(line) + "\n")
+                    if done or self.step % save_every == 0:
+                        self._save()
+                bar.set_postfix(loss=f"{line['loss']:.4f}")
+                bar.update()
+        if main:
+            from ..policy.rows.lookahead import weights_of
+
+            self.adapter.save(self.folder, weights=weights_of(self.decoder))
+            _plot(self.folder)
+        self.accelerator.wait_for_everyone()
+
+    def _one(self) -> dict:
+        """One optimizer step; raises ValueError, with nothing changed, where the loss is no number."""
+        start, settings, accelerator = time.perf_counter(), self.settings, self.accelerator
+        chosen, world = settings.chosen(self.step, len(self.pairs)), accelerator.num_processes
+        own = chosen[accelerator.process_index :: world]
+        total, tokens = torch.zeros((), device=accelerator.device), 0
+        for number, index in enumerate(own, 1):
+            with contextlib.nullcontext() if number == len(own) else accelerator.no_sync(self.module):
+                each = self.module(*self._ids(self.pairs[index]))
+                accelerator.backward(each * (world / settings.batch))
+            total += each.detach()
+            tokens += len(self.pairs[index].prompt)
+        mean = (accelerator.reduce(total, "sum") / settings.batch).item()
+        norm = torch.nn.utils.clip_grad_norm_(self.adapter.parameters(), settings.clip).item()
+        if not math.isfinite(mean + norm):
+            self.optimizer.zero_grad()
+            raise ValueError(
+                f"the loss is {mean}, its gradient's norm {norm}, at step {self.step + 1} (pairs "
+                f"{', '.join(self.pairs[i].name for i in chosen[:4])}, ..); the last checkpoint in {self.folder} is "
+                "good: give a smaller lr, or drop those pairs"
+            )
+        rate = settings.rate(self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return dict(step=self.step + 1, loss=mean, lr=rate, grad_norm=norm, tokens=tokens,
+                    seconds=round(time.perf_counter() - start, 3))  # fmt: skip
+
+    def _ids(self, pair):
+        device = self.decoder.get_input_embeddings().weight.device
+        return [torch.tensor(ids, device=device) for ids in (pair.prompt, self.responses.of(pair))]
+
+    def _validate(self) -> dict:
+        """Means over the held-out pairs."""
+        found = [similarity(self.decoder, self.adapter, *self._ids(pair)) for pair in self.held]
+        return {name: sum(each[name] for each in found) / len(found) for name in found[0]}
+
+    def _save(self):
+        buffer = io.BytesIO()
+        torch.save(dict(step=self.step, about=self.about, adapter=self.adapter.state_dict(),
+                        optimizer=self.optimizer.state_dict()), buffer)  # fmt: skip
+        write(self.folder / CHECKPOINT, buffer.getvalue())
+
+    def _resume(self):
+        path, log = self.folder / CHECKPOINT, self.folder / LOG
+        if path.exists():
+            try:
+                state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
+                about = state["about"]
+            except Exception as error:  # pickle, zip and torch each have their own
+                raise ValueError(f"{path} is damaged ({error}); remove it to start anew") from error
+            for name, value in self.about.items():
+                if about.get(name) != value:
+                    raise ValueError(
+                        f"{path} is of a training with {name}={about.get(name)!r}, this one has {value!r}; continue "
+                        "with the same, or give another `out`"
+                    )
+            self.adapter.load_state_dict(state["adapter"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.step = state["step"]
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+            write(log, "".join(f"{line}\n" for line in lines[: self.step]).encode())
+
+
+def _accelerator(decoder):
+    try:
+        import accelerate
+    except ImportError as error:
+        raise ImportError("training needs accelerate: pip install accelerate") from error
+    return accelerate.Accelerator(cpu=decoder.get_input_embeddings().weight.device.type == "cpu")
+
+
+@contextlib.contextmanager
+def _frozen(model):
+    """Within, no weight of the model wants a gradient, and it is in eval mode."""
+    wanted, training = [p for p in model.parameters() if p.requires_grad], model.training
+    model.eval()
+    for weight in wanted:
+        weight.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for weight in wanted:
+            weight.requires_grad_(True)
+        model.train(training)
+
+
+def _order(seed, epoch, known) -> list:
+    order = list(range(known))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    return order
+
+
+def _plot(folder):
+    """The log's losses, where matplotlib is installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    lines = [json.loads(line) for line in (folder / LOG).read_text(encoding="utf-8").splitlines()]
+    axes = (figure := Figure(figsize=(6, 4))).add_subplot(xlabel="step", ylabel="KL to the true scores")
+    axes.plot([line["step"] for line in lines], [line["loss"] for line in lines], lw=0.8, label="training")
+    held = [line for line in lines if "valid" in line]
+    if held:
+        axes.plot([line["step"] for line in held], [line["valid"]["loss"] for line in held], "o-", label="held out")
+    axes.legend()
+    figure.savefig(folder / "loss.png", dpi=120, bbox_inches="tight")

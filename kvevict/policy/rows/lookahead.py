@@ -1,0 +1,125 @@
+import functools
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from ..checks import count
+from . import ROWS, Along, Part, Rows
+from .probe import Probe
+
+USUAL = 32  # lookahead rows of an adapter that is not named yet
+_loaded = WeakKeyDictionary()  # decoder -> (what `adapter` named, the Adapter)
+
+
+@ROWS.add("lookahead")
+@dataclass(frozen=True)
+class Lookahead(Rows):
+    """Learned rows behind the prompt, which carry an adapter of their own (LookaheadKV, METHODS section 6).
+
+    adapter    a `kvevict.lookahead.Adapter` or the folder of one; None: that of the bundled model, where this is it
+    probe      where a prompt is evicted from chunk by chunk, its last tokens read along with every chunk before the
+               learned rows, [chunk | probe | lookahead], so that these know the task; at most half of the prompt. 0:
+               [chunk | lookahead]
+
+    They see the alive slots, the probe and those before them, are not stored, and protect nothing.
+    """
+
+    adapter: object = None
+    probe: int = 32
+
+    def __post_init__(self):
+        if isinstance(self.adapter, os.PathLike):
+            object.__setattr__(self, "adapter", os.fspath(self.adapter))  # which JSON can hold
+
+    @property
+    def most(self):
+        if self.adapter is None:
+            return USUAL
+        return tokens_in(self.adapter) if isinstance(self.adapter, str) else self.adapter.tokens
+
+    decoded = most
+
+    def check(self, policy):
+        from ...lookahead.adapter import Adapter
+
+        count("probe", self.probe, 0)
+        if not isinstance(self.adapter, (str, Adapter, type(None))):
+            raise TypeError(f"adapter must be a kvevict.lookahead.Adapter or its folder, got {self.adapter!r}")
+        self.most  # noqa: B018  or an error
+
+    def ready(self, decoder):
+        _loaded.pop(decoder, None)  # the folder may hold another one now
+        if decoder is not None:
+            self.adapter_of(decoder)
+
+    def adapter_of(self, decoder):
+        """The adapter, on the decoder's device. Raises ValueError where it is missing or another model's."""
+        from ...lookahead.adapter import Adapter
+
+        known = _loaded.get(decoder)
+        if known is None or known[0] != self.adapter:
+            known = self.adapter, self.adapter if isinstance(self.adapter, Adapter) else self._load(decoder)
+            known[1].check(decoder)
+            _loaded[decoder] = known
+        return known[1].to(decoder.get_input_embeddings().weight.device)
+
+    def _load(self, decoder):
+        from ...lookahead.adapter import bundled, config_of, load
+
+        if self.adapter is not None:
+            return load(self.adapter, decoder)
+        if not Path(bundled()).is_dir() or config_of(bundled()).get("weights") != weights_of(decoder):
+            raise ValueError(
+                "lookahead needs an adapter that was trained on this model: adapter=FOLDER or a "
+                "kvevict.lookahead.Adapter; `kvevict train` makes one"
+            )
+        return load(bundled(), decoder)
+
+    def along(self, tokens):
+        return min(tokens // 2, self.probe) + self.most
+
+    def inside(self, along):
+        return max(0, along - self.most)
+
+    def prepare(self, request, read):
+        if not read.evicts:
+            return None
+        adapter = self.adapter_of(request.decoder)
+        embed = request.decoder.get_input_embeddings()
+        rows = adapter.embeddings.to(embed.weight.dtype).expand(request.batch, -1, -1)
+        if self.probe:
+            probe = Probe(self.probe).prepare(request, read).tokens
+            rows = torch.cat([probe if probe.is_floating_point() else embed(probe), rows], 1)
+        return Along(rows, None, adapter=adapter)
+
+    def observers(self, view):
+        return [view.along_rows(count=self.most)]
+
+    def observing(self, step):
+        return np.full(len(step.padding), self.most)
+
+    def parts(self, rows, stored, along, tokens):
+        return [Part(self.most, stored + rows, False, True)]
+
+
+@functools.lru_cache
+def _tokens(folder, stamp):
+    from ...lookahead.adapter import config_of
+
+    return config_of(folder)["tokens"]
+
+
+def tokens_in(folder) -> int:
+    """Lookahead rows of a saved adapter."""
+    path = Path(folder) / "config.json"
+    return _tokens(folder, path.stat().st_mtime_ns if path.is_file() else None)
+
+
+def weights_of(decoder) -> str:
+    from ...evaluate.run import fingerprint
+
+    return fingerprint(decoder)

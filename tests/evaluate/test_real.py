@@ -1,0 +1,168 @@
+"""What tokenizers of other models need: room for answers, one line, chat templates, windows that reach the question."""
+
+import pytest
+import torch
+from tiny import byte_tokenizer, chat_tokenizer, save, scripted
+
+from kvevict.analysis import compare
+from kvevict.analysis import run as analysis
+from kvevict.analysis.run import Prompt, encode, frame, measure, observe
+from kvevict.cli import main
+from kvevict.evaluate import ask
+from kvevict.evaluate.results import read
+from kvevict.evaluate.run import Plan, evaluate
+from kvevict.evaluate.tasks import MARGIN, TASKS, Case, Settings
+from kvevict.policy import build
+
+QUESTION, OPENING = "\n\nQuestion: What?\nAnswer: It is", "Answer: It is"
+TAIL = "</user>\n<assistant>\n"
+
+
+@TASKS.add("scripted")
+def cases(settings):
+    for i in range(settings.cases):
+        how = 20, {}, OPENING, True
+        yield Case("scripted", str(i), f"Text {i}, of some words.", QUESTION, ("42",), "exact", *how)
+
+
+def case(**changes):
+    return Case("toy", "0", " some text", QUESTION, ("42",), "exact", **dict(new_tokens=20, opening=OPENING) | changes)
+
+
+@pytest.fixture(scope="module")
+def net():
+    return scripted("s 42.\nmore")
+
+
+# -- prompts ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_opening_is_the_assistants(net):
+    talker = chat_tokenizer()
+    prompt = ask.encode(net, talker, case())
+    assert talker.decode(prompt.context) == "<user> some text"
+    assert talker.decode(prompt.question) == f"\n\nQuestion: What?{TAIL}{OPENING}"
+    assert talker.decode(prompt.question[-prompt.tail :]) == TAIL + OPENING
+    for plain in (ask.encode(net, byte_tokenizer(), case()), ask.encode(net, talker, case(tags={"chat": False}))):
+        assert byte_tokenizer().decode(plain.context + plain.question) == " some text" + QUESTION
+        assert plain.tail == len(OPENING)
+    assert ask.encode(net, byte_tokenizer(), case(opening="")).tail == 0
+
+
+def test_a_free_question(net):
+    talker = chat_tokenizer()
+    prompt = encode(net, talker, "some text", "What <user>?", 8, opening="It is")
+    assert talker.decode(prompt.row("cpu")[0]) == f"<user>some text\n\nWhat <user>?{TAIL}It is"
+    assert prompt.row("cpu")[0].tolist().count(256) == 1  # of the question's <user> every byte is a token
+    plain = encode(net, byte_tokenizer(), "some text", "What?", 8, opening="It is")
+    assert byte_tokenizer().decode(plain.row("cpu")[0]) == "some text\n\nWhat?\nIt is"
+
+
+@pytest.mark.parametrize("template", ["<user>", "{{ messages[0]['content'] }}{{ messages[0]['content'] }}"])
+def test_a_template_that_loses_the_text(template):
+    talker = chat_tokenizer()
+    talker.chat_template = template
+    with pytest.raises(ValueError, match="chat template does not give the user's text once; set another"):
+        frame(talker, "What?")
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "task", ["needle", "facts", "multivalue", "tracking", "keyvalue", "longeval/lines", "ruler/niah_single_1"]
+)
+def test_the_right_answer_has_room(task):
+    settings = Settings(byte_tokenizer(), 3000, 2)
+    for made in TASKS[task](settings):
+        sizes = [len(answer) + 1 + MARGIN for answer in made.answers]  # a token per letter, and the space before it
+        assert made.new_tokens == (sum(sizes) if made.metric == "contains_all" else max(sizes))
+        assert made.opening and made.question.endswith(made.opening) and made.one_line
+
+
+def test_answers_stop_at_the_line_end(net, tmp_path):
+    plan = Plan(("scripted",), (40,), ("streaming",), (16,), cases=2)
+    evaluate(net, chat_tokenizer(), plan, tmp_path / "r")
+    lines = read(tmp_path / "r")[1]
+    assert [line["prediction"] for line in lines] == [" 42.\n"] * 6
+    assert [line["score"] for line in lines] == [1] * 6
+    assert len(lines[0]["response"]) == 5
+
+
+@pytest.mark.parametrize("one_line", [True, False])
+@pytest.mark.parametrize("policy", [None, build("streaming", budget=16)])
+def test_measured_answers_stop_too(net, policy, one_line):
+    ids = torch.tensor([byte_tokenizer()("s 42.\nThis is"[6:] * 9)["input_ids"]])
+    found = measure(net, byte_tokenizer(), ids, policy, 9, one_line=one_line)
+    assert found["answer"] == " 42.\n" + ("" if one_line else "more")
+
+
+def test_empty_lines_do_not_end_an_answer():
+    assert not analysis.line_ended(byte_tokenizer(), byte_tokenizer()("\n\n 42")["input_ids"])
+    assert analysis.line_ended(byte_tokenizer(), byte_tokenizer()("\n\n 42\n")["input_ids"])
+
+
+# -- windows and probes -----------------------------------------------------------------------------------------------
+
+
+def test_rows_that_observe_by_hand():
+    prompt = Prompt([1] * 50, [2] * 12, tail=5)
+    assert prompt.observed("question") == 12
+    assert prompt.observed(3) == 8
+
+
+@pytest.mark.parametrize(
+    ("policy", "named", "option", "want"),
+    [
+        (build("snapkv", budget=90), (), "window", 40),
+        (build("snapkv", budget=0.1), (), "window", 30),  # half of 60
+        (build("take", budget=90, chunk_size=36), (), "probe", 35),
+        (build("take", budget=90, probe=(-9, 0)), (), "probe", (-9, 0)),
+        (build("laq", budget=90), (), "window", 40),
+        (build("snapkv", budget=90, window=7), ("window",), "window", 7),
+    ],
+)
+def test_windows_named_by_the_question(policy, named, option, want):
+    assert getattr(observe(policy, 40, 600, named).rows, option) == want
+    assert observe(policy, 40, 600, named).score == policy.score
+
+
+def test_a_policy_without_a_window_stays():
+    for name in ("tova", "h2o", "streaming"):
+        assert observe(build(name, budget=90), 40, 600) == build(name, budget=90)
+
+
+def test_observe_in_eval(net, tmp_path):
+    plan = Plan(("scripted",), (40,), ("snapkv", "snapkv:window=3"), (80,), cases=1, observe=4)
+    evaluate(net, chat_tokenizer(), plan, tmp_path / "r")
+    got = {(line["policy"], line["mode"]): line["options"]["window"] for line in read(tmp_path / "r")[1][1:]}
+    tail = 2 + 2 + len(OPENING)  # two special tokens, each with a newline
+    assert got == {("snapkv", "aware"): 4 + tail, ("snapkv", "agnostic"): 32, ("snapkv:window=3", "aware"): 3,
+                   ("snapkv:window=3", "agnostic"): 3}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["demo", "generate", "inspect", "diagnose"])
+def test_observe_in_commands(name, tmp_path, monkeypatch):
+    folder, _ = save(tmp_path / "model", max_position_embeddings=1000)
+    seen, file = [], tmp_path / "text"
+    file.write_text("Some text. " * 20)
+    for module, function in ((analysis, "measure"), (compare, "left")):
+        real = getattr(module, function)
+
+        def spy(model, *args, real=real, **options):
+            seen.extend(arg.rows.window for arg in args if hasattr(arg, "rows"))
+            return real(model, *args, **options)
+
+        monkeypatch.setattr(module, function, spy)
+    words = ["--model", folder, "--budget", "100", "--observe", "question"]
+    words += ["--policy", "snapkv"] if name in ("generate", "inspect") else ["--policies", "snapkv"]
+    words += [] if name == "generate" else ["--out", str(tmp_path / "out")] if name != "diagnose" else []
+    words += ["--cases", "1"] if name == "demo" else ["--file", str(file), "--opening", "So", "Why not?"]
+    assert main([name, *words]) == 0
+    assert seen == [50 if name == "demo" else len("\n\nWhy not?\nSo")]  # half the budget, or the question
+
+
+def test_observe_is_a_number_or_the_question(capsys):
+    with pytest.raises(SystemExit):
+        main(["eval", "--observe", "0"])
+    assert "'0' is neither 'question' nor a number of rows" in capsys.readouterr().err

@@ -1,0 +1,220 @@
+"""Training of lookahead adapters: its loss and gradient, and what a run leaves behind."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import tiny
+import torch
+from test_lookahead import adapter
+from tiny import FAMILIES
+
+import kvevict
+from kvevict import families
+from kvevict.lookahead import passes, training
+
+PAIRS = [dict(prompt=[3 + (7 * i + j) % 90 for j in range(20 + i)], response=[5 + (i + 3 * j) % 60 for j in range(4)])
+         for i in range(7)]  # fmt: skip
+FAST = dict(steps=6, batch=2, tokens=4, rank=2, save_every=2, progress=False, lr=0.01)
+
+
+def two_passes(model, made, prompt, response):
+    """The loss with every attention matrix, [prompt | response] and [prompt | lookahead] whole."""
+    decoder, n, paid = model.get_decoder(), len(prompt), []
+    with torch.no_grad():
+        found = decoder(input_ids=torch.cat([prompt, response])[None], use_cache=False, output_attentions=True)
+    with made.on(decoder):
+        embeds = torch.cat([decoder.get_input_embeddings()(prompt), made.embeddings])[None]
+        paid = decoder(inputs_embeds=embeds, use_cache=False, output_attentions=True).attentions
+    each = []
+    for kind, true, got in zip(families.layer_kinds(decoder.config), found.attentions, paid):
+        if kind == families.OWN:
+            p, t = (x[0, :, n:, :n].mean(1) for x in (got, true))
+            p, t = (x / x.sum(-1, keepdim=True) for x in (p, t))
+            each.append((t * (t / p).log()).sum(-1).mean())
+    return torch.stack(each).mean()
+
+
+def gradient(loss, made):
+    made.zero_grad()
+    loss.backward()
+    return {name: weight.grad.double().clone() for name, weight in made.named_parameters()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradient_is_that_of_two_materialised_passes(family):
+    """Against float64 the tensor that is farthest off is within 1e-5 of its norm, or no farther than twice what the two
+    passes in float32 are (7e-6 to 1e-4), as the loss is a difference of sums that are nearly alike."""
+    model, exact = (tiny.model(family, attn_implementation="eager") for _ in range(2))
+    for weight in (*model.parameters(), *exact.parameters()):
+        weight.requires_grad_(False)
+    exact.double().set_experts_implementation("eager")  # the other one knows no float64
+    made, true = adapter(model), adapter(model).double()
+    generator = torch.Generator().manual_seed(0)
+    prompt, response = (torch.randint(3, 97, (n,), generator=generator) for n in (40, 9))
+    found = passes.truth(model.get_decoder(), prompt, response)
+    loss, want = passes.loss(model.get_decoder(), made, found), two_passes(exact, true, prompt, response)
+    assert abs(loss.item() - want.item()) < 1e-5 * abs(want.item())
+    got, want = gradient(loss, made), gradient(want, true)
+    plain = gradient(two_passes(model, made, prompt, response), made)
+    far = lambda found: max(((found[name] - want[name]).norm() / want[name].norm()).item() for name in want)  # noqa: E731
+    assert far(got) < max(1e-5, 2 * far(plain))
+
+
+# -- a run ----------------------------------------------------------------------------------------------------------
+
+
+def log(folder):
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def losses(folder):
+    return [line["loss"] for line in log(folder)]
+
+
+def test_learns_and_saves(tmp_path):
+    model = tiny.model("llama")
+    before = [weight.requires_grad for weight in model.parameters()]
+    made = kvevict.lookahead.train(model, PAIRS, tmp_path, held_out=2, validate_every=3, **FAST | dict(steps=30))
+    found = losses(tmp_path)
+    assert len(found) == 30 and sum(found[-5:]) < 0.8 * sum(found[:5])
+    valid = [line["valid"] for line in log(tmp_path) if "valid" in line]
+    assert len(valid) == 10 and valid[-1]["loss"] < valid[0]["loss"]
+    assert all(0 <= v["recall"] <= 1 and -1 <= v["tau"] <= 1 for v in valid)
+    again = kvevict.lookahead.load(tmp_path, model)
+    assert all(torch.equal(x, y) for x, y in zip(made.parameters(), again.parameters(), strict=True))
+    assert [weight.requires_grad for weight in model.parameters()] == before
+
+
+def test_goes_on_where_it_was(tmp_path, monkeypatch):
+    """Ended after a checkpoint and some steps more: the same curve and the same bits as in one go."""
+    model = tiny.model("llama")
+    whole = kvevict.lookahead.train(model, PAIRS, tmp_path / "a", **FAST)
+    step, one = [], training.Run._one
+    monkeypatch.setattr(training.Run, "_one", lambda run: step.append(0) or (one(run) if len(step) < 6 else 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        kvevict.lookahead.train(model, PAIRS, tmp_path / "b", **FAST)
+    monkeypatch.undo()
+    assert len(log(tmp_path / "b")) == 5
+    parted = kvevict.lookahead.train(model, PAIRS, tmp_path / "b", **FAST)
+    assert losses(tmp_path / "b") == losses(tmp_path / "a")
+    assert all(torch.equal(x, y) for x, y in zip(whole.parameters(), parted.parameters(), strict=True))
+
+
+def test_stops_where_the_loss_is_no_number(tmp_path, monkeypatch):
+    model, count, real = tiny.model("llama"), [], training.loss
+
+    def broken(*args):
+        count.append(0)
+        return real(*args) * (float("nan") if len(count) > 8 else 1)  # two pairs a step
+
+    monkeypatch.setattr(training, "loss", broken)
+    with pytest.raises(ValueError, match=r"the loss is nan.*at step 5.*last checkpoint.*smaller lr"):
+        kvevict.lookahead.train(model, PAIRS, tmp_path, **FAST)
+    assert len(log(tmp_path)) == 4
+    state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert state["step"] == 4 and all(value.isfinite().all() for value in state["adapter"].values())
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
+    model, write, count = tiny.model("llama"), training.write, []
+
+    def full(path, data):
+        if str(path).endswith("checkpoint.pt") and len(count) == 1:
+            path.with_name("checkpoint.pt.part").write_bytes(data[: len(data) // 2])
+            raise OSError(28, "No space left on device")
+        count.append(0) if str(path).endswith("checkpoint.pt") else None
+        write(path, data)
+
+    monkeypatch.setattr(training, "write", full)
+    with pytest.raises(OSError, match="No space"):
+        kvevict.lookahead.train(model, PAIRS, tmp_path, **FAST)
+    monkeypatch.undo()
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["step"] == 2
+    kvevict.lookahead.train(model, PAIRS, tmp_path, **FAST)
+
+
+def test_refuses_a_checkpoint_that_is_damaged_or_another_s(tmp_path):
+    model = tiny.model("llama")
+    kvevict.lookahead.train(model, PAIRS, tmp_path, **FAST)
+    for change, field in ((dict(lr=0.5), "lr"), (dict(tokens=5), "tokens"), (dict(held_out=1), "held_out")):
+        with pytest.raises(ValueError, match=f"a training with {field}="):
+            kvevict.lookahead.train(model, PAIRS, tmp_path, **FAST | change)
+    with pytest.raises(ValueError, match="a training with data="):
+        kvevict.lookahead.train(model, PAIRS[1:], tmp_path, **FAST)
+    path = tmp_path / "checkpoint.pt"
+    path.write_bytes(path.read_bytes()[:-500])
+    with pytest.raises(ValueError, match=r"is damaged.*remove it"):
+        kvevict.lookahead.train(model, PAIRS, tmp_path, **FAST)
+
+
+@pytest.mark.parametrize("pair, reason", [
+    (dict(response=[5]), "pair 2 has no prompt"), (dict(prompt=[], response=[5]), "pair 2 has an empty prompt"),
+    (dict(prompt=[5], response=[]), "pair 2 has an empty response"),
+    (dict(prompt=[5], response=[5] * 600), "600 tokens, max_response is 512"),
+    (dict(prompt=[5] * 17000, response=[5]), "17000 tokens, max_prompt is 16384"),
+    (dict(prompt=[5] * 4090, response=[5] * 9), "exceed the model's context of 4096"),
+    (dict(prompt="text"), "give a tokenizer"), (dict(prompt=[1.5]), "text or a list of token ids"),
+    (dict(messages=[]), "need a tokenizer with a chat template"), (7, "must be an object"),
+])  # fmt: skip
+def test_refused_pairs(tmp_path, pair, reason):
+    with pytest.raises(ValueError, match=reason):
+        kvevict.lookahead.train(tiny.shared("llama"), [PAIRS[0], pair], tmp_path, **FAST)
+    assert not list(tmp_path.iterdir())
+
+
+def test_answers_itself_once(tmp_path):
+    """Without a response the model writes one, which is kept."""
+    model, data = tiny.model("llama"), [dict(prompt=pair["prompt"]) for pair in PAIRS[:3]]
+    kvevict.lookahead.train(model, data, tmp_path, max_response=3, **FAST)
+    kept = [json.loads(line) for line in (tmp_path / "responses.0.jsonl").read_text().splitlines()]
+    assert len(kept) == 3 and all(len(entry["response"]) == 3 for entry in kept)
+    model.generate = None
+    (tmp_path / "checkpoint.pt").unlink()
+    kvevict.lookahead.train(model, data, tmp_path, max_response=3, **FAST)
+
+
+SCRIPT = """
+import sys
+sys.path[:0] = ["tests/lib", "tests/hf", "tests/policies"]
+import tiny, torch
+torch.set_num_threads(1)
+from test_train import FAST, PAIRS
+import kvevict
+kvevict.lookahead.train(tiny.model("llama"), PAIRS, sys.argv[1], **FAST)
+"""
+
+
+def test_two_processes_are_one_with_twice_the_accumulation(tmp_path):
+    """Adapters alike to rounding, one log."""
+    script, root = tmp_path / "script.py", tiny.__file__.split("/tests/")[0]
+    script.write_text(SCRIPT)
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines"]
+    launch += ["1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    env = os.environ | dict(PYTHONPATH=f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", OMP_NUM_THREADS="1")
+    for command, out in (([sys.executable], "one"), (launch, "two")):
+        subprocess.run([*command, script, tmp_path / out], check=True, env=env, cwd=root, capture_output=True)
+    one, two = (kvevict.lookahead.load(tmp_path / out, tiny.shared("llama")) for out in ("one", "two"))
+    assert len(log(tmp_path / "two")) == 6
+    for x, y in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+    assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "two"), rel=1e-5)
+
+
+def test_command(tmp_path, capsys):
+    from kvevict import cli
+
+    folder, _ = tiny.save(tmp_path / "model")
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(dict(prompt=f"What is {i}?", response=f"It is {i}.")) + "\n" for i in range(4)))
+    arguments = ["train", "--model", folder, "--data", str(data), "--out", str(tmp_path / "out"), "--steps", "2",
+                 "--batch", "2", "--tokens", "3", "--held-out", "1"]  # fmt: skip
+    assert cli.main(arguments) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["out"] == str(tmp_path / "out")
+    assert cli.main(["generate", "--model", folder, "--file", str(data), "--budget", "8", "--policy",
+                     f"lookahead:adapter={tmp_path / 'out'}", "--max-new-tokens", "2", "What?"]) == 0  # fmt: skip
+    data.write_text('{"response": "x"}\n')
+    assert cli.main(arguments) == 2
+    assert "line 1 has no prompt" in capsys.readouterr().err

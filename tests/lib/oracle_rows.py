@@ -1,0 +1,156 @@
+"""Which queries observe (METHODS sections 1a, 3 and 7), in float64: the part of `oracle.Row` for it.
+
+Every choice of rows comes down to `observers`: of one kv head what R queries pay to its n alive slots, a [G, R, n], and
+what their attention gave them, out [G, R, d]. Scores, CAOTE by row, CAKE's moments and TADA's error know no more.
+"""
+
+import torch
+
+LATER = 1 << 30  # the token number of rows that see every slot
+OPTIONS = {
+    "none": {},
+    "last": {},
+    "all": {},
+    "window": dict(window=32),
+    "probe": dict(probe=32, place="after", ema_alpha=0.2, ema_space="aligned", append=True),
+    "given": dict(ids=()),
+    "drafted": dict(n_d=8, window=8, draft_keys=False, draft_model="self"),
+}
+
+
+def length(probe):
+    return probe[1] - probe[0] if isinstance(probe, tuple) else probe
+
+
+def span(probe, tokens):
+    start, stop = probe
+    return (start, stop) if start >= 0 else (tokens + start, tokens + stop)
+
+
+def waits_for_a_draft(o):
+    """Whether the rows do not exist before the whole prompt was read."""
+    return o["rows"] == "drafted" and o["draft_model"] == "self"
+
+
+def while_decoding(o):
+    """How many of the newest decoded rows stand in for the rows of a prompt."""
+    one = dict.fromkeys(("none", "last", "all"), 1)
+    many = dict(window="window", probe="probe", drafted="window" if o.get("window") else "n_d")
+    if o["rows"] == "given":
+        return len(o["ids"])
+    return one[o["rows"]] if o["rows"] in one else length(o[many[o["rows"]]])
+
+
+def protected(row):
+    """The last slots that are the rows' own and kept."""
+    o = row.o
+    if o["rows"] in ("window", "drafted"):
+        return o["window"] if row.reading else while_decoding(o)
+    if o["rows"] == "probe":
+        return (row.p if row.own_probe else 0) if row.reading else while_decoding(o)
+    return 0
+
+
+def always(o):
+    """The most that `protected` is."""
+    return while_decoding(o) if o["rows"] in ("window", "probe", "drafted") else 0
+
+
+def begin(row, ids):
+    """A read of the tokens `ids`: the length of its probe, and what reads along, (ids, positions in the text)."""
+    o, N = row.o, len(ids)
+    row.p, row.along, at = 0, [], range(row.seen + N, row.seen + N + LATER)
+    if o["rows"] == "probe":
+        spans = isinstance(o["probe"], tuple)
+        row.p = length(o["probe"]) if spans else min(o["probe"], N // 2)
+        where = range(*span(o["probe"], N)) if spans else range(N - row.p, N)
+        row.along = [(ids[t], row.seen + t) for t in where] if o["append"] else []
+    elif o["rows"] == "given":
+        row.along = list(zip(o["ids"], at))
+    elif o["rows"] == "drafted" and not waits_for_a_draft(o):
+        row.along = list(zip(row.follow(ids), at))
+
+
+def begin_chunk(row, stop):
+    """What reads along behind a chunk that ends at token `stop`: (ids, positions)."""
+    o = row.o
+    row.own_probe = o["rows"] == "probe" and row.last and not isinstance(o["probe"], tuple)
+    if not row.along or row.own_probe:
+        return [], []
+    extra, true = map(list, zip(*row.along))
+    after = o["rows"] == "probe" and o["place"] == "after"
+    return extra, list(range(stop, stop + len(extra))) if after else true
+
+
+def end_of_attention(row, seen):
+    """Eq. 9. "aligned": what is averaged are queries turned to where the probe is now."""
+    o, layer, p = row.o, seen.layer, row.p
+    if o["rows"] != "probe" or not o["append"] or not row.reading:
+        return
+    now, at = seen.q[:, seen.q.shape[1] - p :], row.at[len(row.at) - p] if p else 0
+    if layer.probe is not None:
+        past = layer.probe
+        if o["ema_space"] == "aligned":
+            past = row.turn(row.turn(past, -layer.probe_at), at)
+        now = o["ema_alpha"] * past + (1 - o["ema_alpha"]) * now
+    layer.probe, layer.probe_at = now, at
+
+
+def chunk_rows(row):
+    """How many of the chunk's own rows observe."""
+    o = row.o
+    if o["rows"] == "probe":
+        return 0 if o["append"] else row.p
+    return {"last": 1, "all": LATER, "given": 0}.get(o["rows"], o.get("window", 0))
+
+
+def observers(row, seen, g):
+    """(a, out) of kv head g; what may not be scored, a probe's own slots, gets 0."""
+    o, layer, slots, parts = row.o, seen.layer, seen.layer.alive[g], []
+    if not row.reading:
+        return _decoded(row, seen, g)
+    if o["rows"] == "probe" and o["append"]:
+        n = len(slots) - (row.p if row.own_probe else 0)
+        a = row.weights(seen, g, layer.probe, [LATER] * row.p, layer.k[g, slots[:n]], slots[:n])
+        a = torch.nn.functional.pad(a, (0, len(slots) - n))
+        parts.append((a, a @ layer.v[g, slots]))
+    elif o["rows"] == "given":
+        parts.append((seen.appended[g], seen.out[g][:, seen.new :]))
+    elif waits_for_a_draft(o):
+        parts.append(_behind(row, seen, g, *row.drafted[seen.index]))
+    elif o["rows"] == "drafted" and o["draft_keys"]:
+        parts.append((seen.appended[g], seen.out[g][:, seen.new :]))
+    elif o["rows"] == "drafted":
+        parts.append(_behind(row, seen, g, seen.q[:, seen.new :]))
+    count = min(chunk_rows(row), seen.new)
+    if count:
+        parts.append((seen.attention[g][:, -count:], seen.out[g][:, seen.new - count : seen.new]))
+    return tuple(torch.cat(each, 1) for each in zip(*parts))
+
+
+def _behind(row, seen, g, q, k=None, v=None):
+    """Of rows q [H, R, d] later than all slots; with keys and values of their own, causal, where those count."""
+    slots, layer, R = seen.layer.alive[g], seen.layer, q.shape[1]
+    keys, values = layer.k[g, slots], layer.v[g, slots]
+    if not row.o["draft_keys"]:
+        a = row.weights(seen, g, q, [LATER] * R, keys, slots)
+        return a, a @ values
+    rows = [LATER + i for i in range(R)]
+    a = row.weights(seen, g, q, rows, torch.cat([keys, k[g]]), [*slots, *rows])
+    return a[..., : len(slots)], a @ torch.cat([values, v[g]])
+
+
+def _decoded(row, seen, g):
+    """Of decoded rows, whose attention is taken over what is alive now, and whose outputs are those that they had."""
+    slots, mine = seen.layer.alive[g], slice(g * row.group, (g + 1) * row.group)
+    tokens, queries, outs = zip(*seen.layer.asked[-while_decoding(row.o) :])
+    a = row.weights(seen, g, torch.stack(queries, 1), tokens, seen.layer.k[g, slots], slots)
+    return a, torch.stack(outs, 1)[mine]
+
+
+def turned(row, turns, drafted):
+    """The mean over the observing rows of how far a layer turned the residual stream: turns [T] of the last call's
+    rows, drafted [R] of those that were drafted behind it."""
+    o, new = row.o, len(turns) - row.extra
+    count = row.p if row.own_probe else min(chunk_rows(row), new)
+    return torch.cat([turns[new - count :], drafted] if waits_for_a_draft(o) else [turns[new - count :]]).mean().item()

@@ -1,0 +1,240 @@
+"""Which queries observe is a choice of its own: every score, refinement and layer budget over every choice of rows,
+against the float64 oracle; what is refused; and that every part and preset is in the tests' tables."""
+
+import itertools
+
+import oracle
+import pytest
+import test_budgets
+import test_cake
+import test_choices
+import test_drafted
+import test_output_errors
+import test_policies
+import tiny
+from test_policies import BUDGET, CHUNK, VOCAB, compare, model, ours, tokens, truth
+
+import kvevict
+from kvevict.policy import PARTS, build
+
+DRAFT = tiny.model("llama", vocab_size=VOCAB, seed=3, num_hidden_layers=2, hidden_size=32, head_dim=16)
+ROWS = {
+    "last": {},
+    "all": {},
+    "window": dict(window=4),
+    "probe": dict(probe=4),
+    "probe, literal, true": dict(probe=4, ema_space="literal", place="true", ema_alpha=0.5),
+    "probe, span": dict(probe=(-9, -5)),
+    "probe, span, true": dict(probe=(3, 6), place="true"),
+    "probe, chunk": dict(probe=5, append=False),
+    "given": dict(ids=(7, 11, 13)),
+    "drafted": dict(n_d=3, window=3),
+    "drafted, keys": dict(n_d=3, window=2, draft_keys=True),
+    "drafted, no window": dict(n_d=4, window=0),
+    "drafted, no window, keys": dict(n_d=3, window=0, draft_keys=True),
+    "drafted, by another": dict(n_d=3, window=3, draft_model=DRAFT),
+    "drafted, by another, keys": dict(n_d=3, window=0, draft_keys=True, draft_model=DRAFT),
+}  # "rows, remark": options
+SCORES = {
+    "snapkv": dict(kernel=3),
+    "snapkv, largest": dict(score="snapkv", reduce="max", group="max", sink=2),
+    "take": dict(reduce="sum", group="sum"),
+    "speckv": dict(group="mean", sink=1),
+    "fastkv": dict(kernel=3, group="mean"),
+    "fastkv, largest": dict(kernel=5, group="max", reduce="mean"),
+    "tova": {},
+    "h2o": dict(recent=2),
+    "vatp": dict(sink=1, recent=2),
+    "paasvn": dict(group="sum", sink=1),
+    "cake": dict(gamma=7.0),
+    "edie": dict(heads="flat"),
+    "edie, not near the end": dict(weight="i<=t-2w", pool="none"),
+    "edie-exact": dict(weight="all", kernel=3, heads="flat"),
+    "knorm": {},
+    "streaming": dict(sink=2),
+    "snapkv, each row": dict(refine="caote", weights="each", heads="flat"),
+    "snapkv, each row, nothing protected": dict(refine="caote", weights="each", protect=False),
+    "snapkv, caote": dict(refine="caote", kernel=3),
+    "take, fastcaote": dict(refine="fastcaote", squared=True, heads="ada"),
+    "edie, caote, nothing protected": dict(refine="caote", protect=False),
+    "snapkv, by cake": dict(layers="cake"),
+    "cake, by cake": dict(layers="cake", heads="flat", tau1=1.6),
+    "edie, by cake": dict(layers="cake", heads="flat"),
+    "snapkv, runs": dict(select="chunk", c=3),
+    "edie, reuse": dict(n_reuse=2),
+    "edie-exact, delay": dict(warmup_layers=3, warmup_budget=22),
+}  # "score, remark": options
+CARRIED = ("h2o", "vatp")
+POSITIONAL = ("streaming", "knorm", "keydiff", "random")
+
+
+def given(score, rows, **more):
+    """Options of a row of SCORES and of one of ROWS, for the preset snapkv."""
+    chosen = dict(score=score.split(",")[0], rows=rows.split(",")[0], decode=False, interval=16)
+    chosen |= SCORES[score] | ROWS[rows] | more
+    if alone(rows):
+        chosen["schedule"] = "prompt"
+    return chosen
+
+
+def alone(rows):
+    """Whether the model drafts for itself."""
+    return rows.startswith("drafted") and "draft_model" not in ROWS[rows]
+
+
+def legal(score, rows):
+    """A draft comes once, when sums of every chunk cannot be made up for; one row has no variance."""
+    carried = score.split(",")[0] in CARRIED
+    return not ((carried and alone(rows)) or (score.endswith("by cake") and rows == "last"))
+
+
+LEGAL = [pair for pair in itertools.product(SCORES, ROWS) if legal(*pair)]
+every_pair = pytest.mark.parametrize("score, rows", LEGAL)
+# One pair in four: every score, over changing rows.
+some_pairs = pytest.mark.parametrize("score, rows", [pair for i, pair in enumerate(LEGAL) if i % 4 == 0])
+
+
+# -- against the oracle ---------------------------------------------------------------------------------------------
+
+
+@every_pair
+def test_chunks(score, rows):
+    """The first chunk is shorter than the others."""
+    compare(model(), "snapkv", [[41]], **given(score, rows, budget=BUDGET, chunk_size=CHUNK))
+
+
+@every_pair
+def test_whole_prompt(score, rows):
+    compare(model(), "snapkv", [[37]], **given(score, rows, budget=11))
+
+
+@some_pairs
+def test_padded_rows(score, rows):
+    """The shortest has nothing to lose; a batch needs chunks of two probes."""
+    chosen = given(score, rows, budget=BUDGET, chunk_size=CHUNK)
+    compare(model(), "snapkv", [[41], [26], [13]], **chosen)
+
+
+@some_pairs
+@pytest.mark.parametrize("heads", [1, 4])
+def test_groups_of(score, rows, heads):
+    compare(model(num_key_value_heads=heads), "snapkv", [[39]], **given(score, rows, budget=BUDGET, chunk_size=CHUNK))
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "gpt_oss", "phi3"])
+@pytest.mark.parametrize("rows", [rows for rows in ROWS if rows not in ("last", "window", "probe, span")])
+@pytest.mark.parametrize("score", ["edie", "snapkv, each row", "cake, by cake"])
+def test_other_families(score, rows, family):
+    """Sink logits, softcaps, layers with a sliding window, and RoPE of a part of the head."""
+    compare(model(family), "snapkv", [[38]], **given(score, rows, budget=BUDGET, chunk_size=CHUNK))
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("score", ["snapkv, largest", "edie", "snapkv, each row", "h2o", "tova", "vatp"])
+def test_decoding(score, rows):
+    """While decoding the newest rows stand in for those of a prompt; prompts above the budget and below it."""
+    if legal(score, rows):
+        chosen = given(score, rows, budget=BUDGET, chunk_size=CHUNK, decode=True, interval=2)
+        compare(model(), "snapkv", [[29, *[1] * 8], [12, *[1] * 8]], **chosen)
+
+
+@pytest.mark.parametrize("rows", [rows for rows in ROWS if "by another" not in rows])
+@pytest.mark.parametrize("score", ["edie", "snapkv, each row", "h2o", "cake"])
+def test_turns(score, rows):
+    if legal(score, rows):
+        compare(model(), "snapkv", [[30, 1, 1, 25, 1]], **given(score, rows, budget=0.4, chunk_size=CHUNK))
+
+
+# -- TADA -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def task():
+    kvevict.history("rows").__init__()
+    yield "rows"
+    kvevict.history("rows").__init__()
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("score, cd, family", [
+    ("snapkv", "attention", "llama"), ("edie, caote", "attention", "llama"), ("snapkv, each row", "attention", "llama"),
+    ("snapkv", "layer", "llama"), ("snapkv", "attention", "gemma3"), ("snapkv", "attention", "granite"),
+    ("snapkv", "layer", "gemma3"),
+])  # fmt: skip
+def test_tada_measures_the_rows_that_observe(score, rows, cd, family, task):
+    """One context's errors, the mean over its chunks, with the turn of those rows' own residual stream."""
+    made, shares = model(family), [3.0, 1.0, 2.0, 2.5][: 2 if family == "gemma3" else 4]
+    table = SCORES | {"edie, caote": dict(refine="caote")}
+    chosen = dict(score=score.split(",")[0], budget=BUDGET, chunk_size=CHUNK) | table[score] | ROWS[rows]
+    chosen["rows"] = rows.split(",")[0]
+    seed, (((_, positions),),) = truth(made, "snapkv", [[53]], **chosen, errors=shares)
+    row = oracle.Row(made, "snapkv", **chosen, errors=shares, measure=True, cd=cd)
+    row.read(tokens([[53]], seed)[0][0].tolist())
+    assert row.positions == positions and {len(x) for x in row.errors} == {1 if alone(rows) else 4}
+    want, past = [sum(x) / len(x) for x in row.errors], kvevict.history(task)
+    past.contexts, past.errors = 1, shares
+    (((_, kept),),) = ours(made, "snapkv", [[53]], seed, layers="tada", cd=cd, task=task, **chosen)
+    assert kept == positions
+    assert [2 * x - y for x, y in zip(past.errors, shares)] == pytest.approx(want, rel=1e-3)
+
+
+# -- what is refused ------------------------------------------------------------------------------------------------
+
+REFUSED = [
+    *((dict(score=score, rows="none"), "rows='none' has none") for score in kvevict.SCORES if score not in POSITIONAL),
+    *((dict(score=score, rows="drafted"), "sums over every chunk") for score in CARRIED),
+    *((dict(score=score, rows="probe", refine="caote", weights="each"), "weights='pooled'") for score in CARRIED),
+    (dict(score="snapkv", rows="last", layers="cake"), "2 rows or more"),
+    (dict(score="snapkv", rows="given", ids=(5,), layers="cake"), "2 rows or more"),
+    (dict(score="edie", rows="drafted", chunk_size=80, schedule="chunk"), "needs the whole prompt"),
+    (dict(score="edie", rows="probe", chunk_size=32), "must be greater than the probe's 32 tokens"),
+    (dict(score="edie", rows="prob"), "did you mean 'probe'"),
+    (dict(score="edie", rows=7), "rows must be a name or a kvevict Rows"),
+    (dict(score="edie", rows="probe", window=5), "unknown option 'window'"),
+    (dict(score="snapkv", group="none"), "unknown group 'none'"),
+    (dict(score="snapkv", sink=40), "budget >= 73"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options, text", REFUSED, ids=str)
+def test_refused(options, text):
+    with pytest.raises((ValueError, TypeError), match=text):
+        build("snapkv", **dict(budget=64) | options)
+
+
+def test_rows_without_what_they_need_are_refused_when_a_model_is_patched():
+    for options, text in ((dict(rows="given"), "needs ids"), (dict(rows="drafted", draft_model=None), "draft_model=")):
+        with pytest.raises(ValueError, match=text):
+            kvevict.patch(model(), "edie", budget=64, **options)
+
+
+@pytest.mark.parametrize("rows", [rows for rows in kvevict.ROWS if rows != "lookahead"])  # which test_lookahead.py has
+@pytest.mark.parametrize("score", [score for score in kvevict.SCORES if score != "lookahead"])
+def test_every_score_over_every_rows_is_compared_or_refused(score, rows):
+    compared = {tuple(name.split(",")[0] for name in pair) for pair in LEGAL}
+    try:
+        build("snapkv", score=score, rows=rows, budget=64)
+    except ValueError:
+        assert rows == "none" or (score in CARRIED and rows == "drafted")
+    else:
+        # Names that differ in their options alone are one score; keys and positions know no rows.
+        same = dict(oracle="snapkv", laq="snapkv", keydiff="knorm", random="knorm")
+        assert (rows == "none" and score in POSITIONAL) or (same.get(score, score), rows) in compared
+
+
+# -- nothing is left out --------------------------------------------------------------------------------------------
+
+
+def test_every_preset_is_compared_with_the_oracle():
+    tables = [test_policies.POLICIES, test_budgets.CHOICES, test_output_errors.CHOICES, test_cake.CHOICES]
+    compared = {name.split(",")[0] for table in [*tables, test_drafted.POLICIES] for name in table}
+    elsewhere = {"fastkv", "random", "edie+tada", "edie+tada/chunked"}  # test_fastkv.py, by hand, test_choices.py
+    elsewhere |= {"lookahead"}  # whose rows test_lookahead.py has
+    assert {*kvevict.policies()} - compared == elsewhere
+    assert {*oracle.PRESETS} == {*kvevict.policies()} - elsewhere | {"fastkv"}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_every_part_is_in_the_matrix(kind):
+    registry, _ = PARTS[kind]
+    assert test_choices.in_matrix(kind) == {*registry} - {"lookahead"}  # which test_lookahead.py has
