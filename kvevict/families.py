@@ -56,6 +56,16 @@ def is_transformers(decoder) -> bool:
     return all(type(part).__module__.startswith(("transformers.", "torch.")) for part in parts)
 
 
+def device_of(module):
+    """Where a module computes; accelerate may keep its weights elsewhere, and meta tensors in their place."""
+    for each in module.modules():
+        hook = getattr(each, "_hf_hook", None)
+        for one in getattr(hook, "hooks", (hook,)):
+            if getattr(one, "execution_device", None) is not None:
+                return torch.empty(0, device=one.execution_device).device
+    return next(module.parameters()).device
+
+
 def mixer_of(layer):
     """The module of a layer that keeps a convolution's or a recurrent state in the cache; None where none does."""
     return next((m for m in layer.modules() if hasattr(m, "layer_idx") and _keeps_state(type(m))), None)
@@ -80,16 +90,22 @@ def layer_kinds(config) -> list:
     return [kind(layer) for layer in DynamicCache(config=config).layers]
 
 
-def kv_heads(decoder, kinds) -> int | None:
-    """Of the layers that we evict from; None where they differ."""
+def heads(decoder, kinds) -> tuple:
+    """(query heads, kv heads) of the layers that we evict from; None where they differ."""
     config = decoder.config
+    queries = _alike(_get(config, "num_attention_heads"), kinds)
     if config.model_type == "gpt_bigcode" and config.multi_query:
-        return 1
-    named = _get(config, "num_key_value_heads")
-    if isinstance(named, (list, tuple)):
-        named = {n for n, kind in zip(named, kinds, strict=True) if kind in EVICTS}
-        named = named.pop() if len(named) == 1 else None
-    return named if named is not None else _get(config, "num_attention_heads")
+        return queries, 1
+    keys = _get(config, "num_key_value_heads")
+    return queries, queries if keys is None else _alike(keys, kinds)
+
+
+def _alike(value, kinds):
+    """A config's number, or where it has one for every layer, that of the layers that we evict from."""
+    if not isinstance(value, (list, tuple)):
+        return value
+    own = {n for n, kind in zip(value, kinds, strict=True) if kind in EVICTS}
+    return own.pop() if len(own) == 1 else None
 
 
 def head_dim(module, config) -> int:
@@ -153,8 +169,8 @@ def structure_reasons(decoder) -> list:
             return ["its attention is bidirectional; only causal models are supported"]
         if kind == BOTH and mixer_of(layer) is None:
             return [f"layer {index} keeps a state, and no module of it is seen to"]
-    if kv_heads(decoder, kinds) is None:
-        return ["its full-attention layers differ in their number of kv heads"]
+    if None in heads(decoder, kinds):
+        return ["its full-attention layers differ in their number of heads"]
     return []
 
 

@@ -20,7 +20,7 @@ class Patch:
     def __init__(self, policy, decoder):
         self.policy = policy
         self.kinds = kinds = families.layer_kinds(decoder.config)
-        self.heads = families.kv_heads(decoder, kinds)
+        self.heads = families.heads(decoder, kinds)
         own = [index for index, kind in enumerate(kinds) if kind in families.EVICTS]
         self.order = {index: order for order, index in enumerate(own)}
         self.turns, self.behind = {}, {}  # what `trial` found of the layers, where the policy asks for it
@@ -56,7 +56,7 @@ def patch(model, policy, *, budget=None, chunk_size=None, **options):
     """
     chosen = build(policy, budget=budget, chunk_size=chunk_size, **options)
     decoder = find_decoder(model)
-    check_model(decoder)
+    check_model(model)
     chosen.rows.ready(decoder)
     rerotate.check(chosen, decoder)
     state = Patch(chosen, decoder)
@@ -159,14 +159,15 @@ def own_modules(decoder, state):
         yield families.attention_of(families.layers_of(decoder)[index], index)
 
 
-def check_model(decoder) -> None:
-    """One ValueError with the reasons why a decoder cannot be patched, if there are any."""
-    reasons = families.reasons(decoder.config) or families.structure_reasons(decoder) or _odds(decoder)
+def check_model(model) -> None:
+    """One ValueError with the reasons why a model's decoder cannot be patched, if there are any."""
+    decoder = find_decoder(model)
+    reasons = families.reasons(decoder.config) or families.structure_reasons(decoder) or _odds(model, decoder)
     if reasons:
         raise ValueError(f"{type(decoder).__name__} cannot be patched: " + "; ".join(reasons))
 
 
-def _odds(decoder) -> list:
+def _odds(model, decoder) -> list:
     """What the loaded weights, not the type, keep from being patched."""
     reasons, layers = [], families.layers_of(decoder)
     kinds = families.layer_kinds(decoder.config)
@@ -174,15 +175,17 @@ def _odds(decoder) -> list:
     implementation = own[0].config._attn_implementation
     if "flex" in implementation or "paged" in implementation:
         reasons.append(f"attention implementation {implementation!r} is not supported; load with 'sdpa'")
-    weight = next(decoder.parameters())
-    if weight.dtype == torch.float64:
+    if (getattr(base_model(model), "tp_size", None) or 1) > 1:
+        reasons.append(
+            "each rank has some of its heads (tensor parallel), which cannot choose for all of them; load it whole, or "
+            "over several devices with device_map='auto'"
+        )
+    if next(decoder.parameters()).dtype == torch.float64:
         reasons.append("its weights are float64; load it as float32, bfloat16 or float16")
-    if weight.device.type not in (*_ops.DEVICES, "meta"):
-        built = "CPU and CUDA" if "cuda" in _ops.DEVICES else "CPU"
-        reasons.append(f"it is on {weight.device}, and there are {built} kernels only; call model.to('cpu')")
-    devices = {str(weight.device) for module in own for weight in module.parameters()} - {"meta"}  # offloaded
-    if len(devices) > 1:
-        reasons.append(f"its layers are on {', '.join(sorted(devices))}; load it on one device, without a device_map")
+    for device in sorted({str(families.device_of(module)) for module in own}):
+        if device.split(":")[0] not in (*_ops.DEVICES, "meta"):
+            built = "CPU and CUDA" if "cuda" in _ops.DEVICES else "CPU"
+            reasons.append(f"it is on {device}, and there are {built} kernels only; call model.to('cpu')")
     dims = {families.head_dim(module, decoder.config) for module in own}
     for dim in sorted(dims):
         if dim % 8 or not 8 <= dim <= 256:

@@ -77,15 +77,14 @@ def load_cache(path, model):
         raise ValueError(f"{path} is damaged: its layers disagree on the number of tokens seen")
     cache = DynamicCache(config=config)
     adopt(cache, kinds, config)
-    weight = next(base_model(model).parameters())
-    own = next(index for index, kind in enumerate(kinds) if kind == families.OWN)
-    module = families.attention_of(families.layers_of(decoder)[own], own)
-    shape = config.num_attention_heads, families.kv_heads(decoder, kinds), families.head_dim(module, config)
+    heads, dtype = families.heads(decoder, kinds), base_model(model).dtype
     for index, (layer, fact) in enumerate(zip(cache.layers, facts, strict=True)):
-        mine = {n.split(".", 1)[1]: t.to(weight.device) for n, t in tensors.items() if n.split(".", 1)[0] == str(index)}
+        module = families.attention_of(families.layers_of(decoder)[index], index)
+        device, shape = families.device_of(module), (*heads, families.head_dim(module, config))
+        mine = {n.split(".", 1)[1]: t.to(device) for n, t in tensors.items() if n.split(".", 1)[0] == str(index)}
         try:
             fill = _fill_own if fact["kind"] == families.OWN else _fill_sliding
-            fill(layer, mine, fact, shape, weight.dtype)
+            fill(layer, mine, fact, shape, dtype)
         except (KeyError, ValueError, RuntimeError, TypeError) as error:
             raise ValueError(f"{path}, layer {index}: {error}; the file is damaged or of another model") from None
     batches = {
@@ -102,12 +101,13 @@ def _expect(name, tensor, shape, dtype):
 
 
 def _fill_sliding(layer, tensors, fact, shape, dtype):
+    """Its heads may be others than those of the layers that evict."""
     if fact["window"] != layer.sliding_window:
         raise ValueError(f"sliding window {fact['window']}, the model's is {layer.sliding_window}")
     keys, values = tensors["keys"], tensors["values"]
     length = min(fact["columns"], layer.sliding_window - 1)
     for name, tensor in (("keys", keys), ("values", values)):
-        _expect(name, tensor, (keys.shape[0], shape[1], length, shape[2]), dtype)
+        _expect(name, tensor, (*keys.shape[:2], length, shape[2]), dtype)
     layer.lazy_initialization(keys, values)
     layer.keys, layer.values, layer.cumulative_length = keys, values, fact["columns"]
 

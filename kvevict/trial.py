@@ -41,7 +41,7 @@ def difference(model, patched) -> str | None:
         ids = plain_ids(model.config, 2, SEEN + NEW)
         mask = torch.ones_like(ids)
         mask[1, :PAD] = 0
-        device = next(model.parameters()).device
+        device = families.device_of(model)
         ids, mask = ids.to(device), mask.to(device)
         valid = mask.bool()
         with quiet(model):
@@ -115,7 +115,7 @@ def _turning(model, decoder, order):
     config, seen = decoder.config, {}
     last = min(FAR, *(getattr(config, name, None) or FAR for name in (
         "max_position_embeddings", "original_max_position_embeddings"))) - 1  # fmt: skip
-    device = next(decoder.parameters()).device
+    device = families.device_of(decoder)
     positions = torch.tensor([[min(5, last - 1), last]], device=device)
     modules = [families.attention_of(families.layers_of(decoder)[index], index) for index in order]
 
@@ -174,7 +174,7 @@ def behind_attention(model, decoder, order) -> dict:
 
 
 def _behind_attention(model, decoder, order):
-    ids = plain_ids(decoder.config, 2, 4).to(next(decoder.parameters()).device)
+    ids = plain_ids(decoder.config, 2, 4).to(families.device_of(decoder))
     layers = families.layers_of(decoder)
     entered, inputs = {}, {}
 

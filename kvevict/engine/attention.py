@@ -27,11 +27,18 @@ def attention(module, query, key, value, attention_mask, scaling=None, softcap=N
         return _unpatched(
             module, query, key, value, attention_mask, scaling=scaling, softcap=softcap, s_aux=s_aux, **kwargs
         )
+    step = step.on(query.device)
     layer = step.cache.layers[module.layer_idx]
     fresh, layer.fresh = layer.fresh, None
     if fresh is None or fresh[0] is not key or fresh[1] is not value:
         raise RuntimeError(
             f"{type(module).__name__} changed keys or values after the cache update; kvevict cannot evict from it"
+        )
+    if (query.shape[1], key.shape[1]) != step.patch.heads:
+        raise ValueError(
+            f"layer {module.layer_idx} has {query.shape[1]} and {key.shape[1]} heads of queries and of keys, by its "
+            f"config {step.patch.heads}: one rank's part of a model (tensor parallel) cannot choose for all of it; "
+            "load the model whole, or over several devices with device_map='auto'"
         )
     # Under autocast they differ; what is stored decides.
     query, key, value = (x if x.dtype == layer.k.dtype else x.to(layer.k.dtype) for x in (query, key, value))

@@ -366,7 +366,7 @@ def import_layer(layer, first=None):
         k, v = layer.keys, layer.values
         batch, _, columns, _ = k.shape
         first = torch.zeros(batch, dtype=torch.int32, device=k.device) if first is None else first
-        padding = np.array(first.tolist())
+        first, padding = first.to(k.device), np.array(first.tolist())
         ours.lazy_initialization(k)
         pos = (torch.arange(columns, device=k.device) - first[:, None]).to(torch.int32)
         ours.append(k, v, pos, first, padding)

@@ -61,7 +61,7 @@ def store(view, choice=None) -> None:
             diagnose.note(view, *choice)
     with view.step.meter.clock("compact"):
         if choice is not None:
-            index, keep = choice
+            index, keep = choice[0].to(view.device), choice[1]  # another layer may have chosen, on its device
             layer.keep(index, keep, view.k, view.v, view.pos, view.first)
             carry = None if carry is None else carry.gather(2, index.clamp_min(0).long()).masked_fill(index < 0, 0)
         elif view.k.shape[2]:

@@ -110,19 +110,26 @@ def _enter(first, module, args, kwargs):
     onward = step.chooser.onward if step is not None and step.chooser is not None else None
     if onward is None:
         return None
-    columns = onward.columns
-    row = torch.arange(columns.shape[0], device=columns.device)[:, None]
-    if first:
-        args = (args[0][row, columns], *args[1:])
-        step.positions, step.first, step.padding = step.positions[row, columns], onward.first, onward.padding
     rows = kwargs["position_ids"].shape[-1]
-    return args, {name: _cut(value, row, columns, rows) for name, value in kwargs.items()}
+    if first:
+        args = (_taken(args[0], onward.columns), *args[1:])
+        step.positions, step.first, step.padding = (
+            _taken(step.positions, onward.columns), onward.first.to(step.first.device), onward.padding
+        )  # fmt: skip
+    return args, {name: _cut(value, onward.columns, rows) for name, value in kwargs.items()}
 
 
-def _cut(value, row, columns, rows):
+def _taken(x, columns):
+    """Rows [B, K] of x [B or 1, T, ...], on whatever device it is."""
+    columns = columns.to(x.device)
+    row = torch.arange(columns.shape[0], device=x.device)[:, None]
+    return x.expand(len(row), *x.shape[1:])[row, columns]
+
+
+def _cut(value, columns, rows):
     """What has a value for each of a call's rows, of those that are propagated."""
     if isinstance(value, (tuple, list)):
-        return type(value)(_cut(each, row, columns, rows) for each in value)
+        return type(value)(_cut(each, columns, rows) for each in value)
     if isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] == rows:
-        return value.expand(len(row), *value.shape[1:])[row, columns]
+        return _taken(value, columns)
     return value

@@ -107,7 +107,7 @@ class Reader:
             output.last_hidden_state = output.last_hidden_state[:, : -chunk.along]
         chooser.end(ChunkEnd(step, request, self.run, output.last_hidden_state[:, -1:]))
         if chooser.errors is not None:
-            read.budgets.note(chooser.errors.layers(self.patch.order), request.device)
+            read.budgets.note(chooser.errors.layers(self.patch.order, request.device))
         return output
 
     def _chooser(self, read, chunk):

@@ -142,7 +142,7 @@ class Request:
 
     @property
     def heads(self) -> int:
-        return self.patch.heads
+        return self.patch.heads[1]
 
     def positions(self):
         """[B, N] of the new tokens."""

@@ -70,6 +70,7 @@ def _part(kwargs, step, start, stop, rows) -> dict:
     if "attention_mask" in part:
         part["attention_mask"] = None
         if step.padding.any() and start == 0:
+            step = step.on(next(iter(kwargs.values())).device)
             column = torch.arange(start, stop, device=step.first.device)
             part["attention_mask"] = (column >= step.first[:, None]).long()
     return part

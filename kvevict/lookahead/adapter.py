@@ -153,7 +153,7 @@ def load(folder, model) -> Adapter:
         ) from error
     wanted = {_name_in_file(name): name for name in made.state_dict()}
     sizes = {name: tuple(made.state_dict()[own].shape) for name, own in wanted.items()}
-    for name in sizes.keys() | tensors.keys():
+    for name in sizes | tensors:
         found = tuple(tensors[name].shape) if name in tensors else None
         if sizes.get(name) != found:
             raise ValueError(

@@ -47,7 +47,7 @@ def judge(name, kind) -> known.Type:
     try:
         found = patching.find_decoder(model)
         decoder = found.config.model_type
-        patching.check_model(found)
+        patching.check_model(model)
     except ValueError as error:
         return known.Type(name, decoder, known.REFUSED, str(error).split("cannot be patched: ")[-1])
     try:
