@@ -10,12 +10,13 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from . import compat
 
 OWN, SLIDING = "full attention", "sliding window"
-STATE = "state"  # linear attention, convolution or no cache at all: the layer carries what it needs from call to call
+STATE = "state"  # linear attention, convolution: the layer carries what it needs from call to call
+NOTHING = "nothing"  # an MLP alone, or a layer that reads another one's keys and values
 BOTH = "full attention and state"
 EVICTS = (OWN, BOTH)
 
 _KINDS = {DynamicLayer: OWN, DynamicSlidingWindowLayer: SLIDING}
-for _name, _kind in (("LinearAttentionLayer", STATE), ("DummyLayer", STATE),
+for _name, _kind in (("LinearAttentionLayer", STATE), ("DummyLayer", NOTHING),
                      ("LinearAttentionAndFullAttentionLayer", BOTH)):  # fmt: skip
     if hasattr(cache_utils, _name):
         _KINDS[getattr(cache_utils, _name)] = _kind
@@ -97,7 +98,21 @@ def heads(decoder, kinds) -> tuple:
     if config.model_type == "gpt_bigcode" and config.multi_query:
         return queries, 1
     keys = _get(config, "num_key_value_heads")
+    if keys is None and _get(config, "per_layer_config"):
+        keys = [each.num_key_value_heads for each in config.per_layer_config]
     return queries, queries if keys is None else _alike(keys, kinds)
+
+
+def readers(decoder, kinds) -> dict:
+    """{layer: the layer that we evict from whose keys and values it reads}: the last before it of its own type."""
+    config, found = decoder.config, {}
+    modes, types = _get(config, "kv_sharing_modes") or (), _get(config, "layer_types") or ()
+    for index, mode in enumerate(modes):
+        if mode == "reuse" and kinds[index] == NOTHING:
+            producer = max((i for i in range(index) if modes[i] == "store" and types[i] == types[index]), default=None)
+            if producer is None or kinds[producer] in EVICTS:
+                found[index] = producer
+    return found
 
 
 def _alike(value, kinds):
@@ -137,20 +152,22 @@ def reasons(config) -> list:
         found.append("ALiBi adds a bias to attention that depends on distance")
     if _get(config, "kv_lora_rank"):
         found.append("its attention keeps latents shared by all heads (MLA), not keys and values")
-    if _get(config, "num_kv_shared_layers") or "reuse" in (_get(config, "kv_sharing_modes") or ()):
-        found.append("later layers read earlier layers' keys and values (shared KV)")
+    if _get(config, "num_kv_shared_layers") and _get(config, "kv_sharing_modes") is None:
+        found.append(
+            "this version of Transformers does not say which layers share keys and values; install a newer one"
+        )
     if found:
         return found
     try:
         kinds = set(layer_kinds(config))
     except Exception as error:
         return [f"Transformers makes no cache from its config ({type(error).__name__}: {error})"]
-    strange = sorted(kinds - {OWN, SLIDING, STATE, BOTH})
+    strange = sorted(kinds - {OWN, SLIDING, STATE, BOTH, NOTHING})
     if strange:
         return [f"layers with recurrent state or other caches of their own ({', '.join(strange)})"]
     if not kinds & set(EVICTS):
         only = "every layer has a sliding window, whose cache is bounded already"
-        if STATE in kinds:
+        if {STATE, NOTHING} & kinds:
             only = "no layer has full attention: each keeps a state or a sliding window, which are bounded already"
         return [f"{only}: there is nothing to evict"]
     return []
@@ -169,6 +186,9 @@ def structure_reasons(decoder) -> list:
             return ["its attention is bidirectional; only causal models are supported"]
         if kind == BOTH and mixer_of(layer) is None:
             return [f"layer {index} keeps a state, and no module of it is seen to"]
+    for index, producer in readers(decoder, kinds).items():
+        if attention_of(layers[index], index) is None or producer != max(i for i, k in enumerate(kinds) if k in EVICTS):
+            return [f"layer {index} reads another layer's keys and values, and it is not seen whose"]
     if None in heads(decoder, kinds):
         return ["its full-attention layers differ in their number of heads"]
     return []

@@ -23,6 +23,8 @@ class Patch:
         self.heads = families.heads(decoder, kinds)
         own = [index for index, kind in enumerate(kinds) if kind in families.EVICTS]
         self.order = {index: order for order, index in enumerate(own)}
+        self.readers = families.readers(decoder, kinds)
+        self.last_reader = {producer: index for index, producer in sorted(self.readers.items())}
         self.turns, self.behind = {}, {}  # what `trial` found of the layers, where the policy asks for it
         policy.check_layers(len(own))
         policy.waiting_layers(len(own))  # or an error
@@ -65,6 +67,7 @@ def patch(model, policy, *, budget=None, chunk_size=None, **options):
     top = base_model(model)
     if chosen.rerotate or chosen.rows.turns:
         state.turns = trial.turning(top, decoder, state.order)
+        state.turns |= {reader: state.turns[producer] for reader, producer in state.readers.items()}
     if chosen.layers.residual == "attention":
         state.behind = trial.behind_attention(top, decoder, state.order)
     if is_patched(decoder):
@@ -154,8 +157,8 @@ def is_patched(decoder) -> bool:
 
 
 def own_modules(decoder, state):
-    """The attention modules of the layers we evict from."""
-    for index in state.order:
+    """The attention modules of the layers we evict from, and of those that read their keys and values."""
+    for index in (*state.order, *state.readers):
         yield families.attention_of(families.layers_of(decoder)[index], index)
 
 
@@ -182,14 +185,17 @@ def _odds(model, decoder) -> list:
         )
     if next(decoder.parameters()).dtype == torch.float64:
         reasons.append("its weights are float64; load it as float32, bfloat16 or float16")
-    for device in sorted({str(families.device_of(module)) for module in own}):
+    devices = sorted({str(families.device_of(module)) for module in own})
+    on_gpu = any(device.startswith("cuda") for device in devices)
+    for device in devices:
         if device.split(":")[0] not in (*_ops.DEVICES, "meta"):
             built = "CPU and CUDA" if "cuda" in _ops.DEVICES else "CPU"
             reasons.append(f"it is on {device}, and there are {built} kernels only; call model.to('cpu')")
     dims = {families.head_dim(module, decoder.config) for module in own}
     for dim in sorted(dims):
-        if dim % 8 or not 8 <= dim <= 256:
-            reasons.append(f"head_dim {dim} is not a multiple of 8 up to 256")
+        most = 256 if on_gpu else 512
+        if dim % 8 or not 8 <= dim <= most:
+            reasons.append(f"head_dim {dim} is not a multiple of 8 up to {most}" + (" (on a GPU)" if on_gpu else ""))
     width = getattr(own[0], "v_head_dim", None)
     if isinstance(width, int) and dims != {width}:
         reasons.append(f"it has values of {width} dimensions and keys of {', '.join(map(str, sorted(dims)))}")

@@ -27,6 +27,9 @@ def save_cache(cache, path) -> None:
         raise ValueError("the cache was not filled by kvevict: it is empty; read a prompt with a patched model first")
     tensors, facts = {}, []
     for index, layer in enumerate(cache.layers):
+        if type(layer).__name__ == "DummyLayer":
+            facts.append(dict(kind=families.NOTHING, columns=cache.get_seq_length()))
+            continue
         if isinstance(layer, StatefulLayer) or not isinstance(layer, CacheLayerMixin):
             raise ValueError(f"layer {index} keeps a state, which save_cache does not write")
         if isinstance(layer, EvictionLayer) and layer.is_initialized:
@@ -79,6 +82,8 @@ def load_cache(path, model):
     adopt(cache, kinds, config)
     heads, dtype = families.heads(decoder, kinds), base_model(model).dtype
     for index, (layer, fact) in enumerate(zip(cache.layers, facts, strict=True)):
+        if fact["kind"] == families.NOTHING:
+            continue
         module = families.attention_of(families.layers_of(decoder)[index], index)
         device, shape = families.device_of(module), (*heads, families.head_dim(module, config))
         mine = {n.split(".", 1)[1]: t.to(device) for n, t in tensors.items() if n.split(".", 1)[0] == str(index)}
@@ -88,7 +93,9 @@ def load_cache(path, model):
         except (KeyError, ValueError, RuntimeError, TypeError) as error:
             raise ValueError(f"{path}, layer {index}: {error}; the file is damaged or of another model") from None
     batches = {
-        layer.len.shape[0] if isinstance(layer, EvictionLayer) else layer.keys.shape[0] for layer in cache.layers
+        layer.len.shape[0] if isinstance(layer, EvictionLayer) else layer.keys.shape[0]
+        for layer, kind in zip(cache.layers, kinds, strict=True)
+        if kind != families.NOTHING
     }
     if len(batches) > 1:
         raise ValueError(f"{path} is damaged: its layers have batches of {sorted(batches)} rows")

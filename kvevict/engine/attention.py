@@ -28,6 +28,9 @@ def attention(module, query, key, value, attention_mask, scaling=None, softcap=N
             module, query, key, value, attention_mask, scaling=scaling, softcap=softcap, s_aux=s_aux, **kwargs
         )
     step = step.on(query.device)
+    options = dict(scale=scaling, softcap=softcap or 0.0, sinks=None if s_aux is None else s_aux.float())
+    if module.layer_idx in step.patch.readers:
+        return _read(step, module, query, key, value, options), None
     layer = step.cache.layers[module.layer_idx]
     fresh, layer.fresh = layer.fresh, None
     if fresh is None or fresh[0] is not key or fresh[1] is not value:
@@ -42,7 +45,6 @@ def attention(module, query, key, value, attention_mask, scaling=None, softcap=N
         )
     # Under autocast they differ; what is stored decides.
     query, key, value = (x if x.dtype == layer.k.dtype else x.to(layer.k.dtype) for x in (query, key, value))
-    options = dict(scale=scaling, softcap=softcap or 0.0, sinks=None if s_aux is None else s_aux.float())
     call = step, layer, module.layer_idx, module, query
     if step.decoding:
         return _decoded(call, key, value, options), None
@@ -53,9 +55,32 @@ def attention(module, query, key, value, attention_mask, scaling=None, softcap=N
     layer.advance(*step.seen)
     if step.seen[0] != view.k.shape[2]:
         layer.tail = 0  # slots are fewer than columns
-    with step.meter.clock("evict"):
-        step.chooser.layer(view)
+    _choose(view)
     return out, None
+
+
+def _choose(view):
+    """Let the call's chooser decide what stays, or wait until the last layer that reads these slots did."""
+    if view.index in view.step.patch.last_reader:
+        view.step.shared[view.index] = view
+        return
+    with view.step.meter.clock("evict"):
+        view.step.chooser.layer(view)
+
+
+def _read(step, module, query, key, value, options):
+    """Attention of a layer that reads another one's slots and that one's new rows. query [B, H, T, D]: of the call's
+    last T rows; key and value [B, Hkv, S, D]."""
+    producer = step.patch.readers[module.layer_idx]
+    layer, view = step.cache.layers[producer], step.shared.get(producer)
+    query, key, value = (x if x.dtype == layer.k.dtype else x.to(layer.k.dtype) for x in (query, key, value))
+    stored = layer.len - int(step.decoding)  # a decoded token's row is stored already
+    with step.meter.clock("attend"), rerotate.in_cache(step, module, layer, stored):
+        out, _ = _ops.attend(query, layer.k, layer.v, layer.offset, stored, key, value, step.first, **options)
+    if view is not None and step.patch.last_reader[producer] == module.layer_idx:
+        with step.meter.clock("evict"):
+            step.chooser.layer(step.shared.pop(producer))
+    return out
 
 
 def _decoded(call, key, value, options):
@@ -67,7 +92,7 @@ def _decoded(call, key, value, options):
     layer.advance(1, 1)
     if step.chooser is not None:
         none = key[:, :, :0], value[:, :, :0]
-        step.chooser.layer(View(*call, *none, out, lse, options, probs if probs_wanted else None))
+        _choose(View(*call, *none, out, lse, options, probs if probs_wanted else None))
     return out
 
 

@@ -339,7 +339,7 @@ def adopt(cache, kinds, config, first=None) -> None:
         if kind in families.EVICTS:
             if not isinstance(layer, EvictionLayer):
                 layers[index] = import_layer(layer, first)
-        elif kind == families.STATE:
+        elif kind in (families.STATE, families.NOTHING):
             continue
         elif type(layer) is DynamicSlidingWindowLayer:
             layer.__class__ = SlidingLayer

@@ -9,6 +9,7 @@ from . import propagate
 from .cache import EvictionLayer, adopt
 from .step import logits_wanted, top_mask, top_model
 
+PER_LAYER = "per_layer_inputs"
 OF_EVERY_TOKEN = ("output_hidden_states", "output_router_logits")  # outputs that a chunk has only its part of
 
 
@@ -126,7 +127,7 @@ class Request:
         longest = min(self.policy.chunk_size or prompt, prompt - int(self.padding.min()))
         propagate.check(self.patch, longest, wanted, flags)
         for name, value in self.kwargs.items():
-            split = name == "visual_pos_masks" or not isinstance(value, torch.Tensor)
+            split = name in ("visual_pos_masks", PER_LAYER) or not isinstance(value, torch.Tensor)
             if calls > 1 and not split and value.ndim > 1 and self.tokens in value.shape:
                 raise ValueError(f"{name} cannot be split into chunks; read the prompt whole with chunk_size=None")
         if calls > 1 and flags:
@@ -184,9 +185,27 @@ class Request:
         if rows:
             ids, embeds = (None if t is None else torch.cat([t, along.tokens], 1) for t in (ids, embeds))
         inputs = dict(input_ids=ids) if embeds is None else dict(inputs_embeds=embeds)
-        return inputs | self.kwargs | self._pictures(start, end, along) | dict(
+        if isinstance(self.kwargs.get("logits_to_keep"), int):  # of these rows; 0: all
+            inputs["logits_to_keep"] = self.wanted and self.wanted + rows
+        return self.kwargs | inputs | self._of_tokens(start, end, along) | self._pictures(start, end, along) | dict(
             attention_mask=self.mask_for(end, rows), past_key_values=self.cache, use_cache=True, return_dict=True
         )  # fmt: skip
+
+    def _of_tokens(self, start, end, along) -> dict:
+        """What Gemma 3n and 4 give every layer of each token besides: [B, N, layers, width]."""
+        value = self.kwargs.get(PER_LAYER)
+        if value is None:
+            return {}
+        parts = [value[:, start:end]]
+        if along is not None:
+            if along.columns is None:
+                raise ValueError(
+                    f"rows that are no tokens of the prompt have no {PER_LAYER}: choose a policy whose rows are, like "
+                    "take or snapkv, or call the text model with input_ids"
+                )
+            row = torch.arange(self.batch, device=value.device)[:, None]
+            parts.append(value[row, along.columns.to(value.device)])
+        return {PER_LAYER: torch.cat(parts, 1)}
 
     def _pictures(self, start, end, along) -> dict:
         """What Qwen3-VL adds to the hidden states of pictures' tokens behind its first layers: visual_pos_masks [B, N]

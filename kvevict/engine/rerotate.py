@@ -23,15 +23,17 @@ def check(policy, decoder) -> None:
 
 
 @contextlib.contextmanager
-def in_cache(step, module, layer):
-    """Inside, if the policy rerotates, the layer's slots are at the positions right before this call's rows."""
+def in_cache(step, module, layer, held=None):
+    """Inside, if the policy rerotates, the layer's slots, the first held [B, Hkv] of each head (None: all), are at the
+    positions right before this call's rows."""
     if not (step.patch.policy.rerotate and step.patch.turns[module.layer_idx]):
         yield
         return
+    held = layer.len if held is None else held
     column = torch.arange(layer.longest(), device=layer.device)
-    stored = column < layer.len[..., None]  # [B, Hkv, C]
+    stored = column < held[..., None]  # [B, Hkv, C]
     row = step.first.clamp_max(step.positions.shape[1] - 1)[:, None].long()
-    target = (step.positions.gather(1, row) - layer.len)[..., None] + column
+    target = (step.positions.gather(1, row) - held)[..., None] + column
     turn = target[stored] - layer.pos[(layer.offset[..., None] + column)[stored]]
     moves = turn.nonzero()[:, 0]  # with one hole, behind the sinks, those alone
 

@@ -47,6 +47,7 @@ class Step:
     transient: int = 0  # rows at the end that read along and are not stored
     final_position: int | None = None  # the prompt's largest position, for rotary frequencies that depend on it
     seen: tuple = ()  # (columns, tokens [B]) that count as seen, whatever a layer reads of them
+    shared: dict = field(default_factory=dict, init=False)  # layer -> its View, while others still read its slots
     elsewhere: dict = field(default_factory=dict, init=False)  # device -> what `on` made for it
 
     def __post_init__(self):
@@ -80,3 +81,5 @@ def running(step: Step):
         yield step
     finally:
         _current.reset(token)
+        for view in step.shared.values():  # an error came before their slots were chosen: half read
+            view.layer.columns = -1
