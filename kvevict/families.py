@@ -95,6 +95,8 @@ def heads(decoder, kinds) -> tuple:
     """(query heads, kv heads) of the layers that we evict from; None where they differ."""
     config = decoder.config
     queries = _alike(_get(config, "num_attention_heads"), kinds)
+    if is_latent(config):
+        return queries, queries
     if config.model_type == "gpt_bigcode" and config.multi_query:
         return queries, 1
     keys = _get(config, "num_key_value_heads")
@@ -123,12 +125,27 @@ def _alike(value, kinds):
     return own.pop() if len(own) == 1 else None
 
 
+def is_latent(config) -> bool:
+    """Whether attention caches latents that all heads share (MLA)."""
+    return bool(_get(config, "kv_lora_rank"))
+
+
 def head_dim(module, config) -> int:
     """Width of a query and a key."""
+    if hasattr(module, "qk_nope_head_dim"):
+        return module.qk_nope_head_dim + module.qk_rope_head_dim
     for owner, name in ((module, "qk_head_dim"), (module, "head_dim"), (module, "head_size"), (config, "head_dim")):
         if isinstance(_get(owner, name), int):
             return _get(owner, name)
     return config.hidden_size // config.num_attention_heads
+
+
+def widths(module, config) -> tuple:
+    """Columns of a stored slot's `k` and `v`, and of the keys and values that attention reads."""
+    read = -(-max(head_dim(module, config), getattr(module, "v_head_dim", None) or 0) // 8) * 8
+    if not is_latent(config):
+        return read, read
+    return -(-(module.kv_lora_rank + module.qk_rope_head_dim) // 16) * 8, read
 
 
 def _get(owner, name):
@@ -150,8 +167,6 @@ def reasons(config) -> list:
         found.append("its attention is bidirectional; only causal models are supported")
     if _get(config, "alibi") or config.model_type in ("bloom", "mpt"):
         found.append("ALiBi adds a bias to attention that depends on distance")
-    if _get(config, "kv_lora_rank"):
-        found.append("its attention keeps latents shared by all heads (MLA), not keys and values")
     if _get(config, "num_kv_shared_layers") and _get(config, "kv_sharing_modes") is None:
         found.append(
             "this version of Transformers does not say which layers share keys and values; install a newer one"
@@ -182,6 +197,10 @@ def structure_reasons(decoder) -> list:
         module = attention_of(layer, index) if kind in EVICTS else None
         if kind in EVICTS and module is None:
             return [f"layer {index} has no single module that calls Transformers' attention interface"]
+        if module is not None and is_latent(decoder.config) and not hasattr(module, "expand_kv"):
+            return [
+                f"{type(module).__name__} does not cache its latents (MLA); install a newer version of Transformers"
+            ]
         if module is not None and getattr(module, "is_causal", True) is False:
             return ["its attention is bidirectional; only causal models are supported"]
         if kind == BOTH and mixer_of(layer) is None:
@@ -209,11 +228,35 @@ def rotate(decoder, module, x, position_from, position_to):
     positions = torch.stack([position_from, position_to], 1).clamp_min(0)
     if axes(decoder):
         positions = positions.expand(axes(decoder), -1, -1)
-    cos, sin = rotary(x, positions, *layer_type)  # [B, 2, rotary]
+    angles = rotary(x, positions, *layer_type)
+    if isinstance(angles, torch.Tensor):  # [B, 2, rotary / 2] complex, of neighbouring dimensions
+        turn = angles[:, 1:] / angles[:, :1]
+        return _part(module, x, lambda part: _turn_pairs(part, turn))
+    cos, sin = angles  # [B, 2, rotary]
     scale = cos[:, :1].square() + sin[:, :1].square()  # the square of the family's attention scaling
     turn_cos = (cos[:, 1:] * cos[:, :1] + sin[:, 1:] * sin[:, :1]) / scale
     turn_sin = (sin[:, 1:] * cos[:, :1] - cos[:, 1:] * sin[:, :1]) / scale
+    if is_latent(decoder.config):  # halves, in whatever order its weights have them
+        return _part(module, x, lambda part: part * turn_cos[:, None] + _halves(part) * turn_sin[:, None])
     return compat.apply_rotary(module, x, turn_cos, turn_sin)
+
+
+def _part(module, x, turned):
+    """x with the dimensions that a latent layer rotates turned."""
+    start = module.qk_nope_head_dim
+    stop = start + module.qk_rope_head_dim
+    return torch.cat([x[..., :start], turned(x[..., start:stop]), x[..., stop:]], -1)
+
+
+def _halves(x):
+    first, second = x.chunk(2, -1)
+    return torch.cat([-second, first], -1)
+
+
+def _turn_pairs(x, turn):
+    """x [B, H, p, D], turn [B, 1, D / 2] complex."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * turn[:, None]).flatten(-2).to(x.dtype)
 
 
 def axes(decoder) -> int:

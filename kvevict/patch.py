@@ -21,6 +21,7 @@ class Patch:
         self.policy = policy
         self.kinds = kinds = families.layer_kinds(decoder.config)
         self.heads = families.heads(decoder, kinds)
+        self.kv_heads = 1 if families.is_latent(decoder.config) else self.heads[1]  # that choose and store
         own = [index for index, kind in enumerate(kinds) if kind in families.EVICTS]
         self.order = {index: order for order, index in enumerate(own)}
         self.readers = families.readers(decoder, kinds)
@@ -191,14 +192,12 @@ def _odds(model, decoder) -> list:
         if device.split(":")[0] not in (*_ops.DEVICES, "meta"):
             built = "CPU and CUDA" if "cuda" in _ops.DEVICES else "CPU"
             reasons.append(f"it is on {device}, and there are {built} kernels only; call model.to('cpu')")
+    latent, most = families.is_latent(decoder.config), 256 if on_gpu else 512
     dims = {families.head_dim(module, decoder.config) for module in own}
+    dims = {max(families.widths(module, decoder.config)) for module in own} if latent else dims
     for dim in sorted(dims):
-        most = 256 if on_gpu else 512
         if dim % 8 or not 8 <= dim <= most:
             reasons.append(f"head_dim {dim} is not a multiple of 8 up to {most}" + (" (on a GPU)" if on_gpu else ""))
-    width = getattr(own[0], "v_head_dim", None)
-    if isinstance(width, int) and dims != {width}:
-        reasons.append(f"it has values of {width} dimensions and keys of {', '.join(map(str, sorted(dims)))}")
     if len(dims) > 1:
         reasons.append(f"its layers have heads of {', '.join(map(str, sorted(dims)))} dimensions")
     return reasons

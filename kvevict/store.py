@@ -11,7 +11,9 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from . import families
 from .engine import host
-from .engine.cache import EvictionLayer, StatefulLayer, adopt
+from .engine.adopt import StatefulLayer, adopt
+from .engine.cache import EvictionLayer
+from .engine.latent import LatentLayer
 
 FORMAT = "kvevict-cache-2"
 OWN_TENSORS = ("k", "v", "pos", "len", "seen")
@@ -81,11 +83,14 @@ def load_cache(path, model):
     cache = DynamicCache(config=config)
     adopt(cache, kinds, config)
     heads, dtype = families.heads(decoder, kinds), base_model(model).dtype
+    heads = (heads[0], 1) if families.is_latent(config) else heads
     for index, (layer, fact) in enumerate(zip(cache.layers, facts, strict=True)):
         if fact["kind"] == families.NOTHING:
             continue
         module = families.attention_of(families.layers_of(decoder)[index], index)
-        device, shape = families.device_of(module), (*heads, families.head_dim(module, config))
+        device, shape = families.device_of(module), (*heads, *families.widths(module, config))
+        if isinstance(layer, LatentLayer):
+            layer.widths = module.kv_lora_rank, module.qk_rope_head_dim
         mine = {n.split(".", 1)[1]: t.to(device) for n, t in tensors.items() if n.split(".", 1)[0] == str(index)}
         try:
             fill = _fill_own if fact["kind"] == families.OWN else _fill_sliding
@@ -120,7 +125,7 @@ def _fill_sliding(layer, tensors, fact, shape, dtype):
 
 
 def _fill_own(layer, tensors, fact, shape, dtype):
-    (query_heads, heads, dim), length = shape, tensors["len"]
+    (query_heads, heads, dim, read), length = shape, tensors["len"]
     batch = length.shape[0]
     _expect("len", length, (batch, heads), torch.int32)
     rows = int(length.sum())
@@ -136,9 +141,9 @@ def _fill_own(layer, tensors, fact, shape, dtype):
         _expect("carry", tensors["carry"], (batch, heads, int(length.max())), torch.float32)
     if "recent" in tensors:
         *_, rows, width = tensors["recent"].shape  # queries, or queries and outputs
-        _expect("recent", tensors["recent"], (batch, query_heads, rows, max(dim, width)), dtype)
-        if width not in (dim, 2 * dim):
-            raise ValueError(f"recent has {width} columns, expected {dim} or {2 * dim}")
+        _expect("recent", tensors["recent"], (batch, query_heads, rows, max(read, width)), dtype)
+        if width not in (read, 2 * read):
+            raise ValueError(f"recent has {width} columns, expected {read} or {2 * read}")
     layer.lazy_initialization(tensors["k"].new_empty(batch, heads, 0, dim))
     layer.counts = layer.capacity = np.array(length.tolist())
     layer.offset, layer.columns = host.upload(layer._offsets(), length.device), columns

@@ -9,6 +9,7 @@ from transformers import AttentionInterface
 
 from .. import _ops, compat
 from . import rerotate
+from .cache import fit
 from .step import current
 from .view import View
 
@@ -31,32 +32,35 @@ def attention(module, query, key, value, attention_mask, scaling=None, softcap=N
     options = dict(scale=scaling, softcap=softcap or 0.0, sinks=None if s_aux is None else s_aux.float())
     if module.layer_idx in step.patch.readers:
         return _read(step, module, query, key, value, options), None
-    layer = step.cache.layers[module.layer_idx]
-    fresh, layer.fresh = layer.fresh, None
-    if fresh is None or fresh[0] is not key or fresh[1] is not value:
-        raise RuntimeError(
-            f"{type(module).__name__} changed keys or values after the cache update; kvevict cannot evict from it"
-        )
+    layer, width = step.cache.layers[module.layer_idx], value.shape[-1]
+    new = layer.take(module, key, value)
     if (query.shape[1], key.shape[1]) != step.patch.heads:
         raise ValueError(
             f"layer {module.layer_idx} has {query.shape[1]} and {key.shape[1]} heads of queries and of keys, by its "
             f"config {step.patch.heads}: one rank's part of a model (tensor parallel) cannot choose for all of it; "
             "load the model whole, or over several devices with device_map='auto'"
         )
-    # Under autocast they differ; what is stored decides.
-    query, key, value = (x if x.dtype == layer.k.dtype else x.to(layer.k.dtype) for x in (query, key, value))
+    query, key, value = _stored_form(layer, query, key, value)
     call = step, layer, module.layer_idx, module, query
+    new = (key, value) if new is None else new
     if step.decoding:
-        return _decoded(call, key, value, options), None
-    with step.meter.clock("attend"), rerotate.in_cache(step, module, layer):
-        out, lse = _ops.attend(query, layer.k, layer.v, layer.offset, layer.len, key, value, step.first, **options)
-    view = View(*call, key, value, out, lse, options)
+        return _decoded(call, key, value, new, options)[..., :width], None
+    slots = layer.slots(module)
+    with step.meter.clock("attend"), rerotate.in_cache(step, module, slots):
+        out, lse = _ops.attend(query, slots.k, slots.v, slots.offset, slots.len, key, value, step.first, **options)
+    view = View(*call, key, value, out, lse, options, new=new)
+    view.slots = slots
     step.meter.watch(view, 1 + step.chooser.held)
     layer.advance(*step.seen)
     if step.seen[0] != view.k.shape[2]:
         layer.tail = 0  # slots are fewer than columns
     _choose(view)
-    return out, None
+    return out[..., :width], None
+
+
+def _stored_form(layer, *tensors):
+    """Query, keys and values in the dtype of what is stored, which under autocast is another, and of one width."""
+    return fit(*(x if x.dtype == layer.k.dtype else x.to(layer.k.dtype) for x in tensors))
 
 
 def _choose(view):
@@ -73,26 +77,27 @@ def _read(step, module, query, key, value, options):
     last T rows; key and value [B, Hkv, S, D]."""
     producer = step.patch.readers[module.layer_idx]
     layer, view = step.cache.layers[producer], step.shared.get(producer)
-    query, key, value = (x if x.dtype == layer.k.dtype else x.to(layer.k.dtype) for x in (query, key, value))
+    width = value.shape[-1]
+    query, key, value = _stored_form(layer, query, key, value)
     stored = layer.len - int(step.decoding)  # a decoded token's row is stored already
     with step.meter.clock("attend"), rerotate.in_cache(step, module, layer, stored):
         out, _ = _ops.attend(query, layer.k, layer.v, layer.offset, stored, key, value, step.first, **options)
     if view is not None and step.patch.last_reader[producer] == module.layer_idx:
         with step.meter.clock("evict"):
             step.chooser.layer(step.shared.pop(producer))
-    return out
+    return out[..., :width]
 
 
-def _decoded(call, key, value, options):
+def _decoded(call, key, value, new, options):
     step, layer, _, module, query = call
     probs_wanted = step.patch.wants_probs
     columns = layer.longest() + 1 if probs_wanted else 0
     with step.meter.clock("decode"), rerotate.in_cache(step, module, layer):
-        out, lse, probs = layer.decode(query, key, value, step.positions, columns=columns, **options)
+        out, lse, probs = layer.decode(module, query, *new, step.positions, columns=columns, **options)
     layer.advance(1, 1)
     if step.chooser is not None:
-        none = key[:, :, :0], value[:, :, :0]
-        _choose(View(*call, *none, out, lse, options, probs if probs_wanted else None))
+        none, new = ([x[:, :, :0] for x in pair] for pair in ((key, value), new))
+        _choose(View(*call, *none, out, lse, options, probs if probs_wanted else None, new))
     return out
 
 

@@ -2,9 +2,9 @@
 
 import numpy as np
 import torch
-from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin
 
-from .. import _ops, compat, families
+from .. import _ops, compat
 from . import host
 from .step import current
 
@@ -67,9 +67,25 @@ class EvictionLayer(CacheLayerMixin):
                 "this cache was filled by a model patched with kvevict; call kvevict.patch(model, ...) before using it"
             )
         if not self.is_initialized:
-            self.lazy_initialization(key_states)
+            self.lazy_initialization(self.pack(key_states[:, :, :0], value_states[:, :, :0])[0])
         self.fresh = key_states, value_states
         return self.fresh
+
+    def take(self, module, key, value):
+        """What is to be stored of the keys and values that `module` attends with, after the update; None: these."""
+        fresh, self.fresh = self.fresh, None
+        if fresh is None or fresh[0] is not key or fresh[1] is not value:
+            raise RuntimeError(
+                f"{type(module).__name__} changed keys or values after the cache update; kvevict cannot evict from it"
+            )
+
+    def pack(self, key, value):
+        """New keys and values [B, Hkv, S, D] as they are stored."""
+        return fit(key, value)
+
+    def slots(self, module):
+        """What holds `k`, `v`, `pos`, `offset`, `len` and `counts` of every head's slots, for the ops."""
+        return self
 
     def get_mask_sizes(self, query_length) -> tuple[int, int]:
         return query_length, self.columns
@@ -197,7 +213,7 @@ class EvictionLayer(CacheLayerMixin):
         self._move(source, index, keep, k, v, pos, first)
         self.tail = self.expected = 0
 
-    def decode(self, q, k, v, pos, **options):
+    def decode(self, module, q, k, v, pos, **options):
         """Append one row and attend over all slots: (out, lse, probs) as `_ops.decode`."""
         if self.room == 0:
             source = self._stored()
@@ -272,104 +288,7 @@ class EvictionLayer(CacheLayerMixin):
         return dense
 
 
-class StatefulLayer(EvictionLayer):
-    """Our slots, in a layer that has a convolution's or a recurrent state besides: `state` is Transformers' layer that
-    holds it, and answers for all that is not ours."""
-
-    def __init__(self, state=None):
-        super().__init__()
-        self.state = state
-
-    def __getattr__(self, name):
-        if name == "state":  # before it is there, as while copying
-            raise AttributeError(name)
-        return getattr(self.state, name)
-
-    def reset(self):
-        super().reset()
-        if self.__dict__.get("state") is not None:
-            self.state.reset()
-
-    def batch_select_indices(self, indices):
-        super().batch_select_indices(indices)
-        for states in (self.state.conv_states, self.state.recurrent_states):
-            states |= {index: t[indices] for index, t in states.items() if t is not None}
-
-
-compat.keeps_state(StatefulLayer)
-
-
-class SlidingLayer(DynamicSlidingWindowLayer):
-    """Transformers' sliding window, which a chunk's transient rows (the probe) read but do not enter."""
-
-    def update(self, key_states, value_states, *args, **kwargs):
-        step = current()
-        transient = 0 if step is None else step.transient
-        if not transient:
-            return super().update(key_states, value_states, *args, **kwargs)
-        before = self.keys, self.values
-        full = super().update(key_states, value_states, *args, **kwargs)
-        stored = key_states.shape[2] - transient
-        self.cumulative_length -= transient
-        if before[0] is None:
-            before = key_states[:, :, :0], value_states[:, :, :0]
-        window = 0 if getattr(self, "record_past", False) else -self.sliding_window + 1
-        self.keys, self.values = (
-            torch.cat([old, new[:, :, :stored]], dim=2)[:, :, window:]
-            for old, new in zip(before, (key_states, value_states), strict=True)
-        )
-        return full
-
-
-def adopt(cache, kinds, config, first=None) -> None:
-    """Replace, in place, the layers of a `DynamicCache` that we evict from, so that the caller's reference stays right.
-
-    kinds   per layer, as `families.layer_kinds(config)`
-    first   [B] left padding of the tokens that a plain cache holds already (a prefix read before patching)
-    """
-    layers = list(cache.layers)
-    if len(layers) > len(kinds):
-        raise ValueError(
-            f"past_key_values has {len(layers)} layers, the model {len(kinds)}: it is another model's cache"
-        )
-    if len(layers) < len(kinds):  # a cache built without a config grows its layers lazily
-        layers += DynamicCache(config=config).layers[len(layers) :]
-    for index, kind in enumerate(kinds):
-        layer = layers[index]
-        if kind in families.EVICTS:
-            if not isinstance(layer, EvictionLayer):
-                layers[index] = import_layer(layer, first)
-        elif kind in (families.STATE, families.NOTHING):
-            continue
-        elif type(layer) is DynamicSlidingWindowLayer:
-            layer.__class__ = SlidingLayer
-        elif not isinstance(layer, SlidingLayer):
-            raise ValueError(
-                f"past_key_values has a {type(layer).__name__} at sliding-window layer {index}; build it with "
-                "DynamicCache(config=model.config)"
-            )
-    cache.layers = layers
-    cache.layer_class_to_replicate = None
-
-
-def import_layer(layer, first=None):
-    """An `EvictionLayer` with the tokens that a plain `DynamicLayer` holds."""
-    both = isinstance(layer, DynamicLayer) and hasattr(layer, "update_conv_state")
-    wide = type(layer) is DynamicSlidingWindowLayer and layer.get_seq_length() < layer.sliding_window
-    if not (type(layer) is DynamicLayer or both or wide):
-        raise ValueError(
-            f"past_key_values has a {type(layer).__name__}; kvevict evicts from a plain DynamicCache only (no static, "
-            "quantised or offloaded cache): drop cache_implementation, or call kvevict.unpatch(model)"
-        )
-    ours = StatefulLayer(layer) if both else EvictionLayer()
-    if getattr(layer, "keys", None) is not None and layer.get_seq_length() > 0:
-        k, v = layer.keys, layer.values
-        batch, _, columns, _ = k.shape
-        first = torch.zeros(batch, dtype=torch.int32, device=k.device) if first is None else first
-        first, padding = first.to(k.device), np.array(first.tolist())
-        ours.lazy_initialization(k)
-        pos = (torch.arange(columns, device=k.device) - first[:, None]).to(torch.int32)
-        ours.append(k, v, pos, first, padding)
-        ours.advance(columns, columns - padding)
-        layer.keys = layer.values = None
-    return ours
+def fit(*tensors):
+    """Tensors [..., D], each with a D of its own, with zeros up to one width that the ops take."""
+    width = -(-max(t.shape[-1] for t in tensors) // 8) * 8
+    return [t if t.shape[-1] == width else torch.nn.functional.pad(t, (0, width - t.shape[-1])) for t in tensors]

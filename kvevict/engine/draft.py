@@ -11,8 +11,10 @@ from ..policy.policy import Policy
 from ..policy.rows.drafted import head
 from ..policy.rows.window import Window
 from . import evict
-from .cache import EvictionLayer, StatefulLayer
+from .adopt import StatefulLayer
+from .cache import EvictionLayer, fit
 from .choosers import Chooser
+from .latent import LatentLayer
 from .meter import Meter
 from .step import Step, running
 from .view import View
@@ -38,15 +40,15 @@ class _DraftLayer(EvictionLayer):
     def __init__(self, view, choice, room):
         super().__init__()
         index, keep = choice
-        self.lazy_initialization(view.k)
+        self.lazy_initialization(view.new[0])
         self._allocate(keep + room)
-        self._move(view.layer._stored(), index, keep, view.k, view.v, view.pos, view.first)
+        self._move(view.layer._stored(), index, keep, *view.new, view.pos, view.first)
         self.columns, self.seen = view.layer.columns, view.layer.seen
         self.rows = []  # (q [B, H, 1, D], k, v [B, Hkv, 1, D]) of each
 
-    def decode(self, q, k, v, pos, **options):
+    def decode(self, module, q, k, v, pos, **options):
         self.rows.append((q, k, v))
-        return super().decode(q, k, v, pos, **options)
+        return super().decode(module, q, k, v, pos, **options)
 
 
 class _StatefulDraftLayer(_DraftLayer, StatefulLayer):
@@ -55,6 +57,22 @@ class _StatefulDraftLayer(_DraftLayer, StatefulLayer):
     def __init__(self, view, choice, room):
         super().__init__(view, choice, room)
         self.state = copy.deepcopy(view.layer.state)
+
+
+class _LatentDraftLayer(_DraftLayer, LatentLayer):
+    """One of latents; notes every head's keys and values of the rows."""
+
+    def __init__(self, view, choice, room):
+        super().__init__(view, choice, room)
+        self.widths = view.layer.widths
+
+    def decode(self, module, q, k, v, pos, **options):
+        whole = torch.cat([k, v], -1)[..., : sum(self.widths)]
+        self.rows.append((q, *fit(*module.expand_kv(*whole.split(self.widths, -1)))))
+        return LatentLayer.decode(self, module, q, k, v, pos, **options)
+
+
+DRAFT_LAYERS = {EvictionLayer: _DraftLayer, StatefulLayer: _StatefulDraftLayer, LatentLayer: _LatentDraftLayer}
 
 
 class _Watch(Chooser):
@@ -77,6 +95,7 @@ class Drafting(Chooser):
         rows = max(FIRST_CUT.rows.window, view.policy.rows.window)
         view.q, view.lse = view.q[:, :, -rows:].clone(), view.lse[:, :, -rows:].clone()
         view.out = view.out[:, -rows:].clone() if view.policy.wants_outputs else None
+        view.__dict__.pop("slots")
         self.views.append(view)
 
     def end(self, chunk_end):
@@ -107,7 +126,7 @@ class Drafting(Chooser):
             ]
             unseen = Meter()  # what is drafted leaves no trace in the report
             for view in views:
-                kind = _StatefulDraftLayer if isinstance(view.layer, StatefulLayer) else _DraftLayer
+                kind = DRAFT_LAYERS[type(view.layer)]
                 cache.layers[view.index] = kind(view, _first_choice(view, quiet, unseen), n_d)
             self._write(chunk_end, cache, quiet, unseen, n_d)
             meter.live["draft"] = sum(cache.layers[view.index].live_bytes() for view in views)
@@ -136,6 +155,7 @@ class Drafting(Chooser):
 def _first_choice(view, quiet, meter):
     """SnapKV's choice under the layer's slots, its heads alike."""
     step = replace(view.step, patch=quiet, meter=meter)
-    first = View(step, view.layer, view.index, view.module, view.q, view.k, view.v, view.out, view.lse, view.options)
+    first = View(step, view.layer, view.index, view.module, view.q, view.k, view.v, view.out, view.lse, view.options,
+                 new=view.new)  # fmt: skip
     slots = evict.within(first, view.step.read.budgets.targets[view.order])
     return evict.choose(first, evict.ranked(first, FIRST_CUT.score.score(first)), slots)

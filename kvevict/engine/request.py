@@ -6,7 +6,8 @@ from transformers.cache_utils import DynamicCache
 
 from .. import compat, families
 from . import propagate
-from .cache import EvictionLayer, adopt
+from .adopt import adopt
+from .cache import EvictionLayer
 from .step import logits_wanted, top_mask, top_model
 
 PER_LAYER = "per_layer_inputs"
@@ -143,7 +144,7 @@ class Request:
 
     @property
     def heads(self) -> int:
-        return self.patch.heads[1]
+        return self.patch.kv_heads
 
     def positions(self):
         """[B, N] of the new tokens."""
