@@ -101,7 +101,7 @@ def heads(decoder, kinds) -> tuple:
         return queries, 1
     keys = _get(config, "num_key_value_heads")
     if keys is None and _get(config, "per_layer_config"):
-        keys = [each.num_key_value_heads for each in config.per_layer_config]
+        keys = [_get(each, "num_key_value_heads") or queries for each in config.per_layer_config]
     return queries, queries if keys is None else _alike(keys, kinds)
 
 

@@ -4,6 +4,8 @@ import functools
 from pathlib import Path
 from typing import NamedTuple
 
+from .compat import VERSION
+
 FILE = Path(__file__).with_name("known.tsv")
 EQUAL, LIMITED, REFUSED, UNTRIED = "equal", "limited", "refused", "untried"
 
@@ -15,12 +17,14 @@ class Type(NamedTuple):
     decoder   model_type of its text decoder's config
     verdict   "equal": equal to the unpatched model with every policy; "limited": so, but for what `note` says;
               "refused": with the reason `note`; "untried": Transformers makes no tiny model of it that reads ids
+    since     of the right ones, the oldest version of Transformers that was tried, and all tried later, as "5.23"
     """
 
     name: str
     decoder: str
     verdict: str
     note: str
+    since: str = ""
 
 
 @functools.cache
@@ -29,9 +33,16 @@ def table() -> tuple:
     return tuple(Type(*line.split("\t")) for line in lines)
 
 
+def version(text: str) -> tuple:
+    return tuple(int(part) for part in text.split("."))
+
+
 def right(name: str, decoder: str) -> bool:
-    """Whether such models were seen to be right."""
-    return any((t.name, t.decoder) == (name, decoder) and t.verdict in (EQUAL, LIMITED) for t in table())
+    """Whether such models were seen to be right, with a version of Transformers no newer than the installed one."""
+    return any(
+        (t.name, t.decoder) == (name, decoder) and t.verdict in (EQUAL, LIMITED) and version(t.since) <= VERSION
+        for t in table()
+    )
 
 
 def refused(name: str, decoder: str) -> str | None:

@@ -93,7 +93,7 @@ def _decoded(call, key, value, new, options):
     probs_wanted = step.patch.wants_probs
     columns = layer.longest() + 1 if probs_wanted else 0
     with step.meter.clock("decode"), rerotate.in_cache(step, module, layer):
-        out, lse, probs = layer.decode(module, query, *new, step.positions, columns=columns, **options)
+        out, lse, probs = layer.decode(query, *new, step.positions, module, columns=columns, **options)
     layer.advance(1, 1)
     if step.chooser is not None:
         none, new = ([x[:, :, :0] for x in pair] for pair in ((key, value), new))

@@ -213,7 +213,7 @@ class EvictionLayer(CacheLayerMixin):
         self._move(source, index, keep, k, v, pos, first)
         self.tail = self.expected = 0
 
-    def decode(self, module, q, k, v, pos, **options):
+    def decode(self, q, k, v, pos, module=None, **options):
         """Append one row and attend over all slots: (out, lse, probs) as `_ops.decode`."""
         if self.room == 0:
             source = self._stored()

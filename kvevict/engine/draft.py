@@ -46,9 +46,9 @@ class _DraftLayer(EvictionLayer):
         self.columns, self.seen = view.layer.columns, view.layer.seen
         self.rows = []  # (q [B, H, 1, D], k, v [B, Hkv, 1, D]) of each
 
-    def decode(self, module, q, k, v, pos, **options):
+    def decode(self, q, k, v, pos, module, **options):
         self.rows.append((q, k, v))
-        return super().decode(module, q, k, v, pos, **options)
+        return super().decode(q, k, v, pos, module, **options)
 
 
 class _StatefulDraftLayer(_DraftLayer, StatefulLayer):
@@ -66,10 +66,10 @@ class _LatentDraftLayer(_DraftLayer, LatentLayer):
         super().__init__(view, choice, room)
         self.widths = view.layer.widths
 
-    def decode(self, module, q, k, v, pos, **options):
+    def decode(self, q, k, v, pos, module, **options):
         whole = torch.cat([k, v], -1)[..., : sum(self.widths)]
         self.rows.append((q, *fit(*module.expand_kv(*whole.split(self.widths, -1)))))
-        return LatentLayer.decode(self, module, q, k, v, pos, **options)
+        return LatentLayer.decode(self, q, k, v, pos, module, **options)
 
 
 DRAFT_LAYERS = {EvictionLayer: _DraftLayer, StatefulLayer: _StatefulDraftLayer, LatentLayer: _LatentDraftLayer}
@@ -95,7 +95,7 @@ class Drafting(Chooser):
         rows = max(FIRST_CUT.rows.window, view.policy.rows.window)
         view.q, view.lse = view.q[:, :, -rows:].clone(), view.lse[:, :, -rows:].clone()
         view.out = view.out[:, -rows:].clone() if view.policy.wants_outputs else None
-        view.__dict__.pop("slots")
+        view.__dict__.pop("slots", None)
         self.views.append(view)
 
     def end(self, chunk_end):

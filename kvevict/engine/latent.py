@@ -74,7 +74,7 @@ class LatentLayer(EvictionLayer):
             self.counts.repeat(len(heads), 1),
         )  # fmt: skip
 
-    def decode(self, module, q, k, v, pos, *, columns=0, **options):
+    def decode(self, q, k, v, pos, module, columns=0, **options):
         none = torch.zeros(len(q), dtype=torch.int32, device=q.device)
         self.append(k, v, pos, none, 0 * self.counts[:, 0])
         slots = self.slots(module)
