@@ -1,6 +1,6 @@
 """Train a LookaheadKV adapter for the bundled model on made-up facts, and say what it gained.
 
-    python examples/train_lookahead.py [--out DIR] [--steps 600] [--batch 8]
+    python examples/train_lookahead.py [--out DIR] [--steps 600] [--batch 6]
 
 Begun again with the same --out it goes on where it was. The tasks it is measured with ask for names that no training
 pair holds (`kvevict.evaluate.tasks.recall`).
@@ -8,15 +8,14 @@ pair holds (`kvevict.evaluate.tasks.recall`).
 
 import argparse
 import random
-import shutil
 from itertools import islice
 from pathlib import Path
 
 import torch
 
 import kvevict
+from kvevict import cli
 from kvevict.analysis.run import ids_of, load_model
-from kvevict.commands import eval as evaluate
 from kvevict.evaluate import haystack
 from kvevict.evaluate.tasks import recall
 
@@ -68,11 +67,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="lookahead", help="folder for the adapter, its log and what it scores")
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=6)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--targets", default="all", choices=["all", "qv", "none"])
-    parser.add_argument("--longest", type=int, default=1100, help="prompt tokens")
+    parser.add_argument("--longest", type=int, default=1000, help="prompt tokens")
     parser.add_argument("--package", help="also write the adapter there in bfloat16, as the package has it")
     args = parser.parse_args()
     folder = kvevict.small_llama()
@@ -86,10 +85,9 @@ def main():
         config = kvevict.lookahead.config_of(args.out)
         made.save(args.package, dtype=torch.bfloat16, weights=config["weights"])
     results = Path(args.out) / "results.jsonl"
-    if results.exists():
-        shutil.move(results, results.with_suffix(".before"))
-    evaluate(argparse.ArgumentParser(), [
-        "--tasks", "needle", "facts", "keyvalue", "--lengths", "512", "--budgets", "64", "128", "--cases", "8",
+    results.unlink(missing_ok=True)
+    cli.main([
+        "eval", "--tasks", "needle", "facts", "keyvalue", "--lengths", "512", "--budgets", "64", "128", "--cases", "8",
         "--mode", "aware", "--policies", "snapkv", "laq", "oracle", f"lookahead:adapter={args.out}", "--out",
         str(results),
     ])  # fmt: skip

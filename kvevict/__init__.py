@@ -1,6 +1,7 @@
 """KV-cache eviction for Hugging Face models: long prompts in bounded memory, answers from what was kept."""
 
 from . import _ops  # noqa: F401  checks torch and loads the kernels
+from .answer import Pipeline, answer, read
 from .models import small_llama
 from .patch import evicting, patch, unpatch
 from .policy.heads import HEADS, HeadBudget
@@ -16,9 +17,9 @@ from .store import load_cache, save_cache
 
 __version__ = "0.1.0"
 __all__ = [
-    "HEADS", "LAYERS", "PRESETS", "REFINEMENTS", "ROWS", "SCORES", "SELECTIONS", "HeadBudget", "LayerBudget", "Policy",
-    "Refinement", "Rows", "Score", "Selection", "evicting", "history", "load_cache", "patch", "policies",
-    "register_rows", "register_score", "report", "save_cache", "small_llama", "unpatch",
+    "HEADS", "LAYERS", "PRESETS", "REFINEMENTS", "ROWS", "SCORES", "SELECTIONS", "HeadBudget", "LayerBudget",
+    "Pipeline", "Policy", "Refinement", "Rows", "Score", "Selection", "answer", "evicting", "history", "load_cache",
+    "patch", "policies", "read", "register_rows", "register_score", "report", "save_cache", "small_llama", "unpatch",
 ]  # fmt: skip
 
 

@@ -57,6 +57,26 @@ def l1_loss(before, after) -> float:
     return float((before - after).abs().sum() / before.abs().sum())
 
 
+def sparsity(a, share: float = 0.9):
+    """The share of slots that hold `share` of an attention [.., n] that sums to 1: [..] (TAKE figure 4)."""
+    most = a.sort(-1, descending=True).values.cumsum(-1)
+    return ((most < share * most[..., -1:]).sum(-1) + 1) / a.shape[-1]
+
+
+def caote(weights, v, fast: bool = False):
+    """CAOTE eq. 6 of slots [.., n] with weights that sum to 1 and values [.., n, D]: a / (1 - a) * || o - v ||. fast:
+    eq. 8, the mean value in place of the output o."""
+    at = v.mean(-2) if fast else (weights[..., None] * v).sum(-2)
+    return weights / (1 - weights).clamp_min(1e-12) * (at[..., None, :] - v).norm(dim=-1)
+
+
+def spearman(a, b):
+    """Spearman's rank correlation over the last dimension, whose values are taken to differ: [..]."""
+    ranks = [x.argsort(-1).argsort(-1).double() for x in (a, b)]
+    a, b = (x - x.mean(-1, keepdim=True) for x in ranks)
+    return (a * b).sum(-1) / (a.square().sum(-1) * b.square().sum(-1)).sqrt().clamp_min(1e-300)
+
+
 def jaccard(a: set, b: set) -> float:
     """Size of the intersection over that of the union; 1 for two empty sets."""
     return len(a & b) / len(a | b) if a | b else 1.0

@@ -6,8 +6,8 @@ HEAD = """# Model types
 
 Made by `kvevict models --markdown` from `kvevict/known.tsv`, which tests/hf/test_types.py makes: a tiny random model of
 every type is read in chunks, with rows that read along, with left padding and beams, at tight budgets and under several
-policies, and compared with the unpatched one. The number behind a type is the oldest version of Transformers that it was
-right with. On an older one, as with any type that is not here and with remote code, a model is compared on a few tokens
+policies, and compared with the unpatched one. The number behind a type is the oldest Transformers that it was right
+with. On an older one, as with any type that is not here and with remote code, a model is compared on a few tokens
 when it is patched, and refused if it differs.
 """
 MEANING = {

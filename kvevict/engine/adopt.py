@@ -1,6 +1,8 @@
 """Layers of a `DynamicCache` that a patched model fills: ours in place of those that are evicted from, and what the
 others need so that rows which read along never enter them."""
 
+import copy
+
 import numpy as np
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
@@ -23,6 +25,9 @@ class StatefulLayer(EvictionLayer):
         if name == "state":  # before it is there, as while copying
             raise AttributeError(name)
         return getattr(self.state, name)
+
+    def fork(self):
+        return copy.deepcopy(self)
 
     def reset(self):
         super().reset()
@@ -60,6 +65,28 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         return full
 
 
+class EvictionCache(DynamicCache):
+    """What a patched model makes of a plain `DynamicCache`."""
+
+    def fork(self):
+        """A cache that goes on from here by itself: one context, many questions, each with a fork of its own.
+
+        What is stored is shared, not copied: a fork adds a tail of its own, and copies what it shares only when it must
+        (to evict again, to crop, to reorder beams, to be saved). Latents and states are copied at once. Neither side
+        ever changes what the other sees. A fork can be forked, decoded in another thread, and outlives the cache it
+        came from.
+        """
+        twin = copy.copy(self)
+        twin.layers = [_forked(layer) for layer in self.layers]
+        return twin
+
+
+def _forked(layer):
+    if isinstance(layer, EvictionLayer):
+        return layer.fork()
+    return copy.deepcopy(layer) if hasattr(layer, "conv_states") else copy.copy(layer)  # a state is updated in place
+
+
 def adopt(cache, kinds, config, first=None) -> None:
     """Replace, in place, the layers of a `DynamicCache` that we evict from, so that the caller's reference stays right.
 
@@ -89,6 +116,8 @@ def adopt(cache, kinds, config, first=None) -> None:
             )
     cache.layers = layers
     cache.layer_class_to_replicate = None
+    if type(cache) is DynamicCache:
+        cache.__class__ = EvictionCache
 
 
 def import_layer(layer, latent, first=None):

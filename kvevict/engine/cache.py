@@ -1,5 +1,7 @@
 """The slots of one layer: a flat, ragged store that knows how many tokens it has seen and how many it keeps."""
 
+import copy
+
 import numpy as np
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -43,6 +45,13 @@ class EvictionLayer(CacheLayerMixin):
         self.tail = 0  # columns appended since the last eviction: what crop can take back
         self.room = 0  # free rows of the fullest head
         self.expected = 0  # slots that a read is going to append
+        self.shared = False  # a fork reads the storage, so what is stored there stays where it is
+
+    def fork(self):
+        """A layer that goes on from here by itself and reads what is stored where it lies."""
+        from .fork import ForkedLayer
+
+        return ForkedLayer.of(self) if self.is_initialized else copy.copy(self)
 
     # -- what Transformers calls ------------------------------------------------------------------------------------
 
@@ -62,12 +71,15 @@ class EvictionLayer(CacheLayerMixin):
     def update(self, key_states, value_states, *args, **kwargs):
         """Take note of the new keys and values [B, Hkv, S, D] and hand them back: attention reads the stored slots
         itself, and stores what is kept."""
-        if current() is None:
+        step = current()
+        if step is None:
             raise RuntimeError(
                 "this cache was filled by a model patched with kvevict; call kvevict.patch(model, ...) before using it"
             )
         if not self.is_initialized:
             self.lazy_initialization(self.pack(key_states[:, :, :0], value_states[:, :, :0])[0])
+        if self.shared and step.patch.policy.rerotate:  # which turns stored keys, and back
+            self.own()
         self.fresh = key_states, value_states
         return self.fresh
 
@@ -119,6 +131,7 @@ class EvictionLayer(CacheLayerMixin):
                 f"crop cannot remove {count} tokens: only the last {self.tail} were read since slots were evicted; "
                 "read the prompt again instead"
             )
+        self.own()  # what comes next overwrites what is cropped
         self.len, self.counts = (self.len - count).clamp_min(0), np.maximum(self.counts - count, 0)
         self.seen = (self.seen - count).clamp_min(0)
         self.columns -= count
@@ -208,7 +221,7 @@ class EvictionLayer(CacheLayerMixin):
         """Keep slots index [B, Hkv, K] (ascending, keep[b,h] of them, on the host) of [stored | new]."""
         source = self._stored()
         wanted = keep + ROOM
-        if (wanted > self.capacity).any() or self.capacity.sum() > 2 * wanted.sum():
+        if self.shared or (wanted > self.capacity).any() or self.capacity.sum() > 2 * wanted.sum():
             self._allocate(wanted)
         self._move(source, index, keep, k, v, pos, first)
         self.tail = self.expected = 0
@@ -231,6 +244,13 @@ class EvictionLayer(CacheLayerMixin):
         self.tail = self.tail + columns if least == columns else least  # padding ends what crop can take back
         self.seen = self.seen + (most if least == most else host.upload(tokens, self.device, torch.int32))
 
+    def own(self) -> None:
+        """Copy what is stored if forks read it, so that it may be moved and overwritten."""
+        if self.shared:
+            source = self._stored()
+            self._allocate(self.capacity)
+            self._move(source, None, self.counts)
+
     def _stored(self):
         """The buffers and counts as `_move` reads them, taken before `_allocate` replaces them."""
         return self.k, self.v, self.pos, self.offset, self.len
@@ -240,7 +260,7 @@ class EvictionLayer(CacheLayerMixin):
         return np.maximum(self.capacity, np.maximum(n + np.maximum(n // 8, ROOM), self.expected))
 
     def _allocate(self, capacity) -> None:
-        self.capacity, rows = capacity, int(capacity.sum())
+        self.capacity, rows, self.shared = capacity, int(capacity.sum()), False
         self.offset = host.upload(self._offsets(), self.device)
         with torch.inference_mode(False):  # a cache filled in inference mode can be written to outside of it
             self.k, self.v, self.pos = (t.new_empty(rows, *t.shape[1:]) for t in (self.k, self.v, self.pos))
@@ -272,11 +292,16 @@ class EvictionLayer(CacheLayerMixin):
             for h, start in enumerate(row):
                 yield b, h, slice(start, start + lens[b][h])
 
-    def places(self, shared: bool):
-        """Positions of the slots by row and head; None where heads that ought to be alike are not."""
-        heads = [[[] for _ in row] for row in self.len]
+    def positions(self) -> list:
+        """Positions of the slots by row and head: int32 tensors of their own."""
+        heads = [[None] * self.len.shape[1] for _ in range(self.len.shape[0])]
         for b, h, rows in self.segments():
-            heads[b][h] = self.pos[rows].tolist()
+            heads[b][h] = self.pos[rows].clone()
+        return heads
+
+    def places(self, shared: bool):
+        """`positions` as numbers; None where heads that ought to be alike are not."""
+        heads = [[head.tolist() for head in row] for row in self.positions()]
         return None if shared and any(head != row[0] for row in heads for head in row) else heads
 
     def _dense(self, flat):

@@ -2,6 +2,7 @@
 head's keys and values. What is stored is the latent and the rotated part of the key; what attention and scores read is
 made of the stored slots for one call. So a layer has one kv head to choose for, whose group is all query heads."""
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +40,9 @@ class LatentLayer(EvictionLayer):
     def reset(self):
         super().reset()
         self.widths = None  # (of the latent, of the rotated part)
+
+    def fork(self):
+        return copy.deepcopy(self)
 
     def update(self, latent, rotated, *args, **kwargs):
         """Take note of the new latents [B, 1, S, r] and rotated parts [B, 1, S, p] and hand them back."""

@@ -42,15 +42,8 @@ class Meter:
             padded_bytes=sum(layer.padded_bytes() for layer in own),
             peak_cache_bytes=max(self.peak, live),
             overhead_bytes=sum(layer.allocated_bytes() for layer in own) - live,
-            positions=[None if layer is None else _positions(layer) for layer in layers],
+            positions=[None if layer is None else layer.positions() for layer in layers],
         )
         if patch.policy.diagnose:
             indices = [index if index in patch.order else None for index in range(len(layers))]
             self.report["diagnostics"] = diagnose.summary(read, indices)
-
-
-def _positions(layer):
-    heads = [[None] * layer.len.shape[1] for _ in range(layer.len.shape[0])]
-    for b, h, rows in layer.segments():
-        heads[b][h] = layer.pos[rows].clone()
-    return heads

@@ -1,5 +1,5 @@
-"""Put policies to tasks: one JSON line per (case, run), in the file as soon as it is known. Every case's first run is
-`full`."""
+"""Put policies, or a paper's protocol, to tasks: one JSON line per (case, run), in the file as soon as it is known.
+Every case's first run is `full`."""
 
 import contextlib
 import dataclasses
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from . import protocols
 from .ask import FULL, MODES, Asked, Run, ask, encode, policy_for
 from .results import Results
 from .share import Processes
@@ -33,12 +34,18 @@ class Plan:
     data: str | None = None
     observe: int | str | None = None  # as in `kvevict.evaluate.ask.Asked`
     temperature: float | None = None  # likewise
+    protocol: str | None = None  # whose policies and chunk sizes are put to the tasks, not the plan's own
+    adapter: str | None = None  # folder of lookahead rows, for a protocol that learns them
 
-    def runs(self) -> list:
-        """`full` first. Raises ValueError for a policy that is unknown or that the budget does not fit."""
-        names = [name for name in self.policies if name != FULL.policy]
-        product = itertools.product(names, self.budgets, self.chunk_sizes, self.modes)
-        runs = [FULL, *dict.fromkeys(itertools.starmap(Run, product))]
+    def runs(self, layers: int = 1) -> list:
+        """`full` first; layers: of the model, of which a protocol's policies name shares. Raises ValueError for a
+        policy that is unknown or that the budget does not fit."""
+        if self.protocol is None:
+            names = [name for name in self.policies if name != FULL.policy]
+            product = itertools.product(names, self.budgets, self.chunk_sizes, self.modes)
+            runs = [FULL, *dict.fromkeys(itertools.starmap(Run, product))]
+        else:
+            runs = protocols.runs(self.protocol, self.budgets, self.modes[0], layers, self.adapter)
         for run in runs[1:]:
             policy_for(run, tokens=2**20, response=(0,))
         return runs
@@ -59,8 +66,11 @@ def evaluate(model, tokenizer, plan: Plan, out, name: str = "") -> None:
     Raises ValueError when `out` was begun with another plan or model (its `name` and weights), and for a prompt that
     is longer than the model's context.
     """
-    runs, groups = plan.runs(), plan.groups(tokenizer)
-    about = dict(model=name, weights=fingerprint(model), dtype=str(model.dtype), **dataclasses.asdict(plan))
+    layers = model.config.get_text_config().num_hidden_layers
+    runs, groups = plan.runs(layers), plan.groups(tokenizer)
+    about = dict(
+        model=name, layers=layers, weights=fingerprint(model), dtype=str(model.dtype), **dataclasses.asdict(plan)
+    )
     for task, settings in groups[: len(groups) // len(plan.seeds)]:  # what cannot work fails before hours of work
         for case in itertools.islice(task(settings), 1):
             encode(model, tokenizer, case)

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 import numbers
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from . import legacy, rules
@@ -51,7 +51,7 @@ class Policy:
                    tenth more time
     """
 
-    rows: Rows | str | None = None
+    rows: Rows | str | None = field(default=None, kw_only=True)
     score: Score | str = "snapkv"
     refine: Refinement | str = "none"
     budget: int | float = 512

@@ -51,7 +51,11 @@ def main():
     model = build(args.tokens)
     ids = torch.randint(1000, (1, args.tokens), generator=torch.Generator().manual_seed(1))
     response = ids[0, :32].tolist()  # which costs an oracle what any other would
-    policies = {name: informed(policy.build(name, budget=args.budget), response) for name in args.policies}
+    learned = dict(lookahead=dict(adapter=kvevict.lookahead.Adapter(model)))
+    policies = {
+        name: informed(policy.build(name, budget=args.budget, **learned.get(name, {})), response)
+        for name in args.policies
+    }
     sizes = {name: each.chunk_size for name, each in policies.items()}
     plain = {size: kvevict.Policy("knorm", budget=PLAIN, chunk_size=size, decode=False) for size in set(sizes.values())}
     for name, each in policies.items():

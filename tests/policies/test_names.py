@@ -31,6 +31,10 @@ def test_old_options_work_with_one_warning(old, new):
     assert len(said) == 1 and next(iter(new[1]), "score") in str(said[0].message)
 
 
+def test_a_policy_s_first_argument_is_its_score():
+    assert Policy("knorm", budget=64) == Policy(score="knorm", budget=64)
+
+
 OLD_JSON = {
     "take": ({"name": "take", "probe": 16, "alpha": 0.3, "probe_positions": "true", "append": True, "kernel": 9},
              dict(probe=16, ema_alpha=0.3, place="true", kernel=9)),

@@ -1,0 +1,218 @@
+"""Writes the pages that the code already says: policies.md, options.md, commands.md.
+
+    python docs/generate.py
+
+tests/docs/test_pages.py compares them with what this makes.
+"""
+
+import argparse
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+
+from kvevict.commands import COMMANDS
+from kvevict.policy.parts import PARTS
+from kvevict.policy.policy import Policy, build
+from kvevict.policy.presets import PRESETS, describe
+
+NOTE = "<!-- Made by docs/generate.py from the code; change that, then run it. -->\n"
+
+KINDS = {
+    "rows": ("Rows", "Which queries observe: their attention is what scores are made of."),
+    "score": ("Scores", "What a slot is worth."),
+    "refine": ("Refinements", "What becomes of a score before slots are ranked."),
+    "layers": ("Layer budgets", "How the budget is split over layers."),
+    "heads": ("Head budgets", "How a layer's slots are split over its heads."),
+    "select": ("Selections", "Which slots are taken by their scores."),
+}
+
+
+class Declared(Exception):
+    """A command has declared its arguments."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Stops a command where it would parse its arguments."""
+
+    def parse_args(self, *args, **kwargs):
+        raise Declared
+
+
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """The arguments of a command."""
+    parser = Parser(f"kvevict {name}", add_help=False)
+    try:
+        COMMANDS[name](parser, [])
+    except Declared:
+        return parser
+    raise AssertionError(f"{name} does not parse its arguments")
+
+
+# -- policies.md ------------------------------------------------------------------------------------------------------
+
+
+def policies_page() -> str:
+    text = f"""{NOTE}
+# Policies
+
+`kvevict.patch(model, NAME, budget=512)` takes each of these names. A policy is a combination of the choices in
+[options.md](options.md): this page says which, and any option can be changed by keyword. What the methods are is in
+[methods.md](methods.md), how well they do in [results.md](results.md).
+
+**Which one?** Reading in chunks: `take+chunkkv`. Reading the prompt whole: `laq`. Question not known while reading:
+no policy is good at small budgets; keep a larger part, and compare with `kvevict eval --mode agnostic`.
+
+- **evicts** is when slots are lost: once the whole prompt was read, or after every chunk of so many tokens, and then
+  also at every decoded token where it says so.
+- **choices** are those that are not the default: rows `window`, layers `uniform`, heads `equal`, select `token`.
+
+| policy | what it is | evicts | choices |
+|---|---|---|---|
+"""
+    for name in PRESETS:
+        policy = build(name, budget=0.5)
+        text += f"| `{name}` | {cell(describe(name))} | {when(policy)} | {choices(policy)} |\n"
+    return text
+
+
+def when(policy) -> str:
+    reading = "after the prompt" if policy.schedule == "prompt" else f"each {policy.chunk_size} tokens"
+    return f"{reading}, each decoded token" if policy.decode else reading
+
+
+def choices(policy) -> str:
+    """The parts of a policy that are not the default, with what is not their default."""
+    usual, made = dict(rows="window", refine="none", layers="uniform", heads="equal", select="token"), []
+    for kind, (registry, _) in PARTS.items():
+        part = getattr(policy, kind)
+        name, options = registry.name_of(type(part)), changed(part)
+        if options or usual.get(kind) != name:
+            made.append(f"{kind} `{name}`" + (f" ({options})" if options else ""))
+    own = {"n_reuse": 1, "warmup_layers": None, "tsp": None}
+    return "; ".join(made + [f"`{k}={getattr(policy, k)!r}`" for k, v in own.items() if getattr(policy, k) != v])
+
+
+def changed(part) -> str:
+    """Options of a part that are not its defaults."""
+    fields = [f for f in dataclasses.fields(part) if f.init and getattr(part, f.name) != f.default]
+    return ", ".join(f"`{f.name}={getattr(part, f.name)!r}`" for f in fields)
+
+
+# -- options.md -------------------------------------------------------------------------------------------------------
+
+
+def options_page() -> str:
+    text = f"""{NOTE}
+# Options
+
+`kvevict.patch(model, "snapkv", budget=512, window=16, heads="ada", f=0.1)`: every option is a keyword, whichever part
+of the policy it belongs to. On the command line it is `--policy snapkv:window=16,heads=ada,f=0.1`. What cannot go
+together is refused with the reason.
+
+{described(Policy, "Policy")}
+"""
+    for kind, (registry, _) in PARTS.items():
+        title, about = KINDS[kind]
+        text += f"\n## {title}: `{kind}=`\n\n{about}\n"
+        for name, part in registry.items():
+            text += f"\n### {kind} `{name}`\n\n{described(part, name)}\n"
+    return text.rstrip() + "\n"
+
+
+def described(cls, name: str) -> str:
+    """A docstring's remarks, and a table of the fields with their defaults and what the docstrings say of them."""
+    fields = [f for f in dataclasses.fields(cls) if f.init]
+    remarks, meanings = parsed(inspect.getdoc(cls), [f.name for f in fields])
+    for base in cls.__mro__[1:]:
+        if dataclasses.is_dataclass(base) and base.__doc__:
+            meanings = parsed(inspect.getdoc(base), [f.name for f in fields])[1] | meanings
+    missing = [f.name for f in fields if f.name not in meanings and f.name not in SHARED]
+    if missing:
+        raise SystemExit(f"{cls.__module__}.{cls.__name__}: the docstring has no line for {', '.join(missing)}")
+    text = "\n\n".join(remarks)
+    if not fields:
+        return text
+    rows = "".join(f"| `{f.name}` | {default(f)} | {cell(meanings.get(f.name) or SHARED[f.name])} |\n" for f in fields)
+    return f"{text}\n\n| option | default | meaning |\n|---|---|---|\n{rows}".rstrip()
+
+
+# Options that many parts have, and that their base class or a text explains.
+SHARED = {
+    "kernel": "slots that pooling looks at, an odd number",
+    "pool": 'the largest of them ("max"), their mean ("avg"), or "none"',
+    "reduce": 'over the observing rows: "sum", "mean" or "max"',
+    "group": 'over the query heads of a kv head: "mean", "sum" or "max"',
+    "sink": "first slots that are always kept",
+    "recent": "last slots that are always kept; None: half the budget",
+    "gamma": "weight of the variance",
+    "seed": "of the hash",
+    "per_head": "True: every kv head chooses for itself",
+    "beta": "how steep: the last layer's own share is 1 / beta of the average",
+    "tau1": "exponent of the entropy, inverted",
+    "tau2": "exponent of the variance, inverted",
+    "tsp_len": "how many tokens of a chunk the layers behind `tsp` read",
+    "window": "how many last rows observe",
+}
+
+
+def default(field) -> str:
+    return f"`{field.default!r}`" if field.default is not dataclasses.MISSING else ""
+
+
+def parsed(doc: str, names: list) -> tuple:
+    """(paragraphs, {option: meaning}) of a docstring: a line that starts with names of options and two spaces is about
+    those, and so are the indented lines behind it."""
+    remarks, meanings, current = [[]], {}, ()
+    for line in doc.splitlines():
+        head = re.match(r"(\w+(?:, \w+)*) {2,}(\S.*)", line)
+        if head and set(head[1].split(", ")) <= set(names):
+            current = head[1].split(", ")
+            meanings |= dict.fromkeys(current, head[2])
+        elif current and line.startswith(" "):
+            meanings |= {name: f"{meanings[name]} {line.strip()}" for name in current}
+        else:
+            current = ()
+            remarks.append([]) if not line.strip() else remarks[-1].append(line)
+    return ["\n".join(paragraph) for paragraph in remarks if paragraph], meanings
+
+
+# -- commands.md ------------------------------------------------------------------------------------------------------
+
+
+def commands_page() -> str:
+    text = f"""{NOTE}
+# Commands
+
+`kvevict COMMAND` or `python -m kvevict COMMAND`. Each prints a table and ends with one line of JSON. Policies are
+written `NAME` or `NAME:OPTION=VALUE,...`, for instance `take:ema_alpha=0.32,probe=64`: names are in
+[policies.md](policies.md), options in [options.md](options.md). Exit code 2 is a mistake in the arguments.
+"""
+    for name in sorted(COMMANDS):
+        text += f"\n## `kvevict {name}`\n\n{inspect.getdoc(COMMANDS[name])}\n\n| argument | |\n|---|---|\n"
+        for action in parser_of(name)._actions:
+            text += f"| `{cell(written(action))}` | {cell(action.help or '')} |\n"
+    return text
+
+
+def written(action) -> str:
+    """An argument as one writes it."""
+    if not action.option_strings:
+        return action.metavar or action.dest.upper()
+    if action.nargs == 0:
+        return action.option_strings[-1]
+    choice = "|".join(map(str, action.choices)) if action.choices else None
+    value = choice or action.metavar or action.dest.upper()
+    return f"{action.option_strings[-1]} {value}{' ...' if action.nargs in ('+', '*') else ''}"
+
+
+def cell(text: str) -> str:
+    """Text as one cell of a table."""
+    return " ".join(text.replace("|", "\\|").split())
+
+
+PAGES = {"policies.md": policies_page, "options.md": options_page, "commands.md": commands_page}
+
+if __name__ == "__main__":
+    for name, page in PAGES.items():
+        (Path(__file__).parent / name).write_text(page(), encoding="utf-8")

@@ -1,0 +1,125 @@
+"""One context, many questions: the context is read and evicted from once, each question goes on from a fork of it."""
+
+import contextlib
+
+import torch
+
+from .analysis.run import frame, ids_of, until_line_end
+from .engine.adopt import EvictionCache
+from .engine.cache import EvictionLayer
+from .engine.step import STATE
+from .patch import evicting, find_decoder, is_patched
+from .policy.checks import PLENTY, count
+from .policy.policy import Policy, build
+
+
+def read(model, tokenizer, context, policy=None, **options):
+    """Read a text with a policy: the cache of what was kept, for `answer`, `save_cache` or `cache.fork()`.
+
+    context           text; in the tokenizer's chat template, if it has one, it opens the user's turn
+    policy, options   as `kvevict.patch` takes them; None: the policy that the model is patched with
+
+    The model is left as it was. Raises ValueError for an empty text, a missing policy or a model in training mode.
+    """
+    if not isinstance(context, str):
+        raise TypeError(f"context must be a text, got {type(context).__name__}")
+    body = ids_of(tokenizer, context)
+    if not body:
+        raise ValueError("context is empty: give a text to read")
+    if model.training:
+        raise ValueError("in training mode the model runs unpatched: call model.eval()")
+    head, _, _ = frame(tokenizer, "")
+    ids = torch.tensor([head + body], device=model.device)
+    with _patched(model, policy, options), torch.no_grad():
+        return model(ids, logits_to_keep=1, use_cache=True).past_key_values
+
+
+def answer(model, tokenizer, context, questions, policy=None, *, max_new_tokens=64, one_line=False, **options) -> list:
+    """The answers to questions about a context that is read once, greedily decoded: a list of texts.
+
+    context           text, or a cache: of `read`, `load_cache`, or `past_key_values` of a patched model. It stays as it
+                      is
+    questions         a list of texts, each asked on its own, two line ends behind the context; in a chat template they
+                      end the user's turn
+    policy, options   as `read` takes them; not with a cache, which is of a policy already
+    max_new_tokens    length of an answer at most
+    one_line          an answer ends with its first line, as suits a model that is not tuned to chat
+
+    What was kept of the context is shared by all questions. A question and its answer are kept whole behind it, so the
+    cache has the policy's slots and theirs. Raises ValueError or TypeError for what cannot be read or asked.
+    """
+    count("max_new_tokens", max_new_tokens, 1)
+    asked = [] if isinstance(questions, str) else list(questions)
+    if isinstance(questions, str) or not all(isinstance(question, str) for question in asked):
+        raise TypeError("questions must be a list of texts; for one, write [question]")
+    if isinstance(context, str):
+        context = read(model, tokenizer, context, policy, **options)
+    elif policy is not None or options:
+        given = ", ".join((["policy"] if policy is not None else []) + list(options))
+        raise ValueError(f"{given}: the context is a cache, which is of a policy already; give these to kvevict.read")
+    elif not isinstance(context, EvictionCache):
+        raise TypeError(f"context must be a text or a cache that a patched model filled, got {type(context).__name__}")
+    before = _policy(context, model)
+    keeps_all = Policy(score="streaming", budget=PLENTY, decode=False, rerotate=bool(before and before.rerotate))
+    with evicting(model, keeps_all):
+        return [_ask(model, tokenizer, context.fork(), question, max_new_tokens, one_line) for question in asked]
+
+
+class Pipeline:
+    """Questions about contexts, called as Transformers' pipelines are:
+
+    pipe = kvevict.Pipeline(model, tokenizer, "snapkv", budget=512)
+    pipe(context, question="Who is the captain?")["answer"]
+    pipe(context, questions=["Who?", "Where?"])["answers"]
+
+    policy and options are as `kvevict.patch` takes them and are checked here; `context` is a text or a cache, as
+    `kvevict.answer` takes it.
+    """
+
+    def __init__(self, model, tokenizer, policy, **options):
+        self.model, self.tokenizer, self.policy = model, tokenizer, build(policy, **options)
+
+    def __call__(self, context, question=None, *, questions=None, max_new_tokens=64, one_line=False) -> dict:
+        if (question is None) == (questions is None):
+            raise ValueError("give either question, a text, or questions, a list of texts")
+        asked = [question] if questions is None else questions
+        policy = self.policy if isinstance(context, str) else None
+        options = dict(max_new_tokens=max_new_tokens, one_line=one_line)
+        answers = answer(self.model, self.tokenizer, context, asked, policy, **options)
+        return dict(answer=answers[0]) if questions is None else dict(answers=answers)
+
+    def read(self, context):
+        """The cache of a text, to be asked more than once or saved."""
+        return read(self.model, self.tokenizer, context, self.policy)
+
+
+def _policy(cache, model):
+    """The policy that a cache was read with; of a loaded one the model's own, if it is patched; or None."""
+    known = (layer.policy for layer in cache.layers if isinstance(layer, EvictionLayer))
+    state = find_decoder(model).__dict__.get(STATE)
+    return next(known, None) or (state and state.policy)
+
+
+def _patched(model, policy, options):
+    """A context in which the model is patched with a policy, or with changes to the one that it has."""
+    decoder = find_decoder(model)
+    if policy is None and not is_patched(decoder):
+        raise ValueError("policy is missing: a name of kvevict.policies(), or a model that is patched")
+    if policy is None and not options:
+        return contextlib.nullcontext()
+    return evicting(model, getattr(decoder, STATE).policy if policy is None else policy, **options)
+
+
+def _ask(model, tokenizer, cache, question, max_new_tokens, one_line):
+    """Generate behind a cache, which takes in question and answer."""
+    _, ids, _ = frame(tokenizer, f"\n\n{question}")
+    mask = torch.ones(1, cache.get_seq_length() + len(ids), dtype=torch.long, device=model.device)
+    ids = torch.tensor([ids], device=model.device)
+    options = dict(max_new_tokens=max_new_tokens, do_sample=False)
+    if model.generation_config.pad_token_id is None and tokenizer.eos_token_id is not None:
+        options["pad_token_id"] = tokenizer.eos_token_id  # one row has no padding; this only spares a warning
+    if one_line:
+        options["stopping_criteria"] = until_line_end(tokenizer, ids.shape[1])
+    out = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
+    text = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip()
+    return text.partition("\n")[0] if one_line else text

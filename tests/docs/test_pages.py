@@ -1,0 +1,148 @@
+"""The README and docs: snippets run, generated pages are those of the code, links lead somewhere, lines are short."""
+
+import argparse
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MADE = ("policies.md", "options.md", "commands.md")
+MEASURED = ("results.md", "performance.md", "cuda.md")  # their commands take from minutes to days
+MARKS = {
+    "": "runs",
+    "hub": "needs the hub, or a model of the reader's",
+    "install": "changes the environment",
+    "long": "takes longer than a test may",
+    "kvpress": "is another library's",
+}
+
+
+def load(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+generate = load(ROOT / "docs" / "generate.py")
+
+
+def fences(page):
+    """(language, mark, code) of every fenced block."""
+    for info, code in re.findall(r"^```([^\n`]+)\n(.*?)^```$", page.read_text(), re.M | re.S):
+        language, _, mark = info.partition(" ")
+        yield language, mark, code
+
+
+def names(pages):
+    return [page.name for page in pages]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_marks(page):
+    for language, mark, _ in fences(page):
+        assert language in ("python", "sh", "text", "json", "yaml")
+        assert mark in MARKS
+
+
+WITH_PYTHON = [page for page in PAGES if any(f[:2] == ("python", "") for f in fences(page))]
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=names(WITH_PYTHON))
+def test_python_snippets(page, tmp_path):
+    """A page's snippets, one after the other as a reader types them, in a process of their own."""
+    code = "\n".join(code for language, mark, code in fences(page) if (language, mark) == ("python", ""))
+    run([sys.executable, "-W", "error::FutureWarning", "-c", code], tmp_path)
+
+
+SHELL = [
+    (page, code) for page in PAGES if page.name not in MEASURED
+    for language, mark, code in fences(page) if (language, mark) == ("sh", "")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("page, code", SHELL, ids=[f"{page.name}-{code[:30]}" for page, code in SHELL])
+def test_shell_snippets(page, code, tmp_path):
+    """In an empty folder with the examples; `kvevict` and `python` are this interpreter's."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name, command in (("python", ""), ("kvevict", " -m kvevict")):
+        (tools / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)}{command} "$@"\n')
+        (tools / name).chmod(0o755)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    run(["bash", "-euo", "pipefail", "-c", code], tmp_path, PATH=f"{tools}:{os.environ['PATH']}")
+
+
+def run(command, folder, **environment):
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_commands_exist(page):
+    """Every `kvevict` command of a page is one that the parser takes, and every script of ours is there."""
+    for language, _, code in fences(page):
+        for line in code.replace("\\\n", " ").splitlines() if language == "sh" else ():
+            words = [word for word in shlex.split(line, comments=True) if not re.match(r"\w+=", word)]
+            at = next((i for i, word in enumerate(words) if word.split("/")[-1] == "kvevict"), None)
+            if at is not None and "lm_eval" not in words:
+                taken(words[at + 1], words[at + 2 :])
+            for word in words:
+                if re.match(r"(tests|examples|docs)/.*\.(py|sh)$", word):
+                    assert (ROOT / word).is_file(), word
+
+
+def taken(name, argv):
+    parser = generate.parser_of(name)
+    parser.error = lambda message: pytest.fail(f"kvevict {name} {argv}: {message}")
+    argparse.ArgumentParser.parse_args(parser, argv)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_generated_pages(name):
+    assert (ROOT / "docs" / name).read_text() == generate.PAGES[name](), "run: python docs/generate.py"
+
+
+def test_every_choice_is_told():
+    text = {name: (ROOT / "docs" / name).read_text() for name in MADE}
+    import kvevict
+    from kvevict.commands import COMMANDS
+
+    assert all(f"| `{name}` |" in text["policies.md"] for name in kvevict.policies())
+    assert all(f"## `kvevict {name}`" in text["commands.md"] for name in COMMANDS)
+
+
+def prose(page):
+    """A page without its code."""
+    return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S))
+
+
+def anchors(page):
+    heads = re.findall(r"^#+ (.*)$", prose(page), re.M)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_links(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if link.startswith(("https://", "http://")):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_readme_is_short():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 170
+    assert [line for line in lines if len(line) > 120 and "](" not in line] == []

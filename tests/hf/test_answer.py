@@ -1,0 +1,143 @@
+"""One context, many questions: the answers are those of the whole prompt, whatever was asked before."""
+
+import copy
+
+import pytest
+import tiny
+import torch
+
+import kvevict
+from kvevict.analysis.run import frame, ids_of, load_model
+
+CONTEXT = "The harbour opens at seven and the lantern is lit at nine; nobody in the town knows why. " * 3
+QUESTIONS = ["When?", "Why is the lantern lit?", "?"]
+POLICIES = {
+    "snapkv": dict(budget=20, window=4), "h2o": dict(budget=20), "tova": dict(budget=20, chunk_size=64),
+    "take+chunkkv": dict(budget=30, probe=8, chunk_size=64), "streaming": dict(budget=20, rerotate=True),
+    "laq": dict(budget=20), "fastkv": dict(budget=20, tsp_len=64), "adakv": dict(budget=0.2, window=4),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def net():
+    return tiny.model(vocab_size=259, bos_token_id=None, pad_token_id=None)
+
+
+@pytest.fixture(params=["plain", "chat"])
+def tokenizer(request):
+    return tiny.byte_tokenizer() if request.param == "plain" else tiny.chat_tokenizer()
+
+
+def whole(net, tokenizer, question, tokens):
+    """What the unpatched model says to context and question in one prompt."""
+    head, asked, _ = frame(tokenizer, f"\n\n{question}")
+    ids = torch.tensor([head + ids_of(tokenizer, CONTEXT) + asked])
+    out = net.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
+    return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip()
+
+
+def test_everything_kept_is_the_whole_prompt(net, tokenizer):
+    got = kvevict.answer(net, tokenizer, CONTEXT, QUESTIONS, "snapkv", budget=4096, max_new_tokens=12)
+    assert got == [whole(net, tokenizer, question, 12) for question in QUESTIONS]
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    """A model whose answers differ, and its tokenizer."""
+    return load_model(kvevict.small_llama(), "float32", "cpu")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_questions_do_not_meet(bundled, policy, tmp_path):
+    """The same answers in any order, twice, from a cache, from disk, and from deep copies of it; a long answer does
+    not evict either."""
+    net, tokenizer = bundled
+    options, asked = POLICIES[policy], dict(max_new_tokens=24)
+    want = kvevict.answer(net, tokenizer, CONTEXT, QUESTIONS, policy, **asked, **options)
+    assert len(set(want)) == 3
+    cache = kvevict.read(net, tokenizer, CONTEXT, policy, **options)
+    slots = [layer.counts.tolist() for layer in cache.layers]
+    assert kvevict.answer(net, tokenizer, cache, QUESTIONS[::-1] * 2, **asked) == want[::-1] * 2
+    assert kvevict.answer(net, tokenizer, copy.deepcopy(cache), QUESTIONS[2:], **asked) == want[2:]
+    kvevict.save_cache(cache, tmp_path / "cache")
+    with kvevict.evicting(net, policy, **options):  # whose policy a cache from disk goes on with
+        loaded = kvevict.load_cache(tmp_path / "cache", net)
+        assert kvevict.answer(net, tokenizer, loaded, QUESTIONS, **asked) == want
+    assert [layer.counts.tolist() for layer in cache.layers] == slots
+    assert max(map(max, slots[0])) < 60
+
+
+def test_the_model_is_left_as_it_was(net):
+    tokenizer = tiny.byte_tokenizer()
+    before = net.config.to_dict(), {name: dict(module.__dict__) for name, module in net.named_modules()}
+    kvevict.answer(net, tokenizer, CONTEXT, QUESTIONS[:1], "snapkv", budget=20, window=4, max_new_tokens=2)
+    with pytest.raises(ValueError, match="unknown policy 'snapk'; did you mean 'snapkv'"):
+        kvevict.answer(net, tokenizer, CONTEXT, QUESTIONS, "snapk", budget=20)
+    after = net.config.to_dict(), {name: dict(module.__dict__) for name, module in net.named_modules()}
+    assert [sorted(module) for module in before[1].values()] == [sorted(module) for module in after[1].values()]
+    assert before[0] == after[0]
+
+
+def test_of_a_patched_model(net):
+    """Its own policy reads, with changes if they are given, and stays."""
+    tokenizer, options = tiny.byte_tokenizer(), dict(max_new_tokens=12)
+    named = kvevict.answer(net, tokenizer, CONTEXT, QUESTIONS, "snapkv", budget=30, window=4, **options)
+    with kvevict.evicting(net, "snapkv", budget=20, window=4):
+        own = kvevict.read(net, tokenizer, CONTEXT)
+        assert own.layers[0].counts.tolist() == [[20, 20]]
+        assert kvevict.read(net, tokenizer, CONTEXT, budget=25).layers[0].counts.tolist() == [[25, 25]]
+        assert kvevict.answer(net, tokenizer, CONTEXT, QUESTIONS, budget=30, **options) == named
+        assert kvevict.read(net, tokenizer, CONTEXT).layers[0].counts.tolist() == [[20, 20]]
+
+
+def test_pipeline(net):
+    tokenizer, options = tiny.byte_tokenizer(), dict(max_new_tokens=12)
+    want = kvevict.answer(net, tokenizer, CONTEXT, QUESTIONS, "snapkv", budget=20, window=4, **options)
+    pipe = kvevict.Pipeline(net, tokenizer, "snapkv", budget=20, window=4)
+    assert pipe(CONTEXT, questions=QUESTIONS, **options) == dict(answers=want)
+    assert pipe(CONTEXT, question=QUESTIONS[1], **options) == dict(answer=want[1])
+    assert pipe(pipe.read(CONTEXT), QUESTIONS[1], **options) == dict(answer=want[1])
+    for wrong in ({}, dict(question="a", questions=["b"])):
+        with pytest.raises(ValueError, match="either question"):
+            pipe(CONTEXT, **wrong)
+    with pytest.raises(ValueError, match="budget"):
+        kvevict.Pipeline(net, tokenizer, "snapkv")
+
+
+def test_one_line(bundled):
+    """An answer of the bundled model ends where its first line does."""
+    model, tokenizer = bundled
+    asked = ["Question: What is the code of Naislet?\nAnswer: The code of Naislet is"]
+    text = "The code of Naislet is 364735. Agnes kept the barley under the oar."
+    options = dict(budget=512, max_new_tokens=12)
+    (long,) = kvevict.answer(model, tokenizer, text, asked, "snapkv", **options)
+    (short,) = kvevict.answer(model, tokenizer, text, asked, "snapkv", one_line=True, **options)
+    assert short == "364735" == long.splitlines()[0]
+    assert len(long.splitlines()) > 1
+
+
+def test_mistakes(net):
+    tokenizer = tiny.byte_tokenizer()
+    cache = kvevict.read(net, tokenizer, CONTEXT, "snapkv", budget=20, window=4)
+    with pytest.raises(TypeError, match=r"questions must be a list.*\[question\]"):
+        kvevict.answer(net, tokenizer, cache, "Who?")
+    with pytest.raises(TypeError, match="questions must be a list"):
+        kvevict.answer(net, tokenizer, cache, [b"Who?"])
+    with pytest.raises(TypeError, match=r"context must be a text or a cache.*list"):
+        kvevict.answer(net, tokenizer, [1, 2], ["Who?"])
+    with pytest.raises(TypeError, match=r"context must be a text"):
+        kvevict.read(net, tokenizer, cache, "snapkv", budget=20)
+    with pytest.raises(ValueError, match=r"policy, budget: the context is a cache.*kvevict\.read"):
+        kvevict.answer(net, tokenizer, cache, ["Who?"], "snapkv", budget=20)
+    with pytest.raises(ValueError, match="policy is missing"):
+        kvevict.answer(net, tokenizer, CONTEXT, ["Who?"])
+    with pytest.raises(ValueError, match="context is empty"):
+        kvevict.answer(net, tokenizer, "", ["Who?"], "snapkv", budget=20)
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        kvevict.answer(net, tokenizer, cache, ["Who?"], max_new_tokens=0)
+    net.train()
+    try:
+        with pytest.raises(ValueError, match=r"model\.eval\(\)"):
+            kvevict.answer(net, tokenizer, CONTEXT, ["Who?"], "snapkv", budget=20)
+    finally:
+        net.eval()

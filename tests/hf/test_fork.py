@@ -1,0 +1,252 @@
+"""Forks of a cache: each goes on as a deep copy would, shares what was kept, and disturbs nobody."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from test_turns import ids, tokens_of
+from tiny import model, prompt, relative, shared
+
+import kvevict
+from kvevict.engine.cache import EvictionLayer
+from kvevict.engine.fork import ForkedLayer
+
+# name -> (family, policy, options): only the prompt evicted, and evicting while decoding in several ways
+CASES = {
+    "snapkv": ("llama", "snapkv", dict(budget=10, window=4)),
+    "adakv": ("llama", "adakv", dict(budget=10, window=4)),
+    "pyramidkv": ("llama", "pyramidkv", dict(budget=10, window=4)),
+    "h2o": ("llama", "h2o", dict(budget=10)),
+    "tova": ("llama", "tova", dict(budget=10)),
+    "snapkv decoding": ("llama", "snapkv", dict(budget=10, window=4, decode=True, interval=3)),
+    "take": ("llama", "take", dict(budget=10, probe=6, chunk_size=16)),
+    "rerotated": ("llama", "streaming", dict(budget=10, rerotate=True, decode=False)),
+    "keeps all": ("llama", "snapkv", dict(budget=4096)),
+    "fastkv": ("llama", "fastkv", dict(budget=10, window=4, tsp_len=16)),
+    "sliding": ("gemma3", "snapkv", dict(budget=10, window=4)),
+    "sinks": ("gpt_oss", "h2o", dict(budget=10)),
+    "softcap": ("gemma2", "snapkv", dict(budget=4096)),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(params=CASES)
+def case(request):
+    """A patched model and a cache of 60 tokens that it read."""
+    family, policy, options = CASES[request.param]
+    net = shared(family)
+    with kvevict.evicting(net, policy, **options):
+        yield net, read(net)
+
+
+def read(net, batch=1):
+    return net(ids(batch, 60), logits_to_keep=1).past_key_values
+
+
+def goes_on(net, cache, seed, tokens=14, batch=1):
+    """Logits of a question and of what is decoded after it."""
+    first = net(ids(batch, 7, seed), past_key_values=cache).logits
+    return torch.cat([first, tokens_of(net, cache, first[:, -1:].argmax(-1), tokens)], 1)
+
+
+def held(cache):
+    """All that a cache holds, by layers of tensors. Looking changes nothing."""
+    layers = []
+    for layer in cache.layers:
+        if isinstance(layer, EvictionLayer):
+            rows = [rows for _, _, rows in EvictionLayer.segments(layer)]
+            kinds = [t[at].clone() for t in (layer.k, layer.v, layer.pos) for at in rows]
+            layers.append(
+                [*kinds, layer.seen, torch.tensor(layer.columns), *([] if layer.carry is None else [layer.carry])]
+            )
+        else:
+            layers.append([layer.keys, layer.values, torch.tensor(layer.cumulative_length)])
+    return layers
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for mine, other in zip(a, b, strict=True) for x, y in zip(mine, other, strict=True))
+
+
+def shares(fork, cache):
+    """Whether every layer that is evicted from reads the storage of the other's."""
+    pairs = [(a, b) for a, b in zip(fork.layers, cache.layers, strict=True) if isinstance(b, EvictionLayer)]
+    return all(a.k.data_ptr() == b.k.data_ptr() and a.v.data_ptr() == b.v.data_ptr() for a, b in pairs)
+
+
+def in_turn(net, ways, wanted):
+    """Every way decodes tokens of its own, one after the other in turn, as its copy does."""
+    for token in range(12):
+        for way, (got, want) in enumerate(zip(ways, wanted, strict=True)):
+            one = torch.tensor([[5 + token + 20 * way]])
+            assert relative(net(one, past_key_values=got).logits, net(one, past_key_values=want).logits) < 1e-5
+
+
+def test_each_goes_on_as_a_deep_copy(case):
+    """Forks, and the cache itself, one after the other, then token by token in turn."""
+    net, cache = case
+    before, plain = held(cache), copy.deepcopy(cache)
+    for seed in (2, 3, 4):
+        assert relative(goes_on(net, cache.fork(), seed), goes_on(net, copy.deepcopy(plain), seed)) < 1e-5
+        assert same(held(cache), before)
+    ways, wanted = [cache.fork(), cache.fork(), cache], [copy.deepcopy(plain) for _ in range(3)]
+    in_turn(net, ways, wanted)
+    for got, want in zip(ways, wanted, strict=True):
+        assert [layer.get_seq_length() for layer in got.layers] == [layer.get_seq_length() for layer in want.layers]
+        for mine, other in zip(got.layers, want.layers, strict=True):
+            if isinstance(other, EvictionLayer):
+                assert mine.places(shared=False) == other.places(shared=False)
+
+
+def test_a_fork_of_a_fork(case):
+    net, cache = case
+    fork, plain = cache.fork(), copy.deepcopy(cache)
+    for way in (fork, plain):
+        goes_on(net, way, 2, 3)
+    in_turn(net, [fork.fork(), fork, fork.fork()], [copy.deepcopy(plain) for _ in range(3)])
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "tova"])
+def test_what_was_kept_is_not_copied(policy):
+    """With a budget that the question fits into; `tova` evicts while decoding, and copies only then."""
+    with kvevict.evicting(model(), policy, budget=200) as net:
+        cache = read(net)
+        fork = cache.fork()
+        assert shares(fork, cache)
+        first = net(ids(1, 7, 2), past_key_values=fork).logits
+        assert shares(fork, cache)
+        seen = kvevict.report(net, positions=True)
+        assert (seen["kept"][0], seen["positions"][0][0][0]) == ([[67, 67]], list(range(67)))
+        assert shares(fork, cache)  # the report looked at tails
+        tokens_of(net, fork, first[:, -1:].argmax(-1), 100)
+        assert shares(fork, cache) == (policy == "snapkv")
+        layer = fork.layers[0]
+        assert isinstance(layer, ForkedLayer) == (policy == "snapkv")
+        assert layer.live_bytes() == 2 * 4 * 32 * 2 * 167
+
+
+def test_turned_keys_are_not_shared():
+    """Rerotation writes to the storage that it reads, which another thread may be reading too."""
+    net = kvevict.patch(model(), "streaming", budget=200, rerotate=True, decode=False)
+    cache = read(net)
+    fork, before = cache.fork(), held(cache)
+    net(ids(1, 7, 2), past_key_values=fork)
+    assert not shares(fork, cache)
+    other = cache.fork()
+    net(ids(1, 7, 2), past_key_values=cache)
+    assert not shares(other, cache)
+    assert same(held(other), before)
+
+
+def test_the_parent_evicts_crops_and_overwrites():
+    """What a cache does after it was forked is not seen by its forks."""
+    net = kvevict.patch(model(), "h2o", budget=20, interval=1)
+    cache = read(net)
+    fork, plain = cache.fork(), copy.deepcopy(cache)
+    tokens_of(net, cache, torch.tensor([[5]]), 10)  # evicts in place if nobody shares
+    assert relative(goes_on(net, fork, 2), goes_on(net, plain, 2)) < 1e-5
+    kvevict.patch(net, "snapkv", budget=20, window=4)
+    cache = read(net)
+    tokens_of(net, cache, torch.tensor([[5]]), 4)
+    fork, plain = cache.fork(), copy.deepcopy(cache)
+    cache.crop(-4)
+    tokens_of(net, cache, torch.tensor([[50]]), 4)
+    assert relative(goes_on(net, fork, 2), goes_on(net, plain, 2)) < 1e-5
+
+
+def test_a_fork_is_cropped():
+    net = kvevict.patch(model(), "snapkv", budget=100)
+    cache = read(net)
+    fork, plain, before = cache.fork(), copy.deepcopy(cache), held(cache)
+    for way in (fork, plain):
+        goes_on(net, way, 2, 5)
+        way.crop(-9)
+    assert relative(goes_on(net, fork, 3), goes_on(net, plain, 3)) < 1e-5
+    assert same(held(cache), before)
+
+
+@pytest.mark.parametrize("method", ["beams", "left padding", "repeated"])
+def test_batches(method):
+    """Reordered rows, a question with padding and repeated rows: copied, and right."""
+    net = kvevict.patch(model(), "adakv", budget=200, window=4)
+    cache = read(net, 2)
+    fork, plain, before = cache.fork(), copy.deepcopy(cache), held(cache)
+    asked = prompt(2, 7, 2, pad=(0, 3) if method == "left padding" else (0,))
+    mask = torch.cat([torch.ones(2, 60, dtype=torch.long), asked["attention_mask"]], 1)
+    results = []
+    for way in (fork, plain):
+        net(asked["input_ids"], attention_mask=mask, past_key_values=way)
+        if method == "beams":
+            way.reorder_cache(torch.tensor([1, 0]))
+        if method == "repeated":
+            way.batch_repeat_interleave(2)
+        results.append(goes_on(net, way, 3, batch=4 if method == "repeated" else 2))
+    assert relative(*results) < 1e-5
+    assert same(held(cache), before)
+
+
+def test_generate_with_beams():
+    net = kvevict.patch(model(), "snapkv", budget=12, window=4)
+    cache = net(ids(1, 60).repeat(3, 1), logits_to_keep=1).past_key_values
+    ask = dict(inputs=ids(1, 7, 2), attention_mask=torch.ones(1, 67, dtype=torch.long), max_new_tokens=12, num_beams=3)
+    want = net.generate(**ask, past_key_values=copy.deepcopy(cache))
+    assert torch.equal(net.generate(**ask, past_key_values=cache.fork()), want)
+
+
+def test_saved(tmp_path):
+    """A fork with a tail on disk is the deep copy that read the same."""
+    net = kvevict.patch(model(), "snapkv", budget=12, window=4, decode=False)
+    cache = read(net)
+    fork, plain, before = cache.fork(), copy.deepcopy(cache), held(cache)
+    for way in (fork, plain):
+        tokens_of(net, way, torch.tensor([[5]]), 6)
+    kvevict.save_cache(fork, tmp_path / "fork")
+    loaded = kvevict.load_cache(tmp_path / "fork", net)
+    assert relative(goes_on(net, loaded.fork(), 2), goes_on(net, plain, 2)) < 1e-5
+    assert same(held(cache), before)
+
+
+def test_threads():
+    """Ten forks decoded in two threads give what they give one after the other."""
+    net = kvevict.patch(model(), "snapkv", budget=12, window=4)
+    cache = read(net)
+    want = [goes_on(net, cache.fork(), seed) for seed in range(10)]
+    got = [None] * 10
+
+    def run(start):
+        with torch.no_grad():
+            for seed in range(start, 10, 2):
+                got[seed] = goes_on(net, cache.fork(), seed)
+
+    threads = [threading.Thread(target=run, args=(start,)) for start in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_read_in_inference_mode():
+    """What was read and forked there goes on outside of it."""
+    net = kvevict.patch(model(), "snapkv", budget=100)
+    with torch.inference_mode():
+        cache = read(net)
+        fork, plain = cache.fork(), copy.deepcopy(cache)
+        for way in (fork, plain):
+            net(ids(1, 7, 2), past_key_values=way)
+    assert relative(goes_on(net, fork, 3), goes_on(net, plain, 3)) < 1e-5
+
+
+def test_a_cache_that_holds_nothing():
+    net = kvevict.patch(model(), "snapkv", budget=12, window=4)
+    empty = read(net)
+    for layer in empty.layers:
+        layer.reset()
+    goes_on(net, empty.fork(), 2)
+    assert empty.get_seq_length() == 0
