@@ -104,8 +104,9 @@ def note(view, index, keep) -> None:
         sums = view.step.read.diagnostics.setdefault(view.index, torch.zeros(len(NAMES), len(keep), **exact))
         observing = view.policy.rows.observing(view.step).clip(1, ROWS).tolist()
         for b in cut:
-            queries = by_group(view.q[b, :, -observing[b] :], keep.shape[1], **view.options)
-            heads = [_head(view, b, h, index[b, h, : keep[b, h]], *one) for h, one in enumerate(queries)]
+            queries = by_group(view.q[b, :, -observing[b] :], view.k.shape[1], **view.options)
+            chosen = [index[b, h, : keep[b, h]] for h in range(keep.shape[1])] * (view.k.shape[1] // keep.shape[1])
+            heads = [_head(view, b, h, *one) for h, one in enumerate(zip(chosen, *zip(*queries, strict=True)))]
             sums[:, b] += torch.tensor([1, *_errors(*map(torch.cat, zip(*heads)))], **exact)
 
 
@@ -114,9 +115,9 @@ def _head(view, b, h, index, q, options):
 
     The rows are the call's last, so a new slot is seen by those at or behind its column, a stored one by all.
     """
-    layer, stored, first = view.layer, int(view.layer.counts[b, h]), int(view.padding[b])
-    old = slice(int(layer.offset[b, h]), int(layer.offset[b, h]) + stored)
-    k, v = (torch.cat([x[old], new[b, h, first:]]) for x, new in ((layer.k, view.k), (layer.v, view.v)))
+    slots, stored, first = view.slots, int(view.slots.counts[b, h]), int(view.padding[b])
+    old = slice(int(slots.offset[b, h]), int(slots.offset[b, h]) + stored)
+    k, v = (torch.cat([x[old], new[b, h, first:]]) for x, new in ((slots.k, view.k), (slots.v, view.v)))
     columns = view.step.positions.shape[1]
     column = torch.arange(len(k), device=k.device) - stored + first
     sees = column <= torch.arange(columns - q.shape[1], columns, device=k.device)[:, None]

@@ -7,7 +7,8 @@ from . import add_model, add_observe, add_policies, command, model_name, number
 @command
 def eval(parser, argv):
     """Put policies to tasks: accuracy tables, a line per case in a file that an interrupted run resumes."""
-    parser.add_argument("--out", default="results.jsonl", help="a JSON line per case and run; resumed if begun")
+    parser.add_argument("--out", default="results.jsonl", help="a JSON line per case and run; resumed if begun. "
+                        "`accelerate launch -m kvevict eval ...` shares the cases among processes")  # fmt: skip
     parser.add_argument("--tasks", nargs="+", default=[], help="what to ask; an unknown name lists them")
     add_model(parser)
     add_policies(parser)
@@ -34,12 +35,15 @@ def eval(parser, argv):
     parser.add_argument("--table-only", action="store_true", help="only print the table of the results there are")
     args = parser.parse_args(argv)
     from ..evaluate.results import read
+    from ..evaluate.share import Processes
     from ..evaluate.table import render
 
     if not args.table_only:
         _evaluate(args)
     elif not Path(args.out).exists():
         raise ValueError(f"--out {args.out}: there is no such file; run without --table-only to make it")
+    if Processes().rank > 0:
+        return None  # the first process has the file
     settings, lines = read(args.out)
     tags = {tag for line in lines for tag in line["tags"]}
     if set(args.by) - tags and lines:
