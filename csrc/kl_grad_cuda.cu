@@ -2,7 +2,7 @@
  * to one new column: its vector is at rest in shared memory and all that it meets come by, a thread's dot product each.
  * Written for the few rows that observe, which no tensor core would be filled with.
  *
- * budget: regs 64, smem 12288 */
+ * budget: regs 128, smem 12288 */
 #include "kl.cuh"
 #include "launch.cuh"
 
@@ -105,7 +105,7 @@ static __device__ __forceinline__ uint64_t query_at(const kv_observers &a, int64
 
 /* Block (r, head): dq of row r; centre [B, H, R] and sums [B, H, 2] are left for the keys. */
 template <class E>
-static __global__ void __launch_bounds__(KL_THREADS)
+static __global__ void __launch_bounds__(KL_THREADS, 2)
     dq_kernel(const kv_kl_grad a, const Logits logits, float *centre, float *sums) {
   const kv_observers &rows = a.rows;
   const int64_t head = blockIdx.y;
@@ -135,7 +135,7 @@ static __global__ void __launch_bounds__(KL_THREADS)
 
 /* Block (j, b * Hkv + h): dk of new column j. */
 template <class E>
-static __global__ void __launch_bounds__(KL_THREADS)
+static __global__ void __launch_bounds__(KL_THREADS, 2)
     dk_kernel(const kv_kl_grad a, const Logits logits, const float *centre, const float *sums) {
   const kv_observers &rows = a.rows;
   const int64_t at = blockIdx.y;

@@ -237,7 +237,7 @@ static void test_peak(kv_dtype dtype, int64_t R, int64_t S, int64_t longest) {
 static void check_refined(const problem *p, const kv_refine *a, int64_t head, const float *out) {
   const int64_t n = alive(p, head), D = p->D;
   const double *v = p->vs + head * p->most * D;
-  double mean[256] = {0}, sum = 0, size = 0;
+  double mean[KV_MOST_D] = {0}, sum = 0, size = 0;
   for (int64_t i = 0; i < n; i++) sum += a->score[head * a->C + i];
   for (int64_t i = 0; i < n; i++)
     for (int64_t d = 0; d < D; d++)

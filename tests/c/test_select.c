@@ -240,7 +240,7 @@ static void test_compact_refuses(void) {
       {{0, 2, 3}, 4, 3, 1, 8, KV_F32, KV_BAD_COUNT},   {{0, 2, 3}, -1, 3, 1, 8, KV_F32, KV_BAD_COUNT},
       {{0, 2, 3}, 3, -1, 1, 8, KV_F32, KV_BAD_COUNT},  {{0, 2, 3}, 3, 3, 3, 8, KV_F32, KV_BAD_COUNT},
       {{0, 2, 3}, 3, 3, -1, 8, KV_F32, KV_BAD_COUNT},  {{0, 2, 3}, 3, 3, 1, 12, KV_F32, KV_BAD_SHAPE},
-      {{0, 2, 3}, 3, 3, 1, 264, KV_F32, KV_BAD_SHAPE}, {{0, 2, 3}, 3, 3, 1, 8, 3, KV_BAD_DTYPE},
+      {{0, 2, 3}, 3, 3, 1, 520, KV_F32, KV_BAD_SHAPE}, {{0, 2, 3}, 3, 3, 1, 8, 3, KV_BAD_DTYPE},
   };
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
     float src[3 * 8] = {0}, new[2 * 8] = {0}, dst[4 * 8];
