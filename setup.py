@@ -47,8 +47,8 @@ def torch_dir():
     origin = origin or subprocess.check_output([sys.executable, "-E", "-c", find], text=True).strip()
     if not origin:
         raise SystemExit(
-            f"kvevict: no torch in {sys.prefix}, and its headers are needed to build. Mend: `pip install torch` first, "
-            "then `pip install --no-build-isolation .`"
+            f"kvevict: no torch in {sys.prefix}, and its headers are needed to build. Mend: `pip install torch` first "
+            "(any from 2.10 on; torch==2.13.0 if you have none), then run the same command again"
         )
     root = Path(origin).parent
     version = re.search(r"__version__ = '((\d+)\.(\d+)[^']*)'", (root / "version.py").read_text())
@@ -137,8 +137,10 @@ class BuildExt(build_ext):
         exports.write_text("{ global: PyInit__C; local: *; };")
         # nvcc knows where its static cudart is. No rpath: torch, imported first, has loaded libtorch_cpu.
         link = [nvcc, "-shared", "-cudart=static"] if nvcc else [*environment("CXX", "c++"), "-shared"]
-        hide = ["-Xlinker", f"--version-script={exports}"]
-        run([*link, *objects, f"-L{torch / 'lib'}", "-ltorch_cpu", "-ldl", "-lm", *hide, "-o", target])
+        libraries = [f"-L{torch / 'lib'}", "-ltorch_cpu", "-ldl", "-lm", "-Xlinker", f"--version-script={exports}"]
+        if sys.platform == "darwin":  # whose linker has no version scripts, and finds no library that is loaded already
+            libraries = ["-undefined", "dynamic_lookup", "-Wl,-exported_symbol,_PyInit__C"]
+        run([*link, *objects, *libraries, "-o", target])
         # Also beside the sources: in a clone, `python -m` finds those before what is installed.
         if not self.inplace:  # a process may be running the old one
             os.replace(shutil.copy(target, "kvevict/_C.new"), f"kvevict/{Path(target).name}")

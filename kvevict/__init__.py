@@ -14,8 +14,9 @@ from .policy.scores import SCORES, Score
 from .policy.selections import SELECTIONS, Selection
 from .report import report
 from .store import load_cache, save_cache
+from .version import VERSION
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = [
     "HEADS", "LAYERS", "PRESETS", "REFINEMENTS", "ROWS", "SCORES", "SELECTIONS", "HeadBudget", "LayerBudget",
     "Pipeline", "Policy", "Refinement", "Rows", "Score", "Selection", "answer", "evicting", "history", "load_cache",

@@ -59,9 +59,7 @@ def answer(model, tokenizer, context, questions, policy=None, *, max_new_tokens=
         raise ValueError(f"{given}: the context is a cache, which is of a policy already; give these to kvevict.read")
     elif not isinstance(context, EvictionCache):
         raise TypeError(f"context must be a text or a cache that a patched model filled, got {type(context).__name__}")
-    before = _policy(context, model)
-    keeps_all = Policy(score="streaming", budget=PLENTY, decode=False, rerotate=bool(before and before.rerotate))
-    with evicting(model, keeps_all):
+    with keeping_all(model, context):
         return [_ask(model, tokenizer, context.fork(), question, max_new_tokens, one_line) for question in asked]
 
 
@@ -93,11 +91,15 @@ class Pipeline:
         return read(self.model, self.tokenizer, context, self.policy)
 
 
-def _policy(cache, model):
-    """The policy that a cache was read with; of a loaded one the model's own, if it is patched; or None."""
+@contextlib.contextmanager
+def keeping_all(model, cache):
+    """Inside, the model stores all that it reads behind what a cache kept, and evicts nothing."""
     known = (layer.policy for layer in cache.layers if isinstance(layer, EvictionLayer))
     state = find_decoder(model).__dict__.get(STATE)
-    return next(known, None) or (state and state.policy)
+    policy = next(known, None) or (state and state.policy)  # a loaded cache has none, and is of the model's
+    turned = policy is not None and policy.rerotate
+    with evicting(model, Policy(score="streaming", budget=PLENTY, decode=False, rerotate=turned)):
+        yield
 
 
 def _patched(model, policy, options):

@@ -50,7 +50,7 @@ def eval(parser, argv):
         raise ValueError(f"--by {' '.join(args.by)}: the cases' tags are {', '.join(sorted(tags))}")
     print(render(lines, tuple(args.by), args.markdown))
     if settings.get("protocol"):
-        print(_claims(settings, lines))
+        print(_claims(settings, lines, args.markdown))
     return {"model": settings["model"], "out": args.out, "lines": len(lines)}
 
 
@@ -102,9 +102,9 @@ def _protocol(args) -> None:
     args.mode = "aware" if args.mode == "both" else args.mode
 
 
-def _claims(settings, lines) -> str:
+def _claims(settings, lines, markdown) -> str:
     from ..evaluate.claims import render
 
     names = ("protocol", "budgets", "modes", "layers", "adapter")
     name, budgets, modes, layers, adapter = (settings.get(key) for key in names)
-    return f"\n{render(lines, name, budgets, modes[0], layers, adapter)}"
+    return f"\n{render(lines, name, budgets, modes[0], layers, adapter, markdown)}"

@@ -4,11 +4,10 @@
 import math
 from dataclasses import dataclass
 
-from ..commands import grid
 from .ask import FULL, PERPLEXITY
 from .protocols import PROTOCOLS, pairs
 from .results import CASE
-from .table import Z
+from .table import Z, drawn
 from .tasks import FIDELITY
 
 SEEN, CONTRADICTED, OPEN = "yes", "no", "open"
@@ -77,7 +76,7 @@ def usual(lines, sides, fidelity: bool) -> float:
     return sum(own) / len(own) if own else 0.0
 
 
-def render(lines, name, budgets, mode, layers, adapter=None) -> str:
+def render(lines, name, budgets, mode, layers, adapter=None, markdown=False) -> str:
     """A row per claim and kind of score."""
     table = [["claim", "better", "than", "of", "difference", "95 %", "won", "lost", "cases", "seen"]]
     for claim, sides in pairs(name, budgets, mode, layers, adapter):
@@ -88,13 +87,13 @@ def render(lines, name, budgets, mode, layers, adapter=None) -> str:
             margin = (claim.margin or 0) * usual(lines, sides, fidelity)
             scale, unit = (1, "nats of KL") if fidelity else (100, "points")
             table.append([
-                claim.says, claim.better, claim.than, unit, f"{scale * found.mean:+.3g}",
+                claim.says, *(run.policy for run in sides[0]), unit, f"{scale * found.mean:+.3g}",
                 f"[{scale * found.low:+.3g}, {scale * found.high:+.3g}]", str(found.won), str(found.lost),
                 str(found.cases), found.verdict(margin),
             ])  # fmt: skip
     about = PROTOCOLS.find(name)
     text = "\n".join([CAPTION, *(f"Not tested here: {line}" for line in about.cannot)])
-    return f"{about.paper}\n\n{grid(table, left=4)}\n\n{text}"
+    return f"{about.paper}\n\n{drawn(table, markdown)}\n\n{text}"
 
 
 CAPTION = (

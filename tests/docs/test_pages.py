@@ -93,9 +93,8 @@ def test_commands_exist(page):
     for language, _, code in fences(page):
         for line in code.replace("\\\n", " ").splitlines() if language == "sh" else ():
             words = [word for word in shlex.split(line, comments=True) if not re.match(r"\w+=", word)]
-            at = next((i for i, word in enumerate(words) if word.split("/")[-1] == "kvevict"), None)
-            if at is not None and "lm_eval" not in words:
-                taken(words[at + 1], words[at + 2 :])
+            if words and words[0].split("/")[-1] == "kvevict":
+                taken(words[1], words[2:])
             for word in words:
                 if re.match(r"(tests|examples|docs)/.*\.(py|sh)$", word):
                     assert (ROOT / word).is_file(), word
@@ -146,3 +145,21 @@ def test_readme_is_short():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 170
     assert [line for line in lines if len(line) > 120 and "](" not in line] == []
+
+
+PRESSES = """CriticalAdaKV CriticalKV CUR AdaKV Base Composed Scorer ExpectedAttention Knorm ObservedAttention Random
+    RestoreKV SimLayerKV SnapKV StreamingLLM ThinK TOVA PerLayerCompression KeyRerotation Chunk DuoAttention ChunkKV
+    QFilter PyramidKV Finch LagKV Block KeyDiff KVgrad KVzip ExpectedAttentionStats CAM Decoding
+    CompressionRatioDecoding PrefillDecoding Compactor LeverageScore NonCausalAttn KVzap DMS FastKVzip KVCompose
+    Merging Cap LUKV EntropyGatedChunkKV"""  # of kvpress 0.5.5
+
+
+def test_every_press_has_a_line():
+    import kvevict
+
+    rows = re.findall(r"^\| (`\w+Press.*?) \| (.*?) \|", (ROOT / "docs" / "migrating.md").read_text(), re.M)
+    told = {name for press, _ in rows for name in re.findall(r"`(\w+)Press\b", press)}
+    assert told == set(PRESSES.split())
+    for _, here in rows:
+        for name in re.findall(r"`([a-z0-9+/]+)`", here):
+            assert name in kvevict.policies(), name

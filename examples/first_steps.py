@@ -1,0 +1,31 @@
+"""The same prompt with a full cache and with 128 slots per head.
+
+python examples/first_steps.py [MODEL]
+"""
+
+import sys
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import kvevict
+
+folder = sys.argv[1] if len(sys.argv) > 1 else kvevict.small_llama()  # a folder or a name on the hub
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = AutoModelForCausalLM.from_pretrained(folder)
+
+filler = "The baker counted the boats in the harbour and went home before it rained. " * 40
+text = filler + "The code of Naislet is 364735. " + filler
+inputs = tokenizer(text + "\n\nQuestion: What is the code of Naislet?\nAnswer:", return_tensors="pt")
+
+
+def answer():
+    output = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+    return tokenizer.decode(output[0, inputs.input_ids.shape[1] :]).strip().splitlines()[0]
+
+
+print("full cache:", answer())
+for policy in ("take+chunkkv", "take", "streaming"):
+    with kvevict.evicting(model, policy, budget=128, chunk_size=256):
+        said, report = answer(), kvevict.report(model)
+    kept = report["kept"][0][0][0]
+    print(f"{policy}: {said} ({kept} of {report['seen'][0]} slots, {report['cache_bytes'] >> 10} KiB)")

@@ -1,0 +1,36 @@
+"""A score of your own: a class whose fields are its options, used by name like those that are built in.
+
+python examples/own_score.py
+"""
+
+from dataclasses import dataclass
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import kvevict
+
+
+@kvevict.register_score("rare")
+@dataclass(frozen=True)
+class Rare(kvevict.Score):
+    """Slots that the last rows attend to, and whose values are long."""
+
+    power: float = 1.0
+    rows = kvevict.ROWS["window"](16)  # where a policy names no others
+
+    def score(self, view):  # fp32 [batch, kv heads, slots], larger is better
+        return view.attention("sum") * view.norm("v", 1) ** self.power
+
+
+tokenizer = AutoTokenizer.from_pretrained(kvevict.small_llama())
+model = AutoModelForCausalLM.from_pretrained(kvevict.small_llama())
+filler = "The baker counted the boats in the harbour and went home before it rained. " * 20
+prompt = filler + "The code of Naislet is 364735. " + filler + "\n\nQuestion: What is the code of Naislet?\nAnswer:"
+inputs = tokenizer(prompt, return_tensors="pt")
+
+for options in (dict(), dict(power=0.5, heads="ada"), dict(rows="probe", chunk_size=128)):
+    policy = kvevict.Policy(score="rare", budget=64)
+    kvevict.patch(model, policy, **options)
+    output = model.generate(**inputs, max_new_tokens=9, do_sample=False)
+    kept = kvevict.report(model)["kept"][0][0]
+    print(options, "kept", kept, "answer", tokenizer.decode(output[0, inputs.input_ids.shape[1] :]))

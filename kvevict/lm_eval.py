@@ -1,0 +1,88 @@
+"""lm-evaluation-harness on a patched model: the model `kvevict`.
+
+    python -m kvevict.lm_eval --model kvevict --model_args pretrained=DIR,policy=take,budget=512 --tasks TASK
+
+is lm-eval's own command line with this model known to it, since lm-eval looks for models in its own package only.
+In Python, `import kvevict.lm_eval` makes `lm_eval.simple_evaluate(model="kvevict", model_args=...)` know it.
+"""
+
+import dataclasses
+import itertools
+
+import torch
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from tqdm import tqdm
+
+from .answer import keeping_all
+from .patch import patch
+from .policy.parts import PARTS
+from .policy.policy import Policy
+
+
+@register_model("kvevict")
+class KVEvict(HFLM):
+    """lm-eval's `hf` model with eviction.
+
+    policy, budget, chunk_size   as `kvevict.patch` takes them, and any option of the policy
+    others                       as lm-eval's `hf` takes them
+
+    Generated answers are the patched model's. A scored answer is scored behind its context, which is read and evicted
+    from first, once for all answers to it. Raises ValueError for rolling log-likelihoods, which have no context.
+    """
+
+    def __init__(self, pretrained, policy="take", budget=512, **arguments):
+        names = option_names()
+        options = {name: arguments.pop(name) for name in list(arguments) if name in names}
+        super().__init__(pretrained, **arguments)
+        patch(self.model, policy, budget=budget, **options)
+
+    def loglikelihood_rolling(self, requests, disable_tqdm=False):
+        raise ValueError(
+            "rolling log-likelihoods score a text from its first token on, so there is no context to evict from; "
+            "run `kvevict eval --tasks perplexity`, or lm-eval's model hf"
+        )
+
+    @torch.no_grad()
+    def _loglikelihood_tokens(self, requests, disable_tqdm=False, override_bs=None):
+        """(log-likelihood, whether it is the greedy choice) of (_, context ids, continuation ids) each."""
+        # What is too long loses its first tokens, as in lm-eval's own.
+        contexts = [context[-max(self.max_length + 1 - len(behind), 1) :] for _, context, behind in requests]
+        order = sorted(range(len(requests)), key=contexts.__getitem__)
+        answers: list = [None] * len(requests)
+        bar = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests")
+        for context, group in itertools.groupby(order, key=contexts.__getitem__):
+            read = self.model(torch.tensor([context], device=self.device), logits_to_keep=1, use_cache=True)
+            with keeping_all(self.model, read.past_key_values):
+                for at in group:
+                    answers[at] = self._scored(read, requests[at][2])
+                    bar.update()
+        bar.close()
+        return answers
+
+    def _scored(self, read, continuation):
+        """Of continuation ids behind a context that was read."""
+        truth, logits = torch.tensor([continuation], device=self.device), read.logits
+        if len(continuation) > 1:
+            behind = self.model(truth[:, :-1], past_key_values=read.past_key_values.fork(), use_cache=True).logits
+            logits = torch.cat([logits, behind], 1)
+        paid = torch.log_softmax(logits, -1, dtype=self.softmax_dtype)
+        greedy = bool((paid.argmax(-1) == truth).all())
+        return float(paid.gather(2, truth[..., None]).sum()), greedy
+
+
+def option_names() -> set:
+    """Every option that a policy may have, but for its budget."""
+    parts = [Policy, *(part for registry, _ in PARTS.values() for part in registry.values())]
+    return {f.name for part in parts for f in dataclasses.fields(part) if f.init} - {"budget"}
+
+
+def main():
+    """lm-eval's command line."""
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()
