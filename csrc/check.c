@@ -7,7 +7,7 @@ const char *kv_status_text(kv_status status) {
     case KV_OK:
       return "ok";
     case KV_BAD_SHAPE:
-      return "bad shape: dimensions >= 0, H a multiple of Hkv, D a multiple of 8 in 8..256";
+      return "bad shape: dimensions >= 0, H a multiple of Hkv, D a multiple of 8 in 8..512, on a GPU 8..256";
     case KV_BAD_DTYPE:
       return "bad dtype, kind or reduction";
     case KV_BAD_COUNT:
@@ -18,8 +18,9 @@ const char *kv_status_text(kv_status status) {
   return "unknown status";
 }
 
-static int kv_bad_heads(int64_t B, int64_t H, int64_t Hkv, int64_t D) {
-  if (B < 0 || H < 0 || Hkv < 0 || D < 8 || D > 256 || D % 8) return 1;
+/* counts: the arrays are in the CPU's memory, so its kernels run. */
+static int kv_bad_heads(int64_t B, int64_t H, int64_t Hkv, int64_t D, int counts) {
+  if (B < 0 || H < 0 || Hkv < 0 || D < 8 || D > (counts ? KV_MOST_D : KV_MOST_D_CUDA) || D % 8) return 1;
   return Hkv == 0 ? H != 0 : H == 0 || H % Hkv;
 }
 
@@ -46,7 +47,7 @@ static int kv_bad_alive(const kv_slots *slots, const kv_new *chunk, const int32_
 }
 
 kv_status kv_attend_check(const kv_attend *a, int counts) {
-  if (kv_bad_heads(a->B, a->H, a->Hkv, a->D) || a->T < 0 || a->S < 0) return KV_BAD_SHAPE;
+  if (kv_bad_heads(a->B, a->H, a->Hkv, a->D, counts) || a->T < 0 || a->S < 0) return KV_BAD_SHAPE;
   if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
   if (!counts) return KV_OK;
   if (kv_outside(a->slots.len, a->B * a->Hkv, INT32_MAX) || kv_outside(a->chunk.first, a->B, a->S)) return KV_BAD_COUNT;
@@ -55,7 +56,7 @@ kv_status kv_attend_check(const kv_attend *a, int counts) {
 }
 
 static kv_status kv_observers_check(const kv_observers *a, int64_t C, int counts) {
-  if (kv_bad_heads(a->B, a->H, a->Hkv, a->D) || a->R < 0 || a->S < 0 || C < 0) return KV_BAD_SHAPE;
+  if (kv_bad_heads(a->B, a->H, a->Hkv, a->D, counts) || a->R < 0 || a->S < 0 || C < 0) return KV_BAD_SHAPE;
   if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
   if (!counts) return KV_OK;
   if (kv_bad_alive(&a->slots, &a->chunk, a->stop, a->B, a->Hkv, a->S, C)) return KV_BAD_COUNT;
@@ -95,14 +96,14 @@ kv_status kv_kl_grad_check(const kv_kl_grad *a, int counts) {
 }
 
 kv_status kv_refine_check(const kv_refine *a, int counts) {
-  if (kv_bad_heads(a->B, a->Hkv, a->Hkv, a->D) || a->S < 0 || a->C < 0) return KV_BAD_SHAPE;
+  if (kv_bad_heads(a->B, a->Hkv, a->Hkv, a->D, counts) || a->S < 0 || a->C < 0) return KV_BAD_SHAPE;
   if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
   if (!counts) return KV_OK;
   return kv_bad_alive(&a->slots, &a->chunk, a->stop, a->B, a->Hkv, a->S, a->C) ? KV_BAD_COUNT : KV_OK;
 }
 
 kv_status kv_norm_check(const kv_norm *a, int counts) {
-  if (kv_bad_heads(a->B, a->Hkv, a->Hkv, a->D) || a->S < 0 || a->C < 0) return KV_BAD_SHAPE;
+  if (kv_bad_heads(a->B, a->Hkv, a->Hkv, a->D, counts) || a->S < 0 || a->C < 0) return KV_BAD_SHAPE;
   if (kv_bad_dtype(a->dtype) || (a->p != 1 && a->p != 2)) return KV_BAD_DTYPE;
   if (!counts) return KV_OK;
   return kv_bad_alive(&a->slots, &a->chunk, a->stop, a->B, a->Hkv, a->S, a->C) ? KV_BAD_COUNT : KV_OK;
@@ -121,7 +122,8 @@ kv_status kv_select_check(const kv_select *a, int counts) {
 }
 
 kv_status kv_compact_check(const kv_compact *a, int counts) {
-  if (a->B < 0 || a->Hkv < 0 || a->S < 0 || a->K < 0 || a->D < 8 || a->D > 256 || a->D % 8) return KV_BAD_SHAPE;
+  if (a->B < 0 || a->Hkv < 0 || a->S < 0 || a->K < 0 || a->D < 8 || a->D > KV_MOST_D || a->D % 8)
+    return KV_BAD_SHAPE;
   if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
   for (int64_t head = 0; counts && head < a->B * a->Hkv; head++) {
     const int64_t first = a->chunk.first[head / a->Hkv], len = a->src.len[head], keep = a->keep[head];
@@ -138,7 +140,7 @@ kv_status kv_compact_check(const kv_compact *a, int counts) {
 }
 
 kv_status kv_decode_check(const kv_decode *a, int counts) {
-  if (kv_bad_heads(a->B, a->H, a->Hkv, a->D) || a->C < 0) return KV_BAD_SHAPE;
+  if (kv_bad_heads(a->B, a->H, a->Hkv, a->D, counts) || a->C < 0) return KV_BAD_SHAPE;
   if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
   if (counts && kv_outside(a->slots.len, a->B * a->Hkv, a->probs ? a->C - 1 : INT32_MAX)) return KV_BAD_COUNT;
   return KV_OK;

@@ -184,7 +184,7 @@ static float kv_exp2(float x) { return vf_exp2(vf_set1(x))[0]; }
 static void kv_decode_combine(const kv_decode_job *job, const float *part, int64_t splits, int64_t g, float sink,
                               float *m, float *l, void *out) {
   const int64_t width = job->width, rows = job->rows, step = rows * (width + 2), at_m = rows * width + g;
-  float o[256] = {0};
+  float o[KV_MOST_D] = {0};
   *m = sink;
   for (int64_t i = 0; i < splits; i++)
     if (part[i * step + at_m] > *m) *m = part[i * step + at_m];

@@ -2,7 +2,7 @@
  *
  * Dimensions
  *   B    batch rows             H    query heads          Hkv  key/value heads, H = G * Hkv
- *   T    query rows of a chunk  S    new columns (keys)   D    head dimension, a multiple of 8 in 8..256
+ *   T    query rows of a chunk  S    new columns (keys)   D    head dimension, a multiple of 8 in 8..512
  *   R    observing rows         C    columns of a score   K    columns of an index
  *
  * Slot order. A head's alive slots are [stored | new]: stored slot i has index i < len[b,h]; new column j
@@ -21,13 +21,17 @@
 extern "C" {
 #endif
 
+/* The largest D: what the CPU keeps of a row on its stack, and what fits a GPU's shared memory (compact has no such
+ * limit there). */
+enum { KV_MOST_D = 512, KV_MOST_D_CUDA = 256 };
+
 typedef enum { KV_F32 = 0, KV_F16 = 1, KV_BF16 = 2 } kv_dtype;
 typedef enum { KV_SUM = 0, KV_MEAN = 1, KV_MAX = 2, KV_NONE = 3 } kv_reduce; /* KV_NONE: only of the group's heads */
 typedef enum { KV_A = 0, KV_SQUARE = 1, KV_ENTROPY = 2 } kv_term;
 typedef enum { KV_EDIE = 0, KV_L1 = 1, KV_L2 = 2 } kv_error_kind;
 typedef enum {
   KV_OK = 0,
-  KV_BAD_SHAPE, /* a dimension is negative, H is no multiple of Hkv, D is no multiple of 8 or over 256 */
+  KV_BAD_SHAPE, /* a dimension is negative, H is no multiple of Hkv, D is no multiple of 8 or too large */
   KV_BAD_DTYPE, /* a dtype, a kind or a reduction that is none of the above or not for this op */
   KV_BAD_COUNT, /* keep, len, first, stop, lo, hi or an index outside what is alive */
   KV_NO_MEMORY, /* scratch could not be allocated */

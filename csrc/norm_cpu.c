@@ -6,7 +6,7 @@ enum { SPLIT = 256 }; /* columns of a task */
 static void kv_norm_body(void *ctx, int64_t begin, int64_t end) {
   const kv_norm *a = ctx;
   const int64_t splits = (a->C + SPLIT - 1) / SPLIT;
-  float row[256];
+  float row[KV_MOST_D];
   for (int64_t i = begin; i < end; i++) {
     const int64_t at = i / splits, b = at / a->Hkv, c0 = i % splits * SPLIT;
     const kv_columns x = {

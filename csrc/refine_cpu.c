@@ -43,7 +43,7 @@ static void kv_refine_sums(void *ctx, int64_t begin, int64_t end) {
 
 static void kv_refine_splits(void *ctx, int64_t begin, int64_t end) {
   const kv_refine_job *job = ctx;
-  float row[256];
+  float row[KV_MOST_D];
   for (int64_t i = begin; i < end; i++) {
     const int64_t at = i / job->splits, c0 = i % job->splits * SPLIT;
     const kv_columns v = kv_refine_values(job->a, at);
@@ -71,7 +71,7 @@ static void kv_refine_means(void *ctx, int64_t begin, int64_t end) {
 static void kv_refine_errors(void *ctx, int64_t begin, int64_t end) {
   const kv_refine_job *job = ctx;
   const kv_refine *a = job->a;
-  float row[256];
+  float row[KV_MOST_D];
   for (int64_t i = begin; i < end; i++) {
     const int64_t at = i / job->splits, c0 = i % job->splits * SPLIT;
     const kv_columns v = kv_refine_values(a, at);

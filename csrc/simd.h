@@ -149,7 +149,7 @@ KV_INLINE float kv_distance(const float *x, const float *y, int64_t D, int p) {
 
 /* ||x||_p */
 KV_INLINE float kv_norm_of(const float *x, int64_t D, int p) {
-  static const float zeros[256];
+  static const float zeros[KV_MOST_D];
   return kv_distance(x, zeros, D, p);
 }
 

@@ -119,7 +119,7 @@ static inline void kv_multiply(int64_t nv, int pairs, const float *a, int64_t ld
 /* Columns c0 .. c0 + n - 1 -> k [ceil(n / PANEL)][words][PANEL], the last vector filled up with zeros. VL rows at a
  * time are transposed in 4 x 4 blocks of words. row: [VL, D] scratch. */
 static inline void kv_pack_k(const kv_columns *x, int pairs, int64_t c0, int64_t n, float *k, float *row) {
-  static const float zeros[256];
+  static const float zeros[KV_MOST_D];
   const int64_t words = pairs ? x->D / 2 : x->D;
   for (int64_t c = 0; c < n; c += VL) {
     float *const panel = k + c / PANEL * PANEL * words + c % PANEL;
@@ -145,7 +145,7 @@ static inline void kv_pack_k(const kv_columns *x, int pairs, int64_t c0, int64_t
 /* Columns c0 .. c0 + n - 1 -> v [n, width], or [ceil(n / 2), width] pairs of a column and the next, rows filled up with
  * zeros. Returns whether all of them are finite. */
 static inline int kv_pack_v(const kv_columns *x, int pairs, int64_t c0, int64_t n, float *v, int64_t width) {
-  static const uint16_t zeros[256];
+  static const uint16_t zeros[KV_MOST_D];
   const uint32_t high = 0x7f800000u, low = high >> 16; /* exponents of inf and NaN */
   uint32_t other = 0;
   for (int64_t c = 0; c < n; c += 1 + pairs, v += width) {

@@ -1,7 +1,7 @@
 """The only door to csrc: the ops as functions with shapes, and what torch.compile has to know about them.
 
 Dimensions are those of csrc/kvevict.h: B batch rows, H query heads, Hkv key/value heads, T query rows, R observing
-rows, S new columns, D head dimension (a multiple of 8, at most 256), N rows of a flat slot buffer.
+rows, S new columns, D head dimension (a multiple of 8, at most 512, on a GPU 256), N rows of a flat slot buffer.
 
 Slots are ragged: head h of batch row b owns rows offset[b, h] .. offset[b, h] + len[b, h] - 1 of the flat buffers. A
 head's alive slots are [stored | new], new columns counting from first[b] (those before are left padding).

@@ -5,7 +5,8 @@ import contextlib
 import torch
 
 from .analysis.run import frame, ids_of, until_line_end
-from .engine.cache import EvictionCache, EvictionLayer
+from .engine.adopt import EvictionCache
+from .engine.cache import EvictionLayer
 from .engine.step import STATE
 from .patch import evicting, find_decoder, is_patched
 from .policy.checks import PLENTY, count

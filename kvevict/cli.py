@@ -35,7 +35,8 @@ def run(argv) -> int:
     except (ValueError, TypeError, OSError) as error:
         print(f"kvevict {name}: {error}", file=sys.stderr)
         return 2
-    print(json.dumps({"command": name, **result}))
+    if result is not None:
+        print(json.dumps({"command": name, **result}))
     return 0
 
 

@@ -1,16 +1,15 @@
 """Install eviction into a loaded model, and take it out again."""
 
 import contextlib
-import copy
 import threading
 from weakref import WeakKeyDictionary
 
 import torch
 
-from . import _ops, compat
-from .engine import attention, forward, propagate, rerotate, residual
+from . import _ops, compat, families, known, trial
+from .engine import attention, forward, propagate, rerotate, residual, states
 from .engine.meter import Meter
-from .engine.step import STATE, logits_wanted, top_model
+from .engine.step import STATE, logits_wanted, top_mask, top_model
 from .policy.policy import build
 
 
@@ -18,15 +17,21 @@ class Patch:
     """What one patched model carries: its policy, which layers are ours, and what was last read in each thread. It
     holds no reference to the model, so that copies of the model stay independent."""
 
-    def __init__(self, policy, kinds):
+    def __init__(self, policy, decoder):
         self.policy = policy
-        self.kinds = kinds
-        own = [index for index, kind in enumerate(kinds) if kind == compat.OWN]
+        self.kinds = kinds = families.layer_kinds(decoder.config)
+        self.heads = families.heads(decoder, kinds)
+        self.kv_heads = 1 if families.is_latent(decoder.config) else self.heads[1]  # that choose and store
+        own = [index for index, kind in enumerate(kinds) if kind in families.EVICTS]
         self.order = {index: order for order, index in enumerate(own)}
+        self.readers = families.readers(decoder, kinds)
+        self.last_reader = {producer: index for index, producer in sorted(self.readers.items())}
+        self.turns, self.behind = {}, {}  # what `trial` found of the layers, where the policy asks for it
         policy.check_layers(len(own))
         policy.waiting_layers(len(own))  # or an error
-        self.all_own = len(own) == len(kinds)
-        self.tsp = propagate.layer_of(policy, len(own), len(kinds))  # the last to read all tokens; None: all do
+        self.all_own = set(kinds) == {families.OWN}
+        self.keeps_state = bool({families.STATE, families.BOTH} & set(kinds))
+        self.tsp = propagate.layer_of(policy, self.all_own, len(kinds))  # the last to read all tokens; None: all do
         self.wants_probs = policy.score.carries or (policy.decode and policy.rows.newest)
         self.meters = WeakKeyDictionary()  # thread -> Meter of its last read
         self.last_meter = Meter()  # of the last read in any thread
@@ -54,21 +59,31 @@ def patch(model, policy, *, budget=None, chunk_size=None, **options):
     """
     chosen = build(policy, budget=budget, chunk_size=chunk_size, **options)
     decoder = find_decoder(model)
-    kinds = check_model(decoder)
+    check_model(model)
     chosen.rows.ready(decoder)
     rerotate.check(chosen, decoder)
-    state = Patch(chosen, kinds)
+    state = Patch(chosen, decoder)
+    if not is_patched(decoder):
+        check_type(model, decoder)
+    top = base_model(model)
+    if chosen.rerotate or chosen.rows.turns:
+        state.turns = trial.turning(top, decoder, state.order)
+        state.turns |= {reader: state.turns[producer] for reader, producer in state.readers.items()}
+    if chosen.layers.residual == "attention":
+        state.behind = trial.behind_attention(top, decoder, state.order)
     if is_patched(decoder):
         unpatch(model)
+    _install(top, decoder, state)
+    return model
+
+
+def _install(top, decoder, state) -> None:
     attention.register()
     for module in own_modules(decoder, state):
-        config = copy.copy(module.config)
-        config.__dict__["_kvevict_original"] = module.config
-        config._attn_implementation_internal = attention.NAME
-        module.config = config
+        attention.divert(module)
     object.__setattr__(decoder, STATE, state)
     forward.install(decoder)
-    top = base_model(model)
+    states.install(decoder, state)
     compat.mark_rollbacks(top)
     state.hooks = [
         *propagate.install(decoder, state),
@@ -76,7 +91,6 @@ def patch(model, policy, *, budget=None, chunk_size=None, **options):
         top.register_forward_pre_hook(_note_call, with_kwargs=True),
         top.register_forward_hook(_forget_call, always_call=True),
     ]
-    return model
 
 
 def unpatch(model):
@@ -90,10 +104,11 @@ def unpatch(model):
     state = getattr(decoder, STATE)
     for hook in state.hooks:
         hook.remove()
+    states.remove(decoder, state)
     forward.remove(decoder)
     base_model(model).__dict__.pop("_get_candidate_generator", None)
     for module in own_modules(decoder, state):
-        module.config = module.config.__dict__["_kvevict_original"]
+        attention.restore(module)
     object.__delattr__(decoder, STATE)
     return model
 
@@ -127,9 +142,9 @@ def find_decoder(model):
             f"model must be a loaded Transformers model (a pipeline's is pipe.model), got {type(model).__name__}"
         )
     top = base_model(model)
-    decoder = top.get_decoder() if hasattr(top, "get_decoder") else top
-    if not (hasattr(decoder, "layers") and hasattr(decoder, "config")):
-        reasons = compat.structural_reasons(top.config) or [
+    decoder = families.decoder_of(top)
+    if decoder is None:
+        reasons = families.reasons(top.config) or [
             f"model_type {top.config.model_type!r} is not supported (it has no text decoder with `layers`)"
         ]
         raise ValueError(
@@ -143,50 +158,81 @@ def is_patched(decoder) -> bool:
 
 
 def own_modules(decoder, state):
-    """The attention modules of the layers we evict from."""
-    for index in state.order:
-        yield decoder.layers[index].self_attn
+    """The attention modules of the layers we evict from, and of those that read their keys and values."""
+    for index in (*state.order, *state.readers):
+        yield families.attention_of(families.layers_of(decoder)[index], index)
 
 
-def check_model(decoder) -> list:
-    """The kind of every layer, or one ValueError with the reasons why this model cannot be patched."""
-    config = decoder.config
-    reasons = compat.structural_reasons(config)
-    if config.model_type not in compat.MODEL_TYPES:
-        if not reasons:
-            known = ", ".join(sorted(compat.MODEL_TYPES))
-            reasons = [f"model_type {config.model_type!r} is not supported; known: {known}"]
-        raise ValueError(f"{type(decoder).__name__} cannot be patched: " + "; ".join(reasons))
-    module = decoder.layers[0].self_attn
-    implementation = module.config._attn_implementation
-    if "flex" in implementation or "paged" in implementation:
-        reasons.append(f"attention implementation {implementation!r} is not supported; load with 'sdpa'")
-    kinds = compat.layer_kinds(config)
-    if compat.OWN not in kinds:
-        reasons.append("every layer has a sliding window, whose cache is bounded already: there is nothing to evict")
-    weight = next(decoder.parameters())
-    if weight.dtype == torch.float64:
-        reasons.append("its weights are float64; load it as float32, bfloat16 or float16")
-    if weight.device.type not in (*_ops.DEVICES, "meta"):
-        built = "CPU and CUDA" if "cuda" in _ops.DEVICES else "CPU"
-        reasons.append(f"it is on {weight.device}, and there are {built} kernels only; call model.to('cpu')")
-    own = (layer.self_attn for layer, kind in zip(decoder.layers, kinds, strict=True) if kind == compat.OWN)
-    devices = {str(weight.device) for attention in own for weight in attention.parameters()} - {"meta"}  # offloaded
-    if len(devices) > 1:
-        reasons.append(f"its layers are on {', '.join(sorted(devices))}; load it on one device, without a device_map")
-    if module.head_dim % 8 or not 8 <= module.head_dim <= 256:
-        reasons.append(f"head_dim {module.head_dim} is not a multiple of 8 up to 256")
+def check_model(model) -> None:
+    """One ValueError with the reasons why a model's decoder cannot be patched, if there are any."""
+    decoder = find_decoder(model)
+    reasons = families.reasons(decoder.config) or families.structure_reasons(decoder) or _odds(model, decoder)
     if reasons:
         raise ValueError(f"{type(decoder).__name__} cannot be patched: " + "; ".join(reasons))
-    return kinds
+
+
+def _odds(model, decoder) -> list:
+    """What the loaded weights, not the type, keep from being patched."""
+    reasons, layers = [], families.layers_of(decoder)
+    kinds = families.layer_kinds(decoder.config)
+    own = [families.attention_of(layers[i], i) for i, kind in enumerate(kinds) if kind in families.EVICTS]
+    implementation = own[0].config._attn_implementation
+    if "flex" in implementation or "paged" in implementation:
+        reasons.append(f"attention implementation {implementation!r} is not supported; load with 'sdpa'")
+    if (getattr(base_model(model), "tp_size", None) or 1) > 1:
+        reasons.append(
+            "each rank has some of its heads (tensor parallel), which cannot choose for all of them; load it whole, or "
+            "over several devices with device_map='auto'"
+        )
+    if next(decoder.parameters()).dtype == torch.float64:
+        reasons.append("its weights are float64; load it as float32, bfloat16 or float16")
+    devices = sorted({str(families.device_of(module)) for module in own})
+    on_gpu = any(device.startswith("cuda") for device in devices)
+    for device in devices:
+        if device.split(":")[0] not in (*_ops.DEVICES, "meta"):
+            built = "CPU and CUDA" if "cuda" in _ops.DEVICES else "CPU"
+            reasons.append(f"it is on {device}, and there are {built} kernels only; call model.to('cpu')")
+    latent, most = families.is_latent(decoder.config), 256 if on_gpu else 512
+    dims = {families.head_dim(module, decoder.config) for module in own}
+    dims = {max(families.widths(module, decoder.config)) for module in own} if latent else dims
+    for dim in sorted(dims):
+        if dim % 8 or not 8 <= dim <= most:
+            reasons.append(f"head_dim {dim} is not a multiple of 8 up to {most}" + (" (on a GPU)" if on_gpu else ""))
+    if len(dims) > 1:
+        reasons.append(f"its layers have heads of {', '.join(map(str, sorted(dims)))} dimensions")
+    return reasons
+
+
+def check_type(model, decoder) -> None:
+    """A ValueError for a model whose type was seen not to be right, or which is of a type that nobody looked at and
+    differs from itself when it is read in chunks."""
+    top = base_model(model)
+    names = top.config.model_type, decoder.config.model_type
+    listed = families.is_transformers(decoder)  # remote code may go by the name of a type
+    if listed and known.right(*names):
+        return
+
+    @contextlib.contextmanager
+    def patched(policy, options):
+        _install(top, decoder, Patch(build(policy, **options), decoder))
+        try:
+            yield
+        finally:
+            unpatch(model)
+
+    reason = (known.refused(*names) if listed else None) or trial.difference(top, patched)
+    if reason:
+        raise ValueError(f"{type(top).__name__} (model_type {names[0]!r}) cannot be patched: {reason}")
 
 
 def _note_call(module, args, kwargs):
     top_model.set(module)
+    top_mask.set(kwargs.get("attention_mask"))
     wanted = kwargs.get("logits_to_keep", 0)
     logits_wanted.set(wanted if isinstance(wanted, int) and kwargs.get("labels") is None else 0)
 
 
 def _forget_call(module, args, output):
     logits_wanted.set(0)
+    top_mask.set(None)
     top_model.set(None)

@@ -7,11 +7,13 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
-from . import compat
+from . import families
 from .engine import host
-from .engine.cache import EvictionLayer, adopt
+from .engine.adopt import StatefulLayer, adopt
+from .engine.cache import EvictionLayer
+from .engine.latent import LatentLayer
 
 FORMAT = "kvevict-cache-2"
 OWN_TENSORS = ("k", "v", "pos", "len", "seen")
@@ -27,16 +29,21 @@ def save_cache(cache, path) -> None:
         raise ValueError("the cache was not filled by kvevict: it is empty; read a prompt with a patched model first")
     tensors, facts = {}, []
     for index, layer in enumerate(cache.layers):
+        if type(layer).__name__ == "DummyLayer":
+            facts.append(dict(kind=families.NOTHING, columns=cache.get_seq_length()))
+            continue
+        if isinstance(layer, StatefulLayer) or not isinstance(layer, CacheLayerMixin):
+            raise ValueError(f"layer {index} keeps a state, which save_cache does not write")
         if isinstance(layer, EvictionLayer) and layer.is_initialized:
             packed = torch.cat([torch.arange(s.start, s.stop) for _, _, s in layer.segments()])
             values = dict(k=layer.k[packed], v=layer.v[packed], pos=layer.pos[packed])
             values |= {name: getattr(layer, name) for name in ("len", "seen", *OPTIONAL)}
             values["budget"] = None if layer.budget is None else torch.tensor(layer.budget, dtype=torch.int32)
-            facts.append(dict(kind=compat.OWN, columns=layer.columns))
+            facts.append(dict(kind=families.OWN, columns=layer.columns))
         elif getattr(layer, "is_sliding", False) and layer.is_initialized:
             start = max(0, layer.keys.shape[2] - layer.sliding_window + 1)  # longer while the past is recorded
             values = dict(keys=layer.keys[:, :, start:], values=layer.values[:, :, start:])
-            facts.append(dict(kind=compat.SLIDING, columns=layer.cumulative_length, window=layer.sliding_window))
+            facts.append(dict(kind=families.SLIDING, columns=layer.cumulative_length, window=layer.sliding_window))
         else:
             raise ValueError(f"layer {index}, a {layer!r}, was not filled by kvevict; read with a patched model first")
         tensors |= {f"{index}.{name}": t.contiguous().clone() for name, t in values.items() if t is not None}
@@ -67,7 +74,7 @@ def load_cache(path, model):
         raise ValueError(f"{path} is no cache file ({error}); write it again with kvevict.save_cache") from None
     if meta.get("format") != FORMAT or not isinstance(facts, list):
         raise ValueError(f"{path} is not a cache written by kvevict.save_cache (format {meta.get('format')!r})")
-    kinds = compat.layer_kinds(config)
+    kinds = families.layer_kinds(config)
     if [isinstance(fact, dict) and fact.get("kind") for fact in facts] != kinds:
         raise ValueError(f"{path} was written for another model: its layers are not those of {type(decoder).__name__}")
     columns = facts[0].get("columns")
@@ -75,16 +82,25 @@ def load_cache(path, model):
         raise ValueError(f"{path} is damaged: its layers disagree on the number of tokens seen")
     cache = DynamicCache(config=config)
     adopt(cache, kinds, config)
-    weight = next(base_model(model).parameters())
+    heads, dtype = families.heads(decoder, kinds), base_model(model).dtype
+    heads = (heads[0], 1) if families.is_latent(config) else heads
     for index, (layer, fact) in enumerate(zip(cache.layers, facts, strict=True)):
-        mine = {n.split(".", 1)[1]: t.to(weight.device) for n, t in tensors.items() if n.split(".", 1)[0] == str(index)}
+        if fact["kind"] == families.NOTHING:
+            continue
+        module = families.attention_of(families.layers_of(decoder)[index], index)
+        device, shape = families.device_of(module), (*heads, *families.widths(module, config))
+        if isinstance(layer, LatentLayer):
+            layer.widths = module.kv_lora_rank, module.qk_rope_head_dim
+        mine = {n.split(".", 1)[1]: t.to(device) for n, t in tensors.items() if n.split(".", 1)[0] == str(index)}
         try:
-            fill = _fill_own if fact["kind"] == compat.OWN else _fill_sliding
-            fill(layer, mine, fact, config, weight.dtype, decoder.layers[index].self_attn.head_dim)
+            fill = _fill_own if fact["kind"] == families.OWN else _fill_sliding
+            fill(layer, mine, fact, shape, dtype)
         except (KeyError, ValueError, RuntimeError, TypeError) as error:
             raise ValueError(f"{path}, layer {index}: {error}; the file is damaged or of another model") from None
     batches = {
-        layer.len.shape[0] if isinstance(layer, EvictionLayer) else layer.keys.shape[0] for layer in cache.layers
+        layer.len.shape[0] if isinstance(layer, EvictionLayer) else layer.keys.shape[0]
+        for layer, kind in zip(cache.layers, kinds, strict=True)
+        if kind != families.NOTHING
     }
     if len(batches) > 1:
         raise ValueError(f"{path} is damaged: its layers have batches of {sorted(batches)} rows")
@@ -96,19 +112,20 @@ def _expect(name, tensor, shape, dtype):
         raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(shape)}")
 
 
-def _fill_sliding(layer, tensors, fact, config, dtype, dim):
+def _fill_sliding(layer, tensors, fact, shape, dtype):
+    """Its heads may be others than those of the layers that evict."""
     if fact["window"] != layer.sliding_window:
         raise ValueError(f"sliding window {fact['window']}, the model's is {layer.sliding_window}")
     keys, values = tensors["keys"], tensors["values"]
     length = min(fact["columns"], layer.sliding_window - 1)
     for name, tensor in (("keys", keys), ("values", values)):
-        _expect(name, tensor, (keys.shape[0], config.num_key_value_heads, length, dim), dtype)
+        _expect(name, tensor, (*keys.shape[:2], length, shape[2]), dtype)
     layer.lazy_initialization(keys, values)
     layer.keys, layer.values, layer.cumulative_length = keys, values, fact["columns"]
 
 
-def _fill_own(layer, tensors, fact, config, dtype, dim):
-    heads, length = config.num_key_value_heads, tensors["len"]
+def _fill_own(layer, tensors, fact, shape, dtype):
+    (query_heads, heads, dim, read), length = shape, tensors["len"]
     batch = length.shape[0]
     _expect("len", length, (batch, heads), torch.int32)
     rows = int(length.sum())
@@ -124,9 +141,9 @@ def _fill_own(layer, tensors, fact, config, dtype, dim):
         _expect("carry", tensors["carry"], (batch, heads, int(length.max())), torch.float32)
     if "recent" in tensors:
         *_, rows, width = tensors["recent"].shape  # queries, or queries and outputs
-        _expect("recent", tensors["recent"], (batch, config.num_attention_heads, rows, max(dim, width)), dtype)
-        if width not in (dim, 2 * dim):
-            raise ValueError(f"recent has {width} columns, expected {dim} or {2 * dim}")
+        _expect("recent", tensors["recent"], (batch, query_heads, rows, max(read, width)), dtype)
+        if width not in (read, 2 * read):
+            raise ValueError(f"recent has {width} columns, expected {read} or {2 * read}")
     layer.lazy_initialization(tensors["k"].new_empty(batch, heads, 0, dim))
     layer.counts = layer.capacity = np.array(length.tolist())
     layer.offset, layer.columns = host.upload(layer._offsets(), length.device), columns

@@ -12,7 +12,9 @@ from ..policy.rows import Rows
 from . import diagnose
 
 CHUNK = 4096  # tokens that the full cache is read by, to bound activations
-NAMES = ("joint_error", "output_error", "recall", "attention_cosine", "kv_l1_loss")
+NAMES = ("joint_error", "output_error", "recall", "top16", "attention_cosine", "kv_l1_loss")
+
+FULL_NAMES = ("sparsity", "fastcaote_spearman")
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ def compare(full: Truth, kept: list) -> list:
     output_error      || o - o' || / || o ||, o' over the keys and values that the policy stored (which differ from the
                       full cache's where a chunk read what an earlier eviction had left)
     recall            share of the response's attention to the prompt that lies on kept slots, by the full cache
+    top16             share of the 16 prompt slots that the response attends to most, on average over the group and its
+                      rows, that are kept (EDIE figure 3)
     attention_cosine  of the response's attention to the prompt, with the full cache and with what is stored
     kv_l1_loss        L1 distance of the prompt's keys and values, evicted ones taken as 0, relative to their L1 norm
 
@@ -95,11 +99,12 @@ def _layer(tokens, q, k, v, options, heads):
         kept[h, positions], stored_k[h, positions], stored_v[h, positions] = True, keys, values
     groups = diagnose.by_group(q, len(k), **options)
     rows = [_head(tokens, *one) for one in zip(groups, k, v, stored_k, stored_v, kept)]
-    before, chosen, after, mass, recalled, cosine = map(torch.cat, zip(*rows))
+    before, chosen, after, mass, recalled, cosine = map(torch.cat, zip(*(row[:6] for row in rows)))
     return dict(
         joint_error=float(diagnose.joint_error(before, chosen).mean()),
         output_error=float(diagnose.output_error(before, after).mean()),
         recall=float(recalled.sum() / mass.sum()),
+        top16=float(torch.stack([row[6] for row in rows]).mean()),
         attention_cosine=float(cosine.mean()),
         kv_l1_loss=diagnose.l1_loss(*(torch.cat(x)[:, :tokens].float() for x in ((k, v), (stored_k, stored_v)))),
     )
@@ -107,7 +112,7 @@ def _layer(tokens, q, k, v, options, heads):
 
 def _head(tokens, group, k, v, stored_k, stored_v, kept):
     """Outputs [G, R, D] of the full cache, of its slots that are kept, and of what is stored; the full cache's
-    attention [G, R] to the prompt and to its kept slots; the cosine [G, R]."""
+    attention [G, R] to the prompt and to its kept slots; the cosine [G, R]; the kept share of the best 16 slots."""
     q, options = group
     column = torch.arange(len(k), device=k.device)
     sees = column <= column[tokens:, None]
@@ -115,7 +120,30 @@ def _head(tokens, group, k, v, stored_k, stored_v, kept):
     _, chosen = diagnose.attention(q, k, v, sees & kept, **options)
     left, after = diagnose.attention(q, stored_k, stored_v, sees & kept, **options)
     a, left = a[..., :tokens], left[..., :tokens]
-    return before, chosen, after, a.sum(2), (a * kept[:tokens]).sum(2), diagnose.cosine(a, left)
+    best = kept[a.mean((0, 1)).topk(min(16, tokens)).indices].float().mean()
+    return before, chosen, after, a.sum(2), (a * kept[:tokens]).sum(2), diagnose.cosine(a, left), best
+
+
+@torch.no_grad()
+def full_cache(full: Truth) -> list:
+    """Per evicting layer a dict of what the response's attention to the prompt is like, means over kv heads:
+
+    sparsity            share of the slots that hold 90 % of it, the mean over rows and the group (TAKE figure 4)
+    fastcaote_spearman  rank correlation of FastCAOTE's with CAOTE's scores by it (CAOTE table 7)
+    """
+    layers = []
+    for q, k, v, options in full.layers:
+        column = torch.arange(k.shape[1], device=k.device)
+        sees = column <= column[full.tokens :, None]
+        found = []
+        for (queries, own), keys, values in zip(diagnose.by_group(q, len(k), **options), k, v):
+            a, _ = diagnose.attention(queries, keys, values, sees, **own)
+            a = a[..., : full.tokens] / a[..., : full.tokens].sum(-1, keepdim=True)
+            mean, values = a.mean((0, 1)), values[: full.tokens].float()
+            pair = (diagnose.caote(mean, values, fast) for fast in (False, True))
+            found.append((diagnose.sparsity(a).mean(), diagnose.spearman(*pair)))
+        layers.append({name: float(torch.stack(x).double().mean()) for name, x in zip(FULL_NAMES, zip(*found))})
+    return layers
 
 
 def positions(kept: list) -> list:
@@ -127,6 +155,11 @@ def adjacent(kept: list) -> float | None:
     """Mean overlap of neighbouring evicting layers, of a policy's `positions`; None of a single layer."""
     pairs = [diagnose.overlap(*layers) for layers in pairwise(kept)]
     return sum(pairs) / len(pairs) if pairs else None
+
+
+def layers_alike(kept: list) -> list:
+    """[layer][layer] overlap of evicting layers, of a policy's `positions`."""
+    return [[diagnose.overlap(a, b) for b in kept] for a in kept]
 
 
 def between(a: list, b: list) -> float:

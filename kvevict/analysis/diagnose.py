@@ -57,6 +57,26 @@ def l1_loss(before, after) -> float:
     return float((before - after).abs().sum() / before.abs().sum())
 
 
+def sparsity(a, share: float = 0.9):
+    """The share of slots that hold `share` of an attention [.., n] that sums to 1: [..] (TAKE figure 4)."""
+    most = a.sort(-1, descending=True).values.cumsum(-1)
+    return ((most < share * most[..., -1:]).sum(-1) + 1) / a.shape[-1]
+
+
+def caote(weights, v, fast: bool = False):
+    """CAOTE eq. 6 of slots [.., n] with weights that sum to 1 and values [.., n, D]: a / (1 - a) * || o - v ||. fast:
+    eq. 8, the mean value in place of the output o."""
+    at = v.mean(-2) if fast else (weights[..., None] * v).sum(-2)
+    return weights / (1 - weights).clamp_min(1e-12) * (at[..., None, :] - v).norm(dim=-1)
+
+
+def spearman(a, b):
+    """Spearman's rank correlation over the last dimension, whose values are taken to differ: [..]."""
+    ranks = [x.argsort(-1).argsort(-1).double() for x in (a, b)]
+    a, b = (x - x.mean(-1, keepdim=True) for x in ranks)
+    return (a * b).sum(-1) / (a.square().sum(-1) * b.square().sum(-1)).sqrt().clamp_min(1e-300)
+
+
 def jaccard(a: set, b: set) -> float:
     """Size of the intersection over that of the union; 1 for two empty sets."""
     return len(a & b) / len(a | b) if a | b else 1.0
@@ -84,8 +104,9 @@ def note(view, index, keep) -> None:
         sums = view.step.read.diagnostics.setdefault(view.index, torch.zeros(len(NAMES), len(keep), **exact))
         observing = view.policy.rows.observing(view.step).clip(1, ROWS).tolist()
         for b in cut:
-            queries = by_group(view.q[b, :, -observing[b] :], keep.shape[1], **view.options)
-            heads = [_head(view, b, h, index[b, h, : keep[b, h]], *one) for h, one in enumerate(queries)]
+            queries = by_group(view.q[b, :, -observing[b] :], view.k.shape[1], **view.options)
+            chosen = [index[b, h, : keep[b, h]] for h in range(keep.shape[1])] * (view.k.shape[1] // keep.shape[1])
+            heads = [_head(view, b, h, *one) for h, one in enumerate(zip(chosen, *zip(*queries, strict=True)))]
             sums[:, b] += torch.tensor([1, *_errors(*map(torch.cat, zip(*heads)))], **exact)
 
 
@@ -94,9 +115,9 @@ def _head(view, b, h, index, q, options):
 
     The rows are the call's last, so a new slot is seen by those at or behind its column, a stored one by all.
     """
-    layer, stored, first = view.layer, int(view.layer.counts[b, h]), int(view.padding[b])
-    old = slice(int(layer.offset[b, h]), int(layer.offset[b, h]) + stored)
-    k, v = (torch.cat([x[old], new[b, h, first:]]) for x, new in ((layer.k, view.k), (layer.v, view.v)))
+    slots, stored, first = view.slots, int(view.slots.counts[b, h]), int(view.padding[b])
+    old = slice(int(slots.offset[b, h]), int(slots.offset[b, h]) + stored)
+    k, v = (torch.cat([x[old], new[b, h, first:]]) for x, new in ((slots.k, view.k), (slots.v, view.v)))
     columns = view.step.positions.shape[1]
     column = torch.arange(len(k), device=k.device) - stored + first
     sees = column <= torch.arange(columns - q.shape[1], columns, device=k.device)[:, None]

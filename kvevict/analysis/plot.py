@@ -13,6 +13,9 @@ from ..evaluate.tasks import FIDELITY
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = "osD^vPX<>p"
 STYLES = ("-", "--", "-.", ":")
+LAYERS = dict(recall="attention kept", top16="best 16 slots kept", output_error="output error",
+              attention_cosine="attention cosine")  # fmt: skip
+OF_THE_FULL_CACHE = dict(sparsity="slots with 90 % of attention", fastcaote_spearman="FastCAOTE with CAOTE, rank corr.")
 REFERENCES = ("oracle", "unpatched")  # drawn black or grey, dashed
 DODGE = 0.2  # octaves over which the lines' points at one budget are spread, so that intervals lie beside each other
 MOST = 24  # panels that a page can hold
@@ -123,6 +126,35 @@ def speed(rows):
         panel.yaxis.set_major_formatter("{x:g}")
         _ticks(panel, lengths)
     return _legend(figure, panels)
+
+
+def layers(found):
+    """Per layer what `kvevict diagnose` says, found: its JSON. A panel per measure, a line per policy."""
+    measures = [
+        name for name in LAYERS if any(name in layer for run in found["runs"].values() for layer in run["layers"])
+    ]
+    own = [name for name in OF_THE_FULL_CACHE if all(name in layer for layer in found.get("full_cache", [{}]))]
+    figure, panels = _panels(len(measures) + len(own), 3.8, 3.0, legend=True)
+    for panel, name in zip(panels, measures):
+        for i, (policy, run) in enumerate(found["runs"].items()):
+            panel.plot([layer[name] for layer in run["layers"]], label=policy, **_style(policy, i))
+        panel.set_title(LAYERS[name], fontsize=10)
+    for panel, name in zip(panels[len(measures) :], own, strict=True):
+        panel.plot([layer[name] for layer in found["full_cache"]], color="0.45", marker="o", label="full cache")
+        panel.set_title(OF_THE_FULL_CACHE[name], fontsize=10)
+    for panel in panels:
+        panel.set(xlabel="layer")
+        panel.xaxis.get_major_locator().set_params(integer=True)
+        panel.grid(alpha=0.3)
+    return _legend(figure, panels)
+
+
+def overlap(found):
+    """How alike the layers' kept positions are (Jaccard), layer by layer, a panel per policy; found: the JSON of
+    `kvevict diagnose`."""
+    grids = {name: [[100 * x for x in row] for row in run["layer_overlap"]] for name, run in found["runs"].items()}
+    ticks = list(range(max(map(len, grids.values()))))
+    return _grids(grids, ticks, ticks, dict(x="layer", y="layer", colour="Jaccard, %"), "cividis", (0, 100))
 
 
 # -- parts ----------------------------------------------------------------------------------------------------------

@@ -26,8 +26,11 @@ def load_model(name: str, dtype="auto", device=None):
 
 
 def place(device=None) -> str:
-    """The device that is named, or a GPU if there is one and this build has kernels for it, or the CPU."""
-    return device or ("cuda" if build_info()["cuda"] and torch.cuda.is_available() else "cpu")
+    """The device that is named, or a GPU if there is one and this build has kernels for it, or the CPU. Processes of
+    one launch (accelerate, torchrun) take a GPU each."""
+    if device or not (build_info()["cuda"] and torch.cuda.is_available()):
+        return device or "cpu"
+    return f"cuda:{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else "cuda"
 
 
 @dataclass(frozen=True)

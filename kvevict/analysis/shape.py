@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import compat
+from .. import families
 from ..patch import find_decoder
 from ..policy.checks import one_of
 
@@ -51,29 +51,31 @@ def shape_of(config, dtype: str = "auto") -> Shape:
     if dtype == "auto":
         dtype = str(config.dtype or torch.bfloat16).removeprefix("torch.")
     one_of("dtype", dtype, ELEMENT)
-    reasons = compat.structural_reasons(config)
-    kinds = [] if reasons else compat.layer_kinds(config)
-    if not reasons and compat.OWN not in kinds:
-        reasons = ["every layer has a sliding window, whose cache is bounded already: there is nothing to evict"]
+    reasons = families.reasons(config)
+    kinds = [] if reasons else families.layer_kinds(config)
+    if {families.STATE, families.BOTH, families.NOTHING} & set(kinds):
+        reasons = ["it has layers with a state or none of their own, whose costs are not known"]
     if reasons:
         raise ValueError(f"model_type {config.model_type!r} cannot be planned: {'; '.join(reasons)}")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     decoder = find_decoder(model)
-    matrices = {n: w for n, w in decoder.layers.named_parameters() if w.ndim > 1 and not n.endswith("bias")}
+    layers = families.layers_of(decoder)
+    matrices = {n: w for n, w in layers.named_parameters() if w.ndim > 1 and not n.endswith("bias")}
     mixture = any(w.ndim == 3 for w in matrices.values())  # [experts, in, out]
     taken = config.num_experts_per_tok if mixture else 1
     inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    own = kinds.index(families.OWN)
     fused = any("gate_up" in name for name in matrices)  # its two halves outlive the activation of one
     return Shape(
         hidden=config.hidden_size,
         mlp=taken * ((4 if fused else 3) * inner + (config.hidden_size if mixture else 0)),
         heads=config.num_attention_heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        head_dim=decoder.layers[0].self_attn.head_dim,
-        windows=tuple(config.sliding_window if kind == compat.SLIDING else None for kind in kinds),
+        kv_heads=families.heads(decoder, kinds)[1],
+        head_dim=families.head_dim(families.attention_of(layers[own], own), config),
+        windows=tuple(config.sliding_window if kind == families.SLIDING else None for kind in kinds),
         products=sum(w.numel() * taken // len(w) if w.ndim == 3 else w.numel() for w in matrices.values()),
-        layer_weights=sum(w.numel() for w in decoder.layers.parameters()),
+        layer_weights=sum(w.numel() for w in layers.parameters()),
         head_weights=model.get_output_embeddings().weight.numel(),
         weights=sum(w.numel() for w in model.parameters()),
         element=ELEMENT[dtype],

@@ -11,7 +11,16 @@ from . import (
     observing,
 )
 
-HEADS = ("slots/head", "joint error", "output error", "recall", "attention cosine", "KV L1 loss", "adjacent layers")
+HEADS = (
+    "slots/head",
+    "joint error",
+    "output error",
+    "recall",
+    "top 16",
+    "attention cosine",
+    "KV L1 loss",
+    "adjacent layers",
+)
 
 
 @command
@@ -44,7 +53,13 @@ def diagnose(parser, argv):
     print(grid([("", *HEADS), *((key, *cells(one)) for key, one in runs.items())]))
     print("\nOverlap (Jaccard) of what they keep\n")
     print(grid([("", *kept), *((a, *(f"{value:.2f}" for value in row.values())) for a, row in overlap.items())]))
-    return {"model": name, "tokens": full.tokens, "answer": answer, "runs": runs, "overlap": overlap}
+    layers = compare.full_cache(full)
+    print("\nThe response's attention with the full cache, by layer\n")
+    names = {"sparsity": "slots with 90 % of it", "fastcaote_spearman": "FastCAOTE's rank correlation with CAOTE"}
+    print(grid([("layer", *map(str, range(len(layers)))),
+                *((said, *(f"{layer[key]:.2f}" for layer in layers)) for key, said in names.items())]))  # fmt: skip
+    result = {"model": name, "tokens": full.tokens, "answer": answer, "runs": runs, "overlap": overlap}
+    return result | {"full_cache": layers}
 
 
 def load_facts(args) -> tuple:
@@ -71,7 +86,8 @@ def run(layers: list, kept: list) -> dict:
     counts = [len(head) for layer in kept for head in layer]
     means = {name: sum(layer[name] for layer in layers) / len(layers) for name in compare.NAMES}
     slots = [min(counts), max(counts)]
-    return means | {"adjacent_overlap": compare.adjacent(kept), "slots": slots, "layers": layers}
+    alike = {"adjacent_overlap": compare.adjacent(kept), "layer_overlap": compare.layers_alike(kept)}
+    return means | alike | {"slots": slots, "layers": layers}
 
 
 def cells(one: dict) -> list:

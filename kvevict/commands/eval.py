@@ -7,10 +7,18 @@ from . import add_model, add_observe, add_policies, command, model_name, number
 @command
 def eval(parser, argv):
     """Put policies to tasks: accuracy tables, a line per case in a file that an interrupted run resumes."""
-    parser.add_argument("--out", default="results.jsonl", help="a JSON line per case and run; resumed if begun")
+    parser.add_argument("--out", default="results.jsonl", help="a JSON line per case and run; resumed if begun. "
+                        "`accelerate launch -m kvevict eval ...` shares the cases among processes")  # fmt: skip
     parser.add_argument("--tasks", nargs="+", default=[], help="what to ask; an unknown name lists them")
     add_model(parser)
     add_policies(parser)
+    parser.add_argument(
+        "--protocol",
+        metavar="NAME",
+        help="instead of --policies: what a paper compares, and whether its "
+        "claims are seen; an unknown name lists them",
+    )
+    parser.add_argument("--adapter", help="folder of lookahead rows, for a protocol that has them")
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024], help="tokens of a prompt; default 1024")
     parser.add_argument("--budgets", nargs="+", default=["128"], help="slots per kv head, or fractions; default 128")
     parser.add_argument("--chunk-size", nargs="+", type=int, default=[0], help="tokens read at once; 0: all (default)")
@@ -27,17 +35,22 @@ def eval(parser, argv):
     parser.add_argument("--table-only", action="store_true", help="only print the table of the results there are")
     args = parser.parse_args(argv)
     from ..evaluate.results import read
+    from ..evaluate.share import Processes
     from ..evaluate.table import render
 
     if not args.table_only:
         _evaluate(args)
     elif not Path(args.out).exists():
         raise ValueError(f"--out {args.out}: there is no such file; run without --table-only to make it")
+    if Processes().rank > 0:
+        return None  # the first process has the file
     settings, lines = read(args.out)
     tags = {tag for line in lines for tag in line["tags"]}
     if set(args.by) - tags and lines:
         raise ValueError(f"--by {' '.join(args.by)}: the cases' tags are {', '.join(sorted(tags))}")
     print(render(lines, tuple(args.by), args.markdown))
+    if settings.get("protocol"):
+        print(_claims(settings, lines, args.markdown))
     return {"model": settings["model"], "out": args.out, "lines": len(lines)}
 
 
@@ -47,8 +60,10 @@ def _evaluate(args) -> None:
     from ..evaluate.run import Plan, evaluate
     from ..policy.checks import count
 
+    if args.protocol:
+        _protocol(args)
     for name in ("tasks", "policies"):
-        if not getattr(args, name):
+        if not getattr(args, name) and not (args.protocol and name == "policies"):
             raise ValueError(f"--{name} is missing: name at least one")
     for name in ("cases", "lengths", "chunk_size"):
         values = getattr(args, name)
@@ -61,10 +76,35 @@ def _evaluate(args) -> None:
         tasks=tuple(args.tasks), lengths=tuple(args.lengths), policies=tuple(args.policies),
         budgets=tuple(map(number, args.budgets)), chunk_sizes=tuple(size or None for size in args.chunk_size),
         modes=MODES if args.mode == "both" else (args.mode,), seeds=tuple(args.seeds), cases=args.cases,
-        haystack=args.haystack, data=args.data, observe=args.observe, temperature=args.temperature, **chosen,
+        haystack=args.haystack, data=args.data, observe=args.observe, temperature=args.temperature,
+        protocol=args.protocol, adapter=args.adapter, **chosen,
     )  # fmt: skip
     plan.runs(), plan.groups(None)  # mistakes are found before the model is loaded
     name = model_name(args)
     model, tokenizer = load_model(name, args.dtype, args.device)
-    print(f"{len(plan.runs())} runs of every case; results go to {args.out}", file=sys.stderr)
+    layers = model.config.get_text_config().num_hidden_layers
+    print(f"{len(plan.runs(layers))} runs of every case; results go to {args.out}", file=sys.stderr)
     evaluate(model, tokenizer, plan, args.out, name)
+
+
+def _protocol(args) -> None:
+    """What a protocol settles; ValueError for arguments that it leaves no room for."""
+    from ..evaluate.protocols import PROTOCOLS, TASKS
+
+    PROTOCOLS.find(args.protocol)
+    for name, empty in (("policies", []), ("chunk_size", [0])):
+        if getattr(args, name) != empty:
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} and --protocol exclude each other: a protocol names its own; leave one out")
+    if fractions := [budget for budget in args.budgets if not isinstance(number(budget), int)]:
+        raise ValueError(f"--budgets {fractions[0]}: a protocol's are whole numbers of slots; give such")
+    args.tasks = args.tasks or list(TASKS)
+    args.mode = "aware" if args.mode == "both" else args.mode
+
+
+def _claims(settings, lines, markdown) -> str:
+    from ..evaluate.claims import render
+
+    names = ("protocol", "budgets", "modes", "layers", "adapter")
+    name, budgets, modes, layers, adapter = (settings.get(key) for key in names)
+    return f"\n{render(lines, name, budgets, modes[0], layers, adapter, markdown)}"

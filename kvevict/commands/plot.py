@@ -3,13 +3,17 @@ from pathlib import Path
 
 from . import command, number
 
-KINDS = ("heatmap", "budget", "speed", "slots")
+KINDS = ("heatmap", "budget", "speed", "slots", "layers", "overlap")
 
 
 @command
 def plot(parser, argv):
-    """Draw a figure of results: needle heat map, score against budget, speed, kept slots."""
-    parser.add_argument("results", help="file written by `kvevict eval`; for speed: the output of `kvevict bench`")
+    """Draw a figure of results: needle heat map, score against budget, speed, kept slots, layer by layer."""
+    parser.add_argument(
+        "results",
+        help="file written by `kvevict eval`; for speed: the output of `kvevict bench`; for "
+        "layers (curves) and overlap (layer by layer): that of `kvevict diagnose`",
+    )
     parser.add_argument("--kind", choices=KINDS, required=True, help="what to draw")
     parser.add_argument("--out", default="figure.png", help=".png, .svg or .pdf; default figure.png")
     parser.add_argument("--tasks", nargs="+", help="only these tasks; default: all in the file")
@@ -23,6 +27,8 @@ def plot(parser, argv):
         raise ValueError(f"{args.results}: there is no such file; `kvevict eval` and `kvevict bench` make them")
     if args.kind == "speed":
         figure = figures.speed(bench_rows(args.results))
+    elif args.kind in ("layers", "overlap"):
+        figure = getattr(figures, args.kind)(diagnosis(args.results))
     else:
         from ..evaluate.results import read
 
@@ -46,6 +52,14 @@ def chosen(lines, args) -> list:
                 raise ValueError(f"no results of {field} {words}; there are {', '.join(sorted(map(str, known)))}")
             lines = [line for line in lines if line[field] in wanted or (line["policy"] == "full" and field != "task")]
     return [line for line in lines if args.mode in (None, line["mode"]) or line["policy"] == "full"]
+
+
+def diagnosis(path) -> dict:
+    """The last JSON line of `kvevict diagnose`'s output."""
+    for text in reversed(Path(path).read_text(encoding="utf-8").splitlines()):
+        if text.startswith("{") and "overlap" in (line := json.loads(text)):
+            return line
+    raise ValueError(f"{path} is no output of `kvevict diagnose`; write one with: kvevict diagnose ... > FILE")
 
 
 def bench_rows(path) -> list:

@@ -11,10 +11,11 @@ def observe(view, op, q, slots, fresh, more, *, reduce="sum", group="mean", weig
     """`View._observe` of remembered queries q [B, H, R, D]. Causal rows of an op are the last R alive slots' own; here
     each is a batch row of its own, not causal, that sees the slots up to its position."""
     B, _, R, _ = q.shape
-    offset = view.layer.offset
+    offset = view.slots.offset
     position = view.positions()[:, None]
     until = view.step.positions[:, -1:] - torch.arange(R - 1, -1, -1, device=view.device)  # [B, R]
     sees = ((position >= 0) & (position <= until[..., None, None])).sum(-1).flatten(0, 1).to(torch.int32)
+    sees = sees.expand(-1, offset.shape[1]).contiguous()  # latents are all heads'
     apart = lambda x: x.transpose(1, 2).flatten(0, 1).unsqueeze(2)  # noqa: E731  [B, H, R, ..] -> [B * R, H, 1, ..]
     if op is _ops.peak:
         more = [torch.minimum(end.repeat_interleave(R, 0), sees) for end in more]

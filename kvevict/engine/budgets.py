@@ -51,11 +51,11 @@ class Budgets:
 
         return of
 
-    def note(self, errors, device) -> None:
+    def note(self, errors) -> None:
         """Take in what a chunk measured: fp64 [layers, B]."""
         if self.errors is None:
             self.errors = torch.zeros_like(errors)
-        self.errors += errors * host.upload(self.cuts, device, torch.bool)
+        self.errors += errors * host.upload(self.cuts, errors.device, torch.bool)
         self.measurements += self.cuts
 
     def mean_errors(self) -> list:

@@ -4,7 +4,7 @@ import copy
 
 import numpy as np
 import torch
-from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin
 
 from .. import _ops, compat
 from . import host
@@ -77,11 +77,27 @@ class EvictionLayer(CacheLayerMixin):
                 "this cache was filled by a model patched with kvevict; call kvevict.patch(model, ...) before using it"
             )
         if not self.is_initialized:
-            self.lazy_initialization(key_states)
+            self.lazy_initialization(self.pack(key_states[:, :, :0], value_states[:, :, :0])[0])
         if self.shared and step.patch.policy.rerotate:  # which turns stored keys, and back
             self.own()
         self.fresh = key_states, value_states
         return self.fresh
+
+    def take(self, module, key, value):
+        """What is to be stored of the keys and values that `module` attends with, after the update; None: these."""
+        fresh, self.fresh = self.fresh, None
+        if fresh is None or fresh[0] is not key or fresh[1] is not value:
+            raise RuntimeError(
+                f"{type(module).__name__} changed keys or values after the cache update; kvevict cannot evict from it"
+            )
+
+    def pack(self, key, value):
+        """New keys and values [B, Hkv, S, D] as they are stored."""
+        return fit(key, value)
+
+    def slots(self, module):
+        """What holds `k`, `v`, `pos`, `offset`, `len` and `counts` of every head's slots, for the ops."""
+        return self
 
     def get_mask_sizes(self, query_length) -> tuple[int, int]:
         return query_length, self.columns
@@ -210,7 +226,7 @@ class EvictionLayer(CacheLayerMixin):
         self._move(source, index, keep, k, v, pos, first)
         self.tail = self.expected = 0
 
-    def decode(self, q, k, v, pos, **options):
+    def decode(self, q, k, v, pos, module=None, **options):
         """Append one row and attend over all slots: (out, lse, probs) as `_ops.decode`."""
         if self.room == 0:
             source = self._stored()
@@ -298,89 +314,7 @@ class EvictionLayer(CacheLayerMixin):
         return dense
 
 
-class SlidingLayer(DynamicSlidingWindowLayer):
-    """Transformers' sliding window, which a chunk's transient rows (the probe) read but do not enter."""
-
-    def update(self, key_states, value_states, *args, **kwargs):
-        step = current()
-        transient = 0 if step is None else step.transient
-        if not transient:
-            return super().update(key_states, value_states, *args, **kwargs)
-        before = self.keys, self.values
-        full = super().update(key_states, value_states, *args, **kwargs)
-        stored = key_states.shape[2] - transient
-        self.cumulative_length -= transient
-        if before[0] is None:
-            before = key_states[:, :, :0], value_states[:, :, :0]
-        window = 0 if getattr(self, "record_past", False) else -self.sliding_window + 1
-        self.keys, self.values = (
-            torch.cat([old, new[:, :, :stored]], dim=2)[:, :, window:]
-            for old, new in zip(before, (key_states, value_states), strict=True)
-        )
-        return full
-
-
-class EvictionCache(DynamicCache):
-    """What a patched model makes of a plain `DynamicCache`."""
-
-    def fork(self):
-        """A cache that goes on from here by itself: one context, many questions, each with a fork of its own.
-
-        What is stored is shared, not copied: a fork adds a tail of its own, and copies what it shares only when it must
-        (to evict again, to crop, to reorder beams, to be saved). Neither side ever changes what the other sees. A fork
-        can be forked, decoded in another thread, and outlives the cache it came from.
-        """
-        twin = copy.copy(self)
-        twin.layers = [layer.fork() if isinstance(layer, EvictionLayer) else copy.copy(layer) for layer in self.layers]
-        return twin
-
-
-def adopt(cache, kinds, config, first=None) -> None:
-    """Replace, in place, the layers of a `DynamicCache` that we evict from, so that the caller's reference stays right.
-
-    kinds   per layer, as `compat.layer_kinds(config)`
-    first   [B] left padding of the tokens that a plain cache holds already (a prefix read before patching)
-    """
-    layers = list(cache.layers)
-    if len(layers) > len(kinds):
-        raise ValueError(
-            f"past_key_values has {len(layers)} layers, the model {len(kinds)}: it is another model's cache"
-        )
-    if len(layers) < len(kinds):  # a cache built without a config grows its layers lazily
-        layers += DynamicCache(config=config).layers[len(layers) :]
-    for index, kind in enumerate(kinds):
-        layer = layers[index]
-        if kind == compat.OWN:
-            if not isinstance(layer, EvictionLayer):
-                layers[index] = import_layer(layer, first)
-        elif type(layer) is DynamicSlidingWindowLayer:
-            layer.__class__ = SlidingLayer
-        elif not isinstance(layer, SlidingLayer):
-            raise ValueError(
-                f"past_key_values has a {type(layer).__name__} at sliding-window layer {index}; build it with "
-                "DynamicCache(config=model.config)"
-            )
-    cache.layers = layers
-    cache.layer_class_to_replicate = None
-    if type(cache) is DynamicCache:
-        cache.__class__ = EvictionCache
-
-
-def import_layer(layer, first=None):
-    """An `EvictionLayer` with the tokens that a plain `DynamicLayer` holds."""
-    if type(layer) is not DynamicLayer:
-        raise ValueError(
-            f"past_key_values has a {type(layer).__name__}; kvevict evicts from a plain DynamicCache only (no static, "
-            "quantised or offloaded cache): drop cache_implementation, or call kvevict.unpatch(model)"
-        )
-    ours = EvictionLayer()
-    if layer.is_initialized and layer.get_seq_length() > 0:
-        k, v = layer.keys, layer.values
-        batch, _, columns, _ = k.shape
-        first = torch.zeros(batch, dtype=torch.int32, device=k.device) if first is None else first
-        padding = np.array(first.tolist())
-        ours.lazy_initialization(k)
-        pos = (torch.arange(columns, device=k.device) - first[:, None]).to(torch.int32)
-        ours.append(k, v, pos, first, padding)
-        ours.advance(columns, columns - padding)
-    return ours
+def fit(*tensors):
+    """Tensors [..., D], each with a D of its own, with zeros up to one width that the ops take."""
+    width = -(-max(t.shape[-1] for t in tensors) // 8) * 8
+    return [t if t.shape[-1] == width else torch.nn.functional.pad(t, (0, width - t.shape[-1])) for t in tensors]

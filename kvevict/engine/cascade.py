@@ -57,7 +57,7 @@ class Cascade(Chooser):
 
 def _survivors(view):
     """A view of what the layer has stored, with the same slots protected and nothing of the chunk kept alive."""
-    none = view.k.new_empty(*view.n.shape, 0, view.k.shape[3])
-    left = View(view.step, view.layer, view.index, view.module, None, none, none, None, None, view.options)
+    none, new = view.k[:, :, :0], [x[:, :, :0] for x in view.new]
+    left = View(view.step, view.layer, view.index, view.module, None, none, none, None, None, view.options, new=new)
     left.protected = view.protected
     return left

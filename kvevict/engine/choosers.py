@@ -64,6 +64,7 @@ class Group(Chooser):
             return
         view.q = diagnose.rows(view) if view.policy.diagnose and not view.decoding else None
         view.lse = view.out = None  # the choice is another layer's: only keys and values wait
+        view.__dict__.pop("slots", None)
         self.waiting.append(view)
 
     def cut(self, view, slots):

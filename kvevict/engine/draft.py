@@ -6,13 +6,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .. import compat
+from .. import families
 from ..policy.policy import Policy
 from ..policy.rows.drafted import head
 from ..policy.rows.window import Window
 from . import evict
-from .cache import EvictionLayer
+from .adopt import StatefulLayer
+from .cache import EvictionLayer, fit
 from .choosers import Chooser
+from .latent import LatentLayer
 from .meter import Meter
 from .step import Step, running
 from .view import View
@@ -38,15 +40,39 @@ class _DraftLayer(EvictionLayer):
     def __init__(self, view, choice, room):
         super().__init__()
         index, keep = choice
-        self.lazy_initialization(view.k)
+        self.lazy_initialization(view.new[0])
         self._allocate(keep + room)
-        self._move(view.layer._stored(), index, keep, view.k, view.v, view.pos, view.first)
+        self._move(view.layer._stored(), index, keep, *view.new, view.pos, view.first)
         self.columns, self.seen = view.layer.columns, view.layer.seen
         self.rows = []  # (q [B, H, 1, D], k, v [B, Hkv, 1, D]) of each
 
-    def decode(self, q, k, v, pos, **options):
+    def decode(self, q, k, v, pos, module, **options):
         self.rows.append((q, k, v))
-        return super().decode(q, k, v, pos, **options)
+        return super().decode(q, k, v, pos, module, **options)
+
+
+class _StatefulDraftLayer(_DraftLayer, StatefulLayer):
+    """One with a copy of the state too, which is updated in place."""
+
+    def __init__(self, view, choice, room):
+        super().__init__(view, choice, room)
+        self.state = copy.deepcopy(view.layer.state)
+
+
+class _LatentDraftLayer(_DraftLayer, LatentLayer):
+    """One of latents; notes every head's keys and values of the rows."""
+
+    def __init__(self, view, choice, room):
+        super().__init__(view, choice, room)
+        self.widths = view.layer.widths
+
+    def decode(self, q, k, v, pos, module, **options):
+        whole = torch.cat([k, v], -1)[..., : sum(self.widths)]
+        self.rows.append((q, *fit(*module.expand_kv(*whole.split(self.widths, -1)))))
+        return LatentLayer.decode(self, q, k, v, pos, module, **options)
+
+
+DRAFT_LAYERS = {EvictionLayer: _DraftLayer, StatefulLayer: _StatefulDraftLayer, LatentLayer: _LatentDraftLayer}
 
 
 class _Watch(Chooser):
@@ -69,6 +95,7 @@ class Drafting(Chooser):
         rows = max(FIRST_CUT.rows.window, view.policy.rows.window)
         view.q, view.lse = view.q[:, :, -rows:].clone(), view.lse[:, :, -rows:].clone()
         view.out = view.out[:, -rows:].clone() if view.policy.wants_outputs else None
+        view.__dict__.pop("slots", None)
         self.views.append(view)
 
     def end(self, chunk_end):
@@ -92,10 +119,15 @@ class Drafting(Chooser):
             quiet = copy.copy(step.patch)
             quiet.policy = FIRST_CUT
             cache = copy.copy(step.cache)
-            cache.layers = [copy.copy(layer) for layer in step.cache.layers]
+            copied = {families.STATE: copy.deepcopy}  # a state is updated in place
+            cache.layers = [
+                copied.get(kind, copy.copy)(layer)
+                for kind, layer in zip(step.patch.kinds, step.cache.layers, strict=True)
+            ]
             unseen = Meter()  # what is drafted leaves no trace in the report
             for view in views:
-                cache.layers[view.index] = _DraftLayer(view, _first_choice(view, quiet, unseen), n_d)
+                kind = DRAFT_LAYERS[type(view.layer)]
+                cache.layers[view.index] = kind(view, _first_choice(view, quiet, unseen), n_d)
             self._write(chunk_end, cache, quiet, unseen, n_d)
             meter.live["draft"] = sum(cache.layers[view.index].live_bytes() for view in views)
             meter.watch(views[0], len(views))
@@ -108,7 +140,7 @@ class Drafting(Chooser):
         logits, at, none = head(request.top), step.positions[:, -1:], torch.zeros_like(step.first)
         for number in range(1, n_d + 1):
             ids, at = logits(hidden).argmax(-1), at + 1
-            final = int(at.max()) if compat.rope_depends_on_length(step.decoder) else None
+            final = int(at.max()) if families.rope_depends_on_length(step.decoder) else None
             mask = request.mask_for(step.chunk.end, number)  # over all that were drafted so far
             one = Step(
                 quiet, step.decoder, cache, meter, at, none, 0 * step.padding, _Watch(self.errors), final_position=final
@@ -123,6 +155,7 @@ class Drafting(Chooser):
 def _first_choice(view, quiet, meter):
     """SnapKV's choice under the layer's slots, its heads alike."""
     step = replace(view.step, patch=quiet, meter=meter)
-    first = View(step, view.layer, view.index, view.module, view.q, view.k, view.v, view.out, view.lse, view.options)
+    first = View(step, view.layer, view.index, view.module, view.q, view.k, view.v, view.out, view.lse, view.options,
+                 new=view.new)  # fmt: skip
     slots = evict.within(first, view.step.read.budgets.targets[view.order])
     return evict.choose(first, evict.ranked(first, FIRST_CUT.score.score(first)), slots)

@@ -57,14 +57,14 @@ def store(view, choice=None) -> None:
     """Put the survivors into the layer: those of `choice` (index, keep), or all."""
     layer, carry = view.layer, view.carry
     if choice is not None and view.policy.diagnose and view.step.read is not None:
-        with rerotate.in_cache(view.step, view.module, layer):
+        with rerotate.in_cache(view.step, view.module, view.slots):
             diagnose.note(view, *choice)
     with view.step.meter.clock("compact"):
         if choice is not None:
-            index, keep = choice
-            layer.keep(index, keep, view.k, view.v, view.pos, view.first)
+            index, keep = choice[0].to(view.device), choice[1]  # another layer may have chosen, on its device
+            layer.keep(index, keep, *view.new, view.pos, view.first)
             carry = None if carry is None else carry.gather(2, index.clamp_min(0).long()).masked_fill(index < 0, 0)
         elif view.k.shape[2]:
-            layer.append(view.k, view.v, view.pos, view.first, view.padding)
+            layer.append(*view.new, view.pos, view.first, view.padding)
         layer.carry = carry
     view.step.meter.live[view.index] = layer.live_bytes()

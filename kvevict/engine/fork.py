@@ -36,6 +36,8 @@ class ForkedLayer(EvictionLayer):
         step = current()
         if step is not None and (step.chooser is not None if step.decoding else self.appended):
             self.own()  # a chooser looks at stored slots in one place
+        elif step is not None and step.patch.readers:
+            self.own()  # as do layers that read another's
         return EvictionLayer.update(self, key_states, value_states, *args, **kwargs)  # it may be no fork any more
 
     def append(self, k, v, pos, first, padding) -> None:
@@ -45,7 +47,7 @@ class ForkedLayer(EvictionLayer):
             return
         self._put(k, v, pos)
 
-    def decode(self, q, k, v, pos, **options):
+    def decode(self, q, k, v, pos, module=None, **options):
         self._put(k, v, pos)
         options.pop("columns")  # 0: whoever wants what a row pays has a chooser
         k, v, _ = self._tail()

@@ -5,7 +5,7 @@ import types
 
 import torch
 
-from .. import compat
+from .. import families
 from .reader import Reader
 from .request import Request
 from .step import STATE, current
@@ -15,25 +15,25 @@ WRAPPED = "_kvevict_forward"  # module attribute: (name of the attribute we repl
 
 def install(decoder) -> None:
     """Replace the decoder's forward, and that of rotary frequencies which depend on a prompt's length."""
-    _replace(decoder, forward)
-    if compat.rope_depends_on_length(decoder):
-        _replace(decoder.rotary_emb, _rotary_forward)
+    replace(decoder, forward)
+    if families.rope_depends_on_length(decoder):
+        replace(families.rotary_of(decoder), _rotary_forward)
 
 
 def remove(decoder) -> None:
-    _restore(decoder)
-    if compat.rope_depends_on_length(decoder):
-        _restore(decoder.rotary_emb)
+    restore(decoder)
+    if families.rope_depends_on_length(decoder):
+        restore(families.rotary_of(decoder))
 
 
-def _replace(module, function) -> None:
+def replace(module, function) -> None:
     """Put a bound method (deepcopy rebinds those) where accelerate looks when it has hooked the module already."""
     name = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
     object.__setattr__(module, WRAPPED, (name, module.__dict__.get(name)))
     setattr(module, name, types.MethodType(function, module))
 
 
-def _restore(module) -> None:
+def restore(module) -> None:
     name, before = getattr(module, WRAPPED)
     if "_old_forward" in module.__dict__ and name == "forward":  # accelerate hooked us after patching
         name = "_old_forward"
@@ -81,8 +81,8 @@ def _rotary_forward(self, x, position_ids, *args, **kwargs):
     run = original(self)
     if step is None or step.final_position is None:
         return run(x, position_ids, *args, **kwargs)
-    final = position_ids.new_full((position_ids.shape[0], 1), step.final_position)
-    cos, sin = run(x, torch.cat([position_ids, final], 1), *args, **kwargs)
+    final = position_ids.new_full((*position_ids.shape[:-1], 1), step.final_position)
+    cos, sin = run(x, torch.cat([position_ids, final], -1), *args, **kwargs)
     return cos[:, :-1], sin[:, :-1]
 
 

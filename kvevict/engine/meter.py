@@ -26,7 +26,7 @@ class Meter:
 
     def watch(self, view, layers: int) -> None:
         """Live KV bytes right now: all stored slots, and the chunks of `layers` layers (this one, those that wait)."""
-        row = 2 * view.k.element_size() * view.k.shape[3] * view.k.shape[1]
+        row = 2 * view.k.element_size() * view.new[0].shape[3] * view.new[0].shape[1]
         chunk = int((view.k.shape[2] - view.padding).sum())
         self.peak = max(self.peak, sum(self.live.values()) + layers * row * chunk)
 

@@ -12,13 +12,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .. import _ops
+from .. import _ops, families
 from . import host
 from .step import current
 
 
-def layer_of(policy, own: int, layers: int) -> int | None:
-    """The last of `layers` decoder layers that reads every token, `own` of them evicting; None: all do.
+def layer_of(policy, all_own: bool, layers: int) -> int | None:
+    """The last of `layers` decoder layers that reads every token; None: all do. all_own: they all evict.
 
     Raises ValueError where the layers behind it cannot do with fewer.
     """
@@ -31,10 +31,10 @@ def layer_of(policy, own: int, layers: int) -> int | None:
         raise ValueError(
             f"tsp={tsp} is not below the model's last layer, {layers - 1}: give a smaller one, or tsp=None"
         )
-    if own < layers:
+    if not all_own:
         raise ValueError(
-            "sliding-window layers hold every one of the last tokens, and layers behind tsp do not read them all: pass "
-            "tsp=None"
+            "layers with a sliding window or a state hold every one of the last tokens, and layers behind tsp do not "
+            "read them all: pass tsp=None"
         )
     if policy.waiting_layers(layers) > tsp + 1:
         raise ValueError(
@@ -98,7 +98,7 @@ def choose(view, score) -> Onward:
 
 def install(decoder, state) -> list:
     """Hooks on the layers behind `tsp`. They know no more than that, so that copies of the model stay independent."""
-    behind = [] if state.tsp is None else decoder.layers[state.tsp + 1 :]
+    behind = [] if state.tsp is None else families.layers_of(decoder)[state.tsp + 1 :]
     hooks = [partial(_enter, n == 0) for n in range(len(behind))]
     return [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer, hook in zip(behind, hooks, strict=True)]
 
@@ -110,10 +110,26 @@ def _enter(first, module, args, kwargs):
     onward = step.chooser.onward if step is not None and step.chooser is not None else None
     if onward is None:
         return None
-    columns = onward.columns
-    row = torch.arange(columns.shape[0], device=columns.device)[:, None]
+    rows = kwargs["position_ids"].shape[-1]
     if first:
-        args = (args[0][row, columns], *args[1:])
-        step.positions, step.first, step.padding = step.positions[row, columns], onward.first, onward.padding
-    cos_sin = tuple(each[row, columns] for each in kwargs["position_embeddings"])
-    return args, kwargs | dict(position_embeddings=cos_sin, position_ids=kwargs["position_ids"][row, columns])
+        args = (_taken(args[0], onward.columns), *args[1:])
+        step.positions, step.first, step.padding = (
+            _taken(step.positions, onward.columns), onward.first.to(step.first.device), onward.padding
+        )  # fmt: skip
+    return args, {name: _cut(value, onward.columns, rows) for name, value in kwargs.items()}
+
+
+def _taken(x, columns):
+    """Rows [B, K] of x [B or 1, T, ...], on whatever device it is."""
+    columns = columns.to(x.device)
+    row = torch.arange(columns.shape[0], device=x.device)[:, None]
+    return x.expand(len(row), *x.shape[1:])[row, columns]
+
+
+def _cut(value, columns, rows):
+    """What has a value for each of a call's rows, of those that are propagated."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(_cut(each, columns, rows) for each in value)
+    if isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] == rows:
+        return _taken(value, columns)
+    return value

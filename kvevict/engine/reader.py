@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .. import compat
+from .. import families
 from . import budgets, schedule
 from .cache import ROOM
 from .cascade import Cascade
@@ -100,14 +100,14 @@ class Reader:
             read.budgets.split(chunk, request.padding)
         chooser = self._chooser(read, chunk)
         step = self._step(chunk.start, chunk.end, read.meter, chooser, read, chunk)
-        along = read.along.tokens[:, -chunk.along :] if chunk.along else None
-        with running(step), contextlib.nullcontext() if along is None else read.along.adapted(request.decoder):
+        along = read.along.last(chunk.along) if chunk.along else None
+        with running(step), contextlib.nullcontext() if along is None else along.adapted(request.decoder):
             output = self._run(step, chunk.start, chunk.end, along)
         if chunk.along:
             output.last_hidden_state = output.last_hidden_state[:, : -chunk.along]
         chooser.end(ChunkEnd(step, request, self.run, output.last_hidden_state[:, -1:]))
         if chooser.errors is not None:
-            read.budgets.note(chooser.errors.layers(self.patch.order), request.device)
+            read.budgets.note(chooser.errors.layers(self.patch.order, request.device))
         return output
 
     def _chooser(self, read, chunk):
@@ -125,8 +125,9 @@ class Reader:
             return self._run(step, start, end)
 
     def _run(self, step, start, end, along=None):
-        """The decoder over columns start..end-1 and, behind them, the tokens `along`."""
-        return self.run(**self.request.inputs(start, end, along), position_ids=step.positions.long())
+        """The decoder over columns start..end-1 and, behind them, the rows `along`."""
+        positions = self.request.position_ids_of(start, end, step.positions.long())
+        return self.run(**self.request.inputs(start, end, along), position_ids=positions)
 
     def _step(self, start, end, meter, chooser, read=None, chunk=None):
         request = self.request
@@ -138,7 +139,7 @@ class Reader:
                 behind = positions[:, -1:] + 1 + torch.arange(rows, device=request.device)
             positions = torch.cat([positions, behind], 1)
         most = end - start + rows
-        final = int(request.positions().max()) if compat.rope_depends_on_length(request.decoder) else None
+        final = int(request.positions().max()) if families.rope_depends_on_length(request.decoder) else None
         return Step(
             self.patch, request.decoder, request.cache, meter, positions.to(torch.int32).contiguous(),
             (request.first - start).clamp(0, most).to(torch.int32), np.clip(request.padding - start, 0, most),

@@ -4,11 +4,13 @@ import numpy as np
 import torch
 from transformers.cache_utils import DynamicCache
 
-from .. import compat
+from .. import compat, families
 from . import propagate
-from .cache import EvictionLayer, adopt
-from .step import logits_wanted, top_model
+from .adopt import adopt
+from .cache import EvictionLayer
+from .step import logits_wanted, top_mask, top_model
 
+PER_LAYER = "per_layer_inputs"
 OF_EVERY_TOKEN = ("output_hidden_states", "output_router_logits")  # outputs that a chunk has only its part of
 
 
@@ -42,6 +44,11 @@ class Request:
             raise ValueError("output_attentions=True is not possible: kvevict never builds attention matrices")
         self._adopt_cache()
         self.rolls_back = self.layers[0].record_past or compat.may_roll_back(self.cache)
+        if self.rolls_back and self.patch.keeps_state:
+            raise ValueError(
+                "assisted and prompt-lookup decoding roll tokens back, which this model's layers with a state cannot: "
+                "generate without an assistant"
+            )
         if self.rolls_back and self.wanted > 1 and (self.policy.decode or self.policy.score.carries):
             raise ValueError(
                 "assisted and prompt-lookup decoding roll tokens back, which eviction while decoding and h2o's sums "
@@ -75,7 +82,7 @@ class Request:
         adopt(self.cache, kinds, self.decoder.config, first)
 
     def _check_mask(self):
-        mask = self.mask
+        mask = self.mask = self._plain_mask()
         if mask is None:
             self.first = torch.zeros(self.batch, dtype=torch.int32, device=self.device)
             self.padding = np.zeros(self.batch, np.int64)
@@ -93,6 +100,27 @@ class Request:
             )
         self.first, self.padding = _left_padding(mask[:, self.columns :])
 
+    def _plain_mask(self):
+        """The 2D mask; where a model around the decoder makes masks of it for every kind of layer, what it was made of.
+        Raises ValueError where those let a token see a later one (Gemma 3's pictures)."""
+        mask, given = self.mask, top_mask.get()
+        made = isinstance(mask, dict) or (isinstance(mask, torch.Tensor) and mask.ndim == 4)
+        plain = given is None or (isinstance(given, torch.Tensor) and given.ndim == 2)
+        if not (made and plain and top_model.get() is not None):
+            return mask
+        for kind, each in (mask if isinstance(mask, dict) else {"full_attention": mask}).items():
+            if not (isinstance(each, torch.Tensor) and each.ndim == 4 and each.shape[2] == self.tokens):
+                continue
+            sees = each if each.dtype == torch.bool else each >= 0
+            if bool(sees[..., -self.tokens :].triu(1).any()):
+                raise ValueError(
+                    "attention_mask lets tokens see later ones, as in pictures whose tokens see each other; read in "
+                    "chunks they would not: leave pictures away, or call kvevict.unpatch(model)"
+                )
+            if given is None and kind == "full_attention" and not bool(sees[..., -1, :].all()):
+                raise ValueError("a padded batch needs attention_mask= by name, as a 2D tensor")
+        return given
+
     def check_read(self, prompt: int, wanted: int, calls: int) -> None:
         """Raise ValueError for what reading `prompt` columns in `calls` calls cannot give: arguments that cannot be
         split, outputs of every token, rows that upper layers do not read."""
@@ -100,7 +128,8 @@ class Request:
         longest = min(self.policy.chunk_size or prompt, prompt - int(self.padding.min()))
         propagate.check(self.patch, longest, wanted, flags)
         for name, value in self.kwargs.items():
-            if calls > 1 and isinstance(value, torch.Tensor) and value.ndim > 1 and self.tokens in value.shape:
+            split = name in ("visual_pos_masks", PER_LAYER) or not isinstance(value, torch.Tensor)
+            if calls > 1 and not split and value.ndim > 1 and self.tokens in value.shape:
                 raise ValueError(f"{name} cannot be split into chunks; read the prompt whole with chunk_size=None")
         if calls > 1 and flags:
             raise ValueError(f"{flags[0]}=True needs the prompt read whole: schedule='prompt' and no chunk_size")
@@ -115,15 +144,29 @@ class Request:
 
     @property
     def heads(self) -> int:
-        return self.decoder.config.num_key_value_heads
+        return self.patch.kv_heads
 
     def positions(self):
         """[B, N] of the new tokens."""
         if self.position_ids is None:
             self.position_ids = torch.arange(self.columns, self.columns + self.tokens, device=self.device)[None]
+        if self.position_ids.ndim == 3:  # on several axes, which pictures need: never smaller than before
+            axes = self.position_ids[-families.axes(self.decoder) :] if families.axes(self.decoder) else None
+            if axes is None:
+                raise ValueError("position_ids must be [batch, tokens]")
+            padding = torch.arange(self.tokens, device=self.device) < self.first[:, None]
+            return axes.amax(0).masked_fill(padding, 0).cummax(1).values
         if self.position_ids.ndim != 2:
             raise ValueError("position_ids must be [batch, tokens]")
         return self.position_ids.expand(self.batch, -1)
+
+    def position_ids_of(self, start, end, positions):
+        """The decoder's position_ids for columns start..end-1 and the rows along behind them, at positions [B, S]."""
+        if self.position_ids.ndim != 3:
+            return positions
+        own = self.position_ids[..., start:end].expand(-1, self.batch, -1)
+        along = positions[:, end - start :].expand(len(own), -1, -1)
+        return torch.cat([own, along], -1)
 
     def tokens_at(self, columns):
         """Ids or embeddings at columns [B, p]."""
@@ -135,17 +178,51 @@ class Request:
         return ids if self.embeds is None else self.decoder.get_input_embeddings()(ids)
 
     def inputs(self, start, end, along=None) -> dict:
-        """The decoder's arguments for columns start..end-1 and, behind them, the tokens `along`."""
+        """The decoder's arguments for columns start..end-1 and, behind them, the rows `along`."""
         ids, embeds = (None if t is None else t[:, start:end] for t in (self.ids, self.embeds))
-        rows = 0 if along is None else along.shape[1]
-        if rows and embeds is None and along.is_floating_point():
+        rows = 0 if along is None else along.tokens.shape[1]
+        if rows and embeds is None and along.tokens.is_floating_point():
             ids, embeds = None, self.decoder.get_input_embeddings()(ids)
         if rows:
-            ids, embeds = (None if t is None else torch.cat([t, along], 1) for t in (ids, embeds))
+            ids, embeds = (None if t is None else torch.cat([t, along.tokens], 1) for t in (ids, embeds))
         inputs = dict(input_ids=ids) if embeds is None else dict(inputs_embeds=embeds)
-        return inputs | self.kwargs | dict(
+        if isinstance(self.kwargs.get("logits_to_keep"), int):  # of these rows; 0: all
+            inputs["logits_to_keep"] = self.wanted and self.wanted + rows
+        return self.kwargs | inputs | self._of_tokens(start, end, along) | self._pictures(start, end, along) | dict(
             attention_mask=self.mask_for(end, rows), past_key_values=self.cache, use_cache=True, return_dict=True
         )  # fmt: skip
+
+    def _of_tokens(self, start, end, along) -> dict:
+        """What Gemma 3n and 4 give every layer of each token besides: [B, N, layers, width]."""
+        value = self.kwargs.get(PER_LAYER)
+        if value is None:
+            return {}
+        parts = [value[:, start:end]]
+        if along is not None:
+            if along.columns is None:
+                raise ValueError(
+                    f"rows that are no tokens of the prompt have no {PER_LAYER}: choose a policy whose rows are, like "
+                    "take or snapkv, or call the text model with input_ids"
+                )
+            row = torch.arange(self.batch, device=value.device)[:, None]
+            parts.append(value[row, along.columns.to(value.device)])
+        return {PER_LAYER: torch.cat(parts, 1)}
+
+    def _pictures(self, start, end, along) -> dict:
+        """What Qwen3-VL adds to the hidden states of pictures' tokens behind its first layers: visual_pos_masks [B, N]
+        of those tokens, and a tensor per layer with a row for each of them."""
+        mask = self.kwargs.get("visual_pos_masks")
+        if mask is None:
+            return {}
+        row_of = mask.flatten().cumsum(0).view(mask.shape) - 1
+        columns = torch.arange(start, end, device=mask.device).expand(self.batch, -1)
+        if along is not None and along.columns is not None:
+            columns = torch.cat([columns, along.columns], 1)
+        mask, row_of = mask.gather(1, columns), row_of.gather(1, columns)
+        embeds = [each[row_of[mask]] for each in self.kwargs["deepstack_visual_embeds"]]
+        if along is not None and along.columns is None:
+            mask = torch.cat([mask, torch.zeros_like(along.tokens[:, :, 0], dtype=torch.bool)], 1)
+        return dict(visual_pos_masks=mask, deepstack_visual_embeds=embeds)
 
     def mask_for(self, end, along=0):
         """What Transformers builds its masks from, of the columns up to `end` and `along` rows more. Our layers read no

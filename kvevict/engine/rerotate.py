@@ -10,12 +10,12 @@ import contextlib
 
 import torch
 
-from .. import compat
+from .. import families
 
 
 def check(policy, decoder) -> None:
     """Raise ValueError for a model whose keys cannot be rotated on by a difference of positions."""
-    if policy.rerotate and compat.rope_depends_on_length(decoder):
+    if policy.rerotate and families.rope_depends_on_length(decoder):
         raise ValueError(
             "rerotate=True turns keys from one position to another, and this model's rotary frequencies change with "
             "the prompt's length (longrope, dynamic): pass rerotate=False"
@@ -23,15 +23,17 @@ def check(policy, decoder) -> None:
 
 
 @contextlib.contextmanager
-def in_cache(step, module, layer):
-    """Inside, if the policy rerotates, the layer's slots are at the positions right before this call's rows."""
-    if not step.patch.policy.rerotate:
+def in_cache(step, module, layer, held=None):
+    """Inside, if the policy rerotates, the layer's slots, the first held [B, Hkv] of each head (None: all), are at the
+    positions right before this call's rows."""
+    if not (step.patch.policy.rerotate and step.patch.turns[module.layer_idx]):
         yield
         return
+    held = layer.len if held is None else held
     column = torch.arange(layer.longest(), device=layer.device)
-    stored = column < layer.len[..., None]  # [B, Hkv, C]
+    stored = column < held[..., None]  # [B, Hkv, C]
     row = step.first.clamp_max(step.positions.shape[1] - 1)[:, None].long()
-    target = (step.positions.gather(1, row) - layer.len)[..., None] + column
+    target = (step.positions.gather(1, row) - held)[..., None] + column
     turn = target[stored] - layer.pos[(layer.offset[..., None] + column)[stored]]
     moves = turn.nonzero()[:, 0]  # with one hole, behind the sinks, those alone
 
@@ -41,7 +43,7 @@ def in_cache(step, module, layer):
     own = layer.k[rows()]
     if len(own):
         forth, back = turn[moves].clamp_min(0), (-turn[moves]).clamp_min(0)
-        turned = compat.rotate(step.decoder, module, own[:, None, None].float(), back, forth)
+        turned = families.rotate(step.decoder, module, own[:, None, None].float(), back, forth)
         layer.k[rows()] = turned[:, 0, 0].to(own.dtype)
     try:
         yield

@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from .. import compat
+from .. import families
 from . import host
 from .step import current
 
@@ -25,7 +25,7 @@ class Errors:
 
     def turn(self, step, index, after) -> None:
         """Note how far the call's last rows, those that observe, were turned between `residual` and `after`."""
-        before = self.residual.pop(index)
+        before = self.residual.pop(index).to(after.device)
         counts = step.patch.policy.rows.observing(step)
         rows, counts = max(int(counts.max()), 1), host.upload(counts, after.device)
         turn = 1 - torch.cosine_similarity(before[:, -rows:].float(), after[:, -rows:].float(), dim=-1)
@@ -35,8 +35,8 @@ class Errors:
             total, number = total + self.turned[index][0], number + self.turned[index][1]
         self.turned[index] = total, number
 
-    def layers(self, order):
-        """fp64 [layers, B] the errors of the layers `order`."""
+    def layers(self, order, device):
+        """fp64 [layers, B] the errors of the layers `order`, on a device."""
 
         def one(index):
             if index not in self.turned:
@@ -44,7 +44,7 @@ class Errors:
             total, rows = self.turned[index]
             return self.scores[index] * (total / rows.clamp_min(1))
 
-        return torch.stack([one(index) for index in order])
+        return torch.stack([one(index).to(device) for index in order])
 
 
 def install(decoder, state) -> list:
@@ -53,10 +53,11 @@ def install(decoder, state) -> list:
     if until == "off":
         return hooks
     for index in state.order:
-        layer = decoder.layers[index]
+        layer = families.layers_of(decoder)[index]
         hooks.append(layer.register_forward_pre_hook(partial(_enter, index), with_kwargs=True))
         if until == "attention":
-            hooks.append(compat.after_attention(layer).register_forward_pre_hook(partial(_behind_attention, index)))
+            module = layer.get_submodule(state.behind[index])
+            hooks.append(module.register_forward_pre_hook(partial(_behind_attention, index)))
         else:
             hooks.append(layer.register_forward_hook(partial(_behind_layer, index)))
     return hooks

@@ -1,6 +1,7 @@
 """What the decoder wrapper tells the attention function about the call that is running."""
 
 import contextlib
+import copy
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ import torch
 STATE = "_kvevict"  # attribute of the text decoder that holds its Patch, outside nn.Module's registries
 _current: ContextVar = ContextVar("kvevict_step", default=None)
 top_model: ContextVar = ContextVar("kvevict_top_model", default=None)  # the model around the decoder that runs
+top_mask: ContextVar = ContextVar("kvevict_top_mask", default=None)  # what its caller gave it as attention_mask
 logits_wanted: ContextVar = ContextVar("kvevict_logits_wanted", default=0)  # of the last tokens; 0: of all
 
 
@@ -45,10 +47,23 @@ class Step:
     transient: int = 0  # rows at the end that read along and are not stored
     final_position: int | None = None  # the prompt's largest position, for rotary frequencies that depend on it
     seen: tuple = ()  # (columns, tokens [B]) that count as seen, whatever a layer reads of them
+    shared: dict = field(default_factory=dict, init=False)  # layer -> its View, while others still read its slots
+    elsewhere: dict = field(default_factory=dict, init=False)  # device -> what `on` made for it
 
     def __post_init__(self):
         columns = self.positions.shape[1] - self.transient
         self.seen = self.seen or (columns, columns - np.minimum(self.padding, columns))
+
+    def on(self, device):
+        """This step for layers that compute on a device: it has `positions` and `first` there."""
+        if self.positions.device == device:
+            return self
+        made = self.elsewhere.get(device)
+        if made is None or made[0] is not self.positions:  # layers may get fewer rows than those before them
+            moved = copy.copy(self)
+            moved.positions, moved.first = self.positions.to(device), self.first.to(device)
+            made = self.elsewhere[device] = self.positions, moved
+        return made[1]
 
     @property
     def decoding(self) -> bool:
@@ -66,3 +81,5 @@ def running(step: Step):
         yield step
     finally:
         _current.reset(token)
+        for view in step.shared.values():  # an error came before their slots were chosen: half read
+            view.layer.columns = -1

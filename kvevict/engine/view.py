@@ -6,7 +6,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from .. import _ops, compat
+from .. import _ops, families
 from . import apart, host, rerotate
 
 
@@ -35,11 +35,12 @@ class View:
     For budgets and selections: `n`, `columns`, `competing`, `least`, `protected`, `budget`, `positions`.
     """
 
-    def __init__(self, step, layer, index, module, q, k, v, out, lse, options, probs=None):
+    def __init__(self, step, layer, index, module, q, k, v, out, lse, options, probs=None, new=None):
         self.step, self.layer, self.index, self.module = step, layer, index, module
         self.q, self.out, self.lse, self.probs, self.options = q, out, lse, probs, options
         stored = max(k.shape[2] - step.transient, 0)  # none of what was stored before
         self.k, self.v, self.pos = k[:, :, :stored], v[:, :, :stored], step.positions[:, :stored].contiguous()
+        self.new = [x[:, :, :stored] for x in new or (k, v)]  # as they are stored: [B, Hkv, S, W]
         self.first = step.first.clamp_max(stored)
         self.padding = np.minimum(step.padding, stored)  # first, on the host
         self.n = layer.len + (stored - self.first)[:, None]
@@ -64,14 +65,25 @@ class View:
         """The host's numbers [B] as an int32 tensor on the layer's device."""
         return host.upload(numbers, self.device, torch.int32)
 
+    @cached_property
+    def slots(self):
+        """What the ops read of the layer's stored slots: `k`, `v` [N, D], `pos` [N], `offset`, `len`."""
+        return self.layer.slots(self.module)
+
     @property
     def budget(self):
         """[B] int32 slots per kv head on average."""
         return self.upload(self.layer.budget // self.n.shape[1])
 
     def rotate(self, queries, position_from, position_to):
-        """Queries [B, H, p, D] turned by the model's own rotary angle between two positions [B]."""
-        return compat.rotate(self.step.decoder, self.module, queries, position_from, position_to)
+        """Queries [B, H, p, D] turned by the model's own rotary angle between two positions [B]. Of rows that say that
+        they do so: `turns`."""
+        turns = self.step.patch.turns
+        if self.index not in turns:
+            raise ValueError("rows that turn queries say so, for models where that is not possible: turns = True")
+        if not turns[self.index]:
+            return queries
+        return families.rotate(self.step.decoder, self.module, queries, position_from, position_to)
 
     # -- slots ------------------------------------------------------------------------------------------------------
 
@@ -112,24 +124,32 @@ class View:
 
     def norm(self, of, p):
         """The p-norm of every alive slot's key ("k") or value ("v"): [B, Hkv, C]."""
-        layer, x, slots = self.layer, getattr(self, of), getattr(self.layer, of)
-        return _ops.norm(slots, layer.offset, layer.len, x, self.first, self._all, p=p, columns=self.columns)
+        slots, x = self.slots, getattr(self, of)
+        rows = getattr(slots, of), slots.offset, slots.len, x, self.first, self._all
+        return self._one_choice(_ops.norm(*rows, p=p, columns=self.columns))
 
     def per_head(self, function):
         """function(keys [n, D]) -> [n], for every head's alive keys: [B, Hkv, C]."""
-        out = torch.zeros(*self.n.shape, self.columns, device=self.device)
-        for b, h, rows in self.layer.segments():
-            keys = torch.cat([self.layer.k[rows], self.k[b, h, self.padding[b] :]])
+        out = torch.zeros(*self.slots.len.shape, self.columns, device=self.device)
+        for b, h, rows in self.slots.segments():
+            keys = torch.cat([self.slots.k[rows], self.k[b, h, self.padding[b] :]])
             out[b, h, : len(keys)] = function(keys)
-        return out
+        return self._one_choice(out)
 
     def refine(self, score, fast, squared):
         """CAOTE of a score [B, Hkv, C], as in `kvevict._ops.refine`."""
-        layer = self.layer
+        slots, options = self.slots, dict(fast=fast, squared=squared)
+        rows = slots.v, slots.offset, slots.len, self.v, self.first, self._all
         with self.step.meter.clock("score"):
-            return _ops.refine(
-                layer.v, layer.offset, layer.len, self.v, self.first, self._all, score, fast=fast, squared=squared
-            )
+            return self._one_choice(_ops.refine(*rows, self._of_heads(score), **options))
+
+    def _of_heads(self, x):
+        """What is one kv head's, for all heads where latents are stored."""
+        return x if x.shape[1] == self.slots.len.shape[1] else x.expand(-1, self.slots.len.shape[1], -1).contiguous()
+
+    def _one_choice(self, x):
+        """Numbers of heads [B, Hkv, C]; of latents, which all heads share, their mean."""
+        return x if x.shape[1] == self.n.shape[1] else x.mean(1, keepdim=True)
 
     # -- rows that observe ------------------------------------------------------------------------------------------
 
@@ -162,8 +182,8 @@ class View:
         q, k, v = self.state["drafted"]
         if not keys:
             return self.later_rows(q, 0 * self.first, 0)
-        layer, k, v = self.layer, torch.cat([self.k, k], 2), torch.cat([self.v, v], 2)
-        out, lse = _ops.attend(q, layer.k, layer.v, layer.offset, layer.len, k, v, self.first, **self.options)
+        slots, k, v = self.slots, torch.cat([self.k, k], 2), torch.cat([self.v, v], 2)
+        out, lse = _ops.attend(q, slots.k, slots.v, slots.offset, slots.len, k, v, self.first, **self.options)
         return Observers(q, 0 * self.first, self._all, False, lse, out)
 
     def _decoded_rows(self) -> Observers:
@@ -188,11 +208,11 @@ class View:
 
     def _attended(self, part):
         """(out [B, R, H, D], lse [B, H, R]) of observers that are not causal, over the slots that they see here."""
-        layer = self.layer
-        slots = layer.k, layer.v, layer.offset, layer.len
-        with self.step.meter.clock("score"), rerotate.in_cache(self.step, self.module, layer):
+        slots = self.slots
+        rows = slots.k, slots.v, slots.offset, slots.len
+        with self.step.meter.clock("score"), rerotate.in_cache(self.step, self.module, slots):
             return _ops.attend(
-                part.q, *slots, self.k, self.v, self.first, stop=part.stop.to(torch.int32), **self.options
+                part.q, *rows, self.k, self.v, self.first, stop=part.stop.to(torch.int32), **self.options
             )
 
     @property
@@ -246,7 +266,8 @@ class View:
         peaks = []
         for part in self.observers:  # slots from `stop` on are not seen: they get nothing
             end = torch.minimum(hi, self.n - (self.k.shape[2] - part.stop.to(torch.int32))[:, None])
-            peaks.append(self._observe(_ops.peak, part, (torch.minimum(lo, end), end)))
+            ends = [self._of_heads(x[..., None])[..., 0] for x in (torch.minimum(lo, end), end)]
+            peaks.append(self._observe(_ops.peak, part, ends))
         return torch.cat(peaks, 2)
 
     def output_error(self, kind, weight=None, alpha=0.0, group="sum"):
@@ -268,13 +289,18 @@ class View:
 
     def _observe(self, op, part, more, **options):
         """An op of observers over the alive slots; `error` reads values too."""
-        layer, values = self.layer, op is _ops.error
-        slots = (layer.k, layer.v) if values else (layer.k,)
+        slots, values, group = self.slots, op is _ops.error, options.get("group")
+        held = (slots.k, slots.v) if values else (slots.k,)
         new = (self.k, self.v) if values else (self.k,)
-        with self.step.meter.clock("score"), rerotate.in_cache(self.step, self.module, layer):
+        latent = slots.len.shape[1] != self.n.shape[1]  # then all query heads are one group, each with its own keys
+        if latent and group is not None:
+            options["group"] = "none"
+        with self.step.meter.clock("score"), rerotate.in_cache(self.step, self.module, slots):
             if self.decoding and int(self.protected[1].min()) < part.q.shape[2] > 1:  # some rows' slots may be gone
-                return apart.observe(self, op, part.q, slots, new, more, **options, **self.options)
-            return op(
-                part.q, part.skip.to(torch.int32), *slots, layer.offset, layer.len, *new, self.first,
-                part.stop.to(torch.int32), *more, lse=part.lse, causal=part.causal, **options, **self.options,
-            )  # fmt: skip
+                found = apart.observe(self, op, part.q, held, new, more, **options, **self.options)
+            else:
+                found = op(
+                    part.q, part.skip.to(torch.int32), *held, slots.offset, slots.len, *new, self.first,
+                    part.stop.to(torch.int32), *more, lse=part.lse, causal=part.causal, **options, **self.options,
+                )  # fmt: skip
+        return self._grouped(found, group) if latent and group is not None else found

@@ -1,6 +1,7 @@
-"""Put policies to tasks: one JSON line per (case, run), in the file as soon as it is known. Every case's first run is
-`full`."""
+"""Put policies, or a paper's protocol, to tasks: one JSON line per (case, run), in the file as soon as it is known.
+Every case's first run is `full`."""
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -9,8 +10,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from . import protocols
 from .ask import FULL, MODES, Asked, Run, ask, encode, policy_for
 from .results import Results
+from .share import Processes
 from .tasks import Settings, find
 
 
@@ -31,12 +34,18 @@ class Plan:
     data: str | None = None
     observe: int | str | None = None  # as in `kvevict.evaluate.ask.Asked`
     temperature: float | None = None  # likewise
+    protocol: str | None = None  # whose policies and chunk sizes are put to the tasks, not the plan's own
+    adapter: str | None = None  # folder of lookahead rows, for a protocol that learns them
 
-    def runs(self) -> list:
-        """`full` first. Raises ValueError for a policy that is unknown or that the budget does not fit."""
-        names = [name for name in self.policies if name != FULL.policy]
-        product = itertools.product(names, self.budgets, self.chunk_sizes, self.modes)
-        runs = [FULL, *dict.fromkeys(itertools.starmap(Run, product))]
+    def runs(self, layers: int = 1) -> list:
+        """`full` first; layers: of the model, of which a protocol's policies name shares. Raises ValueError for a
+        policy that is unknown or that the budget does not fit."""
+        if self.protocol is None:
+            names = [name for name in self.policies if name != FULL.policy]
+            product = itertools.product(names, self.budgets, self.chunk_sizes, self.modes)
+            runs = [FULL, *dict.fromkeys(itertools.starmap(Run, product))]
+        else:
+            runs = protocols.runs(self.protocol, self.budgets, self.modes[0], layers, self.adapter)
         for run in runs[1:]:
             policy_for(run, tokens=2**20, response=(0,))
         return runs
@@ -51,38 +60,56 @@ class Plan:
 
 
 def evaluate(model, tokenizer, plan: Plan, out, name: str = "") -> None:
-    """Append to the file `out` every line that it lacks, with a progress bar.
+    """Append to the file `out` every line that it lacks, with a progress bar. Processes of one launch share the cases;
+    the first one has the file.
 
     Raises ValueError when `out` was begun with another plan or model (its `name` and weights), and for a prompt that
     is longer than the model's context.
     """
-    runs, groups = plan.runs(), plan.groups(tokenizer)
-    about = dict(model=name, weights=fingerprint(model), dtype=str(model.dtype), **dataclasses.asdict(plan))
+    layers = model.config.get_text_config().num_hidden_layers
+    runs, groups = plan.runs(layers), plan.groups(tokenizer)
+    about = dict(
+        model=name, layers=layers, weights=fingerprint(model), dtype=str(model.dtype), **dataclasses.asdict(plan)
+    )
     for task, settings in groups[: len(groups) // len(plan.seeds)]:  # what cannot work fails before hours of work
         for case in itertools.islice(task(settings), 1):
             encode(model, tokenizer, case)
-    with Results(out, about) as results, tqdm(desc="evaluating", unit="run", disable=None) as bar:
+    with contextlib.ExitStack() as stack:
+        processes = stack.enter_context(Processes())
+        first = processes.rank == 0
+        results = stack.enter_context(Results(out, about)) if first else None
+        keys, responses = processes.told((results.keys, results.responses) if first else None)
+        bar = stack.enter_context(tqdm(desc="evaluating", unit="run", disable=None if first else True))
         for done, (task, settings) in enumerate(groups):
             cases = list(task(settings))
             if len({case.id for case in cases}) < len(cases):
                 raise ValueError(f"two cases of {cases[0].task} have the same id; give every case its own")
             bar.total = bar.n + len(cases) * len(runs) * (len(groups) - done)  # if the others are as many
-            for case in cases:
+            missing = {
+                case.id: [r for r in runs if (case.task, case.id, settings.seed, *dataclasses.astuple(r)) not in keys]
+                for case in cases
+            }
+            bar.update(len(cases) * len(runs) - sum(map(len, missing.values())))
+
+            def measure(case, missing=missing, settings=settings):
                 case.tags.setdefault("length", settings.length)
-                _put(model, tokenizer, case, settings.seed, runs, results, bar, plan)
+                known = responses.get((case.task, case.id, settings.seed))
+                return _lines(model, tokenizer, case, settings.seed, missing[case.id], known, plan)
+
+            for line in processes.lines([case for case in cases if missing[case.id]], measure):
+                results.write(line)
+                bar.update()
 
 
-def _put(model, tokenizer, case, seed, runs, results, bar, plan) -> None:
-    missing = [run for run in runs if (case.task, case.id, seed, *dataclasses.astuple(run)) not in results.keys]
-    bar.update(len(runs) - len(missing))
-    if missing:
-        asked = Asked(case, encode(model, tokenizer, case), seed, plan.observe, plan.temperature)
+def _lines(model, tokenizer, case, seed, missing, response, plan):
+    """Yield the line of every run that is missing of a case; response: what the full run generated, if it is known."""
+    asked = Asked(case, encode(model, tokenizer, case), seed, plan.observe, plan.temperature)
     for run in missing:
-        asked.response = results.responses.get((case.task, case.id, seed))
+        asked.response = response
         measured = ask(model, tokenizer, asked, run)
+        response = measured.get("response", response)
         about = dict(task=case.task, id=case.id, seed=seed, **dataclasses.asdict(run), metric=case.metric)
-        results.write(about | measured | dict(tags=case.tags))
-        bar.update()
+        yield about | measured | dict(tags=case.tags)
 
 
 def fingerprint(model) -> str:

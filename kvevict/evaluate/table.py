@@ -158,12 +158,12 @@ def render(lines, by=(), markdown=False) -> str:
             if means := averages(summary, mode):
                 heads = {f"average, {mode}": (None, (), mode)} | heads
                 summary = {row: cells | {(None, (), mode): means.get(row, "")} for row, cells in summary.items()}
-        parts.append(_grid(_cells(summary, heads), markdown))
+        parts.append(drawn(_cells(summary, heads), markdown))
         columns = []
     for task, mode in dict.fromkeys((task, mode) for task, _, mode in columns):
         values = sorted(value for other, value, its in columns if (other, its) == (task, mode))
         heads = {" ".join(map(str, value)): (task, value, mode) for value in values}
-        parts += [f"{task}, {mode}, by {' and '.join(by)}", _grid(_cells(summary, heads), markdown)]
+        parts += [f"{task}, {mode}, by {' and '.join(by)}", drawn(_cells(summary, heads), markdown)]
     return "\n\n".join(parts)
 
 
@@ -188,7 +188,8 @@ def _cells(summary, columns: dict) -> list:
     return table
 
 
-def _grid(table, markdown) -> str:
+def drawn(table, markdown: bool) -> str:
+    """Rows of texts, the head first, as columns or in Markdown."""
     if not markdown:
         return grid(table, left=len(table[0]))
     widths = [max(map(len, column)) for column in zip(*table)]

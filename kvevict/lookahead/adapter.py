@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from .. import compat
+from .. import families
 from ..policy.checks import at_least_0, count
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -153,7 +153,7 @@ def load(folder, model) -> Adapter:
         ) from error
     wanted = {_name_in_file(name): name for name in made.state_dict()}
     sizes = {name: tuple(made.state_dict()[own].shape) for name, own in wanted.items()}
-    for name in sizes.keys() | tensors.keys():
+    for name in sizes | tensors:
         found = tuple(tensors[name].shape) if name in tensors else None
         if sizes.get(name) != found:
             raise ValueError(
@@ -211,7 +211,7 @@ def base_of(decoder) -> dict:
 
 def sizes(decoder, targets):
     """((layer, block, name), inputs, outputs) of every linear that can reach a score."""
-    last = max(i for i, kind in enumerate(compat.layer_kinds(decoder.config)) if kind == compat.OWN)
+    last = max(i for i, kind in enumerate(families.layer_kinds(decoder.config)) if kind == families.OWN)
     for index in range(last + 1):
         for block in ("self_attn", "mlp"):
             for module, pieces in linears(decoder.layers[index], block):
@@ -240,7 +240,13 @@ def linears(layer, block):
 def _decoder(model):
     from ..patch import find_decoder
 
-    return find_decoder(model)
+    decoder = find_decoder(model)
+    if not all(hasattr(layer, "self_attn") and hasattr(layer, "mlp") for layer in families.layers_of(decoder)):
+        raise ValueError(
+            f"a lookahead adapter needs layers of `self_attn` and `mlp`, which {type(decoder).__name__} does not have: "
+            "choose another policy"
+        )
+    return decoder
 
 
 def _inner(modules, name):

@@ -104,7 +104,7 @@ preset(
     score=SCORES["cake"](), layers=LAYERS["cake"](),
 )  # fmt: skip
 preset(
-    "chunkkv", "ChunkKV (Liu et al. 2025, algorithm 2): SnapKV's scores over runs of 10 tokens; one choice per layer.",
+    "chunkkv", "ChunkKV (Liu et al. 2025): SnapKV's scores over runs of 10 tokens, the last cut; one choice per layer.",
     score=SCORES["snapkv"](pool="none"), select=SELECTIONS["chunk"](),
 )  # fmt: skip
 preset(

@@ -3,7 +3,8 @@ the attention of the rows that count materialised, as LookaheadKV's appendix C h
 
     python tests/benchmarks/bench_lookahead.py --model FOLDER [--tokens 1024 4096 8192] [--dtype float32]
 
-Each measurement is a process of its own: growth of its peak resident memory over that of the loaded model.
+Each measurement is a process of its own: growth of its peak resident memory over that of the loaded model. Both must
+come to the same loss.
 """
 
 import argparse
@@ -83,15 +84,25 @@ def main():
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 8192])
     parser.add_argument("--response", type=int, default=64)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--runs", nargs="+", default=["ours", "materialised"])
     parser.add_argument("--run", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.run:
         return measure(args)
     for tokens in args.tokens:
-        for run in args.runs:
+        found = {}
+        for run in ("ours", "materialised"):
             command = [sys.executable, __file__, "--model", args.model, "--tokens", str(tokens), "--run", run]
-            subprocess.run([*command, "--response", str(args.response), "--dtype", args.dtype], check=True)
+            command += ["--response", str(args.response), "--dtype", args.dtype]
+            found[run] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+        ours, other = found["ours"], found["materialised"]
+        ratios = [ours[name] / other[name] for name in ("seconds", "mib")]
+        if abs(ours["loss"] - other["loss"]) > 1e-3 * other["loss"] and args.dtype == "float32":
+            raise SystemExit(f"the losses differ: {ours['loss']} and {other['loss']}")
+        print(
+            f"{tokens:6} tokens: {ours['seconds']:7.2f} s, {ours['mib']:5} MiB; materialised "
+            f"{other['seconds']:7.2f} s, {other['mib']:5} MiB; ratios {ratios[0]:.2f} and {ratios[1]:.3f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -191,9 +191,9 @@ static void gather(problem *p) {
 
 static problem make(kv_dtype dtype, int64_t T, int64_t S, int64_t longest, int padded) {
   static const int64_t groups[] = {1, 1, 2, 3, 4, 7, 8},
-                       dims[] = {8, 16, 24, 40, 48, 64, 64, 80, 96, 128, 128, 200, 256};
+                       dims[] = {8, 16, 24, 40, 48, 64, 64, 80, 96, 128, 128, 200, 256, 512};
   problem p = {.dtype = dtype, .B = 1 + below(3), .Hkv = 1 + below(3), .G = one_of(7, groups), .T = T, .S = S};
-  p.H = p.G * p.Hkv, p.D = one_of(13, dims);
+  p.H = p.G * p.Hkv, p.D = one_of(14, dims);
   p.huge = below(8) == 0;
   p.scale = (float)(1 / sqrt((double)p.D));
   p.softcap = below(3) ? 0 : (float)(1 + below(50));

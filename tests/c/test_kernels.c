@@ -139,7 +139,7 @@ static void test_refusals(void) {
   kv_attend a = {.B = 1, .H = 4, .Hkv = 2, .D = 64};
   a.Hkv = 3, check(kv_attend_cpu(&a) == KV_BAD_SHAPE, "H no multiple of Hkv");
   a.Hkv = 2, a.D = 60, check(kv_attend_cpu(&a) == KV_BAD_SHAPE, "D no multiple of 8");
-  a.D = 264, check(kv_attend_cpu(&a) == KV_BAD_SHAPE, "D over 256");
+  a.D = 520, check(kv_attend_cpu(&a) == KV_BAD_SHAPE, "D over 512");
   a.D = 64, a.T = -1, check(kv_attend_cpu(&a) == KV_BAD_SHAPE, "T negative");
   a.T = 1, a.dtype = (kv_dtype)3, check(kv_attend_cpu(&a) == KV_BAD_DTYPE, "dtype");
   kv_attend none = {.B = 0, .H = 4, .Hkv = 2, .D = 64};

@@ -263,7 +263,7 @@ def layer64(N, q, logit, cache, left, alive):
     """`compare.compare` of one layer in float64: q [H, R, d], cache and left (k, v) [Hkv, N + R or N, d] of the full
     read and of the policy's, alive [Hkv] the tokens that the policy kept."""
     moved = wrong = length = mass = kept_mass = distance = norm = 0.0
-    cosines, (scale, softcap, sinks), n = [], logit, cache[0].shape[1]
+    cosines, tops, (scale, softcap, sinks), n = [], [], logit, cache[0].shape[1]
     for g, slots in enumerate(alive):
         group = slice(g * len(q) // len(alive), (g + 1) * len(q) // len(alive))
         common = dict(scale=scale, softcap=softcap, sinks=None if sinks is None else sinks[group])
@@ -277,18 +277,20 @@ def layer64(N, q, logit, cache, left, alive):
         wrong = wrong + (a @ v - b @ stored[1]).pow(2).sum((0, 2))
         length = length + (a @ v).pow(2).sum((0, 2))
         a, b = a[..., :N], b[..., :N]
+        best = a.mean((0, 1)).tolist()
+        tops.append(sum(i in slots for i in sorted(range(N), key=lambda i: -best[i])[:16]) / 16)
         mass, kept_mass = mass + a.sum(), kept_mass + a[..., kept[:N]].sum()
         cosines.append((a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1)))
         norm = norm + k[:N].abs().sum() + v[:N].abs().sum()
         distance = distance + sum((x - y)[:N][kept[:N]].abs().sum() + x[:N][~kept[:N]].abs().sum()
                                   for x, y in zip((k, v), stored))  # fmt: skip
-    return [moved.sqrt().mean(), (wrong / length).sqrt().mean(), kept_mass / mass, torch.cat(cosines).mean(),
-            distance / norm]  # fmt: skip
+    return [moved.sqrt().mean(), (wrong / length).sqrt().mean(), kept_mass / mass, sum(tops) / len(tops),
+            torch.cat(cosines).mean(), distance / norm]  # fmt: skip
 
 
 @torch.no_grad()
 def compare64(made, prompt, response, preset, given):
-    """`compare.compare` in float64, [layer] of the five numbers, and the kept positions."""
+    """`compare.compare` in float64, [layer] of the six numbers, and the kept positions."""
     full, row = Row(made, "streaming", budget=10**6), Row(made, preset, near=NEAR, **given)
     full.read([*prompt, *response])
     row.read(list(prompt))
@@ -339,9 +341,34 @@ def test_compare_when_nothing_goes(budget):
     assert full.layers[0][0].shape[1] == diagnose.ROWS
     left = compare.left(made, prompt[None], kvevict.policy.build("h2o", budget=budget, chunk_size=12))
     for got in compare.compare(full, left):
-        want = dict(joint_error=0.0, output_error=0.0, recall=1.0, attention_cosine=1.0, kv_l1_loss=0.0)
+        want = dict(joint_error=0.0, output_error=0.0, recall=1.0, top16=1.0, attention_cosine=1.0, kv_l1_loss=0.0)
         assert got == pytest.approx(want, abs=MODEL)
     assert compare.adjacent(compare.positions(left)) == 1
+
+
+def test_what_the_full_cache_shows():
+    """Sparsity by counting, CAOTE as eq. 6 and 8 print it, ranks by sorting."""
+    made, prompt = model(), tokens([[57]], 0)[0][0]
+    full = compare.truth(made, prompt[None], max_new_tokens=5)
+    for (q, k, v, given), got in zip(full.layers, compare.full_cache(full), strict=True):
+        shares, correlations = [], []
+        for g in range(len(k)):
+            group = slice(g * len(q) // len(k), (g + 1) * len(q) // len(k))
+            sees = torch.arange(k.shape[1]) <= torch.arange(57, k.shape[1])[:, None]
+            a = attention64(q[group], k[g], sees, given["scale"])[..., :57]
+            a = a / a.sum(-1, keepdim=True)
+            for row in a.flatten(0, 1).tolist():
+                held = [sum(sorted(row)[-n:]) >= 0.9 for n in range(1, 58)]
+                shares.append((held.index(True) + 1) / 57)
+            a, values = a.mean((0, 1)), v[g, :57].double()
+            ranks = []
+            for middle in (a @ values, values.mean(0)):
+                scores = [float(a[i] / (1 - a[i]) * (middle - values[i]).norm()) for i in range(57)]
+                ranks.append([sorted(scores).index(score) for score in scores])
+            n, apart = 57, sum((x - y) ** 2 for x, y in zip(*ranks))
+            correlations.append(1 - 6 * apart / (n * (n * n - 1)))
+        assert got["sparsity"] == pytest.approx(sum(shares) / len(shares), abs=1e-6)
+        assert got["fastcaote_spearman"] == pytest.approx(sum(correlations) / len(correlations), abs=2e-3)
 
 
 def test_command(tmp_path, capsys):
@@ -367,6 +394,9 @@ def test_command(tmp_path, capsys):
             assert run[metric] == pytest.approx(sum(layer[metric] for layer in run["layers"]) / 4)
         assert run["slots"] == [24, 24]
         assert run["adjacent_overlap"] == compare.adjacent(kept[a])
+        alike = run["layer_overlap"]
+        assert [alike[i][i] for i in range(4)] == [1] * 4 and alike[1][3] == alike[3][1] < 1
+        assert sum(alike[i][i + 1] for i in range(3)) / 3 == pytest.approx(run["adjacent_overlap"])
         numbers = [*(run[metric] for metric in compare.NAMES), run["adjacent_overlap"]]
         lines = [line.split() for line in printed.splitlines() if line.startswith(name)]
         overlaps = [compare.between(kept[a], other) for other in kept]

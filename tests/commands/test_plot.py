@@ -166,11 +166,29 @@ def written(path, lines):
     return str(path)
 
 
-@pytest.mark.parametrize("kind", ["budget", "heatmap", "slots", "speed"])
+def diagnosis(layers=3):
+    numbers = [dict(recall=0.1 * i, top16=0.2, output_error=0.5, attention_cosine=0.9) for i in range(layers)]
+    run = dict(layers=numbers, layer_overlap=[[1.0 if i == j else 0.25 for j in range(layers)] for i in range(layers)])
+    full = [dict(sparsity=0.1, fastcaote_spearman=0.99)] * layers
+    return dict(command="diagnose", runs=dict(take=run, snapkv=run), overlap={}, full_cache=full)
+
+
+def test_layers():
+    figure = plot.layers(diagnosis())
+    assert [list(line.get_ydata()) for line in figure.axes[0].lines] == [[0, 0.1, 0.2]] * 2
+    assert len(figure.axes) == 6 and len(figure.axes[5].lines) == 1
+    panels = plot.overlap(diagnosis()).axes
+    assert [panel.get_title() for panel in panels[:2]] == ["take", "snapkv"]
+    assert sorted({text.get_text() for text in panels[0].texts}) == ["100", "25"]
+
+
+@pytest.mark.parametrize("kind", ["budget", "heatmap", "slots", "speed", "layers", "overlap"])
 def test_command(tmp_path, capsys, kind):
     file, out = tmp_path / "results.jsonl", tmp_path / "figure.png"
     if kind == "speed":
         file.write_text("a table\n" + json.dumps({"command": "bench", "rows": bench()}) + "\n")
+    elif kind in ("layers", "overlap"):
+        file.write_text("a table\n" + json.dumps(diagnosis()) + "\n")
     else:
         written(file, results())
     assert main(["plot", str(file), "--kind", kind, "--out", str(out), "--budgets", "48", "--mode", "aware"]) == 0

@@ -254,6 +254,27 @@ def test_killed_it_resumes(net, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["lines"] == total - 1
 
 
+def test_processes_share_the_cases(net, tmp_path):
+    """Two processes and a file begun by one; the first alone has the file and prints."""
+    folder, out, whole = tmp_path / "model", tmp_path / "out", tmp_path / "whole"
+    net.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    assert main(command(folder, whole)) == 0
+    data = whole.read_bytes().splitlines(keepends=True)
+    out.write_bytes(b"".join(data[:13]))
+    (tmp_path / "go.py").write_text("import sys, test_eval; sys.exit(test_eval.main(sys.argv[1:]))")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run(
+        [*launch, str(tmp_path / "go.py"), *command(folder, out)], capture_output=True, text=True, timeout=300,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["lines"] == len(data) - 1
+    assert done.stdout.count("command") == 1
+    assert out.read_bytes().startswith(b"".join(data[:13]))
+    assert untimed(read(out)[1]) == untimed(read(whole)[1])
+
+
 def test_other_settings_are_refused(net, tmp_path):
     out = tmp_path / "r"
     results(net, out)

@@ -181,10 +181,6 @@ BART = dict(d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_he
 MLA = dict(num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=16, qk_nope_head_dim=16,
            v_head_dim=16, intermediate_size=96, moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2,
            n_group=1, topk_group=1, first_k_dense_replace=1)  # fmt: skip
-NEXT = dict(num_key_value_heads=2, head_dim=32, intermediate_size=96, moe_intermediate_size=32, num_experts=4,
-            num_experts_per_tok=2, shared_expert_intermediate_size=32, linear_num_key_heads=2, linear_num_value_heads=2,
-            linear_key_head_dim=16, linear_value_head_dim=16,
-            layer_types=["linear_attention", "full_attention"])  # fmt: skip
 JAMBA = dict(num_key_value_heads=2, intermediate_size=96, num_experts=2, attn_layer_period=2, attn_layer_offset=1,
              mamba_d_state=8, mamba_dt_rank=4, use_mamba_kernels=False)  # fmt: skip
 GEMMA3N = dict(num_key_value_heads=2, head_dim=32, intermediate_size=96, num_hidden_layers=4, num_kv_shared_layers=2,
@@ -196,13 +192,10 @@ REFUSED = {
     "deepseek_v3": (lambda: small("DeepseekV3", **MLA), "(?i)latent|MLA"),
     "t5": (lambda: small("T5", "ForConditionalGeneration", **T5), "(?i)encoder"),
     "bart": (lambda: small("Bart", "ForConditionalGeneration", **BART), "(?i)encoder"),
-    "qwen3_next": (lambda: small("Qwen3Next", **NEXT), "(?i)linear|recurrent"),
-    "jamba": (lambda: small("Jamba", **JAMBA), "(?i)linear|recurrent|mamba"),
-    "mamba": (lambda: small("Mamba", state_size=8), "(?i)linear|recurrent|state|mamba"),
+    "jamba": (lambda: small("Jamba", **JAMBA), "jamba.*chunks"),
+    "mamba": (lambda: small("Mamba", state_size=8), "no layer has full attention"),
     "gemma3n": (lambda: small("Gemma3nText", model="Gemma3nForCausalLM", **GEMMA3N), "(?i)shared"),
     "every layer slides": (lambda: tiny.model("mistral", sliding_window=12), "every layer has a sliding window"),
-    "gpt2": (lambda: small("GPT2", "LMHeadModel", n_embd=64, n_layer=2, n_head=4), "no text decoder"),
-    "stablelm": (lambda: small("StableLm", intermediate_size=96, num_key_value_heads=2), "stablelm.*known: .*llama"),
 }
 
 

@@ -12,7 +12,7 @@ from test_lookahead import adapter
 from tiny import FAMILIES
 
 import kvevict
-from kvevict import compat
+from kvevict import families
 from kvevict.lookahead import passes, training
 
 PAIRS = [dict(prompt=[3 + (7 * i + j) % 90 for j in range(20 + i)], response=[5 + (i + 3 * j) % 60 for j in range(4)])
@@ -29,8 +29,8 @@ def two_passes(model, made, prompt, response):
         embeds = torch.cat([decoder.get_input_embeddings()(prompt), made.embeddings])[None]
         paid = decoder(inputs_embeds=embeds, use_cache=False, output_attentions=True).attentions
     each = []
-    for kind, true, got in zip(compat.layer_kinds(decoder.config), found.attentions, paid):
-        if kind == compat.OWN:
+    for kind, true, got in zip(families.layer_kinds(decoder.config), found.attentions, paid):
+        if kind == families.OWN:
             p, t = (x[0, :, n:, :n].mean(1) for x in (got, true))
             p, t = (x / x.sum(-1, keepdim=True) for x in (p, t))
             each.append((t * (t / p).log()).sum(-1).mean())

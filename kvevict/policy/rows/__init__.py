@@ -23,7 +23,15 @@ class Along:
 
     tokens: object  # ids [B, p] or embeddings [B, p, E]; where a chunk has fewer rows along, these are the last
     positions: object  # [B, p] in the prompt or behind it; None: right behind each chunk
+    columns: object = None  # [B, p] of the prompt that they are; None: they are not of the prompt
     adapter: object = None  # whose `on(decoder)` is entered while they read
+
+    def last(self, count):
+        """The last `count` of them."""
+        tokens, positions, columns = (
+            t if t is None else t[:, -count:] for t in (self.tokens, self.positions, self.columns)
+        )
+        return Along(tokens, positions, columns, self.adapter)
 
     def adapted(self, decoder):
         return contextlib.nullcontext() if self.adapter is None else self.adapter.on(decoder)
@@ -41,6 +49,7 @@ class Part(NamedTuple):
 @dataclass(frozen=True)
 class Rows:
     whole: ClassVar[bool] = False  # they exist once the whole prompt was read, so layers wait for that
+    turns: ClassVar[bool] = False  # they turn queries from one position to another: `View.rotate`
     newest: ClassVar[bool] = False  # while decoding the newest row observes, and none is remembered
     n_d: ClassVar[int] = 0  # tokens that are drafted
 

@@ -94,7 +94,7 @@ class Lookahead(Rows):
         if self.probe:
             probe = Probe(self.probe).prepare(request, read).tokens
             rows = torch.cat([probe if probe.is_floating_point() else embed(probe), rows], 1)
-        return Along(rows, None, adapter)
+        return Along(rows, None, adapter=adapter)
 
     def observers(self, view):
         return [view.along_rows(count=self.most)]

@@ -43,6 +43,10 @@ class Probe(Rows):
 
     protected = decoded = most
 
+    @property
+    def turns(self):
+        return self.append and self.ema_space == "aligned"
+
     def inside(self, along):
         return 0 if self.span else along
 
@@ -95,7 +99,7 @@ class Probe(Rows):
         start = torch.as_tensor(start, device=request.device).expand(request.batch).long()
         columns = start[:, None] + torch.arange(longest, device=request.device)
         positions = request.positions().gather(1, columns) if self.place == "true" else None
-        return Along(request.tokens_at(columns), positions)
+        return Along(request.tokens_at(columns), positions, columns)
 
     def note(self, view):
         """Eq. 9: Qa_i = alpha * Qa_{i-1} + (1 - alpha) * Q_i, and Qa_0 = Q_0 for the first chunk that holds a row's

@@ -1,0 +1,104 @@
+"""What results say of a protocol's claims: for each the mean difference of its two sides over the same cases, with a
+95 % interval, and whether that bears it out."""
+
+import math
+from dataclasses import dataclass
+
+from .ask import FULL, PERPLEXITY
+from .protocols import PROTOCOLS, pairs
+from .results import CASE
+from .table import Z, drawn
+from .tasks import FIDELITY
+
+SEEN, CONTRADICTED, OPEN = "yes", "no", "open"
+FEWEST = 10  # cases that say anything
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of one side from the other: the mean over cases, in the scores' unit and positive where `better` is; its 95 %
+    interval; and how many cases each side won."""
+
+    mean: float
+    low: float
+    high: float
+    won: int
+    lost: int
+    cases: int
+
+    def verdict(self, margin: float) -> str:
+        """Of "above -margin": seen, contradicted, or neither. Where no case differs there is nothing to see."""
+        if self.cases < FEWEST or not self.won + self.lost:
+            return OPEN
+        return SEEN if self.low > -margin else CONTRADICTED if self.high < -margin else OPEN
+
+
+def difference(values, least: float = 0) -> Difference:
+    """Of one number per case; half of the interval is Student's, and at least `least` (of scores 3 / n: what n cases
+    without a difference leave possible)."""
+    n, mean = len(values), sum(values) / len(values)
+    half = math.inf
+    if n > 1:
+        more = (Z**3 + Z) / 4 / (n - 1) + (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96 / (
+            n - 1
+        ) ** 2  # Student's quantile over Z
+        half = max(least, (Z + more) * math.sqrt(sum((x - mean) ** 2 for x in values) / (n - 1) / n))
+    return Difference(mean, mean - half, mean + half, sum(x > 0 for x in values), sum(x < 0 for x in values), n)
+
+
+def compared(lines, sides, fidelity: bool) -> Difference | None:
+    """lines: of results; sides: the two runs at each budget. A case's number is its mean difference over the budgets
+    that have both sides, so that cases stay independent. None where there are none."""
+    scores, cases = {}, {}
+    for line in lines:
+        if (line["metric"] == FIDELITY) == fidelity and line["metric"] != PERPLEXITY:
+            case = tuple(line[name] for name in CASE)
+            scores[case, line["policy"], line["budget"], line["chunk_size"], line["mode"]] = line["score"]
+            cases[case] = None
+    values = []
+    for case in cases:
+        found = [tuple(scores.get((case, run.policy, run.budget, run.chunk_size, run.mode)) for run in both)
+                 for both in sides]  # fmt: skip
+        apart = [better - than for better, than in found if better is not None and than is not None]
+        if apart:
+            values.append(sum(apart) / len(apart) * (-1 if fidelity else 1))
+    return difference(values, least=0 if fidelity else 3 / len(values)) if values else None
+
+
+def usual(lines, sides, fidelity: bool) -> float:
+    """What a margin is a share of: the full cache's mean score, or the mean divergence of the second sides."""
+    than = {tuple(vars(both[1]).values()) for both in sides} if fidelity else {tuple(vars(FULL).values())}
+    own = [
+        line["score"] for line in lines
+        if tuple(line[name] for name in vars(FULL)) in than and (line["metric"] == FIDELITY) == fidelity
+        and line["metric"] != PERPLEXITY
+    ]  # fmt: skip
+    return sum(own) / len(own) if own else 0.0
+
+
+def render(lines, name, budgets, mode, layers, adapter=None, markdown=False) -> str:
+    """A row per claim and kind of score."""
+    table = [["claim", "better", "than", "of", "difference", "95 %", "won", "lost", "cases", "seen"]]
+    for claim, sides in pairs(name, budgets, mode, layers, adapter):
+        for fidelity in (False, True):
+            found = compared(lines, sides, fidelity)
+            if found is None:
+                continue
+            margin = (claim.margin or 0) * usual(lines, sides, fidelity)
+            scale, unit = (1, "nats of KL") if fidelity else (100, "points")
+            table.append([
+                claim.says, *(run.policy for run in sides[0]), unit, f"{scale * found.mean:+.3g}",
+                f"[{scale * found.low:+.3g}, {scale * found.high:+.3g}]", str(found.won), str(found.lost),
+                str(found.cases), found.verdict(margin),
+            ])  # fmt: skip
+    about = PROTOCOLS.find(name)
+    text = "\n".join([CAPTION, *(f"Not tested here: {line}" for line in about.cannot)])
+    return f"{about.paper}\n\n{drawn(table, markdown)}\n\n{text}"
+
+
+CAPTION = (
+    "difference: the mean over cases, each case's being its mean over the budgets; above 0 where the claim's side is\n"
+    "better (of KL: nearer to the full cache). seen: yes, the interval bears the claim out; no, it contradicts it;\n"
+    f"open, it does neither, no case differs, or there are fewer than {FEWEST}. Claims of about as good allow for 5 %\n"
+    "of the full cache's score, or of the divergence."
+)

@@ -1,0 +1,75 @@
+"""What papers say of their methods, as comparisons that `kvevict eval --protocol NAME` repeats on any model. One file
+per paper; the file registers its `Protocol`.
+
+A comparison changes one thing, puts the same cases to both sides, and pairs them case by case.
+"""
+
+import sys
+from dataclasses import dataclass
+
+from ...policy.registry import Registry, load_folder
+from ..ask import FULL, Run
+from ..tasks import FIDELITY
+
+PROTOCOLS = Registry("protocol")
+TASKS = ("facts", "keyvalue", FIDELITY)  # what is asked where no --tasks are named
+WHOLE = None
+
+
+@dataclass(frozen=True)
+class Claim:
+    """`better` answers better than `than`; with a margin: not worse by more than this share of the full cache's score.
+
+    better, than   policies, NAME or NAME:OPTION=VALUE,... in which {B} and {B20} stand for the budget and 20 times as
+                   much, {L4}, {L2}, {L34} and {L} for a quarter, half, three quarters and all of the model's layers,
+                   and {adapter} for the option that names --adapter
+    chunks         tokens that each of the two reads at once, None: the prompt whole
+    """
+
+    says: str  # of the paper, with its place
+    better: str
+    than: str
+    margin: float | None = None
+    chunks: tuple = (WHOLE, WHOLE)
+
+    def runs(self, budget, mode, names) -> tuple:
+        """The `Run`s of both sides. names: what stands for the words in braces."""
+        sides = zip((self.better, self.than), self.chunks)
+        return tuple(Run(policy.format(**names), budget, chunk, mode) for policy, chunk in sides)
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """A paper's claims; what of them cannot be tested here, and why; and how this differs from the paper."""
+
+    paper: str
+    claims: tuple
+    cannot: tuple = ()
+
+
+def each(says, policies, than, **options) -> list:
+    """A claim for every policy; {better} and {than} in what is said are the two sides."""
+    return [Claim(says.format(better=better, than=than), better, than, **options) for better in policies]
+
+
+def names(budget, layers, adapter) -> dict:
+    return dict(
+        B=budget, B20=20 * budget, L4=max(1, layers // 4), L2=max(1, layers // 2),
+        L34=max(1, 3 * layers // 4), L=layers, adapter=f":adapter={adapter}" if adapter else "",
+    )  # fmt: skip
+
+
+def pairs(name, budgets, mode, layers, adapter=None) -> list:
+    """(claim, its two runs at each budget) of a protocol."""
+    return [
+        (claim, [claim.runs(budget, mode, names(budget, layers, adapter)) for budget in budgets])
+        for claim in PROTOCOLS.find(name).claims
+    ]
+
+
+def runs(*args) -> list:
+    """Every run of a protocol once, `full` first."""
+    return [FULL, *dict.fromkeys(run for _, sides in pairs(*args) for both in sides for run in both)]
+
+
+load_folder(sys.modules[__name__])

@@ -1,0 +1,34 @@
+from . import PROTOCOLS, Claim, Protocol
+
+BLOCK = (128, 128)
+SNAPKV = "snapkv:decode=True,interval=1"
+BASES = {"h2o": "h2o", "tova": "tova:per_head=True", "snapkv": SNAPKV}
+
+
+def refined():
+    for name, base in BASES.items():
+        for refine in ("caote", "fastcaote"):
+            yield Claim(f"tables 2 to 5: {refine} improves {name}", f"{name}+{refine}", base, chunks=BLOCK)
+        says = f"tables 2 to 5: fastcaote is about as good over {name}"
+        yield Claim(says, f"{name}+fastcaote", f"{name}+caote", margin=0.05, chunks=BLOCK)
+
+
+def on_the_prompt():
+    """No side evicts while decoding."""
+    for name, base in (("h2o", "h2o:decode=False"), ("tova", "tova:per_head=True,decode=False"), ("snapkv", "snapkv")):
+        says = f"the same, nothing evicted while decoding: caote improves {name}"
+        yield Claim(says, f"{name}+caote:decode=False", base, chunks=BLOCK)
+
+
+def blocks():
+    for size in (64, 256, 512):
+        says = f"section 4: caote improves snapkv in blocks of {size}, too"
+        yield Claim(says, "snapkv+caote", SNAPKV, chunks=(size, size))
+
+
+PROTOCOLS.add("caote")(Protocol(
+    "CAOTE (Goel et al. 2025), tables 2 to 5",
+    (*refined(), *on_the_prompt(), *blocks()),
+    ("Its numbers: LongBench and Booksum with models of 3 to 8 billion parameters.",
+     "Table 6's overhead: `tests/benchmarks/bench_cost.py` has ours; table 7's correlation: `kvevict diagnose`."),
+))  # fmt: skip

@@ -1,0 +1,274 @@
+"""What a decoder is made of, told from its structure: its layers, what each of them caches, and the module of each that
+hands keys and values to Transformers' attention interface. What is known of whole model types is in `known.py`."""
+
+import inspect
+
+import torch
+from transformers import cache_utils
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from . import compat
+
+OWN, SLIDING = "full attention", "sliding window"
+STATE = "state"  # linear attention, convolution: the layer carries what it needs from call to call
+NOTHING = "nothing"  # an MLP alone, or a layer that reads another one's keys and values
+BOTH = "full attention and state"
+EVICTS = (OWN, BOTH)
+
+_KINDS = {DynamicLayer: OWN, DynamicSlidingWindowLayer: SLIDING}
+for _name, _kind in (("LinearAttentionLayer", STATE), ("DummyLayer", NOTHING),
+                     ("LinearAttentionAndFullAttentionLayer", BOTH)):  # fmt: skip
+    if hasattr(cache_utils, _name):
+        _KINDS[getattr(cache_utils, _name)] = _kind
+
+LAYER_LISTS = ("layers", "h", "blocks")
+INNER = ("model", "transformer", "gpt_neox", "language_model", "text_model", "decoder")
+
+
+def decoder_of(top):
+    """The submodule of a model that runs its text layers; None where there is no such."""
+    module = top.get_decoder() if hasattr(top, "get_decoder") else top
+    while module is not None and (layers_of(module) is None or not hasattr(module, "config")):
+        inner = (getattr(module, name, None) for name in INNER)
+        module = next((each for each in inner if isinstance(each, torch.nn.Module)), None)
+    return module
+
+
+def layers_of(decoder):
+    """The decoder's list of layers, whatever it is called; None where there is none."""
+    lists = (getattr(decoder, name, None) for name in LAYER_LISTS)
+    return next((each for each in lists if isinstance(each, torch.nn.ModuleList)), None)
+
+
+def attention_of(layer, index):
+    """The one module of layer `index` that calls the attention interface; None where there is none, or several."""
+    found = [m for m in layer.modules() if getattr(m, "layer_idx", None) == index and _calls_interface(type(m))]
+    return found[0] if len(found) == 1 else None
+
+
+def _calls_interface(kind) -> bool:
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def is_transformers(decoder) -> bool:
+    """Whether a decoder and its layers are of Transformers' own classes."""
+    parts = [decoder, *layers_of(decoder).modules()]
+    return all(type(part).__module__.startswith(("transformers.", "torch.")) for part in parts)
+
+
+def device_of(module):
+    """Where a module computes; accelerate may keep its weights elsewhere, and meta tensors in their place."""
+    for each in module.modules():
+        hook = getattr(each, "_hf_hook", None)
+        for one in getattr(hook, "hooks", (hook,)):
+            if getattr(one, "execution_device", None) is not None:
+                return torch.empty(0, device=one.execution_device).device
+    return next(module.parameters()).device
+
+
+def mixer_of(layer):
+    """The module of a layer that keeps a convolution's or a recurrent state in the cache; None where none does."""
+    return next((m for m in layer.modules() if hasattr(m, "layer_idx") and _keeps_state(type(m))), None)
+
+
+def _keeps_state(kind) -> bool:
+    """Whether a method of the class stores a state. Kernels' variants of a forward are methods of their own."""
+    codes = (getattr(inspect.unwrap(f), "__code__", None) for f in vars(kind).values() if callable(f))
+    return any(code is not None and "update_conv_state" in code.co_names for code in codes)
+
+
+def layer_kinds(config) -> list:
+    """What each decoder layer caches: OWN or BOTH (we may evict), SLIDING or STATE (stays), or the name of a kind that
+    we refuse. A window as long as the context is none."""
+    context = _get(config, "max_position_embeddings") or float("inf")
+
+    def kind(layer):
+        if type(layer) is DynamicSlidingWindowLayer and layer.sliding_window >= context:
+            return OWN
+        return _KINDS.get(type(layer), type(layer).__name__)
+
+    return [kind(layer) for layer in DynamicCache(config=config).layers]
+
+
+def heads(decoder, kinds) -> tuple:
+    """(query heads, kv heads) of the layers that we evict from; None where they differ."""
+    config = decoder.config
+    queries = _alike(_get(config, "num_attention_heads"), kinds)
+    if is_latent(config):
+        return queries, queries
+    if config.model_type == "gpt_bigcode" and config.multi_query:
+        return queries, 1
+    keys = _get(config, "num_key_value_heads")
+    if keys is None and _get(config, "per_layer_config"):
+        keys = [_get(each, "num_key_value_heads") or queries for each in config.per_layer_config]
+    return queries, queries if keys is None else _alike(keys, kinds)
+
+
+def readers(decoder, kinds) -> dict:
+    """{layer: the layer that we evict from whose keys and values it reads}: the last before it of its own type."""
+    config, found = decoder.config, {}
+    modes, types = _get(config, "kv_sharing_modes") or (), _get(config, "layer_types") or ()
+    for index, mode in enumerate(modes):
+        if mode == "reuse" and kinds[index] == NOTHING:
+            producer = max((i for i in range(index) if modes[i] == "store" and types[i] == types[index]), default=None)
+            if producer is None or kinds[producer] in EVICTS:
+                found[index] = producer
+    return found
+
+
+def _alike(value, kinds):
+    """A config's number, or where it has one for every layer, that of the layers that we evict from."""
+    if not isinstance(value, (list, tuple)):
+        return value
+    own = {n for n, kind in zip(value, kinds, strict=True) if kind in EVICTS}
+    return own.pop() if len(own) == 1 else None
+
+
+def is_latent(config) -> bool:
+    """Whether attention caches latents that all heads share (MLA)."""
+    return bool(_get(config, "kv_lora_rank"))
+
+
+def head_dim(module, config) -> int:
+    """Width of a query and a key."""
+    if hasattr(module, "qk_nope_head_dim"):
+        return module.qk_nope_head_dim + module.qk_rope_head_dim
+    for owner, name in ((module, "qk_head_dim"), (module, "head_dim"), (module, "head_size"), (config, "head_dim")):
+        if isinstance(_get(owner, name), int):
+            return _get(owner, name)
+    return config.hidden_size // config.num_attention_heads
+
+
+def widths(module, config) -> tuple:
+    """Columns of a stored slot's `k` and `v`, and of the keys and values that attention reads."""
+    read = -(-max(head_dim(module, config), getattr(module, "v_head_dim", None) or 0) // 8) * 8
+    if not is_latent(config):
+        return read, read
+    return -(-(module.kv_lora_rank + module.qk_rope_head_dim) // 16) * 8, read
+
+
+def _get(owner, name):
+    """An attribute, or None where there is none, or where layers differ in it."""
+    try:
+        return getattr(owner, name, None)
+    except Exception as error:
+        if type(error).__name__ == "AmbiguousGlobalPerLayerAttributeError":
+            return None
+        raise
+
+
+def reasons(config) -> list:
+    """Why a model's attention or cache is of a kind that we cannot evict from, by its config; empty if it is not."""
+    if getattr(config, "is_encoder_decoder", False):
+        return ["it is an encoder-decoder model; only decoder-only models are supported"]
+    found = []
+    if _get(config, "use_bidirectional_attention") in (True, "all") or _get(config, "is_causal") is False:
+        found.append("its attention is bidirectional; only causal models are supported")
+    if _get(config, "alibi") or config.model_type in ("bloom", "mpt"):
+        found.append("ALiBi adds a bias to attention that depends on distance")
+    if _get(config, "num_kv_shared_layers") and _get(config, "kv_sharing_modes") is None:
+        found.append(
+            "this version of Transformers does not say which layers share keys and values; install a newer one"
+        )
+    if found:
+        return found
+    try:
+        kinds = set(layer_kinds(config))
+    except Exception as error:
+        return [f"Transformers makes no cache from its config ({type(error).__name__}: {error})"]
+    strange = sorted(kinds - {OWN, SLIDING, STATE, BOTH, NOTHING})
+    if strange:
+        return [f"layers with recurrent state or other caches of their own ({', '.join(strange)})"]
+    if not kinds & set(EVICTS):
+        only = "every layer has a sliding window, whose cache is bounded already"
+        if {STATE, NOTHING} & kinds:
+            only = "no layer has full attention: each keeps a state or a sliding window, which are bounded already"
+        return [f"{only}: there is nothing to evict"]
+    return []
+
+
+def structure_reasons(decoder) -> list:
+    """Why a decoder with the right kind of cache cannot be patched all the same, by its modules."""
+    kinds, layers = layer_kinds(decoder.config), layers_of(decoder)
+    if len(kinds) != len(layers):
+        return [f"it has {len(layers)} layers and caches for {len(kinds)}"]
+    for index, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
+        module = attention_of(layer, index) if kind in EVICTS else None
+        if kind in EVICTS and module is None:
+            return [f"layer {index} has no single module that calls Transformers' attention interface"]
+        if module is not None and is_latent(decoder.config) and not hasattr(module, "expand_kv"):
+            return [
+                f"{type(module).__name__} does not cache its latents (MLA); install a newer version of Transformers"
+            ]
+        if module is not None and getattr(module, "is_causal", True) is False:
+            return ["its attention is bidirectional; only causal models are supported"]
+        if kind == BOTH and mixer_of(layer) is None:
+            return [f"layer {index} keeps a state, and no module of it is seen to"]
+    for index, producer in readers(decoder, kinds).items():
+        if attention_of(layers[index], index) is None or producer != max(i for i, k in enumerate(kinds) if k in EVICTS):
+            return [f"layer {index} reads another layer's keys and values, and it is not seen whose"]
+    if None in heads(decoder, kinds):
+        return ["its full-attention layers differ in their number of heads"]
+    return []
+
+
+def rotary_of(module):
+    """The child that makes cosine and sine of positions; None where there is none."""
+    return next((child for child in module.children() if "Rotary" in type(child).__name__), None)
+
+
+def rotate(decoder, module, x, position_from, position_to):
+    """Rotate x [B, H, p, D] by the angle between two positions [B]: R(to) R(from)^-1 x, with the model's own rotary
+    frequencies and its own pairing of dimensions. fp32 in, fp32 out. For modules that do rotate (`trial.turns`)."""
+    rotary = rotary_of(decoder) or rotary_of(module)
+    kinds = getattr(decoder.config, "layer_types", None)
+    typed = "layer_type" in inspect.signature(type(rotary).forward).parameters
+    layer_type = (kinds[module.layer_idx] if kinds else "full_attention",) if typed else ()
+    positions = torch.stack([position_from, position_to], 1).clamp_min(0)
+    if axes(decoder):
+        positions = positions.expand(axes(decoder), -1, -1)
+    angles = rotary(x, positions, *layer_type)
+    if isinstance(angles, torch.Tensor):  # [B, 2, rotary / 2] complex, of neighbouring dimensions
+        turn = angles[:, 1:] / angles[:, :1]
+        return _part(module, x, lambda part: _turn_pairs(part, turn))
+    cos, sin = angles  # [B, 2, rotary]
+    scale = cos[:, :1].square() + sin[:, :1].square()  # the square of the family's attention scaling
+    turn_cos = (cos[:, 1:] * cos[:, :1] + sin[:, 1:] * sin[:, :1]) / scale
+    turn_sin = (sin[:, 1:] * cos[:, :1] - cos[:, 1:] * sin[:, :1]) / scale
+    if is_latent(decoder.config):  # halves, in whatever order its weights have them
+        return _part(module, x, lambda part: part * turn_cos[:, None] + _halves(part) * turn_sin[:, None])
+    return compat.apply_rotary(module, x, turn_cos, turn_sin)
+
+
+def _part(module, x, turned):
+    """x with the dimensions that a latent layer rotates turned."""
+    start = module.qk_nope_head_dim
+    stop = start + module.qk_rope_head_dim
+    return torch.cat([x[..., :start], turned(x[..., start:stop]), x[..., stop:]], -1)
+
+
+def _halves(x):
+    first, second = x.chunk(2, -1)
+    return torch.cat([-second, first], -1)
+
+
+def _turn_pairs(x, turn):
+    """x [B, H, p, D], turn [B, 1, D / 2] complex."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * turn[:, None]).flatten(-2).to(x.dtype)
+
+
+def axes(decoder) -> int:
+    """How many axes positions have (M-RoPE, for pictures); 0: they are plain numbers."""
+    sections = getattr(rotary_of(decoder), "mrope_section", None)
+    if isinstance(sections, dict):  # one for every kind of layer
+        sections = next(iter(sections.values()))
+    return len(sections or ())
+
+
+def rope_depends_on_length(decoder) -> bool:
+    """Whether the rotary frequencies depend on the longest position of the same call (longrope, dynamic NTK)."""
+    kind = getattr(rotary_of(decoder), "rope_type", "default")
+    kinds = kind.values() if isinstance(kind, dict) else [kind]
+    return any(k == "longrope" or "dynamic" in k for k in kinds)

@@ -1,0 +1,50 @@
+"""The model types that were compared with the unpatched model: `known.tsv`, which tests/hf/test_types.py makes."""
+
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+from .compat import VERSION
+
+FILE = Path(__file__).with_name("known.tsv")
+EQUAL, LIMITED, REFUSED, UNTRIED = "equal", "limited", "refused", "untried"
+
+
+class Type(NamedTuple):
+    """One line of the table.
+
+    name      model_type of the whole model's config
+    decoder   model_type of its text decoder's config
+    verdict   "equal": equal to the unpatched model with every policy; "limited": so, but for what `note` says;
+              "refused": with the reason `note`; "untried": Transformers makes no tiny model of it that reads ids
+    since     of the right ones, the oldest version of Transformers that was tried, and all tried later, as "5.23"
+    """
+
+    name: str
+    decoder: str
+    verdict: str
+    note: str
+    since: str = ""
+
+
+@functools.cache
+def table() -> tuple:
+    lines = FILE.read_text(encoding="utf-8").splitlines()[1:]
+    return tuple(Type(*line.split("\t")) for line in lines)
+
+
+def version(text: str) -> tuple:
+    return tuple(int(part) for part in text.split("."))
+
+
+def right(name: str, decoder: str) -> bool:
+    """Whether such models were seen to be right, with a version of Transformers no newer than the installed one."""
+    return any(
+        (t.name, t.decoder) == (name, decoder) and t.verdict in (EQUAL, LIMITED) and version(t.since) <= VERSION
+        for t in table()
+    )
+
+
+def refused(name: str, decoder: str) -> str | None:
+    """Why such models were seen not to be right; None if they were not."""
+    return next((t.note for t in table() if (t.name, t.decoder, t.verdict) == (name, decoder, REFUSED)), None)

@@ -1,0 +1,219 @@
+"""What only running a model tells: whether it reads alike in chunks, which layers turn their queries and how, and where
+the residual stream has the attention's output. A few tokens with the model's own weights, before it is patched."""
+
+import contextlib
+from weakref import WeakKeyDictionary
+
+import torch
+
+from . import families
+from .engine import attention
+
+SEEN, NEW, PAD = 24, 2, 3  # tokens of the prompt, tokens decoded behind it, left padding of the second row
+FAR = 100_000  # positions up to here are tried
+TOLERANCE = {torch.float32: 5e-5}  # relative error in the 2-norm; of 16-bit numbers
+ROUNDED = 5e-2
+
+_turns = WeakKeyDictionary()  # decoder -> what `turning` found
+_residual = WeakKeyDictionary()  # decoder -> what `behind_attention` found
+
+
+@contextlib.contextmanager
+def quiet(model):
+    """Inside, nothing drops out and nothing is recorded for gradients."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def difference(model, patched) -> str | None:
+    """How a model of a type that is not known differs from itself when it is read in chunks; None: it does not.
+
+    patched   (name, options) -> a context in which the model has that policy
+    """
+    try:
+        ids = plain_ids(model.config, 2, SEEN + NEW)
+        mask = torch.ones_like(ids)
+        mask[1, :PAD] = 0
+        device = families.device_of(model)
+        ids, mask = ids.to(device), mask.to(device)
+        valid = mask.bool()
+        with quiet(model):
+            want = _rows(model(input_ids=ids, attention_mask=mask, use_cache=False))[valid]
+    except Exception as error:
+        return f"it does not run on token ids alone ({type(error).__name__}: {error})"
+    try:
+        with quiet(model), patched("take", dict(budget=SEEN - 1, chunk_size=7, probe=4, ema_space="literal")):
+            part = valid[:, :SEEN]
+            read = _rows(model(input_ids=ids[:, :SEEN], attention_mask=mask[:, :SEEN], use_cache=True))[part]
+        with quiet(model), patched("snapkv", dict(budget=4 * SEEN, chunk_size=7)):
+            got, cache = [], None
+            for start, end in ((0, SEEN), *((at, at + 1) for at in range(SEEN, SEEN + NEW))):
+                out = model(input_ids=ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache,
+                            use_cache=True)  # fmt: skip
+                cache = out.past_key_values
+                got.append(_rows(out))
+        got = torch.cat(got, 1)[valid]
+        prompt = _place(valid)[:, :SEEN][part]
+        errors = {"tokens read behind a chunk": _error(read, want[prompt]), "chunks": _error(got, want)}
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    limit = TOLERANCE.get(want.dtype, ROUNDED)
+    wrong = [f"{what} change its output by {error:.0e}" for what, error in errors.items() if not error < limit]
+    return "; ".join(wrong) or None
+
+
+def plain_ids(config, batch, length):
+    """[batch, length] token ids, none of them special."""
+    text = config.get_text_config(decoder=True)
+    special = {value for each in (config, text) for name, value in vars(each).items() if name.endswith("token_id")}
+    plain = [token for token in range(5, min(text.vocab_size, 1000)) if token not in special]
+    chosen = torch.randint(len(plain), (batch, length), generator=torch.Generator().manual_seed(0))
+    return torch.tensor(plain)[chosen]
+
+
+def _rows(out):
+    return out.logits if getattr(out, "logits", None) is not None else out[0]
+
+
+def _place(valid):
+    """Of every valid token its place among them all."""
+    return (valid.flatten().cumsum(0) - 1).view(valid.shape)
+
+
+def _error(got, want) -> float:
+    return ((got.float() - want.float()).norm() / want.float().norm()).item()
+
+
+# -- rotation ----------------------------------------------------------------------------------------------------------
+
+
+def turning(model, decoder, order) -> dict:
+    """Whether each of the layers `order` turns its queries and keys by their positions: {layer: True or False}.
+
+    Every attention module is fed two alike rows at two positions, whose queries then differ by their rotation only.
+    Raises ValueError where they differ and `families.rotate` does not turn one into the other.
+    """
+    if decoder not in _turns:
+        _turns[decoder] = _turning(model, decoder, order)
+    found = _turns[decoder]
+    if isinstance(found, str):
+        raise ValueError(
+            f"{found}; what turns queries or keys is not possible: pass ema_space='literal' with rows='probe', and "
+            "rerotate=False"
+        )
+    return found
+
+
+def _turning(model, decoder, order):
+    config, seen = decoder.config, {}
+    last = min(FAR, *(getattr(config, name, None) or FAR for name in (
+        "max_position_embeddings", "original_max_position_embeddings"))) - 1  # fmt: skip
+    device = families.device_of(decoder)
+    positions = torch.tensor([[min(5, last - 1), last]], device=device)
+    modules = [families.attention_of(families.layers_of(decoder)[index], index) for index in order]
+
+    def alike(module, args, kwargs):
+        if args:
+            return (args[0][:, :1].expand_as(args[0]).contiguous(), *args[1:]), kwargs
+        rows = kwargs["hidden_states"]
+        return args, kwargs | dict(hidden_states=rows[:, :1].expand_as(rows).contiguous())
+
+    def note(module, query, key):
+        seen[module.layer_idx] = query.float(), key.float()
+
+    with quiet(model), contextlib.ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(module.register_forward_pre_hook(alike, with_kwargs=True))
+        with attention.overheard(modules, note):
+            try:
+                decoder(input_ids=positions.clamp_max(1) + 4, position_ids=positions, use_cache=False)
+            except Exception as error:
+                return f"how its queries turn cannot be seen ({type(error).__name__}: {error})"
+        turns = {}
+        for module in modules:
+            try:
+                turns[module.layer_idx] = _turned(decoder, module, positions, *seen[module.layer_idx])
+            except Exception as error:
+                return f"layer {module.layer_idx}'s queries turn in an unknown way ({type(error).__name__}: {error})"
+    return turns
+
+
+def _turned(decoder, module, positions, *pair) -> bool:
+    """Whether alike rows at two positions differ; ValueError if not by a rotation that is known."""
+    if all(torch.equal(x[:, :, 0], x[:, :, 1]) for x in pair):
+        return False
+    exact = next(module.parameters()).dtype == torch.float32
+    for x in pair:
+        turned = families.rotate(decoder, module, x[:, :, :1], positions[:, 0], positions[:, 1])
+        error = _error(turned, x[:, :, 1:])
+        if not error < (TOLERANCE[torch.float32] if exact else ROUNDED):
+            raise ValueError(f"off by {error:.0e}")
+    return True
+
+
+# -- residual stream ---------------------------------------------------------------------------------------------------
+
+
+def behind_attention(model, decoder, order) -> dict:
+    """The module of each of the layers `order` whose input is the residual stream with the attention's output added:
+    {layer: name of its submodule}. It gets what enters the layer when attention adds nothing, and something else when
+    it does. Raises ValueError for a layer that has none, as where attention and MLP run in parallel."""
+    if decoder not in _residual:
+        _residual[decoder] = _behind_attention(model, decoder, order)
+    found = _residual[decoder]
+    if isinstance(found, str):
+        raise ValueError(f"{found}: give the layer budget cd='layer' or cd='off'")
+    return found
+
+
+def _behind_attention(model, decoder, order):
+    ids = plain_ids(decoder.config, 2, 4).to(families.device_of(decoder))
+    layers = families.layers_of(decoder)
+    entered, inputs = {}, {}
+
+    def enter(index):
+        return lambda module, args, kwargs: entered.update({index: args[0] if args else kwargs["hidden_states"]})
+
+    def child(index, name):
+        def note(module, args):
+            if args and isinstance(args[0], torch.Tensor) and (index, name) not in inputs:
+                inputs[index, name] = args[0].shape == entered[index].shape and _error(args[0], entered[index])
+
+        return note
+
+    def nothing(module, args, output):
+        return tuple(0 * x if i == 0 else x for i, x in enumerate(output)) if isinstance(output, tuple) else 0 * output
+
+    def same(silent):
+        """Which submodules get the layer's own input, with attention or without."""
+        inputs.clear()
+        with quiet(model), contextlib.ExitStack() as stack:
+            for index in order:
+                hooks = [layers[index].register_forward_pre_hook(enter(index), with_kwargs=True)]
+                hooks += [m.register_forward_pre_hook(child(index, n)) for n, m in layers[index].named_children()]
+                if silent:
+                    hooks.append(families.attention_of(layers[index], index).register_forward_hook(nothing))
+                for hook in hooks:
+                    stack.enter_context(hook)
+            decoder(input_ids=ids, use_cache=False)
+        return {key for key, error in inputs.items() if error is not False and error < 1e-6}
+
+    try:
+        with_attention, without = same(False), same(True)
+    except Exception as error:
+        return f"what its layers add cannot be seen ({type(error).__name__}: {error})"
+    found = {}
+    for index in order:
+        name = next((n for n, _ in layers[index].named_children()
+                     if (index, n) in without and (index, n) not in with_attention), None)  # fmt: skip
+        if name is None:
+            return f"no part of layer {index} gets the residual stream with only the attention's output added"
+        found[index] = name
+    return found

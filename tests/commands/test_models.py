@@ -1,0 +1,31 @@
+"""`kvevict models` and the page that it makes."""
+
+import json
+from pathlib import Path
+
+from kvevict import known
+from kvevict.cli import main
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+
+
+def test_page_is_of_this_table(capsys):
+    """Otherwise: kvevict models --markdown > docs/models.md"""
+    assert main(["models", "--markdown"]) == 0
+    assert PAGE.read_text(encoding="utf-8") == capsys.readouterr().out
+
+
+def test_list(capsys):
+    assert main(["models", "gemma"]) == 0
+    *lines, told = capsys.readouterr().out.splitlines()
+    told = json.loads(told)
+    assert sum(told["counts"].values()) == len(told["models"])
+    assert any(line.split()[:2] == ["gemma2", "equal"] for line in lines)
+    assert all("gemma" in each["name"] for each in told["models"])
+
+
+def test_right_counts():
+    """What the page promises: at least 130 types, and every line says one of four things."""
+    verdicts = [each.verdict for each in known.table()]
+    assert set(verdicts) == {known.EQUAL, known.LIMITED, known.REFUSED, known.UNTRIED}
+    assert verdicts.count(known.EQUAL) + verdicts.count(known.LIMITED) >= 130

@@ -1,0 +1,95 @@
+"""Papers' protocols: what they compare, and what is said of it."""
+
+import json
+import random
+import statistics
+from pathlib import Path
+
+import pytest
+import tiny
+
+from kvevict.cli import main
+from kvevict.evaluate import claims, protocols
+from kvevict.evaluate.run import Plan
+
+QUANTILES = {9: 2.2622, 19: 2.0930, 39: 2.0227}  # Student's, two-sided 95 %, by degrees of freedom, from tables
+
+
+@pytest.mark.parametrize("name", protocols.PROTOCOLS)
+def test_every_policy_is_one(name):
+    """And both sides of a claim differ."""
+    plan = Plan((), (1024,), (), (64, 128), modes=("aware",), protocol=name)
+    assert plan.runs(layers=30)[0].policy == "full"
+    for claim, sides in protocols.pairs(name, (64, 128), "aware", 30):
+        assert len(sides) == 2 and all(better != than for better, than in sides), claim
+
+
+@pytest.mark.parametrize("n", [10, 20, 40])
+def test_interval_is_student_s(n):
+    values = [random.gauss(0.1, 0.3) for _ in range(n)]
+    found, half = claims.difference(values), QUANTILES[n - 1] * statistics.stdev(values) / n**0.5
+    assert found.mean == pytest.approx(statistics.fmean(values))
+    assert (found.high - found.low) / 2 == pytest.approx(half, rel=2e-3)
+    assert (found.won, found.lost) == (sum(x > 0 for x in values), sum(x < 0 for x in values))
+
+
+def lines(task, metric, scores):
+    """scores: {(policy, budget): a number per case}"""
+    return [dict(task=task, id=str(i), seed=0, policy=policy, budget=budget, chunk_size=None, score=score,
+                 metric=metric, mode=None if policy == "full" else "aware")
+            for (policy, budget), numbers in scores.items() for i, score in enumerate(numbers)]  # fmt: skip
+
+
+def told(scores, metric="exact", budgets=(64,), **options):
+    claim = protocols.Claim("x", "a", "b", **options)
+    sides = [claim.runs(budget, "aware", {}) for budget in budgets]
+    found, of = lines("t", metric, scores), metric == "fidelity"
+    apart = claims.compared(found, sides, of)
+    return apart, apart.verdict((claim.margin or 0) * claims.usual(found, sides, of))
+
+
+def test_verdicts():
+    half, none, all_ = [0, 1] * 20, [0] * 40, [1] * 40
+    assert told({("a", 64): all_, ("b", 64): half})[1] == "yes"
+    assert told({("a", 64): half, ("b", 64): all_})[1] == "no"
+    assert told({("a", 64): half, ("b", 64): half[::-1]})[1] == "open"
+    assert told({("a", 64): none, ("b", 64): none}, margin=0.5)[1] == "open"  # no case differs
+    assert told({("a", 64): all_[:9], ("b", 64): none[:9]})[1] == "open"  # too few
+    assert told({("full", None): all_, ("a", 64): [0, *all_[1:]], ("b", 64): all_}, margin=0.2)[1] == "yes"
+    assert told({("full", None): all_, ("a", 64): half, ("b", 64): all_}, margin=0.2)[1] == "no"
+    nearer = {("a", 64): [0.1 + i / 1e4 for i in range(40)], ("b", 64): [0.3] * 40}
+    apart, verdict = told(nearer, "fidelity")
+    assert verdict == "yes" and apart.mean > 0 and apart.won == 40
+
+
+def test_a_case_counts_once_over_its_budgets():
+    scores = {("a", 64): [1] * 10, ("b", 64): [0] * 10, ("a", 128): [1] * 10, ("b", 128): [1] * 10}
+    apart = told(scores, budgets=(64, 128))[0]
+    assert apart.cases == 10 and apart.mean == 0.5
+
+
+def test_command(tmp_path, capsys):
+    folder, _ = tiny.save(tmp_path / "model")
+    out = str(tmp_path / "results.jsonl")
+    run = ["eval", "--protocol", "chunkkv", "--model", folder, "--out", out, "--tasks", "fidelity", "--lengths", "200",
+           "--budgets", "48", "--cases", "2"]  # fmt: skip
+    assert main(run) == 0
+    printed = capsys.readouterr().out
+    assert "its table of chunk sizes: 10 beats 3 " in printed and "nats of KL" in printed
+    settings, *found = map(json.loads, Path(out).read_text().splitlines())
+    assert settings["settings"]["protocol"] == "chunkkv" and settings["settings"]["layers"] == 4
+    assert {line["policy"] for line in found} >= {"full", "chunkkv", "chunkkv:c=3", "snapkv:pool=none"}
+    assert main([*run[:1], "--out", out, "--table-only"]) == 0
+    assert capsys.readouterr().out == printed
+
+
+@pytest.mark.parametrize("arguments, said", [
+    (["--protocol", "takes"], "unknown protocol 'takes'"),
+    (["--protocol", "take", "--policies", "h2o"], "--policies and --protocol exclude each other"),
+    (["--protocol", "take", "--chunk-size", "64"], "--chunk-size and --protocol exclude each other"),
+    (["--protocol", "take", "--budgets", "0.1"], "--budgets 0.1: a protocol's are whole numbers of slots"),
+])  # fmt: skip
+def test_refused(arguments, said, tmp_path, capsys):
+    assert main(["eval", "--out", str(tmp_path / "r.jsonl"), *arguments]) == 2
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

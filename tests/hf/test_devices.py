@@ -1,0 +1,111 @@
+"""Models that are not on one device: with weights that accelerate fetches, and split over processes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+import kvevict
+from kvevict.engine.step import Step
+
+OPTIONS = dict(
+    take=dict(budget=16, chunk_size=16, probe=4), snapkv=dict(budget=16, window=4), fastkv=dict(budget=16, window=4),
+    cake=dict(budget=16, window=4, chunk_size=16), laq=dict(budget=16, window=4),
+)  # fmt: skip
+OPTIONS["edie+tada"] = dict(budget=16, window=4, chunk_size=16)
+
+
+def cpu(model, folder):
+    pytest.importorskip("accelerate").cpu_offload(model, execution_device="cpu")
+
+
+def disk(model, folder):
+    pytest.importorskip("accelerate").disk_offload(model, str(folder), execution_device="cpu")
+
+
+def both(model, folder):
+    """As device_map leaves them: the embedding and two layers in memory, the others on the disk."""
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "cpu"}
+    places |= dict.fromkeys(("model.layers.2", "model.layers.3", "model.norm", "lm_head"), "disk")
+    places["model.rotary_emb"] = "cpu"
+    pytest.importorskip("accelerate").dispatch_model(
+        model, places, main_device="cpu", offload_dir=str(folder), force_hooks=True
+    )
+
+
+@pytest.mark.parametrize("offload", [cpu, disk, both])
+def test_offloaded_weights(offload, tmp_path):
+    """What is kept, what is generated and a saved cache are those of the model in memory."""
+    model, away, inputs = tiny.model(), tiny.model(), tiny.prompt(2, 50, pad=(0, 9))
+    offload(away, tmp_path / "weights")
+    for policy, options in OPTIONS.items():
+        kvevict.history().reset()
+        with kvevict.evicting(model, policy, **options):
+            want, kept = tiny.generate(model, inputs), kvevict.report(model, positions=True)["positions"]
+        kvevict.history().reset()
+        with kvevict.evicting(away, policy, **options):
+            assert torch.equal(tiny.generate(away, inputs), want), policy
+            assert kvevict.report(away, positions=True)["positions"] == kept, policy
+    with kvevict.evicting(away, "snapkv", budget=16, window=4), torch.no_grad():
+        cache = away(**inputs).past_key_values
+        kvevict.save_cache(cache, tmp_path / "cache")
+        loaded = kvevict.load_cache(tmp_path / "cache", away)
+        mask = torch.cat([inputs["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1)
+        step = dict(input_ids=torch.tensor([[5], [6]]), attention_mask=mask)
+        assert torch.equal(away(**step, past_key_values=loaded).logits, away(**step, past_key_values=cache).logits)
+
+
+def test_step_of_another_device():
+    """Where a layer computes, there is what it needs, once for all layers; and anew when the rows have changed."""
+    zeros = torch.zeros(1, dtype=torch.int32)
+    step = Step(None, None, None, None, torch.arange(6, dtype=torch.int32)[None], zeros, zeros.numpy())
+    there = torch.device("meta")
+    assert step.on(zeros.device) is step
+    moved = step.on(there)
+    assert (moved.positions.device, moved.first.device) == (there, there) and moved is step.on(there)
+    step.positions = step.positions[:, :3]
+    assert step.on(there).positions.shape == (1, 3)
+
+
+RANK = """
+import sys, torch, transformers, kvevict
+from torch import distributed
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], tp_plan="auto", dtype=torch.float32)
+try:
+    kvevict.patch(model, "snapkv", budget=16, window=4)
+except ValueError as error:
+    print("refused:", error, flush=True)
+distributed.destroy_process_group()
+"""
+
+
+def test_tensor_parallel_is_refused(tmp_path):
+    tiny.save(tmp_path)
+    (tmp_path / "rank.py").write_text(RANK)
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    path = os.pathsep.join([str(Path(kvevict.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [*run, str(tmp_path / "rank.py"), str(tmp_path)], env=os.environ | dict(PYTHONPATH=path), capture_output=True,
+        text=True, timeout=300,
+    )  # fmt: skip
+    assert done.stdout.count("refused: LlamaModel cannot be patched: each rank has some of its heads") == 2, done.stderr
+
+
+def test_a_part_of_the_heads_is_no_model():
+    """However a model was split, so that its config does not say so."""
+    model, inputs = tiny.model(), tiny.prompt(1, 50)
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        for name in ("q_proj", "k_proj", "v_proj"):
+            linear = getattr(attention, name)
+            linear.weight = torch.nn.Parameter(linear.weight[: len(linear.weight) // 2])
+        attention.o_proj.weight = torch.nn.Parameter(
+            attention.o_proj.weight[:, : attention.o_proj.weight.shape[1] // 2]
+        )
+    kvevict.patch(model, "snapkv", budget=16, window=4)
+    with pytest.raises(ValueError, match="layer 0 has 2 and 1 heads of queries and of keys"):
+        model(**inputs)

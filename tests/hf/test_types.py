@@ -1,0 +1,289 @@
+"""Model types, each built tiny and compared with the unpatched model: `kvevict/known.tsv` says what came of it.
+
+KVEVICT_TYPES=all compares every type that the installed Transformers has (CI), KVEVICT_TYPES=write writes the table.
+"""
+
+import os
+
+import judge
+import pytest
+import tiny
+import torch
+import transformers
+import zoo
+
+import kvevict
+from kvevict import families, known, trial
+from kvevict.compat import VERSION
+
+WHICH = os.environ.get("KVEVICT_TYPES", "sample")
+SAMPLE = ("smollm3", "gemma3", "qwen3_next", "falcon_h1", "lfm2", "llama4_text", "gpt2", "phi", "jamba", "deepseek_v3")
+TYPES = [(name, kind) for name, kind in zoo.types() if WHICH != "sample" or name in SAMPLE]
+RIGHT = (known.EQUAL, known.LIMITED)
+LINES = {line.name: line for line in known.table()}
+
+
+@pytest.mark.parametrize("name, kind", TYPES, ids=[name for name, _ in TYPES])
+def test_table(name, kind):
+    """The table says what is so; a type that is not in it need not be right, but it says so when it is patched."""
+    line, wanted = judge.judge(name, kind), LINES.get(name)
+    if WHICH == "write":
+        write(line)
+    elif wanted is None or line.verdict == known.UNTRIED:
+        return
+    elif known.right(name, line.decoder) or not wanted.since:
+        assert (line.decoder, line.verdict) == (wanted.decoder, wanted.verdict), line.note
+
+
+def write(line):
+    """Put a line into the table. For a run without workers (-n 0). On an older version of Transformers than the line's
+    there is only to say that the type is right there too."""
+    known.table.cache_clear()
+    lines = {each.name: each for each in known.table()}
+    before, here = lines.get(line.name), ".".join(map(str, VERSION))
+    alike = before is not None and before.since and (before.decoder, before.verdict) == (line.decoder, line.verdict)
+    if alike and known.version(before.since) < VERSION:
+        here = before.since
+    older = before is not None and before.since and known.version(before.since) > VERSION
+    if older and not alike:
+        return
+    lines[line.name] = (before if older else line)._replace(since=here if line.verdict in RIGHT else "")
+    rows = sorted("\t".join(" ".join(field.split()) for field in each) for each in lines.values())
+    known.FILE.write_text("\n".join(["\t".join(known.Type._fields), *rows]) + "\n", encoding="utf-8")
+
+
+# -- a type that nobody looked at ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unknown(monkeypatch):
+    """No type is known."""
+    monkeypatch.setattr(known, "right", lambda *names: False)
+    monkeypatch.setattr(known, "refused", lambda *names: None)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_unknown_and_right(unknown, family, dtype):
+    """It is patched, and training mode is as it was."""
+    model = tiny.model(family, dtype).train()
+    kvevict.patch(model, "snapkv", budget=64)
+    assert model.training
+    kvevict.unpatch(model.eval())
+
+
+class Foreign(transformers.models.llama.modeling_llama.LlamaAttention):
+    """Remote code under a known type's name: what it attends to is not said."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        return super().forward(hidden_states, *args, **kwargs)
+
+
+class Counting(torch.nn.Module):
+    """Remote code in a known type's layer: the output depends on how many tokens a call has."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x):
+        return self.mlp(x) * (1 + 1e-2 * x.shape[1])
+
+
+def foreign_attention(layer):
+    layer.self_attn.__class__ = Foreign
+
+
+def foreign_mlp(layer):
+    layer.mlp = Counting(layer.mlp)
+
+
+@pytest.mark.parametrize("change, reason", [
+    (foreign_attention, "no single module that calls"), (foreign_mlp, "change its output by"),
+])  # fmt: skip
+def test_remote_code_is_looked_at(change, reason):
+    """Whatever type it says it is; and it is what it was when it is refused."""
+    model = tiny.model("llama")
+    change(model.model.layers[1])
+    configs = [layer.self_attn.config for layer in model.model.layers]
+    with pytest.raises(ValueError, match=reason):
+        kvevict.patch(model, "snapkv", budget=64)
+    assert all(layer.self_attn.config is config for layer, config in zip(model.model.layers, configs))
+    assert "forward" not in model.model.__dict__
+
+
+def test_chunks_that_differ_are_refused(unknown):
+    """Jamba starts its state anew with every call."""
+    model = zoo.make("jamba", "JambaForCausalLM")
+    with pytest.raises(ValueError, match="change its output by"):
+        kvevict.patch(model, "snapkv", budget=64)
+    assert "forward" not in model.model.__dict__
+
+
+# -- what a decoder is made of ---------------------------------------------------------------------------------------
+
+
+def test_layers_without_rope():
+    """They are seen to turn nothing; the others are."""
+    model = zoo.make("smollm3", "SmolLM3ForCausalLM")
+    wanted = {index: bool(rope) for index, rope in enumerate(model.config.no_rope_layers)}
+    assert trial.turning(model, model.model, list(wanted)) == wanted
+    assert set(wanted.values()) == {True, False}
+
+
+def test_unknown_rotation_is_refused(monkeypatch):
+    """Rows that turn queries and rerotate say so; all else works."""
+    model = tiny.model("llama")
+    monkeypatch.setattr(families, "rotate", lambda decoder, module, x, *positions: x)
+    for options in (dict(policy="take"), dict(policy="streaming", rerotate=True)):
+        with pytest.raises(ValueError, match="ema_space='literal'"):
+            kvevict.patch(model, budget=64, chunk_size=64, **options)
+    kvevict.patch(model, "take", budget=64, chunk_size=64, ema_space="literal")
+
+
+def test_parallel_blocks_have_no_middle():
+    """Where attention and MLP read the same, TADA cannot compare between them; it can around the layer."""
+    model = zoo.make("phi", "PhiForCausalLM")
+    with pytest.raises(ValueError, match="cd='layer'"):
+        kvevict.patch(model, "edie+tada", budget=64)
+    kvevict.patch(model, "edie+tada", budget=64, layers=kvevict.LAYERS["tada"](cd="layer"))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2"])
+def test_behind_attention(family):
+    """By name where names are known: what normalises the stream before the MLP, or the MLP itself."""
+    model = tiny.model(family)
+    name = {"llama": "post_attention_layernorm", "gemma2": "pre_feedforward_layernorm", "olmo2": "mlp"}[family]
+    order = [i for i, kind in enumerate(families.layer_kinds(model.config)) if kind == families.OWN]
+    assert trial.behind_attention(model, model.model, order) == dict.fromkeys(order, name)
+
+
+@pytest.mark.parametrize("family", ["phi3", "mistral"])
+def test_window_as_long_as_the_context(family):
+    """It is no window: every layer evicts, and nothing differs."""
+    model = tiny.model(family, sliding_window=4096)
+    inputs = tiny.prompt(2, 50, pad=(0, 9))
+    tokens = inputs["attention_mask"].bool()
+    want = model(**inputs).logits[tokens]
+    with kvevict.evicting(model, "snapkv", budget=10, window=4), torch.no_grad():
+        model(**inputs)
+        assert kvevict.report(model)["kept"] == [[[10, 10]] * 2] * 4
+    with kvevict.evicting(model, "snapkv", budget=100, chunk_size=7), torch.no_grad():
+        assert tiny.relative(model(**inputs).logits[tokens], want) < 1e-4
+
+
+def test_values_narrower_than_keys(monkeypatch):
+    """As MiMo-V2-Flash's are when it is not tiny: what is stored is as wide as the keys."""
+    wide = dict(head_dim=48, v_head_dim=32, swa_head_dim=48, swa_v_head_dim=32)
+    monkeypatch.setitem(zoo.EXTRA, "mimo_v2_flash", wide)
+    if "mimo_v2_flash" not in dict(zoo.types()):
+        pytest.skip("this version of Transformers does not have it")
+    line = judge.judge("mimo_v2_flash", "MiMoV2FlashForCausalLM")
+    assert line.verdict == known.EQUAL, line.note
+
+
+# -- layers with a state ---------------------------------------------------------------------------------------------
+
+HYBRIDS = [
+    ("qwen3_next", "Qwen3NextForCausalLM"), ("falcon_h1", "FalconH1ForCausalLM"), ("lfm2", "Lfm2ForCausalLM"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, kind", HYBRIDS)
+def test_padding_longer_than_a_chunk(name, kind):
+    """It enters no state, though Transformers masks a first call's only."""
+    model = zoo.make(name, kind)
+    inputs = tiny.prompt(2, 50, pad=(0, 23))
+    tokens = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        want = model(**inputs).logits[tokens]
+        for policy, options in (("snapkv", {}), ("take", dict(probe=3))):
+            with kvevict.evicting(model, policy, budget=49, chunk_size=7, **options):
+                assert tiny.relative(model(**inputs).logits[tokens], want) < 1e-4
+
+
+@pytest.mark.parametrize("name, kind", HYBRIDS)
+def test_follow_up_turn_of_a_hybrid(name, kind):
+    """A second prompt behind the first one's cache."""
+    model, ids = zoo.make(name, kind), tiny.prompt(1, 60)["input_ids"]
+    with torch.no_grad():
+        want = model(ids).logits
+        with kvevict.evicting(model, "take", budget=59, chunk_size=7, probe=3):
+            first = model(ids[:, :40])
+            got = torch.cat([first.logits, model(ids[:, 40:], past_key_values=first.past_key_values).logits], 1)
+    assert tiny.relative(got, want) < 1e-4
+
+
+@pytest.mark.parametrize("name, kind", HYBRIDS)
+def test_what_a_state_forbids(name, kind, tmp_path):
+    model, inputs = zoo.make(name, kind), tiny.prompt(1, 40)
+    with pytest.raises(ValueError, match="tsp=None"):
+        kvevict.patch(model, "fastkv", budget=20)
+    kvevict.patch(model, "snapkv", budget=20, window=4)
+    with pytest.raises(ValueError, match=r"without an assistant|stateful"):
+        model.generate(**inputs, max_new_tokens=4, prompt_lookup_num_tokens=3)
+    with torch.no_grad():
+        cache = model(**inputs).past_key_values
+    with pytest.raises(ValueError, match="keeps a state"):
+        kvevict.save_cache(cache, tmp_path / "cache.safetensors")
+
+
+# -- Gemma 3 around its text decoder ---------------------------------------------------------------------------------
+
+
+def test_gemma3_reads_text_and_refuses_pictures():
+    """Its wrapper makes the masks; tokens of a picture see each other, in chunks they would not."""
+    model = zoo.make("gemma3", "Gemma3ForConditionalGeneration")
+    inputs = tiny.prompt(2, 50, pad=(0, 9))
+    kinds = torch.zeros_like(inputs["input_ids"])
+    with torch.no_grad(), kvevict.evicting(model, "snapkv", budget=20, window=4, chunk_size=16):
+        assert model(**inputs, token_type_ids=kinds).logits.isfinite().all()
+        kinds[:, 20:30] = 1
+        with pytest.raises(ValueError, match="see later ones"):
+            model(**inputs, token_type_ids=kinds)
+
+
+# -- pictures ---------------------------------------------------------------------------------------------------------
+
+SEES = dict(image_token_id=290, vision_start_token_id=291, vision_end_token_id=292, video_token_id=293)
+EYES = {
+    "qwen2_5_vl": dict(out_hidden_size=128, hidden_size=64, num_heads=2, intermediate_size=64,
+                       fullatt_block_indexes=[0]),
+    "qwen3_vl": dict(out_hidden_size=128, hidden_size=64, num_heads=2, intermediate_size=64,
+                     deepstack_visual_indexes=[0]),
+}  # fmt: skip
+
+
+def seeing(name, kind, monkeypatch):
+    """A tiny model, and a prompt of 60 tokens whose columns 10 to 27 are a picture."""
+    monkeypatch.setitem(zoo.EXTRA, name, zoo.EXTRA.get(name, {}) | SEES | dict(vision_config=EYES[name]))
+    model, generator = zoo.make(name, kind), torch.Generator().manual_seed(3)
+    ids = torch.randint(20, 250, (1, 60), generator=generator)
+    ids[0, 10:28] = torch.tensor([291, *[290] * 16, 292])
+    vision = model.config.vision_config
+    merge = vision.spatial_merge_size
+    size = 3 * vision.temporal_patch_size * vision.patch_size**2
+    pixels = torch.randn(16 * merge**2, size, generator=generator)
+    return model, dict(
+        input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=pixels,
+        image_grid_thw=torch.tensor([[1, 4 * merge, 4 * merge]]), mm_token_type_ids=(ids == 290).long(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EYES)
+@pytest.mark.parametrize("policy, options", [
+    ("snapkv", dict(chunk_size=7)), ("take", dict(chunk_size=13, probe=4)),
+    ("take", dict(chunk_size=13, probe=(8, 14))),
+])  # fmt: skip
+def test_pictures(name, policy, options, monkeypatch):
+    """Chunks cut through a picture, whose tokens may read along: the logits and tokens are the unpatched model's."""
+    model, inputs = seeing(name, dict(zoo.types())[name], monkeypatch)
+    with torch.no_grad():
+        want, tokens = model(**inputs).logits, model.generate(**inputs, max_new_tokens=4, do_sample=False)
+        blind = model(**{key: inputs[key] for key in ("input_ids", "attention_mask")}).logits
+        with kvevict.evicting(model, policy, budget=59, **options):
+            got = model(**inputs).logits
+        with kvevict.evicting(model, policy, budget=100, **options):
+            assert torch.equal(model.generate(**inputs, max_new_tokens=4, do_sample=False), tokens)
+    assert tiny.relative(got, want) < 1e-4
+    assert tiny.relative(blind, want) > 1e-2  # the picture matters
