@@ -1,4 +1,4 @@
-"""Writes the pages that the code already says: policies.md, options.md, commands.md.
+"""Writes the pages that the code already says: policies.md, options.md, commands.md, models.md.
 
     python docs/generate.py
 
@@ -11,6 +11,7 @@ import inspect
 import re
 from pathlib import Path
 
+from kvevict import known
 from kvevict.commands import COMMANDS
 from kvevict.policy.parts import PARTS
 from kvevict.policy.policy import Policy, build
@@ -211,7 +212,44 @@ def cell(text: str) -> str:
     return " ".join(text.replace("|", "\\|").split())
 
 
-PAGES = {"policies.md": policies_page, "options.md": options_page, "commands.md": commands_page}
+# -- models.md --------------------------------------------------------------------------------------------------------
+
+MEANING = {
+    known.EQUAL: "Equal to the unpatched model with every policy",
+    known.LIMITED: "Equal, but for what the last column says",
+    known.REFUSED: "Refused, with the reason",
+    known.UNTRIED: "Not compared: Transformers makes no tiny model of it that reads ids",
+}
+
+
+def models_page() -> str:
+    text = f"""{NOTE}
+# Model types
+
+`tests/hf/test_types.py` makes a tiny random model of every type that Transformers has, from its config alone. Each is
+read in chunks, with rows that read along, left padding and beams, at tight budgets and under several policies, and
+compared with the unpatched one. The number behind a type is the oldest Transformers that it was right with.
+
+On an older one, as with any type that is not here and with remote code, a model is compared on a few tokens when it is
+patched, and refused if it differs. `kvevict models` prints this list.
+"""
+    for verdict, meaning in MEANING.items():
+        some = [each for each in known.table() if each.verdict == verdict]
+        text += f"\n## {meaning}: {len(some)}\n\n"
+        if verdict == known.EQUAL:
+            text += ",\n".join(f"`{each.label}` {each.since}" for each in some) + "\n"
+            continue
+        text += "| type | |\n|---|---|\n"
+        text += "".join(f"| `{each.label}` {each.since}".rstrip() + f" | {cell(each.note)} |\n" for each in some)
+    return text
+
+
+PAGES = {
+    "policies.md": policies_page,
+    "options.md": options_page,
+    "commands.md": commands_page,
+    "models.md": models_page,
+}
 
 if __name__ == "__main__":
     for name, page in PAGES.items():

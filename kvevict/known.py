@@ -26,6 +26,10 @@ class Type(NamedTuple):
     note: str
     since: str = ""
 
+    @property
+    def label(self) -> str:
+        return self.name + ("" if self.decoder in ("", self.name) else f" ({self.decoder})")
+
 
 @functools.cache
 def table() -> tuple:
@@ -40,7 +44,10 @@ def version(text: str) -> tuple:
 def right(name: str, decoder: str) -> bool:
     """Whether such models were seen to be right, with a version of Transformers no newer than the installed one."""
     return any(
-        (t.name, t.decoder) == (name, decoder) and t.verdict in (EQUAL, LIMITED) and version(t.since) <= VERSION
+        (t.name, t.decoder) == (name, decoder)
+        and t.verdict in (EQUAL, LIMITED)
+        and t.since
+        and version(t.since) <= VERSION
         for t in table()
     )
 

@@ -63,6 +63,8 @@ OTHER = dict(
 )  # fmt: skip
 
 
+# Vision encoders whose output is as wide as the text's hidden states.
+SIGHT = dict(out_hidden_size=HID, hidden_size=64, num_heads=2, intermediate_size=64)
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 HYBRID = ["linear_attention", "full_attention"] * 2
 CONV = ["conv", "full_attention"] * 2
@@ -126,9 +128,9 @@ EXTRA = {
 
 
 def types() -> list:
-    """(type, class of the model) of all that make text, alphabetically."""
+    """(type, class of the model) of all that make text, alphabetically. (Pi0 makes movements.)"""
     classes = {name: kind if isinstance(kind, str) else kind[0] for name, kind in [*SEEING.items(), *CAUSAL.items()]}
-    return sorted((name, kind) for name, kind in classes.items() if hasattr(transformers, kind))
+    return sorted((name, kind) for name, kind in classes.items() if hasattr(transformers, kind) and name != "pi0")
 
 
 def make(name, kind, seed=0):
@@ -205,6 +207,8 @@ def _tiny(cls, extra, role):
     if text and not {"text_config", "thinker_config", "llm_config", "decoder_config"} & set(subs):
         return cls(**made, **_text(cls) | own)
     shallow = {key: value for key, value in OTHER.items() if isinstance(fields.get(key), int)}
+    if "out_hidden_size" in fields:
+        shallow |= {key: value for key, value in SIGHT.items() if key in fields}
     if role == "":
         special = dict(vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2)
         shallow |= {key: value for key, value in special.items() if key in fields}

@@ -1,18 +1,9 @@
-"""`kvevict models` and the page that it makes."""
+"""`kvevict models`."""
 
 import json
-from pathlib import Path
 
 from kvevict import known
 from kvevict.cli import main
-
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-
-
-def test_page_is_of_this_table(capsys):
-    """Otherwise: kvevict models --markdown > docs/models.md"""
-    assert main(["models", "--markdown"]) == 0
-    assert PAGE.read_text(encoding="utf-8") == capsys.readouterr().out
 
 
 def test_list(capsys):

@@ -1,0 +1,47 @@
+"""Quantised weights: what is kept and said is what the same weights, dequantised, keep and say. (.gguf files are read
+into plain weights: tests/commands/test_gguf.py.)"""
+
+import pytest
+import tiny
+import torch
+
+import kvevict
+
+POLICIES = [
+    ("take", dict(budget=16, chunk_size=16, probe=4)), ("snapkv", dict(budget=16, window=4)),
+    ("adakv", dict(budget=16, window=4)), ("h2o", dict(budget=16)),
+]  # fmt: skip
+
+
+def int8():
+    """(model of int8 weights, the same with those weights as fp32)."""
+    torchao = pytest.importorskip("torchao.quantization")
+    model, plain = tiny.model(), tiny.model()
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+    changed = 0
+    for mine, theirs in zip(model.modules(), plain.modules(), strict=True):
+        if isinstance(mine, torch.nn.Linear) and hasattr(mine.weight, "dequantize"):
+            with torch.no_grad():
+                changed += not torch.equal(theirs.weight, mine.weight.dequantize())
+                theirs.weight.copy_(mine.weight.dequantize())
+    assert changed, "nothing was quantised"
+    return model, plain
+
+
+@pytest.mark.parametrize("policy, options", POLICIES, ids=[name for name, _ in POLICIES])
+def test_int8_weights(policy, options, tmp_path):
+    model, plain = int8()
+    inputs = tiny.prompt(2, 50, pad=(0, 9))
+    with kvevict.evicting(plain, policy, **options):
+        tokens, want = tiny.generate(plain, inputs), kvevict.report(plain, positions=True)["positions"]
+    kvevict.patch(model, policy, **options)
+    assert torch.equal(tiny.generate(model, inputs), tokens)
+    assert kvevict.report(model, positions=True)["positions"] == want
+    with torch.no_grad():
+        cache = model(**inputs).past_key_values
+        kvevict.save_cache(cache, tmp_path / "cache")
+        loaded = kvevict.load_cache(tmp_path / "cache", model)
+        mask = torch.cat([inputs["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1)
+        step = dict(input_ids=torch.tensor([[5], [6]]), attention_mask=mask)
+        got = model(**step, past_key_values=loaded).logits
+        assert torch.equal(got, model(**step, past_key_values=cache).logits)
