@@ -13,24 +13,25 @@ offsets and indices are not looked at, as that would wait for it. Only `kl` has 
 """
 
 import re
+from typing import TypeAlias
 
 try:
     import torch
-except ImportError as error:
-    raise ImportError("kvevict needs PyTorch: pip install 'torch>=2.10'") from error
+except ImportError as missing:
+    raise ImportError("kvevict needs PyTorch: pip install 'torch>=2.10'") from missing
 
 if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 10):
     raise ImportError(f"kvevict needs torch 2.10 or newer, this is {torch.__version__}: pip install -U torch")
 
 try:
     from kvevict import _C
-except ImportError as error:
+except ImportError as failed:
     raise ImportError(
-        f"kvevict's compiled part cannot be loaded ({error}). Build it for this Python and torch: "
+        f"kvevict's compiled part cannot be loaded ({failed}). Build it for this Python and torch: "
         "pip install --no-build-isolation . (in the source tree: pip install --no-build-isolation -e .)"
-    ) from error
+    ) from failed
 
-Tensor = torch.Tensor
+Tensor: TypeAlias = torch.Tensor
 
 REDUCE = {"sum": 0, "mean": 1, "max": 2}  # kv_reduce
 GROUP = {**REDUCE, "none": 3}

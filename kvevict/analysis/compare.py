@@ -86,7 +86,8 @@ def compare(full: Truth, kept: list) -> list:
 
     The last two are ChunkKV's, whose text has no formula for them: these are our reading.
     """
-    return [_layer(full.tokens, *layer, heads) for layer, heads in zip(full.layers, kept, strict=True)]
+    pairs = zip(full.layers, kept, strict=True)
+    return [_layer(full.tokens, *layer, heads) for layer, heads in pairs]  # type: ignore[call-arg]
 
 
 def _layer(tokens, q, k, v, options, heads):

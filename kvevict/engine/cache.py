@@ -275,7 +275,8 @@ class EvictionLayer(CacheLayerMixin):
             k = v = self.k.new_empty(batch, heads, 0, self.k.shape[1])
             pos, first = self.pos.new_empty(batch, 0), self.pos.new_zeros(batch)
         self.counts, self.len = keep, host.upload(keep, self.device, torch.int32)
-        _ops.compact(*source, k, v, pos, first, index, self.len, self.k, self.v, self.pos, self.offset)
+        here = self.k, self.v, self.pos, self.offset
+        _ops.compact(*source, k, v, pos, first, index, self.len, *here)  # type: ignore[call-arg]
         self.room = self._least_room()
 
     def _least_room(self) -> int:

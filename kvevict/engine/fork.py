@@ -79,9 +79,9 @@ class ForkedLayer(EvictionLayer):
         return EvictionLayer.allocated_bytes(self) + tail
 
     def own(self) -> None:
-        source, tail, counts = self._stored(), self._tail(), self.counts
+        source, (k, v, pos), counts = self._stored(), self._tail(), self.counts
         self._allocate(self._grown(counts))
-        self._move(source, None, counts, *tail, torch.zeros_like(self.seen))
+        self._move(source, None, counts, k, v, pos, torch.zeros_like(self.seen))
 
     def _stored(self):
         return self.k, self.v, self.pos, self.offset, self.front

@@ -1,6 +1,6 @@
 """In which chunks a prompt is read: the reader runs this, and `kvevict plan` prices it. Free of torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ..policy.checks import PLENTY
@@ -35,8 +35,8 @@ def chunks(policy, columns: int, limits: tuple, along: int = 0) -> Iterator[Chun
         yield Chunk(max(0, end - size), end, last, last or policy.schedule == "chunk", rows, limits)
 
 
-def limits(policy, order: dict, tsp: int | None) -> tuple:
-    """The most tokens of a chunk that each evicting layer reads; order: decoder layer -> its number among those."""
+def limits(policy, order: Iterable[int], tsp: int | None) -> tuple:
+    """The most tokens of a chunk that each evicting layer reads; order: the decoder layers that those are."""
     return tuple(PLENTY if tsp is None or layer <= tsp else policy.tsp_len for layer in order)
 
 

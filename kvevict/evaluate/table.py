@@ -60,7 +60,7 @@ def fidelity(lines) -> Fidelity:
         mean = sum(values) / len(values)
         return mean, _half(values, mean) / Z
 
-    return Fidelity(*of("score"), *of("same"), len(lines))
+    return Fidelity(*of("score"), *of("same"), len(lines))  # type: ignore[call-arg]
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,8 @@ def cases(dataset: str, settings):
     if settings.length < 2 * new_tokens:
         raise ValueError(f"length: {name} generates {new_tokens} tokens; give at least {2 * new_tokens}")
     for place, record in drawn(settings, name, records):
-        context, question = truncate(settings.tokenizer, *fill(template, record), settings.length - new_tokens)
+        whole = fill(template, record)  # type: ignore[arg-type]
+        context, question = truncate(settings.tokenizer, *whole, settings.length - new_tokens)
         answers, classes = record["answers"], record.get("all_classes") or ()
         if METRIC[dataset] == "classification":
             answers = [answers[0], *(c for c in classes if c not in answers)]

@@ -38,7 +38,7 @@ def recorded(kind: str, settings):
     patterns = f"{kind}/{pattern}", f"{kind}/testcases/{pattern}", pattern
     found = files(settings, name, "longeval/evaluation of the repository DachengLi1/LongChat", *patterns)
     size = {path: int(path.name.split("_")[0]) for path in found}
-    for path in sorted(found, key=size.get, reverse=True):
+    for path in sorted(found, key=size.__getitem__, reverse=True):
         records = read_jsonl(path)
         if all(settings.tokens(record["prompt"]) <= settings.length for record in records):
             break
