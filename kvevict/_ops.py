@@ -257,7 +257,7 @@ def kl(
     -> a float32 scalar; no attention matrix exists at any time, what is kept for the backward is [B,H,columns].
     """
     B, Hkv, S, D = k.shape
-    counts = dict(dtype=torch.int32, device=q.device)
+    counts: dict = dict(dtype=torch.int32, device=q.device)
     if columns is None:
         columns = S + (0 if len is None or not len.numel() else int(len.max()))
     row_first = torch.zeros(B, **counts) if row_first is None else row_first

@@ -100,7 +100,7 @@ def note(view, index, keep) -> None:
     """Add to the read's diagnostics what a layer loses that keeps slots index [B, Hkv, K], keep [B, Hkv] of them."""
     cut = np.flatnonzero(keep.sum(1) < view.counts.sum(1)).tolist()
     with view.step.meter.clock("diagnose"):
-        exact = dict(dtype=torch.double, device="cpu")
+        exact: dict = dict(dtype=torch.double, device="cpu")
         sums = view.step.read.diagnostics.setdefault(view.index, torch.zeros(len(NAMES), len(keep), **exact))
         observing = view.policy.rows.observing(view.step).clip(1, ROWS).tolist()
         for b in cut:

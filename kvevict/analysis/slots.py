@@ -35,7 +35,7 @@ class Layers:
 
     def __init__(self, policy, tokens: int, count: int, kv_heads: int = 1):
         self.policy, self.tokens, self.count, self.kv_heads = policy, tokens, count, kv_heads
-        self.tsp = propagate.layer_of(policy, count, count)
+        self.tsp = propagate.layer_of(policy, True, count)
         self.evicts = schedule.evicts(policy, [tokens])
         self.along = policy.rows.along(tokens) if self.evicts else 0
         self.kept, self.budgets = [0] * count, []

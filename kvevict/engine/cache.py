@@ -64,7 +64,7 @@ class EvictionLayer(CacheLayerMixin):
         self.offset = torch.zeros(batch, heads, dtype=torch.int64, device=self.device)
         self.seen = torch.zeros(batch, **counts)
         self.k = torch.empty(0, dim, dtype=self.dtype, device=self.device)
-        self.v = torch.empty_like(self.k)
+        self.v = torch.empty(0, dim, dtype=self.dtype, device=self.device)
         self.pos = torch.empty(0, **counts)
         self.is_initialized = True
 

@@ -81,7 +81,7 @@ class ForkedLayer(EvictionLayer):
     def own(self) -> None:
         source, (k, v, pos), counts = self._stored(), self._tail(), self.counts
         self._allocate(self._grown(counts))
-        self._move(source, None, counts, k, v, pos, torch.zeros_like(self.seen))
+        self._move(source, None, counts, k, v, pos, 0 * self.seen)
 
     def _stored(self):
         return self.k, self.v, self.pos, self.offset, self.front
