@@ -122,8 +122,7 @@ kv_status kv_select_check(const kv_select *a, int counts) {
 }
 
 kv_status kv_compact_check(const kv_compact *a, int counts) {
-  if (a->B < 0 || a->Hkv < 0 || a->S < 0 || a->K < 0 || a->D < 8 || a->D > KV_MOST_D || a->D % 8)
-    return KV_BAD_SHAPE;
+  if (a->B < 0 || a->Hkv < 0 || a->S < 0 || a->K < 0 || a->D < 8 || a->D > KV_MOST_D || a->D % 8) return KV_BAD_SHAPE;
   if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
   for (int64_t head = 0; counts && head < a->B * a->Hkv; head++) {
     const int64_t first = a->chunk.first[head / a->Hkv], len = a->src.len[head], keep = a->keep[head];
