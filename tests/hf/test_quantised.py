@@ -6,6 +6,7 @@ import tiny
 import torch
 
 import kvevict
+from kvevict.lookahead import Adapter, passes
 
 POLICIES = [
     ("take", dict(budget=16, chunk_size=16, probe=4)), ("snapkv", dict(budget=16, window=4)),
@@ -45,3 +46,27 @@ def test_int8_weights(policy, options, tmp_path):
         step = dict(input_ids=torch.tensor([[5], [6]]), attention_mask=mask)
         got = model(**step, past_key_values=loaded).logits
         assert torch.equal(got, model(**step, past_key_values=cache).logits)
+
+
+def test_lookahead_over_int8_weights():
+    """The adapter's rows choose the same slots, and its gradient is the same to rounding."""
+    kept, gradients = [], []
+    inputs, prompt = tiny.prompt(2, 50, pad=(0, 9)), torch.arange(3, 43)
+    for model in int8():
+        torch.manual_seed(0)
+        adapter = Adapter(model, tokens=4, rank=2)
+        with torch.no_grad():
+            for name, weight in adapter.named_parameters():
+                if "lora_B" in name:
+                    weight.normal_(std=0.3)
+        with kvevict.evicting(model, "lookahead", adapter=adapter, budget=16):
+            tiny.generate(model, inputs)
+            kept.append(kvevict.report(model, positions=True)["positions"])
+        for weight in model.parameters():
+            weight.requires_grad_(False)
+        found = passes.truth(model.get_decoder(), prompt, prompt[:6])
+        passes.loss(model.get_decoder(), adapter, found).backward()
+        gradients.append([weight.grad for weight in adapter.parameters()])
+    assert kept[0] == kept[1]
+    for mine, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max()))

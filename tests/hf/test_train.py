@@ -88,6 +88,16 @@ def test_learns_and_saves(tmp_path):
     assert [weight.requires_grad for weight in model.parameters()] == before
 
 
+def test_a_model_in_bfloat16(tmp_path):
+    """The adapter stays in fp32; the first loss is that of the model in fp32, to bf16's rounding."""
+    for name, dtype in (("half", torch.bfloat16), ("single", torch.float32)):
+        made = kvevict.lookahead.train(tiny.model("llama", dtype), PAIRS, tmp_path / name, **FAST | dict(steps=30))
+        assert all(weight.dtype == torch.float32 for weight in made.parameters())
+    half, single = losses(tmp_path / "half"), losses(tmp_path / "single")
+    assert half[0] == pytest.approx(single[0], rel=0.05)
+    assert sum(half[-5:]) < 0.8 * sum(half[:5])
+
+
 def test_goes_on_where_it_was(tmp_path, monkeypatch):
     """Ended after a checkpoint and some steps more: the same curve and the same bits as in one go."""
     model = tiny.model("llama")
