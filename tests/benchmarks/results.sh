@@ -40,8 +40,10 @@ if [ -n "${SMOLLM2:-}" ]; then
   real=(--model "$SMOLLM2" --haystack "$BOOKS")
   table digits 5 "${real[@]}" --tasks ruler/niah_single_2 --lengths 2048 --chunk-size 512 --budgets 128 --seeds 3 \
     --policies take take+chunkkv take:kernel=31 edie:rows=probe edie:rows=probe,select=chunk,per_head=true
-  table lookahead-smollm2 6 "${real[@]}" --tasks facts ruler/niah_single_2 ruler/niah_multikey_1 fidelity \
-    --lengths 1024 --budgets 64 128 256 --policies snapkv laq oracle "lookahead:adapter=$ADAPTER"
+  table lookahead-smollm2 10 "${real[@]}" --tasks facts ruler/niah_single_2 ruler/niah_multikey_1 fidelity \
+    --lengths 1024 --budgets 64 128 --seeds 5 --policies snapkv laq oracle "lookahead:adapter=$ADAPTER"
+  table lookahead-chunks 12 "${real[@]}" --tasks ruler/niah_single_2 --lengths 2048 --chunk-size 512 --budgets 128 \
+    --seeds 3 --policies take+chunkkv "lookahead:adapter=$ADAPTER"
 fi
 if [ -n "${TINYSTORIES:-}" ]; then
   table stories 128 --model "$TINYSTORIES" --tasks perplexity/documents --haystack "$STORIES" --lengths 300 \
