@@ -1,6 +1,6 @@
 """Model types, each built tiny and compared with the unpatched model: `kvevict/known.tsv` says what came of it.
 
-KVEVICT_TYPES=all compares every type that the installed Transformers has (CI), KVEVICT_TYPES=write writes the table.
+KVEVICT_TYPES=all compares every type that the installed Transformers has, KVEVICT_TYPES=write writes the table.
 """
 
 import os
