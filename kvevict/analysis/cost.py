@@ -112,7 +112,7 @@ def _check(shape, policy, draft_model) -> None:
         if draft_model is not None:
             raise ValueError("draft_model is of policies for which another model drafts: drop it, or choose speckv")
     policy.check_layers(shape.windows.count(None))
-    propagate.layer_of(policy, shape.windows.count(None), len(shape.windows))  # or an error
+    propagate.layer_of(policy, not any(shape.windows), len(shape.windows))  # or an error
 
 
 def _add_draft(result, model, tokens, n_d, batch, hardware, causal) -> None:

@@ -561,7 +561,7 @@ def test_shape_errors():
         shape_of(MistralConfig(**{**LLAMA31_8B, "sliding_window": 64}))
     with pytest.raises(ValueError, match="unknown dtype 'int8'"):
         shape_of(LlamaConfig(**LLAMA31_8B), "int8")
-    with pytest.raises(ValueError, match="recurrent"):
+    with pytest.raises(ValueError, match="layers with a state"):
         shape_of(JambaConfig())
 
 

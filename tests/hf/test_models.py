@@ -178,23 +178,15 @@ def small(kind, head="ForCausalLM", model=None, **options):
 T5 = dict(d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, hidden_size=64)
 BART = dict(d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
             encoder_ffn_dim=96, decoder_ffn_dim=96)  # fmt: skip
-MLA = dict(num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=16, qk_nope_head_dim=16,
-           v_head_dim=16, intermediate_size=96, moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2,
-           n_group=1, topk_group=1, first_k_dense_replace=1)  # fmt: skip
 JAMBA = dict(num_key_value_heads=2, intermediate_size=96, num_experts=2, attn_layer_period=2, attn_layer_offset=1,
              mamba_d_state=8, mamba_dt_rank=4, use_mamba_kernels=False)  # fmt: skip
-GEMMA3N = dict(num_key_value_heads=2, head_dim=32, intermediate_size=96, num_hidden_layers=4, num_kv_shared_layers=2,
-               layer_types=tiny.MIXED, vocab_size_per_layer_input=97, hidden_size_per_layer_input=16, laurel_rank=8,
-               altup_num_inputs=2, activation_sparsity_pattern=[0.0] * 4)  # fmt: skip
 REFUSED = {
     "falcon": (lambda: small("Falcon", alibi=True, new_decoder_architecture=False), "(?i)alibi"),
     "bloom": (lambda: small("Bloom", n_layer=2, n_head=4), "(?i)alibi"),
-    "deepseek_v3": (lambda: small("DeepseekV3", **MLA), "(?i)latent|MLA"),
     "t5": (lambda: small("T5", "ForConditionalGeneration", **T5), "(?i)encoder"),
     "bart": (lambda: small("Bart", "ForConditionalGeneration", **BART), "(?i)encoder"),
     "jamba": (lambda: small("Jamba", **JAMBA), "jamba.*chunks"),
     "mamba": (lambda: small("Mamba", state_size=8), "no layer has full attention"),
-    "gemma3n": (lambda: small("Gemma3nText", model="Gemma3nForCausalLM", **GEMMA3N), "(?i)shared"),
     "every layer slides": (lambda: tiny.model("mistral", sliding_window=12), "every layer has a sliding window"),
 }
 

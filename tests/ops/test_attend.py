@@ -173,7 +173,7 @@ WRONG = {
     "q of three dimensions": lambda p: {"q": p["q"][0]},
     "head dimensions differ": lambda p: {"q": p["q"][..., :56]},
     "head dimension 60": lambda p: {n: p[n][..., :60].contiguous() for n in ROWS},
-    "head dimension 264": lambda p: {n: p[n].repeat_interleave(5, -1)[..., :264].contiguous() for n in ROWS},
+    "head dimension 520": lambda p: {n: p[n].repeat_interleave(9, -1)[..., :520].contiguous() for n in ROWS},
     "3 query heads on 2": lambda p: {"q": p["q"][:, :3]},
     "batch differs": lambda p: {"k": p["k"][:1]},
     "v shorter than k": lambda p: {"v": p["v"][:, :, :-1]},

@@ -454,7 +454,7 @@ def test_refused_policies(given, text):
 @pytest.mark.parametrize("family, given, text", [
     ("llama", dict(tsp=3), "not below the model's last layer, 3"),
     ("llama", dict(warmup_layers=3), "give warmup_layers <= 2"),
-    ("gemma3", {}, "sliding-window layers"), ("gpt_oss", dict(tsp=0), "sliding-window layers"),
+    ("gemma3", {}, "layers with a sliding window"), ("gpt_oss", dict(tsp=0), "layers with a sliding window"),
 ])  # fmt: skip
 def test_refused_models(family, given, text):
     made, policy = tiny.model(family), build("fastkv", budget=64, chunk_size=100, **given)

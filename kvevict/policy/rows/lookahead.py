@@ -52,8 +52,8 @@ class Lookahead(Rows):
         self.most  # noqa: B018  or an error
 
     def ready(self, decoder):
-        _loaded.pop(decoder, None)  # the folder may hold another one now
         if decoder is not None:
+            _loaded.pop(decoder, None)  # the folder may hold another one now
             self.adapter_of(decoder)
 
     def adapter_of(self, decoder):
