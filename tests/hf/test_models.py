@@ -141,13 +141,7 @@ def test_evicted_slots_are_as_if_masked(family):
     the prompt is read in chunks and while each new token is read."""
     model, length, new, size, sink, budget = shared(family), 50, 8, 16, 4, 12
     ids = prompt(1, length + new)["input_ids"]
-    alive, mask = [], torch.zeros(length + new, length + new, dtype=torch.bool)
-    ends = [*range(length % size or size, length + 1, size), *range(length + 1, length + new + 1)]
-    for start, end in zip([0, *ends], ends):
-        for row in range(start, end):
-            mask[row, [*alive, *range(start, row + 1)]] = True
-        alive = [*alive, *range(start, end)]
-        alive = alive[:sink] + alive[sink:][-(budget - sink) :]
+    mask = tiny.streaming_sees(length, new, size, sink, budget)
     config, dtype = model.get_decoder().config, torch.float32
     hide = {kind: torch.zeros(m.shape, dtype=dtype).masked_fill(~m, -torch.inf)[None, None] for kind, m in {
         "full_attention": mask, "sliding_attention": causal(length + new, getattr(config, "sliding_window", None)),

@@ -3,6 +3,7 @@
 import contextlib
 import sys
 
+import tiny
 import torch
 import zoo
 from transformers.cache_utils import DynamicCache
@@ -148,13 +149,7 @@ def masked(model) -> str | None:
     takes one for every kind of layer."""
     decoder, length, new, size, sink, budget = patching.find_decoder(model), 50, 6, 16, 4, 12
     ids = trial.plain_ids(decoder.config, 1, length + new)
-    alive, mask = [], torch.zeros(length + new, length + new, dtype=torch.bool)
-    ends = [*range(length % size or size, length + 1, size), *range(length + 1, length + new + 1)]
-    for start, end in zip([0, *ends], ends):
-        for row in range(start, end):
-            mask[row, [*alive, *range(start, row + 1)]] = True
-        alive = [*alive, *range(start, end)]
-        alive = alive[:sink] + alive[sink:][-(budget - sink) :]
+    mask = tiny.streaming_sees(length, new, size, sink, budget)
     hide = _masks(decoder.config, mask)
     try:
         with torch.no_grad():

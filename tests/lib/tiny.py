@@ -183,3 +183,16 @@ def _gguf_weight(name, weight, config):
         return weight.contiguous()
     heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2).contiguous()
+
+
+def streaming_sees(length, new, size, sink, budget):
+    """[length + new] * 2, the columns that a row sees where `streaming` evicts: a prompt read in chunks of `size`, the
+    first being the shortest, then tokens one by one."""
+    alive, mask = [], torch.zeros(length + new, length + new, dtype=torch.bool)
+    ends = [*range(length % size or size, length + 1, size), *range(length + 1, length + new + 1)]
+    for start, end in zip([0, *ends], ends):
+        for row in range(start, end):
+            mask[row, [*alive, *range(start, row + 1)]] = True
+        alive = [*alive, *range(start, end)]
+        alive = alive[:sink] + alive[sink:][-(budget - sink) :]
+    return mask
