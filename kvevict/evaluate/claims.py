@@ -4,7 +4,7 @@
 import math
 from dataclasses import dataclass
 
-from .ask import FULL, PERPLEXITY
+from .ask import FULL, PERPLEXITY, Run
 from .protocols import PROTOCOLS, pairs
 from .results import CASE
 from .table import Z, drawn
@@ -46,45 +46,44 @@ def difference(values, least: float = 0) -> Difference:
     return Difference(mean, mean - half, mean + half, sum(x > 0 for x in values), sum(x < 0 for x in values), n)
 
 
-def compared(lines, sides, fidelity: bool) -> Difference | None:
-    """lines: of results; sides: the two runs at each budget. A case's number is its mean difference over the budgets
-    that have both sides, so that cases stay independent. None where there are none."""
-    scores, cases = {}, {}
-    for line in lines:
-        if (line["metric"] == FIDELITY) == fidelity and line["metric"] != PERPLEXITY:
-            case = tuple(line[name] for name in CASE)
-            scores[case, line["policy"], line["budget"], line["chunk_size"], line["mode"]] = line["score"]
-            cases[case] = None
+def scores(lines, fidelity: bool) -> dict:
+    """{(case, its `Run`): score} of results' lines: divergences, or right answers."""
+    return {
+        (tuple(line[name] for name in CASE), Run(*(line[name] for name in vars(FULL)))): line["score"]
+        for line in lines
+        if (line["metric"] == FIDELITY) == fidelity and line["metric"] != PERPLEXITY
+    }
+
+
+def compared(known, sides, fidelity: bool) -> Difference | None:
+    """known: as `scores` gives it; sides: the two runs at each budget. A case's number is its mean difference over the
+    budgets that have both sides, so that cases stay independent. None where there are none."""
     values = []
-    for case in cases:
-        found = [tuple(scores.get((case, run.policy, run.budget, run.chunk_size, run.mode)) for run in both)
-                 for both in sides]  # fmt: skip
+    for case in dict.fromkeys(case for case, _ in known):
+        found = [tuple(known.get((case, run)) for run in both) for both in sides]
         apart = [better - than for better, than in found if better is not None and than is not None]
         if apart:
             values.append(sum(apart) / len(apart) * (-1 if fidelity else 1))
     return difference(values, least=0 if fidelity else 3 / len(values)) if values else None
 
 
-def usual(lines, sides, fidelity: bool) -> float:
+def usual(known, sides, fidelity: bool) -> float:
     """What a margin is a share of: the full cache's mean score, or the mean divergence of the second sides."""
-    than = {tuple(vars(both[1]).values()) for both in sides} if fidelity else {tuple(vars(FULL).values())}
-    own = [
-        line["score"] for line in lines
-        if tuple(line[name] for name in vars(FULL)) in than and (line["metric"] == FIDELITY) == fidelity
-        and line["metric"] != PERPLEXITY
-    ]  # fmt: skip
+    than = {both[1] for both in sides} if fidelity else {FULL}
+    own = [score for (_, run), score in known.items() if run in than]
     return sum(own) / len(own) if own else 0.0
 
 
 def render(lines, name, budgets, mode, layers, adapter=None, markdown=False) -> str:
     """A row per claim and kind of score."""
     table = [["claim", "better", "than", "of", "difference", "95 %", "won", "lost", "cases", "seen"]]
+    kinds = {fidelity: scores(lines, fidelity) for fidelity in (False, True)}
     for claim, sides in pairs(name, budgets, mode, layers, adapter):
-        for fidelity in (False, True):
-            found = compared(lines, sides, fidelity)
+        for fidelity, known in kinds.items():
+            found = compared(known, sides, fidelity)
             if found is None:
                 continue
-            margin = (claim.margin or 0) * usual(lines, sides, fidelity)
+            margin = (claim.margin or 0) * usual(known, sides, fidelity)
             scale, unit = (1, "nats of KL") if fidelity else (100, "points")
             table.append([
                 claim.says, *(run.policy for run in sides[0]), unit, f"{scale * found.mean:+.3g}",

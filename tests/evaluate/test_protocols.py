@@ -43,7 +43,8 @@ def lines(task, metric, scores):
 def told(scores, metric="exact", budgets=(64,), **options):
     claim = protocols.Claim("x", "a", "b", **options)
     sides = [claim.runs(budget, "aware", {}) for budget in budgets]
-    found, of = lines("t", metric, scores), metric == "fidelity"
+    of = metric == "fidelity"
+    found = claims.scores(lines("t", metric, scores), of)
     apart = claims.compared(found, sides, of)
     return apart, apart.verdict((claim.margin or 0) * claims.usual(found, sides, of))
 
