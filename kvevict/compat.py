@@ -2,7 +2,6 @@
 
 import inspect
 import sys
-import types
 
 import torch
 import transformers
@@ -17,18 +16,27 @@ if VERSION < (5, 4):
 CROP_TAKES_LENGTH = VERSION < (5, 17)
 
 
-def mark_rollbacks(model) -> None:
-    """Have assisted and prompt-lookup decoding say so on the cache: its calls bring candidates that may be taken back.
-    (`activate_past_recording` comes before our layers are in the cache.)"""
-    if hasattr(type(model), "_get_candidate_generator"):
-        model._get_candidate_generator = types.MethodType(_get_candidate_generator, model)
-
-
 def _get_candidate_generator(model, *args, **kwargs):
+    """Assisted and prompt-lookup decoding say on the cache that their calls bring candidates which may be taken back.
+    (`activate_past_recording` comes before our layers are in the cache.)"""
     cache = kwargs.get("model_kwargs", {}).get("past_key_values")
     if cache is not None:
         cache._kvevict_rollback = True
     return type(model)._get_candidate_generator(model, *args, **kwargs)
+
+
+def _init_continuous_batching(model, *args, **kwargs):
+    raise ValueError(
+        "continuous batching (generate_batch, serve) keeps its own paged cache, which kvevict cannot evict from: call "
+        "generate, or kvevict.unpatch(model) first"
+    )
+
+
+# Methods of a patched model that something stands in for.
+STAND_INS = {
+    "_get_candidate_generator": _get_candidate_generator,
+    "init_continuous_batching": _init_continuous_batching,
+}
 
 
 def may_roll_back(cache) -> bool:

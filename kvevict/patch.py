@@ -6,10 +6,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from . import _ops, compat, families, known, trial
+from . import _ops, families, known, trial
 from .engine import attention, forward, propagate, rerotate, residual, states
 from .engine.meter import Meter
-from .engine.step import STATE, logits_wanted, top_mask, top_model
+from .engine.step import STATE
 from .policy.policy import build
 
 
@@ -33,8 +33,21 @@ class Patch:
         self.keeps_state = bool({families.STATE, families.BOTH} & set(kinds))
         self.tsp = propagate.layer_of(policy, self.all_own, len(kinds))  # the last to read all tokens; None: all do
         self.wants_probs = policy.score.carries or (policy.decode and policy.rows.newest)
+        self.hooks = []
+        self._forget()
+
+    def _forget(self):
         self.meters = WeakKeyDictionary()  # thread -> Meter of its last read
         self.last_meter = Meter()  # of the last read in any thread
+
+    def __getstate__(self):
+        return {name: value for name, value in self.__dict__.items() if name not in ("meters", "last_meter")}
+
+    def __setstate__(self, state):
+        """Of a copy, maybe in another process: it has read nothing yet."""
+        self.__dict__.update(state)
+        self._forget()
+        attention.register()
 
     def own_meter(self):
         """Of this thread's last read; a new one if there was none."""
@@ -82,15 +95,9 @@ def _install(top, decoder, state) -> None:
     for module in own_modules(decoder, state):
         attention.divert(module)
     object.__setattr__(decoder, STATE, state)
-    forward.install(decoder)
+    forward.install(top, decoder)
     states.install(decoder, state)
-    compat.mark_rollbacks(top)
-    state.hooks = [
-        *propagate.install(decoder, state),
-        *residual.install(decoder, state),
-        top.register_forward_pre_hook(_note_call, with_kwargs=True),
-        top.register_forward_hook(_forget_call, always_call=True),
-    ]
+    state.hooks = [*propagate.install(decoder, state), *residual.install(decoder, state)]
 
 
 def unpatch(model):
@@ -105,8 +112,7 @@ def unpatch(model):
     for hook in state.hooks:
         hook.remove()
     states.remove(decoder, state)
-    forward.remove(decoder)
-    base_model(model).__dict__.pop("_get_candidate_generator", None)
+    forward.remove(base_model(model), decoder)
     for module in own_modules(decoder, state):
         attention.restore(module)
     object.__delattr__(decoder, STATE)
@@ -223,16 +229,3 @@ def check_type(model, decoder) -> None:
     reason = (known.refused(*names) if listed else None) or trial.difference(top, patched)
     if reason:
         raise ValueError(f"{type(top).__name__} (model_type {names[0]!r}) cannot be patched: {reason}")
-
-
-def _note_call(module, args, kwargs):
-    top_model.set(module)
-    top_mask.set(kwargs.get("attention_mask"))
-    wanted = kwargs.get("logits_to_keep", 0)
-    logits_wanted.set(wanted if isinstance(wanted, int) and kwargs.get("labels") is None else 0)
-
-
-def _forget_call(module, args, output):
-    logits_wanted.set(0)
-    top_mask.set(None)
-    top_model.set(None)

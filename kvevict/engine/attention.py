@@ -5,6 +5,7 @@ import contextlib
 import copy
 from contextvars import ContextVar
 
+import torch
 from transformers import AttentionInterface
 
 from .. import _ops, compat
@@ -18,6 +19,7 @@ ORIGINAL = "_kvevict_original"  # attribute of our copy of a module's config: th
 _note: ContextVar = ContextVar("kvevict_note", default=None)  # (module, query, key) of what runs unpatched
 
 
+@torch.compiler.disable
 def attention(module, query, key, value, attention_mask, scaling=None, softcap=None, s_aux=None, **kwargs):
     """Transformers' attention interface: query [B, H, T, D], key and value [B, Hkv, T, D] -> ([B, T, H, D], None).
 

@@ -10,6 +10,7 @@ from .. import _ops, compat
 from . import host
 from .step import current
 
+HALF_READ = "past_key_values was left half read by an error; read the prompt into a new one"
 ROOM = 64  # free rows per head after an eviction, so that decoding appends without moving anything
 
 
@@ -31,6 +32,7 @@ class EvictionLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget everything, as if new."""
         self.is_initialized = False
+        self.half_read = False  # in a cache's first such layer: a call that changes the cache has not ended
         self.record_past = False
         self.fresh = None  # (k, v) between update() and the attention function
         self.k = self.v = self.pos = None

@@ -16,7 +16,7 @@ from .cache import EvictionLayer, fit
 from .choosers import Chooser
 from .latent import LatentLayer
 from .meter import Meter
-from .step import Step, running
+from .step import Step, enter
 from .view import View
 
 
@@ -100,17 +100,13 @@ class Drafting(Chooser):
 
     def end(self, chunk_end):
         views, self.views = self.views, []
-        try:
-            caches = self._drafted(chunk_end, views)
-            for view in views:
-                rows, caches[view.index] = caches[view.index].rows, None
-                view.state["drafted"] = tuple(torch.cat(part, 2) for part in zip(*rows, strict=True))
-                with view.step.meter.clock("evict"):
-                    self.chooser.layer(view)
-                del view.state["drafted"]
-        except BaseException:
-            views[-1].layer.columns = -1  # half read, which the cache's next user is told
-            raise
+        caches = self._drafted(chunk_end, views)
+        for view in views:
+            rows, caches[view.index] = caches[view.index].rows, None
+            view.state["drafted"] = tuple(torch.cat(part, 2) for part in zip(*rows, strict=True))
+            with view.step.meter.clock("evict"):
+                self.chooser.layer(view)
+            del view.state["drafted"]
 
     def _drafted(self, chunk_end, views) -> list:
         """The layers of an evicted copy of the cache, over which tokens were drafted."""
@@ -145,11 +141,11 @@ class Drafting(Chooser):
             one = Step(
                 quiet, step.decoder, cache, meter, at, none, 0 * step.padding, _Watch(self.errors), final_position=final
             )
-            with running(one):
-                hidden = chunk_end.run(
-                    input_ids=ids, attention_mask=mask, position_ids=at.long(), past_key_values=cache, use_cache=True,
-                    return_dict=True,
-                ).last_hidden_state  # fmt: skip
+            enter(one)
+            hidden = chunk_end.run(
+                input_ids=ids, attention_mask=mask, position_ids=at.long(), past_key_values=cache, use_cache=True,
+                return_dict=True,
+            ).last_hidden_state  # fmt: skip
 
 
 def _first_choice(view, quiet, meter):

@@ -1,52 +1,108 @@
-"""What stands in for the text decoder's forward, how it is put there and taken away."""
+"""What stands in for the text decoder's forward and for that of the model around it, how it is put there and taken
+away. Calls run in a context (contextvars) of their own: what they note in it is gone however they end."""
 
+import contextvars
 import inspect
 import types
 
 import torch
 
-from .. import families
+from .. import compat, families
 from .reader import Reader
 from .request import Request
-from .step import STATE, current
+from .step import STATE, Called, called, current
 
-WRAPPED = "_kvevict_forward"  # module attribute: (name of the attribute we replaced, what was there or None)
+WRAPPED = "_kvevict_forward"  # module attribute: the StandIn of its forward
 
 
-def install(decoder) -> None:
-    """Replace the decoder's forward, and that of rotary frequencies which depend on a prompt's length."""
+class StandIn:
+    """A function in place of a module's method; copies and pickles of the module have one of their own.
+
+    before   what the module had as attribute of that name; None: the class's method
+    """
+
+    def __init__(self, function, module, name, before=None):
+        self.function, self.module, self.name, self.before = function, module, name, before
+
+    def __call__(self, *args, **kwargs):
+        if self.function is None:  # unpatched, but somebody who wrapped it still calls it
+            return self.own(*args, **kwargs)
+        return self.function(self.module, *args, **kwargs)
+
+    @property
+    def own(self):
+        """What it stands in for."""
+        return self.before or types.MethodType(getattr(type(self.module), self.name.removeprefix("_old_")), self.module)
+
+    @property
+    def __signature__(self):
+        return inspect.signature(self.own)
+
+
+def install(top, decoder) -> None:
+    """Replace the decoder's forward, that of the model around it, and that of rotary frequencies which depend on a
+    prompt's length."""
     replace(decoder, forward)
+    if top is not decoder:
+        replace(top, _top_forward)
     if families.rope_depends_on_length(decoder):
         replace(families.rotary_of(decoder), _rotary_forward)
+    for name, function in compat.STAND_INS.items():
+        if hasattr(type(top), name):
+            top.__dict__[name] = StandIn(function, top, name)
 
 
-def remove(decoder) -> None:
-    restore(decoder)
-    if families.rope_depends_on_length(decoder):
-        restore(families.rotary_of(decoder))
+def remove(top, decoder) -> None:
+    for module in (decoder, top, families.rotary_of(decoder)):
+        if module is not None and WRAPPED in module.__dict__:
+            restore(module)
+    for name in compat.STAND_INS:
+        top.__dict__.pop(name, None)
 
 
 def replace(module, function) -> None:
-    """Put a bound method (deepcopy rebinds those) where accelerate looks when it has hooked the module already."""
+    """Put a stand-in where accelerate looks when it has hooked the module already."""
     name = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
-    object.__setattr__(module, WRAPPED, (name, module.__dict__.get(name)))
-    setattr(module, name, types.MethodType(function, module))
+    standin = StandIn(function, module, name, module.__dict__.get(name))
+    object.__setattr__(module, WRAPPED, standin)
+    setattr(module, name, standin)
 
 
 def restore(module) -> None:
-    name, before = getattr(module, WRAPPED)
-    if "_old_forward" in module.__dict__ and name == "forward":  # accelerate hooked us after patching
+    standin = getattr(module, WRAPPED)
+    object.__delattr__(module, WRAPPED)
+    standin.function = None
+    name = standin.name
+    if module.__dict__.get("_old_forward") is standin:  # accelerate may have hooked us after patching
         name = "_old_forward"
-    if before is None and name == "forward":
+    if module.__dict__.get(name) is not standin:
+        return
+    if standin.before is None and name == "forward":
         del module.__dict__[name]
     else:
-        setattr(module, name, before or types.MethodType(type(module).forward, module))
-    object.__delattr__(module, WRAPPED)
+        setattr(module, name, standin.own)
 
 
 def original(module):
     """The module's own forward, as a callable."""
-    return getattr(module, WRAPPED)[1] or types.MethodType(type(module).forward, module)
+    return getattr(module, WRAPPED).own
+
+
+@torch.compiler.disable(recursive=False)
+def _top_forward(self, *args, **kwargs):
+    """Stands in for the forward of the model around the decoder."""
+    return contextvars.copy_context().run(_call, self, args, kwargs)
+
+
+def _call(model, args, kwargs):
+    wanted = kwargs.get("logits_to_keep", 0)
+    wanted = wanted if isinstance(wanted, int) and kwargs.get("labels") is None else 0
+    call = Called(model, kwargs.get("attention_mask"), wanted)
+    called.set(call)
+    output = original(model)(*args, **kwargs)
+    if call.request is not None:
+        call.request.settle()
+    return output
 
 
 @torch.compiler.disable
@@ -62,17 +118,24 @@ def forward(self, *args, **kwargs):
     if self.training or (cache is None and not use_cache):
         return run(**kwargs)
     with torch.no_grad():
-        request = Request(self, self.__dict__[STATE], kwargs)
-        reader = Reader(request, run)
-        if request.tokens == 1 and request.columns > 0:
-            output = reader.decode()
-        elif request.rolls_back and request.columns > 0 and request.wanted == request.tokens:
-            output = reader.append()
-        else:
-            output = reader.read()
+        request, output = contextvars.copy_context().run(_read, self, run, kwargs)
     if torch.is_grad_enabled():
         _refuse_backward(self, kwargs.get("inputs_embeds"), output)
     return output if request.return_dict is not False else output.to_tuple()
+
+
+def _read(decoder, run, kwargs):
+    request = Request(decoder, decoder.__dict__[STATE], kwargs)
+    reader = Reader(request, run)
+    if request.tokens == 1 and request.columns > 0:
+        output = reader.decode()
+    elif request.rolls_back and request.columns > 0 and request.wanted == request.tokens:
+        output = reader.append()
+    else:
+        output = reader.read()
+    if request.top is None:
+        request.settle()
+    return request, output
 
 
 def _rotary_forward(self, x, position_ids, *args, **kwargs):

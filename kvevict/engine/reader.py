@@ -14,7 +14,7 @@ from .choosers import Append, Group
 from .draft import Drafting
 from .meter import Meter
 from .residual import Errors
-from .step import Read, Step, running
+from .step import Read, Step, enter
 
 
 @dataclass
@@ -38,6 +38,7 @@ class Reader:
         request = self.request
         if request.padding.any():
             raise ValueError("attention_mask hides the newly decoded token; its last column must be 1")
+        request.begin()
         budgets.renew(self.policy, request.layers, request.heads)
         watches = self.policy.decode or self.policy.score.carries
         return self._call(
@@ -46,6 +47,7 @@ class Reader:
 
     def append(self):
         """Tokens that may be taken back by crop(): stored as they are."""
+        self.request.begin()
         return self._call(0, self.request.tokens, self.patch.own_meter(), Append())
 
     def read(self):
@@ -65,11 +67,11 @@ class Reader:
             if drafted:
                 output = self._call(prompt, request.tokens, meter, Append())
                 hidden = _tail([*hidden, output.last_hidden_state], wanted)
-        read.budgets.learn()
         output.last_hidden_state = hidden[0] if len(hidden) == 1 else torch.cat(hidden, 1)
         with meter.clock("read"):  # the report waits for a GPU to have done the rest
             meter.write(read, patch, request.cache)
         patch.keep(meter)
+        read.budgets.learn()
         return output
 
     def _begin(self, prompt, meter, wanted, drafted) -> tuple:
@@ -86,6 +88,7 @@ class Reader:
         budgets.check_groups(policy, layers)
         read.along = policy.rows.prepare(request, read)
         read.budgets = budgets.Budgets(self.patch, layers, request.heads, seen)
+        request.begin()
         for order, layer in enumerate(layers):
             layer.policy = policy
             layer.recent = None  # their slots are no longer the last ones
@@ -101,7 +104,8 @@ class Reader:
         chooser = self._chooser(read, chunk)
         step = self._step(chunk.start, chunk.end, read.meter, chooser, read, chunk)
         along = read.along.last(chunk.along) if chunk.along else None
-        with running(step), contextlib.nullcontext() if along is None else along.adapted(request.decoder):
+        enter(step)
+        with contextlib.nullcontext() if along is None else along.adapted(request.decoder):
             output = self._run(step, chunk.start, chunk.end, along)
         if chunk.along:
             output.last_hidden_state = output.last_hidden_state[:, : -chunk.along]
@@ -121,8 +125,8 @@ class Reader:
 
     def _call(self, start, end, meter, chooser):
         step = self._step(start, end, meter, chooser)
-        with running(step):
-            return self._run(step, start, end)
+        enter(step)
+        return self._run(step, start, end)
 
     def _run(self, step, start, end, along=None):
         """The decoder over columns start..end-1 and, behind them, the rows `along`."""

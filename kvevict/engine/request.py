@@ -7,8 +7,8 @@ from transformers.cache_utils import DynamicCache
 from .. import compat, families
 from . import propagate
 from .adopt import adopt
-from .cache import EvictionLayer
-from .step import logits_wanted, top_mask, top_model
+from .cache import HALF_READ, EvictionLayer
+from .step import Called, called
 
 PER_LAYER = "per_layer_inputs"
 OF_EVERY_TOKEN = ("output_hidden_states", "output_router_logits")  # outputs that a chunk has only its part of
@@ -26,6 +26,7 @@ class Request:
         self.return_dict = self.kwargs.pop("return_dict", getattr(decoder.config, "return_dict", True))
         self.cache = self.kwargs.pop("past_key_values", None)
         self.kwargs.pop("use_cache", None)
+        self.called = called.get() or Called(None, None, 0)
         if (self.ids is None) == (self.embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         tokens = self.ids if self.ids is not None else self.embeds
@@ -38,8 +39,8 @@ class Request:
             )
         self._check_cache()
         self._check_mask()
-        self.top = top_model.get()
-        self.wanted = logits_wanted.get()  # rows of the last hidden state that the caller will use; 0: all
+        self.top = self.called.model
+        self.wanted = self.called.wanted  # rows of the last hidden state that the caller will use; 0: all
         if self.asks("output_attentions"):
             raise ValueError("output_attentions=True is not possible: kvevict never builds attention matrices")
         self._adopt_cache()
@@ -66,10 +67,10 @@ class Request:
             )
         self.columns = self.cache.get_seq_length()
         for layer in self.cache.layers:
-            if isinstance(layer, EvictionLayer) and layer.is_initialized:
-                if layer.columns != self.columns:
-                    raise ValueError("past_key_values was left half read by an error; read the prompt into a new one")
-                if layer.len.shape[0] != self.batch:
+            if isinstance(layer, EvictionLayer):
+                if layer.half_read or (layer.is_initialized and layer.columns != self.columns):
+                    raise ValueError(HALF_READ)
+                if layer.is_initialized and layer.len.shape[0] != self.batch:
                     raise ValueError(
                         f"past_key_values holds a batch of {layer.len.shape[0]} rows, the input has {self.batch}"
                     )
@@ -103,10 +104,10 @@ class Request:
     def _plain_mask(self):
         """The 2D mask; where a model around the decoder makes masks of it for every kind of layer, what it was made of.
         Raises ValueError where those let a token see a later one (Gemma 3's pictures)."""
-        mask, given = self.mask, top_mask.get()
+        mask, given = self.mask, self.called.mask
         made = isinstance(mask, dict) or (isinstance(mask, torch.Tensor) and mask.ndim == 4)
         plain = given is None or (isinstance(given, torch.Tensor) and given.ndim == 2)
-        if not (made and plain and top_model.get() is not None):
+        if not (made and plain and self.called.model is not None):
             return mask
         for kind, each in (mask if isinstance(mask, dict) else {"full_attention": mask}).items():
             if not (isinstance(each, torch.Tensor) and each.ndim == 4 and each.shape[2] == self.tokens):
@@ -120,6 +121,15 @@ class Request:
             if given is None and kind == "full_attention" and not bool(sees[..., -1, :].all()):
                 raise ValueError("a padded batch needs attention_mask= by name, as a 2D tensor")
         return given
+
+    def begin(self) -> None:
+        """From here on the cache changes. Whatever ends the call before `settle` leaves it marked as half read."""
+        self.layers[0].half_read = True
+        self.called.request = self
+
+    def settle(self) -> None:
+        """The call is done."""
+        self.layers[0].half_read = False
 
     def check_read(self, prompt: int, wanted: int, calls: int) -> None:
         """Raise ValueError for what reading `prompt` columns in `calls` calls cannot give: arguments that cannot be

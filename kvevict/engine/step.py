@@ -1,6 +1,5 @@
 """What the decoder wrapper tells the attention function about the call that is running."""
 
-import contextlib
 import copy
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -10,9 +9,17 @@ import torch
 
 STATE = "_kvevict"  # attribute of the text decoder that holds its Patch, outside nn.Module's registries
 _current: ContextVar = ContextVar("kvevict_step", default=None)
-top_model: ContextVar = ContextVar("kvevict_top_model", default=None)  # the model around the decoder that runs
-top_mask: ContextVar = ContextVar("kvevict_top_mask", default=None)  # what its caller gave it as attention_mask
-logits_wanted: ContextVar = ContextVar("kvevict_logits_wanted", default=0)  # of the last tokens; 0: of all
+called: ContextVar = ContextVar("kvevict_called", default=None)  # the Called of the model around the decoder that runs
+
+
+@dataclass
+class Called:
+    """A call of the model around the decoder."""
+
+    model: object
+    mask: object  # what its caller gave as attention_mask
+    wanted: int  # logits of the last tokens; 0: of all
+    request: object = None  # the kvevict.engine.request.Request of the decoder's call in it
 
 
 @dataclass
@@ -74,12 +81,6 @@ def current() -> Step | None:
     return _current.get()
 
 
-@contextlib.contextmanager
-def running(step: Step):
-    token = _current.set(step)
-    try:
-        yield step
-    finally:
-        _current.reset(token)
-        for view in step.shared.values():  # an error came before their slots were chosen: half read
-            view.layer.columns = -1
+def enter(step: Step) -> None:
+    """What follows in this call, which has a context of its own, is part of the step."""
+    _current.set(step)
