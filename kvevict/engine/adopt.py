@@ -100,21 +100,21 @@ def adopt(cache, kinds, config, first=None) -> None:
         )
     if len(layers) < len(kinds):  # a cache built without a config grows its layers lazily
         layers += DynamicCache(config=config).layers[len(layers) :]
-    for index, kind in enumerate(kinds):
-        layer = layers[index]
-        if kind in families.EVICTS:
-            if not isinstance(layer, EvictionLayer):
-                layers[index] = import_layer(layer, families.is_latent(config), first)
-        elif kind in (families.STATE, families.NOTHING):
-            continue
-        elif type(layer) is DynamicSlidingWindowLayer:
-            layer.__class__ = SlidingLayer
-        elif not isinstance(layer, SlidingLayer):
+    for index, (kind, layer) in enumerate(zip(kinds, layers, strict=True)):
+        if kind == families.SLIDING and not isinstance(layer, DynamicSlidingWindowLayer):
             raise ValueError(
                 f"past_key_values has a {type(layer).__name__} at sliding-window layer {index}; build it with "
                 "DynamicCache(config=model.config)"
             )
+        if kind in families.EVICTS and not isinstance(layer, EvictionLayer):
+            _check_import(layer)
     cache.layers = layers
+    for index, (kind, layer) in enumerate(zip(kinds, layers, strict=True)):  # each whole: an error leaves a right cache
+        if kind == families.SLIDING:
+            layer.__class__ = SlidingLayer
+        elif kind in families.EVICTS and not isinstance(layer, EvictionLayer):
+            layers[index] = import_layer(layer, families.is_latent(config), first)
+            layer.keys = layer.values = None
     cache.layer_class_to_replicate = None
     if type(cache) is DynamicCache:
         cache.__class__ = EvictionCache
@@ -122,14 +122,7 @@ def adopt(cache, kinds, config, first=None) -> None:
 
 def import_layer(layer, latent, first=None):
     """An `EvictionLayer` with the tokens that a plain `DynamicLayer` holds; latent: it holds latents."""
-    both = isinstance(layer, DynamicLayer) and hasattr(layer, "update_conv_state")
-    wide = type(layer) is DynamicSlidingWindowLayer and layer.get_seq_length() < layer.sliding_window
-    if not (type(layer) is DynamicLayer or both or wide):
-        raise ValueError(
-            f"past_key_values has a {type(layer).__name__}; kvevict evicts from a plain DynamicCache only (no static, "
-            "quantised or offloaded cache): drop cache_implementation, or call kvevict.unpatch(model)"
-        )
-    ours = StatefulLayer(layer) if both else LatentLayer() if latent else EvictionLayer()
+    ours = StatefulLayer(layer) if _has_both(layer) else LatentLayer() if latent else EvictionLayer()
     if getattr(layer, "keys", None) is not None and layer.get_seq_length() > 0:
         k, v = ours.pack(layer.keys, layer.values)
         batch, _, columns, _ = k.shape
@@ -139,5 +132,17 @@ def import_layer(layer, latent, first=None):
         pos = (torch.arange(columns, device=k.device) - first[:, None]).to(torch.int32)
         ours.append(k, v, pos, first, padding)
         ours.advance(columns, columns - padding)
-        layer.keys = layer.values = None
     return ours
+
+
+def _has_both(layer) -> bool:
+    return isinstance(layer, DynamicLayer) and hasattr(layer, "update_conv_state")
+
+
+def _check_import(layer) -> None:
+    wide = type(layer) is DynamicSlidingWindowLayer and layer.get_seq_length() < layer.sliding_window
+    if not (type(layer) is DynamicLayer or _has_both(layer) or wide):
+        raise ValueError(
+            f"past_key_values has a {type(layer).__name__}; kvevict evicts from a plain DynamicCache only (no static, "
+            "quantised or offloaded cache): drop cache_implementation, or call kvevict.unpatch(model)"
+        )
