@@ -2,9 +2,11 @@
 
 import contextlib
 import threading
+import warnings
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from . import _ops, families, known, trial
 from .engine import attention, forward, propagate, rerotate, residual, states
@@ -66,6 +68,7 @@ def patch(model, policy, *, budget=None, chunk_size=None, **options):
     chunk_size  tokens read at once, evicting after every chunk; None takes the preset's own schedule
     options     any field of the policy or its score: window=16, decode=True, progress=True, ...
 
+    model may be a pipeline, or in a PEFT, DistributedDataParallel or DataParallel wrapper.
     `model.generate(...)`, `model(ids)` and pipelines work as before. Patching again replaces the policy. Raises
     ValueError or TypeError, and leaves the model as it was, for an unknown name, an impossible number, or a model that
     cannot be patched.
@@ -87,6 +90,13 @@ def patch(model, policy, *, budget=None, chunk_size=None, **options):
     if is_patched(decoder):
         unpatch(model)
     _install(top, decoder, state)
+    learned = _learned_tokens(model)
+    if learned > chosen.keep_first:
+        warnings.warn(
+            f"a PEFT adapter puts {learned} learned tokens before every prompt, which may be evicted; "
+            f"keep_first={learned} keeps them",
+            stacklevel=2,
+        )
     return model
 
 
@@ -137,17 +147,25 @@ def evicting(model, policy, **options):
 
 
 def base_model(model):
-    """The Transformers model under a PEFT wrapper, or the model itself."""
+    """The Transformers model in a pipeline or under wrappers (data parallel, compiled, PEFT), or the model itself."""
+    if not isinstance(model, torch.nn.Module) and isinstance(getattr(model, "model", None), torch.nn.Module):
+        model = model.model
+    while isinstance(model, (DataParallel, DistributedDataParallel)) or hasattr(model, "_orig_mod"):
+        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _learned_tokens(model) -> int:
+    """How many learned tokens a PEFT adapter puts before every prompt."""
+    config = getattr(model, "active_peft_config", None) if hasattr(model, "get_base_model") else None
+    return getattr(config, "num_virtual_tokens", None) or 0
 
 
 def find_decoder(model):
     """The text decoder whose layers cache keys and values."""
-    if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
-        raise TypeError(
-            f"model must be a loaded Transformers model (a pipeline's is pipe.model), got {type(model).__name__}"
-        )
     top = base_model(model)
+    if not isinstance(top, torch.nn.Module) or not hasattr(top, "config"):
+        raise TypeError(f"model must be a loaded Transformers model or a pipeline, got {type(model).__name__}")
     decoder = families.decoder_of(top)
     if decoder is None:
         reasons = families.reasons(top.config) or [

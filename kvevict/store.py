@@ -12,12 +12,12 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 from . import families
 from .engine import host
 from .engine.adopt import StatefulLayer, adopt
-from .engine.cache import EvictionLayer
+from .engine.cache import HALF_READ, EvictionLayer
 from .engine.latent import LatentLayer
 
 FORMAT = "kvevict-cache-2"
 OWN_TENSORS = ("k", "v", "pos", "len", "seen")
-OPTIONAL = ("carry", "recent")
+OPTIONAL = ("carry", "recent", "upcoming")
 
 
 def save_cache(cache, path) -> None:
@@ -27,6 +27,8 @@ def save_cache(cache, path) -> None:
     """
     if not getattr(cache, "layers", None):
         raise ValueError("the cache was not filled by kvevict: it is empty; read a prompt with a patched model first")
+    if any(getattr(layer, "half_read", False) for layer in cache.layers):
+        raise ValueError(HALF_READ)
     tensors, facts = {}, []
     for index, layer in enumerate(cache.layers):
         if type(layer).__name__ == "DummyLayer":
@@ -39,7 +41,7 @@ def save_cache(cache, path) -> None:
             values = dict(k=layer.k[packed], v=layer.v[packed], pos=layer.pos[packed])
             values |= {name: getattr(layer, name) for name in ("len", "seen", *OPTIONAL)}
             values["budget"] = None if layer.budget is None else torch.tensor(layer.budget, dtype=torch.int32)
-            facts.append(dict(kind=families.OWN, columns=layer.columns))
+            facts.append(dict(kind=families.OWN, columns=layer.columns, packed=layer.packed))
         elif getattr(layer, "is_sliding", False) and layer.is_initialized:
             start = max(0, layer.keys.shape[2] - layer.sliding_window + 1)  # longer while the past is recorded
             values = dict(keys=layer.keys[:, :, start:], values=layer.values[:, :, start:])
@@ -144,10 +146,16 @@ def _fill_own(layer, tensors, fact, shape, dtype):
         _expect("recent", tensors["recent"], (batch, query_heads, rows, max(read, width)), dtype)
         if width not in (read, 2 * read):
             raise ValueError(f"recent has {width} columns, expected {read} or {2 * read}")
+    if "upcoming" in tensors:
+        _expect("upcoming", tensors["upcoming"], (batch,), torch.int64)
     layer.lazy_initialization(tensors["k"].new_empty(batch, heads, 0, dim))
+    layer.packed = tuple((int(start), int(stop)) for start, stop in fact.get("packed", ()))
+    if not all(0 <= start < stop <= columns for start, stop in layer.packed):
+        raise ValueError("packed columns that were not read")
     layer.counts = layer.capacity = np.array(length.tolist())
     layer.offset, layer.columns = host.upload(layer._offsets(), length.device), columns
     for name in OWN_TENSORS:
         setattr(layer, name, tensors[name])
     layer.budget = np.array(tensors["budget"].tolist())
-    layer.carry, layer.recent = tensors.get("carry"), tensors.get("recent")
+    for name in OPTIONAL:
+        setattr(layer, name, tensors.get(name))

@@ -33,6 +33,8 @@ class EvictionLayer(CacheLayerMixin):
         """Forget everything, as if new."""
         self.is_initialized = False
         self.half_read = False  # in a cache's first such layer: a call that changes the cache has not ended
+        self.packed = ()  # in a cache's first such layer: (start, stop) columns whose padding was moved to the left
+        self.upcoming = None  # there too, where it was: [B] int64 positions that come next
         self.record_past = False
         self.fresh = None  # (k, v) between update() and the attention function
         self.k = self.v = self.pos = None
@@ -138,6 +140,7 @@ class EvictionLayer(CacheLayerMixin):
         self.seen = (self.seen - count).clamp_min(0)
         self.columns -= count
         self.tail -= count
+        self.upcoming = None if self.upcoming is None else self.upcoming - count
         self.room = self._least_room()
         if self.recent is not None:
             left = self.recent[:, :, : max(0, self.recent.shape[2] - count)]
@@ -163,7 +166,7 @@ class EvictionLayer(CacheLayerMixin):
             return
         source = self.k, self.v, self.pos, self.offset[chosen], self.len[chosen]
         on_host = chosen.tolist()
-        for name in ("seen", "carry", "recent"):
+        for name in ("seen", "carry", "recent", "upcoming"):
             value = getattr(self, name)
             setattr(self, name, None if value is None else value[chosen])
         self.counts, self.budget = self.counts[on_host], None if self.budget is None else self.budget[on_host]

@@ -113,7 +113,7 @@ class Drafting(Chooser):
         step, meter, n_d = chunk_end.step, chunk_end.step.meter, chunk_end.step.patch.policy.rows.n_d
         with meter.clock("draft"):
             quiet = copy.copy(step.patch)
-            quiet.policy = FIRST_CUT
+            quiet.policy = replace(FIRST_CUT, keep_first=step.patch.policy.keep_first)
             cache = copy.copy(step.cache)
             copied = {families.STATE: copy.deepcopy}  # a state is updated in place
             cache.layers = [

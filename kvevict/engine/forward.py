@@ -4,6 +4,7 @@ away. Calls run in a context (contextvars) of their own: what they note in it is
 import contextvars
 import inspect
 import types
+import warnings
 
 import torch
 
@@ -112,9 +113,15 @@ def forward(self, *args, **kwargs):
     if args:
         bound = inspect.signature(type(self).forward).bind_partial(self, *args).arguments
         kwargs |= {name: value for name, value in bound.items() if name != "self"}
-    use_cache = kwargs.get("use_cache")
-    use_cache = getattr(self.config, "use_cache", True) if use_cache is None else use_cache
-    cache = kwargs.get("past_key_values")
+    use_cache, cache = kwargs.get("use_cache"), kwargs.get("past_key_values")
+    if use_cache is None:
+        use_cache = getattr(self.config, "use_cache", True)
+        if not (use_cache or self.training or cache is not None):
+            warnings.warn(
+                "config.use_cache is False, as a Trainer with checkpointing leaves it, so nothing is evicted: set "
+                "model.config.use_cache = True, or pass use_cache=",
+                stacklevel=2,
+            )
     if self.training or (cache is None and not use_cache):
         return run(**kwargs)
     with torch.no_grad():
@@ -133,6 +140,7 @@ def _read(decoder, run, kwargs):
         output = reader.append()
     else:
         output = reader.read()
+    request.unpack(output)
     if request.top is None:
         request.settle()
     return request, output

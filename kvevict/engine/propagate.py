@@ -82,11 +82,13 @@ def choose(view, score) -> Onward:
     kept = np.minimum(view.k.shape[2] - view.padding, policy.tsp_len)
     most, keep = int(kept.max()), host.upload(kept, view.device, torch.int32)
     last = view.protected[1].clamp_min(policy.goes_on).minimum(keep)
+    first = policy.keep_first - (view.layer.seen - tokens)  # of them in this chunk
+    first = first.clamp_min(0).minimum(keep - last).to(torch.int32)
     count = torch.arange(view.k.shape[2], device=view.device)
     slot = (view.layer.len[..., None] + count).clamp_max(view.columns - 1)  # of each of a row's tokens
     worth = sum(policy.score.pooled(view, score).gather(2, slot).unbind(1))  # in head order: the same on every machine
     with view.step.meter.clock("select"):
-        chosen = _ops.select(worth[:, None], tokens[:, None], keep[:, None], torch.zeros_like(last), last, most)[:, 0]
+        chosen = _ops.select(worth[:, None], tokens[:, None], keep[:, None], first, last, most)[:, 0]
     padding = most - keep
     rank = count[:most] - padding[:, None]
     columns = chosen.gather(1, rank.clamp_min(0)) + view.first[:, None]

@@ -1,6 +1,7 @@
 """The loop around the text decoder: a prompt goes through it chunk by chunk, each as [chunk | rows that read along]."""
 
 import contextlib
+import warnings
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,6 +87,13 @@ class Reader:
         chunks = list(schedule.chunks(policy, prompt, limits, along))
         request.check_read(prompt, wanted, len(chunks) + drafted + (chunks[-1].along > 0))
         budgets.check_groups(policy, layers)
+        if request.scores(evicts):
+            warnings.warn(
+                f"these are logits of {prompt} tokens that were read before anything was evicted from them: to score a "
+                "text under eviction read its first part into a cache and pass the rest, or take a policy with a "
+                "chunk_size; logits_to_keep=1 is enough to read",
+                stacklevel=2,
+            )
         read.along = policy.rows.prepare(request, read)
         read.budgets = budgets.Budgets(self.patch, layers, request.heads, seen)
         request.begin()

@@ -25,6 +25,7 @@ class Request:
         self.position_ids = self.kwargs.pop("position_ids", None)
         self.return_dict = self.kwargs.pop("return_dict", getattr(decoder.config, "return_dict", True))
         self.cache = self.kwargs.pop("past_key_values", None)
+        self.own_cache = self.cache is None
         self.kwargs.pop("use_cache", None)
         self.called = called.get() or Called(None, None, 0)
         if (self.ids is None) == (self.embeds is None):
@@ -38,12 +39,15 @@ class Request:
                 + (f" after the {held} that the cache holds, and an attention_mask that covers both" if held else "")
             )
         self._check_cache()
+        self.packed = None  # where padding is not all at the left: of every column [B, N] its place once it is
         self._check_mask()
         self.top = self.called.model
         self.wanted = self.called.wanted  # rows of the last hidden state that the caller will use; 0: all
         if self.asks("output_attentions"):
             raise ValueError("output_attentions=True is not possible: kvevict never builds attention matrices")
         self._adopt_cache()
+        if self.layers[0].upcoming is not None:
+            self._go_on(self.layers[0].upcoming)
         self.rolls_back = self.layers[0].record_past or compat.may_roll_back(self.cache)
         if self.rolls_back and self.patch.keeps_state:
             raise ValueError(
@@ -79,7 +83,14 @@ class Request:
         kinds, layers = self.patch.kinds, self.cache.layers
         if len(layers) == len(kinds) and all(isinstance(layers[index], EvictionLayer) for index in self.patch.order):
             return
-        first = None if self.mask is None else _left_padding(self.mask[:, : self.columns])[0]
+        first = None
+        if self.mask is not None:
+            first, _, holes = _padding(self.mask[:, : self.columns])
+            if holes:
+                raise ValueError(
+                    "attention_mask must be left-padded (zeros first) for tokens that were read before patching: set "
+                    "tokenizer.padding_side='left', or read them with the patched model"
+                )
         adopt(self.cache, kinds, self.decoder.config, first)
 
     def _check_mask(self):
@@ -99,7 +110,38 @@ class Request:
                 f"attention_mask has shape {tuple(mask.shape)}, expected {wanted}: it must cover the {self.columns} "
                 f"tokens seen and the {self.tokens} new ones"
             )
-        self.first, self.padding = _left_padding(mask[:, self.columns :])
+        self.first, self.padding, holes = _padding(mask[:, self.columns :])
+        if holes:
+            self._pack()
+
+    def _pack(self):
+        """Move every row's tokens to the right, in their order, with their positions; padding comes first."""
+        mask = self.mask[:, self.columns :].bool()
+        order = mask.int().argsort(dim=1, stable=True)
+        self.packed = (self.first[:, None] + mask.cumsum(1) - 1).clamp_min(0)
+        position_ids = self._given_positions()
+        self.position_ids = _take(position_ids.expand(*position_ids.shape[:-2], self.batch, -1), order, -1)
+        self.ids, self.embeds = (None if t is None else _take(t, order, 1) for t in (self.ids, self.embeds))
+        for name, value in self.kwargs.items():
+            if isinstance(value, torch.Tensor) and value.shape[:2] == order.shape:
+                self.kwargs[name] = _take(value, order, 1)
+        self.mask = torch.cat([self.mask[:, : self.columns], _take(self.mask[:, self.columns :], order, 1)], 1)
+
+    def _go_on(self, upcoming):
+        """Rows go on where their tokens ended: generate counts on from the last column, which may have been padding."""
+        first = self.first.long().clamp_max(self.tokens - 1)[:, None]
+        late = (upcoming[:, None] - self.positions().gather(1, first)).clamp_min(0)
+        self.position_ids = self.position_ids.expand(*self.position_ids.shape[:-2], self.batch, -1) + late
+
+    def unpack(self, output) -> None:
+        """Give every column its own row of the decoder's output again, or that of the last token before it."""
+        if self.packed is None:
+            return
+        for name in ("last_hidden_state", "logits"):
+            rows = getattr(output, name, None)
+            if rows is not None:
+                place = self.packed[:, -rows.shape[1] :] - (self.tokens - rows.shape[1])
+                output[name] = _take(rows, place.clamp_min(0), 1)
 
     def _plain_mask(self):
         """The 2D mask; where a model around the decoder makes masks of it for every kind of layer, what it was made of.
@@ -129,12 +171,23 @@ class Request:
 
     def settle(self) -> None:
         """The call is done."""
+        if self.packed is not None:
+            for layer in self.layers:
+                layer.tail = 0  # the last columns are not the last slots of every row
+            self.layers[0].packed += ((self.columns, self.columns + self.tokens),)
+        before = self.layers[0].upcoming
+        if self.packed is not None or before is not None:
+            none = self.first == self.tokens
+            after = (self.positions()[:, -1] + 1).masked_fill(none, 0)
+            self.layers[0].upcoming = after if before is None else torch.maximum(before, after)
         self.layers[0].half_read = False
 
     def check_read(self, prompt: int, wanted: int, calls: int) -> None:
         """Raise ValueError for what reading `prompt` columns in `calls` calls cannot give: arguments that cannot be
         split, outputs of every token, rows that upper layers do not read."""
         flags = [flag for flag in OF_EVERY_TOKEN if self.asks(flag)]
+        if flags and self.packed is not None:
+            raise ValueError(f"{flags[0]}=True needs a batch padded at the left: set tokenizer.padding_side='left'")
         longest = min(self.policy.chunk_size or prompt, prompt - int(self.padding.min()))
         propagate.check(self.patch, longest, wanted, flags)
         for name, value in self.kwargs.items():
@@ -143,6 +196,11 @@ class Request:
                 raise ValueError(f"{name} cannot be split into chunks; read the prompt whole with chunk_size=None")
         if calls > 1 and flags:
             raise ValueError(f"{flags[0]}=True needs the prompt read whole: schedule='prompt' and no chunk_size")
+
+    def scores(self, evicts) -> bool:
+        """Whether a text is scored in one call whose cache nobody has asked for, and evicted from only behind it."""
+        evicts = evicts and self.policy.schedule == "prompt"
+        return evicts and self.own_cache and self.top is not None and self.wanted != 1 and self.tokens > 1
 
     def asks(self, flag) -> bool:
         return bool(self.kwargs.get(flag, getattr(self.decoder.config, flag, False)))
@@ -156,11 +214,14 @@ class Request:
     def heads(self) -> int:
         return self.patch.kv_heads
 
-    def positions(self):
-        """[B, N] of the new tokens."""
+    def _given_positions(self):
         if self.position_ids is None:
             self.position_ids = torch.arange(self.columns, self.columns + self.tokens, device=self.device)[None]
-        if self.position_ids.ndim == 3:  # on several axes, which pictures need: never smaller than before
+        return self.position_ids
+
+    def positions(self):
+        """[B, N] of the new tokens."""
+        if self._given_positions().ndim == 3:  # on several axes, which pictures need: never smaller than before
             axes = self.position_ids[-families.axes(self.decoder) :] if families.axes(self.decoder) else None
             if axes is None:
                 raise ValueError("position_ids must be [batch, tokens]")
@@ -242,14 +303,22 @@ class Request:
         if self.mask is None:
             return None
         mask = self.mask[:, : self.columns + end]
+        for start, stop in self.layers[0].packed:  # as it was read
+            mask = torch.cat([mask[:, :start], mask[:, start:stop].sort(1).values, mask[:, stop:]], 1)
         return torch.cat([mask, mask.new_ones(self.batch, along)], 1) if along else mask
 
 
-def _left_padding(mask):
-    """[B] int32 number of leading zeros of a 2D mask whose ones are all at the right, and the same on the host."""
+def _padding(mask):
+    """[B] int32 number of zeros of a 2D mask, the same on the host, and whether some come behind a one."""
     mask = mask.bool()
-    first = (~mask).sum(1)
-    *padding, wrong = torch.cat([first, (mask.int().diff(dim=1) < 0).any()[None]]).tolist()
-    if wrong:
-        raise ValueError("attention_mask must be left-padded (zeros first); set tokenizer.padding_side='left'")
-    return first.to(torch.int32), np.array(padding)
+    zeros = (~mask).sum(1)
+    *padding, holes = torch.cat([zeros, (mask.int().diff(dim=1) < 0).any()[None]]).tolist()
+    return zeros.to(torch.int32), np.array(padding), bool(holes)
+
+
+def _take(x, columns, dim):
+    """x with its columns in another order [B, N]; they are its dimension `dim`, its rows the one before."""
+    rest = x.ndim - 1 if dim == -1 else 1
+    index = columns.to(x.device)
+    index = index.view(*(1,) * (rest - 1), *index.shape, *(1,) * (x.ndim - rest - 1))
+    return x.gather(rest, index.expand(*x.shape[:rest], columns.shape[1], *x.shape[rest + 1 :]))

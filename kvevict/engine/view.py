@@ -97,7 +97,7 @@ class View:
             end.to(self.device, torch.int32) if isinstance(end, torch.Tensor) else torch.full_like(sizes, end)
             for end in (*kept, self.select.tail(self))
         )
-        first, last = torch.minimum(first, sizes), torch.stack(lasts).amax(0)
+        first, last = torch.minimum(first.clamp_min(self.policy.keep_first), sizes), torch.stack(lasts).amax(0)
         return first.contiguous(), torch.minimum(last, sizes - first).contiguous()
 
     @cached_property

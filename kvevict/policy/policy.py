@@ -41,6 +41,7 @@ class Policy:
     layers, heads, select   how the budget is split over layers and heads, and which slots are taken by it: names of
                    `kvevict.LAYERS`, `HEADS`, `SELECTIONS`, or objects with their options, e.g. `Ada(floor="max")`
     select_by_layer   (start, stop, select) for ranges of evicting layers that select otherwise; stop None: to the last
+    keep_first     so many first tokens of a row are never evicted, whatever their score: a system prompt, learned ones
     n_reuse        groups of this many layers use the slots that their first layer chooses (ChunkKV algorithm 3)
     tsp            the last decoder layer, from 0, that reads every token; the layers behind it read each chunk's best
                    `tsp_len` (FastKV). "half": floor(L/2) - 1; None: all layers read all tokens
@@ -65,6 +66,7 @@ class Policy:
     heads: HeadBudget | str = "equal"
     select: Selection | str = "token"
     select_by_layer: tuple = ()
+    keep_first: int = 0
     n_reuse: int = 1
     tsp: int | str | None = None
     tsp_len: int = 2048
@@ -98,7 +100,7 @@ class Policy:
             count("warmup_layers", self.warmup_layers, 1)
         if self.tsp is not None and self.tsp != "half":
             count("tsp", self.tsp, 0)
-        count("tsp_len", self.tsp_len, self.goes_on + 1)
+        count("tsp_len", self.tsp_len, self.goes_on + self.keep_first + 1)
         rules.check(self)
 
     def to_json(self) -> str:
@@ -135,8 +137,8 @@ class Policy:
         if isinstance(self.budget, numbers.Integral) and self.budget < smallest:
             raise ValueError(
                 f"budget={self.budget} is too small: {type(self.score).__name__} always keeps {smallest - 1} slots "
-                f"(window, probe, recent slots, sinks or a run cut by a chunk): give budget >= {smallest} or fewer "
-                "of those"
+                "(window, probe, recent slots, sinks, keep_first or a run cut by a chunk): give budget >= "
+                f"{smallest} or fewer of those"
             )
         if self.chunk_size is not None:
             count("chunk_size", self.chunk_size, 1)
@@ -144,6 +146,7 @@ class Policy:
             count("warmup_budget", self.warmup_budget, 1)
         count("interval", self.interval, 1)
         count("n_reuse", self.n_reuse, 1)
+        count("keep_first", self.keep_first, 0)
         if not isinstance(self.decode, bool):
             raise TypeError(f"decode must be True, False or None, got {self.decode!r}")
         for name in ("rerotate", "progress", "diagnose"):
@@ -160,10 +163,9 @@ class Policy:
         """Slots of a kv head that are kept whatever their score: sinks, and the largest of window, probe, recent slots
         and a run that a chunk's end cuts."""
         run = max(select.run for select in self.selections) - 1 if self.schedule == "chunk" else 0
-        if not self.refine.protect:
-            return run
-        first, last = self.score.protected
-        return first + max(last, self.rows.protected, run)
+        first, last = self.score.protected if self.refine.protect else (0, 0)
+        last = max(last, self.rows.protected) if self.refine.protect else 0
+        return max(first, self.keep_first) + max(last, run)
 
     @property
     def wants_outputs(self) -> bool:

@@ -272,12 +272,7 @@ def test_smallest_budget():
 def test_masks(model):
     ids = prompt(2, 20)["input_ids"]
     ones = torch.ones_like(ids)
-    right, hole = ones.clone(), ones.clone()
-    right[1, -3:] = 0
-    hole[0, 7] = 0
     for mask, text in (
-        (right, "left-padded.*padding_side"),
-        (hole, "left-padded"),
         (ones[:, :-1], r"\(2, 19\), expected \(2, 20\)"),
         (torch.cat([ones, ones], 1), r"\(2, 40\), expected \(2, 20\)"),
         (ones[:1], r"\(1, 20\), expected \(2, 20\)"),
@@ -288,8 +283,6 @@ def test_masks(model):
     ):
         with pytest.raises(ValueError, match=text):
             model(ids, attention_mask=mask)
-    with pytest.raises(ValueError, match="left-padded"):
-        model.generate(ids, attention_mask=right, max_new_tokens=2)
     want = model(ids).logits
     for mask in (ones, ones.bool(), ones.float(), ones.int()):
         assert relative(model(ids, attention_mask=mask).logits, want) < 1e-5
