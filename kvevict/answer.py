@@ -5,9 +5,9 @@ import contextlib
 import torch
 
 from .analysis.run import frame, ids_of, until_line_end
+from .compat import STATE
 from .engine.adopt import EvictionCache
 from .engine.cache import EvictionLayer
-from .engine.step import STATE
 from .patch import evicting, find_decoder, is_patched
 from .policy.checks import PLENTY, count
 from .policy.policy import Policy, build

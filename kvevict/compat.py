@@ -16,9 +16,23 @@ if VERSION < (5, 4):
 CROP_TAKES_LENGTH = VERSION < (5, 17)
 
 
+STATE = "_kvevict"  # attribute of the text decoder that holds its Patch, outside nn.Module's registries
+
+
 def _get_candidate_generator(model, *args, **kwargs):
     """Assisted and prompt-lookup decoding say on the cache that their calls bring candidates which may be taken back.
     (`activate_past_recording` comes before our layers are in the cache.)"""
+    if getattr(kwargs.get("generation_config"), "assistant_early_exit", None) is not None:
+        raise ValueError(
+            "assistant_early_exit drafts with some of the model's layers, whose cache kvevict cannot share: give an "
+            "assistant_model, or prompt_lookup_num_tokens"
+        )
+    assistant = kwargs.get("assistant_model")
+    if any(STATE in module.__dict__ for module in (assistant.modules() if assistant is not None else ())):
+        raise ValueError(
+            "assistant_model is patched, and an assistant takes back tokens of its prompt, which may be evicted: call "
+            "kvevict.unpatch(assistant_model)"
+        )
     cache = kwargs.get("model_kwargs", {}).get("past_key_values")
     if cache is not None:
         cache._kvevict_rollback = True

@@ -9,9 +9,9 @@ import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from . import _ops, families, known, trial
+from .compat import STATE
 from .engine import attention, forward, propagate, rerotate, residual, states
 from .engine.meter import Meter
-from .engine.step import STATE
 from .policy.policy import build
 
 

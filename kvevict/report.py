@@ -3,7 +3,7 @@
 import copy
 import threading
 
-from .engine.step import STATE
+from .compat import STATE
 from .patch import find_decoder, is_patched
 
 

@@ -9,9 +9,10 @@ import warnings
 import torch
 
 from .. import compat, families
+from ..compat import STATE
 from .reader import Reader
 from .request import Request
-from .step import STATE, Called, called, current
+from .step import Called, called, current
 
 WRAPPED = "_kvevict_forward"  # module attribute: the StandIn of its forward
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-STATE = "_kvevict"  # attribute of the text decoder that holds its Patch, outside nn.Module's registries
 _current: ContextVar = ContextVar("kvevict_step", default=None)
 called: ContextVar = ContextVar("kvevict_called", default=None)  # the Called of the model around the decoder that runs
 

@@ -9,7 +9,7 @@ import torch
 from test_policies import VOCAB, alone_and_batched, compare, model, ours, tokens
 
 import kvevict
-from kvevict.engine.step import STATE
+from kvevict.compat import STATE
 from kvevict.patch import is_patched
 from kvevict.policy import Policy, build
 
