@@ -1,0 +1,104 @@
+"""One process for long: memory stays flat, and threads do not meet. KVEVICT_SOAK=n does n times as much as the usual
+run: 100 is 10,000 calls of generate and a million of ops, and five minutes of threads."""
+
+import gc
+import os
+import random
+import threading
+import time
+
+import pytest
+import tiny
+import torch
+
+import kvevict
+from kvevict import _ops
+
+TIMES = float(os.environ.get("KVEVICT_SOAK", 1))
+SEED = int(os.environ.get("KVEVICT_SEED", random.randrange(10**6)))
+POLICIES = [
+    ("take", dict(budget=18, probe=6, chunk_size=16)), ("snapkv", dict(budget=12, window=4)),
+    ("h2o", dict(budget=12, chunk_size=16)), ("edie", dict(budget=14, window=4)),
+    ("chunkkv", dict(budget=14, window=4)), ("laq", dict(budget=12, n_d=3)), ("tova", dict(budget=12, chunk_size=20)),
+    ("cake", dict(budget=12, window=4)),
+]  # fmt: skip
+
+
+def resident() -> float:
+    """MiB of memory that this process has."""
+    gc.collect()
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def flat(work, count) -> list:
+    """Memory after a tenth of `count` calls of work(n), in the middle and at the end."""
+    sizes = []
+    for n in range(count):
+        work(n)
+        if n + 1 in (count // 10, count // 2, count):
+            sizes.append(round(resident(), 1))
+    print(f"KVEVICT_SEED={SEED}: {count} calls, MiB after a tenth, in the middle, at the end: {sizes}")
+    return sizes
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux' /proc")
+def test_generate():
+    draw, nets = random.Random(SEED), [tiny.model("llama"), tiny.model("gemma2")]
+
+    def work(n):
+        if n % 10 == 0:
+            policy, options = draw.choice(POLICIES)
+            kvevict.patch(nets[n // 10 % 2], policy, **options)
+        net, batch = nets[n // 10 % 2], draw.randint(1, 4)
+        length = draw.randint(1, 120)
+        inputs = tiny.prompt(batch, length, seed=n, pad=(0, length // 3))
+        tiny.generate(net, inputs, new=draw.randint(1, 6), num_beams=draw.choice([1, 1, 1, 2]))
+
+    start, _, end = flat(work, int(100 * TIMES))
+    assert end < start + 24, f"KVEVICT_SEED={SEED}"  # the allocator's own slack; a leaked cache of each would be more
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux' /proc")
+def test_ops():
+    torch.manual_seed(SEED % 2**31)
+    counts = dict(dtype=torch.int32)
+    n = torch.tensor([[9, 5]], **counts)
+    first, q, k = torch.zeros(1, **counts), torch.randn(1, 4, 3, 16), torch.randn(1, 2, 3, 16)
+    rows, offset, score = torch.randn(14, 16), torch.tensor([[0, 9]]), torch.rand(1, 2, 12)
+
+    def work(number):
+        _ops.attend(q, rows, rows, offset, n, k, k, first, scale=0.25)
+        _ops.select(score, n + 3, n, first, first, 9)
+
+    start, _, end = flat(work, int(5000 * TIMES))
+    assert end < start + 8, f"KVEVICT_SEED={SEED}"
+
+
+def test_threads():
+    """Four threads on two models: tokens and reports as alone."""
+    nets = [kvevict.patch(tiny.model(seed=seed), *policy[:1], **policy[1]) for seed, policy in enumerate(POLICIES[:2])]
+    inputs = [tiny.prompt(batch, length, seed=batch) for batch, length in ((1, 50), (3, 33), (2, 80), (1, 7))]
+    want = {}
+    for which, net in enumerate(nets):
+        for number, each in enumerate(inputs):
+            want[which, number] = tiny.generate(net, each).tolist(), kvevict.report(net)["kept"]
+    stop, wrong, done = time.monotonic() + 3 * TIMES, [], []
+
+    def work(thread):
+        draw = random.Random(SEED + thread)
+        while time.monotonic() < stop and not wrong:
+            which, number = draw.randrange(2), draw.randrange(len(inputs))
+            got = tiny.generate(nets[which], inputs[number]).tolist(), kvevict.report(nets[which])["kept"]
+            done.append(thread)
+            if got != want[which, number]:
+                wrong.append((which, number, got))
+
+    threads = [threading.Thread(target=work, args=(thread,)) for thread in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print(f"KVEVICT_SEED={SEED}: {len(done)} calls in four threads")
+    assert not wrong, f"KVEVICT_SEED={SEED}"
+    assert set(done) == set(range(4))
