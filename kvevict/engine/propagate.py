@@ -84,7 +84,8 @@ def choose(view, score) -> Onward:
     last = view.protected[1].clamp_min(policy.goes_on).minimum(keep)
     count = torch.arange(view.k.shape[2], device=view.device)
     slot = (view.layer.len[..., None] + count).clamp_max(view.columns - 1)  # of each of a row's tokens
-    worth = sum(policy.score.pooled(view, score).gather(2, slot).unbind(1))  # in head order: the same on every machine
+    worth = view.gather(policy.score.pooled(view, score).gather(2, slot))
+    worth = sum(worth.unbind(1))  # in head order: the same on every machine
     with view.step.meter.clock("select"):
         chosen = _ops.select(worth[:, None], tokens[:, None], keep[:, None], torch.zeros_like(last), last, most)[:, 0]
     padding = most - keep

@@ -38,7 +38,7 @@ class Reader:
         request = self.request
         if request.padding.any():
             raise ValueError("attention_mask hides the newly decoded token; its last column must be 1")
-        budgets.renew(self.policy, request.layers, request.heads)
+        budgets.renew(self.policy, request.layers, request.heads, self.patch.ranks)
         watches = self.policy.decode or self.policy.score.carries
         return self._call(
             0, request.tokens, self.patch.own_meter(), Group(budgets.full(self.policy)) if watches else None
@@ -83,7 +83,7 @@ class Reader:
         limits = schedule.limits(policy, self.patch.order, self.patch.tsp)
         chunks = list(schedule.chunks(policy, prompt, limits, along))
         request.check_read(prompt, wanted, len(chunks) + drafted + (chunks[-1].along > 0))
-        budgets.check_groups(policy, layers)
+        budgets.check_groups(policy, layers, self.patch.ranks)
         read.along = policy.rows.prepare(request, read)
         read.budgets = budgets.Budgets(self.patch, layers, request.heads, seen)
         for order, layer in enumerate(layers):
@@ -107,7 +107,7 @@ class Reader:
             output.last_hidden_state = output.last_hidden_state[:, : -chunk.along]
         chooser.end(ChunkEnd(step, request, self.run, output.last_hidden_state[:, -1:]))
         if chooser.errors is not None:
-            read.budgets.note(chooser.errors.layers(self.patch.order, request.device))
+            read.budgets.note(chooser.errors.layers(self.patch, request.device))
         return output
 
     def _chooser(self, read, chunk):

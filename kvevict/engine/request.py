@@ -80,6 +80,7 @@ class Request:
             return
         first = None if self.mask is None else _left_padding(self.mask[:, : self.columns])[0]
         adopt(self.cache, kinds, self.decoder.config, first)
+        self.cache.ranks = self.patch.ranks  # which save_cache asks for their parts
 
     def _check_mask(self):
         mask = self.mask = self._plain_mask()
