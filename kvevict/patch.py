@@ -10,7 +10,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from . import _ops, families, known, trial
 from .compat import STATE
-from .engine import attention, forward, propagate, rerotate, residual, states
+from .engine import attention, forward, propagate, ranks, rerotate, residual, states
 from .engine.meter import Meter
 from .policy.policy import build
 
@@ -19,11 +19,12 @@ class Patch:
     """What one patched model carries: its policy, which layers are ours, and what was last read in each thread. It
     holds no reference to the model, so that copies of the model stay independent."""
 
-    def __init__(self, policy, decoder):
-        self.policy = policy
+    def __init__(self, policy, decoder, ranks):
+        self.policy, self.ranks = policy, ranks
         self.kinds = kinds = families.layer_kinds(decoder.config)
-        self.heads = families.heads(decoder, kinds)
-        self.kv_heads = 1 if families.is_latent(decoder.config) else self.heads[1]  # that choose and store
+        heads = families.heads(decoder, kinds)
+        self.local_heads = heads[0] // ranks.size, heads[1] // ranks.size  # of queries and of keys, of this rank
+        self.kv_heads = 1 if families.is_latent(decoder.config) else heads[1]  # of all ranks, that choose and store
         own = [index for index, kind in enumerate(kinds) if kind in families.EVICTS]
         self.order = {index: order for order, index in enumerate(own)}
         self.readers = families.readers(decoder, kinds)
@@ -76,9 +77,15 @@ def patch(model, policy, *, budget=None, chunk_size=None, **options):
     chosen = build(policy, budget=budget, chunk_size=chunk_size, **options)
     decoder = find_decoder(model)
     check_model(model)
+    split = ranks.of(base_model(model))
+    if split.size > 1 and not chosen.rows.splits:
+        raise ValueError(
+            "lookahead's adapter is for whole projections, and each rank has a part of them (tensor parallel): load "
+            "the model whole, or choose another policy"
+        )
     chosen.rows.ready(decoder)
     rerotate.check(chosen, decoder)
-    state = Patch(chosen, decoder)
+    state = Patch(chosen, decoder, split)
     if not is_patched(decoder):
         check_type(model, decoder)
     top = base_model(model)
@@ -203,10 +210,13 @@ def _odds(model, decoder) -> list:
     implementation = own[0].config._attn_implementation
     if "flex" in implementation or "paged" in implementation:
         reasons.append(f"attention implementation {implementation!r} is not supported; load with 'sdpa'")
-    if (getattr(base_model(model), "tp_size", None) or 1) > 1:
+    size, heads = ranks.of(base_model(model)).size, families.heads(decoder, kinds)[1]
+    if size > 1 and families.is_latent(decoder.config):
+        reasons.append("its heads share latents, which no rank can have a part of (tensor parallel); load it whole")
+    elif heads % size:
         reasons.append(
-            "each rank has some of its heads (tensor parallel), which cannot choose for all of them; load it whole, or "
-            "over several devices with device_map='auto'"
+            f"its {heads} kv heads cannot be split over {size} ranks (tensor parallel); start as many processes as "
+            "divide them"
         )
     if next(decoder.parameters()).dtype == torch.float64:
         reasons.append("its weights are float64; load it as float32, bfloat16 or float16")
@@ -238,7 +248,7 @@ def check_type(model, decoder) -> None:
 
     @contextlib.contextmanager
     def patched(policy, options):
-        _install(top, decoder, Patch(build(policy, **options), decoder))
+        _install(top, decoder, Patch(build(policy, **options), decoder, ranks.of(top)))
         try:
             yield
         finally:

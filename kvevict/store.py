@@ -14,16 +14,22 @@ from .engine import host
 from .engine.adopt import StatefulLayer, adopt
 from .engine.cache import HALF_READ, EvictionLayer
 from .engine.latent import LatentLayer
+from .engine.ranks import ALONE, of
 
 FORMAT = "kvevict-cache-2"
 OWN_TENSORS = ("k", "v", "pos", "len", "seen")
+FLAT = OWN_TENSORS[:3]
 OPTIONAL = ("carry", "recent", "upcoming")
+OF_ROWS = ("seen", "budget", "upcoming")  # which all heads have in common
 
 
 def save_cache(cache, path) -> None:
     """Write a cache that a patched model filled to `path` (safetensors).
 
     cache   `past_key_values` of a patched model's output. Raises ValueError when kvevict did not fill it.
+
+    Where a model is split over ranks (tensor parallel) all of them call this: the first one writes the file, with every
+    rank's heads, and any number of ranks can load it.
     """
     if not getattr(cache, "layers", None):
         raise ValueError("the cache was not filled by kvevict: it is empty; read a prompt with a patched model first")
@@ -49,9 +55,56 @@ def save_cache(cache, path) -> None:
         else:
             raise ValueError(f"layer {index}, a {layer!r}, was not filled by kvevict; read with a patched model first")
         tensors |= {f"{index}.{name}": t.contiguous().clone() for name, t in values.items() if t is not None}
-    temporary = f"{os.fspath(path)}.part"
-    save_file(tensors, temporary, metadata={"format": FORMAT, "layers": json.dumps(facts)})
-    os.replace(temporary, path)
+    ranks, failed = getattr(cache, "ranks", ALONE), None
+    parts = ranks.to_first(tensors)
+    if parts is not None:
+        try:
+            temporary = f"{os.fspath(path)}.part"
+            metadata = {"format": FORMAT, "layers": json.dumps(facts)}
+            save_file(tensors if len(parts) == 1 else _joined(parts), temporary, metadata=metadata)
+            os.replace(temporary, path)
+        except Exception as error:
+            failed = error
+    failed = ranks.objects(failed)[0]  # the file is there, or no rank goes on
+    if failed is not None:
+        raise failed
+
+
+def _joined(parts) -> dict:
+    """The tensors of a whole cache, out of those of every rank."""
+    whole = {}
+    for name in parts[0]:
+        index, kind = name.split(".", 1)
+        each = [part[name].cpu() for part in parts]
+        if kind in FLAT:  # heads lie one behind the other, row by row
+            lens = [part[f"{index}.len"] for part in parts]
+            rows = [t.split(n.flatten().tolist()) for t, n in zip(each, lens, strict=True)]
+            batch, heads = lens[0].shape
+            whole[name] = torch.cat([r[b * heads + h] for b in range(batch) for r in rows for h in range(heads)])
+        elif kind in OF_ROWS:
+            whole[name] = each[0]
+        else:
+            longest = max(t.shape[2] for t in each) if kind == "carry" else 0
+            if longest:
+                each = [torch.nn.functional.pad(t, (0, longest - t.shape[2])) for t in each]
+            whole[name] = torch.cat(each, 1)
+    return whole
+
+
+def _part(tensors, ranks) -> dict:
+    """This rank's part of a layer's tensors."""
+    if ranks.size == 1:
+        return tensors
+    part = {n: t if n in (*FLAT, *OF_ROWS) else ranks.mine(t).contiguous() for n, t in tensors.items()}
+    if "len" in tensors:
+        batch, heads = tensors["len"].shape
+        of_head = torch.arange(batch * heads).view(batch, heads)
+        for name in FLAT:
+            rows = tensors[name].split(tensors["len"].flatten().tolist())
+            part[name] = torch.cat([rows[i] for i in ranks.mine(of_head).flatten().tolist()])
+    if "carry" in part:
+        part["carry"] = part["carry"][..., : int(part["len"].max())]
+    return part
 
 
 def load_cache(path, model):
@@ -84,7 +137,9 @@ def load_cache(path, model):
         raise ValueError(f"{path} is damaged: its layers disagree on the number of tokens seen")
     cache = DynamicCache(config=config)
     adopt(cache, kinds, config)
-    heads, dtype = families.heads(decoder, kinds), base_model(model).dtype
+    ranks, dtype = of(base_model(model)), base_model(model).dtype
+    cache.ranks = ranks
+    heads = tuple(n // ranks.size for n in families.heads(decoder, kinds))
     heads = (heads[0], 1) if families.is_latent(config) else heads
     for index, (layer, fact) in enumerate(zip(cache.layers, facts, strict=True)):
         if fact["kind"] == families.NOTHING:
@@ -93,10 +148,13 @@ def load_cache(path, model):
         device, shape = families.device_of(module), (*heads, *families.widths(module, config))
         if isinstance(layer, LatentLayer):
             layer.widths = module.kv_lora_rank, module.qk_rope_head_dim
-        mine = {n.split(".", 1)[1]: t.to(device) for n, t in tensors.items() if n.split(".", 1)[0] == str(index)}
+        whole = {n.split(".", 1)[1]: t for n, t in tensors.items() if n.split(".", 1)[0] == str(index)}
         try:
+            mine = {name: t.to(device) for name, t in _part(whole, ranks).items()}
             fill = _fill_own if fact["kind"] == families.OWN else _fill_sliding
             fill(layer, mine, fact, shape, dtype)
+            if ranks.size > 1 and "len" in whole:
+                ranks.note(layer, np.array(whole["len"].tolist()))
         except (KeyError, ValueError, RuntimeError, TypeError) as error:
             raise ValueError(f"{path}, layer {index}: {error}; the file is damaged or of another model") from None
     batches = {

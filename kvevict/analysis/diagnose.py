@@ -96,9 +96,10 @@ def rows(view):
 
 
 @torch.no_grad()
-def note(view, index, keep) -> None:
-    """Add to the read's diagnostics what a layer loses that keeps slots index [B, Hkv, K], keep [B, Hkv] of them."""
-    cut = np.flatnonzero(keep.sum(1) < view.counts.sum(1)).tolist()
+def note(view, choice) -> None:
+    """Add to the read's diagnostics what a layer loses by a `kvevict.engine.evict.Choice`."""
+    index, keep, every = choice
+    cut = np.flatnonzero(every.sum(1) < view.every.sum(1)).tolist()
     with view.step.meter.clock("diagnose"):
         exact: dict = dict(dtype=torch.double, device="cpu")
         sums = view.step.read.diagnostics.setdefault(view.index, torch.zeros(len(NAMES), len(keep), **exact))
@@ -107,7 +108,8 @@ def note(view, index, keep) -> None:
             queries = by_group(view.q[b, :, -observing[b] :], view.k.shape[1], **view.options)
             chosen = [index[b, h, : keep[b, h]] for h in range(keep.shape[1])] * (view.k.shape[1] // keep.shape[1])
             heads = [_head(view, b, h, *one) for h, one in enumerate(zip(chosen, *zip(*queries, strict=True)))]
-            sums[:, b] += torch.tensor([1, *_errors(*map(torch.cat, zip(*heads)))], **exact)
+            parts = (view.gather(torch.cat(part)[None])[0] for part in zip(*heads))
+            sums[:, b] += torch.tensor([1, *_errors(*parts)], **exact)
 
 
 def _head(view, b, h, index, q, options):

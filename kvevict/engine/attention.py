@@ -36,11 +36,10 @@ def attention(module, query, key, value, attention_mask, scaling=None, softcap=N
         return _read(step, module, query, key, value, options), None
     layer, width = step.cache.layers[module.layer_idx], value.shape[-1]
     new = layer.take(module, key, value)
-    if (query.shape[1], key.shape[1]) != step.patch.heads:
+    if (query.shape[1], key.shape[1]) != step.patch.local_heads:
         raise ValueError(
-            f"layer {module.layer_idx} has {query.shape[1]} and {key.shape[1]} heads of queries and of keys, by its "
-            f"config {step.patch.heads}: one rank's part of a model (tensor parallel) cannot choose for all of it; "
-            "load the model whole, or over several devices with device_map='auto'"
+            f"layer {module.layer_idx} has {query.shape[1]} and {key.shape[1]} heads of queries and of keys, expected "
+            f"{step.patch.local_heads}: patch a whole model, or all that from_pretrained(..., tp_plan='auto') returned"
         )
     query, key, value = _stored_form(layer, query, key, value)
     call = step, layer, module.layer_idx, module, query

@@ -14,6 +14,7 @@ class Budgets:
 
     def __init__(self, patch, layers, heads, seen):
         self.policy, self.layers, self.heads, self.seen = patch.policy, layers, heads, seen
+        self.ranks = patch.ranks
         self.warmup = np.array([patch.policy.warmup_slots(n) for n in seen]) * heads  # [B], over a layer's kv heads
         self.alive = None  # int64 [layers, B] slots of each layer with this chunk's, before it is cut
         self.cuts = None  # [B] whether a row loses slots after this chunk
@@ -26,7 +27,7 @@ class Budgets:
         padding [B]: left padding of the prompt."""
         tokens = chunk.end - np.clip(padding, chunk.start, chunk.end)
         alive = np.stack([
-            self.heads * np.minimum(tokens, most) + (0 if layer.counts is None else layer.counts.sum(1))
+            self.heads * np.minimum(tokens, most) + (0 if layer.counts is None else self.ranks.counts(layer).sum(1))
             for layer, most in zip(self.layers, chunk.limits, strict=True)
         ])  # fmt: skip
         self.alive = torch.from_numpy(alive)
@@ -75,31 +76,33 @@ def full(policy):
     """view -> while decoding, the slots [B] of a layer where it holds more than its budget and slack; None: nowhere."""
 
     def of(view):
-        n = view.counts.sum(1)
-        over = overfull(policy, n, view.layer.budget, view.n.shape[1])
+        n = view.every.sum(1)
+        over = overfull(policy, n, view.layer.budget, view.every.shape[1])
         return np.where(over, view.layer.budget, n) if over.any() else None
 
     return of
 
 
-def check_groups(policy, layers) -> None:
+def check_groups(policy, layers, ranks) -> None:
     """Layers, or a layer's heads, that share a choice must hold the same slots, as they do if they always did."""
     if layers[0].len is None or all(layer.policy is policy for layer in layers):
         return
     for group in policy.groups(len(layers)):
         held = [layers[order].places(shared=policy.shared) for order in group if len(group) > 1 or policy.shared]
-        if any(place is None or place != held[0] for place in held):
+        every = ranks.objects(held)
+        alike = all(None not in each and each == each[:1] * len(each) for each in every)
+        if not alike or (policy.shared and any(each != held for each in every)):
             raise ValueError(
                 "past_key_values was read under another policy, and layers or heads that are to share their choice "
                 "hold different slots; read the prompt again under this policy"
             )
 
 
-def renew(policy, layers, heads) -> None:
+def renew(policy, layers, heads, ranks) -> None:
     """Budgets of a cache that was read under another policy, or without one."""
     if all(layer.policy is policy for layer in layers):
         return
-    check_groups(policy, layers)
+    check_groups(policy, layers, ranks)
     slots = layer_slots(policy, len(layers), heads, layers[0].seen.tolist())
     least = policy.smallest_budget() * heads
     for layer, budget in zip(layers, slots, strict=True):

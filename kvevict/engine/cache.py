@@ -46,6 +46,7 @@ class EvictionLayer(CacheLayerMixin):
         self.recent = None  # [B, H, <= rows, D] last decoded queries
         self.budget = None  # [B] slots over all heads, of the last read; on the host
         self.policy = None  # that gave the budget
+        self.ahead = None  # [B, heads of all ranks] slots that each holds more than the first here; None: as many
         self.tail = 0  # columns appended since the last eviction: what crop can take back
         self.room = 0  # free rows of the fullest head
         self.expected = 0  # slots that a read is going to append
@@ -170,6 +171,7 @@ class EvictionLayer(CacheLayerMixin):
             value = getattr(self, name)
             setattr(self, name, None if value is None else value[chosen])
         self.counts, self.budget = self.counts[on_host], None if self.budget is None else self.budget[on_host]
+        self.ahead = None if self.ahead is None else self.ahead[on_host]
         if self.carry is not None:
             self.carry = self.carry[..., : self.longest()]
         self._allocate(self.capacity[on_host])

@@ -35,21 +35,21 @@ class Cascade(Chooser):
         if propagate.due(view):
             self.onward = propagate.choose(view, score)
         self.layers.append((view, ranked(view, score)))
-        shape = policy, len(self.preferences), view.n.shape[1]
+        shape = policy, len(self.preferences), view.every.shape[1]
         slots = layer_slots(*shape, budgets.seen, budgets.alive, self.preferences.T.tolist())
         for order, (part, scores) in enumerate(self.layers):
             self.layers[order] = self._cut(part, scores, slots[order].numpy(), last)
 
     def _cut(self, view, scores, slots, last):
-        alive, cuts = view.counts.sum(1), self.budgets.cuts
+        alive, cuts = view.every.sum(1), self.budgets.cuts
         if last:
             view.layer.budget = np.where(cuts, slots, view.layer.budget)
-        wanted = np.where(cuts, slots if last else slots + view.n.shape[1], alive)
+        wanted = np.where(cuts, slots if last else slots + view.every.shape[1], alive)
         wanted = np.minimum(wanted, alive)
         if (wanted < alive).any():
-            index, keep = choose(view, scores, wanted, again=not last)
-            store(view, (index, keep))
-            scores = scores.gather(2, index.clamp_min(0).long())
+            choice = choose(view, scores, wanted, again=not last)
+            store(view, choice)
+            scores = scores.gather(2, choice.index.clamp_min(0).long())
         elif view.k.shape[2]:
             store(view)
         return _survivors(view), scores

@@ -38,7 +38,7 @@ class Group(Chooser):
     def __init__(self, limit, errors=None):
         self.limit, self.errors = limit, errors
         self.waiting = []  # views of layers that wait for a later layer's choice
-        self.choice = None  # (index, keep) of the last layer that chose; None: it kept everything
+        self.choice = None  # the evict.Choice of the last layer that chose; None: it kept everything
 
     held = property(lambda self: len(self.waiting))
 
@@ -59,7 +59,7 @@ class Group(Chooser):
         self.cut(view, self.limit(view))
 
     def _wait(self, view, slots):
-        if slots is None or not (slots < view.counts.sum(1)).any():
+        if slots is None or not (slots < view.every.sum(1)).any():
             evict.store(view)
             return
         view.q = diagnose.rows(view) if view.policy.diagnose and not view.decoding else None
@@ -70,7 +70,7 @@ class Group(Chooser):
     def cut(self, view, slots):
         """Cut the layer, and the layers that wait for it, back to `slots` [B] in all; None keeps everything."""
         slots, score = evict.within(view, slots), None
-        cuts, propagates = (slots < view.counts.sum(1)).any(), propagate.due(view)
+        cuts, propagates = (slots < view.every.sum(1)).any(), propagate.due(view)
         if cuts or propagates or self.errors is not None:
             score = view.policy.score.score(view)
         if self.errors is not None:

@@ -39,10 +39,9 @@ class _DraftLayer(EvictionLayer):
 
     def __init__(self, view, choice, room):
         super().__init__()
-        index, keep = choice
         self.lazy_initialization(view.new[0])
-        self._allocate(keep + room)
-        self._move(view.layer._stored(), index, keep, *view.new, view.pos, view.first)
+        self._allocate(choice.keep + room)
+        self._move(view.layer._stored(), choice.index, choice.keep, *view.new, view.pos, view.first)
         self.columns, self.seen = view.layer.columns, view.layer.seen
         self.rows = []  # (q [B, H, 1, D], k, v [B, Hkv, 1, D]) of each
 

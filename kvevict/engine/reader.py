@@ -40,7 +40,7 @@ class Reader:
         if request.padding.any():
             raise ValueError("attention_mask hides the newly decoded token; its last column must be 1")
         request.begin()
-        budgets.renew(self.policy, request.layers, request.heads)
+        budgets.renew(self.policy, request.layers, request.heads, self.patch.ranks)
         watches = self.policy.decode or self.policy.score.carries
         return self._call(
             0, request.tokens, self.patch.own_meter(), Group(budgets.full(self.policy)) if watches else None
@@ -86,7 +86,7 @@ class Reader:
         limits = schedule.limits(policy, self.patch.order, self.patch.tsp)
         chunks = list(schedule.chunks(policy, prompt, limits, along))
         request.check_read(prompt, wanted, len(chunks) + drafted + (chunks[-1].along > 0))
-        budgets.check_groups(policy, layers)
+        budgets.check_groups(policy, layers, self.patch.ranks)
         if request.scores(evicts):
             warnings.warn(
                 f"these are logits of {prompt} tokens that were read before anything was evicted from them: to score a "
@@ -119,7 +119,7 @@ class Reader:
             output.last_hidden_state = output.last_hidden_state[:, : -chunk.along]
         chooser.end(ChunkEnd(step, request, self.run, output.last_hidden_state[:, -1:]))
         if chooser.errors is not None:
-            read.budgets.note(chooser.errors.layers(self.patch.order, request.device))
+            read.budgets.note(chooser.errors.layers(self.patch, request.device))
         return output
 
     def _chooser(self, read, chunk):

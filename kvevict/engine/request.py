@@ -92,6 +92,7 @@ class Request:
                     "tokenizer.padding_side='left', or read them with the patched model"
                 )
         adopt(self.cache, kinds, self.decoder.config, first)
+        self.cache.ranks = self.patch.ranks  # which save_cache asks for their parts
 
     def _check_mask(self):
         mask = self.mask = self._plain_mask()

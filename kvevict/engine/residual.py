@@ -35,8 +35,8 @@ class Errors:
             total, number = total + self.turned[index][0], number + self.turned[index][1]
         self.turned[index] = total, number
 
-    def layers(self, order, device):
-        """fp64 [layers, B] the errors of the layers `order`, on a device."""
+    def layers(self, patch, device):
+        """fp64 [layers, B] the errors of the layers that evict, on a device."""
 
         def one(index):
             if index not in self.turned:
@@ -44,7 +44,7 @@ class Errors:
             total, rows = self.turned[index]
             return self.scores[index] * (total / rows.clamp_min(1))
 
-        return torch.stack([one(index).to(device) for index in order])
+        return patch.ranks.sum(torch.stack([one(index).to(device) for index in patch.order]))
 
 
 def install(decoder, state) -> list:

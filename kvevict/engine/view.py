@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from .. import _ops, families
-from . import apart, host, rerotate
+from . import apart, host, ranks, rerotate
 
 
 @dataclass
@@ -33,6 +33,8 @@ class View:
     rows (those that read along come last), k, v [B, Hkv, S, D] and pos [B, S] of its S new columns, first [B] of which
     are padding, and `rotate`.
     For budgets and selections: `n`, `columns`, `competing`, `least`, `protected`, `budget`, `positions`.
+    Where a model is split over ranks (tensor parallel) a view has the heads of this rank, whose numbers are `heads`;
+    what compares heads takes `gather`. Budgets and selections that do see the view `whole`.
     """
 
     def __init__(self, step, layer, index, module, q, k, v, out, lse, options, probs=None, new=None):
@@ -46,6 +48,10 @@ class View:
         self.n = layer.len + (stored - self.first)[:, None]
         self.counts = layer.counts + (stored - self.padding)[:, None]  # n, on the host
         self.columns = int(self.counts.max()) if self.counts.size else 0  # C
+        self.ranks = step.patch.ranks
+        self.every = self.counts  # of all ranks' heads
+        if self.ranks.size > 1:
+            self.every = self.ranks.counts(layer) + (stored - self.padding)[:, None]
         self.device = k.device
         self.order = step.patch.order[index]  # among the layers that evict
         self.select = step.patch.policy.selection(self.order)
@@ -73,7 +79,7 @@ class View:
     @property
     def budget(self):
         """[B] int32 slots per kv head on average."""
-        return self.upload(self.layer.budget // self.n.shape[1])
+        return self.upload(self.layer.budget // self.every.shape[1])
 
     def rotate(self, queries, position_from, position_to):
         """Queries [B, H, p, D] turned by the model's own rotary angle between two positions [B]. Of rows that say that
@@ -90,7 +96,7 @@ class View:
     @cached_property
     def protected(self):
         """(first, last) [B] int32: always kept slots at either end, at most what the budget leaves."""
-        sizes, kept = self.n.amax(1), (0, 0, 0)
+        sizes, kept = self.upload(self.every.max(1)), (0, 0, 0)
         if self.policy.refine.protect:
             kept = *self.policy.score.protect(self), self.policy.rows.protect(self)
         first, *lasts = (
@@ -112,6 +118,21 @@ class View:
         first, last = self.protected
         column = torch.arange(self.columns, device=self.device)
         return (column >= first[:, None, None]) & (column < (self.n - last[:, None])[..., None])
+
+    @cached_property
+    def whole(self):
+        """This view with the heads of all ranks, as budgets and selections see it."""
+        return ranks.whole(self)
+
+    @property
+    def heads(self):
+        """int64 [Hkv] the numbers of these heads among the layer's."""
+        own = self.n.shape[1]
+        return self.ranks.rank * own + torch.arange(own, device=self.device)
+
+    def gather(self, x, columns=None):
+        """x [B, Hkv, ..] of all ranks' heads; columns: of x [B, Hkv, C], filled up with 0: `whole.columns`."""
+        return self.ranks.gather(x, columns)
 
     def positions(self):
         """Positions of the alive slots [B, Hkv, C] int32, -1 past a head's end."""

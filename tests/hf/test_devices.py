@@ -1,9 +1,4 @@
-"""Models that are not on one device: with weights that accelerate fetches, and split over processes."""
-
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""Models that are not on one device: with weights that accelerate fetches, or with a part of their heads."""
 
 import pytest
 import tiny
@@ -69,30 +64,6 @@ def test_step_of_another_device():
     assert (moved.positions.device, moved.first.device) == (there, there) and moved is step.on(there)
     step.positions = step.positions[:, :3]
     assert step.on(there).positions.shape == (1, 3)
-
-
-RANK = """
-import sys, torch, transformers, kvevict
-from torch import distributed
-model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], tp_plan="auto", dtype=torch.float32)
-try:
-    kvevict.patch(model, "snapkv", budget=16, window=4)
-except ValueError as error:
-    print("refused:", error, flush=True)
-distributed.destroy_process_group()
-"""
-
-
-def test_tensor_parallel_is_refused(tmp_path):
-    tiny.save(tmp_path)
-    (tmp_path / "rank.py").write_text(RANK)
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    path = os.pathsep.join([str(Path(kvevict.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [*run, str(tmp_path / "rank.py"), str(tmp_path)], env=os.environ | dict(PYTHONPATH=path), capture_output=True,
-        text=True, timeout=300,
-    )  # fmt: skip
-    assert done.stdout.count("refused: LlamaModel cannot be patched: each rank has some of its heads") == 2, done.stderr
 
 
 def test_a_part_of_the_heads_is_no_model():

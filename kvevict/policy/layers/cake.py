@@ -32,8 +32,8 @@ class Cake(LayerBudget):
         protected = ~view.competing
         entropy = view.attention("sum", "sum", "entropy").masked_fill(protected, 0)
         variance = view.moments[1].unflatten(1, (protected.shape[1], -1)).masked_fill(protected[:, :, None], 0)
-        spread = entropy.double().sum((1, 2)).clamp_min(0)
-        shift = variance.double().sum((1, 2, 3))
+        spread = view.ranks.sum(entropy.double().sum((1, 2))).clamp_min(0)
+        shift = view.ranks.sum(variance.double().sum((1, 2, 3)))
         return spread ** (1 / self.tau1) * shift ** (1 / self.tau2)
 
     def passes(self, policy):

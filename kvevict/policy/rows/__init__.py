@@ -50,6 +50,7 @@ class Part(NamedTuple):
 class Rows:
     whole: ClassVar[bool] = False  # they exist once the whole prompt was read, so layers wait for that
     turns: ClassVar[bool] = False  # they turn queries from one position to another: `View.rotate`
+    splits: ClassVar[bool] = True  # they can do with a rank's part of a model (tensor parallel)
     newest: ClassVar[bool] = False  # while decoding the newest row observes, and none is remembered
     n_d: ClassVar[int] = 0  # tokens that are drafted
 

@@ -2,6 +2,7 @@ import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -30,6 +31,7 @@ class Lookahead(Rows):
 
     adapter: object = None
     probe: int = 32
+    splits: ClassVar[bool] = False  # the adapter is of whole projections
 
     def __post_init__(self):
         if isinstance(self.adapter, os.PathLike):

@@ -62,7 +62,7 @@ class Random(Score):
         count("seed", self.seed, 0)
 
     def score(self, view):
-        heads = torch.arange(view.n.shape[1], device=view.device)[None, :, None]
+        heads = view.heads[:, None]
         x = view.positions().long() * 0x9E3779B1 + heads * 0x85EBCA77 + view.index * 0xC2B2AE3D + self.seed * 0x27D4EB2F
         for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # a 32-bit finaliser; int64 keeps the products exact
             x = x & 0xFFFFFFFF

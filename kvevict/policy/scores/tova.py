@@ -27,4 +27,4 @@ class TOVA(Score):
 
     def score(self, view):
         score = view.attention("sum")
-        return score if self.per_head else score.mean(1, keepdim=True)
+        return score if self.per_head else view.gather(score).mean(1, keepdim=True)

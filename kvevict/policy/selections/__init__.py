@@ -17,6 +17,7 @@ SELECTIONS = Registry("selection")
 class Selection:
     shared: ClassVar[bool] = False  # one choice for all heads of a layer
     run: ClassVar[int] = 1  # tokens that stay together
+    spares: ClassVar[bool] = False  # `whole` leaves some of the budget unused
 
     def check(self, policy) -> None:
         """Raise ValueError when the options do not fit each other or the policy."""

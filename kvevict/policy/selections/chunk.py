@@ -30,6 +30,10 @@ class Chunk(Selection):
         return not self.per_head
 
     @property
+    def spares(self):
+        return not self.exact
+
+    @property
     def run(self):
         return self.c
 

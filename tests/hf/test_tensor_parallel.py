@@ -1,0 +1,232 @@
+"""A model split over two processes (tp_plan="auto", gloo) keeps and generates what it does in one. This file is also
+what those processes run: once, all cases."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from torch import distributed
+
+import kvevict
+from kvevict.engine import ranks
+
+RANKS = 2
+SIZES = dict(num_attention_heads=8, num_key_value_heads=4, head_dim=16)
+PROMPT, TURN = tiny.prompt(2, 60, pad=(0, 9)), tiny.prompt(2, 20, seed=2)
+CHUNKS = dict(budget=16, chunk_size=16)
+CASES = {  # name -> policy and options
+    "take": ("take", CHUNKS | dict(probe=4)),
+    "snapkv": ("snapkv", CHUNKS | dict(window=4)),
+    "adakv": ("adakv", CHUNKS | dict(window=4)),
+    "adakv max": ("adakv", CHUNKS | dict(window=4, floor="max", decode=True, interval=3)),
+    "edie+tada": ("edie+tada", CHUNKS | dict(window=4)),
+    "cake": ("cake", CHUNKS | dict(window=4)),
+    "cake ada": ("cake", CHUNKS | dict(window=4, heads="ada")),
+    "chunkkv": ("chunkkv", CHUNKS | dict(window=4, c=4)),
+    "chunkkv/kvpress": ("chunkkv/kvpress", dict(budget=17, window=4, c=4)),
+    "chunkkv/edie": ("chunkkv/edie", CHUNKS | dict(window=4, c=4, exact=False)),
+    "take+chunkkv": ("take+chunkkv", CHUNKS | dict(probe=4, c=4)),
+    "take+caote": ("take+caote", CHUNKS | dict(probe=4)),
+    "tova": ("tova", CHUNKS),
+    "tova reuse": ("tova", CHUNKS | dict(n_reuse=2)),
+    "fastkv": ("fastkv", dict(budget=16, window=4, tsp_len=32)),
+    "h2o": ("h2o", dict(budget=13, chunk_size=16)),
+    "h2o flat": ("h2o", dict(budget=13, chunk_size=16, heads="flat")),
+    "pyramidkv": ("pyramidkv", dict(budget=16, window=4)),
+    "streaming": ("streaming", CHUNKS),
+    "random": ("random", dict(budget=15)),
+    "laq": ("laq", dict(budget=16, window=4)),
+    "speckv": ("speckv", dict(budget=16, n_d=3, window=4)),
+    "diagnose": ("adakv", CHUNKS | dict(window=4, diagnose=True)),
+}  # fmt: skip
+FREE = ("take", "snapkv", "take+caote", "h2o", "pyramidkv", "streaming", "random", "laq", "speckv")  # nothing travels
+KEPT = ("adakv max", "h2o flat")  # saved, with decoded rows and with sums
+
+
+def patched(model, case):
+    policy, options = CASES[case]
+    draft = dict(draft_model=tiny.shared(seed=3)) if policy == "speckv" else {}
+    kvevict.history().reset()
+    return kvevict.evicting(model, policy, **options, **draft)
+
+
+def places(cache):
+    return [layer.places(shared=False) if hasattr(layer, "places") else None for layer in cache.layers]
+
+
+def generated(model, **options):
+    return model.generate(**PROMPT, max_new_tokens=12, do_sample=False, return_dict_in_generate=True, **options)
+
+
+def read(model, case, sent=lambda: 0) -> dict:
+    """What a case kept at the prompt's end and after 12 tokens, those tokens, and what it took."""
+    before = sent()
+    with patched(model, case):
+        out = generated(model)
+        report = kvevict.report(model, positions=True)
+    return dict(
+        read=report["positions"], end=places(out.past_key_values), tokens=out.sequences, bytes=report["cache_bytes"],
+        sent=sent() - before, diagnostics=report.get("diagnostics"),
+    )  # fmt: skip
+
+
+def go_on(model, cache, new=4):
+    """Tokens behind a cache [2, new]: a second turn's prompt is read, and its answer decoded."""
+    mask = torch.cat([PROMPT["attention_mask"], TURN["attention_mask"]], 1)
+    ids = torch.cat([PROMPT["input_ids"], TURN["input_ids"]], 1)
+    return model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=new, do_sample=False)[
+        :, -new:
+    ]
+
+
+def turns(model) -> dict:
+    """Beams, and second turns behind forks of a cache and behind the cache itself."""
+    with patched(model, "adakv max"), torch.no_grad():
+        beams, cache = generated(model, num_beams=2).sequences, model(**PROMPT).past_key_values
+        tokens = [go_on(model, each) for each in (cache.fork(), cache.fork(), cache)]
+    return dict(beams=beams, tokens=tokens, end=places(cache))
+
+
+def save(model, folder):
+    """Write a cache of every case of KEPT to a folder."""
+    folder.mkdir(exist_ok=True)
+    for case in KEPT:
+        with patched(model, case), torch.no_grad():
+            kvevict.save_cache(model(**PROMPT).past_key_values, folder / case)
+
+
+def load(model, folder) -> dict:
+    """What the caches of `save` hold, and how they go on."""
+    found = {}
+    for case in KEPT:
+        with patched(model, case):
+            cache = kvevict.load_cache(folder / case, model)
+            found[case] = dict(read=places(cache), tokens=go_on(model, cache), end=places(cache))
+    return found
+
+
+def refusal(function) -> str:
+    try:
+        function()
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def refusals(load_model, model, folder) -> dict:
+    """What this rank says to what cannot be split."""
+
+    def decoder_alone():
+        with kvevict.evicting(model.model, "snapkv", budget=64), torch.no_grad():
+            model.model(**PROMPT)
+
+    def other_policy():  # the heads of a layer hold different slots, and are to share their choice
+        with patched(model, "adakv"), torch.no_grad():
+            cache = model(**PROMPT).past_key_values
+        with patched(model, "tova"):
+            go_on(model, cache)
+
+    few = load_model(folder / "few")
+    return dict(
+        few=refusal(lambda: kvevict.patch(few, "snapkv", budget=64)),
+        lookahead=refusal(lambda: kvevict.patch(model, "lookahead", budget=16)),
+        decoder=refusal(decoder_alone), policy=refusal(other_policy),
+    )  # fmt: skip
+
+
+def of_rank(heads: list, rank: int) -> list:
+    """The part of [layer][row][head] that a rank has."""
+    part = SIZES["num_key_value_heads"] // RANKS
+    return [layer and [row[rank * part : (rank + 1) * part] for row in layer] for layer in heads]
+
+
+def test_in_two_processes(tmp_path):
+    whole = {name: tiny.save(tmp_path / name, name, **SIZES)[1] for name in ("llama", "gemma3")}
+    tiny.save(tmp_path / "few", **SIZES | dict(num_key_value_heads=1))
+    model = whole["llama"]
+    save(model, tmp_path / "whole")
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
+    here = [Path(kvevict.__file__).parents[1], Path(tiny.__file__).parent]
+    path = os.pathsep.join([*map(str, here), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [*run, __file__, str(tmp_path)], env=os.environ | dict(PYTHONPATH=path, OMP_NUM_THREADS="1"),
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-5000:]
+    found = [torch.load(tmp_path / f"rank{rank}", weights_only=False) for rank in range(RANKS)]
+
+    def alike(want, part, what):
+        """Slot for slot and token for token."""
+        for rank, each in enumerate(found):
+            got = part(each)
+            assert {k: of_rank(v, rank) for k, v in want.items() if k in ("read", "end")} == {
+                k: v for k, v in got.items() if k in ("read", "end")
+            }, what
+            for name in ("tokens", "beams"):
+                assert str(got.get(name)) == str(want.get(name)), (what, name)
+        return [part(each) for each in found]
+
+    for case in CASES:
+        want = read(model, case)
+        got = alike(want, lambda each, case=case: each["cases"][case], case)
+        assert sum(each["bytes"] for each in got) == want["bytes"]  # each rank stores its own heads' slots only
+        assert (got[0]["sent"] == 0) == (case in FREE), case
+        if want["diagnostics"]:
+            for name, values in want["diagnostics"].items():
+                torch.testing.assert_close(torch.tensor(got[0]["diagnostics"][name]), torch.tensor(values))
+    alike(read(whole["gemma3"], "adakv"), lambda each: each["gemma3"], "sliding windows")
+    alike(turns(model), lambda each: each["turns"], "turns")
+    again, saved = load(model, tmp_path / "whole"), load(model, tmp_path / "split")
+    for case, want in again.items():
+        alike(want, lambda each, case=case: each["whole"][case], "loaded from one process")
+        alike(want, lambda each, case=case: each["split"][case], "loaded from two")
+        assert str(saved[case]) == str(want)  # one process loads what two have saved
+    for each in found:
+        said = each["refusals"]
+        assert "its 1 kv heads cannot be split over 2 ranks (tensor parallel)" in said["few"]
+        assert "lookahead's adapter is for whole projections" in said["lookahead"]
+        assert "layer 0 has 4 and 2 heads of queries and of keys, expected (8, 4): patch" in said["decoder"]
+        assert "layers or heads that are to share their choice hold different slots" in said["policy"]
+
+
+def test_latents_are_refused(monkeypatch):
+    """Every rank has them whole, and its query heads' part of the scores."""
+    model = pytest.importorskip("zoo").make("deepseek_v3", "DeepseekV3ForCausalLM")
+    if not hasattr(model.model.layers[0].self_attn, "expand_kv"):
+        pytest.skip("this version of Transformers caches no latents")
+    monkeypatch.setattr(ranks, "of", lambda model: ranks.Ranks(0, 2))
+    with pytest.raises(ValueError, match=r"its heads share latents, .* \(tensor parallel\); load it whole"):
+        kvevict.patch(model, "snapkv", budget=64)
+
+
+def main(folder):
+    import transformers
+
+    sent, gather = [0], distributed.all_gather
+
+    def counted(parts, x, **options):
+        sent[0] += x.numel() * x.element_size()
+        return gather(parts, x, **options)
+
+    def load_model(path):
+        made = transformers.AutoModelForCausalLM.from_pretrained(path, tp_plan="auto", dtype=torch.float32).eval()
+        made.generation_config.eos_token_id = None
+        return made
+
+    distributed.all_gather = counted
+    model = load_model(folder / "llama")
+    result = dict(cases={case: read(model, case, lambda: sent[0]) for case in CASES}, turns=turns(model))
+    result["gemma3"] = read(load_model(folder / "gemma3"), "adakv")
+    save(model, folder / "split")
+    result |= {saved: load(model, folder / saved) for saved in ("whole", "split")}
+    result["refusals"] = refusals(load_model, model, folder)
+    torch.save(result, folder / f"rank{distributed.get_rank()}")
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
