@@ -5,6 +5,7 @@ cell of a heat map its number.
 """
 
 import math
+import re
 
 from ..evaluate.ask import FULL, MODES
 from ..evaluate.table import NOT_IN_PERCENT, summarize
@@ -75,37 +76,74 @@ def mean_kept(lines) -> dict:
 def budget(lines):
     """Score against budget with 95 % intervals, a panel per task and mode, a line per policy; full and oracle as
     references. From lines of `kvevict eval`."""
-    summary = summarize(lines)
-    columns = list(dict.fromkeys(column for row in summary.values() for column in row))
-    rows = [row for row in summary if row[1] is not None]
-    if not rows:
-        raise ValueError("there are no results of a policy at a budget, only of the full cache")
-    budgets = sorted({row[1] for row in rows})
-    if len({isinstance(b, int) for b in budgets}) > 1:
-        raise ValueError("slots and fractions cannot share an axis; choose by --budgets")
-    names = sorted(dict.fromkeys((policy, chunk) for policy, _, chunk in rows), key=lambda name: _refers(name[0]))
-    chunked = len({chunk for _, chunk in names}) > 1
-    figure, panels = _panels(len(columns), 4.2, 3.4, legend=True)
-    for panel, column in zip(panels, columns, strict=True):
-        for (policy, _, _), row in summary.items():
+    curves = _Curves(lines)
+    figure, panels = _panels(len(curves.columns), 4.2, 3.4, legend=True)
+    for panel, column in zip(panels, curves.columns, strict=True):
+        curves.draw(panel, column, curves.names)
+    return _legend(figure, panels)
+
+
+def families(lines):
+    """As `budget`, a panel per method and what is made of it: snapkv, snapkv/kvcf, snapkv+caote and snapkv:window=8 are
+    a family. Policies that have none share panels; the references are in all. One task and mode, or few."""
+    curves = _Curves(lines)
+    references = [name for name in curves.names if _refers(name[0])]
+    together = {}
+    for name in curves.names:
+        if name not in references:
+            together.setdefault(re.split("[-+/:]", name[0])[0], []).append(name)
+    alone = [names[0] for names in together.values() if len(names) == 1]
+    groups = {family: names for family, names in together.items() if len(names) > 1}
+    for i in range(0, len(alone), len(COLOURS)):
+        groups["others" if i == 0 else f"others {i // len(COLOURS) + 1}"] = alone[i : i + len(COLOURS)]
+    drawn = [(column, *group) for column in curves.columns for group in groups.items()]
+    figure, rows, columns = _figure(len(drawn), 3.9, 3.9)
+    for part, (column, family, names) in zip(figure.subfigures(rows, columns, squeeze=False).flat, drawn):
+        panel = part.subplots()
+        curves.draw(panel, column, [*names, *references])
+        panel.set_title(f"{family}: {panel.get_title()}", fontsize=10)
+        part.legend(*panel.get_legend_handles_labels(), loc="outside lower center", fontsize=7, ncols=2)
+    return figure
+
+
+class _Curves:
+    """Scores against budgets, from lines of `kvevict eval`.
+
+    columns   (task, tags, mode) of each panel
+    names     (policy, chunk size) of each line, the references last
+    """
+
+    def __init__(self, lines):
+        self.summary = summarize(lines)
+        self.columns = list(dict.fromkeys(column for row in self.summary.values() for column in row))
+        rows = [row for row in self.summary if row[1] is not None]
+        if not rows:
+            raise ValueError("there are no results of a policy at a budget, only of the full cache")
+        self.budgets = sorted({row[1] for row in rows})
+        if len({isinstance(b, int) for b in self.budgets}) > 1:
+            raise ValueError("slots and fractions cannot share an axis; choose by --budgets")
+        self.names = sorted(dict.fromkeys((policy, chunk) for policy, _, chunk in rows), key=lambda n: _refers(n[0]))
+        self.chunked = len({chunk for _, chunk in self.names}) > 1
+
+    def draw(self, panel, column, names) -> None:
+        for (policy, _, _), row in self.summary.items():
             if policy == FULL.policy and column in row:
                 _reference(panel, row[column])
         for i, (policy, chunk) in enumerate(names):
-            cells = {b: summary.get((policy, b, chunk), {}).get(column) for b in budgets}
+            cells = {b: self.summary.get((policy, b, chunk), {}).get(column) for b in self.budgets}
             cells = {b: cell for b, cell in cells.items() if cell}
-            label = policy + (f", chunk {chunk or 'whole'}" if chunked else "")
+            label = policy + (f", chunk {chunk or 'whole'}" if self.chunked else "")
             if cells:
                 _line(panel, cells, 2 ** (DODGE * ((i + 0.5) / len(names) - 0.5)), label, _style(policy, i))
         task, _, mode = column
-        metric = next(row[column].metric for row in summary.values() if column in row)
+        metric = next(row[column].metric for row in self.summary.values() if column in row)
         label = {FIDELITY: "KL divergence, nats"}.get(metric, metric if metric in NOT_IN_PERCENT else "score, %")
         panel.set_title(f"{task}, {mode}", fontsize=10)
-        unit = "slots per kv head" if isinstance(budgets[0], int) else "fraction of the tokens"
+        unit = "slots per kv head" if isinstance(self.budgets[0], int) else "fraction of the tokens"
         panel.set(xscale="log", xlabel=f"budget, {unit}", ylabel=label)
-        _ticks(panel, budgets)
+        _ticks(panel, self.budgets)
         if metric not in NOT_IN_PERCENT:
             panel.set_ylim(-3, 103)
-    return _legend(figure, panels)
 
 
 def speed(rows):
@@ -160,8 +198,9 @@ def overlap(found):
 # -- parts ----------------------------------------------------------------------------------------------------------
 
 
-def _panels(count, width, height, legend=False):
-    """A Figure and `count` axes, at most four in a row; sizes in inches."""
+def _figure(count, width, height, more=0):
+    """A Figure for `count` panels, at most four in a row, and its rows and columns; sizes in inches, `more` beside the
+    panels."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -170,7 +209,13 @@ def _panels(count, width, height, legend=False):
         raise ValueError(f"{count} panels do not fit one figure; choose by --tasks, --policies, --budgets, --mode")
     columns = min(count, 4)
     rows = math.ceil(count / columns)
-    figure = Figure(figsize=(columns * width + (2 if legend else 1), rows * height), layout="constrained", dpi=150)
+    size = columns * width + more, rows * height
+    return Figure(figsize=size, layout="constrained", dpi=150), rows, columns
+
+
+def _panels(count, width, height, legend=False):
+    """A Figure and `count` axes, with room for a legend or a colour bar."""
+    figure, rows, columns = _figure(count, width, height, 2 if legend else 1)
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for spare in axes[count:]:
         spare.remove()

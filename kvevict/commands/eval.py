@@ -1,4 +1,3 @@
-import sys
 from pathlib import Path
 
 from . import add_model, add_observe, add_policies, command, model_name, number
@@ -82,8 +81,6 @@ def _evaluate(args) -> None:
     plan.runs(), plan.groups(None)  # mistakes are found before the model is loaded
     name = model_name(args)
     model, tokenizer = load_model(name, args.dtype, args.device)
-    layers = model.config.get_text_config().num_hidden_layers
-    print(f"{len(plan.runs(layers))} runs of every case; results go to {args.out}", file=sys.stderr)
     evaluate(model, tokenizer, plan, args.out, name)
 
 

@@ -3,12 +3,13 @@ from pathlib import Path
 
 from . import command, number
 
-KINDS = ("heatmap", "budget", "speed", "slots", "layers", "overlap")
+KINDS = ("heatmap", "budget", "families", "speed", "slots", "layers", "overlap")
 
 
 @command
 def plot(parser, argv):
-    """Draw a figure of results: needle heat map, score against budget, speed, kept slots, layer by layer."""
+    """Draw a figure of results: needle heat map, score against budget (in one panel, or a panel per family of methods),
+    speed, kept slots, layer by layer."""
     parser.add_argument(
         "results",
         help="file written by `kvevict eval`; for speed: the output of `kvevict bench`; for "

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import hashlib
 import itertools
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,6 +78,8 @@ def evaluate(model, tokenizer, plan: Plan, out, name: str = "") -> None:
     with contextlib.ExitStack() as stack:
         processes = stack.enter_context(Processes())
         first = processes.rank == 0
+        if first:
+            print(f"{len(runs)} runs of every case; results go to {out}", file=sys.stderr)
         results = stack.enter_context(Results(out, about)) if first else None
         keys, responses = processes.told((results.keys, results.responses) if first else None)
         bar = stack.enter_context(tqdm(desc="evaluating", unit="run", disable=None if first else True))

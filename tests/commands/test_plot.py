@@ -50,7 +50,8 @@ def panels(figure):
 def boxes_apart(figure):
     """Axes with their labels and titles, and the legend, are beside each other and inside the figure."""
     figure.savefig(io.BytesIO())  # which lays it out
-    boxes = [axes.get_tightbbox() for axes in figure.axes] + [legend.get_window_extent() for legend in figure.legends]
+    legends = [legend for part in (figure, *figure.subfigs) for legend in part.legends]
+    boxes = [axes.get_tightbbox() for axes in figure.axes] + [legend.get_window_extent() for legend in legends]
     width, height = figure.bbox.width, figure.bbox.height
     for i, box in enumerate(boxes):
         assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height
@@ -91,6 +92,29 @@ def test_budget():
     styles = {(d[0].get_color(), d[0].get_marker(), d[0].get_linestyle()) for d in axes.containers}
     assert len(styles) == len({marker for _, marker, _ in styles}) == len(POLICIES)
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["full cache", *POLICIES]
+    boxes_apart(figure)
+
+
+def test_families():
+    policies = ("snapkv", "take:kernel=9", "snapkv/kvcf", "h2o", "take+chunkkv", "oracle", "snapkv:window=8",
+                "edie-exact", "edie", "tova", "random", "cake", "knorm", "vatp", "streaming")  # fmt: skip
+    lines = [line("full", 1.0, id=i) for i in range(4)]
+    lines += [line(p, float((i + b) % 3 > 0), "aware", i, b) for p in policies for b in BUDGETS for i in range(4)]
+    figure = plot.families(lines)
+    shown = {
+        title.removesuffix(": toy, aware"): [container.get_label() for container in axes.containers]
+        for title, axes in panels(figure).items()
+    }
+    assert shown == {
+        "snapkv": ["snapkv", "snapkv/kvcf", "snapkv:window=8", "oracle"],
+        "take": ["take:kernel=9", "take+chunkkv", "oracle"],
+        "edie": ["edie-exact", "edie", "oracle"],
+        "others": ["h2o", "tova", "random", "cake", "knorm", "vatp", "oracle"],
+        "others 2": ["streaming", "oracle"],
+    }
+    for part in figure.subfigs[: len(shown)]:
+        (legend,), (axes,) = part.legends, part.axes
+        assert [text.get_text() for text in legend.get_texts()][1:] == shown[axes.get_title().split(":")[0]]
     boxes_apart(figure)
 
 

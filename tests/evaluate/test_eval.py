@@ -75,7 +75,8 @@ def plan(**changes):
 
 
 def results(net, out, **changes):
-    evaluate(net, tokenizer(), plan(**changes), out)
+    name = changes.pop("name", "")
+    evaluate(net, tokenizer(), plan(**changes), out, name)
     return read(out)[1]
 
 
@@ -109,6 +110,15 @@ def test_full_and_aware_are_what_generate_gives(net, tmp_path):
         assert line["score"] == toy_metric(line["prediction"], case.answers)
         assert line["prompt_tokens"] == 60
         assert line["tags"] == {"depth": int(case.id[-1]) % 2, "length": 60}
+
+
+def test_a_schedule_of_the_policy_s_own(net, tmp_path):
+    policies = ("snapkv", "snapkv:schedule=chunk", "snapkv:schedule=prompt", "laq")
+    lines = results(net, tmp_path / "r", policies=policies, chunk_sizes=(20,), modes=("aware",), cases=1)
+    peaks = [line["peak_cache_bytes"] for line in lines[1:]]
+    assert peaks[0] == peaks[1] < peaks[2] <= peaks[3]
+    with pytest.raises(ValueError, match="a draft needs the whole prompt"):  # not that a chunk size is missing
+        plan(policies=("laq:schedule=chunk",), chunk_sizes=(20,)).runs()
 
 
 def test_agnostic_compresses_the_context_and_keeps_the_question(net, tmp_path):
@@ -290,6 +300,21 @@ def test_other_settings_are_refused(net, tmp_path):
     out.write_text('{"a": 1}\n')
     with pytest.raises(ValueError, match="holds no results"):
         results(net, out)
+
+
+@pytest.mark.parametrize("name, value", [
+    ("dtype", torch.bfloat16), ("temperature", 0.7), ("observe", "question"), ("haystack", "HAYSTACK"), ("seeds", (1,)),
+    ("lengths", (50,)), ("name", "another"),
+])  # fmt: skip
+def test_every_setting_that_changes_numbers_is_one_of_the_file(net, tmp_path, name, value):
+    (tmp_path / "HAYSTACK").write_text("One sentence. Another one. " * 40)
+    value, out = str(tmp_path / value) if value == "HAYSTACK" else value, tmp_path / "r"
+    results(net, out, **({"name": "one"} if name == "name" else {}))
+    before, made = out.read_bytes(), tiny_model().to(value) if name == "dtype" else net
+    said = {"dtype": "dtype was 'torch.float32', is 'torch.bfloat16'", "name": "model was 'one', is 'another'"}
+    with pytest.raises(ValueError, match=f"begun with other settings: .*{said.get(name, name + ' was')}.*give another"):
+        results(made, out, **({} if name == "dtype" else {name: value}))
+    assert out.read_bytes() == before
 
 
 def test_what_cannot_work_fails_before_anything_is_measured(net, tmp_path):

@@ -80,6 +80,8 @@ def test_command(tmp_path, capsys):
     settings, *found = map(json.loads, Path(out).read_text().splitlines())
     assert settings["settings"]["protocol"] == "chunkkv" and settings["settings"]["layers"] == 4
     assert {line["policy"] for line in found} >= {"full", "chunkkv", "chunkkv:c=3", "snapkv:pool=none"}
+    hybrid = 'chunkkv:select_by_layer=[[2,null,"token"]]'  # of the model's four layers
+    assert hybrid in {line["policy"] for line in found}
     assert main([*run[:1], "--out", out, "--table-only"]) == 0
     assert capsys.readouterr().out == printed
 

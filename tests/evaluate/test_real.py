@@ -66,6 +66,13 @@ def test_a_template_that_loses_the_text(template):
         frame(talker, "What?")
 
 
+def test_a_template_without_a_system_turn():
+    talker, plain = chat_tokenizer(), chat_tokenizer()
+    refuse = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
+    talker.chat_template = refuse + plain.chat_template
+    assert frame(talker, "What?", OPENING) == frame(plain, "What?", OPENING)
+
+
 # -- answers ----------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,66 @@
+"""Takes the pictures of `kvevict demo`'s and `kvevict inspect`'s pages that usage.md shows.
+
+pip install playwright pillow
+python docs/screenshots.py [BROWSER]        # /usr/bin/chromium, of Debian's package chromium
+"""
+
+import io
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from PIL import Image
+from playwright.sync_api import sync_playwright
+
+import kvevict
+from kvevict.cli import main
+
+DOCS = Path(__file__).parent.resolve()
+SIZES = {"phone": (390, 844), "desk": (1280, 860)}
+
+
+def pages(folder):
+    """The page of the demo and that of a text with a fact in it, as a reader makes them."""
+    os.chdir(folder)
+    os.symlink(kvevict.small_llama(), "small_llama")  # the pages show the path as it is given
+    start = ["--model", "small_llama", "--budget", "128", "--chunk-size", "256"]
+    main(["demo", *start, "--out", "demo"])
+    text = (DOCS / "methods.md").read_text()
+    Path("notes.txt").write_text(text[:2200] + "\nThe code of Naislet is 364735.\n" + text[2200:4000])
+    start += ["--policy", "take+chunkkv", "--policy", "snapkv", "--find", "364735", "--max-new-tokens", "9"]
+    main(["inspect", *start, "--file", "notes.txt", "Question: What is the code of Naislet?\nAnswer:"])
+    return {"phone": Path("demo/kept.html").resolve(), "desk": Path("kvevict-inspect.html").resolve()}
+
+
+def shoot(browser, page, size, scheme):
+    """A page in a window: its start, and once a layer and a token are chosen. On a phone both, side by side."""
+    width, height = SIZES[size]
+    shots = []
+    with browser.new_context(viewport=dict(width=width, height=height), color_scheme=scheme) as context:
+        tab = context.new_page()
+        tab.on("pageerror", lambda error: sys.exit(f"{page}: {error}"))
+        tab.goto(page.as_uri())
+        assert tab.evaluate("document.documentElement.scrollWidth") == width, f"{size}: the page is wider"
+        shots.append(tab.screenshot())
+        tab.get_by_role("button", name="layer 2", exact=True).click()
+        tab.locator(".found").first.click()
+        if size == "phone":
+            tab.locator(".found").first.scroll_into_view_if_needed()
+        else:
+            tab.evaluate("scrollTo(0, 0)")
+            shots.clear()
+        shots.append(tab.screenshot())
+    picture = Image.new("RGB", (width * len(shots), height))
+    for i, shot in enumerate(shots):
+        picture.paste(Image.open(io.BytesIO(shot)), (width * i, 0))
+    picture.quantize(160).save(DOCS / f"page_{size}_{scheme}.png", optimize=True)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+        path = sys.argv[1] if len(sys.argv) > 1 else "/usr/bin/chromium"
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        for size, page in pages(folder).items():
+            for scheme in ("light", "dark"):
+                shoot(browser, page, size, scheme)
