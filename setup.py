@@ -28,6 +28,8 @@ CUDA_ARCHS = ["80", "86", "89", "90", "100", "120"]
 
 # What <op>_cpu.c are compiled with, once for each: simd.h gives them the vectors of KV_ISA.
 ISA_FLAGS = {"scalar": []}
+if platform.machine().lower() in ("aarch64", "arm64"):
+    ISA_FLAGS = {"neon": [], "neonbf16": ["-march=armv8.2-a+bf16"]}
 if platform.machine().lower() in ("x86_64", "amd64"):
     ISA_FLAGS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
     ISA_FLAGS["avx512"] = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"]

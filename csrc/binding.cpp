@@ -7,6 +7,7 @@
  * struct, so a wrong call raises. What only the values of tensors tell is checked on the CPU alone. */
 #include <Python.h>
 
+#include <cstdlib>
 #include <tuple>
 
 #include "tensors.h"
@@ -81,7 +82,7 @@ kv_observers observers(const Call &call, Tensor &q, const Tensor &row_first, con
 }
 
 /* A result per slot: of the kv heads, or of the query heads where they are not reduced. */
-Tensor per_slot(const Call &call, const kv_observers &a, int64_t group, int64_t columns) {
+Tensor per_slot(const Call &call, const kv_observers &a, kv_reduce group, int64_t columns) {
   STD_TORCH_CHECK(columns >= 0, "columns is ", columns);
   return call.empty(ScalarType::Float, {a.B, group == KV_NONE ? a.H : a.Hkv, columns});
 }
@@ -98,10 +99,10 @@ Tensor score(Tensor q, Tensor row_first, Tensor k_slots, Tensor offset, Tensor l
   kv_score a = {};
   a.rows = observers(call, q, row_first, k_slots, offset, len, k, first, stop, lse, sinks, scale, softcap, causal);
   if (!is_none(weight)) a.rows.weight = call.per_row("weight", weight, a.rows, a.rows.weight_stride);
-  Tensor out = per_slot(call, a.rows, group, columns);
+  a.term = option("term", term, KV_ENTROPY);
+  a.reduce = option("reduce", reduce, KV_MAX), a.group = option("group", group, KV_NONE);
   a.C = columns;
-  a.term = static_cast<kv_term>(term);
-  a.reduce = static_cast<kv_reduce>(reduce), a.group = static_cast<kv_reduce>(group);
+  Tensor out = per_slot(call, a.rows, a.group, columns);
   a.out = static_cast<float *>(out.data_ptr());
   call.run(a, KV_KERNELS(score));
   return out;
@@ -140,10 +141,10 @@ Tensor error(Tensor q, Tensor row_first, Tensor k_slots, Tensor v_slots, Tensor 
   a.rows.slots.v = call.slots("v_slots", v_slots, type, k_slots.size(0), a.rows.D);
   a.rows.chunk.v = call.rows("v", v, type, {a.rows.B, a.rows.Hkv, a.rows.S, a.rows.D}, a.rows.chunk.v_stride);
   a.o = call.rows("o", o, type, {a.rows.B, a.rows.R, a.rows.H, a.rows.D}, a.o_stride);
-  Tensor out = per_slot(call, a.rows, group, columns);
+  a.kind = option("kind", kind, KV_L2);
+  a.group = option("group", group, KV_NONE);
   a.C = columns;
-  a.kind = static_cast<kv_error_kind>(kind);
-  a.group = static_cast<kv_reduce>(group);
+  Tensor out = per_slot(call, a.rows, a.group, columns);
   a.alpha = static_cast<float>(alpha);
   a.out = static_cast<float *>(out.data_ptr());
   call.run(a, KV_KERNELS(error));
@@ -241,7 +242,7 @@ Tensor norm(Tensor x_slots, Tensor offset, Tensor len, Tensor x, Tensor first, T
   kv_norm a = {};
   a.dtype = dtype_of(x);
   a.B = B, a.Hkv = Hkv, a.S = S, a.D = D, a.C = columns;
-  a.p = static_cast<int>(p);
+  a.p = option("p", p, 2);
   Tensor out = call.empty(ScalarType::Float, {B, Hkv, columns});
   a.slots.k = call.slots("x_slots", x_slots, x.scalar_type(), n, D);
   a.slots.offset = call.array<int64_t>("offset", offset, {B, Hkv});
@@ -323,11 +324,17 @@ void compact(Tensor k_src, Tensor v_src, Tensor pos_src, Tensor src_offset, Tens
   a.dst.offset = call.array<int64_t>("dst_offset", dst_offset, {B, Hkv});
   call.check_slots("k_src", a.src.offset, a.src.len, B * Hkv, n, 0);
   call.check_slots("k_dst", a.dst.offset, a.keep, B * Hkv, m, 0);
+  call.check_apart("k_dst", a.dst.offset, a.keep, B * Hkv, 0);
   bool same = !call.on_cpu() || std::equal(a.src.offset, a.src.offset + B * Hkv, a.dst.offset);
   int64_t width = D * static_cast<int64_t>(k.element_size());
   check_alias("k", a.src.k, n, a.dst.k, m, width, same);
   check_alias("v", a.src.v, n, a.dst.v, m, width, same);
   check_alias("pos", a.src.pos, n, a.dst.pos, m, sizeof(int32_t), same);
+  const int64_t size = static_cast<int64_t>(k.element_size());
+  check_disjoint({dense_bytes(a.dst.k, m * width), dense_bytes(a.dst.v, m * width), dense_bytes(a.dst.pos, m * 4)},
+                 {row_bytes(a.chunk.k, {B, Hkv, S, D}, a.chunk.k_stride, size),
+                  row_bytes(a.chunk.v, {B, Hkv, S, D}, a.chunk.v_stride, size), dense_bytes(a.chunk.pos, B * S * 4),
+                  dense_bytes(a.index, B * Hkv * a.K * 4)});
   if (!is_none(index) && a.K == 0) return;  // an empty index has no address, which C would read as no index
   call.run(a, KV_KERNELS(compact));
 }
@@ -364,6 +371,12 @@ std::tuple<Tensor, Tensor, Tensor> decode(Tensor q, Tensor k, Tensor v, Tensor p
   a.lse = static_cast<float *>(lse.data_ptr());
   a.probs = columns ? static_cast<float *>(probs.data_ptr()) : nullptr;
   call.check_slots("k_slots", a.slots.offset, a.slots.len, B * Hkv, n, 1);
+  call.check_apart("k_slots", a.slots.offset, a.slots.len, B * Hkv, 1);
+  const int64_t size = static_cast<int64_t>(q.element_size()), bytes = n * D * size;
+  check_disjoint(
+      {dense_bytes(a.slots.k, bytes), dense_bytes(a.slots.v, bytes), dense_bytes(a.slots.pos, n * 4)},
+      {row_bytes(a.q, {B, H, 1, D}, a.q_stride, size), row_bytes(a.chunk.k, {B, Hkv, 1, D}, a.chunk.k_stride, size),
+       row_bytes(a.chunk.v, {B, Hkv, 1, D}, a.chunk.v_stride, size)});
   call.run(a, KV_KERNELS(decode));
   return {out, lse, probs};
 }
@@ -371,19 +384,37 @@ std::tuple<Tensor, Tensor, Tensor> decode(Tensor q, Tensor k, Tensor v, Tensor p
 #define KV_DEFINE(op, with) m.def(op##_schema);
 #define KV_IMPLEMENT(op, with) m.impl(#op, TORCH_BOX(&op));
 
-STABLE_TORCH_LIBRARY(kvevict, m) { KV_OPS(KV_DEFINE, ) }
+using Library = torch::stable::detail::StableLibrary;
 
-template <typename Library>
-void implement(Library &m){KV_OPS(KV_IMPLEMENT, )}
+void define(Library &m) { KV_OPS(KV_DEFINE, ) }
+void implement(Library &m) { KV_OPS(KV_IMPLEMENT, ) }
 
-STABLE_TORCH_LIBRARY_IMPL(kvevict, CPU, m) {
-  implement(m);
-}
+/* The ops are registered once, by the first import: STABLE_TORCH_LIBRARY would do it when the library is loaded, where a
+ * second copy of it, whose name torch refuses, can only crash. Returns whether this copy's ops are the registered ones. */
+bool registered() {
+  static const bool done = [] {
+    TorchLibraryHandle name;
+    if (aoti_torch_library_init_def("kvevict", __FILE__, __LINE__, &name) != 0) return false;
+    static Library all(Library::Kind::FRAGMENT, "kvevict", nullptr, __FILE__, __LINE__);
+    static Library cpu(Library::Kind::IMPL, "kvevict", "CPU", __FILE__, __LINE__);
+    define(all), implement(cpu);
 #ifdef KVEVICT_CUDA_ARCHS
-STABLE_TORCH_LIBRARY_IMPL(kvevict, CUDA, m) { implement(m); }
+    static Library cuda(Library::Kind::IMPL, "kvevict", "CUDA", __FILE__, __LINE__);
+    implement(cuda);
 #endif
+    return true;
+  }();
+  return done;
+}
 
-PyObject *cpu_isa(PyObject *, PyObject *) { return PyUnicode_FromString(kv_cpu_isa()); }
+PyObject *cpu_isa(PyObject *, PyObject *) {
+  const char *name = kv_cpu_isa();
+  if (name) return PyUnicode_FromString(name);
+  return PyErr_Format(PyExc_ValueError, "KVEVICT_CPU_ISA is '%s', expected one of: %s", std::getenv("KVEVICT_CPU_ISA"),
+                      kv_cpu_isas());
+}
+
+PyObject *cpu_isas(PyObject *, PyObject *) { return PyUnicode_FromString(kv_cpu_isas()); }
 
 PyObject *build_info(PyObject *, PyObject *) {
   return Py_BuildValue("{s:O,s:s,s:s}", "cuda", *cuda_archs ? Py_True : Py_False, "cuda_archs", cuda_archs,
@@ -392,7 +423,8 @@ PyObject *build_info(PyObject *, PyObject *) {
 
 PyMethodDef methods[] = {
     {"cpu_isa", cpu_isa, METH_NOARGS,
-     "Instruction set that the CPU kernels run with: avx512bf16, avx512, avx2 or scalar."},
+     "Instruction set that the CPU kernels run with, of avx512bf16, avx512, avx2, scalar or neonbf16, neon."},
+    {"cpu_isas", cpu_isas, METH_NOARGS, "Those that this build has, from the least to the most, between spaces."},
     {"build_info", build_info, METH_NOARGS, "What this binary was built with: {cuda, cuda_archs, torch_target}."},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -401,5 +433,9 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "kvevict._C", nullptr, 0, methods, 
 
 }  // namespace
 
-/* The ops are registered once, when the library is loaded; importing again only makes another module object. */
-PyMODINIT_FUNC PyInit__C() { return PyModuleDef_Init(&module); }
+/* Importing again only makes another module object. */
+PyMODINIT_FUNC PyInit__C() {
+  if (registered()) return PyModuleDef_Init(&module);
+  PyErr_SetString(PyExc_ImportError, "another copy of kvevict's compiled part is in use in this process");
+  return nullptr;
+}

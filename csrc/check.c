@@ -14,6 +14,8 @@ const char *kv_status_text(kv_status status) {
       return "bad count: keep, len, first, stop, lo, hi or an index is outside what is alive";
     case KV_NO_MEMORY:
       return "no memory for scratch";
+    case KV_BAD_ISA:
+      return "the environment variable KVEVICT_CPU_ISA is none of the instruction sets that this build has";
   }
   return "unknown status";
 }

@@ -3,6 +3,11 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
 
 #include "parallel.h"
 
@@ -13,36 +18,77 @@ typedef struct {
   KV_OPS(KV_FIELD, )
 } kv_kernels;
 
+/* What this build has, from the least to the most, and whether the processor does. */
+#if defined(__x86_64__)
+#define KV_ISAS(X) X(scalar) X(avx2) X(avx512) X(avx512bf16)
+static int kv_has_scalar(void) { return 1; }
+static int kv_has_avx2(void) {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+static int kv_has_avx512(void) {
+  return kv_has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+static int kv_has_avx512bf16(void) { return kv_has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+#elif defined(__aarch64__)
+#define KV_ISAS(X) X(neon) X(neonbf16)
+static int kv_has_neon(void) { return 1; }
+static int kv_has_neonbf16(void) {
+#if defined(__linux__)
+  return getauxval(AT_HWCAP2) >> 14 & 1; /* HWCAP2_BF16, which old headers do not name */
+#elif defined(__APPLE__)
+  int has = 0;
+  size_t size = sizeof has;
+  return sysctlbyname("hw.optional.arm.FEAT_BF16", &has, &size, NULL, 0) == 0 && has;
+#else
+  return 0;
+#endif
+}
+#else
+#define KV_ISAS(X) X(scalar)
+static int kv_has_scalar(void) { return 1; }
+#endif
+
 #define KV_PROTOTYPE(op, isa) kv_status kv_##op##_##isa(const kv_##op *a);
 #define KV_ENTRY(op, isa) kv_##op##_##isa,
 #define KV_KERNELS(isa)     \
   KV_OPS(KV_PROTOTYPE, isa) \
   static const kv_kernels kv_kernels_##isa = {#isa, KV_OPS(KV_ENTRY, isa)};
+KV_ISAS(KV_KERNELS)
 
-KV_KERNELS(scalar)
-#if defined(__x86_64__)
-KV_KERNELS(avx2)
-KV_KERNELS(avx512)
-KV_KERNELS(avx512bf16)
-#endif
+#define KV_CHOICE(isa) {&kv_kernels_##isa, kv_has_##isa},
+static const struct {
+  const kv_kernels *kernels;
+  int (*has)(void);
+} kv_choices[] = {KV_ISAS(KV_CHOICE)};
 
-/* The fastest table that the processor has and KVEVICT_CPU_ISA allows. Products of bf16 (vdpbf16ps) run at twice the rate
- * of fp32's on AMD's processors, but at half of it on Intel's: there they are only taken if asked for by name. */
-static const kv_kernels *kv_kernels_best(void) {
+#define KV_NAME(isa) " " #isa
+const char *kv_cpu_isas(void) { return KV_ISAS(KV_NAME) + 1; }
+
+/* Whether what the processor has is faster than the one below it. Products of bf16 (vdpbf16ps) run at twice the rate of
+ * fp32's on AMD's processors, but at half of it on Intel's. */
+static int kv_pays(const char *name) {
 #if defined(__x86_64__)
-  const char *cap = getenv("KVEVICT_CPU_ISA");
-  if (cap && strcmp(cap, "scalar") == 0) return &kv_kernels_scalar;
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c"))
-    return &kv_kernels_scalar;
-  if (cap && strcmp(cap, "avx2") == 0) return &kv_kernels_avx2;
-  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
-      !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
-    return &kv_kernels_avx2;
-  const int wanted = cap ? strcmp(cap, "avx512bf16") == 0 : __builtin_cpu_is("amd");
-  return wanted && __builtin_cpu_supports("avx512bf16") ? &kv_kernels_avx512bf16 : &kv_kernels_avx512;
+  return strcmp(name, "avx512bf16") != 0 || __builtin_cpu_is("amd");
 #else
-  return &kv_kernels_scalar;
+  return name != NULL;
 #endif
+}
+
+/* The most that the processor has, pays and is not above KVEVICT_CPU_ISA; what is named there need not pay. NULL if it
+ * names nothing. */
+static const kv_kernels *kv_kernels_best(void) {
+  enum { COUNT = sizeof kv_choices / sizeof *kv_choices };
+  const char *cap = getenv("KVEVICT_CPU_ISA");
+  int most = COUNT - 1, i;
+  if (cap && *cap)
+    for (most = 0; strcmp(cap, kv_choices[most].kernels->name) != 0;)
+      if (++most == COUNT) return NULL;
+  for (i = most; i > 0; i--) {
+    const int named = cap && *cap && i == most;
+    if (kv_choices[i].has() && (named || kv_pays(kv_choices[i].kernels->name))) break;
+  }
+  return kv_choices[i].kernels;
 }
 
 /* Chosen once; two threads that come first together choose the same. */
@@ -53,7 +99,10 @@ static const kv_kernels *kv_kernels_chosen(void) {
   return x;
 }
 
-const char *kv_cpu_isa(void) { return kv_kernels_chosen()->name; }
+const char *kv_cpu_isa(void) {
+  const kv_kernels *x = kv_kernels_chosen();
+  return x ? x->name : NULL;
+}
 
 static kv_parallel kv_hook;
 static int kv_hook_threads = 1;
@@ -91,9 +140,10 @@ void kv_parallel_for(int64_t n, int64_t grain, kv_body body, void *ctx) {
     kv_hook(workers, 1, kv_worker, &queue);
 }
 
-#define KV_DISPATCH(op, isa)                             \
-  kv_status kv_##op##_cpu(const kv_##op *a) {            \
-    const kv_status status = kv_##op##_check(a, 1);      \
-    return status ? status : kv_kernels_chosen()->op(a); \
+#define KV_DISPATCH(op, isa)                            \
+  kv_status kv_##op##_cpu(const kv_##op *a) {           \
+    const kv_status status = kv_##op##_check(a, 1);     \
+    const kv_kernels *x = kv_kernels_chosen();          \
+    return status ? status : x ? x->op(a) : KV_BAD_ISA; \
   }
 KV_OPS(KV_DISPATCH, )

@@ -35,6 +35,7 @@ typedef enum {
   KV_BAD_DTYPE, /* a dtype, a kind or a reduction that is none of the above or not for this op */
   KV_BAD_COUNT, /* keep, len, first, stop, lo, hi or an index outside what is alive */
   KV_NO_MEMORY, /* scratch could not be allocated */
+  KV_BAD_ISA,   /* KVEVICT_CPU_ISA names no instruction set of this build */
 } kv_status;
 
 const char *kv_status_text(kv_status status);
@@ -249,8 +250,11 @@ typedef void (*kv_body)(void *ctx, int64_t begin, int64_t end);
 typedef void (*kv_parallel)(int64_t n, int64_t grain, kv_body body, void *ctx);
 void kv_set_parallel(kv_parallel parallel, int threads);
 
-/* Name of the instruction set the CPU kernels run with: "avx512bf16", "avx512", "avx2" or "scalar". Environment variable
- * KVEVICT_CPU_ISA caps it (read once); "avx512bf16" is taken where it is named, or unnamed where it is the faster. */
+/* Name of the instruction set the CPU kernels run with, one of kv_cpu_isas: "scalar avx2 avx512 avx512bf16" on x86-64,
+ * "neon neonbf16" on ARM, else "scalar", from the least to the most. Environment variable KVEVICT_CPU_ISA caps it (read
+ * once); "avx512bf16" is taken where it is named, or unnamed where it is the faster. NULL if the variable is neither
+ * empty nor one of these names: every op then returns KV_BAD_ISA. */
+const char *kv_cpu_isas(void);
 const char *kv_cpu_isa(void);
 
 #ifdef __cplusplus

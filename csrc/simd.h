@@ -8,6 +8,8 @@
 #include <math.h>
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include "kvevict.h"
@@ -17,6 +19,9 @@
 #pragma clang fp contract(fast)
 #elif defined(__GNUC__)
 #pragma GCC optimize("fp-contract=fast")
+#if defined(__aarch64__) /* scheduled before registers are given out, loads take some from the accumulators */
+#pragma GCC optimize("no-schedule-insns")
+#endif
 #endif
 
 #define KV_JOIN2(op, isa) kv_##op##_##isa
@@ -29,15 +34,19 @@ KV_OPS(KV_PROTOTYPE, )
 
 /* VL floats a vector; a register tile is MR rows x NV vectors, its accumulators fill the registers but for NV + 2. */
 #if defined(__AVX512F__)
-enum { VL = 16, MR = 6, NV = 4 };
 #define KV_VL 16
+#define KV_NV 4
 #elif defined(__AVX2__)
-enum { VL = 8, MR = 6, NV = 2 };
 #define KV_VL 8
-#else
-enum { VL = 4, MR = 6, NV = 2 };
+#define KV_NV 2
+#elif defined(__aarch64__)
 #define KV_VL 4
+#define KV_NV 4
+#else
+#define KV_VL 4
+#define KV_NV 2
 #endif
+enum { VL = KV_VL, MR = 6, NV = KV_NV };
 
 typedef float vf __attribute__((vector_size(4 * KV_VL)));
 typedef uint32_t vu __attribute__((vector_size(4 * KV_VL)));
@@ -64,15 +73,26 @@ KV_INLINE vf vf_set1(float a) {
 #endif
 }
 
-/* Pairs of bf16 in the 32 bits of a float, the first in the low half: acc + a0 b0 + a1 b1, and two vectors of floats
+/* Pairs of bf16 in the 32 bits of a float, the first in the low half: acc + a0 b0 + a1 b1 with
+ * one pair a, and two vectors of floats
  * rounded to one of pairs of neighbours. */
 #if defined(__AVX512BF16__)
 enum { KV_PAIRS = 1 };
-KV_INLINE vf vf_dot_pairs(vf acc, vf a, vf b) { return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b); }
+KV_INLINE vf vf_dot_pairs(vf acc, float a, vf b) {
+  return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)vf_set1(a), (__m512bh)b);
+}
 KV_INLINE vf vf_pairs(vf a, vf b) { return (vf)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a); }
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+enum { KV_PAIRS = 1 };
+KV_INLINE vf vf_dot_pairs(vf acc, float a, vf b) {
+  return (vf)vbfdotq_lane_f32((float32x4_t)acc, (bfloat16x8_t)b, (bfloat16x4_t)(float32x2_t){a, 0}, 0);
+}
+KV_INLINE vf vf_pairs(vf a, vf b) {
+  return (vf)vcvtq_high_bf16_f32(vcvtq_low_bf16_f32((float32x4_t)a), (float32x4_t)b);
+}
 #else /* never called */
 enum { KV_PAIRS = 0 };
-KV_INLINE vf vf_dot_pairs(vf acc, vf a, vf b) { return acc + a * b; }
+KV_INLINE vf vf_dot_pairs(vf acc, float a, vf b) { return acc + a * b; }
 KV_INLINE vf vf_pairs(vf a, vf b) { return a + b; }
 #endif
 

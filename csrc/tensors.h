@@ -14,6 +14,7 @@
 #include <initializer_list>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "kvevict.h"
 
@@ -52,6 +53,13 @@ kv_dtype dtype_of(const Tensor &t) {
   }
 }
 
+/* An option as one of the values 0 .. last of its enum: the schema's int64 must not be cut to one. */
+template <typename Enum>
+Enum option(const char *name, int64_t value, Enum last) {
+  STD_TORCH_CHECK(0 <= value && value <= last, name, " is ", value, ", expected 0..", static_cast<int>(last));
+  return static_cast<Enum>(value);
+}
+
 /* Sizes of a four-dimensional tensor, for the op to name. */
 const int64_t *sizes4(const char *name, const Tensor &t) {
   STD_TORCH_CHECK(t.dim() == 4, name, " has ", t.dim(), " dimensions, expected 4");
@@ -84,6 +92,36 @@ void *current_stream(int32_t device) {
   return stream;
 }
 #endif
+
+/* The memory that an argument lies in. */
+struct Bytes {
+  const char *begin, *end;
+};
+
+Bytes dense_bytes(const void *x, int64_t bytes) {
+  return {static_cast<const char *>(x), static_cast<const char *>(x) + bytes};
+}
+
+/* [n0, n1, n2, D] with those strides; of nothing, nothing. */
+Bytes row_bytes(const void *x, Shape shape, const int64_t *stride, int64_t size) {
+  const int64_t *n = shape.begin();
+  const int64_t rows = n[0] * n[1] * n[2];
+  const int64_t last = (n[0] - 1) * stride[0] + (n[1] - 1) * stride[1] + (n[2] - 1) * stride[2] + n[3];
+  return dense_bytes(x, rows ? last * size : 0);
+}
+
+/* What is written may not lie in what else is written or read. */
+void check_disjoint(std::initializer_list<Bytes> written, std::initializer_list<Bytes> others) {
+  auto apart = [](Bytes x, Bytes y) {
+    return x.begin == x.end || y.begin == y.end || x.end <= y.begin || y.end <= x.begin;
+  };
+  bool all = true;
+  for (const Bytes *x = written.begin(); x < written.end(); x++) {
+    for (const Bytes *y = x + 1; y < written.end(); y++) all &= apart(*x, *y);
+    for (const Bytes &y : others) all &= apart(*x, y);
+  }
+  STD_TORCH_CHECK(all, "the slots that are written share memory with each other or with what is read");
+}
 
 template <typename Args>
 struct Kernels {
@@ -151,8 +189,12 @@ class Call {
 
   Tensor empty(ScalarType type, Shape shape) const {
     std::array<int64_t, 4> stride;
-    int64_t step = 1;
-    for (size_t d = shape.size(); d-- > 0; step *= shape.begin()[d]) stride[d] = step;
+    int64_t bytes = 4; /* of a number, at most 4 or, where there is one dimension, 1 */
+    for (size_t d = shape.size(); d-- > 0;) {
+      stride[d] = bytes / 4;
+      STD_TORCH_CHECK(!__builtin_mul_overflow(bytes, std::max<int64_t>(shape.begin()[d], 1), &bytes),
+                      "a result of shape ", shape_text(shape), " is too large");
+    }
     const int32_t device = cuda_ ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu();
     const auto dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
     AtenTensorHandle handle;
@@ -168,6 +210,24 @@ class Call {
       bool inside = offset[i] >= 0 && len[i] >= 0 && offset[i] <= rows - len[i] - room;
       STD_TORCH_CHECK(inside, "head ", i, " holds ", len[i], " slots at offset ", offset[i],
                       room ? " and needs room for one more" : "", ", but ", name, " has ", rows, " rows");
+    }
+  }
+
+  /* Of rows that are written, as above, no head may own another's. */
+  void check_apart(const char *name, const int64_t *offset, const int32_t *len, int64_t heads, int64_t room) const {
+    if (!on_cpu()) return;
+    int64_t end = 0;
+    bool ascending = true; /* as caches have them */
+    for (int64_t i = 0; i < heads; end = offset[i] + len[i] + room, i++) ascending &= offset[i] >= end;
+    if (ascending) return;
+    std::vector<int64_t> order;
+    for (int64_t i = 0; i < heads; i++)
+      if (len[i] + room > 0) order.push_back(i);
+    std::sort(order.begin(), order.end(), [=](int64_t i, int64_t j) { return offset[i] < offset[j]; });
+    for (size_t i = 1; i < order.size(); i++) {
+      const int64_t one = order[i - 1], next = order[i];
+      STD_TORCH_CHECK(offset[one] + len[one] + room <= offset[next], "heads ", std::min(one, next), " and ",
+                      std::max(one, next), " share rows of ", name, ", which are written");
     }
   }
 

@@ -91,7 +91,7 @@ KV_INLINE void kv_multiply_nv(int nv, int pairs, const float *a, int64_t lda, co
 #pragma GCC unroll 8
       for (int j = 0; j < nv; j++)
         if (pairs)
-          acc[r][j] = vf_dot_pairs(acc[r][j], vf_set1(y), x[j]);
+          acc[r][j] = vf_dot_pairs(acc[r][j], y, x[j]);
         else
           acc[r][j] += y * x[j];
     }
@@ -109,7 +109,7 @@ static inline void kv_multiply(int64_t nv, int pairs, const float *a, int64_t ld
   if (nv == count && KV_PAIRS && pairs) kv_multiply_nv(count, 1, a, lda, b, ldb, n, alpha, scale, c, ldc);
   KV_CASE(1)
   KV_CASE(2)
-#if KV_VL == 16
+#if KV_NV == 4
   KV_CASE(3)
   KV_CASE(4)
 #endif
@@ -197,11 +197,11 @@ static inline void kv_row_o(int pairs, const float *p, int64_t n, const float *v
     vf acc = alpha * vf_load(o + d);
     for (int64_t c = 0; c < words; c++) {
       const vf x = vf_load(v + c * width + d);
-      acc = pairs ? vf_dot_pairs(acc, vf_set1(p[c]), x) : acc + p[c] * x;
+      acc = pairs ? vf_dot_pairs(acc, p[c], x) : acc + p[c] * x;
     }
     if (pairs && n % 2) {
       const vu x = (vu)vf_load(v + words * width + d) & first;
-      acc = vf_dot_pairs(acc, vf_set1(p[words]), (vf)x);
+      acc = vf_dot_pairs(acc, p[words], (vf)x);
     }
     vf_store(o + d, acc);
   }

@@ -87,6 +87,12 @@ def _call(op, args: tuple):
         raise _explain(op, error, args) from None
 
 
+def _written(*tensors: Tensor) -> None:
+    """Lets autograd refuse to use what an op has overwritten. Costs a microsecond, so not where nothing is recorded."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version(tensors)
+
+
 def _one_of(name: str, value: str, table: dict) -> int:
     if value not in table:
         raise ValueError(f"kvevict.{name} is {value!r}, expected one of {', '.join(table)}")
@@ -342,7 +348,8 @@ def compact(
     """
     src = (k_src, v_src, pos_src, src_offset, src_len)
     args = (*src, k, v, pos, first, _NO_INDEX if index is None else index, keep, k_dst, v_dst, pos_dst, dst_offset)
-    return _call(_compact, args)
+    _call(_compact, args)
+    _written(k_dst, v_dst, pos_dst)
 
 
 def decode(
@@ -371,12 +378,15 @@ def decode(
     """
     sinks = _NONE if sinks is None else sinks
     args = (q, k, v, pos, k_slots, v_slots, pos_slots, offset, len, sinks, scale, softcap, columns)
-    return _call(_decode, args)
+    results = _call(_decode, args)
+    _written(k_slots, v_slots, pos_slots)
+    return results
 
 
 def cpu_isa() -> str:
     """Instruction set that the CPU kernels run with: "avx512bf16" (multiplies bf16 as it is), "avx512", "avx2" or
-    "scalar". KVEVICT_CPU_ISA caps it; "avx512bf16" is also taken where it is the slower if named."""
+    "scalar", on ARM "neonbf16" or "neon". KVEVICT_CPU_ISA caps it, and any other name is an error here and in every
+    op; "avx512bf16" is also taken where it is the slower if named."""
     return _C.cpu_isa()
 
 

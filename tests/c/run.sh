@@ -1,34 +1,52 @@
 #!/bin/sh
-# Builds csrc/*.c and every test_*.c in a temporary directory and runs the tests: run.sh [plain|asan]
+# Builds csrc/*.c and every test_*.c in a temporary directory and runs the tests: run.sh [plain|asan|aarch64]
+# aarch64 is built with a cross compiler and run by an emulator, on a processor without bf16 and on one with all there
+# is; it needs Debian's gcc-aarch64-linux-gnu and qemu-user.
 set -eu
 mode=${1:-plain}
+flags="-O3"
+machine=$(uname -m)
 case $mode in
-  plain) flags="-O3" ;;
+  plain) ;;
   asan) flags="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer" ;;
-  *) echo "usage: $0 [plain|asan]" >&2; exit 2 ;;
+  aarch64) flags="-O3 -static" machine=aarch64 CC=${CC:-aarch64-linux-gnu-gcc} ;;
+  *) echo "usage: $0 [plain|asan|aarch64]" >&2; exit 2 ;;
 esac
 here=$(cd "$(dirname "$0")" && pwd)
 csrc=$here/../../csrc
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
 compile() { "${CC:-gcc}" -std=c11 -fno-math-errno -Wall -Wextra -Wpedantic -Werror $flags "$@"; }
+for_isa() {
+  isa=$1
+  shift
+  compile -DKV_ISA="$isa" "$@" -c "$source" -o "$out/$name.$isa.o"
+}
 
 for source in "$csrc"/*.c; do
   name=$(basename "$source" .c)
-  case $name in
-    *_cpu)
-      compile -DKV_ISA=scalar -c "$source" -o "$out/$name.scalar.o"
-      if [ "$(uname -m)" = x86_64 ]; then
-        compile -DKV_ISA=avx2 -mavx2 -mfma -mf16c -c "$source" -o "$out/$name.avx2.o"
-        avx512="-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mprefer-vector-width=512"
-        compile -DKV_ISA=avx512 $avx512 -c "$source" -o "$out/$name.avx512.o"
-        compile -DKV_ISA=avx512bf16 $avx512 -mavx512bf16 -c "$source" -o "$out/$name.avx512bf16.o"
-      fi
+  case $name:$machine in
+    *_cpu:x86_64)
+      avx512="-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mprefer-vector-width=512"
+      for_isa scalar
+      for_isa avx2 -mavx2 -mfma -mf16c
+      for_isa avx512 $avx512
+      for_isa avx512bf16 $avx512 -mavx512bf16
       ;;
+    *_cpu:aarch64 | *_cpu:arm64)
+      for_isa neon
+      for_isa neonbf16 -march=armv8.2-a+bf16
+      ;;
+    *_cpu:*) for_isa scalar ;;
     *) compile -c "$source" -o "$out/$name.o" ;;
   esac
 done
 for test in "$here"/test_*.c; do
   compile -I "$csrc" "$test" "$out"/*.o -lm -lpthread -o "$out/test"
-  "$out/test"
+  if [ "$mode" != aarch64 ]; then
+    "$out/test"
+  else
+    echo "on a Cortex-A72:" && qemu-aarch64 -cpu cortex-a72 "$out/test"
+    echo "on one with bf16:" && KVEVICT_TEST_ISA=neonbf16 qemu-aarch64 -cpu max "$out/test"
+  fi
 done

@@ -98,5 +98,6 @@ KV_OP(decode, KV_RESULTS({a->out, a->B * a->H * a->D *size_of(a->dtype)}, {a->ls
                          {a->probs, a->B * a->Hkv * a->C * 4}))
 
 const char *kv_cpu_isa(void) { return "CUDA on a CPU"; }
+const char *kv_cpu_isas(void) { return kv_cpu_isa(); }
 void kv_set_parallel(kv_parallel, int) {}
 }

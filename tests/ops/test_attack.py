@@ -1,0 +1,159 @@
+"""Calls and processes that no honest program makes: each is refused, none crashes or goes wrong silently."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import copied, i32, problem
+
+from kvevict import _ops as ops
+
+BIG = 2**32  # what int32 cuts to 0
+
+
+def raw(name, p):
+    """The op's positional arguments, as binding.cpp gets them."""
+    op = getattr(torch.ops.kvevict, name).default
+    none, no_index = torch.empty(0), torch.empty(0, dtype=torch.int32)
+    absent = {"index": no_index, "stop": no_index}
+    return op, {a.name: absent.get(a.name, none) if p[a.name] is None else p[a.name] for a in op._schema.arguments}
+
+
+def observed():
+    p = problem(1, lens=3, first=0, layout="dense")
+    out, lse = ops.attend(
+        **{k: p[k] for k in ["q", "k_slots", "v_slots", "offset", "len", "k", "v", "first"]}, scale=p["scale"]
+    )
+    more = dict(lse=lse, weight=None, causal=True, term=0, reduce=0, group=0, kind=0, alpha=0.0, o=out, columns=64)
+    return {**p, **more, "x": p["k"], "x_slots": p["k_slots"], "p": 1}
+
+
+@pytest.mark.parametrize(
+    "name, option",
+    [("score", "group"), ("score", "term"), ("score", "reduce"), ("error", "kind"), ("error", "group"), ("norm", "p")],
+)
+@pytest.mark.parametrize("value", [BIG, BIG + 1, BIG + 3, -1, 4])
+def test_an_option_is_not_cut_to_another(name, option, value):
+    op, args = raw(name, observed())
+    op(*args.values())
+    with pytest.raises(RuntimeError, match=f"{option} is {value}"):
+        op(*{**args, option: value}.values())
+
+
+@pytest.mark.parametrize("name", ["score", "norm", "select", "decode", "kl"])
+@pytest.mark.parametrize("columns", [2**62, 2**63 - 1])
+def test_more_columns_than_there_is_memory(name, columns):
+    p = observed() | {"target": torch.rand(2, 4, 5), "score": torch.rand(2, 2, 8), "protect_first": i32([0, 0])}
+    p |= {"protect_last": i32([0, 0]), "n": i32([[8, 8]] * 2), "keep": i32([[4, 4]] * 2)}
+    if name == "decode":
+        p |= {x: p[x][:, :, :1] for x in "qkv"} | {"pos": p["pos"][:, :1]}
+    op, args = raw(name, p)
+    with pytest.raises(RuntimeError):
+        op(*{**args, "columns": columns}.values())
+
+
+def decoding(seed=2):
+    p = problem(seed, T=1, S=1, lens=[[3, 5], [4, 2]], first=0, layout="dense")
+    return {k: p[k] for k in ["q", "k", "v", "pos", "k_slots", "v_slots", "pos_slots", "offset", "len", "scale"]}
+
+
+def compacting():
+    p = problem(3, lens=[[3, 5], [4, 2]], first=0, layout="dense")
+    p = {k: p[k] for k in ["k", "v", "pos", "first", "offset", "len", "k_slots", "v_slots", "pos_slots"]}
+    src = {"k_src": "k_slots", "v_src": "v_slots", "pos_src": "pos_slots", "src_offset": "offset", "src_len": "len"}
+    p |= {new: p.pop(old) for new, old in src.items()}
+    dst = dict(k_dst=torch.zeros(64, 64), v_dst=torch.zeros(64, 64), pos_dst=torch.zeros(64, dtype=torch.int32))
+    keep, offset = torch.full((2, 2), 3, dtype=torch.int32), torch.arange(0, 16, 4).view(2, 2)
+    return {**p, **dst, "keep": keep, "dst_offset": offset, "index": None}
+
+
+def test_heads_that_would_write_each_others_rows():
+    p = decoding()
+    ops.decode(**p)
+    flat = p["offset"].flatten()
+    for one, other in ((0, 1), (3, 0), (2, 1)):
+        offset = flat.clone()
+        offset[one] = offset[other]
+        with pytest.raises(RuntimeError, match="share rows"):
+            ops.decode(**{**p, "offset": offset.view(2, 2)})
+    p = compacting()
+    ops.compact(**p)
+    ops.compact(**{**p, "dst_offset": p["dst_offset"].flip(0, 1).contiguous()})  # in any order
+    with pytest.raises(RuntimeError, match="share rows"):
+        ops.compact(**{**p, "dst_offset": torch.tensor([[0, 6], [8, 2]])})
+    ops.compact(**{**p, "dst_offset": torch.zeros_like(p["dst_offset"]), "keep": torch.zeros_like(p["keep"])})
+
+
+def test_slots_that_lie_in_what_is_read():
+    p = decoding()
+    rows = p["k_slots"][:4].view(2, 2, 1, 64)
+    slots = copied(p, "k_slots")["k_slots"]
+    for wrong in ({"k": rows}, {"v": rows}, {"q": p["v_slots"][:8].view(2, 4, 1, 64)}, {"v_slots": p["k_slots"]}):
+        with pytest.raises(RuntimeError, match="share memory"):
+            ops.decode(**{**p, **wrong})
+    assert torch.equal(slots.nan_to_num(), p["k_slots"].nan_to_num())
+    p = compacting()
+    new = p["k"].contiguous()
+    wrongs = {"k_dst": new.view(-1, 64), "v_dst": new.view(-1, 64), "pos_dst": p["pos"].view(-1)}
+    for name, dst in wrongs.items():
+        with pytest.raises(RuntimeError):
+            ops.compact(**{**p, "k": new, name: dst})
+    with pytest.raises(RuntimeError, match="share memory"):
+        ops.compact(**{**p, "v_dst": p["k_dst"]})
+
+
+def test_autograd_sees_what_was_overwritten():
+    for op, args, names in ((ops.decode, decoding(), "kv"), (ops.compact, compacting(), "kv")):
+        for name in names:
+            slots = args[f"{name}_slots" if op is ops.decode else f"{name}_dst"]
+            leaf = torch.ones_like(slots, requires_grad=True)
+            product = (leaf * slots).sum()
+            op(**args)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                product.backward()
+
+
+def run(code, **env):
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+
+
+def test_an_instruction_set_that_does_not_exist():
+    code = """
+import torch
+from kvevict import _ops as ops
+for call in (ops.cpu_isa, lambda: ops.select(torch.rand(1, 1, 4), *[torch.full((1, 1), 2, dtype=torch.int32)] * 2,
+                                             *[torch.zeros(1, dtype=torch.int32)] * 2, columns=2)):
+    try:
+        call()
+    except (ValueError, RuntimeError) as error:
+        print(error)
+"""
+    told = run(code, KVEVICT_CPU_ISA="garbage").stdout.splitlines()
+    assert told[0] == f"KVEVICT_CPU_ISA is 'garbage', expected one of: {ops._C.cpu_isas()}"
+    assert "KVEVICT_CPU_ISA" in told[1] and len(told) == 2
+    assert run(code, KVEVICT_CPU_ISA="").stdout == ""
+
+
+def test_a_second_copy_of_the_extension(tmp_path):
+    copy = shutil.copy(ops._C.__file__, tmp_path)
+    code = f"""
+import importlib.util
+from kvevict import _ops
+spec = importlib.util.spec_from_file_location("kvevict._C", {str(copy)!r})
+try:
+    importlib.util.module_from_spec(spec)
+except ImportError as error:
+    print(error)
+import torch
+print(_ops.cpu_isa() == _ops._C.cpu_isa())
+"""
+    done = run(code)
+    assert done.stdout.splitlines() == ["another copy of kvevict's compiled part is in use in this process", "True"]
+    assert done.returncode == 0, done.stderr
+    spec = importlib.util.spec_from_file_location("kvevict._C", ops._C.__file__)
+    assert importlib.util.module_from_spec(spec).cpu_isa() == ops.cpu_isa()  # the same copy again is fine
