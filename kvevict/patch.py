@@ -61,7 +61,7 @@ def patch(model, policy, *, budget=None, chunk_size=None, **options):
     decoder = find_decoder(model)
     check_model(model)
     chosen.rows.ready(decoder)
-    rerotate.check(chosen, decoder)
+    rerotate.check(chosen, families.rope_depends_on_length(decoder))
     state = Patch(chosen, decoder)
     if not is_patched(decoder):
         check_type(model, decoder)

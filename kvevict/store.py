@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import numpy as np
 import torch
@@ -14,6 +15,8 @@ from .engine import host
 from .engine.adopt import StatefulLayer, adopt
 from .engine.cache import EvictionLayer
 from .engine.latent import LatentLayer
+from .files import replacing
+from .policy.checks import count, parsed
 
 FORMAT = "kvevict-cache-2"
 OWN_TENSORS = ("k", "v", "pos", "len", "seen")
@@ -24,6 +27,8 @@ def save_cache(cache, path) -> None:
     """Write a cache that a patched model filled to `path` (safetensors).
 
     cache   `past_key_values` of a patched model's output. Raises ValueError when kvevict did not fill it.
+
+    Raises OSError, and leaves `path` as it was, where it cannot be written.
     """
     if not getattr(cache, "layers", None):
         raise ValueError("the cache was not filled by kvevict: it is empty; read a prompt with a patched model first")
@@ -47,9 +52,12 @@ def save_cache(cache, path) -> None:
         else:
             raise ValueError(f"layer {index}, a {layer!r}, was not filled by kvevict; read with a patched model first")
         tensors |= {f"{index}.{name}": t.contiguous().clone() for name, t in values.items() if t is not None}
-    temporary = f"{os.fspath(path)}.part"
-    save_file(tensors, temporary, metadata={"format": FORMAT, "layers": json.dumps(facts)})
-    os.replace(temporary, path)
+    with replacing(path) as temporary:
+        try:
+            save_file(tensors, temporary, metadata={"format": FORMAT, "layers": json.dumps(facts)})
+        except SafetensorError as error:
+            code = re.search(r"os error (\d+)", str(error))
+            raise OSError(*(int(code[1]), os.strerror(int(code[1])), temporary) if code else [str(error)]) from None
 
 
 def load_cache(path, model):
@@ -57,20 +65,20 @@ def load_cache(path, model):
 
     Pass it as `past_key_values`, with either the full history of ids or the new ids alone and an `attention_mask` that
     covers `cache.get_seq_length()` seen tokens and the new ones. Raises ValueError for a file that is damaged, foreign,
-    or of another model.
+    or of another model, and OSError for one that cannot be read. The cache holds nothing of the file, which may go.
     """
     from .patch import base_model, find_decoder
 
     decoder = find_decoder(model)
-    config = decoder.config
+    config, path = decoder.config, os.fsdecode(path)
+    with open(path, "rb"):  # or the file system's own error
+        pass
     try:
         with safe_open(path, framework="pt") as file:
             meta = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        facts = json.loads(meta.get("layers", "null"))
-    except (SafetensorError, json.JSONDecodeError, OSError) as error:
-        if isinstance(error, FileNotFoundError):
-            raise
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        facts = parsed(meta.get("layers", "null"))
+    except (SafetensorError, ValueError, OSError) as error:
         raise ValueError(f"{path} is no cache file ({error}); write it again with kvevict.save_cache") from None
     if meta.get("format") != FORMAT or not isinstance(facts, list):
         raise ValueError(f"{path} is not a cache written by kvevict.save_cache (format {meta.get('format')!r})")
@@ -78,7 +86,11 @@ def load_cache(path, model):
     if [isinstance(fact, dict) and fact.get("kind") for fact in facts] != kinds:
         raise ValueError(f"{path} was written for another model: its layers are not those of {type(decoder).__name__}")
     columns = facts[0].get("columns")
-    if type(columns) is not int or columns < 0 or any(fact.get("columns") != columns for fact in facts):
+    try:
+        count("columns", columns, 0)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    if any(fact.get("columns") != columns for fact in facts):
         raise ValueError(f"{path} is damaged: its layers disagree on the number of tokens seen")
     cache = DynamicCache(config=config)
     adopt(cache, kinds, config)
@@ -91,7 +103,8 @@ def load_cache(path, model):
         device, shape = families.device_of(module), (*heads, *families.widths(module, config))
         if isinstance(layer, LatentLayer):
             layer.widths = module.kv_lora_rank, module.qk_rope_head_dim
-        mine = {n.split(".", 1)[1]: t.to(device) for n, t in tensors.items() if n.split(".", 1)[0] == str(index)}
+        own = f"{index}."
+        mine = {name.removeprefix(own): t.to(device) for name, t in tensors.items() if name.startswith(own)}
         try:
             fill = _fill_own if fact["kind"] == families.OWN else _fill_sliding
             fill(layer, mine, fact, shape, dtype)
@@ -126,7 +139,7 @@ def _fill_sliding(layer, tensors, fact, shape, dtype):
 
 def _fill_own(layer, tensors, fact, shape, dtype):
     (query_heads, heads, dim, read), length = shape, tensors["len"]
-    batch = length.shape[0]
+    batch = len(length) if length.ndim else 0
     _expect("len", length, (batch, heads), torch.int32)
     rows = int(length.sum())
     for name, shape, kind in (
