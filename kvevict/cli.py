@@ -10,6 +10,8 @@ from .commands import COMMANDS
 
 def main(argv=None) -> int:
     """Exit code: 0, 1 when the reader of our output has left, 2 after a mistake in the arguments."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # an answer may have letters that the terminal has not
     try:
         try:
             return run(sys.argv[1:] if argv is None else argv)
@@ -33,7 +35,7 @@ def run(argv) -> int:
     except BrokenPipeError:
         raise
     except (ValueError, TypeError, OSError) as error:
-        print(f"kvevict {name}: {error}", file=sys.stderr)
+        print(f"kvevict {name}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     if result is not None:
         print(json.dumps({"command": name, **result}))

@@ -84,7 +84,7 @@ def patch(model, policy, *, budget=None, chunk_size=None, **options):
             "the model whole, or choose another policy"
         )
     chosen.rows.ready(decoder)
-    rerotate.check(chosen, decoder)
+    rerotate.check(chosen, families.rope_depends_on_length(decoder))
     state = Patch(chosen, decoder, split)
     if not is_patched(decoder):
         check_type(model, decoder)

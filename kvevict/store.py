@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import numpy as np
 import torch
@@ -15,6 +16,8 @@ from .engine.adopt import StatefulLayer, adopt
 from .engine.cache import HALF_READ, EvictionLayer
 from .engine.latent import LatentLayer
 from .engine.ranks import ALONE, of
+from .files import replacing
+from .policy.checks import count, parsed
 
 FORMAT = "kvevict-cache-2"
 OWN_TENSORS = ("k", "v", "pos", "len", "seen")
@@ -30,6 +33,8 @@ def save_cache(cache, path) -> None:
 
     Where a model is split over ranks (tensor parallel) all of them call this: the first one writes the file, with every
     rank's heads, and any number of ranks can load it.
+
+    Raises OSError, and leaves `path` as it was, where it cannot be written.
     """
     if not getattr(cache, "layers", None):
         raise ValueError("the cache was not filled by kvevict: it is empty; read a prompt with a patched model first")
@@ -59,10 +64,8 @@ def save_cache(cache, path) -> None:
     parts = ranks.to_first(tensors)
     if parts is not None:
         try:
-            temporary = f"{os.fspath(path)}.part"
             metadata = {"format": FORMAT, "layers": json.dumps(facts)}
-            save_file(tensors if len(parts) == 1 else _joined(parts), temporary, metadata=metadata)
-            os.replace(temporary, path)
+            _write(tensors if len(parts) == 1 else _joined(parts), path, metadata)
         except Exception as error:
             failed = error
     failed = ranks.objects(failed)[0]  # the file is there, or no rank goes on
@@ -107,25 +110,34 @@ def _part(tensors, ranks) -> dict:
     return part
 
 
+def _write(tensors, path, metadata) -> None:
+    with replacing(path) as temporary:
+        try:
+            save_file(tensors, temporary, metadata=metadata)
+        except SafetensorError as error:
+            code = re.search(r"os error (\d+)", str(error))
+            raise OSError(*(int(code[1]), os.strerror(int(code[1])), temporary) if code else [str(error)]) from None
+
+
 def load_cache(path, model):
     """Read a cache written by `save_cache` for use with the same (patched) model: a `DynamicCache`.
 
     Pass it as `past_key_values`, with either the full history of ids or the new ids alone and an `attention_mask` that
     covers `cache.get_seq_length()` seen tokens and the new ones. Raises ValueError for a file that is damaged, foreign,
-    or of another model.
+    or of another model, and OSError for one that cannot be read. The cache holds nothing of the file, which may go.
     """
     from .patch import base_model, find_decoder
 
     decoder = find_decoder(model)
-    config = decoder.config
+    config, path = decoder.config, os.fsdecode(path)
+    with open(path, "rb"):  # or the file system's own error
+        pass
     try:
         with safe_open(path, framework="pt") as file:
             meta = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        facts = json.loads(meta.get("layers", "null"))
-    except (SafetensorError, json.JSONDecodeError, OSError) as error:
-        if isinstance(error, FileNotFoundError):
-            raise
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        facts = parsed(meta.get("layers", "null"))
+    except (SafetensorError, ValueError, OSError) as error:
         raise ValueError(f"{path} is no cache file ({error}); write it again with kvevict.save_cache") from None
     if meta.get("format") != FORMAT or not isinstance(facts, list):
         raise ValueError(f"{path} is not a cache written by kvevict.save_cache (format {meta.get('format')!r})")
@@ -133,7 +145,11 @@ def load_cache(path, model):
     if [isinstance(fact, dict) and fact.get("kind") for fact in facts] != kinds:
         raise ValueError(f"{path} was written for another model: its layers are not those of {type(decoder).__name__}")
     columns = facts[0].get("columns")
-    if type(columns) is not int or columns < 0 or any(fact.get("columns") != columns for fact in facts):
+    try:
+        count("columns", columns, 0)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    if any(fact.get("columns") != columns for fact in facts):
         raise ValueError(f"{path} is damaged: its layers disagree on the number of tokens seen")
     cache = DynamicCache(config=config)
     adopt(cache, kinds, config)
@@ -148,7 +164,8 @@ def load_cache(path, model):
         device, shape = families.device_of(module), (*heads, *families.widths(module, config))
         if isinstance(layer, LatentLayer):
             layer.widths = module.kv_lora_rank, module.qk_rope_head_dim
-        whole = {n.split(".", 1)[1]: t for n, t in tensors.items() if n.split(".", 1)[0] == str(index)}
+        own = f"{index}."
+        whole = {name.removeprefix(own): t for name, t in tensors.items() if name.startswith(own)}
         try:
             mine = {name: t.to(device) for name, t in _part(whole, ranks).items()}
             fill = _fill_own if fact["kind"] == families.OWN else _fill_sliding
@@ -186,7 +203,7 @@ def _fill_sliding(layer, tensors, fact, shape, dtype):
 
 def _fill_own(layer, tensors, fact, shape, dtype):
     (query_heads, heads, dim, read), length = shape, tensors["len"]
-    batch = length.shape[0]
+    batch = len(length) if length.ndim else 0
     _expect("len", length, (batch, heads), torch.int32)
     rows = int(length.sum())
     for name, shape, kind in (

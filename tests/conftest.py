@@ -1,3 +1,6 @@
+import os
+import time
+
 import helpers
 import pytest
 import torch
@@ -8,6 +11,14 @@ OPS = {f"test_{op}" for op in (
     "attend", "score", "peak", "error", "kl", "refine", "norm", "select", "compact", "decode",
 )}  # fmt: skip
 CPU_ONLY = {"test_errors", "test_isa"}  # a GPU does not look at counts and indices
+
+
+def pytest_configure():
+    os.environ.setdefault("KVEVICT_SEED", str(time.time_ns() // 1000 % 10**9))  # the workers' too
+
+
+def pytest_terminal_summary(terminalreporter):
+    terminalreporter.write_line(f"random tests began with KVEVICT_SEED={os.environ['KVEVICT_SEED']}")
 
 
 def on_gpu() -> bool:

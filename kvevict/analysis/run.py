@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .._ops import build_info
+from .._ops import DEVICES, build_info
 from ..models import pretrained
 from ..patch import evicting
 from ..report import report
@@ -20,17 +20,32 @@ def load_model(name: str, dtype="auto", device=None):
     """A causal language model and its tokenizer, as `pretrained` takes them, in eval mode, on `place(device)`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    device = place(device)
     tokenizer = pretrained(AutoTokenizer, name)
     model = pretrained(AutoModelForCausalLM, name, dtype=dtype).eval()
-    return model.to(place(device)), tokenizer
+    return model.to(device), tokenizer
 
 
 def place(device=None) -> str:
     """The device that is named, or a GPU if there is one and this build has kernels for it, or the CPU. Processes of
-    one launch (accelerate, torchrun) take a GPU each."""
-    if device or not (build_info()["cuda"] and torch.cuda.is_available()):
-        return device or "cpu"
+    one launch (accelerate, torchrun) take a GPU each. Raises ValueError for one that cannot be used."""
+    if device:
+        return _usable(device)
+    if not (build_info()["cuda"] and torch.cuda.is_available()):
+        return "cpu"
     return f"cuda:{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else "cuda"
+
+
+def _usable(device) -> str:
+    """A device that is there and has kernels, or ValueError."""
+    reason = f"this build has kernels for {' and '.join(DEVICES)} only"
+    if device.partition(":")[0] in DEVICES:
+        try:
+            torch.empty(0, device=device)
+            return device
+        except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts that it has it
+            reason = str(error).partition("\n")[0]
+    raise ValueError(f"device {device!r} cannot be used: {reason}; give cpu, or cuda where there is a GPU")
 
 
 @dataclass(frozen=True)
@@ -75,19 +90,35 @@ def encode(
     `new_tokens`. Raises ValueError when no text is left.
     """
     head, tail, behind = frame(tokenizer, f"\n\n{question}", f"\n{opening}" if opening else "")
-    body = ids_of(tokenizer, text)
-    if not body:
-        raise ValueError("the text is empty")
     context = getattr(model.config, "max_position_embeddings", None)
     if limit is None and context is not None:
         limit = context - new_tokens
-    room = len(body) if limit is None else limit - len(head) - len(tail)
-    if room < 1:
+    room = None if limit is None else limit - len(head) - len(tail)
+    if room is not None and room < 1:
         taken = len(head) + len(tail)
         raise ValueError(f"a limit of {limit} tokens leaves none for the text; the question takes {taken}")
-    if room < len(body):
-        print(f"the text's first {room} of {len(body)} tokens are read (limit: {limit})", file=sys.stderr)
-    return Prompt(head + body[:room], tail, behind)
+    body, whole = ids_of(tokenizer, text), True
+    if room is not None:
+        body, whole = first_ids(tokenizer, text, room)
+    if not body:
+        raise ValueError("the text is empty")
+    if not whole:
+        print(f"the text is cut after its first {room} tokens (limit: {limit})", file=sys.stderr)
+    return Prompt(head + body, tail, behind)
+
+
+MARGIN = 256  # tokens behind a cut that a tokenizer may look at, far more than it does
+
+
+def first_ids(tokenizer, text: str, count: int) -> tuple:
+    """The first `count` ids of a text, and whether these are all. Of a longer text no more is tokenised than they
+    need."""
+    letters = 8 * (count + MARGIN)
+    while True:
+        ids, whole = ids_of(tokenizer, text[:letters]), letters >= len(text)
+        if whole or len(ids) >= count + MARGIN:
+            return ids[:count], whole and len(ids) <= count
+        letters *= 2
 
 
 def ids_of(tokenizer, text: str) -> list:

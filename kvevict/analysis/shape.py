@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import families
-from ..patch import find_decoder
+from .. import families, known
+from ..patch import check_model, find_decoder
 from ..policy.checks import one_of
 
 ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes
@@ -26,6 +26,7 @@ class Shape:
     head_weights: int  # of the matrix that makes logits
     weights: int  # of the whole model, shared ones once
     element: int  # bytes of a weight, an activation, a key's or value's component
+    stretched: bool = False  # rotary frequencies change with the prompt's length
 
     @property
     def slot_bytes(self) -> int:
@@ -43,11 +44,9 @@ class Shape:
 def shape_of(config, dtype: str = "auto") -> Shape:
     """The shape of a Transformers config's text decoder. dtype "auto" is the config's own, bfloat16 if it names none.
 
-    Raises ValueError for a model whose attention or cache is of a kind that kvevict cannot evict from.
+    Raises ValueError for a model that `kvevict.patch` refuses by what its config tells.
     """
-    from transformers import AutoModelForCausalLM
-
-    config = config.get_text_config(decoder=True)
+    whole, config = config, config.get_text_config(decoder=True)
     if dtype == "auto":
         dtype = str(config.dtype or torch.bfloat16).removeprefix("torch.")
     one_of("dtype", dtype, ELEMENT)
@@ -57,9 +56,26 @@ def shape_of(config, dtype: str = "auto") -> Shape:
         reasons = ["it has layers with a state or none of their own, whose costs are not known"]
     if reasons:
         raise ValueError(f"model_type {config.model_type!r} cannot be planned: {'; '.join(reasons)}")
+    try:
+        return _measured(config, (whole.model_type, config.model_type), kinds, dtype)
+    except ValueError:
+        raise
+    except Exception as error:  # a config's numbers need not go together
+        raise ValueError(
+            f"model_type {config.model_type!r} cannot be planned: no model can be made of its config ({error!r})"
+        ) from None
+
+
+def _measured(config, names, kinds, dtype) -> Shape:
+    """Of a text decoder's config; names: the model types that `kvevict.known` knows it by."""
+    from transformers import AutoModelForCausalLM
+
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
+    check_model(model)
     decoder = find_decoder(model)
+    if reason := families.is_transformers(decoder) and known.refused(*names):
+        raise ValueError(f"model_type {names[0]!r} cannot be planned, as it cannot be patched: {reason}")
     layers = families.layers_of(decoder)
     matrices = {n: w for n, w in layers.named_parameters() if w.ndim > 1 and not n.endswith("bias")}
     mixture = any(w.ndim == 3 for w in matrices.values())  # [experts, in, out]
@@ -79,4 +95,5 @@ def shape_of(config, dtype: str = "auto") -> Shape:
         head_weights=model.get_output_embeddings().weight.numel(),
         weights=sum(w.numel() for w in model.parameters()),
         element=ELEMENT[dtype],
+        stretched=families.rope_depends_on_length(decoder),
     )

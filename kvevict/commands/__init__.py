@@ -8,11 +8,13 @@ a policy, a budget and a table are written.
 import argparse
 import contextlib
 import dataclasses
-import json
+import io
+import os
 import re
 import sys
 from pathlib import Path
 
+from ..policy.checks import parsed
 from ..policy.registry import Registry, load_folder
 
 COMMANDS = Registry("command")
@@ -75,10 +77,12 @@ def observed(text: str):
 
 def add_question(parser, new_tokens: int, needed: bool = True) -> None:
     told = "" if needed else "; default: made-up facts"
-    parser.add_argument("question", nargs=None if needed else "?",
+    parser.add_argument("question", nargs=None if needed else "?", type=words,
                         help=f"what to ask about the text (or how to go on){told}")  # fmt: skip
     parser.add_argument("--file", required=needed, help=f"text to read; - is standard input{told}")
-    parser.add_argument("--opening", default="", help="words that the answer begins with, before the model goes on")
+    parser.add_argument(
+        "--opening", type=words, default="", help="words that the answer begins with, before the model goes on"
+    )
     parser.add_argument("--limit", type=int, help="prompt tokens at most: cuts the text's end; default: the context")
     parser.add_argument("--max-new-tokens", type=int, default=new_tokens,
                         help=f"length of the answer at most; default {new_tokens}")  # fmt: skip
@@ -97,8 +101,15 @@ def load_prompt(args) -> tuple:
     return name, model, tokenizer, encode(model, tokenizer, text, *asked)
 
 
+def words(text: str) -> str:
+    """An argument as UTF-8, whatever the locale took it for; what is none is replaced."""
+    return os.fsencode(text).decode("utf-8", "replace")
+
+
 def read_text(file: str) -> str:
-    return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8", errors="replace")
+    """A file's text, or standard input's; what is not UTF-8 is replaced."""
+    data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    return io.TextIOWrapper(io.BytesIO(data), "utf-8", "replace").read()
 
 
 # -- policies -------------------------------------------------------------------------------------------------------
@@ -127,8 +138,8 @@ def parse_option(text: str) -> tuple:
     name = name.strip().replace("-", "_")
     if value in PYTHON or (value == "none" and name in _optional()):
         return name, PYTHON.get(value)
-    with contextlib.suppress(json.JSONDecodeError):
-        value = json.loads(value)
+    with contextlib.suppress(ValueError):
+        value = parsed(value)
     return name, tuple(value) if isinstance(value, list) else value
 
 

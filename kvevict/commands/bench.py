@@ -53,12 +53,13 @@ def load(name: str, dtype: str, device: str | None):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from ..analysis.run import load_model, place
+    from ..models import pretrained
 
     folder = Path(name)
     bare = (folder / "config.json").exists() and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin"))
     if bare:
         torch.manual_seed(0)
-        config = AutoConfig.from_pretrained(name)
+        config = pretrained(AutoConfig, name)
         chosen = {} if dtype == "auto" else dict(dtype=dtype)
         model, tokenizer = AutoModelForCausalLM.from_config(config, **chosen).eval().to(place(device)), None
     else:

@@ -50,7 +50,7 @@ def eval(parser, argv):
     print(render(lines, tuple(args.by), args.markdown))
     if settings.get("protocol"):
         print(_claims(settings, lines, args.markdown))
-    return {"model": settings["model"], "out": args.out, "lines": len(lines)}
+    return {"model": settings.get("model"), "out": args.out, "lines": len(lines)}
 
 
 def _evaluate(args) -> None:
@@ -104,4 +104,6 @@ def _claims(settings, lines, markdown) -> str:
 
     names = ("protocol", "budgets", "modes", "layers", "adapter")
     name, budgets, modes, layers, adapter = (settings.get(key) for key in names)
+    if not (isinstance(budgets, list) and modes and isinstance(modes, list) and isinstance(layers, int)):
+        raise ValueError("the file's settings lack the protocol's budgets, modes or layers; evaluate again")
     return f"\n{render(lines, name, budgets, modes[0], layers, adapter, markdown)}"

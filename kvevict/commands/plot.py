@@ -1,6 +1,6 @@
-import json
 from pathlib import Path
 
+from ..policy.checks import parsed
 from . import command, number
 
 KINDS = ("heatmap", "budget", "families", "speed", "slots", "layers", "overlap")
@@ -26,10 +26,11 @@ def plot(parser, argv):
 
     if not Path(args.results).is_file():
         raise ValueError(f"{args.results}: there is no such file; `kvevict eval` and `kvevict bench` make them")
-    if args.kind == "speed":
-        figure = figures.speed(bench_rows(args.results))
-    elif args.kind in ("layers", "overlap"):
-        figure = getattr(figures, args.kind)(diagnosis(args.results))
+    if args.kind in OF_OUTPUT:
+        try:
+            figure = getattr(figures, args.kind)(OF_OUTPUT[args.kind](args.results))
+        except (KeyError, TypeError, AttributeError) as error:  # rows or layers that lack what is drawn
+            raise ValueError(f"{args.results} is not what the command printed ({error!r}); give its output") from None
     else:
         from ..evaluate.results import read
 
@@ -57,8 +58,8 @@ def chosen(lines, args) -> list:
 
 def diagnosis(path) -> dict:
     """The last JSON line of `kvevict diagnose`'s output."""
-    for text in reversed(Path(path).read_text(encoding="utf-8").splitlines()):
-        if text.startswith("{") and "overlap" in (line := json.loads(text)):
+    for line in reversed(objects(path)):
+        if "overlap" in line:
             return line
     raise ValueError(f"{path} is no output of `kvevict diagnose`; write one with: kvevict diagnose ... > FILE")
 
@@ -66,8 +67,15 @@ def diagnosis(path) -> dict:
 def bench_rows(path) -> list:
     """Rows of all the JSON lines of a file: what else is in it, such as printed tables, is passed over."""
     rows = []
-    for text in Path(path).read_text(encoding="utf-8").splitlines():
-        if text.startswith("{"):
-            line = json.loads(text)
-            rows += [row for row in line.get("rows", [line]) if "read_seconds" in row and "peak_bytes" in row]
+    for line in objects(path):
+        rows += [row for row in line.get("rows", [line]) if "read_seconds" in row and "peak_bytes" in row]
     return rows
+
+
+def objects(path) -> list:
+    """The JSON objects among a file's lines, one a line."""
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    return [parsed(line) for line in lines if line.startswith("{")]
+
+
+OF_OUTPUT = dict(speed=bench_rows, layers=diagnosis, overlap=diagnosis)  # kind -> what a command's output is read by

@@ -13,9 +13,10 @@ import torch
 from .. import families
 
 
-def check(policy, decoder) -> None:
-    """Raise ValueError for a model whose keys cannot be rotated on by a difference of positions."""
-    if policy.rerotate and families.rope_depends_on_length(decoder):
+def check(policy, stretched: bool) -> None:
+    """Raise ValueError for a model whose keys cannot be rotated on by a difference of positions. stretched: its
+    rotary frequencies change with the prompt's length."""
+    if policy.rerotate and stretched:
         raise ValueError(
             "rerotate=True turns keys from one position to another, and this model's rotary frequencies change with "
             "the prompt's length (longrope, dynamic): pass rerotate=False"

@@ -1,7 +1,8 @@
 """The files of a downloaded benchmark, in the folder `settings.data`."""
 
-import json
 from pathlib import Path
+
+from ..policy.checks import parsed
 
 
 def files(settings, task: str, origin: str, *patterns: str) -> list[Path]:
@@ -18,7 +19,7 @@ def files(settings, task: str, origin: str, *patterns: str) -> list[Path]:
 
 def read_jsonl(path) -> list[dict]:
     """Records, one a line, of a file (a Path, or one in a zip file)."""
-    return [json.loads(row) for row in path.read_text("utf-8").split("\n") if row.strip()]
+    return [parsed(row) for row in path.read_text("utf-8").split("\n") if row.strip()]
 
 
 def drawn(settings, name: str, records: list) -> list[tuple[int, object]]:

@@ -10,13 +10,13 @@ how a prompt is filled with as much as fits.
 """
 
 import functools
-import json
 import lzma
 import math
 import re
 from itertools import accumulate, islice
 from pathlib import Path
 
+from ..policy.checks import parsed
 from .words import LISTS, TEMPLATES
 
 SENTENCE = re.compile(r"\S.*?(?:(?<!\bMr)(?<!\bMrs)(?<!\bDr)(?<!\bSt)[.!?][\"')\]”’]*(?= [^a-z]|$)|$)")
@@ -161,7 +161,7 @@ def _read(path: Path | None) -> Haystack:
         text = (lzma.decompress(data) if path.suffix == ".xz" else data).decode()
         documents = [text]
         if ".jsonl" in path.suffixes:
-            documents = [json.loads(line)["text"] for line in text.split("\n") if line.strip()]
+            documents = [parsed(line)["text"] for line in text.split("\n") if line.strip()]
     except (OSError, ValueError, TypeError, KeyError, lzma.LZMAError) as error:
         raise ValueError(
             f"haystack: cannot read {path} ({error!r}); give a .txt, or a .jsonl or .jsonl.xz with the field 'text'"

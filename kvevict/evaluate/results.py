@@ -1,9 +1,43 @@
 """The file of an evaluation: a line {"settings": ...}, then a line per (case, run)."""
 
 import json
+import math
 from pathlib import Path
 
+from ..policy.checks import PLENTY, parsed
+from .tasks import FIDELITY
+
 CASE = ("task", "id", "seed")
+
+
+def _number(most):
+    return lambda x: isinstance(x, (int, float)) and not isinstance(x, bool) and not most < abs(x) < math.inf
+
+
+def _or_none(fits):
+    return lambda x: x is None or fits(x)
+
+
+def _all(fits):
+    return lambda x: isinstance(x, list) and all(map(fits, x))
+
+
+def _text(x):
+    return isinstance(x, str)
+
+
+def _tags(x):
+    return isinstance(x, dict) and all(_text(tag) or isinstance(tag, bool) or _number(1e18)(tag) for tag in x.values())
+
+
+_counts = _all(_number(PLENTY))
+# Of a line, and what fits there: numbers are such that sums and squares of them are numbers.
+FIELDS = dict(
+    task=_text, id=lambda x: isinstance(x, (str, int)), seed=lambda x: isinstance(x, int), policy=_text, metric=_text,
+    budget=_or_none(_number(PLENTY)), chunk_size=_or_none(_number(PLENTY)), mode=_or_none(_text), score=_number(1e9),
+    tags=_tags,
+)  # fmt: skip
+OPTIONAL = dict(same=_number(1), kept=_all(_or_none(_counts)), response=_counts)
 KEY = (*CASE, "policy", "budget", "chunk_size", "mode")  # no two lines share these: the case, and its `Run`'s fields
 
 
@@ -52,23 +86,39 @@ class Results:
 
 
 def read(path) -> tuple:
-    """(settings, lines) of a results file; a half-written last line is left out."""
+    """(settings, lines) of a results file; a half-written last line is left out. Raises ValueError for what is none."""
     text = Path(path).read_bytes()
-    lines = []
-    for number, line in enumerate(text[: text.rfind(b"\n") + 1].splitlines(), 1):
-        try:
-            lines.append(json.loads(line))
-        except ValueError:
-            raise ValueError(f"line {number} of {path} is damaged; take it out to have it measured again") from None
-    if not lines or not isinstance(lines[0], dict) or "settings" not in lines[0]:
-        raise ValueError(f"{path} holds no results of `kvevict eval`; give another file")
-    return lines[0]["settings"], lines[1:]
+    first, *rest = text[: text.rfind(b"\n") + 1].split(b"\n")
+    try:
+        settings = parsed(first)["settings"]
+    except (ValueError, TypeError, KeyError):
+        settings = None
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} holds no results of `kvevict eval`, settings first, in lines; give another file")
+    return settings, [_line(path, *numbered) for numbered in enumerate(rest[:-1], 2)]
+
+
+def _line(path, number, text) -> dict:
+    try:
+        line = parsed(text)
+    except ValueError:
+        line = None
+    wrong = [] if isinstance(line, dict) else ["no object of JSON"]
+    if not wrong:
+        wrong = [name for name, fits in FIELDS.items() if name not in line or not fits(line[name])]
+        wrong += [name for name, fits in OPTIONAL.items() if name in line and not fits(line[name])]
+        wrong += ["same"] if line.get("metric") == FIDELITY and "same" not in line else []
+    if wrong:
+        raise ValueError(
+            f"line {number} of {path} is damaged ({', '.join(wrong)}); take it out to have it measured again"
+        )
+    return line
 
 
 def _only_a_start(path) -> bool:
-    """Whether a file is empty, or was killed while its first line was written."""
+    """Whether a file is empty, or was killed while its first line was written, which has no line ends of any kind."""
     text, start = path.read_bytes(), b'{"settings": '
-    return b"\n" not in text and (text.startswith(start) or start.startswith(text))
+    return not set(text) & set(b"\r\n") and (text.startswith(start) or start.startswith(text))
 
 
 def _cut_half_line(path) -> None:

@@ -102,14 +102,18 @@ def _half(scores, mean) -> float:
     return math.inf if n < 2 else Z * math.sqrt(sum((x - mean) ** 2 for x in scores) / (n - 1) / n)
 
 
+def _exp(x: float) -> float:
+    return math.inf if x > 709 else math.exp(x)
+
+
 def cell(scores, full, metric) -> Cell:
     """scores and the full run's scores of the same cases; for perplexity both are mean negative log likelihoods."""
     base = sum(full) / len(full) if full else 0.0
     if metric == PERPLEXITY:
         mean = sum(scores) / len(scores)
         half = _half(scores, mean)
-        share = math.exp(base - mean) if full else None
-        return Cell(math.exp(mean), math.exp(mean - half), math.exp(mean + half), share, len(scores), metric)
+        share = _exp(base - mean) if full else None
+        return Cell(_exp(mean), _exp(mean - half), _exp(mean + half), share, len(scores), metric)
     mean, low, high = interval(scores)
     return Cell(mean, low, high, mean / base if base else None, len(scores), metric)
 
@@ -134,7 +138,9 @@ def summarize(lines, by=()) -> dict:
 
 def _of(group, full):
     """The cell of a group's lines; full: case -> score of the full cache."""
-    metric = group[0]["metric"]
+    metric, *others = dict.fromkeys(line["metric"] for line in group)
+    if others:
+        raise ValueError(f"lines of {group[0]['task']} are of several metrics, {metric} and {', '.join(others)}")
     if metric == FIDELITY:
         return fidelity(group)
     return cell([line["score"] for line in group], [full[_case(x)] for x in group if _case(x) in full], metric)
@@ -161,10 +167,15 @@ def render(lines, by=(), markdown=False) -> str:
         parts.append(drawn(_cells(summary, heads), markdown))
         columns = []
     for task, mode in dict.fromkeys((task, mode) for task, _, mode in columns):
-        values = sorted(value for other, value, its in columns if (other, its) == (task, mode))
+        values = sorted((value for other, value, its in columns if (other, its) == (task, mode)), key=_place)
         heads = {" ".join(map(str, value)): (task, value, mode) for value in values}
         parts += [f"{task}, {mode}, by {' and '.join(by)}", drawn(_cells(summary, heads), markdown)]
     return "\n\n".join(parts)
+
+
+def _place(value):
+    """Sorts values of tags, of which some may be words and some numbers."""
+    return [(isinstance(each, str), each) for each in value]
 
 
 CAPTION = (

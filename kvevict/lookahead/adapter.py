@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from .. import families
-from ..policy.checks import at_least_0, count
+from ..files import replacing
+from ..policy.checks import at_least_0, count, parsed
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SETS = {"all": TARGETS, "qv": ("q_proj", "v_proj"), "none": ()}  # the variants of the paper's table 5
@@ -168,7 +169,7 @@ def config_of(folder) -> dict:
     """What config.json of a saved adapter says. Raises ValueError where it is not one."""
     path = Path(folder) / CONFIG
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parsed(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"adapter {str(folder)!r} is no folder of a lookahead adapter: {error}") from error
     if not isinstance(config, dict) or config.get("format") != FORMAT or config.get("version") != VERSION:
@@ -176,6 +177,9 @@ def config_of(folder) -> dict:
     missing = {"tokens", "rank", "alpha", "targets", "base"} - config.keys()
     if missing:
         raise ValueError(f"{path} lacks {', '.join(sorted(missing))}; train or copy the adapter anew")
+    if not isinstance(config["base"], dict):
+        raise ValueError(f"{path}: base must be an object, got {config['base']!r}; train or copy the adapter anew")
+    count(f"{path}: tokens", config["tokens"], 1)
     return config
 
 
@@ -186,13 +190,8 @@ def bundled() -> str:
 
 def write(path, data: bytes) -> None:
     """A whole new file or, on an error, the old one."""
-    path = Path(path)
-    part = path.with_name(path.name + ".part")
-    try:
-        part.write_bytes(data)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    with replacing(path) as part:
+        Path(part).write_bytes(data)
 
 
 def targets_of(targets) -> tuple:

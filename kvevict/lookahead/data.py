@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..policy.checks import parsed
+
 
 class Pair(NamedTuple):
     name: str  # in errors: where it stands
@@ -41,7 +43,7 @@ def _entries(data):
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
-                    yield f"{data} line {number}", json.loads(line)
+                    yield f"{data} line {number}", parsed(line)
                 except ValueError as error:
                     raise ValueError(f"{data} line {number} is no JSON: {error}") from None
 

@@ -14,10 +14,15 @@ def small_llama() -> str:
 
 def pretrained(kind, name: str, **options):
     """`kind.from_pretrained` of a folder, a hub id, or a .gguf file, which Transformers' own loader reads. Raises
-    ValueError for a .gguf file that it cannot load."""
+    ValueError or OSError for what it cannot load."""
     path = Path(name)
     if path.suffix != ".gguf" or path.is_dir():
-        return kind.from_pretrained(name, **options)
+        try:
+            return kind.from_pretrained(name, **options)
+        except (OSError, ValueError):
+            raise
+        except Exception as error:  # configs are checked in many places
+            raise ValueError(f"{name} cannot be loaded: {error!r}; give another model, or mend its files") from None
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {name}; give a .gguf file, a folder or a hub id")
     try:

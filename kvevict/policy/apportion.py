@@ -2,6 +2,8 @@
 
 import torch
 
+SMALLEST = 5e-324  # fp64 above 0
+
 
 def apportion(share, total, least, most, weight=None):
     """int64 x [R, P] in proportion to share [R, P], least <= x <= most, with sum(weight * x) = total [R].
@@ -43,7 +45,8 @@ def _fill(share, total, least, most, weights):
         left = total - (weights * x).masked_fill(free, 0).sum(1)
         mine = share.masked_fill(~free, 0)
         mine = torch.where((mine.sum(1) > 0)[:, None], mine, free.double())
-        whole = (weights * mine).sum(1).clamp_min(torch.finfo(torch.double).tiny)
+        mine = mine / mine.amax(1, keepdim=True).clamp_min(SMALLEST)  # sums of tiny shares would lose digits
+        whole = (weights * mine).sum(1).clamp_min(SMALLEST)
         x = torch.where(free, mine * left[:, None] / whole[:, None], x)
         inside = x.clamp(least, most)
         change = (weights * (inside - x)).sum(1)[:, None]

@@ -1,10 +1,28 @@
 """Errors that name the argument and the mend."""
 
 import difflib
+import json
 import math
 import numbers
 
-PLENTY = 2**31 - 1  # slots or tokens that there never are
+PLENTY = 2**31 - 1  # slots or tokens that there never are; positions are int32
+DEEPEST = 64  # objects and lists in each other, in any JSON that is read here
+
+
+def parsed(text):
+    """What JSON text (or its bytes) says. Raises ValueError for text that is none, and for what is nested so deeply
+    that comparing or printing it would fail."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"it is nested more than {DEEPEST} deep") from None
+    level = [value]
+    for _ in range(DEEPEST):
+        holders = [each for each in level if isinstance(each, (dict, list))]
+        level = [inner for each in holders for inner in (each.values() if isinstance(each, dict) else each)]
+    if level:
+        raise ValueError(f"it is nested more than {DEEPEST} deep")
+    return value
 
 
 def unknown(kind: str, name, known) -> str:
@@ -34,11 +52,13 @@ def flag(name: str, value) -> None:
 
 
 def count(name: str, value, least: int) -> int:
-    """A whole number of at least `least`, or an error that names the argument."""
+    """A whole number from `least` to PLENTY, or an error that names the argument."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be a whole number, got {value!r}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
+    if value > PLENTY:
+        raise ValueError(f"{name} must be at most {PLENTY}, got {value}")
     return value
 
 

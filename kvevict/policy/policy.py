@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from . import legacy, rules
-from .checks import builtin, count, flag, one_of, unknown
+from .checks import PLENTY, builtin, count, flag, one_of, parsed, unknown
 from .heads import HeadBudget
 from .layers import LayerBudget
 from .parts import PARTS, as_part, from_plain, to_plain
@@ -114,7 +114,7 @@ class Policy:
         """The policy that `to_json` wrote. Raises ValueError for other text and for parts that are not registered, and
         what `Policy(...)` raises for values of a wrong kind."""
         try:
-            data = json.loads(text)
+            data = parsed(text)
         except (ValueError, TypeError) as error:
             raise ValueError(f"this is no policy in JSON: {error}") from None
         known = [f.name for f in dataclasses.fields(cls)]
@@ -140,6 +140,8 @@ class Policy:
                 "(window, probe, recent slots, sinks, keep_first or a run cut by a chunk): give budget >= "
                 f"{smallest} or fewer of those"
             )
+        if self.budget > PLENTY:
+            raise ValueError(f"budget must be at most {PLENTY} slots, got {self.budget}")
         if self.chunk_size is not None:
             count("chunk_size", self.chunk_size, 1)
         if self.warmup_budget is not None:

@@ -295,7 +295,7 @@ def test_other_settings_are_refused(net, tmp_path):
         results(tiny_model(seed=1), out)
     assert out.read_bytes() == before
     out.write_text("something else\n")
-    with pytest.raises(ValueError, match=r"line 1 of .* is damaged"):
+    with pytest.raises(ValueError, match="holds no results"):
         results(net, out)
     out.write_text('{"a": 1}\n')
     with pytest.raises(ValueError, match="holds no results"):

@@ -1,10 +1,10 @@
 import json
 import math
-import os
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..checks import flag, one_of
+from ...files import replacing
+from ..checks import at_least_0, count, flag, one_of, parsed
 from . import LAYERS, LayerBudget
 
 UNTIL = ("attention", "layer", "off")
@@ -80,22 +80,22 @@ class History:
             self.errors = [mean + (x - mean) / self.contexts for mean, x in zip(old, errors, strict=True)]
 
     def save(self, path) -> None:
-        temporary = f"{os.fspath(path)}.part"
-        with open(temporary, "w", encoding="utf-8") as file:
+        with replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
             json.dump(dict(contexts=self.contexts, errors=self.errors), file)
-        os.replace(temporary, path)
 
     def load(self, path) -> None:
         """Read what `save` wrote; raises ValueError for another kind of file."""
         try:
             with open(path, encoding="utf-8") as file:
-                data = json.load(file)
-            contexts, errors = int(data["contexts"]), [float(x) for x in data["errors"]]
-            if contexts < 0 or not all(math.isfinite(x) and x >= 0 for x in errors):
-                raise ValueError("errors are numbers >= 0")
+                data = parsed(file.read())
+            contexts, errors = count("contexts", data["contexts"], 0), data["errors"]
+            if not isinstance(errors, list) or bool(errors) != bool(contexts):
+                raise ValueError("errors are one number for every layer, none without contexts")
+            for x in errors:
+                at_least_0("an error", x)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is no history written by History.save ({error!r})") from None
-        self.contexts, self.errors = contexts, errors
+        self.contexts, self.errors = contexts, [float(x) for x in errors]
 
 
 def history(task: str = "default") -> History:

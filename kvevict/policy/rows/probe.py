@@ -55,6 +55,7 @@ class Probe(Rows):
             start, stop = (*self.probe, None, None)[:2]
             if len(self.probe) != 2 or not all(isinstance(end, numbers.Integral) for end in (start, stop)):
                 raise TypeError(f"probe must be a number of tokens or a span (start, stop), got {self.probe!r}")
+            count("probe's tokens", max(map(abs, self.probe)), 1)
             if start >= stop or (start < 0) != (stop <= 0):
                 raise ValueError(
                     f"probe={self.probe!r} is no span: give start < stop, both counted from the start (>= 0) or both "
@@ -98,6 +99,7 @@ class Probe(Rows):
             start = request.first + self.span[0] if self.span[0] >= 0 else read.prompt + self.span[0]
         start = torch.as_tensor(start, device=request.device).expand(request.batch).long()
         columns = start[:, None] + torch.arange(longest, device=request.device)
+        columns = columns.clamp_max(read.prompt - 1)  # a row that is padding alone has no such tokens
         positions = request.positions().gather(1, columns) if self.place == "true" else None
         return Along(request.tokens_at(columns), positions, columns)
 

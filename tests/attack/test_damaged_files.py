@@ -1,0 +1,206 @@
+"""Damaged and foreign files: what is no ValueError, TypeError or OSError is a right result, and nothing is lost."""
+
+import contextlib
+import json
+import math
+
+import fuzzing
+import pytest
+import torch
+from fuzzing import changed, damaged, text
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tiny import prompt, shared
+from transformers import DynamicCache
+
+import kvevict
+from kvevict.evaluate import table
+from kvevict.evaluate.results import Results, read
+
+REFUSED = (ValueError, TypeError, OSError)
+READERS = {
+    "llama": ("h2o", dict(budget=10)),  # carried scores, decodes
+    "gemma2": ("take", dict(budget=10, probe=6, chunk_size=16, decode=True)),  # sliding windows, the last queries
+}
+
+
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory):
+    """(family, bytes, tensors, metadata) of good files of two rows."""
+    folder, made = tmp_path_factory.mktemp("caches"), []
+    for family, (policy, options) in READERS.items():
+        model, path = shared(family), folder / family
+        cache, inputs = DynamicCache(config=model.config), prompt(2, 40, pad=(0, 9))
+        with torch.no_grad(), kvevict.evicting(model, policy, **options):
+            model(**inputs, past_key_values=cache)
+            mask = torch.cat([inputs["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1)
+            model(torch.tensor([[5], [6]]), attention_mask=mask, past_key_values=cache)
+        kvevict.save_cache(cache, path)
+        with safe_open(path, framework="pt") as file:
+            made.append((family, path.read_bytes(), load_file(path), file.metadata()))
+    return made
+
+
+def tensor(rng, x):
+    """A tensor of another shape, dtype, size or content."""
+    kind = rng.randrange(7)
+    if kind == 0:
+        return x.to(rng.choice((torch.float32, torch.float16, torch.int32, torch.int64, torch.bool, torch.uint8)))
+    if kind == 1:
+        return x.flatten()
+    if kind == 2:
+        return x[: rng.randrange(len(x) + 1)] if x.ndim else x[None]
+    if kind == 3:
+        return x[None].expand(rng.choice((1, 2)), *x.shape)
+    if kind == 4:
+        return x.new_zeros(rng.choice(((), (0,), (2,), (2, 2), (0, 3, 0, 5))))
+    if kind == 5 and not x.is_floating_point() and x.numel():
+        x = x.clone()
+        x.view(-1)[rng.randrange(x.numel())] = rng.choice((-1, 0, 1, 2**31 - 1, -(2**31), 40, 41))
+        return x
+    return torch.cat([x, x]) if x.ndim else x + 1
+
+
+def test_caches(caches, tmp_path):
+    """What is loaded decodes two tokens and can be saved."""
+    path = tmp_path / "cache"
+
+    def case(rng):
+        family, data, tensors, meta = rng.choice(caches)
+        if rng.random() < 0.5:
+            path.write_bytes(damaged(rng, data))
+        else:
+            tensors, facts = dict(tensors), json.loads(meta["layers"])
+            for _ in range(rng.choice((1, 1, 3))):
+                name = rng.choice([*tensors])
+                if rng.random() < 0.2:
+                    tensors[rng.choice((name, "0", "0.", "1.2.3", "x"))] = tensors.pop(name)
+                elif rng.random() < 0.6:
+                    tensors[name] = tensor(rng, tensors[name])
+                else:
+                    facts = changed(rng, facts)
+            tensors = {name: x.contiguous().clone() for name, x in tensors.items()}
+            save_file(tensors, path, metadata=meta | {"layers": json.dumps(facts)})
+        model, (policy, options) = shared(family), READERS[family]
+        before = path.read_bytes()
+        try:
+            cache = kvevict.load_cache(path, model)
+        except REFUSED:
+            assert path.read_bytes() == before
+            return "refused"
+        seen = cache.get_seq_length()
+        try:
+            with torch.no_grad(), kvevict.evicting(model, policy, **options):
+                for more in (1, 2):
+                    mask = torch.ones(2, seen + more, dtype=torch.long)
+                    model(torch.tensor([[5], [6]]), attention_mask=mask, past_key_values=cache)
+        except REFUSED:
+            return "loaded, not decoded with"
+        kvevict.save_cache(cache, path)
+        return "loaded"
+
+    assert {"refused", "loaded"} <= set(fuzzing.fuzz(case))
+
+
+def policies(rng):
+    name = rng.choice([name for name in kvevict.PRESETS if "lookahead" not in name])
+    options = dict(budget=rng.choice((0.3, 40)), chunk_size=rng.choice((None, 16)))
+    with contextlib.suppress(ValueError):
+        small = {"window": 4} if "window" in kvevict.policy.build(name, budget=500).rows.__dataclass_fields__ else {}
+        return kvevict.policy.build(name, **options, **small)
+    return kvevict.policy.build(name, budget=500)
+
+
+def test_policies():
+    """What is read makes the same text again, is patched with, and reads a prompt."""
+    model, inputs = shared(), prompt(1, 40)
+    plain = model(**inputs).logits
+
+    def case(rng):
+        made = text(rng, json.loads(policies(rng).to_json()))
+        try:
+            policy = kvevict.Policy.from_json(made.decode("utf-8", rng.choice(("replace", "surrogateescape"))))
+        except REFUSED as error:
+            assert str(error)
+            return "refused"
+        assert kvevict.Policy.from_json(policy.to_json()) == policy
+        if policy.rows.most > 1000 and type(policy.rows).__name__ == "Drafted":
+            return "read, drafts for hours"
+        try:
+            with torch.no_grad(), kvevict.evicting(model, policy):
+                model(**inputs)
+        except REFUSED:
+            assert torch.equal(model(**inputs).logits, plain)
+            return "read, not used"
+        return "used"
+
+    assert {"refused", "used"} <= set(fuzzing.fuzz(case))
+
+
+def test_histories(tmp_path):
+    """What is read splits a budget exactly."""
+    path, history = tmp_path / "history", kvevict.history("attacked")
+    policy = kvevict.policy.build("edie+tada", budget=50, task="attacked")
+
+    def case(rng):
+        errors = [rng.choice((0.0, 1.0, 1e-320, 5e-324, 1e300, rng.random())) for _ in range(4)]
+        path.write_bytes(text(rng, dict(contexts=rng.randrange(1, 5), errors=errors)))
+        history.reset()
+        try:
+            history.load(path)
+        except REFUSED:
+            assert (history.contexts, history.errors) == (0, [])
+            return "refused"
+        history.add([[1.0] * len(history.errors)])
+        assert all(map(math.isfinite, history.errors))
+        slots = kvevict.policy.layers.layer_slots(policy, len(history.errors) or 3, 2, [400])
+        assert int(slots.sum()) == 50 * 2 * (len(history.errors) or 3)
+        return "loaded"
+
+    assert set(fuzzing.fuzz(case, share=0.3)) == {"refused", "loaded"}
+
+
+def results(rng):
+    """The lines of a file of results."""
+    lines = [dict(settings=dict(model="m", budgets=[8], modes=["aware"], layers=2))]
+    metric = rng.choice(("toy", "perplexity", "fidelity"))
+    for at in range(rng.randrange(4)):
+        for policy in ("full", "take"):
+            own = dict(budget=8, chunk_size=rng.choice((None, 16)), mode="aware", kept=[[8, 8], None])
+            full = dict(budget=None, chunk_size=None, mode=None, response=[1, 2])
+            lines.append(dict(
+                task="toy", id=f"toy/{at}", seed=0, policy=policy, metric=metric, score=rng.random(), same=0.5,
+                tags=dict(length=1024, depth=rng.choice((0, 0.5))), **(full if policy == "full" else own),
+            ))  # fmt: skip
+    return lines
+
+
+def test_results(tmp_path):
+    """What is read makes a table; what is refused keeps every byte."""
+    path = tmp_path / "results"
+
+    def case(rng):
+        lines = results(rng)
+        if rng.random() < 0.6:
+            at = rng.randrange(len(lines))
+            lines[at] = changed(rng, lines[at])
+        data = rng.choice((b"\n", b"\n", b"\r\n", b"\r")).join(json.dumps(line).encode() for line in lines) + b"\n"
+        data = damaged(rng, data) if rng.random() < 0.5 else data
+        path.write_bytes(data)
+        try:
+            settings, kept = read(path)
+            table.render(kept, rng.choice(((), ("depth",), ("length", "depth"))), rng.random() < 0.5)
+        except REFUSED:
+            came = "refused"
+        else:
+            came = "read"
+        try:
+            with Results(path, settings if came == "read" else dict(model="m")):
+                pass
+        except REFUSED:
+            assert path.read_bytes() == data
+            return came
+        assert path.read_bytes().startswith(data[: data.rfind(b"\n") + 1])
+        return came + ", gone on with"
+
+    assert {"refused", "read, gone on with"} <= set(fuzzing.fuzz(case, share=0.5))

@@ -1,0 +1,109 @@
+"""Random tests: other cases in every run, and a number that repeats the one that failed.
+
+KVEVICT_FUZZ   seconds that each test of tests/attack draws cases for; default 20
+KVEVICT_SEED   of the first case; default: conftest.py draws one for the run and prints it
+"""
+
+import copy
+import json
+import os
+import random
+import string
+import time
+from collections import Counter
+
+SECONDS = float(os.environ.get("KVEVICT_FUZZ", 20))
+HUGE = (0, 1, -1, 2, 7, 2**31 - 1, 2**31, -(2**31), 2**32 + 3, 2**63 - 1, 2**63, 10**30)
+ODD = (None, True, False, "", "none", "many", "\u20ac", 0.5, -0.5, 1e-320, 1e308, float("nan"), float("inf"), [], {})
+
+
+def fuzz(case, share=1.0) -> Counter:
+    """Call case(rng), which returns what came of it, until `share` of the time is over; how often each came. Whatever
+    it raises fails the test with the number of the case."""
+    first, found = int(os.environ["KVEVICT_SEED"]), Counter()
+    end, seed = time.perf_counter() + share * SECONDS, first
+    while seed == first or time.perf_counter() < end:
+        try:
+            found[case(random.Random(seed))] += 1
+        except BaseException as error:
+            raise AssertionError(
+                f"case {seed - first + 1}, after {dict(found)}: {type(error).__name__}: {error}\n"
+                f"again with KVEVICT_FUZZ=0 KVEVICT_SEED={seed}"
+            ) from error
+        seed += 1
+    print(f"{seed - first} cases from KVEVICT_SEED={first} on: {dict(found)}")
+    return found
+
+
+def other(rng, value):
+    """Something else in the place of a JSON value."""
+    kind = rng.randrange(6)
+    if kind == 0 and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return value + rng.choice((-1, 1, 0.5, 1000))
+    if kind == 1 and isinstance(value, list) and value:
+        return rng.choice((value[1:], value + value[:1], value[::-1], value[0]))
+    if kind == 2:
+        return rng.choice(HUGE)
+    if kind == 3:
+        return deep(rng)
+    if kind == 4:
+        return "".join(rng.choice(string.printable) for _ in range(rng.randrange(12)))
+    return copy.deepcopy(rng.choice(ODD))
+
+
+def deep(rng):
+    """A list in lists, or an object in objects."""
+    value, wrap = None, rng.choice((lambda x: [x], lambda x: {"name": x}, lambda x: [x, 1]))
+    for _ in range(rng.choice((1, 3, 40, 200))):
+        value = wrap(value)
+    return value
+
+
+def changed(rng, value):
+    """JSON data with something in it that is other, gone or twice."""
+    value = copy.deepcopy(value)
+    holders, level = [], [value]
+    while level:
+        level = [each for each in level if isinstance(each, (dict, list)) and each]
+        holders += level
+        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
+    if not holders or rng.random() < 0.05:
+        return other(rng, value)
+    holder = rng.choice(holders)
+    at = rng.choice(list(holder) if isinstance(holder, dict) else range(len(holder)))
+    kind = rng.randrange(8)
+    if kind == 0:
+        del holder[at]
+    elif kind == 1 and isinstance(holder, dict):
+        holder[rng.choice(("name", "budget", "extra", "\u20ac", "0"))] = holder.pop(at)
+    elif kind == 2 and isinstance(holder, list):
+        holder.insert(at, copy.deepcopy(holder[at]))
+    elif kind == 3:
+        spare = rng.choice(holders)
+        holder[at] = copy.deepcopy(rng.choice(list(spare.values()) if isinstance(spare, dict) else spare))
+    else:
+        holder[at] = other(rng, holder[at])
+    return value
+
+
+def damaged(rng, data: bytes) -> bytes:
+    """Bytes cut, flipped, doubled, filled or mixed up somewhere, most often near the start."""
+    at = min(len(data), int(rng.expovariate(4) * len(data)) if rng.random() < 0.5 else rng.randrange(200))
+    length = rng.choice((1, 1, 2, 8, 100))
+    part = data[at : at + length]
+    put = rng.choice((
+        b"", part * 2, part[::-1], bytes(len(part)), b"\xff" * len(part), rng.randbytes(len(part)),
+        bytes(byte ^ 1 << rng.randrange(8) for byte in part), b"[" * rng.choice((1, 2000, 100_000)),
+        b"\r", b"\n", b'"', b"9" * rng.choice((1, 30, 5000)),
+    ))  # fmt: skip
+    if rng.random() < 0.2:
+        return data[:at]
+    return data[:at] + put + data[at + len(part) :]
+
+
+def text(rng, data) -> bytes:
+    """JSON data as bytes, whose values or letters were changed once or more."""
+    for _ in range(rng.choice((0, 1, 1, 2, 5))):
+        data = changed(rng, data)
+    made = json.dumps(data).encode()
+    return damaged(rng, made) if rng.random() < 0.4 else made
