@@ -136,19 +136,23 @@ def parse_option(text: str) -> tuple:
     if not equals:
         raise ValueError(f"policy option {text!r}: write {POLICY}")
     name = name.strip().replace("-", "_")
-    if value in PYTHON or (value == "none" and name in _optional()):
+    if value in PYTHON or (value == "none" and name in _options("None")):
         return name, PYTHON.get(value)
-    with contextlib.suppress(ValueError):
-        value = parsed(value)
+    if name not in _options("str"):  # of which place="true" is one
+        with contextlib.suppress(ValueError):
+            value = parsed(value)
     return name, tuple(value) if isinstance(value, list) else value
 
 
-def _optional() -> set:
-    """Options that may be None."""
+def _options(kind: str) -> set:
+    """Options that may be None ("None"), or are always text ("str")."""
     from ..policy.policy import PARTS, Policy
 
     made_of = [Policy, *(part for registry, _ in PARTS.values() for part in registry.values())]
-    return {f.name for part in made_of for f in dataclasses.fields(part) if "None" in str(f.type)} - PARTS.keys()
+    types = [(f.name, getattr(f.type, "__name__", str(f.type))) for part in made_of for f in dataclasses.fields(part)]
+    if kind == "str":
+        return {name for name, own in types if own == "str"} - {name for name, own in types if own != "str"}
+    return {name for name, own in types if "None" in own} - PARTS.keys()
 
 
 def build_policies(texts, args, **common) -> dict:

@@ -43,6 +43,7 @@ def test_a_reader_that_leaves():
         ("oracle:response=[5,6],x=[],y=[7]", ("oracle", dict(response=(5, 6), x=(), y=(7,)))),
         ("take:ema-space=literal,decode=true,warmup_layers=null",
          ("take", dict(ema_space="literal", decode=True, warmup_layers=None))),
+        ("take:place=true", ("take", dict(place="true"))),
     ],
 )  # fmt: skip
 def test_policies_by_hand(text, want):

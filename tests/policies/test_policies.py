@@ -63,6 +63,8 @@ POLICIES = {
     "snapkv+caote, nothing protected": dict(window=4, protect=False),
     "snapkv+fastcaote": dict(window=4, squared=True),
     "take+caote": dict(probe=5),
+    "take+edie": dict(probe=5, kernel=5),
+    "take+edie, as it is": dict(probe=4),
 }  # "preset, remark": options
 GEOMETRIES = {
     "chunks": dict(budget=BUDGET, chunk_size=CHUNK),

@@ -22,6 +22,8 @@ def claims():
     )  # fmt: skip
     yield Claim("table 1: no worse than SnapKV, which reads the prompt whole", "take", "snapkv", 0.05, (256, None))
     yield Claim("ours: runs of 10 tokens help", "take+chunkkv", "take", chunks=Z)
+    yield Claim("ours: EDIE's error instead of attention", "edie:rows=probe,heads=equal", "take/no-delay", chunks=Z)
+    yield Claim("ours: pooling over 31 slots instead of 7", "take+edie", "edie:rows=probe,heads=equal", chunks=Z)
 
 
 PROTOCOLS.add("take")(Protocol(
