@@ -17,18 +17,38 @@ if VERSION < (5, 4):
 CROP_TAKES_LENGTH = VERSION < (5, 17)
 
 
-def mark_rollbacks(model) -> None:
-    """Have assisted and prompt-lookup decoding say so on the cache: its calls bring candidates that may be taken back.
-    (`activate_past_recording` comes before our layers are in the cache.)"""
-    if hasattr(type(model), "_get_candidate_generator"):
-        model._get_candidate_generator = types.MethodType(_get_candidate_generator, model)
+def watch_generation(model) -> None:
+    """Have a patched model's own ways to generate do what eviction needs of them."""
+    for name, function in WATCHED.items():
+        if hasattr(type(model), name):
+            setattr(model, name, types.MethodType(function, model))
+
+
+def leave_generation(model) -> None:
+    for name in WATCHED:
+        model.__dict__.pop(name, None)
+
+
+def _init_continuous_batching(model, *args, **kwargs):
+    """Its calls bring a paged cache, which no argument of the decoder's names."""
+    raise ValueError(
+        "a paged cache (generate_batch, continuous batching) cannot be evicted from: call model.generate, or "
+        "kvevict.unpatch(model) first"
+    )
 
 
 def _get_candidate_generator(model, *args, **kwargs):
+    """Assisted and prompt-lookup decoding say so on the cache: its calls bring candidates that may be taken back.
+    (`activate_past_recording` comes before our layers are in the cache.)"""
     cache = kwargs.get("model_kwargs", {}).get("past_key_values")
     if cache is not None:
         cache._kvevict_rollback = True
     return type(model)._get_candidate_generator(model, *args, **kwargs)
+
+
+WATCHED = {
+    "_get_candidate_generator": _get_candidate_generator, "init_continuous_batching": _init_continuous_batching,
+}  # fmt: skip
 
 
 def may_roll_back(cache) -> bool:

@@ -91,7 +91,7 @@ def _install(top, decoder, state) -> None:
     object.__setattr__(decoder, STATE, state)
     forward.install(decoder)
     states.install(decoder, state)
-    compat.mark_rollbacks(top)
+    compat.watch_generation(top)
     state.hooks = [
         *propagate.install(decoder, state),
         *residual.install(decoder, state),
@@ -113,7 +113,7 @@ def unpatch(model):
         hook.remove()
     states.remove(decoder, state)
     forward.remove(decoder)
-    base_model(model).__dict__.pop("_get_candidate_generator", None)
+    compat.leave_generation(base_model(model))
     for module in own_modules(decoder, state):
         attention.restore(module)
     object.__delattr__(decoder, STATE)

@@ -287,3 +287,41 @@ def test_pictures(name, policy, options, monkeypatch):
             assert torch.equal(model.generate(**inputs, max_new_tokens=4, do_sample=False), tokens)
     assert tiny.relative(got, want) < 1e-4
     assert tiny.relative(blind, want) > 1e-2  # the picture matters
+
+
+@pytest.mark.parametrize("name", EYES)
+@pytest.mark.parametrize("pictures", [(1, 2), (2, 0)], ids=str)
+def test_batch_whose_pictures_differ_in_number(name, pictures, monkeypatch):
+    """Rows with so many pictures each, the second one left-padded: the tokens are the unpatched model's, and a row
+    keeps what it keeps alone."""
+    model, one = seeing(name, dict(zoo.types())[name], monkeypatch)
+    ids, padding = torch.randint(20, 250, (2, 60), generator=torch.Generator().manual_seed(4)), 7
+    for row, count in enumerate(pictures):
+        for at in (10, 38)[:count]:
+            ids[row, at : at + 18] = one["input_ids"][0, 10:28]
+    mask = torch.ones_like(ids)
+    ids[1, :padding] = mask[1, :padding] = 0
+
+    def inputs(count, *rows):
+        seen = dict(
+            pixel_values=one["pixel_values"].repeat(count, 1), image_grid_thw=one["image_grid_thw"].repeat(count, 1)
+        )
+        given = dict(input_ids=ids, attention_mask=mask, mm_token_type_ids=(ids == 290).long())
+        return {key: value[rows] for key, value in given.items()} | (seen if count else {})
+
+    def generated(**inputs):
+        return model.generate(**inputs, max_new_tokens=4, do_sample=False)[:, -4:]
+
+    together = inputs(sum(pictures), slice(None))
+    want = generated(**together)
+    for policy, options in (("snapkv", dict(chunk_size=7)), ("take", dict(chunk_size=13, probe=4))):
+        with kvevict.evicting(model, policy, budget=100, **options):
+            assert torch.equal(generated(**together), want)
+        with kvevict.evicting(model, policy, budget=40, **options):
+            generated(**together)
+            kept = kvevict.report(model, positions=True)["positions"]
+            for row, count in enumerate(pictures):
+                alone = inputs(count, slice(row, row + 1), slice(padding if row else 0, None))
+                generated(**alone)
+                for layer, mine in zip(kept, kvevict.report(model, positions=True)["positions"], strict=True):
+                    assert layer is None if mine is None else mine[0] == layer[row]
