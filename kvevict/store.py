@@ -56,7 +56,7 @@ def save_cache(cache, path) -> None:
     parts = ranks.to_first(tensors)
     if parts is not None:
         try:
-            temporary = f"{os.fspath(path)}.part"
+            temporary = f"{os.fspath(path)}.{os.getpid()}.part"  # ranks that have all heads each write the whole file
             metadata = {"format": FORMAT, "layers": json.dumps(facts)}
             save_file(tensors if len(parts) == 1 else _joined(parts), temporary, metadata=metadata)
             os.replace(temporary, path)
