@@ -191,7 +191,7 @@ def test_in_two_processes(tmp_path):
         said = each["refusals"]
         assert "its 1 kv heads cannot be split over 2 ranks (tensor parallel)" in said["few"]
         assert "lookahead's adapter is for whole projections" in said["lookahead"]
-        assert "layer 0 has 4 and 2 heads of queries and of keys, expected (8, 4): patch" in said["decoder"]
+        assert "layer 0 has 4 and 2 heads of queries and of keys, by its config (8, 4): patch" in said["decoder"]
         assert "layers or heads that are to share their choice hold different slots" in said["policy"]
 
 

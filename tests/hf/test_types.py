@@ -3,6 +3,7 @@
 KVEVICT_TYPES=all compares every type that the installed Transformers has, KVEVICT_TYPES=write writes the table.
 """
 
+import copy
 import os
 
 import judge
@@ -110,6 +111,23 @@ def test_remote_code_is_looked_at(change, reason):
         kvevict.patch(model, "snapkv", budget=64)
     assert all(layer.self_attn.config is config for layer, config in zip(model.model.layers, configs))
     assert "forward" not in model.model.__dict__
+
+
+class Bypassing(transformers.LlamaForCausalLM):
+    """Remote code that does not call the decoder that it names."""
+
+    def forward(self, input_ids, **kwargs):
+        out = self.twin[0](input_ids, **kwargs)
+        return transformers.modeling_outputs.CausalLMOutputWithPast(
+            logits=self.lm_head(out.last_hidden_state), past_key_values=out.past_key_values
+        )
+
+
+def test_a_decoder_that_is_not_called_is_refused(unknown):
+    model = tiny.model("llama")
+    model.twin, model.__class__ = [copy.deepcopy(model.model)], Bypassing
+    with pytest.raises(ValueError, match="its text decoder is not what fills its cache"):
+        kvevict.patch(model, "snapkv", budget=64)
 
 
 def test_chunks_that_differ_are_refused(unknown):
