@@ -41,8 +41,8 @@ def _get_candidate_generator(model, *args, **kwargs):
 
 def _init_continuous_batching(model, *args, **kwargs):
     raise ValueError(
-        "continuous batching (generate_batch, serve) keeps its own paged cache, which kvevict cannot evict from: call "
-        "generate, or kvevict.unpatch(model) first"
+        "a paged cache (generate_batch, continuous batching) cannot be evicted from: call model.generate, or "
+        "kvevict.unpatch(model) first"
     )
 
 

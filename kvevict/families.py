@@ -203,8 +203,12 @@ def structure_reasons(decoder) -> list:
             ]
         if module is not None and getattr(module, "is_causal", True) is False:
             return ["its attention is bidirectional; only causal models are supported"]
+        if module is not None and "cross_attention_states" in inspect.signature(type(module).forward).parameters:
+            return [f"layer {index} attends to pictures (cross-attention), whose keys are not the text's"]
         if kind == BOTH and mixer_of(layer) is None:
             return [f"layer {index} keeps a state, and no module of it is seen to"]
+    if not axes(decoder) and "mrope_section" in (_get(decoder.config, "rope_parameters") or ()):
+        return ["attention joins the axes of its positions (M-RoPE) itself; install a newer version of Transformers"]
     for index, producer in readers(decoder, kinds).items():
         if attention_of(layers[index], index) is None or producer != max(i for i, k in enumerate(kinds) if k in EVICTS):
             return [f"layer {index} reads another layer's keys and values, and it is not seen whose"]

@@ -211,7 +211,7 @@ def _odds(model, decoder) -> list:
     if "flex" in implementation or "paged" in implementation:
         reasons.append(f"attention implementation {implementation!r} is not supported; load with 'sdpa'")
     size, heads = ranks.of(base_model(model)).size, families.heads(decoder, kinds)[1]
-    if size > 1 and families.is_latent(decoder.config):
+    if (getattr(base_model(model), "tp_size", None) or 1) > 1 and families.is_latent(decoder.config):
         reasons.append("its heads share latents, which no rank can have a part of (tensor parallel); load it whole")
     elif heads % size:
         reasons.append(

@@ -8,6 +8,7 @@ import torch
 
 from . import families
 from .engine import attention
+from .engine.adopt import EvictionCache
 
 SEEN, NEW, PAD = 24, 2, 3  # tokens of the prompt, tokens decoded behind it, left padding of the second row
 FAR = 100_000  # positions up to here are tried
@@ -59,6 +60,8 @@ def difference(model, patched) -> str | None:
                             use_cache=True)  # fmt: skip
                 cache = out.past_key_values
                 got.append(_rows(out))
+        if not isinstance(cache, EvictionCache):
+            return "its text decoder is not what fills its cache"
         got = torch.cat(got, 1)[valid]
         prompt = _place(valid)[:, :SEEN][part]
         errors = {"tokens read behind a chunk": _error(read, want[prompt]), "chunks": _error(got, want)}

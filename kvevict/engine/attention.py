@@ -38,8 +38,8 @@ def attention(module, query, key, value, attention_mask, scaling=None, softcap=N
     new = layer.take(module, key, value)
     if (query.shape[1], key.shape[1]) != step.patch.local_heads:
         raise ValueError(
-            f"layer {module.layer_idx} has {query.shape[1]} and {key.shape[1]} heads of queries and of keys, expected "
-            f"{step.patch.local_heads}: patch a whole model, or all that from_pretrained(..., tp_plan='auto') returned"
+            f"layer {module.layer_idx} has {query.shape[1]} and {key.shape[1]} heads of queries and of keys, by its "
+            f"config {step.patch.local_heads}: patch a whole model, or all that from_pretrained(tp_plan=...) returned"
         )
     query, key, value = _stored_form(layer, query, key, value)
     call = step, layer, module.layer_idx, module, query

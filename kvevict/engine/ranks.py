@@ -75,10 +75,14 @@ class Ranks:
 ALONE = Ranks()
 
 
+KEYS = ("k_proj", "qkv_proj", "query_key_value")
+
+
 def of(model) -> Ranks:
-    """Those that Transformers has split a model over (`tp_plan`)."""
-    size = getattr(model, "tp_size", None) or 1
-    if size == 1:
+    """Those that Transformers has split a model's heads over (`tp_plan`). There are plans that leave all heads on every
+    rank (Phi-3, OLMo 2): each of those chooses for them all, and alike."""
+    size, plan = getattr(model, "tp_size", None) or 1, getattr(model, "_tp_plan", None) or {}
+    if size == 1 or not any(name.endswith(KEYS) and style == "colwise" for name, style in plan.items()):
         return ALONE
     mesh = model._device_mesh
     group = mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")

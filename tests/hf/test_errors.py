@@ -357,6 +357,15 @@ def test_quantized_cache(model):
         model(prompt(1, 20)["input_ids"], past_key_values=cache)
 
 
+def test_paged_cache():
+    """It comes by another way than `past_key_values`."""
+    model, prompts = tiny.model(), prompt(2, 20)["input_ids"].tolist()
+    kvevict.patch(model, "snapkv", budget=64)
+    with pytest.raises(ValueError, match=r"paged cache .* model.generate, or kvevict.unpatch"):
+        model.generate_batch(prompts)
+    assert "init_continuous_batching" not in kvevict.unpatch(model).__dict__
+
+
 def test_cache_of_another_model(model):
     """Of another depth, or filled by a patched model of another shape."""
     ids = prompt(1, 20)["input_ids"]

@@ -14,7 +14,7 @@ KINDS = {
     "several axes": "qwen2_5_vl", "chunked": "llama4_text", "no rope": "smollm3", "other names": "gpt2",
 }  # fmt: skip
 STATES = ("hybrid", "hybrid layers")
-OLD = "version of Transformers"
+OLD = tiny.VERSION < (5, 23)  # which had some kinds in other forms, that are refused or cannot be made
 
 
 @pytest.fixture(params=KINDS)
@@ -27,14 +27,13 @@ def model(kind):
     found = dict(zoo.types())
     if KINDS[kind] not in found:
         pytest.skip("this version of Transformers does not have it")
-    made = zoo.make(KINDS[kind], found[KINDS[kind]])
     try:
-        kvevict.patch(made, "snapkv", budget=64)
-    except ValueError as error:
-        if OLD in str(error):
-            pytest.skip(str(error))
-        raise
-    return kvevict.unpatch(made)
+        made = zoo.make(KINDS[kind], found[KINDS[kind]])
+        return kvevict.unpatch(kvevict.patch(made, "snapkv", budget=64))
+    except Exception as error:
+        if not OLD:
+            raise
+        pytest.skip(f"{type(error).__name__}: {error}")
 
 
 BATCH = tiny.prompt(3, 50, pad=(0, 9, 23))
@@ -85,9 +84,14 @@ def test_candidates_that_are_taken_back(model, kind):
         with pytest.raises(ValueError, match=r"without an assistant|stateful"):
             tiny.generate(model, inputs, prompt_lookup_num_tokens=3)
         return
+    if OLD and kind == "chunked":
+        pytest.skip("this version of Transformers takes nothing back from a full window")
     want = tiny.generate(model, inputs)
     with kvevict.evicting(model, "snapkv", budget=4096, chunk_size=7):
-        assert torch.equal(tiny.generate(model, inputs, prompt_lookup_num_tokens=3), want)
+        lookup = dict(
+            prompt_lookup_num_tokens=3, eos_token_id=0
+        )  # 5.4 needs an end token there; this one does not come
+        assert torch.equal(tiny.generate(model, inputs, **lookup), want)
 
 
 def test_save_and_load(model, kind, tmp_path):

@@ -12,7 +12,6 @@ import torch
 from torch import distributed
 
 import kvevict
-from kvevict.engine import ranks
 
 RANKS = 2
 SIZES = dict(num_attention_heads=8, num_key_value_heads=4, head_dim=16)
@@ -145,8 +144,9 @@ def of_rank(heads: list, rank: int) -> list:
 
 
 def test_in_two_processes(tmp_path):
-    whole = {name: tiny.save(tmp_path / name, name, **SIZES)[1] for name in ("llama", "gemma3")}
-    tiny.save(tmp_path / "few", **SIZES | dict(num_key_value_heads=1))
+    whole = {name: tiny.model(name, **SIZES) for name in ("llama", "gemma3", "phi3")}
+    for name, model in [*whole.items(), ("few", tiny.model(**SIZES | dict(num_key_value_heads=1)))]:
+        model.save_pretrained(tmp_path / name)
     model = whole["llama"]
     save(model, tmp_path / "whole")
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
@@ -161,13 +161,11 @@ def test_in_two_processes(tmp_path):
 
     def alike(want, part, what):
         """Slot for slot and token for token."""
-        for rank, each in enumerate(found):
-            got = part(each)
-            assert {k: of_rank(v, rank) for k, v in want.items() if k in ("read", "end")} == {
-                k: v for k, v in got.items() if k in ("read", "end")
-            }, what
-            for name in ("tokens", "beams"):
-                assert str(got.get(name)) == str(want.get(name)), (what, name)
+        for rank, got in enumerate(map(part, found)):
+            for name in got.keys() & {"read", "end"}:
+                assert got[name] == of_rank(want[name], rank), (what, name)
+            for name in got.keys() & {"tokens", "beams"}:
+                assert str(got[name]) == str(want[name]), (what, name)
         return [part(each) for each in found]
 
     for case in CASES:
@@ -179,6 +177,10 @@ def test_in_two_processes(tmp_path):
             for name, values in want["diagnostics"].items():
                 torch.testing.assert_close(torch.tensor(got[0]["diagnostics"][name]), torch.tensor(values))
     alike(read(whole["gemma3"], "adakv"), lambda each: each["gemma3"], "sliding windows")
+    want = read(whole["phi3"], "adakv")  # whose plan leaves all heads on every rank
+    for each in found:
+        assert str(each["phi3"] | dict(sent=0)) == str(want)
+    kvevict.load_cache(tmp_path / "all heads", whole["phi3"])
     alike(turns(model), lambda each: each["turns"], "turns")
     again, saved = load(model, tmp_path / "whole"), load(model, tmp_path / "split")
     for case, want in again.items():
@@ -189,7 +191,7 @@ def test_in_two_processes(tmp_path):
         said = each["refusals"]
         assert "its 1 kv heads cannot be split over 2 ranks (tensor parallel)" in said["few"]
         assert "lookahead's adapter is for whole projections" in said["lookahead"]
-        assert "layer 0 has 4 and 2 heads of queries and of keys, expected (8, 4): patch" in said["decoder"]
+        assert "layer 0 has 4 and 2 heads of queries and of keys, by its config (8, 4): patch" in said["decoder"]
         assert "layers or heads that are to share their choice hold different slots" in said["policy"]
 
 
@@ -198,7 +200,7 @@ def test_latents_are_refused(monkeypatch):
     model = pytest.importorskip("zoo").make("deepseek_v3", "DeepseekV3ForCausalLM")
     if not hasattr(model.model.layers[0].self_attn, "expand_kv"):
         pytest.skip("this version of Transformers caches no latents")
-    monkeypatch.setattr(ranks, "of", lambda model: ranks.Ranks(0, 2))
+    monkeypatch.setattr(model, "_tp_size", 2)
     with pytest.raises(ValueError, match=r"its heads share latents, .* \(tensor parallel\); load it whole"):
         kvevict.patch(model, "snapkv", budget=64)
 
@@ -221,6 +223,10 @@ def main(folder):
     model = load_model(folder / "llama")
     result = dict(cases={case: read(model, case, lambda: sent[0]) for case in CASES}, turns=turns(model))
     result["gemma3"] = read(load_model(folder / "gemma3"), "adakv")
+    every = load_model(folder / "phi3")
+    result["phi3"] = read(every, "adakv")
+    with patched(every, "adakv"), torch.no_grad():
+        kvevict.save_cache(every(**PROMPT).past_key_values, folder / "all heads")
     save(model, folder / "split")
     result |= {saved: load(model, folder / saved) for saved in ("whole", "split")}
     result["refusals"] = refusals(load_model, model, folder)

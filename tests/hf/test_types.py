@@ -3,6 +3,7 @@
 KVEVICT_TYPES=all compares every type that the installed Transformers has, KVEVICT_TYPES=write writes the table.
 """
 
+import copy
 import os
 
 import judge
@@ -110,6 +111,23 @@ def test_remote_code_is_looked_at(change, reason):
         kvevict.patch(model, "snapkv", budget=64)
     assert all(layer.self_attn.config is config for layer, config in zip(model.model.layers, configs))
     assert "forward" not in model.model.__dict__
+
+
+class Bypassing(transformers.LlamaForCausalLM):
+    """Remote code that does not call the decoder that it names."""
+
+    def forward(self, input_ids, **kwargs):
+        out = self.twin[0](input_ids, **kwargs)
+        return transformers.modeling_outputs.CausalLMOutputWithPast(
+            logits=self.lm_head(out.last_hidden_state), past_key_values=out.past_key_values
+        )
+
+
+def test_a_decoder_that_is_not_called_is_refused(unknown):
+    model = tiny.model("llama")
+    model.twin, model.__class__ = [copy.deepcopy(model.model)], Bypassing
+    with pytest.raises(ValueError, match="its text decoder is not what fills its cache"):
+        kvevict.patch(model, "snapkv", budget=64)
 
 
 def test_chunks_that_differ_are_refused(unknown):
@@ -287,3 +305,41 @@ def test_pictures(name, policy, options, monkeypatch):
             assert torch.equal(model.generate(**inputs, max_new_tokens=4, do_sample=False), tokens)
     assert tiny.relative(got, want) < 1e-4
     assert tiny.relative(blind, want) > 1e-2  # the picture matters
+
+
+@pytest.mark.parametrize("name", EYES)
+@pytest.mark.parametrize("pictures", [(1, 2), (2, 0)], ids=str)
+def test_batch_whose_pictures_differ_in_number(name, pictures, monkeypatch):
+    """Rows with so many pictures each, the second one left-padded: the tokens are the unpatched model's, and a row
+    keeps what it keeps alone."""
+    model, one = seeing(name, dict(zoo.types())[name], monkeypatch)
+    ids, padding = torch.randint(20, 250, (2, 60), generator=torch.Generator().manual_seed(4)), 7
+    for row, count in enumerate(pictures):
+        for at in (10, 38)[:count]:
+            ids[row, at : at + 18] = one["input_ids"][0, 10:28]
+    mask = torch.ones_like(ids)
+    ids[1, :padding] = mask[1, :padding] = 0
+
+    def inputs(count, *rows):
+        seen = dict(
+            pixel_values=one["pixel_values"].repeat(count, 1), image_grid_thw=one["image_grid_thw"].repeat(count, 1)
+        )
+        given = dict(input_ids=ids, attention_mask=mask, mm_token_type_ids=(ids == 290).long())
+        return {key: value[rows] for key, value in given.items()} | (seen if count else {})
+
+    def generated(**inputs):
+        return model.generate(**inputs, max_new_tokens=4, do_sample=False)[:, -4:]
+
+    together = inputs(sum(pictures), slice(None))
+    want = generated(**together)
+    for policy, options in (("snapkv", dict(chunk_size=7)), ("take", dict(chunk_size=13, probe=4))):
+        with kvevict.evicting(model, policy, budget=100, **options):
+            assert torch.equal(generated(**together), want)
+        with kvevict.evicting(model, policy, budget=40, **options):
+            generated(**together)
+            kept = kvevict.report(model, positions=True)["positions"]
+            for row, count in enumerate(pictures):
+                alone = inputs(count, slice(row, row + 1), slice(padding if row else 0, None))
+                generated(**alone)
+                for layer, mine in zip(kept, kvevict.report(model, positions=True)["positions"], strict=True):
+                    assert layer is None if mine is None else mine[0] == layer[row]

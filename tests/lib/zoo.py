@@ -6,7 +6,7 @@ import inspect
 
 import torch
 import transformers
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as SEEING
@@ -119,6 +119,7 @@ EXTRA = {
     "paddleocr_vl": dict(text_config=dict(rope_parameters=mrope(4, 6, 6))),
     "deepseek_ocr2": dict(text_config=dict(mlp_layer_types=["dense", "sparse", "sparse", "sparse"])),
     "granite4_vision": dict(deepstack_layer_map=[], spatial_target_layers=[], downsample_rate="4/8"),
+    "evolla": dict(use_cache=True),
     "chameleon": dict(vocabulary_map={"<image>": 5}),
     "emu3": dict(vocabulary_map={"<image>": 5, "<|extra_200|>": 6}),
     "glm5_next": dict(text_config=dict(qk_rope_head_dim=0)),
@@ -216,9 +217,15 @@ def _tiny(cls, extra, role):
 
 
 def _sub_configs(cls) -> dict:
-    """Sub-configs by name: (class, what they are made with)."""
-    found = {}
-    for key, spec in (getattr(cls, "sub_configs_defaults", None) or {}).items():
+    """Sub-configs by name: (class, what they are made with). Raises ValueError where an older version of Transformers
+    does not say what they are: made with their own defaults they would be of full size."""
+    found, specs = {}, getattr(cls, "sub_configs_defaults", None)
+    if specs is None:
+        classes = getattr(cls, "sub_configs", None) or {}
+        if AutoConfig in classes.values():
+            raise ValueError(f"this version of Transformers does not say what the parts of {cls.__name__} are")
+        return {key: (sub, {}) for key, sub in classes.items()}
+    for key, spec in specs.items():
         if isinstance(spec.config_class, type) and issubclass(spec.config_class, PreTrainedConfig):
             found[key] = spec.config_class, dict(spec.init_kwargs or {})
         elif spec.model_type:
