@@ -355,9 +355,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="the smaller shape, a tenth of the time")
     parser.add_argument("--only", default="", help="a regular expression that a function and its shape must match")
-    parser.add_argument(
-        "--cpu-time", action="store_true", help="one thread and its own time, as others use the machine"
-    )
+    parser.add_argument("--cpu-time", action="store_true", help="one thread and its own time: others use the machine")
     parser.add_argument("--device", choices=ROWS, default="cpu")
     args = parser.parse_args()
     torch.manual_seed(0)
