@@ -389,8 +389,8 @@ using Library = torch::stable::detail::StableLibrary;
 void define(Library &m) { KV_OPS(KV_DEFINE, ) }
 void implement(Library &m) { KV_OPS(KV_IMPLEMENT, ) }
 
-/* The ops are registered once, by the first import: STABLE_TORCH_LIBRARY would do it when the library is loaded, where a
- * second copy of it, whose name torch refuses, can only crash. Returns whether this copy's ops are the registered ones. */
+/* The ops are registered once, by the first import: STABLE_TORCH_LIBRARY would do it when the library is loaded, where
+ * a second copy of it, whose name torch refuses, can only crash. Returns whether it is this copy that is registered. */
 bool registered() {
   static const bool done = [] {
     TorchLibraryHandle name;

@@ -1,5 +1,5 @@
-"""python tests/benchmarks/bench_ops.py [--quick] [--only REGEX] [--device cuda]: the ops beside torch's SDPA on the
-same data.
+"""python tests/benchmarks/bench_ops.py [--quick] [--only REGEX] [--cpu-time] [--device cuda]: the ops beside torch's
+SDPA on the same data.
 
 SDPA gets [stored | new] in one tensor, joined outside the timing, which a cache would have to do for it each time.
 Every result is compared before it is timed; times are medians, the two sides taking turns. On a GPU a side is captured
@@ -76,15 +76,19 @@ def close(name, got, want, tolerance):
         raise SystemExit(f"{name}: off by {error:.2g}, {tolerance:.2g} allowed")
 
 
-def timed(run):
+def timed(run, clock=time.perf_counter):
     """A function that runs `run` and returns the milliseconds it took."""
 
     def once():
-        start = time.perf_counter()
+        start = clock()
         run()
-        return (time.perf_counter() - start) * 1e3
+        return (clock() - start) * 1e3
 
     return once
+
+
+def timed_of_thread(run):
+    return timed(run, time.thread_time)
 
 
 def timed_on_gpu(run, calls=20):
@@ -351,10 +355,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="the smaller shape, a tenth of the time")
     parser.add_argument("--only", default="", help="a regular expression that a function and its shape must match")
+    parser.add_argument("--cpu-time", action="store_true", help="one thread and its own time: others use the machine")
     parser.add_argument("--device", choices=ROWS, default="cpu")
     args = parser.parse_args()
     torch.manual_seed(0)
     clock = timed if args.device == "cpu" else timed_on_gpu
+    if args.cpu_time:
+        torch.set_num_threads(1)
+        clock = timed_of_thread
     most = peaks() if args.device == "cpu" else {}
     print(json.dumps(machine() | {name: f"{rate / 1e9:.1f} G/s" for name, rate in most.items()}))
     results, seconds = [], 2.0 if args.device == "cpu" else 1.0

@@ -290,7 +290,7 @@ static void report(const char *op, int before) {
   worst = 0;
 }
 
-/* Each instruction set in a process of its own, since the choice is made once; only $KVEVICT_TEST_ISA if that is set. */
+/* Each instruction set in a process of its own, since the choice is made once; only $KVEVICT_TEST_ISA if set. */
 static int run_isas(int (*test)(void)) {
   char names[64], *rest = names;
   int failed = 0;
