@@ -97,9 +97,7 @@ def encode(
     if room is not None and room < 1:
         taken = len(head) + len(tail)
         raise ValueError(f"a limit of {limit} tokens leaves none for the text; the question takes {taken}")
-    body, whole = ids_of(tokenizer, text), True
-    if room is not None:
-        body, whole = first_ids(tokenizer, text, room)
+    body, whole = (ids_of(tokenizer, text), True) if room is None else first_ids(tokenizer, text, room)
     if not body:
         raise ValueError("the text is empty")
     if not whole:

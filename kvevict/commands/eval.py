@@ -47,9 +47,10 @@ def eval(parser, argv):
     tags = {tag for line in lines for tag in line["tags"]}
     if set(args.by) - tags and lines:
         raise ValueError(f"--by {' '.join(args.by)}: the cases' tags are {', '.join(sorted(tags))}")
-    print(render(lines, tuple(args.by), args.markdown))
+    tables = [render(lines, tuple(args.by), args.markdown)]
     if settings.get("protocol"):
-        print(_claims(settings, lines, args.markdown))
+        tables.append(_claims(settings, lines, args.markdown))
+    print(*tables, sep="\n")
     return {"model": settings.get("model"), "out": args.out, "lines": len(lines)}
 
 

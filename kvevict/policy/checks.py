@@ -2,8 +2,8 @@
 
 import difflib
 import json
-import math
 import numbers
+import sys
 
 PLENTY = 2**31 - 1  # slots or tokens that there never are; positions are int32
 DEEPEST = 64  # objects and lists in each other, in any JSON that is read here
@@ -70,7 +70,7 @@ def fraction(name: str, value) -> None:
 
 def at_least_0(name: str, value, positive: bool = False) -> None:
     """Raise ValueError unless the value is a finite number >= 0, or above 0."""
-    if not (_is_number(value) and 0 <= value < math.inf and (value or not positive)):
+    if not (_is_number(value) and 0 <= value <= sys.float_info.max and (value or not positive)):
         raise ValueError(f"{name} must be a finite number {'>' if positive else '>='} 0, got {value!r}")
 
 

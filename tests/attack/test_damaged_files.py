@@ -99,7 +99,7 @@ def test_caches(caches, tmp_path):
         kvevict.save_cache(cache, path)
         return "loaded"
 
-    assert {"refused", "loaded"} <= set(fuzzing.fuzz(case))
+    fuzzing.expect(fuzzing.fuzz(case, share=0.5), "refused", "loaded")
 
 
 def policies(rng):
@@ -134,7 +134,7 @@ def test_policies():
             return "read, not used"
         return "used"
 
-    assert {"refused", "used"} <= set(fuzzing.fuzz(case))
+    fuzzing.expect(fuzzing.fuzz(case, share=0.4), "refused", "used")
 
 
 def test_histories(tmp_path):
@@ -157,7 +157,7 @@ def test_histories(tmp_path):
         assert int(slots.sum()) == 50 * 2 * (len(history.errors) or 3)
         return "loaded"
 
-    assert set(fuzzing.fuzz(case, share=0.3)) == {"refused", "loaded"}
+    fuzzing.expect(fuzzing.fuzz(case, share=0.1), "refused", "loaded")
 
 
 def results(rng):
@@ -203,4 +203,4 @@ def test_results(tmp_path):
         assert path.read_bytes().startswith(data[: data.rfind(b"\n") + 1])
         return came + ", gone on with"
 
-    assert {"refused", "read, gone on with"} <= set(fuzzing.fuzz(case, share=0.5))
+    fuzzing.expect(fuzzing.fuzz(case, share=0.2), "refused", "read, gone on with")

@@ -35,6 +35,11 @@ def fuzz(case, share=1.0) -> Counter:
     return found
 
 
+def expect(found: Counter, *outcomes) -> None:
+    """So many cases show every outcome, or the test looks at nothing."""
+    assert found.total() < 30 * len(outcomes) or set(outcomes) <= set(found), dict(found)
+
+
 def other(rng, value):
     """Something else in the place of a JSON value."""
     kind = rng.randrange(6)

@@ -1,0 +1,438 @@
+"""Bad input to files and commands: one clear error that names the argument, and everything as it was."""
+
+import io
+import json
+import os
+import resource
+import stat
+import subprocess
+import sys
+
+import pytest
+import tiny
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tiny import prompt, save, shared
+from transformers import DynamicCache
+
+import kvevict
+from kvevict.analysis.cost import plan
+from kvevict.analysis.run import MARGIN, encode, first_ids, ids_of
+from kvevict.analysis.shape import shape_of
+from kvevict.cli import main
+from kvevict.commands import parse_policy, read_text
+from kvevict.evaluate.results import Results, read
+from kvevict.files import replacing
+from kvevict.policy.apportion import apportion
+from kvevict.policy.checks import DEEPEST, PLENTY, parsed
+
+DEEP = "[" * 100_000
+DEEPER = "[" * (DEEPEST + 1) + "]" * (DEEPEST + 1)  # which Python reads
+BEYOND = 10**23
+
+
+@pytest.fixture(scope="module")
+def cache():
+    model, made = shared(), DynamicCache(config=shared().config)
+    with torch.no_grad(), kvevict.evicting(model, "h2o", budget=10):
+        model(**prompt(1, 40), past_key_values=made)
+    return made
+
+
+def command(capsys, *words) -> str:
+    """The one line that a command refuses with."""
+    capsys.readouterr()
+    assert main(list(map(str, words))) == 2
+    out, error = capsys.readouterr()
+    lines = [line for line in error.splitlines() if line.startswith("kvevict ")]
+    assert out == "" and lines == error.splitlines()[-1:] and lines[0].startswith(f"kvevict {words[0]}: ")
+    return lines[0]
+
+
+# -- caches on disk ----------------------------------------------------------------------------------------------------
+
+
+def test_a_loaded_cache_holds_nothing_of_its_file(cache, tmp_path):
+    path = tmp_path / "cache"
+    kvevict.save_cache(cache, path)
+    loaded = kvevict.load_cache(path, shared())
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.seek(size // 8)
+        file.write(b"\xff" * (size - size // 8))
+    for a, b in zip(cache.layers, loaded.layers, strict=True):
+        for name in ("k", "v", "pos", "len", "seen", "carry"):
+            assert torch.equal(getattr(b, name)[: 0 if name in ("k", "v", "pos") else None],
+                               getattr(a, name)[: 0 if name in ("k", "v", "pos") else None])  # fmt: skip
+        assert torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values)
+        assert a.places(False) == b.places(False)
+
+
+@pytest.mark.parametrize("lie", [
+    lambda t, f: t.update({"0": torch.ones(1)}),
+    lambda t, f: t.update({"0.len": torch.tensor(3, dtype=torch.int32)}),
+    lambda t, f: [fact.update(columns=10**30) for fact in f],
+    lambda t, f: [fact.update(columns=True) for fact in f],
+    lambda t, f: f.__setitem__(0, json.loads(DEEPER)),
+])  # fmt: skip
+def test_caches_that_lie(cache, tmp_path, lie):
+    path = tmp_path / "cache"
+    kvevict.save_cache(cache, path)
+    tensors = load_file(path)
+    with safe_open(path, framework="pt") as file:
+        meta = file.metadata()
+    facts = json.loads(meta["layers"])
+    lie(tensors, facts)
+    save_file(tensors, path, metadata=meta | {"layers": json.dumps(facts)})
+    if "0" in tensors:
+        kvevict.load_cache(path, shared())  # what is of no layer does no harm
+        return
+    with pytest.raises(ValueError, match=str(path)):
+        kvevict.load_cache(path, shared())
+
+
+@pytest.mark.parametrize("text", [DEEP, DEEPER, "9" * 5000, "{}"])
+def test_layers_of_a_cache_that_are_none(cache, tmp_path, text):
+    path = tmp_path / "cache"
+    save_file({"0.k": torch.ones(1)}, path, metadata={"format": "kvevict-cache-2", "layers": text})
+    with pytest.raises(ValueError, match=str(path)):
+        kvevict.load_cache(path, shared())
+
+
+def test_what_the_file_system_refuses(cache, tmp_path):
+    """No folder, a folder in the place, no path at all; and nothing is left behind."""
+    with pytest.raises(FileNotFoundError):
+        kvevict.save_cache(cache, tmp_path / "none" / "cache")
+    (tmp_path / "folder").mkdir()
+    for write in (lambda path: kvevict.save_cache(cache, path), kvevict.history("mistakes").save):
+        with pytest.raises(IsADirectoryError):
+            write(tmp_path / "folder")
+        with pytest.raises(TypeError):
+            write(None)
+    with pytest.raises(IsADirectoryError):
+        kvevict.load_cache(tmp_path / "folder", shared())
+    assert os.listdir(tmp_path) == ["folder"] and not os.listdir(tmp_path / "folder")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_no_permission(cache, tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(PermissionError):
+        kvevict.save_cache(cache, tmp_path / "cache")
+
+
+def test_a_disk_that_is_full(cache, tmp_path):
+    """A limit of file sizes stands in for it: the old file stays, and no other."""
+    path = tmp_path / "cache"
+    path.write_text("before")
+    script = (
+        "import resource, signal, sys, torch, kvevict, tiny\n"
+        "from transformers import DynamicCache\n"
+        "model = tiny.shared(); cache = DynamicCache(config=model.config)\n"
+        "with torch.no_grad(), kvevict.evicting(model, 'h2o', budget=10):\n"
+        "    model(**tiny.prompt(1, 40), past_key_values=cache)\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "try:\n"
+        "    kvevict.save_cache(cache, sys.argv[1])\n"
+        "except OSError as error:\n"
+        "    print(error.errno, error.filename)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True,
+                         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})  # fmt: skip
+    assert run.stdout.split()[0] == "27", run.stderr  # EFBIG
+    assert path.read_text() == "before" and os.listdir(tmp_path) == ["cache"]
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 4096
+
+
+def test_links_bytes_and_devices(cache, tmp_path):
+    (tmp_path / "there").mkdir()
+    target, link = tmp_path / "there" / "cache", tmp_path / "link"
+    link.symlink_to(target)
+    kvevict.save_cache(cache, os.fsencode(link))
+    assert link.is_symlink() and not target.is_symlink()
+    assert os.listdir(tmp_path / "there") == ["cache"]
+    assert kvevict.load_cache(os.fsencode(link), shared()).get_seq_length() == 40
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/null"):
+        with pytest.raises(ValueError, match="no regular file"):
+            kvevict.save_cache(cache, path)
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode) and stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+def test_replacing_after_an_error(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("before")
+    with pytest.raises(KeyboardInterrupt), replacing(path) as temporary:
+        with open(temporary, "w") as file:
+            file.write("half")
+        raise KeyboardInterrupt
+    assert path.read_text() == "before" and os.listdir(tmp_path) == ["file"]
+
+
+# -- numbers and JSON --------------------------------------------------------------------------------------------------
+
+NUMBERS = dict(
+    h2o=("interval", "recent", "sink", "budget", "chunk_size"), snapkv=("window", "kernel", "warmup_layers", "n_reuse"),
+    take=("probe", "warmup_budget"), random=("seed",), fastkv=("tsp", "tsp_len"), laq=("n_d",), chunkkv=("c",),
+    pyramidkv=("beta",),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("preset, option", [(name, option) for name, own in NUMBERS.items() for option in own])
+@pytest.mark.parametrize("value", [PLENTY + 2, BEYOND + 1, -BEYOND - 1])  # a kernel is odd
+def test_numbers_beyond_32_bits(preset, option, value):
+    with pytest.raises(ValueError, match=f"{option}.* must be at (most|least)|budget=.*too small"):
+        kvevict.policy.build(preset, **dict(budget=PLENTY) | {option: value})
+
+
+@pytest.mark.parametrize("probe", [(0, BEYOND), (-BEYOND, 0), (BEYOND, BEYOND + 1)])
+def test_spans_beyond_32_bits(probe):
+    with pytest.raises(ValueError, match="probe"):
+        kvevict.policy.build("take", budget=PLENTY, probe=probe)
+
+
+def test_the_largest_budget_reads():
+    model, inputs = shared(), prompt(2, 40, pad=(0, 9))
+    want = tiny.generate(model, inputs)
+    with kvevict.evicting(model, "h2o", budget=PLENTY, chunk_size=16, interval=PLENTY):
+        assert torch.equal(tiny.generate(model, inputs), want)
+
+
+@pytest.mark.parametrize("text", [DEEP, DEEPER, '{"budget": ' + DEEPER + "}", '{"score": ' + DEEP, "9" * 5000, "[}"])
+def test_deep_json(text, tmp_path):
+    """Of a policy, a history and results; what is within the limit is read."""
+    path = tmp_path / "file"
+    path.write_text(text + "\n")
+    history = kvevict.history("deep")
+    for read_it in (kvevict.Policy.from_json, lambda text: history.load(path), lambda text: read(path)):
+        with pytest.raises(ValueError):
+            read_it(text)
+    assert (history.contexts, history.errors) == (0, [])
+    assert parsed(DEEPER[1:-1]) is not None
+    path.write_text('{"settings": {}}\n' + text + "\n")
+    with pytest.raises(ValueError, match="line 2"):
+        read(path)
+    assert parse_policy("take:probe=" + DEEPER)[1]["probe"] == DEEPER  # a word, which probe then refuses
+
+
+@pytest.mark.parametrize("data", [
+    dict(contexts=1e400, errors=[1.0]), dict(contexts=2, errors=[10**400]), dict(contexts=1, errors="12"),
+    dict(contexts=2, errors=[]), dict(contexts=0, errors=[1.0]), dict(contexts=True, errors=[1.0]),
+    dict(contexts=BEYOND, errors=[1.0]), dict(contexts=2.5, errors=[1.0]), dict(contexts=1, errors=[True]),
+])  # fmt: skip
+def test_histories_that_lie(data, tmp_path):
+    (tmp_path / "file").write_text(json.dumps(data))
+    history = kvevict.history("lies")
+    with pytest.raises(ValueError, match="no history"):
+        history.load(tmp_path / "file")
+    assert (history.contexts, history.errors) == (0, [])
+
+
+@pytest.mark.parametrize("share", [[1e-310, 2e-310, 3e-310], [5e-324] * 3, [1e-320, 1.0, 1e-322], [1e100, 5e-324, 0]])
+def test_tiny_shares_split_exactly(share):
+    def split(share, total):
+        least, most = torch.zeros(1, len(share)), torch.full((1, len(share)), 900.0)
+        return apportion(torch.tensor([share], dtype=torch.double), torch.tensor([total]), least, most)
+
+    for total in (7, 100, 1001):
+        assert int(split(share, total).sum()) == total
+    assert split([1e-310, 3e-310], 100).tolist() == [[25, 75]]
+
+
+@pytest.mark.parametrize("span", [(1, 5), (30, 36), (-5, -1)])
+def test_a_span_and_a_row_of_padding(span):
+    """The rows with tokens read as they do alone."""
+    model, inputs = shared(), prompt(2, 40, pad=(0, 40))
+    options = dict(budget=12, probe=span, chunk_size=16)
+    with torch.no_grad(), kvevict.evicting(model, "take", **options):
+        got = model(**inputs).logits[0]
+        kept = kvevict.report(model, positions=True)["positions"]
+        want = model(inputs["input_ids"][:1]).logits[0]
+        assert [layer[0] for layer in kept] == [l[0] for l in kvevict.report(model, positions=True)["positions"]]
+    assert tiny.relative(got, want) < 1e-4
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+LINE = dict(task="toy", id="a", seed=0, policy="take", budget=8, chunk_size=None, mode="aware", metric="toy",
+            score=0.5, tags={"length": 9})  # fmt: skip
+
+
+@pytest.mark.parametrize("change", [
+    dict(score="1"), dict(score=1e300), dict(score=True), dict(tags=[]), dict(tags={"a": []}), dict(mode=3),
+    dict(budget="8"), dict(kept=3), dict(kept=[["a"]]), dict(metric="fidelity"), dict(task=None), dict(response=[[]]),
+])  # fmt: skip
+def test_foreign_lines(change, tmp_path, capsys):
+    path, settings = tmp_path / "results", {"settings": {"model": "m"}}
+    text = "".join(json.dumps(x) + "\n" for x in (settings, LINE, LINE | change))
+    path.write_text(text)
+    assert "line 3" in command(capsys, "eval", "--table-only", "--out", path)
+    with pytest.raises(ValueError, match="line 3"):
+        Results(path, settings["settings"])
+    assert path.read_text() == text
+    path.write_text("".join(json.dumps(x) + "\n" for x in (settings, LINE)))
+    assert main(["eval", "--table-only", "--out", str(path)]) == 0
+
+
+@pytest.mark.parametrize("first", ['{"settings": 1}', '{"settings": {"model": "m", "protocol": "take"}}', "7"])
+def test_foreign_settings(first, tmp_path, capsys):
+    (tmp_path / "results").write_text(f"{first}\n")
+    command(capsys, "eval", "--table-only", "--out", tmp_path / "results")
+
+
+def test_carriage_returns(tmp_path):
+    """A file with other line ends is no start that a killed process left."""
+    path = tmp_path / "results"
+    text = "\r".join(json.dumps(x) for x in ({"settings": {"a": 1}}, LINE)) + "\r"
+    for known in (text, text.replace("\r", "\r\n")[:-1]):
+        path.write_bytes(known.encode())
+        if "\n" in known:
+            Results(path, {"a": 1}).file.close()
+            assert path.read_bytes() == known[: known.rindex("\n") + 1].encode()
+            continue
+        with pytest.raises(ValueError, match="holds no results"):
+            Results(path, {"a": 1})
+        assert path.read_bytes() == known.encode()
+
+
+def test_outputs_that_are_none(tmp_path, capsys):
+    for text in (
+        '{"rows": 3}',
+        '{"rows": [{"read_seconds": 1, "peak_bytes": 2}]}',
+        '{"overlap": 1}',
+        DEEP,
+        '{"a":' + DEEP,
+    ):
+        (tmp_path / "file").write_text(text)
+        for kind in ("speed", "layers", "overlap"):
+            command(capsys, "plot", tmp_path / "file", "--kind", kind, "--out", tmp_path / "figure.png")
+    assert os.listdir(tmp_path) == ["file"]
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("model")
+    save(made)
+    (made / "text").write_text("What is kept of this? " * 20)
+    return made
+
+
+def generate(folder, *words):
+    return ["generate", "--model", folder, "--file", folder / "text", "--max-new-tokens", "2", "--budget", "64", *words,
+            "Who?"]  # fmt: skip
+
+
+@pytest.mark.parametrize("words, said", [
+    (["--device", "cuda:99"], "device 'cuda:99'"), (["--device", "tpu"], "device 'tpu'"),
+    (["--device", "mps"], "device 'mps'"), (["--device", "meta"], "device 'meta'"),
+    (["--policy", f"h2o:interval={BEYOND}"], "interval must be at most"),
+    (["--budget", BEYOND], "budget must be at most"),
+    (["--chunk-size", BEYOND], "chunk_size must be at most"),
+    (["--policy", "take:probe=" + DEEPER], "probe must be"),
+])  # fmt: skip
+def test_arguments_of_generate(words, said, folder, capsys):
+    assert said in command(capsys, *generate(folder, *words))
+
+
+def test_none_and_true_as_python_takes_them(folder, capsys):
+    for policy in (
+        "take:warmup_layers=none",
+        "take:warmup_layers=None",
+        "chunkkv:per_head=True,window=4",
+        "tova:per_head=true",
+    ):
+        assert main(list(map(str, generate(folder, "--policy", policy)))) == 0
+        capsys.readouterr()
+
+
+@pytest.mark.parametrize("change, said", [
+    (dict(hidden_size="x"), "cannot be loaded"), (dict(num_attention_heads=0), "config"),
+    (dict(head_dim=12), "head_dim 12"), (dict(head_dim=1024), "head_dim 1024"), (dict(dtype="float64"), "float64"),
+    (dict(num_key_value_heads=0), "config"), (dict(hidden_size=10**12, intermediate_size=10**12), "config"),
+    (dict(model_type="opt", word_embed_proj_dim=64, ffn_dim=96), "cannot be patched"),
+    (dict(model_type="bert"), "cannot be"), (dict(num_hidden_layers=0), ""),
+])  # fmt: skip
+def test_odd_configs(change, said, tmp_path, capsys):
+    config = shared().config.to_dict() | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert said in command(capsys, "plan", "--model", tmp_path)
+
+
+def test_plan_refuses_what_patch_refuses():
+    stretched = dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)
+    for changes, options in ((dict(head_dim=12), {}), (dict(rope_parameters=stretched), dict(rerotate=True))):
+        made = tiny.model(**changes)
+        policy = kvevict.policy.build("streaming", budget=40, **options)
+        with pytest.raises(ValueError) as patched:
+            kvevict.patch(made, policy)
+        with pytest.raises(ValueError) as planned:
+            plan(shape_of(made.config, "float32"), policy, 100)
+        assert str(planned.value) == str(patched.value)
+
+
+class Bytes(io.TextIOWrapper):
+    """Standard input of some bytes."""
+
+    def __init__(self, data):
+        super().__init__(io.BytesIO(data), "utf-8")
+
+
+def test_bytes_that_are_no_text(folder, tmp_path, monkeypatch):
+    """Standard input and a file are read alike, whatever the locale."""
+    data = b"caf\xe9 \xff\xfe and caf\xc3\xa9\r\nend"
+    (tmp_path / "text").write_bytes(data)
+    monkeypatch.setattr(sys, "stdin", Bytes(data))
+    want = read_text(str(tmp_path / "text"))
+    assert read_text("-") == want == "caf\ufffd \ufffd\ufffd and caf\u00e9\nend"
+    answers = set()
+    for name, locale in (("C", "0"), ("C.UTF-8", "1")):
+        words = [*generate(folder)[:-1], "caf\u00e9?", "--opening", "\u00e9"]
+        run = subprocess.run(
+            [sys.executable, "-m", "kvevict", *map(str, words)], capture_output=True,
+            env=os.environ | dict(LC_ALL=name, PYTHONUTF8=locale, PYTHONCOERCECLOCALE="0"),
+        )  # fmt: skip
+        assert run.returncode == 0, run.stderr.decode()[-500:]
+        answers.add(json.loads(run.stdout.splitlines()[-1])["runs"]["take"]["answer"])
+    assert len(answers) == 1
+
+
+def test_a_terminal_without_the_letters(monkeypatch):
+    out = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, "ascii"))
+    monkeypatch.setitem(kvevict.commands.COMMANDS, "policies", lambda parser, argv: print("caf\u00e9 \u2713"))
+    assert main(["policies"]) == 0
+    assert out.getvalue() == b"caf\\xe9 \\u2713\n"
+
+
+def test_a_long_text_is_tokenised_as_far_as_needed(folder):
+    """The ids are those of the whole text, cut."""
+    tokenizer, seen = tiny.byte_tokenizer(), []
+
+    class Counted:
+        chat_template = None
+
+        def __call__(self, text, **options):
+            seen.append(len(text))
+            return tokenizer(text, **options)
+
+    text = "some words and more " * 100_000
+    for count in (1, 500):
+        ids, whole = first_ids(Counted(), text, count)
+        assert ids == ids_of(tokenizer, text[: 4 * count + 99])[:count] and not whole
+    assert max(seen) < 20_000
+    for count in (3, 4):
+        assert first_ids(Counted(), "abcd", count) == (ids_of(tokenizer, "abcd")[:count], count == 4)
+    made = encode(shared(), Counted(), text, "?", 8, limit=100)
+    assert len(made.context) + len(made.question) == 100 and max(seen) < 20_000
+    long = "x" * (8 * (10 + MARGIN) + 1)  # few tokens of many letters
+
+    class Wide(Counted):
+        def __call__(self, text, **options):
+            return {"input_ids": [len(text)] * (len(text) // 100)}
+
+    assert len(first_ids(Wide(), long * 20, 10)[0]) == 10
