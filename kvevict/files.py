@@ -15,7 +15,7 @@ def replacing(path):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
     if os.path.exists(path) and not os.path.isfile(path):
         raise ValueError(f"{path} is no regular file and cannot be replaced; give another path")
-    temporary = f"{path}.part"
+    temporary = f"{path}.{os.getpid()}.part"  # ranks that have all heads each write the whole file
     open(temporary, "wb").close()
     try:
         yield temporary
