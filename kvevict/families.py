@@ -94,7 +94,8 @@ def layer_kinds(config) -> list:
 def heads(decoder, kinds) -> tuple:
     """(query heads, kv heads) of the layers that we evict from; None where they differ."""
     config = decoder.config
-    queries = _alike(_get(config, "num_attention_heads"), kinds)
+    every = _get(config, "num_attention_heads_per_layer")  # Laguna's
+    queries = _alike(every or _get(config, "num_attention_heads"), kinds)
     if is_latent(config):
         return queries, queries
     if config.model_type == "gpt_bigcode" and config.multi_query:

@@ -120,6 +120,7 @@ EXTRA = {
     "deepseek_ocr2": dict(text_config=dict(mlp_layer_types=["dense", "sparse", "sparse", "sparse"])),
     "granite4_vision": dict(deepstack_layer_map=[], spatial_target_layers=[], downsample_rate="4/8"),
     "evolla": dict(use_cache=True),
+    "laguna": dict(num_attention_heads_per_layer=[8, 4] * 2, layer_types=MIXED, sliding_window=12),
     "chameleon": dict(vocabulary_map={"<image>": 5}),
     "emu3": dict(vocabulary_map={"<image>": 5, "<|extra_200|>": 6}),
     "glm5_next": dict(text_config=dict(qk_rope_head_dim=0)),
