@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 
 def files(settings, task: str, origin: str, *patterns: str) -> list[Path]:
@@ -21,7 +22,7 @@ def read_jsonl(path) -> list[dict]:
     return [json.loads(row) for row in path.read_text("utf-8").split("\n") if row.strip()]
 
 
-def drawn(settings, name: str, records: list) -> list[tuple[int, object]]:
+def drawn(settings, name: str, records: list) -> list[tuple[int, Any]]:
     """`settings.cases` pairs (place, record) in an order that depends on the seed alone; all, if there are fewer."""
     if not records:
         raise ValueError(f"data: {name} found no records in {settings.data}; give other files")
