@@ -162,7 +162,7 @@ def score(
     if reduce == "max" and (weight is not None or term == "entropy"):
         raise ValueError("kvevict.score: reduce='max' has no weight and no entropy; reduce by 'sum' or 'mean'")
     lse, sinks, weight = (_NONE if x is None else x for x in (lse, sinks, weight))
-    args = (q, row_first, k_slots, offset, len, k, first, stop, lse, sinks, weight, scale, softcap)
+    args: tuple = (q, row_first, k_slots, offset, len, k, first, stop, lse, sinks, weight, scale, softcap)
     args += (causal, _one_of("score: term", term, TERM), reduction, heads, columns)
     return _call(_score, args)
 
@@ -231,8 +231,8 @@ def error(
     if not alpha >= 0:
         raise ValueError(f"kvevict.error: alpha is {alpha}, expected a number >= 0")
     lse, sinks, weight = (_NONE if x is None else x for x in (lse, sinks, weight))
-    args = (q, row_first, k_slots, v_slots, offset, len, k, v, first, stop, o, lse, sinks, weight, scale, softcap)
-    args += (causal, which, alpha, heads, columns)
+    args: tuple = (q, row_first, k_slots, v_slots, offset, len, k, v, first, stop, o, lse, sinks, weight, scale)
+    args += (softcap, causal, which, alpha, heads, columns)
     return _call(_error, args)
 
 

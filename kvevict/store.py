@@ -49,14 +49,15 @@ def save_cache(cache, path) -> None:
             raise ValueError(f"layer {index} keeps a state, which save_cache does not write")
         if isinstance(layer, EvictionLayer) and layer.is_initialized:
             packed = torch.cat([torch.arange(s.start, s.stop) for _, _, s in layer.segments()])
-            values = dict(k=layer.k[packed], v=layer.v[packed], pos=layer.pos[packed])
+            values: dict = dict(k=layer.k[packed], v=layer.v[packed], pos=layer.pos[packed])
             values |= {name: getattr(layer, name) for name in ("len", "seen", *OPTIONAL)}
             values["budget"] = None if layer.budget is None else torch.tensor(layer.budget, dtype=torch.int32)
             facts.append(dict(kind=families.OWN, columns=layer.columns, packed=layer.packed))
         elif getattr(layer, "is_sliding", False) and layer.is_initialized:
-            start = max(0, layer.keys.shape[2] - layer.sliding_window + 1)  # longer while the past is recorded
-            values = dict(keys=layer.keys[:, :, start:], values=layer.values[:, :, start:])
-            facts.append(dict(kind=families.SLIDING, columns=layer.cumulative_length, window=layer.sliding_window))
+            window = layer.sliding_window  # type: ignore[attr-defined]
+            start = max(0, layer.keys.shape[2] - window + 1)  # longer while the past is recorded
+            values = {name: getattr(layer, name)[:, :, start:] for name in ("keys", "values")}
+            facts.append(dict(kind=families.SLIDING, columns=layer.cumulative_length, window=window))
         else:
             raise ValueError(f"layer {index}, a {layer!r}, was not filled by kvevict; read with a patched model first")
         tensors |= {f"{index}.{name}": t.contiguous().clone() for name, t in values.items() if t is not None}

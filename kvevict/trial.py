@@ -54,15 +54,15 @@ def difference(model, patched) -> str | None:
             part = valid[:, :SEEN]
             read = _rows(model(input_ids=ids[:, :SEEN], attention_mask=mask[:, :SEEN], use_cache=True))[part]
         with quiet(model), patched("snapkv", dict(budget=4 * SEEN, chunk_size=7)):
-            got, cache = [], None
+            said, cache = [], None
             for start, end in ((0, SEEN), *((at, at + 1) for at in range(SEEN, SEEN + NEW))):
                 out = model(input_ids=ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache,
                             use_cache=True)  # fmt: skip
                 cache = out.past_key_values
-                got.append(_rows(out))
+                said.append(_rows(out))
         if not isinstance(cache, EvictionCache):
             return "its text decoder is not what fills its cache"
-        got = torch.cat(got, 1)[valid]
+        got = torch.cat(said, 1)[valid]
         prompt = _place(valid)[:, :SEEN][part]
         errors = {"tokens read behind a chunk": _error(read, want[prompt]), "chunks": _error(got, want)}
     except Exception as error:

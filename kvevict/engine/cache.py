@@ -25,6 +25,14 @@ class EvictionLayer(CacheLayerMixin):
     is_compileable = False
     is_sliding = False
     is_croppable = True
+    k: torch.Tensor
+    v: torch.Tensor
+    pos: torch.Tensor
+    offset: torch.Tensor
+    len: torch.Tensor
+    seen: torch.Tensor
+    capacity: np.ndarray
+    counts: np.ndarray
 
     def __init__(self, *args, **kwargs):
         self.reset()
@@ -37,11 +45,11 @@ class EvictionLayer(CacheLayerMixin):
         self.upcoming = None  # there too, where it was: [B] int64 positions that come next
         self.record_past = False
         self.fresh = None  # (k, v) between update() and the attention function
-        self.k = self.v = self.pos = None
-        self.offset = self.len = None  # [B, Hkv] int64, int32
-        self.capacity = self.counts = None  # [B, Hkv] on the host
+        self.k = self.v = self.pos = None  # type: ignore[assignment]  # until the first tokens, and what follows
+        self.offset = self.len = None  # type: ignore[assignment]  # [B, Hkv] int64, int32
+        self.capacity = self.counts = None  # type: ignore[assignment]  # [B, Hkv] on the host
         self.columns = 0  # tokens read, padding included: what Transformers calls the sequence length
-        self.seen = None  # [B] int32 tokens read without padding
+        self.seen = None  # type: ignore[assignment]  # [B] int32 tokens read without padding
         self.carry = None  # [B, Hkv, C] fp32 scores that stay with their slots
         self.recent = None  # [B, H, <= rows, D] last decoded queries
         self.budget = None  # [B] slots over all heads, of the last read; on the host

@@ -28,7 +28,7 @@ def ranked(view, score):
 class Choice(NamedTuple):
     """Which slots of a layer survive."""
 
-    index: torch.Tensor  # [B, Hkv, K] ascending
+    index: torch.Tensor  # type: ignore[assignment]  # [B, Hkv, K] ascending; a tuple has a method of that name
     keep: np.ndarray  # [B, Hkv] how many of each head, on the host
     every: np.ndarray  # the same of all ranks' heads
 

@@ -17,6 +17,12 @@ class ForkedLayer(EvictionLayer):
     layer is then a plain `EvictionLayer`.
     """
 
+    front: torch.Tensor
+    appended: int
+    tail_k: torch.Tensor
+    tail_v: torch.Tensor
+    tail_pos: torch.Tensor
+
     @classmethod
     def of(cls, layer):
         """A fork of a layer that has stored something. A fork's fork shares the same storage and copies the tail."""
@@ -108,4 +114,4 @@ class ForkedLayer(EvictionLayer):
     def _allocate(self, capacity) -> None:
         EvictionLayer._allocate(self, capacity)
         del self.front, self.appended, self.tail_k, self.tail_v, self.tail_pos
-        self.__class__ = EvictionLayer
+        self.__class__ = EvictionLayer  # type: ignore[assignment]  # which it is from here on

@@ -5,6 +5,7 @@ made of the stored slots for one call. So a layer has one kv head to choose for,
 import copy
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from .. import _ops
@@ -20,7 +21,7 @@ class Expanded:
     pos: torch.Tensor  # [H * n]
     offset: torch.Tensor  # [B, H]
     len: torch.Tensor  # [B, H]
-    counts: object  # len on the host
+    counts: np.ndarray  # len on the host
 
     device = property(lambda self: self.k.device)
 

@@ -118,7 +118,7 @@ def policy_for(run: Run, tokens: int, response, task: str = "eval") -> Policy:
     if {"budget", "chunk_size"} & given.keys():
         raise ValueError(f"policy {run.policy!r}: give budget and chunk_size by --budgets and --chunk-size")
     whole = build(name, budget=2**30, chunk_size=run.chunk_size or WHOLE, **given)
-    slots = run.budget if isinstance(run.budget, int) else math.ceil(run.budget * tokens)
+    slots = run.budget if isinstance(run.budget, int) else math.ceil(run.budget * tokens)  # type: ignore[operator]
     options = {option: min(size, max(1, slots // 2)) for option, size in observers(whole).items()}
     chunk, rows = run.chunk_size or WHOLE, whole.rows.told(response)
     if rows is not whole.rows:
@@ -138,10 +138,11 @@ def ask(model, tokenizer, asked: Asked, run: Run) -> dict:
     case, prompt, scored = asked.case, asked.prompt, asked.scored(run)
     agnostic = run.mode == "agnostic"
     first, later = (prompt.context, prompt.question) if agnostic else (prompt.context + prompt.question, [])
-    result, policy = dict(prompt_tokens=len(prompt.context) + len(prompt.question)), None
+    result: dict = dict(prompt_tokens=len(prompt.context) + len(prompt.question))
+    policy = None
     if run != FULL:
         named = parse_policy(run.policy)[1]
-        policy = policy_for(run, len(first), later + (asked.response if scored is None else scored), case.task)
+        policy = policy_for(run, len(first), later + ((asked.response or []) if scored is None else scored), case.task)
         if asked.observe is not None and not agnostic:
             policy = observe(policy, prompt.observed(asked.observe), len(first), named)
         result["options"] = options_of(policy) | named

@@ -1,6 +1,7 @@
 """The files of a downloaded benchmark, in the folder `settings.data`."""
 
 from pathlib import Path
+from typing import Any
 
 from ..policy.checks import parsed
 
@@ -22,7 +23,7 @@ def read_jsonl(path) -> list[dict]:
     return [parsed(row) for row in path.read_text("utf-8").split("\n") if row.strip()]
 
 
-def drawn(settings, name: str, records: list) -> list[tuple[int, object]]:
+def drawn(settings, name: str, records: list) -> list[tuple[int, Any]]:
     """`settings.cases` pairs (place, record) in an order that depends on the seed alone; all, if there are fewer."""
     if not records:
         raise ValueError(f"data: {name} found no records in {settings.data}; give other files")

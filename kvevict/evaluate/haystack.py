@@ -43,15 +43,16 @@ def insert(text: str, facts: dict[float, str]) -> str:
 
 def most(fits, guess: int = 1) -> int:
     """The largest n >= 0 with `fits(n)`, which is true up to some n and false beyond. `fits(0)` is not asked."""
-    low, high, n, step = 0, math.inf, max(guess, 1), 1
+    low, n, step = 0, max(guess, 1), 1
+    high: float = math.inf
     while high - low > 1:
         low, high = (n, high) if fits(n) else (low, n)
         if high == math.inf:
             n = low + step
         elif low == 0:
-            n = max(high - step, 1)
+            n = max(int(high) - step, 1)
         else:
-            n = (low + high) // 2
+            n = (low + int(high)) // 2
         step *= 2
     return low
 
@@ -72,7 +73,7 @@ class Haystack:
 
     def __init__(self, documents: list[str] | None = None):
         self.documents = documents
-        self.split = functools.cache(lambda i: sentences(documents[i]))
+        self.split = functools.cache(lambda i: sentences((documents or [])[i]))
 
     def sentences(self, rng):
         """Sentences without end from a random one on; each document is followed by the next, the last by the first."""

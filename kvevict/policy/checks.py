@@ -57,9 +57,9 @@ def count(name: str, value, least: int) -> int:
         raise TypeError(f"{name} must be a whole number, got {value!r}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
-    if value > PLENTY:
+    if int(value) > PLENTY:
         raise ValueError(f"{name} must be at most {PLENTY}, got {value}")
-    return value
+    return int(value)
 
 
 def fraction(name: str, value) -> None:

@@ -192,7 +192,7 @@ class Policy:
         for start, stop, select in self.select_by_layer:
             if start <= layer and (stop is None or layer < stop):
                 return select
-        return self.select
+        return self.select  # type: ignore[return-value]  # a name only until the policy is built
 
     @property
     def shared(self) -> bool:
@@ -224,7 +224,7 @@ class Policy:
         """W: layers 0..W-1 share the slots that layer W-1 chooses. 1 means that nobody waits."""
         if self.warmup_layers is None:
             return 1
-        if self.warmup_layers == "half":
+        if isinstance(self.warmup_layers, str):  # "half"
             return max(1, layer_count // 2)
         if self.warmup_layers > layer_count:
             raise ValueError(

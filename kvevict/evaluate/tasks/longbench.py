@@ -12,6 +12,7 @@ import functools
 import json
 import urllib.request
 import zipfile
+from pathlib import Path
 
 from ..data import drawn, files, read_jsonl
 from . import TASKS, Case
@@ -50,7 +51,7 @@ def load(settings, dataset: str) -> tuple[list[dict], str, int]:
     """Records, template and new tokens of a dataset."""
     if settings.data is None:
         archive, prompts, lengths = download()
-        records = zipfile.Path(archive, f"data/{dataset}.jsonl")
+        records: Path | zipfile.Path = zipfile.Path(archive, f"data/{dataset}.jsonl")
     else:
         names = f"{dataset}.jsonl", PROMPTS, LENGTHS
         records, *tables = (files(settings, f"longbench/{dataset}", ORIGIN, name)[0] for name in names)
@@ -87,7 +88,7 @@ def cases(dataset: str, settings):
     if settings.length < 2 * new_tokens:
         raise ValueError(f"length: {name} generates {new_tokens} tokens; give at least {2 * new_tokens}")
     for place, record in drawn(settings, name, records):
-        whole = fill(template, record)  # type: ignore[arg-type]
+        whole = fill(template, record)
         context, question = truncate(settings.tokenizer, *whole, settings.length - new_tokens)
         answers, classes = record["answers"], record.get("all_classes") or ()
         if METRIC[dataset] == "classification":

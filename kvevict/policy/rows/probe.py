@@ -39,7 +39,7 @@ class Probe(Rows):
 
     @property
     def most(self) -> int:
-        return self.probe[1] - self.probe[0] if self.span else self.probe
+        return self.probe[1] - self.probe[0] if isinstance(self.probe, tuple) else self.probe
 
     protected = decoded = most
 
