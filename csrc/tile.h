@@ -218,25 +218,24 @@ static inline void kv_cap_and_mask(float *s, float cap, int64_t n, int64_t width
  * pairs, l = sum of p before that. Returns alpha, what earlier p are to be scaled by. While the row has seen nothing
  * m is -inf; 0 stands in for it. */
 static inline float kv_softmax(int pairs, float *s, int64_t width, float *m, float *l) {
-  vf top = vf_set1(-INFINITY), sum = vf_set1(0);
-  for (int64_t c = 0; c < width; c += VL) top = vf_max(vf_load(s + c), top);
-  const float most = vf_largest(top), before = *m;
+  const vf none = vf_set1(-INFINITY);
+  vf top[2] = {none, none}, sum[2] = {vf_set1(0), vf_set1(0)}; /* two chains, so that neither is waited for */
+  for (int64_t c = 0; c < width; c += 2 * VL) {
+    top[0] = vf_max(vf_load(s + c), top[0]);
+    if (c + VL < width) top[1] = vf_max(vf_load(s + c + VL), top[1]);
+  }
+  const float most = vf_largest(vf_max(top[0], top[1])), before = *m;
   if (most > before) *m = most;
   const float at = *m == -INFINITY ? 0 : *m;
-  if (pairs)
-    for (int64_t c = 0; c < width; c += 2 * VL) {
-      const vf p = vf_exp2(vf_load(s + c) - at), next = vf_exp2(vf_load(s + c + VL) - at);
-      vf_store(s + c / 2, vf_pairs(p, next));
-      sum += p + next;
-    }
-  else
-    for (int64_t c = 0; c < width; c += VL) {
-      const vf p = vf_exp2(vf_load(s + c) - at);
-      vf_store(s + c, p);
-      sum += p;
-    }
+  for (int64_t c = 0; c < width; c += 2 * VL) {
+    const int both = c + VL < width;
+    const vf p = vf_exp2(vf_load(s + c) - at), next = vf_exp2((both ? vf_load(s + c + VL) : none) - at);
+    vf_store(s + (pairs ? c / 2 : c), pairs ? vf_pairs(p, next) : p);
+    if (both && !pairs) vf_store(s + c + VL, next);
+    sum[0] += p, sum[1] += next;
+  }
   const float alpha = vf_exp2(vf_set1(before - at))[0];
-  *l = *l * alpha + vf_sum(sum);
+  *l = *l * alpha + vf_sum(sum[0] + sum[1]);
   return alpha;
 }
 
