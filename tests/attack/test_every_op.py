@@ -128,6 +128,8 @@ def test_ops():
         if rng.random() < 0.4:
             check(name, tests, p)
             return f"{name} right"
+        if name == "kl":  # whose oracle takes NaN for padding, which a changed length may make alive
+            p |= {each: p[each].nan_to_num() for each in ("k", "k_slots")}
         p = spoilt(rng, name, p)
         written = WRITTEN.get(name, ())
         tried = {**p, **{each: p[each].clone() for each in written}}

@@ -9,7 +9,7 @@ out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
 cp -r "$root"/{csrc,kvevict,tests,setup.py,pyproject.toml,README.md,LICENSE} "$out"
 cd "$out"
-flags="-O1 -g --coverage -fprofile-update=atomic"
+flags="-O1 -g --coverage"
 CC=gcc CXX="g++ --coverage" CFLAGS=$flags KVEVICT_CUDA=0 python setup.py -q build_ext --inplace >build.log 2>&1 ||
   { tail -20 build.log >&2; exit 1; }
 objects=$(find build -name '*.o' ! -name 'binding*' -printf "$out/%p ")
