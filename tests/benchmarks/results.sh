@@ -38,6 +38,9 @@ whole+=" take/no-probe take+caote h2o h2o/kvcf tova streaming knorm keydiff keyd
 }
 if [ -n "${SMOLLM2:-}" ]; then
   real=(--model "$SMOLLM2" --haystack "$BOOKS")
+  table smollm2-4096 8 "${real[@]}" --tasks ruler/niah_single_1 ruler/niah_single_2 ruler/niah_multikey_1 \
+    --lengths 4096 --chunk-size 512 --budgets 256 --seeds 31 \
+    --policies take+edie take+chunkkv take "lookahead:adapter=$ADAPTER"
   table digits 5 "${real[@]}" --tasks ruler/niah_single_2 --lengths 2048 --chunk-size 512 --budgets 128 --seeds 3 \
     --policies take take+chunkkv take:kernel=31 edie:rows=probe edie:rows=probe,select=chunk,per_head=true
   table lookahead-smollm2 10 "${real[@]}" --tasks facts ruler/niah_single_2 ruler/niah_multikey_1 fidelity \
