@@ -97,7 +97,8 @@ def test_budget():
 
 def test_families():
     policies = ("snapkv", "take:kernel=9", "snapkv/kvcf", "h2o", "take+chunkkv", "oracle",
-                "snapkv:rows=probe,decode=false,window=8", "edie-exact", "edie", "tova", "random", "cake", "knorm", "vatp", "streaming")  # fmt: skip
+                "snapkv:rows=probe,decode=false,window=8", "edie-exact", "edie", "tova",
+                "random", "cake", "knorm", "vatp", "streaming")  # fmt: skip
     lines = [line("full", 1.0, id=i) for i in range(4)]
     lines += [line(p, float((i + b) % 3 > 0), "aware", i, b) for p in policies for b in BUDGETS for i in range(4)]
     figure = plot.families(lines)
