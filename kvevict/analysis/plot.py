@@ -102,7 +102,9 @@ def families(lines):
         panel = part.subplots()
         curves.draw(panel, column, [*names, *references])
         panel.set_title(f"{family}: {panel.get_title()}", fontsize=10)
-        part.legend(*panel.get_legend_handles_labels(), loc="outside lower center", fontsize=7, ncols=2)
+        handles, labels = panel.get_legend_handles_labels()
+        columns = 1 if max(map(len, labels)) > 28 else 2  # beside each other they would be wider than the panel
+        part.legend(handles, labels, loc="outside lower center", fontsize=7, ncols=columns)
     return figure
 
 

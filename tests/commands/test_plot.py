@@ -96,8 +96,9 @@ def test_budget():
 
 
 def test_families():
-    policies = ("snapkv", "take:kernel=9", "snapkv/kvcf", "h2o", "take+chunkkv", "oracle", "snapkv:window=8",
-                "edie-exact", "edie", "tova", "random", "cake", "knorm", "vatp", "streaming")  # fmt: skip
+    policies = ("snapkv", "take:kernel=9", "snapkv/kvcf", "h2o", "take+chunkkv", "oracle",
+                "snapkv:rows=probe,decode=false,window=8", "edie-exact", "edie", "tova",
+                "random", "cake", "knorm", "vatp", "streaming")  # fmt: skip
     lines = [line("full", 1.0, id=i) for i in range(4)]
     lines += [line(p, float((i + b) % 3 > 0), "aware", i, b) for p in policies for b in BUDGETS for i in range(4)]
     figure = plot.families(lines)
@@ -106,7 +107,7 @@ def test_families():
         for title, axes in panels(figure).items()
     }
     assert shown == {
-        "snapkv": ["snapkv", "snapkv/kvcf", "snapkv:window=8", "oracle"],
+        "snapkv": ["snapkv", "snapkv/kvcf", "snapkv:rows=probe,decode=false,window=8", "oracle"],
         "take": ["take:kernel=9", "take+chunkkv", "oracle"],
         "edie": ["edie-exact", "edie", "oracle"],
         "others": ["h2o", "tova", "random", "cake", "knorm", "vatp", "oracle"],

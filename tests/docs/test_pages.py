@@ -13,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-MADE = ("policies.md", "options.md", "commands.md")
+PAGES += [ROOT / "csrc/README.md", ROOT / "examples/small_llama/README.md"]
+MADE = ("policies.md", "options.md", "commands.md", "models.md")
 MEASURED = ("results.md", "performance.md", "cuda.md")  # their commands take from minutes to days
 MARKS = {
     "": "runs",
@@ -42,7 +43,7 @@ def fences(page):
 
 
 def names(pages):
-    return [page.name for page in pages]
+    return [str(page.relative_to(ROOT)) for page in pages]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
@@ -68,7 +69,7 @@ SHELL = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("page, code", SHELL, ids=[f"{page.name}-{code[:30]}" for page, code in SHELL])
+@pytest.mark.parametrize("page, code", SHELL, ids=[f"{page.relative_to(ROOT)}-{code[:30]}" for page, code in SHELL])
 def test_shell_snippets(page, code, tmp_path):
     """In an empty folder with the examples; `kvevict` and `python` are this interpreter's."""
     tools = tmp_path / "bin"
