@@ -8,8 +8,7 @@ KINDS = ("heatmap", "budget", "families", "speed", "slots", "layers", "overlap")
 
 @command
 def plot(parser, argv):
-    """Draw a figure of results: needle heat map, score against budget (in one panel, or a panel per family of methods),
-    speed, kept slots, layer by layer."""
+    """Draw a figure: needle heat map, score against budget (all or by family), speed, kept slots, layer by layer."""
     parser.add_argument(
         "results",
         help="file written by `kvevict eval`; for speed: the output of `kvevict bench`; for "

@@ -90,20 +90,20 @@ def of(model) -> Ranks:
 
 
 def whole(view):
-    """A view with all ranks' heads, as budgets and selections see one."""
-    if view.ranks.size == 1:
-        return view
-    both, seen = copy.copy(view), []
+    """A view with all ranks' heads, as budgets and selections see one. It does not refer to `view`, which keeps it: in
+    a circle the tensors of a layer would live until the next garbage collection."""
+    both, seen, view = copy.copy(view), [], copy.copy(view)
     both.protected = view.protected
-    both.counts, both.n, both.columns = view.every, view.upload(view.every), int(view.every.max())
+    heads, columns = view.every.shape[1], int(view.every.max())
+    both.counts, both.n, both.columns = view.every, view.upload(view.every), columns
     for name in ("least", "competing"):
         both.__dict__.pop(name, None)
 
     def positions():
         if not seen and view.policy.shared:  # all heads hold the same slots
-            seen.append(view.positions()[:, :1].expand(-1, both.n.shape[1], -1))
+            seen.append(view.positions()[:, :1].expand(-1, heads, -1))
         elif not seen:
-            seen.append(view.ranks.gather(view.positions(), both.columns, fill=-1))
+            seen.append(view.ranks.gather(view.positions(), columns, fill=-1))
         return seen[0]
 
     both.positions = positions

@@ -119,9 +119,13 @@ class View:
         column = torch.arange(self.columns, device=self.device)
         return (column >= first[:, None, None]) & (column < (self.n - last[:, None])[..., None])
 
-    @cached_property
+    @property
     def whole(self):
         """This view with the heads of all ranks, as budgets and selections see it."""
+        return self if self.ranks.size == 1 else self._whole
+
+    @cached_property
+    def _whole(self):
         return ranks.whole(self)
 
     @property

@@ -117,7 +117,7 @@ def policy_for(run: Run, tokens: int, response, task: str = "eval") -> Policy:
     name, given = parse_policy(run.policy)
     if {"budget", "chunk_size"} & given.keys():
         raise ValueError(f"policy {run.policy!r}: give budget and chunk_size by --budgets and --chunk-size")
-    whole = build(name, budget=2**30, chunk_size=run.chunk_size or WHOLE, **given)
+    whole = build(name, budget=2**30, chunk_size=WHOLE, **given)
     slots = run.budget if isinstance(run.budget, int) else math.ceil(run.budget * tokens)  # type: ignore[operator]
     options = {option: min(size, max(1, slots // 2)) for option, size in observers(whole).items()}
     chunk, rows = run.chunk_size or WHOLE, whole.rows.told(response)
