@@ -14,8 +14,7 @@ import time
 import pytest
 import tiny
 import torch
-import transformers
-import zoo
+from test_padding import build
 from transformers import DynamicCache
 
 import kvevict
@@ -61,14 +60,6 @@ class At:
             if self.count - 1 == self.at:
                 sys.setprofile(None)
                 raise Injected
-
-
-def build(family):
-    if family != "qwen3_next":
-        return tiny.model(family)
-    if not hasattr(transformers, "Qwen3NextForCausalLM"):
-        pytest.skip("this Transformers has no Qwen3-Next")
-    return zoo.make("qwen3_next", "Qwen3NextForCausalLM")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -18,6 +18,14 @@ POLICIES = [
 ]
 
 
+def build(family):
+    if family != "qwen3_next":
+        return tiny.model(family)
+    if tiny.VERSION == (5, 4):
+        pytest.skip("Qwen3-Next is refused there")
+    return zoo.make("qwen3_next", "Qwen3NextForCausalLM")
+
+
 def rows(*counts, seed=1):
     """For every count so many tokens."""
     generator = torch.Generator().manual_seed(seed)
@@ -57,7 +65,7 @@ def turns_of(net, turns, how):
 def test_rows(family, policy, options, how):
     """Two turns and a token are read as with padding at the left, and as each row alone: the first turn, and all of
     them where no sliding window or state counts a later turn's padding, as it does in Transformers."""
-    net = zoo.make("qwen3_next", "Qwen3NextForCausalLM") if family == "qwen3_next" else tiny.model(family)
+    net = build(family)
     kvevict.patch(net, policy, **options)
     turns = [rows(LENGTH, 9, 31), rows(20, 20, 3, seed=3), rows(1, 1, 1, seed=4)]
     got, cache = turns_of(net, turns, how)
@@ -77,7 +85,7 @@ def test_rows(family, policy, options, how):
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
 def test_generate(family):
     """Behind right padding the first new token follows the last token, not padding, as it does alone."""
-    net = zoo.make("qwen3_next", "Qwen3NextForCausalLM") if family == "qwen3_next" else tiny.model(family)
+    net = build(family)
     kvevict.patch(net, "take", budget=18, probe=6, chunk_size=16)
     tokens = rows(LENGTH, 9, 31)
     ids, mask = spread(tokens, LENGTH, "right")
