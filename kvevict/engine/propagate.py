@@ -86,7 +86,8 @@ def choose(view, score) -> Onward:
     first = first.clamp_min(0).minimum(keep - last).to(torch.int32)
     count = torch.arange(view.k.shape[2], device=view.device)
     slot = (view.layer.len[..., None] + count).clamp_max(view.columns - 1)  # of each of a row's tokens
-    worth = view.gather(policy.score.pooled(view, score).gather(2, slot))
+    pooled = policy.score.pooled(view, score).expand(-1, slot.shape[1], -1)  # one for all heads, of shared scores
+    worth = view.gather(pooled.gather(2, slot))
     worth = sum(worth.unbind(1))  # in head order: the same on every machine
     with view.step.meter.clock("select"):
         chosen = _ops.select(worth[:, None], tokens[:, None], keep[:, None], first, last, most)[:, 0]

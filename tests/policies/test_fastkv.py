@@ -496,3 +496,10 @@ def test_the_last_rows_are_those_of_the_last_tokens():
     with kvevict.evicting(made, "fastkv", budget=20, tsp_len=9, window=8, chunk_size=35):
         for n in range(1, 9):
             assert made(ids, logits_to_keep=n).logits.shape[1] == n
+
+
+def test_a_score_that_all_heads_share():
+    """TOVA ranks a layer's tokens once; so those that go on are ranked, too."""
+    made = kvevict.patch(tiny.model(), "tova", budget=12, tsp=1, tsp_len=20, chunk_size=40)
+    tiny.generate(made, tiny.prompt(2, 90, pad=(0, 9)), new=2)
+    assert kvevict.report(made)["kept"][3] == [[12, 12]] * 2
