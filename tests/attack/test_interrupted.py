@@ -14,14 +14,13 @@ import time
 import pytest
 import tiny
 import torch
+from fuzzing import SECONDS, SEED
 from test_padding import build
 from transformers import DynamicCache
 
 import kvevict
 from kvevict.engine.cache import HALF_READ
 
-SEED = int(os.environ.get("KVEVICT_SEED", random.randrange(10**6)))
-SECONDS = float(os.environ.get("KVEVICT_FUZZ", 24))
 OURS = tuple(os.path.dirname(__import__(name).__file__) for name in ("kvevict", "transformers"))
 CASES = [
     ("llama", "take", dict(budget=16, probe=6, chunk_size=16)),

@@ -10,12 +10,12 @@ import time
 import pytest
 import tiny
 import torch
+from fuzzing import SEED
 
 import kvevict
 from kvevict import _ops
 
 TIMES = float(os.environ.get("KVEVICT_SOAK", 1))
-SEED = int(os.environ.get("KVEVICT_SEED", random.randrange(10**6)))
 POLICIES = [
     ("take", dict(budget=18, probe=6, chunk_size=16)), ("snapkv", dict(budget=12, window=4)),
     ("h2o", dict(budget=12, chunk_size=16)), ("edie", dict(budget=14, window=4)),

@@ -4,14 +4,8 @@
 #
 # The kernels are compiled once per instruction set, as in the extension; a line counts where any of them ran it.
 set -euo pipefail
-root=$(cd "$(dirname "$0")/../.." && pwd)
-out=$(mktemp -d)
-trap 'rm -rf "$out"' EXIT
-cp -r "$root"/{csrc,kvevict,tests,setup.py,pyproject.toml,README.md,LICENSE} "$out"
-cd "$out"
-flags="-O1 -g --coverage"
-CC=gcc CXX="g++ --coverage" CFLAGS=$flags KVEVICT_CUDA=0 python setup.py -q build_ext --inplace >build.log 2>&1 ||
-  { tail -20 build.log >&2; exit 1; }
+. "$(dirname "$0")/../lib/scratch_build.sh"
+scratch_build --coverage
 objects=$(find build -name '*.o' ! -name 'binding*' -printf "$out/%p ")
 for test in tests/c/test_*.c; do
   gcc -std=c11 -O1 --coverage -I csrc "$test" $objects -lm -lpthread -o ctest

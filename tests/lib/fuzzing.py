@@ -12,6 +12,7 @@ import time
 from collections import Counter
 
 SECONDS = float(os.environ.get("KVEVICT_FUZZ", 20))
+SEED = int(os.environ["KVEVICT_SEED"])
 HUGE = (0, 1, -1, 2, 7, 2**31 - 1, 2**31, -(2**31), 2**32 + 3, 2**63 - 1, 2**63, 10**30)
 ODD = (None, True, False, "", "none", "many", "\u20ac", 0.5, -0.5, 1e-320, 1e308, float("nan"), float("inf"), [], {})
 
@@ -19,7 +20,7 @@ ODD = (None, True, False, "", "none", "many", "\u20ac", 0.5, -0.5, 1e-320, 1e308
 def fuzz(case, share=1.0) -> Counter:
     """Call case(rng), which returns what came of it, until `share` of the time is over; how often each came. Whatever
     it raises fails the test with the number of the case."""
-    first, found = int(os.environ["KVEVICT_SEED"]), Counter()
+    first, found = SEED, Counter()
     end, seed = time.perf_counter() + share * SECONDS, first
     while seed == first or time.perf_counter() < end:
         try:
