@@ -118,8 +118,8 @@ static void kv_kl_grad_body(void *ctx, int64_t begin, int64_t end) {
   for (int64_t i = begin; tile && memory && of && i < end; i++) {
     const kv_observed head = kv_observed_of(&a->rows, i);
     for (int64_t g = 0; g < G; g++) of[g] = kv_kl_head(a->target, a->N, a->paid, a->C, i * G + g, head.n);
-    memset(a->dq + i * G * R * D, 0, (size_t)(G * R * D) * sizeof *a->dq);
-    memset(a->dk + i * a->rows.S * D, 0, (size_t)(a->rows.S * D) * sizeof *a->dk);
+    if (R) memset(a->dq + i * G * R * D, 0, (size_t)(G * R * D) * sizeof *a->dq);
+    if (a->rows.S) memset(a->dk + i * a->rows.S * D, 0, (size_t)(a->rows.S * D) * sizeof *a->dk);
     memset(x.centre, 0, (size_t)(G * R) * sizeof *x.centre);
     kv_kl_pass(job, &head, of, &x, 0);
     kv_kl_pass(job, &head, of, &x, 1);
