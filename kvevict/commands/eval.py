@@ -29,6 +29,12 @@ def eval(parser, argv):
     parser.add_argument("--depths", nargs="+", type=float, help="where a needle is hidden, 0 to 1; default 5 places")
     parser.add_argument("--haystack", help="text to hide things in (.txt, .jsonl, .jsonl.xz); default: generated")
     parser.add_argument("--data", help="folder of a downloaded benchmark, for the tasks that need one")
+    parser.add_argument(
+        "--share-reads",
+        action="store_true",
+        help="compute a prompt that is read whole once for all policies: several times faster, the same answers; takes "
+        "memory for all layers' activations, and no seconds of reading are kept",
+    )
     parser.add_argument("--by", nargs="+", default=[], metavar="TAG", help="columns of the table: depth, length, facts")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     parser.add_argument("--table-only", action="store_true", help="only print the table of the results there are")
@@ -82,7 +88,7 @@ def _evaluate(args) -> None:
     plan.runs(), plan.groups(None)  # mistakes are found before the model is loaded
     name = model_name(args)
     model, tokenizer = load_model(name, args.dtype, args.device)
-    evaluate(model, tokenizer, plan, args.out, name)
+    evaluate(model, tokenizer, plan, args.out, name, args.share_reads)
 
 
 def _protocol(args) -> None:

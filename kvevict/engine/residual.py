@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from .. import families
-from . import host
+from . import attention, host
 from .step import current
 
 
@@ -76,14 +76,18 @@ def _enter(index, module, args, kwargs):
 
 
 def _behind_attention(index, module, args):
-    _turn(index, args[0])
+    call = attention.shared_call.get()
+    if call is not None and _measuring() is not None:
+        call.behind = args[0]
+    turn(index, args[0])
 
 
 def _behind_layer(index, module, args, output):
-    _turn(index, output[0] if isinstance(output, tuple) else output)
+    turn(index, output[0] if isinstance(output, tuple) else output)
 
 
-def _turn(index, after):
+def turn(index, after) -> None:
+    """Let the step that runs, if it measures, note the residual stream behind a layer's attention, or the layer."""
     step = _measuring()
     if step is not None:
         with step.meter.clock("evict"):

@@ -129,11 +129,12 @@ def policy_for(run: Run, tokens: int, response, task: str = "eval") -> Policy:
 
 
 @torch.no_grad()
-def ask(model, tokenizer, asked: Asked, run: Run) -> dict:
-    """One run of one case: what its line says beyond the key.
+def ask(model, tokenizer, asked: Asked, run: Run, replay=None) -> dict:
+    """One run of one case: what its line says beyond the key. replay: the `Replay` that reads may share.
 
-    Seconds are those of reading (an appended question too) and of decoding. kept ([layer][kv head] slots, None for
-    sliding-window layers) and cache_bytes are what is held after the read under the policy.
+    Seconds are those of reading (an appended question too; None where reads are shared) and of decoding. kept
+    ([layer][kv head] slots, None for sliding-window layers) and cache_bytes are what is held after the read under the
+    policy.
     """
     case, prompt, scored = asked.case, asked.prompt, asked.scored(run)
     agnostic = run.mode == "agnostic"
@@ -151,7 +152,8 @@ def ask(model, tokenizer, asked: Asked, run: Run) -> dict:
             asked.logits = _forced(model, prompt.context + prompt.question, scored)
     with nullcontext() if policy is None else evicting(model, policy):
         start = _now(model)
-        out = model(_row(model, first), use_cache=True, logits_to_keep=1)
+        with nullcontext() if replay is None else replay.during():
+            out = model(_row(model, first), use_cache=True, logits_to_keep=1)
         read_seconds = _now(model) - start
         cache = out.past_key_values
         held = _held_by_all(cache) if policy is None else _held(model)
@@ -170,7 +172,8 @@ def ask(model, tokenizer, asked: Asked, run: Run) -> dict:
             result |= dict(prediction="") | _compared(asked, _follow(model, out, scored), scored)
     if policy is None:
         result["response"] = tokens if scored is None else []
-    return result | dict(read_seconds=read_seconds, decode_seconds=_now(model) - start, **held)
+    own = replay is None or policy is None
+    return result | dict(read_seconds=read_seconds if own else None, decode_seconds=_now(model) - start, **held)
 
 
 def _judged(text: str, case) -> dict:

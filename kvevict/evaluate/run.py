@@ -11,6 +11,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from ..engine.replay import Replay
+from ..patch import find_decoder
 from . import protocols
 from .ask import FULL, MODES, Asked, Run, ask, encode, policy_for
 from .results import Results
@@ -60,14 +62,16 @@ class Plan:
         ]  # fmt: skip
 
 
-def evaluate(model, tokenizer, plan: Plan, out, name: str = "") -> None:
+def evaluate(model, tokenizer, plan: Plan, out, name: str = "", share_reads: bool = False) -> None:
     """Append to the file `out` every line that it lacks, with a progress bar. Processes of one launch share the cases;
-    the first one has the file.
+    the first one has the file. share_reads: a case's runs share what is equal in their reads (`Replay`), at the cost of
+    memory for all layers' activations; every line is the same, but for the seconds of reading.
 
     Raises ValueError when `out` was begun with another plan or model (its `name` and weights), and for a prompt that
     is longer than the model's context.
     """
     layers = model.config.get_text_config().num_hidden_layers
+    replay = Replay(find_decoder(model)) if share_reads else None
     runs, groups = plan.runs(layers), plan.groups(tokenizer)
     about = dict(
         model=name, layers=layers, weights=fingerprint(model), dtype=str(model.dtype), **dataclasses.asdict(plan)
@@ -97,19 +101,21 @@ def evaluate(model, tokenizer, plan: Plan, out, name: str = "") -> None:
             def measure(case, missing=missing, settings=settings):
                 case.tags.setdefault("length", settings.length)
                 known = responses.get((case.task, case.id, settings.seed))
-                return _lines(model, tokenizer, case, settings.seed, missing[case.id], known, plan)
+                return _lines(model, tokenizer, case, settings.seed, missing[case.id], known, plan, replay)
 
             for line in processes.lines([case for case in cases if missing[case.id]], measure):
                 results.write(line)
                 bar.update()
 
 
-def _lines(model, tokenizer, case, seed, missing, response, plan):
+def _lines(model, tokenizer, case, seed, missing, response, plan, replay):
     """Yield the line of every run that is missing of a case; response: what the full run generated, if it is known."""
     asked = Asked(case, encode(model, tokenizer, case), seed, plan.observe, plan.temperature)
+    if replay is not None:
+        replay.clear()
     for run in missing:
         asked.response = response
-        measured = ask(model, tokenizer, asked, run)
+        measured = ask(model, tokenizer, asked, run, replay)
         response = measured.get("response", response)
         about = dict(task=case.task, id=case.id, seed=seed, **dataclasses.asdict(run), metric=case.metric)
         yield about | measured | dict(tags=case.tags)

@@ -1,0 +1,94 @@
+"""Reads of the same prompt share what no policy changes: `kvevict eval --share-reads` computes a layer once, and the
+policies that follow only choose."""
+
+import contextlib
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from .. import families
+from . import attention, residual
+from .step import current
+
+
+@dataclass
+class Call:
+    """One layer's call over a whole prompt: what it got, what its attention got and gave, what it gave."""
+
+    hidden: torch.Tensor  # [B, T, E]
+    positions: torch.Tensor  # [B, T]
+    first: torch.Tensor  # [B]
+    given: tuple = ()  # arguments of the attention function
+    options: dict | None = None
+    attended: tuple | None = None  # (out, lse)
+    behind: torch.Tensor | None = None  # the residual stream behind it, where the policy measured that
+    output: torch.Tensor | None = None
+
+    def same(self, other) -> bool:
+        pairs = ((self.hidden, other.hidden), (self.positions, other.positions), (self.first, other.first))
+        return all(a is b or (a.shape == b.shape and torch.equal(a, b)) for a, b in pairs)
+
+
+class Replay:
+    """Remembers the last `most` calls of each of a decoder's evicting layers with nothing stored before.
+
+    A call is replayed where its input is equal, bit for bit: the attention function gets the same queries, keys and
+    values, so that the policy that is patched in sees and stores what it would have, and nothing is multiplied.
+    """
+
+    def __init__(self, decoder, most: int = 2):
+        kinds = families.layer_kinds(decoder.config)
+        # A layer whose slots others read is not done when it ends, and latents are not what attention gets.
+        alone = not families.readers(decoder, kinds) and not families.is_latent(decoder.config)
+        every = families.layers_of(decoder) if alone else ()
+        self.layers = {index: layer for index, layer in enumerate(every) if kinds[index] == families.OWN}
+        self.most = most
+        self.clear()
+
+    def clear(self) -> None:
+        self.known: dict = {index: [] for index in self.layers}
+
+    @contextlib.contextmanager
+    def during(self):
+        """Inside, calls are remembered and replayed."""
+        before = {index: layer.__dict__.get("forward") for index, layer in self.layers.items()}
+        for index, layer in self.layers.items():
+            layer.forward = partial(self._forward, index, layer.forward)
+        try:
+            yield self
+        finally:
+            for index, layer in self.layers.items():
+                del layer.forward
+                if before[index] is not None:
+                    layer.forward = before[index]
+
+    def _forward(self, index, own, hidden_states, **kwargs):
+        step = current()
+        if step is None or not _reads_whole(step, index):
+            return own(hidden_states, **kwargs)
+        made = Call(hidden_states, step.positions, step.first)
+        measures = step.patch.behind and step.chooser.errors is not None
+        known = (call for call in self.known[index] if call.behind is not None or not measures)
+        found = next((call for call in known if call.same(made)), made)
+        token = attention.shared_call.set(found)
+        try:
+            if found is made:
+                found.output = own(hidden_states, **kwargs)
+            else:
+                module, query, key, value, mask = found.given
+                attention.attention(module, query, *step.cache.update(key, value, index), mask, **found.options)
+                if measures:
+                    residual.turn(index, found.behind)
+        finally:
+            attention.shared_call.reset(token)
+        if found is made and found.attended is not None and isinstance(found.output, torch.Tensor):
+            self.known[index] = [*self.known[index], made][-self.most :]
+        return found.output
+
+
+def _reads_whole(step, index) -> bool:
+    """Whether a layer reads a prompt's tokens, and no other rows, with nothing stored."""
+    layer = step.cache.layers[index]
+    stored = layer.is_initialized and layer.columns
+    return step.read is not None and not (stored or step.transient)

@@ -1,0 +1,45 @@
+"""Runs that share their reads give the lines of runs that do not, and compute a prompt once."""
+
+import pytest
+from test_eval import tokenizer
+from tiny import model as tiny_model
+
+from kvevict.engine import attention
+from kvevict.evaluate.results import read
+from kvevict.evaluate.run import Plan, evaluate
+from kvevict.policy.layers import tada
+
+POLICIES = (
+    "snapkv", "h2o", "tova", "adakv", "edie", "edie+tada", "edie+tada:cd=layer", "take", "laq", "fastkv:tsp_len=64",
+    "cake", "chunkkv+reuse", "pyramidkv", "oracle", "snapkv:rerotate=True", "snapkv+caote", "paasvn", "random",
+)  # fmt: skip
+
+
+def lines_of(net, tmp_path, plan, **options):
+    tada._histories.clear()
+    evaluate(net, tokenizer(), plan, tmp_path / f"{len(options)}.jsonl", **options)
+    lines = read(tmp_path / f"{len(options)}.jsonl")[1]
+    seconds = [line.pop("read_seconds") for line in lines]
+    return [{k: v for k, v in line.items() if k != "decode_seconds"} for line in lines], seconds
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mixtral", "gpt_oss"])
+def test_lines_are_the_same(tmp_path, family):
+    net = tiny_model(family)
+    policies = POLICIES if family == "llama" else ("snapkv", "h2o", "edie+tada", "laq")
+    plan = Plan(("toy",), (120,), policies, (24,), (None, 40), cases=1)
+    alone, _ = lines_of(net, tmp_path, plan)
+    shared, seconds = lines_of(net, tmp_path, plan, share_reads=True)
+    assert shared == alone
+    assert all((s is None) == (line["policy"] != "full") for s, line in zip(seconds, shared, strict=True))
+    assert all("forward" not in layer.__dict__ for layer in net.model.layers)
+
+
+def test_a_prompt_is_computed_once(tmp_path, monkeypatch):
+    net, calls = tiny_model(), []
+    attend = attention._ops.attend
+    monkeypatch.setattr(attention._ops, "attend", lambda q, *a, **k: (calls.append(q.shape[2]), attend(q, *a, **k))[1])
+    plan = Plan(("toy",), (120,), ("snapkv", "h2o", "edie+tada", "adakv"), (16, 24), (None,), ("aware",), cases=1)
+    lines_of(net, tmp_path, plan, share_reads=True)
+    whole = [rows for rows in calls if rows > 100]
+    assert len(whole) == 2 * 4, "four layers, and once more where TADA measures inside them"
