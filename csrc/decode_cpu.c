@@ -10,8 +10,8 @@ enum {
   SPLIT = 512, /* slots of a split */
   BLOCK = 64,  /* slots of a block, which stays in the first-level cache */
   HEADS = 4,   /* heads that share a load */
+  AHEAD = 8,   /* slots from a key that is fetched to the one that is read */
 };
-typedef uint16_t vh_any __attribute__((vector_size(2 * KV_VL), aligned(2), may_alias));
 
 typedef struct {
   const kv_decode *a;
@@ -39,19 +39,22 @@ static kv_decode_rows kv_decode_rows_of(const kv_columns *x, int64_t c0, int64_t
 /* As kv_float_of_f16 and kv_float_of_bf16; here a product makes denormals normal. */
 KV_INLINE vf kv_decode_load(kv_dtype dtype, const void *x) {
   if (dtype == KV_F32) return vf_load(x);
-  const vu u = __builtin_convertvector(*(const vh_any *)x, vu);
+  const vu u = vu_of_16bit(x);
   if (dtype == KV_BF16) return (vf)(u << 16);
   const vu magnitude = (u & 0x7fff) << 13, special = (vu)(magnitude >= 0x7c00u << 13) & 0x7f800000u;
   return (vf)((vu)((vf)magnitude * 0x1p112f) | special | (u & 0x8000) << 16);
 }
 
-/* s [HEADS, KEYS] = q [HEADS, width] . k [n, width]. Meanwhile the values [n, bytes] of these slots are fetched: they
- * are read in narrow columns afterwards, which the processor does not foresee. */
+/* s [HEADS, KEYS] = q [HEADS, width] . k [n, width]. Meanwhile keys to come are fetched, and the values [n, bytes] of
+ * these slots, into the second-level cache: the processor does not foresee enough of either. */
 KV_INLINE void kv_decode_dots(kv_dtype dtype, const float *q, kv_decode_rows k, const char *values, int64_t bytes,
                               float *s) {
   const int64_t size = kv_size(dtype);
   for (int64_t c = 0; c < k.n; c++, k.x += k.width * size, values += bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(values + i);
+    for (int64_t i = 0; i < bytes; i += 64) {
+      __builtin_prefetch(values + i, 0, 2);
+      __builtin_prefetch(k.x + AHEAD * bytes + i);
+    }
     vf acc[HEADS] = {{0}};
     for (int64_t d = 0; d < k.width; d += VL) {
       const vf x = kv_decode_load(dtype, k.x + d * size);

@@ -315,10 +315,10 @@ static inline void kv_rows_run(kv_rows *x, const kv_queries *query, kv_bounds bo
   }
 }
 
-/* Steps of a task over one head's T steps. Packing is amortised from about 192 rows on, scratch stays below 1 MiB up to
+/* Steps of a task over one head's T steps. Packing is amortised from about 192 rows on, scratch stays below 2 MiB up to
  * `most` rows; between these as many as leave every thread four tasks. */
 static inline int64_t kv_task_steps(int64_t heads, int64_t T, int64_t G, int64_t D) {
-  const int64_t most = 65536 / kv_max(D, 64), fair = heads * T * G / (4 * kv_threads());
+  const int64_t most = 131072 / kv_max(D, 64), fair = heads * T * G / (4 * kv_threads());
   return kv_max(kv_min(kv_max(fair, 192), most) / G, 1);
 }
 #endif
