@@ -18,6 +18,7 @@ def eval(parser, argv):
         "claims are seen; an unknown name lists them",
     )
     parser.add_argument("--adapter", help="folder of lookahead rows, for a protocol that has them")
+    parser.add_argument("--draft", help="folder of a smaller model, for a protocol in which one drafts (speckv)")
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024], help="tokens of a prompt; default 1024")
     parser.add_argument("--budgets", nargs="+", default=["128"], help="slots per kv head, or fractions; default 128")
     parser.add_argument("--chunk-size", nargs="+", type=int, default=[0], help="tokens read at once; 0: all (default)")
@@ -83,7 +84,7 @@ def _evaluate(args) -> None:
         budgets=tuple(map(number, args.budgets)), chunk_sizes=tuple(size or None for size in args.chunk_size),
         modes=MODES if args.mode == "both" else (args.mode,), seeds=tuple(args.seeds), cases=args.cases,
         haystack=args.haystack, data=args.data, observe=args.observe, temperature=args.temperature,
-        protocol=args.protocol, adapter=args.adapter, **chosen,
+        protocol=args.protocol, adapter=args.adapter, draft=args.draft, **chosen,
     )  # fmt: skip
     plan.runs(), plan.groups(None)  # mistakes are found before the model is loaded
     name = model_name(args)
@@ -109,8 +110,8 @@ def _protocol(args) -> None:
 def _claims(settings, lines, markdown) -> str:
     from ..evaluate.claims import render
 
-    names = ("protocol", "budgets", "modes", "layers", "adapter")
-    name, budgets, modes, layers, adapter = (settings.get(key) for key in names)
+    names = ("protocol", "budgets", "modes", "layers", "adapter", "draft")
+    name, budgets, modes, layers, adapter, draft = (settings.get(key) for key in names)
     if not (isinstance(budgets, list) and modes and isinstance(modes, list) and isinstance(layers, int)):
         raise ValueError("the file's settings lack the protocol's budgets, modes or layers; evaluate again")
-    return f"\n{render(lines, name, budgets, modes[0], layers, adapter, markdown)}"
+    return f"\n{render(lines, name, budgets, modes[0], layers, adapter, draft, markdown)}"

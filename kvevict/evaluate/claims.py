@@ -74,11 +74,11 @@ def usual(known, sides, fidelity: bool) -> float:
     return sum(own) / len(own) if own else 0.0
 
 
-def render(lines, name, budgets, mode, layers, adapter=None, markdown=False) -> str:
+def render(lines, name, budgets, mode, layers, adapter=None, draft=None, markdown=False) -> str:
     """A row per claim and kind of score."""
     table = [["claim", "better", "than", "of", "difference", "95 %", "won", "lost", "cases", "seen"]]
     kinds = {fidelity: scores(lines, fidelity) for fidelity in (False, True)}
-    for claim, sides in pairs(name, budgets, mode, layers, adapter):
+    for claim, sides in pairs(name, budgets, mode, layers, adapter, draft):
         for fidelity, known in kinds.items():
             found = compared(known, sides, fidelity)
             if found is None:

@@ -39,6 +39,7 @@ class Plan:
     temperature: float | None = None  # likewise
     protocol: str | None = None  # whose policies and chunk sizes are put to the tasks, not the plan's own
     adapter: str | None = None  # folder of lookahead rows, for a protocol that learns them
+    draft: str | None = None  # folder of a smaller model, for a protocol in which one drafts
 
     def runs(self, layers: int = 1) -> list:
         """`full` first; layers: of the model, of which a protocol's policies name shares. Raises ValueError for a
@@ -48,7 +49,7 @@ class Plan:
             product = itertools.product(names, self.budgets, self.chunk_sizes, self.modes)
             runs = [FULL, *dict.fromkeys(itertools.starmap(Run, product))]
         else:
-            runs = protocols.runs(self.protocol, self.budgets, self.modes[0], layers, self.adapter)
+            runs = protocols.runs(self.protocol, self.budgets, self.modes[0], layers, self.adapter, self.draft)
         for run in runs[1:]:
             policy_for(run, tokens=2**20, response=(0,))
         return runs

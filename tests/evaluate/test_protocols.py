@@ -20,8 +20,15 @@ def test_every_policy_is_one(name):
     """And both sides of a claim differ."""
     plan = Plan((), (1024,), (), (64, 128), modes=("aware",), protocol=name)
     assert plan.runs(layers=30)[0].policy == "full"
-    for claim, sides in protocols.pairs(name, (64, 128), "aware", 30):
+    for claim, sides in protocols.pairs(name, (64, 128), "aware", 30, draft="folder"):
         assert len(sides) == 2 and all(better != than for better, than in sides), claim
+
+
+def test_claims_of_drafts_need_one():
+    without, given = (protocols.runs("lookaheadkv", (64,), "aware", 4, None, draft) for draft in (None, "folder"))
+    assert {run.policy for run in given} - {run.policy for run in without} == {
+        "speckv:draft_model=folder", "speckv/paper:draft_model=folder",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("n", [10, 20, 40])

@@ -22,7 +22,8 @@ class Claim:
 
     better, than   policies, NAME or NAME:OPTION=VALUE,... in which {B} and {B20} stand for the budget and 20 times as
                    much, {L4}, {L2}, {L34} and {L} for a quarter, half, three quarters and all of the model's layers,
-                   and {adapter} for the option that names --adapter
+                   and {adapter} for the option that names --adapter; a claim with {draft}, the folder of --draft, is
+                   left out where none is given
     chunks         tokens that each of the two reads at once, None: the prompt whole
     """
 
@@ -52,18 +53,20 @@ def each(says, policies, than, **options) -> list:
     return [Claim(says.format(better=better, than=than), better, than, **options) for better in policies]
 
 
-def names(budget, layers, adapter) -> dict:
+def names(budget, layers, adapter, draft) -> dict:
     return dict(
         B=budget, B20=20 * budget, L4=max(1, layers // 4), L2=max(1, layers // 2),
         L34=max(1, 3 * layers // 4), L=layers, adapter=f":adapter={adapter}" if adapter else "",
+        draft=draft,
     )  # fmt: skip
 
 
-def pairs(name, budgets, mode, layers, adapter=None) -> list:
+def pairs(name, budgets, mode, layers, adapter=None, draft=None) -> list:
     """(claim, its two runs at each budget) of a protocol."""
     return [
-        (claim, [claim.runs(budget, mode, names(budget, layers, adapter)) for budget in budgets])
+        (claim, [claim.runs(budget, mode, names(budget, layers, adapter, draft)) for budget in budgets])
         for claim in PROTOCOLS.find(name).claims
+        if draft or "{draft}" not in claim.better + claim.than
     ]
 
 
