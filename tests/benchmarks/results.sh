@@ -1,54 +1,93 @@
 #!/usr/bin/env bash
-# Every table of docs/results.md again: results.sh OUT [CASES]. OUT gets a results file and a text with its tables per
-# line below; begun again it goes on where it was. CASES: of each task and length, in place of each table's own number.
-# SMOLLM2: folder of SmolLM2-135M-Instruct, ADAPTER: of lookahead rows for it, BOOKS: text to hide things in; without
-# SMOLLM2 the tables of that model are left out. TINYSTORIES: folder of TinyStories-656K, STORIES: its stories.
+# Every table of docs/results.md again: results.sh OUT [CASES [TABLE...]]. OUT gets per table below a results file, its
+# text and a line of how long it took; begun again it goes on where it was. CASES: of each task and length, with one
+# seed, in place of each table's own number. TABLE: only these; two calls with other tables may run side by side.
+# SMOLLM2, GEMMA3: folders of SmolLM2-135M-Instruct and Gemma 3 270M, ADAPTER: of lookahead rows for SmolLM2, BOOKS:
+# text to hide things in; without a model its tables are left out. TINYSTORIES: folder of TinyStories-656K, STORIES: its
+# stories. DRAFT: what train_draft.py made.
 set -euo pipefail
 out=$1 cases=${2:-}
+shift $(($# > 2 ? 2 : $#))
+only=" $* "
 mkdir -p "$out"
 
 table() { # NAME CASES ARGUMENTS of `kvevict eval`
-  local name=$1 own=$2
+  local name=$1 own=$2 start=$SECONDS
   shift 2
+  [ "$only" = "  " ] || [[ $only == *" $name "* ]] || return 0
   echo "== $name"
   python -m kvevict eval --dtype float32 --mode aware --cases "${cases:-$own}" --out "$out/$name.jsonl" \
-    "$@" >"$out/$name.txt"
+    "$@" ${cases:+--seeds 0} >"$out/$name.txt"
+  echo "$name $((SECONDS - start)) s" >>"$out/seconds.txt"
 }
 
 chunks="take take:ema_space=literal take/no-probe take/no-delay take/chunk-only take+caote edie+tada/chunked edie"
 chunks+=" snapkv h2o tova streaming knorm keydiff random oracle"
 rows="take take/no-delay take+chunkkv take+caote snapkv:rows=probe edie:rows=probe edie+tada:rows=probe"
 rows+=" edie-exact:rows=probe snapkv+caote:rows=probe,decode=false"
-whole="oracle lookahead snapkv snapkv/kvcf snapkv/kvpress adakv adakv/edie adakv/kvpress pyramidkv cake"
-whole+=" fastkv:tsp_len=256 laq laq/paper chunkkv chunkkv+reuse chunkkv/kvpress edie edie-exact edie+tada chunkkv/edie paasvn vatp take"
-whole+=" take/no-probe take+caote h2o h2o/kvcf tova streaming knorm keydiff keydiff/kvpress random"
+presets="oracle snapkv snapkv/kvcf snapkv/kvpress adakv adakv/edie adakv/kvpress pyramidkv cake laq laq/paper chunkkv"
+presets+=" chunkkv+reuse chunkkv/kvpress edie edie-exact edie+tada chunkkv/edie paasvn vatp take"
+presets+=" take/no-probe take+caote h2o h2o/kvcf tova streaming knorm keydiff keydiff/kvpress random"
+refined="snapkv+caote snapkv+fastcaote h2o+caote h2o+fastcaote tova+caote tova+fastcaote"
 
-# shellcheck disable=SC2086  # lists of policies
+answers="ruler/niah_single_2 ruler/niah_multikey_1 facts fidelity"
+every="facts keyvalue multivalue tracking ruler/niah_single_1 ruler/niah_single_2 ruler/niah_single_3"
+every+=" ruler/niah_multikey_1 ruler/niah_multikey_2 ruler/niah_multivalue ruler/niah_multiquery"
+every+=" ruler/vt ruler/cwe ruler/fwe"
+
+# shellcheck disable=SC2086  # lists of policies and tasks
 {
   table lookahead 12 --tasks needle facts keyvalue --lengths 512 1024 --budgets 64 128 256 \
     --policies snapkv take laq oracle lookahead
-  for protocol in lookaheadkv chunkkv take edie caote; do
-    table "protocol-$protocol" 16 --protocol $protocol --lengths 1024 --budgets 64
+  table protocol-lookaheadkv 16 --protocol lookaheadkv --lengths 1024 --budgets 64 --share-reads \
+    ${DRAFT:+--draft "$DRAFT"}
+  for protocol in chunkkv take edie caote; do
+    table "protocol-$protocol" 16 --protocol $protocol --lengths 1024 --budgets 64 --share-reads
   done
   table chunks 10 --tasks facts keyvalue --policies $chunks --budgets 48 64 128 256 --chunk-size 128 --seeds 0 1 2
   table chunks-needle 2 --tasks needle --policies $chunks --budgets 48 64 128 256 --chunk-size 128 --seeds 0 1 2
   table rows 10 --tasks facts keyvalue --policies $rows --budgets 48 64 128 256 --chunk-size 128 --seeds 0 1 2
   table rows-needle 2 --tasks needle --policies $rows --budgets 48 64 128 256 --chunk-size 128 --seeds 0 1 2
-  table whole 10 --tasks facts keyvalue --policies $whole --budgets 64 128 256 --seeds 0 1 2
+  table whole 10 --tasks facts keyvalue --budgets 64 128 256 --seeds 0 1 2 --share-reads \
+    --policies lookahead fastkv:tsp_len=256 $presets
 }
 if [ -n "${SMOLLM2:-}" ]; then
-  real=(--model "$SMOLLM2" --haystack "$BOOKS")
+  real=(--model "$SMOLLM2" --haystack "$BOOKS" --seeds 31) learned=lookahead:adapter=$ADAPTER
+  table smollm2-full 10 "${real[@]}" --tasks $every --lengths 2048 --policies full
+  table smollm2-full-needle 4 "${real[@]}" --tasks needle --lengths 2048 --policies full
+  table smollm2-full-4096 10 "${real[@]}" --tasks facts ruler/niah_single_{1,2,3} ruler/niah_multikey_1 \
+    --lengths 4096 --policies full
+  table smollm2-full-needle-4096 2 "${real[@]}" --tasks needle --lengths 4096 --policies full
+  table smollm2-whole 4 "${real[@]}" --tasks $answers --lengths 2048 --budgets 64 128 256 --share-reads \
+    --policies "$learned" fastkv:tsp_len=512 $presets take+chunkkv take+edie $refined
+  table smollm2-chunks 3 "${real[@]}" --tasks $answers --lengths 2048 --budgets 64 128 256 --chunk-size 512 \
+    --policies take+edie take+chunkkv take edie snapkv streaming "$learned"
+  table smollm2-whole-4096 3 "${real[@]}" --tasks ruler/niah_single_{1,2} ruler/niah_multikey_1 fidelity \
+    --lengths 4096 --budgets 128 256 512 --share-reads \
+    --policies oracle laq take take+edie take+chunkkv snapkv edie edie+tada adakv chunkkv h2o streaming "$learned"
   table smollm2-4096 8 "${real[@]}" --tasks ruler/niah_single_1 ruler/niah_single_2 ruler/niah_multikey_1 \
-    --lengths 4096 --chunk-size 512 --budgets 256 --seeds 31 \
-    --policies take+edie take+chunkkv take "lookahead:adapter=$ADAPTER"
-  table digits 5 "${real[@]}" --tasks ruler/niah_single_2 --lengths 2048 --chunk-size 512 --budgets 128 --seeds 3 \
-    --policies take take+chunkkv take:kernel=31 edie:rows=probe edie:rows=probe,select=chunk,per_head=true
+    --lengths 4096 --chunk-size 512 --budgets 256 --policies take+edie take+chunkkv take "$learned"
+  table smollm2-fidelity-4096 8 "${real[@]}" --tasks fidelity --lengths 4096 --chunk-size 512 --budgets 256 \
+    --policies take+edie take+chunkkv take snapkv streaming "$learned"
+  for protocol in edie chunkkv lookaheadkv take caote; do
+    table "smollm2-$protocol" 10 "${real[@]}" --protocol $protocol --tasks ruler/niah_single_2 fidelity --lengths 1024 \
+      --budgets 64 --adapter "$ADAPTER" --share-reads
+  done
+  real[5]=5
   table lookahead-smollm2 10 "${real[@]}" --tasks facts ruler/niah_single_2 ruler/niah_multikey_1 fidelity \
-    --lengths 1024 --budgets 64 128 --seeds 5 --policies snapkv laq oracle "lookahead:adapter=$ADAPTER"
+    --lengths 1024 --budgets 64 128 --policies snapkv laq oracle "$learned"
+  real[5]=3
+  table digits 5 "${real[@]}" --tasks ruler/niah_single_2 --lengths 2048 --chunk-size 512 --budgets 128 \
+    --policies take take+chunkkv take:kernel=31 edie:rows=probe edie:rows=probe,select=chunk,per_head=true
   table lookahead-chunks 12 "${real[@]}" --tasks ruler/niah_single_2 --lengths 2048 --chunk-size 512 --budgets 128 \
-    --seeds 3 --policies take+chunkkv "lookahead:adapter=$ADAPTER"
+    --policies take+chunkkv "$learned"
+fi
+if [ -n "${GEMMA3:-}" ]; then
+  real=(--model "$GEMMA3" --haystack "$BOOKS" --seeds 31)
+  table gemma3-full 6 "${real[@]}" --tasks $every --lengths 2048 --policies full
+  table gemma3-full-needle 2 "${real[@]}" --tasks needle --lengths 2048 --policies full
 fi
 if [ -n "${TINYSTORIES:-}" ]; then
   table stories 128 --model "$TINYSTORIES" --tasks perplexity/documents --haystack "$STORIES" --lengths 300 \
-    --budgets 64 128 256 --policies $(printf '%s\n' $whole | grep -v -e lookahead -e fastkv)
+    --budgets 64 128 256 --share-reads --policies $presets
 fi
