@@ -14,11 +14,13 @@ from .step import current
 
 @dataclass
 class Call:
-    """One layer's call over a whole prompt: what it got, what its attention got and gave, what it gave."""
+    """One layer's call over a prompt's first tokens: what it got, what its attention got and gave, what it gave."""
 
     hidden: torch.Tensor  # [B, T, E]
     positions: torch.Tensor  # [B, T]
     first: torch.Tensor  # [B]
+    along: int  # rows at the end that read along
+    adapter: object  # of those
     given: tuple = ()  # arguments of the attention function
     options: dict | None = None
     attended: tuple | None = None  # (out, lse)
@@ -27,11 +29,13 @@ class Call:
 
     def same(self, other) -> bool:
         pairs = ((self.hidden, other.hidden), (self.positions, other.positions), (self.first, other.first))
+        if self.along != other.along or self.adapter is not other.adapter:
+            return False
         return all(a is b or (a.shape == b.shape and torch.equal(a, b)) for a, b in pairs)
 
 
 class Replay:
-    """Remembers the last `most` calls of each of a decoder's evicting layers with nothing stored before.
+    """Remembers the `most` calls that were last needed of each of a decoder's evicting layers, with nothing stored.
 
     A call is replayed where its input is equal, bit for bit: the attention function gets the same queries, keys and
     values, so that the policy that is patched in sees and stores what it would have, and nothing is multiplied.
@@ -65,9 +69,10 @@ class Replay:
 
     def _forward(self, index, own, hidden_states, **kwargs):
         step = current()
-        if step is None or not _reads_whole(step, index):
+        if step is None or step.read is None or _stored(step.cache.layers[index]):
             return own(hidden_states, **kwargs)
-        made = Call(hidden_states, step.positions, step.first)
+        adapter = step.read.along.adapter if step.transient else None
+        made = Call(hidden_states, step.positions, step.first, step.transient, adapter)
         measures = step.patch.behind and step.chooser.errors is not None
         known = (call for call in self.known[index] if call.behind is not None or not measures)
         found = next((call for call in known if call.same(made)), made)
@@ -82,13 +87,11 @@ class Replay:
                     residual.turn(index, found.behind)
         finally:
             attention.shared_call.reset(token)
-        if found is made and found.attended is not None and isinstance(found.output, torch.Tensor):
-            self.known[index] = [*self.known[index], made][-self.most :]
+        if found.attended is not None and isinstance(found.output, torch.Tensor):
+            others = [call for call in self.known[index] if call is not found]
+            self.known[index] = [*others, found][-self.most :]
         return found.output
 
 
-def _reads_whole(step, index) -> bool:
-    """Whether a layer reads a prompt's tokens, and no other rows, with nothing stored."""
-    layer = step.cache.layers[index]
-    stored = layer.is_initialized and layer.columns
-    return step.read is not None and not (stored or step.transient)
+def _stored(layer) -> bool:
+    return bool(layer.is_initialized and layer.columns)

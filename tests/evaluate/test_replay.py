@@ -1,10 +1,13 @@
 """Runs that share their reads give the lines of runs that do not, and compute a prompt once."""
 
 import pytest
+import torch
 from test_eval import tokenizer
 from tiny import model as tiny_model
 
+import kvevict
 from kvevict.engine import attention
+from kvevict.engine.replay import Replay
 from kvevict.evaluate.results import read
 from kvevict.evaluate.run import Plan, evaluate
 from kvevict.policy.layers import tada
@@ -43,3 +46,25 @@ def test_a_prompt_is_computed_once(tmp_path, monkeypatch):
     lines_of(net, tmp_path, plan, share_reads=True)
     whole = [rows for rows in calls if rows > 100]
     assert len(whole) == 2 * 4, "four layers, and once more where TADA measures inside them"
+
+
+def test_rows_along_are_told_apart():
+    """Probes of other lengths behind the same chunk, and adapters that differ in their LoRA only."""
+    net, adapters = tiny_model(), [kvevict.lookahead.Adapter(net, tokens=4) for net in [tiny_model()] * 2]
+    for made in adapters:
+        for name, weight in made.named_parameters():
+            torch.nn.init.normal_(weight) if "layers" in name else torch.nn.init.ones_(weight)
+    ids = torch.randint(3, 90, (2, 120))
+    policies = [("take", dict(probe=n, chunk_size=40)) for n in (4, 8)]
+    policies += [("lookahead", dict(adapter=made)) for made in adapters]
+    replay = Replay(net.model, most=4)
+
+    def kept(name, options):
+        with kvevict.evicting(net, name, budget=24, **options), torch.no_grad():
+            net(ids, logits_to_keep=1)
+            return kvevict.report(net, positions=True)["positions"]
+
+    alone = [kept(*policy) for policy in policies]
+    with replay.during():
+        assert [kept(*policy) for policy in policies * 2] == alone * 2
+    assert alone[2] != alone[3]
