@@ -225,13 +225,15 @@ def _panels(count, width, height, legend=False):
 
 
 def _grids(grids, across, down, names, colours, limits):
-    """A heat map per name, with the numbers written in its cells; NaN stays empty."""
-    figure, panels = _panels(len(grids), max(2.6, 0.5 * len(across) + 1), max(2.2, 0.3 * len(down) + 1))
+    """A heat map per name, with the numbers written in its cells where these are at most 16 across; NaN stays empty."""
+    numbers = len(across) <= 16
+    size = (max(2.6, 0.5 * len(across) + 1), max(2.2, 0.3 * len(down) + 1)) if numbers else (3.6, 3.2)
+    figure, panels = _panels(len(grids), *size)
     for panel, (name, grid) in zip(panels, grids.items(), strict=True):
         image = panel.imshow(grid, cmap=colours, vmin=limits[0], vmax=limits[1], aspect="auto")
         for y, row in enumerate(grid):
             for x, value in enumerate(row):
-                if value == value and len(across) <= 16:
+                if value == value and numbers:
                     red, green, blue, _ = image.cmap(image.norm(value))
                     dark = 0.3 * red + 0.59 * green + 0.11 * blue < 0.5
                     panel.text(x, y, f"{value:.0f}", ha="center", va="center", fontsize=7, color="w" if dark else "k")

@@ -26,8 +26,11 @@ def plot(parser, argv):
     if not Path(args.results).is_file():
         raise ValueError(f"{args.results}: there is no such file; `kvevict eval` and `kvevict bench` make them")
     if args.kind in OF_OUTPUT:
+        for name in ("tasks", "budgets", "mode"):
+            if getattr(args, name):
+                raise ValueError(f"--{name} is of results of `kvevict eval`, not of {args.kind}; leave it out")
         try:
-            figure = getattr(figures, args.kind)(OF_OUTPUT[args.kind](args.results))
+            figure = getattr(figures, args.kind)(of_policies(OF_OUTPUT[args.kind](args.results), args.policies))
         except (KeyError, TypeError, AttributeError) as error:  # rows or layers that lack what is drawn
             raise ValueError(f"{args.results} is not what the command printed ({error!r}); give its output") from None
     else:
@@ -53,6 +56,19 @@ def chosen(lines, args) -> list:
                 raise ValueError(f"no results of {field} {words}; there are {', '.join(sorted(map(str, known)))}")
             lines = [line for line in lines if line[field] in wanted or (line["policy"] == "full" and field != "task")]
     return [line for line in lines if args.mode in (None, line["mode"]) or line["policy"] == "full"]
+
+
+def of_policies(found, wanted):
+    """The rows of `kvevict bench`, or the runs in the JSON of `kvevict diagnose`, of these policies; None: all."""
+    if not wanted:
+        return found
+    rows = isinstance(found, list)
+    known = {row["policy"] for row in found} if rows else set(found["runs"])
+    if not known & set(wanted):
+        raise ValueError(f"no results of policy {' '.join(wanted)}; there are {', '.join(sorted(known))}")
+    if rows:
+        return [row for row in found if row["policy"] in (*wanted, "unpatched")]
+    return found | dict(runs={name: run for name, run in found["runs"].items() if name in wanted})
 
 
 def diagnosis(path) -> dict:

@@ -30,7 +30,7 @@ presets+=" chunkkv+reuse chunkkv/kvpress edie edie-exact edie+tada chunkkv/edie 
 presets+=" take/no-probe take+caote h2o h2o/kvcf tova streaming knorm keydiff keydiff/kvpress random"
 refined="snapkv+caote snapkv+fastcaote h2o+caote h2o+fastcaote tova+caote tova+fastcaote"
 
-answers="ruler/niah_single_2 ruler/niah_multikey_1 facts fidelity"
+answers="ruler/niah_single_2 ruler/niah_multikey_1 fidelity"
 every="facts keyvalue multivalue tracking ruler/niah_single_1 ruler/niah_single_2 ruler/niah_single_3"
 every+=" ruler/niah_multikey_1 ruler/niah_multikey_2 ruler/niah_multivalue ruler/niah_multiquery"
 every+=" ruler/vt ruler/cwe ruler/fwe"
@@ -60,8 +60,11 @@ if [ -n "${SMOLLM2:-}" ]; then
   table smollm2-full-needle-4096 2 "${real[@]}" --tasks needle --lengths 4096 --policies full
   table smollm2-whole 4 "${real[@]}" --tasks $answers --lengths 2048 --budgets 64 128 256 --share-reads \
     --policies "$learned" fastkv:tsp_len=512 $presets take+chunkkv take+edie $refined
-  table smollm2-chunks 3 "${real[@]}" --tasks $answers --lengths 2048 --budgets 64 128 256 --chunk-size 512 \
+  table smollm2-chunks 4 "${real[@]}" --tasks $answers --lengths 2048 --budgets 64 128 256 --chunk-size 512 \
     --policies take+edie take+chunkkv take edie snapkv streaming "$learned"
+  table smollm2-unknown 2 "${real[@]}" --tasks $answers --lengths 2048 --budgets 64 128 256 --mode agnostic \
+    --share-reads --policies oracle snapkv adakv pyramidkv cake laq chunkkv edie edie+tada paasvn take h2o h2o+caote \
+    tova streaming keydiff random
   table smollm2-whole-4096 3 "${real[@]}" --tasks ruler/niah_single_{1,2} ruler/niah_multikey_1 fidelity \
     --lengths 4096 --budgets 128 256 512 --share-reads \
     --policies oracle laq take take+edie take+chunkkv snapkv edie edie+tada adakv chunkkv h2o streaming "$learned"
@@ -77,8 +80,6 @@ if [ -n "${SMOLLM2:-}" ]; then
   table lookahead-smollm2 10 "${real[@]}" --tasks facts ruler/niah_single_2 ruler/niah_multikey_1 fidelity \
     --lengths 1024 --budgets 64 128 --policies snapkv laq oracle "$learned"
   real[5]=3
-  table digits 5 "${real[@]}" --tasks ruler/niah_single_2 --lengths 2048 --chunk-size 512 --budgets 128 \
-    --policies take take+chunkkv take:kernel=31 edie:rows=probe edie:rows=probe,select=chunk,per_head=true
   table lookahead-chunks 12 "${real[@]}" --tasks ruler/niah_single_2 --lengths 2048 --chunk-size 512 --budgets 128 \
     --policies take+chunkkv "$learned"
 fi

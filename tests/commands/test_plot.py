@@ -209,14 +209,15 @@ def test_layers():
 
 @pytest.mark.parametrize("kind", ["budget", "heatmap", "slots", "speed", "layers", "overlap"])
 def test_command(tmp_path, capsys, kind):
-    file, out = tmp_path / "results.jsonl", tmp_path / "figure.png"
+    file, out, more = tmp_path / "results.jsonl", tmp_path / "figure.png", []
     if kind == "speed":
         file.write_text("a table\n" + json.dumps({"command": "bench", "rows": bench()}) + "\n")
     elif kind in ("layers", "overlap"):
         file.write_text("a table\n" + json.dumps(diagnosis()) + "\n")
     else:
         written(file, results())
-    assert main(["plot", str(file), "--kind", kind, "--out", str(out), "--budgets", "48", "--mode", "aware"]) == 0
+        more = ["--budgets", "48", "--mode", "aware"]
+    assert main(["plot", str(file), "--kind", kind, "--out", str(out), *more]) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["out"] == str(out)
 
@@ -235,6 +236,20 @@ def test_mistakes_are_named(tmp_path, capsys, words, message):
     file = written(tmp_path / "results.jsonl", results())
     assert main(["plot", file, "--kind", "heatmap", *words.split()]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_policies_of_a_diagnosis(tmp_path, capsys, monkeypatch):
+    file, drawn = tmp_path / "out.txt", []
+    file.write_text(json.dumps(diagnosis(30)))
+    monkeypatch.setattr(plot, "overlap", lambda found, draw=plot.overlap: drawn.append(draw(found)) or drawn[-1])
+    run = ["plot", str(file), "--kind", "overlap", "--out", str(tmp_path / "figure.png")]
+    assert main([*run, "--policies", "take", "h2o"]) == 0
+    assert [panel.get_title() for panel in drawn[0].axes] == ["take", ""]  # and the colour bar
+    assert max(drawn[0].get_size_inches()) < 6, "thirty layers fit a page"
+    assert main([*run, "--policies", "h2o"]) == 2
+    assert "no results of policy h2o; there are snapkv, take" in capsys.readouterr().err
+    assert main([*run, "--budgets", "48"]) == 2
+    assert "--budgets is of results of `kvevict eval`, not of overlap" in capsys.readouterr().err
 
 
 def test_without_matplotlib(tmp_path, capsys, monkeypatch):
