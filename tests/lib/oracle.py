@@ -51,7 +51,7 @@ PRESETS = {
     "take/chunk-only": _TAKE | dict(append=False),
     "take+caote": _DELAYED | dict(refine="caote"),
     "take+chunkkv": _DELAYED | dict(select="chunk"),
-    "take+edie": _TAKE | dict(score="edie", rows="probe", kernel=31),
+    "take+edie": _TAKE | dict(score="edie", rows="probe", kernel=31, sink=4),
     "adakv": dict(score="snapkv", heads="ada"),
     "adakv/edie": dict(score="snapkv", heads="ada", pool="avg"),
     "adakv/kvpress": _KVPRESS | dict(heads="ada", floor="all"),

@@ -2,6 +2,7 @@ from . import PROTOCOLS, Claim, Protocol, each
 
 Z = (256, 256)
 RELAXED = "take:warmup_budget={B20},warmup_layers="  # B_warmup of the paper's proportion to the budget
+POOLED = "edie:rows=probe,heads=equal,kernel=31"
 
 
 def claims():
@@ -23,7 +24,8 @@ def claims():
     yield Claim("table 1: no worse than SnapKV, which reads the prompt whole", "take", "snapkv", 0.05, (256, None))
     yield Claim("ours: runs of 10 tokens help", "take+chunkkv", "take", chunks=Z)
     yield Claim("ours: EDIE's error instead of attention", "edie:rows=probe,heads=equal", "take/no-delay", chunks=Z)
-    yield Claim("ours: pooling over 31 slots instead of 7", "take+edie", "edie:rows=probe,heads=equal", chunks=Z)
+    yield Claim("ours: pooling over 31 slots instead of 7", POOLED, "edie:rows=probe,heads=equal", chunks=Z)
+    yield Claim("ours: the first four tokens are kept", "take+edie", POOLED, chunks=Z)
 
 
 PROTOCOLS.add("take")(Protocol(
