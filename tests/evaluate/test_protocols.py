@@ -31,6 +31,12 @@ def test_claims_of_drafts_need_one():
     }  # fmt: skip
 
 
+def test_an_adapter_is_named_to_all_that_read_it():
+    runs = protocols.runs("lookaheadkv", (64,), "aware", 4, "folder")
+    named = [run.policy for run in runs if "adapter=folder" in run.policy]
+    assert named == ["lookahead:adapter=folder", "edie:rows=lookahead,adapter=folder"]
+
+
 @pytest.mark.parametrize("n", [10, 20, 40])
 def test_interval_is_student_s(n):
     values = [random.gauss(0.1, 0.3) for _ in range(n)]

@@ -22,7 +22,7 @@ class Claim:
 
     better, than   policies, NAME or NAME:OPTION=VALUE,... in which {B} and {B20} stand for the budget and 20 times as
                    much, {L4}, {L2}, {L34} and {L} for a quarter, half, three quarters and all of the model's layers,
-                   and {adapter} for the option that names --adapter; a claim with {draft}, the folder of --draft, is
+                   and {adapter} and, behind other options, {and_adapter} for the one that names --adapter; a claim with {draft}, the folder of --draft, is
                    left out where none is given
     chunks         tokens that each of the two reads at once, None: the prompt whole
     """
@@ -57,7 +57,7 @@ def names(budget, layers, adapter, draft) -> dict:
     return dict(
         B=budget, B20=20 * budget, L4=max(1, layers // 4), L2=max(1, layers // 2),
         L34=max(1, 3 * layers // 4), L=layers, adapter=f":adapter={adapter}" if adapter else "",
-        draft=draft,
+        and_adapter=f",adapter={adapter}" if adapter else "", draft=draft,
     )  # fmt: skip
 
 

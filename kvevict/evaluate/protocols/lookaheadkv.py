@@ -11,7 +11,7 @@ def claims():
     yield from each("table 1: beats {than}", [LEARNED], "laq/paper")
     yield from each("ours: about as good as {than}, which drafts", [LEARNED], "laq", margin=0.05)
     yield from each("ours: about as good as the response's own rows", [LEARNED], "oracle", margin=0.05)
-    yield from each("ours: EDIE over learned rows instead of attention", ["edie:rows=lookahead"], LEARNED)
+    yield from each("ours: EDIE over learned rows instead of attention", ["edie:rows=lookahead{and_adapter}"], LEARNED)
 
 
 PROTOCOLS.add("lookaheadkv")(Protocol(
