@@ -61,7 +61,8 @@ def policies_page() -> str:
 [options.md](options.md): this page says which, and any option can be changed by keyword. What the methods are is in
 [methods.md](methods.md), how well they do in [results.md](results.md).
 
-**Which one?** Reading in chunks: `take+edie`. Reading the prompt whole: `laq`. Question not known while reading:
+**Which one?** The question at the prompt's end: `take+edie`, in chunks or whole. A text that only goes on, or that is
+read whole by a model with several digits in a token: `laq`. The question not known while reading:
 no policy is good at small budgets; keep a larger part, and compare with `kvevict eval --mode agnostic`.
 
 - **evicts** is when slots are lost: once the whole prompt was read, or after every chunk of so many tokens, and then
