@@ -50,24 +50,25 @@ def chosen(lines, args) -> list:
     """The lines that the arguments ask for; ValueError names the first argument that leaves none of a policy's."""
     for field, wanted in dict(task=args.tasks, policy=args.policies, budget=args.budgets).items():
         if wanted:
-            known = {line[field] for line in lines if line["policy"] != "full" or field == "task"}
-            if not known & set(wanted):
-                words = " ".join(map(str, wanted))
-                raise ValueError(f"no results of {field} {words}; there are {', '.join(sorted(map(str, known)))}")
+            some_known(field, wanted, {line[field] for line in lines if line["policy"] != "full" or field == "task"})
             lines = [line for line in lines if line[field] in wanted or (line["policy"] == "full" and field != "task")]
     return [line for line in lines if args.mode in (None, line["mode"]) or line["policy"] == "full"]
+
+
+def some_known(field, wanted, known) -> None:
+    if not known & set(wanted):
+        words = " ".join(map(str, wanted))
+        raise ValueError(f"no results of {field} {words}; there are {', '.join(sorted(map(str, known)))}")
 
 
 def of_policies(found, wanted):
     """The rows of `kvevict bench`, or the runs in the JSON of `kvevict diagnose`, of these policies; None: all."""
     if not wanted:
         return found
-    rows = isinstance(found, list)
-    known = {row["policy"] for row in found} if rows else set(found["runs"])
-    if not known & set(wanted):
-        raise ValueError(f"no results of policy {' '.join(wanted)}; there are {', '.join(sorted(known))}")
-    if rows:
+    if isinstance(found, list):
+        some_known("policy", wanted, {row["policy"] for row in found})
         return [row for row in found if row["policy"] in (*wanted, "unpatched")]
+    some_known("policy", wanted, set(found["runs"]))
     return found | dict(runs={name: run for name, run in found["runs"].items() if name in wanted})
 
 

@@ -31,10 +31,10 @@ def attention(module, query, key, value, attention_mask, scaling=None, softcap=N
         return _unpatched(
             module, query, key, value, attention_mask, scaling=scaling, softcap=softcap, s_aux=s_aux, **kwargs
         )
-    step, call = step.on(query.device), shared_call.get()
-    if call is not None and not call.given:
-        call.given = module, query, key, value, attention_mask
-        call.options = dict(scaling=scaling, softcap=softcap, s_aux=s_aux)
+    step, shared = step.on(query.device), shared_call.get()
+    if shared is not None and not shared.given:
+        shared.given = module, query, key, value, attention_mask
+        shared.options = dict(scaling=scaling, softcap=softcap, s_aux=s_aux)
     options = dict(scale=scaling, softcap=softcap or 0.0, sinks=None if s_aux is None else s_aux.float())
     if module.layer_idx in step.patch.readers:
         return _read(step, module, query, key, value, options), None
@@ -46,18 +46,18 @@ def attention(module, query, key, value, attention_mask, scaling=None, softcap=N
             f"config {step.patch.local_heads}: patch a whole model, or all that from_pretrained(tp_plan=...) returned"
         )
     query, key, value = _stored_form(layer, query, key, value)
-    where = step, layer, module.layer_idx, module, query
+    call = step, layer, module.layer_idx, module, query
     new = (key, value) if new is None else new
     if step.decoding:
-        return _decoded(where, key, value, new, options)[..., :width], None
+        return _decoded(call, key, value, new, options)[..., :width], None
     slots = layer.slots(module)
     with step.meter.clock("attend"), rerotate.in_cache(step, module, slots):
         stored = slots.k, slots.v, slots.offset, slots.len
-        known = None if call is None else call.attended
+        known = None if shared is None else shared.attended
         out, lse = known or _ops.attend(query, *stored, key, value, step.first, **options)
-    if call is not None:
-        call.attended = out, lse
-    view = View(*where, key, value, out, lse, options, new=new)
+    if shared is not None:
+        shared.attended = out, lse
+    view = View(*call, key, value, out, lse, options, new=new)
     view.slots = slots
     step.meter.watch(view, 1 + step.chooser.held)
     layer.advance(*step.seen)
@@ -97,8 +97,8 @@ def _read(step, module, query, key, value, options):
     return out[..., :width]
 
 
-def _decoded(where, key, value, new, options):
-    step, layer, _, module, query = where
+def _decoded(call, key, value, new, options):
+    step, layer, _, module, query = call
     probs_wanted = step.patch.wants_probs
     columns = layer.longest() + 1 if probs_wanted else 0
     with step.meter.clock("decode"), rerotate.in_cache(step, module, layer):
@@ -106,7 +106,7 @@ def _decoded(where, key, value, new, options):
     layer.advance(1, 1)
     if step.chooser is not None:
         none, new = ([x[:, :, :0] for x in pair] for pair in ((key, value), new))
-        _choose(View(*where, *none, out, lse, options, probs if probs_wanted else None, new))
+        _choose(View(*call, *none, out, lse, options, probs if probs_wanted else None, new))
     return out
 
 

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from .. import families
-from . import attention, residual
+from . import attention, forward, residual
 from .step import current
 
 
@@ -56,20 +56,17 @@ class Replay:
     @contextlib.contextmanager
     def during(self):
         """Inside, calls are remembered and replayed."""
-        before = {index: layer.__dict__.get("forward") for index, layer in self.layers.items()}
         for index, layer in self.layers.items():
-            layer.forward = partial(self._forward, index, layer.forward)
+            forward.replace(layer, partial(self._forward, index))
         try:
-            yield self
+            yield
         finally:
-            for index, layer in self.layers.items():
-                del layer.forward
-                if before[index] is not None:
-                    layer.forward = before[index]
+            for layer in self.layers.values():
+                forward.restore(layer)
 
-    def _forward(self, index, own, hidden_states, **kwargs):
-        step = current()
-        if step is None or step.read is None or _stored(step.cache.layers[index]):
+    def _forward(self, index, layer, hidden_states, **kwargs):
+        step, own = current(), forward.original(layer)
+        if step is None or step.read is None or step.cache.layers[index].columns:
             return own(hidden_states, **kwargs)
         adapter = step.read.along.adapter if step.transient else None
         made = Call(hidden_states, step.positions, step.first, step.transient, adapter)
@@ -91,7 +88,3 @@ class Replay:
             others = [call for call in self.known[index] if call is not found]
             self.known[index] = [*others, found][-self.most :]
         return found.output
-
-
-def _stored(layer) -> bool:
-    return bool(layer.is_initialized and layer.columns)

@@ -77,7 +77,7 @@ def _enter(index, module, args, kwargs):
 
 def _behind_attention(index, module, args):
     call = attention.shared_call.get()
-    if call is not None and _measuring() is not None:
+    if call is not None:
         call.behind = args[0]
     turn(index, args[0])
 

@@ -13,36 +13,32 @@ import subprocess
 import sys
 
 import torch
-from bench_read import build, parse, resident
+from bench_read import build, parse
 
-import kvevict
-from kvevict import policy
 from kvevict.analysis import cost
+from kvevict.analysis.run import measure
 from kvevict.analysis.shape import shape_of
+from kvevict.policy import policy
 
 OPTIONS = ":budget=256,chunk_size=512"
 RUNS = ["unpatched", "edie+tada:budget=256", *(name + OPTIONS for name in ("edie+tada/chunked", "take", "take+edie"))]
 
 
+def policy_of(run):
+    """None: unpatched."""
+    name, options = parse(run)
+    return None if name == "unpatched" else policy.build(name, **options)
+
+
 def growth(run, tokens, batch) -> float:
     """MiB, of this process."""
-    name, options = parse(run)
-    model = build(tokens)
-    if name != "unpatched":
-        kvevict.patch(model, name, **options)
     ids = torch.randint(1000, (batch, tokens), generator=torch.Generator().manual_seed(1))
-    model.generate(ids[:1, :64], max_new_tokens=2, do_sample=False)
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-    before = resident()
-    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
-    return resident("VmHWM:") - before
+    return measure(build(tokens), None, ids, policy_of(run), max_new_tokens=8)["peak_bytes"] / 2**20
 
 
 def planned(run, shape, tokens, batch) -> float:
     """MiB of keys, values and activations."""
-    name, options = parse(run)
-    found = cost.plan(shape, None if name == "unpatched" else policy.build(name, **options), tokens, batch=batch)
+    found = cost.plan(shape, policy_of(run), tokens, batch=batch)
     return (found["peak_bytes"] - found["weight_bytes"]) / 2**20
 
 

@@ -33,15 +33,14 @@ def clocks(model) -> dict:
 
 
 @torch.no_grad()
-def stages(model, run, times=1) -> tuple:
-    """What `run` does, `times` over: {stage: seconds of one}, and the largest other operators."""
-    began = clocks(model)
+def stages(model, run, times=1, began=()) -> tuple:
+    """What `run` does, `times` over: {stage: seconds of one}, and the largest other operators. began: the clocks
+    before; those of a read start at 0."""
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     with profiler as profile, torch.profiler.record_function("all"):
         for _ in range(times):
             run()
-    ended = clocks(model)
-    spent = {name: ended[name] - (began.get(name, 0) if times > 1 else 0) for name in ended}  # a read starts at 0
+    spent = {name: seconds - dict(began).get(name, 0) for name, seconds in clocks(model).items()}
     events = {event.key: event for event in profile.key_averages()}
     total = events.pop("all").cpu_time_total / 1e6
     own = {name: event.self_cpu_time_total / 1e6 for name, event in events.items()}
@@ -56,20 +55,21 @@ def stages(model, run, times=1) -> tuple:
 def measure(model, ids, run, new):
     """(of the read, of a decoded token)"""
     name, options = parse(run)
+    options = dict(budget=512, chunk_size=1024) | options
     if name != "unpatched":
-        kvevict.patch(model, name, **dict(budget=512, chunk_size=1024) | options)
-    start, cache = ids[:, : options.get("budget", 512)], DynamicCache(config=model.config)
+        kvevict.patch(model, name, **options)
+    cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(ids[:, :256], use_cache=True, logits_to_keep=1)
     read = stages(model, partial(model, ids, past_key_values=cache, logits_to_keep=1))
     if name == "unpatched":
         cache = DynamicCache(config=model.config)
         with torch.no_grad():
-            model(start, past_key_values=cache, logits_to_keep=1)
+            model(ids[:, : options["budget"]], past_key_values=cache, logits_to_keep=1)
     step = partial(model, ids[:, :1], past_key_values=cache)
     with torch.no_grad():
         step()
-    decoded = stages(model, step, new)
+    decoded = stages(model, step, new, clocks(model))
     kvevict.unpatch(model)
     return read, decoded
 

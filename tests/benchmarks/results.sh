@@ -28,6 +28,7 @@ rows+=" edie-exact:rows=probe snapkv+caote:rows=probe,decode=false"
 presets="oracle snapkv snapkv/kvcf snapkv/kvpress adakv adakv/edie adakv/kvpress pyramidkv cake laq laq/paper chunkkv"
 presets+=" chunkkv+reuse chunkkv/kvpress edie edie-exact edie+tada chunkkv/edie paasvn vatp take"
 presets+=" take/no-probe take+caote h2o h2o/kvcf tova streaming knorm keydiff keydiff/kvpress random"
+learned=lookahead:adapter=${ADAPTER:-} pooled=edie:rows=probe,heads=equal,kernel=31
 refined="snapkv+caote snapkv+fastcaote h2o+caote h2o+fastcaote tova+caote tova+fastcaote"
 
 answers="ruler/niah_single_2 ruler/niah_multikey_1 fidelity"
@@ -48,40 +49,41 @@ every+=" ruler/vt ruler/cwe ruler/fwe"
   table chunks-needle 2 --tasks needle --policies $chunks --budgets 48 64 128 256 --chunk-size 128 --seeds 0 1 2
   table rows 10 --tasks facts keyvalue --policies $rows --budgets 48 64 128 256 --chunk-size 128 --seeds 0 1 2
   table rows-needle 2 --tasks needle --policies $rows --budgets 48 64 128 256 --chunk-size 128 --seeds 0 1 2
+  table pools 10 --tasks facts keyvalue --budgets 64 128 --chunk-size 128 --seeds 0 1 \
+    --policies take take+chunkkv take+edie $pooled edie:rows=probe,heads=equal,kernel=15 edie:rows=probe
   table whole 10 --tasks facts keyvalue --budgets 64 128 256 --seeds 0 1 2 --share-reads \
     --policies lookahead fastkv:tsp_len=256 $presets
 }
 if [ -n "${SMOLLM2:-}" ]; then
-  real=(--model "$SMOLLM2" --haystack "$BOOKS" --seeds 31) learned=lookahead:adapter=$ADAPTER
+  real=(--model "$SMOLLM2" --haystack "$BOOKS" --seeds 31)
   table smollm2-full 10 "${real[@]}" --tasks $every --lengths 2048 --policies full
   table smollm2-full-needle 4 "${real[@]}" --tasks needle --lengths 2048 --policies full
   table smollm2-full-4096 10 "${real[@]}" --tasks facts ruler/niah_single_{1,2,3} ruler/niah_multikey_1 \
     --lengths 4096 --policies full
   table smollm2-full-needle-4096 2 "${real[@]}" --tasks needle --lengths 4096 --policies full
   table smollm2-whole 4 "${real[@]}" --tasks $answers --lengths 2048 --budgets 64 128 256 --share-reads \
-    --policies "$learned" fastkv:tsp_len=512 $presets take+chunkkv take+edie $refined
-  table smollm2-chunks 4 "${real[@]}" --tasks $answers --lengths 2048 --budgets 64 128 256 --chunk-size 512 \
-    --policies take+edie take+chunkkv take edie snapkv streaming "$learned"
-  table smollm2-unknown 2 "${real[@]}" --tasks $answers --lengths 2048 --budgets 64 128 256 --mode agnostic \
-    --share-reads --policies oracle snapkv adakv pyramidkv cake laq chunkkv edie edie+tada paasvn take h2o h2o+caote \
-    tova streaming keydiff random
+    --policies "$learned" fastkv:tsp_len=512 $presets take+chunkkv take+edie $pooled $refined
+  table smollm2-chunks 3 "${real[@]}" --tasks $answers --lengths 2048 --budgets 64 128 256 --chunk-size 512 \
+    --policies take+edie take+chunkkv take snapkv "$learned"
+  table smollm2-unknown 2 "${real[@]}" --tasks $answers --lengths 2048 --budgets 128 256 --mode agnostic \
+    --share-reads --policies oracle snapkv adakv edie paasvn take h2o h2o+caote tova streaming keydiff laq
+  table smollm2-first-tokens 6 "${real[@]}" --tasks fidelity ruler/niah_single_2 --lengths 1024 --budgets 64 \
+    --share-reads --policies take+edie $pooled {edie+tada,snapkv,random}{,:keep_first=4}
   table smollm2-whole-4096 3 "${real[@]}" --tasks ruler/niah_single_{1,2} ruler/niah_multikey_1 fidelity \
     --lengths 4096 --budgets 128 256 512 --share-reads \
-    --policies oracle laq take take+edie take+chunkkv snapkv edie edie+tada adakv chunkkv h2o streaming "$learned"
+    --policies oracle laq take $pooled take+chunkkv snapkv edie edie+tada adakv chunkkv h2o streaming "$learned"
   table smollm2-4096 8 "${real[@]}" --tasks ruler/niah_single_1 ruler/niah_single_2 ruler/niah_multikey_1 \
-    --lengths 4096 --chunk-size 512 --budgets 256 --policies take+edie take+chunkkv take "$learned"
+    --lengths 4096 --chunk-size 512 --budgets 256 --policies take+edie $pooled take+chunkkv take "$learned"
   table smollm2-fidelity-4096 8 "${real[@]}" --tasks fidelity --lengths 4096 --chunk-size 512 --budgets 256 \
-    --policies take+edie take+chunkkv take snapkv streaming "$learned"
+    --policies take+edie $pooled take+chunkkv take snapkv streaming "$learned"
   for protocol in edie chunkkv lookaheadkv take caote; do
     table "smollm2-$protocol" 10 "${real[@]}" --protocol $protocol --tasks ruler/niah_single_2 fidelity --lengths 1024 \
       --budgets 64 --adapter "$ADAPTER" --share-reads
   done
-  real[5]=5
-  table lookahead-smollm2 10 "${real[@]}" --tasks facts ruler/niah_single_2 ruler/niah_multikey_1 fidelity \
+  table lookahead-smollm2 10 "${real[@]}" --seeds 5 --tasks facts ruler/niah_single_2 ruler/niah_multikey_1 fidelity \
     --lengths 1024 --budgets 64 128 --policies snapkv laq oracle "$learned"
-  real[5]=3
-  table lookahead-chunks 12 "${real[@]}" --tasks ruler/niah_single_2 --lengths 2048 --chunk-size 512 --budgets 128 \
-    --policies take+chunkkv "$learned"
+  table lookahead-chunks 12 "${real[@]}" --seeds 3 --tasks ruler/niah_single_2 --lengths 2048 --chunk-size 512 \
+    --budgets 128 --policies take+chunkkv "$learned"
 fi
 if [ -n "${GEMMA3:-}" ]; then
   real=(--model "$GEMMA3" --haystack "$BOOKS" --seeds 31)

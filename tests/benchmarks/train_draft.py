@@ -27,7 +27,7 @@ def first_layers(model, count):
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = count
     small = type(model)(config)
-    small.load_state_dict({k: v for k, v in model.state_dict().items() if k in small.state_dict()}, strict=False)
+    small.load_state_dict({k: v for k, v in model.state_dict().items() if k in small.state_dict()})
     return small
 
 
