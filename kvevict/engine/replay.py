@@ -9,7 +9,10 @@ import torch
 
 from .. import families
 from . import attention, forward, residual
+from .adopt import SlidingLayer
 from .step import current
+
+HOLD_TOKENS = (families.OWN, families.SLIDING)
 
 
 @dataclass
@@ -21,7 +24,7 @@ class Call:
     first: torch.Tensor  # [B]
     along: int  # rows at the end that read along
     adapter: object  # of those
-    given: tuple = ()  # arguments of the attention function
+    given: tuple = ()  # arguments of the attention function, or of a sliding window's update
     options: dict | None = None
     attended: tuple | None = None  # (out, lse)
     behind: torch.Tensor | None = None  # the residual stream behind it, where the policy measured that
@@ -35,10 +38,12 @@ class Call:
 
 
 class Replay:
-    """Remembers the `most` calls that were last needed of each of a decoder's evicting layers, with nothing stored.
+    """Remembers the `most` calls that were last needed of each of a decoder's layers that hold tokens, with nothing
+    stored.
 
     A call is replayed where its input is equal, bit for bit: the attention function gets the same queries, keys and
-    values, so that the policy that is patched in sees and stores what it would have, and nothing is multiplied.
+    values, so that the policy that is patched in sees and stores what it would have, and nothing is multiplied. A
+    sliding window gets the same keys and values.
     """
 
     def __init__(self, decoder, most: int = 2):
@@ -46,7 +51,7 @@ class Replay:
         # A layer whose slots others read is not done when it ends, and latents are not what attention gets.
         alone = not families.readers(decoder, kinds) and not families.is_latent(decoder.config)
         every = families.layers_of(decoder) if alone else ()
-        self.layers = {index: layer for index, layer in enumerate(every) if kinds[index] == families.OWN}
+        self.layers = {index: layer for index, layer in enumerate(every) if kinds[index] in HOLD_TOKENS}
         self.most = most
         self.clear()
 
@@ -66,25 +71,44 @@ class Replay:
 
     def _forward(self, index, layer, hidden_states, **kwargs):
         step, own = current(), forward.original(layer)
-        if step is None or step.read is None or step.cache.layers[index].columns:
+        if step is None or step.read is None or step.cache.layers[index].get_seq_length():
             return own(hidden_states, **kwargs)
         adapter = step.read.along.adapter if step.transient else None
         made = Call(hidden_states, step.positions, step.first, step.transient, adapter)
-        measures = step.patch.behind and step.chooser.errors is not None
+        slides = isinstance(step.cache.layers[index], SlidingLayer)
+        measures = not slides and step.patch.behind and step.chooser.errors is not None
         known = (call for call in self.known[index] if call.behind is not None or not measures)
         found = next((call for call in known if call.same(made)), made)
-        token = attention.shared_call.set(found)
-        try:
+        with _recorded(found, step.cache.layers[index] if slides else None):
             if found is made:
                 found.output = own(hidden_states, **kwargs)
+            elif slides:
+                step.cache.update(*found.given, index)
             else:
                 module, query, key, value, mask = found.given
                 attention.attention(module, query, *step.cache.update(key, value, index), mask, **found.options)
                 if measures:
                     residual.turn(index, found.behind)
-        finally:
-            attention.shared_call.reset(token)
-        if found.attended is not None and isinstance(found.output, torch.Tensor):
+        if (slides or found.attended is not None) and isinstance(found.output, torch.Tensor):
             others = [call for call in self.known[index] if call is not found]
             self.known[index] = [*others, found][-self.most :]
         return found.output
+
+
+@contextlib.contextmanager
+def _recorded(call, window):
+    """Inside, the call learns what the attention function, or the sliding `window`, is given."""
+    token = attention.shared_call.set(call if window is None else None)
+
+    def update(key, value, *args, **kwargs):
+        call.given = key, value
+        return type(window).update(window, key, value, *args, **kwargs)
+
+    if window is not None:
+        window.update = update
+    try:
+        yield
+    finally:
+        attention.shared_call.reset(token)
+        if window is not None:
+            del window.update

@@ -1,12 +1,14 @@
 """Runs that share their reads give the lines of runs that do not, and compute a prompt once."""
 
+from collections import Counter
+
 import pytest
 import torch
 from test_eval import tokenizer
 from tiny import model as tiny_model
 
 import kvevict
-from kvevict.engine import attention
+from kvevict import families
 from kvevict.engine.replay import Replay
 from kvevict.evaluate.results import read
 from kvevict.evaluate.run import Plan, evaluate
@@ -38,14 +40,18 @@ def test_lines_are_the_same(tmp_path, family):
     assert all("forward" not in layer.__dict__ for layer in net.model.layers)
 
 
-def test_a_prompt_is_computed_once(tmp_path, monkeypatch):
-    net, calls = tiny_model(), []
-    attend = attention._ops.attend
-    monkeypatch.setattr(attention._ops, "attend", lambda q, *a, **k: (calls.append(q.shape[2]), attend(q, *a, **k))[1])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_prompt_is_computed_once(tmp_path, family):
+    net, calls = tiny_model(family), Counter()
+    for index, layer in enumerate(net.model.layers):
+        layer.mlp.register_forward_pre_hook(
+            lambda _, args, index=index: calls.update([index] * (args[0].shape[1] > 100))
+        )
     plan = Plan(("toy",), (120,), ("snapkv", "h2o", "edie+tada", "adakv"), (16, 24), (None,), ("aware",), cases=1)
     lines_of(net, tmp_path, plan, share_reads=True)
-    whole = [rows for rows in calls if rows > 100]
-    assert len(whole) == 2 * 4, "four layers, and once more where TADA measures inside them"
+    evicts = [kind == families.OWN for kind in families.layer_kinds(net.config)]
+    # Unpatched, patched, and once more where TADA measures inside layers that evict.
+    assert [calls[index] for index in range(len(evicts))] == [2 + own for own in evicts]
 
 
 def test_rows_along_are_told_apart():
