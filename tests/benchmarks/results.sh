@@ -29,7 +29,7 @@ presets="oracle snapkv snapkv/kvcf snapkv/kvpress adakv adakv/edie adakv/kvpress
 presets+=" chunkkv+reuse chunkkv/kvpress edie edie-exact edie+tada chunkkv/edie paasvn vatp take"
 presets+=" take/no-probe take+caote h2o h2o/kvcf tova streaming knorm keydiff keydiff/kvpress random"
 learned=lookahead:adapter=${ADAPTER:-} pooled=edie:rows=probe,heads=equal,kernel=31
-refined="snapkv+caote snapkv+fastcaote h2o+caote h2o+fastcaote tova+caote tova+fastcaote"
+all="$presets take+chunkkv take+edie snapkv+caote snapkv+fastcaote h2o+caote h2o+fastcaote tova+caote tova+fastcaote"
 
 answers="ruler/niah_single_2 ruler/niah_multikey_1 fidelity"
 every="facts keyvalue multivalue tracking ruler/niah_single_1 ruler/niah_single_2 ruler/niah_single_3"
@@ -53,6 +53,10 @@ every+=" ruler/vt ruler/cwe ruler/fwe"
     --policies take take+chunkkv take+edie $pooled edie:rows=probe,heads=equal,kernel=15 edie:rows=probe
   table whole 10 --tasks facts keyvalue --budgets 64 128 256 --seeds 0 1 2 --share-reads \
     --policies lookahead fastkv:tsp_len=256 $presets
+  for t in "" 0.2 0.8; do
+    table "temperature${t:+-$t}" 16 --tasks facts keyvalue --lengths 1024 --budgets 64 --seeds 41 --share-reads \
+      --policies snapkv ${DRAFT:+"speckv:draft_model=$DRAFT"} laq lookahead ${t:+--temperature $t}
+  done
 }
 if [ -n "${SMOLLM2:-}" ]; then
   real=(--model "$SMOLLM2" --haystack "$BOOKS" --seeds 31)
@@ -62,20 +66,27 @@ if [ -n "${SMOLLM2:-}" ]; then
     --lengths 4096 --policies full
   table smollm2-full-needle-4096 2 "${real[@]}" --tasks needle --lengths 4096 --policies full
   table smollm2-whole 4 "${real[@]}" --tasks $answers --lengths 2048 --budgets 64 128 256 --share-reads \
-    --policies "$learned" fastkv:tsp_len=512 $presets take+chunkkv take+edie $pooled $refined
+    --policies "$learned" fastkv:tsp_len=512 $all $pooled
   table smollm2-chunks 3 "${real[@]}" --tasks $answers --lengths 2048 --budgets 64 128 256 --chunk-size 512 \
     --policies take+edie take+chunkkv take snapkv "$learned"
+  table smollm2-every-chunks 2 "${real[@]}" --tasks $answers --lengths 2048 --budgets 128 --chunk-size 512 \
+    --policies "$learned" fastkv:tsp_len=512 $all
   table smollm2-unknown 2 "${real[@]}" --tasks $answers --lengths 2048 --budgets 128 256 --mode agnostic \
-    --share-reads --policies oracle snapkv adakv edie paasvn take h2o h2o+caote tova streaming keydiff laq
+    --share-reads --policies "$learned" $all
+  table smollm2-unknown-chunks 2 "${real[@]}" --tasks $answers --lengths 2048 --budgets 128 --chunk-size 512 \
+    --mode agnostic --policies oracle laq snapkv edie take h2o take+edie streaming
   table smollm2-first-tokens 6 "${real[@]}" --tasks fidelity ruler/niah_single_2 --lengths 1024 --budgets 64 \
     --share-reads --policies take+edie $pooled {edie+tada,snapkv,random}{,:keep_first=4}
   table smollm2-whole-4096 3 "${real[@]}" --tasks ruler/niah_single_{1,2} ruler/niah_multikey_1 fidelity \
-    --lengths 4096 --budgets 128 256 512 --share-reads \
-    --policies oracle laq take $pooled take+chunkkv snapkv edie edie+tada adakv chunkkv h2o streaming "$learned"
+    --lengths 4096 --budgets 128 256 512 --share-reads --policies "$learned" fastkv:tsp_len=512 $all $pooled
   table smollm2-4096 8 "${real[@]}" --tasks ruler/niah_single_1 ruler/niah_single_2 ruler/niah_multikey_1 \
     --lengths 4096 --chunk-size 512 --budgets 256 --policies take+edie $pooled take+chunkkv take "$learned"
   table smollm2-fidelity-4096 8 "${real[@]}" --tasks fidelity --lengths 4096 --chunk-size 512 --budgets 256 \
     --policies take+edie $pooled take+chunkkv take snapkv streaming "$learned"
+  table smollm2-8000 2 "${real[@]}" --tasks ruler/niah_single_{1,2} fidelity --lengths 8000 --budgets 250 500 1000 \
+    --share-reads --policies take+edie take+chunkkv "$learned" laq oracle snapkv
+  table smollm2-8000-chunks 2 "${real[@]}" --tasks ruler/niah_single_{1,2} fidelity --lengths 8000 --budgets 500 \
+    --chunk-size 512 --policies take+edie take+chunkkv "$learned" snapkv take
   for protocol in edie chunkkv lookaheadkv take caote; do
     table "smollm2-$protocol" 10 "${real[@]}" --protocol $protocol --tasks ruler/niah_single_2 fidelity --lengths 1024 \
       --budgets 64 --adapter "$ADAPTER" --share-reads
@@ -84,11 +95,20 @@ if [ -n "${SMOLLM2:-}" ]; then
     --lengths 1024 --budgets 64 128 --policies snapkv laq oracle "$learned"
   table lookahead-chunks 12 "${real[@]}" --seeds 3 --tasks ruler/niah_single_2 --lengths 2048 --chunk-size 512 \
     --budgets 128 --policies take+chunkkv "$learned"
+  for t in "" 0.2 0.8; do
+    table "smollm2-temperature${t:+-$t}" 8 "${real[@]}" --seeds 41 --lengths 1024 --budgets 64 --share-reads \
+      --tasks facts ruler/niah_single_2 ruler/niah_multikey_1 --policies snapkv laq "$learned" ${t:+--temperature $t}
+  done
 fi
 if [ -n "${GEMMA3:-}" ]; then
   real=(--model "$GEMMA3" --haystack "$BOOKS" --seeds 31)
   table gemma3-full 6 "${real[@]}" --tasks $every --lengths 2048 --policies full
   table gemma3-full-needle 2 "${real[@]}" --tasks needle --lengths 2048 --policies full
+  table gemma3-whole 3 "${real[@]}" --tasks $answers --lengths 2048 --budgets 64 128 256 --share-reads --policies $all
+  table gemma3-chunks 3 "${real[@]}" --tasks $answers --lengths 2048 --budgets 64 128 256 --chunk-size 512 \
+    --policies take+edie take+chunkkv take snapkv edie
+  table gemma3-4096 3 "${real[@]}" --tasks $answers --lengths 4096 --budgets 128 256 512 --share-reads \
+    --policies oracle laq take+edie take take+chunkkv snapkv edie edie+tada adakv chunkkv h2o streaming
 fi
 if [ -n "${TINYSTORIES:-}" ]; then
   table stories 128 --model "$TINYSTORIES" --tasks perplexity/documents --haystack "$STORIES" --lengths 300 \
