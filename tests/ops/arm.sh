@@ -2,7 +2,7 @@
 # The ops' tests of the preset `take` on an emulated ARM: arm.sh [pytest's options]     such as: arm.sh -k matches
 # The extension is built by setup.py with a cross compiler. Python comes from Debian and what has machine code from
 # PyPI, neither installed; packages without lie in this environment. Needs apt-get, qemu-user and Debian's
-# g++-aarch64-linux-gnu.
+# g++-aarch64-linux-gnu; exits with 77 where Debian's packages cannot be fetched.
 set -euo pipefail
 here=$(cd "$(dirname "$0")/../.." && pwd)
 out=$(mktemp -d)
@@ -18,8 +18,8 @@ debian() {
     -o Dir::State::status="$out/apt/state/status" -o Dir::Cache="$out/apt/cache" -o Dir::Etc::sourceparts=- \
     -o Dir::Etc::sourcelist="$out/apt/list" -o APT::Sandbox::User="$(id -un)" "$@" >>"$out/apt/log" 2>&1 || { cat "$out/apt/log"; return 1; }
 }
-debian update
-debian install -y --download-only --no-install-recommends python3.11-minimal libpython3.11-dev libstdc++6 libgomp1
+packages=(python3.11-minimal libpython3.11-dev libstdc++6 libgomp1)
+{ debian update && debian install -y --download-only --no-install-recommends "${packages[@]}"; } || exit 77
 for package in "$out"/apt/cache/archives/*.deb; do dpkg-deb -x "$package" "$out/root"; done
 
 # torch 2.10 is the oldest that kvevict takes, and the last whose wheel for ARM Linux on PyPI needs no CUDA.
