@@ -63,7 +63,7 @@ static const struct {
 } kv_choices[] = {KV_ISAS(KV_CHOICE)};
 
 #define KV_NAME(isa) " " #isa
-const char *kv_cpu_isas(void) { return KV_ISAS(KV_NAME) + 1; }
+const char *kv_cpu_isas(void) { return &KV_ISAS(KV_NAME)[1]; }
 
 /* Whether what the processor has is faster than the one below it. Products of bf16 (vdpbf16ps) run at twice the rate of
  * fp32's on AMD's processors, but at half of it on Intel's. */

@@ -97,7 +97,8 @@ KV_INLINE vf vf_pairs(vf a, vf b) { return (vf)_mm512_cvtne2ps_pbh((__m512)b, (_
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 enum { KV_PAIRS = 1 };
 KV_INLINE vf vf_dot_pairs(vf acc, float a, vf b) {
-  return (vf)vbfdotq_lane_f32((float32x4_t)acc, (bfloat16x8_t)b, (bfloat16x4_t)(float32x2_t){a, 0}, 0);
+  const float32x2_t pair = {a, 0};
+  return (vf)vbfdotq_lane_f32((float32x4_t)acc, (bfloat16x8_t)b, (bfloat16x4_t)pair, 0);
 }
 KV_INLINE vf vf_pairs(vf a, vf b) {
   return (vf)vcvtq_high_bf16_f32(vcvtq_low_bf16_f32((float32x4_t)a), (float32x4_t)b);

@@ -1,22 +1,24 @@
 #!/bin/sh
-# Builds csrc/*.c and every test_*.c in a temporary directory and runs the tests: run.sh [plain|asan|aarch64]
+# Builds csrc/*.c and every test_*.c in a temporary directory and runs the tests: run.sh [plain|asan|aarch64|macos]
 # aarch64 is built with a cross compiler and run by an emulator, on a processor without bf16 and on one with all there
-# is; it needs Debian's gcc-aarch64-linux-gnu and qemu-user.
+# is; it needs Debian's gcc-aarch64-linux-gnu and qemu-user. macos is compiled and linked alone, by the clang in PyPI's
+# ziglang.
 set -eu
 mode=${1:-plain}
-flags="-O3"
+flags="-O3" bf16="-march=armv8.2-a+bf16"
 machine=$(uname -m)
 case $mode in
   plain) ;;
   asan) flags="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer" ;;
   aarch64) flags="-O3 -static" machine=aarch64 CC=${CC:-aarch64-linux-gnu-gcc} ;;
-  *) echo "usage: $0 [plain|asan|aarch64]" >&2; exit 2 ;;
+  macos) machine=arm64 CC=${CC:-python -m ziglang cc -target aarch64-macos} bf16="-mcpu=generic+v8_2a+bf16" ;;
+  *) echo "usage: $0 [plain|asan|aarch64|macos]" >&2; exit 2 ;;
 esac
 here=$(cd "$(dirname "$0")" && pwd)
 csrc=$here/../../csrc
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
-compile() { "${CC:-gcc}" -std=c11 -fno-math-errno -Wall -Wextra -Wpedantic -Werror $flags "$@"; }
+compile() { ${CC:-gcc} -std=c11 -fno-math-errno -Wall -Wextra -Wpedantic -Werror $flags "$@"; }
 for_isa() {
   isa=$1
   shift
@@ -35,7 +37,7 @@ for source in "$csrc"/*.c; do
       ;;
     *_cpu:aarch64 | *_cpu:arm64)
       for_isa neon
-      for_isa neonbf16 -march=armv8.2-a+bf16
+      for_isa neonbf16 $bf16
       ;;
     *_cpu:*) for_isa scalar ;;
     *) compile -c "$source" -o "$out/$name.o" ;;
@@ -43,10 +45,12 @@ for source in "$csrc"/*.c; do
 done
 for test in "$here"/test_*.c; do
   compile -I "$csrc" "$test" "$out"/*.o -lm -lpthread -o "$out/test"
-  if [ "$mode" != aarch64 ]; then
-    "$out/test"
-  else
-    echo "on a Cortex-A72:" && qemu-aarch64 -cpu cortex-a72 "$out/test"
-    echo "on one with bf16:" && KVEVICT_TEST_ISA=neonbf16 qemu-aarch64 -cpu max "$out/test"
-  fi
+  case $mode in
+    macos) echo "$(basename "$test") links" ;;
+    aarch64)
+      echo "on a Cortex-A72:" && qemu-aarch64 -cpu cortex-a72 "$out/test"
+      echo "on one with bf16:" && KVEVICT_TEST_ISA=neonbf16 qemu-aarch64 -cpu max "$out/test"
+      ;;
+    *) "$out/test" ;;
+  esac
 done

@@ -105,7 +105,7 @@ static void error_terms(const formula *f, int64_t b, int64_t h, int64_t r, doubl
     slack[i] = a[i] - off > all ? error * a[i] / left * size : all * off / (left * left) * size;
     if (off > left / 4 && a[i] - off <= all) slack[i] = (a[i] + off) / 1e-6 * size;
     a[i] = (w < 0 ? -size : isnan(w) ? NAN : size) * a[i] / left;
-    slack[i] += 1e-5 * fabs(a[i]);
+    slack[i] += 1e-5 * fabs(a[i]) + ldexp(1, -126) * size / fmax(left, 1e-6); /* smaller weights are 0 */
   }
 }
 
