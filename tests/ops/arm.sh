@@ -33,7 +33,7 @@ cp -r "$here"/{setup.py,pyproject.toml,README.md,LICENSE,csrc,kvevict,tests} "$o
 rm -f "$out"/kvevict/*.so
 cd "$out"
 pure=$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-arm() { PYTHONPATH=$out/site:$pure:$out qemu-aarch64 -L root -cpu max root/usr/bin/python3.11 "$@"; }
+arm() { PYTHONPATH=$out/site:$out:$pure qemu-aarch64 -L root -cpu max root/usr/bin/python3.11 "$@"; }
 KVEVICT_CUDA=0 CC=aarch64-linux-gnu-gcc CXX="aarch64-linux-gnu-g++ -idirafter $out/root/usr/include" \
   arm setup.py -q build_ext --inplace >build.log || { cat build.log; exit 1; }
 arm -c 'import platform, torch, kvevict._ops as ops
