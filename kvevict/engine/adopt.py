@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from .. import compat, families
 from .cache import EvictionLayer
 from .latent import LatentLayer
-from .step import current
+from .step import current, shared_call
 
 
 class StatefulLayer(EvictionLayer):
@@ -47,7 +47,9 @@ class SlidingLayer(DynamicSlidingWindowLayer):
     """Transformers' sliding window, which a chunk's transient rows (the probe) read but do not enter."""
 
     def update(self, key_states, value_states, *args, **kwargs):
-        step = current()
+        step, shared = current(), shared_call.get()
+        if shared is not None:
+            shared.given = key_states, value_states
         transient = 0 if step is None else step.transient
         if not transient:
             return super().update(key_states, value_states, *args, **kwargs)

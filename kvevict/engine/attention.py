@@ -11,13 +11,12 @@ from transformers import AttentionInterface
 from .. import _ops, compat
 from . import rerotate
 from .cache import fit
-from .step import current
+from .step import current, shared_call
 from .view import View
 
 NAME = "kvevict"
 ORIGINAL = "_kvevict_original"  # attribute of our copy of a module's config: the config it had
 _note: ContextVar = ContextVar("kvevict_note", default=None)  # (module, query, key) of what runs unpatched
-shared_call: ContextVar = ContextVar("kvevict_shared_call", default=None)  # the kvevict.engine.replay.Call that runs
 
 
 @torch.compiler.disable

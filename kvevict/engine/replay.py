@@ -10,7 +10,7 @@ import torch
 from .. import families
 from . import attention, forward, residual
 from .adopt import SlidingLayer
-from .step import current
+from .step import current, shared_call
 
 HOLD_TOKENS = (families.OWN, families.SLIDING)
 
@@ -79,7 +79,8 @@ class Replay:
         measures = not slides and step.patch.behind and step.chooser.errors is not None
         known = (call for call in self.known[index] if call.behind is not None or not measures)
         found = next((call for call in known if call.same(made)), made)
-        with _recorded(found, step.cache.layers[index] if slides else None):
+        token = shared_call.set(found)
+        try:
             if found is made:
                 found.output = own(hidden_states, **kwargs)
             elif slides:
@@ -89,26 +90,9 @@ class Replay:
                 attention.attention(module, query, *step.cache.update(key, value, index), mask, **found.options)
                 if measures:
                     residual.turn(index, found.behind)
+        finally:
+            shared_call.reset(token)
         if (slides or found.attended is not None) and isinstance(found.output, torch.Tensor):
             others = [call for call in self.known[index] if call is not found]
             self.known[index] = [*others, found][-self.most :]
         return found.output
-
-
-@contextlib.contextmanager
-def _recorded(call, window):
-    """Inside, the call learns what the attention function, or the sliding `window`, is given."""
-    token = attention.shared_call.set(call if window is None else None)
-
-    def update(key, value, *args, **kwargs):
-        call.given = key, value
-        return type(window).update(window, key, value, *args, **kwargs)
-
-    if window is not None:
-        window.update = update
-    try:
-        yield
-    finally:
-        attention.shared_call.reset(token)
-        if window is not None:
-            del window.update

@@ -5,8 +5,8 @@ from functools import partial
 import torch
 
 from .. import families
-from . import attention, host
-from .step import current
+from . import host
+from .step import current, shared_call
 
 
 class Errors:
@@ -76,7 +76,7 @@ def _enter(index, module, args, kwargs):
 
 
 def _behind_attention(index, module, args):
-    call = attention.shared_call.get()
+    call = shared_call.get()
     if call is not None:
         call.behind = args[0]
     turn(index, args[0])

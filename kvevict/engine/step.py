@@ -9,6 +9,7 @@ import torch
 
 _current: ContextVar = ContextVar("kvevict_step", default=None)
 called: ContextVar = ContextVar("kvevict_called", default=None)  # the Called of the model around the decoder that runs
+shared_call: ContextVar = ContextVar("kvevict_shared_call", default=None)  # the kvevict.engine.replay.Call that runs
 
 
 @dataclass

@@ -14,24 +14,15 @@ import math
 import statistics
 
 import torch
+from lookahead_pairs import pairs
 
 from kvevict.analysis.run import load_model
-from kvevict.evaluate.ask import encode
-from kvevict.evaluate.tasks import Settings, find
 from kvevict.lookahead import passes
 from kvevict.lookahead.validation import recall, tau
 from kvevict.models import small_llama
 from kvevict.patch import find_decoder
 
 TEMPERATURES = (0.2, 0.4, 0.6, 0.8)
-
-
-def prompts(model, tokenizer, args):
-    for seed in itertools.count(2000):
-        for name in args.tasks:
-            for case in find(name)(Settings(tokenizer, args.length, 1, seed, haystack=args.haystack)):
-                made = encode(model, tokenizer, case)
-                yield torch.tensor(made.context + made.question)
 
 
 def respond(model, prompt, length, temperature=None):
@@ -58,7 +49,7 @@ def main():
     parser.add_argument("--haystack")
     parser.add_argument("--draft", help="folder of a smaller model with the same tokenizer")
     parser.add_argument("--tasks", nargs="+", default=["facts", "fidelity"])
-    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--lengths", nargs="+", type=int, default=[1024])
     parser.add_argument("--response", type=int, default=32, help="tokens at most")
     parser.add_argument("--count", type=int, default=30, help="prompts")
     args = parser.parse_args()
@@ -66,14 +57,15 @@ def main():
     decoder, draft = find_decoder(model), load_model(args.draft, "float32", "cpu")[0] if args.draft else None
     torch.manual_seed(0)
     found: dict = {f"T = {t}": [] for t in TEMPERATURES} | ({"draft": []} if draft else {})
-    for prompt in itertools.islice(prompts(model, tokenizer, args), args.count):
+    for pair in itertools.islice(pairs(model, tokenizer, args, first=2000), args.count):
+        prompt = torch.tensor(pair["prompt"])
         want = passes.truth(decoder, prompt, respond(model, prompt, args.response)).target
         for name, each in found.items():
             temperature = None if name == "draft" else float(name.split()[-1])
             response = respond(draft if name == "draft" else model, prompt, args.response, temperature)
             each.append(alike(passes.truth(decoder, prompt, response).target, want))
     print(
-        f"{args.count} prompts of {args.tasks}, {args.length} tokens\n{'':10}recall of the best eighth, Kendall's tau"
+        f"{args.count} prompts of {args.tasks}, {args.lengths} tokens\n{'':10}recall of the best eighth, Kendall's tau"
     )
     for name, each in found.items():
         shown = [

@@ -15,8 +15,8 @@ from kvevict.evaluate.ask import encode
 from kvevict.evaluate.tasks import Settings, find
 
 
-def pairs(model, tokenizer, args):
-    for seed in itertools.count(1000):
+def pairs(model, tokenizer, args, first=1000):
+    for seed in itertools.count(first):
         for length in args.lengths:
             for name in args.tasks:
                 for case in find(name)(Settings(tokenizer, length, 1, seed, haystack=args.haystack)):

@@ -11,15 +11,17 @@ trap 'rm -rf "$out"' EXIT
 # A Debian of arm64 that knows no other packages than those that it fetches.
 mkdir -p "$out"/apt/state/lists/partial "$out"/apt/cache/archives/partial "$out/root"
 : >"$out/apt/state/status"
-echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] http://deb.debian.org/debian bookworm main" \
-  >"$out/apt/list"
 debian() {
   apt-get -q -o APT::Architecture=arm64 -o APT::Architectures=arm64 -o Dir::State="$out/apt/state" \
-    -o Dir::State::status="$out/apt/state/status" -o Dir::Cache="$out/apt/cache" -o Dir::Etc::sourceparts=- \
-    -o Dir::Etc::sourcelist="$out/apt/list" -o APT::Sandbox::User="$(id -un)" "$@" >>"$out/apt/log" 2>&1 || { cat "$out/apt/log"; return 1; }
+    -o Dir::State::status="$out/apt/state/status" -o Dir::Cache="$out/apt/cache" \
+    -o APT::Sandbox::User="$(id -un)" "$@" >>"$out/apt/log" 2>&1
 }
 packages=(python3.11-minimal libpython3.11-dev libstdc++6 libgomp1)
-{ debian update && debian install -y --download-only --no-install-recommends "${packages[@]}"; } || exit 77
+{ debian update && debian install -y --download-only --no-install-recommends "${packages[@]}"; } || {
+  cat "$out/apt/log"
+  echo "LEFT OUT: Debian's packages for ARM cannot be fetched"
+  exit 77
+}
 for package in "$out"/apt/cache/archives/*.deb; do dpkg-deb -x "$package" "$out/root"; done
 
 # torch 2.10 is the oldest that kvevict takes, and the last whose wheel for ARM Linux on PyPI needs no CUDA.
