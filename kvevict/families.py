@@ -272,6 +272,11 @@ def axes(decoder) -> int:
     return len(sections or ())
 
 
+def counts_tokens(decoder) -> bool:
+    """Whether the decoder, where it is given no positions, counts a row's tokens and leaves its padding out."""
+    return decoder.config.model_type == "opt"
+
+
 def rope_depends_on_length(decoder) -> bool:
     """Whether the rotary frequencies depend on the longest position of the same call (longrope, dynamic NTK)."""
     kind = getattr(rotary_of(decoder), "rope_type", "default")

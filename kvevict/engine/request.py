@@ -216,7 +216,9 @@ class Request:
         return self.patch.kv_heads
 
     def _given_positions(self):
-        if self.position_ids is None:
+        if self.position_ids is None and self.mask is not None and families.counts_tokens(self.decoder):
+            self.position_ids = (self.mask.long().cumsum(1) - 1).clamp_min(0)[:, self.columns :]
+        elif self.position_ids is None:
             self.position_ids = torch.arange(self.columns, self.columns + self.tokens, device=self.device)[None]
         return self.position_ids
 

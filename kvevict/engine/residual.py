@@ -26,6 +26,7 @@ class Errors:
     def turn(self, step, index, after) -> None:
         """Note how far the call's last rows, those that observe, were turned between `residual` and `after`."""
         before = self.residual.pop(index).to(after.device)
+        after = after.reshape(before.shape)  # OPT's MLPs get [B * T, E]
         counts = step.patch.policy.rows.observing(step)
         rows, counts = max(int(counts.max()), 1), host.upload(counts, after.device)
         turn = 1 - torch.cosine_similarity(before[:, -rows:].float(), after[:, -rows:].float(), dim=-1)
