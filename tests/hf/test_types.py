@@ -18,7 +18,8 @@ from kvevict import families, known, trial
 from kvevict.compat import VERSION
 
 WHICH = os.environ.get("KVEVICT_TYPES", "sample")
-SAMPLE = "smollm3 gemma3 qwen3_next falcon_h1 lfm2 llama4_text gpt2 phi opt jamba deepseek_v3".split()
+SAMPLE = ("smollm3", "gemma3", "qwen3_next", "falcon_h1", "lfm2", "llama4_text", "gpt2", "phi", "opt", "jamba",
+          "deepseek_v3")  # fmt: skip
 TYPES = [(name, kind) for name, kind in zoo.types() if WHICH != "sample" or name in SAMPLE]
 RIGHT = (known.EQUAL, known.LIMITED)
 LINES = {line.name: line for line in known.table()}
