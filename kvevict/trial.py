@@ -69,7 +69,29 @@ def difference(model, patched) -> str | None:
         return f"{type(error).__name__}: {error}"
     limit = TOLERANCE.get(want.dtype, ROUNDED)
     wrong = [f"{what} change its output by {error:.0e}" for what, error in errors.items() if not error < limit]
-    return "; ".join(wrong) or None
+    if not wrong:
+        return None
+    return itself(model, ids, mask, want, limit) or "; ".join(wrong)
+
+
+def itself(model, input_ids, attention_mask, want, limit) -> str | None:
+    """How the unpatched model differs from itself in two calls with a cache of its own; None: it does not.
+
+    input_ids, attention_mask   [B, N]
+    want                        of the valid tokens its logits, or hidden states, from one call
+    """
+    said, cache = [], None
+    try:
+        with quiet(model):
+            for part in (slice(SEEN), slice(SEEN, None)):
+                out = model(input_ids=input_ids[:, part], attention_mask=attention_mask[:, : part.stop],
+                            past_key_values=cache, use_cache=True)  # fmt: skip
+                cache = out.past_key_values
+                said.append(_rows(out))
+        error = _error(torch.cat(said, 1)[attention_mask.bool()], want)
+    except Exception as error:
+        return f"unpatched, too, it cannot be read in two calls ({type(error).__name__}: {error})"
+    return None if error < limit else f"unpatched, too, it reads otherwise in two calls than in one, by {error:.0e}"
 
 
 def plain_ids(config, batch, length):

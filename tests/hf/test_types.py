@@ -101,7 +101,7 @@ def foreign_mlp(layer):
 
 
 @pytest.mark.parametrize("change, reason", [
-    (foreign_attention, "no single module that calls"), (foreign_mlp, "change its output by"),
+    (foreign_attention, "no single module that calls"), (foreign_mlp, "in two calls than in one"),
 ])  # fmt: skip
 def test_remote_code_is_looked_at(change, reason):
     """Whatever type it says it is; and it is what it was when it is refused."""
@@ -132,11 +132,21 @@ def test_a_decoder_that_is_not_called_is_refused(unknown):
 
 
 def test_chunks_that_differ_are_refused(unknown):
-    """Jamba starts its state anew with every call."""
+    """Jamba starts its state anew with every call, patched or not."""
     model = zoo.make("jamba", "JambaForCausalLM")
-    with pytest.raises(ValueError, match="change its output by"):
+    with pytest.raises(ValueError, match="unpatched, too, it reads otherwise in two calls"):
         kvevict.patch(model, "snapkv", budget=64)
     assert "forward" not in model.model.__dict__
+
+
+def test_positions_that_differ_are_refused(unknown, monkeypatch):
+    """OPT counts a padded row's tokens, unlike the others."""
+    model = zoo.make("opt", "OPTForCausalLM")
+    kvevict.patch(model, "snapkv", budget=64)
+    kvevict.unpatch(model)
+    monkeypatch.setattr(families, "counts_tokens", lambda decoder: False)
+    with pytest.raises(ValueError, match="chunks change its output by"):
+        kvevict.patch(model, "snapkv", budget=64)
 
 
 # -- what a decoder is made of ---------------------------------------------------------------------------------------

@@ -115,14 +115,17 @@ def differs(model, inputs, want, tokens) -> str | None:
                 if kvevict.report(model)["seen"] != valid.sum(1).tolist():
                     return "its text decoder is not what reads the prompt"
                 if not error < CLOSE:
-                    return f"{policy} in chunks of {options['chunk_size']}: logits off by {error:.0e}"
+                    wrong = f"{policy} in chunks of {options['chunk_size']}: logits off by {error:.0e}"
+                    break
                 if options["budget"] == 4096:
                     for beams, reference in tokens.items():
                         if not torch.equal(generate(model, inputs, num_beams=beams), reference):
                             return f"other tokens with {beams} beams"
         except Exception as error:
             return brief(error)
-    return evicts(model, inputs, want, TIGHT) or masked(model)
+    else:
+        return evicts(model, inputs, want, TIGHT) or masked(model)
+    return trial.itself(model, **inputs, want=want[valid], limit=CLOSE) or wrong
 
 
 def evicts(model, inputs, want, policies) -> str | None:
