@@ -39,10 +39,9 @@ def difference(values, least: float = 0) -> Difference:
     n, mean = len(values), sum(values) / len(values)
     half = math.inf
     if n > 1:
-        more = (Z**3 + Z) / 4 / (n - 1) + (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96 / (
-            n - 1
-        ) ** 2  # Student's quantile over Z
-        half = max(least, (Z + more) * math.sqrt(sum((x - mean) ** 2 for x in values) / (n - 1) / n))
+        free = n - 1
+        student = Z + (Z**3 + Z) / (4 * free) + (5 * Z**5 + 16 * Z**3 + 3 * Z) / (96 * free**2)  # its 97.5 % quantile
+        half = max(least, student * math.sqrt(sum((x - mean) ** 2 for x in values) / free / n))
     return Difference(mean, mean - half, mean + half, sum(x > 0 for x in values), sum(x < 0 for x in values), n)
 
 

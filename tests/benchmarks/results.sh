@@ -31,12 +31,23 @@ presets+=" take/no-probe take+caote h2o h2o/kvcf tova streaming knorm keydiff ke
 learned=lookahead:adapter=${ADAPTER:-} pooled=edie:rows=probe,heads=equal,kernel=31
 all="$presets take+chunkkv take+edie snapkv+caote snapkv+fastcaote h2o+caote h2o+fastcaote tova+caote tova+fastcaote"
 
-answers="ruler/niah_single_2 ruler/niah_multikey_1 fidelity"
-every="facts keyvalue multivalue tracking ruler/niah_single_1 ruler/niah_single_2 ruler/niah_single_3"
-every+=" ruler/niah_multikey_1 ruler/niah_multikey_2 ruler/niah_multivalue ruler/niah_multiquery"
-every+=" ruler/vt ruler/cwe ruler/fwe"
+numbers="ruler/niah_single_2 ruler/niah_multikey_1" answers="$numbers fidelity"
+tasks="facts keyvalue multivalue tracking ruler/niah_single_1 ruler/niah_single_2 ruler/niah_single_3"
+tasks+=" ruler/niah_multikey_1 ruler/niah_multikey_2 ruler/niah_multivalue ruler/niah_multiquery"
+tasks+=" ruler/vt ruler/cwe ruler/fwe"
 
 # shellcheck disable=SC2086  # lists of policies and tasks
+every() { # NAME CASES OTHERS TASKS ARGUMENTS: read whole (CASES) and in chunks (OTHERS), the question known, and not;
+  # fidelity asks no question, so it is the same for both
+  local name=$1 first=$2 others=$3 asked=$4
+  shift 4
+  table "$name-whole" "$first" --tasks $asked fidelity --share-reads "$@"
+  table "$name-chunks" "$others" --tasks $asked fidelity --share-reads --chunk-size 512 "$@"
+  table "$name-unknown" "$others" --tasks $asked --share-reads --mode agnostic "$@"
+  table "$name-unknown-chunks" "$others" --tasks $asked --share-reads --mode agnostic --chunk-size 512 "$@"
+}
+
+# shellcheck disable=SC2086
 {
   table lookahead 12 --tasks needle facts keyvalue --lengths 512 1024 --budgets 64 128 256 \
     --policies snapkv take laq oracle lookahead
@@ -51,6 +62,8 @@ every+=" ruler/vt ruler/cwe ruler/fwe"
   table rows-needle 2 --tasks needle --policies $rows --budgets 48 64 128 256 --chunk-size 128 --seeds 0 1 2
   table pools 10 --tasks facts keyvalue --budgets 64 128 --chunk-size 128 --seeds 0 1 \
     --policies take take+chunkkv take+edie $pooled edie:rows=probe,heads=equal,kernel=15 edie:rows=probe
+  every bundled 4 4 "facts keyvalue" --lengths 1920 --budgets 60 120 240 --seeds 31 \
+    --policies lookahead fastkv:tsp_len=512 $all
   table whole 10 --tasks facts keyvalue --budgets 64 128 256 --seeds 0 1 2 --share-reads \
     --policies lookahead fastkv:tsp_len=256 $presets
   for t in "" 0.2 0.8; do
@@ -60,25 +73,19 @@ every+=" ruler/vt ruler/cwe ruler/fwe"
 }
 if [ -n "${SMOLLM2:-}" ]; then
   real=(--model "$SMOLLM2" --haystack "$BOOKS" --seeds 31)
-  table smollm2-full 10 "${real[@]}" --tasks $every --lengths 2048 --policies full
+  table smollm2-full 10 "${real[@]}" --tasks $tasks --lengths 2048 --policies full
   table smollm2-full-needle 4 "${real[@]}" --tasks needle --lengths 2048 --policies full
   table smollm2-full-4096 10 "${real[@]}" --tasks facts ruler/niah_single_{1,2,3} ruler/niah_multikey_1 \
     --lengths 4096 --policies full
   table smollm2-full-needle-4096 2 "${real[@]}" --tasks needle --lengths 4096 --policies full
-  table smollm2-whole 4 "${real[@]}" --tasks $answers --lengths 2048 --budgets 64 128 256 --share-reads \
+  every smollm2 4 2 "$numbers" "${real[@]}" --lengths 2048 --budgets 64 128 256 \
     --policies "$learned" fastkv:tsp_len=512 $all $pooled
-  table smollm2-chunks 3 "${real[@]}" --tasks $answers --lengths 2048 --budgets 64 128 256 --chunk-size 512 \
-    --policies take+edie take+chunkkv take snapkv "$learned"
-  table smollm2-every-chunks 2 "${real[@]}" --tasks $answers --lengths 2048 --budgets 128 --chunk-size 512 \
-    --policies "$learned" fastkv:tsp_len=512 $all
-  table smollm2-unknown 2 "${real[@]}" --tasks $answers --lengths 2048 --budgets 128 256 --mode agnostic \
-    --share-reads --policies "$learned" $all
-  table smollm2-unknown-chunks 2 "${real[@]}" --tasks $answers --lengths 2048 --budgets 128 --chunk-size 512 \
-    --mode agnostic --policies oracle laq snapkv edie take h2o take+edie streaming
   table smollm2-first-tokens 6 "${real[@]}" --tasks fidelity ruler/niah_single_2 --lengths 1024 --budgets 64 \
     --share-reads --policies take+edie $pooled {edie+tada,snapkv,random}{,:keep_first=4}
   table smollm2-whole-4096 3 "${real[@]}" --tasks ruler/niah_single_{1,2} ruler/niah_multikey_1 fidelity \
     --lengths 4096 --budgets 128 256 512 --share-reads --policies "$learned" fastkv:tsp_len=512 $all $pooled
+  table smollm2-unknown-4096 2 "${real[@]}" --tasks $numbers --lengths 4096 --budgets 128 256 512 --share-reads \
+    --mode agnostic --policies "$learned" fastkv:tsp_len=512 $all $pooled
   table smollm2-4096 8 "${real[@]}" --tasks ruler/niah_single_1 ruler/niah_single_2 ruler/niah_multikey_1 \
     --lengths 4096 --chunk-size 512 --budgets 256 --policies take+edie $pooled take+chunkkv take "$learned"
   table smollm2-fidelity-4096 8 "${real[@]}" --tasks fidelity --lengths 4096 --chunk-size 512 --budgets 256 \
@@ -91,6 +98,10 @@ if [ -n "${SMOLLM2:-}" ]; then
     table "smollm2-$protocol" 10 "${real[@]}" --protocol $protocol --tasks ruler/niah_single_2 fidelity --lengths 1024 \
       --budgets 64 --adapter "$ADAPTER" --share-reads
   done
+  for protocol in chunkkv edie caote take; do
+    table "smollm2-$protocol-384" 16 "${real[@]}" --protocol $protocol --tasks ruler/niah_single_2 --lengths 1024 \
+      --budgets 384 --share-reads
+  done
   table lookahead-smollm2 10 "${real[@]}" --seeds 5 --tasks facts ruler/niah_single_2 ruler/niah_multikey_1 fidelity \
     --lengths 1024 --budgets 64 128 --policies snapkv laq oracle "$learned"
   table lookahead-chunks 12 "${real[@]}" --seeds 3 --tasks ruler/niah_single_2 --lengths 2048 --chunk-size 512 \
@@ -102,13 +113,12 @@ if [ -n "${SMOLLM2:-}" ]; then
 fi
 if [ -n "${GEMMA3:-}" ]; then
   real=(--model "$GEMMA3" --haystack "$BOOKS" --seeds 31)
-  table gemma3-full 6 "${real[@]}" --tasks $every --lengths 2048 --policies full
+  table gemma3-full 6 "${real[@]}" --tasks $tasks --lengths 2048 --policies full
   table gemma3-full-needle 2 "${real[@]}" --tasks needle --lengths 2048 --policies full
-  table gemma3-whole 3 "${real[@]}" --tasks $answers --lengths 2048 --budgets 64 128 256 --share-reads --policies $all
-  table gemma3-chunks 3 "${real[@]}" --tasks $answers --lengths 2048 --budgets 64 128 256 --chunk-size 512 \
-    --policies take+edie take+chunkkv take snapkv edie
-  table gemma3-4096 3 "${real[@]}" --tasks $answers --lengths 4096 --budgets 128 256 512 --share-reads \
-    --policies oracle laq take+edie take take+chunkkv snapkv edie edie+tada adakv chunkkv h2o streaming
+  every gemma3 3 2 "$numbers" "${real[@]}" --lengths 2048 --budgets 64 128 256 --policies $all
+  table gemma3-4096 3 "${real[@]}" --tasks $answers --lengths 4096 --budgets 128 256 512 --share-reads --policies $all
+  table gemma3-unknown-4096 2 "${real[@]}" --tasks $numbers --lengths 4096 --budgets 128 256 512 --share-reads \
+    --mode agnostic --policies $all
 fi
 if [ -n "${TINYSTORIES:-}" ]; then
   table stories 128 --model "$TINYSTORIES" --tasks perplexity/documents --haystack "$STORIES" --lengths 300 \
