@@ -119,6 +119,10 @@ if [ -n "${GEMMA3:-}" ]; then
   table gemma3-4096 3 "${real[@]}" --tasks $answers --lengths 4096 --budgets 128 256 512 --share-reads --policies $all
   table gemma3-unknown-4096 2 "${real[@]}" --tasks $numbers --lengths 4096 --budgets 128 256 512 --share-reads \
     --mode agnostic --policies $all
+  for protocol in chunkkv edie take caote; do
+    table "gemma3-$protocol" 16 "${real[@]}" --protocol $protocol --tasks ruler/niah_single_2 --lengths 1024 \
+      --budgets $([ $protocol = caote ] && echo 384 || echo 256) --share-reads
+  done
 fi
 if [ -n "${TINYSTORIES:-}" ]; then
   table stories 128 --model "$TINYSTORIES" --tasks perplexity/documents --haystack "$STORIES" --lengths 300 \
