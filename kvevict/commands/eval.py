@@ -34,7 +34,8 @@ def eval(parser, argv):
         "--share-reads",
         action="store_true",
         help="compute a prompt that is read whole, or the first of its chunks, once for all policies: read whole "
-        "several times faster, the same answers; takes memory for all layers' activations, and no seconds of reading are kept",
+        "several times faster, the same answers; takes memory for all layers' activations, and no seconds of reading "
+        "are kept",
     )
     parser.add_argument("--by", nargs="+", default=[], metavar="TAG", help="columns of the table: depth, length, facts")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
