@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from .. import families
 from ..engine.replay import Replay
 from ..patch import find_decoder
 from . import protocols
@@ -42,7 +43,7 @@ class Plan:
     draft: str | None = None  # folder of a smaller model, for a protocol in which one drafts
 
     def runs(self, layers: int = 1) -> list:
-        """`full` first; layers: of the model, of which a protocol's policies name shares. Raises ValueError for a
+        """`full` first; layers: those that evict, of which a protocol's policies name shares. Raises ValueError for a
         policy that is unknown or that the budget does not fit."""
         if self.protocol is None:
             names = [name for name in self.policies if name != FULL.policy]
@@ -71,8 +72,9 @@ def evaluate(model, tokenizer, plan: Plan, out, name: str = "", share_reads: boo
     Raises ValueError when `out` was begun with another plan or model (its `name` and weights), and for a prompt that
     is longer than the model's context.
     """
-    layers = model.config.get_text_config().num_hidden_layers
-    replay = Replay(find_decoder(model)) if share_reads else None
+    decoder = find_decoder(model)
+    layers = families.layer_kinds(decoder.config).count(families.OWN)
+    replay = Replay(decoder) if share_reads else None
     runs, groups = plan.runs(layers), plan.groups(tokenizer)
     about = dict(
         model=name, layers=layers, weights=fingerprint(model), dtype=str(model.dtype), **dataclasses.asdict(plan)

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 import tiny
+from test_eval import tokenizer
 
+from kvevict import families
 from kvevict.cli import main
 from kvevict.evaluate import claims, protocols
-from kvevict.evaluate.run import Plan
+from kvevict.evaluate.results import read
+from kvevict.evaluate.run import Plan, evaluate
 
 QUANTILES = {9: 2.2622, 19: 2.0930, 39: 2.0227}  # Student's, two-sided 95 %, by degrees of freedom, from tables
 
@@ -35,6 +38,17 @@ def test_an_adapter_is_named_to_all_that_read_it():
     runs = protocols.runs("lookaheadkv", (64,), "aware", 4, "folder")
     named = [run.policy for run in runs if "adapter=folder" in run.policy]
     assert named == ["lookahead:adapter=folder", "edie:rows=lookahead,adapter=folder"]
+
+
+def test_layers_are_those_that_evict(tmp_path):
+    """Halves and quarters of Gemma 3 are of its layers with full attention."""
+    net = tiny.model("gemma3")
+    plan = Plan(("toy",), (120,), (), (64,), modes=("aware",), cases=1, protocol="chunkkv")
+    evaluate(net, tokenizer(), plan, tmp_path / "lines.jsonl")
+    settings, made = read(tmp_path / "lines.jsonl")
+    evicts = families.layer_kinds(net.config).count(families.OWN)
+    assert settings["layers"] == evicts < net.config.num_hidden_layers
+    assert f'chunkkv:select_by_layer=[[{max(1, evicts // 2)},null,"token"]]' in {line["policy"] for line in made}
 
 
 @pytest.mark.parametrize("n", [10, 20, 40])

@@ -21,7 +21,7 @@ class Claim:
     """`better` answers better than `than`; with a margin: not worse by more than this share of the full cache's score.
 
     better, than   policies, NAME or NAME:OPTION=VALUE,... in which {B} and {B20} stand for the budget and 20 times as
-                   much, {L4}, {L2}, {L34} and {L} for a quarter, half, three quarters and all of the model's layers,
+                   much, {L4}, {L2}, {L34} and {L} for a quarter, half, three quarters and all of the layers that evict,
                    and {adapter} and, behind other options, {and_adapter} for the one that names --adapter; a claim
                    with {draft}, the folder of --draft, is left out where none is given
     chunks         tokens that each of the two reads at once, None: the prompt whole
