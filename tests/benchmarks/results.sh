@@ -62,7 +62,7 @@ every() { # NAME CASES OTHERS TASKS ARGUMENTS: read whole (CASES) and in chunks 
   table rows-needle 2 --tasks needle --policies $rows --budgets 48 64 128 256 --chunk-size 128 --seeds 0 1 2
   table pools 10 --tasks facts keyvalue --budgets 64 128 --chunk-size 128 --seeds 0 1 \
     --policies take take+chunkkv take+edie $pooled edie:rows=probe,heads=equal,kernel=15 edie:rows=probe
-  every bundled 4 4 "facts keyvalue" --lengths 1920 --budgets 60 120 240 --seeds 31 \
+  every bundled 2 2 "facts keyvalue" --lengths 1920 --budgets 60 120 240 --seeds 31 \
     --policies lookahead fastkv:tsp_len=512 $all
   table whole 10 --tasks facts keyvalue --budgets 64 128 256 --seeds 0 1 2 --share-reads \
     --policies lookahead fastkv:tsp_len=256 $presets
@@ -80,12 +80,18 @@ if [ -n "${SMOLLM2:-}" ]; then
   table smollm2-full-needle-4096 2 "${real[@]}" --tasks needle --lengths 4096 --policies full
   every smollm2 4 2 "$numbers" "${real[@]}" --lengths 2048 --budgets 64 128 256 \
     --policies "$learned" fastkv:tsp_len=512 $all $pooled
+  table smollm2-chunks-five 3 "${real[@]}" --tasks $answers --lengths 2048 --budgets 64 128 256 --chunk-size 512 \
+    --policies take+edie take+chunkkv take snapkv "$learned"
+  table smollm2-unknown-more 6 "${real[@]}" --tasks $numbers --lengths 2048 --budgets 512 1024 --mode agnostic \
+    --share-reads --policies take snapkv laq "$learned" chunkkv edie+tada h2o tova keydiff streaming random
   table smollm2-first-tokens 6 "${real[@]}" --tasks fidelity ruler/niah_single_2 --lengths 1024 --budgets 64 \
     --share-reads --policies take+edie $pooled {edie+tada,snapkv,random}{,:keep_first=4}
   table smollm2-whole-4096 3 "${real[@]}" --tasks ruler/niah_single_{1,2} ruler/niah_multikey_1 fidelity \
     --lengths 4096 --budgets 128 256 512 --share-reads --policies "$learned" fastkv:tsp_len=512 $all $pooled
-  table smollm2-unknown-4096 2 "${real[@]}" --tasks $numbers --lengths 4096 --budgets 128 256 512 --share-reads \
+  table smollm2-unknown-4096 1 "${real[@]}" --tasks $numbers --lengths 4096 --budgets 128 256 512 --share-reads \
     --mode agnostic --policies "$learned" fastkv:tsp_len=512 $all $pooled
+  table smollm2-chunks-4096 1 "${real[@]}" --tasks $numbers --lengths 4096 --budgets 256 --share-reads \
+    --chunk-size 512 --policies "$learned" fastkv:tsp_len=512 $all
   table smollm2-4096 8 "${real[@]}" --tasks ruler/niah_single_1 ruler/niah_single_2 ruler/niah_multikey_1 \
     --lengths 4096 --chunk-size 512 --budgets 256 --policies take+edie $pooled take+chunkkv take "$learned"
   table smollm2-fidelity-4096 8 "${real[@]}" --tasks fidelity --lengths 4096 --chunk-size 512 --budgets 256 \
@@ -116,8 +122,10 @@ if [ -n "${GEMMA3:-}" ]; then
   table gemma3-full 6 "${real[@]}" --tasks $tasks --lengths 2048 --policies full
   table gemma3-full-needle 2 "${real[@]}" --tasks needle --lengths 2048 --policies full
   every gemma3 3 2 "$numbers" "${real[@]}" --lengths 2048 --budgets 64 128 256 --policies $all
+  table gemma3-chunks-five 3 "${real[@]}" --tasks $answers --lengths 2048 --budgets 64 128 256 --chunk-size 512 \
+    --policies take+edie take+chunkkv take snapkv edie
   table gemma3-4096 3 "${real[@]}" --tasks $answers --lengths 4096 --budgets 128 256 512 --share-reads --policies $all
-  table gemma3-unknown-4096 2 "${real[@]}" --tasks $numbers --lengths 4096 --budgets 128 256 512 --share-reads \
+  table gemma3-unknown-4096 1 "${real[@]}" --tasks $numbers --lengths 4096 --budgets 128 256 512 --share-reads \
     --mode agnostic --policies $all
   for protocol in chunkkv edie take caote; do
     table "gemma3-$protocol" 16 "${real[@]}" --protocol $protocol --tasks ruler/niah_single_2 --lengths 1024 \

@@ -179,7 +179,7 @@ REFUSED = {
     "bloom": (lambda: small("Bloom", n_layer=2, n_head=4), "(?i)alibi"),
     "t5": (lambda: small("T5", "ForConditionalGeneration", **T5), "(?i)encoder"),
     "bart": (lambda: small("Bart", "ForConditionalGeneration", **BART), "(?i)encoder"),
-    "jamba": (lambda: small("Jamba", **JAMBA), "jamba.*chunks|no single module"),
+    "jamba": (lambda: small("Jamba", **JAMBA), "jamba.*two calls|no single module"),
     "mamba": (lambda: small("Mamba", state_size=8), "no layer has full attention|no single module"),
     "every layer slides": (lambda: tiny.model("mistral", sliding_window=12), "every layer has a sliding window"),
 }
