@@ -354,7 +354,7 @@ def test_none_and_true_as_python_takes_them(folder, capsys):
     (dict(hidden_size="x"), "cannot be loaded"), (dict(num_attention_heads=0), "config"),
     (dict(head_dim=12), "head_dim 12"), (dict(head_dim=1024), "head_dim 1024"), (dict(dtype="float64"), "float64"),
     (dict(num_key_value_heads=0), "config"), (dict(hidden_size=10**12, intermediate_size=10**12), "config"),
-    (dict(model_type="opt", word_embed_proj_dim=64, ffn_dim=96), "cannot be patched"),
+    (dict(model_type="bloom"), "ALiBi"),
     (dict(model_type="bert"), "cannot be"), (dict(num_hidden_layers=0), ""),
 ])  # fmt: skip
 def test_odd_configs(change, said, tmp_path, capsys):
