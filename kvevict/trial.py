@@ -54,15 +54,10 @@ def difference(model, patched) -> str | None:
             part = valid[:, :SEEN]
             read = _rows(model(input_ids=ids[:, :SEEN], attention_mask=mask[:, :SEEN], use_cache=True))[part]
         with quiet(model), patched("snapkv", dict(budget=4 * SEEN, chunk_size=7)):
-            said, cache = [], None
-            for start, end in ((0, SEEN), *((at, at + 1) for at in range(SEEN, SEEN + NEW))):
-                out = model(input_ids=ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache,
-                            use_cache=True)  # fmt: skip
-                cache = out.past_key_values
-                said.append(_rows(out))
+            said, cache = _in_calls(model, ids, mask, range(SEEN, SEEN + NEW + 1))
         if not isinstance(cache, EvictionCache):
             return "its text decoder is not what fills its cache"
-        got = torch.cat(said, 1)[valid]
+        got = said[valid]
         prompt = _place(valid)[:, :SEEN][part]
         errors = {"tokens read behind a chunk": _error(read, want[prompt]), "chunks": _error(got, want)}
     except Exception as error:
@@ -80,15 +75,10 @@ def itself(model, input_ids, attention_mask, want, limit) -> str | None:
     input_ids, attention_mask   [B, N]
     want                        of the valid tokens its logits, or hidden states, from one call
     """
-    said, cache = [], None
     try:
         with quiet(model):
-            for part in (slice(SEEN), slice(SEEN, None)):
-                out = model(input_ids=input_ids[:, part], attention_mask=attention_mask[:, : part.stop],
-                            past_key_values=cache, use_cache=True)  # fmt: skip
-                cache = out.past_key_values
-                said.append(_rows(out))
-        error = _error(torch.cat(said, 1)[attention_mask.bool()], want)
+            said, _ = _in_calls(model, input_ids, attention_mask, (SEEN, input_ids.shape[1]))
+        error = _error(said[attention_mask.bool()], want)
     except Exception as error:
         return f"unpatched, too, it cannot be read in two calls ({type(error).__name__}: {error})"
     return None if error < limit else f"unpatched, too, it reads otherwise in two calls than in one, by {error:.0e}"
@@ -101,6 +91,16 @@ def plain_ids(config, batch, length):
     plain = [token for token in range(5, min(text.vocab_size, 1000)) if token not in special]
     chosen = torch.randint(len(plain), (batch, length), generator=torch.Generator().manual_seed(0))
     return torch.tensor(plain)[chosen]
+
+
+def _in_calls(model, ids, mask, ends):
+    """What calls that read on to each column of `ends` say of ids [B, N], and the cache that they leave."""
+    said, cache, start = [], None, 0
+    for end in ends:
+        out = model(input_ids=ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+        cache, start = out.past_key_values, end
+        said.append(_rows(out))
+    return torch.cat(said, 1), cache
 
 
 def _rows(out):
