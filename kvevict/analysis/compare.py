@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import torch
 
+from ..lookahead.validation import recall, tau
 from ..patch import evicting
 from ..policy.policy import Policy
 from ..policy.rows import Rows
@@ -13,7 +14,7 @@ from . import diagnose
 
 CHUNK = 4096  # tokens that the full cache is read by, to bound activations
 NAMES = ("joint_error", "output_error", "recall", "top16", "attention_cosine", "kv_l1_loss")
-
+RANKED = ("eighth", "tau")
 FULL_NAMES = ("sparsity", "fastcaote_spearman")
 
 
@@ -31,17 +32,20 @@ class _Watch(Rows):
 @dataclass
 class Truth:
     """The full cache of a prompt of `tokens` tokens and of its response's first R <= 64: per evicting layer the
-    response's queries [H, R, D], keys and values [Hkv, tokens + R, D], and attention's options."""
+    response's queries [H, R, D], keys and values [Hkv, tokens + R, D], and attention's options; `indices` are those
+    layers' own."""
 
     response: list
     tokens: int
     layers: list
+    indices: list
 
 
 @torch.no_grad()
-def truth(model, ids, max_new_tokens: int) -> Truth:
+def truth(model, ids, max_new_tokens: int, stopping_criteria=None) -> Truth:
     """What the unpatched model answers greedily to ids [1, N], and the attention of that answer."""
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False)
+    how = dict(max_new_tokens=max_new_tokens, do_sample=False, stopping_criteria=stopping_criteria)
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
     whole = out[:, : ids.shape[1] + diagnose.ROWS]
     rows = whole.shape[1] - ids.shape[1]
     watch = _Watch(rows)
@@ -52,7 +56,7 @@ def truth(model, ids, max_new_tokens: int) -> Truth:
         (q, cache.layers[index].keys[0], cache.layers[index].values[0], options)
         for index, (q, options) in sorted(watch.asked.items())
     ]
-    return Truth(out[0, ids.shape[1] :].tolist(), ids.shape[1], layers)
+    return Truth(out[0, ids.shape[1] :].tolist(), ids.shape[1], layers, sorted(watch.asked))
 
 
 @torch.no_grad()
@@ -88,6 +92,44 @@ def compare(full: Truth, kept: list) -> list:
     """
     pairs = zip(full.layers, kept, strict=True)
     return [_layer(full.tokens, *layer, heads) for layer, heads in pairs]  # type: ignore[call-arg]
+
+
+@torch.no_grad()
+def ranking(model, ids, policy, full: Truth) -> dict | None:
+    """How the policy's score ranks the prompt's slots, read whole, beside the response's attention with the full cache:
+    means over the layers that score every slot and over kv heads; None where none does (nothing is evicted). Slots that
+    are protected, and so not ranked, are left out; nothing is pooled or refined.
+
+    eighth  share of the eighth of the slots that the response attends to most that is in the score's best eighth
+            (LookaheadKV table 8, its recall@k)
+    tau     Kendall's rank correlation (table 8)
+    """
+    found: dict = {}
+
+    class Heard(type(policy.score)):
+        def score(self, view):
+            score = super().score(view)
+            if not view.decoding:
+                found[view.index] = score, view.competing
+            return score
+
+    options = {one.name: getattr(policy.score, one.name) for one in dataclasses.fields(policy.score)}
+    whole = None if policy.chunk_size is None else 2**30
+    left(model, ids, dataclasses.replace(policy, score=Heard(**options), chunk_size=whole))
+    each = []
+    for index, (q, k, v, own) in zip(full.indices, full.layers, strict=True):
+        score, competing = found.get(index, (k[:0, None, :0], None))
+        if score.shape[2] != full.tokens:  # nothing was asked, or upper layers read a part of the prompt
+            continue
+        column = torch.arange(k.shape[1], device=k.device)
+        for h, (queries, its) in enumerate(diagnose.by_group(q, len(k), **own)):
+            a, _ = diagnose.attention(queries, k[h], v[h], column <= column[full.tokens :, None], **its)
+            at = competing[0, h]
+            got, want = score.expand(-1, len(k), -1)[0, h, at], a[..., : full.tokens].mean((0, 1))[at]
+            each.append((recall(got, want, max(1, len(got) // 8)), tau(got, want)))
+    if not each:
+        return None
+    return {name: float(torch.stack(values).mean()) for name, values in zip(RANKED, zip(*each))}
 
 
 def _layer(tokens, q, k, v, options, heads):

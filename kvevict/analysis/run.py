@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import dataclass
 
+import jinja2
 import torch
 
 from .._ops import DEVICES, build_info
@@ -81,18 +82,12 @@ def observe(policy, rows: int, tokens: int, named=()):
     return dataclasses.replace(policy, rows=dataclasses.replace(policy.rows, **dict.fromkeys(numbers, min(rows, most))))
 
 
-def encode(
-    model, tokenizer, text: str, question: str, new_tokens: int, limit: int | None = None, opening: str = ""
-) -> Prompt:
+def encode(tokenizer, text: str, question: str, limit: int | None = None, opening: str = "") -> Prompt:
     """`text` followed by `question` and what opens the answer, in the tokenizer's chat template if it has one.
 
-    The text's end is cut, the question never, to `limit` prompt tokens; None: what the model's context holds besides
-    `new_tokens`. Raises ValueError when no text is left.
+    The text's end is cut, the question never, to `limit` prompt tokens. Raises ValueError when no text is left.
     """
     head, tail, behind = frame(tokenizer, f"\n\n{question}", f"\n{opening}" if opening else "")
-    context = getattr(model.config, "max_position_embeddings", None)
-    if limit is None and context is not None:
-        limit = context - new_tokens
     room = None if limit is None else limit - len(head) - len(tail)
     if room is not None and room < 1:
         taken = len(head) + len(tail)
@@ -133,7 +128,12 @@ def frame(tokenizer, question: str, opening: str = "", chat=True) -> tuple:
         return tokenizer("")["input_ids"], ids, len(ids) - len(ids_of(tokenizer, question)) if opening else 0
     mark = "\u0001"  # stands around the question, so that the template does not trim it
     messages = [{"role": "user", "content": mark + mark}]
-    parts = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True).split(mark)
+    try:
+        parts = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True).split(mark)
+    except jinja2.TemplateError as error:
+        raise ValueError(
+            f"the tokenizer's chat template refuses a user's turn alone: {error}; set another chat_template"
+        ) from None
     if len(parts) != 3:
         raise ValueError("the tokenizer's chat template does not give the user's text once; set another chat_template")
     head, _, tail = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in parts)

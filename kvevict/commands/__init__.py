@@ -75,17 +75,19 @@ def observed(text: str):
     return int(text) if text.isdigit() else text
 
 
-def add_question(parser, new_tokens: int, needed: bool = True) -> None:
+def add_question(parser, new_tokens: int | None, needed: bool = True) -> None:
     told = "" if needed else "; default: made-up facts"
+    default = "as long as the right one needs, 32 with --file" if new_tokens is None else new_tokens
     parser.add_argument("question", nargs=None if needed else "?", type=words,
                         help=f"what to ask about the text (or how to go on){told}")  # fmt: skip
     parser.add_argument("--file", required=needed, help=f"text to read; - is standard input{told}")
     parser.add_argument(
-        "--opening", type=words, default="", help="words that the answer begins with, before the model goes on"
-    )
+        "--opening", type=words, default="",
+        help="words that the answer begins with, before the model goes on; the answer then ends with its line",
+    )  # fmt: skip
     parser.add_argument("--limit", type=int, help="prompt tokens at most: cuts the text's end; default: the context")
     parser.add_argument("--max-new-tokens", type=int, default=new_tokens,
-                        help=f"length of the answer at most; default {new_tokens}")  # fmt: skip
+                        help=f"length of the answer at most; default {default}")  # fmt: skip
     add_observe(parser)
 
 
@@ -97,8 +99,19 @@ def load_prompt(args) -> tuple:
     count("--max-new-tokens", args.max_new_tokens, 1)
     text, name = read_text(args.file), model_name(args)
     model, tokenizer = load_model(name, args.dtype, args.device)
-    asked = args.question, args.max_new_tokens, args.limit, args.opening
-    return name, model, tokenizer, encode(model, tokenizer, text, *asked)
+    limit = room(model, args.max_new_tokens, args.limit)
+    return name, model, tokenizer, encode(tokenizer, text, args.question, limit, args.opening)
+
+
+def room(model, new_tokens: int, limit: int | None = None) -> int | None:
+    """Prompt tokens at most, besides an answer's: `--limit`, or what the model's context holds; None where neither is
+    there."""
+    context = getattr(model.config, "max_position_embeddings", None)
+    if context is None:
+        return limit
+    if new_tokens >= context:
+        raise ValueError(f"--max-new-tokens {new_tokens}: the model's context is {context} tokens; give fewer")
+    return context - new_tokens if limit is None else min(limit, context - new_tokens)
 
 
 def words(text: str) -> str:

@@ -1,3 +1,6 @@
+import math
+from statistics import stdev
+
 from . import (
     add_budget,
     add_model,
@@ -9,73 +12,108 @@ from . import (
     load_prompt,
     model_name,
     observing,
+    room,
 )
 
-HEADS = (
-    "slots/head",
-    "joint error",
-    "output error",
-    "recall",
-    "top 16",
-    "attention cosine",
-    "KV L1 loss",
-    "adjacent layers",
-)
+HEADS = {
+    "joint_error": "joint error",
+    "output_error": "output error",
+    "recall": "recall",
+    "top16": "top 16",
+    "attention_cosine": "attention cosine",
+    "kv_l1_loss": "KV L1 loss",
+    "adjacent_overlap": "adjacent layers",
+    "eighth": "ranked: best 1/8",
+    "tau": "tau",
+}
 
 
 @command
 def diagnose(parser, argv):
-    """What policies keep of a prompt, measured against the full cache: errors, recall, overlaps."""
-    add_question(parser, new_tokens=8, needed=False)
+    """What policies keep of prompts, and how they rank their slots, against the full cache and its response."""
+    add_question(parser, new_tokens=None, needed=False)
+    parser.add_argument("--cases", type=int, default=1,
+                        help="made-up texts; of several, means and their standard errors; default 1")  # fmt: skip
     add_model(parser)
     add_policies(parser, default=("take", "snapkv", "h2o", "streaming"))
     add_budget(parser, budget=128)
     args = parser.parse_args(argv)
     if (args.file is None) != (args.question is None):
         raise ValueError("give a question and --file, or neither for made-up facts")
+    if args.file and args.cases != 1:
+        raise ValueError(f"--cases {args.cases}: a file is one text; leave out --file and the question, or --cases")
     from tqdm import tqdm
 
-    from ..analysis import compare
-
     policies = build_policies(args.policies, args)
-    name, model, tokenizer, prompt = load_prompt(args) if args.file else load_facts(args)
-    policies, ids = observing(policies, prompt, args.observe), prompt.row(model.device)
-    full = compare.truth(model, ids, args.max_new_tokens)
-    kept, runs = {}, {}
-    for key, policy in tqdm(policies.items(), unit="policy", delay=1, leave=False, disable=None):
-        left = compare.left(model, ids, compare.informed(policy, full.response))
-        kept[key] = compare.positions(left)
-        runs[key] = run(compare.compare(full, left), kept[key])
-    overlap = {a: {b: compare.between(kept[a], kept[b]) for b in kept} for a in kept}
-    answer = tokenizer.decode(full.response, skip_special_tokens=True).strip()
-    said = answer.partition("\n")[0]
-    print(f"{full.tokens} prompt tokens, budget {args.budget}; the full cache answers: {said}\n")
-    print(grid([("", *HEADS), *((key, *cells(one)) for key, one in runs.items())]))
+    name, model, tokenizer, prompts = load_file(args) if args.file else load_facts(args)
+    with tqdm(total=len(prompts) * len(policies), unit="policy", delay=1, leave=False, disable=None) as bar:
+        each = [one(model, tokenizer, policies, args, *prompt, bar) for prompt in prompts]
+    found, said = mean([found for found, _ in each]), [said for _, said in each]
+    errors = {key: {n: error([one["runs"][key][n] for one, _ in each]) for n in HEADS} for key in policies}
+    print(f"{round(found['tokens'])} prompt tokens, budget {args.budget}; the full cache answers: {'; '.join(said)}\n")
+    print(grid([("", "slots/head", *HEADS.values()), *((k, *cells(r, errors[k])) for k, r in found["runs"].items())]))
     print("\nOverlap (Jaccard) of what they keep\n")
-    print(grid([("", *kept), *((a, *(f"{value:.2f}" for value in row.values())) for a, row in overlap.items())]))
-    layers = compare.full_cache(full)
+    overlap = found["overlap"].items()
+    print(grid([("", *policies), *((a, *(f"{value:.2f}" for value in row.values())) for a, row in overlap)]))
+    layers = found["full_cache"]
     print("\nThe response's attention with the full cache, by layer\n")
     names = {"sparsity": "slots with 90 % of it", "fastcaote_spearman": "FastCAOTE's rank correlation with CAOTE"}
     print(grid([("layer", *map(str, range(len(layers)))),
                 *((said, *(f"{layer[key]:.2f}" for layer in layers)) for key, said in names.items())]))  # fmt: skip
-    result = {"model": name, "tokens": full.tokens, "answer": answer, "runs": runs, "overlap": overlap}
-    return result | {"full_cache": layers}
+    return {"model": name, "cases": len(each), "answers": said, **found, "standard_errors": errors}
+
+
+NEW = 32  # tokens of an answer about a file's text
+
+
+def load_file(args) -> tuple:
+    """(name, model, tokenizer, [(prompt, new tokens, whether the answer is one line)]) of a text and a question."""
+    args.max_new_tokens = NEW if args.max_new_tokens is None else args.max_new_tokens
+    name, model, tokenizer, prompt = load_prompt(args)
+    return name, model, tokenizer, [(prompt, args.max_new_tokens, bool(args.opening))]
 
 
 def load_facts(args) -> tuple:
-    """As `load_prompt`, of the first case that `kvevict demo` asks."""
+    """As `load_file`, of cases that `kvevict demo` asks."""
     from ..analysis.run import load_model
     from ..evaluate.ask import encode
     from ..evaluate.tasks import TASKS, Settings
     from ..policy.checks import count
-    from .demo import LONGEST, TASK
+    from .demo import ANSWER, LONGEST, TASK
 
-    count("--max-new-tokens", args.max_new_tokens, 1)
+    count("--cases", args.cases, 1)
+    for option, number in (("--max-new-tokens", args.max_new_tokens), ("--limit", args.limit)):
+        if number is not None:
+            count(option, number, 1)
     name = model_name(args)
     model, tokenizer = load_model(name, args.dtype, args.device)
-    longest = min(args.limit or LONGEST, model.config.max_position_embeddings - args.max_new_tokens)
-    case = next(iter(TASKS.find(TASK)(Settings(tokenizer, longest, cases=1))))
-    return name, model, tokenizer, encode(model, tokenizer, case)
+    new = ANSWER if args.max_new_tokens is None else args.max_new_tokens
+    longest = room(model, new, args.limit or LONGEST) or LONGEST
+    cases = TASKS.find(TASK)(Settings(tokenizer, longest, args.cases))
+    prompts = [(encode(model, tokenizer, x), args.max_new_tokens or x.new_tokens, x.one_line) for x in cases]
+    return name, model, tokenizer, prompts
+
+
+def one(model, tokenizer, policies, args, prompt, new_tokens, one_line, bar) -> tuple:
+    """What is found of one prompt, and the first line of the full cache's answer."""
+    from ..analysis import compare
+    from ..analysis.run import until_line_end
+
+    policies, ids = observing(policies, prompt, args.observe), prompt.row(model.device)
+    stop = until_line_end(tokenizer, ids.shape[1]) if one_line else None
+    full = compare.truth(model, ids, new_tokens, stop)
+    kept, runs = {}, {}
+    for key, policy in policies.items():
+        policy = compare.informed(policy, full.response)
+        left = compare.left(model, ids, policy)
+        kept[key] = compare.positions(left)
+        ranked = compare.ranking(model, ids, policy, full) or dict.fromkeys(compare.RANKED)
+        runs[key] = run(compare.compare(full, left), kept[key]) | ranked
+        bar.update()
+    overlap = {a: {b: compare.between(kept[a], kept[b]) for b in kept} for a in kept}
+    answer = tokenizer.decode(full.response, skip_special_tokens=True).strip()
+    found = {"tokens": full.tokens, "runs": runs, "overlap": overlap, "full_cache": compare.full_cache(full)}
+    return found, answer.partition("\n")[0]
 
 
 def run(layers: list, kept: list) -> dict:
@@ -90,10 +128,23 @@ def run(layers: list, kept: list) -> dict:
     return means | alike | {"slots": slots, "layers": layers}
 
 
-def cells(one: dict) -> list:
-    from ..analysis.compare import NAMES
+def mean(found: list):
+    """Of equally nested dicts and lists, the mean of each number; None where one is None."""
+    first = found[0]
+    if isinstance(first, dict):
+        return {key: mean([each[key] for each in found]) for key in first}
+    if isinstance(first, list):
+        return [mean(list(values)) for values in zip(*found, strict=True)]
+    return first if len(found) == 1 else None if None in found else sum(found) / len(found)
 
-    least, most = one["slots"]
-    numbers = [*(one[name] for name in NAMES), one["adjacent_overlap"]]
-    texts = ["-" if number is None else f"{number:.3f}" for number in numbers]
-    return [str(least) if least == most else f"{least}..{most}", *texts]
+
+def error(values: list) -> float | None:
+    """The standard error of a mean; None of a single value, or where one is None."""
+    return None if len(values) < 2 or None in values else stdev(values) / math.sqrt(len(values))
+
+
+def cells(one: dict, errors: dict) -> list:
+    least, most = (f"{slots:g}" for slots in one["slots"])
+    texts = ["-" if one[name] is None else f"{one[name]:.3f}" for name in HEADS]
+    beside = ["" if errors[name] is None else f" ±{errors[name]:.3f}" for name in HEADS]
+    return [least if least == most else f"{least}..{most}", *map("".join, zip(texts, beside))]

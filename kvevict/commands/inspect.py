@@ -21,7 +21,8 @@ def inspect(parser, argv):
     policies = build_policies(args.policy or ["take"], args)
     name, model, tokenizer, prompt = load_prompt(args)
     policies, ids = observing(policies, prompt, args.observe), prompt.row(model.device)
-    runs = {key: measure(model, tokenizer, ids, p, args.max_new_tokens, positions=True) for key, p in policies.items()}
+    how = dict(max_new_tokens=args.max_new_tokens, positions=True, one_line=bool(args.opening))
+    runs = {key: measure(model, tokenizer, ids, p, **how) for key, p in policies.items()}
     facts = [("model", name), ("text", args.file), ("question", args.question)]
     shown = [page_run(key, policies[key], run["answer"].strip(), run["report"]) for key, run in runs.items()]
     out = Path(args.out)

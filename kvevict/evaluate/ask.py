@@ -53,8 +53,8 @@ FULL = Run("full")
 class Asked:
     """A case while its runs are measured.
 
-    observe      which rows windows and probes are, as `Prompt.observed` takes it; None, and where the context is read
-                 alone, which does not end with the question: the policy's own
+    observe      which rows windows and probes are, as `Prompt.observed` takes it; None, where nothing is asked, and
+                 where the context is read alone, which does not end with the question: the policy's own
     temperature  tokens are sampled, with the same noise in all runs; None: the likeliest are taken
     response     ids that the full run generated; None before it did
     logits       what the full cache says at each of the response's tokens [R, vocabulary]; of fidelity, once needed
@@ -144,7 +144,7 @@ def ask(model, tokenizer, asked: Asked, run: Run, replay=None) -> dict:
     if run != FULL:
         named = parse_policy(run.policy)[1]
         policy = policy_for(run, len(first), later + ((asked.response or []) if scored is None else scored), case.task)
-        if asked.observe is not None and not agnostic:
+        if asked.observe is not None and not agnostic and prompt.question:
             policy = observe(policy, prompt.observed(asked.observe), len(first), named)
         result["options"] = options_of(policy) | named
         result["options"].pop("ids", None)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
+import jinja2
 import torch
 
 from ..policy.checks import parsed
@@ -85,7 +86,13 @@ def _chat(name, messages, tokenizer):
         response = messages.pop()["content"]
     if not messages:
         raise ValueError(f"{name} has no prompt: no message before the response")
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except jinja2.TemplateError as error:
+        raise ValueError(
+            f"{name}: the tokenizer's chat template refuses its messages: {error}; leave out the turn that it does not "
+            "take, or give prompt and response"
+        ) from None
     return tokenizer(text, add_special_tokens=False)["input_ids"], response
 
 

@@ -427,7 +427,7 @@ def test_a_long_text_is_tokenised_as_far_as_needed(folder):
     assert max(seen) < 20_000
     for count in (3, 4):
         assert first_ids(Counted(), "abcd", count) == (ids_of(tokenizer, "abcd")[:count], count == 4)
-    made = encode(shared(), Counted(), text, "?", 8, limit=100)
+    made = encode(Counted(), text, "?", limit=100)
     assert len(made.context) + len(made.question) == 100 and max(seen) < 20_000
     long = "x" * (8 * (10 + MARGIN) + 1)  # few tokens of many letters
 

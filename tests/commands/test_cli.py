@@ -109,3 +109,35 @@ def test_generate(tmp_path, capsys):
     rows = {line.split()[0]: line.split()[1:3] for line in lines if line.startswith(("unpatched", name))}
     sizes = {"unpatched": 2000, name: 700}
     assert rows == {key: [str(n), f"{2 * 4 * 32 * 2 * 4 * n / 2**20:.2f}"] for key, n in sizes.items()}
+
+
+@pytest.mark.parametrize("name, argv", [
+    ("generate", ["--file", "FILE", "who?"]), ("inspect", ["--file", "FILE", "who?"]),
+    ("diagnose", ["--file", "FILE", "who?"]), ("diagnose", []),
+])  # fmt: skip
+def test_an_answer_longer_than_the_context(name, argv, tmp_path, capsys):
+    text = tmp_path / "text"
+    text.write_text("words " * 50)
+    folder, _ = save(tmp_path / "model")
+    argv = [str(text) if word == "FILE" else word for word in argv]
+    assert main([name, "--model", folder, "--max-new-tokens", "4096", "--limit", "100", *argv]) == 2
+    assert "--max-new-tokens 4096: the model's context is 4096 tokens; give fewer" in capsys.readouterr().err
+
+
+def test_a_limit_beyond_the_context_is_the_context(tmp_path, capsys):
+    folder, _ = save(tmp_path / "model", max_position_embeddings=200)
+    text = tmp_path / "text"
+    text.write_text("words " * 50)
+    words = ["generate", "--model", folder, "--limit", "300", "--max-new-tokens", "20", "--budget", "90"]
+    assert main([*words, "--file", str(text), "who?"]) == 0
+    out = capsys.readouterr()
+    assert out.out.startswith("180 prompt tokens") and "(limit: 180)" in out.err
+
+
+def test_an_opened_answer_ends_with_its_line(tmp_path, capsys):
+    facts = "The code of Naislet is 364735. " * 9
+    text = tmp_path / "text"
+    text.write_text(facts)
+    words = ["generate", "--file", str(text), "--opening", "Answer: The code of Naislet is", "--budget", "200"]
+    assert main([*words, "Question: What is the code of Naislet?"]) == 0
+    assert capsys.readouterr().out.splitlines()[-2].startswith("[take] 364735")

@@ -348,6 +348,33 @@ def test_compare_when_nothing_goes(budget):
     assert compare.adjacent(compare.positions(left)) == 1
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_ranking(family):
+    """A window's sums and the response's mean attention in float64, best eighths by sorting, tau pair by pair."""
+    made, prompt = model(family, **OTHERS.get(family, {})), tokens([[57]], 0)[0][0]
+    full = compare.truth(made, prompt[None], max_new_tokens=5)
+    row, found = Row(made, "streaming", budget=10**6), []
+    row.read([*prompt.tolist(), *full.response])
+    for i in row.own:
+        q, k, (scale, softcap, _) = row.before[i][1], row.layers[i].k, row.logits[i]
+        for g in range(len(k)):
+            group = slice(g * len(q) // len(k), (g + 1) * len(q) // len(k))
+            a = attention64(q[group], k[g], torch.ones(62, 62, dtype=torch.bool).tril(), scale, softcap)[..., :53]
+            got, want = (a[:, rows].mean((0, 1)).tolist() for rows in (slice(53, 57), slice(57, 62)))
+            best = [set(sorted(range(53), key=lambda slot, x=x: -x[slot])[:6]) for x in (got, want)]
+            agree = [(got[x] - got[y]) * (want[x] - want[y]) > 0 for x in range(53) for y in range(x)]
+            found.append((len(best[0] & best[1]) / 6, 2 * sum(agree) / len(agree) - 1))
+    policy = kvevict.policy.build("snapkv", window=4, budget=16)
+    got = compare.ranking(made, prompt[None], policy, full)
+    assert list(got.values()) == pytest.approx([sum(x) / len(found) for x in zip(*found)], abs=1e-3)
+    chunked = kvevict.policy.build("snapkv", window=4, budget=16, chunk_size=12)
+    assert compare.ranking(made, prompt[None], chunked, full) == got  # which is of the prompt read whole
+    oracle_ = compare.informed(kvevict.policy.build("oracle", budget=16), full.response)
+    assert compare.ranking(made, prompt[None], oracle_, full) == dict(eighth=1.0, tau=pytest.approx(1, abs=1e-3))
+    assert compare.ranking(made, prompt[None], kvevict.policy.build("snapkv", window=4, budget=57), full) is None
+
+
 def test_what_the_full_cache_shows():
     """Sparsity by counting, CAOTE as eq. 6 and 8 print it, ranks by sorting."""
     made, prompt = model(), tokens([[57]], 0)[0][0]
@@ -385,7 +412,7 @@ def test_command(tmp_path, capsys):
     assert result["command"] == "diagnose"
     ids = torch.tensor([tiny.byte_tokenizer()(text.read_text() + "\n\nwho?")["input_ids"]])
     assert result["tokens"] == ids.shape[1] == 126
-    full = compare.truth(made, ids, 8)
+    full = compare.truth(made, ids, 32)
     made_of = dict(snapkv=dict(window=4), take=dict(probe=4, chunk_size=40), oracle=dict(ids=tuple(full.response)))
     left = [compare.left(made, ids, kvevict.policy.build(p, budget=24, **given)) for p, given in made_of.items()]
     kept = [compare.positions(one) for one in left]
@@ -399,7 +426,7 @@ def test_command(tmp_path, capsys):
         alike = run["layer_overlap"]
         assert [alike[i][i] for i in range(4)] == [1] * 4 and alike[1][3] == alike[3][1] < 1
         assert sum(alike[i][i + 1] for i in range(3)) / 3 == pytest.approx(run["adjacent_overlap"])
-        numbers = [*(run[metric] for metric in compare.NAMES), run["adjacent_overlap"]]
+        numbers = [*(run[metric] for metric in (*compare.NAMES, "adjacent_overlap", *compare.RANKED))]
         lines = [line.split() for line in printed.splitlines() if line.startswith(name)]
         overlaps = [compare.between(kept[a], other) for other in kept]
         assert list(result["overlap"][name].values()) == overlaps
@@ -413,6 +440,25 @@ def test_command_makes_up_a_text(capsys):
     assert 200 < result["tokens"] <= 300
     assert result["runs"]["streaming"]["adjacent_overlap"] == 1
     assert result["runs"]["snapkv"]["recall"] > result["runs"]["streaming"]["recall"]
+
+
+def test_several_cases(capsys):
+    """Means and standard errors of what each prints alone; a fact's answer ends with its line."""
+    argv = ["diagnose", "--limit", "300", "--policies", "snapkv", "--budget", "64", "--cases"]
+    assert main([*argv, "1"]) == main([*argv, "2"]) == 0
+    printed = capsys.readouterr().out
+    alone, both = (json.loads(line) for line in printed.splitlines() if line.startswith("{"))
+    assert both["cases"] == len(both["answers"]) == 2 and both["answers"][:1] == alone["answers"]
+    assert all(answer.isdigit() for answer in both["answers"])
+    first, mean, apart = (x["snapkv"] for x in (alone["runs"], both["runs"], both["standard_errors"]))
+    for name in ("recall", "top16", "eighth", "tau", "adjacent_overlap"):
+        assert apart[name] == pytest.approx(abs(mean[name] - first[name]))  # half of how far the two are apart
+        assert alone["standard_errors"]["snapkv"][name] is None
+    assert f"{mean['tau']:.3f} ±{apart['tau']:.3f}" in printed
+    assert sum(layer["recall"] for layer in mean["layers"]) / 4 == pytest.approx(mean["recall"])
+    assert main([*argv, "0"]) == 2 and "--cases" in capsys.readouterr().err
+    assert main(["diagnose", "who?", "--file", "text.txt", "--cases", "2"]) == 2
+    assert "--cases 2: a file is one text" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argv", [["who?"], ["--file", "text.txt"]])

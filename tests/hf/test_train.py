@@ -175,6 +175,14 @@ def test_refused_pairs(tmp_path, pair, reason):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_template_that_refuses_a_turn():
+    talker = tiny.byte_tokenizer()
+    talker.chat_template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    turns = [dict(role="system", content="Be short."), dict(role="user", content="Who?")]
+    with pytest.raises(ValueError, match=r"pair 1: .*refuses its messages: no system role; leave out the turn"):
+        kvevict.lookahead.data.pairs([dict(messages=turns)], talker, kvevict.lookahead.data.Limits(99, 9, 999))
+
+
 def test_answers_itself_once(tmp_path):
     """Without a response the model writes one, which is kept."""
     model, data = tiny.model("llama"), [dict(prompt=pair["prompt"]) for pair in PAIRS[:3]]
