@@ -62,10 +62,10 @@ def add_budget(parser, budget: int = 512, chunk_size: int | None = None) -> None
                         help=f"tokens read at once; default {chunk_size or 'is up to the policy'}")  # fmt: skip
 
 
-def add_observe(parser) -> None:
+def add_observe(parser, more: str = "") -> None:
     parser.add_argument("--observe", type=observed, metavar="question|N",
                         help="windows and probes are the rows from the question on, or N rows up to the question's end "
-                        "and all behind it; at most half the budget; default: the policy's own")  # fmt: skip
+                        f"and all behind it; at most half the budget; default: the policy's own{more}")  # fmt: skip
 
 
 def observed(text: str):

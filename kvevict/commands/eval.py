@@ -23,7 +23,7 @@ def eval(parser, argv):
     parser.add_argument("--budgets", nargs="+", default=["128"], help="slots per kv head, or fractions; default 128")
     parser.add_argument("--chunk-size", nargs="+", type=int, default=[0], help="tokens read at once; 0: all (default)")
     parser.add_argument("--mode", choices=["aware", "agnostic", "both"], default="both", help="question known or not")
-    add_observe(parser)
+    add_observe(parser, more="; of one policy alone: take:probe=question")
     parser.add_argument("--temperature", type=float, help="sample answers; default: the likeliest token")
     parser.add_argument("--cases", type=int, default=20, help="per length, seed (and depth); default 20")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="each makes cases of its own; default 0")

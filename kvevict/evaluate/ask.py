@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..analysis.run import Prompt, frame, ids_of, line_ended, observe
+from ..analysis.run import QUESTION, Prompt, frame, ids_of, line_ended, observe
 from ..commands import parse_policy
 from ..patch import evicting, patch
 from ..policy.policy import Policy, build
@@ -106,20 +106,26 @@ def options_of(policy) -> dict:
     return {f.name: getattr(part, f.name) for part in parts for f in dataclasses.fields(part)}
 
 
-def policy_for(run: Run, tokens: int, response, task: str = "eval") -> Policy:
+def policy_for(run: Run, tokens: int, response, task: str = "eval", asks: int | None = None) -> Policy:
     """The policy of a run that reads `tokens` tokens under it. What it remembers of a `task` (TADA) is the run's own,
-    and lasts as long as the process.
+    and lasts as long as the process. asks: how many of the tokens, the last, a window or probe of "question" is; None,
+    where no question is read: the policy's own.
 
-    Windows, probes and recent slots that the run does not name are at most half the budget. Rows that may know the
+    Windows, probes and recent slots that the run does not name a number of are at most half the budget. Rows that may know the
     response (the oracle's) are told the ids that follow, and then the prompt is read whole: rows of a response that
     have not seen what is yet to be read show nothing.
     """
     name, given = parse_policy(run.policy)
     if {"budget", "chunk_size"} & given.keys():
         raise ValueError(f"policy {run.policy!r}: give budget and chunk_size by --budgets and --chunk-size")
+    asking = [option for option in OBSERVERS if given.get(option) == QUESTION]
+    given = {option: value for option, value in given.items() if option not in asking}
     whole = build(name, budget=2**30, chunk_size=WHOLE, **given)
+    if unknown := set(asking) - observers(whole).keys():
+        raise ValueError(f"policy {run.policy!r}: its rows have no {unknown.pop()}")
     slots = run.budget if isinstance(run.budget, int) else math.ceil(run.budget * tokens)  # type: ignore[operator]
-    options = {option: min(size, max(1, slots // 2)) for option, size in observers(whole).items()}
+    sizes = observers(whole) | (dict.fromkeys(asking, asks) if asks else {})
+    options = {option: min(size, max(1, slots // 2)) for option, size in sizes.items()}
     chunk, rows = run.chunk_size or WHOLE, whole.rows.told(response)
     if rows is not whole.rows:
         options["rows"], chunk = rows, WHOLE
@@ -143,10 +149,11 @@ def ask(model, tokenizer, asked: Asked, run: Run, replay=None) -> dict:
     policy = None
     if run != FULL:
         named = parse_policy(run.policy)[1]
-        policy = policy_for(run, len(first), later + ((asked.response or []) if scored is None else scored), case.task)
+        told = later + ((asked.response or []) if scored is None else scored)
+        policy = policy_for(run, len(first), told, case.task, None if agnostic else len(prompt.question))
         if asked.observe is not None and not agnostic and prompt.question:
             policy = observe(policy, prompt.observed(asked.observe), len(first), named)
-        result["options"] = options_of(policy) | named
+        result["options"] = named | options_of(policy)
         result["options"].pop("ids", None)
         if case.metric == FIDELITY and asked.logits is None:
             asked.logits = _forced(model, prompt.context + prompt.question, scored)

@@ -24,7 +24,20 @@ def test_every_policy_is_one(name):
     plan = Plan((), (1024,), (), (64, 128), modes=("aware",), protocol=name)
     assert plan.runs(layers=30)[0].policy == "full"
     for claim, sides in protocols.pairs(name, (64, 128), "aware", 30, draft="folder"):
-        assert len(sides) == 2 and all(better != than for better, than in sides), claim
+        assert len(sides) == (64 >= claim.least) + (128 >= claim.least) and all(better != than for better, than in sides), claim
+
+
+def test_only_what_can_be_told_apart():
+    """Of three layers a quarter and a half are one; 64 slots hold no probe of 64 tokens."""
+    names = lambda **about: [claim.says for claim, _ in protocols.pairs("take", **about)]  # noqa: E731
+    many = names(budgets=(64, 128, 256), mode="aware", layers=30)
+    few = names(budgets=(64,), mode="aware", layers=3)
+    assert set(many) - set(few) == {
+        "figure 7: W = L/4 beats L/2", "ours: a probe of 64 tokens is about as good as one of 32",
+        "ours: a probe of 128 tokens is about as good as one of 32",
+    }  # fmt: skip
+    plans = {claim.says: sides for claim, sides in protocols.pairs("take", (64, 128, 256), "aware", 30)}
+    assert len(plans["ours: a probe of 64 tokens is about as good as one of 32"]) == 2
 
 
 def test_claims_of_drafts_need_one():

@@ -1,5 +1,7 @@
 """What tokenizers of other models need: room for answers, one line, chat templates, windows that reach the question."""
 
+import dataclasses
+
 import pytest
 import torch
 from tiny import byte_tokenizer, chat_tokenizer, save, scripted
@@ -154,6 +156,25 @@ def test_observe_in_eval(net, tmp_path):
     tail = 2 + 2 + len(OPENING)  # two special tokens, each with a newline
     assert got == {("snapkv", "aware"): 4 + tail, ("snapkv", "agnostic"): 32, ("snapkv:window=3", "aware"): 3,
                    ("snapkv:window=3", "agnostic"): 3}  # fmt: skip
+
+
+def test_a_probe_of_the_question(net, tmp_path):
+    policies = ("take:probe=question", "take", "snapkv:window=question")
+    plan = Plan(("scripted", "fidelity"), (80,), policies, (80,), (40,), cases=1)
+    evaluate(net, chat_tokenizer(), plan, tmp_path / "r")
+    got = {
+        (line["task"], line["policy"], line["mode"]): line["options"].get("probe") or line["options"]["window"]
+        for line in read(tmp_path / "r")[1] if line["policy"] != "full"
+    }  # fmt: skip
+    asked = len("\n\nQuestion: What?") + 2 + 2 + len(OPENING)  # the chat template's tail, too
+    for task, tokens in (("scripted", min(asked, 40)), ("fidelity", 2 + 2 + len("\n"))):
+        got_here = {key[1:]: value for key, value in got.items() if key[0] == task}
+        assert got_here == {
+            (policies[0], "aware"): tokens, (policies[0], "agnostic"): 32, (policies[1], "aware"): 32,
+            (policies[1], "agnostic"): 32, (policies[2], "aware"): tokens, (policies[2], "agnostic"): 32,
+        }  # fmt: skip
+    with pytest.raises(ValueError, match="its rows have no window"):
+        dataclasses.replace(plan, policies=("take:window=question",)).runs()
 
 
 def test_observe_where_nothing_is_asked(net, tmp_path):

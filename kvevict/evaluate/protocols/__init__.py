@@ -25,6 +25,7 @@ class Claim:
                    and {adapter} and, behind other options, {and_adapter} for the one that names --adapter; a claim
                    with {draft}, the folder of --draft, is left out where none is given
     chunks         tokens that each of the two reads at once, None: the prompt whole
+    least          slots below which a budget cannot test it
     """
 
     says: str  # of the paper, with its place
@@ -32,6 +33,7 @@ class Claim:
     than: str
     margin: float | None = None
     chunks: tuple = (WHOLE, WHOLE)
+    least: int = 0
 
     def runs(self, budget, mode, names) -> tuple:
         """The `Run`s of both sides. names: what stands for the words in braces."""
@@ -62,12 +64,15 @@ def names(budget, layers, adapter, draft) -> dict:
 
 
 def pairs(name, budgets, mode, layers, adapter=None, draft=None) -> list:
-    """(claim, its two runs at each budget) of a protocol."""
-    return [
-        (claim, [claim.runs(budget, mode, names(budget, layers, adapter, draft)) for budget in budgets])
-        for claim in PROTOCOLS.find(name).claims
-        if draft or "{draft}" not in claim.better + claim.than
-    ]
+    """(claim, its two runs at each budget that can test it) of a protocol. Of a model with few layers some shares are
+    equal, and a claim whose two sides are the same policy says nothing."""
+    found = []
+    for claim in PROTOCOLS.find(name).claims:
+        if draft or "{draft}" not in claim.better + claim.than:
+            held = [budget for budget in budgets if budget >= claim.least]
+            sides = [claim.runs(budget, mode, names(budget, layers, adapter, draft)) for budget in held]
+            found.append((claim, [(better, than) for better, than in sides if better != than]))
+    return [(claim, sides) for claim, sides in found if sides]
 
 
 def runs(*args) -> list:

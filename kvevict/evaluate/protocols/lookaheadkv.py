@@ -15,9 +15,10 @@ def claims():
 
 
 PROTOCOLS.add("lookaheadkv")(Protocol(
-    "LookaheadKV, tables 1, 4 (with --temperature), 5 and 8",
+    "LookaheadKV, tables 1 and 4 (with --temperature)",
     tuple(claims()),
     ("Its numbers: LongBench and RULER with models of 1 to 8 billion parameters.",
      "SpecKV where no --draft is given: a smaller model of the same tokenizer.",
-     "Table 5 (embeddings only, q and v, fewer rows) needs adapters that were trained so; docs/results.md has some."),
+     "Table 5 (embeddings only, q and v, fewer rows) needs adapters that were trained so; docs/results.md has some. "
+     "Table 8 (other responses): `tests/benchmarks/bench_responses.py`."),
 ))  # fmt: skip
