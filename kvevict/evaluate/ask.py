@@ -111,9 +111,9 @@ def policy_for(run: Run, tokens: int, response, task: str = "eval", asks: int | 
     and lasts as long as the process. asks: how many of the tokens, the last, a window or probe of "question" is; None,
     where no question is read: the policy's own.
 
-    Windows, probes and recent slots that the run does not name a number of are at most half the budget. Rows that may know the
-    response (the oracle's) are told the ids that follow, and then the prompt is read whole: rows of a response that
-    have not seen what is yet to be read show nothing.
+    Windows, probes and recent slots that the run does not name a number of are at most half the budget. Rows that may
+    know the response (the oracle's) are told the ids that follow, and then the prompt is read whole: rows of a response
+    that have not seen what is yet to be read show nothing.
     """
     name, given = parse_policy(run.policy)
     if {"budget", "chunk_size"} & given.keys():

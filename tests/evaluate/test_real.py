@@ -167,7 +167,7 @@ def test_a_probe_of_the_question(net, tmp_path):
         for line in read(tmp_path / "r")[1] if line["policy"] != "full"
     }  # fmt: skip
     asked = len("\n\nQuestion: What?") + 2 + 2 + len(OPENING)  # the chat template's tail, too
-    for task, tokens in (("scripted", min(asked, 40)), ("fidelity", 2 + 2 + len("\n"))):
+    for task, tokens in (("scripted", asked), ("fidelity", 32)):  # which asks nothing
         got_here = {key[1:]: value for key, value in got.items() if key[0] == task}
         assert got_here == {
             (policies[0], "aware"): tokens, (policies[0], "agnostic"): 32, (policies[1], "aware"): 32,
