@@ -1,12 +1,16 @@
 """What each preset costs on top of plain chunked prefill:
 
-    python tests/benchmarks/bench_cost.py [--tokens 8192] [--budget 512]
+    python tests/benchmarks/bench_cost.py [--tokens 8192] [--budget 512] [--policies NAME:OPTION=VALUE,... ...]
 
 One process, one random 4-layer, hidden-512, 8/2-head fp32 Llama. A preset is compared with the same read (the same
 chunk size) that keeps everything, taking turns; medians. `read` is its time over the plain one's: below 1 where evicted
 slots save more attention than choosing them costs. `choosing` is all that happens after a layer's attention (scoring,
-selecting, moving slots, what TADA measures) and drafting, in % of the plain read. Before a preset is timed, it is
-checked that it keeps its budget. Prints a table and one JSON line.
+selecting, moving slots, what TADA measures) and drafting, in % of the plain read. `token` is the time of a decoded
+token over the plain read's, which decodes with every slot. Before a preset is timed, it is checked that it keeps its
+budget. Prints a table and one JSON line. CAOTE's table 6, overheads at one block size, is
+
+    bench_cost.py --policies h2o:chunk_size=128 h2o+caote h2o+fastcaote tova:per_head=True,chunk_size=128 tova+caote
+        tova+fastcaote snapkv:decode=True,interval=1,chunk_size=128 snapkv+caote snapkv+fastcaote
 """
 
 import argparse
@@ -20,17 +24,25 @@ import kvevict
 from kvevict import policy
 from kvevict.analysis import run
 from kvevict.analysis.compare import informed
+from kvevict.commands import parse_policy
 from kvevict.policy import presets
 
 PLAIN = 2**30  # a budget that nothing reaches
 STAGES = ("evict", "draft")
 
 
+NEW = 33  # tokens decoded, the read's own included
+
+
 def read(model, ids, chosen):
-    """Seconds of a read, and of its stages that choose."""
-    seconds = run.measure(model, None, ids, chosen, max_new_tokens=1)
-    stages = seconds["report"]["seconds"]
-    return seconds["read_seconds"], sum(stages.get(stage, 0.0) for stage in STAGES), seconds["report"]
+    """Seconds of a read, of its stages that choose, and of a decoded token; and the report."""
+    alone = run.measure(model, None, ids, chosen, max_new_tokens=1)  # whose stages are the read's only
+    both = run.measure(model, None, ids, chosen, max_new_tokens=NEW)
+    if both["new_tokens"] != NEW:
+        raise SystemExit(f"{both['new_tokens']} tokens were decoded, not {NEW}")
+    stages = alone["report"]["seconds"]
+    choosing = sum(stages.get(stage, 0.0) for stage in STAGES)
+    return alone["read_seconds"], choosing, both["decode_seconds"] / (NEW - 1), alone["report"]
 
 
 def check(name, report, budget):
@@ -52,26 +64,31 @@ def main():
     ids = torch.randint(1000, (1, args.tokens), generator=torch.Generator().manual_seed(1))
     response = ids[0, :32].tolist()  # which costs an oracle what any other would
     learned = dict(lookahead=dict(adapter=kvevict.lookahead.Adapter(model)))
-    policies = {
-        name: informed(policy.build(name, budget=args.budget, **learned.get(name, {})), response)
-        for name in args.policies
-    }
+    policies = {}
+    for text in args.policies:
+        name, given = parse_policy(text)
+        own = learned.get(name, {}) | given
+        policies[text] = informed(policy.build(name, budget=args.budget, **own), response)
     sizes = {name: each.chunk_size for name, each in policies.items()}
     plain = {size: kvevict.Policy("knorm", budget=PLAIN, chunk_size=size, decode=False) for size in set(sizes.values())}
     for name, each in policies.items():
-        check(name, read(model, ids, each)[2], args.budget)
+        check(name, read(model, ids, each)[3], args.budget)
     times = {key: [] for key in (*plain, *policies)}
     for _ in range(args.rounds):
         for key, each in (plain | policies).items():
-            times[key].append(read(model, ids, each)[:2])
+            times[key].append(read(model, ids, each)[:3])
     median = {key: [statistics.median(column) for column in zip(*rows)] for key, rows in times.items()}
     print(f"{args.tokens} tokens, budget {args.budget}, median of {args.rounds}")
-    print(f"{'':22}{'chunk':>6}{'read':>8}{'choosing':>10}")
+    width = max(map(len, policies))
+    print(f"{'':{width}}{'chunk':>6}{'read':>8}{'choosing':>10}{'token':>8}")
     results = {}
     for name in policies:
-        (total, choosing), base = median[name], median[sizes[name]][0]
-        results[name] = dict(chunk_size=sizes[name], read=total / base, choosing=choosing / base)
-        print(f"{name:22}{sizes[name] or 'whole':>6}{total / base:8.2f}{choosing / base:10.1%}")
+        (total, choosing, token), base = median[name], median[sizes[name]]
+        results[name] = dict(
+            chunk_size=sizes[name], read=total / base[0], choosing=choosing / base[0], token=token / base[2]
+        )
+        numbers = f"{total / base[0]:8.2f}{choosing / base[0]:10.1%}{token / base[2]:8.2f}"
+        print(f"{name:{width}}{sizes[name] or 'whole':>6}{numbers}")
     print(json.dumps({"bench": "cost", "threads": torch.get_num_threads(), "results": results}))
 
 
