@@ -56,7 +56,10 @@ def answer(model, tokenizer, context, questions, policy=None, *, max_new_tokens=
         context = read(model, tokenizer, context, policy, **options)
     elif policy is not None or options:
         given = ", ".join((["policy"] if policy is not None else []) + list(options))
-        raise ValueError(f"{given}: the context is a cache, which is of a policy already; give these to kvevict.read")
+        raise ValueError(
+            f"{given}: the context is a cache, which is of a policy already, and answers are greedy; give a policy's "
+            "options to kvevict.read, and to generate otherwise, call model.generate behind cache.fork()"
+        )
     elif not isinstance(context, EvictionCache):
         raise TypeError(f"context must be a text or a cache that a patched model filled, got {type(context).__name__}")
     with keeping_all(model, context):
@@ -94,10 +97,8 @@ class Pipeline:
 @contextlib.contextmanager
 def keeping_all(model, cache):
     """Inside, the model stores all that it reads behind what a cache kept, and evicts nothing."""
-    known = (layer.policy for layer in cache.layers if isinstance(layer, EvictionLayer))
-    state = find_decoder(model).__dict__.get(STATE)
-    policy = next(known, None) or (state and state.policy)  # a loaded cache has none, and is of the model's
-    turned = policy is not None and policy.rerotate
+    first = next(layer for layer in cache.layers if isinstance(layer, EvictionLayer))
+    turned = bool(first.rerotate if first.policy is None else first.policy.rerotate)
     with evicting(model, Policy(score="streaming", budget=PLENTY, decode=False, rerotate=turned)):
         yield
 

@@ -52,7 +52,8 @@ def save_cache(cache, path) -> None:
             values: dict = dict(k=layer.k[packed], v=layer.v[packed], pos=layer.pos[packed])
             values |= {name: getattr(layer, name) for name in ("len", "seen", *OPTIONAL)}
             values["budget"] = None if layer.budget is None else torch.tensor(layer.budget, dtype=torch.int32)
-            facts.append(dict(kind=families.OWN, columns=layer.columns, packed=layer.packed))
+            turned = layer.rerotate if layer.policy is None else layer.policy.rerotate
+            facts.append(dict(kind=families.OWN, columns=layer.columns, packed=layer.packed, rerotate=turned))
         elif getattr(layer, "is_sliding", False) and layer.is_initialized:
             window = layer.sliding_window  # type: ignore[attr-defined]
             start = max(0, layer.keys.shape[2] - window + 1)  # longer while the past is recorded
@@ -228,6 +229,9 @@ def _fill_own(layer, tensors, fact, shape, dtype):
     layer.packed = tuple((int(start), int(stop)) for start, stop in fact.get("packed", ()))
     if not all(0 <= start < stop <= columns for start, stop in layer.packed):
         raise ValueError("packed columns that were not read")
+    layer.rerotate = fact.get("rerotate")
+    if layer.rerotate not in (None, False, True):
+        raise ValueError(f"rerotate is {layer.rerotate!r}")
     layer.counts = layer.capacity = np.array(length.tolist())
     layer.offset, layer.columns = host.upload(layer._offsets(), length.device), columns
     for name in OWN_TENSORS:

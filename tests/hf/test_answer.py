@@ -60,8 +60,12 @@ def test_questions_do_not_meet(bundled, policy, tmp_path):
     assert kvevict.answer(net, tokenizer, cache, QUESTIONS[::-1] * 2, **asked) == want[::-1] * 2
     assert kvevict.answer(net, tokenizer, copy.deepcopy(cache), QUESTIONS[2:], **asked) == want[2:]
     kvevict.save_cache(cache, tmp_path / "cache")
-    with kvevict.evicting(net, policy, **options):  # whose policy a cache from disk goes on with
-        loaded = kvevict.load_cache(tmp_path / "cache", net)
+    loaded = kvevict.load_cache(tmp_path / "cache", net)
+    assert kvevict.answer(net, tokenizer, loaded, QUESTIONS, **asked) == want
+    kvevict.save_cache(loaded, tmp_path / "again")
+    other = not options.get("rerotate")  # what the model is patched with does not matter
+    with kvevict.evicting(net, "streaming", budget=20, rerotate=other):
+        loaded = kvevict.load_cache(tmp_path / "again", net)
         assert kvevict.answer(net, tokenizer, loaded, QUESTIONS, **asked) == want
     assert [layer.counts.tolist() for layer in cache.layers] == slots
     assert max(map(max, slots[0])) < 60

@@ -207,6 +207,7 @@ LIES = {
     "other batches in two layers": lambda t, f: one_row(t, 1),
     "no columns": lambda t, f: f[0].pop("columns"),
     "columns as text": lambda t, f: f[0].update(columns="many"),
+    "rerotate is a text": lambda t, f: f[0].update(rerotate="yes"),
     "negative columns": lambda t, f: f[0].update(columns=-5),
     "fewer columns than tokens": lambda t, f: f[0].update(columns=3),
     "columns that differ": lambda t, f: f[1].update(columns=400),
