@@ -20,7 +20,7 @@ inputs = tokenizer(text + "\n\nQuestion: What is the code of Naislet?\nAnswer:",
 
 def answer():
     output = model.generate(**inputs, max_new_tokens=12, do_sample=False)
-    return tokenizer.decode(output[0, inputs.input_ids.shape[1] :]).strip().splitlines()[0]
+    return tokenizer.decode(output[0, inputs.input_ids.shape[1] :]).strip().partition("\n")[0]
 
 
 print("full cache:", answer())

@@ -23,6 +23,8 @@ def read(model, tokenizer, context, policy=None, **options):
     """
     if not isinstance(context, str):
         raise TypeError(f"context must be a text, got {type(context).__name__}")
+    if not callable(tokenizer):
+        raise TypeError(f"tokenizer must be the model's tokenizer, got {type(tokenizer).__name__}")
     body = ids_of(tokenizer, context)
     if not body:
         raise ValueError("context is empty: give a text to read")

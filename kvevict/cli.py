@@ -6,6 +6,7 @@ import os
 import sys
 
 from .commands import COMMANDS
+from .version import VERSION
 
 
 def main(argv=None) -> int:
@@ -27,6 +28,7 @@ def run(argv) -> int:
         "kvevict", usage="kvevict COMMAND ...", description="Long prompts in bounded memory.", epilog=listing(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
+    parser.add_argument("--version", action="version", version=VERSION)
     parser.add_argument("command", choices=COMMANDS, help=argparse.SUPPRESS)
     name = parser.parse_args(argv[:1]).command
     function = COMMANDS[name]

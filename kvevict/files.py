@@ -16,7 +16,10 @@ def replacing(path):
     if os.path.exists(path) and not os.path.isfile(path):
         raise ValueError(f"{path} is no regular file and cannot be replaced; give another path")
     temporary = f"{path}.{os.getpid()}.part"  # ranks that have all heads each write the whole file
-    open(temporary, "wb").close()
+    try:
+        open(temporary, "wb").close()
+    except OSError as error:
+        raise type(error)(error.errno, error.strerror, path) from None
     try:
         yield temporary
         os.replace(temporary, path)

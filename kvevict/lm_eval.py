@@ -10,8 +10,12 @@ import dataclasses
 import itertools
 
 import torch
-from lm_eval.api.registry import register_model
-from lm_eval.models.huggingface import HFLM
+
+try:
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.huggingface import HFLM
+except ImportError as error:
+    raise ImportError(f"{error}; run: pip install 'kvevict[lm-eval]'") from None
 from tqdm import tqdm
 
 from .answer import keeping_all

@@ -163,8 +163,9 @@ def measure(model, tokenizer, ids, policy=None, max_new_tokens=64, positions=Fal
     if one_line:
         inputs["stopping_criteria"] = until_line_end(tokenizer, ids.shape[1])
 
+    model.generate(ids[:, :8], attention_mask=torch.ones_like(ids[:, :8]), max_new_tokens=2)  # warm up
+
     def generate():
-        model.generate(ids[:, :8], attention_mask=torch.ones_like(ids[:, :8]), max_new_tokens=2)  # warm up
         before = _reset_peak(ids.device)
         start = time.perf_counter()
         out = model.generate(**inputs, streamer=timer)

@@ -121,7 +121,10 @@ def words(text: str) -> str:
 
 def read_text(file: str) -> str:
     """A file's text, or standard input's; what is not UTF-8 is replaced."""
-    data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    try:
+        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    except OSError as error:
+        raise ValueError(f"--file {file}: {error.strerror}") from None
     return io.TextIOWrapper(io.BytesIO(data), "utf-8", "replace").read()
 
 
@@ -138,8 +141,10 @@ def number(text: str):
 
 def parse_policy(text: str) -> tuple:
     """NAME or NAME:OPTION=VALUE,OPTION=VALUE as (preset's name, options). A value is JSON (a number, true, null,
-    [0, 32]), Python's None, True or False, or a plain word; none is None where an option may be None."""
+    [0, 32], which may be written as (0, 32)), Python's None, True or False, or a plain word; none is None where an
+    option may be None."""
     name, colon, rest = text.partition(":")
+    rest = rest.translate(str.maketrans("()", "[]"))
     parts = re.split(r",(?![^\[]*\])", rest) if colon else []  # no comma inside of brackets
     return name, dict(parse_option(part) for part in parts)
 

@@ -39,7 +39,7 @@ def diagnose(parser, argv):
     add_budget(parser, budget=128)
     args = parser.parse_args(argv)
     if (args.file is None) != (args.question is None):
-        raise ValueError("give a question and --file, or neither for made-up facts")
+        raise ValueError("give a question, before --policies, and --file, or neither for made-up facts")
     if args.file and args.cases != 1:
         raise ValueError(f"--cases {args.cases}: a file is one text; leave out --file and the question, or --cases")
     from tqdm import tqdm

@@ -18,6 +18,9 @@ def inspect(parser, argv):
     from ..analysis.run import measure
     from ..analysis.speed import slots
 
+    out = Path(args.out)
+    if not out.parent.is_dir():
+        raise ValueError(f"--out {out}: there is no folder {out.parent}; make it, or give another")
     policies = build_policies(args.policy or ["take"], args)
     name, model, tokenizer, prompt = load_prompt(args)
     policies, ids = observing(policies, prompt, args.observe), prompt.row(model.device)
@@ -25,7 +28,6 @@ def inspect(parser, argv):
     runs = {key: measure(model, tokenizer, ids, p, **how) for key, p in policies.items()}
     facts = [("model", name), ("text", args.file), ("question", args.question)]
     shown = [page_run(key, policies[key], run["answer"].strip(), run["report"]) for key, run in runs.items()]
-    out = Path(args.out)
     out.write_text(page(tokenizer, ids, shown, facts, args.find), encoding="utf-8")
     for key, run in runs.items():
         print(f"{key}: kept {slots(run['report'])} of {ids.shape[1]} slots per head; answer: {run['answer'].strip()}")

@@ -11,6 +11,7 @@ def plot(parser, argv):
     """Draw a figure: needle heat map, score against budget (all or by family), speed, kept slots, layer by layer."""
     parser.add_argument(
         "results",
+        nargs="?",
         help="file written by `kvevict eval`; for speed: the output of `kvevict bench`; for "
         "layers (curves) and overlap (layer by layer): that of `kvevict diagnose`",
     )
@@ -23,6 +24,8 @@ def plot(parser, argv):
     args = parser.parse_args(argv)
     from ..analysis import plot as figures
 
+    if args.results is None:
+        raise ValueError("the results file is missing; name it before --policies and other options that take several")
     if not Path(args.results).is_file():
         raise ValueError(f"{args.results}: there is no such file; `kvevict eval` and `kvevict bench` make them")
     if args.kind in OF_OUTPUT:

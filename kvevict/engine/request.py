@@ -44,7 +44,10 @@ class Request:
         self.top = self.called.model
         self.wanted = self.called.wanted  # rows of the last hidden state that the caller will use; 0: all
         if self.asks("output_attentions"):
-            raise ValueError("output_attentions=True is not possible: kvevict never builds attention matrices")
+            raise ValueError(
+                "output_attentions=True is not possible: kvevict never builds attention matrices; leave it out, or "
+                "call kvevict.unpatch"
+            )
         self._adopt_cache()
         if self.layers[0].upcoming is not None:
             self._go_on(self.layers[0].upcoming)

@@ -101,6 +101,8 @@ def _ids(name, what, value, tokenizer):
         if tokenizer is None:
             raise ValueError(f"{name}: its {what} is text; give a tokenizer, or token ids")
         value = tokenizer(value, add_special_tokens=what == "prompt", verbose=False)["input_ids"]
+    if value is not None and not hasattr(value, "__len__"):
+        raise ValueError(f"{name}: its {what} must be text or a list of token ids, got {value!r:.60}")
     if value is None or not len(value):
         raise ValueError(f"{name} has {'no' if value is None else 'an empty'} {what}; give it, or drop the pair")
     if not all(isinstance(i, int) and i >= 0 for i in value):

@@ -16,6 +16,8 @@ def pretrained(kind, name: str, **options):
     """`kind.from_pretrained` of a folder, a hub id, or a .gguf file, which Transformers' own loader reads. Raises
     ValueError or OSError for what it cannot load."""
     path = Path(name)
+    if path.suffix != ".gguf" and not path.exists() and (path.is_absolute() or name.startswith((".", "~"))):
+        raise FileNotFoundError(f"there is no folder {name}; give the folder of a model, a .gguf file or a hub id")
     if path.suffix != ".gguf" or path.is_dir():
         try:
             return kind.from_pretrained(name, **options)

@@ -27,7 +27,8 @@ def parsed(text):
 
 def unknown(kind: str, name, known) -> str:
     """The text of an error about an unknown name: the nearest known ones, or all of them."""
-    near = difflib.get_close_matches(str(name), list(known), n=3)
+    written = {str(each).lower(): each for each in known}
+    near = [written[each] for each in difflib.get_close_matches(str(name).lower(), list(written), n=3)]
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(sorted(known))}"
     return f"unknown {kind} {name!r}; {hint}"
 

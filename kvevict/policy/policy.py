@@ -133,6 +133,8 @@ class Policy:
             )
         if not isinstance(self.budget, numbers.Integral) and not 0 < self.budget < 1:
             raise ValueError(f"budget={self.budget} is no fraction in (0, 1); pass an int for a number of slots")
+        if isinstance(self.budget, numbers.Integral):
+            count("budget", self.budget, 1)
         smallest = self.smallest_budget()
         if isinstance(self.budget, numbers.Integral) and self.budget < smallest:
             raise ValueError(
@@ -275,6 +277,9 @@ def build(policy, *, budget=None, chunk_size=None, **options) -> Policy:
     an unknown one raises ValueError with the nearest names. A `chunk_size` without a `schedule` means schedule="chunk".
     """
     if isinstance(policy, str):
+        name, colon, given = policy.partition(":")
+        if colon and name in PRESETS:
+            raise ValueError(f"policy {policy!r}: give options by keyword, as in {name!r}, {given.split(',')[0]}")
         choices = dict(PRESETS.find(policy))
         if budget is None:
             raise ValueError("budget is missing: slots per kv head (int) or the fraction kept (float in (0, 1))")

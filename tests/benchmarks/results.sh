@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Every table of docs/results.md again: results.sh OUT [CASES [TABLE...]]. OUT gets per table below a results file, its
-# text and a line of how long it took; begun again it goes on where it was. CASES: of each task and length, with one
-# seed, in place of each table's own number. TABLE: only these; two calls with other tables may run side by side.
-# SMOLLM2, GEMMA3: folders of SmolLM2-135M-Instruct and Gemma 3 270M, ADAPTER: of lookahead rows for SmolLM2, BOOKS:
-# text to hide things in; without a model its tables are left out. TINYSTORIES: folder of TinyStories-656K, STORIES: its
-# stories. DRAFT: what train_draft.py made.
+# Every table of docs/results.md that `kvevict eval` makes, again: results.sh OUT [CASES [TABLE...]]. OUT gets per table
+# below a results file, its text and a line of how long it took; begun again it goes on where it was. CASES: of each
+# task and length, with one seed, in place of each table's own number. TABLE: only these; two calls with other tables
+# may run side by side. SMOLLM2, GEMMA3: folders of SmolLM2-135M-Instruct and Gemma 3 270M, ADAPTER: of lookahead rows
+# for SmolLM2, BOOKS: text to hide things in; without a model its tables are left out. TINYSTORIES: folder of
+# TinyStories-656K, STORIES: its stories. DRAFT: what train_draft.py made.
 set -euo pipefail
 out=$1 cases=${2:-}
 shift $(($# > 2 ? 2 : $#))
@@ -29,12 +29,14 @@ presets="oracle snapkv snapkv/kvcf snapkv/kvpress adakv adakv/edie adakv/kvpress
 presets+=" chunkkv+reuse chunkkv/kvpress edie edie-exact edie+tada chunkkv/edie paasvn vatp take"
 presets+=" take/no-probe take+caote h2o h2o/kvcf tova streaming knorm keydiff keydiff/kvpress random"
 learned=lookahead:adapter=${ADAPTER:-} pooled=edie:rows=probe,heads=equal,kernel=31
-all="$presets take+chunkkv take+edie snapkv+caote snapkv+fastcaote h2o+caote h2o+fastcaote tova+caote tova+fastcaote"
+caotes="snapkv+caote snapkv+fastcaote h2o+caote h2o+fastcaote tova+caote tova+fastcaote"
+all="$presets take+chunkkv take+edie $caotes take/no-delay take/chunk-only edie+tada/chunked"
 
 numbers="ruler/niah_single_2 ruler/niah_multikey_1" answers="$numbers fidelity"
 tasks="facts keyvalue multivalue tracking ruler/niah_single_1 ruler/niah_single_2 ruler/niah_single_3"
-tasks+=" ruler/niah_multikey_1 ruler/niah_multikey_2 ruler/niah_multivalue ruler/niah_multiquery"
-tasks+=" ruler/vt ruler/cwe ruler/fwe"
+tasks+=" ruler/niah_multikey_1 ruler/niah_multikey_2 ruler/niah_multikey_3 ruler/niah_multivalue"
+tasks+=" ruler/niah_multiquery ruler/vt ruler/cwe ruler/fwe longeval/lines"
+own=$(python -c "import kvevict; print(kvevict.small_llama())")
 
 # shellcheck disable=SC2086  # lists of policies and tasks
 every() { # NAME CASES OTHERS TASKS ARGUMENTS: read whole (CASES) and in chunks (OTHERS), the question known, and not;
@@ -63,9 +65,14 @@ every() { # NAME CASES OTHERS TASKS ARGUMENTS: read whole (CASES) and in chunks 
   table pools 10 --tasks facts keyvalue --budgets 64 128 --chunk-size 128 --seeds 0 1 \
     --policies take take+chunkkv take+edie $pooled edie:rows=probe,heads=equal,kernel=15 edie:rows=probe
   every bundled 2 2 "facts keyvalue" --lengths 1920 --budgets 60 120 240 --seeds 31 \
-    --policies lookahead fastkv:tsp_len=512 $all
+    --policies lookahead fastkv:tsp_len=512 $all \
+    ${DRAFT:+"speckv:draft_model=$DRAFT" "speckv/paper:draft_model=$DRAFT"}
   table whole 10 --tasks facts keyvalue --budgets 64 128 256 --seeds 0 1 2 --share-reads \
-    --policies lookahead fastkv:tsp_len=256 $presets
+    --policies lookahead fastkv:tsp_len=256 $presets $caotes {speckv,speckv/paper}:draft_model="$own"
+  table known 10 --tasks facts --budgets 64 128 --chunk-size 0 128 --mode both --seeds 0 1 2 \
+    --policies oracle take take/no-probe snapkv h2o
+  table heatmap 4 --tasks needle --lengths 256 512 1024 2000 --budgets 128 --chunk-size 128 --seeds 7 \
+    --policies take snapkv h2o
   for t in "" 0.2 0.8; do
     table "temperature${t:+-$t}" 16 --tasks facts keyvalue --lengths 1024 --budgets 64 --seeds 41 --share-reads \
       --policies snapkv ${DRAFT:+"speckv:draft_model=$DRAFT"} laq lookahead ${t:+--temperature $t}
@@ -90,8 +97,10 @@ if [ -n "${SMOLLM2:-}" ]; then
     --lengths 4096 --budgets 128 256 512 --share-reads --policies "$learned" fastkv:tsp_len=512 $all $pooled
   table smollm2-unknown-4096 1 "${real[@]}" --tasks $numbers --lengths 4096 --budgets 128 256 512 --share-reads \
     --mode agnostic --policies "$learned" fastkv:tsp_len=512 $all $pooled
-  table smollm2-chunks-4096 1 "${real[@]}" --tasks $numbers --lengths 4096 --budgets 256 --share-reads \
+  table smollm2-chunks-4096 1 "${real[@]}" --tasks $numbers --lengths 4096 --budgets 128 256 512 --share-reads \
     --chunk-size 512 --policies "$learned" fastkv:tsp_len=512 $all
+  table smollm2-unknown-chunks-4096 1 "${real[@]}" --tasks ruler/niah_single_2 --lengths 4096 --share-reads \
+    --budgets 128 256 512 --mode agnostic --chunk-size 512 --policies "$learned" fastkv:tsp_len=512 $all
   table smollm2-4096 8 "${real[@]}" --tasks ruler/niah_single_1 ruler/niah_single_2 ruler/niah_multikey_1 \
     --lengths 4096 --chunk-size 512 --budgets 256 --policies take+edie $pooled take+chunkkv take "$learned"
   table smollm2-fidelity-4096 8 "${real[@]}" --tasks fidelity --lengths 4096 --chunk-size 512 --budgets 256 \
@@ -127,6 +136,10 @@ if [ -n "${GEMMA3:-}" ]; then
   table gemma3-4096 3 "${real[@]}" --tasks $answers --lengths 4096 --budgets 128 256 512 --share-reads --policies $all
   table gemma3-unknown-4096 1 "${real[@]}" --tasks $numbers --lengths 4096 --budgets 128 256 512 --share-reads \
     --mode agnostic --policies $all
+  table gemma3-chunks-4096 1 "${real[@]}" --tasks $numbers --lengths 4096 --budgets 128 256 512 --share-reads \
+    --chunk-size 512 --policies $all
+  table gemma3-unknown-chunks-4096 1 "${real[@]}" --tasks ruler/niah_single_2 --lengths 4096 --share-reads \
+    --budgets 128 256 512 --mode agnostic --chunk-size 512 --policies $all
   for protocol in chunkkv edie take caote; do
     table "gemma3-$protocol" 16 "${real[@]}" --protocol $protocol --tasks ruler/niah_single_2 --lengths 1024 \
       --budgets $([ $protocol = caote ] && echo 384 || echo 256) --share-reads
@@ -134,5 +147,5 @@ if [ -n "${GEMMA3:-}" ]; then
 fi
 if [ -n "${TINYSTORIES:-}" ]; then
   table stories 128 --model "$TINYSTORIES" --tasks perplexity/documents --haystack "$STORIES" --lengths 300 \
-    --budgets 64 128 256 --share-reads --policies $presets
+    --budgets 64 128 256 --share-reads --policies $presets $caotes
 fi

@@ -141,3 +141,30 @@ def test_an_opened_answer_ends_with_its_line(tmp_path, capsys):
     words = ["generate", "--file", str(text), "--opening", "Answer: The code of Naislet is", "--budget", "200"]
     assert main([*words, "Question: What is the code of Naislet?"]) == 0
     assert capsys.readouterr().out.splitlines()[-2].startswith("[take] 364735")
+
+
+def test_a_span_of_the_prompt_observes(tmp_path, capsys):
+    """In brackets or parentheses; the warm-up, which is shorter than the span, does not mind."""
+    text = tmp_path / "text"
+    text.write_text("The code of Naislet is 364735. " * 9)
+    for span in ("[-40,-10]", "(-40,-10)"):
+        words = ["generate", "--file", str(text), "--policy", f"take+edie:probe={span}", "--budget", "90", "Who?"]
+        assert main(words) == 0
+    assert parse_policy("take:probe=(0, 32)") == ("take", {"probe": (0, 32)})
+
+
+@pytest.mark.parametrize("words, said", [
+    (["generate", "Who?", "--file", "/none"], "--file /none: No such file"),
+    (["generate", "Who?", "--file", "README.md", "--model", "./none"], "there is no folder ./none; give the folder"),
+    (["inspect", "Who?", "--file", "README.md", "--out", "/none/page.html"], "--out /none/page.html: there is no folder"),
+    (["plot", "--kind", "budget", "--policies", "take", "r.jsonl"], "name it before --policies"),
+])  # fmt: skip
+def test_mistakes_name_the_argument(words, said, capsys):
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0 and capsys.readouterr().out == f"{kvevict.__version__}\n"

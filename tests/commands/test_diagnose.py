@@ -464,4 +464,4 @@ def test_several_cases(capsys):
 @pytest.mark.parametrize("argv", [["who?"], ["--file", "text.txt"]])
 def test_half_a_prompt(argv, capsys):
     assert main(["diagnose", *argv]) == 2
-    assert "a question and --file, or neither" in capsys.readouterr().err
+    assert "a question, before --policies, and --file, or neither" in capsys.readouterr().err

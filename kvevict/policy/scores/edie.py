@@ -12,7 +12,7 @@ WEIGHTS = ("middle", "none", "all", "i<=t-2w", "i>w")
 @SCORES.add("edie")
 @dataclass(frozen=True)
 class Edie(Pooled):
-    """EDIE (eq. 9-11): an upper bound of the 1-norm error that removing a slot makes in the observers' outputs.
+    """EDIE (eq. 9-11): how far removing a slot may move the observers' outputs in the 1-norm; a bound where alpha is 0.
 
     alpha    keeps the denominator 1 + alpha - a from vanishing (table 2: 0.05, 0.1, 0.2)
     weight   c_j, the largest attention of row j over the slots at positions w <= i < T - 2w ("middle"), over all
