@@ -6,7 +6,8 @@ from . import add_model, add_observe, add_policies, command, model_name, number
 @command
 def eval(parser, argv):
     """Put policies to tasks: accuracy tables, a line per case in a file that an interrupted run resumes."""
-    parser.add_argument("--out", default="results.jsonl", help="a JSON line per case and run; resumed if begun. "
+    parser.add_argument("--out", default="results.jsonl",
+                        help="a JSON line per case and run, resumed if begun; default results.jsonl. "
                         "`accelerate launch -m kvevict eval ...` shares the cases among processes")  # fmt: skip
     parser.add_argument("--tasks", nargs="+", default=[], help="what to ask; an unknown name lists them")
     add_model(parser)

@@ -38,8 +38,10 @@ class Policy:
     decode         evict while decoding too, so that the cache never grows past budget + interval - 1; None: where it
                    is part of the score's method (streaming, h2o, tova; presets of CAOTE set it)
     interval       decoded tokens between two evictions; None: 1 where every token counts (streaming, h2o, tova), or 16
-    layers, heads, select   how the budget is split over layers and heads, and which slots are taken by it: names of
-                   `kvevict.LAYERS`, `HEADS`, `SELECTIONS`, or objects with their options, e.g. `Ada(floor="max")`
+    layers         how the budget is split over layers: a name of `kvevict.LAYERS` or an object with its options
+    heads          how a layer's slots are split over its heads: a name of `kvevict.HEADS` or an object, e.g.
+                   `kvevict.HEADS["ada"](floor="max")`
+    select         which slots are taken by their scores: a name of `kvevict.SELECTIONS` or an object
     select_by_layer   (start, stop, select) for ranges of evicting layers that select otherwise; stop None: to the last
     keep_first     so many first tokens of a row are never evicted, whatever their score: a system prompt, learned ones
     n_reuse        groups of this many layers use the slots that their first layer chooses (ChunkKV algorithm 3)

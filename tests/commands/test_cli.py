@@ -156,7 +156,7 @@ def test_a_span_of_the_prompt_observes(tmp_path, capsys):
 @pytest.mark.parametrize("words, said", [
     (["generate", "Who?", "--file", "/none"], "--file /none: No such file"),
     (["generate", "Who?", "--file", "README.md", "--model", "./none"], "there is no folder ./none; give the folder"),
-    (["inspect", "Who?", "--file", "README.md", "--out", "/none/page.html"], "--out /none/page.html: there is no folder"),
+    (["inspect", "Who?", "--file", "README.md", "--out", "/none/a.html"], "--out /none/a.html: there is no folder"),
     (["plot", "--kind", "budget", "--policies", "take", "r.jsonl"], "name it before --policies"),
 ])  # fmt: skip
 def test_mistakes_name_the_argument(words, said, capsys):
