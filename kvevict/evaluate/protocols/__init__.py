@@ -26,6 +26,7 @@ class Claim:
                    with {draft}, the folder of --draft, is left out where none is given
     chunks         tokens that each of the two reads at once, None: the prompt whole
     least          slots below which a budget cannot test it
+    layers         layers that evict, below which a model cannot test it
     """
 
     says: str  # of the paper, with its place
@@ -34,6 +35,7 @@ class Claim:
     margin: float | None = None
     chunks: tuple = (WHOLE, WHOLE)
     least: int = 0
+    layers: int = 1
 
     def runs(self, budget, mode, names) -> tuple:
         """The `Run`s of both sides. names: what stands for the words in braces."""
@@ -68,7 +70,7 @@ def pairs(name, budgets, mode, layers, adapter=None, draft=None) -> list:
     equal, and a claim whose two sides are the same policy says nothing."""
     found = []
     for claim in PROTOCOLS.find(name).claims:
-        if draft or "{draft}" not in claim.better + claim.than:
+        if layers >= claim.layers and (draft or "{draft}" not in claim.better + claim.than):
             held = [budget for budget in budgets if budget >= claim.least]
             sides = [claim.runs(budget, mode, names(budget, layers, adapter, draft)) for budget in held]
             found.append((claim, [(better, than) for better, than in sides if better != than]))
