@@ -35,7 +35,8 @@ def test_only_what_can_be_told_apart():
     few = names(budgets=(64,), mode="aware", layers=3)
     assert set(many) - set(few) == {
         "table 2: delay helps", "table 2: delay without probe neither helps nor harms",
-        "figure 7: B_warmup of 20 B beats B", "figure 7: W = L/4 beats L/2", "ours: a probe of 64 tokens is about as good as one of 32",
+        "figure 7: B_warmup of 20 B beats B", "figure 7: W = L/4 beats L/2",
+        "ours: a probe of 64 tokens is about as good as one of 32",
         "ours: a probe of 128 tokens is about as good as one of 32",
     }  # fmt: skip
     plans = {claim.says: sides for claim, sides in protocols.pairs("take", (64, 128, 256), "aware", 30)}
