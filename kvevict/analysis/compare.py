@@ -118,9 +118,9 @@ def ranking(model, ids, policy, full: Truth) -> dict | None:
     left(model, ids, dataclasses.replace(policy, score=Heard(**options), chunk_size=whole))
     each = []
     for index, (q, k, v, own) in zip(full.indices, full.layers, strict=True):
-        score, competing = found.get(index, (k[:0, None, :0], None))
-        if score.shape[2] != full.tokens:  # nothing was asked, or upper layers read a part of the prompt
-            continue
+        if index not in found or found[index][0].shape[2] != full.tokens:
+            continue  # another layer chooses for it, or it reads a part of the prompt
+        score, competing = found[index]
         column = torch.arange(k.shape[1], device=k.device)
         for h, (queries, its) in enumerate(diagnose.by_group(q, len(k), **own)):
             a, _ = diagnose.attention(queries, k[h], v[h], column <= column[full.tokens :, None], **its)

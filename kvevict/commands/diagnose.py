@@ -49,7 +49,7 @@ def diagnose(parser, argv):
     with tqdm(total=len(prompts) * len(policies), unit="policy", delay=1, leave=False, disable=None) as bar:
         each = [one(model, tokenizer, policies, args, *prompt, bar) for prompt in prompts]
     found, said = mean([found for found, _ in each]), [said for _, said in each]
-    errors = {key: {n: error([one["runs"][key][n] for one, _ in each]) for n in HEADS} for key in policies}
+    errors = {key: {n: error([alone["runs"][key][n] for alone, _ in each]) for n in HEADS} for key in policies}
     print(f"{round(found['tokens'])} prompt tokens, budget {args.budget}; the full cache answers: {'; '.join(said)}\n")
     print(grid([("", "slots/head", *HEADS.values()), *((k, *cells(r, errors[k])) for k, r in found["runs"].items())]))
     print("\nOverlap (Jaccard) of what they keep\n")
