@@ -144,7 +144,7 @@ def error(values: list) -> float | None:
 
 
 def cells(one: dict, errors: dict) -> list:
-    least, most = (f"{slots:g}" for slots in one["slots"])
+    least, most = (f"{slots:.0f}" for slots in one["slots"])
     texts = ["-" if one[name] is None else f"{one[name]:.3f}" for name in HEADS]
     beside = ["" if errors[name] is None else f" ±{errors[name]:.3f}" for name in HEADS]
     return [least if least == most else f"{least}..{most}", *map("".join, zip(texts, beside))]
