@@ -164,9 +164,9 @@ def test_an_oracle_is_given_what_comes(net, tmp_path, monkeypatch):
     given = {}
     real = ask.policy_for
 
-    def spy(run, tokens, response, task):
+    def spy(run, tokens, response, *rest):
         given[run.mode] = response
-        return real(run, tokens, response, task)
+        return real(run, tokens, response, *rest)
 
     monkeypatch.setattr(ask, "policy_for", spy)
     lines = results(net, tmp_path / "r", policies=("knorm",), cases=1)
