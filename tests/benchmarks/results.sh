@@ -140,6 +140,10 @@ if [ -n "${GEMMA3:-}" ]; then
     --chunk-size 512 --policies $all
   table gemma3-unknown-chunks-4096 1 "${real[@]}" --tasks ruler/niah_single_2 --lengths 4096 --share-reads \
     --budgets 128 256 512 --mode agnostic --chunk-size 512 --policies $all
+  table gemma3-8000 1 "${real[@]}" --tasks $answers --lengths 8000 --budgets 250 500 1000 --share-reads \
+    --policies take+edie take+chunkkv laq oracle chunkkv/edie
+  table gemma3-8000-chunks 1 "${real[@]}" --tasks $numbers --lengths 8000 --budgets 250 500 1000 --share-reads \
+    --chunk-size 512 --policies take+edie take+chunkkv chunkkv/edie
   for protocol in chunkkv edie take caote; do
     table "gemma3-$protocol" 16 "${real[@]}" --protocol $protocol --tasks ruler/niah_single_2 --lengths 1024 \
       --budgets $([ $protocol = caote ] && echo 384 || echo 256) --share-reads
