@@ -109,6 +109,8 @@ if [ -n "${SMOLLM2:-}" ]; then
     --share-reads --policies take+edie take+chunkkv "$learned" laq oracle snapkv
   table smollm2-8000-chunks 2 "${real[@]}" --tasks ruler/niah_single_{1,2} fidelity --lengths 8000 --budgets 500 \
     --chunk-size 512 --policies take+edie take+chunkkv "$learned" snapkv take
+  table smollm2-8000-unknown 1 "${real[@]}" --tasks ruler/niah_single_{1,2} --lengths 8000 --budgets 1000 \
+    --share-reads --mode agnostic --policies take+edie take+chunkkv "$learned" laq oracle
   for protocol in edie chunkkv lookaheadkv take caote; do
     table "smollm2-$protocol" 10 "${real[@]}" --protocol $protocol --tasks ruler/niah_single_2 fidelity --lengths 1024 \
       --budgets 64 --adapter "$ADAPTER" --share-reads
@@ -144,6 +146,8 @@ if [ -n "${GEMMA3:-}" ]; then
     --policies take+edie take+chunkkv laq oracle chunkkv/edie
   table gemma3-8000-chunks 1 "${real[@]}" --tasks $numbers --lengths 8000 --budgets 250 500 1000 --share-reads \
     --chunk-size 512 --policies take+edie take+chunkkv chunkkv/edie
+  table gemma3-8000-unknown 1 "${real[@]}" --tasks $numbers --lengths 8000 --budgets 1000 --share-reads \
+    --mode agnostic --policies take+edie take+chunkkv laq oracle chunkkv/edie
   for protocol in chunkkv edie take caote; do
     table "gemma3-$protocol" 16 "${real[@]}" --protocol $protocol --tasks ruler/niah_single_2 --lengths 1024 \
       --budgets $([ $protocol = caote ] && echo 384 || echo 256) --share-reads
