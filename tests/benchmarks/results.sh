@@ -109,6 +109,8 @@ if [ -n "${SMOLLM2:-}" ]; then
     --share-reads --policies take+edie take+chunkkv "$learned" laq oracle snapkv
   table smollm2-8000-chunks 2 "${real[@]}" --tasks ruler/niah_single_{1,2} fidelity --lengths 8000 --budgets 500 \
     --chunk-size 512 --policies take+edie take+chunkkv "$learned" snapkv take
+  table smollm2-8000-chunks-more 1 "${real[@]}" --tasks ruler/niah_single_{1,2} --lengths 8000 --budgets 250 1000 \
+    --share-reads --chunk-size 512 --policies take+edie "$learned" take+chunkkv snapkv
   table smollm2-8000-unknown 1 "${real[@]}" --tasks ruler/niah_single_{1,2} --lengths 8000 --budgets 1000 \
     --share-reads --mode agnostic --policies take+edie take+chunkkv "$learned" laq oracle
   for protocol in edie chunkkv lookaheadkv take caote; do
