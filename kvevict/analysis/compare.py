@@ -117,19 +117,24 @@ def ranking(model, ids, policy, full: Truth) -> dict | None:
     whole = None if policy.chunk_size is None else 2**30
     left(model, ids, dataclasses.replace(policy, score=Heard(**options), chunk_size=whole))
     each = []
-    for index, (q, k, v, own) in zip(full.indices, full.layers, strict=True):
+    for index, layer in zip(full.indices, full.layers, strict=True):
         if index not in found or found[index][0].shape[2] != full.tokens:
             continue  # another layer chooses for it, or it reads a part of the prompt
         score, competing = found[index]
-        column = torch.arange(k.shape[1], device=k.device)
-        for h, (queries, its) in enumerate(diagnose.by_group(q, len(k), **own)):
-            a, _ = diagnose.attention(queries, k[h], v[h], column <= column[full.tokens :, None], **its)
-            at = competing[0, h]
-            got, want = score.expand(-1, len(k), -1)[0, h, at], a[..., : full.tokens].mean((0, 1))[at]
+        paid = _paid(full.tokens, *layer)
+        for a, scores, at in zip(paid, score.expand(-1, len(paid), -1)[0], competing[0], strict=True):
+            got, want = scores[at], a.mean((0, 1))[at]
             each.append((recall(got, want, max(1, len(got) // 8)), tau(got, want)))
     if not each:
         return None
     return {name: float(torch.stack(values).mean()) for name, values in zip(RANKED, zip(*each))}
+
+
+def _paid(tokens, q, k, v, options) -> list:
+    """Per kv head the attention [G, R, tokens] of the response's rows to the prompt, with the full cache."""
+    column = torch.arange(k.shape[1], device=k.device)
+    sees, groups = column <= column[tokens:, None], diagnose.by_group(q, len(k), **options)
+    return [diagnose.attention(own, *kv, sees, **its)[0][..., :tokens] for (own, its), *kv in zip(groups, k, v)]
 
 
 def _layer(tokens, q, k, v, options, heads):
@@ -174,13 +179,10 @@ def full_cache(full: Truth) -> list:
     fastcaote_spearman  rank correlation of FastCAOTE's with CAOTE's scores by it (CAOTE table 7)
     """
     layers = []
-    for q, k, v, options in full.layers:
-        column = torch.arange(k.shape[1], device=k.device)
-        sees = column <= column[full.tokens :, None]
+    for layer in full.layers:
         found = []
-        for (queries, own), keys, values in zip(diagnose.by_group(q, len(k), **options), k, v):
-            a, _ = diagnose.attention(queries, keys, values, sees, **own)
-            a = a[..., : full.tokens] / a[..., : full.tokens].sum(-1, keepdim=True)
+        for a, values in zip(_paid(full.tokens, *layer), layer[2]):
+            a = a / a.sum(-1, keepdim=True)
             mean, values = a.mean((0, 1)), values[: full.tokens].float()
             pair = (diagnose.caote(mean, values, fast) for fast in (False, True))
             found.append((diagnose.sparsity(a).mean(), diagnose.spearman(*pair)))

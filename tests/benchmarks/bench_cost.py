@@ -29,8 +29,6 @@ from kvevict.policy import presets
 
 PLAIN = 2**30  # a budget that nothing reaches
 STAGES = ("evict", "draft")
-
-
 NEW = 33  # tokens decoded, the read's own included
 
 

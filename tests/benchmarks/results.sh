@@ -36,7 +36,7 @@ numbers="ruler/niah_single_2 ruler/niah_multikey_1" answers="$numbers fidelity"
 tasks="facts keyvalue multivalue tracking ruler/niah_single_1 ruler/niah_single_2 ruler/niah_single_3"
 tasks+=" ruler/niah_multikey_1 ruler/niah_multikey_2 ruler/niah_multikey_3 ruler/niah_multivalue"
 tasks+=" ruler/niah_multiquery ruler/vt ruler/cwe ruler/fwe longeval/lines"
-own=$(python -c "import kvevict; print(kvevict.small_llama())")
+own=$(realpath "$(dirname "$0")/../../kvevict/models/small_llama")
 
 # shellcheck disable=SC2086  # lists of policies and tasks
 every() { # NAME CASES OTHERS TASKS ARGUMENTS: read whole (CASES) and in chunks (OTHERS), the question known, and not;
