@@ -18,8 +18,10 @@ class Rare(kvevict.Score):
     power: float = 1.0
     rows = kvevict.ROWS["window"](16)  # where a policy names no others
 
-    def score(self, view):  # fp32 [batch, kv heads, slots], larger is better
-        return view.attention("sum") * view.norm("v", 1) ** self.power
+    needs = ("attention", "value_norm")
+
+    def score(self, slots, attention, norm):  # fp32 [batch, kv heads, slots], larger is better
+        return attention * norm**self.power
 
 
 tokenizer = AutoTokenizer.from_pretrained(kvevict.small_llama())

@@ -2,11 +2,13 @@
 
 from . import _ops  # noqa: F401  checks torch and loads the kernels
 from .answer import Pipeline, answer, read
+from .engine.quantities import QUANTITIES, Quantity, check_needs
 from .models import small_llama
 from .patch import evicting, patch, unpatch
 from .policy.heads import HEADS, HeadBudget
 from .policy.layers import LAYERS, LayerBudget
 from .policy.layers.tada import history
+from .policy.needs import need
 from .policy.policy import PRESETS, Policy
 from .policy.refinements import REFINEMENTS, Refinement
 from .policy.rows import ROWS, Rows
@@ -18,9 +20,10 @@ from .version import VERSION
 
 __version__ = VERSION
 __all__ = [
-    "HEADS", "LAYERS", "PRESETS", "REFINEMENTS", "ROWS", "SCORES", "SELECTIONS", "HeadBudget", "LayerBudget",
-    "Pipeline", "Policy", "Refinement", "Rows", "Score", "Selection", "answer", "evicting", "history", "load_cache",
-    "patch", "policies", "read", "register_rows", "register_score", "report", "save_cache", "small_llama", "unpatch",
+    "HEADS", "LAYERS", "PRESETS", "QUANTITIES", "REFINEMENTS", "ROWS", "SCORES", "SELECTIONS", "HeadBudget",
+    "LayerBudget", "Pipeline", "Policy", "Quantity", "Refinement", "Rows", "Score", "Selection", "answer", "evicting",
+    "history", "load_cache", "need", "patch", "policies", "read", "register_quantity", "register_rows",
+    "register_score", "report", "save_cache", "small_llama", "unpatch",
 ]  # fmt: skip
 
 
@@ -30,8 +33,19 @@ def policies() -> list:
 
 
 def register_score(name: str):
-    """Decorator that makes a `Score` of your own known by name, to policies, their JSON and the command line."""
-    return SCORES.add(name)
+    """Decorator that makes a `Score` of your own known by name, to policies, their JSON and the command line. Raises
+    ValueError for a name that is taken, and for quantities that do not exist."""
+
+    def register(score):
+        check_needs(score)
+        return SCORES.add(name)(score)
+
+    return register
+
+
+def register_quantity(name: str):
+    """Decorator that makes a `Quantity` of your own known by name, so that scores can need it."""
+    return QUANTITIES.add(name)
 
 
 def register_rows(name: str):

@@ -10,7 +10,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from . import _ops, families, known, trial
 from .compat import STATE
-from .engine import attention, forward, propagate, ranks, rerotate, residual, states
+from .engine import attention, forward, propagate, quantities, ranks, rerotate, residual, states
 from .engine.meter import Meter
 from .policy.policy import build
 
@@ -29,13 +29,14 @@ class Patch:
         self.order = {index: order for order, index in enumerate(own)}
         self.readers = families.readers(decoder, kinds)
         self.last_reader = {producer: index for index, producer in sorted(self.readers.items())}
-        self.turns, self.behind = {}, {}  # what `trial` found of the layers, where the policy asks for it
+        self.rotates, self.behind = {}, {}  # what `trial` found of the layers, where the policy asks for it
         policy.check_layers(len(own))
         policy.waiting_layers(len(own))  # or an error
         self.all_own = set(kinds) == {families.OWN}
         self.keeps_state = bool({families.STATE, families.BOTH} & set(kinds))
         self.tsp = propagate.layer_of(policy, self.all_own, len(kinds))  # the last to read all tokens; None: all do
-        self.wants_probs = policy.score.carries or (policy.decode and policy.rows.newest)
+        self.wants_probs = policy.carry == "sum" or (policy.decode and policy.rows.newest)
+        self.wants_outputs = any(each.outputs for each in quantities.of_policy(policy))
         self.hooks = []
         self._forget()
 
@@ -78,7 +79,7 @@ def patch(model, policy, *, budget=None, chunk_size=None, **options):
     decoder = find_decoder(model)
     check_model(model)
     split = ranks.of(base_model(model))
-    if split.size > 1 and not chosen.rows.splits:
+    if split.size > 1 and not chosen.rows.supports_tensor_parallel:
         raise ValueError(
             "lookahead's adapter is for whole projections, and each rank has a part of them (tensor parallel): load "
             "the model whole, or choose another policy"
@@ -89,9 +90,9 @@ def patch(model, policy, *, budget=None, chunk_size=None, **options):
     if not is_patched(decoder):
         check_type(model, decoder)
     top = base_model(model)
-    if chosen.rerotate or chosen.rows.turns:
-        state.turns = trial.turning(top, decoder, state.order)
-        state.turns |= {reader: state.turns[producer] for reader, producer in state.readers.items()}
+    if chosen.rerotate or chosen.rows.rotates:
+        state.rotates = trial.turning(top, decoder, state.order)
+        state.rotates |= {reader: state.rotates[producer] for reader, producer in state.readers.items()}
     if chosen.layers.residual == "attention":
         state.behind = trial.behind_attention(top, decoder, state.order)
     if is_patched(decoder):

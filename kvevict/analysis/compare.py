@@ -71,7 +71,7 @@ def left(model, ids, policy) -> list:
 
 def informed(policy, response) -> Policy:
     """The policy; an oracle that was not told a response is told this one."""
-    rows = policy.rows.told(response)
+    rows = policy.rows.with_response(response)
     return policy if rows is policy.rows else dataclasses.replace(policy, rows=rows)
 
 

@@ -84,7 +84,7 @@ def plan(
     slot, peak, widest, chunks = shape.slot_bytes * batch, 0, 0, []
     for taken in layers.chunks():
         bill.add(work(shape, policy, taken, batch, causal))
-        peak, widest = max(peak, taken.peak), max(widest, taken.chunk.rows + taken.chunk.along)
+        peak, widest = max(peak, taken.peak), max(widest, taken.chunk.rows + taken.chunk.appended)
         chunks.append(taken)
     row = shape.row_bytes * batch
     if len(chunks) > 1:  # the previous chunk's last hidden state waits for the next one's
@@ -97,7 +97,7 @@ def plan(
     )  # fmt: skip
     peaks = ("weight_bytes", "peak_cache_bytes", "sliding_bytes", "activation_bytes")
     result |= dict(peak_bytes=sum(result[name] for name in peaks), seconds=bill.seconds, left_out=[])
-    if layers.evicts and policy.rows.n_d and not policy.rows.whole:
+    if layers.evicts and policy.rows.n_d and not policy.rows.needs_full_prompt:
         _add_draft(result, draft_model, tokens, policy.rows.n_d, batch, hardware, causal)
     result |= dict(flops=dict(result["flops"]), moved=dict(result["moved"]))
     waiting = _waiting(policy, chunks, layers, slot)
@@ -106,7 +106,7 @@ def plan(
 
 def _check(shape, policy, draft_model) -> None:
     """Raise ValueError for what the policy cannot do in such a model, or lacks."""
-    drafts = policy.rows.n_d and not policy.rows.whole
+    drafts = policy.rows.n_d and not policy.rows.needs_full_prompt
     if not drafts:
         policy.rows.ready(None)
         if draft_model is not None:
@@ -137,7 +137,7 @@ def _waiting(policy, chunks, layers, slot) -> dict | None:
         return None
 
     def most(which):
-        slots = (taken.stored[i] + taken.read[i] + taken.chunk.along for taken in chunks for i in which)
+        slots = (taken.stored[i] + taken.read[i] + taken.chunk.appended for taken in chunks for i in which)
         return max(slots, default=0)
 
     between = max((sum(taken.kept) for taken in chunks[:-1]), default=0)

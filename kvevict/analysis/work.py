@@ -6,12 +6,13 @@ once per scoring pass, kept slots read and written; activations are taken to sta
 
 linear     matrix products with weights, of the prompt's own rows
 attention  of those rows
-probe      rows that only read along: both
+probe      appended rows: both
 evict      scoring, and moving what is kept
 refine     output errors made of the scores (CAOTE)
 draft      tokens that the model drafts for itself: its passes, and the cut that they go over
 """
 
+from ..engine import quantities
 from ..engine.draft import FIRST_CUT
 from ..engine.schedule import follows, overfull, waits
 from ..policy.rows import Part
@@ -35,23 +36,25 @@ def work(shape, policy, taken, batch: int = 1, causal: bool = True) -> dict:
     seen = iter(zip(taken.stored, taken.read, strict=True))
     before = [(*next(seen), None) if w is None else (chunk.start, chunk.rows, w) for w in shape.windows]
     attended = sum(pairs(rows, n, w, causal) for n, rows, w in before)
-    probed = sum(pairs(chunk.along, n + rows, w, causal) for n, rows, w in before)
+    probed = sum(pairs(chunk.appended, n + rows, w, causal) for n, rows, w in before)
     read = sum((n if w is None else min(n, w - 1)) + rows for n, rows, w in before)
     entered = sum(rows for _, rows, _ in before)
-    measured = 1 + policy.layers.measures  # TADA's error is of unpooled scores, refined for themselves
-    passes = policy.score.passes() + measured * policy.refine.passes() + policy.layers.passes(policy)
+    needed = quantities.of_policy(policy)
+    passes, scans = sum(each.passes() for each in needed), sum(each.scans() for each in needed)
+    outputs = any(each.outputs for each in needed)
     stored = sum(min(chunk.rows, w - 1) for w in shape.windows if w is not None)
     evict, refine = (0, 0), (0, 0)
     for old, rows, kept, chooses, parts in zip(taken.stored, taken.read, taken.kept, taken.scored, taken.parts):
         n = old + rows
-        evict = _sum(evict, _observed(shape, n, parts, passes, policy.wants_outputs, causal))
-        evict = _sum(evict, (0, shape.slot_bytes / 2 * n * policy.score.scans() * chooses))
-        refine = _sum(refine, (measured * x * chooses for x in _refined(shape, policy, n)))
+        evict = _sum(evict, _observed(shape, n, parts, passes, outputs, causal))
+        evict = _sum(evict, (0, shape.slot_bytes / 2 * n * scans * chooses))
+        # TADA's error is of unpooled scores, refined for themselves.
+        refine = _sum(refine, (x * chooses * (1 + policy.layers.measures) for x in _refined(shape, policy, n)))
         stored += kept if kept < n else rows
     return {
         "linear": (linear * entered // len(before) + 2 * head * batch, (shape.layer_weights + head) * shape.element),
         "attention": (pair * attended, slot * read),
-        "probe": (linear * chunk.along + pair * probed, 0),
+        "probe": (linear * chunk.appended + pair * probed, 0),
         "evict": (batch * evict[0], batch * evict[1] + 2 * slot * stored),
         "refine": tuple(batch * x for x in refine),
         "draft": _drafted(shape, policy, taken, batch) if taken.draft else (0, 0),
@@ -89,7 +92,7 @@ def _drafted(shape, policy, taken, batch) -> tuple:
     flops, moved = n_d * linear, n_d * weights
     for old, read, cut in zip(taken.stored, taken.read, taken.draft, strict=True):
         n, window = old + read, min(read, FIRST_CUT.rows.window, max(1, int(cut) // 2))  # as the first cut has it
-        first = _observed(shape, n, [Part(window, n, True, True)], FIRST_CUT.score.passes(), False)
+        first = _observed(shape, n, [Part(window, n, True, True)], 1, False)  # one pass of attention weights
         flops += batch * first[0] + pair * pairs(n_d, cut)
         moved += batch * first[1] + 2 * slot * cut + slot * pairs(n_d, cut)
         if rows.draft_keys:
@@ -109,8 +112,9 @@ def _linear(shape, batch) -> tuple:
 def decoding(shape, policy, slots, budgets, seen: int, count: int, batch: int = 1):
     """Of each of `count` tokens decoded behind `seen`: yields (stages, slots per kv head of each layer after it)."""
     pair, slot, layers = _pair(shape, batch), shape.slot_bytes * batch, len(slots)
-    score, rows = policy.score, policy.rows
-    passes = (0 if score.carries else score.passes(known=rows.newest)) + policy.refine.passes()
+    rows, needed = policy.rows, quantities.of_policy(policy)
+    passes = sum(each.passes(known=rows.newest or policy.carry == "sum") for each in needed)
+    scans = sum(each.scans() for each in needed)
     for number in range(1, count + 1):
         slots = [n + 1 for n in slots]
         windows = sum(min(seen + number, w) for w in shape.windows if w is not None)
@@ -125,7 +129,7 @@ def decoding(shape, policy, slots, budgets, seen: int, count: int, batch: int = 
             observers = 1 if rows.newest else min(rows.decoded, number)
             parts = [Part(observers, n, True, rows.newest)] if observers else []
             evict = _sum(evict, _observed(shape, n, parts, passes, False))
-            evict = _sum(evict, (0, shape.slot_bytes / 2 * n * score.scans()))
+            evict = _sum(evict, (0, shape.slot_bytes / 2 * n * scans))
             refine = _sum(refine, _refined(shape, policy, n))
         slots = left
         yield (

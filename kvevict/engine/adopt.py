@@ -9,8 +9,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from .. import compat, families
 from .cache import EvictionLayer
+from .context import context
 from .latent import LatentLayer
-from .step import current, shared_call
 
 
 class StatefulLayer(EvictionLayer):
@@ -47,16 +47,16 @@ class SlidingLayer(DynamicSlidingWindowLayer):
     """Transformers' sliding window, which a chunk's transient rows (the probe) read but do not enter."""
 
     def update(self, key_states, value_states, *args, **kwargs):
-        step, shared = current(), shared_call.get()
-        if shared is not None:
-            shared.given = key_states, value_states
-        transient = 0 if step is None else step.transient
-        if not transient:
+        step, tap = context().step, context().tap
+        if tap is not None:
+            tap.slid(key_states, value_states)
+        appended = 0 if step is None else step.appended
+        if not appended:
             return super().update(key_states, value_states, *args, **kwargs)
         before = self.keys, self.values
         full = super().update(key_states, value_states, *args, **kwargs)
-        stored = key_states.shape[2] - transient
-        self.cumulative_length -= transient
+        stored = key_states.shape[2] - appended
+        self.cumulative_length -= appended
         if before[0] is None:
             before = key_states[:, :, :0], value_states[:, :, :0]
         window = 0 if getattr(self, "record_past", False) else -self.sliding_window + 1

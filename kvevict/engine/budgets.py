@@ -1,86 +1,69 @@
 """How many slots every layer may keep, chunk by chunk (METHODS section 4)."""
 
 import numpy as np
-import torch
 
 from ..policy.checks import PLENTY
 from ..policy.layers import layer_slots
-from . import host
-from .schedule import overfull, relaxed
+from .decisions import Cascade, Decisions
+from .schedule import relaxed
 
 
 class Budgets:
-    """Of the layers of one read."""
+    """Slots of `layers` layers of `heads` kv heads, chunk by chunk of a read of `seen` tokens [B]."""
 
-    def __init__(self, patch, layers, heads, seen):
-        self.policy, self.layers, self.heads, self.seen = patch.policy, layers, heads, seen
-        self.ranks = patch.ranks
-        self.warmup = np.array([patch.policy.warmup_slots(n) for n in seen]) * heads  # [B], over a layer's kv heads
-        self.alive = None  # int64 [layers, B] slots of each layer with this chunk's, before it is cut
-        self.cuts = None  # [B] whether a row loses slots after this chunk
-        self.targets = None  # [layers, B] slots of each layer, over its kv heads, after this chunk
-        self.errors = None  # fp64 [layers, B] sums over chunks of the layers' errors
+    def __init__(self, policy, layers: int, heads: int, seen: list):
+        self.policy, self.layers, self.heads, self.seen = policy, layers, heads, seen
+        self.targets = None  # int [layers, B] slots of each layer after the last chunk that was decided
+        self.budgets = None  # the same, of rows that lose none what they may keep later
+        self.cuts = np.zeros(len(seen), bool)  # [B] rows that lose slots after that
+        self.errors = np.zeros((layers, len(seen)))  # sums over chunks of the layers' errors
         self.measurements = np.zeros(len(seen), np.int64)  # [B] how many chunks those are
 
-    def split(self, chunk, padding) -> None:
-        """What every layer may keep after a chunk, by what it will hold then and what earlier chunks measured.
-        padding [B]: left padding of the prompt."""
-        tokens = chunk.end - np.clip(padding, chunk.start, chunk.end)
-        alive = np.stack([
-            self.heads * np.minimum(tokens, most) + (0 if layer.counts is None else self.ranks.counts(layer).sum(1))
-            for layer, most in zip(self.layers, chunk.limits, strict=True)
-        ])  # fmt: skip
-        self.alive = torch.from_numpy(alive)
-        total = np.array([self.policy.slots(n) for n in self.seen]) * self.heads * len(self.layers)
+    def decide(self, chunk, tokens, stored) -> Decisions:
+        """What becomes of the layers after a chunk that brings tokens [B] to stored [layers, B] slots."""
+        policy = self.policy
+        if not chunk.evicts:
+            return Decisions(policy, self.layers, lambda layer, alive: None)
+        most = np.array(chunk.limits)[:, None]
+        alive = stored + self.heads * np.minimum(tokens, most)
+        total = np.array([policy.slots(n) for n in self.seen]) * self.heads * self.layers
         self.cuts = (alive.sum(0) > total) & (tokens > 0)
-        common = self.policy, len(self.layers), self.heads, self.seen
-        measured = self.mean_errors()
-        self.targets = layer_slots(*common, self.alive, measured).numpy()
-        free = self.targets if self.cuts.all() else layer_slots(*common, None, measured).numpy()
-        for layer, mine, most in zip(self.layers, self.targets, free, strict=True):
-            layer.budget = np.minimum(np.where(self.cuts, mine, most), PLENTY)
+        targets = self.targets = self.split(alive, self.mean_errors())
+        free = targets if self.cuts.all() else self.split(None, self.mean_errors())
+        self.budgets = np.minimum(np.where(self.cuts, targets, free), PLENTY)
+        if self.cuts.any() and policy.layers.cascades:
+            return Cascade(policy, self.layers, self.heads, lambda asked: self._shared(alive, asked), self.cuts)
+        warmup = np.array([policy.warmup_slots(n) for n in self.seen]) * self.heads
 
-    def limit(self, chunk):
-        """view -> the slots [B] that its layer may keep after the chunk; None: all."""
+        def limit(layer, _):
+            return warmup if relaxed(policy, layer, self.layers, chunk) else targets[layer]
 
-        def of(view):
-            if not chunk.evicts:
-                return None
-            return (
-                self.warmup if relaxed(self.policy, view.order, len(self.layers), chunk) else self.targets[view.order]
-            )
+        return Decisions(policy, self.layers, limit, tokens > 0)
 
-        return of
+    def split(self, alive, measured):
+        """int [layers, B] by `layer_slots`."""
+        return layer_slots(self.policy, self.layers, self.heads, self.seen, alive, measured).numpy()
+
+    def _shared(self, alive, asked):
+        slots = self.split(alive, asked.T.tolist())
+        self.budgets = np.where(self.cuts, slots, self.budgets)
+        return slots
 
     def note(self, errors) -> None:
         """Take in what a chunk measured: fp64 [layers, B]."""
-        if self.errors is None:
-            self.errors = torch.zeros_like(errors)
-        self.errors += errors * host.upload(self.cuts, errors.device, torch.bool)
+        self.errors += errors * self.cuts
         self.measurements += self.cuts
 
     def mean_errors(self) -> list:
         """Per row the layers' mean errors over the chunks so far; None where nothing was measured."""
-        if self.errors is None:
-            return [None] * len(self.seen)
-        means = (self.errors.cpu() / torch.from_numpy(self.measurements.clip(1))).T.tolist()
+        means = (self.errors / self.measurements.clip(1)).T.tolist()
         return [row if n else None for row, n in zip(means, self.measurements, strict=True)]
 
     def learn(self) -> None:
         """The read's end: every row that was evicted from is a context of its task."""
-        if self.errors is not None:
-            self.policy.layers.learn([row for row in self.mean_errors() if row is not None])
-
-
-def full(policy):
-    """view -> while decoding, the slots [B] of a layer where it holds more than its budget and slack; None: nowhere."""
-
-    def of(view):
-        n = view.every.sum(1)
-        over = overfull(policy, n, view.layer.budget, view.every.shape[1])
-        return np.where(over, view.layer.budget, n) if over.any() else None
-
-    return of
+        measured = [row for row in self.mean_errors() if row is not None]
+        if measured:
+            self.policy.layers.learn(measured)
 
 
 def check_groups(policy, layers, ranks) -> None:
@@ -111,6 +94,6 @@ def renew(policy, layers, heads, ranks) -> None:
             layer.budget = np.minimum(budget.numpy(), PLENTY)
         if not loaded and layer.policy != policy:
             layer.recent = None  # another policy's rows, or rows with a gap behind them
-            if not policy.score.carries:
+            if policy.carry == "none":
                 layer.carry = None
         layer.policy = policy

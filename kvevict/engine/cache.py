@@ -8,7 +8,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .. import _ops, compat
 from . import host
-from .step import current
+from .context import current
 
 HALF_READ = "past_key_values was left half read by an error; read the prompt into a new one"
 ROOM = 64  # free rows per head after an eviction, so that decoding appends without moving anything

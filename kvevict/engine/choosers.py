@@ -1,94 +1,98 @@
-"""Who chooses which slots of a call survive, and when. A call has one chooser, which sees its layers in order; what
-only one kind of chooser needs lives in it (`Cascade`: cascade.py, `Drafting`: draft.py)."""
+"""Who carries out which slots of a call survive. A call has one chooser, which sees its layers in order; what only
+drafting needs is in draft.py."""
 
+from typing import NamedTuple
+
+import numpy as np
 import torch
 
-from ..analysis import diagnose
 from . import evict, propagate
-from .schedule import follows, waits
+from .layer_call import LayerCall
+from .schedule import observes
 
 
 class Chooser:
-    """Everything survives."""
+    """Everything survives (assisted decoding's candidates, which may be taken back)."""
 
     errors = None  # the kvevict.engine.residual.Errors that the call measures
     onward = None  # the kvevict.engine.propagate.Onward: tokens of the call that upper layers read
     held = 0  # layers whose new slots wait
 
-    def layer(self, view) -> None:
+    def layer(self, call) -> None:
         """The end of one layer's attention."""
+        evict.store(call)
 
     def end(self, chunk_end) -> None:
         """The end of the call, with what a `ChunkEnd` says of it."""
 
-
-class Append(Chooser):
-    """Tokens that may be taken back (assisted decoding's candidates, never under a carried score) are stored."""
-
-    def layer(self, view):
-        evict.store(view)
+    def due(self, order: int, counts) -> bool:
+        """Whether a layer whose heads hold counts [B, heads of all ranks] slots is to be cut."""
+        return False
 
 
-class Group(Chooser):
-    """Every layer chooses for itself, or a group's first or last one for all of it (index reuse, TAKE's delay).
+class Pending(NamedTuple):
+    """A layer that was read and may be cut."""
 
-    limit: view -> the slots [B] that its layer may keep, None: all.
-    """
+    call: LayerCall
+    carried: torch.Tensor | None
+    ranked: torch.Tensor | None  # None: another layer chooses
 
-    def __init__(self, limit, errors=None):
-        self.limit, self.errors = limit, errors
-        self.waiting = []  # views of layers that wait for a later layer's choice
-        self.choice = None  # the evict.Choice of the last layer that chose; None: it kept everything
 
-    held = property(lambda self: len(self.waiting))
+class Deciding(Chooser):
+    """Carries out `kvevict.engine.decisions.Decisions`."""
 
-    def layer(self, view):
-        policy = view.policy
-        if follows(policy, view.order):
-            evict.store(view, self.choice)
-            return
-        waiting = waits(policy, view.order, len(view.step.patch.order))
-        if not view.decoding and (policy.score.carries or not waiting):
-            policy.rows.note(view)
-        evict.grow_carry(view)
-        if waiting:
-            self._wait(view, self.limit(view))
-            return
-        if view.decoding and policy.decode:
-            _remember(view)
-        self.cut(view, self.limit(view))
+    def __init__(self, decisions, errors=None):
+        self.decisions, self.errors = decisions, errors
+        self.pending: dict = {}  # layer's number -> Pending
+        self.choices: dict = {}  # layer's number -> its evict.Choice; None: it kept everything
 
-    def _wait(self, view, slots):
-        if slots is None or not (slots < view.every.sum(1)).any():
-            evict.store(view)
-            return
-        view.q = diagnose.rows(view) if view.policy.diagnose and not view.decoding else None
-        view.lse = view.out = None  # the choice is another layer's: only keys and values wait
-        view.__dict__.pop("slots", None)
-        self.waiting.append(view)
+    @property
+    def held(self):
+        return sum(each.call.new[0].shape[2] > 0 for each in self.pending.values())
 
-    def cut(self, view, slots):
-        """Cut the layer, and the layers that wait for it, back to `slots` [B] in all; None keeps everything."""
-        slots, score = evict.within(view, slots), None
-        cuts, propagates = (slots < view.every.sum(1)).any(), propagate.due(view)
-        if cuts or propagates or self.errors is not None:
-            score = view.policy.score.score(view)
+    def layer(self, call):
+        policy, order = call.policy, call.order
+        observing = observes(policy, order, len(call.step.patch.order))
+        if observing and not call.step.decoding:
+            call.step.read.memory[call.slots.index] = policy.rows.accumulate(call.rows, call.memory())
+        if self.decisions.asks:
+            self._ask(call)
+        decision = self.decisions.at(order, call.slots.alive)
+        narrows = propagate.due(call)
+        carries = policy.carry != "none" and observing
+        score = carried = None
+        if decision.scores or narrows or carries or self.errors is not None:
+            carried, score = evict.numbers(call)
         if self.errors is not None:
-            self.errors.note_scores(view, score)
-        if propagates:
-            self.onward = propagate.choose(view, score)
-        self.choice = evict.choose(view, evict.ranked(view, score), slots) if cuts else None
-        for each in [*self.waiting, view]:
-            evict.store(each, self.choice)
-        self.waiting.clear()
+            self.errors.note_scores(call, score)
+        if narrows:
+            self.onward = propagate.choose(call, score)
+        waits = all(cut.layer != order for cut in decision.cuts)
+        self.pending[order] = Pending(
+            call.waiting() if waits else call, carried, evict.ranked(call, score) if decision.scores else None
+        )
+        for cut in decision.cuts:
+            self._carry_out(cut)
 
+    def due(self, order, counts):
+        return self.decisions.limit(order, counts.sum(1)) is not None
 
-def _remember(view) -> None:
-    """Keep a decoded row, which will observe."""
-    policy, layer = view.policy, view.layer
-    if not policy.rows.decoded or policy.rows.newest:
-        return
-    row = torch.cat([view.q, view.out.transpose(1, 2)], 3) if policy.wants_outputs else view.q
-    other = layer.recent is None or layer.recent.shape[3] != row.shape[3]  # of another policy
-    rows = row if other else torch.cat([layer.recent, row], 2)
-    layer.recent = rows[:, :, -policy.rows.decoded :]
+    def _ask(self, call):
+        layers = call.policy.layers
+        asked = layers.preference(call.slots, *call.measured(layers.needs))
+        self.decisions.ask(call.order, asked.cpu().numpy())
+
+    def _carry_out(self, cut):
+        """Store or cut a layer; one that is cut again stays pending, with what its survivors are ranked by."""
+        call, carried, ranked = self.pending.pop(cut.layer)
+        if cut.by == cut.layer:
+            alive = call.slots.alive
+            slots = alive if cut.slots is None else np.minimum(cut.slots, alive)
+            cuts = (slots < alive).any()
+            self.choices[cut.layer] = evict.choose(call, ranked, slots, cut.final) if cuts else None
+        choice = self.choices[cut.by]
+        if choice is not None or call.new[0].shape[2] or call.step.decoding:
+            evict.store(call, choice, carried)
+        if not cut.final:
+            ranked = ranked if choice is None else evict.kept(ranked, choice.index)
+            self.pending[cut.layer] = Pending(call.stored(), None, ranked)

@@ -1,9 +1,10 @@
 """How a model drafts for itself (LAQ): a prompt is read with nothing evicted, a copy of its cache that SnapKV has cut
-writes a few tokens, and the rows that these had then observe (`View.drafted_rows`)."""
+writes a few tokens, and the rows that these had then observe."""
 
 import copy
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from .. import families
@@ -14,35 +15,37 @@ from . import evict
 from .adopt import StatefulLayer
 from .cache import EvictionLayer, fit
 from .choosers import Chooser
+from .context import enter
 from .latent import LatentLayer
+from .layer_call import layer_call
 from .meter import Meter
-from .step import Step, enter
-from .view import View
+from .step import Step
 
 
 @dataclass(frozen=True)
 class _FirstWindow(Window):
     """A window of at most half of what a layer keeps, so that a small budget holds more than a window."""
 
-    def observers(self, view):
-        return [view.chunk_rows(self.window, self.protect(view))]
+    def observe(self, call, past):
+        return call.chunk(self.window, self.protect(call))
 
-    def protect(self, view):
-        return (view.budget // 2).clamp(1, self.window)
+    def protect(self, call):
+        return (call.budget // 2).clamp(1, self.window)
 
 
 FIRST_CUT = Policy(score="snapkv", rows=_FirstWindow(), budget=2**30)
 
 
 class _DraftLayer(EvictionLayer):
-    """The slots of `choice` in [stored | new] of a view, copied; notes the rows that are decoded over them."""
+    """The slots of `choice` in [stored | new] of a layer, copied; notes the rows that are decoded over them."""
 
-    def __init__(self, view, choice, room):
+    def __init__(self, call, choice, room):
         super().__init__()
-        self.lazy_initialization(view.new[0])
+        self.lazy_initialization(call.new[0])
         self._allocate(choice.keep + room)
-        self._move(view.layer._stored(), choice.index, choice.keep, *view.new, view.pos, view.first)
-        self.columns, self.seen = view.layer.columns, view.layer.seen
+        slots = call.slots
+        self._move(call.layer._stored(), choice.index, choice.keep, *call.new, slots.pos, slots.kv.first)
+        self.columns, self.seen = call.layer.columns, call.layer.seen
         self.rows = []  # (q [B, H, 1, D], k, v [B, Hkv, 1, D]) of each
 
     def decode(self, q, k, v, pos, module, **options):
@@ -53,17 +56,17 @@ class _DraftLayer(EvictionLayer):
 class _StatefulDraftLayer(_DraftLayer, StatefulLayer):
     """One with a copy of the state too, which is updated in place."""
 
-    def __init__(self, view, choice, room):
-        super().__init__(view, choice, room)
-        self.state = copy.deepcopy(view.layer.state)
+    def __init__(self, call, choice, room):
+        super().__init__(call, choice, room)
+        self.state = copy.deepcopy(call.layer.state)
 
 
 class _LatentDraftLayer(_DraftLayer, LatentLayer):
     """One of latents; notes every head's keys and values of the rows."""
 
-    def __init__(self, view, choice, room):
-        super().__init__(view, choice, room)
-        self.widths = view.layer.widths
+    def __init__(self, call, choice, room):
+        super().__init__(call, choice, room)
+        self.widths = call.layer.widths
 
     def decode(self, q, k, v, pos, module, **options):
         whole = torch.cat([k, v], -1)[..., : sum(self.widths)]
@@ -85,34 +88,31 @@ class Drafting(Chooser):
     """Layers wait until tokens were drafted; then `chooser` sees them in order."""
 
     def __init__(self, chooser):
-        self.chooser, self.errors, self.views = chooser, chooser.errors, []
+        self.chooser, self.errors, self.calls = chooser, chooser.errors, []
 
-    held = property(lambda self: len(self.views))
+    held = property(lambda self: len(self.calls))
 
-    def layer(self, view):
+    def layer(self, call):
         """Wait, with no more than the rows that observe the prompt."""
-        rows = max(FIRST_CUT.rows.window, view.policy.rows.window)
-        view.q, view.lse = view.q[:, :, -rows:].clone(), view.lse[:, :, -rows:].clone()
-        view.out = view.out[:, -rows:].clone() if view.policy.wants_outputs else None
-        view.__dict__.pop("slots", None)
-        self.views.append(view)
+        self.calls.append(call.drafting(max(FIRST_CUT.rows.window, call.policy.rows.window)))
 
     def end(self, chunk_end):
-        views, self.views = self.views, []
-        caches = self._drafted(chunk_end, views)
-        for view in views:
-            rows, caches[view.index] = caches[view.index].rows, None
-            view.state["drafted"] = tuple(torch.cat(part, 2) for part in zip(*rows, strict=True))
-            with view.step.meter.clock("evict"):
-                self.chooser.layer(view)
-            del view.state["drafted"]
+        calls, self.calls = self.calls, []
+        caches = self._drafted(chunk_end, calls)
+        while calls:
+            call = calls.pop(0)
+            rows, caches[call.slots.index] = caches[call.slots.index].rows, None
+            drafted = tuple(torch.cat(part, 2) for part in zip(*rows, strict=True))
+            with call.step.meter.clock("evict"):
+                self.chooser.layer(replace(call, rows=replace(call.rows, drafted=drafted)))
 
-    def _drafted(self, chunk_end, views) -> list:
+    def _drafted(self, chunk_end, calls) -> list:
         """The layers of an evicted copy of the cache, over which tokens were drafted."""
         step, meter, n_d = chunk_end.step, chunk_end.step.meter, chunk_end.step.patch.policy.rows.n_d
         with meter.clock("draft"):
             quiet = copy.copy(step.patch)
             quiet.policy = replace(FIRST_CUT, keep_first=step.patch.policy.keep_first)
+            quiet.wants_outputs = quiet.wants_probs = False
             cache = copy.copy(step.cache)
             copied = {families.STATE: copy.deepcopy}  # a state is updated in place
             cache.layers = [
@@ -120,12 +120,12 @@ class Drafting(Chooser):
                 for kind, layer in zip(step.patch.kinds, step.cache.layers, strict=True)
             ]
             unseen = Meter()  # what is drafted leaves no trace in the report
-            for view in views:
-                kind = DRAFT_LAYERS[type(view.layer)]
-                cache.layers[view.index] = kind(view, _first_choice(view, quiet, unseen), n_d)
+            for call in calls:
+                kind = DRAFT_LAYERS[type(call.layer)]
+                cache.layers[call.slots.index] = kind(call, _first_choice(call, quiet, unseen), n_d)
             self._write(chunk_end, cache, quiet, unseen, n_d)
-            meter.live["draft"] = sum(cache.layers[view.index].live_bytes() for view in views)
-            meter.watch(views[0], len(views))
+            meter.live["draft"] = sum(cache.layers[call.slots.index].live_bytes() for call in calls)
+            meter.watch(calls[0], len(calls))
             del meter.live["draft"]
         return cache.layers
 
@@ -140,17 +140,19 @@ class Drafting(Chooser):
             one = Step(
                 quiet, step.decoder, cache, meter, at, none, 0 * step.padding, _Watch(self.errors), final_position=final
             )
-            enter(one)
+            enter(step=one)
             hidden = chunk_end.run(
                 input_ids=ids, attention_mask=mask, position_ids=at.long(), past_key_values=cache, use_cache=True,
                 return_dict=True,
             ).last_hidden_state  # fmt: skip
 
 
-def _first_choice(view, quiet, meter):
+def _first_choice(call, quiet, meter):
     """SnapKV's choice under the layer's slots, its heads alike."""
-    step = replace(view.step, patch=quiet, meter=meter)
-    first = View(step, view.layer, view.index, view.module, view.q, view.k, view.v, view.out, view.lse, view.options,
-                 new=view.new)  # fmt: skip
-    slots = evict.within(first, view.step.read.budgets.targets[view.order])
-    return evict.choose(first, evict.ranked(first, FIRST_CUT.score.score(first)), slots)
+    kv, rows = call.slots.kv, call.rows
+    step = replace(call.step, patch=quiet, meter=meter, elsewhere={})
+    first = layer_call(step, call.layer, kv.module, rows.q, kv.k, kv.v, rows.out, rows.lse, kv.options, new=call.new)
+    alive = first.slots.alive
+    slots = np.minimum(call.step.read.budgets.targets[call.order], alive)
+    slots = np.where(kv.padding < kv.k.shape[2], slots, alive)  # a row whose chunk is all padding keeps all
+    return evict.choose(first, evict.ranked(first, evict.numbers(first).score), slots)

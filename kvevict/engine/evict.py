@@ -1,5 +1,5 @@
 """The idea on one screen: after a layer's attention over a chunk, score the alive slots, give every head its number,
-select, and move the survivors of [stored | new] together. `view` is a `kvevict.engine.view.View` of the layer."""
+select, and move the survivors of [stored | new] together. `call` is a `kvevict.engine.layer_call.LayerCall`."""
 
 from typing import NamedTuple
 
@@ -7,22 +7,58 @@ import numpy as np
 import torch
 
 from .. import _ops
-from ..analysis import diagnose
-from . import host, rerotate
+from . import host
+
+CARRY = {"sum": torch.add, "max": torch.maximum, "keep": lambda new, carried: carried}
 
 
-def ranked(view, score):
+class Numbers(NamedTuple):
+    """What the slots of a layer are worth."""
+
+    carried: torch.Tensor | None  # what stays with the slots until the next eviction; None: nothing
+    score: torch.Tensor  # [B, Hkv, C], [B, 1, C] of a score that is one for all heads, [B, H, C] of one per query head
+
+
+def numbers(call) -> Numbers:
+    """The policy's score of the alive slots, joined with what the stored ones carry (METHODS section 9)."""
+    policy, measured = call.policy, call.measured
+    with call.step.meter.clock("score"):
+        score = policy.score.score(call.slots, *measured(policy.score.needs))
+        if policy.carry != "none":  # of each head, even where the score is one for all
+            score = score.expand(-1, call.slots.n.shape[1], -1)
+        carried = join(policy.carry, score, call.layer.carry)
+        factors = measured(policy.score.factors)
+    score = score if carried is None else carried
+    for factor in factors:
+        score = score * factor
+    return Numbers(carried, score)
+
+
+def join(carry: str, new, carried):
+    """New numbers [B, Hkv, C] of all alive slots, with those that the first ones carry; None: nothing is carried."""
+    if carry == "none":
+        return None
+    if carried is None:
+        return new
+    joined, old = new.clone(), carried.shape[-1]
+    joined[..., :old] = CARRY[carry](joined[..., :old], carried)
+    return joined
+
+
+def ranked(call, score):
     """What slots are chosen by: a score pooled, refined, and made one of runs where those are selected. [B, Hkv, C]"""
-    policy = view.policy
-    pooled = policy.score.pooled(view, score)
+    policy, slots, select = call.policy, call.slots, call.select
+    pooled = policy.score.pooled(slots, score)
     if policy.refine.refines:  # protected slots have a share in it, by the scores that they have
-        pooled = torch.where(view.competing, pooled, score)
-    score = policy.refine.refine(view, pooled)
-    score = score.expand(-1, view.n.shape[1], -1)
-    with view.step.meter.clock("select"):
-        if not view.select.shared:
-            return view.select.rank(view, score).contiguous()
-        return view.ranks.mine(view.select.rank(view.whole, view.gather(score))).contiguous()
+        pooled = torch.where(slots.competing, pooled, policy.score.plain(slots, score))
+    with call.step.meter.clock("score"):
+        score = policy.refine.refine(slots, pooled, *call.measured(policy.refine.needs))
+    score = score.expand(-1, slots.n.shape[1], -1)
+    with call.step.meter.clock("select"):
+        if not select.shared:
+            return select.rank(slots, score).contiguous()
+        ranks = slots.heads.ranks
+        return ranks.mine(select.rank(slots.all_ranks(policy.shared), ranks.gather(score))).contiguous()
 
 
 class Choice(NamedTuple):
@@ -30,56 +66,45 @@ class Choice(NamedTuple):
 
     index: torch.Tensor  # type: ignore[assignment]  # [B, Hkv, K] ascending; a tuple has a method of that name
     keep: np.ndarray  # [B, Hkv] how many of each head, on the host
-    every: np.ndarray  # the same of all ranks' heads
+    all_ranks: np.ndarray  # the same of all ranks' heads
 
 
-def choose(view, score, slots, again=False) -> Choice:
-    """Which slots survive, by `ranked` scores and the slots [B] that the layer may keep. again: enough survive for a
-    later choice, of fewer slots, to be as from all."""
-    heads, slots, whole = view.policy.heads, host.upload(slots, view.device), view.whole
-    with view.step.meter.clock("select"):
-        every = view.gather(score, whole.columns) if heads.ragged or view.select.spares else score
-        if again:
-            keep = heads.reserve(whole, every, slots)
+def choose(call, score, slots, final=True) -> Choice:
+    """Which slots survive, by `ranked` scores and the slots [B] that the layer may keep. final=False: enough survive
+    for a later choice, of fewer slots, to be as from all."""
+    heads, select, ranks = call.policy.heads, call.select, call.slots.heads.ranks
+    wanted = host.upload(slots, call.slots.device)
+    with call.step.meter.clock("select"):
+        whole = call.slots.all_ranks(call.policy.shared)
+        every = ranks.gather(score, whole.columns) if heads.ragged or select.spares else score
+        if final:
+            keep = select.trim_to_runs(whole, every, heads.keep(whole, every, wanted, select.run))
         else:
-            keep = view.select.whole(whole, every, heads.keep(whole, every, slots))
+            keep = heads.reserve(whole, every, wanted, select.run)
         counts = np.array(keep.tolist())
-        keep, mine, (first, last) = view.ranks.mine(keep).contiguous(), view.ranks.mine(counts), view.protected
-        return Choice(_ops.select(score, view.n, keep, first, last, int(mine.max())), mine, counts)
+        keep, mine, (first, last) = ranks.mine(keep).contiguous(), ranks.mine(counts), call.slots.protected
+        return Choice(_ops.select(score, call.slots.n, keep, first, last, int(mine.max())), mine, counts)
 
 
-def within(view, slots):
-    """The slots [B] that a layer keeps of those it has, where it may keep `slots`; None: all."""
-    alive = view.every.sum(1)
-    slots = alive if slots is None else np.minimum(slots, alive)
-    # A row whose chunk is all padding has no rows that could observe.
-    return slots if view.decoding else np.where(view.padding < view.k.shape[2], slots, alive)
-
-
-def grow_carry(view) -> None:
-    """Where scores are carried: those of the layer's slots, and what this call's rows add."""
-    score, carried = view.policy.score, view.layer.carry
-    if not score.carries:
-        return
-    view.carry = view.probs if view.decoding else score.increment(view)
-    if carried is not None:
-        view.carry = view.carry.clone()
-        view.carry[..., : carried.shape[-1]] += carried
-
-
-def store(view, choice=None) -> None:
-    """Put the survivors into the layer: those of a `Choice`, or all."""
-    layer, carry = view.layer, view.carry
-    if choice is not None and view.policy.diagnose and view.step.read is not None:
-        with rerotate.in_cache(view.step, view.module, view.slots):
-            diagnose.note(view, choice)
-    with view.step.meter.clock("compact"):
+def store(call, choice=None, carried=None) -> None:
+    """Put the survivors into the layer: those of a `Choice`, or all. Each of the read's watchers is told of a choice:
+    `watch(call, choice)`, with the last `rows` of the call's rows at hand."""
+    layer, slots = call.layer, call.slots
+    if choice is not None:
+        for watcher in call.step.watchers:
+            watcher.watch(call, choice)
+    with call.step.meter.clock("compact"):
         if choice is not None:
-            index = choice.index.to(view.device)  # another layer may have chosen, on its device
-            layer.keep(index, choice.keep, *view.new, view.pos, view.first)
-            view.ranks.note(layer, choice.every)
-            carry = None if carry is None else carry.gather(2, index.clamp_min(0).long()).masked_fill(index < 0, 0)
-        elif view.k.shape[2]:
-            layer.append(*view.new, view.pos, view.first, view.padding)
-        layer.carry = carry
-    view.step.meter.live[view.index] = layer.live_bytes()
+            index = choice.index.to(slots.device)  # another layer may have chosen, on its device
+            layer.keep(index, choice.keep, *call.new, slots.pos, slots.kv.first)
+            slots.heads.ranks.note(layer, choice.all_ranks)
+            carried = None if carried is None else kept(carried, index)
+        elif slots.kv.k.shape[2]:
+            layer.append(*call.new, slots.pos, slots.kv.first, slots.kv.padding)
+        layer.carry = carried
+    call.step.meter.live[slots.index] = layer.live_bytes()
+
+
+def kept(x, index):
+    """x [B, Hkv, C] of the slots index [B, Hkv, K], 0 where that is -1."""
+    return x.expand(-1, index.shape[1], -1).gather(2, index.clamp_min(0).long()).masked_fill(index < 0, 0)

@@ -6,7 +6,7 @@ import torch
 
 from .. import _ops
 from .cache import ROOM, EvictionLayer
-from .step import current
+from .context import current
 
 
 class ForkedLayer(EvictionLayer):

@@ -10,9 +10,10 @@ import torch
 
 from .. import compat, families
 from ..compat import STATE
+from .context import current, enter
 from .reader import Reader
 from .request import Request
-from .step import Called, called, current
+from .step import OuterCall
 
 WRAPPED = "_kvevict_forward"  # module attribute: the StandIn of its forward
 
@@ -99,8 +100,8 @@ def _top_forward(self, *args, **kwargs):
 def _call(model, args, kwargs):
     wanted = kwargs.get("logits_to_keep", 0)
     wanted = wanted if isinstance(wanted, int) and kwargs.get("labels") is None else 0
-    call = Called(model, kwargs.get("attention_mask"), wanted)
-    called.set(call)
+    call = OuterCall(model, kwargs.get("attention_mask"), wanted)
+    enter(outer=call)
     output = original(model)(*args, **kwargs)
     if call.request is not None:
         call.request.settle()

@@ -4,8 +4,6 @@ import contextlib
 import time
 from collections import defaultdict
 
-from ..analysis import diagnose
-
 
 class Meter:
     """Of one read and of what is decoded after it, in one thread."""
@@ -24,10 +22,11 @@ class Meter:
         finally:
             self.seconds[stage] += time.perf_counter() - start
 
-    def watch(self, view, layers: int) -> None:
+    def watch(self, call, layers: int) -> None:
         """Live KV bytes right now: all stored slots, and the chunks of `layers` layers (this one, those that wait)."""
-        row = 2 * view.k.element_size() * view.new[0].shape[3] * view.new[0].shape[1]
-        chunk = int((view.k.shape[2] - view.padding).sum())
+        new = call.new[0]
+        row = 2 * new.element_size() * new.shape[3] * new.shape[1]
+        chunk = int((new.shape[2] - call.slots.kv.padding).sum())
         self.peak = max(self.peak, sum(self.live.values()) + layers * row * chunk)
 
     def write(self, read, patch, cache) -> None:
@@ -44,6 +43,5 @@ class Meter:
             overhead_bytes=sum(layer.allocated_bytes() for layer in own) - live,
             positions=[None if layer is None else layer.positions() for layer in layers],
         )
-        if patch.policy.diagnose:
-            indices = [index if index in patch.order else None for index in range(len(layers))]
-            self.report["diagnostics"] = diagnose.summary(read, indices)
+        for watcher in read.watchers:
+            self.report |= watcher.report(len(read.seen), [index in patch.order for index in range(len(layers))])

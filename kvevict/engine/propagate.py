@@ -14,7 +14,7 @@ import torch
 
 from .. import _ops, families
 from . import host
-from .step import current
+from .context import current, enter
 
 
 def layer_of(policy, all_own: bool, layers: int) -> int | None:
@@ -69,35 +69,36 @@ def check(patch, tokens: int, wanted: int, flags) -> None:
         )
 
 
-def due(view) -> bool:
+def due(call) -> bool:
     """Whether the layer has to choose which of the chunk's tokens go on."""
-    longest = view.k.shape[2] - int(view.padding.min())
-    return view.step.read is not None and view.index == view.step.patch.tsp and longest > view.policy.tsp_len
+    step = call.step
+    return step.read is not None and call.slots.index == step.patch.tsp and call.longest > call.policy.tsp_len
 
 
-def choose(view, score) -> Onward:
-    """Which of the chunk's tokens go on, and all rows that read along."""
-    policy = view.policy
-    tokens = view.k.shape[2] - view.first
-    kept = np.minimum(view.k.shape[2] - view.padding, policy.tsp_len)
-    most, keep = int(kept.max()), host.upload(kept, view.device, torch.int32)
-    last = view.protected[1].clamp_min(policy.goes_on).minimum(keep)
-    first = policy.keep_first - (view.layer.seen - tokens)  # of them in this chunk
+def choose(call, score) -> Onward:
+    """Which of the chunk's tokens go on, and all appended rows."""
+    policy, slots, kv = call.policy, call.slots, call.slots.kv
+    rows, device = kv.k.shape[2], call.slots.device
+    tokens = rows - kv.first
+    kept = np.minimum(rows - kv.padding, policy.tsp_len)
+    most, keep = int(kept.max()), host.upload(kept, device, torch.int32)
+    last = slots.protected[1].clamp_min(policy.goes_on).minimum(keep)
+    first = policy.keep_first - (call.layer.seen - tokens)  # of them in this chunk
     first = first.clamp_min(0).minimum(keep - last).to(torch.int32)
-    count = torch.arange(view.k.shape[2], device=view.device)
-    slot = (view.layer.len[..., None] + count).clamp_max(view.columns - 1)  # of each of a row's tokens
-    pooled = policy.score.pooled(view, score).expand(-1, slot.shape[1], -1)  # one for all heads, of shared scores
-    worth = view.gather(pooled.gather(2, slot))
+    count = torch.arange(rows, device=device)
+    slot = (call.layer.len[..., None] + count).clamp_max(slots.columns - 1)  # of each of a row's tokens
+    pooled = policy.score.pooled(slots, score).expand(-1, slot.shape[1], -1)  # one for all heads, of shared scores
+    worth = slots.heads.gather(pooled.gather(2, slot))
     worth = sum(worth.unbind(1))  # in head order: the same on every machine
-    with view.step.meter.clock("select"):
+    with call.step.meter.clock("select"):
         chosen = _ops.select(worth[:, None], tokens[:, None], keep[:, None], first, last, most)[:, 0]
     padding = most - keep
     rank = count[:most] - padding[:, None]
-    columns = chosen.gather(1, rank.clamp_min(0)) + view.first[:, None]
-    # A row shorter than the others goes on whole: what lies left of its tokens is padding.
+    columns = chosen.gather(1, rank.clamp_min(0)) + kv.first[:, None]
+    # A row shorter than the others keeps all its tokens: what lies left of them is padding.
     columns = torch.where(rank < 0, count[:most], columns)
-    along = view.k.shape[2] + torch.arange(view.step.transient, device=view.device).expand(len(columns), -1)
-    return Onward(torch.cat([columns, along], 1), padding, most - kept)
+    appended = rows + torch.arange(call.step.appended, device=device).expand(len(columns), -1)
+    return Onward(torch.cat([columns, appended], 1), padding, most - kept)
 
 
 def install(decoder, state) -> list:
@@ -117,9 +118,8 @@ def _enter(first, module, args, kwargs):
     rows = kwargs["position_ids"].shape[-1]
     if first:
         args = (_taken(args[0], onward.columns), *args[1:])
-        step.positions, step.first, step.padding = (
-            _taken(step.positions, onward.columns), onward.first.to(step.first.device), onward.padding
-        )  # fmt: skip
+        positions = _taken(step.positions, onward.columns)
+        enter(step=step.narrowed(positions, onward.first.to(step.first.device), onward.padding))
     return args, {name: _cut(value, onward.columns, rows) for name, value in kwargs.items()}
 
 

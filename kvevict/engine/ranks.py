@@ -5,8 +5,6 @@ from the numbers of all heads, which are gathered: the same numbers give the sam
 whole on every rank.
 """
 
-import copy
-
 import torch
 import torch.nn.functional as F
 from torch import distributed
@@ -87,24 +85,3 @@ def of(model) -> Ranks:
     mesh = model._device_mesh
     group = mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
     return Ranks(distributed.get_rank(group), size, group)
-
-
-def whole(view):
-    """A view with all ranks' heads, as budgets and selections see one. It does not refer to `view`, which keeps it: in
-    a circle the tensors of a layer would live until the next garbage collection."""
-    both, seen, view = copy.copy(view), [], copy.copy(view)
-    both.protected = view.protected
-    heads, columns = view.every.shape[1], int(view.every.max())
-    both.counts, both.n, both.columns = view.every, view.upload(view.every), columns
-    for name in ("least", "competing"):
-        both.__dict__.pop(name, None)
-
-    def positions():
-        if not seen and view.policy.shared:  # all heads hold the same slots
-            seen.append(view.positions()[:, :1].expand(-1, heads, -1))
-        elif not seen:
-            seen.append(view.ranks.gather(view.positions(), columns, fill=-1))
-        return seen[0]
-
-    both.positions = positions
-    return both

@@ -1,8 +1,8 @@
-"""The loop around the text decoder: a prompt goes through it chunk by chunk, each as [chunk | rows that read along]."""
+"""The loop around the text decoder: a prompt goes through it chunk by chunk, each as [chunk | appended rows]."""
 
 import contextlib
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -10,12 +10,14 @@ import torch
 from .. import families
 from . import budgets, schedule
 from .cache import ROOM
-from .cascade import Cascade
-from .choosers import Append, Group
+from .choosers import Chooser, Deciding
+from .context import enter
+from .decisions import while_decoding
+from .diagnostics import Diagnostics
 from .draft import Drafting
 from .meter import Meter
 from .residual import Errors
-from .step import Read, Step, enter
+from .step import Read, Step
 
 
 @dataclass
@@ -36,26 +38,28 @@ class Reader:
 
     def decode(self):
         """One token."""
-        request = self.request
+        request, patch, policy = self.request, self.patch, self.policy
         if request.padding.any():
             raise ValueError("attention_mask hides the newly decoded token; its last column must be 1")
         request.begin()
-        budgets.renew(self.policy, request.layers, request.heads, self.patch.ranks)
-        watches = self.policy.decode or self.policy.score.carries
-        return self._call(
-            0, request.tokens, self.patch.own_meter(), Group(budgets.full(self.policy)) if watches else None
-        )
+        layers = request.layers
+        budgets.renew(policy, layers, patch.kv_heads, patch.ranks)
+        chooser = None
+        if policy.decode or policy.carry == "sum":
+            decisions = while_decoding(policy, len(layers), patch.kv_heads, lambda order: layers[order].budget)
+            chooser = Deciding(decisions)
+        return self._call(0, request.tokens, patch.own_meter(), chooser)
 
     def append(self):
         """Tokens that may be taken back by crop(): stored as they are."""
         self.request.begin()
-        return self._call(0, self.request.tokens, self.patch.own_meter(), Append())
+        return self._call(0, self.request.tokens, self.patch.own_meter(), Chooser())
 
     def read(self):
         """A prompt."""
         request, patch, policy = self.request, self.patch, self.policy
         wanted = request.wanted
-        drafted = wanted - 1 if request.rolls_back and wanted > 1 else 0  # candidates behind the prompt's end
+        drafted = wanted - 1 if request.rolls_back and wanted > 1 else 0  # candidates after the prompt's end
         prompt = request.tokens - drafted
         meter = Meter((index, layer.live_bytes()) for index, layer in zip(patch.order, request.layers, strict=True))
         with meter.clock("read"):
@@ -64,10 +68,10 @@ class Reader:
         with meter.clock("read"):
             for chunk in _progress(chunks, policy.progress):
                 output = self._read_chunk(read, chunk)
-                hidden = _tail([*hidden, output.last_hidden_state], wanted)
+                hidden = _last_rows([*hidden, output.last_hidden_state], wanted)
             if drafted:
-                output = self._call(prompt, request.tokens, meter, Append())
-                hidden = _tail([*hidden, output.last_hidden_state], wanted)
+                output = self._call(prompt, request.tokens, meter, Chooser())
+                hidden = _last_rows([*hidden, output.last_hidden_state], wanted)
         output.last_hidden_state = hidden[0] if len(hidden) == 1 else torch.cat(hidden, 1)
         with meter.clock("read"):  # the report waits for a GPU to have done the rest
             meter.write(read, patch, request.cache)
@@ -77,16 +81,14 @@ class Reader:
 
     def _begin(self, prompt, meter, wanted, drafted) -> tuple:
         """The chunks of the prompt, and the read that they are of; raises ValueError for what cannot be read."""
-        request, policy, layers = self.request, self.policy, self.request.layers
+        request, patch, policy, layers = self.request, self.patch, self.policy, self.request.layers
         tokens = np.maximum(prompt - request.padding, 0)
         seen = (tokens if layers[0].seen is None else tokens + layers[0].seen.tolist()).tolist()
         evicts = schedule.evicts(policy, seen)
-        read = Read(prompt, tokens, seen, evicts, meter)
-        along = max(map(policy.rows.along, tokens.tolist())) if evicts else 0
-        limits = schedule.limits(policy, self.patch.order, self.patch.tsp)
-        chunks = list(schedule.chunks(policy, prompt, limits, along))
-        request.check_read(prompt, wanted, len(chunks) + drafted + (chunks[-1].along > 0))
-        budgets.check_groups(policy, layers, self.patch.ranks)
+        limits = schedule.limits(policy, patch.order, patch.tsp)
+        chunks = list(schedule.chunks(policy, prompt, limits, tokens.tolist() if evicts else ()))
+        request.check_read(prompt, wanted, len(chunks) + drafted + (chunks[-1].appended > 0))
+        budgets.check_groups(policy, layers, patch.ranks)
         if request.scores(evicts):
             warnings.warn(
                 f"these are logits of {prompt} tokens that were read before anything was evicted from them: to score a "
@@ -94,8 +96,12 @@ class Reader:
                 "chunk_size; logits_to_keep=1 is enough to read",
                 stacklevel=2,
             )
-        read.along = policy.rows.prepare(request, read)
-        read.budgets = budgets.Budgets(self.patch, layers, request.heads, seen)
+        watchers = (Diagnostics(),) if policy.diagnose else ()
+        read = Read(
+            prompt, tokens, seen, evicts, meter, budgets.Budgets(policy, len(layers), patch.kv_heads, seen),
+            watchers=watchers,
+        )  # fmt: skip
+        read = replace(read, prepared=policy.rows.prepare(request, read))
         request.begin()
         for order, layer in enumerate(layers):
             layer.policy = policy
@@ -107,49 +113,55 @@ class Reader:
 
     def _read_chunk(self, read, chunk):
         request = self.request
-        if chunk.evicts:
-            read.budgets.split(chunk, request.padding)
         chooser = self._chooser(read, chunk)
-        step = self._step(chunk.start, chunk.end, read.meter, chooser, read, chunk)
-        along = read.along.last(chunk.along) if chunk.along else None
-        enter(step)
-        with contextlib.nullcontext() if along is None else along.adapted(request.decoder):
-            output = self._run(step, chunk.start, chunk.end, along)
-        if chunk.along:
-            output.last_hidden_state = output.last_hidden_state[:, : -chunk.along]
+        appended = self.policy.rows.rows_for(chunk, request, read) if chunk.appended else None
+        step = self._step(chunk.start, chunk.end, read.meter, chooser, read, chunk, appended)
+        enter(step=step)
+        with contextlib.nullcontext() if appended is None else appended.adapted(request.decoder):
+            output = self._run(step, chunk.start, chunk.end, appended)
+        if chunk.appended:
+            output.last_hidden_state = output.last_hidden_state[:, : -chunk.appended]
         chooser.end(ChunkEnd(step, request, self.run, output.last_hidden_state[:, -1:]))
+        self._set_budgets(read)
         if chooser.errors is not None:
-            read.budgets.note(chooser.errors.layers(self.patch, request.device))
+            read.budgets.note(chooser.errors.layers(self.patch, request.device).cpu().numpy())
         return output
 
     def _chooser(self, read, chunk):
-        policy = self.policy
-        cuts = chunk.evicts and read.budgets.cuts.any()
-        if cuts and policy.layers.cascades:
-            chooser = Cascade(read.budgets)
-        else:
-            chooser = Group(read.budgets.limit(chunk), Errors() if cuts and policy.layers.measures else None)
-        return Drafting(chooser) if chunk.last and cuts and policy.rows.whole else chooser
+        """Of what survives a chunk. The layers get the budgets that are decided."""
+        policy, patch, layers, planned = self.policy, self.patch, self.request.layers, read.budgets
+        stored = [0 * read.tokens if layer.counts is None else patch.ranks.counts(layer).sum(1) for layer in layers]
+        tokens = chunk.end - np.clip(self.request.padding, chunk.start, chunk.end)
+        decisions = planned.decide(chunk, tokens, np.stack(stored))
+        self._set_budgets(read)
+        cuts = chunk.evicts and planned.cuts.any()
+        chooser = Deciding(decisions, Errors() if cuts and policy.layers.measures else None)
+        return Drafting(chooser) if chunk.last and cuts and policy.rows.needs_full_prompt else chooser
+
+    def _set_budgets(self, read):
+        if read.budgets.budgets is not None:
+            for layer, slots in zip(self.request.layers, read.budgets.budgets, strict=True):
+                layer.budget = slots
 
     def _call(self, start, end, meter, chooser):
         step = self._step(start, end, meter, chooser)
-        enter(step)
+        enter(step=step)
         return self._run(step, start, end)
 
-    def _run(self, step, start, end, along=None):
-        """The decoder over columns start..end-1 and, behind them, the rows `along`."""
+    def _run(self, step, start, end, appended=None):
+        """The decoder over columns start..end-1 and the appended rows."""
         positions = self.request.position_ids_of(start, end, step.positions.long())
-        return self.run(**self.request.inputs(start, end, along), position_ids=positions)
+        return self.run(**self.request.inputs(start, end, appended), position_ids=positions)
 
-    def _step(self, start, end, meter, chooser, read=None, chunk=None):
+    def _step(self, start, end, meter, chooser, read=None, chunk=None, appended=None):
         request = self.request
         positions = request.positions()[:, start:end]
-        rows = 0 if chunk is None else chunk.along
+        rows = 0 if appended is None else chunk.appended
         if rows:
-            behind = read.along.positions
-            if behind is None:
-                behind = positions[:, -1:] + 1 + torch.arange(rows, device=request.device)
-            positions = torch.cat([positions, behind], 1)
+            after = appended.positions
+            if after is None:
+                after = positions[:, -1:] + 1 + torch.arange(rows, device=request.device)
+            positions = torch.cat([positions, after], 1)
         most = end - start + rows
         final = int(request.positions().max()) if families.rope_depends_on_length(request.decoder) else None
         return Step(
@@ -159,7 +171,7 @@ class Reader:
         )  # fmt: skip
 
 
-def _tail(hidden, wanted):
+def _last_rows(hidden, wanted):
     """The chunks that hold the last `wanted` rows; all of them for 0."""
     if wanted:
         while sum(h.shape[1] for h in hidden[1:]) >= wanted:

@@ -10,29 +10,45 @@ import torch
 from .. import families
 from . import attention, forward, residual
 from .adopt import SlidingLayer
-from .step import current, shared_call
+from .context import current, within
 
 HOLD_TOKENS = (families.OWN, families.SLIDING)
 
 
 @dataclass
 class Call:
-    """One layer's call over a prompt's first tokens: what it got, what its attention got and gave, what it gave."""
+    """One layer's call over a prompt's first tokens: what it got, what its attention got and gave, what it gave. As a
+    context's `tap` it takes these in, and gives back what attention gave before."""
 
     hidden: torch.Tensor  # [B, T, E]
     positions: torch.Tensor  # [B, T]
     first: torch.Tensor  # [B]
-    along: int  # rows at the end that read along
+    appended: int  # rows at the end that are not stored
     adapter: object  # of those
     given: tuple = ()  # arguments of the attention function, or of a sliding window's update
     options: dict | None = None
-    attended: tuple | None = None  # (out, lse)
-    behind: torch.Tensor | None = None  # the residual stream behind it, where the policy measured that
+    out_lse: tuple | None = None  # what attention gave
+    after_attention: torch.Tensor | None = None  # the residual stream, where the policy measured that
     output: torch.Tensor | None = None
+
+    def called(self, module, query, key, value, mask, options) -> None:
+        """The attention function was called with these."""
+        if not self.given:
+            self.given, self.options = (module, query, key, value, mask), options
+
+    def slid(self, keys, values) -> None:
+        """A sliding window was updated with these."""
+        self.given = keys, values
+
+    def attended(self, attend) -> tuple:
+        """What attend() gives, or gave."""
+        if self.out_lse is None:
+            self.out_lse = attend()
+        return self.out_lse
 
     def same(self, other) -> bool:
         pairs = ((self.hidden, other.hidden), (self.positions, other.positions), (self.first, other.first))
-        if self.along != other.along or self.adapter is not other.adapter:
+        if self.appended != other.appended or self.adapter is not other.adapter:
             return False
         return all(a is b or (a.shape == b.shape and torch.equal(a, b)) for a, b in pairs)
 
@@ -73,14 +89,13 @@ class Replay:
         step, own = current(), forward.original(layer)
         if step is None or step.read is None or step.cache.layers[index].get_seq_length():
             return own(hidden_states, **kwargs)
-        adapter = step.read.along.adapter if step.transient else None
-        made = Call(hidden_states, step.positions, step.first, step.transient, adapter)
+        adapter = getattr(step.read.prepared, "adapter", None) if step.appended else None
+        made = Call(hidden_states, step.positions, step.first, step.appended, adapter)
         slides = isinstance(step.cache.layers[index], SlidingLayer)
         measures = not slides and step.patch.behind and step.chooser.errors is not None
-        known = (call for call in self.known[index] if call.behind is not None or not measures)
+        known = (call for call in self.known[index] if call.after_attention is not None or not measures)
         found = next((call for call in known if call.same(made)), made)
-        token = shared_call.set(found)
-        try:
+        with within(tap=found):
             if found is made:
                 found.output = own(hidden_states, **kwargs)
             elif slides:
@@ -89,10 +104,8 @@ class Replay:
                 module, query, key, value, mask = found.given
                 attention.attention(module, query, *step.cache.update(key, value, index), mask, **found.options)
                 if measures:
-                    residual.turn(index, found.behind)
-        finally:
-            shared_call.reset(token)
-        if (slides or found.attended is not None) and isinstance(found.output, torch.Tensor):
+                    residual.turn(index, found.after_attention)
+        if (slides or found.out_lse is not None) and isinstance(found.output, torch.Tensor):
             others = [call for call in self.known[index] if call is not found]
             self.known[index] = [*others, found][-self.most :]
         return found.output

@@ -8,7 +8,8 @@ from .. import compat, families
 from . import propagate
 from .adopt import adopt
 from .cache import HALF_READ, EvictionLayer
-from .step import Called, called
+from .context import context
+from .step import OuterCall
 
 PER_LAYER = "per_layer_inputs"
 OF_EVERY_TOKEN = ("output_hidden_states", "output_router_logits")  # outputs that a chunk has only its part of
@@ -27,7 +28,7 @@ class Request:
         self.cache = self.kwargs.pop("past_key_values", None)
         self.own_cache = self.cache is None
         self.kwargs.pop("use_cache", None)
-        self.called = called.get() or Called(None, None, 0)
+        self.called = context().outer or OuterCall(None, None, 0)
         if (self.ids is None) == (self.embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         tokens = self.ids if self.ids is not None else self.embeds
@@ -57,7 +58,7 @@ class Request:
                 "assisted and prompt-lookup decoding roll tokens back, which this model's layers with a state cannot: "
                 "generate without an assistant"
             )
-        if self.rolls_back and self.wanted > 1 and (self.policy.decode or self.policy.score.carries):
+        if self.rolls_back and self.wanted > 1 and (self.policy.decode or self.policy.carry == "sum"):
             raise ValueError(
                 "assisted and prompt-lookup decoding roll tokens back, which eviction while decoding and h2o's sums "
                 "cannot: pass decode=False and another policy than h2o or vatp, or generate without an assistant"

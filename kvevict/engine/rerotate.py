@@ -27,7 +27,7 @@ def check(policy, stretched: bool) -> None:
 def in_cache(step, module, layer, held=None):
     """Inside, if the policy rerotates, the layer's slots, the first held [B, Hkv] of each head (None: all), are at the
     positions right before this call's rows."""
-    if not (step.patch.policy.rerotate and step.patch.turns[module.layer_idx]):
+    if not (step.patch.policy.rerotate and step.patch.rotates[module.layer_idx]):
         yield
         return
     held = layer.len if held is None else held

@@ -6,7 +6,7 @@ import torch
 
 from .. import families
 from . import host
-from .step import current, shared_call
+from .context import context, current
 
 
 class Errors:
@@ -19,9 +19,11 @@ class Errors:
         self.residual = {}  # layer -> the residual stream that entered it
         self.turned = {}  # layer -> (sum over rows [B], rows [B])
 
-    def note_scores(self, view, score) -> None:
-        every = view.policy.refine.refine(view, score.expand(-1, view.n.shape[1], -1).contiguous())
-        self.scores[view.index] = every.masked_fill(~view.competing, 0).double().sum((1, 2))
+    def note_scores(self, call, score) -> None:
+        slots, refine = call.slots, call.policy.refine
+        score = call.policy.score.plain(slots, score).expand(-1, slots.n.shape[1], -1).contiguous()
+        every = refine.refine(slots, score, *call.measured(refine.needs))
+        self.scores[slots.index] = every.masked_fill(~slots.competing, 0).double().sum((1, 2))
 
     def turn(self, step, index, after) -> None:
         """Note how far the call's last rows, those that observe, were turned between `residual` and `after`."""
@@ -77,9 +79,9 @@ def _enter(index, module, args, kwargs):
 
 
 def _behind_attention(index, module, args):
-    call = shared_call.get()
-    if call is not None:
-        call.behind = args[0]
+    tap = context().tap
+    if tap is not None:
+        tap.after_attention = args[0]
     turn(index, args[0])
 
 

@@ -12,7 +12,7 @@ class Chunk:
     end: int
     last: bool  # it ends the prompt
     evicts: bool  # layers are cut back after it
-    along: int  # rows that read along behind it
+    appended: int  # rows that are read with it and not stored
     limits: tuple  # per evicting layer the most of its tokens that the layer reads
 
     @property
@@ -22,17 +22,17 @@ class Chunk:
 
 def evicts(policy, seen: list) -> bool:
     """Whether a read loses slots, or scores need every row from the start; seen: tokens of each row at its end."""
-    return policy.score.carries or any(n > policy.slots(n) for n in seen)
+    return policy.carry != "none" or any(n > policy.slots(n) for n in seen)
 
 
-def chunks(policy, columns: int, limits: tuple, along: int = 0) -> Iterator[Chunk]:
-    """The chunks of a prompt of `columns` columns. The remainder goes first, so that the last chunk is full; where the
-    prompt ends with the rows that read along, the last chunk has them as its own."""
+def chunks(policy, columns: int, limits: tuple, tokens: Iterable[int] = ()) -> Iterator[Chunk]:
+    """The chunks of a prompt of `columns` columns, the remainder first, so that the last chunk is full. tokens: of each
+    row of a batch whose prompts are evicted from, so that the policy's rows are appended to the chunks."""
     size = policy.chunk_size or columns
     for end in range((columns - 1) % size + 1, columns + 1, size):
-        last = end == columns
-        rows = along - policy.rows.inside(along) if last else along
-        yield Chunk(max(0, end - size), end, last, last or policy.schedule == "chunk", rows, limits)
+        start, last = max(0, end - size), end == columns
+        rows = max((policy.rows.appended(n, end - start, last) for n in tokens), default=0)
+        yield Chunk(start, end, last, last or policy.schedule == "chunk", rows, limits)
 
 
 def limits(policy, order: Iterable[int], tsp: int | None) -> tuple:
@@ -48,6 +48,11 @@ def waits(policy, order: int, layers: int) -> bool:
 def follows(policy, order: int) -> bool:
     """Whether an evicting layer takes the slots that an earlier layer chose."""
     return order % policy.n_reuse > 0
+
+
+def observes(policy, order: int, layers: int) -> bool:
+    """Whether the rows of an evicting layer observe: it chooses for itself, or its slots carry numbers."""
+    return not follows(policy, order) and (policy.carry != "none" or not waits(policy, order, layers))
 
 
 def overfull(policy, slots, budget, heads: int = 1):

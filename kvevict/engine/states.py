@@ -11,7 +11,7 @@ import torch
 
 from .. import families
 from . import forward
-from .step import current
+from .context import current
 
 
 def install(decoder, state) -> None:
@@ -35,11 +35,11 @@ def _mixers(decoder, kinds):
 def _forward(self, *args, **kwargs):
     """Stands in for the forward of a module that updates a state."""
     step, run = current(), forward.original(self)
-    if step is None or not (step.transient or step.padding.any()):
+    if step is None or not (step.appended or step.padding.any()):
         return run(*args, **kwargs)
     kwargs = _by_name(self, args, kwargs)
     rows = next(iter(kwargs.values())).shape[1]
-    stop = rows - step.transient
+    stop = rows - step.appended
     chunk = run(**_part(kwargs, step, 0, stop, rows))
     if stop == rows:
         return chunk

@@ -126,7 +126,7 @@ def policy_for(run: Run, tokens: int, response, task: str = "eval", asks: int | 
     slots = run.budget if isinstance(run.budget, int) else math.ceil(run.budget * tokens)  # type: ignore[operator]
     sizes = observers(whole) | (dict.fromkeys(asking, asks) if asks else {})
     options = {option: min(size, max(1, slots // 2)) for option, size in sizes.items()}
-    chunk, rows = run.chunk_size or WHOLE, whole.rows.told(response)
+    chunk, rows = run.chunk_size or WHOLE, whole.rows.with_response(response)
     if rows is not whole.rows:
         options["rows"], chunk = rows, WHOLE
     if hasattr(whole.layers, "task"):

@@ -18,6 +18,8 @@ from .rows import Rows
 from .scores import Score
 from .selections import Selection
 
+CARRIES = ("none", "sum", "keep", "max")
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -35,6 +37,9 @@ class Policy:
     warmup_layers  W: the first W-1 layers wait for layer W-1 and take its slots (TAKE eq. 6); None: nobody waits;
                    "half": floor(L/2)
     warmup_budget  B_warmup of the layers before W until the last chunk (TAKE eq. 8); None: METHODS' formula
+    carry          what a slot that was there before is worth at the next eviction: "none": what it is scored then,
+                   "sum": that and what it was worth before, "max": the larger, "keep": what it was worth when it was
+                   new; None: the score's own (h2o, vatp: "sum"; others "none")
     decode         evict while decoding too, so that the cache never grows past budget + interval - 1; None: where it
                    is part of the score's method (streaming, h2o, tova; presets of CAOTE set it)
     interval       decoded tokens between two evictions; None: 1 where every token counts (streaming, h2o, tova), or 16
@@ -62,6 +67,7 @@ class Policy:
     schedule: str | None = None
     warmup_layers: int | str | None = None
     warmup_budget: int | None = None
+    carry: str | None = None
     decode: bool | None = None
     interval: int | None = None
     layers: LayerBudget | str = "uniform"
@@ -86,10 +92,13 @@ class Policy:
             raise TypeError(f"select_by_layer must be a tuple of (start, stop, select), got {self.select_by_layer!r}")
         fill("select_by_layer", _as_ranges(self.select_by_layer))
         fill("budget", builtin(self.budget))
+        if self.carry is None:
+            fill("carry", self.score.carry)
+        one_of("carry", self.carry, CARRIES)
         if self.interval is None:
             fill("interval", _own_interval(self.score))
         if self.schedule is None:
-            fill("schedule", "prompt" if self.chunk_size is None or self.rows.whole else "chunk")
+            fill("schedule", "prompt" if self.chunk_size is None or self.rows.needs_full_prompt else "chunk")
         if self.decode is None:
             fill("decode", self.score.decodes)
         for part in (self.rows, self.score, self.refine, self.layers, self.heads, *self.selections):
@@ -172,11 +181,6 @@ class Policy:
         first, last = self.score.protected if self.refine.protect else (0, 0)
         last = max(last, self.rows.protected) if self.refine.protect else 0
         return max(first, self.keep_first) + max(last, run)
-
-    @property
-    def wants_outputs(self) -> bool:
-        """Whether scoring needs the observers' attention outputs."""
-        return self.score.outputs or self.refine.outputs
 
     @property
     def goes_on(self) -> int:
@@ -269,7 +273,7 @@ def _option_names(part) -> set:
 
 
 def _own_interval(score) -> int:
-    return 1 if score.decodes or score.carries else 16
+    return 1 if score.decodes or score.carry == "sum" else 16
 
 
 def build(policy, *, budget=None, chunk_size=None, **options) -> Policy:
@@ -293,7 +297,8 @@ def build(policy, *, budget=None, chunk_size=None, **options) -> Policy:
     options = legacy.options(options, probes=type(score) is PARTS["score"][0]["take"])
     if isinstance(policy, Policy) and "score" in options:  # what came with the old one goes with it
         old = policy.score
-        for name, own in (("decode", old.decodes), ("interval", _own_interval(old)), ("rows", old.rows)):
+        own_choices = dict(decode=old.decodes, interval=_own_interval(old), rows=old.rows, carry=old.carry)
+        for name, own in own_choices.items():
             choices[name] = None if choices[name] == own else choices[name]
     if budget is not None:
         choices["budget"] = budget

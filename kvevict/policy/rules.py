@@ -22,7 +22,7 @@ RULES = (
      "n_reuse=1"),
     (lambda p: p.layers.cascades and _waits(p),
      "this layer budget measures every layer's attention, and layers that wait do not score: warmup_layers=None"),
-    (lambda p: p.layers.cascades and (p.rows.most < 2 or p.score.carries or p.score.ordinal),
+    (lambda p: p.layers.cascades and (p.rows.most < 2 or p.carry != "none" or p.score.ordinal),
      "this layer budget measures how attention varies over the observing rows, which this score or its rows do not "
      "show: take snapkv, cake, edie or another score of attention with 2 rows or more"),
     (lambda p: p.layers.cascades and p.diagnose,
@@ -33,17 +33,22 @@ RULES = (
      "an output error takes scores as weights, and these only rank slots: take scores that are attention"),
     (lambda p: p.refine.refines and p.score.shared,
      "an output error is each head's own, and this score is one for the layer: per_head=True"),
-    (lambda p: p.refine.outputs and p.score.carries,
-     "weights='each' is an error of the rows that observe now, and these scores are sums of all before: "
-     "weights='pooled'"),
-    (lambda p: p.rows.whole and p.schedule == "chunk",
+    (lambda p: p.refine.needs and p.carry != "none",
+     "weights='each' is an error of the rows that observe now, and carried scores are of those before, too: "
+     "weights='pooled', or carry='none'"),
+    (lambda p: p.carry in ("sum", "max") and p.score.ordinal,
+     "these scores only rank the slots that there are, so those of two chunks cannot be summed or compared: "
+     "carry='none'"),
+    (lambda p: p.carry != "none" and p.score.per_query_head,
+     "these scores are pooled for each query head, and carried ones are of kv heads: carry='none'"),
+    (lambda p: p.rows.needs_full_prompt and p.schedule == "chunk",
      "a draft needs the whole prompt, so nothing can be evicted before: schedule='prompt' (chunk_size then only bounds "
      "the activations)"),
-    (lambda p: p.rows.whole and p.score.carries,
+    (lambda p: p.rows.needs_full_prompt and p.carry != "none",
      "these scores are sums over every chunk, and a draft comes once, after the whole prompt: take rows='given'"),
-    (lambda p: p.rows.whole and p.diagnose,
+    (lambda p: p.rows.needs_full_prompt and p.diagnose,
      "drafted rows come after the chunk's, which diagnostics observe: diagnose=False"),
-    (lambda p: p.rows.whole and p.tsp is not None,
+    (lambda p: p.rows.needs_full_prompt and p.tsp is not None,
      "layer tsp chooses the tokens that go on when it is read, and a draft comes after all layers: tsp=None"),
     (lambda p: p.n_reuse > 1 and p.tsp is not None,
      "behind layer tsp there are other tokens, and with n_reuse > 1 it need not score: n_reuse=1 or tsp=None"),

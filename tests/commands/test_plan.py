@@ -236,7 +236,7 @@ def test_attention_and_score_flops(name, options, seen):
         every = flops["attention"] + flops["probe"] + flops["evict"]
         assert every == 4 * dim * seen["attend"] + 2 * dim * seen["score"]
         return
-    if policy.rows.whole:  # attention by drafted rows, and the draft's own cut, are in "draft"
+    if policy.rows.needs_full_prompt:  # attention by drafted rows, and the draft's own cut, are in "draft"
         assert seen["decode"]
         every = flops["attention"] + flops["evict"] + flops["draft"]
         assert every == 4 * dim * (seen["attend"] + seen["decode"]) + 2 * dim * seen["score"]

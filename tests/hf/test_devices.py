@@ -62,8 +62,8 @@ def test_step_of_another_device():
     assert step.on(zeros.device) is step
     moved = step.on(there)
     assert (moved.positions.device, moved.first.device) == (there, there) and moved is step.on(there)
-    step.positions = step.positions[:, :3]
-    assert step.on(there).positions.shape == (1, 3)
+    narrow = step.narrowed(step.positions[:, :3], step.first, step.padding)
+    assert narrow.on(there).positions.shape == (1, 3) and narrow.seen == step.seen
 
 
 def test_a_part_of_the_heads_is_no_model():

@@ -9,7 +9,7 @@ from test_policies import BUDGET, CHUNK, compare, compare_in_chunks, model, ours
 
 import kvevict
 from kvevict.engine.cache import ROOM
-from kvevict.engine.cascade import Cascade
+from kvevict.engine.choosers import Deciding
 from kvevict.policy import Policy, build
 from kvevict.policy.layers import layer_slots
 
@@ -134,13 +134,14 @@ def test_what_a_layer_cannot_use_goes_to_the_others():
 
 def watched(monkeypatch):
     """Slots of every layer, after each layer of each chunk: [cut][layer]."""
-    seen, cut = [], Cascade.layer
+    seen, cut = [], Deciding.layer
 
-    def note(self, view):
-        cut(self, view)
-        seen.append([int(layer.len.sum()) for layer in view.step.cache.layers if layer.is_initialized])
+    def note(self, call):
+        cut(self, call)
+        if self.decisions.asks:
+            seen.append([int(layer.len.sum()) for layer in call.step.cache.layers if layer.is_initialized])
 
-    monkeypatch.setattr(Cascade, "layer", note)
+    monkeypatch.setattr(Deciding, "layer", note)
     return seen
 
 
@@ -179,9 +180,9 @@ def test_every_layer_is_scored_once_a_chunk(monkeypatch):
     """A layer that is cut again is ranked by the scores it had."""
     calls, score = [], kvevict.SCORES["cake"].score
 
-    def note(self, view):
-        calls.append(view.index)
-        return score(self, view)
+    def note(self, slots, *given):
+        calls.append(slots.index)
+        return score(self, slots, *given)
 
     monkeypatch.setattr(kvevict.SCORES["cake"], "score", note)
     ours(model(), "cake", [[3 * CHUNK]], 0, window=4, **CHUNKED)

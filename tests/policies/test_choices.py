@@ -31,15 +31,12 @@ class Slots:
         self.least = torch.full_like(self.n, window)
         self.columns, self.select = columns, PARTS["select"][0][select](**options)
         self.competing = (torch.arange(columns) < columns - window).expand(1, heads, -1)
-
-    def positions(self):
-        return torch.arange(self.columns, dtype=torch.int32).expand(*self.n.shape, -1)
+        self.positions = torch.arange(columns, dtype=torch.int32).expand(1, heads, -1)
 
 
 def keep(budget, score, slots, window=0):
     """What each head of one row keeps."""
-    view = Slots(*score.shape, window)
-    return budget.keep(view, score[None], torch.tensor([slots]))[0].tolist()
+    return budget.keep(Slots(*score.shape, window), score[None], torch.tensor([slots]))[0].tolist()
 
 
 # -- whole numbers --------------------------------------------------------------------------------------------------
@@ -183,11 +180,12 @@ def test_chunkkv_keeps_kvpress_runs(ratio):
 def chosen(score, slots, window, **options):
     """What each head keeps of one row's slots by chunked selection under equal budgets."""
     heads = score.shape[0]
-    view = Slots(*score.shape, window, "chunk", **options)
-    ranked = view.select.rank(view, score[None])
-    counts = view.select.whole(view, ranked, kvevict.HEADS["equal"]().keep(view, ranked, torch.tensor([slots * heads])))
+    row = Slots(*score.shape, window, "chunk", **options)
+    ranked = row.select.rank(row, score[None])
+    keep = kvevict.HEADS["equal"]().keep(row, ranked, torch.tensor([slots * heads]), row.select.run)
+    counts = row.select.trim_to_runs(row, ranked, keep)
     protected = torch.zeros(1, dtype=torch.int32), torch.full((1,), window, dtype=torch.int32)
-    index = kvevict._ops.select(ranked.contiguous(), view.n, counts, *protected, int(counts.max()))[0]
+    index = kvevict._ops.select(ranked.contiguous(), row.n, counts, *protected, int(counts.max()))[0]
     return [[i for i in head if i >= 0] for head in index.tolist()]
 
 
@@ -225,7 +223,9 @@ def test_reuse_shares_positions_and_only_first_layers_score(monkeypatch):
     scored = []
     snapkv = kvevict.SCORES["snapkv"]
     score = snapkv.score
-    monkeypatch.setattr(snapkv, "score", lambda self, view: scored.append(view.index) or score(self, view))
+    monkeypatch.setattr(
+        snapkv, "score", lambda self, slots, *given: scored.append(slots.index) or score(self, slots, *given)
+    )
     for reuse, groups in ((1, [[0], [1], [2], [3]]), (2, [[0, 1], [2, 3]]), (3, [[0, 1, 2], [3]]), (9, [[0, 1, 2, 3]])):
         scored.clear()
         ((_, positions),) = ours(model(), "snapkv", [[40]], 0, budget=16, window=4, n_reuse=reuse)[0]
@@ -688,8 +688,8 @@ def test_a_score_of_one_s_own():
 
         bonus: float = 0.0
 
-        def score(self, view):
-            return -view.positions().float() + self.bonus
+        def score(self, slots):
+            return -slots.positions.float() + self.bonus
 
     try:
         policy = build("snapkv", score="oldest", budget=5, bonus=2.0, chunk_size=9)

@@ -9,6 +9,7 @@ import tiny
 import torch
 
 import kvevict
+from kvevict.engine.observation import Observation
 from kvevict.policy import PARTS, Policy, build
 
 
@@ -110,11 +111,11 @@ def test_rows_of_one_s_own():
         def most(self):
             return self.first
 
-        def observers(self, view):
-            part = view.chunk_rows()
-            late = view.k.shape[2] - self.first
-            return [type(part)(part.q[:, :, : self.first], part.skip, part.stop - late, True,
-                               part.lse[:, :, : self.first], part.out[:, : self.first])]  # fmt: skip
+        def observe(self, call, past):
+            (part,) = call.chunk().parts
+            part = replace(part, q=part.q[:, :, : self.first], stop=part.stop - (part.q.shape[2] - self.first),
+                           lse=part.lse[:, :, : self.first], out=part.out[:, : self.first])  # fmt: skip
+            return Observation((part,))
 
         def observing(self, step):
             return np.minimum(self.first, step.positions.shape[1] - step.padding)
@@ -148,10 +149,11 @@ def test_rerotated_attention_is_attention():
     @dataclass(frozen=True)
     class Mass(kvevict.Score):
         rows = kvevict.ROWS["window"]()
+        needs = (kvevict.need("attention", reduce="mean"), "attention")
 
-        def score(self, view):
-            masses.append(view.attention("mean").sum(-1))
-            return view.attention("sum")
+        def score(self, slots, mean, attention):
+            masses.append(mean.sum(-1))
+            return attention
 
     masses, model = [], tiny.model()
     try:

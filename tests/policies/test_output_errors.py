@@ -3,6 +3,7 @@ against the float64 oracle; identities against brute-force removal; what is refu
 
 import copy
 import itertools
+from dataclasses import replace
 
 import oracle
 import pytest
@@ -14,6 +15,9 @@ from test_policies import BUDGET, CHUNK, compare, compare_in_chunks, model, ours
 
 import kvevict
 from kvevict import ROWS, SCORES
+from kvevict.engine.layer_call import LayerCall
+from kvevict.engine.observation import Observation
+from kvevict.engine.quantities import Measured, quantity
 from kvevict.policy import build
 from kvevict.policy.refinements import REFINEMENTS
 
@@ -259,26 +263,26 @@ def test_how_far_a_layer_turns_the_stream_is_no_matter_of_the_score(task):
 # -- identities -----------------------------------------------------------------------------------------------------
 
 
-def views(monkeypatch, made, check, rows=5):
-    """Calls check(view, a [H, R, n + 1], v [Hkv, n + 1, d], n) for every layer of a read, just before it evicts: the
+def cuts(monkeypatch, made, check, rows=5):
+    """Calls check(call, a [H, R, n + 1], v [Hkv, n + 1, d], n) for every layer of a read, just before it evicts: the
     last rows' attention and the values, in float64; the last column is a sink's share, with a value of 0."""
     choose, seen = kvevict.engine.evict.choose, []
 
-    def watch(view, score, slots):
-        layer, attention, values = view.layer, [], []
-        scale, softcap, sinks = (view.options[x] for x in ("scale", "softcap", "sinks"))
-        group = view.q.shape[1] // view.n.shape[1]
+    def watch(call, score, slots, final):
+        layer, kv, q, attention, values = call.layer, call.slots.kv, call.rows.q, [], []
+        scale, softcap, sinks = (kv.options[x] for x in ("scale", "softcap", "sinks"))
+        group = q.shape[1] // call.slots.n.shape[1]
         for _, g, slot in layer.segments():
-            keys, value = (torch.cat([x[slot], y[0, g]]).double() for x, y in ((layer.k, view.k), (layer.v, view.v)))
+            keys, value = (torch.cat([x[slot], y[0, g]]).double() for x, y in ((layer.k, kv.k), (layer.v, kv.v)))
             n = len(keys)
             for h in range(g * group, (g + 1) * group):
                 sees, sink = torch.ones(rows, n).tril(n - rows) > 0, None if sinks is None else sinks[h]
-                a, _ = ref.attention(view.q[0, h, -rows:], keys, sees, scale, softcap, sink)
+                a, _ = ref.attention(q[0, h, -rows:], keys, sees, scale, softcap, sink)
                 attention.append(torch.cat([a, 1 - a.sum(1, keepdim=True)], 1))
             values.append(torch.cat([value, torch.zeros_like(value[:1])]))
-        check(view, torch.stack(attention), torch.stack(values), n)
+        check(call, torch.stack(attention), torch.stack(values), n)
         seen.append(int(layer.len.max()))
-        return choose(view, score, slots)
+        return choose(call, score, slots, final)
 
     monkeypatch.setattr(kvevict.engine.evict, "choose", watch)
     with kvevict.evicting(made, "snapkv", budget=9, window=rows, chunk_size=14), torch.no_grad():
@@ -286,11 +290,13 @@ def views(monkeypatch, made, check, rows=5):
     assert max(seen) == 9 and min(seen) == 0  # with slots from before, and without
 
 
-def observed_by(view, rows):
-    """The view as the last `rows` rows of its chunk see it."""
-    other = copy.copy(view)
-    other.observers, other._memo = [view.chunk_rows(rows)], {}
-    return other
+def measured_by(call, rows):
+    """The layer's quantities, by the last `rows` rows of its chunk."""
+    return Measured(call.slots, lambda: call.rows.chunk(rows))
+
+
+def scored(score, call, measured):
+    return score.score(call.slots, *measured(score.needs))
 
 
 def removals(a, v, n, norm):
@@ -313,14 +319,14 @@ def near(got, want, allowed):
 def test_caote_of_the_last_row_is_its_removal_error(family, monkeypatch):
     """At G=1 (theorem A.2), pooled or by row; a window of one row is the same."""
 
-    def check(view, a, v, n):
+    def check(call, a, v, n):
         moved, allowed = removals(a[:, -1:], v, n, 2)
-        last = observed_by(view, 1)
+        last = measured_by(call, 1)
         for score in (SCORES["tova"](per_head=True), SCORES["snapkv"](pool="none")):
-            near(REFINEMENTS["caote"]().refine(last, score.score(last)), moved[:, 0], allowed[:, 0])
-            near(last.output_error("l2", group="mean"), moved[:, 0], allowed[:, 0])
+            near(REFINEMENTS["caote"]().refine(call.slots, scored(score, call, last)), moved[:, 0], allowed[:, 0])
+            near(last(REFINEMENTS["caote"](weights="each").needs)[0], moved[:, 0], allowed[:, 0])
 
-    views(monkeypatch, model(family, num_key_value_heads=4), check)
+    cuts(monkeypatch, model(family, num_key_value_heads=4), check)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4])
@@ -328,26 +334,28 @@ def test_caote_of_the_last_row_is_its_removal_error(family, monkeypatch):
 def test_errors_of_a_window_are_sums_of_removals(family, heads, monkeypatch):
     """EDIE eq. 7 in the 1-norm, summed over the group; CAOTE by row in the 2-norm, the mean. Eq. 8 bounds eq. 7."""
 
-    def check(view, a, v, n):
+    def check(call, a, v, n):
+        measured = measured_by(call, 5)
         for norm, total in ((1, True), (2, False)):
             moved, allowed = (x.sum(1).unflatten(0, (heads, -1)) for x in removals(a, v, n, norm))
-            exact = SCORES["edie-exact"](weight="none").score(view)
-            rows = view.output_error("l2", group="mean")
+            exact = scored(SCORES["edie-exact"](weight="none"), call, measured)
+            (rows,) = measured(REFINEMENTS["caote"](weights="each").needs)
             near(exact, moved.sum(1), allowed.sum(1)) if total else near(rows, moved.mean(1), allowed.mean(1))
-        bound = SCORES["edie"](weight="none", alpha=0.0).score(view)
+        bound = scored(SCORES["edie"](weight="none", alpha=0.0), call, measured)
         assert (bound >= exact * (1 - FP32)).all() and (bound > exact).any()
 
-    views(monkeypatch, model(family, num_key_value_heads=heads), check)
+    cuts(monkeypatch, model(family, num_key_value_heads=heads), check)
 
 
 def test_weight_is_1_where_every_slot_observes(monkeypatch):
     """The first chunk's rows, fewer than a window, are all there is."""
 
-    def check(view, a, v, n):
-        rows = SCORES["edie"]().row_weights(observed_by(view, 14))
-        assert bool((rows == 1).all()) == (int(view.layer.len.max()) == 0)
+    def check(call, a, v, n):
+        (need,) = SCORES["edie"]().needs
+        rows = quantity(need).row_weights(call.slots, call.rows.chunk(14))
+        assert bool((rows == 1).all()) == (int(call.layer.len.max()) == 0)
 
-    views(monkeypatch, model(), check)
+    cuts(monkeypatch, model(), check)
 
 
 def test_one_row_at_a_time_is_what_all_rows_are_together(monkeypatch):
@@ -355,17 +363,13 @@ def test_one_row_at_a_time_is_what_all_rows_are_together(monkeypatch):
     policy, chosen = "snapkv", dict(window=4, reduce="max", pool="none", decode=True, interval=1, **CHUNKED)
     rows = [[29, *[1] * 9], [20, *[1] * 9]]
     want = ours(model(), policy, rows, 3, **chosen)
-    observe = kvevict.engine.view.View._observe
+    decoded = LayerCall._decoded
 
-    def apart(self, op, part, more, **given):
-        if not self.decoding:
-            return observe(self, op, part, more, **given)
-        values = op is kvevict._ops.error
-        slots = (self.layer.k, self.layer.v) if values else (self.layer.k,)
-        fresh = (self.k, self.v) if values else (self.k,)
-        return kvevict.engine.apart.observe(self, op, part.q, slots, fresh, more, **given, **self.options)
+    def one_by_one(self):
+        (part,) = decoded(self).parts
+        return Observation((replace(part, until=self.step.positions[:, -1:]),))
 
-    monkeypatch.setattr(kvevict.engine.view.View, "_observe", apart)
+    monkeypatch.setattr(LayerCall, "_decoded", one_by_one)
     got = ours(model(), policy, rows, 3, **chosen)
     assert [[x[1] for x in call] for call in got] == [[x[1] for x in call] for call in want]
 

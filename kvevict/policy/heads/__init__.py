@@ -1,8 +1,9 @@
 """How a layer's slots are split over its heads. One file per idea; the file registers it, and its fields are its
 options.
 
-A head budget sees a `View` of the layer, its scores fp32 [B, Hkv, C] and the slots [B] it may keep in all,
-and returns int32 [B, Hkv] with that sum, no head below its protected slots or above those it has.
+A head budget sees the `Slots` of the layer, numbers that rank them fp32 [B, Hkv, C] and how many [B] it may keep in
+all, and returns int32 [B, Hkv] with that sum, no head below its protected slots or above those it has. run: so many
+tokens are selected together.
 """
 
 import sys
@@ -24,24 +25,24 @@ class HeadBudget:
     def check(self, policy) -> None:
         """Raise ValueError when the options do not fit each other or the policy."""
 
-    def keep(self, view, score, slots):
+    def keep(self, slots, score, wanted, run=1):
         raise NotImplementedError
 
-    def reserve(self, view, score, slots):
+    def reserve(self, slots, score, wanted, run=1):
         """What a head must hold so that `keep` can split the survivors, now or for fewer slots, as it would all."""
-        return self.keep(view, score, slots)
+        return self.keep(slots, score, wanted, run)
 
 
-def order(view, score):
+def order(slots, score, run=1):
     """int64 [B, Hkv, C], larger is better and no two slots are equal: score descending, position ascending, head
     ascending (METHODS 8.5), NaN last; runs of a chunked selection stay together. Slots that do not compete, because
     they are protected or not there, are LOWEST."""
     bits = (score + 0.0).contiguous().view(torch.int32).long()  # -0 and 0 are equal
     rank = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits).masked_fill(score.isnan(), -(2**31))
-    run, heads = view.select.run, view.n.shape[1]
-    position, head = view.positions().long(), torch.arange(heads, device=view.device)[:, None]
+    heads = slots.n.shape[1]
+    position, head = slots.positions.long(), torch.arange(heads, device=slots.device)[:, None]
     place = ((position // run) * heads + head) * run + position % run
-    return ((rank << 32) + (2**32 - 1 - place)).masked_fill(~view.competing, LOWEST)
+    return ((rank << 32) + (2**32 - 1 - place)).masked_fill(~slots.competing, LOWEST)
 
 
 def best(key, wanted):

@@ -25,20 +25,19 @@ class Ada(HeadBudget):
         fraction("f", self.f)
         one_of("floor", self.floor, ("mix", "max", "all"))
 
-    def keep(self, view, score, slots):
-        key, least = order(view, score), view.least
-        wanted, heads = slots - least.sum(1), view.n.shape[1]
+    def keep(self, slots, score, wanted, run=1):
+        key, least, heads = order(slots, score, run), slots.least, slots.n.shape[1]
+        whole, wanted = wanted, wanted - least.sum(1)
         even = self.f * wanted.double() / heads
         if self.floor != "mix":
-            own = even if self.floor == "max" else self.f * slots.double() / heads - least.amax(1)
+            own = even if self.floor == "max" else self.f * whole.double() / heads - least.amax(1)
             own = (own + 1e-9).clamp_min(0).long()  # f * b may be whole but for a rounding error
             mine = best(key, own) & (key > LOWEST)
             return (least + winners(key.masked_fill(mine, -LOWEST - 1), wanted)).to(torch.int32)
         mixed = (1 - self.f) * winners(key, wanted).double() + even[:, None]
-        return (least + apportion(mixed, wanted, torch.zeros_like(least), view.n - least)).to(torch.int32)
+        return (least + apportion(mixed, wanted, torch.zeros_like(least), slots.n - least)).to(torch.int32)
 
-    def reserve(self, view, score, slots):
+    def reserve(self, slots, score, wanted, run=1):
         """The winners too, which the average may take slots from; one more each, for rounding."""
-        least = view.least
-        won = least + winners(order(view, score), slots - least.sum(1))
-        return torch.minimum(torch.maximum(won, self.keep(view, score, slots) + 1), view.n).to(torch.int32)
+        won = slots.least + winners(order(slots, score, run), wanted - slots.least.sum(1))
+        return torch.minimum(torch.maximum(won, self.keep(slots, score, wanted, run) + 1), slots.n).to(torch.int32)

@@ -14,10 +14,10 @@ class Equal(HeadBudget):
 
     ragged: ClassVar[bool] = False
 
-    def keep(self, view, score, slots):
-        n, least = view.n, view.least
+    def keep(self, slots, score, wanted, run=1):
+        n, least = slots.n, slots.least
         heads = n.shape[1]
-        keep = slots[:, None] // heads + (torch.arange(heads, device=n.device) < (slots % heads)[:, None])
+        keep = wanted[:, None] // heads + (torch.arange(heads, device=n.device) < (wanted % heads)[:, None])
         if bool(((keep > n) | (keep < least)).any()):
-            keep = apportion(torch.ones_like(n), slots, least, n)
+            keep = apportion(torch.ones_like(n), wanted, least, n)
         return keep.to(torch.int32)

@@ -10,5 +10,5 @@ from . import HEADS, HeadBudget, order, winners
 class Flat(HeadBudget):
     """EDIE: the protected slots of every head, then the best of the rest over all heads; no floor."""
 
-    def keep(self, view, score, slots):
-        return (view.least + winners(order(view, score), slots - view.least.sum(1))).to(torch.int32)
+    def keep(self, slots, score, wanted, run=1):
+        return (slots.least + winners(order(slots, score, run), wanted - slots.least.sum(1))).to(torch.int32)

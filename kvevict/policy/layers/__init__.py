@@ -19,6 +19,7 @@ LAYERS = Registry("layer budget")
 
 @dataclass(frozen=True)
 class LayerBudget:
+    needs: ClassVar[tuple] = ()  # quantities that `preference` gets, as a score's
     measures: ClassVar[bool] = False  # needs the error of every layer, so every layer must score
     beyond: ClassVar[bool] = False  # shares are of the slots beyond the protected ones
     cascades: ClassVar[bool] = False  # splits by `preference`, and cuts layers again as further ones are read
@@ -33,13 +34,9 @@ class LayerBudget:
         preferences, 0 where a layer was not read yet."""
         raise NotImplementedError
 
-    def preference(self, view):
+    def preference(self, slots, *quantities):
         """Of a cascade: what a layer asks for in proportion to the others, by a chunk's attention: fp64 [B]."""
         raise NotImplementedError
-
-    def passes(self, policy) -> int:
-        """How often measuring a layer computes the window's logits, besides the score's own passes."""
-        return 0
 
     def learn(self, contexts: list) -> None:
         """The end of a read: the layers' mean errors in each row that was evicted from."""
@@ -49,7 +46,7 @@ def layer_slots(policy, layers: int, kv_heads: int, tokens: list, alive=None, me
     """int64 [layers, B] slots of every evicting layer, summed over its kv heads; each row sums to C, or to all alive.
 
     tokens     per row what it will have seen at the prompt's end
-    alive      [layers, B] slots there are now, the most a layer can keep; None: no limit
+    alive      [layers, B] slots there are now, the most a layer can keep (a CPU tensor or an array); None: no limit
     measured   per row as in `LayerBudget.shares`
     """
     unit = kv_heads if policy.shared else 1  # heads that share one selection have equally many slots
@@ -57,7 +54,8 @@ def layer_slots(policy, layers: int, kv_heads: int, tokens: list, alive=None, me
     measured = measured or [None] * len(tokens)
     rows = [policy.layers.shares(policy, layers, n, m) for n, m in zip(tokens, measured, strict=True)]
     shares = torch.tensor(rows, dtype=torch.double, device="cpu")  # whatever torch's default is
-    most = torch.full_like(shares, PLENTY * kv_heads, dtype=torch.long) if alive is None else alive.T.cpu().long()
+    most = torch.full_like(shares, PLENTY * kv_heads, dtype=torch.long)
+    most = most if alive is None else torch.as_tensor(alive).T.long()
     shares = torch.stack([shares[:, group].mean(1) for group in groups], 1)
     most = torch.stack([most[:, group].amin(1) for group in groups], 1) // unit
     least = torch.full_like(most, max(policy.protected, 1) * kv_heads // unit)

@@ -2,7 +2,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..checks import at_least_0
-from ..scores import SCORES
+from ..needs import need
 from . import LAYERS, LayerBudget
 
 
@@ -20,6 +20,7 @@ class Cake(LayerBudget):
     tau2: float = 1.0
     beyond: ClassVar[bool] = True
     cascades: ClassVar[bool] = True
+    needs: ClassVar[tuple] = (need("attention", reduce="sum", group="sum", term="entropy"), "moments")
 
     def check(self, policy):
         for name in ("tau1", "tau2"):
@@ -28,13 +29,10 @@ class Cake(LayerBudget):
     def shares(self, policy, layers, tokens, measured=None):
         return measured or [1.0] * layers
 
-    def preference(self, view):
-        protected = ~view.competing
-        entropy = view.attention("sum", "sum", "entropy").masked_fill(protected, 0)
-        variance = view.moments[1].unflatten(1, (protected.shape[1], -1)).masked_fill(protected[:, :, None], 0)
-        spread = view.ranks.sum(entropy.double().sum((1, 2))).clamp_min(0)
-        shift = view.ranks.sum(variance.double().sum((1, 2, 3)))
+    def preference(self, slots, entropy, moments):
+        protected = ~slots.competing
+        entropy = entropy.masked_fill(protected, 0)
+        variance = moments[1].unflatten(1, (protected.shape[1], -1)).masked_fill(protected[:, :, None], 0)
+        spread = slots.heads.sum(entropy.double().sum((1, 2))).clamp_min(0)
+        shift = slots.heads.sum(variance.double().sum((1, 2, 3)))
         return spread ** (1 / self.tau1) * shift ** (1 / self.tau2)
-
-    def passes(self, policy):
-        return 1 if type(policy.score) is SCORES["cake"] else 3  # which has the moments already

@@ -16,16 +16,12 @@ REFINEMENTS = Registry("refinement")
 class Refinement:
     """The score as it is."""
 
-    outputs: ClassVar[bool] = False  # needs the observers' attention outputs
+    needs: ClassVar[tuple] = ()  # quantities that `refine` gets, as a score's
     refines: ClassVar[bool] = False
     protect: ClassVar[bool] = True  # the score's protected slots stay protected
 
     def check(self, policy) -> None:
         """Raise ValueError when the options do not fit each other or the policy."""
-
-    def passes(self) -> int:
-        """How often the observers' logits are computed for it, which `kvevict plan` counts."""
-        return 0
 
     def scans(self) -> int:
         """How often every slot's value is read."""
@@ -35,7 +31,7 @@ class Refinement:
         """FLOPs per component of a slot's value."""
         return 0
 
-    def refine(self, view, score):
+    def refine(self, slots, score, *quantities):
         return score
 
 

@@ -2,6 +2,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..checks import flag, one_of
+from ..needs import need
 from . import REFINEMENTS, Refinement
 
 
@@ -23,8 +24,8 @@ class Caote(Refinement):
     refines: ClassVar[bool] = True
 
     @property
-    def outputs(self):
-        return self.weights == "each"
+    def needs(self):
+        return (need("output_error", kind="l2", group="mean"),) if self.weights == "each" else ()
 
     def check(self, policy):
         one_of("weights", self.weights, ("pooled", "each"))
@@ -35,19 +36,14 @@ class Caote(Refinement):
                 "weights='each' is the exact error: it has no squared form and no fast one; weights='pooled'"
             )
 
-    def passes(self):
-        return int(self.weights == "each")
-
     def scans(self):
-        return 1 if self.weights == "each" else 2  # the mean value, and distances from it
+        return 0 if self.weights == "each" else 2  # the mean value, and distances from it
 
     def flops(self):
         return 0 if self.weights == "each" else 4 if self.fast else 5  # weighted or not, summed; less, squared, summed
 
-    def refine(self, view, score):
-        if self.weights == "each":
-            return view.output_error("l2", group="mean")
-        return view.refine(score.contiguous(), self.fast, self.squared)
+    def refine(self, slots, score, *each):
+        return each[0] if each else slots.removal_error(score, self.fast, self.squared)
 
 
 @REFINEMENTS.add("fastcaote")

@@ -1,8 +1,8 @@
 """Which queries observe (METHODS section 1a). One file per idea; the file registers it, and its fields are its options.
 
-Rows say what reads along behind a chunk, which queries of a `View` observe, and which slots are theirs and are kept. A
-score turns what they pay attention to into numbers; every score works with every rows but where `rules.py` says why
-not. While decoding there is nothing to read along: the newest row observes, or the last `decoded` ones.
+Rows say which rows are appended to a chunk (read with it, not stored), which queries observe a layer's slots, and which
+slots are their own and are kept. A score turns their attention into numbers; every score works with all rows but where
+`rules.py` says why not. While decoding nothing is appended: the newest row observes, or the last `decoded` ones.
 """
 
 import contextlib
@@ -17,21 +17,21 @@ from ..registry import Registry, load_folder
 ROWS = Registry("rows")
 
 
-@dataclass
-class Along:
-    """Rows that read along behind every chunk of a prompt and are not stored."""
+@dataclass(frozen=True, eq=False)
+class AppendedRows:
+    """Rows that are read with a chunk, after it, and are not stored."""
 
-    tokens: object  # ids [B, p] or embeddings [B, p, E]; where a chunk has fewer rows along, these are the last
-    positions: object  # [B, p] in the prompt or behind it; None: right behind each chunk
+    tokens: object  # ids [B, p] or embeddings [B, p, E]
+    positions: object  # [B, p] in the prompt or after it; None: right after the chunk
     columns: object = None  # [B, p] of the prompt that they are; None: they are not of the prompt
-    adapter: object = None  # whose `on(decoder)` is entered while they read
+    adapter: object = None  # whose `on(decoder)` is entered while they are read
 
     def last(self, count):
         """The last `count` of them."""
         tokens, positions, columns = (
             t if t is None else t[:, -count:] for t in (self.tokens, self.positions, self.columns)
         )
-        return Along(tokens, positions, columns, self.adapter)
+        return AppendedRows(tokens, positions, columns, self.adapter)
 
     def adapted(self, decoder):
         return contextlib.nullcontext() if self.adapter is None else self.adapter.on(decoder)
@@ -48,9 +48,9 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    whole: ClassVar[bool] = False  # they exist once the whole prompt was read, so layers wait for that
-    turns: ClassVar[bool] = False  # they turn queries from one position to another: `View.rotate`
-    splits: ClassVar[bool] = True  # they can do with a rank's part of a model (tensor parallel)
+    needs_full_prompt: ClassVar[bool] = False  # they exist once all of the prompt was read, so layers wait for that
+    rotates: ClassVar[bool] = False  # they rotate queries from one position to another: `LayerRows.rotate`
+    supports_tensor_parallel: ClassVar[bool] = True  # they can do with a rank's part of a model
     newest: ClassVar[bool] = False  # while decoding the newest row observes, and none is remembered
     n_d: ClassVar[int] = 0  # tokens that are drafted
 
@@ -69,10 +69,6 @@ class Rows:
         """How many decoded rows are remembered to observe while decoding."""
         return 0
 
-    def inside(self, along: int) -> int:
-        """How many of `along` rows that read along the prompt ends with, so that its last chunk has them as its own."""
-        return 0
-
     def check(self, policy) -> None:
         """Raise ValueError when the options do not fit each other or the policy."""
 
@@ -80,36 +76,45 @@ class Rows:
         """Raise ValueError when an option that has no default is missing, or not for this decoder; called when a model
         is patched."""
 
-    def told(self, response) -> "Rows":
+    def with_response(self, response) -> "Rows":
         """These rows where the ids of the true response are known: the rows of a reference may look at them."""
         return self
 
-    def along(self, tokens: int) -> int:
-        """How many rows read along behind the chunks of a prompt of `tokens` tokens that is evicted from."""
+    def appended(self, tokens: int, rows: int, last: bool) -> int:
+        """How many rows are appended to a chunk of `rows` tokens of a prompt of `tokens` that is evicted from. last: it
+        ends the prompt, and may have some of them as its own."""
         return 0
 
-    def prepare(self, request, read) -> Along | None:
-        """Called before a prompt is read, with the `kvevict.engine.request.Request` and the `Read`: what reads along if
-        the prompt is evicted from. Raises ValueError for a prompt that cannot be observed."""
+    def prepare(self, request, read):
+        """Called before a prompt is read, with the `kvevict.engine.request.Request` and the `Read`; what it returns is
+        `read.prepared`. Raises ValueError for a prompt that cannot be observed."""
 
-    def note(self, view) -> None:
-        """Called for every chunk of every layer that chooses, also when nothing is evicted."""
+    def rows_for(self, chunk, request, read) -> AppendedRows:
+        """The `chunk.appended` rows of a `kvevict.engine.schedule.Chunk`."""
+        return read.prepared.last(chunk.appended)
 
-    def observers(self, view) -> list:
-        """The `Observers` of a chunk, at least one."""
+    def accumulate(self, call, past):
+        """What is to be known of a layer when the next chunks are observed, by a
+        `kvevict.engine.observation.LayerRows` and what this returned for the chunk before (None at first). Called for
+        every chunk and every layer that chooses, also when nothing is evicted."""
+        return past
+
+    def observe(self, call, past):
+        """The `kvevict.engine.observation.Observation` of a chunk: `call.chunk(..)`, `call.appended_rows(..)`,
+        `call.later(..)`, or a sum of these. past: what `accumulate` returned for this chunk."""
         raise NotImplementedError
 
     def observing(self, step):
-        """int [B] how many of a call's last rows observe, those that read along included."""
+        """int [B] how many of a call's last rows observe, appended ones included."""
         raise NotImplementedError
 
-    def protect(self, view):
+    def protect(self, call):
         """How many of the last alive slots are the rows' own and always kept: a number or int32 [B]."""
         return 0
 
-    def parts(self, rows: int, stored: int, along: int, tokens: int) -> list:
-        """`Part`s that observe a layer of `stored` slots behind a chunk of `rows` rows, `along` rows reading along;
-        tokens: the prompt's."""
+    def parts(self, rows: int, stored: int, appended: int, tokens: int) -> list:
+        """`Part`s that observe a layer of `stored` slots after a chunk of `rows` rows, to which `appended` ones are
+        appended; tokens: the prompt's."""
         return []
 
     def __deepcopy__(self, memo):  # immutable, and what drafts for it is another model
@@ -122,7 +127,7 @@ def last(rows: int, most: int, stored: int) -> Part:
 
 
 def tokens_of(step):
-    """int [B] rows of a call that are no padding, those that read along included."""
+    """int [B] rows of a call that are no padding, appended ones included."""
     return step.positions.shape[1] - step.padding
 
 

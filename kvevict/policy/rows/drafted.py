@@ -6,20 +6,20 @@ import torch
 from ...models import pretrained
 from ..checks import count, flag
 from . import ROWS, Part, Rows, at_most, last
-from .given import behind
+from .given import after
 
 
 @ROWS.add("drafted")
 @dataclass(frozen=True)
 class Drafted(Rows):
-    """Tokens drafted behind the prompt, and the prompt's last rows, whose own slots are kept.
+    """Tokens drafted after the prompt, and the prompt's last rows, whose own slots are kept.
 
     n_d          drafted tokens; drafts are greedy and go on past an end of sequence, since they only observe
     window       last rows of the prompt that observe too
     draft_keys   the drafted rows' softmax spans the drafted slots too; False: the prompt's alone
     draft_model  "self": the model drafts over a copy of its cache that SnapKV has cut, once the whole prompt was read
                  (LAQ, kvevict/engine/draft.py); or a smaller model with the same tokenizer, loaded (it is only run),
-                 its folder or its hub id, whose draft reads along behind every chunk (SpecKV)
+                 its folder or its hub id, whose draft is appended to every chunk (SpecKV)
     """
 
     n_d: int = 8
@@ -28,7 +28,7 @@ class Drafted(Rows):
     draft_model: object = "self"
 
     @property
-    def whole(self):
+    def needs_full_prompt(self):
         return isinstance(self.draft_model, str) and self.draft_model == "self"
 
     @property
@@ -52,7 +52,7 @@ class Drafted(Rows):
             )
 
     def ready(self, decoder):
-        if self.whole:
+        if self.needs_full_prompt:
             return
         if self.draft_model is None:
             raise ValueError("speckv needs a smaller model: draft_model=, a loaded one, its folder or its hub id")
@@ -67,13 +67,13 @@ class Drafted(Rows):
     def model(self):
         return load(self.draft_model) if isinstance(self.draft_model, str) else self.draft_model
 
-    def along(self, tokens):
-        return 0 if self.whole else self.n_d
+    def appended(self, tokens, rows, last):
+        return 0 if self.needs_full_prompt else self.n_d
 
     def prepare(self, request, read):
         if not read.evicts:
             return None
-        if self.whole:
+        if self.needs_full_prompt:
             head(request.top)
             return None
         model = self.model()
@@ -93,19 +93,20 @@ class Drafted(Rows):
             )
         with read.meter.clock("draft"):
             vocabulary = request.decoder.get_input_embeddings().num_embeddings
-            return behind(request, read, follow(model, ids, request.first, self.n_d, vocabulary))
+            return after(request, read, follow(model, ids, request.first, self.n_d, vocabulary))
 
-    def observers(self, view):
-        rows = view.drafted_rows(self.draft_keys) if self.whole else view.along_rows(own=self.draft_keys)
-        return [rows, view.chunk_rows(self.window)] if self.window else [rows]
+    def observe(self, call, past):
+        drafted = call.drafted_rows if self.needs_full_prompt else call.appended_rows
+        rows = drafted(own=self.draft_keys)
+        return rows + call.chunk(self.window) if self.window else rows
 
     def observing(self, step):  # a draft by the model itself is no part of the call that reads the prompt
-        return at_most(step.transient + self.window, step)
+        return at_most(step.appended + self.window, step)
 
-    def protect(self, view):
-        return self.decoded if view.decoding else self.window
+    def protect(self, call):
+        return self.decoded if call.decoding else self.window
 
-    def parts(self, rows, stored, along, tokens):
+    def parts(self, rows, stored, appended, tokens):
         window = [last(rows, self.window, stored)] if self.window else []
         return [Part(self.n_d, stored + rows, False, self.draft_keys), *window]
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from . import ROWS, Along, Part, Rows
+from . import ROWS, AppendedRows, Part, Rows
 
 
 @ROWS.add("given")
@@ -12,7 +12,7 @@ from . import ROWS, Along, Part, Rows
 class Given(Rows):
     """Tokens that will follow the prompt, as LookaheadKV's eq. 2 observes with the true response.
 
-    ids   token ids, the same for every row of a batch; they read along behind every chunk, at the positions behind the
+    ids   token ids, the same for every row of a batch; they are appended to every chunk, at the positions after the
           prompt, causal among themselves, and are not stored
     """
 
@@ -34,10 +34,10 @@ class Given(Rows):
         if not isinstance(self.ids, tuple) or not all(isinstance(i, numbers.Integral) and i >= 0 for i in self.ids):
             raise ValueError(f"ids must be a tuple of token ids that follow the prompt, got {self.ids!r}")
 
-    def told(self, response):
+    def with_response(self, response):
         return self if self.ids else Given(tuple(response))
 
-    def along(self, tokens):
+    def appended(self, tokens, rows, last):
         return len(self.ids)
 
     def prepare(self, request, read):
@@ -46,19 +46,19 @@ class Given(Rows):
         largest, known = max(self.ids), request.decoder.config.vocab_size
         if largest >= known:
             raise ValueError(f"ids hold token id {largest}, and the model knows ids below {known}")
-        return behind(request, read, torch.tensor(self.ids, device=request.device).expand(request.batch, -1))
+        return after(request, read, torch.tensor(self.ids, device=request.device).expand(request.batch, -1))
 
-    def observers(self, view):
-        return [view.along_rows()]
+    def observe(self, call, past):
+        return call.appended_rows()
 
     def observing(self, step):
         return np.full(len(step.padding), len(self.ids))
 
-    def parts(self, rows, stored, along, tokens):
+    def parts(self, rows, stored, appended, tokens):
         return [Part(len(self.ids), stored + rows, False, True)]
 
 
-def behind(request, read, ids) -> Along:
-    """Ids [B, p] at the positions behind the prompt."""
+def after(request, read, ids) -> AppendedRows:
+    """Ids [B, p] at the positions after the prompt."""
     at = request.positions()[:, read.prompt - 1 : read.prompt] + 1 + torch.arange(ids.shape[1], device=ids.device)
-    return Along(request.embedded(ids), at)
+    return AppendedRows(request.embedded(ids), at)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ..checks import count
-from . import ROWS, Along, Part, Rows
+from . import ROWS, AppendedRows, Part, Rows
 from .probe import Probe
 
 USUAL = 32  # lookahead rows of an adapter that is not named yet
@@ -19,10 +19,10 @@ _loaded = WeakKeyDictionary()  # decoder -> (what `adapter` named, the Adapter)
 @ROWS.add("lookahead")
 @dataclass(frozen=True)
 class Lookahead(Rows):
-    """Learned rows behind the prompt, which carry an adapter of their own (LookaheadKV, METHODS section 6).
+    """Learned rows after the prompt, which carry an adapter of their own (LookaheadKV, METHODS section 6).
 
     adapter    a `kvevict.lookahead.Adapter` or the folder of one; None: that of the bundled model, where this is it
-    probe      where a prompt is evicted from chunk by chunk, its last tokens read along with every chunk before the
+    probe      where a prompt is evicted from chunk by chunk, its last tokens are appended to every chunk before the
                learned rows, [chunk | probe | lookahead], so that these know the task; at most half of the prompt. 0:
                [chunk | lookahead]
 
@@ -31,7 +31,7 @@ class Lookahead(Rows):
 
     adapter: object = None
     probe: int = 32
-    splits: ClassVar[bool] = False  # the adapter is of whole projections
+    supports_tensor_parallel: ClassVar[bool] = False  # the adapter is of whole projections
 
     def __post_init__(self):
         if isinstance(self.adapter, os.PathLike):
@@ -81,11 +81,8 @@ class Lookahead(Rows):
             )
         return load(bundled(), decoder)
 
-    def along(self, tokens):
-        return min(tokens // 2, self.probe) + self.most
-
-    def inside(self, along):
-        return max(0, along - self.most)
+    def appended(self, tokens, rows, last):
+        return self.most if last else min(tokens // 2, self.probe) + self.most
 
     def prepare(self, request, read):
         if not read.evicts:
@@ -96,15 +93,15 @@ class Lookahead(Rows):
         if self.probe:
             probe = Probe(self.probe).prepare(request, read).tokens
             rows = torch.cat([probe if probe.is_floating_point() else embed(probe), rows], 1)
-        return Along(rows, None, adapter=adapter)
+        return AppendedRows(rows, None, adapter=adapter)
 
-    def observers(self, view):
-        return [view.along_rows(count=self.most)]
+    def observe(self, call, past):
+        return call.appended_rows(count=self.most)
 
     def observing(self, step):
         return np.full(len(step.padding), self.most)
 
-    def parts(self, rows, stored, along, tokens):
+    def parts(self, rows, stored, appended, tokens):
         return [Part(self.most, stored + rows, False, True)]
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import torch
 
 from ..checks import count, flag, fraction, one_of
-from . import ROWS, Along, Part, Rows, last
+from . import ROWS, AppendedRows, Part, Rows, last
 
 SPACES = ("aligned", "literal")
 PLACES = ("after", "true")
@@ -14,15 +14,15 @@ PLACES = ("after", "true")
 @ROWS.add("probe")
 @dataclass(frozen=True)
 class Probe(Rows):
-    """TAKE's probe (eq. 7-10): the prompt's last tokens read along with every chunk, and their queries are averaged.
+    """TAKE's probe (eq. 7-10): the prompt's last tokens are appended to every chunk, and their queries are averaged.
 
     probe      the last `probe` prompt tokens, or a span (start, stop) of the prompt as in a Python slice; cut to half
                of a shorter prompt
-    place      "after" puts the probe right behind the chunk, "true" at its own place in the prompt
+    place      "after" puts the probe right after the chunk, "true" at its own place in the prompt
     ema_alpha  eq. 9's weight of earlier chunks' probe; the paper uses 0.2, and 0.32 for retrieval
     ema_space  "aligned" rotates the accumulated probe by the distance it moved before it is averaged, "literal" is
                eq. 9 as printed
-    append     False: nothing reads along; the chunk's own last `probe` rows observe (ablation, table 2)
+    append     False: nothing is appended; the chunk's own last `probe` rows observe (ablation, table 2)
 
     The probe sees all alive slots but its own, which are kept when the prompt's last chunk ends with them.
     """
@@ -44,11 +44,8 @@ class Probe(Rows):
     protected = decoded = most
 
     @property
-    def turns(self):
+    def rotates(self):
         return self.append and self.ema_space == "aligned"
-
-    def inside(self, along):
-        return 0 if self.span else along
 
     def check(self, policy):
         if isinstance(self.probe, tuple):
@@ -77,8 +74,9 @@ class Probe(Rows):
         """int [B] probe rows of prompts of so many tokens [B]."""
         return np.full_like(tokens, self.most) if self.span else np.minimum(tokens // 2, self.most)
 
-    def along(self, tokens):
-        return int(self.lengths(np.array(tokens))) if self.append else 0
+    def appended(self, tokens, rows, last):
+        ends = last and not self.span  # the prompt's end, which the last chunk has as its own
+        return int(self.lengths(np.array(tokens))) if self.append and not ends else 0
 
     def prepare(self, request, read):
         lengths, size = self.lengths(read.tokens), request.policy.chunk_size
@@ -101,48 +99,46 @@ class Probe(Rows):
         columns = start[:, None] + torch.arange(longest, device=request.device)
         columns = columns.clamp_max(read.prompt - 1)  # a row that is padding alone has no such tokens
         positions = request.positions().gather(1, columns) if self.place == "true" else None
-        return Along(request.tokens_at(columns), positions, columns)
+        return AppendedRows(request.tokens_at(columns), positions, columns)
 
-    def note(self, view):
+    def accumulate(self, call, past):
         """Eq. 9: Qa_i = alpha * Qa_{i-1} + (1 - alpha) * Q_i, and Qa_0 = Q_0 for the first chunk that holds a row's
-        tokens. fp32 [B, H, p, D]."""
-        count = int(self.lengths(view.prompt_tokens).max())
-        if view.decoding or not (view.reads_along and count):
-            return
-        queries, state = view.q[:, :, view.q.shape[2] - count :].float(), view.state
-        position = view.call_positions[:, -1] - (count - 1)
-        has_tokens = view.first < view.k.shape[2]
-        if state:
-            past = state["probe"]
-            if self.ema_space == "aligned":
-                past = view.rotate(past, state["position"], position)
-            alpha = (self.ema_alpha * state["started"])[:, None, None, None]
-            queries = alpha * past + (1 - alpha) * queries
-        started = has_tokens | state["started"] if state else has_tokens
-        state.update(probe=queries, position=position, started=started)
+        tokens. (fp32 [B, H, p, D], [B] the first one's position, bool [B] whether there is one yet)."""
+        count = int(self.lengths(call.prompt_tokens).max())
+        if call.prepared is None or not count:
+            return None
+        queries = call.q[:, :, call.q.shape[2] - count :].float()
+        position, started = call.last_position - (count - 1), call.has_tokens
+        if past is None:
+            return queries, position, started
+        before, was_at, had_started = past
+        if self.ema_space == "aligned":
+            before = call.rotate(before, was_at, position)
+        alpha = (self.ema_alpha * had_started)[:, None, None, None]
+        return alpha * before + (1 - alpha) * queries, position, started | had_started
 
-    def observers(self, view):
-        lengths = view.upload(self.lengths(view.prompt_tokens))
+    def observe(self, call, past):
+        lengths = call.upload(self.lengths(call.prompt_tokens))
         if not self.append:
-            return [view.chunk_rows(self.most, lengths)]
-        queries = view.state["probe"].to(view.q.dtype)
-        unseen = lengths if self._ends(view) else 0
-        return [view.later_rows(queries, skip=queries.shape[2] - lengths, unseen=unseen)]
+            return call.chunk(self.most, lengths)
+        queries = past[0].to(call.q.dtype)
+        unseen = lengths if self._ends(call) else 0
+        return call.later(queries, skip=queries.shape[2] - lengths, unseen=unseen)
 
-    def _ends(self, view):
+    def _ends(self, call):
         """Whether the chunk ends with the probe."""
-        return view.last and not self.span
+        return call.ends_prompt and not self.span
 
     def observing(self, step):
         return np.minimum(self.lengths(step.read.tokens), step.positions.shape[1] - step.padding)
 
-    def protect(self, view):
-        if view.decoding:  # the rows are a window then, and see each other's slots
+    def protect(self, call):
+        if call.decoding:  # the rows are a window then, and see each other's slots
             return self.most
-        return view.upload(self.lengths(view.prompt_tokens)) if self._ends(view) else 0
+        return call.upload(self.lengths(call.prompt_tokens)) if self._ends(call) else 0
 
-    def parts(self, rows, stored, along, tokens):
+    def parts(self, rows, stored, appended, tokens):
         count = int(self.lengths(np.array(tokens)))
         if not self.append:
             return [last(rows, count, stored)]
-        return [Part(count, stored + rows - (0 if along else count), False, False)]
+        return [Part(count, stored + rows - (0 if appended else count), False, False)]

@@ -14,7 +14,7 @@ class NoRows(Rows):
 
     most: ClassVar[int] = 0
 
-    def observers(self, view):
+    def observe(self, call, past):
         raise ValueError("rows='none' has no queries: give rows='window', or another of kvevict.ROWS")
 
     def observing(self, step):  # what diagnostics look with
@@ -29,13 +29,13 @@ class Last(Rows):
     newest: ClassVar[bool] = True
     most: ClassVar[int] = 1
 
-    def observers(self, view):
-        return [view.chunk_rows(1)]
+    def observe(self, call, past):
+        return call.chunk(1)
 
     def observing(self, step):
         return at_most(1, step)
 
-    def parts(self, rows, stored, along, tokens):
+    def parts(self, rows, stored, appended, tokens):
         return [last(rows, 1, stored)]
 
 
@@ -47,13 +47,13 @@ class All(Rows):
     newest: ClassVar[bool] = True
     most: ClassVar[int] = 2**31 - 1
 
-    def observers(self, view):
-        return [view.chunk_rows()]
+    def observe(self, call, past):
+        return call.chunk()
 
     def observing(self, step):
         return tokens_of(step)
 
-    def parts(self, rows, stored, along, tokens):
+    def parts(self, rows, stored, appended, tokens):
         return [last(rows, rows, stored)]
 
 
@@ -73,14 +73,14 @@ class Window(Rows):
     def check(self, policy):
         count("window", self.window, 1)
 
-    def observers(self, view):
-        return [view.chunk_rows(self.window)]
+    def observe(self, call, past):
+        return call.chunk(self.window)
 
     def observing(self, step):
         return at_most(self.window, step)
 
-    def protect(self, view):
+    def protect(self, call):
         return self.window
 
-    def parts(self, rows, stored, along, tokens):
+    def parts(self, rows, stored, appended, tokens):
         return [last(rows, self.window, stored)]

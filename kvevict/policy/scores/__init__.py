@@ -1,8 +1,8 @@
 """What a slot is worth. One file per score; the file registers it, and its fields are its options.
 
-A score sees a `kvevict.engine.view.View` of one layer: the alive slots of every kv head and what the observing rows pay
-to them. It returns fp32 [B, Hkv, C] (or [B, 1, C], shared by the heads), column i being alive slot i, and pools those
-in a step of its own; it never edits scores to protect a slot, it says how many slots at either end are protected.
+A score names the quantities that it `needs` (kvevict/engine/quantities), gets them with the `Slots` of one layer, and
+returns fp32 [B, Hkv, C] (or [B, 1, C], shared by the heads), column i being alive slot i. It pools those in a step of
+its own. It never edits scores to protect a slot, it says how many slots at either end are protected.
 """
 
 import sys
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from ..checks import count, one_of
+from ..needs import need
 from ..registry import Registry, load_folder
 from ..rows import Rows
 from ..rows.window import NoRows, Window
@@ -23,44 +24,43 @@ SCORES = Registry("score")
 @dataclass(frozen=True)
 class Score:
     rows: ClassVar[Rows] = NoRows()  # the method's own, where a policy names none
-    carries: ClassVar[bool] = False  # the score is a running sum that stays with the slot
+    needs: ClassVar[tuple] = ()  # quantities that `score` is computed from: names, or `need(name, option=..)`
+    factors: ClassVar[tuple] = ()  # quantities of the slots that numbers are multiplied by, carried or not
+    carry: ClassVar[str] = "none"  # what an old slot's number is at the next eviction, where a policy does not say
+    per_query_head: ClassVar[bool] = False  # `score` is [B, H, C], reduced to kv heads when it is pooled
     ordinal: ClassVar[bool] = False  # scores only rank slots: they may be negative, and their sums mean nothing
     shared: ClassVar[bool] = False  # one choice for all heads of a layer
     decodes: ClassVar[bool] = False  # evicting while decoding, at every token, is part of the method
-    outputs: ClassVar[bool] = False  # needs the observers' attention outputs
 
     @property
     def protected(self) -> tuple:
         """(first, last) slots that `protect` keeps at the smallest budget, those of the rows not counted."""
         return getattr(self, "sink", 0), 0
 
-    def protect(self, view) -> tuple:
-        """How many of the first and of the last alive slots are always kept (the last: a number or one per row)."""
+    def protect(self, call) -> tuple:
+        """How many of the first and of the last alive slots are always kept (the last: a number or one per row), by a
+        `kvevict.engine.observation.LayerRows`."""
         return self.protected
 
-    def passes(self, known: bool = False) -> int:
-        """How often the observers' logits are computed, which `kvevict plan` counts. known: what a single row pays, the
-        mean over a group, is there already."""
-        return int(not known)
-
-    def scans(self) -> int:
-        """How often every slot's key or value is read besides."""
-        return 0
+    @property
+    def adds_attention(self) -> bool:
+        """Whether a row adds its attention weights, mean over the group, to the score."""
+        return tuple(self.needs) == ("attention",) and not self.shared
 
     def check(self, policy) -> None:
         """Raise ValueError when the options do not fit each other or the policy."""
         if hasattr(self, "sink"):
             count("sink", self.sink, 0)
 
-    def increment(self, view):
-        """What the observers (or the decoded row) add to a carried score: [B, Hkv, C]."""
-        return view.attention("sum")
-
-    def score(self, view) -> torch.Tensor:
-        """Importance of every alive slot, not pooled: [B, Hkv, C] or [B, 1, C]."""
+    def score(self, slots, *quantities) -> torch.Tensor:
+        """Importance of every alive slot, not pooled: [B, Hkv, C] or [B, 1, C]. quantities: what it `needs`."""
         raise NotImplementedError
 
-    def pooled(self, view, score) -> torch.Tensor:
+    def plain(self, slots, score) -> torch.Tensor:
+        """The score of kv heads, not pooled."""
+        return score
+
+    def pooled(self, slots, score) -> torch.Tensor:
         """What slots are ranked by: their scores pooled over neighbours."""
         return score
 
@@ -86,14 +86,14 @@ class Pooled(Score):
         if count("kernel", self.kernel, 1) % 2 == 0:
             raise ValueError(f"kernel must be odd, so that pooling keeps the length, got {self.kernel}")
 
-    def pooled(self, view, score):
+    def pooled(self, slots, score):
         """Each head's unprotected slots with stride 1 (METHODS section 0): max pads with -inf, avg divides by the
         kernel size with zero padding. Columns of protected slots are unspecified. Shape stays [B, Hkv, C]."""
         if self.pool == "none" or self.kernel == 1 or score.shape[-1] == 0:
             return score
         if self.pool == "max":
-            return F.max_pool1d(score.masked_fill(~view.competing, -torch.inf), self.kernel, 1, self.kernel // 2)
-        return F.avg_pool1d(score.masked_fill(~view.competing, 0), self.kernel, 1, self.kernel // 2)
+            return F.max_pool1d(score.masked_fill(~slots.competing, -torch.inf), self.kernel, 1, self.kernel // 2)
+        return F.avg_pool1d(score.masked_fill(~slots.competing, 0), self.kernel, 1, self.kernel // 2)
 
 
 @dataclass(frozen=True)
@@ -108,11 +108,13 @@ class Attention(Pooled):
         for name in ("reduce", "group"):
             one_of(name, getattr(self, name), ("sum", "mean", "max"))
 
-    def passes(self, known=False):
-        return int(not (known and self.group == "mean"))
+    @property
+    def needs(self):
+        usual = (self.reduce, self.group) == ("sum", "mean")
+        return ("attention",) if usual else (need("attention", reduce=self.reduce, group=self.group),)
 
-    def score(self, view):
-        return view.attention(self.reduce, self.group)
+    def score(self, slots, attention):
+        return attention
 
 
 load_folder(sys.modules[__name__])

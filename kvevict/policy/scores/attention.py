@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import torch
 
+from ..needs import need
 from ..rows.drafted import Drafted
 from ..rows.given import Given
 from ..rows.lookahead import Lookahead
@@ -42,7 +43,7 @@ class Oracle(Attention):
 @SCORES.add("lookahead")
 @dataclass(frozen=True)
 class LookaheadKV(Attention):
-    """LookaheadKV (eq. 4, algorithm 2): mean attention of learned rows behind the prompt; no slot is kept for that."""
+    """LookaheadKV (eq. 4, algorithm 2): mean attention of learned rows after the prompt; no slot is kept for that."""
 
     reduce: str = "mean"
     rows: ClassVar = Lookahead()
@@ -62,7 +63,7 @@ class Laq(Attention):
 @SCORES.add("speckv")
 @dataclass(frozen=True)
 class SpecKV(Attention):
-    """SpecKV (Galim et al. 2025): tokens drafted by a smaller model read along behind every chunk and score it."""
+    """SpecKV (Galim et al. 2025): tokens drafted by a smaller model read along after every chunk and score it."""
 
     reduce: str = "max"
     group: str = "max"
@@ -79,19 +80,24 @@ class FastKV(Attention):
 
     group: str = "sum"
     rows: ClassVar = Window(8)
+    per_query_head: ClassVar[bool] = True
 
-    def score(self, view):
-        return self._reduced(self._heads(view))
+    @property
+    def needs(self):
+        return (need("attention", reduce=self.reduce, group="none"),)
 
-    def pooled(self, view, score):
-        pooled = [Attention.pooled(self, view, head) for head in self._heads(view)]
-        return self._reduced(pooled)
+    def plain(self, slots, score):
+        return self._reduced(_heads(slots, score))
 
-    def _heads(self, view):
-        """Scores of each kv head's first, second, .. query head: [B, Hkv, C] each."""
-        return view.attention(self.reduce, "none").unflatten(1, (view.n.shape[1], -1)).unbind(2)
+    def pooled(self, slots, score):
+        return self._reduced([Attention.pooled(self, slots, head) for head in _heads(slots, score)])
 
     def _reduced(self, heads):
         if self.group == "max":
             return functools.reduce(torch.maximum, heads)
         return sum(heads) / (len(heads) if self.group == "mean" else 1)
+
+
+def _heads(slots, score):
+    """Scores [B, H, C] of each kv head's first, second, .. query head: [B, Hkv, C] each."""
+    return score.unflatten(1, (slots.n.shape[1], -1)).unbind(2)

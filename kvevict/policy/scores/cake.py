@@ -1,4 +1,5 @@
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..checks import at_least_0
 from . import SCORES, Pooled
@@ -13,14 +14,12 @@ class Cake(Pooled):
     kernel: int = 5
     pool: str = "avg"
     gamma: float = 200.0
-
-    def passes(self, known=False):
-        return 2
+    needs: ClassVar[tuple] = ("moments",)
 
     def check(self, policy):
         super().check(policy)
         at_least_0("gamma", self.gamma)
 
-    def score(self, view):
-        mean, variance = view.moments
-        return (mean + self.gamma * variance).unflatten(1, (view.n.shape[1], -1)).mean(2)
+    def score(self, slots, moments):
+        mean, variance = moments
+        return (mean + self.gamma * variance).unflatten(1, (slots.n.shape[1], -1)).mean(2)

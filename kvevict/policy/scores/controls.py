@@ -3,10 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-import torch.nn.functional as F
-
 from ..checks import count, flag
+from ..needs import need
 from . import SCORES, Score
 
 
@@ -16,12 +14,10 @@ class KNorm(Score):
     """K-norm (Devoto et al. 2024): `-||k_i||_2`, small keys first."""
 
     ordinal: ClassVar[bool] = True
+    needs: ClassVar[tuple] = ("key_norm",)
 
-    def scans(self):
-        return 1
-
-    def score(self, view):
-        return -view.norm("k", 2)
+    def score(self, slots, norm):
+        return -norm
 
 
 @SCORES.add("keydiff")
@@ -38,16 +34,12 @@ class KeyDiff(Score):
     def check(self, policy):
         flag("unit", self.unit)
 
-    def scans(self):
-        return 2  # the mean key, and distances from it
+    @property
+    def needs(self):
+        return (need("key_cosine", unit=self.unit),)
 
-    def score(self, view):
-        def one(keys):
-            keys = keys.float()
-            mean = (F.normalize(keys, dim=-1) if self.unit else keys).mean(0, keepdim=True)
-            return -torch.cosine_similarity(keys, mean, dim=-1)
-
-        return view.per_head(one)
+    def score(self, slots, cosine):
+        return -cosine
 
 
 @SCORES.add("random")
@@ -61,9 +53,9 @@ class Random(Score):
     def check(self, policy):
         count("seed", self.seed, 0)
 
-    def score(self, view):
-        heads = view.heads[:, None]
-        x = view.positions().long() * 0x9E3779B1 + heads * 0x85EBCA77 + view.index * 0xC2B2AE3D + self.seed * 0x27D4EB2F
+    def score(self, slots):
+        head = slots.heads.numbers(slots.device)[:, None]
+        x = slots.positions.long() * 0x9E3779B1 + head * 0x85EBCA77 + slots.index * 0xC2B2AE3D + self.seed * 0x27D4EB2F
         for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # a 32-bit finaliser; int64 keeps the products exact
             x = x & 0xFFFFFFFF
             x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF

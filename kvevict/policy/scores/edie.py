@@ -1,9 +1,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from ..checks import at_least_0, one_of
+from ..needs import need
 from . import SCORES, Pooled
 
 WEIGHTS = ("middle", "none", "all", "i<=t-2w", "i>w")
@@ -22,41 +21,19 @@ class Edie(Pooled):
 
     alpha: float = 0.1
     weight: str = "middle"
-    outputs: ClassVar[bool] = True
     kind: ClassVar[str] = "edie"
-
-    def passes(self, known=False):
-        return 1 if self.weight == "none" else 2
-
-    def scans(self):
-        return 1
 
     def check(self, policy):
         super().check(policy)
         one_of("weight", self.weight, WEIGHTS)
         at_least_0("alpha", self.alpha)
 
-    def score(self, view):
-        return view.output_error(self.kind, self.row_weights(view), self.alpha)
+    @property
+    def needs(self):
+        return (need("output_error", kind=self.kind, alpha=self.alpha, weight=self.weight),)
 
-    def row_weights(self, view):
-        """c_j [B, H, R], or None for 1. A head without a slot in the range takes the slots outside the window; 1 when
-        there is none either."""
-        if self.weight == "none":
-            return None
-        rows = view.row_count[:, None]
-        position, n = view.positions(), view.n
-        alive = position >= 0
-        before = lambda stop: (alive & (position < stop[..., None])).sum(-1)  # noqa: E731  slots at earlier positions
-        end = position.amax(-1).amax(-1, keepdim=True) + 1  # T
-        zero, outside = torch.zeros_like(n), before(end - rows)
-        lo = before(rows.expand_as(n)) if self.weight in ("middle", "i>w") else zero
-        hi = before((end - 2 * rows).expand_as(n)) if self.weight in ("middle", "i<=t-2w") else n
-        empty = hi <= lo
-        lo, hi = torch.where(empty, zero, lo), torch.where(empty, outside, hi)
-        peak = view.peak(lo.to(torch.int32), hi.to(torch.int32))
-        none = (hi <= lo).repeat_interleave(peak.shape[1] // n.shape[1], 1)
-        return peak.masked_fill(none[..., None], 1.0)
+    def score(self, slots, error):
+        return error
 
 
 @SCORES.add("edie-exact")

@@ -18,20 +18,21 @@ class H2O(Score):
     recent: int | None = None
     sink: int = 0
     rows: ClassVar = All()
-    carries: ClassVar[bool] = True
+    needs: ClassVar[tuple] = ("attention",)
+    carry: ClassVar[str] = "sum"
     decodes: ClassVar[bool] = True
 
     @property
     def protected(self):  # half of the smallest budget holds the sinks, so that the other half can be recent
         return self.sink, self.sink if self.recent is None else self.recent
 
-    def protect(self, view):
-        return self.sink, (view.budget // 2 if self.recent is None else self.recent)
+    def protect(self, call):
+        return self.sink, (call.budget // 2 if self.recent is None else self.recent)
 
     def check(self, policy):
         super().check(policy)
         if self.recent is not None:
             count("recent", self.recent, 0)
 
-    def score(self, view):
-        return view.carry
+    def score(self, slots, attention):
+        return attention

@@ -15,5 +15,5 @@ class Streaming(Score):
     decodes: ClassVar[bool] = True
     ordinal: ClassVar[bool] = True
 
-    def score(self, view):
-        return torch.arange(view.columns, dtype=torch.float32, device=view.device).expand(*view.n.shape, -1)
+    def score(self, slots):
+        return torch.arange(slots.columns, dtype=torch.float32, device=slots.device).expand(*slots.n.shape, -1)

@@ -16,6 +16,7 @@ class TOVA(Score):
 
     per_head: bool = False
     rows: ClassVar = Last()
+    needs: ClassVar[tuple] = ("attention",)
     decodes: ClassVar[bool] = True
 
     @property
@@ -25,6 +26,5 @@ class TOVA(Score):
     def check(self, policy):
         flag("per_head", self.per_head)
 
-    def score(self, view):
-        score = view.attention("sum")
-        return score if self.per_head else view.gather(score).mean(1, keepdim=True)
+    def score(self, slots, attention):
+        return attention if self.per_head else slots.heads.gather(attention).mean(1, keepdim=True)

@@ -14,12 +14,7 @@ class VATP(H2O):
 
     sink: int = 20
     decodes: ClassVar[bool] = False
-
-    def scans(self):
-        return 1
-
-    def score(self, view):
-        return view.carry * view.norm("v", 1)
+    factors: ClassVar[tuple] = ("value_norm",)
 
 
 @SCORES.add("paasvn")
@@ -27,8 +22,4 @@ class VATP(H2O):
 class PAASVN(Attention):
     """PAASVN (EDIE eq. 4), EDIE's baseline: SnapKV's sums times the 1-norm of the value, pooled."""
 
-    def scans(self):
-        return 1
-
-    def score(self, view):
-        return super().score(view) * view.norm("v", 1)
+    factors: ClassVar[tuple] = ("value_norm",)

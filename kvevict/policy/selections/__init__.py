@@ -17,20 +17,21 @@ SELECTIONS = Registry("selection")
 class Selection:
     shared: ClassVar[bool] = False  # one choice for all heads of a layer
     run: ClassVar[int] = 1  # tokens that stay together
-    spares: ClassVar[bool] = False  # `whole` leaves some of the budget unused
+    spares: ClassVar[bool] = False  # `trim_to_runs` leaves some of the budget unused
 
     def check(self, policy) -> None:
         """Raise ValueError when the options do not fit each other or the policy."""
 
-    def tail(self, view):
-        """How many of the last slots are kept because their run is not whole yet: a number or [B]."""
+    def unfinished(self, call):
+        """How many of the last slots are kept because their run is not complete yet, by a
+        `kvevict.engine.observation.LayerRows`: a number or [B]."""
         return 0
 
-    def rank(self, view, score):
+    def rank(self, slots, score):
         """What slots are ranked by, from their scores: fp32 [B, Hkv, C]."""
         return score
 
-    def whole(self, view, score, keep):
+    def trim_to_runs(self, slots, score, keep):
         """Slots per head [B, Hkv], at most `keep`, that are really used."""
         return keep
 

@@ -42,40 +42,38 @@ class Chunk(Selection):
         for name in ("per_head", "exact"):
             flag(name, getattr(self, name))
 
-    def tail(self, view):
-        """A run that a chunk's end cuts is kept until it is whole; the prompt's last run need not be."""
-        if view.decoding or view.last:
-            return 0
-        return (view.pos[:, -1] + 1).clamp_min(0) % self.c
+    def unfinished(self, call):
+        """A run that a chunk's end cuts is kept until it is complete; the prompt's last run need not be."""
+        return 0 if call.decoding or call.ends_prompt else call.next_position.clamp_min(0) % self.c
 
-    def rank(self, view, score):
+    def rank(self, slots, score):
         if self.shared:
             score = score.mean(1, keepdim=True).expand_as(score)
-        runs, column = self._runs(view), torch.arange(view.columns, device=view.device)
+        runs, column = self._runs(slots), torch.arange(slots.columns, device=slots.device)
         start = column.masked_fill(~_starts(runs), 0).cummax(-1).values
         total, size = torch.zeros_like(score), torch.zeros_like(score)
-        score = score.masked_fill(~view.competing, 0)
-        for ahead in range(min(self.c, view.columns)):  # in slot order: the same sum on every machine
-            same = runs[..., ahead:] == runs[..., : view.columns - ahead]
-            total[..., : view.columns - ahead] += score[..., ahead:].masked_fill(~same, 0)
-            size[..., : view.columns - ahead] += same
+        score = score.masked_fill(~slots.competing, 0)
+        for ahead in range(min(self.c, slots.columns)):  # in slot order: the same sum on every machine
+            same = runs[..., ahead:] == runs[..., : slots.columns - ahead]
+            total[..., : slots.columns - ahead] += score[..., ahead:].masked_fill(~same, 0)
+            size[..., : slots.columns - ahead] += same
         return (total / size * self.c).gather(-1, start)
 
-    def whole(self, view, score, keep):
+    def trim_to_runs(self, slots, score, keep):
         if self.exact:
             return keep
-        best = order(view, score).sort(-1, descending=True)
-        runs = self._runs(view).gather(-1, best.indices).masked_fill(best.values == LOWEST, -1)
-        wanted = (keep - view.least).long()[..., None]
-        lost = wanted < view.competing.sum(-1, keepdim=True)
-        cut = runs.gather(-1, wanted.clamp_max(view.columns - 1)).masked_fill(~lost, -1)  # run of the best slot lost
-        taken = torch.arange(view.columns, device=view.device) < wanted
+        best = order(slots, score, self.run).sort(-1, descending=True)
+        runs = self._runs(slots).gather(-1, best.indices).masked_fill(best.values == LOWEST, -1)
+        wanted = (keep - slots.least).long()[..., None]
+        lost = wanted < slots.competing.sum(-1, keepdim=True)
+        cut = runs.gather(-1, wanted.clamp_max(slots.columns - 1)).masked_fill(~lost, -1)  # run of the best slot lost
+        taken = torch.arange(slots.columns, device=slots.device) < wanted
         partial = ((runs == cut) & (cut >= 0) & taken).sum(-1)
         return torch.where(partial < keep, keep - partial, keep).to(torch.int32)  # nothing empties a head
 
-    def _runs(self, view):
+    def _runs(self, slots):
         """The run of every slot that competes [B, Hkv, C]; -1 elsewhere."""
-        return (view.positions() // self.c).masked_fill(~view.competing, -1)
+        return (slots.positions // self.c).masked_fill(~slots.competing, -1)
 
 
 def _starts(runs):

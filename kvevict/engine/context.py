@@ -1,0 +1,43 @@
+"""What a call of a patched model knows of itself, in the thread or task that runs it.
+
+There is one context variable. Each call runs in a copy of the context, so what it enters is gone however it ends.
+"""
+
+import contextlib
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    outer: object = None  # the kvevict.engine.step.OuterCall around the decoder's
+    step: object = None  # the kvevict.engine.step.Step that runs
+    tap: object = None  # the kvevict.engine.replay.Call that attention is remembered in, or comes from
+    note: object = None  # note(module, query, key) is told what unpatched calls attend with
+
+
+_context: ContextVar = ContextVar("kvevict", default=Context())  # noqa: B039  immutable
+
+
+def context() -> Context:
+    return _context.get()
+
+
+def current():
+    """The `Step` that runs, or None."""
+    return _context.get().step
+
+
+def enter(**changes) -> None:
+    """What follows in this call sees a context with these fields changed."""
+    _context.set(replace(_context.get(), **changes))
+
+
+@contextlib.contextmanager
+def within(**changes):
+    """Inside, the context has these fields changed."""
+    token = _context.set(replace(_context.get(), **changes))
+    try:
+        yield
+    finally:
+        _context.reset(token)

@@ -1,0 +1,47 @@
+"""One decoded token in one layer: it is stored and attends, and only where slots are due to go are they scored."""
+
+import torch
+
+from . import rerotate
+from .layer_call import layer_call
+from .schedule import observes
+
+
+def attend(step, layer, module, query, key, value, new, options) -> tuple:
+    """(LayerCall of a layer that is to be scored or None, out [B, 1, H, D])."""
+    patch, chooser = step.patch, step.chooser
+    columns = layer.longest() + 1 if patch.wants_probs else 0
+    with step.meter.clock("decode"), rerotate.in_cache(step, module, layer):
+        out, lse, probs = layer.decode(query, *new, step.positions, module, columns=columns, **options)
+    layer.advance(1, 1)
+    if chooser is None:
+        return None, out
+    order, policy = patch.order[module.layer_idx], patch.policy
+    observing = observes(policy, order, len(patch.order))
+    if policy.decode and observing and policy.rows.decoded and not policy.rows.newest:
+        remember(policy, layer, query, out if patch.wants_outputs else None)
+    probs = probs if patch.wants_probs else None
+    if not chooser.due(order, patch.ranks.counts(layer)):
+        if policy.carry != "sum" or not observing:
+            return None, out
+        if policy.score.adds_attention:
+            layer.carry = carried(layer.carry, probs)
+            return None, out
+    none, new = ([x[:, :, :0] for x in pair] for pair in ((key, value), new))
+    return layer_call(step, layer, module, query, *none, out, lse, options, probs, new), out
+
+
+def carried(before, probs):
+    """A carried sum [B, Hkv, C] with a row's attention weights added."""
+    if before is not None:
+        probs = probs.clone()
+        probs[..., : before.shape[-1]] += before
+    return probs
+
+
+def remember(policy, layer, query, out) -> None:
+    """Keep a decoded row [B, H, 1, D], and its output if that is wanted: it will observe."""
+    row = query if out is None else torch.cat([query, out.transpose(1, 2)], 3)
+    other = layer.recent is None or layer.recent.shape[3] != row.shape[3]  # of another policy
+    rows = row if other else torch.cat([layer.recent, row], 2)
+    layer.recent = rows[:, :, -policy.rows.decoded :]

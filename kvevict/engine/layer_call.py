@@ -1,0 +1,132 @@
+"""One layer after its attention over a chunk or a decoded token, as it is cut."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+import numpy as np
+import torch
+
+from .. import _ops
+from .observation import LayerRows, Observation, Observers
+from .quantities import Measured
+from .slots import KV, Heads, Slots
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """What evicting from a layer takes: values that its parts of the policy see, and where survivors go."""
+
+    step: object  # the kvevict.engine.step.Step
+    layer: object  # the kvevict.engine.cache.EvictionLayer
+    order: int  # its number among the layers that evict
+    slots: Slots
+    rows: LayerRows
+    new: list  # k, v [B, Hkv, S, W] of the call, as they are stored
+    select: object  # how the layer selects
+
+    policy = property(lambda self: self.step.patch.policy)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the call's longest row that are stored."""
+        kv = self.slots.kv
+        return kv.k.shape[2] - int(kv.padding.min())
+
+    @cached_property
+    def measured(self) -> Measured:
+        return Measured(self.slots, self._observe)
+
+    def memory(self):
+        """What the layer's rows keep from the chunks before this one; None at first."""
+        return self.step.read.memory.get(self.slots.index)
+
+    def _observe(self) -> Observation:
+        """The policy's rows, with their outputs if those are wanted."""
+        seen = self._decoded() if self.step.decoding else self.policy.rows.observe(self.rows, self._past())
+        return Observation(tuple(map(self._complete, seen.parts)))
+
+    def _past(self):
+        return None if self.step.read is None else self.memory()
+
+    def _decoded(self) -> Observation:
+        """While decoding: the newest row, or the remembered ones, with their outputs if those are wanted."""
+        rows, none = self.rows, 0 * self.rows.first
+        if self.policy.rows.newest or self.policy.carry == "sum":
+            return Observation((Observers(rows.q, none, rows.end, True, rows.lse, rows.out, rows.probs),))
+        q, out = self.layer.recent, None
+        if q.shape[3] > rows.q.shape[3]:
+            q, out = q.split(rows.q.shape[3], 3)
+            out = out.transpose(1, 2)
+        gone = int(self.slots.protected[1].min()) < q.shape[2] > 1  # some rows' slots may not be there any more
+        until = self.step.positions[:, -1:] if gone else None
+        return Observation((Observers(q, none, rows.end, True, None, out, until=until),))
+
+    def _complete(self, part: Observers) -> Observers:
+        """Observers with their outputs, if those are wanted, and lse over the slots that they see here."""
+        kv = self.slots.kv
+        if part.own is None and (part.out is not None or not self.step.patch.wants_outputs):
+            return part
+        held = kv.stored.k, kv.stored.v, kv.stored.offset, kv.stored.len
+        if part.own is not None:
+            new = [torch.cat(pair, 2) for pair in zip((kv.k, kv.v), part.own, strict=True)]
+            out, lse = _ops.attend(part.q, *held, *new, kv.first, **kv.options)
+            return replace(part, out=out, lse=lse)
+        with kv.rotated():
+            stop = part.stop.to(torch.int32)
+            out, lse = _ops.attend(part.q, *held, kv.k, kv.v, kv.first, stop=stop, **kv.options)
+        return replace(part, out=out, lse=lse)
+
+    def waiting(self):
+        """This call while another layer's choice is waited for: keys and values, and the rows that are watched."""
+        watched = max((watcher.rows for watcher in self.step.watchers), default=0)
+        return replace(self, slots=self.slots.waiting(), rows=self.rows.waiting(watched))
+
+    def drafting(self, rows: int):
+        """This call while tokens are drafted: keys and values, and the last rows."""
+        rows = self.rows.last(rows, self.step.patch.wants_outputs)
+        return replace(self, slots=self.slots.waiting(), rows=rows)
+
+    def stored(self):
+        """This call once its survivors are in the layer: the same slots are protected, nothing of the call is new."""
+        kv, rows = self.slots.kv, self.rows
+        none = 0 * kv.padding
+        kv = replace(kv, k=kv.k[:, :, :0], v=kv.v[:, :, :0], first=0 * kv.first, padding=none)
+        slots = _slots(kv, self.slots.index, self.slots.pos[:, :0], protection=self.slots.protected)
+        rows = replace(rows, q=None, out=None, lse=None, columns=0, first=0 * rows.first)
+        return replace(self, slots=slots, rows=rows, new=[x[:, :, :0] for x in self.new])
+
+
+def _slots(kv, index, pos, protect=None, protection=None) -> Slots:
+    """The slots of a layer with its new ones; protect: `protected` of (.., sizes), or protection itself."""
+    layer, ranks = kv.layer, kv.step.patch.ranks
+    tokens = (kv.k.shape[2] - kv.padding)[:, None]
+    counts = layer.counts + tokens
+    every = counts if ranks.size == 1 else ranks.counts(layer) + tokens
+    known = partial(protect, every.max(1)) if protection is None else lambda: protection
+    n = layer.len + (kv.k.shape[2] - kv.first)[:, None]
+    return Slots(index, Heads(ranks, counts.shape[1]), n, counts, every, known, pos, kv)
+
+
+def layer_call(step, layer, module, q, k, v, out, lse, options, probs=None, new=None) -> LayerCall:
+    """Of a layer that has attended with q [B, H, T, D] over its slots and new k, v [B, heads, S, D]."""
+    index, stored = module.layer_idx, max(k.shape[2] - step.appended, 0)
+    first, padding = step.first.clamp_max(stored), np.minimum(step.padding, stored)
+    order = step.patch.order[index]
+    kv = KV(step, layer, module, k[:, :, :stored], v[:, :, :stored], first, padding, options)
+    rows = LayerRows(step, module, layer, q, out, lse, stored, first, probs)
+    pos, select = step.positions[:, :stored].contiguous(), step.patch.policy.selection(order)
+    slots = _slots(kv, index, pos, partial(protected, step.patch.policy, select, rows.without_tensors()))
+    return LayerCall(step, layer, order, slots, rows, [x[:, :, :stored] for x in new or (k, v)], select)
+
+
+def protected(policy, select, rows, sizes) -> tuple:
+    """(first, last) [B] int32: always kept slots at either end, at most the sizes [B] that there are."""
+    sizes, kept = rows.upload(sizes), (0, 0, 0)
+    if policy.refine.protect:
+        kept = *policy.score.protect(rows), policy.rows.protect(rows)
+    first, *lasts = (
+        end.to(sizes.device, torch.int32) if isinstance(end, torch.Tensor) else torch.full_like(sizes, end)
+        for end in (*kept, select.unfinished(rows))
+    )
+    first, last = torch.minimum(first.clamp_min(policy.keep_first), sizes), torch.stack(lasts).amax(0)
+    return first.contiguous(), torch.minimum(last, sizes - first).contiguous()

@@ -1,0 +1,116 @@
+"""What scores are made of: one file per quantity of a layer's slots, with its cost beside it.
+
+A quantity is a frozen dataclass whose fields are its options; the file registers it. A part of a policy names those it
+needs, and only these are computed, each once per layer and cut. `kvevict plan` prices a policy by their `passes` and
+`scans`.
+"""
+
+import functools
+import sys
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ... import _ops
+from ...policy.needs import as_needs
+from ...policy.registry import Registry, load_folder
+from .. import per_row
+
+QUANTITIES = Registry("quantity")
+
+
+@dataclass(frozen=True)
+class Quantity:
+    observes: ClassVar[bool] = True  # it is of the observing rows; False: of the slots alone
+    outputs: ClassVar[bool] = False  # needs the observers' attention outputs
+
+    def measure(self, slots, observation):
+        """The quantity of a layer's `Slots` and of the `Observation` of them: mostly fp32 [B, Hkv, C], column i being
+        alive slot i."""
+        raise NotImplementedError
+
+    def passes(self, known: bool = False) -> int:
+        """How often the observers' logits are computed. known: of a single row, its attention is there already."""
+        return 0
+
+    def scans(self) -> int:
+        """How often every slot's key or value is read besides."""
+        return 0
+
+
+@functools.cache
+def quantity(need) -> Quantity:
+    """The quantity that a `Need` names. Raises ValueError, with the nearest names, for one that does not exist."""
+    kind, options = QUANTITIES.find(need.name), dict(need.options)
+    try:
+        return kind(**options)
+    except TypeError:
+        raise ValueError(f"quantity {need.name!r} does not have the options {options}") from None
+
+
+def check_needs(score) -> None:
+    """Raise ValueError, with the nearest names, if a score's class needs a quantity that does not exist. Needs that
+    depend on its options are checked when a model is patched."""
+    for needs in (score.needs, score.factors):
+        for each in as_needs(needs if isinstance(needs, tuple) else ()):
+            QUANTITIES.find(each.name)
+
+
+def of_policy(policy) -> list:
+    """The quantities that a policy's parts need, each once. Raises ValueError for one that does not exist."""
+    parts = policy.score.needs, policy.score.factors, policy.refine.needs, policy.layers.needs
+    return [quantity(each) for each in dict.fromkeys(each for needs in parts for each in as_needs(needs))]
+
+
+class Measured:
+    """The quantities of one layer's cut, each computed when it is first asked for.
+
+    observe   () -> the layer's `Observation`
+    """
+
+    def __init__(self, slots, observe):
+        self.slots, self.observe, self.observation, self.known = slots, observe, None, {}
+
+    def __call__(self, needs) -> list:
+        return [self._of(each) for each in as_needs(needs)]
+
+    def _of(self, need):
+        if need not in self.known:
+            wanted = quantity(need)
+            if wanted.observes and self.observation is None:
+                self.observation = self.observe()
+            self.known[need] = wanted.measure(self.slots, self.observation)
+        return self.known[need]
+
+
+def observed(op, slots, part, more=(), group=None, **options):
+    """An op (`kvevict._ops`.score, peak or error) of observers over the alive slots."""
+    kv, values = slots.kv, op is _ops.error
+    stored = kv.stored
+    held, new = ((stored.k, stored.v), (kv.k, kv.v)) if values else ((stored.k,), (kv.k,))
+    if group is not None:
+        latent = stored.len.shape[1] != slots.heads.count  # one group of all query heads, each with its own keys
+        options["group"] = "none" if latent else group
+    with kv.rotated():
+        if part.until is not None:
+            found = per_row.observed(op, slots, part, held, new, more, **options, **kv.options)
+        else:
+            found = op(
+                part.q, part.skip.to(torch.int32), *held, stored.offset, stored.len, *new, kv.first,
+                part.stop.to(torch.int32), *more, lse=part.lse, causal=part.causal, **options, **kv.options,
+            )  # fmt: skip
+    return slots.heads.reduce(found, group) if group is not None and latent else found
+
+
+def per_head(slots, of: str, function):
+    """function(x [n, D]) -> [n] of every head's alive keys ("k") or values ("v"): [B, Hkv, C]."""
+    kv, stored = slots.kv, slots.kv.stored
+    out = torch.zeros(*stored.len.shape, slots.columns, device=slots.device)
+    for b, h, rows in stored.segments():
+        x = torch.cat([getattr(stored, of)[rows], getattr(kv, of)[b, h, kv.padding[b] :]])
+        out[b, h, : len(x)] = function(x)
+    return slots.heads.merge(out)
+
+
+load_folder(sys.modules[__name__])

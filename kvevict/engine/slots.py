@@ -1,0 +1,152 @@
+"""One layer's alive slots before a cut, and the heads that they are of. Values: nothing here is changed once made."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from .. import _ops
+from . import host, rerotate
+
+REDUCE = {"sum": torch.sum, "mean": torch.mean, "max": torch.amax}
+
+
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """The kv heads of a layer that choose slots on this rank: all of them, or a rank's part (tensor parallel). Latents
+    (MLA), which all heads share, are chosen for as one head."""
+
+    ranks: object  # kvevict.engine.ranks.Ranks
+    count: int
+
+    def numbers(self, device):
+        """int64 [Hkv] the numbers of these heads among the layer's."""
+        return self.ranks.rank * self.count + torch.arange(self.count, device=device)
+
+    def gather(self, x, columns=None):
+        """x [B, Hkv, ..] of all ranks' heads; columns: of x [B, Hkv, C], filled up with 0."""
+        return self.ranks.gather(x, columns)
+
+    def sum(self, x):
+        """The sum of all ranks' x."""
+        return self.ranks.sum(x)
+
+    def reduce(self, x, how):
+        """x [B, H, C] of query heads, reduced over each group ("sum", "mean", "max"): [B, Hkv, C]; "none": as it is."""
+        return x if how == "none" else REDUCE[how](x.unflatten(1, (self.count, -1)), 2)
+
+    def merge(self, x):
+        """x [B, heads, C] as one choice needs it: of latents, the mean over the heads that share them."""
+        return x if x.shape[1] == self.count else x.mean(1, keepdim=True)
+
+
+@dataclass(frozen=True, eq=False)
+class KV:
+    """Keys and values of [stored | new] as the ops read them; of latents, every head's."""
+
+    step: object
+    layer: object  # the EvictionLayer
+    module: object
+    k: torch.Tensor  # [B, heads, S, D] new ones
+    v: torch.Tensor
+    first: torch.Tensor  # [B] int32 of them are left padding
+    padding: np.ndarray  # the same on the host
+    options: dict  # scale, softcap, sinks of attention
+
+    @cached_property
+    def stored(self):
+        """What holds `k`, `v` [N, D], `pos` [N], `offset`, `len` [B, heads] of the stored slots."""
+        return self.layer.slots(self.module)
+
+    @property
+    def end(self):
+        """[B] the new columns' end."""
+        return self.k.shape[2] + 0 * self.first
+
+    def rotated(self):
+        """A context in which stored keys are where attention had them."""
+        return rerotate.in_cache(self.step, self.module, self.stored)
+
+
+@dataclass(frozen=True, eq=False)
+class Slots:
+    """The alive slots of one layer: n[b,h] of head (b, h), those stored before first, then the new ones; no padding.
+    C = `columns` is the largest n."""
+
+    index: int  # the decoder layer's number
+    heads: Heads
+    n: torch.Tensor  # int32 [B, Hkv]
+    counts: np.ndarray  # n on the host
+    all_counts: np.ndarray  # [B, heads of all ranks]
+    protect: Callable  # () -> `protected`
+    pos: torch.Tensor | None = None  # int32 [B, S] of the new columns
+    kv: KV | None = None  # None: of all ranks' heads, which nobody holds
+
+    @cached_property
+    def columns(self) -> int:
+        return int(self.counts.max()) if self.counts.size else 0
+
+    device = property(lambda self: self.n.device)
+
+    @cached_property
+    def protected(self) -> tuple:
+        """(first, last) int32 [B]: slots at either end that are kept whatever they are worth."""
+        return self.protect()
+
+    @cached_property
+    def alive(self):
+        """int [B] slots of all ranks' heads together, on the host."""
+        return self.all_counts.sum(1)
+
+    @cached_property
+    def least(self):
+        """int32 [B, Hkv] protected slots that each head has."""
+        first, last = self.protected
+        return torch.minimum(self.n, (first + last)[:, None])
+
+    @cached_property
+    def competing(self):
+        """Whether a slot exists and is not protected: [B, Hkv, C]."""
+        first, last = self.protected
+        column = torch.arange(self.columns, device=self.device)
+        return (column >= first[:, None, None]) & (column < (self.n - last[:, None])[..., None])
+
+    @cached_property
+    def positions(self):
+        """int32 [B, Hkv, C] positions of the alive slots, ascending; -1 past a head's end."""
+        layer, column, first = self.kv.layer, torch.arange(self.columns, device=self.device), self.kv.first
+        table = torch.cat([layer.pos, self.pos.flatten(), layer.pos.new_full((1,), -1)])
+        row = torch.arange(self.n.shape[0], device=self.device)[:, None, None]
+        new = len(layer.pos) + row * self.pos.shape[1] + first[:, None, None] + column - layer.len[..., None]
+        place = torch.where(column < layer.len[..., None], layer.offset[..., None] + column, new)
+        return table[place.masked_fill(column >= self.n[..., None], -1)]
+
+    def all_ranks(self, shared: bool):
+        """The slots of all ranks' heads, as what compares heads sees them. shared: all heads hold the same."""
+        if self.heads.ranks.size == 1:
+            return self
+        columns, heads = int(self.all_counts.max()), self.all_counts.shape[1]
+        n = host.upload(self.all_counts, self.device, torch.int32)
+        whole = Slots(self.index, self.heads, n, self.all_counts, self.all_counts, lambda: self.protected)
+        positions = self.positions[:, :1].expand(-1, heads, -1) if shared else None
+        if positions is None:
+            positions = self.heads.ranks.gather(self.positions, columns, fill=-1)
+        whole.__dict__["positions"] = positions
+        return whole
+
+    def removal_error(self, numbers, fast: bool, squared: bool):
+        """CAOTE (eq. 6-8) of numbers [B, Hkv, C] >= 0 taken as attention weights, as `kvevict._ops.refine`."""
+        kv, heads = self.kv, self.kv.stored.len.shape[1]
+        if numbers.shape[1] != heads:
+            numbers = numbers.expand(-1, heads, -1)
+        error = _ops.refine(
+            kv.stored.v, kv.stored.offset, kv.stored.len, kv.v, kv.first, kv.end, numbers.contiguous(), fast=fast,
+            squared=squared,
+        )  # fmt: skip
+        return self.heads.merge(error)
+
+    def waiting(self):
+        """These slots without what was made of stored latents for one call."""
+        return replace(self, kv=replace(self.kv))

@@ -1,0 +1,19 @@
+"""What a part of a policy is computed from: quantities of a layer's slots, by name."""
+
+from typing import NamedTuple
+
+
+class Need(NamedTuple):
+    """A quantity of `kvevict.QUANTITIES` by its name, with options."""
+
+    name: str
+    options: tuple = ()  # (option, value), sorted
+
+
+def need(name: str, **options) -> Need:
+    return Need(name, tuple(sorted(options.items())))
+
+
+def as_needs(needs) -> tuple:
+    """`needs` of a part, names and `Need`s, as `Need`s."""
+    return tuple(Need(each) if isinstance(each, str) else each for each in needs)

@@ -1,0 +1,103 @@
+"""The worked examples of docs/architecture.md do what it says."""
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+import kvevict
+from kvevict.engine.evict import join
+from kvevict.engine.quantities import per_head
+from kvevict.policy.policy import Policy, build
+from kvevict.policy.rows import AppendedRows, Part
+
+PAGE = (Path(__file__).parents[2] / "docs/architecture.md").read_text()
+
+
+@pytest.fixture
+def example(request):
+    """What a snippet of the page registers, taken back afterwards."""
+    registries = kvevict.SCORES, kvevict.ROWS, kvevict.QUANTITIES
+    before = [dict(registry) for registry in registries]
+    (source,) = re.findall(rf"^```python {request.param}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    names = dict(
+        kvevict=kvevict, dataclass=dataclass, per_head=per_head, torch=torch, np=np, AppendedRows=AppendedRows,
+        Part=Part,
+    )  # fmt: skip
+    exec(compile(source, "docs/architecture.md", "exec"), names)
+    yield names
+    for registry, old in zip(registries, before, strict=True):
+        registry.clear()
+        registry.update(old)
+
+
+@pytest.mark.parametrize("example", ["quantity"], indirect=True)
+def test_a_score_on_a_new_quantity(example):
+    """It keeps what its formula says, by the model's own values."""
+    model, inputs = tiny.model(), tiny.prompt(1, 40)
+    kvevict.patch(model, "snapkv", score="outlying", rows="window", window=4, budget=12)
+    seen = {}
+    score = example["Outlying"].score
+
+    def note(self, slots, attention, value_range):
+        v = slots.kv.v[0].double()
+        torch.testing.assert_close(value_range[0].double(), v.amax(-1) - v.amin(-1))
+        seen[slots.index] = attention * value_range
+        return score(self, slots, attention, value_range)
+
+    example["Outlying"].score = note
+    tiny.generate(model, inputs, new=1)
+    kept = kvevict.report(model, positions=True)["positions"]
+    for layer, numbers in seen.items():
+        for head, ours in zip(numbers[0], kept[layer][0], strict=True):
+            assert ours == [*sorted(head[:36].topk(8).indices.tolist()), 36, 37, 38, 39]
+    policy = build("snapkv", score="outlying", budget=20)
+    assert Policy.from_json(policy.to_json()) == policy
+
+
+@pytest.mark.parametrize("example", ["rows"], indirect=True)
+def test_rows_that_depend_on_the_chunk(example):
+    """Every chunk is followed by its own first tokens, at the positions after it, and nothing of these is stored."""
+    model, inputs = tiny.model(), tiny.prompt(1, 50)
+    calls = []
+    model.model.embed_tokens.register_forward_pre_hook(lambda _, args: calls.append(args[0][0].tolist()))
+    kvevict.patch(model, "snapkv", rows="again", tokens=4, chunk_size=16, budget=12)
+    with torch.no_grad():
+        cache = model(**inputs, logits_to_keep=1).past_key_values
+    ids = inputs["input_ids"][0].tolist()
+    want = [ids[a:b] + ids[a : min(a + 4, b)] for a, b in ((0, 2), (2, 18), (18, 34), (34, 50))]
+    assert calls == want
+    assert cache.get_seq_length() == 50
+    assert all(max(map(max, row)) < 50 for layer in kvevict.report(model, positions=True)["positions"] for row in layer)
+
+
+def test_carried_numbers_are_a_choice():
+    """Old slots get what `carry` says, new ones what they are scored; h2o is attention that is summed."""
+    new, carried = torch.tensor([[[1.0, 5, 2, 7]]]), torch.tensor([[[4.0, 3]]])
+    by_hand = dict(sum=[5.0, 8, 2, 7], max=[4.0, 5, 2, 7], keep=[4.0, 3, 2, 7])
+    assert {carry: join(carry, new, carried)[0, 0].tolist() for carry in by_hand} == by_hand
+    assert join("none", new, carried) is None and join("keep", new, None) is new
+    kept = {}
+    for name, options in {"none": {}, "sum": dict(carry="sum"), "keep": dict(carry="keep"), "h2o": {}}.items():
+        score = "h2o" if name == "h2o" else "snapkv"
+        policy = build("snapkv", score=score, rows="all", budget=12, chunk_size=16, **options)
+        policy = replace(policy, score=type(policy.score)(**(dict(recent=0) if name == "h2o" else dict(pool="none"))))
+        with kvevict.evicting(tiny.shared(), policy):
+            tiny.generate(tiny.shared(), tiny.prompt(1, 90), new=1)
+            kept[name] = kvevict.report(tiny.shared(), positions=True)["positions"]
+    assert kept["sum"] == kept["h2o"] and kept["none"] != kept["sum"] != kept["keep"] != kept["none"]
+
+
+def test_a_quantity_that_does_not_exist():
+    with pytest.raises(ValueError, match="unknown quantity 'atention'; did you mean 'attention'"):
+
+        @kvevict.register_score("wrong")
+        @dataclass(frozen=True)
+        class Wrong(kvevict.Score):
+            needs = ("atention",)
+
+    assert "wrong" not in kvevict.SCORES
