@@ -107,7 +107,7 @@ OTHERS = {  # rarer choices, beside the presets: name -> preset, options
     "saved": ("adakv", dict(saved=True)),
     "saved h2o": ("h2o", dict(saved=True)),
 }  # fmt: skip
-RANKED = ["take", "adakv", "edie+tada", "cake", "chunkkv", "tova", "h2o", "speckv", "take+edie", "caote each"]
+RANKED = ["take", "adakv", "edie+tada", "cake", "chunkkv", "tova", "h2o", "caote each"]  # with --ranks
 
 
 def models(ranks) -> dict:
@@ -118,7 +118,7 @@ def models(ranks) -> dict:
         return transformers.AutoModelForCausalLM.from_pretrained(kvevict.small_llama(), dtype=torch.float32)
 
     if ranks:
-        return {"split": (split_model, all_ways, all_ways)}
+        return {"split": (split_model, some, some)}
     return {
         "llama": (tiny.model, all_ways, all_ways),
         "gemma3": (lambda: tiny.model("gemma3"), all_ways, ("chunks", "forks")),
