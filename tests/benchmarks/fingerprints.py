@@ -1,7 +1,7 @@
 """What every policy keeps and writes on fixed models and prompts, to compare two versions of the package:
 
     python tests/benchmarks/fingerprints.py --out a.json [--ranks 2] [--only "llama/take*" --slots]
-    python tests/benchmarks/fingerprints.py --compare a.json b.json       prints what differs; exits 1 if anything does
+    python tests/benchmarks/fingerprints.py --compare a.json b.json       prints what differs and exits 1, or 0
 
 A case is model/policy/way, and holds a hash per layer of the kept positions, at the read's end and at last, and one of
 the tokens; or the name of an error. The ways: a padded batch, read whole and in chunks, at two budgets; one prompt
@@ -295,7 +295,9 @@ def main():
     parser.add_argument("--slots", action="store_true", help="positions and tokens in place of hashes")
     args = parser.parse_args()
     if args.compare:
-        sys.exit(compare(*(json.loads(Path(name).read_text()) for name in args.compare)) > 0)
+        both = [json.loads(Path(name).read_text()) for name in args.compare]
+        both = [{case: found[case] for case in fnmatch.filter(found, args.only)} for found in both]
+        sys.exit(compare(*both) > 0)
     if args.ranks and "RANK" not in os.environ:
         run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.ranks}"]
         sys.exit(subprocess.run([*run, *sys.argv], env=os.environ | dict(OMP_NUM_THREADS="1")).returncode)
