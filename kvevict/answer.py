@@ -4,13 +4,13 @@ import contextlib
 
 import torch
 
-from .analysis.run import frame, ids_of, until_line_end
 from .compat import STATE
 from .engine.adopt import EvictionCache
 from .engine.cache import EvictionLayer
 from .patch import evicting, find_decoder, is_patched
 from .policy.checks import PLENTY, count
 from .policy.policy import Policy, build
+from .prompts import frame, ids_of, until_line_end
 
 
 def read(model, tokenizer, context, policy=None, **options):

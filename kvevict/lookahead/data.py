@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-import jinja2
 import torch
 
 from ..policy.checks import parsed
+from ..prompts import rendered
 
 
 class Pair(NamedTuple):
@@ -87,11 +87,10 @@ def _chat(name, messages, tokenizer):
     if not messages:
         raise ValueError(f"{name} has no prompt: no message before the response")
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except jinja2.TemplateError as error:
+        text = rendered(tokenizer, messages, "its messages")
+    except ValueError as error:
         raise ValueError(
-            f"{name}: the tokenizer's chat template refuses its messages: {error}; leave out the turn that it does not "
-            "take, or give prompt and response"
+            f"{name}: {error}; leave out the turn that it does not take, or give prompt and response"
         ) from None
     return tokenizer(text, add_special_tokens=False)["input_ids"], response
 
