@@ -44,8 +44,8 @@ def frame(tokenizer, question: str, opening: str = "", chat=True) -> tuple:
 
 
 def rendered(tokenizer, messages: list, what: str) -> str:
-    """The messages in the tokenizer's chat template, up to the start of the assistant's turn. Where the template refuses
-    them, raises ValueError with its own words; `what` names them there."""
+    """The messages in the tokenizer's chat template, up to where the assistant's turn begins. Raises ValueError where
+    the template refuses them, with its own words; `what` names the messages in it."""
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except ImportError:  # the template engine is missing, which Transformers says
