@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .. import families
-from ..files import replacing
+from ..files import write
 from ..policy.checks import at_least_0, count, parsed
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -118,7 +118,7 @@ class Adapter(nn.Module):
         config = dict(format=FORMAT, version=VERSION, tokens=self.tokens, rank=self.rank, alpha=self.alpha)
         config |= dict(targets=list(self.targets), base=self.base, **about)
         write(folder / WEIGHTS, safetensors.torch.save(tensors, metadata={"format": "pt"}))
-        write(folder / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
+        write(folder / CONFIG, json.dumps(config, indent=2) + "\n")
 
 
 class _Add:
@@ -186,12 +186,6 @@ def config_of(folder) -> dict:
 def bundled() -> str:
     """Folder of the adapter for the model that comes with the package (`kvevict.small_llama()`)."""
     return str(Path(__file__).parent.parent / "models" / "small_llama_lookahead")
-
-
-def write(path, data: bytes) -> None:
-    """A whole new file or, on an error, the old one."""
-    with replacing(path) as part:
-        Path(part).write_bytes(data)
 
 
 def targets_of(targets) -> tuple:

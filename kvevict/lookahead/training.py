@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
+from ..files import replacing, write
 from ..policy.checks import at_least_0, count
-from .adapter import Adapter, targets_of, write
+from .adapter import Adapter, targets_of
 from .data import Limits, Responses, pairs
 from .passes import loss, truth
 from .validation import similarity
@@ -222,7 +223,7 @@ class Run:
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
-            write(log, "".join(f"{line}\n" for line in lines[: self.step]).encode())
+            write(log, "".join(f"{line}\n" for line in lines[: self.step]))
 
 
 def _accelerator(decoder):
@@ -267,4 +268,5 @@ def _plot(folder):
     if held:
         axes.plot([line["step"] for line in held], [line["valid"]["loss"] for line in held], "o-", label="held out")
     axes.legend()
-    figure.savefig(folder / "loss.png", dpi=120, bbox_inches="tight")
+    with replacing(folder / "loss.png") as temporary:
+        figure.savefig(temporary, dpi=120, bbox_inches="tight")
