@@ -19,7 +19,7 @@ from .engine.ranks import ALONE, of
 from .files import replacing
 from .policy.checks import count, parsed
 
-FORMAT = "kvevict-cache-2"
+FORMAT = "kvevict-cache-3"
 OWN_TENSORS = ("k", "v", "pos", "len", "seen")
 FLAT = OWN_TENSORS[:3]
 OPTIONAL = ("carry", "recent", "upcoming")
@@ -66,13 +66,35 @@ def save_cache(cache, path) -> None:
     parts = ranks.to_first(tensors)
     if parts is not None:
         try:
-            metadata = {"format": FORMAT, "layers": json.dumps(facts)}
-            _write(tensors if len(parts) == 1 else _joined(parts), path, metadata)
+            whole = tensors if len(parts) == 1 else _joined(parts)
+            for index, fact in enumerate(facts):
+                if fact["kind"] == families.OWN:
+                    fact |= _told_of_positions(index, whole, fact["columns"])
+            _write(whole, path, {"format": FORMAT, "layers": json.dumps(facts)})
         except Exception as error:
             failed = error
     failed = ranks.objects(failed)[0]  # the file is there, or no rank goes on
     if failed is not None:
         raise failed
+
+
+def _told_of_positions(index, tensors, columns) -> dict:
+    """What the file says of a layer's positions: all are below `end`, which is `columns` unless the caller gave
+    position_ids, and in one head no two are equal without `ties` (a picture's tokens share theirs)."""
+    pos, upcoming = tensors[f"{index}.pos"], tensors.get(f"{index}.upcoming")
+    steps = _steps(pos, tensors[f"{index}.len"])
+    if bool((steps < 0).any()) or bool((pos < 0).any()):
+        raise ValueError(f"layer {index} has positions that do not ascend; read with ascending position_ids to save")
+    after = [int(t.max()) for t in (pos + 1, upcoming) if t is not None and t.numel()]
+    return dict(end=max([columns, *after]), ties=bool((steps == 0).any()))
+
+
+def _steps(pos, length):
+    """How much further each slot of a head is than the one before it."""
+    ends = length.flatten().cumsum(0)
+    within = torch.ones(max(0, len(pos) - 1), dtype=torch.bool, device=pos.device)
+    within[ends[(ends > 0) & (ends < len(pos))] - 1] = False
+    return pos.long().diff()[within]
 
 
 def _joined(parts) -> dict:
@@ -118,7 +140,7 @@ def _write(tensors, path, metadata) -> None:
             save_file(tensors, temporary, metadata=metadata)
         except SafetensorError as error:
             code = re.search(r"os error (\d+)", str(error))
-            raise OSError(*(int(code[1]), os.strerror(int(code[1])), temporary) if code else [str(error)]) from None
+            raise OSError(*(int(code[1]), os.strerror(int(code[1]))) if code else [str(error)]) from None
 
 
 def load_cache(path, model):
@@ -216,6 +238,11 @@ def _fill_own(layer, tensors, fact, shape, dtype):
     seen, columns = tensors["seen"], fact["columns"]
     if bool((length < 0).any() or (length > seen[:, None]).any() or (seen > columns).any()):
         raise ValueError("more slots than tokens, or more tokens than columns")
+    end, pos, steps = count("end", fact["end"], columns), tensors["pos"], _steps(tensors["pos"], length)
+    if bool(((pos < 0) | (pos >= end)).any()):
+        raise ValueError(f"pos has positions that are not in 0 .. {end - 1}")
+    if bool((steps < (0 if fact["ties"] is True else 1)).any()):
+        raise ValueError("pos has positions of a head that do not ascend")
     if "carry" in tensors:
         _expect("carry", tensors["carry"], (batch, heads, int(length.max())), torch.float32)
     if "recent" in tensors:
@@ -225,6 +252,8 @@ def _fill_own(layer, tensors, fact, shape, dtype):
             raise ValueError(f"recent has {width} columns, expected {read} or {2 * read}")
     if "upcoming" in tensors:
         _expect("upcoming", tensors["upcoming"], (batch,), torch.int64)
+        if bool(((tensors["upcoming"] < 0) | (tensors["upcoming"] > end)).any()):
+            raise ValueError(f"upcoming has positions that are not in 0 .. {end}")
     layer.lazy_initialization(tensors["k"].new_empty(batch, heads, 0, dim))
     layer.packed = tuple((int(start), int(stop)) for start, stop in fact.get("packed", ()))
     if not all(0 <= start < stop <= columns for start, stop in layer.packed):
