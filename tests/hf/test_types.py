@@ -60,7 +60,7 @@ def write(line):
 @pytest.fixture
 def unknown(monkeypatch):
     """No type is known."""
-    monkeypatch.setattr(known, "right", lambda *names: False)
+    monkeypatch.setattr(known, "is_verified", lambda *names: False)
     monkeypatch.setattr(known, "refused", lambda *names: None)
 
 
