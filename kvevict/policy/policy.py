@@ -124,8 +124,8 @@ class Policy:
             raise ValueError(f"a policy in JSON is an object of its fields, got {text[:40]!r}")
         for name in data:
             one_of("field of a policy", name, known)
-        kinds = {"select_by_layer": "select"}
-        return cls(**{name: from_plain(value, kinds.get(name, name)) for name, value in data.items()})
+        kinds = {name: "select" if name == "select_by_layer" else name for name in data}
+        return cls(**{name: from_plain(value, kinds[name]) for name, value in data.items()})
 
     def _check_counts(self):
         if isinstance(self.budget, bool) or not isinstance(self.budget, numbers.Real):
