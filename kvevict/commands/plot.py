@@ -1,5 +1,6 @@
 from pathlib import Path
 
+from ..files import replacing
 from ..policy.checks import parsed
 from . import command, number
 
@@ -44,7 +45,8 @@ def plot(parser, argv):
             figure = figures.slots(figures.mean_kept(lines))
         else:
             figure = getattr(figures, args.kind)(lines)
-    figure.savefig(args.out)
+    with replacing(args.out) as temporary:
+        figure.savefig(temporary)
     print(f"{args.kind} of {args.results} is in {args.out}")
     return {"kind": args.kind, "out": args.out}
 

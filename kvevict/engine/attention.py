@@ -3,9 +3,9 @@ stays."""
 
 import contextlib
 import copy
+import functools
 
 import torch
-from transformers import AttentionInterface
 
 from .. import _ops, compat
 from . import decode, rerotate
@@ -17,7 +17,6 @@ NAME = "kvevict"
 ORIGINAL = "_kvevict_original"  # attribute of our copy of a module's config: the config it had
 
 
-@torch.compiler.disable
 def attention(module, query, key, value, attention_mask, scaling=None, softcap=None, s_aux=None, **kwargs):
     """Transformers' attention interface: query [B, H, T, D], key and value [B, Hkv, T, D] -> ([B, T, H, D], None).
 
@@ -144,4 +143,12 @@ def overheard(modules, note):
 
 def register() -> None:
     """Make the name known to Transformers; patching does, importing does not."""
-    AttentionInterface.register(NAME, attention)
+    from transformers import AttentionInterface  # which imports what all models need, so not on top
+
+    AttentionInterface.register(NAME, _untraced())
+
+
+@functools.cache
+def _untraced():
+    """`attention`, which torch.compile leaves out of its graphs. No decorator, as that would import Dynamo."""
+    return torch.compiler.disable(attention)

@@ -1,17 +1,17 @@
-"""How near learned scores come to the true ones (LookaheadKV, table 8)."""
+"""How close learned scores are to the true ones (LookaheadKV, table 8)."""
 
 import torch
 
 from .. import _ops
 from . import passes
 
-MOST = 512  # columns of a pair that Kendall's tau looks at, evenly spread: it compares every two
+MOST = 512  # evenly spaced columns of a pair that Kendall's tau takes, as it compares every two
 
 
 @torch.no_grad()
 def similarity(decoder, adapter, prompt, response) -> dict:
-    """Of one pair, ids [N] and [R]: loss, and means over layers and kv heads of `recall` of the best eighth and of
-    `tau`, of scores that are not pooled."""
+    """Loss of one pair, ids [N] and [R], and means over layers and kv heads of the unpooled scores' `tau` and of their
+    `recall` of the best eighth."""
     found, each = passes.truth(decoder, prompt, response), []
 
     def note(layer, q, k, slots, options):
@@ -32,13 +32,13 @@ def _scores(q, k, slots, **options):
 
 
 def recall(got, want, k: int):
-    """The share of the k best of `want` [.., N] that are among the k best of `got`, mean over the rest."""
+    """The share of the k best of `want` [.., N] that are among the k best of `got`, mean over the other dimensions."""
     best = torch.zeros_like(want).scatter(-1, got.topk(k, -1).indices, 1)
     return best.gather(-1, want.topk(k, -1).indices).mean()
 
 
 def tau(got, want):
-    """Kendall's tau-a of [.., N] over at most MOST evenly spread columns, mean over the rest."""
+    """Kendall's tau-a of [.., N] over at most MOST evenly spread columns, mean over the other dimensions."""
     columns = torch.linspace(0, got.shape[-1] - 1, min(MOST, got.shape[-1])).round().long().to(got.device)
     total, got, want = 0, got[..., columns], want[..., columns]
     for shift in range(1, len(columns)):  # every pair once

@@ -1,4 +1,4 @@
-"""The model that comes with the package, and what `from_pretrained` takes for the one that a user names."""
+"""The model that comes with the package, and how a model that the user names is loaded."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def pretrained(kind, name: str, **options):
         except (OSError, ValueError):
             raise
         except Exception as error:  # configs are checked in many places
-            raise ValueError(f"{name} cannot be loaded: {error!r}; give another model, or mend its files") from None
+            raise ValueError(f"{name} cannot be loaded: {error!r}; give another model, or repair its files") from None
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {name}; give a .gguf file, a folder or a hub id")
     try:
