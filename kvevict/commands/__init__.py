@@ -6,20 +6,16 @@ a policy, a budget and a table are written.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import io
 import os
-import re
 import sys
 from pathlib import Path
 
-from ..policy.checks import parsed
 from ..policy.registry import Registry, load_folder
+from ..policy.text import FORM, parse_policy
 
 COMMANDS = Registry("command")
-POLICY = "NAME[:OPTION=VALUE,...]"
-PYTHON = {"None": None, "True": True, "False": False}
 
 
 def command(function):
@@ -46,13 +42,13 @@ def model_name(args) -> str:
 
 
 def add_policy(parser) -> None:
-    parser.add_argument("--policy", default="take", help=f"{POLICY} of `kvevict policies`; default take")
+    parser.add_argument("--policy", default="take", help=f"{FORM} of `kvevict policies`; default take")
 
 
 def add_policies(parser, default=()) -> None:
     told = f"; default {' '.join(default)}" if default else ""
     parser.add_argument("--policies", nargs="+", default=list(default), metavar="POLICY",
-                        help=f"what to compare: {POLICY} of `kvevict policies`{told}")  # fmt: skip
+                        help=f"what to compare: {FORM} of `kvevict policies`{told}")  # fmt: skip
 
 
 def add_budget(parser, budget: int = 512, chunk_size: int | None = None) -> None:
@@ -137,40 +133,6 @@ def number(text: str):
         return int(text) if text.lstrip("-").isdigit() else float(text)
     except ValueError:
         raise ValueError(f"--budget {text}: give a whole number of slots or a fraction such as 0.1") from None
-
-
-def parse_policy(text: str) -> tuple:
-    """NAME or NAME:OPTION=VALUE,OPTION=VALUE as (preset's name, options). A value is JSON (a number, true, null,
-    [0, 32], which may be written as (0, 32)), Python's None, True or False, or a plain word; none is None where an
-    option may be None."""
-    name, colon, rest = text.partition(":")
-    rest = rest.translate(str.maketrans("()", "[]"))
-    parts = re.split(r",(?![^\[]*\])", rest) if colon else []  # no comma inside of brackets
-    return name, dict(parse_option(part) for part in parts)
-
-
-def parse_option(text: str) -> tuple:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise ValueError(f"policy option {text!r}: write {POLICY}")
-    name = name.strip().replace("-", "_")
-    if value in PYTHON or (value == "none" and name in _options("None")):
-        return name, PYTHON.get(value)
-    if name not in _options("str"):  # of which place="true" is one
-        with contextlib.suppress(ValueError):
-            value = parsed(value)
-    return name, tuple(value) if isinstance(value, list) else value
-
-
-def _options(kind: str) -> set:
-    """Options that may be None ("None"), or are always text ("str")."""
-    from ..policy.policy import PARTS, Policy
-
-    made_of = [Policy, *(part for registry, _ in PARTS.values() for part in registry.values())]
-    types = [(f.name, getattr(f.type, "__name__", str(f.type))) for part in made_of for f in dataclasses.fields(part)]
-    if kind == "str":
-        return {name for name, own in types if own == "str"} - {name for name, own in types if own != "str"}
-    return {name for name, own in types if "None" in own} - PARTS.keys()
 
 
 def build_policies(texts, args, **common) -> dict:

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 import torch
 
 from ..analysis.run import QUESTION, Prompt, frame, ids_of, line_ended, observe
-from ..commands import parse_policy
 from ..patch import evicting, patch
 from ..policy.policy import Policy, build
+from ..policy.text import parse_policy
 from ..report import report
 from .metrics import METRICS
 from .tasks import FIDELITY, Case

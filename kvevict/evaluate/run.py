@@ -3,7 +3,6 @@ Every case's first run is `full`."""
 
 import contextlib
 import dataclasses
-import hashlib
 import itertools
 import sys
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from tqdm import tqdm
 
 from .. import families
 from ..engine.replay import Replay
+from ..models import fingerprint
 from ..patch import find_decoder
 from . import protocols
 from .ask import FULL, MODES, Asked, Run, ask, encode, policy_for
@@ -122,11 +122,3 @@ def _lines(model, tokenizer, case, seed, missing, response, plan, replay):
         response = measured.get("response", response)
         about = dict(task=case.task, id=case.id, seed=seed, **dataclasses.asdict(run), metric=case.metric)
         yield about | measured | dict(tags=case.tags)
-
-
-def fingerprint(model) -> str:
-    """A hash of the first weights of every parameter: the same folder may hold a model trained anew."""
-    digest = hashlib.sha256()
-    for weight in model.parameters():
-        digest.update(weight.detach().flatten()[:1024].float().cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
+from ..models import fingerprint
+from ..policy.adapter import Adapter, targets_of, write
 from ..policy.checks import at_least_0, count
-from .adapter import Adapter, targets_of, write
 from .data import Limits, Responses, pairs
 from .passes import loss, truth
 from .validation import similarity
@@ -152,9 +153,7 @@ class Run:
                 bar.set_postfix(loss=f"{line['loss']:.4f}")
                 bar.update()
         if main:
-            from ..policy.rows.lookahead import weights_of
-
-            self.adapter.save(self.folder, weights=weights_of(self.decoder))
+            self.adapter.save(self.folder, weights=fingerprint(self.decoder))
             _plot(self.folder)
         self.accelerator.wait_for_everyone()
 

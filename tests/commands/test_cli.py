@@ -11,8 +11,9 @@ from tiny import byte_tokenizer, generate, save
 
 import kvevict
 from kvevict.cli import main
-from kvevict.commands import COMMANDS, grid, options_of, parse_policy
+from kvevict.commands import COMMANDS, grid, options_of
 from kvevict.policy import build
+from kvevict.policy.text import parse_policy
 
 
 def test_help_lists_the_commands(capsys):
