@@ -178,15 +178,17 @@ def full_cache(full: Truth) -> list:
     sparsity            share of the slots that hold 90 % of it, the mean over rows and the group (TAKE figure 4)
     fastcaote_spearman  rank correlation of FastCAOTE's with CAOTE's scores by it (CAOTE table 7)
     """
+    from scipy.stats import spearmanr
+
     layers = []
     for layer in full.layers:
         found = []
         for a, values in zip(_paid(full.tokens, *layer), layer[2]):
             a = a / a.sum(-1, keepdim=True)
             mean, values = a.mean((0, 1)), values[: full.tokens].float()
-            pair = (diagnose.caote(mean, values, fast) for fast in (False, True))
-            found.append((diagnose.sparsity(a).mean(), diagnose.spearman(*pair)))
-        layers.append({name: float(torch.stack(x).double().mean()) for name, x in zip(FULL_NAMES, zip(*found))})
+            pair = (diagnose.caote(mean, values, fast).cpu().numpy() for fast in (False, True))
+            found.append((float(diagnose.sparsity(a).mean()), float(spearmanr(*pair).statistic)))
+        layers.append({name: sum(x) / len(x) for name, x in zip(FULL_NAMES, zip(*found))})
     return layers
 
 

@@ -70,13 +70,6 @@ def caote(weights, v, fast: bool = False):
     return weights / (1 - weights).clamp_min(1e-12) * (at[..., None, :] - v).norm(dim=-1)
 
 
-def spearman(a, b):
-    """Spearman's rank correlation over the last dimension, whose values are taken to differ: [..]."""
-    ranks = [x.argsort(-1).argsort(-1).double() for x in (a, b)]
-    a, b = (x - x.mean(-1, keepdim=True) for x in ranks)
-    return (a * b).sum(-1) / (a.square().sum(-1) * b.square().sum(-1)).sqrt().clamp_min(1e-300)
-
-
 def jaccard(a: set, b: set) -> float:
     """Size of the intersection over that of the union; 1 for two empty sets."""
     return len(a & b) / len(a | b) if a | b else 1.0

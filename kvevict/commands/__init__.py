@@ -174,7 +174,8 @@ def options_of(policy, *skip: str) -> str:
 
 
 def grid(rows, left: int = 1) -> str:
-    """Rows of texts, the head first, as columns: the first `left` are aligned left, the others right."""
+    """Rows of texts, the head first, as columns: the first `left` are aligned left, the others right. For commands that
+    run without the extra `eval`; with it, `kvevict.evaluate.table.drawn`."""
     widths = [max(map(len, column)) for column in zip(*rows)]
 
     def aligned(row):

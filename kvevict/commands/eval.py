@@ -1,5 +1,6 @@
 from pathlib import Path
 
+from ..policy.checks import installed
 from . import add_model, add_observe, add_policies, command, model_name, number
 
 
@@ -42,6 +43,7 @@ def eval(parser, argv):
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     parser.add_argument("--table-only", action="store_true", help="only print the table of the results there are")
     args = parser.parse_args(argv)
+    installed("eval", "kvevict eval", "scipy", "tabulate")
     from ..evaluate.results import read
     from ..evaluate.share import Processes
     from ..evaluate.table import render

@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from ..policy.checks import parsed
+from ..policy.checks import installed, parsed
 from . import command, number
 
 KINDS = ("heatmap", "budget", "families", "speed", "slots", "layers", "overlap")
@@ -22,7 +22,10 @@ def plot(parser, argv):
     parser.add_argument("--budgets", nargs="+", type=number, help="only these budgets, and the full cache")
     parser.add_argument("--mode", choices=["aware", "agnostic"], help="only this mode, and the full cache")
     args = parser.parse_args(argv)
-    from ..analysis import plot as figures
+    installed("plot", "kvevict plot", "matplotlib", "scipy")
+    from ..analysis import plot as of_runs
+    from ..evaluate import plot as of_results
+    from ..evaluate.results import read
 
     if args.results is None:
         raise ValueError("the results file is missing; name it before --policies and other options that take several")
@@ -33,17 +36,15 @@ def plot(parser, argv):
             if getattr(args, name):
                 raise ValueError(f"--{name} is of results of `kvevict eval`, not of {args.kind}; leave it out")
         try:
-            figure = getattr(figures, args.kind)(of_policies(OF_OUTPUT[args.kind](args.results), args.policies))
+            figure = getattr(of_runs, args.kind)(of_policies(OF_OUTPUT[args.kind](args.results), args.policies))
         except (KeyError, TypeError, AttributeError) as error:  # rows or layers that lack what is drawn
             raise ValueError(f"{args.results} is not what the command printed ({error!r}); give its output") from None
     else:
-        from ..evaluate.results import read
-
         lines = chosen(read(args.results)[1], args)
         if args.kind == "slots":
-            figure = figures.slots(figures.mean_kept(lines))
+            figure = of_runs.slots(of_results.mean_kept(lines))
         else:
-            figure = getattr(figures, args.kind)(lines)
+            figure = getattr(of_results, args.kind)(lines)
     figure.savefig(args.out)
     print(f"{args.kind} of {args.results} is in {args.out}")
     return {"kind": args.kind, "out": args.out}

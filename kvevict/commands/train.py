@@ -23,7 +23,9 @@ def train(parser, argv):
     args = parser.parse_args(argv)
     from ..analysis.run import load_model
     from ..lookahead import train
+    from ..lookahead.training import check_installed
 
+    check_installed(args.held_out)
     name = model_name(args)
     model, tokenizer = load_model(name, args.dtype, args.device)
     given = {k: v for k, v in vars(args).items() if k not in ("model", "dtype", "device", "data", "out", "targets")}

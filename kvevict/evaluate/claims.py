@@ -1,13 +1,13 @@
 """What results say of a protocol's claims: for each the mean difference of its two sides over the same cases, with a
 95 % interval, and whether that bears it out."""
 
-import math
 from dataclasses import dataclass
 
 from .ask import FULL, PERPLEXITY, Run
+from .intervals import student
 from .protocols import PROTOCOLS, pairs
 from .results import CASE
-from .table import Z, drawn
+from .table import drawn
 from .tasks import FIDELITY
 
 SEEN, CONTRADICTED, OPEN = "yes", "no", "open"
@@ -37,11 +37,7 @@ def difference(values, least: float = 0) -> Difference:
     """Of one number per case; half of the interval is Student's, and at least `least` (of scores 3 / n: what n cases
     without a difference leave possible)."""
     n, mean = len(values), sum(values) / len(values)
-    half = math.inf
-    if n > 1:
-        free = n - 1
-        student = Z + (Z**3 + Z) / (4 * free) + (5 * Z**5 + 16 * Z**3 + 3 * Z) / (96 * free**2)  # its 97.5 % quantile
-        half = max(least, student * math.sqrt(sum((x - mean) ** 2 for x in values) / free / n))
+    half = max(least, student(values))
     return Difference(mean, mean - half, mean + half, sum(x > 0 for x in values), sum(x < 0 for x in values), n)
 
 

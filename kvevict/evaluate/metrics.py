@@ -17,6 +17,7 @@ import string
 from collections import Counter
 from difflib import SequenceMatcher
 
+from ..policy.checks import installed
 from ..policy.registry import Registry
 
 METRICS = Registry("metric")
@@ -89,10 +90,9 @@ def f1_line(prediction, answer):
 
 def cut_zh(text: str) -> list[str]:
     """The words of a text that has no spaces between them."""
-    try:
-        import jieba
-    except ImportError:
-        raise ValueError("the metrics of Chinese text need jieba; run: pip install 'kvevict[zh]'") from None
+    installed("zh", "a metric of Chinese text", "jieba")
+    import jieba
+
     return list(jieba.cut(text))
 
 

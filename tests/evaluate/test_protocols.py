@@ -72,7 +72,7 @@ def test_interval_is_student_s(n):
     values = [random.gauss(0.1, 0.3) for _ in range(n)]
     found, half = claims.difference(values), QUANTILES[n - 1] * statistics.stdev(values) / n**0.5
     assert found.mean == pytest.approx(statistics.fmean(values))
-    assert (found.high - found.low) / 2 == pytest.approx(half, rel=2e-3)
+    assert (found.high - found.low) / 2 == pytest.approx(half, rel=1e-4)
     assert (found.won, found.lost) == (sum(x > 0 for x in values), sum(x < 0 for x in values))
 
 
