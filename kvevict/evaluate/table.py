@@ -1,7 +1,5 @@
 """Results as tables, in text or Markdown."""
 
-from tabulate import tabulate
-
 from .summary import averages, summarize
 from .tasks import FIDELITY
 
@@ -58,6 +56,8 @@ def _cells(summary, columns: dict) -> list:
 def drawn(table, markdown: bool = False, left: int | None = None) -> str:
     """Rows of texts, the head first, as aligned columns or in Markdown; the first `left` columns (None: all) are
     aligned left, the others right."""
+    from tabulate import tabulate
+
     width = len(table[0])
     left = width if left is None else left
     form = dict(headers="firstrow", tablefmt="github") if markdown else dict(tablefmt="plain")

@@ -6,8 +6,8 @@ import math
 import os
 import random
 import signal
-import subprocess
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
