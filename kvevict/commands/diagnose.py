@@ -42,7 +42,7 @@ def diagnose(parser, argv):
         raise ValueError(f"--cases {args.cases}: a file is one text; leave out --file and the question, or --cases")
     from tqdm import tqdm
 
-    from ..evaluate.table import drawn
+    from ..evaluate.table import format_table
 
     policies = build_policies(args.policies, args)
     name, model, tokenizer, prompts = load_file(args) if args.file else load_facts(args)
@@ -52,16 +52,17 @@ def diagnose(parser, argv):
     errors = {key: {n: error([alone["runs"][key][n] for alone, _ in each]) for n in HEADS} for key in policies}
     print(f"{round(found['tokens'])} prompt tokens, budget {args.budget}; the full cache answers: {'; '.join(said)}\n")
     rows = [("", "slots/head", *HEADS.values()), *((k, *cells(r, errors[k])) for k, r in found["runs"].items())]
-    print(drawn(rows, left=1))
+    print(format_table(rows, left=1))
     print("\nOverlap (Jaccard) of what they keep\n")
-    overlap = found["overlap"].items()
-    print(drawn([("", *policies), *((a, *(f"{value:.2f}" for value in row.values())) for a, row in overlap)], left=1))
+    rows = [("", *policies)]
+    rows += [(key, *(f"{value:.2f}" for value in row.values())) for key, row in found["overlap"].items()]
+    print(format_table(rows, left=1))
     layers = found["full_cache"]
     print("\nThe response's attention with the full cache, by layer\n")
     names = {"sparsity": "slots with 90 % of it", "fastcaote_spearman": "FastCAOTE's rank correlation with CAOTE"}
     rows = [("layer", *map(str, range(len(layers))))]
     rows += [(said, *(f"{layer[key]:.2f}" for layer in layers)) for key, said in names.items()]
-    print(drawn(rows, left=1))
+    print(format_table(rows, left=1))
     return {"model": name, "cases": len(each), "answers": said, **found, "standard_errors": errors}
 
 
@@ -97,7 +98,7 @@ def load_facts(args) -> tuple:
 
 
 def one(model, tokenizer, policies, args, prompt, new_tokens, one_line, bar) -> tuple:
-    """What is found of one prompt, and the first line of the full cache's answer."""
+    """The measures of one prompt, and the first line of the full cache's answer."""
     from ..analysis import compare
     from ..analysis.run import until_line_end
 
@@ -119,7 +120,7 @@ def one(model, tokenizer, policies, args, prompt, new_tokens, one_line, bar) -> 
 
 
 def run(layers: list, kept: list) -> dict:
-    """Means over layers of what `compare.compare` says, the overlap of neighbouring layers, the slots per kv
+    """Means over layers of what `compare.compare` returns, the overlap of neighbouring layers, the slots per kv
     head, and the layers themselves."""
     from ..analysis import compare
 

@@ -30,15 +30,15 @@ def plot(parser, argv):
     if args.results is None:
         raise ValueError("the results file is missing; name it before --policies and other options that take several")
     if not Path(args.results).is_file():
-        raise ValueError(f"{args.results}: there is no such file; `kvevict eval` and `kvevict bench` make them")
+        raise ValueError(f"{args.results}: there is no such file; write one with `kvevict eval` or `kvevict bench`")
     if args.kind in OF_OUTPUT:
         for name in ("tasks", "budgets", "mode"):
             if getattr(args, name):
-                raise ValueError(f"--{name} is of results of `kvevict eval`, not of {args.kind}; leave it out")
+                raise ValueError(f"--{name} selects results of `kvevict eval`, not of {args.kind}; leave it out")
         try:
             figure = getattr(of_runs, args.kind)(of_policies(OF_OUTPUT[args.kind](args.results), args.policies))
         except (KeyError, TypeError, AttributeError) as error:  # rows or layers that lack what is drawn
-            raise ValueError(f"{args.results} is not what the command printed ({error!r}); give its output") from None
+            raise ValueError(f"{args.results} is not what the command printed ({error!r}); give all of that") from None
     else:
         lines = chosen(read(args.results)[1], args)
         if args.kind == "slots":
@@ -81,7 +81,7 @@ def diagnosis(path) -> dict:
     for line in reversed(objects(path)):
         if "overlap" in line:
             return line
-    raise ValueError(f"{path} is no output of `kvevict diagnose`; write one with: kvevict diagnose ... > FILE")
+    raise ValueError(f"{path} is not the output of `kvevict diagnose`; write one with: kvevict diagnose ... > FILE")
 
 
 def bench_rows(path) -> list:

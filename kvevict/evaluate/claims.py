@@ -1,5 +1,5 @@
-"""What results say of a protocol's claims: for each the mean difference of its two sides over the same cases, with a
-95 % interval, and whether that bears it out."""
+"""What results say of a protocol's claims: for each the mean difference of its two sides over the same cases, its 95 %
+interval, and whether that supports the claim."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from .ask import FULL, PERPLEXITY, Run
 from .intervals import student
 from .protocols import PROTOCOLS, pairs
 from .results import CASE
-from .table import drawn
+from .table import format_table
 from .tasks import FIDELITY
 
 SEEN, CONTRADICTED, OPEN = "yes", "no", "open"
@@ -87,12 +87,12 @@ def render(lines, name, budgets, mode, layers, adapter=None, draft=None, markdow
             ])  # fmt: skip
     about = PROTOCOLS.find(name)
     text = "\n".join([CAPTION, *(f"Not tested here: {line}" for line in about.cannot)])
-    return f"{about.paper}\n\n{drawn(table, markdown)}\n\n{text}"
+    return f"{about.paper}\n\n{format_table(table, markdown)}\n\n{text}"
 
 
 CAPTION = (
     "difference: the mean over cases, each case's being its mean over the budgets; above 0 where the claim's side is\n"
-    "better (of KL: nearer to the full cache). seen: yes, the interval bears the claim out; no, it contradicts it;\n"
+    "better (of KL: nearer to the full cache). seen: yes, the interval supports the claim; no, it contradicts it;\n"
     f"open, it does neither, no case differs, or there are fewer than {FEWEST}. Claims of about as good allow for 5 %\n"
     "of the full cache's score, or of the divergence."
 )

@@ -9,7 +9,7 @@ The best of the accepted answers counts, except where the answers are parts ("co
 - only_label: BABILong (arXiv 2406.10149), but an answer also ends with its line.
 - accuracy_number: GSM8K (arXiv 2110.14168), but an answer that forgets the "####" is read too.
 
-The names ending in _zh need jieba. "perplexity" is no function of texts: whoever has the model computes it.
+The names ending in _zh need jieba. "perplexity" is not a function of texts and is computed where the model is.
 """
 
 import re

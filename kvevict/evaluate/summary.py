@@ -77,8 +77,8 @@ def averages(summary, mode) -> dict:
     and none of fewer than two tasks."""
     own = {row: {c: cell for c, cell in cells.items() if c[2] == mode} for row, cells in summary.items()}
     columns = {c for cells in own.values() for c, cell in cells.items() if cell.metric not in NOT_IN_PERCENT}
-    whole = [row for row, cells in own.items() if columns <= cells.keys()] if len(columns) > 1 else []
-    means = {row: sum(own[row][c].mean for c in columns) / len(columns) for row in whole}
+    complete = [row for row, cells in own.items() if columns <= cells.keys()] if len(columns) > 1 else []
+    means = {row: sum(own[row][c].mean for c in columns) / len(columns) for row in complete}
     full = means.get((FULL.policy, None, None))
     return {row: Average(mean, mean / full if full else None) for row, mean in means.items()}
 

@@ -18,12 +18,12 @@ def render(lines, by=(), markdown=False) -> str:
             if means := averages(summary, mode):
                 heads = {f"average, {mode}": (None, (), mode)} | heads
                 summary = {row: cells | {(None, (), mode): means.get(row, "")} for row, cells in summary.items()}
-        parts.append(drawn(_cells(summary, heads), markdown))
+        parts.append(format_table(_cells(summary, heads), markdown))
         columns = []
     for task, mode in dict.fromkeys((task, mode) for task, _, mode in columns):
         values = sorted((value for other, value, its in columns if (other, its) == (task, mode)), key=_place)
         heads = {" ".join(map(str, value)): (task, value, mode) for value in values}
-        parts += [f"{task}, {mode}, by {' and '.join(by)}", drawn(_cells(summary, heads), markdown)]
+        parts += [f"{task}, {mode}, by {' and '.join(by)}", format_table(_cells(summary, heads), markdown)]
     return "\n\n".join(parts)
 
 
@@ -53,7 +53,7 @@ def _cells(summary, columns: dict) -> list:
     return table
 
 
-def drawn(table, markdown: bool = False, left: int | None = None) -> str:
+def format_table(table, markdown: bool = False, left: int | None = None) -> str:
     """Rows of texts, the head first, as aligned columns or in Markdown; the first `left` columns (None: all) are
     aligned left, the others right."""
     from tabulate import tabulate

@@ -250,7 +250,7 @@ def test_policies_of_a_diagnosis(tmp_path, capsys, monkeypatch):
     assert main([*run, "--policies", "h2o"]) == 2
     assert "no results of policy h2o; there are snapkv, take" in capsys.readouterr().err
     assert main([*run, "--budgets", "48"]) == 2
-    assert "--budgets is of results of `kvevict eval`, not of overlap" in capsys.readouterr().err
+    assert "--budgets selects results of `kvevict eval`, not of overlap; leave it out" in capsys.readouterr().err
 
 
 def test_without_matplotlib(tmp_path, capsys, monkeypatch):

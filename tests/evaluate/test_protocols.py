@@ -133,7 +133,7 @@ def test_command(tmp_path, capsys):
     (["--protocol", "takes"], "unknown protocol 'takes'"),
     (["--protocol", "take", "--policies", "h2o"], "--policies and --protocol exclude each other"),
     (["--protocol", "take", "--chunk-size", "64"], "--chunk-size and --protocol exclude each other"),
-    (["--protocol", "take", "--budgets", "0.1"], "--budgets 0.1: a protocol's are whole numbers of slots"),
+    (["--protocol", "take", "--budgets", "0.1"], "--budgets 0.1: a protocol's budgets are whole numbers of slots"),
 ])  # fmt: skip
 def test_refused(arguments, said, tmp_path, capsys):
     assert main(["eval", "--out", str(tmp_path / "r.jsonl"), *arguments]) == 2
