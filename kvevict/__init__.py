@@ -44,9 +44,4 @@ def __getattr__(name):
         import importlib
 
         return importlib.import_module(".lookahead", __name__)
-    if name == "ERRORS":
-        import warnings
-
-        warnings.warn("kvevict.ERRORS is now kvevict.REFINEMENTS", FutureWarning, stacklevel=2)
-        return REFINEMENTS
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,16 +1,16 @@
-"""One context, many questions: the context is read and evicted from once, each question goes on from a fork of it."""
+"""One context, many questions: the context is read and evicted from once, and each question continues a fork of it."""
 
 import contextlib
 
 import torch
 
-from .analysis.run import frame, ids_of, until_line_end
 from .compat import STATE
 from .engine.adopt import EvictionCache
 from .engine.cache import EvictionLayer
 from .patch import evicting, find_decoder, is_patched
 from .policy.checks import PLENTY, count
 from .policy.policy import Policy, build
+from .prompts import frame, ids_of, until_line_end
 
 
 def read(model, tokenizer, context, policy=None, **options):
@@ -41,14 +41,15 @@ def answer(model, tokenizer, context, questions, policy=None, *, max_new_tokens=
 
     context           text, or a cache: of `read`, `load_cache`, or `past_key_values` of a patched model. It stays as it
                       is
-    questions         a list of texts, each asked on its own, two line ends behind the context; in a chat template they
+    questions         a list of texts, each asked on its own, two line ends after the context; in a chat template they
                       end the user's turn
-    policy, options   as `read` takes them; not with a cache, which is of a policy already
+    policy, options   as `read` takes them; not with a cache, which was read with a policy
     max_new_tokens    length of an answer at most
     one_line          an answer ends with its first line, as suits a model that is not tuned to chat
 
-    What was kept of the context is shared by all questions. A question and its answer are kept whole behind it, so the
-    cache has the policy's slots and theirs. Raises ValueError or TypeError for what cannot be read or asked.
+    What was kept of the context is shared by all questions. All tokens of a question and its answer are kept after it,
+    so a fork's cache holds the policy's slots and theirs. Raises ValueError or TypeError for what cannot be read or
+    asked.
     """
     count("max_new_tokens", max_new_tokens, 1)
     asked = [] if isinstance(questions, str) else list(questions)
@@ -59,8 +60,8 @@ def answer(model, tokenizer, context, questions, policy=None, *, max_new_tokens=
     elif policy is not None or options:
         given = ", ".join((["policy"] if policy is not None else []) + list(options))
         raise ValueError(
-            f"{given}: the context is a cache, which is of a policy already, and answers are greedy; give a policy's "
-            "options to kvevict.read, and to generate otherwise, call model.generate behind cache.fork()"
+            f"{given}: the context is a cache, which was read with a policy, and answers are greedy; give a policy's "
+            "options to kvevict.read, and to generate otherwise, call model.generate(past_key_values=cache.fork(), ...)"
         )
     elif not isinstance(context, EvictionCache):
         raise TypeError(f"context must be a text or a cache that a patched model filled, got {type(context).__name__}")
@@ -98,15 +99,15 @@ class Pipeline:
 
 @contextlib.contextmanager
 def keeping_all(model, cache):
-    """Inside, the model stores all that it reads behind what a cache kept, and evicts nothing."""
+    """Inside, the model stores all that it reads after what a cache kept, and evicts nothing."""
     first = next(layer for layer in cache.layers if isinstance(layer, EvictionLayer))
-    turned = bool(first.rerotate if first.policy is None else first.policy.rerotate)
-    with evicting(model, Policy(score="streaming", budget=PLENTY, decode=False, rerotate=turned)):
+    rerotates = bool(first.rerotate if first.policy is None else first.policy.rerotate)
+    with evicting(model, Policy(score="streaming", budget=PLENTY, decode=False, rerotate=rerotates)):
         yield
 
 
 def _patched(model, policy, options):
-    """A context in which the model is patched with a policy, or with changes to the one that it has."""
+    """A context in which the model is patched with a policy, or with its own policy under other options."""
     decoder = find_decoder(model)
     if policy is None and not is_patched(decoder):
         raise ValueError("policy is missing: a name of kvevict.policies(), or a model that is patched")
@@ -116,13 +117,13 @@ def _patched(model, policy, options):
 
 
 def _ask(model, tokenizer, cache, question, max_new_tokens, one_line):
-    """Generate behind a cache, which takes in question and answer."""
+    """Generate from a cache, to which the question and the answer are appended."""
     _, ids, _ = frame(tokenizer, f"\n\n{question}")
     mask = torch.ones(1, cache.get_seq_length() + len(ids), dtype=torch.long, device=model.device)
     ids = torch.tensor([ids], device=model.device)
     options = dict(max_new_tokens=max_new_tokens, do_sample=False)
     if model.generation_config.pad_token_id is None and tokenizer.eos_token_id is not None:
-        options["pad_token_id"] = tokenizer.eos_token_id  # one row has no padding; this only spares a warning
+        options["pad_token_id"] = tokenizer.eos_token_id  # with one row nothing is padded; this only avoids a warning
     if one_line:
         options["stopping_criteria"] = until_line_end(tokenizer, ids.shape[1])
     out = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)

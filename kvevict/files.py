@@ -3,27 +3,52 @@
 import contextlib
 import errno
 import os
+import tempfile
 
 
 @contextlib.contextmanager
 def replacing(path):
-    """The name of a new, empty file beside `path`, or beside what a link there leads to, which takes its place in the
-    end. After an error `path` is as it was and the new file gone. Raises the file system's OSError where nothing can be
-    written, and ValueError for what is no regular file, such as a device."""
+    """The name of a file to write, which takes the place of `path`, or of what a link there leads to, in the end.
+
+    The new file lies beside the old one, in a folder of its own that nobody else can write to, so that processes which
+    write the same path do not meet. It is on the disk before it gets its name. After an error in the block or in the
+    writing `path` is as it was and nothing else is left.
+
+    Raises the file system's OSError where nothing can be written, and ValueError for what is not a regular file, such
+    as a device.
+    """
     path = os.path.realpath(os.fsdecode(path))
+    folder, name = os.path.split(path)
     if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
     if os.path.exists(path) and not os.path.isfile(path):
-        raise ValueError(f"{path} is no regular file and cannot be replaced; give another path")
-    temporary = f"{path}.{os.getpid()}.part"  # ranks that have all heads each write the whole file
+        raise ValueError(f"{path} is not a regular file and cannot be replaced; give another path")
     try:
-        open(temporary, "wb").close()
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".kvevict-", ignore_cleanup_errors=True) as own:
+            temporary = os.path.join(own, name)
+            yield temporary
+            _sync(temporary)
+            os.replace(temporary, path)
     except OSError as error:
-        raise type(error)(error.errno, error.strerror, path) from None
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, path) from None  # with the name that the caller knows
+    _sync(folder)
+
+
+def write(path, data: str | bytes) -> None:
+    """A whole new file, of bytes or of text in UTF-8, or after an error the old one; see `replacing`."""
+    with replacing(path) as temporary, open(temporary, "wb") as file:
+        file.write(data.encode() if isinstance(data, str) else data)
+
+
+def _sync(path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk. Some file systems cannot do the latter."""
+    handle = os.open(path, os.O_RDONLY)
     try:
-        yield temporary
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(handle)

@@ -15,9 +15,9 @@ class Type(NamedTuple):
 
     name      model_type of the whole model's config
     decoder   model_type of its text decoder's config
-    verdict   "equal": equal to the unpatched model with every policy; "limited": so, but for what `note` says;
+    verdict   "equal": equal to the unpatched model with every policy; "limited": so, except for what `note` says;
               "refused": with the reason `note`; "untried": Transformers makes no tiny model of it that reads ids
-    since     of the right ones, the oldest version of Transformers that was tried, and all tried later, as "5.23"
+    since     of the equal and limited, the oldest version of Transformers that was tried, and all tried later; "5.23"
     """
 
     name: str
@@ -41,8 +41,8 @@ def version(text: str) -> tuple:
     return tuple(int(part) for part in text.split("."))
 
 
-def right(name: str, decoder: str) -> bool:
-    """Whether such models were seen to be right, with a version of Transformers no newer than the installed one."""
+def is_verified(name: str, decoder: str) -> bool:
+    """Whether such models were found equal to the unpatched ones, with a version of Transformers no newer than this."""
     return any(
         (t.name, t.decoder) == (name, decoder)
         and t.verdict in (EQUAL, LIMITED)
@@ -53,5 +53,5 @@ def right(name: str, decoder: str) -> bool:
 
 
 def refused(name: str, decoder: str) -> str | None:
-    """Why such models were seen not to be right; None if they were not."""
+    """Why such models are refused; None if they are not."""
     return next((t.note for t in table() if (t.name, t.decoder, t.verdict) == (name, decoder, REFUSED)), None)

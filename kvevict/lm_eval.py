@@ -31,8 +31,8 @@ class KVEvict(HFLM):
     policy, budget, chunk_size   as `kvevict.patch` takes them, and any option of the policy
     others                       as lm-eval's `hf` takes them
 
-    Generated answers are the patched model's. A scored answer is scored behind its context, which is read and evicted
-    from first, once for all answers to it. Raises ValueError for rolling log-likelihoods, which have no context.
+    Generated answers are the patched model's. A continuation is scored after its context, which is read and evicted
+    from first, once for all continuations of it. Raises ValueError for rolling log-likelihoods, which have no context.
     """
 
     def __init__(self, pretrained, policy="take", budget=512, **arguments):
@@ -43,15 +43,15 @@ class KVEvict(HFLM):
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
         raise ValueError(
-            "rolling log-likelihoods score a text from its first token on, so there is no context to evict from; "
+            "rolling log-likelihoods score a text from its first token on, without a context to evict from; "
             "run `kvevict eval --tasks perplexity`, or lm-eval's model hf"
         )
 
     @torch.no_grad()
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, override_bs=None):
         """(log-likelihood, whether it is the greedy choice) of (_, context ids, continuation ids) each."""
-        # What is too long loses its first tokens, as in lm-eval's own.
-        contexts = [context[-max(self.max_length + 1 - len(behind), 1) :] for _, context, behind in requests]
+        # A context that is too long loses its first tokens, as in lm-eval's own models.
+        contexts = [context[-max(self.max_length + 1 - len(continued), 1) :] for _, context, continued in requests]
         order = sorted(range(len(requests)), key=contexts.__getitem__)
         answers: list = [None] * len(requests)
         bar = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests")
@@ -65,18 +65,18 @@ class KVEvict(HFLM):
         return answers
 
     def _scored(self, read, continuation):
-        """Of continuation ids behind a context that was read."""
+        """(log-likelihood, whether it is the greedy choice) of continuation ids after a context that was read."""
         truth, logits = torch.tensor([continuation], device=self.device), read.logits
         if len(continuation) > 1:
-            behind = self.model(truth[:, :-1], past_key_values=read.past_key_values.fork(), use_cache=True).logits
-            logits = torch.cat([logits, behind], 1)
-        paid = torch.log_softmax(logits, -1, dtype=self.softmax_dtype)
-        greedy = bool((paid.argmax(-1) == truth).all())
-        return float(paid.gather(2, truth[..., None]).sum()), greedy
+            rest = self.model(truth[:, :-1], past_key_values=read.past_key_values.fork(), use_cache=True).logits
+            logits = torch.cat([logits, rest], 1)
+        logprobs = torch.log_softmax(logits, -1, dtype=self.softmax_dtype)
+        greedy = bool((logprobs.argmax(-1) == truth).all())
+        return float(logprobs.gather(2, truth[..., None]).sum()), greedy
 
 
 def option_names() -> set:
-    """Every option that a policy may have, but for its budget."""
+    """Every option that a policy may have, except its budget."""
     parts = [Policy, *(part for registry, _ in PARTS.values() for part in registry.values())]
     return {f.name for part in parts for f in dataclasses.fields(part) if f.init} - {"budget"}
 

@@ -16,8 +16,8 @@ from .policy.policy import build
 
 
 class Patch:
-    """What one patched model carries: its policy, which layers are ours, and what was last read in each thread. It
-    holds no reference to the model, so that copies of the model stay independent."""
+    """What one patched model carries: its policy, which layers evict, and each thread's last read. It has no reference
+    to the model, so that copies of the model stay independent."""
 
     def __init__(self, policy, decoder, ranks):
         self.policy, self.ranks = policy, ranks
@@ -29,7 +29,7 @@ class Patch:
         self.order = {index: order for order, index in enumerate(own)}
         self.readers = families.readers(decoder, kinds)
         self.last_reader = {producer: index for index, producer in sorted(self.readers.items())}
-        self.turns, self.behind = {}, {}  # what `trial` found of the layers, where the policy asks for it
+        self.turns, self.behind = {}, {}  # by layer, what `trial` found where the policy needs it
         policy.check_layers(len(own))
         policy.waiting_layers(len(own))  # or an error
         self.all_own = set(kinds) == {families.OWN}
@@ -47,13 +47,13 @@ class Patch:
         return {name: value for name, value in self.__dict__.items() if name not in ("meters", "last_meter")}
 
     def __setstate__(self, state):
-        """Of a copy, maybe in another process: it has read nothing yet."""
+        """Of a copy, possibly in another process: it has read nothing yet."""
         self.__dict__.update(state)
         self._forget()
         attention.register()
 
     def own_meter(self):
-        """Of this thread's last read; a new one if there was none."""
+        """The meter of this thread's last read; a new one if nothing was read."""
         return self.meters.setdefault(threading.current_thread(), Meter())
 
     def keep(self, meter) -> None:
@@ -66,7 +66,7 @@ def patch(model, policy, *, budget=None, chunk_size=None, **options):
 
     policy      a preset's name (`kvevict.policies()` lists them) or a `kvevict.Policy`
     budget      slots kept per kv head and layer, window and sinks included (int), or the fraction kept, in (0, 1)
-    chunk_size  tokens read at once, evicting after every chunk; None takes the preset's own schedule
+    chunk_size  tokens read at once, evicting after every chunk; None: the preset's own schedule
     options     any field of the policy or its score: window=16, decode=True, progress=True, ...
 
     model may be a pipeline, or in a PEFT, DistributedDataParallel or DataParallel wrapper.
@@ -90,10 +90,10 @@ def patch(model, policy, *, budget=None, chunk_size=None, **options):
         check_type(model, decoder)
     top = base_model(model)
     if chosen.rerotate or chosen.rows.turns:
-        state.turns = trial.turning(top, decoder, state.order)
+        state.turns = trial.rotating(top, decoder, state.order)
         state.turns |= {reader: state.turns[producer] for reader, producer in state.readers.items()}
     if chosen.layers.residual == "attention":
-        state.behind = trial.behind_attention(top, decoder, state.order)
+        state.behind = trial.after_attention(top, decoder, state.order)
     if is_patched(decoder):
         unpatch(model)
     _install(top, decoder, state)
@@ -164,13 +164,13 @@ def is_patched(decoder) -> bool:
 
 
 def own_modules(decoder, state):
-    """The attention modules of the layers we evict from, and of those that read their keys and values."""
+    """The attention modules of the layers that evict, and of those that read their keys and values."""
     for index in (*state.order, *state.readers):
         yield families.attention_of(families.layers_of(decoder)[index], index)
 
 
 def check_model(model) -> None:
-    """One ValueError with the reasons why a model's decoder cannot be patched, if there are any."""
+    """Raise one ValueError with all the reasons why a model's decoder cannot be patched, if there are any."""
     decoder = find_decoder(model)
     reasons = families.reasons(decoder.config) or families.structure_reasons(decoder) or _odds(model, decoder)
     if reasons:
@@ -178,7 +178,7 @@ def check_model(model) -> None:
 
 
 def _odds(model, decoder) -> list:
-    """What the loaded weights, not the type, keep from being patched."""
+    """Why this loaded model cannot be patched, although its type can."""
     reasons, layers = [], families.layers_of(decoder)
     kinds = families.layer_kinds(decoder.config)
     own = [families.attention_of(layers[i], i) for i, kind in enumerate(kinds) if kind in families.EVICTS]
@@ -187,7 +187,7 @@ def _odds(model, decoder) -> list:
         reasons.append(f"attention implementation {implementation!r} is not supported; load with 'sdpa'")
     size, heads = ranks.of(base_model(model)).size, families.heads(decoder, kinds)[1]
     if (getattr(base_model(model), "tp_size", None) or 1) > 1 and families.is_latent(decoder.config):
-        reasons.append("its heads share latents, which no rank can have a part of (tensor parallel); load it whole")
+        reasons.append("its heads share latents, which cannot be split over ranks (tensor parallel); load it whole")
     elif heads % size:
         reasons.append(
             f"its {heads} kv heads cannot be split over {size} ranks (tensor parallel); start as many processes as "
@@ -200,7 +200,7 @@ def _odds(model, decoder) -> list:
     for device in devices:
         if device.split(":")[0] not in (*_ops.DEVICES, "meta"):
             built = "CPU and CUDA" if "cuda" in _ops.DEVICES else "CPU"
-            reasons.append(f"it is on {device}, and there are {built} kernels only; call model.to('cpu')")
+            reasons.append(f"it is on {device}, and this build has {built} kernels only; call model.to('cpu')")
     latent, most = families.is_latent(decoder.config), 256 if on_gpu else 512
     dims = {families.head_dim(module, decoder.config) for module in own}
     dims = {max(families.widths(module, decoder.config)) for module in own} if latent else dims
@@ -213,12 +213,12 @@ def _odds(model, decoder) -> list:
 
 
 def check_type(model, decoder) -> None:
-    """A ValueError for a model whose type was seen not to be right, or which is of a type that nobody looked at and
-    differs from itself when it is read in chunks."""
+    """Raise ValueError for a model whose type was found to be wrong, or which is of an unknown type and whose output
+    changes when its prompt is read in chunks."""
     top = base_model(model)
     names = top.config.model_type, decoder.config.model_type
-    listed = families.is_transformers(decoder)  # remote code may go by the name of a type
-    if listed and known.right(*names):
+    listed = families.is_transformers(decoder)  # remote code may use the name of a known type
+    if listed and known.is_verified(*names):
         return
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What the last read of a patched model did."""
+"""What the last read of a patched model kept and cost."""
 
 import copy
 import threading
@@ -8,17 +8,17 @@ from .patch import find_decoder, is_patched
 
 
 def report(model, positions: bool = False) -> dict:
-    """What the last read of this thread (or, where it read nothing, of any) did: a plain dict.
+    """What the last read of this thread (of any thread, where this one read nothing) kept and cost: a plain dict.
 
     seen               valid tokens per batch row, of this and earlier turns
-    kept               [layer][row][kv head] slots stored when the read ended; None for layers that are not ours
+    kept               [layer][row][kv head] slots stored when the read ended; None for layers that do not evict
     cache_bytes        live KV bytes then: 2 * bytes * head_dim * slots
     padded_bytes       what those would be if every head of a layer were padded to its longest
     peak_cache_bytes   the most live KV bytes at any moment of the read, the chunk in flight included
     overhead_bytes     what is allocated beyond: free room, positions, carried scores
-    seconds            per stage: read (all), attend, evict (all that choosing and moving slots takes; of it score,
-                       select, compact and diagnose), draft (laq, speckv); decode since then. On a GPU only read is
-                       the time of the work: the other stages are what the host spends on launching it
+    seconds            per stage: read (all), attend, evict (choosing and moving slots, of which score, select,
+                       compact and diagnose are parts), draft (laq, speckv); decode since then. On a GPU
+                       only read is the time of the work: the others are what the host takes to launch it
     positions          [layer][row][kv head] ascending original positions of the slots, with positions=True
     diagnostics        with the policy's diagnose=True, [layer][row] each: evictions, how many chunks' ends took slots,
                        and means over those: joint_error (CAOTE eq. 24) and output_error (relative to the output) of

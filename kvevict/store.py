@@ -19,11 +19,11 @@ from .engine.ranks import ALONE, of
 from .files import replacing
 from .policy.checks import count, parsed
 
-FORMAT = "kvevict-cache-2"
+FORMAT = "kvevict-cache-3"
 OWN_TENSORS = ("k", "v", "pos", "len", "seen")
 FLAT = OWN_TENSORS[:3]
 OPTIONAL = ("carry", "recent", "upcoming")
-OF_ROWS = ("seen", "budget", "upcoming")  # which all heads have in common
+OF_ROWS = ("seen", "budget", "upcoming")  # one value for all heads of a row
 
 
 def save_cache(cache, path) -> None:
@@ -31,10 +31,9 @@ def save_cache(cache, path) -> None:
 
     cache   `past_key_values` of a patched model's output. Raises ValueError when kvevict did not fill it.
 
-    Where a model is split over ranks (tensor parallel) all of them call this: the first one writes the file, with every
-    rank's heads, and any number of ranks can load it.
-
-    Raises OSError, and leaves `path` as it was, where it cannot be written.
+    Where a model is split over ranks (tensor parallel) all of them call this: the first rank writes one file with the
+    heads of all, which any number of ranks can load. Raises OSError, and leaves `path` as it was, where it cannot be
+    written.
     """
     if not getattr(cache, "layers", None):
         raise ValueError("the cache was not filled by kvevict: it is empty; read a prompt with a patched model first")
@@ -46,14 +45,16 @@ def save_cache(cache, path) -> None:
             facts.append(dict(kind=families.NOTHING, columns=cache.get_seq_length()))
             continue
         if isinstance(layer, StatefulLayer) or not isinstance(layer, CacheLayerMixin):
-            raise ValueError(f"layer {index} keeps a state, which save_cache does not write")
+            raise ValueError(
+                f"layer {index} keeps a recurrent state, which save_cache cannot write; keep the cache in memory"
+            )
         if isinstance(layer, EvictionLayer) and layer.is_initialized:
             packed = torch.cat([torch.arange(s.start, s.stop) for _, _, s in layer.segments()])
             values: dict = dict(k=layer.k[packed], v=layer.v[packed], pos=layer.pos[packed])
             values |= {name: getattr(layer, name) for name in ("len", "seen", *OPTIONAL)}
             values["budget"] = None if layer.budget is None else torch.tensor(layer.budget, dtype=torch.int32)
-            turned = layer.rerotate if layer.policy is None else layer.policy.rerotate
-            facts.append(dict(kind=families.OWN, columns=layer.columns, packed=layer.packed, rerotate=turned))
+            rerotates = layer.rerotate if layer.policy is None else layer.policy.rerotate
+            facts.append(dict(kind=families.OWN, columns=layer.columns, packed=layer.packed, rerotate=rerotates))
         elif getattr(layer, "is_sliding", False) and layer.is_initialized:
             window = layer.sliding_window  # type: ignore[attr-defined]
             start = max(0, layer.keys.shape[2] - window + 1)  # longer while the past is recorded
@@ -66,13 +67,35 @@ def save_cache(cache, path) -> None:
     parts = ranks.to_first(tensors)
     if parts is not None:
         try:
-            metadata = {"format": FORMAT, "layers": json.dumps(facts)}
-            _write(tensors if len(parts) == 1 else _joined(parts), path, metadata)
+            whole = tensors if len(parts) == 1 else _joined(parts)
+            for index, fact in enumerate(facts):
+                if fact["kind"] == families.OWN:
+                    fact |= _told_of_positions(index, whole, fact["columns"])
+            _write(whole, path, {"format": FORMAT, "layers": json.dumps(facts)})
         except Exception as error:
             failed = error
-    failed = ranks.objects(failed)[0]  # the file is there, or no rank goes on
+    failed = ranks.objects(failed)[0]  # the file is there, or every rank raises
     if failed is not None:
         raise failed
+
+
+def _told_of_positions(index, tensors, columns) -> dict:
+    """What the file says of a layer's positions: all are below `end`, which is `columns` unless the caller gave
+    position_ids, and in one head no two are equal without `ties` (a picture's tokens share theirs)."""
+    pos, upcoming = tensors[f"{index}.pos"], tensors.get(f"{index}.upcoming")
+    steps = _steps(pos, tensors[f"{index}.len"])
+    if bool((steps < 0).any()) or bool((pos < 0).any()):
+        raise ValueError(f"layer {index} has positions that do not ascend; read with ascending position_ids to save")
+    after = [int(t.max()) for t in (pos + 1, upcoming) if t is not None and t.numel()]
+    return dict(end=max([columns, *after]), ties=bool((steps == 0).any()))
+
+
+def _steps(pos, length):
+    """How much further each slot of a head is than the one before it."""
+    ends = length.flatten().cumsum(0)
+    within = torch.ones(max(0, len(pos) - 1), dtype=torch.bool, device=pos.device)
+    within[ends[(ends > 0) & (ends < len(pos))] - 1] = False
+    return pos.long().diff()[within]
 
 
 def _joined(parts) -> dict:
@@ -81,7 +104,7 @@ def _joined(parts) -> dict:
     for name in parts[0]:
         index, kind = name.split(".", 1)
         each = [part[name].cpu() for part in parts]
-        if kind in FLAT:  # heads lie one behind the other, row by row
+        if kind in FLAT:  # a head's slots follow the previous head's, row by row
             lens = [part[f"{index}.len"] for part in parts]
             rows = [t.split(n.flatten().tolist()) for t, n in zip(each, lens, strict=True)]
             batch, heads = lens[0].shape
@@ -118,7 +141,7 @@ def _write(tensors, path, metadata) -> None:
             save_file(tensors, temporary, metadata=metadata)
         except SafetensorError as error:
             code = re.search(r"os error (\d+)", str(error))
-            raise OSError(*(int(code[1]), os.strerror(int(code[1])), temporary) if code else [str(error)]) from None
+            raise OSError(*(int(code[1]), os.strerror(int(code[1]))) if code else [str(error)]) from None
 
 
 def load_cache(path, model):
@@ -140,12 +163,15 @@ def load_cache(path, model):
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
         facts = parsed(meta.get("layers", "null"))
     except (SafetensorError, ValueError, OSError) as error:
-        raise ValueError(f"{path} is no cache file ({error}); write it again with kvevict.save_cache") from None
+        raise ValueError(f"{path} is not a cache file ({error}); write it again with kvevict.save_cache") from None
     if meta.get("format") != FORMAT or not isinstance(facts, list):
         raise ValueError(f"{path} is not a cache written by kvevict.save_cache (format {meta.get('format')!r})")
     kinds = families.layer_kinds(config)
     if [isinstance(fact, dict) and fact.get("kind") for fact in facts] != kinds:
-        raise ValueError(f"{path} was written for another model: its layers are not those of {type(decoder).__name__}")
+        raise ValueError(
+            f"{path} was written for another model: its layers are not those of {type(decoder).__name__}; give "
+            "the one that read it"
+        )
     columns = facts[0].get("columns")
     try:
         count("columns", columns, 0)
@@ -192,7 +218,7 @@ def _expect(name, tensor, shape, dtype):
 
 
 def _fill_sliding(layer, tensors, fact, shape, dtype):
-    """Its heads may be others than those of the layers that evict."""
+    """A sliding layer may have another number of heads than the layers that evict."""
     if fact["window"] != layer.sliding_window:
         raise ValueError(f"sliding window {fact['window']}, the model's is {layer.sliding_window}")
     keys, values = tensors["keys"], tensors["values"]
@@ -216,6 +242,11 @@ def _fill_own(layer, tensors, fact, shape, dtype):
     seen, columns = tensors["seen"], fact["columns"]
     if bool((length < 0).any() or (length > seen[:, None]).any() or (seen > columns).any()):
         raise ValueError("more slots than tokens, or more tokens than columns")
+    end, pos, steps = count("end", fact["end"], columns), tensors["pos"], _steps(tensors["pos"], length)
+    if bool(((pos < 0) | (pos >= end)).any()):
+        raise ValueError(f"pos has positions that are not in 0 .. {end - 1}")
+    if bool((steps < (0 if fact["ties"] is True else 1)).any()):
+        raise ValueError("pos has positions of a head that do not ascend")
     if "carry" in tensors:
         _expect("carry", tensors["carry"], (batch, heads, int(length.max())), torch.float32)
     if "recent" in tensors:
@@ -225,10 +256,12 @@ def _fill_own(layer, tensors, fact, shape, dtype):
             raise ValueError(f"recent has {width} columns, expected {read} or {2 * read}")
     if "upcoming" in tensors:
         _expect("upcoming", tensors["upcoming"], (batch,), torch.int64)
+        if bool(((tensors["upcoming"] < 0) | (tensors["upcoming"] > end)).any()):
+            raise ValueError(f"upcoming has positions that are not in 0 .. {end}")
     layer.lazy_initialization(tensors["k"].new_empty(batch, heads, 0, dim))
     layer.packed = tuple((int(start), int(stop)) for start, stop in fact.get("packed", ()))
     if not all(0 <= start < stop <= columns for start, stop in layer.packed):
-        raise ValueError("packed columns that were not read")
+        raise ValueError("packed names columns that were not read")
     layer.rerotate = fact.get("rerotate")
     if layer.rerotate not in (None, False, True):
         raise ValueError(f"rerotate is {layer.rerotate!r}")

@@ -1,5 +1,6 @@
-"""What only running a model tells: whether it reads alike in chunks, which layers turn their queries and how, and where
-the residual stream has the attention's output. A few tokens with the model's own weights, before it is patched."""
+"""What only a run of the model shows: whether its output is the same in chunks, which layers rotate their queries and
+how, and where attention's output has been added to the residual stream. A few tokens are run with the model's own
+weights, before it is patched."""
 
 import contextlib
 from weakref import WeakKeyDictionary
@@ -10,18 +11,18 @@ from . import families
 from .engine import attention
 from .engine.adopt import EvictionCache
 
-SEEN, NEW, PAD = 24, 2, 3  # tokens of the prompt, tokens decoded behind it, left padding of the second row
+SEEN, NEW, PAD = 24, 2, 3  # tokens of the prompt, tokens decoded after it, left padding of the second row
 FAR = 100_000  # positions up to here are tried
-TOLERANCE = {torch.float32: 5e-5}  # relative error in the 2-norm; of 16-bit numbers
+TOLERANCE = {torch.float32: 5e-5}  # relative error in the 2-norm; ROUNDED: of 16-bit weights
 ROUNDED = 5e-2
 
-_turns = WeakKeyDictionary()  # decoder -> what `turning` found
-_residual = WeakKeyDictionary()  # decoder -> what `behind_attention` found
+_rotates = WeakKeyDictionary()  # decoder -> what `rotating` found
+_residual = WeakKeyDictionary()  # decoder -> what `after_attention` found
 
 
 @contextlib.contextmanager
 def quiet(model):
-    """Inside, nothing drops out and nothing is recorded for gradients."""
+    """Inside, dropout is off and nothing is recorded for gradients."""
     training = [module for module in model.modules() if module.training]
     try:
         for module in training:
@@ -34,7 +35,7 @@ def quiet(model):
 
 
 def difference(model, patched) -> str | None:
-    """How a model of a type that is not known differs from itself when it is read in chunks; None: it does not.
+    """How the output of a model of an unknown type changes when its prompt is read in chunks; None: it does not.
 
     patched   (name, options) -> a context in which the model has that policy
     """
@@ -56,10 +57,10 @@ def difference(model, patched) -> str | None:
         with quiet(model), patched("snapkv", dict(budget=4 * SEEN, chunk_size=7)):
             said, cache = _in_calls(model, ids, mask, range(SEEN, SEEN + NEW + 1))
         if not isinstance(cache, EvictionCache):
-            return "its text decoder is not what fills its cache"
+            return "its cache is not filled by its text decoder"
         got = said[valid]
         prompt = _place(valid)[:, :SEEN][part]
-        errors = {"tokens read behind a chunk": _error(read, want[prompt]), "chunks": _error(got, want)}
+        errors = {"rows appended to a chunk": _error(read, want[prompt]), "chunks": _error(got, want)}
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     limit = TOLERANCE.get(want.dtype, ROUNDED)
@@ -70,7 +71,7 @@ def difference(model, patched) -> str | None:
 
 
 def itself(model, input_ids, attention_mask, want, limit) -> str | None:
-    """How the unpatched model differs from itself in two calls with a cache of its own; None: it does not.
+    """How the unpatched model's output changes in two calls with a cache of its own; None: it does not.
 
     input_ids, attention_mask   [B, N]
     want                        of the valid tokens its logits, or hidden states, from one call
@@ -80,8 +81,10 @@ def itself(model, input_ids, attention_mask, want, limit) -> str | None:
             said, _ = _in_calls(model, input_ids, attention_mask, (SEEN, input_ids.shape[1]))
         error = _error(said[attention_mask.bool()], want)
     except Exception as error:
-        return f"unpatched, too, it cannot be read in two calls ({type(error).__name__}: {error})"
-    return None if error < limit else f"unpatched, too, it reads otherwise in two calls than in one, by {error:.0e}"
+        return f"the unpatched model cannot be run in two calls either ({type(error).__name__}: {error})"
+    return (
+        None if error < limit else f"the unpatched model's output in two calls differs from that in one by {error:.0e}"
+    )
 
 
 def plain_ids(config, batch, length):
@@ -94,7 +97,7 @@ def plain_ids(config, batch, length):
 
 
 def _in_calls(model, ids, mask, ends):
-    """What calls that read on to each column of `ends` say of ids [B, N], and the cache that they leave."""
+    """The output for ids [B, N] of calls that end at each column of `ends`, and the cache that they fill."""
     said, cache, start = [], None, 0
     for end in ends:
         out = model(input_ids=ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
@@ -108,7 +111,7 @@ def _rows(out):
 
 
 def _place(valid):
-    """Of every valid token its place among them all."""
+    """The index of every valid token among the valid ones."""
     return (valid.flatten().cumsum(0) - 1).view(valid.shape)
 
 
@@ -119,24 +122,24 @@ def _error(got, want) -> float:
 # -- rotation ----------------------------------------------------------------------------------------------------------
 
 
-def turning(model, decoder, order) -> dict:
-    """Whether each of the layers `order` turns its queries and keys by their positions: {layer: True or False}.
+def rotating(model, decoder, order) -> dict:
+    """Whether each of the layers `order` rotates queries and keys by their positions: {layer: True or False}.
 
-    Every attention module is fed two alike rows at two positions, whose queries then differ by their rotation only.
-    Raises ValueError where they differ and `families.rotate` does not turn one into the other.
+    Every attention module gets two equal rows at two positions, whose queries then differ by their rotation only.
+    Raises ValueError where they differ and `families.rotate` does not make one of the other.
     """
-    if decoder not in _turns:
-        _turns[decoder] = _turning(model, decoder, order)
-    found = _turns[decoder]
+    if decoder not in _rotates:
+        _rotates[decoder] = _rotating(model, decoder, order)
+    found = _rotates[decoder]
     if isinstance(found, str):
         raise ValueError(
-            f"{found}; what turns queries or keys is not possible: pass ema_space='literal' with rows='probe', and "
+            f"{found}; kvevict cannot rotate its queries or keys: pass ema_space='literal' with rows='probe', and "
             "rerotate=False"
         )
     return found
 
 
-def _turning(model, decoder, order):
+def _rotating(model, decoder, order):
     config, seen = decoder.config, {}
     last = min(FAR, *(getattr(config, name, None) or FAR for name in (
         "max_position_embeddings", "original_max_position_embeddings"))) - 1  # fmt: skip
@@ -160,24 +163,25 @@ def _turning(model, decoder, order):
             try:
                 decoder(input_ids=positions.clamp_max(1) + 4, position_ids=positions, use_cache=False)
             except Exception as error:
-                return f"how its queries turn cannot be seen ({type(error).__name__}: {error})"
-        turns = {}
+                return f"how its queries are rotated cannot be seen ({type(error).__name__}: {error})"
+        rotates = {}
         for module in modules:
             try:
-                turns[module.layer_idx] = _turned(decoder, module, positions, *seen[module.layer_idx])
+                rotates[module.layer_idx] = _is_rotated(decoder, module, positions, *seen[module.layer_idx])
             except Exception as error:
-                return f"layer {module.layer_idx}'s queries turn in an unknown way ({type(error).__name__}: {error})"
-    return turns
+                reason = f"{type(error).__name__}: {error}"
+                return f"layer {module.layer_idx}'s queries are rotated in an unknown way ({reason})"
+    return rotates
 
 
-def _turned(decoder, module, positions, *pair) -> bool:
-    """Whether alike rows at two positions differ; ValueError if not by a rotation that is known."""
+def _is_rotated(decoder, module, positions, *pair) -> bool:
+    """Whether equal rows at two positions differ. Raises ValueError where they do, but not by the known rotation."""
     if all(torch.equal(x[:, :, 0], x[:, :, 1]) for x in pair):
         return False
     exact = next(module.parameters()).dtype == torch.float32
     for x in pair:
-        turned = families.rotate(decoder, module, x[:, :, :1], positions[:, 0], positions[:, 1])
-        error = _error(turned, x[:, :, 1:])
+        rotated = families.rotate(decoder, module, x[:, :, :1], positions[:, 0], positions[:, 1])
+        error = _error(rotated, x[:, :, 1:])
         if not error < (TOLERANCE[torch.float32] if exact else ROUNDED):
             raise ValueError(f"off by {error:.0e}")
     return True
@@ -186,19 +190,19 @@ def _turned(decoder, module, positions, *pair) -> bool:
 # -- residual stream ---------------------------------------------------------------------------------------------------
 
 
-def behind_attention(model, decoder, order) -> dict:
+def after_attention(model, decoder, order) -> dict:
     """The module of each of the layers `order` whose input is the residual stream with the attention's output added:
-    {layer: name of its submodule}. It gets what enters the layer when attention adds nothing, and something else when
-    it does. Raises ValueError for a layer that has none, as where attention and MLP run in parallel."""
+    {layer: name of its submodule}. With attention's output set to 0 its input is the layer's own, and
+    otherwise not. Raises ValueError for a layer without one, as where attention and MLP run in parallel."""
     if decoder not in _residual:
-        _residual[decoder] = _behind_attention(model, decoder, order)
+        _residual[decoder] = _after_attention(model, decoder, order)
     found = _residual[decoder]
     if isinstance(found, str):
         raise ValueError(f"{found}: give the layer budget cd='layer' or cd='off'")
     return found
 
 
-def _behind_attention(model, decoder, order):
+def _after_attention(model, decoder, order):
     ids = plain_ids(decoder.config, 2, 4).to(families.device_of(decoder))
     layers = families.layers_of(decoder)
     entered, inputs = {}, {}

@@ -7,7 +7,9 @@ import re
 from itertools import accumulate, pairwise
 from pathlib import Path
 
-LONGEST = 16  # tokens of a piece: characters may be split in a chain, but bytes that are no text need an end
+from ..files import replacing
+
+LONGEST = 16  # tokens of a piece: characters may be split in a chain, but bytes that are not text need an end
 
 
 def page(tokenizer, ids, runs, facts=(), find="") -> str:
@@ -87,4 +89,5 @@ def picture(path, runs, tokens: int, title: str, marks=()) -> None:
         axes.set(title=f"{run['name']}: {run['answer']}", ylabel="layer")
     axes.set_xlabel("position in the prompt")
     figure.suptitle(title)
-    figure.savefig(path, dpi=150)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=150)

@@ -8,12 +8,12 @@ import sys
 import time
 from dataclasses import dataclass
 
-import jinja2
 import torch
 
 from .._ops import DEVICES, build_info
 from ..models import pretrained
 from ..patch import evicting
+from ..prompts import first_ids, frame, ids_of, until_line_end
 from ..report import report
 
 
@@ -100,57 +100,6 @@ def encode(tokenizer, text: str, question: str, limit: int | None = None, openin
     if not complete:
         print(f"the text is cut after its first {room} tokens (limit: {limit})", file=sys.stderr)
     return Prompt(head + body, question_ids, suffix)
-
-
-MARGIN = 256  # tokens behind a cut that a tokenizer may look at, far more than it does
-
-
-def first_ids(tokenizer, text: str, count: int) -> tuple:
-    """The first `count` ids of a text, and whether these are all. Of a longer text no more is tokenised than they
-    need."""
-    letters = 8 * (count + MARGIN)
-    while True:
-        ids, whole = ids_of(tokenizer, text[:letters]), letters >= len(text)
-        if whole or len(ids) >= count + MARGIN:
-            return ids[:count], whole and len(ids) <= count
-        letters *= 2
-
-
-def ids_of(tokenizer, text: str) -> list:
-    """Ids of a text as it is: what reads like a special token is none."""
-    return tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
-
-
-def frame(tokenizer, question: str, opening: str = "", chat=True) -> tuple:
-    """Ids that come before a text, ids of the question and what opens the answer after it, and how many of the latter
-    come behind the question's own. In a chat template, if the tokenizer has one and `chat` is true, the question ends
-    the user's turn and the opening starts the assistant's."""
-    if not (chat and tokenizer.chat_template):
-        ids = ids_of(tokenizer, question + opening)
-        return tokenizer("")["input_ids"], ids, len(ids) - len(ids_of(tokenizer, question)) if opening else 0
-    mark = "\u0001"  # stands around the question, so that the template does not trim it
-    messages = [{"role": "user", "content": mark + mark}]
-    try:
-        parts = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True).split(mark)
-    except jinja2.TemplateError as error:
-        raise ValueError(
-            f"the tokenizer's chat template refuses a user's turn alone: {error}; set another chat_template"
-        ) from None
-    if len(parts) != 3:
-        raise ValueError("the tokenizer's chat template does not give the user's text once; set another chat_template")
-    head, _, tail = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in parts)
-    tail += ids_of(tokenizer, opening.lstrip())
-    return head, ids_of(tokenizer, question.rstrip() if opening else question) + tail, len(tail)
-
-
-def line_ended(tokenizer, tokens) -> bool:
-    """Whether generated ids have ended a line that is not empty."""
-    return "\n" in tokenizer.decode(tokens, skip_special_tokens=True).lstrip()
-
-
-def until_line_end(tokenizer, start: int) -> list:
-    """For `generate(stopping_criteria=...)` of one row: stop at the end of a line behind the first `start` tokens."""
-    return [lambda ids, scores, **kwargs: torch.tensor([line_ended(tokenizer, ids[0, start:])], device=ids.device)]
 
 
 def measure(model, tokenizer, ids, policy=None, max_new_tokens=64, positions=False, one_line=False) -> dict:

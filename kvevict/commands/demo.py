@@ -1,6 +1,7 @@
 from pathlib import Path
 from statistics import median
 
+from .. import files
 from . import (
     add_budget,
     add_model,
@@ -47,10 +48,10 @@ def demo(parser, argv):
     totals = {run: total(run, asked) for run in (FULL, *policies)}
     print(f"{asked[0]['ids'].shape[1]} prompt tokens; budget {args.budget}, chunks of {args.chunk_size}\n")
     print(answers_table(asked), costs_table(totals), sep="\n\n")
-    files = write(Path(args.out), tokenizer, asked, name)
-    print("\nWhich tokens were kept:", *files, sep="\n  ")
+    made = write(Path(args.out), tokenizer, asked, name)
+    print("\nWhich tokens were kept:", *made, sep="\n  ")
     settings = {"budget": number(args.budget), "chunk_size": args.chunk_size, "seed": args.seed}
-    return {"model": name, **settings, "runs": totals, "files": files}
+    return {"model": name, **settings, "runs": totals, "files": made}
 
 
 def ask(model, tokenizer, policies, args):
@@ -126,7 +127,7 @@ def write(out: Path, tokenizer, asked, model) -> list:
     shown = [page_run(name, policy, said(runs[name]), runs[name]["report"]) for name, policy in policies.items()]
     out.mkdir(parents=True, exist_ok=True)
     html, png = out / "kept.html", out / "kept.png"
-    html.write_text(page(tokenizer, ids, shown, facts, case.answers[0]), encoding="utf-8")
+    files.write(html, page(tokenizer, ids, shown, facts, case.answers[0]))
     try:
         marks = places(pieces(tokenizer, ids[0].tolist()), case.answers[0])
         picture(png, shown, ids.shape[1], f"{asks(case)} ({case.answers[0]}, marked)", marks)

@@ -100,7 +100,7 @@ def load_facts(args) -> tuple:
 def one(model, tokenizer, policies, args, prompt, new_tokens, one_line, bar) -> tuple:
     """The measures of one prompt, and the first line of the full cache's answer."""
     from ..analysis import compare
-    from ..analysis.run import until_line_end
+    from ..prompts import until_line_end
 
     policies, ids = observing(policies, prompt, args.observe), prompt.row(model.device)
     stop = until_line_end(tokenizer, ids.shape[1]) if one_line else None

@@ -18,6 +18,7 @@ def inspect(parser, argv):
     from ..analysis.page import page
     from ..analysis.run import measure
     from ..analysis.speed import slots
+    from ..files import write
 
     out = Path(args.out)
     if not out.parent.is_dir():
@@ -29,7 +30,7 @@ def inspect(parser, argv):
     runs = {key: measure(model, tokenizer, ids, p, **how) for key, p in policies.items()}
     facts = [("model", name), ("text", args.file), ("question", args.question)]
     shown = [page_run(key, policies[key], run["answer"].strip(), run["report"]) for key, run in runs.items()]
-    out.write_text(page(tokenizer, ids, shown, facts, args.find), encoding="utf-8")
+    write(out, page(tokenizer, ids, shown, facts, args.find))
     for key, run in runs.items():
         print(f"{key}: kept {slots(run['report'])} of {ids.shape[1]} slots per head; answer: {run['answer'].strip()}")
         del run["report"]["positions"]

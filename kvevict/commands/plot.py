@@ -1,5 +1,6 @@
 from pathlib import Path
 
+from ..files import replacing
 from ..policy.checks import installed, parsed
 from . import command, number
 
@@ -45,7 +46,8 @@ def plot(parser, argv):
             figure = of_runs.slots(of_results.mean_kept(lines))
         else:
             figure = getattr(of_results, args.kind)(lines)
-    figure.savefig(args.out)
+    with replacing(args.out) as temporary:
+        figure.savefig(temporary)
     print(f"{args.kind} of {args.results} is in {args.out}")
     return {"kind": args.kind, "out": args.out}
 

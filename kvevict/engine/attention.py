@@ -3,10 +3,10 @@ stays."""
 
 import contextlib
 import copy
+import functools
 from contextvars import ContextVar
 
 import torch
-from transformers import AttentionInterface
 
 from .. import _ops, compat
 from . import rerotate
@@ -19,7 +19,6 @@ ORIGINAL = "_kvevict_original"  # attribute of our copy of a module's config: th
 _note: ContextVar = ContextVar("kvevict_note", default=None)  # (module, query, key) of what runs unpatched
 
 
-@torch.compiler.disable
 def attention(module, query, key, value, attention_mask, scaling=None, softcap=None, s_aux=None, **kwargs):
     """Transformers' attention interface: query [B, H, T, D], key and value [B, Hkv, T, D] -> ([B, T, H, D], None).
 
@@ -159,4 +158,12 @@ def overheard(modules, note):
 
 def register() -> None:
     """Make the name known to Transformers; patching does, importing does not."""
-    AttentionInterface.register(NAME, attention)
+    from transformers import AttentionInterface  # which imports what all models need, so not on top
+
+    AttentionInterface.register(NAME, _untraced())
+
+
+@functools.cache
+def _untraced():
+    """`attention`, which torch.compile leaves out of its graphs. No decorator, as that would import Dynamo."""
+    return torch.compiler.disable(attention)

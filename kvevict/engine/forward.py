@@ -2,6 +2,7 @@
 away. Calls run in a context (contextvars) of their own: what they note in it is gone however they end."""
 
 import contextvars
+import functools
 import inspect
 import types
 import warnings
@@ -24,12 +25,20 @@ class StandIn:
     """
 
     def __init__(self, function, module, name, before=None):
-        self.function, self.module, self.name, self.before = function, module, name, before
+        self.function, self.module, self.name, self.before = _untraced(function), module, name, before
 
     def __call__(self, *args, **kwargs):
         if self.function is None:  # unpatched, but somebody who wrapped it still calls it
             return self.own(*args, **kwargs)
         return self.function(self.module, *args, **kwargs)
+
+    def __getstate__(self):
+        """With the plain function, as no wrapper can be pickled."""
+        return self.__dict__ | dict(function=self.function and inspect.unwrap(self.function))
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        self.function = _untraced(self.function)
 
     @property
     def own(self):
@@ -90,7 +99,15 @@ def original(module):
     return getattr(module, WRAPPED).own
 
 
-@torch.compiler.disable(recursive=False)
+@functools.cache
+def _untraced(function):
+    """A stand-in as torch.compile is to take it: `forward` and all that it calls are left out of its graphs, of
+    `_top_forward` only itself. No decorators, as these would import Dynamo with the package."""
+    if function is forward:
+        return torch.compiler.disable(function)
+    return torch.compiler.disable(function, recursive=False) if function is _top_forward else function
+
+
 def _top_forward(self, *args, **kwargs):
     """Stands in for the forward of the model around the decoder."""
     return contextvars.copy_context().run(_call, self, args, kwargs)
@@ -107,7 +124,6 @@ def _call(model, args, kwargs):
     return output
 
 
-@torch.compiler.disable
 def forward(self, *args, **kwargs):
     """Stands in for the decoder's forward; same arguments, same result."""
     run = original(self)

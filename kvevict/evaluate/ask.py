@@ -21,10 +21,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ..analysis.run import QUESTION, Prompt, frame, ids_of, line_ended, observe
+from ..analysis.run import QUESTION, Prompt, observe
 from ..patch import evicting, patch
 from ..policy.policy import Policy, build
 from ..policy.text import parse_policy
+from ..prompts import frame, ids_of, line_ended
 from ..report import report
 from .metrics import METRICS
 from .tasks import FIDELITY, Case

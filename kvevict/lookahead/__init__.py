@@ -1,4 +1,4 @@
-"""LookaheadKV (METHODS section 6): trained rows that read along behind a prompt and say which of its slots to keep."""
+"""LookaheadKV (METHODS section 6): trained rows, appended to a prompt, whose attention scores its slots."""
 
 from ..policy.adapter import Adapter, bundled, config_of, load
 from .training import train

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-import jinja2
 import torch
 
 from ..policy.checks import parsed
+from ..prompts import rendered
 
 
 class Pair(NamedTuple):
@@ -46,7 +46,7 @@ def _entries(data):
                 try:
                     yield f"{data} line {number}", parsed(line)
                 except ValueError as error:
-                    raise ValueError(f"{data} line {number} is no JSON: {error}") from None
+                    raise ValueError(f"{data} line {number} is not JSON: {error}; repair or drop the line") from None
 
 
 def _pair(name, entry, tokenizer, limits):
@@ -67,7 +67,7 @@ def _pair(name, entry, tokenizer, limits):
         )
     if len(prompt) + following > limits.context:
         raise ValueError(
-            f"{name}: a prompt of {len(prompt)} tokens and {following} behind it exceed the model's context of "
+            f"{name}: a prompt of {len(prompt)} tokens and {following} after it exceed the model's context of "
             f"{limits.context}; cut or drop it"
         )
     return Pair(name, prompt, response)
@@ -85,13 +85,12 @@ def _chat(name, messages, tokenizer):
     if messages and messages[-1]["role"] == "assistant":
         response = messages.pop()["content"]
     if not messages:
-        raise ValueError(f"{name} has no prompt: no message before the response")
+        raise ValueError(f"{name} has no prompt: give a message before the response, or drop the pair")
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except jinja2.TemplateError as error:
+        text = rendered(tokenizer, messages, "its messages")
+    except ValueError as error:
         raise ValueError(
-            f"{name}: the tokenizer's chat template refuses its messages: {error}; leave out the turn that it does not "
-            "take, or give prompt and response"
+            f"{name}: {error}; leave out the turn that it does not take, or give prompt and response"
         ) from None
     return tokenizer(text, add_special_tokens=False)["input_ids"], response
 
@@ -111,7 +110,7 @@ def _ids(name, what, value, tokenizer):
 
 
 class Responses:
-    """What the model answers to prompts, greedily, kept in JSONL files of a folder, one for each process."""
+    """The model's own greedy answers to prompts, kept in JSONL files of a folder, one for each process."""
 
     def __init__(self, model, folder, most, rank=0):
         self.model, self.most, self.known = model, most, {}

@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 
 from ..families import base_model, find_decoder
+from ..files import replacing, write
 from ..models import fingerprint
 from ..patch import is_patched
-from ..policy.adapter import Adapter, targets_of, write
+from ..policy.adapter import Adapter, targets_of
 from ..policy.checks import at_least_0, count, installed
 from .data import Limits, Responses, pairs
 from .passes import loss, truth
@@ -27,7 +28,7 @@ LR = {"qwen2": 2e-4, "qwen3": 2e-4, "qwen3_moe": 2e-4}  # table 16; 1e-3 for the
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the result of a training, besides model and data; a run goes on only with the same."""
+    """What decides the result of a training, besides model and data; a run continues only with the same."""
 
     steps: int = 7600
     batch: int = 32
@@ -74,13 +75,13 @@ def train(
     lr            None: the paper's, 2e-4 for Qwen and 1e-3 for others, after a warmup of that share of the steps
                   falling to 0 as a cosine; Adam with `betas`; gradients' norm clipped to `clip`
     tokens, rank, alpha, targets   of the `Adapter`; seed: of its first weights and of the order of pairs
-    held_out      the last so many pairs are not trained on, but validated with every `validate_every` steps: loss,
+    held_out      so many last pairs are not trained on but validated with every `validate_every` steps: loss,
                   recall@k and Kendall's tau against the true scores (k: an eighth of the prompt)
-    save_every    steps between checkpoints; a run that ended early, however, goes on from the last when called again
+    save_every    steps between checkpoints; called again, a run that was interrupted continues from the last one
 
     `out` gets log.jsonl (a line per step with its loss), checkpoint.pt, loss.png where matplotlib is installed, and the
     adapter. More processes: start them with `accelerate launch`. Raises ValueError for pairs that cannot be trained
-    on, a checkpoint of other settings or a damaged one, and a loss that is no number, after which the last checkpoint
+    on, a checkpoint of other settings or a damaged one, and a loss that is not finite, after which the last checkpoint
     is still there; OSError where `out` cannot be written.
     """
     check_installed(held_out)
@@ -159,7 +160,7 @@ class Run:
         self.accelerator.wait_for_everyone()
 
     def _one(self) -> dict:
-        """One optimizer step; raises ValueError, with nothing changed, where the loss is no number."""
+        """One optimizer step; raises ValueError, with nothing changed, where the loss is not finite."""
         start, settings, accelerator = time.perf_counter(), self.settings, self.accelerator
         chosen, world = settings.chosen(self.step, len(self.pairs)), accelerator.num_processes
         own = chosen[accelerator.process_index :: world]
@@ -222,7 +223,7 @@ class Run:
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
-            write(log, "".join(f"{line}\n" for line in lines[: self.step]).encode())
+            write(log, "".join(f"{line}\n" for line in lines[: self.step]))
 
 
 def check_installed(held_out) -> None:
@@ -238,7 +239,7 @@ def _accelerator(decoder):
 
 @contextlib.contextmanager
 def _frozen(model):
-    """Within, no weight of the model wants a gradient, and it is in eval mode."""
+    """Inside, no weight of the model requires a gradient, and the model is in eval mode."""
     wanted, training = [p for p in model.parameters() if p.requires_grad], model.training
     model.eval()
     for weight in wanted:
@@ -270,4 +271,5 @@ def _plot(folder):
     if held:
         axes.plot([line["step"] for line in held], [line["valid"]["loss"] for line in held], "o-", label="held out")
     axes.legend()
-    figure.savefig(folder / "loss.png", dpi=120, bbox_inches="tight")
+    with replacing(folder / "loss.png") as temporary:
+        figure.savefig(temporary, dpi=120, bbox_inches="tight")

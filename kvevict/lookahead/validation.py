@@ -1,4 +1,4 @@
-"""How near learned scores come to the true ones (LookaheadKV, table 8)."""
+"""How close learned scores are to the true ones (LookaheadKV, table 8)."""
 
 import torch
 
@@ -8,8 +8,8 @@ from . import passes
 
 @torch.no_grad()
 def similarity(decoder, adapter, prompt, response) -> dict:
-    """Of one pair, ids [N] and [R]: loss, and means over layers and kv heads of `recall` of the best eighth and of
-    `tau`, of scores that are not pooled."""
+    """Loss of one pair, ids [N] and [R], and means over layers and kv heads of the unpooled scores' `tau` and of their
+    `recall` of the best eighth."""
     found, each = passes.truth(decoder, prompt, response), []
 
     def note(layer, q, k, slots, options):
@@ -30,13 +30,14 @@ def _scores(q, k, slots, **options):
 
 
 def recall(got, want, k: int):
-    """The share of the k best of `want` [.., N] that are among the k best of `got`, mean over the rest."""
+    """The share of the k best of `want` [.., N] that are among the k best of `got`, mean over the other dimensions."""
     best = torch.zeros_like(want).scatter(-1, got.topk(k, -1).indices, 1)
     return best.gather(-1, want.topk(k, -1).indices).mean()
 
 
 def tau(got, want) -> torch.Tensor:
-    """Kendall's tau-b of [.., N], mean over the rest; 0 where the numbers of one are all equal. Needs scipy."""
+    """Kendall's tau-b of [.., N], mean over the other dimensions; 0 where the numbers of one are all equal.
+    Needs scipy."""
     from scipy.stats import kendalltau
 
     rows = zip(*(x.double().reshape(-1, x.shape[-1]).cpu().numpy() for x in (got, want)), strict=True)

@@ -1,4 +1,4 @@
-"""Which model: the bundled one, the one that a user names to `from_pretrained`, and a hash that tells them apart."""
+"""Which model: the bundled one, how one that the user names is loaded, and a hash that tells them apart."""
 
 import hashlib
 from pathlib import Path
@@ -25,7 +25,7 @@ def pretrained(kind, name: str, **options):
         except (OSError, ValueError):
             raise
         except Exception as error:  # configs are checked in many places
-            raise ValueError(f"{name} cannot be loaded: {error!r}; give another model, or mend its files") from None
+            raise ValueError(f"{name} cannot be loaded: {error!r}; give another model, or repair its files") from None
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {name}; give a .gguf file, a folder or a hub id")
     try:

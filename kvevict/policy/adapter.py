@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .. import families
-from ..files import replacing
+from ..files import write
 from .checks import at_least_0, count, parsed
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -24,7 +24,7 @@ BASE = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim",
 )  # fmt: skip
-_active: ContextVar = ContextVar("kvevict_lookahead_active", default=None)  # the `on` that runs in this thread
+_active: ContextVar = ContextVar("kvevict_lookahead_active", default=None)  # the `on` that is active in this thread
 
 
 class LoRA(nn.Module):
@@ -51,9 +51,8 @@ class Adapter(nn.Module):
     targets  "all", "qv", "none" (embeddings only), or names of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj,
              down_proj. Where a family fuses some of them the parts keep these names. Experts of a mixture carry none.
 
-    Behind the last layer that is evicted from, and in it behind the keys, nothing can reach a score: there is no LoRA
-    (METHODS section 6). Parameters are float32, on the model's device. Raises ValueError or TypeError for options that
-    do not fit.
+    What follows the keys of the last layer that evicts cannot change a score, and carries no LoRA (METHODS section 6).
+    Parameters are float32, on the model's device. Raises ValueError or TypeError for options that do not fit.
     """
 
     def __init__(self, model, tokens=32, rank=8, alpha=32, targets="all"):
@@ -71,7 +70,7 @@ class Adapter(nn.Module):
             index, block, name = path
             layer = _inner(_inner(self.layers, str(index)), block)
             layer[name] = LoRA(inputs, outputs, rank, alpha / rank, device)
-        with torch.no_grad():  # as some tokens of the vocabulary start
+        with torch.no_grad():  # initialised with embeddings of random tokens
             ids = torch.randint(embedding.weight.shape[0], (tokens,), device=device)
             self.embeddings = nn.Parameter(embedding(ids).detach().clone().float())
 
@@ -118,11 +117,11 @@ class Adapter(nn.Module):
         config = dict(format=FORMAT, version=VERSION, tokens=self.tokens, rank=self.rank, alpha=self.alpha)
         config |= dict(targets=list(self.targets), base=self.base, **about)
         write(folder / WEIGHTS, safetensors.torch.save(tensors, metadata={"format": "pt"}))
-        write(folder / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
+        write(folder / CONFIG, json.dumps(config, indent=2) + "\n")
 
 
 class _Add:
-    """A forward hook of a linear module: the last rows of its output get what the LoRA makes of its input."""
+    """A forward hook of a linear module: the LoRA of its input is added to the last rows of its output."""
 
     def __init__(self, token, parts, rows):
         self.token, self.parts, self.rows = token, parts, rows
@@ -171,9 +170,13 @@ def config_of(folder) -> dict:
     try:
         config = parsed(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"adapter {str(folder)!r} is no folder of a lookahead adapter: {error}") from error
+        raise ValueError(
+            f"adapter {str(folder)!r} is not the folder of a lookahead adapter: {error}; give a trained one"
+        ) from error
     if not isinstance(config, dict) or config.get("format") != FORMAT or config.get("version") != VERSION:
-        raise ValueError(f"{path} is no config of a {FORMAT} adapter, version {VERSION}; give a folder that has one")
+        raise ValueError(
+            f"{path} is not the config of a {FORMAT} adapter, version {VERSION}; give a folder that has one"
+        )
     missing = {"tokens", "rank", "alpha", "targets", "base"} - config.keys()
     if missing:
         raise ValueError(f"{path} lacks {', '.join(sorted(missing))}; train or copy the adapter anew")
@@ -186,12 +189,6 @@ def config_of(folder) -> dict:
 def bundled() -> str:
     """Folder of the adapter for the model that comes with the package (`kvevict.small_llama()`)."""
     return str(Path(__file__).parent.parent / "models" / "small_llama_lookahead")
-
-
-def write(path, data: bytes) -> None:
-    """A whole new file or, on an error, the old one."""
-    with replacing(path) as part:
-        Path(part).write_bytes(data)
 
 
 def targets_of(targets) -> tuple:

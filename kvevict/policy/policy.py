@@ -7,7 +7,7 @@ import numbers
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from . import legacy, rules
+from . import rules
 from .checks import PLENTY, builtin, count, flag, one_of, parsed, unknown
 from .heads import HeadBudget
 from .layers import LayerBudget
@@ -122,7 +122,6 @@ class Policy:
         known = [f.name for f in dataclasses.fields(cls)]
         if not isinstance(data, dict):
             raise ValueError(f"a policy in JSON is an object of its fields, got {text[:40]!r}")
-        data = legacy.fields(data, PARTS["score"][0])
         for name in data:
             one_of("field of a policy", name, known)
         kinds = {"select_by_layer": "select"}
@@ -289,8 +288,6 @@ def build(policy, *, budget=None, chunk_size=None, **options) -> Policy:
         choices = {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy)}
     else:
         raise TypeError(f"policy must be a preset's name or a kvevict.Policy, got {type(policy).__name__}")
-    score = as_part("score", options.get("score", choices["score"]))
-    options = legacy.options(options, probes=type(score) is PARTS["score"][0]["take"])
     if isinstance(policy, Policy) and "score" in options:  # what came with the old one goes with it
         old = policy.score
         for name, own in (("decode", old.decodes), ("interval", _own_interval(old)), ("rows", old.rows)):

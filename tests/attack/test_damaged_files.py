@@ -89,6 +89,9 @@ def test_caches(caches, tmp_path):
             assert path.read_bytes() == before
             return "refused"
         seen = cache.get_seq_length()
+        for head in (head.tolist() for layer in cache.layers if hasattr(layer, "positions") for row in layer.positions()
+                     for head in row):  # fmt: skip
+            assert head == sorted(set(head)) and all(0 <= position < seen for position in head)
         try:
             with torch.no_grad(), kvevict.evicting(model, policy, **options):
                 for more in (1, 2):

@@ -1,5 +1,6 @@
 """Bad input to files and commands: one clear error that names the argument, and everything as it was."""
 
+import errno
 import io
 import json
 import os
@@ -7,6 +8,7 @@ import resource
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import tiny
@@ -17,16 +19,18 @@ from tiny import prompt, save, shared
 from transformers import DynamicCache
 
 import kvevict
+from kvevict import files
 from kvevict.analysis.cost import plan
-from kvevict.analysis.run import MARGIN, encode, first_ids, ids_of
+from kvevict.analysis.run import encode
 from kvevict.analysis.shape import shape_of
 from kvevict.cli import main
 from kvevict.commands import read_text
 from kvevict.evaluate.results import Results, read
-from kvevict.files import replacing
+from kvevict.files import replacing, write
 from kvevict.policy.apportion import apportion
 from kvevict.policy.checks import DEEPEST, PLENTY, parsed
 from kvevict.policy.text import parse_policy
+from kvevict.prompts import MARGIN, first_ids, ids_of
 
 DEEP = "[" * 100_000
 DEEPER = "[" * (DEEPEST + 1) + "]" * (DEEPEST + 1)  # which Python reads
@@ -96,7 +100,7 @@ def test_caches_that_lie(cache, tmp_path, lie):
 @pytest.mark.parametrize("text", [DEEP, DEEPER, "9" * 5000, "{}"])
 def test_layers_of_a_cache_that_are_none(cache, tmp_path, text):
     path = tmp_path / "cache"
-    save_file({"0.k": torch.ones(1)}, path, metadata={"format": "kvevict-cache-2", "layers": text})
+    save_file({"0.k": torch.ones(1)}, path, metadata={"format": "kvevict-cache-3", "layers": text})
     with pytest.raises(ValueError, match=str(path)):
         kvevict.load_cache(path, shared())
 
@@ -106,11 +110,11 @@ def test_what_the_file_system_refuses(cache, tmp_path):
     with pytest.raises(FileNotFoundError):
         kvevict.save_cache(cache, tmp_path / "none" / "cache")
     (tmp_path / "folder").mkdir()
-    for write in (lambda path: kvevict.save_cache(cache, path), kvevict.history("mistakes").save):
+    for saved in (lambda path: kvevict.save_cache(cache, path), kvevict.history("mistakes").save):
         with pytest.raises(IsADirectoryError):
-            write(tmp_path / "folder")
+            saved(tmp_path / "folder")
         with pytest.raises(TypeError):
-            write(None)
+            saved(None)
     with pytest.raises(IsADirectoryError):
         kvevict.load_cache(tmp_path / "folder", shared())
     assert os.listdir(tmp_path) == ["folder"] and not os.listdir(tmp_path / "folder")
@@ -157,7 +161,7 @@ def test_links_bytes_and_devices(cache, tmp_path):
     assert kvevict.load_cache(os.fsencode(link), shared()).get_seq_length() == 40
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", "/dev/null"):
-        with pytest.raises(ValueError, match="no regular file"):
+        with pytest.raises(ValueError, match="not a regular file"):
             kvevict.save_cache(cache, path)
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode) and stat.S_ISCHR(os.stat("/dev/null").st_mode)
 
@@ -170,6 +174,69 @@ def test_replacing_after_an_error(tmp_path):
             file.write("half")
         raise KeyboardInterrupt
     assert path.read_text() == "before" and os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("failing", ["mkdir", "fsync", "replace"])
+def test_a_disk_that_fails(cache, tmp_path, monkeypatch, failing):
+    """Whatever fails, the old file stays, no other is left, and the error names the file that was asked for."""
+    saved = {name: tmp_path / name for name in ("cache", "history", "page")}
+    for path in saved.values():
+        path.write_text("before")
+
+    def fails(*args, **kwargs):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, failing, fails)
+    writers = dict(
+        cache=lambda path: kvevict.save_cache(cache, path), history=kvevict.history("mistakes").save,
+        page=lambda path: write(path, "after"),
+    )  # fmt: skip
+    for name, path in saved.items():
+        with pytest.raises(OSError) as error:
+            writers[name](path)
+        assert error.value.errno == errno.EIO and error.value.filename == str(path)
+    monkeypatch.undo()
+    assert all(path.read_text() == "before" for path in saved.values())
+    assert sorted(os.listdir(tmp_path)) == sorted(saved)
+
+
+def test_a_write_that_fails(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    path.write_text("before")
+
+    class Full(io.FileIO):
+        def write(self, data):
+            super().write(data[: len(data) // 2])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files, "open", lambda name, mode: Full(name, mode.replace("b", "")), raising=False)
+    with pytest.raises(OSError, match=f"No space left.*{path}"):
+        write(path, "after")
+    assert path.read_text() == "before" and os.listdir(tmp_path) == ["file"]
+
+
+def test_writes_of_one_path_at_once(tmp_path):
+    """Each has a file of its own, also in one process; the last one to end stays."""
+    path = tmp_path / "file"
+    with replacing(path) as one, replacing(path) as other:
+        Path(one).write_text("one")
+        Path(other).write_text("other")
+        assert one != other and not path.exists()
+    assert path.read_text() == "one" and os.listdir(tmp_path) == ["file"]
+
+
+def test_what_is_written_is_on_the_disk_first(tmp_path, monkeypatch):
+    """The file is synced before it gets its name, the folder after; its mode is that of any new file."""
+    calls, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: (calls.append(os.readlink(f"/proc/self/fd/{handle}")), fsync(handle))
+    )
+    monkeypatch.setattr(os, "replace", lambda *names: (calls.append(names), replace(*names)))
+    write(tmp_path / "file", "text")
+    (temporary, (source, target), folder), plain = calls, tmp_path / "plain"
+    assert temporary == source and target == str(tmp_path / "file") and folder == str(tmp_path)
+    plain.write_text("text")
+    assert (tmp_path / "file").stat().st_mode == plain.stat().st_mode
 
 
 # -- numbers and JSON --------------------------------------------------------------------------------------------------

@@ -18,9 +18,10 @@ import torch
 from transformers import DynamicCache
 
 import kvevict
-from kvevict.analysis.run import frame, ids_of, load_model
+from kvevict.analysis.run import load_model
 from kvevict.commands import add_budget, add_policy, build_policies, grid, read_text
 from kvevict.evaluate.haystack import Haystack
+from kvevict.prompts import frame, ids_of
 
 QUESTIONS = [f"{ask} is spoken of {where}?" for ask in ("Who", "What") for where in (
     "first", "last", "in the middle", "most often", "only once",

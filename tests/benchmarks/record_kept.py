@@ -12,7 +12,6 @@ import collections
 import itertools
 import json
 import sys
-import warnings
 from pathlib import Path
 
 import torch
@@ -76,7 +75,6 @@ def main():
         moved = collections.Counter(key.split("/", 1)[1].rsplit("/", 3)[0] for key in both if ours[key] != theirs[key])
         print(f"{len(both)} in both, {sum(moved.values())} differ: {dict(moved)}")
         return
-    warnings.simplefilter("ignore", FutureWarning)
     torch.set_num_threads(1)
     Path(args.file).write_text(json.dumps(record()))
 

@@ -19,7 +19,6 @@ LAYERS = (
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}
 EXCEPTIONS = {
-    ("answer.py", "analysis"),
     ("engine/choosers.py", "analysis"),
     ("engine/evict.py", "analysis"),
     ("engine/meter.py", "analysis"),

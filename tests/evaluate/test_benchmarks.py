@@ -1,5 +1,6 @@
 """Tasks that read a downloaded benchmark, on small benchmarks made here; on the real ones where these are at hand."""
 
+import hashlib
 import json
 import random
 import re
@@ -169,7 +170,8 @@ def test_longbench_question_longer_than_half():
 
 
 def test_longbench_download(data, tmp_path, monkeypatch):
-    """Without a folder: records from the hub's archive, templates from the repository."""
+    """Without a folder: records from the hub's archive, templates from the repository, of pinned commits."""
+    assert re.fullmatch(r"https://.*/[0-9a-f]{40}/LongBench/config/", longbench.CONFIG)
     with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
         archive.write(data / "longbench/trec.jsonl", "data/trec.jsonl")
     asked = []
@@ -180,12 +182,21 @@ def test_longbench_download(data, tmp_path, monkeypatch):
 
     longbench.download.cache_clear()
     monkeypatch.setattr("huggingface_hub.hf_hub_download", hub)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(longbench, "CONFIG", (data / "longbench").as_uri() + "/")
+    pinned = longbench.SHA256
+    monkeypatch.setattr(longbench, "SHA256", {
+        name: hashlib.sha256((data / "longbench" / name).read_bytes()).hexdigest() for name in pinned
+    })  # fmt: skip
     task = TASKS["longbench/trec"]
     assert list(task(settings())) == list(task(settings(data)))
     assert list(task(settings(cases=2))) == list(task(settings(data, cases=2)))
-    assert asked == [(("THUDM/LongBench", "data.zip"), {"repo_type": "dataset"})]
+    revision = "4a90f81c8db79f60c15f77dcd207a1099038c775"
+    assert asked == [(("THUDM/LongBench", "data.zip"), {"repo_type": "dataset", "revision": revision})]
     longbench.download.cache_clear()
+    monkeypatch.setattr(longbench, "SHA256", pinned)
+    with pytest.raises(ValueError, match=r"data: .*dataset2prompt.json is not the file that is pinned.*give a folder"):
+        list(task(settings()))
     monkeypatch.setattr(longbench, "CONFIG", tmp_path.as_uri() + "/")
     with pytest.raises(ValueError, match=r"could not be downloaded.*dataset2prompt.json") as error:
         list(task(settings()))
@@ -392,7 +403,7 @@ def test_real_others(name, length, want, real):
 
 @pytest.mark.parametrize("number", range(1, 21))
 def test_real_babi(number, real):
-    """Every file is read whole; each question has the answer that its row ends with."""
+    """Every file is read in full; each question has the answer that its row ends with."""
     folder = SHARED / "eval/babi"
     (path,) = (folder / "en").glob(f"qa{number}_*_test.txt")
     questions = sum("?" in row for row in path.read_text("utf-8").splitlines())

@@ -19,13 +19,13 @@ from tiny import model as tiny_model
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvevict import PRESETS, evicting, small_llama
-from kvevict.analysis.run import ids_of
 from kvevict.cli import main
 from kvevict.evaluate import ask, intervals, summary, table
 from kvevict.evaluate.metrics import METRICS
 from kvevict.evaluate.results import read
 from kvevict.evaluate.run import Plan, evaluate
 from kvevict.evaluate.tasks import TASKS, Case
+from kvevict.prompts import ids_of
 
 NEW = 6
 NORMAL = statistics.NormalDist().inv_cdf(0.975)

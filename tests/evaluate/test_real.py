@@ -8,13 +8,14 @@ from tiny import byte_tokenizer, chat_tokenizer, save, scripted
 
 from kvevict.analysis import compare
 from kvevict.analysis import run as analysis
-from kvevict.analysis.run import Prompt, encode, frame, measure, observe
+from kvevict.analysis.run import Prompt, encode, measure, observe
 from kvevict.cli import main
 from kvevict.evaluate import ask
 from kvevict.evaluate.results import read
 from kvevict.evaluate.run import Plan, evaluate
 from kvevict.evaluate.tasks import MARGIN, TASKS, Case, Settings
 from kvevict.policy import build
+from kvevict.prompts import frame, line_ended
 
 QUESTION, OPENING = "\n\nQuestion: What?\nAnswer: It is", "Answer: It is"
 TAIL = "</user>\n<assistant>\n"
@@ -115,8 +116,8 @@ def test_measured_answers_stop_too(net, policy, one_line):
 
 
 def test_empty_lines_do_not_end_an_answer():
-    assert not analysis.line_ended(byte_tokenizer(), byte_tokenizer()("\n\n 42")["input_ids"])
-    assert analysis.line_ended(byte_tokenizer(), byte_tokenizer()("\n\n 42\n")["input_ids"])
+    assert not line_ended(byte_tokenizer(), byte_tokenizer()("\n\n 42")["input_ids"])
+    assert line_ended(byte_tokenizer(), byte_tokenizer()("\n\n 42\n")["input_ids"])
 
 
 # -- windows and probes -----------------------------------------------------------------------------------------------

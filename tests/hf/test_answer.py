@@ -7,7 +7,8 @@ import tiny
 import torch
 
 import kvevict
-from kvevict.analysis.run import frame, ids_of, load_model
+from kvevict.analysis.run import load_model
+from kvevict.prompts import frame, ids_of
 
 CONTEXT = "The harbour opens at seven and the lantern is lit at nine; nobody in the town knows why. " * 3
 QUESTIONS = ["When?", "Why is the lantern lit?", "?"]

@@ -8,6 +8,7 @@ import os
 import pytest
 import tiny
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny import prompt, shared
 from transformers import DynamicCache
@@ -171,6 +172,11 @@ def change(tensors, facts, name, edit):
     tensors[name] = edit(tensors[name])
 
 
+def at(tensors, name, index, value):
+    tensors[name] = tensors[name].clone()
+    tensors[name][index] = value
+
+
 def one_row(tensors, layer):
     """Cut a layer to its first batch row, all counts right."""
     slots = int(tensors[f"{layer}.len"][0].sum())
@@ -195,6 +201,23 @@ LIES = {
     "fewer values": lambda t, f: change(t, f, "2.v", lambda x: x[:-1].clone()),
     "other values' dtype": lambda t, f: change(t, f, "2.v", lambda x: x.half()),
     "fewer positions": lambda t, f: change(t, f, "2.pos", lambda x: x[:-1].clone()),
+    "positions as int64": lambda t, f: change(t, f, "2.pos", lambda x: x.long()),
+    "a negative position": lambda t, f: at(t, "2.pos", 0, -1),
+    "a position that was not read": lambda t, f: at(t, "2.pos", -1, 40),
+    "a position beyond int32's middle": lambda t, f: at(t, "2.pos", -1, 2**31 - 1),
+    "two equal positions": lambda t, f: at(t, "2.pos", 1, t["2.pos"][0]),
+    "positions that descend": lambda t, f: change(t, f, "2.pos", lambda x: x.flip(0)),
+    "two positions swapped in the last head": lambda t, f: change(
+        t, f, "3.pos", lambda x: torch.cat([x[:-2], x[-2:].flip(0)])),
+    "two heads' positions swapped at their border": lambda t, f: change(
+        t, f, "1.pos", lambda x: torch.cat([x[:9], x[9:11].flip(0), x[11:]])),
+    "an end below the tokens": lambda t, f: f[2].update(end=39),
+    "no end": lambda t, f: f[2].pop("end"),
+    "an end as text": lambda t, f: f[2].update(end="40"),
+    "ties as text, two equal positions": lambda t, f: (
+        at(t, "2.pos", 1, t["2.pos"][0]), f[2].update(ties="yes")),
+    "a negative next position": lambda t, f: t.update({"0.upcoming": torch.tensor([40, -1])}),
+    "a next position too far on": lambda t, f: t.update({"0.upcoming": torch.tensor([40, 41])}),
     "float positions": lambda t, f: change(t, f, "2.pos", lambda x: x.float()),
     "float seen": lambda t, f: change(t, f, "0.seen", lambda x: x.float()),
     "seen of three rows": lambda t, f: change(t, f, "0.seen", lambda x: torch.cat([x, x[:1]])),
@@ -218,15 +241,56 @@ LIES = {
 
 @pytest.mark.parametrize("lie", LIES)
 def test_counts_that_lie(saved, tmp_path, lie):
-    from safetensors import safe_open
-
     tensors = load_file(saved["llama"])
     with safe_open(saved["llama"], framework="pt") as file:
         meta = file.metadata()
     facts = json.loads(meta["layers"])
     LIES[lie](tensors, facts)
     save_file(tensors, tmp_path / "lie", metadata=meta | {"layers": json.dumps(facts)})
+    data = (tmp_path / "lie").read_bytes()
     refused(tmp_path / "lie")
+    assert (tmp_path / "lie").read_bytes() == data and os.listdir(tmp_path) == ["lie"]
+    kvevict.load_cache(saved["llama"], shared())
+
+
+def test_a_refused_file_changes_nothing(saved, tmp_path):
+    """The patched model goes on with the cache that it has, and reports what it reported."""
+    tensors, model = load_file(saved["llama"]), shared()
+    at(tensors, "3.pos", -1, 40)
+    with safe_open(saved["llama"], framework="pt") as file:
+        save_file(tensors, tmp_path / "lie", metadata=file.metadata())
+    with kvevict.evicting(model, "h2o", budget=10), torch.no_grad():
+        cache = read(model, prompt(2, 40, pad=(0, 9)))
+        report, twin = kvevict.report(model, positions=True), copy.deepcopy(cache)
+        assert "layer 3: pos has positions that are not in 0 .. 39" in refused(tmp_path / "lie", model)
+        assert kvevict.report(model, positions=True) == report
+        for one, other in zip(cache.layers, twin.layers, strict=True):
+            assert torch.equal(one.k, other.k) and torch.equal(one.pos, other.pos) and torch.equal(one.len, other.len)
+        mask, ids = torch.ones(2, 41, dtype=torch.long), torch.tensor([[5], [6]])
+        mask[1, :9] = 0
+        logits = [model(ids, attention_mask=mask, past_key_values=each).logits for each in (cache, twin)]
+        assert torch.equal(*logits)
+
+
+@torch.no_grad()
+def test_positions_of_the_caller(tmp_path):
+    """Positions beyond the text's length, and equal ones, are saved and loaded; descending ones cannot be saved."""
+    model, ids = tiny.model(), prompt(1, 40)["input_ids"]
+    far = torch.arange(40)[None] * 3
+    tied = torch.arange(40)[None].clamp_max(30)
+    with kvevict.evicting(model, "h2o", budget=10):
+        for positions in (far, tied):
+            cache = model(ids, position_ids=positions, use_cache=True).past_key_values
+            kvevict.save_cache(cache, tmp_path / "cache")
+            loaded = kvevict.load_cache(tmp_path / "cache", model)
+            for one, other in zip(cache.layers, loaded.layers, strict=True):
+                assert [head.tolist() for row in one.positions() for head in row] == [
+                    head.tolist() for row in other.positions() for head in row
+                ]
+        cache = model(ids, position_ids=far.flip(1), use_cache=True).past_key_values
+        with pytest.raises(ValueError, match="layer 0 has positions that do not ascend"):
+            kvevict.save_cache(cache, tmp_path / "other")
+    assert os.listdir(tmp_path) == ["cache"]
 
 
 @pytest.mark.parametrize("name, edit", [
@@ -234,8 +298,6 @@ def test_counts_that_lie(saved, tmp_path, lie):
     ("0.keys", lambda x: x.flatten()), ("0.keys", None),
 ])  # fmt: skip
 def test_sliding_layers_that_lie(saved, tmp_path, name, edit):
-    from safetensors import safe_open
-
     tensors = load_file(saved["gemma3"])
     with safe_open(saved["gemma3"], framework="pt") as file:
         meta = file.metadata()

@@ -33,7 +33,7 @@ def test_table(name, kind):
         write(line)
     elif wanted is None or line.verdict == known.UNTRIED:
         return
-    elif known.right(name, line.decoder) or not wanted.since:
+    elif known.is_verified(name, line.decoder) or not wanted.since:
         assert (line.decoder, line.verdict) == (wanted.decoder, wanted.verdict), line.note
 
 
@@ -60,7 +60,7 @@ def write(line):
 @pytest.fixture
 def unknown(monkeypatch):
     """No type is known."""
-    monkeypatch.setattr(known, "right", lambda *names: False)
+    monkeypatch.setattr(known, "is_verified", lambda *names: False)
     monkeypatch.setattr(known, "refused", lambda *names: None)
 
 
@@ -127,14 +127,14 @@ class Bypassing(transformers.LlamaForCausalLM):
 def test_a_decoder_that_is_not_called_is_refused(unknown):
     model = tiny.model("llama")
     model.twin, model.__class__ = [copy.deepcopy(model.model)], Bypassing
-    with pytest.raises(ValueError, match="its text decoder is not what fills its cache"):
+    with pytest.raises(ValueError, match="its cache is not filled by its text decoder"):
         kvevict.patch(model, "snapkv", budget=64)
 
 
 def test_chunks_that_differ_are_refused(unknown):
     """Jamba starts its state anew with every call, patched or not."""
     model = zoo.make("jamba", "JambaForCausalLM")
-    with pytest.raises(ValueError, match="unpatched, too, it reads otherwise in two calls"):
+    with pytest.raises(ValueError, match="the unpatched model's output in two calls differs"):
         kvevict.patch(model, "snapkv", budget=64)
     assert "forward" not in model.model.__dict__
 
@@ -156,7 +156,7 @@ def test_layers_without_rope():
     """They are seen to turn nothing; the others are."""
     model = zoo.make("smollm3", "SmolLM3ForCausalLM")
     wanted = {index: bool(rope) for index, rope in enumerate(model.config.no_rope_layers)}
-    assert trial.turning(model, model.model, list(wanted)) == wanted
+    assert trial.rotating(model, model.model, list(wanted)) == wanted
     assert set(wanted.values()) == {True, False}
 
 
@@ -179,12 +179,12 @@ def test_parallel_blocks_have_no_middle():
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2"])
-def test_behind_attention(family):
+def test_after_attention(family):
     """By name where names are known: what normalises the stream before the MLP, or the MLP itself."""
     model = tiny.model(family)
     name = {"llama": "post_attention_layernorm", "gemma2": "pre_feedforward_layernorm", "olmo2": "mlp"}[family]
     order = [i for i, kind in enumerate(families.layer_kinds(model.config)) if kind == families.OWN]
-    assert trial.behind_attention(model, model.model, order) == dict.fromkeys(order, name)
+    assert trial.after_attention(model, model.model, order) == dict.fromkeys(order, name)
 
 
 @pytest.mark.parametrize("family", ["phi3", "mistral"])

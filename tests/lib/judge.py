@@ -186,9 +186,9 @@ def layers_that_turn(model, decoder, inputs, want) -> str:
     kinds = families.layer_kinds(decoder.config)
     order = [index for index, kind in enumerate(kinds) if kind in families.EVICTS]
     try:
-        turns = trial.turning(model, decoder, order)
+        turns = trial.rotating(model, decoder, order)
     except ValueError as error:
-        return "no turning: " + str(error).split(";")[0]
+        return "no rotation: " + str(error).split(";")[0]
     modules = {index: families.attention_of(families.layers_of(decoder)[index], index) for index in order}
     first, then, seen = torch.tensor([2]), torch.tensor([37]), {}
 
@@ -222,7 +222,7 @@ def residual(model, decoder, inputs, want) -> str:
     kinds = families.layer_kinds(decoder.config)
     order = [index for index, kind in enumerate(kinds) if kind in families.EVICTS]
     try:
-        trial.behind_attention(model, decoder, order)
+        trial.after_attention(model, decoder, order)
     except ValueError as error:
         return str(error).replace(": give the layer budget", ": tada needs")
     kvevict.history().reset()

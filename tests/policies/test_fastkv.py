@@ -12,6 +12,7 @@ from oracle_fastkv import FastRow
 from test_patch import snapshot
 from test_policies import NEAR, VOCAB, check_report, kept, model, tokens
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AttentionInterface
 
 import kvevict
 from kvevict.analysis.cost import plan
@@ -213,7 +214,7 @@ def test_what_is_kept_and_what_goes_on_are_the_source_s():
             given[module.layer_idx] = q[0], k[0]
             return attend(module, q, k, v, *args, **kwargs)
 
-        kvevict.engine.attention.AttentionInterface.register(kvevict.engine.attention.NAME, note)
+        AttentionInterface.register(kvevict.engine.attention.NAME, note)
         try:
             made(ids, logits_to_keep=1)
         finally:

@@ -311,7 +311,7 @@ def test_damaged_or_missing(tmp_path):
     model = tiny.model("llama")
     with pytest.raises(ValueError, match="kvevict train"):
         kvevict.patch(model, "lookahead", budget=64)
-    with pytest.raises(ValueError, match="no folder of a lookahead adapter"):
+    with pytest.raises(ValueError, match="not the folder of a lookahead adapter"):
         kvevict.patch(model, "lookahead", adapter=str(tmp_path / "none"), budget=64)
     with pytest.raises(TypeError, match="adapter must be"):
         kvevict.patch(model, "lookahead", adapter=3, budget=64)

@@ -1,7 +1,7 @@
-"""Names: parts of one's own, old option names, and what is said of wrong ones."""
+"""Names: parts of one's own, and what is said of wrong ones."""
 
 import json
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import numpy as np
 import pytest
@@ -13,53 +13,36 @@ from kvevict.policy import PARTS, Policy, build
 
 
 @pytest.mark.parametrize(
-    "old, new",
+    "policy, options, message",
     [
-        (("snapkv", dict(error="caote")), ("snapkv", dict(refine="caote"))),
-        (("snapkv+caote", dict(rows="each")), ("snapkv+caote", dict(weights="each"))),
-        (("take", dict(alpha=0.32)), ("take", dict(ema_alpha=0.32))),
-        (("take", dict(probe_positions="true")), ("take", dict(place="true"))),
-        (("oracle", dict(response=(1, 2))), ("oracle", dict(ids=(1, 2)))),
-        (("vatp", dict(base="snapkv", window=8)), ("vatp", dict(score="paasvn", window=8))),
-        (("vatp", dict(base="h2o")), ("vatp", {})),
+        ("take", dict(alpha=0.32), "unknown option 'alpha'; did you mean 'ema_alpha'"),
+        ("snapkv", dict(refinement="caote"), "unknown option 'refinement'; did you mean 'refine'"),
+        ("snapkv", dict(error="caote"), "unknown option 'error'; known: .*refine"),
+        ("take", dict(probe_positions="true"), "unknown option 'probe_positions'; known: .*place"),
+        ("vatp", dict(base="snapkv"), "unknown option 'base'; known: .*score"),
     ],
 )
-def test_old_options_work_with_one_warning(old, new):
-    with pytest.warns(FutureWarning) as said:
-        policy = build(old[0], budget=64, **old[1])
-    assert policy == build(new[0], budget=64, **new[1])
-    assert len(said) == 1 and next(iter(new[1]), "score") in str(said[0].message)
+def test_unknown_options_name_the_nearest(policy, options, message):
+    with pytest.raises(ValueError, match=message):
+        build(policy, budget=64, **options)
 
 
 def test_a_policy_s_first_argument_is_its_score():
     assert Policy("knorm", budget=64) == Policy(score="knorm", budget=64)
 
 
-OLD_JSON = {
-    "take": ({"name": "take", "probe": 16, "alpha": 0.3, "probe_positions": "true", "append": True, "kernel": 9},
-             dict(probe=16, ema_alpha=0.3, place="true", kernel=9)),
-    "snapkv": ({"name": "snapkv", "window": 8, "reduce": "mean"}, dict(window=8, reduce="mean")),
-    "oracle": ({"name": "oracle", "response": [4, 5]}, dict(ids=(4, 5))),
-    "laq": ({"name": "laq", "n_d": 4, "window": 8, "reduce": "max"}, dict(n_d=4, window=8, reduce="max", group="max")),
-    "paasvn": ({"name": "vatp", "base": "snapkv", "sink": 2, "recent": None, "window": 8},
-               dict(heads="equal", sink=2, window=8)),
-    "fastkv": ({"name": "fastkv", "window": 4, "tsp": 1, "tsp_len": 100}, dict(window=4, tsp=1, tsp_len=100)),
-    "streaming": ({"name": "streaming", "sink": 2, "rerotate": True}, dict(sink=2, rerotate=True)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("preset", OLD_JSON)
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_old_json_is_read(preset):
-    score, options = OLD_JSON[preset]
-    text = json.dumps({"score": score, "error": {"name": "none"}, "budget": 128, "schedule": "prompt"})
-    want = build(preset, budget=128, schedule="prompt", warmup_layers=None, **options)
-    assert Policy.from_json(text) == replace(want, chunk_size=None)
-
-
-def test_errors_is_an_old_name():
-    with pytest.warns(FutureWarning, match="REFINEMENTS"):
-        assert kvevict.ERRORS is kvevict.REFINEMENTS
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"refinement": "none"}, "unknown field of a policy 'refinement'; did you mean 'refine'"),
+        ({"error": {"name": "none"}}, "unknown field of a policy 'error'; known: .*refine"),
+        ({"rows": {"name": "probe", "alpha": 0.3}}, "unknown option of probe 'alpha'; did you mean 'ema_alpha'"),
+        ({"score": {"name": "vatp", "base": "h2o"}}, "unknown option of vatp 'base'; known: recent, sink"),
+    ],
+)
+def test_unknown_fields_in_json_name_the_nearest(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Policy.from_json(json.dumps(fields | {"budget": 128}))
 
 
 def test_no_option_has_two_meanings():

@@ -13,8 +13,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...analysis.run import ids_of
 from ...policy.registry import Registry, load_folder
+from ...prompts import ids_of
 
 TASKS = Registry("task")
 FIDELITY = "fidelity"  # the task, and its metric

@@ -10,11 +10,11 @@ these. They also end samsum's answers at the first newline; its metric reads the
 
 import functools
 import json
-import urllib.request
 import zipfile
 from pathlib import Path
 
 from ..data import drawn, files, read_jsonl
+from ..download import Changed, of_hub, of_web
 from . import TASKS, Case
 
 METRIC = {
@@ -29,17 +29,21 @@ METRIC = {
 NO_CHAT = ("trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p")
 PROMPTS, LENGTHS = "dataset2prompt.json", "dataset2maxlen.json"
 ORIGIN = f"the hub's dataset THUDM/LongBench, and {PROMPTS} and {LENGTHS} of the repository THUDM/LongBench"
-CONFIG = "https://raw.githubusercontent.com/THUDM/LongBench/main/LongBench/config/"
+CONFIG = "https://raw.githubusercontent.com/THUDM/LongBench/c5ea10bcd06285223c58dfed76bbc92d22273709/LongBench/config/"
+SHA256 = {
+    PROMPTS: "56d22ad4f382169c2b8a11ff4c982a4a1bea096c8152b0f0b85b64686b157c30",
+    LENGTHS: "72966b3c0933e214591637fb085798c5e687ebff4ddaab5d99bbc31120532022",
+}
+DATA = ("THUDM/LongBench", "data.zip", "4a90f81c8db79f60c15f77dcd207a1099038c775")  # the last commit that changed it
 
 
 @functools.lru_cache(maxsize=1)
 def download() -> tuple[str, dict, dict]:
-    """The hub's data.zip (in its cache), and the templates and the answer lengths by dataset."""
-    import huggingface_hub
-
+    """The hub's data.zip (in its cache), and the templates and the answer lengths by dataset, each as it is pinned."""
     try:
-        archive = huggingface_hub.hf_hub_download("THUDM/LongBench", "data.zip", repo_type="dataset")
-        return archive, *(json.load(urllib.request.urlopen(CONFIG + name, timeout=60)) for name in (PROMPTS, LENGTHS))
+        return of_hub(*DATA), *(json.loads(of_web(CONFIG + name, sha256)) for name, sha256 in SHA256.items())
+    except Changed as error:
+        raise ValueError(f"data: {error}; or give a folder that holds the unpacked data.zip of {ORIGIN}") from None
     except Exception as error:  # the hub's own kinds of errors are many, and all mean the same here
         raise ValueError(
             f"data: LongBench could not be downloaded ({type(error).__name__}: {error}); give a folder that holds the "

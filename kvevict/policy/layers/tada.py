@@ -3,7 +3,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...files import replacing
+from ...files import write
 from ..checks import at_least_0, count, flag, one_of, parsed
 from . import LAYERS, LayerBudget
 
@@ -80,8 +80,7 @@ class History:
             self.errors = [mean + (x - mean) / self.contexts for mean, x in zip(old, errors, strict=True)]
 
     def save(self, path) -> None:
-        with replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
-            json.dump(dict(contexts=self.contexts, errors=self.errors), file)
+        write(path, json.dumps(dict(contexts=self.contexts, errors=self.errors)))
 
     def load(self, path) -> None:
         """Read what `save` wrote; raises ValueError for another kind of file."""

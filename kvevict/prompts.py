@@ -1,0 +1,64 @@
+"""Texts and questions as token ids, in the tokenizer's chat template if it has one."""
+
+import torch
+
+MARGIN = 256  # tokens after a cut that a tokenizer may look at, far more than it does
+
+
+def first_ids(tokenizer, text: str, count: int) -> tuple:
+    """The first `count` ids of a text, and whether these are all. Only as much of a long text is tokenised as they
+    need."""
+    letters = 8 * (count + MARGIN)
+    while True:
+        ids, whole = ids_of(tokenizer, text[:letters]), letters >= len(text)
+        if whole or len(ids) >= count + MARGIN:
+            return ids[:count], whole and len(ids) <= count
+        letters *= 2
+
+
+def ids_of(tokenizer, text: str) -> list:
+    """Ids of a text as it is: a special token's name in it is text like any other."""
+    return tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+
+
+def frame(tokenizer, question: str, opening: str = "", chat=True) -> tuple:
+    """(ids before a text, ids after it, how many of the latter follow the question's own).
+
+    After the text come the question and what opens the answer. In a chat template, if the tokenizer has one and `chat`
+    is true, the question ends the user's turn and the opening starts the assistant's. Raises ValueError for a template
+    that refuses a single user's turn or changes it.
+    """
+    if not (chat and tokenizer.chat_template):
+        ids = ids_of(tokenizer, question + opening)
+        return tokenizer("")["input_ids"], ids, len(ids) - len(ids_of(tokenizer, question)) if opening else 0
+    mark = "\u0001"  # stands around the question, so that the template does not trim it
+    try:
+        parts = rendered(tokenizer, [{"role": "user", "content": mark + mark}], "a user's turn alone").split(mark)
+    except ValueError as error:
+        raise ValueError(f"{error}; set another chat_template") from None
+    if len(parts) != 3:
+        raise ValueError("the tokenizer's chat template does not give the user's text once; set another chat_template")
+    head, _, tail = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in parts)
+    tail += ids_of(tokenizer, opening.lstrip())
+    return head, ids_of(tokenizer, question.rstrip() if opening else question) + tail, len(tail)
+
+
+def rendered(tokenizer, messages: list, what: str) -> str:
+    """The messages in the tokenizer's chat template, up to where the assistant's turn begins. Raises ValueError where
+    the template refuses them, with its own words; `what` names the messages in it."""
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except ImportError:  # the template engine is missing, which Transformers says
+        raise
+    except Exception as error:  # a template raises the engine's errors and those of its expressions
+        raise ValueError(f"the tokenizer's chat template refuses {what}: {error}") from None
+
+
+def line_ended(tokenizer, tokens) -> bool:
+    """Whether generated ids have ended a line that is not empty."""
+    return "\n" in tokenizer.decode(tokens, skip_special_tokens=True).lstrip()
+
+
+def until_line_end(tokenizer, start: int) -> list:
+    """For `generate(stopping_criteria=...)` of one row: stop at the end of a line after the first `start` tokens."""
+    return [lambda ids, scores, **kwargs: torch.tensor([line_ended(tokenizer, ids[0, start:])], device=ids.device)]
