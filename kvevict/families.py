@@ -4,6 +4,7 @@ hands keys and values to Transformers' attention interface. What is known of who
 import inspect
 
 import torch
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from transformers import cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -23,6 +24,31 @@ for _name, _kind in (("LinearAttentionLayer", STATE), ("DummyLayer", NOTHING),
 
 LAYER_LISTS = ("layers", "h", "blocks")
 INNER = ("model", "transformer", "gpt_neox", "language_model", "text_model", "decoder")
+
+
+def base_model(model):
+    """The Transformers model in a pipeline or under wrappers (data parallel, compiled, PEFT), or the model itself."""
+    if not isinstance(model, torch.nn.Module) and isinstance(getattr(model, "model", None), torch.nn.Module):
+        model = model.model
+    while isinstance(model, (DataParallel, DistributedDataParallel)) or hasattr(model, "_orig_mod"):
+        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def find_decoder(model):
+    """The text decoder whose layers cache keys and values."""
+    top = base_model(model)
+    if not isinstance(top, torch.nn.Module) or not hasattr(top, "config"):
+        raise TypeError(f"model must be a loaded Transformers model or a pipeline, got {type(model).__name__}")
+    decoder = decoder_of(top)
+    if decoder is None:
+        why = reasons(top.config) or [
+            f"model_type {top.config.model_type!r} is not supported (it has no text decoder with `layers`)"
+        ]
+        raise ValueError(
+            f"{type(top).__name__} cannot be patched: {'; '.join(why)}; give a decoder-only Transformers model"
+        )
+    return decoder
 
 
 def decoder_of(top):

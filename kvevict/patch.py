@@ -6,12 +6,12 @@ import warnings
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from . import _ops, families, known, trial
 from .compat import STATE
 from .engine import attention, forward, propagate, quantities, ranks, rerotate, residual, states
 from .engine.meter import Meter
+from .families import base_model, find_decoder
 from .policy.policy import build
 
 
@@ -154,35 +154,10 @@ def evicting(model, policy, **options):
             after.meters, after.last_meter = before.meters, before.last_meter
 
 
-def base_model(model):
-    """The Transformers model in a pipeline or under wrappers (data parallel, compiled, PEFT), or the model itself."""
-    if not isinstance(model, torch.nn.Module) and isinstance(getattr(model, "model", None), torch.nn.Module):
-        model = model.model
-    while isinstance(model, (DataParallel, DistributedDataParallel)) or hasattr(model, "_orig_mod"):
-        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 def _learned_tokens(model) -> int:
     """How many learned tokens a PEFT adapter puts before every prompt."""
     config = getattr(model, "active_peft_config", None) if hasattr(model, "get_base_model") else None
     return getattr(config, "num_virtual_tokens", None) or 0
-
-
-def find_decoder(model):
-    """The text decoder whose layers cache keys and values."""
-    top = base_model(model)
-    if not isinstance(top, torch.nn.Module) or not hasattr(top, "config"):
-        raise TypeError(f"model must be a loaded Transformers model or a pipeline, got {type(model).__name__}")
-    decoder = families.decoder_of(top)
-    if decoder is None:
-        reasons = families.reasons(top.config) or [
-            f"model_type {top.config.model_type!r} is not supported (it has no text decoder with `layers`)"
-        ]
-        raise ValueError(
-            f"{type(top).__name__} cannot be patched: {'; '.join(reasons)}; give a decoder-only Transformers model"
-        )
-    return decoder
 
 
 def is_patched(decoder) -> bool:

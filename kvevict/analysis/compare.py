@@ -20,7 +20,7 @@ FULL_NAMES = ("sparsity", "fastcaote_spearman")
 
 @dataclass(frozen=True)
 class _Watch(Rows):
-    """Keeps what every layer's last `most` rows asked, per layer (queries [H, R, D], options)."""
+    """Records the queries of every layer's last `most` rows, per layer (queries [H, R, D], options)."""
 
     most: int = 1
     asked: dict = field(default_factory=dict)
@@ -46,12 +46,12 @@ def truth(model, ids, max_new_tokens: int, stopping_criteria=None) -> Truth:
     """What the unpatched model answers greedily to ids [1, N], and the attention of that answer."""
     how = dict(max_new_tokens=max_new_tokens, do_sample=False, stopping_criteria=stopping_criteria)
     out = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
-    whole = out[:, : ids.shape[1] + diagnose.ROWS]
-    rows = whole.shape[1] - ids.shape[1]
+    read = out[:, : ids.shape[1] + diagnose.ROWS]
+    rows = read.shape[1] - ids.shape[1]
     watch = _Watch(rows)
-    everything = Policy(score="random", rows=watch, budget=whole.shape[1], chunk_size=CHUNK, schedule="prompt")
+    everything = Policy(score="random", rows=watch, budget=read.shape[1], chunk_size=CHUNK, schedule="prompt")
     with evicting(model, everything):
-        cache = model(whole, use_cache=True, logits_to_keep=1).past_key_values
+        cache = model(read, use_cache=True, logits_to_keep=1).past_key_values
     layers = [
         (q, cache.layers[index].keys[0], cache.layers[index].values[0], options)
         for index, (q, options) in sorted(watch.asked.items())
@@ -70,7 +70,7 @@ def left(model, ids, policy) -> list:
 
 
 def informed(policy, response) -> Policy:
-    """The policy; an oracle that was not told a response is told this one."""
+    """The policy; an oracle without a response gets this one."""
     rows = policy.rows.with_response(response)
     return policy if rows is policy.rows else dataclasses.replace(policy, rows=rows)
 
@@ -96,13 +96,13 @@ def compare(full: Truth, kept: list) -> list:
 
 @torch.no_grad()
 def ranking(model, ids, policy, full: Truth) -> dict | None:
-    """How the policy's score ranks the prompt's slots, read whole, beside the response's attention with the full cache:
-    means over the layers that score every slot and over kv heads; None where none does (nothing is evicted). Slots that
-    are protected, and so not ranked, are left out; nothing is pooled or refined.
+    """How the policy's score ranks the slots of a prompt read in one pass, against the response's attention with the
+    full cache: means over the layers that score every slot and over kv heads; None where no layer does (nothing is
+    evicted). Protected slots, which are not ranked, are left out; nothing is pooled or refined. Needs scipy.
 
     eighth  share of the eighth of the slots that the response attends to most that is in the score's best eighth
             (LookaheadKV table 8, its recall@k)
-    tau     Kendall's rank correlation (table 8)
+    tau     Kendall's rank correlation, tau-b (table 8)
     """
     found: dict = {}
 
@@ -114,15 +114,15 @@ def ranking(model, ids, policy, full: Truth) -> dict | None:
             return score
 
     options = {one.name: getattr(policy.score, one.name) for one in dataclasses.fields(policy.score)}
-    whole = None if policy.chunk_size is None else 2**30
-    left(model, ids, dataclasses.replace(policy, score=Heard(**options), chunk_size=whole))
+    one_pass = None if policy.chunk_size is None else 2**30
+    left(model, ids, dataclasses.replace(policy, score=Heard(**options), chunk_size=one_pass))
     each = []
     for index, layer in zip(full.indices, full.layers, strict=True):
         if index not in found or found[index][0].shape[2] != full.tokens:
             continue  # another layer chooses for it, or it reads a part of the prompt
         score, competing = found[index]
-        paid = _paid(full.tokens, *layer)
-        for a, scores, at in zip(paid, score.expand(-1, len(paid), -1)[0], competing[0], strict=True):
+        attn = _to_prompt(full.tokens, *layer)
+        for a, scores, at in zip(attn, score.expand(-1, len(attn), -1)[0], competing[0], strict=True):
             got, want = scores[at], a.mean((0, 1))[at]
             each.append((recall(got, want, max(1, len(got) // 8)), tau(got, want)))
     if not each:
@@ -130,8 +130,8 @@ def ranking(model, ids, policy, full: Truth) -> dict | None:
     return {name: float(torch.stack(values).mean()) for name, values in zip(RANKED, zip(*each))}
 
 
-def _paid(tokens, q, k, v, options) -> list:
-    """Per kv head the attention [G, R, tokens] of the response's rows to the prompt, with the full cache."""
+def _to_prompt(tokens, q, k, v, options) -> list:
+    """Per kv head the attention weights [G, R, tokens] of the response's rows on the prompt, with the full cache."""
     column = torch.arange(k.shape[1], device=k.device)
     sees, groups = column <= column[tokens:, None], diagnose.by_group(q, len(k), **options)
     return [diagnose.attention(own, *kv, sees, **its)[0][..., :tokens] for (own, its), *kv in zip(groups, k, v)]
@@ -173,20 +173,22 @@ def _head(tokens, group, k, v, stored_k, stored_v, kept):
 
 @torch.no_grad()
 def full_cache(full: Truth) -> list:
-    """Per evicting layer a dict of what the response's attention to the prompt is like, means over kv heads:
+    """Per evicting layer a dict about the response's attention to the prompt, means over kv heads. Needs scipy.
 
     sparsity            share of the slots that hold 90 % of it, the mean over rows and the group (TAKE figure 4)
-    fastcaote_spearman  rank correlation of FastCAOTE's with CAOTE's scores by it (CAOTE table 7)
+    fastcaote_spearman  Spearman's correlation of FastCAOTE's with CAOTE's scores by it (CAOTE table 7)
     """
+    from scipy.stats import spearmanr
+
     layers = []
     for layer in full.layers:
         found = []
-        for a, values in zip(_paid(full.tokens, *layer), layer[2]):
+        for a, values in zip(_to_prompt(full.tokens, *layer), layer[2]):
             a = a / a.sum(-1, keepdim=True)
             mean, values = a.mean((0, 1)), values[: full.tokens].float()
-            pair = (diagnose.caote(mean, values, fast) for fast in (False, True))
-            found.append((diagnose.sparsity(a).mean(), diagnose.spearman(*pair)))
-        layers.append({name: float(torch.stack(x).double().mean()) for name, x in zip(FULL_NAMES, zip(*found))})
+            pair = (diagnose.caote(mean, values, fast).cpu().numpy() for fast in (False, True))
+            found.append((float(diagnose.sparsity(a).mean()), float(spearmanr(*pair).statistic)))
+        layers.append({name: sum(x) / len(x) for name, x in zip(FULL_NAMES, zip(*found))})
     return layers
 
 

@@ -7,7 +7,7 @@ from ..engine.diagnostics import NAMES, ROWS, attention, by_group, joint_error, 
 
 __all__ = [
     "NAMES", "ROWS", "attention", "by_group", "caote", "cosine", "jaccard", "joint_error", "l1_loss", "output_error",
-    "overlap", "sparsity", "spearman",
+    "overlap", "sparsity",
 ]  # fmt: skip
 
 
@@ -32,13 +32,6 @@ def caote(weights, v, fast: bool = False):
     eq. 8, the mean value in place of the output o."""
     at = v.mean(-2) if fast else (weights[..., None] * v).sum(-2)
     return weights / (1 - weights).clamp_min(1e-12) * (at[..., None, :] - v).norm(dim=-1)
-
-
-def spearman(a, b):
-    """Spearman's rank correlation over the last dimension, whose values are taken to differ: [..]."""
-    ranks = [x.argsort(-1).argsort(-1).double() for x in (a, b)]
-    a, b = (x - x.mean(-1, keepdim=True) for x in ranks)
-    return (a * b).sum(-1) / (a.square().sum(-1) * b.square().sum(-1)).sqrt().clamp_min(1e-300)
 
 
 def jaccard(a: set, b: set) -> float:

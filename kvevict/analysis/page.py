@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..files import replacing
 
-LONGEST = 16  # tokens of a piece: characters may be split in a chain, but bytes that are no text need an end
+LONGEST = 16  # tokens of a piece: characters may be split in a chain, but bytes that are not text need an end
 
 
 def page(tokenizer, ids, runs, facts=(), find="") -> str:

@@ -38,7 +38,7 @@ def place(device=None) -> str:
 
 
 def _usable(device) -> str:
-    """A device that is there and has kernels, or ValueError."""
+    """The device, if it exists and has kernels; else ValueError."""
     reason = f"this build has kernels for {' and '.join(DEVICES)} only"
     if device.partition(":")[0] in DEVICES:
         try:
@@ -51,12 +51,12 @@ def _usable(device) -> str:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids. `question` has all that follows the context; its last `tail` ids, a chat template's end and what opens
-    the answer, are not the question's own. `answer`: the continuation that is scored, if one is."""
+    """Token ids. `question` has all that follows the context; its last `suffix` ids, a chat template's end and what
+    opens the answer, are not the question's own. `answer`: the continuation to score, if any."""
 
     context: list
     question: list
-    tail: int = 0
+    suffix: int = 0
     answer: list | None = None
 
     def row(self, device):
@@ -64,9 +64,9 @@ class Prompt:
         return torch.tensor([self.context + self.question], device=device)
 
     def observed(self, observe) -> int:
-        """How many rows "question" is, the question's and all behind it; or so many of the rows before the tail, and
-        the tail's."""
-        return len(self.question) if observe == QUESTION else observe + self.tail
+        """Number of rows that observe: "question" is those of the question and all after it, N the last N rows before
+        the suffix and those of the suffix."""
+        return len(self.question) if observe == QUESTION else observe + self.suffix
 
 
 QUESTION = "question"
@@ -87,21 +87,23 @@ def encode(tokenizer, text: str, question: str, limit: int | None = None, openin
 
     The text's end is cut, the question never, to `limit` prompt tokens. Raises ValueError when no text is left.
     """
-    head, tail, behind = frame(tokenizer, f"\n\n{question}", f"\n{opening}" if opening else "")
-    room = None if limit is None else limit - len(head) - len(tail)
+    head, question_ids, suffix = frame(tokenizer, f"\n\n{question}", f"\n{opening}" if opening else "")
+    room = None if limit is None else limit - len(head) - len(question_ids)
     if room is not None and room < 1:
-        taken = len(head) + len(tail)
-        raise ValueError(f"a limit of {limit} tokens leaves none for the text; the question takes {taken}")
-    body, whole = (ids_of(tokenizer, text), True) if room is None else first_ids(tokenizer, text, room)
+        taken = len(head) + len(question_ids)
+        raise ValueError(
+            f"a limit of {limit} tokens leaves none for the text; the question takes {taken}: give a higher limit"
+        )
+    body, complete = (ids_of(tokenizer, text), True) if room is None else first_ids(tokenizer, text, room)
     if not body:
-        raise ValueError("the text is empty")
-    if not whole:
+        raise ValueError("the text is empty; give one with words")
+    if not complete:
         print(f"the text is cut after its first {room} tokens (limit: {limit})", file=sys.stderr)
-    return Prompt(head + body, tail, behind)
+    return Prompt(head + body, question_ids, suffix)
 
 
 def measure(model, tokenizer, ids, policy=None, max_new_tokens=64, positions=False, one_line=False) -> dict:
-    """Generate greedily, to the line's end if the answer is `one_line`, and say what it cost. policy=None: unpatched.
+    """Generate greedily, to the line's end if the answer is `one_line`, and measure the cost. policy=None: unpatched.
 
     Returns answer (None without a tokenizer), new_tokens, read_seconds (to the first token), decode_seconds,
     peak_bytes (growth of the process' peak memory above what was resident before) and, when patched, the read's report,

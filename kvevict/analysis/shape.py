@@ -53,7 +53,7 @@ def shape_of(config, dtype: str = "auto") -> Shape:
     reasons = families.reasons(config)
     kinds = [] if reasons else families.layer_kinds(config)
     if {families.STATE, families.BOTH, families.NOTHING} & set(kinds):
-        reasons = ["it has layers with a state or none of their own, whose costs are not known"]
+        reasons = ["it has layers with a state, or without keys and values of their own, whose costs are not known"]
     if reasons:
         raise ValueError(f"model_type {config.model_type!r} cannot be planned: {'; '.join(reasons)}")
     try:

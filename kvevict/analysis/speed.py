@@ -71,7 +71,7 @@ def check(model, ids, name, policy, max_new_tokens) -> None:
 
 
 def alternate(model, ids, policies: dict, max_new_tokens, repeat, progress=lambda: None) -> dict:
-    """Name -> medians of `repeat` runs of the model as it is and of each policy, taking turns so that a machine that
+    """Name -> medians of `repeat` runs of the model as it is and of each policy, interleaved so that a machine that
     slows down slows all of them: read_seconds, decode_tokens_per_second, peak_bytes, cache_bytes."""
     runs = {name: [] for name in (UNPATCHED, *policies)}
     for _ in range(repeat):

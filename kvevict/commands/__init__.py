@@ -2,24 +2,20 @@
 
 A command gets an empty argument parser and its arguments, prints what a person reads, and returns the dict that
 `kvevict.cli` prints as the last line's JSON. What several commands share is here: the arguments, declared once, and how
-a policy, a budget and a table are written.
+budgets, policies and tables are written.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import io
 import os
-import re
 import sys
 from pathlib import Path
 
-from ..policy.checks import parsed
 from ..policy.registry import Registry, load_folder
+from ..policy.text import FORM, parse_policy
 
 COMMANDS = Registry("command")
-POLICY = "NAME[:OPTION=VALUE,...]"
-PYTHON = {"None": None, "True": True, "False": False}
 
 
 def command(function):
@@ -39,20 +35,20 @@ def add_model(parser) -> None:
 
 
 def model_name(args) -> str:
-    """What `--model` says. Raises FileNotFoundError when it says nothing and there is no bundled model."""
+    """What `--model` names, or the bundled model's folder. Raises FileNotFoundError where neither is there."""
     from ..models import small_llama
 
     return args.model or small_llama()
 
 
 def add_policy(parser) -> None:
-    parser.add_argument("--policy", default="take", help=f"{POLICY} of `kvevict policies`; default take")
+    parser.add_argument("--policy", default="take", help=f"{FORM} of `kvevict policies`; default take")
 
 
 def add_policies(parser, default=()) -> None:
     told = f"; default {' '.join(default)}" if default else ""
     parser.add_argument("--policies", nargs="+", default=list(default), metavar="POLICY",
-                        help=f"what to compare: {POLICY} of `kvevict policies`{told}")  # fmt: skip
+                        help=f"what to compare: {FORM} of `kvevict policies`{told}")  # fmt: skip
 
 
 def add_budget(parser, budget: int = 512, chunk_size: int | None = None) -> None:
@@ -65,13 +61,13 @@ def add_budget(parser, budget: int = 512, chunk_size: int | None = None) -> None
 def add_observe(parser, more: str = "") -> None:
     parser.add_argument("--observe", type=observed, metavar="question|N",
                         help="windows and probes are the rows from the question on, or N rows up to the question's end "
-                        f"and all behind it; at most half the budget; default: the policy's own{more}")  # fmt: skip
+                        f"and all after it; at most half the budget; default: the policy's own{more}")  # fmt: skip
 
 
 def observed(text: str):
     """What `kvevict.analysis.run.Prompt.observed` takes."""
     if text != "question" and not (text.isdigit() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither 'question' nor a number of rows")
+        raise argparse.ArgumentTypeError(f"{text!r} is neither 'question' nor a number of rows; give one of them")
     return int(text) if text.isdigit() else text
 
 
@@ -79,7 +75,7 @@ def add_question(parser, new_tokens: int | None, needed: bool = True) -> None:
     told = "" if needed else "; default: made-up facts"
     default = "as long as the right one needs, 32 with --file" if new_tokens is None else new_tokens
     parser.add_argument("question", nargs=None if needed else "?", type=words,
-                        help=f"what to ask about the text (or how to go on){told}")  # fmt: skip
+                        help=f"what to ask about the text (or how to continue it){told}")  # fmt: skip
     parser.add_argument("--file", required=needed, help=f"text to read; - is standard input{told}")
     parser.add_argument(
         "--opening", type=words, default="",
@@ -104,27 +100,29 @@ def load_prompt(args) -> tuple:
 
 
 def room(model, new_tokens: int, limit: int | None = None) -> int | None:
-    """Prompt tokens at most, besides an answer's: `--limit`, or what the model's context holds; None where neither is
-    there."""
+    """The largest number of prompt tokens beside an answer's: `--limit`, or what the model's context holds; None
+    without either."""
     context = getattr(model.config, "max_position_embeddings", None)
     if context is None:
         return limit
     if new_tokens >= context:
-        raise ValueError(f"--max-new-tokens {new_tokens}: the model's context is {context} tokens; give fewer")
+        raise ValueError(
+            f"--max-new-tokens {new_tokens}: the model's context is {context} tokens; give at most {context - 1}"
+        )
     return context - new_tokens if limit is None else min(limit, context - new_tokens)
 
 
 def words(text: str) -> str:
-    """An argument as UTF-8, whatever the locale took it for; what is none is replaced."""
+    """An argument as UTF-8, whatever the locale decoded it as; bytes that are not UTF-8 are replaced."""
     return os.fsencode(text).decode("utf-8", "replace")
 
 
 def read_text(file: str) -> str:
-    """A file's text, or standard input's; what is not UTF-8 is replaced."""
+    """A file's text, or standard input's; bytes that are not UTF-8 are replaced."""
     try:
         data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
     except OSError as error:
-        raise ValueError(f"--file {file}: {error.strerror}") from None
+        raise ValueError(f"--file {file}: {error.strerror}; give a text file, or - for standard input") from None
     return io.TextIOWrapper(io.BytesIO(data), "utf-8", "replace").read()
 
 
@@ -139,40 +137,6 @@ def number(text: str):
         raise ValueError(f"--budget {text}: give a whole number of slots or a fraction such as 0.1") from None
 
 
-def parse_policy(text: str) -> tuple:
-    """NAME or NAME:OPTION=VALUE,OPTION=VALUE as (preset's name, options). A value is JSON (a number, true, null,
-    [0, 32], which may be written as (0, 32)), Python's None, True or False, or a plain word; none is None where an
-    option may be None."""
-    name, colon, rest = text.partition(":")
-    rest = rest.translate(str.maketrans("()", "[]"))
-    parts = re.split(r",(?![^\[]*\])", rest) if colon else []  # no comma inside of brackets
-    return name, dict(parse_option(part) for part in parts)
-
-
-def parse_option(text: str) -> tuple:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise ValueError(f"policy option {text!r}: write {POLICY}")
-    name = name.strip().replace("-", "_")
-    if value in PYTHON or (value == "none" and name in _options("None")):
-        return name, PYTHON.get(value)
-    if name not in _options("str"):  # of which place="true" is one
-        with contextlib.suppress(ValueError):
-            value = parsed(value)
-    return name, tuple(value) if isinstance(value, list) else value
-
-
-def _options(kind: str) -> set:
-    """Options that may be None ("None"), or are always text ("str")."""
-    from ..policy.policy import PARTS, Policy
-
-    made_of = [Policy, *(part for registry, _ in PARTS.values() for part in registry.values())]
-    types = [(f.name, getattr(f.type, "__name__", str(f.type))) for part in made_of for f in dataclasses.fields(part)]
-    if kind == "str":
-        return {name for name, own in types if own == "str"} - {name for name, own in types if own != "str"}
-    return {name for name, own in types if "None" in own} - PARTS.keys()
-
-
 def build_policies(texts, args, **common) -> dict:
     """Text -> `Policy`. A policy's own options win over `--budget`, `--chunk-size` and the `common` ones."""
     from ..policy.policy import build
@@ -183,7 +147,7 @@ def build_policies(texts, args, **common) -> dict:
 
 
 def observing(policies: dict, prompt, observe) -> dict:
-    """The policies, and what `--observe` says in those whose text names no window or probe."""
+    """The policies, with `--observe` applied to those whose text names no window or probe."""
     from ..analysis.run import observe as observed
 
     if observe is None:
@@ -193,8 +157,7 @@ def observing(policies: dict, prompt, observe) -> dict:
 
 
 def options_of(policy, *skip: str) -> str:
-    """The parts of a policy, each with its options, and its other options but `skip`, as one would write them in
-    Python."""
+    """The parts of a policy, each with its options, and its other options except `skip`, as Python arguments."""
     from ..policy.policy import PARTS
 
     options = {}
@@ -212,7 +175,8 @@ def options_of(policy, *skip: str) -> str:
 
 
 def grid(rows, left: int = 1) -> str:
-    """Rows of texts, the head first, as columns: the first `left` are aligned left, the others right."""
+    """Rows of texts, the head first, as columns: the first `left` are aligned left, the others right. For commands that
+    run without the extra `eval`; with it, `kvevict.evaluate.table.format_table`."""
     widths = [max(map(len, column)) for column in zip(*rows)]
 
     def aligned(row):

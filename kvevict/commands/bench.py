@@ -30,9 +30,7 @@ def bench(parser, argv):
     for key, policy in policies.items():
         check(model, checked, key, policy, args.new_tokens)
     print(f"{name}: {made_of}; {args.new_tokens} new tokens, median of {args.repeat} runs")
-    print(
-        f"Checked: on {checked.shape[1]} tokens, nothing evicted, every policy answers as the {UNPATCHED} model does."
-    )
+    print(f"Checked: on {checked.shape[1]} tokens, nothing evicted, every policy gives the {UNPATCHED} model's logits.")
     width = max(map(len, (UNPATCHED, *policies)))
     print(f"{'prompt':>8} {'':{width}}{'first token s':>17}{'decode tok/s':>17}{'peak growth MiB':>17}{'KV MiB':>17}")
     rows, total = [], args.repeat * len(prompts) * (len(policies) + 1)
@@ -42,7 +40,7 @@ def bench(parser, argv):
             for key, row in found.items():
                 bar.write(f"{length:8} {key:{width}}" + cells(row, found[UNPATCHED]))
                 rows.append(dict(prompt_tokens=length, policy=key) | row)
-    print(f"In brackets: times the {UNPATCHED} model's.")
+    print(f"In brackets: relative to the {UNPATCHED} model.")
     return {"model": name, "weights": made_of, "budget": number(args.budget), "chunk_size": args.chunk_size,
             "new_tokens": args.new_tokens, "repeat": args.repeat, "rows": rows}  # fmt: skip
 

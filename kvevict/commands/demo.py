@@ -55,8 +55,8 @@ def demo(parser, argv):
 
 
 def ask(model, tokenizer, policies, args):
-    """Per case a dict: case, ids [1, N], policies, and runs: per name what `kvevict.analysis.run.measure` says and
-    whether it is `right`."""
+    """Per case a dict: case, ids [1, N], policies, and runs: per name what `kvevict.analysis.run.measure` returns and
+    whether the answer is `right`."""
     from tqdm import tqdm
 
     from ..analysis.run import measure
@@ -132,6 +132,6 @@ def write(out: Path, tokenizer, asked, model) -> list:
         marks = places(pieces(tokenizer, ids[0].tolist()), case.answers[0])
         picture(png, shown, ids.shape[1], f"{asks(case)} ({case.answers[0]}, marked)", marks)
     except ImportError:
-        print("\nThere is no picture without matplotlib (pip install 'kvevict[plot]').")
+        print("\nNo picture was drawn: it needs matplotlib; run: pip install 'kvevict[plot]'")
         return [str(html)]
     return [str(html), str(png)]

@@ -1,6 +1,4 @@
-import math
-from statistics import stdev
-
+from ..policy.checks import installed
 from . import (
     add_budget,
     add_model,
@@ -8,7 +6,6 @@ from . import (
     add_question,
     build_policies,
     command,
-    grid,
     load_prompt,
     model_name,
     observing,
@@ -38,11 +35,14 @@ def diagnose(parser, argv):
     add_policies(parser, default=("take", "snapkv", "h2o", "streaming"))
     add_budget(parser, budget=128)
     args = parser.parse_args(argv)
+    installed("eval", "kvevict diagnose", "scipy", "tabulate")
     if (args.file is None) != (args.question is None):
         raise ValueError("give a question, before --policies, and --file, or neither for made-up facts")
     if args.file and args.cases != 1:
         raise ValueError(f"--cases {args.cases}: a file is one text; leave out --file and the question, or --cases")
     from tqdm import tqdm
+
+    from ..evaluate.table import format_table
 
     policies = build_policies(args.policies, args)
     name, model, tokenizer, prompts = load_file(args) if args.file else load_facts(args)
@@ -51,15 +51,18 @@ def diagnose(parser, argv):
     found, said = mean([found for found, _ in each]), [said for _, said in each]
     errors = {key: {n: error([alone["runs"][key][n] for alone, _ in each]) for n in HEADS} for key in policies}
     print(f"{round(found['tokens'])} prompt tokens, budget {args.budget}; the full cache answers: {'; '.join(said)}\n")
-    print(grid([("", "slots/head", *HEADS.values()), *((k, *cells(r, errors[k])) for k, r in found["runs"].items())]))
+    rows = [("", "slots/head", *HEADS.values()), *((k, *cells(r, errors[k])) for k, r in found["runs"].items())]
+    print(format_table(rows, left=1))
     print("\nOverlap (Jaccard) of what they keep\n")
-    overlap = found["overlap"].items()
-    print(grid([("", *policies), *((a, *(f"{value:.2f}" for value in row.values())) for a, row in overlap)]))
+    rows = [("", *policies)]
+    rows += [(key, *(f"{value:.2f}" for value in row.values())) for key, row in found["overlap"].items()]
+    print(format_table(rows, left=1))
     layers = found["full_cache"]
     print("\nThe response's attention with the full cache, by layer\n")
     names = {"sparsity": "slots with 90 % of it", "fastcaote_spearman": "FastCAOTE's rank correlation with CAOTE"}
-    print(grid([("layer", *map(str, range(len(layers)))),
-                *((said, *(f"{layer[key]:.2f}" for layer in layers)) for key, said in names.items())]))  # fmt: skip
+    rows = [("layer", *map(str, range(len(layers))))]
+    rows += [(said, *(f"{layer[key]:.2f}" for layer in layers)) for key, said in names.items()]
+    print(format_table(rows, left=1))
     return {"model": name, "cases": len(each), "answers": said, **found, "standard_errors": errors}
 
 
@@ -95,7 +98,7 @@ def load_facts(args) -> tuple:
 
 
 def one(model, tokenizer, policies, args, prompt, new_tokens, one_line, bar) -> tuple:
-    """What is found of one prompt, and the first line of the full cache's answer."""
+    """The measures of one prompt, and the first line of the full cache's answer."""
     from ..analysis import compare
     from ..prompts import until_line_end
 
@@ -117,7 +120,7 @@ def one(model, tokenizer, policies, args, prompt, new_tokens, one_line, bar) -> 
 
 
 def run(layers: list, kept: list) -> dict:
-    """Means over layers of what `compare.compare` says, the overlap of neighbouring layers, the slots per kv
+    """Means over layers of what `compare.compare` returns, the overlap of neighbouring layers, the slots per kv
     head, and the layers themselves."""
     from ..analysis import compare
 
@@ -140,7 +143,9 @@ def mean(found: list):
 
 def error(values: list) -> float | None:
     """The standard error of a mean; None of a single value, or where one is None."""
-    return None if len(values) < 2 or None in values else stdev(values) / math.sqrt(len(values))
+    from ..evaluate.intervals import standard_error
+
+    return None if len(values) < 2 or None in values else standard_error(values)
 
 
 def cells(one: dict, errors: dict) -> list:

@@ -1,5 +1,6 @@
 from pathlib import Path
 
+from ..policy.checks import installed
 from . import add_model, add_observe, add_policies, command, model_name, number
 
 
@@ -15,8 +16,8 @@ def eval(parser, argv):
     parser.add_argument(
         "--protocol",
         metavar="NAME",
-        help="instead of --policies: what a paper compares, and whether its "
-        "claims are seen; an unknown name lists them",
+        help="instead of --policies: what a paper compares, and whether the "
+        "results support its claims; an unknown name lists them",
     )
     parser.add_argument("--adapter", help="folder of lookahead rows, for a protocol that has them")
     parser.add_argument("--draft", help="folder of a smaller model, for a protocol in which one drafts (speckv)")
@@ -34,14 +35,15 @@ def eval(parser, argv):
     parser.add_argument(
         "--share-reads",
         action="store_true",
-        help="compute a prompt that is read whole, or the first of its chunks, once for all policies: read whole "
-        "several times faster, the same answers; takes memory for all layers' activations, and no seconds of reading "
-        "are kept",
+        help="compute a prompt that is read in one pass, or the first of its chunks, once for all policies: several "
+        "times faster in one pass, the same answers; needs memory for all layers' activations, and leaves out the "
+        "seconds of reading",
     )
     parser.add_argument("--by", nargs="+", default=[], metavar="TAG", help="columns of the table: depth, length, facts")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     parser.add_argument("--table-only", action="store_true", help="only print the table of the results there are")
     args = parser.parse_args(argv)
+    installed("eval", "kvevict eval", "scipy", "tabulate")
     from ..evaluate.results import read
     from ..evaluate.share import Processes
     from ..evaluate.table import render
@@ -55,7 +57,7 @@ def eval(parser, argv):
     settings, lines = read(args.out)
     tags = {tag for line in lines for tag in line["tags"]}
     if set(args.by) - tags and lines:
-        raise ValueError(f"--by {' '.join(args.by)}: the cases' tags are {', '.join(sorted(tags))}")
+        raise ValueError(f"--by {' '.join(args.by)}: the cases' tags are {', '.join(sorted(tags))}; give some of them")
     tables = [render(lines, tuple(args.by), args.markdown)]
     if settings.get("protocol"):
         tables.append(_claims(settings, lines, args.markdown))
@@ -73,7 +75,7 @@ def _evaluate(args) -> None:
         _protocol(args)
     for name in ("tasks", "policies"):
         if not getattr(args, name) and not (args.protocol and name == "policies"):
-            raise ValueError(f"--{name} is missing: name at least one")
+            raise ValueError(f"--{name} is missing: give at least one")
     for name in ("cases", "lengths", "chunk_size"):
         values = getattr(args, name)
         for value in values if isinstance(values, list) else [values]:
@@ -95,7 +97,7 @@ def _evaluate(args) -> None:
 
 
 def _protocol(args) -> None:
-    """What a protocol settles; ValueError for arguments that it leaves no room for."""
+    """Fill in what a protocol fixes; ValueError for arguments that contradict it."""
     from ..evaluate.protocols import PROTOCOLS, TASKS
 
     PROTOCOLS.find(args.protocol)
@@ -104,7 +106,7 @@ def _protocol(args) -> None:
             option = name.replace("_", "-")
             raise ValueError(f"--{option} and --protocol exclude each other: a protocol names its own; leave one out")
     if fractions := [budget for budget in args.budgets if not isinstance(number(budget), int)]:
-        raise ValueError(f"--budgets {fractions[0]}: a protocol's are whole numbers of slots; give such")
+        raise ValueError(f"--budgets {fractions[0]}: a protocol's budgets are whole numbers of slots; give e.g. 64")
     args.tasks = args.tasks or list(TASKS)
     args.mode = "aware" if args.mode == "both" else args.mode
 
@@ -115,5 +117,5 @@ def _claims(settings, lines, markdown) -> str:
     names = ("protocol", "budgets", "modes", "layers", "adapter", "draft")
     name, budgets, modes, layers, adapter, draft = (settings.get(key) for key in names)
     if not (isinstance(budgets, list) and modes and isinstance(modes, list) and isinstance(layers, int)):
-        raise ValueError("the file's settings lack the protocol's budgets, modes or layers; evaluate again")
+        raise ValueError("--out: its settings lack the protocol's budgets, modes or layers; evaluate into another file")
     return f"\n{render(lines, name, budgets, modes[0], layers, adapter, draft, markdown)}"

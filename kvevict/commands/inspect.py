@@ -1,6 +1,7 @@
 from pathlib import Path
 
-from . import POLICY, add_budget, add_model, add_question, build_policies, command, load_prompt, observing, options_of
+from ..policy.text import FORM
+from . import add_budget, add_model, add_question, build_policies, command, load_prompt, observing, options_of
 
 
 @command
@@ -9,7 +10,7 @@ def inspect(parser, argv):
     add_question(parser, new_tokens=32)
     add_model(parser)
     parser.add_argument("--policy", action="append",
-                        help=f"{POLICY} of `kvevict policies`, repeatable; default take")  # fmt: skip
+                        help=f"{FORM} of `kvevict policies`, repeatable; default take")  # fmt: skip
     add_budget(parser)
     parser.add_argument("--find", default="", help="words to underline wherever the prompt has them")
     parser.add_argument("--out", default="kvevict-inspect.html", help="the page; default kvevict-inspect.html")

@@ -8,9 +8,9 @@ def plan(parser, argv):
     add_policy(parser)
     add_budget(parser)
     parser.add_argument("--tokens", type=int, default=131072, help="prompt length; default 131072")
-    parser.add_argument("--new-tokens", type=int, default=256, help="tokens decoded behind it; default 256")
+    parser.add_argument("--new-tokens", type=int, default=256, help="tokens decoded after it; default 256")
     parser.add_argument("--batch", type=int, default=1, help="prompts read together; default 1")
-    parser.add_argument("--draft-model", metavar="CONFIG", help="of speckv: folder or hub id of the model that drafts")
+    parser.add_argument("--draft-model", metavar="CONFIG", help="of speckv: folder or hub id of the drafting model")
     parser.add_argument("--tflops", type=float, help="peak TFLOP/s; default: an H100 SXM's in bf16")
     parser.add_argument("--bandwidth", type=float, help="memory GB/s; default: an H100 SXM's")
     parser.add_argument("--efficiency", type=float, help="share of both that is reached; default 0.7")
@@ -40,12 +40,12 @@ def plan(parser, argv):
     )
     print(table(*runs.items()))
     if runs[args.policy]["left_out"]:
-        print("left out is the model that drafts: give its config with --draft-model")
+        print("The drafting model is left out; give its config with --draft-model.")
     return {"tokens": args.tokens, "batch": args.batch, "hardware": vars(hardware), "runs": runs}
 
 
 def _drafted(run, what, unit):
-    """None where nobody drafts."""
+    """None for a policy without a draft."""
     return "left out" if "draft" in run["left_out"] else run[what]["draft"] / unit or None
 
 
@@ -59,19 +59,19 @@ ROWS = (
     ("weights read, GiB", lambda run: run["moved"]["linear"] / 2**30),
     ("KV moved, GiB", lambda run: sum(run["moved"][stage] for stage in ("attention", "evict", "refine")) / 2**30),
     ("draft moved, GiB", lambda run: _drafted(run, "moved", 2**30)),
-    ("slots/head at most, waiting", lambda run: run["waiting"] and run["waiting"]["delayed_slots"]),
-    ("slots/head at most, others", lambda run: run["waiting"] and run["waiting"]["other_slots"]),
+    ("peak slots/head, waiting", lambda run: run["waiting"] and run["waiting"]["delayed_slots"]),
+    ("peak slots/head, others", lambda run: run["waiting"] and run["waiting"]["other_slots"]),
     ("KV between chunks, GiB", lambda run: run["waiting"] and run["waiting"]["between_bytes"] / 2**30),
-    ("KV at most, GiB", lambda run: (run["peak_cache_bytes"] + run["sliding_bytes"]) / 2**30),
+    ("peak KV, GiB", lambda run: (run["peak_cache_bytes"] + run["sliding_bytes"]) / 2**30),
     ("KV after, GiB", lambda run: (run["cache_bytes"] + run["sliding_bytes"]) / 2**30),
     ("activations, GiB", lambda run: run["activation_bytes"] / 2**30),
     ("peak memory, GiB", lambda run: run["peak_bytes"] / 2**30),
     ("first token, s", lambda run: run["seconds"]),
-    ("a new token, GFLOP", lambda run: run["decode"]["first"] and run["decode"]["first"]["flops"] / 1e9),
-    ("a new token moves, GiB", lambda run: run["decode"]["first"] and run["decode"]["first"]["moved"] / 2**30),
+    ("per new token, GFLOP", lambda run: run["decode"]["first"] and run["decode"]["first"]["flops"] / 1e9),
+    ("moved per new token, GiB", lambda run: run["decode"]["first"] and run["decode"]["first"]["moved"] / 2**30),
     ("tokens/s, the first", lambda run: run["decode"]["first"] and run["decode"]["first"]["tokens_per_second"]),
     ("tokens/s, the last", lambda run: run["decode"]["last"] and run["decode"]["last"]["tokens_per_second"]),
-    ("KV in the end, GiB", lambda run: (run["decode"]["cache_bytes"] + run["sliding_bytes"]) / 2**30),
+    ("KV at the end, GiB", lambda run: (run["decode"]["cache_bytes"] + run["sliding_bytes"]) / 2**30),
 )
 
 
@@ -80,8 +80,8 @@ def _text(value) -> str:
 
 
 def table(plain, patched) -> str:
-    """(name, run) of the unpatched model and of a policy side by side, and the second's share of the first; no row for
-    what neither has."""
+    """(name, run) of the unpatched model and of a policy side by side, and the second as a share of the first;
+    rows that neither has are left out."""
     rows = [("", plain[0], patched[0], "share")]
     for label, value in ROWS:
         a, b = value(plain[1]), value(patched[1])

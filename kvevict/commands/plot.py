@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from ..files import replacing
-from ..policy.checks import parsed
+from ..policy.checks import installed, parsed
 from . import command, number
 
 KINDS = ("heatmap", "budget", "families", "speed", "slots", "layers", "overlap")
@@ -23,28 +23,29 @@ def plot(parser, argv):
     parser.add_argument("--budgets", nargs="+", type=number, help="only these budgets, and the full cache")
     parser.add_argument("--mode", choices=["aware", "agnostic"], help="only this mode, and the full cache")
     args = parser.parse_args(argv)
-    from ..analysis import plot as figures
+    installed("plot", "kvevict plot", "matplotlib", "scipy")
+    from ..analysis import plot as of_runs
+    from ..evaluate import plot as of_results
+    from ..evaluate.results import read
 
     if args.results is None:
         raise ValueError("the results file is missing; name it before --policies and other options that take several")
     if not Path(args.results).is_file():
-        raise ValueError(f"{args.results}: there is no such file; `kvevict eval` and `kvevict bench` make them")
+        raise ValueError(f"{args.results}: there is no such file; write one with `kvevict eval` or `kvevict bench`")
     if args.kind in OF_OUTPUT:
         for name in ("tasks", "budgets", "mode"):
             if getattr(args, name):
-                raise ValueError(f"--{name} is of results of `kvevict eval`, not of {args.kind}; leave it out")
+                raise ValueError(f"--{name} selects results of `kvevict eval`, not of {args.kind}; leave it out")
         try:
-            figure = getattr(figures, args.kind)(of_policies(OF_OUTPUT[args.kind](args.results), args.policies))
+            figure = getattr(of_runs, args.kind)(of_policies(OF_OUTPUT[args.kind](args.results), args.policies))
         except (KeyError, TypeError, AttributeError) as error:  # rows or layers that lack what is drawn
-            raise ValueError(f"{args.results} is not what the command printed ({error!r}); give its output") from None
+            raise ValueError(f"{args.results} is not what the command printed ({error!r}); give all of that") from None
     else:
-        from ..evaluate.results import read
-
         lines = chosen(read(args.results)[1], args)
         if args.kind == "slots":
-            figure = figures.slots(figures.mean_kept(lines))
+            figure = of_runs.slots(of_results.mean_kept(lines))
         else:
-            figure = getattr(figures, args.kind)(lines)
+            figure = getattr(of_results, args.kind)(lines)
     with replacing(args.out) as temporary:
         figure.savefig(temporary)
     print(f"{args.kind} of {args.results} is in {args.out}")
@@ -82,7 +83,7 @@ def diagnosis(path) -> dict:
     for line in reversed(objects(path)):
         if "overlap" in line:
             return line
-    raise ValueError(f"{path} is no output of `kvevict diagnose`; write one with: kvevict diagnose ... > FILE")
+    raise ValueError(f"{path} is not the output of `kvevict diagnose`; write one with: kvevict diagnose ... > FILE")
 
 
 def bench_rows(path) -> list:

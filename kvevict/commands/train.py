@@ -17,13 +17,17 @@ def train(parser, argv):
     parser.add_argument("--seed", type=int, default=0, help="of the first weights and the order of pairs; default 0")
     parser.add_argument("--max-prompt", type=int, default=16384, help="tokens at most; default 16384")
     parser.add_argument("--max-response", type=int, default=512, help="tokens at most; default 512")
-    parser.add_argument("--held-out", type=int, default=0, help="last pairs, to validate with; default 0")
+    parser.add_argument(
+        "--held-out", type=int, default=0, help="last pairs, kept from training to validate with; default 0"
+    )
     parser.add_argument("--validate-every", type=int, default=100, help="steps; default 100")
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints; default 100")
     args = parser.parse_args(argv)
     from ..analysis.run import load_model
     from ..lookahead import train
+    from ..lookahead.training import check_installed
 
+    check_installed(args.held_out)
     name = model_name(args)
     model, tokenizer = load_model(name, args.dtype, args.device)
     given = {k: v for k, v in vars(args).items() if k not in ("model", "dtype", "device", "data", "out", "targets")}

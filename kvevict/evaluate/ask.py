@@ -1,7 +1,7 @@
 """What is done to one case: a run, and the numbers it gives.
 
-A run is `full`, the unpatched model, or a policy at a budget, the prompt read whole or in chunks, with the question
-known or not:
+A run is `full`, the unpatched model, or a policy at a budget, the prompt read in one pass or in chunks, with the
+question known or not:
 
     aware      context and question are one prompt, read under the policy, which also evicts while decoding if it does
     agnostic   the context alone is read under the policy; then the question is appended to what was kept and the
@@ -22,9 +22,9 @@ from dataclasses import dataclass
 import torch
 
 from ..analysis.run import QUESTION, Prompt, observe
-from ..commands import parse_policy
 from ..patch import evicting, patch
 from ..policy.policy import Policy, build
+from ..policy.text import parse_policy
 from ..prompts import frame, ids_of, line_ended
 from ..report import report
 from .metrics import METRICS
@@ -32,14 +32,14 @@ from .tasks import FIDELITY, Case
 
 MODES = ("aware", "agnostic")
 PERPLEXITY = "perplexity"  # the metric of cases whose score is the mean negative log likelihood of answers[0], in nats
-WHOLE = 2**30  # a chunk size that no prompt reaches
+ONE_PASS = 2**30  # a chunk size that no prompt reaches
 KEEP_ALL = Policy(score="knorm", budget=2**30)
 OBSERVERS = ("window", "probe", "recent")  # options that count slots, so that a small budget needs small ones
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is done to a case. chunk_size None reads the prompt whole; mode is one of MODES, None for `full`."""
+    """What is done to a case. chunk_size None reads the prompt in one pass; mode is one of MODES, None for `full`."""
 
     policy: str  # NAME or NAME:OPTION=VALUE,...
     budget: int | float | None = None
@@ -58,7 +58,7 @@ class Asked:
                  where the context is read alone, which does not end with the question: the policy's own
     temperature  tokens are sampled, with the same noise in all runs; None: the likeliest are taken
     response     ids that the full run generated; None before it did
-    logits       what the full cache says at each of the response's tokens [R, vocabulary]; of fidelity, once needed
+    logits       the full cache's for each of the response's tokens [R, vocabulary]; of fidelity, once needed
     """
 
     case: Case
@@ -82,9 +82,9 @@ def encode(model, tokenizer, case) -> Prompt:
     """The case's ids, in the tokenizer's chat template if it has one, unless the case's tag `chat` is False."""
 
     asked, chat = case.question.removesuffix(case.opening), case.tags.get("chat") is not False
-    head, question, tail = frame(tokenizer, asked, case.opening, chat)
+    head, question, suffix = frame(tokenizer, asked, case.opening, chat)
     answer = ids_of(tokenizer, case.answers[0]) if case.metric == PERPLEXITY else None
-    prompt = Prompt(head + ids_of(tokenizer, case.context), question, tail, answer)
+    prompt = Prompt(head + ids_of(tokenizer, case.context), question, suffix, answer)
     tokens, new = len(prompt.context) + len(question), case.new_tokens if answer is None else len(answer)
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and tokens + new > limit:
@@ -113,24 +113,24 @@ def policy_for(run: Run, tokens: int, response, task: str = "eval", asks: int | 
     where no question is read: the policy's own.
 
     Windows, probes and recent slots that the run does not name a number of are at most half the budget. Rows that may
-    know the response (the oracle's) are told the ids that follow, and then the prompt is read whole: rows of a response
-    that have not seen what is yet to be read show nothing.
+    know the response (the oracle's) get the ids that follow, and the prompt is then read in one pass: rows of a
+    response that have not seen the rest of the prompt show nothing.
     """
     name, given = parse_policy(run.policy)
     if {"budget", "chunk_size"} & given.keys():
         raise ValueError(f"policy {run.policy!r}: give budget and chunk_size by --budgets and --chunk-size")
     asking = [option for option in OBSERVERS if given.get(option) == QUESTION]
     given = {option: value for option, value in given.items() if option not in asking}
-    whole = build(name, budget=2**30, chunk_size=WHOLE, **given)
-    if unknown := set(asking) - observers(whole).keys():
-        raise ValueError(f"policy {run.policy!r}: its rows have no {unknown.pop()}")
+    ample = build(name, budget=2**30, chunk_size=ONE_PASS, **given)
+    if unknown := set(asking) - observers(ample).keys():
+        raise ValueError(f"policy {run.policy!r}: its rows have no {unknown.pop()}; leave it out")
     slots = run.budget if isinstance(run.budget, int) else math.ceil(run.budget * tokens)  # type: ignore[operator]
-    sizes = observers(whole) | (dict.fromkeys(asking, asks) if asks else {})
+    sizes = observers(ample) | (dict.fromkeys(asking, asks) if asks else {})
     options = {option: min(size, max(1, slots // 2)) for option, size in sizes.items()}
-    chunk, rows = run.chunk_size or WHOLE, whole.rows.with_response(response)
-    if rows is not whole.rows:
-        options["rows"], chunk = rows, WHOLE
-    if hasattr(whole.layers, "task"):
+    chunk, rows = run.chunk_size or ONE_PASS, ample.rows.with_response(response)
+    if rows is not ample.rows:
+        options["rows"], chunk = rows, ONE_PASS
+    if hasattr(ample.layers, "task"):
         options["task"] = "/".join(map(str, (task, *dataclasses.astuple(run))))
     return build(name, budget=run.budget, chunk_size=chunk, **options | given)
 
@@ -150,8 +150,8 @@ def ask(model, tokenizer, asked: Asked, run: Run, replay=None) -> dict:
     policy = None
     if run != FULL:
         named = parse_policy(run.policy)[1]
-        told = later + ((asked.response or []) if scored is None else scored)
-        policy = policy_for(run, len(first), told, case.task, None if agnostic else len(prompt.question))
+        following = later + ((asked.response or []) if scored is None else scored)
+        policy = policy_for(run, len(first), following, case.task, None if agnostic else len(prompt.question))
         if asked.observe is not None and not agnostic and prompt.question:
             policy = observe(policy, prompt.observed(asked.observe), len(first), named)
         result["options"] = named | options_of(policy)
@@ -201,12 +201,12 @@ def _compared(asked, logits, ids) -> dict:
 
 
 def _forced(model, prompt, ids):
-    """What the full cache of a prompt says at each of the ids that follow it: logits [R, vocabulary]."""
+    """Logits [R, vocabulary] of the full cache of a prompt for each of the ids that follow it."""
     return _follow(model, model(_row(model, prompt), use_cache=True, logits_to_keep=1), ids)
 
 
 def _follow(model, out, ids):
-    """fp32 logits [R, vocabulary] of each of the ids behind what `out` has read; its own last row is the first's."""
+    """fp32 logits [R, vocabulary] of each of the ids after what `out` has read, which has the first one's."""
     rows = [out.logits[0, -1:]]
     if len(ids) > 1:
         rows.append(model(_row(model, ids[:-1]), past_key_values=out.past_key_values).logits[0])
@@ -214,7 +214,7 @@ def _follow(model, out, ids):
 
 
 def _now(model) -> float:
-    """Seconds, read when the model's device has done all that it was given."""
+    """Seconds, read once the model's device has finished its work."""
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
     return time.perf_counter()
@@ -254,7 +254,7 @@ def _held(model) -> dict:
 
 
 def _held_by_all(cache) -> dict:
-    """What an unpatched model's cache holds; as in a report, its full-attention layers are counted."""
+    """What an unpatched model's cache holds; as in a report, only full-attention layers count."""
     own = [None if layer.is_sliding else layer for layer in cache.layers]
     live = sum(layer.keys.nbytes + layer.values.nbytes for layer in own if layer is not None)
     kept = [None if layer is None else [layer.keys.shape[2]] * layer.keys.shape[1] for layer in own]

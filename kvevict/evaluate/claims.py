@@ -1,13 +1,13 @@
-"""What results say of a protocol's claims: for each the mean difference of its two sides over the same cases, with a
-95 % interval, and whether that bears it out."""
+"""What results say of a protocol's claims: for each the mean difference of its two sides over the same cases, its 95 %
+interval, and whether that supports the claim."""
 
-import math
 from dataclasses import dataclass
 
 from .ask import FULL, PERPLEXITY, Run
+from .intervals import student
 from .protocols import PROTOCOLS, pairs
 from .results import CASE
-from .table import Z, drawn
+from .table import format_table
 from .tasks import FIDELITY
 
 SEEN, CONTRADICTED, OPEN = "yes", "no", "open"
@@ -37,11 +37,7 @@ def difference(values, least: float = 0) -> Difference:
     """Of one number per case; half of the interval is Student's, and at least `least` (of scores 3 / n: what n cases
     without a difference leave possible)."""
     n, mean = len(values), sum(values) / len(values)
-    half = math.inf
-    if n > 1:
-        free = n - 1
-        student = Z + (Z**3 + Z) / (4 * free) + (5 * Z**5 + 16 * Z**3 + 3 * Z) / (96 * free**2)  # its 97.5 % quantile
-        half = max(least, student * math.sqrt(sum((x - mean) ** 2 for x in values) / free / n))
+    half = max(least, student(values))
     return Difference(mean, mean - half, mean + half, sum(x > 0 for x in values), sum(x < 0 for x in values), n)
 
 
@@ -91,12 +87,12 @@ def render(lines, name, budgets, mode, layers, adapter=None, draft=None, markdow
             ])  # fmt: skip
     about = PROTOCOLS.find(name)
     text = "\n".join([CAPTION, *(f"Not tested here: {line}" for line in about.cannot)])
-    return f"{about.paper}\n\n{drawn(table, markdown)}\n\n{text}"
+    return f"{about.paper}\n\n{format_table(table, markdown)}\n\n{text}"
 
 
 CAPTION = (
     "difference: the mean over cases, each case's being its mean over the budgets; above 0 where the claim's side is\n"
-    "better (of KL: nearer to the full cache). seen: yes, the interval bears the claim out; no, it contradicts it;\n"
+    "better (of KL: nearer to the full cache). seen: yes, the interval supports the claim; no, it contradicts it;\n"
     f"open, it does neither, no case differs, or there are fewer than {FEWEST}. Claims of about as good allow for 5 %\n"
     "of the full cache's score, or of the divergence."
 )

@@ -9,7 +9,7 @@ The best of the accepted answers counts, except where the answers are parts ("co
 - only_label: BABILong (arXiv 2406.10149), but an answer also ends with its line.
 - accuracy_number: GSM8K (arXiv 2110.14168), but an answer that forgets the "####" is read too.
 
-The names ending in _zh need jieba. "perplexity" is no function of texts: whoever has the model computes it.
+The names ending in _zh need jieba. "perplexity" is not a function of texts and is computed where the model is.
 """
 
 import re
@@ -17,6 +17,7 @@ import string
 from collections import Counter
 from difflib import SequenceMatcher
 
+from ..policy.checks import installed
 from ..policy.registry import Registry
 
 METRICS = Registry("metric")
@@ -89,10 +90,9 @@ def f1_line(prediction, answer):
 
 def cut_zh(text: str) -> list[str]:
     """The words of a text that has no spaces between them."""
-    try:
-        import jieba
-    except ImportError:
-        raise ValueError("the metrics of Chinese text need jieba; run: pip install 'kvevict[zh]'") from None
+    installed("zh", "a metric of Chinese text", "jieba")
+    import jieba
+
     return list(jieba.cut(text))
 
 

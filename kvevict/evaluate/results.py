@@ -86,7 +86,7 @@ class Results:
 
 
 def read(path) -> tuple:
-    """(settings, lines) of a results file; a half-written last line is left out. Raises ValueError for what is none."""
+    """(settings, lines) of a results file; a half-written last line is left out. Raises ValueError for other files."""
     text = Path(path).read_bytes()
     first, *rest = text[: text.rfind(b"\n") + 1].split(b"\n")
     try:
@@ -103,14 +103,14 @@ def _line(path, number, text) -> dict:
         line = parsed(text)
     except ValueError:
         line = None
-    wrong = [] if isinstance(line, dict) else ["no object of JSON"]
+    wrong = [] if isinstance(line, dict) else ["not a JSON object"]
     if not wrong:
         wrong = [name for name, fits in FIELDS.items() if name not in line or not fits(line[name])]
         wrong += [name for name, fits in OPTIONAL.items() if name in line and not fits(line[name])]
         wrong += ["same"] if line.get("metric") == FIDELITY and "same" not in line else []
     if wrong:
         raise ValueError(
-            f"line {number} of {path} is damaged ({', '.join(wrong)}); take it out to have it measured again"
+            f"line {number} of {path} is damaged ({', '.join(wrong)}); delete the line to measure it again"
         )
     return line
 

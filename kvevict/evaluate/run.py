@@ -1,9 +1,8 @@
-"""Put policies, or a paper's protocol, to tasks: one JSON line per (case, run), in the file as soon as it is known.
+"""Evaluate policies, or a paper's protocol, on tasks: one JSON line per (case, run), written as soon as it is known.
 Every case's first run is `full`."""
 
 import contextlib
 import dataclasses
-import hashlib
 import itertools
 import sys
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from tqdm import tqdm
 
 from .. import families
 from ..engine.replay import Replay
+from ..models import fingerprint
 from ..patch import find_decoder
 from . import protocols
 from .ask import FULL, MODES, Asked, Run, ask, encode, policy_for
@@ -23,7 +23,7 @@ from .tasks import Settings, find
 
 @dataclass(frozen=True)
 class Plan:
-    """Every task at every length and seed, put to every combination of policy, budget, chunk size and mode."""
+    """Every task at every length and seed, under every combination of policy, budget, chunk size and mode."""
 
     tasks: tuple[str, ...]
     lengths: tuple[int, ...]
@@ -38,9 +38,9 @@ class Plan:
     data: str | None = None
     observe: int | str | None = None  # as in `kvevict.evaluate.ask.Asked`
     temperature: float | None = None  # likewise
-    protocol: str | None = None  # whose policies and chunk sizes are put to the tasks, not the plan's own
+    protocol: str | None = None  # whose policies and chunk sizes are evaluated, not the plan's own
     adapter: str | None = None  # folder of lookahead rows, for a protocol that learns them
-    draft: str | None = None  # folder of a smaller model, for a protocol in which one drafts
+    draft: str | None = None  # folder of a smaller model, for a protocol with a drafting model
 
     def runs(self, layers: int = 1) -> list:
         """`full` first; layers: those that evict, of which a protocol's policies name shares. Raises ValueError for a
@@ -88,7 +88,7 @@ def evaluate(model, tokenizer, plan: Plan, out, name: str = "", share_reads: boo
         if first:
             print(f"{len(runs)} runs of every case; results go to {out}", file=sys.stderr)
         results = stack.enter_context(Results(out, about)) if first else None
-        keys, responses = processes.told((results.keys, results.responses) if first else None)
+        keys, responses = processes.broadcast((results.keys, results.responses) if first else None)
         bar = stack.enter_context(tqdm(desc="evaluating", unit="run", disable=None if first else True))
         for done, (task, settings) in enumerate(groups):
             cases = list(task(settings))
@@ -122,11 +122,3 @@ def _lines(model, tokenizer, case, seed, missing, response, plan, replay):
         response = measured.get("response", response)
         about = dict(task=case.task, id=case.id, seed=seed, **dataclasses.asdict(run), metric=case.metric)
         yield about | measured | dict(tags=case.tags)
-
-
-def fingerprint(model) -> str:
-    """A hash of the first weights of every parameter: the same folder may hold a model trained anew."""
-    digest = hashlib.sha256()
-    for weight in model.parameters():
-        digest.update(weight.detach().flatten()[:1024].float().cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]

@@ -30,7 +30,7 @@ class Processes:
         if self.began:
             distributed.destroy_process_group()
 
-    def told(self, value):
+    def broadcast(self, value):
         """The first process's value, in all of them."""
         from torch import distributed
 

@@ -1,6 +1,6 @@
 """LookaheadKV (METHODS section 6): trained rows, appended to a prompt, whose attention scores its slots."""
 
-from .adapter import Adapter, bundled, config_of, load
+from ..policy.adapter import Adapter, bundled, config_of, load
 from .training import train
 
 __all__ = ["Adapter", "bundled", "config_of", "load", "train"]

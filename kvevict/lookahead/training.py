@@ -12,9 +12,12 @@ from pathlib import Path
 
 import torch
 
+from ..families import base_model, find_decoder
 from ..files import replacing, write
-from ..policy.checks import at_least_0, count
-from .adapter import Adapter, targets_of
+from ..models import fingerprint
+from ..patch import is_patched
+from ..policy.adapter import Adapter, targets_of
+from ..policy.checks import at_least_0, count, installed
 from .data import Limits, Responses, pairs
 from .passes import loss, truth
 from .validation import similarity
@@ -81,8 +84,7 @@ def train(
     on, a checkpoint of other settings or a damaged one, and a loss that is not finite, after which the last checkpoint
     is still there; OSError where `out` cannot be written.
     """
-    from ..patch import base_model, find_decoder, is_patched
-
+    check_installed(held_out)
     decoder, folder = find_decoder(model), Path(out)
     if is_patched(decoder):
         raise ValueError("the model is patched: call kvevict.unpatch(model) before training")
@@ -153,9 +155,7 @@ class Run:
                 bar.set_postfix(loss=f"{line['loss']:.4f}")
                 bar.update()
         if main:
-            from ..policy.rows.lookahead import weights_of
-
-            self.adapter.save(self.folder, weights=weights_of(self.decoder))
+            self.adapter.save(self.folder, weights=fingerprint(self.decoder))
             _plot(self.folder)
         self.accelerator.wait_for_everyone()
 
@@ -226,11 +226,14 @@ class Run:
             write(log, "".join(f"{line}\n" for line in lines[: self.step]))
 
 
+def check_installed(held_out) -> None:
+    """Raise ValueError where a package that training needs is missing: accelerate, and scipy to validate."""
+    installed("train", "training a lookahead adapter", "accelerate", *(["scipy"] if held_out else []))
+
+
 def _accelerator(decoder):
-    try:
-        import accelerate
-    except ImportError as error:
-        raise ImportError("training needs accelerate: pip install accelerate") from error
+    import accelerate
+
     return accelerate.Accelerator(cpu=decoder.get_input_embeddings().weight.device.type == "cpu")
 
 

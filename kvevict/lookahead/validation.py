@@ -5,8 +5,6 @@ import torch
 from .. import _ops
 from . import passes
 
-MOST = 512  # evenly spaced columns of a pair that Kendall's tau takes, as it compares every two
-
 
 @torch.no_grad()
 def similarity(decoder, adapter, prompt, response) -> dict:
@@ -37,10 +35,10 @@ def recall(got, want, k: int):
     return best.gather(-1, want.topk(k, -1).indices).mean()
 
 
-def tau(got, want):
-    """Kendall's tau-a of [.., N] over at most MOST evenly spread columns, mean over the other dimensions."""
-    columns = torch.linspace(0, got.shape[-1] - 1, min(MOST, got.shape[-1])).round().long().to(got.device)
-    total, got, want = 0, got[..., columns], want[..., columns]
-    for shift in range(1, len(columns)):  # every pair once
-        total += ((got[..., shift:] - got[..., :-shift]) * (want[..., shift:] - want[..., :-shift])).sign().sum(-1)
-    return (total / max(1, len(columns) * (len(columns) - 1) / 2)).mean()
+def tau(got, want) -> torch.Tensor:
+    """Kendall's tau-b of [.., N], mean over the other dimensions; 0 where the numbers of one are all equal.
+    Needs scipy."""
+    from scipy.stats import kendalltau
+
+    rows = zip(*(x.double().reshape(-1, x.shape[-1]).cpu().numpy() for x in (got, want)), strict=True)
+    return torch.tensor([kendalltau(*row).statistic for row in rows]).nan_to_num(0).mean()

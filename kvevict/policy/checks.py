@@ -1,6 +1,7 @@
 """Errors that name the argument and the mend."""
 
 import difflib
+import importlib.util
 import json
 import numbers
 import sys
@@ -37,6 +38,13 @@ def one_of(kind: str, name, known) -> None:
     """Raise ValueError unless `name` is one of the known ones."""
     if name not in known:
         raise ValueError(unknown(kind, name, known))
+
+
+def installed(extra: str, what: str, *modules: str) -> None:
+    """Raise ValueError, which names the command that installs the extra, where one of its modules is missing."""
+    missing = [module for module in modules if importlib.util.find_spec(module) is None]
+    if missing:
+        raise ValueError(f"{what} needs {' and '.join(missing)}; run: pip install 'kvevict[{extra}]'")
 
 
 def builtin(value):

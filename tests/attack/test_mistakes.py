@@ -24,11 +24,12 @@ from kvevict.analysis.cost import plan
 from kvevict.analysis.run import encode
 from kvevict.analysis.shape import shape_of
 from kvevict.cli import main
-from kvevict.commands import parse_policy, read_text
+from kvevict.commands import read_text
 from kvevict.evaluate.results import Results, read
 from kvevict.files import replacing, write
 from kvevict.policy.apportion import apportion
 from kvevict.policy.checks import DEEPEST, PLENTY, parsed
+from kvevict.policy.text import parse_policy
 from kvevict.prompts import MARGIN, first_ids, ids_of
 
 DEEP = "[" * 100_000

@@ -24,8 +24,8 @@ import kvevict
 from kvevict import policy
 from kvevict.analysis import run
 from kvevict.analysis.compare import informed
-from kvevict.commands import parse_policy
 from kvevict.policy import presets
+from kvevict.policy.text import parse_policy
 
 PLAIN = 2**30  # a budget that nothing reaches
 STAGES = ("evict", "draft")

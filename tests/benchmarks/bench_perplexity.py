@@ -17,9 +17,9 @@ import torch
 
 import kvevict
 from kvevict.analysis.run import load_model
-from kvevict.commands import parse_policy
 from kvevict.evaluate.ask import observers
 from kvevict.policy import PRESETS, build
+from kvevict.policy.text import parse_policy
 
 POLICIES = [
     "streaming:sink=0", "streaming", "random", "knorm", "keydiff", "h2o", "tova", "snapkv", "take",

@@ -11,8 +11,9 @@ from tiny import byte_tokenizer, generate, save
 
 import kvevict
 from kvevict.cli import main
-from kvevict.commands import COMMANDS, grid, options_of, parse_policy
+from kvevict.commands import COMMANDS, grid, options_of
 from kvevict.policy import build
+from kvevict.policy.text import parse_policy
 
 
 def test_help_lists_the_commands(capsys):
@@ -121,7 +122,7 @@ def test_an_answer_longer_than_the_context(name, argv, tmp_path, capsys):
     folder, _ = save(tmp_path / "model")
     argv = [str(text) if word == "FILE" else word for word in argv]
     assert main([name, "--model", folder, "--max-new-tokens", "4096", "--limit", "100", *argv]) == 2
-    assert "--max-new-tokens 4096: the model's context is 4096 tokens; give fewer" in capsys.readouterr().err
+    assert "--max-new-tokens 4096: the model's context is 4096 tokens; give at most 4095" in capsys.readouterr().err
 
 
 def test_a_limit_beyond_the_context_is_the_context(tmp_path, capsys):

@@ -369,7 +369,7 @@ def test_ranking(family):
     got = compare.ranking(made, prompt[None], policy, full)
     assert list(got.values()) == pytest.approx([sum(x) / len(found) for x in zip(*found)], abs=1e-3)
     chunked = kvevict.policy.build("snapkv", window=4, budget=16, chunk_size=12)
-    assert compare.ranking(made, prompt[None], chunked, full) == got  # which is of the prompt read whole
+    assert compare.ranking(made, prompt[None], chunked, full) == got  # which is of the prompt read in one pass
     oracle_ = compare.informed(kvevict.policy.build("oracle", budget=16), full.response)
     assert compare.ranking(made, prompt[None], oracle_, full) == dict(eighth=1.0, tau=pytest.approx(1, abs=1e-3))
     assert compare.ranking(made, prompt[None], kvevict.policy.build("snapkv", window=4, budget=57), full) is None

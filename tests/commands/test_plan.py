@@ -372,7 +372,7 @@ def test_decoding_by_hand(llama):
 
 
 def test_drafts_by_another_model():
-    """SpecKV: the draft model reads the prompt whole, decodes n_d - 1 tokens and is there with its weights."""
+    """SpecKV: the draft model reads the prompt in one pass, decodes n_d - 1 tokens and is there with its weights."""
     shape, draft = (shape_of(each.config, "float32") for each in (shared(), DRAFT))
     policy = build("speckv", budget=70, chunk_size=80)
     without, run = (plan(shape, policy, 300, draft_model=each) for each in (None, draft))
@@ -386,7 +386,7 @@ def test_drafts_by_another_model():
     assert run["draft_bytes"] == sum(4 * w.numel() for w in DRAFT.parameters())
     assert run["peak_bytes"] >= without["peak_bytes"] + run["draft_bytes"]
     assert run["seconds"] > without["seconds"] and run["cache_bytes"] == without["cache_bytes"]
-    assert plan(shape, policy, 60)["left_out"] == []  # it fits, and nobody drafts
+    assert plan(shape, policy, 60)["left_out"] == []  # it fits, and nothing is drafted
 
 
 @pytest.mark.parametrize("refine, flops, scans", [("none", 0, 0), ("caote", 5, 2), ("fastcaote", 4, 2)])
@@ -473,7 +473,7 @@ def test_lookaheadkv(llama, tokens, forward, lookahead, snapkv, overhead):
     assert plain["moved"]["linear"] / giga == pytest.approx(13.0, rel=0.01)
     near(plan(llama, build("snapkv", budget=128), tokens, hardware=machine, causal=False), snapkv, 0.02)
 
-    learned = build("oracle", budget=128, ids=tuple(range(32)))  # 32 rows behind one chunk
+    learned = build("oracle", budget=128, ids=tuple(range(32)))  # 32 rows after one chunk
     run = plan(llama, learned, tokens, hardware=machine, causal=False)
     near(run, lookahead, 0.02)
     adapter = machine.seconds(0, 2 * 20.6e6)  # table 1: parameters; bound by memory

@@ -10,7 +10,8 @@ from test_eval import line
 
 from kvevict.analysis import plot
 from kvevict.cli import main
-from kvevict.evaluate.table import summarize
+from kvevict.evaluate import plot as eval_plot
+from kvevict.evaluate.summary import summarize
 
 POLICIES = ("take", "snapkv", "oracle")
 BUDGETS = (48, 64, 256)
@@ -69,7 +70,7 @@ def boxes_apart(figure):
 
 def test_budget():
     lines = results()
-    figure, summary = plot.budget(lines), summarize(lines)
+    figure, summary = eval_plot.budget(lines), summarize(lines)
     shown = panels(figure)
     assert set(shown) == {f"{task}, {mode}" for task in ("facts", "needle") for mode in ("aware", "agnostic")}
     for title, axes in shown.items():
@@ -101,7 +102,7 @@ def test_families():
                 "random", "cake", "knorm", "vatp", "streaming")  # fmt: skip
     lines = [line("full", 1.0, id=i) for i in range(4)]
     lines += [line(p, float((i + b) % 3 > 0), "aware", i, b) for p in policies for b in BUDGETS for i in range(4)]
-    figure = plot.families(lines)
+    figure = eval_plot.families(lines)
     shown = {
         title.removesuffix(": toy, aware"): [container.get_label() for container in axes.containers]
         for title, axes in panels(figure).items()
@@ -122,19 +123,19 @@ def test_families():
 def test_budget_of_perplexities():
     lines = [line("full", 2.0, id=i, metric="perplexity") for i in range(2)]
     lines += [line("take", 2.0 + i / 4, "aware", i, 0.25, metric="perplexity") for i in range(2)]
-    (axes,) = plot.budget(lines).axes
+    (axes,) = eval_plot.budget(lines).axes
     assert axes.containers[0][0].get_ydata() == pytest.approx([2.71828**2.125], rel=1e-4)
     assert axes.get_ylabel() == "perplexity"
     assert "fraction" in axes.get_xlabel()
     with pytest.raises(ValueError, match="slots and fractions"):
-        plot.budget([*lines, line("take", 2.0, "aware", 0, 64, metric="perplexity")])
+        eval_plot.budget([*lines, line("take", 2.0, "aware", 0, 64, metric="perplexity")])
     with pytest.raises(ValueError, match="no results of a policy"):
-        plot.budget(lines[:2])
+        eval_plot.budget(lines[:2])
 
 
 def test_heatmap():
     lines = [entry for entry in results() if entry["budget"] in (None, 64)]
-    figure, summary = plot.heatmap(lines), summarize(lines, ("length", "depth"))
+    figure, summary = eval_plot.heatmap(lines), summarize(lines, ("length", "depth"))
     shown = panels(figure)
     assert list(shown) == ["full"] + [f"{p}, 64 slots\n{mode}" for mode in ("aware", "agnostic") for p in POLICIES]
     for title, axes in shown.items():
@@ -146,15 +147,15 @@ def test_heatmap():
         assert [label.get_text() for label in axes.get_yticklabels()] == ["0", "50", "100"]
     boxes_apart(figure)
     with pytest.raises(ValueError, match="tags length and depth"):
-        plot.heatmap([line("full", 1.0, length=3)])
+        eval_plot.heatmap([line("full", 1.0, length=3)])
     many = [line("take", 1.0, "aware", budget=b, length=1, depth=0) for b in range(40, 80)]
     with pytest.raises(ValueError, match="40 panels do not fit"):
-        plot.heatmap(many)
+        eval_plot.heatmap(many)
 
 
 def test_slots():
     lines = [entry for entry in results() if entry["mode"] != "agnostic"]
-    figure = plot.slots(plot.mean_kept(lines))
+    figure = plot.slots(eval_plot.mean_kept(lines))
     shown = panels(figure)
     assert len(shown) == len(POLICIES) * len(BUDGETS)
     for title, axes in shown.items():
@@ -163,7 +164,7 @@ def test_slots():
         assert data.mask[1].all()  # a sliding-window layer
     boxes_apart(figure)
     with pytest.raises(ValueError, match="only of the full cache"):
-        plot.mean_kept([entry for entry in lines if entry["policy"] == "full"])
+        eval_plot.mean_kept([entry for entry in lines if entry["policy"] == "full"])
 
 
 def bench():
@@ -249,7 +250,7 @@ def test_policies_of_a_diagnosis(tmp_path, capsys, monkeypatch):
     assert main([*run, "--policies", "h2o"]) == 2
     assert "no results of policy h2o; there are snapkv, take" in capsys.readouterr().err
     assert main([*run, "--budgets", "48"]) == 2
-    assert "--budgets is of results of `kvevict eval`, not of overlap" in capsys.readouterr().err
+    assert "--budgets selects results of `kvevict eval`, not of overlap; leave it out" in capsys.readouterr().err
 
 
 def test_without_matplotlib(tmp_path, capsys, monkeypatch):

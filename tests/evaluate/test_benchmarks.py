@@ -403,7 +403,7 @@ def test_real_others(name, length, want, real):
 
 @pytest.mark.parametrize("number", range(1, 21))
 def test_real_babi(number, real):
-    """Every file is read whole; each question has the answer that its row ends with."""
+    """Every file is read in full; each question has the answer that its row ends with."""
     folder = SHARED / "eval/babi"
     (path,) = (folder / "en").glob(f"qa{number}_*_test.txt")
     questions = sum("?" in row for row in path.read_text("utf-8").splitlines())

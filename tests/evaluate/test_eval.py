@@ -6,6 +6,7 @@ import math
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvevict import PRESETS, evicting, small_llama
 from kvevict.cli import main
-from kvevict.evaluate import ask, table
+from kvevict.evaluate import ask, intervals, summary, table
 from kvevict.evaluate.metrics import METRICS
 from kvevict.evaluate.results import read
 from kvevict.evaluate.run import Plan, evaluate
@@ -27,6 +28,7 @@ from kvevict.evaluate.tasks import TASKS, Case
 from kvevict.prompts import ids_of
 
 NEW = 6
+NORMAL = statistics.NormalDist().inv_cdf(0.975)
 
 
 @METRICS.add("toy")
@@ -347,26 +349,26 @@ def line(policy, score, mode=None, id=0, budget=None, task="toy", metric="toy", 
 
 
 def test_intervals():
-    # 8 of 10: centre (0.8 + 0.19208) / 1.38416, half 1.96 / 1.38416 * sqrt(0.016 + 0.009604)
-    assert table.interval([1] * 8 + [0] * 2) == pytest.approx((0.8, 0.490157, 0.943319), abs=1e-5)
-    assert table.interval([1, 1])[2] == 1
-    # standard deviation 0.2, so 1.96 * 0.2 / sqrt(3)
-    assert table.interval([0.2, 0.4, 0.6]) == pytest.approx((0.4, 0.4 - 0.226321, 0.4 + 0.226321), abs=1e-5)
-    assert table.interval([0.5]) == (0.5, 0, 1)
+    # 8 of 10: centre (0.8 + z^2 / 20) / (1 + z^2 / 10), half z / (1 + z^2 / 10) * sqrt(0.016 + z^2 / 400), z = 1.95996
+    assert intervals.of_scores([1] * 8 + [0] * 2) == pytest.approx((0.8, 0.490162, 0.943318), abs=1e-6)
+    assert intervals.of_scores([1, 1])[2] == 1
+    # standard deviation 0.2, so 1.95996 * 0.2 / sqrt(3)
+    assert intervals.of_scores([0.2, 0.4, 0.6]) == pytest.approx((0.4, 0.4 - 0.226317, 0.4 + 0.226317), abs=1e-6)
+    assert intervals.of_scores([0.5]) == (0.5, 0, 1)
 
 
 def test_summary():
     full = [line("full", s, id=i, depth=i % 2) for i, s in enumerate((1, 1, 1, 0))]
     aware = [line("take", s, "aware", i, 64, depth=i % 2) for i, s in enumerate((1, 0, 1))]
     blind = [line("take", s, "agnostic", i, 64, depth=i % 2) for i, s in enumerate((0, 0, 1, 0))]
-    got = table.summarize(full + aware + blind)
+    got = summary.summarize(full + aware + blind)
     take = got["take", 64, None]
     assert list(got) == [("full", None, None), ("take", 64, None)]
     assert got["full", None, None]["toy", (), "aware"].mean == 0.75
     assert take["toy", (), "aware"].mean == take["toy", (), "aware"].share == pytest.approx(2 / 3)  # of the same cases
     assert take["toy", (), "agnostic"].share == pytest.approx(1 / 3)
     assert take["toy", (), "agnostic"].cases == 4
-    by = table.summarize(full + aware + blind, ("depth",))["take", 64, None]
+    by = summary.summarize(full + aware + blind, ("depth",))["take", 64, None]
     assert {key[1:]: cell.mean for key, cell in by.items()} == {
         ((0,), "aware"): 1, ((1,), "aware"): 0, ((0,), "agnostic"): 0.5, ((1,), "agnostic"): 0,
     }  # fmt: skip
@@ -376,8 +378,8 @@ def test_perplexity_in_tables():
     about = dict(task="text", metric="perplexity")
     full = [line("full", s, id=i, **about) for i, s in enumerate((2.0, 3.0))]
     lines = [line("h2o", s, "aware", i, 8, **about) for i, s in enumerate((3.0, 3.2))]
-    cell = table.summarize(full + lines)["h2o", 8, None]["text", (), "aware"]
-    half = 1.96 * math.sqrt(0.02 / 2)  # variance of 3.0 and 3.2: 0.02
+    cell = summary.summarize(full + lines)["h2o", 8, None]["text", (), "aware"]
+    half = NORMAL * math.sqrt(0.02 / 2)  # variance of 3.0 and 3.2: 0.02
     assert (cell.mean, cell.low, cell.high) == pytest.approx([math.exp(3.1 + d) for d in (0, -half, half)])
     assert cell.share == pytest.approx(math.exp(2.5) / math.exp(3.1))
 

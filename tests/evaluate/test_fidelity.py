@@ -4,12 +4,12 @@ import re
 
 import pytest
 import torch
-from test_eval import line, plan, results, tokenizer, toy, untimed
+from test_eval import NORMAL, line, plan, results, tokenizer, toy, untimed
 from tiny import model as tiny_model
 from tiny import save
 
 from kvevict.cli import main
-from kvevict.evaluate import ask, table
+from kvevict.evaluate import ask, summary, table
 from kvevict.evaluate.results import read
 from kvevict.evaluate.tasks import FIDELITY, RESPONSE, TASKS, Settings, find
 
@@ -113,9 +113,9 @@ def near(policy, score, same, id):
 
 def test_cells_by_hand():
     lines = [near("take", 0.1, 1.0, 0), near("take", 0.3, 0.5, 1)]
-    cell = table.summarize(lines)["take", 16, None][TASK, (), "aware"]
+    cell = summary.summarize(lines)["take", 16, None][TASK, (), "aware"]
     assert (cell.mean, cell.error, cell.same, cell.same_error) == pytest.approx((0.2, 0.1, 0.75, 0.25))
-    assert (cell.low, cell.high) == pytest.approx((0.2 - 0.196, 0.2 + 0.196))
+    assert (cell.low, cell.high) == pytest.approx((0.2 - 0.1 * NORMAL, 0.2 + 0.1 * NORMAL))
     text = table.render(lines)
     assert "0.200 ±0.100 75.0 ±25.0%" in text and "fidelity: mean KL" in text
     assert "fidelity" not in table.render([line("full", 1)])
@@ -126,12 +126,12 @@ def test_averages_by_hand():
     lines += [line("take", s, "aware", i, 16) for i, s in enumerate((0, 1))]
     lines += [line("take", 0.3, "aware", 0, 16, "other"), line("h2o", 1, "aware", 0, 16)]
     lines.append(line("take", 2.0, "aware", 0, 16, "text", "perplexity"))
-    means = table.averages(table.summarize(lines), "aware")
+    means = summary.averages(summary.summarize(lines), "aware")
     assert list(means) == [("full", None, None), ("take", 16, None)]
     assert means["full", None, None].mean == pytest.approx(0.8)
     assert (means["take", 16, None].mean, means["take", 16, None].share) == pytest.approx((0.4, 0.5))
     assert re.search(r"^take +16 +whole +40\.0 50% ", table.render(lines), re.MULTILINE)
-    assert not table.averages(table.summarize(lines[:2]), "aware")
+    assert not summary.averages(summary.summarize(lines[:2]), "aware")
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ WORKED = [
     ("retrieval_zh", "段落7", ["段落7"], 1),
     ("count", "There are 12 of 15", ["15"], 1 / 2),
     ("count", "015", ["15"], 0),
-    # the fence and the comment are no code. "x = 1" and "x = 2": 4 of 5 characters in one block, 2 * 4 / 10
+    # the fence and the comment are not code. "x = 1" and "x = 2": 4 of 5 characters in one block, 2 * 4 / 10
     ("code_sim", "\n```python\n# one\nx = 1\ny", ["x = 2"], 0.8),
     ("code_sim", "abc", ["abd"], 0.67),  # 2 * 2 / 6, in whole per cent
     ("code_sim", "// only a comment", ["x"], 0),

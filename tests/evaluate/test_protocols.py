@@ -72,7 +72,7 @@ def test_interval_is_student_s(n):
     values = [random.gauss(0.1, 0.3) for _ in range(n)]
     found, half = claims.difference(values), QUANTILES[n - 1] * statistics.stdev(values) / n**0.5
     assert found.mean == pytest.approx(statistics.fmean(values))
-    assert (found.high - found.low) / 2 == pytest.approx(half, rel=2e-3)
+    assert (found.high - found.low) / 2 == pytest.approx(half, rel=1e-4)
     assert (found.won, found.lost) == (sum(x > 0 for x in values), sum(x < 0 for x in values))
 
 
@@ -133,7 +133,7 @@ def test_command(tmp_path, capsys):
     (["--protocol", "takes"], "unknown protocol 'takes'"),
     (["--protocol", "take", "--policies", "h2o"], "--policies and --protocol exclude each other"),
     (["--protocol", "take", "--chunk-size", "64"], "--chunk-size and --protocol exclude each other"),
-    (["--protocol", "take", "--budgets", "0.1"], "--budgets 0.1: a protocol's are whole numbers of slots"),
+    (["--protocol", "take", "--budgets", "0.1"], "--budgets 0.1: a protocol's budgets are whole numbers of slots"),
 ])  # fmt: skip
 def test_refused(arguments, said, tmp_path, capsys):
     assert main(["eval", "--out", str(tmp_path / "r.jsonl"), *arguments]) == 2

@@ -45,11 +45,11 @@ def test_the_opening_is_the_assistants(net):
     prompt = ask.encode(net, talker, case())
     assert talker.decode(prompt.context) == "<user> some text"
     assert talker.decode(prompt.question) == f"\n\nQuestion: What?{TAIL}{OPENING}"
-    assert talker.decode(prompt.question[-prompt.tail :]) == TAIL + OPENING
+    assert talker.decode(prompt.question[-prompt.suffix :]) == TAIL + OPENING
     for plain in (ask.encode(net, byte_tokenizer(), case()), ask.encode(net, talker, case(tags={"chat": False}))):
         assert byte_tokenizer().decode(plain.context + plain.question) == " some text" + QUESTION
-        assert plain.tail == len(OPENING)
-    assert ask.encode(net, byte_tokenizer(), case(opening="")).tail == 0
+        assert plain.suffix == len(OPENING)
+    assert ask.encode(net, byte_tokenizer(), case(opening="")).suffix == 0
 
 
 def test_a_free_question():
@@ -124,7 +124,7 @@ def test_empty_lines_do_not_end_an_answer():
 
 
 def test_rows_that_observe_by_hand():
-    prompt = Prompt([1] * 50, [2] * 12, tail=5)
+    prompt = Prompt([1] * 50, [2] * 12, suffix=5)
     assert prompt.observed("question") == 12
     assert prompt.observed(3) == 8
 
@@ -154,8 +154,8 @@ def test_observe_in_eval(net, tmp_path):
     plan = Plan(("scripted",), (40,), ("snapkv", "snapkv:window=3"), (80,), cases=1, observe=4)
     evaluate(net, chat_tokenizer(), plan, tmp_path / "r")
     got = {(line["policy"], line["mode"]): line["options"]["window"] for line in read(tmp_path / "r")[1][1:]}
-    tail = 2 + 2 + len(OPENING)  # two special tokens, each with a newline
-    assert got == {("snapkv", "aware"): 4 + tail, ("snapkv", "agnostic"): 32, ("snapkv:window=3", "aware"): 3,
+    suffix = 2 + 2 + len(OPENING)  # two special tokens, each with a newline
+    assert got == {("snapkv", "aware"): 4 + suffix, ("snapkv", "agnostic"): 32, ("snapkv:window=3", "aware"): 3,
                    ("snapkv:window=3", "agnostic"): 3}  # fmt: skip
 
 
@@ -167,7 +167,7 @@ def test_a_probe_of_the_question(net, tmp_path):
         (line["task"], line["policy"], line["mode"]): line["options"].get("probe") or line["options"]["window"]
         for line in read(tmp_path / "r")[1] if line["policy"] != "full"
     }  # fmt: skip
-    asked = len("\n\nQuestion: What?") + 2 + 2 + len(OPENING)  # the chat template's tail, too
+    asked = len("\n\nQuestion: What?") + 2 + 2 + len(OPENING)  # the chat template's suffix, too
     for task, tokens in (("scripted", asked), ("fidelity", 32)):  # which asks nothing
         got_here = {key[1:]: value for key, value in got.items() if key[0] == task}
         assert got_here == {

@@ -55,7 +55,7 @@ def test_a_prompt_is_computed_once(tmp_path, family):
 
 
 def test_rows_along_are_told_apart():
-    """Probes of other lengths behind the same chunk, and adapters that differ in their LoRA only."""
+    """Probes of other lengths after the same chunk, and adapters that differ in their LoRA only."""
     net, adapters = tiny_model(), [kvevict.lookahead.Adapter(net, tokens=4) for net in [tiny_model()] * 2]
     for made in adapters:
         for name, weight in made.named_parameters():

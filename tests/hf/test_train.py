@@ -13,7 +13,7 @@ from tiny import FAMILIES
 
 import kvevict
 from kvevict import families
-from kvevict.lookahead import passes, training
+from kvevict.lookahead import passes, training, validation
 
 PAIRS = [dict(prompt=[3 + (7 * i + j) % 90 for j in range(20 + i)], response=[5 + (i + 3 * j) % 60 for j in range(4)])
          for i in range(7)]  # fmt: skip
@@ -86,6 +86,16 @@ def test_learns_and_saves(tmp_path):
     again = kvevict.lookahead.load(tmp_path, model)
     assert all(torch.equal(x, y) for x, y in zip(made.parameters(), again.parameters(), strict=True))
     assert [weight.requires_grad for weight in model.parameters()] == before
+
+
+def test_tau_by_hand():
+    """tau-b: pairs that agree less those that do not, over the root of the products of the untied ones."""
+    got = torch.tensor([[1.0, 2, 3, 4], [1, 1, 2, 3], [5, 5, 5, 5]])
+    want = torch.tensor([[1.0, 2, 4, 3], [1, 2, 3, 4], [1, 2, 3, 4]])
+    by_row = [(5 - 1) / 6, 5 / (5 * 6) ** 0.5, 0]
+    for row, value in enumerate(by_row):
+        assert validation.tau(got[row], want[row]).item() == pytest.approx(value)
+    assert validation.tau(got, want).item() == pytest.approx(sum(by_row) / 3)
 
 
 def test_a_model_in_bfloat16(tmp_path):

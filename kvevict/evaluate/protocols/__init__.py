@@ -1,7 +1,7 @@
 """What papers say of their methods, as comparisons that `kvevict eval --protocol NAME` repeats on any model. One file
 per paper; the file registers its `Protocol`.
 
-A comparison changes one thing, puts the same cases to both sides, and pairs them case by case.
+A comparison changes one thing, gives both sides the same cases, and pairs them case by case.
 """
 
 import sys
@@ -13,7 +13,7 @@ from ..tasks import FIDELITY
 
 PROTOCOLS = Registry("protocol")
 TASKS = ("facts", "keyvalue", FIDELITY)  # what is asked where no --tasks are named
-WHOLE = None
+ONE_PASS = None
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class Claim:
 
     better, than   policies, NAME or NAME:OPTION=VALUE,... in which {B} and {B20} stand for the budget and 20 times as
                    much, {L4}, {L2}, {L34} and {L} for a quarter, half, three quarters and all of the layers that evict,
-                   and {adapter} and, behind other options, {and_adapter} for the one that names --adapter; a claim
+                   and {adapter} and, after other options, {and_adapter} for the one that names --adapter; a claim
                    with {draft}, the folder of --draft, is left out where none is given
-    chunks         tokens that each of the two reads at once, None: the prompt whole
+    chunks         tokens that each of the two reads at once, None: the prompt in one pass
     least          slots below which a budget cannot test it
     layers         layers that evict, below which a model cannot test it
     """
@@ -33,7 +33,7 @@ class Claim:
     better: str
     than: str
     margin: float | None = None
-    chunks: tuple = (WHOLE, WHOLE)
+    chunks: tuple = (ONE_PASS, ONE_PASS)
     least: int = 0
     layers: int = 1
 

@@ -21,7 +21,9 @@ def claims():
         says = f"ours: a probe of {tokens} tokens is about as good as one of 32"
         yield Claim(says, f"take:probe={tokens}", "take", 0.05, Z, least=tokens + 16)
     yield Claim("ours: a probe of the question is about as good", "take:probe=question", "take", 0.05, Z)
-    yield Claim("table 1: no worse than SnapKV, which reads the prompt whole", "take", "snapkv", 0.05, (256, None))
+    yield Claim(
+        "table 1: no worse than SnapKV, which reads the prompt in one pass", "take", "snapkv", 0.05, (256, None)
+    )
     yield Claim("ours: runs of 10 tokens help", "take+chunkkv", "take", chunks=Z)
     yield Claim("ours: EDIE's error instead of attention", "edie:rows=probe,heads=equal", "take/no-delay", chunks=Z)
     yield Claim("ours: pooling over 31 slots instead of 7", POOLED, "edie:rows=probe,heads=equal", chunks=Z)

@@ -8,7 +8,7 @@ from . import FIDELITY, RESPONSE, TASKS, Case
 
 @TASKS.add(FIDELITY)
 def fidelity(settings):
-    """Passages of at most `length` tokens, which the model goes on with."""
+    """Passages of at most `length` tokens, which the model continues."""
     for i in range(settings.cases):
         text = haystack(settings).passage(settings.rng(FIDELITY, i), settings.length, settings)
         id, tags = f"{FIDELITY}/{settings.length}/{i}", {"length": settings.length, "chat": False}

@@ -8,6 +8,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from ...models import fingerprint
+from ..adapter import Adapter, bundled, config_of, load
 from ..checks import count
 from . import ROWS, AppendedRows, Part, Rows
 from .probe import Probe
@@ -46,8 +48,6 @@ class Lookahead(Rows):
     decoded = most
 
     def check(self, policy):
-        from ...lookahead.adapter import Adapter
-
         count("probe", self.probe, 0)
         if not isinstance(self.adapter, (str, Adapter, type(None))):
             raise TypeError(f"adapter must be a kvevict.lookahead.Adapter or its folder, got {self.adapter!r}")
@@ -60,8 +60,6 @@ class Lookahead(Rows):
 
     def adapter_of(self, decoder):
         """The adapter, on the decoder's device. Raises ValueError where it is missing or another model's."""
-        from ...lookahead.adapter import Adapter
-
         known = _loaded.get(decoder)
         if known is None or known[0] != self.adapter:
             known = self.adapter, self.adapter if isinstance(self.adapter, Adapter) else self._load(decoder)
@@ -70,11 +68,9 @@ class Lookahead(Rows):
         return known[1].to(decoder.get_input_embeddings().weight.device)
 
     def _load(self, decoder):
-        from ...lookahead.adapter import bundled, config_of, load
-
         if self.adapter is not None:
             return load(self.adapter, decoder)
-        if not Path(bundled()).is_dir() or config_of(bundled()).get("weights") != weights_of(decoder):
+        if not Path(bundled()).is_dir() or config_of(bundled()).get("weights") != fingerprint(decoder):
             raise ValueError(
                 "lookahead needs an adapter that was trained on this model: adapter=FOLDER or a "
                 "kvevict.lookahead.Adapter; `kvevict train` makes one"
@@ -107,8 +103,6 @@ class Lookahead(Rows):
 
 @functools.lru_cache
 def _tokens(folder, stamp):
-    from ...lookahead.adapter import config_of
-
     return config_of(folder)["tokens"]
 
 
@@ -116,9 +110,3 @@ def tokens_in(folder) -> int:
     """Lookahead rows of a saved adapter."""
     path = Path(folder) / "config.json"
     return _tokens(folder, path.stat().st_mtime_ns if path.is_file() else None)
-
-
-def weights_of(decoder) -> str:
-    from ...evaluate.run import fingerprint
-
-    return fingerprint(decoder)

@@ -12,7 +12,7 @@ from torch import nn
 
 from .. import families
 from ..files import write
-from ..policy.checks import at_least_0, count, parsed
+from .checks import at_least_0, count, parsed
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SETS = {"all": TARGETS, "qv": ("q_proj", "v_proj"), "none": ()}  # the variants of the paper's table 5
@@ -234,9 +234,7 @@ def linears(layer, block):
 
 
 def _decoder(model):
-    from ..patch import find_decoder
-
-    decoder = find_decoder(model)
+    decoder = families.find_decoder(model)
     if not all(hasattr(layer, "self_attn") and hasattr(layer, "mlp") for layer in families.layers_of(decoder)):
         raise ValueError(
             f"a lookahead adapter needs layers of `self_attn` and `mlp`, which {type(decoder).__name__} does not have: "

@@ -1,0 +1,35 @@
+"""95 % intervals of means over independent cases, by scipy."""
+
+import math
+from statistics import NormalDist
+
+LEVEL = 0.95
+Z = NormalDist().inv_cdf((1 + LEVEL) / 2)
+
+
+def standard_error(values) -> float:
+    """Of the mean; infinite for a single value."""
+    from scipy import stats
+
+    return float(stats.sem(values)) if len(values) > 1 else math.inf
+
+
+def student(values) -> float:
+    """Half the width of Student's interval of the mean; infinite for a single value."""
+    from scipy import stats
+
+    n = len(values)
+    return float(stats.t.ppf((1 + LEVEL) / 2, n - 1)) * standard_error(values) if n > 1 else math.inf
+
+
+def of_scores(scores) -> tuple:
+    """(mean, low, high) of scores in [0, 1]: Wilson's interval where all are 0 or 1, else a normal one, cut to
+    [0, 1]."""
+    from scipy import stats
+
+    n, mean = len(scores), sum(scores) / len(scores)
+    if all(score in (0, 1) for score in scores):
+        found = stats.binomtest(int(sum(scores)), n).proportion_ci(LEVEL, method="wilson")
+        return mean, float(found.low), float(found.high)
+    half = Z * standard_error(scores)
+    return mean, max(0.0, mean - half), min(1.0, mean + half)

@@ -1,0 +1,131 @@
+"""Means of results with 95 % intervals, per policy and task, and the share of the full cache's score."""
+
+import math
+from dataclasses import dataclass
+
+from .ask import FULL, MODES, PERPLEXITY
+from .intervals import Z, of_scores, standard_error
+from .tasks import FIDELITY
+
+NOT_IN_PERCENT = (PERPLEXITY, FIDELITY)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Scores in [0, 1], or perplexities. share: score over the full run's on the same cases (perplexity: the full run's
+    over this one); None when the full run scores 0."""
+
+    mean: float
+    low: float
+    high: float
+    share: float | None
+    cases: int
+    metric: str
+
+    def __str__(self):
+        share = "" if self.share is None else f" {self.share:.0%}"
+        if self.metric == PERPLEXITY:
+            return f"{self.mean:.2f} [{self.low:.2f}, {self.high:.2f}]{share}"
+        return f"{100 * self.mean:.1f} [{100 * self.low:.0f}, {100 * self.high:.0f}]{share}"
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """Means over cases, of differences from the full cache on the same case, and the means' standard errors: the KL
+    divergence in nats and the share of equal first choices."""
+
+    mean: float
+    error: float
+    same: float
+    same_error: float
+    cases: int
+    metric: str = FIDELITY
+
+    @property
+    def low(self):
+        return max(0.0, self.mean - Z * self.error)
+
+    @property
+    def high(self):
+        return self.mean + Z * self.error
+
+    def __str__(self):
+        return f"{self.mean:.3f} ±{self.error:.3f} {100 * self.same:.1f} ±{100 * self.same_error:.1f}%"
+
+
+def fidelity(lines) -> Fidelity:
+    def of(name):
+        values = [line[name] for line in lines]
+        return sum(values) / len(values), standard_error(values)
+
+    return Fidelity(*of("score"), *of("same"), len(lines))  # type: ignore[call-arg]
+
+
+@dataclass(frozen=True)
+class Average:
+    """The mean of tasks' scores, each of the same weight, and its share of the full cache's."""
+
+    mean: float
+    share: float | None
+
+    def __str__(self):
+        return f"{100 * self.mean:.1f}" + ("" if self.share is None else f" {self.share:.0%}")
+
+
+def averages(summary, mode) -> dict:
+    """{row of a `summary` without tags: `Average` over all its tasks in per cent}; only of rows that have all of them,
+    and none of fewer than two tasks."""
+    own = {row: {c: cell for c, cell in cells.items() if c[2] == mode} for row, cells in summary.items()}
+    columns = {c for cells in own.values() for c, cell in cells.items() if cell.metric not in NOT_IN_PERCENT}
+    complete = [row for row, cells in own.items() if columns <= cells.keys()] if len(columns) > 1 else []
+    means = {row: sum(own[row][c].mean for c in columns) / len(columns) for row in complete}
+    full = means.get((FULL.policy, None, None))
+    return {row: Average(mean, mean / full if full else None) for row, mean in means.items()}
+
+
+def _exp(x: float) -> float:
+    return math.inf if x > 709 else math.exp(x)
+
+
+def cell(scores, full, metric) -> Cell:
+    """scores and the full run's scores of the same cases; for perplexity both are mean negative log likelihoods."""
+    base = sum(full) / len(full) if full else 0.0
+    if metric == PERPLEXITY:
+        mean = sum(scores) / len(scores)
+        half = Z * standard_error(scores)
+        share = _exp(base - mean) if full else None
+        return Cell(_exp(mean), _exp(mean - half), _exp(mean + half), share, len(scores), metric)
+    mean, low, high = of_scores(scores)
+    return Cell(mean, low, high, mean / base if base else None, len(scores), metric)
+
+
+def summarize(lines, by=()) -> dict:
+    """{(policy, budget, chunk_size): {(task, values of the tags `by`, mode): Cell}}, both in the results' order.
+
+    Cases and seeds are pooled. The full run does not depend on the mode and stands under every one. Cases without one
+    of the tags are left out.
+    """
+    lines = [line for line in lines if all(tag in line["tags"] for tag in by)]
+    modes = [mode for mode in MODES if any(line["mode"] == mode for line in lines)] or MODES[:1]
+    full = {_case(line): line["score"] for line in lines if line["policy"] == FULL.policy}
+    groups = {}
+    for line in lines:
+        row = line["policy"], line["budget"], line["chunk_size"]
+        for mode in modes if line["mode"] is None else [line["mode"]]:
+            column = line["task"], tuple(line["tags"][tag] for tag in by), mode
+            groups.setdefault(row, {}).setdefault(column, []).append(line)
+    return {row: {column: _of(group, full) for column, group in columns.items()} for row, columns in groups.items()}
+
+
+def _of(group, full):
+    """The cell of a group's lines; full: case -> score of the full cache."""
+    metric, *others = dict.fromkeys(line["metric"] for line in group)
+    if others:
+        raise ValueError(f"lines of {group[0]['task']} are of several metrics, {metric} and {', '.join(others)}")
+    if metric == FIDELITY:
+        return fidelity(group)
+    return cell([line["score"] for line in group], [full[_case(x)] for x in group if _case(x) in full], metric)
+
+
+def _case(line) -> tuple:
+    return line["task"], line["id"], line["seed"]

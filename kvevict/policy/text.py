@@ -1,0 +1,43 @@
+"""A policy as one word of the command line: NAME or NAME:OPTION=VALUE,OPTION=VALUE."""
+
+import contextlib
+import dataclasses
+import re
+
+from .checks import parsed
+from .policy import PARTS, Policy
+
+FORM = "NAME[:OPTION=VALUE,...]"
+PYTHON = {"None": None, "True": True, "False": False}
+
+
+def parse_policy(text: str) -> tuple:
+    """(preset's name, options) of a policy's text. A value is JSON (a number, true, null, [0, 32], which may be written
+    as (0, 32)), Python's None, True or False, or a plain word; `none` is None for an option that may be None. Raises
+    ValueError for an option without a value."""
+    name, colon, rest = text.partition(":")
+    rest = rest.translate(str.maketrans("()", "[]"))
+    parts = re.split(r",(?![^\[]*\])", rest) if colon else []  # no comma inside of brackets
+    return name, dict(_option(part) for part in parts)
+
+
+def _option(text: str) -> tuple:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"policy option {text!r}: write {FORM}")
+    name = name.strip().replace("-", "_")
+    if value in PYTHON or (value == "none" and name in _options("None")):
+        return name, PYTHON.get(value)
+    if name not in _options("str"):  # place="true" is text
+        with contextlib.suppress(ValueError):
+            value = parsed(value)
+    return name, tuple(value) if isinstance(value, list) else value
+
+
+def _options(kind: str) -> set:
+    """Options that may be None ("None"), or are always text ("str")."""
+    made_of = [Policy, *(part for registry, _ in PARTS.values() for part in registry.values())]
+    types = [(f.name, getattr(f.type, "__name__", str(f.type))) for part in made_of for f in dataclasses.fields(part)]
+    if kind == "str":
+        return {name for name, own in types if own == "str"} - {name for name, own in types if own != "str"}
+    return {name for name, own in types if "None" in own} - PARTS.keys()

@@ -1,0 +1,72 @@
+"""No module of the package imports from a layer above its own, at its top or in a function."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "kvevict"
+LAYERS = (
+    "_C _ops version compat families files known models prompts",
+    "policy",
+    "engine",
+    "trial patch report store answer",
+    "lookahead",
+    "analysis",
+    "evaluate",
+    "lm_eval commands cli",
+    "__init__ __main__",
+)
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}
+
+
+def imported(file: Path, text: str):
+    """The top-level modules of the package that a file of it imports."""
+    folder = file.parent.parts
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found = [("kvevict", *alias.name.split(".")[1:]) for alias in node.names if _ours(alias.name)]
+        elif isinstance(node, ast.ImportFrom) and (node.level or _ours(node.module)):
+            base = ("kvevict", *folder[: len(folder) - node.level + 1]) if node.level else ()
+            base += tuple(node.module.split(".")) if node.module else ()
+            found = [(*base, alias.name) for alias in node.names] if len(base) == 1 else [base]
+        else:
+            continue
+        yield from (path[1] if path[1:] and path[1] in LEVEL else "__init__" for path in found)
+
+
+def _ours(name: str) -> bool:
+    return name.split(".")[0] == "kvevict"
+
+
+def upward(file: Path, text: str) -> set:
+    return {name for name in imported(file, text) if LEVEL[name] > LEVEL[file.with_suffix("").parts[0]]}
+
+
+def test_every_module_has_a_layer():
+    modules = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    assert modules <= LEVEL.keys()
+
+
+def test_no_import_runs_upwards():
+    files = [path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py")]
+    assert len(files) > 100
+    found = {(file.as_posix(), name) for file in files for name in upward(file, (PACKAGE / file).read_text("utf-8"))}
+    assert found == set()
+
+
+@pytest.mark.parametrize("file, text, found", [
+    ("engine/evict.py", "from ..analysis import diagnose", {"analysis"}),
+    ("engine/evict.py", "def f():\n    from ..analysis.diagnose import note", {"analysis"}),
+    ("policy/rows/probe.py", "from ...lookahead.adapter import Adapter", {"lookahead"}),
+    ("policy/rows/probe.py", "from ... import patch, families", {"patch"}),
+    ("policy/policy.py", "import kvevict.evaluate.ask", {"evaluate"}),
+    ("policy/policy.py", "from kvevict.commands import grid", {"commands"}),
+    ("policy/policy.py", "from kvevict import evaluate", {"evaluate"}),
+    ("policy/policy.py", "from kvevict import PRESETS", {"__init__"}),
+    ("files.py", "from . import policy", {"policy"}),
+    ("policy/policy.py", "from . import presets\nfrom .. import _ops\nfrom ..files import replacing", set()),
+    ("commands/eval.py", "from . import command\nfrom ..evaluate import run\nimport json", set()),
+])  # fmt: skip
+def test_what_counts(file, text, found):
+    assert upward(Path(file), text) == found
