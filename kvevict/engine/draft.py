@@ -40,8 +40,8 @@ class _DraftLayer(EvictionLayer):
     def __init__(self, view, choice, room):
         super().__init__()
         self.lazy_initialization(view.new[0])
-        self._allocate(choice.keep + room)
-        self._move(view.layer._stored(), choice.index, choice.keep, *view.new, view.pos, view.first)
+        kept = choice.index, choice.keep, *view.new, view.pos, view.first
+        self.storage = view.layer.storage.gathered().moved(choice.keep + room, *kept)
         self.columns, self.seen = view.layer.columns, view.layer.seen
         self.rows = []  # (q [B, H, 1, D], k, v [B, Hkv, 1, D]) of each
 

@@ -9,13 +9,13 @@ import torch
 
 from .. import families
 from . import budgets, schedule
-from .cache import ROOM
 from .cascade import Cascade
 from .choosers import Append, Group
 from .draft import Drafting
 from .meter import Meter
 from .residual import Errors
 from .step import Read, Step, enter
+from .storage import ROOM
 
 
 @dataclass

@@ -10,7 +10,7 @@ from tiny import model, prompt, relative, shared
 
 import kvevict
 from kvevict.engine.cache import EvictionLayer
-from kvevict.engine.fork import ForkedLayer
+from kvevict.engine.fork import Fork
 
 # name -> (family, policy, options): only the prompt evicted, and evicting while decoding in several ways
 CASES = {
@@ -60,8 +60,9 @@ def held(cache):
     layers = []
     for layer in cache.layers:
         if isinstance(layer, EvictionLayer):
-            rows = [rows for _, _, rows in EvictionLayer.segments(layer)]
-            kinds = [t[at].clone() for t in (layer.k, layer.v, layer.pos) for at in rows]
+            slots = layer.storage.gathered()
+            rows = [rows for _, _, rows in slots.segments()]
+            kinds = [t[at].clone() for t in (slots.k, slots.v, slots.pos) for at in rows]
             layers.append(
                 [*kinds, layer.seen, torch.tensor(layer.columns), *([] if layer.carry is None else [layer.carry])]
             )
@@ -127,7 +128,7 @@ def test_what_was_kept_is_not_copied(policy):
         tokens_of(net, fork, first[:, -1:].argmax(-1), 100)
         assert shares(fork, cache) == (policy == "snapkv")
         layer = fork.layers[0]
-        assert isinstance(layer, ForkedLayer) == (policy == "snapkv")
+        assert isinstance(layer.storage, Fork) == (policy == "snapkv")
         assert layer.live_bytes() == 2 * 4 * 32 * 2 * 167
 
 
