@@ -7,7 +7,6 @@ import torch
 from .analysis.run import frame, ids_of, until_line_end
 from .compat import STATE
 from .engine.adopt import EvictionCache
-from .engine.cache import EvictionLayer
 from .patch import evicting, find_decoder, is_patched
 from .policy.checks import PLENTY, count
 from .policy.policy import Policy, build
@@ -99,9 +98,7 @@ class Pipeline:
 @contextlib.contextmanager
 def keeping_all(model, cache):
     """Inside, the model stores all that it reads behind what a cache kept, and evicts nothing."""
-    first = next(layer for layer in cache.layers if isinstance(layer, EvictionLayer))
-    turned = bool(first.rerotate if first.policy is None else first.policy.rerotate)
-    with evicting(model, Policy(score="streaming", budget=PLENTY, decode=False, rerotate=turned)):
+    with evicting(model, Policy(score="streaming", budget=PLENTY, decode=False, rerotate=cache.rerotate)):
         yield
 
 

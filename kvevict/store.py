@@ -18,7 +18,7 @@ from .engine.layers import StatefulLayer
 from .engine.ranks import of
 from .engine.storage import Storage
 from .files import replacing
-from .policy.checks import count, parsed
+from .policy.checks import count, flag, parsed
 
 FORMAT = "kvevict-cache-2"
 FLAT = ("k", "v", "pos")
@@ -55,8 +55,7 @@ def save_cache(cache, path) -> None:
             values: dict = dict(k=slots.k[packed], v=slots.v[packed], pos=slots.pos[packed])
             values |= {name: getattr(layer, name) for name in ("len", "seen", *OPTIONAL)}
             values["budget"] = None if layer.budget is None else torch.tensor(layer.budget, dtype=torch.int32)
-            turned = layer.rerotate if layer.policy is None else layer.policy.rerotate
-            facts.append(dict(kind=families.OWN, columns=layer.columns, rerotate=turned))
+            facts.append(dict(kind=families.OWN, columns=layer.columns))
         elif getattr(layer, "is_sliding", False) and layer.is_initialized:
             window = layer.sliding_window  # type: ignore[attr-defined]
             start = max(0, layer.keys.shape[2] - window + 1)  # longer while the past is recorded
@@ -66,7 +65,7 @@ def save_cache(cache, path) -> None:
             raise ValueError(f"layer {index}, a {layer!r}, was not filled by kvevict; read with a patched model first")
         tensors |= {f"{index}.{name}": t.contiguous().clone() for name, t in values.items() if t is not None}
     following = None if cache.next_position is None else cache.next_position.tolist()
-    common = dict(packed=cache.packed, next_position=following)
+    common = dict(rerotate=cache.rerotate, packed=cache.packed, next_position=following)
     ranks, failed = cache.ranks, None
     parts = ranks.to_first(tensors)
     if parts is not None:
@@ -200,7 +199,8 @@ def _expect(name, tensor, shape, dtype):
 
 def _fill_cache(cache, fact, batch, columns):
     """What belongs to all layers."""
-    packed, following = fact["packed"], fact["next_position"]
+    cache.rerotate, packed, following = fact["rerotate"], fact["packed"], fact["next_position"]
+    flag("rerotate", cache.rerotate)
     for start, stop in packed:
         count("packed columns", start, 0)
         if not start < count("packed columns", stop, 0) <= columns:
@@ -248,9 +248,6 @@ def _fill_own(layer, tensors, fact, shape, dtype):
         if width not in (read, 2 * read):
             raise ValueError(f"recent has {width} columns, expected {read} or {2 * read}")
     layer.lazy_initialization(tensors["k"].new_empty(batch, heads, 0, dim))
-    layer.rerotate = fact.get("rerotate")
-    if layer.rerotate not in (None, False, True):
-        raise ValueError(f"rerotate is {layer.rerotate!r}")
     layer.storage = Storage.packed(tensors["k"], tensors["v"], tensors["pos"], np.array(length.tolist()))
     layer.columns, layer.seen = columns, seen
     layer.budget = np.array(tensors["budget"].tolist())

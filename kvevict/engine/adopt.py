@@ -20,6 +20,8 @@ class EvictionCache(DynamicCache):
     record_past = False  # tokens may be taken back (assisted decoding rolls back what it rejects)
     packed: tuple = ()  # (start, stop) columns whose padding was moved to the left
     next_position = None  # [B] int64 positions that come next, where padding was moved
+    policy = None  # that gave the budgets; None: of a loaded cache it is not known, and without budgets there is none
+    rerotate = False  # whether the policy that read it rerotates
     ranks = ALONE  # whose heads the layers have, for save_cache
     plain: type = DynamicCache  # the class that it had
 
@@ -35,13 +37,18 @@ class EvictionCache(DynamicCache):
         twin.layers = [_forked(layer) for layer in self.layers]
         return twin
 
+    def read_under(self, policy) -> None:
+        """Note the policy that gives the budgets from here on."""
+        self.policy, self.rerotate = policy, policy.rerotate
+
     def activate_past_recording(self) -> None:
         super().activate_past_recording()
         self.record_past = True
 
     def reset(self) -> None:
         super().reset()
-        self.half_read, self.record_past, self.packed, self.next_position = False, False, (), None
+        for name in ("half_read", "record_past", "packed", "next_position", "policy", "rerotate"):
+            self.__dict__.pop(name, None)  # as the class has them
 
     def crop(self, tokens_to_remove: int) -> None:
         before = self.get_seq_length()

@@ -59,8 +59,6 @@ class EvictionLayer(CacheLayerMixin):
         self.carry = None  # [B, Hkv, C] fp32 scores that stay with their slots
         self.recent = None  # [B, H, <= rows, D] last decoded queries
         self.budget = None  # [B] slots over all heads, of the last read; on the host
-        self.policy = None  # that gave the budget
-        self.rerotate = None  # a loaded layer's, which has no policy: whether that which read it rerotates
         self.ahead = None  # [B, heads of all ranks] slots that each holds more than the first here; None: as many
         self.tail = 0  # columns appended since the last eviction: what crop can take back
         self.expected = 0  # slots per head that a read is going to store, for which a growth makes room

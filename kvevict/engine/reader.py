@@ -40,7 +40,7 @@ class Reader:
         if request.padding.any():
             raise ValueError("attention_mask hides the newly decoded token; its last column must be 1")
         request.begin()
-        budgets.renew(self.policy, request.layers, request.heads, self.patch.ranks)
+        budgets.renew(self.policy, request.cache, request.layers, request.heads, self.patch.ranks)
         watches = self.policy.decode or self.policy.score.carries
         return self._call(
             0, request.tokens, self.patch.own_meter(), Group(budgets.full(self.policy)) if watches else None
@@ -86,7 +86,7 @@ class Reader:
         limits = schedule.limits(policy, self.patch.order, self.patch.tsp)
         chunks = list(schedule.chunks(policy, prompt, limits, along))
         request.check_read(prompt, wanted, len(chunks) + drafted + (chunks[-1].along > 0))
-        budgets.check_groups(policy, layers, self.patch.ranks)
+        budgets.check_groups(policy, request.cache, layers, self.patch.ranks)
         if request.scores(evicts):
             warnings.warn(
                 f"these are logits of {prompt} tokens that were read before anything was evicted from them: to score a "
@@ -97,8 +97,8 @@ class Reader:
         read.along = policy.rows.prepare(request, read)
         read.budgets = budgets.Budgets(self.patch, layers, request.heads, seen)
         request.begin()
+        request.cache.read_under(policy)
         for order, layer in enumerate(layers):
-            layer.policy = policy
             layer.recent = None  # their slots are no longer the last ones
             if policy.schedule == "prompt" and len(chunks) > 1:
                 most = sum(min(chunk.end - chunk.start, limits[order]) for chunk in chunks)

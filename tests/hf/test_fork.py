@@ -233,6 +233,16 @@ def test_threads():
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+@pytest.mark.parametrize("draft_keys", [False, True])
+def test_a_draft_over_a_fork(draft_keys):
+    """LAQ reads a question after a fork: the copy that drafts is made of the slots that are shared."""
+    net = kvevict.patch(model(), "laq", budget=20, n_d=4, window=4, draft_keys=draft_keys)
+    cache = read(net)
+    before, plain = held(cache), copy.deepcopy(cache)
+    assert relative(goes_on(net, cache.fork(), 2), goes_on(net, plain, 2)) < 1e-5
+    assert same(held(cache), before)
+
+
 def test_read_in_inference_mode():
     """What was read and forked there goes on outside of it."""
     net = kvevict.patch(model(), "snapkv", budget=100)
