@@ -118,7 +118,7 @@ def adopt(cache, kinds, config, ranks=ALONE, first=None) -> None:
         if kind in families.EVICTS and not isinstance(layer, EvictionLayer):
             _check_import(layer)
     cache.layers = layers
-    for index, (kind, layer) in enumerate(zip(kinds, layers, strict=True)):  # each whole: an error leaves a right cache
+    for index, (kind, layer) in enumerate(zip(kinds, layers, strict=True)):  # an error in between does no harm
         if kind == families.SLIDING and not isinstance(layer, SlidingLayer):
             layers[index] = SlidingLayer.of(layer)
         elif kind in families.EVICTS and not isinstance(layer, EvictionLayer):

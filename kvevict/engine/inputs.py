@@ -10,7 +10,7 @@ class Inputs:
     """What the decoder was called with for the new tokens [B, N] of a call.
 
     ids, embeds   [B, N] or [B, N, E]; one of them is None
-    more          its other arguments by name, which every chunk gets: whole, or its part
+    more          its other arguments by name; a chunk gets its part of those that have one, and the others as they are
     """
 
     def __init__(self, decoder, ids, embeds, more):

@@ -1,8 +1,8 @@
 """Layers that keep a state beside or in place of keys and values: a convolution's last inputs, linear attention's sums.
 
-A state runs through all tokens of a prompt, from chunk to chunk. Rows that read along behind a chunk must not enter it,
-and neither must left padding, of which Transformers keeps only a first call's out. So the module that updates it is run
-on the chunk, then on the rows that read along, whose state is thrown away.
+A state runs through all tokens of a prompt, from chunk to chunk. Rows that read along after a chunk must not enter it,
+and neither must left padding, of which Transformers keeps only a first call's out. So the module that updates the state
+is run on the chunk, then on the rows that read along, whose state is thrown away.
 """
 
 import inspect
