@@ -24,6 +24,7 @@ CASES = {
     "rerotated": ("llama", "streaming", dict(budget=10, rerotate=True, decode=False)),
     "keeps all": ("llama", "snapkv", dict(budget=4096)),
     "fastkv": ("llama", "fastkv", dict(budget=10, window=4, tsp_len=16)),
+    "cake": ("llama", "cake", dict(budget=40, window=4)),
     "sliding": ("gemma3", "snapkv", dict(budget=10, window=4)),
     "sinks": ("gpt_oss", "h2o", dict(budget=10)),
     "softcap": ("gemma2", "snapkv", dict(budget=4096)),
