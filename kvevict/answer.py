@@ -6,7 +6,6 @@ import torch
 
 from .compat import STATE
 from .engine.adopt import EvictionCache
-from .engine.cache import EvictionLayer
 from .patch import evicting, find_decoder, is_patched
 from .policy.checks import PLENTY, count
 from .policy.policy import Policy, build
@@ -100,9 +99,7 @@ class Pipeline:
 @contextlib.contextmanager
 def keeping_all(model, cache):
     """Inside, the model stores all that it reads after what a cache kept, and evicts nothing."""
-    first = next(layer for layer in cache.layers if isinstance(layer, EvictionLayer))
-    rerotates = bool(first.rerotate if first.policy is None else first.policy.rerotate)
-    with evicting(model, Policy(score="streaming", budget=PLENTY, decode=False, rerotate=rerotates)):
+    with evicting(model, Policy(score="streaming", budget=PLENTY, decode=False, rerotate=cache.rerotate)):
         yield
 
 

@@ -21,7 +21,7 @@ STATE = "_kvevict"  # attribute of the text decoder that holds its Patch, outsid
 
 def _get_candidate_generator(model, *args, **kwargs):
     """Assisted and prompt-lookup decoding say on the cache that their calls bring candidates which may be taken back.
-    (`activate_past_recording` comes before our layers are in the cache.)"""
+    (`activate_past_recording` is called before the cache is an `EvictionCache`.)"""
     if getattr(kwargs.get("generation_config"), "assistant_early_exit", None) is not None:
         raise ValueError(
             "assistant_early_exit drafts with some of the model's layers, whose cache kvevict cannot share: give an "
@@ -35,7 +35,7 @@ def _get_candidate_generator(model, *args, **kwargs):
         )
     cache = kwargs.get("model_kwargs", {}).get("past_key_values")
     if cache is not None:
-        cache._kvevict_rollback = True
+        cache.record_past = True
     return type(model)._get_candidate_generator(model, *args, **kwargs)
 
 
@@ -51,10 +51,6 @@ STAND_INS = {
     "_get_candidate_generator": _get_candidate_generator,
     "init_continuous_batching": _init_continuous_batching,
 }
-
-
-def may_roll_back(cache) -> bool:
-    return getattr(cache, "_kvevict_rollback", False)
 
 
 def base_attention(module, config):

@@ -11,19 +11,19 @@ from safetensors.torch import save_file
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from . import families
-from .engine import host
-from .engine.adopt import StatefulLayer, adopt
+from .engine.adopt import EvictionCache, adopt
 from .engine.cache import HALF_READ, EvictionLayer
 from .engine.latent import LatentLayer
-from .engine.ranks import ALONE, of
+from .engine.layers import StatefulLayer
+from .engine.ranks import of
+from .engine.storage import Storage
 from .files import replacing
-from .policy.checks import count, parsed
+from .policy.checks import count, flag, parsed
 
 FORMAT = "kvevict-cache-3"
-OWN_TENSORS = ("k", "v", "pos", "len", "seen")
-FLAT = OWN_TENSORS[:3]
-OPTIONAL = ("carry", "recent", "upcoming")
-OF_ROWS = ("seen", "budget", "upcoming")  # one value for all heads of a row
+FLAT = ("k", "v", "pos")
+OPTIONAL = ("carry", "recent")
+OF_ROWS = ("seen", "budget")  # one value for all heads of a row
 
 
 def save_cache(cache, path) -> None:
@@ -35,9 +35,11 @@ def save_cache(cache, path) -> None:
     heads of all, which any number of ranks can load. Raises OSError, and leaves `path` as it was, where it cannot be
     written.
     """
-    if not getattr(cache, "layers", None):
-        raise ValueError("the cache was not filled by kvevict: it is empty; read a prompt with a patched model first")
-    if any(getattr(layer, "half_read", False) for layer in cache.layers):
+    if not isinstance(cache, EvictionCache):
+        raise ValueError(
+            f"a {type(cache).__name__} that was not filled by kvevict: read a prompt with a patched model first"
+        )
+    if cache.half_read:
         raise ValueError(HALF_READ)
     tensors, facts = {}, []
     for index, layer in enumerate(cache.layers):
@@ -49,12 +51,12 @@ def save_cache(cache, path) -> None:
                 f"layer {index} keeps a recurrent state, which save_cache cannot write; keep the cache in memory"
             )
         if isinstance(layer, EvictionLayer) and layer.is_initialized:
-            packed = torch.cat([torch.arange(s.start, s.stop) for _, _, s in layer.segments()])
-            values: dict = dict(k=layer.k[packed], v=layer.v[packed], pos=layer.pos[packed])
+            slots = layer.storage.gathered()
+            packed = torch.cat([torch.arange(s.start, s.stop) for _, _, s in slots.segments()])
+            values: dict = dict(k=slots.k[packed], v=slots.v[packed], pos=slots.pos[packed])
             values |= {name: getattr(layer, name) for name in ("len", "seen", *OPTIONAL)}
             values["budget"] = None if layer.budget is None else torch.tensor(layer.budget, dtype=torch.int32)
-            rerotates = layer.rerotate if layer.policy is None else layer.policy.rerotate
-            facts.append(dict(kind=families.OWN, columns=layer.columns, packed=layer.packed, rerotate=rerotates))
+            facts.append(dict(kind=families.OWN, columns=layer.columns))
         elif getattr(layer, "is_sliding", False) and layer.is_initialized:
             window = layer.sliding_window  # type: ignore[attr-defined]
             start = max(0, layer.keys.shape[2] - window + 1)  # longer while the past is recorded
@@ -63,15 +65,18 @@ def save_cache(cache, path) -> None:
         else:
             raise ValueError(f"layer {index}, a {layer!r}, was not filled by kvevict; read with a patched model first")
         tensors |= {f"{index}.{name}": t.contiguous().clone() for name, t in values.items() if t is not None}
-    ranks, failed = getattr(cache, "ranks", ALONE), None
+    following = None if cache.next_position is None else cache.next_position.tolist()
+    common = dict(rerotate=cache.rerotate, packed=cache.packed, next_position=following)
+    ranks, failed = cache.ranks, None
     parts = ranks.to_first(tensors)
     if parts is not None:
         try:
-            whole = tensors if len(parts) == 1 else _joined(parts)
+            all_heads = tensors if len(parts) == 1 else _joined(parts)
             for index, fact in enumerate(facts):
                 if fact["kind"] == families.OWN:
-                    fact |= _told_of_positions(index, whole, fact["columns"])
-            _write(whole, path, {"format": FORMAT, "layers": json.dumps(facts)})
+                    fact |= _positions_fact(index, all_heads, max([fact["columns"], *(following or ())]))
+            metadata = {"format": FORMAT, "layers": json.dumps(facts), "cache": json.dumps(common)}
+            _write(all_heads, path, metadata)
         except Exception as error:
             failed = error
     failed = ranks.objects(failed)[0]  # the file is there, or every rank raises
@@ -79,15 +84,14 @@ def save_cache(cache, path) -> None:
         raise failed
 
 
-def _told_of_positions(index, tensors, columns) -> dict:
-    """What the file says of a layer's positions: all are below `end`, which is `columns` unless the caller gave
-    position_ids, and in one head no two are equal without `ties` (a picture's tokens share theirs)."""
-    pos, upcoming = tensors[f"{index}.pos"], tensors.get(f"{index}.upcoming")
+def _positions_fact(index, tensors, end) -> dict:
+    """What the file says of a layer's positions: all are below `end`, at least this one, and in one head no two are
+    equal without `ties` (a picture's tokens share theirs)."""
+    pos = tensors[f"{index}.pos"]
     steps = _steps(pos, tensors[f"{index}.len"])
     if bool((steps < 0).any()) or bool((pos < 0).any()):
         raise ValueError(f"layer {index} has positions that do not ascend; read with ascending position_ids to save")
-    after = [int(t.max()) for t in (pos + 1, upcoming) if t is not None and t.numel()]
-    return dict(end=max([columns, *after]), ties=bool((steps == 0).any()))
+    return dict(end=max(end, int(pos.max()) + 1 if pos.numel() else 0), ties=bool((steps == 0).any()))
 
 
 def _steps(pos, length):
@@ -179,10 +183,8 @@ def load_cache(path, model):
         raise ValueError(f"{path} is damaged: {error}") from None
     if any(fact.get("columns") != columns for fact in facts):
         raise ValueError(f"{path} is damaged: its layers disagree on the number of tokens seen")
-    cache = DynamicCache(config=config)
-    adopt(cache, kinds, config)
-    ranks, dtype = of(base_model(model)), base_model(model).dtype
-    cache.ranks = ranks
+    cache, ranks, dtype = DynamicCache(config=config), of(base_model(model)), base_model(model).dtype
+    adopt(cache, kinds, config, ranks)
     heads = tuple(n // ranks.size for n in families.heads(decoder, kinds))
     heads = (heads[0], 1) if families.is_latent(config) else heads
     for index, (layer, fact) in enumerate(zip(cache.layers, facts, strict=True)):
@@ -209,12 +211,36 @@ def load_cache(path, model):
     }
     if len(batches) > 1:
         raise ValueError(f"{path} is damaged: its layers have batches of {sorted(batches)} rows")
+    try:
+        end = max(fact["end"] for fact in facts if fact["kind"] == families.OWN)
+        _fill_cache(cache, parsed(meta["cache"]), *batches, columns, end)
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
     return cache
 
 
 def _expect(name, tensor, shape, dtype):
     if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
         raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(shape)}")
+
+
+def _fill_cache(cache, fact, batch, columns, end):
+    """What belongs to all layers. No position is `end` or larger."""
+    cache.rerotate, packed, following = fact["rerotate"], fact["packed"], fact["next_position"]
+    flag("rerotate", cache.rerotate)
+    for start, stop in packed:
+        count("packed columns", start, 0)
+        if not start < count("packed columns", stop, 0) <= columns:
+            raise ValueError(f"packed columns {start} to {stop} were not read")
+    cache.packed = tuple(map(tuple, packed))
+    if following is not None:
+        if len(following) != batch:
+            raise ValueError(f"next_position has {len(following)} rows, the layers {batch}")
+        for position in following:
+            if count("next_position", position, 0) > end:
+                raise ValueError(f"next_position is {position}, of positions below {end}")
+        first = next(layer for layer in cache.layers if isinstance(layer, EvictionLayer))
+        cache.next_position = torch.tensor(following, dtype=torch.int64, device=first.device)
 
 
 def _fill_sliding(layer, tensors, fact, shape, dtype):
@@ -254,21 +280,9 @@ def _fill_own(layer, tensors, fact, shape, dtype):
         _expect("recent", tensors["recent"], (batch, query_heads, rows, max(read, width)), dtype)
         if width not in (read, 2 * read):
             raise ValueError(f"recent has {width} columns, expected {read} or {2 * read}")
-    if "upcoming" in tensors:
-        _expect("upcoming", tensors["upcoming"], (batch,), torch.int64)
-        if bool(((tensors["upcoming"] < 0) | (tensors["upcoming"] > end)).any()):
-            raise ValueError(f"upcoming has positions that are not in 0 .. {end}")
     layer.lazy_initialization(tensors["k"].new_empty(batch, heads, 0, dim))
-    layer.packed = tuple((int(start), int(stop)) for start, stop in fact.get("packed", ()))
-    if not all(0 <= start < stop <= columns for start, stop in layer.packed):
-        raise ValueError("packed names columns that were not read")
-    layer.rerotate = fact.get("rerotate")
-    if layer.rerotate not in (None, False, True):
-        raise ValueError(f"rerotate is {layer.rerotate!r}")
-    layer.counts = layer.capacity = np.array(length.tolist())
-    layer.offset, layer.columns = host.upload(layer._offsets(), length.device), columns
-    for name in OWN_TENSORS:
-        setattr(layer, name, tensors[name])
+    layer.storage = Storage.packed(tensors["k"], tensors["v"], pos, np.array(length.tolist()))
+    layer.columns, layer.seen = columns, seen
     layer.budget = np.array(tensors["budget"].tolist())
     for name in OPTIONAL:
         setattr(layer, name, tensors.get(name))

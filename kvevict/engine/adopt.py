@@ -1,5 +1,4 @@
-"""Layers of a `DynamicCache` that a patched model fills: ours in place of those that are evicted from, and what the
-others need so that rows which read along never enter them."""
+"""A `DynamicCache` that a patched model fills becomes an `EvictionCache`, with our layers in place of some."""
 
 import copy
 
@@ -7,80 +6,86 @@ import numpy as np
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from .. import compat, families
+from .. import families
 from .cache import EvictionLayer
-from .context import context
 from .latent import LatentLayer
-
-
-class StatefulLayer(EvictionLayer):
-    """Our slots, in a layer that has a convolution's or a recurrent state besides: `state` is Transformers' layer that
-    holds it, and answers for all that is not ours."""
-
-    def __init__(self, state=None):
-        super().__init__()
-        self.state = state
-
-    def __getattr__(self, name):
-        if name == "state":  # before it is there, as while copying
-            raise AttributeError(name)
-        return getattr(self.state, name)
-
-    def fork(self):
-        return copy.deepcopy(self)
-
-    def reset(self):
-        super().reset()
-        if self.__dict__.get("state") is not None:
-            self.state.reset()
-
-    def batch_select_indices(self, indices):
-        super().batch_select_indices(indices)
-        for states in (self.state.conv_states, self.state.recurrent_states):
-            states |= {index: t[indices] for index, t in states.items() if t is not None}
-
-
-compat.keeps_state(StatefulLayer)
-
-
-class SlidingLayer(DynamicSlidingWindowLayer):
-    """Transformers' sliding window, which a chunk's transient rows (the probe) read but do not enter."""
-
-    def update(self, key_states, value_states, *args, **kwargs):
-        step, tap = context().step, context().tap
-        if tap is not None:
-            tap.slid(key_states, value_states)
-        appended = 0 if step is None else step.appended
-        if not appended:
-            return super().update(key_states, value_states, *args, **kwargs)
-        before = self.keys, self.values
-        full = super().update(key_states, value_states, *args, **kwargs)
-        stored = key_states.shape[2] - appended
-        self.cumulative_length -= appended
-        if before[0] is None:
-            before = key_states[:, :, :0], value_states[:, :, :0]
-        window = 0 if getattr(self, "record_past", False) else -self.sliding_window + 1
-        self.keys, self.values = (
-            torch.cat([old, new[:, :, :stored]], dim=2)[:, :, window:]
-            for old, new in zip(before, (key_states, value_states), strict=True)
-        )
-        return full
+from .layers import SlidingLayer, StatefulLayer
+from .ranks import ALONE
 
 
 class EvictionCache(DynamicCache):
-    """What a patched model makes of a plain `DynamicCache`."""
+    """What a patched model makes of a `DynamicCache`, in place."""
+
+    half_read = False  # a call that changes the cache has not ended
+    record_past = False  # tokens may be taken back (assisted decoding rolls back what it rejects)
+    packed: tuple = ()  # (start, stop) columns whose padding was moved to the left
+    next_position = None  # [B] int64 positions that come next, where padding was moved
+    policy = None  # that gave the budgets; None: of a loaded cache it is not known, and without budgets there is none
+    rerotate = False  # whether the policy that read it rerotates
+    ranks = ALONE  # whose heads the layers have, for save_cache
+    plain: type = DynamicCache  # the class that it had
 
     def fork(self):
-        """A cache that goes on from here by itself: one context, many questions, each with a fork of its own.
+        """A copy-on-write fork: one context, many questions, each with a fork of its own.
 
-        What is stored is shared, not copied: a fork adds a tail of its own, and copies what it shares only when it must
-        (to evict again, to crop, to reorder beams, to be saved). Latents and states are copied at once. Neither side
-        ever changes what the other sees. A fork can be forked, decoded in another thread, and outlives the cache it
-        came from.
+        What is stored is shared, not copied: a fork appends to a suffix of its own, and copies what it shares only when
+        it must (to evict again, to crop, to reorder beams, to be saved). Latents and states are copied at once. Neither
+        side ever changes what the other sees. A fork can be forked, decoded in another thread, and outlives the cache
+        it came from.
         """
         twin = copy.copy(self)
         twin.layers = [_forked(layer) for layer in self.layers]
         return twin
+
+    def read_under(self, policy) -> None:
+        """Note the policy that gives the budgets from here on."""
+        self.policy, self.rerotate = policy, policy.rerotate
+
+    def activate_past_recording(self) -> None:
+        super().activate_past_recording()
+        self.record_past = True
+
+    def reset(self) -> None:
+        super().reset()
+        for name in ("half_read", "record_past", "packed", "next_position", "policy", "rerotate"):
+            self.__dict__.pop(name, None)  # as the class has them
+
+    def crop(self, tokens_to_remove: int) -> None:
+        before = self.get_seq_length()
+        super().crop(tokens_to_remove)
+        if self.next_position is not None:
+            self.next_position = self.next_position - (before - self.get_seq_length())
+
+    def batch_select_indices(self, indices) -> None:
+        super().batch_select_indices(indices)
+        self._select(indices)
+
+    def reorder_cache(self, beam_idx) -> None:
+        super().reorder_cache(beam_idx)
+        self._select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        if self.next_position is not None:
+            self.next_position = self.next_position.repeat_interleave(repeats)
+
+    def _select(self, rows) -> None:
+        if self.next_position is not None:
+            self.next_position = self.next_position[torch.as_tensor(rows, device=self.next_position.device)]
+
+    def __reduce__(self):
+        return _blank, (self.plain,), self.__dict__
+
+
+def _kind(plain) -> type:
+    """The class of a cache that was of class `plain`, a user's own perhaps, whose methods it keeps."""
+    if plain is DynamicCache:
+        return EvictionCache
+    return type(plain.__name__, (EvictionCache, plain), dict(plain=plain))
+
+
+def _blank(plain):
+    return object.__new__(_kind(plain))
 
 
 def _forked(layer):
@@ -89,11 +94,13 @@ def _forked(layer):
     return copy.deepcopy(layer) if hasattr(layer, "conv_states") else copy.copy(layer)  # a state is updated in place
 
 
-def adopt(cache, kinds, config, first=None) -> None:
-    """Replace, in place, the layers of a `DynamicCache` that we evict from, so that the caller's reference stays right.
+def adopt(cache, kinds, config, ranks=ALONE, first=None) -> None:
+    """Make a `DynamicCache` an `EvictionCache`, in place, so that the caller's reference stays right.
 
     kinds   per layer, as `families.layer_kinds(config)`
     first   [B] left padding of the tokens that a plain cache holds already (a prefix read before patching)
+
+    Raises ValueError, and leaves the cache as it was, for layers that cannot be evicted from.
     """
     layers = list(cache.layers)
     if len(layers) > len(kinds):
@@ -111,15 +118,16 @@ def adopt(cache, kinds, config, first=None) -> None:
         if kind in families.EVICTS and not isinstance(layer, EvictionLayer):
             _check_import(layer)
     cache.layers = layers
-    for index, (kind, layer) in enumerate(zip(kinds, layers, strict=True)):  # each whole: an error leaves a right cache
-        if kind == families.SLIDING:
-            layer.__class__ = SlidingLayer
+    for index, (kind, layer) in enumerate(zip(kinds, layers, strict=True)):  # an error in between does no harm
+        if kind == families.SLIDING and not isinstance(layer, SlidingLayer):
+            layers[index] = SlidingLayer.of(layer)
         elif kind in families.EVICTS and not isinstance(layer, EvictionLayer):
             layers[index] = import_layer(layer, families.is_latent(config), first)
             layer.keys = layer.values = None
     cache.layer_class_to_replicate = None
-    if type(cache) is DynamicCache:
-        cache.__class__ = EvictionCache
+    cache.ranks = ranks
+    if not isinstance(cache, EvictionCache):
+        cache.__class__ = _kind(type(cache))
 
 
 def import_layer(layer, latent, first=None):

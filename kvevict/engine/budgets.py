@@ -66,9 +66,9 @@ class Budgets:
             self.policy.layers.learn(measured)
 
 
-def check_groups(policy, layers, ranks) -> None:
+def check_groups(policy, cache, layers, ranks) -> None:
     """Layers, or a layer's heads, that share a choice must hold the same slots, as they do if they always did."""
-    if layers[0].len is None or all(layer.policy is policy for layer in layers):
+    if layers[0].len is None or cache.policy is policy:
         return
     for group in policy.groups(len(layers)):
         held = [layers[order].places(shared=policy.shared) for order in group if len(group) > 1 or policy.shared]
@@ -81,19 +81,19 @@ def check_groups(policy, layers, ranks) -> None:
             )
 
 
-def renew(policy, layers, heads, ranks) -> None:
+def renew(policy, cache, layers, heads, ranks) -> None:
     """Budgets of a cache that was read under another policy, or without one."""
-    if all(layer.policy is policy for layer in layers):
+    if cache.policy is policy:
         return
-    check_groups(policy, layers, ranks)
+    check_groups(policy, cache, layers, ranks)
     slots = layer_slots(policy, len(layers), heads, layers[0].seen.tolist())
     least = policy.smallest_budget() * heads
     for layer, budget in zip(layers, slots, strict=True):
-        loaded = layer.policy is None and layer.budget is not None
-        if not (loaded or layer.policy == policy) or layer.budget.min() < least:
+        loaded = cache.policy is None and layer.budget is not None
+        if not (loaded or cache.policy == policy) or layer.budget.min() < least:
             layer.budget = np.minimum(budget.numpy(), PLENTY)
-        if not loaded and layer.policy != policy:
+        if not loaded and cache.policy != policy:
             layer.recent = None  # another policy's rows, or rows with a gap behind them
             if policy.carry == "none":
                 layer.carry = None
-        layer.policy = policy
+    cache.read_under(policy)

@@ -42,9 +42,8 @@ class _DraftLayer(EvictionLayer):
     def __init__(self, call, choice, room):
         super().__init__()
         self.lazy_initialization(call.new[0])
-        self._allocate(choice.keep + room)
-        slots = call.slots
-        self._move(call.layer._stored(), choice.index, choice.keep, *call.new, slots.pos, slots.kv.first)
+        kept = choice.index, choice.keep, *call.new, call.slots.pos, call.slots.kv.first
+        self.storage = call.layer.storage.gathered().moved(choice.keep + room, *kept)
         self.columns, self.seen = call.layer.columns, call.layer.seen
         self.rows = []  # (q [B, H, 1, D], k, v [B, Hkv, 1, D]) of each
 

@@ -1,117 +1,108 @@
-"""One cache, many ways on from it: layers that share what another one stored."""
+"""Copy-on-write forks: one cache, many continuations, each of which shares what was stored before it."""
 
-import copy
+from dataclasses import dataclass, replace
+from operator import attrgetter
 
+import numpy as np
 import torch
 
 from .. import _ops
-from .cache import ROOM, EvictionLayer
-from .context import current
+from .storage import ROOM, Storage
 
 
-class ForkedLayer(EvictionLayer):
-    """Reads the first `front` [B, Hkv] slots of every head in another layer's storage, which it never writes to, and
-    has the tokens that came since in a tail of its own. `len` and `counts` are of both.
+@dataclass
+class Fork:
+    """A storage whose slots are those of a prefix, which others may read too and which is never written to, and a
+    suffix of its own: the tokens that came since.
 
-    What needs all slots in one storage (eviction, crop, another order of rows, saving) has them copied there, and the
-    layer is then a plain `EvictionLayer`.
+    What needs all slots in one place (eviction, crop, another order of rows, saving) gets a plain `Storage`.
     """
 
-    front: torch.Tensor
-    appended: int
-    tail_k: torch.Tensor
-    tail_v: torch.Tensor
-    tail_pos: torch.Tensor
+    prefix: Storage
+    suffix: tuple  # k, v [B, Hkv, room, D] and pos [B, room]
+    appended: int  # columns of the suffix that are in use
+    len: torch.Tensor  # [B, Hkv] int32, prefix and suffix
+    counts: np.ndarray  # len on the host
+    shared = True
 
-    @classmethod
-    def of(cls, layer):
-        """A fork of a layer that has stored something. A fork's fork shares the same storage and copies the tail."""
-        twin = copy.copy(layer)
-        layer.shared = twin.shared = True
-        if isinstance(layer, cls):
-            twin.tail_k, twin.tail_v, twin.tail_pos = (t.clone() for t in (layer.tail_k, layer.tail_v, layer.tail_pos))
-        else:
-            twin.__class__ = cls
-            twin.front, twin.appended = layer.len, 0
-            batch, heads = layer.len.shape
-            twin.tail_k = layer.k.new_empty(batch, heads, 0, layer.k.shape[1])
-            twin.tail_v, twin.tail_pos = torch.empty_like(twin.tail_k), layer.pos.new_empty(batch, 0)
-        return twin
+    k = property(attrgetter("prefix.k"))
+    v = property(attrgetter("prefix.v"))
+    pos = property(attrgetter("prefix.pos"))
+    offset = property(attrgetter("prefix.offset"))
+    device = property(attrgetter("prefix.device"))
+    longest, live_bytes, padded_bytes = Storage.longest, Storage.live_bytes, Storage.padded_bytes
 
-    def update(self, key_states, value_states, *args, **kwargs):
-        step = current()
-        if step is not None and (step.chooser is not None if step.decoding else self.appended):
-            self.own()  # a chooser looks at stored slots in one place
-        elif step is not None and step.patch.readers:
-            self.own()  # as do layers that read another's
-        return EvictionLayer.update(self, key_states, value_states, *args, **kwargs)  # it may be no fork any more
-
-    def append(self, k, v, pos, first, padding) -> None:
+    def append(self, k, v, pos, first, padding, expected=0):
+        """As `Storage.append`. A suffix has no padding."""
         if padding.any():
-            self.own()
-            EvictionLayer.append(self, k, v, pos, first, padding)
-            return
-        self._put(k, v, pos)
+            return self.copy_on_write().append(k, v, pos, first, padding, expected)
+        return self._longer(k, v, pos)
 
-    def decode(self, q, k, v, pos, module=None, **options):
-        self._put(k, v, pos)
-        options.pop("columns")  # 0: whoever wants what a row pays has a chooser
-        k, v, _ = self._tail()
-        none = torch.zeros_like(self.seen)
-        out, lse = _ops.attend(q, self.k, self.v, self.offset, self.front, k, v, none, **options)
-        return out, lse, None
+    def keep(self, *what):
+        """As `Storage.keep`; never in place, as the prefix is shared."""
+        return self.gathered().keep(*what)
 
-    def batch_select_indices(self, indices) -> None:
-        self.own()
-        self.batch_select_indices(indices)
+    def decode(self, q, k, v, pos, expected=0, columns=0, **options):
+        """As `Storage.decode`, without probabilities: whoever wants those has a chooser."""
+        twin = self._longer(k, v, pos)
+        k, v, _ = twin._appended()
+        none = torch.zeros(len(q), dtype=torch.int32, device=q.device)
+        here = self.k, self.v, self.offset, self.prefix.len
+        return (*_ops.attend(q, *here, k, v, none, **options), None), twin
 
-    def segments(self):
-        if self.appended:
-            self.own()
-        return EvictionLayer.segments(self)
+    def crop(self, count: int):
+        return self.copy_on_write().crop(count)
+
+    def rows(self, chosen):
+        return self.gathered().rows(chosen)
+
+    def copy_on_write(self):
+        """A plain storage of its own with all slots."""
+        none = torch.zeros(len(self.counts), dtype=torch.int32, device=self.device)
+        return self.prefix.moved(self.prefix.grown(self.counts), None, self.counts, *self._appended(), none)
+
+    def gathered(self):
+        """All slots in one place, to be read: the prefix as long as nothing came after it."""
+        return self.copy_on_write() if self.appended else self.prefix
+
+    def tensors(self) -> tuple:
+        """What is shared counts too."""
+        return *self.prefix.tensors(), *self.suffix
 
     def positions(self) -> list:
-        if not self.appended:
-            return EvictionLayer.positions(self)
-        offsets, fronts, (_, _, tail) = self.offset.tolist(), self.front.tolist(), self._tail()
-        return [
-            [torch.cat([self.pos[start : start + n], own]) for start, n in zip(*row, strict=True)]
-            for *row, own in zip(offsets, fronts, tail, strict=True)
-        ]
+        fronts, own = self.prefix.positions(), self._appended()[2]
+        return [[torch.cat([head, more]) for head in row] for row, more in zip(fronts, own, strict=True)]
 
-    def allocated_bytes(self) -> int:
-        """What is shared counts too."""
-        tail = sum(t.numel() * t.element_size() for t in (self.tail_k, self.tail_v, self.tail_pos))
-        return EvictionLayer.allocated_bytes(self) + tail
+    def dense(self, name):
+        return self.gathered().dense(name)
 
-    def own(self) -> None:
-        source, (k, v, pos), counts = self._stored(), self._tail(), self.counts
-        self._allocate(self._grown(counts))
-        self._move(source, None, counts, k, v, pos, 0 * self.seen)
-
-    def _stored(self):
-        return self.k, self.v, self.pos, self.offset, self.front
-
-    def _tail(self):
-        """Keys, values [B, Hkv, n, D] and positions [B, n] of the tail."""
+    def _appended(self):
+        """Keys, values [B, Hkv, n, D] and positions [B, n] of the suffix."""
+        k, v, pos = self.suffix
         n = self.appended
-        return self.tail_k[:, :, :n], self.tail_v[:, :, :n], self.tail_pos[:, :n].contiguous()
+        return k[:, :, :n], v[:, :, :n], pos[:, :n].contiguous()
 
-    def _put(self, k, v, pos) -> None:
-        """Store new columns in the tail."""
-        start, end = self.appended, self.appended + k.shape[2]
-        if end > self.tail_k.shape[2]:
+    def _longer(self, k, v, pos):
+        """With new columns in the suffix."""
+        start, end, suffix = self.appended, self.appended + k.shape[2], self.suffix
+        if end > suffix[0].shape[2]:
             more = end + max(end // 8, ROOM) - start
             with torch.inference_mode(False):
-                self.tail_k, self.tail_v, self.tail_pos = (
+                suffix = tuple(
                     torch.cat([own, own.new_empty(*own.shape[:at], more, *own.shape[at + 1 :])], at)
-                    for own, at in zip(self._tail(), (2, 2, 1), strict=True)
+                    for own, at in zip(self._appended(), (2, 2, 1), strict=True)
                 )
-        self.tail_k[:, :, start:end], self.tail_v[:, :, start:end], self.tail_pos[:, start:end] = k, v, pos
-        self.appended, added = end, end - start
-        self.len, self.counts = self.len + added, self.counts + added
+        suffix[0][:, :, start:end], suffix[1][:, :, start:end], suffix[2][:, start:end] = k, v, pos
+        added = end - start
+        return Fork(self.prefix, suffix, end, self.len + added, self.counts + added)
 
-    def _allocate(self, capacity) -> None:
-        EvictionLayer._allocate(self, capacity)
-        del self.front, self.appended, self.tail_k, self.tail_v, self.tail_pos
-        self.__class__ = EvictionLayer  # type: ignore[assignment]  # which it is from here on
+
+def fork(storage) -> Fork:
+    """A fork of a storage that is not empty; of a fork it shares the prefix and copies the suffix."""
+    if isinstance(storage, Fork):
+        return replace(storage, suffix=tuple(t.clone() for t in storage.suffix))
+    storage.shared = True
+    batch, heads = storage.counts.shape
+    none = storage.k.new_empty(batch, heads, 0, storage.k.shape[1])
+    suffix = none, none.clone(), storage.pos.new_empty(batch, 0)
+    return Fork(storage, suffix, 0, storage.len, storage.counts)

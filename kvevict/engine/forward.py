@@ -167,7 +167,7 @@ def _read(decoder, run, kwargs):
 
 
 def _rotary_forward(self, x, position_ids, *args, **kwargs):
-    """Frequencies of a whole prompt for each of its chunks: the prompt's last position comes along and is dropped."""
+    """Rotary frequencies of the full prompt for each of its chunks: its last position is appended, then dropped."""
     step = current()
     run = original(self)
     if step is None or step.final_position is None:

@@ -38,44 +38,42 @@ class Expanded:
 class LatentLayer(EvictionLayer):
     """`k` and `v` [rows, W] are the two halves of latent, rotated part and zeros up to a multiple of 16."""
 
-    def reset(self):
-        super().reset()
-        self.widths = None  # (of the latent, of the rotated part)
+    widths: tuple = ()  # (of the latent, of the rotated part)
 
     def fork(self):
         return copy.deepcopy(self)
 
     def update(self, latent, rotated, *args, **kwargs):
-        """Take note of the new latents [B, 1, S, r] and rotated parts [B, 1, S, p] and hand them back."""
+        """Note the new latents [B, 1, S, r] and rotated parts [B, 1, S, p] and hand them back."""
         self.widths = latent.shape[-1], rotated.shape[-1]
         return super().update(latent, rotated)
 
     def pack(self, latent, rotated):
         """The halves [B, 1, S, W] that are stored."""
         self.widths = latent.shape[-1], rotated.shape[-1]
-        whole = torch.cat([latent, rotated], -1)
-        width = -(-whole.shape[-1] // 16) * 8
-        return torch.nn.functional.pad(whole, (0, 2 * width - whole.shape[-1])).split(width, -1)
+        both = torch.cat([latent, rotated], -1)
+        width = -(-both.shape[-1] // 16) * 8
+        return torch.nn.functional.pad(both, (0, 2 * width - both.shape[-1])).split(width, -1)
 
     def take(self, module, key, value):
-        fresh, self.fresh = self.fresh, None
-        if fresh is None:
+        pending, self.pending_kv = self.pending_kv, None
+        if pending is None:
             raise RuntimeError(f"{type(module).__name__} attended to keys that were not given to the cache")
-        return self.pack(*fresh)
+        return self.pack(*pending)
 
     def slots(self, module) -> Expanded:
         """The stored slots with every head's keys and values."""
         rows = torch.cat([torch.arange(s.start, s.stop, device=self.device) for _, _, s in self.segments()])
-        whole = torch.cat([self.k[rows], self.v[rows]], -1)[None, None, :, : sum(self.widths)]
+        both = torch.cat([self.k[rows], self.v[rows]], -1)[None, None, :, : sum(self.widths)]
         if not len(rows):  # which modules do not expand
-            whole = whole.new_zeros(1, 1, 1, whole.shape[3])
-        key, value = module.expand_kv(*whole.split(self.widths, -1))  # [1, H, n, D]
+            both = both.new_zeros(1, 1, 1, both.shape[3])
+        key, value = module.expand_kv(*both.split(self.widths, -1))  # [1, H, n, D]
         key, value = (x.to(self.k.dtype) for x in fit(key, value))
         heads = torch.arange(key.shape[1], device=self.device)
         start = self.len[:, 0].cumsum(0) - self.len[:, 0]
         return Expanded(
             key.reshape(-1, key.shape[-1]), value.reshape(-1, value.shape[-1]), self.pos[rows].repeat(len(heads)),
-            start[:, None].long() + heads * whole.shape[2], self.len.expand(-1, len(heads)).contiguous(),
+            start[:, None].long() + heads * both.shape[2], self.len.expand(-1, len(heads)).contiguous(),
             self.counts.repeat(len(heads), 1),
         )  # fmt: skip
 
@@ -93,12 +91,12 @@ class LatentLayer(EvictionLayer):
         )  # fmt: skip
         return out, lse, probs.mean(1, keepdim=True)
 
-    keys = property(lambda self: self._whole(0))
-    values = property(lambda self: self._whole(1))
+    keys = property(lambda self: self._dense(0))
+    values = property(lambda self: self._dense(1))
 
-    def _whole(self, part):
-        """Dense copy [B, 1, longest, r or p] of the latents or the rotated parts."""
+    def _dense(self, part):
+        """Copy [B, 1, longest, r or p] of the latents or the rotated parts."""
         if not self.is_initialized:
             return None
-        whole = torch.cat([self._dense(self.k), self._dense(self.v)], -1)
-        return whole[..., : sum(self.widths)].split(self.widths, -1)[part]
+        both = torch.cat([self.storage.dense("k"), self.storage.dense("v")], -1)
+        return both[..., : sum(self.widths)].split(self.widths, -1)[part]

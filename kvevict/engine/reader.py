@@ -9,7 +9,6 @@ import torch
 
 from .. import families
 from . import budgets, schedule
-from .cache import ROOM
 from .choosers import Chooser, Deciding
 from .context import enter
 from .decisions import while_decoding
@@ -18,6 +17,7 @@ from .draft import Drafting
 from .meter import Meter
 from .residual import Errors
 from .step import Read, Step
+from .storage import ROOM
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Reader:
             raise ValueError("attention_mask hides the newly decoded token; its last column must be 1")
         request.begin()
         layers = request.layers
-        budgets.renew(policy, layers, patch.kv_heads, patch.ranks)
+        budgets.renew(policy, request.cache, layers, patch.kv_heads, patch.ranks)
         chooser = None
         if policy.decode or policy.carry == "sum":
             decisions = while_decoding(policy, len(layers), patch.kv_heads, lambda order: layers[order].budget)
@@ -88,7 +88,7 @@ class Reader:
         limits = schedule.limits(policy, patch.order, patch.tsp)
         chunks = list(schedule.chunks(policy, prompt, limits, tokens.tolist() if evicts else ()))
         request.check_read(prompt, wanted, len(chunks) + drafted + (chunks[-1].appended > 0))
-        budgets.check_groups(policy, layers, patch.ranks)
+        budgets.check_groups(policy, request.cache, layers, patch.ranks)
         if request.scores(evicts):
             warnings.warn(
                 f"these are logits of {prompt} tokens that were read before anything was evicted from them: to score a "
@@ -103,8 +103,8 @@ class Reader:
         )  # fmt: skip
         read = replace(read, prepared=policy.rows.prepare(request, read))
         request.begin()
+        request.cache.read_under(policy)
         for order, layer in enumerate(layers):
-            layer.policy = policy
             layer.recent = None  # their slots are no longer the last ones
             if policy.schedule == "prompt" and len(chunks) > 1:
                 most = sum(min(chunk.end - chunk.start, limits[order]) for chunk in chunks)

@@ -116,11 +116,12 @@ class Slots:
     @cached_property
     def positions(self):
         """int32 [B, Hkv, C] positions of the alive slots, ascending; -1 past a head's end."""
-        layer, column, first = self.kv.layer, torch.arange(self.columns, device=self.device), self.kv.first
-        table = torch.cat([layer.pos, self.pos.flatten(), layer.pos.new_full((1,), -1)])
+        stored, first = self.kv.layer.storage.gathered(), self.kv.first
+        column = torch.arange(self.columns, device=self.device)
+        table = torch.cat([stored.pos, self.pos.flatten(), stored.pos.new_full((1,), -1)])
         row = torch.arange(self.n.shape[0], device=self.device)[:, None, None]
-        new = len(layer.pos) + row * self.pos.shape[1] + first[:, None, None] + column - layer.len[..., None]
-        place = torch.where(column < layer.len[..., None], layer.offset[..., None] + column, new)
+        new = len(stored.pos) + row * self.pos.shape[1] + first[:, None, None] + column - stored.len[..., None]
+        place = torch.where(column < stored.len[..., None], stored.offset[..., None] + column, new)
         return table[place.masked_fill(column >= self.n[..., None], -1)]
 
     def all_ranks(self, shared: bool):

@@ -1,8 +1,8 @@
 """Layers that keep a state beside or in place of keys and values: a convolution's last inputs, linear attention's sums.
 
-A state runs through all tokens of a prompt, from chunk to chunk. Rows that read along behind a chunk must not enter it,
-and neither must left padding, of which Transformers keeps only a first call's out. So the module that updates it is run
-on the chunk, then on the rows that read along, whose state is thrown away.
+A state runs through all tokens of a prompt, from chunk to chunk. Rows that are appended to a chunk must not enter it,
+and neither must left padding, of which Transformers keeps only a first call's out. So the module that updates the state
+is run on the chunk, then on the appended rows, whose state is thrown away.
 """
 
 import inspect
@@ -45,12 +45,12 @@ def _forward(self, *args, **kwargs):
         return chunk
     states = _states(step.cache.layers[self.layer_idx])
     before = [(held, {i: None if t is None else t.clone() for i, t in held.items()}) for held in states]
-    along = run(**_part(kwargs, step, stop, rows, rows))
+    appended = run(**_part(kwargs, step, stop, rows, rows))
     for held, values in before:
         held.update(values)
     if isinstance(chunk, tuple):
-        return torch.cat([chunk[0], along[0]], 1), *chunk[1:]
-    return torch.cat([chunk, along], 1)
+        return torch.cat([chunk[0], appended[0]], 1), *chunk[1:]
+    return torch.cat([chunk, appended], 1)
 
 
 def _states(layer):

@@ -10,7 +10,8 @@ from tiny import VERSION, prompt, relative, shared
 from transformers import DynamicCache
 
 import kvevict
-from kvevict.engine.cache import ROOM, EvictionLayer
+from kvevict.engine.cache import EvictionLayer
+from kvevict.engine.storage import ROOM
 
 D = 32
 
@@ -41,12 +42,12 @@ def layer_of(lens, seed=0):
 def holds(layer, held):
     assert {(b, h) for b, h, _ in layer.segments()} == set(held)
     for b, h, rows in layer.segments():
-        assert rows.stop - rows.start == int(layer.len[b, h]) <= int(layer.capacity[b, h])
+        assert rows.stop - rows.start == int(layer.len[b, h]) <= int(layer.storage.capacity[b, h])
         for got, want in zip((layer.k[rows], layer.v[rows], layer.pos[rows]), held[b, h], strict=True):
             assert torch.equal(got, want)
     assert layer.counts.tolist() == layer.len.tolist()
-    assert layer.room == int((layer.capacity - layer.counts).min())
-    spans = sorted((int(o), int(o + c)) for o, c in zip(layer.offset.flatten(), layer.capacity.flatten()))
+    assert layer.storage.room == int((layer.storage.capacity - layer.counts).min())
+    spans = sorted((int(o), int(o + c)) for o, c in zip(layer.offset.flatten(), layer.storage.capacity.flatten()))
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))  # heads do not overlap
     assert spans[-1][1] <= len(layer.k) == len(layer.v) == len(layer.pos)
 
@@ -123,7 +124,7 @@ def test_append_is_amortised(step):
         moves += layer.k.data_ptr() != before
     assert layer.longest() == wanted * step
     assert moves < 50
-    assert int(layer.capacity.sum()) <= 1.2 * int(layer.len.sum()) + 4 * ROOM
+    assert int(layer.storage.capacity.sum()) <= 1.2 * int(layer.len.sum()) + 4 * ROOM
 
 
 def test_decoding_is_amortised():
@@ -174,7 +175,7 @@ def test_deepcopy():
     layer, held = layer_of(RAGGED)
     twin = copy.deepcopy(layer)
     twin.k.zero_()
-    twin.len -= 1
+    twin.len.sub_(1)
     holds(layer, held)
 
 

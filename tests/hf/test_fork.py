@@ -10,7 +10,7 @@ from tiny import model, prompt, relative, shared
 
 import kvevict
 from kvevict.engine.cache import EvictionLayer
-from kvevict.engine.fork import ForkedLayer
+from kvevict.engine.fork import Fork
 
 # name -> (family, policy, options): only the prompt evicted, and evicting while decoding in several ways
 CASES = {
@@ -24,6 +24,7 @@ CASES = {
     "rerotated": ("llama", "streaming", dict(budget=10, rerotate=True, decode=False)),
     "keeps all": ("llama", "snapkv", dict(budget=4096)),
     "fastkv": ("llama", "fastkv", dict(budget=10, window=4, tsp_len=16)),
+    "cake": ("llama", "cake", dict(budget=40, window=4)),
     "sliding": ("gemma3", "snapkv", dict(budget=10, window=4)),
     "sinks": ("gpt_oss", "h2o", dict(budget=10)),
     "softcap": ("gemma2", "snapkv", dict(budget=4096)),
@@ -60,8 +61,9 @@ def held(cache):
     layers = []
     for layer in cache.layers:
         if isinstance(layer, EvictionLayer):
-            rows = [rows for _, _, rows in EvictionLayer.segments(layer)]
-            kinds = [t[at].clone() for t in (layer.k, layer.v, layer.pos) for at in rows]
+            slots = layer.storage.gathered()
+            rows = [rows for _, _, rows in slots.segments()]
+            kinds = [t[at].clone() for t in (slots.k, slots.v, slots.pos) for at in rows]
             layers.append(
                 [*kinds, layer.seen, torch.tensor(layer.columns), *([] if layer.carry is None else [layer.carry])]
             )
@@ -127,7 +129,7 @@ def test_what_was_kept_is_not_copied(policy):
         tokens_of(net, fork, first[:, -1:].argmax(-1), 100)
         assert shares(fork, cache) == (policy == "snapkv")
         layer = fork.layers[0]
-        assert isinstance(layer, ForkedLayer) == (policy == "snapkv")
+        assert isinstance(layer.storage, Fork) == (policy == "snapkv")
         assert layer.live_bytes() == 2 * 4 * 32 * 2 * 167
 
 
@@ -230,6 +232,16 @@ def test_threads():
     for thread in threads:
         thread.join()
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("draft_keys", [False, True])
+def test_a_draft_over_a_fork(draft_keys):
+    """LAQ reads a question after a fork: the copy that drafts is made of the slots that are shared."""
+    net = kvevict.patch(model(), "laq", budget=20, n_d=4, window=4, draft_keys=draft_keys)
+    cache = read(net)
+    before, plain = held(cache), copy.deepcopy(cache)
+    assert relative(goes_on(net, cache.fork(), 2), goes_on(net, plain, 2)) < 1e-5
+    assert same(held(cache), before)
 
 
 def test_read_in_inference_mode():

@@ -1,5 +1,8 @@
 """Rows whose padding is at the right, or in between: read as each row is alone."""
 
+import copy
+import pickle
+
 import pytest
 import tiny
 import torch
@@ -103,6 +106,57 @@ def test_the_last_columns():
     every = net(ids, attention_mask=mask).logits
     assert torch.equal(every[1, 7:], every[1, 6].expand(3, -1))
     assert torch.equal(net(ids, attention_mask=mask, logits_to_keep=4).logits, every[:, -4:])
+
+
+class Counted(DynamicCache):
+    """A user's own cache."""
+
+    cropped = 0
+
+    def crop(self, tokens_to_remove):
+        self.cropped += 1
+        super().crop(tokens_to_remove)
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, Counted])
+def test_the_next_position_goes_with_the_cache(kind):
+    """Rows that end in padding go on where their tokens ended, also after a crop, in another order and in copies; a
+    user's own kind of cache stays one."""
+    net = kvevict.patch(tiny.model(), "snapkv", budget=100, window=4, decode=False)
+    ids, mask = spread(rows(10, 7, 4), 10, "right")
+    cache = kind(config=net.config)
+    net(ids, attention_mask=mask, position_ids=positions_of(mask), past_key_values=cache)
+    order, more = torch.tensor([2, 0, 1]), spread(rows(3, 3, 3, seed=3), 3, "left")[0]
+    at = lambda column: torch.tensor([[1 + column]]).expand(3, 1)  # noqa: E731  as generate counts on from padding
+
+    def go_on(cache, ids, mask):
+        out = []
+        for column in range(3):
+            mask = torch.cat([mask, mask.new_ones(3, 1)], 1)
+            one = ids[:, column : column + 1]
+            out.append(net(one, attention_mask=mask, position_ids=at(column), past_key_values=cache).logits)
+        return torch.cat(out, 1)
+
+    twins = copy.copy(cache), copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), cache.fork()
+    assert all(isinstance(twin, kind) and type(twin).__name__ == type(cache).__name__ for twin in twins)
+    want = go_on(copy.deepcopy(cache), more, mask)
+    for row, own in enumerate(rows(10, 7, 4)):
+        alone = net(torch.cat([own, more[row]])[None]).logits[0, -3:]
+        assert tiny.relative(want[row], alone) < 1e-5
+    for twin in twins[1:]:
+        assert tiny.relative(go_on(twin, more, mask), want) < 1e-6
+    go_on(cache, more, mask)
+    cache.crop(-3)
+    assert getattr(cache, "cropped", 1) == 1
+    assert tiny.relative(go_on(cache, more, mask), want) < 1e-6
+    cache.crop(-3)
+    for select in ("reorder_cache", "batch_select_indices"):
+        twin = copy.deepcopy(cache)
+        getattr(twin, select)(order)
+        assert tiny.relative(go_on(twin, more[order], mask[order]), want[order]) < 1e-6
+    cache.batch_select_indices(torch.tensor([True, False, False]))
+    cache.batch_repeat_interleave(3)
+    assert tiny.relative(go_on(cache, more, mask[:1].expand(3, -1))[0], want[0]) < 1e-6
 
 
 def test_saved_and_loaded(tmp_path):

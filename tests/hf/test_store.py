@@ -230,7 +230,6 @@ LIES = {
     "other batches in two layers": lambda t, f: one_row(t, 1),
     "no columns": lambda t, f: f[0].pop("columns"),
     "columns as text": lambda t, f: f[0].update(columns="many"),
-    "rerotate is a text": lambda t, f: f[0].update(rerotate="yes"),
     "negative columns": lambda t, f: f[0].update(columns=-5),
     "fewer columns than tokens": lambda t, f: f[0].update(columns=3),
     "columns that differ": lambda t, f: f[1].update(columns=400),
@@ -291,6 +290,29 @@ def test_positions_of_the_caller(tmp_path):
         with pytest.raises(ValueError, match="layer 0 has positions that do not ascend"):
             kvevict.save_cache(cache, tmp_path / "other")
     assert os.listdir(tmp_path) == ["cache"]
+
+
+@pytest.mark.parametrize("lie", [
+    None, [], "{", 7, dict(rerotate="yes"), dict(rerotate=None), dict(packed=None), dict(packed=[[0]]),
+    dict(packed=[[3, 2]]), dict(packed=[[0, 41]]), dict(packed=[[-1, 3]]), dict(packed=[[0.5, 3]]),
+    dict(next_position=[1]), dict(next_position=[1, 2, 3]), dict(next_position=[1, -2]), dict(next_position=[1, "2"]),
+    dict(next_position=7), dict(next_position=[1, 1e400]),
+], ids=str)  # fmt: skip
+def test_facts_of_the_cache_that_lie(saved, tmp_path, lie):
+    from safetensors import safe_open
+
+    with safe_open(saved["llama"], framework="pt") as file:
+        meta = file.metadata()
+    right = dict(rerotate=False, packed=[[0, 40]], next_position=[40, 31])
+    meta["cache"] = json.dumps(right)
+    save_file(load_file(saved["llama"]), tmp_path / "right", metadata=meta)
+    kvevict.load_cache(tmp_path / "right", shared())
+    if lie is None:
+        del meta["cache"]
+    else:
+        meta["cache"] = lie if isinstance(lie, str) else json.dumps(right | lie if isinstance(lie, dict) else lie)
+    save_file(load_file(saved["llama"]), tmp_path / "lie", metadata=meta)
+    refused(tmp_path / "lie")
 
 
 @pytest.mark.parametrize("name, edit", [

@@ -1,7 +1,7 @@
 """Names: parts of one's own, and what is said of wrong ones."""
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import pytest

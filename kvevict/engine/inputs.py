@@ -1,0 +1,98 @@
+"""The decoder's arguments for a chunk of a call: [the chunk's columns | appended rows]."""
+
+import torch
+
+PER_LAYER = "per_layer_inputs"
+PICTURES = "visual_pos_masks"
+
+
+class Inputs:
+    """What the decoder was called with for the new tokens [B, N] of a call.
+
+    ids, embeds   [B, N] or [B, N, E]; one of them is None
+    more          its other arguments by name; a chunk gets its part of those that have one, and the others as they are
+    """
+
+    def __init__(self, decoder, ids, embeds, more):
+        self.decoder, self.ids, self.embeds, self.more = decoder, ids, embeds, more
+        self.tokens = ids if ids is not None else embeds
+
+    def packed(self, packing):
+        """With every row's padding at the left."""
+        shape = self.tokens.shape[:2]
+        more = {
+            name: packing.pack(value) if isinstance(value, torch.Tensor) and value.shape[:2] == shape else value
+            for name, value in self.more.items()
+        }
+        return Inputs(self.decoder, packing.pack(self.ids), packing.pack(self.embeds), more)
+
+    def at(self, columns):
+        """Ids or embeddings at columns [B, p]."""
+        return _rows(self.tokens, columns)
+
+    def embedded(self, ids):
+        """Ids [B, p] in the form that the call has its own tokens in."""
+        return ids if self.embeds is None else self.decoder.get_input_embeddings()(ids)
+
+    def unsplittable(self) -> str | None:
+        """The name of an argument that cannot be cut into chunks, if there is one."""
+        for name, value in self.more.items():
+            split = name in (PICTURES, PER_LAYER) or not isinstance(value, torch.Tensor)
+            if not split and value.ndim > 1 and self.tokens.shape[1] in value.shape:
+                return name
+        return None
+
+    def chunk(self, start, end, appended=None, wanted=0) -> dict:
+        """The arguments for columns start..end-1 and, after them, the appended rows.
+
+        appended   the `kvevict.policy.rows.AppendedRows` of this chunk, None without such rows
+        wanted     rows of the chunk whose logits the caller will use; 0: all
+        """
+        ids, embeds = (None if t is None else t[:, start:end] for t in (self.ids, self.embeds))
+        rows = 0 if appended is None else appended.tokens.shape[1]
+        if rows and embeds is None and appended.tokens.is_floating_point():
+            ids, embeds = None, self.decoder.get_input_embeddings()(ids)
+        if rows:
+            ids, embeds = (None if t is None else torch.cat([t, appended.tokens], 1) for t in (ids, embeds))
+        inputs = dict(input_ids=ids) if embeds is None else dict(inputs_embeds=embeds)
+        if isinstance(self.more.get("logits_to_keep"), int):  # of these rows; 0: all
+            inputs["logits_to_keep"] = wanted and wanted + rows
+        inputs |= _per_layer(self.more.get(PER_LAYER), start, end, appended)
+        return self.more | inputs | _pictures(self.more, start, end, appended)
+
+
+def _per_layer(value, start, end, appended) -> dict:
+    """What Gemma 3n and 4 give every layer of each token besides: [B, N, layers, width]."""
+    if value is None:
+        return {}
+    parts = [value[:, start:end]]
+    if appended is not None:
+        if appended.columns is None:
+            raise ValueError(
+                f"rows that are not tokens of the prompt have no {PER_LAYER}: choose a policy whose rows are, like "
+                "take or snapkv, or call the text model with input_ids"
+            )
+        parts.append(_rows(value, appended.columns.to(value.device)))
+    return {PER_LAYER: torch.cat(parts, 1)}
+
+
+def _pictures(more, start, end, appended) -> dict:
+    """What Qwen3-VL adds to the hidden states of pictures' tokens after its first layers: visual_pos_masks [B, N] of
+    those tokens, and a tensor per layer with a row for each of them."""
+    mask = more.get(PICTURES)
+    if mask is None:
+        return {}
+    row_of = mask.flatten().cumsum(0).view(mask.shape) - 1
+    columns = torch.arange(start, end, device=mask.device).expand(len(mask), -1)
+    if appended is not None and appended.columns is not None:
+        columns = torch.cat([columns, appended.columns], 1)
+    mask, row_of = mask.gather(1, columns), row_of.gather(1, columns)
+    embeds = [each[row_of[mask]] for each in more["deepstack_visual_embeds"]]
+    if appended is not None and appended.columns is None:
+        mask = torch.cat([mask, torch.zeros_like(appended.tokens[:, :, 0], dtype=torch.bool)], 1)
+    return {PICTURES: mask, "deepstack_visual_embeds": embeds}
+
+
+def _rows(x, columns):
+    """x [B, N, ..] at columns [B, p]."""
+    return x[torch.arange(len(columns), device=x.device)[:, None], columns]
