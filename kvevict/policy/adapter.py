@@ -12,6 +12,7 @@ from torch import nn
 
 from .. import families
 from ..files import write
+from . import experts
 from .checks import at_least_0, count, parsed
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -76,11 +77,13 @@ class Adapter(nn.Module):
 
     @contextlib.contextmanager
     def on(self, decoder):
-        """Within, and in this thread alone, the last `tokens` rows of every call of the decoder carry the LoRA."""
+        """Within, and in this thread alone, the last `tokens` rows of every call of the decoder carry the LoRA, and
+        experts of a mixture are called for these rows apart from the others."""
         token = object()
         hooks = [
             module.register_forward_hook(_Add(token, parts, self.tokens)) for module, parts in self._places(decoder)
         ]
+        hooks += experts.hooks(decoder, self.tokens, lambda: _active.get() is token)
         before = _active.set(token)
         try:
             yield self

@@ -8,6 +8,7 @@ import sys
 import pytest
 import tiny
 import torch
+from exact import spread
 from test_lookahead import adapter
 from tiny import FAMILIES
 
@@ -38,29 +39,29 @@ def two_passes(model, made, prompt, response):
 
 
 def gradient(loss, made):
+    """[name] of the loss and of its gradient to every tensor of the adapter, float64."""
     made.zero_grad()
     loss.backward()
-    return {name: weight.grad.double().clone() for name, weight in made.named_parameters()}
+    found = {name: weight.grad.double().clone() for name, weight in made.named_parameters()}
+    return found | dict(loss=loss.detach().double())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradient_is_that_of_two_materialised_passes(family):
-    """Against float64 the tensor that is farthest off is within 1e-5 of its norm, or no farther than twice what the two
-    passes in float32 are (7e-6 to 1e-4), as the loss is a difference of sums that are nearly alike."""
+    """Every tensor is as near to float64 as float32 is of which nothing is known but how much it rounds: within twice
+    the farthest of three draws of such rounding (tests/lib/exact.py), which is less than 0.4 % of the tensor."""
     model, exact = (tiny.model(family, attn_implementation="eager") for _ in range(2))
     for weight in (*model.parameters(), *exact.parameters()):
         weight.requires_grad_(False)
     exact.double().set_experts_implementation("eager")  # the other one knows no float64
     made, true = adapter(model), adapter(model).double()
     generator = torch.Generator().manual_seed(0)
-    prompt, response = (torch.randint(3, 97, (n,), generator=generator) for n in (40, 9))
-    found = passes.truth(model.get_decoder(), prompt, response)
-    loss, want = passes.loss(model.get_decoder(), made, found), two_passes(exact, true, prompt, response)
-    assert abs(loss.item() - want.item()) < 1e-5 * abs(want.item())
-    got, want = gradient(loss, made), gradient(want, true)
-    plain = gradient(two_passes(model, made, prompt, response), made)
-    far = lambda found: max(((found[name] - want[name]).norm() / want[name].norm()).item() for name in want)  # noqa: E731
-    assert far(got) < max(1e-5, 2 * far(plain))
+    pair = [torch.randint(3, 97, (n,), generator=generator) for n in (40, 9)]
+    got = gradient(passes.loss(model.get_decoder(), made, passes.truth(model.get_decoder(), *pair)), made)
+    want, moved = spread(lambda: gradient(two_passes(exact, true, *pair), true), draws=3)
+    for name, value in want.items():
+        assert moved[name] < 2e-3 * value.norm(), (name, "the bound is no bound")
+        assert (got[name] - value).norm() < 2 * moved[name], name
 
 
 # -- a run ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,50 @@
+"""Experts of a mixture, called for the learned rows apart from the others (METHODS section 6).
+
+How many rows an expert multiplies may change how each product is rounded (another kernel, another order of summation).
+Where learned rows are routed depends on the adapter, so among the other rows they would change these' bits.
+"""
+
+import torch
+
+
+def hooks(decoder, rows, active):
+    """Handles of hooks by which a mixture's experts get the last `rows` of every sequence on their own, where
+    active()."""
+    found = []
+    for layer in decoder.layers:
+        for name, module in layer.named_modules():
+            if name.rpartition(".")[2] == "experts":
+                apart = _Apart(rows, active)
+                found += [
+                    layer.register_forward_pre_hook(apart.note, with_kwargs=True),
+                    module.register_forward_pre_hook(apart.before),
+                    module.register_forward_hook(apart.after),
+                ]
+    return found
+
+
+class _Apart:
+    """Hooks of one module of experts, whose arguments are rows [batch * T, E], their experts and weights [.., k]."""
+
+    def __init__(self, rows, active):
+        self.rows, self.active = rows, active
+        self.shape = self.last = None  # [batch, T] of the layer's input; what the last rows gave, [batch * rows, E]
+
+    def note(self, layer, args, kwargs):
+        if self.active():
+            self.shape = (args[0] if args else kwargs["hidden_states"]).shape[:2]
+
+    def before(self, module, args):
+        """The arguments without the last rows, for which `forward` has been called. A mixture that gives every expert
+        every row passes another number of rows: it goes as it is, its products have one shape."""
+        if not self.active() or self.shape[1] == self.rows or any(len(x) != self.shape.numel() for x in args):
+            return None
+        each = [x.unflatten(0, self.shape) for x in args]
+        self.last = module.forward(*(x[:, -self.rows :].flatten(0, 1) for x in each))
+        return tuple(x[:, : -self.rows].flatten(0, 1) for x in each)
+
+    def after(self, module, args, output):
+        if not self.active() or self.last is None:
+            return None
+        last, self.last = self.last, None
+        return torch.cat([x.unflatten(0, (self.shape[0], -1)) for x in (output, last)], 1).flatten(0, 1)
