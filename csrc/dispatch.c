@@ -104,15 +104,18 @@ const char *kv_cpu_isa(void) {
   return x ? x->name : NULL;
 }
 
-static kv_parallel kv_hook;
-static int kv_hook_threads = 1;
+/* Any thread may set these while others run ops: a loop reads each once, and every hook goes with every number. */
+static _Atomic(kv_parallel) kv_hook;
+static atomic_int kv_hook_threads = 1;
 
+/* Called before every op: what is set already is only read, so that callers share its cache line. */
 void kv_set_parallel(kv_parallel parallel, int threads) {
-  kv_hook = parallel;
-  kv_hook_threads = parallel && threads > 1 ? threads : 1;
+  const int wanted = parallel && threads > 1 ? threads : 1;
+  if (atomic_load(&kv_hook) != parallel) atomic_store(&kv_hook, parallel);
+  if (atomic_load(&kv_hook_threads) != wanted) atomic_store(&kv_hook_threads, wanted);
 }
 
-int kv_threads(void) { return kv_hook_threads; }
+int kv_threads(void) { return atomic_load(&kv_hook_threads); }
 
 /* The ranges of one loop that nobody has taken yet start at `next`. */
 typedef struct {
@@ -132,12 +135,13 @@ static void kv_worker(void *ctx, int64_t begin, int64_t end) {
 
 void kv_parallel_for(int64_t n, int64_t grain, kv_body body, void *ctx) {
   if (n <= 0) return;
-  const int64_t ranges = (n + grain - 1) / grain, workers = ranges < kv_hook_threads ? ranges : kv_hook_threads;
+  const kv_parallel hook = atomic_load(&kv_hook);
+  const int64_t ranges = (n + grain - 1) / grain, threads = kv_threads(), workers = ranges < threads ? ranges : threads;
   kv_queue queue = {0, n, grain, body, ctx};
-  if (workers <= 1)
+  if (!hook || workers <= 1)
     body(ctx, 0, n);
   else
-    kv_hook(workers, 1, kv_worker, &queue);
+    hook(workers, 1, kv_worker, &queue);
 }
 
 #define KV_DISPATCH(op, isa)                            \

@@ -11,15 +11,18 @@ typedef struct {
   float *pull;   /* [G, KEYS] g of a block */
   float *keys;   /* [KEYS, width] a block as floats */
   float *o, *q;  /* [rows, width], [D] */
+  float *zeros;  /* [rows], as many as the tile has for a large group */
 } kv_kl_space;
 
 static void *kv_kl_alloc(kv_kl_space *x, const kv_observers *a, void **tile) {
   const int64_t G = a->H / a->Hkv, width = kv_round_up(a->D, VL);
   *tile = kv_tile_alloc(&x->tile, G, a->D, 0);
   const int64_t rows = kv_round_up(G * x->tile.steps, MR);
-  const int64_t sizes[] = {G * a->R, G * KEYS, kv_block(a->D) * width, rows * width, a->D};
-  float **const fields[] = {&x->centre, &x->pull, &x->keys, &x->o, &x->q};
-  return kv_carve(5, sizes, fields);
+  const int64_t sizes[] = {G * a->R, G * KEYS, kv_block(a->D) * width, rows * width, a->D, rows};
+  float **const fields[] = {&x->centre, &x->pull, &x->keys, &x->o, &x->q, &x->zeros};
+  void *memory = kv_carve(6, sizes, fields);
+  if (memory) memset(x->zeros, 0, (size_t)rows * sizeof *x->zeros);
+  return memory;
 }
 
 /* g of the block of `columns` from c0 on; 0 for columns that do not count. */
@@ -69,11 +72,10 @@ static void kv_kl_add_dk(const kv_kl_grad *a, const kv_observed *head, kv_kl_spa
 /* dq of the tile's rows gains w k over the block, whose keys are all finite or not. */
 static void kv_kl_add_dq(const kv_kl_grad *a, const kv_observed *head, kv_kl_space *x, int64_t t, int64_t n, int64_t c0,
                          int64_t most, int finite) {
-  static const float none[TILE + 16];
   const int64_t D = a->rows.D, R = a->rows.R, G = head->query.G, width = kv_round_up(D, VL), rows = G * n;
   memset(x->o, 0, (size_t)(kv_round_up(rows, MR) * width) * sizeof *x->o);
   memset(x->tile.s + rows * KEYS, 0, (size_t)((kv_round_up(rows, MR) - rows) * KEYS) * sizeof *x->tile.s);
-  if (finite) kv_tile_o(0, x->tile.s, kv_round_up(rows, MR), most, x->keys, width, none, x->o);
+  if (finite) kv_tile_o(0, x->tile.s, kv_round_up(rows, MR), most, x->keys, width, x->zeros, x->o);
   for (int64_t r = 0; r < rows; r++) {
     const int64_t seen = kv_min(kv_seen(head->bounds, t + r % n) - c0, most);
     float *to = a->dq + ((head->b * a->rows.H + head->h * G + r / n) * R + t + r % n) * D;

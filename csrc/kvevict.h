@@ -244,8 +244,8 @@ KV_OPS(KV_PROTOTYPES, )
 #undef KV_PROTOTYPES
 const char *kv_cuda_text(int error);
 
-/* Threads. The host program sets how loops run; unset, they run one after the other. body(ctx, begin, end)
- * is called with disjoint ranges that cover 0..n. */
+/* Threads. The host program sets how loops run, at any time and from any thread; unset, they run one after the other.
+ * body(ctx, begin, end) is called with disjoint ranges that cover 0..n. */
 typedef void (*kv_body)(void *ctx, int64_t begin, int64_t end);
 typedef void (*kv_parallel)(int64_t n, int64_t grain, kv_body body, void *ctx);
 void kv_set_parallel(kv_parallel parallel, int threads);

@@ -123,14 +123,16 @@ static inline void kv_pack_k(const kv_columns *x, int pairs, int64_t c0, int64_t
   const int64_t words = pairs ? x->D / 2 : x->D;
   for (int64_t c = 0; c < n; c += VL) {
     float *const panel = k + c / PANEL * PANEL * words + c % PANEL;
-    const float *from[VL];
+    const char *from[VL]; /* words of two bf16 start at any multiple of 2 bytes, which no pointer to a float may */
     for (int i = 0; i < VL; i++)
-      from[i] = c + i >= n ? zeros : pairs ? kv_column(x, c0 + c + i) : kv_column_floats(x, c0 + c + i, row + i * x->D);
+      from[i] = c + i >= n ? (const char *)zeros
+                : pairs    ? kv_column(x, c0 + c + i)
+                           : (const char *)kv_column_floats(x, c0 + c + i, row + i * x->D);
     for (int64_t d = 0; d < words; d += 4)
 #pragma GCC unroll 4
       for (int i = 0; i < VL; i += 4) {
-        const v4 r0 = *(const v4_any *)(from[i] + d), r1 = *(const v4_any *)(from[i + 1] + d);
-        const v4 r2 = *(const v4_any *)(from[i + 2] + d), r3 = *(const v4_any *)(from[i + 3] + d);
+        const v4 r0 = *(const v4_any *)(from[i] + 4 * d), r1 = *(const v4_any *)(from[i + 1] + 4 * d);
+        const v4 r2 = *(const v4_any *)(from[i + 2] + 4 * d), r3 = *(const v4_any *)(from[i + 3] + 4 * d);
         const v4 a = __builtin_shufflevector(r0, r1, 0, 4, 1, 5), b = __builtin_shufflevector(r2, r3, 0, 4, 1, 5);
         const v4 e = __builtin_shufflevector(r0, r1, 2, 6, 3, 7), f = __builtin_shufflevector(r2, r3, 2, 6, 3, 7);
         float *const to = panel + d * PANEL + i;
@@ -177,7 +179,7 @@ static inline void kv_tile_s(const kv_queries *query, const float *q, int64_t ro
   }
 }
 
-/* o [rows, width] = alpha o + p [rows, KEYS] v [n, width]. rows is a multiple of MR. */
+/* o [rows, width] = alpha o + p [rows, KEYS] v [n, width], with alpha [rows]. rows is a multiple of MR. */
 static inline void kv_tile_o(int pairs, const float *p, int64_t rows, int64_t n, const float *v, int64_t width,
                              const float *alpha, float *o) {
   const int64_t words = pairs ? (n + 1) / 2 : n;

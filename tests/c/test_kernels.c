@@ -1,6 +1,8 @@
 /* attend and decode on every instruction set of this processor against loops in double, written straight from the
- * comments of kvevict.h. Outputs start as NaN; each result is asked for again with threads and must be the same bit for
+ * comments of kvevict.h, and several threads that call at once. Outputs start as NaN; each result is asked for again with threads and must be the same bit for
  * bit. See run.sh. */
+#include <stdatomic.h>
+
 #include "problem.h"
 
 /* Half a unit in the last place of the output. */
@@ -49,7 +51,7 @@ static void test_attend(kv_dtype dtype, int64_t T, int64_t S, int64_t longest) {
     seen += p.slots.len[b * p.Hkv + h / p.G];
     check_row(&p, b, h, t, seen, out[0], ((b * T + t) * p.H + h) * p.D, lse[0][i], weights, s, &error);
   }
-  for (int i = 0; i < 2; i++) free(out[i]), free(lse[i]);
+  for (int i = 0; i < 2; i++) discard(out[i]), free(lse[i]);
   free(s);
   drop(&p);
 }
@@ -101,9 +103,74 @@ static void test_decode(kv_dtype dtype, int64_t longest) {
         check(isnan(probs[0][i * C + c]), "probs untouched");
     }
   }
-  for (int i = 0; i < 2; i++) free(out[i]), free(lse[i]), free(probs[i]);
+  for (int i = 0; i < 2; i++) discard(out[i]), free(lse[i]), free(probs[i]);
   free(s), free(mean), free(k), free(v);
   drop(&p);
+}
+
+/* ---- threads ---- */
+
+enum { CALLERS = 3 };
+
+static atomic_int callers_left;
+
+/* Sets a hook, other numbers of threads and no hook at all, until all callers are done. */
+static void *change_threads(void *unused) {
+  for (int i = 0; atomic_load(&callers_left) > 0; i++) kv_set_parallel(i % 3 ? threads_hook : NULL, 1 + i % 4);
+  return unused;
+}
+
+typedef struct {
+  problem p;
+  float *want;
+  int same;
+} caller;
+
+/* lse [B, H, T] of attend; its work is cut by the number of threads too. */
+static float *attended(const caller *x) {
+  const problem *p = &x->p;
+  const int64_t rows = p->B * p->H * p->T;
+  void *out = need((size_t)(rows * p->D), (size_t)kv_size(p->dtype));
+  float *lse = nans(rows);
+  kv_attend a = {p->dtype, p->B, p->H,     p->Hkv,   p->T,    p->S,     p->D, p->scale, p->softcap,
+                 p->q,     {0},  p->slots, p->chunk, p->stop, p->sinks, out,  lse};
+  memcpy(a.q_stride, p->q_stride, sizeof a.q_stride);
+  if (kv_attend_cpu(&a) != KV_OK) abort();
+  free(out);
+  return lse;
+}
+
+static void *call(void *of) {
+  caller *x = of;
+  for (int i = rounds(40); i > 0; i--) {
+    float *got = attended(x);
+    x->same &= same(got, x->want, x->p.B * x->p.H * x->p.T);
+    free(got);
+  }
+  atomic_fetch_sub(&callers_left, 1);
+  return NULL;
+}
+
+/* attend called by several threads at once while another thread changes how loops run: every result has the bits of a call
+ * alone. `run.sh tsan` also reports what is written while another thread reads it. */
+static void test_threads(void) {
+  pthread_t changer, threads[CALLERS];
+  caller callers[CALLERS];
+  atomic_store(&callers_left, CALLERS);
+  for (int i = 0; i < CALLERS; i++) {
+    callers[i] = (caller){.p = make((kv_dtype)i, 65, 65, 64, 1), .same = 1};
+    callers[i].want = attended(&callers[i]);
+  }
+  if (pthread_create(&changer, NULL, change_threads, NULL)) abort();
+  for (int i = 0; i < CALLERS; i++)
+    if (pthread_create(&threads[i], NULL, call, &callers[i])) abort();
+  for (int i = 0; i < CALLERS; i++) pthread_join(threads[i], NULL);
+  pthread_join(changer, NULL);
+  for (int i = 0; i < CALLERS; i++) {
+    check(callers[i].same, "attend while the hook changes");
+    free(callers[i].want);
+    drop(&callers[i].p);
+  }
 }
 
 /* ---- conversions, refusals ---- */
@@ -148,8 +215,7 @@ static void test_refusals(void) {
 
 static int test_isa(void) {
   static const int64_t lengths[] = {0, 1, 2, 5, 17, 33, 50, 97, 130}, slots[] = {0, 1, 3, 40, 64, 255, 300, 600};
-  const char *rounds = getenv("KVEVICT_TEST_ROUNDS");
-  const int n = rounds ? atoi(rounds) : 90;
+  const int n = rounds(90);
   int before = failures;
   for (int i = 0; i < n; i++) {
     const int64_t T = one_of(9, lengths), S = below(2) ? T : one_of(9, lengths);
@@ -159,6 +225,8 @@ static int test_isa(void) {
   report("attend", before), before = failures;
   for (int i = 0; i < n; i++) test_decode((kv_dtype)(i % 3), i % 5 ? one_of(8, slots) : 1500);
   report("decode", before), before = failures;
+  test_threads();
+  report("threads", before), before = failures;
   test_half(KV_F16), test_half(KV_BF16), test_refusals();
   report("others", before);
   return failures > 0;

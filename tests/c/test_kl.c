@@ -120,7 +120,8 @@ static void test_kl(kv_dtype dtype, int64_t R, int64_t S, int64_t longest) {
 
 static int test_isa(void) {
   static const int64_t lengths[] = {0, 1, 2, 5, 17, 33, 50}, slots[] = {0, 1, 3, 40, 64, 255, 300, 600};
-  for (int i = 0; i < 60; i++) test_kl((kv_dtype)(i % 3), one_of(7, lengths), one_of(7, lengths), one_of(8, slots));
+  const int n = rounds(60);
+  for (int i = 0; i < n; i++) test_kl((kv_dtype)(i % 3), one_of(7, lengths), one_of(7, lengths), one_of(8, slots));
   report("kl", 0);
   return failures > 0;
 }

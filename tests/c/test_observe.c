@@ -199,7 +199,7 @@ static void test_error(kv_dtype dtype, int64_t R, int64_t S, int64_t longest) {
   }
   check_same(out[0], out[1], outs, "error, serial and parallel");
   check_slots(&(formula){&x, NULL, &a, o}, a.group, out[0], 0, "error");
-  free(out[0]), free(out[1]), free(o), free((void *)a.o);
+  free(out[0]), free(out[1]), free(o), discard(a.o);
   drop_observed(&x);
 }
 
@@ -328,8 +328,7 @@ static void test_refusals(void) {
 
 static int test_isa(void) {
   static const int64_t lengths[] = {0, 1, 2, 5, 17, 33, 50, 97, 130}, slots[] = {0, 1, 3, 40, 64, 255, 300, 600};
-  const char *rounds = getenv("KVEVICT_TEST_ROUNDS");
-  const int n = rounds ? atoi(rounds) : 90;
+  const int n = rounds(90);
   int before = failures;
   for (int i = 0; i < n; i++)
     test_score((kv_dtype)(i % 3), one_of(9, lengths), one_of(9, lengths), one_of(8, slots), 0);
