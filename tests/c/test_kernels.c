@@ -1,6 +1,6 @@
 /* attend and decode on every instruction set of this processor against loops in double, written straight from the
- * comments of kvevict.h, and several threads that call at once. Outputs start as NaN; each result is asked for again with threads and must be the same bit for
- * bit. See run.sh. */
+ * comments of kvevict.h, and several threads that call at once. Outputs start as NaN; each result is asked for again
+ * with threads and must be the same bit for bit. See run.sh. */
 #include <stdatomic.h>
 
 #include "problem.h"
@@ -151,8 +151,8 @@ static void *call(void *of) {
   return NULL;
 }
 
-/* attend called by several threads at once while another thread changes how loops run: every result has the bits of a call
- * alone. `run.sh tsan` also reports what is written while another thread reads it. */
+/* attend called by several threads at once while another thread changes how loops run: every result has the bits of a
+ * call alone. `run.sh tsan` also reports what is written while another thread reads it. */
 static void test_threads(void) {
   pthread_t changer, threads[CALLERS];
   caller callers[CALLERS];
