@@ -1,5 +1,5 @@
-/* What the tests of kernels share: random problems, the contract's softmax in double, and a run of every instruction
- * set of this processor. Random shapes, strides and dtypes; whatever may not be read is NaN. */
+/* Shared by the tests of kernels: random problems, the contract's softmax in double, and a run of every instruction set
+ * of this processor. Shapes, strides and dtypes are random; memory that must not be read is NaN. */
 #ifndef PROBLEM_H
 #define PROBLEM_H
 #define _POSIX_C_SOURCE 200809L
@@ -113,8 +113,8 @@ static void put(kv_dtype dtype, void *x, int64_t i, double value) {
   kv_store_row(dtype, &f, (char *)x + i * kv_size(dtype), 1);
 }
 
-/* n numbers of dtype, NaN until they are set. They start 0 to 3 numbers after a multiple of 16 bytes, so that no kernel
- * may count on more than the alignment of one number. To be freed by discard. */
+/* n numbers of dtype, NaN until they are set. They start 0 to 3 numbers after a multiple of 16 bytes, since kernels may
+ * rely only on the alignment of one number. To be freed by discard. */
 static void *numbers(kv_dtype dtype, int64_t n) {
   const int64_t start = below(4);
   char *x = need((size_t)(start + n), (size_t)kv_size(dtype));
@@ -153,7 +153,7 @@ typedef struct {
   kv_new chunk;
   int32_t *stop;
   int64_t most;         /* alive slots of a head, at most */
-  double *qs, *ks, *vs; /* [B, H, T, D], [B, Hkv, most, D]: what was written, as the reference reads it */
+  double *qs, *ks, *vs; /* [B, H, T, D], [B, Hkv, most, D]: the numbers in double, for the reference */
 } problem;
 
 /* One number of a key or value becomes NaN or inf. */
@@ -224,7 +224,7 @@ static problem make(kv_dtype dtype, int64_t T, int64_t S, int64_t longest, int p
   for (int64_t b = 0; b < p.B; b++) {
     first[b] = (int32_t)(below(2) && padded ? below(S + 1) : 0);
     p.stop[b] = (int32_t)(below(2) ? S : first[b] + below(S - first[b] + 1));
-    for (int64_t i = 0; i < p.Hkv * first[b]; i++) { /* left padding is never read */
+    for (int64_t i = 0; i < p.Hkv * first[b]; i++) { /* left padding must not be read */
       const int64_t h = i / first[b], s = i % first[b];
       for (int64_t d = 0; d < p.D; d++) {
         put(dtype, (void *)p.chunk.k, b * p.chunk.k_stride[0] + h * p.chunk.k_stride[1] + s * p.chunk.k_stride[2] + d,
@@ -264,7 +264,7 @@ static void drop(problem *p) {
 
 /* ---- the contract in double ---- */
 
-/* Logit of row t of query head h at slot i; *error gains what fp32 may be off by. */
+/* Logit of row t of query head h at slot i; raises *error to the error that fp32 may have. */
 static double logit_of(const problem *p, int64_t b, int64_t h, int64_t t, int64_t i, double *error) {
   const double *q = p->qs + ((b * p->H + h) * p->T + t) * p->D;
   const double *k = p->ks + ((b * p->Hkv + h / p->G) * p->most + i) * p->D;
@@ -296,7 +296,7 @@ static void report(const char *op, int before) {
   worst = 0;
 }
 
-/* Each instruction set in a process of its own, since the choice is made once; only $KVEVICT_TEST_ISA if set. */
+/* Runs every instruction set, or only $KVEVICT_TEST_ISA, each in its own process since the choice is made once. */
 static int run_isas(int (*test)(void)) {
   char names[64], *rest = names;
   int failed = 0;

@@ -1,6 +1,6 @@
-/* attend and decode on every instruction set of this processor against loops in double, written straight from the
- * comments of kvevict.h, and several threads that call at once. Outputs start as NaN; each result is asked for again
- * with threads and must be the same bit for bit. See run.sh. */
+/* attend and decode on every instruction set of this processor against loops in double, written from the comments of
+ * kvevict.h, and called by several threads at once. Outputs start as NaN; each result is computed again with threads
+ * and must have the same bits. See run.sh. */
 #include <stdatomic.h>
 
 #include "problem.h"
@@ -8,7 +8,7 @@
 /* Half a unit in the last place of the output. */
 static double rounding(kv_dtype dtype) { return dtype == KV_F32 ? 2e-6 : dtype == KV_F16 ? 6e-4 : 4.5e-3; }
 
-/* One row of attention over its first n slots against what the kernel says. */
+/* Checks one row of attention over its first n slots. */
 static void check_row(const problem *p, int64_t b, int64_t h, int64_t t, int64_t n, const void *out, int64_t out_at,
                       float lse, double weight_rounding, double *s, double *error) {
   *error = 1e-6;
@@ -64,7 +64,7 @@ static void test_decode(kv_dtype dtype, int64_t longest) {
   void *k = need((size_t)bytes, 1), *v = need((size_t)bytes, 1);
   const int with_probs = below(2) == 0;
   memcpy(k, p.slots.k, (size_t)bytes), memcpy(v, p.slots.v, (size_t)bytes);
-  for (int64_t i = 0; i < p.B * p.Hkv; i++) /* what the buffers must hold afterwards */
+  for (int64_t i = 0; i < p.B * p.Hkv; i++) /* the buffers' expected content */
     for (int64_t d = 0; d < p.D; d++) {
       const int64_t to = (p.slots.offset[i] + p.slots.len[i]) * p.D + d, b = i / p.Hkv, h = i % p.Hkv,
                     n = p.slots.len[i];
@@ -76,7 +76,7 @@ static void test_decode(kv_dtype dtype, int64_t longest) {
                    p.q,   {0}, p.chunk, p.slots, p.sinks, out[i], lse[i],  with_probs ? probs[i] : NULL,
                    p.rows};
     memcpy(a.q_stride, p.q_stride, sizeof a.q_stride);
-    kv_set_parallel(i ? NULL : threads_hook, 3); /* first: a serial run leaves the new row behind */
+    kv_set_parallel(i ? NULL : threads_hook, 3); /* threads first: the serial run finds the new row written */
     check(kv_decode_cpu(&a) == KV_OK, "decode status");
   }
   check(memcmp(out[0], out[1], (size_t)(outs * kv_size(dtype))) == 0 || p.wild, "decode out, serial and parallel");
@@ -175,11 +175,11 @@ static void test_threads(void) {
 
 /* ---- conversions, refusals ---- */
 
-/* Every half there is, and floats between: the nearest one, the even one of two as near. */
+/* All 65,536 halves, and floats between them, which round to the nearest or, between two as near, to the even one. */
 static void test_half(kv_dtype dtype) {
   const int inf = dtype == KV_F16 ? 0x7c00 : 0x7f80;
   for (int u = 0; u < 65536; u++) {
-    const uint16_t h[2] = {(uint16_t)u}; /* room for a float: kv_load_row could read one */
+    const uint16_t h[2] = {(uint16_t)u}; /* the size of a float, which kv_load_row could read */
     float x = 0;
     uint16_t back[2] = {0};
     kv_load_row(dtype, h, &x, 1);
@@ -188,7 +188,7 @@ static void test_half(kv_dtype dtype) {
     check(isnan(want) ? isnan(x) && isnan(decode_half(dtype, back[0])) : x == want && back[0] == h[0],
           "half there and back");
     if ((u & 0x7fff) >= inf) continue;
-    /* between h and the next one away from 0; beyond the largest stands the power of two that does not exist */
+    /* the next one away from 0; after the largest, the power of two that would follow */
     const double next = (u & 0x7fff) + 1 == inf ? (u & 0x8000 ? -1 : 1) * ldexp(1, dtype == KV_F16 ? 16 : 128)
                                                 : decode_half(dtype, (uint16_t)(u + 1));
     const float middle = (float)((want + next) / 2), less = nextafterf(middle, 0),
@@ -204,8 +204,8 @@ static void test_half(kv_dtype dtype) {
 
 static void test_refusals(void) {
   kv_attend a = {.B = 1, .H = 4, .Hkv = 2, .D = 64};
-  a.Hkv = 3, check(kv_attend_cpu(&a) == KV_BAD_SHAPE, "H no multiple of Hkv");
-  a.Hkv = 2, a.D = 60, check(kv_attend_cpu(&a) == KV_BAD_SHAPE, "D no multiple of 8");
+  a.Hkv = 3, check(kv_attend_cpu(&a) == KV_BAD_SHAPE, "H not a multiple of Hkv");
+  a.Hkv = 2, a.D = 60, check(kv_attend_cpu(&a) == KV_BAD_SHAPE, "D not a multiple of 8");
   a.D = 520, check(kv_attend_cpu(&a) == KV_BAD_SHAPE, "D over 512");
   a.D = 64, a.T = -1, check(kv_attend_cpu(&a) == KV_BAD_SHAPE, "T negative");
   a.T = 1, a.dtype = (kv_dtype)3, check(kv_attend_cpu(&a) == KV_BAD_DTYPE, "dtype");

@@ -1,5 +1,5 @@
-"""What only a GPU can show: streams, CUDA graphs, several devices, and a patched model. The ops' results are tested by
-their own tests, which run on a GPU too (conftest.py). Not yet run on a GPU."""
+"""What only a GPU can show: streams, CUDA graphs, several devices, and a patched model. The ops' own tests, which check
+results, run on a GPU too (conftest.py). Not yet run on a GPU."""
 
 import conftest
 import pytest
@@ -22,7 +22,7 @@ def made(device, seed=1):
 
 
 def chunk(p):
-    """What a chunk and a decoded token do; everything they return or write."""
+    """The ops of a chunk and a decoded token; returns everything they return or write."""
     store, new = (p["k_slots"], p["v_slots"]), (p["k"], p["v"])
     ranges, options = (p["offset"], p["len"]), {"scale": p["scale"]}
     out, lse = ops.attend(p["q"], *store, *ranges, *new, p["first"], **options)
@@ -46,7 +46,7 @@ def test_repeats_bit_for_bit():
 
 
 def test_current_stream():
-    """On a stream of its own, behind a wait that an op on another stream would not keep."""
+    """On a side stream, after a wait that an op on another stream would not observe."""
     want, p = chunk(made("cuda")), made("cuda")
     k, side = p["k"].clone(), torch.cuda.Stream()
     p["k"].zero_()
@@ -62,7 +62,7 @@ def test_current_stream():
 def test_graph():
     """Captured once, replayed on other queries, keys and values."""
     p = made("cuda")
-    chunk(made("cuda"))  # what is set up at the first call must not be captured
+    chunk(made("cuda"))  # the setup of the first call must not be captured
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = chunk(p)
