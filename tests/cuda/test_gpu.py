@@ -76,6 +76,22 @@ def test_graph():
         assert same(got, chunk(want))
 
 
+def test_more_heads_than_a_grid():
+    """65,540 heads, where gridDim.y ends at 65,535: as on the CPU."""
+    gen, results = torch.Generator().manual_seed(2), []
+    q, k, v = (torch.randn(16385, 4, 2, 8, generator=gen) for _ in "qkv")
+    slots, offset, zeros = torch.empty(0, 8), torch.zeros(16385, 4, dtype=torch.int64), i32([0] * 16385)
+    held = slots, offset, offset.int()
+    for device in ("cpu", "cuda"):
+        moved = Moved(torch.device(device))
+        Q, K, V, S, O, L, Z = map(moved, (q, k, v, *held, zeros))
+        out, lse = ops.attend(Q, S, S, O, L, K, V, Z, scale=1.0)
+        score = ops.score(Q, Z, S, O, L, K, Z, Z + 2, lse, reduce="sum", columns=2, scale=1.0)
+        results.append([x.cpu() for x in (out, lse, score, ops.norm(S, O, L, K, Z, Z + 2, p=2, columns=2))])
+    for mine, want in zip(*results[::-1], strict=True):
+        torch.testing.assert_close(mine, want, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_other_device_than_the_current():
     assert same(chunk(made("cuda:1")), chunk(made("cuda:0")))
