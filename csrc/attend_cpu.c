@@ -1,9 +1,8 @@
 /* Chunk attention over [stored | new] on a CPU.
  *
- * A task is some steps of one (b, kv head), with the rows of all G query heads: they share the packed keys and values.
- * Blocks of keys outside, tiles of rows inside, so each key is packed once a task; blocks that no row of a tile sees
- * are skipped, and only those on the diagonal are masked.
- */
+ * A task is some steps of one (b, kv head), with the rows of all G query heads, which share the packed keys and values.
+ * The outer loop goes over blocks of keys, the inner one over tiles of rows, so each key is packed once per task.
+ * Blocks that no row of a tile sees are skipped, and only those on the diagonal are masked. */
 #include <stdatomic.h>
 
 #include "tile.h"
@@ -14,7 +13,7 @@ typedef struct {
   atomic_int failed;
 } kv_attend_job;
 
-/* out and lse of a task's rows. o / l, or 0 if the row saw nothing; lse = ln 2 * (m + log2 l). */
+/* out and lse of a task's rows: o / l, or 0 if the row sees nothing; lse = ln 2 * (m + log2 l). */
 static void kv_attend_finish(const kv_attend *a, kv_rows *x, int64_t b, int64_t h, int64_t t0, int64_t rows,
                              int64_t width) {
   const int64_t G = a->H / a->Hkv, size = kv_size(a->dtype);
@@ -40,7 +39,7 @@ static void kv_attend_task(const kv_attend *a, kv_rows *x, int64_t b, int64_t h,
   kv_attend_finish(a, x, b, h, t0, rows, width);
 }
 
-/* The steps that see most come first, so that no thread starts a long task when the others are done. */
+/* The steps that see most come first, so that no thread starts a long task while the others are done. */
 static void kv_attend_body(void *ctx, int64_t begin, int64_t end) {
   kv_attend_job *job = ctx;
   const kv_attend *a = job->a;

@@ -1,19 +1,18 @@
 /* Chunk attention over [stored | new] on a GPU, sm_80 and up.
  *
- * A block is a tile of rows of one (b, kv head), the rows of its G query heads being time-major, against tiles of keys
- * in ascending order. Q stays in shared memory, S and O in registers, one tile of K and one of V are in shared memory:
- * V is on its way while S = Q K^T is computed, the next K during the softmax and O += P V. Only tiles on the diagonal
- * are masked; those that no row sees are not read.
- */
+ * A block computes one tile of rows of one (b, kv head), the rows of its G query heads in time-major order, against
+ * tiles of keys in ascending order. Q, one tile of K and one of V are in shared memory, S and O in registers: V is
+ * copied while S = Q K^T is computed, the next K during the softmax and O += P V. Only tiles on the diagonal are
+ * masked; tiles that no row sees are not read. */
 // budget: regs 255, smem 99328
 #include "attention.cuh"
 
-/* What is to know of a row, kept in shared memory: registers are scarce. */
+/* A row's bounds and place, kept in shared memory: registers are scarce. */
 struct alignas(16) AttendRow {
   int seen, step, head;
 };
 
-/* What a lane's rows hold at the end: out and lse. */
+/* Writes out and lse of a lane's rows. */
 template <class E, int D, int MT>
 static __device__ __forceinline__ void attend_finish(const kv_attend &a, const float (&o)[MT][D / 8][4],
                                                      const float (&top)[MT][2], const float (&sum)[MT][2], int b,
@@ -22,7 +21,7 @@ static __device__ __forceinline__ void attend_finish(const kv_attend &a, const f
     const int t = rows[16 * m + 8 * half].step, head = rows[16 * m + 8 * half].head;
     float l = lanes_sum<4>(sum[m][half]), at = top[m][half], over = 1;
     if (t >= a.T) return;
-    if (a.sinks) { /* a column without a value */
+    if (a.sinks) { /* one more logit, without a value */
       const float sink = a.sinks[head] * LOG2E, most = fmaxf(at, sink);
       over = most == -INFINITY ? 1 : exp2_approx(at - most);
       l = most == -INFINITY ? l : l * over + exp2_approx(sink - most);
@@ -52,7 +51,9 @@ static __global__ void __launch_bounds__(RowTile<E, D>::THREADS, 1)
   E *const q = shared_memory<E>(), *const k = q + X::ROWS * D, *const v = k + X::KEYS * D;
   AttendRow *const known = reinterpret_cast<AttendRow *>(v + X::KEYS * D), *const mine = known + warp_id() * MT * 16 +
                                                                                          fragment_row();
-  const int b = blockIdx.y / a.Hkv, h = blockIdx.y % a.Hkv, G = a.H / a.Hkv, dims = a.D;
+  const int kv_head = block_head();
+  if (kv_head >= a.B * a.Hkv) return;
+  const int b = kv_head / a.Hkv, h = kv_head % a.Hkv, G = a.H / a.Hkv, dims = a.D;
   const int thread = threadIdx.x;
   const int stop = a.stop ? a.stop[b] : (int)a.S;
   const kv_segments keys = kv_keys_of(&a.slots, &a.chunk, b, h, a.Hkv, stop, dims, sizeof(E));
@@ -87,7 +88,7 @@ static __global__ void __launch_bounds__(RowTile<E, D>::THREADS, 1)
     const bool finite = __syncthreads_and(sizeof(E) == 4 || !masked || tile_finite<E, D, X::KEYS, X::THREADS>(v));
     tile_load<E, D, X::KEYS, X::THREADS>(k, keys, c0 + X::KEYS, dims);
     cp_async_commit();
-    int seen[MT][2]; /* read where it is needed: registers are scarce */
+    int seen[MT][2]; /* read just before use: registers are scarce */
     const auto read_seen = [&] {
       each_row<MT>([&](int m, int half) { seen[m][half] = mine[16 * m + 8 * half].seen - c0; });
     };
@@ -106,8 +107,8 @@ static __global__ void __launch_bounds__(RowTile<E, D>::THREADS, 1)
       add_values<E, D>(o, s, v);
     }
   }
-  cp_async_wait<0>(); /* the copy of Q, where no key is seen */
-  __syncthreads();    /* and what is known of the rows */
+  cp_async_wait<0>(); /* the copy of Q, where the rows see no key */
+  __syncthreads();    /* and the rows' AttendRow */
   attend_finish<E, D>(a, o, top, sum, b, mine);
 }
 
@@ -120,7 +121,7 @@ int kv_attend_cuda(const kv_attend *a, void *, void *stream) {
     constexpr int D = decltype(d)::value;
     using X = RowTile<decltype(e), D>;
     const int64_t tiles = (a->T * (a->H / a->Hkv) + X::ROWS - 1) / X::ROWS;
-    return launch<attend_kernel<decltype(e), D>>(dim3(tiles, heads), X::THREADS,
+    return launch<attend_kernel<decltype(e), D>>(grid_of(tiles, heads), X::THREADS,
                                                  X::SHARED + X::ROWS * sizeof(AttendRow), stream, *a,
                                                  logits_of(a->scale, a->softcap));
   });

@@ -1,9 +1,10 @@
-/* The rows and columns of an attention matrix: where they are in memory, which of them see which, how the logits come
- * from q.k. Shared by attend and what observes. */
+/* The rows and columns of an attention matrix: where they are in memory, which columns a row sees, how logits follow
+ * from q.k. Shared by attend and the ops of observing rows. */
 #ifndef KV_ATTENTION_CUH
 #define KV_ATTENTION_CUH
 #include <type_traits>
 
+#include "grid.cuh"
 #include "kvevict.h"
 #include "tile.cuh"
 
@@ -19,7 +20,7 @@ struct Divisor {
 
 static __device__ __forceinline__ Divisor divisor(int n) { return {n, 0xffffffffu / n + 1}; }
 
-/* The rows of some heads of a group, time-major over them: row r is head `head` + r % heads at step `from` + r /
+/* The rows of some heads of a group, in time-major order: row r is head `head` + r % heads at step `from` + r /
  * heads. */
 struct Rows {
   int head, from, count;
@@ -29,7 +30,7 @@ struct Rows {
   __device__ __forceinline__ int head_of(int r) const { return head + r - heads.of(r) * heads.n; }
 };
 
-/* Where they are in memory: head r % heads at step r / heads from `x` on. */
+/* Where these rows are in memory: `x` is the first head's row at the first step. */
 struct RowsAt {
   uint64_t x;
   int head_stride, step_stride; /* in bytes */
@@ -42,7 +43,7 @@ static __device__ __forceinline__ uint64_t row_at(const RowsAt &rows, int r) {
   return rows.x + (int64_t)(r - step * rows.heads.n) * rows.head_stride + (int64_t)step * rows.step_stride;
 }
 
-/* x: elements E by strides of b, head and step; b: what that of b comes to. */
+/* x: elements E with strides of head and step; b: the batch row times its stride. */
 template <class E>
 static __device__ __forceinline__ RowsAt rows_at(const Rows &rows, const void *x, int64_t b, int64_t head_stride,
                                                  int64_t step_stride) {
@@ -50,16 +51,16 @@ static __device__ __forceinline__ RowsAt rows_at(const Rows &rows, const void *x
   return {(uint64_t)x + at * size, (int)(head_stride * size), (int)(step_stride * size), rows.heads, rows.count};
 }
 
-/* What is causal: step t sees the columns 0 .. clamp(shift + t + 1, least, n) - 1. */
+/* The causal bounds: step t sees the columns 0 .. clamp(shift + t + 1, least, n) - 1. */
 struct Bounds {
   int shift, least, n;
 
   __device__ __forceinline__ int seen(int t) const { return min(max(shift + t + 1, least), n); }
 };
 
-/* How the logits come from s = q.k. In log2 units they are scale * of(s), with scale > 0. */
+/* How logits follow from s = q.k: in log2 units they are scale * of(s), with scale > 0. */
 struct Logits {
-  bool transformed; /* of(s) is not s itself */
+  bool transformed; /* whether of(s) differs from s */
   float before, cap, scale;
 
   __device__ __forceinline__ float of(float s) const { return cap > 0 ? cap * tanhf(before * s) : before * s; }
@@ -78,15 +79,15 @@ static __device__ __forceinline__ void transform(float (&s)[MT][NT][4], const Lo
   each_number<MT, NT>([&](int m, int n, int half, int j) { s[m][n][2 * half + j] = logits.of(s[m][n][2 * half + j]); });
 }
 
-/* WARPS warps of 16 MT query rows each against KEYS keys. 32 rows a warp use each fragment of K and V twice; where
- * their O does not fit the registers it is 16. In shared memory are the rows and two tiles of keys or values: at
- * most 96 KiB. */
+/* WARPS warps of 16 MT query rows each against KEYS keys. A warp of 32 rows uses each fragment of K and V twice; where
+ * the O of 32 rows does not fit the registers it has 16. Shared memory holds the rows and two tiles of keys or values:
+ * at most 96 KiB. */
 template <class E, int D>
 struct RowTile {
   static constexpr bool HALF = sizeof(E) == 2;
   static constexpr int WARPS = !HALF && D == 256 ? 2 : 4, MT = HALF && D < 256 ? 2 : 1, ROWS = WARPS * MT * 16;
   static constexpr int KEYS = HALF && D == 64 ? 128 : !HALF && D == 256 ? 32 : 64, THREADS = WARPS * 32;
-  static constexpr int STEPS = KEYS > 64 ? 1 : 2; /* of multiply; more do not fit the registers */
+  static constexpr int STEPS = KEYS > 64 ? 1 : 2; /* of multiply; registers hold no more */
   static constexpr size_t SHARED = (size_t)(ROWS + 2 * KEYS) * D * sizeof(E);
 };
 

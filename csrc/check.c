@@ -1,5 +1,5 @@
-/* What every op asks of its struct, on any device: shapes and dtypes, and with `counts` what the arrays of lengths,
- * counts and indices hold, which must then be in the CPU's memory. */
+/* The checks of every op's struct, on any device: shapes and dtypes and, with `counts`, the arrays of lengths, counts
+ * and indices, which must then be in the CPU's memory. */
 #include "kvevict.h"
 
 const char *kv_status_text(kv_status status) {
@@ -7,20 +7,22 @@ const char *kv_status_text(kv_status status) {
     case KV_OK:
       return "ok";
     case KV_BAD_SHAPE:
-      return "bad shape: dimensions >= 0, H a multiple of Hkv, D a multiple of 8 in 8..512, on a GPU 8..256";
+      return "shapes do not fit: expected dimensions >= 0, H a multiple of Hkv, D a multiple of 8 in 8..512 (on a GPU "
+             "8..256)";
     case KV_BAD_DTYPE:
-      return "bad dtype, kind or reduction";
+      return "this op does not take this dtype, kind or reduction";
     case KV_BAD_COUNT:
-      return "bad count: keep, len, first, stop, lo, hi or an index is outside what is alive";
+      return "keep, len, first, stop, lo, hi or an index is out of range: it must lie within the alive slots";
     case KV_NO_MEMORY:
-      return "no memory for scratch";
+      return "out of memory: scratch could not be allocated";
     case KV_BAD_ISA:
-      return "the environment variable KVEVICT_CPU_ISA is none of the instruction sets that this build has";
+      return "the environment variable KVEVICT_CPU_ISA is not an instruction set of this build; unset it or name one "
+             "of cpu_isas()";
   }
   return "unknown status";
 }
 
-/* counts: the arrays are in the CPU's memory, so its kernels run. */
+/* counts: the arrays are in the CPU's memory, so the CPU's kernels run. */
 static int kv_bad_heads(int64_t B, int64_t H, int64_t Hkv, int64_t D, int counts) {
   if (B < 0 || H < 0 || Hkv < 0 || D < 8 || D > (counts ? KV_MOST_D : KV_MOST_D_CUDA) || D % 8) return 1;
   return Hkv == 0 ? H != 0 : H == 0 || H % Hkv;
@@ -37,7 +39,7 @@ static int kv_outside(const int32_t *x, int64_t n, int64_t most) {
   return bad;
 }
 
-/* Whether the alive slots of a head, the new ones up to stop, are fewer than none or more than C. */
+/* Whether a head's alive slots, of the new ones those up to stop, number less than 0 or more than C. */
 static int kv_bad_alive(const kv_slots *slots, const kv_new *chunk, const int32_t *stop, int64_t B, int64_t Hkv,
                         int64_t S, int64_t C) {
   if (kv_outside(slots->len, B * Hkv, C) || kv_outside(chunk->first, B, S) || kv_outside(stop, B, S)) return 1;
@@ -118,7 +120,7 @@ kv_status kv_select_check(const kv_select *a, int counts) {
     const int64_t first = a->protect_first[head / a->Hkv], last = a->protect_last[head / a->Hkv];
     if (n < 0 || first < 0 || last < 0) return KV_BAD_COUNT;
     if (keep < (n < first + last ? n : first + last) || keep > most) return KV_BAD_COUNT;
-    if (n - last > a->C && n - last > first) return KV_BAD_COUNT; /* a slot without a score is not protected */
+    if (n - last > a->C && n - last > first) return KV_BAD_COUNT; /* an unprotected slot has no score */
   }
   return KV_OK;
 }

@@ -1,10 +1,10 @@
-/* Moves kept slots of [stored | new] together. Neighbours in the index that are neighbours in memory move at once, and
- * what is already in its place stays. */
+/* Moves the kept slots of [stored | new] together on a CPU. Neighbours in the index that are neighbours in memory move
+ * at once; slots already in place are not touched. */
 #include "half.h"
 #include "parallel.h"
 #include "simd.h"
 
-/* `count` rows of `width` bytes, `step` bytes apart, to dense rows at dst. */
+/* Copies `count` rows of `width` bytes, `step` bytes apart, to dense rows at dst. */
 static void move_rows(char *dst, const char *src, int64_t count, int64_t step, int64_t width) {
   if (dst == src) return;
   if (step == width) {
@@ -14,7 +14,7 @@ static void move_rows(char *dst, const char *src, int64_t count, int64_t step, i
   for (int64_t i = 0; i < count; i++) memcpy(dst + i * width, src + i * step, (size_t)width);
 }
 
-/* Alive slots from .. from + run - 1 of one head, all stored or all new, to row `to` of dst. */
+/* Copies alive slots from .. from + run - 1 of one head, all stored or all new, to row `to` of dst. */
 static void move_run(const kv_compact *a, int64_t b, int64_t h, int64_t from, int64_t run, int64_t to) {
   const int64_t size = kv_size(a->dtype);
   const kv_segments all[] = {kv_keys_of(&a->src, &a->chunk, b, h, a->Hkv, a->S, a->D, size),
@@ -43,7 +43,7 @@ static void compact_heads(void *ctx, int64_t begin, int64_t end) {
 }
 
 kv_status KV_OP(compact)(const kv_compact *a) {
-  int64_t most = 0; /* slots that a head keeps */
+  int64_t most = 0; /* slots that one head keeps */
   for (int64_t head = 0; head < a->B * a->Hkv; head++)
     if (a->keep[head] > most) most = a->keep[head];
   /* Waking a thread costs as much as moving some 256 KiB. */

@@ -1,8 +1,8 @@
-/* Moves kept slots of [stored | new] together on a GPU. A block owns a strip of 32 bytes of all rows of one head's keys
- * or values, or the head's positions, and goes through the rows in tiles: load, barrier, store.
+/* Moves the kept slots of [stored | new] together on a GPU. A block moves a strip of 32 bytes of every row of one
+ * head's keys or values, or the head's positions, in tiles of rows: load, barrier, store.
  *
- * In place: an ascending index has index[j] >= j, so a tile reads rows at or behind its own; what it overwrites no
- * later tile reads, and the barrier lets all of a tile be read before any of it is written.
+ * In place: an ascending index has index[j] >= j, so a tile reads its own rows or later ones; no later tile reads what
+ * it overwrites, and the barrier separates all reads of a tile from its writes.
  *
  * budget: regs 80, smem 0 */
 #include "launch.cuh"
@@ -10,15 +10,16 @@
 
 constexpr int THREADS = 256, UNROLL = 8, STRIP = 32;
 
-/* from: the slots that go to rows j, j + lanes, .. */
+/* from: the slots that move to rows j, j + lanes, .. */
 static __device__ __forceinline__ void load_indices(const int32_t *index, int j, int keep, int lanes,
                                                     int (&from)[UNROLL]) {
 #pragma unroll
   for (int u = 0; u < UNROLL; u++, j += lanes) from[u] = index && j < keep ? index[j] : j;
 }
 
-/* One column of T of a head's rows, from slots x to rows that start at `to`, as far apart as the stored ones. All
- * threads come here; those with mine = false have no column. Thread `lane` of `lanes` takes every so many rows. */
+/* Moves one column of T of a head's rows from slots x to rows that start at `to`, spaced as the stored ones. Called by
+ * all threads of the block; those with mine = false have no column. Thread `lane` of `lanes` moves every `lanes`-th
+ * row. */
 template <class T>
 static __device__ void move_column(kv_segments x, uint64_t to, bool mine, const int32_t *index, int keep, int lane,
                                    int lanes) {
@@ -30,12 +31,12 @@ static __device__ void move_column(kv_segments x, uint64_t to, bool mine, const 
 #pragma unroll
     for (int u = 0; u < UNROLL; u++) {
       const int i = from[u], j = j0 + u * lanes;
-      const bool there = i < x.len && i == j && x.stored == to;
-      if (!mine || j >= keep || there) continue;
+      const bool in_place = i < x.len && i == j && x.stored == to;
+      if (!mine || j >= keep || in_place) continue;
       row[u] = *reinterpret_cast<const T *>(kv_segments_at(&x, i));
       moves |= 1u << u;
     }
-    load_indices(index, j0 + UNROLL * lanes, keep, lanes, from); /* of the next tile, on their way with these rows */
+    load_indices(index, j0 + UNROLL * lanes, keep, lanes, from); /* of the next tile, loaded together with these rows */
     __syncthreads();
 #pragma unroll
     for (int u = 0; u < UNROLL; u++)
@@ -43,8 +44,7 @@ static __device__ void move_column(kv_segments x, uint64_t to, bool mine, const 
   }
 }
 
-/* Block (head, i): i counts the strips of the keys, then those of the values, then the positions. width: of a row, in
- * bytes. */
+/* Block (head, i): i counts the strips of the keys, then of the values, then the positions. width: bytes of a row. */
 static __global__ void __launch_bounds__(THREADS, 3) compact_kernel(const kv_compact a, int width) {
   const int64_t head = blockIdx.x, b = head / a.Hkv, h = head % a.Hkv;
   const int strips = (width + STRIP - 1) / STRIP, keep = a.keep[head];

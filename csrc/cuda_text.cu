@@ -1,4 +1,4 @@
-/* What a CUDA error means. */
+/* The text of a CUDA error. */
 #include <cuda_runtime.h>
 
 #include "kvevict.h"

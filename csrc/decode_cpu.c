@@ -1,28 +1,28 @@
-/* One decode step on a CPU: bound by reading the slots, so each row is read once for the G heads of its group, where it
- * lies. The slots of a head are split into fixed splits, whatever the number of threads: pass 1 writes the new row and
- * leaves m, l and o of each split, pass 2 combines them in order and, if asked, turns the logits kept into probs.
- */
+/* One decode step on a CPU. Limited by memory bandwidth, so each row is read once, in place, for the G heads of its
+ * group. The slots of a head are cut into splits that do not depend on the number of threads: pass 1 writes the new row
+ * and computes m, l and o of each split; pass 2 combines the splits in order and, if asked, turns the stored logits
+ * into probs. */
 #include <stdatomic.h>
 
 #include "tile.h"
 
 enum {
   SPLIT = 512, /* slots of a split */
-  BLOCK = 64,  /* slots of a block, which stays in the first-level cache */
+  BLOCK = 64,  /* slots of a block, which fits the first-level cache */
   HEADS = 4,   /* heads that share a load */
-  AHEAD = 8,   /* slots from a key that is fetched to the one that is read */
+  AHEAD = 8,   /* slots between the key that is read and the one that is prefetched */
 };
 
 typedef struct {
   const kv_decode *a;
-  int64_t width, rows;  /* D up to whole vectors, G up to a multiple of HEADS */
-  int64_t splits, most; /* splits of the longest head, its slots up to whole vectors */
+  int64_t width, rows;  /* D rounded up to whole vectors, G to a multiple of HEADS */
+  int64_t splits, most; /* splits of the longest head, its slots rounded up to whole vectors */
   float *part;          /* [B, Hkv, splits, rows, width + 2]: o, m, l */
   float *logit;         /* [B, Hkv, G, most] in log2 units, or NULL */
   atomic_int failed;
 } kv_decode_job;
 
-/* n rows of `width` numbers: in place if D is that many, else converted into buffer [BLOCK, width], whose tails stay
+/* n rows of `width` numbers: in place if D is `width`, else converted into buffer [BLOCK, width], whose padding stays
  * 0. */
 typedef struct {
   kv_dtype dtype;
@@ -36,7 +36,7 @@ static kv_decode_rows kv_decode_rows_of(const kv_columns *x, int64_t c0, int64_t
   return (kv_decode_rows){KV_F32, n, width, (const char *)buffer};
 }
 
-/* As kv_float_of_f16 and kv_float_of_bf16; here a product makes denormals normal. */
+/* As kv_float_of_f16 and kv_float_of_bf16, but a product makes denormals normal. */
 KV_INLINE vf kv_decode_load(kv_dtype dtype, const void *x) {
   if (dtype == KV_F32) return vf_load(x);
   const vu u = vu_of_16bit(x);
@@ -45,15 +45,17 @@ KV_INLINE vf kv_decode_load(kv_dtype dtype, const void *x) {
   return (vf)((vu)((vf)magnitude * 0x1p112f) | special | (u & 0x8000) << 16);
 }
 
-/* s [HEADS, KEYS] = q [HEADS, width] . k [n, width]. Meanwhile keys to come are fetched, and the values [n, bytes] of
- * these slots, into the second-level cache: the processor does not foresee enough of either. */
+/* s [HEADS, KEYS] = q [HEADS, width] . k [n, width]. Prefetches later keys and, into the second-level cache, the values
+ * [n, bytes] of these slots, since the hardware prefetches too little of both. The last prefetches name addresses past
+ * the slots: a prefetch never faults, and a bound would cost an instruction per line. They are integers because no
+ * pointer may leave its array. */
 KV_INLINE void kv_decode_dots(kv_dtype dtype, const float *q, kv_decode_rows k, const char *values, int64_t bytes,
                               float *s) {
   const int64_t size = kv_size(dtype);
   for (int64_t c = 0; c < k.n; c++, k.x += k.width * size, values += bytes) {
     for (int64_t i = 0; i < bytes; i += 64) {
       __builtin_prefetch(values + i, 0, 2);
-      __builtin_prefetch(k.x + AHEAD * bytes + i);
+      __builtin_prefetch((const void *)((uintptr_t)k.x + (uintptr_t)(AHEAD * bytes + i)));
     }
     vf acc[HEADS] = {{0}};
     for (int64_t d = 0; d < k.width; d += VL) {
@@ -153,7 +155,7 @@ static void kv_decode_task(const kv_decode_job *job, const kv_decode_scratch *x,
   if (c0 >= n) return;
   if (c1 == n) kv_decode_append(a, b, h, offset + n - 1);
   const kv_queries query = kv_queries_of(a->dtype, a->D, G, a->q, a->q_stride, b, h, a->scale, a->softcap);
-  const int64_t none[3] = {0}, size = kv_size(a->dtype); /* the new row is stored by now */
+  const int64_t none[3] = {0}, size = kv_size(a->dtype); /* the new row is already stored */
   const kv_columns k = {a->dtype, a->D, kv_segments_of(a->slots.k, offset, n, NULL, none, b, h, 0, 0, a->D, size)};
   const kv_columns v = {a->dtype, a->D, kv_segments_of(a->slots.v, offset, n, NULL, none, b, h, 0, 0, a->D, size)};
   for (int64_t g = 0; g < G; g++) kv_load_query(&query, g, 0, x->q + g * job->width);
@@ -161,7 +163,7 @@ static void kv_decode_task(const kv_decode_job *job, const kv_decode_scratch *x,
                   job->logit ? job->logit + at * G * job->most : NULL);
 }
 
-/* Everything starts as 0: tails of q and buffer, and rows of q beyond G, which are multiplied but not read. */
+/* Scratch starts as 0: the padding of q and buffer, and rows of q from G on, whose products are not used. */
 static void kv_decode_body(void *ctx, int64_t begin, int64_t end) {
   kv_decode_job *job = ctx;
   const kv_decode *a = job->a;
@@ -183,7 +185,7 @@ static void kv_decode_body(void *ctx, int64_t begin, int64_t end) {
 
 static float kv_exp2(float x) { return vf_exp2(vf_set1(x))[0]; }
 
-/* m and l of head g over all splits, the first of which is at part, and out if wanted. */
+/* m and l of head g over all splits, the first of which is at part, and out unless it is NULL. */
 static void kv_decode_combine(const kv_decode_job *job, const float *part, int64_t splits, int64_t g, float sink,
                               float *m, float *l, void *out) {
   const int64_t width = job->width, rows = job->rows, step = rows * (width + 2), at_m = rows * width + g;
@@ -202,7 +204,7 @@ static void kv_decode_combine(const kv_decode_job *job, const float *part, int64
   if (out) kv_store_row(job->a->dtype, o, out, job->a->D);
 }
 
-/* Pass 2 of one head; probs only for the columns of one split. Split 0 also writes out, lse and the zeros. */
+/* Pass 2: probs of the columns of one split of one head. Split 0 also writes out, lse and the zeros. */
 static void kv_decode_finish(const kv_decode_job *job, int64_t b, int64_t h, int64_t split) {
   const kv_decode *a = job->a;
   const int64_t G = a->H / a->Hkv, at = b * a->Hkv + h, n = a->slots.len[at] + 1, size = kv_size(a->dtype);
@@ -244,7 +246,7 @@ kv_status KV_OP(decode)(const kv_decode *a) {
   job.part = malloc((size_t)floats * sizeof *job.part);
   if (a->probs) job.logit = malloc((size_t)(heads * G * most) * sizeof *job.logit);
   job.failed = !job.part || (a->probs && !job.logit);
-  /* Below some 32k numbers of K a thread costs more than it brings. */
+  /* For less than about 32k numbers of K, waking a thread costs more than it saves. */
   if (!job.failed) kv_parallel_for(heads * job.splits, kv_max(1, 32768 / task), kv_decode_body, &job);
   if (!job.failed)
     kv_parallel_for(heads * (a->probs ? job.splits : 1), kv_max(1, 524288 / task), kv_decode_finish_body, &job);

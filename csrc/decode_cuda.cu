@@ -1,19 +1,19 @@
-/* One decode step on a GPU: bound by reading the slots, so a block reads each row once for all heads of its group. The
- * slots of a head are split into splits, by their number and that of the heads alone; the block that is last to finish
- * one of a head's splits combines them in order, whichever it is: the same bits every time.
+/* One decode step on a GPU. Limited by memory bandwidth, so a block reads each row once for all heads of its group. The
+ * slots of a head are cut into splits that depend only on the number of slots and heads; whichever block finishes a
+ * head's last split combines all of them in order: the same bits every time.
  *
- * A row is shared by L lanes, each with V vectors of 16 bytes; such a group of lanes takes every so many rows and has a
+ * L lanes share a row, each with V vectors of 16 bytes; such a group of lanes takes every GROUPS-th row and has a
  * softmax (m, l) and an output o of its own. Arithmetic is fp32, logits are in log2 units.
  *
  * Shared memory: 4 * HEADS * (D + 2) bytes for each of 128 / L groups. budget: regs 255, smem 34000 */
-#include "launch.cuh"
+#include "grid.cuh"
 #include "vector.cuh"
 #include "warp.cuh"
 
 constexpr int THREADS = 128;
 constexpr int SPLIT = 128;   /* slots of a split, at least */
-constexpr int MOST = 64;     /* splits of a head, at most: what a warp combines in two steps */
-constexpr int BLOCKS = 4096; /* splits of all heads, about at most: no more would keep a GPU busier */
+constexpr int MOST = 64;     /* splits of a head, at most: a warp combines as many in two steps */
+constexpr int BLOCKS = 4096; /* splits of all heads, about at most: more would not keep a GPU busier */
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 
 static int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
@@ -54,8 +54,8 @@ static __device__ int split_size(int n, int splits) {
   return max(SPLIT, (fair + 63) / 64 * 64);
 }
 
-/* What a group of lanes has of HEADS heads. Lane i of it: elements (v * L + i) * W .. of vector v. AHEAD rows of
- * keys and of values are on their way at once: as many as the registers hold, 8 to have enough blocks an SM. */
+/* A group of lanes' share of HEADS heads: lane i has elements (v * L + i) * W .. of vector v. It loads AHEAD rows of
+ * keys and of values at once: as many as registers hold, at most 8 so that an SM has room for several blocks. */
 template <class E, int L, int V, int HEADS>
 struct Rows {
   static constexpr int W = VECTOR<E>, GROUPS = THREADS / L, AHEAD = (HEADS == 1 ? 8 : 16 / HEADS) / V;
@@ -64,7 +64,7 @@ struct Rows {
   static __device__ __forceinline__ int group() { return threadIdx.x / L; }
   static __device__ __forceinline__ int element(int v) { return (v * L + threadIdx.x % L) * W; }
 
-  /* query: the first head's row. Heads from `heads` on are zeros, as is what lies behind D. */
+  /* query: the first head's row. Heads from `heads` on and elements from D on are zeros. */
   __device__ __forceinline__ void start(const E *query, int64_t stride, int heads, int D, float scale) {
 #pragma unroll
     for (int g = 0; g < HEADS; g++) {
@@ -80,14 +80,14 @@ struct Rows {
     }
   }
 
-  /* The lane's part of n - 1 stored rows and of the new one, which is as far from slot 0 as if it were stored. */
+  /* The lane's part of n - 1 stored rows and of the new row, addressed as slot n - 1 with the stored rows' stride. */
   static __device__ __forceinline__ kv_segments slots_of(const E *stored, const E *chunk, int n, int D) {
     const int stride = D * (int)sizeof(E);
     const uint64_t slot0 = (uint64_t)(chunk + element(0)) - (uint64_t)(n - 1) * stride;
     return {(uint64_t)(stored + element(0)), slot0, stride, stride, n - 1, n};
   }
 
-  /* Rows c, c + GROUPS, ..; zeros for those from c1 on and what lies behind D. */
+  /* Rows c, c + GROUPS, ..; zeros for rows from c1 on and elements from D on. */
   static __device__ __forceinline__ void load(const kv_segments &x, int c, int c1, int D, uint4 (&part)[AHEAD][V]) {
 #pragma unroll
     for (int u = 0; u < AHEAD; u++, c += GROUPS)
@@ -97,7 +97,7 @@ struct Rows {
             load_once_16_if(reinterpret_cast<const uint4 *>(kv_segments_at(&x, c)) + v * L, c < c1 && element(v) < D);
   }
 
-  /* s = q.k of the heads, the same in all lanes of the group */
+  /* s = q.k of the heads, equal in all lanes of the group */
   __device__ __forceinline__ void dots(const uint4 (&k)[V], float (&s)[HEADS]) const {
     float x[V][W];
 #pragma unroll
@@ -144,7 +144,8 @@ struct Rows {
     }
   }
 
-  /* Slots c0 .. c1 - 1; logit: of the first head, C apart, or NULL. Every group of lanes runs as often. */
+  /* Slots c0 .. c1 - 1; logit: of the first head, heads C apart, or NULL. Every group of lanes runs the loop equally
+   * often. */
   __device__ __forceinline__ void attend(const kv_segments &k, const kv_segments &v, int c0, int c1, int D, float cap,
                                          float *logit, int64_t C, int heads) {
     constexpr int STEP = AHEAD * GROUPS;
@@ -156,7 +157,7 @@ struct Rows {
       load(v, c, c1, D, values);
 #pragma unroll
       for (int u = 0; u < AHEAD; u++) dots(keys[u], s[u]);
-      load(k, c + STEP, c1, D, keys); /* on their way during the rest */
+      load(k, c + STEP, c1, D, keys); /* in flight during the rest */
       if (cap > 0) {
 #pragma unroll
         for (int u = 0; u < AHEAD; u++)
@@ -185,7 +186,7 @@ struct Rows {
 
   static int64_t shared_bytes(int64_t D) { return HEADS * GROUPS * (D + 2) * 4 + 16; }
 
-  /* All groups of the block together: o [heads, D], ml [heads]. shared: shared_bytes(D) less 16. */
+  /* Merges the block's groups of lanes: o [heads, D], ml [heads]. shared: shared_bytes(D) less 16. */
   __device__ __forceinline__ void merge(float *shared, int heads, int D, float *o_out, float2 *ml_out) const {
     float2 *ml = reinterpret_cast<float2 *>(shared);
     float *part = shared + 2 * HEADS * GROUPS;
@@ -216,7 +217,7 @@ struct Rows {
   }
 };
 
-/* The new row of one head goes behind its slots. */
+/* Writes one head's new row after its slots. */
 template <class E>
 static __device__ void append(const kv_decode &a, int64_t b, const E *k, const E *v, int64_t row) {
   const int d = threadIdx.x * VECTOR<E>;
@@ -227,11 +228,12 @@ static __device__ void append(const kv_decode &a, int64_t b, const E *k, const E
   if (threadIdx.x == 0) a.slots.pos[row] = a.chunk.pos[b];
 }
 
-/* out and lse of query head g of a group from its splits, by one warp. part: first split, `step` floats apart. */
+/* out and lse of one query head from its splits, by one warp. part: the first split's o; splits are `step` floats
+ * apart. */
 template <class E>
 static __device__ void finish(const float *part, int step, const float2 *ml, int ml_step, int splits, int D, float sink,
                               E *out, float *lse) {
-  constexpr int AHEAD = 16; /* splits that are on their way at once; what is behind the last weighs nothing */
+  constexpr int AHEAD = 16; /* splits that are loaded at once; those past the last have weight 0 */
   const int lane = lane_id();
   float2 mine[2];
   float weight[2], top = sink, sum = 0;
@@ -271,7 +273,7 @@ static __device__ void finish(const float *part, int step, const float2 *ml, int
   }
 }
 
-/* Two blocks an SM: told so, ptxas does not spill to make room for four. */
+/* Asked for two blocks an SM, ptxas does not spill registers to make room for four. */
 template <class E, int L, int V, int HEADS>
 static __global__ void __launch_bounds__(THREADS, 2) decode_kernel(const kv_decode a, const Scratch x) {
   using R = Rows<E, L, V, HEADS>;
@@ -309,8 +311,8 @@ static __global__ void __launch_bounds__(THREADS, 2) decode_kernel(const kv_deco
 
 /* Column c of a head's probs: the mean of its query heads' exp(logit - lse). */
 static __global__ void __launch_bounds__(THREADS) probs_kernel(const kv_decode a, const float *logit) {
-  const int64_t head = blockIdx.x, G = a.H / a.Hkv, c = blockIdx.y * THREADS + threadIdx.x;
-  if (c >= a.C) return;
+  const int64_t head = block_head(), G = a.H / a.Hkv, c = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+  if (head >= a.B * a.Hkv || c >= a.C) return;
   float p = 0;
   for (int64_t g = 0; c <= a.slots.len[head] && g < G; g++) {
     const float lse = a.lse[head * G + g] * LOG2E;
@@ -352,6 +354,5 @@ int kv_decode_cuda(const kv_decode *a, void *scratch, void *stream) {
   int error = (int)cudaMemsetAsync(x.counter, 0, heads * sizeof *x.counter, (cudaStream_t)stream);
   if (error == 0) error = dispatch(a->dtype, [&](auto e) { return run_heads<decltype(e)>(a, x, stream); });
   if (error || !a->probs) return error;
-  const dim3 grid((unsigned)heads, (unsigned)((a->C + THREADS - 1) / THREADS));
-  return launch<probs_kernel>(grid, THREADS, 0, stream, *a, x.logit);
+  return launch<probs_kernel>(grid_of((a->C + THREADS - 1) / THREADS, heads), THREADS, 0, stream, *a, x.logit);
 }

@@ -1,5 +1,5 @@
-/* Where the public CPU functions lead: arguments are checked once, then the kernels of the best instruction set run.
- * Also the thread hook. */
+/* The public CPU functions: they check the arguments and run the kernels of the best instruction set. Also the thread
+ * hook. */
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,7 +18,7 @@ typedef struct {
   KV_OPS(KV_FIELD, )
 } kv_kernels;
 
-/* What this build has, from the least to the most, and whether the processor does. */
+/* The instruction sets of this build in ascending order, and whether the processor has each. */
 #if defined(__x86_64__)
 #define KV_ISAS(X) X(scalar) X(avx2) X(avx512) X(avx512bf16)
 static int kv_has_scalar(void) { return 1; }
@@ -35,7 +35,7 @@ static int kv_has_avx512bf16(void) { return kv_has_avx512() && __builtin_cpu_sup
 static int kv_has_neon(void) { return 1; }
 static int kv_has_neonbf16(void) {
 #if defined(__linux__)
-  return getauxval(AT_HWCAP2) >> 14 & 1; /* HWCAP2_BF16, which old headers do not name */
+  return getauxval(AT_HWCAP2) >> 14 & 1; /* HWCAP2_BF16, which old headers lack */
 #elif defined(__APPLE__)
   int has = 0;
   size_t size = sizeof has;
@@ -65,9 +65,9 @@ static const struct {
 #define KV_NAME(isa) " " #isa
 const char *kv_cpu_isas(void) { return &KV_ISAS(KV_NAME)[1]; }
 
-/* Whether what the processor has is faster than the one below it. Products of bf16 (vdpbf16ps) run at twice the rate of
- * fp32's on AMD's processors, but at half of it on Intel's. */
-static int kv_pays(const char *name) {
+/* Whether the instruction set is faster than the next lower one. Compared with fp32, products of bf16 (vdpbf16ps) run
+ * at twice the rate on AMD's processors and at half the rate on Intel's. */
+static int kv_is_faster(const char *name) {
 #if defined(__x86_64__)
   return strcmp(name, "avx512bf16") != 0 || __builtin_cpu_is("amd");
 #else
@@ -75,8 +75,8 @@ static int kv_pays(const char *name) {
 #endif
 }
 
-/* The most that the processor has, pays and is not above KVEVICT_CPU_ISA; what is named there need not pay. NULL if it
- * names nothing. */
+/* The highest instruction set that the processor has, that is faster, and that is not above KVEVICT_CPU_ISA; the one
+ * named there need not be faster. NULL if the variable is not a name. */
 static const kv_kernels *kv_kernels_best(void) {
   enum { COUNT = sizeof kv_choices / sizeof *kv_choices };
   const char *cap = getenv("KVEVICT_CPU_ISA");
@@ -86,12 +86,12 @@ static const kv_kernels *kv_kernels_best(void) {
       if (++most == COUNT) return NULL;
   for (i = most; i > 0; i--) {
     const int named = cap && *cap && i == most;
-    if (kv_choices[i].has() && (named || kv_pays(kv_choices[i].kernels->name))) break;
+    if (kv_choices[i].has() && (named || kv_is_faster(kv_choices[i].kernels->name))) break;
   }
   return kv_choices[i].kernels;
 }
 
-/* Chosen once; two threads that come first together choose the same. */
+/* Chosen once; threads that call first at the same time choose the same. */
 static const kv_kernels *kv_kernels_chosen(void) {
   static _Atomic(const kv_kernels *) chosen;
   const kv_kernels *x = atomic_load(&chosen);
@@ -104,17 +104,20 @@ const char *kv_cpu_isa(void) {
   return x ? x->name : NULL;
 }
 
-static kv_parallel kv_hook;
-static int kv_hook_threads = 1;
+/* Any thread may set these while others run ops: a loop reads each once, and every hook goes with every number. */
+static _Atomic(kv_parallel) kv_hook;
+static atomic_int kv_hook_threads = 1;
 
+/* Called before every op: what is set already is only read, so that callers share its cache line. */
 void kv_set_parallel(kv_parallel parallel, int threads) {
-  kv_hook = parallel;
-  kv_hook_threads = parallel && threads > 1 ? threads : 1;
+  const int wanted = parallel && threads > 1 ? threads : 1;
+  if (atomic_load(&kv_hook) != parallel) atomic_store(&kv_hook, parallel);
+  if (atomic_load(&kv_hook_threads) != wanted) atomic_store(&kv_hook_threads, wanted);
 }
 
-int kv_threads(void) { return kv_hook_threads; }
+int kv_threads(void) { return atomic_load(&kv_hook_threads); }
 
-/* The ranges of one loop that nobody has taken yet start at `next`. */
+/* The ranges of one loop that no worker has taken yet start at `next`. */
 typedef struct {
   atomic_int_least64_t next;
   int64_t n, grain;
@@ -122,7 +125,7 @@ typedef struct {
   void *ctx;
 } kv_queue;
 
-/* However many of its workers the host runs in one call, the first empties the queue for all of them. */
+/* The host may run several of its workers in one call: the first then empties the queue for all of them. */
 static void kv_worker(void *ctx, int64_t begin, int64_t end) {
   kv_queue *queue = ctx;
   (void)begin, (void)end;
@@ -132,12 +135,13 @@ static void kv_worker(void *ctx, int64_t begin, int64_t end) {
 
 void kv_parallel_for(int64_t n, int64_t grain, kv_body body, void *ctx) {
   if (n <= 0) return;
-  const int64_t ranges = (n + grain - 1) / grain, workers = ranges < kv_hook_threads ? ranges : kv_hook_threads;
+  const kv_parallel hook = atomic_load(&kv_hook);
+  const int64_t ranges = (n + grain - 1) / grain, threads = kv_threads(), workers = ranges < threads ? ranges : threads;
   kv_queue queue = {0, n, grain, body, ctx};
-  if (workers <= 1)
+  if (!hook || workers <= 1)
     body(ctx, 0, n);
   else
-    kv_hook(workers, 1, kv_worker, &queue);
+    hook(workers, 1, kv_worker, &queue);
 }
 
 #define KV_DISPATCH(op, isa)                            \

@@ -1,12 +1,12 @@
 /* Error of the observing rows' attention outputs per alive slot on a CPU.
  *
- * EDIE needs two norms besides the logits, of the block's values and the tile's outputs. KV_L1 and KV_L2 take the
- * distance of every pair from the differences themselves: ||v||^2 - 2 v.o + ||o||^2 would cancel. See observe.h.
+ * EDIE also needs the norms of the block's values and the tile's outputs. KV_L1 and KV_L2 sum the differences of every
+ * pair: ||v||^2 - 2 v.o + ||o||^2 would cancel. See observe.h.
  */
 #include "observe.h"
 
 /* e [MR, nv * VL] = sum over D of |v - o| or (v - o)^2, with o [MR, D] and v a packed panel. nv and p are constants
- * wherever this is inlined; the accumulators must stay in registers. */
+ * at every call, so that the accumulators stay in registers. */
 KV_INLINE void kv_error_pairs(int nv, int p, const float *o, int64_t D, const float *v, float *e) {
   vf acc[MR][NV] = {{{0}}};
   for (int64_t d = 0; d < D; d++, v += PANEL) {
@@ -42,7 +42,7 @@ KV_INLINE void kv_error_distances(int p, const float *o, int64_t rows, int64_t D
     for (int64_t c = 0; c < n; c++) e[r * KEYS + c] = sqrtf(e[r * KEYS + c]);
 }
 
-/* What the n steps from t0 on need of their outputs: 1-norms, or distances to the first `most` values. */
+/* 1-norms of the outputs of n steps from t0 on, or their distances to the first `most` values. */
 static void kv_error_outputs(const kv_error *a, const kv_observed *head, kv_tile *x, int64_t t0, int64_t n,
                              int64_t most) {
   const int64_t G = head->query.G, D = a->rows.D, rows = G * n, padded = kv_round_up(rows, MR);
@@ -75,7 +75,7 @@ KV_INLINE void kv_error_reduce(int edie, const kv_tile *x, int64_t G, int64_t n,
     }
 }
 
-/* The block's values: packed for distances, or their 1-norms. */
+/* Packs the block's values for distances, or computes their 1-norms. */
 static void kv_error_values(const kv_observe *job, const kv_observed *head, kv_tile *x, int64_t c0, int64_t columns) {
   const kv_error *a = job->op;
   const kv_observers *rows = job->a;
@@ -100,7 +100,7 @@ static void kv_error_tile(const kv_observe *job, const kv_observed *head, kv_til
 kv_status KV_OP(error)(const kv_error *a) {
   const kv_reduction how = {.C = a->C,
                             .group = a->group,
-                            .pairs_of_rows = a->kind != KV_EDIE,
+                            .distances = a->kind != KV_EDIE,
                             .out = a->out,
                             .block = kv_error_values,
                             .tile = kv_error_tile};

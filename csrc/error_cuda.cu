@@ -1,13 +1,12 @@
 /* Error of the observing rows' attention outputs per alive slot on a GPU.
  *
- * As score: a block owns a tile of keys and their values and goes over the rows. EDIE needs two norms more, of the
- * values and of the outputs. KV_L1 and KV_L2 take the distance of every pair from the differences themselves, with
- * multiply-adds: ||v||^2 - 2 v.o + ||o||^2 would cancel.
- */
+ * As in score, a block holds a tile of keys, here with their values, and goes over the rows. EDIE also needs the norms
+ * of values and outputs. KV_L1 and KV_L2 sum the differences of every pair with multiply-adds: ||v||^2 - 2 v.o +
+ * ||o||^2 would cancel. */
 // budget: regs 255, smem 99840
 #include "observe.cuh"
 
-/* KEYS keys and values, ROWS queries and outputs, their norms and what else is to know of the rows: at most 98 KiB. */
+/* KEYS keys and values, ROWS queries and outputs, their norms and the rows' RowValues: at most 98 KiB. */
 template <class E, int D>
 struct ErrorTile {
   static constexpr bool HALF = sizeof(E) == 2;
@@ -32,8 +31,8 @@ static __device__ __forceinline__ void row_norms(const E *tile, float *norm) {
   }
 }
 
-/* total gains the tile's terms; size: the distances, or what EDIE takes for them. Of what a row does not see, a norm
- * that is not finite adds nothing. */
+/* Adds the tile's terms to total; size: the distances, or EDIE's sum of norms. A key that a row does not see adds
+ * nothing, even where its norm is not finite. */
 template <int NT>
 static __device__ __forceinline__ void add_errors(float (&total)[1][2], const float (&s)[1][NT][4],
                                                   const float (&size)[1][NT][4], const RowValues *values, float scale,
@@ -63,7 +62,9 @@ static __global__ void __launch_bounds__(ErrorTile<E, D>::THREADS, 1)
   RowValues *const values = reinterpret_cast<RowValues *>(o + X::ROWS * D);
   float *const v_norm = reinterpret_cast<float *>(values + X::ROWS), *const o_norm = v_norm + X::KEYS;
   const kv_observers &rows = a.rows;
-  const Observed x = observed<E>(rows, blockIdx.y);
+  const int head = block_head();
+  if (head >= rows.B * rows.Hkv) return;
+  const Observed x = observed<E>(rows, head);
   const kv_segments v_columns =
       kv_values_of(&rows.slots, &rows.chunk, x.b, x.h, rows.Hkv, rows.stop[x.b], rows.D, sizeof(E));
   const int c0 = blockIdx.x * X::KEYS, at = warp_id() * 16, key = at + fragment_row(), thread = threadIdx.x;
@@ -110,7 +111,7 @@ static __global__ void __launch_bounds__(ErrorTile<E, D>::THREADS, 1)
       add_errors(total, s, size, values, logits.scale, a.kind == KV_EDIE ? 1 + a.alpha : 1, c0 + key);
     }
     total[0][0] = lanes_sum<4>(total[0][0]), total[0][1] = lanes_sum<4>(total[0][1]);
-    group.add(total, a.group, g, heads, x.G, 1, group_out(a.out, blockIdx.y, x.G, a.group, a.C), a.C, c0 + at);
+    group.add(total, a.group, g, heads, x.G, 1, group_out(a.out, head, x.G, a.group, a.C), a.C, c0 + at);
   }
 }
 
@@ -125,7 +126,7 @@ int kv_error_cuda(const kv_error *a, void *scratch, void *stream) {
   return dispatch(x.rows.dtype, x.rows.D, [&](auto e, auto d) {
     constexpr int D = decltype(d)::value;
     using X = ErrorTile<decltype(e), D>;
-    const dim3 grid((x.C + X::KEYS - 1) / X::KEYS, heads);
+    const dim3 grid = grid_of((x.C + X::KEYS - 1) / X::KEYS, heads);
     return launch<error_kernel<decltype(e), D>>(grid, X::THREADS, X::SHARED, stream, x,
                                                 logits_of(x.rows.scale, x.rows.softcap));
   });

@@ -1,5 +1,5 @@
-/* f16 and bf16 <-> float as branch-free loops over uint16_t that the compiler vectorises for whatever ISA the file is
- * compiled with, and one head's key or value rows, read where they are. */
+/* f16 and bf16 <-> float as branch-free loops over uint16_t, which the compiler vectorises for the ISA that the file is
+ * compiled for, and one head's key or value rows, read in place. */
 #ifndef KVEVICT_HALF_H
 #define KVEVICT_HALF_H
 #include <string.h>
@@ -18,8 +18,8 @@ static inline float kv_float(uint32_t u) {
   return x;
 }
 
-/* The exponent is rebiased by 112. All ones (inf, NaN) go up by 112 more; 0 and denormals become normal by an implicit
- * one that is subtracted again. */
+/* The exponent is rebiased by 112, an exponent of all ones (inf, NaN) by twice that; 0 and denormals get an implicit
+ * one, which is subtracted again. */
 static inline float kv_float_of_f16(uint16_t h) {
   const uint32_t top = 0x7c00u << 13, sign = (uint32_t)(h & 0x8000u) << 16;
   const uint32_t u = (uint32_t)(h & 0x7fffu) << 13, exponent = u & top;
@@ -28,7 +28,7 @@ static inline float kv_float_of_f16(uint16_t h) {
   return kv_float((exponent == 0 ? denormal : normal) | sign);
 }
 
-/* Round to nearest even. Adding 0.5 leaves a denormal's ten bits at the end of the sum, rounded by the addition. */
+/* Rounds to nearest even. Adding 0.5 moves a denormal's ten bits to the end of the sum, rounded by the addition. */
 static inline uint16_t kv_f16_of_float(float x) {
   const uint32_t bits = kv_bits(x), u = bits & 0x7fffffffu;
   const uint32_t normal = (u - (112u << 23) + 0xfffu + ((u >> 13) & 1u)) >> 13;
@@ -40,7 +40,7 @@ static inline uint16_t kv_f16_of_float(float x) {
 
 static inline float kv_float_of_bf16(uint16_t h) { return kv_float((uint32_t)h << 16); }
 
-/* Round to nearest even; a NaN keeps its upper bits and is made quiet, so that it cannot round to inf. */
+/* Rounds to nearest even; a NaN keeps its upper bits and becomes quiet, so that it cannot round to inf. */
 static inline uint16_t kv_bf16_of_float(float x) {
   const uint32_t u = kv_bits(x);
   const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16, nan = (u >> 16) | 0x40u;
@@ -69,7 +69,7 @@ static inline void kv_store_row(kv_dtype dtype, const float *restrict x, void *y
     for (int64_t i = 0; i < n; i++) half[i] = kv_bf16_of_float(x[i]);
 }
 
-/* The alive keys or values of one (b, kv head), as columns of its attention matrix. */
+/* The alive keys or values of one (b, kv head): column c of its attention matrix is slot c. */
 typedef struct {
   kv_dtype dtype;
   int64_t D;

@@ -1,5 +1,5 @@
-/* What kl and kl_grad share: which columns of a query head count, and the sums that target and attention are divided
- * by. A block belongs to one query head, blockIdx.y = b * H + head. */
+/* Shared by kl and kl_grad: which slots of a query head are compared, and the sums that normalise target and attention.
+ * A block belongs to one query head, block_head() = b * H + head. */
 #ifndef KV_KL_CUH
 #define KV_KL_CUH
 #include "observe.cuh"
@@ -7,23 +7,23 @@
 constexpr int KL_THREADS = 256;
 
 struct KlHead {
-  int n; /* columns that count */
-  const float *target, *paid;
-  float target_sum, paid_sum;
-  bool none; /* there is nothing to compare */
+  int n;                           /* slots that are compared */
+  const float *target, *attention; /* [n] */
+  float target_sum, attention_sum;
+  bool empty; /* one of the sums is 0: loss and gradients are 0 */
 };
 
 /* red: [32] shared. */
 static __device__ __forceinline__ KlHead kl_head(const kv_observers &rows, const float *target, int64_t N,
-                                                 const float *paid, int64_t C, int64_t head, float *red) {
+                                                 const float *attention, int64_t C, int64_t head, float *red) {
   const int b = head / rows.H, h = head % rows.H / (rows.H / rows.Hkv);
   const int alive = rows.slots.len[b * rows.Hkv + h] + rows.stop[b] - rows.chunk.first[b];
-  KlHead x = {min(alive, (int)N), target + head * N, paid + head * C, 0, 0, false};
-  float wanted = 0, had = 0;
-  for (int c = threadIdx.x; c < x.n; c += KL_THREADS) wanted += x.target[c], had += x.paid[c];
-  x.target_sum = block_sum(wanted, red);
-  x.paid_sum = block_sum(had, red);
-  x.none = x.target_sum == 0 || x.paid_sum == 0;
+  KlHead x = {min(alive, (int)N), target + head * N, attention + head * C, 0, 0, false};
+  float target_part = 0, attention_part = 0;
+  for (int c = threadIdx.x; c < x.n; c += KL_THREADS) target_part += x.target[c], attention_part += x.attention[c];
+  x.target_sum = block_sum(target_part, red);
+  x.attention_sum = block_sum(attention_part, red);
+  x.empty = x.target_sum == 0 || x.attention_sum == 0;
   return x;
 }
 #endif

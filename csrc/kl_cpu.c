@@ -1,8 +1,8 @@
-/* KL of a target to what observing rows pay, on a CPU: the rows' log-sum-exp, their mean attention column by column as
- * in score, then one sum per query head. See observe.h. */
+/* KL divergence from a target to the mean attention of observing rows, on a CPU: the rows' log-sum-exp, their mean
+ * attention as in score, then one sum per query head. See observe.h. */
 #include "kl.h"
 
-/* total [G, most] gains the sum over the tile's n steps of a = 2^(s - lse). */
+/* Adds the sum over the tile's n steps of a = 2^(s - lse) to total [G, most]. */
 static void kv_kl_tile(const kv_observe *job, const kv_observed *head, kv_tile *x, int64_t t, int64_t n, int64_t most) {
   (void)job, (void)t;
   for (int64_t g = 0; g < head->query.G; g++)
@@ -19,8 +19,8 @@ static void kv_kl_body(void *ctx, int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end; i++) {
     const kv_kl_of x = kv_kl_head(a->target, a->N, a->paid, a->C, i, kv_observed_of(&a->rows, i / G).n);
     double loss = 0;
-    for (int64_t c = 0; c < x.n && !x.none; c++) {
-      const double t = x.target[c] / x.target_sum, p = fmax(x.paid[c], KV_KL_LEAST) / x.paid_sum;
+    for (int64_t c = 0; c < x.n && !x.empty; c++) {
+      const double t = x.target[c] / x.target_sum, p = fmax(x.attention[c], KV_KL_LEAST) / x.attention_sum;
       if (t != 0) loss += t * log(t / p);
     }
     a->loss[i] = (float)loss;

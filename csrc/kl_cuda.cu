@@ -1,17 +1,18 @@
-/* KL of a target to what observing rows pay, on a GPU: the rows' log-sum-exp and their mean attention column by column
- * are those of score, then one block sums up each query head.
+/* KL divergence from a target to the mean attention of observing rows, on a GPU: log-sum-exp and mean attention come
+ * from score's kernels, then one block sums the loss of each query head.
  *
  * budget: regs 40, smem 98304 */
 #include "kl.cuh"
 #include "launch.cuh"
 
 static __global__ void __launch_bounds__(KL_THREADS) loss_kernel(const kv_kl a, const float *lse) {
-  const int64_t head = blockIdx.y;
+  const int64_t head = block_head();
+  if (head >= a.rows.B * a.rows.H) return;
   float *red = shared_memory<float>();
   const KlHead x = kl_head(a.rows, a.target, a.N, a.paid, a.C, head, red);
   float loss = 0;
-  for (int c = threadIdx.x; c < x.n && !x.none; c += KL_THREADS) {
-    const float t = x.target[c] / x.target_sum, p = fmaxf(x.paid[c], KV_KL_LEAST) / x.paid_sum;
+  for (int c = threadIdx.x; c < x.n && !x.empty; c += KL_THREADS) {
+    const float t = x.target[c] / x.target_sum, p = fmaxf(x.attention[c], KV_KL_LEAST) / x.attention_sum;
     if (t != 0) loss += t * logf(t / p);
   }
   loss = block_sum(loss, red);
@@ -30,5 +31,5 @@ int kv_kl_cuda(const kv_kl *a, void *scratch, void *stream) {
   int error = lse_given(&mean.rows, scratch, stream);
   if (error == 0) error = kv_score_cuda(&mean, nullptr, stream);
   if (error) return error;
-  return launch<loss_kernel>(dim3(1, (unsigned)heads), KL_THREADS, 32 * sizeof(float), stream, *a, mean.rows.lse);
+  return launch<loss_kernel>(grid_of(1, heads), KL_THREADS, 32 * sizeof(float), stream, *a, mean.rows.lse);
 }

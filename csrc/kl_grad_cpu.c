@@ -1,48 +1,53 @@
-/* Gradient of kl to queries and new keys, on a CPU. With g[i] = (1 / sum p - t[i] / p[i]) / rows, the gradient of the
- * loss to every row's a[r,i], and the softmax behind it:
+/* Gradient of kl to queries and new keys, on a CPU. g[i] = (1 / sum p - t[i] / p[i]) / rows is the gradient of the loss
+ * to every row's attention weight a[r,i], w[r,i] its gradient to the logit, through the softmax:
  *   c[r] = sum a[r,i] g[i]              w[r,i] = a[r,i] (g[i] - c[r])
  *   dq[r] = scale sum w[r,i] k[i]       dk[i] = scale sum w[r,i] q[r]
- * A task is one (b, kv head) and goes over its columns twice, for c and for w: no matrix is kept. See observe.h. */
+ * A task is one (b, kv head) and goes over its columns twice, for c and for w, so that no matrix is stored. See
+ * observe.h. */
 #include "kl.h"
 
 typedef struct {
   kv_tile tile;
-  float *centre; /* [G, R] c */
-  float *pull;   /* [G, KEYS] g of a block */
-  float *keys;   /* [KEYS, width] a block as floats */
-  float *o, *q;  /* [rows, width], [D] */
+  float *delta;       /* [G, R] c */
+  float *weight_grad; /* [G, KEYS] g of a block */
+  float *keys;        /* [KEYS, width] a block as floats */
+  float *o, *q;       /* [rows, width], [D] */
+  float *zeros;       /* [rows] of the tile, more than TILE for a large group */
 } kv_kl_space;
 
 static void *kv_kl_alloc(kv_kl_space *x, const kv_observers *a, void **tile) {
   const int64_t G = a->H / a->Hkv, width = kv_round_up(a->D, VL);
   *tile = kv_tile_alloc(&x->tile, G, a->D, 0);
   const int64_t rows = kv_round_up(G * x->tile.steps, MR);
-  const int64_t sizes[] = {G * a->R, G * KEYS, kv_block(a->D) * width, rows * width, a->D};
-  float **const fields[] = {&x->centre, &x->pull, &x->keys, &x->o, &x->q};
-  return kv_carve(5, sizes, fields);
+  const int64_t sizes[] = {G * a->R, G * KEYS, kv_block(a->D) * width, rows * width, a->D, rows};
+  float **const fields[] = {&x->delta, &x->weight_grad, &x->keys, &x->o, &x->q, &x->zeros};
+  void *memory = kv_carve(6, sizes, fields);
+  if (memory) memset(x->zeros, 0, (size_t)rows * sizeof *x->zeros);
+  return memory;
 }
 
-/* g of the block of `columns` from c0 on; 0 for columns that do not count. */
-static void kv_kl_pull(const kv_kl_grad *a, const kv_observed *head, const kv_kl_of *of, int64_t c0, float *pull) {
+/* g of the block of columns from c0 on; 0 for columns that are not compared. */
+static void kv_kl_weight_grad(const kv_kl_grad *a, const kv_observed *head, const kv_kl_of *of, int64_t c0,
+                              float *out) {
   const int64_t G = head->query.G, b = head->b, observing = kv_max(a->rows.R - a->rows.row_first[b], 1);
   for (int64_t g = 0; g < G; g++)
     for (int64_t i = 0; i < KEYS; i++) {
       const int64_t c = c0 + i;
-      double to = 0;
-      if (c < of[g].n && !of[g].none) {
-        const double p = of[g].paid[c];
-        to = 1 / of[g].paid_sum - (p < KV_KL_LEAST ? 0 : of[g].target[c] / of[g].target_sum / p);
+      double grad = 0;
+      if (c < of[g].n && !of[g].empty) {
+        const double p = of[g].attention[c];
+        grad = 1 / of[g].attention_sum - (p < KV_KL_LEAST ? 0 : of[g].target[c] / of[g].target_sum / p);
       }
-      pull[g * KEYS + i] = (float)(to * a->grad[b * a->rows.H + head->h * G + g] / (double)observing);
+      out[g * KEYS + i] = (float)(grad * a->grad[b * a->rows.H + head->h * G + g] / (double)observing);
     }
 }
 
-/* s -> w of a row over `most` columns whose g is given; of c 0 without the row's sum: returns sum a g. */
-static float kv_kl_weigh(float *s, int64_t most, float lse, const float *pull, float centre, float cap) {
+/* s -> w of a row over `most` columns, given their g and the row's c = delta. Returns sum a g. */
+static float kv_kl_logit_grad(float *s, int64_t most, float lse, const float *weight_grad, float delta, float cap) {
   vf sum = vf_set1(0);
   for (int64_t c = 0; c < most; c += VL) {
-    const vf x = vf_load(s + c), a = vf_exp2(x - lse), g = vf_load(pull + c);
-    vf w = a * (g - centre);
+    const vf x = vf_load(s + c), a = vf_exp2(x - lse), g = vf_load(weight_grad + c);
+    vf w = a * (g - delta);
     sum += a * g;
     if (cap > 0) w *= 1 - (x / cap) * (x / cap);
     vf_store(s + c, vf_select((vu)(a != 0), w, vf_set1(0)));
@@ -50,7 +55,7 @@ static float kv_kl_weigh(float *s, int64_t most, float lse, const float *pull, f
   return vf_sum(sum);
 }
 
-/* dk of the block's new columns gains w q over the tile's rows, steps t .. t + n - 1. */
+/* Adds w q of the tile's rows, steps t .. t + n - 1, to dk of the block's new keys. */
 static void kv_kl_add_dk(const kv_kl_grad *a, const kv_observed *head, kv_kl_space *x, int64_t t, int64_t n, int64_t c0,
                          int64_t most) {
   const int64_t D = a->rows.D, at = head->b * a->rows.Hkv + head->h, len = a->rows.slots.len[at];
@@ -66,14 +71,13 @@ static void kv_kl_add_dk(const kv_kl_grad *a, const kv_observed *head, kv_kl_spa
   }
 }
 
-/* dq of the tile's rows gains w k over the block, whose keys are all finite or not. */
+/* Adds w k of the block to dq of the tile's rows; finite: whether all keys of the block are. */
 static void kv_kl_add_dq(const kv_kl_grad *a, const kv_observed *head, kv_kl_space *x, int64_t t, int64_t n, int64_t c0,
                          int64_t most, int finite) {
-  static const float none[TILE + 16];
   const int64_t D = a->rows.D, R = a->rows.R, G = head->query.G, width = kv_round_up(D, VL), rows = G * n;
   memset(x->o, 0, (size_t)(kv_round_up(rows, MR) * width) * sizeof *x->o);
   memset(x->tile.s + rows * KEYS, 0, (size_t)((kv_round_up(rows, MR) - rows) * KEYS) * sizeof *x->tile.s);
-  if (finite) kv_tile_o(0, x->tile.s, kv_round_up(rows, MR), most, x->keys, width, none, x->o);
+  if (finite) kv_tile_o(0, x->tile.s, kv_round_up(rows, MR), most, x->keys, width, x->zeros, x->o);
   for (int64_t r = 0; r < rows; r++) {
     const int64_t seen = kv_min(kv_seen(head->bounds, t + r % n) - c0, most);
     float *to = a->dq + ((head->b * a->rows.H + head->h * G + r / n) * R + t + r % n) * D;
@@ -82,7 +86,7 @@ static void kv_kl_add_dq(const kv_kl_grad *a, const kv_observed *head, kv_kl_spa
   }
 }
 
-/* One pass over the columns of a head: for c, or for the gradients. */
+/* One pass over the columns of a head, for c or for the gradients. */
 static void kv_kl_pass(const kv_observe *job, const kv_observed *head, const kv_kl_of *of, kv_kl_space *x, int grads) {
   const kv_kl_grad *a = job->op;
   const int64_t R = a->rows.R, D = a->rows.D, block = kv_block(D);
@@ -90,14 +94,14 @@ static void kv_kl_pass(const kv_observe *job, const kv_observed *head, const kv_
     const int64_t columns = kv_min(block, head->n - c0);
     kv_pack_k(&head->k, head->query.pairs, c0, columns, x->tile.k, x->tile.row);
     const int finite = grads && kv_pack_v(&head->k, 0, c0, columns, x->keys, kv_round_up(D, VL));
-    kv_kl_pull(a, head, of, c0, x->pull);
+    kv_kl_weight_grad(a, head, of, c0, x->weight_grad);
     for (int64_t t = a->rows.row_first[head->b]; t < R; t += x->tile.steps) {
       const int64_t n = kv_min(x->tile.steps, R - t);
       const int64_t most = kv_tile_observe(job, head, &x->tile, t, n, c0, columns);
       for (int64_t r = 0; r < head->query.G * n && most > 0; r++) {
-        float *c = x->centre + r / n * R + t + r % n;
-        const float sum = kv_kl_weigh(x->tile.s + r * KEYS, most, x->tile.lse[r], x->pull + r / n * KEYS,
-                                      grads ? *c : 0, head->query.cap);
+        float *c = x->delta + r / n * R + t + r % n;
+        const float sum = kv_kl_logit_grad(x->tile.s + r * KEYS, most, x->tile.lse[r], x->weight_grad + r / n * KEYS,
+                                           grads ? *c : 0, head->query.cap);
         if (!grads) *c += sum;
       }
       if (!grads || most <= 0) continue;
@@ -120,7 +124,7 @@ static void kv_kl_grad_body(void *ctx, int64_t begin, int64_t end) {
     for (int64_t g = 0; g < G; g++) of[g] = kv_kl_head(a->target, a->N, a->paid, a->C, i * G + g, head.n);
     if (R) memset(a->dq + i * G * R * D, 0, (size_t)(G * R * D) * sizeof *a->dq);
     if (a->rows.S) memset(a->dk + i * a->rows.S * D, 0, (size_t)(a->rows.S * D) * sizeof *a->dk);
-    memset(x.centre, 0, (size_t)(G * R) * sizeof *x.centre);
+    memset(x.delta, 0, (size_t)(G * R) * sizeof *x.delta);
     kv_kl_pass(job, &head, of, &x, 0);
     kv_kl_pass(job, &head, of, &x, 1);
   }

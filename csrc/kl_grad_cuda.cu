@@ -1,12 +1,12 @@
-/* Gradient of kl to queries and new keys, on a GPU; the formulas are in kl_grad_cpu.c. A block belongs to one row, or
- * to one new column: its vector is at rest in shared memory and all that it meets come by, a thread's dot product each.
- * Written for the few rows that observe, which no tensor core would be filled with.
+/* Gradient of kl to queries and new keys, on a GPU; kl_grad_cpu.c has the formulas. A block computes the gradient of
+ * one query row or of one new key: that vector stays in shared memory, and each thread takes its dot product with
+ * another vector. The rows that observe are few, too few to fill tensor cores.
  *
  * budget: regs 128, smem 12288 */
 #include "kl.cuh"
 #include "launch.cuh"
 
-/* What is in shared memory: reductions, the vector at rest, weights of those that come by, shares of their sum. */
+/* Shared memory: reductions, the block's own vector, the weights of the vectors to be summed, partial sums. */
 struct KlShared {
   float *red, *x, *weight, *part; /* [32], [256], [KL_THREADS], [groups, D] */
 };
@@ -24,9 +24,9 @@ static __device__ __forceinline__ void vector_at(uint64_t at, int d, float (&x)[
   vector_floats<E>(load_once_16(reinterpret_cast<const E *>(at) + d), x);
 }
 
-/* x [D] = the vector at `at`; then all threads may read it. */
+/* x [D] = the vector at `at`; all threads may read it afterwards. */
 template <class E>
-static __device__ __forceinline__ void rest(uint64_t at, int D, float *x) {
+static __device__ __forceinline__ void share_vector(uint64_t at, int D, float *x) {
   const int d = threadIdx.x * VECTOR<E>;
   if (d < D) {
     float v[VECTOR<E>];
@@ -80,17 +80,21 @@ static __device__ __forceinline__ void weighted_sum(const KlShared &shared, int 
   out[threadIdx.x] = scale * sum;
 }
 
-/* g of column c, times the loss' own gradient, for a head whose sums are known. */
-static __device__ __forceinline__ float pull(const KlHead &x, float grad, int c) {
-  if (c >= x.n || x.none) return 0;
-  const float p = x.paid[c];
-  return grad * (1 / x.paid_sum - (p < KV_KL_LEAST ? 0 : x.target[c] / x.target_sum / p));
+/* Gradient of the loss to a row's attention weight of slot c; grad: that of the loss itself. */
+static __device__ __forceinline__ float weight_grad(const KlHead &x, float grad, int c) {
+  if (c >= x.n || x.empty) return 0;
+  const float p = x.attention[c];
+  return grad * (1 / x.attention_sum - (p < KV_KL_LEAST ? 0 : x.target[c] / x.target_sum / p));
 }
 
-/* a and what a logit bends by, of the product s = q.k of a row with that lse, in log2 units. */
-static __device__ __forceinline__ float2 attention_of(const Logits &logits, float s, float lse) {
-  const float y = logits.transformed ? logits.of(s) : s, bent = logits.cap > 0 ? y / logits.cap : 0;
-  return {exp2_approx(logits.scale * y - lse), 1 - bent * bent};
+struct Weight {
+  float a, softcap_grad;
+};
+
+/* The attention weight of s = q.k in a row with that lse, in log2 units, and the derivative of softcap there. */
+static __device__ __forceinline__ Weight weight_of(const Logits &logits, float s, float lse) {
+  const float y = logits.transformed ? logits.of(s) : s, capped = logits.cap > 0 ? y / logits.cap : 0;
+  return {exp2_approx(logits.scale * y - lse), 1 - capped * capped};
 }
 
 static __device__ __forceinline__ float row_grad(const kv_kl_grad &a, int64_t head) {
@@ -103,12 +107,13 @@ static __device__ __forceinline__ uint64_t query_at(const kv_observers &a, int64
   return reinterpret_cast<uint64_t>(static_cast<const E *>(a.q) + at);
 }
 
-/* Block (r, head): dq of row r; centre [B, H, R] and sums [B, H, 2] are left for the keys. */
+/* Block (r, head): dq of row r; delta [B, H, R] and sums [B, H, 2] are written for dk_kernel. */
 template <class E>
 static __global__ void __launch_bounds__(KL_THREADS, 2)
-    dq_kernel(const kv_kl_grad a, const Logits logits, float *centre, float *sums) {
+    dq_kernel(const kv_kl_grad a, const Logits logits, float *delta, float *sums) {
   const kv_observers &rows = a.rows;
-  const int64_t head = blockIdx.y;
+  const int64_t head = block_head();
+  if (head >= rows.B * rows.H) return;
   const int r = blockIdx.x, G = rows.H / rows.Hkv, D = rows.D;
   const Observed x = observed<E>(rows, head / rows.H * rows.Hkv + head % rows.H / G);
   const KlShared shared = kl_shared();
@@ -116,29 +121,30 @@ static __global__ void __launch_bounds__(KL_THREADS, 2)
   const float natural = rows.lse[x.b * rows.lse_stride[0] + head % rows.H * rows.lse_stride[1] + r];
   const float lse = natural * LOG2E, grad = row_grad(a, head);
   const int seen = natural == -INFINITY || r < x.row_first ? 0 : x.bounds.seen(r);
-  rest<E>(query_at<E>(rows, head, r), D, shared.x);
+  share_vector<E>(query_at<E>(rows, head, r), D, shared.x);
   float c = 0;
   for (int i = threadIdx.x; i < seen; i += KL_THREADS)
-    c += attention_of(logits, dot<E>(kv_segments_at(&x.k, i), D, shared.x), lse).x * pull(of, grad, i);
+    c += weight_of(logits, dot<E>(kv_segments_at(&x.k, i), D, shared.x), lse).a * weight_grad(of, grad, i);
   c = block_sum(c, shared.red);
   if (threadIdx.x == 0) {
-    centre[head * rows.R + r] = c;
-    if (r == 0) sums[2 * head] = of.target_sum, sums[2 * head + 1] = of.paid_sum;
+    delta[head * rows.R + r] = c;
+    if (r == 0) sums[2 * head] = of.target_sum, sums[2 * head + 1] = of.attention_sum;
   }
   weighted_sum<E>(
       shared, seen, D, rows.scale, a.dq + (head * rows.R + r) * D, [&](int i) { return kv_segments_at(&x.k, i); },
       [&](int i) {
-        const float2 paid = attention_of(logits, dot<E>(kv_segments_at(&x.k, i), D, shared.x), lse);
-        return paid.x == 0 ? 0 : paid.x * paid.y * (pull(of, grad, i) - c);
+        const Weight w = weight_of(logits, dot<E>(kv_segments_at(&x.k, i), D, shared.x), lse);
+        return w.a == 0 ? 0 : w.a * w.softcap_grad * (weight_grad(of, grad, i) - c);
       });
 }
 
-/* Block (j, b * Hkv + h): dk of new column j. */
+/* Block (j, b * Hkv + h): dk of new key j. */
 template <class E>
 static __global__ void __launch_bounds__(KL_THREADS, 2)
-    dk_kernel(const kv_kl_grad a, const Logits logits, const float *centre, const float *sums) {
+    dk_kernel(const kv_kl_grad a, const Logits logits, const float *delta, const float *sums) {
   const kv_observers &rows = a.rows;
-  const int64_t at = blockIdx.y;
+  const int64_t at = block_head();
+  if (at >= rows.B * rows.Hkv) return;
   const int j = blockIdx.x, G = rows.H / rows.Hkv, D = rows.D, R = rows.R;
   const Observed x = observed<E>(rows, at);
   const KlShared shared = kl_shared();
@@ -148,7 +154,7 @@ static __global__ void __launch_bounds__(KL_THREADS, 2)
     if ((int)threadIdx.x < D) out[threadIdx.x] = 0;
     return;
   }
-  rest<E>(kv_segments_at(&x.k, column), D, shared.x);
+  share_vector<E>(kv_segments_at(&x.k, column), D, shared.x);
   const int64_t head0 = x.b * rows.H + x.h * G;
   weighted_sum<E>(
       shared, G * R, D, rows.scale, out, [&](int i) { return query_at<E>(rows, head0 + i / R, i % R); },
@@ -159,22 +165,22 @@ static __global__ void __launch_bounds__(KL_THREADS, 2)
         if (lse == -INFINITY || r < x.row_first || column >= x.bounds.seen(r)) return 0.0f;
         const KlHead of = {min(x.k.n, (int)a.N), a.target + head * a.N, a.paid + head * a.C,
                            sums[2 * head],       sums[2 * head + 1],    sums[2 * head] == 0 || sums[2 * head + 1] == 0};
-        const float2 paid = attention_of(logits, dot<E>(query_at<E>(rows, head, r), D, shared.x), lse * LOG2E);
-        const float to = pull(of, row_grad(a, head), column) - centre[head * R + r];
-        return paid.x == 0 ? 0.0f : paid.x * paid.y * to;
+        const Weight w = weight_of(logits, dot<E>(query_at<E>(rows, head, r), D, shared.x), lse * LOG2E);
+        const float grad = weight_grad(of, row_grad(a, head), column) - delta[head * R + r];
+        return w.a == 0 ? 0.0f : w.a * w.softcap_grad * grad;
       });
 }
 
 template <class E>
-static int run(const kv_kl_grad *a, float *centre, void *stream) {
+static int run(const kv_kl_grad *a, float *delta, void *stream) {
   const kv_observers &x = a->rows;
   const Logits logits = logits_of(x.scale, x.softcap);
-  float *sums = centre + x.B * x.H * x.R;
-  const dim3 each((unsigned)x.R, (unsigned)(x.B * x.H)), keys((unsigned)x.S, (unsigned)(x.B * x.Hkv));
+  float *sums = delta + x.B * x.H * x.R;
+  const dim3 each = grid_of(x.R, x.B * x.H), keys = grid_of(x.S, x.B * x.Hkv);
   int error = 0;
-  if (x.R) error = launch<dq_kernel<E>>(each, KL_THREADS, KL_BYTES<E>, stream, *a, logits, centre, sums);
+  if (x.R) error = launch<dq_kernel<E>>(each, KL_THREADS, KL_BYTES<E>, stream, *a, logits, delta, sums);
   if (error || x.S == 0) return error;
-  return launch<dk_kernel<E>>(keys, KL_THREADS, KL_BYTES<E>, stream, *a, logits, (const float *)centre,
+  return launch<dk_kernel<E>>(keys, KL_THREADS, KL_BYTES<E>, stream, *a, logits, (const float *)delta,
                               (const float *)sums);
 }
 

@@ -2,17 +2,16 @@
  *
  * Dimensions
  *   B    batch rows             H    query heads          Hkv  key/value heads, H = G * Hkv
- *   T    query rows of a chunk  S    new columns (keys)   D    head dimension, a multiple of 8 in 8..512
+ *   T    query rows of a chunk  S    new keys             D    head dimension, a multiple of 8 in 8..512
  *   R    observing rows         C    columns of a score   K    columns of an index
  *
- * Slot order. A head's alive slots are [stored | new]: stored slot i has index i < len[b,h]; new column j
- * (first[b] <= j < stop[b], where an op has no stop it is S) has index len[b,h] + j - first[b]. Columns before
+ * Slot order. A head's alive slots are [stored | new]: stored slot i has index i < len[b,h]; new key j
+ * (first[b] <= j < stop[b], where an op has no stop it is S) has index len[b,h] + j - first[b]. New keys before
  * first[b] are left padding: no row sees them and they are never stored. n[b,h] is the number of alive slots.
  *
- * Pointers are to row-major arrays of the shape after them; `*_stride` are in elements and the last dimension
- * is contiguous. Logits are q.k * scale, then softcap * tanh(x / softcap) if softcap > 0. Sums accumulate in
- * fp32 whatever the dtype. `first`, `row_first`, `len` and the like may not be NULL; what may is marked.
- */
+ * Each pointer is to a row-major array of the shape after it and a multiple of its elements' size; `*_stride` are in
+ * elements and the last dimension is contiguous. Logits are q.k * scale, then softcap * tanh(x / softcap) if softcap >
+ * 0. Sums are fp32 for every dtype. Pointers are not NULL unless their comment allows it. */
 #ifndef KVEVICT_H
 #define KVEVICT_H
 #include <stdint.h>
@@ -21,21 +20,21 @@
 extern "C" {
 #endif
 
-/* The largest D: what the CPU keeps of a row on its stack, and what fits a GPU's shared memory (compact has no such
- * limit there). */
+/* The largest D: on a CPU a row must fit the stack, on a GPU a tile must fit shared memory (except for compact, which
+ * takes KV_MOST_D there too). */
 enum { KV_MOST_D = 512, KV_MOST_D_CUDA = 256 };
 
 typedef enum { KV_F32 = 0, KV_F16 = 1, KV_BF16 = 2 } kv_dtype;
-typedef enum { KV_SUM = 0, KV_MEAN = 1, KV_MAX = 2, KV_NONE = 3 } kv_reduce; /* KV_NONE: only of the group's heads */
+typedef enum { KV_SUM = 0, KV_MEAN = 1, KV_MAX = 2, KV_NONE = 3 } kv_reduce; /* KV_NONE: only for heads of a group */
 typedef enum { KV_A = 0, KV_SQUARE = 1, KV_ENTROPY = 2 } kv_term;
 typedef enum { KV_EDIE = 0, KV_L1 = 1, KV_L2 = 2 } kv_error_kind;
 typedef enum {
   KV_OK = 0,
-  KV_BAD_SHAPE, /* a dimension is negative, H is no multiple of Hkv, D is no multiple of 8 or too large */
-  KV_BAD_DTYPE, /* a dtype, a kind or a reduction that is none of the above or not for this op */
-  KV_BAD_COUNT, /* keep, len, first, stop, lo, hi or an index outside what is alive */
+  KV_BAD_SHAPE, /* a dimension is negative, H is not a multiple of Hkv, D is not a multiple of 8 or too large */
+  KV_BAD_DTYPE, /* a dtype, kind or reduction is not one of the above, or this op does not take it */
+  KV_BAD_COUNT, /* keep, len, first, stop, lo, hi or an index is out of range */
   KV_NO_MEMORY, /* scratch could not be allocated */
-  KV_BAD_ISA,   /* KVEVICT_CPU_ISA names no instruction set of this build */
+  KV_BAD_ISA,   /* KVEVICT_CPU_ISA is not an instruction set of this build */
 } kv_status;
 
 const char *kv_status_text(kv_status status);
@@ -43,12 +42,12 @@ const char *kv_status_text(kv_status status);
 /* The slots stored in one layer: head h of row b owns rows offset[b,h] .. offset[b,h] + len[b,h] - 1. */
 typedef struct {
   void *k, *v;           /* [rows, D] dtype */
-  int32_t *pos;          /* [rows] the position each slot was rotated with */
+  int32_t *pos;          /* [rows] the position that each key is rotated for */
   const int64_t *offset; /* [B, Hkv] */
   const int32_t *len;    /* [B, Hkv] */
 } kv_slots;
 
-/* The new keys and values of a chunk, read where the model left them. */
+/* The new keys and values of a chunk, read in place with the model's strides. */
 typedef struct {
   const void *k, *v;                /* [B, Hkv, S, D] dtype */
   int64_t k_stride[3], v_stride[3]; /* b, h, s */
@@ -56,9 +55,9 @@ typedef struct {
   const int32_t *first;             /* [B] 0..S */
 } kv_new;
 
-/* Attention over [stored | new]. Row t sees every stored slot and of the new columns, from first[b] on, those with
- * j <= t + S - T; where stop is given those with j < stop[b], whatever t is. A row that sees nothing gets out = 0 and
- * lse = its sink, -inf without one. */
+/* Attention over [stored | new]. Row t sees every stored slot and the new keys first[b] <= j <= t + S - T; with stop,
+ * every row sees first[b] <= j < stop[b]. A row that sees nothing gets out = 0 and lse = its sink, or -inf without a
+ * sink. */
 typedef struct {
   kv_dtype dtype;
   int64_t B, H, Hkv, T, S, D;
@@ -68,14 +67,14 @@ typedef struct {
   kv_slots slots;      /* pos unused */
   kv_new chunk;        /* pos unused */
   const int32_t *stop; /* [B] first[b]..S, or NULL: rows are causal */
-  const float *sinks;  /* [H] logit of a column without a value (GPT-OSS), or NULL */
+  const float *sinks;  /* [H] the attention sink: one more logit, without a value (GPT-OSS), or NULL */
   void *out;           /* [B, T, H, D] dtype */
-  float *lse;          /* [B, H, T] natural log of the row's sum of exponentials, the sink's included */
+  float *lse;          /* [B, H, T] natural log-sum-exp of the row's logits, including the sink */
 } kv_attend;
 
-/* R rows that observe the alive slots: a[r,i] = exp(logit[r,i] - lse[r]) for row_first[b] <= r < R, per query head.
- * causal: the rows are the last R alive slots' own, so row r sees slot i iff i <= n - R + r; otherwise all. A row with
- * an lse of -inf sees nothing. */
+/* R observing rows and their attention weights over the alive slots, a[r,i] = exp(logit[r,i] - lse[r]) for
+ * row_first[b] <= r < R, per query head. causal: the rows are the queries of the last R alive slots, so row r sees slot
+ * i iff i <= n - R + r; otherwise it sees all. A row with an lse of -inf sees nothing. */
 typedef struct {
   kv_dtype dtype;
   int64_t B, H, Hkv, R, S, D;
@@ -83,25 +82,25 @@ typedef struct {
   int causal;
   const void *q; /* [B, H, R, D] dtype */
   int64_t q_stride[3];
-  const int32_t *row_first; /* [B] 0..R; R = no row observes and every result is 0 */
+  const int32_t *row_first; /* [B] 0..R; with R no row observes and every result is 0 */
   kv_slots slots;           /* pos unused; v only read by kv_error */
   kv_new chunk;             /* pos unused; v only read by kv_error */
-  const int32_t *stop;      /* [B] first[b]..S: new columns from here on are not scored and not seen */
-  const float *lse;         /* [B, H, R] from kv_attend, or NULL: taken over the columns the row sees here */
+  const int32_t *stop;      /* [B] first[b]..S: new keys from here on are not scored and not seen */
+  const float *lse;         /* [B, H, R] from kv_attend, or NULL: computed over the slots that the row sees here */
   int64_t lse_stride[2];    /* b, h */
-  const float *sinks;       /* [H] or NULL; only read when lse is NULL */
-  const float *weight;      /* [B, H, R] what a row's terms are multiplied by, or NULL: 1; not read by kv_peak */
+  const float *sinks;       /* [H] or NULL; read only if lse is NULL */
+  const float *weight;      /* [B, H, R] the factor of a row's terms, or NULL: 1; not read by kv_peak */
   int64_t weight_stride[2]; /* b, h */
 } kv_observers;
 
-/* Importance of every alive slot: weight[r] times a[r,i], its square, or -a[r,i] ln a[r,i] (KV_ENTROPY, 0 for a = 0),
- * reduced over the rows that observe (KV_MEAN: divided by their number), then over the G heads of the group. */
+/* Importance of every alive slot: weight[r] times a[r,i], a[r,i]^2 or -a[r,i] ln a[r,i] (KV_ENTROPY, 0 for a = 0),
+ * reduced over the observing rows (KV_MEAN: divided by their number), then over the G heads of the group. */
 typedef struct {
   kv_observers rows;
   int64_t C;
   kv_term term;
-  kv_reduce reduce; /* of the rows; KV_MAX has no weight and no KV_ENTROPY */
-  kv_reduce group;  /* of the heads; KV_NONE: every query head has its own result */
+  kv_reduce reduce; /* over the rows; KV_MAX allows neither weight nor KV_ENTROPY */
+  kv_reduce group;  /* over the heads; KV_NONE: every query head has its own result */
   float *out;       /* [B, Hkv, C], KV_NONE: [B, H, C]; C >= max n; columns from n on are 0 */
 } kv_score;
 
@@ -112,8 +111,8 @@ typedef struct {
   float *out;             /* [B, H, R] */
 } kv_peak;
 
-/* How far the rows' attention outputs o move when slot i alone is removed, summed over rows:
- *   KV_EDIE  weight[r] * a / max(1 + alpha - a, 1e-6) * (||v_i||_1 + ||o_r||_1)   EDIE eq. 9-11; with alpha = 0 a bound
+/* Error of the rows' attention outputs o when slot i alone is removed, summed over rows:
+ *   KV_EDIE  weight[r] * a / max(1 + alpha - a, 1e-6) * (||v_i||_1 + ||o_r||_1)   EDIE eq. 9-11, a bound if alpha = 0
  *   KV_L1    weight[r] * a / max(1 - a, 1e-6) * ||v_i - o_r||_1                   EDIE eq. 7, in the 1-norm
  *   KV_L2    weight[r] * a / max(1 - a, 1e-6) * ||v_i - o_r||_2                   CAOTE eq. 6, in the 2-norm */
 typedef struct {
@@ -127,36 +126,36 @@ typedef struct {
   float *out;          /* as kv_score's */
 } kv_error;
 
-/* How far what the rows pay is from a target, per query head (LookaheadKV eq. 5). With p[i] the mean of a[r,i] over the
- * rows that observe, and t the target, both divided by their sums over the first min(N, n) alive slots:
- *   loss = sum t[i] ln(t[i] / p[i]), a p below KV_KL_LEAST counting as that; 0 where t or p sums to 0. */
+/* KL divergence from a target to the rows' mean attention, per query head (LookaheadKV eq. 5). With p[i] the mean of
+ * a[r,i] over the observing rows and t the target, both divided by their sums over the first min(N, n) alive slots:
+ *   loss = sum t[i] ln(t[i] / p[i]), with p at least KV_KL_LEAST before it is divided; 0 where t or p sums to 0. */
 #define KV_KL_LEAST 1e-30f
 typedef struct {
-  kv_observers rows; /* lse is NULL: over what the rows see here; no weight */
+  kv_observers rows; /* without lse, which is computed over the slots that the rows see here, and without weight */
   int64_t N, C;
   const float *target; /* [B, H, N] >= 0 */
   float *loss;         /* [B, H] */
-  float *lse;          /* [B, H, R] of the rows, which kv_kl_grad needs */
-  float *paid;         /* [B, H, C] p; C >= max n; columns from n on are 0 */
+  float *lse;          /* [B, H, R] of the rows, an input of kv_kl_grad */
+  float *paid;         /* [B, H, C] mean attention p, not divided; C >= max n; columns from n on are 0 */
 } kv_kl;
 
-/* The gradient of kv_kl's losses, times grad, to the queries and to the new keys; stored ones are constants. */
+/* The gradient of kv_kl's losses, times grad, to the queries and the new keys; stored keys are constants. */
 typedef struct {
-  kv_observers rows; /* with the lse of kv_kl */
+  kv_observers rows; /* with kv_kl's lse */
   int64_t N, C;
-  const float *target, *paid; /* of kv_kl */
+  const float *target, *paid; /* as in kv_kl */
   const float *grad;          /* [B, H] */
   float *dq;                  /* [B, H, R, D] */
-  float *dk;                  /* [B, Hkv, S, D]; 0 outside of first .. stop - 1 */
+  float *dk;                  /* [B, Hkv, S, D]; 0 outside first .. stop - 1 */
 } kv_kl_grad;
 
-/* CAOTE (eq. 6-8): a pooled score h >= 0 turned into an error of the head's output, hn / (1 - hn) * ||v_i - m||_2 with
- * m = sum hn v, where hn = h / sum h over the head's n alive slots, 1/n if the sum is 0. A slot with hn > 1 - 1e-6 gets
- * FLT_MAX. A score of NaN makes all of its head NaN. */
+/* CAOTE (eq. 6-8): from a pooled score h >= 0 the error of the head's output when slot i is removed,
+ * hn / (1 - hn) * ||v_i - m||_2 with m = sum hn v, where hn = h / sum h over the head's n alive slots, 1/n if the sum
+ * is 0. A slot with hn > 1 - 1e-6 gets FLT_MAX. A NaN among a head's scores makes all its results NaN. */
 typedef struct {
   kv_dtype dtype;
   int64_t B, Hkv, S, D, C;
-  int fast;            /* m is the plain mean of v instead of sum hn v */
+  int fast;            /* m is the unweighted mean of v */
   int squared;         /* the norm is squared */
   const float *score;  /* [B, Hkv, C] h; columns from n on are not read */
   kv_slots slots;      /* k, pos unused */
@@ -165,7 +164,7 @@ typedef struct {
   float *out;          /* [B, Hkv, C], columns from n on are 0; may not be score */
 } kv_refine;
 
-/* ||x_i||_p of every alive slot, x being the keys or the values. */
+/* ||x_i||_p of every alive slot, where x are the keys or the values. */
 typedef struct {
   kv_dtype dtype;
   int64_t B, Hkv, S, D, C;
@@ -180,16 +179,16 @@ typedef struct {
  * (score descending, slot ascending); NaN ranks below every number. */
 typedef struct {
   int64_t B, Hkv, C, K;
-  const float *score;           /* [B, Hkv, C]; protected slots' scores are not read */
-  const int32_t *n;             /* [B, Hkv] 0..; more than C only if the slots beyond C are protected */
+  const float *score;           /* [B, Hkv, C]; scores of protected slots are not read */
+  const int32_t *n;             /* [B, Hkv] >= 0; may exceed C if the slots beyond C are protected */
   const int32_t *keep;          /* [B, Hkv] min(n, protect_first + protect_last)..min(n, K) */
   const int32_t *protect_first; /* [B] */
   const int32_t *protect_last;  /* [B] */
   int32_t *index;               /* [B, Hkv, K] ascending slot indices; columns from keep on are -1 */
 } kv_select;
 
-/* Move the chosen slots of [src | new] into dst, in order. dst may be src (same buffers, same offsets):
- * an ascending index never reads a slot that was already overwritten. */
+/* Moves the chosen slots of [src | new] into dst, in order. dst may be src (same buffers, same offsets): with an
+ * ascending index no slot is read after it was overwritten. */
 typedef struct {
   kv_dtype dtype;
   int64_t B, Hkv, S, D, K;
@@ -200,8 +199,8 @@ typedef struct {
   kv_slots dst;         /* len unused */
 } kv_compact;
 
-/* One decode step: write the new row behind each head's slots, then attend over len + 1 slots.
- * The caller has made room, and adds 1 to len afterwards. */
+/* One decode step: writes the new key and value after each head's slots, then attends over len + 1 slots. The caller
+ * must have made room, and adds 1 to len afterwards. */
 typedef struct {
   kv_dtype dtype;
   int64_t B, H, Hkv, D, C;
@@ -213,11 +212,11 @@ typedef struct {
   const float *sinks; /* [H] or NULL */
   void *out;          /* [B, 1, H, D] dtype */
   float *lse;         /* [B, H, 1] */
-  float *probs; /* [B, Hkv, C] the row's attention, averaged over the group; columns past the new slot are 0; or NULL */
-  int64_t rows; /* of the slot buffers; only read on CUDA: how much work there can be */
+  float *probs; /* [B, Hkv, C] the row's attention weights, averaged over the group, 0 after the new slot; or NULL */
+  int64_t rows; /* of the slot buffers; read only on CUDA, as a bound of the work */
 } kv_decode;
 
-/* Every op, once: a prototype, a row of a table, a registration is X(op, with) of each. */
+/* The list of ops: prototypes, the dispatch table and the registration are X(op, with) of each. */
 #define KV_OPS(X, with) \
   X(attend, with)       \
   X(score, with)        \
@@ -227,14 +226,14 @@ typedef struct {
   X(kl_grad, with)      \
   X(refine, with) X(norm, with) X(select, with) X(compact, with) X(decode, with)
 
-/* kv_<op>_check: shapes, dtypes and, with `counts`, what the arrays of lengths, counts and indices hold, which must
- * then be in the CPU's memory. kv_<op>_cpu checks all of it first.
+/* kv_<op>_check checks shapes, dtypes and, with `counts`, the arrays of lengths, counts and indices, which must then be
+ * in the CPU's memory. kv_<op>_cpu begins with all of these checks.
  *
  * kv_<op>_cuda runs on the current CUDA device, on `stream` (a cudaStream_t), without waiting for it. Every pointer in
  * the struct is to that device's memory, and every row of q, k, v, o and the slots starts at a multiple of 16 bytes.
- * scratch: kv_<op>_cuda_scratch(a) bytes of it, aligned to 256, whatever they hold. The struct must have passed
- * kv_<op>_check without `counts`: those are the caller's word, to look at them is to wait for the device. Returns 0 or
- * the cudaError_t of a launch that failed, whose text is kv_cuda_text. */
+ * scratch: kv_<op>_cuda_scratch(a) bytes of it, aligned to 256, with any content. The struct must have passed
+ * kv_<op>_check without `counts`; the caller guarantees the counts, since reading them would wait for the device.
+ * Returns 0, or the cudaError_t of a launch that failed; kv_cuda_text has its text. */
 #define KV_PROTOTYPES(op, with)                            \
   kv_status kv_##op##_check(const kv_##op *a, int counts); \
   kv_status kv_##op##_cpu(const kv_##op *a);               \
@@ -244,16 +243,17 @@ KV_OPS(KV_PROTOTYPES, )
 #undef KV_PROTOTYPES
 const char *kv_cuda_text(int error);
 
-/* Threads. The host program sets how loops run; unset, they run one after the other. body(ctx, begin, end)
- * is called with disjoint ranges that cover 0..n. */
+/* Threads. The host program sets how loops run, at any time and from any thread; unset, they run one after the other.
+ * body(ctx, begin, end) is called with disjoint ranges that cover 0..n. */
 typedef void (*kv_body)(void *ctx, int64_t begin, int64_t end);
 typedef void (*kv_parallel)(int64_t n, int64_t grain, kv_body body, void *ctx);
 void kv_set_parallel(kv_parallel parallel, int threads);
 
-/* Name of the instruction set the CPU kernels run with, one of kv_cpu_isas: "scalar avx2 avx512 avx512bf16" on x86-64,
- * "neon neonbf16" on ARM, else "scalar", from the least to the most. Environment variable KVEVICT_CPU_ISA caps it (read
- * once); "avx512bf16" is taken where it is named, or unnamed where it is the faster. NULL if the variable is neither
- * empty nor one of these names: every op then returns KV_BAD_ISA. */
+/* kv_cpu_isas: the instruction sets of this build in ascending order, "scalar avx2 avx512 avx512bf16" on x86-64, "neon
+ * neonbf16" on ARM, else "scalar". kv_cpu_isa: the one that the CPU kernels run with, the highest that the processor
+ * has. The environment variable KVEVICT_CPU_ISA, read once, caps the choice; "avx512bf16" is chosen where it is named,
+ * or where it is faster. NULL if the variable is neither empty nor one of these names: every op then returns
+ * KV_BAD_ISA. */
 const char *kv_cpu_isas(void);
 const char *kv_cpu_isa(void);
 

@@ -1,10 +1,13 @@
-/* The one place that launches a kernel. */
+/* The only function that launches kernels. */
 #ifndef KV_LAUNCH_CUH
 #define KV_LAUNCH_CUH
 #include <cuda_runtime.h>
+#include <stdint.h>
 
-/* Runs kernel(args...) on `stream` of the current device, without waiting. threads: of a block, a multiple of 32;
- * shared: bytes of dynamic shared memory. Returns 0, or the CUDA error that kept it from being launched. */
+constexpr int64_t MOST_GRID_Y = 65535; /* what CUDA allows of gridDim.y and gridDim.z */
+
+/* Launches kernel(args...) on `stream` of the current device, without waiting. threads: of a block, a multiple of 32;
+ * shared: bytes of dynamic shared memory. Returns 0, or the CUDA error of a launch that failed. */
 template <auto kernel, class... Args>
 static int launch(dim3 grid, int threads, size_t shared, void *stream, Args... args) {
   if (shared > 48 * 1024) {

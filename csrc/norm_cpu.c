@@ -1,4 +1,4 @@
-/* Norms of the alive keys or values on a CPU: bound by reading them. */
+/* Norms of the alive keys or values on a CPU. Limited by memory bandwidth. */
 #include "tile.h"
 
 enum { SPLIT = 256 }; /* columns of a task */

@@ -3,11 +3,12 @@
 #define KV_OBSERVE_CUH
 #include "attention.cuh"
 
-/* Bytes of scratch and the launches that find lse where `a` has none; then `a` holds it. In peak_cuda.cu. */
+/* Where `a` has no lse: the bytes of scratch for it, and the launches that compute it; `a` then points to it. In
+ * peak_cuda.cu. */
 int64_t lse_scratch(const kv_observers *a);
 int lse_given(kv_observers *a, void *scratch, void *stream);
 
-/* The larger, NaN if one of them is. */
+/* The larger of two numbers; NaN if either is NaN. */
 static __device__ __forceinline__ float max_nan(float x, float y) { return isnan(y) || y > x ? y : x; }
 /* Over the 4 lanes that hold a row of a fragment. */
 static __device__ __forceinline__ float row_max_nan(float x) {
@@ -15,7 +16,7 @@ static __device__ __forceinline__ float row_max_nan(float x) {
   return max_nan(x, __shfl_xor_sync(ALL_LANES, x, 2));
 }
 
-/* One (b, kv head): its columns, and what the R rows see of them. */
+/* One (b, kv head): its slots, and which of them the R rows see. */
 struct Observed {
   int b, h, G, row_first;
   kv_segments k;
@@ -29,8 +30,8 @@ static __device__ __forceinline__ Observed observed(const kv_observers &a, int h
   return {b, h, (int)(a.H / a.Hkv), a.row_first[b], k, {(int)(k.n - a.R), a.causal ? 0 : k.n, k.n}};
 }
 
-/* What is to know of a row besides its query. A row that sees nothing has seen = 0. An lse of NaN and a weight that
- * is not finite make NaN of lse, so that they reach only what the row sees. */
+/* A row without its query: `seen` is 0 where it sees nothing. An lse of NaN or a weight that is not finite makes lse
+ * NaN, so that only slots that the row sees become NaN. */
 struct alignas(16) RowValues {
   float lse, weight; /* in log2 units */
   int seen;
@@ -46,19 +47,18 @@ static __device__ __forceinline__ RowValues row_values(const kv_observers &a, co
   return {bad ? NAN : lse * LOG2E, bad ? 1 : weight, lse == -INFINITY || t < x.row_first ? 0 : x.bounds.seen(t)};
 }
 
-/* Where a result over the rows goes, one head of the group after the other: rows of all heads are taken together where
- * only their sum is wanted. */
+/* How many heads of a group are reduced as one set of rows: all of them where only the sum over all rows is wanted,
+ * else one after the other. */
 static __device__ __forceinline__ int heads_together(kv_reduce rows, kv_reduce group, int G) {
   return rows != KV_MAX && (group == KV_SUM || group == KV_MEAN) ? G : 1;
 }
 
-/* Adds a lane's results of 16 MT columns from `column` on, of the next `heads` heads, to the group's, or stores
- * them. */
+/* Reduces a lane's results over the heads of the group: 16 MT columns from `column` on, `heads` heads at a time. */
 template <int MT>
 struct Group {
   float total[MT][2];
 
-  /* x: the results, the same in the 4 lanes of a row; g: the first of the heads. Stores after the last one. */
+  /* x: the results, equal in the 4 lanes of a row; g: the first of the heads. The last call stores. */
   __device__ __forceinline__ void add(const float (&x)[MT][2], kv_reduce how, int g, int heads, int G, float over,
                                       float *out, int64_t C, int column) {
     each_row<MT>([&](int m, int half) {

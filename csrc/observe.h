@@ -1,11 +1,10 @@
-/* Rows that observe the alive slots, shared by score, peak and error: what every kernel over a[r,i] = exp(logit - lse)
- * does alike.
+/* Observing rows and their attention weights a[r,i] = exp(logit - lse) over the alive slots, shared by score, peak,
+ * error and kl.
  *
- * kv_observe_start finds lse where it is not given: a task is some rows of one (b, kv head), their online softmax
- * without values. Then a kernel packs a block of keys and asks for tiles of logits, in ascending order of rows, so sums
- * over rows are the same for any number of threads. A tile's rows are to be summed before they are added to a total:
- * the error of a sum over thousands of rows stays that of a sum over a hundred.
- */
+ * kv_observe_start computes lse where it is not given: a task is the online softmax, without values, of some rows of
+ * one (b, kv head). A kernel then packs a block of keys and computes tiles of logits in ascending order of rows, so
+ * sums over rows are the same for any number of threads. It sums a tile's rows before it adds them to a total, so the
+ * rounding error of a sum over thousands of rows is that of a sum over a hundred. */
 #ifndef KVEVICT_OBSERVE_H
 #define KVEVICT_OBSERVE_H
 #include <stdatomic.h>
@@ -15,13 +14,13 @@
 struct kv_reduction;
 
 typedef struct {
-  const void *op;                 /* the kernel's own struct */
+  const void *op;                 /* the op's struct */
   const struct kv_reduction *how; /* of score and error */
   const kv_observers *a;
   const float *lse; /* [B, H, R], given or computed */
   int64_t lse_stride[2];
   float *computed; /* to be freed */
-  int64_t steps;   /* of a task over rows */
+  int64_t steps;   /* of a task */
   atomic_int failed;
 } kv_observe;
 
@@ -61,7 +60,7 @@ static inline void kv_observe_lse(void *ctx, int64_t begin, int64_t end) {
   free(memory);
 }
 
-/* Returns whether to go on; call kv_observe_end in either case. */
+/* Returns whether it succeeded; call kv_observe_end in either case. */
 static inline int kv_observe_start(kv_observe *job, const kv_observers *a, const void *op) {
   const int64_t heads = a->B * a->Hkv;
   *job = (kv_observe){op, NULL, a, a->lse, {a->lse_stride[0], a->lse_stride[1]}, NULL, 0, 0};
@@ -85,15 +84,15 @@ typedef struct {
   int64_t steps;        /* of a tile, at most */
   float *k, *row;       /* a packed block of keys, [VL, D] */
   float *q, *s;         /* [rows, D] scaled, [rows, KEYS] logits in log2 units, -inf where the row does not see */
-  float *lse, *w;       /* [rows] in log2 units and of no effect where the row sees nothing, [rows] weights */
-  float *total;         /* [G, KEYS] reduced so far */
-  float *v, *o, *e;     /* for kv_error: a packed block of values, [rows, D], [rows, KEYS] distances; */
-  float *v_sum, *o_sum; /* and [KEYS], [rows] 1-norms */
+  float *lse, *w;       /* [rows] in log2 units, finite where the row sees nothing; [rows] weights */
+  float *total;         /* [G, KEYS] reduced over the rows so far */
+  float *v, *o, *e;     /* of kv_error: a packed block of values, [rows, D] outputs, [rows, KEYS] distances */
+  float *v_sum, *o_sum; /* of kv_error: [KEYS], [rows] 1-norms */
 } kv_tile;
 
-static inline void *kv_tile_alloc(kv_tile *x, int64_t G, int64_t D, int pairs) {
+static inline void *kv_tile_alloc(kv_tile *x, int64_t G, int64_t D, int distances) {
   x->steps = kv_max(TILE / G, 1);
-  const int64_t rows = kv_round_up(G * x->steps, MR), block = kv_block(D) * D, all = pairs ? 1 : 0;
+  const int64_t rows = kv_round_up(G * x->steps, MR), block = kv_block(D) * D, all = distances ? 1 : 0;
   const int64_t sizes[] = {block,    VL * D,      rows * D,       rows * KEYS,       rows, rows,
                            G * KEYS, block * all, rows * D * all, rows * KEYS * all, KEYS, rows};
   float **const fields[] = {&x->k,     &x->row, &x->q, &x->s, &x->lse,   &x->w,
@@ -101,9 +100,9 @@ static inline void *kv_tile_alloc(kv_tile *x, int64_t G, int64_t D, int pairs) {
   return kv_carve(12, sizes, fields);
 }
 
-/* Steps t0 .. t0 + n - 1 against the packed block of `columns` from c0 on. An lse of NaN and a weight that is not
- * finite make NaN of the logits, so that they reach only what the row sees. Returns how many columns the last step
- * sees: what lies beyond is not written. */
+/* Logits of steps t0 .. t0 + n - 1 against the packed block of `columns` from c0 on. An lse of NaN or a weight that is
+ * not finite makes the logits NaN, so that only slots that the row sees become NaN. Returns how many columns the last
+ * step sees; columns from there on are not written. */
 static inline int64_t kv_tile_observe(const kv_observe *job, const kv_observed *head, kv_tile *x, int64_t t0, int64_t n,
                                       int64_t c0, int64_t columns) {
   const kv_observers *a = job->a;
@@ -129,21 +128,21 @@ static inline int64_t kv_tile_observe(const kv_observe *job, const kv_observed *
   return most;
 }
 
-/* What a block of columns of one head is reduced to, by score and error: `block`, if any, is called once with the
- * block's keys packed, then `tile` for the observing rows, n steps from t on, whose logits at the first `most`
- * columns are in s; it adds what it makes of them to total. Total, divided by the rows if `mean`, then taken over the
- * heads of the group, is out. */
+/* How score, error and kl reduce a block of columns of one head: `block`, unless NULL, is called once with the block's
+ * keys packed, then `tile` for every tile of observing rows, n steps from t on, whose logits of the first `most`
+ * columns are in s; it adds its terms to total. out is total, divided by the number of rows if `mean`, reduced over the
+ * heads of the group. */
 typedef struct kv_reduction {
   int64_t C;
   kv_reduce group;
-  int mean;          /* over the rows */
-  int pairs_of_rows; /* tiles have room for values, outputs and their distances */
-  float *out;        /* [B, Hkv, C], group KV_NONE: [B, H, C] */
+  int mean;      /* over the rows */
+  int distances; /* tiles need room for values, outputs and their distances */
+  float *out;    /* [B, Hkv, C], group KV_NONE: [B, H, C] */
   void (*block)(const kv_observe *job, const kv_observed *head, kv_tile *x, int64_t c0, int64_t columns);
   void (*tile)(const kv_observe *job, const kv_observed *head, kv_tile *x, int64_t t, int64_t n, int64_t most);
 } kv_reduction;
 
-/* total [G, KEYS] / rows, over the heads of the group, -> n columns of out from c0 on. */
+/* n columns of out from c0 on = total [G, KEYS] / rows, reduced over the heads of the group. */
 static inline void kv_group_out(const float *total, int64_t G, kv_reduce group, int64_t rows, float *out, int64_t C,
                                 int64_t c0, int64_t n) {
   for (int64_t g = 0; g < G && group == KV_NONE; g++)
@@ -181,13 +180,13 @@ static inline void kv_reduce_body(void *ctx, int64_t begin, int64_t end) {
   kv_observe *job = ctx;
   const int64_t heads = job->a->B * job->a->Hkv;
   kv_tile x;
-  void *memory = kv_tile_alloc(&x, job->a->H / job->a->Hkv, job->a->D, job->how->pairs_of_rows);
+  void *memory = kv_tile_alloc(&x, job->a->H / job->a->Hkv, job->a->D, job->how->distances);
   if (!memory) job->failed = 1;
   for (int64_t i = begin; memory && i < end; i++) kv_reduce_block(job, &x, i % heads, i / heads * kv_block(job->a->D));
   free(memory);
 }
 
-/* A task is one block of columns of one (b, kv head) and owns them; it goes over all rows. */
+/* A task computes one block of columns of one (b, kv head) over all rows. */
 static inline kv_status kv_reduce_rows(const kv_observers *a, const void *op, const kv_reduction *how) {
   const int64_t block = kv_block(a->D), blocks = kv_max((how->C + block - 1) / block, 1);
   kv_observe job;

@@ -1,5 +1,5 @@
-/* The threads that kernels see. The host program's hook only starts workers; who does what is settled here, so that
- * uneven work (causal rows, ragged heads) still ends at the same time on all of them. */
+/* Threads, as kernels use them. The host program's hook only starts workers; the work is dealt out here, so that uneven
+ * work (causal rows, ragged heads) ends at the same time on all of them. */
 #ifndef KVEVICT_PARALLEL_H
 #define KVEVICT_PARALLEL_H
 #include "kvevict.h"
@@ -8,6 +8,6 @@
 int kv_threads(void);
 
 /* Calls body(ctx, begin, end) for disjoint ranges of at most `grain` items that cover 0..n; free workers take the next
- * range in ascending order. Returns when all are done. No result may depend on who ran what. */
+ * range in ascending order. Returns when all are done. No result may depend on which worker ran which range. */
 void kv_parallel_for(int64_t n, int64_t grain, kv_body body, void *ctx);
 #endif

@@ -1,10 +1,10 @@
-/* The largest attention weight that each observing row pays to a range of slots, on a CPU.
+/* Each observing row's largest attention weight within a range of slots, on a CPU.
  *
  * A task is some rows of one (b, kv head) and goes over all blocks of keys in the range. See observe.h.
  */
 #include "observe.h"
 
-/* The largest of `most` weights, NaN if there is one; logits from `most` up to a whole vector are -inf. */
+/* The largest of `most` weights, NaN if one is NaN; logits from `most` to the end of its vector are -inf. */
 static float kv_peak_row(const float *s, int64_t most, float lse) {
   vf acc = vf_set1(0);
   for (int64_t c = 0; c < most; c += VL) acc = vf_max_nan(acc, vf_exp2(vf_load(s + c) - lse));

@@ -1,31 +1,36 @@
-/* The largest attention weight that each observing row pays to a range of slots, and the log-sum-exp of rows where it
- * is not given, on a GPU. Both go over tiles of keys with a tile of rows at rest.
+/* Each observing row's largest attention weight within a range of slots, and the log-sum-exp of rows where it is not
+ * given, on a GPU. Both hold a tile of rows and go over tiles of keys.
  *
- * A block is a tile of rows, as in attend, and one of `parts` shares of the columns: the few rows that observe would
- * not fill a GPU. Each share leaves one number a row, combine_kernel makes one of them in the order of the shares.
- */
+ * A block computes a tile of rows, as in attend, over one share of the columns: the few rows that observe would not
+ * fill a GPU. Each share gives one number a row; combine_kernel reduces these in the order of the shares. */
 // budget: regs 255, smem 98304
 #include "observe.cuh"
 
-/* Shares of the columns, as many as give some 512 blocks. Of the shape alone, so results repeat. */
+/* How many shares the columns are cut into, for about 512 blocks. It follows from the shape alone, so results
+ * repeat. */
 static int sweep_parts(const kv_observers *a) {
   const int64_t tiles = (a->R * (a->H / a->Hkv) + 63) / 64 * a->B * a->Hkv;
   return (int)(tiles > 256 ? 1 : tiles > 16 ? 512 / tiles : 32);
 }
 
-/* parts [P, B, H, R]: log2 of the sum of 2^logit, or the largest of logit - lse (PEAK), over share blockIdx.y of the
- * columns that the row sees, those of lo .. hi - 1 (PEAK); -inf where there are none. */
+/* parts [shares, B, H, R]: log2 of the sum of 2^logit, or the largest of logit - lse (PEAK), over one share of the
+ * columns that the row sees, those of lo .. hi - 1 (PEAK); -inf where there are none. A block's piece is share * tiles
+ * + tile of rows. */
 template <class E, int D, bool PEAK>
 static __global__ void __launch_bounds__(RowTile<E, D>::THREADS, 1)
-    sweep_kernel(const kv_observers a, const Logits logits, const int32_t *lo, const int32_t *hi, float *parts) {
+    sweep_kernel(const kv_observers a, const Logits logits, const int32_t *lo, const int32_t *hi, const int shares,
+                 float *parts) {
   using X = RowTile<E, D>;
   constexpr int MT = X::MT, NT = X::KEYS / 8;
   E *const q = shared_memory<E>(), *const k = q + X::ROWS * D;
-  const Observed x = observed<E>(a, blockIdx.z);
+  const int head = block_head();
+  if (head >= a.B * a.Hkv) return;
+  const Observed x = observed<E>(a, head);
   const Rows rows = {x.h * x.G, 0, (int)a.R * x.G, divisor(x.G)};
-  const int row0 = blockIdx.x * X::ROWS, row = row0 + warp_id() * MT * 16 + fragment_row();
-  const int begin = PEAK ? lo[blockIdx.z] : 0, end = PEAK ? hi[blockIdx.z] : x.k.n;
-  const int tiles = (max(end - begin, 0) + X::KEYS - 1) / X::KEYS, share = blockIdx.y, shares = gridDim.y;
+  const int row_tiles = gridDim.x / shares, share = blockIdx.x / row_tiles;
+  const int row0 = (int)(blockIdx.x % row_tiles) * X::ROWS, row = row0 + warp_id() * MT * 16 + fragment_row();
+  const int begin = PEAK ? lo[head] : 0, end = PEAK ? hi[head] : x.k.n;
+  const int tiles = (max(end - begin, 0) + X::KEYS - 1) / X::KEYS;
   const int from = begin + (int)((int64_t)tiles * share / shares) * X::KEYS;
   const int to = min(min(end, begin + (int)((int64_t)tiles * (share + 1) / shares) * X::KEYS),
                      x.bounds.seen(rows.step(min(row0 + X::ROWS, rows.count) - 1)));
@@ -67,7 +72,7 @@ static __global__ void __launch_bounds__(RowTile<E, D>::THREADS, 1)
       softmax_step(s, logits.scale, top, sum, alpha);
     }
   }
-  cp_async_wait<0>(); /* copies that nobody reads */
+  cp_async_wait<0>(); /* the copies past the last tile, which nobody reads */
   each_row<MT>([&](int m, int half) {
     const int r = row + 16 * m + 8 * half;
     const float all = PEAK ? row_max_nan(top[m][half]) : top[m][half] + log2f(lanes_sum<4>(sum[m][half]));
@@ -76,7 +81,7 @@ static __global__ void __launch_bounds__(RowTile<E, D>::THREADS, 1)
   });
 }
 
-/* parts [P, B, H, R] -> out [B, H, R], which may be parts: the row's lse with the sink's share, or its largest
+/* parts [shares, B, H, R] -> out [B, H, R], which may be parts: the row's lse with the sink's share, or its largest
  * weight. */
 template <bool PEAK>
 static __global__ void __launch_bounds__(256)
@@ -103,15 +108,16 @@ static int sweep(const kv_observers *a, const int32_t *lo, const int32_t *hi, fl
   const int error = dispatch(a->dtype, a->D, [&](auto e, auto d) {
     constexpr int D = decltype(d)::value;
     using X = RowTile<decltype(e), D>;
-    const dim3 grid((a->R * (a->H / a->Hkv) + X::ROWS - 1) / X::ROWS, shares, a->B * a->Hkv);
+    const int64_t row_tiles = (a->R * (a->H / a->Hkv) + X::ROWS - 1) / X::ROWS;
+    const dim3 grid = grid_of(row_tiles * shares, a->B * a->Hkv);
     return launch<sweep_kernel<decltype(e), D, PEAK>>(grid, X::THREADS, X::SHARED, stream, *a,
-                                                      logits_of(a->scale, a->softcap), lo, hi, parts);
+                                                      logits_of(a->scale, a->softcap), lo, hi, shares, parts);
   });
   if (error) return error;
   return launch<combine_kernel<PEAK>>(dim3((rows + 255) / 256), 256, 0, stream, *a, shares, parts, out);
 }
 
-/* Of [P, B, H, R] floats. */
+/* Of [shares, B, H, R] floats. */
 static int64_t parts_bytes(const kv_observers *a) {
   return a->B * a->H * a->R == 0 ? 0 : sweep_parts(a) * a->B * a->H * a->R * (int64_t)sizeof(float);
 }

@@ -1,6 +1,6 @@
-/* Every line of inline PTX, one function each (sm_80 and up), and the 16-bit types. Kernels include this file, warp.cuh
- * and launch.cuh, nothing else of CUDA. tests/cuda_on_cpu/ptx.h has the same functions in plain C++: a new one goes
- * into both. A Hopper path would add its wrappers here too: mbarrier, bulk tensor copies, wgmma.
+/* All inline PTX, one function per instruction (sm_80 and up), and the 16-bit types. Kernels use CUDA through this
+ * file, warp.cuh and launch.cuh only. tests/cuda_on_cpu/ptx.h has the same functions in plain C++: a new one goes into
+ * both. A Hopper path would add its wrappers here too: mbarrier, bulk tensor copies, wgmma.
  *
  * Fragments (PTX manual, m16n8k16). Lane l, g = l / 4, c = 2 * (l % 4); a 32-bit register holds two values, the lower
  * column (A, D) or row (B) in its low half:
@@ -68,8 +68,8 @@ __device__ __forceinline__ void mma<bf16>(float (&d)[4], const uint32_t (&a)[4],
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-/* Copies `bytes` (0..16) and fills up with zeros to 16; both addresses 16-byte aligned. `to` may be read after
- * cp_async_wait by this thread and after a barrier that follows by the others. `from` is not read if bytes = 0. */
+/* Copies `bytes` (0..16) and pads with zeros to 16; both addresses are 16-byte aligned. This thread may read `to` after
+ * cp_async_wait, other threads after a barrier that follows it. `from` is not read if bytes = 0. */
 static __device__ __forceinline__ void cp_async_16(void *to, const void *from, int bytes = 16) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                :
@@ -77,7 +77,7 @@ static __device__ __forceinline__ void cp_async_16(void *to, const void *from, i
                : "memory");
 }
 static __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-/* Until all but the last N groups that this thread committed have arrived. */
+/* Waits until all but the last N groups that this thread committed have arrived. */
 template <int N>
 static __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" : : "n"(N) : "memory");
@@ -136,7 +136,7 @@ __device__ __forceinline__ bf16 from_float<bf16>(float x) {
   return bf16{(uint16_t)(pack<bf16>(x, 0.0f) & 0xffffu)};
 }
 
-/* 16 bytes of global memory that this kernel does not write and reads once: not kept in L1. `p` 16-byte aligned. */
+/* 16 bytes of global memory that this kernel reads once and does not write: not kept in L1. `p` is 16-byte aligned. */
 static __device__ __forceinline__ uint4 load_once_16(const void *p) {
   uint4 x;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -144,7 +144,7 @@ static __device__ __forceinline__ uint4 load_once_16(const void *p) {
                : "l"(__cvta_generic_to_global(p)));
   return x;
 }
-/* The same without a branch if `wanted`, else zeros: `p` is then not read. */
+/* The same if `wanted`, else zeros without reading `p`; no branch. */
 static __device__ __forceinline__ uint4 load_once_16_if(const void *p, bool wanted) {
   uint4 x = make_uint4(0, 0, 0, 0);
   asm volatile(
@@ -156,8 +156,8 @@ static __device__ __forceinline__ uint4 load_once_16_if(const void *p, bool want
   return x;
 }
 
-/* *p += x, returns what was there. What this thread wrote, or saw through a barrier, is visible to the whole GPU
- * before; what threads that added earlier published is visible after. */
+/* *p += x; returns the value before. What this thread wrote, or saw through a barrier, is visible to the whole GPU
+ * before the addition; what earlier callers made visible so is visible to this thread after it. */
 static __device__ __forceinline__ uint32_t atomic_add_acq_rel(uint32_t *p, uint32_t x) {
   uint32_t y;
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;"

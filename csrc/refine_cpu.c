@@ -1,8 +1,8 @@
-/* CAOTE on a CPU: what removing each slot would do to the head's output, the pooled score being the attention.
+/* CAOTE on a CPU: the error of the head's output when a slot is removed, with the pooled score as attention weight.
  *
- * Four passes: each head's sum of scores; the mean value of each split of slots; these added up; distances. Splits
- * are fixed, whatever the number of threads, and all sums are pairwise above 128 terms, so no error grows with n.
- */
+ * Four passes: each head's sum of scores; the mean value of each split of slots; the sum of the splits; distances.
+ * Splits do not depend on the number of threads, and sums of more than 128 terms are pairwise, so rounding does not
+ * grow with n. */
 #include <float.h>
 
 #include "tile.h"
@@ -13,7 +13,7 @@ typedef struct {
   const kv_refine *a;
   int64_t splits; /* of the longest head */
   float *sum;     /* [B, Hkv] of scores */
-  float *mean;    /* [B, Hkv, splits, D]; in the end a head's first row is its mean value */
+  float *mean;    /* [B, Hkv, splits, D]; after kv_refine_means a head's first row is its mean value */
 } kv_refine_job;
 
 static kv_columns kv_refine_values(const kv_refine *a, int64_t at) {
@@ -92,7 +92,7 @@ kv_status KV_OP(refine)(const kv_refine *a) {
   job.sum = malloc((size_t)(heads * (1 + job.splits * a->D)) * sizeof *job.sum);
   if (!job.sum) return KV_NO_MEMORY;
   job.mean = job.sum + heads;
-  /* Waking a thread costs as much as some 16 thousand scores. */
+  /* Waking a thread costs as much as about 16 thousand scores. */
   kv_parallel_for(heads, 1 + 16384 / (a->C + 1), kv_refine_sums, &job);
   kv_parallel_for(heads * job.splits, grain, kv_refine_splits, &job);
   kv_parallel_for(heads, 1 + 16384 / (job.splits * a->D), kv_refine_means, &job);

@@ -1,12 +1,12 @@
-/* CAOTE on a GPU: what removing each slot would do to the head's output, the pooled score being the attention.
+/* CAOTE on a GPU: the error of the head's output when a slot is removed, with the pooled score as attention weight.
  *
- * Three passes: each head's sum of scores; the mean value of each split of slots; these added up by every block of the
- * third, which takes the distances. No sum has more than some hundred terms one after the other up to 10^5 slots.
+ * Three passes: each head's sum of scores; the mean value of each split of slots; the distances, for which every block
+ * first adds the splits. Up to 10^5 slots no sum has more than a few hundred terms in sequence.
  *
  * budget: regs 64, smem 9216 */
 #include <float.h>
 
-#include "launch.cuh"
+#include "grid.cuh"
 #include "vector.cuh"
 #include "warp.cuh"
 
@@ -32,13 +32,15 @@ static __device__ __forceinline__ float share_of(const kv_refine &a, int64_t hea
   return sum == 0 ? 1 / (float)n : a.score[head * a.C + c] / sum;
 }
 
-/* Block (head, i): mean [B, Hkv, splits, D] of split i. Each thread has 16 bytes of every so many rows. */
+/* Block (i, head): mean [B, Hkv, splits, D] of split i. Each thread takes the same 16 bytes of every `groups`-th
+ * row. */
 template <class E>
 static __global__ void __launch_bounds__(THREADS) mean_kernel(const kv_refine a, const float *sum, float *mean) {
-  const int64_t head = blockIdx.x;
+  const int64_t head = block_head();
+  if (head >= a.B * a.Hkv) return;
   const kv_segments v = values_of<E>(a, head);
   const int D = a.D, vectors = D / VECTOR<E>, groups = THREADS / vectors, group = threadIdx.x / vectors;
-  const int d = threadIdx.x % vectors * VECTOR<E>, c0 = blockIdx.y * SPLIT, count = min(v.n - c0, SPLIT);
+  const int d = threadIdx.x % vectors * VECTOR<E>, c0 = blockIdx.x * SPLIT, count = min(v.n - c0, SPLIT);
   float *share = shared_memory<float>(), *part = share + SPLIT; /* [SPLIT], [groups, D] */
   if ((int)threadIdx.x < count)
     share[threadIdx.x] = a.fast ? 1 / (float)v.n : share_of(a, head, v.n, c0 + threadIdx.x, sum[head]);
@@ -57,10 +59,10 @@ static __global__ void __launch_bounds__(THREADS) mean_kernel(const kv_refine a,
   if ((int)threadIdx.x >= D) return;
   float x = 0;
   for (int g = 0; g < groups; g++) x += part[g * D + threadIdx.x];
-  mean[(head * gridDim.y + blockIdx.y) * D + threadIdx.x] = x;
+  mean[(head * gridDim.x + blockIdx.x) * D + threadIdx.x] = x;
 }
 
-/* shared [D] = the sum of `splits` rows of mean, RUN of them at a time */
+/* shared [D] = the sum of `splits` rows of mean, RUN rows at a time */
 static __device__ void add_means(const float *mean, int splits, int D, float *shared) {
   if ((int)threadIdx.x < D) {
     float x = 0;
@@ -74,18 +76,20 @@ static __device__ void add_means(const float *mean, int splits, int D, float *sh
   __syncthreads();
 }
 
-/* Block (head, i): out of split i. LANES lanes share a row. Told of four blocks an SM, ptxas does not spill for eight. */
+/* Block (head, i): out of split i. LANES lanes share a row. Told of four blocks an SM, ptxas does not spill for
+ * eight. */
 template <class E>
 static __global__ void __launch_bounds__(THREADS, 4)
     error_kernel(const kv_refine a, const float *sum, const float *mean) {
-  const int64_t head = blockIdx.x;
+  const int64_t head = block_head();
+  if (head >= a.B * a.Hkv) return;
   const kv_segments v = values_of<E>(a, head);
   float *m = shared_memory<float>();
   const int D = a.D;
-  add_means(mean + head * gridDim.y * D, (v.n + SPLIT - 1) / SPLIT, D, m);
+  add_means(mean + head * gridDim.x * D, (v.n + SPLIT - 1) / SPLIT, D, m);
   const int lane = threadIdx.x % LANES;
   for (int i = 0; i < SPLIT; i += THREADS / LANES) {
-    const int c = blockIdx.y * SPLIT + i + threadIdx.x / LANES;
+    const int c = blockIdx.x * SPLIT + i + threadIdx.x / LANES;
     const E *const row = reinterpret_cast<const E *>(kv_segments_at(&v, c));
     float square = 0;
     for (int d = lane * VECTOR<E>; c < v.n && d < D; d += LANES * VECTOR<E>) {
@@ -107,7 +111,7 @@ static int64_t splits_of(const kv_refine *a) { return (a->C + SPLIT - 1) / SPLIT
 template <class E>
 static int run(const kv_refine *a, float *sum, void *stream) {
   const int64_t heads = a->B * a->Hkv;
-  const dim3 each((unsigned)heads), grid((unsigned)heads, (unsigned)splits_of(a));
+  const dim3 each((unsigned)heads), grid = grid_of(splits_of(a), heads);
   float *mean = sum + heads;
   int error = launch<sum_kernel>(each, THREADS, 32 * sizeof(float), stream, *a, sum);
   if (error == 0)

@@ -9,7 +9,7 @@ KV_INLINE vf kv_entropy(vf x) {
   return vf_exp2(x) * x * -KV_LN2;
 }
 
-/* total [G, most] gains sum or maximum over the tile's n steps of w times the term of a = 2^(s - lse). */
+/* Reduces w times the term of a = 2^(s - lse) over the tile's n steps into total [G, most]. */
 static void kv_score_reduce(const kv_tile *x, int64_t G, int64_t n, int64_t most, kv_reduce reduce, kv_term term) {
   const float power = term == KV_SQUARE ? 2 : 1;
   for (int64_t g = 0; g < G; g++)

@@ -1,13 +1,12 @@
 /* Importance of every alive slot from observing rows on a GPU: a[r,i] = exp(logit[r,i] - lse[r]) reduced over rows.
  *
- * A block owns a tile of keys of one (b, kv head), holds it in shared memory and goes over the rows, a tile of them
- * being on its way while S^T = K Q^T of the one before is computed. A lane sums what it holds of a key's row of S^T,
- * four lanes are added at the end: no atomics, the same order every time.
- */
+ * A block holds a tile of keys of one (b, kv head) in shared memory and goes over tiles of rows; the next is copied
+ * while S^T = K Q^T of this one is computed. Each lane sums its part of a key's row of S^T and four lanes are added at
+ * the end: no atomics, the same order every time. */
 // budget: regs 255, smem 98304 (of peak_cuda.cu, where lse is not given)
 #include "observe.cuh"
 
-/* KEYS keys, two tiles of ROWS rows, and what is to know of the rows besides: at most 74 KiB. */
+/* KEYS keys, two tiles of ROWS rows, and the rows' RowValues: at most 74 KiB. */
 template <class E, int D>
 struct ScoreTile {
   static constexpr bool HALF = sizeof(E) == 2;
@@ -17,7 +16,7 @@ struct ScoreTile {
   static constexpr size_t SHARED = (size_t)(KEYS + 2 * ROWS) * D * sizeof(E) + 2 * ROWS * sizeof(RowValues);
 };
 
-/* What a lane's rows of the tile are summed with: all see all keys; some do not; and -a ln a in place of a. */
+/* How a tile is summed: every row sees every key; some rows do not; -a ln a in place of a. */
 enum Terms { ALL_SEE, SOME_SEE, ENTROPY };
 
 /* total gains the sum over the tile's rows of weight * 2^x, with x = scale s - lse, or of -weight * 2^x ln 2^x. */
@@ -41,7 +40,7 @@ static __device__ __forceinline__ void add_rows(float (&total)[MT][2], const flo
   each_row<MT>([&](int m, int half) { total[m][half] += sum[m][half]; });
 }
 
-/* total becomes the largest 2^x, of what the rows see. */
+/* total becomes the largest 2^x over the keys that the rows see. */
 template <int MT, int NT>
 static __device__ __forceinline__ void max_rows(float (&total)[MT][2], const float (&s)[MT][NT][4],
                                                 const RowValues *values, float scale, int key) {
@@ -65,15 +64,17 @@ static __global__ void __launch_bounds__(ScoreTile<E, D>::THREADS, ScoreTile<E, 
   E *const k = shared_memory<E>(), *const q = k + X::KEYS * D;
   RowValues *const values = reinterpret_cast<RowValues *>(q + 2 * X::ROWS * D);
   const kv_observers &rows = a.rows;
-  const Observed x = observed<E>(rows, blockIdx.y);
+  const int head = block_head();
+  if (head >= rows.B * rows.Hkv) return;
+  const Observed x = observed<E>(rows, head);
   const int c0 = blockIdx.x * X::KEYS, key = c0 + warp_id() * MT * 16 + fragment_row(), thread = threadIdx.x;
   const int heads = heads_together(a.reduce, a.group, x.G);
 
-  /* The rows that see a key of the tile: from `from` on. */
+  /* Rows from `from` on see a key of the tile. */
   const int from = max(x.row_first, rows.causal ? c0 - x.bounds.shift : 0);
   const int count = c0 < x.k.n && from < rows.R ? ((int)rows.R - from) * heads : 0;
   const Divisor by_heads = divisor(heads);
-  int seen = 0; /* of this thread's row in the tile to come */
+  int seen = 0; /* of this thread's row in the next tile */
   const auto load = [&](int stage, int g, int r0) {
     if (g == x.G || r0 >= count) return RowValues{};
     const Rows some = {x.h * x.G + g, from, count, by_heads};
@@ -116,7 +117,7 @@ static __global__ void __launch_bounds__(ScoreTile<E, D>::THREADS, ScoreTile<E, 
       total[m][half] = a.reduce == KV_MAX ? row_max_nan(total[m][half]) : lanes_sum<4>(total[m][half]);
     });
     const float over = a.reduce == KV_MEAN ? max((int)rows.R - x.row_first, 1) : 1;
-    group.add(total, a.group, g, heads, x.G, over, group_out(a.out, blockIdx.y, x.G, a.group, a.C), a.C,
+    group.add(total, a.group, g, heads, x.G, over, group_out(a.out, head, x.G, a.group, a.C), a.C,
               c0 + warp_id() * MT * 16);
   }
 }
@@ -135,7 +136,7 @@ int kv_score_cuda(const kv_score *a, void *scratch, void *stream) {
   return dispatch(x.rows.dtype, x.rows.D, [&](auto e, auto d) {
     constexpr int D = decltype(d)::value;
     using X = ScoreTile<decltype(e), D>;
-    const dim3 grid((x.C + X::KEYS - 1) / X::KEYS, heads);
+    const dim3 grid = grid_of((x.C + X::KEYS - 1) / X::KEYS, heads);
     return launch<score_kernel<decltype(e), D>>(grid, X::THREADS, X::SHARED, stream, x, logits, power);
   });
 }

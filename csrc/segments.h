@@ -1,11 +1,11 @@
-/* Where the alive slots [stored | new] of one (b, kv head) lie, for C11 and CUDA: the only place that knows. */
+/* The addresses of the alive slots [stored | new] of one (b, kv head), for C11 and CUDA; computed nowhere else. */
 #ifndef KVEVICT_SEGMENTS_H
 #define KVEVICT_SEGMENTS_H
 #include "kvevict.h"
 
 #ifdef __cplusplus
 #define KV_ADDRESSING static __device__ __forceinline__
-typedef int32_t kv_span; /* registers are scarce; the caller lets no larger strides through */
+typedef int32_t kv_span; /* registers are scarce; the caller refuses larger strides */
 typedef uint32_t kv_unsigned;
 #else
 #define KV_ADDRESSING static inline
@@ -13,10 +13,10 @@ typedef int64_t kv_span;
 typedef uint64_t kv_unsigned;
 #endif
 
-/* Slot i < len is stored row i, the others are new rows. Addresses of slots that are not there may be computed, but are
- * never read. */
+/* Slot i < len is stored row i, the others are new rows. The address of a slot that does not exist may be computed but
+ * is never read. */
 typedef struct {
-  uint64_t stored, chunk;              /* where slot 0 of either would be */
+  uint64_t stored, chunk;              /* the address that slot 0 would have in either */
   kv_span stored_stride, chunk_stride; /* in bytes */
   kv_span len, n;                      /* n slots, len of them stored */
 } kv_segments;
@@ -26,9 +26,9 @@ KV_ADDRESSING uint64_t kv_segments_at(const kv_segments *x, kv_span i) {
   return (i < x->len ? x->stored : x->chunk) + (uint64_t)(kv_unsigned)i * stride;
 }
 
-/* rows: the layer's [rows, D], of which slot 0 is row `offset`; chunk: [B, Hkv, S, D] with strides b, h, s, of which
- * columns first .. stop - 1 are alive. Of an empty chunk address and strides may be anything: its rows then lie at
- * 0, which copies of no bytes may name. size: of a number, in bytes. */
+/* rows: the layer's [rows, D], in which slot 0 is row `offset`; chunk: [B, Hkv, S, D] with strides b, h, s, in which
+ * keys first .. stop - 1 are alive. An empty chunk may have any address and strides, so its rows get the address 0,
+ * which copies of 0 bytes may name. size: of an element, in bytes. */
 KV_ADDRESSING kv_segments kv_segments_of(const void *rows, int64_t offset, int64_t len, const void *chunk,
                                          const int64_t *stride, int64_t b, int64_t h, int64_t first, int64_t stop,
                                          int64_t D, int64_t size) {

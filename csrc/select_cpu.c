@@ -1,5 +1,6 @@
-/* Which slots to keep. Scores become integers of the same order; three histograms of 11 bits find the key of the last
- * slot that is kept in O(n), and one pass in slot order writes the index. Same result whatever the threads. */
+/* Which slots to keep, on a CPU. Scores become integer keys of the same order; three histograms of 11 bits find the key
+ * of the last slot that is kept in O(n), and one pass in slot order writes the index. The result does not depend on
+ * threads. */
 #include <string.h>
 
 #include "parallel.h"
@@ -16,8 +17,8 @@ static inline uint32_t key_of(float score) {
   return bits >> 31 ? 0x80000000u - magnitude : 0x80000000u + magnitude;
 }
 
-/* The key of rank `rank` (1 is the largest) among score[begin..end), and in *equal how many slots of that very key are
- * to be taken. */
+/* The key of rank `rank` (1 is the largest) among score[begin..end); *equal: how many slots with exactly this key are
+ * kept. */
 static uint32_t key_at_rank(const float *score, int64_t begin, int64_t end, int64_t rank, int64_t *equal) {
   uint32_t prefix = 0, known = 0; /* the bits of the wanted key found so far, and their mask */
   for (int shift = 32 - BITS; known != UINT32_MAX; shift = shift > BITS ? shift - BITS : 0) {
@@ -67,7 +68,7 @@ static void select_heads(void *ctx, int64_t begin, int64_t end) {
 }
 
 kv_status KV_OP(select)(const kv_select *a) {
-  /* Waking a thread costs as much as some 16 thousand scores. */
+  /* Waking a thread costs as much as about 16 thousand scores. */
   kv_parallel_for(a->B * a->Hkv, 1 + 16384 / (a->C + 1), select_heads, (void *)a);
   return KV_OK;
 }

@@ -1,6 +1,6 @@
 /* Which slots to keep on a GPU; the result is the CPU's, slot for slot. One block per head: three histograms of 11 bits
- * find the key of the last slot that is kept; then each warp, owning a split of slots, counts what it keeps and writes
- * its part of the index. Histograms are counts of integers, the same in any order.
+ * find the key of the last slot that is kept; then each warp counts what it keeps of its split of slots and writes its
+ * part of the index. Histograms are integer counts, equal in any order.
  *
  * Shared memory: a histogram, and as many keys as fit. budget: regs 64, smem 90256 */
 #include "kvevict.h"
@@ -29,8 +29,8 @@ struct Keys {
   __device__ uint32_t operator[](int i) const { return cached ? cached[i] : key_of(score[i]); }
 };
 
-/* The key of rank `rank` (1 is the largest, 1 <= rank <= n), and in *equal how many slots of that very key are to be
- * taken. As on the CPU, the last histogram shares one bit with that before it. */
+/* The key of rank `rank` (1 is the largest, 1 <= rank <= n); *equal: how many slots with exactly this key are kept. As
+ * on the CPU, the last histogram shares one bit with the one before it. */
 static __device__ uint32_t key_at_rank(Keys keys, int rank, Shared *shared, int *equal) {
   const int t = threadIdx.x;
   uint32_t prefix = 0, known = 0; /* the bits of the wanted key found so far, and their mask */

@@ -1,4 +1,4 @@
-/* One vector API for every instruction set, from GCC's vector extensions: no intrinsics, no second copy of a kernel.
+/* One vector API for every instruction set, made of GCC's vector extensions, so that every kernel is written once.
  *
  * A file that includes this is compiled once per ISA with -DKV_ISA=<name> and that ISA's flags; vectors are as wide as
  * the flags allow, and KV_OP(attend) names the function kv_attend_<name>. Float vectors are `vf`, their bits `vu`.
@@ -14,12 +14,12 @@
 
 #include "kvevict.h"
 
-/* -std=c11 turns contraction of a * b + c off; without it every multiply-add is two instructions. */
+/* -std=c11 turns contraction of a * b + c off; a multiply-add would be two instructions. */
 #if defined(__clang__)
 #pragma clang fp contract(fast)
 #elif defined(__GNUC__)
 #pragma GCC optimize("fp-contract=fast")
-#if defined(__aarch64__) /* scheduled before registers are given out, loads take some from the accumulators */
+#if defined(__aarch64__) /* scheduling before register allocation spills accumulators */
 #pragma GCC optimize("no-schedule-insns")
 #endif
 #endif
@@ -32,7 +32,7 @@
 #define KV_PROTOTYPE(op, with) kv_status KV_OP(op)(const kv_##op *a);
 KV_OPS(KV_PROTOTYPE, )
 
-/* VL floats a vector; a register tile is MR rows x NV vectors, its accumulators fill the registers but for NV + 2. */
+/* A vector has VL floats; a register tile has MR rows x NV vectors, whose accumulators leave NV + 2 registers free. */
 #if defined(__AVX512F__)
 #define KV_VL 16
 #define KV_NV 4
@@ -61,7 +61,7 @@ typedef uint32_t v8u __attribute__((vector_size(32)));
 KV_INLINE vf vf_load(const float *x) { return *(const vf_any *)x; }
 KV_INLINE void vf_store(float *x, vf a) { *(vf_any *)x = a; }
 
-/* VL numbers of 16 bits in 32 each: of the conversion of vectors GCC makes seven instructions. */
+/* VL numbers of 16 bits, zero-extended to 32. GCC would turn its own vector conversion into seven instructions. */
 KV_INLINE vu vu_of_16bit(const void *x) {
 #if defined(__AVX512F__)
   return (vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256(x));
@@ -85,9 +85,8 @@ KV_INLINE vf vf_set1(float a) {
 #endif
 }
 
-/* Pairs of bf16 in the 32 bits of a float, the first in the low half: acc + a0 b0 + a1 b1 with
- * one pair a, and two vectors of floats
- * rounded to one of pairs of neighbours. */
+/* Pairs of bf16 in the 32 bits of a float, the first in the low half. vf_dot_pairs: acc + a0 b0 + a1 b1 with one pair
+ * a. vf_pairs: two vectors of floats rounded to one vector of pairs of neighbours. */
 #if defined(__AVX512BF16__)
 enum { KV_PAIRS = 1 };
 KV_INLINE vf vf_dot_pairs(vf acc, float a, vf b) {
@@ -112,7 +111,7 @@ KV_INLINE vf vf_pairs(vf a, vf b) { return a + b; }
 /* a where mask is all ones, b where it is 0. */
 KV_INLINE vf vf_select(vu mask, vf a, vf b) { return (vf)(((vu)a & mask) | ((vu)b & ~mask)); }
 
-/* b where either is NaN, as x86 has it: one instruction that compilers do not make of the comparison. */
+/* b where either is NaN, as in x86's instruction, which compilers do not make of the comparison. */
 #if defined(__AVX512F__)
 KV_INLINE vf vf_max(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
 KV_INLINE vf vf_min(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
@@ -124,13 +123,13 @@ KV_INLINE vf vf_max(vf a, vf b) { return vf_select((vu)(a > b), a, b); }
 KV_INLINE vf vf_min(vf a, vf b) { return vf_select((vu)(a < b), a, b); }
 #endif
 
-/* Numbers that are not negative order like their bits, and NaN lies above them all: here it wins. */
+/* The larger of numbers >= 0, and NaN if either is: their bits order as they do, with NaN above all. */
 KV_INLINE vf vf_max_nan(vf a, vf b) {
   const vu x = (vu)a & 0x7fffffffu, y = (vu)b & 0x7fffffffu;
   return vf_select((vu)(x > y), (vf)x, (vf)y);
 }
 
-/* Halves are folded onto each other until four lanes are left. */
+/* Adds halves of the vector until four lanes remain. */
 KV_INLINE v4 v4_of_sum(vf a) {
 #if KV_VL == 4
   return a;
@@ -163,7 +162,7 @@ KV_INLINE v4 v4_max(v4 a, v4 b) {
   return (v4)(((v4u)a & m) | ((v4u)b & ~m));
 }
 
-/* Of numbers without NaN. */
+/* The largest lane of a vector without NaN. */
 KV_INLINE float vf_largest(vf a) {
 #if KV_VL == 16
   v4 x = v4_max(v4_max(__builtin_shufflevector(a, a, 0, 1, 2, 3), __builtin_shufflevector(a, a, 4, 5, 6, 7)),
@@ -194,9 +193,9 @@ KV_INLINE float kv_norm_of(const float *x, int64_t D, int p) {
   return kv_distance(x, zeros, D, p);
 }
 
-/* 2^x = 2^n * 2^f with n the nearest integer: x + 1.5 * 2^23 rounds to it and holds it in its low bits; 127 more make
- * them an exponent's. |f| <= 1/2, relative error of the polynomial 9e-8. Below -126.5 the result is 0, from 127.5 on
- * inf, NaN stays NaN. */
+/* 2^x = 2^n * 2^f with n the nearest integer: x + 1.5 * 2^23 rounds to n in its low bits, and 127 more make these the
+ * exponent's bits. |f| <= 1/2; the polynomial's relative error is 9e-8. Below -126.5 the result is 0, from 127.5 on
+ * inf; NaN stays NaN. */
 KV_INLINE vf vf_exp2(vf x) {
   x = vf_min(vf_set1(128), vf_max(vf_set1(-127), x));
   const vf t = x + (12582912.0f + 127), f = x - (t - (12582912.0f + 127));
@@ -208,7 +207,7 @@ KV_INLINE vf vf_exp2(vf x) {
   return p * (vf)((vu)t << 23);
 }
 
-/* An odd polynomial near 0, where 1 - 2 / (e^2x + 1) would cancel. */
+/* Near 0 an odd polynomial, since 1 - 2 / (e^2x + 1) would cancel. */
 KV_INLINE vf vf_tanh(vf x) {
   const vf z = x * x;
   vf p = z * -5.528614390641451e-3f + 2.048329822719097e-2f;

@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
@@ -71,11 +70,7 @@ void parallel(int64_t n, int64_t grain, kv_body body, void *ctx) {
 }
 
 /* torch's pool may have been resized since the last call. */
-void set_threads() {
-  static std::atomic<uint32_t> known = 0;
-  uint32_t threads = torch::stable::get_num_threads();
-  if (known.exchange(threads) != threads) kv_set_parallel(parallel, static_cast<int>(threads));
-}
+void set_threads() { kv_set_parallel(parallel, static_cast<int>(torch::stable::get_num_threads())); }
 
 #ifdef KVEVICT_CUDA_ARCHS
 /* torch's current stream of a GPU, a cudaStream_t. Nothing here is linked to libtorch_cuda, so that one binary serves

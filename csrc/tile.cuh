@@ -1,8 +1,8 @@
-/* Tiles of rows in shared memory, their products on tensor cores, and the online softmax, for attend and what observes.
- * E is float, f16 or bf16; D is the head dimension rounded up to 64, 96, 128 or 256, the columns added being zero. Sums
- * are fp32, logits in log2 units.
+/* Tiles of rows in shared memory, their products on tensor cores, and the online softmax, for attend and the ops of
+ * observing rows. E is float, f16 or bf16; D is the head dimension rounded up to 64, 96, 128 or 256, padded with zeros.
+ * Sums are fp32, logits in log2 units.
  *
- * Products have the fragment layout of mma (ptx.cuh) for every E, so only multiply and add_values know of tensor cores:
+ * Products have the fragment layout of mma (ptx.cuh) for every E, so only multiply and add_values use tensor cores:
  * lane l holds rows g = l / 4 and g + 8 and columns c = 2 (l % 4) and c + 1 of each 16 x 8 block. fp32 is summed with
  * multiply-adds in the same layout.
  */
@@ -17,9 +17,9 @@
 static __device__ __forceinline__ int fragment_row() { return lane_id() / 4; }
 static __device__ __forceinline__ int fragment_column() { return lane_id() % 4 * 2; }
 
-/* Where vector c of row r lies in a tile [rows, D]. Rows 8 i .. 8 i + 7 of a column of vectors lie in different
- * banks, as ldmatrix reads them; a row of 96 16-bit numbers, which is half a turn of the banks off, needs another
- * exchange. */
+/* Where vector c of row r lies in a tile [rows, D]. The swizzle puts rows 8 i .. 8 i + 7 of a column of vectors, which
+ * ldmatrix reads together, into different banks; rows of 96 16-bit numbers are 1.5 times as long as all banks together
+ * and need another swizzle. */
 template <class E, int D>
 static __device__ __forceinline__ int tile_at(int r, int c) {
   constexpr int vectors = D / VECTOR<E>;
@@ -28,14 +28,14 @@ static __device__ __forceinline__ int tile_at(int r, int c) {
 
 static __device__ __forceinline__ uint64_t row_at(const kv_segments &rows, int r) { return kv_segments_at(&rows, r); }
 
-/* Rows r0 .. r0 + ROWS - 1 of `rows`, which row_at addresses -> tile [ROWS, D], on their way until cp_async_wait.
- * Rows that are not there are 0, and so are columns from dims on. */
+/* Starts copying rows r0 .. r0 + ROWS - 1 of `rows`, which row_at addresses, into tile [ROWS, D]; cp_async_wait ends
+ * it. Rows past the last and elements from dims on are 0. */
 template <class E, int D, int ROWS, int THREADS, class Rows>
 static __device__ __forceinline__ void tile_load(E *tile, const Rows &rows, int r0, int dims) {
   constexpr int vectors = D / VECTOR<E>;
   constexpr int count = ROWS * vectors / THREADS; /* of each thread */
-  static_assert(ROWS * vectors % THREADS == 0, "every thread loads as many vectors");
-  /* Where a thread's rows are not evenly spaced their addresses, kept, would take many registers. */
+  static_assert(ROWS * vectors % THREADS == 0, "every thread must load equally many vectors");
+  /* Unrolled where a thread's rows are evenly spaced; else their addresses would take many registers. */
 #pragma unroll(THREADS % vectors ? 1 : count)
   for (int i = 0; i < count; i++) {
     const int r = (threadIdx.x + i * THREADS) / vectors, c = (threadIdx.x + i * THREADS) % vectors;
@@ -64,8 +64,8 @@ static __device__ __forceinline__ bool tile_finite(const E *tile) {
   return finite;
 }
 
-/* MT x NT fragments of 16 x 8: f(m, n, half, j) of each number that a lane holds, the one in row 16 m + 8 half + g and
- * column 8 n + c + j, which is s[m][n][2 half + j]. */
+/* MT x NT fragments of 16 x 8: calls f(m, n, half, j) for each number that a lane holds, s[m][n][2 half + j], which is
+ * in row 16 m + 8 half + g and column 8 n + c + j. */
 template <int MT, int NT, class F>
 static __device__ __forceinline__ void each_number(F f) {
 #pragma unroll
@@ -78,7 +78,7 @@ static __device__ __forceinline__ void each_number(F f) {
         for (int j = 0; j < 2; j++) f(m, n, half, j);
 }
 
-/* f(m, half) of each row of which a lane holds numbers. */
+/* Calls f(m, half) for each row of which a lane holds numbers. */
 template <int MT, class F>
 static __device__ __forceinline__ void each_row(F f) {
 #pragma unroll
@@ -100,7 +100,8 @@ static __device__ __forceinline__ float paired(float x, float y, float sum) {
   return pairing == L1 ? sum + fabsf(x - y) : fmaf(x - y, x - y, sum);
 }
 
-/* s [16 MT, 8 NT] = the sum over D of pairs of row `row`.. of a and of row 0.. of b, two tiles. */
+/* s [16 MT, 8 NT] = the sum over D of paired(x, y), x of the rows from `row` on of tile a and y of the rows of tile
+ * b. */
 template <int pairing, class E, int D, int MT, int NT>
 static __device__ __forceinline__ void pair_rows(float (&s)[MT][NT][4], const E *a, int row, const E *b) {
   row += fragment_row();
@@ -128,8 +129,8 @@ static __device__ __forceinline__ void pair_rows(float (&s)[MT][NT][4], const E 
   }
 }
 
-/* s [16 MT, 8 NT] = A B^T, with A from row `row` of a on. The addresses of STEPS steps along D are in registers at
- * once. */
+/* s [16 MT, 8 NT] = A B^T, with A the rows from `row` on of tile a. Registers hold the addresses of STEPS steps along
+ * D. */
 template <class E, int D, int STEPS, int MT, int NT>
 static __device__ __forceinline__ void multiply(float (&s)[MT][NT][4], const E *a, int row, const E *b) {
   if constexpr (sizeof(E) == 4) {
@@ -140,7 +141,7 @@ static __device__ __forceinline__ void multiply(float (&s)[MT][NT][4], const E *
 #pragma unroll(STEPS)
     for (int k = 0; k < D / 16; k++) {
       uint32_t x[MT][4], y[4];
-      /* 16 rows on, vectors are exchanged alike. */
+      /* The swizzle repeats every 16 rows. */
       const E *const at_a = a + tile_at<E, D>(row + lane % 16, k * 2 + lane / 16);
       const E *const at_b = b + tile_at<E, D>(lane / 16 * 8 + lane % 8, k * 2 + lane / 8 % 2);
 #pragma unroll
@@ -188,7 +189,7 @@ static __device__ __forceinline__ float2 pair_at(const E *tile, int r, int d) {
     return unpack<E>(*reinterpret_cast<const uint32_t *>(x));
 }
 
-/* o += P V with multiply-adds, over only the first seen[m][.] columns of each row. */
+/* o += P V with multiply-adds, over the first seen[m][.] columns of each row only. */
 template <int D, int MT, int NT>
 static __device__ __forceinline__ void add_values_seen(float (&o)[MT][D / 8][4], const float (&p)[MT][NT][4],
                                                        const float *v, const int (&seen)[MT][2]) {
@@ -215,8 +216,8 @@ static __device__ __forceinline__ void add_values_seen(float (&o)[MT][D / 8][4],
 
 static __device__ __forceinline__ float zero_if_finite(float x) { return isfinite(x) ? 0 : x; }
 
-/* Moves inf and NaN from the tile v [ROWS, D] into the rows of o that see them: a product would bring them to all rows.
- * Called by all threads of the block. */
+/* Moves inf and NaN from the tile v [ROWS, D] into the rows of o that see them: a product would spread them to all
+ * rows. Called by all threads of the block. */
 template <class E, int D, int ROWS, int THREADS, int MT>
 static __device__ __forceinline__ void move_nonfinite(float (&o)[MT][D / 8][4], E *v, const int (&seen)[MT][2]) {
 #pragma unroll 1
@@ -244,9 +245,8 @@ static __device__ __forceinline__ void mask(float (&s)[MT][NT][4], const int (&s
   });
 }
 
-/* One step of the rows' online softmax: s -> p = 2^(scale s - top), with top the maximum so far, sum this lane's
- * part of the sum of p, alpha what earlier p are to be scaled by. While a row has seen nothing top is -inf; 0 stands
- * in for it. */
+/* One step of the rows' online softmax: s -> p = 2^(scale s - top), with top the maximum so far, sum this lane's part
+ * of the sum of p, alpha the factor for all earlier p. Where top is -inf, as no key was seen, 0 replaces it. */
 template <int MT, int NT>
 static __device__ __forceinline__ void softmax_step(float (&s)[MT][NT][4], float scale, float (&top)[MT][2],
                                                     float (&sum)[MT][2], float (&alpha)[MT][2]) {

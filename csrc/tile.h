@@ -1,10 +1,9 @@
-/* Tiles of queries against blocks of keys, shared by attend and what observes: packing, S = Q K^T, O += P V, and the
- * online softmax over key blocks. Sums are fp32, logits are in log2 units. Products are of fp32, or of bf16 where the
- * instruction set multiplies these: P is then rounded to bf16, as flash attention does.
+/* Tiles of queries against blocks of keys, shared by attend and the ops of observing rows: packing, S = Q K^T, O += P
+ * V, and the online softmax over key blocks. Sums are fp32, logits are in log2 units. Products are fp32, or bf16 where
+ * the instruction set multiplies bf16: P is then rounded to bf16, as flash attention does.
  *
- * A row's result does not depend on the tile or task it falls in: every sum runs over the columns in the same order,
- * and columns that a row does not see add exact zeros. So results are the same for any number of threads.
- */
+ * A row's result does not depend on the tile or task that holds it: every sum runs over the columns in the same order,
+ * and columns that a row does not see add exact zeros. So results are the same for any number of threads. */
 #ifndef KVEVICT_TILE_H
 #define KVEVICT_TILE_H
 #include <stdlib.h>
@@ -25,10 +24,10 @@ static inline int64_t kv_min(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t kv_max(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t kv_round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
-/* Keys of a block: packed K and V stay within 256 KiB of the second-level cache. */
+/* Keys of a block, so that packed K and V take at most 256 KiB of the second-level cache. */
 static inline int64_t kv_block(int64_t D) { return D > 128 ? KEYS / 2 : KEYS; }
 
-/* What is causal: row t sees the columns 0 .. clamp(shift + t + 1, least, n) - 1. */
+/* The causal bounds: row t sees the columns 0 .. clamp(shift + t + 1, least, n) - 1. */
 typedef struct {
   int64_t shift, least, n;
 } kv_bounds;
@@ -36,8 +35,8 @@ typedef struct {
 static inline int64_t kv_seen(kv_bounds x, int64_t t) { return kv_min(kv_max(x.shift + t + 1, x.least), x.n); }
 
 /* The query rows of one (b, kv head): its G heads at every step. In log2 units a logit is scale * q.k, or cap *
- * tanh(scale * q.k) if cap > 0. Products are of `words` of 4 bytes: of the numbers converted to fp32, or, where the
- * processor multiplies bf16, of pairs of them as they are. */
+ * tanh(scale * q.k) if cap > 0. A row is `words` of 4 bytes: numbers converted to fp32 or, where the processor
+ * multiplies bf16, pairs of bf16 without conversion. */
 typedef struct {
   kv_dtype dtype;
   int pairs;
@@ -63,7 +62,7 @@ static inline void kv_load_query(const kv_queries *x, int64_t g, int64_t t, floa
   for (int64_t d = 0; d < x->D; d++) q[d] *= x->scale;
 }
 
-/* q [words]: of pairs, whose products are scaled afterwards, as they are */
+/* q [words]: as kv_load_query, or pairs without conversion, whose products are scaled later */
 static inline void kv_load_words(const kv_queries *x, int64_t g, int64_t t, float *q) {
   if (x->pairs)
     memcpy(q, x->q + g * x->head_stride + t * x->step_stride, (size_t)x->words * sizeof *q);
@@ -72,8 +71,8 @@ static inline void kv_load_words(const kv_queries *x, int64_t g, int64_t t, floa
 }
 
 /* C [MR, nv * VL] = scale (alpha C + A B), with A [MR, n] and B [n, nv * VL]; alpha [MR] NULL: scale A B. pairs:
- * each word of A and B is two bf16. nv and pairs are constants wherever this is inlined; the accumulators must stay
- * in registers. */
+ * each word of A and B is two bf16. nv and pairs are constants at every call, so that the accumulators stay in
+ * registers. */
 KV_INLINE void kv_multiply_nv(int nv, int pairs, const float *a, int64_t lda, const float *b, int64_t ldb, int64_t n,
                               const float *alpha, float scale, float *c, int64_t ldc) {
   vf acc[MR][NV];
@@ -116,21 +115,23 @@ static inline void kv_multiply(int64_t nv, int pairs, const float *a, int64_t ld
 #undef KV_CASE
 }
 
-/* Columns c0 .. c0 + n - 1 -> k [ceil(n / PANEL)][words][PANEL], the last vector filled up with zeros. VL rows at a
- * time are transposed in 4 x 4 blocks of words. row: [VL, D] scratch. */
+/* Columns c0 .. c0 + n - 1 -> k [ceil(n / PANEL)][words][PANEL], the last vector padded with zeros. VL rows at a time
+ * are transposed in 4 x 4 blocks of words. row: [VL, D] scratch. */
 static inline void kv_pack_k(const kv_columns *x, int pairs, int64_t c0, int64_t n, float *k, float *row) {
   static const float zeros[KV_MOST_D];
   const int64_t words = pairs ? x->D / 2 : x->D;
   for (int64_t c = 0; c < n; c += VL) {
     float *const panel = k + c / PANEL * PANEL * words + c % PANEL;
-    const float *from[VL];
+    const char *from[VL]; /* a word of two bf16 starts at any multiple of 2 bytes, where no float may */
     for (int i = 0; i < VL; i++)
-      from[i] = c + i >= n ? zeros : pairs ? kv_column(x, c0 + c + i) : kv_column_floats(x, c0 + c + i, row + i * x->D);
+      from[i] = c + i >= n ? (const char *)zeros
+                : pairs    ? kv_column(x, c0 + c + i)
+                           : (const char *)kv_column_floats(x, c0 + c + i, row + i * x->D);
     for (int64_t d = 0; d < words; d += 4)
 #pragma GCC unroll 4
       for (int i = 0; i < VL; i += 4) {
-        const v4 r0 = *(const v4_any *)(from[i] + d), r1 = *(const v4_any *)(from[i + 1] + d);
-        const v4 r2 = *(const v4_any *)(from[i + 2] + d), r3 = *(const v4_any *)(from[i + 3] + d);
+        const v4 r0 = *(const v4_any *)(from[i] + 4 * d), r1 = *(const v4_any *)(from[i + 1] + 4 * d);
+        const v4 r2 = *(const v4_any *)(from[i + 2] + 4 * d), r3 = *(const v4_any *)(from[i + 3] + 4 * d);
         const v4 a = __builtin_shufflevector(r0, r1, 0, 4, 1, 5), b = __builtin_shufflevector(r2, r3, 0, 4, 1, 5);
         const v4 e = __builtin_shufflevector(r0, r1, 2, 6, 3, 7), f = __builtin_shufflevector(r2, r3, 2, 6, 3, 7);
         float *const to = panel + d * PANEL + i;
@@ -142,8 +143,8 @@ static inline void kv_pack_k(const kv_columns *x, int pairs, int64_t c0, int64_t
   }
 }
 
-/* Columns c0 .. c0 + n - 1 -> v [n, width], or [ceil(n / 2), width] pairs of a column and the next, rows filled up with
- * zeros. Returns whether all of them are finite. */
+/* Columns c0 .. c0 + n - 1 -> v [n, width], or [ceil(n / 2), width] pairs of a column and the next, rows padded with
+ * zeros. Returns whether all numbers are finite. */
 static inline int kv_pack_v(const kv_columns *x, int pairs, int64_t c0, int64_t n, float *v, int64_t width) {
   static const uint16_t zeros[KV_MOST_D];
   const uint32_t high = 0x7f800000u, low = high >> 16; /* exponents of inf and NaN */
@@ -177,7 +178,7 @@ static inline void kv_tile_s(const kv_queries *query, const float *q, int64_t ro
   }
 }
 
-/* o [rows, width] = alpha o + p [rows, KEYS] v [n, width]. rows is a multiple of MR. */
+/* o [rows, width] = alpha o + p [rows, KEYS] v [n, width], with alpha [rows]. rows is a multiple of MR. */
 static inline void kv_tile_o(int pairs, const float *p, int64_t rows, int64_t n, const float *v, int64_t width,
                              const float *alpha, float *o) {
   const int64_t words = pairs ? (n + 1) / 2 : n;
@@ -188,7 +189,7 @@ static inline void kv_tile_o(int pairs, const float *p, int64_t rows, int64_t n,
   }
 }
 
-/* The same for one row and the n columns it sees: where v holds inf or NaN, 0 * v of a column unseen is not 0. */
+/* The same for one row and the n columns that it sees: where v holds inf or NaN, 0 * v of an unseen column is not 0. */
 static inline void kv_row_o(int pairs, const float *p, int64_t n, const float *v, int64_t width, float alpha,
                             float *o) {
   const int64_t words = pairs ? n / 2 : n;
@@ -207,19 +208,19 @@ static inline void kv_row_o(int pairs, const float *p, int64_t n, const float *v
   }
 }
 
-/* s [width], of which the row sees n columns: cap * tanh(s) if cap > 0; columns from n on become -inf. */
+/* s [width], of which the row sees n columns -> cap * tanh(s) if cap > 0; columns from n on become -inf. */
 static inline void kv_cap_and_mask(float *s, float cap, int64_t n, int64_t width) {
   if (cap > 0)
     for (int64_t c = 0; c < n; c += VL) vf_store(s + c, cap * vf_tanh(vf_load(s + c)));
   for (int64_t c = n; c < width; c++) s[c] = -INFINITY;
 }
 
-/* One step of a row's online softmax: s [width] -> p = 2^(s - m) with m the maximum so far, rounded to bf16 if
- * pairs, l = sum of p before that. Returns alpha, what earlier p are to be scaled by. While the row has seen nothing
- * m is -inf; 0 stands in for it. */
+/* One step of a row's online softmax: s [width] -> p = 2^(s - m) with m the maximum so far; l is the sum of p; if
+ * pairs, p is then rounded to bf16. Returns alpha, the factor for all earlier p. Where m is -inf, as no column was
+ * seen, 0 replaces it. */
 static inline float kv_softmax(int pairs, float *s, int64_t width, float *m, float *l) {
   const vf none = vf_set1(-INFINITY);
-  vf top[2] = {none, none}, sum[2] = {vf_set1(0), vf_set1(0)}; /* two chains, so that neither is waited for */
+  vf top[2] = {none, none}, sum[2] = {vf_set1(0), vf_set1(0)}; /* two independent chains, to hide latency */
   for (int64_t c = 0; c < width; c += 2 * VL) {
     top[0] = vf_max(vf_load(s + c), top[0]);
     if (c + VL < width) top[1] = vf_max(vf_load(s + c + VL), top[1]);
@@ -239,16 +240,15 @@ static inline float kv_softmax(int pairs, float *s, int64_t width, float *m, flo
   return alpha;
 }
 
-/* A task's rows, time-major over the heads of the group: row r is head r % G at step t0 + r / G. */
+/* A task's rows, in time-major order over the heads of the group: row r is head r % G at step t0 + r / G. */
 typedef struct {
-  float *q, *o;   /* [rows, D] scaled, [rows, width]; rows filled up with zeros to a multiple of MR */
+  float *q, *o;   /* [rows, D] scaled, [rows, width]; padded with rows of zeros to a multiple of MR */
   float *m, *l;   /* [rows] maximum and sum of the softmax so far */
   float *k, *v;   /* a packed block of keys and values */
   float *s, *row; /* [TILE, KEYS], [VL, D] */
 } kv_rows;
 
-/* Carves n arrays of so many floats out of one allocation, to be freed as the return value; NULL if there is no
- * memory. */
+/* Allocates n arrays of sizes[i] floats at once; the return value is to be freed, NULL if out of memory. */
 static inline void *kv_carve(int n, const int64_t *sizes, float **const *fields) {
   int64_t total = 0;
   for (int i = 0; i < n; i++) total += kv_round_up(sizes[i], 16);
@@ -264,7 +264,7 @@ static inline void *kv_rows_alloc(kv_rows *x, int64_t rows, int64_t D, int value
   return kv_carve(8, sizes, fields);
 }
 
-/* Loads the queries and starts the softmax. A sink is a column without a value: m = sink, l = 1. */
+/* Loads the queries and starts the softmax. A sink is one more logit, without a value: m = sink, l = 1. */
 static inline void kv_rows_start(kv_rows *x, const kv_queries *query, int64_t t0, int64_t rows, const float *sinks,
                                  int64_t width) {
   const int64_t padded = kv_round_up(rows, MR);
@@ -284,8 +284,8 @@ static inline void kv_rows_tile(kv_rows *x, const kv_queries *query, kv_bounds b
   const int64_t G = query->G, block = kv_block(query->D), padded = kv_round_up(n, MR);
   const int64_t fewest = kv_min(kv_seen(bounds, t0 + r0 / G) - c0, block);
   const int64_t most = kv_min(kv_seen(bounds, t0 + (r0 + n - 1) / G) - c0, block);
-  const int pairs = query->pairs && width;                      /* without values p stays as it is */
-  const int same = fewest == most && (!pairs || most % 2 == 0); /* what is multiplied all rows see */
+  const int pairs = query->pairs && width;                      /* without values p is not rounded */
+  const int same = fewest == most && (!pairs || most % 2 == 0); /* all rows see every column that is multiplied */
   float alpha[TILE];
   if (most <= 0) return;
   kv_tile_s(query, x->q + r0 * query->words, padded, x->k, most, x->s);
@@ -302,7 +302,7 @@ static inline void kv_rows_tile(kv_rows *x, const kv_queries *query, kv_bounds b
   if (finite || same) kv_tile_o(pairs, x->s, padded, most, x->v, width, alpha, x->o + r0 * width);
 }
 
-/* All rows over all columns they see. Without values (v NULL) only m and l are found. */
+/* All rows over all columns that they see. Without values (v NULL) this computes only m and l. */
 static inline void kv_rows_run(kv_rows *x, const kv_queries *query, kv_bounds bounds, int64_t t0, int64_t rows,
                                const kv_columns *k, const kv_columns *v, int64_t width) {
   const int64_t n = rows > 0 ? kv_seen(bounds, t0 + (rows - 1) / query->G) : 0, block = kv_block(query->D);
@@ -315,8 +315,8 @@ static inline void kv_rows_run(kv_rows *x, const kv_queries *query, kv_bounds bo
   }
 }
 
-/* Steps of a task over one head's T steps. Packing is amortised from about 192 rows on, scratch stays below 2 MiB up to
- * `most` rows; between these as many as leave every thread four tasks. */
+/* Steps of a task over one head's T steps: at least about 192 rows, which amortise packing, at most `most` rows, which
+ * keep scratch below 2 MiB, and between these bounds about four tasks for every thread. */
 static inline int64_t kv_task_steps(int64_t heads, int64_t T, int64_t G, int64_t D) {
   const int64_t most = 131072 / kv_max(D, 64), fair = heads * T * G / (4 * kv_threads());
   return kv_max(kv_min(kv_max(fair, 192), most) / G, 1);

@@ -1,4 +1,4 @@
-/* 16 bytes of numbers, the unit in which memory is read, and the choice of a kernel by dtype. E is float, f16 or
+/* Vectors of 16 bytes, the unit in which memory is read, and the choice of a kernel by dtype. E is float, f16 or
  * bf16. */
 #ifndef KV_VECTOR_CUH
 #define KV_VECTOR_CUH
@@ -22,13 +22,13 @@ static __device__ __forceinline__ void vector_floats(uint4 v, float (&x)[VECTOR<
   }
 }
 
-/* Numbers d .. d + VECTOR - 1 of slot i, which are read once. */
+/* Elements d .. d + VECTOR - 1 of slot i, which are read once. */
 template <class E>
 static __device__ __forceinline__ void slot_floats(const kv_segments &slots, int i, int d, float (&x)[VECTOR<E>]) {
   vector_floats<E>(load_once_16(reinterpret_cast<const E *>(kv_segments_at(&slots, i)) + d), x);
 }
 
-/* f(E{}) with the type that dtype stands for. */
+/* f(E{}) with the element type of dtype. */
 template <class F>
 static int dispatch(kv_dtype dtype, F f) {
   return dtype == KV_F16 ? f(f16{}) : dtype == KV_BF16 ? f(bf16{}) : f(float{});

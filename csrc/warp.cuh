@@ -1,6 +1,6 @@
-/* Reductions over the lanes of a warp and the warps of a block. The order of every sum is fixed, so results repeat
- * bit for bit. All lanes of a warp (all threads of a block) must call them together; the block's size is a multiple
- * of 32, at most 1024. Every caller gets the result. */
+/* Reductions over the lanes of a warp and the warps of a block. Every sum has a fixed order, so results repeat bit for
+ * bit. All lanes of a warp (all threads of a block) must call them together and all get the result. A block has a
+ * multiple of 32 threads, at most 1024. */
 #ifndef KV_WARP_CUH
 #define KV_WARP_CUH
 #include "ptx.cuh"
@@ -17,7 +17,7 @@ static __device__ __forceinline__ T lanes_sum(T x) {
   for (int step = Width / 2; step > 0; step /= 2) x += __shfl_xor_sync(ALL_LANES, x, step);
   return x;
 }
-/* A NaN is passed over, as fmaxf does. */
+/* Ignores NaN, as fmaxf does. */
 template <int Width = 32>
 static __device__ __forceinline__ float lanes_max(float x) {
 #pragma unroll
@@ -35,7 +35,7 @@ static __device__ __forceinline__ int lanes_sum_before(int x) {
   return sum - x;
 }
 
-/* scratch [32] shared, free to be used again when these return. */
+/* scratch [32]: shared, may be reused when these return. */
 template <class T>
 static __device__ __forceinline__ T block_sum(T x, T *scratch) {
   x = lanes_sum(x);
@@ -57,8 +57,8 @@ static __device__ __forceinline__ int block_sum_before(int x, int *scratch, int 
   return before + __shfl_sync(ALL_LANES, warps_before, warp_id());
 }
 
-/* Whether this block is the last of `blocks` that come here; it then sees what all of them wrote to global memory
- * before. *counter: 0 before the first launch and again afterwards. flag: one shared word. */
+/* Whether this block is the last of `blocks` to call this; it then sees what the others wrote to global memory before
+ * their calls. *counter: 0 before the first call and after the last. flag: one shared word. */
 static __device__ __forceinline__ bool block_is_last(uint32_t *counter, uint32_t blocks, uint32_t *flag) {
   __syncthreads();
   if (threadIdx.x == 0) {

@@ -26,7 +26,8 @@ SHORT = (0, 0, 1, 1, 2, 7, 33)
 def problem(rng, **fixed):
     """Small, often with heads that hold nothing or one slot."""
     B, Hkv, T = rng.choice((1, 2)), rng.choice((1, 2, 3)), rng.choice((1, 1, 2, 5, 17))
-    drawn = dict(B=B, Hkv=Hkv, T=T, S=rng.choice((0, 1, T, T + 3)), G=rng.choice((1, 2, 4)), dtype=rng.choice(DTYPES))
+    G = rng.choice((1, 2, 4)) if rng.random() < 0.9 else rng.choice((61, 71, 128))
+    drawn = dict(B=B, Hkv=Hkv, T=T, S=rng.choice((0, 1, T, T + 3)), G=G, dtype=rng.choice(DTYPES))
     drawn |= dict(D=rng.choice((8, 24, 32, 64, 80, 128, 256, 512)), layout=rng.choice(helpers.LAYOUTS), **fixed)
     drawn |= dict(softcap=rng.choice((0.0, 1.5)), sinks=rng.random() < 0.3)
     if rng.random() < 0.7:

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Line and branch coverage of csrc/*.c, measured by the C tests and the op tests together in a scratch folder:
-# coverage.sh [PYTEST ARGUMENTS in the place of tests/ops]. Needs gcc with gcov, and pip install gcovr.
+# Line and branch coverage of csrc/*.c by the C tests and the op tests together, in a scratch folder:
+# coverage.sh [PYTEST ARGUMENTS instead of tests/ops]. Needs gcc with gcov, and pip install gcovr.
 #
-# The kernels are compiled once per instruction set, as in the extension; a line counts where any of them ran it.
+# The kernels are compiled once per instruction set, as in the extension; a line counts if any of them ran it.
 set -euo pipefail
 . "$(dirname "$0")/../lib/scratch_build.sh"
 scratch_build --coverage

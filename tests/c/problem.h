@@ -1,5 +1,5 @@
-/* What the tests of kernels share: random problems, the contract's softmax in double, and a run of every instruction
- * set of this processor. Random shapes, strides and dtypes; whatever may not be read is NaN. */
+/* Shared by the tests of kernels: random problems, the contract's softmax in double, and a run of every instruction set
+ * of this processor. Shapes, strides and dtypes are random; memory that must not be read is NaN. */
 #ifndef PROBLEM_H
 #define PROBLEM_H
 #define _POSIX_C_SOURCE 200809L
@@ -50,6 +50,12 @@ static void threads_hook(int64_t n, int64_t grain, kv_body body, void *ctx) {
   for (int i = 0; i < THREADS; i++) pthread_join(thread[i], NULL);
 }
 
+/* How many random problems a test draws: $KVEVICT_TEST_ROUNDS, or as many as usual. */
+static inline int rounds(int usual) {
+  const char *asked = getenv("KVEVICT_TEST_ROUNDS");
+  return asked ? atoi(asked) : usual;
+}
+
 static int failures;
 static double worst; /* of error / tolerance, over one op */
 
@@ -66,11 +72,14 @@ static void check_close(double got, double want, double tolerance, const char *w
     printf("  FAIL %s[%lld]: got %.9g want %.9g tolerance %.3g\n", what, (long long)at, got, want, tolerance);
 }
 
-static void check_same(const float *x, const float *y, int64_t n, const char *what) {
+/* The same bits, or NaN in the same places. */
+static int same(const float *x, const float *y, int64_t n) {
   int64_t bad = 0;
   for (int64_t i = 0; i < n; i++) bad += kv_bits(x[i]) != kv_bits(y[i]) && !(isnan(x[i]) && isnan(y[i]));
-  check(bad == 0, what);
+  return bad == 0;
 }
+
+static void check_same(const float *x, const float *y, int64_t n, const char *what) { check(same(x, y, n), what); }
 
 static void *need(size_t n, size_t size) {
   void *x = calloc(n ? n : 1, size);
@@ -104,18 +113,24 @@ static void put(kv_dtype dtype, void *x, int64_t i, double value) {
   kv_store_row(dtype, &f, (char *)x + i * kv_size(dtype), 1);
 }
 
-/* n numbers of dtype; NaN until they are set */
+/* n numbers of dtype, NaN until they are set. They start 0 to 3 numbers after a multiple of 16 bytes, since kernels may
+ * rely only on the alignment of one number. To be freed by discard. */
 static void *numbers(kv_dtype dtype, int64_t n) {
-  void *x = need((size_t)n, (size_t)kv_size(dtype));
+  const int64_t start = below(4);
+  char *x = need((size_t)(start + n), (size_t)kv_size(dtype));
+  x += start * kv_size(dtype);
   for (int64_t i = 0; i < n; i++) put(dtype, x, i, NAN);
   return x;
 }
 
-/* [n0, n1, n2, D] with the first three dimensions in random order and gaps between rows */
+static void discard(const void *x) { free((void *)((uintptr_t)x / 16 * 16)); }
+
+/* [n0, n1, n2, D] with the first three dimensions in random order and gaps between rows. To be freed by discard. */
 static void *strided(kv_dtype dtype, const int64_t n[3], int64_t D, double size, int64_t stride[3]) {
   static const int orders[4][3] = {{2, 1, 0}, {1, 2, 0}, {2, 0, 1}, {0, 1, 2}};
+  static const int64_t gaps[] = {0, 0, 8, 16, 1, 5};
   const int *order = orders[below(4)];
-  int64_t step = D + 8 * below(3);
+  int64_t step = D + one_of(6, gaps);
   for (int i = 0; i < 3; i++) stride[order[i]] = step, step *= n[order[i]] ? n[order[i]] : 1;
   void *x = numbers(dtype, step);
   for (int64_t i = 0; i < n[0] * n[1] * n[2]; i++) {
@@ -138,7 +153,7 @@ typedef struct {
   kv_new chunk;
   int32_t *stop;
   int64_t most;         /* alive slots of a head, at most */
-  double *qs, *ks, *vs; /* [B, H, T, D], [B, Hkv, most, D]: what was written, as the reference reads it */
+  double *qs, *ks, *vs; /* [B, H, T, D], [B, Hkv, most, D]: the numbers in double, for the reference */
 } problem;
 
 /* One number of a key or value becomes NaN or inf. */
@@ -193,7 +208,9 @@ static problem make(kv_dtype dtype, int64_t T, int64_t S, int64_t longest, int p
   static const int64_t groups[] = {1, 1, 2, 3, 4, 7, 8},
                        dims[] = {8, 16, 24, 40, 48, 64, 64, 80, 96, 128, 128, 200, 256, 512};
   problem p = {.dtype = dtype, .B = 1 + below(3), .Hkv = 1 + below(3), .G = one_of(7, groups), .T = T, .S = S};
-  p.H = p.G * p.Hkv, p.D = one_of(14, dims);
+  p.D = one_of(14, dims);
+  if (below(8) == 0) p.B = p.Hkv = 1, p.G = 9 + below(120), p.D = 8 * (1 + below(5)); /* up to 128 heads in a group */
+  p.H = p.G * p.Hkv;
   p.huge = below(8) == 0;
   p.scale = (float)(1 / sqrt((double)p.D));
   p.softcap = below(3) ? 0 : (float)(1 + below(50));
@@ -207,7 +224,7 @@ static problem make(kv_dtype dtype, int64_t T, int64_t S, int64_t longest, int p
   for (int64_t b = 0; b < p.B; b++) {
     first[b] = (int32_t)(below(2) && padded ? below(S + 1) : 0);
     p.stop[b] = (int32_t)(below(2) ? S : first[b] + below(S - first[b] + 1));
-    for (int64_t i = 0; i < p.Hkv * first[b]; i++) { /* left padding is never read */
+    for (int64_t i = 0; i < p.Hkv * first[b]; i++) { /* left padding must not be read */
       const int64_t h = i / first[b], s = i % first[b];
       for (int64_t d = 0; d < p.D; d++) {
         put(dtype, (void *)p.chunk.k, b * p.chunk.k_stride[0] + h * p.chunk.k_stride[1] + s * p.chunk.k_stride[2] + d,
@@ -238,27 +255,16 @@ static problem make(kv_dtype dtype, int64_t T, int64_t S, int64_t longest, int p
 }
 
 static void drop(problem *p) {
-  void *all[] = {p->q,
-                 p->slots.k,
-                 p->slots.v,
-                 p->slots.pos,
-                 (void *)p->slots.offset,
-                 p->sinks,
-                 (void *)p->chunk.k,
-                 (void *)p->chunk.v,
-                 (void *)p->chunk.first,
-                 (void *)p->chunk.pos,
-                 p->stop,
-                 (void *)p->slots.len,
-                 p->qs,
-                 p->ks,
-                 p->vs};
-  for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
+  const void *shifted[] = {p->q, p->slots.k, p->slots.v, p->chunk.k, p->chunk.v};
+  const void *all[] = {p->slots.pos, p->slots.offset, p->slots.len, p->chunk.first, p->chunk.pos,
+                       p->stop,      p->sinks,        p->qs,        p->ks,          p->vs};
+  for (size_t i = 0; i < sizeof shifted / sizeof *shifted; i++) discard(shifted[i]);
+  for (size_t i = 0; i < sizeof all / sizeof *all; i++) free((void *)all[i]);
 }
 
 /* ---- the contract in double ---- */
 
-/* Logit of row t of query head h at slot i; *error gains what fp32 may be off by. */
+/* Logit of row t of query head h at slot i; raises *error to the error that fp32 may have. */
 static double logit_of(const problem *p, int64_t b, int64_t h, int64_t t, int64_t i, double *error) {
   const double *q = p->qs + ((b * p->H + h) * p->T + t) * p->D;
   const double *k = p->ks + ((b * p->Hkv + h / p->G) * p->most + i) * p->D;
@@ -290,7 +296,7 @@ static void report(const char *op, int before) {
   worst = 0;
 }
 
-/* Each instruction set in a process of its own, since the choice is made once; only $KVEVICT_TEST_ISA if set. */
+/* Runs every instruction set, or only $KVEVICT_TEST_ISA, each in its own process since the choice is made once. */
 static int run_isas(int (*test)(void)) {
   char names[64], *rest = names;
   int failed = 0;

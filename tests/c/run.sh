@@ -1,5 +1,6 @@
 #!/bin/sh
-# Builds csrc/*.c and every test_*.c in a temporary directory and runs the tests: run.sh [plain|asan|aarch64|macos]
+# Builds csrc/*.c and every test_*.c in a temporary directory and runs the tests: run.sh [plain|asan|tsan|aarch64|macos]
+# asan: AddressSanitizer and UndefinedBehaviorSanitizer. tsan: ThreadSanitizer, with a tenth of the random problems.
 # aarch64 is built with a cross compiler and run by an emulator, on a processor without bf16 and on one with all there
 # is; it needs Debian's gcc-aarch64-linux-gnu and qemu-user. macos is compiled and linked alone, by the clang in PyPI's
 # ziglang.
@@ -10,9 +11,10 @@ machine=$(uname -m)
 case $mode in
   plain) ;;
   asan) flags="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer" ;;
+  tsan) flags="-O1 -g -fsanitize=thread"; export KVEVICT_TEST_ROUNDS="${KVEVICT_TEST_ROUNDS:-9}" ;;
   aarch64) flags="-O3 -static" machine=aarch64 CC=${CC:-aarch64-linux-gnu-gcc} ;;
   macos) machine=arm64 CC=${CC:-python -m ziglang cc -target aarch64-macos} bf16="-mcpu=generic+v8_2a+bf16" ;;
-  *) echo "usage: $0 [plain|asan|aarch64|macos]" >&2; exit 2 ;;
+  *) echo "usage: $0 [plain|asan|tsan|aarch64|macos]" >&2; exit 2 ;;
 esac
 here=$(cd "$(dirname "$0")" && pwd)
 csrc=$here/../../csrc

@@ -1,12 +1,14 @@
-/* attend and decode on every instruction set of this processor against loops in double, written straight from the
- * comments of kvevict.h. Outputs start as NaN; each result is asked for again with threads and must be the same bit for
- * bit. See run.sh. */
+/* attend and decode on every instruction set of this processor against loops in double, written from the comments of
+ * kvevict.h, and called by several threads at once. Outputs start as NaN; each result is computed again with threads
+ * and must have the same bits. See run.sh. */
+#include <stdatomic.h>
+
 #include "problem.h"
 
 /* Half a unit in the last place of the output. */
 static double rounding(kv_dtype dtype) { return dtype == KV_F32 ? 2e-6 : dtype == KV_F16 ? 6e-4 : 4.5e-3; }
 
-/* One row of attention over its first n slots against what the kernel says. */
+/* Checks one row of attention over its first n slots. */
 static void check_row(const problem *p, int64_t b, int64_t h, int64_t t, int64_t n, const void *out, int64_t out_at,
                       float lse, double weight_rounding, double *s, double *error) {
   *error = 1e-6;
@@ -49,7 +51,7 @@ static void test_attend(kv_dtype dtype, int64_t T, int64_t S, int64_t longest) {
     seen += p.slots.len[b * p.Hkv + h / p.G];
     check_row(&p, b, h, t, seen, out[0], ((b * T + t) * p.H + h) * p.D, lse[0][i], weights, s, &error);
   }
-  for (int i = 0; i < 2; i++) free(out[i]), free(lse[i]);
+  for (int i = 0; i < 2; i++) discard(out[i]), free(lse[i]);
   free(s);
   drop(&p);
 }
@@ -62,7 +64,7 @@ static void test_decode(kv_dtype dtype, int64_t longest) {
   void *k = need((size_t)bytes, 1), *v = need((size_t)bytes, 1);
   const int with_probs = below(2) == 0;
   memcpy(k, p.slots.k, (size_t)bytes), memcpy(v, p.slots.v, (size_t)bytes);
-  for (int64_t i = 0; i < p.B * p.Hkv; i++) /* what the buffers must hold afterwards */
+  for (int64_t i = 0; i < p.B * p.Hkv; i++) /* the buffers' expected content */
     for (int64_t d = 0; d < p.D; d++) {
       const int64_t to = (p.slots.offset[i] + p.slots.len[i]) * p.D + d, b = i / p.Hkv, h = i % p.Hkv,
                     n = p.slots.len[i];
@@ -74,7 +76,7 @@ static void test_decode(kv_dtype dtype, int64_t longest) {
                    p.q,   {0}, p.chunk, p.slots, p.sinks, out[i], lse[i],  with_probs ? probs[i] : NULL,
                    p.rows};
     memcpy(a.q_stride, p.q_stride, sizeof a.q_stride);
-    kv_set_parallel(i ? NULL : threads_hook, 3); /* first: a serial run leaves the new row behind */
+    kv_set_parallel(i ? NULL : threads_hook, 3); /* threads first: the serial run finds the new row written */
     check(kv_decode_cpu(&a) == KV_OK, "decode status");
   }
   check(memcmp(out[0], out[1], (size_t)(outs * kv_size(dtype))) == 0 || p.wild, "decode out, serial and parallel");
@@ -101,18 +103,83 @@ static void test_decode(kv_dtype dtype, int64_t longest) {
         check(isnan(probs[0][i * C + c]), "probs untouched");
     }
   }
-  for (int i = 0; i < 2; i++) free(out[i]), free(lse[i]), free(probs[i]);
+  for (int i = 0; i < 2; i++) discard(out[i]), free(lse[i]), free(probs[i]);
   free(s), free(mean), free(k), free(v);
   drop(&p);
 }
 
+/* ---- threads ---- */
+
+enum { CALLERS = 3 };
+
+static atomic_int callers_left;
+
+/* Sets a hook, other numbers of threads and no hook at all, until all callers are done. */
+static void *change_threads(void *unused) {
+  for (int i = 0; atomic_load(&callers_left) > 0; i++) kv_set_parallel(i % 3 ? threads_hook : NULL, 1 + i % 4);
+  return unused;
+}
+
+typedef struct {
+  problem p;
+  float *want;
+  int same;
+} caller;
+
+/* lse [B, H, T] of attend; its work is cut by the number of threads too. */
+static float *attended(const caller *x) {
+  const problem *p = &x->p;
+  const int64_t rows = p->B * p->H * p->T;
+  void *out = need((size_t)(rows * p->D), (size_t)kv_size(p->dtype));
+  float *lse = nans(rows);
+  kv_attend a = {p->dtype, p->B, p->H,     p->Hkv,   p->T,    p->S,     p->D, p->scale, p->softcap,
+                 p->q,     {0},  p->slots, p->chunk, p->stop, p->sinks, out,  lse};
+  memcpy(a.q_stride, p->q_stride, sizeof a.q_stride);
+  if (kv_attend_cpu(&a) != KV_OK) abort();
+  free(out);
+  return lse;
+}
+
+static void *call(void *of) {
+  caller *x = of;
+  for (int i = rounds(40); i > 0; i--) {
+    float *got = attended(x);
+    x->same &= same(got, x->want, x->p.B * x->p.H * x->p.T);
+    free(got);
+  }
+  atomic_fetch_sub(&callers_left, 1);
+  return NULL;
+}
+
+/* attend called by several threads at once while another thread changes how loops run: every result has the bits of a
+ * call alone. `run.sh tsan` also reports what is written while another thread reads it. */
+static void test_threads(void) {
+  pthread_t changer, threads[CALLERS];
+  caller callers[CALLERS];
+  atomic_store(&callers_left, CALLERS);
+  for (int i = 0; i < CALLERS; i++) {
+    callers[i] = (caller){.p = make((kv_dtype)i, 65, 65, 64, 1), .same = 1};
+    callers[i].want = attended(&callers[i]);
+  }
+  if (pthread_create(&changer, NULL, change_threads, NULL)) abort();
+  for (int i = 0; i < CALLERS; i++)
+    if (pthread_create(&threads[i], NULL, call, &callers[i])) abort();
+  for (int i = 0; i < CALLERS; i++) pthread_join(threads[i], NULL);
+  pthread_join(changer, NULL);
+  for (int i = 0; i < CALLERS; i++) {
+    check(callers[i].same, "attend while the hook changes");
+    free(callers[i].want);
+    drop(&callers[i].p);
+  }
+}
+
 /* ---- conversions, refusals ---- */
 
-/* Every half there is, and floats between: the nearest one, the even one of two as near. */
+/* All 65,536 halves, and floats between them, which round to the nearest or, between two as near, to the even one. */
 static void test_half(kv_dtype dtype) {
   const int inf = dtype == KV_F16 ? 0x7c00 : 0x7f80;
   for (int u = 0; u < 65536; u++) {
-    const uint16_t h[2] = {(uint16_t)u}; /* room for a float: kv_load_row could read one */
+    const uint16_t h[2] = {(uint16_t)u}; /* the size of a float, which kv_load_row could read */
     float x = 0;
     uint16_t back[2] = {0};
     kv_load_row(dtype, h, &x, 1);
@@ -121,7 +188,7 @@ static void test_half(kv_dtype dtype) {
     check(isnan(want) ? isnan(x) && isnan(decode_half(dtype, back[0])) : x == want && back[0] == h[0],
           "half there and back");
     if ((u & 0x7fff) >= inf) continue;
-    /* between h and the next one away from 0; beyond the largest stands the power of two that does not exist */
+    /* the next one away from 0; after the largest, the power of two that would follow */
     const double next = (u & 0x7fff) + 1 == inf ? (u & 0x8000 ? -1 : 1) * ldexp(1, dtype == KV_F16 ? 16 : 128)
                                                 : decode_half(dtype, (uint16_t)(u + 1));
     const float middle = (float)((want + next) / 2), less = nextafterf(middle, 0),
@@ -137,8 +204,8 @@ static void test_half(kv_dtype dtype) {
 
 static void test_refusals(void) {
   kv_attend a = {.B = 1, .H = 4, .Hkv = 2, .D = 64};
-  a.Hkv = 3, check(kv_attend_cpu(&a) == KV_BAD_SHAPE, "H no multiple of Hkv");
-  a.Hkv = 2, a.D = 60, check(kv_attend_cpu(&a) == KV_BAD_SHAPE, "D no multiple of 8");
+  a.Hkv = 3, check(kv_attend_cpu(&a) == KV_BAD_SHAPE, "H not a multiple of Hkv");
+  a.Hkv = 2, a.D = 60, check(kv_attend_cpu(&a) == KV_BAD_SHAPE, "D not a multiple of 8");
   a.D = 520, check(kv_attend_cpu(&a) == KV_BAD_SHAPE, "D over 512");
   a.D = 64, a.T = -1, check(kv_attend_cpu(&a) == KV_BAD_SHAPE, "T negative");
   a.T = 1, a.dtype = (kv_dtype)3, check(kv_attend_cpu(&a) == KV_BAD_DTYPE, "dtype");
@@ -148,8 +215,7 @@ static void test_refusals(void) {
 
 static int test_isa(void) {
   static const int64_t lengths[] = {0, 1, 2, 5, 17, 33, 50, 97, 130}, slots[] = {0, 1, 3, 40, 64, 255, 300, 600};
-  const char *rounds = getenv("KVEVICT_TEST_ROUNDS");
-  const int n = rounds ? atoi(rounds) : 90;
+  const int n = rounds(90);
   int before = failures;
   for (int i = 0; i < n; i++) {
     const int64_t T = one_of(9, lengths), S = below(2) ? T : one_of(9, lengths);
@@ -159,6 +225,8 @@ static int test_isa(void) {
   report("attend", before), before = failures;
   for (int i = 0; i < n; i++) test_decode((kv_dtype)(i % 3), i % 5 ? one_of(8, slots) : 1500);
   report("decode", before), before = failures;
+  test_threads();
+  report("threads", before), before = failures;
   test_half(KV_F16), test_half(KV_BF16), test_refusals();
   report("others", before);
   return failures > 0;

@@ -1,6 +1,6 @@
-/* kl and kl_grad on every instruction set of this processor against loops in double, written straight from the comments
- * of kvevict.h and the formulas of kl_grad_cpu.c. Outputs start as NaN; each result is asked for again with threads and
- * must be the same bit for bit. See run.sh. */
+/* kl and kl_grad on every instruction set of this processor against loops in double, written from the comments of
+ * kvevict.h and the formulas of kl_grad_cpu.c. Outputs start as NaN; each result is computed again with threads and
+ * must have the same bits. See run.sh. */
 #include "problem.h"
 
 typedef struct {
@@ -31,7 +31,7 @@ static void drop_compared(compared *x) {
   drop(&x->p);
 }
 
-/* a [R, n] of query head h and their mean p [n]; returns what fp32 is off by, relatively. */
+/* a [R, n] of query head h and their mean p [n]; returns a bound of fp32's relative error. */
 static double attention(const compared *x, int64_t b, int64_t h, int64_t n, double *a, double *p) {
   const int64_t R = x->rows.R, from = x->rows.row_first[b];
   double error = 1e-6;
@@ -46,7 +46,7 @@ static double attention(const compared *x, int64_t b, int64_t h, int64_t n, doub
   return 4 * error;
 }
 
-/* One query head: the loss, and what its gradient adds to dq [R, D] and dk [n, D]. Returns what these are off by. */
+/* One query head: the loss; adds its gradient to dq [R, D] and dk [n, D]. Returns a bound of fp32's error in these. */
 static double head_of(const compared *x, int64_t b, int64_t h, int64_t n, double *loss, double *dq, double *dk) {
   const int64_t R = x->rows.R, D = x->rows.D, N = n < x->N ? n : x->N, head = b * x->rows.H + h;
   double *a = need((size_t)(R * n), sizeof *a), *p = need((size_t)n, sizeof *p), *g = need((size_t)n, sizeof *g);
@@ -58,7 +58,7 @@ static double head_of(const compared *x, int64_t b, int64_t h, int64_t n, double
   for (int64_t i = 0; i < N && ts > 0 && ps > 0; i++) {
     if (t[i] > 0) *loss += t[i] / ts * log(t[i] / ts / (fmax(p[i], KV_KL_LEAST) / ps));
     g[i] = x->grad[head] / (double)(R - x->rows.row_first[b]) * (1 / ps - (p[i] < KV_KL_LEAST ? 0 : t[i] / ts / p[i]));
-    if (t[i] > 0 && p[i] < 1e-25) error = INFINITY; /* so near to where it is cut off that rounding decides */
+    if (t[i] > 0 && p[i] < 1e-25) error = INFINITY; /* near KV_KL_LEAST rounding decides */
   }
   for (int64_t r = 0; r < R; r++) {
     double c = 0, size = 0;
@@ -90,8 +90,8 @@ static void check_head(const compared *x, int64_t at, const float *loss, const f
   }
   for (int64_t i = 0; i < p->S * D; i++) {
     const int64_t slot = i / D - p->chunk.first[b] + p->slots.len[at];
-    const int there = i / D >= p->chunk.first[b] && i / D < p->stop[b];
-    check_close(dk[at * p->S * D + i], there ? want[slot * D + i % D] : 0, there ? total : 1e-30, "dk", i);
+    const int alive = i / D >= p->chunk.first[b] && i / D < p->stop[b];
+    check_close(dk[at * p->S * D + i], alive ? want[slot * D + i % D] : 0, alive ? total : 1e-30, "dk", i);
   }
   free(want);
 }
@@ -120,7 +120,8 @@ static void test_kl(kv_dtype dtype, int64_t R, int64_t S, int64_t longest) {
 
 static int test_isa(void) {
   static const int64_t lengths[] = {0, 1, 2, 5, 17, 33, 50}, slots[] = {0, 1, 3, 40, 64, 255, 300, 600};
-  for (int i = 0; i < 60; i++) test_kl((kv_dtype)(i % 3), one_of(7, lengths), one_of(7, lengths), one_of(8, slots));
+  const int n = rounds(60);
+  for (int i = 0; i < n; i++) test_kl((kv_dtype)(i % 3), one_of(7, lengths), one_of(7, lengths), one_of(8, slots));
   report("kl", 0);
   return failures > 0;
 }

@@ -1,6 +1,6 @@
-/* score, peak, error, refine and norm on every instruction set of this processor against loops in double, written
- * straight from the comments of kvevict.h. Outputs start as NaN; each result is asked for again with threads and must
- * be the same bit for bit. See run.sh. */
+/* score, peak, error, refine and norm on every instruction set of this processor against loops in double, written from
+ * the comments of kvevict.h. Outputs start as NaN; each result is computed again with threads and must have the same
+ * bits. See run.sh. */
 #include <float.h>
 
 #include "problem.h"
@@ -11,7 +11,7 @@ typedef struct {
   int64_t C;
 } observed;
 
-/* plain: causal rows, all of which observe, and nothing that is optional */
+/* plain: causal rows, all of which observe, and no optional argument */
 static observed make_observed(kv_dtype dtype, int64_t R, int64_t S, int64_t longest, int plain) {
   observed x = {.p = make(dtype, R, S, longest, 1), .C = longest + S + below(9)};
   const problem *p = &x.p;
@@ -46,7 +46,7 @@ static int64_t alive(const problem *p, int64_t head) {
   return p->slots.len[head] + p->stop[head / p->Hkv] - p->chunk.first[head / p->Hkv];
 }
 
-/* a [seen] of row r of query head h over n slots; what it is off by, relatively; returns how many it sees. */
+/* a [seen] of row r of query head h over n slots; *error: a bound of its relative error. Returns how many it sees. */
 static int64_t weights(const observed *x, int64_t b, int64_t h, int64_t r, int64_t n, double *a, double *error) {
   const kv_observers *rows = &x->rows;
   int64_t seen = rows->causal ? n - rows->R + r + 1 : n;
@@ -69,7 +69,7 @@ static double weight_of(const observed *x, int64_t b, int64_t h, int64_t r) {
   return rows->weight ? rows->weight[b * rows->weight_stride[0] + h * rows->weight_stride[1] + r] : 1;
 }
 
-/* Terms of one row, and what each may be off by. */
+/* Terms of one row, and a bound of each one's error. */
 typedef struct {
   const observed *x;
   const kv_score *score; /* or */
@@ -86,8 +86,8 @@ static void score_terms(const formula *f, double w, int64_t seen, double error, 
   }
 }
 
-/* a / (1 - a) has the slope 1 / (1 - a)^2; where an error of a is as large as what is left of 1, the term may be
- * anything up to the clamp, and where a is clearly over 1, it is at the clamp on both sides. */
+/* a / (1 - a) has the slope 1 / (1 - a)^2. Where the error of a is as large as 1 - a, the term may have any value up to
+ * the clamp; where a is clearly over 1, both sides are at the clamp. */
 static void error_terms(const formula *f, int64_t b, int64_t h, int64_t r, double w, int64_t seen, double error,
                         double *a, double *slack) {
   const problem *p = &f->x->p;
@@ -109,7 +109,7 @@ static void error_terms(const formula *f, int64_t b, int64_t h, int64_t r, doubl
   }
 }
 
-/* What one query head is to give: want [n], tolerance [n]. */
+/* The expected result of one query head: want [n], tolerance [n]. */
 static void reduced(const formula *f, int64_t b, int64_t h, int64_t n, double *want, double *tolerance) {
   const kv_observers *rows = &f->x->rows;
   const kv_reduce reduce = f->score ? f->score->reduce : KV_SUM;
@@ -130,8 +130,7 @@ static void reduced(const formula *f, int64_t b, int64_t h, int64_t n, double *w
   free(a), free(slack);
 }
 
-/* Everything in out against what the formula gives. plain: over thousands of rows errors average out, there the bound
- * is 1e-5 of the sum. */
+/* Checks out against the formula. plain: over thousands of rows errors average out, so the bound is 1e-5 of the sum. */
 static void check_slots(const formula *f, kv_reduce group, const float *out, int plain, const char *what) {
   const problem *p = &f->x->p;
   const int64_t C = f->x->C, G = p->G;
@@ -150,7 +149,7 @@ static void check_slots(const formula *f, kv_reduce group, const float *out, int
       if (group == KV_MEAN) x /= (double)G, slack /= (double)G;
       if (plain && !p->wild && !p->huge && p->softcap == 0) slack = fmin(slack, 1e-5 * x + 1e-36);
       if (i % C >= n)
-        check(*out == 0, "beyond n");
+        check(*out == 0, "not 0 after n");
       else if (fabs(x) > ldexp(1, 120) || slack > ldexp(1, 120))
         check(!(fabsf(*out) < ldexpf(1, 100)) || slack > fabs(x) / 4, "a sum that overflows");
       else
@@ -199,7 +198,7 @@ static void test_error(kv_dtype dtype, int64_t R, int64_t S, int64_t longest) {
   }
   check_same(out[0], out[1], outs, "error, serial and parallel");
   check_slots(&(formula){&x, NULL, &a, o}, a.group, out[0], 0, "error");
-  free(out[0]), free(out[1]), free(o), free((void *)a.o);
+  free(out[0]), free(out[1]), free(o), discard(a.o);
   drop_observed(&x);
 }
 
@@ -254,7 +253,7 @@ static void check_refined(const problem *p, const kv_refine *a, int64_t head, co
     else
       check_close(out[i], share / left * (a->squared ? by : sqrt(by)), slack + 1e-36, "refine", i);
   }
-  for (int64_t c = n; c < a->C; c++) check(out[c] == 0, "refine beyond n");
+  for (int64_t c = n; c < a->C; c++) check(out[c] == 0, "refine not 0 after n");
 }
 
 static void test_refine(kv_dtype dtype, int64_t S, int64_t longest) {
@@ -328,8 +327,7 @@ static void test_refusals(void) {
 
 static int test_isa(void) {
   static const int64_t lengths[] = {0, 1, 2, 5, 17, 33, 50, 97, 130}, slots[] = {0, 1, 3, 40, 64, 255, 300, 600};
-  const char *rounds = getenv("KVEVICT_TEST_ROUNDS");
-  const int n = rounds ? atoi(rounds) : 90;
+  const int n = rounds(90);
   int before = failures;
   for (int i = 0; i < n; i++)
     test_score((kv_dtype)(i % 3), one_of(9, lengths), one_of(9, lengths), one_of(8, slots), 0);

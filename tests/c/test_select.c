@@ -27,7 +27,7 @@ static uint32_t draw(uint32_t n) { /* 0 .. n-1 */
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* malloc(0) may be NULL: one byte more than asked for. */
+/* One byte more than asked for, since malloc(0) may be NULL. */
 static void *poisoned(int64_t count, size_t size) {
   char *p = malloc((size_t)count * size + 1);
   if (!p) abort();

@@ -1,10 +1,10 @@
-"""Compiles every CUDA kernel for every GPU that is supported and holds it to its file's budget. Needs nvcc, no GPU.
+"""Compiles every CUDA kernel for every supported GPU and checks it against its file's budget. Needs nvcc, no GPU.
 
     python tests/cuda/cuda_gate.py [--archs 80,90] [--counts 80] [attend select ...]
 
-A warning, local memory (spilled registers, or an array that did not become registers), static shared memory, or more
-registers than the file's line "budget: regs N, smem BYTES" states is an error. BYTES, the most dynamic shared memory of
-a block, is held to by tests/cuda_on_cpu/run.sh, which sees what is asked for. Prints a table of the kernels and, with
+A warning, local memory (spilled registers, or an array that is not in registers), static shared memory, or more
+registers than the file's line "budget: regs N, smem BYTES" states is an error. tests/cuda_on_cpu/run.sh checks BYTES,
+the most dynamic shared memory of a block, against the launches. Prints a table of the kernels and, with
 nvdisasm on PATH (`pip install nvidia-cuda-nvdisasm`), the machine instructions of each one's main loops: those that
 multiply matrices, or the one with the most arithmetic.
 """
@@ -22,7 +22,7 @@ from shutil import which
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 ARCHS = ["80", "86", "89", "90", "100", "120"]
-MOST_SHARED = 101376  # what a block may have on sm_86, sm_89 and sm_120
+MOST_SHARED = 101376  # the limit of a block on sm_86, sm_89 and sm_120
 
 # Columns of the instruction table; an instruction counts where its name first matches.
 KINDS = {
@@ -32,7 +32,7 @@ KINDS = {
 }  # fmt: skip
 
 
-# An address, a predicate perhaps, and what it does.
+# An address, an optional predicate, and the operation.
 INSTRUCTION = r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z].*?) ?;"
 
 
@@ -118,7 +118,7 @@ def main_loops(lines):
     labels = {line: i for i, line in enumerate(lines) if line.startswith(".L")}
     branches = [(labels.get(found[1], len(lines)), i) for i, line in enumerate(lines)
                 if (found := re.match(r"BRA.*`\((\.L\w+)\)", line))]  # fmt: skip
-    # Rare paths lie behind the kernel's end and jump back into it; that is no loop.
+    # Rare paths lie after the kernel's end and jump back into it; such a jump is not a loop.
     loops = [(start, end) for start, end in branches if start < end and "EXIT" not in lines[start:end]]
     found = []
     for start, end in sorted(loops, key=lambda loop: (loop[0], -loop[1])):

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in less than 8 minutes: gpu_check.sh [FOLDER]. Builds the package for the GPU that is
-# there, runs the ops' tests and test_gpu.py, the kernels under compute-sanitizer if it is installed, and the benchmark;
-# leaves seven files at most in FOLDER ($OUT if it is set, else gpu_check/): the outputs, bench.json and the table
-# steps.txt. Goes on after a failure; its exit status is 0 if all steps passed. Needs nvcc, torch with CUDA,
+# Everything that needs a GPU, in less than 8 minutes: gpu_check.sh [FOLDER]. Builds the package for the machine's GPU,
+# runs the ops' tests and test_gpu.py, the kernels under compute-sanitizer if it is installed, and the benchmark; writes
+# at most seven files to FOLDER ($OUT if it is set, else gpu_check/): the outputs, bench.json and the table steps.txt.
+# Continues after a failure; its exit status is 0 if all steps passed. Needs nvcc, torch with CUDA,
 # Transformers, safetensors, tqdm and pytest; pytest-xdist makes it faster. Not yet run on a GPU.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -38,7 +38,7 @@ python3 -c 'from kvevict import _ops; assert _ops.build_info()["cuda"], "the bui
 step tests 120 python3 -m pytest -q -o addopts= $workers -k "cuda or gpu" "${ops[@]}" tests/cuda/test_gpu.py
 if command -v compute-sanitizer >/dev/null; then
   for tool in memcheck racecheck; do
-    # Each tensor in memory of its own, so that what lies behind it is not another's.
+    # Each tensor has its own allocation, so that memory after it is not another tensor's.
     step "$tool" 60 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
       compute-sanitizer --tool "$tool" --report-api-errors no --error-exitcode 1 \
       python3 -m pytest -q -o addopts= -x tests/cuda/test_gpu.py -k repeats

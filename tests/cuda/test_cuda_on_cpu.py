@@ -1,4 +1,4 @@
-"""The emulator of tests/cuda_on_cpu must pass right kernels and catch wrong ones: those of broken.cu, in every mode."""
+"""The emulator of tests/cuda_on_cpu must pass correct kernels and catch wrong ones (broken.cu), in every mode."""
 
 import re
 import subprocess
@@ -14,8 +14,9 @@ import build
 pytestmark = pytest.mark.skipif(not which(build.CXX[0]), reason=f"no {build.CXX[0]}")
 
 WRONG = "wrong result"
-# What each broken kernel ends with in the modes plain, asan and race, in a random order of threads: a wrong result, a
-# message, or None where that mode cannot see it. Out of bounds is asan's to see, a race without effect is race's.
+# The outcome of each broken kernel in the modes plain, asan and race, with threads in a random order: a wrong result, a
+# message, or None where the mode cannot see the fault. Only asan sees accesses out of bounds, only race a race without
+# effect.
 RACE = "race on byte .* of shared"
 CAUGHT = {
     "missing_barrier": (WRONG, WRONG, RACE),
@@ -35,9 +36,9 @@ CAUGHT = {
     "wait_without_barrier": (WRONG, WRONG, RACE),
     "refill_too_early": (WRONG, WRONG, RACE),
     "source_changes": (None, None, "race on .* in global"),
-    "writes_behind_shared": ("wrote outside of its shared memory", "heap-buffer-overflow", "wrote outside"),
-    "reads_behind_global": (None, "heap-buffer-overflow", None),
-    "copies_behind_global": (None, "heap-buffer-overflow", None),
+    "writes_past_shared": ("wrote outside of its shared memory", "heap-buffer-overflow", "wrote outside"),
+    "reads_past_global": (None, "heap-buffer-overflow", None),
+    "copies_past_global": (None, "heap-buffer-overflow", None),
     "misaligned_vector": (None, "misaligned address", None),
     "misaligned_copy": ("cp_async_16 at line .* is not a multiple of 16",) * 3,
     "misaligned_matrix": ("ldmatrix at line .* is not a multiple of 16",) * 3,

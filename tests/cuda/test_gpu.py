@@ -1,5 +1,5 @@
-"""What only a GPU can show: streams, CUDA graphs, several devices, and a patched model. The ops' results are tested by
-their own tests, which run on a GPU too (conftest.py). Not yet run on a GPU."""
+"""What only a GPU can show: streams, CUDA graphs, several devices, and a patched model. The ops' own tests, which check
+results, run on a GPU too (conftest.py). Not yet run on a GPU."""
 
 import conftest
 import pytest
@@ -22,7 +22,7 @@ def made(device, seed=1):
 
 
 def chunk(p):
-    """What a chunk and a decoded token do; everything they return or write."""
+    """The ops of a chunk and a decoded token; returns everything they return or write."""
     store, new = (p["k_slots"], p["v_slots"]), (p["k"], p["v"])
     ranges, options = (p["offset"], p["len"]), {"scale": p["scale"]}
     out, lse = ops.attend(p["q"], *store, *ranges, *new, p["first"], **options)
@@ -46,7 +46,7 @@ def test_repeats_bit_for_bit():
 
 
 def test_current_stream():
-    """On a stream of its own, behind a wait that an op on another stream would not keep."""
+    """On a side stream, after a wait that an op on another stream would not observe."""
     want, p = chunk(made("cuda")), made("cuda")
     k, side = p["k"].clone(), torch.cuda.Stream()
     p["k"].zero_()
@@ -62,7 +62,7 @@ def test_current_stream():
 def test_graph():
     """Captured once, replayed on other queries, keys and values."""
     p = made("cuda")
-    chunk(made("cuda"))  # what is set up at the first call must not be captured
+    chunk(made("cuda"))  # the setup of the first call must not be captured
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = chunk(p)
@@ -74,6 +74,22 @@ def test_graph():
             p[name].copy_(want[name])
         graph.replay()
         assert same(got, chunk(want))
+
+
+def test_more_heads_than_a_grid():
+    """65,540 heads, where gridDim.y ends at 65,535: as on the CPU."""
+    gen, results = torch.Generator().manual_seed(2), []
+    q, k, v = (torch.randn(16385, 4, 2, 8, generator=gen) for _ in "qkv")
+    slots, offset, zeros = torch.empty(0, 8), torch.zeros(16385, 4, dtype=torch.int64), i32([0] * 16385)
+    held = slots, offset, offset.int()
+    for device in ("cpu", "cuda"):
+        moved = Moved(torch.device(device))
+        Q, K, V, S, O, L, Z = map(moved, (q, k, v, *held, zeros))
+        out, lse = ops.attend(Q, S, S, O, L, K, V, Z, scale=1.0)
+        score = ops.score(Q, Z, S, O, L, K, Z, Z + 2, lse, reduce="sum", columns=2, scale=1.0)
+        results.append([x.cpu() for x in (out, lse, score, ops.norm(S, O, L, K, Z, Z + 2, p=2, columns=2))])
+    for mine, want in zip(*results[::-1], strict=True):
+        torch.testing.assert_close(mine, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

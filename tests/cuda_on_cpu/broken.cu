@@ -1,5 +1,5 @@
-/* Small kernels, each right as it is and wrong in one way if `broken`, for the emulator to catch. All of them turn 128
- * numbers round, y[i] = x[127 - i], with one block of 128 threads unless said otherwise.
+/* Small kernels, each correct unless `broken`, and then wrong in one way that the emulator must catch. Each reverses
+ * 128 numbers, y[i] = x[127 - i], with one block of 128 threads unless its comment has other blocks.
  *   broken NAME right|broken [SEED]   exits with 0 if y is as it should be, 1 if not, 2 if the launch failed */
 #include <stdio.h>
 #include <stdlib.h>
@@ -30,7 +30,7 @@ KERNEL missing_warp_barrier ARGUMENTS {
   y[t] = s[t ^ 31];
 }
 
-/* Right where the threads run in order. */
+/* Broken, it is still correct if the threads run in order. */
 KERNEL two_writers ARGUMENTS {
   float *s = shared_memory<float>();
   const int t = threadIdx.x;
@@ -46,7 +46,7 @@ KERNEL never_written ARGUMENTS {
   y[t] = x[N - 1 - t] + s[t];
 }
 
-/* A sum whose value depends on the order: 2^24 + 1 = 2^24 in fp32. */
+/* A sum that depends on the order: 2^24 + 1 = 2^24 in fp32. */
 KERNEL order_of_sum ARGUMENTS {
   float *s = shared_memory<float>();
   const int t = threadIdx.x;
@@ -102,7 +102,7 @@ KERNEL shuffle_mask ARGUMENTS {
   y[t] = __shfl_sync(broken ? 0xffffu : ALL_LANES, x[N - 1 - t], t % 32);
 }
 
-/* Threads 0..31 bring 4 numbers each. */
+/* Threads 0..31 copy 4 numbers each. */
 static __device__ void fetch(float *s, const float *x) {
   if (threadIdx.x < N / 4) cp_async_16(s + 4 * threadIdx.x, x + 4 * threadIdx.x);
 }
@@ -134,7 +134,7 @@ KERNEL missing_commit ARGUMENTS {
   y[threadIdx.x] = s[N - 1 - threadIdx.x];
 }
 
-/* A wait is only for the waiting thread's own copies. */
+/* cp_async_wait waits only for the calling thread's copies. */
 KERNEL wait_without_barrier ARGUMENTS {
   float *s = shared_memory<float>();
   fetch(s, x);
@@ -172,19 +172,19 @@ KERNEL source_changes ARGUMENTS {
   y[t] = s[N - 1 - t];
 }
 
-KERNEL writes_behind_shared ARGUMENTS {
+KERNEL writes_past_shared ARGUMENTS {
   float *s = shared_memory<float>();
   const int t = threadIdx.x;
   s[t + (broken ? 1 : 0)] = 0;
   y[t] = x[N - 1 - t];
 }
 
-KERNEL reads_behind_global ARGUMENTS {
+KERNEL reads_past_global ARGUMENTS {
   const int t = threadIdx.x;
   y[t] = x[N - 1 - t] + 0.0f * x[t + (broken ? 1 : 0)];
 }
 
-KERNEL copies_behind_global ARGUMENTS {
+KERNEL copies_past_global ARGUMENTS {
   float *s = shared_memory<float>();
   const int t = threadIdx.x;
   if (t < N / 4) cp_async_16(s + 4 * t, x + 4 * t + (broken ? 4 : 0));
@@ -230,7 +230,7 @@ static __device__ void product(const float *x, float *y) {
     s->a[i / 16][i % 16] = from_float<E>(i % 16 != 15 - i / 16 ? 0.0f : i < 128 ? 1.0f : 2.0f);
   s->b[t / 8][t % 8] = from_float<E>(x[t / 8 * 8 + 7 - t % 8]);
   __syncthreads();
-  uint32_t a[4], b0, b1, again[2]; /* b has two matrices, not four */
+  uint32_t a[4], b0, b1, again[2]; /* b has two matrices of the four that ldmatrix reads */
   ldmatrix_x4(a[0], a[fault == 2 ? 2 : 1], a[fault == 2 ? 1 : 2], a[3], &s->a[lane % 16][lane / 16 * 8]);
   if (fault == 3)
     ldmatrix_x4(b0, b1, again[0], again[1], s->b[lane % 16]);
@@ -257,7 +257,7 @@ KERNEL mask_off_by_one ARGUMENTS {
   y[t] = with - without;
 }
 
-/* Four blocks; the last one adds what all of them left behind y[127]: 1 each. */
+/* Four blocks; the last one adds the 1 that each of them wrote after y[127]. */
 KERNEL last_block_relaxed ARGUMENTS {
   uint32_t *flag = shared_memory<uint32_t>(), *counter = reinterpret_cast<uint32_t *>(y + N + 4);
   const int t = threadIdx.x;
@@ -313,9 +313,9 @@ int main(int count, char **arguments) {
   CASE(wait_without_barrier, 1, x, y)
   CASE(refill_too_early, 1, x, y)
   CASE(source_changes, 1, x, y)
-  CASE(writes_behind_shared, 1, x, y, N * 4)
-  CASE(reads_behind_global, 1, x, y)
-  CASE(copies_behind_global, 1, x, y)
+  CASE(writes_past_shared, 1, x, y, N * 4)
+  CASE(reads_past_global, 1, x, y)
+  CASE(copies_past_global, 1, x, y)
   CASE(misaligned_vector, 1, x, y)
   CASE(misaligned_copy, 1, x, y)
   CASE(misaligned_matrix, 1, x, y)

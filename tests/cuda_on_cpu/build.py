@@ -1,9 +1,9 @@
 """Compiles CUDA kernels for a CPU: with g++ and the emulator beside this file.
 
-    python build.py MODE FOLDER     FOLDER/kvevict: the package, with the CUDA kernels in place of the CPU's
+    python build.py MODE FOLDER     FOLDER/kvevict: the package, with the CUDA kernels instead of the CPU's
 
-plain   optimised; local variables without a value hold a pattern
-asan    stops at accesses outside of what was allocated, at misaligned ones and at undefined behaviour
+plain   optimised; uninitialised local variables hold a pattern
+asan    stops at accesses out of bounds, misaligned accesses and undefined behaviour
 race    stops at two accesses to the same memory that no barrier orders (race.cpp)
 """
 
@@ -21,7 +21,7 @@ CSRC = ROOT / "csrc"
 EMULATOR = [HERE / name for name in ("emulator.cpp", "tensor.cpp", "race.cpp")]
 
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-# What the kernels are compiled with, the emulator, and what they are linked with.
+# Flags for the kernels, for the emulator, and for linking.
 MODES = {
     "plain": (["-O2", "-ftrivial-auto-var-init=pattern"], ["-O2"], []),
     "asan": (["-O1", *SANITIZERS], ["-O1", *SANITIZERS], SANITIZERS),
@@ -38,7 +38,7 @@ def run(command):
 
 
 def compile_all(mode, sources, folder, csrc=CSRC):
-    """The objects of the emulator and of `sources`, .cu files; one that is in the folder already is taken as it is."""
+    """The objects of the emulator and of `sources`, .cu files; an object that exists in the folder is used again."""
     kernels, emulator, _ = MODES[mode]
     commands, objects = [], []
     for source in [*EMULATOR, *map(Path, sources)]:
@@ -59,7 +59,7 @@ def build_program(mode, source, folder):
 
 
 def build_package(mode, folder, csrc=CSRC):
-    """folder/kvevict: links to the package's files and an extension of its own, with the kernels of csrc."""
+    """folder/kvevict: links to the package's files, and an extension with the kernels of csrc."""
     import torch
 
     package, site = folder / "kvevict", Path(torch.__file__).parent

@@ -1,6 +1,5 @@
-/* Stands in for CUDA's header of this name: the part of it that the kernels use, for a C++17 host compiler. What is
- * not here does not compile. Every thread of a block is a coroutine that gives way where it waits for others
- * (emulator.cpp). */
+/* Replaces CUDA's header of this name for a C++17 host compiler, with the parts that the kernels use; anything else
+ * does not compile. Every thread of a block is a coroutine that yields where it waits for others (emulator.cpp). */
 #ifndef KV_CUDA_RUNTIME_H
 #define KV_CUDA_RUNTIME_H
 #include <math.h>
@@ -19,7 +18,7 @@
 typedef int cudaError_t;
 constexpr cudaError_t cudaSuccess = 0, cudaErrorInvalidConfiguration = 9, cudaErrorLaunchFailure = 719;
 const char *cudaGetErrorString(cudaError_t error);
-typedef void *cudaStream_t; /* everything is done at once */
+typedef void *cudaStream_t; /* every call is synchronous */
 inline cudaError_t cudaMemsetAsync(void *p, int value, size_t bytes, cudaStream_t) {
   memset(p, value, bytes);
   return cudaSuccess;
@@ -54,15 +53,15 @@ struct Place {
   int line;
 };
 
-/* Waits for all threads of the block; for how many the predicate held. */
+/* Waits for all threads of the block; returns for how many the predicate is true. */
 int barrier(const char *what, Place place, bool predicate = false);
 
-/* Waits until all lanes of the warp have come to `place` with the same `what`; the last one then calls run on what
- * the 32 lanes brought, which is theirs again when this returns. */
+/* Waits until all lanes of the warp call this at `place` with the same `what`; the last one then calls run with the 32
+ * lanes' `mine`. */
 void collective(const char *what, Place place, void *mine, void (*run)(void *const lanes[32]));
 
 enum class Sharing { plain, relaxed, acquire_release };
-/* For the race check; and p must be a multiple of size. */
+/* Tells the race check of an atomic; p must be a multiple of size. */
 void note_atomic(const void *p, size_t size, Sharing sharing);
 
 struct Shuffle {
@@ -99,7 +98,7 @@ __attribute__((noinline, no_sanitize("thread"))) T atomically(T *p, Sharing shar
 }
 }  // namespace emulator
 
-/* The caller's line, by the default arguments that a call evaluates where it stands. */
+/* The caller's line: a call evaluates default arguments at its own place. */
 #define KV_AT const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
 inline void __syncthreads(KV_AT) { emulator::barrier("__syncthreads", {file, line}); }

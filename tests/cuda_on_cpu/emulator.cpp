@@ -1,10 +1,10 @@
 /* Launches, coroutines, barriers and warp collectives.
  *
- * A thread runs until it waits for others; then any thread that is ready goes on, in ascending or in random order. So
- * what a result owes to the order in which threads pass from barrier to barrier shows; what single accesses between two
- * barriers could do to each other is race.cpp's to see. Blocks run one after another, also in any order: one that waits
- * for another would wait for ever, which is no different from a GPU that is full. Sums have the order of the code, not
- * that of a tensor core, and exp2_approx is exact: tolerances must come from rounding, not from what is seen here. */
+ * A thread runs until it waits for others; then another ready thread runs, in ascending or in random order. This shows
+ * whether a result depends on the order in which threads run between barriers; race.cpp detects conflicts of single
+ * accesses between two barriers. Blocks run one after another, also in either order: one that waits for another would
+ * wait forever, as on a GPU that is full. Sums have the order of the code, not of a tensor core, and exp2_approx is
+ * exact: tolerances must come from an analysis of rounding, not from errors measured here. */
 #include "emulator.h"
 
 #include <stdarg.h>
@@ -32,8 +32,8 @@ const unsigned char *stacks_begin, *stacks_end;
 
 namespace {
 std::deque<Thread *> ready;
-int waiting, returned; /* threads at the barrier, threads that are done */
-int holding, held;     /* threads whose predicate holds at this barrier, at the last one */
+int waiting, returned; /* threads at the barrier; threads that have returned */
+int holding, held;     /* threads whose predicate is true at this barrier; at the last one */
 int lanes_waiting[LANES];
 bool shuffled_order;
 std::mt19937 random_source;
@@ -80,7 +80,7 @@ void wait_at(const char *what, Place place, void *mine) {
   current->brought = mine;
 }
 
-/* Nobody can go on: says who waits where. */
+/* No thread can run: reports which threads wait where. */
 void report_deadlock() {
   std::map<std::string, int> groups;
   for (int i = 0; i < block.threads; i++)
@@ -115,8 +115,7 @@ void run_threads() {
   if (!failed && returned < block.threads) report_deadlock();
 }
 
-/* Shared memory begins as NaN. It is exactly as large as asked for, with AddressSanitizer's guards or ours around
- * it. */
+/* Shared memory starts as NaN. It is exactly as large as asked for, between AddressSanitizer's guards or ours. */
 void run_block(uint32_t number, size_t shared_bytes) {
   constexpr size_t GUARD = 4096;
   constexpr unsigned char MARK = 0xa5;
@@ -145,10 +144,10 @@ std::string name_in(const std::string &function) {
 }
 [[noreturn]] void stop() {
   stacks.leave(*current);
-  abort(); /* nobody resumes a thread that failed */
+  abort(); /* a thread that failed is never resumed */
 }
 
-/* What a thread that failed leaves on its stack is never destroyed, so no string may be there. */
+/* The stack of a thread that failed is never unwound, so it must not hold a string. */
 [[noreturn]] void fail_to_meet(const char *how, const Thread &other) {
   report(how + text_of(other.what, other.place) + " and " + text_of(current->what, current->place));
   stop();
@@ -254,5 +253,5 @@ int run_grid(const char *function, dim3 grid, int threads_of_block, size_t share
 }
 }  // namespace emulator
 
-/* What was wrong with the last launch. */
+/* The error message of the last launch. */
 const char *cudaGetErrorString(cudaError_t error) { return error ? emulator::message.c_str() : "no error"; }

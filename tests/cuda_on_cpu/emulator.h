@@ -1,5 +1,5 @@
-/* What the emulator's own files share. One grid runs at a time, one block of it at a time, and the block's threads are
- * coroutines of one host thread. */
+/* Shared by the emulator's files. One grid runs at a time, in it one block at a time, whose threads are coroutines of
+ * one host thread. */
 #ifndef KV_EMULATOR_H
 #define KV_EMULATOR_H
 #include <vector>
@@ -8,15 +8,15 @@
 
 namespace emulator {
 constexpr int LANES = 32, MOST_THREADS = 1024;
-constexpr size_t MOST_SHARED = 101376; /* what a block may have on sm_86, sm_89 and sm_120 */
+constexpr size_t MOST_SHARED = 101376; /* the limit of a block on sm_86, sm_89 and sm_120 */
 
-/* 16 bytes on their way into shared memory. */
+/* A copy of 16 bytes into shared memory that is under way. */
 struct Copy {
   unsigned char *to;
   const unsigned char *from;
   int bytes;
   long group;
-  unsigned char issued[16]; /* what `from` held when the copy was asked for */
+  unsigned char issued[16]; /* the content of `from` when the copy was issued */
 };
 
 enum class State { ready, waiting, returned };
@@ -27,9 +27,9 @@ struct Thread {
   State state;
   void *stack_pointer;
   void *fake_stack;         /* AddressSanitizer's */
-  const char *what;         /* it waits for */
+  const char *what;         /* the function it waits in */
   Place place;              /* where it waits */
-  void *brought;            /* to the collective it waits for */
+  void *brought;            /* its argument of the collective it waits in */
   std::vector<Copy> copies; /* not yet waited for, oldest first */
   long groups;              /* of copies, committed */
 };
@@ -38,7 +38,7 @@ struct Block {
   int threads;
   unsigned char *shared;
   size_t shared_bytes;
-  uint32_t number;            /* of the launch's blocks, in the order they run */
+  uint32_t number;            /* of this block, in the order in which blocks run */
   uint32_t epoch;             /* barriers passed */
   uint32_t warp_epoch[LANES]; /* barriers that each warp passed */
 };
@@ -57,8 +57,8 @@ inline bool in_shared(const void *p, size_t size) {
   return bytes >= block.shared && bytes + size <= block.shared + block.shared_bytes;
 }
 
-/* race.cpp. The race check sees plain accesses only if the kernels were compiled with -fsanitize=thread. */
-enum class Access { read, write, atomic, arriving, arrived }; /* the last two: of a copy into shared memory */
+/* race.cpp. The race check sees plain accesses only if the kernels are compiled with -fsanitize=thread. */
+enum class Access { read, write, atomic, arriving, arrived }; /* the last two: a copy into shared memory */
 void note(const Thread &thread, const void *p, size_t size, Access access);
 void begin_grid_accesses();
 void begin_block_accesses();

@@ -1,4 +1,4 @@
-"""Breaks the CUDA kernels one way at a time; the ops' tests, run on the emulator, must notice each.
+"""Breaks the CUDA kernels in one way at a time; the ops' tests on the emulator must notice each.
 
     python tests/cuda_on_cpu/mutations.py [OP ...]
 

@@ -1,5 +1,5 @@
-/* The ops of kvevict.h for tests on the CPU: kv_<op>_cpu makes all its checks and then runs the CUDA kernels on the
- * emulator, in order and again in a random order of threads and blocks, which must give the same bits. */
+/* The ops of kvevict.h for tests on the CPU: kv_<op>_cpu makes all checks and then runs the CUDA kernels on the
+ * emulator, with threads and blocks in ascending order and again in a random order, which must give the same bits. */
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -24,13 +24,13 @@ std::vector<unsigned char> bits_of(Results results) {
   return bits;
 }
 
-/* No text of a kv_status says what went wrong here, so the process ends. */
+/* No kv_status stands for these errors, so the process ends. */
 [[noreturn]] void stop(const char *op, const char *why) {
   fprintf(stderr, "kv_%s_cuda: %s\n", op, why);
   abort();
 }
 
-/* call(scratch), with scratch exactly as large as was asked for and full of NaN. */
+/* call(scratch), where scratch has exactly the size asked for and holds NaN. */
 template <class Call>
 void run(const char *op, unsigned seed, int64_t scratch_bytes, Call call) {
   void *scratch = nullptr;
@@ -51,7 +51,7 @@ void write_usage(const char *op) {
   fclose(file);
 }
 
-/* results: what the op writes; none if running it again would not do the same. */
+/* results: the memory that the op writes; none if a second run would not write the same. */
 template <class Call>
 kv_status tested(const char *op, kv_status status, int64_t scratch_bytes, Results results, Call call) {
   static unsigned calls;

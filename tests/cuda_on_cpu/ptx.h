@@ -1,10 +1,12 @@
-/* The functions of csrc/ptx.cuh and csrc/launch.cuh in plain C++. Included before everything else (-include), it takes
- * the place of both by defining their include guards. */
+/* The functions of csrc/ptx.cuh and csrc/launch.cuh in plain C++. Included before everything else (-include), it
+ * replaces both by defining their include guards. */
 #ifndef KV_PTX_H
 #define KV_PTX_H
 #define KV_PTX_CUH
 #define KV_LAUNCH_CUH
 #include "cuda_runtime.h"
+
+constexpr int64_t MOST_GRID_Y = 3; /* a GPU has 65,535; with 3 a few heads already take layers in z (grid.cuh) */
 
 struct f16 {
   uint16_t bits;
@@ -40,8 +42,8 @@ void check_aligned(const void *p, size_t size, const char *what, Place place);
 /* Threads and blocks of the launches that follow run in this random order; 0, as at first: in ascending order. */
 void set_order(unsigned seed);
 
-/* Since the last reset: the most dynamic shared memory a block had; ldmatrix's 8x8 matrices, and how often two of a
- * matrix's rows lay in the same banks, each time another cycle on a GPU. */
+/* Since the last reset: the largest dynamic shared memory of a block, the number of ldmatrix's 8x8 matrices, and of
+ * bank conflicts between their rows, each of which costs a cycle on a GPU. */
 struct Usage {
   size_t shared;
   long matrices, conflicts;

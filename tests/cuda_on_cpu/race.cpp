@@ -1,6 +1,7 @@
-/* The race check: two accesses to the same bytes, one of them a write, that nothing orders. What orders them: being in
- * one thread, a __syncthreads between, a __syncwarp between within a warp; between blocks atomic_add_acq_rel, by the
- * earlier block behind its access, by the later one before its own. Two atomics never race.
+/* The race check finds two unordered accesses to the same bytes, one of which is a write. Accesses are ordered within a
+ * thread, by a __syncthreads between them, within a warp by a __syncwarp between them; and between blocks by
+ * atomic_add_acq_rel, called by the earlier block after its access and by the later block before its own. Two atomics
+ * never race.
  *
  * Kernels compiled with -fsanitize=thread call the functions at the end for every access to memory. Those of the
  * sanitizer itself are not linked: it knows threads of the host, not these. */
@@ -15,7 +16,7 @@ namespace emulator {
 namespace {
 constexpr uint32_t NOBODY = ~0u;
 
-/* The last access of one kind to two bytes; of several that nothing orders, what holds of all. */
+/* The last access of one kind to two bytes; of several unordered ones, the properties of all. */
 struct Record {
   uint32_t block = NOBODY, epoch = 0, warp_epoch = 0;
   uint16_t thread = 0;
@@ -27,11 +28,11 @@ struct Records {
 constexpr uintptr_t PAGE = 4096;
 std::unordered_map<uintptr_t, std::vector<Records>> global_accesses; /* by page */
 std::vector<Records> shared_accesses;
-bool checking;            /* whether anything was compiled for the check */
-const void *code_address; /* behind the last plain access */
+bool checking;            /* whether any file is compiled for the check */
+const void *code_address; /* after the last plain access */
 
-/* By block, in the order they ran: what its last release publishes, everything before that epoch and, in it, one
- * thread's own. And when it first acquired. */
+/* Of a block, in the order in which blocks ran: its last release, which publishes everything before that epoch and,
+ * within the epoch, one thread's accesses; and its first acquire. */
 struct Exchange {
   bool released = false, acquired = false;
   uint32_t release_epoch = 0, acquire_epoch = 0;

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Compiles the CUDA kernels for a CPU and runs the ops' tests on them:
 #   run.sh plain|asan|race [pytest's options]     such as: run.sh race -k 'test_attend and matches'
-# What the modes are: build.py. asan and race take some ten times as long as plain.
+# build.py describes the modes. asan and race take about ten times as long as plain.
 set -eu
 mode=$1
 shift
@@ -11,7 +11,7 @@ trap 'rm -rf "$out"' EXIT
 python "$here/build.py" "$mode" "$out"
 export KV_ON_CPU_USAGE="$out/usage"
 
-# Memory that nobody wrote is no result: it holds a pattern. Python's own leaks are not ours to find.
+# Fresh memory holds a pattern, so that memory that no kernel wrote does not pass. Python's own leaks are ignored.
 export MALLOC_PERTURB_=1
 if [ "$mode" = asan ]; then
   export ASAN_OPTIONS=detect_leaks=0:max_malloc_fill_size=1000000000:malloc_fill_byte=254
@@ -23,7 +23,7 @@ for source in csrc/*_cuda.cu; do
   [ -z "$test" ] || set -- "$@" "$test" # kl_grad is tested with kl
 done
 set -- "$@" --deselect "$(find tests -name test_attend.py)::test_isa" # which chooses among the CPU's kernels
-# Not from the current directory, where the package has the CPU's kernels. A message that ends the process must reach
-# the terminal, so file descriptors are not captured.
+# Not from the current directory, where the package has the CPU's kernels. File descriptors are not captured, so that a
+# message that ends the process reaches the terminal.
 PYTHONSAFEPATH=1 PYTHONPATH="$out" LD_PRELOAD="${preload:-}" python -m pytest -q -p no:cacheprovider --capture=sys "$@"
 python "$here/usage.py" "$KV_ON_CPU_USAGE"

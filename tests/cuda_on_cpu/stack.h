@@ -15,7 +15,7 @@
 #error "the switch between coroutines is written for x86-64"
 #endif
 
-/* Leaves the registers that a call keeps on this stack and its pointer in *from; goes on where `to` was left. */
+/* Saves the callee-saved registers on this stack and its pointer in *from; continues where `to` was saved. */
 extern "C" void kv_switch(void **from, void *to);
 asm(R"(
 .text
@@ -58,9 +58,9 @@ class Stacks {
   void prepare(Thread &thread) {
     self = this;
 #ifdef __SANITIZE_ADDRESS__
-    __asan_unpoison_memory_region(bottom(thread), BYTES - PAGE); /* what a thread left that failed */
+    __asan_unpoison_memory_region(bottom(thread), BYTES - PAGE); /* poisoned by a thread that failed */
 #endif
-    /* Six registers for kv_switch to take, where it returns to, and what run would return to. */
+    /* Six registers for kv_switch to restore, its return address, and a return address for run. */
     void **top = reinterpret_cast<void **>(memory + (thread.number + 1) * BYTES) - 8;
     for (int i = 0; i < 8; i++) top[i] = nullptr;
     top[6] = reinterpret_cast<void *>(run);
@@ -79,7 +79,7 @@ class Stacks {
 #endif
   }
 
-  /* From `thread`, the current one, back to who resumed it. */
+  /* From `thread`, the current one, back to the caller of resume. */
   void leave(Thread &thread) {
 #ifdef __SANITIZE_ADDRESS__
     __sanitizer_start_switch_fiber(&thread.fake_stack, host_bottom, host_bytes);

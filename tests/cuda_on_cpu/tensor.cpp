@@ -1,4 +1,4 @@
-/* Copies into shared memory, and what a warp does with matrices: the fragment layouts of the PTX manual. */
+/* Copies into shared memory and a warp's matrix operations, with the fragment layouts of the PTX manual. */
 #include <set>
 
 #include "emulator.h"
@@ -18,7 +18,7 @@ void split(uint32_t x, float *low, float *high) {
   *high = both.y;
 }
 /* 8 rows of 16 bytes: the shared memory's 32 banks of 4 bytes serve them in one cycle if they lie in different
- * eighths of 128 bytes. Lanes with the same row share it. */
+ * eighths of 128 bytes. Lanes with the same row need only one read. */
 void count_conflicts(void *const lanes[8]) {
   std::set<uintptr_t> rows[8];
   size_t cycles = 0;
@@ -80,8 +80,8 @@ void mma(void *const lanes[32]) {
 template void mma<f16>(void *const *);
 template void mma<bf16>(void *const *);
 
-/* The destination is NaN until this thread has waited: what arrives is written as late as a GPU might, and what was
- * there is gone as early. */
+/* The destination is NaN until this thread has waited: the copy arrives as late as on a GPU it may, and the old content
+ * is overwritten as early. */
 void cp_async(void *to, const void *from, int bytes, Place place) {
   if (bytes < 0 || bytes > 16) fail("cp_async_16 at line %d: %d bytes", place.line, bytes);
   check_aligned(to, 16, "cp_async_16", place);

@@ -1,6 +1,6 @@
-"""python usage.py FILE: what the kernels asked of shared memory, by op, from what ops.cpp wrote into FILE.
+"""python usage.py FILE: the kernels' use of shared memory, by op, from the lines that ops.cpp wrote to FILE.
 
-More than the file's budget is an error. Conflicts: of the banks, per 8x8 matrix ldmatrix reads; each costs time."""
+More than the file's budget is an error. Conflicts: bank conflicts per 8x8 matrix of ldmatrix; each costs a cycle."""
 
 import re
 import sys
