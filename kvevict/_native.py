@@ -109,6 +109,9 @@ def explained(op: str, error: Exception, given: dict) -> Exception:
         if arg.kind == "choice" and given[arg.name] not in arg.words:
             expected = ", ".join(arg.words)
             return ValueError(f"kvevict.{op}: {arg.name} is {given[arg.name]!r}, expected one of {expected}")
+        is_absent = given[arg.name] is None and arg.type == "Tensor?"
+        if arg.is_tensor() and not isinstance(given[arg.name], torch.Tensor) and not is_absent:
+            return TypeError(f"kvevict.{op}: {arg.name} is {given[arg.name]!r}, expected a tensor")
     tensors = [(arg, given[arg.name]) for arg in arguments(op) if isinstance(given[arg.name], torch.Tensor)]
     lead = tensors[0][1] if tensors else torch.empty(0)
     for arg, t in tensors:

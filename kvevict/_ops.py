@@ -2,8 +2,8 @@
 once, in csrc/ops.def.
 
 Dimensions are those of csrc/kvevict.h: B batch rows, H query heads, Hkv key/value heads, T query rows, R observing
-rows, S new columns, D head dimension (a multiple of 8, at most 512, on a GPU 256); rows are those of a flat slot buffer,
-C and K columns of a score and of an index, N those of a target.
+rows, S new columns, D head dimension (a multiple of 8, at most 512, on a GPU 256); rows are those of a flat buffer of
+slots, C and K columns of a score and of an index, N those of a target; heads are H if group is "none", else Hkv.
 
 Slots are ragged: head h of batch row b owns rows offset[b, h] .. offset[b, h] + len[b, h] - 1 of the flat buffers. A
 head's alive slots are [stored | new], new columns counting from first[b] (those before are left padding). Without a
@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 import torch
 
-from ._native import DEVICES, _C, build_info, cpu_isa, function, op  # noqa: F401  _ops.build_info and the like
+from ._native import _C, DEVICES, build_info, cpu_isa, function, op  # noqa: F401  as _ops.build_info and the like
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -71,9 +71,9 @@ def error(
 ) -> Tensor:  # fmt: skip
     """How far the rows' attention outputs move when one slot is removed, per alive slot: the sum over rows of
     weight * a / (1 - a) * |v_i - o_r| in the 1-norm (kind "l1", EDIE eq. 7) or the 2-norm ("l2", CAOTE eq. 6), or
-    EDIE's weight * a / (1 + alpha - a) * (|v_i|_1 + |o_r|_1) ("edie", eq. 9-11, alpha >= 0); then reduced over the heads
-    of a group as in `score`. Denominators are at least 1e-6. Rows, slots, lse and columns are those of `score`, o is
-    the rows' part of `attend`'s out: `out[:, -R:]`.
+    EDIE's weight * a / (1 + alpha - a) * (|v_i|_1 + |o_r|_1) ("edie", eq. 9-11, alpha >= 0); then reduced over the
+    heads of a group as in `score`. Denominators are at least 1e-6. Rows, slots, lse and columns are those of `score`, o
+    is the rows' part of `attend`'s out: `out[:, -R:]`.
     """
 
 
@@ -112,6 +112,8 @@ def kl(
     rows, no stored slots, all of k); scale None: D ** -0.5; columns >= the largest number of alive slots, None: that
     -> a float32 scalar; no attention matrix exists at any time, what is kept for the backward is [B,H,columns].
     """
+    if k.ndim != 4:
+        raise RuntimeError(f"kvevict.kl: k has shape {list(k.shape)}, expected [B, Hkv, S, D]")
     B, Hkv, S, D = k.shape
     counts: dict = dict(dtype=torch.int32, device=q.device)
     if columns is None:
