@@ -6,44 +6,11 @@
  * struct, so a wrong call raises. What only the values of tensors tell is checked on the CPU alone. */
 #include <Python.h>
 
-#include <cstddef>
 #include <cstdlib>
 
 #include "tensors.h"
 
 namespace {
-
-/* tables::attend::args, ...: ops.def. A row does not compile where the struct has its field with another type. */
-namespace tables {
-using namespace sizes;
-#define KV_ROW(kind_, type_, name_) .kind = Kind::kind_, .type = type_, .name = #name_
-#define KV_ARRAY(field, ...) \
-  .at = offsetof(A, field), .element = element_of<decltype(A{}.field)>(), .shape = {__VA_ARGS__}, .text = #__VA_ARGS__
-#define KV_STRIDES(field) \
-  .stride_at = offsetof(A, field##_stride), .strides = std::extent_v<decltype(A{}.field##_stride)>
-#define KV_VALUE(T, field) .at = place<T, decltype(A{}.field)>(offsetof(A, field))
-
-#define OP(op)         \
-  struct op {          \
-    using A = kv_##op; \
-    static constexpr Arg args[] = {
-#define TENSOR(type, name, field, ...) {KV_ROW(tensor, #type, name), KV_ARRAY(field, __VA_ARGS__)},
-#define ROWS(type, name, field, ...) {KV_ROW(rows, #type, name), KV_ARRAY(field, __VA_ARGS__), KV_STRIDES(field)},
-#define NUMBER(name, field) {KV_ROW(number, "float", name), KV_VALUE(float, field)},
-#define FLAG(name, field) {KV_ROW(flag, "bool", name), KV_VALUE(int, field)},
-#define INTEGER(name, field, least_, most_) \
-  {KV_ROW(integer, "int", name), KV_VALUE(int, field), .least = least_, .most = most_},
-#define CHOICE(name, field, ...) \
-  {KV_ROW(choice, "int", name), KV_VALUE(int, field), .text = #__VA_ARGS__, .most = commas(#__VA_ARGS__)},
-#define COUNT(name, size) {KV_ROW(count, "int", name), .shape = {size}, .text = #size},
-#define RESULT(field, ...) {KV_ROW(result, "Tensor", field), KV_ARRAY(field, __VA_ARGS__)},
-#define END \
-  }         \
-  ;         \
-  }         \
-  ;
-#include "ops.def"
-}  // namespace tables
 
 #ifdef KVEVICT_CUDA_ARCHS
 constexpr const char *cuda_archs = KVEVICT_CUDA_ARCHS;
@@ -124,15 +91,6 @@ void called(Arguments args, const Kernels<Args> &kernels, StableIValue *stack) {
   }
 KV_OPS(KV_CALLED, )
 
-std::string schema(const char *op, Arguments args) {
-  std::string arguments, results;
-  for (const Arg &x : args) {
-    std::string &list = x.kind == Kind::result ? results : arguments;
-    list += (list.empty() ? "" : ", ") + std::string(x.type) + " " + (x.kind == Kind::result ? "" : x.name);
-  }
-  return op + ("(" + arguments) + ") -> (" + results + ")";
-}
-
 using Library = torch::stable::detail::StableLibrary;
 
 #define KV_DEFINE(op, library) library.def(schema(#op, tables::op::args).c_str());
@@ -176,7 +134,8 @@ PyObject *ops(PyObject *, PyObject *) {
   std::string text;
   const auto add = [&](const char *op, Arguments args) {
     for (const Arg &x : args) {
-      for (const char *word : {op, kind_names[static_cast<size_t>(x.kind)], x.type, x.name, dtype_name(x.element)})
+      for (const char *word :
+           {op, kind_names[static_cast<size_t>(x.kind)], x.type, x.name, dtype_names[static_cast<size_t>(x.element)]})
         text += word + std::string("\t");
       text += x.text + std::string("\n");
     }

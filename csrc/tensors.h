@@ -15,76 +15,14 @@
 #include <optional>
 #include <span>
 #include <string>
-#include <type_traits>
 #include <vector>
 
-#include "kvevict.h"
+#include "table.h"
 
 namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-/* The sizes of ops.def; `one` is a size written as 1. */
-#define KV_SIZES(X) X(B) X(H) X(Hkv) X(T) X(R) X(S) X(D) X(C) X(K) X(N) X(heads) X(rows) X(rows_dst)
-namespace sizes {
-#define KV_ENUMERATOR(x) x,
-enum : uint8_t { unused, one, KV_SIZES(KV_ENUMERATOR) count };
-}  // namespace sizes
-
-#define KV_STRING(x) #x,
-constexpr const char *size_names[] = {"", "1", KV_SIZES(KV_STRING)};
-
-/* The kinds of rows that ops.def has. */
-#define KV_KINDS(X) X(tensor) X(rows) X(number) X(flag) X(integer) X(count) X(choice) X(result)
-enum class Kind : uint8_t { KV_KINDS(KV_ENUMERATOR) };
-constexpr const char *kind_names[] = {KV_KINDS(KV_STRING)};
-
-/* A row of ops.def: an argument of an op, or a result. */
-struct Arg {
-  Kind kind;
-  const char *type, *name;                    /* of the schema */
-  size_t at = 0;                              /* where the struct has the field */
-  ScalarType element = ScalarType::Undefined; /* of a tensor; Undefined: the dtype of the call */
-  std::array<uint8_t, 4> shape = {};          /* in `sizes` */
-  const char *text = "";                      /* the sizes or words, as written */
-  size_t stride_at = 0, strides = 0;          /* where the struct has the strides, and their number */
-  int64_t least = 0, most = 0;                /* of an integer or a choice */
-
-  bool is_tensor() const { return kind == Kind::tensor || kind == Kind::rows; }
-  bool is_optional() const { return type[6] == '?'; }
-  bool is_written() const { return type[6] == '('; }
-  size_t rank() const { return static_cast<size_t>(std::find(shape.begin(), shape.end(), 0) - shape.begin()); }
-};
-
-using Arguments = std::span<const Arg>;
-
-/* What a field of type Field points to. */
-template <typename Field>
-consteval ScalarType element_of() {
-  using T = std::remove_const_t<std::remove_pointer_t<Field>>;
-  static_assert(std::is_pointer_v<Field>);
-  if (std::is_same_v<T, int32_t>) return ScalarType::Int;
-  if (std::is_same_v<T, int64_t>) return ScalarType::Long;
-  return std::is_same_v<T, float> ? ScalarType::Float : ScalarType::Undefined;
-}
-
-const char *dtype_name(ScalarType element) {
-  if (element == ScalarType::Int) return "int32";
-  if (element == ScalarType::Long) return "int64";
-  return element == ScalarType::Float ? "float32" : "";
-}
-
-/* The offset of a field that is a T, which an enum may be for an int. */
-template <typename T, typename Field>
-consteval size_t place(size_t offset) {
-  static_assert(std::is_same_v<T, Field> || (std::is_same_v<T, int> && std::is_enum_v<Field>));
-  return offset;
-}
-
-consteval int64_t commas(const char *text) {
-  return std::count(text, text + std::char_traits<char>::length(text), ',');
-}
 
 template <typename Sizes>
 std::string shape_text(const Sizes &sizes) {
@@ -297,7 +235,10 @@ class Call {
   bool needs_alignment() const { return cuda_; }
 #endif
 
-  ScalarType type_of(const Arg &x) const { return x.element == ScalarType::Undefined ? type_ : x.element; }
+  ScalarType type_of(const Arg &x) const {
+    constexpr ScalarType of[] = {ScalarType::Undefined, ScalarType::Int, ScalarType::Long, ScalarType::Float};
+    return x.element == Element::call ? type_ : of[static_cast<size_t>(x.element)];
+  }
 
   void read_tensor(size_t i, void *a) {
     const Arg &x = args_[i];
@@ -307,7 +248,7 @@ class Call {
     STD_TORCH_CHECK(asked(aoti_torch_get_dtype, t) == code_of(type_of(x)), x.name, " is ", toString(t.scalar_type()),
                     ", expected ", toString(type_of(x)));
     read_shape(x, t);
-    const bool slots = x.element == ScalarType::Undefined;
+    const bool slots = x.element == Element::call;
     if (x.kind == Kind::rows && t.stride(t.dim() - 1) != 1) t = torch::stable::contiguous(t);
     if (x.kind == Kind::rows && slots && needs_alignment() && !aligned(t)) t = torch::stable::clone(t);
     memory_[i] = read_layout(x, t, a);
@@ -387,11 +328,10 @@ class Call {
         ->name;
   }
 
-  static constexpr size_t MOST = 24; /* arguments and results */
   Arguments args_;
   StableIValue *stack_;
-  std::array<std::optional<Tensor>, MOST> tensors_;
-  std::array<Bytes, MOST> memory_;
+  std::array<std::optional<Tensor>, MOST_ROWS> tensors_;
+  std::array<Bytes, MOST_ROWS> memory_;
   std::array<int64_t, sizes::count> size_;
   ScalarType type_; /* of the first tensor, as all below */
   bool cuda_;

@@ -34,6 +34,14 @@ def given(op):
     return {arg.name: p[arg.name].clone() if one and arg.is_tensor() else p[arg.name] for arg in _native.arguments(op)}
 
 
+def test_the_example_in_the_readme_is_the_code():
+    """The rows and the signature of `norm` in csrc/README.md, "To add an op"."""
+    blocks = re.findall(r"   ```(?:c|python)\n(.*?)   ```", (ROOT / "csrc/README.md").read_text(), re.S)
+    rows, signature = (re.sub("^   ", "", block, flags=re.M) for block in blocks)
+    assert rows in (ROOT / "csrc/ops.def").read_text()
+    assert signature in (ROOT / "kvevict/_ops.py").read_text()
+
+
 def function(op):
     return getattr(ops, "_kl_grad" if op == "kl_grad" else op)
 
