@@ -275,7 +275,7 @@ class Call {
     STD_TORCH_CHECK(false, x.name, " has shape ", shape_text(have), ", expected [", wanted, "]");
   }
 
-  /* The memory of a tensor, which is dense unless the struct has strides; those it gets. */
+  /* The memory of a tensor. The struct gets its strides; where it has no field for them, the tensor must be dense. */
   Bytes read_layout(const Arg &x, const Tensor &t, void *a) const {
     const auto sizes = t.sizes(), strides = t.strides();
     const int64_t element = static_cast<int64_t>(t.element_size());
