@@ -1,5 +1,5 @@
-/* How binding.cpp reads tensors: every argument of an op is checked for device, dtype, shape and layout as its
- * address is taken, and the kernel of the right device is run. */
+/* How binding.cpp reads the arguments of an op: by its rows of ops.def each is checked for device, dtype, shape and
+ * layout as its address is put into the struct of kvevict.h, and the kernel of the right device is run. */
 #ifndef KVEVICT_TENSORS_H
 #define KVEVICT_TENSORS_H
 #include <dlfcn.h>
@@ -10,25 +10,18 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
-#include <initializer_list>
+#include <cstring>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
-#include "kvevict.h"
+#include "table.h"
 
 namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-using Shape = std::initializer_list<int64_t>;
-
-template <typename T>
-constexpr ScalarType scalar_of = ScalarType::Float;
-template <>
-constexpr ScalarType scalar_of<int32_t> = ScalarType::Int;
-template <>
-constexpr ScalarType scalar_of<int64_t> = ScalarType::Long;
 
 template <typename Sizes>
 std::string shape_text(const Sizes &sizes) {
@@ -36,8 +29,6 @@ std::string shape_text(const Sizes &sizes) {
   for (int64_t size : sizes) text += (text.size() > 1 ? ", " : "") + std::to_string(size);
   return text + "]";
 }
-
-bool is_none(const Tensor &t) { return t.dim() == 1 && t.numel() == 0; }
 
 kv_dtype dtype_of(const Tensor &t) {
   switch (t.scalar_type()) {
@@ -50,19 +41,6 @@ kv_dtype dtype_of(const Tensor &t) {
     default:
       STD_TORCH_CHECK(false, "no kernel for ", toString(t.scalar_type()), ", only float32, float16 and bfloat16");
   }
-}
-
-/* An option as one of the values 0 .. last of its enum: the schema's int64 must not be cut to one. */
-template <typename Enum>
-Enum option(const char *name, int64_t value, Enum last) {
-  STD_TORCH_CHECK(0 <= value && value <= last, name, " is ", value, ", expected 0..", static_cast<int>(last));
-  return static_cast<Enum>(value);
-}
-
-/* Sizes of a four-dimensional tensor, for the op to name. */
-const int64_t *sizes4(const char *name, const Tensor &t) {
-  STD_TORCH_CHECK(t.dim() == 4, name, " has ", t.dim(), " dimensions, expected 4");
-  return t.sizes().data();
 }
 
 void parallel(int64_t n, int64_t grain, kv_body body, void *ctx) {
@@ -88,35 +66,25 @@ void *current_stream(int32_t device) {
 }
 #endif
 
-/* The memory that an argument lies in. */
+template <typename T>
+void put(void *a, size_t at, T value) {
+  std::memcpy(static_cast<char *>(a) + at, &value, sizeof value);
+}
+
+/* What torch's C functions tell of a tensor, without the detour over the enums of its headers. */
+int32_t asked(AOTITorchError (*get)(AtenTensorHandle, int32_t *), const Tensor &t) {
+  int32_t value;
+  TORCH_ERROR_CODE_CHECK(get(t.get(), &value));
+  return value;
+}
+
+int32_t code_of(ScalarType type) { return torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)); }
+
+/* The memory that a tensor lies in; of nothing, nothing. */
 struct Bytes {
-  const char *begin, *end;
+  const char *begin = nullptr, *end = nullptr;
+  bool meets(Bytes x) const { return begin != end && x.begin != x.end && begin < x.end && x.begin < end; }
 };
-
-Bytes dense_bytes(const void *x, int64_t bytes) {
-  return {static_cast<const char *>(x), static_cast<const char *>(x) + bytes};
-}
-
-/* [n0, n1, n2, D] with those strides; of nothing, nothing. */
-Bytes row_bytes(const void *x, Shape shape, const int64_t *stride, int64_t size) {
-  const int64_t *n = shape.begin();
-  const int64_t rows = n[0] * n[1] * n[2];
-  const int64_t last = (n[0] - 1) * stride[0] + (n[1] - 1) * stride[1] + (n[2] - 1) * stride[2] + n[3];
-  return dense_bytes(x, rows ? last * size : 0);
-}
-
-/* What is written may not lie in what else is written or read. */
-void check_disjoint(std::initializer_list<Bytes> written, std::initializer_list<Bytes> others) {
-  auto apart = [](Bytes x, Bytes y) {
-    return x.begin == x.end || y.begin == y.end || x.end <= y.begin || y.end <= x.begin;
-  };
-  bool all = true;
-  for (const Bytes *x = written.begin(); x < written.end(); x++) {
-    for (const Bytes *y = x + 1; y < written.end(); y++) all &= apart(*x, *y);
-    for (const Bytes &y : others) all &= apart(*x, y);
-  }
-  STD_TORCH_CHECK(all, "the slots that are written share memory with each other or with what is read");
-}
 
 template <typename Args>
 struct Kernels {
@@ -130,87 +98,103 @@ struct Kernels {
  * lives. */
 class Call {
  public:
-  explicit Call(const Tensor &lead) : cuda_(lead.is_cuda()), index_(lead.get_device_index()) {
+  /* Takes every argument off torch's stack before anything is checked: what an error leaves there is never freed. */
+  Call(Arguments args, StableIValue *stack) : args_(args), stack_(stack) {
+    for (size_t i = 0; i < args_.size(); i++) {
+      if (!args_[i].is_tensor()) continue;
+      if (args_[i].is_optional())
+        tensors_[i] = torch::stable::detail::to<std::optional<Tensor>>(stack[i]);
+      else
+        tensors_[i] = torch::stable::detail::to<Tensor>(stack[i]);
+    }
+    device_ = asked(aoti_torch_get_device_type, lead()), cuda_ = device_ == aoti_torch_device_type_cuda();
+    index_ = lead().get_device_index(), type_ = lead().scalar_type();
     if (cuda_) guard_.emplace(index_);
+    size_.fill(-1), size_[sizes::one] = 1;
   }
 
   bool on_cpu() const { return !cuda_; }
+  const Tensor &lead() const { return *tensors_[0]; }
+  int64_t size(uint8_t which) const { return std::max<int64_t>(size_[which], 0); }
+  void set_size(uint8_t which, int64_t value) { size_[which] = value; }
 
-  /* A contiguous array. */
-  void *data(const char *name, const Tensor &t, ScalarType type, Shape shape) const {
-    check_kind(name, t, type);
-    check_shape(name, t, shape);
-    STD_TORCH_CHECK(t.is_contiguous(), name, " is not contiguous");
-    return t.data_ptr();
-  }
-
-  template <typename T>
-  T *array(const char *name, const Tensor &t, Shape shape) const {
-    return static_cast<T *>(data(name, t, scalar_of<T>, shape));
-  }
-
-  /* A buffer of slots, [rows, D]. */
-  void *slots(const char *name, const Tensor &t, ScalarType type, int64_t rows, int64_t D) const {
-    void *x = data(name, t, type, {rows, D});
-    STD_TORCH_CHECK(!needs_alignment() || reinterpret_cast<uintptr_t>(x) % 16 == 0, name,
-                    " does not start at a multiple of 16 bytes");
-    return x;
-  }
-
-  /* [b, h, row, D] of any strides. What no kernel reads, a last dimension that is not dense and on a GPU rows that
-   * do not start at multiples of 16 bytes, is copied into `t`. */
-  const void *rows(const char *name, Tensor &t, ScalarType type, Shape shape, int64_t *stride) const {
-    check_kind(name, t, type);
-    check_shape(name, t, shape);
-    if (t.stride(3) != 1) t = torch::stable::contiguous(t);
-    if (needs_alignment() && !aligned(t)) t = torch::stable::clone(t);
-    /* Of a single row the stride may be anything; where no row is, copies of nothing are to be aligned too. */
-    for (int64_t d = 0; d < 3; d++) stride[d] = t.size(d) < 2 ? 0 : t.stride(d);
-    /* Of heads and steps the GPU's kernels have 32 bits, in bytes. */
-    const int64_t most = INT32_MAX / static_cast<int64_t>(t.element_size());
-    STD_TORCH_CHECK(on_cpu() || (stride[1] <= most && stride[2] <= most), name,
-                    " has rows more than 2 GiB apart; read the prompt in chunks");
-    return t.data_ptr();
-  }
-
-  /* [B, H, R] floats whose rows of R are dense; stride gets those of b and h. */
-  const float *per_row(const char *name, const Tensor &t, const kv_observers &a, int64_t *stride) const {
-    check_kind(name, t, ScalarType::Float);
-    check_shape(name, t, {a.B, a.H, a.R});
-    STD_TORCH_CHECK(a.R < 2 || t.stride(2) == 1, name, "'s last dimension is not dense");
-    std::copy_n(t.strides().begin(), 2, stride);
-    return static_cast<const float *>(t.data_ptr());
-  }
-
-  Tensor empty(ScalarType type, Shape shape) const {
-    std::array<int64_t, 4> stride;
-    int64_t bytes = 4; /* of a number, at most 4 or, where there is one dimension, 1 */
-    for (size_t d = shape.size(); d-- > 0;) {
-      stride[d] = bytes / 4;
-      STD_TORCH_CHECK(!__builtin_mul_overflow(bytes, std::max<int64_t>(shape.begin()[d], 1), &bytes),
-                      "a result of shape ", shape_text(shape), " is too large");
+  /* Checks the arguments and puts them into the struct `a` of the op; one that is None stays NULL. */
+  void read(void *a) {
+    for (size_t i = 0; i < args_.size(); i++) {
+      const Arg &x = args_[i];
+      switch (x.kind) {
+        case Kind::tensor:
+        case Kind::rows:
+          if (tensors_[i]) read_tensor(i, a);
+          break;
+        case Kind::number:
+          put(a, x.at, static_cast<float>(torch::stable::detail::to<double>(stack_[i])));
+          break;
+        case Kind::flag:
+          put<int>(a, x.at, torch::stable::detail::to<bool>(stack_[i]));
+          break;
+        case Kind::count:
+          size_[x.shape[0]] = torch::stable::detail::to<int64_t>(stack_[i]);
+          STD_TORCH_CHECK(size_[x.shape[0]] >= 0, x.name, " is ", size_[x.shape[0]]);
+          break;
+        case Kind::integer:
+        case Kind::choice: { /* the schema's int64 must not be cut to the field's int */
+          const int64_t value = torch::stable::detail::to<int64_t>(stack_[i]);
+          const bool known = x.least <= value && value <= x.most;
+          STD_TORCH_CHECK(known, x.name, " is ", value, ", expected ", x.least, "..", x.most);
+          put(a, x.at, static_cast<int>(value));
+          break;
+        }
+        case Kind::result:
+          break;
+      }
     }
-    const int32_t device = cuda_ ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu();
-    const auto dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
-    AtenTensorHandle handle;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.begin(), stride.data(),
-                                                    dtype, device, cuda_ ? index_ : 0, &handle));
-    return Tensor(handle);
   }
 
-  /* Head (b, h) owns rows offset .. offset + len + room - 1 of a flat buffer that has `rows`. Not checked on a GPU. */
-  void check_slots(const char *name, const int64_t *offset, const int32_t *len, int64_t heads, int64_t rows,
-                   int64_t room) const {
-    for (int64_t i = 0; on_cpu() && i < heads; i++) {
-      bool inside = offset[i] >= 0 && len[i] >= 0 && offset[i] <= rows - len[i] - room;
+  /* The results' memory, once all sizes are known. */
+  void make_results(void *a) {
+    for (size_t i = 0; i < args_.size(); i++) {
+      const Arg &x = args_[i];
+      if (x.kind != Kind::result) continue;
+      std::array<int64_t, 4> shape;
+      for (size_t d = 0; d < x.rank(); d++) shape[d] = size(x.shape[d]);
+      tensors_[i] = empty(type_of(x), {shape.data(), x.rank()});
+      put(a, x.at, tensors_[i]->data_ptr());
+    }
+  }
+
+  template <typename Args>
+  void run(const Args &a, const Kernels<Args> &kernels) const {
+    const kv_status status = on_cpu() ? (set_threads(), kernels.cpu(&a)) : kernels.check(&a, 0);
+    STD_TORCH_CHECK(status == KV_OK, kv_status_text(status));
+#ifdef KVEVICT_CUDA_ARCHS
+    if (on_cpu()) return;
+    const int64_t bytes = kernels.cuda_scratch(&a);
+    Tensor scratch = empty(ScalarType::Byte, {&bytes, 1});
+    const int error = kernels.cuda(&a, scratch.data_ptr(), current_stream(index_));
+    STD_TORCH_CHECK(error == 0, "CUDA: ", kv_cuda_text(error));
+#endif
+  }
+
+  void give_results() const {
+    StableIValue *top = stack_;
+    for (size_t i = 0; i < args_.size(); i++)
+      if (args_[i].kind == Kind::result) *top++ = torch::stable::detail::from(*tensors_[i]);
+  }
+
+  /* Head (b, h) owns rows offset .. offset + len + room - 1 of the buffers with `rows` rows. Not checked on a GPU. */
+  void check_slots(uint8_t rows, const int64_t *offset, const int32_t *len, int64_t room) const {
+    const int64_t heads = on_cpu() ? size(sizes::B) * size(sizes::Hkv) : 0;
+    for (int64_t i = 0; i < heads; i++) {
+      bool inside = offset[i] >= 0 && len[i] >= 0 && offset[i] <= size(rows) - len[i] - room;
       STD_TORCH_CHECK(inside, "head ", i, " holds ", len[i], " slots at offset ", offset[i],
-                      room ? " and needs room for one more" : "", ", but ", name, " has ", rows, " rows");
+                      room ? " and needs room for one more" : "", ", but ", buffer(rows), " has ", size(rows), " rows");
     }
   }
 
   /* Of rows that are written, as above, no head may own another's. */
-  void check_apart(const char *name, const int64_t *offset, const int32_t *len, int64_t heads, int64_t room) const {
-    if (!on_cpu()) return;
+  void check_apart(uint8_t rows, const int64_t *offset, const int32_t *len, int64_t room) const {
+    const int64_t heads = on_cpu() ? size(sizes::B) * size(sizes::Hkv) : 0;
     int64_t end = 0;
     bool ascending = true; /* as caches have them */
     for (int64_t i = 0; i < heads; end = offset[i] + len[i] + room, i++) ascending &= offset[i] >= end;
@@ -222,20 +206,21 @@ class Call {
     for (size_t i = 1; i < order.size(); i++) {
       const int64_t one = order[i - 1], next = order[i];
       STD_TORCH_CHECK(offset[one] + len[one] + room <= offset[next], "heads ", std::min(one, next), " and ",
-                      std::max(one, next), " share rows of ", name, ", which are written");
+                      std::max(one, next), " share rows of ", buffer(rows), ", which are written");
     }
   }
 
-  template <typename Args>
-  void run(const Args &a, const Kernels<Args> &kernels) const {
-    const kv_status status = on_cpu() ? (set_threads(), kernels.cpu(&a)) : kernels.check(&a, 0);
-    STD_TORCH_CHECK(status == KV_OK, kv_status_text(status));
-#ifdef KVEVICT_CUDA_ARCHS
-    if (on_cpu()) return;
-    Tensor scratch = empty(ScalarType::Byte, {kernels.cuda_scratch(&a)});
-    const int error = kernels.cuda(&a, scratch.data_ptr(), current_stream(index_));
-    STD_TORCH_CHECK(error == 0, "CUDA: ", kv_cuda_text(error));
-#endif
+  /* What is written may not lie in any other argument's memory, but where may_share(written, other). */
+  template <typename MayShare>
+  void check_disjoint(MayShare may_share) const {
+    for (size_t i = 0; i < args_.size(); i++) {
+      if (!args_[i].is_tensor() || !args_[i].is_written()) continue;
+      for (size_t j = 0; j < args_.size(); j++) {
+        const bool met = j != i && memory_[i].meets(memory_[j]);
+        STD_TORCH_CHECK(!met || (memory_[i].begin == memory_[j].begin && may_share(args_[i], args_[j])), args_[i].name,
+                        ", which is written, and ", args_[j].name, " share memory");
+      }
+    }
   }
 
  private:
@@ -245,27 +230,107 @@ class Call {
   bool needs_alignment() const { return cuda_; }
 #endif
 
+  ScalarType type_of(const Arg &x) const {
+    constexpr ScalarType of[] = {ScalarType::Undefined, ScalarType::Int, ScalarType::Long, ScalarType::Float};
+    return x.element == Element::call ? type_ : of[static_cast<size_t>(x.element)];
+  }
+
+  void read_tensor(size_t i, void *a) {
+    const Arg &x = args_[i];
+    Tensor &t = *tensors_[i];
+    STD_TORCH_CHECK(asked(aoti_torch_get_device_type, t) == device_ && (!cuda_ || t.get_device_index() == index_),
+                    x.name, " is not on ", cuda_ ? "the same GPU as the first tensor" : "the CPU");
+    STD_TORCH_CHECK(asked(aoti_torch_get_dtype, t) == code_of(type_of(x)), x.name, " is ", toString(t.scalar_type()),
+                    ", expected ", toString(type_of(x)));
+    read_shape(x, t);
+    const bool slots = x.element == Element::call;
+    if (x.kind == Kind::rows && t.stride(t.dim() - 1) != 1) t = torch::stable::contiguous(t);
+    if (x.kind == Kind::rows && slots && needs_alignment() && !aligned(t)) t = torch::stable::clone(t);
+    memory_[i] = read_layout(x, t, a);
+    STD_TORCH_CHECK(x.kind == Kind::rows || !slots || !needs_alignment() || is_aligned(memory_[i].begin), x.name,
+                    " does not start at a multiple of 16 bytes");
+    /* An array of no elements may have no address, which for the struct is None. */
+    put<const void *>(a, x.at, memory_[i].begin ? memory_[i].begin : a);
+  }
+
+  void read_shape(const Arg &x, const Tensor &t) {
+    const auto have = t.sizes();
+    bool same = have.size() == x.rank();
+    for (size_t d = 0; same && d < have.size(); d++) {
+      int64_t &want = size_[x.shape[d]];
+      if (want < 0) want = have[d];
+      same = want == have[d];
+    }
+    if (same) return;
+    std::string wanted;
+    for (size_t d = 0; d < x.rank(); d++) {
+      const int64_t size = size_[x.shape[d]];
+      wanted += (d ? ", " : "") + (size < 0 ? std::string(size_names[x.shape[d]]) : std::to_string(size));
+    }
+    STD_TORCH_CHECK(false, x.name, " has shape ", shape_text(have), ", expected [", wanted, "]");
+  }
+
+  /* The memory of a tensor. The struct gets its strides; where it has no field for them, the tensor must be dense. */
+  Bytes read_layout(const Arg &x, const Tensor &t, void *a) const {
+    const auto sizes = t.sizes(), strides = t.strides();
+    const int64_t element = static_cast<int64_t>(t.element_size());
+    int64_t last = 0, elements = 1;
+    bool dense = true;
+    for (size_t d = sizes.size(); d-- > 0; elements *= sizes[d]) {
+      /* Of a single row the stride may be anything; where no row is, copies of nothing are to be aligned too. */
+      const int64_t stride = sizes[d] < 2 ? 0 : strides[d];
+      dense &= sizes[d] < 2 || stride == elements;
+      last += (sizes[d] - 1) * stride;
+      if (d >= x.strides) continue;
+      /* Of heads and steps the GPU's kernels have 32 bits, in bytes. */
+      STD_TORCH_CHECK(on_cpu() || d == 0 || stride <= INT32_MAX / element, x.name,
+                      " has rows more than 2 GiB apart; read the prompt in chunks");
+      put(a, x.stride_at + d * sizeof stride, stride);
+    }
+    STD_TORCH_CHECK(dense || x.strides || !elements, x.name, " is not contiguous");
+    const char *begin = static_cast<const char *>(t.data_ptr());
+    return {begin, elements ? begin + (last + 1) * element : begin};
+  }
+
+  static bool is_aligned(const void *x) { return reinterpret_cast<uintptr_t>(x) % 16 == 0; }
+
+  /* Whether every row starts at a multiple of 16 bytes. */
   static bool aligned(const Tensor &t) {
-    bool all = reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0;
-    for (int64_t d = 0; d < 3; d++)
+    bool all = is_aligned(t.data_ptr());
+    for (int64_t d = 0; d < t.dim() - 1; d++)
       all &= t.size(d) < 2 || t.stride(d) * static_cast<int64_t>(t.element_size()) % 16 == 0;
     return all;
   }
 
-  void check_kind(const char *name, const Tensor &t, ScalarType type) const {
-    STD_TORCH_CHECK(cuda_ ? t.is_cuda() && t.get_device_index() == index_ : t.is_cpu(), name, " is not on ",
-                    cuda_ ? "the same GPU as the first tensor" : "the CPU");
-    STD_TORCH_CHECK(t.scalar_type() == type, name, " is ", toString(t.scalar_type()), ", expected ", toString(type));
+  Tensor empty(ScalarType type, std::span<const int64_t> shape) const {
+    std::array<int64_t, 4> stride;
+    int64_t bytes = 4; /* of a number, at most 4 or, where there is one dimension, 1 */
+    bool fits = true;
+    for (size_t d = shape.size(); d-- > 0;) {
+      stride[d] = bytes / 4;
+      fits &= !__builtin_mul_overflow(bytes, std::max<int64_t>(shape[d], 1), &bytes);
+    }
+    STD_TORCH_CHECK(fits, "a result of shape ", shape_text(shape), " is too large");
+    AtenTensorHandle handle;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), stride.data(),
+                                                    code_of(type), device_, cuda_ ? index_ : 0, &handle));
+    return Tensor(handle);
   }
 
-  static void check_shape(const char *name, const Tensor &t, Shape shape) {
-    auto sizes = t.sizes();
-    bool same = sizes.size() == shape.size() && std::equal(shape.begin(), shape.end(), sizes.begin());
-    STD_TORCH_CHECK(same, name, " has shape ", shape_text(sizes), ", expected ", shape_text(shape));
+  /* The name of the first buffer with that many rows. */
+  const char *buffer(uint8_t rows) const {
+    return std::find_if(args_.begin(), args_.end(), [=](const Arg &x) { return x.is_tensor() && x.shape[0] == rows; })
+        ->name;
   }
 
+  Arguments args_;
+  StableIValue *stack_;
+  std::array<std::optional<Tensor>, MOST_ROWS> tensors_;
+  std::array<Bytes, MOST_ROWS> memory_;
+  std::array<int64_t, sizes::count> size_;
+  ScalarType type_; /* of the first tensor, as all below */
   bool cuda_;
-  int32_t index_;
+  int32_t device_, index_;
   std::optional<torch::stable::accelerator::DeviceGuard> guard_;
 };
 

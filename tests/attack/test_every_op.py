@@ -61,7 +61,6 @@ OPS = {  # name: (its tests, arguments drawn)
     "decode": (test_decode, lambda rng: test_decode.prepared(problem(rng) | one_row(rng), rng.random() < 0.7)),
 }  # fmt: skip
 WRITTEN = {"compact": test_compact.DST, "decode": test_decode.SLOTS}
-OPTIONAL = ("sinks", "lse", "weight", "index")  # an empty one-dimensional tensor is none, as None is
 WORDS = dict(reduce="avg", group="all", term="b", kind="l3")
 
 
@@ -87,8 +86,7 @@ def spoilt(rng, name, p):
     at = rng.choice(known)
     value = p[at]
     if isinstance(value, torch.Tensor):
-        value = tensor(rng, value)
-        return p | {at: None if value.shape == (0,) and (at in OPTIONAL or (name, at) == ("attend", "stop")) else value}
+        return p | {at: tensor(rng, value)}
     if at in WORDS:
         return p | {at: rng.choice((WORDS[at], "", "max", "none", "sum"))}
     if at == "columns":

@@ -179,8 +179,5 @@ def same_for_threads(run):
 
 def opcheck(name, args):
     op = getattr(torch.ops.kvevict, name).default
-    none, no_index = torch.empty(0), torch.empty(0, dtype=torch.int32)
-    absent = {"index": no_index, "stop": no_index, "lse": none, "sinks": none}
-    values = {name: absent[name] if value is None else value for name, value in args.items()}
     moved = Moved(device)
-    torch.library.opcheck(op, tuple(moved(values[a.name]) for a in op._schema.arguments))
+    torch.library.opcheck(op, tuple(moved(args[a.name]) for a in op._schema.arguments))

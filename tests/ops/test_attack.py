@@ -18,9 +18,7 @@ BIG = 2**32  # what int32 cuts to 0
 def raw(name, p):
     """The op's positional arguments, as binding.cpp gets them."""
     op = getattr(torch.ops.kvevict, name).default
-    none, no_index = torch.empty(0), torch.empty(0, dtype=torch.int32)
-    absent = {"index": no_index, "stop": no_index}
-    return op, {a.name: absent.get(a.name, none) if p[a.name] is None else p[a.name] for a in op._schema.arguments}
+    return op, {a.name: p[a.name] for a in op._schema.arguments}
 
 
 def observed():

@@ -1,0 +1,177 @@
+"""Loads the compiled part and makes Python functions of its ops. What an op takes and returns is written in
+csrc/ops.def, which `_C.ops()` hands over: calls, their errors, documented shapes and fake tensors follow from it.
+"""
+
+import functools
+import re
+import textwrap
+from collections.abc import Callable
+from itertools import groupby
+from typing import NamedTuple, TypeVar
+
+try:
+    import torch
+except ImportError as missing:
+    raise ImportError("kvevict needs PyTorch: pip install 'torch>=2.10'") from missing
+
+if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 10):
+    raise ImportError(f"kvevict needs torch 2.10 or newer, this is {torch.__version__}: pip install -U torch")
+
+try:
+    from kvevict import _C
+except ImportError as failed:
+    raise ImportError(
+        f"kvevict's compiled part cannot be loaded ({failed}). Build it for this Python and torch: "
+        "pip install --no-build-isolation . (in the source tree: pip install --no-build-isolation -e .)"
+    ) from failed
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # of q, k, v and slots
+Function = TypeVar("Function", bound=Callable)
+
+
+class Row(NamedTuple):
+    """A row of csrc/ops.def: an argument of an op or a result."""
+
+    kind: str  # tensor, rows, number, flag, integer, count, choice, result
+    type: str  # in the schema
+    name: str
+    dtype: str  # of a tensor; "": the dtype of the op's first argument
+    words: list[str]  # the sizes of a tensor, the size that a count is, what may be chosen
+
+    def is_tensor(self) -> bool:
+        return self.kind in ("tensor", "rows")
+
+    def dtype_beside(self, first: torch.Tensor) -> torch.dtype:
+        return getattr(torch, self.dtype) if self.dtype else first.dtype
+
+
+OPS: dict[str, list[Row]] = {}
+for _line in _C.ops().splitlines():
+    _op, *_row, _words = _line.split("\t")
+    OPS.setdefault(_op, []).append(Row(*_row, words=_words.split(", ")))
+
+
+def arguments(op: str) -> list[Row]:
+    return [row for row in OPS[op] if row.kind != "result"]
+
+
+def function(op: str, parameters: str = "") -> Callable:
+    """The op as a Python function with these parameters; without, with its arguments in their order. Written out as
+    source, so that a call costs nothing beside torch's own."""
+    names: dict = dict(call=getattr(torch.ops.kvevict, op).default, explained=explained, note_written=note_written)
+    values = []
+    for arg in arguments(op):
+        values.append(f"{arg.name}_of[{arg.name}]" if arg.kind == "choice" else arg.name)
+        names[f"{arg.name}_of"] = {word: i for i, word in enumerate(arg.words)}
+    written = ", ".join(arg.name for arg in arguments(op) if arg.type.endswith("!)"))
+    source = f"""
+def {op}({parameters or ", ".join(arg.name for arg in arguments(op))}):
+    try:
+        result = call({", ".join(values)})
+    except (RuntimeError, KeyError) as error:
+        raise explained({op!r}, error, locals()) from None
+    {f"note_written({written})" if written else ""}
+    return result
+"""
+    exec(compile(source, f"<kvevict.{op}>", "exec"), names)
+    return names[op]
+
+
+def op(stub: Function) -> Function:
+    """A function with the signature of `stub` that calls the op of that name. To its documentation the shapes are
+    added."""
+    code = stub.__code__
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    options = names[code.co_argcount :]
+    made = function(stub.__name__, ", ".join([*names[: code.co_argcount], *(["*"] if options else []), *options]))
+    functools.update_wrapper(made, stub)
+    made.__defaults__, made.__kwdefaults__ = stub.__defaults__, stub.__kwdefaults__
+    made.__doc__ = f"{stub.__doc__}\n{shapes(stub.__name__)}\n"
+    return made  # type: ignore[return-value]
+
+
+def shapes(op: str) -> str:
+    """The op's tensors with their shapes and dtypes, a line of arguments and one of results."""
+    lines = []
+    for head, rows in ("", [arg for arg in arguments(op) if arg.is_tensor()]), ("-> ", OPS[op][len(arguments(op)) :]):
+        alike = groupby(rows, lambda row: (row.dtype, row.words, row.type == "Tensor?"))
+        told = [
+            f"{' '.join(row.name for row in group)}{dtype and ' ' + dtype} [{','.join(sizes)}]{' or None' * optional}"
+            for (dtype, sizes, optional), group in alike
+        ]
+        lines += textwrap.wrap(head + ",  ".join(told), 112) if told else []
+    return textwrap.indent("\n".join(lines), "    ")
+
+
+def explained(op: str, error: Exception, given: dict) -> Exception:
+    """The exception that says best why a call failed. Looked for only then: a decode step pays nothing for it."""
+    for arg in arguments(op):
+        if arg.kind == "choice" and given[arg.name] not in arg.words:
+            expected = ", ".join(arg.words)
+            return ValueError(f"kvevict.{op}: {arg.name} is {given[arg.name]!r}, expected one of {expected}")
+        is_absent = given[arg.name] is None and arg.type == "Tensor?"
+        if arg.is_tensor() and not isinstance(given[arg.name], torch.Tensor) and not is_absent:
+            return TypeError(f"kvevict.{op}: {arg.name} is {given[arg.name]!r}, expected a tensor")
+    tensors = [(arg, given[arg.name]) for arg in arguments(op) if isinstance(given[arg.name], torch.Tensor)]
+    lead = tensors[0][1] if tensors else torch.empty(0)
+    for arg, t in tensors:
+        want = arg.dtype_beside(lead)
+        if t.device != lead.device:
+            return ValueError(f"kvevict.{op}: {arg.name} is on {t.device}, the others on {lead.device}")
+        if t.dtype != want:
+            return TypeError(f"kvevict.{op}: {arg.name} is {t.dtype}, expected {want}")
+        if not arg.dtype and t.dtype not in FLOATS:
+            return TypeError(f"kvevict.{op}: {arg.name} is {t.dtype}, expected float32, float16 or bfloat16")
+    if isinstance(error, NotImplementedError) and lead.device.type != "cpu":
+        kernels = f"this build has no {lead.device.type.upper()} kernels"
+        return ValueError(f"kvevict.{op}: {kernels}; move the model and its inputs to the CPU")
+    text = re.sub(r"^\w+, \S+:\d+, ", "", str(error))  # without the place in csrc
+    is_option = re.match(r"\w+ is .*, expected", text)  # tensors are told above
+    return (ValueError if is_option else RuntimeError)(f"kvevict.{op}: {text}")
+
+
+def note_written(*tensors: torch.Tensor) -> None:
+    """Lets autograd refuse to use what an op has overwritten. Costs a microsecond, so not where nothing is recorded."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version(tensors)
+
+
+def fake(op: str) -> Callable:
+    """The results' shapes from the arguments', for torch.compile and fake tensors. Also runs for real tensors as soon
+    as one of them is on meta."""
+
+    def results(*values):
+        given = list(zip(arguments(op), values))
+        tensors = [(arg, t) for arg, t in given if isinstance(t, torch.Tensor)]
+        devices = {t.device for _, t in tensors}
+        torch._check(len(devices) < 2, lambda: f"tensors are on different devices: {sorted(map(str, devices))}")
+        sizes = {size: n for arg, t in reversed(tensors) for size, n in zip(arg.words, t.shape)} | {"1": 1}
+        sizes |= {arg.words[0]: value for arg, value in given if arg.kind == "count"}
+        each = any(arg.name == "group" and arg.words[value] == "none" for arg, value in given)
+        sizes["heads"] = sizes.get("H" if each else "Hkv")
+        made = [
+            values[0].new_empty([sizes[size] for size in row.words], dtype=row.dtype_beside(values[0]))
+            for row in OPS[op][len(values) :]
+        ]
+        return tuple(made) if len(made) > 1 else made[0] if made else None
+
+    return results
+
+
+for _op in OPS:
+    torch.library.register_fake(f"kvevict::{_op}", fake(_op))
+
+
+def cpu_isa() -> str:
+    """Instruction set that the CPU kernels run with: "avx512bf16" (multiplies bf16 as it is), "avx512", "avx2" or
+    "scalar", on ARM "neonbf16" or "neon". KVEVICT_CPU_ISA caps it, and any other name is an error here and in every
+    op; "avx512bf16" is also taken where it is the slower if named."""
+    return _C.cpu_isa()
+
+
+def build_info() -> dict:
+    """What the compiled part was built with: {"cuda": bool, "cuda_archs": "80,90", "torch_target": "2.10"}."""
+    return _C.build_info()
+
+
+DEVICES = ("cpu", "cuda") if build_info()["cuda"] else ("cpu",)  # types of those that ops run on
