@@ -19,7 +19,10 @@ class Repetition(Quantity):
     sink: int = 4
 
     def passes(self, known=False):
-        return 2
+        return 1
+
+    def attended(self, rows, stored, appended):
+        return rows * (min(stored, self.sink) + appended) + rows * (rows + 1) // 2
 
     def measure(self, slots, observation):
         (part,) = observation.parts
