@@ -71,7 +71,7 @@ RULES = (
     (lambda p: p.layers.pools and p.decode,
      "while decoding layers are cut one by one, and one ranking needs them all: decode=False, or layers='uniform'"),
     (lambda p: type(p.rows) is Repeat and p.schedule == "prompt" and p.chunk_size is not None,
-     "parts of a prompt are repeated right behind them, so each is cut then: leave out schedule='prompt', or the "
+     "parts of a prompt are repeated right after them, so each is cut then: leave out schedule='prompt', or the "
      "chunk_size, to read the prompt whole and repeat it once"),
     (lambda p: type(p.rows) is Repeat and (p.tsp is not None or p.layers.measures),
      "the rows that repeat a chunk are not its last tokens, which these need: tsp=None, and another layer budget"),

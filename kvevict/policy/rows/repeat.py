@@ -11,11 +11,11 @@ from . import ROWS, AppendedRows, Part, Rows, at_most
 @ROWS.add("repeat")
 @dataclass(frozen=True)
 class Repeat(Rows):
-    """KVzip's rows (Kim et al. 2025): behind every chunk its own tokens are read again, and observe.
+    """KVzip's rows (Kim et al. 2025): after every chunk its own tokens are read again, and observe.
 
     instruction   token ids between the chunk and its repetition, which do not observe
 
-    [instruction | the chunk's tokens] are appended at the positions right behind the chunk, causal, and are not stored.
+    [instruction | the chunk's tokens] are appended at the positions right after the chunk, causal, and are not stored.
     Without a chunk_size that is the prompt, read twice. What a repetition says of slots of earlier chunks is little, so
     scores over it are best kept with the slot: carry="keep".
     """
