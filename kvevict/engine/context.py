@@ -13,6 +13,7 @@ class Context:
     outer: object = None  # the kvevict.engine.step.OuterCall around the decoder's
     step: object = None  # the kvevict.engine.step.Step that runs
     tap: object = None  # the kvevict.engine.replay.Call that attention is remembered in, or comes from
+    watchers: tuple = ()  # of kvevict.engine.watch, told of reads
     note: object = None  # note(module, query, key) is told what unpatched calls attend with
 
 

@@ -3,6 +3,7 @@
 import torch
 
 from . import rerotate
+from .evict import join
 from .layer_call import layer_call
 from .schedule import observes
 
@@ -25,18 +26,10 @@ def attend(step, layer, module, query, key, value, new, options) -> tuple:
         if policy.carry != "sum" or not observing:
             return None, out
         if policy.score.adds_attention:
-            layer.carry = carried(layer.carry, probs)
+            layer.carry = join("sum", probs, layer.carry)
             return None, out
     none, new = ([x[:, :, :0] for x in pair] for pair in ((key, value), new))
     return layer_call(step, layer, module, query, *none, out, lse, options, probs, new), out
-
-
-def carried(before, probs):
-    """A carried sum [B, Hkv, C] with a row's attention weights added."""
-    if before is not None:
-        probs = probs.clone()
-        probs[..., : before.shape[-1]] += before
-    return probs
 
 
 def remember(policy, layer, query, out) -> None:

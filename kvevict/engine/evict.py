@@ -21,13 +21,13 @@ class Numbers(NamedTuple):
 
 def numbers(call) -> Numbers:
     """The policy's score of the alive slots, joined with what the stored ones carry (METHODS section 9)."""
-    policy, measured = call.policy, call.measured
+    policy = call.policy
     with call.step.meter.clock("score"):
-        score = policy.score.score(call.slots, *measured(policy.score.needs))
+        score = policy.score.score(call.slots, *call.measured(policy.score.needs))
         if policy.carry != "none":  # of each head, even where the score is one for all
             score = score.expand(-1, call.slots.n.shape[1], -1)
         carried = join(policy.carry, score, call.layer.carry)
-        factors = measured(policy.score.factors)
+        factors = call.measured(policy.score.factors)
     score = score if carried is None else carried
     for factor in factors:
         score = score * factor
@@ -87,12 +87,11 @@ def choose(call, score, slots, final=True) -> Choice:
 
 
 def store(call, choice=None, carried=None) -> None:
-    """Put the survivors into the layer: those of a `Choice`, or all. Each of the read's watchers is told of a choice:
-    `watch(call, choice)`, with the last `rows` of the call's rows at hand."""
+    """Put the survivors into the layer: those of a `Choice`, or all."""
     layer, slots = call.layer, call.slots
     if choice is not None:
         for watcher in call.step.watchers:
-            watcher.watch(call, choice)
+            watcher.cut(call, choice)
     with call.step.meter.clock("compact"):
         if choice is not None:
             index = choice.index.to(slots.device)  # another layer may have chosen, on its device

@@ -10,7 +10,7 @@ import torch
 from .. import families
 from . import budgets, schedule
 from .choosers import Chooser, Deciding
-from .context import enter
+from .context import context, enter
 from .decisions import while_decoding
 from .diagnostics import Diagnostics
 from .draft import Drafting
@@ -96,7 +96,7 @@ class Reader:
                 "chunk_size; logits_to_keep=1 is enough to read",
                 stacklevel=2,
             )
-        watchers = (Diagnostics(),) if policy.diagnose else ()
+        watchers = context().watchers + ((Diagnostics(),) if policy.diagnose else ())
         read = Read(
             prompt, tokens, seen, evicts, meter, budgets.Budgets(policy, len(layers), patch.kv_heads, seen),
             watchers=watchers,
