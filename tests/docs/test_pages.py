@@ -22,6 +22,8 @@ MARKS = {
     "install": "changes the environment",
     "long": "takes longer than a test may",
     "kvpress": "is another library's",
+    "quantity": "runs in test_architecture.py",
+    "rows": "runs in test_architecture.py",
 }
 
 
