@@ -43,6 +43,6 @@ def device(request, monkeypatch):
 def nothing_left_behind():
     """No test, and no error in one, leaves a call's context behind."""
     yield
-    from kvevict.engine.context import Context, context
+    from kvevict.context import Context, context
 
     assert vars(context()) == vars(Context())

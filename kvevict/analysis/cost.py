@@ -112,7 +112,7 @@ def _check(shape, policy, draft_model) -> None:
         if draft_model is not None:
             raise ValueError("draft_model is of policies for which another model drafts: drop it, or choose speckv")
     policy.check_layers(shape.windows.count(None))
-    rerotate.check(policy, shape.stretched)
+    rerotate.check(policy, shape.rope_depends_on_length)
     propagate.layer_of(policy, not any(shape.windows), len(shape.windows))  # or an error
 
 

@@ -3,8 +3,8 @@
 import torch
 from transformers.cache_utils import DynamicCache
 
+from ..context import context
 from . import arguments, propagate
-from .context import context
 from .inputs import Inputs
 from .packing import Packing, Positions, packed_mask
 from .step import OuterCall
@@ -71,7 +71,7 @@ class Request:
         cache, packed = self.cache, self.packing.place is not None
         if packed:
             for layer in self.layers:
-                layer.tail = 0  # the last columns are not the last slots of every row
+                layer.removable = 0  # the last columns are not the last slots of every row
             cache.packed += ((self.columns, self.columns + self.tokens),)
         before = cache.next_position
         if packed or before is not None:
@@ -132,7 +132,7 @@ class Request:
     def mask_for(self, end, appended=0):
         """What Transformers builds its masks from, of the columns up to `end` and `appended` rows. Our layers read no
         mask; where all layers are ours, a ready-made 4D mask keeps it from building one."""
-        if self.patch.all_own:
+        if self.patch.all_full_attention:
             return torch.empty(1, 1, 1, 1, device=self.device)
         if self._mask is None:
             return None

@@ -4,16 +4,15 @@ to these, and are differentiated. No attention matrix outlives its layer, memory
 
 import contextlib
 import copy
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import torch
 from transformers import AttentionInterface
 
 from .. import _ops, compat
+from ..context import context, within
 
 NAME = "kvevict_lookahead"
-_pass: ContextVar = ContextVar("kvevict_lookahead_pass", default=None)  # what stands in for attention in this thread
 
 
 @dataclass
@@ -183,24 +182,23 @@ def _own(options):
 
 
 def _call(module, query, key, value, mask, **options):
-    return _pass.get()(module, query, key, value, mask, **options)
+    return context().training_attention(module, query, key, value, mask, **options)
 
 
 @contextlib.contextmanager
 def _attention(decoder, function):
-    """Within, every layer of the decoder calls `function` for attention in this thread."""
+    """Inside, and in this thread alone, every layer of the decoder calls `function` for attention."""
     AttentionInterface.register(NAME, _call)
     modules = [layer.self_attn for layer in decoder.layers]
     before = [module.config for module in modules]
-    token = _pass.set(function)
     try:
         for module in modules:
             config = copy.copy(module.config)
             config._attn_implementation_internal = NAME
             module.__dict__["_kvevict_original"], module.config = module.config, config
-        yield
+        with within(training_attention=function):
+            yield
     finally:
-        _pass.reset(token)
         for module, config in zip(modules, before):
             module.config = config
             module.__dict__.pop("_kvevict_original", None)

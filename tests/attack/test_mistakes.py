@@ -432,8 +432,8 @@ def test_odd_configs(change, said, tmp_path, capsys):
 
 
 def test_plan_refuses_what_patch_refuses():
-    stretched = dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)
-    for changes, options in ((dict(head_dim=12), {}), (dict(rope_parameters=stretched), dict(rerotate=True))):
+    dynamic = dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)
+    for changes, options in ((dict(head_dim=12), {}), (dict(rope_parameters=dynamic), dict(rerotate=True))):
         made = tiny.model(**changes)
         policy = kvevict.policy.build("streaming", budget=40, **options)
         with pytest.raises(ValueError) as patched:

@@ -226,7 +226,7 @@ LIES = {
     "scores of another shape": lambda t, f: change(t, f, "0.carry", lambda x: x[:, :1].clone()),
     "scores too short": lambda t, f: change(t, f, "0.carry", lambda x: x[..., :3].clone()),
     "scores of another dtype": lambda t, f: change(t, f, "0.carry", lambda x: x.long()),
-    "queries of another shape": lambda t, f: t.update({"0.recent": torch.ones(1, 3, 2, 8)}),
+    "queries of another shape": lambda t, f: t.update({"0.decode_queries": torch.ones(1, 3, 2, 8)}),
     "other batches in two layers": lambda t, f: one_row(t, 1),
     "no columns": lambda t, f: f[0].pop("columns"),
     "columns as text": lambda t, f: f[0].update(columns="many"),

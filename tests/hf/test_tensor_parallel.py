@@ -190,7 +190,7 @@ def test_in_two_processes(tmp_path):
     for each in found:
         said = each["refusals"]
         assert "its 1 kv heads cannot be split over 2 ranks (tensor parallel)" in said["few"]
-        assert "lookahead's adapter is for whole projections" in said["lookahead"]
+        assert "lookahead's adapter is for unsplit projections" in said["lookahead"]
         assert "layer 0 has 4 and 2 heads of queries and of keys, by its config (8, 4): patch" in said["decoder"]
         assert "layers or heads that are to share their choice hold different slots" in said["policy"]
 
@@ -201,7 +201,7 @@ def test_latents_are_refused(monkeypatch):
     if not hasattr(model.model.layers[0].self_attn, "expand_kv"):
         pytest.skip("this version of Transformers caches no latents")
     monkeypatch.setattr(model, "_tp_size", 2)
-    with pytest.raises(ValueError, match=r"its heads share latents, .* \(tensor parallel\); load it whole"):
+    with pytest.raises(ValueError, match=r"its heads share latents, .* \(tensor parallel\); load it unsplit"):
         kvevict.patch(model, "snapkv", budget=64)
 
 

@@ -31,7 +31,7 @@ def two_passes(model, made, prompt, response):
         paid = decoder(inputs_embeds=embeds, use_cache=False, output_attentions=True).attentions
     each = []
     for kind, true, got in zip(families.layer_kinds(decoder.config), found.attentions, paid):
-        if kind == families.OWN:
+        if kind == families.FULL_ATTENTION:
             p, t = (x[0, :, n:, :n].mean(1) for x in (got, true))
             p, t = (x / x.sum(-1, keepdim=True) for x in (p, t))
             each.append((t * (t / p).log()).sum(-1).mean())

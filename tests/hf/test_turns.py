@@ -180,7 +180,7 @@ def test_another_policy_forgets_remembered_queries():
         tokens_of(net, cache, ids(1, 1, 4), 2)
         if forget:
             for layer in cache.layers:
-                layer.recent = None
+                layer.decode_queries = None
         kvevict.patch(net, "snapkv", **window)
         tokens_of(net, cache, ids(1, 1, 5), 2)
         return kept(cache)

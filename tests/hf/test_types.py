@@ -183,7 +183,7 @@ def test_after_attention(family):
     """By name where names are known: what normalises the stream before the MLP, or the MLP itself."""
     model = tiny.model(family)
     name = {"llama": "post_attention_layernorm", "gemma2": "pre_feedforward_layernorm", "olmo2": "mlp"}[family]
-    order = [i for i, kind in enumerate(families.layer_kinds(model.config)) if kind == families.OWN]
+    order = [i for i, kind in enumerate(families.layer_kinds(model.config)) if kind == families.FULL_ATTENTION]
     assert trial.after_attention(model, model.model, order) == dict.fromkeys(order, name)
 
 
