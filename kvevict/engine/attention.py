@@ -128,7 +128,7 @@ def restore(module) -> None:
 
 @contextlib.contextmanager
 def overheard(modules, note):
-    """Inside, note(module, query, key) is told what unpatched calls of these modules attend with."""
+    """Inside, note(module, query, key) is called with what unpatched calls of these modules attend with."""
     register()
     ours = [module for module in modules if ORIGINAL not in module.config.__dict__]
     with within(note=note):

@@ -87,8 +87,8 @@ def choose(call, score, slots, final=True) -> Choice:
 
 
 def store(call, choice=None, carried=None) -> None:
-    """Put the survivors into the layer: those of a `Choice`, or all. Each of the read's watchers is told of a choice:
-    `watch(call, choice)`, with the last `rows` of the call's rows at hand."""
+    """Put the survivors into the layer: those of a `Choice`, or all. A choice is passed to each of the read's watchers:
+    `watch(call, choice)`, where the call still has its last `rows` rows."""
     layer, slots = call.layer, call.slots
     if choice is not None:
         for watcher in call.step.watchers:

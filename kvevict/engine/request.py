@@ -80,8 +80,8 @@ class Request:
         cache.half_read = False
 
     def check_read(self, prompt: int, wanted: int, calls: int) -> None:
-        """Raise ValueError for what reading `prompt` columns in `calls` calls cannot give: arguments that cannot be
-        split, outputs of every token, rows that upper layers do not read."""
+        """Raise ValueError where `prompt` columns cannot be read in `calls` calls: for arguments that cannot be split,
+        outputs of every token, rows that layers after `tsp` do not read."""
         flags = [flag for flag in OF_EVERY_TOKEN if self.asks(flag)]
         if flags and self.packing.place is not None:
             raise ValueError(f"{flags[0]}=True needs a batch padded at the left: set tokenizer.padding_side='left'")
@@ -89,12 +89,12 @@ class Request:
         propagate.check(self.patch, longest, wanted, flags)
         name = self._inputs.unsplittable() if calls > 1 else None
         if name is not None:
-            raise ValueError(f"{name} cannot be split into chunks; read the prompt whole with chunk_size=None")
+            raise ValueError(f"{name} cannot be split into chunks; read the prompt in one pass with chunk_size=None")
         if calls > 1 and flags:
-            raise ValueError(f"{flags[0]}=True needs the prompt read whole: schedule='prompt' and no chunk_size")
+            raise ValueError(f"{flags[0]}=True needs the prompt in one pass: schedule='prompt' and no chunk_size")
 
     def scores(self, evicts) -> bool:
-        """Whether a text is scored in one call whose cache nobody has asked for, and evicted from only after it."""
+        """Whether the call scores a text, without a cache of the caller's: then it evicts only at its end."""
         evicts = evicts and self.policy.schedule == "prompt"
         return evicts and self.own_cache and self.top is not None and self.wanted != 1 and self.tokens > 1
 

@@ -71,7 +71,7 @@ class Step:
 
     @property
     def watchers(self) -> tuple:
-        """Whoever is told of each `Choice`: see `kvevict.engine.evict.store`."""
+        """Objects that `kvevict.engine.evict.store` passes each `Choice` to."""
         return () if self.read is None else self.read.watchers
 
     @property

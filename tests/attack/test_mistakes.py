@@ -293,7 +293,7 @@ def test_deep_json(text, tmp_path):
 def test_histories_that_lie(data, tmp_path):
     (tmp_path / "file").write_text(json.dumps(data))
     history = kvevict.history("lies")
-    with pytest.raises(ValueError, match="no history"):
+    with pytest.raises(ValueError, match="is not a history"):
         history.load(tmp_path / "file")
     assert (history.contexts, history.errors) == (0, [])
 

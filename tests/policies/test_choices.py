@@ -424,7 +424,7 @@ def test_tada_history_is_kept_frozen_and_reset(task, tmp_path):
         past.reset()
         assert past.contexts == 0
         (tmp_path / "other").write_text("[1]")
-        with pytest.raises(ValueError, match="no history"):
+        with pytest.raises(ValueError, match="is not a history"):
             past.load(tmp_path / "other")
         past.contexts, past.errors = 1, [1.0, 2.0]
         with pytest.raises(ValueError, match="2 layers, not 4"):
@@ -464,7 +464,7 @@ AXES = dict(
     when=[dict(chunk_size=20, n_reuse=1), dict(chunk_size=20, n_reuse=2), dict(schedule="prompt", n_reuse=1),
           dict(chunk_size=20, n_reuse=1, warmup_layers=2), dict(chunk_size=20, n_reuse=1, decode=True, interval=2)],
 )  # fmt: skip
-REASONS = "needs|measures|only rank|one for the layer|behind layer|behind tsp=0|has none|every chunk|after all layers"
+REASONS = "needs|measures|only rank|one for the layer|layers after tsp|after tsp=0|has no queries|every chunk|after all layers"
 RANKS = ("streaming", "knorm", "keydiff", "random")
 SAMPLED = 241  # of the combinations over rows that are not a score's own, one in so many
 
@@ -673,7 +673,7 @@ def test_json_of_options():
     assert Policy.from_json(take.to_json()).rows.probe == (-9, -1)
     assert Policy.from_json('{"score": "h2o", "budget": 5}') == Policy(score="h2o", budget=5)
     for text, error in (
-        ("[", "no policy in JSON"), ("[]", "object of its fields"), ('{"scor": "h2o"}', "did you mean 'score'"),
+        ("[", "is not a policy in JSON"), ("[]", "object of its fields"), ('{"scor": "h2o"}', "did you mean 'score'"),
         ('{"score": {"name": "h3o"}}', "did you mean 'h2o'"), ('{"score": {"name": "h2o", "recnt": 1}}', "'recent'"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=error):
