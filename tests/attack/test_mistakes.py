@@ -106,7 +106,7 @@ def test_layers_of_a_cache_that_are_none(cache, tmp_path, text):
 
 
 def test_what_the_file_system_refuses(cache, tmp_path):
-    """No folder, a folder in the place, no path at all; and nothing is left behind."""
+    """A missing folder, a folder of that name, an empty path; and no file is left over."""
     with pytest.raises(FileNotFoundError):
         kvevict.save_cache(cache, tmp_path / "none" / "cache")
     (tmp_path / "folder").mkdir()
@@ -351,7 +351,7 @@ def test_foreign_settings(first, tmp_path, capsys):
 
 
 def test_carriage_returns(tmp_path):
-    """A file with other line ends is no start that a killed process left."""
+    """A file with other line ends is not the beginning that a killed process left."""
     path = tmp_path / "results"
     text = "\r".join(json.dumps(x) for x in ({"settings": {"a": 1}}, LINE)) + "\r"
     for known in (text, text.replace("\r", "\r\n")[:-1]):

@@ -216,8 +216,7 @@ LIES = {
     "an end as text": lambda t, f: f[2].update(end="40"),
     "ties as text, two equal positions": lambda t, f: (
         at(t, "2.pos", 1, t["2.pos"][0]), f[2].update(ties="yes")),
-    "a negative next position": lambda t, f: t.update({"0.upcoming": torch.tensor([40, -1])}),
-    "a next position too far on": lambda t, f: t.update({"0.upcoming": torch.tensor([40, 41])}),
+    "an unknown tensor": lambda t, f: t.update({"0.next_position": torch.tensor([40, 31])}),
     "float positions": lambda t, f: change(t, f, "2.pos", lambda x: x.float()),
     "float seen": lambda t, f: change(t, f, "0.seen", lambda x: x.float()),
     "seen of three rows": lambda t, f: change(t, f, "0.seen", lambda x: torch.cat([x, x[:1]])),
@@ -296,7 +295,7 @@ def test_positions_of_the_caller(tmp_path):
     None, [], "{", 7, dict(rerotate="yes"), dict(rerotate=None), dict(packed=None), dict(packed=[[0]]),
     dict(packed=[[3, 2]]), dict(packed=[[0, 41]]), dict(packed=[[-1, 3]]), dict(packed=[[0.5, 3]]),
     dict(next_position=[1]), dict(next_position=[1, 2, 3]), dict(next_position=[1, -2]), dict(next_position=[1, "2"]),
-    dict(next_position=7), dict(next_position=[1, 1e400]),
+    dict(next_position=7), dict(next_position=[1, 1e400]), dict(next_position=[40, 41]),
 ], ids=str)  # fmt: skip
 def test_facts_of_the_cache_that_lie(saved, tmp_path, lie):
     from safetensors import safe_open

@@ -74,7 +74,7 @@ def read(model, case, sent=lambda: 0) -> dict:
 
 
 def go_on(model, cache, new=4):
-    """Tokens behind a cache [2, new]: a second turn's prompt is read, and its answer decoded."""
+    """Tokens [2, new] after a cache: a second turn's prompt is read, and its answer decoded."""
     mask = torch.cat([PROMPT["attention_mask"], TURN["attention_mask"]], 1)
     ids = torch.cat([PROMPT["input_ids"], TURN["input_ids"]], 1)
     return model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=new, do_sample=False)[
@@ -83,7 +83,7 @@ def go_on(model, cache, new=4):
 
 
 def turns(model) -> dict:
-    """Beams, and second turns behind forks of a cache and behind the cache itself."""
+    """Beams, and second turns after forks of a cache and after the cache itself."""
     with patched(model, "adakv max"), torch.no_grad():
         beams, cache = generated(model, num_beams=2).sequences, model(**PROMPT).past_key_values
         tokens = [go_on(model, each) for each in (cache.fork(), cache.fork(), cache)]

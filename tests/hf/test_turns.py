@@ -169,7 +169,7 @@ def test_bidirectional_models_are_refused():
 
 
 def test_another_policy_forgets_remembered_queries():
-    """Rows remembered under an earlier policy have a gap behind them: they no longer observe."""
+    """Rows remembered under an earlier policy have a gap after them: they no longer observe."""
     window = dict(budget=20, window=4, decode=True, interval=2)
 
     def slots(forget):
