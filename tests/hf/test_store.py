@@ -216,7 +216,6 @@ LIES = {
     "an end as text": lambda t, f: f[2].update(end="40"),
     "ties as text, two equal positions": lambda t, f: (
         at(t, "2.pos", 1, t["2.pos"][0]), f[2].update(ties="yes")),
-    "an unknown tensor": lambda t, f: t.update({"0.next_position": torch.tensor([40, 31])}),
     "float positions": lambda t, f: change(t, f, "2.pos", lambda x: x.float()),
     "float seen": lambda t, f: change(t, f, "0.seen", lambda x: x.float()),
     "seen of three rows": lambda t, f: change(t, f, "0.seen", lambda x: torch.cat([x, x[:1]])),
