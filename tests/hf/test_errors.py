@@ -136,7 +136,7 @@ ODD_JSON = [
     ('{"heads": {}}', "heads of a policy in JSON: an object must have a name"),
     ('{"score": {"name": ["h2o"]}}', "score of a policy in JSON: an object must have a name"),
     ('{"score": {"name": "snapkv", "window": {"name": "token"}}}', "window of a policy in JSON: cannot be an object"),
-    ('{"score": {"name": "snapkv", "window": [3]}}', "window must be a whole number"),
+    ('{"rows": {"name": "window", "window": [3]}}', "window must be a whole number"),
     ('{"budget": {"name": "token"}}', "budget of a policy in JSON: cannot be an object"),
     ('{"budget": [64]}', "budget must be an int"),
     ('{"schedule": {}}', "schedule of a policy in JSON: cannot be an object"),
