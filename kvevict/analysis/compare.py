@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import torch
 
-from ..engine.context import within
+from ..context import within
 from ..engine.watch import Watcher
 from ..lookahead.validation import recall, tau
 from ..patch import evicting

@@ -35,6 +35,6 @@ def attend(step, layer, module, query, key, value, new, options) -> tuple:
 def remember(policy, layer, query, out) -> None:
     """Keep a decoded row [B, H, 1, D], and its output if that is wanted: it will observe."""
     row = query if out is None else torch.cat([query, out.transpose(1, 2)], 3)
-    other = layer.recent is None or layer.recent.shape[3] != row.shape[3]  # of another policy
-    rows = row if other else torch.cat([layer.recent, row], 2)
-    layer.recent = rows[:, :, -policy.rows.decoded :]
+    other = layer.decode_queries is None or layer.decode_queries.shape[3] != row.shape[3]  # of another policy
+    rows = row if other else torch.cat([layer.decode_queries, row], 2)
+    layer.decode_queries = rows[:, :, -policy.rows.decoded :]

@@ -54,7 +54,7 @@ class LayerCall:
         rows, none = self.rows, 0 * self.rows.first
         if self.policy.rows.newest or self.policy.carry == "sum":
             return Observation((Observers(rows.q, none, rows.end, True, rows.lse, rows.out, rows.probs),))
-        q, out = self.layer.recent, None
+        q, out = self.layer.decode_queries, None
         if q.shape[3] > rows.q.shape[3]:
             q, out = q.split(rows.q.shape[3], 3)
             out = out.transpose(1, 2)

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from .. import families
+from ..context import context, enter
 from . import budgets, schedule
 from .choosers import Chooser, Deciding
-from .context import context, enter
 from .decisions import while_decoding
 from .diagnostics import Diagnostics
 from .draft import Drafting
@@ -105,7 +105,7 @@ class Reader:
         request.begin()
         request.cache.read_under(policy)
         for order, layer in enumerate(layers):
-            layer.recent = None  # their slots are no longer the last ones
+            layer.decode_queries = None  # their slots are no longer the last ones
             if policy.schedule == "prompt" and len(chunks) > 1:
                 most = sum(min(chunk.end - chunk.start, limits[order]) for chunk in chunks)
                 layer.expect((layer.longest() if layer.is_initialized else 0) + most + ROOM)

@@ -1,7 +1,7 @@
-"""What a slot is worth and what CAOTE makes of it (METHODS sections 1, 2 and 4), in float64: `oracle.Row`'s scores.
+"""Scores, and CAOTE's refinement of them (METHODS sections 1, 2 and 4), in float64: the part of `oracle.Row` for them.
 
-Which queries observe is no matter of theirs: of one kv head they get a [G, R, n], what R rows pay, and out [G, R, d],
-what those rows got; v [n, d] are the alive slots' values.
+They do not depend on which queries observe: of one kv head they get a [G, R, n], the attention weights of R rows, and
+out [G, R, d], those rows' outputs; v [n, d] are the alive slots' values.
 """
 
 from functools import partial

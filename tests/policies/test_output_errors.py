@@ -121,7 +121,7 @@ def test_decoding(name, interval):
 
 @pytest.mark.parametrize("name", UNPROTECTED)
 def test_unprotected_windows(name):
-    """What a remembered row sees is told by its position, not by its own slot."""
+    """A remembered row sees slots up to its position, wherever its own slot is."""
     policy, chosen = options(name, UNPROTECTED, **CHUNKED, decode=True, interval=1)
     rows = [[29, *[1] * 12, 14, *[1] * 3], [9, *[1] * 12, 14, *[1] * 3]]
     want = compare(model(), policy, rows, **chosen)
