@@ -47,7 +47,8 @@ def work(shape, policy, taken, batch: int = 1, causal: bool = True) -> dict:
     for old, rows, kept, chooses, parts in zip(taken.stored, taken.read, taken.kept, taken.scored, taken.parts):
         n = old + rows
         evict = _sum(evict, _observed(shape, n, parts, passes, outputs, causal))
-        evict = _sum(evict, (0, shape.slot_bytes / 2 * n * scans * chooses))
+        again = sum(each.attended(rows, old, chunk.appended) for each in needed) if parts else 0
+        evict = _sum(evict, (_pair(shape, 1) * again, shape.slot_bytes / 2 * n * scans * chooses))
         # TADA's error is of unpooled scores, refined for themselves.
         refine = _sum(refine, (x * chooses * (1 + policy.layers.measures) for x in _refined(shape, policy, n)))
         stored += kept if kept < n else rows

@@ -4,7 +4,7 @@ import numpy as np
 
 from ..policy.checks import PLENTY
 from ..policy.layers import layer_slots
-from .decisions import Cascade, Decisions
+from .decisions import Cascade, Decisions, Pooled
 from .schedule import relaxed
 
 
@@ -33,6 +33,8 @@ class Budgets:
         self.budgets = np.minimum(np.where(self.cuts, targets, free), PLENTY)
         if self.cuts.any() and policy.layers.cascades:
             return Cascade(policy, self.layers, self.heads, lambda asked: self._shared(alive, asked), self.cuts)
+        if self.cuts.any() and policy.layers.pools:
+            return Pooled(policy, self.layers, targets, self.cuts)
         warmup = np.array([policy.warmup_slots(n) for n in self.seen]) * self.heads
 
         def limit(layer, _):

@@ -132,7 +132,8 @@ class EvictionLayer(CacheLayerMixin):
             self.decode_queries = left if left.shape[2] else None
         if self.carry is not None:
             past_end = torch.arange(self.longest(), device=self.carry.device) >= self.len[..., None]
-            self.carry = self.carry[..., : self.longest()].masked_fill(past_end, 0)
+            carry = self.carry[..., : self.longest()]
+            self.carry = carry.masked_fill(past_end & ~carry.isnan(), 0)  # NaN: no number yet (carry="keep")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.is_initialized:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from . import evict, propagate
+from . import evict, host, propagate
 from .layer_call import LayerCall
 from .schedule import observes
 
@@ -73,8 +73,9 @@ class Deciding(Chooser):
         self.pending[order] = Pending(
             call.waiting() if waits else call, carried, evict.ranked(call, score) if decision.scores else None
         )
+        keep = self._pool(decision.cuts) if decision.pooled else {}
         for cut in decision.cuts:
-            self._carry_out(cut)
+            self._carry_out(cut, keep.get(cut.layer))
 
     def due(self, order, counts):
         return self.decisions.limit(order, counts.sum(1)) is not None
@@ -84,14 +85,32 @@ class Deciding(Chooser):
         asked = layers.preference(call.slots, *call.measured(layers.needs))
         self.decisions.ask(call.order, asked.cpu().numpy())
 
-    def _carry_out(self, cut):
+    def _pool(self, cuts) -> dict:
+        """How many slots [B, heads of all ranks] each layer keeps, by one ranking of them all."""
+        waiting = [self.pending[cut.layer] for cut in cuts]
+        first = waiting[0].call
+        policy, device = first.policy, first.slots.device
+        slots = sum(np.minimum(cut.slots, each.call.slots.alive) for cut, each in zip(cuts, waiting, strict=True))
+        with first.step.meter.clock("select"):
+            layers = [each.call.slots.all_ranks(policy.shared) for each in waiting]
+            scores = [
+                each.call.slots.heads.gather(each.ranked, whole.columns)
+                for each, whole in zip(waiting, layers, strict=True)
+            ]
+            keep = policy.layers.keep(layers, scores, host.upload(slots, device))
+        return {cut.layer: each for cut, each in zip(cuts, keep, strict=True)}
+
+    def _carry_out(self, cut, keep=None):
         """Store or cut a layer; one that is cut again stays pending, with what its survivors are ranked by."""
         call, carried, ranked = self.pending.pop(cut.layer)
         if cut.by == cut.layer:
             alive = call.slots.alive
             slots = alive if cut.slots is None else np.minimum(cut.slots, alive)
-            cuts = (slots < alive).any()
-            self.choices[cut.layer] = evict.choose(call, ranked, slots, cut.final) if cuts else None
+            if keep is not None:
+                self.choices[cut.layer] = evict.take(call, ranked, keep.to(call.slots.device))
+            else:
+                cuts = (slots < alive).any()
+                self.choices[cut.layer] = evict.choose(call, ranked, slots, cut.final) if cuts else None
         choice = self.choices[cut.by]
         if choice is not None or call.new[0].shape[2] or call.step.decoding:
             evict.store(call, choice, carried)

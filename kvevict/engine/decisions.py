@@ -23,6 +23,7 @@ class Decision(NamedTuple):
 
     scores: bool  # it chooses, so its slots get numbers
     cuts: tuple = ()
+    pooled: bool = False  # the cuts' layers keep their slots' sum, split by one ranking
 
 
 class Decisions:
@@ -89,6 +90,23 @@ class Cascade(Decisions):
         slots = self.share(self.preferences) + (0 if final else self.heads)
         slots = np.where(self.cuts, slots, PLENTY)
         return Decision(True, tuple(Cut(each, slots[each], each, final) for each in range(layer + 1)))
+
+
+class Pooled(Decisions):
+    """All layers wait for the last one; then one ranking of all slots says what each keeps of the sum of `targets`.
+
+    targets   int [layers, B] slots, which count as each layer's own
+    cuts      bool [B] rows that lose slots
+    """
+
+    def __init__(self, policy, layers, targets, cuts):
+        super().__init__(policy, layers, None)
+        self.targets = np.where(cuts, targets, PLENTY)
+
+    def at(self, layer, alive):
+        if layer < self.layers - 1:
+            return Decision(True)
+        return Decision(True, tuple(Cut(each, self.targets[each], each) for each in range(self.layers)), True)
 
 
 def while_decoding(policy, layers: int, heads: int, budgets) -> Decisions:

@@ -9,7 +9,11 @@ import torch
 from .. import _ops
 from . import host
 
-CARRY = {"sum": torch.add, "max": torch.maximum, "keep": lambda new, carried: carried}
+CARRY = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "keep": lambda new, carried: torch.where(carried.isnan(), new, carried),
+}
 
 
 class Numbers(NamedTuple):
@@ -29,6 +33,9 @@ def numbers(call) -> Numbers:
         carried = join(policy.carry, score, call.layer.carry)
         factors = call.measured(policy.score.factors)
     score = score if carried is None else carried
+    if policy.carry == "keep":  # past a head's end no slot has a number yet, whatever comes there
+        column = torch.arange(carried.shape[-1], device=carried.device)
+        carried = carried.masked_fill(column >= call.slots.n[..., None], torch.nan)
     for factor in factors:
         score = score * factor
     return Numbers(carried, score)
@@ -81,6 +88,13 @@ def choose(call, score, slots, final=True) -> Choice:
             keep = select.trim_to_runs(whole, every, heads.keep(whole, every, wanted, select.run))
         else:
             keep = heads.reserve(whole, every, wanted, select.run)
+    return take(call, score, keep)
+
+
+def take(call, score, keep) -> Choice:
+    """The best slots of each head by `ranked` scores, keep [B, heads of all ranks] of them."""
+    ranks = call.slots.heads.ranks
+    with call.step.meter.clock("select"):
         counts = np.array(keep.tolist())
         keep, mine, (first, last) = ranks.mine(keep).contiguous(), ranks.mine(counts), call.slots.protected
         return Choice(_ops.select(score, call.slots.n, keep, first, last, int(mine.max())), mine, counts)
@@ -97,13 +111,14 @@ def store(call, choice=None, carried=None) -> None:
             index = choice.index.to(slots.device)  # another layer may have chosen, on its device
             layer.keep(index, choice.keep, *call.new, slots.pos, slots.kv.first)
             slots.heads.ranks.note(layer, choice.all_ranks)
-            carried = None if carried is None else kept(carried, index)
+            fill = torch.nan if call.policy.carry == "keep" else 0
+            carried = None if carried is None else kept(carried, index, fill)
         elif slots.kv.k.shape[2]:
             layer.append(*call.new, slots.pos, slots.kv.first, slots.kv.padding)
         layer.carry = carried
     call.step.meter.live[slots.index] = layer.live_bytes()
 
 
-def kept(x, index):
-    """x [B, Hkv, C] of the slots index [B, Hkv, K], 0 where that is -1."""
-    return x.expand(-1, index.shape[1], -1).gather(2, index.clamp_min(0).long()).masked_fill(index < 0, 0)
+def kept(x, index, fill=0):
+    """x [B, Hkv, C] of the slots index [B, Hkv, K], `fill` where that is -1."""
+    return x.expand(-1, index.shape[1], -1).gather(2, index.clamp_min(0).long()).masked_fill(index < 0, fill)

@@ -113,7 +113,8 @@ def layer_call(step, layer, module, q, k, v, out, lse, options, probs=None, new=
     index, stored = module.layer_idx, max(k.shape[2] - step.appended, 0)
     first, padding = step.first.clamp_max(stored), np.minimum(step.padding, stored)
     order = step.patch.order[index]
-    kv = KV(step, layer, module, k[:, :, :stored], v[:, :, :stored], first, padding, options)
+    appended = k[:, :, stored:], v[:, :, stored:]
+    kv = KV(step, layer, module, k[:, :, :stored], v[:, :, :stored], first, padding, options, appended)
     rows = LayerRows(step, module, layer, q, out, lse, stored, first, probs)
     pos, select = step.positions[:, :stored].contiguous(), step.patch.policy.selection(order)
     slots = _slots(kv, index, pos, partial(protected, step.patch.policy, select, rows.without_tensors()))

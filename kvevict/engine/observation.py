@@ -24,6 +24,13 @@ class Observers:
     until: torch.Tensor | None = None  # [B, 1] of decoded rows whose own slots may be gone: the last one's position
 
 
+def rolled(x, by):
+    """x [B, H, R, ..] with the rows of each batch row moved by[b] places on, the last ones to the front."""
+    row = (torch.arange(x.shape[2], device=x.device) - by[:, None]) % x.shape[2]
+    row = row[:, None].expand(-1, x.shape[1], -1)
+    return x.gather(2, row[(..., *[None] * (x.ndim - 3))].expand_as(x))
+
+
 @dataclass(frozen=True, eq=False)
 class Observation:
     """The rows that observe one layer: parts of it that are computed apart."""
@@ -109,10 +116,15 @@ class LayerRows:
         rows = Observers(self.q[:, :, start:stop], skip, self.end, True, self.lse[:, :, start:stop], out)
         return Observation((rows,))
 
-    def appended_rows(self, own=True, count=None) -> Observation:
-        """The last `count` appended rows (None: all); own: their softmax spans the appended rows before them too."""
+    def appended_rows(self, own=True, count=None, padded=False) -> Observation:
+        """The last `count` appended rows (None: all); own: their softmax spans the appended rows before them too.
+        padded: the last ones of each batch row, as many as the chunk has padding, do not count."""
         rows, none = count or self.appended, 0 * self.first
         q = self.q[:, :, -rows:]
+        if padded and self.step.padding.any():
+            tensors = q, self.lse[:, :, -rows:], self.out[:, -rows:].transpose(1, 2)
+            q, lse, out = (rolled(x, self.first) for x in tensors)
+            return Observation((Observers(q, self.first, self.end, False, lse, out.transpose(1, 2)),))
         if not own:
             return Observation((Observers(q, none, self.end, False),))
         return Observation((Observers(q, none, self.end, False, self.lse[:, :, -rows:], self.out[:, -rows:]),))

@@ -54,6 +54,7 @@ class KV:
     first: torch.Tensor  # [B] int32 of them are left padding
     padding: np.ndarray  # the same on the host
     options: dict  # scale, softcap, sinks of attention
+    appended: tuple = ()  # k, v [B, heads, p, D] of rows that are read with the call and not stored
 
     @cached_property
     def stored(self):

@@ -1,4 +1,4 @@
-"""How to see what a read does, from outside: `with within(watchers=(watcher,)): model(..)` (engine/context.py)."""
+"""How to see what a read does, from outside: `with within(watchers=(watcher,)): model(..)` (context.py)."""
 
 
 class Watcher:

@@ -115,6 +115,10 @@ preset(
     "chunkkv/kvpress", "ChunkKV as kvpress has it: whole runs of 20 tokens by its own SnapKV's scores.",
     **_KVPRESS, select=SELECTIONS["chunk"](c=20, exact=False),
 )  # fmt: skip
+preset(
+    "kvzip", "KVzip (Kim et al. 2025) in bounded memory, ours: each chunk is read twice; questions may come later.",
+    score=SCORES["kvzip"](), heads=HEADS["flat"](), layers=LAYERS["pool"](), chunk_size=512,
+)  # fmt: skip
 preset("vatp", score=SCORES["vatp"]())
 preset(
     "paasvn", "PAASVN (EDIE eq. 4): SnapKV's sums times the value's 1-norm, pooled; heads compete as in AdaKV.",

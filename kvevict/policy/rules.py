@@ -1,11 +1,18 @@
 """Which choices exclude each other, and why: one table (METHODS sections 1, 4 and 5)."""
 
+from .heads.flat import Flat
+from .needs import as_needs
 from .parts import PARTS
+from .rows.repeat import Repeat
 from .rows.window import NoRows
 
 
 def _waits(policy):
     return policy.warmup_layers not in (None, 1)
+
+
+def _needs(policy):
+    return [each.name for each in as_needs(policy.score.needs)]
 
 
 RULES = (
@@ -51,6 +58,28 @@ RULES = (
      "drafted rows come after the chunk's, which diagnostics observe: diagnose=False"),
     (lambda p: p.rows.needs_full_prompt and p.tsp is not None,
      "layer tsp chooses the tokens to propagate when it is read, and a draft comes after all layers: tsp=None"),
+    (lambda p: p.layers.pools and not p.score.comparable,
+     "one ranking of all layers needs scores that compare between them, and these do not: take kvzip, or layers="
+     "'uniform'"),
+    (lambda p: p.layers.pools and type(p.heads) is not Flat,
+     "one ranking of all layers is one of all their heads: heads='flat'"),
+    (lambda p: p.layers.pools and (p.select.run > 1 or p.select_by_layer),
+     "one ranking of all layers takes slots one by one: select='token'"),
+    (lambda p: p.layers.pools and p.refine.refines,
+     "one ranking of all layers needs scores that compare between them, and output errors do not: refine='none'"),
+    (lambda p: p.layers.pools and (p.n_reuse > 1 or _waits(p)),
+     "one ranking of all layers needs every layer's own scores: n_reuse=1 and warmup_layers=None"),
+    (lambda p: p.layers.pools and p.decode,
+     "while decoding layers are cut one by one, and one ranking needs them all: decode=False, or layers='uniform'"),
+    (lambda p: type(p.rows) is Repeat and p.schedule == "prompt" and p.chunk_size is not None,
+     "parts of a prompt are repeated right after them, so each is cut then: leave out schedule='prompt', or the "
+     "chunk_size, to read the prompt in one pass and repeat it once"),
+    (lambda p: type(p.rows) is Repeat and (p.tsp is not None or p.layers.measures),
+     "the rows that repeat a chunk are not its last tokens, which these need: tsp=None, and another layer budget"),
+    (lambda p: "repetition" in _needs(p) and type(p.rows) is not Repeat,
+     "support='chunk' is of rows that repeat the chunk: rows='repeat', or support='all'"),
+    (lambda p: "repetition" in _needs(p) and p.decode,
+     "decoded tokens are not read again, so their worth is not known: decode=False, or support='all'"),
     (lambda p: p.n_reuse > 1 and p.tsp is not None,
      "layers after tsp read other tokens, and with n_reuse > 1 layer tsp need not score: n_reuse=1 or tsp=None"),
     (lambda p: p.n_reuse > 1 and p.warmup_layers is not None,

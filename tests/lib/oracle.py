@@ -15,6 +15,7 @@ from fractions import Fraction
 
 import oracle_cake
 import oracle_drafted
+import oracle_pool
 import oracle_rows
 import oracle_scores
 import torch
@@ -23,6 +24,7 @@ from transformers import AttentionInterface
 
 DEFAULTS = dict(chunk_size=None, schedule="prompt", decode=False, interval=16, warmup_layers=None, warmup_budget=None)
 DEFAULTS |= dict(layers="uniform", beta=20, tau1=1.0, tau2=1.0, errors=None, heads="equal", f=0.2, floor="mix")
+DEFAULTS |= dict(least=4)
 DEFAULTS |= dict(select="token", c=10, per_head=False, exact=True, select_by_layer=(), n_reuse=1)
 DEFAULTS |= oracle_scores.DEFAULTS
 _ONLINE = dict(schedule="chunk", chunk_size=4096, decode=True, interval=1)
@@ -64,6 +66,7 @@ PRESETS = {
     "edie": _EDIE,
     "edie-exact": _EDIE | dict(score="edie-exact"),
     "vatp": dict(score="vatp"),
+    "kvzip": dict(score="kvzip", heads="flat", layers="pool", schedule="chunk", chunk_size=512),
     "paasvn": dict(score="paasvn", heads="ada"),
     "laq": dict(score="laq"),
     "laq/paper": _PAPER,
@@ -89,6 +92,11 @@ class Layer:
     probe: torch.Tensor | None = None  # [H, p, d] accumulated probe, as if rotated with `probe_at`
     probe_at: int = 0
     asked: list = field(default_factory=list)  # (token, queries [H, d], outputs [H, d]) of decoded tokens
+
+    def keep(self, g, taken):
+        """Kv head g keeps its slots of these numbers."""
+        self.alive[g] = [self.alive[g][i] for i in taken]
+        self.carry[g] = {t: x for t, x in self.carry[g].items() if t in self.alive[g]}
 
 
 @dataclass
@@ -198,7 +206,7 @@ class Row:
         L, b = len(self.own), self.B - self.always
         if self.o["errors"]:
             return [Fraction(x) for x in self.o["errors"]]
-        if self.o["layers"] in ("uniform", "cake") or tokens < 2 * b or L == 1:
+        if self.o["layers"] in ("uniform", "cake", "pool") or tokens < 2 * b or L == 1:
             return [Fraction(1)] * L
         low = b // self.o["beta"]
         high = min(2 * b - low, tokens - self.always)
@@ -361,10 +369,10 @@ class Row:
         """Evict from a layer that was read, if it holds too much."""
         o, order = self.o, seen.order
         self.layer_budget = self.limits[order]
-        if o["layers"] == "cake" and self.cuts:
+        if o["layers"] in ("cake", "pool") and self.cuts:
             self.later.append(seen)
             if len(self.later) == len(self.own):  # nothing is cut before all layers have been read
-                oracle_cake.cut(self)
+                (oracle_cake if o["layers"] == "cake" else oracle_pool).cut(self)
             return
         relaxed = self._delayed(order) and not self.last
         keep = self.warmup * len(seen.layer.alive) if relaxed else self.targets[order]
@@ -408,8 +416,7 @@ class Row:
             first, last = ends[g]
             taken = sorted([*range(first), *(x[-1] for x in kept), *range(len(scores[g]) - last, len(scores[g]))])
             for layer in layers:
-                layer.alive[g] = [layer.alive[g][i] for i in taken]
-                layer.carry[g] = {t: x for t, x in layer.carry[g].items() if t in layer.alive[g]}
+                layer.keep(g, taken)
 
     def _scores(self, seen, ends):
         return oracle_scores.scores(self, seen, ends)

@@ -14,6 +14,7 @@ OPTIONS = {
     "window": dict(window=32),
     "probe": dict(probe=32, place="after", ema_alpha=0.2, ema_space="aligned", append=True),
     "given": dict(ids=()),
+    "repeat": dict(instruction=()),
     "drafted": dict(n_d=8, window=8, draft_keys=False, draft_model="self"),
 }
 
@@ -34,7 +35,7 @@ def waits_for_a_draft(o):
 
 def while_decoding(o):
     """How many of the newest decoded rows observe in place of a prompt's rows."""
-    one = dict.fromkeys(("none", "last", "all"), 1)
+    one = dict.fromkeys(("none", "last", "all", "repeat"), 1)
     many = dict(window="window", probe="probe", drafted="window" if o.get("window") else "n_d")
     if o["rows"] == "given":
         return len(o["ids"])
@@ -60,6 +61,7 @@ def begin(row, ids):
     """A read of the tokens `ids`: the length of its probe, and the appended rows, (ids, positions in the text)."""
     o, N = row.o, len(ids)
     row.p, row.appended, at = 0, [], range(row.seen + N, row.seen + N + LATER)
+    row.prompt = {row.seen + i: t for i, t in enumerate(ids)}
     if o["rows"] == "probe":
         spans = isinstance(o["probe"], tuple)
         row.p = length(o["probe"]) if spans else min(o["probe"], N // 2)
@@ -75,6 +77,9 @@ def begin_chunk(row, stop):
     """The rows appended to a chunk that ends at token `stop`: (ids, positions)."""
     o = row.o
     row.own_probe = o["rows"] == "probe" and row.last and not isinstance(o["probe"], tuple)
+    if o["rows"] == "repeat":
+        again = [*o["instruction"], *(row.prompt[t] for t in range(row.seen, stop))]
+        return again, list(range(stop, stop + len(again)))
     if not row.appended or row.own_probe:
         return [], []
     extra, true = map(list, zip(*row.appended))
@@ -101,7 +106,7 @@ def chunk_rows(row):
     o = row.o
     if o["rows"] == "probe":
         return 0 if o["append"] else row.p
-    return {"last": 1, "all": LATER, "given": 0}.get(o["rows"], o.get("window", 0))
+    return {"last": 1, "all": LATER, "given": 0, "repeat": 0}.get(o["rows"], o.get("window", 0))
 
 
 def observers(row, seen, g):
@@ -116,6 +121,9 @@ def observers(row, seen, g):
         parts.append((a, a @ layer.v[g, slots]))
     elif o["rows"] == "given":
         parts.append((seen.appended[g], seen.out[g][:, seen.new :]))
+    elif o["rows"] == "repeat":
+        told = len(o["instruction"])
+        parts.append((seen.appended[g][:, told:], seen.out[g][:, seen.new + told :]))
     elif waits_for_a_draft(o):
         parts.append(_later(row, seen, g, *row.drafted[seen.index]))
     elif o["rows"] == "drafted" and o["draft_keys"]:

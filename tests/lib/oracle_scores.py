@@ -29,12 +29,13 @@ SCORES = {
     "laq": _ATTENTION,
     "speckv": _ATTENTION | dict(reduce="max", group="max"),
     "cake": _POOLED | dict(kernel=5, pool="avg", gamma=200.0),
+    "kvzip": dict(sink=4, support="chunk", carry="keep"),
     "edie": _EDIE,
     "edie-exact": _EDIE,
 }
 ROWS = dict(  # each method's own
     streaming="none", knorm="none", keydiff="none", h2o="all", vatp="all", tova="last", take="probe", oracle="given",
-    laq="drafted", speckv="drafted",
+    laq="drafted", speckv="drafted", kvzip="repeat",
 )  # fmt: skip
 OWN_ROWS = dict(fastkv=dict(window=8), speckv=dict(draft_model=None))
 
@@ -51,6 +52,8 @@ def protected(o, share):
 
 def grow_carry(row, seen):
     """What the rows of a chunk, or a decoded one, add to the sums that stay with the slots: mean over the group."""
+    if row.o["score"] == "kvzip" and row.reading:
+        _keep_numbers(row, seen)
     if not carries(row.o):
         return
     for g, (slots, carry) in enumerate(zip(seen.layer.alive, seen.layer.carry)):
@@ -59,12 +62,32 @@ def grow_carry(row, seen):
             carry[slot] = carry.get(slot, 0.0) + x
 
 
+def _keep_numbers(row, seen):
+    """A slot has the number that it first got, or as `carry` says. Attention over the first `sink` slots, the chunk and
+    the repetition: all of a row's attention less what it attends to the other slots, the model's own sink included."""
+    o = row.o
+    for g, (slots, carry) in enumerate(zip(seen.layer.alive, seen.layer.carry)):
+        a, _ = observers(row, seen, g)
+        if o["support"] == "chunk":
+            others = a[:, :, o["sink"] : len(slots) - seen.new].sum(-1, keepdim=True)
+            a = (a / (1 - others)).clamp(max=1)
+        for slot, x in zip(slots, a.amax((0, 1)).tolist()):
+            old = carry.get(slot, x)
+            carry[slot] = dict(keep=old, max=max(old, x), none=x)[o["carry"]]
+
+
 def scores(row, seen, ends):
     """Per kv head the scores of the alive slots, pooled; ends: per kv head the protected slots."""
     o = row.o
     if o["score"] == "streaming":
         return [[float(i) for i in range(len(slots))] for slots in seen.layer.alive]
-    one = _of_keys if o["score"] in ("knorm", "keydiff") else _carried if carries(o) else _of_rows
+    one = (
+        _of_keys
+        if o["score"] in ("knorm", "keydiff")
+        else _carried
+        if carries(o) or o["score"] == "kvzip"
+        else _of_rows
+    )
     each = [one(row, seen, g, end) for g, end in enumerate(ends)]
     if o["score"] == "tova" and not o["per_head"]:
         each = [[sum(x) / len(x) for x in zip(*each)]] * len(each)

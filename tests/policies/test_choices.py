@@ -448,16 +448,17 @@ SCORES = {
     "streaming": dict(sink=2), "h2o": {}, "tova": {}, "tova, per head": dict(per_head=True), "snapkv": dict(kernel=3),
     "edie": {}, "edie-exact": dict(weight="all"), "vatp": dict(sink=2), "paasvn": dict(pool="none"),
     "cake": dict(gamma=7.0), "fastkv": {}, "knorm": {}, "keydiff": {}, "random": {}, "take": {}, "oracle": {},
-    "laq": {}, "speckv": {},
+    "laq": {}, "speckv": {}, "kvzip": {},
 }  # fmt: skip
 ROWS = {
     "none": {}, "last": {}, "window": dict(window=4), "all": {}, "probe": dict(probe=4), "given": dict(ids=(5, 9)),
+    "repeat": {},
     "drafted": dict(n_d=2, window=3),
     "drafted, by another": dict(n_d=2, window=0, draft_model=tiny.model("llama", vocab_size=VOCAB)),
 }  # fmt: skip
 AXES = dict(
     refine=[dict(refine=name) for name in ("none", "caote", "fastcaote")],
-    layers=[dict(layers=name) for name in ("uniform", "pyramid", "tada", "cake")],
+    layers=[dict(layers=name) for name in ("uniform", "pyramid", "tada", "cake", "pool")],
     heads=[dict(heads="equal"), dict(heads="flat"), dict(heads="ada"), dict(heads="ada", floor="max")],
     select=[dict(select="token"), *(dict(select=kvevict.SELECTIONS["chunk"](3, per_head, exact))
                                     for per_head, exact in ((False, True), (True, True), (True, False)))],
@@ -466,7 +467,7 @@ AXES = dict(
 )  # fmt: skip
 REASONS = (
     "needs|measures|only rank|one for the layer|layers after tsp|after tsp=0|has no queries|every chunk|"
-    "after all layers"
+    "after all layers|one ranking|repeat|not read again"
 )
 RANKS = ("streaming", "knorm", "keydiff", "random")
 SAMPLED = 241  # of the combinations over rows that are not a score's own, one in so many
@@ -497,10 +498,13 @@ def combinations(name):
 def legal(name, rows, given):
     """METHODS: heads that compete, and output errors, need scores and runs of their own; TADA and output errors take
     scores as weights; TADA needs every layer's score, CAKE every layer's attention of several rows; layers after
-    FastKV's tsp have other slots than those before; a draft by the model comes when all chunks have been read."""
+    FastKV's tsp have other slots than those before; a draft by the model comes when all chunks have been read. One
+    ranking of all layers takes single slots by scores that compare; rows that repeat a chunk are not its last ones."""
     reuse, weighs = given["n_reuse"] > 1, given["layers"] == "tada" or given["refine"] != "none"
     shared = name == "tova" or (given["select"] != "token" and not given["select"].per_head)
     carries = name in ("h2o", "vatp")
+    pools = name == "kvzip" and [given[part] for part in ("heads", "select", "refine")] == ["flat", "token", "none"]
+    waits = "warmup_layers" in given
     return not (
         (shared and given["heads"] != "equal")
         or (name == "tova" and given["refine"] != "none")
@@ -511,6 +515,9 @@ def legal(name, rows, given):
         or (given["layers"] == "cake" and (reuse or name in RANKS or carries or rows in ("none", "last")))
         or (name == "fastkv" and (reuse or "warmup_layers" in given or rows == "drafted"))
         or (carries and rows == "drafted")
+        or (given["layers"] == "pool" and (not pools or reuse or waits))
+        or (rows == "repeat" and (name == "fastkv" or given["layers"] == "tada"))
+        or (name == "kvzip" and (rows != "repeat" or given["layers"] == "cake" or "decode" in given))
     )
 
 

@@ -34,6 +34,11 @@ class Quantity:
         """How often the observers' logits are computed. known: of a single row, its attention is there already."""
         return 0
 
+    def attended(self, rows: int, stored: int, appended: int) -> int:
+        """Pairs of a query and a slot over which attention is taken once more, after a chunk of `rows` rows, to which
+        `appended` ones are appended, over `stored` slots of each head."""
+        return 0
+
     def scans(self) -> int:
         """How often every slot's key or value is read besides."""
         return 0

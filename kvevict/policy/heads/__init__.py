@@ -33,14 +33,16 @@ class HeadBudget:
         return self.keep(slots, score, wanted, run)
 
 
-def order(slots, score, run=1):
+def order(slots, score, run=1, first=0, heads=None):
     """int64 [B, Hkv, C], larger is better and no two slots are equal: score descending, position ascending, head
     ascending (METHODS 8.5), NaN last; runs of a chunked selection stay together. Slots that do not compete, because
-    they are protected or not there, are LOWEST."""
+    they are protected or not there, are LOWEST. Of several layers that compete: first, the number of this one's first
+    head among all `heads`."""
     bits = (score + 0.0).contiguous().view(torch.int32).long()  # -0 and 0 are equal
     rank = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits).masked_fill(score.isnan(), -(2**31))
-    heads = slots.n.shape[1]
-    position, head = slots.positions.long(), torch.arange(heads, device=slots.device)[:, None]
+    own = slots.n.shape[1]
+    heads = own if heads is None else heads
+    position, head = slots.positions.long(), first + torch.arange(own, device=slots.device)[:, None]
     place = ((position // run) * heads + head) * run + position % run
     return ((rank << 32) + (2**32 - 1 - place)).masked_fill(~slots.competing, LOWEST)
 

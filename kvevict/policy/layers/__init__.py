@@ -5,6 +5,7 @@ A layer budget gives shares; `layer_slots` makes whole slots of them, by METHODS
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,6 +24,7 @@ class LayerBudget:
     measures: ClassVar[bool] = False  # needs the error of every layer, so every layer must score
     beyond: ClassVar[bool] = False  # shares are of the slots beyond the protected ones
     cascades: ClassVar[bool] = False  # splits by `preference`, and cuts layers again as further ones are read
+    pools: ClassVar[bool] = False  # one ranking of all layers' slots, by `keep`, once the last layer was read
     residual: ClassVar[str] = "off"  # up to where in a layer the residual stream is compared: "attention", "layer"
 
     def check(self, policy) -> None:
@@ -36,6 +38,11 @@ class LayerBudget:
 
     def preference(self, slots, *quantities):
         """Of a cascade: what a layer asks for in proportion to the others, by a chunk's attention: fp64 [B]."""
+        raise NotImplementedError
+
+    def keep(self, layers, scores, wanted) -> Sequence:
+        """Of one that pools: int32 [B, Hkv] slots that the heads of each of `layers`, their `Slots`, keep of wanted [B]
+        in all, by numbers [B, Hkv, C] of each."""
         raise NotImplementedError
 
     def learn(self, contexts: list) -> None:

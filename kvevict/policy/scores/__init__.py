@@ -29,6 +29,7 @@ class Score:
     carry: ClassVar[str] = "none"  # `Policy.carry`, where a policy names none
     per_query_head: ClassVar[bool] = False  # `score` is [B, H, C], reduced to kv heads when it is pooled
     ordinal: ClassVar[bool] = False  # scores only rank slots: they may be negative, and their sums mean nothing
+    comparable: ClassVar[bool] = False  # numbers of different layers compare, as layers="pool" needs
     shared: ClassVar[bool] = False  # one choice for all heads of a layer
     decodes: ClassVar[bool] = False  # evicting while decoding, at every token, is part of the method
 

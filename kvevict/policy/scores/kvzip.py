@@ -1,0 +1,39 @@
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..checks import one_of
+from ..needs import need
+from ..rows.repeat import Repeat
+from . import SCORES, Score
+
+SUPPORTS = ("chunk", "all")
+
+
+@SCORES.add("kvzip")
+@dataclass(frozen=True)
+class KVzip(Score):
+    """KVzip (Kim et al. 2025): the largest attention that a slot gets when its chunk is read again; question unknown.
+
+    sink      first slots that are always kept
+    support   what a repeated row's softmax spans: "chunk", those first slots, the chunk and the repetition itself, so
+              that numbers of different chunks compare; "all", all that it sees
+    """
+
+    sink: int = 4
+    support: str = "chunk"
+    rows: ClassVar = Repeat()
+    carry: ClassVar[str] = "keep"
+    comparable: ClassVar[bool] = True
+
+    def check(self, policy):
+        super().check(policy)
+        one_of("support", self.support, SUPPORTS)
+
+    @property
+    def needs(self):
+        if self.support == "chunk":
+            return (need("repetition", sink=self.sink),)
+        return (need("attention", reduce="max", group="max"),)
+
+    def score(self, slots, attention):
+        return attention
