@@ -64,7 +64,7 @@ def grow_carry(row, seen):
 
 def _keep_numbers(row, seen):
     """A slot has the number that it first got, or as `carry` says. Attention over the first `sink` slots, the chunk and
-    the repetition: all of a row's attention less what it attends to the other slots, the model's own sink included."""
+    the repetition: all of a row's attention less its attention to the other slots, the model's own sink included."""
     o = row.o
     for g, (slots, carry) in enumerate(zip(seen.layer.alive, seen.layer.carry)):
         a, _ = observers(row, seen, g)
