@@ -1,6 +1,6 @@
-"""Builds kvevict._C: C files with the C compiler (once per instruction set where that pays), binding.cpp with the C++
-compiler, .cu files with nvcc, all linked into one abi3 extension. torch's own BuildExtension is not used: it compiles
-.c as C++ and hides nvcc when torch is a CPU build.
+"""Builds kvevict._C: C files with the C compiler (kernels once per instruction set), binding.cpp with the C++ compiler,
+.cu files with nvcc, all linked into one abi3 extension. torch's own BuildExtension is not used: it compiles .c as C++
+and hides nvcc when torch is a CPU build.
 
   CC, CXX, CFLAGS, CXXFLAGS   as usual
   KVEVICT_CUDA=auto|1|0       build the CUDA kernels if nvcc is found and torch is a CUDA build | always | never  (auto)
@@ -49,13 +49,13 @@ def torch_dir():
     origin = origin or subprocess.check_output([sys.executable, "-E", "-c", find], text=True).strip()
     if not origin:
         raise SystemExit(
-            f"kvevict: no torch in {sys.prefix}, and its headers are needed to build. Mend: `pip install torch` first "
-            "(any from 2.10 on; torch==2.13.0 if you have none), then run the same command again"
+            f"kvevict: no torch in {sys.prefix}, and its headers are needed to build: run `pip install torch` first "
+            "(any from 2.10 on; torch==2.13.0 if you have none), then the same command again"
         )
     root = Path(origin).parent
     version = re.search(r"__version__ = '((\d+)\.(\d+)[^']*)'", (root / "version.py").read_text())
     if (int(version[2]), int(version[3])) < OLDEST_TORCH:
-        raise SystemExit(f"kvevict: torch {version[1]} is too old. Mend: `pip install 'torch>=2.10'`")
+        raise SystemExit(f"kvevict: torch {version[1]} is too old: run `pip install 'torch>=2.10'`")
     return root
 
 
@@ -67,7 +67,7 @@ def find_nvcc(torch):
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     nvcc = shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin")
     if wish == "1" and not nvcc:
-        raise SystemExit("kvevict: KVEVICT_CUDA=1, but there is no nvcc. Mend: put it on PATH or set CUDA_HOME")
+        raise SystemExit("kvevict: KVEVICT_CUDA=1 needs nvcc: put it on PATH or set CUDA_HOME")
     for_cuda = re.search(r"^cuda\b.*= '", (torch / "version.py").read_text(), re.M)
     return nvcc if wish == "1" or (wish == "auto" and for_cuda) else None
 

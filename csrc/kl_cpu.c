@@ -17,7 +17,7 @@ static void kv_kl_body(void *ctx, int64_t begin, int64_t end) {
   const kv_kl *a = ctx;
   const int64_t G = a->rows.H / a->rows.Hkv;
   for (int64_t i = begin; i < end; i++) {
-    const kv_kl_of x = kv_kl_head(a->target, a->N, a->paid, a->C, i, kv_observed_of(&a->rows, i / G).n);
+    const kv_kl_of x = kv_kl_head(a->target, a->N, a->mean_attn, a->C, i, kv_observed_of(&a->rows, i / G).n);
     double loss = 0;
     for (int64_t c = 0; c < x.n && !x.empty; c++) {
       const double t = x.target[c] / x.target_sum, p = fmax(x.attention[c], KV_KL_LEAST) / x.attention_sum;
@@ -35,7 +35,7 @@ kv_status KV_OP(kl)(const kv_kl *a) {
   if (ready && rows) memcpy(a->lse, job.lse, (size_t)rows * sizeof *a->lse);
   kv_status status = kv_observe_end(&job);
   with.lse = a->lse, with.lse_stride[0] = a->rows.H * a->rows.R, with.lse_stride[1] = a->rows.R;
-  const kv_reduction how = {.C = a->C, .group = KV_NONE, .mean = 1, .out = a->paid, .tile = kv_kl_tile};
+  const kv_reduction how = {.C = a->C, .group = KV_NONE, .mean = 1, .out = a->mean_attn, .tile = kv_kl_tile};
   if (status == KV_OK) status = kv_reduce_rows(&with, a, &how);
   kv_kl of = *a;
   if (status == KV_OK) kv_parallel_for(a->rows.B * a->rows.H, 1, kv_kl_body, &of);

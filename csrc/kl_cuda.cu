@@ -9,7 +9,7 @@ static __global__ void __launch_bounds__(KL_THREADS) loss_kernel(const kv_kl a, 
   const int64_t head = block_head();
   if (head >= a.rows.B * a.rows.H) return;
   float *red = shared_memory<float>();
-  const KlHead x = kl_head(a.rows, a.target, a.N, a.paid, a.C, head, red);
+  const KlHead x = kl_head(a.rows, a.target, a.N, a.mean_attn, a.C, head, red);
   float loss = 0;
   for (int c = threadIdx.x; c < x.n && !x.empty; c += KL_THREADS) {
     const float t = x.target[c] / x.target_sum, p = fmaxf(x.attention[c], KV_KL_LEAST) / x.attention_sum;
@@ -26,7 +26,7 @@ int kv_kl_cuda(const kv_kl *a, void *scratch, void *stream) {
   const int64_t heads = a->rows.B * a->rows.H;
   if (heads == 0) return 0;
   kv_score mean = {};
-  mean.rows = a->rows, mean.C = a->C, mean.out = a->paid;
+  mean.rows = a->rows, mean.C = a->C, mean.out = a->mean_attn;
   mean.term = KV_A, mean.reduce = KV_MEAN, mean.group = KV_NONE;
   int error = lse_given(&mean.rows, scratch, stream);
   if (error == 0) error = kv_score_cuda(&mean, nullptr, stream);

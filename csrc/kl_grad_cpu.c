@@ -121,7 +121,7 @@ static void kv_kl_grad_body(void *ctx, int64_t begin, int64_t end) {
   if (!tile || !memory || !of) job->failed = 1;
   for (int64_t i = begin; tile && memory && of && i < end; i++) {
     const kv_observed head = kv_observed_of(&a->rows, i);
-    for (int64_t g = 0; g < G; g++) of[g] = kv_kl_head(a->target, a->N, a->paid, a->C, i * G + g, head.n);
+    for (int64_t g = 0; g < G; g++) of[g] = kv_kl_head(a->target, a->N, a->mean_attn, a->C, i * G + g, head.n);
     if (R) memset(a->dq + i * G * R * D, 0, (size_t)(G * R * D) * sizeof *a->dq);
     if (a->rows.S) memset(a->dk + i * a->rows.S * D, 0, (size_t)(a->rows.S * D) * sizeof *a->dk);
     memset(x.delta, 0, (size_t)(G * R) * sizeof *x.delta);

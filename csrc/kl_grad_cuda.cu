@@ -117,7 +117,7 @@ static __global__ void __launch_bounds__(KL_THREADS, 2)
   const int r = blockIdx.x, G = rows.H / rows.Hkv, D = rows.D;
   const Observed x = observed<E>(rows, head / rows.H * rows.Hkv + head % rows.H / G);
   const KlShared shared = kl_shared();
-  const KlHead of = kl_head(rows, a.target, a.N, a.paid, a.C, head, shared.red);
+  const KlHead of = kl_head(rows, a.target, a.N, a.mean_attn, a.C, head, shared.red);
   const float natural = rows.lse[x.b * rows.lse_stride[0] + head % rows.H * rows.lse_stride[1] + r];
   const float lse = natural * LOG2E, grad = row_grad(a, head);
   const int seen = natural == -INFINITY || r < x.row_first ? 0 : x.bounds.seen(r);
@@ -163,7 +163,7 @@ static __global__ void __launch_bounds__(KL_THREADS, 2)
         const int r = i % R;
         const float lse = rows.lse[x.b * rows.lse_stride[0] + head % rows.H * rows.lse_stride[1] + r];
         if (lse == -INFINITY || r < x.row_first || column >= x.bounds.seen(r)) return 0.0f;
-        const KlHead of = {min(x.k.n, (int)a.N), a.target + head * a.N, a.paid + head * a.C,
+        const KlHead of = {min(x.k.n, (int)a.N), a.target + head * a.N, a.mean_attn + head * a.C,
                            sums[2 * head],       sums[2 * head + 1],    sums[2 * head] == 0 || sums[2 * head + 1] == 0};
         const Weight w = weight_of(logits, dot<E>(query_at<E>(rows, head, r), D, shared.x), lse * LOG2E);
         const float grad = weight_grad(of, row_grad(a, head), column) - delta[head * R + r];

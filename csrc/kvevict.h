@@ -136,17 +136,17 @@ typedef struct {
   const float *target; /* [B, H, N] >= 0 */
   float *loss;         /* [B, H] */
   float *lse;          /* [B, H, R] of the rows, an input of kv_kl_grad */
-  float *paid;         /* [B, H, C] mean attention p, not divided; C >= max n; columns from n on are 0 */
+  float *mean_attn;    /* [B, H, C] mean attention p, not divided; C >= max n; columns from n on are 0 */
 } kv_kl;
 
 /* The gradient of kv_kl's losses, times grad, to the queries and the new keys; stored keys are constants. */
 typedef struct {
   kv_observers rows; /* with kv_kl's lse */
   int64_t N, C;
-  const float *target, *paid; /* as in kv_kl */
-  const float *grad;          /* [B, H] */
-  float *dq;                  /* [B, H, R, D] */
-  float *dk;                  /* [B, Hkv, S, D]; 0 outside first .. stop - 1 */
+  const float *target, *mean_attn; /* as in kv_kl */
+  const float *grad;               /* [B, H] */
+  float *dq;                       /* [B, H, R, D] */
+  float *dk;                       /* [B, Hkv, S, D]; 0 outside first .. stop - 1 */
 } kv_kl_grad;
 
 /* CAOTE (eq. 6-8): from a pooled score h >= 0 the error of the head's output when slot i is removed,

@@ -242,6 +242,8 @@ class Call {
                     x.name, " is not on ", cuda_ ? "the same GPU as the first tensor" : "the CPU");
     STD_TORCH_CHECK(asked(aoti_torch_get_dtype, t) == code_of(type_of(x)), x.name, " is ", toString(t.scalar_type()),
                     ", expected ", toString(type_of(x)));
+    STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(t.data_ptr()) % t.element_size() == 0, x.name,
+                    " does not start at a multiple of its element size, ", t.element_size(), " bytes; pass a clone");
     read_shape(x, t);
     const bool slots = x.element == Element::call;
     if (x.kind == Kind::rows && t.stride(t.dim() - 1) != 1) t = torch::stable::contiguous(t);

@@ -20,9 +20,9 @@ from kvevict.policy.presets import PRESETS, describe
 NOTE = "<!-- Made by docs/generate.py from the code; change that, then run it. -->\n"
 
 KINDS = {
-    "rows": ("Rows", "Which queries observe: their attention is what scores are made of."),
+    "rows": ("Rows", "Which queries observe: scores are computed from their attention."),
     "score": ("Scores", "What a slot is worth."),
-    "refine": ("Refinements", "What becomes of a score before slots are ranked."),
+    "refine": ("Refinements", "How a score is changed before slots are ranked."),
     "layers": ("Layer budgets", "How the budget is split over layers."),
     "heads": ("Head budgets", "How a layer's slots are split over its heads."),
     "select": ("Selections", "Which slots are taken by their scores."),
@@ -58,16 +58,16 @@ def policies_page() -> str:
 # Policies
 
 `kvevict.patch(model, NAME, budget=512)` takes each of these names. A policy is a combination of the choices in
-[options.md](options.md): this page says which, and any option can be changed by keyword. What the methods are is in
-[methods.md](methods.md), how well they do in [results.md](results.md).
+[options.md](options.md): this page says which, and any option can be changed by keyword. [methods.md](methods.md)
+defines the methods, [results.md](results.md) compares them.
 
-**Which one?** The question at the prompt's end: `take+edie`, in chunks or whole. A text that only goes on, or that is
-read whole by a model with several digits in a token: `laq`. The question not known while reading:
-no policy is good at small budgets; keep a larger part, and compare with `kvevict eval --mode agnostic`.
+**Which one?** The question is at the end of the prompt: `take+edie`, in chunks or in one pass. The model continues a
+text, or a token holds several digits and the prompt is read in one pass: `laq`. The question is not known during
+prefill: no policy is good at small budgets; keep more slots, and compare with `kvevict eval --mode agnostic`.
 
-- **evicts** is when slots are lost: once the whole prompt was read, or after every chunk of so many tokens, and then
-  also at every decoded token where it says so.
-- **choices** are those that are not the default: rows `window`, layers `uniform`, heads `equal`, select `token`.
+- **evicts** says when: after the prompt, or after every chunk of so many tokens, and for some policies also at every
+  decoded token.
+- **choices** lists those that differ from the default: rows `window`, layers `uniform`, heads `equal`, select `token`.
 
 | policy | what it is | evicts | choices |
 |---|---|---|---|
@@ -109,8 +109,8 @@ def options_page() -> str:
 # Options
 
 `kvevict.patch(model, "snapkv", budget=512, window=16, heads="ada", f=0.1)`: every option is a keyword, whichever part
-of the policy it belongs to. On the command line it is `--policy snapkv:window=16,heads=ada,f=0.1`. What cannot go
-together is refused with the reason.
+of the policy it belongs to. On the command line: `--policy snapkv:window=16,heads=ada,f=0.1`. Options that exclude each
+other are refused with the reason.
 
 {described(Policy, "Policy")}
 """
@@ -153,7 +153,7 @@ SHARED = {
     "beta": "how steep: the last layer's own share is 1 / beta of the average",
     "tau1": "exponent of the entropy, inverted",
     "tau2": "exponent of the variance, inverted",
-    "tsp_len": "how many tokens of a chunk the layers behind `tsp` read",
+    "tsp_len": "how many tokens of a chunk the layers after `tsp` read",
     "window": "how many last rows observe",
 }
 
@@ -164,7 +164,7 @@ def default(field) -> str:
 
 def parsed(doc: str, names: list) -> tuple:
     """(paragraphs, {option: meaning}) of a docstring: a line that starts with names of options and two spaces is about
-    those, and so are the indented lines behind it."""
+    those, and so are the indented lines that follow."""
     remarks, meanings, current = [[]], {}, ()
     for line in doc.splitlines():
         head = re.match(r"(\w+(?:, \w+)*) {2,}(\S.*)", line)
@@ -186,9 +186,9 @@ def commands_page() -> str:
     text = f"""{NOTE}
 # Commands
 
-`kvevict COMMAND` or `python -m kvevict COMMAND`. Each prints a table and ends with one line of JSON. Policies are
+`kvevict COMMAND` or `python -m kvevict COMMAND`. Each prints a table and, as its last line, JSON. Policies are
 written `NAME` or `NAME:OPTION=VALUE,...`, for instance `take:ema_alpha=0.32,probe=64`: names are in
-[policies.md](policies.md), options in [options.md](options.md). Exit code 2 is a mistake in the arguments.
+[policies.md](policies.md), options in [options.md](options.md). Exit code 2 means a mistake in the arguments.
 """
     for name in sorted(COMMANDS):
         text += f"\n## `kvevict {name}`\n\n{inspect.getdoc(COMMANDS[name])}\n\n| argument | |\n|---|---|\n"
@@ -217,9 +217,9 @@ def cell(text: str) -> str:
 
 MEANING = {
     known.EQUAL: "Equal to the unpatched model with every policy",
-    known.LIMITED: "Equal, but for what the last column says",
+    known.LIMITED: "Equal, except for what the last column says",
     known.REFUSED: "Refused, with the reason",
-    known.UNTRIED: "Not compared: Transformers makes no tiny model of it that reads ids",
+    known.UNTRIED: "Not compared: no tiny model that reads ids can be made of it",
 }
 
 
@@ -227,11 +227,11 @@ def models_page() -> str:
     text = f"""{NOTE}
 # Model types
 
-`tests/hf/test_types.py` makes a tiny random model of every type that Transformers has, from its config alone. Each is
-read in chunks, with rows that read along, left padding and beams, at tight budgets and under several policies, and
-compared with the unpatched one. The number behind a type is the oldest Transformers that it was right with.
+`tests/hf/test_types.py` makes a tiny random model of every type in Transformers from its config alone. It runs each in
+chunks, with appended rows, left padding and beams, at tight budgets and under several policies, and compares it with
+the unpatched model. The number after a type is the oldest version of Transformers for which they agreed.
 
-On an older one, as with any type that is not here and with remote code, a model is compared on a few tokens when it is
+With an older Transformers, remote code or a type that is not listed, a model is compared on a few tokens when it is
 patched, and refused if it differs. `kvevict models` prints this list.
 """
     for verdict, meaning in MEANING.items():

@@ -1,4 +1,4 @@
-"""Prompts shared out over processes, in batches with left padding.
+"""Prompts split over processes, in batches with left padding.
 
 python examples/batch_eval.py
 accelerate launch --num_processes 2 examples/batch_eval.py

@@ -1,4 +1,4 @@
-"""Train lookahead tokens on a few pairs and use them: 3 steps, to show how; `train_lookahead.py` is the real thing.
+"""Trains lookahead tokens on a few pairs and uses them. It takes 3 steps; `train_lookahead.py` trains a useful adapter.
 
 python examples/lookahead_tokens.py
 """

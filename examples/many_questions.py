@@ -1,4 +1,4 @@
-"""A text is read once; every question goes on from what was kept of it. Then again, from disk.
+"""A text is read once; every question continues a fork of its cache. Then again, from disk.
 
 python examples/many_questions.py
 """

@@ -13,10 +13,10 @@ import kvevict
 @kvevict.register_score("rare")
 @dataclass(frozen=True)
 class Rare(kvevict.Score):
-    """Slots that the last rows attend to, and whose values are long."""
+    """Slots that the last rows attend to, and whose values have a large norm."""
 
     power: float = 1.0
-    rows = kvevict.ROWS["window"](16)  # where a policy names no others
+    rows = kvevict.ROWS["window"](16)  # the observing rows, unless the policy names others
 
     needs = ("attention", "value_norm")
 

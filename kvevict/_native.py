@@ -95,16 +95,16 @@ def shapes(op: str) -> str:
     lines = []
     for head, rows in ("", [arg for arg in arguments(op) if arg.is_tensor()]), ("-> ", OPS[op][len(arguments(op)) :]):
         alike = groupby(rows, lambda row: (row.dtype, row.words, row.type == "Tensor?"))
-        told = [
+        groups = [
             f"{' '.join(row.name for row in group)}{dtype and ' ' + dtype} [{','.join(sizes)}]{' or None' * optional}"
             for (dtype, sizes, optional), group in alike
         ]
-        lines += textwrap.wrap(head + ",  ".join(told), 112) if told else []
+        lines += textwrap.wrap(head + ",  ".join(groups), 112) if groups else []
     return textwrap.indent("\n".join(lines), "    ")
 
 
 def explained(op: str, error: Exception, given: dict) -> Exception:
-    """The exception that says best why a call failed. Looked for only then: a decode step pays nothing for it."""
+    """The exception that says best why a call failed. Called only for a failed one: the checks are not free."""
     for arg in arguments(op):
         if arg.kind == "choice" and given[arg.name] not in arg.words:
             expected = ", ".join(arg.words)
@@ -126,7 +126,7 @@ def explained(op: str, error: Exception, given: dict) -> Exception:
         kernels = f"this build has no {lead.device.type.upper()} kernels"
         return ValueError(f"kvevict.{op}: {kernels}; move the model and its inputs to the CPU")
     text = re.sub(r"^\w+, \S+:\d+, ", "", str(error))  # without the place in csrc
-    is_option = re.match(r"\w+ is .*, expected", text)  # tensors are told above
+    is_option = re.match(r"\w+ is .*, expected", text)  # errors about tensors were returned above
     return (ValueError if is_option else RuntimeError)(f"kvevict.{op}: {text}")
 
 

@@ -82,15 +82,15 @@ _kl, _kl_grad = function("kl"), function("kl_grad")
 
 def _kl_context(ctx, inputs, output):
     *rows, scale, softcap, causal, _, target, _ = inputs
-    _, lse, paid = output
-    ctx.mark_non_differentiable(lse, paid)
-    ctx.save_for_backward(*rows, lse, target, paid)
+    _, lse, mean_attn = output
+    ctx.mark_non_differentiable(lse, mean_attn)
+    ctx.save_for_backward(*rows, lse, target, mean_attn)
     ctx.options = scale, softcap, causal
 
 
 def _kl_backward(ctx, grad, *rest):
-    *rows, lse, target, paid = ctx.saved_tensors
-    dq, dk = _kl_grad(*rows, *ctx.options, lse, target, paid, grad.contiguous())
+    *rows, lse, target, mean_attn = ctx.saved_tensors
+    dq, dk = _kl_grad(*rows, *ctx.options, lse, target, mean_attn, grad.contiguous())
     return dq.to(rows[0].dtype), dk.to(rows[1].dtype), *[None] * (len(ctx.needs_input_grad) - 2)
 
 

@@ -62,16 +62,16 @@ def base_attention(module, config):
 
 
 def apply_rotary(module, x, cos, sin):
-    """x [B, H, p, D] turned as the module's own file turns queries, by cos and sin [B, p, r]. Where r < D the function
-    or its caller leaves the last D - r dimensions alone."""
+    """x [B, H, p, D] rotated by cos and sin [B, p, r], with the function of the module's own file. Where r < D that
+    function or its caller leaves the last D - r dimensions alone."""
     function = sys.modules[type(module).__module__].apply_rotary_pos_emb
     both = "k" in inspect.signature(function).parameters
-    turned = lambda part: function(part, part, cos, sin)[0] if both else function(part, cos, sin)  # noqa: E731
+    rotated = lambda part: function(part, part, cos, sin)[0] if both else function(part, cos, sin)  # noqa: E731
     width = cos.shape[-1]
     try:
-        return turned(x)
+        return rotated(x)
     except RuntimeError:  # the caller cuts (Phi, StableLM)
-        return torch.cat([turned(x[..., :width]), x[..., width:]], -1)
+        return torch.cat([rotated(x[..., :width]), x[..., width:]], -1)
 
 
 def keeps_state(kind) -> None:

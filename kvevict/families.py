@@ -10,15 +10,15 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from . import compat
 
-OWN, SLIDING = "full attention", "sliding window"
+FULL_ATTENTION, SLIDING = "full attention", "sliding window"
 STATE = "state"  # linear attention, convolution: the layer carries what it needs from call to call
 NOTHING = "nothing"  # an MLP alone, or a layer that reads another one's keys and values
-BOTH = "full attention and state"
-EVICTS = (OWN, BOTH)
+FULL_ATTENTION_AND_STATE = "full attention and state"
+EVICTS = (FULL_ATTENTION, FULL_ATTENTION_AND_STATE)
 
-_KINDS = {DynamicLayer: OWN, DynamicSlidingWindowLayer: SLIDING}
+_KINDS = {DynamicLayer: FULL_ATTENTION, DynamicSlidingWindowLayer: SLIDING}
 for _name, _kind in (("LinearAttentionLayer", STATE), ("DummyLayer", NOTHING),
-                     ("LinearAttentionAndFullAttentionLayer", BOTH)):  # fmt: skip
+                     ("LinearAttentionAndFullAttentionLayer", FULL_ATTENTION_AND_STATE)):  # fmt: skip
     if hasattr(cache_utils, _name):
         _KINDS[getattr(cache_utils, _name)] = _kind
 
@@ -105,13 +105,13 @@ def _keeps_state(kind) -> bool:
 
 
 def layer_kinds(config) -> list:
-    """What each decoder layer caches: OWN or BOTH (we may evict), SLIDING or STATE (stays), or the name of a kind that
-    we refuse. A window as long as the context is none."""
+    """What each decoder layer caches: one of EVICTS (we may evict), SLIDING or STATE (stays), or the name of a kind
+    that we refuse. A window as long as the context counts as full attention."""
     context = _get(config, "max_position_embeddings") or float("inf")
 
     def kind(layer):
         if type(layer) is DynamicSlidingWindowLayer and layer.sliding_window >= context:
-            return OWN
+            return FULL_ATTENTION
         return _KINDS.get(type(layer), type(layer).__name__)
 
     return [kind(layer) for layer in DynamicCache(config=config).layers]
@@ -204,7 +204,7 @@ def reasons(config) -> list:
         kinds = set(layer_kinds(config))
     except Exception as error:
         return [f"Transformers makes no cache from its config ({type(error).__name__}: {error})"]
-    strange = sorted(kinds - {OWN, SLIDING, STATE, BOTH, NOTHING})
+    strange = sorted(kinds - {FULL_ATTENTION, SLIDING, STATE, FULL_ATTENTION_AND_STATE, NOTHING})
     if strange:
         return [f"layers with recurrent state or other caches of their own ({', '.join(strange)})"]
     if not kinds & set(EVICTS):
@@ -232,7 +232,7 @@ def structure_reasons(decoder) -> list:
             return ["its attention is bidirectional; only causal models are supported"]
         if module is not None and "cross_attention_states" in inspect.signature(type(module).forward).parameters:
             return [f"layer {index} attends to pictures (cross-attention), whose keys are not the text's"]
-        if kind == BOTH and mixer_of(layer) is None:
+        if kind == FULL_ATTENTION_AND_STATE and mixer_of(layer) is None:
             return [f"layer {index} keeps a state, and no module of it is seen to"]
     if not axes(decoder) and "mrope_section" in (_get(decoder.config, "rope_parameters") or ()):
         return ["attention joins the axes of its positions (M-RoPE) itself; install a newer version of Transformers"]

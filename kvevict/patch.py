@@ -29,12 +29,13 @@ class Patch:
         self.order = {index: order for order, index in enumerate(own)}
         self.readers = families.readers(decoder, kinds)
         self.last_reader = {producer: index for index, producer in sorted(self.readers.items())}
-        self.rotates, self.behind = {}, {}  # by layer, what `trial` found where the policy needs it
+        self.rotates, self.after_attention = {}, {}  # by layer, what `trial` found where the policy needs it
         policy.check_layers(len(own))
         policy.waiting_layers(len(own))  # or an error
-        self.all_own = set(kinds) == {families.OWN}
-        self.keeps_state = bool({families.STATE, families.BOTH} & set(kinds))
-        self.tsp = propagate.layer_of(policy, self.all_own, len(kinds))  # the last to read all tokens; None: all do
+        self.all_full_attention = set(kinds) == {families.FULL_ATTENTION}
+        self.keeps_state = bool({families.STATE, families.FULL_ATTENTION_AND_STATE} & set(kinds))
+        # The last layer that reads all tokens; None: all do.
+        self.tsp = propagate.layer_of(policy, self.all_full_attention, len(kinds))
         self.wants_probs = policy.carry == "sum" or (policy.decode and policy.rows.newest)
         self.wants_outputs = any(each.outputs for each in quantities.of_policy(policy))
         self.hooks = []
@@ -81,8 +82,8 @@ def patch(model, policy, *, budget=None, chunk_size=None, **options):
     split = ranks.of(base_model(model))
     if split.size > 1 and not chosen.rows.supports_tensor_parallel:
         raise ValueError(
-            "lookahead's adapter is for whole projections, and each rank has a part of them (tensor parallel): load "
-            "the model whole, or choose another policy"
+            "lookahead's adapter is for unsplit projections, and each rank has a part of them (tensor parallel): load "
+            "the model in one process, or choose another policy"
         )
     chosen.rows.ready(decoder)
     rerotate.check(chosen, families.rope_depends_on_length(decoder))
@@ -94,7 +95,7 @@ def patch(model, policy, *, budget=None, chunk_size=None, **options):
         state.rotates = trial.rotating(top, decoder, state.order)
         state.rotates |= {reader: state.rotates[producer] for reader, producer in state.readers.items()}
     if chosen.layers.residual == "attention":
-        state.behind = trial.after_attention(top, decoder, state.order)
+        state.after_attention = trial.after_attention(top, decoder, state.order)
     if is_patched(decoder):
         unpatch(model)
     _install(top, decoder, state)
@@ -173,12 +174,13 @@ def own_modules(decoder, state):
 def check_model(model) -> None:
     """Raise one ValueError with all the reasons why a model's decoder cannot be patched, if there are any."""
     decoder = find_decoder(model)
-    reasons = families.reasons(decoder.config) or families.structure_reasons(decoder) or _odds(model, decoder)
+    reasons = families.reasons(decoder.config) or families.structure_reasons(decoder)
+    reasons = reasons or unsupported_reasons(model, decoder)
     if reasons:
         raise ValueError(f"{type(decoder).__name__} cannot be patched: " + "; ".join(reasons))
 
 
-def _odds(model, decoder) -> list:
+def unsupported_reasons(model, decoder) -> list:
     """Why this loaded model cannot be patched, although its type can."""
     reasons, layers = [], families.layers_of(decoder)
     kinds = families.layer_kinds(decoder.config)
@@ -188,7 +190,7 @@ def _odds(model, decoder) -> list:
         reasons.append(f"attention implementation {implementation!r} is not supported; load with 'sdpa'")
     size, heads = ranks.of(base_model(model)).size, families.heads(decoder, kinds)[1]
     if (getattr(base_model(model), "tp_size", None) or 1) > 1 and families.is_latent(decoder.config):
-        reasons.append("its heads share latents, which cannot be split over ranks (tensor parallel); load it whole")
+        reasons.append("its heads share latents, which cannot be split over ranks (tensor parallel); load it unsplit")
     elif heads % size:
         reasons.append(
             f"its {heads} kv heads cannot be split over {size} ranks (tensor parallel); start as many processes as "

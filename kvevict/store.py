@@ -22,7 +22,7 @@ from .policy.checks import count, flag, parsed
 
 FORMAT = "kvevict-cache-3"
 FLAT = ("k", "v", "pos")
-OPTIONAL = ("carry", "recent")
+OPTIONAL = ("carry", "decode_queries")
 OF_ROWS = ("seen", "budget")  # one value for all heads of a row
 
 
@@ -56,7 +56,7 @@ def save_cache(cache, path) -> None:
             values: dict = dict(k=slots.k[packed], v=slots.v[packed], pos=slots.pos[packed])
             values |= {name: getattr(layer, name) for name in ("len", "seen", *OPTIONAL)}
             values["budget"] = None if layer.budget is None else torch.tensor(layer.budget, dtype=torch.int32)
-            facts.append(dict(kind=families.OWN, columns=layer.columns))
+            facts.append(dict(kind=families.FULL_ATTENTION, columns=layer.columns))
         elif getattr(layer, "is_sliding", False) and layer.is_initialized:
             window = layer.sliding_window  # type: ignore[attr-defined]
             start = max(0, layer.keys.shape[2] - window + 1)  # longer while the past is recorded
@@ -73,7 +73,7 @@ def save_cache(cache, path) -> None:
         try:
             all_heads = tensors if len(parts) == 1 else _joined(parts)
             for index, fact in enumerate(facts):
-                if fact["kind"] == families.OWN:
+                if fact["kind"] == families.FULL_ATTENTION:
                     fact |= _positions_fact(index, all_heads, max([fact["columns"], *(following or ())]))
             metadata = {"format": FORMAT, "layers": json.dumps(facts), "cache": json.dumps(common)}
             _write(all_heads, path, metadata)
@@ -198,7 +198,7 @@ def load_cache(path, model):
         whole = {name.removeprefix(own): t for name, t in tensors.items() if name.startswith(own)}
         try:
             mine = {name: t.to(device) for name, t in _part(whole, ranks).items()}
-            fill = _fill_own if fact["kind"] == families.OWN else _fill_sliding
+            fill = _fill_evicted if fact["kind"] == families.FULL_ATTENTION else _fill_sliding
             fill(layer, mine, fact, shape, dtype)
             if ranks.size > 1 and "len" in whole:
                 ranks.note(layer, np.array(whole["len"].tolist()))
@@ -212,7 +212,7 @@ def load_cache(path, model):
     if len(batches) > 1:
         raise ValueError(f"{path} is damaged: its layers have batches of {sorted(batches)} rows")
     try:
-        end = max(fact["end"] for fact in facts if fact["kind"] == families.OWN)
+        end = max(fact["end"] for fact in facts if fact["kind"] == families.FULL_ATTENTION)
         _fill_cache(cache, parsed(meta["cache"]), *batches, columns, end)
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
@@ -255,7 +255,7 @@ def _fill_sliding(layer, tensors, fact, shape, dtype):
     layer.keys, layer.values, layer.cumulative_length = keys, values, fact["columns"]
 
 
-def _fill_own(layer, tensors, fact, shape, dtype):
+def _fill_evicted(layer, tensors, fact, shape, dtype):
     (query_heads, heads, dim, read), length = shape, tensors["len"]
     batch = len(length) if length.ndim else 0
     _expect("len", length, (batch, heads), torch.int32)
@@ -275,11 +275,11 @@ def _fill_own(layer, tensors, fact, shape, dtype):
         raise ValueError("pos has positions of a head that do not ascend")
     if "carry" in tensors:
         _expect("carry", tensors["carry"], (batch, heads, int(length.max())), torch.float32)
-    if "recent" in tensors:
-        *_, rows, width = tensors["recent"].shape  # queries, or queries and outputs
-        _expect("recent", tensors["recent"], (batch, query_heads, rows, max(read, width)), dtype)
+    if "decode_queries" in tensors:
+        *_, rows, width = tensors["decode_queries"].shape  # queries, or queries and outputs
+        _expect("decode_queries", tensors["decode_queries"], (batch, query_heads, rows, max(read, width)), dtype)
         if width not in (read, 2 * read):
-            raise ValueError(f"recent has {width} columns, expected {read} or {2 * read}")
+            raise ValueError(f"decode_queries has {width} columns, expected {read} or {2 * read}")
     layer.lazy_initialization(tensors["k"].new_empty(batch, heads, 0, dim))
     layer.storage = Storage.packed(tensors["k"], tensors["v"], pos, np.array(length.tolist()))
     layer.columns, layer.seen = columns, seen

@@ -40,9 +40,9 @@ def device(request, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind():
-    """No test, and no error in one, leaves a call's context behind."""
+def context_is_restored():
+    """After every test, and after errors in it, no call's context is left."""
     yield
-    from kvevict.engine.context import Context, context
+    from kvevict.context import Context, context
 
     assert vars(context()) == vars(Context())

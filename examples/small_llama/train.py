@@ -36,7 +36,7 @@ TOKENS = 8192  # of a step
 def look_back(model, heads=((0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6))):
     """Start layer 0's heads as (head, distance): attend `distance` tokens back and copy that token's embedding into a
     part of the stream of their own. Training finds such heads only slowly, and recalling a fact is built on them: the
-    token behind a name must know the name.
+    token after a name must know the name.
 
     The last dimension of every embedding is one constant, which keys and queries turn into rotations.
     """

@@ -1,15 +1,16 @@
 """What a policy left of one prompt, against the full cache and the response that the full cache gives."""
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
+from ..context import within
+from ..engine.watch import Watcher
 from ..lookahead.validation import recall, tau
 from ..patch import evicting
 from ..policy.policy import Policy
-from ..policy.rows import Rows
 from . import diagnose
 
 CHUNK = 4096  # tokens that the full cache is read by, to bound activations
@@ -18,15 +19,25 @@ RANKED = ("eighth", "tau")
 FULL_NAMES = ("sparsity", "fastcaote_spearman")
 
 
-@dataclass(frozen=True)
-class _Watch(Rows):
-    """Records the queries of every layer's last `most` rows, per layer (queries [H, R, D], options)."""
+class _Queries(Watcher):
+    """Keeps every layer's last `rows` queries: layer -> ([H, R, D], attention's options)."""
 
-    most: int = 1
-    asked: dict = field(default_factory=dict)
+    def __init__(self, rows):
+        self.rows, self.found = rows, {}
 
-    def note(self, view):
-        self.asked[view.index] = view.q[0, :, -self.most :].clone(), view.options
+    def read(self, call, score):
+        self.found[call.slots.index] = call.rows.q[0, :, -self.rows :].clone(), call.slots.kv.options
+
+
+class _Scores(Watcher):
+    """Keeps what every layer's slots were worth: layer -> (score, which slots compete)."""
+
+    def __init__(self):
+        self.found = {}
+
+    def read(self, call, score):
+        if score is not None:
+            self.found[call.slots.index] = call.policy.score.plain(call.slots, score), call.slots.competing
 
 
 @dataclass
@@ -48,15 +59,15 @@ def truth(model, ids, max_new_tokens: int, stopping_criteria=None) -> Truth:
     out = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
     read = out[:, : ids.shape[1] + diagnose.ROWS]
     rows = read.shape[1] - ids.shape[1]
-    watch = _Watch(rows)
-    everything = Policy(score="random", rows=watch, budget=read.shape[1], chunk_size=CHUNK, schedule="prompt")
-    with evicting(model, everything):
+    queries = _Queries(rows)
+    everything = Policy(score="random", budget=read.shape[1], chunk_size=CHUNK, schedule="prompt")
+    with evicting(model, everything), within(watchers=(queries,)):
         cache = model(read, use_cache=True, logits_to_keep=1).past_key_values
     layers = [
         (q, cache.layers[index].keys[0], cache.layers[index].values[0], options)
-        for index, (q, options) in sorted(watch.asked.items())
+        for index, (q, options) in sorted(queries.found.items())
     ]
-    return Truth(out[0, ids.shape[1] :].tolist(), ids.shape[1], layers, sorted(watch.asked))
+    return Truth(out[0, ids.shape[1] :].tolist(), ids.shape[1], layers, sorted(queries.found))
 
 
 @torch.no_grad()
@@ -104,18 +115,11 @@ def ranking(model, ids, policy, full: Truth) -> dict | None:
             (LookaheadKV table 8, its recall@k)
     tau     Kendall's rank correlation, tau-b (table 8)
     """
-    found: dict = {}
-
-    class Heard(type(policy.score)):
-        def score(self, view):
-            score = super().score(view)
-            if not view.decoding:
-                found[view.index] = score, view.competing
-            return score
-
-    options = {one.name: getattr(policy.score, one.name) for one in dataclasses.fields(policy.score)}
+    scores = _Scores()
     one_pass = None if policy.chunk_size is None else 2**30
-    left(model, ids, dataclasses.replace(policy, score=Heard(**options), chunk_size=one_pass))
+    with within(watchers=(scores,)):
+        left(model, ids, dataclasses.replace(policy, chunk_size=one_pass))
+    found = scores.found
     each = []
     for index, layer in zip(full.indices, full.layers, strict=True):
         if index not in found or found[index][0].shape[2] != full.tokens:

@@ -1,10 +1,10 @@
-"""What reading a prompt and decoding behind it cost, from a model's config, a policy and two hardware numbers: no
+"""The cost of reading a prompt and decoding after it, from a model's config, a policy and two hardware numbers: no
 weights needed.
 
 Slots follow the policy chunk by chunk (`slots`) and are exact: `cache_bytes` and `peak_cache_bytes` are
-`kvevict.report`'s after such a read (layers that share by what a prompt measures are taken as uniform, and only what is
-left at the end is exact). FLOPs and bytes are those of `work`. Each stage of each chunk and of each decoded token takes
-the longer of FLOPs / rate and bytes / rate. Memory leaves out masks, "eager" attention's matrices, and free room.
+`kvevict.report`'s after such a read. Layer budgets that measure the prompt are taken as uniform; with them only
+`cache_bytes` is exact. FLOPs and bytes are those of `work`. Each stage of each chunk and of each decoded token takes
+the longer of FLOPs / rate and bytes / rate. Memory leaves out masks, "eager" attention's matrices, and free slots.
 """
 
 from collections import Counter
@@ -112,7 +112,7 @@ def _check(shape, policy, draft_model) -> None:
         if draft_model is not None:
             raise ValueError("draft_model is of policies for which another model drafts: drop it, or choose speckv")
     policy.check_layers(shape.windows.count(None))
-    rerotate.check(policy, shape.stretched)
+    rerotate.check(policy, shape.rope_depends_on_length)
     propagate.layer_of(policy, not any(shape.windows), len(shape.windows))  # or an error
 
 

@@ -26,7 +26,7 @@ class Shape:
     head_weights: int  # of the matrix that makes logits
     weights: int  # of the whole model, shared ones once
     element: int  # bytes of a weight, an activation, a key's or value's component
-    stretched: bool = False  # rotary frequencies change with the prompt's length
+    rope_depends_on_length: bool = False  # rotary frequencies change with the prompt's length
 
     @property
     def slot_bytes(self) -> int:
@@ -52,7 +52,7 @@ def shape_of(config, dtype: str = "auto") -> Shape:
     one_of("dtype", dtype, ELEMENT)
     reasons = families.reasons(config)
     kinds = [] if reasons else families.layer_kinds(config)
-    if {families.STATE, families.BOTH, families.NOTHING} & set(kinds):
+    if {families.STATE, families.FULL_ATTENTION_AND_STATE, families.NOTHING} & set(kinds):
         reasons = ["it has layers with a state, or without keys and values of their own, whose costs are not known"]
     if reasons:
         raise ValueError(f"model_type {config.model_type!r} cannot be planned: {'; '.join(reasons)}")
@@ -81,7 +81,7 @@ def _measured(config, names, kinds, dtype) -> Shape:
     mixture = any(w.ndim == 3 for w in matrices.values())  # [experts, in, out]
     taken = config.num_experts_per_tok if mixture else 1
     inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-    own = kinds.index(families.OWN)
+    own = kinds.index(families.FULL_ATTENTION)
     fused = any("gate_up" in name for name in matrices)  # its two halves outlive the activation of one
     return Shape(
         hidden=config.hidden_size,
@@ -95,5 +95,5 @@ def _measured(config, names, kinds, dtype) -> Shape:
         head_weights=model.get_output_embeddings().weight.numel(),
         weights=sum(w.numel() for w in model.parameters()),
         element=ELEMENT[dtype],
-        stretched=families.rope_depends_on_length(decoder),
+        rope_depends_on_length=families.rope_depends_on_length(decoder),
     )

@@ -105,13 +105,13 @@ def _drafted(shape, policy, taken, batch) -> tuple:
 
 
 def _linear(shape, batch) -> tuple:
-    """Matrix products of one token, its logits among them. Of a mixture only the experts are read that it takes."""
+    """Matrix products of one token, its logits among them. Of a mixture only the chosen experts' weights are read."""
     weights = min(shape.layer_weights, shape.products * batch) + shape.head_weights
     return 2 * batch * (shape.products + shape.head_weights), shape.element * weights
 
 
 def decoding(shape, policy, slots, budgets, seen: int, count: int, batch: int = 1):
-    """Of each of `count` tokens decoded behind `seen`: yields (stages, slots per kv head of each layer after it)."""
+    """Yields (stages, slots per kv head of each layer after it) of each of `count` tokens decoded after `seen`."""
     pair, slot, layers = _pair(shape, batch), shape.slot_bytes * batch, len(slots)
     rows, needed = policy.rows, quantities.of_policy(policy)
     passes = sum(each.passes(known=rows.newest or policy.carry == "sum") for each in needed)

@@ -8,9 +8,9 @@ import functools
 import torch
 
 from .. import _ops, compat
+from ..context import context, within
 from . import decode, rerotate
 from .cache import fit
-from .context import context, within
 from .layer_call import layer_call
 
 NAME = "kvevict"
@@ -59,7 +59,7 @@ def attention(module, query, key, value, attention_mask, scaling=None, softcap=N
     step.meter.watch(call, 1 + step.chooser.held)
     layer.advance(*step.seen)
     if step.seen[0] != call.new[0].shape[2]:
-        layer.tail = 0  # slots are fewer than columns
+        layer.removable = 0  # slots are fewer than columns
     _choose(call)
     return out[..., :width], None
 
@@ -128,7 +128,7 @@ def restore(module) -> None:
 
 @contextlib.contextmanager
 def overheard(modules, note):
-    """Inside, note(module, query, key) is told what unpatched calls of these modules attend with."""
+    """Inside, note(module, query, key) is called with what unpatched calls of these modules attend with."""
     register()
     ours = [module for module in modules if ORIGINAL not in module.config.__dict__]
     with within(note=note):

@@ -95,7 +95,7 @@ def renew(policy, cache, layers, heads, ranks) -> None:
         if not (loaded or cache.policy == policy) or layer.budget.min() < least:
             layer.budget = np.minimum(budget.numpy(), PLENTY)
         if not loaded and cache.policy != policy:
-            layer.recent = None  # another policy's rows, or rows with a gap behind them
+            layer.decode_queries = None  # another policy's rows, or rows with a gap after them
             if policy.carry == "none":
                 layer.carry = None
     cache.read_under(policy)

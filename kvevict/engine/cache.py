@@ -9,8 +9,8 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from .. import compat
+from ..context import current
 from . import host
-from .context import current
 from .fork import Fork, fork
 from .storage import Storage
 
@@ -57,10 +57,10 @@ class EvictionLayer(CacheLayerMixin):
         self.columns = 0  # tokens read, padding included: what Transformers calls the sequence length
         self.seen = None  # [B] int32 tokens read without padding
         self.carry = None  # [B, Hkv, C] fp32 scores that stay with their slots
-        self.recent = None  # [B, H, <= rows, D] last decoded queries
+        self.decode_queries = None  # [B, H, <= rows, D] last decoded queries
         self.budget = None  # [B] slots over all heads, of the last read; on the host
-        self.ahead = None  # [B, heads of all ranks] slots that each holds more than the first here; None: as many
-        self.tail = 0  # columns appended since the last eviction: what crop can take back
+        self.head_offsets = None  # [B, heads of all ranks] slots of each, less those of the first here; None: all 0
+        self.removable = 0  # columns appended since the last eviction, which crop may remove
         self.expected = 0  # slots per head that a read is going to store, for which a growth makes room
 
     reset = __init__  # forgets everything
@@ -118,21 +118,22 @@ class EvictionLayer(CacheLayerMixin):
         count = -tokens_to_remove
         if count == 0 or not self.is_initialized:
             return
-        if count > self.tail:
+        if count > self.removable:
             raise ValueError(
-                f"crop cannot remove {count} tokens: only the last {self.tail} were read since slots were evicted; "
-                "read the prompt again instead"
+                f"crop cannot remove {count} tokens: only the last {self.removable} were read since slots were "
+                "evicted; read the prompt again instead"
             )
         self.storage = self.storage.crop(count)
         self.seen = (self.seen - count).clamp_min(0)
         self.columns -= count
-        self.tail -= count
-        if self.recent is not None:
-            left = self.recent[:, :, : max(0, self.recent.shape[2] - count)]
-            self.recent = left if left.shape[2] else None
+        self.removable -= count
+        if self.decode_queries is not None:
+            left = self.decode_queries[:, :, : max(0, self.decode_queries.shape[2] - count)]
+            self.decode_queries = left if left.shape[2] else None
         if self.carry is not None:
             past_end = torch.arange(self.longest(), device=self.carry.device) >= self.len[..., None]
-            self.carry = self.carry[..., : self.longest()].masked_fill(past_end, 0)
+            carry = self.carry[..., : self.longest()]
+            self.carry = carry.masked_fill(past_end & ~carry.isnan(), 0)  # NaN: no number yet (carry="keep")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.is_initialized:
@@ -147,7 +148,7 @@ class EvictionLayer(CacheLayerMixin):
         chosen = rows[torch.as_tensor(indices, device=self.device)]
         if torch.equal(chosen, rows):
             return
-        for names, at in ((("seen", "carry", "recent"), chosen), (("budget", "ahead"), chosen.tolist())):
+        for names, at in ((("seen", "carry", "decode_queries"), chosen), (("budget", "head_offsets"), chosen.tolist())):
             for name in names:
                 value = getattr(self, name)
                 setattr(self, name, None if value is None else value[at])
@@ -181,7 +182,7 @@ class EvictionLayer(CacheLayerMixin):
     def keep(self, index, keep, *new) -> None:
         """Evict, as `Storage.keep`."""
         self.storage = self.storage.keep(index, keep, *new)
-        self.tail = self.expected = 0
+        self.removable = self.expected = 0
 
     def decode(self, q, k, v, pos, module=None, **options):
         """Append one row and attend over all slots: (out, lse, probs) as `_ops.decode`."""
@@ -192,7 +193,7 @@ class EvictionLayer(CacheLayerMixin):
         """Count `columns` more columns read, of which tokens [B] (or a number) are not padding."""
         least, most = int(np.min(tokens)), int(np.max(tokens))
         self.columns += columns
-        self.tail = self.tail + columns if least == columns else least  # padding ends what crop can take back
+        self.removable = self.removable + columns if least == columns else least  # padding ends what crop can take back
         self.seen = self.seen + (most if least == most else host.upload(tokens, self.device, torch.int32))
 
     def expect(self, slots: int) -> None:
@@ -201,7 +202,7 @@ class EvictionLayer(CacheLayerMixin):
 
     def allocated_bytes(self) -> int:
         """Bytes of all that the layer holds."""
-        tensors = (*self.storage.tensors(), self.carry, self.recent)
+        tensors = (*self.storage.tensors(), self.carry, self.decode_queries)
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
     def places(self, shared: bool):

@@ -67,6 +67,8 @@ class Deciding(Chooser):
             self.errors.note_scores(call, score)
         if narrows:
             self.onward = propagate.choose(call, score)
+        for watcher in call.step.watchers:
+            watcher.read(call, score)
         waits = all(cut.layer != order for cut in decision.cuts)
         self.pending[order] = Pending(
             call.waiting() if waits else call, carried, evict.ranked(call, score) if decision.scores else None

@@ -3,6 +3,7 @@
 import torch
 
 from . import rerotate
+from .evict import join
 from .layer_call import layer_call
 from .schedule import observes
 
@@ -25,23 +26,15 @@ def attend(step, layer, module, query, key, value, new, options) -> tuple:
         if policy.carry != "sum" or not observing:
             return None, out
         if policy.score.adds_attention:
-            layer.carry = carried(layer.carry, probs)
+            layer.carry = join("sum", probs, layer.carry)
             return None, out
     none, new = ([x[:, :, :0] for x in pair] for pair in ((key, value), new))
     return layer_call(step, layer, module, query, *none, out, lse, options, probs, new), out
 
 
-def carried(before, probs):
-    """A carried sum [B, Hkv, C] with a row's attention weights added."""
-    if before is not None:
-        probs = probs.clone()
-        probs[..., : before.shape[-1]] += before
-    return probs
-
-
 def remember(policy, layer, query, out) -> None:
     """Keep a decoded row [B, H, 1, D], and its output if that is wanted: it will observe."""
     row = query if out is None else torch.cat([query, out.transpose(1, 2)], 3)
-    other = layer.recent is None or layer.recent.shape[3] != row.shape[3]  # of another policy
-    rows = row if other else torch.cat([layer.recent, row], 2)
-    layer.recent = rows[:, :, -policy.rows.decoded :]
+    other = layer.decode_queries is None or layer.decode_queries.shape[3] != row.shape[3]  # of another policy
+    rows = row if other else torch.cat([layer.decode_queries, row], 2)
+    layer.decode_queries = rows[:, :, -policy.rows.decoded :]

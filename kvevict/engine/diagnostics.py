@@ -8,6 +8,8 @@ The second part watches every eviction of a read, for `Policy(diagnose=True)`.
 import numpy as np
 import torch
 
+from .watch import Watcher
+
 ROWS = 64
 NAMES = ("evictions", "joint_error", "output_error", "recall")
 
@@ -47,7 +49,7 @@ def by_group(q, kv_heads, sinks, **options) -> list:
     return [(queries, options | {"sinks": sink}) for queries, sink in zip(q.unflatten(0, (kv_heads, -1)), sinks)]
 
 
-class Diagnostics:
+class Diagnostics(Watcher):
     """Watches the cuts of a read."""
 
     rows = ROWS  # of a call that observe here, at most
@@ -56,15 +58,15 @@ class Diagnostics:
         self.sums: dict = {}  # layer -> fp64 [4, B] of `NAMES`
 
     @torch.no_grad()
-    def watch(self, call, choice) -> None:
+    def cut(self, call, choice) -> None:
         """Add what a layer loses by a `kvevict.engine.evict.Choice`."""
         slots, step = call.slots, call.step
-        cut = np.flatnonzero(choice.all_ranks.sum(1) < slots.alive).tolist()
+        losing = np.flatnonzero(choice.all_ranks.sum(1) < slots.alive).tolist()
         with step.meter.clock("diagnose"), slots.kv.rotated():
             exact: dict = dict(dtype=torch.double, device="cpu")
             sums = self.sums.setdefault(slots.index, torch.zeros(len(NAMES), len(choice.keep), **exact))
             observing = call.policy.rows.observing(step).clip(1, ROWS).tolist()
-            for b in cut:
+            for b in losing:
                 queries = by_group(call.rows.q[b, :, -observing[b] :], slots.kv.k.shape[1], **slots.kv.options)
                 index = [choice.index[b, h, :n] for h, n in enumerate(choice.keep[b])]
                 index *= slots.kv.k.shape[1] // len(index)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from .. import families
+from ..context import enter
 from ..policy.policy import Policy
 from ..policy.rows.drafted import head
 from ..policy.rows.window import Window
@@ -15,7 +16,6 @@ from . import evict
 from .adopt import StatefulLayer
 from .cache import EvictionLayer, fit
 from .choosers import Chooser
-from .context import enter
 from .latent import LatentLayer
 from .layer_call import layer_call
 from .meter import Meter

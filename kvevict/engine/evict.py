@@ -25,13 +25,13 @@ class Numbers(NamedTuple):
 
 def numbers(call) -> Numbers:
     """The policy's score of the alive slots, joined with what the stored ones carry (METHODS section 9)."""
-    policy, measured = call.policy, call.measured
+    policy = call.policy
     with call.step.meter.clock("score"):
-        score = policy.score.score(call.slots, *measured(policy.score.needs))
+        score = policy.score.score(call.slots, *call.measured(policy.score.needs))
         if policy.carry != "none":  # of each head, even where the score is one for all
             score = score.expand(-1, call.slots.n.shape[1], -1)
         carried = join(policy.carry, score, call.layer.carry)
-        factors = measured(policy.score.factors)
+        factors = call.measured(policy.score.factors)
     score = score if carried is None else carried
     if policy.carry == "keep":  # past a head's end no slot has a number yet, whatever comes there
         column = torch.arange(carried.shape[-1], device=carried.device)
@@ -101,12 +101,11 @@ def take(call, score, keep) -> Choice:
 
 
 def store(call, choice=None, carried=None) -> None:
-    """Put the survivors into the layer: those of a `Choice`, or all. Each of the read's watchers is told of a choice:
-    `watch(call, choice)`, with the last `rows` of the call's rows at hand."""
+    """Put the survivors into the layer: those of a `Choice`, or all."""
     layer, slots = call.layer, call.slots
     if choice is not None:
         for watcher in call.step.watchers:
-            watcher.watch(call, choice)
+            watcher.cut(call, choice)
     with call.step.meter.clock("compact"):
         if choice is not None:
             index = choice.index.to(slots.device)  # another layer may have chosen, on its device

@@ -11,7 +11,7 @@ import torch
 
 from .. import compat, families
 from ..compat import STATE
-from .context import current, enter
+from ..context import current, enter
 from .reader import Reader
 from .request import Request
 from .step import OuterCall

@@ -1,14 +1,14 @@
 """One layer after its attention over a chunk or a decoded token, as it is cut."""
 
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
 
 from .. import _ops
 from .observation import LayerRows, Observation, Observers
-from .quantities import Measured
+from .quantities import measured
 from .slots import KV, Heads, Slots
 
 
@@ -23,6 +23,7 @@ class LayerCall:
     rows: LayerRows
     new: list  # k, v [B, Hkv, S, W] of the call, as they are stored
     select: object  # how the layer selects
+    known: dict = field(default_factory=dict)  # quantities that were measured
 
     policy = property(lambda self: self.step.patch.policy)
 
@@ -32,9 +33,9 @@ class LayerCall:
         kv = self.slots.kv
         return kv.k.shape[2] - int(kv.padding.min())
 
-    @cached_property
-    def measured(self) -> Measured:
-        return Measured(self.slots, self._observe)
+    def measured(self, needs) -> list:
+        """The quantities that a part of the policy needs, each measured once."""
+        return measured(needs, self.slots, self._observe, self.known)
 
     def memory(self):
         """What the layer's rows keep from the chunks before this one; None at first."""
@@ -53,7 +54,7 @@ class LayerCall:
         rows, none = self.rows, 0 * self.rows.first
         if self.policy.rows.newest or self.policy.carry == "sum":
             return Observation((Observers(rows.q, none, rows.end, True, rows.lse, rows.out, rows.probs),))
-        q, out = self.layer.recent, None
+        q, out = self.layer.decode_queries, None
         if q.shape[3] > rows.q.shape[3]:
             q, out = q.split(rows.q.shape[3], 3)
             out = out.transpose(1, 2)
@@ -79,12 +80,12 @@ class LayerCall:
     def waiting(self):
         """This call while another layer's choice is waited for: keys and values, and the rows that are watched."""
         watched = max((watcher.rows for watcher in self.step.watchers), default=0)
-        return replace(self, slots=self.slots.waiting(), rows=self.rows.waiting(watched))
+        return replace(self, slots=self.slots.waiting(), rows=self.rows.waiting(watched), known={})
 
     def drafting(self, rows: int):
         """This call while tokens are drafted: keys and values, and the last rows."""
         rows = self.rows.last(rows, self.step.patch.wants_outputs)
-        return replace(self, slots=self.slots.waiting(), rows=rows)
+        return replace(self, slots=self.slots.waiting(), rows=rows, known={})
 
     def stored(self):
         """This call once its survivors are in the layer: the same slots are protected, nothing of the call is new."""
@@ -93,7 +94,7 @@ class LayerCall:
         kv = replace(kv, k=kv.k[:, :, :0], v=kv.v[:, :, :0], first=0 * kv.first, padding=none)
         slots = _slots(kv, self.slots.index, self.slots.pos[:, :0], protection=self.slots.protected)
         rows = replace(rows, q=None, out=None, lse=None, columns=0, first=0 * rows.first)
-        return replace(self, slots=slots, rows=rows, new=[x[:, :, :0] for x in self.new])
+        return replace(self, slots=slots, rows=rows, new=[x[:, :, :0] for x in self.new], known={})
 
 
 def _slots(kv, index, pos, protect=None, protection=None) -> Slots:

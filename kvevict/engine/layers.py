@@ -6,8 +6,8 @@ import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from .. import compat
+from ..context import context
 from .cache import EvictionLayer
-from .context import context
 
 
 class StatefulLayer(EvictionLayer):

@@ -1,9 +1,9 @@
-"""Token-selective propagation (FastKV, Jo et al. 2025): behind layer `tsp`, only a chunk's best tokens are read.
+"""Token-selective propagation (FastKV, Jo et al. 2025): layers after `tsp` read only a chunk's best tokens.
 
-That layer ranks the chunk's tokens by its pooled scores, summed over its kv heads; the rows that observe always go on.
-Hooks on the layers behind it cut what they are given to those tokens, which keep their positions: hidden states, rotary
-embeddings, position ids, and the step that our attention reads. Every layer counts all tokens as seen, and rows that
-read along behind a chunk go through all layers.
+Layer `tsp` ranks the chunk's tokens by its pooled scores, summed over its kv heads; the observing rows are always
+propagated. Hooks on the layers after it cut their arguments to the propagated tokens, which keep their positions:
+hidden states, rotary embeddings, position ids, and the step that our attention reads. Every layer counts all tokens as
+seen, and rows appended to a chunk go through all layers.
 """
 
 from functools import partial
@@ -13,14 +13,15 @@ import numpy as np
 import torch
 
 from .. import _ops, families
+from ..context import current, enter
 from . import host
-from .context import current, enter
 
 
-def layer_of(policy, all_own: bool, layers: int) -> int | None:
-    """The last of `layers` decoder layers that reads every token; None: all do. all_own: they all evict.
+def layer_of(policy, all_full_attention: bool, layers: int) -> int | None:
+    """The last of `layers` decoder layers that reads every token; None: all do.
 
-    Raises ValueError where the layers behind it cannot do with fewer.
+    all_full_attention: no layer has a sliding window or a state. Raises ValueError where the layers after it cannot
+    read fewer tokens.
     """
     tsp = policy.tsp
     if tsp == "half":
@@ -31,23 +32,23 @@ def layer_of(policy, all_own: bool, layers: int) -> int | None:
         raise ValueError(
             f"tsp={tsp} is not below the model's last layer, {layers - 1}: give a smaller one, or tsp=None"
         )
-    if not all_own:
+    if not all_full_attention:
         raise ValueError(
-            "layers with a sliding window or a state hold every one of the last tokens, and layers behind tsp do not "
+            "layers with a sliding window or a state hold every one of the last tokens, and layers after tsp do not "
             "read them all: pass tsp=None"
         )
     if policy.waiting_layers(layers) > tsp + 1:
         raise ValueError(
-            f"the layer that others wait for reads every token, and none behind tsp={tsp} does: give warmup_layers <= "
-            f"{tsp + 1}, or tsp=None"
+            f"the layer that others wait for reads every token, and no layer after tsp={tsp} does: give warmup_layers "
+            f"<= {tsp + 1}, or tsp=None"
         )
     return tsp
 
 
 class Onward(NamedTuple):
-    """The rows of a call that layers behind `tsp` read."""
+    """The rows of a call that layers after `tsp` read."""
 
-    columns: torch.Tensor  # [B, K] ascending, those that read along last
+    columns: torch.Tensor  # [B, K] ascending, appended rows last
     first: torch.Tensor  # [B] how many of them are padding
     padding: np.ndarray  # the same on the host
 
@@ -58,14 +59,14 @@ def check(patch, tokens: int, wanted: int, flags) -> None:
     policy = patch.policy
     if patch.tsp is None or tokens <= policy.tsp_len:
         return
-    mend = f"tsp=None, or tsp_len >= {tokens}"
+    fix = f"tsp=None, or tsp_len >= {tokens}"
     if flags:
-        raise ValueError(f"{flags[0]}=True: layers behind tsp={patch.tsp} do not read all tokens; pass {mend}")
+        raise ValueError(f"{flags[0]}=True: layers after tsp={patch.tsp} do not read all tokens; pass {fix}")
     if not 1 <= wanted <= policy.goes_on:
         raise ValueError(
-            f"{f'the last {wanted}' if wanted else 'all'} rows were asked for, but layers behind tsp={patch.tsp} read "
+            f"{f'the last {wanted}' if wanted else 'all'} rows were asked for, but layers after tsp={patch.tsp} read "
             f"{policy.tsp_len} of {tokens} tokens, among them the last {policy.goes_on}: pass "
-            f"logits_to_keep=1, as generate does, or {mend}"
+            f"logits_to_keep=1, as generate does, or {fix}"
         )
 
 
@@ -102,15 +103,15 @@ def choose(call, score) -> Onward:
 
 
 def install(decoder, state) -> list:
-    """Hooks on the layers behind `tsp`. They know no more than that, so that copies of the model stay independent."""
-    behind = [] if state.tsp is None else families.layers_of(decoder)[state.tsp + 1 :]
-    hooks = [partial(_enter, n == 0) for n in range(len(behind))]
-    return [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer, hook in zip(behind, hooks, strict=True)]
+    """Hooks on the layers after `tsp`. They hold no reference to the model, so that copies of it stay independent."""
+    after = [] if state.tsp is None else families.layers_of(decoder)[state.tsp + 1 :]
+    hooks = [partial(_enter, n == 0) for n in range(len(after))]
+    return [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer, hook in zip(after, hooks, strict=True)]
 
 
 def _enter(first, module, args, kwargs):
-    """Cut a layer's arguments to what is propagated: the first one's hidden states, which the next ones get cut, and
-    what the decoder gives to every layer."""
+    """Cut a layer's arguments to the propagated tokens: the hidden states of the first layer, whose output is then cut
+    for the next ones, and what the decoder passes to every layer."""
     step = current()
     onward = step.chooser.onward if step is not None and step.chooser is not None else None
     if onward is None:
@@ -131,7 +132,7 @@ def _taken(x, columns):
 
 
 def _cut(value, columns, rows):
-    """What has a value for each of a call's rows, of those that are propagated."""
+    """The propagated rows of a tensor [B or 1, rows, ...], or of such tensors; anything else as it is."""
     if isinstance(value, (tuple, list)):
         return type(value)(_cut(each, columns, rows) for each in value)
     if isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] == rows:

@@ -62,12 +62,12 @@ class Ranks:
         if self.size == 1:
             return layer.counts
         first, heads = layer.counts[:, :1], self.size * layer.counts.shape[1]
-        return first.repeat(heads, 1) if layer.ahead is None else first + layer.ahead
+        return first.repeat(heads, 1) if layer.head_offsets is None else first + layer.head_offsets
 
     def note(self, layer, counts) -> None:
         """A layer's heads have come to hold counts [B, heads of all ranks] slots."""
         if self.size > 1:
-            layer.ahead = counts - layer.counts[:, :1]
+            layer.head_offsets = counts - layer.counts[:, :1]
 
 
 ALONE = Ranks()

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from .. import families
+from ..context import context, enter
 from . import budgets, schedule
 from .choosers import Chooser, Deciding
-from .context import enter
 from .decisions import while_decoding
 from .diagnostics import Diagnostics
 from .draft import Drafting
@@ -96,7 +96,7 @@ class Reader:
                 "chunk_size; logits_to_keep=1 is enough to read",
                 stacklevel=2,
             )
-        watchers = (Diagnostics(),) if policy.diagnose else ()
+        watchers = context().watchers + ((Diagnostics(),) if policy.diagnose else ())
         read = Read(
             prompt, tokens, seen, evicts, meter, budgets.Budgets(policy, len(layers), patch.kv_heads, seen),
             watchers=watchers,
@@ -105,7 +105,7 @@ class Reader:
         request.begin()
         request.cache.read_under(policy)
         for order, layer in enumerate(layers):
-            layer.recent = None  # their slots are no longer the last ones
+            layer.decode_queries = None  # their slots are no longer the last ones
             if policy.schedule == "prompt" and len(chunks) > 1:
                 most = sum(min(chunk.end - chunk.start, limits[order]) for chunk in chunks)
                 layer.expect((layer.longest() if layer.is_initialized else 0) + most + ROOM)

@@ -8,11 +8,11 @@ from functools import partial
 import torch
 
 from .. import families
+from ..context import current, within
 from . import attention, forward, residual
 from .adopt import SlidingLayer
-from .context import current, within
 
-HOLD_TOKENS = (families.OWN, families.SLIDING)
+HOLD_TOKENS = (families.FULL_ATTENTION, families.SLIDING)
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Replay:
         adapter = getattr(step.read.prepared, "adapter", None) if step.appended else None
         made = Call(hidden_states, step.positions, step.first, step.appended, adapter)
         slides = isinstance(step.cache.layers[index], SlidingLayer)
-        measures = not slides and step.patch.behind and step.chooser.errors is not None
+        measures = not slides and step.patch.after_attention and step.chooser.errors is not None
         known = (call for call in self.known[index] if call.after_attention is not None or not measures)
         found = next((call for call in known if call.same(made)), made)
         with within(tap=found):
@@ -104,7 +104,7 @@ class Replay:
                 module, query, key, value, mask = found.given
                 attention.attention(module, query, *step.cache.update(key, value, index), mask, **found.options)
                 if measures:
-                    residual.turn(index, found.after_attention)
+                    residual.note(index, found.after_attention)
         if (slides or found.out_lse is not None) and isinstance(found.output, torch.Tensor):
             others = [call for call in self.known[index] if call is not found]
             self.known[index] = [*others, found][-self.most :]

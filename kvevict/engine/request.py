@@ -3,8 +3,8 @@
 import torch
 from transformers.cache_utils import DynamicCache
 
+from ..context import context
 from . import arguments, propagate
-from .context import context
 from .inputs import Inputs
 from .packing import Packing, Positions, packed_mask
 from .step import OuterCall
@@ -71,7 +71,7 @@ class Request:
         cache, packed = self.cache, self.packing.place is not None
         if packed:
             for layer in self.layers:
-                layer.tail = 0  # the last columns are not the last slots of every row
+                layer.removable = 0  # the last columns are not the last slots of every row
             cache.packed += ((self.columns, self.columns + self.tokens),)
         before = cache.next_position
         if packed or before is not None:
@@ -80,8 +80,8 @@ class Request:
         cache.half_read = False
 
     def check_read(self, prompt: int, wanted: int, calls: int) -> None:
-        """Raise ValueError for what reading `prompt` columns in `calls` calls cannot give: arguments that cannot be
-        split, outputs of every token, rows that upper layers do not read."""
+        """Raise ValueError where `prompt` columns cannot be read in `calls` calls: for arguments that cannot be split,
+        outputs of every token, rows that layers after `tsp` do not read."""
         flags = [flag for flag in OF_EVERY_TOKEN if self.asks(flag)]
         if flags and self.packing.place is not None:
             raise ValueError(f"{flags[0]}=True needs a batch padded at the left: set tokenizer.padding_side='left'")
@@ -89,12 +89,12 @@ class Request:
         propagate.check(self.patch, longest, wanted, flags)
         name = self._inputs.unsplittable() if calls > 1 else None
         if name is not None:
-            raise ValueError(f"{name} cannot be split into chunks; read the prompt whole with chunk_size=None")
+            raise ValueError(f"{name} cannot be split into chunks; read the prompt in one pass with chunk_size=None")
         if calls > 1 and flags:
-            raise ValueError(f"{flags[0]}=True needs the prompt read whole: schedule='prompt' and no chunk_size")
+            raise ValueError(f"{flags[0]}=True needs the prompt in one pass: schedule='prompt' and no chunk_size")
 
     def scores(self, evicts) -> bool:
-        """Whether a text is scored in one call whose cache nobody has asked for, and evicted from only after it."""
+        """Whether the call scores a text, without a cache of the caller's: then it evicts only at its end."""
         evicts = evicts and self.policy.schedule == "prompt"
         return evicts and self.own_cache and self.top is not None and self.wanted != 1 and self.tokens > 1
 
@@ -132,7 +132,7 @@ class Request:
     def mask_for(self, end, appended=0):
         """What Transformers builds its masks from, of the columns up to `end` and `appended` rows. Our layers read no
         mask; where all layers are ours, a ready-made 4D mask keeps it from building one."""
-        if self.patch.all_own:
+        if self.patch.all_full_attention:
             return torch.empty(1, 1, 1, 1, device=self.device)
         if self._mask is None:
             return None

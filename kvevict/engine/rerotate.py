@@ -3,7 +3,8 @@
 RoPE attention depends on differences of positions only. So rows keep their tokens' positions and slots their keys as
 they came; while rows attend, slot i of n is rotated to p - n + i, p being the position of the first row. Slots at
 0..n-1 and rows from n on have the same distances, but keys moved there after every eviction would be rounded each time
-(in bf16, turns by one position round to none in the slow dimensions), and a slot's place in the text would be lost.
+(in bf16, a rotation by one position rounds to none in the slow dimensions), and a slot's position in the text would be
+lost.
 """
 
 import contextlib
@@ -13,12 +14,14 @@ import torch
 from .. import families
 
 
-def check(policy, stretched: bool) -> None:
-    """Raise ValueError for a model whose keys cannot be rotated on by a difference of positions. stretched: its
-    rotary frequencies change with the prompt's length."""
-    if policy.rerotate and stretched:
+def check(policy, rope_depends_on_length: bool) -> None:
+    """Raise ValueError for a model whose keys cannot be rotated by a difference of positions.
+
+    rope_depends_on_length: the model's rotary frequencies change with the prompt's length.
+    """
+    if policy.rerotate and rope_depends_on_length:
         raise ValueError(
-            "rerotate=True turns keys from one position to another, and this model's rotary frequencies change with "
+            "rerotate=True rotates keys from one position to another, and this model's rotary frequencies change with "
             "the prompt's length (longrope, dynamic): pass rerotate=False"
         )
 
@@ -35,17 +38,17 @@ def in_cache(step, module, layer, held=None):
     stored = column < held[..., None]  # [B, Hkv, C]
     row = step.first.clamp_max(step.positions.shape[1] - 1)[:, None].long()
     target = (step.positions.gather(1, row) - held)[..., None] + column
-    turn = target[stored] - layer.pos[(layer.offset[..., None] + column)[stored]]
-    moves = turn.nonzero()[:, 0]  # with one hole, behind the sinks, those alone
+    shift = target[stored] - layer.pos[(layer.offset[..., None] + column)[stored]]
+    moves = shift.nonzero()[:, 0]  # where slots are missing only after the sinks, the sinks alone
 
     def rows():  # decoding may move the buffers
         return (layer.offset[..., None] + column)[stored][moves]
 
     own = layer.k[rows()]
     if len(own):
-        forth, back = turn[moves].clamp_min(0), (-turn[moves]).clamp_min(0)
-        turned = families.rotate(step.decoder, module, own[:, None, None].float(), back, forth)
-        layer.k[rows()] = turned[:, 0, 0].to(own.dtype)
+        forth, back = shift[moves].clamp_min(0), (-shift[moves]).clamp_min(0)
+        rotated = families.rotate(step.decoder, module, own[:, None, None].float(), back, forth)
+        layer.k[rows()] = rotated[:, 0, 0].to(own.dtype)
     try:
         yield
     finally:

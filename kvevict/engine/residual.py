@@ -1,12 +1,12 @@
-"""What TADA measures of a call: every layer's error by its scores, and how far the layer turns the residual stream."""
+"""What TADA measures of a call: every layer's error by its scores, and how far it rotates the residual stream."""
 
 from functools import partial
 
 import torch
 
 from .. import families
+from ..context import context, current
 from . import host
-from .context import context, current
 
 
 class Errors:
@@ -17,7 +17,7 @@ class Errors:
     def __init__(self):
         self.scores = {}  # layer -> fp64 [B]
         self.residual = {}  # layer -> the residual stream that entered it
-        self.turned = {}  # layer -> (sum over rows [B], rows [B])
+        self.rotation = {}  # layer -> (sum of 1 - cos over rows [B], rows [B])
 
     def note_scores(self, call, score) -> None:
         slots, refine = call.slots, call.policy.refine
@@ -25,33 +25,34 @@ class Errors:
         every = refine.refine(slots, score, *call.measured(refine.needs))
         self.scores[slots.index] = every.masked_fill(~slots.competing, 0).double().sum((1, 2))
 
-    def turn(self, step, index, after) -> None:
-        """Note how far the call's last rows, those that observe, were turned between `residual` and `after`."""
+    def note_rotation(self, step, index, after) -> None:
+        """Note 1 - cos between `residual` and `after` of the call's last rows, which observe."""
         before = self.residual.pop(index).to(after.device)
         after = after.reshape(before.shape)  # OPT's MLPs get [B * T, E]
         counts = step.patch.policy.rows.observing(step)
         rows, counts = max(int(counts.max()), 1), host.upload(counts, after.device)
-        turn = 1 - torch.cosine_similarity(before[:, -rows:].float(), after[:, -rows:].float(), dim=-1)
+        distance = 1 - torch.cosine_similarity(before[:, -rows:].float(), after[:, -rows:].float(), dim=-1)
         inside = torch.arange(rows, 0, -1, device=after.device) <= counts[:, None]
-        total, number = (turn.clamp_min(0) * inside).sum(1), counts
-        if index in self.turned:
-            total, number = total + self.turned[index][0], number + self.turned[index][1]
-        self.turned[index] = total, number
+        total, number = (distance.clamp_min(0) * inside).sum(1), counts
+        if index in self.rotation:
+            total, number = total + self.rotation[index][0], number + self.rotation[index][1]
+        self.rotation[index] = total, number
 
     def layers(self, patch, device):
         """fp64 [layers, B] the errors of the layers that evict, on a device."""
 
         def one(index):
-            if index not in self.turned:
+            if index not in self.rotation:
                 return self.scores[index]
-            total, rows = self.turned[index]
+            total, rows = self.rotation[index]
             return self.scores[index] * (total / rows.clamp_min(1))
 
         return patch.ranks.sum(torch.stack([one(index).to(device) for index in patch.order]))
 
 
 def install(decoder, state) -> list:
-    """Hooks for `Errors.turn`. They know their layer's number only, so that copies of the model stay independent."""
+    """Hooks for `Errors.note_rotation`. They hold their layer's number only, so that copies of the model stay
+    independent."""
     until, hooks = state.policy.layers.residual, []
     if until == "off":
         return hooks
@@ -59,10 +60,10 @@ def install(decoder, state) -> list:
         layer = families.layers_of(decoder)[index]
         hooks.append(layer.register_forward_pre_hook(partial(_enter, index), with_kwargs=True))
         if until == "attention":
-            module = layer.get_submodule(state.behind[index])
-            hooks.append(module.register_forward_pre_hook(partial(_behind_attention, index)))
+            module = layer.get_submodule(state.after_attention[index])
+            hooks.append(module.register_forward_pre_hook(partial(_after_attention, index)))
         else:
-            hooks.append(layer.register_forward_hook(partial(_behind_layer, index)))
+            hooks.append(layer.register_forward_hook(partial(_after_layer, index)))
     return hooks
 
 
@@ -78,20 +79,20 @@ def _enter(index, module, args, kwargs):
         step.chooser.errors.residual[index] = args[0] if args else kwargs["hidden_states"]
 
 
-def _behind_attention(index, module, args):
+def _after_attention(index, module, args):
     tap = context().tap
     if tap is not None:
         tap.after_attention = args[0]
-    turn(index, args[0])
+    note(index, args[0])
 
 
-def _behind_layer(index, module, args, output):
-    turn(index, output[0] if isinstance(output, tuple) else output)
+def _after_layer(index, module, args, output):
+    note(index, output[0] if isinstance(output, tuple) else output)
 
 
-def turn(index, after) -> None:
-    """Let the step that runs, if it measures, note the residual stream behind a layer's attention, or the layer."""
+def note(index, after) -> None:
+    """Let the step that runs, if it measures, note the residual stream after a layer's attention, or the layer."""
     step = _measuring()
     if step is not None:
         with step.meter.clock("evict"):
-            step.chooser.errors.turn(step, index, after)
+            step.chooser.errors.note_rotation(step, index, after)

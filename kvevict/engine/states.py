@@ -10,8 +10,8 @@ import inspect
 import torch
 
 from .. import families
+from ..context import current
 from . import forward
-from .context import current
 
 
 def install(decoder, state) -> None:
@@ -26,7 +26,7 @@ def remove(decoder, state) -> None:
 
 def _mixers(decoder, kinds):
     for layer, kind in zip(families.layers_of(decoder), kinds, strict=True):
-        if kind in (families.STATE, families.BOTH):
+        if kind in (families.STATE, families.FULL_ATTENTION_AND_STATE):
             mixer = families.mixer_of(layer)
             if mixer is not None:  # a layer that is only an MLP has none
                 yield mixer

@@ -27,7 +27,7 @@ class Read:
     meter: object  # the kvevict.engine.meter.Meter that measures it
     budgets: object = None  # the kvevict.engine.budgets.Budgets of its layers
     prepared: object = None  # what `Rows.prepare` made of the prompt
-    watchers: tuple = ()  # see `kvevict.engine.evict.store`
+    watchers: tuple = ()  # of kvevict.engine.watch
     memory: dict = field(default_factory=dict)  # layer -> what its rows keep from chunk to chunk
 
 
@@ -71,7 +71,7 @@ class Step:
 
     @property
     def watchers(self) -> tuple:
-        """Whoever is told of each `Choice`: see `kvevict.engine.evict.store`."""
+        """The read's watchers; while decoding there are none."""
         return () if self.read is None else self.read.watchers
 
     @property

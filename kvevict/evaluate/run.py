@@ -73,7 +73,7 @@ def evaluate(model, tokenizer, plan: Plan, out, name: str = "", share_reads: boo
     is longer than the model's context.
     """
     decoder = find_decoder(model)
-    layers = families.layer_kinds(decoder.config).count(families.OWN)
+    layers = families.layer_kinds(decoder.config).count(families.FULL_ATTENTION)
     replay = Replay(decoder) if share_reads else None
     runs, groups = plan.runs(layers), plan.groups(tokenizer)
     about = dict(

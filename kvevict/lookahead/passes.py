@@ -1,34 +1,33 @@
 """The two passes of LookaheadKV's training (eq. 5, METHODS section 6). One pass of prompt and response without a graph
 gives the true scores and the prompt's keys and values; then the lookahead rows alone go through the decoder, attending
-to these, and are differentiated. No attention matrix outlives its layer, memory grows with the prompt's length."""
+to these, and are differentiated. No attention matrix outlives its layer; memory grows with the prompt's length."""
 
 import contextlib
 import copy
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import torch
 from transformers import AttentionInterface
 
 from .. import _ops, compat
+from ..context import context, within
 
 NAME = "kvevict_lookahead"
-_pass: ContextVar = ContextVar("kvevict_lookahead_pass", default=None)  # what stands in for attention in this thread
 
 
 @dataclass
 class Truth:
-    """What the first pass of a pair leaves: by layer, all on the model's device."""
+    """What the first pass over a pair computes, by layer, on the model's device."""
 
     tokens: int  # N of the prompt
-    keys: dict = field(default_factory=dict)  # [1, Hkv, N, D]; of a sliding layer the last that a later row sees
+    keys: dict = field(default_factory=dict)  # [1, Hkv, N, D]; of a sliding layer the last ones, which later rows see
     values: dict = field(default_factory=dict)
-    target: dict = field(default_factory=dict)  # [1, H, N] fp32 mean attention of the response's rows, where we evict
+    target: dict = field(default_factory=dict)  # [1, H, N] fp32 mean attention of the response's rows; evicting layers
 
 
 @torch.no_grad()
 def truth(decoder, prompt, response) -> Truth:
-    """The first pass over ids [N] and [R]: every row sees those before it, the response's true scores are kept."""
+    """The first pass, causal over ids [N] and [R]; it keeps the response's true scores."""
     found, ids = Truth(len(prompt)), torch.cat([prompt, response])[None]
 
     def attend(module, query, key, value, mask, **options):
@@ -37,7 +36,7 @@ def truth(decoder, prompt, response) -> Truth:
         found.keys[index], found.values[index] = (x[:, :, first:n].contiguous() for x in (key, value))
         if window is not None:
             return compat.base_attention(module, module._kvevict_original)(module, query, key, value, mask, **options)
-        options = _own(options)
+        options = _op_options(options)
         slots, new = slots_of(key[:, :, :0]), torch.zeros(1, dtype=torch.int32, device=key.device)
         out, lse = _ops.attend(query, slots.k, slots.k, slots.offset, slots.len, key, value, new, **options)
         found.target[index] = _ops.score(
@@ -57,10 +56,10 @@ def loss(decoder, adapter, found: Truth, note=None):
     each, count = [], adapter.tokens
 
     def attend(module, query, key, value, mask, **options):
-        index, window, options = module.layer_idx, options.get("sliding_window"), _own(options)
+        index, window, options = module.layer_idx, options.get("sliding_window"), _op_options(options)
         past = found.keys[index], found.values[index]
         if window is not None:
-            return _plain(query, key, value, *past, window, **options), None
+            return _sliding_attention(query, key, value, *past, window, **options), None
         slots = slots_of(*past)
         where = dict(k_slots=slots.k, offset=slots.offset, len=slots.len, columns=found.tokens + count)
         each.append(_ops.kl(query, key, found.target[index], **where, **options))
@@ -76,36 +75,36 @@ def loss(decoder, adapter, found: Truth, note=None):
 
 
 def _logits(q, k, scale, softcap):
-    """[B, H, R, S] of rows that are the last R of the S keys' own, -inf where one is not seen."""
+    """[B, H, R, S] of queries at the last R of the S keys' positions, -inf where a row does not see a key."""
     rows, columns = q.shape[2], k.shape[2]
-    seen = (q.unflatten(1, (k.shape[1], -1)) @ k[:, :, None].transpose(-1, -2)).flatten(1, 2) * scale
-    seen = softcap * torch.tanh(seen / softcap) if softcap else seen
+    logits = (q.unflatten(1, (k.shape[1], -1)) @ k[:, :, None].transpose(-1, -2)).flatten(1, 2) * scale
+    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
     hidden = torch.ones(rows, columns, dtype=torch.bool, device=q.device).triu(columns - rows + 1)
-    return seen.masked_fill(hidden, -torch.inf)
+    return logits.masked_fill(hidden, -torch.inf)
 
 
-def _softmax(seen, sinks):
+def _softmax(logits, sinks):
     if sinks is None:
-        return seen.softmax(-1)
-    column = sinks[None, :, None, None].to(seen).expand(*seen.shape[:3], 1)
-    return torch.cat([seen, column], -1).softmax(-1)[..., :-1]
+        return logits.softmax(-1)
+    column = sinks[None, :, None, None].to(logits).expand(*logits.shape[:3], 1)
+    return torch.cat([logits, column], -1).softmax(-1)[..., :-1]
 
 
-def _plain(q, k, v, keys, values, window, *, scale, softcap, sinks):
-    """Attention of a sliding layer's rows [1, n, H, D]: its matrix is no wider than the window."""
+def _sliding_attention(q, k, v, keys, values, window, *, scale, softcap, sinks):
+    """Attention [1, n, H, D] of a sliding layer's rows: its matrix is at most as wide as the window."""
     k, v = torch.cat([keys, k], 2), torch.cat([values, v], 2)
     rows, columns = q.shape[2], k.shape[2]
-    seen = _logits(q.float(), k.float(), scale, softcap)
+    logits = _logits(q.float(), k.float(), scale, softcap)
     at = torch.arange(columns, device=q.device)
-    gone = at[None] <= at[columns - rows :, None] - window
-    weights = _softmax(seen.masked_fill(gone, -torch.inf), sinks).to(v.dtype)
+    outside = at[None] <= at[columns - rows :, None] - window
+    weights = _softmax(logits.masked_fill(outside, -torch.inf), sinks).to(v.dtype)
     return (weights.unflatten(1, (k.shape[1], -1)) @ v[:, :, None]).flatten(1, 2).transpose(1, 2)
 
 
 class _Attend(torch.autograd.Function):
     """Attention [1, n, H, D] of rows to a prompt's keys and values, which are constants, and causally to their own."""
 
-    BLOCK = 4096  # columns of the prompt whose weights exist at once, for the rows alone
+    BLOCK = 4096  # columns of the prompt whose attention weights are in memory at once
 
     @staticmethod
     def forward(ctx, q, k, v, keys, values, options):
@@ -117,46 +116,45 @@ class _Attend(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, dout):
         q, k, v, keys, values, out, lse = ctx.saved_tensors
         heads = k.shape[1]
         group = lambda x: x.float().unflatten(1, (heads, -1)).flatten(2, 3)  # noqa: E731  [1, Hkv, G * n, ..]
-        rows, there = group(q), group(grad.transpose(1, 2))
-        shared = (there * group(out.transpose(1, 2))).sum(-1, keepdim=True)
-        sums = group(lse[..., None])
+        rows, dout, lse = group(q), group(dout.transpose(1, 2)), group(lse[..., None])
+        delta = (dout * group(out.transpose(1, 2))).sum(-1, keepdim=True)
         dq = torch.zeros_like(rows)
         for at in range(0, keys.shape[2], _Attend.BLOCK):
             part = keys[:, :, at : at + _Attend.BLOCK].float(), values[:, :, at : at + _Attend.BLOCK].float()
-            _, pull = _pull(rows, *part, there, shared, sums, ctx.options)
-            dq += pull @ part[0]
-        own = k.float(), v.float()
+            _, dlogits = _dlogits(rows, *part, dout, delta, lse, ctx.options)
+            dq += dlogits @ part[0]
+        new = k.float(), v.float()
         steps = torch.arange(k.shape[2], device=q.device)
         hidden = (steps[None] > steps[:, None]).repeat(q.shape[1] // heads, 1)
-        weights, pull = _pull(rows, *own, there, shared, sums, ctx.options, hidden)
-        dq += pull @ own[0]
+        weights, dlogits = _dlogits(rows, *new, dout, delta, lse, ctx.options, hidden)
+        dq += dlogits @ new[0]
         dq = dq.unflatten(2, (-1, q.shape[2])).flatten(1, 2)
-        dk, dv = pull.transpose(-1, -2) @ rows, weights.transpose(-1, -2) @ there
+        dk, dv = dlogits.transpose(-1, -2) @ rows, weights.transpose(-1, -2) @ dout
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 
-def _pull(rows, keys, values, there, shared, sums, options, hidden=None):
-    """(weights, gradient of the products q.k) of rows [1, Hkv, M, D] at some columns: with o = sum a v and its gradient
-    g, ds = a (g.v - g.o)."""
-    scale, cap = options["scale"], options["softcap"]
-    seen = rows @ keys.transpose(-1, -2) * scale
-    bend = 1.0
-    if cap:
-        seen = torch.tanh(seen / cap)
-        bend, seen = 1 - seen**2, seen * cap
-    weights = (seen - sums).exp()
+def _dlogits(rows, keys, values, dout, delta, lse, options, hidden=None):
+    """(weights, gradient of the products q.k) of rows [1, Hkv, M, D] at some columns: ds = a (dout.v - delta), where
+    delta = dout.out."""
+    scale, softcap = options["scale"], options["softcap"]
+    logits = rows @ keys.transpose(-1, -2) * scale
+    softcap_grad = 1.0
+    if softcap:
+        logits = torch.tanh(logits / softcap)
+        softcap_grad, logits = 1 - logits**2, logits * softcap
+    weights = (logits - lse).exp()
     if hidden is not None:
         weights = weights.masked_fill(hidden, 0)
-    return weights, weights * (there @ values.transpose(-1, -2) - shared) * bend * scale
+    return weights, weights * (dout @ values.transpose(-1, -2) - delta) * softcap_grad * scale
 
 
 @dataclass
 class Slots:
-    """Keys and values as slots of the ops: head h owns rows h * N .. (h + 1) * N - 1."""
+    """Keys and values as slots of the ops: head h has rows h * N .. (h + 1) * N - 1."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -174,8 +172,8 @@ def slots_of(keys, values=None):
     )  # fmt: skip
 
 
-def _own(options):
-    """What the ops take of the options of Transformers' attention interface."""
+def _op_options(options):
+    """The ops' options, from those of Transformers' attention interface."""
     sinks = options.get("s_aux")
     return dict(
         scale=options["scaling"], softcap=options.get("softcap") or 0.0, sinks=None if sinks is None else sinks.float()
@@ -183,24 +181,23 @@ def _own(options):
 
 
 def _call(module, query, key, value, mask, **options):
-    return _pass.get()(module, query, key, value, mask, **options)
+    return context().training_attention(module, query, key, value, mask, **options)
 
 
 @contextlib.contextmanager
 def _attention(decoder, function):
-    """Within, every layer of the decoder calls `function` for attention in this thread."""
+    """Inside, and in this thread alone, every layer of the decoder calls `function` for attention."""
     AttentionInterface.register(NAME, _call)
     modules = [layer.self_attn for layer in decoder.layers]
     before = [module.config for module in modules]
-    token = _pass.set(function)
     try:
         for module in modules:
             config = copy.copy(module.config)
             config._attn_implementation_internal = NAME
             module.__dict__["_kvevict_original"], module.config = module.config, config
-        yield
+        with within(training_attention=function):
+            yield
     finally:
-        _pass.reset(token)
         for module, config in zip(modules, before):
             module.config = config
             module.__dict__.pop("_kvevict_original", None)

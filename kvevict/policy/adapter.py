@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-from contextvars import ContextVar
 from pathlib import Path
 
 import safetensors.torch
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from .. import families
+from ..context import context, within
 from ..files import write
 from . import experts
 from .checks import at_least_0, count, parsed
@@ -25,7 +25,6 @@ BASE = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim",
 )  # fmt: skip
-_active: ContextVar = ContextVar("kvevict_lookahead_active", default=None)  # the `on` that is active in this thread
 
 
 class LoRA(nn.Module):
@@ -77,18 +76,17 @@ class Adapter(nn.Module):
 
     @contextlib.contextmanager
     def on(self, decoder):
-        """Within, and in this thread alone, the last `tokens` rows of every call of the decoder carry the LoRA, and
-        experts of a mixture are called for these rows apart from the others."""
+        """Inside, and in this thread alone, the last `tokens` rows of every call of the decoder carry the LoRA, and
+        experts of a mixture are called for these rows separately."""
         token = object()
         hooks = [
             module.register_forward_hook(_Add(token, parts, self.tokens)) for module, parts in self._places(decoder)
         ]
-        hooks += experts.hooks(decoder, self.tokens, lambda: _active.get() is token)
-        before = _active.set(token)
+        hooks += experts.hooks(decoder, self.tokens, lambda: context().adapter is token)
         try:
-            yield self
+            with within(adapter=token):
+                yield self
         finally:
-            _active.reset(before)
             for hook in hooks:
                 hook.remove()
 
@@ -130,7 +128,7 @@ class _Add:
         self.token, self.parts, self.rows = token, parts, rows
 
     def __call__(self, module, args, output):
-        if _active.get() is not self.token:
+        if context().adapter is not self.token:
             return
         x, last = args[0][..., -self.rows :, :], output[..., -self.rows :, :]
         for start, lora in self.parts:
@@ -210,7 +208,7 @@ def base_of(decoder) -> dict:
 
 def sizes(decoder, targets):
     """((layer, block, name), inputs, outputs) of every linear that can reach a score."""
-    last = max(i for i, kind in enumerate(families.layer_kinds(decoder.config)) if kind == families.OWN)
+    last = max(i for i, kind in enumerate(families.layer_kinds(decoder.config)) if kind == families.FULL_ATTENTION)
     for index in range(last + 1):
         for block in ("self_attn", "mlp"):
             for module, pieces in linears(decoder.layers[index], block):

@@ -1,4 +1,4 @@
-"""Errors that name the argument and the mend."""
+"""Errors that name the argument and say what to pass."""
 
 import difflib
 import importlib.util
@@ -6,13 +6,13 @@ import json
 import numbers
 import sys
 
-PLENTY = 2**31 - 1  # slots or tokens that there never are; positions are int32
-DEEPEST = 64  # objects and lists in each other, in any JSON that is read here
+PLENTY = 2**31 - 1  # more slots or tokens than any cache has; positions are int32
+DEEPEST = 64  # levels of nested objects and lists in any JSON that is read here
 
 
 def parsed(text):
-    """What JSON text (or its bytes) says. Raises ValueError for text that is none, and for what is nested so deeply
-    that comparing or printing it would fail."""
+    """The value of JSON text (or its bytes). Raises ValueError for text that is not JSON, and for values nested so
+    deeply that comparing or printing them would fail."""
     try:
         value = json.loads(text)
     except RecursionError:
@@ -48,7 +48,7 @@ def installed(extra: str, what: str, *modules: str) -> None:
 
 
 def builtin(value):
-    """Numbers of other types, as numpy has, as Python's own; anything else as it is."""
+    """Numbers of other types, such as numpy's, as Python's own; anything else as it is."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return value
     return int(value) if isinstance(value, numbers.Integral) else float(value)

@@ -1,7 +1,8 @@
-"""Experts of a mixture, called for the learned rows apart from the others (METHODS section 6).
+"""Experts of a mixture, called separately for the learned rows and for the others (METHODS section 6).
 
 How many rows an expert multiplies may change how each product is rounded (another kernel, another order of summation).
-Where learned rows are routed depends on the adapter, so among the other rows they would change these' bits.
+The adapter decides to which experts the learned rows are routed, so in a common call it would change the other rows'
+bits.
 """
 
 import torch
@@ -14,16 +15,16 @@ def hooks(decoder, rows, active):
     for layer in decoder.layers:
         for name, module in layer.named_modules():
             if name.rpartition(".")[2] == "experts":
-                apart = _Apart(rows, active)
+                separate = _Separate(rows, active)
                 found += [
-                    layer.register_forward_pre_hook(apart.note, with_kwargs=True),
-                    module.register_forward_pre_hook(apart.before),
-                    module.register_forward_hook(apart.after),
+                    layer.register_forward_pre_hook(separate.note, with_kwargs=True),
+                    module.register_forward_pre_hook(separate.before),
+                    module.register_forward_hook(separate.after),
                 ]
     return found
 
 
-class _Apart:
+class _Separate:
     """Hooks of one module of experts, whose arguments are rows [batch * T, E], their experts and weights [.., k]."""
 
     def __init__(self, rows, active):

@@ -1,4 +1,4 @@
-"""What to keep and when: a policy is a few independent choices (rows and score, budget, selection, schedule)."""
+"""A policy is a few independent choices: rows and score, budget, selection, schedule."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ CARRIES = ("none", "sum", "keep", "max")
 
 @dataclass(frozen=True)
 class Policy:
-    """One way to evict.
+    """An eviction policy.
 
     rows           which queries observe: a name of `kvevict.ROWS` or a `Rows` with its options, e.g.
                    `kvevict.ROWS["window"](16)`; None: the score's own
@@ -31,15 +31,15 @@ class Policy:
     refine         what becomes of the score before slots are ranked: a name of `kvevict.REFINEMENTS` or an object
     budget         slots kept per kv head and layer on average, window and sinks included (int), or the fraction of
                    the tokens seen that is kept (float in (0, 1))
-    chunk_size     tokens read at once; None reads the prompt whole
+    chunk_size     tokens read at once; None reads the prompt in one pass
     schedule       "prompt" evicts once at the prompt's end, "chunk" after every chunk; None: "chunk" if there is a
                    chunk_size and the rows do not need the whole prompt (laq)
-    warmup_layers  W: the first W-1 layers wait for layer W-1 and take its slots (TAKE eq. 6); None: nobody waits;
+    warmup_layers  W: the first W-1 layers wait for layer W-1 and take its slots (TAKE eq. 6); None: no layer waits;
                    "half": floor(L/2)
     warmup_budget  B_warmup of the layers before W until the last chunk (TAKE eq. 8); None: METHODS' formula
-    carry          what a slot that was there before is worth at the next eviction: "none": what it is scored then,
-                   "sum": that and what it was worth before, "max": the larger, "keep": what it was worth when it was
-                   new; None: the score's own (h2o, vatp: "sum"; others "none")
+    carry          the score at the next eviction of a slot that was kept before: "none": its score then, "sum": its
+                   score then plus its earlier one, "max": the larger of both, "keep": its score when it was new;
+                   None: the score's own default (h2o, vatp: "sum"; others "none")
     decode         evict while decoding too, so that the cache never grows past budget + interval - 1; None: where it
                    is part of the score's method (streaming, h2o, tova; presets of CAOTE set it)
     interval       decoded tokens between two evictions; None: 1 where every token counts (streaming, h2o, tova), or 16
@@ -48,15 +48,16 @@ class Policy:
                    `kvevict.HEADS["ada"](floor="max")`
     select         which slots are taken by their scores: a name of `kvevict.SELECTIONS` or an object
     select_by_layer   (start, stop, select) for ranges of evicting layers that select otherwise; stop None: to the last
-    keep_first     so many first tokens of a row are never evicted, whatever their score: a system prompt, learned ones
+    keep_first     number of first tokens of a row that are never evicted, whatever their score: a system prompt,
+                   learned tokens
     n_reuse        groups of this many layers use the slots that their first layer chooses (ChunkKV algorithm 3)
-    tsp            the last decoder layer, from 0, that reads every token; the layers behind it read each chunk's best
+    tsp            the last decoder layer, from 0, that reads every token; the layers after it read each chunk's best
                    `tsp_len` (FastKV). "half": floor(L/2) - 1; None: all layers read all tokens
-    rerotate       False: distances are those of the text. True: they count slots, as in StreamingLLM's paper, so that
-                   none exceeds budget and chunk; `kvevict.report` gives positions in the text all the same
+    rerotate       False: distances count tokens of the text. True: they count slots, as in StreamingLLM's paper, so
+                   that none exceeds budget + chunk; `kvevict.report` still gives positions in the text
     progress       show a progress bar while a prompt is read
-    diagnose       measure what every eviction of a read costs its observing rows, for `kvevict.report`; about a
-                   tenth more time
+    diagnose       measure for `kvevict.report` how much of the observing rows' attention every eviction of a read
+                   loses; takes about a tenth more time
     """
 
     rows: Rows | str | None = field(default=None, kw_only=True)
@@ -127,7 +128,7 @@ class Policy:
         try:
             data = parsed(text)
         except (ValueError, TypeError) as error:
-            raise ValueError(f"this is no policy in JSON: {error}") from None
+            raise ValueError(f"this is not a policy in JSON: {error}; pass what Policy.to_json wrote") from None
         known = [f.name for f in dataclasses.fields(cls)]
         if not isinstance(data, dict):
             raise ValueError(f"a policy in JSON is an object of its fields, got {text[:40]!r}")
@@ -142,7 +143,7 @@ class Policy:
                 f"budget must be an int (slots per kv head) or a float in (0, 1) (fraction kept), got {self.budget!r}"
             )
         if not isinstance(self.budget, numbers.Integral) and not 0 < self.budget < 1:
-            raise ValueError(f"budget={self.budget} is no fraction in (0, 1); pass an int for a number of slots")
+            raise ValueError(f"budget={self.budget} is not a fraction in (0, 1); pass an int for a number of slots")
         if isinstance(self.budget, numbers.Integral):
             count("budget", self.budget, 1)
         smallest = self.smallest_budget()
@@ -183,7 +184,7 @@ class Policy:
 
     @property
     def goes_on(self) -> int:
-        """How many of a chunk's last tokens are read by every layer, also behind `tsp`."""
+        """How many of a chunk's last tokens every layer reads, those after `tsp` too."""
         return max(1, self.rows.decoded)
 
     def smallest_budget(self) -> int:

@@ -17,7 +17,8 @@ def _needs(policy):
 
 RULES = (
     (lambda p: type(p.rows) is NoRows and type(p.score.rows) is not NoRows,
-     "this score is of what queries attend to, and rows='none' has none: give rows='window', 'probe' or others"),
+     "this score is computed from queries' attention, and rows='none' has no queries: give rows='window', 'probe' or "
+     "others"),
     (lambda p: p.shared and p.heads.ragged,
      "one selection shared by a layer's heads needs heads='equal'; or let each choose for itself: per_head=True"),
     (lambda p: p.layers.measures and p.n_reuse > 1,
@@ -33,30 +34,30 @@ RULES = (
      "this layer budget measures how attention varies over the observing rows, which this score or its rows do not "
      "show: take snapkv, cake, edie or another score of attention with 2 rows or more"),
     (lambda p: p.layers.cascades and p.diagnose,
-     "this layer budget cuts layers again when their observing rows are gone: diagnose=False"),
+     "this layer budget evicts from layers again when their observing rows are gone: diagnose=False"),
     (lambda p: p.layers.measures and p.score.ordinal,
-     "this layer budget sums scores to an error, and these only rank slots: take scores that are attention"),
+     "this layer budget sums scores to an error, and these only rank slots: take a score of attention"),
     (lambda p: p.refine.refines and p.score.ordinal,
-     "an output error takes scores as weights, and these only rank slots: take scores that are attention"),
+     "an output error takes scores as weights, and these only rank slots: take a score of attention"),
     (lambda p: p.refine.refines and p.score.shared,
-     "an output error is each head's own, and this score is one for the layer: per_head=True"),
+     "an output error differs by head, and this score is one for the layer: per_head=True"),
     (lambda p: p.refine.needs and p.carry != "none",
-     "weights='each' is an error of the rows that observe now, and carried scores are of those before, too: "
+     "weights='each' is an error of the rows that observe now, and carried scores are of earlier rows, too: "
      "weights='pooled', or carry='none'"),
     (lambda p: p.carry in ("sum", "max") and p.score.ordinal,
-     "these scores only rank the slots that there are, so those of two chunks cannot be summed or compared: "
+     "these scores only rank the slots of one chunk, so those of two chunks cannot be summed or compared: "
      "carry='none'"),
     (lambda p: p.carry != "none" and p.score.per_query_head,
      "these scores are pooled for each query head, and carried ones are of kv heads: carry='none'"),
     (lambda p: p.rows.needs_full_prompt and p.schedule == "chunk",
-     "a draft needs the whole prompt, so nothing can be evicted before: schedule='prompt' (chunk_size then only bounds "
-     "the activations)"),
+     "a draft needs the whole prompt, so nothing can be evicted before it: schedule='prompt' (chunk_size then only "
+     "bounds the activations)"),
     (lambda p: p.rows.needs_full_prompt and p.carry != "none",
      "these scores are sums over every chunk, and a draft comes once, after the whole prompt: take rows='given'"),
     (lambda p: p.rows.needs_full_prompt and p.diagnose,
      "drafted rows come after the chunk's, which diagnostics observe: diagnose=False"),
     (lambda p: p.rows.needs_full_prompt and p.tsp is not None,
-     "layer tsp chooses the tokens that go on when it is read, and a draft comes after all layers: tsp=None"),
+     "layer tsp chooses the tokens to propagate when it is read, and a draft comes after all layers: tsp=None"),
     (lambda p: p.layers.pools and not p.score.comparable,
      "one ranking of all layers needs scores that compare between them, and these do not: take kvzip, or layers="
      "'uniform'"),
@@ -72,15 +73,15 @@ RULES = (
      "while decoding layers are cut one by one, and one ranking needs them all: decode=False, or layers='uniform'"),
     (lambda p: type(p.rows) is Repeat and p.schedule == "prompt" and p.chunk_size is not None,
      "parts of a prompt are repeated right after them, so each is cut then: leave out schedule='prompt', or the "
-     "chunk_size, to read the prompt whole and repeat it once"),
+     "chunk_size, to read the prompt in one pass and repeat it once"),
     (lambda p: type(p.rows) is Repeat and (p.tsp is not None or p.layers.measures),
      "the rows that repeat a chunk are not its last tokens, which these need: tsp=None, and another layer budget"),
     (lambda p: "repetition" in _needs(p) and type(p.rows) is not Repeat,
      "support='chunk' is of rows that repeat the chunk: rows='repeat', or support='all'"),
     (lambda p: "repetition" in _needs(p) and p.decode,
-     "decoded tokens are not read again, so nothing says what they are worth: decode=False, or support='all'"),
+     "decoded tokens are not read again, so their worth is not known: decode=False, or support='all'"),
     (lambda p: p.n_reuse > 1 and p.tsp is not None,
-     "behind layer tsp there are other tokens, and with n_reuse > 1 it need not score: n_reuse=1 or tsp=None"),
+     "layers after tsp read other tokens, and with n_reuse > 1 layer tsp need not score: n_reuse=1 or tsp=None"),
     (lambda p: p.n_reuse > 1 and p.warmup_layers is not None,
      "layers that wait already take another layer's slots: n_reuse=1 or warmup_layers=None"),
 )  # fmt: skip
@@ -94,7 +95,7 @@ def check(policy) -> None:
 
 
 def _parts(policy) -> str:
-    """What a policy is made of, as one writes it."""
+    """A policy's parts by the names that one writes."""
 
     def name(registry, part):
         return next((repr(name) for name, known in registry.items() if known is part), part.__name__)

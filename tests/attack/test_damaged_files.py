@@ -1,4 +1,4 @@
-"""Damaged and foreign files: what is no ValueError, TypeError or OSError is a right result, and nothing is lost."""
+"""Damaged and foreign files: each gives a ValueError, TypeError or OSError, or a right result, and nothing is lost."""
 
 import contextlib
 import json

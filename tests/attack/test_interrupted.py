@@ -37,7 +37,7 @@ CASES = [
 
 
 class Injected(BaseException):
-    """Neither an Exception nor Ctrl-C, so that nobody mends it."""
+    """Neither an Exception nor Ctrl-C, so that no handler catches it."""
 
 
 class At:

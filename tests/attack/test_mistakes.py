@@ -106,7 +106,7 @@ def test_layers_of_a_cache_that_are_none(cache, tmp_path, text):
 
 
 def test_what_the_file_system_refuses(cache, tmp_path):
-    """No folder, a folder in the place, no path at all; and nothing is left behind."""
+    """A missing folder, a folder of that name, an empty path; and no file is left over."""
     with pytest.raises(FileNotFoundError):
         kvevict.save_cache(cache, tmp_path / "none" / "cache")
     (tmp_path / "folder").mkdir()
@@ -293,7 +293,7 @@ def test_deep_json(text, tmp_path):
 def test_histories_that_lie(data, tmp_path):
     (tmp_path / "file").write_text(json.dumps(data))
     history = kvevict.history("lies")
-    with pytest.raises(ValueError, match="no history"):
+    with pytest.raises(ValueError, match="is not a history"):
         history.load(tmp_path / "file")
     assert (history.contexts, history.errors) == (0, [])
 
@@ -351,7 +351,7 @@ def test_foreign_settings(first, tmp_path, capsys):
 
 
 def test_carriage_returns(tmp_path):
-    """A file with other line ends is no start that a killed process left."""
+    """A file with other line ends is not the beginning that a killed process left."""
     path = tmp_path / "results"
     text = "\r".join(json.dumps(x) for x in ({"settings": {"a": 1}}, LINE)) + "\r"
     for known in (text, text.replace("\r", "\r\n")[:-1]):
@@ -432,8 +432,8 @@ def test_odd_configs(change, said, tmp_path, capsys):
 
 
 def test_plan_refuses_what_patch_refuses():
-    stretched = dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)
-    for changes, options in ((dict(head_dim=12), {}), (dict(rope_parameters=stretched), dict(rerotate=True))):
+    dynamic = dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)
+    for changes, options in ((dict(head_dim=12), {}), (dict(rope_parameters=dynamic), dict(rerotate=True))):
         made = tiny.model(**changes)
         policy = kvevict.policy.build("streaming", budget=40, **options)
         with pytest.raises(ValueError) as patched:

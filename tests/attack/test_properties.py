@@ -67,7 +67,7 @@ def positions(mask):
 
 
 def read(model, inputs, new=3):
-    """What a prompt and `new` greedy tokens behind it leave: the last logits of each, what was kept and held."""
+    """Of a prompt and `new` greedy tokens after it: the last logits of each, and what was kept and held."""
     kvevict.history(TASK).reset()
     mask, cache, logits, step = inputs["attention_mask"], DynamicCache(config=model.config), [], inputs["input_ids"]
     reported = None

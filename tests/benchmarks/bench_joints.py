@@ -3,10 +3,11 @@
     python tests/benchmarks/bench_joints.py OLD_TREE NEW_TREE [--tokens 16384] [--budget 512] [--rounds 15]
 
 A tree is a checkout with a built `kvevict/_C`. Each has one process with the same random 4-layer, hidden-512, 8/2-head
-fp32 Llama; only one computes at a time, and they take turns within a round, the first one changing. First both must
-write the same tokens. `token` is a decoded token's time behind `--tokens` tokens of which the budget is kept, `read`
-reads them; medians in ms, and the median over rounds of new / old with its 95 % bootstrap interval. `calls` are Python
-function calls per decoded token: all of them, and those of kvevict's own functions. Prints a table and one JSON line.
+fp32 Llama; only one computes at a time, and they alternate within a round, the first one changing. First both must
+write the same tokens. `token` is a decoded token's time after `--tokens` tokens of which the budget is kept, `read`
+the time to read them; medians in ms, and the median over rounds of new / old with its 95 % bootstrap interval. `calls`
+are Python function calls per decoded token: all of them, and those of kvevict's own functions. Prints a table and one
+JSON line.
 """
 
 import argparse
@@ -53,7 +54,7 @@ class Worker:
         return seconds
 
     def _decoded(self, policy, new):
-        """Tokens behind a copy of what was read, and seconds of one."""
+        """Tokens decoded after a copy of what was read, and seconds per token."""
         import kvevict
 
         kvevict.unpatch(self.model)

@@ -22,7 +22,7 @@ def materialised(model, adapter, prompt, response):
 
     import kvevict  # noqa: F401
 
-    decoder, n, paid = model.get_decoder(), len(prompt), {}
+    decoder, n, mean_attn = model.get_decoder(), len(prompt), {}
 
     def attend(module, query, key, value, mask, scaling=None, **options):
         groups = query.shape[1] // key.shape[1]
@@ -31,7 +31,7 @@ def materialised(model, adapter, prompt, response):
         logits = query[:, :, n:] @ keys.transpose(-1, -2) * scaling
         hidden = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(n + 1)
         weights = logits.masked_fill(hidden, -torch.inf).softmax(-1, dtype=torch.float32)
-        paid[module.layer_idx] = weights[..., :n].mean(2)
+        mean_attn[module.layer_idx] = weights[..., :n].mean(2)
         return out.transpose(1, 2), None
 
     AttentionInterface.register("materialised", attend)
@@ -39,14 +39,14 @@ def materialised(model, adapter, prompt, response):
     try:
         with torch.no_grad():
             decoder(input_ids=torch.cat([prompt, response])[None], use_cache=False)
-        target = dict(paid)
+        target = dict(mean_attn)
         with adapter.on(decoder):
             embeds = torch.cat([decoder.embed_tokens(prompt), adapter.embeddings.to(model.dtype)])[None]
             decoder(inputs_embeds=embeds, use_cache=False)
     finally:
         decoder.config._attn_implementation = before
     each = []
-    for layer, got in paid.items():
+    for layer, got in mean_attn.items():
         got, want = (x / x.sum(-1, keepdim=True) for x in (got, target[layer]))
         each.append(torch.xlogy(want, want / got.clamp_min(1e-30)).sum(-1).mean())
     return torch.stack(each).mean()

@@ -39,7 +39,7 @@ def bytes_of(caches) -> int:
 
 
 def asked(model, cache, ids, tokens: int) -> list:
-    """The greedy tokens behind ids, which follow what the cache holds."""
+    """The greedy tokens after ids, which follow what the cache holds."""
     ids = torch.tensor([ids])
     mask = torch.ones(1, cache.get_seq_length() + ids.shape[1], dtype=torch.long)
     options = dict(max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0)

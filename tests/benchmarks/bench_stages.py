@@ -2,7 +2,7 @@
 
     python tests/benchmarks/bench_stages.py [--model DIR] [--dtype bfloat16] [--tokens 8192] [--runs unpatched take]
 
-A prompt of random tokens, read once after a short one to warm up; then tokens are decoded, the unpatched model's behind
+A prompt of random tokens, read once after a short one to warm up; then tokens are decoded, the unpatched model's after
 a prompt of as many tokens as the policies keep slots. Seconds of torch's linear layers, of attention, of what kvevict
 does after it (scoring, choosing, moving slots), and of all other operators, the largest of them by name. All of it is
 under torch's profiler, which costs a few percent. Without --model: the random model of bench_read.py.

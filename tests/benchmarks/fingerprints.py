@@ -1,11 +1,11 @@
-"""What every policy keeps and writes on fixed models and prompts, to compare two versions of the package:
+"""The slots that every policy keeps, and the tokens, on fixed models and prompts, to compare two versions:
 
     python tests/benchmarks/fingerprints.py --out a.json [--ranks 2] [--only "llama/take*" --slots]
     python tests/benchmarks/fingerprints.py --compare a.json b.json       prints what differs and exits 1, or 0
 
-A case is model/policy/way, and holds a hash per layer of the kept positions, at the read's end and at last, and one of
-the tokens; or the name of an error. The ways: a padded batch, read whole and in chunks, at two budgets; one prompt
-whose answer is decoded with eviction; one that two forks of its cache and the cache itself go on from; a text with
+A case is model/policy/way. It holds a hash per layer of the kept positions, after the read and at the end, and one of
+the tokens; or the name of an error. The ways: a padded batch, read in one pass and in chunks, at two budgets; a prompt
+whose answer is decoded with eviction; one that two forks of its cache and the cache itself continue; a text with
 questions. `--slots` writes positions and tokens in place of hashes, and the errors' texts to stderr. Only public names
 of kvevict are used. Hashes are of one machine and one version of torch: run both versions on the same, with
 OMP_NUM_THREADS=1.
@@ -159,27 +159,27 @@ def slots(model, gather):
     return [layer and [[head for part in row for head in part] for row in layer] for layer in layers]
 
 
-def mask_behind(cache, mask, tokens):
-    """The mask of what a cache has seen, and of so many tokens more."""
+def extended(cache, mask, tokens):
+    """The mask of what a cache has seen, and of `tokens` more."""
     return torch.cat([mask, mask.new_ones(len(mask), cache.get_seq_length() + tokens - mask.shape[1])], 1)
 
 
 def end(model, cache, mask, rerotate, gather):
-    """What a cache holds: a policy that keeps all reads two tokens more, and its report tells."""
+    """The slots of a cache, from the report of a policy that evicts nothing and reads two more tokens."""
     kvevict.patch(model, kvevict.Policy("streaming", budget=10**6, decode=False, rerotate=rerotate))
-    more = mask_behind(cache, mask, 2)
+    more = extended(cache, mask, 2)
     model(torch.full((len(mask), 2), 9), attention_mask=more, past_key_values=cache, use_cache=True, logits_to_keep=1)
     return slots(model, gather)
 
 
 def forks(model, cache, mask, new) -> list:
-    """What two forks of a cache, and then it, go on with behind a question each."""
+    """[(cache, tokens)] of two forks of a cache, then of the cache itself, each after a question of its own."""
     made = []
     for seed, each in enumerate([cache.fork(), cache.fork(), cache]):
         ids = tiny.prompt(1, 9, seed=seed)["input_ids"]
         try:
             out = model.generate(
-                ids, attention_mask=mask_behind(each, mask, 9), past_key_values=each, max_new_tokens=new,
+                ids, attention_mask=extended(each, mask, 9), past_key_values=each, max_new_tokens=new,
                 do_sample=False,
             )  # fmt: skip
             made.append((each, out.tolist()))

@@ -39,7 +39,7 @@ tasks+=" ruler/niah_multiquery ruler/vt ruler/cwe ruler/fwe longeval/lines"
 own=$(realpath "$(dirname "$0")/../../kvevict/models/small_llama")
 
 # shellcheck disable=SC2086  # lists of policies and tasks
-every() { # NAME CASES OTHERS TASKS ARGUMENTS: read whole (CASES) and in chunks (OTHERS), the question known, and not;
+every() { # NAME CASES OTHERS TASKS ARGUMENTS: in one pass (CASES) and in chunks (OTHERS), the question known, and not;
   # fidelity asks no question, so it is the same for both
   local name=$1 first=$2 others=$3 asked=$4
   shift 4

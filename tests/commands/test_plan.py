@@ -571,6 +571,12 @@ def test_shape_errors():
 
 
 def test_probe_rows():
-    take = build("take", budget=40)
-    assert [Layers(take, n, 4).along for n in (40, 41, 63, 64, 65, 999)] == [0, 20, 31, 32, 32, 32]
-    assert not any(Layers(build(name, budget=40), 999, 4).along for name in ("take/no-probe", "h2o"))
+
+    def appended(policy, tokens):
+        """Rows that are appended to each chunk."""
+        return [taken.chunk.appended for taken in Layers(policy, tokens, 4).chunks()]
+
+    take = build("take", budget=40, chunk_size=80)
+    assert [appended(take, n) for n in (40, 81, 160)] == [[0], [32, 0], [32, 0]]
+    assert [take.rows.appended(n, 80, False) for n in (41, 63, 64, 65, 999)] == [20, 31, 32, 32, 32]
+    assert not any(sum(appended(build(name, budget=40, chunk_size=80), 999)) for name in ("take/no-probe", "h2o"))

@@ -87,7 +87,7 @@ KV_OP(score, KV_RESULTS({a->out, heads_out(a->rows, a->group) * a->C * 4}))
 KV_OP(peak, KV_RESULTS({a->out, a->rows.B * a->rows.H * a->rows.R * 4}))
 KV_OP(error, KV_RESULTS({a->out, heads_out(a->rows, a->group) * a->C * 4}))
 KV_OP(kl, KV_RESULTS({a->loss, a->rows.B * a->rows.H * 4}, {a->lse, a->rows.B * a->rows.H * a->rows.R * 4},
-                     {a->paid, a->rows.B * a->rows.H * a->C * 4}))
+                     {a->mean_attn, a->rows.B * a->rows.H * a->C * 4}))
 KV_OP(kl_grad, KV_RESULTS({a->dq, a->rows.B * a->rows.H * a->rows.R * a->rows.D * 4},
                           {a->dk, a->rows.B * a->rows.Hkv * a->rows.S * a->rows.D * 4}))
 KV_OP(refine, KV_RESULTS({a->out, a->B * a->Hkv * a->C * 4}))

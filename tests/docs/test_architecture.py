@@ -23,7 +23,8 @@ def example(request):
     """What a snippet of the page registers, taken back afterwards."""
     registries = kvevict.SCORES, kvevict.ROWS, kvevict.QUANTITIES
     before = [dict(registry) for registry in registries]
-    (source,) = re.findall(rf"^```python {request.param}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    snippets = re.findall(r"^```python example\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    (source,) = [each for each in snippets if request.param in each]
     names = dict(
         kvevict=kvevict, dataclass=dataclass, per_head=per_head, torch=torch, np=np, AppendedRows=AppendedRows,
         Part=Part,
@@ -35,7 +36,7 @@ def example(request):
         registry.update(old)
 
 
-@pytest.mark.parametrize("example", ["quantity"], indirect=True)
+@pytest.mark.parametrize("example", ["register_quantity"], indirect=True)
 def test_a_score_on_a_new_quantity(example):
     """It keeps what its formula says, by the model's own values."""
     model, inputs = tiny.model(), tiny.prompt(1, 40)
@@ -59,7 +60,7 @@ def test_a_score_on_a_new_quantity(example):
     assert Policy.from_json(policy.to_json()) == policy
 
 
-@pytest.mark.parametrize("example", ["rows"], indirect=True)
+@pytest.mark.parametrize("example", ["register_rows"], indirect=True)
 def test_rows_that_depend_on_the_chunk(example):
     """Every chunk is followed by its own first tokens, at the positions after it, and nothing of these is stored."""
     model, inputs = tiny.model(), tiny.prompt(1, 50)

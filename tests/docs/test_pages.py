@@ -22,6 +22,7 @@ MARKS = {
     "install": "changes the environment",
     "long": "takes longer than a test may",
     "kvpress": "is another library's",
+    "example": "runs in test_architecture.py",
 }
 
 

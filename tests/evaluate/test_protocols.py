@@ -62,7 +62,7 @@ def test_layers_are_those_that_evict(tmp_path):
     plan = Plan(("toy",), (120,), (), (64,), modes=("aware",), cases=1, protocol="chunkkv")
     evaluate(net, tokenizer(), plan, tmp_path / "lines.jsonl")
     settings, made = read(tmp_path / "lines.jsonl")
-    evicts = families.layer_kinds(net.config).count(families.OWN)
+    evicts = families.layer_kinds(net.config).count(families.FULL_ATTENTION)
     assert settings["layers"] == evicts < net.config.num_hidden_layers
     assert f'chunkkv:select_by_layer=[[{max(1, evicts // 2)},null,"token"]]' in {line["policy"] for line in made}
 

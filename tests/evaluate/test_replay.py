@@ -49,7 +49,7 @@ def test_a_prompt_is_computed_once(tmp_path, family):
         )
     plan = Plan(("toy",), (120,), ("snapkv", "h2o", "edie+tada", "adakv"), (16, 24), (None,), ("aware",), cases=1)
     lines_of(net, tmp_path, plan, share_reads=True)
-    evicts = [kind == families.OWN for kind in families.layer_kinds(net.config)]
+    evicts = [kind == families.FULL_ATTENTION for kind in families.layer_kinds(net.config)]
     # Unpatched, patched, and once more where TADA measures inside layers that evict.
     assert [calls[index] for index in range(len(evicts))] == [2 + own for own in evicts]
 

@@ -100,7 +100,7 @@ def test_dense_view():
 
 
 def test_append():
-    """Behind every head's slots, without each row's padding."""
+    """After every head's slots, without each row's padding."""
     layer, held = layer_of(RAGGED)
     first = torch.tensor([0, 2, 6], dtype=torch.int32)
     k, v, pos = columns(3, 2, 6, 1)

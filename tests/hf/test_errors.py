@@ -78,8 +78,8 @@ NUMBERS = [
     (dict(policy="take", budget=64, probe=0), "probe must be at least 1"),
     (dict(policy="take", budget=64, probe=2.5), "probe must be"),
     (dict(policy="take", budget=64, probe=True), "probe must be"),
-    (dict(policy="take", budget=64, probe=(8, 8)), "no span"),
-    (dict(policy="take", budget=64, probe=(-8, 8)), "no span"),
+    (dict(policy="take", budget=64, probe=(8, 8)), "is not a span"),
+    (dict(policy="take", budget=64, probe=(-8, 8)), "is not a span"),
     (dict(policy="take", budget=64, probe=(1, 2, 3)), "span"),
     (dict(policy="take", budget=64, ema_alpha=1.5), "alpha must be"),
     (dict(policy="take", budget=64, ema_alpha="a"), "alpha must be"),
@@ -136,7 +136,7 @@ ODD_JSON = [
     ('{"heads": {}}', "heads of a policy in JSON: an object must have a name"),
     ('{"score": {"name": ["h2o"]}}', "score of a policy in JSON: an object must have a name"),
     ('{"score": {"name": "snapkv", "window": {"name": "token"}}}', "window of a policy in JSON: cannot be an object"),
-    ('{"score": {"name": "snapkv", "window": [3]}}', "window must be a whole number"),
+    ('{"rows": {"name": "window", "window": [3]}}', "window must be a whole number"),
     ('{"budget": {"name": "token"}}', "budget of a policy in JSON: cannot be an object"),
     ('{"budget": [64]}', "budget must be an int"),
     ('{"schedule": {}}', "schedule of a policy in JSON: cannot be an object"),
@@ -144,7 +144,7 @@ ODD_JSON = [
     ('{"select_by_layer": {"name": "token"}}', "select_by_layer must be a tuple"),
     ('{"select_by_layer": [[0, 2, {"c": 7}]]}', "select of a policy in JSON: an object must have a name"),
     ("7", "an object of its fields"),
-    (7, "no policy in JSON"),
+    (7, "is not a policy in JSON"),
 ]
 
 

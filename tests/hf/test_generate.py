@@ -603,7 +603,7 @@ def test_probe_leaves_sliding_layers_alone(family, places):
 @pytest.mark.parametrize("places", ["after", "true"])
 @pytest.mark.parametrize("chunk_size", [16, 48])
 def test_probe_rows_are_unseen(family, places, chunk_size):
-    """The rows of the first chunk, from which nothing is evicted yet, do not know that a probe read along."""
+    """The rows of the first chunk, from which nothing is evicted yet, do not see the appended probe."""
     model, ids = shared(family), sequence(64)
     with torch.no_grad():
         want = model(ids).logits[:, :16]
@@ -624,7 +624,7 @@ def test_probe_positions(places, first):
     assert [p[16:] for p in calls] == [list(range(start, start + 6)) for start in first] + [[]]
 
 
-# -- nothing is left behind --------------------------------------------------------------------------------------------
+# -- nothing is left over ----------------------------------------------------------------------------------------------
 
 
 class Stop(Exception):

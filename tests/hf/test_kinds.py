@@ -63,7 +63,7 @@ def test_rows_of_a_batch_alone(model):
 
 
 def test_follow_up_turn(model):
-    """A second prompt behind the first one's cache, and a third: the logits are those of all at once."""
+    """A second prompt after the first one's cache, and a third: the logits are those of all at once."""
     ids = tiny.prompt(1, 70)["input_ids"]
     with torch.no_grad():
         want = model(ids).logits
@@ -128,7 +128,7 @@ def test_latents_are_what_is_stored(latent):
     config, told = latent.config, kvevict.report(latent)
     assert told["kept"] == [[[16]] * 2] * config.num_hidden_layers
     numbers = config.kv_lora_rank + config.qk_rope_head_dim
-    assert numbers % 16 == 0  # else there are zeros behind
+    assert numbers % 16 == 0  # else zeros follow
     assert told["cache_bytes"] == 4 * numbers * 16 * 2 * config.num_hidden_layers
     assert all(isinstance(layer, LatentLayer) for layer in cache.layers)
     assert cache.layers[0].keys.shape == (2, 1, 16, config.kv_lora_rank)

@@ -13,7 +13,7 @@ families = pytest.mark.parametrize("family", FAMILIES)
 PADS = (0, 5, 17)
 ALL = 4096  # a budget that keeps everything
 
-# The decoder reads the prompt whole, one by one, in chunks, and with a probe behind each chunk.
+# The decoder reads the prompt in one pass, token by token, in chunks, and with a probe after each chunk.
 READS = {
     "whole": ("snapkv", dict()),
     "1": ("snapkv", dict(chunk_size=1)),

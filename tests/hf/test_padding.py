@@ -87,7 +87,7 @@ def test_rows(family, policy, options, how):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
 def test_generate(family):
-    """Behind right padding the first new token follows the last token, not padding, as it does alone."""
+    """After right padding the first new token follows the last token, not padding, as it does alone."""
     net = build(family)
     kvevict.patch(net, "take", budget=18, probe=6, chunk_size=16)
     tokens = rows(LENGTH, 9, 31)

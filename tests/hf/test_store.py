@@ -216,8 +216,6 @@ LIES = {
     "an end as text": lambda t, f: f[2].update(end="40"),
     "ties as text, two equal positions": lambda t, f: (
         at(t, "2.pos", 1, t["2.pos"][0]), f[2].update(ties="yes")),
-    "a negative next position": lambda t, f: t.update({"0.upcoming": torch.tensor([40, -1])}),
-    "a next position too far on": lambda t, f: t.update({"0.upcoming": torch.tensor([40, 41])}),
     "float positions": lambda t, f: change(t, f, "2.pos", lambda x: x.float()),
     "float seen": lambda t, f: change(t, f, "0.seen", lambda x: x.float()),
     "seen of three rows": lambda t, f: change(t, f, "0.seen", lambda x: torch.cat([x, x[:1]])),
@@ -226,7 +224,7 @@ LIES = {
     "scores of another shape": lambda t, f: change(t, f, "0.carry", lambda x: x[:, :1].clone()),
     "scores too short": lambda t, f: change(t, f, "0.carry", lambda x: x[..., :3].clone()),
     "scores of another dtype": lambda t, f: change(t, f, "0.carry", lambda x: x.long()),
-    "queries of another shape": lambda t, f: t.update({"0.recent": torch.ones(1, 3, 2, 8)}),
+    "queries of another shape": lambda t, f: t.update({"0.decode_queries": torch.ones(1, 3, 2, 8)}),
     "other batches in two layers": lambda t, f: one_row(t, 1),
     "no columns": lambda t, f: f[0].pop("columns"),
     "columns as text": lambda t, f: f[0].update(columns="many"),
@@ -296,7 +294,7 @@ def test_positions_of_the_caller(tmp_path):
     None, [], "{", 7, dict(rerotate="yes"), dict(rerotate=None), dict(packed=None), dict(packed=[[0]]),
     dict(packed=[[3, 2]]), dict(packed=[[0, 41]]), dict(packed=[[-1, 3]]), dict(packed=[[0.5, 3]]),
     dict(next_position=[1]), dict(next_position=[1, 2, 3]), dict(next_position=[1, -2]), dict(next_position=[1, "2"]),
-    dict(next_position=7), dict(next_position=[1, 1e400]),
+    dict(next_position=7), dict(next_position=[1, 1e400]), dict(next_position=[40, 41]),
 ], ids=str)  # fmt: skip
 def test_facts_of_the_cache_that_lie(saved, tmp_path, lie):
     from safetensors import safe_open

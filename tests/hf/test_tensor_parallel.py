@@ -74,7 +74,7 @@ def read(model, case, sent=lambda: 0) -> dict:
 
 
 def go_on(model, cache, new=4):
-    """Tokens behind a cache [2, new]: a second turn's prompt is read, and its answer decoded."""
+    """Tokens [2, new] after a cache: a second turn's prompt is read, and its answer decoded."""
     mask = torch.cat([PROMPT["attention_mask"], TURN["attention_mask"]], 1)
     ids = torch.cat([PROMPT["input_ids"], TURN["input_ids"]], 1)
     return model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=new, do_sample=False)[
@@ -83,7 +83,7 @@ def go_on(model, cache, new=4):
 
 
 def turns(model) -> dict:
-    """Beams, and second turns behind forks of a cache and behind the cache itself."""
+    """Beams, and second turns after forks of a cache and after the cache itself."""
     with patched(model, "adakv max"), torch.no_grad():
         beams, cache = generated(model, num_beams=2).sequences, model(**PROMPT).past_key_values
         tokens = [go_on(model, each) for each in (cache.fork(), cache.fork(), cache)]
@@ -190,7 +190,7 @@ def test_in_two_processes(tmp_path):
     for each in found:
         said = each["refusals"]
         assert "its 1 kv heads cannot be split over 2 ranks (tensor parallel)" in said["few"]
-        assert "lookahead's adapter is for whole projections" in said["lookahead"]
+        assert "lookahead's adapter is for unsplit projections" in said["lookahead"]
         assert "layer 0 has 4 and 2 heads of queries and of keys, by its config (8, 4): patch" in said["decoder"]
         assert "layers or heads that are to share their choice hold different slots" in said["policy"]
 
@@ -201,7 +201,7 @@ def test_latents_are_refused(monkeypatch):
     if not hasattr(model.model.layers[0].self_attn, "expand_kv"):
         pytest.skip("this version of Transformers caches no latents")
     monkeypatch.setattr(model, "_tp_size", 2)
-    with pytest.raises(ValueError, match=r"its heads share latents, .* \(tensor parallel\); load it whole"):
+    with pytest.raises(ValueError, match=r"its heads share latents, .* \(tensor parallel\); load it unsplit"):
         kvevict.patch(model, "snapkv", budget=64)
 
 

@@ -1,4 +1,4 @@
-"""Training of lookahead adapters: its loss and gradient, and what a run leaves behind."""
+"""Training of lookahead adapters: its loss and gradient, and the files that a run writes."""
 
 import json
 import os
@@ -22,16 +22,16 @@ FAST = dict(steps=6, batch=2, tokens=4, rank=2, save_every=2, progress=False, lr
 
 
 def two_passes(model, made, prompt, response):
-    """The loss with every attention matrix, [prompt | response] and [prompt | lookahead] whole."""
-    decoder, n, paid = model.get_decoder(), len(prompt), []
+    """The loss from the attention matrices of [prompt | response] and of [prompt | lookahead]."""
+    decoder, n = model.get_decoder(), len(prompt)
     with torch.no_grad():
         found = decoder(input_ids=torch.cat([prompt, response])[None], use_cache=False, output_attentions=True)
     with made.on(decoder):
         embeds = torch.cat([decoder.get_input_embeddings()(prompt), made.embeddings])[None]
-        paid = decoder(inputs_embeds=embeds, use_cache=False, output_attentions=True).attentions
+        lookahead = decoder(inputs_embeds=embeds, use_cache=False, output_attentions=True).attentions
     each = []
-    for kind, true, got in zip(families.layer_kinds(decoder.config), found.attentions, paid):
-        if kind == families.OWN:
+    for kind, true, got in zip(families.layer_kinds(decoder.config), found.attentions, lookahead):
+        if kind == families.FULL_ATTENTION:
             p, t = (x[0, :, n:, :n].mean(1) for x in (got, true))
             p, t = (x / x.sum(-1, keepdim=True) for x in (p, t))
             each.append((t * (t / p).log()).sum(-1).mean())
@@ -48,8 +48,8 @@ def gradient(loss, made):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradient_is_that_of_two_materialised_passes(family):
-    """Every tensor is as near to float64 as float32 is of which nothing is known but how much it rounds: within twice
-    the farthest of three draws of such rounding (tests/lib/exact.py), which is less than 0.4 % of the tensor."""
+    """Every tensor is as near to float64 as random float32 rounding puts it: within twice the farthest of three draws
+    of such rounding (tests/lib/exact.py), which is less than 0.4 % of the tensor."""
     model, exact = (tiny.model(family, attn_implementation="eager") for _ in range(2))
     for weight in (*model.parameters(), *exact.parameters()):
         weight.requires_grad_(False)
@@ -60,7 +60,7 @@ def test_gradient_is_that_of_two_materialised_passes(family):
     got = gradient(passes.loss(model.get_decoder(), made, passes.truth(model.get_decoder(), *pair)), made)
     want, moved = spread(lambda: gradient(two_passes(exact, true, *pair), true), draws=3)
     for name, value in want.items():
-        assert moved[name] < 2e-3 * value.norm(), (name, "the bound is no bound")
+        assert moved[name] < 2e-3 * value.norm(), (name, "the bound is too wide")
         assert (got[name] - value).norm() < 2 * moved[name], name
 
 

@@ -169,7 +169,7 @@ def test_bidirectional_models_are_refused():
 
 
 def test_another_policy_forgets_remembered_queries():
-    """Rows remembered under an earlier policy have a gap behind them: they no longer observe."""
+    """Rows remembered under an earlier policy have a gap after them: they no longer observe."""
     window = dict(budget=20, window=4, decode=True, interval=2)
 
     def slots(forget):
@@ -180,7 +180,7 @@ def test_another_policy_forgets_remembered_queries():
         tokens_of(net, cache, ids(1, 1, 4), 2)
         if forget:
             for layer in cache.layers:
-                layer.recent = None
+                layer.decode_queries = None
         kvevict.patch(net, "snapkv", **window)
         tokens_of(net, cache, ids(1, 1, 5), 2)
         return kept(cache)

@@ -161,7 +161,7 @@ def test_layers_without_rope():
 
 
 def test_unknown_rotation_is_refused(monkeypatch):
-    """Rows that turn queries and rerotate say so; all else works."""
+    """Rows that rotate queries, and rerotate, raise; all else works."""
     model = tiny.model("llama")
     monkeypatch.setattr(families, "rotate", lambda decoder, module, x, *positions: x)
     for options in (dict(policy="take"), dict(policy="streaming", rerotate=True)):
@@ -183,13 +183,13 @@ def test_after_attention(family):
     """By name where names are known: what normalises the stream before the MLP, or the MLP itself."""
     model = tiny.model(family)
     name = {"llama": "post_attention_layernorm", "gemma2": "pre_feedforward_layernorm", "olmo2": "mlp"}[family]
-    order = [i for i, kind in enumerate(families.layer_kinds(model.config)) if kind == families.OWN]
+    order = [i for i, kind in enumerate(families.layer_kinds(model.config)) if kind == families.FULL_ATTENTION]
     assert trial.after_attention(model, model.model, order) == dict.fromkeys(order, name)
 
 
 @pytest.mark.parametrize("family", ["phi3", "mistral"])
 def test_window_as_long_as_the_context(family):
-    """It is no window: every layer evicts, and nothing differs."""
+    """It counts as full attention: every layer evicts, and nothing differs."""
     model = tiny.model(family, sliding_window=4096)
     inputs = tiny.prompt(2, 50, pad=(0, 9))
     tokens = inputs["attention_mask"].bool()
@@ -233,7 +233,7 @@ def test_padding_longer_than_a_chunk(name, kind):
 
 @pytest.mark.parametrize("name, kind", HYBRIDS)
 def test_follow_up_turn_of_a_hybrid(name, kind):
-    """A second prompt behind the first one's cache."""
+    """A second prompt after the first one's cache."""
     model, ids = zoo.make(name, kind), tiny.prompt(1, 60)["input_ids"]
     with torch.no_grad():
         want = model(ids).logits
@@ -305,7 +305,8 @@ def seeing(name, kind, monkeypatch):
     ("take", dict(chunk_size=13, probe=(8, 14))),
 ])  # fmt: skip
 def test_pictures(name, policy, options, monkeypatch):
-    """Chunks cut through a picture, whose tokens may read along: the logits and tokens are the unpatched model's."""
+    """Chunks cut through a picture, whose tokens may be appended rows: the logits and tokens are the unpatched
+    model's."""
     model, inputs = seeing(name, dict(zoo.types())[name], monkeypatch)
     with torch.no_grad():
         want, tokens = model(**inputs).logits, model.generate(**inputs, max_new_tokens=4, do_sample=False)

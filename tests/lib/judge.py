@@ -139,7 +139,7 @@ def evicts(model, inputs, want, policies) -> str | None:
         except Exception as error:
             return f"{policy}: {brief(error)}"
         if not got.isfinite().all():
-            return f"{policy}: logits that are no numbers"
+            return f"{policy}: logits that are not finite"
         if any(sum(row) > options["budget"] * len(row) * len(kept) for layer in kept for row in layer):
             return f"{policy}: more slots than the budget"
         if options["budget"] == 4096 and not off(got, want[valid]) < CLOSE:
@@ -206,7 +206,7 @@ def layers_that_turn(model, decoder, inputs, want) -> str:
         q = seen[index][:, :, first]
         turned = families.rotate(decoder, module, q, first, then) if turns[index] else q
         if not off(turned, seen[index][:, :, then]) < CLOSE:
-            return f"wrong: layer {index} turns queries in another way"
+            return f"wrong: layer {index} rotates queries in another way"
     wrong = evicts(model, inputs, want, TURNED)
     return f"wrong: {wrong}" if wrong else ""
 

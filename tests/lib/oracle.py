@@ -107,10 +107,10 @@ class Seen:
     order: int | None  # among the layers that evict
     layer: Layer
     q: torch.Tensor  # [H, T, d]
-    new: int  # of the T rows; those behind them read along
+    new: int  # of the T rows; those after them are appended rows
     logit: tuple  # scale, softcap, sinks
     attention: list = field(default_factory=list)  # per kv head [G, new, n] over the alive slots
-    appended: list = field(default_factory=list)  # [G, T - new, n], the rest being paid to each other
+    appended: list = field(default_factory=list)  # [G, T - new, n]; they attend to each other, too
     out: list = field(default_factory=list)  # [G, T, d]
 
 
@@ -303,7 +303,7 @@ class Row:
         self.group, self.logit = H // Hkv, (scale, softcap, sinks)
         seen = Seen(index, self.own.index(index) if window is None else None, layer, q, new, self.logit)
         layer.k, layer.v = torch.cat([layer.k, k[:, :new]], 1), torch.cat([layer.v, v[:, :new]], 1)
-        rows = range(self.seen, self.seen + T)  # those that read along count on behind the chunk
+        rows = range(self.seen, self.seen + T)  # appended rows are numbered on after the chunk
         for g in range(Hkv):
             layer.alive[g] = layer.alive[g] + list(rows[:new])
             slots = layer.alive[g]

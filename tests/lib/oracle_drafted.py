@@ -1,7 +1,7 @@
 """Drafts for the float64 oracle, from METHODS sections 1 and 1a alone.
 
-Another model's draft reads along as a given response does. The model's own comes when the prompt was read: a second
-`oracle.Row`, whose layers hold what SnapKV would keep, writes it, and only then slots are evicted.
+Another model's draft is appended to chunks as a given response is. The model's own is made once the prompt was read, by
+a second `oracle.Row` whose layers hold what SnapKV would keep; only then slots are evicted.
 """
 
 import copy
@@ -22,7 +22,7 @@ def best_token(row, logits):
 
 
 def follow(row, ids):
-    """What the other model writes behind `ids`."""
+    """What the other model writes after `ids`."""
     model, ids = _double(row.o["draft_model"]), list(ids)
     for _ in range(row.o["n_d"]):
         with torch.no_grad():
@@ -31,8 +31,8 @@ def follow(row, ids):
 
 
 def write(row, logits):
-    """What the model itself writes behind a prompt, from its last token's logits on: per evicting layer the drafted
-    rows' queries [H, n_d, d], keys and values [Hkv, n_d, d], and how far each layer turned their residual stream."""
+    """What the model itself drafts after a prompt, from its last token's logits on: per evicting layer the drafted
+    rows' queries [H, n_d, d], keys and values [Hkv, n_d, d], and how far each layer rotated their residual stream."""
     writer, token, n_d, turns = _writer(row), best_token(row, logits), row.o["n_d"], []
     for _ in range(n_d):
         token = best_token(row, writer.step(token))

@@ -1,4 +1,4 @@
-"""FastKV's part of `oracle.Row` (METHODS section 1): layers behind `tsp` read a chunk's best tokens only. The
+"""FastKV's part of `oracle.Row` (METHODS section 1): layers after `tsp` read a chunk's best tokens only. The
 decoder's layers are called one by one."""
 
 import torch
@@ -43,7 +43,7 @@ class FastRow(Row):
         self.limits = self.targets if self.cuts else self._whole_slots([1 << 40] * L)
 
     def attend(self, module, q, k, v, scale, softcap, sinks):
-        """In layers behind `tsp` only the tokens that went on have keys and values."""
+        """In layers after `tsp` only the propagated tokens have keys and values."""
         if len(self.going) == self.new:
             return super().attend(module, q, k, v, scale, softcap, sinks)
         index, layer, tokens = module.layer_idx, self.layers[module.layer_idx], [self.seen + t for t in self.going]

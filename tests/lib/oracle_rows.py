@@ -1,7 +1,7 @@
 """Which queries observe (METHODS sections 1a, 3 and 7), in float64: the part of `oracle.Row` for it.
 
-Every choice of rows comes down to `observers`: of one kv head what R queries pay to its n alive slots, a [G, R, n], and
-what their attention gave them, out [G, R, d]. Scores, CAOTE by row, CAKE's moments and TADA's error know no more.
+Every choice of rows comes down to `observers`: of one kv head the attention of R queries to its n alive slots, a
+[G, R, n], and their outputs, out [G, R, d]. Scores, CAOTE by row, CAKE's moments and TADA's error use nothing else.
 """
 
 import torch
@@ -34,7 +34,7 @@ def waits_for_a_draft(o):
 
 
 def while_decoding(o):
-    """How many of the newest decoded rows stand in for the rows of a prompt."""
+    """How many of the newest decoded rows observe in place of a prompt's rows."""
     one = dict.fromkeys(("none", "last", "all", "repeat"), 1)
     many = dict(window="window", probe="probe", drafted="window" if o.get("window") else "n_d")
     if o["rows"] == "given":
@@ -58,37 +58,37 @@ def always(o):
 
 
 def begin(row, ids):
-    """A read of the tokens `ids`: the length of its probe, and what reads along, (ids, positions in the text)."""
+    """A read of the tokens `ids`: the length of its probe, and the appended rows, (ids, positions in the text)."""
     o, N = row.o, len(ids)
-    row.p, row.along, at = 0, [], range(row.seen + N, row.seen + N + LATER)
+    row.p, row.appended, at = 0, [], range(row.seen + N, row.seen + N + LATER)
     row.prompt = {row.seen + i: t for i, t in enumerate(ids)}
     if o["rows"] == "probe":
         spans = isinstance(o["probe"], tuple)
         row.p = length(o["probe"]) if spans else min(o["probe"], N // 2)
         where = range(*span(o["probe"], N)) if spans else range(N - row.p, N)
-        row.along = [(ids[t], row.seen + t) for t in where] if o["append"] else []
+        row.appended = [(ids[t], row.seen + t) for t in where] if o["append"] else []
     elif o["rows"] == "given":
-        row.along = list(zip(o["ids"], at))
+        row.appended = list(zip(o["ids"], at))
     elif o["rows"] == "drafted" and not waits_for_a_draft(o):
-        row.along = list(zip(row.follow(ids), at))
+        row.appended = list(zip(row.follow(ids), at))
 
 
 def begin_chunk(row, stop):
-    """What reads along behind a chunk that ends at token `stop`: (ids, positions)."""
+    """The rows appended to a chunk that ends at token `stop`: (ids, positions)."""
     o = row.o
     row.own_probe = o["rows"] == "probe" and row.last and not isinstance(o["probe"], tuple)
     if o["rows"] == "repeat":
         again = [*o["instruction"], *(row.prompt[t] for t in range(row.seen, stop))]
         return again, list(range(stop, stop + len(again)))
-    if not row.along or row.own_probe:
+    if not row.appended or row.own_probe:
         return [], []
-    extra, true = map(list, zip(*row.along))
+    extra, true = map(list, zip(*row.appended))
     after = o["rows"] == "probe" and o["place"] == "after"
     return extra, list(range(stop, stop + len(extra))) if after else true
 
 
 def end_of_attention(row, seen):
-    """Eq. 9. "aligned": what is averaged are queries turned to where the probe is now."""
+    """Eq. 9. "aligned": earlier queries are rotated to the probe's present positions before they are averaged."""
     o, layer, p = row.o, seen.layer, row.p
     if o["rows"] != "probe" or not o["append"] or not row.reading:
         return
@@ -125,19 +125,19 @@ def observers(row, seen, g):
         told = len(o["instruction"])
         parts.append((seen.appended[g][:, told:], seen.out[g][:, seen.new + told :]))
     elif waits_for_a_draft(o):
-        parts.append(_behind(row, seen, g, *row.drafted[seen.index]))
+        parts.append(_later(row, seen, g, *row.drafted[seen.index]))
     elif o["rows"] == "drafted" and o["draft_keys"]:
         parts.append((seen.appended[g], seen.out[g][:, seen.new :]))
     elif o["rows"] == "drafted":
-        parts.append(_behind(row, seen, g, seen.q[:, seen.new :]))
+        parts.append(_later(row, seen, g, seen.q[:, seen.new :]))
     count = min(chunk_rows(row), seen.new)
     if count:
         parts.append((seen.attention[g][:, -count:], seen.out[g][:, seen.new - count : seen.new]))
     return tuple(torch.cat(each, 1) for each in zip(*parts))
 
 
-def _behind(row, seen, g, q, k=None, v=None):
-    """Of rows q [H, R, d] later than all slots; with keys and values of their own, causal, where those count."""
+def _later(row, seen, g, q, k=None, v=None):
+    """Of rows q [H, R, d] later than all slots; with `draft_keys` their own keys and values count too, causally."""
     slots, layer, R = seen.layer.alive[g], seen.layer, q.shape[1]
     keys, values = layer.k[g, slots], layer.v[g, slots]
     if not row.o["draft_keys"]:
@@ -149,7 +149,7 @@ def _behind(row, seen, g, q, k=None, v=None):
 
 
 def _decoded(row, seen, g):
-    """Of decoded rows, whose attention is taken over what is alive now, and whose outputs are those that they had."""
+    """Of decoded rows: their attention over the slots alive now, and the outputs of the step that decoded them."""
     slots, mine = seen.layer.alive[g], slice(g * row.group, (g + 1) * row.group)
     tokens, queries, outs = zip(*seen.layer.asked[-while_decoding(row.o) :])
     a = row.weights(seen, g, torch.stack(queries, 1), tokens, seen.layer.k[g, slots], slots)
@@ -157,8 +157,8 @@ def _decoded(row, seen, g):
 
 
 def turned(row, turns, drafted):
-    """The mean over the observing rows of how far a layer turned the residual stream: turns [T] of the last call's
-    rows, drafted [R] of those that were drafted behind it."""
+    """The mean over the observing rows of how far a layer rotated the residual stream: turns [T] of the last call's
+    rows, drafted [R] of those that were drafted after it."""
     o, new = row.o, len(turns) - row.extra
     count = row.p if row.own_probe else min(chunk_rows(row), new)
     return torch.cat([turns[new - count :], drafted] if waits_for_a_draft(o) else [turns[new - count :]]).mean().item()

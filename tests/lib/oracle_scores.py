@@ -1,7 +1,7 @@
-"""What a slot is worth and what CAOTE makes of it (METHODS sections 1, 2 and 4), in float64: `oracle.Row`'s scores.
+"""Scores, and CAOTE's refinement of them (METHODS sections 1, 2 and 4), in float64: the part of `oracle.Row` for them.
 
-Which queries observe is no matter of theirs: of one kv head they get a [G, R, n], what R rows pay, and out [G, R, d],
-what those rows got; v [n, d] are the alive slots' values.
+They do not depend on which queries observe: of one kv head they get a [G, R, n], the attention weights of R rows, and
+out [G, R, d], those rows' outputs; v [n, d] are the alive slots' values.
 """
 
 from functools import partial
@@ -64,7 +64,7 @@ def grow_carry(row, seen):
 
 def _keep_numbers(row, seen):
     """A slot has the number that it first got, or as `carry` says. Attention over the first `sink` slots, the chunk and
-    the repetition: all of a row's attention less what it pays to the other slots, the model's own sink included."""
+    the repetition: all of a row's attention less its attention to the other slots, the model's own sink included."""
     o = row.o
     for g, (slots, carry) in enumerate(zip(seen.layer.alive, seen.layer.carry)):
         a, _ = observers(row, seen, g)

@@ -104,6 +104,21 @@ def test_slots_that_lie_in_what_is_read():
         ops.compact(**{**p, "v_dst": p["k_dst"]})
 
 
+def misaligned(t):
+    """The same numbers one byte past a multiple of their size."""
+    data = bytearray(1) + bytearray(t.contiguous().view(torch.uint8).numpy().tobytes())
+    return torch.frombuffer(data, dtype=t.dtype, offset=1).view(t.shape)
+
+
+def test_tensors_that_start_within_a_number():
+    p = dict(decoding(), sinks=torch.zeros(4))
+    ops.decode(**p)
+    for name in (name for name, value in p.items() if isinstance(value, torch.Tensor)):
+        size = p[name].element_size()
+        with pytest.raises(RuntimeError, match=rf"decode: {name} does not start at a multiple of .* {size} bytes"):
+            ops.decode(**{**p, name: misaligned(p[name])})
+
+
 def test_autograd_sees_what_was_overwritten():
     for op, args, names in ((ops.decode, decoding(), "kv"), (ops.compact, compacting(), "kv")):
         for name in names:

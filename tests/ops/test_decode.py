@@ -61,7 +61,7 @@ def test_many_blocks(dtype):
 
 
 def test_many_heads():
-    """So many that a head's slots are split into few stretches, which are then longer than they need be."""
+    """So many that each head's slots are split into few parts, longer than with fewer heads."""
     lens = torch.ones(32, 16).int()
     lens[::16, ::8] = 1500
     check(step(1, B=32, G=1, Hkv=16, D=8, lens=lens, dtype=torch.bfloat16))

@@ -51,8 +51,8 @@ def test_fuzz(seed):
 
 @pytest.mark.parametrize("options", [{}, dict(softcap=1.5), dict(sinks=True)])
 def test_to_a_millionth(options):
-    """fp32, as a training has it: 32 rows behind a prompt; largest difference to float64 autograd, relative to the
-    largest gradient."""
+    """fp32, as in training: 32 rows after a prompt; largest difference to float64 autograd, relative to the largest
+    gradient."""
     p = problem(3, B=1, Hkv=2, G=3, T=32, D=64, lens=[[700, 700]], first=0, **options)
     check(prepared({**p, "row_first": i32([0]), "stop": i32([32])}, 0, columns=700), tol=1e-6)
 
@@ -60,8 +60,8 @@ def test_to_a_millionth(options):
 def test_equal_is_zero():
     """Of its own mean attention the loss and its gradient are 0."""
     p = problem(4, B=1, lens=50, T=5, first=0) | {"row_first": i32([0]), "stop": i32([5])}
-    paid = call(ref.score, {**p, "causal": True, "reduce": "mean", "group": "none", "columns": 55})
-    p = prepared(p, 0) | {"target": 3 * paid[..., :50].float()}
+    mean_attn = call(ref.score, {**p, "causal": True, "reduce": "mean", "group": "none", "columns": 55})
+    p = prepared(p, 0) | {"target": 3 * mean_attn[..., :50].float()}
     loss, dq, dk = grads(ops.kl, p)
     assert abs(loss) < 1e-6 and dq.abs().max() < 1e-5 and dk.abs().max() < 1e-5
 

@@ -27,7 +27,7 @@ FORMS = list(itertools.product([False, True], [False, True]))  # fast, squared
 
 
 def prepared(p, seed=0, extra=3, **more):
-    """Scores in fp32, NaN behind the alive slots."""
+    """Scores in fp32, NaN after the alive slots."""
     n = alive_counts(p)
     score = torch.rand(*n.shape, int(n.max()) + extra, generator=torch.Generator().manual_seed(seed))
     score[torch.arange(score.shape[2]) >= n[..., None]] = NAN
@@ -74,7 +74,7 @@ def test_fuzz(seed, fast, squared):
 
 @pytest.mark.parametrize("fast", [False, True])
 def test_lengths(fast):
-    """None, one, and around the ends of a stretch of 128 slots."""
+    """None, one, and around the ends of a run of 128 slots."""
     lens = [[0, 1, 2, 127, 128, 129, 255, 256, 257, 300]]
     p = problem(3, B=1, Hkv=10, T=1, S=0, lens=lens, first=0)
     got = check(prepared({**p, "stop": i32([0])}, fast=fast))
@@ -118,7 +118,7 @@ def test_no_mass(fast):
 
 def test_error_does_not_grow_with_n():
     """Values far from 0, so that an error of their mean shows. A tenth of FP32: random roundings of the 128 terms of a
-    stretch and of eleven levels above, sqrt(139) * 2^-24 = 7e-7. One running sum is off by three times that."""
+    run and of eleven levels above, sqrt(139) * 2^-24 = 7e-7. One running sum is off by three times that."""
     n = 200_003
     p = problem(6, B=1, G=1, Hkv=1, T=1, S=0, D=8, lens=[[n]], first=0)
     p["v_slots"] += 100

@@ -50,7 +50,7 @@ def test_matches(case, dtype):
 @pytest.mark.parametrize("seed", range(40))
 def test_fuzz(seed):
     p = prepared(fuzz(seed), causal=seed % 2 == 0, reduce=REDUCE[seed % 3], extra=seed % 5)
-    if seed % 4 > 1:  # a given lse is used as it is, and is no sum over the columns scored here; strided, too
+    if seed % 4 > 1:  # a given lse is used as it is, whatever the scored columns sum to; strided, too
         p["lse"] = torch.randn(*p["q"].shape[:2], 2 * p["q"].shape[2])[..., : p["q"].shape[2]] + 4
     check(p)
 

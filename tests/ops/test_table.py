@@ -24,7 +24,7 @@ def given(op):
     p |= dict(stop=i32([p["k"].shape[2]] * 2), columns=columns, lse=torch.zeros(B, H, R), weight=torch.ones(B, H, R))
     p |= dict(sinks=torch.zeros(H), causal=True, term="a", reduce="sum", group="none", kind="l1", alpha=0.5, p=2)
     p |= dict(x=p["k"], x_slots=p["k_slots"], o=p["q"].transpose(1, 2), lo=pair * 0, hi=pair, fast=False, squared=True)
-    p |= dict(target=torch.rand(B, H, 3), paid=torch.rand(B, H, columns), grad=torch.ones(B, H))
+    p |= dict(target=torch.rand(B, H, 3), mean_attn=torch.rand(B, H, columns), grad=torch.ones(B, H))
     p |= dict(score=torch.rand(B, 2, columns), n=pair + 9, keep=pair)
     p |= dict(protect_first=i32([0, 1]), protect_last=i32([1, 0]))
     src = dict(k_src="k_slots", v_src="v_slots", pos_src="pos_slots", src_offset="offset", src_len="len")

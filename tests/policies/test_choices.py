@@ -424,7 +424,7 @@ def test_tada_history_is_kept_frozen_and_reset(task, tmp_path):
         past.reset()
         assert past.contexts == 0
         (tmp_path / "other").write_text("[1]")
-        with pytest.raises(ValueError, match="no history"):
+        with pytest.raises(ValueError, match="is not a history"):
             past.load(tmp_path / "other")
         past.contexts, past.errors = 1, [1.0, 2.0]
         with pytest.raises(ValueError, match="2 layers, not 4"):
@@ -465,8 +465,10 @@ AXES = dict(
     when=[dict(chunk_size=20, n_reuse=1), dict(chunk_size=20, n_reuse=2), dict(schedule="prompt", n_reuse=1),
           dict(chunk_size=20, n_reuse=1, warmup_layers=2), dict(chunk_size=20, n_reuse=1, decode=True, interval=2)],
 )  # fmt: skip
-REASONS = "needs|measures|only rank|one for the layer|behind layer|behind tsp=0|has none|every chunk|after all layers|"
-REASONS += "one ranking|repeat|not read again"
+REASONS = (
+    "needs|measures|only rank|one for the layer|layers after tsp|after tsp=0|has no queries|every chunk|"
+    "after all layers|one ranking|repeat|not read again"
+)
 RANKS = ("streaming", "knorm", "keydiff", "random")
 SAMPLED = 241  # of the combinations over rows that are not a score's own, one in so many
 
@@ -495,9 +497,9 @@ def combinations(name):
 
 def legal(name, rows, given):
     """METHODS: heads that compete, and output errors, need scores and runs of their own; TADA and output errors take
-    scores as weights; TADA needs every layer's score, CAKE every layer's attention of several rows; layers behind
-    FastKV's tsp have other slots than one before; a draft by the model comes when all chunks have been read. One
-    ranking of all layers takes single slots by scores that compare; rows that repeat a chunk are none of its last."""
+    scores as weights; TADA needs every layer's score, CAKE every layer's attention of several rows; layers after
+    FastKV's tsp have other slots than those before; a draft by the model comes when all chunks have been read. One
+    ranking of all layers takes single slots by scores that compare; rows that repeat a chunk are not its last ones."""
     reuse, weighs = given["n_reuse"] > 1, given["layers"] == "tada" or given["refine"] != "none"
     shared = name == "tova" or (given["select"] != "token" and not given["select"].per_head)
     carries = name in ("h2o", "vatp")
@@ -616,8 +618,8 @@ def test_refused(given, text):
 
 
 def test_sums_over_a_probe():
-    """Carried sums take in what the probe of every chunk pays, in layers that wait too; of one chunk they rank slots as
-    the mean does."""
+    """Carried sums include the attention of every chunk's probe, in layers that wait too; of one chunk they rank slots
+    as the mean does."""
     made, ids = tiny.shared(), tiny.prompt(1, 150)["input_ids"]
     kept = []
     for policy in (dict(policy="take/no-delay", pool="none"), dict(policy="h2o", rows="probe", recent=0)):
@@ -681,7 +683,7 @@ def test_json_of_options():
     assert Policy.from_json(take.to_json()).rows.probe == (-9, -1)
     assert Policy.from_json('{"score": "h2o", "budget": 5}') == Policy(score="h2o", budget=5)
     for text, error in (
-        ("[", "no policy in JSON"), ("[]", "object of its fields"), ('{"scor": "h2o"}', "did you mean 'score'"),
+        ("[", "is not a policy in JSON"), ("[]", "object of its fields"), ('{"scor": "h2o"}', "did you mean 'score'"),
         ('{"score": {"name": "h3o"}}', "did you mean 'h2o'"), ('{"score": {"name": "h2o", "recnt": 1}}', "'recent'"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=error):

@@ -116,7 +116,7 @@ def test_other_choices(name, more):
 
 
 def test_a_draft_by_the_model_itself_is_the_oracle_s_response():
-    """The unpatched model's own greedy answer reads along in both."""
+    """The unpatched model's own greedy answer is appended in both."""
     made = model()
     twin, ids = copy.deepcopy(made), tokens([[45]], 2)[0][0][None]
     answer = tuple(tiny.generate(made, dict(input_ids=ids), 6)[0].tolist())
@@ -203,7 +203,7 @@ def test_an_interrupted_draft_is_told(monkeypatch):
 @pytest.mark.parametrize("name", ["laq", "speckv"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_generate(name, family):
-    """Candidates behind the prompt take no part; beams and copies of the model draft too."""
+    """Candidates after the prompt do not observe; beams and copies of the model draft too."""
     made = tiny.model(family, vocab_size=VOCAB)
     policy, chosen = options(name, budget=16)
     inputs = tiny.prompt(2, 50, pad=(0, 11))

@@ -88,7 +88,7 @@ def entering(made):
     """Rows that enter each layer in calls to come: [layer] -> list."""
     rows = [[] for _ in made.model.layers]
     hooks = [
-        # Behind the package's own hooks, so after `patch`.
+        # After `patch`, so that it runs after the package's own hooks.
         layer.self_attn.register_forward_pre_hook(
             lambda module, args, kwargs, n=n: rows[n].append(kwargs["hidden_states"].shape[1]), with_kwargs=True
         )
@@ -135,7 +135,7 @@ def test_read(geometry, n):
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 5])
 def test_half_of_the_layers_read_everything(layers):
-    """floor(L/2) - 1 is the last; of one layer there is none behind it."""
+    """floor(L/2) - 1 is the last; a single layer has none after it."""
     made = model(num_hidden_layers=layers)
     compare(made, [[41]], budget=14, tsp_len=20)
     ids = tokens([[41]], 0)[0][0][None]
@@ -389,7 +389,7 @@ def test_generate_is_the_calls_one_by_one():
     dict(num_beams=3), dict(prompt_lookup_num_tokens=3, eos_token_id=0), dict(assistant_model=tiny.shared(seed=7)),
 ], ids=lambda more: next(iter(more)))  # fmt: skip
 def test_beams_and_assistants(more):
-    """Candidates are appended behind what the prompt let through, and taken back."""
+    """Candidates are appended after the propagated tokens of the prompt, and taken back."""
     made, inputs = tiny.model(seed=3), dict(input_ids=tiny.prompt(1, 40)["input_ids"].repeat(1, 2))
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     with kvevict.evicting(made, "fastkv", **GIVEN):
@@ -412,7 +412,7 @@ def test_a_saved_cache_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize("family, dtype", [("llama", torch.bfloat16), ("qwen3_moe", torch.float32)])
-def test_nothing_is_left_behind(family, dtype):
+def test_nothing_is_left_over(family, dtype):
     """bf16 and mixtures run; copies are independent; without a cache, and unpatched, the model is what it was."""
     made, inputs = tiny.model(family, dtype), tiny.prompt(2, 60, pad=(0, 9))
     before, logits = snapshot(made), made(**inputs, use_cache=False).logits

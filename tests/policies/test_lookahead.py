@@ -186,7 +186,7 @@ def test_adds_the_lora_to_the_last_rows(family):
         torch.testing.assert_close(got, want + torch.cat(added, -1).detach(), rtol=1e-4, atol=1e-4)
 
 
-def test_leaves_nothing_behind():
+def test_leaves_the_model_unchanged():
     model, inputs = shared("llama"), prompt(1, 30)
     before = model(**inputs).logits
     read(model, inputs, adapter=adapter(model), budget=9)
@@ -214,7 +214,7 @@ def test_beside_a_peft_adapter():
 # -- what its rows choose -------------------------------------------------------------------------------------------
 
 
-def paid(model, made, ids):
+def mean_attention(model, made, ids):
     """Mean attention [layer][kv head, N] of the lookahead rows, from attention matrices of the unpatched model."""
     decoder = model.get_decoder()
     embeds = torch.cat([decoder.embed_tokens(ids), made.embeddings[None]], 1)
@@ -228,7 +228,7 @@ def test_keeps_what_the_rows_attend_to(kernel):
     model = tiny.model("llama", attn_implementation="eager")
     made, inputs = adapter(model), prompt(1, 60)
     want = []
-    for scores in paid(model, made, inputs["input_ids"]):
+    for scores in mean_attention(model, made, inputs["input_ids"]):
         pooled = torch.nn.functional.max_pool1d(scores, kernel, 1, kernel // 2)
         want += [sorted(head.topk(13).indices.tolist()) for head in pooled]
     got = positions(read(model, inputs, adapter=made, budget=13, kernel=kernel)[1])
@@ -248,7 +248,7 @@ def test_a_padded_row_keeps_what_it_keeps_alone():
         assert rows == positions(alone), chunk_size
 
 
-def test_reads_the_task_behind_every_chunk():
+def test_reads_the_task_after_every_chunk():
     """[chunk | probe | lookahead]: other slots are lost then; the last chunk ends with the probe."""
     model, inputs = shared("llama"), prompt(1, 90)
     made, seen = adapter(model), []

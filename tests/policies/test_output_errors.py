@@ -17,7 +17,7 @@ import kvevict
 from kvevict import ROWS, SCORES
 from kvevict.engine.layer_call import LayerCall
 from kvevict.engine.observation import Observation
-from kvevict.engine.quantities import Measured, quantity
+from kvevict.engine.quantities import measured, quantity
 from kvevict.policy import build
 from kvevict.policy.refinements import REFINEMENTS
 
@@ -121,7 +121,7 @@ def test_decoding(name, interval):
 
 @pytest.mark.parametrize("name", UNPROTECTED)
 def test_unprotected_windows(name):
-    """What a remembered row sees is told by its position, not by its own slot."""
+    """A remembered row sees slots up to its position, wherever its own slot is."""
     policy, chosen = options(name, UNPROTECTED, **CHUNKED, decode=True, interval=1)
     rows = [[29, *[1] * 12, 14, *[1] * 3], [9, *[1] * 12, 14, *[1] * 3]]
     want = compare(model(), policy, rows, **chosen)
@@ -291,12 +291,12 @@ def cuts(monkeypatch, made, check, rows=5):
 
 
 def measured_by(call, rows):
-    """The layer's quantities, by the last `rows` rows of its chunk."""
-    return Measured(call.slots, lambda: call.rows.chunk(rows))
+    """needs -> the layer's quantities, by the last `rows` rows of its chunk."""
+    return lambda needs: measured(needs, call.slots, lambda: call.rows.chunk(rows), {})
 
 
-def scored(score, call, measured):
-    return score.score(call.slots, *measured(score.needs))
+def scored(score, call, measure):
+    return score.score(call.slots, *measure(score.needs))
 
 
 def removals(a, v, n, norm):
@@ -335,13 +335,13 @@ def test_errors_of_a_window_are_sums_of_removals(family, heads, monkeypatch):
     """EDIE eq. 7 in the 1-norm, summed over the group; CAOTE by row in the 2-norm, the mean. Eq. 8 bounds eq. 7."""
 
     def check(call, a, v, n):
-        measured = measured_by(call, 5)
+        five = measured_by(call, 5)
         for norm, total in ((1, True), (2, False)):
             moved, allowed = (x.sum(1).unflatten(0, (heads, -1)) for x in removals(a, v, n, norm))
-            exact = scored(SCORES["edie-exact"](weight="none"), call, measured)
-            (rows,) = measured(REFINEMENTS["caote"](weights="each").needs)
+            exact = scored(SCORES["edie-exact"](weight="none"), call, five)
+            (rows,) = five(REFINEMENTS["caote"](weights="each").needs)
             near(exact, moved.sum(1), allowed.sum(1)) if total else near(rows, moved.mean(1), allowed.mean(1))
-        bound = scored(SCORES["edie"](weight="none", alpha=0.0), call, measured)
+        bound = scored(SCORES["edie"](weight="none", alpha=0.0), call, five)
         assert (bound >= exact * (1 - FP32)).all() and (bound > exact).any()
 
     cuts(monkeypatch, model(family, num_key_value_heads=heads), check)

@@ -242,7 +242,7 @@ def test_take_relaxes_by_the_formula():
 @pytest.mark.parametrize("places", ["after", "true"])
 @pytest.mark.parametrize("n", [17, 41])
 def test_take_probe_from_a_span(span, places, n):
-    """It reads along in every chunk, the last too, and protects nothing."""
+    """It is appended to every chunk, the last too, and protects nothing."""
     chosen = dict(budget=BUDGET, chunk_size=CHUNK, probe=span, place=places)
     compare(model(), "take", [[n]], **chosen)
     compare(model(), "take", [[n]], **chosen | dict(chunk_size=n))

@@ -68,25 +68,19 @@ def of_policy(policy) -> list:
     return [quantity(each) for each in dict.fromkeys(each for needs in parts for each in as_needs(needs))]
 
 
-class Measured:
-    """The quantities of one layer's cut, each computed when it is first asked for.
+def measured(needs, slots, observe, known: dict) -> list:
+    """The quantities that are needed of a layer's slots.
 
-    observe   () -> the layer's `Observation`
+    observe   () -> the layer's `Observation`, asked for once
+    known     quantities that were measured before, to which these are added
     """
-
-    def __init__(self, slots, observe):
-        self.slots, self.observe, self.observation, self.known = slots, observe, None, {}
-
-    def __call__(self, needs) -> list:
-        return [self._of(each) for each in as_needs(needs)]
-
-    def _of(self, need):
-        if need not in self.known:
-            wanted = quantity(need)
-            if wanted.observes and self.observation is None:
-                self.observation = self.observe()
-            self.known[need] = wanted.measure(self.slots, self.observation)
-        return self.known[need]
+    for need in as_needs(needs):
+        wanted = quantity(need)
+        if need not in known:
+            if wanted.observes and "observation" not in known:
+                known["observation"] = observe()
+            known[need] = wanted.measure(slots, known.get("observation"))
+    return [known[need] for need in as_needs(needs)]
 
 
 def observed(op, slots, part, more=(), group=None, **options):

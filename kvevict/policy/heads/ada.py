@@ -12,10 +12,10 @@ from . import HEADS, LOWEST, HeadBudget, best, order, winners
 class Ada(HeadBudget):
     """AdaKV (Feng et al. 2024): heads compete for the slots that are not protected.
 
-    f       the part of a head's slots that is no matter of competition
+    f       the fraction of a head's slots that it keeps without competing
     floor   "mix": (1-f) times what a head wins over all heads plus f times the average, as the source computes;
-            "max": every head keeps its own best f times the average, the best of the rest over all heads follow;
-            "all": as "max", of all of a head's slots: protected ones are its best (kvpress)
+            "max": every head keeps its own best f times the average, then the best of the rest over all heads follow;
+            "all": as "max", over all of a head's slots: protected ones count as its best (kvpress)
     """
 
     f: float = 0.2

@@ -11,9 +11,9 @@ from . import LAYERS, LayerBudget
 class Cake(LayerBudget):
     """CAKE (Qin et al. 2025): slots beyond the window in proportion to P = H^(1/tau1) * V^(1/tau2), in a cascade.
 
-    Of the attention a that the score's window pays to slots that are not protected, in the chunk that is read: H is
-    -sum a ln a over query heads, rows and slots, V the sum over query heads and slots of the sample variance over rows.
-    A row of the batch that was not cut yet, and has none measured, splits uniformly.
+    a is the attention of the score's window to the slots that are not protected, in the chunk being read. H is
+    -sum a ln a over query heads, rows and slots; V is the sum over query heads and slots of the sample variance over
+    rows. A batch row from which nothing was evicted yet has no measurement and splits uniformly.
     """
 
     tau1: float = 1.0

@@ -17,14 +17,14 @@ class Tada(LayerBudget):
     """TADA (EDIE, eq. 12-18): slots in proportion to the layers' mean error over earlier contexts of the same task.
 
     task   names the history that is read and added to: `kvevict.history(task)`
-    cd     up to where in a layer the residual stream is compared: "attention", "layer", or "off": not at all
-    own    a prompt read chunk by chunk is split by its own earlier chunks as soon as there are any, whatever earlier
-           contexts were like
+    cd     after which part of a layer the residual stream is compared: "attention", "layer", or "off": not at all
+    own    a prompt read chunk by chunk is split by its own earlier chunks as soon as there are any, and not by
+           earlier contexts
 
-    A layer's error is the sum of its scores outside the window times 1 - cos(R, R + O), the mean over the observing
-    rows of how far the layer turns the residual stream. The first context of a task has uniform layers, or, read chunk
-    by chunk, those that its own earlier chunks ask for. Every evicted row of a batch is a context: the mean over its
-    chunks, known to the next batch.
+    A layer's error is the sum of its scores outside the window times the mean over the observing rows of
+    1 - cos(R, R + O): how far the layer rotates the residual stream. The first context of a task has uniform layers,
+    or, read chunk by chunk, those of its own earlier chunks. Every batch row from which slots are evicted is a
+    context: the mean over its chunks, which the next batch uses.
     """
 
     task: str = "default"
@@ -58,7 +58,7 @@ class Tada(LayerBudget):
 
 
 class History:
-    """What the contexts of one task were like: `contexts` of them, and the mean error of each layer in `errors`.
+    """The mean error of each layer over the `contexts` of one task, in `errors`.
 
     frozen   True: reads use it and leave it as it is
     """
@@ -71,7 +71,7 @@ class History:
         self.contexts, self.errors = 0, []
 
     def add(self, contexts) -> None:
-        """Take in the errors per layer of further contexts."""
+        """Add the errors per layer of further contexts to the means."""
         for errors in contexts if not self.frozen else ():
             if not all(map(math.isfinite, errors)):
                 continue
@@ -89,14 +89,16 @@ class History:
                 data = parsed(file.read())
             contexts, errors = count("contexts", data["contexts"], 0), data["errors"]
             if not isinstance(errors, list) or bool(errors) != bool(contexts):
-                raise ValueError("errors are one number for every layer, none without contexts")
+                raise ValueError("errors must have one number per layer, and none without contexts")
             for x in errors:
                 at_least_0("an error", x)
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is no history written by History.save ({error!r})") from None
+            raise ValueError(
+                f"{path} is not a history ({error!r}); give a file that kvevict.history(task).save wrote"
+            ) from None
         self.contexts, self.errors = contexts, [float(x) for x in errors]
 
 
 def history(task: str = "default") -> History:
-    """What TADA remembers of a task: save(path), load(path), reset(), and `frozen` to stop learning."""
+    """TADA's history of a task: save(path), load(path), reset(), and `frozen` to stop learning."""
     return _histories.setdefault(task, History())

@@ -50,7 +50,7 @@ class Part(NamedTuple):
 class Rows:
     needs_full_prompt: ClassVar[bool] = False  # they exist once all of the prompt was read, so layers wait for that
     rotates: ClassVar[bool] = False  # they rotate queries from one position to another: `LayerRows.rotate`
-    supports_tensor_parallel: ClassVar[bool] = True  # they can do with a rank's part of a model
+    supports_tensor_parallel: ClassVar[bool] = True  # a rank's part of a model is enough for them
     newest: ClassVar[bool] = False  # while decoding the newest row observes, and none is remembered
     n_d: ClassVar[int] = 0  # tokens that are drafted
 
@@ -73,16 +73,16 @@ class Rows:
         """Raise ValueError when the options do not fit each other or the policy."""
 
     def ready(self, decoder) -> None:
-        """Raise ValueError when an option that has no default is missing, or not for this decoder; called when a model
-        is patched."""
+        """Raise ValueError when an option without a default is missing, or does not fit this decoder; called when a
+        model is patched."""
 
     def with_response(self, response) -> "Rows":
-        """These rows where the ids of the true response are known: the rows of a reference may look at them."""
+        """These rows, given the ids of the true response, which rows of a reference score may use."""
         return self
 
     def appended(self, tokens: int, rows: int, last: bool) -> int:
-        """How many rows are appended to a chunk of `rows` tokens of a prompt of `tokens` that is evicted from. last: it
-        ends the prompt, and may have some of them as its own."""
+        """How many rows are appended to a chunk of `rows` tokens of a prompt of `tokens` that is evicted from. last:
+        the chunk ends the prompt, and may contain some of them."""
         return 0
 
     def prepare(self, request, read):
@@ -94,9 +94,9 @@ class Rows:
         return read.prepared.last(chunk.appended)
 
     def accumulate(self, call, past):
-        """What is to be known of a layer when the next chunks are observed, by a
-        `kvevict.engine.observation.LayerRows` and what this returned for the chunk before (None at first). Called for
-        every chunk and every layer that chooses, also when nothing is evicted."""
+        """What the rows remember of a layer for the next chunks, from a `kvevict.engine.observation.LayerRows` and
+        what this returned for the chunk before (None at first). Called for every chunk and every layer that chooses,
+        also when nothing is evicted."""
         return past
 
     def observe(self, call, past):
@@ -127,7 +127,7 @@ def last(rows: int, most: int, stored: int) -> Part:
 
 
 def tokens_of(step):
-    """int [B] rows of a call that are no padding, appended ones included."""
+    """int [B] rows of a call without padding, appended ones included."""
     return step.positions.shape[1] - step.padding
 
 

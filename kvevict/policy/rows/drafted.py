@@ -14,10 +14,10 @@ from .given import after
 class Drafted(Rows):
     """Tokens drafted after the prompt, and the prompt's last rows, whose own slots are kept.
 
-    n_d          drafted tokens; drafts are greedy and go on past an end of sequence, since they only observe
+    n_d          drafted tokens; drafts are greedy and continue after an end of sequence, since they only observe
     window       last rows of the prompt that observe too
     draft_keys   the drafted rows' softmax spans the drafted slots too; False: the prompt's alone
-    draft_model  "self": the model drafts over a copy of its cache that SnapKV has cut, once the whole prompt was read
+    draft_model  "self": the model drafts over a copy of its cache, evicted by SnapKV, once the whole prompt was read
                  (LAQ, kvevict/engine/draft.py); or a smaller model with the same tokenizer, loaded (it is only run),
                  its folder or its hub id, whose draft is appended to every chunk (SpecKV)
     """
@@ -100,7 +100,7 @@ class Drafted(Rows):
         rows = drafted(own=self.draft_keys)
         return rows + call.chunk(self.window) if self.window else rows
 
-    def observing(self, step):  # a draft by the model itself is no part of the call that reads the prompt
+    def observing(self, step):  # the model's own draft comes after the call that reads the prompt
         return at_most(step.appended + self.window, step)
 
     def protect(self, call):

@@ -33,7 +33,7 @@ class Lookahead(Rows):
 
     adapter: object = None
     probe: int = 32
-    supports_tensor_parallel: ClassVar[bool] = False  # the adapter is of whole projections
+    supports_tensor_parallel: ClassVar[bool] = False  # the adapter is for unsplit projections
 
     def __post_init__(self):
         if isinstance(self.adapter, os.PathLike):

@@ -55,8 +55,8 @@ class Probe(Rows):
             count("probe's tokens", max(map(abs, self.probe)), 1)
             if start >= stop or (start < 0) != (stop <= 0):
                 raise ValueError(
-                    f"probe={self.probe!r} is no span: give start < stop, both counted from the start (>= 0) or both "
-                    "from the end (start < 0, stop <= 0)"
+                    f"probe={self.probe!r} is not a span: give start < stop, both counted from the start (>= 0) or "
+                    "both from the end (start < 0, stop <= 0)"
                 )
         else:
             count("probe", self.probe, 1)

@@ -16,8 +16,8 @@ class Repeat(Rows):
     instruction   token ids between the chunk and its repetition, which do not observe
 
     [instruction | the chunk's tokens] are appended at the positions right after the chunk, causal, and are not stored.
-    Without a chunk_size that is the prompt, read twice. What a repetition says of slots of earlier chunks is little, so
-    scores over it are best kept with the slot: carry="keep".
+    Without a chunk_size that is the prompt, read twice. A repetition attends to its own chunk, so its attention to
+    slots of earlier chunks says little of their worth: carry="keep" keeps what their own repetition gave them.
     """
 
     instruction: tuple = ()

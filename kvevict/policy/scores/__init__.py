@@ -1,8 +1,8 @@
-"""What a slot is worth. One file per score; the file registers it, and its fields are its options.
+"""Scores of slots. One file per score; the file registers it, and its fields are its options.
 
 A score names the quantities that it `needs` (kvevict/engine/quantities), gets them with the `Slots` of one layer, and
 returns fp32 [B, Hkv, C] (or [B, 1, C], shared by the heads), column i being alive slot i. It pools those in a step of
-its own. It never edits scores to protect a slot, it says how many slots at either end are protected.
+its own. It protects slots by their number at either end, never by editing scores.
 """
 
 import sys
@@ -26,7 +26,7 @@ class Score:
     rows: ClassVar[Rows] = NoRows()  # the method's own, where a policy names none
     needs: ClassVar[tuple] = ()  # quantities that `score` is computed from: names, or `need(name, option=..)`
     factors: ClassVar[tuple] = ()  # quantities of the slots that numbers are multiplied by, carried or not
-    carry: ClassVar[str] = "none"  # what an old slot's number is at the next eviction, where a policy does not say
+    carry: ClassVar[str] = "none"  # `Policy.carry`, where a policy names none
     per_query_head: ClassVar[bool] = False  # `score` is [B, H, C], reduced to kv heads when it is pooled
     ordinal: ClassVar[bool] = False  # scores only rank slots: they may be negative, and their sums mean nothing
     comparable: ClassVar[bool] = False  # numbers of different layers compare, as layers="pool" needs

@@ -24,7 +24,7 @@ class SnapKV(Attention):
 @SCORES.add("take")
 @dataclass(frozen=True)
 class Take(Attention):
-    """TAKE (eq. 10-13): mean attention of the prompt's last tokens, the probe, which read along with every chunk."""
+    """TAKE (eq. 10-13): mean attention of the prompt's last tokens, the probe, which is appended to every chunk."""
 
     pool: str = "avg"
     reduce: str = "mean"
@@ -43,7 +43,7 @@ class Oracle(Attention):
 @SCORES.add("lookahead")
 @dataclass(frozen=True)
 class LookaheadKV(Attention):
-    """LookaheadKV (eq. 4, algorithm 2): mean attention of learned rows after the prompt; no slot is kept for that."""
+    """LookaheadKV (eq. 4, algorithm 2): mean attention of learned rows after the prompt; no slot is protected."""
 
     reduce: str = "mean"
     rows: ClassVar = Lookahead()
@@ -52,7 +52,7 @@ class LookaheadKV(Attention):
 @SCORES.add("laq")
 @dataclass(frozen=True)
 class Laq(Attention):
-    """Lookahead Q-Cache (Wang et al. 2025): tokens drafted over a snapkv-cut copy of the cache score the prompt.
+    """Lookahead Q-Cache (Wang et al. 2025): tokens drafted over a copy of the cache, cut by SnapKV, score the prompt.
 
     They need the whole prompt first: a chunk_size only bounds the activations.
     """
@@ -63,7 +63,7 @@ class Laq(Attention):
 @SCORES.add("speckv")
 @dataclass(frozen=True)
 class SpecKV(Attention):
-    """SpecKV (Galim et al. 2025): tokens drafted by a smaller model read along after every chunk and score it."""
+    """SpecKV (Galim et al. 2025): tokens drafted by a smaller model are appended to every chunk and score it."""
 
     reduce: str = "max"
     group: str = "max"

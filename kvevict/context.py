@@ -1,4 +1,4 @@
-"""What a call of a patched model knows of itself, in the thread or task that runs it.
+"""What a call of a model knows of itself, in the thread or task that runs it.
 
 There is one context variable. Each call runs in a copy of the context, so what it enters is gone however it ends.
 """
@@ -13,7 +13,10 @@ class Context:
     outer: object = None  # the kvevict.engine.step.OuterCall around the decoder's
     step: object = None  # the kvevict.engine.step.Step that runs
     tap: object = None  # the kvevict.engine.replay.Call that attention is remembered in, or comes from
-    note: object = None  # note(module, query, key) is told what unpatched calls attend with
+    watchers: tuple = ()  # of kvevict.engine.watch, given every layer of a read
+    note: object = None  # note(module, query, key) is called with what unpatched calls attend with
+    training_attention: object = None  # what `kvevict.lookahead.passes` calls for attention
+    adapter: object = None  # the token of the `kvevict.policy.adapter.Adapter.on` that is active
 
 
 _context: ContextVar = ContextVar("kvevict", default=Context())  # noqa: B039  immutable
