@@ -13,11 +13,11 @@ from pathlib import Path
 
 HANDED = {  # classes that policy/ gets objects of, and what it calls those
     "View": ("view",), "Slots": ("slots",), "Observation": ("observation", "observed"), "Heads": ("heads",),
-    "Step": ("step",), "Request": ("request",), "Read": ("read",),
+    "LayerRows": ("call",), "Step": ("step",), "Request": ("request",), "Read": ("read",),
 }  # fmt: skip
 COUNTED = "Request", "EvictionLayer"
 LAYERS = (  # a module imports from its own layer and from those before it
-    ("_ops", "compat", "families", "files", "known", "models", "version"),
+    ("_native", "_ops", "compat", "context", "families", "files", "known", "models", "prompts", "version"),
     ("policy",),
     ("engine",),
     ("patch", "report", "store", "answer", "trial"),
@@ -31,8 +31,9 @@ FILES = "kvevict/engine", "kvevict/policy", "kvevict/_ops.py", "csrc/binding.cpp
 
 
 def classes(trees) -> dict:
-    """Name -> definition of every class of HANDED and COUNTED."""
-    nodes = (node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    """Name -> definition of every class of HANDED and COUNTED in engine/."""
+    engine = (tree for path, tree in trees.items() if path.parts[1] == "engine")
+    nodes = (node for tree in engine for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
     return {node.name: node for node in nodes if node.name in (*HANDED, *COUNTED)}
 
 
