@@ -129,14 +129,8 @@ class Slots:
         """The slots of all ranks' heads, as what compares heads sees them. shared: all heads hold the same."""
         if self.heads.ranks.size == 1:
             return self
-        columns, heads = int(self.all_counts.max()), self.all_counts.shape[1]
-        n = host.upload(self.all_counts, self.device, torch.int32)
-        whole = Slots(self.index, self.heads, n, self.all_counts, self.all_counts, lambda: self.protected)
-        positions = self.positions[:, :1].expand(-1, heads, -1) if shared else None
-        if positions is None:
-            positions = self.heads.ranks.gather(self.positions, columns, fill=-1)
-        whole.__dict__["positions"] = positions
-        return whole
+        n, counts = host.upload(self.all_counts, self.device, torch.int32), self.all_counts
+        return _AllRanks(self.index, self.heads, n, counts, counts, lambda: self.protected, own=self, shared=shared)
 
     def removal_error(self, numbers, fast: bool, squared: bool):
         """CAOTE (eq. 6-8) of numbers [B, Hkv, C] >= 0 taken as attention weights, as `kvevict._ops.refine`."""
@@ -152,3 +146,18 @@ class Slots:
     def waiting(self):
         """These slots without what was made of stored latents for one call."""
         return replace(self, kv=replace(self.kv))
+
+
+@dataclass(frozen=True, eq=False)
+class _AllRanks(Slots):
+    """Positions are gathered when they are asked for: heads with equal budgets do without."""
+
+    own: Slots | None = None
+    shared: bool = False
+
+    @cached_property
+    def positions(self):
+        heads = self.all_counts.shape[1]
+        if self.shared:
+            return self.own.positions[:, :1].expand(-1, heads, -1)
+        return self.heads.ranks.gather(self.own.positions, self.columns, fill=-1)

@@ -101,7 +101,7 @@ def foreign_mlp(layer):
 
 
 @pytest.mark.parametrize("change, reason", [
-    (foreign_attention, "no single module that calls"), (foreign_mlp, "in two calls than in one"),
+    (foreign_attention, "no single module that calls"), (foreign_mlp, "output in two calls differs from that in one"),
 ])  # fmt: skip
 def test_remote_code_is_looked_at(change, reason):
     """Whatever type it says it is; and it is what it was when it is refused."""
@@ -253,7 +253,7 @@ def test_what_a_state_forbids(name, kind, tmp_path):
         model.generate(**inputs, max_new_tokens=4, prompt_lookup_num_tokens=3)
     with torch.no_grad():
         cache = model(**inputs).past_key_values
-    with pytest.raises(ValueError, match="keeps a state"):
+    with pytest.raises(ValueError, match="keeps a recurrent state"):
         kvevict.save_cache(cache, tmp_path / "cache.safetensors")
 
 

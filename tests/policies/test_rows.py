@@ -183,7 +183,7 @@ def test_tada_measures_the_rows_that_observe(score, rows, cd, family, task):
 # -- what is refused ------------------------------------------------------------------------------------------------
 
 REFUSED = [
-    *((dict(score=score, rows="none"), "rows='none' has none") for score in kvevict.SCORES if score not in POSITIONAL),
+    *((dict(score=score, rows="none"), "has no queries") for score in kvevict.SCORES if score not in POSITIONAL),
     *((dict(score=score, rows="drafted"), "sums over every chunk") for score in CARRIED),
     *((dict(score=score, rows="probe", refine="caote", weights="each"), "weights='pooled'") for score in CARRIED),
     (dict(score="snapkv", rows="last", layers="cake"), "2 rows or more"),
