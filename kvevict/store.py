@@ -74,7 +74,7 @@ def save_cache(cache, path) -> None:
             all_heads = tensors if len(parts) == 1 else _joined(parts)
             for index, fact in enumerate(facts):
                 if fact["kind"] == families.FULL_ATTENTION:
-                    fact |= _positions_fact(index, all_heads, max([fact["columns"], *(following or ())]))
+                    fact |= _positions_fact(index, all_heads, max([cache.get_seq_length(), *(following or ())]))
             metadata = {"format": FORMAT, "layers": json.dumps(facts), "cache": json.dumps(common)}
             _write(all_heads, path, metadata)
         except Exception as error:

@@ -28,8 +28,8 @@ def attend(step, layer, module, query, key, value, new, options) -> tuple:
         if policy.score.adds_attention:
             layer.carry = join("sum", probs, layer.carry)
             return None, out
-    none, new = ([x[:, :, :0] for x in pair] for pair in ((key, value), new))
-    return layer_call(step, layer, module, query, *none, out, lse, options, probs, new), out
+    (k, v), new = ([x[:, :, :0] for x in pair] for pair in ((key, value), new))
+    return layer_call(step, layer, module, query, k, v, out, lse, options, probs, new), out
 
 
 def remember(policy, layer, query, out) -> None:

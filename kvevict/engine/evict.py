@@ -1,6 +1,7 @@
 """The idea on one screen: after a layer's attention over a chunk, score the alive slots, give every head its number,
 select, and move the survivors of [stored | new] together. `call` is a `kvevict.engine.layer_call.LayerCall`."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from .. import _ops
 from . import host
 
-CARRY = {
+CARRY: dict[str, Callable] = {
     "sum": torch.add,
     "max": torch.maximum,
     "keep": lambda new, carried: torch.where(carried.isnan(), new, carried),

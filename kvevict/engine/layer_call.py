@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,13 +17,13 @@ from .slots import KV, Heads, Slots
 class LayerCall:
     """What evicting from a layer takes: values that its parts of the policy see, and where survivors go."""
 
-    step: object  # the kvevict.engine.step.Step
-    layer: object  # the kvevict.engine.cache.EvictionLayer
+    step: Any  # the kvevict.engine.step.Step
+    layer: Any  # the kvevict.engine.cache.EvictionLayer
     order: int  # its number among the layers that evict
     slots: Slots
     rows: LayerRows
     new: list  # k, v [B, Hkv, S, W] of the call, as they are stored
-    select: object  # how the layer selects
+    select: Any  # how the layer selects
     known: dict = field(default_factory=dict)  # quantities that were measured
 
     policy = property(lambda self: self.step.patch.policy)
@@ -69,8 +70,8 @@ class LayerCall:
             return part
         held = kv.stored.k, kv.stored.v, kv.stored.offset, kv.stored.len
         if part.own is not None:
-            new = [torch.cat(pair, 2) for pair in zip((kv.k, kv.v), part.own, strict=True)]
-            out, lse = _ops.attend(part.q, *held, *new, kv.first, **kv.options)
+            k, v = (torch.cat(pair, 2) for pair in zip((kv.k, kv.v), part.own, strict=True))
+            out, lse = _ops.attend(part.q, *held, k, v, kv.first, **kv.options)
             return replace(part, out=out, lse=lse)
         with kv.rotated():
             stop = part.stop.to(torch.int32)
@@ -84,8 +85,8 @@ class LayerCall:
 
     def drafting(self, rows: int):
         """This call while tokens are drafted: keys and values, and the last rows."""
-        rows = self.rows.last(rows, self.step.patch.wants_outputs)
-        return replace(self, slots=self.slots.waiting(), rows=rows, known={})
+        last = self.rows.last(rows, self.step.patch.wants_outputs)
+        return replace(self, slots=self.slots.waiting(), rows=last, known={})
 
     def stored(self):
         """This call once its survivors are in the layer: the same slots are protected, nothing of the call is new."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -58,15 +59,15 @@ class LayerRows:
     `chunk`, `appended_rows` and `later` make observations of them.
     """
 
-    step: object
-    module: object
-    layer: object  # the EvictionLayer
-    q: torch.Tensor | None  # [B, H, T, D]
-    out: torch.Tensor | None  # [B, T, H, D]
-    lse: torch.Tensor | None  # [B, H, T]
+    step: Any  # the kvevict.engine.step.Step
+    module: Any
+    layer: Any  # the EvictionLayer
+    q: Any  # [B, H, T, D]
+    out: Any  # [B, T, H, D]
+    lse: Any  # [B, H, T]
     columns: int  # S, the call's rows that are stored
     first: torch.Tensor  # [B] int32 of them are left padding
-    probs: torch.Tensor | None = None  # [B, Hkv, C] of a decoded row: its attention weights, mean over the group
+    probs: Any = None  # [B, Hkv, C] of a decoded row: its attention weights, mean over the group
     drafted: tuple | None = None  # (q [B, H, n, D], k, v [B, Hkv, n, D]) of rows drafted after the prompt
 
     decoding = property(lambda self: self.step.decoding)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ class Heads:
     """The kv heads of a layer that choose slots on this rank: all of them, or a rank's part (tensor parallel). Latents
     (MLA), which all heads share, are chosen for as one head."""
 
-    ranks: object  # kvevict.engine.ranks.Ranks
+    ranks: Any  # kvevict.engine.ranks.Ranks
     count: int
 
     def numbers(self, device):
@@ -46,14 +47,14 @@ class Heads:
 class KV:
     """Keys and values of [stored | new] as the ops read them; of latents, every head's."""
 
-    step: object
-    layer: object  # the EvictionLayer
-    module: object
+    step: Any
+    layer: Any  # the EvictionLayer
+    module: Any
     k: torch.Tensor  # [B, heads, S, D] new ones
     v: torch.Tensor
     first: torch.Tensor  # [B] int32 of them are left padding
     padding: np.ndarray  # the same on the host
-    options: dict  # scale, softcap, sinks of attention
+    options: dict[str, Any]  # scale, softcap, sinks of attention
     appended: tuple = ()  # k, v [B, heads, p, D] of rows that are read with the call and not stored
 
     @cached_property
@@ -152,7 +153,7 @@ class Slots:
 class _AllRanks(Slots):
     """Positions are gathered when they are asked for: heads with equal budgets do without."""
 
-    own: Slots | None = None
+    own: Any = None  # the slots of this rank's heads
     shared: bool = False
 
     @cached_property
