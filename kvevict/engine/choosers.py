@@ -78,7 +78,7 @@ class Deciding(Chooser):
             self._carry_out(cut, keep.get(cut.layer))
 
     def due(self, order, counts):
-        return self.decisions.limit(order, counts.sum(1)) is not None
+        return self.decisions.kept(order, counts.sum(1)) is not None
 
     def _ask(self, call):
         layers = call.policy.layers
@@ -103,14 +103,13 @@ class Deciding(Chooser):
     def _carry_out(self, cut, keep=None):
         """Store or cut a layer; one that is cut again stays pending, with what its survivors are ranked by."""
         call, carried, ranked = self.pending.pop(cut.layer)
-        if cut.by == cut.layer:
-            alive = call.slots.alive
-            slots = alive if cut.slots is None else np.minimum(cut.slots, alive)
-            if keep is not None:
+        if keep is not None:
+            with call.step.meter.clock("select"):
                 self.choices[cut.layer] = evict.take(call, ranked, keep.to(call.slots.device))
-            else:
-                cuts = (slots < alive).any()
-                self.choices[cut.layer] = evict.choose(call, ranked, slots, cut.final) if cuts else None
+        elif cut.by == cut.layer:
+            slots = None if cut.slots is None else np.minimum(cut.slots, call.slots.alive)
+            cuts = slots is not None and (slots < call.slots.alive).any()
+            self.choices[cut.layer] = evict.choose(call, ranked, slots, cut.final) if cuts else None
         choice = self.choices[cut.by]
         if choice is not None or call.new[0].shape[2] or call.step.decoding:
             evict.store(call, choice, carried)

@@ -39,12 +39,13 @@ class Decisions:
         self.policy, self.layers, self.limit, self.has_tokens = policy, layers, limit, has_tokens
         self.waiting: list = []  # layers that wait for a later one's choice
         self.chosen = None  # slots of the last choice
+        self.known: dict = {}  # layer -> what `kept` found
 
     def at(self, layer: int, alive) -> Decision:
         """When `layer`, which has alive [B] slots, was read."""
         if follows(self.policy, layer):
             return Decision(False, (Cut(layer, self.chosen, layer - layer % self.policy.n_reuse),))
-        slots = self._lost(layer, alive)
+        slots = self.kept(layer, alive)
         if waits(self.policy, layer, self.layers):
             if slots is None:
                 return Decision(False, (Cut(layer, None, layer),))
@@ -53,13 +54,15 @@ class Decisions:
         self.chosen, waiting, self.waiting = slots, self.waiting, []
         return Decision(slots is not None, tuple(Cut(each, slots, layer) for each in (layer, *waiting)))
 
-    def _lost(self, layer, alive):
-        """[B] what the layer keeps of its slots; None where no row loses any."""
-        limit = self.limit(layer, alive)
-        if limit is None:
-            return None
-        slots = np.where(self.has_tokens, np.minimum(limit, alive), alive)
-        return slots if (slots < alive).any() else None
+    def kept(self, layer, alive):
+        """[B] what the layer keeps of its alive [B] slots; None where no row loses any."""
+        if layer not in self.known:
+            slots = self.limit(layer, alive)
+            if slots is not None:
+                slots = np.where(self.has_tokens, np.minimum(slots, alive), alive)
+                slots = slots if (slots < alive).any() else None
+            self.known[layer] = slots
+        return self.known[layer]
 
 
 class Cascade(Decisions):

@@ -89,16 +89,14 @@ def choose(call, score, slots, final=True) -> Choice:
             keep = select.trim_to_runs(whole, every, heads.keep(whole, every, wanted, select.run))
         else:
             keep = heads.reserve(whole, every, wanted, select.run)
-    return take(call, score, keep)
+        return take(call, score, keep)
 
 
 def take(call, score, keep) -> Choice:
     """The best slots of each head by `ranked` scores, keep [B, heads of all ranks] of them."""
-    ranks = call.slots.heads.ranks
-    with call.step.meter.clock("select"):
-        counts = np.array(keep.tolist())
-        keep, mine, (first, last) = ranks.mine(keep).contiguous(), ranks.mine(counts), call.slots.protected
-        return Choice(_ops.select(score, call.slots.n, keep, first, last, int(mine.max())), mine, counts)
+    ranks, counts = call.slots.heads.ranks, np.array(keep.tolist())
+    keep, mine, (first, last) = ranks.mine(keep).contiguous(), ranks.mine(counts), call.slots.protected
+    return Choice(_ops.select(score, call.slots.n, keep, first, last, int(mine.max())), mine, counts)
 
 
 def store(call, choice=None, carried=None) -> None:

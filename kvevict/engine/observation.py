@@ -151,7 +151,7 @@ class LayerRows:
         return replace(self.without_tensors(), q=q)
 
     def without_tensors(self):
-        return replace(self, q=None, out=None, lse=None, probs=None)
+        return LayerRows(self.step, self.module, self.layer, None, None, None, self.columns, self.first)
 
     def last(self, count: int, outputs: bool):
         """The last `count` rows, copied."""

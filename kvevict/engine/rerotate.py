@@ -26,13 +26,19 @@ def check(policy, rope_depends_on_length: bool) -> None:
         )
 
 
-@contextlib.contextmanager
+_AS_STORED = contextlib.nullcontext()
+
+
 def in_cache(step, module, layer, held=None):
     """Inside, if the policy rerotates, the layer's slots, the first held [B, Hkv] of each head (None: all), are at the
     positions right before this call's rows."""
     if not (step.patch.policy.rerotate and step.patch.rotates[module.layer_idx]):
-        yield
-        return
+        return _AS_STORED
+    return _rotated(step, module, layer, held)
+
+
+@contextlib.contextmanager
+def _rotated(step, module, layer, held):
     held = layer.len if held is None else held
     column = torch.arange(layer.longest(), device=layer.device)
     stored = column < held[..., None]  # [B, Hkv, C]

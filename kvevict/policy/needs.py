@@ -1,5 +1,6 @@
 """What a part of a policy is computed from: quantities of a layer's slots, by name."""
 
+import functools
 from typing import NamedTuple
 
 
@@ -14,6 +15,7 @@ def need(name: str, **options) -> Need:
     return Need(name, tuple(sorted(options.items())))
 
 
+@functools.cache
 def as_needs(needs) -> tuple:
     """`needs` of a part, names and `Need`s, as `Need`s."""
     return tuple(Need(each) if isinstance(each, str) else each for each in needs)

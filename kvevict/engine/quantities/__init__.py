@@ -74,13 +74,14 @@ def measured(needs, slots, observe, known: dict) -> list:
     observe   () -> the layer's `Observation`, asked for once
     known     quantities that were measured before, to which these are added
     """
-    for need in as_needs(needs):
+    named = as_needs(needs)
+    for need in named:
         wanted = quantity(need)
         if need not in known:
             if wanted.observes and "observation" not in known:
                 known["observation"] = observe()
             known[need] = wanted.measure(slots, known.get("observation"))
-    return [known[need] for need in as_needs(needs)]
+    return [known[need] for need in named]
 
 
 def observed(op, slots, part, more=(), group=None, **options):
