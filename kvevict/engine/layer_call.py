@@ -44,11 +44,8 @@ class LayerCall:
 
     def _observe(self) -> Observation:
         """The policy's rows, with their outputs if those are wanted."""
-        seen = self._decoded() if self.step.decoding else self.policy.rows.observe(self.rows, self._past())
+        seen = self._decoded() if self.step.decoding else self.policy.rows.observe(self.rows, self.memory())
         return Observation(tuple(map(self._complete, seen.parts)))
-
-    def _past(self):
-        return None if self.step.read is None else self.memory()
 
     def _decoded(self) -> Observation:
         """While decoding: the newest row, or the remembered ones, with their outputs if those are wanted."""

@@ -46,11 +46,6 @@ class Observation:
         """int64 [B] how many rows observe."""
         return sum(part.q.shape[2] - part.skip for part in self.parts).long()
 
-    def over(self, reduced, mean=False):
-        """The sum (or mean) over rows, of each part's sum."""
-        total = sum(reduced)
-        return total / self.row_count[:, None, None] if mean else total
-
 
 @dataclass(frozen=True, eq=False)
 class LayerRows:

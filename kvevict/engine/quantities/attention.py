@@ -34,7 +34,8 @@ class Attention(Quantity):
             return slots.heads.reduce(torch.stack(each).amax(0), "none" if group == "max" else group)
         # Only sums over rows may be taken part by part.
         inner = group if group != "max" else "none"
-        total = observation.over([self._of(slots, part, "sum", inner) for part in parts], reduce == "mean")
+        total = sum(self._of(slots, part, "sum", inner) for part in parts)
+        total = total / observation.row_count[:, None, None] if reduce == "mean" else total
         return total if inner == group else slots.heads.reduce(total, group)
 
     def _of(self, slots, part, reduce, group):
