@@ -605,7 +605,7 @@ REFUSED = [
     (dict(policy="edie+tada", own=1), "own must be True or False"),
     (dict(policy="snapkv", heads=7), "heads must be a name or a kvevict HeadBudget"),
     (dict(policy="knorm", select="chunk", c=70, chunk_size=16), "budget >= 70"),
-    (dict(policy="oracle", rows="none"), "rows='none' has none"),
+    (dict(policy="oracle", rows="none"), "rows='none' has no queries"),
 ]  # fmt: skip
 
 

@@ -67,7 +67,7 @@ def test_no_option_has_two_meanings():
         ("snapkv", dict(rows="given", ids=(3, -1)), "ids must be a tuple of token ids"),
         ("snapkv", dict(rows="drafted", chunk_size=64, schedule="chunk"), "a draft needs the whole prompt"),
         ("h2o", dict(rows="drafted"), "sums over every chunk"),
-        ("snapkv", dict(rows="none"), "rows='none' has none"),
+        ("snapkv", dict(rows="none"), "rows='none' has no queries"),
         ("snapkv", dict(rows="probe", window=8), "unknown option 'window'"),
         ("snapkv", dict(group="median"), "unknown group 'median'"),
         ("snapkv", dict(sink=-1), "sink must be at least 0"),

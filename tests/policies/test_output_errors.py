@@ -400,8 +400,8 @@ def step(made, cache, ids):
 # -- refused --------------------------------------------------------------------------------------------------------
 
 REFUSED = [
-    *((dict(policy=name, error=error), "only rank slots")
-      for name in ("streaming", "knorm", "keydiff", "random") for error in ("caote", "fastcaote")),
+    *((dict(policy=name, refine=refine), "only rank slots")
+      for name in ("streaming", "knorm", "keydiff", "random") for refine in ("caote", "fastcaote")),
     (dict(policy="tova", refine="caote"), "per_head=True"),
     (dict(policy="tova+caote", per_head=False), "per_head=True"),
     *((dict(policy=name, refine="caote", weights="each"), "weights='pooled'") for name in ("h2o", "vatp")),
@@ -419,7 +419,6 @@ REFUSED = [
     (dict(policy="edie-exact", alpha=0.1), "unknown option 'alpha'"),
     (dict(policy="edie", budget=32), "budget >= 33"),
     (dict(policy="snapkv", score="cake", gamma=-1), "gamma must be"),
-    (dict(policy="vatp", base="tova"), "unknown base 'tova'"),
     (dict(policy="vatp", sink=-1), "sink must be at least 0"),
     (dict(policy="vatp", recent=2.5), "recent must be"),
     (dict(policy="vatp", budget=40), "budget >= 41"),
