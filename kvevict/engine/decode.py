@@ -1,10 +1,16 @@
 """One decoded token in one layer: it is stored and attends, and only where slots are due to go are they scored."""
 
+import numpy as np
 import torch
 
-from . import rerotate
-from .evict import join
-from .layer_call import layer_call
+from .. import _ops
+from ..policy.heads.equal import Equal
+from ..policy.scores import Score
+from ..policy.selections.token import Token
+from . import host, rerotate
+from .evict import join, kept
+from .layer_call import layer_call, protected
+from .observation import LayerRows
 from .schedule import observes
 
 
@@ -22,14 +28,44 @@ def attend(step, layer, module, query, key, value, new, options) -> tuple:
     if policy.decode and observing and policy.rows.decoded and not policy.rows.newest:
         remember(policy, layer, query, out if patch.wants_outputs else None)
     probs = probs if patch.wants_probs else None
-    if not chooser.due(order, patch.ranks.counts(layer)):
-        if policy.carry != "sum" or not observing:
+    due = chooser.due(order, patch.ranks.counts(layer))
+    if policy.carry == "sum" and observing and policy.score.adds_attention:
+        sums = join("sum", probs, layer.carry)
+        if not due:
+            layer.carry = sums
             return None, out
-        if policy.score.adds_attention:
-            layer.carry = join("sum", probs, layer.carry)
+        if drops_smallest(policy) and drop(step, layer, module, order, sums):
             return None, out
+    elif not due and (policy.carry != "sum" or not observing):
+        return None, out
     (k, v), new = ([x[:, :, :0] for x in pair] for pair in ((key, value), new))
     return layer_call(step, layer, module, query, k, v, out, lse, options, probs, new), out
+
+
+def drops_smallest(policy) -> bool:
+    """Whether each head drops the slots with its smallest sums of attention, whatever others hold."""
+    apart = policy.n_reuse == 1 and policy.warmup_layers in (None, 1) and type(policy.heads) is Equal
+    plain = type(policy.score).pooled is Score.pooled and not policy.score.factors and not policy.refine.refines
+    return apart and plain and type(policy.select) is Token and not policy.select_by_layer
+
+
+def drop(step, layer, module, order, sums) -> bool:
+    """Cut a layer to its budget by sums [B, Hkv, C] of its slots: what its `LayerCall` would come to, without one.
+    False, and nothing is done, if the heads' equal shares are more than some head has."""
+    counts, policy = layer.counts, step.patch.policy
+    slots, heads = step.chooser.decisions.kept(order, counts.sum(1)), counts.shape[1]
+    keep = slots[:, None] // heads + (np.arange(heads) < slots[:, None] % heads)
+    if step.patch.ranks.size > 1 or (keep > counts).any():
+        return False
+    with step.meter.clock("evict"):
+        rows = LayerRows(step, module, layer, None, None, None, 0, step.first.clamp_max(0))
+        first, last = protected(policy, policy.select, rows, counts.max(1))
+        wanted = host.upload(keep, sums.device, torch.int32)
+        index = _ops.select(sums.contiguous(), layer.len, wanted, first, last, int(keep.max()))
+        layer.keep(index, keep)
+        layer.carry = kept(sums, index)
+        step.meter.live[module.layer_idx] = layer.live_bytes()
+    return True
 
 
 def remember(policy, layer, query, out) -> None:
