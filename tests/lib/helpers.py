@@ -12,9 +12,11 @@ DIMS = [8, 32, 40, 64, 80, 96, 128, 256]
 LAYOUTS = ["dense", "transposed", "unaligned", "expanded"]
 ERRORS = (RuntimeError, ValueError, TypeError)
 
-# fp32 accumulation of a few thousand terms. 16-bit inputs are rounded before either side sees them, so only the
-# output's own rounding is added: half a unit in the last place, at most 2^-8 (bf16) or 2^-11 (fp16) of the value.
-FP32 = 1e-5
+# Relative to the size of a sum. n roundings of fp32, in whatever order a processor adds, come to 2^-24 sqrt(n) (standard
+# deviation of independent ones): four of these for a logit's D <= 256 products and a sum over 1,500 slots, 1.0e-5.
+# 16-bit inputs are rounded before either side sees them, so only the output's own rounding is added: half a unit in the
+# last place, at most 2^-8 (bf16) or 2^-11 (fp16) of the value.
+FP32 = 4 * (256 + 1500) ** 0.5 * 2.0**-24
 OUT = {torch.float32: FP32, torch.bfloat16: 2.0**-8 + FP32, torch.float16: 2.0**-11 + FP32}
 
 
