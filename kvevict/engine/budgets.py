@@ -73,7 +73,7 @@ def check_groups(policy, cache, layers, ranks) -> None:
     if layers[0].len is None or cache.policy is policy:
         return
     for group in policy.groups(len(layers)):
-        held = [layers[order].places(shared=policy.shared) for order in group if len(group) > 1 or policy.shared]
+        held = [places(layers[order], policy.shared) for order in group if len(group) > 1 or policy.shared]
         every = ranks.objects(held)
         alike = all(None not in each and each == each[:1] * len(each) for each in every)
         if not alike or (policy.shared and any(each != held for each in every)):
@@ -81,6 +81,12 @@ def check_groups(policy, cache, layers, ranks) -> None:
                 "past_key_values was read under another policy, and layers or heads that are to share their choice "
                 "hold different slots; read the prompt again under this policy"
             )
+
+
+def places(layer, shared: bool):
+    """Positions of a layer's slots as numbers, by row and head; None where heads that ought to be alike are not."""
+    heads = [[head.tolist() for head in row] for row in layer.positions()]
+    return None if shared and any(head != row[0] for row in heads for head in row) else heads
 
 
 def renew(policy, cache, layers, heads, ranks) -> None:

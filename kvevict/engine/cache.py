@@ -27,6 +27,10 @@ def _stored(name) -> Any:
     return property(attrgetter(f"storage.{name}"))
 
 
+def _unbounded(layer) -> int:
+    return -1
+
+
 def _offload(layer):
     raise NotImplementedError("kvevict's cache is small by design and cannot be offloaded; drop offloading=True")
 
@@ -61,7 +65,7 @@ class EvictionLayer(CacheLayerMixin):
         self.budget = None  # [B] slots over all heads, of the last read; on the host
         self.head_offsets = None  # [B, heads of all ranks] slots of each, less those of the first here; None: all 0
         self.removable = 0  # columns appended since the last eviction, which crop may remove
-        self.expected = 0  # slots per head that a read is going to store, for which a growth makes room
+        self.expected = 0  # slots per head that a read is going to store, for which the next growth makes room
 
     reset = __init__  # forgets everything
 
@@ -102,10 +106,7 @@ class EvictionLayer(CacheLayerMixin):
         """Tokens seen, never slots kept: the next token's position depends on it."""
         return self.columns
 
-    def get_max_length(self) -> int:
-        return -1
-
-    get_max_cache_shape = get_max_length
+    get_max_length = get_max_cache_shape = _unbounded
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last -tokens_to_remove tokens. Only tokens read since the last eviction can be taken back."""
@@ -156,8 +157,7 @@ class EvictionLayer(CacheLayerMixin):
         if self.carry is not None:
             self.carry = self.carry[..., : self.longest()]
 
-    def reorder_cache(self, beam_idx) -> None:
-        self.batch_select_indices(beam_idx)
+    reorder_cache = batch_select_indices  # type: ignore[assignment]  # the same under another argument's name
 
     # -- what eviction calls ----------------------------------------------------------------------------------------
 
@@ -195,20 +195,6 @@ class EvictionLayer(CacheLayerMixin):
         self.columns += columns
         self.removable = self.removable + columns if least == columns else least  # padding ends what crop can take back
         self.seen = self.seen + (most if least == most else host.upload(tokens, self.device, torch.int32))
-
-    def expect(self, slots: int) -> None:
-        """The next growth makes room for `slots` slots in every head, so that appending up to there moves nothing."""
-        self.expected = slots
-
-    def allocated_bytes(self) -> int:
-        """Bytes of all that the layer holds."""
-        tensors = (*self.storage.tensors(), self.carry, self.decode_queries)
-        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
-
-    def places(self, shared: bool):
-        """`positions` as numbers; None where heads that ought to be alike are not."""
-        heads = [[head.tolist() for head in row] for row in self.positions()]
-        return None if shared and any(head != row[0] for row in heads for head in row) else heads
 
 
 def _needs_own(storage, step) -> bool:

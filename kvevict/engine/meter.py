@@ -50,8 +50,14 @@ class Meter:
             cache_bytes=live,
             padded_bytes=sum(layer.padded_bytes() for layer in own),
             peak_cache_bytes=max(self.peak, live),
-            overhead_bytes=sum(layer.allocated_bytes() for layer in own) - live,
+            overhead_bytes=sum(map(allocated_bytes, own)) - live,
             positions=[None if layer is None else layer.positions() for layer in layers],
         )
         for watcher in read.watchers:
             self.report |= watcher.report(len(read.seen), [index in patch.order for index in range(len(layers))])
+
+
+def allocated_bytes(layer) -> int:
+    """Bytes of all that a layer of the cache holds."""
+    tensors = (*layer.storage.tensors(), layer.carry, layer.decode_queries)
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)

@@ -108,7 +108,7 @@ class Reader:
             layer.decode_queries = None  # their slots are no longer the last ones
             if policy.schedule == "prompt" and len(chunks) > 1:
                 most = sum(min(chunk.end - chunk.start, limits[order]) for chunk in chunks)
-                layer.expect((layer.longest() if layer.is_initialized else 0) + most + ROOM)
+                layer.expected = (layer.longest() if layer.is_initialized else 0) + most + ROOM
         return chunks, read
 
     def _read_chunk(self, read, chunk):

@@ -9,6 +9,7 @@ from test_turns import ids, tokens_of
 from tiny import model, prompt, relative, shared
 
 import kvevict
+from kvevict.engine.budgets import places
 from kvevict.engine.cache import EvictionLayer
 from kvevict.engine.fork import Fork
 
@@ -103,7 +104,7 @@ def test_each_goes_on_as_a_deep_copy(case):
         assert [layer.get_seq_length() for layer in got.layers] == [layer.get_seq_length() for layer in want.layers]
         for mine, other in zip(got.layers, want.layers, strict=True):
             if isinstance(other, EvictionLayer):
-                assert mine.places(shared=False) == other.places(shared=False)
+                assert places(mine, False) == places(other, False)
 
 
 def test_a_fork_of_a_fork(case):

@@ -12,6 +12,7 @@ import torch
 from torch import distributed
 
 import kvevict
+from kvevict.engine.budgets import places
 
 RANKS = 2
 SIZES = dict(num_attention_heads=8, num_key_value_heads=4, head_dim=16)
@@ -53,8 +54,8 @@ def patched(model, case):
     return kvevict.evicting(model, policy, **options, **draft)
 
 
-def places(cache):
-    return [layer.places(shared=False) if hasattr(layer, "places") else None for layer in cache.layers]
+def held(cache):
+    return [places(layer, False) if hasattr(layer, "storage") else None for layer in cache.layers]
 
 
 def generated(model, **options):
@@ -68,7 +69,7 @@ def read(model, case, sent=lambda: 0) -> dict:
         out = generated(model)
         report = kvevict.report(model, positions=True)
     return dict(
-        read=report["positions"], end=places(out.past_key_values), tokens=out.sequences, bytes=report["cache_bytes"],
+        read=report["positions"], end=held(out.past_key_values), tokens=out.sequences, bytes=report["cache_bytes"],
         sent=sent() - before, diagnostics=report.get("diagnostics"),
     )  # fmt: skip
 
@@ -87,7 +88,7 @@ def turns(model) -> dict:
     with patched(model, "adakv max"), torch.no_grad():
         beams, cache = generated(model, num_beams=2).sequences, model(**PROMPT).past_key_values
         tokens = [go_on(model, each) for each in (cache.fork(), cache.fork(), cache)]
-    return dict(beams=beams, tokens=tokens, end=places(cache))
+    return dict(beams=beams, tokens=tokens, end=held(cache))
 
 
 def save(model, folder):
@@ -104,7 +105,7 @@ def load(model, folder) -> dict:
     for case in KEPT:
         with patched(model, case):
             cache = kvevict.load_cache(folder / case, model)
-            found[case] = dict(read=places(cache), tokens=go_on(model, cache), end=places(cache))
+            found[case] = dict(read=held(cache), tokens=go_on(model, cache), end=held(cache))
     return found
 
 

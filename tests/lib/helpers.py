@@ -12,8 +12,8 @@ DIMS = [8, 32, 40, 64, 80, 96, 128, 256]
 LAYOUTS = ["dense", "transposed", "unaligned", "expanded"]
 ERRORS = (RuntimeError, ValueError, TypeError)
 
-# Relative to the size of a sum. n roundings of fp32, in whatever order a processor adds, come to 2^-24 sqrt(n) (standard
-# deviation of independent ones): four of these for a logit's D <= 256 products and a sum over 1,500 slots, 1.0e-5.
+# Relative to the size of a sum. n roundings of fp32, in whatever order a processor adds, come to 2^-24 sqrt(n), the
+# standard deviation of independent ones: four of these for a logit's D <= 256 products and a sum over 1,500 slots.
 # 16-bit inputs are rounded before either side sees them, so only the output's own rounding is added: half a unit in the
 # last place, at most 2^-8 (bf16) or 2^-11 (fp16) of the value.
 FP32 = 4 * (256 + 1500) ** 0.5 * 2.0**-24

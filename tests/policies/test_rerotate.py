@@ -10,6 +10,7 @@ from tiny import generate, prompt, relative, shared
 from transformers import AttentionInterface
 
 import kvevict
+from kvevict.engine.budgets import places
 
 BUDGET = 10
 ON = dict(budget=BUDGET, chunk_size=16, rerotate=True)
@@ -211,7 +212,7 @@ def test_cache_holds_keys_as_they_came(dtype):
     assert tokens[0] == tokens[1] and tokens[1][0][0][0] == [0, 1, 2, 3, *range(44, 50)]
     old, new = (cache.layers[0] for cache in caches)
     assert torch.equal(old.keys, new.keys) and torch.equal(old.values, new.values)
-    assert old.places(shared=True) == new.places(shared=True)
+    assert places(old, True) == places(new, True)
 
 
 def test_bf16():
