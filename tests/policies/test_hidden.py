@@ -1,5 +1,6 @@
 """Rows that repeat the chunk, KVzip's score and one ranking of all layers: against the oracle and by hand."""
 
+import oracle_rows
 import pytest
 import torch
 from test_choices import Slots
@@ -8,6 +9,7 @@ from test_policies import BUDGET, CHUNK, compare, compare_in_chunks, kept, model
 import kvevict
 from kvevict.engine.evict import join
 from kvevict.policy import build
+from kvevict.policy.rows import repeat
 
 CHUNKED = dict(budget=BUDGET, chunk_size=CHUNK)
 CHOICES = {
@@ -23,8 +25,24 @@ CHOICES = {
     "kvzip, pyramid": dict(layers="pyramid", beta=3),
     "kvzip, reuse": dict(layers="uniform", n_reuse=2),
     "kvzip, wait": dict(layers="uniform", warmup_layers=3, warmup_budget=22),
+    "kvzip, some": dict(most=5, instruction=(5,)),
+    "kvzip, half": dict(most=0.5),
+}  # "preset, remark": options
+WHOLE = {
+    "kvzip": dict(part=20),
+    "kvzip, all": dict(support="all", part=17),
+    "kvzip, told": dict(instruction=(5, 9), sink=2, part=25),
+    "kvzip, anew": dict(carry="none", part=30),
+    "kvzip, largest": dict(carry="max", support="all", part=20),
+    "kvzip, one part": {},
+    "kvzip, some": dict(most=0.6, part=21),
+    "kvzip, per layer": dict(layers="uniform", part=16),
+    "kvzip, per head": dict(layers="uniform", heads="equal", part=1000),
+    "kvzip, reuse": dict(layers="uniform", n_reuse=2, part=40),
+    "kvzip, wait": dict(layers="uniform", warmup_layers=3, part=24),
 }  # "preset, remark": options
 any_choice = pytest.mark.parametrize("name", CHOICES)
+any_whole = pytest.mark.parametrize("name", WHOLE)
 
 
 def options(name, **more):
@@ -45,6 +63,36 @@ def test_whole_prompt(name):
     """Read twice, then cut once."""
     policy, chosen = options(name, budget=BUDGET, chunk_size=80)
     compare(model(), policy, [[53]], **chosen)
+
+
+@pytest.fixture(autouse=True)
+def short_runs(monkeypatch):
+    """Chunks here have fewer tokens than a run of those that are repeated together."""
+    monkeypatch.setattr(repeat, "RUN", 2)
+    monkeypatch.setattr(oracle_rows, "RUN", 2)
+
+
+def whole(name, **more):
+    return "kvzip", more | dict(schedule="prompt", budget=BUDGET) | WHOLE[name]
+
+
+@any_whole
+def test_parts_after_the_whole_prompt(name):
+    policy, chosen = whole(name)
+    compare(model(), policy, [[53]], **chosen)
+
+
+@any_whole
+def test_parts_after_chunks_padding_and_turns(name):
+    """Rows of unequal lengths have parts of their own, and old slots the numbers that they had."""
+    policy, chosen = whole(name, chunk_size=CHUNK)
+    compare(model(), policy, [[41, 1, 1, 23], [27, 1, 1, 23], [10, 1, 1, 23]], **chosen)
+
+
+@pytest.mark.parametrize("family", ["phi3", "gemma2", "gemma3", "gpt_oss"])
+def test_parts_in_other_families(family):
+    policy, chosen = whole("kvzip", chunk_size=15)
+    compare(model(family), policy, [[40, 1, 30]], **chosen)
 
 
 @pytest.mark.parametrize("name", ["kvzip", "kvzip, all", "kvzip, per head"])
@@ -149,7 +197,10 @@ def test_the_plan_counts_one_ranking():
 
 
 @pytest.mark.parametrize("chosen, text", [
-    (dict(schedule="prompt", chunk_size=12), "leave out schedule='prompt'"),
+    (dict(schedule="prompt", carry="none", layers="cake"), "repeated in parts"),
+    (dict(most=0), "most must be at least 1"),
+    (dict(most=1.5), "a fraction in \\(0, 1\\)"),
+    (dict(part=0), "part must be at least 1"),
     (dict(decode=True), "decode=False"),
     (dict(heads="equal"), "heads='flat'"),
     (dict(select="chunk", per_head=True), "select='token'"),
