@@ -2,14 +2,16 @@
 
 import oracle_rows
 import pytest
+import tiny
 import torch
 from test_choices import Slots
-from test_policies import BUDGET, CHUNK, compare, compare_in_chunks, kept, model, tokens
+from test_policies import BUDGET, CHUNK, VOCAB, compare, compare_in_chunks, kept, model, tokens
 
 import kvevict
 from kvevict.engine.evict import join
 from kvevict.policy import build
 from kvevict.policy.rows import repeat
+from kvevict.prompts import ids_of
 
 CHUNKED = dict(budget=BUDGET, chunk_size=CHUNK)
 CHOICES = {
@@ -211,7 +213,7 @@ def test_the_plan_counts_one_ranking():
     (dict(rows="window"), "rows='repeat', or support='all'"),
     (dict(support="some"), "unknown support 'some'"),
     (dict(least=-1), "least must be at least 0"),
-    (dict(instruction=[5]), "tuple of token ids"),
+    (dict(instruction=[5]), "tuple of token ids or a text"),
     (dict(instruction=(-5,)), "tuple of token ids"),
     (dict(tsp=1), "tsp=None"),
     (dict(layers="tada"), "another layer budget"),
@@ -219,6 +221,30 @@ def test_the_plan_counts_one_ranking():
 def test_refused(chosen, text):
     with pytest.raises((ValueError, TypeError), match=text):
         build("kvzip", **dict(budget=64) | chosen)
+
+
+def test_an_instruction_as_text():
+    """Where there is a tokenizer it is that text's ids; else it is refused before the model is changed."""
+    made, tokenizer = model(), tiny.byte_tokenizer()
+    options, text = dict(budget=16, chunk_size=12), "nobody knows where the lantern of the harbour was"
+    cache = kvevict.read(made, tokenizer, text, "kvzip", instruction="again", **options)
+    same = kvevict.read(made, tokenizer, text, "kvzip", instruction=tuple(ids_of(tokenizer, "again")), **options)
+    other = kvevict.read(made, tokenizer, text, "kvzip", **options)
+    assert kept(cache) == kept(same) != kept(other)
+    with pytest.raises(ValueError, match="there is no tokenizer here"):
+        kvevict.patch(made, "kvzip", instruction="again", **options)
+    assert not hasattr(made.model, "_kvevict_forward")
+
+
+@pytest.mark.parametrize("chosen", [dict(chunk_size=40), dict(schedule="prompt"), dict(schedule="prompt", part=20)])
+def test_a_repetition_beyond_the_model_s_positions(chosen):
+    made, ids = tiny.model(vocab_size=VOCAB, max_position_embeddings=64), tokens([[50]], 0)[0][0][None]
+    with kvevict.evicting(made, "kvzip", budget=16, **chosen), torch.no_grad():
+        with pytest.raises(ValueError, match=r"14 are left to repeat with, so give a (chunk_size|part) .* at most 14"):
+            made(ids)
+        assert made(ids[:, :24]).logits.shape[1] == 24
+    with kvevict.evicting(made, "kvzip", budget=16, **chosen | dict(most=14)), torch.no_grad():
+        made(ids)
 
 
 def test_an_instruction_of_unknown_tokens_is_refused_before_anything_is_read():

@@ -17,7 +17,7 @@ class Repeat(Rows):
     """KVzip's rows (Kim et al. 2025): tokens are read again after they were read, and observe.
 
     instruction   token ids between a chunk and its repetition, which observe too; or their text, where the tokenizer
-                  is at hand (`kvevict.read`, `answer`, `Pipeline`, the commands)
+                  is at hand (`kvevict.read`, `answer`, `Pipeline`, commands that answer)
     most          how many of a chunk's tokens are repeated: a number, or a fraction in (0, 1); in runs of 32 tokens,
                   spread evenly. None: all
     part          tokens of the parts in which schedule="prompt" repeats a prompt; scores that are not the largest
@@ -50,7 +50,7 @@ class Repeat(Rows):
     def ready(self, decoder):
         if isinstance(self.instruction, str):
             raise ValueError(
-                "instruction is a text, and only kvevict.read, answer, Pipeline and the commands have the tokenizer: "
+                "instruction is a text, and there is no tokenizer here, as kvevict.read, answer and Pipeline have one: "
                 "pass its token ids, instruction=tuple(tokenizer(text, add_special_tokens=False).input_ids)"
             )
 
