@@ -4,6 +4,7 @@ import oracle_rows
 import pytest
 import tiny
 import torch
+import zoo
 from test_choices import Slots
 from test_policies import BUDGET, CHUNK, VOCAB, compare, compare_in_chunks, kept, model, tokens
 
@@ -186,6 +187,40 @@ def test_a_budget_above_all_tokens_changes_nothing(chunk):
     torch.testing.assert_close(out.logits, want, rtol=0, atol=1e-5)
     assert out.past_key_values.get_seq_length() == 61
     assert all(head == [*range(61)] for layer in kept(out.past_key_values) for head in layer[0])
+
+
+@pytest.mark.parametrize("kind, name", [
+    ("deepseek_v3", "DeepseekV3ForCausalLM"), ("qwen3_next", "Qwen3NextForCausalLM"),
+    ("falcon_h1", "FalconH1ForCausalLM"), ("gemma3n_text", "Gemma3nForCausalLM"),
+])  # fmt: skip
+@pytest.mark.parametrize("more", [dict(chunk_size=16), dict(schedule="prompt", part=25, chunk_size=16)], ids=str)
+def test_repetitions_leave_latents_states_windows_and_shared_layers_alone(kind, name, more):
+    """With room for all tokens, the prompt and a token after it are the unpatched model's."""
+    if kind not in dict(zoo.types()):
+        pytest.skip(f"this Transformers has no {kind}")
+    made = zoo.make(kind, name)
+    ids = torch.arange(3, 64)[None] % made.config.vocab_size
+    with torch.no_grad():
+        want = made(ids, use_cache=False).logits
+        with kvevict.evicting(made, "kvzip", budget=100, **more):
+            out = made(ids[:, :60])
+            following = made(ids[:, 60:], past_key_values=out.past_key_values).logits
+        with kvevict.evicting(made, "kvzip", budget=12, **more):
+            made(ids)
+            layers = [sum(layer[0]) for layer in kvevict.report(made)["kept"] if layer]
+    torch.testing.assert_close(torch.cat([out.logits, following], 1), want, rtol=0, atol=1e-5 * want.abs().max())
+    assert sum(layers) % 12 == 0 and sum(layers)
+
+
+def test_the_plan_counts_a_whole_prompt_and_its_parts():
+    """All of the prompt is held until the last part was repeated."""
+    from kvevict.analysis.slots import Layers
+
+    policy = build("kvzip", budget=BUDGET, chunk_size=CHUNK, schedule="prompt", part=25, instruction=(3, 4))
+    taken = list(Layers(policy, 60, 4, 2).chunks())
+    assert [(each.chunk.rows, each.chunk.appended) for each in taken] == [(12, 0)] * 5 + [(0, 27), (0, 27), (0, 12)]
+    assert [sum(each.kept) for each in taken[-3:]] == [4 * 60, 4 * 60, 4 * BUDGET] and taken[-1].peak == 4 * 60
+    assert [sum(len(layer) for layer in each.parts) for each in taken] == [0] * 5 + [4] * 3
 
 
 def test_the_plan_counts_one_ranking():
