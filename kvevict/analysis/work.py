@@ -46,8 +46,11 @@ def work(shape, policy, taken, batch: int = 1, causal: bool = True) -> dict:
     evict, refine = (0, 0), (0, 0)
     for old, rows, kept, chooses, parts in zip(taken.stored, taken.read, taken.kept, taken.scored, taken.parts):
         n = old + rows
-        evict = _sum(evict, _observed(shape, n, parts, passes, outputs, causal))
-        again = sum(each.attended(rows, old, chunk.appended) for each in needed) if parts else 0
+        own = len(chunk.again or ())
+        looked = max((each.looks_at(n, own) for each in needed if each.passes()), default=n)
+        parts = [part._replace(slots=min(part.slots, looked)) for part in parts]
+        evict = _sum(evict, _observed(shape, looked, parts, passes, outputs, causal))
+        again = sum(each.attended(own or rows, old, chunk.appended) for each in needed) if parts else 0
         evict = _sum(evict, (_pair(shape, 1) * again, shape.slot_bytes / 2 * n * scans * chooses))
         # TADA's error is of unpooled scores, refined for themselves.
         refine = _sum(refine, (x * chooses * (1 + policy.layers.measures) for x in _refined(shape, policy, n)))

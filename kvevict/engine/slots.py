@@ -1,7 +1,8 @@
 """One layer's alive slots before a cut, and the heads that they are of. Values: nothing here is changed once made."""
 
+import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -70,6 +71,20 @@ class KV:
     def rotated(self):
         """A context in which stored keys are where attention had them."""
         return rerotate.in_cache(self.step, self.module, self.stored)
+
+    def within(self, begin, count):
+        """The same of stored slots begin .. begin + count - 1 [B, heads] alone, inside of `rotated`."""
+        part = replace(self.stored, offset=self.stored.offset + begin, len=count.contiguous())
+        return _Within(**{f.name: getattr(self, f.name) for f in fields(self)}, part=part)
+
+
+@dataclass(frozen=True, eq=False)
+class _Within(KV):
+    part: Any = None
+    stored = property(lambda self: self.part)
+
+    def rotated(self):
+        return contextlib.nullcontext()
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,6 +29,7 @@ class Read:
     prepared: object = None  # what `Rows.prepare` made of the prompt
     watchers: tuple = ()  # of kvevict.engine.watch
     memory: dict = field(default_factory=dict)  # layer -> what its rows keep from chunk to chunk
+    numbers: dict = field(default_factory=dict)  # layer -> its slots' numbers by the parts that were repeated so far
 
 
 @dataclass(frozen=True, eq=False)

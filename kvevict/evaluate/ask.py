@@ -25,7 +25,7 @@ from ..analysis.run import QUESTION, Prompt, observe
 from ..patch import evicting, patch
 from ..policy.policy import Policy, build
 from ..policy.text import parse_policy
-from ..prompts import frame, ids_of, line_ended
+from ..prompts import frame, ids_of, line_ended, told
 from ..report import report
 from .metrics import METRICS
 from .tasks import FIDELITY, Case
@@ -154,6 +154,7 @@ def ask(model, tokenizer, asked: Asked, run: Run, replay=None) -> dict:
         policy = policy_for(run, len(first), following, case.task, None if agnostic else len(prompt.question))
         if asked.observe is not None and not agnostic and prompt.question:
             policy = observe(policy, prompt.observed(asked.observe), len(first), named)
+        policy = told(policy, tokenizer)
         result["options"] = named | options_of(policy)
         result["options"].pop("ids", None)
         if case.metric == FIDELITY and asked.logits is None:

@@ -3,7 +3,6 @@
 from .heads.flat import Flat
 from .needs import as_needs
 from .parts import PARTS
-from .rows.repeat import Repeat
 from .rows.window import NoRows
 
 
@@ -30,7 +29,7 @@ RULES = (
      "n_reuse=1"),
     (lambda p: p.layers.cascades and _waits(p),
      "this layer budget measures every layer's attention, and layers that wait do not score: warmup_layers=None"),
-    (lambda p: p.layers.cascades and (p.rows.most < 2 or p.carry != "none" or p.score.ordinal),
+    (lambda p: p.layers.cascades and (p.rows.most in (0, 1) or p.carry != "none" or p.score.ordinal),
      "this layer budget measures how attention varies over the observing rows, which this score or its rows do not "
      "show: take snapkv, cake, edie or another score of attention with 2 rows or more"),
     (lambda p: p.layers.cascades and p.diagnose,
@@ -71,12 +70,12 @@ RULES = (
      "one ranking of all layers needs every layer's own scores: n_reuse=1 and warmup_layers=None"),
     (lambda p: p.layers.pools and p.decode,
      "while decoding layers are cut one by one, and one ranking needs them all: decode=False, or layers='uniform'"),
-    (lambda p: type(p.rows) is Repeat and p.schedule == "prompt" and p.chunk_size is not None,
-     "parts of a prompt are repeated right after them, so each is cut then: leave out schedule='prompt', or the "
-     "chunk_size, to read the prompt in one pass and repeat it once"),
-    (lambda p: type(p.rows) is Repeat and (p.tsp is not None or p.layers.measures),
+    (lambda p: p.layers.cascades and p.rows.repeats and p.score.largest and p.schedule == "prompt",
+     "this layer budget measures the observing rows of one call, and a prompt is repeated in parts: give a chunk_size, "
+     "or layers='uniform'"),
+    (lambda p: p.rows.repeats and (p.tsp is not None or p.layers.measures),
      "the rows that repeat a chunk are not its last tokens, which these need: tsp=None, and another layer budget"),
-    (lambda p: "repetition" in _needs(p) and type(p.rows) is not Repeat,
+    (lambda p: "repetition" in _needs(p) and not p.rows.repeats,
      "support='chunk' is of rows that repeat the chunk: rows='repeat', or support='all'"),
     (lambda p: "repetition" in _needs(p) and p.decode,
      "decoded tokens are not read again, so their worth is not known: decode=False, or support='all'"),

@@ -139,6 +139,7 @@ class Row:
         self.turns = {}  # layer -> [T] 1 - cos(R, R + O) of the last call's rows
         self.layer_budget = 0
         self.seen, self.limits = 0, [0] * len(self.own)  # slots of each layer, from the first eviction on
+        self.part = None  # of a prompt that was read, the tokens that are repeated
 
     @property
     def positions(self):
@@ -159,10 +160,10 @@ class Row:
             layer.probe, layer.asked = None, []
         Z, logits, self.errors = o["chunk_size"] or N, [], [[] for _ in self.own]
         oracle_rows.begin(self, ids)
-        start, base = 0, self.seen
+        start, base, parts = 0, self.seen, oracle_rows.parts(self, N)
         while start < N:
             stop = start + ((N - start) % Z or Z)
-            self.reading, self.last, self.waiting, drafted = True, stop == N, [], {}
+            self.reading, self.last, self.waiting, drafted = True, stop == N and not parts, [], {}
             extra, at = oracle_rows.begin_chunk(self, base + stop)
             self._split(stop - start)
             logits.append(self._run([*ids[start:stop], *extra], [*range(base + start, base + stop), *at], len(extra)))
@@ -172,6 +173,12 @@ class Row:
                 if self.errors[order] and self.cuts and index in self.turns:
                     self.errors[order][-1] *= oracle_rows.turned(self, self.turns[index], drafted.get(index))
             start = stop
+        for self.part in parts:
+            self.last = self.part is parts[-1]
+            again = oracle_rows.again(self, [base + i for i in self.part])
+            self._split(0)
+            self._run(again, [*range(base + N, base + N + len(again))], len(again))
+        self.part = None
         return torch.cat(logits)
 
     def _draft(self, logits):

@@ -53,7 +53,10 @@ def protected(o, share):
 def grow_carry(row, seen):
     """What the rows of a chunk, or a decoded one, add to the sums that stay with the slots: mean over the group."""
     if row.o["score"] == "kvzip" and row.reading:
-        _keep_numbers(row, seen)
+        if row.part is not None:
+            _part_numbers(row, seen)
+        elif row.o["schedule"] == "chunk":
+            _keep_numbers(row, seen)
     if not carries(row.o):
         return
     for g, (slots, carry) in enumerate(zip(seen.layer.alive, seen.layer.carry)):
@@ -71,9 +74,33 @@ def _keep_numbers(row, seen):
         if o["support"] == "chunk":
             others = a[:, :, o["sink"] : len(slots) - seen.new].sum(-1, keepdim=True)
             a = (a / (1 - others)).clamp(max=1)
-        for slot, x in zip(slots, a.amax((0, 1)).tolist()):
-            old = carry.get(slot, x)
-            carry[slot] = dict(keep=old, max=max(old, x), none=x)[o["carry"]]
+        _join(o, carry, dict(zip(slots, a.amax((0, 1)).tolist())))
+
+
+def _join(o, carry, numbers):
+    for slot, x in numbers.items():
+        old = carry.get(slot, x)
+        carry[slot] = dict(keep=old, max=max(old, x), none=x)[o["carry"]]
+
+
+def _part_numbers(row, seen):
+    """Of a part of a prompt that was read before: its own slots (support="all": all slots) get the largest attention
+    over all parts' rows; what is older than the prompt, too. Attention over the first `sink` slots, the part and the
+    repetition. After the last part the numbers join those that slots have."""
+    o, fresh = row.o, row.fresh.setdefault(seen.index, [{} for _ in seen.layer.alive])
+    start = row.seen - len(row.prompt)
+    for slots, g in zip(seen.layer.alive, range(len(fresh))):
+        a, _ = observers(row, seen, g)
+        told = slots
+        if o["support"] == "chunk":
+            own = [t - start in row.part for t in slots]
+            others = [i for i, mine in enumerate(own) if not mine and i >= o["sink"]]
+            a = (a / (1 - a[:, :, others].sum(-1, keepdim=True))).clamp(max=1)
+            told = [t for t, mine in zip(slots, own) if mine or t < start]
+        number = dict(zip(slots, a.amax((0, 1)).tolist()))
+        fresh[g] |= {t: max(number[t], fresh[g].get(t, 0.0)) for t in told}
+        if row.last:
+            _join(o, seen.layer.carry[g], fresh[g])
 
 
 def scores(row, seen, ends):

@@ -34,9 +34,14 @@ class Quantity:
         """How often the observers' logits are computed. known: of a single row, its attention is there already."""
         return 0
 
-    def attended(self, rows: int, stored: int, appended: int) -> int:
-        """Pairs of a query and a slot over which attention is taken once more, after a chunk of `rows` rows, to which
-        `appended` ones are appended, over `stored` slots of each head."""
+    def looks_at(self, alive: int, again: int) -> int:
+        """How many of a head's alive slots a pass looks at; again: how many of them are a part that is repeated after
+        its whole prompt, 0 where none is."""
+        return alive
+
+    def attended(self, tokens: int, stored: int, appended: int) -> int:
+        """Pairs of a query and a slot over which attention is taken once more, after a chunk, or the part that is
+        repeated, of so many tokens, to which `appended` ones are appended, over `stored` slots of each head."""
         return 0
 
     def scans(self) -> int:

@@ -15,8 +15,8 @@ class KVzip(Score):
     """KVzip (Kim et al. 2025): the largest attention that a slot gets when its chunk is read again; question unknown.
 
     sink      first slots that are always kept
-    support   what a repeated row's softmax spans: "chunk", those first slots, the chunk and the repetition itself, so
-              that numbers of different chunks compare; "all", all that it sees
+    support   what a repeated row's softmax spans: "chunk", those first slots, the chunk (or the part of a whole prompt)
+              and the repetition itself, so that numbers of different chunks compare; "all", all that it sees
     """
 
     sink: int = 4
@@ -24,6 +24,7 @@ class KVzip(Score):
     rows: ClassVar = Repeat()
     carry: ClassVar[str] = "keep"
     comparable: ClassVar[bool] = True
+    largest: ClassVar[bool] = True
 
     def check(self, policy):
         super().check(policy)
