@@ -23,6 +23,7 @@ for _name, _kind in (("LinearAttentionLayer", STATE), ("DummyLayer", NOTHING),
         _KINDS[getattr(cache_utils, _name)] = _kind
 
 LAYER_LISTS = ("layers", "h", "blocks")
+OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")  # of what attention gives
 INNER = ("model", "transformer", "gpt_neox", "language_model", "text_model", "decoder")
 
 
@@ -165,6 +166,16 @@ def head_dim(module, config) -> int:
         if isinstance(_get(owner, name), int):
             return _get(owner, name)
     return config.hidden_size // config.num_attention_heads
+
+
+def value_dim(module, config) -> int:
+    """Width of a value."""
+    return getattr(module, "v_head_dim", None) or head_dim(module, config)
+
+
+def output_of(module):
+    """The child of an attention module that projects what its heads give; None where there is none by a known name."""
+    return next((getattr(module, name) for name in OUTPUTS if hasattr(module, name)), None)
 
 
 def widths(module, config) -> tuple:

@@ -9,7 +9,7 @@ import torch
 
 from . import _ops, families, known, trial
 from .compat import STATE
-from .engine import attention, forward, propagate, quantities, ranks, rerotate, residual, states
+from .engine import attention, forward, hidden, propagate, quantities, ranks, rerotate, residual, states
 from .engine.meter import Meter
 from .families import base_model, find_decoder
 from .policy.policy import build
@@ -37,7 +37,9 @@ class Patch:
         # The last layer that reads all tokens; None: all do.
         self.tsp = propagate.layer_of(policy, self.all_full_attention, len(kinds))
         self.wants_probs = policy.carry == "sum" or (policy.decode and policy.rows.newest)
-        self.wants_outputs = any(each.outputs for each in quantities.of_policy(policy))
+        needed = quantities.of_policy(policy)
+        self.wants_outputs = any(each.outputs for each in needed)
+        self.wants_hidden = any(each.hidden for each in needed)
         self.hooks = []
         self._forget()
 
@@ -88,6 +90,8 @@ def patch(model, policy, *, budget=None, chunk_size=None, **options):
     chosen.rows.ready(decoder)
     rerotate.check(chosen, families.rope_depends_on_length(decoder))
     state = Patch(chosen, decoder, split)
+    for each in quantities.of_policy(chosen):
+        each.ready(decoder, list(own_modules(decoder, state)))
     if not is_patched(decoder):
         check_type(model, decoder)
     top = base_model(model)
@@ -116,7 +120,7 @@ def _install(top, decoder, state) -> None:
     object.__setattr__(decoder, STATE, state)
     forward.install(top, decoder)
     states.install(decoder, state)
-    state.hooks = [*propagate.install(decoder, state), *residual.install(decoder, state)]
+    state.hooks = [hook for part in (propagate, residual, hidden) for hook in part.install(decoder, state)]
 
 
 def unpatch(model):

@@ -30,12 +30,13 @@ SCORES = {
     "speckv": _ATTENTION | dict(reduce="max", group="max"),
     "cake": _POOLED | dict(kernel=5, pool="avg", gamma=200.0),
     "kvzip": dict(sink=4, support="chunk", carry="keep"),
+    "kvzip+": dict(sink=4, support="chunk", carry="keep"),
     "edie": _EDIE,
     "edie-exact": _EDIE,
 }
 ROWS = dict(  # each method's own
     streaming="none", knorm="none", keydiff="none", h2o="all", vatp="all", tova="last", take="probe", oracle="given",
-    laq="drafted", speckv="drafted", kvzip="repeat",
+    laq="drafted", speckv="drafted", kvzip="repeat", **{"kvzip+": "repeat"},
 )  # fmt: skip
 OWN_ROWS = dict(fastkv=dict(window=8), speckv=dict(draft_model=None))
 
@@ -52,7 +53,7 @@ def protected(o, share):
 
 def grow_carry(row, seen):
     """What the rows of a chunk, or a decoded one, add to the sums that stay with the slots: mean over the group."""
-    if row.o["score"] == "kvzip" and row.reading:
+    if row.o["score"] in ("kvzip", "kvzip+") and row.reading:
         _keep_numbers(row, seen)
     if not carries(row.o):
         return
@@ -70,7 +71,14 @@ def _keep_numbers(row, seen):
         a, _ = observers(row, seen, g)
         if o["support"] == "chunk":
             others = a[:, :, o["sink"] : len(slots) - seen.new].sum(-1, keepdim=True)
-            a = (a / (1 - others)).clamp(max=1)
+            a = a / (1 - others)
+        size = row.inputs[seen.index][-a.shape[1] :].norm(dim=-1) if o["score"] == "kvzip+" else a.new_ones(a.shape[1])
+        a = (a / size[:, None]).clamp(max=1 / size.min())
+        if o["score"] == "kvzip+":  # o_proj is fed [head, dimension]
+            added = row.model.model.layers[seen.index].self_attn.o_proj.weight.unflatten(1, (len(seen.q), -1))
+            values = seen.layer.v[g, slots]
+            each = torch.stack([values @ added[:, h].T for h in range(g * row.group, (g + 1) * row.group)])
+            a = a * each.norm(dim=-1)[:, None]
         for slot, x in zip(slots, a.amax((0, 1)).tolist()):
             old = carry.get(slot, x)
             carry[slot] = dict(keep=old, max=max(old, x), none=x)[o["carry"]]
@@ -85,7 +93,7 @@ def scores(row, seen, ends):
         _of_keys
         if o["score"] in ("knorm", "keydiff")
         else _carried
-        if carries(o) or o["score"] == "kvzip"
+        if carries(o) or o["score"] in ("kvzip", "kvzip+")
         else _of_rows
     )
     each = [one(row, seen, g, end) for g, end in enumerate(ends)]

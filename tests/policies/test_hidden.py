@@ -23,12 +23,15 @@ CHOICES = {
     "kvzip, pyramid": dict(layers="pyramid", beta=3),
     "kvzip, reuse": dict(layers="uniform", n_reuse=2),
     "kvzip, wait": dict(layers="uniform", warmup_layers=3, warmup_budget=22),
+    "kvzip+": {},
+    "kvzip+, all": dict(support="all"),
+    "kvzip+, per head": dict(layers="uniform", heads="equal", instruction=(5, 9), carry="max"),
 }  # "preset, remark": options
 any_choice = pytest.mark.parametrize("name", CHOICES)
 
 
 def options(name, **more):
-    return "kvzip", more | CHOICES[name]
+    return name.split(",")[0], more | CHOICES[name]
 
 
 # -- against the oracle ---------------------------------------------------------------------------------------------
@@ -47,7 +50,7 @@ def test_whole_prompt(name):
     compare(model(), policy, [[53]], **chosen)
 
 
-@pytest.mark.parametrize("name", ["kvzip", "kvzip, all", "kvzip, per head"])
+@pytest.mark.parametrize("name", ["kvzip", "kvzip, all", "kvzip, per head", "kvzip+"])
 @pytest.mark.parametrize("heads", [1, 4])
 def test_groups_of(name, heads):
     policy, chosen = options(name, **CHUNKED)
@@ -67,9 +70,10 @@ def test_padded_rows(name):
     compare(model(), policy, [[41, 1, 14], [26, 1, 14], [10, 1, 14]], **chosen)
 
 
+@pytest.mark.parametrize("name", ["kvzip", "kvzip+"])
 @pytest.mark.parametrize("family", ["qwen3", "phi3", "gemma2", "gemma3", "gpt_oss"])
-def test_other_families(family):
-    policy, chosen = options("kvzip", **CHUNKED)
+def test_other_families(family, name):
+    policy, chosen = options(name, **CHUNKED)
     compare(model(family), policy, [[40, 1, 1]], **chosen)
 
 

@@ -24,6 +24,11 @@ QUANTITIES = Registry("quantity")
 class Quantity:
     observes: ClassVar[bool] = True  # it is of the observing rows; False: of the slots alone
     outputs: ClassVar[bool] = False  # needs the observers' attention outputs
+    hidden: ClassVar[bool] = False  # needs the input of the layer's attention block, `KV.hidden`
+
+    def ready(self, decoder, modules) -> None:
+        """Raise ValueError for a decoder of which it cannot be measured; modules: the attention modules of the layers
+        that evict. Called when a model is patched."""
 
     def measure(self, slots, observation):
         """The quantity of a layer's `Slots` and of the `Observation` of them: mostly fp32 [B, Hkv, C], column i being
@@ -41,6 +46,10 @@ class Quantity:
 
     def scans(self) -> int:
         """How often every slot's key or value is read besides."""
+        return 0
+
+    def products(self) -> int:
+        """How often every slot's key or value is multiplied with a [d, d] matrix of each query head."""
         return 0
 
 
