@@ -37,9 +37,9 @@ class Patch:
         # The last layer that reads all tokens; None: all do.
         self.tsp = propagate.layer_of(policy, self.all_full_attention, len(kinds))
         self.wants_probs = policy.carry == "sum" or (policy.decode and policy.rows.newest)
-        needed = quantities.of_policy(policy)
-        self.wants_outputs = any(each.outputs for each in needed)
-        self.wants_hidden = any(each.hidden for each in needed)
+        self.needed = quantities.of_policy(policy)
+        self.wants_outputs = any(each.outputs for each in self.needed)
+        self.wants_hidden = any(each.hidden for each in self.needed)
         self.hooks = []
         self._forget()
 
@@ -90,12 +90,13 @@ def patch(model, policy, *, budget=None, chunk_size=None, **options):
     chosen.rows.ready(decoder)
     rerotate.check(chosen, families.rope_depends_on_length(decoder))
     state = Patch(chosen, decoder, split)
-    for each in quantities.of_policy(chosen):
-        each.ready(decoder, list(own_modules(decoder, state)))
+    modules = [families.attention_of(families.layers_of(decoder)[index], index) for index in state.order]
+    for each in state.needed:
+        each.ready(decoder, modules)
     if not is_patched(decoder):
         check_type(model, decoder)
     top = base_model(model)
-    if chosen.rerotate or chosen.rows.rotates:
+    if chosen.rerotate or chosen.rows.rotates or any(each.rotates for each in state.needed):
         state.rotates = trial.rotating(top, decoder, state.order)
         state.rotates |= {reader: state.rotates[producer] for reader, producer in state.readers.items()}
     if chosen.layers.residual == "attention":

@@ -64,8 +64,8 @@ class RepeatedOutput(Repetition):
     def scans(self):
         return 1
 
-    def products(self):
-        return 1
+    def products(self, rows, slots):
+        return slots
 
     def measure(self, slots, observation):
         (part,) = observation.parts
