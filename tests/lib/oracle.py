@@ -68,6 +68,7 @@ PRESETS = {
     "vatp": dict(score="vatp"),
     "kvzip": dict(score="kvzip", heads="flat", layers="pool", schedule="chunk", chunk_size=512),
     "kvzip+": dict(score="kvzip+", heads="flat", layers="pool", schedule="chunk", chunk_size=512),
+    "expected": dict(score="expected", heads="ada"),
     "paasvn": dict(score="paasvn", heads="ada"),
     "laq": dict(score="laq"),
     "laq/paper": _PAPER,
@@ -92,6 +93,7 @@ class Layer:
     carry: list  # per kv head {token: score}, h2o's
     probe: torch.Tensor | None = None  # [H, p, d] accumulated probe, as if rotated with `probe_at`
     probe_at: int = 0
+    queries: list = field(default_factory=list)  # [H, d] before rotation, of the rows that expected attention counts
     asked: list = field(default_factory=list)  # (token, queries [H, d], outputs [H, d]) of decoded tokens
 
     def keep(self, g, taken):

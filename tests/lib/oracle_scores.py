@@ -6,6 +6,7 @@ out [G, R, d], those rows' outputs; v [n, d] are the alive slots' values.
 
 from functools import partial
 
+import oracle_expected
 import torch
 from oracle_rows import observers
 from ref import caote
@@ -31,12 +32,13 @@ SCORES = {
     "cake": _POOLED | dict(kernel=5, pool="avg", gamma=200.0),
     "kvzip": dict(sink=4, support="chunk", carry="keep"),
     "kvzip+": dict(sink=4, support="chunk", carry="keep"),
+    "expected": dict(span=512, eps=0.01, sink=4),
     "edie": _EDIE,
     "edie-exact": _EDIE,
 }
 ROWS = dict(  # each method's own
     streaming="none", knorm="none", keydiff="none", h2o="all", vatp="all", tova="last", take="probe", oracle="given",
-    laq="drafted", speckv="drafted", kvzip="repeat", **{"kvzip+": "repeat"},
+    laq="drafted", speckv="drafted", kvzip="repeat", expected="none", **{"kvzip+": "repeat"},
 )  # fmt: skip
 OWN_ROWS = dict(fastkv=dict(window=8), speckv=dict(draft_model=None))
 
@@ -53,6 +55,8 @@ def protected(o, share):
 
 def grow_carry(row, seen):
     """What the rows of a chunk, or a decoded one, add to the sums that stay with the slots: mean over the group."""
+    if row.o["score"] == "expected" and row.reading:
+        oracle_expected.note(row, seen)
     if row.o["score"] in ("kvzip", "kvzip+") and row.reading:
         _keep_numbers(row, seen)
     if not carries(row.o):
@@ -92,6 +96,8 @@ def scores(row, seen, ends):
     one = (
         _of_keys
         if o["score"] in ("knorm", "keydiff")
+        else oracle_expected.scores
+        if o["score"] == "expected"
         else _carried
         if carries(o) or o["score"] in ("kvzip", "kvzip+")
         else _of_rows
