@@ -21,6 +21,7 @@ PRESSES = {
     "knorm": kvpress.KnormPress,
     "keydiff": kvpress.KeyDiffPress,
     "streaming": kvpress.StreamingLLMPress,
+    "expected": kvpress.ExpectedAttentionPress,
 }
 
 

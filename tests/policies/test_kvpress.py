@@ -31,10 +31,16 @@ def budget(name, length, ratio):
     return RUN * int(runs * (1 - ratio)) - (RUN * runs - length)  # the last run, which is short, is in the window
 
 
+EXPECTED = dict(expected=dict(heads="equal", eps=0.0))  # options where no preset has kvpress' defaults
 ATTENTION = ["snapkv/kvpress", "chunkkv/kvpress", "adakv/kvpress"]
 NAMES = {
-    "llama": [*ATTENTION, "knorm", "keydiff/kvpress", "streaming"],
-    "qwen3": [*ATTENTION, "keydiff/kvpress", "keydiff"],  # its keys are of one length, so both have the same mean
+    "llama": [*ATTENTION, "knorm", "keydiff/kvpress", "streaming", "expected"],
+    "qwen3": [
+        *ATTENTION,
+        "keydiff/kvpress",
+        "expected",
+        "keydiff",
+    ],  # its keys are of one length, so both have the same mean
 }
 
 
@@ -44,7 +50,7 @@ def test_same_positions(family, tmp_path):
     made.save_pretrained(tmp_path)
     for name in NAMES[family]:
         for length, ratio in ((224, 0.25), (204, 0.4), (164, 0.3)):
-            options = dict(budget=budget(name, length, ratio))
+            options = dict(budget=budget(name, length, ratio)) | EXPECTED.get(name, {})
             seed, (((_, want),),) = truth(made, name, [[length]], **options)  # no two scores that rounding may swap
             ((_, got),) = ours(made, name, [[length]], seed, **options)[0]
             assert got == want
