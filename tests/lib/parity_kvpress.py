@@ -22,6 +22,7 @@ PRESSES = {
     "keydiff": kvpress.KeyDiffPress,
     "streaming": kvpress.StreamingLLMPress,
     "expected": kvpress.ExpectedAttentionPress,
+    "expected, ada": lambda ratio: kvpress.AdaKVPress(kvpress.ExpectedAttentionPress(ratio, epsilon=0.01)),
 }
 
 

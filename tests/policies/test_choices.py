@@ -504,11 +504,8 @@ def legal(name, rows, given):
     reuse, weighs = given["n_reuse"] > 1, given["layers"] == "tada" or given["refine"] != "none"
     shared = name == "tova" or (given["select"] != "token" and not given["select"].per_head)
     carries = name in ("h2o", "vatp")
-    pools = name in (*REPEATED, "expected") and [given[part] for part in ("heads", "select", "refine")] == [
-        "flat",
-        "token",
-        "none",
-    ]
+    compares = name in (*REPEATED, "expected")
+    pools = compares and [given[part] for part in ("heads", "select", "refine")] == ["flat", "token", "none"]
     waits = "warmup_layers" in given
     return not (
         (shared and given["heads"] != "equal")
@@ -520,7 +517,7 @@ def legal(name, rows, given):
         or (given["layers"] == "cake" and (reuse or name in RANKS or carries or rows in ("none", "last")))
         or (name == "fastkv" and (reuse or "warmup_layers" in given or rows == "drafted"))
         or (carries and rows == "drafted")
-        or (given["layers"] == "pool" and (not pools or reuse or waits))
+        or (given["layers"] == "pool" and (not pools or reuse or waits or "decode" in given))
         or (rows == "repeat" and (name == "fastkv" or given["layers"] == "tada"))
         or (name in REPEATED and (rows != "repeat" or given["layers"] == "cake" or "decode" in given))
     )
