@@ -38,12 +38,8 @@ EXPECTED = {  # options where no preset has kvpress' defaults
 ATTENTION = ["snapkv/kvpress", "chunkkv/kvpress", "adakv/kvpress"]
 NAMES = {
     "llama": [*ATTENTION, "knorm", "keydiff/kvpress", "streaming", *EXPECTED],
-    "qwen3": [
-        *ATTENTION,
-        *EXPECTED,
-        "keydiff/kvpress",
-        "keydiff",
-    ],  # its keys are of one length, so both have the same mean
+    # Keys of qwen3 are of one length, so both keydiffs have the same mean.
+    "qwen3": [*ATTENTION, *EXPECTED, "keydiff/kvpress", "keydiff"],
 }
 
 
