@@ -182,6 +182,7 @@ def test_measuring_refuses_what_it_cannot_read(tmp_path):
 
 
 @pytest.mark.parametrize("chosen, text", [
+    (dict(rows="drafted"), "rows='none'"),
     (dict(span=0), "span must be at least 1"),
     (dict(eps=-1), "eps must be"),
     (dict(sink=-1), "sink must be at least 0"),
