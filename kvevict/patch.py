@@ -9,7 +9,7 @@ import torch
 
 from . import _ops, families, known, trial
 from .compat import STATE
-from .engine import attention, forward, propagate, quantities, ranks, rerotate, residual, states
+from .engine import attention, forward, hidden, propagate, quantities, ranks, rerotate, residual, states
 from .engine.meter import Meter
 from .families import base_model, find_decoder
 from .policy.policy import build
@@ -37,7 +37,9 @@ class Patch:
         # The last layer that reads all tokens; None: all do.
         self.tsp = propagate.layer_of(policy, self.all_full_attention, len(kinds))
         self.wants_probs = policy.carry == "sum" or (policy.decode and policy.rows.newest)
-        self.wants_outputs = any(each.outputs for each in quantities.of_policy(policy))
+        self.needed = quantities.of_policy(policy)
+        self.wants_outputs = any(each.outputs for each in self.needed)
+        self.wants_hidden = any(each.hidden for each in self.needed)
         self.hooks = []
         self._forget()
 
@@ -88,10 +90,13 @@ def patch(model, policy, *, budget=None, chunk_size=None, **options):
     chosen.rows.ready(decoder)
     rerotate.check(chosen, families.rope_depends_on_length(decoder))
     state = Patch(chosen, decoder, split)
+    modules = [families.attention_of(families.layers_of(decoder)[index], index) for index in state.order]
+    for each in state.needed:
+        each.ready(decoder, modules)
     if not is_patched(decoder):
         check_type(model, decoder)
     top = base_model(model)
-    if chosen.rerotate or chosen.rows.rotates:
+    if chosen.rerotate or chosen.rows.rotates or any(each.rotates for each in state.needed):
         state.rotates = trial.rotating(top, decoder, state.order)
         state.rotates |= {reader: state.rotates[producer] for reader, producer in state.readers.items()}
     if chosen.layers.residual == "attention":
@@ -116,7 +121,7 @@ def _install(top, decoder, state) -> None:
     object.__setattr__(decoder, STATE, state)
     forward.install(top, decoder)
     states.install(decoder, state)
-    state.hooks = [*propagate.install(decoder, state), *residual.install(decoder, state)]
+    state.hooks = [hook for part in (propagate, residual, hidden) for hook in part.install(decoder, state)]
 
 
 def unpatch(model):

@@ -56,6 +56,8 @@ class Deciding(Chooser):
         observing = observed and observes(policy, order, len(call.step.patch.order))
         if observing and not call.step.decoding:
             call.step.read.memory[call.slots.index] = policy.rows.accumulate(call.rows, call.memory())
+            for each in call.step.patch.needed:
+                each.accumulate(call.rows)
         if self.decisions.asks:
             self._ask(call)
         decision = self.decisions.at(order, call.slots.alive)

@@ -57,6 +57,7 @@ class KV:
     padding: np.ndarray  # the same on the host
     options: dict[str, Any]  # scale, softcap, sinks of attention
     appended: tuple = ()  # k, v [B, heads, p, D] of rows that are read with the call and not stored
+    hidden: torch.Tensor | None = None  # [B, T, E] input of the attention block, of all rows; None: nobody needs it
 
     @cached_property
     def stored(self):
@@ -160,8 +161,8 @@ class Slots:
         return self.heads.merge(error)
 
     def waiting(self):
-        """These slots without what was made of stored latents for one call."""
-        return replace(self, kv=replace(self.kv))
+        """These slots without what is of one call: expanded latents, the attention block's input."""
+        return replace(self, kv=replace(self.kv, hidden=None))
 
 
 @dataclass(frozen=True, eq=False)

@@ -119,6 +119,11 @@ preset(
     "kvzip", "KVzip (Kim et al. 2025) in bounded memory, ours: each chunk is read twice; questions may come later.",
     score=SCORES["kvzip"](), heads=HEADS["flat"](), layers=LAYERS["pool"](), chunk_size=512,
 )  # fmt: skip
+preset(
+    "kvzip+", "KVzip+ (Jegou and Jeblick 2026) in bounded memory, ours: KVzip, weighted by what a slot adds.",
+    score=SCORES["kvzip+"](), heads=HEADS["flat"](), layers=LAYERS["pool"](), chunk_size=512,
+)  # fmt: skip
+preset("expected", score=SCORES["expected"](), heads=HEADS["ada"]())
 preset("vatp", score=SCORES["vatp"]())
 preset(
     "paasvn", "PAASVN (EDIE eq. 4): SnapKV's sums times the value's 1-norm, pooled; heads compete as in AdaKV.",

@@ -41,6 +41,8 @@ CASES = {  # name -> policy and options
     "random": ("random", dict(budget=15)),
     "laq": ("laq", dict(budget=16, window=4)),
     "speckv": ("speckv", dict(budget=16, n_d=3, window=4)),
+    "expected": ("expected", CHUNKS | dict(span=7)),
+    "kvzip+": ("kvzip+", CHUNKS),
     "diagnose": ("adakv", CHUNKS | dict(window=4, diagnose=True)),
 }  # fmt: skip
 FREE = ("take", "snapkv", "take+caote", "h2o", "pyramidkv", "streaming", "random", "laq", "speckv")  # nothing travels

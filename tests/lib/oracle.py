@@ -67,6 +67,8 @@ PRESETS = {
     "edie-exact": _EDIE | dict(score="edie-exact"),
     "vatp": dict(score="vatp"),
     "kvzip": dict(score="kvzip", heads="flat", layers="pool", schedule="chunk", chunk_size=512),
+    "kvzip+": dict(score="kvzip+", heads="flat", layers="pool", schedule="chunk", chunk_size=512),
+    "expected": dict(score="expected", heads="ada"),
     "paasvn": dict(score="paasvn", heads="ada"),
     "laq": dict(score="laq"),
     "laq/paper": _PAPER,
@@ -91,6 +93,7 @@ class Layer:
     carry: list  # per kv head {token: score}, h2o's
     probe: torch.Tensor | None = None  # [H, p, d] accumulated probe, as if rotated with `probe_at`
     probe_at: int = 0
+    queries: list = field(default_factory=list)  # [H, d] before rotation, of the rows that expected attention counts
     asked: list = field(default_factory=list)  # (token, queries [H, d], outputs [H, d]) of decoded tokens
 
     def keep(self, g, taken):
@@ -137,6 +140,7 @@ class Row:
         self.W = len(self.own) // 2 if self.o["warmup_layers"] == "half" else self.o["warmup_layers"]
         self.calls = {}  # layer -> its attention in the last call, of those that evict
         self.turns = {}  # layer -> [T] 1 - cos(R, R + O) of the last call's rows
+        self.inputs = {}  # layer -> [T, E] what its attention block got in the last call
         self.layer_budget = 0
         self.seen, self.limits = 0, [0] * len(self.own)  # slots of each layer, from the first eviction on
         self.part = None  # of a prompt that was read, the tokens that are repeated
@@ -275,7 +279,8 @@ class Row:
 
     @contextlib.contextmanager
     def _measured(self):
-        """Notes how far every layer turns the residual stream of each of the call's rows."""
+        """Notes what every attention block gets, and how far every layer turns the residual stream, of each of the
+        call's rows."""
         hooks, before = [], {}
         scale = getattr(self.model.config, "residual_multiplier", 1.0)
 
@@ -287,6 +292,11 @@ class Row:
             after = before[index] + scale * out if adds else out
             self.turns[index] = (1 - torch.cosine_similarity(before[index], after, dim=-1))[0].clamp(min=0)
 
+        def note(index, module, args, kwargs):
+            self.inputs[index] = (args[0] if args else kwargs["hidden_states"])[0]
+
+        for index, layer in enumerate(self.model.model.layers):
+            hooks.append(layer.self_attn.register_forward_pre_hook(functools.partial(note, index), with_kwargs=True))
         for index, layer in enumerate(self.model.model.layers if self.o["cd"] != "off" else ()):
             module, adds = layer, self.o["cd"] == "attention"
             if adds:

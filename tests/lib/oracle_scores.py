@@ -6,6 +6,7 @@ out [G, R, d], those rows' outputs; v [n, d] are the alive slots' values.
 
 from functools import partial
 
+import oracle_expected
 import torch
 from oracle_rows import observers
 from ref import caote
@@ -30,12 +31,14 @@ SCORES = {
     "speckv": _ATTENTION | dict(reduce="max", group="max"),
     "cake": _POOLED | dict(kernel=5, pool="avg", gamma=200.0),
     "kvzip": dict(sink=4, support="chunk", carry="keep"),
+    "kvzip+": dict(sink=4, support="chunk", carry="keep"),
+    "expected": dict(span=512, eps=0.01, sink=4),
     "edie": _EDIE,
     "edie-exact": _EDIE,
 }
 ROWS = dict(  # each method's own
     streaming="none", knorm="none", keydiff="none", h2o="all", vatp="all", tova="last", take="probe", oracle="given",
-    laq="drafted", speckv="drafted", kvzip="repeat",
+    laq="drafted", speckv="drafted", kvzip="repeat", expected="none", **{"kvzip+": "repeat"},
 )  # fmt: skip
 OWN_ROWS = dict(fastkv=dict(window=8), speckv=dict(draft_model=None))
 
@@ -52,7 +55,9 @@ def protected(o, share):
 
 def grow_carry(row, seen):
     """What the rows of a chunk, or a decoded one, add to the sums that stay with the slots: mean over the group."""
-    if row.o["score"] == "kvzip" and row.reading:
+    if row.o["score"] == "expected" and row.reading:
+        oracle_expected.note(row, seen)
+    if row.o["score"] in ("kvzip", "kvzip+") and row.reading:
         if row.part is not None:
             _part_numbers(row, seen)
         elif row.o["schedule"] == "chunk":
@@ -73,8 +78,20 @@ def _keep_numbers(row, seen):
         a, _ = observers(row, seen, g)
         if o["support"] == "chunk":
             others = a[:, :, o["sink"] : len(slots) - seen.new].sum(-1, keepdim=True)
-            a = (a / (1 - others)).clamp(max=1)
+            a = a / (1 - others)
+        a = _weighed(row, seen, g, slots, a)
         _join(o, carry, dict(zip(slots, a.amax((0, 1)).tolist())))
+
+
+def _weighed(row, seen, g, slots, a):
+    """Attention a [heads of the group, rows, slots], at most 1; of KVzip+ times ||W_O v|| / ||x||."""
+    if row.o["score"] != "kvzip+":
+        return a.clamp(max=1)
+    size = row.inputs[seen.index][-a.shape[1] :].norm(dim=-1)
+    added = row.model.model.layers[seen.index].self_attn.o_proj.weight.unflatten(1, (len(seen.q), -1))
+    values = seen.layer.v[g, slots]  # o_proj is fed [head, dimension]
+    each = torch.stack([values @ added[:, h].T for h in range(g * row.group, (g + 1) * row.group)])
+    return (a / size[:, None]).clamp(max=1 / size.min()) * each.norm(dim=-1)[:, None]
 
 
 def _join(o, carry, numbers):
@@ -95,8 +112,9 @@ def _part_numbers(row, seen):
         if o["support"] == "chunk":
             own = [t - start in row.part for t in slots]
             others = [i for i, mine in enumerate(own) if not mine and i >= o["sink"]]
-            a = (a / (1 - a[:, :, others].sum(-1, keepdim=True))).clamp(max=1)
+            a = a / (1 - a[:, :, others].sum(-1, keepdim=True))
             told = [t for t, mine in zip(slots, own) if mine or t < start]
+        a = _weighed(row, seen, g, slots, a)
         number = dict(zip(slots, a.amax((0, 1)).tolist()))
         fresh[g] |= {t: max(number[t], fresh[g].get(t, 0.0)) for t in told}
         if row.last:
@@ -111,8 +129,10 @@ def scores(row, seen, ends):
     one = (
         _of_keys
         if o["score"] in ("knorm", "keydiff")
+        else oracle_expected.scores
+        if o["score"] == "expected"
         else _carried
-        if carries(o) or o["score"] == "kvzip"
+        if carries(o) or o["score"] in ("kvzip", "kvzip+")
         else _of_rows
     )
     each = [one(row, seen, g, end) for g, end in enumerate(ends)]

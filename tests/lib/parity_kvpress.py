@@ -21,6 +21,8 @@ PRESSES = {
     "knorm": kvpress.KnormPress,
     "keydiff": kvpress.KeyDiffPress,
     "streaming": kvpress.StreamingLLMPress,
+    "expected": kvpress.ExpectedAttentionPress,
+    "expected, ada": lambda ratio: kvpress.AdaKVPress(kvpress.ExpectedAttentionPress(ratio, epsilon=0.01)),
 }
 
 

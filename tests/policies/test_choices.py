@@ -448,7 +448,7 @@ SCORES = {
     "streaming": dict(sink=2), "h2o": {}, "tova": {}, "tova, per head": dict(per_head=True), "snapkv": dict(kernel=3),
     "edie": {}, "edie-exact": dict(weight="all"), "vatp": dict(sink=2), "paasvn": dict(pool="none"),
     "cake": dict(gamma=7.0), "fastkv": {}, "knorm": {}, "keydiff": {}, "random": {}, "take": {}, "oracle": {},
-    "laq": {}, "speckv": {}, "kvzip": {},
+    "laq": {}, "speckv": {}, "kvzip": {}, "kvzip+": {}, "expected": dict(span=7),
 }  # fmt: skip
 ROWS = {
     "none": {}, "last": {}, "window": dict(window=4), "all": {}, "probe": dict(probe=4), "given": dict(ids=(5, 9)),
@@ -470,6 +470,7 @@ REASONS = (
     "after all layers|one ranking|repeat|not read again"
 )
 RANKS = ("streaming", "knorm", "keydiff", "random")
+REPEATED = ("kvzip", "kvzip+")
 SAMPLED = 241  # of the combinations over rows that are not a score's own, one in so many
 
 
@@ -503,21 +504,22 @@ def legal(name, rows, given):
     reuse, weighs = given["n_reuse"] > 1, given["layers"] == "tada" or given["refine"] != "none"
     shared = name == "tova" or (given["select"] != "token" and not given["select"].per_head)
     carries = name in ("h2o", "vatp")
-    pools = name == "kvzip" and [given[part] for part in ("heads", "select", "refine")] == ["flat", "token", "none"]
+    compares = name in (*REPEATED, "expected")
+    pools = compares and [given[part] for part in ("heads", "select", "refine")] == ["flat", "token", "none"]
     waits = "warmup_layers" in given
     return not (
         (shared and given["heads"] != "equal")
         or (name == "tova" and given["refine"] != "none")
         or (name in RANKS and weighs)
-        or (name not in RANKS and rows == "none")
+        or (name not in (*RANKS, "expected") and rows == "none")
         or (given["layers"] in ("tada", "cake") and "warmup_layers" in given)
         or (given["layers"] == "tada" and reuse)
         or (given["layers"] == "cake" and (reuse or name in RANKS or carries or rows in ("none", "last")))
         or (name == "fastkv" and (reuse or "warmup_layers" in given or rows == "drafted"))
-        or (carries and rows == "drafted")
-        or (given["layers"] == "pool" and (not pools or reuse or waits))
+        or ((carries or name == "expected") and rows == "drafted")
+        or (given["layers"] == "pool" and (not pools or reuse or waits or "decode" in given))
         or (rows == "repeat" and (name == "fastkv" or given["layers"] == "tada"))
-        or (name == "kvzip" and (rows != "repeat" or given["layers"] == "cake" or "decode" in given))
+        or (name in REPEATED and (rows != "repeat" or given["layers"] == "cake" or "decode" in given))
     )
 
 

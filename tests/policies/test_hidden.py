@@ -30,6 +30,9 @@ CHOICES = {
     "kvzip, wait": dict(layers="uniform", warmup_layers=3, warmup_budget=22),
     "kvzip, some": dict(most=5, instruction=(5,)),
     "kvzip, half": dict(most=0.5),
+    "kvzip+": {},
+    "kvzip+, all": dict(support="all"),
+    "kvzip+, per head": dict(layers="uniform", heads="equal", instruction=(5, 9), carry="max"),
 }  # "preset, remark": options
 WHOLE = {
     "kvzip": dict(part=20),
@@ -43,13 +46,15 @@ WHOLE = {
     "kvzip, per head": dict(layers="uniform", heads="equal", part=1000),
     "kvzip, reuse": dict(layers="uniform", n_reuse=2, part=40),
     "kvzip, wait": dict(layers="uniform", warmup_layers=3, part=24),
+    "kvzip+": dict(part=20),
+    "kvzip+, all": dict(support="all", part=17),
 }  # "preset, remark": options
 any_choice = pytest.mark.parametrize("name", CHOICES)
 any_whole = pytest.mark.parametrize("name", WHOLE)
 
 
 def options(name, **more):
-    return "kvzip", more | CHOICES[name]
+    return name.split(",")[0], more | CHOICES[name]
 
 
 # -- against the oracle ---------------------------------------------------------------------------------------------
@@ -98,7 +103,7 @@ def test_parts_in_other_families(family):
     compare(model(family), policy, [[40, 1, 30]], **chosen)
 
 
-@pytest.mark.parametrize("name", ["kvzip", "kvzip, all", "kvzip, per head"])
+@pytest.mark.parametrize("name", ["kvzip", "kvzip, all", "kvzip, per head", "kvzip+"])
 @pytest.mark.parametrize("heads", [1, 4])
 def test_groups_of(name, heads):
     policy, chosen = options(name, **CHUNKED)
@@ -118,9 +123,10 @@ def test_padded_rows(name):
     compare(model(), policy, [[41, 1, 14], [26, 1, 14], [10, 1, 14]], **chosen)
 
 
+@pytest.mark.parametrize("name", ["kvzip", "kvzip+"])
 @pytest.mark.parametrize("family", ["qwen3", "phi3", "gemma2", "gemma3", "gpt_oss"])
-def test_other_families(family):
-    policy, chosen = options("kvzip", **CHUNKED)
+def test_other_families(family, name):
+    policy, chosen = options(name, **CHUNKED)
     compare(model(family), policy, [[40, 1, 1]], **chosen)
 
 

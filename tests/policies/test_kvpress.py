@@ -31,10 +31,15 @@ def budget(name, length, ratio):
     return RUN * int(runs * (1 - ratio)) - (RUN * runs - length)  # the last run, which is short, is in the window
 
 
+EXPECTED = {  # options where no preset has kvpress' defaults
+    "expected": dict(heads="equal", eps=0.0),
+    "expected, ada": dict(floor="all"),
+}
 ATTENTION = ["snapkv/kvpress", "chunkkv/kvpress", "adakv/kvpress"]
 NAMES = {
-    "llama": [*ATTENTION, "knorm", "keydiff/kvpress", "streaming"],
-    "qwen3": [*ATTENTION, "keydiff/kvpress", "keydiff"],  # its keys are of one length, so both have the same mean
+    "llama": [*ATTENTION, "knorm", "keydiff/kvpress", "streaming", *EXPECTED],
+    # Keys of qwen3 are of one length, so both keydiffs have the same mean.
+    "qwen3": [*ATTENTION, *EXPECTED, "keydiff/kvpress", "keydiff"],
 }
 
 
@@ -43,10 +48,11 @@ def test_same_positions(family, tmp_path):
     made, cases = model(family), []
     made.save_pretrained(tmp_path)
     for name in NAMES[family]:
+        preset = name.split(",")[0]
         for length, ratio in ((224, 0.25), (204, 0.4), (164, 0.3)):
-            options = dict(budget=budget(name, length, ratio))
-            seed, (((_, want),),) = truth(made, name, [[length]], **options)  # no two scores that rounding may swap
-            ((_, got),) = ours(made, name, [[length]], seed, **options)[0]
+            options = dict(budget=budget(name, length, ratio)) | EXPECTED.get(name, {})
+            seed, (((_, want),),) = truth(made, preset, [[length]], **options)  # no two scores that rounding may swap
+            ((_, got),) = ours(made, preset, [[length]], seed, **options)[0]
             assert got == want
             cases.append((name, ratio, tokens([[length]], seed)[0][0].tolist(), got))
     asks = [(name.split("/")[0], ratio, ids) for name, ratio, ids, _ in cases]

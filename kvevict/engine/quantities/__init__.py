@@ -24,6 +24,16 @@ QUANTITIES = Registry("quantity")
 class Quantity:
     observes: ClassVar[bool] = True  # it is of the observing rows; False: of the slots alone
     outputs: ClassVar[bool] = False  # needs the observers' attention outputs
+    hidden: ClassVar[bool] = False  # needs the input of the layer's attention block, `KV.hidden`
+    rotates: ClassVar[bool] = False  # rotates queries or keys, so models are checked
+
+    def ready(self, decoder, modules) -> None:
+        """Raise ValueError for a decoder of which it cannot be measured; modules: the attention modules of the layers
+        that evict. Called when a model is patched."""
+
+    def accumulate(self, rows) -> None:
+        """Take in the `LayerRows` of a chunk. Called for every chunk of a prompt and every layer that chooses, before
+        anything of it is measured, also when nothing is evicted."""
 
     def measure(self, slots, observation):
         """The quantity of a layer's `Slots` and of the `Observation` of them: mostly fp32 [B, Hkv, C], column i being
@@ -46,6 +56,11 @@ class Quantity:
 
     def scans(self) -> int:
         """How often every slot's key or value is read besides."""
+        return 0
+
+    def products(self, rows: int, slots: int) -> int:
+        """Vectors that are multiplied with a [d, d] matrix of each query head, after a chunk of `rows` rows, over
+        `slots` alive slots (0: it is not measured)."""
         return 0
 
 

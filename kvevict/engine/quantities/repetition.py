@@ -1,8 +1,10 @@
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
 from ... import _ops
+from .. import projection
 from ..observation import rolled
 from . import QUANTITIES, Quantity, observed
 
@@ -29,16 +31,14 @@ class Repetition(Quantity):
         return appended * (min(stored, self.sink) + tokens) + appended * (appended + 1) // 2
 
     def measure(self, slots, observation):
-        (part,) = observation.parts
-        kv, stored = slots.kv, slots.kv.stored
+        (part,), kv, stored = observation.parts, slots.kv, slots.kv.stored
+        part = self.spanning(slots, part)
         with kv.rotated():
             if part.of is None:
-                part = self._spanning(part, kv, 0 * stored.len, stored.len.clamp_max(self.sink))
                 everything = kv.within(0 * stored.len, stored.len)
                 return _largest(replace(slots, kv=everything), part, slots.columns)
             prompt, start, count = (x[:, None].expand_as(stored.len) for x in part.of)
             old = stored.len - prompt
-            part = self._spanning(part, kv, old + start, count)
             found = torch.full((*slots.n.shape, slots.columns), torch.nan, device=slots.device)
             for begin, length in ((0 * old, old), (old + start, count)):
                 most = int(length.max()) if length.numel() else 0
@@ -46,6 +46,15 @@ class Repetition(Quantity):
                     own = _largest(replace(slots, kv=kv.within(begin, length)), part, most)
                     found = _placed(found, own, begin[:, : own.shape[1]], length[:, : own.shape[1]])
             return found
+
+    def spanning(self, slots, part):
+        """Observers whose lse is over the slots that their softmax spans."""
+        kv, stored = slots.kv, slots.kv.stored
+        with kv.rotated():
+            if part.of is None:
+                return self._spanning(part, kv, 0 * stored.len, stored.len.clamp_max(self.sink))
+            prompt, start, count = (x[:, None].expand_as(stored.len) for x in part.of)
+            return self._spanning(part, kv, stored.len - prompt + start, count)
 
     def _spanning(self, part, kv, begin, count):
         """The observers, with the log-sum-exp of a softmax over stored slots begin .. begin + count - 1 [B, heads],
@@ -73,3 +82,49 @@ def _placed(found, own, begin, count):
     place = torch.arange(found.shape[2], device=found.device) - begin[..., None]
     inside = (place >= 0) & (place < count[..., None])
     return torch.where(inside, own.gather(2, place.clamp(0, own.shape[2] - 1)), found)
+
+
+@QUANTITIES.add("repeated_output")
+@dataclass(frozen=True)
+class RepeatedOutput(Repetition):
+    """a_ji ||W_O,h v_i||_2 / ||x_j||_2, the largest over repeated rows j and the heads h of a group (KVzip+, Jegou
+    and Jeblick 2026, section 2.2): how much slot i adds at row j, beside what enters the attention block there.
+
+    support   what the softmax of a spans: "chunk", as in `repetition`, or "all" that a row sees
+    """
+
+    support: str = "chunk"
+    hidden: ClassVar[bool] = True
+
+    def ready(self, decoder, modules):
+        for module in modules:
+            projection.check(module)
+
+    def looks_at(self, alive, again):
+        return super().looks_at(alive, again) if self.support == "chunk" else alive
+
+    def attended(self, tokens, stored, appended):
+        return super().attended(tokens, stored, appended) if self.support == "chunk" else 0
+
+    def scans(self):
+        return 1
+
+    def products(self, rows, slots):
+        return slots
+
+    def measure(self, slots, observation):
+        (part,), chunk = observation.parts, self.support == "chunk"
+        part = self.spanning(slots, part) if chunk else part
+        size = slots.kv.hidden[:, -part.q.shape[2] :].float().norm(dim=-1)
+        size = rolled(size[:, None], part.skip)  # [B, 1, R], in the observers' order
+        counts = torch.arange(size.shape[2], device=size.device) >= part.skip[:, None, None]
+        most = 1 / torch.where(counts, size, torch.inf).amin(2, keepdim=True)
+        weighed = replace(part, lse=part.lse + size.log())  # a / ||x|| = exp(logit - lse - ln ||x||)
+        a = observed(_ops.score, slots, weighed, reduce="max", group="none", columns=slots.columns)
+        found = slots.heads.reduce(torch.minimum(a, most) * projection.norms(slots), "max")
+        if not chunk or part.of is None:
+            return found
+        prompt, start, count = (x[:, None, None] for x in part.of)
+        place = torch.arange(found.shape[2], device=found.device) - (slots.n[..., None] - prompt)
+        inside = (place < 0) | ((place >= start) & (place < start + count))
+        return found.masked_fill(~inside, torch.nan)

@@ -38,3 +38,17 @@ class KVzip(Score):
 
     def score(self, slots, attention):
         return attention
+
+
+@SCORES.add("kvzip+")
+@dataclass(frozen=True)
+class KVzipPlus(KVzip):
+    """KVzip+ (Jegou and Jeblick 2026): KVzip's attention, weighted by what a slot adds to the row.
+
+    With W_O,h the columns of the output projection that query head h feeds and x_j the input of the layer's attention
+    block at repeated row j: max over j and h of a_ji ||W_O,h v_i||_2 / ||x_j||_2.
+    """
+
+    @property
+    def needs(self):
+        return (need("repeated_output", sink=self.sink, support=self.support),)
