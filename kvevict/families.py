@@ -23,7 +23,7 @@ for _name, _kind in (("LinearAttentionLayer", STATE), ("DummyLayer", NOTHING),
         _KINDS[getattr(cache_utils, _name)] = _kind
 
 LAYER_LISTS = ("layers", "h", "blocks")
-OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo")  # of an attention module
+OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")  # of what attention gives
 INNER = ("model", "transformer", "gpt_neox", "language_model", "text_model", "decoder")
 
 
@@ -245,27 +245,29 @@ def structure_reasons(decoder) -> list:
     return []
 
 
+def output_of(module):
+    """The child of an attention module that projects what its heads give; None where there is none by a known name."""
+    return next((getattr(module, name) for name in OUTPUTS if hasattr(module, name)), None)
+
+
 def output_weight(module, split=False):
     """W_O of an attention module, [E, H * Dv]: what its projection makes of the heads' outputs, without its bias.
 
     split   of this rank's heads alone (tensor parallel)
 
     Weights that are not plain tensors (quantised, offloaded, with a LoRA) are seen by what the projection makes of unit
-    vectors. Raises ValueError where no such projection is known.
+    vectors.
     """
-    linear = next((getattr(module, name) for name in OUTPUTS if callable(getattr(module, name, None))), None)
-    if linear is None:
-        raise ValueError(
-            f"{type(module).__name__} has no output projection by a known name ({', '.join(OUTPUTS)}), which this "
-            "policy's norm of W_O v needs: take another policy"
-        )
+    linear = output_of(module)
     if type(linear) is torch.nn.Linear and linear.weight.device.type != "meta":
         weight = linear.weight.detach()
         if hasattr(weight, "to_local"):  # a DTensor
             weight = weight.to_local() if split else weight.full_tensor()
         return weight
     like = next((x for x in linear.parameters() if x.is_floating_point()), torch.empty(0))
-    unit = torch.eye(getattr(linear, "in_features", 0) or len(linear.weight), dtype=like.dtype, device=device_of(linear))
+    unit = torch.eye(
+        getattr(linear, "in_features", 0) or len(linear.weight), dtype=like.dtype, device=device_of(linear)
+    )
     with torch.no_grad():
         return (linear(unit) - linear(torch.zeros_like(unit[:1]))).T
 

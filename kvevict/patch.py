@@ -90,8 +90,9 @@ def patch(model, policy, *, budget=None, chunk_size=None, **options):
     rotates = any(each.rotates for each in needed)
     rerotate.check(chosen, families.rope_depends_on_length(decoder), rotates)
     state = Patch(chosen, decoder, split)
+    modules = [families.attention_of(families.layers_of(decoder)[index], index) for index in state.order]
     for each in needed:
-        each.ready(decoder, state)
+        each.ready(decoder, modules)
     if not is_patched(decoder):
         check_type(model, decoder)
     top = base_model(model)

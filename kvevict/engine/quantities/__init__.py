@@ -26,9 +26,9 @@ class Quantity:
     outputs: ClassVar[bool] = False  # needs the observers' attention outputs
     rotates: ClassVar[bool] = False  # rotates keys or queries from one position to another: `families.rotate`
 
-    def ready(self, decoder, patch) -> None:
-        """Raise ValueError where a layer of the decoder that a `kvevict.patch.Patch` evicts from does not have what is
-        measured; called when a model is patched."""
+    def ready(self, decoder, modules) -> None:
+        """Raise ValueError for a decoder of which it cannot be measured; modules: the attention modules of the layers
+        that evict. Called when a model is patched."""
 
     def measure(self, slots, observation):
         """The quantity of a layer's `Slots` and of the `Observation` of them: mostly fp32 [B, Hkv, C], column i being

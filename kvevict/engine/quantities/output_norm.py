@@ -17,10 +17,13 @@ class OutputNorm(Quantity):
 
     observes: ClassVar[bool] = False
 
-    def ready(self, decoder, patch):
-        layers = families.layers_of(decoder)
-        for index in patch.order:
-            _of_heads(families.attention_of(layers[index], index), patch)
+    def ready(self, decoder, modules):
+        for module in modules:
+            if families.output_of(module) is None:
+                raise ValueError(
+                    f"{type(module).__name__} has no output projection by a known name ({', '.join(families.OUTPUTS)}), "
+                    "by which this policy measures values: take another score or refinement"
+                )
 
     def scans(self):
         return 1
@@ -43,10 +46,4 @@ class OutputNorm(Quantity):
 
 def _of_heads(module, patch):
     """[H, Dv, E] of this rank's query heads."""
-    weight, heads = families.output_weight(module, patch.ranks.size > 1), patch.local_heads[0]
-    if weight.shape[1] % heads:
-        raise ValueError(
-            f"{type(module).__name__}'s output projection reads {weight.shape[1]} numbers, which are not those of its "
-            f"{heads} heads: take a policy without the norm of W_O v"
-        )
-    return weight.T.unflatten(0, (heads, -1))
+    return families.output_weight(module, patch.ranks.size > 1).T.unflatten(0, (patch.local_heads[0], -1))
