@@ -127,7 +127,7 @@ preset(
 preset("compactor", score=SCORES["compactor"]())
 preset("lagkv", score=SCORES["lagkv"]())
 preset(
-    "snapkv+critical", "CriticalKV (Feng et al. 2025) over snapkv: half of the slots by what W_O makes of their values.",
+    "snapkv+critical", "CriticalKV (Feng et al. 2025) over snapkv: half of the slots by how W_O weighs their values.",
     score=SCORES["snapkv"](), refine=REFINEMENTS["critical"](),
 )  # fmt: skip
 preset(

@@ -46,7 +46,7 @@ def carries(o):
 
 
 def protected(o, share, end=None):
-    """(first, last) slots that the score keeps; `share` is half of a head's budget; end: tokens seen, None: the most."""
+    """(first, last) slots that the score keeps; share: half of a head's budget; end: tokens seen, None: the most."""
     if o["score"] in oracle_values.CARRIED:
         return o["sink"], oracle_values.protected(end, o)
     recent = o.get("recent", 0) if carries(o) else 0

@@ -39,7 +39,11 @@ def output_norm(row, seen, g, slots):
 def lag(row, seen, g, end):
     """By tokens of the text, cut or not: every part that its successor follows has numbers."""
     o, layer, size, found = row.o, seen.layer, row.o["part"], {}
-    for start in range(o["sink"], layer.k.shape[1] - 2 * size + 1, size):
+    starts, near = range(o["sink"], layer.k.shape[1] - 2 * size + 1, size), range(size - 1)
+    if o["chunk_size"] is None and starts:  # cut once: only ranks at the cut of a part matter
+        kept = max(row.B - o["sink"] - protected(row.chunk_end, o), 0)
+        near = [size - 1 - i for i in {kept // len(starts), -(-kept // len(starts))} if 0 < i < size]
+    for start in starts:
         both = 0
         for x in (layer.k[g], layer.v[g]):
             part, after = x[start : start + size], x[start + size : start + 2 * size]
@@ -47,7 +51,7 @@ def lag(row, seen, g, end):
             both = both + scaled.std(1).softmax(0) / 2
         if o["ranks"]:
             order = both.sort().values
-            if row.near and (order.diff() / order[1:]).min() < row.near:
+            if row.near and any(order[i + 1] - order[i] < row.near * order[i] for i in near):
                 raise oracle.NearTie(math.nan)
             both = torch.tensor([(both < x).sum().item() / size for x in both])
         found |= {start + i: x for i, x in enumerate(both.tolist())}

@@ -2,6 +2,7 @@
 before nothing is computed: they carry those (carry="keep")."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ class Fresh(NamedTuple):
 
 
 def _fresh(slots, sink, recent):
-    """Yields the `Fresh` slots of every batch row. The last `recent` slots of a prompt are no part of the statistics."""
+    """Yields the `Fresh` slots of every batch row. A prompt's last `recent` slots are no part of the statistics."""
     kv, stored = slots.kv, slots.kv.stored
     ends = kv.step.chunk is not None and kv.step.chunk.last
     for b, first in enumerate(kv.padding.tolist()):
@@ -125,9 +126,7 @@ class BlockAttention(OfFresh):
         (part,) = observation.parts
         q = part.q[b, :, part.q.shape[2] - rows :].float().unflatten(0, (len(k), -1))  # [H, G, rows, D]
         edges = [*range(0, counted, self.block), counted, rows]
-        paid = [
-            (q[:, :, i:j] @ k[:, None, i:j].mT).softmax(-1).sum(-2).mean(1) for i, j in zip(edges, edges[1:]) if i < j
-        ]
+        paid = [(q[:, :, i:j] @ k[:, None, i:j].mT).softmax(-1).sum(-2).mean(1) for i, j in pairwise(edges) if i < j]
         norms = kv.v[b, :, kv.v.shape[2] - rows :].float().norm(dim=-1)
         score = (torch.cat(paid, 1) if paid else norms) * norms
         parts = [F.avg_pool1d(x, 3, 1, 1) for x in (score[:, :counted], score[:, counted:]) if x.shape[1]]

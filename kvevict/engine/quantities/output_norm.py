@@ -21,8 +21,8 @@ class OutputNorm(Quantity):
         for module in modules:
             if families.output_of(module) is None:
                 raise ValueError(
-                    f"{type(module).__name__} has no output projection by a known name ({', '.join(families.OUTPUTS)}), "
-                    "by which this policy measures values: take another score or refinement"
+                    f"{type(module).__name__} has no output projection by a known name, by which this policy measures "
+                    f"values ({', '.join(families.OUTPUTS)}): take another score or refinement"
                 )
 
     def scans(self):
