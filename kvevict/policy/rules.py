@@ -87,7 +87,7 @@ RULES = (
     (lambda p: "block_attention" in _needs(p) and type(p.rows) is not All,
      "attention in blocks is that of the chunk's own rows: rows='all'"),
     (lambda p: "block_attention" in _needs(p) and p.decode,
-     "decoded tokens are no block, so what they are worth is not known before the next prompt: decode=False"),
+     "decoded tokens do not make a block, so their worth is not known before the next prompt: decode=False"),
     (lambda p: p.refine.picks and p.score.ordinal,
      "half of the slots are taken by score times a norm, and these scores only rank slots: take a score of attention"),
     (lambda p: p.refine.picks and p.score.shared,

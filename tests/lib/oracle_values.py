@@ -79,8 +79,8 @@ def note_compactor(row, seen):
         return
     numbers = o["blend"] * standard(_leverage(row, seen, tokens, counted), counted)
     if new:
-        paid, inside = _both_ways(row, seen, new, counted - len(decoded))
-        numbers[:, len(decoded) :] += standard(paid, inside)
+        column_sums, inside = _both_ways(row, seen, new, counted - len(decoded))
+        numbers[:, len(decoded) :] += standard(column_sums, inside)
     for g in heads:
         layer.carry[g] |= dict(zip(tokens, numbers[g].tolist()))
 

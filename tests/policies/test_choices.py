@@ -468,7 +468,7 @@ AXES = dict(
 )  # fmt: skip
 REASONS = (
     "needs|measures|only rank|one for the layer|layers after tsp|after tsp=0|has no queries|every chunk|"
-    "after all layers|one ranking|repeat|not read again|two stages|in blocks|are no block"
+    "after all layers|one ranking|repeat|not read again|two stages|in blocks|make a block"
 )
 RANKS = ("streaming", "knorm", "keydiff", "random", "lagkv", "defensive", "compactor")
 OBSERVED = ("defensive", "compactor")  # of these

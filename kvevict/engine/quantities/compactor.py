@@ -27,7 +27,7 @@ class Fresh(NamedTuple):
 
 
 def _fresh(slots, sink, recent):
-    """Yields the `Fresh` slots of every batch row. A prompt's last `recent` slots are no part of the statistics."""
+    """Yields the `Fresh` slots of every batch row. Statistics leave a prompt's last `recent` slots out."""
     kv, stored = slots.kv, slots.kv.stored
     ends = kv.step.chunk is not None and kv.step.chunk.last
     for b, first in enumerate(kv.padding.tolist()):
@@ -126,9 +126,11 @@ class BlockAttention(OfFresh):
         (part,) = observation.parts
         q = part.q[b, :, part.q.shape[2] - rows :].float().unflatten(0, (len(k), -1))  # [H, G, rows, D]
         edges = [*range(0, counted, self.block), counted, rows]
-        paid = [(q[:, :, i:j] @ k[:, None, i:j].mT).softmax(-1).sum(-2).mean(1) for i, j in pairwise(edges) if i < j]
+        attended = [
+            (q[:, :, i:j] @ k[:, None, i:j].mT).softmax(-1).sum(-2).mean(1) for i, j in pairwise(edges) if i < j
+        ]
         norms = kv.v[b, :, kv.v.shape[2] - rows :].float().norm(dim=-1)
-        score = (torch.cat(paid, 1) if paid else norms) * norms
+        score = (torch.cat(attended, 1) if attended else norms) * norms
         parts = [F.avg_pool1d(x, 3, 1, 1) for x in (score[:, :counted], score[:, counted:]) if x.shape[1]]
         score = _standard(torch.cat(parts, 1) if parts else score, counted, slots.heads)
         return F.pad(score, (fresh.decoded, 0))
