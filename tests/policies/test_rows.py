@@ -223,8 +223,7 @@ def test_every_score_over_every_rows_is_compared_or_refused(score, rows):
         assert (
             rows == "none"
             or (score in (*CARRIED, "lagkv") and rows == "drafted")
-            or (score, rows) not in compared
-            and score in ("kvzip", "compactor")
+            or ((score, rows) not in compared and score in ("kvzip", "compactor"))
         )
     else:
         # Names that differ in their options alone are one score; keys and positions know no rows.
