@@ -521,7 +521,7 @@ def legal(name, rows, given):
         or (given["layers"] == "cake" and (reuse or name in RANKS or carries or rows in ("none", "last")))
         or (name == "fastkv" and (reuse or "warmup_layers" in given or rows == "drafted"))
         or ((carries or name == "lagkv") and rows == "drafted")
-        or (given["layers"] == "pool" and (not pools or reuse or waits))
+        or (given["layers"] == "pool" and (not pools or reuse or waits or "decode" in given))
         or (rows == "repeat" and (name == "fastkv" or given["layers"] == "tada"))
         or (name == "kvzip" and (rows != "repeat" or given["layers"] == "cake" or "decode" in given))
     )
