@@ -173,11 +173,6 @@ def value_dim(module, config) -> int:
     return getattr(module, "v_head_dim", None) or head_dim(module, config)
 
 
-def output_of(module):
-    """The child of an attention module that projects what its heads give; None where there is none by a known name."""
-    return next((getattr(module, name) for name in OUTPUTS if hasattr(module, name)), None)
-
-
 def widths(module, config) -> tuple:
     """Columns of a stored slot's `k` and `v`, and of the keys and values that attention reads."""
     read = -(-max(head_dim(module, config), getattr(module, "v_head_dim", None) or 0) // 8) * 8
@@ -253,6 +248,33 @@ def structure_reasons(decoder) -> list:
     if None in heads(decoder, kinds):
         return ["its full-attention layers differ in their number of heads"]
     return []
+
+
+def output_of(module):
+    """The child of an attention module that projects what its heads give; None where there is none by a known name."""
+    return next((getattr(module, name) for name in OUTPUTS if hasattr(module, name)), None)
+
+
+def output_weight(module, split=False):
+    """W_O of an attention module, [E, H * Dv]: what its projection makes of the heads' outputs, without its bias.
+
+    split   of this rank's heads alone (tensor parallel)
+
+    Weights that are not plain tensors (quantised, offloaded, with a LoRA) are seen by what the projection makes of unit
+    vectors.
+    """
+    linear = output_of(module)
+    if type(linear) is torch.nn.Linear and linear.weight.device.type != "meta":
+        weight = linear.weight.detach()
+        if hasattr(weight, "to_local"):  # a DTensor
+            weight = weight.to_local() if split else weight.full_tensor()
+        return weight
+    like = next((x for x in linear.parameters() if x.is_floating_point()), torch.empty(0))
+    unit = torch.eye(
+        getattr(linear, "in_features", 0) or len(linear.weight), dtype=like.dtype, device=device_of(linear)
+    )
+    with torch.no_grad():
+        return (linear(unit) - linear(torch.zeros_like(unit[:1]))).T
 
 
 def rotary_of(module):

@@ -88,15 +88,17 @@ def patch(model, policy, *, budget=None, chunk_size=None, **options):
             "the model in one process, or choose another policy"
         )
     chosen.rows.ready(decoder)
-    rerotate.check(chosen, families.rope_depends_on_length(decoder))
+    needed = quantities.of_policy(chosen)
+    rotates = any(each.rotates for each in needed)
+    rerotate.check(chosen, families.rope_depends_on_length(decoder), rotates)
     state = Patch(chosen, decoder, split)
     modules = [families.attention_of(families.layers_of(decoder)[index], index) for index in state.order]
-    for each in state.needed:
+    for each in needed:
         each.ready(decoder, modules)
     if not is_patched(decoder):
         check_type(model, decoder)
     top = base_model(model)
-    if chosen.rerotate or chosen.rows.rotates or any(each.rotates for each in state.needed):
+    if chosen.rerotate or chosen.rows.rotates or rotates:
         state.rotates = trial.rotating(top, decoder, state.order)
         state.rotates |= {reader: state.rotates[producer] for reader, producer in state.readers.items()}
     if chosen.layers.residual == "attention":

@@ -134,7 +134,7 @@ def rotating(model, decoder, order) -> dict:
     if isinstance(found, str):
         raise ValueError(
             f"{found}; kvevict cannot rotate its queries or keys: pass ema_space='literal' with rows='probe', "
-            "rerotate=False, and another score than expected"
+            "rerotate=False, and no score that rotates them (compactor, expected)"
         )
     return found
 

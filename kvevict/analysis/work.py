@@ -53,6 +53,7 @@ def work(shape, policy, taken, batch: int = 1, causal: bool = True) -> dict:
         again = sum(each.attended(own or rows, old, chunk.appended) for each in needed) if parts else 0
         evict = _sum(evict, (_pair(shape, 1) * again, shape.slot_bytes / 2 * n * scans * chooses))
         evict = _sum(evict, (_products(shape, needed, rows, n if parts or chooses else 0), 0))
+        evict = _sum(evict, (chooses * sum(each.flops(shape, rows, n) for each in needed), 0))
         # TADA's error is of unpooled scores, refined for themselves.
         refine = _sum(refine, (x * chooses * (1 + policy.layers.measures) for x in _refined(shape, policy, n)))
         stored += kept if kept < n else rows
@@ -139,6 +140,7 @@ def decoding(shape, policy, slots, budgets, seen: int, count: int, batch: int = 
             parts = [Part(observers, n, True, rows.newest)] if observers else []
             evict = _sum(evict, _observed(shape, n, parts, passes, False))
             evict = _sum(evict, (_products(shape, needed, 0, n), shape.slot_bytes / 2 * n * scans))
+            evict = _sum(evict, (sum(each.flops(shape, 0, n) for each in needed), shape.slot_bytes / 2 * n * scans))
             refine = _sum(refine, _refined(shape, policy, n))
         slots = left
         yield (

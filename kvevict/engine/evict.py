@@ -105,8 +105,10 @@ def choose(call, score, slots, final=True) -> Choice:
 
 def take(call, score, keep) -> Choice:
     """The best slots of each head by `ranked` scores, keep [B, heads of all ranks] of them."""
-    ranks, counts = call.slots.heads.ranks, np.array(keep.tolist())
+    ranks, counts, refine = call.slots.heads.ranks, np.array(keep.tolist()), call.policy.refine
     keep, mine, (first, last) = ranks.mine(keep).contiguous(), ranks.mine(counts), call.slots.protected
+    if refine.picks:
+        score = refine.pick(call.slots, score, keep, *call.measured(refine.picks_by)).contiguous()
     return Choice(_ops.select(score, call.slots.n, keep, first, last, int(mine.max())), mine, counts)
 
 

@@ -3,7 +3,7 @@
 from .heads.flat import Flat
 from .needs import as_needs
 from .parts import PARTS
-from .rows.window import NoRows
+from .rows.window import All, NoRows
 
 
 def _waits(policy):
@@ -58,8 +58,8 @@ RULES = (
     (lambda p: p.rows.needs_full_prompt and p.tsp is not None,
      "layer tsp chooses the tokens to propagate when it is read, and a draft comes after all layers: tsp=None"),
     (lambda p: p.layers.pools and not p.score.comparable,
-     "one ranking of all layers needs scores that compare between them, and these do not: take kvzip, or layers="
-     "'uniform'"),
+     "one ranking of all layers needs scores that compare between them, and these do not: take kvzip or "
+     "defensive, or layers='uniform'"),
     (lambda p: p.layers.pools and type(p.heads) is not Flat,
      "one ranking of all layers is one of all their heads: heads='flat'"),
     (lambda p: p.layers.pools and (p.select.run > 1 or p.select_by_layer),
@@ -85,6 +85,20 @@ RULES = (
      "these scores weigh repeated rows by their inputs: rows='repeat', or kvzip with support='all'"),
     (lambda p: "repeated_output" in _needs(p) and p.decode,
      "decoded tokens are not read again, so their worth is not known: decode=False, or kvzip with support='all'"),
+    (lambda p: {"lag", "leverage"} & {*_needs(p)} and p.carry != "keep",
+     "these numbers are of a text's parts as they were read, and a part that was cut is none: carry='keep'"),
+    (lambda p: "lag" in _needs(p) and p.tsp is not None,
+     "layers after tsp do not read all tokens, so their parts are never whole: tsp=None"),
+    (lambda p: "block_attention" in _needs(p) and type(p.rows) is not All,
+     "attention in blocks is that of the chunk's own rows: rows='all'"),
+    (lambda p: "block_attention" in _needs(p) and p.decode,
+     "decoded tokens do not make a block, so their worth is not known before the next prompt: decode=False"),
+    (lambda p: p.refine.picks and p.score.ordinal,
+     "half of the slots are taken by score times a norm, and these scores only rank slots: take a score of attention"),
+    (lambda p: p.refine.picks and p.score.shared,
+     "norms of values differ by head, and this score is one for the layer: per_head=True"),
+    (lambda p: p.refine.picks and any(select.run > 1 for select in p.selections),
+     "slots are taken one by one in two stages, so runs would not stay whole: select='token'"),
     (lambda p: p.n_reuse > 1 and p.tsp is not None,
      "layers after tsp read other tokens, and with n_reuse > 1 layer tsp need not score: n_reuse=1 or tsp=None"),
     (lambda p: p.n_reuse > 1 and p.warmup_layers is not None,

@@ -68,9 +68,10 @@ TAKE = [
 ]
 DRAFT = tiny.model("llama", seed=5, num_hidden_layers=2, hidden_size=48, num_attention_heads=2, num_key_value_heads=1)
 NEEDS = {"oracle": dict(ids=tuple(range(5, 14))), "chunkkv/kvpress": dict(exact=True)}
+NEEDS |= {"lagkv": dict(part=2), "compactor": dict(sink=2, recent=2)}
 NEEDS |= {name: dict(draft_model=DRAFT) for name in ("speckv", "speckv/paper")}
 REPEATED = ("kvzip", "kvzip+")
-NOBODY_WAITS = ("chunkkv+reuse", "edie+tada", "edie+tada/chunked", "cake", "fastkv", *REPEATED)
+NOBODY_WAITS = ("chunkkv+reuse", "edie+tada", "edie+tada/chunked", "cake", "fastkv", "defensive/pool", *REPEATED)
 
 
 def needs(name, model):
@@ -82,6 +83,9 @@ CASES = [(name, *case) for name in PRESETS for case in SLOTS
          if not (name in NOBODY_WAITS and "warmup_layers" in case[0])
          and not (name in REPEATED and "schedule" in case[0])]  # fmt: skip
 CASES += [("take", *case) for case in TAKE] + [("snapkv/kvcf", dict(budget=9, chunk_size=1), (30,))]
+
+
+MATRICES = ("defensive", "defensive/pool", "compactor", "snapkv+critical", "adakv+critical")  # which no op multiplies
 
 
 def measures(policy):
@@ -251,7 +255,25 @@ def test_attention_and_score_flops(name, options, seen):
     assert flops["draft"] == seen["decode"] == 0
     assert flops["attention"] + flops["probe"] == 4 * dim * seen["attend"]
     scored = 2 * dim * seen["score"] + squares
+    if name in MATRICES:
+        assert flops["evict"] > scored
+        return
     assert flops["evict"] == (pytest.approx(scored, rel=0.15) if measures(policy) else scored)
+
+
+def test_flops_of_other_matrices():
+    """||W_O v|| of every slot, rows that see both ways in blocks, and a sketch of keys: of a prompt in one chunk."""
+    model, n, rows = shared(), 310, 32
+    shape = bare(shape_of(model.config))
+    layers, heads, kv, dim, hidden = 4, shape.heads, shape.kv_heads, shape.head_dim, shape.hidden
+    pairs = rows * n - rows * (rows - 1) // 2
+    output = 2 * n * heads * dim * hidden
+    for name, each in {
+        "snapkv+critical": 2 * pairs * heads * dim + output,
+        "defensive": 2 * 2 * pairs * heads * dim + output,  # attention's mean, and each row's
+        "compactor": 2 * n * 256 * heads * dim + 2 * n * kv * 48 * (dim + 2 * 48),
+    }.items():
+        assert plan(shape, build(name, budget=70), n, batch=3)["flops"]["evict"] == 3 * layers * each, name
 
 
 ANY_ROWS = {"window": {}, "probe": dict(probe=12), "given": dict(ids=tuple(range(2, 9))), "drafted": {}, "last": {},

@@ -18,6 +18,7 @@ import oracle_drafted
 import oracle_pool
 import oracle_rows
 import oracle_scores
+import oracle_values
 import torch
 from oracle_rows import LATER
 from transformers import AttentionInterface
@@ -69,6 +70,12 @@ PRESETS = {
     "kvzip": dict(score="kvzip", heads="flat", layers="pool", schedule="chunk", chunk_size=512),
     "kvzip+": dict(score="kvzip+", heads="flat", layers="pool", schedule="chunk", chunk_size=512),
     "expected": dict(score="expected", heads="ada"),
+    "defensive": dict(score="defensive", heads="ada"),
+    "defensive/pool": dict(score="defensive", heads="flat", layers="pool"),
+    "compactor": dict(score="compactor"),
+    "lagkv": dict(score="lagkv"),
+    "snapkv+critical": dict(score="snapkv", refine="critical"),
+    "adakv+critical": dict(score="snapkv", refine="critical", heads="ada"),
     "paasvn": dict(score="paasvn", heads="ada"),
     "laq": dict(score="laq"),
     "laq/paper": _PAPER,
@@ -426,7 +433,7 @@ class Row:
                  for g in heads]  # fmt: skip
         wins = self._split_heads(items, [first + last for first, last in ends], slots)
         for g in heads:
-            kept, lost = self.best(items[g], wins[g])
+            kept, lost = oracle_values.taken(self, seen, g, items[g], wins[g], sum(ends[g]))
             if not self.o["exact"] and kept and lost and kept[-1][1] == lost[0][1]:
                 whole = [x for x in kept if x[1] != lost[0][1]]
                 kept = whole if whole or sum(ends[g]) else kept
@@ -487,7 +494,8 @@ class Row:
     def _protected(self, n, order):
         o, first, last = self.o, 0, 0
         if o["protect"]:
-            first, recent = oracle_scores.protected(o, self.layer_budget // len(self.layers[0].alive) // 2)
+            share = self.layer_budget // len(self.layers[0].alive) // 2
+            first, recent = oracle_scores.protected(o, share, self.chunk_end)
             last = max(recent, oracle_rows.protected(self))
         if self.reading and not self.last:  # a run cut by the chunk's end is kept until it is whole
             last = max(last, self.chunk_end % self._run_length(order))

@@ -7,6 +7,7 @@ out [G, R, d], those rows' outputs; v [n, d] are the alive slots' values.
 from functools import partial
 
 import oracle_expected
+import oracle_values
 import torch
 from oracle_rows import observers
 from ref import caote
@@ -35,10 +36,10 @@ SCORES = {
     "expected": dict(span=512, eps=0.01, sink=4),
     "edie": _EDIE,
     "edie-exact": _EDIE,
-}
+} | oracle_values.SCORES
 ROWS = dict(  # each method's own
     streaming="none", knorm="none", keydiff="none", h2o="all", vatp="all", tova="last", take="probe", oracle="given",
-    laq="drafted", speckv="drafted", kvzip="repeat", expected="none", **{"kvzip+": "repeat"},
+    laq="drafted", speckv="drafted", kvzip="repeat", expected="none", **{"kvzip+": "repeat"}, **oracle_values.ROWS,
 )  # fmt: skip
 OWN_ROWS = dict(fastkv=dict(window=8), speckv=dict(draft_model=None))
 
@@ -47,8 +48,10 @@ def carries(o):
     return o["score"] in ("h2o", "vatp")
 
 
-def protected(o, share):
-    """(first, last) slots that the score keeps; `share` is half of a head's budget."""
+def protected(o, share, end=None):
+    """(first, last) slots that the score keeps; share: half of a head's budget; end: tokens seen, None: the most."""
+    if o["score"] in oracle_values.CARRIED:
+        return o["sink"], oracle_values.protected(end, o)
     recent = o.get("recent", 0) if carries(o) else 0
     return o.get("sink", 0), share if recent is None else recent
 
@@ -57,6 +60,8 @@ def grow_carry(row, seen):
     """What the rows of a chunk, or a decoded one, add to the sums that stay with the slots: mean over the group."""
     if row.o["score"] == "expected" and row.reading:
         oracle_expected.note(row, seen)
+    if row.o["score"] == "compactor" and row.reading:
+        oracle_values.note_compactor(row, seen)
     if row.o["score"] in ("kvzip", "kvzip+") and row.reading:
         if row.part is not None:
             _part_numbers(row, seen)
@@ -127,12 +132,14 @@ def scores(row, seen, ends):
     if o["score"] == "streaming":
         return [[float(i) for i in range(len(slots))] for slots in seen.layer.alive]
     one = (
-        _of_keys
+        getattr(oracle_values, dict(lagkv="lag").get(o["score"], o["score"]))
+        if o["score"] in ("lagkv", "defensive")
+        else _of_keys
         if o["score"] in ("knorm", "keydiff")
         else oracle_expected.scores
         if o["score"] == "expected"
         else _carried
-        if carries(o) or o["score"] in ("kvzip", "kvzip+")
+        if carries(o) or o["score"] in ("kvzip", "kvzip+", "compactor")
         else _of_rows
     )
     each = [one(row, seen, g, end) for g, end in enumerate(ends)]
@@ -205,7 +212,7 @@ def pool(score, kind, kernel, first, last):
 def refined(row, seen, scores):
     """What is ranked: `scores` or, of each kv head, what CAOTE makes of them."""
     o = row.o
-    if o["refine"] == "none":
+    if o["refine"] in ("none", "critical"):
         return scores
     result = []
     for g, slots in enumerate(seen.layer.alive):

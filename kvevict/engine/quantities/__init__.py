@@ -63,6 +63,11 @@ class Quantity:
         `slots` alive slots (0: it is not measured)."""
         return 0
 
+    def flops(self, shape, rows: int, slots: int) -> int:
+        """FLOPs of a layer's other matrix products, after a chunk of `rows` rows, over its `slots` alive slots per
+        head; shape: a `kvevict.analysis.shape.Shape`."""
+        return 0
+
 
 @functools.cache
 def quantity(need) -> Quantity:
@@ -84,7 +89,7 @@ def check_needs(score) -> None:
 
 def of_policy(policy) -> list:
     """The quantities that a policy's parts need, each once. Raises ValueError for one that does not exist."""
-    parts = policy.score.needs, policy.score.factors, policy.refine.needs, policy.layers.needs
+    parts = policy.score.needs, policy.score.factors, policy.refine.needs, policy.refine.picks_by, policy.layers.needs
     return [quantity(each) for each in dict.fromkeys(each for needs in parts for each in as_needs(needs))]
 
 
@@ -123,12 +128,18 @@ def observed(op, slots, part, more=(), group=None, **options):
     return slots.heads.reduce(found, group) if group is not None and latent else found
 
 
+def each_head(slots, of: str):
+    """Yields (b, h, x [n, D], ..) of every head's alive keys ("k"), values ("v"), or both ("kv")."""
+    kv, stored = slots.kv, slots.kv.stored
+    for b, h, rows in stored.segments():
+        new = slice(int(kv.padding[b]), None)
+        yield b, h, *(torch.cat([getattr(stored, x)[rows], getattr(kv, x)[b, h, new]]) for x in of)
+
+
 def per_head(slots, of: str, function):
     """function(x [n, D]) -> [n] of every head's alive keys ("k") or values ("v"): [B, Hkv, C]."""
-    kv, stored = slots.kv, slots.kv.stored
-    out = torch.zeros(*stored.len.shape, slots.columns, device=slots.device)
-    for b, h, rows in stored.segments():
-        x = torch.cat([getattr(stored, of)[rows], getattr(kv, of)[b, h, kv.padding[b] :]])
+    out = torch.zeros(*slots.kv.stored.len.shape, slots.columns, device=slots.device)
+    for b, h, x in each_head(slots, of):
         out[b, h, : len(x)] = function(x)
     return slots.heads.merge(out)
 
