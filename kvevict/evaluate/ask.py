@@ -19,6 +19,7 @@ import time
 import zlib
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -147,7 +148,7 @@ class Reading:
     seconds      of the read
     """
 
-    out: object
+    out: Any
     held: dict
     policy: Policy | None
     options: dict | None

@@ -90,7 +90,8 @@ def answered(lines, full) -> Answered:
     texts = [_text(line) for line, _ in pairs] or [None]
     middle = of_scores(scores) if scores else (0.0, 0.0, 1.0)
     mean = sum(dnll) / len(dnll)
-    return Answered(*middle, len(scores), len(pairs), mean, clustered(dnll, texts), lines[0]["metric"])
+    half, metric = clustered(dnll, texts), lines[0]["metric"]
+    return Answered(*middle, counted=len(scores), cases=len(pairs), dnll=mean, half=half, metric=metric)
 
 
 def _counts(full) -> bool:
@@ -146,7 +147,8 @@ def _difference(pairs, full) -> Difference:
     likely = all("nats" in line for pair in pairs for line in pair)
     counted = [pair for pair in pairs if not likely or _counts(full.get(_case(pair[0]), dict(score=0)))]
     nats = mean("nats", pairs) if likely else (None, None)
-    return Difference(*mean("score", counted), *nats, pairs[0][0]["metric"])
+    score, half = mean("score", counted)
+    return Difference(score, half, *nats, metric=pairs[0][0]["metric"])
 
 
 @dataclass(frozen=True)
