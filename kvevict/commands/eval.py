@@ -31,7 +31,9 @@ def eval(parser, argv):
     parser.add_argument("--cases", type=int, default=20, help="per length, seed (and depth); default 20")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="each makes cases of its own; default 0")
     parser.add_argument("--depths", nargs="+", type=float, help="where a needle is hidden, 0 to 1; default 5 places")
-    parser.add_argument("--haystack", help="text to hide things in (.txt, .jsonl, .jsonl.xz); default: generated")
+    parser.add_argument(
+        "--haystack", help="text to hide things in (.txt, a folder of them, .jsonl, .jsonl.xz); default: generated"
+    )
     parser.add_argument("--data", help="folder of a downloaded benchmark, for the tasks that need one")
     parser.add_argument(
         "--share-reads",

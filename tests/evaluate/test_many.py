@@ -122,6 +122,17 @@ def test_facts(words):
     assert all(len(words(case.context + case.question)["input_ids"]) <= 900 for case in cases)
 
 
+def test_books_of_one_s_own(tmp_path, words):
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(f"The {name * 4} was there. " * 300)
+    texts = {case.context for case in TASKS["many"](Settings(words, 700, 12, haystack=tmp_path))}
+    books = {re.search(r"The (a+|b+|c+) was", text)[1] for text in texts}
+    assert len(texts) == 12 and len(books) > 1
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ValueError, match=r"haystack: .*none has no text"):
+        list(TASKS["many"](Settings(words, 700, 1, haystack=tmp_path / "none")))
+
+
 def article(name, letters):
     return {"title": name, "paragraphs": [
         {"context": f"In {name} the {x} is {x * 3}. " * 4, "qas": [

@@ -48,7 +48,7 @@ class Settings:
     cases: int  # per length, and per depth where the task has depths
     seed: int = 0
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    haystack: Path | None = None  # a .txt, .jsonl or .jsonl.xz file (field "text"); None: the generated haystack
+    haystack: Path | None = None  # a .txt, a folder of them, a .jsonl or .jsonl.xz (field "text"); None: generated text
     data: Path | None = None  # folder of a downloaded benchmark, for the tasks that need one
 
     def rng(self, *names) -> random.Random:
