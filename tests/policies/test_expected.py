@@ -7,6 +7,7 @@ from test_policies import BUDGET, CHUNK, VOCAB, compare, compare_in_chunks, kept
 
 import kvevict
 from kvevict.engine import moments
+from kvevict.engine.meter import allocated_bytes
 from kvevict.policy import build
 
 CHUNKED = dict(budget=BUDGET, chunk_size=CHUNK)
@@ -104,7 +105,7 @@ def test_statistics_stay_with_a_cache(tmp_path):
         assert second_turn(made, fork, torch.stack([second, second])) == want
         assert second_turn(made, loaded, torch.stack([second, second])) == want
         assert second_turn(made, chosen, second[None]) == second_turn(made, alone, second[None])
-    assert cache.layers[0].allocated_bytes() > cache.layers[0].moments.numel() * 4
+    assert allocated_bytes(cache.layers[0]) > cache.layers[0].moments.numel() * 4
 
 
 # -- from a file ----------------------------------------------------------------------------------------------------
