@@ -31,6 +31,10 @@ def _unbounded(layer) -> int:
     return -1
 
 
+def _reorder(layer, beam_idx) -> None:
+    layer.batch_select_indices(beam_idx)  # a subclass's own
+
+
 def _offload(layer):
     raise NotImplementedError("kvevict's cache is small by design and cannot be offloaded; drop offloading=True")
 
@@ -159,7 +163,7 @@ class EvictionLayer(CacheLayerMixin):
         if self.carry is not None:
             self.carry = self.carry[..., : self.longest()]
 
-    reorder_cache = batch_select_indices  # type: ignore[assignment]  # the same under another argument's name
+    reorder_cache = _reorder
 
     # -- what eviction calls ----------------------------------------------------------------------------------------
 
