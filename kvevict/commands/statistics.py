@@ -3,7 +3,7 @@ from . import add_model, command, model_name, read_text
 
 @command
 def statistics(parser, argv):
-    """Measure the queries of a model on a text: `expected:stats=OUT` then expects later ones to be like these."""
+    """Measure a model's queries on a text, from which `expected:stats=OUT` expects what later ones attend to."""
     add_model(parser)
     parser.add_argument("--data", required=True, help="text to read; - is standard input")
     parser.add_argument("--out", required=True, help="file to write (safetensors)")

@@ -68,7 +68,7 @@ TAKE = [
 ]
 DRAFT = tiny.model("llama", seed=5, num_hidden_layers=2, hidden_size=48, num_attention_heads=2, num_key_value_heads=1)
 NEEDS = {"oracle": dict(ids=tuple(range(5, 14))), "chunkkv/kvpress": dict(exact=True)}
-NEEDS |= {"lagkv": dict(part=2), "compactor": dict(sink=2, recent=2)}
+NEEDS |= {"lagkv": dict(lag=2), "compactor": dict(sink=2, recent=2)}
 NEEDS |= {name: dict(draft_model=DRAFT) for name in ("speckv", "speckv/paper")}
 REPEATED = ("kvzip", "kvzip+")
 NOBODY_WAITS = ("chunkkv+reuse", "edie+tada", "edie+tada/chunked", "cake", "fastkv", "defensive/pool", *REPEATED)

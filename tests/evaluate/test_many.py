@@ -53,7 +53,7 @@ def test_one_read_for_all_questions(tmp_path, family, monkeypatch):
     """The same answers, likelihoods and slots as with a read per question, which policies that know it get still."""
     net, reads = tiny_model(family), Counter()
     real = run.read
-    monkeypatch.setattr(run, "read", lambda *a: reads.update([a[2].policy]) or real(*a))
+    monkeypatch.setattr(run, "read", lambda *a: reads.update([a[3].policy]) or real(*a))
     what = dict(policies=("streaming", "kvzip", "oracle"), modes=("aware", "agnostic"), chunk_sizes=(32,))
     shared = lines_of(net, tmp_path / "shared", **what)
     assert reads == dict(full=2, streaming=2, kvzip=2)

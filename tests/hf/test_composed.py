@@ -141,7 +141,7 @@ def test_keep_first(policy):
     """The first tokens of every row and layer are kept by every policy, in its chunks, and the budget holds them."""
     net, inputs = tiny.model(), tiny.prompt(2, 120, pad=(0, 9))
     chunked = build(policy, budget=300).schedule == "chunk"
-    own = dict(part=8) if policy == "lagkv" else {}
+    own = dict(lag=8) if policy == "lagkv" else {}
     kvevict.patch(net, policy, budget=76, keep_first=7, **own, **dict(chunk_size=40) if chunked else {})
     layers = kept(net, inputs)
     for row, start in ((0, 0), (1, 9)):

@@ -45,7 +45,7 @@ CASES = {  # name -> policy and options
     "kvzip+": ("kvzip+", CHUNKS),
     "defensive": ("defensive", CHUNKS | dict(window=4, heads="equal")),
     "adakv+critical": ("adakv+critical", CHUNKS | dict(window=4)),
-    "lagkv": ("lagkv", CHUNKS | dict(part=4)),
+    "lagkv": ("lagkv", CHUNKS | dict(lag=4)),
     "compactor": ("compactor", CHUNKS | dict(sink=2, recent=2, block=5, sketch=3)),
     "diagnose": ("adakv", CHUNKS | dict(window=4, diagnose=True)),
 }  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 from oracle_rows import observers
 
 SCORES = {
-    "lagkv": dict(part=128, sink=4, ranks=True),
+    "lagkv": dict(lag=128, sink=4, ranks=True),
     "compactor": dict(blend=0.35, sink=8, recent=4, block=256, sketch=48, seed=0),
     "defensive": dict(kernel=5, cover=0.9, sink=0),
 }
@@ -21,7 +21,7 @@ def protected(row_end, o):
     """The last slots that LagKV and Compactor keep; row_end: tokens seen, None: the most that they ever keep."""
     if o["score"] == "compactor":
         return o["recent"]
-    return o["part"] + (o["part"] - 1 if row_end is None else (row_end - o["sink"]) % o["part"])
+    return o["lag"] + (o["lag"] - 1 if row_end is None else (row_end - o["sink"]) % o["lag"])
 
 
 def output_norm(row, seen, g, slots):
@@ -38,7 +38,7 @@ def output_norm(row, seen, g, slots):
 
 def lag(row, seen, g, end):
     """By tokens of the text, cut or not: every part that its successor follows has numbers."""
-    o, layer, size, found = row.o, seen.layer, row.o["part"], {}
+    o, layer, size, found = row.o, seen.layer, row.o["lag"], {}
     starts, near = range(o["sink"], layer.k.shape[1] - 2 * size + 1, size), range(size - 1)
     if o["chunk_size"] is None and starts:  # cut once: only ranks at the cut of a part matter
         kept = max(row.B - o["sink"] - protected(row.chunk_end, o), 0)

@@ -14,11 +14,11 @@ from kvevict.policy import build
 
 CHUNKED = dict(budget=BUDGET, chunk_size=CHUNK)
 CHOICES = {
-    "lagkv": dict(part=4, sink=2),
-    "lagkv, parts compete": dict(part=5, sink=1, ranks=False, heads="ada"),
-    "lagkv, no sink": dict(part=3, sink=0, ranks=False, heads="flat"),
-    "lagkv, runs": dict(part=4, sink=2, ranks=False, select="chunk", c=2),
-    "lagkv, wait": dict(part=4, sink=2, warmup_layers=3, warmup_budget=22),
+    "lagkv": dict(lag=4, sink=2),
+    "lagkv, parts compete": dict(lag=5, sink=1, ranks=False, heads="ada"),
+    "lagkv, no sink": dict(lag=3, sink=0, ranks=False, heads="flat"),
+    "lagkv, runs": dict(lag=4, sink=2, ranks=False, select="chunk", c=2),
+    "lagkv, wait": dict(lag=4, sink=2, warmup_layers=3, warmup_budget=22),
     "compactor": dict(sink=3, recent=2, block=5, sketch=6),
     "compactor, keys alone": dict(sink=3, recent=3, blend=1e6, sketch=7, seed=3),
     "compactor, values alone": dict(sink=0, recent=0, blend=0, heads="flat"),
@@ -196,7 +196,7 @@ def test_latents(name):
     (dict(score="lagkv", carry="none"), "carry='keep'"),
     (dict(score="lagkv", carry="max"), "carry='none'|carry='keep'"),
     (dict(score="lagkv", tsp=1), "tsp=None"),
-    (dict(score="lagkv", part=1), "part must be at least 2"),
+    (dict(score="lagkv", lag=1), "lag must be at least 2"),
     (dict(score="lagkv", ranks=1), "ranks must be True or False"),
     (dict(score="lagkv", layers="pool", heads="flat"), "scores that compare"),
     (dict(score="lagkv", refine="critical"), "only rank slots"),

@@ -11,12 +11,12 @@ from . import SCORES, Score
 class LagKV(Score):
     """LagKV (Liang et al. 2025): how keys and values deviate, seen from the next part of the text; no attention.
 
-    part    tokens of a part; the last whole one and what follows it are kept, until the next part is there
+    lag     tokens of a part; the last whole one and what follows it are kept, until the next part is there
     sink    first slots that are always kept; parts begin after them
     ranks   a slot's number is its rank in its part, so that every part keeps as many; False: parts compete
     """
 
-    part: int = 128
+    lag: int = 128
     sink: int = 4
     ranks: bool = True
     carry: ClassVar[str] = "keep"
@@ -24,19 +24,19 @@ class LagKV(Score):
 
     @property
     def protected(self):
-        return self.sink, 2 * self.part - 1
+        return self.sink, 2 * self.lag - 1
 
     def protect(self, call):
-        return self.sink, self.part + (call.next_position - self.sink) % self.part
+        return self.sink, self.lag + (call.next_position - self.sink) % self.lag
 
     def check(self, policy):
         super().check(policy)
-        count("part", self.part, 2)
+        count("lag", self.lag, 2)
         flag("ranks", self.ranks)
 
     @property
     def needs(self):
-        return (need("lag", part=self.part, sink=self.sink, ranks=self.ranks),)
+        return (need("lag", part=self.lag, sink=self.sink, ranks=self.ranks),)
 
     def score(self, slots, lag):
         return lag
