@@ -12,13 +12,17 @@ from .policy.policy import Policy, build
 from .prompts import frame, ids_of, told, until_line_end
 
 
+UNASKED = "kvzip"  # keeps most answers to questions that come later, of what docs/results.md compares
+
+
 def read(model, tokenizer, context, policy=None, **options):
     """Read a text with a policy: the cache of what was kept, for `answer`, `save_cache` or `cache.fork()`.
 
     context           text; in the tokenizer's chat template, if it has one, it opens the user's turn
-    policy, options   as `kvevict.patch` takes them; None: the policy that the model is patched with
+    policy, options   as `kvevict.patch` takes them; None: the policy that the model is patched with, or "kvzip" for a
+                      model that is not, in chunks short enough to be repeated within the model's positions
 
-    The model is left as it was. Raises ValueError for an empty text, a missing policy or a model in training mode.
+    The model is left as it was. Raises ValueError for an empty text, a missing budget or a model in training mode.
     """
     if not isinstance(context, str):
         raise TypeError(f"context must be a text, got {type(context).__name__}")
@@ -31,7 +35,7 @@ def read(model, tokenizer, context, policy=None, **options):
         raise ValueError("in training mode the model runs unpatched: call model.eval()")
     head, _, _ = frame(tokenizer, "")
     ids = torch.tensor([head + body], device=model.device)
-    with _patched(model, tokenizer, policy, options), torch.no_grad():
+    with _patched(model, tokenizer, policy, options, ids.shape[1]), torch.no_grad():
         return model(ids, logits_to_keep=1, use_cache=True).past_key_values
 
 
@@ -71,29 +75,31 @@ def answer(model, tokenizer, context, questions, policy=None, *, max_new_tokens=
 class Pipeline:
     """Questions about contexts, called as Transformers' pipelines are:
 
-    pipe = kvevict.Pipeline(model, tokenizer, "snapkv", budget=512)
+    pipe = kvevict.Pipeline(model, tokenizer, budget=512)
     pipe(context, question="Who is the captain?")["answer"]
     pipe(context, questions=["Who?", "Where?"])["answers"]
 
-    policy and options are as `kvevict.patch` takes them and are checked here; `context` is a text or a cache, as
+    policy and options are as `kvevict.read` takes them and are checked here; `context` is a text or a cache, as
     `kvevict.answer` takes it.
     """
 
-    def __init__(self, model, tokenizer, policy, **options):
-        self.model, self.tokenizer, self.policy = model, tokenizer, build(policy, **options)
+    def __init__(self, model, tokenizer, policy=None, **options):
+        self.model, self.tokenizer, self.policy, self.options = model, tokenizer, policy, options
+        if policy is not None or not is_patched(find_decoder(model)):
+            build(UNASKED if policy is None else policy, **options)
 
     def __call__(self, context, question=None, *, questions=None, max_new_tokens=64, one_line=False) -> dict:
         if (question is None) == (questions is None):
             raise ValueError("give either question, a text, or questions, a list of texts")
         asked = [question] if questions is None else questions
-        policy = self.policy if isinstance(context, str) else None
-        options = dict(max_new_tokens=max_new_tokens, one_line=one_line)
+        policy, options = (self.policy, self.options) if isinstance(context, str) else (None, {})
+        options = options | dict(max_new_tokens=max_new_tokens, one_line=one_line)
         answers = answer(self.model, self.tokenizer, context, asked, policy, **options)
         return dict(answer=answers[0]) if questions is None else dict(answers=answers)
 
     def read(self, context):
         """The cache of a text, to be asked more than once or saved."""
-        return read(self.model, self.tokenizer, context, self.policy)
+        return read(self.model, self.tokenizer, context, self.policy, **self.options)
 
 
 @contextlib.contextmanager
@@ -103,15 +109,23 @@ def keeping_all(model, cache):
         yield
 
 
-def _patched(model, tokenizer, policy, options):
+def _patched(model, tokenizer, policy, options, tokens):
     """A context in which the model is patched with a policy, or with its own policy under other options."""
     decoder = find_decoder(model)
-    if policy is None and not is_patched(decoder):
-        raise ValueError("policy is missing: a name of kvevict.policies(), or a model that is patched")
-    if policy is None and not options:
-        return contextlib.nullcontext()
-    chosen = build(getattr(decoder, STATE).policy if policy is None else policy, **options)
+    if policy is None and is_patched(decoder):
+        if not options:
+            return contextlib.nullcontext()
+        policy = getattr(decoder, STATE).policy
+    chosen = build(UNASKED if policy is None else policy, **options)
+    if policy is None and "chunk_size" not in options:
+        chosen = _within_positions(chosen, decoder.config, tokens)
     return evicting(model, told(chosen, tokenizer))
+
+
+def _within_positions(policy, config, tokens):
+    """The policy, in chunks whose repetition ends before the model's positions do, as long as those of 16 tokens do."""
+    room = (getattr(config, "max_position_embeddings", None) or tokens + policy.chunk_size) - tokens
+    return policy if not 16 <= room < policy.chunk_size else build(policy, chunk_size=room)
 
 
 def _ask(model, tokenizer, cache, question, max_new_tokens, one_line):

@@ -8,6 +8,7 @@ import torch
 
 import kvevict
 from kvevict.analysis.run import load_model
+from kvevict.engine.budgets import places
 from kvevict.prompts import frame, ids_of
 
 CONTEXT = "The harbour opens at seven and the lantern is lit at nine; nobody in the town knows why. " * 3
@@ -109,6 +110,24 @@ def test_pipeline(net):
         kvevict.Pipeline(net, tokenizer, "snapkv")
 
 
+def test_what_reads_where_no_question_is_known(bundled):
+    """KVzip, in chunks; a text near the end of the model's positions in shorter ones, which leave room to repeat."""
+    net, tokenizer = bundled
+    read = [dict(), dict(policy="kvzip")]
+    kept = [places(kvevict.read(net, tokenizer, CONTEXT, budget=20, **how).layers[1], False) for how in read]
+    assert kept[0] == kept[1]
+    long = CONTEXT * (1990 // len(ids_of(tokenizer, CONTEXT)))
+    room = net.config.max_position_embeddings - len(ids_of(tokenizer, long))
+    assert 16 <= room < 512
+    pipe = kvevict.Pipeline(net, tokenizer, budget=0.2)
+    shorter = kvevict.read(net, tokenizer, long, "kvzip", budget=0.2, chunk_size=room)
+    assert places(pipe.read(long).layers[1], False) == places(shorter.layers[1], False)
+    with pytest.raises(ValueError, match="give a chunk_size or most= of at most"):
+        kvevict.read(net, tokenizer, long, "kvzip", budget=0.2)
+    with pytest.raises(ValueError, match="budget is missing"):
+        kvevict.Pipeline(net, tokenizer)
+
+
 def test_one_line(bundled):
     """An answer of the bundled model ends where its first line does."""
     model, tokenizer = bundled
@@ -134,7 +153,7 @@ def test_mistakes(net):
         kvevict.read(net, tokenizer, cache, "snapkv", budget=20)
     with pytest.raises(ValueError, match=r"policy, budget: the context is a cache.*kvevict\.read"):
         kvevict.answer(net, tokenizer, cache, ["Who?"], "snapkv", budget=20)
-    with pytest.raises(ValueError, match="policy is missing"):
+    with pytest.raises(ValueError, match="budget is missing"):
         kvevict.answer(net, tokenizer, CONTEXT, ["Who?"])
     with pytest.raises(ValueError, match="context is empty"):
         kvevict.answer(net, tokenizer, "", ["Who?"], "snapkv", budget=20)
