@@ -11,7 +11,6 @@ from .policy.checks import PLENTY, count
 from .policy.policy import Policy, build
 from .prompts import frame, ids_of, told, until_line_end
 
-
 UNASKED = "kvzip"  # keeps most answers to questions that come later, of what docs/results.md compares
 
 
