@@ -4,8 +4,8 @@ import contextlib
 
 import torch
 
-from .compat import STATE
 from .engine.adopt import EvictionCache
+from .engine.installed import patch_of
 from .patch import evicting, find_decoder, is_patched
 from .policy.checks import PLENTY, count
 from .policy.policy import Policy, build
@@ -110,7 +110,7 @@ def _patched(model, policy, options):
         raise ValueError("policy is missing: a name of kvevict.policies(), or a model that is patched")
     if policy is None and not options:
         return contextlib.nullcontext()
-    return evicting(model, getattr(decoder, STATE).policy if policy is None else policy, **options)
+    return evicting(model, patch_of(decoder).policy if policy is None else policy, **options)
 
 
 def _ask(model, tokenizer, cache, question, max_new_tokens, one_line):

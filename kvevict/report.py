@@ -1,10 +1,9 @@
 """What the last read of a patched model kept and cost."""
 
 import copy
-import threading
 
-from .compat import STATE
-from .patch import find_decoder, is_patched
+from .engine.installed import patch_of
+from .patch import caller, find_decoder
 
 
 def report(model, positions: bool = False) -> dict:
@@ -27,10 +26,10 @@ def report(model, positions: bool = False) -> dict:
                        what has no rows of its own: the chunk's last); the slots, those alive before the eviction
     """
     decoder = find_decoder(model)
-    if not is_patched(decoder):
+    if patch_of(decoder) is None:
         raise ValueError("the model is not patched; call kvevict.patch(model, policy, budget=...) first")
-    state = getattr(decoder, STATE)
-    own = state.meters.get(threading.current_thread())
+    state = patch_of(decoder)
+    own = state.meters.get(caller())
     meter = own if own is not None and own.report is not None else state.last_meter
     if meter.report is None:
         raise ValueError(
