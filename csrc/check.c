@@ -113,6 +113,13 @@ kv_status kv_norm_check(const kv_norm *a, int counts) {
   return kv_bad_alive(&a->slots, &a->chunk, a->stop, a->B, a->Hkv, a->S, a->C) ? KV_BAD_COUNT : KV_OK;
 }
 
+kv_status kv_quadratic_check(const kv_quadratic *a, int counts) {
+  if (kv_bad_heads(a->B, a->H, a->Hkv, a->D, counts) || a->S < 0 || a->C < 0) return KV_BAD_SHAPE;
+  if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
+  if (!counts) return KV_OK;
+  return kv_bad_alive(&a->slots, &a->chunk, a->stop, a->B, a->Hkv, a->S, a->C) ? KV_BAD_COUNT : KV_OK;
+}
+
 kv_status kv_select_check(const kv_select *a, int counts) {
   if (a->B < 0 || a->Hkv < 0 || a->C < 0 || a->K < 0) return KV_BAD_SHAPE;
   for (int64_t head = 0; counts && head < a->B * a->Hkv; head++) {

@@ -175,6 +175,21 @@ typedef struct {
   float *out;          /* [B, Hkv, C], columns from n on are 0 */
 } kv_norm;
 
+/* x_i . (A x_i + b) of every alive slot and every query head, where x are the keys or the values of its kv head:
+ * ||W x_i||^2 with A = W^T W, or the exponent of an expected attention weight. */
+typedef struct {
+  kv_dtype dtype;
+  int64_t B, H, Hkv, S, D, C;
+  kv_slots slots;           /* k holds x; v, pos unused */
+  kv_new chunk;             /* k holds x; v, pos unused */
+  const int32_t *stop;      /* [B] first[b]..S */
+  const float *matrix;      /* [B, H, D, D] A */
+  int64_t matrix_stride[3]; /* b, h, row */
+  const float *linear;      /* [B, H, D] b, or NULL: 0 */
+  int64_t linear_stride[2]; /* b, h */
+  float *out;               /* [B, H, C], columns from n on are 0 */
+} kv_quadratic;
+
 /* The keep[b,h] best slots: the first protect_first[b] and the last protect_last[b] alive slots, then by
  * (score descending, slot ascending); NaN ranks below every number. */
 typedef struct {
@@ -224,7 +239,8 @@ typedef struct {
   X(error, with)        \
   X(kl, with)           \
   X(kl_grad, with)      \
-  X(refine, with) X(norm, with) X(select, with) X(compact, with) X(decode, with)
+  X(refine, with)       \
+  X(norm, with) X(quadratic, with) X(select, with) X(compact, with) X(decode, with)
 
 /* kv_<op>_check checks shapes, dtypes and, with `counts`, the arrays of lengths, counts and indices, which must then be
  * in the CPU's memory. kv_<op>_cpu begins with all of these checks.

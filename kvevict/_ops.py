@@ -149,6 +149,16 @@ def norm(
 
 
 @op
+def quadratic(
+    x_slots: Tensor, offset: Tensor, len: Tensor, x: Tensor, first: Tensor, stop: Tensor, matrix: Tensor,
+    linear: Tensor | None = None, *, columns: int,
+) -> Tensor:  # fmt: skip
+    """x_i . (A x_i + b) of every alive slot and every query head, x being the keys or the values of its kv head, A its
+    `matrix` and b its `linear` (None: 0). With A = W^T W that is |W x_i|^2. 0 past a head's own.
+    """
+
+
+@op
 def select(score: Tensor, n: Tensor, keep: Tensor, protect_first: Tensor, protect_last: Tensor, columns: int) -> Tensor:
     """The keep[b,h] best of n[b,h] slots: the first protect_first[b] and last protect_last[b], then by
     (score descending, slot ascending); NaN ranks below every number. Ascending slot indices; -1 from column keep[b,h]

@@ -9,7 +9,7 @@ from .engine.installed import patch_of
 from .patch import evicting, find_decoder, is_patched
 from .policy.checks import PLENTY, count
 from .policy.policy import Policy, build
-from .prompts import frame, ids_of, until_line_end
+from .prompts import frame, ids_of, told, until_line_end
 
 
 def read(model, tokenizer, context, policy=None, **options):
@@ -31,7 +31,7 @@ def read(model, tokenizer, context, policy=None, **options):
         raise ValueError("in training mode the model runs unpatched: call model.eval()")
     head, _, _ = frame(tokenizer, "")
     ids = torch.tensor([head + body], device=model.device)
-    with _patched(model, policy, options), torch.no_grad():
+    with _patched(model, tokenizer, policy, options), torch.no_grad():
         return model(ids, logits_to_keep=1, use_cache=True).past_key_values
 
 
@@ -103,14 +103,15 @@ def keeping_all(model, cache):
         yield
 
 
-def _patched(model, policy, options):
+def _patched(model, tokenizer, policy, options):
     """A context in which the model is patched with a policy, or with its own policy under other options."""
     decoder = find_decoder(model)
     if policy is None and not is_patched(decoder):
         raise ValueError("policy is missing: a name of kvevict.policies(), or a model that is patched")
     if policy is None and not options:
         return contextlib.nullcontext()
-    return evicting(model, patch_of(decoder).policy if policy is None else policy, **options)
+    chosen = build(patch_of(decoder).policy if policy is None else policy, **options)
+    return evicting(model, told(chosen, tokenizer))
 
 
 def _ask(model, tokenizer, cache, question, max_new_tokens, one_line):

@@ -45,5 +45,5 @@ def run(argv) -> int:
 
 
 def listing() -> str:
-    lines = (f"  {name:10}{function.__doc__}" for name, function in sorted(COMMANDS.items()))
+    lines = (f"  {name:12}{function.__doc__}" for name, function in sorted(COMMANDS.items()))
     return "\n".join(["commands:", *lines, "", "`kvevict COMMAND --help` tells a command's arguments."])

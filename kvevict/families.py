@@ -23,6 +23,7 @@ for _name, _kind in (("LinearAttentionLayer", STATE), ("DummyLayer", NOTHING),
         _KINDS[getattr(cache_utils, _name)] = _kind
 
 LAYER_LISTS = ("layers", "h", "blocks")
+OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")  # of what attention gives
 INNER = ("model", "transformer", "gpt_neox", "language_model", "text_model", "decoder")
 
 
@@ -167,6 +168,11 @@ def head_dim(module, config) -> int:
     return config.hidden_size // config.num_attention_heads
 
 
+def value_dim(module, config) -> int:
+    """Width of a value."""
+    return getattr(module, "v_head_dim", None) or head_dim(module, config)
+
+
 def widths(module, config) -> tuple:
     """Columns of a stored slot's `k` and `v`, and of the keys and values that attention reads."""
     read = -(-max(head_dim(module, config), getattr(module, "v_head_dim", None) or 0) // 8) * 8
@@ -244,6 +250,33 @@ def structure_reasons(decoder) -> list:
     return []
 
 
+def output_of(module):
+    """The child of an attention module that projects what its heads give; None where there is none by a known name."""
+    return next((getattr(module, name) for name in OUTPUTS if hasattr(module, name)), None)
+
+
+def output_weight(module, split=False):
+    """W_O of an attention module, [E, H * Dv]: what its projection makes of the heads' outputs, without its bias.
+
+    split   of this rank's heads alone (tensor parallel)
+
+    Weights that are not plain tensors (quantised, offloaded, with a LoRA) are seen by what the projection makes of unit
+    vectors.
+    """
+    linear = output_of(module)
+    if type(linear) is torch.nn.Linear and linear.weight.device.type != "meta":
+        weight = linear.weight.detach()
+        if hasattr(weight, "to_local"):  # a DTensor
+            weight = weight.to_local() if split else weight.full_tensor()
+        return weight
+    like = next((x for x in linear.parameters() if x.is_floating_point()), torch.empty(0))
+    unit = torch.eye(
+        getattr(linear, "in_features", 0) or len(linear.weight), dtype=like.dtype, device=device_of(linear)
+    )
+    with torch.no_grad():
+        return (linear(unit) - linear(torch.zeros_like(unit[:1]))).T
+
+
 def rotary_of(module):
     """The child that makes cosine and sine of positions; None where there is none."""
     return next((child for child in module.children() if "Rotary" in type(child).__name__), None)
@@ -251,22 +284,24 @@ def rotary_of(module):
 
 def rotate(decoder, module, x, position_from, position_to):
     """Rotate x [B, H, p, D] by the angle between two positions [B]: R(to) R(from)^-1 x, with the model's own rotary
-    frequencies and its own pairing of dimensions. fp32 in, fp32 out. For modules that do rotate (`trial.turns`)."""
+    frequencies and its own pairing of dimensions; to positions [B, n]: the mean over these. fp32 in, fp32 out. For
+    modules that do rotate (`trial.rotating`)."""
     rotary = rotary_of(decoder) or rotary_of(module)
     kinds = getattr(decoder.config, "layer_types", None)
     typed = "layer_type" in inspect.signature(type(rotary).forward).parameters
     layer_type = (kinds[module.layer_idx] if kinds else "full_attention",) if typed else ()
-    positions = torch.stack([position_from, position_to], 1).clamp_min(0)
+    to = position_to if position_to.ndim == 2 else position_to[:, None]
+    positions = torch.cat([position_from[:, None], to], 1).clamp_min(0)
     if axes(decoder):
         positions = positions.expand(axes(decoder), -1, -1)
     angles = rotary(x, positions, *layer_type)
-    if isinstance(angles, torch.Tensor):  # [B, 2, rotary / 2] complex, of neighbouring dimensions
-        turn = angles[:, 1:] / angles[:, :1]
+    if isinstance(angles, torch.Tensor):  # [B, 1 + n, rotary / 2] complex, of neighbouring dimensions
+        turn = (angles[:, 1:] / angles[:, :1]).mean(1, keepdim=True)
         return _part(module, x, lambda part: _turn_pairs(part, turn))
-    cos, sin = angles  # [B, 2, rotary]
+    cos, sin = angles  # [B, 1 + n, rotary]
     scale = cos[:, :1].square() + sin[:, :1].square()  # the square of the family's attention scaling
-    turn_cos = (cos[:, 1:] * cos[:, :1] + sin[:, 1:] * sin[:, :1]) / scale
-    turn_sin = (sin[:, 1:] * cos[:, :1] - cos[:, 1:] * sin[:, :1]) / scale
+    turn_cos = ((cos[:, 1:] * cos[:, :1] + sin[:, 1:] * sin[:, :1]) / scale).mean(1, keepdim=True)
+    turn_sin = ((sin[:, 1:] * cos[:, :1] - cos[:, 1:] * sin[:, :1]) / scale).mean(1, keepdim=True)
     if is_latent(decoder.config):  # halves, in whatever order its weights have them
         return _part(module, x, lambda part: part * turn_cos[:, None] + _halves(part) * turn_sin[:, None])
     return compat.apply_rotary(module, x, turn_cos, turn_sin)

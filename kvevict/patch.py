@@ -37,7 +37,9 @@ class Patch:
         # The last layer that reads all tokens; None: all do.
         self.tsp = propagate.layer_of(policy, self.all_full_attention, len(kinds))
         self.wants_probs = policy.carry == "sum" or (policy.decode and policy.rows.newest)
-        self.wants_outputs = any(each.outputs for each in quantities.of_policy(policy))
+        self.needed = quantities.of_policy(policy)
+        self.wants_outputs = any(each.outputs for each in self.needed)
+        self.wants_hidden = any(each.hidden for each in self.needed)
         self._forget()
 
     def _forget(self):
@@ -100,12 +102,16 @@ def _made(model, policy, options) -> Patch:
             "the model in one process, or choose another policy"
         )
     chosen.rows.ready(decoder)
-    rerotate.check(chosen, families.rope_depends_on_length(decoder))
     made = Patch(chosen, decoder, split)
+    rotates = any(each.rotates for each in made.needed)
+    rerotate.check(chosen, families.rope_depends_on_length(decoder), rotates)
+    modules = [families.attention_of(families.layers_of(decoder)[index], index) for index in made.order]
+    for each in made.needed:
+        each.ready(decoder, modules)
     if not is_patched(decoder):
         check_type(model, decoder)
     top = base_model(model)
-    if chosen.rerotate or chosen.rows.rotates:
+    if chosen.rerotate or chosen.rows.rotates or rotates:
         made.rotates = dict(trial.rotating(top, decoder, made.order))
         made.rotates |= {reader: made.rotates[producer] for reader, producer in made.readers.items()}
     if chosen.layers.residual == "attention":

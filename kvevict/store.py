@@ -22,7 +22,7 @@ from .policy.checks import count, flag, parsed
 
 FORMAT = "kvevict-cache-3"
 FLAT = ("k", "v", "pos")
-OPTIONAL = ("carry", "decode_queries")
+OPTIONAL = ("carry", "moments", "decode_queries")
 OF_ROWS = ("seen", "budget")  # one value for all heads of a row
 
 
@@ -275,6 +275,8 @@ def _fill_evicted(layer, tensors, fact, shape, dtype):
         raise ValueError("pos has positions of a head that do not ascend")
     if "carry" in tensors:
         _expect("carry", tensors["carry"], (batch, heads, int(length.max())), torch.float32)
+    if "moments" in tensors:
+        _expect("moments", tensors["moments"], (batch, query_heads, 1 + read, 1 + read), torch.float32)
     if "decode_queries" in tensors:
         *_, rows, width = tensors["decode_queries"].shape  # queries, or queries and outputs
         _expect("decode_queries", tensors["decode_queries"], (batch, query_heads, rows, max(read, width)), dtype)

@@ -134,8 +134,8 @@ def rotating(model, decoder, order) -> dict:
     found = _rotates[decoder]
     if isinstance(found, str):
         raise ValueError(
-            f"{found}; kvevict cannot rotate its queries or keys: pass ema_space='literal' with rows='probe', and "
-            "rerotate=False"
+            f"{found}; kvevict cannot rotate its queries or keys: pass ema_space='literal' with rows='probe', "
+            "rerotate=False, and no score that rotates them (compactor, expected)"
         )
     return found
 
@@ -238,7 +238,8 @@ def _after_attention(model, decoder, order):
         with quiet(model), contextlib.ExitStack() as stack:
             for index in order:
                 hooks = [layers[index].register_forward_pre_hook(_here(enter(index)), with_kwargs=True)]
-                hooks += [m.register_forward_pre_hook(_here(child(index, n))) for n, m in layers[index].named_children()]
+                children = layers[index].named_children()
+                hooks += [m.register_forward_pre_hook(_here(child(index, name))) for name, m in children]
                 if silent:
                     hooks.append(families.attention_of(layers[index], index).register_forward_hook(_here(nothing)))
                 for hook in hooks:

@@ -10,7 +10,7 @@ the longer of FLOPs / rate and bytes / rate. Memory leaves out masks, "eager" at
 from collections import Counter
 from dataclasses import dataclass
 
-from ..engine import propagate, rerotate
+from ..engine import propagate, quantities, rerotate
 from ..policy.checks import count
 from ..policy.policy import Policy
 from .shape import Shape
@@ -112,7 +112,8 @@ def _check(shape, policy, draft_model) -> None:
         if draft_model is not None:
             raise ValueError("draft_model is of policies for which another model drafts: drop it, or choose speckv")
     policy.check_layers(shape.windows.count(None))
-    rerotate.check(policy, shape.rope_depends_on_length)
+    rotates = any(each.rotates for each in quantities.of_policy(policy))
+    rerotate.check(policy, shape.rope_depends_on_length, rotates)
     propagate.layer_of(policy, not any(shape.windows), len(shape.windows))  # or an error
 
 

@@ -13,7 +13,7 @@ import torch
 from .._ops import DEVICES, build_info
 from ..models import pretrained
 from ..patch import evicting
-from ..prompts import first_ids, frame, ids_of, until_line_end
+from ..prompts import first_ids, frame, ids_of, told, until_line_end
 from ..report import report
 
 
@@ -130,7 +130,7 @@ def measure(model, tokenizer, ids, policy=None, max_new_tokens=64, positions=Fal
 
     if policy is None:
         return generate()
-    with evicting(model, policy):
+    with evicting(model, policy if tokenizer is None else told(policy, tokenizer)):
         result = generate()
         return result | {"report": report(model, positions=positions)}
 

@@ -60,7 +60,7 @@ class Layers:
         """What a chunk does to the layers."""
         policy, stored = self.policy, self.kept
         read = [min(chunk.rows, most) for most in chunk.limits]
-        decisions = self.planned.decide(chunk, np.array([chunk.rows]), self.slots)
+        decisions = self.planned.decide(chunk, np.array([chunk.rows]), self.slots, np.array([True]))
         cuts = chunk.evicts and bool(self.planned.cuts.any())
         alive = [n + rows for n, rows in zip(stored, read, strict=True)]
         draft = []
@@ -69,15 +69,17 @@ class Layers:
         scored, peak = self._carry_out(decisions, read, cuts)
         if draft:  # until then the chunk waits in every layer
             peak = sum(alive) + sum(draft) + self.count * policy.rows.n_d
+        seen = [self.observed(chunk, layer, chooses) for layer, chooses in enumerate(scored)]
         parts = [
-            policy.rows.parts(rows, n, chunk.appended, self.tokens) if self.observed(layer, scored[layer]) else []
-            for layer, (rows, n) in enumerate(zip(read, stored, strict=True))
+            policy.rows.parts(rows, n, chunk.appended, self.tokens) if observed else []
+            for rows, n, observed in zip(read, stored, seen, strict=True)
         ]
         return Taken(chunk, read, stored, self.kept, scored, parts, peak, draft)
 
-    def observed(self, layer, scored) -> bool:
-        """Numbers that are carried are made in every chunk, whether or not slots are evicted now."""
-        return schedule.observes(self.policy, layer, self.count) if self.policy.carry != "none" else scored
+    def observed(self, chunk, layer, scored) -> bool:
+        """Numbers that are carried or joined are made in every chunk, whether or not slots are evicted now."""
+        made = self.policy.carry != "none" or chunk.again is not None
+        return chunk.observed and (schedule.observes(self.policy, layer, self.count) if made else scored)
 
     def _carry_out(self, decisions, read, cuts) -> tuple:
         """(whether each layer is scored, most slots at once) as `kvevict.engine.choosers.Deciding` has it."""

@@ -46,9 +46,14 @@ def work(shape, policy, taken, batch: int = 1, causal: bool = True) -> dict:
     evict, refine = (0, 0), (0, 0)
     for old, rows, kept, chooses, parts in zip(taken.stored, taken.read, taken.kept, taken.scored, taken.parts):
         n = old + rows
-        evict = _sum(evict, _observed(shape, n, parts, passes, outputs, causal))
-        again = sum(each.attended(rows, old, chunk.appended) for each in needed) if parts else 0
+        own = len(chunk.again or ())
+        looked = max((each.looks_at(n, own) for each in needed if each.passes()), default=n)
+        parts = [part._replace(slots=min(part.slots, looked)) for part in parts]
+        evict = _sum(evict, _observed(shape, looked, parts, passes, outputs, causal))
+        again = sum(each.attended(own or rows, old, chunk.appended) for each in needed) if parts else 0
         evict = _sum(evict, (_pair(shape, 1) * again, shape.slot_bytes / 2 * n * scans * chooses))
+        evict = _sum(evict, (_products(shape, needed, rows, n if parts or chooses else 0), 0))
+        evict = _sum(evict, (chooses * sum(each.flops(shape, rows, n) for each in needed), 0))
         # TADA's error is of unpooled scores, refined for themselves.
         refine = _sum(refine, (x * chooses * (1 + policy.layers.measures) for x in _refined(shape, policy, n)))
         stored += kept if kept < n else rows
@@ -64,6 +69,10 @@ def work(shape, policy, taken, batch: int = 1, causal: bool = True) -> dict:
 
 def _pair(shape, batch) -> int:
     return 4 * shape.head_dim * shape.heads * batch
+
+
+def _products(shape, needed, rows, slots) -> int:
+    return 2 * shape.head_dim**2 * shape.heads * sum(each.products(rows, slots) for each in needed)
 
 
 def _sum(a, b) -> tuple:
@@ -130,7 +139,8 @@ def decoding(shape, policy, slots, budgets, seen: int, count: int, batch: int = 
             observers = 1 if rows.newest else min(rows.decoded, number)
             parts = [Part(observers, n, True, rows.newest)] if observers else []
             evict = _sum(evict, _observed(shape, n, parts, passes, False))
-            evict = _sum(evict, (0, shape.slot_bytes / 2 * n * scans))
+            evict = _sum(evict, (_products(shape, needed, 0, n), shape.slot_bytes / 2 * n * scans))
+            evict = _sum(evict, (sum(each.flops(shape, 0, n) for each in needed), shape.slot_bytes / 2 * n * scans))
             refine = _sum(refine, _refined(shape, policy, n))
         slots = left
         yield (

@@ -10,6 +10,7 @@ import dataclasses
 import io
 import os
 import sys
+from fractions import Fraction
 from pathlib import Path
 
 from ..policy.registry import Registry, load_folder
@@ -132,9 +133,9 @@ def read_text(file: str) -> str:
 def number(text: str):
     """A budget: slots when whole, a fraction otherwise."""
     try:
-        return int(text) if text.lstrip("-").isdigit() else float(text)
-    except ValueError:
-        raise ValueError(f"--budget {text}: give a whole number of slots or a fraction such as 0.1") from None
+        return int(text) if text.lstrip("-").isdigit() else float(Fraction(text) if "/" in text else text)
+    except (ValueError, ZeroDivisionError):
+        raise ValueError(f"--budget {text}: give a whole number of slots or a fraction such as 0.1 or 1/8") from None
 
 
 def build_policies(texts, args, **common) -> dict:

@@ -100,14 +100,14 @@ def load_facts(args) -> tuple:
 def one(model, tokenizer, policies, args, prompt, new_tokens, one_line, bar) -> tuple:
     """The measures of one prompt, and the first line of the full cache's answer."""
     from ..analysis import compare
-    from ..prompts import until_line_end
+    from ..prompts import told, until_line_end
 
     policies, ids = observing(policies, prompt, args.observe), prompt.row(model.device)
     stop = until_line_end(tokenizer, ids.shape[1]) if one_line else None
     full = compare.truth(model, ids, new_tokens, stop)
     kept, runs = {}, {}
     for key, policy in policies.items():
-        policy = compare.informed(policy, full.response)
+        policy = told(compare.informed(policy, full.response), tokenizer)
         left = compare.left(model, ids, policy)
         kept[key] = compare.positions(left)
         ranked = compare.ranking(model, ids, policy, full) or dict.fromkeys(compare.RANKED)

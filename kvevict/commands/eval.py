@@ -22,7 +22,8 @@ def eval(parser, argv):
     parser.add_argument("--adapter", help="folder of lookahead rows, for a protocol that has them")
     parser.add_argument("--draft", help="folder of a smaller model, for a protocol in which one drafts (speckv)")
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024], help="tokens of a prompt; default 1024")
-    parser.add_argument("--budgets", nargs="+", default=["128"], help="slots per kv head, or fractions; default 128")
+    parser.add_argument("--budgets", "--shares", nargs="+", default=["128"],
+                        help="slots per kv head, or shares of what is read: 1/8, 0.125; default 128")  # fmt: skip
     parser.add_argument("--chunk-size", nargs="+", type=int, default=[0], help="tokens read at once; 0: all (default)")
     parser.add_argument("--mode", choices=["aware", "agnostic", "both"], default="both", help="question known or not")
     add_observe(parser, more="; of one policy alone: take:probe=question")
@@ -30,7 +31,9 @@ def eval(parser, argv):
     parser.add_argument("--cases", type=int, default=20, help="per length, seed (and depth); default 20")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="each makes cases of its own; default 0")
     parser.add_argument("--depths", nargs="+", type=float, help="where a needle is hidden, 0 to 1; default 5 places")
-    parser.add_argument("--haystack", help="text to hide things in (.txt, .jsonl, .jsonl.xz); default: generated")
+    parser.add_argument(
+        "--haystack", help="text to hide things in (.txt, a folder of them, .jsonl, .jsonl.xz); default: generated"
+    )
     parser.add_argument("--data", help="folder of a downloaded benchmark, for the tasks that need one")
     parser.add_argument(
         "--share-reads",
@@ -40,6 +43,8 @@ def eval(parser, argv):
         "seconds of reading",
     )
     parser.add_argument("--by", nargs="+", default=[], metavar="TAG", help="columns of the table: depth, length, facts")
+    parser.add_argument("--against", nargs="+", metavar=("POLICY", "CHUNK"),
+                        help="add paired differences from this policy (read in chunks of so many tokens)")  # fmt: skip
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     parser.add_argument("--table-only", action="store_true", help="only print the table of the results there are")
     args = parser.parse_args(argv)
@@ -58,11 +63,21 @@ def eval(parser, argv):
     tags = {tag for line in lines for tag in line["tags"]}
     if set(args.by) - tags and lines:
         raise ValueError(f"--by {' '.join(args.by)}: the cases' tags are {', '.join(sorted(tags))}; give some of them")
-    tables = [render(lines, tuple(args.by), args.markdown)]
+    tables = [render(lines, tuple(args.by), args.markdown, _against(args.against))]
     if settings.get("protocol"):
         tables.append(_claims(settings, lines, args.markdown))
     print(*tables, sep="\n")
     return {"model": settings.get("model"), "out": args.out, "lines": len(lines)}
+
+
+def _against(words):
+    """(policy, chunk size) of the rows that others are compared with."""
+    if words is None:
+        return None
+    policy, *chunk = words
+    if len(chunk) > 1 or not all(map(str.isdigit, chunk)):
+        raise ValueError(f"--against {' '.join(words)}: give a policy, and the chunk size if it was read in chunks")
+    return policy, (int(chunk[0]) if chunk else 0) or None
 
 
 def _evaluate(args) -> None:

@@ -27,6 +27,7 @@ def attention(module, query, key, value, attention_mask, scaling=None, softcap=N
             module, query, key, value, attention_mask, scaling=scaling, softcap=softcap, s_aux=s_aux, **kwargs
         )
     step, tap = now.step.on(query.device), now.tap
+    hidden = step.hidden.pop(module.layer_idx, None)
     if tap is not None:
         tap.called(module, query, key, value, attention_mask, dict(scaling=scaling, softcap=softcap, s_aux=s_aux))
     options = dict(scale=scaling, softcap=softcap or 0.0, sinks=None if s_aux is None else s_aux.float())
@@ -53,7 +54,7 @@ def attention(module, query, key, value, attention_mask, scaling=None, softcap=N
 
     with step.meter.clock("attend"), rerotate.in_cache(step, module, slots):
         out, lse = attend() if tap is None else tap.attended(attend)
-    call = layer_call(step, layer, module, query, key, value, out, lse, options, new=new)
+    call = layer_call(step, layer, module, query, key, value, out, lse, options, new=new, hidden=hidden)
     call.slots.kv.__dict__["stored"] = slots
     step.meter.watch(call, 1 + step.chooser.held)
     layer.advance(*step.seen)

@@ -19,15 +19,16 @@ class Budgets:
         self.errors = np.zeros((layers, len(seen)))  # sums over chunks of the layers' errors
         self.measurements = np.zeros(len(seen), np.int64)  # [B] how many chunks those are
 
-    def decide(self, chunk, tokens, stored) -> Decisions:
-        """What becomes of the layers after a chunk that brings tokens [B] to stored [layers, B] slots."""
+    def decide(self, chunk, tokens, stored, observed) -> Decisions:
+        """What becomes of the layers after a chunk that brings tokens [B] to stored [layers, B] slots. observed: bool
+        [B] rows that have tokens whose rows observe."""
         policy = self.policy
         if not chunk.evicts:
             return Decisions(policy, self.layers, lambda layer, alive: None)
         most = np.array(chunk.limits)[:, None]
         alive = stored + self.heads * np.minimum(tokens, most)
         total = np.array([policy.slots(n) for n in self.seen]) * self.heads * self.layers
-        self.cuts = (alive.sum(0) > total) & (tokens > 0)
+        self.cuts = (alive.sum(0) > total) & observed
         targets = self.targets = self.split(alive, self.mean_errors())
         free = targets if self.cuts.all() else self.split(None, self.mean_errors())
         self.budgets = np.minimum(np.where(self.cuts, targets, free), PLENTY)
@@ -40,7 +41,7 @@ class Budgets:
         def limit(layer, _):
             return warmup if relaxed(policy, layer, self.layers, chunk) else targets[layer]
 
-        return Decisions(policy, self.layers, limit, tokens > 0)
+        return Decisions(policy, self.layers, limit, observed)
 
     def split(self, alive, measured):
         """int [layers, B] by `layer_slots`."""

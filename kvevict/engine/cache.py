@@ -31,6 +31,10 @@ def _unbounded(layer) -> int:
     return -1
 
 
+def _reorder(layer, beam_idx) -> None:
+    layer.batch_select_indices(beam_idx)  # a subclass's own
+
+
 def _offload(layer):
     raise NotImplementedError("kvevict's cache is small by design and cannot be offloaded; drop offloading=True")
 
@@ -61,6 +65,7 @@ class EvictionLayer(CacheLayerMixin):
         self.columns = 0  # tokens read, padding included: what Transformers calls the sequence length
         self.seen = None  # [B] int32 tokens read without padding
         self.carry = None  # [B, Hkv, C] fp32 scores that stay with their slots
+        self.moments = None  # [B, H, 1 + D, 1 + D] fp32 of queries read (engine/moments.py), where scores need them
         self.decode_queries = None  # [B, H, <= rows, D] last decoded queries
         self.budget = None  # [B] slots over all heads, of the last read; on the host
         self.head_offsets = None  # [B, heads of all ranks] slots of each, less those of the first here; None: all 0
@@ -149,7 +154,8 @@ class EvictionLayer(CacheLayerMixin):
         chosen = rows[torch.as_tensor(indices, device=self.device)]
         if torch.equal(chosen, rows):
             return
-        for names, at in ((("seen", "carry", "decode_queries"), chosen), (("budget", "head_offsets"), chosen.tolist())):
+        tensors, of_host = ("seen", "carry", "moments", "decode_queries"), ("budget", "head_offsets")
+        for names, at in ((tensors, chosen), (of_host, chosen.tolist())):
             for name in names:
                 value = getattr(self, name)
                 setattr(self, name, None if value is None else value[at])
@@ -157,7 +163,7 @@ class EvictionLayer(CacheLayerMixin):
         if self.carry is not None:
             self.carry = self.carry[..., : self.longest()]
 
-    reorder_cache = batch_select_indices  # type: ignore[assignment]  # the same under another argument's name
+    reorder_cache = _reorder
 
     # -- what eviction calls ----------------------------------------------------------------------------------------
 

@@ -51,16 +51,19 @@ class Deciding(Chooser):
         return sum(each.call.new[0].shape[2] > 0 for each in self.pending.values())
 
     def layer(self, call):
-        policy, order = call.policy, call.order
-        observing = observes(policy, order, len(call.step.patch.order))
+        policy, order, chunk = call.policy, call.order, call.step.chunk
+        observed = chunk is None or chunk.observed
+        observing = observed and observes(policy, order, len(call.step.patch.order))
         if observing and not call.step.decoding:
             call.step.read.memory[call.slots.index] = policy.rows.accumulate(call.rows, call.memory())
+            for each in call.step.patch.needed:
+                each.accumulate(call.rows)
         if self.decisions.asks:
             self._ask(call)
         decision = self.decisions.at(order, call.slots.alive)
         narrows = propagate.due(call)
-        carries = policy.carry != "none" and observing
-        score = carried = None
+        carries = observing and (policy.carry != "none" or (chunk is not None and chunk.again is not None))
+        score, carried = None, None if observed else call.layer.carry
         if decision.scores or narrows or carries or self.errors is not None:
             carried, score = evict.numbers(call)
         if self.errors is not None:
@@ -111,7 +114,7 @@ class Deciding(Chooser):
             cuts = slots is not None and (slots < call.slots.alive).any()
             self.choices[cut.layer] = evict.choose(call, ranked, slots, cut.final) if cuts else None
         choice = self.choices[cut.by]
-        if choice is not None or call.new[0].shape[2] or call.step.decoding:
+        if choice is not None or call.new[0].shape[2] or carried is not None or call.step.decoding:
             evict.store(call, choice, carried)
         if not cut.final:
             ranked = ranked if choice is None else evict.kept(ranked, choice.index)

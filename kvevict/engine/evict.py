@@ -26,9 +26,13 @@ class Numbers(NamedTuple):
 
 def numbers(call) -> Numbers:
     """The policy's score of the alive slots, joined with what the stored ones carry (METHODS section 9)."""
-    policy = call.policy
+    policy, chunk = call.policy, call.step.chunk
     with call.step.meter.clock("score"):
         score = policy.score.score(call.slots, *call.measured(policy.score.needs))
+        if chunk is not None and chunk.again is not None:
+            score = _of_parts(call, score)
+            if not chunk.last:
+                return Numbers(call.layer.carry, score)
         if policy.carry != "none":  # of each head, even where the score is one for all
             score = score.expand(-1, call.slots.n.shape[1], -1)
         carried = join(policy.carry, score, call.layer.carry)
@@ -40,6 +44,13 @@ def numbers(call) -> Numbers:
     for factor in factors:
         score = score * factor
     return Numbers(carried, score)
+
+
+def _of_parts(call, score):
+    """The largest number of every slot over this part of a prompt and those before it; NaN: it has none yet."""
+    known, index = call.step.read.numbers, call.slots.index
+    known[index] = torch.fmax(known[index], score) if index in known else score
+    return known.pop(index) if call.step.chunk.last else known[index]
 
 
 def join(carry: str, new, carried):
@@ -94,8 +105,10 @@ def choose(call, score, slots, final=True) -> Choice:
 
 def take(call, score, keep) -> Choice:
     """The best slots of each head by `ranked` scores, keep [B, heads of all ranks] of them."""
-    ranks, counts = call.slots.heads.ranks, np.array(keep.tolist())
+    ranks, counts, refine = call.slots.heads.ranks, np.array(keep.tolist()), call.policy.refine
     keep, mine, (first, last) = ranks.mine(keep).contiguous(), ranks.mine(counts), call.slots.protected
+    if refine.picks:
+        score = refine.pick(call.slots, score, keep, *call.measured(refine.picks_by)).contiguous()
     return Choice(_ops.select(score, call.slots.n, keep, first, last, int(mine.max())), mine, counts)
 
 

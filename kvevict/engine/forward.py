@@ -53,25 +53,34 @@ class StandIn:
         return inspect.signature(self.own)
 
 
-def install(top, decoder) -> None:
-    """Replace the decoder's forward, that of the model around it, and that of rotary frequencies which depend on a
-    prompt's length."""
+def install(decoder) -> None:
+    """Replace the decoder's forward, and that of rotary frequencies which depend on a prompt's length."""
     replace(decoder, forward)
-    if top is not decoder:
-        replace(top, _top_forward)
     if families.rope_depends_on_length(decoder):
         replace(families.rotary_of(decoder), _rotary_forward)
+
+
+def install_around(top) -> None:
+    """Replace the forward of the model around a decoder and some of its methods, unless they are replaced already."""
+    if WRAPPED not in top.__dict__:
+        replace(top, _top_forward)
     for name, function in STAND_INS.items():
-        if hasattr(type(top), name):
-            top.__dict__[name] = StandIn(function, top, name)
+        before = top.__dict__.get(name)
+        if hasattr(type(top), name) and not isinstance(before, StandIn):
+            top.__dict__[name] = StandIn(function, top, name, before)
 
 
-def remove(top, decoder) -> None:
-    for module in (decoder, top, families.rotary_of(decoder)):
+def remove(decoder, tops) -> None:
+    """Give a decoder, its rotary frequencies and the models around it back their own forward and methods."""
+    for module in (decoder, families.rotary_of(decoder), *tops):
         if module is not None and WRAPPED in module.__dict__:
             restore(module)
-    for name in STAND_INS:
-        top.__dict__.pop(name, None)
+    for top in tops:
+        for name in STAND_INS:
+            standin = top.__dict__.get(name)
+            if isinstance(standin, StandIn):
+                del top.__dict__[name]
+                top.__dict__.update({} if standin.before is None else {name: standin.before})
 
 
 def replace(module, function) -> None:
@@ -226,5 +235,5 @@ def _when_patched(function, model, run, *args, **kwargs):
 
 
 # Methods of the model around the decoder, by name, and what stands in for them.
-STAND_INS = {name: functools.partial(_when_patched, function) for name, function in compat.STAND_INS.items()}
+STAND_INS: dict = {name: functools.partial(_when_patched, function) for name, function in compat.STAND_INS.items()}
 STAND_INS["generate"] = _generate

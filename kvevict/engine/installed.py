@@ -12,7 +12,7 @@ import weakref
 from .. import families
 from ..compat import STATE
 from ..context import context, within
-from . import attention, forward, propagate, residual, states
+from . import attention, forward, hidden, propagate, residual, states
 
 _installing = threading.RLock()  # of which model is installed; each has a lock of its own for who uses it
 
@@ -23,24 +23,25 @@ class Installed:
     It has no strong reference to the model, so that copies of the model stay independent.
     """
 
-    def __init__(self, top, decoder):
+    def __init__(self, decoder):
         kinds = families.layer_kinds(decoder.config)
         self.kinds, self.readers = kinds, families.readers(decoder, kinds)
         self.order = [index for index, kind in enumerate(kinds) if kind in families.EVICTS]
         self.own = None  # the kvevict.patch.Patch of the model's own policy
         self.hooks: dict = {}  # what hooks are for -> their handles
-        self._forget(weakref.ref(top))
+        self._forget()
 
-    def _forget(self, top):
-        self.top, self.users, self.lock = top, 0, threading.RLock()
+    def _forget(self):
+        self.tops, self.users, self.lock = weakref.WeakSet(), 0, threading.RLock()
 
     def __getstate__(self):
-        return {name: value for name, value in self.__dict__.items() if name not in ("top", "users", "lock")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("tops", "users", "lock")}
 
     def __setstate__(self, state):
-        """Of a copy, possibly in another process: no call of it runs."""
+        """Of a copy, possibly in another process: no call of it runs, and the model around it is seen to again when it
+        is patched or unpatched."""
         self.__dict__.update(state)
-        self._forget(lambda: None)
+        self._forget()
         attention.register()
 
     def chosen(self):
@@ -64,45 +65,57 @@ class Installed:
     def leave(self, decoder) -> None:
         with _installing, self.lock:
             self.users -= 1
-            top = self.top()
-            if self.users == 0 and self.own is None and top is not None:
-                self._remove(top, decoder)
+            if self.users == 0 and self.own is None:
+                self._remove(decoder)
 
     def set_own(self, top, decoder, patch) -> None:
         """The model's own policy; None: it has none."""
         with _installing, self.lock:
-            self.own, self.top = patch, weakref.ref(top)
+            self.own = patch
+            self._around(top, decoder)
             if patch is not None:
                 self._hook(decoder, patch)
             elif self.users == 0:
-                self._remove(top, decoder)
+                self._remove(decoder)
 
     # -- the modules -------------------------------------------------------------------------------------------------
 
     def _hook(self, decoder, patch) -> None:
-        """The hooks that a policy needs; they do nothing for other policies' calls."""
+        """The hooks that a policy needs; they do nothing for other policies' calls.
+
+        torch calls a hook that another thread puts or takes away just then without kwargs.
+        """
         if patch.tsp is not None and "tsp" not in self.hooks:
             self.hooks["tsp"] = propagate.install(decoder)
+        if patch.wants_hidden and "hidden" not in self.hooks:
+            self.hooks["hidden"] = hidden.install(decoder, self.order)
         until = patch.policy.layers.residual
         if until != "off" and until not in self.hooks:
             self.hooks[until] = residual.install(decoder, until, self.order, patch.after_attention)
 
-    def _divert(self, top, decoder) -> None:
+    def _around(self, top, decoder) -> None:
+        """See to a model around the decoder."""
+        if top is not decoder:
+            forward.install_around(top)
+            self.tops.add(top)
+
+    def _divert(self, decoder) -> None:
         attention.register()
         for module in self.modules(decoder):
             attention.divert(module)
         object.__setattr__(decoder, STATE, self)
-        forward.install(top, decoder)
+        forward.install(decoder)
         states.install(decoder, self.kinds)
 
-    def _remove(self, top, decoder) -> None:
+    def _remove(self, decoder) -> None:
         if decoder.__dict__.get(STATE) is not self:
             return
         for hook in (each for hooks in self.hooks.values() for each in hooks):
             hook.remove()
         self.hooks = {}
         states.remove(decoder, self.kinds)
-        forward.remove(top, decoder)
+        forward.remove(decoder, list(self.tops))
+        self.tops.clear()
         for module in self.modules(decoder):
             attention.restore(module)
         object.__delattr__(decoder, STATE)
@@ -123,10 +136,11 @@ def _held(top, decoder) -> Installed:
     with _installing:
         installed = of(decoder)
         if installed is None:
-            installed = Installed(top, decoder)
-            installed._divert(top, decoder)
-        installed.top = weakref.ref(top)
-        installed.enter(decoder)
+            installed = Installed(decoder)
+            installed._divert(decoder)
+        with installed.lock:
+            installed._around(top, decoder)
+            installed.users += 1
         return installed
 
 

@@ -59,5 +59,5 @@ class Meter:
 
 def allocated_bytes(layer) -> int:
     """Bytes of all that a layer of the cache holds."""
-    tensors = (*layer.storage.tensors(), layer.carry, layer.decode_queries)
+    tensors = (*layer.storage.tensors(), layer.carry, layer.moments, layer.decode_queries)
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)

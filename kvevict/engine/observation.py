@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 
 from .. import families
@@ -23,6 +24,7 @@ class Observers:
     probs: torch.Tensor | None = None  # [B, Hkv, C] a single row's attention, mean over the group, where it is known
     own: tuple | None = None  # (k, v) [B, Hkv, R, D] of these rows, which their softmax spans too, causally
     until: torch.Tensor | None = None  # [B, 1] of decoded rows whose own slots may be gone: the last one's position
+    of: tuple | None = None  # int32 [B] each: tokens of their prompt, all stored; the first that they repeat; how many
 
 
 def rolled(x, by):
@@ -112,18 +114,27 @@ class LayerRows:
         rows = Observers(self.q[:, :, start:stop], skip, self.end, True, self.lse[:, :, start:stop], out)
         return Observation((rows,))
 
-    def appended_rows(self, own=True, count=None, padded=False) -> Observation:
-        """The last `count` appended rows (None: all); own: their softmax spans the appended rows before them too.
-        padded: the last ones of each batch row, as many as the chunk has padding, do not count."""
+    def appended_rows(self, own=True, count=None) -> Observation:
+        """The last `count` appended rows (None: all); own: their softmax spans the appended rows before them too."""
         rows, none = count or self.appended, 0 * self.first
         q = self.q[:, :, -rows:]
-        if padded and self.step.padding.any():
-            tensors = q, self.lse[:, :, -rows:], self.out[:, -rows:].transpose(1, 2)
-            q, lse, out = (rolled(x, self.first) for x in tensors)
-            return Observation((Observers(q, self.first, self.end, False, lse, out.transpose(1, 2)),))
         if not own:
             return Observation((Observers(q, none, self.end, False),))
         return Observation((Observers(q, none, self.end, False, self.lse[:, :, -rows:], self.out[:, -rows:]),))
+
+    def repeated_rows(self, counts) -> Observation:
+        """The first counts [B], on the host, of the appended rows."""
+        q, lse, out, skip = self.q, self.lse, self.out, self.upload(self.appended - counts)
+        q, lse, out = q[:, :, -self.appended :], lse[:, :, -self.appended :], out[:, -self.appended :]
+        if (counts < self.appended).any():
+            q, lse, out = (rolled(x, skip) for x in (q, lse, out.transpose(1, 2)))
+            out = out.transpose(1, 2)
+        of, again = None, self.step.chunk.again
+        if again is not None:
+            tokens = self.prompt_tokens
+            start = np.minimum(tokens, again.start)
+            of = tuple(map(self.upload, (tokens, start, np.minimum(tokens - start, len(again)))))
+        return Observation((Observers(q, skip, self.end, False, lse, out, of=of),))
 
     def drafted_rows(self, own=True) -> Observation:
         """The rows that were drafted after the prompt; own: their softmax spans each other's slots too."""

@@ -108,7 +108,7 @@ def install(decoder) -> list:
     return [layer.register_forward_pre_hook(partial(_enter, index), with_kwargs=True) for index, layer in layers]
 
 
-def _enter(index, module, args, kwargs):
+def _enter(index, module, args, kwargs=None):
     """Cut a layer's arguments to the propagated tokens: the hidden states of the first layer, whose output is then cut
     for the next ones, and what the decoder passes to every layer."""
     step = current()

@@ -132,7 +132,8 @@ class Reader:
         policy, patch, layers, planned = self.policy, self.patch, self.request.layers, read.budgets
         stored = [0 * read.tokens if layer.counts is None else patch.ranks.counts(layer).sum(1) for layer in layers]
         tokens = chunk.end - np.clip(self.request.padding, chunk.start, chunk.end)
-        decisions = planned.decide(chunk, tokens, np.stack(stored))
+        observed = (tokens if chunk.again is None else read.tokens) > 0
+        decisions = planned.decide(chunk, tokens, np.stack(stored), observed)
         self._set_budgets(read)
         cuts = chunk.evicts and planned.cuts.any()
         chooser = Deciding(decisions, Errors() if cuts and policy.layers.measures else None)

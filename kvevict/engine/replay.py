@@ -28,6 +28,7 @@ class Call:
     given: tuple = ()  # arguments of the attention function, or of a sliding window's update
     options: dict | None = None
     out_lse: tuple | None = None  # what attention gave
+    attention_input: torch.Tensor | None = None  # of the attention block, where the policy needed that
     after_attention: torch.Tensor | None = None  # the residual stream, where the policy measured that
     output: torch.Tensor | None = None
 
@@ -93,7 +94,9 @@ class Replay:
         made = Call(hidden_states, step.positions, step.first, step.appended, adapter)
         slides = isinstance(step.cache.layers[index], SlidingLayer)
         measures = not slides and step.patch.after_attention and step.chooser.errors is not None
-        known = (call for call in self.known[index] if call.after_attention is not None or not measures)
+        hidden = not slides and step.patch.wants_hidden
+        known = [call for call in self.known[index] if call.after_attention is not None or not measures]
+        known = [call for call in known if call.attention_input is not None or not hidden]
         found = next((call for call in known if call.same(made)), made)
         with within(tap=found):
             if found is made:
@@ -102,6 +105,8 @@ class Replay:
                 step.cache.update(*found.given, index)
             else:
                 module, query, key, value, mask = found.given
+                if hidden:
+                    step.hidden[index] = found.attention_input
                 attention.attention(module, query, *step.cache.update(key, value, index), mask, **found.options)
                 if measures:
                     residual.note(index, found.after_attention, "attention")

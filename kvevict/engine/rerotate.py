@@ -14,11 +14,17 @@ import torch
 from .. import families
 
 
-def check(policy, rope_depends_on_length: bool) -> None:
+def check(policy, rope_depends_on_length: bool, measures: bool = False) -> None:
     """Raise ValueError for a model whose keys cannot be rotated by a difference of positions.
 
     rope_depends_on_length: the model's rotary frequencies change with the prompt's length.
+    measures: what the policy measures rotates keys or queries.
     """
+    if measures and rope_depends_on_length:
+        raise ValueError(
+            f"score {type(policy.score).__name__} rotates keys back to what they were before positions, and this "
+            "model's rotary frequencies change with the prompt's length (longrope, dynamic): take another score"
+        )
     if policy.rerotate and rope_depends_on_length:
         raise ValueError(
             "rerotate=True rotates keys from one position to another, and this model's rotary frequencies change with "

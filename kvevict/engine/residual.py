@@ -77,7 +77,7 @@ def _measuring(until=None):
     return step if until in (None, step.patch.policy.layers.residual) else None
 
 
-def _enter(index, module, args, kwargs):
+def _enter(index, module, args, kwargs=None):
     step = _measuring()
     if step is not None:
         step.chooser.errors.residual[index] = args[0] if args else kwargs["hidden_states"]

@@ -14,6 +14,8 @@ class Chunk:
     evicts: bool  # layers are cut back after it
     appended: int  # rows that are read with it and not stored
     limits: tuple  # per evicting layer the most of its tokens that the layer reads
+    observed: bool = True  # rows observe; False: they come when all chunks were read
+    again: range | None = None  # without columns of its own: tokens of every row, counted from 0, that are repeated
 
     @property
     def rows(self) -> int:
@@ -26,13 +28,26 @@ def evicts(policy, seen: list) -> bool:
 
 
 def chunks(policy, columns: int, limits: tuple, tokens: Iterable[int] = ()) -> Iterator[Chunk]:
-    """The chunks of a prompt of `columns` columns, the remainder first, so that the last chunk is full. tokens: of each
-    row of a batch whose prompts are evicted from, so that the policy's rows are appended to the chunks."""
-    size = policy.chunk_size or columns
+    """The chunks of a prompt of `columns` columns, the remainder first, so that the last chunk is full; then those
+    without columns that repeat its parts. tokens: of each row of a batch whose prompts are evicted from, so that the
+    policy's rows are appended to the chunks."""
+    size, parts = policy.chunk_size or columns, repeated(policy, max(tokens, default=0))
     for end in range((columns - 1) % size + 1, columns + 1, size):
-        start, last = max(0, end - size), end == columns
-        rows = max((policy.rows.appended(n, end - start, last) for n in tokens), default=0)
-        yield Chunk(start, end, last, last or policy.schedule == "chunk", rows, limits)
+        start, last = max(0, end - size), end == columns and not parts
+        rows = 0 if parts else max((policy.rows.appended(n, end - start, last) for n in tokens), default=0)
+        yield Chunk(start, end, last, last or policy.schedule == "chunk", rows, limits, not parts)
+    for again in parts:
+        last, rows = again is parts[-1], max(policy.rows.appended(n, len(again), False) for n in tokens)
+        yield Chunk(columns, columns, last, last, rows, limits, again=again)
+
+
+def repeated(policy, tokens: int) -> list:
+    """The parts, tokens counted from 0, that are repeated once a prompt of `tokens` tokens was read. Numbers that are
+    not the largest over rows need all of them in one."""
+    if not policy.rows.repeats or policy.schedule == "chunk":
+        return []
+    part = policy.rows.part if policy.score.largest else max(tokens, 1)
+    return [range(start, min(start + part, tokens)) for start in range(0, tokens, part)]
 
 
 def limits(policy, order: Iterable[int], tsp: int | None) -> tuple:

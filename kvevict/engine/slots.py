@@ -1,7 +1,8 @@
 """One layer's alive slots before a cut, and the heads that they are of. Values: nothing here is changed once made."""
 
+import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -56,6 +57,7 @@ class KV:
     padding: np.ndarray  # the same on the host
     options: dict[str, Any]  # scale, softcap, sinks of attention
     appended: tuple = ()  # k, v [B, heads, p, D] of rows that are read with the call and not stored
+    hidden: torch.Tensor | None = None  # [B, T, E] input of the attention block, of all rows; None: nobody needs it
 
     @cached_property
     def stored(self):
@@ -70,6 +72,20 @@ class KV:
     def rotated(self):
         """A context in which stored keys are where attention had them."""
         return rerotate.in_cache(self.step, self.module, self.stored)
+
+    def within(self, begin, count):
+        """The same of stored slots begin .. begin + count - 1 [B, heads] alone, inside of `rotated`."""
+        part = replace(self.stored, offset=self.stored.offset + begin, len=count.contiguous())
+        return _Within(**{f.name: getattr(self, f.name) for f in fields(self)}, part=part)
+
+
+@dataclass(frozen=True, eq=False)
+class _Within(KV):
+    part: Any = None
+    stored = property(lambda self: self.part)
+
+    def rotated(self):
+        return contextlib.nullcontext()
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,8 +161,8 @@ class Slots:
         return self.heads.merge(error)
 
     def waiting(self):
-        """These slots without what was made of stored latents for one call."""
-        return replace(self, kv=replace(self.kv))
+        """These slots without what is of one call: expanded latents, the attention block's input."""
+        return replace(self, kv=replace(self.kv, hidden=None))
 
 
 @dataclass(frozen=True, eq=False)

@@ -40,7 +40,7 @@ def _forward(self, run, *args, **kwargs):
     kwargs = _by_name(self, args, kwargs)
     rows = next(iter(kwargs.values())).shape[1]
     stop = rows - step.appended
-    chunk = run(**_part(kwargs, step, 0, stop, rows))
+    chunk = run(**_part(kwargs, step, 0, stop, rows)) if stop else None
     if stop == rows:
         return chunk
     states = _states(step.cache.layers[self.layer_idx])
@@ -48,6 +48,8 @@ def _forward(self, run, *args, **kwargs):
     appended = run(**_part(kwargs, step, stop, rows, rows))
     for held, values in before:
         held.update(values)
+    if chunk is None:  # rows that come after the whole prompt
+        return appended
     if isinstance(chunk, tuple):
         return torch.cat([chunk[0], appended[0]], 1), *chunk[1:]
     return torch.cat([chunk, appended], 1)

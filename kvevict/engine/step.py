@@ -29,6 +29,7 @@ class Read:
     prepared: object = None  # what `Rows.prepare` made of the prompt
     watchers: tuple = ()  # of kvevict.engine.watch
     memory: dict = field(default_factory=dict)  # layer -> what its rows keep from chunk to chunk
+    numbers: dict = field(default_factory=dict)  # layer -> its slots' numbers by the parts that were repeated so far
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +49,7 @@ class Step:
     appended: int = 0  # rows at the end that are read with the chunk and not stored
     final_position: int | None = None  # the prompt's largest position, for rotary frequencies that depend on it
     seen: tuple = ()  # (columns, tokens [B]) that count as seen, whatever a layer reads of them
+    hidden: dict = field(default_factory=dict)  # layer -> input of its attention block, where that is wanted
     unread: dict = field(default_factory=dict)  # layer -> its LayerCall, while other layers still read its slots
     elsewhere: dict = field(default_factory=dict)  # device -> this step there
 

@@ -12,20 +12,22 @@ The continuation of a perplexity case is scored in one call that evicts nothing 
 fidelity case, which the full run writes.
 """
 
+import copy
 import dataclasses
 import math
 import time
 import zlib
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from ..analysis.run import QUESTION, Prompt, observe
-from ..patch import evicting, patch
+from ..patch import evicting
 from ..policy.policy import Policy, build
 from ..policy.text import parse_policy
-from ..prompts import frame, ids_of, line_ended
+from ..prompts import frame, ids_of, line_ended, told
 from ..report import report
 from .metrics import METRICS
 from .tasks import FIDELITY, Case
@@ -135,53 +137,124 @@ def policy_for(run: Run, tokens: int, response, task: str = "eval", asks: int | 
     return build(name, budget=run.budget, chunk_size=chunk, **options | given)
 
 
-@torch.no_grad()
-def ask(model, tokenizer, asked: Asked, run: Run, replay=None) -> dict:
-    """One run of one case: what its line says beyond the key. replay: the `Replay` that reads may share.
+@dataclass
+class Reading:
+    """What a run read, before anything is asked about it.
 
-    Seconds are those of reading (an appended question too; None where reads are shared) and of decoding. kept
-    ([layer][kv head] slots, None for sliding-window layers) and cache_bytes are what is held after the read under the
-    policy.
+    out          the model's output, with the last token's logits and the cache
+    held         `kept`, `cache_bytes` and `peak_cache_bytes` of a line
+    policy       None: the unpatched model
+    options      what the line says of the policy
+    seconds      of the read
     """
-    case, prompt, scored = asked.case, asked.prompt, asked.scored(run)
-    agnostic = run.mode == "agnostic"
-    first, later = (prompt.context, prompt.question) if agnostic else (prompt.context + prompt.question, [])
-    result: dict = dict(prompt_tokens=len(prompt.context) + len(prompt.question))
-    policy = None
+
+    out: Any
+    held: dict
+    policy: Policy | None
+    options: dict | None
+    seconds: float
+
+    def fork(self):
+        """A cache of its own for one question: what was kept is shared, except by the unpatched model's, which is
+        copied."""
+        return _forked(self.out.past_key_values)
+
+    @property
+    def keeping(self) -> Policy:
+        """Evicts nothing of what comes after it."""
+        return replace(KEEP_ALL, rerotate=self.policy.rerotate)
+
+
+def reads_alone(run: Run) -> bool:
+    """Whether what a run reads of a context is the same for all questions about it, so that one read will do."""
+    if run == FULL or run.mode == "aware":
+        return run == FULL
+    return policy_for(run, 1, (0,)).rows == policy_for(run, 1, (1,)).rows
+
+
+@torch.no_grad()
+def read(model, tokenizer, asked: Asked, run: Run, replay=None, alone: bool = True) -> Reading:
+    """A run's read of a case's context, or, with alone=False, of context and question, in one call."""
+    prompt, scored = asked.prompt, asked.scored(run)
+    ids, later = (prompt.context, prompt.question) if alone else (prompt.context + prompt.question, [])
+    policy = options = None
     if run != FULL:
         named = parse_policy(run.policy)[1]
         following = later + ((asked.response or []) if scored is None else scored)
-        policy = policy_for(run, len(first), following, case.task, None if agnostic else len(prompt.question))
-        if asked.observe is not None and not agnostic and prompt.question:
-            policy = observe(policy, prompt.observed(asked.observe), len(first), named)
-        result["options"] = named | options_of(policy)
-        result["options"].pop("ids", None)
-        if case.metric == FIDELITY and asked.logits is None:
-            asked.logits = _forced(model, prompt.context + prompt.question, scored)
-    with nullcontext() if policy is None else evicting(model, policy):
+        policy = policy_for(run, len(ids), following, asked.case.task, None if alone else len(prompt.question))
+        if asked.observe is not None and not alone and prompt.question:
+            policy = observe(policy, prompt.observed(asked.observe), len(ids), named)
+        policy = told(policy, tokenizer)
+        options = named | options_of(policy)
+        options.pop("ids", None)
+    with _patched(model, policy):
         start = _now(model)
         with nullcontext() if replay is None else replay.during():
-            out = model(_row(model, first), use_cache=True, logits_to_keep=1)
-        read_seconds = _now(model) - start
-        cache = out.past_key_values
-        held = _held_by_all(cache) if policy is None else _held(model)
-        if policy is not None and (agnostic or scored is not None):
-            patch(model, KEEP_ALL)
-        start = _now(model)
-        if later:
-            out = model(_row(model, later), past_key_values=cache, logits_to_keep=1)
-        read_seconds += _now(model) - start
+            out = model(_row(model, ids), use_cache=True, logits_to_keep=1)
+        seconds = _now(model) - start
+        held = _held_by_all(out.past_key_values) if policy is None else _held(model)
+    return Reading(out, held, policy, options, seconds)
+
+
+@torch.no_grad()
+def ask(model, tokenizer, asked: Asked, run: Run, replay=None, text: Reading | None = None) -> dict:
+    """One run of one case: what its line says beyond the key. replay: the `Replay` that reads may share. text: the
+    run's `read` of the case's context, of which a fork is asked; None: the case is read here.
+
+    Seconds are those of reading (an appended question too; None where reads are shared) and of decoding; of a fork,
+    read_seconds are the text's, ask_seconds those of question and answer, ask_bytes what the cache then holds besides.
+    kept ([layer][kv head] slots, None for sliding-window layers) and cache_bytes are what is held after the read under
+    the policy. nats: the mean negative log likelihood of a token of the right answer, where the case wants it.
+    """
+    case, prompt, scored = asked.case, asked.prompt, asked.scored(run)
+    alone = run.mode == "agnostic" or text is not None
+    own = text or read(model, tokenizer, asked, run, replay, alone)
+    result: dict = dict(prompt_tokens=len(prompt.context) + len(prompt.question))
+    policy, out, cache = own.policy, own.out, own.out.past_key_values if text is None else text.fork()
+    if policy is not None:
+        result["options"] = own.options
+        if case.metric == FIDELITY and asked.logits is None:
+            asked.logits = _forced(model, prompt.context + prompt.question, scored)
+    keeping = None if policy is None else own.keeping
+    before, start = 0 if text is None else _bytes(cache), _now(model)
+    with _patched(model, keeping if alone or scored is not None else policy):
+        if alone and prompt.question:
+            out = model(_row(model, prompt.question), past_key_values=cache, logits_to_keep=1)
+        asking = _now(model) - start
+        if case.likelihood:
+            with _patched(model, keeping):
+                answer = ids_of(tokenizer, f" {case.answers[0]}")
+                result["nats"] = _nats(_follow(model, out.logits, _forked(cache), answer), answer)
         start = _now(model)
         if scored is None:
             tokens = _write(model, tokenizer, out.logits, cache, asked)
-            text = tokenizer.decode(tokens, skip_special_tokens=True)
-            result |= dict(prediction=text) | _judged(text, case)
+            written = tokenizer.decode(tokens, skip_special_tokens=True)
+            result |= dict(prediction=written) | _judged(written, case)
         else:
-            result |= dict(prediction="") | _compared(asked, _follow(model, out, scored), scored)
+            result |= dict(prediction="") | _compared(asked, _follow(model, out.logits, cache, scored), scored)
+        decoding = _now(model) - start
     if policy is None:
         result["response"] = tokens if scored is None else []
-    own = replay is None or policy is None
-    return result | dict(read_seconds=read_seconds if own else None, decode_seconds=_now(model) - start, **held)
+    if text is not None:
+        result |= dict(ask_seconds=asking + decoding, ask_bytes=_bytes(cache) - before)
+        asking = decoding = 0.0
+    seconds = own.seconds + asking if replay is None or policy is None else None
+    return result | dict(read_seconds=seconds, decode_seconds=decoding, **own.held)
+
+
+def _patched(model, policy):
+    """A context in which a model is patched with a policy; None: in which it stays as it is."""
+    return nullcontext() if policy is None else evicting(model, policy)
+
+
+def _forked(cache):
+    return cache.fork() if hasattr(cache, "fork") else copy.deepcopy(cache)
+
+
+def _bytes(cache) -> int:
+    """Of the slots in a cache's full-attention layers."""
+    own = [layer for layer in cache.layers if not layer.is_sliding]
+    return sum(l.live_bytes() if hasattr(l, "live_bytes") else l.keys.nbytes + l.values.nbytes for l in own)
 
 
 def _judged(text: str, case) -> dict:
@@ -194,22 +267,27 @@ def _compared(asked, logits, ids) -> dict:
     """The mean negative log likelihood of ids by logits [R, vocabulary], in nats. Of fidelity: the mean KL divergence
     from the full cache's distributions to the logits', in nats, and the share of equal first choices."""
     if asked.case.metric == PERPLEXITY:
-        return dict(score=float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids, device=logits.device))))
+        return dict(score=_nats(logits, ids))
     full, own = asked.logits.log_softmax(1), logits.log_softmax(1)
     divergence = (full.exp() * (full - own)).sum(1).mean()
     return dict(score=float(divergence), same=float((full.argmax(1) == own.argmax(1)).float().mean()))
 
 
+def _nats(logits, ids) -> float:
+    return float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids, device=logits.device)))
+
+
 def _forced(model, prompt, ids):
     """Logits [R, vocabulary] of the full cache of a prompt for each of the ids that follow it."""
-    return _follow(model, model(_row(model, prompt), use_cache=True, logits_to_keep=1), ids)
+    out = model(_row(model, prompt), use_cache=True, logits_to_keep=1)
+    return _follow(model, out.logits, out.past_key_values, ids)
 
 
-def _follow(model, out, ids):
-    """fp32 logits [R, vocabulary] of each of the ids after what `out` has read, which has the first one's."""
-    rows = [out.logits[0, -1:]]
+def _follow(model, logits, cache, ids):
+    """fp32 logits [R, vocabulary] of each of the ids after what a cache holds, whose last token's logits are given."""
+    rows = [logits[0, -1:]]
     if len(ids) > 1:
-        rows.append(model(_row(model, ids[:-1]), past_key_values=out.past_key_values).logits[0])
+        rows.append(model(_row(model, ids[:-1]), past_key_values=cache).logits[0])
     return torch.cat(rows).float()
 
 
@@ -256,6 +334,6 @@ def _held(model) -> dict:
 def _held_by_all(cache) -> dict:
     """What an unpatched model's cache holds; as in a report, only full-attention layers count."""
     own = [None if layer.is_sliding else layer for layer in cache.layers]
-    live = sum(layer.keys.nbytes + layer.values.nbytes for layer in own if layer is not None)
+    live = _bytes(cache)
     kept = [None if layer is None else [layer.keys.shape[2]] * layer.keys.shape[1] for layer in own]
     return dict(kept=kept, cache_bytes=live, peak_cache_bytes=live)

@@ -3,10 +3,10 @@
     text = haystack(settings).passage(rng, tokens, settings)
     text = haystack(settings).passage(rng, tokens, settings, facts={0.5: "The code is 7."}, before=intro, after=asked)
 
-`haystack(settings)` reads `settings.haystack` (a .txt file, or .jsonl or .jsonl.xz with a field "text") or, without
-one, makes English sentences from words.py: no digits, nothing copied from a corpus. Every draw is from the `rng` given,
-so equal seeds give equal text. `insert` hides facts in a text, `words` draws distinct words; `growing` and `most` are
-how a prompt is filled with as much as fits.
+`haystack(settings)` reads `settings.haystack` (a .txt, a folder of them, or .jsonl or .jsonl.xz with a field
+"text") or, without one, makes English sentences from words.py: no digits, nothing copied from a corpus. Every draw is
+from the `rng` given, so equal seeds give equal text. `insert` hides facts in a text, `words` draws distinct words;
+`growing` and `most` are how a prompt is filled with as much as fits.
 """
 
 import functools
@@ -158,16 +158,25 @@ def _read(path: Path | None) -> Haystack:
     if path is None:
         return Haystack()
     try:
-        data = path.read_bytes()
-        text = (lzma.decompress(data) if path.suffix == ".xz" else data).decode()
-        documents = [text]
-        if ".jsonl" in path.suffixes:
-            documents = [parsed(line)["text"] for line in text.split("\n") if line.strip()]
+        documents = [text for file in _files(path) for text in _documents(file)]
     except (OSError, ValueError, TypeError, KeyError, lzma.LZMAError) as error:
         raise ValueError(
-            f"haystack: cannot read {path} ({error!r}); give a .txt, or a .jsonl or .jsonl.xz with the field 'text'"
+            f"haystack: cannot read {path} ({error!r}); give a .txt, a folder of them, or a .jsonl or "
+            ".jsonl.xz with the field 'text'"
         ) from None
     documents = [text for text in documents if text.strip()]
     if not documents:
         raise ValueError(f"haystack: {path} has no text; give another file")
     return Haystack(documents)
+
+
+def _files(path: Path) -> list[Path]:
+    return sorted(path.glob("*.txt")) if path.is_dir() else [path]
+
+
+def _documents(path: Path) -> list[str]:
+    data = path.read_bytes()
+    text = (lzma.decompress(data) if path.suffix == ".xz" else data).decode()
+    if ".jsonl" in path.suffixes:
+        return [parsed(line)["text"] for line in text.split("\n") if line.strip()]
+    return [text]

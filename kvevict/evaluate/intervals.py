@@ -22,6 +22,22 @@ def student(values) -> float:
     return float(stats.t.ppf((1 + LEVEL) / 2, n - 1)) * standard_error(values) if n > 1 else math.inf
 
 
+def clustered(values, groups) -> float:
+    """Half the width of Student's interval of the mean of values of which those of one group (groups[i]: of values[i])
+    may depend on each other: the standard error of Liang and Zeger (1986), groups - 1 degrees of freedom. Infinite for
+    a single group."""
+    from scipy import stats
+
+    mean, sums = sum(values) / len(values), {}
+    for value, group in zip(values, groups, strict=True):
+        sums[group] = sums.get(group, 0.0) + value - mean
+    n = len(sums)
+    if n == 1:
+        return math.inf
+    error = math.sqrt(n / (n - 1) * sum(each**2 for each in sums.values())) / len(values)
+    return float(stats.t.ppf((1 + LEVEL) / 2, n - 1)) * error
+
+
 def of_scores(scores) -> tuple:
     """(mean, low, high) of scores in [0, 1]: Wilson's interval where all are 0 or 1, else a normal one, cut to
     [0, 1]."""

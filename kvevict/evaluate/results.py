@@ -37,13 +37,20 @@ FIELDS = dict(
     budget=_or_none(_number(PLENTY)), chunk_size=_or_none(_number(PLENTY)), mode=_or_none(_text), score=_number(1e9),
     tags=_tags,
 )  # fmt: skip
-OPTIONAL = dict(same=_number(1), kept=_all(_or_none(_counts)), response=_counts)
+_measure = _number(1e18)
+OPTIONAL = dict(
+    same=_number(1), kept=_all(_or_none(_counts)), response=_counts, nats=_number(1e9), cache_bytes=_measure,
+    peak_cache_bytes=_measure, read_seconds=_or_none(_measure), ask_seconds=_measure, ask_bytes=_measure,
+)  # fmt: skip
 KEY = (*CASE, "policy", "budget", "chunk_size", "mode")  # no two lines share these: the case, and its `Run`'s fields
+
+
+ADDED = {"policies", "budgets", "chunk_sizes", "modes"}  # more of which may be put to a file's cases later
 
 
 class Results:
     """A file open for more lines. Lines are added, never changed; what a killed process left of its last line is cut
-    off. ValueError where the file was begun with other settings.
+    off. ValueError where the file was begun with other settings than `ADDED`, or, of a protocol, with any others.
 
     keys        the values of `KEY` of every line there is
     responses   values of `CASE` -> ids that the full run generated
@@ -129,6 +136,6 @@ def _cut_half_line(path) -> None:
 
 def _same(path, before: dict, now: dict) -> None:
     names = [name for name in before | now if before.get(name) != now.get(name)]
-    if names:
+    if names and (before.get("protocol") or set(names) - ADDED):
         differs = "; ".join(f"{name} was {before.get(name)!r}, is {now.get(name)!r}" for name in names)
         raise ValueError(f"{path} was begun with other settings: {differs}; repeat those or give another --out")

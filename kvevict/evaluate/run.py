@@ -15,7 +15,7 @@ from ..engine.replay import Replay
 from ..models import fingerprint
 from ..patch import find_decoder
 from . import protocols
-from .ask import FULL, MODES, Asked, Run, ask, encode, policy_for
+from .ask import FULL, MODES, Asked, Run, ask, encode, policy_for, read, reads_alone
 from .results import Results
 from .share import Processes
 from .tasks import Settings, find
@@ -101,24 +101,48 @@ def evaluate(model, tokenizer, plan: Plan, out, name: str = "", share_reads: boo
             }
             bar.update(len(cases) * len(runs) - sum(map(len, missing.values())))
 
-            def measure(case, missing=missing, settings=settings):
-                case.tags.setdefault("length", settings.length)
-                known = responses.get((case.task, case.id, settings.seed))
-                return _lines(model, tokenizer, case, settings.seed, missing[case.id], known, plan, replay)
+            def measure(text, missing=missing, settings=settings):
+                for case in text:
+                    case.tags.setdefault("length", settings.length)
+                wanted = {run: {case.id for case in text if run in missing[case.id]} for run in runs}
+                return _lines(model, tokenizer, text, wanted, responses, settings.seed, plan, replay)
 
-            for line in processes.lines([case for case in cases if missing[case.id]], measure):
+            texts = [text for text in _texts(cases) if any(missing[case.id] for case in text)]
+            for line in processes.lines(texts, measure):
                 results.write(line)
                 bar.update()
 
 
-def _lines(model, tokenizer, case, seed, missing, response, plan, replay):
-    """Yield the line of every run that is missing of a case; response: what the full run generated, if it is known."""
-    asked = Asked(case, encode(model, tokenizer, case), seed, plan.observe, plan.temperature)
+def _texts(cases) -> list:
+    """The cases in lists: one after the other that have the same context."""
+    return [list(group) for _, group in itertools.groupby(cases, lambda case: case.context)]
+
+
+def _lines(model, tokenizer, cases, wanted, responses, seed, plan, replay):
+    """Yield the line of every run of cases with one context. wanted: run -> ids; responses: what full runs generated,
+    as far as it is known. Runs for which one read of the context will do come first."""
+    asked = {
+        case.id: Asked(
+            case, encode(model, tokenizer, case), seed, plan.observe, plan.temperature,
+            responses.get((case.task, case.id, seed)),
+        )
+        for case in cases
+    }  # fmt: skip
+
+    def line(each, run, text=None):
+        case, measured = each.case, ask(model, tokenizer, each, run, replay, text)
+        each.response = measured.get("response", each.response)
+        about = dict(task=case.task, id=case.id, seed=seed, **dataclasses.asdict(run), metric=case.metric)
+        return about | measured | dict(tags=case.tags)
+
     if replay is not None:
         replay.clear()
-    for run in missing:
-        asked.response = response
-        measured = ask(model, tokenizer, asked, run, replay)
-        response = measured.get("response", response)
-        about = dict(task=case.task, id=case.id, seed=seed, **dataclasses.asdict(run), metric=case.metric)
-        yield about | measured | dict(tags=case.tags)
+    once = [run for run, ids in wanted.items() if ids and len(cases) > 1 and reads_alone(run)]
+    for run in once:
+        mine = [each for case, each in asked.items() if case in wanted[run]]
+        text = read(model, tokenizer, mine[0], run, replay)
+        yield from (line(each, run, text) for each in mine)
+    for case, each in asked.items():
+        if replay is not None:
+            replay.clear()
+        yield from (line(each, run) for run, ids in wanted.items() if case in ids and run not in once)

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from .ask import FULL, MODES, PERPLEXITY
-from .intervals import Z, of_scores, standard_error
+from .intervals import Z, clustered, of_scores, standard_error
 from .tasks import FIDELITY
 
 NOT_IN_PERCENT = (PERPLEXITY, FIDELITY)
@@ -62,6 +62,96 @@ def fidelity(lines) -> Fidelity:
 
 
 @dataclass(frozen=True)
+class Answered:
+    """Questions whose right answer's likelihood is known too. Of those that the full cache answers (a score of at least
+    1/2), `counted`, the mean score and its interval; over all of them dnll, the nats a token of the right answer above
+    the full cache's, and half the width of its interval, paired, in which a text's questions may depend on each
+    other."""
+
+    mean: float
+    low: float
+    high: float
+    counted: int
+    cases: int
+    dnll: float
+    half: float
+    metric: str
+
+    def __str__(self):
+        right = f"{100 * self.mean:.1f} [{100 * self.low:.0f}, {100 * self.high:.0f}] of {self.counted}/{self.cases}"
+        return f"{right}; {self.dnll:+.3f} ±{self.half:.3f}"
+
+
+def answered(lines, full) -> Answered:
+    """Of lines; full: case -> the full run's line, of which those without one are left out."""
+    pairs = [(line, full[_case(line)]) for line in lines if _case(line) in full]
+    scores = [line["score"] for line, base in pairs if _counts(base)]
+    dnll = [line["nats"] - base["nats"] for line, base in pairs] or [math.nan]
+    texts = [_text(line) for line, _ in pairs] or [None]
+    middle = of_scores(scores) if scores else (0.0, 0.0, 1.0)
+    mean = sum(dnll) / len(dnll)
+    half, metric = clustered(dnll, texts), lines[0]["metric"]
+    return Answered(*middle, counted=len(scores), cases=len(pairs), dnll=mean, half=half, metric=metric)
+
+
+def _counts(full) -> bool:
+    """Whether a question counts: the full cache answers it."""
+    return full["score"] >= 0.5
+
+
+def _text(line):
+    """Questions of one text depend on each other."""
+    return line["task"], line["seed"], line["tags"].get("length"), line["tags"].get("text", line["id"])
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Mean differences from another row on the same cases, with half the widths of their intervals: of scores, and of
+    the nats a token of the right answer, where they are known. Of questions, scores are of the counted ones."""
+
+    score: float
+    half: float
+    nats: float | None
+    nats_half: float | None
+    metric: str
+
+    def __str__(self):
+        unit = 1 if self.metric in NOT_IN_PERCENT else 100
+        score = f"{unit * self.score:+.{3 if unit == 1 else 1}f} ±{unit * self.half:.{3 if unit == 1 else 1}f}"
+        return score + ("" if self.nats is None else f"; {self.nats:+.3f} ±{self.nats_half:.3f}")
+
+
+def differences(lines, against, by=()) -> dict:
+    """As `summarize`, but `Difference`s from the rows of `against` (policy, chunk_size) at the same budget. ValueError
+    where there is no such row."""
+    lines = [line for line in lines if all(tag in line["tags"] for tag in by)]
+    full = {_case(line): line for line in lines if line["policy"] == FULL.policy}
+    base = {(_case(x), x["budget"], x["mode"]): x for x in lines if (x["policy"], x["chunk_size"]) == tuple(against)}
+    if not base:
+        raise ValueError(f"--against {' '.join(map(str, against))}: the results have no such policy and chunk size")
+    groups: dict = {}
+    for line in lines:
+        other = base.get((_case(line), line["budget"], line["mode"]))
+        if other is not None and other is not line:
+            row, column = (line["policy"], line["budget"], line["chunk_size"]), _column(line, by, line["mode"])
+            groups.setdefault(row, {}).setdefault(column, []).append((line, other))
+    return {row: {c: _difference(pairs, full) for c, pairs in columns.items()} for row, columns in groups.items()}
+
+
+def _difference(pairs, full) -> Difference:
+    def mean(name, some):
+        values = [line[name] - other[name] for line, other in some]
+        texts = [_text(line) for line, _ in some]
+        return (sum(values) / len(values), clustered(values, texts)) if values else (math.nan, math.inf)
+
+    likely = all("nats" in line for pair in pairs for line in pair)
+    counted = [pair for pair in pairs if not likely or _counts(full.get(_case(pair[0]), dict(score=0)))]
+    nats = mean("nats", pairs) if likely else (None, None)
+    score, half = mean("score", counted)
+    return Difference(score, half, *nats, metric=pairs[0][0]["metric"])
+
+
+@dataclass(frozen=True)
 class Average:
     """The mean of tasks' scores, each of the same weight, and its share of the full cache's."""
 
@@ -107,24 +197,31 @@ def summarize(lines, by=()) -> dict:
     """
     lines = [line for line in lines if all(tag in line["tags"] for tag in by)]
     modes = [mode for mode in MODES if any(line["mode"] == mode for line in lines)] or MODES[:1]
-    full = {_case(line): line["score"] for line in lines if line["policy"] == FULL.policy}
+    full = {_case(line): line for line in lines if line["policy"] == FULL.policy}
     groups = {}
     for line in lines:
         row = line["policy"], line["budget"], line["chunk_size"]
         for mode in modes if line["mode"] is None else [line["mode"]]:
-            column = line["task"], tuple(line["tags"][tag] for tag in by), mode
+            column = _column(line, by, mode)
             groups.setdefault(row, {}).setdefault(column, []).append(line)
     return {row: {column: _of(group, full) for column, group in columns.items()} for row, columns in groups.items()}
 
 
+def _column(line, by, mode) -> tuple:
+    return line["task"], tuple(line["tags"][tag] for tag in by), mode
+
+
 def _of(group, full):
-    """The cell of a group's lines; full: case -> score of the full cache."""
+    """The cell of a group's lines; full: case -> the full cache's line."""
     metric, *others = dict.fromkeys(line["metric"] for line in group)
     if others:
         raise ValueError(f"lines of {group[0]['task']} are of several metrics, {metric} and {', '.join(others)}")
     if metric == FIDELITY:
         return fidelity(group)
-    return cell([line["score"] for line in group], [full[_case(x)] for x in group if _case(x) in full], metric)
+    if all("nats" in line for line in group):
+        return answered(group, full)
+    base = [full[_case(line)]["score"] for line in group if _case(line) in full]
+    return cell([line["score"] for line in group], base, metric)
 
 
 def _case(line) -> tuple:

@@ -1,17 +1,31 @@
 """Results as tables, in text or Markdown."""
 
-from .summary import averages, summarize
+from statistics import median
+
+from .summary import averages, differences, summarize
 from .tasks import FIDELITY
 
 
-def render(lines, by=(), markdown=False) -> str:
+def render(lines, by=(), markdown=False, against=None) -> str:
     """A table with a column per task and mode, and of several tasks their average first; with tags `by`, a table per
-    task and mode with a column per value."""
+    task and mode with a column per value. against: the policy and chunk size of the rows that others' differences from
+    are added. Where texts were read once for many questions, what reading and a question cost comes last."""
     if not lines:
         return "no results yet"
-    summary = summarize(lines, by)
-    columns = list(dict.fromkeys(column for row in summary.values() for column in row))
-    parts = [CAPTION + (NEAR if any(line["metric"] == FIDELITY for line in lines) else "")]
+    near, likely = any(line["metric"] == FIDELITY for line in lines), any("nats" in line for line in lines)
+    parts = [CAPTION + NEAR * near + LIKELY * likely, *_tables(summarize(lines, by), by, markdown)]
+    if against is not None:
+        parts += [
+            f"Differences from {' '.join(map(str, against))}.",
+            *_tables(differences(lines, against, by), by, markdown),
+        ]
+    if costs := _costs(lines):
+        parts += [COSTS, format_table(costs, markdown)]
+    return "\n\n".join(parts)
+
+
+def _tables(summary, by, markdown) -> list:
+    columns, parts = list(dict.fromkeys(column for row in summary.values() for column in row)), []
     if not by:
         heads = {f"{task}, {mode}": (task, (), mode) for task, _, mode in columns}
         for mode in dict.fromkeys(mode for *_, mode in columns):
@@ -24,7 +38,25 @@ def render(lines, by=(), markdown=False) -> str:
         values = sorted((value for other, value, its in columns if (other, its) == (task, mode)), key=_place)
         heads = {" ".join(map(str, value)): (task, value, mode) for value in values}
         parts += [f"{task}, {mode}, by {' and '.join(by)}", format_table(_cells(summary, heads), markdown)]
-    return "\n\n".join(parts)
+    return parts
+
+
+def _costs(lines) -> list:
+    """Rows of text, the head first; empty where no text was read once for many questions."""
+    rows: dict = {}
+    for line in lines:
+        if "ask_seconds" in line:
+            rows.setdefault((line["policy"], line["budget"], line["chunk_size"]), []).append(line)
+
+    def middle(own, name, unit):
+        known = [line[name] for line in own if line.get(name) is not None]
+        return f"{median(known) / unit:.2f}" if known else ""
+
+    table = [
+        [policy, *_setting(budget, chunk), *(middle(own, *column) for column in COLUMNS.values())]
+        for (policy, budget, chunk), own in rows.items()
+    ]
+    return [["policy", "budget", "chunk", *COLUMNS], *table] if table else []
 
 
 def _place(value):
@@ -41,6 +73,18 @@ NEAR = (
     "first choices, each with its standard error over cases, which are compared with the full cache one by one."
 )
 
+LIKELY = (
+    "\nOf questions with a right answer's likelihood: score of those that the full cache answers (of COUNTED/ALL);\n"
+    "dnll, the nats a token of the right answer above the full cache's, over all of them, with its paired interval."
+)
+COSTS = (
+    "Medians: reading a text, what is kept of it and at most held meanwhile; one question and its answer, on a fork."
+)
+COLUMNS = {
+    "read s": ("read_seconds", 1), "kept MiB": ("cache_bytes", 2**20), "peak MiB": ("peak_cache_bytes", 2**20),
+    "question s": ("ask_seconds", 1), "question KiB": ("ask_bytes", 2**10),
+}  # fmt: skip
+
 
 def _cells(summary, columns: dict) -> list:
     """Rows of text, the head first. columns: head -> key of the cell."""
@@ -48,9 +92,12 @@ def _cells(summary, columns: dict) -> list:
     for (policy, budget, chunk), row in summary.items():
         cells = [str(row[key]) if key in row else "" for key in columns.values()]
         if any(cells):
-            setting = ["", ""] if budget is None else [str(budget), str(chunk or "whole")]
-            table.append([policy, *setting, *cells])
+            table.append([policy, *_setting(budget, chunk), *cells])
     return table
+
+
+def _setting(budget, chunk) -> list:
+    return ["", ""] if budget is None else [str(budget), str(chunk or "whole")]
 
 
 def format_table(table, markdown: bool = False, left: int | None = None) -> str:

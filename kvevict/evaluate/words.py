@@ -73,6 +73,14 @@ _WORDS = {
     "beast": """badger blackbird bull calf cat colt cow crow dog donkey duck eagle falcon ferret finch fox goat goose
     hare hawk hedgehog hen heron horse lamb magpie mare mouse mule otter owl ox parrot pigeon pony rabbit raven
     rooster sheep sparrow squirrel swallow swan toad trout turtle weasel wolf wren""",
+    "ship": """Albatross Constance Corsair Endeavour Fortune Gannet Halcyon Kittiwake Meridian Perseverance Petrel
+    Providence Prudence Resolute Swallow Tern""",
+    "house": """bakery bathhouse boathouse brewery chapel granary infirmary library lighthouse museum observatory
+    school station tannery theatre warehouse""",
+    "surname": """Ashdown Brandreth Colley Dunmore Everard Fairfax Garrick Holloway Ingram Jessop Kimber Lockwood
+    Merrick Norwood Oakes Penrose Quill Radley Selwyn Tarrant Underwood Venn Wardle Yelland""",
+    "colour": "amber black blue brass copper crimson golden green grey ivory purple scarlet silver white yellow",
+    "month": "January February March April May June July August September October November December",
 }
 LISTS = {slot: words.split() for slot, words in _WORDS.items()}
 _WHEN = """after breakfast, after dark, after the harvest, after the storm, at dawn, at dusk, at midnight, at noon,

@@ -290,6 +290,8 @@ def build(policy, *, budget=None, chunk_size=None, **options) -> Policy:
         if budget is None:
             raise ValueError("budget is missing: slots per kv head (int) or the fraction kept (float in (0, 1))")
     elif isinstance(policy, Policy):
+        if budget is None and chunk_size is None and not options:
+            return policy  # the same object: a cache knows the policy that read it
         choices = {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy)}
     else:
         raise TypeError(f"policy must be a preset's name or a kvevict.Policy, got {type(policy).__name__}")

@@ -119,6 +119,26 @@ preset(
     "kvzip", "KVzip (Kim et al. 2025) in bounded memory, ours: each chunk is read twice; questions may come later.",
     score=SCORES["kvzip"](), heads=HEADS["flat"](), layers=LAYERS["pool"](), chunk_size=512,
 )  # fmt: skip
+preset(
+    "kvzip+", "KVzip+ (Jegou and Jeblick 2026) in bounded memory, ours: KVzip, weighted by what a slot adds.",
+    score=SCORES["kvzip+"](), heads=HEADS["flat"](), layers=LAYERS["pool"](), chunk_size=512,
+)  # fmt: skip
+preset("expected", score=SCORES["expected"](), heads=HEADS["ada"]())
+preset("defensive", score=SCORES["defensive"](), heads=HEADS["ada"]())
+preset(
+    "defensive/pool", "Layer-DefensiveKV (Feng et al. 2025): DefensiveKV's numbers in one ranking of all layers.",
+    score=SCORES["defensive"](), heads=HEADS["flat"](), layers=LAYERS["pool"](),
+)  # fmt: skip
+preset("compactor", score=SCORES["compactor"]())
+preset("lagkv", score=SCORES["lagkv"]())
+preset(
+    "snapkv+critical", "CriticalKV (Feng et al. 2025) over snapkv: half of the slots by how W_O weighs their values.",
+    score=SCORES["snapkv"](), refine=REFINEMENTS["critical"](),
+)  # fmt: skip
+preset(
+    "adakv+critical", "CriticalKV (Feng et al. 2025) over adakv: heads compete by SnapKV's scores alone.",
+    score=SCORES["snapkv"](), refine=REFINEMENTS["critical"](), heads=HEADS["ada"](),
+)  # fmt: skip
 preset("vatp", score=SCORES["vatp"]())
 preset(
     "paasvn", "PAASVN (EDIE eq. 4): SnapKV's sums times the value's 1-norm, pooled; heads compete as in AdaKV.",

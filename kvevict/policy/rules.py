@@ -3,8 +3,7 @@
 from .heads.flat import Flat
 from .needs import as_needs
 from .parts import PARTS
-from .rows.repeat import Repeat
-from .rows.window import NoRows
+from .rows.window import All, NoRows
 
 
 def _waits(policy):
@@ -30,7 +29,7 @@ RULES = (
      "n_reuse=1"),
     (lambda p: p.layers.cascades and _waits(p),
      "this layer budget measures every layer's attention, and layers that wait do not score: warmup_layers=None"),
-    (lambda p: p.layers.cascades and (p.rows.most < 2 or p.carry != "none" or p.score.ordinal),
+    (lambda p: p.layers.cascades and (p.rows.most in (0, 1) or p.carry != "none" or p.score.ordinal),
      "this layer budget measures how attention varies over the observing rows, which this score or its rows do not "
      "show: take snapkv, cake, edie or another score of attention with 2 rows or more"),
     (lambda p: p.layers.cascades and p.diagnose,
@@ -59,8 +58,8 @@ RULES = (
     (lambda p: p.rows.needs_full_prompt and p.tsp is not None,
      "layer tsp chooses the tokens to propagate when it is read, and a draft comes after all layers: tsp=None"),
     (lambda p: p.layers.pools and not p.score.comparable,
-     "one ranking of all layers needs scores that compare between them, and these do not: take kvzip, or layers="
-     "'uniform'"),
+     "one ranking of all layers needs scores that compare between them, and these do not: take kvzip or "
+     "defensive, or layers='uniform'"),
     (lambda p: p.layers.pools and type(p.heads) is not Flat,
      "one ranking of all layers is one of all their heads: heads='flat'"),
     (lambda p: p.layers.pools and (p.select.run > 1 or p.select_by_layer),
@@ -71,15 +70,35 @@ RULES = (
      "one ranking of all layers needs every layer's own scores: n_reuse=1 and warmup_layers=None"),
     (lambda p: p.layers.pools and p.decode,
      "while decoding layers are cut one by one, and one ranking needs them all: decode=False, or layers='uniform'"),
-    (lambda p: type(p.rows) is Repeat and p.schedule == "prompt" and p.chunk_size is not None,
-     "parts of a prompt are repeated right after them, so each is cut then: leave out schedule='prompt', or the "
-     "chunk_size, to read the prompt in one pass and repeat it once"),
-    (lambda p: type(p.rows) is Repeat and (p.tsp is not None or p.layers.measures),
+    (lambda p: p.layers.cascades and p.rows.repeats and p.score.largest and p.schedule == "prompt",
+     "this layer budget measures the observing rows of one call, and a prompt is repeated in parts: give a chunk_size, "
+     "or layers='uniform'"),
+    (lambda p: p.rows.repeats and (p.tsp is not None or p.layers.measures),
      "the rows that repeat a chunk are not its last tokens, which these need: tsp=None, and another layer budget"),
-    (lambda p: "repetition" in _needs(p) and type(p.rows) is not Repeat,
+    (lambda p: "repetition" in _needs(p) and not p.rows.repeats,
      "support='chunk' is of rows that repeat the chunk: rows='repeat', or support='all'"),
     (lambda p: "repetition" in _needs(p) and p.decode,
      "decoded tokens are not read again, so their worth is not known: decode=False, or support='all'"),
+    (lambda p: "expected_attention" in _needs(p) and p.rows.needs_full_prompt,
+     "a draft comes after all layers, and these statistics are of every row when its layer is read: rows='none'"),
+    (lambda p: "repeated_output" in _needs(p) and not p.rows.repeats,
+     "these scores weigh repeated rows by their inputs: rows='repeat', or kvzip with support='all'"),
+    (lambda p: "repeated_output" in _needs(p) and p.decode,
+     "decoded tokens are not read again, so their worth is not known: decode=False, or kvzip with support='all'"),
+    (lambda p: {"lag", "leverage"} & {*_needs(p)} and p.carry != "keep",
+     "these numbers are of a text's parts as they were read, and a part that was cut is none: carry='keep'"),
+    (lambda p: "lag" in _needs(p) and p.tsp is not None,
+     "layers after tsp do not read all tokens, so their parts are never whole: tsp=None"),
+    (lambda p: "block_attention" in _needs(p) and type(p.rows) is not All,
+     "attention in blocks is that of the chunk's own rows: rows='all'"),
+    (lambda p: "block_attention" in _needs(p) and p.decode,
+     "decoded tokens do not make a block, so their worth is not known before the next prompt: decode=False"),
+    (lambda p: p.refine.picks and p.score.ordinal,
+     "half of the slots are taken by score times a norm, and these scores only rank slots: take a score of attention"),
+    (lambda p: p.refine.picks and p.score.shared,
+     "norms of values differ by head, and this score is one for the layer: per_head=True"),
+    (lambda p: p.refine.picks and any(select.run > 1 for select in p.selections),
+     "slots are taken one by one in two stages, so runs would not stay whole: select='token'"),
     (lambda p: p.n_reuse > 1 and p.tsp is not None,
      "layers after tsp read other tokens, and with n_reuse > 1 layer tsp need not score: n_reuse=1 or tsp=None"),
     (lambda p: p.n_reuse > 1 and p.warmup_layers is not None,

@@ -12,6 +12,7 @@ import test_error
 import test_kl
 import test_norm
 import test_peak
+import test_quadratic
 import test_refine
 import test_score
 import test_select
@@ -56,6 +57,8 @@ OPS = {  # name: (its tests, arguments drawn)
     "refine": (test_refine, lambda rng: test_refine.prepared(
         problem(rng), rng.randrange(99), rng.randrange(4), fast=rng.random() < 0.5, squared=rng.random() < 0.5)),
     "norm": (test_norm, lambda rng: test_norm.prepared(problem(rng), rng.choice("kv"), rng.choice((1, 2)))),
+    "quadratic": (test_quadratic, lambda rng: test_quadratic.prepared(
+        problem(rng), rng.choice("kv"), rng.randrange(99))),
     "select": (test_select, lambda rng: test_select.drawn(rng.randrange(10**6), C=rng.choice((1, 2, 7, 64, 200)))),
     "compact": (test_compact, lambda rng: test_compact.prepared(problem(rng), rng.randrange(99))),
     "decode": (test_decode, lambda rng: test_decode.prepared(problem(rng) | one_row(rng), rng.random() < 0.7)),

@@ -25,6 +25,7 @@ from kvevict.analysis.run import encode
 from kvevict.analysis.shape import shape_of
 from kvevict.cli import main
 from kvevict.commands import read_text
+from kvevict.engine.budgets import places
 from kvevict.evaluate.results import Results, read
 from kvevict.files import replacing, write
 from kvevict.policy.apportion import apportion
@@ -71,7 +72,7 @@ def test_a_loaded_cache_holds_nothing_of_its_file(cache, tmp_path):
             assert torch.equal(getattr(b, name)[: 0 if name in ("k", "v", "pos") else None],
                                getattr(a, name)[: 0 if name in ("k", "v", "pos") else None])  # fmt: skip
         assert torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values)
-        assert a.places(False) == b.places(False)
+        assert places(a, False) == places(b, False)
 
 
 @pytest.mark.parametrize("lie", [

@@ -37,7 +37,8 @@ def chosen(rng):
         kernel=(1, 3, 7), pool=("none", "max", "avg"), reduce=("sum", "mean", "max"), decode=(True, False),
         interval=(1, 2, 5), heads=("equal", "flat", "ada"), layers=("uniform", "pyramid", "tada", "cake"),
         select=("token", "chunk"), c=(1, 3, 8), per_head=(True, False), warmup_layers=(None, 1, 2, "half"),
-        n_reuse=(1, 2), refine=("none", "caote", "fastcaote"), rerotate=(True,), tsp=(None, 0, "half"), tsp_len=(8, 50),
+        n_reuse=(1, 2), refine=("none", "caote", "fastcaote", "critical"), rerotate=(True,), tsp=(None, 0, "half"),
+        tsp_len=(8, 50),
         diagnose=(True,), ema_space=("aligned", "literal"), place=("after", "true"), append=(True, False), f=(0.0, 0.7),
     ).items():  # fmt: skip
         if rng.random() < 0.12:
@@ -49,7 +50,15 @@ def chosen(rng):
 def policy_of(name, options):
     """The policy of the options that its parts have; small windows, where none are named."""
     options, most = dict(options), 60
-    for option, least in (("window", 4), ("probe", 4), ("n_d", 2), ("recent", 3), ("tsp_len", 20), ("task", TASK)):
+    for option, least in (
+        ("window", 4),
+        ("probe", 4),
+        ("n_d", 2),
+        ("recent", 3),
+        ("tsp_len", 20),
+        ("task", TASK),
+        ("part", 3),
+    ):
         options.setdefault(option, least)
     for _ in range(most):
         try:

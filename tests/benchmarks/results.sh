@@ -49,6 +49,13 @@ every() { # NAME CASES OTHERS TASKS ARGUMENTS: in one pass (CASES) and in chunks
   table "$name-unknown-chunks" "$others" --tasks $asked --share-reads --mode agnostic --chunk-size 512 "$@"
 }
 
+many() { # NAME CHUNKS POLICY... ARGUMENTS: a text read once, many questions; more of NAME's runs go to its file
+  local name=$1 chunks=$2
+  shift 2
+  table "$name" 8 --tasks many --lengths 2000 --mode agnostic --shares 1/8 1/4 1/2 --share-reads \
+    --chunk-size ${chunks//,/ } --policies "$@"
+}
+
 # shellcheck disable=SC2086
 {
   table lookahead 12 --tasks needle facts keyvalue --lengths 512 1024 --budgets 64 128 256 \
@@ -113,6 +120,11 @@ if [ -n "${SMOLLM2:-}" ]; then
     --share-reads --chunk-size 512 --policies take+edie "$learned" take+chunkkv snapkv
   table smollm2-8000-unknown 1 "${real[@]}" --tasks ruler/niah_single_{1,2} --lengths 8000 --budgets 1000 \
     --share-reads --mode agnostic --policies take+edie take+chunkkv "$learned" laq oracle
+  many smollm2-many 0,512 kvzip "${real[@]}" --seeds 0
+  many smollm2-many 0 keydiff snapkv streaming knorm "${real[@]}" --seeds 0
+  many smollm2-many 512 'kvzip:carry="none"' kvzip:{carry=max,support=all,layers=uniform} \
+    kvzip:layers=uniform,heads=equal "kvzip:instruction=[198,198,48010,260,2672,2468,3869,30]" "${real[@]}" --seeds 0
+  many smollm2-many 256,1024 kvzip "${real[@]}" --seeds 0
   for protocol in edie chunkkv lookaheadkv take caote; do
     table "smollm2-$protocol" 10 "${real[@]}" --protocol $protocol --tasks ruler/niah_single_2 fidelity --lengths 1024 \
       --budgets 64 --adapter "$ADAPTER" --share-reads
@@ -134,6 +146,8 @@ if [ -n "${GEMMA3:-}" ]; then
   real=(--model "$GEMMA3" --haystack "$BOOKS" --seeds 31)
   table gemma3-full 6 "${real[@]}" --tasks $tasks --lengths 2048 --policies full
   table gemma3-full-needle 2 "${real[@]}" --tasks needle --lengths 2048 --policies full
+  many gemma3-many 0,512 kvzip "${real[@]}" --seeds 0
+  many gemma3-many 0 keydiff snapkv streaming knorm "${real[@]}" --seeds 0
   every gemma3 3 2 "$numbers" "${real[@]}" --lengths 2048 --budgets 64 128 256 --policies $all
   table gemma3-chunks-five 3 "${real[@]}" --tasks $answers --lengths 2048 --budgets 64 128 256 --chunk-size 512 \
     --policies take+edie take+chunkkv take snapkv edie

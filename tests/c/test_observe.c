@@ -1,6 +1,6 @@
-/* score, peak, error, refine and norm on every instruction set of this processor against loops in double, written from
- * the comments of kvevict.h. Outputs start as NaN; each result is computed again with threads and must have the same
- * bits. See run.sh. */
+/* score, peak, error, refine, norm and quadratic on every instruction set of this processor against loops in double,
+ * written from the comments of kvevict.h. Outputs start as NaN; each result is computed again with threads and must
+ * have the same bits. See run.sh. */
 #include <float.h>
 
 #include "problem.h"
@@ -297,6 +297,52 @@ static void test_norm(kv_dtype dtype, int64_t S, int64_t longest) {
   drop(&p);
 }
 
+static void test_quadratic(kv_dtype dtype, int64_t S, int64_t longest) {
+  problem p = make(dtype, 1, S, longest, 1);
+  const int64_t D = p.D, C = longest + S + below(9), heads = p.B * p.H, per_head = below(2) ? D * (D + 3) : 0;
+  float *out[2] = {nans(heads * C), nans(heads * C)}, *linear = nans(heads * D), *matrix = nans(heads * D * (D + 3));
+  for (int64_t i = 0; i < heads * D * (D + 3); i++)
+    if (i % (D + 3) < D) matrix[i] = (float)normal();
+  for (int64_t i = 0; i < heads * D; i++) linear[i] = (float)normal();
+  kv_quadratic a = {dtype,
+                    p.B,
+                    p.H,
+                    p.Hkv,
+                    S,
+                    D,
+                    C,
+                    p.slots,
+                    p.chunk,
+                    p.stop,
+                    matrix,
+                    {p.H * per_head, per_head, D + 3},
+                    below(2) ? linear : NULL,
+                    {p.H * D, D},
+                    NULL};
+  for (int i = 0; i < 2; i++) {
+    a.out = out[i];
+    kv_set_parallel(i ? threads_hook : NULL, 3);
+    check(kv_quadratic_cpu(&a) == KV_OK, "quadratic status");
+  }
+  check_same(out[0], out[1], heads * C, "quadratic, serial and parallel");
+  for (int64_t i = 0; i < heads * C; i++) {
+    const int64_t head = i / C, at = head / p.H * p.Hkv + head % p.H / p.G, c = i % C;
+    const double *x = p.ks + (at * p.most + c) * D;
+    double want = 0, size = 0;
+    for (int64_t r = 0; r < D && c < alive(&p, at); r++) {
+      double y = a.linear ? linear[head * D + r] : 0, terms = fabs(y);
+      for (int64_t d = 0; d < D; d++) {
+        const double term = matrix[head * per_head + r * (D + 3) + d] * x[d];
+        y += term, terms += fabs(term);
+      }
+      want += x[r] * y, size += fabs(x[r]) * terms;
+    }
+    check_close(out[0][i], want, 4e-6 * size, "quadratic", i);
+  }
+  free(out[0]), free(out[1]), free(linear), free(matrix);
+  drop(&p);
+}
+
 static void test_refusals(void) {
   int32_t len = 1, first = 0, stop = 1, one = 1;
   const int64_t offset = 0;
@@ -341,6 +387,8 @@ static int test_isa(void) {
   report("refine", before), before = failures;
   for (int i = 0; i < n; i++) test_norm((kv_dtype)(i % 3), one_of(9, lengths), one_of(8, slots));
   report("norm", before), before = failures;
+  for (int i = 0; i < n; i++) test_quadratic((kv_dtype)(i % 3), one_of(9, lengths), one_of(8, slots));
+  report("quadratic", before), before = failures;
   test_refusals();
   report("others", before);
   return failures > 0;

@@ -68,8 +68,10 @@ TAKE = [
 ]
 DRAFT = tiny.model("llama", seed=5, num_hidden_layers=2, hidden_size=48, num_attention_heads=2, num_key_value_heads=1)
 NEEDS = {"oracle": dict(ids=tuple(range(5, 14))), "chunkkv/kvpress": dict(exact=True)}
+NEEDS |= {"lagkv": dict(lag=2), "compactor": dict(sink=2, recent=2)}
 NEEDS |= {name: dict(draft_model=DRAFT) for name in ("speckv", "speckv/paper")}
-NOBODY_WAITS = ("chunkkv+reuse", "edie+tada", "edie+tada/chunked", "cake", "fastkv", "kvzip")
+REPEATED = ("kvzip", "kvzip+")
+NOBODY_WAITS = ("chunkkv+reuse", "edie+tada", "edie+tada/chunked", "cake", "fastkv", "defensive/pool", *REPEATED)
 
 
 def needs(name, model):
@@ -79,8 +81,11 @@ def needs(name, model):
 
 CASES = [(name, *case) for name in PRESETS for case in SLOTS
          if not (name in NOBODY_WAITS and "warmup_layers" in case[0])
-         and not (name == "kvzip" and "schedule" in case[0])]  # fmt: skip
+         and not (name in REPEATED and "schedule" in case[0])]  # fmt: skip
 CASES += [("take", *case) for case in TAKE] + [("snapkv/kvcf", dict(budget=9, chunk_size=1), (30,))]
+
+
+MATRICES = ("defensive", "defensive/pool", "compactor", "snapkv+critical", "adakv+critical")  # which no op multiplies
 
 
 def measures(policy):
@@ -179,10 +184,10 @@ def test_linear_flops(family, name, options):
 @pytest.fixture
 def seen(monkeypatch):
     """Pairs of rows and slots that ops were given, counted one by one for each of 2 query heads per kv head; of
-    `refine` the slots."""
+    `refine` the slots, of `quadratic` those of each query head."""
     seen, own = (
         Counter(),
-        {op: getattr(kvevict._ops, op) for op in ("attend", "decode", "score", "peak", "error", "refine")},
+        {op: getattr(kvevict._ops, op) for op in ("attend", "decode", "score", "peak", "error", "refine", "quadratic")},
     )
 
     def attend(q, k_slots, v_slots, offset, length, k, v, first, stop=None, **options):
@@ -211,13 +216,17 @@ def seen(monkeypatch):
         seen["refine"] += int((length + (stop - first)[:, None]).sum())
         return own["refine"](v_slots, offset, length, v, first, stop, *more, **options)
 
+    def quadratic(x_slots, offset, length, x, first, stop, *more, **options):
+        seen["quadratic"] += 2 * int((length + (stop - first)[:, None]).sum())
+        return own["quadratic"](x_slots, offset, length, x, first, stop, *more, **options)
+
     def count(q, row_first, length, first, stop, lse=None, causal=False, **options):
         for n in (length + (stop - first)[:, None]).flatten().tolist():
             rows = range(int(row_first[0]), q.shape[2])
             saw = sum(n - q.shape[2] + r + 1 if causal else n for r in rows)
             seen["score"] += 2 * saw * (2 if lse is None else 1)
 
-    for op in (attend, decode, score, peak, error, refine):
+    for op in (attend, decode, score, peak, error, refine, quadratic):
         monkeypatch.setattr(kvevict._ops, op.__name__, op)
     return seen
 
@@ -233,9 +242,10 @@ def test_attention_and_score_flops(name, options, seen):
     policy, model, dim = build(name, **needs(name, shared()), **options), shared(), 32
     read(model, policy, prompt(2, 310))
     flops = plan(bare(shape_of(model.config)), policy, 310, batch=2)["flops"]
+    squares = 2 * dim**2 * (seen["quadratic"] + (name == "expected") * 2 * 310 * 4 * 4)  # of every row, in 4 x 4 heads
     if name.startswith(("take+edie", "kvzip")):  # rows along attend once more, which is in "evict"
         every = flops["attention"] + flops["probe"] + flops["evict"]
-        assert every == 4 * dim * seen["attend"] + 2 * dim * seen["score"]
+        assert every == 4 * dim * seen["attend"] + 2 * dim * seen["score"] + squares
         return
     if policy.rows.needs_full_prompt:  # attention by drafted rows, and the draft's own cut, are in "draft"
         assert seen["decode"]
@@ -244,8 +254,26 @@ def test_attention_and_score_flops(name, options, seen):
         return
     assert flops["draft"] == seen["decode"] == 0
     assert flops["attention"] + flops["probe"] == 4 * dim * seen["attend"]
-    scored = 2 * dim * seen["score"]
+    scored = 2 * dim * seen["score"] + squares
+    if name in MATRICES:
+        assert flops["evict"] > scored
+        return
     assert flops["evict"] == (pytest.approx(scored, rel=0.15) if measures(policy) else scored)
+
+
+def test_flops_of_other_matrices():
+    """||W_O v|| of every slot, rows that see both ways in blocks, and a sketch of keys: of a prompt in one chunk."""
+    model, n, rows = shared(), 310, 32
+    shape = bare(shape_of(model.config))
+    layers, heads, kv, dim, hidden = 4, shape.heads, shape.kv_heads, shape.head_dim, shape.hidden
+    pairs = rows * n - rows * (rows - 1) // 2
+    output = 2 * n * heads * dim * hidden
+    for name, each in {
+        "snapkv+critical": 2 * pairs * heads * dim + output,
+        "defensive": 2 * 2 * pairs * heads * dim + output,  # attention's mean, and each row's
+        "compactor": 2 * n * 256 * heads * dim + 2 * n * kv * 48 * (dim + 2 * 48),
+    }.items():
+        assert plan(shape, build(name, budget=70), n, batch=3)["flops"]["evict"] == 3 * layers * each, name
 
 
 ANY_ROWS = {"window": {}, "probe": dict(probe=12), "given": dict(ids=tuple(range(2, 9))), "drafted": {}, "last": {},

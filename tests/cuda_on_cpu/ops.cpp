@@ -92,6 +92,7 @@ KV_OP(kl_grad, KV_RESULTS({a->dq, a->rows.B * a->rows.H * a->rows.R * a->rows.D 
                           {a->dk, a->rows.B * a->rows.Hkv * a->rows.S * a->rows.D * 4}))
 KV_OP(refine, KV_RESULTS({a->out, a->B * a->Hkv * a->C * 4}))
 KV_OP(norm, KV_RESULTS({a->out, a->B * a->Hkv * a->C * 4}))
+KV_OP(quadratic, KV_RESULTS({a->out, a->B * a->H * a->C * 4}))
 KV_OP(select, KV_RESULTS({a->index, a->B * a->Hkv * a->K * 4}))
 KV_OP(compact, KV_RESULTS())
 KV_OP(decode, KV_RESULTS({a->out, a->B * a->H * a->D *size_of(a->dtype)}, {a->lse, a->B * a->H * 4},

@@ -41,9 +41,27 @@ CASES = {  # name -> policy and options
     "random": ("random", dict(budget=15)),
     "laq": ("laq", dict(budget=16, window=4)),
     "speckv": ("speckv", dict(budget=16, n_d=3, window=4)),
+    "expected": ("expected", CHUNKS | dict(span=7)),
+    "kvzip+": ("kvzip+", CHUNKS),
+    "defensive": ("defensive", CHUNKS | dict(window=4, heads="equal")),
+    "adakv+critical": ("adakv+critical", CHUNKS | dict(window=4)),
+    "lagkv": ("lagkv", CHUNKS | dict(lag=4)),
+    "compactor": ("compactor", CHUNKS | dict(sink=2, recent=2, block=5, sketch=3)),
     "diagnose": ("adakv", CHUNKS | dict(window=4, diagnose=True)),
 }  # fmt: skip
-FREE = ("take", "snapkv", "take+caote", "h2o", "pyramidkv", "streaming", "random", "laq", "speckv")  # nothing travels
+FREE = (
+    "take",
+    "snapkv",
+    "take+caote",
+    "h2o",
+    "pyramidkv",
+    "streaming",
+    "random",
+    "laq",
+    "speckv",
+    "defensive",
+    "lagkv",
+)  # nothing travels
 KEPT = ("adakv max", "h2o flat")  # saved, with decoded rows and with sums
 
 

@@ -18,6 +18,7 @@ import oracle_drafted
 import oracle_pool
 import oracle_rows
 import oracle_scores
+import oracle_values
 import torch
 from oracle_rows import LATER
 from transformers import AttentionInterface
@@ -67,6 +68,14 @@ PRESETS = {
     "edie-exact": _EDIE | dict(score="edie-exact"),
     "vatp": dict(score="vatp"),
     "kvzip": dict(score="kvzip", heads="flat", layers="pool", schedule="chunk", chunk_size=512),
+    "kvzip+": dict(score="kvzip+", heads="flat", layers="pool", schedule="chunk", chunk_size=512),
+    "expected": dict(score="expected", heads="ada"),
+    "defensive": dict(score="defensive", heads="ada"),
+    "defensive/pool": dict(score="defensive", heads="flat", layers="pool"),
+    "compactor": dict(score="compactor"),
+    "lagkv": dict(score="lagkv"),
+    "snapkv+critical": dict(score="snapkv", refine="critical"),
+    "adakv+critical": dict(score="snapkv", refine="critical", heads="ada"),
     "paasvn": dict(score="paasvn", heads="ada"),
     "laq": dict(score="laq"),
     "laq/paper": _PAPER,
@@ -91,6 +100,7 @@ class Layer:
     carry: list  # per kv head {token: score}, h2o's
     probe: torch.Tensor | None = None  # [H, p, d] accumulated probe, as if rotated with `probe_at`
     probe_at: int = 0
+    queries: list = field(default_factory=list)  # [H, d] before rotation, of the rows that expected attention counts
     asked: list = field(default_factory=list)  # (token, queries [H, d], outputs [H, d]) of decoded tokens
 
     def keep(self, g, taken):
@@ -137,8 +147,10 @@ class Row:
         self.W = len(self.own) // 2 if self.o["warmup_layers"] == "half" else self.o["warmup_layers"]
         self.calls = {}  # layer -> its attention in the last call, of those that evict
         self.turns = {}  # layer -> [T] 1 - cos(R, R + O) of the last call's rows
+        self.inputs = {}  # layer -> [T, E] what its attention block got in the last call
         self.layer_budget = 0
         self.seen, self.limits = 0, [0] * len(self.own)  # slots of each layer, from the first eviction on
+        self.part = None  # of a prompt that was read, the tokens that are repeated
 
     @property
     def positions(self):
@@ -159,10 +171,10 @@ class Row:
             layer.probe, layer.asked = None, []
         Z, logits, self.errors = o["chunk_size"] or N, [], [[] for _ in self.own]
         oracle_rows.begin(self, ids)
-        start, base = 0, self.seen
+        start, base, parts = 0, self.seen, oracle_rows.parts(self, N)
         while start < N:
             stop = start + ((N - start) % Z or Z)
-            self.reading, self.last, self.waiting, drafted = True, stop == N, [], {}
+            self.reading, self.last, self.waiting, drafted = True, stop == N and not parts, [], {}
             extra, at = oracle_rows.begin_chunk(self, base + stop)
             self._split(stop - start)
             logits.append(self._run([*ids[start:stop], *extra], [*range(base + start, base + stop), *at], len(extra)))
@@ -172,6 +184,12 @@ class Row:
                 if self.errors[order] and self.cuts and index in self.turns:
                     self.errors[order][-1] *= oracle_rows.turned(self, self.turns[index], drafted.get(index))
             start = stop
+        for self.part in parts:
+            self.last = self.part is parts[-1]
+            again = oracle_rows.again(self, [base + i for i in self.part])
+            self._split(0)
+            self._run(again, [*range(base + N, base + N + len(again))], len(again))
+        self.part = None
         return torch.cat(logits)
 
     def _draft(self, logits):
@@ -268,7 +286,8 @@ class Row:
 
     @contextlib.contextmanager
     def _measured(self):
-        """Notes how far every layer turns the residual stream of each of the call's rows."""
+        """Notes what every attention block gets, and how far every layer turns the residual stream, of each of the
+        call's rows."""
         hooks, before = [], {}
         scale = getattr(self.model.config, "residual_multiplier", 1.0)
 
@@ -280,6 +299,11 @@ class Row:
             after = before[index] + scale * out if adds else out
             self.turns[index] = (1 - torch.cosine_similarity(before[index], after, dim=-1))[0].clamp(min=0)
 
+        def note(index, module, args, kwargs):
+            self.inputs[index] = (args[0] if args else kwargs["hidden_states"])[0]
+
+        for index, layer in enumerate(self.model.model.layers):
+            hooks.append(layer.self_attn.register_forward_pre_hook(functools.partial(note, index), with_kwargs=True))
         for index, layer in enumerate(self.model.model.layers if self.o["cd"] != "off" else ()):
             module, adds = layer, self.o["cd"] == "attention"
             if adds:
@@ -409,7 +433,7 @@ class Row:
                  for g in heads]  # fmt: skip
         wins = self._split_heads(items, [first + last for first, last in ends], slots)
         for g in heads:
-            kept, lost = self.best(items[g], wins[g])
+            kept, lost = oracle_values.taken(self, seen, g, items[g], wins[g], sum(ends[g]))
             if not self.o["exact"] and kept and lost and kept[-1][1] == lost[0][1]:
                 whole = [x for x in kept if x[1] != lost[0][1]]
                 kept = whole if whole or sum(ends[g]) else kept
@@ -470,7 +494,8 @@ class Row:
     def _protected(self, n, order):
         o, first, last = self.o, 0, 0
         if o["protect"]:
-            first, recent = oracle_scores.protected(o, self.layer_budget // len(self.layers[0].alive) // 2)
+            share = self.layer_budget // len(self.layers[0].alive) // 2
+            first, recent = oracle_scores.protected(o, share, self.chunk_end)
             last = max(recent, oracle_rows.protected(self))
         if self.reading and not self.last:  # a run cut by the chunk's end is kept until it is whole
             last = max(last, self.chunk_end % self._run_length(order))

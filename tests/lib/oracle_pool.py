@@ -1,6 +1,7 @@
 """One ranking of all slots of all layers and heads (METHODS section 9) in float64: the part of `oracle.Row` for it."""
 
 import oracle_scores
+import oracle_values
 
 
 def cut(row):
@@ -20,4 +21,6 @@ def cut(row):
     rest = [x for head in items.values() for x in head if x not in kept]
     kept += row.best(rest, wanted - len(kept))[0]
     for head, end in ends.items():
-        row.later[head // heads].layer.keep(head % heads, sorted([*end, *(x[-1] for x in kept if x[2] == head)]))
+        seen, count = row.later[head // heads], sum(x[2] == head for x in kept)
+        mine, _ = oracle_values.taken(row, seen, head % heads, items[head], count, len(end))
+        seen.layer.keep(head % heads, sorted([*end, *(x[-1] for x in mine)]))

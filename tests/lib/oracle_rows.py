@@ -4,9 +4,12 @@ Every choice of rows comes down to `observers`: of one kv head the attention of 
 [G, R, n], and their outputs, out [G, R, d]. Scores, CAOTE by row, CAKE's moments and TADA's error use nothing else.
 """
 
+import math
+
 import torch
 
 LATER = 1 << 30  # the token number of rows that see every slot
+RUN = 32  # tokens that are repeated together where not all are
 OPTIONS = {
     "none": {},
     "last": {},
@@ -14,7 +17,7 @@ OPTIONS = {
     "window": dict(window=32),
     "probe": dict(probe=32, place="after", ema_alpha=0.2, ema_space="aligned", append=True),
     "given": dict(ids=()),
-    "repeat": dict(instruction=()),
+    "repeat": dict(instruction=(), most=None, part=2048),
     "drafted": dict(n_d=8, window=8, draft_keys=False, draft_model="self"),
 }
 
@@ -61,7 +64,7 @@ def begin(row, ids):
     """A read of the tokens `ids`: the length of its probe, and the appended rows, (ids, positions in the text)."""
     o, N = row.o, len(ids)
     row.p, row.appended, at = 0, [], range(row.seen + N, row.seen + N + LATER)
-    row.prompt = {row.seen + i: t for i, t in enumerate(ids)}
+    row.prompt, row.fresh = {row.seen + i: t for i, t in enumerate(ids)}, {}
     if o["rows"] == "probe":
         spans = isinstance(o["probe"], tuple)
         row.p = length(o["probe"]) if spans else min(o["probe"], N // 2)
@@ -77,14 +80,37 @@ def begin_chunk(row, stop):
     """The rows appended to a chunk that ends at token `stop`: (ids, positions)."""
     o = row.o
     row.own_probe = o["rows"] == "probe" and row.last and not isinstance(o["probe"], tuple)
-    if o["rows"] == "repeat":
-        again = [*o["instruction"], *(row.prompt[t] for t in range(row.seen, stop))]
-        return again, list(range(stop, stop + len(again)))
+    if o["rows"] == "repeat" and o["schedule"] == "chunk":
+        extra = again(row, range(row.seen, stop))
+        return extra, list(range(stop, stop + len(extra)))
     if not row.appended or row.own_probe:
         return [], []
     extra, true = map(list, zip(*row.appended))
     after = o["rows"] == "probe" and o["place"] == "after"
     return extra, list(range(stop, stop + len(extra))) if after else true
+
+
+def parts(row, tokens):
+    """The parts, tokens from 0, that are repeated once a prompt was read: KVzip's, in one where a number is not the
+    largest over rows."""
+    o = row.o
+    if o["rows"] != "repeat" or o["schedule"] == "chunk":
+        return []
+    size = o["part"] if o["score"] == "kvzip" else tokens
+    return [range(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+
+
+def again(row, tokens):
+    """The ids that repeat some of the row's tokens: with `most`, runs of RUN or a little less, the gaps between them
+    alike."""
+    most, count = row.o["most"], len(tokens)
+    some = count if most is None else min(most, count) if isinstance(most, int) else math.ceil(most * count)
+    runs, chosen = -(-some // RUN), []
+    for number in range(runs):
+        start = -(-number * some // runs)  # the first j with j * runs // some == number
+        stop = -(-(number + 1) * some // runs)
+        chosen += [tokens[j + number * (count - some) // runs] for j in range(start, stop)]
+    return [*row.o["instruction"], *(row.prompt[t] for t in chosen)]
 
 
 def end_of_attention(row, seen):
@@ -119,11 +145,8 @@ def observers(row, seen, g):
         a = row.weights(seen, g, layer.probe, [LATER] * row.p, layer.k[g, slots[:n]], slots[:n])
         a = torch.nn.functional.pad(a, (0, len(slots) - n))
         parts.append((a, a @ layer.v[g, slots]))
-    elif o["rows"] == "given":
+    elif o["rows"] == "given" or o["rows"] == "repeat":
         parts.append((seen.appended[g], seen.out[g][:, seen.new :]))
-    elif o["rows"] == "repeat":
-        told = len(o["instruction"])
-        parts.append((seen.appended[g][:, told:], seen.out[g][:, seen.new + told :]))
     elif waits_for_a_draft(o):
         parts.append(_later(row, seen, g, *row.drafted[seen.index]))
     elif o["rows"] == "drafted" and o["draft_keys"]:

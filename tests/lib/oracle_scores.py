@@ -6,6 +6,8 @@ out [G, R, d], those rows' outputs; v [n, d] are the alive slots' values.
 
 from functools import partial
 
+import oracle_expected
+import oracle_values
 import torch
 from oracle_rows import observers
 from ref import caote
@@ -30,12 +32,14 @@ SCORES = {
     "speckv": _ATTENTION | dict(reduce="max", group="max"),
     "cake": _POOLED | dict(kernel=5, pool="avg", gamma=200.0),
     "kvzip": dict(sink=4, support="chunk", carry="keep"),
+    "kvzip+": dict(sink=4, support="chunk", carry="keep"),
+    "expected": dict(span=512, eps=0.01, sink=4),
     "edie": _EDIE,
     "edie-exact": _EDIE,
-}
+} | oracle_values.SCORES
 ROWS = dict(  # each method's own
     streaming="none", knorm="none", keydiff="none", h2o="all", vatp="all", tova="last", take="probe", oracle="given",
-    laq="drafted", speckv="drafted", kvzip="repeat",
+    laq="drafted", speckv="drafted", kvzip="repeat", expected="none", **{"kvzip+": "repeat"}, **oracle_values.ROWS,
 )  # fmt: skip
 OWN_ROWS = dict(fastkv=dict(window=8), speckv=dict(draft_model=None))
 
@@ -44,16 +48,25 @@ def carries(o):
     return o["score"] in ("h2o", "vatp")
 
 
-def protected(o, share):
-    """(first, last) slots that the score keeps; `share` is half of a head's budget."""
+def protected(o, share, end=None):
+    """(first, last) slots that the score keeps; share: half of a head's budget; end: tokens seen, None: the most."""
+    if o["score"] in oracle_values.CARRIED:
+        return o["sink"], oracle_values.protected(end, o)
     recent = o.get("recent", 0) if carries(o) else 0
     return o.get("sink", 0), share if recent is None else recent
 
 
 def grow_carry(row, seen):
     """What the rows of a chunk, or a decoded one, add to the sums that stay with the slots: mean over the group."""
-    if row.o["score"] == "kvzip" and row.reading:
-        _keep_numbers(row, seen)
+    if row.o["score"] == "expected" and row.reading:
+        oracle_expected.note(row, seen)
+    if row.o["score"] == "compactor" and row.reading:
+        oracle_values.note_compactor(row, seen)
+    if row.o["score"] in ("kvzip", "kvzip+") and row.reading:
+        if row.part is not None:
+            _part_numbers(row, seen)
+        elif row.o["schedule"] == "chunk":
+            _keep_numbers(row, seen)
     if not carries(row.o):
         return
     for g, (slots, carry) in enumerate(zip(seen.layer.alive, seen.layer.carry)):
@@ -70,10 +83,47 @@ def _keep_numbers(row, seen):
         a, _ = observers(row, seen, g)
         if o["support"] == "chunk":
             others = a[:, :, o["sink"] : len(slots) - seen.new].sum(-1, keepdim=True)
-            a = (a / (1 - others)).clamp(max=1)
-        for slot, x in zip(slots, a.amax((0, 1)).tolist()):
-            old = carry.get(slot, x)
-            carry[slot] = dict(keep=old, max=max(old, x), none=x)[o["carry"]]
+            a = a / (1 - others)
+        a = _weighed(row, seen, g, slots, a)
+        _join(o, carry, dict(zip(slots, a.amax((0, 1)).tolist())))
+
+
+def _weighed(row, seen, g, slots, a):
+    """Attention a [heads of the group, rows, slots], at most 1; of KVzip+ times ||W_O v|| / ||x||."""
+    if row.o["score"] != "kvzip+":
+        return a.clamp(max=1)
+    size = row.inputs[seen.index][-a.shape[1] :].norm(dim=-1)
+    added = row.model.model.layers[seen.index].self_attn.o_proj.weight.unflatten(1, (len(seen.q), -1))
+    values = seen.layer.v[g, slots]  # o_proj is fed [head, dimension]
+    each = torch.stack([values @ added[:, h].T for h in range(g * row.group, (g + 1) * row.group)])
+    return (a / size[:, None]).clamp(max=1 / size.min()) * each.norm(dim=-1)[:, None]
+
+
+def _join(o, carry, numbers):
+    for slot, x in numbers.items():
+        old = carry.get(slot, x)
+        carry[slot] = dict(keep=old, max=max(old, x), none=x)[o["carry"]]
+
+
+def _part_numbers(row, seen):
+    """Of a part of a prompt that was read before: its own slots (support="all": all slots) get the largest attention
+    over all parts' rows; what is older than the prompt, too. Attention over the first `sink` slots, the part and the
+    repetition. After the last part the numbers join those that slots have."""
+    o, fresh = row.o, row.fresh.setdefault(seen.index, [{} for _ in seen.layer.alive])
+    start = row.seen - len(row.prompt)
+    for slots, g in zip(seen.layer.alive, range(len(fresh))):
+        a, _ = observers(row, seen, g)
+        told = slots
+        if o["support"] == "chunk":
+            own = [t - start in row.part for t in slots]
+            others = [i for i, mine in enumerate(own) if not mine and i >= o["sink"]]
+            a = a / (1 - a[:, :, others].sum(-1, keepdim=True))
+            told = [t for t, mine in zip(slots, own) if mine or t < start]
+        a = _weighed(row, seen, g, slots, a)
+        number = dict(zip(slots, a.amax((0, 1)).tolist()))
+        fresh[g] |= {t: max(number[t], fresh[g].get(t, 0.0)) for t in told}
+        if row.last:
+            _join(o, seen.layer.carry[g], fresh[g])
 
 
 def scores(row, seen, ends):
@@ -82,10 +132,14 @@ def scores(row, seen, ends):
     if o["score"] == "streaming":
         return [[float(i) for i in range(len(slots))] for slots in seen.layer.alive]
     one = (
-        _of_keys
+        getattr(oracle_values, dict(lagkv="lag").get(o["score"], o["score"]))
+        if o["score"] in ("lagkv", "defensive")
+        else _of_keys
         if o["score"] in ("knorm", "keydiff")
+        else oracle_expected.scores
+        if o["score"] == "expected"
         else _carried
-        if carries(o) or o["score"] == "kvzip"
+        if carries(o) or o["score"] in ("kvzip", "kvzip+", "compactor")
         else _of_rows
     )
     each = [one(row, seen, g, end) for g, end in enumerate(ends)]
@@ -158,7 +212,7 @@ def pool(score, kind, kernel, first, last):
 def refined(row, seen, scores):
     """What is ranked: `scores` or, of each kv head, what CAOTE makes of them."""
     o = row.o
-    if o["refine"] == "none":
+    if o["refine"] in ("none", "critical"):
         return scores
     result = []
     for g, slots in enumerate(seen.layer.alive):

@@ -2,8 +2,9 @@
 
     python parity_kvpress.py FOLDER
 
-FOLDER holds a saved model and asks.json, a list of [press, compression ratio, token ids]; kept.json is written: for
-each of them the kept positions as [layer][kv head].
+FOLDER holds a saved model, asks.json, a list of [press, compression ratio, token ids], and sketch.pt, which stands in
+for the random numbers of Compactor's sketch; kept.json is written: for each ask the kept positions as
+[layer][kv head].
 """
 
 import json
@@ -21,6 +22,12 @@ PRESSES = {
     "knorm": kvpress.KnormPress,
     "keydiff": kvpress.KeyDiffPress,
     "streaming": kvpress.StreamingLLMPress,
+    "expected": kvpress.ExpectedAttentionPress,
+    "expected, ada": lambda ratio: kvpress.AdaKVPress(kvpress.ExpectedAttentionPress(ratio, epsilon=0.01)),
+    "critical": lambda ratio: kvpress.CriticalKVPress(kvpress.SnapKVPress(ratio)),
+    "criticalada": lambda ratio: kvpress.CriticalAdaKVPress(kvpress.SnapKVPress(ratio)),
+    "lagkv": kvpress.LagKVPress,
+    "compactor": kvpress.CompactorPress,
 }
 
 
@@ -33,7 +40,7 @@ def kept(model, press, ids):
     full = read(model, ids)
     with press(model):
         pressed = read(model, ids)
-    if isinstance(press, kvpress.AdaKVPress):  # nothing is removed, decoding will mask it
+    if isinstance(press, (kvpress.AdaKVPress, kvpress.CriticalAdaKVPress)):  # nothing is removed, decoding will mask it
         return [lost_apart(layer.self_attn.masked_key_indices, keys) for layer, keys in zip(model.model.layers, full)]
     return [[places(*pair) for pair in zip(*layers)] for layers in zip(pressed, full)]
 
@@ -55,6 +62,9 @@ def lost_apart(lost, keys):
 def main(folder):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
     asks = json.loads((folder / "asks.json").read_text())
+    sketch = torch.load(folder / "sketch.pt")
+    # LeveragePress scales its random numbers; nothing else here draws any.
+    torch.randn = lambda *shape, **options: (sketch * shape[-1] ** 0.5).expand(shape).to(**options)
     answers = [kept(model, PRESSES[name](ratio), ids) for name, ratio, ids in asks]
     (folder / "kept.json").write_text(json.dumps(answers))
 

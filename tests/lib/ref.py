@@ -154,6 +154,18 @@ def norm(x_slots, offset, len, x, first, stop, p, columns):
     return out
 
 
+def quadratic(x_slots, offset, len, x, first, stop, matrix, linear=None, *, columns, size=False):
+    """size: of the terms, the sum of their absolute values."""
+    out = torch.zeros(*matrix.shape[:2], columns, dtype=torch.double)
+    for b, h in itertools.product(range(matrix.shape[0]), range(matrix.shape[1])):
+        g, A = h // (matrix.shape[1] // x.shape[1]), matrix[b, h].double()
+        each = alive(x_slots, offset[b, g], len[b, g], x[b, g, first[b] : stop[b]])
+        by = torch.zeros(A.shape[0], dtype=torch.double) if linear is None else linear[b, h].double()
+        each, A, by = (t.abs() for t in (each, A, by)) if size else (each, A, by)
+        out[b, h, : each.shape[0]] = (each * (each @ A.T + by)).sum(1)
+    return out
+
+
 def select(score, n, keep, protect_first, protect_last, columns):
     index = torch.full((*n.shape, columns), -1, dtype=torch.int32)
     for b, h in itertools.product(range(n.shape[0]), range(n.shape[1])):

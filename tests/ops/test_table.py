@@ -26,6 +26,7 @@ def given(op):
     p |= dict(x=p["k"], x_slots=p["k_slots"], o=p["q"].transpose(1, 2), lo=pair * 0, hi=pair, fast=False, squared=True)
     p |= dict(target=torch.rand(B, H, 3), mean_attn=torch.rand(B, H, columns), grad=torch.ones(B, H))
     p |= dict(score=torch.rand(B, 2, columns), n=pair + 9, keep=pair)
+    p |= dict(matrix=torch.rand(B, H, 64, 64), linear=torch.rand(B, H, 64))
     p |= dict(protect_first=i32([0, 1]), protect_last=i32([1, 0]))
     src = dict(k_src="k_slots", v_src="v_slots", pos_src="pos_slots", src_offset="offset", src_len="len")
     p |= {name: p[stored] for name, stored in src.items()}

@@ -9,6 +9,7 @@ import test_error
 import test_kl
 import test_norm
 import test_peak
+import test_quadratic
 import test_refine
 import test_score
 import torch
@@ -19,7 +20,7 @@ from kvevict import _ops as ops
 MATCHES = {
     "attend": test_attend.test_matches, "not causal": test_attend.test_matches_not_causal,
     "score": test_score.test_matches, "peak": test_peak.test_matches, "compact": test_compact.test_matches,
-    "decode": test_decode.test_matches, "kl": test_kl.test_matches,
+    "decode": test_decode.test_matches, "kl": test_kl.test_matches, "quadratic": test_quadratic.test_matches,
     "error": lambda case, dtype: test_error.test_matches(case, dtype, test_error.KINDS[case % 3]),
     "norm": lambda case, dtype: test_norm.test_matches(case, dtype, 1 + case % 2, "kv"[case // 2 % 2]),
     "refine": lambda case, dtype: test_refine.test_matches(case, dtype, *test_refine.FORMS[case % 3]),

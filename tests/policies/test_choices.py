@@ -448,7 +448,8 @@ SCORES = {
     "streaming": dict(sink=2), "h2o": {}, "tova": {}, "tova, per head": dict(per_head=True), "snapkv": dict(kernel=3),
     "edie": {}, "edie-exact": dict(weight="all"), "vatp": dict(sink=2), "paasvn": dict(pool="none"),
     "cake": dict(gamma=7.0), "fastkv": {}, "knorm": {}, "keydiff": {}, "random": {}, "take": {}, "oracle": {},
-    "laq": {}, "speckv": {}, "kvzip": {},
+    "laq": {}, "speckv": {}, "kvzip": {}, "kvzip+": {}, "expected": dict(span=7), "defensive": {},
+    "lagkv": dict(lag=2, sink=1), "compactor": dict(sink=2, recent=1, block=7, sketch=3),
 }  # fmt: skip
 ROWS = {
     "none": {}, "last": {}, "window": dict(window=4), "all": {}, "probe": dict(probe=4), "given": dict(ids=(5, 9)),
@@ -457,7 +458,7 @@ ROWS = {
     "drafted, by another": dict(n_d=2, window=0, draft_model=tiny.model("llama", vocab_size=VOCAB)),
 }  # fmt: skip
 AXES = dict(
-    refine=[dict(refine=name) for name in ("none", "caote", "fastcaote")],
+    refine=[dict(refine=name) for name in ("none", "caote", "fastcaote", "critical")],
     layers=[dict(layers=name) for name in ("uniform", "pyramid", "tada", "cake", "pool")],
     heads=[dict(heads="equal"), dict(heads="flat"), dict(heads="ada"), dict(heads="ada", floor="max")],
     select=[dict(select="token"), *(dict(select=kvevict.SELECTIONS["chunk"](3, per_head, exact))
@@ -467,9 +468,11 @@ AXES = dict(
 )  # fmt: skip
 REASONS = (
     "needs|measures|only rank|one for the layer|layers after tsp|after tsp=0|has no queries|every chunk|"
-    "after all layers|one ranking|repeat|not read again"
+    "after all layers|one ranking|repeat|not read again|two stages|in blocks|make a block"
 )
-RANKS = ("streaming", "knorm", "keydiff", "random")
+RANKS = ("streaming", "knorm", "keydiff", "random", "lagkv", "defensive", "compactor")
+REPEATED = ("kvzip", "kvzip+")
+OBSERVED = ("defensive", "compactor")  # of RANKS
 SAMPLED = 241  # of the combinations over rows that are not a score's own, one in so many
 
 
@@ -499,25 +502,30 @@ def legal(name, rows, given):
     """METHODS: heads that compete, and output errors, need scores and runs of their own; TADA and output errors take
     scores as weights; TADA needs every layer's score, CAKE every layer's attention of several rows; layers after
     FastKV's tsp have other slots than those before; a draft by the model comes when all chunks have been read. One
-    ranking of all layers takes single slots by scores that compare; rows that repeat a chunk are not its last ones."""
+    ranking of all layers takes single slots by scores that compare; rows that repeat a chunk are not its last ones.
+    CriticalKV takes single slots, Compactor a chunk's own rows."""
     reuse, weighs = given["n_reuse"] > 1, given["layers"] == "tada" or given["refine"] != "none"
     shared = name == "tova" or (given["select"] != "token" and not given["select"].per_head)
     carries = name in ("h2o", "vatp")
-    pools = name == "kvzip" and [given[part] for part in ("heads", "select", "refine")] == ["flat", "token", "none"]
+    compares = name in (*REPEATED, "expected", "defensive")
+    pools = compares and (given["heads"], given["select"]) == ("flat", "token")
+    pools = pools and given["refine"] in ("none", "critical")
     waits = "warmup_layers" in given
     return not (
         (shared and given["heads"] != "equal")
         or (name == "tova" and given["refine"] != "none")
         or (name in RANKS and weighs)
-        or (name not in RANKS and rows == "none")
+        or ((name not in (*RANKS, "expected") or name in OBSERVED) and rows == "none")
+        or (given["refine"] == "critical" and given["select"] != "token")
+        or (name == "compactor" and (rows != "all" or "decode" in given))
         or (given["layers"] in ("tada", "cake") and "warmup_layers" in given)
         or (given["layers"] == "tada" and reuse)
         or (given["layers"] == "cake" and (reuse or name in RANKS or carries or rows in ("none", "last")))
         or (name == "fastkv" and (reuse or "warmup_layers" in given or rows == "drafted"))
-        or (carries and rows == "drafted")
-        or (given["layers"] == "pool" and (not pools or reuse or waits))
+        or ((carries or name in ("expected", "lagkv")) and rows == "drafted")
+        or (given["layers"] == "pool" and (not pools or reuse or waits or "decode" in given))
         or (rows == "repeat" and (name == "fastkv" or given["layers"] == "tada"))
-        or (name == "kvzip" and (rows != "repeat" or given["layers"] == "cake" or "decode" in given))
+        or (name in REPEATED and (rows != "repeat" or given["layers"] == "cake" or "decode" in given))
     )
 
 
@@ -668,7 +676,7 @@ def test_layers_that_share_a_choice_must_hold_as_much():
 def test_json_is_the_whole_policy(name):
     policy = build(name, budget=0.5, chunk_size=100)
     assert Policy.from_json(policy.to_json()) == policy
-    other = build(name, budget=77, chunk_size=100, interval=3)
+    other = build(name, budget=277, chunk_size=100, interval=3)
     assert Policy.from_json(other.to_json()) == other != policy
 
 

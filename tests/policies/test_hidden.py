@@ -1,13 +1,18 @@
 """Rows that repeat the chunk, KVzip's score and one ranking of all layers: against the oracle and by hand."""
 
+import oracle_rows
 import pytest
+import tiny
 import torch
+import zoo
 from test_choices import Slots
-from test_policies import BUDGET, CHUNK, compare, compare_in_chunks, kept, model, tokens
+from test_policies import BUDGET, CHUNK, VOCAB, compare, compare_in_chunks, kept, model, tokens
 
 import kvevict
 from kvevict.engine.evict import join
 from kvevict.policy import build
+from kvevict.policy.rows import repeat
+from kvevict.prompts import ids_of
 
 CHUNKED = dict(budget=BUDGET, chunk_size=CHUNK)
 CHOICES = {
@@ -23,12 +28,33 @@ CHOICES = {
     "kvzip, pyramid": dict(layers="pyramid", beta=3),
     "kvzip, reuse": dict(layers="uniform", n_reuse=2),
     "kvzip, wait": dict(layers="uniform", warmup_layers=3, warmup_budget=22),
+    "kvzip, some": dict(most=5, instruction=(5,)),
+    "kvzip, half": dict(most=0.5),
+    "kvzip+": {},
+    "kvzip+, all": dict(support="all"),
+    "kvzip+, per head": dict(layers="uniform", heads="equal", instruction=(5, 9), carry="max"),
+}  # "preset, remark": options
+WHOLE = {
+    "kvzip": dict(part=20),
+    "kvzip, all": dict(support="all", part=17),
+    "kvzip, told": dict(instruction=(5, 9), sink=2, part=25),
+    "kvzip, anew": dict(carry="none", part=30),
+    "kvzip, largest": dict(carry="max", support="all", part=20),
+    "kvzip, one part": {},
+    "kvzip, some": dict(most=0.6, part=21),
+    "kvzip, per layer": dict(layers="uniform", part=16),
+    "kvzip, per head": dict(layers="uniform", heads="equal", part=1000),
+    "kvzip, reuse": dict(layers="uniform", n_reuse=2, part=40),
+    "kvzip, wait": dict(layers="uniform", warmup_layers=3, part=24),
+    "kvzip+": dict(part=20),
+    "kvzip+, all": dict(support="all", part=17),
 }  # "preset, remark": options
 any_choice = pytest.mark.parametrize("name", CHOICES)
+any_whole = pytest.mark.parametrize("name", WHOLE)
 
 
 def options(name, **more):
-    return "kvzip", more | CHOICES[name]
+    return name.split(",")[0], more | CHOICES[name]
 
 
 # -- against the oracle ---------------------------------------------------------------------------------------------
@@ -47,7 +73,37 @@ def test_whole_prompt(name):
     compare(model(), policy, [[53]], **chosen)
 
 
-@pytest.mark.parametrize("name", ["kvzip", "kvzip, all", "kvzip, per head"])
+@pytest.fixture(autouse=True)
+def short_runs(monkeypatch):
+    """Chunks here have fewer tokens than a run of those that are repeated together."""
+    monkeypatch.setattr(repeat, "RUN", 2)
+    monkeypatch.setattr(oracle_rows, "RUN", 2)
+
+
+def whole(name, **more):
+    return "kvzip", more | dict(schedule="prompt", budget=BUDGET) | WHOLE[name]
+
+
+@any_whole
+def test_parts_after_the_whole_prompt(name):
+    policy, chosen = whole(name)
+    compare(model(), policy, [[53]], **chosen)
+
+
+@any_whole
+def test_parts_after_chunks_padding_and_turns(name):
+    """Rows of unequal lengths have parts of their own, and old slots the numbers that they had."""
+    policy, chosen = whole(name, chunk_size=CHUNK)
+    compare(model(), policy, [[41, 1, 1, 23], [27, 1, 1, 23], [10, 1, 1, 23]], **chosen)
+
+
+@pytest.mark.parametrize("family", ["phi3", "gemma2", "gemma3", "gpt_oss"])
+def test_parts_in_other_families(family):
+    policy, chosen = whole("kvzip", chunk_size=15)
+    compare(model(family), policy, [[40, 1, 30]], **chosen)
+
+
+@pytest.mark.parametrize("name", ["kvzip", "kvzip, all", "kvzip, per head", "kvzip+"])
 @pytest.mark.parametrize("heads", [1, 4])
 def test_groups_of(name, heads):
     policy, chosen = options(name, **CHUNKED)
@@ -67,9 +123,10 @@ def test_padded_rows(name):
     compare(model(), policy, [[41, 1, 14], [26, 1, 14], [10, 1, 14]], **chosen)
 
 
+@pytest.mark.parametrize("name", ["kvzip", "kvzip+"])
 @pytest.mark.parametrize("family", ["qwen3", "phi3", "gemma2", "gemma3", "gpt_oss"])
-def test_other_families(family):
-    policy, chosen = options("kvzip", **CHUNKED)
+def test_other_families(family, name):
+    policy, chosen = options(name, **CHUNKED)
     compare(model(family), policy, [[40, 1, 1]], **chosen)
 
 
@@ -138,6 +195,40 @@ def test_a_budget_above_all_tokens_changes_nothing(chunk):
     assert all(head == [*range(61)] for layer in kept(out.past_key_values) for head in layer[0])
 
 
+@pytest.mark.parametrize("kind, name", [
+    ("deepseek_v3", "DeepseekV3ForCausalLM"), ("qwen3_next", "Qwen3NextForCausalLM"),
+    ("falcon_h1", "FalconH1ForCausalLM"), ("gemma3n_text", "Gemma3nForCausalLM"),
+])  # fmt: skip
+@pytest.mark.parametrize("more", [dict(chunk_size=16), dict(schedule="prompt", part=25, chunk_size=16)], ids=str)
+def test_repetitions_leave_latents_states_windows_and_shared_layers_alone(kind, name, more):
+    """With room for all tokens, the prompt and a token after it are the unpatched model's."""
+    if kind not in dict(zoo.types()):
+        pytest.skip(f"this Transformers has no {kind}")
+    made = zoo.make(kind, name)
+    ids = torch.arange(3, 64)[None] % made.config.vocab_size
+    with torch.no_grad():
+        want = made(ids, use_cache=False).logits
+        with kvevict.evicting(made, "kvzip", budget=100, **more):
+            out = made(ids[:, :60])
+            following = made(ids[:, 60:], past_key_values=out.past_key_values).logits
+        with kvevict.evicting(made, "kvzip", budget=12, **more):
+            made(ids)
+            layers = [sum(layer[0]) for layer in kvevict.report(made)["kept"] if layer]
+    torch.testing.assert_close(torch.cat([out.logits, following], 1), want, rtol=0, atol=1e-5 * want.abs().max())
+    assert sum(layers) % 12 == 0 and sum(layers)
+
+
+def test_the_plan_counts_a_whole_prompt_and_its_parts():
+    """All of the prompt is held until the last part was repeated."""
+    from kvevict.analysis.slots import Layers
+
+    policy = build("kvzip", budget=BUDGET, chunk_size=CHUNK, schedule="prompt", part=25, instruction=(3, 4))
+    taken = list(Layers(policy, 60, 4, 2).chunks())
+    assert [(each.chunk.rows, each.chunk.appended) for each in taken] == [(12, 0)] * 5 + [(0, 27), (0, 27), (0, 12)]
+    assert [sum(each.kept) for each in taken[-3:]] == [4 * 60, 4 * 60, 4 * BUDGET] and taken[-1].peak == 4 * 60
+    assert [sum(len(layer) for layer in each.parts) for each in taken] == [0] * 5 + [4] * 3
+
+
 def test_the_plan_counts_one_ranking():
     """All layers hold the chunk until the last one was read."""
     from kvevict.analysis.slots import Layers
@@ -149,7 +240,10 @@ def test_the_plan_counts_one_ranking():
 
 
 @pytest.mark.parametrize("chosen, text", [
-    (dict(schedule="prompt", chunk_size=12), "leave out schedule='prompt'"),
+    (dict(schedule="prompt", carry="none", layers="cake"), "repeated in parts"),
+    (dict(most=0), "most must be at least 1"),
+    (dict(most=1.5), "a fraction in \\(0, 1\\)"),
+    (dict(part=0), "part must be at least 1"),
     (dict(decode=True), "decode=False"),
     (dict(heads="equal"), "heads='flat'"),
     (dict(select="chunk", per_head=True), "select='token'"),
@@ -160,7 +254,7 @@ def test_the_plan_counts_one_ranking():
     (dict(rows="window"), "rows='repeat', or support='all'"),
     (dict(support="some"), "unknown support 'some'"),
     (dict(least=-1), "least must be at least 0"),
-    (dict(instruction=[5]), "tuple of token ids"),
+    (dict(instruction=[5]), "tuple of token ids or a text"),
     (dict(instruction=(-5,)), "tuple of token ids"),
     (dict(tsp=1), "tsp=None"),
     (dict(layers="tada"), "another layer budget"),
@@ -168,6 +262,30 @@ def test_the_plan_counts_one_ranking():
 def test_refused(chosen, text):
     with pytest.raises((ValueError, TypeError), match=text):
         build("kvzip", **dict(budget=64) | chosen)
+
+
+def test_an_instruction_as_text():
+    """Where there is a tokenizer it is that text's ids; else it is refused before the model is changed."""
+    made, tokenizer = model(), tiny.byte_tokenizer()
+    options, text = dict(budget=16, chunk_size=12), "nobody knows where the lantern of the harbour was"
+    cache = kvevict.read(made, tokenizer, text, "kvzip", instruction="again", **options)
+    same = kvevict.read(made, tokenizer, text, "kvzip", instruction=tuple(ids_of(tokenizer, "again")), **options)
+    other = kvevict.read(made, tokenizer, text, "kvzip", **options)
+    assert kept(cache) == kept(same) != kept(other)
+    with pytest.raises(ValueError, match="there is no tokenizer here"):
+        kvevict.patch(made, "kvzip", instruction="again", **options)
+    assert not hasattr(made.model, "_kvevict_forward")
+
+
+@pytest.mark.parametrize("chosen", [dict(chunk_size=40), dict(schedule="prompt"), dict(schedule="prompt", part=20)])
+def test_a_repetition_beyond_the_model_s_positions(chosen):
+    made, ids = tiny.model(vocab_size=VOCAB, max_position_embeddings=64), tokens([[50]], 0)[0][0][None]
+    with kvevict.evicting(made, "kvzip", budget=16, **chosen), torch.no_grad():
+        with pytest.raises(ValueError, match=r"14 are left to repeat with, so give a (chunk_size|part) .* at most 14"):
+            made(ids)
+        assert made(ids[:, :24]).logits.shape[1] == 24
+    with kvevict.evicting(made, "kvzip", budget=16, **chosen | dict(most=14)), torch.no_grad():
+        made(ids)
 
 
 def test_an_instruction_of_unknown_tokens_is_refused_before_anything_is_read():

@@ -15,7 +15,10 @@ import pathlib
 import subprocess
 
 import pytest
+import torch
 from test_policies import model, ours, tokens, truth
+
+from kvevict.engine.quantities.compactor import sketch
 
 PYTHON = os.environ.get("KVPRESS_PYTHON")
 RUN = 20  # tokens of ChunkKV's runs
@@ -31,10 +34,28 @@ def budget(name, length, ratio):
     return RUN * int(runs * (1 - ratio)) - (RUN * runs - length)  # the last run, which is short, is in the window
 
 
+EXPECTED = {  # options where no preset has kvpress' defaults
+    "expected": dict(heads="equal", eps=0.0),
+    "expected, ada": dict(floor="all"),
+}
 ATTENTION = ["snapkv/kvpress", "chunkkv/kvpress", "adakv/kvpress"]
 NAMES = {
-    "llama": [*ATTENTION, "knorm", "keydiff/kvpress", "streaming"],
-    "qwen3": [*ATTENTION, "keydiff/kvpress", "keydiff"],  # its keys are of one length, so both have the same mean
+    "llama": [*ATTENTION, "knorm", "keydiff/kvpress", "streaming", *EXPECTED],
+    # Keys of qwen3 are of one length, so both keydiffs have the same mean.
+    "qwen3": [*ATTENTION, *EXPECTED, "keydiff/kvpress", "keydiff"],
+}
+
+
+LENGTHS = ((224, 0.25), (204, 0.4), (164, 0.3))
+CRITICAL = dict(refine="critical", window=64)
+PARTS = {  # beside kvpress' name: preset, options, lengths and ratios
+    # Half of the slots hold the window, and no head gets less than twice what it has for sure.
+    "critical": ("snapkv/kvpress", CRITICAL, ((224, 0.25), (264, 0.4))),
+    "criticalada": ("adakv/kvpress", CRITICAL, ((224, 0.25), (264, 0.4))),
+    # As many slots of every part as of any other: kvpress leaves the remainder to ties.
+    "lagkv": ("lagkv", {}, ((4 + 3 * 128, 0.1645), (4 + 2 * 128 + 126, 0.2225))),
+    # Whole blocks: in a shorter one kvpress' padding takes part in the softmax.
+    "compactor": ("compactor", {}, ((12 + 256, 0.5), (12 + 256, 0.25))),
 }
 
 
@@ -42,13 +63,16 @@ NAMES = {
 def test_same_positions(family, tmp_path):
     made, cases = model(family), []
     made.save_pretrained(tmp_path)
-    for name in NAMES[family]:
-        for length, ratio in ((224, 0.25), (204, 0.4), (164, 0.3)):
-            options = dict(budget=budget(name, length, ratio))
+    torch.save(sketch(32, 48, 0), tmp_path / "sketch.pt")
+    table = {name: (name.split(",")[0], EXPECTED.get(name, {}), LENGTHS) for name in NAMES[family]} | PARTS
+    for press, (name, options, lengths) in table.items():
+        for length, ratio in lengths:
+            own = dict(blend=ratio) if press == "compactor" else {}
+            options = options | own | dict(budget=budget(press, length, ratio))
             seed, (((_, want),),) = truth(made, name, [[length]], **options)  # no two scores that rounding may swap
             ((_, got),) = ours(made, name, [[length]], seed, **options)[0]
             assert got == want
-            cases.append((name, ratio, tokens([[length]], seed)[0][0].tolist(), got))
+            cases.append((press, ratio, tokens([[length]], seed)[0][0].tolist(), got))
     asks = [(name.split("/")[0], ratio, ids) for name, ratio, ids, _ in cases]
     (tmp_path / "asks.json").write_text(json.dumps(asks))
     script = pathlib.Path(__file__).parents[1] / "lib/parity_kvpress.py"

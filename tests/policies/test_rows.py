@@ -9,9 +9,11 @@ import test_budgets
 import test_cake
 import test_choices
 import test_drafted
+import test_expected
 import test_hidden
 import test_output_errors
 import test_policies
+import test_values_and_keys
 import tiny
 from test_policies import BUDGET, CHUNK, VOCAB, compare, model, ours, tokens, truth
 
@@ -52,6 +54,7 @@ SCORES = {
     "edie": dict(heads="flat"),
     "edie, not near the end": dict(weight="i<=t-2w", pool="none"),
     "edie-exact": dict(weight="all", kernel=3, heads="flat"),
+    "defensive": dict(kernel=3, heads="flat"),
     "knorm": {},
     "streaming": dict(sink=2),
     "snapkv, each row": dict(refine="caote", weights="each", heads="flat"),
@@ -67,7 +70,8 @@ SCORES = {
     "edie-exact, delay": dict(warmup_layers=3, warmup_budget=22),
 }  # "score, remark": options
 CARRIED = ("h2o", "vatp")
-POSITIONAL = ("streaming", "knorm", "keydiff", "random")
+POSITIONAL = ("streaming", "knorm", "keydiff", "random", "lagkv", "expected")
+REPEATED = ("kvzip", "kvzip+")
 
 
 def given(score, rows, **more):
@@ -213,14 +217,19 @@ def test_rows_without_what_they_need_are_refused_when_a_model_is_patched():
 @pytest.mark.parametrize("rows", [rows for rows in kvevict.ROWS if rows != "lookahead"])  # which test_lookahead.py has
 @pytest.mark.parametrize("score", [score for score in kvevict.SCORES if score != "lookahead"])
 def test_every_score_over_every_rows_is_compared_or_refused(score, rows):
-    compared = {tuple(name.split(",")[0] for name in pair) for pair in LEGAL} | {("kvzip", "repeat")}  # test_hidden.py
+    compared = {tuple(name.split(",")[0] for name in pair) for pair in LEGAL}
+    compared |= {(name, "repeat") for name in REPEATED} | {
+        ("compactor", "all")
+    }  # test_hidden.py, test_values_and_keys.py
     try:
-        build("snapkv", score=score, rows=rows, budget=64)
+        build("snapkv", score=score, rows=rows, budget=300)
     except ValueError:
-        assert rows == "none" or (score in CARRIED and rows == "drafted") or (score == "kvzip" and rows != "repeat")
+        drafted = score in (*CARRIED, "expected", "lagkv") and rows == "drafted"
+        elsewhere = (score, rows) not in compared and score in (*REPEATED, "compactor")
+        assert rows == "none" or drafted or elsewhere
     else:
         # Names that differ in their options alone are one score; keys and positions know no rows.
-        same = dict(oracle="snapkv", laq="snapkv", keydiff="knorm", random="knorm")
+        same = dict(oracle="snapkv", laq="snapkv", keydiff="knorm", random="knorm", lagkv="knorm", expected="knorm")
         assert (rows == "none" and score in POSITIONAL) or (same.get(score, score), rows) in compared
 
 
@@ -229,7 +238,7 @@ def test_every_score_over_every_rows_is_compared_or_refused(score, rows):
 
 def test_every_preset_is_compared_with_the_oracle():
     tables = [test_policies.POLICIES, test_budgets.CHOICES, test_output_errors.CHOICES, test_cake.CHOICES]
-    tables.append(test_hidden.CHOICES)
+    tables += [test_hidden.CHOICES, test_expected.CHOICES, test_values_and_keys.CHOICES]
     compared = {name.split(",")[0] for table in [*tables, test_drafted.POLICIES] for name in table}
     elsewhere = {"fastkv", "random", "edie+tada", "edie+tada/chunked"}  # test_fastkv.py, by hand, test_choices.py
     elsewhere |= {"lookahead"}  # whose rows test_lookahead.py has

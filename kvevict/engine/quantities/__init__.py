@@ -24,6 +24,16 @@ QUANTITIES = Registry("quantity")
 class Quantity:
     observes: ClassVar[bool] = True  # it is of the observing rows; False: of the slots alone
     outputs: ClassVar[bool] = False  # needs the observers' attention outputs
+    hidden: ClassVar[bool] = False  # needs the input of the layer's attention block, `KV.hidden`
+    rotates: ClassVar[bool] = False  # rotates queries or keys, so models are checked
+
+    def ready(self, decoder, modules) -> None:
+        """Raise ValueError for a decoder of which it cannot be measured; modules: the attention modules of the layers
+        that evict. Called when a model is patched."""
+
+    def accumulate(self, rows) -> None:
+        """Take in the `LayerRows` of a chunk. Called for every chunk of a prompt and every layer that chooses, before
+        anything of it is measured, also when nothing is evicted."""
 
     def measure(self, slots, observation):
         """The quantity of a layer's `Slots` and of the `Observation` of them: mostly fp32 [B, Hkv, C], column i being
@@ -34,13 +44,28 @@ class Quantity:
         """How often the observers' logits are computed. known: of a single row, its attention is there already."""
         return 0
 
-    def attended(self, rows: int, stored: int, appended: int) -> int:
-        """Pairs of a query and a slot over which attention is taken once more, after a chunk of `rows` rows, to which
-        `appended` ones are appended, over `stored` slots of each head."""
+    def looks_at(self, alive: int, again: int) -> int:
+        """How many of a head's alive slots a pass looks at; again: how many of them are a part that is repeated after
+        its whole prompt, 0 where none is."""
+        return alive
+
+    def attended(self, tokens: int, stored: int, appended: int) -> int:
+        """Pairs of a query and a slot over which attention is taken once more, after a chunk, or the part that is
+        repeated, of so many tokens, to which `appended` ones are appended, over `stored` slots of each head."""
         return 0
 
     def scans(self) -> int:
         """How often every slot's key or value is read besides."""
+        return 0
+
+    def products(self, rows: int, slots: int) -> int:
+        """Vectors that are multiplied with a [d, d] matrix of each query head, after a chunk of `rows` rows, over
+        `slots` alive slots (0: it is not measured)."""
+        return 0
+
+    def flops(self, shape, rows: int, slots: int) -> int:
+        """FLOPs of a layer's other matrix products, after a chunk of `rows` rows, over its `slots` alive slots per
+        head; shape: a `kvevict.analysis.shape.Shape`."""
         return 0
 
 
@@ -64,7 +89,7 @@ def check_needs(score) -> None:
 
 def of_policy(policy) -> list:
     """The quantities that a policy's parts need, each once. Raises ValueError for one that does not exist."""
-    parts = policy.score.needs, policy.score.factors, policy.refine.needs, policy.layers.needs
+    parts = policy.score.needs, policy.score.factors, policy.refine.needs, policy.refine.picks_by, policy.layers.needs
     return [quantity(each) for each in dict.fromkeys(each for needs in parts for each in as_needs(needs))]
 
 
@@ -103,12 +128,18 @@ def observed(op, slots, part, more=(), group=None, **options):
     return slots.heads.reduce(found, group) if group is not None and latent else found
 
 
+def each_head(slots, of: str):
+    """Yields (b, h, x [n, D], ..) of every head's alive keys ("k"), values ("v"), or both ("kv")."""
+    kv, stored = slots.kv, slots.kv.stored
+    for b, h, rows in stored.segments():
+        new = slice(int(kv.padding[b]), None)
+        yield b, h, *(torch.cat([getattr(stored, x)[rows], getattr(kv, x)[b, h, new]]) for x in of)
+
+
 def per_head(slots, of: str, function):
     """function(x [n, D]) -> [n] of every head's alive keys ("k") or values ("v"): [B, Hkv, C]."""
-    kv, stored = slots.kv, slots.kv.stored
-    out = torch.zeros(*stored.len.shape, slots.columns, device=slots.device)
-    for b, h, rows in stored.segments():
-        x = torch.cat([getattr(stored, of)[rows], getattr(kv, of)[b, h, kv.padding[b] :]])
+    out = torch.zeros(*slots.kv.stored.len.shape, slots.columns, device=slots.device)
+    for b, h, x in each_head(slots, of):
         out[b, h, : len(x)] = function(x)
     return slots.heads.merge(out)
 

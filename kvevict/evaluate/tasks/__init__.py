@@ -36,6 +36,7 @@ class Case:
     tags: dict = field(default_factory=dict)  # what tables are grouped by: length, depth, facts, ...
     opening: str = ""  # the end of `question` that opens the answer: a chat template gives it to the assistant
     one_line: bool = False  # the answer ends with its line
+    likelihood: bool = False  # how likely answers[0] is after the question is measured too
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Settings:
     cases: int  # per length, and per depth where the task has depths
     seed: int = 0
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    haystack: Path | None = None  # a .txt, .jsonl or .jsonl.xz file (field "text"); None: the generated haystack
+    haystack: Path | None = None  # a .txt, a folder of them, a .jsonl or .jsonl.xz (field "text"); None: generated text
     data: Path | None = None  # folder of a downloaded benchmark, for the tasks that need one
 
     def rng(self, *names) -> random.Random:

@@ -1,6 +1,6 @@
 """What a score becomes before slots are ranked. One file per idea; the file registers it, and its fields are its
 options. A refinement gets the score [B, Hkv, C] (or [B, 1, C]), pooled where slots compete, and returns what is ranked,
-of the same kind."""
+of the same kind; or it says what a head's slots are taken by once their number is known."""
 
 import sys
 from dataclasses import dataclass
@@ -17,7 +17,9 @@ class Refinement:
     """The score as it is."""
 
     needs: ClassVar[tuple] = ()  # quantities that `refine` gets, as a score's
-    refines: ClassVar[bool] = False
+    picks_by: ClassVar[tuple] = ()  # quantities that `pick` gets
+    refines: ClassVar[bool] = False  # `refine` changes what is ranked
+    picks: ClassVar[bool] = False  # `pick` changes what a head's slots are taken by
     protect: ClassVar[bool] = True  # the score's protected slots stay protected
 
     def check(self, policy) -> None:
@@ -32,6 +34,11 @@ class Refinement:
         return 0
 
     def refine(self, slots, score, *quantities):
+        return score
+
+    def pick(self, slots, score, keep, *quantities):
+        """What the slots of each head are taken by, where keep [B, Hkv] of them stay: fp32 [B, Hkv, C]. score: what is
+        ranked, by which the heads got these numbers."""
         return score
 
 

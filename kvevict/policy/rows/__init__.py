@@ -52,11 +52,12 @@ class Rows:
     rotates: ClassVar[bool] = False  # they rotate queries from one position to another: `LayerRows.rotate`
     supports_tensor_parallel: ClassVar[bool] = True  # a rank's part of a model is enough for them
     newest: ClassVar[bool] = False  # while decoding the newest row observes, and none is remembered
+    repeats: ClassVar[bool] = False  # tokens are read again: those of a prompt that is cut once, after all of it
     n_d: ClassVar[int] = 0  # tokens that are drafted
 
     @property
-    def most(self) -> int:
-        """How many rows observe at most."""
+    def most(self) -> int | float | None:
+        """How many rows observe at most: a number, a fraction of a chunk's, or None: no limit."""
         raise NotImplementedError
 
     @property

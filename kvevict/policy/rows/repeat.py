@@ -5,54 +5,127 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from ..checks import count
 from . import ROWS, AppendedRows, Part, Rows, at_most
+
+RUN = 32  # tokens that are repeated together where not all are
 
 
 @ROWS.add("repeat")
 @dataclass(frozen=True)
 class Repeat(Rows):
-    """KVzip's rows (Kim et al. 2025): after every chunk its own tokens are read again, and observe.
+    """KVzip's rows (Kim et al. 2025): tokens are read again after they were read, and observe.
 
-    instruction   token ids between the chunk and its repetition, which do not observe
+    instruction   token ids between a chunk and its repetition, which observe too; or their text, where the tokenizer
+                  is at hand (`kvevict.read`, `answer`, `Pipeline`, commands that answer)
+    most          how many of a chunk's tokens are repeated: a number, or a fraction in (0, 1); in runs of 32 tokens,
+                  spread evenly. None: all
+    part          tokens of the parts in which schedule="prompt" repeats a prompt; scores that are not the largest
+                  number over rows need it in one
 
-    [instruction | the chunk's tokens] are appended at the positions right after the chunk, causal, and are not stored.
-    Without a chunk_size that is the prompt, read twice. A repetition attends to its own chunk, so its attention to
-    slots of earlier chunks says little of their worth: carry="keep" keeps what their own repetition gave them.
+    schedule="chunk": [instruction | the chunk's tokens] are read at the positions right after each chunk, causal, and
+    are not stored. A repetition attends to its own chunk, so its attention to slots of earlier chunks says little of
+    their worth: carry="keep" keeps what their own repetition gave them. schedule="prompt", KVzip itself: the whole
+    prompt is read, in chunks if there is a chunk_size, then each part is repeated after it, and one cut follows.
     """
 
-    instruction: tuple = ()
+    instruction: tuple | str = ()
+    most: int | float | None = None
+    part: int = 2048
     newest: ClassVar[bool] = True
-    most: ClassVar[int] = 2**31 - 1
+    repeats: ClassVar[bool] = True
 
     def check(self, policy):
         ids = self.instruction
-        if not isinstance(ids, tuple) or not all(isinstance(i, numbers.Integral) and i >= 0 for i in ids):
-            raise ValueError(f"instruction must be a tuple of token ids, or () for none, got {ids!r}")
+        valid = isinstance(ids, tuple) and all(isinstance(i, numbers.Integral) and i >= 0 for i in ids)
+        if not valid and not isinstance(ids, str):
+            raise ValueError(f"instruction must be a tuple of token ids or a text, or () for none, got {ids!r}")
+        whole = self.most is None or isinstance(self.most, numbers.Integral)
+        if not whole and not (isinstance(self.most, numbers.Real) and 0 < self.most < 1):
+            raise ValueError(f"most must be a number of tokens or a fraction in (0, 1), or None for all: {self.most!r}")
+        if self.most is not None and whole:
+            count("most", self.most, 1)
+        count("part", self.part, 1)
+
+    def ready(self, decoder):
+        if isinstance(self.instruction, str):
+            raise ValueError(
+                "instruction is a text, and there is no tokenizer here, as kvevict.read, answer and Pipeline have one: "
+                "pass its token ids, instruction=tuple(tokenizer(text, add_special_tokens=False).input_ids)"
+            )
+
+    def chosen(self, tokens):
+        """How many of tokens [..] are repeated."""
+        if self.most is None:
+            return tokens
+        if isinstance(self.most, numbers.Integral):
+            return np.minimum(tokens, self.most)
+        return np.ceil(self.most * np.asarray(tokens)).astype(np.int64)
 
     def appended(self, tokens, rows, last):
-        return len(self.instruction) + rows
+        return len(self.instruction) + int(self.chosen(rows))
 
     def prepare(self, request, read):
         largest, known = max(self.instruction, default=0), request.decoder.config.vocab_size
         if largest >= known:
             raise ValueError(f"instruction holds token id {largest}, and the model knows ids below {known}")
+        self._check_room(request, read)
+
+    def _check_room(self, request, read):
+        """Raise ValueError where a prompt is within the model's positions, and its repetition is not."""
+        policy, seen = request.policy, max(read.seen)
+        longest = min(policy.chunk_size or read.prompt, read.prompt)
+        if policy.schedule == "prompt":
+            longest = min(self.part if policy.score.largest else read.prompt, max(read.tokens))
+        context = getattr(request.decoder.config, "max_position_embeddings", None)
+        if not read.evicts or context is None or seen > context:
+            return
+        room = context - seen
+        if self.appended(0, longest, True) > room:
+            size = "part" if policy.schedule == "prompt" else "chunk_size"
+            raise ValueError(
+                f"{seen} tokens and the {self.appended(0, longest, True)} rows that repeat the last of them end after "
+                f"the model's {context} positions: {room} are left to repeat with, so give a {size} or most= of at "
+                f"most {max(room - len(self.instruction), 0)}, or a shorter prompt"
+            )
 
     def rows_for(self, chunk, request, read):
-        """A row's padding comes after its repetition, where no token sees it."""
-        padding = (request.first.long() - chunk.start).clamp(0, chunk.rows)[:, None]
-        columns = chunk.start + padding + torch.arange(chunk.rows, device=request.device)
+        """A row with fewer tokens has rows after its repetition that no token sees."""
+        first, again = request.first.long(), chunk.again
+        begin = first.clamp(chunk.start, chunk.end) if again is None else first + again.start
+        tokens = (chunk.end - begin).clamp_min(0) if again is None else (chunk.end - begin).clamp(0, len(again))
+        columns = begin[:, None] + self._spread(tokens, chunk.appended - len(self.instruction))
         columns = columns.clamp_max(chunk.end - 1)
-        again = request.tokens_at(columns)
+        rows, after = request.tokens_at(columns), None
+        if again is not None:
+            last = request.positions()[:, read.prompt - 1 : read.prompt]
+            after = last + 1 + torch.arange(chunk.appended, device=request.device)
         if not self.instruction:
-            return AppendedRows(again, None, columns)
+            return AppendedRows(rows, after, columns)
         ids = torch.tensor(self.instruction, device=request.device).expand(request.batch, -1)
-        return AppendedRows(torch.cat([request.embedded(ids), again], 1), None)
+        return AppendedRows(torch.cat([request.embedded(ids), rows], 1), after)
+
+    def _spread(self, tokens, rows):
+        """[B, rows] which of each row's tokens [B] are repeated, ascending."""
+        number = torch.arange(rows, device=tokens.device)
+        if self.most is None:
+            return number
+        chosen = torch.as_tensor(self.chosen(tokens.cpu().numpy()), device=tokens.device)
+        runs = (-(-chosen // RUN)).clamp_min(1)[:, None]
+        run = number * runs // chosen.clamp_min(1)[:, None]
+        return number + run * (tokens - chosen)[:, None] // runs
 
     def observe(self, call, past):
-        return call.appended_rows(count=call.columns, padded=True)
+        return call.repeated_rows(self.observing(call.step))
 
     def observing(self, step):
-        return at_most(1, step) if step.read is None else np.maximum(step.chunk.rows - step.padding, 0)
+        """None of a row without tokens here."""
+        if step.read is None:
+            return at_most(1, step)
+        tokens, again = step.chunk.rows - step.padding, step.chunk.again
+        if again is not None:
+            tokens = np.minimum(step.read.tokens - again.start, len(again))
+        return np.where(tokens > 0, len(self.instruction) + self.chosen(np.maximum(tokens, 0)), 0)
 
     def parts(self, rows, stored, appended, tokens):
-        return [Part(rows, stored + rows, False, True)]
+        return [Part(appended, stored + rows, False, True)]

@@ -30,6 +30,7 @@ class Score:
     per_query_head: ClassVar[bool] = False  # `score` is [B, H, C], reduced to kv heads when it is pooled
     ordinal: ClassVar[bool] = False  # scores only rank slots: they may be negative, and their sums mean nothing
     comparable: ClassVar[bool] = False  # numbers of different layers compare, as layers="pool" needs
+    largest: ClassVar[bool] = False  # over rows: of several parts' rows a slot's number is the largest
     shared: ClassVar[bool] = False  # one choice for all heads of a layer
     decodes: ClassVar[bool] = False  # evicting while decoding, at every token, is part of the method
 

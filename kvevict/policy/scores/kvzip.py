@@ -15,8 +15,8 @@ class KVzip(Score):
     """KVzip (Kim et al. 2025): the largest attention that a slot gets when its chunk is read again; question unknown.
 
     sink      first slots that are always kept
-    support   what a repeated row's softmax spans: "chunk", those first slots, the chunk and the repetition itself, so
-              that numbers of different chunks compare; "all", all that it sees
+    support   what a repeated row's softmax spans: "chunk", those first slots, the chunk (or the part of a whole prompt)
+              and the repetition itself, so that numbers of different chunks compare; "all", all that it sees
     """
 
     sink: int = 4
@@ -24,6 +24,7 @@ class KVzip(Score):
     rows: ClassVar = Repeat()
     carry: ClassVar[str] = "keep"
     comparable: ClassVar[bool] = True
+    largest: ClassVar[bool] = True
 
     def check(self, policy):
         super().check(policy)
@@ -37,3 +38,17 @@ class KVzip(Score):
 
     def score(self, slots, attention):
         return attention
+
+
+@SCORES.add("kvzip+")
+@dataclass(frozen=True)
+class KVzipPlus(KVzip):
+    """KVzip+ (Jegou and Jeblick 2026): KVzip's attention, weighted by what a slot adds to the row.
+
+    With W_O,h the columns of the output projection that query head h feeds and x_j the input of the layer's attention
+    block at repeated row j: max over j and h of a_ji ||W_O,h v_i||_2 / ||x_j||_2.
+    """
+
+    @property
+    def needs(self):
+        return (need("repeated_output", sink=self.sink, support=self.support),)

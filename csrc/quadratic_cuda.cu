@@ -1,0 +1,75 @@
+/* Quadratic forms of the alive keys or values on a GPU: x_i . (A x_i + b) for every query head.
+ *
+ * A block holds KEYS slots of a head as fp32 in shared memory and goes over the rows of A, ROWS at a time. A thread
+ * multiplies one slot with EACH of these rows; what its threads found is added in order at the end.
+ *
+ * budget: regs 64, smem 82944 */
+#include "grid.cuh"
+#include "vector.cuh"
+#include "warp.cuh"
+
+constexpr int THREADS = 256, KEYS = 64, GROUPS = THREADS / KEYS, EACH = 4, ROWS = GROUPS * EACH;
+constexpr int PAD = 4; /* floats between slots, so that a quarter of a warp reads 16 bytes each from different banks */
+
+static __device__ __forceinline__ float dot_of(float4 x, float4 y, float sum) {
+  return fmaf(x.w, y.w, fmaf(x.z, y.z, fmaf(x.y, y.y, fmaf(x.x, y.x, sum))));
+}
+
+/* Block (i, query head): slots i * KEYS .. i * KEYS + KEYS - 1. */
+template <class E>
+static __global__ void __launch_bounds__(THREADS) quadratic_kernel(const kv_quadratic a) {
+  const int64_t head = block_head();
+  if (head >= a.B * a.H) return;
+  const int64_t b = head / a.H;
+  const int h = (int)(head % a.H), D = a.D, width = D + PAD, c0 = blockIdx.x * KEYS, thread = threadIdx.x;
+  const kv_segments slots = kv_keys_of(&a.slots, &a.chunk, b, h / (a.H / a.Hkv), a.Hkv, a.stop[b], a.D, sizeof(E));
+  float *const x = shared_memory<float>(), *const rows = x + KEYS * width; /* [KEYS, width], [ROWS, D] */
+  for (int i = thread; i < KEYS * D / VECTOR<E>; i += THREADS) {
+    const int c = i / (D / VECTOR<E>), d = i % (D / VECTOR<E>)*VECTOR<E>;
+    float part[VECTOR<E>] = {};
+    if (c0 + c < slots.n) slot_floats<E>(slots, c0 + c, d, part);
+#pragma unroll
+    for (int j = 0; j < VECTOR<E>; j++) x[c * width + d + j] = part[j];
+  }
+  const float *matrix = a.matrix + b * a.matrix_stride[0] + h * a.matrix_stride[1];
+  const float *linear = a.linear ? a.linear + b * a.linear_stride[0] + h * a.linear_stride[1] : nullptr;
+  const int group = thread / KEYS;
+  const float *const own = x + thread % KEYS * width;
+  float total = 0;
+  for (int r0 = 0; r0 < D; r0 += ROWS) {
+    __syncthreads(); /* the rows before have been read */
+    for (int i = thread; i < ROWS * D; i += THREADS)
+      rows[i] = r0 + i / D < D ? matrix[(r0 + i / D) * a.matrix_stride[2] + i % D] : 0;
+    __syncthreads();
+    float y[EACH] = {};
+    for (int d = 0; d < D; d += 4) {
+      const float4 part = *reinterpret_cast<const float4 *>(own + d);
+#pragma unroll
+      for (int j = 0; j < EACH; j++)
+        y[j] = dot_of(part, *reinterpret_cast<const float4 *>(rows + (group * EACH + j) * D + d), y[j]);
+    }
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+      const int r = r0 + group * EACH + j;
+      if (r < D) total = fmaf(own[r], y[j] + (linear ? linear[r] : 0), total);
+    }
+  }
+  __syncthreads();
+  rows[thread] = total;
+  __syncthreads();
+  if (group > 0 || c0 + thread >= a.C) return;
+  for (int g = 1; g < GROUPS; g++) total += rows[g * KEYS + thread];
+  a.out[head * a.C + c0 + thread] = c0 + thread < slots.n ? total : 0;
+}
+
+int64_t kv_quadratic_cuda_scratch(const kv_quadratic *) { return 0; }
+
+int kv_quadratic_cuda(const kv_quadratic *a, void *, void *stream) {
+  const int64_t heads = a->B * a->H;
+  if (heads == 0 || a->C == 0) return 0;
+  const int64_t floats = KEYS * (a->D + PAD) + (ROWS * a->D < THREADS ? THREADS : ROWS * a->D);
+  const dim3 grid = grid_of((a->C + KEYS - 1) / KEYS, heads);
+  return dispatch(a->dtype, [&](auto e) {
+    return launch<quadratic_kernel<decltype(e)>>(grid, THREADS, floats * sizeof(float), stream, *a);
+  });
+}

@@ -1,0 +1,23 @@
+from . import add_model, command, model_name, read_text
+
+
+@command
+def statistics(parser, argv):
+    """Measure a model's queries on a text, from which `expected:stats=OUT` expects what later ones attend to."""
+    add_model(parser)
+    parser.add_argument("--data", required=True, help="text to read; - is standard input")
+    parser.add_argument("--out", required=True, help="file to write (safetensors)")
+    parser.add_argument("--length", type=int, default=1000, help="tokens of a part that is read at once; default 1000")
+    parser.add_argument("--limit", type=int, default=100_000, help="tokens of the text at most; default 100000")
+    args = parser.parse_args(argv)
+    from ..analysis.run import load_model
+    from ..policy.checks import count
+    from ..query_statistics import measure_queries
+
+    count("--limit", args.limit, 1)
+    text, name = read_text(args.data), model_name(args)
+    model, tokenizer = load_model(name, args.dtype, args.device)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"][: args.limit]
+    about = measure_queries(model, ids, args.out, length=args.length, progress=True)
+    print(f"{args.out}: the queries of {about['tokens']} tokens in {about['layers']} layers")
+    return {"model": name, "out": args.out, "tokens": about["tokens"]}

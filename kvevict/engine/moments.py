@@ -1,0 +1,140 @@
+"""Mean and covariance of a layer's queries before rotation: of the text read so far, or of other text, from a file."""
+
+import json
+import os
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from .. import families
+from ..files import replacing
+from ..models import fingerprint
+from ..policy.checks import parsed
+
+FORMAT = "kvevict-queries-1"
+BLOCK = 1024  # rows at once, which bounds the copies in fp32
+_loaded: WeakKeyDictionary = WeakKeyDictionary()  # decoder -> {file: what it holds}
+
+
+def unrotated(decoder, module, queries, positions, rotates: bool):
+    """Queries [B, H, T, D] at positions [B, T] as they would be at position 0: fp32."""
+    if not rotates:
+        return queries.float()
+    batch, _, rows, _ = queries.shape
+    each = queries.float().transpose(1, 2).flatten(0, 1)[:, :, None]  # [B * T, H, 1, D]
+    position = positions.flatten().long()
+    turned = families.rotate(decoder, module, each, position, 0 * position)
+    return turned[:, :, 0].unflatten(0, (batch, rows)).transpose(1, 2)
+
+
+def added(past, queries, counts):
+    """Moments with more rows: [B, H, 1 + D, 1 + D] fp32 that hold the number of rows at [0, 0], their mean in the rest
+    of row 0, and in the other rows the sum of products of their distances from it.
+
+    past      of earlier rows, or None
+    queries   fp32 [B, H, T, D]
+    counts    bool [B, T] which of them count
+    """
+    one, rest, inside = slice(0, 1), slice(1, None), counts[:, None, :, None]
+    new = queries.new_zeros(*queries.shape[:2], 1 + queries.shape[3], 1 + queries.shape[3])
+    number = counts.sum(1)[:, None, None, None].float()
+    mean = queries.masked_fill(~inside, 0).sum(2, keepdim=True) / number.clamp_min(1)
+    distance = (queries - mean).masked_fill(~inside, 0)
+    new[..., one, one], new[..., one, rest], new[..., rest, rest] = number, mean, distance.mT @ distance
+    if past is None:
+        return new
+    before, total = past[..., one, one], past[..., one, one] + number
+    moved, share = mean - past[..., one, rest], number / total.clamp_min(1)
+    new[..., one, one], new[..., one, rest] = total, past[..., one, rest] + share * moved
+    new[..., rest, rest] += past[..., rest, rest] + before * share * moved.mT @ moved
+    return new
+
+
+def accumulated(past, decoder, module, queries, positions, counts, rotates):
+    """`added`, of queries [B, H, T, D] as attention has them, in blocks."""
+    for start in range(0, queries.shape[2], BLOCK):
+        rows = slice(start, start + BLOCK)
+        block = unrotated(decoder, module, queries[:, :, rows], positions[:, rows], rotates)
+        past = added(past, block, counts[:, rows])
+    return past
+
+
+def summed(moments) -> tuple:
+    """(mean [B, H, D], covariance [B, H, D, D]), 0 where no row counted."""
+    number = moments[..., :1, :1].clamp_min(1)
+    return moments[..., 0, 1:], moments[..., 1:, 1:] / number
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def model_of(decoder) -> dict:
+    """What of a model its queries depend on, as a file says it."""
+    config, kinds = decoder.config, families.layer_kinds(decoder.config)
+    weights = list(decoder.parameters())
+    whole = not any(weight.is_meta or hasattr(weight, "to_local") for weight in weights)
+    rope = getattr(config, "rope_parameters", None)
+    facts = dict(
+        model_type=config.model_type, layers=len(kinds), heads=families.heads(decoder, kinds),
+        hidden_size=config.hidden_size, rope=rope, weights=fingerprint(decoder) if whole else None,
+    )  # fmt: skip
+    return json.loads(json.dumps(facts, default=str))
+
+
+def save(path, decoder, moments: dict, **about) -> None:
+    """Write moments {layer: [H, 1 + D, 1 + D]} of a decoder; about: what else the file says of them."""
+    facts = model_of(decoder) | about
+    tensors = {}
+    for index, each in moments.items():
+        mean, covariance = summed(each)
+        tensors |= {f"{index}.mean": mean.contiguous(), f"{index}.covariance": covariance.contiguous()}
+    with replacing(path) as temporary:
+        save_file(tensors, temporary, metadata=dict(format=FORMAT, config=json.dumps(facts)))
+
+
+def load(path, decoder, order) -> dict:
+    """{layer: (mean [H, D], covariance [H, D, D])} of the layers `order`, from a file. Raises ValueError for one that
+    is missing, damaged, or of another model (which names what differs)."""
+    path, again = os.fsdecode(path), "give a file that `kvevict statistics` wrote for this model"
+    if not Path(path).is_file():
+        raise ValueError(f"stats: there is no file {path!r}; {again}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        config = parsed(metadata.get("config", "null"))
+    except (SafetensorError, ValueError, OSError) as error:
+        raise ValueError(f"stats: {path!r} cannot be read ({error}); {again}") from None
+    if metadata.get("format") != FORMAT or not isinstance(config, dict):
+        raise ValueError(f"stats: {path!r} holds no statistics of queries; {again}")
+    for name, value in model_of(decoder).items():
+        if config.get(name) != value and not (name == "weights" and None in (value, config.get(name))):
+            raise ValueError(
+                f"stats: {path!r} is of another model: its {name} is {config.get(name)!r}, this model's is {value!r}; "
+                f"{again}"
+            )
+    heads, found = families.heads(decoder, families.layer_kinds(decoder.config))[0], {}
+    for index in order:
+        mean, covariance = (tensors.get(f"{index}.{name}") for name in ("mean", "covariance"))
+        width = None if mean is None or mean.ndim != 2 else mean.shape[1]
+        sizes = [None if each is None else (each.dtype, tuple(each.shape)) for each in (mean, covariance)]
+        if sizes != [(torch.float32, (heads, width)), (torch.float32, (heads, width, width))]:
+            raise ValueError(f"stats: {path!r} is damaged: its tensors of layer {index} do not fit; {again}")
+        found[index] = mean, covariance
+    return found
+
+
+def loaded(path, decoder, order) -> dict:
+    """`load`, once for a decoder."""
+    known = _loaded.setdefault(decoder, {})
+    if path not in known:
+        known[path] = load(path, decoder, order)
+    return known[path]
+
+
+def forget(decoder) -> None:
+    """Files may hold something else now."""
+    _loaded.pop(decoder, None)

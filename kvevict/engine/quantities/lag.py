@@ -1,0 +1,57 @@
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from . import QUANTITIES, Quantity, each_head
+
+
+@QUANTITIES.add("lag")
+@dataclass(frozen=True)
+class Lag(Quantity):
+    """How a slot's key and value deviate, seen from the part of the text that follows (LagKV, eq. 4-9): [B, Hkv, C].
+
+    part    tokens of a part; parts follow each other from position `sink` on
+    ranks   the slot's rank in its part, from 0 to 1 - 1 / part; False: the number itself
+
+    A part is scaled by its successor's minimum and maximum per channel; the number is the softmax over the part of the
+    standard deviation across channels, mean of keys' and values'. NaN, no number, for slots of parts that are not all
+    there, or whose successors are not.
+    """
+
+    part: int = 128
+    sink: int = 4
+    ranks: bool = True
+    observes: ClassVar[bool] = False
+
+    def scans(self):
+        return 2
+
+    def measure(self, slots, observation):
+        heads = slots.kv.stored.len.shape[1]
+        out = torch.full((slots.n.shape[0], heads, slots.columns), torch.nan, device=slots.device)
+        places = (slots.positions.long() - self.sink).expand(-1, heads, -1)
+        column = torch.arange(self.part, device=slots.device)
+        for b, h, *kv in each_head(slots, "kv"):
+            place = places[b, h, : len(kv[0])].contiguous()
+            number = place.div(self.part, rounding_mode="floor")[place >= 0]
+            whole = number.bincount() == self.part
+            known = (whole[:-1] & whole[1:]).nonzero()[:, 0]
+            here, there = (torch.searchsorted(place, at * self.part)[:, None] + column for at in (known, known + 1))
+            score = sum(_deviations(x[here].float(), x[there].float()) for x in kv) / 2
+            if self.ranks:
+                score = score.argsort(dim=-1, stable=True).argsort(-1).float() / self.part
+            out[b, h, here] = score
+        return slots.heads.merge(out)
+
+
+def _deviations(x, following):
+    """[P, part] of parts x [P, part, D] and of those that follow them. A channel in which all of the following slots
+    are equal has no scale, and is left out."""
+    low, high = following.amin(1, keepdim=True), following.amax(1, keepdim=True)
+    scale = high - low
+    varies = (scale > 0).expand_as(x)
+    scaled = ((x - low) / scale).masked_fill(~varies, 0)
+    count = varies.sum(-1, keepdim=True)
+    centred = (scaled - scaled.sum(-1, keepdim=True) / count).masked_fill(~varies, 0)
+    return (centred.square().sum(-1) / (count[..., 0] - 1)).sqrt().softmax(-1)

@@ -1,0 +1,62 @@
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from . import QUANTITIES, Quantity, each_head
+
+
+@QUANTITIES.add("worst_attention")
+@dataclass(frozen=True)
+class WorstAttention(Quantity):
+    """The largest attention weight over rows and the heads of a group, each row's weights averaged over `kernel`
+    neighbouring slots that compete and rescaled to the sum that they had (DefensiveKV): [B, Hkv, C], 0 for slots that
+    do not compete.
+
+    Head by head the matrix of all rows' weights exists, as no op pools them.
+    """
+
+    kernel: int = 5
+
+    def passes(self, known=False):
+        return 1
+
+    def measure(self, slots, observation):
+        heads = slots.kv.stored.len.shape[1]
+        out = torch.zeros(slots.n.shape[0], heads, slots.columns, device=slots.device)
+        first, last = (end.tolist() for end in slots.protected)
+        for part in observation.parts:
+            for b, h, a in weights(slots, part):
+                inside = slice(first[b], max(a.shape[-1] - last[b], first[b]))
+                a = a[..., inside]
+                if a.numel():
+                    near = F.avg_pool1d(a, self.kernel, 1, self.kernel // 2)
+                    near = near * (a.sum(-1) / near.sum(-1).clamp_min(1e-30))[..., None]
+                    out[b, h, inside] = torch.maximum(out[b, h, inside], near.amax((0, 1)))
+        return slots.heads.reduce(out, "max")
+
+
+def weights(slots, part):
+    """Yields (b, h, a [G, R, n]), the attention weights of the observers that count over the alive slots of each kv
+    head, in fp32; the rows, slots and lse are those of `kvevict._ops.score`."""
+    kv, stored = slots.kv, slots.kv.stored
+    group, scale = part.q.shape[1] // stored.len.shape[1], kv.options["scale"]
+    softcap, sinks = kv.options["softcap"], kv.options["sinks"]
+    skip, stop = part.skip.tolist(), (kv.k.shape[2] - part.stop).tolist()  # new columns that are not seen
+    rows = torch.arange(part.q.shape[2], 0, -1, device=slots.device)
+    with kv.rotated():
+        for b, h, k in each_head(slots, "k"):
+            mine, column = slice(h * group, (h + 1) * group), torch.arange(len(k), device=slots.device)
+            x = part.q[b, mine].float() @ k.float().T * scale
+            x = softcap * torch.tanh(x / softcap) if softcap else x
+            sees = column <= (len(k) - rows[:, None] if part.causal else len(k) - 1 - stop[b])
+            if part.until is not None:
+                position = slots.positions[b, min(h, slots.n.shape[1] - 1), : len(k)]
+                sees = position <= part.until[b] + 1 - rows[:, None]
+            x = x.masked_fill(~sees, -torch.inf)
+            if part.lse is not None:
+                lse = part.lse[b, mine]
+            else:
+                every = x if sinks is None else torch.cat([x, sinks[mine, None, None].expand(-1, x.shape[1], 1)], -1)
+                lse = every.logsumexp(-1)
+            yield b, h, (x - lse[..., None]).exp().nan_to_num(0)[:, skip[b] :]

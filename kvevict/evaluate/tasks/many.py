@@ -1,0 +1,184 @@
+"""A text that is read once and asked about many times: all questions of a text are cases with the same context, one
+after the other, so that an evaluation reads it once per run (mode agnostic).
+
+    many          facts of six kinds in other text (`settings.haystack`), at even depths
+    many/xquad    articles of XQuAD or SQuAD, joined up to the length
+    many/loogle   the first tokens of a LooGLE text, and the questions whose evidence is in them
+
+`settings.cases` counts texts. The right answer's likelihood is measured too: `answers[0]`, as the text words it.
+"""
+
+import ast
+import json
+
+from ..data import drawn, files, read_jsonl
+from ..haystack import haystack, most, sentences
+from ..words import LISTS
+from . import MARGIN, TASKS, Case, opening
+
+EACH = 2  # questions of a kind and text
+QUESTIONS = 24  # of a joined text at most
+AFTER = 3  # tokens of an answer beyond those of the right one: its opening leaves no room for other words
+MORE_KEYS = 2  # facts worded like the asked ones of "keys", with other names and values
+
+# (statement, question). {of} is what the fact is about, of the kind's list, {answer} what is asked; what comes before
+# that opens the answer. Two facts of a kind in one text are of two of its lines, and those of "keys" of one.
+SAID = dict(
+    digits=(LISTS["house"], (
+        ("The safe in the {of} opens with the combination {answer}.", "Which combination opens the safe in the {of}?"),
+        ("The number painted on the door of the {of} is {answer}.", "What number is painted on the door of the {of}?"),
+        ("In its first year the {of} cost the town {answer} pounds.", "How many pounds did the {of} cost at first?"),
+    )),
+    words=(LISTS["house"], (
+        ("The password of those who guard the {of} is {answer}.", "What is the password of those who guard the {of}?"),
+        ("On the sign above the {of} there is a painted {answer}.", "What is painted on the sign above the {of}?"),
+        ("The children gave the {of} a nickname, the {answer}.", "Which nickname did the children give the {of}?"),
+    )),
+    names=(LISTS["ship"], (
+        ("The captain of the ship {of} is called {answer}.", "What is the captain of the ship {of} called?"),
+        ("The cook who sailed on the {of} was named {answer}.", "What was the cook who sailed on the {of} named?"),
+        ("The {of} was built by a carpenter by the name of {answer}.", "By which carpenter was the {of} built?"),
+    )),
+    dates=(LISTS["ship"], (
+        ("The ship {of} was launched on {answer}.", "On which day was the ship {of} launched?"),
+        ("The {of} was lost with all her cargo on {answer}.", "On which day was the {of} lost?"),
+        ("The last letter from the {of} was written on {answer}.", "When was the last letter from the {of} written?"),
+    )),
+    places=(LISTS["trade"], (
+        ("The {of} was born in the village of {answer}.", "In which village was the {of} born?"),
+        ("After the war the {of} moved to {answer}.", "Where did the {of} move after the war?"),
+        ("The {of} hid the silver in a cellar in {answer}.", "Where is the cellar in which the {of} hid the silver?"),
+    )),
+    keys=(LISTS["trade"], (
+        ("The key of the {of} hangs on hook number {answer}.", "On which hook does the key of the {of} hang?"),
+        ("The parcel for the {of} lies in locker {answer}.", "In which locker does the parcel for the {of} lie?"),
+    )),
+)  # fmt: skip
+
+
+def value(rng, kind: str) -> tuple:
+    """The accepted answers of a fact, as it is written first."""
+    if kind == "digits":
+        number = rng.randrange(10_000, 100_000)
+        return str(number), f"{number:,}"
+    if kind == "keys":
+        return (str(rng.randrange(100, 1_000)),)
+    if kind == "words":
+        return (f"{rng.choice(LISTS['colour'])} {rng.choice(LISTS['beast'])}",)
+    if kind == "names":
+        return (f"{rng.choice(LISTS['he'])} {rng.choice(LISTS['surname'])}",)
+    if kind == "places":
+        return (rng.choice(LISTS["place"]),)
+    day, month, year = rng.randint(1, 28), rng.choice(LISTS["month"]), rng.randint(1780, 1899)
+    return f"{day} {month} {year}", f"{month} {day}, {year}"
+
+
+def drawn_facts(rng) -> list:
+    """[(kind, statement, question with its opening, answers, whether it is asked)] of one text: no two about the same,
+    no two answers of a kind equal."""
+    facts, used = [], set()
+    for kind, (subjects, lines) in SAID.items():
+        count = EACH + MORE_KEYS * (kind == "keys")
+        said = [rng.choice(lines)] * count if kind == "keys" else rng.sample(lines, count)
+        free = [subject for subject in subjects if subject not in used]
+        about, values = rng.sample(free, count), set()
+        while len(values) < count:
+            values.add(value(rng, kind))
+        for number, ((line, asked), of, answers) in enumerate(zip(said, about, rng.sample(sorted(values), count))):
+            used.add(of)
+            opened = line[: line.index(" {answer}")].format(of=of)
+            question = f"\n\nQuestion: {asked.format(of=of)}\nAnswer: {opened}"
+            facts.append((kind, line.format(of=of, answer=answers[0]), question, answers, number < EACH))
+    rng.shuffle(facts)
+    return facts
+
+
+def one(settings, task, text, number, context, asked, answers, after=MARGIN, metric="contains_any", **tags) -> Case:
+    """The number-th question about a text. after: tokens that an answer may take beyond those of the right one."""
+    tags = dict(length=settings.length, text=text) | tags
+    case = f"{task}/{settings.length}/{text}/{number}"
+    room, opens = settings.room(answers) - MARGIN + after, opening(asked)
+    return Case(task, case, context, asked, answers, metric, room, tags, opens, one_line=True, likelihood=True)
+
+
+@TASKS.add("many")
+def many(settings):
+    for i in range(settings.cases):
+        rng = settings.rng("many", settings.length, i)
+        facts = drawn_facts(rng)
+        depths = [(number + rng.random()) / len(facts) for number in range(len(facts))]
+        said = {depth: fact[1] for depth, fact in zip(depths, facts)}
+        longest = max((fact[2] for fact in facts), key=settings.tokens)
+        context = haystack(settings).passage(rng, settings.length, settings, facts=said, after=longest)
+        for number, (kind, _, asked, answers, counts) in enumerate(facts):
+            if counts:
+                depth = round(depths[number], 2)
+                yield one(settings, "many", i, number, context, asked, answers, AFTER, kind=kind, depth=depth)
+
+
+def plain(question: str) -> str:
+    return f"\n\nQuestion: {question.strip()}\nAnswer:"
+
+
+def asked_of(settings, rng, task, text, context, pairs, metric="contains_any"):
+    """Cases of at most `QUESTIONS` of the pairs (question, answers)."""
+    for number, (question, answers) in enumerate(rng.sample(pairs, min(len(pairs), QUESTIONS))):
+        yield one(settings, task, text, number, context, plain(question), tuple(answers), metric=metric)
+
+
+@TASKS.add("many/xquad")
+def xquad(settings):
+    """XQuAD's or SQuAD's articles in random order, as many whole paragraphs as fit, each article once."""
+    task = "many/xquad"
+    (path, *_) = files(settings, task, "xquad.en.json of the repository google-deepmind/xquad", "*.json")
+    try:
+        articles = [
+            [(p["context"], [(q["question"], q["answers"]) for q in p["qas"] if q["answers"]]) for p in a["paragraphs"]]
+            for a in json.loads(path.read_text("utf-8"))["data"]
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"data: {path} is not in SQuAD's format ({error!r}); give xquad.en.json") from None
+    rng = settings.rng(task, settings.length)
+    rng.shuffle(articles)
+    left = [paragraph for article in articles for paragraph in article]
+    for i in range(settings.cases):
+        pairs = [(q, dict.fromkeys(a["text"] for a in answers)) for _, asked in left for q, answers in asked]
+        longest = max((plain(question) for question, _ in pairs), key=len, default="")
+
+        def fits(n, longest=longest, left=left):
+            return n <= len(left) and settings.tokens(joined(left[:n]) + longest) <= settings.length
+
+        n = most(fits)
+        if n in (0, len(left)):  # nothing fits, or the text ends before the length
+            raise ValueError(
+                f"data: {path} has too little text for {settings.cases} of {settings.length} tokens; give fewer "
+                "--cases, other --lengths or more articles"
+            )
+        taken, left = left[:n], left[n:]
+        pairs = [(q, dict.fromkeys(a["text"] for a in answers)) for _, asked in taken for q, answers in asked]
+        yield from asked_of(settings, rng, task, i, joined(taken), pairs)
+
+
+def joined(paragraphs) -> str:
+    return "\n\n".join(text for text, _ in paragraphs)
+
+
+@TASKS.add("many/loogle")
+def loogle(settings):
+    """The first whole sentences of a text, up to the length, and the questions whose evidence they hold."""
+    task = "many/loogle"
+    (path, *_) = files(settings, task, "the hub's dataset bigai-nlco/LooGLE", "shortdep_qa.jsonl")
+    for i, record in drawn(settings, task, read_jsonl(path)):
+        try:
+            known = [(q["Q"], [q["A"]], " ".join(q["S"].split())) for q in ast.literal_eval(record["qa_pairs"])]
+            parts = sentences(record["input"])
+        except (ValueError, SyntaxError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"data: {path} is not LooGLE's shortdep_qa ({error!r}); give that") from None
+        longest = max((plain(question) for question, *_ in known), key=len)
+
+        def fits(n, parts=parts, longest=longest):
+            return n <= len(parts) and settings.tokens(" ".join(parts[:n]) + longest) <= settings.length
+
+        context = " ".join(parts[: most(fits, settings.length // 32)])
+        pairs = [(question, answers) for question, answers, evidence in known if evidence in context]
+        yield from asked_of(settings, settings.rng(task, i), task, i, context, pairs, "f1_line")

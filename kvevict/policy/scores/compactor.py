@@ -1,0 +1,50 @@
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..checks import at_least_0, count
+from ..needs import need
+from ..rows.window import All
+from . import SCORES, Score
+
+
+@SCORES.add("compactor")
+@dataclass(frozen=True)
+class Compactor(Score):
+    """Compactor (Chari & Van Durme 2025): outlying keys, and attention both ways in blocks; question unknown.
+
+    blend    weight of the keys' statistical leverage beside attention, both in standard deviations
+    sink     first slots that are always kept
+    recent   last slots that are always kept
+    block    rows and slots of a block of attention
+    sketch   columns of the Gaussian sketch of keys
+    seed     of the sketch
+    """
+
+    blend: float = 0.35
+    sink: int = 8
+    recent: int = 4
+    block: int = 256
+    sketch: int = 48
+    seed: int = 0
+    rows: ClassVar = All()
+    carry: ClassVar[str] = "keep"
+    ordinal: ClassVar[bool] = True
+
+    @property
+    def protected(self):
+        return self.sink, self.recent
+
+    def check(self, policy):
+        super().check(policy)
+        at_least_0("blend", self.blend)
+        for name, least in (("recent", 0), ("block", 1), ("sketch", 1), ("seed", 0)):
+            count(name, getattr(self, name), least)
+
+    @property
+    def needs(self):
+        ends = dict(sink=self.sink, recent=self.recent)
+        leverage = need("leverage", sketch=self.sketch, seed=self.seed, **ends)
+        return leverage, need("block_attention", block=self.block, **ends)
+
+    def score(self, slots, leverage, attention):
+        return self.blend * leverage + attention

@@ -1,0 +1,51 @@
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ..checks import count, fraction
+from ..needs import need
+from ..rows.window import Window
+from . import SCORES, Score
+
+FIRST = 2.0**64  # above every other number, and a power of two, so that nothing is rounded
+
+
+@SCORES.add("defensive")
+@dataclass(frozen=True)
+class Defensive(Score):
+    """DefensiveKV (Feng et al. 2025): the largest attention of any row and head, not below its mean, times |W_O v|_1.
+
+    kernel   neighbouring slots over which each row's attention is averaged
+    cover    first come the slots of largest mean attention which, with those that are kept anyway, get this fraction of
+             all that the alive slots get
+    sink     first slots that are always kept
+    """
+
+    kernel: int = 5
+    cover: float = 0.9
+    sink: int = 0
+    rows: ClassVar = Window()
+    ordinal: ClassVar[bool] = True
+    comparable: ClassVar[bool] = True
+
+    def check(self, policy):
+        super().check(policy)
+        fraction("cover", self.cover)
+        if count("kernel", self.kernel, 1) % 2 == 0:
+            raise ValueError(f"kernel must be odd, so that pooling keeps the length, got {self.kernel}")
+
+    @property
+    def needs(self):
+        return need("attention", reduce="mean"), need("worst_attention", kernel=self.kernel), "output_norm"
+
+    def score(self, slots, mean, worst, norm):
+        inside = slots.competing
+        worst, norm = (x.masked_fill(~inside, 0) for x in (worst, norm))
+        floor = worst.sum(-1, keepdim=True) / inside.sum(-1, keepdim=True).clamp_min(1)
+        score = torch.maximum(worst, floor) * (norm / norm.sum(-1, keepdim=True).clamp_min(1e-30))
+        wanted = self.cover * mean.sum(-1, keepdim=True) - mean.masked_fill(inside, 0).sum(-1, keepdim=True)
+        rank = mean.masked_fill(~inside, 0).sort(dim=-1, descending=True, stable=True)
+        before = rank.values.cumsum(-1) - rank.values
+        first = torch.zeros_like(inside).scatter(-1, rank.indices, (before < wanted) & (rank.values > 0))
+        return torch.where(first, mean * FIRST, score)

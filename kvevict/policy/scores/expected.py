@@ -1,0 +1,45 @@
+import os
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..checks import at_least_0, count
+from ..needs import need
+from . import SCORES, Score
+
+
+@SCORES.add("expected")
+@dataclass(frozen=True)
+class Expected(Score):
+    """Expected Attention (Devoto et al. 2025): what queries like those so far will attend to, times ||v_i||_2.
+
+    span    positions after the last one read, over which the queries' rotation is averaged
+    eps     is added to the attention, so that a slot that nothing will attend to is worth its value's norm
+    sink    first slots, which are kept; they, and the queries at these positions, take no part
+    stats   file with the mean and the covariance of the model's queries, from `kvevict statistics`; None: those of the
+            text read so far
+    """
+
+    span: int = 512
+    eps: float = 0.01
+    sink: int = 4
+    stats: object = None
+    comparable: ClassVar[bool] = True
+
+    def __post_init__(self):
+        if isinstance(self.stats, os.PathLike):
+            object.__setattr__(self, "stats", os.fspath(self.stats))  # which JSON can hold
+
+    def check(self, policy):
+        super().check(policy)
+        count("span", self.span, 1)
+        at_least_0("eps", self.eps)
+        if not isinstance(self.stats, (str, type(None))):
+            raise TypeError(f"stats must be the file that `kvevict statistics` wrote, or None, got {self.stats!r}")
+
+    @property
+    def needs(self):
+        own = need("expected_attention", span=self.span, sink=self.sink, stats=self.stats)
+        return own, need("value_norm", p=2)
+
+    def score(self, slots, attention, size):
+        return (attention + self.eps) * size

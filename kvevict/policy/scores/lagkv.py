@@ -1,0 +1,42 @@
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..checks import count, flag
+from ..needs import need
+from . import SCORES, Score
+
+
+@SCORES.add("lagkv")
+@dataclass(frozen=True)
+class LagKV(Score):
+    """LagKV (Liang et al. 2025): how keys and values deviate, seen from the next part of the text; no attention.
+
+    lag     tokens of a part; the last whole one and what follows it are kept, until the next part is there
+    sink    first slots that are always kept; parts begin after them
+    ranks   a slot's number is its rank in its part, so that every part keeps as many; False: parts compete
+    """
+
+    lag: int = 128
+    sink: int = 4
+    ranks: bool = True
+    carry: ClassVar[str] = "keep"
+    ordinal: ClassVar[bool] = True
+
+    @property
+    def protected(self):
+        return self.sink, 2 * self.lag - 1
+
+    def protect(self, call):
+        return self.sink, self.lag + (call.next_position - self.sink) % self.lag
+
+    def check(self, policy):
+        super().check(policy)
+        count("lag", self.lag, 2)
+        flag("ranks", self.ranks)
+
+    @property
+    def needs(self):
+        return (need("lag", part=self.lag, sink=self.sink, ranks=self.ranks),)
+
+    def score(self, slots, lag):
+        return lag

@@ -1,0 +1,63 @@
+"""Mean and covariance of a model's queries, measured on any text, for `expected` (Expected Attention)."""
+
+import torch
+
+from . import families, trial
+from .engine import installed, moments
+from .families import base_model, find_decoder
+from .patch import check_model, is_patched
+from .policy.checks import count
+
+SINK = 4  # rows at a part's first positions, which are left out
+
+
+def measure_queries(model, ids, path, *, length: int = 1000, progress: bool = False) -> dict:
+    """Write the mean and covariance of a model's queries before rotation to `path` (safetensors), for
+    `kvevict.patch(model, "expected", stats=path)`; returns what the file says of them.
+
+    model    loaded, unpatched, in one process
+    ids      token ids of a text, 1-D
+    length   it is read in parts of so many tokens, whose first 4 rows are left out
+
+    Raises ValueError or TypeError for ids or a model of which they cannot be measured, OSError where the file cannot be
+    written.
+    """
+    decoder = find_decoder(model)
+    check_model(model)
+    if is_patched(decoder):
+        raise ValueError("queries are measured of the model as it is: call kvevict.unpatch(model) first")
+    count("length", length, SINK + 1)
+    ids = torch.as_tensor(ids)
+    if ids.ndim != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise TypeError(f"ids must be token ids, a list or a 1-D tensor of integers, got {ids.dtype} {list(ids.shape)}")
+    if len(ids) <= SINK:
+        raise ValueError(f"ids hold {len(ids)} tokens; give a text of at least {SINK + 1} tokens, better 100,000")
+    known = decoder.config.vocab_size
+    if int(ids.min()) < 0 or int(ids.max()) >= known:
+        raise ValueError(f"ids must be below {known}, the model's vocabulary, and not negative, got {int(ids.max())}")
+    kinds = families.layer_kinds(decoder.config)
+    order = [index for index, kind in enumerate(kinds) if kind in families.EVICTS]
+    top = base_model(model)
+    rotates = trial.rotating(top, decoder, order)
+    found: dict = {}
+
+    def note(module, query, key):
+        index, positions = module.layer_idx, torch.arange(query.shape[2], device=query.device)[None]
+        given = query, positions, positions >= SINK, rotates[index]
+        found[index] = moments.accumulated(found.get(index), decoder, module, *given)
+
+    with trial.quiet(top), installed.overheard(top, decoder, note):
+        for part in _parts(ids, length, progress):
+            decoder(input_ids=part[None].to(families.device_of(decoder)), use_cache=False)
+    about = dict(tokens=len(ids), length=length)
+    moments.save(path, decoder, {index: each[0].cpu() for index, each in found.items()}, **about)
+    return moments.model_of(decoder) | about
+
+
+def _parts(ids, length, progress):
+    parts = ids.split(length)
+    if not progress or len(parts) < 2:
+        return parts
+    from tqdm import tqdm
+
+    return tqdm(parts, desc="measuring", unit="part")

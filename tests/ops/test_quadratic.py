@@ -1,0 +1,99 @@
+import pytest
+import ref
+import torch
+from helpers import DTYPES, ERRORS, FP32, NAN, alive_counts, call, fuzz, i32, matrix, opcheck, problem, same_for_threads
+
+from kvevict import _ops as ops
+
+
+def prepared(p, of="k", seed=0, extra=3):
+    """Seeds that are odd have no linear part; every third has one matrix for all rows of the batch."""
+    generator, (B, H, _, D) = torch.Generator().manual_seed(seed), p["q"].shape
+    A = torch.randn(1 if seed % 3 == 0 else B, H, D, D + 3, generator=generator)[..., :D].expand(B, -1, -1, -1)
+    linear = None if seed % 2 else torch.randn(B, D, H, generator=generator).transpose(1, 2)
+    rows = {"x_slots": p[f"{of}_slots"], "x": p[of], "columns": int(alive_counts(p).max()) + extra}
+    return {**{name: p[name] for name in ("offset", "len", "first", "stop")}, **rows, "matrix": A, "linear": linear}
+
+
+def check(p):
+    """Slot by slot, by the sum of its terms' absolute values: two sums of D terms, D <= 512, rounded at random."""
+    got, want, size = call(ops.quadratic, p), call(ref.quadratic, p), ref.quadratic(**p, size=True)
+    assert got.dtype == torch.float32 and torch.equal(got.isnan(), want.isnan())
+    assert not ((got - want).abs() > FP32 / 5 * size).any()
+    group = got.shape[1] // p["len"].shape[1]
+    assert (got[torch.arange(p["columns"]) >= alive_counts(p).repeat_interleave(group, 1)[..., None]] == 0).all()
+    return got
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", range(8))
+def test_matches(case, dtype):
+    check(prepared(matrix(case, dtype, T=17), "kv"[case // 2 % 2], case))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_fuzz(seed):
+    check(prepared(fuzz(seed), "kv"[seed // 2 % 2], seed, seed % 5))
+
+
+def test_lengths():
+    p = problem(3, B=1, Hkv=6, T=1, S=0, D=40, lens=[[0, 1, 63, 64, 257, 300]], first=0)
+    check(prepared({**p, "stop": i32([0])}))
+
+
+def test_the_square_of_a_norm():
+    """A = W^T W."""
+    p = prepared(problem(5, G=2, D=24, layout="dense"), "v")
+    W = torch.randn(2, 4, 50, 24, dtype=torch.double)
+    group = p["len"].repeat_interleave(2, 1)
+    got = call(ops.quadratic, p | {"matrix": (W.mT @ W).float(), "linear": None})
+    for b, h in ((0, 0), (1, 3)):
+        offset = p["offset"][b, h // 2]
+        x = p["x_slots"][offset : offset + group[b, h]].double()
+        want = (x @ W[b, h].T).square().sum(1)
+        torch.testing.assert_close(got[b, h, : len(x)].double(), want, rtol=100 * FP32, atol=0)
+
+
+def test_nan_stays_in_its_slot():
+    p = prepared(problem(7, lens=[[30, 40], [5, 64]], first=0), "v")
+    p["x_slots"][p["offset"][1, 1] + 20, 3] = NAN
+    assert check(p).isnan().nonzero().tolist() == [[1, 2, 20], [1, 3, 20]]
+
+
+def test_nan_stays_in_its_head():
+    p = prepared(problem(7, lens=[[30, 40], [5, 64]], first=0))
+    p["matrix"] = p["matrix"].clone()
+    p["matrix"][0, 1, 2, 3] = NAN
+    assert {(b, h) for b, h, _ in check(p).isnan().nonzero().tolist()} == {(0, 1)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads(dtype):
+    p = prepared(problem(9, B=1, lens=[[3000, 1333]], dtype=dtype))
+    assert same_for_threads(lambda: [call(ops.quadratic, p)])
+
+
+WRONG = {
+    "columns under n": lambda p: {"columns": int(alive_counts(p).max()) - 1},
+    "columns negative": lambda p: {"columns": -1},
+    "x dtype": lambda p: {"x": p["x"].half()},
+    "x shape": lambda p: {"x": p["x"][..., :56]},
+    "matrix dtype": lambda p: {"matrix": p["matrix"].double()},
+    "matrix not square": lambda p: {"matrix": p["matrix"][:, :, :56]},
+    "heads": lambda p: {"matrix": p["matrix"][:, :3]},
+    "heads of linear": lambda p: {"linear": p["linear"][:, :3]},
+    "stop over S": lambda p: {"stop": i32([0, 10])},
+    "len past the buffer": lambda p: {"len": i32([[3, 10**6], [0, 0]]), "columns": 2 * 10**6},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_errors(wrong):
+    p = prepared(problem(11, lens=[[3, 1], [4, 2]], first=0, layout="dense"))
+    check(p)
+    with pytest.raises(ERRORS):
+        call(ops.quadratic, {**p, **WRONG[wrong](p)})
+
+
+def test_opcheck():
+    opcheck("quadratic", prepared(problem(12)))
