@@ -54,13 +54,13 @@ class Patch:
         self.__dict__.update(state)
         self._forget()
 
-    def own_meter(self):
-        """The meter of the caller's last read; a new one if it read nothing."""
-        return self.meters.setdefault(caller(), Meter())
-
     def keep(self, meter) -> None:
         """Take a read's meter as the caller's last."""
         self.meters[caller()] = self.last_meter = meter
+
+    def meter(self):
+        """Of the caller's last read, or, where it read nothing, of the last read of all."""
+        return self.meters.get(caller(), self.last_meter)
 
 
 def caller():
