@@ -5,9 +5,9 @@ import contextlib
 import torch
 
 from .engine.adopt import EvictionCache
-from .engine.installed import patch_of
+from .engine.installed import patch_of, using
 from .families import base_model, device_of, find_decoder, unwrapped
-from .patch import evicting, is_patched
+from .patch import evicting
 from .policy.checks import PLENTY, count
 from .policy.policy import Policy, build
 from .prompts import frame, ids_of, told
@@ -122,11 +122,12 @@ def keeping_all(model, cache):
 def _patched(model, tokenizer, policy, options):
     """A context in which the model is patched with a policy, or with its own policy under other options."""
     decoder = find_decoder(model)
-    if policy is None and not is_patched(decoder):
+    own = patch_of(decoder)
+    if policy is None and own is None:
         raise ValueError("policy is missing: a name of kvevict.policies(), or a model that is patched")
     if policy is None and not options:
-        return contextlib.nullcontext()
-    chosen = build(patch_of(decoder).policy if policy is None else policy, **options)
+        return using(base_model(model), decoder, own)
+    chosen = build(own.policy if policy is None else policy, **options)
     return evicting(model, told(chosen, tokenizer))
 
 
