@@ -86,7 +86,7 @@ def patch(model, policy, *, budget=None, chunk_size=None, **options):
     """
     made = _made(model, policy, dict(options, budget=budget, chunk_size=chunk_size))
     installed.set_own(base_model(model), find_decoder(model), made)
-    _warn_of_learned_tokens(model, made)
+    _warn_of_learned_tokens(model, made, 3)
     return model
 
 
@@ -145,18 +145,18 @@ def evicting(model, policy, **options):
     `asyncio.to_thread`). model, policy and options are as `patch` takes them.
     """
     made = _made(model, policy, options)
-    _warn_of_learned_tokens(model, made)
+    _warn_of_learned_tokens(model, made, 4)
     with installed.using(base_model(model), find_decoder(model), made):
         yield model
 
 
-def _warn_of_learned_tokens(model, made) -> None:
+def _warn_of_learned_tokens(model, made, stacklevel) -> None:
     learned = _learned_tokens(model)
     if learned > made.policy.keep_first:
         warnings.warn(
             f"a PEFT adapter puts {learned} learned tokens before every prompt, which may be evicted; "
             f"keep_first={learned} keeps them",
-            stacklevel=3,
+            stacklevel=stacklevel,
         )
 
 
