@@ -98,9 +98,13 @@ def test_decoding_counts_for_its_own_read():
     assert "decode" in kvevict.report(first)["seconds"] and "decode" not in kvevict.report(second)["seconds"]
 
 
-def test_the_policy_belongs_to_the_call():
+@pytest.fixture(scope="module")
+def net():
+    return stress.Net(0)
+
+
+def test_the_policy_belongs_to_the_call(net):
     """A block is its own thread's: an `answer` elsewhere neither takes a model's policy away nor leaves its own."""
-    net = stress.Net(0)
     kvevict.patch(net.model, "snapkv", **stress.POLICIES["snapkv"])
     inside, go_on = threading.Event(), threading.Event()
 
@@ -122,9 +126,8 @@ def test_the_policy_belongs_to_the_call():
     assert got == [net.generated["take"]] and net.is_as_before()
 
 
-def test_a_generate_keeps_its_policy():
+def test_a_generate_keeps_its_policy(net):
     """Patched anew or unpatched while it decodes."""
-    net = stress.Net(0)
     for change in (kvevict.unpatch, lambda model: kvevict.patch(model, "h2o", budget=6)):
         kvevict.patch(net.model, "take", **stress.POLICIES["take"])
 
@@ -137,7 +140,7 @@ def test_a_generate_keeps_its_policy():
     assert net.is_as_before()
 
 
-def test_everything_at_once():
-    nets = [stress.Net(0), stress.Net(1)]
+def test_everything_at_once(net):
+    nets = [net, stress.Net(1)]
     assert stress.together(nets, threads=8, tasks=32, seconds=4) > 40
     assert all(net.is_as_before() for net in nets)
