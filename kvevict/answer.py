@@ -4,12 +4,14 @@ import contextlib
 
 import torch
 
-from .compat import STATE
 from .engine.adopt import EvictionCache
-from .patch import evicting, find_decoder, is_patched
+from .engine.installed import patch_of, using
+from .families import base_model, device_of, find_decoder, unwrapped
+from .patch import evicting
 from .policy.checks import PLENTY, count
 from .policy.policy import Policy, build
-from .prompts import frame, ids_of, told, until_line_end
+from .prompts import frame, ids_of, told
+from .writing import Sampling, written
 
 UNASKED = "kvzip"  # keeps most answers to questions that come later, of what docs/results.md compares
 
@@ -17,6 +19,7 @@ UNASKED = "kvzip"  # keeps most answers to questions that come later, of what do
 def read(model, tokenizer, context, policy=None, **options):
     """Read a text with a policy: the cache of what was kept, for `answer`, `save_cache` or `cache.fork()`.
 
+    model             as `kvevict.patch` takes it
     context           text; in the tokenizer's chat template, if it has one, it opens the user's turn
     policy, options   as `kvevict.patch` takes them; None: the policy that the model is patched with, or "kvzip" for a
                       model that is not, in chunks short enough to be repeated within the model's positions
@@ -27,20 +30,24 @@ def read(model, tokenizer, context, policy=None, **options):
         raise TypeError(f"context must be a text, got {type(context).__name__}")
     if not callable(tokenizer):
         raise TypeError(f"tokenizer must be the model's tokenizer, got {type(tokenizer).__name__}")
+    _check(model)
     body = ids_of(tokenizer, context)
     if not body:
         raise ValueError("context is empty: give a text to read")
-    if model.training:
-        raise ValueError("in training mode the model runs unpatched: call model.eval()")
     head, _, _ = frame(tokenizer, "")
-    ids = torch.tensor([head + body], device=model.device)
+    inner = unwrapped(model)  # a PEFT model puts its learned tokens before the text
+    ids = torch.tensor([head + body], device=device_of(inner))
     with _patched(model, tokenizer, policy, options, ids.shape[1]), torch.no_grad():
-        return model(ids, logits_to_keep=1, use_cache=True).past_key_values
+        return inner(input_ids=ids, logits_to_keep=1, use_cache=True, return_dict=True).past_key_values
 
 
-def answer(model, tokenizer, context, questions, policy=None, *, max_new_tokens=64, one_line=False, **options) -> list:
-    """The answers to questions about a context that is read once, greedily decoded: a list of texts.
+def answer(
+    model, tokenizer, context, questions, policy=None, *, max_new_tokens=64, one_line=False, temperature=None,
+    top_p=1.0, sampling_seed=0, **options,
+) -> list:  # fmt: skip
+    """The answers to questions about a context that is read once: a list of texts.
 
+    model             as `kvevict.patch` takes it; its generation_config only says which tokens end an answer
     context           text, or a cache: of `read`, `load_cache`, or `past_key_values` of a patched model. It stays as it
                       is
     questions         a list of texts, each asked on its own, two line ends after the context; in a chat template they
@@ -48,12 +55,15 @@ def answer(model, tokenizer, context, questions, policy=None, *, max_new_tokens=
     policy, options   as `read` takes them; not with a cache, which was read with a policy
     max_new_tokens    length of an answer at most
     one_line          an answer ends with its first line, as suits a model that is not tuned to chat
+    temperature       None: greedy. Else tokens are drawn from softmax(logits / temperature), of the fewest likeliest
+                      whose probabilities reach top_p; the same sampling_seed gives a question the same answer
 
     What was kept of the context is shared by all questions. All tokens of a question and its answer are kept after it,
     so a fork's cache holds the policy's slots and theirs. Raises ValueError or TypeError for what cannot be read or
     asked.
     """
     count("max_new_tokens", max_new_tokens, 1)
+    sampling = Sampling(temperature, top_p, sampling_seed)
     asked = [] if isinstance(questions, str) else list(questions)
     if isinstance(questions, str) or not all(isinstance(question, str) for question in asked):
         raise TypeError("questions must be a list of texts; for one, write [question]")
@@ -62,13 +72,14 @@ def answer(model, tokenizer, context, questions, policy=None, *, max_new_tokens=
     elif policy is not None or options:
         given = ", ".join((["policy"] if policy is not None else []) + list(options))
         raise ValueError(
-            f"{given}: the context is a cache, which was read with a policy, and answers are greedy; give a policy's "
-            "options to kvevict.read, and to generate otherwise, call model.generate(past_key_values=cache.fork(), ...)"
+            f"{given}: the context is a cache, which was read with a policy; give a policy's options to kvevict.read, "
+            "and to generate otherwise, call model.generate(past_key_values=cache.fork(), ...)"
         )
     elif not isinstance(context, EvictionCache):
         raise TypeError(f"context must be a text or a cache that a patched model filled, got {type(context).__name__}")
+    _check(model)
     with keeping_all(model, context):
-        return [_ask(model, tokenizer, context.fork(), question, max_new_tokens, one_line) for question in asked]
+        return [_ask(model, tokenizer, context.fork(), each, max_new_tokens, one_line, sampling) for each in asked]
 
 
 class Pipeline:
@@ -84,16 +95,21 @@ class Pipeline:
 
     def __init__(self, model, tokenizer, policy=None, **options):
         self.model, self.tokenizer, self.policy, self.options = model, tokenizer, policy, options
-        if policy is not None or not is_patched(find_decoder(model)):
+        if policy is not None or patch_of(find_decoder(model)) is None:
             build(UNASKED if policy is None else policy, **options)
 
-    def __call__(self, context, question=None, *, questions=None, max_new_tokens=64, one_line=False) -> dict:
+    def __call__(
+        self, context, question=None, *, questions=None, max_new_tokens=64, one_line=False, temperature=None, top_p=1.0,
+        sampling_seed=0,
+    ) -> dict:  # fmt: skip
         if (question is None) == (questions is None):
             raise ValueError("give either question, a text, or questions, a list of texts")
         asked = [question] if questions is None else questions
         policy, options = (self.policy, self.options) if isinstance(context, str) else (None, {})
-        options = options | dict(max_new_tokens=max_new_tokens, one_line=one_line)
-        answers = answer(self.model, self.tokenizer, context, asked, policy, **options)
+        answers = answer(
+            self.model, self.tokenizer, context, asked, policy, max_new_tokens=max_new_tokens, one_line=one_line,
+            temperature=temperature, top_p=top_p, sampling_seed=sampling_seed, **options,
+        )  # fmt: skip
         return dict(answer=answers[0]) if questions is None else dict(answers=answers)
 
     def read(self, context):
@@ -111,10 +127,11 @@ def keeping_all(model, cache):
 def _patched(model, tokenizer, policy, options, tokens):
     """A context in which the model is patched with a policy, or with its own policy under other options."""
     decoder = find_decoder(model)
-    if policy is None and is_patched(decoder):
+    own = patch_of(decoder)
+    if policy is None and own is not None:
         if not options:
-            return contextlib.nullcontext()
-        policy = getattr(decoder, STATE).policy
+            return using(base_model(model), decoder, own)
+        policy = own.policy
     chosen = build(UNASKED if policy is None else policy, **options)
     if policy is None and "chunk_size" not in options:
         chosen = _within_positions(chosen, decoder.config, tokens)
@@ -127,16 +144,19 @@ def _within_positions(policy, config, tokens):
     return policy if not 16 <= room < policy.chunk_size else build(policy, chunk_size=room)
 
 
-def _ask(model, tokenizer, cache, question, max_new_tokens, one_line):
-    """Generate from a cache, to which the question and the answer are appended."""
+def _check(model) -> None:
+    """Raise an error for what is not a model that reads."""
+    if find_decoder(model).training:
+        raise ValueError("in training mode the model runs unpatched: call model.eval()")
+
+
+@torch.no_grad()
+def _ask(model, tokenizer, cache, question, max_new_tokens, one_line, sampling):
+    """Answer from a cache, to which the question and the answer are appended."""
     _, ids, _ = frame(tokenizer, f"\n\n{question}")
-    mask = torch.ones(1, cache.get_seq_length() + len(ids), dtype=torch.long, device=model.device)
-    ids = torch.tensor([ids], device=model.device)
-    options = dict(max_new_tokens=max_new_tokens, do_sample=False)
-    if model.generation_config.pad_token_id is None and tokenizer.eos_token_id is not None:
-        options["pad_token_id"] = tokenizer.eos_token_id  # with one row nothing is padded; this only avoids a warning
-    if one_line:
-        options["stopping_criteria"] = until_line_end(tokenizer, ids.shape[1])
-    out = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
-    text = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip()
+    inner = base_model(model)
+    ids = torch.tensor([ids], device=device_of(inner))
+    logits = inner(ids, past_key_values=cache, logits_to_keep=1, use_cache=True, return_dict=True).logits
+    tokens = written(inner, tokenizer, logits, cache, max_new_tokens, sampling.chooser(), one_line)
+    text = tokenizer.decode(tokens, skip_special_tokens=True).strip()
     return text.partition("\n")[0] if one_line else text

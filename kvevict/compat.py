@@ -16,10 +16,11 @@ if VERSION < (5, 4):
 CROP_TAKES_LENGTH = VERSION < (5, 17)
 
 
-STATE = "_kvevict"  # attribute of the text decoder that holds its Patch, outside nn.Module's registries
+# Attribute of the text decoder that holds its `kvevict.engine.installed.Installed`, outside nn.Module's registries.
+STATE = "_kvevict"
 
 
-def _get_candidate_generator(model, *args, **kwargs):
+def _get_candidate_generator(model, run, *args, **kwargs):
     """Assisted and prompt-lookup decoding say on the cache that their calls bring candidates which may be taken back.
     (`activate_past_recording` is called before the cache is an `EvictionCache`.)"""
     if getattr(kwargs.get("generation_config"), "assistant_early_exit", None) is not None:
@@ -28,7 +29,8 @@ def _get_candidate_generator(model, *args, **kwargs):
             "assistant_model, or prompt_lookup_num_tokens"
         )
     assistant = kwargs.get("assistant_model")
-    if any(STATE in module.__dict__ for module in (assistant.modules() if assistant is not None else ())):
+    installed = (module.__dict__.get(STATE) for module in (assistant.modules() if assistant is not None else ()))
+    if any(each is not None and each.chosen() is not None for each in installed):
         raise ValueError(
             "assistant_model is patched, and an assistant takes back tokens of its prompt, which may be evicted: call "
             "kvevict.unpatch(assistant_model)"
@@ -36,17 +38,17 @@ def _get_candidate_generator(model, *args, **kwargs):
     cache = kwargs.get("model_kwargs", {}).get("past_key_values")
     if cache is not None:
         cache.record_past = True
-    return type(model)._get_candidate_generator(model, *args, **kwargs)
+    return run(*args, **kwargs)
 
 
-def _init_continuous_batching(model, *args, **kwargs):
+def _init_continuous_batching(model, run, *args, **kwargs):
     raise ValueError(
         "a paged cache (generate_batch, continuous batching) cannot be evicted from: call model.generate, or "
         "kvevict.unpatch(model) first"
     )
 
 
-# Methods of a patched model that something stands in for.
+# Methods of a patched model that something stands in for: function(model, the method, *args, **kwargs).
 STAND_INS = {
     "_get_candidate_generator": _get_candidate_generator,
     "init_continuous_batching": _init_continuous_batching,

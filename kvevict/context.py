@@ -5,7 +5,7 @@ There is one context variable. Each call runs in a copy of the context, so what 
 
 import contextlib
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, eq=False)
@@ -16,6 +16,7 @@ class Context:
     watchers: tuple = ()  # of kvevict.engine.watch, given every layer of a read
     note: object = None  # note(module, query, key) is called with what unpatched calls attend with
     training_attention: object = None  # what `kvevict.lookahead.passes` calls for attention
+    patches: dict = field(default_factory=dict)  # kvevict.engine.installed.Installed -> the Patch of calls made here
     adapter: object = None  # the token of the `kvevict.policy.adapter.Adapter.on` that is active
 
 

@@ -27,13 +27,20 @@ OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")  # of what attention gives
 INNER = ("model", "transformer", "gpt_neox", "language_model", "text_model", "decoder")
 
 
-def base_model(model):
-    """The Transformers model in a pipeline or under wrappers (data parallel, compiled, PEFT), or the model itself."""
+def unwrapped(model):
+    """The model in a pipeline or under wrappers (data parallel, compiled), or the model itself. A PEFT model stays, as
+    it may put learned tokens before a prompt."""
     if not isinstance(model, torch.nn.Module) and isinstance(getattr(model, "model", None), torch.nn.Module):
         model = model.model
     while isinstance(model, (DataParallel, DistributedDataParallel)) or hasattr(model, "_orig_mod"):
         model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    return model
+
+
+def base_model(model):
+    """The Transformers model in all that may be around it: what `unwrapped` takes away, and PEFT."""
+    model = unwrapped(model)
+    return unwrapped(model.get_base_model()) if hasattr(model, "get_base_model") else model
 
 
 def find_decoder(model):

@@ -19,6 +19,7 @@ except ImportError as error:
 from tqdm import tqdm
 
 from .answer import keeping_all
+from .families import device_of
 from .patch import patch
 from .policy.parts import PARTS
 from .policy.policy import Policy
@@ -56,7 +57,7 @@ class KVEvict(HFLM):
         answers: list = [None] * len(requests)
         bar = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests")
         for context, group in itertools.groupby(order, key=contexts.__getitem__):
-            read = self.model(torch.tensor([context], device=self.device), logits_to_keep=1, use_cache=True)
+            read = self.model(self._row(context), logits_to_keep=1, use_cache=True)
             with keeping_all(self.model, read.past_key_values):
                 for at in group:
                     answers[at] = self._scored(read, requests[at][2])
@@ -66,13 +67,16 @@ class KVEvict(HFLM):
 
     def _scored(self, read, continuation):
         """(log-likelihood, whether it is the greedy choice) of continuation ids after a context that was read."""
-        truth, logits = torch.tensor([continuation], device=self.device), read.logits
+        truth, logits = self._row(continuation), read.logits
         if len(continuation) > 1:
             rest = self.model(truth[:, :-1], past_key_values=read.past_key_values.fork(), use_cache=True).logits
             logits = torch.cat([logits, rest], 1)
         logprobs = torch.log_softmax(logits, -1, dtype=self.softmax_dtype)
         greedy = bool((logprobs.argmax(-1) == truth).all())
         return float(logprobs.gather(2, truth[..., None]).sum()), greedy
+
+    def _row(self, ids):
+        return torch.tensor([ids], device=device_of(self.model))
 
 
 def option_names() -> set:

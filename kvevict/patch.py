@@ -1,5 +1,6 @@
 """Install eviction into a loaded model, and take it out again."""
 
+import asyncio
 import contextlib
 import threading
 import warnings
@@ -8,16 +9,15 @@ from weakref import WeakKeyDictionary
 import torch
 
 from . import _ops, families, known, trial
-from .compat import STATE
-from .engine import attention, forward, hidden, propagate, quantities, ranks, rerotate, residual, states
+from .engine import installed, propagate, quantities, ranks, rerotate
 from .engine.meter import Meter
 from .families import base_model, find_decoder
 from .policy.policy import build
 
 
 class Patch:
-    """What one patched model carries: its policy, which layers evict, and each thread's last read. It has no reference
-    to the model, so that copies of the model stay independent."""
+    """A policy for one model: which layers evict, and each caller's last read. It has no reference to the model, so
+    that copies of the model stay independent."""
 
     def __init__(self, policy, decoder, ranks):
         self.policy, self.ranks = policy, ranks
@@ -40,12 +40,11 @@ class Patch:
         self.needed = quantities.of_policy(policy)
         self.wants_outputs = any(each.outputs for each in self.needed)
         self.wants_hidden = any(each.hidden for each in self.needed)
-        self.hooks = []
         self._forget()
 
     def _forget(self):
-        self.meters = WeakKeyDictionary()  # thread -> Meter of its last read
-        self.last_meter = Meter()  # of the last read in any thread
+        self.meters = WeakKeyDictionary()  # thread or task -> Meter of its last read
+        self.last_meter = Meter()  # of the last read of all
 
     def __getstate__(self):
         return {name: value for name, value in self.__dict__.items() if name not in ("meters", "last_meter")}
@@ -54,15 +53,22 @@ class Patch:
         """Of a copy, possibly in another process: it has read nothing yet."""
         self.__dict__.update(state)
         self._forget()
-        attention.register()
-
-    def own_meter(self):
-        """The meter of this thread's last read; a new one if nothing was read."""
-        return self.meters.setdefault(threading.current_thread(), Meter())
 
     def keep(self, meter) -> None:
-        """Take a read's meter as this thread's last."""
-        self.meters[threading.current_thread()] = self.last_meter = meter
+        """Take a read's meter as the caller's last."""
+        self.meters[caller()] = self.last_meter = meter
+
+    def meter(self):
+        """Of the caller's last read, or, where it read nothing, of the last read of all."""
+        return self.meters.get(caller(), self.last_meter)
+
+
+def caller():
+    """The asyncio task that runs, or the thread."""
+    try:
+        return asyncio.current_task() or threading.current_thread()
+    except RuntimeError:  # no event loop runs
+        return threading.current_thread()
 
 
 def patch(model, policy, *, budget=None, chunk_size=None, **options):
@@ -74,11 +80,20 @@ def patch(model, policy, *, budget=None, chunk_size=None, **options):
     options     any field of the policy or its score: window=16, decode=True, progress=True, ...
 
     model may be a pipeline, or in a PEFT, DistributedDataParallel or DataParallel wrapper.
-    `model.generate(...)`, `model(ids)` and pipelines work as before. Patching again replaces the policy. Raises
-    ValueError or TypeError, and leaves the model as it was, for an unknown name, an impossible number, or a model that
-    cannot be patched.
+    `model.generate(...)`, `model(ids)` and pipelines work as before, in every thread. Patching again replaces the
+    policy; a `generate` that has begun keeps the one it began with, but one that began on an unpatched model stores
+    what follows under the new policy. Raises ValueError or TypeError, and leaves the model as it was, for an unknown
+    name, an impossible number, or a model that cannot be patched.
     """
-    chosen = build(policy, budget=budget, chunk_size=chunk_size, **options)
+    made = _made(model, policy, dict(options, budget=budget, chunk_size=chunk_size))
+    installed.set_own(base_model(model), find_decoder(model), made)
+    _warn_of_learned_tokens(model, made, 3)
+    return model
+
+
+def _made(model, policy, options) -> Patch:
+    """A policy for a model. Raises ValueError or TypeError for one that cannot be had."""
+    chosen = build(policy, **options)
     decoder = find_decoder(model)
     check_model(model)
     split = ranks.of(base_model(model))
@@ -88,78 +103,62 @@ def patch(model, policy, *, budget=None, chunk_size=None, **options):
             "the model in one process, or choose another policy"
         )
     chosen.rows.ready(decoder)
-    needed = quantities.of_policy(chosen)
-    rotates = any(each.rotates for each in needed)
+    made = Patch(chosen, decoder, split)
+    rotates = any(each.rotates for each in made.needed)
     rerotate.check(chosen, families.rope_depends_on_length(decoder), rotates)
-    state = Patch(chosen, decoder, split)
-    modules = [families.attention_of(families.layers_of(decoder)[index], index) for index in state.order]
-    for each in needed:
+    modules = [families.attention_of(families.layers_of(decoder)[index], index) for index in made.order]
+    for each in made.needed:
         each.ready(decoder, modules)
     if not is_patched(decoder):
         check_type(model, decoder)
     top = base_model(model)
     if chosen.rerotate or chosen.rows.rotates or rotates:
-        state.rotates = trial.rotating(top, decoder, state.order)
-        state.rotates |= {reader: state.rotates[producer] for reader, producer in state.readers.items()}
+        made.rotates = dict(trial.rotating(top, decoder, made.order))
+        made.rotates |= {reader: made.rotates[producer] for reader, producer in made.readers.items()}
     if chosen.layers.residual == "attention":
-        state.after_attention = trial.after_attention(top, decoder, state.order)
-    if is_patched(decoder):
-        unpatch(model)
-    _install(top, decoder, state)
-    learned = _learned_tokens(model)
-    if learned > chosen.keep_first:
-        warnings.warn(
-            f"a PEFT adapter puts {learned} learned tokens before every prompt, which may be evicted; "
-            f"keep_first={learned} keeps them",
-            stacklevel=2,
-        )
-    return model
-
-
-def _install(top, decoder, state) -> None:
-    attention.register()
-    for module in own_modules(decoder, state):
-        attention.divert(module)
-    object.__setattr__(decoder, STATE, state)
-    forward.install(top, decoder)
-    states.install(decoder, state)
-    state.hooks = [hook for part in (propagate, residual, hidden) for hook in part.install(decoder, state)]
+        made.after_attention = trial.after_attention(top, decoder, made.order)
+    return made
 
 
 def unpatch(model):
-    """Give the model back exactly as it was before `patch`; does nothing on a model that is not patched."""
+    """Take the model's own policy out; does nothing on a model that has none.
+
+    The model is then exactly as it was before `patch`, or is once the calls that have begun and the blocks of
+    `evicting` in other threads have ended.
+    """
     try:
         decoder = find_decoder(model)
     except ValueError:  # no decoder that patch() would take
         return model
-    if not is_patched(decoder):
-        return model
-    state = getattr(decoder, STATE)
-    for hook in state.hooks:
-        hook.remove()
-    states.remove(decoder, state)
-    forward.remove(base_model(model), decoder)
-    for module in own_modules(decoder, state):
-        attention.restore(module)
-    object.__delattr__(decoder, STATE)
+    here = installed.of(decoder)
+    if here is not None:
+        here.set_own(base_model(model), decoder, None)
     return model
 
 
 @contextlib.contextmanager
 def evicting(model, policy, **options):
-    """`with kvevict.evicting(model, "take", budget=512): ...`: patched inside, as it was before outside."""
-    decoder = find_decoder(model)
-    before = decoder.__dict__.get(STATE)
-    patch(model, policy, **options)
-    try:
+    """`with kvevict.evicting(model, "take", budget=512): ...`: inside, the calls of this thread and context have this
+    policy, whatever the model's own is (`patch`).
+
+    Other threads and asyncio tasks are not concerned, and neither is a thread that is started inside: its calls have
+    the model's own policy, unless it runs in a copy of the context (`contextvars.copy_context().run`,
+    `asyncio.to_thread`). model, policy and options are as `patch` takes them.
+    """
+    made = _made(model, policy, options)
+    _warn_of_learned_tokens(model, made, 4)
+    with installed.using(base_model(model), find_decoder(model), made):
         yield model
-    finally:
-        if before is None:
-            unpatch(model)
-        else:
-            patch(model, before.policy)
-            after = getattr(decoder, STATE)
-            after.meters, after.last_meter = before.meters, before.last_meter
+
+
+def _warn_of_learned_tokens(model, made, stacklevel) -> None:
+    learned = _learned_tokens(model)
+    if learned > made.policy.keep_first:
+        warnings.warn(
+            f"a PEFT adapter puts {learned} learned tokens before every prompt, which may be evicted; "
+            f"keep_first={learned} keeps them",
+            stacklevel=stacklevel,
+        )
 
 
 def _learned_tokens(model) -> int:
@@ -169,13 +168,8 @@ def _learned_tokens(model) -> int:
 
 
 def is_patched(decoder) -> bool:
-    return STATE in decoder.__dict__
-
-
-def own_modules(decoder, state):
-    """The attention modules of the layers that evict, and of those that read their keys and values."""
-    for index in (*state.order, *state.readers):
-        yield families.attention_of(families.layers_of(decoder)[index], index)
+    """Whether the caller's calls of a decoder have a policy."""
+    return installed.patch_of(decoder) is not None
 
 
 def check_model(model) -> None:
@@ -231,13 +225,8 @@ def check_type(model, decoder) -> None:
     if listed and known.is_verified(*names):
         return
 
-    @contextlib.contextmanager
     def patched(policy, options):
-        _install(top, decoder, Patch(build(policy, **options), decoder, ranks.of(top)))
-        try:
-            yield
-        finally:
-            unpatch(model)
+        return installed.using(top, decoder, Patch(build(policy, **options), decoder, ranks.of(top)))
 
     reason = (known.refused(*names) if listed else None) or trial.difference(top, patched)
     if reason:

@@ -3,8 +3,9 @@
 import torch
 
 from . import families, trial
-from .engine import attention, moments
-from .patch import check_model, find_decoder, is_patched
+from .engine import installed, moments
+from .families import base_model, find_decoder
+from .patch import check_model, is_patched
 from .policy.checks import count
 
 SINK = 4  # rows at a part's first positions, which are left out
@@ -36,8 +37,8 @@ def measure_queries(model, ids, path, *, length: int = 1000, progress: bool = Fa
         raise ValueError(f"ids must be below {known}, the model's vocabulary, and not negative, got {int(ids.max())}")
     kinds = families.layer_kinds(decoder.config)
     order = [index for index, kind in enumerate(kinds) if kind in families.EVICTS]
-    modules = [families.attention_of(families.layers_of(decoder)[index], index) for index in order]
-    rotates = trial.rotating(model, decoder, order)
+    top = base_model(model)
+    rotates = trial.rotating(top, decoder, order)
     found: dict = {}
 
     def note(module, query, key):
@@ -45,7 +46,7 @@ def measure_queries(model, ids, path, *, length: int = 1000, progress: bool = Fa
         given = query, positions, positions >= SINK, rotates[index]
         found[index] = moments.accumulated(found.get(index), decoder, module, *given)
 
-    with trial.quiet(model), attention.overheard(modules, note):
+    with trial.quiet(top), installed.overheard(top, decoder, note):
         for part in _parts(ids, length, progress):
             decoder(input_ids=part[None].to(families.device_of(decoder)), use_cache=False)
     about = dict(tokens=len(ids), length=length)

@@ -1,14 +1,19 @@
 """What the last read of a patched model kept and cost."""
 
 import copy
-import threading
 
-from .compat import STATE
-from .patch import find_decoder, is_patched
+from transformers.cache_utils import Cache
+
+from .engine.installed import patch_of
+from .families import find_decoder
 
 
-def report(model, positions: bool = False) -> dict:
-    """What the last read of this thread (of any thread, where this one read nothing) kept and cost: a plain dict.
+def report(source, positions: bool = False) -> dict:
+    """What a read kept and cost: a plain dict.
+
+    source   a patched model: the last read of this thread or asyncio task; of any, where this one read nothing. Or a
+             cache (`past_key_values`, what `kvevict.read` gives): the last read into it or into what it was forked
+             from, whoever read that and whichever policy the model has now
 
     seen               valid tokens per batch row, of this and earlier turns
     kept               [layer][row][kv head] slots stored when the read ended; None for layers that do not evict
@@ -26,17 +31,7 @@ def report(model, positions: bool = False) -> dict:
                        The rows are those that the policy scores by, at most the last 64 (of `h2o`, `streaming` and
                        what has no rows of its own: the chunk's last); the slots, those alive before the eviction
     """
-    decoder = find_decoder(model)
-    if not is_patched(decoder):
-        raise ValueError("the model is not patched; call kvevict.patch(model, policy, budget=...) first")
-    state = getattr(decoder, STATE)
-    own = state.meters.get(threading.current_thread())
-    meter = own if own is not None and own.report is not None else state.last_meter
-    if meter.report is None:
-        raise ValueError(
-            "nothing was read yet; call model.generate(...) or model(...) first"
-            + (" (in training mode the model runs unpatched: call model.eval())" if decoder.training else "")
-        )
+    meter = _of_cache(source) if isinstance(source, Cache) else _of_model(source)
     result = copy.deepcopy({key: value for key, value in meter.report.items() if positions or key != "positions"})
     if positions:
         result["positions"] = [
@@ -44,3 +39,27 @@ def report(model, positions: bool = False) -> dict:
             for layer in result["positions"]
         ]
     return result | {"seconds": dict(meter.seconds)}
+
+
+def _of_cache(cache):
+    meter = getattr(cache, "meter", None)
+    if meter is None:
+        raise ValueError(
+            "no patched model has read anything into this cache, or it was loaded, pickled or copied since: report on "
+            "the cache that was read"
+        )
+    return meter
+
+
+def _of_model(model):
+    decoder = find_decoder(model)
+    patch = patch_of(decoder)
+    if patch is None:
+        raise ValueError("the model is not patched; call kvevict.patch(model, policy, budget=...) first")
+    meter = patch.meter()
+    if meter.report is None:
+        raise ValueError(
+            "nothing was read yet; call model.generate(...) or model(...) first"
+            + (" (in training mode the model runs unpatched: call model.eval())" if decoder.training else "")
+        )
+    return meter

@@ -3,12 +3,13 @@ how, and where attention's output has been added to the residual stream. A few t
 weights, before it is patched."""
 
 import contextlib
+import threading
 from weakref import WeakKeyDictionary
 
 import torch
 
 from . import families
-from .engine import attention
+from .engine import installed
 from .engine.adopt import EvictionCache
 
 SEEN, NEW, PAD = 24, 2, 3  # tokens of the prompt, tokens decoded after it, left padding of the second row
@@ -139,6 +140,16 @@ def rotating(model, decoder, order) -> dict:
     return found
 
 
+def _here(hook):
+    """A hook that only sees the calls of this thread."""
+    thread = threading.get_ident()
+
+    def own(*args):
+        return hook(*args) if threading.get_ident() == thread else None
+
+    return own
+
+
 def _rotating(model, decoder, order):
     config, seen = decoder.config, {}
     last = min(FAR, *(getattr(config, name, None) or FAR for name in (
@@ -158,8 +169,8 @@ def _rotating(model, decoder, order):
 
     with quiet(model), contextlib.ExitStack() as stack:
         for module in modules:
-            stack.enter_context(module.register_forward_pre_hook(alike, with_kwargs=True))
-        with attention.overheard(modules, note):
+            stack.enter_context(module.register_forward_pre_hook(_here(alike), with_kwargs=True))
+        with installed.overheard(model, decoder, note):
             try:
                 decoder(input_ids=positions.clamp_max(1) + 4, position_ids=positions, use_cache=False)
             except Exception as error:
@@ -226,10 +237,11 @@ def _after_attention(model, decoder, order):
         inputs.clear()
         with quiet(model), contextlib.ExitStack() as stack:
             for index in order:
-                hooks = [layers[index].register_forward_pre_hook(enter(index), with_kwargs=True)]
-                hooks += [m.register_forward_pre_hook(child(index, n)) for n, m in layers[index].named_children()]
+                hooks = [layers[index].register_forward_pre_hook(_here(enter(index)), with_kwargs=True)]
+                children = layers[index].named_children()
+                hooks += [m.register_forward_pre_hook(_here(child(index, name))) for name, m in children]
                 if silent:
-                    hooks.append(families.attention_of(layers[index], index).register_forward_hook(nothing))
+                    hooks.append(families.attention_of(layers[index], index).register_forward_hook(_here(nothing)))
                 for hook in hooks:
                     stack.enter_context(hook)
             decoder(input_ids=ids, use_cache=False)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from .._ops import DEVICES, build_info
+from ..families import device_of
 from ..models import pretrained
 from ..patch import evicting
 from ..prompts import first_ids, frame, ids_of, told, until_line_end
@@ -109,7 +110,7 @@ def measure(model, tokenizer, ids, policy=None, max_new_tokens=64, positions=Fal
     peak_bytes (growth of the process' peak memory above what was resident before) and, when patched, the read's report,
     which has the kept positions if asked for.
     """
-    ids, timer = ids.to(model.device), _FirstToken()
+    ids, timer = ids.to(device_of(model)), _FirstToken()
     inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False)
     if one_line:
         inputs["stopping_criteria"] = until_line_end(tokenizer, ids.shape[1])

@@ -71,6 +71,8 @@ def make_prompts(model, tokenizer, args) -> dict:
     """Length -> ids [1, length]: of the file or of generated text; random without a tokenizer."""
     import torch
 
+    from ..families import device_of
+
     context = model.config.max_position_embeddings
     lengths = sorted(set(args.lengths or (min(n, context - args.new_tokens) for n in (1024, 4096))))
     if lengths[0] < 16 or lengths[-1] + args.new_tokens > context:
@@ -84,7 +86,7 @@ def make_prompts(model, tokenizer, args) -> dict:
         ids = torch.tensor([tokenizer(text(tokenizer, args.file, lengths[-1]))["input_ids"]])
     if ids.shape[1] < lengths[-1]:
         raise ValueError(f"--file {args.file} has {ids.shape[1]} tokens; give a longer one or --lengths up to that")
-    return {length: ids[:, :length].to(model.device) for length in lengths}
+    return {length: ids[:, :length].to(device_of(model)) for length in lengths}
 
 
 def text(tokenizer, file: str | None, tokens: int) -> str:

@@ -63,13 +63,14 @@ def ask(model, tokenizer, policies, args):
     from ..evaluate.ask import encode
     from ..evaluate.metrics import METRICS
     from ..evaluate.tasks import TASKS, Settings
+    from ..families import device_of
 
     longest = min(LONGEST, model.config.max_position_embeddings) - ANSWER
     cases = list(TASKS.find(TASK)(Settings(tokenizer, longest, args.cases, args.seed)))
     with tqdm(total=len(cases) * (1 + len(policies)), unit="run", delay=1, leave=False, disable=None) as bar:
         for case in cases:
             prompt, runs = encode(model, tokenizer, case), {}
-            ids, own = prompt.row(model.device), observing(policies, prompt, args.observe)
+            ids, own = prompt.row(device_of(model)), observing(policies, prompt, args.observe)
             for name, policy in ((FULL, None), *own.items()):
                 runs[name] = run = measure(model, tokenizer, ids, policy, case.new_tokens, True, case.one_line)
                 run["right"] = METRICS[case.metric](run["answer"], case.answers) == 1

@@ -100,9 +100,10 @@ def load_facts(args) -> tuple:
 def one(model, tokenizer, policies, args, prompt, new_tokens, one_line, bar) -> tuple:
     """The measures of one prompt, and the first line of the full cache's answer."""
     from ..analysis import compare
+    from ..families import device_of
     from ..prompts import told, until_line_end
 
-    policies, ids = observing(policies, prompt, args.observe), prompt.row(model.device)
+    policies, ids = observing(policies, prompt, args.observe), prompt.row(device_of(model))
     stop = until_line_end(tokenizer, ids.shape[1]) if one_line else None
     full = compare.truth(model, ids, new_tokens, stop)
     kept, runs = {}, {}

@@ -12,10 +12,11 @@ def generate(parser, argv):
     args = parser.parse_args(argv)
     from ..analysis.run import measure
     from ..analysis.speed import UNPATCHED
+    from ..families import device_of
 
     policies = build_policies([args.policy], args, progress=True)
     _, model, tokenizer, prompt = load_prompt(args)
-    policies, ids = observing(policies, prompt, args.observe), prompt.row(model.device)
+    policies, ids = observing(policies, prompt, args.observe), prompt.row(device_of(model))
     chosen = {UNPATCHED: None} | policies if args.compare else policies
     how = dict(max_new_tokens=args.max_new_tokens, one_line=bool(args.opening))
     runs = {name: measure(model, tokenizer, ids, policy, **how) for name, policy in chosen.items()}

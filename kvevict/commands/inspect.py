@@ -18,6 +18,7 @@ def inspect(parser, argv):
     from ..analysis.page import page
     from ..analysis.run import measure
     from ..analysis.speed import slots
+    from ..families import device_of
     from ..files import write
 
     out = Path(args.out)
@@ -25,7 +26,7 @@ def inspect(parser, argv):
         raise ValueError(f"--out {out}: there is no folder {out.parent}; make it, or give another")
     policies = build_policies(args.policy or ["take"], args)
     name, model, tokenizer, prompt = load_prompt(args)
-    policies, ids = observing(policies, prompt, args.observe), prompt.row(model.device)
+    policies, ids = observing(policies, prompt, args.observe), prompt.row(device_of(model))
     how = dict(max_new_tokens=args.max_new_tokens, positions=True, one_line=bool(args.opening))
     runs = {key: measure(model, tokenizer, ids, p, **how) for key, p in policies.items()}
     facts = [("model", name), ("text", args.file), ("question", args.question)]

@@ -22,6 +22,7 @@ class EvictionCache(DynamicCache):
     next_position = None  # [B] int64 positions that come next, where padding was moved
     policy = None  # that gave the budgets; None: of a loaded cache it is not known, and without budgets there is none
     rerotate = False  # whether the policy that read it rerotates
+    meter = None  # the kvevict.engine.meter.Meter of the last read into it
     ranks = ALONE  # whose heads the layers have, for save_cache
     plain: type = DynamicCache  # the class that it had
 
@@ -34,7 +35,7 @@ class EvictionCache(DynamicCache):
         it came from.
         """
         twin = copy.copy(self)
-        twin.layers = [_forked(layer) for layer in self.layers]
+        twin.layers, twin.meter = [_forked(layer) for layer in self.layers], self.meter
         return twin
 
     def read_under(self, policy) -> None:
@@ -47,7 +48,7 @@ class EvictionCache(DynamicCache):
 
     def reset(self) -> None:
         super().reset()
-        for name in ("half_read", "record_past", "packed", "next_position", "policy", "rerotate"):
+        for name in ("half_read", "record_past", "packed", "next_position", "policy", "rerotate", "meter"):
             self.__dict__.pop(name, None)  # as the class has them
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -74,7 +75,7 @@ class EvictionCache(DynamicCache):
             self.next_position = self.next_position[torch.as_tensor(rows, device=self.next_position.device)]
 
     def __reduce__(self):
-        return _blank, (self.plain,), self.__dict__
+        return _blank, (self.plain,), {name: value for name, value in self.__dict__.items() if name != "meter"}
 
 
 def _kind(plain) -> type:

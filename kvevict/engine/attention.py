@@ -1,14 +1,13 @@
 """The attention function that patched layers call: attend over [stored | new], then let the call's chooser decide what
 stays."""
 
-import contextlib
 import copy
 import functools
 
 import torch
 
 from .. import _ops, compat
-from ..context import context, within
+from ..context import context
 from . import decode, rerotate
 from .cache import fit
 from .layer_call import layer_call
@@ -108,7 +107,7 @@ def _unpatched(module, query, key, value, attention_mask, **options):
     note = context().note
     if note is not None:
         note(module, query, key)
-    config = module.config.__dict__[ORIGINAL]
+    config = module.config.__dict__.get(ORIGINAL, module.config)  # of a call that began before it was diverted
     options = {name: value for name, value in options.items() if value is not None}
     return compat.base_attention(module, config)(
         _WithConfig(module, config), query, key, value, attention_mask, **options
@@ -125,21 +124,6 @@ def divert(module) -> None:
 
 def restore(module) -> None:
     module.config = module.config.__dict__[ORIGINAL]
-
-
-@contextlib.contextmanager
-def overheard(modules, note):
-    """Inside, note(module, query, key) is called with what unpatched calls of these modules attend with."""
-    register()
-    ours = [module for module in modules if ORIGINAL not in module.config.__dict__]
-    with within(note=note):
-        try:
-            for module in ours:
-                divert(module)
-            yield
-        finally:
-            for module in ours:
-                restore(module)
 
 
 def register() -> None:

@@ -11,7 +11,8 @@ import torch
 
 from .. import compat, families
 from ..compat import STATE
-from ..context import current, enter
+from ..context import context, current, enter, within
+from ..families import find_decoder
 from .reader import Reader
 from .request import Request
 from .step import OuterCall
@@ -29,9 +30,10 @@ class StandIn:
         self.function, self.module, self.name, self.before = _untraced(function), module, name, before
 
     def __call__(self, *args, **kwargs):
-        if self.function is None:  # unpatched, but somebody who wrapped it still calls it
+        function = self.function
+        if function is None:  # unpatched, but somebody who wrapped it still calls it
             return self.own(*args, **kwargs)
-        return self.function(self.module, *args, **kwargs)
+        return function(self.module, self.own, *args, **kwargs)
 
     def __getstate__(self):
         """With the plain function, as no wrapper can be pickled."""
@@ -51,25 +53,34 @@ class StandIn:
         return inspect.signature(self.own)
 
 
-def install(top, decoder) -> None:
-    """Replace the decoder's forward, that of the model around it, and that of rotary frequencies which depend on a
-    prompt's length."""
+def install(decoder) -> None:
+    """Replace the decoder's forward, and that of rotary frequencies which depend on a prompt's length."""
     replace(decoder, forward)
-    if top is not decoder:
-        replace(top, _top_forward)
     if families.rope_depends_on_length(decoder):
         replace(families.rotary_of(decoder), _rotary_forward)
-    for name, function in compat.STAND_INS.items():
-        if hasattr(type(top), name):
-            top.__dict__[name] = StandIn(function, top, name)
 
 
-def remove(top, decoder) -> None:
-    for module in (decoder, top, families.rotary_of(decoder)):
+def install_around(top) -> None:
+    """Replace the forward of the model around a decoder and some of its methods, unless they are replaced already."""
+    if WRAPPED not in top.__dict__:
+        replace(top, _top_forward)
+    for name, function in STAND_INS.items():
+        before = top.__dict__.get(name)
+        if hasattr(type(top), name) and not isinstance(before, StandIn):
+            top.__dict__[name] = StandIn(function, top, name, before)
+
+
+def remove(decoder, tops) -> None:
+    """Give a decoder, its rotary frequencies and the models around it back their own forward and methods."""
+    for module in (decoder, families.rotary_of(decoder), *tops):
         if module is not None and WRAPPED in module.__dict__:
             restore(module)
-    for name in compat.STAND_INS:
-        top.__dict__.pop(name, None)
+    for top in tops:
+        for name in STAND_INS:
+            standin = top.__dict__.get(name)
+            if isinstance(standin, StandIn):
+                del top.__dict__[name]
+                top.__dict__.update({} if standin.before is None else {name: standin.before})
 
 
 def replace(module, function) -> None:
@@ -95,11 +106,6 @@ def restore(module) -> None:
         setattr(module, name, standin.own)
 
 
-def original(module):
-    """The module's own forward, as a callable."""
-    return getattr(module, WRAPPED).own
-
-
 def _untraced(function):
     """A stand-in as torch.compile is to take it: `forward` and all that it calls are left out of its graphs, of
     `_top_forward` only itself. No decorators, as these would import Dynamo with the package."""
@@ -111,25 +117,49 @@ def _disabled(function):
     return torch.compiler.disable(function, recursive=function is forward)
 
 
-def _top_forward(self, *args, **kwargs):
+def _generate(self, run, *args, **kwargs):
+    """Stands in for the model's `generate`, which has one policy from its first token to its last."""
+    decoder = find_decoder(self)
+    installed = decoder.__dict__.get(STATE)
+    patch = None if installed is None else installed.chosen()
+    if patch is None or not installed.enter(decoder):
+        return run(*args, **kwargs)
+    try:
+        with within(patches={**context().patches, installed: patch}):
+            return run(*args, **kwargs)
+    finally:
+        installed.leave(decoder)
+
+
+def _top_forward(self, run, *args, **kwargs):
     """Stands in for the forward of the model around the decoder."""
-    return contextvars.copy_context().run(_call, self, args, kwargs)
+    return contextvars.copy_context().run(_call, self, run, args, kwargs)
 
 
-def _call(model, args, kwargs):
+def _call(model, run, args, kwargs):
     wanted = kwargs.get("logits_to_keep", 0)
     wanted = wanted if isinstance(wanted, int) and kwargs.get("labels") is None else 0
     call = OuterCall(model, kwargs.get("attention_mask"), wanted)
     enter(outer=call)
-    output = original(model)(*args, **kwargs)
+    output = run(*args, **kwargs)
     if call.request is not None:
         call.request.settle()
     return output
 
 
-def forward(self, *args, **kwargs):
-    """Stands in for the decoder's forward; same arguments, same result."""
-    run = original(self)
+def forward(self, run, *args, **kwargs):
+    """Stands in for `run`, the decoder's forward; same arguments, same result."""
+    installed = self.__dict__.get(STATE)
+    patch = None if installed is None else installed.chosen()
+    if patch is None or not installed.enter(self):
+        return run(*args, **kwargs)
+    try:
+        return _forward(self, run, patch, args, kwargs)
+    finally:
+        installed.leave(self)
+
+
+def _forward(self, run, patch, args, kwargs):
     if args:
         bound = inspect.signature(type(self).forward).bind_partial(self, *args).arguments
         kwargs |= {name: value for name, value in bound.items() if name != "self"}
@@ -145,14 +175,14 @@ def forward(self, *args, **kwargs):
     if self.training or (cache is None and not use_cache):
         return run(**kwargs)
     with torch.no_grad():
-        request, output = contextvars.copy_context().run(_read, self, run, kwargs)
+        request, output = contextvars.copy_context().run(_read, self, run, patch, kwargs)
     if torch.is_grad_enabled():
         _refuse_backward(self, kwargs.get("inputs_embeds"), output)
     return output if request.return_dict is not False else output.to_tuple()
 
 
-def _read(decoder, run, kwargs):
-    request = Request(decoder, decoder.__dict__[STATE], kwargs)
+def _read(decoder, run, patch, kwargs):
+    request = Request(decoder, patch, kwargs)
     reader = Reader(request, run)
     if request.tokens == 1 and request.columns > 0:
         output = reader.decode()
@@ -166,10 +196,9 @@ def _read(decoder, run, kwargs):
     return request, output
 
 
-def _rotary_forward(self, x, position_ids, *args, **kwargs):
+def _rotary_forward(self, run, x, position_ids, *args, **kwargs):
     """Rotary frequencies of the full prompt for each of its chunks: its last position is appended, then dropped."""
     step = current()
-    run = original(self)
     if step is None or step.final_position is None:
         return run(x, position_ids, *args, **kwargs)
     final = position_ids.new_full((*position_ids.shape[:-1], 1), step.final_position)
@@ -196,3 +225,15 @@ def _refuse_backward(decoder, embeds, output) -> None:
     anchor = next((p for p in (*inputs, *decoder.parameters()) if p.requires_grad), None)
     if anchor is not None:
         output.last_hidden_state = _NoBackward.apply(output.last_hidden_state, anchor)
+
+
+def _when_patched(function, model, run, *args, **kwargs):
+    """Calls a stand-in for a method of the model, where the caller has a policy."""
+    installed = find_decoder(model).__dict__.get(STATE)
+    patched = installed is not None and installed.chosen() is not None
+    return function(model, run, *args, **kwargs) if patched else run(*args, **kwargs)
+
+
+# Methods of the model around the decoder, by name, and what stands in for them.
+STAND_INS: dict = {name: functools.partial(_when_patched, function) for name, function in compat.STAND_INS.items()}
+STAND_INS["generate"] = _generate

@@ -4,18 +4,16 @@ from .. import families
 from ..context import context
 
 
-def install(decoder, state) -> list:
+def install(decoder, order) -> list:
     """Hooks that put it into `Step.hidden`, from where the layer's call takes it."""
-    if not state.wants_hidden:
-        return []
     layers = families.layers_of(decoder)
-    modules = [families.attention_of(layers[index], index) for index in state.order]
+    modules = [families.attention_of(layers[index], index) for index in order]
     return [module.register_forward_pre_hook(_note, with_kwargs=True) for module in modules]
 
 
-def _note(module, args, kwargs):
+def _note(module, args, kwargs=None):
     now = context()
-    if now.step is None:
+    if now.step is None or not now.step.patch.wants_hidden:
         return
     now.step.hidden[module.layer_idx] = x = args[0] if args else kwargs["hidden_states"]
     if now.tap is not None:

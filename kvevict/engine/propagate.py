@@ -102,14 +102,13 @@ def choose(call, score) -> Onward:
     return Onward(torch.cat([columns, appended], 1), padding, most - kept)
 
 
-def install(decoder, state) -> list:
-    """Hooks on the layers after `tsp`. They hold no reference to the model, so that copies of it stay independent."""
-    after = [] if state.tsp is None else families.layers_of(decoder)[state.tsp + 1 :]
-    hooks = [partial(_enter, n == 0) for n in range(len(after))]
-    return [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer, hook in zip(after, hooks, strict=True)]
+def install(decoder) -> list:
+    """Hooks on the layers. They hold their number only, so that copies of the model stay independent."""
+    layers = enumerate(families.layers_of(decoder))
+    return [layer.register_forward_pre_hook(partial(_enter, index), with_kwargs=True) for index, layer in layers]
 
 
-def _enter(first, module, args, kwargs):
+def _enter(index, module, args, kwargs=None):
     """Cut a layer's arguments to the propagated tokens: the hidden states of the first layer, whose output is then cut
     for the next ones, and what the decoder passes to every layer."""
     step = current()
@@ -117,7 +116,7 @@ def _enter(first, module, args, kwargs):
     if onward is None:
         return None
     rows = kwargs["position_ids"].shape[-1]
-    if first:
+    if index == step.patch.tsp + 1:
         args = (_taken(args[0], onward.columns), *args[1:])
         positions = _taken(step.positions, onward.columns)
         enter(step=step.narrowed(positions, onward.first.to(step.first.device), onward.padding))

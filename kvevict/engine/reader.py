@@ -48,12 +48,12 @@ class Reader:
         if policy.decode or policy.carry == "sum":
             decisions = while_decoding(policy, len(layers), patch.kv_heads, lambda order: layers[order].budget)
             chooser = Deciding(decisions)
-        return self._call(0, request.tokens, patch.own_meter(), chooser)
+        return self._call(0, request.tokens, request.cache.meter or Meter(), chooser)
 
     def append(self):
         """Tokens that may be taken back by crop(): stored as they are."""
         self.request.begin()
-        return self._call(0, self.request.tokens, self.patch.own_meter(), Chooser())
+        return self._call(0, self.request.tokens, self.request.cache.meter or Meter(), Chooser())
 
     def read(self):
         """A prompt."""
@@ -75,6 +75,7 @@ class Reader:
         output.last_hidden_state = hidden[0] if len(hidden) == 1 else torch.cat(hidden, 1)
         with meter.clock("read"):  # the report waits for a GPU to have done the rest
             meter.write(read, patch, request.cache)
+        request.cache.meter = meter
         patch.keep(meter)
         read.budgets.learn()
         return output

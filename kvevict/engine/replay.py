@@ -86,8 +86,8 @@ class Replay:
             for layer in self.layers.values():
                 forward.restore(layer)
 
-    def _forward(self, index, layer, hidden_states, **kwargs):
-        step, own = current(), forward.original(layer)
+    def _forward(self, index, layer, own, hidden_states, **kwargs):
+        step = current()
         if step is None or step.read is None or step.cache.layers[index].get_seq_length():
             return own(hidden_states, **kwargs)
         adapter = getattr(step.read.prepared, "adapter", None) if step.appended else None
@@ -109,7 +109,7 @@ class Replay:
                     step.hidden[index] = found.attention_input
                 attention.attention(module, query, *step.cache.update(key, value, index), mask, **found.options)
                 if measures:
-                    residual.note(index, found.after_attention)
+                    residual.note(index, found.after_attention, "attention")
         if (slides or found.out_lse is not None) and isinstance(found.output, torch.Tensor):
             others = [call for call in self.known[index] if call is not found]
             self.known[index] = [*others, found][-self.most :]

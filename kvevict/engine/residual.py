@@ -50,30 +50,34 @@ class Errors:
         return patch.ranks.sum(torch.stack([one(index).to(device) for index in patch.order]))
 
 
-def install(decoder, state) -> list:
+def install(decoder, until, order, after_attention) -> list:
     """Hooks for `Errors.note_rotation`. They hold their layer's number only, so that copies of the model stay
-    independent."""
-    until, hooks = state.policy.layers.residual, []
-    if until == "off":
-        return hooks
-    for index in state.order:
+    independent.
+
+    until             "attention" or "layer": where a layer's rotation of the residual stream is measured
+    after_attention   layer -> its submodule whose input has the attention's output added
+    """
+    hooks = []
+    for index in order:
         layer = families.layers_of(decoder)[index]
         hooks.append(layer.register_forward_pre_hook(partial(_enter, index), with_kwargs=True))
         if until == "attention":
-            module = layer.get_submodule(state.after_attention[index])
+            module = layer.get_submodule(after_attention[index])
             hooks.append(module.register_forward_pre_hook(partial(_after_attention, index)))
         else:
             hooks.append(layer.register_forward_hook(partial(_after_layer, index)))
     return hooks
 
 
-def _measuring():
-    """The step that runs, if it measures."""
+def _measuring(until=None):
+    """The step that runs, if it measures; until: and does so there."""
     step = current()
-    return step if step is not None and step.chooser is not None and step.chooser.errors is not None else None
+    if step is None or step.chooser is None or step.chooser.errors is None:
+        return None
+    return step if until in (None, step.patch.policy.layers.residual) else None
 
 
-def _enter(index, module, args, kwargs):
+def _enter(index, module, args, kwargs=None):
     step = _measuring()
     if step is not None:
         step.chooser.errors.residual[index] = args[0] if args else kwargs["hidden_states"]
@@ -83,16 +87,17 @@ def _after_attention(index, module, args):
     tap = context().tap
     if tap is not None:
         tap.after_attention = args[0]
-    note(index, args[0])
+    note(index, args[0], "attention")
 
 
 def _after_layer(index, module, args, output):
-    note(index, output[0] if isinstance(output, tuple) else output)
+    note(index, output[0] if isinstance(output, tuple) else output, "layer")
 
 
-def note(index, after) -> None:
-    """Let the step that runs, if it measures, note the residual stream after a layer's attention, or the layer."""
-    step = _measuring()
+def note(index, after, until) -> None:
+    """Let the step that runs, if it measures there, note the residual stream after a layer's attention, or the
+    layer."""
+    step = _measuring(until)
     if step is not None:
         with step.meter.clock("evict"):
             step.chooser.errors.note_rotation(step, index, after)

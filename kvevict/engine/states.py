@@ -14,13 +14,13 @@ from ..context import current
 from . import forward
 
 
-def install(decoder, state) -> None:
-    for mixer in _mixers(decoder, state.kinds):
+def install(decoder, kinds) -> None:
+    for mixer in _mixers(decoder, kinds):
         forward.replace(mixer, _forward)
 
 
-def remove(decoder, state) -> None:
-    for mixer in _mixers(decoder, state.kinds):
+def remove(decoder, kinds) -> None:
+    for mixer in _mixers(decoder, kinds):
         forward.restore(mixer)
 
 
@@ -32,9 +32,9 @@ def _mixers(decoder, kinds):
                 yield mixer
 
 
-def _forward(self, *args, **kwargs):
-    """Stands in for the forward of a module that updates a state."""
-    step, run = current(), forward.original(self)
+def _forward(self, run, *args, **kwargs):
+    """Stands in for `run`, the forward of a module that updates a state."""
+    step = current()
     if step is None or not (step.appended or step.padding.any()):
         return run(*args, **kwargs)
     kwargs = _by_name(self, args, kwargs)

@@ -24,11 +24,13 @@ from typing import Any
 import torch
 
 from ..analysis.run import QUESTION, Prompt, observe
+from ..families import device_of
 from ..patch import evicting
 from ..policy.policy import Policy, build
 from ..policy.text import parse_policy
-from ..prompts import frame, ids_of, line_ended, told
+from ..prompts import frame, ids_of, told
 from ..report import report
+from ..writing import drawn, written
 from .metrics import METRICS
 from .tasks import FIDELITY, Case
 
@@ -293,36 +295,25 @@ def _follow(model, logits, cache, ids):
 
 def _now(model) -> float:
     """Seconds, read once the model's device has finished its work."""
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
+    device = device_of(model)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def _row(model, ids):
-    return torch.tensor([ids], device=model.device)
+    return torch.tensor([ids], device=device_of(model))
 
 
 def _write(model, tokenizer, logits, cache, asked) -> list:
-    """Ids up to and with the first end-of-sequence token, or the end of a case's one line."""
+    """Ids of an answer, drawn with the noise that all runs of the case have, or the likeliest."""
     case, noise = asked.case, asked.noise()
-    ends = model.generation_config.eos_token_id
-    ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
-    tokens = [_choice(logits, asked.temperature, noise)]
-    while len(tokens) < case.new_tokens and tokens[-1] not in ends:
-        if case.one_line and line_ended(tokenizer, tokens):
-            break
-        logits = model(_row(model, tokens[-1:]), past_key_values=cache).logits
-        tokens.append(_choice(logits, asked.temperature, noise))
-    return tokens
 
+    def choose(row):
+        row = row.float().cpu()
+        return int(row.argmax()) if asked.temperature is None else drawn(row, noise, asked.temperature)
 
-def _choice(logits, temperature, noise) -> int:
-    """The likeliest token of the last row; with a temperature one drawn by Gumbel noise, so that two runs whose logits
-    are the same draw the same."""
-    row = logits[0, -1].float().cpu()
-    if temperature is not None:
-        row = row / temperature - torch.rand(row.shape, generator=noise).log().neg().log()
-    return int(row.argmax())
+    return written(model, tokenizer, logits, cache, case.new_tokens, choose, case.one_line)
 
 
 def _held(model) -> dict:

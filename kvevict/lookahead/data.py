@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..families import device_of, unwrapped
 from ..policy.checks import parsed
 from ..prompts import rendered
 
@@ -113,7 +114,7 @@ class Responses:
     """The model's own greedy answers to prompts, kept in JSONL files of a folder, one for each process."""
 
     def __init__(self, model, folder, most, rank=0):
-        self.model, self.most, self.known = model, most, {}
+        self.model, self.most, self.known = unwrapped(model), most, {}
         self.path = Path(folder) / f"responses.{rank}.jsonl"
         for path in sorted(Path(folder).glob("responses.*.jsonl")):
             for line in path.read_text(encoding="utf-8").splitlines():
@@ -131,7 +132,7 @@ class Responses:
             return pair.response
         key = hashlib.sha256(repr(pair.prompt).encode()).hexdigest()[:24]
         if key not in self.known:
-            ids = torch.tensor([pair.prompt], device=self.model.device)
+            ids = torch.tensor([pair.prompt], device=device_of(self.model))
             out = self.model.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=self.most, do_sample=False
             )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ..families import base_model, find_decoder
+from ..families import base_model, device_of, find_decoder
 from ..files import replacing, write
 from ..models import fingerprint
 from ..patch import is_patched
@@ -189,7 +189,7 @@ class Run:
                     seconds=round(time.perf_counter() - start, 3))  # fmt: skip
 
     def _ids(self, pair):
-        device = self.decoder.get_input_embeddings().weight.device
+        device = device_of(self.decoder.get_input_embeddings())
         return [torch.tensor(ids, device=device) for ids in (pair.prompt, self.responses.of(pair))]
 
     def _validate(self) -> dict:
@@ -234,7 +234,7 @@ def check_installed(held_out) -> None:
 def _accelerator(decoder):
     import accelerate
 
-    return accelerate.Accelerator(cpu=decoder.get_input_embeddings().weight.device.type == "cpu")
+    return accelerate.Accelerator(cpu=device_of(decoder.get_input_embeddings()).type == "cpu")
 
 
 @contextlib.contextmanager

@@ -64,7 +64,7 @@ class Adapter(nn.Module):
         self.tokens, self.rank, self.alpha, self.targets = tokens, rank, alpha, targets_of(targets)
         self.base = base_of(decoder)
         embedding = decoder.get_input_embeddings()
-        device = embedding.weight.device
+        device = families.device_of(embedding)
         self.layers = nn.ModuleDict()
         for path, inputs, outputs in sizes(decoder, self.targets):
             index, block, name = path

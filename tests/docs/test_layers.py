@@ -10,7 +10,7 @@ LAYERS = (
     "_C _native _ops context version compat families files known models prompts",
     "policy",
     "engine",
-    "trial patch report store answer query_statistics",
+    "trial patch report store writing answer query_statistics",
     "lookahead",
     "analysis",
     "evaluate",

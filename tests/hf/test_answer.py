@@ -5,11 +5,13 @@ import copy
 import pytest
 import tiny
 import torch
+import transformers
 
 import kvevict
 from kvevict.analysis.run import load_model
 from kvevict.engine.budgets import places
 from kvevict.prompts import frame, ids_of
+from kvevict.writing import Sampling
 
 CONTEXT = "The harbour opens at seven and the lantern is lit at nine; nobody in the town knows why. " * 3
 QUESTIONS = ["When?", "Why is the lantern lit?", "?"]
@@ -165,3 +167,131 @@ def test_mistakes(net):
             kvevict.answer(net, tokenizer, CONTEXT, ["Who?"], "snapkv", budget=20)
     finally:
         net.eval()
+
+
+SETTINGS = [
+    dict(return_dict_in_generate=True, output_scores=True), dict(num_beams=3), dict(cache_implementation="static"),
+    dict(repetition_penalty=5.0), dict(no_repeat_ngram_size=1), dict(do_sample=True, temperature=9.0),
+    dict(max_length=3, min_new_tokens=9), dict(suppress_tokens=list(range(128))), dict(prompt_lookup_num_tokens=4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: next(iter(settings)))
+def test_whatever_generation_config_says(net, settings):
+    tokenizer, options = tiny.byte_tokenizer(), dict(budget=30, window=4, max_new_tokens=12)
+    want = kvevict.answer(net, tokenizer, CONTEXT, QUESTIONS, "snapkv", **options)
+    before = copy.deepcopy(net.generation_config)
+    try:
+        net.generation_config.update(**settings)
+        assert kvevict.answer(net, tokenizer, CONTEXT, QUESTIONS, "snapkv", **options) == want
+    finally:
+        net.generation_config = before
+
+
+def test_an_answer_ends_where_the_model_says_so(net):
+    tokenizer, options = tiny.byte_tokenizer(), dict(budget=30, window=4, max_new_tokens=12)
+    (want,) = kvevict.answer(net, tokenizer, CONTEXT, QUESTIONS[:1], "snapkv", **options)
+    cache = kvevict.read(net, tokenizer, CONTEXT, "snapkv", budget=30, window=4)
+    _, ids, _ = frame(tokenizer, f"\n\n{QUESTIONS[0]}")
+    with kvevict.evicting(net, "streaming", budget=4096), torch.no_grad():
+        ids = torch.tensor([ids])
+        mask = torch.ones(1, cache.get_seq_length() + ids.shape[1], dtype=torch.long)
+        said = net.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=12, do_sample=False)
+    said = said[0, ids.shape[1] :].tolist()
+    assert tokenizer.decode(said).strip() == want
+    net.generation_config.eos_token_id = [said[4]]
+    try:
+        (short,) = kvevict.answer(net, tokenizer, CONTEXT, QUESTIONS[:1], "snapkv", **options)
+    finally:
+        net.generation_config.eos_token_id = None
+    assert short == tokenizer.decode(said[: said.index(said[4]) + 1]).strip()
+
+
+def test_drawn_answers(net):
+    tokenizer, options = tiny.byte_tokenizer(), dict(max_new_tokens=12)
+    cache = kvevict.read(net, tokenizer, CONTEXT, "snapkv", budget=30, window=4)
+    greedy = kvevict.answer(net, tokenizer, cache, QUESTIONS, **options)
+    drawn = kvevict.answer(net, tokenizer, cache, QUESTIONS, temperature=3.0, **options)
+    assert drawn != greedy
+    pipe = kvevict.Pipeline(net, tokenizer, "snapkv", budget=30, window=4)
+    assert pipe(cache, questions=QUESTIONS[::-1], temperature=3.0, **options) == dict(answers=drawn[::-1])
+    assert kvevict.answer(net, tokenizer, cache, QUESTIONS, temperature=3.0, sampling_seed=1, **options) != drawn
+    assert kvevict.answer(net, tokenizer, cache, QUESTIONS, temperature=3.0, top_p=1e-6, **options) == greedy
+    for wrong in (dict(temperature=0), dict(temperature=1.0, top_p=0), dict(top_p=0.5), dict(temperature=float("nan")),
+                  dict(temperature=1.0, sampling_seed=-1), dict(temperature=1.0, top_p=2)):  # fmt: skip
+        with pytest.raises(ValueError, match=list(wrong)[-1]):
+            kvevict.answer(net, tokenizer, cache, ["Who?"], **wrong)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.7])
+def test_draws_have_their_probabilities(top_p):
+    """Of softmax(logits / 2), renormalised over the fewest tokens that reach top_p: within 5 standard deviations."""
+    logits, draws = [0.0, 3.0, 1.0, 2.5, -4.0, 2.0], 4000
+    chances = torch.tensor(logits, dtype=torch.float64).div(2).softmax(0).tolist()
+    order, among = sorted(range(6), key=lambda i: -chances[i]), []
+    while sum(chances[i] for i in among) < top_p - 1e-12 and len(among) < 6:
+        among.append(order[len(among)])
+    choose = Sampling(2.0, top_p, 3).chooser()
+    found = [choose(torch.tensor(logits)) for _ in range(draws)]
+    for token in range(6):
+        p = chances[token] / sum(chances[i] for i in among) if token in among else 0.0
+        assert abs(found.count(token) - draws * p) <= 5 * (draws * p * (1 - p)) ** 0.5
+
+
+def _pipeline(net, tokenizer):
+    return transformers.pipeline("text-generation", model=net, tokenizer=tokenizer)
+
+
+def _distributed(net, tokenizer):
+    return torch.nn.parallel.DistributedDataParallel(net)
+
+
+def _peft(net, tokenizer):
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(net, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
+
+
+AROUND = {
+    "pipeline": _pipeline, "data parallel": lambda net, _: torch.nn.DataParallel(net), "distributed": _distributed,
+    "compiled": lambda net, _: torch.compile(net, backend="eager"), "peft": _peft,
+    "peft in all": lambda net, tokenizer: torch.nn.DataParallel(torch.compile(_peft(net, tokenizer), backend="eager")),
+}  # fmt: skip
+
+
+@pytest.fixture
+def processes():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_what_may_be_around_a_model(around, processes, tmp_path):
+    """What `patch` takes, `read`, `answer`, `Pipeline`, `report` and a loaded cache take too."""
+    net, tokenizer = tiny.model(vocab_size=259, bos_token_id=None, pad_token_id=None), tiny.byte_tokenizer()
+    options = dict(max_new_tokens=8)
+    wrapped = AROUND[around](net, tokenizer)
+    want = kvevict.answer(net, tokenizer, CONTEXT, QUESTIONS, "snapkv", budget=20, window=4, **options)
+    assert kvevict.answer(wrapped, tokenizer, CONTEXT, QUESTIONS, "snapkv", budget=20, window=4, **options) == want
+    assert kvevict.Pipeline(wrapped, tokenizer, "snapkv", budget=20, window=4)(
+        CONTEXT, questions=QUESTIONS, **options
+    ) == dict(answers=want)
+    with kvevict.evicting(wrapped, "snapkv", budget=20, window=4):
+        cache = kvevict.read(wrapped, tokenizer, CONTEXT)
+        assert kvevict.report(wrapped) == kvevict.report(cache)
+    kvevict.save_cache(cache, tmp_path / "cache")
+    loaded = kvevict.load_cache(tmp_path / "cache", wrapped)
+    assert kvevict.answer(wrapped, tokenizer, loaded, QUESTIONS, **options) == want
+    torch.compiler.reset()
+
+
+def test_learned_tokens(net):
+    """A PEFT model's learned tokens come once, before the text: the answers are those of its whole prompt."""
+    peft = pytest.importorskip("peft")
+    tokenizer, plain = tiny.byte_tokenizer(), tiny.model(vocab_size=259, bos_token_id=None, pad_token_id=None)
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
+    learned = peft.get_peft_model(plain, config).eval()
+    want = [whole(learned, tokenizer, question, 8) for question in QUESTIONS]
+    assert want != [whole(plain, tokenizer, question, 8) for question in QUESTIONS]
+    got = kvevict.answer(learned, tokenizer, CONTEXT, QUESTIONS, "snapkv", budget=4096, keep_first=5, max_new_tokens=8)
+    assert got == want

@@ -6,6 +6,7 @@ import torch
 
 import kvevict
 from kvevict.engine.step import Step
+from kvevict.policy.adapter import Adapter
 
 OPTIONS = dict(
     take=dict(budget=16, chunk_size=16, probe=4), snapkv=dict(budget=16, window=4), fastkv=dict(budget=16, window=4),
@@ -52,6 +53,24 @@ def test_offloaded_weights(offload, tmp_path):
         mask = torch.cat([inputs["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1)
         step = dict(input_ids=torch.tensor([[5], [6]]), attention_mask=mask)
         assert torch.equal(away(**step, past_key_values=loaded).logits, away(**step, past_key_values=cache).logits)
+
+
+@pytest.mark.parametrize("offload", [cpu, both])
+def test_offloaded_weights_answer(offload, tmp_path):
+    """Answers, lookahead rows and drafts are those of the model in memory."""
+    sizes = dict(vocab_size=259, bos_token_id=None, pad_token_id=None)
+    model, away, third = tiny.model(**sizes), tiny.model(**sizes), tiny.model(seed=1, **sizes)
+    adapter = Adapter(model, tokens=4, rank=2)
+    offload(away, tmp_path / "weights")
+    cases = [(model, away, "snapkv", {}, {}), (model, away, "lookahead", *[dict(adapter=adapter)] * 2),
+             (third, third, "speckv", dict(draft_model=model), dict(draft_model=away))]  # fmt: skip
+    for here, there, policy, *options in cases:
+        want, got = (
+            kvevict.answer(each, tiny.byte_tokenizer(), "The harbour opens at seven. " * 3, ["When?", "?"], policy,
+                           budget=40, max_new_tokens=6, **more)
+            for each, more in zip((here, there), options, strict=True)
+        )  # fmt: skip
+        assert got == want, policy
 
 
 def test_step_of_another_device():

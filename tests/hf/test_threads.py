@@ -1,10 +1,13 @@
-"""Two threads that generate at once: tokens and reports are those of runs alone."""
+"""Threads and tasks that use a model at once: tokens and reports are those of runs alone."""
 
+import pickle
 import threading
 
 import pytest
+import stress
 import tiny
 import torch
+from transformers import DynamicCache
 
 import kvevict
 
@@ -61,3 +64,83 @@ def test_a_thread_that_read_nothing_sees_the_last_read():
     thread.start()
     thread.join()
     assert told(model) == seen
+
+
+def test_a_report_of_a_cache():
+    """From another thread, after other reads, after forks and whatever the model is patched with by then."""
+    model = kvevict.patch(tiny.model(), "take", **RUNS["take"])
+    inputs, seen = tiny.prompt(1, 90), {}
+
+    def work():
+        seen["cache"] = model(**inputs, logits_to_keep=1).past_key_values
+        seen["report"] = kvevict.report(model, positions=True)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    cache = seen["cache"]
+    generated(model, 2, 50)
+    assert kvevict.report(cache, positions=True) == kvevict.report(cache.fork(), positions=True) == seen["report"]
+    kvevict.unpatch(model)
+    assert kvevict.report(cache)["kept"] == seen["report"]["kept"]
+    for other in (pickle.loads(pickle.dumps(cache)), DynamicCache()):
+        with pytest.raises(ValueError, match="no patched model has read anything into this cache"):
+            kvevict.report(other)
+    cache.reset()
+    with pytest.raises(ValueError, match="no patched model"):
+        kvevict.report(cache)
+
+
+def test_decoding_counts_for_its_own_read():
+    model = kvevict.patch(tiny.model(), "take", **RUNS["take"])
+    first, second = (model(**tiny.prompt(1, 50, seed=seed), logits_to_keep=1).past_key_values for seed in (1, 2))
+    model(torch.tensor([[5]]), past_key_values=first)
+    assert "decode" in kvevict.report(first)["seconds"] and "decode" not in kvevict.report(second)["seconds"]
+
+
+@pytest.fixture(scope="module")
+def net():
+    return stress.Net(0)
+
+
+def test_the_policy_belongs_to_the_call(net):
+    """A block is its own thread's: an `answer` elsewhere neither takes a model's policy away nor leaves its own."""
+    kvevict.patch(net.model, "snapkv", **stress.POLICIES["snapkv"])
+    inside, go_on = threading.Event(), threading.Event()
+
+    def work():
+        with kvevict.evicting(net.model, "take", **stress.POLICIES["take"]):
+            inside.set()
+            go_on.wait()
+            got.append(net.generate())
+
+    got: list = []
+    thread = threading.Thread(target=work)
+    thread.start()
+    inside.wait()
+    assert net.generate() == net.generated["snapkv"]
+    kvevict.unpatch(net.model)
+    assert net.generate() == net.unpatched
+    go_on.set()
+    thread.join()
+    assert got == [net.generated["take"]] and net.is_as_before()
+
+
+def test_a_generate_keeps_its_policy(net):
+    """Patched anew or unpatched while it decodes."""
+    for change in (kvevict.unpatch, lambda model: kvevict.patch(model, "h2o", budget=6)):
+        kvevict.patch(net.model, "take", **stress.POLICIES["take"])
+
+        def stop(ids, scores, change=change, **kwargs):
+            change(net.model)
+            return torch.tensor([False])
+
+        out = net.model.generate(**stress.INPUTS, **stress.GENERATED, stopping_criteria=[stop])
+        assert (out.sequences.tolist(), stress.kept(out.past_key_values)) == net.generated["take"]
+    assert net.is_as_before()
+
+
+def test_everything_at_once(net):
+    nets = [net, stress.Net(1)]
+    assert stress.together(nets, threads=8, tasks=32, seconds=4) > 40
+    assert all(net.is_as_before() for net in nets)

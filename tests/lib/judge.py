@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicCache
 
 import kvevict
 from kvevict import families, known, trial
-from kvevict.engine import attention
+from kvevict.engine import installed
 
 LENGTH, NEW, PADS = 70, 6, (0, 9)
 CLOSE = 3e-4  # of the largest logit; what is wrong is off by 1e-2 and more
@@ -198,7 +198,7 @@ def layers_that_turn(model, decoder, inputs, want) -> str:
         return ((x, *args[1:]), kwargs) if args else (args, kwargs | dict(hidden_states=x))
 
     hooks = [m.register_forward_pre_hook(alike, with_kwargs=True) for m in modules.values()]
-    with torch.no_grad(), attention.overheard(list(modules.values()), lambda m, q, k: seen.update({m.layer_idx: q})):
+    with torch.no_grad(), installed.overheard(model, decoder, lambda m, q, k: seen.update({m.layer_idx: q})):
         decoder(input_ids=trial.plain_ids(decoder.config, 1, 40), use_cache=False)
     for hook in hooks:
         hook.remove()

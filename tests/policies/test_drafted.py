@@ -9,7 +9,7 @@ import torch
 from test_policies import VOCAB, alone_and_batched, compare, model, ours, tokens
 
 import kvevict
-from kvevict.compat import STATE
+from kvevict.engine.installed import patch_of
 from kvevict.patch import is_patched
 from kvevict.policy import Policy, build
 
@@ -220,7 +220,7 @@ def test_generate(name, family):
 def test_copies_of_the_model_share_the_draft_model():
     made = tiny.model("llama", vocab_size=VOCAB)
     kvevict.patch(made, "speckv", budget=16, window=3, draft_model=DRAFT)
-    assert getattr(copy.deepcopy(made).model, STATE).policy.rows.draft_model is DRAFT
+    assert patch_of(copy.deepcopy(made).model).policy.rows.draft_model is DRAFT
 
 
 def test_laq_reads_embeddings():

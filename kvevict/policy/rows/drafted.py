@@ -3,6 +3,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ... import families
 from ...models import pretrained
 from ..checks import count, flag
 from . import ROWS, Part, Rows, at_most, last
@@ -45,7 +46,7 @@ class Drafted(Rows):
         count("n_d", self.n_d, 1)
         count("window", self.window, 0)
         flag("draft_keys", self.draft_keys)
-        if not isinstance(self.draft_model, (str, torch.nn.Module, type(None))):
+        if not isinstance(families.unwrapped(self.draft_model), (str, torch.nn.Module, type(None))):
             raise TypeError(
                 "draft_model must be 'self', a loaded Transformers model, its folder or its hub id, got "
                 f"{self.draft_model!r}"
@@ -65,7 +66,7 @@ class Drafted(Rows):
             raise ValueError("draft_model is in training mode, where drafts are random: call draft_model.eval()")
 
     def model(self):
-        return load(self.draft_model) if isinstance(self.draft_model, str) else self.draft_model
+        return load(self.draft_model) if isinstance(self.draft_model, str) else families.unwrapped(self.draft_model)
 
     def appended(self, tokens, rows, last):
         return 0 if self.needs_full_prompt else self.n_d
@@ -136,9 +137,10 @@ def load(name: str):
 def follow(model, ids, first, count: int, vocabulary: int):
     """How `model` goes on greedily: ids [B, count] below `vocabulary`. ids [B, N], of row b first[b] are padding."""
     device, cache, drafted = ids.device, None, []
-    ids, first = ids.to(model.device), first.to(model.device)
+    here = families.device_of(model)
+    ids, first = ids.to(here), first.to(here)
     padded = bool((first > 0).any())
-    mask = (torch.arange(ids.shape[1], device=model.device) >= first[:, None]).long()
+    mask = (torch.arange(ids.shape[1], device=here) >= first[:, None]).long()
     while len(drafted) < count:
         positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
         out = model(

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from ... import families
 from ...models import fingerprint
 from ..adapter import Adapter, bundled, config_of, load
 from ..checks import count
@@ -65,7 +66,7 @@ class Lookahead(Rows):
             known = self.adapter, self.adapter if isinstance(self.adapter, Adapter) else self._load(decoder)
             known[1].check(decoder)
             _loaded[decoder] = known
-        return known[1].to(decoder.get_input_embeddings().weight.device)
+        return known[1].to(families.device_of(decoder.get_input_embeddings()))
 
     def _load(self, decoder):
         if self.adapter is not None:

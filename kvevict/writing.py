@@ -1,0 +1,73 @@
+"""Text written token by token after what a cache holds, greedily or drawn, whatever the model's generation_config says
+of beams, penalties and caches."""
+
+from dataclasses import dataclass
+
+import torch
+
+from .families import device_of
+from .policy.checks import at_least_0, count, fraction
+from .prompts import line_ended
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How each token is chosen.
+
+    temperature  None: the likeliest token; else it is drawn from softmax(logits / temperature)
+    top_p        of the fewest likeliest tokens whose probabilities reach that sum (nucleus sampling, Holtzman et al.
+                 2020)
+    seed         of the draws
+
+    Raises ValueError or TypeError for numbers that cannot be.
+    """
+
+    temperature: float | None = None
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.temperature is not None:
+            at_least_0("temperature", self.temperature, positive=True)
+        fraction("top_p", self.top_p)
+        if self.top_p == 0 or (self.temperature is None and self.top_p != 1):
+            raise ValueError(f"top_p={self.top_p}: give one above 0, and a temperature, without which text is greedy")
+        count("sampling_seed", self.seed, 0)
+
+    def chooser(self):
+        """A function of logits [vocabulary] that gives the next token, with draws of its own."""
+        if self.temperature is None:
+            return lambda row: int(row.argmax())
+        noise = torch.Generator().manual_seed(self.seed)
+        return lambda row: drawn(row, noise, self.temperature, self.top_p)
+
+
+def drawn(row, noise, temperature, top_p=1.0) -> int:
+    """A token drawn of logits [vocabulary] by Gumbel noise of a generator on the CPU; of equal logits, the same one."""
+    row = row.float().cpu() / temperature
+    if top_p < 1:
+        chances, order = row.softmax(0).sort(descending=True)
+        row[order[chances.cumsum(0) - chances >= top_p]] = float("-inf")
+    return int((row - torch.rand(row.shape, generator=noise).log().neg().log()).argmax())
+
+
+def ends_of(model, tokenizer) -> set:
+    """The tokens that end what the model says."""
+    ends = model.generation_config.eos_token_id
+    return {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+
+
+@torch.no_grad()
+def written(model, tokenizer, logits, cache, most: int, choose, one_line=False) -> list:
+    """At most `most` ids after what a cache of one row holds, up to and with the first that ends it.
+
+    logits    of the cache's last token [1, T, vocabulary]
+    choose    a function of logits [vocabulary] that gives the next token
+    one_line  stop at the end of a line that is not empty
+    """
+    ends, here, tokens = ends_of(model, tokenizer), device_of(model), [choose(logits[0, -1])]
+    while len(tokens) < most and tokens[-1] not in ends and not (one_line and line_ended(tokenizer, tokens)):
+        ids = torch.tensor([tokens[-1:]], device=here)
+        logits = model(ids, past_key_values=cache, use_cache=True, return_dict=True).logits
+        tokens.append(choose(logits[0, -1]))
+    return tokens
