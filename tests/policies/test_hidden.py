@@ -81,7 +81,7 @@ def short_runs(monkeypatch):
 
 
 def whole(name, **more):
-    return "kvzip", more | dict(schedule="prompt", budget=BUDGET) | WHOLE[name]
+    return name.split(",")[0], more | dict(schedule="prompt", budget=BUDGET) | WHOLE[name]
 
 
 @any_whole
