@@ -84,7 +84,7 @@ RULES = (
     (lambda p: p.threshold is not None and (p.layers.cascades or p.layers.measures),
      "this layer budget splits a number of slots, and a threshold leaves that to the text: layers='uniform' or 'pool'"),
     (lambda p: p.threshold is not None and p.decode,
-     "while decoding a layer is cut when it is past its budget, and a threshold says nothing of its size: decode=False"),
+     "while decoding a layer is cut when it passes its budget, and a threshold says nothing of its size: decode=False"),
     (lambda p: p.layers.cascades and p.rows.repeats and p.score.largest and p.schedule == "prompt",
      "this layer budget measures the observing rows of one call, and a prompt is repeated in parts: give a chunk_size, "
      "or layers='uniform'"),
