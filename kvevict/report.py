@@ -29,7 +29,8 @@ def report(source, positions: bool = False) -> dict:
                        and means over those: joint_error (CAOTE eq. 24) and output_error (relative to the output) of
                        the observing rows' attention, recall: the share of their attention on slots that were kept.
                        The rows are those that the policy scores by, at most the last 64 (of `h2o`, `streaming` and
-                       what has no rows of its own: the chunk's last); the slots, those alive before the eviction
+                       what has no rows of its own: the chunk's last; of a prompt that is repeated in parts, the last
+                       part's, and NaN for a row without tokens in that); the slots, those alive before the eviction
     """
     meter = _of_cache(source) if isinstance(source, Cache) else _of_model(source)
     result = copy.deepcopy({key: value for key, value in meter.report.items() if positions or key != "positions"})

@@ -77,7 +77,8 @@ OBSERVERS = ("window", "probe")  # options of rows that say how many of a prompt
 def observe(policy, rows: int, tokens: int, named=()):
     """The policy, but the last `rows` tokens of a prompt of `tokens` tokens observe where its rows have a number for it
     whose option is not `named`: at most half the budget, and fewer than a chunk has."""
-    slots = policy.budget if isinstance(policy.budget, int) else math.ceil(policy.budget * tokens)
+    budget = tokens if policy.budget is None else policy.budget
+    slots = budget if isinstance(budget, int) else math.ceil(budget * tokens)
     most = max(1, min(slots // 2, (policy.chunk_size or tokens) - 1))
     numbers = [name for name in OBSERVERS if isinstance(getattr(policy.rows, name, None), int) and name not in named]
     return dataclasses.replace(policy, rows=dataclasses.replace(policy.rows, **dict.fromkeys(numbers, min(rows, most))))

@@ -2,8 +2,8 @@
 decisions, with counts in place of tensors. No weights, no text.
 
 How a layer's slots are split over its heads does not change their sum, so a head stands for the layer's average. A
-selection that leaves some of the budget unused (chunk, exact=False) counts as if it used it, and layers that share by
-what a prompt measures as if all measured the same.
+selection that leaves some of the budget unused (chunk, exact=False), and a threshold, count as if they used it, and
+layers that share by what a prompt measures as if all measured the same.
 """
 
 from collections.abc import Iterator

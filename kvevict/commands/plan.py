@@ -39,6 +39,8 @@ def plan(parser, argv):
         f"{hardware.tflops:g} TFLOP/s and {hardware.bandwidth:g} GB/s at {hardware.efficiency:.0%}"
     )
     print(table(*runs.items()))
+    if policy.threshold is not None:
+        print("How much a threshold leaves depends on the text: here is the most, the budget or all of it.")
     if runs[args.policy]["left_out"]:
         print("The drafting model is left out; give its config with --draft-model.")
     return {"tokens": args.tokens, "batch": args.batch, "hardware": vars(hardware), "runs": runs}

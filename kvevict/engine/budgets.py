@@ -15,7 +15,7 @@ class Budgets:
         self.policy, self.layers, self.heads, self.seen = policy, layers, heads, seen
         self.targets = None  # int [layers, B] slots of each layer after the last chunk that was decided
         self.budgets = None  # the same, of rows that lose none what they may keep later
-        self.cuts = np.zeros(len(seen), bool)  # [B] rows that lose slots after that
+        self.cuts = np.zeros(len(seen), bool)  # [B] rows that may lose slots after that
         self.errors = np.zeros((layers, len(seen)))  # sums over chunks of the layers' errors
         self.measurements = np.zeros(len(seen), np.int64)  # [B] how many chunks those are
 
@@ -28,20 +28,22 @@ class Budgets:
         most = np.array(chunk.limits)[:, None]
         alive = stored + self.heads * np.minimum(tokens, most)
         total = np.array([policy.slots(n) for n in self.seen]) * self.heads * self.layers
-        self.cuts = (alive.sum(0) > total) & observed
+        over = (alive.sum(0) > total) & observed
+        self.cuts = over if policy.threshold is None else observed
+        bar = None if policy.threshold is None else np.where(observed, policy.threshold, -np.inf)
         targets = self.targets = self.split(alive, self.mean_errors())
-        free = targets if self.cuts.all() else self.split(None, self.mean_errors())
-        self.budgets = np.minimum(np.where(self.cuts, targets, free), PLENTY)
+        free = targets if over.all() else self.split(None, self.mean_errors())
+        self.budgets = np.minimum(np.where(over, targets, free), PLENTY)
         if self.cuts.any() and policy.layers.cascades:
             return Cascade(policy, self.layers, self.heads, lambda asked: self._shared(alive, asked), self.cuts)
         if self.cuts.any() and policy.layers.pools:
-            return Pooled(policy, self.layers, targets, self.cuts)
+            return Pooled(policy, self.layers, targets, over, bar)
         warmup = np.array([policy.warmup_slots(n) for n in self.seen]) * self.heads
 
         def limit(layer, _):
             return warmup if relaxed(policy, layer, self.layers, chunk) else targets[layer]
 
-        return Decisions(policy, self.layers, limit, observed)
+        return Decisions(policy, self.layers, limit, observed, bar)
 
     def split(self, alive, measured):
         """int [layers, B] by `layer_slots`."""

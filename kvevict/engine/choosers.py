@@ -101,6 +101,7 @@ class Deciding(Chooser):
                 for each, whole in zip(waiting, layers, strict=True)
             ]
             keep = policy.layers.keep(layers, scores, host.upload(slots, device))
+            keep = [evict.within(*each, self.decisions.bar) for each in zip(keep, layers, scores, strict=True)]
         return {cut.layer: each for cut, each in zip(cuts, keep, strict=True)}
 
     def _carry_out(self, cut, keep=None):
@@ -111,8 +112,9 @@ class Deciding(Chooser):
                 self.choices[cut.layer] = evict.take(call, ranked, keep.to(call.slots.device))
         elif cut.by == cut.layer:
             slots = None if cut.slots is None else np.minimum(cut.slots, call.slots.alive)
-            cuts = slots is not None and (slots < call.slots.alive).any()
-            self.choices[cut.layer] = evict.choose(call, ranked, slots, cut.final) if cuts else None
+            bar = self.decisions.bar
+            cuts = slots is not None and (bar is not None or (slots < call.slots.alive).any())
+            self.choices[cut.layer] = evict.choose(call, ranked, slots, cut.final, bar) if cuts else None
         choice = self.choices[cut.by]
         if choice is not None or call.new[0].shape[2] or carried is not None or call.step.decoding:
             evict.store(call, choice, carried)

@@ -31,12 +31,13 @@ class Decisions:
 
     limit      (layer, slots [B] that it has) -> the most [B] that it may keep; None: all
     has_tokens [B] whether a row has tokens in this call: one without has no rows that could observe, and keeps all
+    bar        [B] the least that a row's slots must score to stay, -inf: anything; None: the policy has no threshold
     """
 
     asks = False  # takes what each layer asks for: `ask`
 
-    def __init__(self, policy, layers: int, limit, has_tokens=True):
-        self.policy, self.layers, self.limit, self.has_tokens = policy, layers, limit, has_tokens
+    def __init__(self, policy, layers: int, limit, has_tokens=True, bar=None):
+        self.policy, self.layers, self.limit, self.has_tokens, self.bar = policy, layers, limit, has_tokens, bar
         self.waiting: list = []  # layers that wait for a later one's choice
         self.chosen = None  # slots of the last choice
         self.known: dict = {}  # layer -> what `kept` found
@@ -55,12 +56,12 @@ class Decisions:
         return Decision(slots is not None, tuple(Cut(each, slots, layer) for each in (layer, *waiting)))
 
     def kept(self, layer, alive):
-        """[B] what the layer keeps of its alive [B] slots; None where no row loses any."""
+        """[B] the most that the layer keeps of its alive [B] slots; None where no row loses any."""
         if layer not in self.known:
             slots = self.limit(layer, alive)
             if slots is not None:
                 slots = np.where(self.has_tokens, np.minimum(slots, alive), alive)
-                slots = slots if (slots < alive).any() else None
+                slots = slots if self.bar is not None or (slots < alive).any() else None
             self.known[layer] = slots
         return self.known[layer]
 
@@ -102,8 +103,8 @@ class Pooled(Decisions):
     cuts      bool [B] rows that lose slots
     """
 
-    def __init__(self, policy, layers, targets, cuts):
-        super().__init__(policy, layers, None)
+    def __init__(self, policy, layers, targets, cuts, bar=None):
+        super().__init__(policy, layers, None, bar=bar)
         self.targets = np.where(cuts, targets, PLENTY)
 
     def at(self, layer, alive):

@@ -65,9 +65,12 @@ class Diagnostics(Watcher):
         with step.meter.clock("diagnose"), slots.kv.rotated():
             exact: dict = dict(dtype=torch.double, device="cpu")
             sums = self.sums.setdefault(slots.index, torch.zeros(len(NAMES), len(choice.keep), **exact))
-            observing = call.policy.rows.observing(step).clip(1, ROWS).tolist()
+            observing, q = call.policy.rows.observing(step).clip(0, ROWS).tolist(), call.rows.watched(ROWS)
             for b in losing:
-                queries = by_group(call.rows.q[b, :, -observing[b] :], slots.kv.k.shape[1], **slots.kv.options)
+                if not observing[b]:  # its rows were those of an earlier call
+                    sums[:, b] += torch.tensor([1, *[torch.nan] * 3], **exact)
+                    continue
+                queries = by_group(q[b, :, -observing[b] :], slots.kv.k.shape[1], **slots.kv.options)
                 index = [choice.index[b, h, :n] for h, n in enumerate(choice.keep[b])]
                 index *= slots.kv.k.shape[1] // len(index)
                 heads = [_head(call, b, h, *one) for h, one in enumerate(zip(index, *zip(*queries, strict=True)))]

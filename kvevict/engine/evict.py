@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from .. import _ops
+from ..policy.heads import above
 from . import host
 
 CARRY: dict[str, Callable] = {
@@ -88,9 +89,9 @@ class Choice(NamedTuple):
     all_ranks: np.ndarray  # the same of all ranks' heads
 
 
-def choose(call, score, slots, final=True) -> Choice:
-    """Which slots survive, by `ranked` scores and the slots [B] that the layer may keep. final=False: enough survive
-    for a later choice, of fewer slots, to be as from all."""
+def choose(call, score, slots, final=True, bar=None) -> Choice:
+    """Which slots survive, by `ranked` scores and the slots [B] that the layer may keep, of those only what reaches the
+    bar [B]. final=False: enough survive for a later choice, of fewer slots, to be as from all."""
     heads, select, ranks = call.policy.heads, call.select, call.slots.heads.ranks
     wanted = host.upload(slots, call.slots.device)
     with call.step.meter.clock("select"):
@@ -98,9 +99,17 @@ def choose(call, score, slots, final=True) -> Choice:
         every = ranks.gather(score, whole.columns) if heads.ragged or select.spares else score
         if final:
             keep = select.trim_to_runs(whole, every, heads.keep(whole, every, wanted, select.run))
+            keep = within(keep, whole, every, bar)
         else:
             keep = heads.reserve(whole, every, wanted, select.run)
         return take(call, score, keep)
+
+
+def within(keep, slots, score, bar):
+    """keep [B, Hkv], but no more than reach the bar [B] of a threshold; None: there is none."""
+    if bar is None:
+        return keep
+    return torch.minimum(keep, above(slots, score, host.upload(bar, slots.device, torch.float32)).to(keep.device))
 
 
 def take(call, score, keep) -> Choice:

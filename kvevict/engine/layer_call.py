@@ -130,4 +130,5 @@ def protected(policy, select, rows, sizes) -> tuple:
         for end in (*kept, select.unfinished(rows))
     )
     first, last = torch.minimum(first.clamp_min(policy.keep_first), sizes), torch.stack(lasts).amax(0)
+    last = last.clamp_min(policy.spared)
     return first.contiguous(), torch.minimum(last, sizes - first).contiguous()

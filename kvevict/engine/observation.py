@@ -65,6 +65,7 @@ class LayerRows:
     columns: int  # S, the call's rows that are stored
     first: torch.Tensor  # [B] int32 of them are left padding
     probs: Any = None  # [B, Hkv, C] of a decoded row: its attention weights, mean over the group
+    aligned: bool = False  # q ends with each batch row's own observers
     drafted: tuple | None = None  # (q [B, H, n, D], k, v [B, Hkv, n, D]) of rows drafted after the prompt
 
     decoding = property(lambda self: self.step.decoding)
@@ -151,10 +152,17 @@ class LayerRows:
         """[B] the new columns' end, where all of them count."""
         return self.columns + 0 * self.first
 
+    def watched(self, count: int):
+        """[B, H, R, D] a call's last `count` rows; of a batch row whose repetition ends before, that one's last."""
+        rows, q = self.step.patch.policy.rows, self.q
+        if rows.repeats and self.appended and not self.aligned:
+            q = rolled(q[:, :, -self.appended :], self.upload(self.appended - rows.observing(self.step)))
+        return q[:, :, -count:]
+
     def waiting(self, watched: int):
         """These rows of a layer whose slots another layer chooses: the last `watched`, for whoever watches."""
-        q = self.q[:, :, -watched:].clone() if watched and not self.decoding else None
-        return replace(self.without_tensors(), q=q)
+        q = self.watched(watched).clone() if watched and not self.decoding else None
+        return replace(self.without_tensors(), q=q, aligned=True)
 
     def without_tensors(self):
         return LayerRows(self.step, self.module, self.layer, None, None, None, self.columns, self.first)

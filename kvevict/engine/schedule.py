@@ -24,7 +24,7 @@ class Chunk:
 
 def evicts(policy, seen: list) -> bool:
     """Whether a read loses slots, or scores need every row from the start; seen: tokens of each row at its end."""
-    return policy.carry != "none" or any(n > policy.slots(n) for n in seen)
+    return policy.carry != "none" or policy.threshold is not None or any(n > policy.slots(n) for n in seen)
 
 
 def chunks(policy, columns: int, limits: tuple, tokens: Iterable[int] = ()) -> Iterator[Chunk]:

@@ -77,6 +77,12 @@ def fraction(name: str, value) -> None:
         raise ValueError(f"{name} must be a number in [0, 1], got {value!r}")
 
 
+def finite(name: str, value) -> None:
+    """Raise ValueError unless the value is a finite number."""
+    if not (_is_number(value) and abs(value) <= sys.float_info.max):
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+
+
 def at_least_0(name: str, value, positive: bool = False) -> None:
     """Raise ValueError unless the value is a finite number >= 0, or above 0."""
     if not (_is_number(value) and 0 <= value <= sys.float_info.max and (value or not positive)):

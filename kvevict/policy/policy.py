@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from . import rules
-from .checks import PLENTY, builtin, count, flag, one_of, parsed, unknown
+from .checks import PLENTY, builtin, count, finite, flag, one_of, parsed, unknown
 from .heads import HeadBudget
 from .layers import LayerBudget
 from .parts import PARTS, as_part, from_plain, to_plain
@@ -30,7 +30,10 @@ class Policy:
     score          what a slot is worth: a name of `kvevict.SCORES` or a `Score` with its options
     refine         what becomes of the score before slots are ranked: a name of `kvevict.REFINEMENTS` or an object
     budget         slots kept per kv head and layer on average, window and sinks included (int), or the fraction of
-                   the tokens seen that is kept (float in (0, 1))
+                   the tokens seen that is kept (float in (0, 1)); None: 512, or with a threshold no limit
+    threshold      slots that score below this number are evicted, within the budget too; how many stay depends on the
+                   text. For scores that compare between layers and heads that compete; None: the budget alone
+    keep_last      number of last tokens of a row that a threshold spares
     chunk_size     tokens read at once; None reads the prompt in one pass
     schedule       "prompt" evicts once at the prompt's end, "chunk" after every chunk; None: "chunk" if there is a
                    chunk_size and the rows do not need the whole prompt (laq)
@@ -63,7 +66,9 @@ class Policy:
     rows: Rows | str | None = field(default=None, kw_only=True)
     score: Score | str = "snapkv"
     refine: Refinement | str = "none"
-    budget: int | float = 512
+    budget: int | float | None = None
+    threshold: float | None = None
+    keep_last: int = 128
     chunk_size: int | None = None
     schedule: str | None = None
     warmup_layers: int | str | None = None
@@ -92,7 +97,8 @@ class Policy:
         if not isinstance(self.select_by_layer, (tuple, list)):
             raise TypeError(f"select_by_layer must be a tuple of (start, stop, select), got {self.select_by_layer!r}")
         fill("select_by_layer", _as_ranges(self.select_by_layer))
-        fill("budget", builtin(self.budget))
+        fill("budget", 512 if self.budget is None and self.threshold is None else builtin(self.budget))
+        fill("threshold", builtin(self.threshold))
         if self.carry is None:
             fill("carry", self.score.carry)
         one_of("carry", self.carry, CARRIES)
@@ -138,23 +144,11 @@ class Policy:
         return cls(**{name: from_plain(value, kinds[name]) for name, value in data.items()})
 
     def _check_counts(self):
-        if isinstance(self.budget, bool) or not isinstance(self.budget, numbers.Real):
-            raise TypeError(
-                f"budget must be an int (slots per kv head) or a float in (0, 1) (fraction kept), got {self.budget!r}"
-            )
-        if not isinstance(self.budget, numbers.Integral) and not 0 < self.budget < 1:
-            raise ValueError(f"budget={self.budget} is not a fraction in (0, 1); pass an int for a number of slots")
-        if isinstance(self.budget, numbers.Integral):
-            count("budget", self.budget, 1)
-        smallest = self.smallest_budget()
-        if isinstance(self.budget, numbers.Integral) and self.budget < smallest:
-            raise ValueError(
-                f"budget={self.budget} is too small: {type(self.score).__name__} always keeps {smallest - 1} slots "
-                "(window, probe, recent slots, sinks, keep_first or a run cut by a chunk): give budget >= "
-                f"{smallest} or fewer of those"
-            )
-        if self.budget > PLENTY:
-            raise ValueError(f"budget must be at most {PLENTY} slots, got {self.budget}")
+        if self.threshold is not None:
+            finite("threshold", self.threshold)
+        count("keep_last", self.keep_last, 0)
+        if self.budget is not None:
+            self._check_budget()
         if self.chunk_size is not None:
             count("chunk_size", self.chunk_size, 1)
         if self.warmup_budget is not None:
@@ -167,8 +161,30 @@ class Policy:
         for name in ("rerotate", "progress", "diagnose"):
             flag(name, getattr(self, name))
 
+    def _check_budget(self):
+        if isinstance(self.budget, bool) or not isinstance(self.budget, numbers.Real):
+            raise TypeError(
+                f"budget must be an int (slots per kv head) or a float in (0, 1) (fraction kept), got {self.budget!r}"
+            )
+        if not isinstance(self.budget, numbers.Integral) and not 0 < self.budget < 1:
+            raise ValueError(f"budget={self.budget} is not a fraction in (0, 1); pass an int for a number of slots")
+        if isinstance(self.budget, numbers.Integral):
+            count("budget", self.budget, 1)
+        smallest = self.smallest_budget()
+        if isinstance(self.budget, numbers.Integral) and self.budget < smallest:
+            raise ValueError(
+                f"budget={self.budget} is too small: {type(self.score).__name__} always keeps {smallest - 1} slots "
+                "(window, probe, recent slots, sinks, keep_first, a threshold's keep_last or a run cut by a chunk): "
+                "give budget >= "
+                f"{smallest} or fewer of those"
+            )
+        if self.budget > PLENTY:
+            raise ValueError(f"budget must be at most {PLENTY} slots, got {self.budget}")
+
     def slots(self, tokens: int) -> int:
         """Budget B of a row that has seen `tokens` valid tokens (METHODS section 0)."""
+        if self.budget is None:
+            return PLENTY
         if isinstance(self.budget, numbers.Integral):
             return self.budget
         return max(math.ceil(self.budget * tokens), self.smallest_budget())
@@ -180,7 +196,12 @@ class Policy:
         run = max(select.run for select in self.selections) - 1 if self.schedule == "chunk" else 0
         first, last = self.score.protected if self.refine.protect else (0, 0)
         last = max(last, self.rows.protected) if self.refine.protect else 0
-        return max(first, self.keep_first) + max(last, run)
+        return max(first, self.keep_first) + max(last, run, self.spared)
+
+    @property
+    def spared(self) -> int:
+        """Last slots of a kv head that a threshold leaves alone."""
+        return 0 if self.threshold is None else self.keep_last
 
     @property
     def goes_on(self) -> int:
@@ -287,8 +308,11 @@ def build(policy, *, budget=None, chunk_size=None, **options) -> Policy:
         if colon and name in PRESETS:
             raise ValueError(f"policy {policy!r}: give options by keyword, as in {name!r}, {given.split(',')[0]}")
         choices = dict(PRESETS.find(policy))
-        if budget is None:
-            raise ValueError("budget is missing: slots per kv head (int) or the fraction kept (float in (0, 1))")
+        if budget is None and options.get("threshold") is None:
+            raise ValueError(
+                "budget is missing: slots per kv head (int) or the fraction kept (float in (0, 1)), or threshold=, the "
+                "smallest score that stays"
+            )
     elif isinstance(policy, Policy):
         if budget is None and chunk_size is None and not options:
             return policy  # the same object: a cache knows the policy that read it

@@ -25,7 +25,7 @@ from transformers import AttentionInterface
 
 DEFAULTS = dict(chunk_size=None, schedule="prompt", decode=False, interval=16, warmup_layers=None, warmup_budget=None)
 DEFAULTS |= dict(layers="uniform", beta=20, tau1=1.0, tau2=1.0, errors=None, heads="equal", f=0.2, floor="mix")
-DEFAULTS |= dict(least=4)
+DEFAULTS |= dict(least=4, threshold=None, keep_last=128)
 DEFAULTS |= dict(select="token", c=10, per_head=False, exact=True, select_by_layer=(), n_reuse=1)
 DEFAULTS |= oracle_scores.DEFAULTS
 _ONLINE = dict(schedule="chunk", chunk_size=4096, decode=True, interval=1)
@@ -162,7 +162,7 @@ class Row:
         o, N = self.o, len(ids)
         total = self.seen + N
         self.always = self._always()
-        self.B = o["budget"]
+        self.B = 1 << 31 if o["budget"] is None else o["budget"]
         if isinstance(self.B, float):
             self.B = max(math.ceil(self.B * total), self.always + 1)
         self.shares = self._shares(total)
@@ -216,7 +216,11 @@ class Row:
             first, recent = oracle_scores.protected(o, o.get("sink", 0))
             last = max(recent, oracle_rows.always(o))
         run = max(map(self._run_length, range(len(self.own)))) if o["schedule"] == "chunk" else 1
-        return first + max(last, run - 1)
+        return first + max(last, run - 1, self._spared())
+
+    def _spared(self):
+        """Last slots that a threshold leaves alone (section 9)."""
+        return 0 if self.o["threshold"] is None else self.o["keep_last"]
 
     # -- section 4: layers ------------------------------------------------------------------------------------------
 
@@ -236,8 +240,9 @@ class Row:
         what it has."""
         L, heads = len(self.own), len(self.layers[0].alive)
         alive = [heads * tokens + sum(map(len, self.layers[i].alive)) for i in self.own]
-        self.cuts, self.later = sum(alive) > self.B * L * heads, []
-        if self.cuts:
+        over, self.later = sum(alive) > self.B * L * heads, []
+        self.cuts = over or self.o["threshold"] is not None
+        if over:
             self.targets = self.limits = self._whole_slots(alive)
         else:
             self.targets, self.limits = alive, self._whole_slots([1 << 40] * L)
@@ -403,8 +408,9 @@ class Row:
         if o["measure"] and self.cuts:
             ends = [self._protected(len(slots), order) for slots in seen.layer.alive]
             self.errors[order].append(oracle_scores.layer_error(self, seen, ends))
-        if sum(map(len, seen.layer.alive)) > keep:
-            self._cut(seen, keep)
+        alive = sum(map(len, seen.layer.alive))
+        if alive > keep or o["threshold"] is not None:
+            self._cut(seen, min(alive, keep))
 
     def _cut(self, seen, slots):
         """The layer, and those that waited for it, keep `slots` in all."""
@@ -433,6 +439,7 @@ class Row:
                  for g in heads]  # fmt: skip
         wins = self._split_heads(items, [first + last for first, last in ends], slots)
         for g in heads:
+            wins[g] = min(wins[g], self.above(items[g]))
             kept, lost = oracle_values.taken(self, seen, g, items[g], wins[g], sum(ends[g]))
             if not self.o["exact"] and kept and lost and kept[-1][1] == lost[0][1]:
                 whole = [x for x in kept if x[1] != lost[0][1]]
@@ -491,6 +498,16 @@ class Row:
                 raise NearTie(self.margin)
         return kept, lost
 
+    def above(self, items):
+        """How many of (-score, ..) reach the threshold (section 9); raises NearTie."""
+        bar = self.o["threshold"]
+        if bar is None or not items:
+            return len(items)
+        self.margin = min(self.margin, *(abs(-x[0] - bar) / max(abs(x[0]), abs(bar)) for x in items))
+        if self.margin < self.near:
+            raise NearTie(self.margin)
+        return sum(-x[0] >= bar for x in items)
+
     def _protected(self, n, order):
         o, first, last = self.o, 0, 0
         if o["protect"]:
@@ -499,6 +516,7 @@ class Row:
             last = max(recent, oracle_rows.protected(self))
         if self.reading and not self.last:  # a run cut by the chunk's end is kept until it is whole
             last = max(last, self.chunk_end % self._run_length(order))
+        last = max(last, self._spared())
         return min(first, n), min(last, n - min(first, n))
 
 

@@ -21,6 +21,7 @@ def cut(row):
     rest = [x for head in items.values() for x in head if x not in kept]
     kept += row.best(rest, wanted - len(kept))[0]
     for head, end in ends.items():
-        seen, count = row.later[head // heads], sum(x[2] == head for x in kept)
+        seen = row.later[head // heads]
+        count = min(sum(x[2] == head for x in kept), row.above(items[head]))
         mine, _ = oracle_values.taken(row, seen, head % heads, items[head], count, len(end))
         seen.layer.keep(head % heads, sorted([*end, *(x[-1] for x in mine)]))

@@ -96,7 +96,7 @@ def parts(row, tokens):
     o = row.o
     if o["rows"] != "repeat" or o["schedule"] == "chunk":
         return []
-    size = o["part"] if o["score"] == "kvzip" else tokens
+    size = o["part"] if o["score"] in ("kvzip", "kvzip+") else tokens
     return [range(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 

@@ -13,7 +13,34 @@ import sys
 
 import kvpress
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
+
+TOLD, PART = [5, 9, 2], 90  # as in test_kvpress.py
+
+
+class Tokenizer:
+    """Stands in for KVzip's: the request to repeat the context and the line end after it are TOLD."""
+
+    chat_template = None
+
+    @classmethod
+    def from_pretrained(cls, name):
+        return cls()
+
+    def encode(self, text, **options):
+        return torch.tensor([TOLD[-1:] if text == "\n" else TOLD[:-1] if text else []], dtype=torch.long)
+
+
+class InParts(kvpress.KVzipPress):
+    """KVzipPress itself words the request of every part but the first otherwise, with the part before's last tokens."""
+
+    def prepare(self, *args):
+        return [(part, torch.cat([torch.tensor([TOLD]), part], 1)) for part, _ in super().prepare(*args)]
+
+
+def kvzip(press, **options):
+    return lambda ratio: press(ratio, **options)
+
 
 PRESSES = {
     "snapkv": kvpress.SnapKVPress,
@@ -28,19 +55,26 @@ PRESSES = {
     "criticalada": lambda ratio: kvpress.CriticalAdaKVPress(kvpress.SnapKVPress(ratio)),
     "lagkv": kvpress.LagKVPress,
     "compactor": kvpress.CompactorPress,
+    "kvzip": kvzip(kvpress.KVzipPress),
+    "kvzip, layers": kvzip(kvpress.KVzipPress, layerwise=True),
+    "kvzip+": kvzip(kvpress.KVzipPress, kvzip_plus_normalization=True),
+    "kvzip, parts": kvzip(InParts, chunk_size=PART),
+    "kvzip+, parts": kvzip(InParts, chunk_size=PART, kvzip_plus_normalization=True),
 }
+MASKING = kvpress.AdaKVPress, kvpress.CriticalAdaKVPress, kvpress.KVzipPress  # nothing is removed, decoding masks it
 
 
 def read(model, ids):
     """Keys [Hkv, slots, d] of every layer after the prompt."""
-    return [layer.keys[0] for layer in model.model(torch.tensor([ids])).past_key_values.layers]
+    read = model.model(input_ids=torch.tensor([ids]), past_key_values=DynamicCache())
+    return [layer.keys[0] for layer in read.past_key_values.layers]
 
 
 def kept(model, press, ids):
     full = read(model, ids)
     with press(model):
         pressed = read(model, ids)
-    if isinstance(press, (kvpress.AdaKVPress, kvpress.CriticalAdaKVPress)):  # nothing is removed, decoding will mask it
+    if isinstance(press, MASKING):
         return [lost_apart(layer.self_attn.masked_key_indices, keys) for layer, keys in zip(model.model.layers, full)]
     return [[places(*pair) for pair in zip(*layers)] for layers in zip(pressed, full)]
 
@@ -63,6 +97,7 @@ def main(folder):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
     asks = json.loads((folder / "asks.json").read_text())
     sketch = torch.load(folder / "sketch.pt")
+    kvpress.presses.kvzip_press.AutoTokenizer = Tokenizer
     # LeveragePress scales its random numbers; nothing else here draws any.
     torch.randn = lambda *shape, **options: (sketch * shape[-1] ** 0.5).expand(shape).to(**options)
     answers = [kept(model, PRESSES[name](ratio), ids) for name, ratio, ids in asks]

@@ -1,5 +1,8 @@
 """Rows that repeat the chunk, KVzip's score and one ranking of all layers: against the oracle and by hand."""
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import oracle_rows
 import pytest
 import tiny
@@ -81,7 +84,7 @@ def short_runs(monkeypatch):
 
 
 def whole(name, **more):
-    return "kvzip", more | dict(schedule="prompt", budget=BUDGET) | WHOLE[name]
+    return name.split(",")[0], more | dict(schedule="prompt", budget=BUDGET) | WHOLE[name]
 
 
 @any_whole
@@ -101,6 +104,15 @@ def test_parts_after_chunks_padding_and_turns(name):
 def test_parts_in_other_families(family):
     policy, chosen = whole("kvzip", chunk_size=15)
     compare(model(family), policy, [[40, 1, 30]], **chosen)
+
+
+@pytest.mark.parametrize("family, name", [
+    ("gemma3", "kvzip, told"), ("gemma3", "kvzip, some"), ("gemma3", "kvzip+"), ("gpt_oss", "kvzip"),
+])  # fmt: skip
+def test_parts_of_padded_rows_beside_sliding_windows(family, name):
+    """Repeated rows see their own row's last tokens through a window, whatever is longest in the batch."""
+    policy, chosen = whole(name, chunk_size=CHUNK)
+    compare(model(family), policy, [[41, 1, 23], [27, 1, 23], [5, 1, 23]], **chosen)
 
 
 @pytest.mark.parametrize("name", ["kvzip", "kvzip, all", "kvzip, per head", "kvzip+"])
@@ -149,6 +161,37 @@ def test_the_best_of_survivors_and_new_ones_are_the_best_of_all(seed):
     assert alive.tolist() == number[0, 0].topk(budget).indices.sort().values.tolist()
 
 
+@dataclass(frozen=True)
+class Fixed(kvevict.Score):
+    """Every token of every layer and head has its number, and tokens of earlier chunks get anything."""
+
+    comparable: ClassVar = True
+    carry: ClassVar = "keep"
+
+    def score(self, slots):
+        head = slots.index * slots.n.shape[1] + slots.heads.numbers(slots.device)
+        number = (slots.positions.long() * 8 + head[:, None] + 1) * 2654435761 % 2**32 / 2**32
+        old = torch.arange(slots.columns) < slots.kv.stored.len[..., None]
+        return torch.where(old, torch.rand(number.shape), number).float()
+
+
+@pytest.mark.parametrize("chosen", [
+    dict(layers="pool", heads="flat", least=0), dict(layers="pool", heads="flat", least=3), dict(heads="flat"),
+    dict(heads="equal"), dict(layers="pool", heads="flat", threshold=0.95, keep_last=0),
+], ids=str)  # fmt: skip
+def test_chunks_end_with_what_one_cut_of_all_keeps(chosen):
+    """Streaming top-B with carry="keep" is offline top-B, of fixed numbers."""
+    made, ids = model(), tokens([[97]], 0)[0][0][None]
+    policy = kvevict.Policy(score=Fixed(), budget=11)
+    with torch.no_grad(), kvevict.evicting(made, policy, schedule="prompt", **chosen):
+        want = kept(made(ids, logits_to_keep=1).past_key_values)
+    for size in (1, 7, 40):
+        with torch.no_grad(), kvevict.evicting(made, policy, chunk_size=size, **chosen):
+            assert kept(made(ids).past_key_values) == want, size
+    total = sum(len(head) for layer in want for head in layer[0])
+    assert 0 < total < 11 * 8 if "threshold" in chosen else total == 11 * 8
+
+
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("least", [0, 3])
 def test_pool_by_hand(seed, least):
@@ -170,6 +213,28 @@ def test_a_head_without_the_longest_one_s_slots_takes_in_numbers_of_new_ones():
     """Heads of different lengths: past a shorter one's end nothing is carried, so what comes there is scored."""
     carried = torch.tensor([[[4.0, 3, 2], [5, torch.nan, torch.nan]]])
     assert join("keep", torch.ones(1, 2, 4), carried)[0].tolist() == [[4, 3, 2, 1], [5, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("layers", ["pool", "uniform"])
+@pytest.mark.parametrize("chosen", [dict(chunk_size=CHUNK), dict(schedule="prompt"), dict(schedule="prompt", part=20)])
+def test_diagnostics_of_padded_rows(layers, chosen):
+    """As those of each row alone: its own repetition observes, which may end before the call. Where it ended with an
+    earlier part, nothing is known."""
+    made, lengths, chosen = model(), (41, 26, 18), chosen | dict(budget=9, layers=layers, diagnose=True)
+    data = [ids for ((ids,),) in (tokens([[n]], n) for n in lengths)]
+    ids = torch.stack([torch.cat([torch.zeros(41 - len(row), dtype=torch.long), row]) for row in data])
+    mask = (torch.arange(41) >= 41 - torch.tensor(lengths)[:, None]).long()
+    with kvevict.evicting(made, "kvzip", **chosen), torch.no_grad():
+        made(ids, attention_mask=mask, logits_to_keep=1)
+        got = kvevict.report(made)["diagnostics"]
+        for b, row in enumerate(data):
+            made(row[None], logits_to_keep=1)
+            for name, layers in kvevict.report(made)["diagnostics"].items():
+                own, want = torch.tensor([layer[b] for layer in got[name]]), torch.tensor([one for (one,) in layers])
+                if name != "evictions" and chosen.get("part") == 20 and len(row) <= 40:
+                    assert own.isnan().all()
+                else:
+                    torch.testing.assert_close(own, want, rtol=1e-4, atol=1e-6)
 
 
 def test_slots_add_up_and_their_bytes_are_the_cache_s():

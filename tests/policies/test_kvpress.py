@@ -22,6 +22,7 @@ from kvevict.engine.quantities.compactor import sketch
 
 PYTHON = os.environ.get("KVPRESS_PYTHON")
 RUN = 20  # tokens of ChunkKV's runs
+TOLD, PART = (5, 9, 2), 90  # KVzip's request to repeat, and the tokens of a part
 
 pytestmark = pytest.mark.skipif(not PYTHON, reason="set KVPRESS_PYTHON to a Python that has kvpress, as described here")
 
@@ -47,6 +48,8 @@ NAMES = {
 
 
 LENGTHS = ((224, 0.25), (204, 0.4), (164, 0.3))
+KVZIP = dict(schedule="prompt", instruction=TOLD)
+POOLED = KVZIP | dict(least=0)
 CRITICAL = dict(refine="critical", window=64)
 PARTS = {  # beside kvpress' name: preset, options, lengths and ratios
     # Half of the slots hold the window, and no head gets less than twice what it has for sure.
@@ -56,6 +59,12 @@ PARTS = {  # beside kvpress' name: preset, options, lengths and ratios
     "lagkv": ("lagkv", {}, ((4 + 3 * 128, 0.1645), (4 + 2 * 128 + 126, 0.2225))),
     # Whole blocks: in a shorter one kvpress' padding takes part in the softmax.
     "compactor": ("compactor", {}, ((12 + 256, 0.5), (12 + 256, 0.25))),
+    # In one part as kvpress has it; its second part has another instruction, which `prepare` makes the first one's.
+    "kvzip": ("kvzip", POOLED, ((204, 0.25), (125, 0.6))),
+    "kvzip, layers": ("kvzip", KVZIP | dict(layers="uniform"), ((204, 0.25),)),
+    "kvzip+": ("kvzip+", POOLED, ((204, 0.25),)),
+    "kvzip, parts": ("kvzip", POOLED | dict(part=PART), ((204, 0.25),)),
+    "kvzip+, parts": ("kvzip+", POOLED | dict(part=PART), ((125, 0.6),)),
 }
 
 

@@ -60,4 +60,11 @@ def winners(key, wanted):
     return best(key.flatten(1), wanted).view_as(key).sum(-1)
 
 
+def above(slots, score, bar):
+    """int32 [B, Hkv] slots of each head that are protected or score at least bar [B], fp32; of a row whose bar is -inf
+    all that there are, NaN too."""
+    enough = score.nan_to_num(nan=-torch.inf) >= bar[:, None, None]
+    return (slots.least + (enough & slots.competing).sum(-1)).to(torch.int32)
+
+
 load_folder(sys.modules[__name__])
