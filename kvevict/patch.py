@@ -81,9 +81,9 @@ def patch(model, policy, *, budget=None, chunk_size=None, **options):
 
     model may be a pipeline, or in a PEFT, DistributedDataParallel or DataParallel wrapper.
     `model.generate(...)`, `model(ids)` and pipelines work as before, in every thread. Patching again replaces the
-    policy; a `generate` that has begun keeps the one it began with, but one that began on an unpatched model stores what
-    follows under the new policy. Raises ValueError or TypeError, and leaves the model as it was, for an unknown name, an
-    impossible number, or a model that cannot be patched.
+    policy; a `generate` that has begun keeps the one it began with, but one that began on an unpatched model stores
+    what follows under the new policy. Raises ValueError or TypeError, and leaves the model as it was, for an unknown
+    name, an impossible number, or a model that cannot be patched.
     """
     made = _made(model, policy, dict(options, budget=budget, chunk_size=chunk_size))
     installed.set_own(base_model(model), find_decoder(model), made)
