@@ -1,4 +1,15 @@
-from . import add_budget, add_model, add_policy, add_question, build_policies, command, grid, load_prompt, observing
+from . import (
+    add_budget,
+    add_model,
+    add_policy,
+    add_question,
+    build_policies,
+    check_complete,
+    command,
+    grid,
+    load_prompt,
+    observing,
+)
 
 
 @command
@@ -14,6 +25,7 @@ def generate(parser, argv):
     from ..analysis.speed import UNPATCHED
 
     policies = build_policies([args.policy], args, progress=True)
+    check_complete(policies)
     _, model, tokenizer, prompt = load_prompt(args)
     policies, ids = observing(policies, prompt, args.observe), prompt.row(model.device)
     chosen = {UNPATCHED: None} | policies if args.compare else policies

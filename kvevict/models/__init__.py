@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+CONFIGS = ("config.json", "adapter_config.json")  # of a model, and of one that PEFT has tuned
+
 
 def small_llama() -> str:
     """Folder of a small Llama for trying policies: 4 layers, 8/4 heads of 64, context 2048, weights and tokenizer, for
@@ -18,6 +20,8 @@ def pretrained(kind, name: str, **options):
     path = Path(name)
     if path.suffix != ".gguf" and not path.exists() and (path.is_absolute() or name.startswith((".", "~"))):
         raise FileNotFoundError(f"there is no folder {name}; give the folder of a model, a .gguf file or a hub id")
+    if path.is_dir() and not any((path / each).exists() for each in CONFIGS):
+        raise FileNotFoundError(f"the folder {name} has no config.json, so it is not a model; give one, or a hub id")
     if path.suffix != ".gguf" or path.is_dir():
         try:
             return kind.from_pretrained(name, **options)

@@ -15,7 +15,7 @@ LAYERS = (
     "analysis",
     "evaluate",
     "lm_eval commands cli",
-    "__init__ __main__",
+    "api __init__ __main__",
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}
 
