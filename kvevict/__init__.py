@@ -1,23 +1,18 @@
-"""KV-cache eviction for Hugging Face models: long prompts in bounded memory, answers from what was kept."""
+# ruff: noqa: F405  api has them
+"""KV-cache eviction for Hugging Face models: long prompts in bounded memory, answers from what was kept.
 
-from . import _ops  # noqa: F401  checks torch and loads the kernels
-from .answer import Pipeline, answer, read
-from .engine.quantities import QUANTITIES, Quantity, check_needs
-from .models import small_llama
-from .patch import evicting, patch, unpatch
-from .policy.heads import HEADS, HeadBudget
-from .policy.layers import LAYERS, LayerBudget
-from .policy.layers.tada import history
-from .policy.needs import need
-from .policy.policy import PRESETS, Policy
-from .policy.refinements import REFINEMENTS, Refinement
-from .policy.rows import ROWS, Rows
-from .policy.scores import SCORES, Score
-from .policy.selections import SELECTIONS, Selection
-from .query_statistics import measure_queries
-from .report import report
-from .store import load_cache, save_cache
+`import kvevict` loads no torch: the first use of a name does (`kvevict.api`), so that a command line is read at once.
+"""
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 from .version import VERSION
+
+if TYPE_CHECKING:
+    from .api import *  # noqa: F403
 
 __version__ = VERSION
 __all__ = [
@@ -28,35 +23,28 @@ __all__ = [
 ]  # fmt: skip
 
 
-def policies() -> list:
-    """Names of the presets that `kvevict.patch` takes."""
-    return sorted(PRESETS)
+class _Package(ModuleType):
+    def __getattr__(self, name):
+        """What is not there yet: all public names at once, or a module."""
+        if name in __all__:
+            api = importlib.import_module(f"{__name__}.api")
+            vars(self).update({each: getattr(api, each) for each in __all__})
+            return vars(self)[name]
+        if not name.startswith("__"):
+            try:
+                return importlib.import_module(f"{__name__}.{name}")
+            except ModuleNotFoundError as error:
+                if error.name != f"{__name__}.{name}":
+                    raise
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __setattr__(self, name, value):
+        """The import of kvevict.patch must not put the module in the place of the function."""
+        if not (name in __all__ and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+    def __dir__(self):
+        return sorted({*vars(self), *__all__})
 
 
-def register_score(name: str):
-    """Decorator that makes a `Score` of your own known by name, to policies, their JSON and the command line. Raises
-    ValueError for a name that is taken, and for quantities that do not exist."""
-
-    def register(score):
-        check_needs(score)
-        return SCORES.add(name)(score)
-
-    return register
-
-
-def register_quantity(name: str):
-    """Decorator that makes a `Quantity` of your own known by name, so that scores can need it."""
-    return QUANTITIES.add(name)
-
-
-def register_rows(name: str):
-    """Decorator that makes `Rows` of your own known by name, likewise."""
-    return ROWS.add(name)
-
-
-def __getattr__(name):
-    if name == "lookahead":  # imported when it is first used
-        import importlib
-
-        return importlib.import_module(".lookahead", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+sys.modules[__name__].__class__ = _Package

@@ -18,7 +18,7 @@ if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 10):
     raise ImportError(f"kvevict needs torch 2.10 or newer, this is {torch.__version__}: pip install -U torch")
 
 try:
-    from kvevict import _C
+    from kvevict import _C  # type: ignore[attr-defined]
 except ImportError as failed:
     raise ImportError(
         f"kvevict's compiled part cannot be loaded ({failed}). Build it for this Python and torch: "

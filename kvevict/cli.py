@@ -1,6 +1,7 @@
-"""The command line: `kvevict NAME ...`. Every command prints a table and ends with one JSON line."""
+"""The command line: `kvevict NAME ...`. Every command prints a table; where a program reads it, a JSON line follows."""
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -10,7 +11,7 @@ from .version import VERSION
 
 
 def main(argv=None) -> int:
-    """Exit code: 0, 1 when the reader of our output has left, 2 after a mistake in the arguments."""
+    """Exit code: 0, 1 when the reader of our output has left, 2 after a mistake in the arguments, 130 after Ctrl-C."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # an answer may have letters that the terminal has not
     try:
@@ -31,17 +32,29 @@ def run(argv) -> int:
     parser.add_argument("--version", action="version", version=VERSION)
     parser.add_argument("command", choices=COMMANDS, help=argparse.SUPPRESS)
     name = parser.parse_args(argv[:1]).command
-    function = COMMANDS[name]
+    only_json = "--json" in argv
     try:
-        result = function(argparse.ArgumentParser(f"kvevict {name}", description=function.__doc__), argv[1:])
+        with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing if only_json else sys.stdout):
+            result = COMMANDS[name](parser_of(name), argv[1:])
     except BrokenPipeError:
         raise
     except (ValueError, TypeError, OSError) as error:
         print(f"kvevict {name}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    if result is not None:
+    except KeyboardInterrupt as stop:
+        print(f"kvevict {name}: interrupted{f'; {stop}' if str(stop) else ''}", file=sys.stderr)
+        return 130
+    if result is not None and (only_json or not sys.stdout.isatty()):
         print(json.dumps({"command": name, **result}))
     return 0
+
+
+def parser_of(name) -> argparse.ArgumentParser:
+    """A command's parser, to which the command adds its own arguments."""
+    parser = argparse.ArgumentParser(f"kvevict {name}", description=COMMANDS[name].__doc__)
+    told = "print one JSON line and no table; where standard output is not a terminal both are printed"
+    parser.add_argument("--json", action="store_true", help=told)
+    return parser
 
 
 def listing() -> str:

@@ -7,6 +7,8 @@ In Python, `import kvevict.lm_eval` makes `lm_eval.simple_evaluate(model="kvevic
 """
 
 import dataclasses
+import difflib
+import inspect
 import itertools
 
 import torch
@@ -21,6 +23,8 @@ from tqdm import tqdm
 from .answer import keeping_all
 from .families import device_of
 from .patch import patch
+from .policy import peers
+from .policy.checks import unknown
 from .policy.parts import PARTS
 from .policy.policy import Policy
 
@@ -39,6 +43,10 @@ class KVEvict(HFLM):
     def __init__(self, pretrained, policy="take", budget=512, **arguments):
         names = option_names()
         options = {name: arguments.pop(name) for name in list(arguments) if name in names}
+        peers.check(arguments)
+        for name in arguments.keys() - inspect.signature(HFLM.__init__).parameters.keys():
+            if difflib.get_close_matches(name, names):  # or the model's own constructor gets it
+                raise ValueError(unknown("argument", name, names))
         super().__init__(pretrained, **arguments)
         patch(self.model, policy, budget=budget, **options)
 

@@ -2,25 +2,24 @@
 
 import json
 import os
-import re
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
-from . import families
+from . import families, sealed
 from .engine.adopt import EvictionCache, adopt
 from .engine.cache import HALF_READ, EvictionLayer
 from .engine.latent import LatentLayer
 from .engine.layers import StatefulLayer
 from .engine.ranks import of
 from .engine.storage import Storage
-from .files import replacing
 from .policy.checks import count, flag, parsed
+from .policy.policy import Policy
+from .version import VERSION
+from .weights import Owner, differ, fingerprint
 
-FORMAT = "kvevict-cache-3"
+FORMAT = "kvevict-cache-4"
 FLAT = ("k", "v", "pos")
 OPTIONAL = ("carry", "moments", "decode_queries")
 OF_ROWS = ("seen", "budget")  # one value for all heads of a row
@@ -66,7 +65,8 @@ def save_cache(cache, path) -> None:
             raise ValueError(f"layer {index}, a {layer!r}, was not filled by kvevict; read with a patched model first")
         tensors |= {f"{index}.{name}": t.contiguous().clone() for name, t in values.items() if t is not None}
     following = None if cache.next_position is None else cache.next_position.tolist()
-    common = dict(rerotate=cache.rerotate, packed=cache.packed, next_position=following)
+    common = dict(rerotate=cache.rerotate, packed=cache.packed, next_position=following, kvevict=VERSION)
+    common |= dict(weights=cache.owner.fingerprint(), policy=_text_of(cache.policy))
     ranks, failed = cache.ranks, None
     parts = ranks.to_first(tensors)
     if parts is not None:
@@ -76,7 +76,7 @@ def save_cache(cache, path) -> None:
                 if fact["kind"] == families.FULL_ATTENTION:
                     fact |= _positions_fact(index, all_heads, max([cache.get_seq_length(), *(following or ())]))
             metadata = {"format": FORMAT, "layers": json.dumps(facts), "cache": json.dumps(common)}
-            _write(all_heads, path, metadata)
+            sealed.write(path, all_heads, metadata)
         except Exception as error:
             failed = error
     failed = ranks.objects(failed)[0]  # the file is there, or every rank raises
@@ -139,42 +139,66 @@ def _part(tensors, ranks) -> dict:
     return part
 
 
-def _write(tensors, path, metadata) -> None:
-    with replacing(path) as temporary:
-        try:
-            save_file(tensors, temporary, metadata=metadata)
-        except SafetensorError as error:
-            code = re.search(r"os error (\d+)", str(error))
-            raise OSError(*(int(code[1]), os.strerror(int(code[1]))) if code else [str(error)]) from None
+def _text_of(policy):
+    """A policy as JSON; None where it is not known, or holds what JSON cannot."""
+    try:
+        return None if policy is None else policy.to_json()
+    except ValueError:
+        return None
 
 
-def load_cache(path, model):
+def _policy_of(text):
+    """The policy that `_text_of` wrote; None for None, and where a part of it is not registered here."""
+    if not isinstance(text, (str, type(None))):
+        raise TypeError(f"policy is {text!r}, not a text")
+    try:
+        return None if text is None else Policy.from_json(text)
+    except ValueError:
+        return None
+
+
+def load_cache(path, model, *, verify: bool = True):
     """Read a cache written by `save_cache` for use with the same (patched) model: a `DynamicCache`.
+
+    verify   whether to compare the file's checksum with its content, which takes a second a GB
 
     Pass it as `past_key_values`, with either the full history of ids or the new ids alone and an `attention_mask` that
     covers `cache.get_seq_length()` seen tokens and the new ones. Raises ValueError for a file that is damaged, foreign,
-    or of another model, and OSError for one that cannot be read. The cache holds nothing of the file, which may go.
+    of another version, or of another model (another fingerprint of the weights, where both are known), and OSError for
+    one that cannot be read. The cache holds nothing of the file, which may go.
     """
     from .patch import base_model, find_decoder
 
     decoder = find_decoder(model)
     config, path = decoder.config, os.fsdecode(path)
-    with open(path, "rb"):  # or the file system's own error
-        pass
     try:
-        with safe_open(path, framework="pt") as file:
-            meta = file.metadata() or {}
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-        facts = parsed(meta.get("layers", "null"))
-    except (SafetensorError, ValueError, OSError) as error:
+        meta = sealed.texts(path)
+        facts, common = parsed(meta.get("layers", "null")), parsed(meta.get("cache", "null"))
+    except ValueError as error:
         raise ValueError(f"{path} is not a cache file ({error}); write it again with kvevict.save_cache") from None
-    if meta.get("format") != FORMAT or not isinstance(facts, list):
+    if not str(meta.get("format")).startswith(FORMAT.rstrip("0123456789")) or not isinstance(facts, list):
         raise ValueError(f"{path} is not a cache written by kvevict.save_cache (format {meta.get('format')!r})")
+    if meta["format"] != FORMAT:
+        raise ValueError(
+            f"{path} was written by another version of kvevict: its format is {meta['format']!r}, kvevict {VERSION} "
+            f"reads {FORMAT!r}; read the prompt again and save the cache anew"
+        )
+    try:
+        tensors = sealed.tensors(path, verify)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path} is damaged: {error}; read the prompt again and save the cache anew") from None
     kinds = families.layer_kinds(config)
     if [isinstance(fact, dict) and fact.get("kind") for fact in facts] != kinds:
         raise ValueError(
             f"{path} was written for another model: its layers are not those of {type(decoder).__name__}; give "
             "the one that read it"
+        )
+    ranks = of(base_model(model))
+    known, own = common.get("weights") if isinstance(common, dict) else None, fingerprint(decoder)
+    if ranks.size == 1 and differ(known, own):
+        raise ValueError(
+            f"{path} was written for another model: its weights are {known!r}, this model's {own!r}; give the one that "
+            "read it, with the same PEFT adapters on"
         )
     columns = facts[0].get("columns")
     try:
@@ -183,7 +207,7 @@ def load_cache(path, model):
         raise ValueError(f"{path} is damaged: {error}") from None
     if any(fact.get("columns") != columns for fact in facts):
         raise ValueError(f"{path} is damaged: its layers disagree on the number of tokens seen")
-    cache, ranks, dtype = DynamicCache(config=config), of(base_model(model)), base_model(model).dtype
+    cache, dtype = DynamicCache(config=config), base_model(model).dtype
     adopt(cache, kinds, config, ranks)
     heads = tuple(n // ranks.size for n in families.heads(decoder, kinds))
     heads = (heads[0], 1) if families.is_latent(config) else heads
@@ -213,9 +237,10 @@ def load_cache(path, model):
         raise ValueError(f"{path} is damaged: its layers have batches of {sorted(batches)} rows")
     try:
         end = max(fact["end"] for fact in facts if fact["kind"] == families.FULL_ATTENTION)
-        _fill_cache(cache, parsed(meta["cache"]), *batches, columns, end)
+        _fill_cache(cache, common, batches.pop(), columns, end)
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
+    cache.owner = Owner(decoder, known)  # type: ignore[attr-defined]
     return cache
 
 
@@ -228,6 +253,7 @@ def _fill_cache(cache, fact, batch, columns, end):
     """What belongs to all layers. No position is `end` or larger."""
     cache.rerotate, packed, following = fact["rerotate"], fact["packed"], fact["next_position"]
     flag("rerotate", cache.rerotate)
+    cache.policy = _policy_of(fact["policy"])
     for start, stop in packed:
         count("packed columns", start, 0)
         if not start < count("packed columns", stop, 0) <= columns:

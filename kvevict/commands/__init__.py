@@ -10,6 +10,7 @@ import dataclasses
 import io
 import os
 import sys
+import tempfile
 from fractions import Fraction
 from pathlib import Path
 
@@ -127,6 +128,33 @@ def read_text(file: str) -> str:
     return io.TextIOWrapper(io.BytesIO(data), "utf-8", "replace").read()
 
 
+def check_file(option: str, path) -> None:
+    """Raise ValueError where a file cannot be written: for a command to see before it loads a model."""
+    path = Path(path)
+    if path.is_dir():
+        raise ValueError(f"{option} {path}: it is a folder; give a file")
+    if not path.parent.is_dir():
+        raise ValueError(f"{option} {path}: there is no folder {path.parent}; make it, or give another")
+    _check_writable(option, path, path.parent)
+
+
+def check_folder(option: str, path) -> None:
+    """Raise ValueError where a folder cannot be written to, or made."""
+    path = Path(path)
+    there = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if not there.is_dir():
+        raise ValueError(f"{option} {path}: {there} is not a folder; give another")
+    _check_writable(option, path, there)
+
+
+def _check_writable(option, path, folder) -> None:
+    try:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".kvevict-"):
+            pass
+    except OSError as error:
+        raise ValueError(f"{option} {path}: {error.strerror}; give a place that can be written to") from None
+
+
 # -- policies -------------------------------------------------------------------------------------------------------
 
 
@@ -145,6 +173,22 @@ def build_policies(texts, args, **common) -> dict:
     common |= dict(budget=number(args.budget), chunk_size=args.chunk_size)
     parsed = {text: parse_policy(text) for text in texts}
     return {text: build(name, **common | options) for text, (name, options) in parsed.items()}
+
+
+def check_complete(policies: dict) -> None:
+    """Raise ValueError for policies that lack what no command can give them."""
+    for text, policy in policies.items():
+        rows, option = policy.rows, ":" if ":" not in text else ","
+        if getattr(rows, "draft_model", rows) is None and not rows.needs_full_prompt:
+            raise ValueError(
+                f"policy {text}: a smaller model drafts, which is missing; write {text}{option}draft_model=FOLDER, or "
+                "its hub id"
+            )
+        if getattr(rows, "ids", None) == ():
+            raise ValueError(
+                f"policy {text}: it needs to know the right answer, as in `kvevict diagnose` and `kvevict eval`; "
+                "choose another"
+            )
 
 
 def observing(policies: dict, prompt, observe) -> dict:

@@ -1,6 +1,16 @@
 from pathlib import Path
 
-from . import add_budget, add_model, add_policies, build_policies, command, model_name, number, read_text
+from . import (
+    add_budget,
+    add_model,
+    add_policies,
+    build_policies,
+    check_complete,
+    command,
+    model_name,
+    number,
+    read_text,
+)
 
 
 @command
@@ -23,6 +33,7 @@ def bench(parser, argv):
     count("--repeat", args.repeat, 1)
     count("--new-tokens", args.new_tokens, 2)
     policies = build_policies(args.policies, args)
+    check_complete(policies)
     name = model_name(args)
     model, tokenizer, made_of = load(name, args.dtype, args.device)
     prompts = make_prompts(model, tokenizer, args)

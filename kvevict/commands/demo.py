@@ -8,6 +8,8 @@ from . import (
     add_observe,
     add_policies,
     build_policies,
+    check_complete,
+    check_folder,
     command,
     grid,
     model_name,
@@ -40,7 +42,9 @@ def demo(parser, argv):
     from ..policy.checks import count
 
     count("--cases", args.cases, 1)
+    check_folder("--out", args.out)
     policies = build_policies(args.policies, args)
+    check_complete(policies)
     logging.disable_progress_bar()
     name = model_name(args)
     model, tokenizer = load_model(name, args.dtype, args.device)

@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from ..policy.checks import installed
-from . import add_model, add_observe, add_policies, command, model_name, number
+from . import add_model, add_observe, add_policies, check_file, command, model_name, number
 
 
 @command
@@ -54,7 +54,10 @@ def eval(parser, argv):
     from ..evaluate.table import render
 
     if not args.table_only:
-        _evaluate(args)
+        try:
+            _evaluate(args)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"the same command goes on with what {args.out} lacks") from None
     elif not Path(args.out).exists():
         raise ValueError(f"--out {args.out}: there is no such file; run without --table-only to make it")
     if Processes().rank > 0:
@@ -84,8 +87,11 @@ def _evaluate(args) -> None:
     from ..analysis.run import load_model
     from ..evaluate.ask import MODES
     from ..evaluate.run import Plan, evaluate
+    from ..evaluate.tasks import find
     from ..policy.checks import count
 
+    for name in args.tasks:
+        find(name)
     if args.protocol:
         _protocol(args)
     for name in ("tasks", "policies"):
@@ -106,6 +112,7 @@ def _evaluate(args) -> None:
         protocol=args.protocol, adapter=args.adapter, draft=args.draft, **chosen,
     )  # fmt: skip
     plan.runs(), plan.groups(None)  # mistakes are found before the model is loaded
+    check_file("--out", args.out)
     name = model_name(args)
     model, tokenizer = load_model(name, args.dtype, args.device)
     evaluate(model, tokenizer, plan, args.out, name, args.share_reads)

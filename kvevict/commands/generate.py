@@ -1,4 +1,15 @@
-from . import add_budget, add_model, add_policy, add_question, build_policies, command, grid, load_prompt, observing
+from . import (
+    add_budget,
+    add_model,
+    add_policy,
+    add_question,
+    build_policies,
+    check_complete,
+    command,
+    grid,
+    load_prompt,
+    observing,
+)
 
 
 @command
@@ -15,6 +26,7 @@ def generate(parser, argv):
     from ..families import device_of
 
     policies = build_policies([args.policy], args, progress=True)
+    check_complete(policies)
     _, model, tokenizer, prompt = load_prompt(args)
     policies, ids = observing(policies, prompt, args.observe), prompt.row(device_of(model))
     chosen = {UNPATCHED: None} | policies if args.compare else policies

@@ -1,7 +1,18 @@
 from pathlib import Path
 
 from ..policy.text import FORM
-from . import add_budget, add_model, add_question, build_policies, command, load_prompt, observing, options_of
+from . import (
+    add_budget,
+    add_model,
+    add_question,
+    build_policies,
+    check_complete,
+    check_file,
+    command,
+    load_prompt,
+    observing,
+    options_of,
+)
 
 
 @command
@@ -22,9 +33,9 @@ def inspect(parser, argv):
     from ..files import write
 
     out = Path(args.out)
-    if not out.parent.is_dir():
-        raise ValueError(f"--out {out}: there is no folder {out.parent}; make it, or give another")
+    check_file("--out", out)
     policies = build_policies(args.policy or ["take"], args)
+    check_complete(policies)
     name, model, tokenizer, prompt = load_prompt(args)
     policies, ids = observing(policies, prompt, args.observe), prompt.row(device_of(model))
     how = dict(max_new_tokens=args.max_new_tokens, positions=True, one_line=bool(args.opening))

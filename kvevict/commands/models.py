@@ -7,7 +7,6 @@ from . import command
 def models(parser, argv):
     """List the model types that were compared with the unpatched model, and how each one did."""
     parser.add_argument("names", nargs="*", metavar="TYPE", help="only those with this in their name")
-    parser.add_argument("--json", action="store_true", help="only the JSON line")
     args = parser.parse_args(argv)
     from ..known import table
 

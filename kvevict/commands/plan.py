@@ -1,3 +1,5 @@
+import sys
+
 from . import add_budget, add_model, add_policy, build_policies, command, grid, model_name
 
 
@@ -28,6 +30,13 @@ def plan(parser, argv):
     policy = build_policies([args.policy], args)[args.policy]
     read_shape = lambda name: shape_of(pretrained(AutoConfig, name), args.dtype)  # noqa: E731
     shape, draft = read_shape(model_name(args)), args.draft_model and read_shape(args.draft_model)
+    context = getattr(pretrained(AutoConfig, model_name(args)).get_text_config(), "max_position_embeddings", None)
+    if context is not None and args.tokens + args.new_tokens > context:
+        print(
+            f"kvevict plan: {args.tokens} and {args.new_tokens} more tokens exceed the model's context of {context}: "
+            "it was not trained for such a prompt; give fewer --tokens",
+            file=sys.stderr,
+        )
     common = dict(batch=args.batch, hardware=hardware, new_tokens=args.new_tokens)
     runs = {
         UNPATCHED: cost(shape, None, args.tokens, **common),

@@ -7,7 +7,6 @@ from . import command, options_of
 @command
 def policies(parser, argv):
     """List the presets and the choices they are made of, with their options."""
-    parser.add_argument("--json", action="store_true", help="only the JSON line, with every preset's whole policy")
     args = parser.parse_args(argv)
     from ..policy.policy import PARTS, build
     from ..policy.presets import PRESETS, describe

@@ -1,4 +1,4 @@
-from . import add_model, command, model_name, read_text
+from . import add_model, check_file, command, model_name, read_text
 
 
 @command
@@ -15,6 +15,7 @@ def statistics(parser, argv):
     from ..query_statistics import measure_queries
 
     count("--limit", args.limit, 1)
+    check_file("--out", args.out)
     text, name = read_text(args.data), model_name(args)
     model, tokenizer = load_model(name, args.dtype, args.device)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"][: args.limit]

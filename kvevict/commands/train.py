@@ -1,4 +1,8 @@
-from . import add_model, command, model_name
+from pathlib import Path
+
+from . import add_model, check_folder, command, model_name
+
+NOT_OPTIONS = ("model", "dtype", "device", "data", "out", "targets", "json")  # of `kvevict.lookahead.train`
 
 
 @command
@@ -28,9 +32,15 @@ def train(parser, argv):
     from ..lookahead.training import check_installed
 
     check_installed(args.held_out)
+    if not Path(args.data).is_file():
+        raise ValueError(f"--data {args.data}: there is no such file; give JSON lines with a prompt each")
+    check_folder("--out", args.out)
     name = model_name(args)
     model, tokenizer = load_model(name, args.dtype, args.device)
-    given = {k: v for k, v in vars(args).items() if k not in ("model", "dtype", "device", "data", "out", "targets")}
+    given = {k: v for k, v in vars(args).items() if k not in NOT_OPTIONS}
     targets = args.targets[0] if len(args.targets) == 1 and "_" not in args.targets[0] else args.targets
-    adapter = train(model, args.data, args.out, tokenizer=tokenizer, targets=targets, **given)
+    try:
+        adapter = train(model, args.data, args.out, tokenizer=tokenizer, targets=targets, **given)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"the same command goes on from the last checkpoint in {args.out}") from None
     return {"model": name, "out": args.out, "parameters": sum(p.numel() for p in adapter.parameters())}

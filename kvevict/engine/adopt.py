@@ -7,6 +7,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from .. import families
+from ..weights import Owner, differ, fingerprint
 from .cache import EvictionLayer
 from .latent import LatentLayer
 from .layers import SlidingLayer, StatefulLayer
@@ -23,6 +24,7 @@ class EvictionCache(DynamicCache):
     policy = None  # that gave the budgets; None: of a loaded cache it is not known, and without budgets there is none
     rerotate = False  # whether the policy that read it rerotates
     meter = None  # the kvevict.engine.meter.Meter of the last read into it
+    owner = Owner(None)  # of the weights that filled it
     ranks = ALONE  # whose heads the layers have, for save_cache
     plain: type = DynamicCache  # the class that it had
 
@@ -42,13 +44,25 @@ class EvictionCache(DynamicCache):
         """Note the policy that gives the budgets from here on."""
         self.policy, self.rerotate = policy, policy.rerotate
 
+    def check_owner(self, decoder) -> None:
+        """Raise ValueError where another model filled the cache."""
+        known = None if self.owner.model() is decoder else self.owner.fingerprint()
+        if known is not None and differ(known, fingerprint(decoder)):
+            raise ValueError(
+                f"past_key_values was filled by another model, whose weights are {known!r}, this one's are "
+                f"{fingerprint(decoder)!r}: read the prompt with this model"
+            )
+        if known is not None:
+            self.owner = Owner(decoder, known)
+
     def activate_past_recording(self) -> None:
         super().activate_past_recording()
         self.record_past = True
 
     def reset(self) -> None:
         super().reset()
-        for name in ("half_read", "record_past", "packed", "next_position", "policy", "rerotate", "meter"):
+        names = ("half_read", "record_past", "packed", "next_position", "policy", "rerotate", "meter", "owner")
+        for name in names:
             self.__dict__.pop(name, None)  # as the class has them
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -6,15 +6,12 @@ from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from .. import families
-from ..files import replacing
-from ..models import fingerprint
+from .. import families, sealed
 from ..policy.checks import parsed
+from ..weights import differ, fingerprint
 
-FORMAT = "kvevict-queries-1"
+FORMAT = "kvevict-queries-2"
 BLOCK = 1024  # rows at once, which bounds the copies in fp32
 _loaded: WeakKeyDictionary = WeakKeyDictionary()  # decoder -> {file: what it holds}
 
@@ -74,12 +71,10 @@ def summed(moments) -> tuple:
 def model_of(decoder) -> dict:
     """What of a model its queries depend on, as a file says it."""
     config, kinds = decoder.config, families.layer_kinds(decoder.config)
-    weights = list(decoder.parameters())
-    whole = not any(weight.is_meta or hasattr(weight, "to_local") for weight in weights)
     rope = getattr(config, "rope_parameters", None)
     facts = dict(
         model_type=config.model_type, layers=len(kinds), heads=families.heads(decoder, kinds),
-        hidden_size=config.hidden_size, rope=rope, weights=fingerprint(decoder) if whole else None,
+        hidden_size=config.hidden_size, rope=rope, weights=fingerprint(decoder),
     )  # fmt: skip
     return json.loads(json.dumps(facts, default=str))
 
@@ -91,8 +86,7 @@ def save(path, decoder, moments: dict, **about) -> None:
     for index, each in moments.items():
         mean, covariance = summed(each)
         tensors |= {f"{index}.mean": mean.contiguous(), f"{index}.covariance": covariance.contiguous()}
-    with replacing(path) as temporary:
-        save_file(tensors, temporary, metadata=dict(format=FORMAT, config=json.dumps(facts)))
+    sealed.write(path, tensors, dict(format=FORMAT, config=json.dumps(facts)))
 
 
 def load(path, decoder, order) -> dict:
@@ -102,16 +96,15 @@ def load(path, decoder, order) -> dict:
     if not Path(path).is_file():
         raise ValueError(f"stats: there is no file {path!r}; {again}")
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        metadata = sealed.texts(path)
         config = parsed(metadata.get("config", "null"))
-    except (SafetensorError, ValueError, OSError) as error:
+        if metadata.get("format") != FORMAT or not isinstance(config, dict):
+            raise ValueError(f"its format is {metadata.get('format')!r}, this version's {FORMAT!r}")
+        tensors = sealed.tensors(path)
+    except (ValueError, OSError) as error:
         raise ValueError(f"stats: {path!r} cannot be read ({error}); {again}") from None
-    if metadata.get("format") != FORMAT or not isinstance(config, dict):
-        raise ValueError(f"stats: {path!r} holds no statistics of queries; {again}")
     for name, value in model_of(decoder).items():
-        if config.get(name) != value and not (name == "weights" and None in (value, config.get(name))):
+        if differ(config.get(name), value) if name == "weights" else config.get(name) != value:
             raise ValueError(
                 f"stats: {path!r} is of another model: its {name} is {config.get(name)!r}, this model's is {value!r}; "
                 f"{again}"

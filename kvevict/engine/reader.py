@@ -9,6 +9,7 @@ import torch
 
 from .. import families
 from ..context import context, enter
+from ..weights import Owner
 from . import budgets, schedule
 from .choosers import Chooser, Deciding
 from .decisions import while_decoding
@@ -105,6 +106,7 @@ class Reader:
         read = replace(read, prepared=policy.rows.prepare(request, read))
         request.begin()
         request.cache.read_under(policy)
+        request.cache.owner = Owner(request.decoder)
         for order, layer in enumerate(layers):
             layer.decode_queries = None  # their slots are no longer the last ones
             if policy.schedule == "prompt" and len(chunks) > 1:

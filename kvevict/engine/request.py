@@ -52,6 +52,7 @@ class Request:
                 "call kvevict.unpatch"
             )
         arguments.make_ours(self.cache, patch, decoder.config, mask, self.columns)
+        self.cache.check_owner(decoder)
         self.layers = [self.cache.layers[index] for index in patch.order]  # those that are evicted from
         self.heads = patch.kv_heads
         if self.cache.next_position is not None:

@@ -12,8 +12,8 @@ from tqdm import tqdm
 
 from .. import families
 from ..engine.replay import Replay
-from ..models import fingerprint
 from ..patch import find_decoder
+from ..weights import fingerprint
 from . import protocols
 from .ask import FULL, MODES, Asked, Run, ask, encode, policy_for, read, reads_alone
 from .results import Results

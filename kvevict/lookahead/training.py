@@ -14,7 +14,6 @@ import torch
 
 from ..families import base_model, device_of, find_decoder
 from ..files import replacing, write
-from ..models import fingerprint
 from ..patch import is_patched
 from ..policy.adapter import Adapter, targets_of
 from ..policy.checks import at_least_0, count, installed
@@ -131,7 +130,8 @@ class Run:
         self.module = self.accelerator.prepare_model(_Loss(decoder, adapter))
         self.optimizer = torch.optim.Adam(adapter.parameters(), lr=settings.lr, betas=settings.betas)
         digest = hashlib.sha256(repr([pair[1:] for pair in known]).encode()).hexdigest()[:16]
-        self.about = json.loads(json.dumps(dict(vars(settings), held_out=held_out, data=digest)))
+        about = dict(vars(settings), held_out=held_out, data=digest, weights=adapter.weights)
+        self.about = json.loads(json.dumps(about))
         self.step = 0
 
     def go(self, save_every, validate_every, progress):
@@ -155,7 +155,7 @@ class Run:
                 bar.set_postfix(loss=f"{line['loss']:.4f}")
                 bar.update()
         if main:
-            self.adapter.save(self.folder, weights=fingerprint(self.decoder))
+            self.adapter.save(self.folder)
             _plot(self.folder)
         self.accelerator.wait_for_everyone()
 

@@ -1,7 +1,8 @@
-"""Which model: the bundled one, how one that the user names is loaded, and a hash that tells them apart."""
+"""Which model: the bundled one, and how one that the user names is loaded."""
 
-import hashlib
 from pathlib import Path
+
+CONFIGS = ("config.json", "adapter_config.json")  # of a model, and of one that PEFT has tuned
 
 
 def small_llama() -> str:
@@ -19,6 +20,8 @@ def pretrained(kind, name: str, **options):
     path = Path(name)
     if path.suffix != ".gguf" and not path.exists() and (path.is_absolute() or name.startswith((".", "~"))):
         raise FileNotFoundError(f"there is no folder {name}; give the folder of a model, a .gguf file or a hub id")
+    if path.is_dir() and not any((path / each).exists() for each in CONFIGS):
+        raise FileNotFoundError(f"the folder {name} has no config.json, so it is not a model; give one, or a hub id")
     if path.suffix != ".gguf" or path.is_dir():
         try:
             return kind.from_pretrained(name, **options)
@@ -37,11 +40,3 @@ def pretrained(kind, name: str, **options):
             f"{name} cannot be loaded: {error!r}; give a folder with safetensors, or a GGUF file of an architecture "
             "that Transformers' loader knows"
         ) from None
-
-
-def fingerprint(model) -> str:
-    """A hash of the first weights of every parameter: the same folder may hold a model trained anew."""
-    digest = hashlib.sha256()
-    for weight in model.parameters():
-        digest.update(weight.detach().flatten()[:1024].float().cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]

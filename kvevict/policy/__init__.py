@@ -1,6 +1,21 @@
-"""What to keep and when: `Policy`, its presets and its parts."""
+"""What to keep and when: `Policy`, its presets and its parts. They are imported when one of them is used."""
 
-from .parts import PARTS
-from .policy import PRESETS, Policy, build
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .parts import PARTS
+    from .policy import PRESETS, Policy, build
 
 __all__ = ["PARTS", "PRESETS", "Policy", "build"]
+
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in __all__:
+        return getattr(importlib.import_module(f"{__name__}.policy"), name)
+    try:
+        return importlib.import_module(f"{__name__}.{name}")
+    except ModuleNotFoundError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None

@@ -3,21 +3,23 @@
 import contextlib
 import json
 import math
+import zlib
 from pathlib import Path
 
 import safetensors.torch
 import torch
 from torch import nn
 
-from .. import families
+from .. import families, sealed
 from ..context import context, within
 from ..files import write
+from ..weights import differ, fingerprint
 from . import experts
 from .checks import at_least_0, count, parsed
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SETS = {"all": TARGETS, "qv": ("q_proj", "v_proj"), "none": ()}  # the variants of the paper's table 5
-FORMAT, VERSION = "kvevict lookahead", 1
+FORMAT, VERSION = "kvevict lookahead", 2
 WEIGHTS, CONFIG = "adapter_model.safetensors", "config.json"
 EMBEDDINGS, PREFIX = "lookahead_embeddings", "base_model.model.model."  # PEFT's, of the decoder of a causal model
 # What of a base model's config an adapter depends on.
@@ -62,7 +64,7 @@ class Adapter(nn.Module):
         count("rank", rank, 1)
         at_least_0("alpha", alpha, positive=True)
         self.tokens, self.rank, self.alpha, self.targets = tokens, rank, alpha, targets_of(targets)
-        self.base = base_of(decoder)
+        self.base, self.weights = base_of(decoder), fingerprint(decoder)
         embedding = decoder.get_input_embeddings()
         device = families.device_of(embedding)
         self.layers = nn.ModuleDict()
@@ -100,25 +102,23 @@ class Adapter(nn.Module):
                         yield module, parts
 
     def check(self, model) -> None:
-        """Raise ValueError, naming what differs, unless this is an adapter for models of this one's sizes."""
-        for field, value in base_of(_decoder(model)).items():
-            if self.base.get(field) != value:
-                raise ValueError(
-                    f"this lookahead adapter is for another model: its {field} is {self.base.get(field)!r}, this "
-                    f"model's is {value!r}; give the adapter that was trained on this model, or train one"
-                )
+        """Raise ValueError, naming what differs, unless this is an adapter for a model of these sizes and weights."""
+        _check(self.base, self.weights, _decoder(model))
 
     def save(self, folder, dtype=None, **about) -> None:
         """Write adapter_model.safetensors, the LoRA by the names that PEFT gives it, and config.json to a folder, each
-        whole or not at all. dtype: of the tensors, None: as they are. about: what else config.json says. Raises OSError
-        where they cannot be written."""
+        whole or not at all; a checksum in the latter is of both. dtype: of the tensors, None: as they are. about: what
+        else config.json says. Raises OSError where they cannot be written."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {_name_in_file(name): _plain(value, dtype) for name, value in self.state_dict().items()}
         config = dict(format=FORMAT, version=VERSION, tokens=self.tokens, rank=self.rank, alpha=self.alpha)
-        config |= dict(targets=list(self.targets), base=self.base, **about)
-        write(folder / WEIGHTS, safetensors.torch.save(tensors, metadata={"format": "pt"}))
-        write(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+        config |= dict(targets=list(self.targets), base=self.base, weights=self.weights, **about)
+        data = safetensors.torch.save(tensors, metadata={"format": "pt"})
+        said = bytearray(json.dumps({**config, sealed.NAME: sealed.EMPTY}, indent=2) + "\n", "utf-8")
+        sealed.seal(said, zlib.crc32(data))
+        write(folder / WEIGHTS, data)
+        write(folder / CONFIG, bytes(said))
 
 
 class _Add:
@@ -138,20 +138,20 @@ class _Add:
 
 def load(folder, model) -> Adapter:
     """The adapter that `Adapter.save` wrote, on the model's device. No code of the folder is run. Raises ValueError
-    for a folder without one, a damaged one, and one for another model (which names the field that differs)."""
+    for a folder without one, a damaged one, and one for another model (which names what differs)."""
     folder, config = Path(folder), config_of(folder)
-    if config["base"] != base_of(_decoder(model)):
-        made = Adapter.__new__(Adapter)
-        nn.Module.__init__(made)
-        made.base = config["base"]
-        made.check(model)
-    made = Adapter(model, config["tokens"], config["rank"], config["alpha"], tuple(config["targets"]))
     try:
-        tensors = safetensors.torch.load_file(folder / WEIGHTS)
-    except (OSError, safetensors.SafetensorError) as error:
+        data = (folder / WEIGHTS).read_bytes()
+        if not sealed.is_whole((folder / CONFIG).read_bytes(), zlib.crc32(data)):
+            raise ValueError(f"its checksum is not the one in {CONFIG}")
+        tensors = safetensors.torch.load(data)
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise ValueError(
             f"adapter {str(folder)!r}: {WEIGHTS} is missing or damaged ({error}); train or copy it anew"
         ) from error
+    _check(config["base"], config["weights"], _decoder(model))
+    made = Adapter(model, config["tokens"], config["rank"], config["alpha"], tuple(config["targets"]))
+    made.weights = config["weights"]
     wanted = {_name_in_file(name): name for name in made.state_dict()}
     sizes = {name: tuple(made.state_dict()[own].shape) for name, own in wanted.items()}
     for name in sizes | tensors:
@@ -174,11 +174,14 @@ def config_of(folder) -> dict:
         raise ValueError(
             f"adapter {str(folder)!r} is not the folder of a lookahead adapter: {error}; give a trained one"
         ) from error
-    if not isinstance(config, dict) or config.get("format") != FORMAT or config.get("version") != VERSION:
+    if not isinstance(config, dict) or config.get("format") != FORMAT:
+        raise ValueError(f"{path} is not the config of a {FORMAT} adapter; give a folder that has one")
+    if config.get("version") != VERSION:
         raise ValueError(
-            f"{path} is not the config of a {FORMAT} adapter, version {VERSION}; give a folder that has one"
+            f"{path} is of version {config.get('version')!r} of a {FORMAT} adapter, this kvevict reads version "
+            f"{VERSION}; train it anew"
         )
-    missing = {"tokens", "rank", "alpha", "targets", "base"} - config.keys()
+    missing = {"tokens", "rank", "alpha", "targets", "base", "weights"} - config.keys()
     if missing:
         raise ValueError(f"{path} lacks {', '.join(sorted(missing))}; train or copy the adapter anew")
     if not isinstance(config["base"], dict):
@@ -204,6 +207,22 @@ def base_of(decoder) -> dict:
     """The sizes that an adapter depends on."""
     found = {name: getattr(decoder.config, name, None) for name in BASE}
     return found | dict(head_dim=decoder.layers[0].self_attn.head_dim)
+
+
+def _check(base, weights, decoder) -> None:
+    for field, value in base_of(decoder).items():
+        if base.get(field) != value:
+            raise ValueError(
+                f"this lookahead adapter is for another model: its {field} is {base.get(field)!r}, this model's is "
+                f"{value!r}; give the adapter that was trained on this model, or train one"
+            )
+    own = fingerprint(decoder)
+    if differ(weights, own):
+        raise ValueError(
+            f"this lookahead adapter is for another model: the weights that it was trained on are {weights!r}, this "
+            f"model's {own!r}; give the adapter that was trained on these weights (with the same PEFT adapters on), or "
+            "train one"
+        )
 
 
 def sizes(decoder, targets):

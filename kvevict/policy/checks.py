@@ -26,12 +26,13 @@ def parsed(text):
     return value
 
 
-def unknown(kind: str, name, known) -> str:
-    """The text of an error about an unknown name: the nearest known ones, or all of them."""
+def unknown(kind: str, name, known, listed: bool = False) -> str:
+    """The text of an error about an unknown name: the nearest known ones, or all of them; both if they are `listed`."""
     written = {str(each).lower(): each for each in known}
     near = [written[each] for each in difflib.get_close_matches(str(name).lower(), list(written), n=3)]
-    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(sorted(known))}"
-    return f"unknown {kind} {name!r}; {hint}"
+    hints = [f"did you mean {' or '.join(map(repr, near))}?"] if near else []
+    hints += [f"known: {', '.join(sorted(known))}"] if listed or not near else []
+    return f"unknown {kind} {name!r}; {' '.join(hints)}"
 
 
 def one_of(kind: str, name, known) -> None:

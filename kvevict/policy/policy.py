@@ -7,7 +7,7 @@ import numbers
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from . import rules
+from . import peers, rules
 from .checks import PLENTY, builtin, count, finite, flag, one_of, parsed, unknown
 from .heads import HeadBudget
 from .layers import LayerBudget
@@ -303,6 +303,7 @@ def build(policy, *, budget=None, chunk_size=None, **options) -> Policy:
     Options are the fields of `Policy` and of the parts that it is made of (rows, score, refine, layers, heads, select);
     an unknown one raises ValueError with the nearest names. A `chunk_size` without a `schedule` means schedule="chunk".
     """
+    peers.check(options)
     if isinstance(policy, str):
         name, colon, given = policy.partition(":")
         if colon and name in PRESETS:

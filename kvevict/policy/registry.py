@@ -7,11 +7,12 @@ from .checks import unknown
 
 
 class Registry(dict):
-    """Names to objects. Raises on a duplicate name, and names the nearest ones when a name is unknown."""
+    """Names to objects. Raises on a duplicate name, and names the nearest ones when a name is unknown, or, if it is
+    `listed`, all of them."""
 
-    def __init__(self, kind: str):
+    def __init__(self, kind: str, listed: bool = False):
         super().__init__()
-        self.kind = kind
+        self.kind, self.listed = kind, listed
 
     def add(self, name: str):
         def register(value):
@@ -25,7 +26,7 @@ class Registry(dict):
     def find(self, name: str):
         if name in self:
             return self[name]
-        raise ValueError(unknown(self.kind, name, self))
+        raise ValueError(unknown(self.kind, name, self, self.listed))
 
     def name_of(self, value) -> str:
         """The name that `value` was registered under."""

@@ -5,7 +5,6 @@ import dataclasses
 import re
 
 from .checks import parsed
-from .policy import PARTS, Policy
 
 FORM = "NAME[:OPTION=VALUE,...]"
 PYTHON = {"None": None, "True": True, "False": False}
@@ -36,6 +35,8 @@ def _option(text: str) -> tuple:
 
 def _options(kind: str) -> set:
     """Options that may be None ("None"), or are always text ("str")."""
+    from .policy import PARTS, Policy
+
     made_of = [Policy, *(part for registry, _ in PARTS.values() for part in registry.values())]
     types = [(f.name, getattr(f.type, "__name__", str(f.type))) for part in made_of for f in dataclasses.fields(part)]
     if kind == "str":

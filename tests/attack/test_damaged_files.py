@@ -9,11 +9,12 @@ import pytest
 import torch
 from fuzzing import changed, damaged, text
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tiny import prompt, shared
 from transformers import DynamicCache
 
 import kvevict
+from kvevict import sealed
 from kvevict.evaluate import table
 from kvevict.evaluate.results import Results, read
 
@@ -69,6 +70,9 @@ def test_caches(caches, tmp_path):
         family, data, tensors, meta = rng.choice(caches)
         if rng.random() < 0.5:
             path.write_bytes(damaged(rng, data))
+            with pytest.raises(REFUSED) if path.read_bytes() != data else contextlib.nullcontext():
+                kvevict.load_cache(path, shared(family))
+            return "damaged"
         else:
             tensors, facts = dict(tensors), json.loads(meta["layers"])
             for _ in range(rng.choice((1, 1, 3))):
@@ -80,7 +84,7 @@ def test_caches(caches, tmp_path):
                 else:
                     facts = changed(rng, facts)
             tensors = {name: x.contiguous().clone() for name, x in tensors.items()}
-            save_file(tensors, path, metadata=meta | {"layers": json.dumps(facts)})
+            sealed.write(path, tensors, meta | {"layers": json.dumps(facts)})
         model, (policy, options) = shared(family), READERS[family]
         before = path.read_bytes()
         try:
@@ -102,7 +106,35 @@ def test_caches(caches, tmp_path):
         kvevict.save_cache(cache, path)
         return "loaded"
 
-    fuzzing.expect(fuzzing.fuzz(case, share=0.5), "refused", "loaded")
+    fuzzing.expect(fuzzing.fuzz(case, share=0.4), "damaged", "refused", "loaded")
+
+
+def test_adapters_and_statistics(tmp_path):
+    """Every damaged file is refused by `patch`, which leaves the model unpatched."""
+    model, queries = shared(), tmp_path / "queries"
+    kvevict.lookahead.Adapter(model, tokens=3, rank=1).save(tmp_path)
+    kvevict.measure_queries(model, prompt(1, 60)["input_ids"][0], queries)
+    given = {
+        queries: ("expected", dict(stats=str(queries))),
+        tmp_path / "adapter_model.safetensors": ("lookahead", dict(adapter=str(tmp_path))),
+        tmp_path / "config.json": ("lookahead", dict(adapter=str(tmp_path))),
+    }
+    good = {path: path.read_bytes() for path in given}
+
+    def case(rng):
+        path = rng.choice([*given])
+        (policy, options), made = given[path], damaged(rng, good[path])
+        path.write_bytes(made)
+        try:
+            with pytest.raises(REFUSED) if made != good[path] else contextlib.nullcontext():
+                kvevict.patch(model, policy, budget=40, **options)
+            assert made == good[path] or "_kvevict" not in model.model.__dict__
+        finally:
+            kvevict.unpatch(model)
+            path.write_bytes(good[path])
+        return "intact" if made == good[path] else path.name
+
+    fuzzing.expect(fuzzing.fuzz(case, share=0.2), *(path.name for path in given))
 
 
 def policies(rng):

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -159,10 +160,70 @@ def test_a_span_of_the_prompt_observes(tmp_path, capsys):
     (["generate", "Who?", "--file", "README.md", "--model", "./none"], "there is no folder ./none; give the folder"),
     (["inspect", "Who?", "--file", "README.md", "--out", "/none/a.html"], "--out /none/a.html: there is no folder"),
     (["plot", "--kind", "budget", "--policies", "take", "r.jsonl"], "name it before --policies"),
+    (["demo", "--out", "/proc/x"], "--out /proc/x: "),
+    (["demo", "--out", "README.md/x"], "README.md is not a folder"),
+    (["demo", "--policies", "speckv"], "policy speckv: a smaller model drafts, which is missing; write speckv:draft_m"),
+    (["generate", "Who?", "--file", "README.md", "--policy", "oracle"], "it needs to know the right answer"),
+    (["inspect", "Who?", "--file", "README.md", "--out", "docs"], "--out docs: it is a folder; give a file"),
+    (["train", "--data", "nope.jsonl", "--out", "out"], "--data nope.jsonl: there is no such file"),
+    (["statistics", "--data", "README.md", "--out", "/nope/q"], "--out /nope/q: there is no folder /nope"),
+    (["eval", "--tasks", "facts", "--policies", "take", "--out", "/nope/r.jsonl"], "there is no folder /nope"),
+    (["eval", "--tasks", "foo"], "unknown task 'foo'; known: babi/qa1, "),
+    (["eval", "--tasks", "fact"], "unknown task 'fact'; did you mean 'facts'? known: babi/qa1, "),
+    (["eval", "--protocol", "taek"], "known: "),
+    (["plan", "--model", "docs"], "the folder docs has no config.json, so it is not a model"),
+    (["generate", "Who?", "--file", "README.md", "--model", "docs"], "the folder docs has no config.json"),
 ])  # fmt: skip
-def test_mistakes_name_the_argument(words, said, capsys):
+def test_mistakes_name_the_argument(words, said, capsys, monkeypatch):
+    """Before a model is loaded, and nothing is left over."""
+    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+    before = set(Path().iterdir())
     assert main(words) == 2
     assert said in capsys.readouterr().err
+    assert set(Path().iterdir()) == before
+
+
+@pytest.mark.parametrize("words, code", [("--help", 0), ("--version", 0), ("eval --help", 0), ("geenrate", 2)])
+def test_arguments_are_read_before_torch_is_imported(words, code):
+    program = "import sys; sys.modules['torch'] = sys.modules['numpy'] = None; from kvevict.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", program, *words.split()], capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+
+
+@pytest.mark.parametrize("words, terminal, table, line", [
+    ("models llama", False, True, True), ("models llama", True, True, False),
+    ("models llama --json", True, False, True), ("policies --json", False, False, True),
+])  # fmt: skip
+def test_a_json_line_where_a_program_reads_or_asks(words, terminal, table, line, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
+    assert main(words.split()) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert (bool(lines), last.startswith("{")) == (table, line)
+    assert not line or json.loads(last)["command"] == words.split()[0]
+
+
+@pytest.mark.parametrize("words, said", [
+    ("plan", "kvevict plan: interrupted\n"),
+    ("eval --tasks facts --policies take --out r.jsonl",
+     "kvevict eval: interrupted; the same command goes on with what r.jsonl lacks\n"),
+])  # fmt: skip
+def test_ctrl_c_is_one_line(words, said, tmp_path, monkeypatch, capsys):
+    def stopped(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("AutoConfig", "AutoModelForCausalLM"):
+        monkeypatch.setattr(f"transformers.{name}.from_pretrained", stopped)
+    assert main(words.split()) == 130
+    assert capsys.readouterr().err == said
+
+
+def test_a_plan_beyond_the_context(capsys):
+    assert main(["plan", "--tokens", "131072"]) == 0
+    assert "131072 and 256 more tokens exceed the model's context of 2048" in capsys.readouterr().err
+    assert main(["plan", "--tokens", "1792"]) == 0
+    assert "context" not in capsys.readouterr().err
 
 
 def test_version(capsys):

@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "kvevict"
 LAYERS = (
-    "_C _native _ops context version compat families files known models prompts",
+    "_C _native _ops context version compat families files known models prompts sealed weights",
     "policy",
     "engine",
     "trial patch report store writing answer query_statistics",
@@ -15,7 +15,7 @@ LAYERS = (
     "analysis",
     "evaluate",
     "lm_eval commands cli",
-    "__init__ __main__",
+    "api __init__ __main__",
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}
 

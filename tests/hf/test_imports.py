@@ -1,4 +1,5 @@
-"""What `import kvevict` needs and brings: declared packages only, and nothing that a call has not asked for."""
+"""What `import kvevict` and the first use of a name need and bring: declared packages only, and nothing that a call has
+not asked for."""
 
 import ast
 import json
@@ -52,6 +53,8 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Hiding
 import torch
 before = set(sys.modules)
 import kvevict
+assert set(sys.modules) - before <= {"kvevict", "kvevict.version"}
+kvevict.patch
 print(json.dumps(sorted(set(sys.modules) - before)))
 """
 

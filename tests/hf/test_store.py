@@ -14,6 +14,7 @@ from tiny import prompt, shared
 from transformers import DynamicCache
 
 import kvevict
+from kvevict import sealed
 
 CASES = {
     "snapkv": ("llama", "snapkv", dict(budget=10, window=4)),
@@ -168,6 +169,75 @@ def test_other_models(saved):
     kvevict.load_cache(saved["gemma3"], shared("gemma3"))
 
 
+def test_models_of_other_weights(saved, tmp_path):
+    """A twin of a few other weights anywhere, and a LoRA that is on: in both directions, from files and live."""
+    peft = pytest.importorskip("peft")
+    ids, own = prompt(2, 40)["input_ids"], shared()
+    twin = tiny.model()
+    with torch.no_grad():
+        for weight in twin.model.parameters():
+            weight.mul_(1 + 2**-7)  # at least one step of bfloat16
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    tuned = peft.get_peft_model(tiny.model(), config).eval()
+    for other in (twin, tuned):
+        said = refused(saved["llama"], other)
+        assert "written for another model: its weights are 'bfloat16 " in said
+        with kvevict.evicting(own, "h2o", budget=10), torch.no_grad():
+            cache = read(own, prompt(2, 40))
+        kvevict.patch(other, "h2o", budget=10)
+        before = copy.deepcopy(cache)
+        with pytest.raises(ValueError, match="filled by another model"), torch.no_grad():
+            other(ids[:, :1], past_key_values=cache)
+        for one, same in zip(cache.layers, before.layers, strict=True):
+            assert torch.equal(one.len, same.len) and one.columns == same.columns
+        kvevict.save_cache(read(other, prompt(2, 40)), tmp_path / "others")
+        assert "weights" in refused(tmp_path / "others")
+        kvevict.load_cache(tmp_path / "others", other)
+    with tuned.disable_adapter():
+        kvevict.load_cache(saved["llama"], tuned)
+        kvevict.save_cache(read(tuned, prompt(2, 40)), tmp_path / "base")
+    kvevict.load_cache(tmp_path / "base", own)
+    kvevict.load_cache(saved["llama"], copy.deepcopy(own))
+
+
+def test_weights_that_changed_since_are_not_named(tmp_path):
+    """What is saved later was not read by what the model is now."""
+    model = tiny.model()
+    with kvevict.evicting(model, "h2o", budget=10):
+        cache = read(model, prompt(1, 40))
+    with torch.no_grad():
+        model.model.norm.weight.add_(1)
+    kvevict.save_cache(cache, tmp_path / "cache")
+    with safe_open(tmp_path / "cache", framework="pt") as file:
+        assert json.loads(file.metadata()["cache"])["weights"] is None
+    kvevict.load_cache(tmp_path / "cache", shared())
+
+
+def test_what_a_file_says(saved):
+    with safe_open(saved["llama"], framework="pt") as file:
+        said = json.loads(file.metadata()["cache"])
+    assert said["kvevict"] == kvevict.__version__
+    assert kvevict.Policy.from_json(said["policy"]) == kvevict.policy.build("h2o", budget=10)
+    assert kvevict.load_cache(saved["llama"], shared()).policy == kvevict.policy.build("h2o", budget=10)
+
+
+def test_another_version(saved, tmp_path):
+    with safe_open(saved["llama"], framework="pt") as file:
+        sealed.write(tmp_path / "old", load_file(saved["llama"]), file.metadata() | dict(format="kvevict-cache-3"))
+    assert "another version of kvevict" in refused(tmp_path / "old")
+
+
+def test_a_number_that_changed(saved, tmp_path):
+    """Only the checksum tells; who does not want it looked at gets the number."""
+    data = bytearray(saved["llama"].read_bytes())
+    header = 8 + int.from_bytes(data[:8], "little")
+    data[header + json.loads(data[8:header])["3.k"]["data_offsets"][0]] ^= 1
+    (tmp_path / "bit").write_bytes(data)
+    assert "checksum" in refused(tmp_path / "bit")
+    kvevict.load_cache(tmp_path / "bit", shared(), verify=False)
+
+
 def change(tensors, facts, name, edit):
     tensors[name] = edit(tensors[name])
 
@@ -243,7 +313,7 @@ def test_counts_that_lie(saved, tmp_path, lie):
         meta = file.metadata()
     facts = json.loads(meta["layers"])
     LIES[lie](tensors, facts)
-    save_file(tensors, tmp_path / "lie", metadata=meta | {"layers": json.dumps(facts)})
+    sealed.write(tmp_path / "lie", tensors, meta | {"layers": json.dumps(facts)})
     data = (tmp_path / "lie").read_bytes()
     refused(tmp_path / "lie")
     assert (tmp_path / "lie").read_bytes() == data and os.listdir(tmp_path) == ["lie"]
@@ -255,7 +325,7 @@ def test_a_refused_file_changes_nothing(saved, tmp_path):
     tensors, model = load_file(saved["llama"]), shared()
     at(tensors, "3.pos", -1, 40)
     with safe_open(saved["llama"], framework="pt") as file:
-        save_file(tensors, tmp_path / "lie", metadata=file.metadata())
+        sealed.write(tmp_path / "lie", tensors, file.metadata())
     with kvevict.evicting(model, "h2o", budget=10), torch.no_grad():
         cache = read(model, prompt(2, 40, pad=(0, 9)))
         report, twin = kvevict.report(model, positions=True), copy.deepcopy(cache)
@@ -297,21 +367,20 @@ def test_positions_of_the_caller(tmp_path):
     dict(packed=[[3, 2]]), dict(packed=[[0, 41]]), dict(packed=[[-1, 3]]), dict(packed=[[0.5, 3]]),
     dict(next_position=[1]), dict(next_position=[1, 2, 3]), dict(next_position=[1, -2]), dict(next_position=[1, "2"]),
     dict(next_position=7), dict(next_position=[1, 1e400]), dict(next_position=[40, 41]),
+    dict(policy=7), dict(policy={}),
 ], ids=str)  # fmt: skip
 def test_facts_of_the_cache_that_lie(saved, tmp_path, lie):
-    from safetensors import safe_open
-
     with safe_open(saved["llama"], framework="pt") as file:
         meta = file.metadata()
-    right = dict(rerotate=False, packed=[[0, 40]], next_position=[40, 31])
+    right = json.loads(meta["cache"]) | dict(packed=[[0, 40]], next_position=[40, 31])
     meta["cache"] = json.dumps(right)
-    save_file(load_file(saved["llama"]), tmp_path / "right", metadata=meta)
+    sealed.write(tmp_path / "right", load_file(saved["llama"]), meta)
     kvevict.load_cache(tmp_path / "right", shared())
     if lie is None:
         del meta["cache"]
     else:
         meta["cache"] = lie if isinstance(lie, str) else json.dumps(right | lie if isinstance(lie, dict) else lie)
-    save_file(load_file(saved["llama"]), tmp_path / "lie", metadata=meta)
+    sealed.write(tmp_path / "lie", load_file(saved["llama"]), meta)
     refused(tmp_path / "lie")
 
 
@@ -327,5 +396,5 @@ def test_sliding_layers_that_lie(saved, tmp_path, name, edit):
         del tensors[name]
     else:
         tensors[name] = edit(tensors[name])
-    save_file(tensors, tmp_path / "lie", metadata=meta)
+    sealed.write(tmp_path / "lie", tensors, meta)
     refused(tmp_path / "lie", shared("gemma3"))

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import zlib
 
 import pytest
 import safetensors
@@ -13,6 +14,7 @@ from tiny import FAMILIES, prompt, shared
 from transformers.cache_utils import DynamicCache
 
 import kvevict
+from kvevict import sealed
 from kvevict.analysis.run import load_model
 from kvevict.evaluate.ask import encode
 from kvevict.evaluate.tasks import Settings, find
@@ -327,6 +329,19 @@ def test_another_model_is_named(tmp_path, change, field):
     assert not any("_kvevict" in name for name in other.get_decoder().__dict__)
 
 
+def test_another_model_s_weights(tmp_path):
+    made, twin = adapter(shared("llama")), tiny.model("llama")
+    made.save(tmp_path)
+    with torch.no_grad():
+        for weight in twin.model.parameters():
+            weight.mul_(1 + 2**-7)  # at least one step of bfloat16
+    for given in (made, tmp_path):
+        with pytest.raises(ValueError, match="for another model: the weights that it was trained on"):
+            kvevict.patch(twin, "lookahead", adapter=given, budget=64)
+    assert not any("_kvevict" in name for name in twin.get_decoder().__dict__)
+    kvevict.patch(tiny.model("llama", torch.bfloat16), "lookahead", adapter=tmp_path, budget=64)
+
+
 def test_damaged_or_missing(tmp_path):
     model = tiny.model("llama")
     with pytest.raises(ValueError, match="kvevict train"):
@@ -342,7 +357,15 @@ def test_damaged_or_missing(tmp_path):
         load(tmp_path, model)
     adapter(model).save(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | dict(rank=3)))
+    (tmp_path / "config.json").write_text(json.dumps(config | dict(alpha=33)))
+    with pytest.raises(ValueError, match="checksum"):
+        load(tmp_path, model)
+    (tmp_path / "config.json").write_text(json.dumps(config | dict(version=1)))
+    with pytest.raises(ValueError, match="version 1 of a kvevict lookahead adapter, this kvevict reads version 2"):
+        load(tmp_path, model)
+    changed = bytearray(json.dumps(config | dict(rank=3, checksum="0" * 8)).encode())
+    sealed.seal(changed, zlib.crc32(weights.read_bytes()))
+    (tmp_path / "config.json").write_bytes(changed)
     with pytest.raises(ValueError, match=r"lora_A.weight is \(2, 64\), its config.json wants \(3, 64\)"):
         load(tmp_path, model)
 

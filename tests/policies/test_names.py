@@ -10,7 +10,7 @@ import torch
 
 import kvevict
 from kvevict.engine.observation import Observation
-from kvevict.policy import PARTS, Policy, build
+from kvevict.policy import PARTS, Policy, build, peers
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,22 @@ from kvevict.policy import PARTS, Policy, build
 def test_unknown_options_name_the_nearest(policy, options, message):
     with pytest.raises(ValueError, match=message):
         build(policy, budget=64, **options)
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(compression_ratio=0.5), "unknown option 'compression_ratio': here it is budget=, the fraction that is kept"),
+    (dict(max_capacity_prompt=64), "'max_capacity_prompt': here it is budget=, the slots kept"),
+    (dict(budget=64, window_size=8), "'window_size': here it is window="),
+])  # fmt: skip
+def test_options_of_other_libraries_name_ours(options, message):
+    with pytest.raises(ValueError, match=message):
+        build("snapkv", **options)
+
+
+def test_other_libraries_names_are_not_ours():
+    own = {f.name for part in [Policy, *(p for r, _ in PARTS.values() for p in r.values())] for f in fields(part)}
+    assert not own & peers.NAMES.keys()
+    assert {said.partition("=")[0] for said in peers.NAMES.values()} <= own
 
 
 def test_a_policy_s_first_argument_is_its_score():

@@ -11,7 +11,7 @@ from ...policy.registry import Registry, load_folder
 from ..ask import FULL, Run
 from ..tasks import FIDELITY
 
-PROTOCOLS = Registry("protocol")
+PROTOCOLS = Registry("protocol", listed=True)
 TASKS = ("facts", "keyvalue", FIDELITY)  # what is asked where no --tasks are named
 ONE_PASS = None
 

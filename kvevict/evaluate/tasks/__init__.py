@@ -16,7 +16,7 @@ from pathlib import Path
 from ...policy.registry import Registry, load_folder
 from ...prompts import ids_of
 
-TASKS = Registry("task")
+TASKS = Registry("task", listed=True)
 FIDELITY = "fidelity"  # the task, and its metric
 RESPONSE = 64  # tokens that the full cache writes for it, at most
 MARGIN = 8  # tokens that an answer may take beyond those of the right one

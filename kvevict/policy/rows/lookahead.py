@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from ... import families
-from ...models import fingerprint
-from ..adapter import Adapter, bundled, config_of, load
+from ...weights import differ, fingerprint
+from ..adapter import Adapter, base_of, bundled, config_of, load
 from ..checks import count
 from . import ROWS, AppendedRows, Part, Rows
 from .probe import Probe
@@ -63,15 +63,17 @@ class Lookahead(Rows):
         """The adapter, on the decoder's device. Raises ValueError where it is missing or another model's."""
         known = _loaded.get(decoder)
         if known is None or known[0] != self.adapter:
+            if isinstance(self.adapter, Adapter):
+                self.adapter.check(decoder)
             known = self.adapter, self.adapter if isinstance(self.adapter, Adapter) else self._load(decoder)
-            known[1].check(decoder)
             _loaded[decoder] = known
         return known[1].to(families.device_of(decoder.get_input_embeddings()))
 
     def _load(self, decoder):
         if self.adapter is not None:
             return load(self.adapter, decoder)
-        if not Path(bundled()).is_dir() or config_of(bundled()).get("weights") != fingerprint(decoder):
+        own = config_of(bundled()) if Path(bundled()).is_dir() else None
+        if own is None or own["base"] != base_of(decoder) or differ(own["weights"], fingerprint(decoder)):
             raise ValueError(
                 "lookahead needs an adapter that was trained on this model: adapter=FOLDER or a "
                 "kvevict.lookahead.Adapter; `kvevict train` makes one"

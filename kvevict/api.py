@@ -1,0 +1,52 @@
+"""The public names of `kvevict`, which fetches them here when the first of them is used."""
+
+from . import _ops  # noqa: F401  checks torch and loads the kernels
+from .answer import Pipeline, answer, read
+from .engine.quantities import QUANTITIES, Quantity, check_needs
+from .models import small_llama
+from .patch import evicting, patch, unpatch
+from .policy.heads import HEADS, HeadBudget
+from .policy.layers import LAYERS, LayerBudget
+from .policy.layers.tada import history
+from .policy.needs import need
+from .policy.policy import PRESETS, Policy
+from .policy.refinements import REFINEMENTS, Refinement
+from .policy.rows import ROWS, Rows
+from .policy.scores import SCORES, Score
+from .policy.selections import SELECTIONS, Selection
+from .query_statistics import measure_queries
+from .report import report
+from .store import load_cache, save_cache
+
+__all__ = [
+    "HEADS", "LAYERS", "PRESETS", "QUANTITIES", "REFINEMENTS", "ROWS", "SCORES", "SELECTIONS", "HeadBudget",
+    "LayerBudget", "Pipeline", "Policy", "Quantity", "Refinement", "Rows", "Score", "Selection", "answer", "evicting",
+    "history", "load_cache", "measure_queries", "need", "patch", "policies", "read", "register_quantity",
+    "register_rows", "register_score", "report", "save_cache", "small_llama", "unpatch",
+]  # fmt: skip
+
+
+def policies() -> list:
+    """Names of the presets that `kvevict.patch` takes."""
+    return sorted(PRESETS)
+
+
+def register_score(name: str):
+    """Decorator that makes a `Score` of your own known by name, to policies, their JSON and the command line. Raises
+    ValueError for a name that is taken, and for quantities that do not exist."""
+
+    def register(score):
+        check_needs(score)
+        return SCORES.add(name)(score)
+
+    return register
+
+
+def register_quantity(name: str):
+    """Decorator that makes a `Quantity` of your own known by name, so that scores can need it."""
+    return QUANTITIES.add(name)
+
+
+def register_rows(name: str):
+    """Decorator that makes `Rows` of your own known by name, likewise."""
+    return ROWS.add(name)

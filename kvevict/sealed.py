@@ -1,0 +1,80 @@
+"""Files with a checksum over every byte: safetensors, and JSON that speaks for the file beside it.
+
+The checksum is a CRC-32 of the file in which the eight digits of the checksum itself are zeros, so a field of the
+file's own can hold it. It finds damage, not forgery.
+"""
+
+import mmap
+import os
+import re
+import zlib
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from .files import replacing
+
+NAME, EMPTY = "checksum", "0" * 8  # the field, and what it holds where the checksum is taken
+FIELD = re.compile(rb'"checksum": ?"([0-9a-f]{8})"')
+
+
+def seal(data, before: int = 0) -> None:
+    """Write the checksum of bytes (a bytearray or a mapped file) into their field. before: the checksum of bytes that
+    they speak for."""
+    start, digits = _checksum(data, before)
+    data[start : start + len(digits)] = digits
+
+
+def is_whole(data, before: int = 0) -> bool:
+    """Whether bytes have the checksum that they name."""
+    found = _checksum(data, before)
+    return found is not None and data[found[0] : found[0] + len(EMPTY)] == found[1]
+
+
+def _checksum(data, before):
+    """(where the field's digits start, the digits that belong there); None where there is no field."""
+    field = FIELD.search(data)
+    if field is None:
+        return None
+    start, stop = field.span(1)
+    del field  # or the file stays mapped
+    with memoryview(data) as whole, whole[:start] as head, whole[stop:] as tail:
+        value = zlib.crc32(tail, zlib.crc32(EMPTY.encode(), zlib.crc32(head, before)))
+    return start, f"{value:08x}".encode()
+
+
+def write(path, tensors: dict, metadata: dict) -> None:
+    """A safetensors file of tensors and texts, whole or not at all. Raises OSError where it cannot be written."""
+    with replacing(path) as temporary:
+        try:
+            save_file(tensors, temporary, metadata=metadata | {NAME: EMPTY})
+        except SafetensorError as error:
+            code = re.search(r"os error (\d+)", str(error))
+            raise OSError(*(int(code[1]), os.strerror(int(code[1]))) if code else [str(error)]) from None
+        with open(temporary, "r+b") as file, mmap.mmap(file.fileno(), 0) as data:
+            seal(data)
+
+
+def texts(path) -> dict:
+    """The texts of a safetensors file. Raises ValueError where it is none, and OSError where it cannot be read."""
+    with open(path, "rb"):  # or the file system's own error
+        pass
+    try:
+        with safe_open(path, framework="pt") as file:
+            return file.metadata() or {}
+    except (SafetensorError, ValueError, OSError) as error:
+        raise ValueError(f"it is not a safetensors file: {error}") from None
+
+
+def tensors(path, verify: bool = True) -> dict:
+    """The tensors of a file of `write`, copied out of it. Raises ValueError where its checksum is another one; verify:
+    False does not look."""
+    if verify:
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            if not is_whole(data):
+                raise ValueError("its checksum is not that of its content")
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, ValueError, OSError) as error:
+        raise ValueError(f"it cannot be read: {error}") from None

@@ -1,0 +1,132 @@
+"""Which weights a model has, told by some of their numbers."""
+
+import hashlib
+import weakref
+
+import torch
+
+RUNS, WIDTH = 16, 64  # of a tensor, so many runs of so many numbers are looked at
+GOLDEN = 0.6180339887498949  # its multiples, less their whole parts, are spread evenly over 0 .. 1
+
+
+class _Unreadable(Exception):
+    """Weights whose numbers are not in this process."""
+
+
+def fingerprint(model) -> str | None:
+    """The dtypes of a model's weights, and a hash of numbers that are sampled of each and of each adapter (PEFT) that
+    is on: equal for equal weights, wherever they are kept.
+
+    Numbers are rounded to bfloat16, so that a float32 model and its bfloat16 copy are alike. None where the numbers
+    cannot be had: of weights that are split over processes, or that no loader has put anywhere.
+    """
+    if (getattr(model, "tp_size", None) or 1) > 1:
+        return None
+    digest, dtypes = hashlib.sha256(), set()
+    try:
+        for weight in _weights(model):
+            sample = _sampled(weight)
+            dtypes.add(str(sample.dtype).removeprefix("torch."))
+            digest.update(str(tuple(weight.shape)).encode() + sample.cpu().view(torch.uint8).numpy().tobytes())
+    except (_Unreadable, RuntimeError, NotImplementedError):  # a quantiser's tensors know few operations
+        return None
+    return f"{'+'.join(sorted(dtypes))} {digest.hexdigest()[:16]}"
+
+
+def differ(one, other) -> bool:
+    """Whether two fingerprints are of different weights. Unknown ones, and those of other dtypes, do not tell."""
+    if not (isinstance(one, str) and isinstance(other, str)):
+        return False
+    return one.partition(" ")[0] == other.partition(" ")[0] and one != other
+
+
+class Owner:
+    """The weights that filled a cache. They are hashed when they are asked for, and known only while the model is there
+    and its weights and adapters are what they were."""
+
+    def __init__(self, model, known=None):
+        self.model = (lambda: None) if model is None else weakref.ref(model)
+        self.state, self.known = None if model is None else _state(model), known
+
+    def fingerprint(self):
+        model = self.model()
+        if self.known is None and model is not None and _state(model) == self.state:
+            self.known = fingerprint(model)
+        return self.known
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __reduce__(self):
+        return Owner, (None, self.fingerprint())
+
+
+def _state(model) -> list:
+    """What changes when a model's weights are written to, or adapters are switched or merged."""
+    adapters = [(tuple(m.active_adapters), m.disable_adapters, m.merged) for m in model.modules() if _is_adapted(m)]
+    return [*adapters, *((id(p), 0 if p.is_inference() else p._version) for p in model.parameters())]
+
+
+def _is_adapted(module) -> bool:
+    """Whether a module is PEFT's, around one of the model's."""
+    return hasattr(module, "base_layer") and hasattr(module, "active_adapters")
+
+
+def _weights(model):
+    """Every tensor that a model is saved with, but those of adapters that are off, as plain tensors."""
+    off = set()
+    for module in model.modules():
+        if _is_adapted(module):
+            on = () if module.disable_adapters or module.merged else module.active_adapters
+            for child in module.children():
+                if child is not module.base_layer:
+                    off |= {id(part) for name, part in _own(child) if name not in on}
+    for module in model.modules():
+        if getattr(module, "_hf_device_mesh", None) is not None:  # its weights may be a part, as a plain tensor
+            raise _Unreadable
+        if id(module) in off:
+            off |= {id(part) for _, part in _own(module)}
+            continue
+        for name, tensor in _own(module):
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in off:
+                yield from _plain(_offloaded(module, name) if tensor.is_meta else tensor)
+
+
+def _own(module):
+    """The (name, part) of a module itself: its modules, parameters and those buffers that are saved."""
+    for parts in (module._modules, module._parameters, module._buffers):
+        for name, part in parts.items():
+            if part is not None and name not in module._non_persistent_buffers_set:
+                yield name, part
+
+
+def _offloaded(module, name):
+    """What accelerate keeps of a module elsewhere."""
+    hook = getattr(module, "_hf_hook", None)
+    for one in getattr(hook, "hooks", (hook,)):
+        if getattr(one, "weights_map", None) is not None:
+            return one.weights_map[name]
+    raise _Unreadable
+
+
+def _plain(tensor):
+    """A tensor, or the plain ones that a quantiser's is made of. Of those that bitsandbytes packs, and packs again when
+    they are used, their scales."""
+    if hasattr(tensor, "to_local"):  # a DTensor
+        raise _Unreadable
+    if getattr(tensor, "quant_state", None) is not None:
+        tensor = tensor.quant_state.absmax
+    if hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _plain(getattr(tensor, name))
+    else:
+        yield tensor.detach()
+
+
+def _sampled(tensor):
+    """Up to RUNS * WIDTH of its numbers; float32 and bfloat16 as bfloat16."""
+    flat, most = tensor.flatten(), RUNS * WIDTH
+    if len(flat) > most:
+        starts = (torch.arange(RUNS, dtype=torch.float64) * GOLDEN % 1 * (len(flat) - WIDTH)).long()
+        flat = flat[(starts[:, None] + torch.arange(WIDTH)).flatten().to(flat.device)]
+    return flat.bfloat16() if flat.dtype == torch.float32 else flat.contiguous()
