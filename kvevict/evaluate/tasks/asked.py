@@ -1,0 +1,101 @@
+"""Where the question stands: facts in other text (`settings.haystack`), each asked for in one of four ways.
+
+    asked              all of these, in turn
+    asked/last         the question ends the prompt
+    asked/before       instructions of 30 to 100 tokens follow it
+    asked/long         it stands within a request of 60 to 200 tokens
+    asked/first        it stands before the text
+
+A text has facts of eight kinds, those of `many` and a sentence and a constant of source code, and one question of each
+kind; `settings.cases` counts texts. Nothing opens the answer. A case's `said` is the question itself.
+"""
+
+import functools
+
+from ..haystack import haystack
+from ..words import LISTS
+from . import TASKS, Case
+from .many import drawn_facts
+
+PLACES = ("last", "before", "long", "first")
+ROOM = 24  # tokens for the words that come before an answer which nothing opens
+INSTRUCTIONS = (
+    "Answer in one short sentence. Do not explain how you found it, do not repeat the question and do not add anything "
+    "that the text does not say.",
+    "Please write plain text without any markup. Use a single line, keep to what the text says, and write numbers, "
+    "dates and names exactly as they are spelled there. If there is more than one candidate, give the first. Leave out "
+    "greetings, comments and everything else that was not asked for.",
+    "Format of your reply: one line of at most twenty words in English, with no list, no heading, no quotation marks "
+    "and no closing remark. Replies that are longer than this will be cut off, and replies in another format will not "
+    "be read at all, so please check the length and the format before you send it.",
+)
+REQUESTS = (
+    "My sister and I read this together on the train last week, and since then we have not been able to agree about "
+    "one small thing that is mentioned in passing. I lent the book to a friend this morning and cannot look it up. "
+    "{asked} I would be glad to settle it before the weekend, because she comes to dinner on Saturday and has asked me "
+    "twice already. There is no hurry today, though.",
+    "I am preparing a lesson about careful reading, and I need a few details that most people skip the first time. "
+    "{asked} The others I have found already. The lesson is on Thursday, the class is a friendly one, and nobody will "
+    "be marked for a wrong answer, but I want to have the right ones at hand in case that somebody asks me for them "
+    "at the end of the hour.",
+)
+REMINDER = "\n\nThat was the text. Now answer the question that was asked before it."
+MORE = dict(
+    sentence=('The motto over the door of the {of} reads: "{answer}."', "What does the motto over the {of}'s door say?"),
+    code=("The program of the {of} has the line {name}_LIMIT = {answer} in it.", "Which value has {name}_LIMIT?"),
+)
+
+
+def more_facts(rng, used: str) -> list:
+    """As `drawn_facts`, two facts of each kind of MORE; of nothing that `used` names."""
+    facts = []
+    for kind, (line, asked) in MORE.items():
+        free = [word for word in LISTS["noun"] if word not in used]
+        for number, of in enumerate(rng.sample(free, 2)):
+            name = rng.choice(LISTS["noun"]).upper() + str(number)
+            words = (rng.choice(LISTS[slot]) for slot in ("did", "adj", "noun", "place"))
+            answer = "{} {} the {} {} of {}".format(rng.choice(LISTS["he"]), *words)
+            answer = str(rng.randrange(1_000, 10_000)) if kind == "code" else answer
+            filled = dict(of=of, name=name)
+            facts.append((kind, line.format(answer=answer, **filled), asked.format(**filled), (answer,)))
+    return facts
+
+
+def framed(place: str, asked: str, rng) -> tuple:
+    """(what comes before the text, what comes after it) of a question."""
+    if place == "first":
+        return f"Read the text with this question in mind: {asked}\n\n", REMINDER
+    if place == "before":
+        return "", f"\n\n{asked}\n\n{rng.choice(INSTRUCTIONS)}"
+    return "", "\n\n" + (rng.choice(REQUESTS).format(asked=asked) if place == "long" else asked)
+
+
+def asked(settings, places=PLACES, task="asked"):
+    end = "" if getattr(settings.tokenizer, "chat_template", None) else "\nAnswer:"
+    for i in range(settings.cases):
+        rng = settings.rng("asked", settings.length, i)
+        drawn = [
+            (kind, fact, asked.partition("Question: ")[2].partition("\nAnswer:")[0], answers)
+            for kind, fact, asked, answers, _ in drawn_facts(rng)
+        ]
+        facts = drawn + more_facts(rng, " ".join(fact for _, fact, *_ in drawn))
+        rng.shuffle(facts)
+        depths = [(number + rng.random()) / len(facts) for number in range(len(facts))]
+        said = {depth: fact[1] for depth, fact in zip(depths, facts)}
+        longest = max((before + after for each in facts for place in PLACES
+                       for before, after in [framed(place, each[2], rng)]), key=settings.tokens)  # fmt: skip
+        text = haystack(settings).passage(rng, settings.length, settings, facts=said, after=longest + end)
+        kinds = {kind: number for number, (kind, *_) in enumerate(facts)}
+        for turn, (kind, number) in enumerate(sorted(kinds.items())):
+            place, (_, _, question, answers) = places[(turn + i) % len(places)], facts[number]
+            before, after = framed(place, question, rng)
+            tags = dict(length=settings.length, text=i, kind=kind, place=place, depth=round(depths[number], 2))
+            new = settings.room(answers) + ROOM
+            id = f"{task}/{settings.length}/{i}/{kind}"
+            yield Case(task, id, before + text, after + end, answers, "contains_any", new, tags, one_line=True,
+                       said=question)  # fmt: skip
+
+
+TASKS.add("asked")(asked)
+for _place in PLACES:
+    TASKS.add(f"asked/{_place}")(functools.partial(asked, places=(_place,), task=f"asked/{_place}"))
