@@ -65,7 +65,7 @@ class Diagnostics(Watcher):
         with step.meter.clock("diagnose"), slots.kv.rotated():
             exact: dict = dict(dtype=torch.double, device="cpu")
             sums = self.sums.setdefault(slots.index, torch.zeros(len(NAMES), len(choice.keep), **exact))
-            observing = call.policy.rows.observing(step).clip(1, ROWS).tolist()
+            observing = step.rows.observing(step).clip(1, ROWS).tolist()
             for b in losing:
                 queries = by_group(call.rows.q[b, :, -observing[b] :], slots.kv.k.shape[1], **slots.kv.options)
                 index = [choice.index[b, h, :n] for h, n in enumerate(choice.keep[b])]

@@ -41,23 +41,25 @@ REQUESTS = (
 )
 REMINDER = "\n\nThat was the text. Now answer the question that was asked before it."
 MORE = dict(
-    sentence=('The motto over the door of the {of} reads: "{answer}."', "What does the motto over the {of}'s door say?"),
-    code=("The program of the {of} has the line {name}_LIMIT = {answer} in it.", "Which value has {name}_LIMIT?"),
+    sentence=('The motto over the door of the {of} reads: "{answer}."', "What is the motto over the door of the {of}?"),
+    code=("The program of the {of} sets the constant {name}_LIMIT = {answer}.", "What is the value of {name}_LIMIT?"),
 )
 
 
-def more_facts(rng, used: str) -> list:
-    """As `drawn_facts`, two facts of each kind of MORE; of nothing that `used` names."""
-    facts = []
+def facts_of(rng) -> list:
+    """[(kind, statement, question, answers)] of one text, one of each kind, in random order."""
+    of_many = {}
+    for kind, fact, asked, answers, counts in drawn_facts(rng):
+        if counts:
+            of_many[kind] = kind, fact, asked.partition("Question: ")[2].partition("\nAnswer:")[0], answers
+    facts, said = [*of_many.values()], " ".join(fact for _, fact, *_ in of_many.values())
     for kind, (line, asked) in MORE.items():
-        free = [word for word in LISTS["noun"] if word not in used]
-        for number, of in enumerate(rng.sample(free, 2)):
-            name = rng.choice(LISTS["noun"]).upper() + str(number)
-            words = (rng.choice(LISTS[slot]) for slot in ("did", "adj", "noun", "place"))
-            answer = "{} {} the {} {} of {}".format(rng.choice(LISTS["he"]), *words)
-            answer = str(rng.randrange(1_000, 10_000)) if kind == "code" else answer
-            filled = dict(of=of, name=name)
-            facts.append((kind, line.format(answer=answer, **filled), asked.format(**filled), (answer,)))
+        of, name = rng.sample([word for word in LISTS["noun"] if word not in said], 2)
+        words = [rng.choice(LISTS[slot]) for slot in ("he", "did", "adj", "noun", "place")]
+        answer = "{} {} the {} {} of {}".format(*words) if kind == "sentence" else str(rng.randrange(1_000, 10_000))
+        filled = dict(of=of, name=name.upper())
+        facts.append((kind, line.format(answer=answer, **filled), asked.format(**filled), (answer,)))
+    rng.shuffle(facts)
     return facts
 
 
@@ -74,20 +76,14 @@ def asked(settings, places=PLACES, task="asked"):
     end = "" if getattr(settings.tokenizer, "chat_template", None) else "\nAnswer:"
     for i in range(settings.cases):
         rng = settings.rng("asked", settings.length, i)
-        drawn = [
-            (kind, fact, asked.partition("Question: ")[2].partition("\nAnswer:")[0], answers)
-            for kind, fact, asked, answers, _ in drawn_facts(rng)
-        ]
-        facts = drawn + more_facts(rng, " ".join(fact for _, fact, *_ in drawn))
-        rng.shuffle(facts)
+        facts = facts_of(rng)
         depths = [(number + rng.random()) / len(facts) for number in range(len(facts))]
         said = {depth: fact[1] for depth, fact in zip(depths, facts)}
         longest = max((before + after for each in facts for place in PLACES
                        for before, after in [framed(place, each[2], rng)]), key=settings.tokens)  # fmt: skip
         text = haystack(settings).passage(rng, settings.length, settings, facts=said, after=longest + end)
-        kinds = {kind: number for number, (kind, *_) in enumerate(facts)}
-        for turn, (kind, number) in enumerate(sorted(kinds.items())):
-            place, (_, _, question, answers) = places[(turn + i) % len(places)], facts[number]
+        for turn, number in enumerate(sorted(range(len(facts)), key=lambda number: facts[number][0])):
+            place, (kind, _, question, answers) = places[(turn + i) % len(places)], facts[number]
             before, after = framed(place, question, rng)
             tags = dict(length=settings.length, text=i, kind=kind, place=place, depth=round(depths[number], 2))
             new = settings.room(answers) + ROOM

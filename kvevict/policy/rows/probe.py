@@ -1,5 +1,5 @@
 import numbers
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -70,6 +70,17 @@ class Probe(Rows):
                 "give a larger chunk_size or a smaller probe"
             )
 
+    def of_spans(self, spans, tokens):
+        if not self.append:
+            return super().of_spans(spans, tokens)
+        tail = np.zeros_like(tokens) if self.span else self.lengths(tokens)
+        marked = [
+            sorted({*range(n - last, n)}.union(*(range(*span) for span in mine)))
+            for mine, last, n in zip(spans, tail.tolist(), tokens.tolist())
+        ]
+        options = {f.name: getattr(self, f.name) for f in fields(Probe)}
+        return Marked(**options, tokens=tuple(marked), tail=tail)
+
     def lengths(self, tokens):
         """int [B] probe rows of prompts of so many tokens [B]."""
         return np.full_like(tokens, self.most) if self.span else np.minimum(tokens // 2, self.most)
@@ -97,6 +108,9 @@ class Probe(Rows):
             start = request.first + self.span[0] if self.span[0] >= 0 else read.prompt + self.span[0]
         start = torch.as_tensor(start, device=request.device).expand(request.batch).long()
         columns = start[:, None] + torch.arange(longest, device=request.device)
+        return self.of_columns(columns, request, read)
+
+    def of_columns(self, columns, request, read):
         columns = columns.clamp_max(read.prompt - 1)  # a row that is padding alone has no such tokens
         positions = request.positions().gather(1, columns) if self.place == "true" else None
         return AppendedRows(request.tokens_at(columns), positions, columns)
@@ -142,3 +156,36 @@ class Probe(Rows):
         if not self.append:
             return [last(rows, count, stored)]
         return [Part(count, stored + rows - (0 if appended else count), False, False)]
+
+
+@dataclass(frozen=True, eq=False)
+class Marked(Probe):
+    """A probe of chosen tokens, for one read: `Rows.of_tokens`. All are appended to every chunk, the last one too; a
+    row of a batch that has fewer is filled up after them, where they do not see it."""
+
+    tokens: tuple = ()  # ascending numbers of each row's, counted without padding
+    tail: object = None  # int [B] how many of them end the prompt, and are kept
+
+    def lengths(self, tokens):
+        return np.array([len(row) for row in self.tokens])
+
+    def appended(self, tokens, rows, last):
+        return max(map(len, self.tokens))
+
+    def prepare(self, request, read):
+        if not read.evicts:
+            return None
+        longest = self.appended(0, 0, False)
+        marked = [[*row, *[row[-1] if row else 0] * (longest - len(row))] for row in self.tokens]
+        columns = torch.tensor(marked, device=request.device).view(request.batch, longest) + request.first[:, None]
+        return self.of_columns(columns, request, read)
+
+    def observe(self, call, past):
+        counts = call.upload(self.lengths(None))
+        return call.later(past[0].to(call.q.dtype), counts=counts, unseen=self.protect(call))
+
+    def observing(self, step):
+        return np.minimum(self.lengths(None), step.positions.shape[1] - step.padding)
+
+    def protect(self, call):
+        return call.upload(self.tail) if call.ends_prompt else 0
