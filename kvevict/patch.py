@@ -13,14 +13,15 @@ from .engine import attention, forward, hidden, propagate, quantities, ranks, re
 from .engine.meter import Meter
 from .families import base_model, find_decoder
 from .policy.policy import build
+from .question import LastTurn
 
 
 class Patch:
     """What one patched model carries: its policy, which layers evict, and each thread's last read. It has no reference
     to the model, so that copies of the model stay independent."""
 
-    def __init__(self, policy, decoder, ranks):
-        self.policy, self.ranks = policy, ranks
+    def __init__(self, policy, decoder, ranks, question=None):
+        self.policy, self.ranks, self.question = policy, ranks, question
         self.kinds = kinds = families.layer_kinds(decoder.config)
         heads = families.heads(decoder, kinds)
         self.local_heads = heads[0] // ranks.size, heads[1] // ranks.size  # of queries and of keys, of this rank
@@ -65,12 +66,14 @@ class Patch:
         self.meters[threading.current_thread()] = self.last_meter = meter
 
 
-def patch(model, policy, *, budget=None, chunk_size=None, **options):
+def patch(model, policy, *, budget=None, chunk_size=None, tokenizer=None, **options):
     """Make a loaded Transformers model read long prompts in chunks and keep a bounded KV cache; returns the model.
 
     policy      a preset's name (`kvevict.policies()` lists them) or a `kvevict.Policy`
     budget      slots kept per kv head and layer, window and sinks included (int), or the fraction kept, in (0, 1)
     chunk_size  tokens read at once, evicting after every chunk; None: the preset's own schedule
+    tokenizer   the model's: rows="probe" (take, take+edie, ...) are then the question of the last user's turn, by the
+                tokenizer's chat template, where it is not within the prompt's last tokens
     options     any field of the policy or its score: window=16, decode=True, progress=True, ...
 
     model may be a pipeline, or in a PEFT, DistributedDataParallel or DataParallel wrapper.
@@ -79,6 +82,8 @@ def patch(model, policy, *, budget=None, chunk_size=None, **options):
     cannot be patched.
     """
     chosen = build(policy, budget=budget, chunk_size=chunk_size, **options)
+    if not (tokenizer is None or callable(tokenizer)):
+        raise TypeError(f"tokenizer must be the model's tokenizer, got {type(tokenizer).__name__}")
     decoder = find_decoder(model)
     check_model(model)
     split = ranks.of(base_model(model))
@@ -91,7 +96,7 @@ def patch(model, policy, *, budget=None, chunk_size=None, **options):
     needed = quantities.of_policy(chosen)
     rotates = any(each.rotates for each in needed)
     rerotate.check(chosen, families.rope_depends_on_length(decoder), rotates)
-    state = Patch(chosen, decoder, split)
+    state = Patch(chosen, decoder, split, tokenizer and LastTurn(tokenizer))
     modules = [families.attention_of(families.layers_of(decoder)[index], index) for index in state.order]
     for each in needed:
         each.ready(decoder, modules)
@@ -157,7 +162,7 @@ def evicting(model, policy, **options):
         if before is None:
             unpatch(model)
         else:
-            patch(model, before.policy)
+            patch(model, before.policy, tokenizer=before.question and before.question.tokenizer)
             after = getattr(decoder, STATE)
             after.meters, after.last_meter = before.meters, before.last_meter
 

@@ -1,18 +1,27 @@
-"""Which tokens of a prompt observe it: the question, wherever it stands."""
+"""Which tokens of a prompt ask: what observes, where rows are a probe, wherever it stands."""
 
 import contextlib
 import numbers
+import re
 from dataclasses import dataclass
+from functools import cached_property
+from os.path import commonprefix
 from typing import Any
 
 import numpy as np
 
 from .context import within
+from .prompts import rendered
+
+NEAR = 1024  # characters at either end of a user's turn in which its question is looked for
+# A sentence with a question mark that no quotation ends: a line's, after the end of a sentence whose last word is none
+# of the abbreviated ones.
+SENTENCE = re.compile(r"(?:(?<=\w{3}[.!?:;])\s|^|\n)(?P<asked>[^\n]+?[?？؟])(?![\"”’'»])(?=\s|$)")
 
 
 @contextlib.contextmanager
 def observing(question, tokenizer=None):
-    """Inside, the question observes the prompts that are read, wherever it stands in them:
+    """Inside, a question observes the prompts that are read, wherever it stands in them:
 
     with kvevict.observing("Who is the captain?", tokenizer):
         model.generate(**inputs)
@@ -22,14 +31,13 @@ def observing(question, tokenizer=None):
                row of a batch
     tokenizer  the model's, for a text
 
-    The question's tokens and the prompt's last ones are appended to every chunk, so the policy's rows must be "probe"
-    (take, take+edie, ...). A read raises ValueError, before the cache changes, for a question that its prompt does not
-    have, and for one that is as long as a chunk.
+    Its tokens are appended to every chunk, so the policy's rows must be "probe" (take, take+edie, ...). A read raises
+    ValueError, before the cache changes, for a question that its prompt does not have, and for one as long as a chunk.
     """
     asked = question if isinstance(question, list) else [question]
     for each in asked:
         _check(each, tokenizer)
-    with within(question=Question(tuple(asked), tokenizer)):
+    with within(question=Asked(tuple(asked), tokenizer)):
         yield
 
 
@@ -40,9 +48,8 @@ def _check(question, tokenizer) -> None:
         if not callable(tokenizer):
             raise TypeError("tokenizer is missing: a question that is a text is found with the model's tokenizer")
         return
-    if not (
-        isinstance(question, tuple) and len(question) == 2 and all(isinstance(end, numbers.Integral) for end in question)
-    ):
+    pair = isinstance(question, tuple) and len(question) == 2
+    if not (pair and all(isinstance(end, numbers.Integral) for end in question)):
         raise TypeError(f"question must be a text, (start, stop) or a list of these, got {question!r}")
     start, stop = question
     if (start < 0) != (stop <= 0) or start >= stop:
@@ -52,40 +59,106 @@ def _check(question, tokenizer) -> None:
         )
 
 
-@dataclass(frozen=True)
 class Question:
+    """Finds what observes a prompt."""
+
+    def rows(self, request, prompt: int):
+        """The policy's rows for the first `prompt` columns of a `kvevict.engine.request.Request`."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Asked(Question):
     asked: tuple  # a text or a span for all rows of a batch, or one for each
     tokenizer: Any = None
 
-    def rows(self, request, prompt: int):
-        """The policy's rows, for the first `prompt` columns of a `kvevict.engine.request.Request`."""
+    def rows(self, request, prompt):
         if len(self.asked) not in (1, request.batch):
             raise ValueError(f"{len(self.asked)} questions for a batch of {request.batch} rows: give one, or one a row")
         asked = self.asked * (request.batch // len(self.asked))
-        tokens = np.maximum(prompt - request.padding, 0)
-        spans = [[self._span(request, b, each, n)] for b, (each, n) in enumerate(zip(asked, tokens.tolist()))]
-        rows, size = request.policy.rows.of_spans(spans, tokens), request.policy.chunk_size
-        if size is not None and rows.appended(0, 0, False) >= size:
+        tokens = np.maximum(prompt - request.padding, 0).tolist()
+        spans = [self._span(request, b, each, n) for b, (each, n) in enumerate(zip(asked, tokens))]
+        longest, size = max(stop - start for start, stop in spans), request.policy.chunk_size
+        if size is not None and longest >= size:
             raise ValueError(
-                f"the question and the prompt's last tokens are {rows.appended(0, 0, False)}, and chunks have {size}: "
-                "give a larger chunk_size, or a part of the question"
+                f"a question of {longest} tokens does not fit a chunk of {size}: give a larger chunk_size, or the part "
+                "of it that asks"
             )
-        return rows
+        return request.policy.rows.of_spans(spans)
 
     def _span(self, request, row: int, asked, tokens: int) -> tuple:
-        """(start, stop) of a row of `tokens` tokens."""
+        """(start, stop) in a row of `tokens` tokens."""
         if isinstance(asked, str):
             if request.ids is None:
                 raise ValueError("a question that is a text is found in token ids: pass input_ids, or give its tokens")
-            first = int(request.padding[row])
-            found = find(self.tokenizer, request.ids[row, first : first + tokens].tolist(), asked)
-            if found is None:
-                raise ValueError(f"the prompt does not have the question {asked!r}: give its words as the prompt has them")
-            return found
+            if found := find(self.tokenizer, ids_of_row(request, row, tokens), asked):
+                return found
+            raise ValueError(f"the prompt does not have the question {asked!r}: give its words as the prompt has them")
         start, stop = asked if asked[0] >= 0 else (tokens + asked[0], tokens + asked[1])
         if start < 0 or stop > tokens:
             raise ValueError(f"question={asked} reaches outside a prompt of {tokens} tokens")
         return start, stop
+
+
+@dataclass(frozen=True)
+class LastTurn(Question):
+    """The question of the last user's turn, by the tokenizer's chat template; of the whole prompt without one.
+
+    It is the last sentence with a question mark near the turn's end, or else the first near its start; a turn without
+    one is a question if it is short. What is found in none, or within the rows of the policy, leaves those as they are.
+    """
+
+    tokenizer: Any
+
+    @cached_property
+    def _marks(self) -> tuple:
+        """(what opens a user's turn, what ends it) in the chat template; "" for unknown."""
+        if not getattr(self.tokenizer, "chat_template", None):
+            return "", ""
+        mark, one = "\u0001", {"role": "user", "content": "\u0001"}
+        answer = {"role": "assistant", "content": mark}
+        try:
+            head, tail = rendered(self.tokenizer, [one], "a user's turn").split(mark)
+            _, end, begin, _ = rendered(self.tokenizer, [one, answer, one], "a second turn").split(mark)
+        except ValueError:
+            return "", ""
+        return commonprefix([head[::-1], begin[::-1]])[::-1], commonprefix([tail, end])
+
+    def rows(self, request, prompt):
+        rows = request.policy.rows
+        if request.ids is None or getattr(rows, "span", True) or not rows.append:
+            return rows
+        tokens = np.maximum(prompt - request.padding, 0)
+        own, spans = rows.lengths(tokens), []
+        for b, (n, last) in enumerate(zip(tokens.tolist(), own.tolist())):
+            span = self._span(ids_of_row(request, b, n))
+            size = request.policy.chunk_size or n
+            inside = span is None or span[0] >= n - last or span[1] - span[0] >= size
+            spans.append((n - last, n) if inside else span)
+        known = all(start == n - last for (start, _), n, last in zip(spans, tokens.tolist(), own.tolist()))
+        return rows if known else rows.of_spans(spans)
+
+    def _span(self, ids):
+        text = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        opened, ends = self._marks
+        if opened and opened not in text:
+            return None
+        turn = text.rpartition(opened)[2] if opened else text
+        asked = question_of(turn.partition(ends)[0] if ends else turn)
+        return find(self.tokenizer, ids, asked) if asked else None
+
+
+def question_of(turn: str) -> str:
+    """The question of a user's turn; "" where none is found."""
+    turn = turn.strip()
+    last = [match["asked"] for match in SENTENCE.finditer(turn[-NEAR:])]
+    first = [match["asked"] for match in SENTENCE.finditer(turn[:NEAR])]
+    return last[-1] if last else first[0] if first else turn if len(turn) <= NEAR else ""
+
+
+def ids_of_row(request, row: int, tokens: int) -> list:
+    first = int(request.padding[row])
+    return request.ids[row, first : first + tokens].tolist()
 
 
 def find(tokenizer, ids: list, text: str):
@@ -95,9 +168,12 @@ def find(tokenizer, ids: list, text: str):
     def has(start, stop):
         return wanted in "".join(tokenizer.decode(ids[start:stop], clean_up_tokenization_spaces=False).split())
 
-    if not has(0, len(ids)):
+    start, size = len(ids), 64
+    while start > 0 and not has(start, len(ids)):
+        start, size = max(start - size, 0), 2 * size
+    if not has(start, len(ids)):
         return None
-    start, beyond = 0, len(ids)
+    beyond = len(ids)
     while beyond - start > 1:
         middle = (start + beyond) // 2
         start, beyond = (middle, beyond) if has(middle, len(ids)) else (start, middle)

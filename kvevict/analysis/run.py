@@ -58,28 +58,38 @@ class Prompt:
     question: list
     suffix: int = 0
     answer: list | None = None
+    said: tuple | None = None  # (start, stop) of what asks, where the question has other words too, or stands elsewhere
 
     def row(self, device):
         """Ids [1, N]."""
         return torch.tensor([self.context + self.question], device=device)
 
-    def observed(self, observe) -> int:
+    def observed(self, observe):
         """Number of rows that observe: "question" is those of the question and all after it, N the last N rows before
-        the suffix and those of the suffix."""
+        the suffix and those of the suffix; or the span of tokens that ask: "asked"."""
+        if observe == ASKED:
+            start = len(self.context)
+            return self.said or (start, start + len(self.question) - self.suffix)
         return len(self.question) if observe == QUESTION else observe + self.suffix
 
 
-QUESTION = "question"
+QUESTION, ASKED = "question", "asked"
 OBSERVERS = ("window", "probe")  # options of rows that say how many of a prompt's last tokens observe
 
 
-def observe(policy, rows: int, tokens: int, named=()):
+def observe(policy, rows, tokens: int, named=()):
     """The policy, but the last `rows` tokens of a prompt of `tokens` tokens observe where its rows have a number for it
-    whose option is not `named`: at most half the budget, and fewer than a chunk has."""
+    whose option is not `named`: at most half the budget, and fewer than a chunk has. rows (start, stop): the last of
+    these tokens do, of a probe; other rows observe as they are."""
     slots = policy.budget if isinstance(policy.budget, int) else math.ceil(policy.budget * tokens)
     most = max(1, min(slots // 2, (policy.chunk_size or tokens) - 1))
     numbers = [name for name in OBSERVERS if isinstance(getattr(policy.rows, name, None), int) and name not in named]
-    return dataclasses.replace(policy, rows=dataclasses.replace(policy.rows, **dict.fromkeys(numbers, min(rows, most))))
+    if isinstance(rows, tuple):
+        numbers = [name for name in numbers if name == "probe" and policy.rows.append]
+        size: int | tuple = (max(rows[0], rows[1] - most), rows[1])
+    else:
+        size = min(rows, most)
+    return dataclasses.replace(policy, rows=dataclasses.replace(policy.rows, **dict.fromkeys(numbers, size)))
 
 
 def encode(tokenizer, text: str, question: str, limit: int | None = None, opening: str = "") -> Prompt:

@@ -86,8 +86,8 @@ class Reader:
         seen = (tokens if layers[0].seen is None else tokens + layers[0].seen.tolist()).tolist()
         evicts = schedule.evicts(policy, seen)
         limits, rows = schedule.limits(policy, patch.order, patch.tsp), policy.rows
-        if context().question is not None:
-            rows = context().question.rows(request, prompt)
+        if question := context().question or patch.question:
+            rows = question.rows(request, prompt)
         chunks = list(schedule.chunks(policy, prompt, limits, tokens.tolist() if evicts else (), rows))
         request.check_read(prompt, wanted, len(chunks) + drafted + (chunks[-1].appended > 0))
         budgets.check_groups(policy, request.cache, layers, patch.ranks)

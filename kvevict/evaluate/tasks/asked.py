@@ -5,6 +5,7 @@
     asked/before       instructions of 30 to 100 tokens follow it
     asked/long         it stands within a request of 60 to 200 tokens
     asked/first        it stands before the text
+    asked/numbers      as `asked`, one of four facts as of `recall`, of four relations: the bundled model answers these
 
 A text has facts of eight kinds, those of `many` and a sentence and a constant of source code, and one question of each
 kind; `settings.cases` counts texts. Nothing opens the answer. A case's `said` is the question itself.
@@ -16,6 +17,7 @@ from ..haystack import haystack
 from ..words import LISTS
 from . import TASKS, Case
 from .many import drawn_facts
+from .recall import RELATIONS, draw, statement
 
 PLACES = ("last", "before", "long", "first")
 ROOM = 24  # tokens for the words that come before an answer which nothing opens
@@ -72,26 +74,40 @@ def framed(place: str, asked: str, rng) -> tuple:
     return "", "\n\n" + (rng.choice(REQUESTS).format(asked=asked) if place == "long" else asked)
 
 
+def case_of(settings, task, text, rng, facts, number, place, **tags) -> Case:
+    """The question number `number` of the facts (kind, statement, question, answers) of a text."""
+    chat = getattr(settings.tokenizer, "chat_template", None)
+    kind, _, question, answers = facts[number]
+    question, end = (question, "") if chat else (f"Question: {question}", "\nAnswer:")
+    depths = [(each + rng.random()) / len(facts) for each in range(len(facts))]
+    before, after = framed(place, question, rng)
+    said = {depth: fact for depth, (_, fact, *_) in zip(depths, facts)}
+    context = haystack(settings).passage(rng, settings.length, settings, facts=said, before=before, after=after + end)
+    tags |= dict(length=settings.length, kind=kind, place=place, depth=round(depths[number], 2))
+    id, new = f"{task}/{settings.length}/{text}/{kind}", settings.room(answers) + ROOM
+    return Case(task, id, before + context, after + end, answers, "contains_any", new, tags, one_line=True,
+                said=question)  # fmt: skip
+
+
 def asked(settings, places=PLACES, task="asked"):
-    end = "" if getattr(settings.tokenizer, "chat_template", None) else "\nAnswer:"
     for i in range(settings.cases):
-        rng = settings.rng("asked", settings.length, i)
-        facts = facts_of(rng)
-        depths = [(number + rng.random()) / len(facts) for number in range(len(facts))]
-        said = {depth: fact[1] for depth, fact in zip(depths, facts)}
-        longest = max((before + after for each in facts for place in PLACES
-                       for before, after in [framed(place, each[2], rng)]), key=settings.tokens)  # fmt: skip
-        text = haystack(settings).passage(rng, settings.length, settings, facts=said, after=longest + end)
+        facts = facts_of(settings.rng("asked", settings.length, i))
         for turn, number in enumerate(sorted(range(len(facts)), key=lambda number: facts[number][0])):
-            place, (kind, _, question, answers) = places[(turn + i) % len(places)], facts[number]
-            before, after = framed(place, question, rng)
-            tags = dict(length=settings.length, text=i, kind=kind, place=place, depth=round(depths[number], 2))
-            new = settings.room(answers) + ROOM
-            id = f"{task}/{settings.length}/{i}/{kind}"
-            yield Case(task, id, before + text, after + end, answers, "contains_any", new, tags, one_line=True,
-                       said=question)  # fmt: skip
+            rng, place = settings.rng("asked", settings.length, i, number), places[(turn + i) % len(places)]
+            yield case_of(settings, task, i, rng, facts, number, place, text=i)
+
+
+def asked_numbers(settings, places=PLACES, task="asked/numbers"):
+    for i in range(settings.cases):
+        rng = settings.rng("asked/numbers", settings.length, i)
+        facts = [
+            ("number", statement(relation, who, what), f"What is the {relation} of {who}?", (what,))
+            for relation, (_, who, what) in zip(rng.sample(RELATIONS, 4), draw(rng, 4))
+        ]
+        yield case_of(settings, task, i, rng, facts, i % 4, places[i // 4 % len(places)])
 
 
 TASKS.add("asked")(asked)
+TASKS.add("asked/numbers")(asked_numbers)
 for _place in PLACES:
     TASKS.add(f"asked/{_place}")(functools.partial(asked, places=(_place,), task=f"asked/{_place}"))

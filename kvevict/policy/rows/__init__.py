@@ -81,9 +81,9 @@ class Rows:
         """These rows, given the ids of the true response, which rows of a reference score may use."""
         return self
 
-    def of_spans(self, spans: list, tokens) -> "Rows":
-        """These rows for one read, in which spans of tokens, lists of (start, stop) for each row of a batch, whose
-        prompts have int [B] tokens, observe too. Raises ValueError for rows that cannot be chosen."""
+    def of_spans(self, spans: list) -> "Rows":
+        """These rows for one read, in which a span (start, stop) of each row of a batch observes. Raises ValueError for
+        rows that cannot be chosen."""
         raise ValueError(
             "kvevict.observing chooses the tokens that are appended to chunks, and these rows append none of the "
             "prompt's: choose take, take+edie or another policy with rows='probe'"

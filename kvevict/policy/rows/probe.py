@@ -70,16 +70,10 @@ class Probe(Rows):
                 "give a larger chunk_size or a smaller probe"
             )
 
-    def of_spans(self, spans, tokens):
+    def of_spans(self, spans):
         if not self.append:
-            return super().of_spans(spans, tokens)
-        tail = np.zeros_like(tokens) if self.span else self.lengths(tokens)
-        marked = [
-            sorted({*range(n - last, n)}.union(*(range(*span) for span in mine)))
-            for mine, last, n in zip(spans, tail.tolist(), tokens.tolist())
-        ]
-        options = {f.name: getattr(self, f.name) for f in fields(Probe)}
-        return Marked(**options, tokens=tuple(marked), tail=tail)
+            return super().of_spans(spans)
+        return Spans(**{f.name: getattr(self, f.name) for f in fields(Probe)}, spans=tuple(spans))
 
     def lengths(self, tokens):
         """int [B] probe rows of prompts of so many tokens [B]."""
@@ -87,7 +81,7 @@ class Probe(Rows):
 
     def appended(self, tokens, rows, last):
         ends = last and not self.span  # the prompt's end, which the last chunk has as its own
-        return int(self.lengths(np.array(tokens))) if self.append and not ends else 0
+        return int(self.lengths(np.array(tokens)).max()) if self.append and not ends else 0
 
     def prepare(self, request, read):
         lengths, size = self.lengths(read.tokens), request.policy.chunk_size
@@ -106,11 +100,12 @@ class Probe(Rows):
         start = read.prompt - longest
         if self.span:
             start = request.first + self.span[0] if self.span[0] >= 0 else read.prompt + self.span[0]
-        start = torch.as_tensor(start, device=request.device).expand(request.batch).long()
-        columns = start[:, None] + torch.arange(longest, device=request.device)
-        return self.of_columns(columns, request, read)
+        start = torch.as_tensor(start, device=request.device).expand(request.batch)
+        return self._rows(start, longest, request, read)
 
-    def of_columns(self, columns, request, read):
+    def _rows(self, start, count, request, read):
+        """`count` tokens from columns start [B] on."""
+        columns = start.long()[:, None] + torch.arange(count, device=request.device)
         columns = columns.clamp_max(read.prompt - 1)  # a row that is padding alone has no such tokens
         positions = request.positions().gather(1, columns) if self.place == "true" else None
         return AppendedRows(request.tokens_at(columns), positions, columns)
@@ -159,33 +154,24 @@ class Probe(Rows):
 
 
 @dataclass(frozen=True, eq=False)
-class Marked(Probe):
-    """A probe of chosen tokens, for one read: `Rows.of_tokens`. All are appended to every chunk, the last one too; a
-    row of a batch that has fewer is filled up after them, where they do not see it."""
+class Spans(Probe):
+    """A probe of one read (`Rows.of_spans`): a span of each row's tokens, counted from its first. A row of a batch with
+    a shorter one is filled up after it, where it does not see that."""
 
-    tokens: tuple = ()  # ascending numbers of each row's, counted without padding
-    tail: object = None  # int [B] how many of them end the prompt, and are kept
+    spans: tuple = ()
+
+    @property
+    def span(self):
+        return self.spans
 
     def lengths(self, tokens):
-        return np.array([len(row) for row in self.tokens])
-
-    def appended(self, tokens, rows, last):
-        return max(map(len, self.tokens))
+        return np.array([stop - start for start, stop in self.spans])
 
     def prepare(self, request, read):
         if not read.evicts:
             return None
-        longest = self.appended(0, 0, False)
-        marked = [[*row, *[row[-1] if row else 0] * (longest - len(row))] for row in self.tokens]
-        columns = torch.tensor(marked, device=request.device).view(request.batch, longest) + request.first[:, None]
-        return self.of_columns(columns, request, read)
+        start = torch.tensor([start for start, _ in self.spans], device=request.device) + request.first
+        return self._rows(start, self.appended(0, 0, False), request, read)
 
     def observe(self, call, past):
-        counts = call.upload(self.lengths(None))
-        return call.later(past[0].to(call.q.dtype), counts=counts, unseen=self.protect(call))
-
-    def observing(self, step):
-        return np.minimum(self.lengths(None), step.positions.shape[1] - step.padding)
-
-    def protect(self, call):
-        return call.upload(self.tail) if call.ends_prompt else 0
+        return call.later(past[0].to(call.q.dtype), counts=call.upload(self.lengths(None)))
