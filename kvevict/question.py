@@ -5,7 +5,6 @@ import numbers
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from os.path import commonprefix
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,11 @@ from .context import within
 from .prompts import rendered
 
 NEAR = 1024  # characters at either end of a user's turn in which its question is looked for
-# A sentence with a question mark that no quotation ends: a line's, after the end of a sentence whose last word is none
-# of the abbreviated ones.
-SENTENCE = re.compile(r"(?:(?<=\w{3}[.!?:;])\s|^|\n)(?P<asked>[^\n]+?[?？؟])(?![\"”’'»])(?=\s|$)")
+MARKS = "?\uff1f\u061f"
+# What is between two sentences: a line's end, or white space after what ends a sentence and no abbreviation.
+BETWEEN = re.compile(
+    r"\n|(?<=[.!?\u061f])(?<!\bMr\.)(?<!\bMrs\.)(?<!\bMs\.)(?<!\bDr\.)(?<!\bSt\.)\s+|(?<=[\u3002\uff01\uff1f])"
+)
 
 
 @contextlib.contextmanager
@@ -122,7 +123,7 @@ class LastTurn(Question):
             _, end, begin, _ = rendered(self.tokenizer, [one, answer, one], "a second turn").split(mark)
         except ValueError:
             return "", ""
-        return commonprefix([head[::-1], begin[::-1]])[::-1], commonprefix([tail, end])
+        return shared(head[::-1], begin[::-1])[::-1], shared(tail, end)
 
     def rows(self, request, prompt):
         rows = request.policy.rows
@@ -148,11 +149,19 @@ class LastTurn(Question):
         return find(self.tokenizer, ids, asked) if asked else None
 
 
+def shared(a: str, b: str) -> str:
+    """What both texts begin with."""
+    return a[: next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))]
+
+
 def question_of(turn: str) -> str:
-    """The question of a user's turn; "" where none is found."""
+    """The question of a user's turn; "" where none is found. A question mark before a closing quotation mark is a
+    speaker's."""
     turn = turn.strip()
-    last = [match["asked"] for match in SENTENCE.finditer(turn[-NEAR:])]
-    first = [match["asked"] for match in SENTENCE.finditer(turn[:NEAR])]
+    last, first = (
+        [each.strip() for each in BETWEEN.split(part) if each.strip().endswith(tuple(MARKS))]
+        for part in (turn[-NEAR:], turn[:NEAR])
+    )
     return last[-1] if last else first[0] if first else turn if len(turn) <= NEAR else ""
 
 
