@@ -112,8 +112,11 @@ def encode(tokenizer, text: str, question: str, limit: int | None = None, openin
     return Prompt(head + body, question_ids, suffix)
 
 
-def measure(model, tokenizer, ids, policy=None, max_new_tokens=64, positions=False, one_line=False) -> dict:
+def measure(
+    model, tokenizer, ids, policy=None, max_new_tokens=64, positions=False, one_line=False, finds=False
+) -> dict:
     """Generate greedily, to the line's end if the answer is `one_line`, and measure the cost. policy=None: unpatched.
+    finds: what observes is the question that the tokenizer finds, as `kvevict.patch(tokenizer=..)` has it.
 
     Returns answer (None without a tokenizer), new_tokens, read_seconds (to the first token), decode_seconds,
     peak_bytes (growth of the process' peak memory above what was resident before) and, when patched, the read's report,
@@ -140,7 +143,8 @@ def measure(model, tokenizer, ids, policy=None, max_new_tokens=64, positions=Fal
 
     if policy is None:
         return generate()
-    with evicting(model, policy if tokenizer is None else told(policy, tokenizer)):
+    told_policy = policy if tokenizer is None else told(policy, tokenizer)
+    with evicting(model, told_policy, tokenizer=tokenizer if finds else None):
         result = generate()
         return result | {"report": report(model, positions=positions)}
 
