@@ -85,6 +85,11 @@ class Asked(Question):
                 f"a question of {longest} tokens does not fit a chunk of {size}: give a larger chunk_size, or the part "
                 "of it that asks"
             )
+        if reads_last_rows(request.policy) and len({stop - start for start, stop in spans}) > 1:
+            raise ValueError(
+                "questions of different lengths observe from different rows of a call, and diagnose=True and TADA's "
+                "budgets take its last ones: give spans of one length, or read the rows of the batch one by one"
+            )
         return request.policy.rows.of_spans(spans)
 
     def _span(self, request, row: int, asked, tokens: int) -> tuple:
@@ -137,6 +142,8 @@ class LastTurn(Question):
             inside = span is None or span[0] >= n - last or span[1] - span[0] >= size
             spans.append((n - last, n) if inside else span)
         known = all(start == n - last for (start, _), n, last in zip(spans, tokens.tolist(), own.tolist()))
+        if reads_last_rows(request.policy) and len({stop - start for start, stop in spans}) > 1:
+            return rows
         return rows if known else rows.of_spans(spans)
 
     def _span(self, ids):
@@ -147,6 +154,11 @@ class LastTurn(Question):
         turn = text.rpartition(opened)[2] if opened else text
         asked = question_of(turn.partition(ends)[0] if ends else turn)
         return find(self.tokenizer, ids, asked) if asked else None
+
+
+def reads_last_rows(policy) -> bool:
+    """Whether a policy measures the call's last rows, as those that observe."""
+    return policy.diagnose or policy.layers.measures
 
 
 def shared(a: str, b: str) -> str:

@@ -213,6 +213,8 @@ def test_what_is_not_a_question(question, error, message):
     ([(0, 4)] * 3, {}, "3 questions for a batch of 2 rows"), ([], {}, "0 questions for a batch of 2 rows"),
     ("Nobody asked this?", {}, "does not have the question 'Nobody asked this.'"),
     ((0, 128), {}, "of 128 tokens does not fit a chunk of 128"),
+    ([(0, 4), (0, 5)], dict(diagnose=True), "spans of one length"),
+    ([(0, 4), (0, 5)], dict(layers="tada", heads="flat"), "spans of one length"),
     ((0, 4), dict(append=False), "rows='probe'"), ((0, 4), dict(rows="window", window=8), "rows='probe'"),
 ])  # fmt: skip
 def test_refused_before_the_cache_changes(net, question, options, message):
@@ -231,10 +233,9 @@ def test_refused_before_the_cache_changes(net, question, options, message):
 
 
 def test_a_text_needs_ids(net):
-    ids = row(TEXT)
-    with kvevict.evicting(net, "take+edie", budget=60, probe=8), kvevict.observing(ASKED, tiny.byte_tokenizer()):
-        with pytest.raises(ValueError, match="pass input_ids"):
-            net(inputs_embeds=net.get_input_embeddings()(ids), use_cache=True)
+    embeds, asked = net.get_input_embeddings()(row(TEXT)), kvevict.observing(ASKED, tiny.byte_tokenizer())
+    with kvevict.evicting(net, "take+edie", budget=60, probe=8), asked, pytest.raises(ValueError, match="input_ids"):
+        net(inputs_embeds=embeds, use_cache=True)
 
 
 def test_a_tokenizer_is_one(net):

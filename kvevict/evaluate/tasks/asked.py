@@ -65,36 +65,40 @@ def facts_of(rng) -> list:
     return facts
 
 
-def framed(place: str, asked: str, rng) -> tuple:
-    """(what comes before the text, what comes after it) of a question."""
+def framed(place: str, question: str, number: int) -> tuple:
+    """(what comes before the text, what comes after it) of a question, in the number-th wording."""
     if place == "first":
-        return f"Read the text with this question in mind: {asked}\n\n", REMINDER
+        return f"Read the text with this question in mind: {question}\n\n", REMINDER
     if place == "before":
-        return "", f"\n\n{asked}\n\n{rng.choice(INSTRUCTIONS)}"
-    return "", "\n\n" + (rng.choice(REQUESTS).format(asked=asked) if place == "long" else asked)
+        return "", f"\n\n{question}\n\n{INSTRUCTIONS[number % len(INSTRUCTIONS)]}"
+    return "", "\n\n" + (REQUESTS[number % len(REQUESTS)].format(asked=question) if place == "long" else question)
 
 
-def case_of(settings, task, text, rng, facts, number, place, **tags) -> Case:
-    """The question number `number` of the facts (kind, statement, question, answers) of a text."""
+def cases_of(settings, task, number, rng, facts, asked, **tags):
+    """Cases of the text of facts (kind, statement, question, answers): asked, pairs (place, which fact)."""
     chat = getattr(settings.tokenizer, "chat_template", None)
-    kind, _, question, answers = facts[number]
-    question, end = (question, "") if chat else (f"Question: {question}", "\nAnswer:")
+    opens, end = ("", "") if chat else ("Question: ", "\nAnswer:")
     depths = [(each + rng.random()) / len(facts) for each in range(len(facts))]
-    before, after = framed(place, question, rng)
     said = {depth: fact for depth, (_, fact, *_) in zip(depths, facts)}
-    context = haystack(settings).passage(rng, settings.length, settings, facts=said, before=before, after=after + end)
-    tags |= dict(length=settings.length, kind=kind, place=place, depth=round(depths[number], 2))
-    id, new = f"{task}/{settings.length}/{text}/{kind}", settings.room(answers) + ROOM
-    return Case(task, id, before + context, after + end, answers, "contains_any", new, tags, one_line=True,
-                said=question)  # fmt: skip
+    longest = max(("".join(framed(place, f"{opens}{question}{end}", wording)) for _, _, question, _ in facts
+                   for place in PLACES for wording in range(len(INSTRUCTIONS))), key=settings.tokens)  # fmt: skip
+    text = haystack(settings).passage(rng, settings.length, settings, facts=said, after=longest)
+    for place, which in asked:
+        kind, _, question, answers = facts[which]
+        before, after = framed(place, opens + question, number + which)
+        about = dict(length=settings.length, kind=kind, place=place, depth=round(depths[which], 2)) | tags
+        id, new = f"{task}/{settings.length}/{number}/{kind}", settings.room(answers) + ROOM
+        yield Case(task, id, before + text, after + end, answers, "contains_any", new, about, one_line=True,
+                   said=opens + question)  # fmt: skip
 
 
 def asked(settings, places=PLACES, task="asked"):
     for i in range(settings.cases):
-        facts = facts_of(settings.rng("asked", settings.length, i))
-        for turn, number in enumerate(sorted(range(len(facts)), key=lambda number: facts[number][0])):
-            rng, place = settings.rng("asked", settings.length, i, number), places[(turn + i) % len(places)]
-            yield case_of(settings, task, i, rng, facts, number, place, text=i)
+        rng = settings.rng("asked", settings.length, i)
+        facts = facts_of(rng)
+        by_kind = sorted(range(len(facts)), key=lambda which: facts[which][0])
+        wanted = [(places[(turn + i) % len(places)], which) for turn, which in enumerate(by_kind)]
+        yield from cases_of(settings, task, i, rng, facts, wanted, text=i)
 
 
 def asked_numbers(settings, places=PLACES, task="asked/numbers"):
@@ -104,7 +108,7 @@ def asked_numbers(settings, places=PLACES, task="asked/numbers"):
             ("number", statement(relation, who, what), f"What is the {relation} of {who}?", (what,))
             for relation, (_, who, what) in zip(rng.sample(RELATIONS, 4), draw(rng, 4))
         ]
-        yield case_of(settings, task, i, rng, facts, i % 4, places[i // 4 % len(places)])
+        yield from cases_of(settings, task, i, rng, facts, [(places[i // 4 % len(places)], i % 4)])
 
 
 TASKS.add("asked")(asked)
