@@ -186,8 +186,8 @@ def commands_page() -> str:
     text = f"""{NOTE}
 # Commands
 
-`kvevict COMMAND` or `python -m kvevict COMMAND`. Each prints a table; where standard output is not a terminal one line of
-JSON follows, and with `--json` nothing else is printed. Arguments, files and folders are checked before a model is
+`kvevict COMMAND` or `python -m kvevict COMMAND`. Each prints a table; where standard output is not a terminal one line
+of JSON follows, and with `--json` nothing else is printed. Arguments, files and folders are checked before a model is
 loaded. Policies are written `NAME` or `NAME:OPTION=VALUE,...`, for instance `take:ema_alpha=0.32,probe=64`: names are
 in [policies.md](policies.md), options in [options.md](options.md). Exit code 2 means a mistake in the arguments, 130
 that Ctrl-C stopped the command.

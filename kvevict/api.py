@@ -15,13 +15,14 @@ from .policy.rows import ROWS, Rows
 from .policy.scores import SCORES, Score
 from .policy.selections import SELECTIONS, Selection
 from .query_statistics import measure_queries
+from .question import observing
 from .report import report
 from .store import load_cache, save_cache
 
 __all__ = [
     "HEADS", "LAYERS", "PRESETS", "QUANTITIES", "REFINEMENTS", "ROWS", "SCORES", "SELECTIONS", "HeadBudget",
     "LayerBudget", "Pipeline", "Policy", "Quantity", "Refinement", "Rows", "Score", "Selection", "answer", "evicting",
-    "history", "load_cache", "measure_queries", "need", "patch", "policies", "read", "register_quantity",
+    "history", "load_cache", "measure_queries", "need", "observing", "patch", "policies", "read", "register_quantity",
     "register_rows", "register_score", "report", "save_cache", "small_llama", "unpatch",
 ]  # fmt: skip
 

@@ -13,6 +13,7 @@ class Context:
     outer: object = None  # the kvevict.engine.step.OuterCall around the decoder's
     step: object = None  # the kvevict.engine.step.Step that runs
     tap: object = None  # the kvevict.engine.replay.Call that attention is remembered in, or comes from
+    question: object = None  # the kvevict.question.Question that observes the prompts that are read
     watchers: tuple = ()  # of kvevict.engine.watch, given every layer of a read
     note: object = None  # note(module, query, key) is called with what unpatched calls attend with
     training_attention: object = None  # what `kvevict.lookahead.passes` calls for attention

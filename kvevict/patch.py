@@ -13,14 +13,15 @@ from .engine import installed, propagate, quantities, ranks, rerotate
 from .engine.meter import Meter
 from .families import base_model, find_decoder
 from .policy.policy import build
+from .question import LastTurn
 
 
 class Patch:
     """A policy for one model: which layers evict, and each caller's last read. It has no reference to the model, so
     that copies of the model stay independent."""
 
-    def __init__(self, policy, decoder, ranks):
-        self.policy, self.ranks = policy, ranks
+    def __init__(self, policy, decoder, ranks, question=None):
+        self.policy, self.ranks, self.question = policy, ranks, question
         self.kinds = kinds = families.layer_kinds(decoder.config)
         heads = families.heads(decoder, kinds)
         self.local_heads = heads[0] // ranks.size, heads[1] // ranks.size  # of queries and of keys, of this rank
@@ -71,12 +72,14 @@ def caller():
         return threading.current_thread()
 
 
-def patch(model, policy, *, budget=None, chunk_size=None, **options):
+def patch(model, policy, *, budget=None, chunk_size=None, tokenizer=None, **options):
     """Make a loaded Transformers model read long prompts in chunks and keep a bounded KV cache; returns the model.
 
     policy      a preset's name (`kvevict.policies()` lists them) or a `kvevict.Policy`
     budget      slots kept per kv head and layer, window and sinks included (int), or the fraction kept, in (0, 1)
     chunk_size  tokens read at once, evicting after every chunk; None: the preset's own schedule
+    tokenizer   the model's: rows="probe" (take, take+edie, ...) are then the question of the last user's turn, by the
+                tokenizer's chat template, where it is not within the prompt's last tokens
     options     any field of the policy or its score: window=16, decode=True, progress=True, ...
 
     model may be a pipeline, or in a PEFT, DistributedDataParallel or DataParallel wrapper.
@@ -85,7 +88,7 @@ def patch(model, policy, *, budget=None, chunk_size=None, **options):
     what follows under the new policy. Raises ValueError or TypeError, and leaves the model as it was, for an unknown
     name, an impossible number, or a model that cannot be patched.
     """
-    made = _made(model, policy, dict(options, budget=budget, chunk_size=chunk_size))
+    made = _made(model, policy, dict(options, budget=budget, chunk_size=chunk_size, tokenizer=tokenizer))
     installed.set_own(base_model(model), find_decoder(model), made)
     _warn_of_learned_tokens(model, made, 3)
     return model
@@ -93,7 +96,10 @@ def patch(model, policy, *, budget=None, chunk_size=None, **options):
 
 def _made(model, policy, options) -> Patch:
     """A policy for a model. Raises ValueError or TypeError for one that cannot be had."""
+    tokenizer = options.pop("tokenizer", None)
     chosen = build(policy, **options)
+    if not (tokenizer is None or callable(tokenizer)):
+        raise TypeError(f"tokenizer must be the model's tokenizer, got {type(tokenizer).__name__}")
     decoder = find_decoder(model)
     check_model(model)
     split = ranks.of(base_model(model))
@@ -103,7 +109,7 @@ def _made(model, policy, options) -> Patch:
             "the model in one process, or choose another policy"
         )
     chosen.rows.ready(decoder)
-    made = Patch(chosen, decoder, split)
+    made = Patch(chosen, decoder, split, tokenizer and LastTurn(tokenizer))
     rotates = any(each.rotates for each in made.needed)
     rerotate.check(chosen, families.rope_depends_on_length(decoder), rotates)
     modules = [families.attention_of(families.layers_of(decoder)[index], index) for index in made.order]

@@ -59,29 +59,39 @@ class Prompt:
     question: list
     suffix: int = 0
     answer: list | None = None
+    said: tuple | None = None  # (start, stop) of what asks, where the question has other words too, or stands elsewhere
 
     def row(self, device):
         """Ids [1, N]."""
         return torch.tensor([self.context + self.question], device=device)
 
-    def observed(self, observe) -> int:
+    def observed(self, observe):
         """Number of rows that observe: "question" is those of the question and all after it, N the last N rows before
-        the suffix and those of the suffix."""
+        the suffix and those of the suffix; or the span of tokens that ask: "asked"."""
+        if observe == ASKED:
+            start = len(self.context)
+            return self.said or (start, start + len(self.question) - self.suffix)
         return len(self.question) if observe == QUESTION else observe + self.suffix
 
 
-QUESTION = "question"
+QUESTION, ASKED = "question", "asked"
 OBSERVERS = ("window", "probe")  # options of rows that say how many of a prompt's last tokens observe
 
 
-def observe(policy, rows: int, tokens: int, named=()):
+def observe(policy, rows, tokens: int, named=()):
     """The policy, but the last `rows` tokens of a prompt of `tokens` tokens observe where its rows have a number for it
-    whose option is not `named`: at most half the budget, and fewer than a chunk has."""
+    whose option is not `named`: at most half the budget, and fewer than a chunk has. rows (start, stop): the last of
+    these tokens do, of a probe; other rows observe as they are."""
     budget = tokens if policy.budget is None else policy.budget
     slots = budget if isinstance(budget, int) else math.ceil(budget * tokens)
     most = max(1, min(slots // 2, (policy.chunk_size or tokens) - 1))
     numbers = [name for name in OBSERVERS if isinstance(getattr(policy.rows, name, None), int) and name not in named]
-    return dataclasses.replace(policy, rows=dataclasses.replace(policy.rows, **dict.fromkeys(numbers, min(rows, most))))
+    if isinstance(rows, tuple):
+        numbers = [name for name in numbers if name == "probe" and policy.rows.append]
+        size: int | tuple = (max(rows[0], rows[1] - most), rows[1])
+    else:
+        size = min(rows, most)
+    return dataclasses.replace(policy, rows=dataclasses.replace(policy.rows, **dict.fromkeys(numbers, size)))
 
 
 def encode(tokenizer, text: str, question: str, limit: int | None = None, opening: str = "") -> Prompt:
@@ -104,8 +114,11 @@ def encode(tokenizer, text: str, question: str, limit: int | None = None, openin
     return Prompt(head + body, question_ids, suffix)
 
 
-def measure(model, tokenizer, ids, policy=None, max_new_tokens=64, positions=False, one_line=False) -> dict:
+def measure(
+    model, tokenizer, ids, policy=None, max_new_tokens=64, positions=False, one_line=False, finds=False
+) -> dict:
     """Generate greedily, to the line's end if the answer is `one_line`, and measure the cost. policy=None: unpatched.
+    finds: what observes is the question that the tokenizer finds, as `kvevict.patch(tokenizer=..)` has it.
 
     Returns answer (None without a tokenizer), new_tokens, read_seconds (to the first token), decode_seconds,
     peak_bytes (growth of the process' peak memory above what was resident before) and, when patched, the read's report,
@@ -132,7 +145,8 @@ def measure(model, tokenizer, ids, policy=None, max_new_tokens=64, positions=Fal
 
     if policy is None:
         return generate()
-    with evicting(model, policy if tokenizer is None else told(policy, tokenizer)):
+    told_policy = policy if tokenizer is None else told(policy, tokenizer)
+    with evicting(model, told_policy, tokenizer=tokenizer if finds else None):
         result = generate()
         return result | {"report": report(model, positions=positions)}
 

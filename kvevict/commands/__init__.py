@@ -61,15 +61,16 @@ def add_budget(parser, budget: int = 512, chunk_size: int | None = None) -> None
 
 
 def add_observe(parser, more: str = "") -> None:
-    parser.add_argument("--observe", type=observed, metavar="question|N",
+    parser.add_argument("--observe", type=observed, metavar="question|asked|N",
                         help="windows and probes are the rows from the question on, or N rows up to the question's end "
-                        f"and all after it; at most half the budget; default: the policy's own{more}")  # fmt: skip
+                        "and all after it; asked: probes are what asks alone, wherever it stands; at most half the "
+                        f"budget; default: the policy's own{more}")  # fmt: skip
 
 
 def observed(text: str):
     """What `kvevict.analysis.run.Prompt.observed` takes."""
-    if text != "question" and not (text.isdigit() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither 'question' nor a number of rows; give one of them")
+    if text not in ("question", "asked") and not (text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not 'question', 'asked' or a number of rows; give one of them")
     return int(text) if text.isdigit() else text
 
 

@@ -55,7 +55,7 @@ class Deciding(Chooser):
         observed = chunk is None or chunk.observed
         observing = observed and observes(policy, order, len(call.step.patch.order))
         if observing and not call.step.decoding:
-            call.step.read.memory[call.slots.index] = policy.rows.accumulate(call.rows, call.memory())
+            call.step.read.memory[call.slots.index] = call.step.rows.accumulate(call.rows, call.memory())
             for each in call.step.patch.needed:
                 each.accumulate(call.rows)
         if self.decisions.asks:

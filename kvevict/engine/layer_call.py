@@ -44,7 +44,7 @@ class LayerCall:
 
     def _observe(self) -> Observation:
         """The policy's rows, with their outputs if those are wanted."""
-        seen = self._decoded() if self.step.decoding else self.policy.rows.observe(self.rows, self.memory())
+        seen = self._decoded() if self.step.decoding else self.step.rows.observe(self.rows, self.memory())
         return Observation(tuple(map(self._complete, seen.parts)))
 
     def _decoded(self) -> Observation:
@@ -124,7 +124,7 @@ def protected(policy, select, rows, sizes) -> tuple:
     """(first, last) [B] int32: always kept slots at either end, at most the sizes [B] that there are."""
     sizes, kept = rows.upload(sizes), (0, 0, 0)
     if policy.refine.protect:
-        kept = *policy.score.protect(rows), policy.rows.protect(rows)
+        kept = *policy.score.protect(rows), rows.step.rows.protect(rows)
     first, *lasts = (
         end.to(sizes.device, torch.int32) if isinstance(end, torch.Tensor) else torch.full_like(sizes, end)
         for end in (*kept, select.unfinished(rows))

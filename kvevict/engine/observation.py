@@ -142,8 +142,12 @@ class LayerRows:
         q, k, v = self.drafted
         return Observation((Observers(q, 0 * self.first, self.end, False, own=(k, v) if own else None),))
 
-    def later(self, queries, skip=None, unseen=0) -> Observation:
-        """Queries [B, H, R, D] later than all slots, of which they do not see the last `unseen` (a number or [B])."""
+    def later(self, queries, skip=None, unseen=0, counts=None) -> Observation:
+        """Queries [B, H, R, D] later than all slots, of which they do not see the last `unseen` (a number or [B]). The
+        first skip [B] of them do not count, or only the first counts [B] do."""
+        if counts is not None:
+            skip = queries.shape[2] - counts
+            queries = rolled(queries, skip)
         stop = torch.maximum(self.columns - unseen + 0 * self.first, self.first)
         return Observation((Observers(queries, 0 * self.first if skip is None else skip, stop, False),))
 

@@ -87,8 +87,10 @@ class Reader:
         tokens = np.maximum(prompt - request.padding, 0)
         seen = (tokens if layers[0].seen is None else tokens + layers[0].seen.tolist()).tolist()
         evicts = schedule.evicts(policy, seen)
-        limits = schedule.limits(policy, patch.order, patch.tsp)
-        chunks = list(schedule.chunks(policy, prompt, limits, tokens.tolist() if evicts else ()))
+        limits, rows = schedule.limits(policy, patch.order, patch.tsp), policy.rows
+        if question := context().question or patch.question:
+            rows = question.rows(request, prompt)
+        chunks = list(schedule.chunks(policy, prompt, limits, tokens.tolist() if evicts else (), rows))
         request.check_read(prompt, wanted, len(chunks) + drafted + (chunks[-1].appended > 0))
         budgets.check_groups(policy, request.cache, layers, patch.ranks)
         if request.scores(evicts):
@@ -100,10 +102,10 @@ class Reader:
             )
         watchers = context().watchers + ((Diagnostics(),) if policy.diagnose else ())
         read = Read(
-            prompt, tokens, seen, evicts, meter, budgets.Budgets(policy, len(layers), patch.kv_heads, seen),
+            prompt, tokens, seen, evicts, meter, rows, budgets.Budgets(policy, len(layers), patch.kv_heads, seen),
             watchers=watchers,
         )  # fmt: skip
-        read = replace(read, prepared=policy.rows.prepare(request, read))
+        read = replace(read, prepared=rows.prepare(request, read))
         request.begin()
         request.cache.read_under(policy)
         request.cache.owner = Owner(request.decoder)
@@ -117,7 +119,7 @@ class Reader:
     def _read_chunk(self, read, chunk):
         request = self.request
         chooser = self._chooser(read, chunk)
-        appended = self.policy.rows.rows_for(chunk, request, read) if chunk.appended else None
+        appended = read.rows.rows_for(chunk, request, read) if chunk.appended else None
         step = self._step(chunk.start, chunk.end, read.meter, chooser, read, chunk, appended)
         enter(step=step)
         with contextlib.nullcontext() if appended is None else appended.adapted(request.decoder):

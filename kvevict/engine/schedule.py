@@ -27,14 +27,15 @@ def evicts(policy, seen: list) -> bool:
     return policy.carry != "none" or policy.threshold is not None or any(n > policy.slots(n) for n in seen)
 
 
-def chunks(policy, columns: int, limits: tuple, tokens: Iterable[int] = ()) -> Iterator[Chunk]:
+def chunks(policy, columns: int, limits: tuple, tokens: Iterable[int] = (), observers=None) -> Iterator[Chunk]:
     """The chunks of a prompt of `columns` columns, the remainder first, so that the last chunk is full; then those
-    without columns that repeat its parts. tokens: of each row of a batch whose prompts are evicted from, so that the
-    policy's rows are appended to the chunks."""
+    without columns that repeat its parts. tokens: of each row of a batch whose prompts are evicted from, so that
+    `observers`, the policy's rows if they are None, are appended to the chunks."""
+    observers = observers or policy.rows
     size, parts = policy.chunk_size or columns, repeated(policy, max(tokens, default=0))
     for end in range((columns - 1) % size + 1, columns + 1, size):
         start, last = max(0, end - size), end == columns and not parts
-        rows = 0 if parts else max((policy.rows.appended(n, end - start, last) for n in tokens), default=0)
+        rows = 0 if parts else max((observers.appended(n, end - start, last) for n in tokens), default=0)
         yield Chunk(start, end, last, last or policy.schedule == "chunk", rows, limits, not parts)
     for again in parts:
         last, rows = again is parts[-1], max(policy.rows.appended(n, len(again), False) for n in tokens)

@@ -25,6 +25,7 @@ class Read:
     seen: list  # per row tokens there will have been at its end, of all prompts
     evicts: bool  # slots will be lost, or scores need every row from the start
     meter: object  # the kvevict.engine.meter.Meter that measures it
+    rows: object = None  # the policy's, or for tokens that its caller chose
     budgets: object = None  # the kvevict.engine.budgets.Budgets of its layers
     prepared: object = None  # what `Rows.prepare` made of the prompt
     watchers: tuple = ()  # of kvevict.engine.watch
@@ -70,6 +71,11 @@ class Step:
     def narrowed(self, positions, first, padding):
         """This step for layers that read fewer of its rows, which all count as seen."""
         return replace(self, positions=positions, first=first, padding=padding, elsewhere={})
+
+    @property
+    def rows(self):
+        """Which queries observe."""
+        return self.patch.policy.rows if self.read is None else self.read.rows
 
     @property
     def watchers(self) -> tuple:

@@ -29,6 +29,7 @@ from ..patch import evicting
 from ..policy.policy import Policy, build
 from ..policy.text import parse_policy
 from ..prompts import frame, ids_of, told
+from ..question import find
 from ..report import report
 from ..writing import drawn, written
 from .metrics import METRICS
@@ -88,7 +89,9 @@ def encode(model, tokenizer, case) -> Prompt:
     asked, chat = case.question.removesuffix(case.opening), case.tags.get("chat") is not False
     head, question, suffix = frame(tokenizer, asked, case.opening, chat)
     answer = ids_of(tokenizer, case.answers[0]) if case.metric == PERPLEXITY else None
-    prompt = Prompt(head + ids_of(tokenizer, case.context), question, suffix, answer)
+    context = head + ids_of(tokenizer, case.context)
+    said = find(tokenizer, context + question, case.said) if case.said else None
+    prompt = Prompt(context, question, suffix, answer, said)
     tokens, new = len(prompt.context) + len(question), case.new_tokens if answer is None else len(answer)
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and tokens + new > limit:

@@ -208,4 +208,4 @@ def test_observe_in_commands(name, tmp_path, monkeypatch):
 def test_observe_is_a_number_or_the_question(capsys):
     with pytest.raises(SystemExit):
         main(["eval", "--observe", "0"])
-    assert "'0' is neither 'question' nor a number of rows" in capsys.readouterr().err
+    assert "'0' is not 'question', 'asked' or a number of rows" in capsys.readouterr().err

@@ -36,6 +36,7 @@ class Case:
     tags: dict = field(default_factory=dict)  # what tables are grouped by: length, depth, facts, ...
     opening: str = ""  # the end of `question` that opens the answer: a chat template gives it to the assistant
     one_line: bool = False  # the answer ends with its line
+    said: str = ""  # the question's own words, where `context + question` has others around them
     likelihood: bool = False  # how likely answers[0] is after the question is measured too
 
 

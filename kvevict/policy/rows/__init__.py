@@ -81,6 +81,14 @@ class Rows:
         """These rows, given the ids of the true response, which rows of a reference score may use."""
         return self
 
+    def of_spans(self, spans: list) -> "Rows":
+        """These rows for one read, in which a span (start, stop) of each row of a batch observes. Raises ValueError for
+        rows that cannot be chosen."""
+        raise ValueError(
+            "kvevict.observing chooses the tokens that are appended to chunks, and these rows append none of the "
+            "prompt's: choose take, take+edie or another policy with rows='probe'"
+        )
+
     def appended(self, tokens: int, rows: int, last: bool) -> int:
         """How many rows are appended to a chunk of `rows` tokens of a prompt of `tokens` that is evicted from. last:
         the chunk ends the prompt, and may contain some of them."""

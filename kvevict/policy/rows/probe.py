@@ -1,5 +1,5 @@
 import numbers
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -70,13 +70,18 @@ class Probe(Rows):
                 "give a larger chunk_size or a smaller probe"
             )
 
+    def of_spans(self, spans):
+        if not self.append:
+            return super().of_spans(spans)
+        return Spans(**{f.name: getattr(self, f.name) for f in fields(Probe)}, spans=tuple(spans))
+
     def lengths(self, tokens):
         """int [B] probe rows of prompts of so many tokens [B]."""
         return np.full_like(tokens, self.most) if self.span else np.minimum(tokens // 2, self.most)
 
     def appended(self, tokens, rows, last):
         ends = last and not self.span  # the prompt's end, which the last chunk has as its own
-        return int(self.lengths(np.array(tokens))) if self.append and not ends else 0
+        return int(self.lengths(np.array(tokens)).max()) if self.append and not ends else 0
 
     def prepare(self, request, read):
         lengths, size = self.lengths(read.tokens), request.policy.chunk_size
@@ -95,8 +100,12 @@ class Probe(Rows):
         start = read.prompt - longest
         if self.span:
             start = request.first + self.span[0] if self.span[0] >= 0 else read.prompt + self.span[0]
-        start = torch.as_tensor(start, device=request.device).expand(request.batch).long()
-        columns = start[:, None] + torch.arange(longest, device=request.device)
+        start = torch.as_tensor(start, device=request.device).expand(request.batch)
+        return self._rows(start, longest, request, read)
+
+    def _rows(self, start, count, request, read):
+        """`count` tokens from columns start [B] on."""
+        columns = start.long()[:, None] + torch.arange(count, device=request.device)
         columns = columns.clamp_max(read.prompt - 1)  # a row that is padding alone has no such tokens
         positions = request.positions().gather(1, columns) if self.place == "true" else None
         return AppendedRows(request.tokens_at(columns), positions, columns)
@@ -142,3 +151,27 @@ class Probe(Rows):
         if not self.append:
             return [last(rows, count, stored)]
         return [Part(count, stored + rows - (0 if appended else count), False, False)]
+
+
+@dataclass(frozen=True, eq=False)
+class Spans(Probe):
+    """A probe of one read (`Rows.of_spans`): a span of each row's tokens, counted from its first. A row of a batch with
+    a shorter one is filled up after it, where it does not see that."""
+
+    spans: tuple = ()
+
+    @property
+    def span(self):
+        return self.spans
+
+    def lengths(self, tokens):
+        return np.array([stop - start for start, stop in self.spans])
+
+    def prepare(self, request, read):
+        if not read.evicts:
+            return None
+        start = torch.tensor([start for start, _ in self.spans], device=request.device) + request.first
+        return self._rows(start, self.appended(0, 0, False), request, read)
+
+    def observe(self, call, past):
+        return call.later(past[0].to(call.q.dtype), counts=call.upload(self.lengths(None)))

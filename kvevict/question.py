@@ -1,0 +1,205 @@
+"""Which tokens of a prompt ask: what observes, where rows are a probe, wherever it stands."""
+
+import contextlib
+import numbers
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from .context import within
+from .prompts import rendered
+
+NEAR = 1024  # characters at either end of a user's turn in which its question is looked for
+MARKS = "?\uff1f\u061f"
+# What is between two sentences: a line's end, or white space after what ends a sentence and no abbreviation.
+BETWEEN = re.compile(
+    r"\n|(?<=[.!?\u061f])(?<!\bMr\.)(?<!\bMrs\.)(?<!\bMs\.)(?<!\bDr\.)(?<!\bSt\.)\s+|(?<=[\u3002\uff01\uff1f])"
+)
+
+
+@contextlib.contextmanager
+def observing(question, tokenizer=None):
+    """Inside, a question observes the prompts that are read, wherever it stands in them:
+
+    with kvevict.observing("Who is the captain?", tokenizer):
+        model.generate(**inputs)
+
+    question   a text that the prompt has, of which the last occurrence counts and white space does not; or its tokens,
+               (start, stop) as in a Python slice of the prompt without its padding; or a list of these, one for each
+               row of a batch
+    tokenizer  the model's, for a text
+
+    Its tokens are appended to every chunk, so the policy's rows must be "probe" (take, take+edie, ...). A read raises
+    ValueError, before the cache changes, for a question that its prompt does not have, and for one as long as a chunk.
+    """
+    asked = question if isinstance(question, list) else [question]
+    for each in asked:
+        _check(each, tokenizer)
+    with within(question=Asked(tuple(asked), tokenizer)):
+        yield
+
+
+def _check(question, tokenizer) -> None:
+    if isinstance(question, str):
+        if not question.strip():
+            raise ValueError("question is empty: give its words as the prompt has them")
+        if not callable(tokenizer):
+            raise TypeError("tokenizer is missing: a question that is a text is found with the model's tokenizer")
+        return
+    pair = isinstance(question, tuple) and len(question) == 2
+    if not (pair and all(isinstance(end, numbers.Integral) for end in question)):
+        raise TypeError(f"question must be a text, (start, stop) or a list of these, got {question!r}")
+    start, stop = question
+    if (start < 0) != (stop <= 0) or start >= stop:
+        raise ValueError(
+            f"question={question!r} is not a span: give start < stop, both counted from the start (>= 0) or both from "
+            "the end (start < 0, stop <= 0)"
+        )
+
+
+class Question:
+    """Finds what observes a prompt."""
+
+    def rows(self, request, prompt: int):
+        """The policy's rows for the first `prompt` columns of a `kvevict.engine.request.Request`."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Asked(Question):
+    asked: tuple  # a text or a span for all rows of a batch, or one for each
+    tokenizer: Any = None
+
+    def rows(self, request, prompt):
+        if len(self.asked) not in (1, request.batch):
+            raise ValueError(f"{len(self.asked)} questions for a batch of {request.batch} rows: give one, or one a row")
+        asked = self.asked * (request.batch // len(self.asked))
+        tokens = np.maximum(prompt - request.padding, 0).tolist()
+        spans = [self._span(request, b, each, n) for b, (each, n) in enumerate(zip(asked, tokens))]
+        longest, size = max(stop - start for start, stop in spans), request.policy.chunk_size
+        if size is not None and longest >= size:
+            raise ValueError(
+                f"a question of {longest} tokens does not fit a chunk of {size}: give a larger chunk_size, or the part "
+                "of it that asks"
+            )
+        if reads_last_rows(request.policy) and len({stop - start for start, stop in spans}) > 1:
+            raise ValueError(
+                "questions of different lengths observe from different rows of a call, and diagnose=True and TADA's "
+                "budgets take its last ones: give spans of one length, or read the rows of the batch one by one"
+            )
+        return request.policy.rows.of_spans(spans)
+
+    def _span(self, request, row: int, asked, tokens: int) -> tuple:
+        """(start, stop) in a row of `tokens` tokens."""
+        if isinstance(asked, str):
+            if request.ids is None:
+                raise ValueError("a question that is a text is found in token ids: pass input_ids, or give its tokens")
+            if found := find(self.tokenizer, ids_of_row(request, row, tokens), asked):
+                return found
+            raise ValueError(f"the prompt does not have the question {asked!r}: give its words as the prompt has them")
+        start, stop = asked if asked[0] >= 0 else (tokens + asked[0], tokens + asked[1])
+        if start < 0 or stop > tokens:
+            raise ValueError(f"question={asked} reaches outside a prompt of {tokens} tokens")
+        return start, stop
+
+
+@dataclass(frozen=True)
+class LastTurn(Question):
+    """The question of the last user's turn, by the tokenizer's chat template; of the whole prompt without one.
+
+    It is the last sentence with a question mark near the turn's end, or else the first near its start; a turn without
+    one is a question if it is short. What is found in none, or within the rows of the policy, leaves those as they are.
+    """
+
+    tokenizer: Any
+
+    @cached_property
+    def _marks(self) -> tuple:
+        """(what opens a user's turn, what ends it) in the chat template; "" for unknown."""
+        if not getattr(self.tokenizer, "chat_template", None):
+            return "", ""
+        mark, one = "\u0001", {"role": "user", "content": "\u0001"}
+        answer = {"role": "assistant", "content": mark}
+        try:
+            head, tail = rendered(self.tokenizer, [one], "a user's turn").split(mark)
+            _, end, begin, _ = rendered(self.tokenizer, [one, answer, one], "a second turn").split(mark)
+        except ValueError:
+            return "", ""
+        return shared(head[::-1], begin[::-1])[::-1], shared(tail, end)
+
+    def rows(self, request, prompt):
+        rows = request.policy.rows
+        if request.ids is None or getattr(rows, "span", True) or not rows.append:
+            return rows
+        tokens = np.maximum(prompt - request.padding, 0)
+        own, spans = rows.lengths(tokens), []
+        for b, (n, last) in enumerate(zip(tokens.tolist(), own.tolist())):
+            span = self._span(ids_of_row(request, b, n))
+            size = request.policy.chunk_size or n
+            inside = span is None or span[0] >= n - last or span[1] - span[0] >= size
+            spans.append((n - last, n) if inside else span)
+        known = all(start == n - last for (start, _), n, last in zip(spans, tokens.tolist(), own.tolist()))
+        if reads_last_rows(request.policy) and len({stop - start for start, stop in spans}) > 1:
+            return rows
+        return rows if known else rows.of_spans(spans)
+
+    def _span(self, ids):
+        text = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        opened, ends = self._marks
+        if opened and opened not in text:
+            return None
+        turn = text.rpartition(opened)[2] if opened else text
+        asked = question_of(turn.partition(ends)[0] if ends else turn)
+        return find(self.tokenizer, ids, asked) if asked else None
+
+
+def reads_last_rows(policy) -> bool:
+    """Whether a policy measures the call's last rows, as those that observe."""
+    return policy.diagnose or policy.layers.measures
+
+
+def shared(a: str, b: str) -> str:
+    """What both texts begin with."""
+    return a[: next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))]
+
+
+def question_of(turn: str) -> str:
+    """The question of a user's turn; "" where none is found. A question mark before a closing quotation mark is a
+    speaker's."""
+    turn = turn.strip()
+    last, first = (
+        [each.strip() for each in BETWEEN.split(part) if each.strip().endswith(tuple(MARKS))]
+        for part in (turn[-NEAR:], turn[:NEAR])
+    )
+    return last[-1] if last else first[0] if first else turn if len(turn) <= NEAR else ""
+
+
+def ids_of_row(request, row: int, tokens: int) -> list:
+    first = int(request.padding[row])
+    return request.ids[row, first : first + tokens].tolist()
+
+
+def find(tokenizer, ids: list, text: str):
+    """(start, stop) of the fewest ids that hold a text's last occurrence, white space aside; None: they do not."""
+    wanted = "".join(text.split())
+
+    def has(start, stop):
+        return wanted in "".join(tokenizer.decode(ids[start:stop], clean_up_tokenization_spaces=False).split())
+
+    start, size = len(ids), 64
+    while start > 0 and not has(start, len(ids)):
+        start, size = max(start - size, 0), 2 * size
+    if not has(start, len(ids)):
+        return None
+    beyond = len(ids)
+    while beyond - start > 1:
+        middle = (start + beyond) // 2
+        start, beyond = (middle, beyond) if has(middle, len(ids)) else (start, middle)
+    before, stop = start, len(ids)
+    while stop - before > 1:
+        middle = (before + stop) // 2
+        before, stop = (before, middle) if has(start, middle) else (middle, stop)
+    return start, stop

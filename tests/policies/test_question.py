@@ -1,0 +1,243 @@
+"""What observes is the question: as its caller names it, by text or tokens, or as the chat template shows it; against
+the float64 oracle, whose probe is the same span of each row's tokens."""
+
+import pickle
+
+import oracle
+import pytest
+import tiny
+import torch
+from test_policies import BUDGET, CHUNK, NEAR, VOCAB, model, ours, tokens
+
+import kvevict
+from kvevict.question import LastTurn, find, question_of
+
+TEXT = "The harbour opens at seven. The lantern is lit at nine, says the old man by the door. " * 4
+ASKED = "When is the lantern lit?"
+MORE = "Answer in one short sentence. Do not explain how you found it, and do not repeat it."
+PRESETS = {"take": {}, "take+edie": dict(kernel=5, sink=2), "take+chunkkv": dict(c=3)}
+TURNS = (
+    "{% for m in messages %}{{ '<user>' if m.role == 'user' else '<assistant>' }}{{ m.content }}</user>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def net():
+    return tiny.model(vocab_size=259, bos_token_id=None, pad_token_id=None)
+
+
+@pytest.fixture(params=["plain", "chat", "turns"])
+def tokenizer(request):
+    made = tiny.byte_tokenizer() if request.param == "plain" else tiny.chat_tokenizer()
+    if request.param == "turns":
+        made.chat_template = TURNS
+    return made
+
+
+# -- against the oracle ---------------------------------------------------------------------------------------------
+
+
+def truth(name, lengths, spans, **options):
+    """The first seed without a near-tie, and the oracle's (logits, positions) of each row alone."""
+    for seed in range(60):
+        try:
+            results = []
+            for (ids,), span in zip(tokens([[n] for n in lengths], seed), spans, strict=True):
+                row = oracle.Row(model(), name, near=NEAR, probe=span, **options)
+                results.append((row.read(ids.tolist()).view(-1, VOCAB), row.positions))
+            return seed, results
+        except oracle.NearTie:
+            continue
+    raise AssertionError("60 seeds and every one has a near-tie")
+
+
+@pytest.mark.parametrize("place", ["after", "true"])
+@pytest.mark.parametrize("chunk", [CHUNK, 64])
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_span_of_each_row(name, chunk, place):
+    """Of other lengths, and at either end of a prompt; rows with fewer tokens are padded."""
+    lengths, spans = [41, 26, 38, 33], [(7, 12), (20, 23), (0, 9), (-6, 0)]
+    chosen = dict(budget=BUDGET, chunk_size=chunk, place=place) | PRESETS[name]
+    seed, want = truth(name, lengths, spans, **chosen)
+    with kvevict.observing(spans):
+        ((*got,),) = ours(model(), name, [[n] for n in lengths], seed, **chosen, probe=3)
+    for (logits, positions), (our_logits, our_positions) in zip(want, got, strict=True):
+        assert our_positions == positions
+        scale = logits.abs().max().item()
+        torch.testing.assert_close(our_logits.double(), logits, rtol=0, atol=1e-5 * scale)
+
+
+def test_one_span_for_all_rows_and_while_decoding():
+    """A span for every row is that of the policy's own option; what is decoded is as it is without."""
+    rows, chosen = [[30, 1, 1, 1], [30, 1, 1, 1]], dict(budget=BUDGET, chunk_size=CHUNK, kernel=5)
+    want = ours(model(), "take+edie", rows, 5, **chosen, probe=(4, 9))
+    with kvevict.observing((4, 9)):
+        got = ours(model(), "take+edie", rows, 5, **chosen, probe=3)
+    for theirs, mine in zip(want, got, strict=True):
+        for (logits, positions), (our_logits, our_positions) in zip(theirs, mine, strict=True):
+            assert our_positions == positions and torch.equal(our_logits, logits)
+
+
+# -- texts ----------------------------------------------------------------------------------------------------------
+
+
+def slots(net, ids, question=None, tokenizer=None, patched=None, **options):
+    chosen = dict(budget=60, chunk_size=128, probe=8, kernel=5) | options
+    with kvevict.evicting(net, "take+edie", tokenizer=patched, **chosen), torch.no_grad():
+        if question is None:
+            net(ids, use_cache=True)
+        else:
+            with kvevict.observing(question, tokenizer):
+                net(ids, use_cache=True)
+        return kvevict.report(net, positions=True)["positions"]
+
+
+def row(text):
+    return torch.tensor([tiny.byte_tokenizer()(text)["input_ids"]])
+
+
+def test_a_text_is_its_tokens(net):
+    """Its last occurrence; white space aside; of each row its own."""
+    tok, text = tiny.byte_tokenizer(), f"{ASKED} {TEXT}\n\n{ASKED}\n{MORE}"
+    start = text.rindex(ASKED)
+    want = slots(net, row(text), (start, start + len(ASKED)))
+    assert slots(net, row(text), ASKED, tok) == want != slots(net, row(text))
+    assert slots(net, row(text), f" {ASKED.replace(' ', '  ')}\n", tok) == want
+    other = f"{TEXT * 2}"[: len(text)]
+    both = slots(net, torch.cat([row(text), row(other)]), [ASKED, "the old man by the door"], tok)
+    assert [layer[:1] for layer in both] == want
+
+
+@pytest.mark.parametrize("name", ["ab", "b\u00e4r \u2026", "\U0001f680 ?"])
+def test_find(name):
+    """Tokens of one byte each, so that a letter may be several."""
+    tok = tiny.byte_tokenizer()
+    text = f"{name}x{name} x " * 30
+    start = len(text[: text.rindex(name)].encode())
+    assert find(tok, tok(text)["input_ids"], name) == (start, start + len(name.encode()))
+    assert find(tok, tok(text)["input_ids"], "nowhere") is None
+    assert find(tok, [], name) is None
+
+
+# -- the template ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("turn, found", [
+    (f"{TEXT}\n\n{ASKED}", ASKED),
+    (f"{TEXT}\n\n{ASKED}\n\n{MORE}", ASKED),
+    (f"{ASKED}\n\n{TEXT * 9}", ASKED),
+    (f"{TEXT}\n\nI could not find it. {ASKED} {MORE}", ASKED),
+    (f"{TEXT * 9}He said: \u201cWho is it?\u201d and left.\n\nName the man.", ""),
+    ("Name the man.", "Name the man."),
+    ("Where did Mr. Smith go? Why?", "Why?"),
+    ("Where did Mr. Smith go?", "Where did Mr. Smith go?"),
+    ("\u706f\u306f\u4f55\u6642\u306b\uff1f", "\u706f\u306f\u4f55\u6642\u306b\uff1f"),
+    ("", ""),
+])  # fmt: skip
+def test_the_question_of_a_turn(turn, found):
+    assert question_of(turn) == found
+
+
+def test_a_tokenizer_finds_it(net, tokenizer):
+    """In the last user's turn, as if it were named; a question within the last tokens is what observes anyway."""
+
+    def prompt(text):
+        chat = [dict(role="user", content=text)]
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) if chats else text
+        return torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+
+    chats = tokenizer.chat_template is not None
+    ids = prompt(f"{TEXT}\n\n{ASKED}\n\n{MORE}")
+    assert slots(net, ids, patched=tokenizer) == slots(net, ids, ASKED, tokenizer) != slots(net, ids)
+    for text, options in ((f"{TEXT}\n\n{ASKED}", dict(probe=48)), (f"{TEXT * 5} {MORE}", {})):
+        assert slots(net, prompt(text), patched=tokenizer, **options) == slots(net, prompt(text), **options)
+    both = torch.cat([ids, prompt(TEXT * 9)[:, : ids.shape[1]]])
+    assert [layer[:1] for layer in slots(net, both, patched=tokenizer)] == slots(net, ids, ASKED, tokenizer)
+
+
+def test_it_is_looked_for_in_the_last_turn():
+    tok = tiny.chat_tokenizer()
+    tok.chat_template = TURNS
+    said = [("user", f"{TEXT} Who is it?"), ("assistant", "Nobody? No."), ("user", f"{ASKED} {MORE}")]
+    text = tok.apply_chat_template([dict(role=r, content=c) for r, c in said], tokenize=False)
+    ids = tok(text, add_special_tokens=False)["input_ids"]
+    start, stop = LastTurn(tok)._span(ids)
+    assert tok.decode(ids[start:stop]) == ASKED
+    assert LastTurn(tok)._span(tok(ASKED)["input_ids"]) is None  # not in the template
+
+
+def test_other_rows_are_left_alone(net):
+    tok, ids = tiny.byte_tokenizer(), row(f"{TEXT}\n\n{ASKED}\n\n{MORE}")
+    for policy, options in (("snapkv", dict(window=4)), ("take/no-probe", dict(probe=8)), ("streaming", {}),
+                            ("take", dict(probe=(3, 9)))):  # fmt: skip
+        held = []
+        for patched in (None, tok):
+            with kvevict.evicting(net, policy, budget=40, chunk_size=64, tokenizer=patched, **options):
+                net(ids, use_cache=True)
+                held.append(kvevict.report(net, positions=True)["positions"])
+        assert held[0] == held[1]
+
+
+def test_it_stays_with_the_patch(net):
+    """After a policy for a while, and in a pickled copy."""
+    tok, ids = tiny.byte_tokenizer(), row(f"{TEXT}\n\n{ASKED}\n\n{MORE}")
+    want = slots(net, ids, ASKED, tok)
+    try:
+        kvevict.patch(net, "take+edie", budget=60, chunk_size=128, probe=8, kernel=5, tokenizer=tok)
+        with kvevict.evicting(net, "snapkv", budget=40):
+            net(ids, use_cache=True, logits_to_keep=1)
+        for each in (net, pickle.loads(pickle.dumps(net))):
+            with torch.no_grad():
+                each(ids, use_cache=True)
+            assert kvevict.report(each, positions=True)["positions"] == want
+    finally:
+        kvevict.unpatch(net)
+
+
+# -- bad input ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("question, error, message", [
+    ("", ValueError, "empty"), (" \n", ValueError, "empty"), (ASKED, TypeError, "tokenizer is missing"),
+    (7, TypeError, "a text, "), ((1, 2, 3), TypeError, "a text, "), ((1.0, 2), TypeError, "a text, "),
+    ([(0, 1), None], TypeError, "a text, "), ((3, 3), ValueError, "not a span"), ((-3, 2), ValueError, "not a span"),
+])  # fmt: skip
+def test_what_is_not_a_question(question, error, message):
+    with pytest.raises(error, match=message), kvevict.observing(question):
+        raise AssertionError
+
+
+@pytest.mark.parametrize("question, options, message", [
+    ((0, 400), {}, "reaches outside a prompt of 344 tokens"), ((-345, 0), {}, "reaches outside"),
+    ([(0, 4)] * 3, {}, "3 questions for a batch of 2 rows"), ([], {}, "0 questions for a batch of 2 rows"),
+    ("Nobody asked this?", {}, "does not have the question 'Nobody asked this.'"),
+    ((0, 128), {}, "of 128 tokens does not fit a chunk of 128"),
+    ([(0, 4), (0, 5)], dict(diagnose=True), "spans of one length"),
+    ([(0, 4), (0, 5)], dict(layers="tada", heads="flat"), "spans of one length"),
+    ((0, 4), dict(append=False), "rows='probe'"), ((0, 4), dict(rows="window", window=8), "rows='probe'"),
+])  # fmt: skip
+def test_refused_before_the_cache_changes(net, question, options, message):
+    from transformers import DynamicCache
+
+    ids, cache = row(TEXT).expand(2, -1), DynamicCache()
+    chosen = dict(budget=60, chunk_size=128) | (dict(probe=8) if "rows" not in options else {}) | options
+    with kvevict.evicting(net, "take+edie", **chosen), kvevict.observing(question, tiny.byte_tokenizer()):
+        with pytest.raises(ValueError, match=message):
+            net(ids, past_key_values=cache, use_cache=True)
+        assert cache.get_seq_length() == 0
+        with pytest.raises(ValueError, match=message if "does" in message or "rows=" in message else "."):
+            net(ids, past_key_values=cache, use_cache=True)
+    with kvevict.evicting(net, "take+edie", **chosen), torch.no_grad():  # nothing is left of it
+        net(ids, past_key_values=cache, use_cache=True)
+
+
+def test_a_text_needs_ids(net):
+    embeds, asked = net.get_input_embeddings()(row(TEXT)), kvevict.observing(ASKED, tiny.byte_tokenizer())
+    with kvevict.evicting(net, "take+edie", budget=60, probe=8), asked, pytest.raises(ValueError, match="input_ids"):
+        net(inputs_embeds=embeds, use_cache=True)
+
+
+def test_a_tokenizer_is_one(net):
+    with pytest.raises(TypeError, match="tokenizer must be"):
+        kvevict.patch(net, "take+edie", budget=60, tokenizer="name")
