@@ -55,8 +55,8 @@ def register_rows(name: str):
 
 
 def __getattr__(name):
-    if name == "lookahead":  # imported when it is first used
+    if name in ("gates", "lookahead"):  # imported when they are first used
         import importlib
 
-        return importlib.import_module(".lookahead", __name__)
+        return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
