@@ -51,7 +51,9 @@ def _stored(call):
     carried, layer = call.layer.carry, call.layer
     if call.policy.carry != "keep" or carried is None:
         return carried
-    return carried.masked_fill(torch.arange(carried.shape[-1], device=carried.device) >= layer.len[..., None], torch.nan)
+    return carried.masked_fill(
+        torch.arange(carried.shape[-1], device=carried.device) >= layer.len[..., None], torch.nan
+    )
 
 
 def _of_parts(call, score):

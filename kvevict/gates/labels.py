@@ -16,8 +16,9 @@ LABELS = ("kvzip", "kvzip+")
 FLOOR = 1e-6  # of a number, before its logarithm is taken
 
 
-def pieces(texts, tokenizer, length: int, vocabulary: int) -> list:
-    """Token ids of equal pieces of each text, of at most `length` tokens, each with the tokenizer's first token.
+def pieces(texts, tokenizer, length: int, limit: int, vocabulary: int) -> list:
+    """Token ids of equal pieces of each text, of at most `length` tokens, each with the tokenizer's first token; as many
+    as have `limit` tokens, spread evenly.
 
     texts    a file's path, or an iterable of texts or of 1-D token ids
 
@@ -35,7 +36,8 @@ def pieces(texts, tokenizer, length: int, vocabulary: int) -> list:
         found += [torch.cat([first, part]) for part in parts if len(first) + len(part) > SKIP + 1]
     if not found:
         raise ValueError(f"texts hold no piece of more than {SKIP + 1} tokens; give longer ones, better 10,000 tokens")
-    return found
+    most = max(1, limit // max(map(len, found)))
+    return [found[i * len(found) // most] for i in range(most)] if most < len(found) else found
 
 
 def _ids(number, text, tokenizer, vocabulary):

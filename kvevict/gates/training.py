@@ -32,6 +32,7 @@ class Settings:
     kind: str
     label: str
     length: int
+    limit: int
     held_out: int | None
     ridge: float
     seed: int
@@ -40,6 +41,7 @@ class Settings:
         one_of("kind", self.kind, FITS)
         one_of("label", self.label, LABELS)
         count("length", self.length, SKIP + 2)
+        count("limit", self.limit, 2)
         at_least_0("ridge", self.ridge)
         count("seed", self.seed, 0)
         if self.held_out is not None:
@@ -47,16 +49,16 @@ class Settings:
 
 
 def train(
-    model, texts, out, *, tokenizer=None, kind="linear", label="kvzip", length=1500, held_out=None, ridge=0.01, seed=0,
-    progress=True,
+    model, texts, out, *, tokenizer=None, kind="linear", label="kvzip", length=1500, limit=30_000, held_out=None,
+    ridge=0.01, seed=0, progress=True,
 ):  # fmt: skip
     """Train gates for `model` on `texts`; returns the `Gates`, which are saved in the folder `out`, too.
 
-    texts     a text file's path, or an iterable of texts or of 1-D token ids; about 10,000 tokens are enough for
-              "linear"
+    texts     a text file's path, or an iterable of texts or of 1-D token ids
     kind      "linear": ridge regression, in closed form; "mlp": two affine maps with GELU between them, by gradient
     label     whose numbers gates learn: "kvzip" or "kvzip+", of each piece read twice
     length    tokens of a piece at most; half of the model's context if that is less
+    limit     tokens at most: so many pieces, spread evenly over those of all texts
     held_out  so many last pieces are not trained on: on these `Gates.about` has R^2, recall and Kendall's tau. None: an
               eighth of them
     ridge     of "linear": added to each input's variance, as a share of it
@@ -66,7 +68,7 @@ def train(
     ValueError for texts that are too short, a model that is patched, split over processes or of an unknown kind, and a
     checkpoint of other settings or a damaged one; OSError where `out` cannot be written.
     """
-    settings = Settings(kind, label, length, held_out, ridge, seed)
+    settings = Settings(kind, label, length, limit, held_out, ridge, seed)
     decoder, folder = find_decoder(model), Path(out)
     check_model(model)
     if is_patched(decoder):
@@ -74,7 +76,7 @@ def train(
     if ranks.of(base_model(model)).size > 1:
         raise ValueError("the model is split over processes (tensor parallel): load it in one to train its gates")
     context = getattr(decoder.config, "max_position_embeddings", None) or 2 * length
-    known = pieces(texts, tokenizer, min(length, context // 2), decoder.config.vocab_size)
+    known = pieces(texts, tokenizer, min(length, context // 2), limit, decoder.config.vocab_size)
     last = -(-len(known) // 8) if held_out is None and len(known) > 1 else held_out or 0
     if last >= len(known):
         raise ValueError(f"held_out={last} leaves nothing to train on of {len(known)} pieces; give more text")

@@ -1,6 +1,7 @@
 """Gates against the oracle and by hand; their folder."""
 
 import json
+from itertools import pairwise
 
 import pytest
 import tiny
@@ -37,7 +38,7 @@ def written(folder, made, kind="linear", seed=0):
         return weight, torch.randn(outputs, generator=generator) - 3
 
     order = [i for i, kind in enumerate(kept_layers(made)) if kind]
-    layers = {i: tuple(affine(*pair) for pair in zip(sizes, sizes[1:])) for i in order}
+    layers = {i: tuple(affine(*pair) for pair in pairwise(sizes)) for i in order}
     about = dict(kind=kind, base=model_of(made.model)) | (dict(inner=5) if kind == "mlp" else {})
     gates.Gates(layers, about).save(folder)
     return str(folder)
