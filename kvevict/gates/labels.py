@@ -17,8 +17,8 @@ FLOOR = 1e-6  # of a number, before its logarithm is taken
 
 
 def pieces(texts, tokenizer, length: int, limit: int, vocabulary: int) -> list:
-    """Token ids of equal pieces of each text, of at most `length` tokens, each with the tokenizer's first token; as many
-    as have `limit` tokens, spread evenly.
+    """Token ids of equal pieces of each text, of at most `length` tokens, each with the tokenizer's first token: as
+    many as have `limit` tokens, spread evenly.
 
     texts    a file's path, or an iterable of texts or of 1-D token ids
 
