@@ -74,7 +74,7 @@ class _Told(Watcher):
 
 def each_layer(model, label: str, ids, take) -> None:
     """take(layer, x [T, E], y [T, heads] fp32) of every layer: the inputs of its attention block and the logarithms of
-    the numbers of a piece's tokens but the first ones. The piece is read, and once more behind itself."""
+    the numbers of a piece's tokens but the first ones. The piece is read, and once more after itself."""
     decoder = families.find_decoder(model)
     kinds, layers = families.layer_kinds(decoder.config), families.layers_of(decoder)
     inputs: dict = {}
