@@ -18,6 +18,7 @@ from .moments import model_of
 
 FORMAT, VERSION = "kvevict gates", 1
 WEIGHTS, CONFIG = "gates.safetensors", "config.json"
+BESIDE = "kvevict_gates"  # the folder, in that of a model, of the gates that it has on its own
 KINDS = {"linear": 1, "mlp": 2}  # affine maps of a layer
 _loaded: WeakKeyDictionary = WeakKeyDictionary()  # decoder -> (folder, Gates)
 
@@ -70,11 +71,21 @@ def load(folder, model) -> Gates:
 
 
 def loaded(folder, decoder, order) -> Gates:
-    """`load`, once for a decoder."""
+    """`load`, once for a decoder; None: from the folder beside the model's weights."""
     known = _loaded.get(decoder)
     if known is None or known[0] != folder:
-        known = _loaded[decoder] = folder, _read(folder, decoder, order)
+        known = _loaded[decoder] = folder, _read(_beside(decoder) if folder is None else folder, decoder, order)
     return known[1]
+
+
+def _beside(decoder):
+    name = getattr(decoder.config, "_name_or_path", "")
+    if not name or not (Path(name) / BESIDE / CONFIG).is_file():
+        raise ValueError(
+            "gates is missing: the folder of gates that were trained on this model, which `kvevict train --kind "
+            f"gates` makes; it may also lie in the model's folder, as {BESIDE}"
+        )
+    return Path(name) / BESIDE
 
 
 def forget(decoder) -> None:

@@ -205,6 +205,14 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path):
             kvevict.patch(other, "gate", budget=80, gates=folder)
 
 
+def test_gates_in_the_model_s_folder(tmp_path):
+    model().save_pretrained(tmp_path / "model")
+    made = type(model()).from_pretrained(tmp_path / "model")
+    written(tmp_path / "model" / "kvevict_gates", made)
+    with kvevict.evicting(made, "gate", budget=80):
+        pass
+
+
 def shorten(path):
     path.write_bytes(path.read_bytes()[:-40])
 

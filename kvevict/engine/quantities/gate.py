@@ -22,11 +22,6 @@ class Gate(Quantity):
     of_tokens: ClassVar[bool] = True
 
     def ready(self, decoder, modules):
-        if self.gates is None:
-            raise ValueError(
-                "gates is missing: the folder of gates that were trained on this model; "
-                "`kvevict train --kind gates` makes one"
-            )
         gates.forget(decoder)
         gates.loaded(self.gates, decoder, [module.layer_idx for module in modules])
 
