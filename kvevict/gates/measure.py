@@ -17,18 +17,18 @@ def measure(model, label: str, known, gates, show=lambda pieces: pieces) -> dict
     sums: dict = {}  # layer -> [count, sum y, sum y^2, sum of squared errors], float64 [heads]
     recalls, taus = [], []
     for ids in show(known):
-        got, want = [], []
+        logs, labels = [], []
 
         def take(layer, x, y):
-            logs = gates.logs(layer, x[None])[0]
-            got.append(logs.T.cpu())  # noqa: B023
-            want.append(y.T.cpu())  # noqa: B023
+            guess = gates.logs(layer, x[None])[0]
+            logs.append(guess.T.cpu())  # noqa: B023
+            labels.append(y.T.cpu())  # noqa: B023
             y = y.double()
-            parts = torch.stack([torch.ones_like(y), y, y.square(), (y - logs).square()]).sum(1)
+            parts = torch.stack([torch.ones_like(y), y, y.square(), (y - guess).square()]).sum(1)
             sums[layer] = sums.get(layer, 0) + parts
 
         each_layer(model, label, ids, take)
-        got, want = (torch.cat(x) for x in (got, want))
+        got, want = torch.cat(logs), torch.cat(labels)
         recalls.append([recall(got.flatten(), want.flatten(), max(1, int(share * got.numel()))) for share in SHARES])
         if importlib.util.find_spec("scipy"):
             taus.append(tau(got, want))
