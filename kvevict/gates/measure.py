@@ -11,7 +11,8 @@ SHARES = (0.125, 0.25, 0.5)
 
 
 def measure(model, label: str, known, gates, show=lambda pieces: pieces) -> dict:
-    """Of pieces `known` of token ids: `r2` of the logarithms, mean over layers and heads, `r2_by_layer`; `recall` by
+    """Of pieces `known` of token ids: `r2` of the logarithms of all layers and heads together, as one ranking sees them;
+    `r2_by_layer`, of each head alone, mean over a layer's, and `r2_by_head`, the mean over all; `recall` by
     share, of the slots of that share with the largest numbers in one ranking of all layers and heads, how many the
     gates rank so; `tau`, Kendall's, mean over heads (None without scipy)."""
     sums: dict = {}  # layer -> [count, sum y, sum y^2, sum of squared errors], float64 [heads]
@@ -34,7 +35,8 @@ def measure(model, label: str, known, gates, show=lambda pieces: pieces) -> dict
             taus.append(tau(got, want))
     by_layer = {layer: _r2(*parts).mean().item() for layer, parts in sums.items()}
     return dict(
-        tokens=sum(map(len, known)), r2=sum(by_layer.values()) / len(by_layer), r2_by_layer=by_layer,
+        tokens=sum(map(len, known)), r2=_r2(*sum(parts.sum(1) for parts in sums.values())).item(),
+        r2_by_head=sum(by_layer.values()) / len(by_layer), r2_by_layer=by_layer,
         recall=dict(zip(map(str, SHARES), torch.tensor(recalls).mean(0).tolist())),
         tau=torch.stack(taus).mean().item() if taus else None,
     )  # fmt: skip

@@ -9,7 +9,8 @@ import torch
 from test_policies import VOCAB, model
 
 import kvevict
-from kvevict.gates import fits, labels, training
+from kvevict.analysis.run import load_model
+from kvevict.gates import fits, labels, measure, training
 
 TEXTS = [(torch.randperm(VOCAB - 3, generator=torch.Generator().manual_seed(i)) + 3)[:130] for i in range(3)]
 FAST = dict(length=48, progress=False)
@@ -67,7 +68,11 @@ def test_learns_saves_and_evicts(kind, tmp_path):
     assert config["kind"] == kind and config["pieces"] == 7  # of 44, 43 and 43 tokens a text
     assert config["tokens"] == 2 * len(TEXTS[0]) + 44 and config["held_out"]["tokens"] == 2 * 43
     held = config["held_out"]
-    assert held["r2"] <= 1 and set(held["recall"]) == {"0.125", "0.25", "0.5"} and -1 <= held["tau"] <= 1
+    assert (
+        held["r2_by_head"] <= held["r2"] <= 1
+        and set(held["recall"]) == {"0.125", "0.25", "0.5"}
+        and -1 <= held["tau"] <= 1
+    )
     again = kvevict.gates.load(tmp_path / "gates", made)
     for layer, affines in gates.layers.items():
         for one, other in zip(affines, again.layers[layer], strict=True):
@@ -147,6 +152,20 @@ def test_refused(given, text, tmp_path):
 def test_a_patched_model_is_refused(tmp_path):
     with kvevict.evicting(model(), "snapkv", budget=80), pytest.raises(ValueError, match="unpatch"):
         kvevict.gates.train(model(), TEXTS, tmp_path, **FAST)
+
+
+def test_r2_by_hand():
+    """1 - squared errors / squared distances from the mean."""
+    y, guess = torch.tensor([[1.0, 2, 3, 6]]), torch.tensor([[2.0, 2, 3, 5]])
+    parts = torch.stack([torch.ones_like(y), y, y.square(), (y - guess).square()]).sum(2)
+    assert measure._r2(*parts).item() == pytest.approx(1 - 2 / 14)
+
+
+def test_the_bundled_model_has_gates():
+    made, _ = load_model(kvevict.small_llama(), "float32", "cpu")
+    with kvevict.evicting(made, "gate", budget=80, chunk_size=64), torch.no_grad():
+        made(torch.arange(5, 305)[None], use_cache=True)
+        assert sum(sum(map(sum, rows)) for rows in kvevict.report(made)["kept"]) == 4 * 4 * 80
 
 
 def test_command(tmp_path, capsys):
