@@ -16,11 +16,12 @@ from kvevict.analysis.run import load_model
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True, help="folder for the gates")
-    parser.add_argument("--texts", type=int, default=40, help="of 100 to 1,000 tokens; default 40")
+    parser.add_argument("--texts", type=int, default=72, help="of 100 to 1,000 tokens; default 72")
     args = parser.parse_args()
     model, tokenizer = load_model(kvevict.small_llama(), "float32")
     texts = [pair["prompt"] for pair in pairs(tokenizer, args.texts, 1000, seed=0)]
-    held = kvevict.gates.train(model, texts, args.out, length=1000).about["held_out"]
+    made = kvevict.gates.train(model, texts, args.out, length=1000, limit=1000 * len(texts), held_out=12)
+    held = made.about["held_out"]
     print(f"R^2 {held['r2']:.2f}, recall {held['recall']}")
 
 

@@ -68,12 +68,8 @@ def test_learns_saves_and_evicts(kind, tmp_path):
     assert config["kind"] == kind and config["pieces"] == 7  # of 44, 43 and 43 tokens a text
     assert config["tokens"] == 2 * len(TEXTS[0]) + 44 and config["held_out"]["tokens"] == 2 * 43
     held = config["held_out"]
-    assert (
     assert held["r2"] <= 1 and held["r2_by_head"] <= 1 and set(held["recall"]) == {"0.125", "0.25", "0.5"}
     assert -1 <= held["tau"] <= 1
-        and set(held["recall"]) == {"0.125", "0.25", "0.5"}
-        and -1 <= held["tau"] <= 1
-    )
     again = kvevict.gates.load(tmp_path / "gates", made)
     for layer, affines in gates.layers.items():
         for one, other in zip(affines, again.layers[layer], strict=True):
