@@ -43,7 +43,7 @@ def facts(rng, count: int):
         word = recall.name(rng)
         if not recall.held_out(word):
             names.add(word)
-    return [(rng.choice(recall.RELATIONS), who, recall.value(rng)) for who in sorted(names, key=lambda _: rng.random())]
+    return [(rng.choice(recall.RELATIONS), who, recall.value(rng)) for who in rng.sample(sorted(names), count)]
 
 
 def lines(rng, length):

@@ -41,6 +41,9 @@ class Patch:
         self.needed = quantities.of_policy(policy)
         self.wants_outputs = any(each.outputs for each in self.needed)
         self.wants_hidden = any(each.hidden for each in self.needed)
+        # A score of one such quantity alone is that quantity, and decoded tokens carry it from the start.
+        alone = len(self.needed) == 1 and self.needed[0].of_tokens and policy.carry == "keep"
+        self.of_tokens = self.needed[0] if alone else None
         self._forget()
 
     def _forget(self):

@@ -4,15 +4,19 @@ The checksum is a CRC-32 of the file in which the eight digits of the checksum i
 file's own can hold it. It finds damage, not forgery.
 """
 
+import json
 import mmap
 import os
 import re
 import zlib
+from pathlib import Path
 
+import safetensors.torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from .files import replacing
+from .files import write as write_bytes
 
 NAME, EMPTY = "checksum", "0" * 8  # the field, and what it holds where the checksum is taken
 FIELD = re.compile(rb'"checksum": ?"([0-9a-f]{8})"')
@@ -77,4 +81,25 @@ def tensors(path, verify: bool = True) -> dict:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, ValueError, OSError) as error:
+        raise ValueError(f"it cannot be read: {error}") from None
+
+
+def write_pair(weights, config, tensors: dict, facts: dict) -> None:
+    """Tensors to the file `weights` and facts to the JSON file `config`, with a checksum of both: each file whole or
+    not at all. Raises OSError where they cannot be written."""
+    data = safetensors.torch.save(tensors, metadata={"format": "pt"})
+    said = bytearray(json.dumps({**facts, NAME: EMPTY}, indent=2) + "\n", "utf-8")
+    seal(said, zlib.crc32(data))
+    write_bytes(weights, data)
+    write_bytes(config, bytes(said))
+
+
+def tensors_of_pair(weights, config) -> dict:
+    """The tensors that `write_pair` wrote. Raises OSError or ValueError where they are missing or damaged."""
+    data = Path(weights).read_bytes()
+    if not is_whole(Path(config).read_bytes(), zlib.crc32(data)):
+        raise ValueError(f"its checksum is not the one in {Path(config).name}")
+    try:
+        return safetensors.torch.load(data)
+    except SafetensorError as error:
         raise ValueError(f"it cannot be read: {error}") from None

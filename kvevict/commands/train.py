@@ -1,46 +1,94 @@
 from pathlib import Path
 
-from . import add_model, check_folder, command, model_name
-
-NOT_OPTIONS = ("model", "dtype", "device", "data", "out", "targets", "json")  # of `kvevict.lookahead.train`
+from . import add_model, check_folder, command, model_name, read_text
 
 
 @command
 def train(parser, argv):
-    """Train a lookahead adapter for a model on prompts: `lookahead:adapter=OUT` then evicts with it."""
+    """Train a lookahead adapter for a model on prompts, with which `lookahead:adapter=OUT` evicts, or gates on a text,
+    with which `gate:gates=OUT` does."""
     add_model(parser)
-    parser.add_argument("--data", required=True, help="JSONL of `prompt` and optionally `response`, or of `messages`")
-    parser.add_argument("--out", required=True, help="folder for adapter, log and checkpoint; continued if begun")
-    parser.add_argument("--steps", type=int, default=7600, help="optimizer steps; default 7600")
-    parser.add_argument("--batch", type=int, default=32, help="pairs per step, over all processes; default 32")
-    parser.add_argument("--lr", type=float, help="default 2e-4 for Qwen, 1e-3 for others")
-    parser.add_argument("--tokens", type=int, default=32, help="lookahead rows; default 32")
-    parser.add_argument("--rank", type=int, default=8, help="of the LoRA; default 8")
-    parser.add_argument("--alpha", type=float, default=32, help="its scale is alpha / rank; default 32")
-    parser.add_argument("--targets", nargs="+", default=["all"], help="all (default), qv, none, or linear layers")
-    parser.add_argument("--seed", type=int, default=0, help="of the first weights and the order of pairs; default 0")
-    parser.add_argument("--max-prompt", type=int, default=16384, help="tokens at most; default 16384")
-    parser.add_argument("--max-response", type=int, default=512, help="tokens at most; default 512")
     parser.add_argument(
-        "--held-out", type=int, default=0, help="last pairs, kept from training to validate with; default 0"
+        "--kind", default="lookahead", choices=["lookahead", "gates"], help="what is trained; default lookahead"
     )
-    parser.add_argument("--validate-every", type=int, default=100, help="steps; default 100")
-    parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints; default 100")
+    parser.add_argument(
+        "--data", required=True,
+        help="JSONL of `prompt` and optionally `response`, or of `messages`; for gates a text, - is standard input",
+    )  # fmt: skip
+    parser.add_argument("--out", required=True, help="folder for what is trained; continued if begun")
+    parser.add_argument("--seed", type=int, default=0, help="of first weights and the order of pairs; default 0")
+    parser.add_argument(
+        "--held-out", type=int,
+        help="last pairs, or pieces of the text, kept from training to validate with; default: no pairs, an eighth of "
+        "the pieces",
+    )  # fmt: skip
+    rows = parser.add_argument_group("lookahead")
+    rows.add_argument("--steps", type=int, help="optimizer steps; default 7600")
+    rows.add_argument("--batch", type=int, help="pairs per step, over all processes; default 32")
+    rows.add_argument("--lr", type=float, help="default 2e-4 for Qwen, 1e-3 for others")
+    rows.add_argument("--tokens", type=int, help="lookahead rows; default 32")
+    rows.add_argument("--rank", type=int, help="of the LoRA; default 8")
+    rows.add_argument("--alpha", type=float, help="its scale is alpha / rank; default 32")
+    rows.add_argument("--targets", nargs="+", help="all (default), qv, none, or linear layers")
+    rows.add_argument("--max-prompt", type=int, help="tokens at most; default 16384")
+    rows.add_argument("--max-response", type=int, help="tokens at most; default 512")
+    rows.add_argument("--validate-every", type=int, help="steps; default 100")
+    rows.add_argument("--save-every", type=int, help="steps between checkpoints; default 100")
+    gates = parser.add_argument_group("gates")
+    gates.add_argument("--form", choices=["linear", "mlp"], help="linear (default) or mlp")
+    gates.add_argument("--label", choices=["kvzip", "kvzip+"], help="whose numbers are learned; default kvzip")
+    gates.add_argument("--length", type=int, help="tokens of a piece at most; default 1500")
+    gates.add_argument("--limit", type=int, help="tokens that are read at most, spread evenly; default 30000")
     args = parser.parse_args(argv)
+    known = {group: [action.dest for action in group._group_actions] for group in (rows, gates)}
+    chosen, other = (gates, rows) if args.kind == "gates" else (rows, gates)
+    for option in known[other]:
+        if getattr(args, option) is not None:
+            raise ValueError(f"--{option.replace('_', '-')} is not of --kind {args.kind}: leave it out")
+    own = {option: getattr(args, option) for option in known[chosen] if getattr(args, option) is not None}
+    return (_gates if args.kind == "gates" else _lookahead)(args, own)
+
+
+def _lookahead(args, options):
     from ..analysis.run import load_model
     from ..lookahead import train
     from ..lookahead.training import check_installed
 
-    check_installed(args.held_out)
+    held_out, targets = args.held_out or 0, options.pop("targets", ["all"])
+    check_installed(held_out)
     if not Path(args.data).is_file():
         raise ValueError(f"--data {args.data}: there is no such file; give JSON lines with a prompt each")
     check_folder("--out", args.out)
     name = model_name(args)
     model, tokenizer = load_model(name, args.dtype, args.device)
-    given = {k: v for k, v in vars(args).items() if k not in NOT_OPTIONS}
-    targets = args.targets[0] if len(args.targets) == 1 and "_" not in args.targets[0] else args.targets
+    targets = targets[0] if len(targets) == 1 and "_" not in targets[0] else targets
+    options |= dict(tokenizer=tokenizer, targets=targets, held_out=held_out, seed=args.seed)
     try:
-        adapter = train(model, args.data, args.out, tokenizer=tokenizer, targets=targets, **given)
+        adapter = train(model, args.data, args.out, **options)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"the same command goes on from the last checkpoint in {args.out}") from None
     return {"model": name, "out": args.out, "parameters": sum(p.numel() for p in adapter.parameters())}
+
+
+def _gates(args, options):
+    from ..analysis.run import load_model
+    from ..gates import train
+
+    text, name = read_text(args.data), model_name(args)
+    check_folder("--out", args.out)
+    model, tokenizer = load_model(name, args.dtype, args.device)
+    options |= dict(kind=options.pop("form", "linear"), tokenizer=tokenizer, held_out=args.held_out, seed=args.seed)
+    try:
+        about = train(model, [text], args.out, **options).about
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"the same command goes on from the last checkpoint in {args.out}") from None
+    print(_told(args.out, about))
+    return {"model": name, "out": args.out, "tokens": about["tokens"], "held_out": about.get("held_out")}
+
+
+def _told(out, about) -> str:
+    held = about.get("held_out")
+    if held is None:
+        return f"{out}: gates of {about['tokens']} tokens; nothing was held out to measure them on"
+    shares = ", ".join(f"{recall:.2f} at {share}" for share, recall in held["recall"].items())
+    return f"{out}: gates of {about['tokens']} tokens; on {held['tokens']} others R^2 {held['r2']:.2f}, recall {shares}"

@@ -43,7 +43,7 @@ def attention(module, query, key, value, attention_mask, scaling=None, softcap=N
     query, key, value = _stored_form(layer, query, key, value)
     new = (key, value) if new is None else new
     if step.decoding:
-        call, out = decode.attend(step, layer, module, query, key, value, new, options)
+        call, out = decode.attend(step, layer, module, query, key, value, new, options, hidden)
         if call is not None:
             _choose(call)
         return out[..., :width], None

@@ -20,7 +20,11 @@ class Chooser:
 
     def layer(self, call) -> None:
         """The end of one layer's attention."""
-        evict.store(call)
+        policy = call.policy
+        if policy.carry != "keep":
+            return evict.store(call)
+        of_tokens = call.step.patch.of_tokens is not None
+        evict.store(call, carried=evict.numbers(call).carried if of_tokens else call.layer.carry)
 
     def end(self, chunk_end) -> None:
         """The end of the call, with what a `ChunkEnd` says of it."""

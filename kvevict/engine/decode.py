@@ -14,13 +14,15 @@ from .observation import LayerRows
 from .schedule import observes
 
 
-def attend(step, layer, module, query, key, value, new, options) -> tuple:
+def attend(step, layer, module, query, key, value, new, options, hidden=None) -> tuple:
     """(LayerCall of a layer that is to be scored or None, out [B, 1, H, D])."""
     patch, chooser = step.patch, step.chooser
     columns = layer.longest() + 1 if patch.wants_probs else 0
     with step.meter.clock("decode"), rerotate.in_cache(step, module, layer):
         out, lse, probs = layer.decode(query, *new, step.positions, module, columns=columns, **options)
     layer.advance(1, 1)
+    if patch.of_tokens is not None and observes(patch.policy, patch.order[module.layer_idx], len(patch.order)):
+        carry_newest(layer, patch.of_tokens.tokens(step, module, hidden))
     if chooser is None:
         return None, out
     order, policy = patch.order[module.layer_idx], patch.policy
@@ -40,6 +42,15 @@ def attend(step, layer, module, query, key, value, new, options) -> tuple:
         return None, out
     (k, v), new = ([x[:, :, :0] for x in pair] for pair in ((key, value), new))
     return layer_call(step, layer, module, query, k, v, out, lse, options, probs, new), out
+
+
+def carry_newest(layer, numbers) -> None:
+    """The newest slot of each head carries its number: numbers [B, Hkv, 1]."""
+    width, known = layer.longest(), layer.carry
+    if known is None:
+        known = numbers.new_full((*numbers.shape[:2], width), torch.nan)
+    known = torch.nn.functional.pad(known, (0, width - known.shape[2]), value=torch.nan)
+    layer.carry = known.scatter(2, (layer.len - 1).long()[..., None], numbers)
 
 
 def drops_smallest(policy) -> bool:

@@ -36,7 +36,7 @@ def numbers(call) -> Numbers:
                 return Numbers(call.layer.carry, score)
         if policy.carry != "none":  # of each head, even where the score is one for all
             score = score.expand(-1, call.slots.n.shape[1], -1)
-        carried = join(policy.carry, score, call.layer.carry)
+        carried = join(policy.carry, score, _stored(call))
         factors = call.measured(policy.score.factors)
     score = score if carried is None else carried
     if policy.carry == "keep":  # past a head's end no slot has a number yet, whatever comes there
@@ -45,6 +45,16 @@ def numbers(call) -> Numbers:
     for factor in factors:
         score = score * factor
     return Numbers(carried, score)
+
+
+def _stored(call):
+    """What the stored slots carry. Past a head's last one there may be numbers of slots that were taken back."""
+    carried, layer = call.layer.carry, call.layer
+    if call.policy.carry != "keep" or carried is None:
+        return carried
+    return carried.masked_fill(
+        torch.arange(carried.shape[-1], device=carried.device) >= layer.len[..., None], torch.nan
+    )
 
 
 def _of_parts(call, score):

@@ -79,6 +79,15 @@ def model_of(decoder) -> dict:
     return json.loads(json.dumps(facts, default=str))
 
 
+def other_model(facts: dict, decoder) -> str:
+    """What says that facts of `model_of` are another model's; "" if nothing does."""
+    for name, value in model_of(decoder).items():
+        known = facts.get(name)
+        if differ(known, value) if name == "weights" else known != value:
+            return f"its {name} is {known!r}, this model's is {value!r}"
+    return ""
+
+
 def save(path, decoder, moments: dict, **about) -> None:
     """Write moments {layer: [H, 1 + D, 1 + D]} of a decoder; about: what else the file says of them."""
     facts = model_of(decoder) | about
@@ -103,12 +112,8 @@ def load(path, decoder, order) -> dict:
         tensors = sealed.tensors(path)
     except (ValueError, OSError) as error:
         raise ValueError(f"stats: {path!r} cannot be read ({error}); {again}") from None
-    for name, value in model_of(decoder).items():
-        if differ(config.get(name), value) if name == "weights" else config.get(name) != value:
-            raise ValueError(
-                f"stats: {path!r} is of another model: its {name} is {config.get(name)!r}, this model's is {value!r}; "
-                f"{again}"
-            )
+    if other := other_model(config, decoder):
+        raise ValueError(f"stats: {path!r} is of another model: {other}; {again}")
     heads, found = families.heads(decoder, families.layer_kinds(decoder.config))[0], {}
     for index in order:
         mean, covariance = (tensors.get(f"{index}.{name}") for name in ("mean", "covariance"))

@@ -1,18 +1,14 @@
 """What LookaheadKV trains: embeddings of the lookahead rows, and a low-rank adapter that touches these rows only."""
 
 import contextlib
-import json
 import math
-import zlib
 from pathlib import Path
 
-import safetensors.torch
 import torch
 from torch import nn
 
 from .. import families, sealed
 from ..context import context, within
-from ..files import write
 from ..weights import differ, fingerprint
 from . import experts
 from .checks import at_least_0, count, parsed
@@ -114,11 +110,7 @@ class Adapter(nn.Module):
         tensors = {_name_in_file(name): _plain(value, dtype) for name, value in self.state_dict().items()}
         config = dict(format=FORMAT, version=VERSION, tokens=self.tokens, rank=self.rank, alpha=self.alpha)
         config |= dict(targets=list(self.targets), base=self.base, weights=self.weights, **about)
-        data = safetensors.torch.save(tensors, metadata={"format": "pt"})
-        said = bytearray(json.dumps({**config, sealed.NAME: sealed.EMPTY}, indent=2) + "\n", "utf-8")
-        sealed.seal(said, zlib.crc32(data))
-        write(folder / WEIGHTS, data)
-        write(folder / CONFIG, bytes(said))
+        sealed.write_pair(folder / WEIGHTS, folder / CONFIG, tensors, config)
 
 
 class _Add:
@@ -141,11 +133,8 @@ def load(folder, model) -> Adapter:
     for a folder without one, a damaged one, and one for another model (which names what differs)."""
     folder, config = Path(folder), config_of(folder)
     try:
-        data = (folder / WEIGHTS).read_bytes()
-        if not sealed.is_whole((folder / CONFIG).read_bytes(), zlib.crc32(data)):
-            raise ValueError(f"its checksum is not the one in {CONFIG}")
-        tensors = safetensors.torch.load(data)
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        tensors = sealed.tensors_of_pair(folder / WEIGHTS, folder / CONFIG)
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"adapter {str(folder)!r}: {WEIGHTS} is missing or damaged ({error}); train or copy it anew"
         ) from error

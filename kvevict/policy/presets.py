@@ -123,6 +123,10 @@ preset(
     "kvzip+", "KVzip+ (Jegou and Jeblick 2026) in bounded memory, ours: KVzip, weighted by what a slot adds.",
     score=SCORES["kvzip+"](), heads=HEADS["flat"](), layers=LAYERS["pool"](), chunk_size=512,
 )  # fmt: skip
+preset(
+    "gate", "KVzap's gates (Jegou and Jeblick 2026), one ranking of all layers, ours: KVzip's numbers, read once.",
+    score=SCORES["gate"](), heads=HEADS["flat"](), layers=LAYERS["pool"](), chunk_size=512,
+)  # fmt: skip
 preset("expected", score=SCORES["expected"](), heads=HEADS["ada"]())
 preset("defensive", score=SCORES["defensive"](), heads=HEADS["ada"]())
 preset(

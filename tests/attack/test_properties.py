@@ -13,7 +13,7 @@ import kvevict
 from kvevict.engine.cache import EvictionLayer
 
 HYBRID = "lfm2", "Lfm2ForCausalLM"  # full attention and convolutions
-PRESETS = [name for name in kvevict.PRESETS if "lookahead" not in name and "speckv" not in name]
+PRESETS = [name for name in kvevict.PRESETS if "speckv" not in name and name not in ("lookahead", "gate")]
 TASK = "properties"  # whose history is forgotten before every read
 
 

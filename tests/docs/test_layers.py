@@ -11,7 +11,7 @@ LAYERS = (
     "policy",
     "engine",
     "trial patch report store writing answer query_statistics",
-    "lookahead",
+    "lookahead gates",
     "analysis",
     "evaluate",
     "lm_eval commands cli",

@@ -47,6 +47,8 @@ CASES = {  # name -> policy and options
     "kvzip+": ("kvzip+", CHUNKS),
     "threshold": ("kvzip", dict(chunk_size=16, threshold=0.08, keep_last=4)),
     "threshold whole": ("expected", dict(budget=40, threshold=0.12, keep_last=4, span=7)),
+    "gate": ("gate", CHUNKS | dict(recent=2)),
+    "gate, decoding": ("gate", CHUNKS | dict(recent=2, layers="uniform", decode=True, interval=3)),
     "defensive": ("defensive", CHUNKS | dict(window=4, heads="equal")),
     "adakv+critical": ("adakv+critical", CHUNKS | dict(window=4)),
     "lagkv": ("lagkv", CHUNKS | dict(lag=4)),
@@ -167,10 +169,14 @@ def of_rank(heads: list, rank: int) -> list:
 
 
 def test_in_two_processes(tmp_path):
+    from test_gates import written  # which the processes cannot import
+
     whole = {name: tiny.model(name, **SIZES) for name in ("llama", "gemma3", "phi3")}
     for name, model in [*whole.items(), ("few", tiny.model(**SIZES | dict(num_key_value_heads=1)))]:
         model.save_pretrained(tmp_path / name)
     model = whole["llama"]
+    model.config._name_or_path = str(tmp_path / "llama")
+    written(tmp_path / "llama" / "kvevict_gates", model)
     save(model, tmp_path / "whole")
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
     here = [Path(kvevict.__file__).parents[1], Path(tiny.__file__).parent]

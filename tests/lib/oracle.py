@@ -69,6 +69,7 @@ PRESETS = {
     "vatp": dict(score="vatp"),
     "kvzip": dict(score="kvzip", heads="flat", layers="pool", schedule="chunk", chunk_size=512),
     "kvzip+": dict(score="kvzip+", heads="flat", layers="pool", schedule="chunk", chunk_size=512),
+    "gate": dict(score="gate", heads="flat", layers="pool", schedule="chunk", chunk_size=512),
     "expected": dict(score="expected", heads="ada"),
     "defensive": dict(score="defensive", heads="ada"),
     "defensive/pool": dict(score="defensive", heads="flat", layers="pool"),

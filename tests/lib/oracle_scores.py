@@ -7,6 +7,7 @@ out [G, R, d], those rows' outputs; v [n, d] are the alive slots' values.
 from functools import partial
 
 import oracle_expected
+import oracle_gates
 import oracle_values
 import torch
 from oracle_rows import observers
@@ -34,12 +35,14 @@ SCORES = {
     "kvzip": dict(sink=4, support="chunk", carry="keep"),
     "kvzip+": dict(sink=4, support="chunk", carry="keep"),
     "expected": dict(span=512, eps=0.01, sink=4),
+    "gate": dict(gates=None, sink=4, recent=64, carry="keep"),
     "edie": _EDIE,
     "edie-exact": _EDIE,
 } | oracle_values.SCORES
 ROWS = dict(  # each method's own
     streaming="none", knorm="none", keydiff="none", h2o="all", vatp="all", tova="last", take="probe", oracle="given",
-    laq="drafted", speckv="drafted", kvzip="repeat", expected="none", **{"kvzip+": "repeat"}, **oracle_values.ROWS,
+    laq="drafted", speckv="drafted", kvzip="repeat", expected="none", gate="none", **{"kvzip+": "repeat"},
+    **oracle_values.ROWS,
 )  # fmt: skip
 OWN_ROWS = dict(fastkv=dict(window=8), speckv=dict(draft_model=None))
 
@@ -52,7 +55,7 @@ def protected(o, share, end=None):
     """(first, last) slots that the score keeps; share: half of a head's budget; end: tokens seen, None: the most."""
     if o["score"] in oracle_values.CARRIED:
         return o["sink"], oracle_values.protected(end, o)
-    recent = o.get("recent", 0) if carries(o) else 0
+    recent = o.get("recent", 0) if carries(o) or o["score"] == "gate" else 0
     return o.get("sink", 0), share if recent is None else recent
 
 
@@ -62,6 +65,8 @@ def grow_carry(row, seen):
         oracle_expected.note(row, seen)
     if row.o["score"] == "compactor" and row.reading:
         oracle_values.note_compactor(row, seen)
+    if row.o["score"] == "gate":
+        oracle_gates.note(row, seen)
     if row.o["score"] in ("kvzip", "kvzip+") and row.reading:
         if row.part is not None:
             _part_numbers(row, seen)
@@ -139,7 +144,7 @@ def scores(row, seen, ends):
         else oracle_expected.scores
         if o["score"] == "expected"
         else _carried
-        if carries(o) or o["score"] in ("kvzip", "kvzip+", "compactor")
+        if carries(o) or o["score"] in ("kvzip", "kvzip+", "compactor", "gate")
         else _of_rows
     )
     each = [one(row, seen, g, end) for g, end in enumerate(ends)]

@@ -10,6 +10,7 @@ import test_cake
 import test_choices
 import test_drafted
 import test_expected
+import test_gates
 import test_hidden
 import test_output_errors
 import test_policies
@@ -70,7 +71,7 @@ SCORES = {
     "edie-exact, delay": dict(warmup_layers=3, warmup_budget=22),
 }  # "score, remark": options
 CARRIED = ("h2o", "vatp")
-POSITIONAL = ("streaming", "knorm", "keydiff", "random", "lagkv", "expected")
+POSITIONAL = ("streaming", "knorm", "keydiff", "random", "lagkv", "expected", "gate")
 REPEATED = ("kvzip", "kvzip+")
 
 
@@ -215,7 +216,7 @@ def test_rows_without_what_they_need_are_refused_when_a_model_is_patched():
 
 
 @pytest.mark.parametrize("rows", [rows for rows in kvevict.ROWS if rows != "lookahead"])  # which test_lookahead.py has
-@pytest.mark.parametrize("score", [score for score in kvevict.SCORES if score != "lookahead"])
+@pytest.mark.parametrize("score", [score for score in kvevict.SCORES if score not in ("lookahead", "gate")])
 def test_every_score_over_every_rows_is_compared_or_refused(score, rows):
     compared = {tuple(name.split(",")[0] for name in pair) for pair in LEGAL}
     compared |= {(name, "repeat") for name in REPEATED} | {
@@ -238,7 +239,7 @@ def test_every_score_over_every_rows_is_compared_or_refused(score, rows):
 
 def test_every_preset_is_compared_with_the_oracle():
     tables = [test_policies.POLICIES, test_budgets.CHOICES, test_output_errors.CHOICES, test_cake.CHOICES]
-    tables += [test_hidden.CHOICES, test_expected.CHOICES, test_values_and_keys.CHOICES]
+    tables += [test_hidden.CHOICES, test_expected.CHOICES, test_values_and_keys.CHOICES, test_gates.CHOICES]
     compared = {name.split(",")[0] for table in [*tables, test_drafted.POLICIES] for name in table}
     elsewhere = {"fastkv", "random", "edie+tada", "edie+tada/chunked"}  # test_fastkv.py, by hand, test_choices.py
     elsewhere |= {"lookahead"}  # whose rows test_lookahead.py has
@@ -249,4 +250,5 @@ def test_every_preset_is_compared_with_the_oracle():
 @pytest.mark.parametrize("kind", PARTS)
 def test_every_part_is_in_the_matrix(kind):
     registry, _ = PARTS[kind]
-    assert test_choices.in_matrix(kind) == {*registry} - {"lookahead"}  # which test_lookahead.py has
+    elsewhere = {"lookahead", "gate"}  # which test_lookahead.py and test_gates.py have
+    assert test_choices.in_matrix(kind) == {*registry} - elsewhere

@@ -26,6 +26,7 @@ class Quantity:
     outputs: ClassVar[bool] = False  # needs the observers' attention outputs
     hidden: ClassVar[bool] = False  # needs the input of the layer's attention block, `KV.hidden`
     rotates: ClassVar[bool] = False  # rotates queries or keys, so models are checked
+    of_tokens: ClassVar[bool] = False  # of each token alone, by its hidden state: decoded ones have it, too (`tokens`)
 
     def ready(self, decoder, modules) -> None:
         """Raise ValueError for a decoder of which it cannot be measured; modules: the attention modules of the layers
@@ -38,6 +39,11 @@ class Quantity:
     def measure(self, slots, observation):
         """The quantity of a layer's `Slots` and of the `Observation` of them: mostly fp32 [B, Hkv, C], column i being
         alive slot i."""
+        raise NotImplementedError
+
+    def tokens(self, step, module, x):
+        """Of a quantity that is `of_tokens`: fp32 [B, Hkv, T] of the tokens with the inputs x [B, T, E] of a layer's
+        attention block."""
         raise NotImplementedError
 
     def passes(self, known: bool = False) -> int:

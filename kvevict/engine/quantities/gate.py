@@ -1,0 +1,51 @@
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from .. import gates
+from . import QUANTITIES, Quantity
+
+
+@QUANTITIES.add("gate")
+@dataclass(frozen=True)
+class Gate(Quantity):
+    """What trained gates expect the slots of tokens to be worth (KVzap, Jegou and Jeblick 2026): [B, Hkv, C].
+
+    A token has its numbers from the moment that it is read, and its slots carry them (carry="keep"). Slots that were
+    stored before are given the mean of their head's new ones, which counts where they carry none.
+    """
+
+    gates: str | None = None
+    observes: ClassVar[bool] = False
+    hidden: ClassVar[bool] = True
+    of_tokens: ClassVar[bool] = True
+
+    def ready(self, decoder, modules):
+        gates.forget(decoder)
+        gates.loaded(self.gates, decoder, [module.layer_idx for module in modules])
+
+    def flops(self, shape, rows, slots):
+        return 2 * rows * shape.hidden * shape.kv_heads
+
+    def tokens(self, step, module, x):
+        known, index = gates.loaded(self.gates, step.decoder, step.patch.order), module.layer_idx
+        known.on(index, x.device)
+        return step.patch.ranks.mine(known.logs(index, x).exp().transpose(1, 2))
+
+    def measure(self, slots, observation):
+        kv, columns = slots.kv, _new_columns(slots)
+        new = kv.k.shape[2]
+        if not new:
+            return torch.ones(*slots.n.shape, slots.columns, device=slots.device)
+        numbers = self.tokens(kv.step, kv.module, kv.hidden[:, :new])
+        padding = torch.arange(new, device=slots.device) < kv.first[:, None, None]
+        mean = numbers.masked_fill(padding, 0).sum(2, keepdim=True) / (new - kv.first).clamp_min(1)[:, None, None]
+        placed = numbers.gather(2, columns.clamp(0, new - 1))
+        return torch.where(columns >= kv.first[:, None, None], placed, mean)
+
+
+def _new_columns(slots):
+    """int64 [B, Hkv, C] the new column that each alive slot is, less than the row's padding for those stored before."""
+    new = slots.kv.k.shape[2]
+    return torch.arange(slots.columns, device=slots.device) + (new - slots.n[..., None]).long()

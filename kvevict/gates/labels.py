@@ -1,0 +1,93 @@
+"""What gates are trained on: pieces of texts, and KVzip's numbers of their tokens (METHODS section 9)."""
+
+from pathlib import Path
+
+import torch
+
+from .. import families
+from ..context import within
+from ..engine.watch import Watcher
+from ..patch import evicting
+from ..policy.checks import PLENTY
+from ..policy.policy import build
+
+SKIP = 4  # first tokens of a piece, which are always kept and whose hidden states are unlike others'
+LABELS = ("kvzip", "kvzip+")
+FLOOR = 1e-6  # of a number, before its logarithm is taken
+
+
+def pieces(texts, tokenizer, length: int, limit: int, vocabulary: int) -> list:
+    """Token ids of equal pieces of each text, of at most `length` tokens, each with the tokenizer's first token: as
+    many as have `limit` tokens, spread evenly.
+
+    texts    a file's path, or an iterable of texts or of 1-D token ids
+
+    Raises ValueError for texts that cannot be trained on.
+    """
+    if isinstance(texts, Path) or (isinstance(texts, str) and "\n" not in texts and Path(texts).is_file()):
+        texts = [Path(texts).read_text(encoding="utf-8", errors="replace")]
+    elif isinstance(texts, str):
+        raise ValueError("texts must be a file's path, or a list of texts or of token ids: give [text] for one text")
+    found = []
+    for number, text in enumerate(texts, 1):
+        ids, first = _ids(number, text, tokenizer, vocabulary), _first(text, tokenizer)
+        room = length - len(first)
+        parts = ids.tensor_split(-(-len(ids) // room)) if len(ids) else ()
+        found += [torch.cat([first, part]) for part in parts if len(first) + len(part) > SKIP + 1]
+    if not found:
+        raise ValueError(f"texts hold no piece of more than {SKIP + 1} tokens; give longer ones, better 10,000 tokens")
+    most = max(1, limit // max(map(len, found)))
+    return [found[i * len(found) // most] for i in range(most)] if most < len(found) else found
+
+
+def _ids(number, text, tokenizer, vocabulary):
+    if isinstance(text, str):
+        if tokenizer is None:
+            raise ValueError(f"text {number} is not token ids; give a tokenizer, or token ids")
+        text = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    ids = torch.as_tensor(text)
+    if ids.ndim != 1 or (len(ids) and (ids.is_floating_point() or ids.dtype == torch.bool)):
+        raise ValueError(f"text {number} must be a text or 1-D token ids, got {ids.dtype} {list(ids.shape)}")
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+        raise ValueError(f"text {number}: its ids must be below {vocabulary}, the model's vocabulary, and not negative")
+    return ids.long()
+
+
+def _first(text, tokenizer):
+    """The token that the tokenizer puts before a text, if it does."""
+    first = getattr(tokenizer, "bos_token_id", None) if isinstance(text, str) else None
+    if first is not None and tokenizer("a")["input_ids"][:1] != [first]:
+        first = None
+    return torch.tensor([] if first is None else [first], dtype=torch.long)
+
+
+class _Told(Watcher):
+    """Hands each layer's inputs and numbers on, as soon as they are known."""
+
+    def __init__(self, inputs, take):
+        self.inputs, self.take = inputs, take
+
+    def read(self, call, score):
+        x = self.inputs.pop(call.slots.index)[0, SKIP : score.shape[-1]]
+        self.take(call.slots.index, x, score[0, :, SKIP:].T.clamp_min(FLOOR).log())
+
+
+def each_layer(model, label: str, ids, take) -> None:
+    """take(layer, x [T, E], y [T, heads] fp32) of every layer: the inputs of its attention block and the logarithms of
+    the numbers of a piece's tokens but the first ones. The piece is read, and once more after itself."""
+    decoder = families.find_decoder(model)
+    kinds, layers = families.layer_kinds(decoder.config), families.layers_of(decoder)
+    inputs: dict = {}
+
+    def note(module, args, kwargs):
+        inputs[module.layer_idx] = args[0] if args else kwargs["hidden_states"]
+
+    own = [families.attention_of(layers[i], i) for i, kind in enumerate(kinds) if kind in families.EVICTS]
+    policy = build(label, budget=PLENTY, chunk_size=len(ids), layers="uniform")
+    with evicting(model, policy), torch.no_grad(), within(watchers=(_Told(inputs, take),)):
+        hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in own]
+        try:
+            decoder(input_ids=ids[None].to(families.device_of(decoder)), use_cache=True)
+        finally:
+            for hook in hooks:
+                hook.remove()

@@ -1,0 +1,156 @@
+"""Training of gates (METHODS section 9): the loop, its settings and its checkpoint."""
+
+import hashlib
+import io
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .. import families, trial
+from ..engine import ranks
+from ..engine.gates import Gates
+from ..engine.moments import model_of
+from ..families import base_model, find_decoder
+from ..files import write
+from ..patch import check_model, is_patched
+from ..policy.checks import at_least_0, count, one_of
+from .fits import FITS
+from .labels import LABELS, SKIP, each_layer, pieces
+from .measure import measure
+
+CHECKPOINT = "checkpoint.pt"
+MINUTE = 60  # seconds between checkpoints
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides the result of a training, besides model and texts; a run continues only with the same."""
+
+    kind: str
+    label: str
+    length: int
+    limit: int
+    held_out: int | None
+    ridge: float
+    seed: int
+
+    def __post_init__(self):
+        one_of("kind", self.kind, FITS)
+        one_of("label", self.label, LABELS)
+        count("length", self.length, SKIP + 2)
+        count("limit", self.limit, 2)
+        at_least_0("ridge", self.ridge)
+        count("seed", self.seed, 0)
+        if self.held_out is not None:
+            count("held_out", self.held_out, 0)
+
+
+def train(
+    model, texts, out, *, tokenizer=None, kind="linear", label="kvzip", length=1500, limit=30_000, held_out=None,
+    ridge=0.01, seed=0, progress=True,
+):  # fmt: skip
+    """Train gates for `model` on `texts`; returns the `Gates`, which are saved in the folder `out`, too.
+
+    texts     a text file's path, or an iterable of texts or of 1-D token ids
+    kind      "linear": ridge regression, in closed form; "mlp": two affine maps with GELU between them, by gradient
+    label     whose numbers gates learn: "kvzip" or "kvzip+", of each piece read twice
+    length    tokens of a piece at most; half of the model's context if that is less
+    limit     tokens at most: so many pieces, spread evenly over those of all texts
+    held_out  so many last pieces are not trained on: on these `Gates.about` has R^2, recall and Kendall's tau. None: an
+              eighth of them
+    ridge     of "linear": added to each input's variance, as a share of it
+    seed      of "mlp"
+
+    A run that was interrupted continues from its last checkpoint, at most a minute old, when it is called again. Raises
+    ValueError for texts that are too short, a model that is patched, split over processes or of an unknown kind, and a
+    checkpoint of other settings or a damaged one; OSError where `out` cannot be written.
+    """
+    settings = Settings(kind, label, length, limit, held_out, ridge, seed)
+    decoder, folder = find_decoder(model), Path(out)
+    check_model(model)
+    if is_patched(decoder):
+        raise ValueError("the model is patched: call kvevict.unpatch(model) before training")
+    if ranks.of(base_model(model)).size > 1:
+        raise ValueError("the model is split over processes (tensor parallel): load it in one to train its gates")
+    context = getattr(decoder.config, "max_position_embeddings", None) or 2 * length
+    known = pieces(texts, tokenizer, min(length, context // 2), limit, decoder.config.vocab_size)
+    last = -(-len(known) // 8) if held_out is None and len(known) > 1 else held_out or 0
+    if last >= len(known):
+        raise ValueError(f"held_out={last} leaves nothing to train on of {len(known)} pieces; give more text")
+    folder.mkdir(parents=True, exist_ok=True)
+    run = Run(model, decoder, known[: len(known) - last], folder, settings)
+    with trial.quiet(model):
+        made = run.go(progress)
+        if last:
+            held = known[len(known) - last :]
+            made.about["held_out"] = measure(model, label, held, made, lambda each: _bar(each, "measuring", progress))
+    made.save(folder)
+    (folder / CHECKPOINT).unlink(missing_ok=True)
+    return made
+
+
+class Run:
+    """One training: made anew or continued from the folder's checkpoint."""
+
+    def __init__(self, model, decoder, known, folder, settings):
+        self.model, self.decoder, self.pieces = model, decoder, known
+        self.folder, self.settings = folder, settings
+        kinds = families.layer_kinds(decoder.config)
+        order = [index for index, kind in enumerate(kinds) if kind in families.EVICTS]
+        self.fits = {index: FITS[settings.kind](settings) for index in order}
+        digest = hashlib.sha256(repr([ids.tolist() for ids in known]).encode()).hexdigest()[:16]
+        self.base = model_of(decoder)
+        self.about = vars(settings) | dict(data=digest, base=self.base)
+        self.done = 0
+
+    def go(self, progress) -> Gates:
+        self._resume()
+        saved, first = time.monotonic(), self.done
+        for ids in _bar(self.pieces[first:], "training", progress):
+            share = self.done / len(self.pieces)
+            each_layer(self.model, self.settings.label, ids, lambda i, x, y: self.fits[i].add(x, y, share))  # noqa: B023
+            self.done += 1
+            if time.monotonic() - saved >= MINUTE and self.done < len(self.pieces):
+                self._save()
+                saved = time.monotonic()
+        layers = {index: fit.affines() for index, fit in self.fits.items()}
+        about = {name: self.about[name] for name in ("kind", "label", "length", "ridge", "seed", "base")}
+        if self.settings.kind == "mlp":
+            about["inner"] = len(next(iter(layers.values()))[0][1])
+        return Gates(layers, about | dict(tokens=sum(map(len, self.pieces)), pieces=len(self.pieces)))
+
+    def _save(self):
+        buffer, fits = io.BytesIO(), {index: fit.state() for index, fit in self.fits.items()}
+        torch.save(dict(done=self.done, about=self.about, fits=fits), buffer)
+        write(self.folder / CHECKPOINT, buffer.getvalue())
+
+    def _resume(self):
+        path = self.folder / CHECKPOINT
+        if not path.exists():
+            return
+        device = families.device_of(self.decoder)
+        try:
+            state = torch.load(path, map_location=device, weights_only=True)
+            about = state["about"]
+        except Exception as error:  # pickle, zip and torch each have their own
+            raise ValueError(f"{path} is damaged ({error}); remove it to start anew") from error
+        for name, value in json.loads(json.dumps(self.about)).items():
+            if about.get(name) != value:
+                raise ValueError(
+                    f"{path} is of a training with {name}={about.get(name)!r}, this one has {value!r}; continue with "
+                    "the same, or give another `out`"
+                )
+        for index, fit in self.fits.items():
+            fit.load(state["fits"][index])
+        self.done = state["done"]
+
+
+def _bar(known, what, progress):
+    if not progress or len(known) < 2:
+        return known
+    from tqdm import tqdm
+
+    return tqdm(known, desc=what, unit="piece")

@@ -1,0 +1,46 @@
+import os
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..checks import count
+from ..needs import need
+from . import SCORES, Score
+
+
+@SCORES.add("gate")
+@dataclass(frozen=True)
+class Gate(Score):
+    """KVzap's gates (Jegou and Jeblick 2026): KVzip's number, expected of each token as it is read; question unknown.
+
+    gates    folder of gates that were trained on this model (`kvevict train --kind gates`); None: kvevict_gates in the
+             model's own folder
+    sink     first slots that are always kept
+    recent   last slots that are always kept
+    """
+
+    gates: object = None
+    sink: int = 4
+    recent: int = 64
+    carry: ClassVar[str] = "keep"
+    comparable: ClassVar[bool] = True
+
+    def __post_init__(self):
+        if isinstance(self.gates, os.PathLike):
+            object.__setattr__(self, "gates", os.fspath(self.gates))  # which JSON can hold
+
+    @property
+    def protected(self):
+        return self.sink, self.recent
+
+    def check(self, policy):
+        super().check(policy)
+        count("recent", self.recent, 0)
+        if not isinstance(self.gates, (str, type(None))):
+            raise TypeError(f"gates must be the folder that `kvevict train --kind gates` wrote, got {self.gates!r}")
+
+    @property
+    def needs(self):
+        return (need("gate", gates=self.gates),)
+
+    def score(self, slots, gate):
+        return gate

@@ -1,0 +1,181 @@
+"""Training of gates: what is fitted, and the files that a run writes."""
+
+import io
+import json
+
+import pytest
+import tiny
+import torch
+from test_policies import VOCAB, model
+
+import kvevict
+from kvevict.analysis.run import load_model
+from kvevict.gates import fits, labels, measure, training
+
+TEXTS = [(torch.randperm(VOCAB - 3, generator=torch.Generator().manual_seed(i)) + 3)[:130] for i in range(3)]
+FAST = dict(length=48, progress=False)
+
+
+def test_labels_are_the_numbers_of_kvzip():
+    """Those that slots carry when a text is read whole, in one part, and repeated."""
+    made, ids, found = model(), TEXTS[0][:48], {}
+    inputs = []
+    made.model.layers[2].self_attn.register_forward_pre_hook(
+        lambda module, args, kwargs: inputs.append(kwargs["hidden_states"]), with_kwargs=True
+    )
+    labels.each_layer(made, "kvzip", ids, lambda index, x, y: found.update({index: (x, y)}))
+    with kvevict.evicting(made, "kvzip", budget=80, schedule="prompt"), torch.no_grad():
+        cache = made(ids[None], use_cache=True).past_key_values
+    made.model.layers[2].self_attn._forward_pre_hooks.clear()
+    assert list(found) == [0, 1, 2, 3]
+    for layer, (x, y) in zip(cache.layers, found.values(), strict=True):
+        assert x.shape == (44, 64) and y.shape == (44, 2)
+        torch.testing.assert_close(y, layer.carry[0, :, 4:48].T.log(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[2][0], inputs[0][0, 4:48], rtol=0, atol=1e-5)
+
+
+class Ridge:
+    ridge, seed = 0.3, 0
+
+
+def test_ridge_is_the_minimum():
+    """Of the mean squared error and ridge times the sum of squared weights in standard deviations: its gradient is 0,
+    in pieces or at once."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(200, 7, generator=generator) * torch.logspace(-1, 2, 7) + 5
+    y = torch.randn(200, 3, generator=generator) + x[:, :3] / 10
+    whole, parted = (fits.Linear(Ridge) for _ in range(2))
+    whole.add(x, y, 0.0)
+    for rows in (slice(0, 1), slice(1, 90), slice(90, 200)):
+        parted.add(x[rows], y[rows], 0.0)
+    ((weight, bias),) = whole.affines()
+    for one, other in zip(*(fit.affines()[0] for fit in (whole, parted)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+    w, b = weight.double().requires_grad_(), bias.double().requires_grad_()
+    variance = x.double().var(0, correction=0)
+    loss = (x.double() @ w.T + b - y).square().mean(0).sum() + Ridge.ridge * (variance * w.square()).sum()
+    loss.backward()
+    # Weights were rounded to float32, whose gradient is their error times the second derivative.
+    bound = 2.0**-22 * (x.double().square().mean() * weight.abs().sum() + y.abs().max()).item() * 7
+    assert w.grad.abs().max() < bound * x.abs().max() and b.grad.abs().max() < bound
+
+
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+def test_learns_saves_and_evicts(kind, tmp_path):
+    made = model()
+    gates = kvevict.gates.train(made, TEXTS, tmp_path / "gates", kind=kind, held_out=2, **FAST)
+    config = json.loads((tmp_path / "gates" / "config.json").read_text())
+    assert config["kind"] == kind and config["pieces"] == 7  # of 44, 43 and 43 tokens a text
+    assert config["tokens"] == 2 * len(TEXTS[0]) + 44 and config["held_out"]["tokens"] == 2 * 43
+    held = config["held_out"]
+    assert held["r2"] <= 1 and held["r2_by_head"] <= 1 and set(held["recall"]) == {"0.125", "0.25", "0.5"}
+    assert -1 <= held["tau"] <= 1
+    again = kvevict.gates.load(tmp_path / "gates", made)
+    for layer, affines in gates.layers.items():
+        for one, other in zip(affines, again.layers[layer], strict=True):
+            assert all(map(torch.equal, one, other))
+    with kvevict.evicting(made, "gate", gates=tmp_path / "gates", budget=80, chunk_size=20), torch.no_grad():
+        made(TEXTS[0][None], use_cache=True)
+        assert sum(map(sum, kvevict.report(made)["kept"][0])) <= 4 * 2 * 80
+    assert sorted(path.name for path in (tmp_path / "gates").iterdir()) == ["config.json", "gates.safetensors"]
+
+
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+def test_goes_on_where_it_was(kind, tmp_path, monkeypatch):
+    """Ended after a checkpoint and a piece more: the same bits as in one go."""
+    made = model()
+    whole = kvevict.gates.train(made, TEXTS, tmp_path / "a", kind=kind, **FAST)
+    monkeypatch.setattr(training, "MINUTE", 0)
+    real, read = training.each_layer, []
+    monkeypatch.setattr(training, "each_layer", lambda *a: read.append(0) or (real(*a) if len(read) < 5 else 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        kvevict.gates.train(made, TEXTS, tmp_path / "b", kind=kind, **FAST)
+    monkeypatch.setattr(training, "each_layer", lambda *a: read.append(0) or real(*a))
+    with pytest.raises(ValueError, match=r"a training with ridge=0\.01"):
+        kvevict.gates.train(made, TEXTS, tmp_path / "b", kind=kind, ridge=0.5, **FAST)
+    with pytest.raises(ValueError, match="a training with data="):
+        kvevict.gates.train(made, TEXTS[1:], tmp_path / "b", kind=kind, **FAST)
+    parted = kvevict.gates.train(made, TEXTS, tmp_path / "b", kind=kind, **FAST)
+    assert len(read) == 5 + 3
+    for layer, affines in whole.layers.items():
+        for one, other in zip(affines, parted.layers[layer], strict=True):
+            assert all(map(torch.equal, one, other))
+
+
+def test_a_damaged_checkpoint_and_a_full_disk(tmp_path, monkeypatch):
+    made, write = model(), training.write
+    (tmp_path / "checkpoint.pt").write_bytes(b"PK")
+    with pytest.raises(ValueError, match=r"(?s)is damaged.*remove it"):
+        kvevict.gates.train(made, TEXTS, tmp_path, **FAST)
+    (tmp_path / "checkpoint.pt").unlink()
+    monkeypatch.setattr(training, "MINUTE", 0)
+    count: list = []
+
+    def full(path, data):
+        if len(count) == 2:
+            raise OSError(28, "No space left on device")
+        count.append(0)
+        write(path, data)
+
+    monkeypatch.setattr(training, "write", full)
+    with pytest.raises(OSError, match="No space"):
+        kvevict.gates.train(made, TEXTS, tmp_path, **FAST)
+    assert torch.load(io.BytesIO((tmp_path / "checkpoint.pt").read_bytes()), weights_only=True)["done"] == 2
+    assert "_kvevict" not in made.model.__dict__
+
+
+@pytest.mark.parametrize("given, text", [
+    (dict(texts=[]), "texts hold no piece of more than 5 tokens"),
+    (dict(texts=[torch.arange(1), torch.arange(0)]), "texts hold no piece"),
+    (dict(texts=["", "a"], tokenizer=True), "texts hold no piece"),
+    (dict(texts=["a text"]), "give a tokenizer"),
+    (dict(texts="a\ntext"), "give \\[text\\] for one text"),
+    (dict(texts=[torch.arange(500)]), f"below {VOCAB}"),
+    (dict(texts=[torch.rand(20)]), "1-D token ids"),
+    (dict(held_out=9), "leaves nothing to train on of 9 pieces"),
+    (dict(kind="tree"), "unknown kind 'tree'"),
+    (dict(label="snapkv"), "unknown label 'snapkv'"),
+    (dict(length=5), "length must be at least 6"),
+    (dict(ridge=-1), "ridge must be"),
+], ids=str)  # fmt: skip
+def test_refused(given, text, tmp_path):
+    if "tokenizer" in given:
+        given |= dict(tokenizer=tiny.byte_tokenizer())
+    with pytest.raises(ValueError, match=text):
+        kvevict.gates.train(model(), **dict(texts=TEXTS, out=tmp_path) | FAST | given)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_patched_model_is_refused(tmp_path):
+    with kvevict.evicting(model(), "snapkv", budget=80), pytest.raises(ValueError, match="unpatch"):
+        kvevict.gates.train(model(), TEXTS, tmp_path, **FAST)
+
+
+def test_r2_by_hand():
+    """1 - squared errors / squared distances from the mean."""
+    y, guess = torch.tensor([[1.0, 2, 3, 6]]), torch.tensor([[2.0, 2, 3, 5]])
+    parts = torch.stack([torch.ones_like(y), y, y.square(), (y - guess).square()]).sum(2)
+    assert measure._r2(*parts).item() == pytest.approx(1 - 2 / 14)
+
+
+def test_the_bundled_model_has_gates():
+    made, _ = load_model(kvevict.small_llama(), "float32", "cpu")
+    with kvevict.evicting(made, "gate", budget=80, chunk_size=64), torch.no_grad():
+        made(torch.arange(5, 305)[None], use_cache=True)
+        assert sum(sum(map(sum, rows)) for rows in kvevict.report(made)["kept"]) == 4 * 4 * 80
+
+
+def test_command(tmp_path, capsys):
+    from kvevict import cli
+
+    folder, _ = tiny.save(tmp_path / "model")
+    data, out = tmp_path / "book.txt", str(tmp_path / "out")
+    data.write_text(" ".join(f"It was the year {year}, and it rained." for year in range(1800, 1830)))
+    arguments = ["train", "--kind", "gates", "--model", folder, "--data", str(data), "--out", out, "--length", "90"]
+    assert cli.main(arguments) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["out"] == out and told["held_out"]["r2"] <= 1
+    assert cli.main(["generate", "--model", folder, "--file", str(data), "--budget", "80", "--policy",
+                     f"gate:gates={out}", "--max-new-tokens", "2", "When?"]) == 0  # fmt: skip
+    assert cli.main([*arguments, "--steps", "3"]) == 2
+    assert "--steps is not of --kind gates" in capsys.readouterr().err

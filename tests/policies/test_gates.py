@@ -1,0 +1,253 @@
+"""Gates against the oracle and by hand; their folder."""
+
+import json
+from itertools import pairwise
+
+import pytest
+import tiny
+import torch
+from test_policies import BUDGET, CHUNK, VOCAB, compare, kept, model, tokens
+
+import kvevict
+from kvevict import sealed
+from kvevict.engine import gates
+from kvevict.engine.moments import model_of
+from kvevict.policy import build
+
+CHUNKED = dict(budget=BUDGET, chunk_size=CHUNK, recent=2)
+CHOICES = {
+    "gate": {},
+    "gate, few kept": dict(sink=0, recent=0, least=0),
+    "gate, per layer": dict(layers="uniform"),
+    "gate, per head": dict(layers="uniform", heads="equal"),
+    "gate, pyramid": dict(layers="pyramid", beta=3, heads="ada"),
+    "gate, reuse": dict(layers="uniform", n_reuse=2),
+    "gate, wait": dict(layers="uniform", warmup_layers=3, warmup_budget=22),
+    "gate, caote": dict(layers="uniform", refine="caote"),
+}  # "preset, remark": options
+any_choice = pytest.mark.parametrize("name", CHOICES)
+
+
+def written(folder, made, kind="linear", seed=0):
+    """A folder of random gates for a model, whose logarithms differ by about 1."""
+    generator = torch.Generator().manual_seed(seed)
+    heads, wide = gates.outputs(made.model), made.config.hidden_size
+    sizes = [wide, 5, heads] if kind == "mlp" else [wide, heads]
+
+    def affine(inputs, outputs):
+        weight = torch.randn(outputs, inputs, generator=generator) / inputs**0.5
+        return weight, torch.randn(outputs, generator=generator) - 3
+
+    order = [i for i, kind in enumerate(kept_layers(made)) if kind]
+    layers = {i: tuple(affine(*pair) for pair in pairwise(sizes)) for i in order}
+    about = dict(kind=kind, base=model_of(made.model)) | (dict(inner=5) if kind == "mlp" else {})
+    gates.Gates(layers, about).save(folder)
+    return str(folder)
+
+
+def kept_layers(made):
+    kinds = getattr(made.config, "layer_types", None) or ["full_attention"] * made.config.num_hidden_layers
+    return [kind == "full_attention" for kind in kinds]
+
+
+@pytest.fixture
+def options(tmp_path):
+    def chosen(name, made=None, kind="linear", **more):
+        folder = written(tmp_path / "gates", made or model(), kind)
+        return name.split(",")[0], dict(gates=folder) | CHUNKED | CHOICES[name] | more
+
+    return chosen
+
+
+# -- against the oracle ---------------------------------------------------------------------------------------------
+
+
+@any_choice
+def test_chunks_turns_and_padding(name, options):
+    """A token has one number: in whatever chunk it is read, decoded, in a row with padding, in a later turn."""
+    policy, chosen = options(name)
+    compare(model(), policy, [[61, *[1] * 5]], **chosen)
+    compare(model(), policy, [[41, 1, 1, 14, 1], [26, 1, 1, 14, 1], [2, 1, 1, 14, 1]], **chosen)
+
+
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+@pytest.mark.parametrize("size", [None, 7])
+def test_one_cut_at_the_prompt_s_end(kind, size, options):
+    policy, chosen = options("gate", kind=kind, schedule="prompt", chunk_size=size)
+    compare(model(), policy, [[53, 1, 20, 1]], **chosen)
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_groups_of(heads, options):
+    made = model(num_key_value_heads=heads)
+    policy, chosen = options("gate", made)
+    compare(made, policy, [[39]], **chosen)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "phi3", "gemma3", "gpt_oss"])
+def test_other_families(family, options):
+    policy, chosen = options("gate", model(family))
+    compare(model(family), policy, [[40, 1, 1]], **chosen)
+
+
+@pytest.mark.parametrize("name", ["gate, per layer", "gate, per head", "gate, wait", "gate, reuse"])
+def test_decoding(name, options):
+    """Tokens that were decoded compete with those that were read, by their own numbers."""
+    policy, chosen = options(name, decode=True, interval=3)
+    compare(model(), policy, [[29, *[1] * 9, 20, *[1] * 4], [12, *[1] * 9, 20, *[1] * 4]], **chosen)
+    compare(model(), policy, [[1, *[1] * 24]], **chosen)
+
+
+# -- by hand --------------------------------------------------------------------------------------------------------
+
+
+def numbers(made, ids, **chosen):
+    """[layer] what the slots of one read of ids [N] carry."""
+    with kvevict.evicting(made, "gate", **chosen), torch.no_grad():
+        return [layer.carry for layer in made(ids[None], use_cache=True).past_key_values.layers]
+
+
+def test_numbers_do_not_depend_on_chunks(options):
+    """To the rounding of sums over the hidden size."""
+    _, chosen = options("gate", budget=80, chunk_size=None)
+    ids = tokens([[61]], 5)[0][0]
+    whole = numbers(model(), ids, **chosen)
+    for size in (1, 7, 60):
+        for x, y in zip(whole, numbers(model(), ids, **chosen | dict(chunk_size=size)), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=0)
+
+
+@torch.no_grad()
+def test_numbers_stay_with_a_cache(options, tmp_path):
+    """In forks, of chosen rows, on disk, after tokens were taken back, and where several are read that may be."""
+    made, (first, second) = model(), tokens([[40, 25]], 3)[0]
+    _, chosen = options("gate")
+    ids = torch.stack([first, first.flip(0)])
+
+    def read(cache, more):
+        return kept(made(more.expand(len(cache.layers[0].len), -1), past_key_values=cache).past_key_values)
+
+    with kvevict.evicting(made, "gate", **chosen):
+        cache, alone = (made(x, use_cache=True).past_key_values for x in (ids, ids[1:]))
+        token = second[:1].expand(2, 1)
+        for each, more in ((cache, token), (alone, token[1:])):
+            made(more, past_key_values=each)
+        kvevict.save_cache(cache, tmp_path / "cache")
+        caches = dict(fork=cache.fork(), loaded=kvevict.load_cache(tmp_path / "cache", made), back=cache.fork())
+        chosen_rows = cache.fork()
+        chosen_rows.batch_select_indices(torch.tensor([1]))
+        for more in (second[5:6], second[6:7]):
+            made(more.expand(2, 1), past_key_values=caches["back"])
+        caches["back"].crop(-2)
+        want = read(cache, second[1:])
+        assert {name: read(each, second[1:]) == want for name, each in caches.items()} == dict.fromkeys(caches, True)
+        assert read(chosen_rows, second[1:]) == read(alone, second[1:])
+
+
+@torch.no_grad()
+def test_generating_with_candidates_keeps_the_numbers(options):
+    """Prompt lookup stores candidates and takes them back: what stays has the numbers of plain decoding."""
+    made, text = model(), tokens([[40]], 3)[0][0].repeat(2)[None]
+    _, chosen = options("gate", budget=60)
+    carried = []
+    with kvevict.evicting(made, "gate", **chosen):
+        for more in ({}, dict(prompt_lookup_num_tokens=4)):
+            out = made.generate(text, max_new_tokens=8, do_sample=False, return_dict_in_generate=True, **more)
+            layers = out.past_key_values.layers
+            carried.append((out.sequences, [(layer.carry, layer.len) for layer in layers]))
+    assert torch.equal(carried[0][0], carried[1][0])
+    for (x, n), (y, m) in zip(*(each[1] for each in carried), strict=True):
+        least = torch.minimum(n, m)
+        for h in range(x.shape[1]):
+            part = slice(0, int(least[0, h]))
+            torch.testing.assert_close(x[0, h, part], y[0, h, part], rtol=1e-4, atol=0)
+            assert not x[0, h, part].isnan().any()
+
+
+def test_latents_have_one_number():
+    zoo = pytest.importorskip("zoo")
+    made = zoo.make("deepseek_v3", "DeepseekV3ForCausalLM")
+    if not hasattr(made.model.layers[0].self_attn, "expand_kv"):
+        pytest.skip("this version of Transformers caches no latents")
+    assert gates.outputs(made.model) == 1
+
+
+# -- the folder -----------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_does_not_fit_is_refused(tmp_path):
+    made = model()
+    folder = tmp_path / "gates"
+    for given, text in ((None, "gates is missing"), (folder, "is not a folder of gates")):
+        with pytest.raises(ValueError, match=text):
+            kvevict.patch(made, "gate", budget=80, gates=given)
+    for text, damage in (
+        ("is missing or damaged", lambda: (folder / "gates.safetensors").unlink()),
+        ("is missing or damaged", lambda: shorten(folder / "gates.safetensors")),
+        ("is missing or damaged", lambda: flip(folder / "gates.safetensors")),
+        ("is missing or damaged", lambda: torch.save({"0.0.weight": 1}, folder / "gates.safetensors")),
+        ("tensors of layer 0 do not fit", lambda: edit(folder, kind="mlp", inner=3)),
+        ("lacks its kind", lambda: edit(folder, kind="mlp")),
+        ("lacks its kind", lambda: edit(folder, kind=["linear"])),
+        ("is not of kvevict gates, version 1", lambda: edit(folder, version=2)),
+        ("is not a folder of gates", lambda: shorten(folder / "config.json")),
+    ):
+        written(folder, made)
+        damage()
+        with pytest.raises(ValueError, match=text):
+            kvevict.patch(made, "gate", budget=80, gates=folder)
+        assert "_kvevict" not in made.model.__dict__
+    written(folder, made)
+    for other, text in (
+        (model("qwen3"), "another model: its model_type is 'llama', this model's is 'qwen3'"),
+        (model(num_hidden_layers=3), "another model: its layers is 4"),
+        (tiny.model(vocab_size=VOCAB, seed=1), "another model: its weights is"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            kvevict.patch(other, "gate", budget=80, gates=folder)
+
+
+def test_gates_in_the_model_s_folder(tmp_path):
+    model().save_pretrained(tmp_path / "model")
+    made = type(model()).from_pretrained(tmp_path / "model")
+    written(tmp_path / "model" / "kvevict_gates", made)
+    with kvevict.evicting(made, "gate", budget=80):
+        pass
+
+
+def shorten(path):
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+def edit(folder, **changes):
+    weights, config = folder / "gates.safetensors", folder / "config.json"
+    sealed.write_pair(
+        weights, config, sealed.tensors_of_pair(weights, config), json.loads(config.read_text()) | changes
+    )
+
+
+def test_json(tmp_path):
+    policy = build("gate", budget=80, gates=tmp_path)
+    assert kvevict.Policy.from_json(policy.to_json()) == policy
+
+
+@pytest.mark.parametrize("chosen, text", [
+    (dict(rows="drafted"), "a draft comes once"),
+    (dict(rows="repeat"), "rows='none'"),
+    (dict(carry="none"), "carry='keep'"),
+    (dict(carry="max"), "carry='keep'"),
+    (dict(decode=True), "layers='uniform'"),
+    (dict(layers="cake"), "do not show"),
+    (dict(recent=-1), "recent must be at least 0"),
+    (dict(gates=3), "gates must be the folder"),
+    (dict(budget=68), "budget >= 69"),
+], ids=str)  # fmt: skip
+def test_refused(chosen, text):
+    with pytest.raises((ValueError, TypeError), match=text):
+        build("gate", **dict(budget=80) | chosen)
