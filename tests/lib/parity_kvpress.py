@@ -19,7 +19,7 @@ TOLD, PART = [5, 9, 2], 90  # as in test_kvpress.py
 
 
 class Tokenizer:
-    """Stands in for KVzip's: the request to repeat the context and the line end after it are TOLD."""
+    """Stands in for KVzip's: TOLD is the request to repeat the context, and its last id the line end after that."""
 
     chat_template = None
 

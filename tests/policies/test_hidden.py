@@ -220,7 +220,7 @@ def test_a_head_without_the_longest_one_s_slots_takes_in_numbers_of_new_ones():
 def test_diagnostics_of_padded_rows(layers, chosen):
     """As those of each row alone: its own repetition observes, which may end before the call. Where it ended with an
     earlier part, nothing is known."""
-    made, lengths, chosen = model(), (41, 26, 18), chosen | dict(budget=9, layers=layers, diagnose=True)
+    made, lengths, chosen = model(), (41, 35, 18), chosen | dict(budget=9, layers=layers, diagnose=True)
     data = [ids for ((ids,),) in (tokens([[n]], n) for n in lengths)]
     ids = torch.stack([torch.cat([torch.zeros(41 - len(row), dtype=torch.long), row]) for row in data])
     mask = (torch.arange(41) >= 41 - torch.tensor(lengths)[:, None]).long()
