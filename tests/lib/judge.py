@@ -1,7 +1,7 @@
 """What kvevict does with a model type: the line of `kvevict/known.tsv`, from a tiny model and the unpatched one."""
 
 import contextlib
-import sys
+import importlib
 
 import tiny
 import torch
@@ -32,7 +32,7 @@ TURNED = (("take", dict(budget=12, probe=4, chunk_size=16)), ("streaming", ALL |
 RESIDUAL = (("edie+tada", dict(budget=16, window=4, chunk_size=16)),)
 
 
-patching = sys.modules["kvevict.patch"]
+patching = importlib.import_module("kvevict.patch")  # the module, not the function
 
 
 def judge(name, kind) -> known.Type:
