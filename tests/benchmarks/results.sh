@@ -56,7 +56,7 @@ many() { # NAME CHUNKS POLICY... ARGUMENTS: a text read once, many questions; mo
     --chunk-size ${chunks//,/ } --policies "$@"
 }
 
-places() { # NAME CASES TASK LENGTH ARGUMENTS: where the question stands; observed by the last rows, and by itself
+places() { # NAME CASES TASK LENGTH ARGUMENTS: where the question stands; observed by the last rows, and by the question alone
   local name=$1 count=$2 task=$3 length=$4
   shift 4
   local some=(--tasks "$task" --lengths "$length" --chunk-size 512 --shares 1/16 "$@" --seeds 0)
