@@ -178,9 +178,8 @@ def test_latents_states_windows_and_shared_layers(kind, name, tmp_path):
         cache = made(ids, use_cache=True).past_key_values
         cache = made(ids[:, :1], past_key_values=cache).past_key_values
     layers = [layer for layer in cache.layers if hasattr(layer, "carry")]
-    assert sum(int(layer.len[0].sum()) for layer in layers) == sum(
-        (BUDGET + 1) * layer.len.shape[1] for layer in layers
-    )
+    slots = sum(int(layer.len[0].sum()) for layer in layers)
+    assert slots == (BUDGET + 1) * sum(layer.len.shape[1] for layer in layers)
     for layer in layers:
         stored = torch.arange(layer.carry.shape[2]) < layer.len[..., None]
         assert not layer.carry[stored].isnan().any() and layer.carry.shape[2] == layer.longest()
