@@ -115,6 +115,7 @@ class LastTurn(Question):
     """
 
     tokenizer: Any
+    request: str = ""  # what the turn asks after its text, where that is known
 
     @cached_property
     def _marks(self) -> tuple:
@@ -125,14 +126,17 @@ class LastTurn(Question):
         answer = {"role": "assistant", "content": mark}
         try:
             head, tail = rendered(self.tokenizer, [one], "a user's turn").split(mark)
-            _, end, begin, _ = rendered(self.tokenizer, [one, answer, one], "a second turn").split(mark)
         except ValueError:
             return "", ""
+        try:
+            _, end, begin, _ = rendered(self.tokenizer, [one, answer, one], "a second turn").split(mark)
+        except ValueError:  # it has one turn
+            return head, tail
         return shared(head[::-1], begin[::-1])[::-1], shared(tail, end)
 
     def rows(self, request, prompt):
         rows = request.policy.rows
-        if request.ids is None or getattr(rows, "span", True) or not rows.append:
+        if request.ids is None or not rows.at_the_end:
             return rows
         tokens = np.maximum(prompt - request.padding, 0)
         own, spans = rows.lengths(tokens), []
@@ -147,13 +151,17 @@ class LastTurn(Question):
         return rows if known else rows.of_spans(spans)
 
     def _span(self, ids):
+        asked = question_of(self.request or self._turn(ids))
+        return find(self.tokenizer, ids, asked) if asked else None
+
+    def _turn(self, ids) -> str:
+        """The last user's turn; "" where the prompt has none."""
         text = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         opened, ends = self._marks
         if opened and opened not in text:
-            return None
+            return ""
         turn = text.rpartition(opened)[2] if opened else text
-        asked = question_of(turn.partition(ends)[0] if ends else turn)
-        return find(self.tokenizer, ids, asked) if asked else None
+        return turn.partition(ends)[0] if ends else turn
 
 
 def reads_last_rows(policy) -> bool:

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 import torch
 
 from .._ops import DEVICES, build_info
+from ..context import within
 from ..families import device_of
 from ..models import pretrained
 from ..patch import evicting
 from ..prompts import first_ids, frame, ids_of, told, until_line_end
+from ..question import LastTurn
 from ..report import report
 
 
@@ -115,10 +117,10 @@ def encode(tokenizer, text: str, question: str, limit: int | None = None, openin
 
 
 def measure(
-    model, tokenizer, ids, policy=None, max_new_tokens=64, positions=False, one_line=False, finds=False
+    model, tokenizer, ids, policy=None, max_new_tokens=64, positions=False, one_line=False, question=""
 ) -> dict:
     """Generate greedily, to the line's end if the answer is `one_line`, and measure the cost. policy=None: unpatched.
-    finds: what observes is the question that the tokenizer finds, as `kvevict.patch(tokenizer=..)` has it.
+    question: what the prompt asks at its end; a probe is what asks in it, as `kvevict.patch(tokenizer=..)` finds it.
 
     Returns answer (None without a tokenizer), new_tokens, read_seconds (to the first token), decode_seconds,
     peak_bytes (growth of the process' peak memory above what was resident before) and, when patched, the read's report,
@@ -145,8 +147,8 @@ def measure(
 
     if policy is None:
         return generate()
-    told_policy = policy if tokenizer is None else told(policy, tokenizer)
-    with evicting(model, told_policy, tokenizer=tokenizer if finds else None):
+    asks = LastTurn(tokenizer, question) if question else None
+    with evicting(model, policy if tokenizer is None else told(policy, tokenizer)), within(question=asks):
         result = generate()
         return result | {"report": report(model, positions=positions)}
 

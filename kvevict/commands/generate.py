@@ -30,7 +30,8 @@ def generate(parser, argv):
     _, model, tokenizer, prompt = load_prompt(args)
     policies, ids = observing(policies, prompt, args.observe), prompt.row(device_of(model))
     chosen = {UNPATCHED: None} | policies if args.compare else policies
-    how = dict(max_new_tokens=args.max_new_tokens, one_line=bool(args.opening), finds=args.observe is None)
+    asked = "" if args.observe else args.question
+    how: dict = dict(max_new_tokens=args.max_new_tokens, one_line=bool(args.opening), question=asked)
     runs = {name: measure(model, tokenizer, ids, policy, **how) for name, policy in chosen.items()}
     print(table(runs, ids.shape[1]))
     return {"tokens": ids.shape[1], "runs": runs}

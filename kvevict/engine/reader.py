@@ -138,11 +138,20 @@ class Reader:
         stored = [0 * read.tokens if layer.counts is None else patch.ranks.counts(layer).sum(1) for layer in layers]
         tokens = chunk.end - np.clip(self.request.padding, chunk.start, chunk.end)
         observed = (tokens if chunk.again is None else read.tokens) > 0
+        observed &= ~self._decoded(read, np.stack(stored).sum(0))
         decisions = planned.decide(chunk, tokens, np.stack(stored), observed)
         self._set_budgets(read)
         cuts = chunk.evicts and planned.cuts.any()
         chooser = Deciding(decisions, Errors() if cuts and policy.layers.measures else None)
         return Drafting(chooser) if chunk.last and cuts and policy.rows.needs_full_prompt else chooser
+
+    def _decoded(self, read, stored):
+        """bool [B] rows that bring one token after stored [B] slots, as decoding does beside a row that brings more,
+        and from which decoding would not evict."""
+        policy, seen, each = self.policy, np.array(read.seen), self.patch.kv_heads * len(self.request.layers)
+        budget = np.array([policy.slots(n) for n in read.seen]) * each
+        due = schedule.overfull(policy, stored + each, budget, each)
+        return (read.tokens == 1) & (seen > 1) & (policy.carry == "none") & ~due
 
     def _set_budgets(self, read):
         if read.budgets.budgets is not None:

@@ -10,8 +10,10 @@ lost.
 import contextlib
 
 import torch
+import torch.nn.functional as F
 
 from .. import families
+from .latent import LatentLayer
 
 
 def check(policy, rope_depends_on_length: bool, measures: bool = False) -> None:
@@ -56,12 +58,32 @@ def _rotated(step, module, layer, held):
     def rows():  # decoding may move the buffers
         return (layer.offset[..., None] + column)[stored][moves]
 
-    own = layer.k[rows()]
+    own = _keys(layer, module, rows())
     if len(own):
         forth, back = shift[moves].clamp_min(0), (-shift[moves]).clamp_min(0)
         rotated = families.rotate(step.decoder, module, own[:, None, None].float(), back, forth)
-        layer.k[rows()] = rotated[:, 0, 0].to(own.dtype)
+        _put(layer, module, rows(), rotated[:, 0, 0].to(own.dtype))
     try:
         yield
     finally:
-        layer.k[rows()] = own
+        _put(layer, module, rows(), own)
+
+
+def _keys(layer, module, rows):
+    """Stored keys [n, D]; of latents their rotated part, where a head's key has it."""
+    if not isinstance(layer, LatentLayer):
+        return layer.k[rows]
+    latent, rotated = layer.widths
+    both = torch.cat([layer.k[rows], layer.v[rows]], -1)
+    return F.pad(both[:, latent : latent + rotated], (module.qk_nope_head_dim, 0))
+
+
+def _put(layer, module, rows, keys) -> None:
+    """Store what `_keys` gave, or that rotated."""
+    if not isinstance(layer, LatentLayer):
+        layer.k[rows] = keys
+        return
+    latent, rotated = layer.widths
+    both = torch.cat([layer.k[rows], layer.v[rows]], -1)
+    both[:, latent : latent + rotated] = keys[:, module.qk_nope_head_dim :]
+    layer.k[rows], layer.v[rows] = both.chunk(2, -1)

@@ -56,8 +56,17 @@ many() { # NAME CHUNKS POLICY... ARGUMENTS: a text read once, many questions; mo
     --chunk-size ${chunks//,/ } --policies "$@"
 }
 
+places() { # NAME CASES TASK LENGTH ARGUMENTS: where the question stands; observed by the last rows, and by the question alone
+  local name=$1 count=$2 task=$3 length=$4
+  shift 4
+  local some=(--tasks "$task" --lengths "$length" --chunk-size 512 --shares 1/16 "$@" --seeds 0)
+  table "$name" "$count" "${some[@]}" --policies take+edie "take+edie:probe=(-128,0)"
+  table "$name-known" "$count" "${some[@]}" --policies take+edie --observe asked
+}
+
 # shellcheck disable=SC2086
 {
+  places asked-numbers 128 asked/numbers 1900 ${BOOKS:+--haystack "$BOOKS"}
   table lookahead 12 --tasks needle facts keyvalue --lengths 512 1024 --budgets 64 128 256 \
     --policies snapkv take laq oracle lookahead
   table protocol-lookaheadkv 16 --protocol lookaheadkv --lengths 1024 --budgets 64 --share-reads \
@@ -120,6 +129,7 @@ if [ -n "${SMOLLM2:-}" ]; then
     --share-reads --chunk-size 512 --policies take+edie "$learned" take+chunkkv snapkv
   table smollm2-8000-unknown 1 "${real[@]}" --tasks ruler/niah_single_{1,2} --lengths 8000 --budgets 1000 \
     --share-reads --mode agnostic --policies take+edie take+chunkkv "$learned" laq oracle
+  places smollm2-asked 6 asked 2000 "${real[@]}"
   many smollm2-many 0,512 kvzip "${real[@]}" --seeds 0
   many smollm2-many 0 keydiff snapkv streaming knorm "${real[@]}" --seeds 0
   many smollm2-many 512 'kvzip:carry="none"' kvzip:{carry=max,support=all,layers=uniform} \

@@ -1,6 +1,8 @@
 """Quantised weights: what is kept and said is what the same weights, dequantised, keep and say. (.gguf files are read
 into plain weights: tests/commands/test_gguf.py.)"""
 
+import contextlib
+
 import pytest
 import tiny
 import torch
@@ -73,6 +75,31 @@ def goes_on_from_a_file(model, inputs, folder):
         step = dict(input_ids=torch.tensor([[5], [6]]), attention_mask=mask)
         got = model(**step, past_key_values=loaded).logits
         assert torch.equal(got, model(**step, past_key_values=cache).logits)
+
+
+class Rounding(torch.nn.Module):
+    """A linear whose input is rounded to steps that depend on all rows, as kernels over quantised weights do."""
+
+    def __init__(self, linear, quantised):
+        super().__init__()
+        scale = linear.weight.abs().max() / 127
+        integers = (linear.weight / scale).round()
+        self.weight = torch.nn.Parameter(integers.to(torch.int8) if quantised else integers, requires_grad=False)
+        self.scale, self.in_features = scale.item(), linear.in_features
+
+    def forward(self, x):
+        step = x.abs().max() / 2**7
+        return torch.nn.functional.linear((x / step).round() * step, self.weight.float() * self.scale)
+
+
+def test_rounding_of_quantised_layers_is_not_an_error():
+    """A quantiser's own layers are tried with the tolerance of 16 bits; such errors of plain ones are refused."""
+    for quantised in (True, False):
+        model = tiny.model()
+        for layer in model.model.layers:
+            layer.mlp.down_proj = Rounding(layer.mlp.down_proj, quantised)
+        with contextlib.nullcontext() if quantised else pytest.raises(ValueError, match=r"change|differs"):
+            kvevict.patch(model, "snapkv", budget=16, window=4)
 
 
 @pytest.mark.parametrize("policy, options", POLICIES, ids=[name for name, _ in POLICIES])

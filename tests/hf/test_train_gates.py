@@ -17,7 +17,7 @@ FAST = dict(length=48, progress=False)
 
 
 def test_labels_are_the_numbers_of_kvzip():
-    """Those that slots carry when a text is read whole, in one part, and repeated."""
+    """Those that slots carry when a text is read in one pass, as one part, and repeated."""
     made, ids, found = model(), TEXTS[0][:48], {}
     inputs = []
     made.model.layers[2].self_attn.register_forward_pre_hook(

@@ -53,6 +53,29 @@ def test_second_turn_with_a_chunk_of_padding(policy):
     assert relative(both.logits[1:, 40:], last.logits) < 1e-5
 
 
+@pytest.mark.parametrize("policy, options", [
+    ("take", dict(probe=4)), ("take", dict(probe=4, chunk_size=8)), ("take+edie", dict(probe=4)),
+    ("snapkv", dict(window=4)), ("take", dict(probe=4, decode=True, interval=4)), ("h2o", {}), ("streaming", {}),
+])  # fmt: skip
+def test_a_turn_of_one_token_beside_a_longer_one(policy, options):
+    """A row keeps what it keeps alone: one token is decoded, and evicts as that does."""
+    net, first, more = model(), prompt(2, 40, seed=1)["input_ids"], prompt(2, 6, seed=2)["input_ids"]
+
+    def positions(rows, widths):
+        wide = max(widths)
+        turn = torch.ones(len(rows), wide, dtype=torch.long)
+        mask = torch.ones(len(rows), 40 + wide, dtype=torch.long)
+        for at, (row, n) in enumerate(zip(rows, widths, strict=True)):
+            turn[at, wide - n :], mask[at, 40 : 40 + wide - n] = more[row, :n], 0
+        places = (mask.cumsum(1) - 1)[:, 40:]
+        with kvevict.evicting(net, policy, budget=16, **options), torch.no_grad():
+            cache = net(first[rows], use_cache=True, logits_to_keep=1).past_key_values
+            net(turn, attention_mask=mask, position_ids=places, past_key_values=cache)
+        return [[head.tolist() for head in layer.positions()[0]] for layer in cache.layers]
+
+    assert positions([0, 1], [1, 6]) == positions([0], [1])
+
+
 def test_crop_stops_at_padding():
     net = kvevict.patch(model(), "snapkv", budget=500)
     cache = net(ids(2, 20)).past_key_values

@@ -6,10 +6,11 @@ from itertools import pairwise
 import pytest
 import tiny
 import torch
+import zoo
 from test_policies import BUDGET, CHUNK, VOCAB, compare, kept, model, tokens
 
 import kvevict
-from kvevict import sealed
+from kvevict import families, sealed
 from kvevict.engine import gates
 from kvevict.engine.moments import model_of
 from kvevict.policy import build
@@ -31,23 +32,19 @@ any_choice = pytest.mark.parametrize("name", CHOICES)
 def written(folder, made, kind="linear", seed=0):
     """A folder of random gates for a model, whose logarithms differ by about 1."""
     generator = torch.Generator().manual_seed(seed)
-    heads, wide = gates.outputs(made.model), made.config.hidden_size
+    decoder = families.find_decoder(made)
+    heads, wide = gates.outputs(decoder), decoder.config.hidden_size
     sizes = [wide, 5, heads] if kind == "mlp" else [wide, heads]
 
     def affine(inputs, outputs):
         weight = torch.randn(outputs, inputs, generator=generator) / inputs**0.5
         return weight, torch.randn(outputs, generator=generator) - 3
 
-    order = [i for i, kind in enumerate(kept_layers(made)) if kind]
+    order = [i for i, kind in enumerate(families.layer_kinds(decoder.config)) if kind in families.EVICTS]
     layers = {i: tuple(affine(*pair) for pair in pairwise(sizes)) for i in order}
-    about = dict(kind=kind, base=model_of(made.model)) | (dict(inner=5) if kind == "mlp" else {})
+    about = dict(kind=kind, base=model_of(decoder)) | (dict(inner=5) if kind == "mlp" else {})
     gates.Gates(layers, about).save(folder)
     return str(folder)
-
-
-def kept_layers(made):
-    kinds = getattr(made.config, "layer_types", None) or ["full_attention"] * made.config.num_hidden_layers
-    return [kind == "full_attention" for kind in kinds]
 
 
 @pytest.fixture
@@ -164,12 +161,36 @@ def test_generating_with_candidates_keeps_the_numbers(options):
             assert not x[0, h, part].isnan().any()
 
 
-def test_latents_have_one_number():
-    zoo = pytest.importorskip("zoo")
-    made = zoo.make("deepseek_v3", "DeepseekV3ForCausalLM")
-    if not hasattr(made.model.layers[0].self_attn, "expand_kv"):
+@pytest.mark.parametrize("kind, name", [
+    ("deepseek_v3", "DeepseekV3ForCausalLM"), ("qwen3_next", "Qwen3NextForCausalLM"),
+    ("falcon_h1", "FalconH1ForCausalLM"), ("gemma3n_text", "Gemma3nForCausalLM"),
+])  # fmt: skip
+@torch.no_grad()
+def test_latents_states_windows_and_shared_layers(kind, name, tmp_path):
+    """Every slot that is kept has its number, and the budget is exact."""
+    if kind not in dict(zoo.types()):
+        pytest.skip(f"this Transformers has no {kind}")
+    made = zoo.make(kind, name)
+    if kind == "deepseek_v3" and not hasattr(made.model.layers[0].self_attn, "expand_kv"):
         pytest.skip("this version of Transformers caches no latents")
-    assert gates.outputs(made.model) == 1
+    ids, folder = torch.randint(3, 90, (2, 50), generator=torch.Generator().manual_seed(0)), tmp_path / "gates"
+    with kvevict.evicting(made, "gate", gates=written(folder, made), **CHUNKED):
+        cache = made(ids, use_cache=True).past_key_values
+        cache = made(ids[:, :1], past_key_values=cache).past_key_values
+    layers = [layer for layer in cache.layers if hasattr(layer, "carry")]
+    slots = sum(int(layer.len[0].sum()) for layer in layers)
+    assert slots == (BUDGET + 1) * sum(layer.len.shape[1] for layer in layers)
+    for layer in layers:
+        stored = torch.arange(layer.carry.shape[2]) < layer.len[..., None]
+        assert not layer.carry[stored].isnan().any() and layer.carry.shape[2] == layer.longest()
+
+
+def test_tokens_that_upper_layers_do_not_read(options):
+    """After layer tsp a layer has numbers of the tokens that it reads."""
+    _, chosen = options("gate, per layer", tsp=1, tsp_len=8)
+    with kvevict.evicting(model(), "gate", **chosen), torch.no_grad():
+        cache = model()(tokens([[61]], 3)[0][0][None], use_cache=True, logits_to_keep=1).past_key_values
+    assert all(layer.carry.shape[2] == layer.longest() for layer in cache.layers)
 
 
 # -- the folder -----------------------------------------------------------------------------------------------------

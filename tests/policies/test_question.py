@@ -10,6 +10,7 @@ import torch
 from test_policies import BUDGET, CHUNK, NEAR, VOCAB, model, ours, tokens
 
 import kvevict
+from kvevict.analysis.run import encode
 from kvevict.question import LastTurn, find, question_of
 
 TEXT = "The harbour opens at seven. The lantern is lit at nine, says the old man by the door. " * 4
@@ -154,6 +155,16 @@ def test_a_tokenizer_finds_it(net, tokenizer):
         assert slots(net, prompt(text), patched=tokenizer, **options) == slots(net, prompt(text), **options)
     both = torch.cat([ids, prompt(TEXT * 9)[:, : ids.shape[1]]])
     assert [layer[:1] for layer in slots(net, both, patched=tokenizer)] == slots(net, ids, ASKED, tokenizer)
+
+
+def test_what_the_turn_asks_may_be_known(net, tokenizer):
+    """As `kvevict generate` knows it: nothing is looked for in the text."""
+    text = f"{TEXT * 4} Nobody knows it. Who is it? {TEXT}"
+    for question in (f"{ASKED}\n{MORE}", f"Name the hour. {MORE}"):
+        prompt = encode(tokenizer, text, question)
+        start, stop = LastTurn(tokenizer, question)._span(prompt.context + prompt.question)
+        asked = ASKED if "?" in question else question
+        assert tokenizer.decode((prompt.context + prompt.question)[start:stop]) == asked
 
 
 def test_it_is_looked_for_in_the_last_turn():

@@ -5,6 +5,7 @@ import copy
 import pytest
 import tiny
 import torch
+import zoo
 from test_generate import DYNAMIC, LONGROPE, repetitive
 from tiny import generate, prompt, relative, shared
 from transformers import AttentionInterface
@@ -309,3 +310,22 @@ def test_frequencies_that_change(kind):
 def test_other_values():
     with pytest.raises(TypeError, match="rerotate must be True or False, got 1"):
         kvevict.patch(shared(), "streaming", budget=BUDGET, rerotate=1)
+
+
+def test_latents():
+    """One layer of latents (MLA): the last chunk, and a decoded token, see what is kept as if all else had not been."""
+    model = zoo.make("deepseek_v3", dict(zoo.types())["deepseek_v3"])
+    if not hasattr(model.model.layers[0].self_attn, "expand_kv"):
+        pytest.skip("this version of Transformers expands before it caches")
+    model.model.layers, model.config.num_hidden_layers = model.model.layers[:1], 1
+    ids = prompt(1, 50)["input_ids"]
+    last = ids[:, :1]
+    seen = [torch.cat([ids[:, :4], ids[:, 28:]], 1), torch.cat([ids[:, :4], ids[:, 44:], last], 1)]
+    want = torch.stack([model(each).logits[0, -1] for each in seen])
+    got = {}
+    for rerotate in (False, True):
+        with kvevict.evicting(model, "streaming", **ON | dict(rerotate=rerotate)):
+            read = model(ids, logits_to_keep=1, use_cache=True)
+            one = model(last, past_key_values=read.past_key_values)
+            got[rerotate] = torch.stack([read.logits[0, -1], one.logits[0, -1]])
+    assert relative(got[True], want) < 1e-4 < relative(got[False], want)

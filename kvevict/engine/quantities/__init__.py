@@ -43,7 +43,7 @@ class Quantity:
 
     def tokens(self, step, module, x):
         """Of a quantity that is `of_tokens`: fp32 [B, Hkv, T] of the tokens with the inputs x [B, T, E] of a layer's
-        attention block."""
+        attention block. A score with carry="keep" that needs it alone returns it as it is."""
         raise NotImplementedError
 
     def passes(self, known: bool = False) -> int:

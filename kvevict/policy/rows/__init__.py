@@ -66,6 +66,12 @@ class Rows:
         return 0
 
     @property
+    def at_the_end(self) -> bool:
+        """Whether the prompt's last tokens observe because a question is expected there: one that is found elsewhere
+        takes their place."""
+        return False
+
+    @property
     def decoded(self) -> int:
         """How many decoded rows are remembered to observe while decoding."""
         return 0

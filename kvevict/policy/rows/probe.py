@@ -44,6 +44,10 @@ class Probe(Rows):
     protected = decoded = most
 
     @property
+    def at_the_end(self):
+        return self.append and not self.span
+
+    @property
     def rotates(self):
         return self.append and self.ema_space == "aligned"
 
