@@ -1,5 +1,6 @@
 """What gates are trained on: pieces of texts, and KVzip's numbers of their tokens (METHODS section 9)."""
 
+import os
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ def pieces(texts, tokenizer, length: int, limit: int, vocabulary: int) -> list:
 
     Raises ValueError for texts that cannot be trained on.
     """
-    if isinstance(texts, Path) or (isinstance(texts, str) and "\n" not in texts and Path(texts).is_file()):
+    if isinstance(texts, Path) or (isinstance(texts, str) and os.path.isfile(texts)):
         texts = [Path(texts).read_text(encoding="utf-8", errors="replace")]
     elif isinstance(texts, str):
         raise ValueError("texts must be a file's path, or a list of texts or of token ids: give [text] for one text")

@@ -129,7 +129,7 @@ def test_a_damaged_checkpoint_and_a_full_disk(tmp_path, monkeypatch):
     (dict(texts=[torch.arange(1), torch.arange(0)]), "texts hold no piece"),
     (dict(texts=["", "a"], tokenizer=True), "texts hold no piece"),
     (dict(texts=["a text"]), "give a tokenizer"),
-    (dict(texts="a\ntext"), "give \\[text\\] for one text"),
+    (dict(texts="a text" * 999), "give \\[text\\] for one text"),
     (dict(texts=[torch.arange(500)]), f"below {VOCAB}"),
     (dict(texts=[torch.rand(20)]), "1-D token ids"),
     (dict(held_out=9), "leaves nothing to train on of 9 pieces"),
