@@ -111,7 +111,7 @@ class LastTurn(Question):
     """The question of the last user's turn, by the tokenizer's chat template; of the whole prompt without one.
 
     It is the last sentence with a question mark near the turn's end, or else the first near its start; a turn without
-    one is a question if it is short. What is found in none, or within the rows of the policy, leaves those as they are.
+    one is itself the question if it is short. Where none is found, or within the policy's rows, these are as they are.
     """
 
     tokenizer: Any
@@ -175,14 +175,25 @@ def shared(a: str, b: str) -> str:
 
 
 def question_of(turn: str) -> str:
-    """The question of a user's turn; "" where none is found. A question mark before a closing quotation mark is a
-    speaker's."""
+    """The question of a user's turn; "" where none is found. Whole paragraphs near the end and then near the start come
+    before those that a long text may be in."""
     turn = turn.strip()
-    last, first = (
-        [each.strip() for each in BETWEEN.split(part) if each.strip().endswith(tuple(MARKS))]
-        for part in (turn[-NEAR:], turn[:NEAR])
-    )
-    return last[-1] if last else first[0] if first else turn if len(turn) <= NEAR else ""
+    if len(turn) <= NEAR:
+        return (questions(turn) or [turn])[-1]
+    first, last = turn[:NEAR], turn[-NEAR:]
+    for found in (
+        questions(last.partition("\n\n")[2])[-1:], questions(first.rpartition("\n\n")[0])[:1], questions(last)[-1:],
+        questions(first)[:1],
+    ):  # fmt: skip
+        if found:
+            return found[0]
+    return ""
+
+
+def questions(text: str) -> list:
+    """The sentences with a question mark. One before a closing quotation mark is a speaker's."""
+    sentences = (each.strip() for each in BETWEEN.split(text))
+    return [each for each in sentences if each.endswith(tuple(MARKS))]
 
 
 def ids_of_row(request, row: int, tokens: int) -> list:

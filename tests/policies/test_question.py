@@ -130,6 +130,8 @@ def test_find(name):
     (f"{ASKED}\n\n{TEXT * 9}", ASKED),
     (f"{TEXT}\n\nI could not find it. {ASKED} {MORE}", ASKED),
     (f"{TEXT * 9}He said: \u201cWho is it?\u201d and left.\n\nName the man.", ""),
+    (f"{ASKED}\n\n{TEXT * 9} Who is it? {TEXT}\n\n{MORE}", ASKED),
+    (f"{TEXT * 9} {ASKED} {MORE}", ASKED),
     ("Name the man.", "Name the man."),
     ("Where did Mr. Smith go? Why?", "Why?"),
     ("Where did Mr. Smith go?", "Where did Mr. Smith go?"),
