@@ -149,7 +149,8 @@ class Drafting(Chooser):
 def _first_choice(call, quiet, meter):
     """SnapKV's choice under the layer's slots, its heads alike."""
     kv, rows = call.slots.kv, call.rows
-    step = replace(call.step, patch=quiet, meter=meter, elsewhere={})
+    read = replace(call.step.read, rows=quiet.policy.rows)
+    step = replace(call.step, patch=quiet, meter=meter, read=read, elsewhere={})
     first = layer_call(step, call.layer, kv.module, rows.q, kv.k, kv.v, rows.out, rows.lse, kv.options, new=call.new)
     alive = first.slots.alive
     slots = np.minimum(call.step.read.budgets.targets[call.order], alive)
