@@ -5,8 +5,7 @@ from . import add_model, check_folder, command, model_name, read_text
 
 @command
 def train(parser, argv):
-    """Train a lookahead adapter for a model on prompts, with which `lookahead:adapter=OUT` evicts, or gates on a text,
-    with which `gate:gates=OUT` does."""
+    """Train a lookahead adapter on prompts, or gates on a text, for `lookahead:adapter=OUT` or `gate:gates=OUT`."""
     add_model(parser)
     parser.add_argument(
         "--kind", default="lookahead", choices=["lookahead", "gates"], help="what is trained; default lookahead"

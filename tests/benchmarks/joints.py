@@ -9,6 +9,7 @@ ContextVars, imports that run upwards, and lines. `--names` lists them. Prints a
 import argparse
 import ast
 import json
+import sys
 from pathlib import Path
 
 HANDED = {  # classes that policy/ gets objects of, and what it calls those
@@ -16,17 +17,9 @@ HANDED = {  # classes that policy/ gets objects of, and what it calls those
     "LayerRows": ("call",), "Step": ("step",), "Request": ("request",), "Read": ("read",),
 }  # fmt: skip
 COUNTED = "Request", "EvictionLayer"
-LAYERS = (  # a module imports from its own layer and from those before it
-    ("_native", "_ops", "compat", "context", "families", "files", "known", "models", "prompts", "version"),
-    ("policy",),
-    ("engine",),
-    ("patch", "report", "store", "answer", "trial"),
-    ("lookahead",),
-    ("analysis",),
-    ("evaluate",),
-    ("commands", "cli", "lm_eval", "__main__"),
-)
-LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
+from test_layers import LEVEL  # noqa: E402
+
 FILES = "kvevict/engine", "kvevict/policy", "kvevict/_ops.py", "csrc/binding.cpp"
 
 
@@ -92,7 +85,7 @@ def measure(root) -> dict:
     trees = {file.relative_to(root): ast.parse(file.read_text()) for file in files}
     unknown = {path.with_suffix("").parts[1] for path in trees} - LEVEL.keys() - {"__init__"}
     if unknown:
-        raise SystemExit(f"LAYERS in joints.py does not say where {', '.join(sorted(unknown))} belongs")
+        raise SystemExit(f"LAYERS in tests/docs/test_layers.py does not say where {', '.join(sorted(unknown))} belongs")
     known, table = classes(trees), {}
     for name, names in used(trees, known).items():
         table[f"members of {name} used by policy/"] = names
