@@ -9,6 +9,7 @@ from collections import Counter
 from functools import partial
 
 import pytest
+import random_gates
 import tiny
 import torch
 from tiny import prompt, shared
@@ -71,7 +72,21 @@ NEEDS = {"oracle": dict(ids=tuple(range(5, 14))), "chunkkv/kvpress": dict(exact=
 NEEDS |= {"lagkv": dict(lag=2), "compactor": dict(sink=2, recent=2)}
 NEEDS |= {name: dict(draft_model=DRAFT) for name in ("speckv", "speckv/paper")}
 REPEATED = ("kvzip", "kvzip+")
-NOBODY_WAITS = ("chunkkv+reuse", "edie+tada", "edie+tada/chunked", "cake", "fastkv", "defensive/pool", *REPEATED)
+NOBODY_WAITS = (
+    "chunkkv+reuse",
+    "edie+tada",
+    "edie+tada/chunked",
+    "cake",
+    "fastkv",
+    "defensive/pool",
+    "gate",
+    *REPEATED,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory):
+    NEEDS["gate"] = dict(recent=2, gates=random_gates.written(tmp_path_factory.mktemp("gates"), shared()))
 
 
 def needs(name, model):
@@ -85,7 +100,14 @@ CASES = [(name, *case) for name in PRESETS for case in SLOTS
 CASES += [("take", *case) for case in TAKE] + [("snapkv/kvcf", dict(budget=9, chunk_size=1), (30,))]
 
 
-MATRICES = ("defensive", "defensive/pool", "compactor", "snapkv+critical", "adakv+critical")  # which no op multiplies
+MATRICES = (
+    "gate",
+    "defensive",
+    "defensive/pool",
+    "compactor",
+    "snapkv+critical",
+    "adakv+critical",
+)  # which no op multiplies
 
 
 def measures(policy):

@@ -169,7 +169,7 @@ def of_rank(heads: list, rank: int) -> list:
 
 
 def test_in_two_processes(tmp_path):
-    from test_gates import written  # which the processes cannot import
+    from random_gates import written  # which the processes cannot import
 
     whole = {name: tiny.model(name, **SIZES) for name in ("llama", "gemma3", "phi3")}
     for name, model in [*whole.items(), ("few", tiny.model(**SIZES | dict(num_key_value_heads=1)))]:
