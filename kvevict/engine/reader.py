@@ -142,7 +142,7 @@ class Reader:
         decisions = planned.decide(chunk, tokens, np.stack(stored), observed)
         self._set_budgets(read)
         cuts = chunk.evicts and planned.cuts.any()
-        chooser = Deciding(decisions, Errors() if cuts and policy.layers.measures else None)
+        chooser = Deciding(decisions, Errors(policy.layers.residual) if cuts and policy.layers.measures else None)
         return Drafting(chooser) if chunk.last and cuts and policy.rows.needs_full_prompt else chooser
 
     def _decoded(self, read, stored):

@@ -12,9 +12,13 @@ from . import host
 class Errors:
     """The layers' errors in one chunk (METHODS section 4): E_int, the sum of scores outside the protected slots, times
     the mean of 1 - cos(R, R + O) over the observing rows, R the residual stream that enters a layer, O what its
-    attention block (or the whole layer) adds."""
+    attention block (or the whole layer) adds.
 
-    def __init__(self):
+    until    "attention" or "layer": where R + O is measured, also of tokens that are drafted
+    """
+
+    def __init__(self, until):
+        self.until = until
         self.scores = {}  # layer -> fp64 [B]
         self.residual = {}  # layer -> the residual stream that entered it
         self.rotation = {}  # layer -> (sum of 1 - cos over rows [B], rows [B])
@@ -74,7 +78,7 @@ def _measuring(until=None):
     step = current()
     if step is None or step.chooser is None or step.chooser.errors is None:
         return None
-    return step if until in (None, step.patch.policy.layers.residual) else None
+    return step if until in (None, step.chooser.errors.until) else None
 
 
 def _enter(index, module, args, kwargs=None):
