@@ -8,8 +8,9 @@ from test_eval import NORMAL, line, plan, results, tokenizer, toy, untimed
 from tiny import model as tiny_model
 from tiny import save
 
+from kvevict import writing
 from kvevict.cli import main
-from kvevict.evaluate import ask, summary, table
+from kvevict.evaluate import summary, table
 from kvevict.evaluate.results import read
 from kvevict.evaluate.tasks import FIDELITY, RESPONSE, TASKS, Settings, find
 
@@ -86,11 +87,15 @@ def test_passages_of_the_haystack(tmp_path):
 # -- sampling ---------------------------------------------------------------------------------------------------------
 
 
-def test_samples_have_the_right_shares():
-    logits, noise = torch.tensor([[[0.0, 1.0, 2.0, -1.0]]]), torch.Generator().manual_seed(1)
-    drawn = torch.tensor([ask._choice(logits, 0.7, noise) for _ in range(8000)]).bincount(minlength=4) / 8000
-    torch.testing.assert_close(drawn, (logits[0, 0] / 0.7).softmax(0), atol=0.03, rtol=0)
-    assert ask._choice(logits, None, noise) == 2
+@pytest.mark.parametrize("top_p, left", [(1.0, [0, 1, 2, 3]), (0.9, [1, 2])])
+def test_samples_have_the_right_shares(top_p, left):
+    row = torch.tensor([0.0, 1.0, 2.0, -1.0])
+    choose = writing.Sampling(0.7, top_p, seed=1).chooser()
+    drawn = torch.tensor([choose(row) for _ in range(8000)]).bincount(minlength=4) / 8000
+    want = torch.zeros(4)
+    want[left] = (row[left] / 0.7).softmax(0)
+    torch.testing.assert_close(drawn, want, atol=0.03, rtol=0)
+    assert writing.Sampling().chooser()(row) == 2
 
 
 def test_runs_share_their_noise(net, tmp_path):
