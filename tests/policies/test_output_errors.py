@@ -268,7 +268,7 @@ def cuts(monkeypatch, made, check, rows=5):
     last rows' attention and the values, in float64; the last column is a sink's share, with a value of 0."""
     choose, seen = kvevict.engine.evict.choose, []
 
-    def watch(call, score, slots, final):
+    def watch(call, score, slots, *more):
         layer, kv, q, attention, values = call.layer, call.slots.kv, call.rows.q, [], []
         scale, softcap, sinks = (kv.options[x] for x in ("scale", "softcap", "sinks"))
         group = q.shape[1] // call.slots.n.shape[1]
@@ -282,7 +282,7 @@ def cuts(monkeypatch, made, check, rows=5):
             values.append(torch.cat([value, torch.zeros_like(value[:1])]))
         check(call, torch.stack(attention), torch.stack(values), n)
         seen.append(int(layer.len.max()))
-        return choose(call, score, slots, final)
+        return choose(call, score, slots, *more)
 
     monkeypatch.setattr(kvevict.engine.evict, "choose", watch)
     with kvevict.evicting(made, "snapkv", budget=9, window=rows, chunk_size=14), torch.no_grad():
