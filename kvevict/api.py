@@ -1,6 +1,7 @@
+# ruff: noqa: F401  kvevict has them
 """The public names of `kvevict`, which fetches them here when the first of them is used."""
 
-from . import _ops  # noqa: F401  checks torch and loads the kernels
+from . import _ops  # checks torch and loads the kernels
 from .answer import Pipeline, answer, read
 from .engine.quantities import QUANTITIES, Quantity, check_needs
 from .models import small_llama
@@ -18,13 +19,6 @@ from .query_statistics import measure_queries
 from .question import observing
 from .report import report
 from .store import load_cache, save_cache
-
-__all__ = [
-    "HEADS", "LAYERS", "PRESETS", "QUANTITIES", "REFINEMENTS", "ROWS", "SCORES", "SELECTIONS", "HeadBudget",
-    "LayerBudget", "Pipeline", "Policy", "Quantity", "Refinement", "Rows", "Score", "Selection", "answer", "evicting",
-    "history", "load_cache", "measure_queries", "need", "observing", "patch", "policies", "read", "register_quantity",
-    "register_rows", "register_score", "report", "save_cache", "small_llama", "unpatch",
-]  # fmt: skip
 
 
 def policies() -> list:
