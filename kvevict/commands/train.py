@@ -1,3 +1,4 @@
+import contextlib
 from pathlib import Path
 
 from . import add_model, check_folder, command, model_name, read_text
@@ -62,10 +63,8 @@ def _lookahead(args, options):
     model, tokenizer = load_model(name, args.dtype, args.device)
     targets = targets[0] if len(targets) == 1 and "_" not in targets[0] else targets
     options |= dict(tokenizer=tokenizer, targets=targets, held_out=held_out, seed=args.seed)
-    try:
+    with _resumable(args.out):
         adapter = train(model, args.data, args.out, **options)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"the same command goes on from the last checkpoint in {args.out}") from None
     return {"model": name, "out": args.out, "parameters": sum(p.numel() for p in adapter.parameters())}
 
 
@@ -77,12 +76,19 @@ def _gates(args, options):
     check_folder("--out", args.out)
     model, tokenizer = load_model(name, args.dtype, args.device)
     options |= dict(kind=options.pop("form", "linear"), tokenizer=tokenizer, held_out=args.held_out, seed=args.seed)
-    try:
+    with _resumable(args.out):
         about = train(model, [text], args.out, **options).about
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"the same command goes on from the last checkpoint in {args.out}") from None
     print(_told(args.out, about))
     return {"model": name, "out": args.out, "tokens": about["tokens"], "held_out": about.get("held_out")}
+
+
+@contextlib.contextmanager
+def _resumable(out):
+    """Ctrl-C inside says how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"the same command goes on from the last checkpoint in {out}") from None
 
 
 def _told(out, about) -> str:
