@@ -36,7 +36,7 @@ def is_whole(data, before: int = 0) -> bool:
 
 
 def _checksum(data, before):
-    """(where the field's digits start, the digits that belong there); None where there is no field."""
+    """(where the field's digits start, the digits that belong there), or None without the field."""
     field = FIELD.search(data)
     if field is None:
         return None
