@@ -13,7 +13,7 @@ from .policy.policy import Policy, build
 from .prompts import frame, ids_of, told
 from .writing import Sampling, written
 
-UNASKED = "kvzip"  # keeps most answers to questions that come later, of what docs/results.md compares
+UNASKED = "read-twice"  # keeps most answers to questions that come later, of what docs/results.md compares
 
 
 def read(model, tokenizer, context, policy=None, **options):
@@ -21,8 +21,8 @@ def read(model, tokenizer, context, policy=None, **options):
 
     model             as `kvevict.patch` takes it
     context           text; in the tokenizer's chat template, if it has one, it opens the user's turn
-    policy, options   as `kvevict.patch` takes them; None: the policy that the model is patched with, or "kvzip" for a
-                      model that is not, in chunks short enough to be repeated within the model's positions
+    policy, options   as `kvevict.patch` takes them; None: the policy that the model is patched with, or "read-twice"
+                      for a model that is not, in chunks short enough to be repeated within the model's positions
 
     The model is left as it was. Raises ValueError for an empty text, a missing budget or a model in training mode.
     """

@@ -13,12 +13,21 @@ OPS = {f"test_{op}" for op in (
 CPU_ONLY = {"test_errors", "test_isa"}  # a GPU does not look at counts and indices
 
 
-def pytest_configure():
+def pytest_configure(config):
+    config.addinivalue_line("markers", "drawn(n): so many of the test's cases are run, unless KVEVICT_MOST=all")
     os.environ.setdefault("KVEVICT_SEED", str(time.time_ns() // 1000 % 10**9))  # the workers' too
 
 
 def pytest_terminal_summary(terminalreporter):
     terminalreporter.write_line(f"random tests began with KVEVICT_SEED={os.environ['KVEVICT_SEED']}")
+
+
+def pytest_collection_modifyitems(config, items):
+    from fuzzing import drawn
+
+    run = drawn(items)
+    config.hook.pytest_deselected(items=[item for item in items if item not in run])
+    items[:] = [item for item in items if item in run]
 
 
 def on_gpu() -> bool:

@@ -215,6 +215,7 @@ MORE = {
 
 
 @pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.drawn(10)
 def test_report(name):
     preset, given = options(name)
     got = agree(preset, given | CHUNKS, [61, 40], model())

@@ -124,6 +124,7 @@ def sliding():
     "build_model, name, options, lengths",
     [(shared, *case) for case in CASES] + [(sliding, *case) for case in CASES if case[0] in ("take", "h2o", "laq")],
 )
+@pytest.mark.drawn(48)
 def test_slots(build_model, name, options, lengths):
     """KV bytes after the prompt and at most are what was measured, to the byte; where layers share by what they
     measure, the peak depends on the text and is near the uniform one."""
@@ -192,6 +193,7 @@ def test_pairs(window):
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize("name, options", [("snapkv", {}), ("take", dict(chunk_size=40))])
+@pytest.mark.drawn(8)
 def test_linear_flops(family, name, options):
     """Matrix products with weights, of the prompt, the probe and one row of logits, as torch counts them."""
     model, policy, inputs = tiny.model(family), build(name, budget=38, **options), prompt(2, 150)
@@ -260,6 +262,7 @@ def bare(shape):
 
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("options", [dict(budget=70), dict(budget=0.3, chunk_size=80), dict(budget=80, chunk_size=66)])
+@pytest.mark.drawn(24)
 def test_attention_and_score_flops(name, options, seen):
     policy, model, dim = build(name, **needs(name, shared()), **options), shared(), 32
     read(model, policy, prompt(2, 310))
@@ -307,6 +310,7 @@ ANY_SCORE = {"edie": {}, "edie-exact": {}, "snapkv": dict(refine="caote", weight
 @pytest.mark.parametrize("rows", ANY_ROWS)
 @pytest.mark.parametrize("name", ANY_SCORE)
 @pytest.mark.parametrize("chunk_size, length", [(None, 310), (80, 310), (None, 75)])
+@pytest.mark.drawn(24)
 def test_every_score_over_every_rows(name, rows, chunk_size, length, seen):
     """Slots, and pairs: rows without a log-sum-exp of their own take a pass more for each, or attention once where
     their outputs are wanted too."""
@@ -393,6 +397,7 @@ DECODED = [("snapkv", {}), ("snapkv", dict(decode=True, interval=4)), ("edie", d
 
 @pytest.mark.parametrize("name, options", DECODED)
 @pytest.mark.parametrize("length", [130, 50])
+@pytest.mark.drawn(8)
 def test_decoding(name, options, length, seen):
     """Bytes after 21 tokens, and the pairs that attention and evictions on the way were given; a prompt of 50 tokens
     fits, and fills the budget while decoding."""

@@ -29,6 +29,7 @@ def lines_of(net, tmp_path, plan, **options):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mixtral", "gpt_oss"])
+@pytest.mark.drawn(2)
 def test_lines_are_the_same(tmp_path, family):
     net = tiny_model(family)
     policies = POLICIES if family == "llama" else ("snapkv", "h2o", "edie+tada", "laq")

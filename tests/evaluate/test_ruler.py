@@ -95,6 +95,7 @@ def test_thirteen():
 
 
 @pytest.mark.parametrize("name", TOKENS)
+@pytest.mark.drawn(12)
 def test_lengths(name, settings):
     """The prompt and what is generated fill the length, but for less than one more unit."""
     for length in (1024, random.randint(1024, 6000)):
@@ -110,6 +111,7 @@ def test_lengths(name, settings):
 
 
 @pytest.mark.parametrize("name", TOKENS)
+@pytest.mark.drawn(12)
 def test_repeatable(name, settings):
     """A case depends on the settings and its number, not on how many are asked for; and on the seed."""
     first, again = cases(name, settings), cases(name, replace(settings, cases=4))

@@ -52,6 +52,7 @@ def bundled():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.drawn(4)
 def test_questions_do_not_meet(bundled, policy, tmp_path):
     """The same answers in any order, twice, from a cache, from disk, and from deep copies of it; a long answer does
     not evict either."""

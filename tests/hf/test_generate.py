@@ -227,6 +227,7 @@ def test_assisted_keeps_everything(kind, policy):
 
 @pytest.mark.parametrize("kind", ["lookup", "model", "itself"])
 @pytest.mark.parametrize("policy", PRESETS)
+@pytest.mark.drawn(8)
 def test_assisted_after_eviction(kind, policy):
     """The same tokens as without an assistant, or one clear refusal; the model is right afterwards either way."""
     model, inputs, assisted = shared(), repetitive(), assistant(kind)

@@ -37,6 +37,7 @@ def evicting(model, read, budget=ALL):
 @families
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.drawn(16)
 def test_same_tokens(family, batch, beams):
     model, inputs = shared(family), prompt(batch, 50, pad=PADS)
     want = generate(model, inputs, 12, num_beams=beams)
@@ -47,6 +48,7 @@ def test_same_tokens(family, batch, beams):
 
 @families
 @reads
+@pytest.mark.drawn(24)
 def test_same_logits(family, read):
     """All rows' logits of a padded batch, where there is a token."""
     model, inputs = shared(family), prompt(3, 90, pad=PADS)
@@ -105,6 +107,7 @@ TIGHT = {
 
 @families
 @pytest.mark.parametrize("policy", TIGHT)
+@pytest.mark.drawn(32)
 def test_tight(family, policy):
     """Finite logits, at most the budget kept, sliding layers left alone, and unpatching undoes it to the last bit."""
     model, inputs = shared(family), prompt(3, 50, pad=PADS)

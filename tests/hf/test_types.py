@@ -26,6 +26,7 @@ LINES = {line.name: line for line in known.table()}
 
 
 @pytest.mark.parametrize("name, kind", TYPES, ids=[name for name, _ in TYPES])
+@pytest.mark.drawn(5)
 def test_table(name, kind):
     """The table says what is so; a type that is not in it need not be right, but it says so when it is patched."""
     line, wanted = judge.judge(name, kind), LINES.get(name)

@@ -2,6 +2,8 @@
 
 KVEVICT_FUZZ   seconds that each test of tests/attack draws cases for; default 20
 KVEVICT_SEED   of the first case; default: conftest.py draws one for the run and prints it
+KVEVICT_MOST   cases of each test that are run, drawn; default: all, but of tests marked `drawn`; "all": of those too
+KVEVICT_DRAW   another text draws other cases; default: the seed
 """
 
 import json
@@ -13,8 +15,29 @@ from collections import Counter
 
 SECONDS = float(os.environ.get("KVEVICT_FUZZ", 20))
 SEED = int(os.environ["KVEVICT_SEED"])
+DRAW = os.environ.get("KVEVICT_DRAW", str(SEED))
+MOST = os.environ.get("KVEVICT_MOST", "")
+ALL = MOST == "all"
 HUGE = (0, 1, -1, 2, 7, 2**31 - 1, 2**31, -(2**31), 2**32 + 3, 2**63 - 1, 2**63, 10**30)
 ODD = (None, True, False, "", "none", "many", "\u20ac", 0.5, -0.5, 1e-320, 1e308, float("nan"), float("inf"), [], {})
+
+
+def drawn(items) -> set:
+    """Of pytest's items those that are run: of a function's, as many as its mark `drawn(n)` or KVEVICT_MOST says."""
+    groups, run = {}, set()
+    for item in items:
+        groups.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, cases in groups.items():
+        mark = cases[0].get_closest_marker("drawn")
+        most = min(mark.args[0] if mark and not ALL else len(cases), len(cases) if MOST in ("", "all") else int(MOST))
+        run.update(random.Random(f"{DRAW} {name}").sample(cases, min(most, len(cases))))
+    return run
+
+
+def one_in(many, cases, name):
+    """Yields one in so many of a test's own cases, drawn; with KVEVICT_MOST=all every one."""
+    rng = random.Random(f"{DRAW} {name}")
+    return (case for case in cases if ALL or rng.random() * many < 1)
 
 
 def fuzz(case, share=1.0) -> Counter:

@@ -80,6 +80,7 @@ def test_options_go_to_the_part_that_has_them():
 
 
 @any_choice
+@pytest.mark.drawn(12)
 def test_chunks(name):
     policy, chosen = options(name, **CHUNKED)
     compare_in_chunks(policy, **chosen)
@@ -93,18 +94,21 @@ def test_whole_prompt(name):
 
 
 @any_choice
+@pytest.mark.drawn(12)
 def test_fractions_and_turns(name):
     policy, chosen = options(name, budget=0.4, chunk_size=14)
     compare(model(), policy, [[47, 1, 21, 1]], **chosen)
 
 
 @any_choice
+@pytest.mark.drawn(12)
 def test_padded_rows(name):
     policy, chosen = options(name, **CHUNKED)
     compare(model(), policy, [[41, 1, 14], [26, 1, 14], [10, 1, 14]], **chosen)
 
 
 @pytest.mark.parametrize("name", [name for name in CHOICES if not name.startswith("take")])
+@pytest.mark.drawn(12)
 def test_decoding(name):
     """The slots of a layer never exceed its budget by more than interval - 1 per head."""
     policy, chosen = options(name, **CHUNKED | dict(decode=True, interval=3))

@@ -47,12 +47,14 @@ def options(name, **more):
 
 
 @any_choice
+@pytest.mark.drawn(8)
 def test_chunks(name):
     policy, chosen = options(name, **CHUNKED)
     compare_in_chunks(policy, **chosen)
 
 
 @any_choice
+@pytest.mark.drawn(8)
 def test_whole_prompt(name):
     policy, chosen = options(name, budget=BUDGET)
     compare(model(num_hidden_layers=7), policy, [[53]], **chosen)

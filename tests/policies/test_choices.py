@@ -10,7 +10,7 @@ import oracle
 import pytest
 import tiny
 import torch
-from fuzzing import SEED
+from fuzzing import one_in
 from test_patch import snapshot
 from test_policies import VOCAB, kept, model, ours, tokens
 
@@ -475,6 +475,7 @@ RANKS = ("streaming", "knorm", "keydiff", "random", "lagkv", "defensive", "compa
 REPEATED = ("kvzip", "kvzip+")
 OBSERVED = ("defensive", "compactor")  # of RANKS
 SAMPLED = 241  # of the combinations over rows that are not a score's own, one in so many
+DRAWN = 24  # one in so many is run
 
 
 def in_matrix(kind):
@@ -533,42 +534,42 @@ def legal(name, rows, given):
 @pytest.mark.parametrize("name", SCORES)
 def test_every_combination(name, task):
     """It runs, a second time alike, keeps the budget exactly, and a padded row keeps what it keeps alone; or it is
-    refused. Of those that run, half are drawn."""
-    made, past, draws = model(num_hidden_layers=3), kvevict.history(task), random.Random(f"{SEED} {name}")
+    refused. Of those that run, one in `DRAWN` is drawn."""
+    made, past = model(num_hidden_layers=3), kvevict.history(task)
     past.contexts, past.errors, past.frozen = 1, [3.0, 0.2, 2.0], True
     data = tokens([[38], [31]], 5)
     batch = torch.stack([data[0][0], torch.cat([torch.zeros(7, dtype=torch.long), data[1][0]])])
     mask = (torch.arange(38) >= torch.tensor([[0], [7]])).long()
     score = kvevict.SCORES[name.split(",")[0]](**SCORES[name])
     common = dict(policy="snapkv", score=score, budget=9) | (dict(tsp="half", tsp_len=16) if name == "fastkv" else {})
-    refused = 0
+    given, refused = [], 0
     for rows, choices in combinations(name):
         options = common | choices | dict(rows=kvevict.ROWS[rows.split(",")[0]](**ROWS[rows]))
         if choices["layers"] == "tada":
             options["task"] = task
-        if not legal(name, rows, choices):
-            refused += 1
-            with pytest.raises(ValueError, match=REASONS):
-                kvevict.patch(made, **options)
+        if legal(name, rows, choices):
+            given.append(options)
             continue
-        if draws.random() < 0.5:
-            continue
+        refused += 1
+        with pytest.raises(ValueError, match=REASONS):
+            kvevict.patch(made, **options)
+    assert refused
+    for options in one_in(DRAWN, given, name):
         kvevict.patch(made, **options)
         try:
             with torch.no_grad():
                 got = read(made, batch, mask)
                 assert read(made, batch, mask) == got, options
                 alone = read(made, data[1][0][None])
-                if "decode" in choices:
+                if "decode" in options:
                     check_decoding(made, batch, mask, 6 * (9 + 1))
         finally:
             kvevict.unpatch(made)
         assert [layer[1] for layer in got] == [layer[0] for layer in alone], options
         for row in range(2):
             total = sum(len(head) for layer in got for head in layer[row])
-            exact = choices["select"] == "token" or choices["select"].exact
+            exact = options["select"] == "token" or options["select"].exact
             assert total == 9 * 6 if exact else 0 < total <= 9 * 6, options
-    assert refused
 
 
 def check_decoding(made, batch, mask, most):

@@ -221,6 +221,7 @@ class HeavyHitters:
 
 @any_seed
 @pytest.mark.parametrize("budget, recent, options", [(24, 12, {}), (24, 4, dict(recent=4)), (25, 12, {})])
+@pytest.mark.drawn(4)
 def test_h2o(seed, budget, recent, options):
     """With a group of one: it has no other. Prompts above the budget, and below it."""
     for length in (50, 20):
@@ -241,6 +242,7 @@ def test_h2o_of_kvcache_factory(seed, heads):
 
 @any_seed
 @pytest.mark.parametrize("heads", [4, 2, 1])
+@pytest.mark.drawn(4)
 def test_tova(seed, heads):
     """schwartz-lab-NLP/TOVA: the last row's attention, its own column included, mean over all query heads; one choice
     for the layer, after every forward; the newest slot may go."""

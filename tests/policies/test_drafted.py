@@ -48,6 +48,7 @@ def options(name, **more):
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 @any_policy
+@pytest.mark.drawn(16)
 def test_read(name, geometry):
     policy, chosen = options(name, **GEOMETRIES[geometry])
     for n in (1, 17, 61) if geometry == "whole" else (40,):
@@ -85,6 +86,7 @@ def test_left_padded_rows_are_read_as_if_alone(name):
 
 @pytest.mark.parametrize("budget", [16, 0.4])
 @pytest.mark.parametrize("name", [name for name in POLICIES if name.startswith("laq")])
+@pytest.mark.drawn(4)
 def test_follow_up_turns(name, budget):
     policy, chosen = options(name, budget=budget)
     compare(model(), policy, [[30, 1, 1, 15, 1, 2, 1]], **chosen)
@@ -92,6 +94,7 @@ def test_follow_up_turns(name, budget):
 
 
 @any_policy
+@pytest.mark.drawn(4)
 def test_decode_with_eviction(name, interval=3):
     """The last decoded rows stand in for drafted ones."""
     policy, chosen = options(name, budget=16, decode=True, interval=interval)

@@ -129,6 +129,7 @@ GEOMETRIES = {
 
 @pytest.mark.parametrize("n", [1, 2, 8, 15, 16, 24, 25, 37, 61])
 @pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.drawn(30)
 def test_read(geometry, n):
     compare(model(), [[n]], **GEOMETRIES[geometry])
 

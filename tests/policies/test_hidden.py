@@ -179,6 +179,7 @@ class Fixed(kvevict.Score):
     dict(layers="pool", heads="flat", least=0), dict(layers="pool", heads="flat", least=3), dict(heads="flat"),
     dict(heads="equal"), dict(layers="pool", heads="flat", threshold=0.95, keep_last=0),
 ], ids=str)  # fmt: skip
+@pytest.mark.drawn(2)
 def test_chunks_end_with_what_one_cut_of_all_keeps(chosen):
     """Streaming top-B with carry="keep" is offline top-B, of fixed numbers."""
     made, ids = model(), tokens([[97]], 0)[0][0][None]

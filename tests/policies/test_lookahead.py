@@ -122,6 +122,7 @@ def test_fused_projections_carry_as_many():
 @families
 @pytest.mark.parametrize("chunk_size", [None, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.drawn(16)
 def test_other_rows_keep_every_bit(family, chunk_size, dtype):
     """Logits and caches of the prompt's own tokens are the same with the adapter on and off."""
     same_bits(shared(family, dtype), chunk_size)

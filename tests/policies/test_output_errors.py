@@ -9,6 +9,7 @@ import oracle
 import pytest
 import ref
 import torch
+from fuzzing import one_in
 from helpers import FP32
 from test_choices import read
 from test_policies import BUDGET, CHUNK, compare, compare_in_chunks, model, ours, tokens, truth
@@ -107,6 +108,7 @@ def test_fractions_and_turns(name):
 
 
 @any_choice
+@pytest.mark.drawn(12)
 def test_padded_rows(name):
     policy, chosen = options(name, **CHUNKED)
     compare(model(), policy, [[41, 1, 14], [26, 1, 14], [10, 1, 14]], **chosen)
@@ -114,6 +116,7 @@ def test_padded_rows(name):
 
 @pytest.mark.parametrize("name", [name for name in CHOICES if not name.startswith("oracle")])
 @pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.drawn(16)
 def test_decoding(name, interval):
     policy, chosen = options(name, **CHUNKED, decode=True, interval=interval)
     compare(model(), policy, [[29, *[1] * 14], [9, *[1] * 14]], **chosen)
@@ -194,7 +197,7 @@ def test_every_combination(name):
     made, data = model(), tokens([[38], [31]], 5)
     batch = torch.stack([data[0][0], torch.cat([torch.zeros(7, dtype=torch.long), data[1][0]])])
     mask = (torch.arange(38) >= torch.tensor([[0], [7]])).long()
-    for parts in itertools.product(*AXES.values()):
+    for parts in one_in(6, itertools.product(*AXES.values()), name):
         policy, given = options(name)
         given = {k: v for k, v in given.items() if k not in ("error", "squared", "protect")}
         given |= {k: v for part in parts for k, v in part.items()}
@@ -230,6 +233,7 @@ def task():
 
 @pytest.mark.parametrize("name", MEASURED)
 @pytest.mark.parametrize("chunk", [80, CHUNK])
+@pytest.mark.drawn(8)
 def test_tada_sums_what_is_ranked_unpooled(name, chunk, task):
     """One context's errors, the mean over its chunks; slots follow a history that is there already."""
     policy, chosen = options(name, budget=BUDGET, chunk_size=chunk)
@@ -331,6 +335,7 @@ def test_caote_of_the_last_row_is_its_removal_error(family, monkeypatch):
 
 @pytest.mark.parametrize("heads", [1, 2, 4])
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma2"])
+@pytest.mark.drawn(4)
 def test_errors_of_a_window_are_sums_of_removals(family, heads, monkeypatch):
     """EDIE eq. 7 in the 1-norm, summed over the group; CAOTE by row in the 2-norm, the mean. Eq. 8 bounds eq. 7."""
 

@@ -195,6 +195,7 @@ def test_the_oracle_that_keeps_everything_is_the_unpatched_model(family):
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 @any_policy
+@pytest.mark.drawn(60)
 def test_read(name, geometry):
     lengths = LENGTHS if geometry == "chunks" else [17, 61]
     policy, chosen = options(name, **GEOMETRIES[geometry])
@@ -214,6 +215,7 @@ def test_read_and_decode_with_groups_of(heads, name):
 
 @pytest.mark.parametrize("family", ["qwen3", "phi3", "gemma2", "gemma3", "gpt_oss"])
 @pytest.mark.parametrize("name", ["h2o", "snapkv", "take", "take, span", "vatp", "take+caote"])
+@pytest.mark.drawn(12)
 def test_read_and_decode_of_other_families(family, name):
     policy, chosen = options(name, budget=BUDGET, chunk_size=CHUNK)
     compare(model(family), policy, [[40, 1, 1, 1]], **chosen)
@@ -275,6 +277,7 @@ ONLINE = [name for name in POLICIES if name.startswith(("streaming", "h2o", "tov
 
 
 @any_policy
+@pytest.mark.drawn(12)
 def test_decode_as_the_preset_does(name):
     policy, chosen = options(name, budget=BUDGET, chunk_size=CHUNK)
 
@@ -295,6 +298,7 @@ def test_decode_without_eviction(name):
 @pytest.mark.parametrize(
     "name", [name for name in POLICIES if not name.startswith(("take, ", "h2o/", "snapkv, max", "oracle"))]
 )
+@pytest.mark.drawn(16)
 def test_decode_with_eviction(name, interval):
     """However long, the cache never grows past budget + interval - 1, and reaches it."""
     policy, chosen = options(name, budget=BUDGET, chunk_size=CHUNK, decode=True, interval=interval)
@@ -320,6 +324,7 @@ def test_decode_past_the_budget_after_a_prompt_of_one_token(name):
 
 @pytest.mark.parametrize("budget", [BUDGET, 0.4])
 @any_policy
+@pytest.mark.drawn(16)
 def test_follow_up_turns(name, budget):
     """Further reads evict to the same budget, a fraction to its share of all tokens seen."""
     policy, chosen = options(name, budget=budget, chunk_size=CHUNK)
@@ -348,6 +353,7 @@ def test_a_turn_forgets_the_queries_decoded_before_it():
 
 
 @any_policy
+@pytest.mark.drawn(12)
 def test_left_padded_rows_are_read_as_if_alone(name):
     policy, chosen = options(name, budget=BUDGET, chunk_size=CHUNK)
     later = [1, 1, 1, 14, 1]

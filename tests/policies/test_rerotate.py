@@ -131,6 +131,7 @@ def same(got, want):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("size", [100, 7])
 @pytest.mark.parametrize("interval", [1, 3, None])
+@pytest.mark.drawn(8)
 def test_definition(name, size, interval):
     model, inputs = made(name), prompt(1, 50)
     paper = Paper(model)

@@ -51,6 +51,7 @@ def options(name, **more):
 
 
 @any_choice
+@pytest.mark.drawn(8)
 def test_chunks(name):
     policy, chosen = options(name, **CHUNKED)
     compare_in_chunks(policy, **chosen)
@@ -70,6 +71,7 @@ def test_fractions_and_turns(name):
 
 
 @any_choice
+@pytest.mark.drawn(8)
 def test_padded_rows(name):
     """No chunk has one or two keys that Compactor's sinks leave: centred, they are all alike."""
     policy, chosen = options(name, **CHUNKED)
