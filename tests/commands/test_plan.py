@@ -69,9 +69,9 @@ TAKE = [
 ]
 DRAFT = tiny.model("llama", seed=5, num_hidden_layers=2, hidden_size=48, num_attention_heads=2, num_key_value_heads=1)
 NEEDS = {"oracle": dict(ids=tuple(range(5, 14))), "chunkkv/kvpress": dict(exact=True)}
-NEEDS |= {"lagkv": dict(lag=2), "compactor": dict(sink=2, recent=2)}
+NEEDS |= {"lagkv": dict(lag=2)} | {name: dict(sink=2, recent=2) for name in ("compactor", "read-once")}
 NEEDS |= {name: dict(draft_model=DRAFT) for name in ("speckv", "speckv/paper")}
-REPEATED = ("kvzip", "kvzip+")
+REPEATED = ("kvzip", "kvzip+", "read-twice")
 NOBODY_WAITS = (
     "chunkkv+reuse",
     "edie+tada",
@@ -105,6 +105,7 @@ MATRICES = (
     "defensive",
     "defensive/pool",
     "compactor",
+    "read-once",
     "snapkv+critical",
     "adakv+critical",
 )  # which no op multiplies
@@ -268,7 +269,7 @@ def test_attention_and_score_flops(name, options, seen):
     read(model, policy, prompt(2, 310))
     flops = plan(bare(shape_of(model.config)), policy, 310, batch=2)["flops"]
     squares = 2 * dim**2 * (seen["quadratic"] + (name == "expected") * 2 * 310 * 4 * 4)  # of every row, in 4 x 4 heads
-    if name.startswith(("take+edie", "kvzip")):  # rows along attend once more, which is in "evict"
+    if name.startswith(("take+edie", *REPEATED)):  # rows along attend once more, which is in "evict"
         every = flops["attention"] + flops["probe"] + flops["evict"]
         assert every == 4 * dim * seen["attend"] + 2 * dim * seen["score"] + squares
         return

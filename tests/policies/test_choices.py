@@ -475,7 +475,7 @@ RANKS = ("streaming", "knorm", "keydiff", "random", "lagkv", "defensive", "compa
 REPEATED = ("kvzip", "kvzip+")
 OBSERVED = ("defensive", "compactor")  # of RANKS
 SAMPLED = 241  # of the combinations over rows that are not a score's own, one in so many
-DRAWN = 24  # one in so many is run
+DRAWN = 48  # one in so many is run
 
 
 def in_matrix(kind):
