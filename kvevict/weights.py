@@ -47,6 +47,7 @@ class Owner:
     def __init__(self, model, known=None):
         self.model = (lambda: None) if model is None else weakref.ref(model)
         self.state, self.known = None if model is None else _state(model), known
+        self.form = None if model is None else form(model)
 
     def fingerprint(self):
         model = self.model()
@@ -59,6 +60,12 @@ class Owner:
 
     def __reduce__(self):
         return Owner, (None, self.fingerprint())
+
+
+def form(model) -> str:
+    """The dtype of a model's weights and the device they are on."""
+    weight = next(model.parameters())
+    return f"{str(weight.dtype).removeprefix('torch.')} on {weight.device}"
 
 
 def _state(model) -> list:

@@ -7,7 +7,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from .. import families
-from ..weights import Owner, differ, fingerprint
+from ..weights import Owner, differ, fingerprint, form
 from .cache import EvictionLayer
 from .latent import LatentLayer
 from .layers import SlidingLayer, StatefulLayer
@@ -45,7 +45,12 @@ class EvictionCache(DynamicCache):
         self.policy, self.rerotate = policy, policy.rerotate
 
     def check_owner(self, decoder) -> None:
-        """Raise ValueError where another model filled the cache."""
+        """Raise ValueError where another model filled the cache, or this one before it was cast or moved."""
+        if self.owner.form not in (None, now := form(decoder)):
+            raise ValueError(
+                f"past_key_values was filled by weights in {self.owner.form}, this model's are in {now}: cast and move "
+                "a model before it reads, or read the prompt again"
+            )
         known = None if self.owner.model() is decoder else self.owner.fingerprint()
         if known is not None and differ(known, fingerprint(decoder)):
             raise ValueError(

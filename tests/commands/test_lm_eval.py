@@ -59,5 +59,7 @@ def test_answers(folder):
 def test_mistakes(folder):
     with pytest.raises(ValueError, match="unknown policy 'tak'"):
         load(KVEvict, folder, policy="tak")
+    with pytest.raises(ValueError, match="unknown argument 'wndow'; did you mean 'window'"):
+        load(KVEvict, folder, policy="snapkv", wndow=3)
     with pytest.raises(ValueError, match="rolling log-likelihoods"):
         load(KVEvict, folder).loglikelihood_rolling(asked("loglikelihood_rolling", [("text",)]))
