@@ -196,7 +196,7 @@ def test_cast_after_a_read(policy, options, new, tmp_path):
     for held in (cache, kvevict.load_cache(tmp_path / "cache", model)):
         want = model(ids, past_key_values=held.fork()).logits
         model.bfloat16()
-        with pytest.raises(ValueError, match=r"in float32 on cpu, this model's are in bfloat16 on cpu: .* read the prom"):
+        with pytest.raises(ValueError, match=r"in float32 on cpu, this model's are in bfloat16 on cpu: "):
             model(ids, past_key_values=held)
         model.float()
         assert torch.equal(model(ids, past_key_values=held.fork()).logits, want)
