@@ -146,21 +146,12 @@ def test_decoding_stays_within_the_budget():
         assert cache.get_seq_length() == 99
 
 
-def tokenizer():
-    """One word per id, as the tokenizers library makes it."""
-    tokenizers = pytest.importorskip("tokenizers")
-    words = {"<pad>": 0, "<s>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, 97)}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", unk_token="<unk>")
-
-
 def text(length, seed=1):
     return " ".join(f"w{i}" for i in sequence(length, seed)[0].tolist())
 
 
 def test_streamer_in_a_thread():
-    model, words, inputs = shared(), tokenizer(), prompt(1, 40)
+    model, words, inputs = shared(), tiny.word_tokenizer(), prompt(1, 40)
     want = words.decode(generate(model, inputs)[0])
     with kvevict.evicting(model, "take", probe=4, **ALL):
         streamer = TextIteratorStreamer(words, skip_prompt=True)
@@ -174,7 +165,7 @@ def test_streamer_in_a_thread():
 
 def test_pipeline():
     """A batch of texts of different lengths."""
-    model, words = shared(), tokenizer()
+    model, words = shared(), tiny.word_tokenizer()
     words.padding_side = "left"
     pipe = transformers.pipeline("text-generation", model=model, tokenizer=words)
     texts = [text(40), text(23, seed=2)]
