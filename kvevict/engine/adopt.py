@@ -7,7 +7,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from .. import families
-from ..weights import Owner, differ, fingerprint, form
+from ..weights import Owner, differ, form, identity
 from .cache import EvictionLayer
 from .latent import LatentLayer
 from .layers import SlidingLayer, StatefulLayer
@@ -51,11 +51,11 @@ class EvictionCache(DynamicCache):
                 f"past_key_values was filled by weights in {self.owner.form}, this model's are in {now}: cast and move "
                 "a model before it reads, or read the prompt again"
             )
-        known = None if self.owner.model() is decoder else self.owner.fingerprint()
-        if known is not None and differ(known, fingerprint(decoder)):
+        known = None if self.owner.model() is decoder else self.owner.identity()
+        if known is not None and differ(known, identity(decoder)):
             raise ValueError(
                 f"past_key_values was filled by another model, whose weights are {known!r}, this one's are "
-                f"{fingerprint(decoder)!r}: read the prompt with this model"
+                f"{identity(decoder)!r}: read the prompt with this model"
             )
         if known is not None:
             self.owner = Owner(decoder, known)
