@@ -12,7 +12,7 @@ import transformers
 
 import kvevict
 
-POLICY = ("snapkv", dict(budget=12, window=4))
+POLICY = ("take", dict(budget=18, probe=6, chunk_size=16))
 NEW = 8
 TEXTS = [" ".join(f"w{token}" for token in row.tolist()) for row in tiny.prompt(3, 40)["input_ids"]]
 
@@ -27,19 +27,21 @@ def words():
     return tiny.word_tokenizer()
 
 
-def plain(net, words, text, policy=POLICY):
-    """The words that `generate` goes on with, under a policy of this call."""
-    inputs = words(text, return_tensors="pt")
-    with kvevict.evicting(net, policy[0], **policy[1]):
-        tokens = tiny.generate(net, inputs, NEW)[0]
-        assert kvevict.report(net)["kept"][0] == [[policy[1]["budget"]] * 2]
+def plain(net, words, text):
+    """The words that `generate` goes on with, under the policy of this call."""
+    with kvevict.evicting(net, POLICY[0], **POLICY[1]):
+        return continued(net, words, text)
+
+
+def continued(net, words, text):
+    tokens = tiny.generate(net, words(text, return_tensors="pt"), NEW)[0]
     return words.decode(tokens, skip_special_tokens=True).split()
 
 
-def differ(net, words):
-    """What each text is continued with; a tight budget changes it, so that equal words say which policy was there."""
+def wanted(net, words):
+    """Of every text. None is what the unpatched model says."""
     want = [plain(net, words, text) for text in TEXTS]
-    assert want != [plain(net, words, text, ("snapkv", dict(budget=30, window=4))) for text in TEXTS]
+    assert all(continued(net, words, text) != each for text, each in zip(TEXTS, want, strict=True))
     return want
 
 
@@ -48,7 +50,7 @@ def test_langchain(net, words):
     langchain = pytest.importorskip("langchain_huggingface")
     from langchain_core.prompts import PromptTemplate
 
-    want = differ(net, words)
+    want = wanted(net, words)
     kvevict.patch(net, POLICY[0], **POLICY[1])
     pipe = transformers.pipeline(
         "text-generation", model=net, tokenizer=words, max_new_tokens=NEW, do_sample=False, return_full_text=False
@@ -65,7 +67,7 @@ def test_langchain(net, words):
 def test_llama_index(net, words):
     """A completion, and one that is streamed from a thread."""
     llm = pytest.importorskip("llama_index.llms.huggingface")
-    want = differ(net, words)
+    want = wanted(net, words)
     kvevict.patch(net, POLICY[0], **POLICY[1])
     model = llm.HuggingFaceLLM(
         model=net, tokenizer=words, max_new_tokens=NEW, context_window=512, generate_kwargs=dict(do_sample=False)
@@ -97,10 +99,8 @@ def test_trl_sft(words, tmp_path):
     assert all(map(torch.equal, trained(made[0]), trained(made[1])))
     net = made[1]
     net.config.use_cache = True
-    inputs = words(TEXTS[0], return_tensors="pt")
-    got = tiny.generate(net, inputs, NEW)
-    assert kvevict.report(net)["kept"][0] == [[12, 12]]
-    assert words.decode(got[0], skip_special_tokens=True).split() == plain(made[0], words, TEXTS[0])
+    assert continued(net, words, TEXTS[0]) == plain(made[0], words, TEXTS[0])
+    assert kvevict.report(net)["kept"][0] == [[18, 18]]
 
 
 def test_trl_grpo(words, tmp_path):
@@ -159,7 +159,7 @@ def test_transformers_serve(server, monkeypatch):
     openai = pytest.importorskip("openai")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     address, net, words = server
-    want = differ(net, words)
+    want = wanted(net, words)
     kvevict.patch(net, POLICY[0], **POLICY[1])
     client = openai.OpenAI(base_url=address, api_key="none", max_retries=0)
 

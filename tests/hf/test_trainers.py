@@ -78,6 +78,8 @@ def test_two_processes(tmp_path):
             torch.testing.assert_close(torch.from_numpy(grad), weight.grad, rtol=1e-4, atol=1e-6)
     net.eval()
     assert [tokens for each in found for tokens in each[2]] == [alone(net, row) for row in ROWS]
+    assert any(tiny.generate(net, dict(input_ids=row["input_ids"][None]))[0].tolist() != alone(net, row)
+               for row in ROWS if row["attention_mask"].all())  # fmt: skip
     with kvevict.evicting(net, POLICY[0], **POLICY[1]):
         for batch, (*_, logits) in zip(batches, found, strict=True):
             batch.pop("labels")
