@@ -70,10 +70,10 @@ class Owner:
         return Owner, (None, self.identity())
 
 
-def form(model) -> str:
+def form(model) -> tuple:
     """The dtype of a model's weights and the device they are on."""
     weight = next(model.parameters())
-    return f"{str(weight.dtype).removeprefix('torch.')} on {weight.device}"
+    return weight.dtype, weight.device
 
 
 def _state(model) -> list:

@@ -47,9 +47,10 @@ class EvictionCache(DynamicCache):
     def check_owner(self, decoder) -> None:
         """Raise ValueError where another model filled the cache, or this one before it was cast or moved."""
         if self.owner.form not in (None, now := form(decoder)):
+            before, after = ("{} on {}".format(*each).removeprefix("torch.") for each in (self.owner.form, now))
             raise ValueError(
-                f"past_key_values was filled by weights in {self.owner.form}, this model's are in {now}: cast and move "
-                "a model before it reads, or read the prompt again"
+                f"past_key_values was filled by weights in {before}, this model's are in {after}: cast and move a model "
+                "before it reads, or read the prompt again"
             )
         known = None if self.owner.model() is decoder else self.owner.identity()
         if known is not None and differ(known, identity(decoder)):
