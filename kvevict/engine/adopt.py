@@ -44,7 +44,7 @@ class EvictionCache(DynamicCache):
         """Note the policy that gives the budgets from here on."""
         self.policy, self.rerotate = policy, policy.rerotate
 
-    def check_owner(self, decoder) -> None:
+    def check_owner(self, decoder, kinds) -> None:
         """Raise ValueError where another model filled the cache, or this one before it was cast or moved."""
         if self.owner.form not in (None, now := form(decoder)):
             before, after = ("{} on {}".format(*each).removeprefix("torch.") for each in (self.owner.form, now))
@@ -54,7 +54,7 @@ class EvictionCache(DynamicCache):
             )
         if self.owner.model() is decoder:
             return
-        _check_depth(self.layers, families.layer_kinds(decoder.config), exact=True)
+        _check_depth(self.layers, kinds, exact=True)
         known = self.owner.identity()
         if known is not None and differ(known, identity(decoder)):
             raise ValueError(

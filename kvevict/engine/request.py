@@ -53,7 +53,7 @@ class Request:
                 "call kvevict.unpatch"
             )
         if isinstance(self.cache, EvictionCache):
-            self.cache.check_owner(decoder)
+            self.cache.check_owner(decoder, patch.kinds)
         arguments.make_ours(self.cache, patch, decoder.config, mask, self.columns)
         self.layers = [self.cache.layers[index] for index in patch.order]  # those that are evicted from
         self.heads = patch.kv_heads
