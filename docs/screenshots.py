@@ -28,7 +28,7 @@ def pages(folder):
     main(["demo", *start, "--out", "demo"])
     text = (DOCS / "methods.md").read_text()
     Path("notes.txt").write_text(text[:2200] + "\nThe code of Naislet is 364735.\n" + text[2200:4000])
-    start += ["--policy", "take+chunkkv", "--policy", "snapkv", "--find", "364735", "--max-new-tokens", "9"]
+    start += ["--policy", "take+chunkkv", "--policy", "snapkv", "--find", "364735", "--max-new-tokens", "10"]
     main(["inspect", *start, "--file", "notes.txt", "Question: What is the code of Naislet?\nAnswer:"])
     return {"phone": Path("demo/kept.html").resolve(), "desk": Path("kvevict-inspect.html").resolve()}
 

@@ -161,8 +161,10 @@ def evicting(model, policy, **options):
 
 
 def _warn_of_learned_tokens(model, made, stacklevel) -> None:
-    learned = _learned_tokens(model)
-    if learned > made.policy.keep_first:
+    learned, policy = _learned_tokens(model), made.policy
+    most = getattr(find_decoder(model).config, "max_position_embeddings", None)
+    holds_all = most is not None and policy.threshold is None and policy.slots(most) >= most
+    if learned > policy.keep_first and not holds_all:
         warnings.warn(
             f"a PEFT adapter puts {learned} learned tokens before every prompt, which may be evicted; "
             f"keep_first={learned} keeps them",

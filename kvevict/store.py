@@ -17,7 +17,7 @@ from .engine.storage import Storage
 from .policy.checks import count, flag, parsed
 from .policy.policy import Policy
 from .version import VERSION
-from .weights import Owner, differ, fingerprint
+from .weights import Owner, differ, identity
 
 FORMAT = "kvevict-cache-4"
 FLAT = ("k", "v", "pos")
@@ -66,7 +66,7 @@ def save_cache(cache, path) -> None:
         tensors |= {f"{index}.{name}": t.contiguous().clone() for name, t in values.items() if t is not None}
     following = None if cache.next_position is None else cache.next_position.tolist()
     common = dict(rerotate=cache.rerotate, packed=cache.packed, next_position=following, kvevict=VERSION)
-    common |= dict(weights=cache.owner.fingerprint(), policy=_text_of(cache.policy))
+    common |= dict(weights=cache.owner.identity(), policy=_text_of(cache.policy))
     ranks, failed = cache.ranks, None
     parts = ranks.to_first(tensors)
     if parts is not None:
@@ -194,7 +194,7 @@ def load_cache(path, model, *, verify: bool = True):
             "the one that read it"
         )
     ranks = of(base_model(model))
-    known, own = common.get("weights") if isinstance(common, dict) else None, fingerprint(decoder)
+    known, own = common.get("weights") if isinstance(common, dict) else None, identity(decoder)
     if ranks.size == 1 and differ(known, own):
         raise ValueError(
             f"{path} was written for another model: its weights are {known!r}, this model's {own!r}; give the one that "

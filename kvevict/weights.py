@@ -1,7 +1,9 @@
 """Which weights a model has, told by some of their numbers."""
 
 import hashlib
+import json
 import weakref
+import zlib
 
 import torch
 
@@ -33,6 +35,12 @@ def fingerprint(model) -> str | None:
     return f"{'+'.join(sorted(dtypes))} {digest.hexdigest()[:16]}"
 
 
+def identity(model) -> str | None:
+    """What the slots of a cache depend on: the `fingerprint` of the model that read them, and how it rotates keys."""
+    known, rope = fingerprint(model), getattr(model.config, "rope_parameters", None)
+    return known and f"{known} {zlib.crc32(json.dumps(rope, sort_keys=True, default=str).encode()):08x}"
+
+
 def differ(one, other) -> bool:
     """Whether two fingerprints are of different weights. Unknown ones, and those of other dtypes, do not tell."""
     if not (isinstance(one, str) and isinstance(other, str)):
@@ -47,18 +55,25 @@ class Owner:
     def __init__(self, model, known=None):
         self.model = (lambda: None) if model is None else weakref.ref(model)
         self.state, self.known = None if model is None else _state(model), known
+        self.form = None if model is None else form(model)
 
-    def fingerprint(self):
+    def identity(self):
         model = self.model()
         if self.known is None and model is not None and _state(model) == self.state:
-            self.known = fingerprint(model)
+            self.known = identity(model)
         return self.known
 
     def __deepcopy__(self, memo):
         return self
 
     def __reduce__(self):
-        return Owner, (None, self.fingerprint())
+        return Owner, (None, self.identity())
+
+
+def form(model) -> tuple:
+    """The dtype of a model's weights and the device they are on."""
+    weight = next(model.parameters())
+    return weight.dtype, weight.device
 
 
 def _state(model) -> list:

@@ -2,7 +2,7 @@ from pathlib import Path
 
 from ..files import replacing
 from ..policy.checks import installed, parsed
-from . import command, number
+from . import check_file, command, number
 
 KINDS = ("heatmap", "budget", "families", "speed", "slots", "layers", "overlap")
 
@@ -24,6 +24,9 @@ def plot(parser, argv):
     parser.add_argument("--mode", choices=["aware", "agnostic"], help="only this mode, and the full cache")
     args = parser.parse_args(argv)
     installed("plot", "kvevict plot", "matplotlib", "scipy")
+    check_file("--out", args.out)
+    if Path(args.out).suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"--out {args.out}: give a name that ends in .png, .svg or .pdf")
     from ..analysis import plot as of_runs
     from ..evaluate import plot as of_results
     from ..evaluate.results import read

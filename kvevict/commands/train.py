@@ -23,7 +23,7 @@ def train(parser, argv):
         "the pieces",
     )  # fmt: skip
     rows = parser.add_argument_group("lookahead")
-    rows.add_argument("--steps", type=int, help="optimizer steps; default 7600")
+    rows.add_argument("--steps", type=int, help="optimizer steps; more lengthen a finished training; default 7600")
     rows.add_argument("--batch", type=int, help="pairs per step, over all processes; default 32")
     rows.add_argument("--lr", type=float, help="default 2e-4 for Qwen, 1e-3 for others")
     rows.add_argument("--tokens", type=int, help="lookahead rows; default 32")

@@ -7,7 +7,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from .. import families
-from ..weights import Owner, differ, fingerprint
+from ..weights import Owner, differ, form, identity
 from .cache import EvictionLayer
 from .latent import LatentLayer
 from .layers import SlidingLayer, StatefulLayer
@@ -44,13 +44,22 @@ class EvictionCache(DynamicCache):
         """Note the policy that gives the budgets from here on."""
         self.policy, self.rerotate = policy, policy.rerotate
 
-    def check_owner(self, decoder) -> None:
-        """Raise ValueError where another model filled the cache."""
-        known = None if self.owner.model() is decoder else self.owner.fingerprint()
-        if known is not None and differ(known, fingerprint(decoder)):
+    def check_owner(self, decoder, kinds) -> None:
+        """Raise ValueError where another model filled the cache, or this one before it was cast or moved."""
+        if self.owner.form not in (None, now := form(decoder)):
+            before, after = ("{} on {}".format(*each).removeprefix("torch.") for each in (self.owner.form, now))
+            raise ValueError(
+                f"past_key_values was filled by weights in {before}, this model's are in {after}: cast and move a "
+                "model before it reads, or read the prompt again"
+            )
+        if self.owner.model() is decoder:
+            return
+        _check_depth(self.layers, kinds, exact=True)
+        known = self.owner.identity()
+        if known is not None and differ(known, identity(decoder)):
             raise ValueError(
                 f"past_key_values was filled by another model, whose weights are {known!r}, this one's are "
-                f"{fingerprint(decoder)!r}: read the prompt with this model"
+                f"{identity(decoder)!r}: read the prompt with this model"
             )
         if known is not None:
             self.owner = Owner(decoder, known)
@@ -118,10 +127,7 @@ def adopt(cache, kinds, config, ranks=ALONE, first=None) -> None:
     Raises ValueError, and leaves the cache as it was, for layers that cannot be evicted from.
     """
     layers = list(cache.layers)
-    if len(layers) > len(kinds):
-        raise ValueError(
-            f"past_key_values has {len(layers)} layers, the model {len(kinds)}: it is another model's cache"
-        )
+    _check_depth(layers, kinds)
     if len(layers) < len(kinds):  # a cache built without a config grows its layers lazily
         layers += DynamicCache(config=config).layers[len(layers) :]
     for index, (kind, layer) in enumerate(zip(kinds, layers, strict=True)):
@@ -143,6 +149,13 @@ def adopt(cache, kinds, config, ranks=ALONE, first=None) -> None:
     cache.ranks = ranks
     if not isinstance(cache, EvictionCache):
         cache.__class__ = _kind(type(cache))
+
+
+def _check_depth(layers, kinds, exact=False) -> None:
+    if len(layers) > len(kinds) or (exact and len(layers) < len(kinds)):
+        raise ValueError(
+            f"past_key_values has {len(layers)} layers, the model {len(kinds)}: it is another model's cache"
+        )
 
 
 def import_layer(layer, latent, first=None):

@@ -18,6 +18,10 @@ from .request import Request
 from .step import OuterCall
 
 WRAPPED = "_kvevict_forward"  # module attribute: the StandIn of its forward
+NO_RECORD = (
+    "torch.export and torch.jit.trace record the operations of one call, and a patched model's differ from call to "
+    "call: record it after kvevict.unpatch(model), or use torch.compile"
+)
 
 
 class StandIn:
@@ -33,6 +37,8 @@ class StandIn:
         function = self.function
         if function is None:  # unpatched, but somebody who wrapped it still calls it
             return self.own(*args, **kwargs)
+        if torch.compiler.is_exporting():
+            raise ValueError(NO_RECORD)
         return function(self.module, self.own, *args, **kwargs)
 
     def __getstate__(self):
@@ -51,6 +57,10 @@ class StandIn:
     @property
     def __signature__(self):
         return inspect.signature(self.own)
+
+    @property
+    def __code__(self):
+        return self.own.__code__  # torch.export looks at it
 
 
 def install(decoder) -> None:
@@ -174,6 +184,8 @@ def _forward(self, run, patch, args, kwargs):
             )
     if self.training or (cache is None and not use_cache):
         return run(**kwargs)
+    if torch.jit.is_tracing():
+        raise ValueError(NO_RECORD)
     with torch.no_grad():
         request, output = contextvars.copy_context().run(_read, self, run, patch, kwargs)
     if torch.is_grad_enabled():

@@ -5,6 +5,7 @@ from transformers.cache_utils import DynamicCache
 
 from ..context import context
 from . import arguments, propagate
+from .adopt import EvictionCache
 from .inputs import Inputs
 from .packing import Packing, Positions, packed_mask
 from .step import OuterCall
@@ -51,8 +52,9 @@ class Request:
                 "output_attentions=True is not possible: kvevict never builds attention matrices; leave it out, or "
                 "call kvevict.unpatch"
             )
+        if isinstance(self.cache, EvictionCache):
+            self.cache.check_owner(decoder, patch.kinds)
         arguments.make_ours(self.cache, patch, decoder.config, mask, self.columns)
-        self.cache.check_owner(decoder)
         self.layers = [self.cache.layers[index] for index in patch.order]  # those that are evicted from
         self.heads = patch.kv_heads
         if self.cache.next_position is not None:

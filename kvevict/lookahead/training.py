@@ -27,7 +27,8 @@ LR = {"qwen2": 2e-4, "qwen3": 2e-4, "qwen3_moe": 2e-4}  # table 16; 1e-3 for the
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the result of a training, besides model and data; a run continues only with the same."""
+    """What decides the result of a training, besides model and data. A run continues only with the same, a finished one
+    also with more steps."""
 
     steps: int = 7600
     batch: int = 32
@@ -76,7 +77,8 @@ def train(
     tokens, rank, alpha, targets   of the `Adapter`; seed: of its first weights and of the order of pairs
     held_out      so many last pairs are not trained on but validated with every `validate_every` steps: loss,
                   recall@k and Kendall's tau against the true scores (k: an eighth of the prompt)
-    save_every    steps between checkpoints; called again, a run that was interrupted continues from the last one
+    save_every    steps between checkpoints; called again, a run that was interrupted continues from the last one, and
+                  a finished one with more steps from its end, at the rates of a run of that many
 
     `out` gets log.jsonl (a line per step with its loss), checkpoint.pt, loss.png where matplotlib is installed, and the
     adapter. More processes: start them with `accelerate launch`. Raises ValueError for pairs that cannot be trained
@@ -211,8 +213,9 @@ class Run:
                 about = state["about"]
             except Exception as error:  # pickle, zip and torch each have their own
                 raise ValueError(f"{path} is damaged ({error}); remove it to start anew") from error
+            lengthened = state["step"] == about.get("steps") < self.settings.steps
             for name, value in self.about.items():
-                if about.get(name) != value:
+                if about.get(name) != value and not (name == "steps" and lengthened):
                     raise ValueError(
                         f"{path} is of a training with {name}={about.get(name)!r}, this one has {value!r}; continue "
                         "with the same, or give another `out`"

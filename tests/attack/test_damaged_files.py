@@ -3,9 +3,12 @@
 import contextlib
 import json
 import math
+import shutil
 
 import fuzzing
 import pytest
+import random_gates
+import tiny
 import torch
 from fuzzing import changed, damaged, text
 from safetensors import safe_open
@@ -109,16 +112,24 @@ def test_caches(caches, tmp_path):
     fuzzing.expect(fuzzing.fuzz(case, share=0.4), "damaged", "refused", "loaded")
 
 
-def test_adapters_and_statistics(tmp_path):
+def beside(model, folder):
+    """Files for a model, one of each kind that is for one model only: {a file: (policy, options)}."""
+    kvevict.lookahead.Adapter(model, tokens=3, rank=1).save(folder / "adapter")
+    kvevict.measure_queries(model, prompt(1, 60)["input_ids"][0], folder / "queries")
+    random_gates.written(folder / "gates", model)
+    adapter, gates = (dict(adapter=str(folder / "adapter")), dict(gates=str(folder / "gates")))
+    return {
+        folder / "queries": ("expected", dict(stats=str(folder / "queries"))),
+        folder / "adapter/adapter_model.safetensors": ("lookahead", adapter),
+        folder / "adapter/config.json": ("lookahead", adapter),
+        folder / "gates/gates.safetensors": ("gate", gates), folder / "gates/config.json": ("gate", gates),
+    }  # fmt: skip
+
+
+def test_adapters_gates_and_statistics(tmp_path):
     """Every damaged file is refused by `patch`, which leaves the model unpatched."""
-    model, queries = shared(), tmp_path / "queries"
-    kvevict.lookahead.Adapter(model, tokens=3, rank=1).save(tmp_path)
-    kvevict.measure_queries(model, prompt(1, 60)["input_ids"][0], queries)
-    given = {
-        queries: ("expected", dict(stats=str(queries))),
-        tmp_path / "adapter_model.safetensors": ("lookahead", dict(adapter=str(tmp_path))),
-        tmp_path / "config.json": ("lookahead", dict(adapter=str(tmp_path))),
-    }
+    model = shared()
+    given = beside(model, tmp_path)
     good = {path: path.read_bytes() for path in given}
 
     def case(rng):
@@ -127,7 +138,7 @@ def test_adapters_and_statistics(tmp_path):
         path.write_bytes(made)
         try:
             with pytest.raises(REFUSED) if made != good[path] else contextlib.nullcontext():
-                kvevict.patch(model, policy, budget=40, **options)
+                kvevict.patch(model, policy, budget=80, **options)
             assert made == good[path] or "_kvevict" not in model.model.__dict__
         finally:
             kvevict.unpatch(model)
@@ -135,6 +146,68 @@ def test_adapters_and_statistics(tmp_path):
         return "intact" if made == good[path] else path.name
 
     fuzzing.expect(fuzzing.fuzz(case, share=0.2), *(path.name for path in given))
+
+
+SIZES = [dict(num_hidden_layers=3), dict(num_hidden_layers=5), dict(num_key_value_heads=1), dict(num_key_value_heads=4),
+         dict(head_dim=16), dict(hidden_size=32), dict(num_attention_heads=8)]  # fmt: skip
+
+
+KINDS = ("family", "size", "rope", "seed", "one weight")
+
+
+def another(rng):
+    """(what differs, a model that is not `shared()`)."""
+    kind = rng.choice(KINDS)
+    if kind == "family":
+        return kind, shared(rng.choice([name for name in tiny.FAMILIES if name not in ("llama", "mistral", "olmo2")]))
+    if kind == "rope":
+        return kind, tiny.model(rope_parameters=dict(rope_type="default", rope_theta=rng.choice((1e5, 1e6))))
+    if kind == "size":
+        return kind, tiny.model(**rng.choice(SIZES))
+    if kind == "seed":
+        return kind, tiny.model(seed=rng.randrange(1, 10**6))
+    made = tiny.model()
+    with torch.no_grad():
+        rng.choice([*made.model.parameters()]).mul_(1 + 2**-7)  # at least one step of bfloat16
+    return kind, made
+
+
+def test_other_models(tmp_path):
+    """Caches, live and saved, adapters, gates and statistics of other models are refused, for what they are of; model
+    and cache are as before and no file is left."""
+    model, inputs, path = shared(), prompt(1, 40), tmp_path / "cache"
+    plain, turn, policy = model(**inputs).logits, prompt(1, 3)["input_ids"], dict(budget=12, chunk_size=16)
+
+    def case(rng):
+        kind, other = another(rng)
+        if rng.random() < 0.6:
+            name = rng.choice(("h2o", "streaming", "tova"))
+            with torch.no_grad(), kvevict.evicting(other, name, **policy):
+                cache = other(**inputs, logits_to_keep=1).past_key_values
+                kvevict.save_cache(cache, path)
+                twin, want = cache.fork(), other(turn, past_key_values=cache.fork()).logits
+                refused = pytest.raises(ValueError, match="another model")
+                with refused, kvevict.evicting(model, name, **policy):
+                    model(turn, past_key_values=twin)
+                assert torch.equal(other(turn, past_key_values=twin).logits, want)
+            with pytest.raises(ValueError, match=str(path)):
+                kvevict.load_cache(path, model)
+            assert [each.name for each in tmp_path.iterdir()] == ["cache"]
+            path.unlink()
+            assert torch.equal(model(**inputs).logits, plain)
+            return f"cache, {kind}"
+        folder = tmp_path / "files"
+        folder.mkdir()
+        files = [(of, options) for of, options in beside(other, folder).values() if (of, kind) != ("lookahead", "rope")]
+        of, options = rng.choice(files)  # an adapter's rows are fitted to weights, wherever these see a token
+        left = sorted(folder.rglob("*"))
+        with pytest.raises(ValueError, match="another model"):
+            kvevict.patch(model, of, budget=80, **options)
+        assert "_kvevict" not in model.model.__dict__ and sorted(folder.rglob("*")) == left
+        shutil.rmtree(folder)
+        return f"{of}, {kind}"
+
+    fuzzing.expect(fuzzing.fuzz(case, share=0.2), *(f"{of}, {kind}" for of in ("cache", "gate") for kind in KINDS))
 
 
 def policies(rng):

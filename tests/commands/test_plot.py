@@ -230,12 +230,14 @@ def test_command(tmp_path, capsys, kind):
         ("--budgets 50", "no results of budget 50; there are 256, 48, 64"),
         ("--tasks full", "no results of task full; there are facts, needle"),
         ("--tasks facts", "tags length and depth"),
-        ("--out figure.docx", "docx"),
+        ("--out figure.docx", "--out figure.docx: give a name that ends in .png, .svg or .pdf"),
+        ("--out nowhere/figure.png", "there is no folder nowhere"),
     ],
 )
 def test_mistakes_are_named(tmp_path, capsys, words, message):
-    file = written(tmp_path / "results.jsonl", results())
-    assert main(["plot", file, "--kind", "heatmap", *words.split()]) == 2
+    file = tmp_path / "results.jsonl"
+    written(file, [] if "--out" in words else results())  # a path is checked before the results are read
+    assert main(["plot", str(file), "--kind", "heatmap", *words.split()]) == 2
     assert message in capsys.readouterr().err
 
 

@@ -170,6 +170,7 @@ def test_learned_tokens():
         kvevict.patch(net, "snapkv", budget=16, window=4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        kvevict.patch(net, "snapkv", budget=4096)  # as many as the model has positions
         kvevict.patch(net, "snapkv", budget=16, window=4, keep_first=6)
     inputs = tiny.prompt(2, 50, pad=(0, 9))  # of which PEFT makes 1..1 0..0 1..1
     out = net(**inputs, logits_to_keep=1)
@@ -207,6 +208,27 @@ def test_scoring_before_anything_is_evicted():
         net(ids[:, :9])
         net(ids, past_key_values=transformers.DynamicCache(config=net.config))
         tiny.generate(net, dict(input_ids=ids))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("record", [
+    lambda net, ids: torch.jit.trace(net, ids, strict=False), lambda net, ids: torch.export.export(net, (ids,)),
+    lambda net, ids: torch.export.export(torch.nn.Sequential(net), (ids,)),
+    lambda net, ids: torch.export.export(net, (ids,), strict=True),
+], ids=["trace", "export", "export around", "export strict"])  # fmt: skip
+def test_recorded(record):
+    """A record of one call would keep that call's slots; the unpatched model is recorded as ever."""
+    net, inputs = kvevict.patch(tiny.model(), "snapkv", **SNAPKV), tiny.prompt(1, 50)
+    want = tiny.generate(net, inputs)
+    with pytest.raises(Exception, match=r"kvevict\.unpatch\(model\)"):
+        record(net, inputs["input_ids"])
+    assert torch.equal(tiny.generate(net, inputs), want)
+    torch.compiler.reset()
+    kvevict.unpatch(net).config.use_cache = False
+    recorded = record(net, inputs["input_ids"])
+    got = (recorded.module() if hasattr(recorded, "module") else recorded)(inputs["input_ids"])
+    assert tiny.relative(got["logits"], net(**inputs).logits) < 1e-5
+    torch.compiler.reset()
 
 
 def test_refused():

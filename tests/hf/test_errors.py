@@ -185,6 +185,23 @@ def test_wrong_dtype_or_device():
     assert model.float()(prompt(1, 20)["input_ids"]).logits.isfinite().all()
 
 
+@pytest.mark.parametrize("policy, options", [("snapkv", dict(budget=16, window=4)), ("h2o", dict(budget=16))])
+@pytest.mark.parametrize("new", [1, 3])
+def test_cast_after_a_read(policy, options, new, tmp_path):
+    """The old cache is refused, live and loaded, and goes on once the model is cast back."""
+    model, inputs = kvevict.patch(tiny.model().bfloat16().float(), policy, **options), prompt(1, 40)
+    ids = inputs["input_ids"][:, :new]
+    cache = model(**inputs, logits_to_keep=1).past_key_values
+    kvevict.save_cache(cache, tmp_path / "cache")
+    for held in (cache, kvevict.load_cache(tmp_path / "cache", model)):
+        want = model(ids, past_key_values=held.fork()).logits
+        model.bfloat16()
+        with pytest.raises(ValueError, match=r"in float32 on cpu, this model's are in bfloat16 on cpu: "):
+            model(ids, past_key_values=held)
+        model.float()
+        assert torch.equal(model(ids, past_key_values=held.fork()).logits, want)
+
+
 @pytest.mark.parametrize("implementation", ["flex_attention", "paged|sdpa", "paged|eager"])
 def test_attention_implementations(implementation):
     model = tiny.model()

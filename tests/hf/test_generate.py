@@ -1,5 +1,6 @@
 """Everything around `generate`: decoding strategies, caches that users hold, positions, threads, wrappers."""
 
+import asyncio
 import contextlib
 import copy
 import itertools
@@ -11,7 +12,7 @@ import tiny
 import torch
 import transformers
 from tiny import VERSION, generate, prompt, relative, shared
-from transformers import DynamicCache, TextIteratorStreamer
+from transformers import AsyncTextIteratorStreamer, DynamicCache, TextIteratorStreamer
 
 import kvevict
 from kvevict.engine.cache import EvictionLayer
@@ -69,6 +70,8 @@ STRATEGIES = {
     "beam sampling": dict(do_sample=True, num_beams=2),
     "three best beams": dict(num_beams=4, num_return_sequences=3),
     "penalties": dict(repetition_penalty=1.3, no_repeat_ngram_size=2),
+    "guidance": dict(guidance_scale=1.7),  # reads the last token again, in a cache of its own
+    "constraints": dict(prefix_allowed_tokens_fn=lambda row, ids: [7 + row, 20, 33, 60], bad_words_ids=[[20]]),
     "prefill_chunk_size": dict(prefill_chunk_size=8),
 }
 
@@ -146,35 +149,33 @@ def test_decoding_stays_within_the_budget():
         assert cache.get_seq_length() == 99
 
 
-def tokenizer():
-    """One word per id, as the tokenizers library makes it."""
-    tokenizers = pytest.importorskip("tokenizers")
-    words = {"<pad>": 0, "<s>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, 97)}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", unk_token="<unk>")
-
-
 def text(length, seed=1):
     return " ".join(f"w{i}" for i in sequence(length, seed)[0].tolist())
 
 
-def test_streamer_in_a_thread():
-    model, words, inputs = shared(), tokenizer(), prompt(1, 40)
-    want = words.decode(generate(model, inputs)[0])
-    with kvevict.evicting(model, "take", probe=4, **ALL):
-        streamer = TextIteratorStreamer(words, skip_prompt=True)
+def test_streamers_in_threads():
+    """A thread's `generate` has the model's own policy; a loop and an asyncio task listen."""
+    model, words, inputs = tiny.model(), tiny.word_tokenizer(), prompt(1, 40)
+    with kvevict.evicting(model, "take", **TAKE):
+        want = words.decode(generate(model, inputs)[0]).split()
+    assert want != words.decode(generate(model, inputs)[0]).split()
+    kvevict.patch(model, "take", **TAKE)
+
+    def started(streamer):
         options = dict(inputs, max_new_tokens=8, do_sample=False, streamer=streamer)
-        thread = threading.Thread(target=model.generate, kwargs=options)
-        thread.start()
-        got = "".join(streamer)
-        thread.join()
-    assert got.split() == want.split()
+        threading.Thread(target=model.generate, kwargs=options).start()
+        return streamer
+
+    async def listen():
+        return [part async for part in started(AsyncTextIteratorStreamer(words, skip_prompt=True))]
+
+    assert "".join(started(TextIteratorStreamer(words, skip_prompt=True))).split() == want
+    assert "".join(asyncio.run(listen())).split() == want
 
 
 def test_pipeline():
     """A batch of texts of different lengths."""
-    model, words = shared(), tokenizer()
+    model, words = shared(), tiny.word_tokenizer()
     words.padding_side = "left"
     pipe = transformers.pipeline("text-generation", model=model, tokenizer=words)
     texts = [text(40), text(23, seed=2)]

@@ -16,11 +16,21 @@ POLICIES = [
 ]  # fmt: skip
 
 
-def int8():
-    """(model of int8 weights, the same with those weights as fp32)."""
+def torchao(model):
     torchao = pytest.importorskip("torchao.quantization")
-    model, plain = tiny.model(), tiny.model()
     torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+
+
+def quanto(model):
+    quanto = pytest.importorskip("optimum.quanto")
+    quanto.quantize(model, weights=quanto.qint8)
+    quanto.freeze(model)
+
+
+def int8(quantise):
+    """(model of int8 weights, the same with those weights as fp32)."""
+    model, plain = tiny.model(), tiny.model()
+    quantise(model)
     changed = 0
     for mine, theirs in zip(model.modules(), plain.modules(), strict=True):
         if isinstance(mine, torch.nn.Linear) and hasattr(mine.weight, "dequantize"):
@@ -102,9 +112,10 @@ def test_rounding_of_quantised_layers_is_not_an_error():
             kvevict.patch(model, "snapkv", budget=16, window=4)
 
 
+@pytest.mark.parametrize("quantise", [torchao, quanto])
 @pytest.mark.parametrize("policy, options", POLICIES, ids=[name for name, _ in POLICIES])
-def test_int8_weights(policy, options, tmp_path):
-    model, plain = int8()
+def test_int8_weights(policy, options, quantise, tmp_path):
+    model, plain = int8(quantise)
     inputs = tiny.prompt(2, 50, pad=(0, 9))
     with kvevict.evicting(plain, policy, **options):
         tokens, want = tiny.generate(plain, inputs), kvevict.report(plain, positions=True)["positions"]
@@ -118,7 +129,7 @@ def test_lookahead_over_int8_weights():
     """The adapter's rows choose the same slots, and its gradient is the same to rounding."""
     kept, gradients = [], []
     inputs, prompt = tiny.prompt(2, 50, pad=(0, 9)), torch.arange(3, 43)
-    for model in int8():
+    for model in int8(torchao):
         torch.manual_seed(0)
         adapter = Adapter(model, tokens=4, rank=2)
         with torch.no_grad():

@@ -1,6 +1,7 @@
 """Training of lookahead adapters: its loss and gradient, and the files that a run writes."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -119,9 +120,29 @@ def test_goes_on_where_it_was(tmp_path, monkeypatch):
         kvevict.lookahead.train(model, PAIRS, tmp_path / "b", **FAST)
     monkeypatch.undo()
     assert len(log(tmp_path / "b")) == 5
+    with pytest.raises(ValueError, match="a training with steps=6, this one has 9; continue with the same"):
+        kvevict.lookahead.train(model, PAIRS, tmp_path / "b", **FAST | dict(steps=9))  # the half of a schedule
     parted = kvevict.lookahead.train(model, PAIRS, tmp_path / "b", **FAST)
     assert losses(tmp_path / "b") == losses(tmp_path / "a")
     assert all(torch.equal(x, y) for x, y in zip(whole.parameters(), parted.parameters(), strict=True))
+
+
+def test_a_finished_run_is_lengthened(tmp_path, monkeypatch):
+    """With more steps; while the rate is constant the bits are those of one long run. Another time there are fewer."""
+    model = tiny.model("llama")
+    with monkeypatch.context() as constant:
+        constant.setattr(training.Settings, "rate", lambda *_: 0.01)
+        whole = kvevict.lookahead.train(model, PAIRS, tmp_path / "a", **FAST | dict(steps=9))
+        kvevict.lookahead.train(model, PAIRS, tmp_path / "b", **FAST)
+        parted = kvevict.lookahead.train(model, PAIRS, tmp_path / "b", **FAST | dict(steps=9))
+    assert losses(tmp_path / "b") == losses(tmp_path / "a") and len(losses(tmp_path / "a")) == 9
+    assert all(torch.equal(x, y) for x, y in zip(whole.parameters(), parted.parameters(), strict=True))
+    kvevict.lookahead.train(model, PAIRS, tmp_path / "b", **FAST | dict(steps=12))
+    assert [line["lr"] for line in log(tmp_path / "b")[9:]] == [
+        pytest.approx(0.01 * 0.5 * (1 + math.cos(math.pi * step / 11))) for step in (9, 10, 11)
+    ]
+    with pytest.raises(ValueError, match="a training with steps=12, this one has 6"):
+        kvevict.lookahead.train(model, PAIRS, tmp_path / "b", **FAST)
 
 
 def test_stops_where_the_loss_is_no_number(tmp_path, monkeypatch):

@@ -1,5 +1,7 @@
 """Caches that live longer than one read: further turns, other policies, mistakes in between."""
 
+import contextlib
+
 import pytest
 import torch
 from tiny import model, prompt, relative
@@ -221,6 +223,34 @@ def test_layers_that_share_a_choice_must_hold_the_same_slots():
         with pytest.raises(ValueError, match="hold different slots; read the prompt again"):
             net(ids(1, 30, 2), past_key_values=cache)
         assert kept(cache) == before
+
+
+TAKES, LAYERS = {"take", "take/no-probe", "take+caote"}, {"tova", "chunkkv", "chunkkv/kvpress"}
+SHARED = {"take+chunkkv", "chunkkv+reuse", "streaming"}
+FOLLOW = dict.fromkeys(TAKES, TAKES | SHARED) | dict.fromkeys(LAYERS, LAYERS | SHARED)  # the table of docs/usage.md
+FOLLOW |= {"take+chunkkv": SHARED, "chunkkv+reuse": SHARED - {"take+chunkkv"}}
+
+
+def test_which_policies_may_follow_which():
+    net, caches = model(), {}
+    names = [*FOLLOW, "streaming", "snapkv", "take+edie", "kvzip", "h2o"]
+
+    def options(name):
+        small = kvevict.policy.build(name, budget=300).rows.__dataclass_fields__
+        return dict(budget=20, chunk_size=30) | {own: 4 for own in ("window", "probe") if own in small}
+
+    for name in names:
+        with kvevict.evicting(net, name, **options(name)):
+            caches[name] = net(ids(1, 60), logits_to_keep=1).past_key_values
+    for turn in names:
+        with kvevict.evicting(net, turn, **options(turn)):
+            for before, cache in caches.items():
+                with (
+                    contextlib.nullcontext()
+                    if before in FOLLOW.get(turn, names)
+                    else pytest.raises(ValueError, match="hold different slots")
+                ):
+                    net(ids(1, 20, 2), past_key_values=cache.fork(), logits_to_keep=1)
 
 
 def test_a_reuse_group_that_keeps_everything_follows_no_other():

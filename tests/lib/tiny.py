@@ -73,6 +73,14 @@ def byte_tokenizer():
     return transformers.PreTrainedTokenizerFast(tokenizer_object=inner)
 
 
+def word_tokenizer():
+    """One word per token, w3 to w96, for a model of 97."""
+    words = {"<pad>": 0, "<s>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, 97)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", unk_token="<unk>")
+
+
 def save(folder, family="llama", **changes):
     """A tiny random model with a token per byte; returns the folder's name and the model."""
     made = model(family, vocab_size=256, bos_token_id=None, pad_token_id=None, **changes)
