@@ -135,6 +135,7 @@ if [ -n "${SMOLLM2:-}" ]; then
   many smollm2-many 512 'kvzip:carry="none"' kvzip:{carry=max,support=all,layers=uniform} \
     kvzip:layers=uniform,heads=equal "kvzip:instruction=[198,198,48010,260,2672,2468,3869,30]" "${real[@]}" --seeds 0
   many smollm2-many 256,1024 kvzip "${real[@]}" --seeds 0
+  many smollm2-many 512 read-once compactor kvzip+ kvzip:most=0.{5,25,125} "${real[@]}" --seeds 0
   for protocol in edie chunkkv lookaheadkv take caote; do
     table "smollm2-$protocol" 10 "${real[@]}" --protocol $protocol --tasks ruler/niah_single_2 fidelity --lengths 1024 \
       --budgets 64 --adapter "$ADAPTER" --share-reads

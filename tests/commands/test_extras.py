@@ -65,6 +65,7 @@ sys.exit(main(sys.argv[1:]))"""
     ["generate", "who?", *ASKED, "--budget", "64", "--max-new-tokens", "2", "--compare"],
     ["demo", "--cases", "1", "--policies", "snapkv"],
 ], ids=lambda argv: argv[0])  # fmt: skip
+@pytest.mark.drawn(1)
 def test_the_other_commands_run_without(argv, tmp_path):
     model, _ = save(tmp_path / "model")
     (tmp_path / "text.txt").write_text("The code of Naislet is 364735. " * 8)

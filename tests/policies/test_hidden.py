@@ -33,6 +33,7 @@ CHOICES = {
     "kvzip, wait": dict(layers="uniform", warmup_layers=3, warmup_budget=22),
     "kvzip, some": dict(most=5, instruction=(5,)),
     "kvzip, half": dict(most=0.5),
+    "read-twice": {},
     "kvzip+": {},
     "kvzip+, all": dict(support="all"),
     "kvzip+, per head": dict(layers="uniform", heads="equal", instruction=(5, 9), carry="max"),
