@@ -1,9 +1,8 @@
-import contextlib
 import os
 
 from . import add_budget, build_policies, check_complete, check_folder, command
 
-EXTRA = ("fastapi", "uvicorn", "openai", "prometheus_client")
+EXTRA = ("fastapi", "uvicorn", "openai", "prometheus_client", "transformers.cli.serving")
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -42,11 +41,11 @@ def serve(parser, argv):
     )
     parser.add_argument("--timeout", type=float, default=600, help="seconds that a request may take; default 600")
     args = parser.parse_args(argv)
-    check_installed()
+    from ..policy.checks import at_least_0, count, installed
+
+    installed("serve", "kvevict serve", *EXTRA)
     memory, disk = size("--memory-bytes", args.memory_bytes), size("--store-bytes", args.store_bytes)
     check_complete(build_policies([args.policy, args.unasked], args))
-    from ..policy.checks import at_least_0, count
-
     count("--queue", args.queue, 0)
     at_least_0("--timeout", args.timeout, positive=True)
     if args.store is not None:
@@ -55,18 +54,6 @@ def serve(parser, argv):
     from ..serve.start import start
 
     start(args, memory, disk, tuple(keys))
-
-
-def check_installed() -> None:
-    """Raise ValueError where a package of the extra is missing."""
-    import importlib.util
-
-    missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
-    with contextlib.suppress(ModuleNotFoundError):
-        if importlib.util.find_spec("transformers.cli.serving.completion") is None:
-            missing.append("a newer transformers")
-    if missing:
-        raise ValueError(f"{', '.join(missing)} is missing; run: pip install 'kvevict[serve]'")
 
 
 def size(option: str, text: str) -> int:

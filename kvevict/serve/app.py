@@ -123,7 +123,7 @@ class Server:
 
     async def _ended(self, call, identity, request, work) -> Response:
         """The response of `work`, which gets a turn; what the call came to is counted and logged."""
-        status, turn = 500, False
+        status, entered, streams = 500, False, False
 
         def end(status: int) -> None:
             self.gate.leave()
@@ -131,20 +131,20 @@ class Server:
 
         try:
             await unless_gone(request, call, self.gate.enter(call))
-            turn = True
+            entered = True
             response = await unless_gone(request, call, work)
-            status = response.status_code
-            if isinstance(response, Stream):
-                response.end, turn = end, None
+            status, streams = response.status_code, isinstance(response, Stream)
+            if streams:
+                response.end = end
             return response
         except BaseException as error:
             status = _status(error)
             raise
         finally:
             work.close()
-            if turn:
+            if entered and not streams:
                 end(status)
-            elif turn is False:
+            elif not entered:
                 self._note(call, identity, status)
 
     def _note(self, call, identity, status) -> None:

@@ -58,10 +58,8 @@ def generation(body: dict, vocabulary: int) -> None:
     _must(len(stop) <= 4 and all(isinstance(s, str) and s for s in stop), "stop must be a text or up to four of them")
     _bias(body.get("logit_bias", {}), vocabulary)
     template = body.get("chat_template_kwargs", {})
-    _must(
-        isinstance(template, dict) and all(TEMPLATE.fullmatch(k) and isinstance(v, (bool, str)) for k, v in template.items()),
-        "chat_template_kwargs may hold enable_thinking and the like, true, false or a word each",
-    )  # fmt: skip
+    fits = isinstance(template, dict) and all(isinstance(value, (bool, str)) for value in template.values())
+    _must(fits and all(map(TEMPLATE.fullmatch, template)), "chat_template_kwargs may hold enable_thinking and the like")
     tools = body.get("tools", [])
     _must(isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools), "tools must be a list of objects")
 
@@ -135,7 +133,7 @@ def _calls(name, message) -> None:
     calls = message["tool_calls"]
     _must(isinstance(calls, list), f"{name}: tool_calls must be a list")
     for call in calls:
-        function = call.get("function") if isinstance(call, dict) else None
+        function = call.get("function", {}) if isinstance(call, dict) else {}
         fits = isinstance(function, dict) and isinstance(function.get("name"), str) and "arguments" in function
         _must(fits, f"{name}: a tool call needs a function with a name and arguments")
         if isinstance(function["arguments"], str):

@@ -132,5 +132,5 @@ class Prefixes:
         with contextlib.suppress(OSError):
             self._path(key).unlink()
 
-    def _path(self, key) -> Path:
+    def _path(self, key):
         return self.folder / f"{key}{SUFFIX}"
