@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import hmac
+import re
 import time
 import uuid
 
@@ -24,6 +25,7 @@ from .policies import Policies
 from .prefixes import Prefixes
 from .texts import Texts, checked
 
+JSON = re.compile(r"application/(json|.+\+json)\s*(;|$)")
 ENDPOINTS = {  # path: handler, what it checks
     "/v1/chat/completions": (Chat, check.chat),
     "/v1/completions": (Completions, check.completion),
@@ -61,6 +63,8 @@ class Server:
         raise Refused(401, "the API key is missing or wrong: send Authorization: Bearer KEY", "invalid_api_key")
 
     async def body(self, request: Request) -> dict:
+        if not JSON.match(request.headers.get("content-type", "")):  # a browser asks before it sends that to another site
+            raise Refused(415, "send Content-Type: application/json")
         data = bytearray()
         async for part in request.stream():
             data += part
@@ -81,6 +85,7 @@ class Server:
         body.setdefault("stream", False)
         return Call(
             path, owner, policy, hidden, question, text, seed=body.pop("seed", None), stop=check.stops(body),
+            sampling=check.sampling(body),
             deadline=time.monotonic() + self.timeout, template=template,
             prompt=body["prompt"] if path == "/v1/completions" else "",
         )  # fmt: skip

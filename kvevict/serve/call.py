@@ -34,6 +34,7 @@ class Call:
     text: str | None = None
     seed: int | None = None
     stop: tuple = ()
+    sampling: dict = field(default_factory=dict)  # of a `GenerationConfig`, which the request's other fields change
     deadline: float = float("inf")
     messages: list = field(default_factory=list)  # as the chat template takes them; none: a plain prompt
     template: dict = field(default_factory=dict)  # further arguments of the chat template

@@ -11,9 +11,9 @@ NUMBERS = {  # name: least, most
 }  # fmt: skip
 COUNTS = {"max_tokens": 1 << 31, "max_completion_tokens": 1 << 31, "max_output_tokens": 1 << 31}
 SEED = 1 << 63
+SAMPLING = {"temperature": (0.01, 2), "top_p": (0.01, 1), "repetition_penalty": (0.1, 10)}  # of a generation_config
 OURS = ("policy", "budget", "question", "text")
-REFUSED = {  # what would be ignored, or is not a client's to choose
-    "generation_config": "choose with temperature, top_p, max_tokens and stop",
+REFUSED = {  # what would change the answer, and is not done
     "suffix": "text cannot be inserted before another",
     "echo": "the prompt is not repeated",
     "previous_response_id": "responses are not stored: send the whole conversation",
@@ -91,6 +91,18 @@ def response(body: dict) -> None:
             return _messages("input", asked, ("input_text", "output_text", "text"))
         return _content("input", asked, ("input_text",))
     _must(isinstance(asked, str) and asked, "input must be a text or a list of messages, and not empty")
+
+
+def sampling(body: dict) -> dict:
+    """What a Transformers' generation_config, JSON as `transformers chat` sends it, says of how tokens are chosen; it
+    leaves the body."""
+    text = body.pop("generation_config", "{}")
+    _must(isinstance(text, str), "generation_config must be JSON in a text")
+    said = parsed(text.encode("utf-8", "surrogatepass"))
+    fits = all(name not in said or _number(said[name], *ends) for name, ends in SAMPLING.items())
+    fits = fits and all(name not in said or (_whole(said[name]) and said[name] >= 1) for name in ("max_new_tokens", "top_k"))
+    _must(fits and isinstance(said.get("do_sample", False), bool), "generation_config has numbers that cannot be")
+    return {name: said[name] for name in (*SAMPLING, "max_new_tokens", "top_k", "do_sample") if name in said}
 
 
 def ours(body: dict) -> dict:

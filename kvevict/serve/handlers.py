@@ -10,6 +10,8 @@ from ..prompts import rendered
 from .call import CALL
 from .errors import Refused
 
+LENGTHS = {"max_tokens", "max_completion_tokens", "max_output_tokens"}
+
 
 class Served(ModelManager):
     """A model that is loaded and patched already."""
@@ -48,6 +50,9 @@ class _Handler(BaseHandler):
     def _build_generation_config(self, body, model_generation_config, use_cb=False):
         """As Transformers'; a temperature samples, whatever the model's own configuration does."""
         config = super()._build_generation_config(body, model_generation_config, use_cb=use_cb)
+        for name, value in CALL.get().sampling.items():
+            if not body.keys() & (LENGTHS if name == "max_new_tokens" else {name}):
+                setattr(config, name, value)
         if body.get("temperature"):
             config.do_sample = True
         return config
