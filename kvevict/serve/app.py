@@ -63,7 +63,9 @@ class Server:
         raise Refused(401, "the API key is missing or wrong: send Authorization: Bearer KEY", "invalid_api_key")
 
     async def body(self, request: Request) -> dict:
-        if not JSON.match(request.headers.get("content-type", "")):  # a browser asks before it sends that to another site
+        if not JSON.match(
+            request.headers.get("content-type", "")
+        ):  # a browser asks before it sends that to another site
             raise Refused(415, "send Content-Type: application/json")
         data = bytearray()
         async for part in request.stream():

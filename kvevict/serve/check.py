@@ -100,7 +100,9 @@ def sampling(body: dict) -> dict:
     _must(isinstance(text, str), "generation_config must be JSON in a text")
     said = parsed(text.encode("utf-8", "surrogatepass"))
     fits = all(name not in said or _number(said[name], *ends) for name, ends in SAMPLING.items())
-    fits = fits and all(name not in said or (_whole(said[name]) and said[name] >= 1) for name in ("max_new_tokens", "top_k"))
+    fits = fits and all(
+        name not in said or (_whole(said[name]) and said[name] >= 1) for name in ("max_new_tokens", "top_k")
+    )
     _must(fits and isinstance(said.get("do_sample", False), bool), "generation_config has numbers that cannot be")
     return {name: said[name] for name in (*SAMPLING, "max_new_tokens", "top_k", "do_sample") if name in said}
 

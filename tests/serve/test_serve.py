@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from serving import FACTS, FILLER, TEXT, Client, asks, cached, events, model, said, server
+from serving import FACTS, FILLER, TEXT, Client, asks, cached, events, model, said, server, unpatched  # noqa: F401
 
 import kvevict
 
@@ -52,7 +52,9 @@ def test_a_stream_says_what_the_whole_answer_says(path):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("stop, want", [("735", " The code of Naislet is 364"), (["zz", " is 364735"], " The code of Naislet")])
+@pytest.mark.parametrize(
+    "stop, want", [("735", " The code of Naislet is 364"), (["zz", " is 364735"], " The code of Naislet")]
+)
 def test_text_ends_before_a_stop_string(stop, want, stream):
     response = Client(server()).chat(f"{SHORT}\n\n{asks('Naislet')}", stop=stop, stream=stream, max_tokens=30)
     if stream:
@@ -100,44 +102,33 @@ def test_a_request_chooses_its_policy_and_budget():
     assert client.chat(question, kvevict=dict(budget=257)).status_code == 400  # the server's is 256
 
 
-def test_what_asks_in_a_chat():
-    """Sixty tokens of instructions after the question do not hide it: what observes is the last user's question."""
-    from kvevict.engine.watch import Watcher
+def test_what_asks_in_a_chat(monkeypatch):
+    """The last user's question observes, whatever instructions follow it; or the text that a request names."""
+    from kvevict.policy.rows.probe import Probe
 
-    served = server(policy="take:probe=8", budget=32)
-    tail = " Answer in one line and be brief about it." * 5
+    spans, of_spans = [], Probe.of_spans
+    monkeypatch.setattr(Probe, "of_spans", lambda self, found: spans.extend(found) or of_spans(self, found))
+    client, tail = Client(server(policy="take:probe=8", budget=64)), "Answer in one line and be brief about it. " * 6
     messages = [
-        dict(role="system", content=TEXT), dict(role="user", content=f"{asks('Orshan')}\n\n{tail}"),
+        dict(role="system", content=TEXT), dict(role="user", content="Question: Who is it?"),
+        dict(role="assistant", content="The baker?"), dict(role="user", content=f"{asks('Orshan')}\n\n{tail}"),
         dict(role="system", content="Be kind. " * 9),
     ]  # fmt: skip
-    spans = []
-    from kvevict.question import Asked, LastTurn
-
-    for kind in (Asked, LastTurn):
-        own = kind.rows
-
-        def rows(self, request, prompt, own=own):
-            found = own(self, request, prompt)
-            spans.extend(served.tokenizer.decode(request.ids[0, a:b]) for a, b in found.span or ())
-            return found
-
-        kind.rows, undo = rows, (kind, own)
-        try:
-            body = dict(messages=messages, max_tokens=2)
-            if kind is Asked:
-                body["kvevict"] = dict(question="brief about it.")
-            assert Client(served).post("/v1/chat/completions", **body).status_code == 200
-        finally:
-            undo[0].rows = undo[1]
-    assert issubclass(Watcher, object)
-    assert [each.strip() for each in spans] == ["brief about it.", asks("Orshan").removeprefix("")]
+    for more in ({}, dict(kvevict=dict(question="in one line"))):
+        response = client.post("/v1/chat/completions", messages=messages, max_tokens=1, **more)
+        assert response.status_code == 200
+    ids = client.server.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    asked = [client.server.tokenizer.decode(ids[start:stop]).strip() for start, stop in spans]
+    assert asked == [asks("Orshan"), "in one line"]
+    refused = client.post("/v1/chat/completions", messages=messages, kvevict=dict(question="in two lines"))
+    assert refused.status_code == 400 and "kvevict.question" in refused.json()["error"]["message"]
 
 
 def test_a_context_that_is_full():
     client = Client(server())
     response = client.chat(FILLER * 200)
     assert response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded"
-    nearly = client.post("/v1/completions", prompt=FILLER * 135, max_tokens=500).json()
+    nearly = client.post("/v1/completions", prompt=FILLER * 90, max_tokens=500).json()
     assert nearly["usage"]["total_tokens"] == 2048 and nearly["choices"][0]["finish_reason"] == "length"
 
 
