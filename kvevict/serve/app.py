@@ -85,6 +85,8 @@ class Server:
         if tools := ResponseHandler._normalize_tools(body.get("tools")):
             template["tools"] = tools
         body.setdefault("stream", False)
+        if "logit_bias" in body:  # as Transformers wants it
+            body["logit_bias"] = {token: float(bias) for token, bias in body["logit_bias"].items()}
         return Call(
             path, owner, policy, hidden, question, text, seed=body.pop("seed", None), stop=check.stops(body),
             sampling=check.sampling(body),

@@ -60,17 +60,18 @@ class Generation(GenerateManager):
     async def generate_non_streaming(self, model, processor, inputs, gen_config, request_id):
         call = CALL.get()
         prompt = self._prompt(call, inputs, gen_config)
-        future = self.async_submit(self._write, call, prompt, gen_config, Tokens(call))
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # if nobody waits any more
-        written = (await asyncio.shield(future))[0, len(prompt.ids) :]
+        written = (await self._in_thread(self._write, call, prompt, gen_config, Tokens(call)))[0, len(prompt.ids) :]
         text = processor.decode(written, skip_special_tokens=True)
         return text[: cut_at(text, call.stop)], len(prompt.ids), written
 
     async def read(self, call: Call, prompt: Prompt) -> None:
         """Read a prompt's prefixes, and store the last one where a process that is killed leaves it."""
-        future = self.async_submit(self._prefix, call, prompt, True)
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())
-        await asyncio.shield(future)
+        await self._in_thread(self._prefix, call, prompt, True)
+
+    async def _in_thread(self, function, *args):
+        """The result of a function that the thread runs. Who waits may be cancelled, not the thread's future: setting
+        that one's result would end the thread."""
+        return await asyncio.shield(asyncio.wrap_future(self.submit(function, *args)))
 
     def _prompt(self, call: Call, inputs, gen_config) -> Prompt:
         """The ids of a call, which `inputs` gets. Raises Refused where they do not fit the model's context."""

@@ -41,17 +41,19 @@ async def first_of(response, call: Call):
 
 
 class Stream(StreamingResponse):
-    """Server-sent events of a call. `end`, called once, hears how the call came to its end."""
+    """Server-sent events of a call. `end` is called once, with how the call came to its end."""
 
     def __init__(self, parts, call: Call, done: bool):
         super().__init__(self._events(parts), media_type="text/event-stream")
         self.parts, self.call, self.done, self.end = parts, call, done, lambda status: None
+        self.status = 499  # until all was sent
 
     async def _events(self, parts):
         async for part in parts:
             yield "".join(self._event(event) + "\n\n" for event in part.split("\n\n") if event)
         if self.done and self.call.error is None:
             yield f"{DATA}[DONE]\n\n"
+        self.status = 200 if self.call.error is None else refused(self.call.error).status
 
     def _event(self, event: str) -> str:
         if self.call.error is not None and event.startswith(f'{DATA}{{"error"'):
@@ -63,14 +65,12 @@ class Stream(StreamingResponse):
         return DATA + json.dumps(said)
 
     async def __call__(self, scope, receive, send) -> None:
-        status = 499
         try:
             await super().__call__(scope, receive, send)
-            status = 200 if self.call.error is None else refused(self.call.error).status
         finally:
             self.call.cancel()
             await self.parts.aclose()
-            self.end(status)
+            self.end(self.status)
 
 
 def _note_cached(said: dict, call: Call) -> None:

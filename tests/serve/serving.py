@@ -74,7 +74,13 @@ class Client:
     async def asked(self, method, path, body=None, content=None):
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://here", headers=self.headers) as client:
-            given = dict(content=content) if content is not None else {} if body is None else dict(json=body)
+            given = (
+                dict(content=content, headers={"Content-Type": "application/json"})
+                if content is not None
+                else {}
+                if body is None
+                else dict(json=body)
+            )
             return await client.request(method, path, timeout=600, **given)
 
     def post(self, path, **body):
