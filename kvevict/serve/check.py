@@ -10,7 +10,7 @@ NUMBERS = {  # name: least, most
     "temperature": (0, 2), "top_p": (0, 1), "frequency_penalty": (-0.9, 2), "presence_penalty": (-2, 2),
 }  # fmt: skip
 COUNTS = {"max_tokens": 1 << 31, "max_completion_tokens": 1 << 31, "max_output_tokens": 1 << 31}
-SEED = 1 << 63
+SEED, TEXT = 1 << 63, {"type": "text"}
 SAMPLING = {"temperature": (0.01, 2), "top_p": (0.01, 1), "repetition_penalty": (0.1, 10)}  # of a generation_config
 OURS = ("policy", "budget", "question", "text")
 REFUSED = {  # what would change the answer, and is not done
@@ -27,6 +27,10 @@ def parsed(data: bytes) -> dict:
         body = json.loads(data)
     except (ValueError, RecursionError):
         raise Refused(400, "the body is not JSON") from None
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError):
+        raise Refused(400, "the body has half of a surrogate pair: send whole characters") from None
     if not isinstance(body, dict):
         raise Refused(400, "the body is not a JSON object")
     return {name: value for name, value in body.items() if value is not None}
@@ -35,12 +39,13 @@ def parsed(data: bytes) -> dict:
 def generation(body: dict, vocabulary: int) -> None:
     """Raise Refused for a body that no answer can be given to; vocabulary: ids that the model knows."""
     for name, advice in REFUSED.items():
-        _must(name not in body or body[name] is False, f"{name} is not supported: {advice}")
+        _must(name not in body or (name == "echo" and body[name] is False), f"{name} is not supported: {advice}")
     for name in ("n", "best_of"):
         _must(body.get(name, 1) == 1, f"{name} must be 1: a request has one answer")
-    for name in ("stream", "store", "logprobs", "background"):
-        _must(isinstance(body.get(name, False), (bool, int)), f"{name} must be true or false")
-    _must(not body.get("logprobs") and not body.get("background"), "logprobs and background are not supported")
+    for name in ("logprobs", "background"):
+        _must(not body.get(name), f"{name} is not supported: leave it out")
+    _must(isinstance(body.get("stream", False), bool), "stream must be true or false")
+    _must(body.get("response_format", TEXT) == TEXT, "response_format is not supported: answers are text")
     for name, (least, most) in NUMBERS.items():
         _must(name not in body or _number(body[name], least, most), f"{name} must be a number from {least} to {most}")
     _must(body.get("top_p", 1) != 0, "top_p must be above 0")
@@ -65,8 +70,8 @@ def generation(body: dict, vocabulary: int) -> None:
 
 
 def stops(body: dict) -> tuple:
-    stop = body.get("stop", ())
-    return (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else (stop,) if stop else ()
+    stop = body.get("stop", [])
+    return tuple(stop) if isinstance(stop, list) else (stop,)
 
 
 def chat(body: dict) -> None:

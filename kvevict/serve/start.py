@@ -14,9 +14,10 @@ from ..commands import number
 from ..models import small_llama
 from ..patch import patch
 from . import log
-from .app import Server, application
+from .app import application
 from .policies import Policies
 from .prefixes import Prefixes
+from .server import Server
 from .texts import Texts
 
 STOP = 30  # seconds that running requests have to end when the server stops

@@ -1,6 +1,5 @@
 """A server with the bundled model, asked in this process."""
 
-import argparse
 import asyncio
 import functools
 import json
@@ -12,8 +11,8 @@ import kvevict
 for _package in ("fastapi", "uvicorn", "openai", "prometheus_client", "httpx", "transformers.cli.serving.completion"):
     pytest.importorskip(_package, reason="the extra `serve` is not installed")
 
-import httpx
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import httpx  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 # The bundled model continues text; these turns are what it knows.
 TEMPLATE = (
@@ -35,11 +34,11 @@ def model():
 
 
 def server(folder=None, memory=1 << 28, disk=1 << 28, template=TEMPLATE, **changes):
-    """A `kvevict.serve.app.Server`. folder: of its store."""
+    """A `kvevict.serve.server.Server`. folder: of its store."""
     from kvevict.patch import patch
-    from kvevict.serve.app import Server
     from kvevict.serve.policies import Policies
     from kvevict.serve.prefixes import Prefixes
+    from kvevict.serve.server import Server
     from kvevict.serve.texts import Texts
 
     options = dict(policy="take", unasked="kvzip", budget=256, chunk_size=256, share=False, context=2048)
@@ -108,7 +107,3 @@ def events(response) -> list:
     """The data of server-sent events."""
     found = [line.removeprefix("data: ") for line in response.text.split("\n") if line.startswith("data: ")]
     return [json.loads(each) for each in found if each != "[DONE]"]
-
-
-def arguments(**changes):
-    return argparse.Namespace(**changes)

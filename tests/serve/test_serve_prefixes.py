@@ -167,7 +167,7 @@ def test_a_disk_that_is_full(tmp_path, monkeypatch, caplog, alone):
     response = client.post("/v1/chat/completions", messages=messages, kvevict=dict(question=None))
     assert response.status_code == 200
     assert warnings(caplog) == ["a prefix is not stored on disk"]
-    assert not [path for path in tmp_path.rglob(".kvevict-*")]
+    assert not list(tmp_path.rglob(".kvevict-*"))
 
 
 def test_texts_belong_to_their_key(tmp_path):
