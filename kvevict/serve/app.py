@@ -1,4 +1,4 @@
-"""The routes of a server, and what a client is told of an error."""
+"""The routes of a server, and what a client learns of an error."""
 
 import contextlib
 

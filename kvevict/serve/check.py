@@ -22,7 +22,7 @@ TEMPLATE = re.compile(r"enable_[a-z_]+|thinking|reasoning_effort|date_string")
 
 
 def parsed(data: bytes) -> dict:
-    """A body as a dict, without the fields that are null. Raises Refused for what is no JSON object."""
+    """A body as a dict, without the fields that are null. Raises Refused for anything but a JSON object."""
     try:
         body = json.loads(data)
     except (ValueError, RecursionError):
@@ -113,7 +113,7 @@ def sampling(body: dict) -> dict:
 
 
 def ours(body: dict) -> dict:
-    """The field `kvevict`. A question that is null is told from one that is not there."""
+    """The field `kvevict`. A question that is null differs from one that is not there."""
     asked = body.pop("kvevict", {})
     _must(isinstance(asked, dict) and set(asked) <= set(OURS), f"kvevict may hold {', '.join(OURS)}")
     for name in ("policy", "text"):

@@ -1,4 +1,4 @@
-"""What a client is told in place of an answer."""
+"""What a client gets in place of an answer."""
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -16,7 +16,7 @@ class Refused(Exception):
 
 
 def refused(error: Exception) -> Refused:
-    """What a client is told of an error: the sentence of one that the request caused, nothing of any other."""
+    """What a client learns of an error: the sentence of one that the request caused, nothing of any other."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, TimeoutError):

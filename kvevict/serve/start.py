@@ -24,7 +24,7 @@ STOP = 30  # seconds that running requests have to end when the server stops
 
 
 def start(args, memory: int, disk: int, keys: tuple) -> None:
-    """Serve until the process is told to stop (SIGINT, SIGTERM). Raises ValueError or OSError for what cannot be had:
+    """Serve until a signal stops the process (SIGINT, SIGTERM). Raises ValueError or OSError for what cannot be had:
     the model, the store's folder, the port."""
     log.to_stderr()
     transformers_logging.set_verbosity_error()

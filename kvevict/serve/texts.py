@@ -16,7 +16,7 @@ NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 
 
 def checked(name) -> str:
-    """A text's name. Raises Refused for one that is no plain file name."""
+    """A text's name. Raises Refused for one that could be more than a file name."""
     if not (isinstance(name, str) and NAME.fullmatch(name)):
         raise Refused(
             400, "name must be 1 to 100 letters, digits, dots, dashes and underscores, and not begin with a dot"
