@@ -3,8 +3,8 @@
 import contextlib
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import StarletteHTTPException as HTTPException
 from fastapi.responses import JSONResponse, Response
-from starlette.exceptions import HTTPException
 
 from . import log
 from .errors import Refused, refused
