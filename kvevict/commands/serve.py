@@ -50,6 +50,8 @@ def serve(parser, argv):
     at_least_0("--timeout", args.timeout, positive=True)
     if args.store is not None:
         check_folder("--store", args.store)
+    if "" in args.api_key:
+        raise ValueError("--api-key is empty: give a key, or leave it out")
     keys = args.api_key or [key for key in [os.environ.get("KVEVICT_API_KEY")] if key]
     from ..serve.start import start
 

@@ -66,7 +66,12 @@ class Generation(GenerateManager):
 
     async def read(self, call: Call, prompt: Prompt) -> None:
         """Read a prompt's prefixes, and store the last one where a process that is killed leaves it."""
-        await self._in_thread(self._prefix, call, prompt, True)
+
+        def run():
+            self._prefix(call, prompt)
+            self.prefixes.flush(self._keys(call, prompt)[-1:])
+
+        await self._in_thread(run)
 
     async def _in_thread(self, function, *args):
         """The result of a function that the thread runs. Who waits may be cancelled, not the thread's future: setting
@@ -118,10 +123,10 @@ class Generation(GenerateManager):
                 generation_config=gen_config, tokenizer=self.tokenizer,
             )  # fmt: skip
 
-    def _prefix(self, call: Call, prompt: Prompt, now: bool = False):
+    def _prefix(self, call: Call, prompt: Prompt):
         """A cache of the prompt up to its last end, of which the longest stored prefix is not read again; None without
         an end."""
-        keys = [key_of(call.owner, self.weights, call.policy, prompt.ids[:end]) for end in prompt.ends]
+        keys = self._keys(call, prompt)
         cache, start, known = None, 0, len(keys)
         while known and cache is None:
             known -= 1
@@ -135,9 +140,12 @@ class Generation(GenerateManager):
                 out = base_model(self.model)(
                     input_ids=ids, past_key_values=cache, logits_to_keep=1, use_cache=True, return_dict=True
                 )
-            self.prefixes.put(key, out.past_key_values, now and end == prompt.ends[-1])
+            self.prefixes.put(key, out.past_key_values)
             cache, start = out.past_key_values.fork(), end
         return cache
+
+    def _keys(self, call: Call, prompt: Prompt) -> list:
+        return [key_of(call.owner, self.weights, call.policy, prompt.ids[:end]) for end in prompt.ends]
 
     @contextlib.contextmanager
     def _reading(self, call: Call, prompt: Prompt, cache):

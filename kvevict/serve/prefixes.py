@@ -86,16 +86,15 @@ class Prefixes:
         self._hold(key, cache)
         return cache.fork()
 
-    def put(self, key: str, cache, now: bool = False) -> None:
-        """Store a cache, which nobody changes any more. now: on disk at once, to outlive a process that is killed."""
+    def put(self, key: str, cache) -> None:
+        """Store a cache, which nobody changes any more."""
         self._hold(key, cache)
-        if now:
-            self._write(key, cache)
 
-    def flush(self) -> None:
-        """Write what memory holds to disk."""
-        for key, (cache, _) in self._live.items():
-            self._write(key, cache)
+    def flush(self, keys=None) -> None:
+        """Write what memory holds of these keys, or all that it holds, to disk, to outlive the process."""
+        for key in list(self._live) if keys is None else keys:
+            if key in self._live:
+                self._write(key, self._live[key][0])
 
     def _hold(self, key, cache) -> None:
         if key in self._live:

@@ -11,6 +11,7 @@ from fastapi.exceptions import HTTPException
 from fastapi.responses import JSONResponse, Response
 from transformers.cli.serving.response import ResponseHandler
 
+from ..prompts import ids_of
 from . import check, log, prompt
 from .call import CALL, Call
 from .errors import Refused, refused
@@ -61,9 +62,7 @@ class Server:
         raise Refused(401, "the API key is missing or wrong: send Authorization: Bearer KEY", "invalid_api_key")
 
     async def body(self, request: Request) -> dict:
-        if not JSON.match(
-            request.headers.get("content-type", "")
-        ):  # a browser asks before it sends that to another site
+        if not JSON.match(request.headers.get("content-type", "")):  # a page of another site may not send that
             raise Refused(415, "send Content-Type: application/json")
         data = bytearray()
         async for part in request.stream():
@@ -125,10 +124,10 @@ class Server:
         else:
             whole = prompt.of_text(self.tokenizer, "", text)
         self.manager.check_length(whole)
-        call.prompt_tokens = max(whole.ends, default=0)
-        self.texts.put(call.owner, name, text)
+        call.prompt_tokens, tokens = max(whole.ends, default=0), len(ids_of(self.tokenizer, text))
         await self.manager.read(call, whole)
-        return JSONResponse({"object": "kvevict.text", "name": name, "tokens": call.prompt_tokens})
+        self.texts.put(call.owner, name, text)
+        return JSONResponse({"object": "kvevict.text", "name": name, "tokens": tokens})
 
     async def _ended(self, call, identity, request, work) -> Response:
         """The response of `work`, which gets a turn; what the call came to is counted and logged."""

@@ -20,6 +20,7 @@ from .prefixes import Prefixes
 from .server import Server
 from .texts import Texts
 
+BODY, LETTERS = 1 << 24, 64  # bytes of a request at most, in all and for each token of the context
 STOP = 30  # seconds that running requests have to end when the server stops
 
 
@@ -48,7 +49,9 @@ def server_of(args, memory: int, disk: int, keys: tuple) -> Server:
     texts = Texts(memory if folder is None else disk, folder and folder / "texts")
     prefixes = Prefixes(model, memory, folder and folder / "prefixes", lambda: disk - texts.bytes)
     name = args.name or (Path(where).name if Path(where).exists() else where)
-    return Server(name, model, tokenizer, policies, prefixes, texts, keys=keys, queue=args.queue, timeout=args.timeout)
+    most = min(BODY, LETTERS * policies.context + (1 << 16))
+    limits = dict(queue=args.queue, timeout=args.timeout, most=most)
+    return Server(name, model, tokenizer, policies, prefixes, texts, keys=keys, **limits)
 
 
 @contextlib.contextmanager

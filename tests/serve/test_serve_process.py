@@ -174,3 +174,32 @@ def test_the_package_does_not_need_it():
         "import kvevict, kvevict.cli, sys; kvevict.patch; sys.exit('fastapi' in sys.modules or 'openai' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(kvevict.__file__).parents[1]).returncode == 0
+
+
+def test_langchain(process):
+    pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
+    from langchain_openai import ChatOpenAI
+
+    server = process("--policy", "take", "--budget", "256")
+    chat = ChatOpenAI(model="small", base_url=str(server.client.base_url), api_key="key", max_tokens=12, max_retries=0)
+    said = chat.invoke(f"{TEXT}\n\n{asks('Orshan')}")
+    assert str(FACTS["Orshan"]) in said.content and said.usage_metadata["output_tokens"] == 12
+    assert "".join(part.content for part in chat.stream(f"{TEXT}\n\n{asks('Orshan')}")) == said.content
+    later = chat.invoke([("user", TEXT), ("assistant", "Yes?"), ("user", asks("Velmora"))])
+    assert str(FACTS["Velmora"]) in later.content
+    with pytest.raises(openai.BadRequestError, match="n must be 1"):
+        chat.invoke("Once", n=2)
+
+
+def test_transformers_chat(process):
+    """The client that `transformers chat` has, with what it sends."""
+    from huggingface_hub import InferenceClient
+    from transformers import GenerationConfig
+
+    server = process("--policy", "take", "--budget", "256")
+    url = str(server.client.base_url).rstrip("/")
+    client, config = InferenceClient(base_url=url, api_key="key"), GenerationConfig(do_sample=False, max_new_tokens=12)
+    chat = [dict(role="user", content=f"{TEXT}\n\n{asks('Orshan')}")]
+    extra = dict(generation_config=config.to_json_string(), model="small")
+    parts = client.chat_completion(chat, stream=True, model="small", extra_body=extra)
+    assert str(FACTS["Orshan"]) in "".join(part.choices[0].delta.content or "" for part in parts)
