@@ -1,14 +1,18 @@
 """The routes of a server, and what a client learns of an error."""
 
 import contextlib
+from pathlib import Path
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import StarletteHTTPException as HTTPException
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from . import log
 from .errors import Refused, refused
 from .server import ENDPOINTS, Server
+
+PAGE = Path(__file__).with_name("page.html")
+OWN = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'"
 
 
 def application(server: Server) -> FastAPI:
@@ -51,6 +55,14 @@ def application(server: Server) -> FastAPI:
     async def remove(request: Request, name: str):
         server.texts.remove(server.owner(request), name)
         return {"object": "kvevict.text", "name": name, "deleted": True}
+
+    @app.get("/v1/kvevict/texts/{name}/kept")
+    async def kept(request: Request, name: str):
+        return await server.kept(request, name)
+
+    @app.get("/")
+    async def page():
+        return HTMLResponse(PAGE.read_text("utf-8"), headers={"Content-Security-Policy": OWN})
 
     @app.get("/v1/models")
     async def models(request: Request):

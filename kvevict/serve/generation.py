@@ -15,6 +15,7 @@ from ..question import Asked, LastTurn, find
 from ..weights import fingerprint
 from .call import CALL, Call, Cancelled, Guard
 from .errors import Refused, refused
+from .kept import shares
 from .log import failed
 from .prefixes import Prefixes, key_of
 from .prompt import Prompt, of_messages, of_text
@@ -72,6 +73,10 @@ class Generation(GenerateManager):
             self.prefixes.flush(self._keys(call, prompt)[-1:])
 
         await self._in_thread(run)
+
+    async def kept(self, call: Call, prompt: Prompt, start: int):
+        """By how large a share of heads each token of a prompt's last prefix, from `start` on, is kept."""
+        return await self._in_thread(lambda: shares(self._prefix(call, prompt), start, prompt.ends[-1]))
 
     async def _in_thread(self, function, *args):
         """The result of a function that the thread runs. Who waits may be cancelled, not the thread's future: setting

@@ -18,6 +18,7 @@ from .errors import Refused, refused
 from .gate import Gate, unless_gone
 from .generation import Generation, State
 from .handlers import Chat, Completions, Responses, Served
+from .kept import parts
 from .metrics import Metrics
 from .outgoing import Stream, first_of, with_usage
 from .policies import Policies
@@ -115,19 +116,41 @@ class Server:
             raise Refused(400, "text must be a text, and not empty")
         asked = check.ours({"kvevict": {k: v for k, v in body.items() if k in ("policy", "budget")}})
         policy = self.policies.of(asked, True)[0]
-        call = Call(request.url.path, owner, policy, True, text=text, deadline=time.monotonic() + self.timeout)
-        return await self._ended(call, f"{uuid.uuid4()}", request, self._store(call, name, text))
+        call = self._of_text("/v1/kvevict/texts", owner, policy, text)
+        return await self._ended(call, f"{uuid.uuid4()}", request, self._store(call, name))
 
-    async def _store(self, call, name, text):
-        if self.tokenizer.chat_template:
-            whole = prompt.of_messages(self.tokenizer, [{"role": "user", "content": ""}], {}, text)
-        else:
-            whole = prompt.of_text(self.tokenizer, "", text)
-        self.manager.check_length(whole)
-        call.prompt_tokens, tokens = max(whole.ends, default=0), len(ids_of(self.tokenizer, text))
+    async def _store(self, call, name):
+        whole = self._alone(call)
         await self.manager.read(call, whole)
-        self.texts.put(call.owner, name, text)
-        return JSONResponse({"object": "kvevict.text", "name": name, "tokens": tokens})
+        self.texts.put(call.owner, name, call.text)
+        return JSONResponse({"object": "kvevict.text", "name": name, "tokens": len(ids_of(self.tokenizer, call.text))})
+
+    async def kept(self, request: Request, name: str) -> Response:
+        """GET /v1/kvevict/texts/NAME/kept: what is kept of a stored text."""
+        owner = self.owner(request)
+        text, policy = self.texts.get(owner, name), self.policies.of({}, True)[0]
+        call = self._of_text("/v1/kvevict/texts/kept", owner, policy, text)
+        return await self._ended(call, f"{uuid.uuid4()}", request, self._kept(call, name))
+
+    async def _kept(self, call, name):
+        whole, ids = self._alone(call), ids_of(self.tokenizer, call.text)
+        if not whole.ends:
+            raise Refused(400, f"the text {name!r} is too short to be shared: all of it is read with each question")
+        found = await self.manager.kept(call, whole, whole.ends[-1] - len(ids))
+        return JSONResponse({"object": "kvevict.kept", "name": name, "pieces": parts(self.tokenizer, ids, found)})
+
+    def _of_text(self, endpoint, owner, policy, text) -> Call:
+        return Call(endpoint, owner, policy, True, text=text, deadline=time.monotonic() + self.timeout)
+
+    def _alone(self, call) -> prompt.Prompt:
+        """A call's text as it opens a request, without a question. Raises Refused where it does not fit the context."""
+        if self.tokenizer.chat_template:
+            whole = prompt.of_messages(self.tokenizer, [{"role": "user", "content": ""}], {}, call.text)
+        else:
+            whole = prompt.of_text(self.tokenizer, "", call.text)
+        self.manager.check_length(whole)
+        call.prompt_tokens = max(whole.ends, default=0)
+        return whole
 
     async def _ended(self, call, identity, request, work) -> Response:
         """The response of `work`, which gets a turn; what the call came to is counted and logged."""
@@ -161,6 +184,7 @@ class Server:
 
     def models(self) -> dict:
         model = {"id": self.name, "object": "model", "created": self.began, "owned_by": "kvevict"}
+        model["kvevict"] = {"chat": bool(self.tokenizer.chat_template)}
         return {"object": "list", "data": [model]}
 
 

@@ -168,6 +168,21 @@ def test_a_disk_that_is_full(tmp_path, monkeypatch, caplog, alone):
     assert len(stored(tmp_path)) == 1 and said(client.chat(asks("Orshan"), **OPENS)) == alone["Orshan"]
 
 
+def test_what_was_kept():
+    client = Client(server())
+    client.store()
+    pieces = client.ask("GET", "/v1/kvevict/texts/text/kept").json()["pieces"]
+    assert "".join(text for text, _ in pieces) == TEXT
+    cache = kvevict.read(model(), client.server.tokenizer, TEXT, "kvzip", budget=256, chunk_size=256)
+    kept = sum(layer.counts.sum() for layer in cache.layers) / (4 * 4)  # layers, heads
+    assert sum(share for _, share in pieces) == pytest.approx(kept, abs=len(pieces) * 5e-4)  # rounded to 3 digits
+    assert max(share for text, share in pieces if text == "364") > 0.5
+    assert client.ask("GET", "/v1/kvevict/texts/none/kept").status_code == 404
+    client.store("short", "Once")
+    assert client.ask("GET", "/v1/kvevict/texts/short/kept").status_code == 400
+    assert "<!doctype html>" in client.ask("GET", "/").text
+
+
 def test_texts_belong_to_their_key(tmp_path):
     served = server(tmp_path, keys=("one", "two"))
     one, two, none = (Client(served, key) for key in ("one", "two", None))

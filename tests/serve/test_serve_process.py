@@ -1,9 +1,8 @@
-"""`kvevict serve` as a process, asked by OpenAI's own client: it starts, stops, is killed, and starts again."""
+"""`kvevict serve` as a process, asked by clients of others: it starts, stops, is killed, and starts again."""
 
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -11,96 +10,40 @@ import threading
 from pathlib import Path
 
 import pytest
-from serving import FACTS, TEMPLATE, TEXT, asks
+from process import folder, openai, process  # noqa: F401
+from serving import FACTS, TEXT, asks
 
 import kvevict
 from kvevict.cli import main
 
-openai = pytest.importorskip("openai", reason="the openai package is not installed")
+OPENS = dict(extra_body=dict(kvevict=dict(text="text")))
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The bundled model with a chat template."""
-    made = tmp_path_factory.mktemp("model") / "small"
-    shutil.copytree(kvevict.small_llama(), made)
-    (made / "chat_template.jinja").write_text(TEMPLATE)
-    return made
+def asked(process, tmp_path_factory):  # noqa: F811
+    """A server with a stored text."""
+    store = str(tmp_path_factory.mktemp("store"))
+    server = process("--policy", "take", "--budget", "256", "--store", store)
+    server.store(TEXT)
+    return server
 
 
-class Process:
-    """A server, and a client of it."""
-
-    def __init__(self, folder, *options, key="key"):
-        command = [
-            sys.executable,
-            "-m",
-            "kvevict",
-            "serve",
-            str(folder),
-            "--port",
-            "0",
-            "--chunk-size",
-            "256",
-            *options,
-        ]
-        environment = os.environ | dict(KVEVICT_API_KEY=key, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
-        self.process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        self.lines = []
-        for line in self.process.stderr:
-            self.lines.append(line)
-            if '"ready"' in line:
-                port = json.loads(line)["port"]
-                break
-        else:
-            raise AssertionError("".join(self.lines))
-        threading.Thread(target=lambda: self.lines.extend(self.process.stderr), daemon=True).start()
-        self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0, timeout=300)
-
-    def ask(self, question, **more):
-        messages = [dict(role="user", content=question)]
-        return self.client.chat.completions.create(model="small", messages=messages, max_tokens=12, **more)
-
-    def end(self, how=signal.SIGTERM):
-        self.process.send_signal(how)
-        return self.process.wait(60)
-
-
-@pytest.fixture
-def process(folder, request):
-    started = []
-
-    def start(*options):
-        started.append(Process(folder, *options))
-        return started[-1]
-
-    yield start
-    for each in started:
-        each.process.kill()
-        each.process.wait(60)
-        each.process.stdout.close()
-
-
-def test_the_openai_client(process, tmp_path):
-    server = process("--policy", "take", "--budget", "256", "--store", str(tmp_path / "store"))
-    client, opens = server.client, dict(extra_body=dict(kvevict=dict(text="text")))
+def test_the_openai_client(asked):
+    server, client = asked, asked.client
     assert [each.id for each in client.models.list()] == ["small"]
     whole = server.ask(f"{TEXT}\n\n{asks('Orshan')}")
     assert str(FACTS["Orshan"]) in whole.choices[0].message.content
-    client.post("/kvevict/texts", body=dict(name="text", text=TEXT), cast_to=object)
 
-    turn = server.ask(asks("Naislet"), **opens)
+    turn = server.ask(asks("Naislet"), **OPENS)
     answer = turn.choices[0].message.content
     assert str(FACTS["Naislet"]) in answer and turn.usage.prompt_tokens_details.cached_tokens > 500
-    stream = list(server.ask(asks("Naislet"), stream=True, **opens))
+    stream = list(server.ask(asks("Naislet"), stream=True, **OPENS))
     assert "".join(part.choices[0].delta.content or "" for part in stream) == answer
     assert stream[-1].usage.prompt_tokens_details.cached_tokens == turn.usage.prompt_tokens_details.cached_tokens
 
     messages = [dict(role="user", content=asks("Naislet")), dict(role="assistant", content=answer.strip())]
     messages.append(dict(role="user", content=asks("Velmora")))
-    later = client.chat.completions.create(model="small", messages=messages, max_tokens=12, **opens)
+    later = client.chat.completions.create(model="small", messages=messages, max_tokens=12, **OPENS)
     assert str(FACTS["Velmora"]) in later.choices[0].message.content
 
     said = client.responses.create(model="small", input=f"{TEXT}\n\n{asks('Naislet')}", max_output_tokens=12)
@@ -117,18 +60,12 @@ def test_the_openai_client(process, tmp_path):
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="wrong").models.list()
 
-    assert server.end() in (0, -signal.SIGTERM)
-    log = "".join(server.lines)
-    assert "Naislet" not in log and "baker" not in log  # no prompt, no answer
-    assert all(json.loads(line) for line in log.splitlines() if line.startswith("{"))
 
-
-def test_a_server_that_is_killed(process, tmp_path):
+def test_a_server_that_is_killed(process, tmp_path):  # noqa: F811
     options = ("--budget", "256", "--store", str(tmp_path / "store"), "--share")
     server = process(*options)
-    server.client.post("/kvevict/texts", body=dict(name="text", text=TEXT), cast_to=object)
-    opens = dict(extra_body=dict(kvevict=dict(text="text")))
-    before = server.ask(asks("Orshan"), **opens)
+    server.store(TEXT)
+    before = server.ask(asks("Orshan"), **OPENS)
     long = threading.Thread(target=_ignored, args=(server.ask, TEXT * 3))
     long.start()
     assert server.end(signal.SIGKILL) == -signal.SIGKILL
@@ -136,7 +73,7 @@ def test_a_server_that_is_killed(process, tmp_path):
     (tmp_path / "store" / "prefixes" / ".kvevict-left").mkdir()  # what it was writing
 
     again = process(*options)
-    after = again.ask(asks("Orshan"), **opens)
+    after = again.ask(asks("Orshan"), **OPENS)
     assert after.choices == before.choices
     assert after.usage.prompt_tokens_details.cached_tokens == before.usage.prompt_tokens_details.cached_tokens > 500
     assert not list(tmp_path.rglob(".kvevict-*"))
@@ -176,12 +113,11 @@ def test_the_package_does_not_need_it():
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(kvevict.__file__).parents[1]).returncode == 0
 
 
-def test_langchain(process):
+def test_langchain(asked):
     pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
     from langchain_openai import ChatOpenAI
 
-    server = process("--policy", "take", "--budget", "256")
-    chat = ChatOpenAI(model="small", base_url=str(server.client.base_url), api_key="key", max_tokens=12, max_retries=0)
+    chat = ChatOpenAI(model="small", base_url=f"{asked.url}/v1", api_key="key", max_tokens=12, max_retries=0)
     said = chat.invoke(f"{TEXT}\n\n{asks('Orshan')}")
     assert str(FACTS["Orshan"]) in said.content and said.usage_metadata["output_tokens"] == 12
     assert "".join(part.content for part in chat.stream(f"{TEXT}\n\n{asks('Orshan')}")) == said.content
@@ -191,15 +127,57 @@ def test_langchain(process):
         chat.invoke("Once", n=2)
 
 
-def test_transformers_chat(process):
+def test_transformers_chat(asked):
     """The client that `transformers chat` has, with what it sends."""
     from huggingface_hub import InferenceClient
     from transformers import GenerationConfig
 
-    server = process("--policy", "take", "--budget", "256")
-    url = str(server.client.base_url).rstrip("/")
-    client, config = InferenceClient(base_url=url, api_key="key"), GenerationConfig(do_sample=False, max_new_tokens=12)
+    client, config = (
+        InferenceClient(base_url=f"{asked.url}/v1", api_key="key"),
+        GenerationConfig(do_sample=False, max_new_tokens=12),
+    )
     chat = [dict(role="user", content=f"{TEXT}\n\n{asks('Orshan')}")]
     extra = dict(generation_config=config.to_json_string(), model="small")
     parts = client.chat_completion(chat, stream=True, model="small", extra_body=extra)
     assert str(FACTS["Orshan"]) in "".join(part.choices[0].delta.content or "" for part in parts)
+
+
+def test_the_page_in_a_browser(asked, tmp_path):
+    """A text is dropped in, a question answered, and what was kept shown. Needs playwright and CHROMIUM, the path of a
+    browser."""
+    api = pytest.importorskip("playwright.sync_api")
+    if "CHROMIUM" not in os.environ:
+        pytest.skip("CHROMIUM is not set")
+    (tmp_path / "my notes.txt").write_text(f"<b>{TEXT}</b>")
+    with api.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=os.environ["CHROMIUM"], args=["--no-sandbox"])
+        tab, errors = browser.new_page(), []
+        tab.on("pageerror", lambda error: errors.append(str(error)))
+        tab.goto(asked.url)
+        tab.wait_for_selector("#keyed:not([hidden])")
+        tab.fill("#key", "key")
+        tab.press("#key", "Tab")
+        tab.wait_for_selector("#texts option[value=text]", state="attached")
+        tab.set_input_files("#file", tmp_path / "my notes.txt")
+        tab.wait_for_selector("#kept span")
+        assert tab.inner_text("#kept") == f"<b>{TEXT}</b>" and tab.input_value("#texts") == "my-notes.txt"
+        assert "364" in tab.evaluate("[...document.querySelectorAll('#kept span')].map(s => s.textContent)")
+        for name in FACTS:
+            tab.fill("#question", asks(name))
+            tab.click("#ask button")
+            tab.wait_for_selector("#stop", state="hidden")
+            tab.wait_for_function("document.querySelector('#answers small').textContent")
+            said = tab.inner_text("#answers div:first-child")
+            assert "were read before" in said and asks(name) in said
+        assert str(FACTS["Naislet"]) in tab.inner_text("#answers")
+        tab.select_option("#texts", "")
+        assert tab.is_hidden("#shown") and not errors
+        browser.close()
+
+
+def test_it_stops(asked):
+    """After the tests above."""
+    assert asked.end() in (0, -signal.SIGTERM)
+    log = "".join(asked.lines)
+    assert "Naislet" not in log and "baker" not in log  # no prompt, no answer
+    assert all(json.loads(line) for line in log.splitlines() if line.startswith("{"))
