@@ -20,7 +20,7 @@ def serve(parser, argv):
         "--policy", default="take+edie", help="reads a prompt whose question is known; default take+edie"
     )
     parser.add_argument("--unasked", default="kvzip", help="reads stored texts, and what requests share; default kvzip")
-    add_budget(parser)
+    add_budget(parser, chunk_size=512)
     parser.add_argument("--share", action="store_true",
                         help="what is before the last user's message is read by --unasked, once for all requests that "
                         "begin with it, where a request does not name its question")  # fmt: skip
@@ -44,6 +44,7 @@ def serve(parser, argv):
     from ..policy.checks import at_least_0, count, installed
 
     installed("serve", "kvevict serve", *EXTRA)
+    installed("serve", "kvevict serve", "transformers.cli.serving.completion")  # of Transformers 5.23
     memory, disk = size("--memory-bytes", args.memory_bytes), size("--store-bytes", args.store_bytes)
     check_complete(build_policies([args.policy, args.unasked], args))
     count("--queue", args.queue, 0)

@@ -166,7 +166,7 @@ def test_the_page_in_a_browser(asked, tmp_path):
             tab.fill("#question", asks(name))
             tab.click("#ask button")
             tab.wait_for_selector("#stop", state="hidden")
-            tab.wait_for_function("document.querySelector('#answers small').textContent")
+            tab.wait_for_selector("#answers div:first-child small:not(:empty)")
             said = tab.inner_text("#answers div:first-child")
             assert "were read before" in said and asks(name) in said
         assert str(FACTS["Naislet"]) in tab.inner_text("#answers")
