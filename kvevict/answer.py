@@ -134,11 +134,11 @@ def _patched(model, tokenizer, policy, options, tokens):
         policy = own.policy
     chosen = build(UNASKED if policy is None else policy, **options)
     if policy is None and "chunk_size" not in options:
-        chosen = _within_positions(chosen, decoder.config, tokens)
+        chosen = within_positions(chosen, decoder.config, tokens)
     return evicting(model, told(chosen, tokenizer))
 
 
-def _within_positions(policy, config, tokens):
+def within_positions(policy, config, tokens):
     """The policy, in chunks whose repetition ends before the model's positions do, as long as those of 16 tokens do."""
     room = (getattr(config, "max_position_embeddings", None) or tokens + policy.chunk_size) - tokens
     return policy if not 16 <= room < policy.chunk_size else build(policy, chunk_size=room)

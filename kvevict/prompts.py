@@ -55,11 +55,11 @@ def frame(tokenizer, question: str, opening: str = "", chat=True) -> tuple:
     return head, ids_of(tokenizer, question.rstrip() if opening else question) + tail, len(tail)
 
 
-def rendered(tokenizer, messages: list, what: str) -> str:
+def rendered(tokenizer, messages: list, what: str, **options) -> str:
     """The messages in the tokenizer's chat template, up to where the assistant's turn begins. Raises ValueError where
-    the template refuses them, with its own words; `what` names the messages in it."""
+    the template refuses them, with its own words; `what` names the messages in it, options are the template's."""
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
     except ImportError:  # the template engine is missing, which Transformers says
         raise
     except Exception as error:  # a template raises the engine's errors and those of its expressions

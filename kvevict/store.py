@@ -25,10 +25,11 @@ OPTIONAL = ("carry", "moments", "decode_queries")
 OF_ROWS = ("seen", "budget")  # one value for all heads of a row
 
 
-def save_cache(cache, path) -> None:
+def save_cache(cache, path, *, name: str = "") -> None:
     """Write a cache that a patched model filled to `path` (safetensors).
 
     cache   `past_key_values` of a patched model's output. Raises ValueError when kvevict did not fill it.
+    name    a text that the file has too, under `name` in its metadata, and its checksum covers
 
     Where a model is split over ranks (tensor parallel) all of them call this: the first rank writes one file with the
     heads of all, which any number of ranks can load. Raises OSError, and leaves `path` as it was, where it cannot be
@@ -75,7 +76,7 @@ def save_cache(cache, path) -> None:
             for index, fact in enumerate(facts):
                 if fact["kind"] == families.FULL_ATTENTION:
                     fact |= _positions_fact(index, all_heads, max([cache.get_seq_length(), *(following or ())]))
-            metadata = {"format": FORMAT, "layers": json.dumps(facts), "cache": json.dumps(common)}
+            metadata = {"format": FORMAT, "layers": json.dumps(facts), "cache": json.dumps(common), "name": name}
             sealed.write(path, all_heads, metadata)
         except Exception as error:
             failed = error

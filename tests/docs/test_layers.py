@@ -14,7 +14,7 @@ LAYERS = (
     "lookahead gates",
     "analysis",
     "evaluate",
-    "lm_eval commands cli",
+    "lm_eval commands serve cli",
     "api __init__ __main__",
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}

@@ -1,0 +1,73 @@
+import os
+
+from . import add_budget, build_policies, check_complete, check_folder, command
+
+EXTRA = ("fastapi", "uvicorn", "openai", "prometheus_client", "transformers.cli.serving")
+UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+@command
+def serve(parser, argv):
+    """Answer OpenAI's clients over HTTP, with bounded memory: what is stored of a text is shared by its questions."""
+    parser.add_argument(
+        "model", nargs="?", help="folder, .gguf file or hub id of a causal language model; default: the bundled one"
+    )
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"],
+                        help="of the model; auto: as it is stored (default)")  # fmt: skip
+    parser.add_argument("--device", help="cpu, cuda or cuda:N; default: a GPU if there is one and the build has CUDA")
+    parser.add_argument("--name", help="what requests call the model; default: the last part of MODEL")
+    parser.add_argument(
+        "--policy", default="take+edie", help="reads a prompt whose question is known; default take+edie"
+    )
+    parser.add_argument(
+        "--unasked", default="read-twice", help="reads stored texts, and what requests share; default read-twice"
+    )
+    add_budget(parser, chunk_size=512)
+    parser.add_argument("--share", action="store_true",
+                        help="what is before the last user's message is read by --unasked, once for all requests that "
+                        "begin with it, where a request does not name its question")  # fmt: skip
+    parser.add_argument("--memory-bytes", default="1G", help="of stored prefixes in memory at most; default 1G")
+    parser.add_argument(
+        "--store", help="folder for texts and for prefixes that leave memory; default: they are forgotten"
+    )
+    parser.add_argument("--store-bytes", default="4G", help="of that folder's files at most; default 4G")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen at; default 127.0.0.1, this machine alone"
+    )
+    parser.add_argument("--port", type=int, default=8000, help="default 8000; 0: any that is free")
+    parser.add_argument("--api-key", action="append", default=[], metavar="KEY",
+                        help="what requests must bring; given more than once, each has texts of its own; default: "
+                        "KVEVICT_API_KEY, or nothing")  # fmt: skip
+    parser.add_argument(
+        "--queue", type=int, default=64, help="requests that wait at most, further ones get 429; default 64"
+    )
+    parser.add_argument("--timeout", type=float, default=600, help="seconds that a request may take; default 600")
+    args = parser.parse_args(argv)
+    from ..policy.checks import at_least_0, count, installed
+
+    installed("serve", "kvevict serve", *EXTRA)
+    installed("serve", "kvevict serve", "transformers.cli.serving.completion")  # of Transformers 5.23
+    memory, disk = size("--memory-bytes", args.memory_bytes), size("--store-bytes", args.store_bytes)
+    check_complete(build_policies([args.policy, args.unasked], args))
+    count("--queue", args.queue, 0)
+    at_least_0("--timeout", args.timeout, positive=True)
+    if args.store is not None:
+        check_folder("--store", args.store)
+    if "" in args.api_key:
+        raise ValueError("--api-key is empty: give a key, or leave it out")
+    keys = args.api_key or [key for key in [os.environ.get("KVEVICT_API_KEY")] if key]
+    from ..serve.start import start
+
+    start(args, memory, disk, tuple(keys))
+
+
+def size(option: str, text: str) -> int:
+    """Bytes: a number, or one with K, M, G or T."""
+    digits, unit = (text[:-1], text[-1].upper()) if text[-1:].upper() in UNITS else (text, "")
+    try:
+        found = int(float(digits) * UNITS.get(unit, 1))
+    except (ValueError, OverflowError):
+        found = -1
+    if found < 0:
+        raise ValueError(f"{option} {text}: give a number of bytes, such as 4G or 500M")
+    return found

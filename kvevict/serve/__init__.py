@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server on Transformers' serving classes, whose memory stays bounded (docs/serve.md)."""

@@ -1,0 +1,88 @@
+"""The routes of a server, and what a client learns of an error."""
+
+import contextlib
+from pathlib import Path
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import StarletteHTTPException as HTTPException
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+
+from . import log
+from .errors import Refused, refused
+from .server import ENDPOINTS, Server
+
+PAGE = Path(__file__).with_name("page.html")
+OWN = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'"
+
+
+def application(server: Server) -> FastAPI:
+    """The ASGI application."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app):
+        yield
+        server.manager.submit(server.prefixes.flush).result()
+
+    app = FastAPI(lifespan=lifespan, openapi_url=None)
+
+    @app.exception_handler(HTTPException)
+    @app.exception_handler(Refused)
+    @app.exception_handler(Exception)
+    async def said(request, error):
+        if isinstance(error, HTTPException):
+            error = Refused(error.status_code, " ".join(str(error.detail).split()))
+        known = refused(error)
+        if known.status == 500 and not isinstance(error, Refused):
+            log.failed(error)
+        headers = {"Retry-After": "1"} if known.status == 429 else {}
+        return JSONResponse(known.body(), known.status, headers)
+
+    for each in (ValueError, TypeError, TimeoutError):
+        app.add_exception_handler(each, said)
+    for path in ENDPOINTS:
+        app.add_api_route(path, _bound(server.answer, path), methods=["POST"])
+
+    @app.post("/v1/kvevict/texts")
+    async def store(request: Request):
+        return await server.store(request)
+
+    @app.get("/v1/kvevict/texts")
+    async def texts(request: Request):
+        found = server.texts.of(server.owner(request))
+        return {"object": "list", "data": [{"object": "kvevict.text", "name": n, "bytes": size} for n, size in found]}
+
+    @app.delete("/v1/kvevict/texts/{name}")
+    async def remove(request: Request, name: str):
+        server.texts.remove(server.owner(request), name)
+        return {"object": "kvevict.text", "name": name, "deleted": True}
+
+    @app.get("/v1/kvevict/texts/{name}/kept")
+    async def kept(request: Request, name: str):
+        return await server.kept(request, name)
+
+    @app.get("/")
+    async def page():
+        return HTMLResponse(PAGE.read_text("utf-8"), headers={"Content-Security-Policy": OWN})
+
+    @app.get("/v1/models")
+    async def models(request: Request):
+        server.owner(request)
+        return server.models()
+
+    @app.get("/health")
+    async def health():
+        return {"status": "ok"}
+
+    @app.get("/metrics")
+    async def metrics(request: Request):
+        server.owner(request)
+        return Response(server.metrics.text(server.gate, server.prefixes), media_type="text/plain; version=0.0.4")
+
+    return app
+
+
+def _bound(answer, path):
+    async def route(request: Request):
+        return await answer(path, request)
+
+    return route

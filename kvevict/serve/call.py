@@ -1,0 +1,78 @@
+"""What the server knows of a request beyond Transformers' handlers, in the task that serves it and in the thread that
+generates."""
+
+import threading
+import time
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..engine.watch import Watcher
+
+
+class Cancelled(Exception):
+    """Nobody waits for the answer any more."""
+
+
+@dataclass(eq=False)
+class Call:
+    """One request.
+
+    owner     whose texts and prefixes it may see
+    policy    reads the prompt
+    hidden    whether the policy reads all but the last user's message without that, to be shared
+    question  a text of the prompt that observes; None: the last user's message
+    text      a stored text that is put before the first user's message
+    deadline  of time.monotonic()
+    """
+
+    endpoint: str
+    owner: str
+    policy: Any
+    hidden: bool = False
+    question: str | None = None
+    text: str | None = None
+    seed: int | None = None
+    stop: tuple = ()
+    sampling: dict = field(default_factory=dict)  # of a `GenerationConfig`, which the request's other fields change
+    deadline: float = float("inf")
+    messages: list = field(default_factory=list)  # as the chat template takes them; none: a plain prompt
+    template: dict = field(default_factory=dict)  # further arguments of the chat template
+    prompt: str = ""  # of /v1/completions
+    began: float = field(default_factory=time.monotonic)
+    first_token: float | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, from a stored prefix
+    new_tokens: int = 0
+    error: Exception | None = None  # that ended the generation
+    _cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+    def check(self) -> None:
+        """Raise what ends the call before its answer does."""
+        if self._cancelled.is_set():
+            raise Cancelled
+        if time.monotonic() > self.deadline:
+            raise TimeoutError
+
+    def token(self) -> None:
+        """A token was written."""
+        self.check()
+        self.new_tokens += 1
+        if self.first_token is None:
+            self.first_token = time.monotonic()
+
+
+class Guard(Watcher):
+    """Ends the reading of a prompt whose call has ended."""
+
+    def __init__(self, call: Call):
+        self.call = call
+
+    def read(self, call, score) -> None:
+        self.call.check()
+
+
+CALL: ContextVar = ContextVar("kvevict_serve_call")

@@ -1,0 +1,26 @@
+"""What a client gets in place of an answer."""
+
+TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class Refused(Exception):
+    """A request that is not answered: an HTTP status, one sentence, and OpenAI's code where it has one."""
+
+    def __init__(self, status: int, message: str, code: str | None = None):
+        super().__init__(message)
+        self.status, self.message, self.code = status, message, code
+
+    def body(self) -> dict:
+        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": None, "code": self.code}}
+
+
+def refused(error: Exception) -> Refused:
+    """What a client learns of an error: the sentence of one that the request caused, nothing of any other."""
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, TimeoutError):
+        return Refused(504, "the request took longer than the server allows: ask for fewer tokens, or try again later")
+    if isinstance(error, (ValueError, TypeError)):
+        return Refused(400, " ".join(str(error).split())[:1000])
+    return Refused(500, "the server failed to answer; its log has the error")

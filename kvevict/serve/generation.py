@@ -1,0 +1,188 @@
+"""Transformers' generation manager, with what reads a prompt put around the model's `generate`."""
+
+import asyncio
+import contextlib
+
+import torch
+from transformers.cli.serving.utils import GenerateManager, GenerationState, _StreamError
+
+from ..answer import keeping_all, within_positions
+from ..context import within
+from ..families import base_model, device_of, find_decoder
+from ..patch import evicting
+from ..prompts import told
+from ..question import Asked, LastTurn, find
+from ..weights import fingerprint
+from .call import CALL, Call, Cancelled, Guard
+from .errors import Refused, refused
+from .kept import shares
+from .log import failed
+from .prefixes import Prefixes, key_of
+from .prompt import Prompt, of_messages, of_text
+from .streaming import Streamer, Tokens, cut_at
+
+
+class Generation(GenerateManager):
+    """Reads and writes one request after another, on the one thread of Transformers' manager.
+
+    prefixes   where what was read is stored
+    """
+
+    def __init__(self, model, tokenizer, prefixes: Prefixes):
+        super().__init__()
+        self.model, self.tokenizer, self.prefixes = model, tokenizer, prefixes
+        self.config, self.weights = find_decoder(model).config, fingerprint(find_decoder(model))
+        self.context = getattr(self.config, "max_position_embeddings", None)
+
+    # -- what Transformers' handlers call, in the event loop --------------------------------------------------------
+
+    def generate_streaming(self, model, processor, inputs, gen_config, request_id, response_parser=None):
+        call, loop, queue = CALL.get(), asyncio.get_running_loop(), asyncio.Queue()
+        prompt = self._prompt(call, inputs, gen_config)
+        streamer = Streamer(processor._tokenizer, loop, queue, response_parser=response_parser, call=call)
+
+        def run() -> None:
+            last = None
+            try:
+                self._write(call, prompt, gen_config, streamer)
+                return
+            except Cancelled:
+                pass
+            except Exception as error:
+                call.error, last = error, _StreamError(refused(error).message)
+                if refused(error).status == 500:
+                    failed(error)
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(queue.put_nowait, last)
+
+        self.submit(run)
+        return queue, streamer
+
+    async def generate_non_streaming(self, model, processor, inputs, gen_config, request_id):
+        call = CALL.get()
+        prompt = self._prompt(call, inputs, gen_config)
+        written = (await self._in_thread(self._write, call, prompt, gen_config, Tokens(call)))[0, len(prompt.ids) :]
+        text = processor.decode(written, skip_special_tokens=True)
+        return text[: cut_at(text, call.stop)], len(prompt.ids), written
+
+    async def read(self, call: Call, prompt: Prompt) -> None:
+        """Read a prompt's prefixes, and store the last one where a process that is killed leaves it."""
+
+        def run():
+            self._prefix(call, prompt)
+            self.prefixes.flush(self._keys(call, prompt)[-1:])
+
+        await self._in_thread(run)
+
+    async def kept(self, call: Call, prompt: Prompt, start: int):
+        """By how large a share of heads each token of a prompt's last prefix, from `start` on, is kept."""
+        return await self._in_thread(lambda: shares(self._prefix(call, prompt), start, prompt.ends[-1]))
+
+    async def _in_thread(self, function, *args):
+        """The result of a function that the thread runs. Who waits may be cancelled, not the thread's future: setting
+        that one's result would end the thread."""
+        return await asyncio.shield(asyncio.wrap_future(self.submit(function, *args)))
+
+    def _prompt(self, call: Call, inputs, gen_config) -> Prompt:
+        """The ids of a call, which `inputs` gets. Raises Refused where they do not fit the model's context."""
+        if call.hidden and call.messages:
+            prompt = of_messages(self.tokenizer, call.messages, call.template, call.text)
+        elif call.hidden:
+            prompt = of_text(self.tokenizer, call.prompt, call.text)
+        else:
+            prompt = Prompt(inputs["input_ids"][0].tolist())
+        call.prompt_tokens = len(prompt.ids)
+        if not prompt.ids:
+            raise Refused(400, "the prompt is empty: give at least one word")
+        self.check_length(prompt)
+        if self.context is not None:
+            gen_config.max_new_tokens = min(gen_config.max_new_tokens, self.context - len(prompt.ids))
+        if call.question is not None and find(self.tokenizer, prompt.ids, call.question) is None:
+            raise Refused(400, "the prompt does not have kvevict.question: give its words as the prompt has them")
+        inputs["input_ids"] = torch.tensor([prompt.ids], device=device_of(self.model))
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        return prompt
+
+    def check_length(self, prompt: Prompt) -> None:
+        if self.context is not None and len(prompt.ids) >= self.context:
+            raise Refused(
+                400, f"the prompt has {len(prompt.ids)} tokens, and the model's context is {self.context}: shorten it",
+                "context_length_exceeded",
+            )  # fmt: skip
+
+    # -- in the thread that generates -------------------------------------------------------------------------------
+
+    def _write(self, call: Call, prompt: Prompt, gen_config, streamer):
+        """`generate` of a prompt."""
+        call.check()
+        ids = torch.tensor([prompt.ids], device=device_of(self.model))
+        with contextlib.ExitStack() as stack:
+            if call.seed is not None:
+                stack.enter_context(torch.random.fork_rng())
+                torch.manual_seed(call.seed)
+            cache = self._prefix(call, prompt)
+            stack.enter_context(self._reading(call, prompt, cache))
+            stack.enter_context(within(watchers=(Guard(call),)))
+            return self.model.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, streamer=streamer,
+                generation_config=gen_config, tokenizer=self.tokenizer,
+            )  # fmt: skip
+
+    def _prefix(self, call: Call, prompt: Prompt):
+        """A cache of the prompt up to its last end, of which the longest stored prefix is not read again; None without
+        an end."""
+        keys = self._keys(call, prompt)
+        cache, start, known = None, 0, len(keys)
+        while known and cache is None:
+            known -= 1
+            cache = self.prefixes.get(keys[known])
+        if cache is not None:
+            known, start = known + 1, prompt.ends[known]
+        call.cached_tokens = start
+        for key, end in list(zip(keys, prompt.ends))[known:]:
+            ids = torch.tensor([prompt.ids[start:end]], device=device_of(self.model))
+            with self._evicting(call.policy, end), within(watchers=(Guard(call),)), torch.no_grad():
+                out = base_model(self.model)(
+                    input_ids=ids, past_key_values=cache, logits_to_keep=1, use_cache=True, return_dict=True
+                )
+            self.prefixes.put(key, out.past_key_values)
+            cache, start = out.past_key_values.fork(), end
+        return cache
+
+    def _keys(self, call: Call, prompt: Prompt) -> list:
+        return [key_of(call.owner, self.weights, call.policy, prompt.ids[:end]) for end in prompt.ends]
+
+    @contextlib.contextmanager
+    def _reading(self, call: Call, prompt: Prompt, cache):
+        """Inside, the model reads what comes after a cache: all of it is kept where it is no longer than the budget."""
+        tokens = len(prompt.ids)
+        if cache is not None and tokens - cache.get_seq_length() <= call.policy.slots(tokens):
+            with keeping_all(self.model, cache):
+                yield
+            return
+        asks = None if call.hidden else self._asking(call, prompt)
+        with self._evicting(call.policy, tokens), within(question=asks):
+            yield
+
+    def _asking(self, call: Call, prompt: Prompt):
+        """Which tokens observe."""
+        if call.question is not None:
+            return Asked((find(self.tokenizer, prompt.ids, call.question),), self.tokenizer)
+        said = [each["content"] for each in call.messages if each["role"] == "user"]
+        return LastTurn(self.tokenizer, said[-1] if said else call.prompt)
+
+    def _evicting(self, policy, tokens: int):
+        if policy.rows.repeats and policy.chunk_size is not None:
+            policy = within_positions(policy, self.config, tokens)
+        return evicting(self.model, told(policy, self.tokenizer))
+
+
+class State(GenerationState):
+    """The one manager that there is, for Transformers' handlers."""
+
+    def __init__(self, manager: Generation):
+        super().__init__()
+        self.manager = manager
+
+    def get_manager(self, model_id, use_cb=False):
+        return self.manager

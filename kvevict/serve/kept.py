@@ -1,0 +1,29 @@
+"""Which parts of a stored text were kept, for the page at `/`."""
+
+import numpy as np
+
+from ..analysis.page import pieces
+from ..engine.cache import EvictionLayer
+from .errors import Refused
+
+
+def shares(cache, start: int, stop: int) -> np.ndarray:
+    """The share of all layers' heads that keep each of the positions start..stop-1 of a cache of one row."""
+    if cache.rerotate:
+        raise Refused(400, "the policy moves what it keeps to other positions: choose another to see what was kept")
+    counts, heads = np.zeros(stop), 0
+    for layer in cache.layers:
+        if isinstance(layer, EvictionLayer):
+            for positions in layer.positions()[0]:
+                counts[positions.cpu().numpy()] += 1
+                heads += 1
+    return counts[start:] / max(heads, 1)
+
+
+def parts(tokenizer, ids: list, found: np.ndarray) -> list:
+    """[text, share] of each piece of a text whose tokens have these shares."""
+    made, at = [], 0
+    for text, tokens in pieces(tokenizer, ids):
+        made.append([text, round(float(found[at : at + tokens].mean()), 3)])
+        at += tokens
+    return made

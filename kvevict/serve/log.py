@@ -1,0 +1,40 @@
+"""Log lines: a JSON object each, without prompts and answers."""
+
+import json
+import logging
+import time
+
+LOG = logging.getLogger("kvevict.serve")
+
+
+class Lines(logging.Formatter):
+    """A record as one line of JSON; what `extra={"facts": {...}}` has is in it."""
+
+    def format(self, record) -> str:
+        said = dict(time=round(record.created, 3), level=record.levelname.lower(), message=record.getMessage())
+        said |= getattr(record, "facts", {})
+        if record.exc_info:
+            said["error"] = self.formatException(record.exc_info)
+        return json.dumps(said)
+
+
+def to_stderr() -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(Lines())
+    LOG.handlers, LOG.propagate = [handler], False
+    LOG.setLevel(logging.INFO)
+
+
+def served(call, identity: str, status: int) -> None:
+    """A call has ended."""
+    facts: dict = dict(id=identity, endpoint=call.endpoint, status=status, prompt_tokens=call.prompt_tokens)
+    facts |= dict(cached_tokens=call.cached_tokens, new_tokens=call.new_tokens)
+    facts["seconds"] = round(time.monotonic() - call.began, 3)
+    if call.first_token is not None:
+        facts["first_token_seconds"] = round(call.first_token - call.began, 3)
+    LOG.info("request", extra={"facts": facts})
+
+
+def failed(error: Exception) -> None:
+    """An error that no request caused."""
+    LOG.error("the model's call failed", exc_info=error)

@@ -1,0 +1,37 @@
+"""What Prometheus reads at /metrics."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+
+
+class Metrics:
+    """Of one server, in a registry of its own."""
+
+    def __init__(self):
+        self.registry = CollectorRegistry()
+        own = dict(registry=self.registry)
+        self.requests = Counter("kvevict_requests", "Requests that were answered", ["endpoint", "status"], **own)
+        self.queue = Gauge("kvevict_queue", "Requests that wait for their turn", **own)
+        self.read = Counter("kvevict_tokens_read", "Prompt tokens that the model read", **own)
+        self.saved = Counter("kvevict_tokens_saved", "Prompt tokens that came from stored prefixes", **own)
+        self.written = Counter("kvevict_tokens_written", "Tokens that the model wrote", **own)
+        self.cache = Gauge("kvevict_cache_bytes", "Bytes of stored prefixes", ["place"], **own)
+        self.first = Histogram(
+            "kvevict_first_token_seconds", "From a request to its first token", buckets=SECONDS, **own
+        )
+
+    def note(self, call, status: int) -> None:
+        """A call has ended."""
+        self.requests.labels(call.endpoint, str(status)).inc()
+        self.saved.inc(call.cached_tokens)
+        self.read.inc(max(call.prompt_tokens - call.cached_tokens, 0))
+        self.written.inc(call.new_tokens)
+        if call.first_token is not None:
+            self.first.observe(call.first_token - call.began)
+
+    def text(self, gate, prefixes) -> bytes:
+        self.queue.set(gate.waiting)
+        self.cache.labels("memory").set(prefixes.live_bytes)
+        self.cache.labels("disk").set(prefixes.file_bytes)
+        return generate_latest(self.registry)

@@ -1,0 +1,194 @@
+"""What happens to a request from its first byte to its last."""
+
+import hashlib
+import hmac
+import re
+import time
+import uuid
+
+from fastapi import Request
+from fastapi.exceptions import HTTPException
+from fastapi.responses import JSONResponse, Response
+from transformers.cli.serving.response import ResponseHandler
+
+from ..prompts import ids_of
+from . import check, log, prompt
+from .call import CALL, Call
+from .errors import Refused, refused
+from .gate import Gate, unless_gone
+from .generation import Generation, State
+from .handlers import Chat, Completions, Responses, Served
+from .kept import parts
+from .metrics import Metrics
+from .outgoing import Stream, first_of, with_usage
+from .policies import Policies
+from .prefixes import Prefixes
+from .texts import Texts, checked
+
+JSON = re.compile(r"application/(json|.+\+json)\s*(;|$)")
+ENDPOINTS = {  # path: handler, what it checks
+    "/v1/chat/completions": (Chat, check.chat),
+    "/v1/completions": (Completions, check.completion),
+    "/v1/responses": (Responses, check.response),
+}
+
+
+class Server:
+    """name      of the model, which requests may give
+    keys      of which a request must bring one; none: nobody needs one
+    timeout   seconds that a request may take, waiting included
+    most      bytes of a request's body
+    """
+
+    def __init__(self, name, model, tokenizer, policies: Policies, prefixes: Prefixes, texts: Texts, *, keys=(),
+                 queue=64, timeout=600.0, most=1 << 24):  # fmt: skip
+        self.name, self.tokenizer, self.policies, self.texts = name, tokenizer, policies, texts
+        self.keys, self.timeout, self.most, self.began = keys, timeout, most, int(time.time())
+        self.vocabulary = model.get_input_embeddings().num_embeddings
+        self.prefixes, self.manager = prefixes, Generation(model, tokenizer, prefixes)
+        self.gate, self.metrics = Gate(queue), Metrics()
+        served, state = Served(name, model, tokenizer), State(self.manager)
+        self.handlers = {path: kind(served, state) for path, (kind, _) in ENDPOINTS.items()}
+
+    # -- what comes in ----------------------------------------------------------------------------------------------
+
+    def owner(self, request: Request) -> str:
+        """Whose texts a request may see. Raises Refused without a right key."""
+        if not self.keys:
+            return "everyone"
+        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+        for key in self.keys:
+            if hmac.compare_digest(given, key.encode()):
+                return hashlib.sha256(key.encode()).hexdigest()[:16]
+        raise Refused(401, "the API key is missing or wrong: send Authorization: Bearer KEY", "invalid_api_key")
+
+    async def body(self, request: Request) -> dict:
+        if not JSON.match(request.headers.get("content-type", "")):  # a page of another site may not send that
+            raise Refused(415, "send Content-Type: application/json")
+        data = bytearray()
+        async for part in request.stream():
+            data += part
+            if len(data) > self.most:
+                raise Refused(413, f"the body is larger than {self.most} bytes")
+        return check.parsed(bytes(data))
+
+    def call(self, path: str, owner: str, body: dict) -> Call:
+        """What Transformers' handler does not take leaves the body."""
+        check.generation(body, self.vocabulary)
+        ENDPOINTS[path][1](body)
+        asked = check.ours(body)
+        text = self.texts.get(owner, asked["text"]) if asked.get("text") is not None else None
+        policy, hidden, question = self.policies.of(asked, text is not None)
+        template = dict(body.get("chat_template_kwargs", {}))
+        if tools := ResponseHandler._normalize_tools(body.get("tools")):
+            template["tools"] = tools
+        body.setdefault("stream", False)
+        bias = {token: float(number) for token, number in body.pop("logit_bias", {}).items()}
+        body.update({"logit_bias": bias} if bias else {})  # as Transformers wants it
+        stop = check.stops(body)
+        body.update({"stop": list(stop)} if stop else {})
+        return Call(
+            path, owner, policy, hidden, question, text, seed=body.pop("seed", None), stop=stop,
+            sampling=check.sampling(body),
+            deadline=time.monotonic() + self.timeout, template=template,
+            prompt=body["prompt"] if path == "/v1/completions" else "",
+        )  # fmt: skip
+
+    # -- what a request goes through --------------------------------------------------------------------------------
+
+    async def answer(self, path: str, request: Request) -> Response:
+        owner, body = self.owner(request), await self.body(request)
+        call, identity = self.call(path, owner, body), f"{uuid.uuid4()}"
+        CALL.set(call)
+        return await self._ended(call, identity, request, self._answer(path, call, body, identity))
+
+    async def _answer(self, path, call, body, identity):
+        response = await self.handlers[path].handle_request(body, identity)
+        if not body["stream"]:
+            return with_usage(response, call)
+        return Stream(await first_of(response, call), call, done=path != "/v1/responses")
+
+    async def store(self, request: Request) -> Response:
+        """POST /v1/kvevict/texts: store a text by its name, and read it."""
+        owner, body = self.owner(request), await self.body(request)
+        name, text = checked(body.get("name")), body.get("text")
+        if not (isinstance(text, str) and text.strip()):
+            raise Refused(400, "text must be a text, and not empty")
+        asked = check.ours({"kvevict": {k: v for k, v in body.items() if k in ("policy", "budget")}})
+        policy = self.policies.of(asked, True)[0]
+        call = self._of_text("/v1/kvevict/texts", owner, policy, text)
+        return await self._ended(call, f"{uuid.uuid4()}", request, self._store(call, name))
+
+    async def _store(self, call, name):
+        whole = self._alone(call)
+        await self.manager.read(call, whole)
+        self.texts.put(call.owner, name, call.text)
+        return JSONResponse({"object": "kvevict.text", "name": name, "tokens": len(ids_of(self.tokenizer, call.text))})
+
+    async def kept(self, request: Request, name: str) -> Response:
+        """GET /v1/kvevict/texts/NAME/kept: what is kept of a stored text."""
+        owner = self.owner(request)
+        text, policy = self.texts.get(owner, name), self.policies.of({}, True)[0]
+        call = self._of_text("/v1/kvevict/texts/kept", owner, policy, text)
+        return await self._ended(call, f"{uuid.uuid4()}", request, self._kept(call, name))
+
+    async def _kept(self, call, name):
+        whole, ids = self._alone(call), ids_of(self.tokenizer, call.text)
+        if not whole.ends:
+            raise Refused(400, f"the text {name!r} is too short to be shared: all of it is read with each question")
+        found = await self.manager.kept(call, whole, whole.ends[-1] - len(ids))
+        return JSONResponse({"object": "kvevict.kept", "name": name, "pieces": parts(self.tokenizer, ids, found)})
+
+    def _of_text(self, endpoint, owner, policy, text) -> Call:
+        return Call(endpoint, owner, policy, True, text=text, deadline=time.monotonic() + self.timeout)
+
+    def _alone(self, call) -> prompt.Prompt:
+        """A call's text as it opens a request, without a question. Raises Refused where it does not fit the context."""
+        if self.tokenizer.chat_template:
+            whole = prompt.of_messages(self.tokenizer, [{"role": "user", "content": ""}], {}, call.text)
+        else:
+            whole = prompt.of_text(self.tokenizer, "", call.text)
+        self.manager.check_length(whole)
+        call.prompt_tokens = max(whole.ends, default=0)
+        return whole
+
+    async def _ended(self, call, identity, request, work) -> Response:
+        """The response of `work`, which gets a turn; what the call came to is counted and logged."""
+        status, entered, streams = 500, False, False
+
+        def end(status: int) -> None:
+            self.gate.leave()
+            self._note(call, identity, status)
+
+        try:
+            await unless_gone(request, call, self.gate.enter(call))
+            entered = True
+            response = await unless_gone(request, call, work)
+            status, streams = response.status_code, isinstance(response, Stream)
+            if streams:
+                response.end = end
+            return response
+        except BaseException as error:
+            status = _status(error)
+            raise
+        finally:
+            work.close()
+            if entered and not streams:
+                end(status)
+            elif not entered:
+                self._note(call, identity, status)
+
+    def _note(self, call, identity, status) -> None:
+        self.metrics.note(call, status)
+        log.served(call, identity, status)
+
+    def models(self) -> dict:
+        model = {"id": self.name, "object": "model", "created": self.began, "owned_by": "kvevict"}
+        model["kvevict"] = {"chat": bool(self.tokenizer.chat_template)}
+        return {"object": "list", "data": [model]}
+
+
+def _status(error) -> int:
+    if isinstance(error, HTTPException):
+        return error.status_code
+    return refused(error).status if isinstance(error, Exception) else 499

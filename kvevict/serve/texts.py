@@ -1,0 +1,100 @@
+"""Texts that requests open by their names. A cache of one can be lost; its text is what it is read from again."""
+
+import contextlib
+import hashlib
+import json
+import logging
+import re
+from pathlib import Path
+
+from .. import files
+from .errors import Refused
+
+LOG = logging.getLogger("kvevict.serve")
+FORMAT = "kvevict-text-1"
+NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
+
+
+def checked(name) -> str:
+    """A text's name. Raises Refused for one that could be more than a file name."""
+    if not (isinstance(name, str) and NAME.fullmatch(name)):
+        raise Refused(
+            400, "name must be 1 to 100 letters, digits, dots, dashes and underscores, and not begin with a dot"
+        )
+    return name
+
+
+class Texts:
+    """Texts by owner and name, in memory, and in files if there is a folder.
+
+    most   bytes of all texts at most
+    """
+
+    def __init__(self, most: int, folder=None):
+        self.most, self.folder = most, None if folder is None else Path(folder)
+        self._texts: dict = {}  # (owner, name) -> text
+        self.bytes = 0
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for path in sorted(self.folder.glob("*/*.json")):
+                self._load(path)
+
+    def _load(self, path) -> None:
+        try:
+            said = json.loads(path.read_bytes())
+            owner, name, text = path.parent.name, path.stem, said["text"]
+            if said != _said(owner, name, text):
+                raise ValueError("its checksum is not that of its content")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            LOG.warning(
+                "a stored text is damaged and not known", extra={"facts": {"file": str(path), "reason": str(error)}}
+            )
+            return
+        self._texts[owner, name] = text
+        self.bytes += _size(text)
+
+    def put(self, owner: str, name: str, text: str) -> None:
+        """Store a text, in place of the one of this name. Raises Refused where it does not fit or cannot be written."""
+        size = self.bytes - _size(self._texts.get((owner, name), "")) + _size(text)
+        if size > self.most:
+            raise Refused(507, f"the texts would take {size} bytes, and the server stores {self.most}: delete some")
+        if self.folder is not None:
+            path = self._path(owner, name)
+            try:
+                path.parent.mkdir(exist_ok=True)
+                files.write(path, json.dumps(_said(owner, name, text)))
+            except OSError as error:
+                raise Refused(507, f"the text cannot be stored: {error.strerror}") from None
+        self._texts[owner, name], self.bytes = text, size
+
+    def get(self, owner: str, name: str) -> str:
+        """Raises Refused for a text that the owner does not have."""
+        try:
+            return self._texts[owner, checked(name)]
+        except KeyError:
+            raise Refused(
+                404, f"there is no text {name!r}: store it with POST /v1/kvevict/texts", "text_not_found"
+            ) from None
+
+    def remove(self, owner: str, name: str) -> None:
+        self.bytes -= _size(self.get(owner, name))
+        del self._texts[owner, name]
+        if self.folder is not None:
+            with contextlib.suppress(FileNotFoundError):
+                self._path(owner, name).unlink()
+
+    def of(self, owner: str) -> list:
+        """(name, bytes) of an owner's texts."""
+        return sorted((name, _size(text)) for (whose, name), text in self._texts.items() if whose == owner)
+
+    def _path(self, owner, name) -> Path:
+        return self.folder / owner / f"{checked(name)}.json"
+
+
+def _said(owner, name, text) -> dict:
+    digest = hashlib.sha256("\0".join((owner, name, text)).encode("utf-8", "surrogatepass")).hexdigest()
+    return dict(format=FORMAT, name=name, text=text, sha256=digest)
+
+
+def _size(text: str) -> int:
+    return len(text.encode("utf-8", "surrogatepass"))

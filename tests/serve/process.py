@@ -1,0 +1,68 @@
+"""`kvevict serve` as a process, with OpenAI's client of it."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+from serving import TEMPLATE
+
+import kvevict
+
+openai = pytest.importorskip("openai", reason="the openai package is not installed")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The bundled model with a chat template."""
+    made = tmp_path_factory.mktemp("model") / "small"
+    shutil.copytree(kvevict.small_llama(), made)
+    (made / "chat_template.jinja").write_text(TEMPLATE)
+    return made
+
+
+class Process:
+    def __init__(self, folder, *options, key="key"):
+        command = [sys.executable, "-m", "kvevict", "serve", str(folder), "--port", "0", "--chunk-size", "256"]
+        own = dict(KVEVICT_API_KEY=key, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+        self.process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True, env=os.environ | own)
+        self.lines = []
+        for line in self.process.stderr:
+            self.lines.append(line)
+            if '"ready"' in line:
+                self.url = f"http://127.0.0.1:{json.loads(line)['port']}"
+                break
+        else:
+            raise AssertionError("".join(self.lines))
+        threading.Thread(target=lambda: self.lines.extend(self.process.stderr), daemon=True).start()
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=300)
+
+    def store(self, text):
+        self.client.post("/kvevict/texts", body=dict(name="text", text=text), cast_to=object)
+
+    def ask(self, question, **more):
+        messages = [dict(role="user", content=question)]
+        return self.client.chat.completions.create(model="small", messages=messages, max_tokens=12, **more)
+
+    def end(self, how=signal.SIGTERM):
+        self.process.send_signal(how)
+        return self.process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def process(folder):
+    """Starts servers."""
+    started = []
+
+    def start(*options, **more):
+        started.append(Process(folder, *options, **more))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.process.kill()
+        each.process.wait(60)

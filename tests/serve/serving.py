@@ -1,0 +1,109 @@
+"""A server with the bundled model, asked in this process."""
+
+import asyncio
+import functools
+import json
+
+import pytest
+
+import kvevict
+
+for _package in ("fastapi", "uvicorn", "openai", "prometheus_client", "httpx", "transformers.cli.serving.completion"):
+    pytest.importorskip(_package, reason="the extra `serve` is not installed")
+
+import httpx  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+
+# The bundled model continues text; these turns are what it knows.
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %} {{ m['content'] }}\n\n"
+    "{% elif m['role'] == 'user' %}{{ m['content'] }}\nAnswer:{% else %}{{ m['content'] }}\n\n{% endif %}{% endfor %}"
+)
+FILLER = "The baker counted the boats in the harbour and went home before it rained. "
+FACTS = {"Naislet": 364735, "Orshan": 118204, "Velmora": 907142}
+TEXT = FILLER * 12 + "".join(f"The code of {name} is {code}. " for name, code in FACTS.items()) + FILLER * 12
+
+
+def asks(name: str) -> str:
+    return f"Question: What is the code of {name}?"
+
+
+@functools.cache
+def model():
+    return AutoModelForCausalLM.from_pretrained(kvevict.small_llama()).eval()
+
+
+def server(folder=None, memory=1 << 28, disk=1 << 28, template=TEMPLATE, **changes):
+    """A `kvevict.serve.server.Server`. folder: of its store."""
+    from kvevict.patch import patch
+    from kvevict.serve.policies import Policies
+    from kvevict.serve.prefixes import Prefixes
+    from kvevict.serve.server import Server
+    from kvevict.serve.texts import Texts
+
+    options = dict(policy="take", unasked="kvzip", budget=256, chunk_size=256, share=False, context=2048)
+    options |= {name: changes.pop(name) for name in list(changes) if name in options}
+    tokenizer = AutoTokenizer.from_pretrained(kvevict.small_llama())
+    tokenizer.chat_template = template
+    policies = Policies(**options)
+    patch(model(), policies.built(policies.policy), tokenizer=tokenizer)
+    texts = Texts(disk, folder and folder / "texts")
+    prefixes = Prefixes(model(), memory, folder and folder / "prefixes", lambda: disk - texts.bytes)
+    return Server("small", model(), tokenizer, policies, prefixes, texts, **changes)
+
+
+@pytest.fixture(autouse=True)
+def unpatched():
+    yield
+    kvevict.unpatch(model())
+
+
+class Client:
+    """Asks a server without a network, each request in a task of its own."""
+
+    def __init__(self, server, key=None):
+        from kvevict.serve.app import application
+
+        self.server, self.app = server, application(server)
+        self.headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+
+    def ask(self, method, path, body=None, **options):
+        return asyncio.run(self.asked(method, path, body, **options))
+
+    async def asked(self, method, path, body=None, content=None):
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://here", headers=self.headers) as client:
+            given = (
+                dict(content=content, headers={"Content-Type": "application/json"})
+                if content is not None
+                else {}
+                if body is None
+                else dict(json=body)
+            )
+            return await client.request(method, path, timeout=600, **given)
+
+    def post(self, path, **body):
+        return self.ask("POST", path, body)
+
+    def chat(self, *messages, **body):
+        """messages: texts of the user and, in between, of the assistant."""
+        turns = [dict(role=("user", "assistant")[i % 2], content=text) for i, text in enumerate(messages)]
+        return self.post("/v1/chat/completions", **dict(messages=turns, max_tokens=12) | body)
+
+    def store(self, name="text", text=TEXT):
+        return self.post("/v1/kvevict/texts", name=name, text=text)
+
+
+def said(response) -> str:
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["message"]["content"]
+
+
+def cached(response) -> int:
+    return response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def events(response) -> list:
+    """The data of server-sent events."""
+    found = [line.removeprefix("data: ") for line in response.text.split("\n") if line.startswith("data: ")]
+    return [json.loads(each) for each in found if each != "[DONE]"]

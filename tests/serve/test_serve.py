@@ -1,0 +1,145 @@
+"""`kvevict serve`: OpenAI's endpoints, and what a request may choose."""
+
+import json
+
+import pytest
+from serving import FACTS, FILLER, TEXT, Client, asks, cached, events, model, said, server, unpatched  # noqa: F401
+
+import kvevict
+
+SHORT = "The code of Naislet is 364735. " + FILLER
+
+
+def test_chat_answers_as_the_patched_model_does():
+    client = Client(server())
+    response = client.chat(f"{TEXT}\n\n{asks('Orshan')}")
+    body = response.json()
+    assert "118204" in said(response)
+    ids = client.server.tokenizer(f"{TEXT}\n\n{asks('Orshan')}\nAnswer:", return_tensors="pt")
+    want = model().generate(**ids, max_new_tokens=12)[0, ids.input_ids.shape[1] :]
+    assert said(response) == client.server.tokenizer.decode(want)
+    tokens = ids.input_ids.shape[1]
+    assert body["usage"] == {
+        "prompt_tokens": tokens, "completion_tokens": 12, "total_tokens": tokens + 12,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }  # fmt: skip
+    assert body["choices"][0]["finish_reason"] == "length" and body["model"] == "small"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+def test_a_stream_says_what_the_whole_answer_says(path):
+    client, question = Client(server()), f"{SHORT}\n\n{asks('Naislet')}"
+    own = {
+        "/v1/chat/completions": dict(messages=[dict(role="user", content=question)], max_tokens=10),
+        "/v1/completions": dict(prompt=f"{question}\nAnswer:", max_tokens=10),
+        "/v1/responses": dict(input=question, max_output_tokens=10),
+    }[path]
+    whole, stream = client.post(path, **own).json(), client.post(path, **own, stream=True)
+    parts = events(stream)
+    if path == "/v1/responses":
+        text = whole["output"][0]["content"][0]["text"]
+        assert "".join(e["delta"] for e in parts if e["type"] == "response.output_text.delta") == text
+        assert parts[-1]["response"]["usage"] == whole["usage"]
+        assert whole["usage"]["input_tokens_details"]["cached_tokens"] == 0
+    else:
+        choice = whole["choices"][0]
+        text = choice["text"] if "text" in choice else choice["message"]["content"]
+        got = [e["choices"][0].get("text") or e["choices"][0].get("delta", {}).get("content") or "" for e in parts]
+        assert "".join(got) == text
+        assert parts[-1]["usage"] == whole["usage"] and parts[-1]["choices"][0]["finish_reason"] == "length"
+        assert stream.text.endswith("data: [DONE]\n\n")
+    assert "364735" in text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "stop, want", [("735", " The code of Naislet is 364"), (["zz", " is 364735"], " The code of Naislet")]
+)
+def test_text_ends_before_a_stop_string(stop, want, stream):
+    response = Client(server()).chat(f"{SHORT}\n\n{asks('Naislet')}", stop=stop, stream=stream, max_tokens=30)
+    if stream:
+        parts = events(response)
+        assert "".join(e["choices"][0]["delta"].get("content", "") for e in parts) == want
+        assert parts[-1]["choices"][0]["finish_reason"] == "stop"
+    else:
+        assert said(response) == want and response.json()["choices"][0]["finish_reason"] == "stop"
+
+
+def test_seeds():
+    client = Client(server())
+
+    def drawn(**body):
+        return said(client.chat("Once", temperature=1.5, max_tokens=16, **body))
+
+    assert drawn(seed=3) == drawn(seed=3)
+    assert len({drawn(seed=seed) for seed in range(4)}) > 1
+    assert len({drawn() for _ in range(4)}) > 1
+    chosen = json.dumps(dict(do_sample=True, temperature=1.5, max_new_tokens=16, eos_token_id=5))
+    messages = [dict(role="user", content="Once")]
+    response = client.post("/v1/chat/completions", messages=messages, seed=3, generation_config=chosen)
+    assert said(response) == drawn(seed=3)  # as `transformers chat` sends it
+
+
+def test_what_is_not_an_answer():
+    client = Client(server())
+    assert client.ask("GET", "/health").json() == {"status": "ok"}
+    [known] = client.ask("GET", "/v1/models").json()["data"]
+    assert known["id"] == "small" and known["object"] == "model"
+    client.chat("Once")
+    text = client.ask("GET", "/metrics").text
+    assert 'kvevict_requests_total{endpoint="/v1/chat/completions",status="200"} 1.0' in text
+    assert "kvevict_first_token_seconds_count 1.0" in text and "kvevict_queue 0.0" in text
+
+
+def test_a_request_chooses_its_policy_and_budget():
+    client = Client(server())
+    question = f"{TEXT}\n\n{asks('Velmora')}"
+    ids = client.server.tokenizer(f"{question}\nAnswer:", return_tensors="pt")
+    with kvevict.evicting(model(), "streaming", budget=64, chunk_size=256):
+        want = model().generate(**ids, max_new_tokens=12)[0, ids.input_ids.shape[1] :]
+    got = said(client.chat(question, kvevict=dict(policy="streaming", budget=64)))
+    assert got == client.server.tokenizer.decode(want) and str(FACTS["Velmora"]) not in got
+    assert client.chat(question, kvevict=dict(budget=257)).status_code == 400  # the server's is 256
+
+
+def test_what_asks_in_a_chat(monkeypatch):
+    """The last user's question observes, whatever instructions follow it; or the text that a request names."""
+    from kvevict.policy.rows.probe import Probe
+
+    spans, of_spans = [], Probe.of_spans
+    monkeypatch.setattr(Probe, "of_spans", lambda self, found: spans.extend(found) or of_spans(self, found))
+    client, tail = Client(server(policy="take:probe=8", budget=64)), "Answer in one line and be brief about it. " * 6
+    messages = [
+        dict(role="system", content=TEXT), dict(role="user", content="Question: Who is it?"),
+        dict(role="assistant", content="The baker?"), dict(role="user", content=f"{asks('Orshan')}\n\n{tail}"),
+        dict(role="system", content="Be kind. " * 9),
+    ]  # fmt: skip
+    for more in ({}, dict(kvevict=dict(question="in one line"))):
+        response = client.post("/v1/chat/completions", messages=messages, max_tokens=1, **more)
+        assert response.status_code == 200
+    ids = client.server.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    asked = [client.server.tokenizer.decode(ids[start:stop]).strip() for start, stop in spans]
+    assert asked == [asks("Orshan"), "in one line"]
+    refused = client.post("/v1/chat/completions", messages=messages, kvevict=dict(question="in two lines"))
+    assert refused.status_code == 400 and "kvevict.question" in refused.json()["error"]["message"]
+
+
+def test_a_context_that_is_full():
+    client = Client(server())
+    response = client.chat(FILLER * 200)
+    assert response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded"
+    nearly = client.post("/v1/completions", prompt=FILLER * 90, max_tokens=500).json()
+    assert nearly["usage"]["total_tokens"] == 2048 and nearly["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_model_without_a_chat_template():
+    client = Client(server(template=None))
+    assert "/v1/completions" in client.chat("Who?").json()["error"]["message"]
+    client.store()
+    response = client.post(
+        "/v1/completions", prompt=f"{asks('Orshan')}\nAnswer:", max_tokens=12, kvevict=dict(text="text")
+    )
+    cache = kvevict.read(model(), client.server.tokenizer, TEXT, "kvzip", budget=256, chunk_size=256)
+    want = kvevict.answer(model(), client.server.tokenizer, cache, [f"{asks('Orshan')}\nAnswer:"], max_new_tokens=12)
+    assert response.json()["choices"][0]["text"].strip() == want[0]
+    assert cached(response) == cache.get_seq_length()

@@ -1,0 +1,224 @@
+"""What `kvevict serve` stores of prompts: shared, bounded, back after a restart, and never a wrong answer."""
+
+import logging
+import os
+
+import pytest
+from serving import FACTS, FILLER, TEXT, Client, asks, cached, model, said, server, unpatched  # noqa: F401
+
+import kvevict
+from kvevict.serve.prefixes import Prefixes, bytes_of
+
+OPENS = dict(kvevict=dict(text="text"))
+
+
+def stored(folder) -> list:
+    return sorted((folder / "prefixes").glob("*.safetensors"))
+
+
+def warnings(caplog) -> list:
+    return [
+        each.getMessage() for each in caplog.records if each.name == "kvevict.serve" and each.levelno >= logging.WARNING
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The answers to the questions about the text, each of a server that was asked nothing else."""
+
+    def answer(name):
+        client = Client(server())
+        client.store()
+        return said(client.chat(asks(name), **OPENS))
+
+    return {name: answer(name) for name in FACTS}
+
+
+def test_a_text_is_read_once(alone):
+    client = Client(server())
+    tokens = client.store().json()["tokens"]
+    for name in FACTS:
+        response = client.chat(asks(name), **OPENS)
+        assert said(response) == alone[name] and cached(response) == tokens > 500
+    cache = kvevict.read(model(), client.server.tokenizer, TEXT, "kvzip", budget=256, chunk_size=256)
+    want = kvevict.answer(model(), client.server.tokenizer, cache, list(map(asks, FACTS)), max_new_tokens=12)
+    assert [each.strip() for each in alone.values()] == want
+    assert str(FACTS["Naislet"]) in alone["Naislet"]
+
+
+def test_a_chats_past_is_read_once():
+    """Each turn reads what is new; the answers are those of a server that reads the whole chat."""
+    client, fresh = Client(server(share=True)), None
+    turns, before = [f"{TEXT}\n\n{asks('Naislet')}"], 0
+    for name in ("Orshan", "Velmora", "Naislet"):
+        fresh = Client(server(share=True))
+        response, other = client.chat(*turns), fresh.chat(*turns)
+        assert said(response) == said(other)
+        assert cached(other) == 0 and (cached(response) > 0) == (len(turns) > 3)
+        assert cached(response) >= before
+        before = cached(response)
+        turns += [said(response).partition("\n")[0].strip(), asks(name)]
+    named = client.chat(*turns, kvevict=dict(question="the code of Naislet"))  # this request says what asks
+    assert cached(named) == 0
+
+
+def test_null_hides_the_question():
+    client = Client(server())
+    system = [dict(role="system", content=TEXT)]
+    for name, want in (("Naislet", 0), ("Orshan", 550)):
+        messages = [*system, dict(role="user", content=asks(name))]
+        response = client.post("/v1/chat/completions", messages=messages, kvevict=dict(question=None), max_tokens=12)
+        assert cached(response) >= want and (want or cached(response) == 0)
+    long = client.chat(TEXT * 2, kvevict=dict(question=None), max_tokens=1)  # longer than the budget
+    assert long.status_code == 200
+
+
+def test_memory_and_disk_are_bounded(tmp_path, alone):
+    client = Client(server(tmp_path))
+    client.store()
+    size = client.server.prefixes.live_bytes
+    [file] = stored(tmp_path)
+    disk = 3 * file.stat().st_size
+    small = Client(server(tmp_path / "b", memory=2 * size + size // 2, disk=disk))
+    for n in range(6):
+        small.store(f"text{n}", f"Number {n}. {TEXT}")
+        assert small.server.prefixes.live_bytes <= 2 * size + size // 2
+        used = sum(path.stat().st_size for path in stored(tmp_path / "b"))
+        assert used == small.server.prefixes.file_bytes <= disk - small.server.texts.bytes
+    assert len(stored(tmp_path / "b")) == 2
+    again = small.chat(asks("Naislet"), kvevict=dict(text="text0"))  # read again from the text
+    assert cached(again) == 0 and said(again) == said(small.chat(asks("Naislet"), kvevict=dict(text="text0")))
+    assert client.store("big", "a" * (1 << 20) * 300).status_code == 413
+    nothing = Client(server(memory=0))
+    nothing.store()
+    response = nothing.chat(asks("Orshan"), **OPENS)
+    assert cached(response) == 0 and said(response) == alone["Orshan"]
+    assert nothing.server.prefixes.live_bytes == 0
+
+
+def test_after_a_restart(tmp_path, alone, caplog):
+    first = Client(server(tmp_path))
+    tokens = first.store().json()["tokens"]
+    second = Client(server(tmp_path))  # the first one was killed
+    response = second.chat(asks("Orshan"), **OPENS)
+    assert said(response) == alone["Orshan"] and cached(response) == tokens
+    assert second.ask("GET", "/v1/kvevict/texts").json()["data"][0]["name"] == "text"
+    other = Client(server(tmp_path, budget=128)).chat(asks("Orshan"), **OPENS)
+    assert cached(other) == 0  # of another policy
+    assert second.ask("DELETE", "/v1/kvevict/texts/text").status_code == 200
+    assert Client(server(tmp_path)).chat(asks("Orshan"), **OPENS).status_code == 404
+    assert warnings(caplog) == []
+
+
+def test_a_damaged_file_is_read_again(tmp_path, alone, caplog):
+    """Damage in every region, a short file, an empty one, and one of another text under this one's name."""
+    client = Client(server(tmp_path))
+    client.store()
+    client.store("other", TEXT.replace("118204", "555555"))
+    one, two = stored(tmp_path)
+    own = next(path for path in (one, two) if path.stem in key_of(client))
+    other = two if own == one else one
+    whole, others = own.read_bytes(), other.read_bytes()
+    step = len(whole) // 7
+    for n, bad in enumerate([
+        *(whole[:at] + bytes([whole[at] ^ 64]) + whole[at + 1 :] for at in range(3, len(whole), step)),
+        whole[: len(whole) // 2], b"", others,
+    ]):  # fmt: skip
+        own.write_bytes(bad)
+        caplog.clear()
+        response = Client(server(tmp_path)).chat(asks("Orshan"), **OPENS)
+        assert said(response) == alone["Orshan"] and cached(response) == 0, n
+        assert warnings(caplog) == ["a stored prefix is read again"]
+    [text] = [path for path in (tmp_path / "texts").glob("*/*.json") if path.stem == "text"]
+    data = text.read_bytes()
+    (text.parent / "copy.json").write_bytes(data)
+    text.write_bytes(data.replace(b"118204", b"118205"))
+    caplog.clear()
+    again = Client(server(tmp_path))
+    assert again.chat(asks("Orshan"), **OPENS).status_code == 404
+    assert again.chat(asks("Orshan"), kvevict=dict(text="copy")).status_code == 404
+    assert warnings(caplog) == ["a stored text is damaged and not known"] * 2
+
+
+def key_of(client) -> list:
+    """The keys of what the text `text` was stored under."""
+    from kvevict.serve import prefixes, prompt
+
+    whole = prompt.of_messages(client.server.tokenizer, [dict(role="user", content="")], {}, TEXT)
+    policy = client.server.policies.built("kvzip")
+    own = client.server.manager.weights
+    return [prefixes.key_of("everyone", own, policy, whole.ids[:end]) for end in whole.ends]
+
+
+def test_a_disk_that_is_full(tmp_path, monkeypatch, caplog, alone):
+    from kvevict import files
+
+    def full(path):
+        raise OSError(28, os.strerror(28), str(path))
+
+    client = Client(server(tmp_path))
+    monkeypatch.setattr(files, "_sync", full)
+    assert client.store().status_code == 507
+    response = client.chat(TEXT + FILLER, asks("Naislet"), asks("Orshan"), kvevict=dict(question=None))
+    assert response.status_code == 200  # from memory
+    assert warnings(caplog) == ["a prefix is not stored on disk"]
+    assert not stored(tmp_path) and not list(tmp_path.rglob(".kvevict-*"))
+    monkeypatch.undo()
+    assert client.store().status_code == 200  # known already, and written now
+    assert len(stored(tmp_path)) == 1 and said(client.chat(asks("Orshan"), **OPENS)) == alone["Orshan"]
+
+
+def test_what_was_kept():
+    client = Client(server())
+    client.store()
+    pieces = client.ask("GET", "/v1/kvevict/texts/text/kept").json()["pieces"]
+    assert "".join(text for text, _ in pieces) == TEXT
+    cache = kvevict.read(model(), client.server.tokenizer, TEXT, "kvzip", budget=256, chunk_size=256)
+    kept = sum(layer.counts.sum() for layer in cache.layers) / (4 * 4)  # layers, heads
+    assert sum(share for _, share in pieces) == pytest.approx(kept, abs=len(pieces) * 5e-4)  # rounded to 3 digits
+    assert max(share for text, share in pieces if text == "364") > 0.5
+    assert client.ask("GET", "/v1/kvevict/texts/none/kept").status_code == 404
+    client.store("short", "Once")
+    assert client.ask("GET", "/v1/kvevict/texts/short/kept").status_code == 400
+    assert "<!doctype html>" in client.ask("GET", "/").text
+
+
+def test_texts_belong_to_their_key(tmp_path):
+    served = server(tmp_path, keys=("one", "two"))
+    one, two, none = (Client(served, key) for key in ("one", "two", None))
+    assert one.store().status_code == 200
+    assert two.chat(asks("Orshan"), **OPENS).status_code == 404
+    assert two.ask("GET", "/v1/kvevict/texts").json()["data"] == []
+    assert two.ask("DELETE", "/v1/kvevict/texts/text").status_code == 404
+    assert two.store().status_code == 200
+    assert cached(one.chat(asks("Orshan"), **OPENS)) > 0
+    for response in (none.chat("Who?"), none.store(), none.ask("GET", "/v1/models"), none.ask("GET", "/metrics")):
+        assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
+    assert Client(served, "three").chat("Who?").status_code == 401
+    assert none.ask("GET", "/health").status_code == 200
+
+
+def test_names_stay_in_the_store(tmp_path):
+    client = Client(server(tmp_path / "store"))
+    for name in ("../x", "..", ".", "", "a/b", "a\\b", "/etc/passwd", "a\0b", "é", "x" * 101, 5, None, ["x"], "a\n"):
+        for response in (client.store(name), client.chat("Who?", kvevict=dict(text=name))):
+            if name is not None or response.status_code != 200:
+                assert response.status_code in (400, 404), name
+                assert client.server.texts.bytes == 0
+    assert client.ask("DELETE", "/v1/kvevict/texts/..%2F..%2Fx").status_code in (400, 404)
+    assert {path.name for path in tmp_path.rglob("*")} <= {"store", "texts", "prefixes"}
+
+
+def test_bytes_are_those_of_the_tensors():
+    kvevict.patch(model(), "streaming", budget=64)
+    ids = server().tokenizer(TEXT, return_tensors="pt").input_ids
+    kvevict.patch(model(), "streaming", budget=64)
+    cache = model()(ids, use_cache=True, logits_to_keep=1).past_key_values
+    held = sum(layer.live_bytes() for layer in cache.layers)
+    assert held <= bytes_of(cache) <= 3 * held
+    prefixes = Prefixes(model(), bytes_of(cache))
+    prefixes.put("a", cache)
+    prefixes.put("a", cache)
+    assert prefixes.live_bytes == bytes_of(cache) and prefixes.get("a").get_seq_length() == ids.shape[1]
+    prefixes.put("b", cache)
+    assert prefixes.get("a") is None and prefixes.live_bytes == bytes_of(cache)

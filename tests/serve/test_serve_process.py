@@ -1,0 +1,183 @@
+"""`kvevict serve` as a process, asked by clients of others: it starts, stops, is killed, and starts again."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from process import folder, openai, process  # noqa: F401
+from serving import FACTS, TEXT, asks
+
+import kvevict
+from kvevict.cli import main
+
+OPENS = dict(extra_body=dict(kvevict=dict(text="text")))
+
+
+@pytest.fixture(scope="module")
+def asked(process, tmp_path_factory):  # noqa: F811
+    """A server with a stored text."""
+    store = str(tmp_path_factory.mktemp("store"))
+    server = process("--policy", "take", "--budget", "256", "--store", store)
+    server.store(TEXT)
+    return server
+
+
+def test_the_openai_client(asked):
+    server, client = asked, asked.client
+    assert [each.id for each in client.models.list()] == ["small"]
+    whole = server.ask(f"{TEXT}\n\n{asks('Orshan')}")
+    assert str(FACTS["Orshan"]) in whole.choices[0].message.content
+
+    turn = server.ask(asks("Naislet"), **OPENS)
+    answer = turn.choices[0].message.content
+    assert str(FACTS["Naislet"]) in answer and turn.usage.prompt_tokens_details.cached_tokens > 500
+    stream = list(server.ask(asks("Naislet"), stream=True, **OPENS))
+    assert "".join(part.choices[0].delta.content or "" for part in stream) == answer
+    assert stream[-1].usage.prompt_tokens_details.cached_tokens == turn.usage.prompt_tokens_details.cached_tokens
+
+    messages = [dict(role="user", content=asks("Naislet")), dict(role="assistant", content=answer.strip())]
+    messages.append(dict(role="user", content=asks("Velmora")))
+    later = client.chat.completions.create(model="small", messages=messages, max_tokens=12, **OPENS)
+    assert str(FACTS["Velmora"]) in later.choices[0].message.content
+
+    said = client.responses.create(model="small", input=f"{TEXT}\n\n{asks('Naislet')}", max_output_tokens=12)
+    assert str(FACTS["Naislet"]) in said.output_text
+    events = client.responses.create(model="small", input="Once", max_output_tokens=3, stream=True)
+    assert [event.type for event in events][-1] == "response.completed"
+    written = client.completions.create(model="small", prompt=f"{TEXT}\n\n{asks('Naislet')}\nAnswer:", max_tokens=12)
+    assert str(FACTS["Naislet"]) in written.choices[0].text
+
+    with pytest.raises(openai.BadRequestError, match="budget"):
+        server.ask("Who?", extra_body=dict(kvevict=dict(budget=-1)))
+    with pytest.raises(openai.NotFoundError, match="no model"):
+        client.chat.completions.create(model="other", messages=messages)
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="wrong").models.list()
+
+
+def test_a_server_that_is_killed(process, tmp_path):  # noqa: F811
+    options = ("--budget", "256", "--store", str(tmp_path / "store"), "--share")
+    server = process(*options)
+    server.store(TEXT)
+    before = server.ask(asks("Orshan"), **OPENS)
+    long = threading.Thread(target=_ignored, args=(server.ask, TEXT * 3))
+    long.start()
+    assert server.end(signal.SIGKILL) == -signal.SIGKILL
+    long.join()
+    (tmp_path / "store" / "prefixes" / ".kvevict-left").mkdir()  # what it was writing
+
+    again = process(*options)
+    after = again.ask(asks("Orshan"), **OPENS)
+    assert after.choices == before.choices
+    assert after.usage.prompt_tokens_details.cached_tokens == before.usage.prompt_tokens_details.cached_tokens > 500
+    assert not list(tmp_path.rglob(".kvevict-*"))
+    other = subprocess.run(
+        [sys.executable, "-m", "kvevict", "serve", "--port", "0", "--store", str(tmp_path / "store")],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert other.returncode == 2 and "another server has it" in other.stderr
+
+
+def _ignored(function, *args):
+    with contextlib.suppress(openai.OpenAIError):
+        function(*args)
+
+
+@pytest.mark.parametrize(("argv", "said"), [
+    (["--policy", "nothing"], "unknown policy 'nothing'"), (["--budget", "-1"], "budget"),
+    (["--memory-bytes", "x"], "--memory-bytes x: give a number of bytes"), (["--queue", "-1"], "queue"),
+    (["--timeout", "0"], "timeout"), (["--store", "/dev/null"], "--store /dev/null"), (["/nowhere"], "/nowhere"),
+    (["--host", "1.2.3.4.5"], "1.2.3.4.5"),
+])  # fmt: skip
+def test_mistakes_in_the_arguments(argv, said, capsys):
+    assert main(["serve", "--port", "0", *argv]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_extra(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    assert main(["serve"]) == 2
+    assert capsys.readouterr().err == "kvevict serve: kvevict serve needs fastapi; run: pip install 'kvevict[serve]'\n"
+
+
+def test_the_package_does_not_need_it():
+    code = (
+        "import kvevict, kvevict.cli, sys; kvevict.patch; sys.exit('fastapi' in sys.modules or 'openai' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(kvevict.__file__).parents[1]).returncode == 0
+
+
+def test_langchain(asked):
+    pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
+    from langchain_openai import ChatOpenAI
+
+    chat = ChatOpenAI(model="small", base_url=f"{asked.url}/v1", api_key="key", max_tokens=12, max_retries=0)
+    said = chat.invoke(f"{TEXT}\n\n{asks('Orshan')}")
+    assert str(FACTS["Orshan"]) in said.content and said.usage_metadata["output_tokens"] == 12
+    assert "".join(part.content for part in chat.stream(f"{TEXT}\n\n{asks('Orshan')}")) == said.content
+    later = chat.invoke([("user", TEXT), ("assistant", "Yes?"), ("user", asks("Velmora"))])
+    assert str(FACTS["Velmora"]) in later.content
+    with pytest.raises(openai.BadRequestError, match="n must be 1"):
+        chat.invoke("Once", n=2)
+
+
+def test_transformers_chat(asked):
+    """The client that `transformers chat` has, with what it sends."""
+    from huggingface_hub import InferenceClient
+    from transformers import GenerationConfig
+
+    client, config = (
+        InferenceClient(base_url=f"{asked.url}/v1", api_key="key"),
+        GenerationConfig(do_sample=False, max_new_tokens=12),
+    )
+    chat = [dict(role="user", content=f"{TEXT}\n\n{asks('Orshan')}")]
+    extra = dict(generation_config=config.to_json_string(), model="small")
+    parts = client.chat_completion(chat, stream=True, model="small", extra_body=extra)
+    assert str(FACTS["Orshan"]) in "".join(part.choices[0].delta.content or "" for part in parts)
+
+
+def test_the_page_in_a_browser(asked, tmp_path):
+    """A text is dropped in, a question answered, and what was kept shown. Needs playwright and CHROMIUM, the path of a
+    browser."""
+    api = pytest.importorskip("playwright.sync_api")
+    if "CHROMIUM" not in os.environ:
+        pytest.skip("CHROMIUM is not set")
+    (tmp_path / "my notes.txt").write_text(f"<b>{TEXT}</b>")
+    with api.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=os.environ["CHROMIUM"], args=["--no-sandbox"])
+        tab, errors = browser.new_page(), []
+        tab.on("pageerror", lambda error: errors.append(str(error)))
+        tab.goto(asked.url)
+        tab.wait_for_selector("#keyed:not([hidden])")
+        tab.fill("#key", "key")
+        tab.press("#key", "Tab")
+        tab.wait_for_selector("#texts option[value=text]", state="attached")
+        tab.set_input_files("#file", tmp_path / "my notes.txt")
+        tab.wait_for_selector("#kept span")
+        assert tab.inner_text("#kept") == f"<b>{TEXT}</b>" and tab.input_value("#texts") == "my-notes.txt"
+        assert "364" in tab.evaluate("[...document.querySelectorAll('#kept span')].map(s => s.textContent)")
+        for name in FACTS:
+            tab.fill("#question", asks(name))
+            tab.click("#ask button")
+            tab.wait_for_selector("#stop", state="hidden")
+            tab.wait_for_selector("#answers div:first-child small:not(:empty)")
+            said = tab.inner_text("#answers div:first-child")
+            assert "were read before" in said and asks(name) in said
+        assert str(FACTS["Naislet"]) in tab.inner_text("#answers")
+        tab.select_option("#texts", "")
+        assert tab.is_hidden("#shown") and not errors
+        browser.close()
+
+
+def test_it_stops(asked):
+    """After the tests above."""
+    assert asked.end() in (0, -signal.SIGTERM)
+    log = "".join(asked.lines)
+    assert "Naislet" not in log and "baker" not in log  # no prompt, no answer
+    assert all(json.loads(line) for line in log.splitlines() if line.startswith("{"))
