@@ -63,8 +63,7 @@ defines the methods, [results.md](results.md) compares them.
 
 **Which one?** The question is at the end of the prompt: `take+edie`, in chunks or in one pass. The model continues a
 text, or a token holds several digits and the prompt is read in one pass: `laq`. The question is not known during
-prefill: `read-twice`, or, at 1/2 or 1/4 of the slots, `read-once` at half the time; compare with `kvevict eval --mode
-agnostic`.
+prefill: `read-twice`, or, at 1/4 of the slots and more, `read-once`; compare with `kvevict eval --mode agnostic`.
 
 - **evicts** says when: after the prompt, or after every chunk of so many tokens, and for some policies also at every
   decoded token.

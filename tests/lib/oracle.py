@@ -69,7 +69,7 @@ PRESETS = {
     "vatp": dict(score="vatp"),
     "kvzip": dict(score="kvzip", heads="flat", layers="pool", schedule="chunk", chunk_size=512),
     "kvzip+": dict(score="kvzip+", heads="flat", layers="pool", schedule="chunk", chunk_size=512),
-    "read-twice": dict(score="kvzip", heads="flat", layers="pool", schedule="chunk", chunk_size=512),
+    "read-twice": dict(score="kvzip", heads="flat", layers="pool", schedule="chunk", chunk_size=1024),
     "read-once": dict(score="compactor", heads="flat", schedule="chunk", chunk_size=512),
     "gate": dict(score="gate", heads="flat", layers="pool", schedule="chunk", chunk_size=512),
     "expected": dict(score="expected", heads="ada"),
