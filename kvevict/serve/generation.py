@@ -81,7 +81,9 @@ class Generation(GenerateManager):
     async def _in_thread(self, function, *args):
         """The result of a function that the thread runs. Who waits may be cancelled, not the thread's future: setting
         that one's result would end the thread."""
-        return await asyncio.shield(asyncio.wrap_future(self.submit(function, *args)))
+        future = asyncio.wrap_future(self.submit(function, *args))
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # known, if nobody waits any more
+        return await asyncio.shield(future)
 
     def _prompt(self, call: Call, inputs, gen_config) -> Prompt:
         """The ids of a call, which `inputs` gets. Raises Refused where they do not fit the model's context."""

@@ -1,6 +1,7 @@
 """`kvevict serve` under load: a bounded queue, clients that leave, time limits; and requests that make no sense."""
 
 import asyncio
+import gc
 import json
 import random
 import threading
@@ -64,7 +65,7 @@ def test_a_request_that_takes_too_long(stream):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("reading", [False, True])
-def test_a_client_that_leaves(stream, reading, monkeypatch):
+def test_a_client_that_leaves(stream, reading, monkeypatch, caplog):
     """The turn is free at once, in the middle of a read, and of an answer."""
     client = Client(server(context=2048))
     begun, watched = threading.Event(), None
@@ -97,10 +98,14 @@ def test_a_client_that_leaves(stream, reading, monkeypatch):
             root_path="", server=("here", 80), client=("here", 1), raw_path=b"/v1/chat/completions",
         )  # fmt: skip
         await client.app(scope, receive, send)
+        await asyncio.to_thread(client.server.manager.submit(bool).result)  # the thread has ended the call
+        gc.collect()
+        await asyncio.sleep(0)
         return sent
 
     asyncio.run(leave())
     assert watched is not None and begun.is_set()
+    assert not [each for each in caplog.records if each.name == "asyncio"]
     start = time.monotonic()
     assert said(client.ask(*question("Orshan", kvevict={})))
     assert time.monotonic() - start < 30  # 1,500 tokens were not written
