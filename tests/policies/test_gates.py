@@ -54,6 +54,14 @@ def test_one_cut_at_the_prompt_s_end(kind, size, options):
     compare(model(), policy, [[53, 1, 20, 1]], **chosen)
 
 
+@pytest.mark.parametrize("more", [dict(), dict(layers="uniform"), dict(budget=BUDGET)], ids=str)
+def test_threshold(more, options):
+    """In place of a budget, or within one: heads keep as many slots as the text has that are worth it."""
+    policy, chosen = options("gate", **dict(budget=None, threshold=0.05, keep_last=3) | more)
+    results = compare(model(), policy, [[61, 1, 14], [33, 1, 14]], **chosen)
+    assert len({len(head) for layer in results[-1][0][1] for head in layer}) > 1
+
+
 @pytest.mark.parametrize("heads", [1, 4])
 def test_groups_of(heads, options):
     made = model(num_key_value_heads=heads)
