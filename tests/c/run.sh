@@ -27,8 +27,14 @@ for_isa() {
   compile -DKV_ISA="$isa" "$@" -c "$source" -o "$out/$name.$isa.o"
 }
 
-for source in "$csrc"/*.c; do
-  name=$(basename "$source" .c)
+all() { # waits for the jobs, and fails where one did
+  failed=0
+  for job in $jobs; do wait "$job" || failed=1; done
+  jobs=
+  return $failed
+}
+kernels() { # one source for every instruction set that it has
+  source=$1 name=$(basename "$1" .c)
   case $name:$machine in
     *_cpu:x86_64)
       avx512="-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mprefer-vector-width=512"
@@ -44,15 +50,29 @@ for source in "$csrc"/*.c; do
     *_cpu:*) for_isa scalar ;;
     *) compile -c "$source" -o "$out/$name.o" ;;
   esac
-done
-for test in "$here"/test_*.c; do
-  compile -I "$csrc" "$test" "$out"/*.o -lm -lpthread -o "$out/test"
+}
+check() {
+  compile -I "$csrc" "$1" "$out"/*.o -lm -lpthread -o "$2"
   case $mode in
-    macos) echo "$(basename "$test") links" ;;
+    macos) echo "$(basename "$1") links" ;;
     aarch64)
-      echo "on a Cortex-A72:" && qemu-aarch64 -cpu cortex-a72 "$out/test"
-      echo "on one with bf16:" && KVEVICT_TEST_ISA=neonbf16 qemu-aarch64 -cpu max "$out/test"
+      echo "on a Cortex-A72:" && qemu-aarch64 -cpu cortex-a72 "$2"
+      echo "on one with bf16:" && KVEVICT_TEST_ISA=neonbf16 qemu-aarch64 -cpu max "$2"
       ;;
-    *) "$out/test" ;;
+    *) "$2" ;;
   esac
+}
+
+jobs=
+for source in "$csrc"/*.c; do
+  (set -e; kernels "$source") &
+  jobs="$jobs $!"
 done
+all
+for test in "$here"/test_*.c; do
+  (set -e; check "$test" "$out/$(basename "$test" .c)") >"$out/$(basename "$test" .c).log" 2>&1 &
+  jobs="$jobs $!"
+done
+all || failed=1
+cat "$out"/*.log
+exit $failed
