@@ -1,11 +1,13 @@
-"""Takes the pictures of `kvevict demo`'s and `kvevict inspect`'s pages that usage.md shows.
+"""Takes the pictures of `kvevict demo`'s and `kvevict inspect`'s pages that usage.md shows, and of the server's page.
 
 pip install playwright pillow
 python docs/screenshots.py [BROWSER]        # /usr/bin/chromium, of Debian's package chromium
 """
 
 import io
+import json
 import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -17,7 +19,7 @@ import kvevict
 from kvevict.cli import main
 
 DOCS = Path(__file__).parent.resolve()
-SIZES = {"phone": (390, 844), "desk": (1280, 860)}
+SIZES = {"phone": (390, 844), "desk": (1280, 860), "server": (1000, 760)}
 
 
 def pages(folder):
@@ -26,11 +28,16 @@ def pages(folder):
     os.symlink(kvevict.small_llama(), "small_llama")  # the pages show the path as it is given
     start = ["--model", "small_llama", "--budget", "128", "--chunk-size", "256"]
     main(["demo", *start, "--out", "demo"])
-    text = (DOCS / "methods.md").read_text()
-    Path("notes.txt").write_text(text[:2200] + "\nThe code of Naislet is 364735.\n" + text[2200:4000])
+    notes()
     start += ["--policy", "take+chunkkv", "--policy", "snapkv", "--find", "364735", "--max-new-tokens", "10"]
     main(["inspect", *start, "--file", "notes.txt", "Question: What is the code of Naislet?\nAnswer:"])
     return {"phone": Path("demo/kept.html").resolve(), "desk": Path("kvevict-inspect.html").resolve()}
+
+
+def notes():
+    """Writes notes.txt, with a fact that the bundled model finds."""
+    text = (DOCS / "methods.md").read_text()
+    Path("notes.txt").write_text(text[:2200] + "\nThe code of Naislet is 364735.\n" + text[2200:4000])
 
 
 def shoot(browser, page, size, scheme):
@@ -51,10 +58,41 @@ def shoot(browser, page, size, scheme):
             tab.evaluate("scrollTo(0, 0)")
             shots.clear()
         shots.append(tab.screenshot())
-    picture = Image.new("RGB", (width * len(shots), height))
-    for i, shot in enumerate(shots):
-        picture.paste(Image.open(io.BytesIO(shot)), (width * i, 0))
-    picture.quantize(160).save(DOCS / f"page_{size}_{scheme}.png", optimize=True)
+    write(shots, f"page_{size}_{scheme}")
+
+
+def write(shots, name):
+    """The pictures side by side."""
+    pictures = [Image.open(io.BytesIO(shot)) for shot in shots]
+    whole = Image.new("RGB", (sum(picture.width for picture in pictures), pictures[0].height))
+    for i, picture in enumerate(pictures):
+        whole.paste(picture, (picture.width * i, 0))
+    whole.quantize(160).save(DOCS / f"{name}.png", optimize=True)
+
+
+def shoot_server(browser):
+    """The page of a server that has read notes.txt and was asked for its fact."""
+    width, height = SIZES["server"]
+    command = [sys.executable, "-m", "kvevict", "serve", "--port", "0", "--budget", "256"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            port = next(json.loads(line)["port"] for line in server.stderr if '"ready"' in line)
+            with browser.new_context(viewport=dict(width=width, height=height), color_scheme="light") as context:
+                tab = context.new_page()
+                tab.on("pageerror", lambda error: sys.exit(f"the server's page: {error}"))
+                tab.goto(f"http://127.0.0.1:{port}/")
+                tab.set_input_files("#file", "notes.txt")
+                tab.wait_for_selector("#kept span")
+                tab.fill("#question", "What is the code of Naislet?")
+                tab.click("#ask button")
+                tab.wait_for_selector("#answers small:not(:empty)")
+                said = tab.inner_text("#answers")
+                assert "364735" in said, said
+                fact = "[...document.querySelectorAll('#kept span')].find(s => s.textContent.includes('364'))"
+                tab.evaluate(f"$('kept').scrollTop = {fact}.offsetTop - $('kept').offsetTop - 200; scrollTo(0, 0)")
+                write([tab.screenshot()], "page_server")
+        finally:
+            server.terminate()
 
 
 if __name__ == "__main__":
@@ -64,3 +102,4 @@ if __name__ == "__main__":
         for size, page in pages(folder).items():
             for scheme in ("light", "dark"):
                 shoot(browser, page, size, scheme)
+        shoot_server(browser)

@@ -31,27 +31,32 @@ def start(args, memory: int, disk: int, keys: tuple) -> None:
     transformers_logging.set_verbosity_error()
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
     with own(args.store), socket.create_server((args.host, args.port), family=family) as listening:
-        server = server_of(args, memory, disk, keys)
+        names = ("policy", "unasked", "chunk_size", "share", "dtype", "device", "name", "store", "queue", "timeout")
+        options = {name: getattr(args, name) for name in names}
+        server = server_of(args.model, number(args.budget), memory=memory, disk=disk, keys=keys, **options)
         config = uvicorn.Config(application(server), log_level="warning", timeout_graceful_shutdown=STOP)
         facts = dict(model=server.name, host=args.host, port=listening.getsockname()[1])
         log.LOG.info("ready", extra={"facts": facts})
         uvicorn.Server(config).run(sockets=[listening])
 
 
-def server_of(args, memory: int, disk: int, keys: tuple) -> Server:
-    """The model is loaded and patched."""
-    where = args.model or small_llama()
-    model, tokenizer = load_model(where, args.dtype, args.device)
-    budget, context = number(args.budget), getattr(model.config, "max_position_embeddings", None)
-    policies = Policies(args.policy, args.unasked, budget, args.chunk_size, args.share, context or 1 << 20)
-    patch(model, policies.built(args.policy), tokenizer=tokenizer)
-    folder = None if args.store is None else Path(args.store)
+def server_of(
+    model=None, budget=512, *, policy="take+edie", unasked="read-twice", chunk_size=512, share=False, dtype="auto",
+    device=None, name=None, memory=1 << 30, store=None, disk=4 << 30, keys=(), queue=64, timeout=600.0,
+) -> Server:  # fmt: skip
+    """The model is loaded and patched. The options are those of `kvevict serve`; memory and disk: bytes."""
+    where = model or small_llama()
+    loaded, tokenizer = load_model(where, dtype, device)
+    context = getattr(loaded.config, "max_position_embeddings", None)
+    policies = Policies(policy, unasked, budget, chunk_size, share, context or 1 << 20)
+    patch(loaded, policies.built(policy), tokenizer=tokenizer)
+    folder = None if store is None else Path(store)
     texts = Texts(memory if folder is None else disk, folder and folder / "texts")
-    prefixes = Prefixes(model, memory, folder and folder / "prefixes", lambda: disk - texts.bytes)
-    name = args.name or (Path(where).name if Path(where).exists() else where)
+    prefixes = Prefixes(loaded, memory, folder and folder / "prefixes", lambda: disk - texts.bytes)
+    name = name or (Path(where).name if Path(where).exists() else where)
     most = min(BODY, LETTERS * policies.context + (1 << 16))
-    limits = dict(queue=args.queue, timeout=args.timeout, most=most)
-    return Server(name, model, tokenizer, policies, prefixes, texts, keys=keys, **limits)
+    limits = dict(queue=queue, timeout=timeout, most=most)
+    return Server(name, loaded, tokenizer, policies, prefixes, texts, keys=keys, **limits)
 
 
 @contextlib.contextmanager
