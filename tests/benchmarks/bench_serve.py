@@ -1,0 +1,116 @@
+"""Many questions about one text, asked of `kvevict serve` that has stored it and of `transformers serve`, whose prompts
+have it every time:
+
+    python tests/benchmarks/bench_serve.py --model DIR --haystack BOOKS [--length 4000] [--budget 1000]
+
+The text and the questions are those of `kvevict eval --tasks many`, asked at /v1/completions. Prints for each server
+seconds to the first token of the first and of later questions, right answers, and the growth of the process's peak
+memory from after its first small request.
+"""
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from statistics import median
+
+import openai
+from transformers import AutoTokenizer
+
+from kvevict.evaluate.metrics import METRICS
+from kvevict.evaluate.tasks import Settings, find
+
+NEW = 24  # tokens of an answer at most
+
+
+def text_of(args):
+    """The cases of one text, which is in each."""
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    settings = Settings(tokenizer, args.length, 1, 0, Settings.depths, Path(args.haystack), None)
+    return list(find("many")(settings))
+
+
+def resident(pid, field):
+    with open(f"/proc/{pid}/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(field)) / 1024
+
+
+def started(side, args):
+    """(process, port) of a server that answers."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    common = [args.model, "--dtype", "float32", "--device", "cpu", "--port", str(port)]
+    command = [sys.executable, "-m", "kvevict", "serve", *common, "--budget", str(args.budget)]
+    if side == "transformers":
+        command = [str(Path(sys.executable).parent / "transformers"), "serve", *common]
+    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    process = subprocess.Popen(command, **quiet, env=os.environ | dict(HF_HUB_OFFLINE="1"))
+    threading.Thread(target=process.stderr.read, daemon=True).start()
+    for _ in range(300):
+        time.sleep(1)
+        if process.poll() is not None:
+            raise SystemExit(f"{side} serve ended with {process.returncode}")
+        with socket.socket() as asked:
+            if asked.connect_ex(("127.0.0.1", port)) == 0:
+                return process, port
+    raise SystemExit(f"{side} serve does not answer")
+
+
+def asked(client, model, prompt, **more):
+    """(seconds to the first token, the answer) of a stream."""
+    start, first, said = time.perf_counter(), None, ""
+    stream = client.completions.create(model=model, prompt=prompt, max_tokens=NEW, temperature=0, stream=True, **more)
+    for part in stream:
+        if part.choices and part.choices[0].text:
+            first = first or time.perf_counter() - start
+            said += part.choices[0].text
+    return first, said
+
+
+def measured(side, args, cases):
+    process, port = started(side, args)
+    try:
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=3600, max_retries=0)
+        model = args.model if side == "transformers" else Path(args.model).name
+        asked(client, model, "The day was")
+        before, start = resident(process.pid, "VmRSS:"), time.perf_counter()
+        more, stored = {}, 0.0
+        if side == "kvevict":
+            client.post("/kvevict/texts", body=dict(name="text", text=cases[0].context), cast_to=object)
+            more, stored = dict(extra_body=dict(kvevict=dict(text="text"))), time.perf_counter() - start
+        seconds, right = [], 0
+        for case in cases:
+            question = case.question.lstrip("\n") if more else case.context + case.question
+            first, said = asked(client, model, question, **more)
+            seconds.append(first or float("nan"))
+            right += METRICS[case.metric](said.strip().split("\n")[0], case.answers) == 1
+        grown = resident(process.pid, "VmHWM:") - before
+        return dict(
+            side=side, first=stored + seconds[0], later=median(seconds[1:]), right=right, questions=len(cases),
+            growth_mib=grown,
+        )  # fmt: skip
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--haystack", required=True)
+    parser.add_argument("--length", type=int, default=4000)
+    parser.add_argument("--budget", default="1000")
+    args = parser.parse_args()
+    cases = text_of(args)
+    for side in ("kvevict", "transformers"):
+        got = measured(side, args, cases)
+        print(
+            f"{side:13} first {got['first']:6.1f} s, later {got['later']:6.2f} s, right {got['right']} of "
+            f"{got['questions']}, memory +{got['growth_mib']:.0f} MiB\n{json.dumps(got)}",
+            flush=True,
+        )
