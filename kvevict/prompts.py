@@ -4,6 +4,7 @@ import dataclasses
 
 import torch
 
+MARK = "\u0001"  # stands beside a message in a chat template, which then does not trim it
 MARGIN = 256  # tokens after a cut that a tokenizer may look at, far more than it does
 
 
@@ -43,9 +44,8 @@ def frame(tokenizer, question: str, opening: str = "", chat=True) -> tuple:
     if not (chat and tokenizer.chat_template):
         ids = ids_of(tokenizer, question + opening)
         return tokenizer("")["input_ids"], ids, len(ids) - len(ids_of(tokenizer, question)) if opening else 0
-    mark = "\u0001"  # stands around the question, so that the template does not trim it
     try:
-        parts = rendered(tokenizer, [{"role": "user", "content": mark + mark}], "a user's turn alone").split(mark)
+        parts = rendered(tokenizer, [{"role": "user", "content": MARK + MARK}], "a user's turn alone").split(MARK)
     except ValueError as error:
         raise ValueError(f"{error}; set another chat_template") from None
     if len(parts) != 3:

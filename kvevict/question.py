@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .context import within
-from .prompts import rendered
+from .prompts import MARK, rendered
 
 NEAR = 1024  # characters at either end of a user's turn in which its question is looked for
 MARKS = "?\uff1f\u061f"
@@ -122,14 +122,13 @@ class LastTurn(Question):
         """(what opens a user's turn, what ends it) in the chat template; "" for unknown."""
         if not getattr(self.tokenizer, "chat_template", None):
             return "", ""
-        mark, one = "\u0001", {"role": "user", "content": "\u0001"}
-        answer = {"role": "assistant", "content": mark}
+        one, answer = ({"role": role, "content": MARK} for role in ("user", "assistant"))
         try:
-            head, tail = rendered(self.tokenizer, [one], "a user's turn").split(mark)
+            head, tail = rendered(self.tokenizer, [one], "a user's turn").split(MARK)
         except ValueError:
             return "", ""
         try:
-            _, end, begin, _ = rendered(self.tokenizer, [one, answer, one], "a second turn").split(mark)
+            _, end, begin, _ = rendered(self.tokenizer, [one, answer, one], "a second turn").split(MARK)
         except ValueError:  # it has one turn
             return head, tail
         return shared(head[::-1], begin[::-1])[::-1], shared(tail, end)

@@ -1,6 +1,7 @@
 import os
 
-from . import add_budget, build_policies, check_complete, check_folder, command
+from ..serve.options import Options
+from . import add_budget, build_policies, check_complete, check_folder, command, number
 
 EXTRA = ("fastapi", "uvicorn", "openai", "prometheus_client", "transformers.cli.serving")
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -12,25 +13,35 @@ def serve(parser, argv):
     parser.add_argument(
         "model", nargs="?", help="folder, .gguf file or hub id of a causal language model; default: the bundled one"
     )
-    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"],
+    parser.add_argument("--dtype", default=Options.dtype, choices=["auto", "float32", "bfloat16", "float16"],
                         help="of the model; auto: as it is stored (default)")  # fmt: skip
     parser.add_argument("--device", help="cpu, cuda or cuda:N; default: a GPU if there is one and the build has CUDA")
     parser.add_argument("--name", help="what requests call the model; default: the last part of MODEL")
     parser.add_argument(
-        "--policy", default="take+edie", help="reads a prompt whose question is known; default take+edie"
+        "--policy", default=Options.policy, help=f"reads a prompt whose question is known; default {Options.policy}"
     )
     parser.add_argument(
-        "--unasked", default="read-twice", help="reads stored texts, and what requests share; default read-twice"
+        "--unasked",
+        default=Options.unasked,
+        help=f"reads stored texts, and what requests share; default {Options.unasked}",
     )
-    add_budget(parser, chunk_size=512)
+    add_budget(parser, Options.budget, Options.chunk_size)
     parser.add_argument("--share", action="store_true",
                         help="what is before the last user's message is read by --unasked, once for all requests that "
                         "begin with it, where a request does not name its question")  # fmt: skip
-    parser.add_argument("--memory-bytes", default="1G", help="of stored prefixes in memory at most; default 1G")
+    parser.add_argument(
+        "--memory-bytes",
+        default=f"{Options.memory >> 30}G",
+        help=f"of stored prefixes in memory at most; default {Options.memory >> 30}G",
+    )
     parser.add_argument(
         "--store", help="folder for texts and for prefixes that leave memory; default: they are forgotten"
     )
-    parser.add_argument("--store-bytes", default="4G", help="of that folder's files at most; default 4G")
+    parser.add_argument(
+        "--store-bytes",
+        default=f"{Options.disk >> 30}G",
+        help=f"of that folder's files at most; default {Options.disk >> 30}G",
+    )
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen at; default 127.0.0.1, this machine alone"
     )
@@ -39,9 +50,17 @@ def serve(parser, argv):
                         help="what requests must bring; given more than once, each has texts of its own; default: "
                         "KVEVICT_API_KEY, or nothing")  # fmt: skip
     parser.add_argument(
-        "--queue", type=int, default=64, help="requests that wait at most, further ones get 429; default 64"
+        "--queue",
+        type=int,
+        default=Options.queue,
+        help=f"requests that wait at most, further ones get 429; default {Options.queue}",
     )
-    parser.add_argument("--timeout", type=float, default=600, help="seconds that a request may take; default 600")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=Options.timeout,
+        help=f"seconds that a request may take; default {Options.timeout:.0f}",
+    )
     args = parser.parse_args(argv)
     from ..policy.checks import at_least_0, count, installed
 
@@ -56,9 +75,12 @@ def serve(parser, argv):
     if "" in args.api_key:
         raise ValueError("--api-key is empty: give a key, or leave it out")
     keys = args.api_key or [key for key in [os.environ.get("KVEVICT_API_KEY")] if key]
+    own = ("policy", "unasked", "chunk_size", "share", "dtype", "device", "name", "store", "queue", "timeout")
+    given = {name: getattr(args, name) for name in own}
+    options = Options(budget=number(args.budget), memory=memory, disk=disk, keys=tuple(keys), **given)
     from ..serve.start import start
 
-    start(args, memory, disk, tuple(keys))
+    start(args.model, args.host, args.port, options)
 
 
 def size(option: str, text: str) -> int:

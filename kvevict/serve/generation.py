@@ -12,7 +12,7 @@ from ..families import base_model, device_of, find_decoder
 from ..patch import evicting
 from ..prompts import told
 from ..question import Asked, LastTurn, find
-from ..weights import fingerprint
+from ..weights import identity
 from .call import CALL, Call, Cancelled, Guard
 from .errors import Refused, refused
 from .kept import shares
@@ -31,7 +31,7 @@ class Generation(GenerateManager):
     def __init__(self, model, tokenizer, prefixes: Prefixes):
         super().__init__()
         self.model, self.tokenizer, self.prefixes = model, tokenizer, prefixes
-        self.config, self.weights = find_decoder(model).config, fingerprint(find_decoder(model))
+        self.config, self.weights = find_decoder(model).config, identity(find_decoder(model))
         self.context = getattr(self.config, "max_position_embeddings", None)
 
     # -- what Transformers' handlers call, in the event loop --------------------------------------------------------

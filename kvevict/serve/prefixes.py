@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import logging
 import os
 from collections import OrderedDict
 from pathlib import Path
@@ -10,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from .. import sealed
-from ..store import FORMAT, load_cache, save_cache
+from ..store import FORMAT, OPTIONAL, load_cache, save_cache
+from .log import LOG
 
-LOG = logging.getLogger("kvevict.serve")
 SUFFIX = ".safetensors"
 FACTS = 1 << 16  # bytes of a file beside its tensors, at most
 
@@ -28,7 +27,7 @@ def bytes_of(cache) -> int:
     storages = {}
     for layer in cache.layers:
         own = layer.storage.tensors() if hasattr(layer, "storage") else (layer.keys, layer.values)
-        more = (getattr(layer, name, None) for name in ("carry", "moments", "decode_queries"))
+        more = (getattr(layer, name, None) for name in OPTIONAL)
         for tensor in (*own, *more):
             if tensor is not None:
                 storage = tensor.untyped_storage()

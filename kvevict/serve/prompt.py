@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from ..prompts import ids_of, rendered
+from ..prompts import MARK, ids_of, rendered
 
-MARK = "\u0001"  # stands where a user's message begins, so that what is before it has the same ids in every request
 LEAST = 64  # tokens of a prefix beyond the one before it
 
 
@@ -22,6 +21,7 @@ def of_messages(tokenizer, messages: list, template: dict, text: str | None = No
 
     Raises ValueError for a chat that the template refuses or changes.
     """
+    # A mark where a user's message begins: what is before it is tokenised apart, alike in every request.
     first, marked = True, []
     for message in messages:
         content = message["content"].replace(MARK, "") if isinstance(message.get("content"), str) else ""

@@ -10,11 +10,11 @@ import uvicorn
 from transformers.utils import logging as transformers_logging
 
 from ..analysis.run import load_model
-from ..commands import number
 from ..models import small_llama
 from ..patch import patch
 from . import log
 from .app import application
+from .options import Options
 from .policies import Policies
 from .prefixes import Prefixes
 from .server import Server
@@ -24,39 +24,34 @@ BODY, LETTERS = 1 << 24, 64  # bytes of a request at most, in all and for each t
 STOP = 30  # seconds that running requests have to end when the server stops
 
 
-def start(args, memory: int, disk: int, keys: tuple) -> None:
+def start(model, host: str, port: int, options: Options) -> None:
     """Serve until a signal stops the process (SIGINT, SIGTERM). Raises ValueError or OSError for what cannot be had:
     the model, the store's folder, the port."""
     log.to_stderr()
     transformers_logging.set_verbosity_error()
-    family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
-    with own(args.store), socket.create_server((args.host, args.port), family=family) as listening:
-        names = ("policy", "unasked", "chunk_size", "share", "dtype", "device", "name", "store", "queue", "timeout")
-        options = {name: getattr(args, name) for name in names}
-        server = server_of(args.model, number(args.budget), memory=memory, disk=disk, keys=keys, **options)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with own(options.store), socket.create_server((host, port), family=family) as listening:
+        server = server_of(model, **vars(options))
         config = uvicorn.Config(application(server), log_level="warning", timeout_graceful_shutdown=STOP)
-        facts = dict(model=server.name, host=args.host, port=listening.getsockname()[1])
+        facts = dict(model=server.name, host=host, port=listening.getsockname()[1])
         log.LOG.info("ready", extra={"facts": facts})
         uvicorn.Server(config).run(sockets=[listening])
 
 
-def server_of(
-    model=None, budget=512, *, policy="take+edie", unasked="read-twice", chunk_size=512, share=False, dtype="auto",
-    device=None, name=None, memory=1 << 30, store=None, disk=4 << 30, keys=(), queue=64, timeout=600.0,
-) -> Server:  # fmt: skip
-    """The model is loaded and patched. The options are those of `kvevict serve`; memory and disk: bytes."""
-    where = model or small_llama()
-    loaded, tokenizer = load_model(where, dtype, device)
+def server_of(model=None, **options) -> Server:
+    """A model is loaded, None: the bundled one, and patched. options: fields of `Options`."""
+    told, where = Options(**options), model or small_llama()
+    loaded, tokenizer = load_model(where, told.dtype, told.device)
     context = getattr(loaded.config, "max_position_embeddings", None)
-    policies = Policies(policy, unasked, budget, chunk_size, share, context or 1 << 20)
-    patch(loaded, policies.built(policy), tokenizer=tokenizer)
-    folder = None if store is None else Path(store)
-    texts = Texts(memory if folder is None else disk, folder and folder / "texts")
-    prefixes = Prefixes(loaded, memory, folder and folder / "prefixes", lambda: disk - texts.bytes)
-    name = name or (Path(where).name if Path(where).exists() else where)
+    policies = Policies(told.policy, told.unasked, told.budget, told.chunk_size, told.share, context or 1 << 20)
+    patch(loaded, policies.built(told.policy), tokenizer=tokenizer)
+    folder = None if told.store is None else Path(told.store)
+    texts = Texts(told.memory if folder is None else told.disk, folder and folder / "texts")
+    prefixes = Prefixes(loaded, told.memory, folder and folder / "prefixes", lambda: told.disk - texts.bytes)
+    name = told.name or (Path(where).name if Path(where).exists() else where)
     most = min(BODY, LETTERS * policies.context + (1 << 16))
-    limits = dict(queue=queue, timeout=timeout, most=most)
-    return Server(name, loaded, tokenizer, policies, prefixes, texts, keys=keys, **limits)
+    limits = dict(queue=told.queue, timeout=told.timeout, most=most)
+    return Server(name, loaded, tokenizer, policies, prefixes, texts, keys=told.keys, **limits)
 
 
 @contextlib.contextmanager

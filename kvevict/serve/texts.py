@@ -3,14 +3,13 @@
 import contextlib
 import hashlib
 import json
-import logging
 import re
 from pathlib import Path
 
 from .. import files
 from .errors import Refused
+from .log import LOG
 
-LOG = logging.getLogger("kvevict.serve")
 FORMAT = "kvevict-text-1"
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 

@@ -36,9 +36,19 @@ def parse(run):
     return name, {key: int(value) if value.lstrip("-").isdigit() else value for key, value in pairs}
 
 
-def resident(field="VmRSS:"):
-    with open("/proc/self/status") as file:
+def resident(field="VmRSS:", process="self"):
+    """MiB of a process's memory."""
+    with open(f"/proc/{process}/status") as file:
         return next(int(line.split()[1]) for line in file if line.startswith(field)) / 1024
+
+
+def measured(read):
+    """What a call returns, its seconds, and the growth of the process's peak memory in it, in MiB."""
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak is that from here on
+    before, start = resident(), time.perf_counter()
+    result = read()
+    return result, time.perf_counter() - start, resident("VmHWM:") - before
 
 
 def measure(run, length, new):
@@ -57,13 +67,8 @@ def measure(run, length, new):
         assert error < 1e-4, f"{run}: logits differ by {error}"
     generate = dict(do_sample=False, attention_mask=torch.ones_like(ids))
     model.generate(ids[:, :64], attention_mask=generate["attention_mask"][:, :64], max_new_tokens=2)  # warm up
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-    before = resident()
-    start = time.perf_counter()
-    model.generate(ids, max_new_tokens=1, **generate)
-    read = time.perf_counter() - start
-    result = dict(run=run, tokens=length, read_seconds=read, growth_mib=resident("VmHWM:") - before)
+    _, read, growth = measured(lambda: model.generate(ids, max_new_tokens=1, **generate))
+    result = dict(run=run, tokens=length, read_seconds=read, growth_mib=growth)
     if name != "unpatched":
         report = kvevict.report(model)
         result |= dict(

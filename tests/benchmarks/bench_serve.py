@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 
 import openai
+from bench_read import resident
 from transformers import AutoTokenizer
 
 from kvevict.evaluate.metrics import METRICS
@@ -33,11 +34,6 @@ def text_of(args):
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     settings = Settings(tokenizer, args.length, 1, 0, Settings.depths, Path(args.haystack), None)
     return list(find("many")(settings))
-
-
-def resident(pid, field):
-    with open(f"/proc/{pid}/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith(field)) / 1024
 
 
 def started(side, args):
@@ -78,7 +74,7 @@ def measured(side, args, cases):
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=3600, max_retries=0)
         model = args.model if side == "transformers" else Path(args.model).name
         asked(client, model, "The day was")
-        before, start = resident(process.pid, "VmRSS:"), time.perf_counter()
+        before, start = resident(process=process.pid), time.perf_counter()
         more, stored = {}, 0.0
         if side == "kvevict":
             client.post("/kvevict/texts", body=dict(name="text", text=cases[0].context), cast_to=object)
@@ -89,7 +85,7 @@ def measured(side, args, cases):
             first, said = asked(client, model, question, **more)
             seconds.append(first or float("nan"))
             right += METRICS[case.metric](said.strip().split("\n")[0], case.answers) == 1
-        grown = resident(process.pid, "VmHWM:") - before
+        grown = resident("VmHWM:", process.pid) - before
         return dict(
             side=side, first=stored + seconds[0], later=median(seconds[1:]), right=right, questions=len(cases),
             growth_mib=grown,

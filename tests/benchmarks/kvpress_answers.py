@@ -19,12 +19,12 @@ import json
 import os
 import subprocess
 import sys
-import time
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from bench_read import measured
 
 WARM = 64  # tokens read before a read is measured
 PRESSES = {  # of kvpress; heads compete in Expected Attention, as in its paper
@@ -35,18 +35,9 @@ PRESSES = {  # of kvpress; heads compete in Expected Attention, as in its paper
 }
 
 
-def measured(read):
-    """Seconds of a call and growth of the process's peak memory in it [MiB]."""
-
-    def resident(field):
-        with open("/proc/self/status") as file:
-            return next(int(line.split()[1]) for line in file if line.startswith(field)) / 1024
-
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-    before, start = resident("VmRSS:"), time.perf_counter()
-    read()
-    return dict(seconds=time.perf_counter() - start, growth=resident("VmHWM:") - before)
+def cost(read) -> dict:
+    _, seconds, growth = measured(read)
+    return dict(seconds=seconds, growth=growth)
 
 
 def of_kvpress(model, tokenizer, name, share, texts):
@@ -60,7 +51,7 @@ def of_kvpress(model, tokenizer, name, share, texts):
         given = dict(context_ids=ids, questions_ids=[])
         pipe._forward(given | dict(context_ids=ids[:, :WARM]))
         press = PRESSES[name](kvpress, 1 - share)
-        said = measured(lambda given=given, press=press, cache=cache: pipe._forward(given, press=press, cache=cache))
+        said = cost(lambda given=given, press=press, cache=cache: pipe._forward(given, press=press, cache=cache))
         said["answers"] = []
         for question, most in text["asked"]:
             lengths = [layer.keys.shape[2] for layer in cache.layers]
@@ -80,7 +71,7 @@ def of_kvevict(model, run, share, chunk, texts):
         policy = None if run == "full" else policy_for(Run(run, share, chunk, "agnostic"), ids.shape[1], ())
         with nullcontext() if policy is None else kvevict.evicting(model, policy):
             model(ids[:, :WARM])
-            yield measured(lambda ids=ids: model(ids, use_cache=True, logits_to_keep=1))
+            yield cost(lambda ids=ids: model(ids, use_cache=True, logits_to_keep=1))
 
 
 @torch.no_grad()
@@ -141,13 +132,16 @@ def compare(args, texts):
             setting = f"kvpress {name}", float(share), None, "agnostic"
             left = [text for text in texts if any((c.task, c.id, 0, *setting) not in known for c, _ in text)]
             for text, said in zip(left, apart(args, "kvpress", name, share, [as_json(text) for text in left])):
+                scores = [
+                    METRICS[case.metric](answer, case.answers) for (case, _), answer in zip(text, said["answers"])
+                ]
                 with open(args.out, "a", encoding="utf-8") as file:
-                    for (case, prompt), answer in zip(text, said["answers"], strict=True):
+                    for (case, prompt), answer, score in zip(text, said["answers"], scores, strict=True):
                         line = dict(zip(KEY, (case.task, case.id, 0, *setting), strict=True), metric=case.metric)
-                        line |= dict(prediction=answer, score=METRICS[case.metric](answer, case.answers))
+                        line |= dict(prediction=answer, score=score)
                         line |= dict(read_seconds=said["seconds"], prompt_tokens=len(prompt.context + prompt.question))
                         file.write(json.dumps(line | dict(tags=case.tags | dict(length=2000))) + "\n")
-                print(*setting[:2], sum(METRICS[c.metric](a, c.answers) for (c, _), a in zip(text, said["answers"])))
+                print(*setting[:2], sum(scores))
 
 
 def memory(args, texts):

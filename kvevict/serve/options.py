@@ -1,0 +1,23 @@
+"""The options of a server and their defaults."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of `kvevict serve` (docs/commands.md); memory and disk: bytes of what is stored at most."""
+
+    policy: str = "take+edie"
+    unasked: str = "read-twice"  # as `kvevict.read` without a policy
+    budget: int | float = 512
+    chunk_size: int | None = 512
+    share: bool = False
+    dtype: str = "auto"
+    device: str | None = None
+    name: str | None = None
+    memory: int = 1 << 30
+    store: str | None = None
+    disk: int = 4 << 30
+    keys: tuple[str, ...] = ()
+    queue: int = 64
+    timeout: float = 600.0
