@@ -61,8 +61,8 @@ def policies_page() -> str:
 [options.md](options.md): this page says which, and any option can be changed by keyword. [methods.md](methods.md)
 defines the methods, [results.md](results.md) compares them.
 
-**Which one?** The question is at the end of the prompt: `take+edie`, in chunks or in one pass. The model continues a
-text, or a token holds several digits and the prompt is read in one pass: `laq`. The question is not known during
+**Which one?** The prompt asks a question: `take+edie`, the default of `patch` and of the commands, in chunks or in one
+pass. The model continues a text: `paasvn`, read in one pass. The question is not known during
 prefill: `read-twice`, or, at 1/4 of the slots and more, `read-once`; compare with `kvevict eval --mode agnostic`.
 
 - **evicts** says when: after the prompt, or after every chunk of so many tokens, and for some policies also at every
@@ -141,7 +141,7 @@ def described(cls, name: str) -> str:
 
 # Options that many parts have, and that their base class or a text explains.
 SHARED = {
-    "kernel": "slots that pooling looks at, an odd number",
+    "kernel": 'slots that pooling looks at, an odd number; or "digits": as many as hold 31 digits',
     "pool": 'the largest of them ("max"), their mean ("avg"), or "none"',
     "reduce": 'over the observing rows: "sum", "mean" or "max"',
     "group": 'over the query heads of a kv head: "mean", "sum" or "max"',

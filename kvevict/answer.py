@@ -10,7 +10,8 @@ from .families import base_model, device_of, find_decoder, unwrapped
 from .patch import evicting
 from .policy.checks import PLENTY, count
 from .policy.policy import Policy, build
-from .prompts import frame, ids_of, told
+from .policy.tokenizer import told
+from .prompts import frame, ids_of
 from .writing import Sampling, written
 
 UNASKED = "read-twice"  # keeps most answers to questions that come later, of what docs/results.md compares

@@ -1,6 +1,6 @@
 """lm-evaluation-harness on a patched model: the model `kvevict`.
 
-    python -m kvevict.lm_eval --model kvevict --model_args pretrained=DIR,policy=take,budget=512 --tasks TASK
+    python -m kvevict.lm_eval --model kvevict --model_args pretrained=DIR,policy=take+edie,budget=512 --tasks TASK
 
 is lm-eval's own command line with this model known to it, since lm-eval looks for models in its own package only.
 In Python, `import kvevict.lm_eval` makes `lm_eval.simple_evaluate(model="kvevict", model_args=...)` know it.
@@ -27,6 +27,7 @@ from .policy import peers
 from .policy.checks import unknown
 from .policy.parts import PARTS
 from .policy.policy import Policy
+from .policy.text import DEFAULT
 
 
 @register_model("kvevict")
@@ -40,7 +41,7 @@ class KVEvict(HFLM):
     from first, once for all continuations of it. Raises ValueError for rolling log-likelihoods, which have no context.
     """
 
-    def __init__(self, pretrained, policy="take", budget=512, **arguments):
+    def __init__(self, pretrained, policy=DEFAULT, budget=512, **arguments):
         names = option_names()
         options = {name: arguments.pop(name) for name in list(arguments) if name in names}
         peers.check(arguments)
@@ -48,7 +49,7 @@ class KVEvict(HFLM):
             if difflib.get_close_matches(name, names):  # or the model's own constructor gets it
                 raise ValueError(unknown("argument", name, names))
         super().__init__(pretrained, **arguments)
-        patch(self.model, policy, budget=budget, **options)
+        patch(self.model, policy, budget=budget, tokenizer=self.tokenizer, **options)
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
         raise ValueError(

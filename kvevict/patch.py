@@ -13,6 +13,8 @@ from .engine import installed, propagate, quantities, ranks, rerotate
 from .engine.meter import Meter
 from .families import base_model, find_decoder
 from .policy.policy import build
+from .policy.text import DEFAULT
+from .policy.tokenizer import told
 from .question import LastTurn
 
 
@@ -75,14 +77,15 @@ def caller():
         return threading.current_thread()
 
 
-def patch(model, policy, *, budget=None, chunk_size=None, tokenizer=None, **options):
+def patch(model, policy=DEFAULT, *, budget=None, chunk_size=None, tokenizer=None, **options):
     """Make a loaded Transformers model read long prompts in chunks and keep a bounded KV cache; returns the model.
 
-    policy      a preset's name (`kvevict.policies()` lists them) or a `kvevict.Policy`
+    policy      a preset's name (`kvevict.policies()` lists them) or a `kvevict.Policy`; default "take+edie"
     budget      slots kept per kv head and layer, window and sinks included (int), or the fraction kept, in (0, 1)
     chunk_size  tokens read at once, evicting after every chunk; None: the preset's own schedule
     tokenizer   the model's: rows="probe" (take, take+edie, ...) are then the question of the last user's turn, by the
-                tokenizer's chat template, where it is not within the prompt's last tokens
+                tokenizer's chat template, where it is not within the prompt's last tokens; and kernel="digits"
+                (take+edie) suits how many digits a token holds
     options     any field of the policy or its score: window=16, decode=True, progress=True, ...
 
     model may be a pipeline, or in a PEFT, DistributedDataParallel or DataParallel wrapper.
@@ -103,6 +106,8 @@ def _made(model, policy, options) -> Patch:
     chosen = build(policy, **options)
     if not (tokenizer is None or callable(tokenizer)):
         raise TypeError(f"tokenizer must be the model's tokenizer, got {type(tokenizer).__name__}")
+    if tokenizer is not None:
+        chosen = told(chosen, tokenizer)
     decoder = find_decoder(model)
     check_model(model)
     split = ranks.of(base_model(model))
@@ -146,7 +151,7 @@ def unpatch(model):
 
 
 @contextlib.contextmanager
-def evicting(model, policy, **options):
+def evicting(model, policy=DEFAULT, **options):
     """`with kvevict.evicting(model, "take", budget=512): ...`: inside, the calls of this thread and context have this
     policy, whatever the model's own is (`patch`).
 

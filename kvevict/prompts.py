@@ -1,7 +1,5 @@
 """Texts and questions as token ids, in the tokenizer's chat template if it has one."""
 
-import dataclasses
-
 import torch
 
 MARK = "\u0001"  # stands beside a message in a chat template, which then does not trim it
@@ -22,16 +20,6 @@ def first_ids(tokenizer, text: str, count: int) -> tuple:
 def ids_of(tokenizer, text: str) -> list:
     """Ids of a text as it is: a special token's name in it is text like any other."""
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
-
-
-def told(policy, tokenizer):
-    """The policy, with the ids of an instruction that its rows have as a text (rows="repeat")."""
-    text = getattr(policy.rows, "instruction", ())
-    if not isinstance(text, str):
-        return policy
-    return dataclasses.replace(
-        policy, rows=dataclasses.replace(policy.rows, instruction=tuple(ids_of(tokenizer, text)))
-    )
 
 
 def frame(tokenizer, question: str, opening: str = "", chat=True) -> tuple:

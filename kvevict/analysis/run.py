@@ -15,7 +15,8 @@ from ..context import within
 from ..families import device_of
 from ..models import pretrained
 from ..patch import evicting
-from ..prompts import first_ids, frame, ids_of, told, until_line_end
+from ..policy.tokenizer import told
+from ..prompts import first_ids, frame, ids_of, until_line_end
 from ..question import LastTurn
 from ..report import report
 

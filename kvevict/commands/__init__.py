@@ -15,7 +15,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from ..policy.registry import Registry, load_folder
-from ..policy.text import FORM, parse_policy
+from ..policy.text import DEFAULT, FORM, parse_policy
 
 COMMANDS = Registry("command")
 
@@ -44,7 +44,7 @@ def model_name(args) -> str:
 
 
 def add_policy(parser) -> None:
-    parser.add_argument("--policy", default="take", help=f"{FORM} of `kvevict policies`; default take")
+    parser.add_argument("--policy", default=DEFAULT, help=f"{FORM} of `kvevict policies`; default {DEFAULT}")
 
 
 def add_policies(parser, default=()) -> None:

@@ -1,5 +1,6 @@
 from pathlib import Path
 
+from ..policy.text import DEFAULT
 from . import (
     add_budget,
     add_model,
@@ -17,7 +18,7 @@ from . import (
 def bench(parser, argv):
     """Time to first token, decode speed and memory of policies next to the unpatched model."""
     add_model(parser)
-    add_policies(parser, default=("take", "snapkv"))
+    add_policies(parser, default=(DEFAULT, "snapkv"))
     add_budget(parser)
     parser.add_argument("--lengths", nargs="+", type=int,
                         help="prompt tokens; default 1024 and 4096, or what the context holds")  # fmt: skip

@@ -2,6 +2,7 @@ from pathlib import Path
 from statistics import median
 
 from .. import files
+from ..policy.text import DEFAULT
 from . import (
     add_budget,
     add_model,
@@ -29,7 +30,7 @@ FULL = "full cache"
 def demo(parser, argv):
     """Facts in a long text, asked of the bundled model with a full cache and with small ones."""
     add_model(parser)
-    add_policies(parser, default=("take", "snapkv", "streaming"))
+    add_policies(parser, default=(DEFAULT, "snapkv", "streaming"))
     add_budget(parser, budget=128, chunk_size=256)
     add_observe(parser)
     parser.add_argument("--cases", type=int, default=4, help="texts, each with a question; default 4")

@@ -1,4 +1,5 @@
 from ..policy.checks import installed
+from ..policy.text import DEFAULT
 from . import (
     add_budget,
     add_model,
@@ -32,7 +33,7 @@ def diagnose(parser, argv):
     parser.add_argument("--cases", type=int, default=1,
                         help="made-up texts; of several, means and their standard errors; default 1")  # fmt: skip
     add_model(parser)
-    add_policies(parser, default=("take", "snapkv", "h2o", "streaming"))
+    add_policies(parser, default=(DEFAULT, "snapkv", "h2o", "streaming"))
     add_budget(parser, budget=128)
     args = parser.parse_args(argv)
     installed("eval", "kvevict diagnose", "scipy", "tabulate")
@@ -101,7 +102,8 @@ def one(model, tokenizer, policies, args, prompt, new_tokens, one_line, bar) -> 
     """The measures of one prompt, and the first line of the full cache's answer."""
     from ..analysis import compare
     from ..families import device_of
-    from ..prompts import told, until_line_end
+    from ..policy.tokenizer import told
+    from ..prompts import until_line_end
 
     policies, ids = observing(policies, prompt, args.observe), prompt.row(device_of(model))
     stop = until_line_end(tokenizer, ids.shape[1]) if one_line else None

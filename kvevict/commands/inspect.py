@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from ..policy.text import FORM
+from ..policy.text import DEFAULT, FORM
 from . import (
     add_budget,
     add_model,
@@ -21,7 +21,7 @@ def inspect(parser, argv):
     add_question(parser, new_tokens=32)
     add_model(parser)
     parser.add_argument("--policy", action="append",
-                        help=f"{FORM} of `kvevict policies`, repeatable; default take")  # fmt: skip
+                        help=f"{FORM} of `kvevict policies`, repeatable; default {DEFAULT}")  # fmt: skip
     add_budget(parser)
     parser.add_argument("--find", default="", help="words to underline wherever the prompt has them")
     parser.add_argument("--out", default="kvevict-inspect.html", help="the page; default kvevict-inspect.html")
@@ -34,7 +34,7 @@ def inspect(parser, argv):
 
     out = Path(args.out)
     check_file("--out", out)
-    policies = build_policies(args.policy or ["take"], args)
+    policies = build_policies(args.policy or [DEFAULT], args)
     check_complete(policies)
     name, model, tokenizer, prompt = load_prompt(args)
     policies, ids = observing(policies, prompt, args.observe), prompt.row(device_of(model))

@@ -28,7 +28,8 @@ from ..families import device_of
 from ..patch import evicting
 from ..policy.policy import Policy, build
 from ..policy.text import parse_policy
-from ..prompts import frame, ids_of, told
+from ..policy.tokenizer import told
+from ..prompts import frame, ids_of
 from ..question import find
 from ..report import report
 from ..writing import drawn, written

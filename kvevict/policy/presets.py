@@ -176,8 +176,8 @@ preset(
     score=SCORES["take"](), select=SELECTIONS["chunk"](), chunk_size=_Z, warmup_layers="half",
 )  # fmt: skip
 preset(
-    "take+edie", "TAKE's probe asks, EDIE's error (eq. 9-11) answers, pooled over 31 slots; first tokens stay, ours.",
-    score=SCORES["edie"](kernel=31, sink=4), rows=ROWS["probe"](), chunk_size=_Z,
+    "take+edie", "TAKE's probe asks, EDIE's error (eq. 9-11) answers, pooled over 31 digits; first tokens stay, ours.",
+    score=SCORES["edie"](kernel="digits", sink=4), rows=ROWS["probe"](), chunk_size=_Z,
 )  # fmt: skip
 preset(
     "take+caote", "TAKE's scores (eq. 7-13) refined by CAOTE (eq. 6), ours.",

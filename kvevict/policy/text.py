@@ -7,6 +7,7 @@ import re
 from .checks import parsed
 
 FORM = "NAME[:OPTION=VALUE,...]"
+DEFAULT = "take+edie"  # where no policy is named: the best measured for a prompt that asks (docs/results.md)
 PYTHON = {"None": None, "True": True, "False": False}
 
 

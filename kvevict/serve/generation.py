@@ -10,7 +10,7 @@ from ..answer import keeping_all, within_positions
 from ..context import within
 from ..families import base_model, device_of, find_decoder
 from ..patch import evicting
-from ..prompts import told
+from ..policy.tokenizer import told
 from ..question import Asked, LastTurn, find
 from ..weights import identity
 from .call import CALL, Call, Cancelled, Guard

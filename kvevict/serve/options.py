@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 
+from ..policy.text import DEFAULT
+
 
 @dataclass(frozen=True)
 class Options:
     """The options of `kvevict serve` (docs/commands.md); memory and disk: bytes of what is stored at most."""
 
-    policy: str = "take+edie"
+    policy: str = DEFAULT
     unasked: str = "read-twice"  # as `kvevict.read` without a policy
     budget: int | float = 512
     chunk_size: int | None = 512

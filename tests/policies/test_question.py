@@ -1,6 +1,10 @@
 """What observes is the question: as its caller names it, by text or tokens, or as the chat template shows it; against
 the float64 oracle, whose probe is the same span of each row's tokens."""
 
+import argparse
+import contextlib
+import inspect
+import io
 import pickle
 
 import oracle
@@ -11,6 +15,7 @@ from test_policies import BUDGET, CHUNK, NEAR, VOCAB, model, ours, tokens
 
 import kvevict
 from kvevict.analysis.run import encode
+from kvevict.commands import COMMANDS
 from kvevict.question import LastTurn, find, question_of
 
 TEXT = "The harbour opens at seven. The lantern is lit at nine, says the old man by the door. " * 4
@@ -254,3 +259,50 @@ def test_a_text_needs_ids(net):
 def test_a_tokenizer_is_one(net):
     with pytest.raises(TypeError, match="tokenizer must be"):
         kvevict.patch(net, "take+edie", budget=60, tokenizer="name")
+
+
+# -- how many digits a token holds ----------------------------------------------------------------------------------
+
+
+class Digits:
+    """A tokenizer whose tokens hold so many digits of a number."""
+
+    def __init__(self, digits):
+        self.digits = digits
+
+    def __call__(self, text, **options):
+        assert text.isdigit()
+        return dict(input_ids=list(range(-(-len(text) // self.digits))))
+
+    def decode(self, ids, **options):
+        return ""
+
+
+@pytest.mark.parametrize("digits, kernel", [(1, 31), (3, 11), (31, 1)])
+def test_pooling_over_digits(net, digits, kernel):
+    ids = torch.randint(3, 259, (1, 150))
+    options = dict(budget=60, chunk_size=64, probe=8)
+
+    def kept(policy, tokenizer=None, **more):
+        kvevict.patch(net, policy, tokenizer=tokenizer, **options, **more)
+        net(ids)
+        found = kvevict.report(net, positions=True)["positions"]
+        kvevict.unpatch(net)
+        return found
+
+    want = kept("take+edie", kernel=kernel)
+    assert kept("take+edie", Digits(digits)) == want
+    assert kept("take+edie", Digits(digits), kernel=31) == kept("take+edie")
+    assert (kernel == 31) == (kept("take+edie") == want)
+    with pytest.raises(TypeError, match="kernel"):
+        kvevict.patch(net, "take+edie", budget=60, kernel="words")
+
+
+def test_the_default():
+    """What the README recommends is taken where no policy is named."""
+    for function in (kvevict.patch, kvevict.evicting):
+        assert inspect.signature(function).parameters["policy"].default == "take+edie"
+    for command in ("bench", "demo", "diagnose", "generate", "inspect", "plan", "serve"):
+        with pytest.raises(SystemExit), contextlib.redirect_stdout(io.StringIO()) as printed:
+            COMMANDS.find(command)(argparse.ArgumentParser(), ["--help"])
+        assert "default take+edie" in " ".join(printed.getvalue().split())

@@ -68,16 +68,19 @@ class Score:
 
 
 POOLS = ("max", "avg", "none")
+DIGITS = 31  # kernel="digits": a question attends to a number's first digit, and the pool keeps the rest of it
 
 
 @dataclass(frozen=True)
 class Pooled(Score):
     """A score that is pooled over `kernel` neighbouring slots, by their largest ("max") or mean ("avg").
 
-    sink   first slots that are always kept
+    kernel   an odd number; "digits": as many slots as hold `DIGITS` digits of a number, by the model's tokenizer, and
+             `DIGITS` without a tokenizer
+    sink     first slots that are always kept
     """
 
-    kernel: int = 7
+    kernel: int | str = 7
     pool: str = "max"
     sink: int = 0
     rows: ClassVar[Rows] = Window()
@@ -85,17 +88,18 @@ class Pooled(Score):
     def check(self, policy):
         super().check(policy)
         one_of("pool", self.pool, POOLS)
-        if count("kernel", self.kernel, 1) % 2 == 0:
+        if self.kernel != "digits" and count("kernel", self.kernel, 1) % 2 == 0:
             raise ValueError(f"kernel must be odd, so that pooling keeps the length, got {self.kernel}")
 
     def pooled(self, slots, score):
         """Each head's unprotected slots with stride 1 (METHODS section 0): max pads with -inf, avg divides by the
         kernel size with zero padding. Columns of protected slots are unspecified. Shape stays [B, Hkv, C]."""
-        if self.pool == "none" or self.kernel == 1 or score.shape[-1] == 0:
+        size = DIGITS if isinstance(self.kernel, str) else self.kernel
+        if self.pool == "none" or size == 1 or score.shape[-1] == 0:
             return score
         if self.pool == "max":
-            return F.max_pool1d(score.masked_fill(~slots.competing, -torch.inf), self.kernel, 1, self.kernel // 2)
-        return F.avg_pool1d(score.masked_fill(~slots.competing, 0), self.kernel, 1, self.kernel // 2)
+            return F.max_pool1d(score.masked_fill(~slots.competing, -torch.inf), size, 1, size // 2)
+        return F.avg_pool1d(score.masked_fill(~slots.competing, 0), size, 1, size // 2)
 
 
 @dataclass(frozen=True)
