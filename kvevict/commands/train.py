@@ -71,6 +71,7 @@ def _lookahead(args, options):
 def _gates(args, options):
     from ..analysis.run import load_model
     from ..gates import train
+    from ..processes import Processes
 
     text, name = read_text(args.data), model_name(args)
     check_folder("--out", args.out)
@@ -78,6 +79,8 @@ def _gates(args, options):
     options |= dict(kind=options.pop("form", "linear"), tokenizer=tokenizer, held_out=args.held_out, seed=args.seed)
     with _resumable(args.out):
         about = train(model, [text], args.out, **options).about
+    if Processes().rank > 0:
+        return None  # the first process has written
     print(_told(args.out, about))
     return {"model": name, "out": args.out, "tokens": about["tokens"], "held_out": about.get("held_out")}
 
