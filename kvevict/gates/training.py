@@ -24,6 +24,7 @@ from .measure import measure
 
 CHECKPOINT = "checkpoint.pt"  # of the first process; "checkpoint.N.pt" of number N
 MINUTE = 60  # seconds between checkpoints
+LENGTH, LIMIT = 1500, 30_000  # tokens of a piece, and in all
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Settings:
 
 
 def train(
-    model, texts, out, *, tokenizer=None, kind="linear", label="kvzip", length=1500, limit=30_000, held_out=None,
+    model, texts, out, *, tokenizer=None, kind="linear", label="kvzip", length=LENGTH, limit=LIMIT, held_out=None,
     ridge=0.01, seed=0, progress=True,
 ):  # fmt: skip
     """Train gates for `model` on `texts`; returns the `Gates`, which are saved in the folder `out`, too.
@@ -79,7 +80,7 @@ def train(
         raise ValueError("the model is split over processes (tensor parallel): load it in one to train its gates")
     context = getattr(decoder.config, "max_position_embeddings", None) or 2 * length
     known = pieces(texts, tokenizer, min(length, context // 2), limit, decoder.config.vocab_size)
-    last = -(-len(known) // 8) if held_out is None and len(known) > 1 else held_out or 0
+    last = held_out_of(len(known)) if held_out is None else held_out
     if last >= len(known):
         raise ValueError(f"held_out={last} leaves nothing to train on of {len(known)} pieces; give more text")
     processes = Processes()
@@ -101,6 +102,11 @@ def train(
         made.about = processes.broadcast(made.about)
     run.checkpoint.unlink(missing_ok=True)
     return made
+
+
+def held_out_of(pieces: int) -> int:
+    """How many of the pieces are held out where nobody says."""
+    return -(-pieces // 8) if pieces > 1 else 0
 
 
 class Run:
