@@ -51,7 +51,8 @@ def plan(parser, argv):
     )
     print(table(*runs.items()))
     if policy.threshold is not None:
-        print("How much a threshold leaves depends on the text: here is the most, the budget or all of it.")
+        most = "the full cache" if policy.budget is None else f"a budget of {policy.budget}"
+        print(f"What a threshold leaves follows the text: KV here is the most, {most}.")
     if runs[args.policy]["left_out"]:
         print("The drafting model is left out; give its config with --draft-model.")
     result = {"tokens": args.tokens, "batch": args.batch, "hardware": vars(hardware), "runs": runs}

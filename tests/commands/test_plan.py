@@ -646,6 +646,21 @@ def test_command_of_drafts(given, told, tmp_path, capsys):
     assert not any(line.startswith(("tokens/s", "slots/head")) for line in lines)
 
 
+@pytest.mark.parametrize("options, budget, kept, told", [
+    ("", "", 500, "the full cache"), ("", "--budget 0.3", 150, "a budget of 0.3"),
+    (",budget=180", "", 180, "a budget of 180"),
+])  # fmt: skip
+def test_command_of_a_threshold(options, budget, kept, told, tmp_path, capsys):
+    """What it leaves is not known; the most is."""
+    shared().config.save_pretrained(tmp_path)
+    argv = ["plan", "--model", str(tmp_path), "--policy", f"gate:threshold=0.1,keep_last=9,recent=9{options}"]
+    assert cli.main([*argv, "--tokens", "500", *budget.split()]) == 0
+    out = capsys.readouterr().out.splitlines()
+    run = json.loads(out[-1])["runs"][argv[4]]
+    assert run["cache_bytes"] == kept * 4 * shape_of(shared().config).slot_bytes
+    assert f"What a threshold leaves follows the text: KV here is the most, {told}." in out
+
+
 ERRORS = [
     (["--policy", "tkae"], "unknown policy 'tkae'"),
     (["--budget", "9"], "budget=9 is too small"),
