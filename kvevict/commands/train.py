@@ -30,6 +30,10 @@ def train(parser, argv):
     rows.add_argument("--rank", type=int, help="of the LoRA; default 8")
     rows.add_argument("--alpha", type=float, help="its scale is alpha / rank; default 32")
     rows.add_argument("--targets", nargs="+", help="all (default), qv, none, or linear layers")
+    rows.add_argument(
+        "--target", choices=["response", "repeat"],
+        help="what rows learn to attend to: what the response does (default), or what the prompt read again does",
+    )  # fmt: skip
     rows.add_argument("--max-prompt", type=int, help="tokens at most; default 16384")
     rows.add_argument("--max-response", type=int, help="tokens at most; default 512")
     rows.add_argument("--validate-every", type=int, help="steps; default 100")

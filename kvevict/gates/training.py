@@ -18,8 +18,9 @@ from ..files import write
 from ..patch import check_model, is_patched
 from ..policy.checks import at_least_0, count, one_of
 from ..processes import Processes
+from ..repeated import LABELS
 from .fits import FITS
-from .labels import LABELS, SKIP, each_layer, pieces
+from .labels import SKIP, each_layer, pieces
 from .measure import measure
 
 CHECKPOINT = "checkpoint.pt"  # of the first process; "checkpoint.N.pt" of number N
