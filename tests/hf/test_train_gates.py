@@ -12,6 +12,7 @@ import torch
 from test_policies import VOCAB, model
 
 import kvevict
+from kvevict import sealed
 from kvevict.analysis.run import load_model
 from kvevict.gates import fits, labels, measure, training
 
@@ -169,6 +170,60 @@ def test_a_damaged_checkpoint_and_a_full_disk(tmp_path, monkeypatch):
         kvevict.gates.train(made, TEXTS, tmp_path, **FAST)
     assert torch.load(io.BytesIO((tmp_path / "checkpoint.pt").read_bytes()), weights_only=True)["done"] == 2
     assert "_kvevict" not in made.model.__dict__
+
+
+class Harm:
+    def __reduce__(self):
+        return (pytest.fail, ("a pickle was run",))
+
+
+def test_a_checkpoint_that_is_another_pickle(tmp_path):
+    torch.save(dict(done=1, about={}, fits=Harm()), tmp_path / "checkpoint.pt")
+    with pytest.raises(ValueError, match=r"(?s)is damaged.*remove it"):
+        kvevict.gates.train(model(), TEXTS, tmp_path, **FAST)
+
+
+@pytest.mark.parametrize("file", ["gates.safetensors", "config.json"])
+def test_a_disk_that_is_full_at_the_end(file, tmp_path, monkeypatch, capsys):
+    """The checkpoint is still there, and the same command goes on from it; the command says what happened."""
+    from kvevict import cli
+
+    folder, _ = tiny.save(tmp_path / "model")
+    data, out = tmp_path / "text", tmp_path / "out"
+    data.write_text("It rained all day. " * 20)
+    arguments = [
+        "train",
+        "--kind",
+        "gates",
+        "--model",
+        folder,
+        "--data",
+        str(data),
+        "--out",
+        str(out),
+        "--length",
+        "90",
+    ]
+    monkeypatch.setattr(training, "MINUTE", 0)
+    write = sealed.write_bytes
+
+    def full(path, data):
+        if path.name == file:
+            raise OSError(28, "No space left on device")
+        write(path, data)
+
+    with monkeypatch.context() as disk:
+        disk.setattr(sealed, "write_bytes", full)
+        assert cli.main(arguments) == 2
+    assert "No space left" in capsys.readouterr().err
+    done = torch.load(out / "checkpoint.pt", weights_only=True)["done"]
+    real, read = training.each_layer, []
+    monkeypatch.setattr(training, "each_layer", lambda *a: read.append(0) or real(*a))
+    assert cli.main(arguments) == 0
+    config = json.loads((out / "config.json").read_text())
+    assert len(read) == config["pieces"] - done == 1
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "gates.safetensors"]
+    kvevict.gates.load(out, load_model(folder, "float32", "cpu")[0])
 
 
 @pytest.mark.parametrize("given, text", [
