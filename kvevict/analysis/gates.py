@@ -45,9 +45,9 @@ def _training(shape, hardware, length):
     columns, trained = wide + shape.kv_heads, (pieces - held_out_of(pieces)) * (length - SKIP)
     sums = 2 * trained * wide * columns
     solved = 2 * shape.hidden**3 // 3 + 2 * shape.hidden**2 * shape.kv_heads
-    double, bytes = layers * (sums + solved), DOUBLE * layers * wide * columns
+    double, held = layers * (sums + solved), DOUBLE * layers * wide * columns
     return dict(
         tokens=pieces * length, pieces=pieces, flops=pieces * sum(read["flops"].values()), flops64=double,
-        sums_bytes=bytes, peak_bytes=read["peak_bytes"] + bytes,
+        sums_bytes=held, peak_bytes=read["peak_bytes"] + held,
         seconds=pieces * read["seconds"] + double / (hardware.tflops64 * 1e12 * hardware.efficiency),
     )  # fmt: skip

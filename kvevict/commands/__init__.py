@@ -172,8 +172,8 @@ def number(text: str):
 
 
 def build_policies(texts, args, **common) -> dict:
-    """Text -> `Policy`. A policy's own options win over `--budget`, `--chunk-size` and the `common` ones; one with a
-    threshold has the default of `--budget` not."""
+    """Text -> `Policy`. A policy's own options win over `--budget`, `--chunk-size` and the `common` ones. A threshold
+    stands in the place of `--budget`'s default."""
     from ..policy.policy import build
 
     common |= dict(budget=number(args.budget), chunk_size=args.chunk_size)

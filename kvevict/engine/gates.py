@@ -1,6 +1,7 @@
 """Trained gates (METHODS section 9): functions from the input of a layer's attention block to what each kv head's slots
 will be worth, and the folder that holds them."""
 
+import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,9 +94,14 @@ def forget(decoder) -> None:
 
 def inner_of(folder) -> int:
     """Outputs of the first of two affine maps of the gates in a folder; 0: they are linear, or not there."""
-    if folder is None or not (Path(folder) / CONFIG).is_file():
+    if folder is None or not (path := Path(folder) / CONFIG).is_file():
         return 0
-    return _config(Path(folder), repr(os.fspath(folder)), AGAIN).get("inner", 0)
+    return _inner(Path(folder), path.stat().st_mtime_ns)
+
+
+@functools.lru_cache
+def _inner(folder, stamp):
+    return _config(folder, repr(os.fspath(folder)), AGAIN).get("inner", 0)
 
 
 def outputs(decoder) -> int:

@@ -124,8 +124,9 @@ def test_refused(damage, text, tmp_path):
 
 
 def test_a_source_that_is_not_there_or_is_the_target(tmp_path):
-    with pytest.raises(ValueError, match="is not a folder, and the hub"):
-        kvevict.gates.convert("nobody/KVzap-mlp-of-nothing", model(), tmp_path / "gates")
+    for source in ("nobody/KVzap-mlp-of-nothing", tmp_path / "nothing", "a b", ""):
+        with pytest.raises(ValueError, match=r"is not a folder, and the hub|has no config\.json"):
+            kvevict.gates.convert(source, model(), tmp_path / "gates")
     published(tmp_path / "kvzap", model())
     with pytest.raises(ValueError, match="give another"):
         kvevict.gates.convert(tmp_path / "kvzap", model(), tmp_path / "kvzap")
