@@ -17,6 +17,8 @@ def report(source, positions: bool = False) -> dict:
 
     seen               valid tokens per batch row, of this and earlier turns
     kept               [layer][row][kv head] slots stored when the read ended; None for layers that do not evict
+    kept_share         per batch row, slots of all those layers and heads over the tokens seen in each: with a threshold
+                       it follows the text
     cache_bytes        live KV bytes then: 2 * bytes * head_dim * slots
     padded_bytes       what those would be if every head of a layer were padded to its longest
     peak_cache_bytes   the most live KV bytes at any moment of the read, the chunk in flight included

@@ -56,7 +56,7 @@ def check(model, ids, name, policy, max_new_tokens) -> None:
         return_dict_in_generate=True,
     )  # fmt: skip
     want = model.generate(ids, **options)
-    with evicting(model, dataclasses.replace(policy, budget=ids.shape[1] + max_new_tokens)):
+    with evicting(model, dataclasses.replace(policy, budget=ids.shape[1] + max_new_tokens, threshold=None)):
         got = model.generate(ids, **options)
     allowed = TOLERANCE[next(model.parameters()).dtype]
     for step, (a, b) in enumerate(zip(want.logits, got.logits)):
@@ -72,14 +72,16 @@ def check(model, ids, name, policy, max_new_tokens) -> None:
 
 def alternate(model, ids, policies: dict, max_new_tokens, repeat, progress=lambda: None) -> dict:
     """Name -> medians of `repeat` runs of the model as it is and of each policy, interleaved so that a machine that
-    slows down slows all of them: read_seconds, decode_tokens_per_second, peak_bytes, cache_bytes."""
+    slows down slows all of them: read_seconds, decode_tokens_per_second, peak_bytes, cache_bytes; and `slots`, kept per
+    kv head."""
     runs = {name: [] for name in (UNPATCHED, *policies)}
     for _ in range(repeat):
         for name, made in runs.items():
             made.append(measure(model, None, ids, policies.get(name), max_new_tokens))
             progress()
-    full = next(full_cache_bytes(made[0]["report"]) for name, made in runs.items() if name != UNPATCHED)
-    return {name: medians(made, full) for name, made in runs.items()}
+    seen = next(made[0]["report"] for name, made in runs.items() if name != UNPATCHED)
+    full = full_cache_bytes(seen)
+    return {name: medians(made, full) | dict(slots=held(made[0], seen)[0]) for name, made in runs.items()}
 
 
 def medians(made: list, full: int) -> dict:

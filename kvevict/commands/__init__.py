@@ -53,8 +53,12 @@ def add_policies(parser, default=()) -> None:
                         help=f"what to compare: {FORM} of `kvevict policies`{told}")  # fmt: skip
 
 
+class Unsaid(str):
+    """A default that nobody has named."""
+
+
 def add_budget(parser, budget: int = 512, chunk_size: int | None = None) -> None:
-    parser.add_argument("--budget", default=str(budget),
+    parser.add_argument("--budget", default=Unsaid(budget),
                         help=f"slots per kv head, or the fraction kept; default {budget}")  # fmt: skip
     parser.add_argument("--chunk-size", type=int, default=chunk_size,
                         help=f"tokens read at once; default {chunk_size or 'is up to the policy'}")  # fmt: skip
@@ -168,12 +172,17 @@ def number(text: str):
 
 
 def build_policies(texts, args, **common) -> dict:
-    """Text -> `Policy`. A policy's own options win over `--budget`, `--chunk-size` and the `common` ones."""
+    """Text -> `Policy`. A policy's own options win over `--budget`, `--chunk-size` and the `common` ones. A threshold
+    stands in the place of `--budget`'s default."""
     from ..policy.policy import build
 
     common |= dict(budget=number(args.budget), chunk_size=args.chunk_size)
-    parsed = {text: parse_policy(text) for text in texts}
-    return {text: build(name, **common | options) for text, (name, options) in parsed.items()}
+    policies = {}
+    for text in texts:
+        name, options = parse_policy(text)
+        unbound = options.get("threshold") is not None and isinstance(args.budget, Unsaid)
+        policies[text] = build(name, **common | (dict(budget=None) if unbound else {}) | options)
+    return policies
 
 
 def check_complete(policies: dict) -> None:

@@ -44,7 +44,8 @@ def bench(parser, argv):
     print(f"{name}: {made_of}; {args.new_tokens} new tokens, median of {args.repeat} runs")
     print(f"Checked: on {checked.shape[1]} tokens, nothing evicted, every policy gives the {UNPATCHED} model's logits.")
     width = max(map(len, (UNPATCHED, *policies)))
-    print(f"{'prompt':>8} {'':{width}}{'first token s':>17}{'decode tok/s':>17}{'peak growth MiB':>17}{'KV MiB':>17}")
+    heads = ("first token s", "decode tok/s", "peak growth MiB", "KV MiB")
+    print(f"{'prompt':>8} {'':{width}}" + "".join(f"{text:>17}" for text in heads) + f"{'slots/head':>13}")
     rows, total = [], args.repeat * len(prompts) * (len(policies) + 1)
     with tqdm(total=total, unit="run", delay=1, leave=False, disable=None) as bar:
         for length, ids in prompts.items():
@@ -119,4 +120,4 @@ def cells(row: dict, base: dict) -> str:
         f"{row[key] / scale:.4g} " + (f"({row[key] / base[key]:.2f})" if base[key] else "(-)")
         for key, scale in scales.items()
     )
-    return "".join(f"{text:>17}" for text in shown)
+    return "".join(f"{text:>17}" for text in shown) + f"{row['slots']:>13}"

@@ -50,8 +50,8 @@ def eval(parser, argv):
     args = parser.parse_args(argv)
     installed("eval", "kvevict eval", "scipy", "tabulate")
     from ..evaluate.results import read
-    from ..evaluate.share import Processes
     from ..evaluate.table import render
+    from ..processes import Processes
 
     if not args.table_only:
         try:

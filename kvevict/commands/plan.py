@@ -16,16 +16,18 @@ def plan(parser, argv):
     parser.add_argument("--tflops", type=float, help="peak TFLOP/s; default: an H100 SXM's in bf16")
     parser.add_argument("--bandwidth", type=float, help="memory GB/s; default: an H100 SXM's")
     parser.add_argument("--efficiency", type=float, help="share of both that is reached; default 0.7")
+    parser.add_argument("--tflops64", type=float, help="peak TFLOP/s in float64, of gates' training; default: the same")
     args = parser.parse_args(argv)
     from transformers import AutoConfig
 
     from ..analysis.cost import Hardware
     from ..analysis.cost import plan as cost
+    from ..analysis.gates import gates
     from ..analysis.shape import shape_of
     from ..analysis.speed import UNPATCHED
     from ..models import pretrained
 
-    numbers = {name: getattr(args, name) for name in ("tflops", "bandwidth", "efficiency")}
+    numbers = {name: getattr(args, name) for name in ("tflops", "bandwidth", "efficiency", "tflops64")}
     hardware = Hardware(**{name: value for name, value in numbers.items() if value is not None})
     policy = build_policies([args.policy], args)[args.policy]
     read_shape = lambda name: shape_of(pretrained(AutoConfig, name), args.dtype)  # noqa: E731
@@ -49,10 +51,27 @@ def plan(parser, argv):
     )
     print(table(*runs.items()))
     if policy.threshold is not None:
-        print("How much a threshold leaves depends on the text: here is the most, the budget or all of it.")
+        most = "the full cache" if policy.budget is None else f"a budget of {policy.budget}"
+        print(f"What a threshold leaves follows the text: KV here is the most, {most}.")
     if runs[args.policy]["left_out"]:
         print("The drafting model is left out; give its config with --draft-model.")
-    return {"tokens": args.tokens, "batch": args.batch, "hardware": vars(hardware), "runs": runs}
+    result = {"tokens": args.tokens, "batch": args.batch, "hardware": vars(hardware), "runs": runs}
+    if hasattr(policy.score, "gates"):
+        result["gates"] = gates(shape, policy.score.gates, hardware, context)
+        print(_told(result["gates"]))
+    return result
+
+
+def _told(gates) -> str:
+    """Of gates' size and cost, and their training's."""
+    made = gates["training"]
+    return (
+        f"Gates: {gates['bytes'] / 2**20:.3g} MiB; each token read takes {gates['flops_per_token'] / 1e6:.3g} MFLOP "
+        f"more, {gates['share']:.2g} of its products with weights.\n"
+        f"Training them (linear) on {made['tokens']} tokens, each read twice: {made['flops'] / 1e12:.3g} TFLOP, and "
+        f"{made['flops64'] / 1e12:.3g} in float64; {made['seconds']:.3g} s; peak memory "
+        f"{made['peak_bytes'] / 2**30:.3g} GiB, of which {made['sums_bytes'] / 2**30:.3g} are sums of products."
+    )
 
 
 def _drafted(run, what, unit):

@@ -30,6 +30,10 @@ def train(parser, argv):
     rows.add_argument("--rank", type=int, help="of the LoRA; default 8")
     rows.add_argument("--alpha", type=float, help="its scale is alpha / rank; default 32")
     rows.add_argument("--targets", nargs="+", help="all (default), qv, none, or linear layers")
+    rows.add_argument(
+        "--target", choices=["response", "repeat"],
+        help="what rows learn to attend to: what the response does (default), or what the prompt read again does",
+    )  # fmt: skip
     rows.add_argument("--max-prompt", type=int, help="tokens at most; default 16384")
     rows.add_argument("--max-response", type=int, help="tokens at most; default 512")
     rows.add_argument("--validate-every", type=int, help="steps; default 100")
@@ -71,6 +75,7 @@ def _lookahead(args, options):
 def _gates(args, options):
     from ..analysis.run import load_model
     from ..gates import train
+    from ..processes import Processes
 
     text, name = read_text(args.data), model_name(args)
     check_folder("--out", args.out)
@@ -78,6 +83,8 @@ def _gates(args, options):
     options |= dict(kind=options.pop("form", "linear"), tokenizer=tokenizer, held_out=args.held_out, seed=args.seed)
     with _resumable(args.out):
         about = train(model, [text], args.out, **options).about
+    if Processes().rank > 0:
+        return None  # the first process has written
     print(_told(args.out, about))
     return {"model": name, "out": args.out, "tokens": about["tokens"], "held_out": about.get("held_out")}
 

@@ -1,6 +1,7 @@
 """Trained gates (METHODS section 9): functions from the input of a layer's attention block to what each kv head's slots
 will be worth, and the folder that holds them."""
 
+import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from .moments import other_model
 FORMAT, VERSION = "kvevict gates", 1
 WEIGHTS, CONFIG = "gates.safetensors", "config.json"
 BESIDE = "kvevict_gates"  # the folder, in that of a model, of the gates that it has on its own
+AGAIN = "give a folder that `kvevict train --kind gates` wrote for this model"
 KINDS = {"linear": 1, "mlp": 2}  # affine maps of a layer
 _loaded: WeakKeyDictionary = WeakKeyDictionary()  # decoder -> (folder, Gates)
 
@@ -90,6 +92,18 @@ def forget(decoder) -> None:
     _loaded.pop(decoder, None)
 
 
+def inner_of(folder) -> int:
+    """Outputs of the first of two affine maps of the gates in a folder; 0: they are linear, or not there."""
+    if folder is None or not (path := Path(folder) / CONFIG).is_file():
+        return 0
+    return _inner(Path(folder), path.stat().st_mtime_ns)
+
+
+@functools.lru_cache
+def _inner(folder, stamp):
+    return _config(folder, repr(os.fspath(folder)), AGAIN).get("inner", 0)
+
+
 def outputs(decoder) -> int:
     """Numbers of a token in one layer: one per kv head, one in all of latents (MLA)."""
     config = decoder.config
@@ -97,7 +111,7 @@ def outputs(decoder) -> int:
 
 
 def _read(folder, decoder, order):
-    name, again = repr(os.fspath(folder)), "give a folder that `kvevict train --kind gates` wrote for this model"
+    name, again = repr(os.fspath(folder)), AGAIN
     config = _config(Path(folder), name, again)
     if other := other_model(config["base"], decoder):
         raise ValueError(f"gates: {name} is of another model: {other}; {again}")

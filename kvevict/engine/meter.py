@@ -43,10 +43,13 @@ class Meter:
         """The report of a read that is done."""
         layers = [layer if index in patch.order else None for index, layer in enumerate(cache.layers)]
         own = [layer for layer in layers if layer is not None]
-        live = sum(layer.live_bytes() for layer in own)
+        live, seen = sum(layer.live_bytes() for layer in own), own[0].seen.tolist()
+        slots = sum(layer.counts.sum(1) for layer in own).tolist()
+        heads = sum(layer.counts.shape[1] for layer in own)
         self.report = dict(
-            seen=own[0].seen.tolist(),
+            seen=seen,
             kept=[None if layer is None else layer.counts.tolist() for layer in layers],
+            kept_share=[n / (heads * tokens) if tokens else 1.0 for n, tokens in zip(slots, seen, strict=True)],
             cache_bytes=live,
             padded_bytes=sum(layer.padded_bytes() for layer in own),
             peak_cache_bytes=max(self.peak, live),

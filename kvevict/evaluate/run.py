@@ -13,11 +13,11 @@ from tqdm import tqdm
 from .. import families
 from ..engine.replay import Replay
 from ..patch import find_decoder
+from ..processes import Processes
 from ..weights import fingerprint
 from . import protocols
 from .ask import FULL, MODES, Asked, Run, ask, encode, policy_for, read, reads_alone
 from .results import Results
-from .share import Processes
 from .tasks import Settings, find
 
 
@@ -83,7 +83,7 @@ def evaluate(model, tokenizer, plan: Plan, out, name: str = "", share_reads: boo
         for case in itertools.islice(task(settings), 1):
             encode(model, tokenizer, case)
     with contextlib.ExitStack() as stack:
-        processes = stack.enter_context(Processes())
+        processes = Processes().join()
         first = processes.rank == 0
         if first:
             print(f"{len(runs)} runs of every case; results go to {out}", file=sys.stderr)

@@ -1,6 +1,7 @@
 """Gates (METHODS section 9): trained functions of a token's hidden state that say what its slots will be worth."""
 
 from ..engine.gates import Gates, load
+from .kvzap import convert
 from .training import train
 
-__all__ = ["Gates", "load", "train"]
+__all__ = ["Gates", "convert", "load", "train"]

@@ -19,7 +19,11 @@ class Linear:
         """Take in rows x [T, E], y [T, heads]; progress: the share of all pieces that came before."""
         rows = torch.cat([torch.ones_like(x[:, :1]), x, y], 1).double()
         product = torch.cat([torch.ones_like(x[:, :1]), x], 1).double().T @ rows
-        self.products = product if self.products is None else self.products + product
+        self.products = product if self.products is None else self.products.add_(product)
+
+    def join(self, processes) -> None:
+        """Take in what the fits of the same layer in other processes were given."""
+        self.products = processes.sum(self.products)
 
     def affines(self) -> tuple:
         """((weight [heads, E], bias [heads]),) fp32."""

@@ -6,14 +6,9 @@ from pathlib import Path
 import torch
 
 from .. import families
-from ..context import within
-from ..engine.watch import Watcher
-from ..patch import evicting
-from ..policy.checks import PLENTY
-from ..policy.policy import build
+from ..repeated import numbers
 
 SKIP = 4  # first tokens of a piece, which are always kept and whose hidden states are unlike others'
-LABELS = ("kvzip", "kvzip+")
 FLOOR = 1e-6  # of a number, before its logarithm is taken
 
 
@@ -62,17 +57,6 @@ def _first(text, tokenizer):
     return torch.tensor([] if first is None else [first], dtype=torch.long)
 
 
-class _Told(Watcher):
-    """Hands each layer's inputs and numbers on, as soon as they are known."""
-
-    def __init__(self, inputs, take):
-        self.inputs, self.take = inputs, take
-
-    def read(self, call, score):
-        x = self.inputs.pop(call.slots.index)[0, SKIP : score.shape[-1]]
-        self.take(call.slots.index, x, score[0, :, SKIP:].T.clamp_min(FLOOR).log())
-
-
 def each_layer(model, label: str, ids, take) -> None:
     """take(layer, x [T, E], y [T, heads] fp32) of every layer: the inputs of its attention block and the logarithms of
     the numbers of a piece's tokens but the first ones. The piece is read, and once more after itself."""
@@ -84,11 +68,13 @@ def each_layer(model, label: str, ids, take) -> None:
         inputs[module.layer_idx] = args[0] if args else kwargs["hidden_states"]
 
     own = [families.attention_of(layers[i], i) for i, kind in enumerate(kinds) if kind in families.EVICTS]
-    policy = build(label, budget=PLENTY, chunk_size=len(ids), layers="uniform")
-    with evicting(model, policy), torch.no_grad(), within(watchers=(_Told(inputs, take),)):
-        hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in own]
-        try:
-            decoder(input_ids=ids[None].to(families.device_of(decoder)), use_cache=True)
-        finally:
-            for hook in hooks:
-                hook.remove()
+    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in own]
+
+    def told(index, score):
+        take(index, inputs.pop(index)[0, SKIP : len(ids)], score[:, SKIP:].T.clamp_min(FLOOR).log())
+
+    try:
+        numbers(model, label, ids, told)
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -17,12 +17,15 @@ from ..families import base_model, find_decoder
 from ..files import write
 from ..patch import check_model, is_patched
 from ..policy.checks import at_least_0, count, one_of
+from ..processes import Processes
+from ..repeated import LABELS
 from .fits import FITS
-from .labels import LABELS, SKIP, each_layer, pieces
+from .labels import SKIP, each_layer, pieces
 from .measure import measure
 
-CHECKPOINT = "checkpoint.pt"
+CHECKPOINT = "checkpoint.pt"  # of the first process; "checkpoint.N.pt" of number N
 MINUTE = 60  # seconds between checkpoints
+LENGTH, LIMIT = 1500, 30_000  # tokens of a piece, and in all
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Settings:
 
 
 def train(
-    model, texts, out, *, tokenizer=None, kind="linear", label="kvzip", length=1500, limit=30_000, held_out=None,
+    model, texts, out, *, tokenizer=None, kind="linear", label="kvzip", length=LENGTH, limit=LIMIT, held_out=None,
     ridge=0.01, seed=0, progress=True,
 ):  # fmt: skip
     """Train gates for `model` on `texts`; returns the `Gates`, which are saved in the folder `out`, too.
@@ -64,9 +67,10 @@ def train(
     ridge     of "linear": added to each input's variance, as a share of it
     seed      of "mlp"
 
-    A run that was interrupted continues from its last checkpoint, at most a minute old, when it is called again. Raises
-    ValueError for texts that are too short, a model that is patched, split over processes or of an unknown kind, and a
-    checkpoint of other settings or a damaged one; OSError where `out` cannot be written.
+    More processes (`accelerate launch`) share the pieces of "linear", and each calls this; the first one measures and
+    writes. A run that was interrupted continues from its last checkpoint, at most a minute old, when it is called
+    again. Raises ValueError for texts that are too short, a model that is patched, split over processes or of an
+    unknown kind, and a checkpoint of other settings or a damaged one; OSError where `out` cannot be written.
     """
     settings = Settings(kind, label, length, limit, held_out, ridge, seed)
     decoder, folder = find_decoder(model), Path(out)
@@ -77,33 +81,49 @@ def train(
         raise ValueError("the model is split over processes (tensor parallel): load it in one to train its gates")
     context = getattr(decoder.config, "max_position_embeddings", None) or 2 * length
     known = pieces(texts, tokenizer, min(length, context // 2), limit, decoder.config.vocab_size)
-    last = -(-len(known) // 8) if held_out is None and len(known) > 1 else held_out or 0
+    last = held_out_of(len(known)) if held_out is None else held_out
     if last >= len(known):
         raise ValueError(f"held_out={last} leaves nothing to train on of {len(known)} pieces; give more text")
+    processes = Processes()
+    if processes.size > 1 and kind != "linear":
+        raise ValueError(f"kind={kind!r} takes one step after the other: start one process, or train kind='linear'")
+    if processes.size > len(known) - last:
+        raise ValueError(f"{processes.size} processes share {len(known) - last} pieces: give more text, or start fewer")
     folder.mkdir(parents=True, exist_ok=True)
-    run = Run(model, decoder, known[: len(known) - last], folder, settings)
+    processes.join()
     with trial.quiet(model):
-        made = run.go(progress)
-        if last:
+        first = processes.rank == 0
+        run = Run(model, decoder, known[: len(known) - last], folder, settings, processes)
+        made = run.go(progress and first)
+        if first and last:
             held = known[len(known) - last :]
             made.about["held_out"] = measure(model, label, held, made, lambda each: _bar(each, "measuring", progress))
-    made.save(folder)
-    (folder / CHECKPOINT).unlink(missing_ok=True)
+        if first:
+            made.save(folder)
+        made.about = processes.broadcast(made.about)
+    run.checkpoint.unlink(missing_ok=True)
     return made
+
+
+def held_out_of(pieces: int) -> int:
+    """How many of the pieces are held out where nobody says."""
+    return -(-pieces // 8) if pieces > 1 else 0
 
 
 class Run:
     """One training: made anew or continued from the folder's checkpoint."""
 
-    def __init__(self, model, decoder, known, folder, settings):
-        self.model, self.decoder, self.pieces = model, decoder, known
-        self.folder, self.settings = folder, settings
+    def __init__(self, model, decoder, known, folder, settings, processes):
+        self.model, self.decoder, self.settings, self.processes = model, decoder, settings, processes
+        self.pieces, self.tokens, self.count = known[processes.rank :: processes.size], sum(map(len, known)), len(known)
+        number = f".{processes.rank}" if processes.rank else ""
+        self.checkpoint = (folder / CHECKPOINT).with_suffix(f"{number}.pt")
         kinds = families.layer_kinds(decoder.config)
         order = [index for index, kind in enumerate(kinds) if kind in families.EVICTS]
         self.fits = {index: FITS[settings.kind](settings) for index in order}
         digest = hashlib.sha256(repr([ids.tolist() for ids in known]).encode()).hexdigest()[:16]
         self.base = model_of(decoder)
-        self.about = vars(settings) | dict(data=digest, base=self.base)
+        self.about = vars(settings) | dict(data=digest, base=self.base, processes=processes.size)
         self.done = 0
 
     def go(self, progress) -> Gates:
@@ -116,19 +136,22 @@ class Run:
             if time.monotonic() - saved >= MINUTE and self.done < len(self.pieces):
                 self._save()
                 saved = time.monotonic()
+        if self.processes.size > 1:
+            for fit in self.fits.values():
+                fit.join(self.processes)
         layers = {index: fit.affines() for index, fit in self.fits.items()}
         about = {name: self.about[name] for name in ("kind", "label", "length", "ridge", "seed", "base")}
         if self.settings.kind == "mlp":
             about["inner"] = len(next(iter(layers.values()))[0][1])
-        return Gates(layers, about | dict(tokens=sum(map(len, self.pieces)), pieces=len(self.pieces)))
+        return Gates(layers, about | dict(tokens=self.tokens, pieces=self.count))
 
     def _save(self):
         buffer, fits = io.BytesIO(), {index: fit.state() for index, fit in self.fits.items()}
         torch.save(dict(done=self.done, about=self.about, fits=fits), buffer)
-        write(self.folder / CHECKPOINT, buffer.getvalue())
+        write(self.checkpoint, buffer.getvalue())
 
     def _resume(self):
-        path = self.folder / CHECKPOINT
+        path = self.checkpoint
         if not path.exists():
             return
         device = families.device_of(self.decoder)

@@ -27,7 +27,7 @@ class Truth:
 
 @torch.no_grad()
 def truth(decoder, prompt, response) -> Truth:
-    """The first pass, causal over ids [N] and [R]; it keeps the response's true scores."""
+    """The first pass, causal over ids [N] and [R]; it keeps the response's true scores, where there is one."""
     found, ids = Truth(len(prompt)), torch.cat([prompt, response])[None]
 
     def attend(module, query, key, value, mask, **options):
@@ -39,10 +39,11 @@ def truth(decoder, prompt, response) -> Truth:
         options = _op_options(options)
         slots, new = slots_of(key[:, :, :0]), torch.zeros(1, dtype=torch.int32, device=key.device)
         out, lse = _ops.attend(query, slots.k, slots.k, slots.offset, slots.len, key, value, new, **options)
-        found.target[index] = _ops.score(
-            query[:, :, n:], new, slots.k, slots.offset, slots.len, key, new, new + n, lse[:, :, n:].contiguous(),
-            reduce="mean", group="none", columns=n, **options,
-        )  # fmt: skip
+        if len(response):
+            found.target[index] = _ops.score(
+                query[:, :, n:], new, slots.k, slots.offset, slots.len, key, new, new + n, lse[:, :, n:].contiguous(),
+                reduce="mean", group="none", columns=n, **options,
+            )  # fmt: skip
         return out, None
 
     with _attention(decoder, attend):

@@ -16,12 +16,14 @@ from ..families import base_model, device_of, find_decoder
 from ..files import replacing, write
 from ..patch import is_patched
 from ..policy.adapter import Adapter, targets_of
-from ..policy.checks import at_least_0, count, installed
+from ..policy.checks import at_least_0, count, installed, one_of
 from .data import Limits, Responses, pairs
 from .passes import loss, truth
+from .repetition import repeated
 from .validation import similarity
 
 CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
+TARGETS = {"response": truth, "repeat": repeated}
 LR = {"qwen2": 2e-4, "qwen3": 2e-4, "qwen3_moe": 2e-4}  # table 16; 1e-3 for the others
 
 
@@ -40,6 +42,7 @@ class Settings:
     rank: int = 8
     alpha: float = 32
     targets: tuple = ()
+    target: str = "response"
     seed: int = 0
 
     def __post_init__(self):
@@ -48,6 +51,7 @@ class Settings:
         for name in ("lr", "clip"):
             at_least_0(name, getattr(self, name), positive=True)
         at_least_0("warmup", self.warmup)
+        one_of("target", self.target, TARGETS)
 
     def rate(self, step: int) -> float:
         """The learning rate of a step from 0: a linear warmup, then a cosine to 0."""
@@ -63,8 +67,8 @@ class Settings:
 
 def train(
     model, data, out, *, tokenizer=None, steps=7600, batch=32, lr=None, warmup=0.02, betas=(0.9, 0.95), clip=1.0,
-    tokens=32, rank=8, alpha=32, targets="all", seed=0, max_prompt=16384, max_response=512, held_out=0,
-    validate_every=100, save_every=100, progress=True,
+    tokens=32, rank=8, alpha=32, targets="all", target="response", seed=0, max_prompt=16384, max_response=512,
+    held_out=0, validate_every=100, save_every=100, progress=True,
 ):  # fmt: skip
     """Train an adapter for `model` on `data`; returns the `Adapter`, which is saved in the folder `out` too.
 
@@ -75,6 +79,9 @@ def train(
     lr            None: the paper's, 2e-4 for Qwen and 1e-3 for others, after a warmup of that share of the steps
                   falling to 0 as a cosine; Adam with `betas`; gradients' norm clipped to `clip`
     tokens, rank, alpha, targets   of the `Adapter`; seed: of its first weights and of the order of pairs
+    target        "response": the mean attention of the response's rows (the paper's). "repeat": the numbers of `kvzip+`
+                  when the prompt is read twice, for texts whose question is not known; responses are not needed, and
+                  a prompt has at most half of the model's context
     held_out      so many last pairs are not trained on but validated with every `validate_every` steps: loss,
                   recall@k and Kendall's tau against the true scores (k: an eighth of the prompt)
     save_every    steps between checkpoints; called again, a run that was interrupted continues from the last one, and
@@ -91,13 +98,20 @@ def train(
         raise ValueError("the model is patched: call kvevict.unpatch(model) before training")
     if lr is None:
         lr = LR.get(decoder.config.model_type, 1e-3)
-    settings = Settings(steps, batch, lr, warmup, tuple(betas), clip, tokens, rank, alpha, targets_of(targets), seed)
+    settings = Settings(
+        steps, batch, lr, warmup, tuple(betas), clip, tokens, rank, alpha, targets_of(targets), target, seed
+    )
     for name, value in (("max_prompt", max_prompt), ("max_response", max_response), ("save_every", save_every),
                         ("validate_every", validate_every)):  # fmt: skip
         count(name, value, 1)
     count("held_out", held_out, 0)
     context = getattr(decoder.config, "max_position_embeddings", None) or 2**31
-    known = pairs(data, tokenizer, Limits(max_prompt, max_response, context))
+    limits = Limits(max_prompt, max_response, context)
+    if target == "repeat":  # itself follows the prompt, and nothing else
+        limits = Limits(min(max_prompt, context // 2), 2**31, 2**32)
+    known = pairs(data, tokenizer, limits)
+    if target == "repeat":
+        known = [pair._replace(response=()) for pair in known]
     if held_out >= len(known):
         raise ValueError(f"held_out={held_out} leaves nothing to train on of {len(known)} pairs; give more pairs")
     folder.mkdir(parents=True, exist_ok=True)
@@ -112,13 +126,13 @@ def train(
 class _Loss(torch.nn.Module):
     """The loss of one pair, as a module whose parameters are the adapter's: what accelerate distributes."""
 
-    def __init__(self, decoder, adapter):
+    def __init__(self, decoder, adapter, target):
         super().__init__()
-        self.adapter = adapter
+        self.adapter, self.first_pass = adapter, TARGETS[target]
         object.__setattr__(self, "decoder", decoder)  # not a submodule: its weights are frozen
 
     def forward(self, prompt, response):
-        return loss(self.decoder, self.adapter, truth(self.decoder, prompt, response))
+        return loss(self.decoder, self.adapter, self.first_pass(self.decoder, prompt, response))
 
 
 class Run:
@@ -129,7 +143,7 @@ class Run:
         self.accelerator = _accelerator(decoder)
         self.pairs, self.held = known[: len(known) - held_out], known[len(known) - held_out :]
         self.responses = Responses(model, folder, most, self.accelerator.process_index)
-        self.module = self.accelerator.prepare_model(_Loss(decoder, adapter))
+        self.module = self.accelerator.prepare_model(_Loss(decoder, adapter, settings.target))
         self.optimizer = torch.optim.Adam(adapter.parameters(), lr=settings.lr, betas=settings.betas)
         digest = hashlib.sha256(repr([pair[1:] for pair in known]).encode()).hexdigest()[:16]
         about = dict(vars(settings), held_out=held_out, data=digest, weights=adapter.weights)
@@ -157,7 +171,7 @@ class Run:
                 bar.set_postfix(loss=f"{line['loss']:.4f}")
                 bar.update()
         if main:
-            self.adapter.save(self.folder)
+            self.adapter.save(self.folder, target=self.settings.target)
             _plot(self.folder)
         self.accelerator.wait_for_everyone()
 
@@ -192,11 +206,14 @@ class Run:
 
     def _ids(self, pair):
         device = device_of(self.decoder.get_input_embeddings())
-        return [torch.tensor(ids, device=device) for ids in (pair.prompt, self.responses.of(pair))]
+        return [torch.tensor(ids, dtype=torch.long, device=device) for ids in (pair.prompt, self.responses.of(pair))]
 
     def _validate(self) -> dict:
         """Means over the held-out pairs."""
-        found = [similarity(self.decoder, self.adapter, *self._ids(pair)) for pair in self.held]
+        first_pass = TARGETS[self.settings.target]
+        found = [
+            similarity(self.decoder, self.adapter, first_pass(self.decoder, *self._ids(pair))) for pair in self.held
+        ]
         return {name: sum(each[name] for each in found) / len(found) for name in found[0]}
 
     def _save(self):

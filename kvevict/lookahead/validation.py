@@ -7,10 +7,10 @@ from . import passes
 
 
 @torch.no_grad()
-def similarity(decoder, adapter, prompt, response) -> dict:
-    """Loss of one pair, ids [N] and [R], and means over layers and kv heads of the unpooled scores' `tau` and of their
-    `recall` of the best eighth."""
-    found, each = passes.truth(decoder, prompt, response), []
+def similarity(decoder, adapter, found) -> dict:
+    """Loss of one pair, of which the first pass found a `Truth`, and means over layers and kv heads of the unpooled
+    scores' `tau` and of their `recall` of the best eighth."""
+    each: list = []
 
     def note(layer, q, k, slots, options):
         got = _scores(q, k, slots, **options)[0, :, : found.tokens]

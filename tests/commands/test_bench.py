@@ -43,6 +43,22 @@ def test_rows(tmp_path, capsys):
     assert f"({20 / 90:.2f})" in next(text for text in out.splitlines() if text.split()[:2] == ["90", names[1]])
 
 
+def test_a_threshold_follows_the_text(tmp_path, capsys):
+    """Nothing else is its limit, unless it is named. Bytes and the range of slots over heads are those that stay."""
+    folder, _ = save(tmp_path)
+    high, low = "kvzip:threshold=2", "kvzip:threshold=-1"
+    words = f"--policies {high} {low} {low},budget=140 --lengths 300 --new-tokens 2 --repeat 1"
+    for more, means in (("", [300, 132, 300, 140]), (" --budget 150", [300, 132, 150, 140])):
+        code, line, out, _ = bench(folder, words + more, capsys)
+        assert code == 0 and [row["slots"] for row in line["rows"]][:2] == ["300", "132"]
+        assert [row["cache_bytes"] for row in line["rows"]] == [SLOT * 2 * 4 * n for n in means]
+        assert f"({132 / 300:.2f})" in next(text for text in out.splitlines() if text.split()[:2] == ["300", high])
+    middle = "kvzip:threshold=0.006,sink=0,keep_last=9"
+    _, line, _, _ = bench(folder, f"--policies {middle} --lengths 300 --new-tokens 2 --repeat 1", capsys)
+    least, most = map(int, line["rows"][1]["slots"].split(".."))
+    assert 9 <= least < most <= 300 and line["rows"][1]["cache_bytes"] < SLOT * 2 * 4 * 300
+
+
 def test_default_lengths_fit_the_context(tmp_path, capsys):
     folder, _ = save(tmp_path, max_position_embeddings=1200)
     _, line, _, _ = bench(folder, "--policies knorm --budget 20 --new-tokens 2 --repeat 1", capsys)
@@ -127,9 +143,9 @@ def test_medians_by_hand():
 
 
 def test_cells_by_hand():
-    row = dict(read_seconds=1.5, decode_tokens_per_second=30.0, peak_bytes=2**20, cache_bytes=2**19)
+    row = dict(read_seconds=1.5, decode_tokens_per_second=30.0, peak_bytes=2**20, cache_bytes=2**19, slots="3..9")
     base = dict(read_seconds=3.0, decode_tokens_per_second=20.0, peak_bytes=0, cache_bytes=2**21)
-    assert cells(row, base).split() == ["1.5", "(0.50)", "30", "(1.50)", "1", "(-)", "0.5", "(0.25)"]
+    assert cells(row, base).split() == ["1.5", "(0.50)", "30", "(1.50)", "1", "(-)", "0.5", "(0.25)", "3..9"]
 
 
 @pytest.mark.parametrize(

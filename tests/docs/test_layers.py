@@ -7,10 +7,10 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "kvevict"
 LAYERS = (
-    "_C _native _ops context version compat families files known models prompts question sealed weights",
+    "_C _native _ops context version compat families files known models processes prompts question sealed weights",
     "policy",
     "engine",
-    "trial patch report store writing answer query_statistics",
+    "trial patch report store writing answer query_statistics repeated",
     "lookahead gates",
     "analysis",
     "evaluate",

@@ -161,6 +161,7 @@ def test_report(family, policy, options):
     assert set(report) == {
         "seen",
         "kept",
+        "kept_share",
         "cache_bytes",
         "padded_bytes",
         "peak_cache_bytes",

@@ -16,6 +16,7 @@ from tiny import FAMILIES
 import kvevict
 from kvevict import families
 from kvevict.lookahead import passes, training, validation
+from kvevict.lookahead.repetition import repeated
 
 PAIRS = [dict(prompt=[3 + (7 * i + j) % 90 for j in range(20 + i)], response=[5 + (i + 3 * j) % 60 for j in range(4)])
          for i in range(7)]  # fmt: skip
@@ -65,6 +66,30 @@ def test_gradient_is_that_of_two_materialised_passes(family):
         assert (got[name] - value).norm() < 2 * moved[name], name
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("length", [1, 2, 41])
+def test_the_target_of_a_repetition(family, length):
+    """What kvzip+ ranks the prompt's slots by, in parts of their sum; keys and values are those of the other target."""
+    made, ids, none = tiny.shared(family), torch.arange(3, 3 + length), torch.zeros(0, dtype=torch.long)
+    found = repeated(made.get_decoder(), ids, none)
+    with kvevict.evicting(made, "kvzip+", budget=80, schedule="prompt"), torch.no_grad():
+        layers = made(ids[None], use_cache=True).past_key_values.layers
+    want = {i: layer.carry[0, :, :length] for i, layer in enumerate(layers) if hasattr(layer, "carry")}
+    assert sorted(found.target) == list(want)
+    for index, numbers in want.items():
+        # a chunk and a prompt's part are summed in another order: 1e-5 of numbers of up to 1
+        torch.testing.assert_close(
+            found.target[index][0],
+            (numbers / numbers.sum(1, keepdim=True)).repeat_interleave(2, 0),
+            rtol=1e-4,
+            atol=1e-5,
+        )
+    other = passes.truth(made.get_decoder(), ids, ids[:1])
+    for index in found.keys:
+        torch.testing.assert_close(found.keys[index], other.keys[index], rtol=0, atol=1e-5)
+        torch.testing.assert_close(found.values[index], other.values[index], rtol=0, atol=1e-5)
+
+
 # -- a run ----------------------------------------------------------------------------------------------------------
 
 
@@ -88,6 +113,33 @@ def test_learns_and_saves(tmp_path):
     again = kvevict.lookahead.load(tmp_path, model)
     assert all(torch.equal(x, y) for x, y in zip(made.parameters(), again.parameters(), strict=True))
     assert [weight.requires_grad for weight in model.parameters()] == before
+
+
+def test_learns_the_repetition(tmp_path):
+    """Responses, given or not, have no part in it; rows read in chunks without a question."""
+    model = tiny.model("llama")
+    model.generate = None
+    prompts = [dict(prompt=pair["prompt"]) for pair in PAIRS[:4]] + PAIRS[4:]
+    options = FAST | dict(steps=30, target="repeat", max_response=1)
+    kvevict.lookahead.train(model, prompts, tmp_path, held_out=2, validate_every=30, **options)
+    found = losses(tmp_path)
+    assert sum(found[-5:]) < 0.8 * sum(found[:5])
+    assert log(tmp_path)[-1]["valid"]["recall"] <= 1
+    assert kvevict.lookahead.config_of(tmp_path)["target"] == "repeat"
+    with pytest.raises(ValueError, match="a training with target='repeat', this one has 'response'"):
+        kvevict.lookahead.train(model, prompts, tmp_path, held_out=2, **options | dict(target="response"))
+    chunks = dict(adapter=tmp_path, probe=0, chunk_size=20, budget=16, heads="ada", kernel=1)
+    with kvevict.evicting(model, "lookahead", **chunks), torch.no_grad():
+        model(**tiny.prompt(1, 70))
+        assert kvevict.report(model)["kept_share"] == [16 / 70]
+
+
+def test_a_repetition_has_half_of_the_context(tmp_path):
+    long = [dict(prompt=[5] * 2049)]
+    with pytest.raises(ValueError, match="2049 tokens, max_prompt is 2048"):
+        kvevict.lookahead.train(tiny.shared("llama"), long, tmp_path, **FAST | dict(target="repeat"))
+    with pytest.raises(ValueError, match="unknown target 'text'"):
+        kvevict.lookahead.train(tiny.shared("llama"), long, tmp_path, **FAST | dict(target="text"))
 
 
 def test_tau_by_hand():

@@ -2,6 +2,9 @@
 
 import io
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import tiny
@@ -9,6 +12,7 @@ import torch
 from test_policies import VOCAB, model
 
 import kvevict
+from kvevict import sealed
 from kvevict.analysis.run import load_model
 from kvevict.gates import fits, labels, measure, training
 
@@ -102,6 +106,50 @@ def test_goes_on_where_it_was(kind, tmp_path, monkeypatch):
             assert all(map(torch.equal, one, other))
 
 
+def each_process(folder):
+    """What both of two processes do: one that fails after its first pieces leaves checkpoints, from which the second
+    training goes on."""
+    made, rank, read, real = model(), os.environ["RANK"], [], training.each_layer
+    training.MINUTE = 0
+    training.each_layer = lambda *a: read.append(0) or (real(*a) if len(read) < 3 else 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        kvevict.gates.train(made, TEXTS, folder, **FAST)
+    training.each_layer = lambda *a: read.append(0) or real(*a)
+    gates = kvevict.gates.train(made, TEXTS, folder, **FAST)
+    assert len(read) == {"0": 3 + 2, "1": 3 + 1}[rank]  # of 4 and 3 pieces
+    return gates
+
+
+SCRIPT = """
+import sys
+sys.path[:0] = ["tests/lib", "tests/hf", "tests/policies"]
+import torch
+torch.set_num_threads(1)
+import test_train_gates
+gates = test_train_gates.each_process(sys.argv[1])
+assert gates.about["held_out"]["tokens"] and gates.about["pieces"] == 7
+"""
+
+
+def test_two_processes_are_one(tmp_path):
+    """To the rounding of sums in float64; interrupted and gone on with, in the process group that there is then."""
+    made = model()
+    one = kvevict.gates.train(made, TEXTS, tmp_path / "one", **FAST)
+    script, root = tmp_path / "script.py", tiny.__file__.split("/tests/")[0]
+    script.write_text(SCRIPT)
+    env = os.environ | dict(PYTHONPATH=f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", OMP_NUM_THREADS="1")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run([*launch, script, tmp_path / "two"], env=env, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    two = kvevict.gates.load(tmp_path / "two", made)
+    assert sorted(path.name for path in (tmp_path / "two").iterdir()) == ["config.json", "gates.safetensors"]
+    for layer, affines in one.layers.items():
+        for x, y in zip(*(pair[0] for pair in (affines, two.layers[layer])), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+    assert two.about["held_out"]["r2"] == pytest.approx(one.about["held_out"]["r2"], abs=1e-4)
+    assert two.about["tokens"] == one.about["tokens"]
+
+
 def test_a_damaged_checkpoint_and_a_full_disk(tmp_path, monkeypatch):
     made, write = model(), training.write
     (tmp_path / "checkpoint.pt").write_bytes(b"PK")
@@ -124,6 +172,60 @@ def test_a_damaged_checkpoint_and_a_full_disk(tmp_path, monkeypatch):
     assert "_kvevict" not in made.model.__dict__
 
 
+class Harm:
+    def __reduce__(self):
+        return (pytest.fail, ("a pickle was run",))
+
+
+def test_a_checkpoint_that_is_another_pickle(tmp_path):
+    torch.save(dict(done=1, about={}, fits=Harm()), tmp_path / "checkpoint.pt")
+    with pytest.raises(ValueError, match=r"(?s)is damaged.*remove it"):
+        kvevict.gates.train(model(), TEXTS, tmp_path, **FAST)
+
+
+@pytest.mark.parametrize("file", ["gates.safetensors", "config.json"])
+def test_a_disk_that_is_full_at_the_end(file, tmp_path, monkeypatch, capsys):
+    """The checkpoint is still there, and the same command goes on from it; the command says what happened."""
+    from kvevict import cli
+
+    folder, _ = tiny.save(tmp_path / "model")
+    data, out = tmp_path / "text", tmp_path / "out"
+    data.write_text("It rained all day. " * 20)
+    arguments = [
+        "train",
+        "--kind",
+        "gates",
+        "--model",
+        folder,
+        "--data",
+        str(data),
+        "--out",
+        str(out),
+        "--length",
+        "90",
+    ]
+    monkeypatch.setattr(training, "MINUTE", 0)
+    write = sealed.write_bytes
+
+    def full(path, data):
+        if path.name == file:
+            raise OSError(28, "No space left on device")
+        write(path, data)
+
+    with monkeypatch.context() as disk:
+        disk.setattr(sealed, "write_bytes", full)
+        assert cli.main(arguments) == 2
+    assert "No space left" in capsys.readouterr().err
+    done = torch.load(out / "checkpoint.pt", weights_only=True)["done"]
+    real, read = training.each_layer, []
+    monkeypatch.setattr(training, "each_layer", lambda *a: read.append(0) or real(*a))
+    assert cli.main(arguments) == 0
+    config = json.loads((out / "config.json").read_text())
+    assert len(read) == config["pieces"] - done == 1
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "gates.safetensors"]
+    kvevict.gates.load(out, load_model(folder, "float32", "cpu")[0])
+
+
 @pytest.mark.parametrize("given, text", [
     (dict(texts=[]), "texts hold no piece of more than 5 tokens"),
     (dict(texts=[torch.arange(1), torch.arange(0)]), "texts hold no piece"),
@@ -137,8 +239,12 @@ def test_a_damaged_checkpoint_and_a_full_disk(tmp_path, monkeypatch):
     (dict(label="snapkv"), "unknown label 'snapkv'"),
     (dict(length=5), "length must be at least 6"),
     (dict(ridge=-1), "ridge must be"),
+    (dict(kind="mlp", WORLD_SIZE="2"), "kind='mlp' takes one step after the other"),
+    (dict(held_out=7, WORLD_SIZE="3"), "3 processes share 2 pieces"),
 ])  # fmt: skip
-def test_refused(given, text, tmp_path):
+def test_refused(given, text, tmp_path, monkeypatch):
+    if "WORLD_SIZE" in given:
+        monkeypatch.setenv("WORLD_SIZE", given.pop("WORLD_SIZE"))
     if "tokenizer" in given:
         given |= dict(tokenizer=tiny.byte_tokenizer())
     with pytest.raises(ValueError, match=text):

@@ -4,7 +4,7 @@
 
 FOLDER holds a saved model, asks.json, a list of [press, compression ratio, token ids], and sketch.pt, which stands in
 for the random numbers of Compactor's sketch; kept.json is written: for each ask the kept positions as
-[layer][kv head].
+[layer][kv head]. Its folders kvzap-linear and kvzap-mlp hold KVzap's gates of the model.
 """
 
 import json
@@ -38,6 +38,14 @@ class InParts(kvpress.KVzipPress):
         return [(part, torch.cat([torch.tensor([TOLD]), part], 1)) for part, _ in super().prepare(*args)]
 
 
+class Zap(kvpress.KVzapPress):
+    """KVzapPress itself has its gates from the hub."""
+
+    def post_init_from_model(self, model):
+        folder = f"{model.config.name_or_path}/kvzap-{self.model_type}"
+        self.kvzap_model = kvpress.presses.kvzap_press.KVzapModel.from_pretrained(folder)
+
+
 def kvzip(press, **options):
     return lambda ratio: press(ratio, **options)
 
@@ -58,6 +66,9 @@ PRESSES = {
     "kvzip": kvzip(kvpress.KVzipPress),
     "kvzip, layers": kvzip(kvpress.KVzipPress, layerwise=True),
     "kvzip+": kvzip(kvpress.KVzipPress, kvzip_plus_normalization=True),
+    "kvzap-linear": lambda ratio: Zap(ratio, model_type="linear"),
+    "kvzap-mlp": lambda ratio: Zap(ratio, model_type="mlp"),
+    "kvzap-mlp, ada": lambda ratio: kvpress.AdaKVPress(Zap(ratio, model_type="mlp"), alpha_safeguard=0.0),
     "kvzip, parts": kvzip(InParts, chunk_size=PART),
     "kvzip+, parts": kvzip(InParts, chunk_size=PART, kvzip_plus_normalization=True),
 }

@@ -1,7 +1,9 @@
 """Gates that nobody trained."""
 
+import json
 from itertools import pairwise
 
+import safetensors.torch
 import torch
 
 from kvevict import families
@@ -25,3 +27,25 @@ def written(folder, made, kind="linear", seed=0):
     about = dict(kind=kind, base=model_of(decoder)) | (dict(inner=5) if kind == "mlp" else {})
     gates.Gates(layers, about).save(folder)
     return str(folder)
+
+
+def published(folder, made, kind="linear", dtype=torch.bfloat16, seed=0):
+    """A folder in the layout of KVzap's published gates, of a model all of whose layers have slots of kv heads; returns
+    them as torch's modules, one a layer, as KVzap applies them."""
+    config, inner = families.find_decoder(made).config, 5 if kind == "mlp" else None
+    sizes = dict(input_dim=config.hidden_size, output_dim=config.num_key_value_heads, hidden_dim=inner)
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+
+        def module():
+            last = torch.nn.Linear(inner or sizes["input_dim"], sizes["output_dim"])
+            first = (torch.nn.Linear(sizes["input_dim"], inner), torch.nn.GELU()) if inner else ()
+            return torch.nn.Sequential(*first, last) if inner else last
+
+        layers = torch.nn.ModuleList(module() for _ in range(config.num_hidden_layers)).to(dtype)
+    folder.mkdir(parents=True, exist_ok=True)
+    about = sizes | dict(model_type="kvzap", architectures=["KVzapModel"], n_modules=len(layers), dtype=str(dtype)[6:])
+    (folder / "config.json").write_text(json.dumps(about, indent=2))
+    tensors = {f"layers.{name}": x for name, x in layers.state_dict().items()}
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return layers

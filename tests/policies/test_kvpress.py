@@ -16,8 +16,10 @@ import subprocess
 
 import pytest
 import torch
+from random_gates import published
 from test_policies import model, ours, tokens, truth
 
+import kvevict
 from kvevict.engine.quantities.compactor import sketch
 
 PYTHON = os.environ.get("KVPRESS_PYTHON")
@@ -50,11 +52,16 @@ NAMES = {
 LENGTHS = ((224, 0.25), (204, 0.4), (164, 0.3))
 KVZIP = dict(schedule="prompt", instruction=TOLD)
 POOLED = KVZIP | dict(least=0)
+ZAP = dict(layers="uniform", schedule="prompt", sink=0, recent=0)
 CRITICAL = dict(refine="critical", window=64)
 PARTS = {  # beside kvpress' name: preset, options, lengths and ratios
     # Half of the slots hold the window, and no head gets less than twice what it has for sure.
     "critical": ("snapkv/kvpress", CRITICAL, ((224, 0.25), (264, 0.4))),
     "criticalada": ("adakv/kvpress", CRITICAL, ((224, 0.25), (264, 0.4))),
+    # Each head keeps its own best; or heads of a layer compete.
+    "kvzap-linear": ("gate", ZAP | dict(heads="equal"), LENGTHS),
+    "kvzap-mlp": ("gate", ZAP | dict(heads="equal"), LENGTHS),
+    "kvzap-mlp, ada": ("gate", ZAP, LENGTHS),
     # As many slots of every part as of any other: kvpress leaves the remainder to ties.
     "lagkv": ("lagkv", {}, ((4 + 3 * 128, 0.1645), (4 + 2 * 128 + 126, 0.2225))),
     # Whole blocks: in a shorter one kvpress' padding takes part in the softmax.
@@ -72,11 +79,16 @@ PARTS = {  # beside kvpress' name: preset, options, lengths and ratios
 def test_same_positions(family, tmp_path):
     made, cases = model(family), []
     made.save_pretrained(tmp_path)
+    for kind in ("linear", "mlp"):
+        published(tmp_path / f"kvzap-{kind}", made, kind, torch.float32)
+        kvevict.gates.convert(tmp_path / f"kvzap-{kind}", made, tmp_path / f"gates-{kind}")
     torch.save(sketch(32, 48, 0), tmp_path / "sketch.pt")
     table = {name: (name.split(",")[0], EXPECTED.get(name, {}), LENGTHS) for name in NAMES[family]} | PARTS
     for press, (name, options, lengths) in table.items():
         for length, ratio in lengths:
             own = dict(blend=ratio) if press == "compactor" else {}
+            if name == "gate":
+                own = dict(gates=str(tmp_path / press.split(",")[0].replace("kvzap", "gates")))
             options = options | own | dict(budget=budget(press, length, ratio))
             seed, (((_, want),),) = truth(made, name, [[length]], **options)  # no two scores that rounding may swap
             ((_, got),) = ours(made, name, [[length]], seed, **options)[0]

@@ -156,6 +156,9 @@ def check_report(report, cache, seen):
     assert report["kept"] == [p and [[len(head) for head in row] for row in p] for p in report["positions"]]
     assert report["cache_bytes"] == 2 * 4 * 32 * sum(map(len, heads)) <= report["peak_cache_bytes"]  # fp32, d=32
     assert report["seen"] == seen
+    rows = [sum(len(head) for layer in layers for head in layer[b]) for b in range(len(seen))]
+    heads = sum(len(layer[0]) for layer in layers)
+    assert report["kept_share"] == [n / (heads * tokens) for n, tokens in zip(rows, seen, strict=True)]
     assert cache.layers[report["positions"].index(layers[0])].seen.tolist() == seen
 
 

@@ -26,7 +26,8 @@ class Gate(Quantity):
         gates.loaded(self.gates, decoder, [module.layer_idx for module in modules])
 
     def flops(self, shape, rows, slots):
-        return 2 * rows * shape.hidden * shape.kv_heads
+        inner = gates.inner_of(self.gates)
+        return 2 * rows * (inner * (shape.hidden + shape.kv_heads) if inner else shape.hidden * shape.kv_heads)
 
     def tokens(self, step, module, x):
         known, index = gates.loaded(self.gates, step.decoder, step.patch.order), module.layer_idx

@@ -1,0 +1,19 @@
+from . import add_model, check_folder, command, model_name
+
+
+@command
+def convert(parser, argv):
+    """Convert KVzap's published gates (safetensors) for `gate:gates=OUT`."""
+    add_model(parser)
+    parser.add_argument("--source", required=True, help="folder of config.json and model.safetensors, or its hub id")
+    parser.add_argument("--out", required=True, help="folder for the gates")
+    args = parser.parse_args(argv)
+    from ..analysis.run import load_model
+    from ..gates import convert
+
+    check_folder("--out", args.out)
+    name = model_name(args)
+    made = convert(args.source, load_model(name, args.dtype, args.device)[0], args.out)
+    kind, layers = made.about["kind"], len(made.layers)
+    print(f"{args.out}: {kind} gates of {layers} layers; their source does not name the model they were trained on")
+    return {"model": name, "out": args.out, "kind": kind, "layers": layers}

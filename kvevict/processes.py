@@ -1,0 +1,62 @@
+"""Processes that share work: `accelerate launch -m kvevict eval` or `train --kind gates`, torchrun. The first one has
+the results; the others' come to it, so machines need no common disk. A launcher says so in the environment."""
+
+import itertools
+import os
+from datetime import timedelta
+
+
+class Processes:
+    """All processes of this launch, of which this is number `rank` of `size`; one that no launcher started is alone.
+    They `join` before anything else, and call each method in the same order."""
+
+    def __init__(self):
+        self.rank, self.size = (int(os.environ.get(name, alone)) for name, alone in (("RANK", 0), ("WORLD_SIZE", 1)))
+        self.group = None  # torch's default one
+
+    def join(self):
+        """Make torch's process group, where there is none and several processes are; returns self. The group stays:
+        the next one of this launch would find this one's addresses where all processes write theirs."""
+        from torch import distributed
+
+        day = timedelta(days=1)  # the slowest one's share of the work is waited for
+        if self.size > 1 and not distributed.is_initialized():
+            distributed.init_process_group("gloo", timeout=day)
+        elif self.size > 1:  # another's, maybe for GPUs alone
+            self.group = distributed.new_group(backend="gloo", timeout=day)
+        return self
+
+    def broadcast(self, value):
+        """The first process's value, in all of them."""
+        from torch import distributed
+
+        if self.size == 1:
+            return value
+        box = [value]
+        distributed.broadcast_object_list(box, group=self.group)
+        return box[0]
+
+    def sum(self, x):
+        """The sum of all processes' tensors x of one shape, on x's device: the same bits in all of them."""
+        from torch import distributed
+
+        if self.size == 1:
+            return x
+        total = x.cpu().clone()
+        distributed.all_reduce(total, group=self.group)
+        return total.to(x.device)
+
+    def lines(self, cases, measure):
+        """Yield every line that measure(case), a generator, has of every case, as soon as it is known; where there are
+        several processes, each measures every so many of the cases, and the first yields all lines."""
+        from torch import distributed
+
+        for start in range(0, len(cases), self.size):
+            some = cases[start : start + self.size]
+            if self.size == 1:
+                yield from measure(some[0])
+                continue
+            mine = list(measure(some[self.rank])) if self.rank < len(some) else []
+            found = [None] * self.size if self.rank == 0 else None
+            distributed.gather_object(mine, found, group=self.group)
+            yield from itertools.chain(*found or [])
