@@ -49,6 +49,10 @@ preset(
 )  # fmt: skip
 preset("fastkv", score=SCORES["fastkv"](), tsp="half")
 preset("random", score=SCORES["random"]())
+preset(
+    "random/redraw", "Random Attention (2609.03430): while decoding a new draw every 64 tokens, the prompt is kept.",
+    score=SCORES["random"](redraw=True), decode=True, interval=64, keep_prompt=True,
+)  # fmt: skip
 preset("knorm", score=SCORES["knorm"]())
 preset("keydiff", score=SCORES["keydiff"]())
 preset(

@@ -24,10 +24,11 @@ class WorstAttention(Quantity):
     def measure(self, slots, observation):
         heads = slots.kv.stored.len.shape[1]
         out = torch.zeros(slots.n.shape[0], heads, slots.columns, device=slots.device)
-        first, last = (end.tolist() for end in slots.protected)
+        first, last = slots.first.tolist(), slots.protected[1].tolist()
         for part in observation.parts:
             for b, h, a in weights(slots, part):
-                inside = slice(first[b], max(a.shape[-1] - last[b], first[b]))
+                start = first[b][min(h, len(first[b]) - 1)]  # latents have one
+                inside = slice(start, max(a.shape[-1] - last[b], start))
                 a = a[..., inside]
                 if a.numel():
                     near = F.avg_pool1d(a, self.kernel, 1, self.kernel // 2)
