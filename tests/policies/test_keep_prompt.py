@@ -1,13 +1,7 @@
 """`keep_prompt`: while decoding only what was decoded is cut (METHODS section 10)."""
 
-import copy
-
 import pytest
-import torch
-from test_policies import BUDGET, CHUNK, VOCAB, compare, kept, model, ours, tokens
-
-import kvevict
-from kvevict.policy import build
+from test_policies import BUDGET, CHUNK, compare, model
 
 DECODED = dict(budget=BUDGET, chunk_size=CHUNK, decode=True, keep_prompt=True)
 POLICIES = {
