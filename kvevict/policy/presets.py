@@ -59,6 +59,8 @@ preset(
     "keydiff/kvpress", "KeyDiff as its paper and kvpress have it: the mean is of keys scaled to length 1.",
     score=SCORES["keydiff"](unit=True),
 )  # fmt: skip
+preset("tri", score=SCORES["tri"](), decode=True, interval=128, keep_prompt=True)
+preset("rkv", score=SCORES["rkv"](), decode=True, interval=128)
 preset("take", score=SCORES["take"](), chunk_size=_Z, warmup_layers="half")
 preset(
     "take/no-probe", "TAKE without its probe (table 2): a chunk's own last 32 rows score it.",

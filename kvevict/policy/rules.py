@@ -94,7 +94,7 @@ RULES = (
      "support='chunk' is of rows that repeat the chunk: rows='repeat', or support='all'"),
     (lambda p: "repetition" in _needs(p) and p.decode,
      "decoded tokens are not read again, so their worth is not known: decode=False, or support='all'"),
-    (lambda p: "expected_attention" in _needs(p) and p.rows.needs_full_prompt,
+    (lambda p: {"expected_attention", "trigonometric"} & {*_needs(p)} and p.rows.needs_full_prompt,
      "a draft comes after all layers, and these statistics are of every row when its layer is read: rows='none'"),
     (lambda p: "repeated_output" in _needs(p) and not p.rows.repeats,
      "these scores weigh repeated rows by their inputs: rows='repeat', or kvzip with support='all'"),

@@ -15,6 +15,7 @@ between two cuts nothing is lost either way.
 """
 
 import argparse
+import calendar
 import json
 import os
 import statistics
@@ -56,7 +57,7 @@ QUESTIONS = (
     "List thirty animals and say one thing about each.",
     "Explain how the heart works, step by step, for a child.",
 )
-WORDS = "January February March April May June July August September October November December".split()
+WORDS = list(calendar.month_name)[1:]
 
 
 def policy_for(label, share, prompt, tokens, gates, stats):
@@ -244,7 +245,7 @@ def free(model, tokenizer, args):
             if label == "full":
                 out = model.generate(**inputs, **how)
             else:
-                name, options, keeps = POLICIES[label]
+                name, _, keeps = POLICIES[label]
                 given = policy_for(label, share, prompt, args.free, args.gates, args.stats)[1]
                 given = {key: value for key, value in given.items() if key not in ("keep_first", "chunk_size")}
                 given |= dict(decode=True, interval=EVERY, keep_prompt=keeps)

@@ -77,6 +77,8 @@ PRESETS = {
     "defensive": dict(score="defensive", heads="ada"),
     "defensive/pool": dict(score="defensive", heads="flat", layers="pool"),
     "compactor": dict(score="compactor"),
+    "tri": dict(score="tri", decode=True, interval=128, keep_prompt=True),
+    "rkv": dict(score="rkv", decode=True, interval=128),
     "lagkv": dict(score="lagkv"),
     "snapkv+critical": dict(score="snapkv", refine="critical"),
     "adakv+critical": dict(score="snapkv", refine="critical", heads="ada"),
@@ -427,12 +429,16 @@ class Row:
 
     def turn(self, x, position):
         """RoPE by `position`, half-split layout; the angle rounded as the model rounds it."""
+        angle = self.angles(position)
+        a, b, rest = x.split([len(angle), len(angle), x.shape[-1] - 2 * len(angle)], -1)
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), rest], -1)
+
+    def angles(self, position):
+        """[F] by which RoPE turns the pairs of dimensions."""
         rotary = self.model.model.rotary_emb
         frequency = getattr(rotary, "inv_freq", None)
         frequency = (rotary.full_attention_inv_freq if frequency is None else frequency).float()
-        angle = (float(position) * frequency).double()
-        a, b, rest = x.split([len(angle), len(angle), x.shape[-1] - 2 * len(angle)], -1)
-        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), rest], -1)
+        return (float(position) * frequency).double()
 
     def evict(self, layers, seen, slots):
         """All `layers` keep the slots that `seen`'s takes, `slots` in all; kv head g decides for kv head g."""

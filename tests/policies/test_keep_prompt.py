@@ -19,6 +19,8 @@ POLICIES = {
     "take": dict(probe=5),
     "expected": dict(span=5),
     "pyramidkv": dict(window=4),
+    "tri": dict(sink=2),
+    "rkv": dict(window=4),
 }
 
 
@@ -34,3 +36,13 @@ def test_against_the_oracle(name, interval):
 
     rows = [[29, *[1] * 22, 13, *[1] * 20], [11, *[1] * 22, 13, *[1] * 20]]
     compare(model(), name, rows, watch, **DECODED | dict(interval=interval), **POLICIES[name])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3"])
+@pytest.mark.parametrize("name", ["tri", "rkv"])
+def test_scores_for_long_answers(name, family):
+    """Against the papers' formulas: prompts read whole and in chunks, turns, padded rows, partial rotation."""
+    rows = [[29, *[1] * 16, 13, *[1] * 10], [9, *[1] * 16, 13, *[1] * 10]]
+    own = dict(budget=BUDGET, interval=3, **POLICIES[name])
+    compare(model(family), name, rows, **own)
+    compare(model(family), name, rows[:1], chunk_size=CHUNK, keep_prompt=name == "rkv", **own)

@@ -40,10 +40,17 @@ class WorstAttention(Quantity):
 def weights(slots, part):
     """Yields (b, h, a [G, R, n]), the attention weights of the observers that count over the alive slots of each kv
     head, in fp32; the rows, slots and lse are those of `kvevict._ops.score`."""
+    skip = part.skip.tolist()
+    for b, h, x, lse in logits(slots, part):
+        yield b, h, (x - lse[..., None]).exp().nan_to_num(0)[:, skip[b] :]
+
+
+def logits(slots, part):
+    """Yields (b, h, x [G, R, n], lse [G, R]) of all observers, in fp32; x is -inf at slots that a row does not see."""
     kv, stored = slots.kv, slots.kv.stored
     group, scale = part.q.shape[1] // stored.len.shape[1], kv.options["scale"]
     softcap, sinks = kv.options["softcap"], kv.options["sinks"]
-    skip, stop = part.skip.tolist(), (kv.k.shape[2] - part.stop).tolist()  # new columns that are not seen
+    stop = (kv.k.shape[2] - part.stop).tolist()  # new columns that are not seen
     rows = torch.arange(part.q.shape[2], 0, -1, device=slots.device)
     with kv.rotated():
         for b, h, k in each_head(slots, "k"):
@@ -60,4 +67,4 @@ def weights(slots, part):
             else:
                 every = x if sinks is None else torch.cat([x, sinks[mine, None, None].expand(-1, x.shape[1], 1)], -1)
                 lse = every.logsumexp(-1)
-            yield b, h, (x - lse[..., None]).exp().nan_to_num(0)[:, skip[b] :]
+            yield b, h, x, lse
