@@ -68,8 +68,9 @@ RULES = (
      "one ranking of all layers needs scores that compare between them, and output errors do not: refine='none'"),
     (lambda p: p.layers.pools and (p.n_reuse > 1 or _waits(p)),
      "one ranking of all layers needs every layer's own scores: n_reuse=1 and warmup_layers=None"),
-    (lambda p: p.layers.pools and p.decode,
-     "while decoding layers are cut one by one, and one ranking needs them all: decode=False, or layers='uniform'"),
+    (lambda p: p.layers.pools and p.decode and not p.keep_prompt,
+     "while decoding layers are cut one by one, and one ranking needs them all: decode=False, layers='uniform', or "
+     "keep_prompt=True, which cuts what was decoded alone"),
     (lambda p: p.threshold is not None and (not p.score.comparable or p.score.ordinal),
      "a threshold is one number for all layers and chunks, and these scores have another scale in each: take kvzip or "
      "expected, or a budget"),
