@@ -82,7 +82,7 @@ def when(policy) -> str:
     reading = "after the prompt" if policy.schedule == "prompt" else f"each {policy.chunk_size} tokens"
     if not policy.decode:
         return reading
-    return f"{reading}, each {'' if policy.interval == 1 else f'{policy.interval} '}decoded token{'s' * (policy.interval > 1)}"
+    return f"{reading}, each " + ("decoded token" if policy.interval == 1 else f"{policy.interval} decoded tokens")
 
 
 def choices(policy) -> str:

@@ -39,7 +39,8 @@ SCORES = {
     "gate": dict(gates=None, sink=4, recent=64, carry="keep"),
     "edie": _EDIE,
     "edie-exact": _EDIE,
-} | oracle_values.SCORES | oracle_answers.SCORES
+} | oracle_values.SCORES
+SCORES |= oracle_answers.SCORES
 ROWS = dict(  # each method's own
     streaming="none", knorm="none", keydiff="none", h2o="all", vatp="all", tova="last", take="probe", oracle="given",
     laq="drafted", speckv="drafted", kvzip="repeat", expected="none", gate="none", **{"kvzip+": "repeat"},

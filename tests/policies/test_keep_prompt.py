@@ -45,7 +45,7 @@ def test_against_the_oracle(name, interval):
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3"])
 @pytest.mark.parametrize("name", ["tri", "rkv"])
 def test_scores_for_long_answers(name, family):
-    """Against the papers' formulas: prompts read whole and in chunks, turns, padded rows, partial rotation."""
+    """Against the papers' formulas: prompts in one pass and in chunks, turns, padded rows, partial rotation."""
     rows = [[29, *[1] * 16, 13, *[1] * 10], [9, *[1] * 16, 13, *[1] * 10]]
     own = dict(budget=BUDGET, interval=3, **POLICIES[name])
     compare(model(family), name, rows, **own)
