@@ -231,9 +231,13 @@ def free(model, tokenizer, args):
     import kvevict
 
     tokenizer.padding_side = "left"
-    turns = [[dict(role="user", content=each)] for each in QUESTIONS[: args.texts]]
-    more = dict(add_generation_prompt=True, return_dict=True, return_tensors="pt", padding=True)
-    inputs = tokenizer.apply_chat_template(turns, **more)
+    asked, more = QUESTIONS[: args.texts], dict(return_dict=True, return_tensors="pt", padding=True)
+    if tokenizer.chat_template:
+        turns = [[dict(role="user", content=each)] for each in asked]
+        inputs = tokenizer.apply_chat_template(turns, add_generation_prompt=True, **more)
+    else:
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        inputs = tokenizer(list(asked), **more)
     done = {(x["policy"], x["share"]) for x in known(args.out) if x["kind"] == "free"}
     prompt = inputs["input_ids"].shape[1]
     for share in map(Fraction, args.shares):
@@ -249,7 +253,7 @@ def free(model, tokenizer, args):
                 given = policy_for(label, share, prompt, args.free, args.gates, args.stats)[1]
                 given = {key: value for key, value in given.items() if key not in ("keep_first", "chunk_size")}
                 given |= dict(decode=True, interval=EVERY, keep_prompt=keeps)
-                given["budget"] = max(most if keeps else prompt + most, prompt)
+                given["budget"] = max(most, prompt) if keeps else prompt + most
                 with kvevict.evicting(model, name, **given):
                     out = model.generate(**inputs, **how)
             done.add((label, float(share)))
