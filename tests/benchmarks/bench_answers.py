@@ -124,11 +124,11 @@ def measures(model, full, hidden, given):
 def states(model, prompts, given, chosen=None):
     """The last hidden states [B, T, E] that predict each given token; chosen: (preset, options), None: the full cache,
     in one pass."""
-    import kvevict
-
     decoder, ids = model.model, torch.cat([prompts, given], 1)[:, :-1]
     if chosen is None:
         return decoder(ids, use_cache=False).last_hidden_state[:, prompts.shape[1] - 1 :]
+    import kvevict
+
     with kvevict.evicting(model, chosen[0], **chosen[1]):
         first = decoder(prompts, use_cache=True)
         rest = decoder(ids[:, prompts.shape[1] :], past_key_values=first.past_key_values, use_cache=True)
@@ -240,9 +240,9 @@ def free(model, tokenizer, args):
         inputs = tokenizer(list(asked), **more)
     done = {(x["policy"], x["share"]) for x in known(args.out) if x["kind"] == "free"}
     prompt = inputs["input_ids"].shape[1]
-    for share in map(Fraction, args.shares):
+    for each in map(Fraction, args.shares):
         for label in ("full", *(args.policies or POLICIES)):
-            share = Fraction(1) if label == "full" else share
+            share = Fraction(1) if label == "full" else each
             if (label, float(share)) in done:
                 continue
             most, how = round(share * args.free), dict(max_new_tokens=args.free, do_sample=False)
