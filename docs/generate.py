@@ -80,7 +80,9 @@ prefill: `read-twice`, or, at 1/4 of the slots and more, `read-once`; compare wi
 
 def when(policy) -> str:
     reading = "after the prompt" if policy.schedule == "prompt" else f"each {policy.chunk_size} tokens"
-    return f"{reading}, each decoded token" if policy.decode else reading
+    if not policy.decode:
+        return reading
+    return f"{reading}, each " + ("decoded token" if policy.interval == 1 else f"{policy.interval} decoded tokens")
 
 
 def choices(policy) -> str:
@@ -91,7 +93,7 @@ def choices(policy) -> str:
         name, options = registry.name_of(type(part)), changed(part)
         if options or usual.get(kind) != name:
             made.append(f"{kind} `{name}`" + (f" ({options})" if options else ""))
-    own = {"n_reuse": 1, "warmup_layers": None, "tsp": None}
+    own = {"n_reuse": 1, "warmup_layers": None, "tsp": None, "keep_prompt": False}
     return "; ".join(made + [f"`{k}={getattr(policy, k)!r}`" for k, v in own.items() if getattr(policy, k) != v])
 
 

@@ -56,6 +56,8 @@ def save_cache(cache, path, *, name: str = "") -> None:
             values: dict = dict(k=slots.k[packed], v=slots.v[packed], pos=slots.pos[packed])
             values |= {name: getattr(layer, name) for name in ("len", "seen", *OPTIONAL)}
             values["budget"] = None if layer.budget is None else torch.tensor(layer.budget, dtype=torch.int32)
+            own = None if layer.prompt is None else cache.ranks.mine(layer.prompt)
+            values["prompt"] = None if own is None else torch.tensor(own, dtype=torch.int32)
             facts.append(dict(kind=families.FULL_ATTENTION, columns=layer.columns))
         elif getattr(layer, "is_sliding", False) and layer.is_initialized:
             window = layer.sliding_window  # type: ignore[attr-defined]
@@ -227,6 +229,7 @@ def load_cache(path, model, *, verify: bool = True):
             fill(layer, mine, fact, shape, dtype)
             if ranks.size > 1 and "len" in whole:
                 ranks.note(layer, np.array(whole["len"].tolist()))
+                layer.prompt = np.array(whole["prompt"].tolist()) if "prompt" in whole else None
         except (KeyError, ValueError, RuntimeError, TypeError) as error:
             raise ValueError(f"{path}, layer {index}: {error}; the file is damaged or of another model") from None
     batches = {
@@ -302,6 +305,11 @@ def _fill_evicted(layer, tensors, fact, shape, dtype):
         raise ValueError("pos has positions of a head that do not ascend")
     if "carry" in tensors:
         _expect("carry", tensors["carry"], (batch, heads, int(length.max())), torch.float32)
+    if "prompt" in tensors:
+        _expect("prompt", tensors["prompt"], (batch, heads), torch.int32)
+        if bool(((tensors["prompt"] < 0) | (tensors["prompt"] > length)).any()):
+            raise ValueError("prompt counts more slots than there are")
+        layer.prompt = np.array(tensors["prompt"].tolist())
     if "moments" in tensors:
         _expect("moments", tensors["moments"], (batch, query_heads, 1 + read, 1 + read), torch.float32)
     if "decode_queries" in tensors:

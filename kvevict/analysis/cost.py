@@ -153,8 +153,10 @@ def _waiting(policy, chunks, layers, slot) -> dict | None:
 
 
 def _decode(shape, policy, layers, seen, new_tokens, batch, hardware) -> dict:
-    bill, each, slots = Bill(hardware), [], layers.kept
-    for stages, left in decoding(shape, policy, slots, layers.budgets, seen, new_tokens, batch):
+    bill, each, slots, budgets = Bill(hardware), [], layers.kept, layers.budgets
+    if policy.keep_prompt:
+        budgets = [kept + budget for kept, budget in zip(slots, budgets, strict=True)]
+    for stages, left in decoding(shape, policy, slots, budgets, seen, new_tokens, batch):
         each.append((*map(sum, zip(*stages.values())), bill.add(stages)))
         slots = left
     interval = policy.interval if policy.decode else 1

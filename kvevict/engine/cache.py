@@ -68,6 +68,7 @@ class EvictionLayer(CacheLayerMixin):
         self.moments = None  # [B, H, 1 + D, 1 + D] fp32 of queries read (engine/moments.py), where scores need them
         self.decode_queries = None  # [B, H, <= rows, D] last decoded queries
         self.budget = None  # [B] slots over all heads, of the last read; on the host
+        self.prompt = None  # [B, heads of all ranks] a head's first slots that are the prompt's; None: all, or unknown
         self.head_offsets = None  # [B, heads of all ranks] slots of each, less those of the first here; None: all 0
         self.removable = 0  # columns appended since the last eviction, which crop may remove
         self.expected = 0  # slots per head that a read is going to store, for which the next growth makes room
@@ -140,6 +141,9 @@ class EvictionLayer(CacheLayerMixin):
             past_end = torch.arange(self.longest(), device=self.carry.device) >= self.len[..., None]
             carry = self.carry[..., : self.longest()]
             self.carry = carry.masked_fill(past_end & ~carry.isnan(), 0)  # NaN: no number yet (carry="keep")
+        if self.prompt is not None:  # every head loses as many
+            held = self.counts if self.head_offsets is None else self.counts[:, :1] + self.head_offsets
+            self.prompt = np.minimum(self.prompt, held if held.shape == self.prompt.shape else held[:, :1])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.is_initialized:
@@ -154,7 +158,7 @@ class EvictionLayer(CacheLayerMixin):
         chosen = rows[torch.as_tensor(indices, device=self.device)]
         if torch.equal(chosen, rows):
             return
-        tensors, of_host = ("seen", "carry", "moments", "decode_queries"), ("budget", "head_offsets")
+        tensors, of_host = ("seen", "carry", "moments", "decode_queries"), ("budget", "prompt", "head_offsets")
         for names, at in ((tensors, chosen), (of_host, chosen.tolist())):
             for name in names:
                 value = getattr(self, name)
@@ -188,7 +192,7 @@ class EvictionLayer(CacheLayerMixin):
     def keep(self, index, keep, *new) -> None:
         """Evict, as `Storage.keep`."""
         self.storage = self.storage.keep(index, keep, *new)
-        self.removable = self.expected = 0
+        self.removable, self.expected, self.prompt = 0, 0, None
 
     def decode(self, q, k, v, pos, module=None, **options):
         """Append one row and attend over all slots: (out, lse, probs) as `_ops.decode`."""

@@ -56,6 +56,7 @@ def carry_newest(layer, numbers) -> None:
 def drops_smallest(policy) -> bool:
     """Whether each head drops the slots with its smallest sums of attention, whatever others hold."""
     apart = policy.n_reuse == 1 and policy.warmup_layers in (None, 1) and type(policy.heads) is Equal
+    apart = apart and not policy.keep_prompt
     plain = type(policy.score).pooled is Score.pooled and not policy.score.factors and not policy.refine.refines
     return apart and plain and type(policy.select) is Token and not policy.select_by_layer
 

@@ -125,10 +125,15 @@ def within(keep, slots, score, bar):
 def take(call, score, keep) -> Choice:
     """The best slots of each head by `ranked` scores, keep [B, heads of all ranks] of them."""
     ranks, counts, refine = call.slots.heads.ranks, np.array(keep.tolist()), call.policy.refine
-    keep, mine, (first, last) = ranks.mine(keep).contiguous(), ranks.mine(counts), call.slots.protected
+    keep, mine, slots = ranks.mine(keep).contiguous(), ranks.mine(counts), call.slots
     if refine.picks:
-        score = refine.pick(call.slots, score, keep, *call.measured(refine.picks_by)).contiguous()
-    return Choice(_ops.select(score, call.slots.n, keep, first, last, int(mine.max())), mine, counts)
+        score = refine.pick(slots, score, keep, *call.measured(refine.picks_by)).contiguous()
+    (first, last), n, shape = slots.protected, slots.n, slots.n.shape
+    if slots.prompt is not None:  # heads differ in their first slots: each is a batch row of its own
+        score, n, keep = (x.flatten(0, 1).unsqueeze(1) for x in (score, n, keep))
+        first, last = slots.first.flatten(), last.repeat_interleave(shape[1])
+    index = _ops.select(score, n, keep, first, last, int(mine.max()))
+    return Choice(index.view(*shape, -1), mine, counts)
 
 
 def store(call, choice=None, carried=None) -> None:
@@ -141,6 +146,7 @@ def store(call, choice=None, carried=None) -> None:
         if choice is not None:
             index = choice.index.to(slots.device)  # another layer may have chosen, on its device
             layer.keep(index, choice.keep, *call.new, slots.pos, slots.kv.first)
+            layer.prompt = slots.prompt  # which was kept
             slots.heads.ranks.note(layer, choice.all_ranks)
             fill = torch.nan if call.policy.carry == "keep" else 0
             carried = None if carried is None else kept(carried, index, fill)

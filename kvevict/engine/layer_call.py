@@ -103,7 +103,8 @@ def _slots(kv, index, pos, protect=None, protection=None) -> Slots:
     every = counts if ranks.size == 1 else ranks.counts(layer) + tokens
     known = partial(protect, every.max(1)) if protection is None else lambda: protection
     n = layer.len + (kv.k.shape[2] - kv.first)[:, None]
-    return Slots(index, Heads(ranks, counts.shape[1]), n, counts, every, known, pos, kv)
+    prompt = layer.prompt if kv.step.decoding and kv.step.patch.policy.keep_prompt else None
+    return Slots(index, Heads(ranks, counts.shape[1]), n, counts, every, known, pos, kv, prompt)
 
 
 def layer_call(step, layer, module, q, k, v, out, lse, options, probs=None, new=None, hidden=None) -> LayerCall:

@@ -45,16 +45,28 @@ class Reader:
         request.begin()
         layers = request.layers
         budgets.renew(policy, request.cache, layers, patch.kv_heads, patch.ranks)
+        self._note_prompts()
         chooser = None
         if policy.decode or policy.carry == "sum":
-            decisions = while_decoding(policy, len(layers), patch.kv_heads, lambda order: layers[order].budget)
+            decisions = while_decoding(policy, len(layers), patch.kv_heads, lambda order: self._most(layers[order]))
             chooser = Deciding(decisions)
         return self._call(0, request.tokens, request.cache.meter or Meter(), chooser)
 
     def append(self):
         """Tokens that may be taken back by crop(): stored as they are."""
         self.request.begin()
+        self._note_prompts()
         return self._call(0, self.request.tokens, self.request.cache.meter or Meter(), Chooser())
+
+    def _note_prompts(self):
+        """Where only decoded slots are to be cut, and it is not known which those are: none, so far."""
+        for layer in self.request.layers if self.policy.keep_prompt else ():
+            if layer.prompt is None and layer.counts is not None:
+                layer.prompt = self.patch.ranks.counts(layer)
+
+    def _most(self, layer):
+        """[B] slots over all heads that a layer is cut to while decoding."""
+        return layer.budget + (layer.prompt.sum(1) if self.policy.keep_prompt else 0)
 
     def read(self):
         """A prompt."""
@@ -65,11 +77,18 @@ class Reader:
         meter = Meter((index, layer.live_bytes()) for index, layer in zip(patch.order, request.layers, strict=True))
         with meter.clock("read"):
             chunks, read = self._begin(prompt, meter, wanted - drafted, bool(drafted))
+        self._note_prompts()
+        self.prompts = [layer.prompt for layer in request.layers]
+        going_on = (read.tokens == 0) | self._decoded(read, self._stored(read).sum(0))
         hidden = []
         with meter.clock("read"):
             for chunk in _progress(chunks, policy.progress):
                 output = self._read_chunk(read, chunk)
                 hidden = _last_rows([*hidden, output.last_hidden_state], wanted)
+            for layer, before in zip(request.layers, self.prompts, strict=True):
+                layer.prompt, held = None, patch.ranks.counts(layer)
+                if policy.keep_prompt:
+                    layer.prompt = held if before is None else np.where(going_on[:, None], before, held)
             if drafted:
                 output = self._call(prompt, request.tokens, meter, Chooser())
                 hidden = _last_rows([*hidden, output.last_hidden_state], wanted)
@@ -134,22 +153,28 @@ class Reader:
 
     def _chooser(self, read, chunk):
         """Of what survives a chunk. The layers get the budgets that are decided."""
-        policy, patch, layers, planned = self.policy, self.patch, self.request.layers, read.budgets
-        stored = [0 * read.tokens if layer.counts is None else patch.ranks.counts(layer).sum(1) for layer in layers]
+        policy, planned, stored = self.policy, read.budgets, self._stored(read)
         tokens = chunk.end - np.clip(self.request.padding, chunk.start, chunk.end)
         observed = (tokens if chunk.again is None else read.tokens) > 0
-        observed &= ~self._decoded(read, np.stack(stored).sum(0))
-        decisions = planned.decide(chunk, tokens, np.stack(stored), observed)
+        observed &= ~self._decoded(read, stored.sum(0))
+        decisions = planned.decide(chunk, tokens, stored, observed)
         self._set_budgets(read)
         cuts = chunk.evicts and planned.cuts.any()
         chooser = Deciding(decisions, Errors(policy.layers.residual) if cuts and policy.layers.measures else None)
         return Drafting(chooser) if chunk.last and cuts and policy.rows.needs_full_prompt else chooser
+
+    def _stored(self, read):
+        """[layers, B] slots over all heads."""
+        none, counts = 0 * read.tokens, self.patch.ranks.counts
+        return np.stack([none if layer.counts is None else counts(layer).sum(1) for layer in self.request.layers])
 
     def _decoded(self, read, stored):
         """bool [B] rows that bring one token after stored [B] slots, as decoding does beside a row that brings more,
         and from which decoding would not evict."""
         policy, seen, each = self.policy, np.array(read.seen), self.patch.kv_heads * len(self.request.layers)
         budget = np.array([policy.slots(n) for n in read.seen]) * each
+        if policy.keep_prompt:
+            budget = budget + sum(0 if prompt is None else prompt.sum(1) for prompt in self.prompts)
         due = schedule.overfull(policy, stored + each, budget, each)
         return (read.tokens == 1) & (seen > 1) & (policy.carry == "none") & ~due
 

@@ -73,7 +73,7 @@ def observes(policy, order: int, layers: int) -> bool:
 
 def overfull(policy, slots, budget, heads: int = 1):
     """Whether, while decoding, a layer is cut back to its budget; both over its heads: numbers, or arrays of them."""
-    return policy.decode & (slots > budget + (policy.interval - 1) * heads)
+    return slots > budget + (policy.interval - 1) * heads if policy.decode else slots < 0
 
 
 def relaxed(policy, order: int, layers: int, chunk: Chunk) -> bool:

@@ -101,6 +101,7 @@ class Slots:
     protect: Callable  # () -> `protected`
     pos: torch.Tensor | None = None  # int32 [B, S] of the new columns
     kv: KV | None = None  # None: of all ranks' heads, which nobody holds
+    prompt: np.ndarray | None = None  # [B, heads of all ranks] each head's first slots that stay: `keep_prompt`
 
     @cached_property
     def columns(self) -> int:
@@ -114,6 +115,18 @@ class Slots:
         return self.protect()
 
     @cached_property
+    def past(self):
+        """int32 [B, Hkv] slots of the prompt that each head keeps beside its budget; 0 while prompts are cut, too."""
+        if self.prompt is None:
+            return torch.zeros_like(self.n)
+        return host.upload(self.heads.ranks.mine(self.prompt), self.device, torch.int32)
+
+    @cached_property
+    def first(self):
+        """int32 [B, Hkv] first slots of each head that are protected."""
+        return torch.maximum(self.protected[0][:, None], self.past)
+
+    @cached_property
     def alive(self):
         """int [B] slots of all ranks' heads together, on the host."""
         return self.all_counts.sum(1)
@@ -121,15 +134,13 @@ class Slots:
     @cached_property
     def least(self):
         """int32 [B, Hkv] protected slots that each head has."""
-        first, last = self.protected
-        return torch.minimum(self.n, (first + last)[:, None])
+        return torch.minimum(self.n, self.first + self.protected[1][:, None])
 
     @cached_property
     def competing(self):
         """Whether a slot exists and is not protected: [B, Hkv, C]."""
-        first, last = self.protected
         column = torch.arange(self.columns, device=self.device)
-        return (column >= first[:, None, None]) & (column < (self.n - last[:, None])[..., None])
+        return (column >= self.first[..., None]) & (column < (self.n - self.protected[1][:, None])[..., None])
 
     @cached_property
     def positions(self):
@@ -147,7 +158,10 @@ class Slots:
         if self.heads.ranks.size == 1:
             return self
         n, counts = host.upload(self.all_counts, self.device, torch.int32), self.all_counts
-        return _AllRanks(self.index, self.heads, n, counts, counts, lambda: self.protected, own=self, shared=shared)
+        return _AllRanks(
+            self.index, self.heads, n, counts, counts, lambda: self.protected, prompt=self.prompt, own=self,
+            shared=shared,
+        )  # fmt: skip
 
     def removal_error(self, numbers, fast: bool, squared: bool):
         """CAOTE (eq. 6-8) of numbers [B, Hkv, C] >= 0 taken as attention weights, as `kvevict._ops.refine`."""
@@ -171,6 +185,10 @@ class _AllRanks(Slots):
 
     own: Any = None  # the slots of this rank's heads
     shared: bool = False
+
+    @cached_property
+    def past(self):
+        return torch.zeros_like(self.n) if self.prompt is None else host.upload(self.prompt, self.device, torch.int32)
 
     @cached_property
     def positions(self):

@@ -45,7 +45,11 @@ class Policy:
                    None: the score's own default (h2o, vatp: "sum"; others "none")
     decode         evict while decoding too, so that the cache never grows past budget + interval - 1; None: where it
                    is part of the score's method (streaming, h2o, tova; presets of CAOTE set it)
-    interval       decoded tokens between two evictions; None: 1 where every token counts (streaming, h2o, tova), or 16
+    interval       decoded tokens between two evictions, with decode=True; None: the score's own: 1 where every token
+                   counts (streaming, h2o, tova), 128 (tri, rkv), 64 (random with redraw), or 16
+    keep_prompt    with decode=True: only what was decoded is cut, to `budget` slots of its own; the prompt's slots stay
+                   as they were chosen when it was read, so that the cache never grows past twice the budget +
+                   interval - 1. The next turn's read cuts all of it to the budget
     layers         how the budget is split over layers: a name of `kvevict.LAYERS` or an object with its options
     heads          how a layer's slots are split over its heads: a name of `kvevict.HEADS` or an object, e.g.
                    `kvevict.HEADS["ada"](floor="max")`
@@ -76,6 +80,7 @@ class Policy:
     carry: str | None = None
     decode: bool | None = None
     interval: int | None = None
+    keep_prompt: bool = False
     layers: LayerBudget | str = "uniform"
     heads: HeadBudget | str = "equal"
     select: Selection | str = "token"
@@ -102,12 +107,12 @@ class Policy:
         if self.carry is None:
             fill("carry", self.score.carry)
         one_of("carry", self.carry, CARRIES)
-        if self.interval is None:
-            fill("interval", _own_interval(self.score))
         if self.schedule is None:
             fill("schedule", "prompt" if self.chunk_size is None or self.rows.needs_full_prompt else "chunk")
         if self.decode is None:
             fill("decode", self.score.decodes)
+        if self.interval is None and self.decode:
+            fill("interval", self.score.own_interval)
         for part in (self.rows, self.score, self.refine, self.layers, self.heads, *self.selections):
             part.check(self)
         self._check_counts()
@@ -153,13 +158,20 @@ class Policy:
             count("chunk_size", self.chunk_size, 1)
         if self.warmup_budget is not None:
             count("warmup_budget", self.warmup_budget, 1)
-        count("interval", self.interval, 1)
+        if self.interval is not None:
+            count("interval", self.interval, 1)
         count("n_reuse", self.n_reuse, 1)
         count("keep_first", self.keep_first, 0)
         if not isinstance(self.decode, bool):
             raise TypeError(f"decode must be True, False or None, got {self.decode!r}")
-        for name in ("rerotate", "progress", "diagnose"):
+        for name in ("keep_prompt", "rerotate", "progress", "diagnose"):
             flag(name, getattr(self, name))
+        for name, given in (("interval", self.interval is not None), ("keep_prompt", self.keep_prompt)):
+            if given and not self.decode:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is about evicting while decoding, which this policy does not: give "
+                    f"decode=True too, or leave {name} out"
+                )
 
     def _check_budget(self):
         if isinstance(self.budget, bool) or not isinstance(self.budget, numbers.Real):
@@ -293,10 +305,6 @@ def _option_names(part) -> set:
     return {f.name for f in dataclasses.fields(part) if f.init}
 
 
-def _own_interval(score) -> int:
-    return 1 if score.decodes or score.carry == "sum" else 16
-
-
 def build(policy, *, budget=None, chunk_size=None, **options) -> Policy:
     """A `Policy` from a preset's name or another policy, with options by keyword.
 
@@ -322,9 +330,11 @@ def build(policy, *, budget=None, chunk_size=None, **options) -> Policy:
         raise TypeError(f"policy must be a preset's name or a kvevict.Policy, got {type(policy).__name__}")
     if isinstance(policy, Policy) and "score" in options:  # what came with the old one goes with it
         old = policy.score
-        own_choices = dict(decode=old.decodes, interval=_own_interval(old), rows=old.rows, carry=old.carry)
+        own_choices = dict(decode=old.decodes, interval=old.own_interval, rows=old.rows, carry=old.carry)
         for name, own in own_choices.items():
             choices[name] = None if choices[name] == own else choices[name]
+    if options.get("decode") is False:  # what says how to decode goes with it
+        choices["interval"], choices["keep_prompt"] = None, False
     if budget is not None:
         choices["budget"] = budget
     if chunk_size is not None:

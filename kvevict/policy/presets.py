@@ -49,12 +49,18 @@ preset(
 )  # fmt: skip
 preset("fastkv", score=SCORES["fastkv"](), tsp="half")
 preset("random", score=SCORES["random"]())
+preset(
+    "random/redraw", "Random Attention (2609.03430): while decoding a new draw every 64 tokens, the prompt is kept.",
+    score=SCORES["random"](redraw=True), decode=True, interval=64, keep_prompt=True,
+)  # fmt: skip
 preset("knorm", score=SCORES["knorm"]())
 preset("keydiff", score=SCORES["keydiff"]())
 preset(
     "keydiff/kvpress", "KeyDiff as its paper and kvpress have it: the mean is of keys scaled to length 1.",
     score=SCORES["keydiff"](unit=True),
 )  # fmt: skip
+preset("tri", score=SCORES["tri"](), decode=True, interval=128, keep_prompt=True)
+preset("rkv", score=SCORES["rkv"](), decode=True, interval=128)
 preset("take", score=SCORES["take"](), chunk_size=_Z, warmup_layers="half")
 preset(
     "take/no-probe", "TAKE without its probe (table 2): a chunk's own last 32 rows score it.",

@@ -68,8 +68,9 @@ RULES = (
      "one ranking of all layers needs scores that compare between them, and output errors do not: refine='none'"),
     (lambda p: p.layers.pools and (p.n_reuse > 1 or _waits(p)),
      "one ranking of all layers needs every layer's own scores: n_reuse=1 and warmup_layers=None"),
-    (lambda p: p.layers.pools and p.decode,
-     "while decoding layers are cut one by one, and one ranking needs them all: decode=False, or layers='uniform'"),
+    (lambda p: p.layers.pools and p.decode and not p.keep_prompt,
+     "while decoding layers are cut one by one, and one ranking needs them all: decode=False, layers='uniform', or "
+     "keep_prompt=True, which cuts what was decoded alone"),
     (lambda p: p.threshold is not None and (not p.score.comparable or p.score.ordinal),
      "a threshold is one number for all layers and chunks, and these scores have another scale in each: take kvzip or "
      "expected, or a budget"),
@@ -94,7 +95,7 @@ RULES = (
      "support='chunk' is of rows that repeat the chunk: rows='repeat', or support='all'"),
     (lambda p: "repetition" in _needs(p) and p.decode,
      "decoded tokens are not read again, so their worth is not known: decode=False, or support='all'"),
-    (lambda p: "expected_attention" in _needs(p) and p.rows.needs_full_prompt,
+    (lambda p: {"expected_attention", "trigonometric"} & {*_needs(p)} and p.rows.needs_full_prompt,
      "a draft comes after all layers, and these statistics are of every row when its layer is read: rows='none'"),
     (lambda p: "repeated_output" in _needs(p) and not p.rows.repeats,
      "these scores weigh repeated rows by their inputs: rows='repeat', or kvzip with support='all'"),

@@ -21,6 +21,7 @@ CASES = {
     "h2o": ("llama", "h2o", dict(budget=10)),
     "tova": ("llama", "tova", dict(budget=10)),
     "snapkv decoding": ("llama", "snapkv", dict(budget=10, window=4, decode=True, interval=3)),
+    "prompt kept": ("llama", "adakv", dict(budget=10, window=4, decode=True, interval=3, keep_prompt=True)),
     "take": ("llama", "take", dict(budget=10, probe=6, chunk_size=16)),
     "rerotated": ("llama", "streaming", dict(budget=10, rerotate=True, decode=False)),
     "keeps all": ("llama", "snapkv", dict(budget=4096)),

@@ -20,6 +20,7 @@ CASES = {
     "snapkv": ("llama", "snapkv", dict(budget=10, window=4)),
     "h2o": ("llama", "h2o", dict(budget=10)),  # carried scores, evicts while decoding
     "take": ("llama", "take", dict(budget=10, probe=6, chunk_size=16, decode=True, interval=2)),
+    "prompt kept": ("llama", "adakv", dict(budget=10, window=4, decode=True, interval=1, keep_prompt=True)),
     "keeps all": ("llama", "tova", dict(budget=4096)),
     "sliding": ("gemma3", "h2o", dict(budget=10)),
     "sliding take": ("gpt_oss", "take", dict(budget=10, probe=6, chunk_size=16)),

@@ -23,6 +23,7 @@ CASES = {  # name -> policy and options
     "snapkv": ("snapkv", CHUNKS | dict(window=4)),
     "adakv": ("adakv", CHUNKS | dict(window=4)),
     "adakv max": ("adakv", CHUNKS | dict(window=4, floor="max", decode=True, interval=3)),
+    "prompt kept": ("adakv", CHUNKS | dict(window=4, decode=True, interval=3, keep_prompt=True)),
     "edie+tada": ("edie+tada", CHUNKS | dict(window=4)),
     "cake": ("cake", CHUNKS | dict(window=4)),
     "cake ada": ("cake", CHUNKS | dict(window=4, heads="ada")),

@@ -58,6 +58,7 @@ def test_second_turn_with_a_chunk_of_padding(policy):
 @pytest.mark.parametrize("policy, options", [
     ("take", dict(probe=4)), ("take", dict(probe=4, chunk_size=8)), ("take+edie", dict(probe=4)),
     ("snapkv", dict(window=4)), ("take", dict(probe=4, decode=True, interval=4)), ("h2o", {}), ("streaming", {}),
+    ("knorm", dict(heads="flat", decode=True, interval=1, keep_prompt=True)),
 ])  # fmt: skip
 def test_a_turn_of_one_token_beside_a_longer_one(policy, options):
     """A row keeps what it keeps alone: one token is decoded, and evicts as that does."""

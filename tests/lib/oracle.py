@@ -24,6 +24,7 @@ from oracle_rows import LATER
 from transformers import AttentionInterface
 
 DEFAULTS = dict(chunk_size=None, schedule="prompt", decode=False, interval=16, warmup_layers=None, warmup_budget=None)
+DEFAULTS |= dict(keep_prompt=False)
 DEFAULTS |= dict(layers="uniform", beta=20, tau1=1.0, tau2=1.0, errors=None, heads="equal", f=0.2, floor="mix")
 DEFAULTS |= dict(least=4, threshold=None, keep_last=128)
 DEFAULTS |= dict(select="token", c=10, per_head=False, exact=True, select_by_layer=(), n_reuse=1)
@@ -76,6 +77,8 @@ PRESETS = {
     "defensive": dict(score="defensive", heads="ada"),
     "defensive/pool": dict(score="defensive", heads="flat", layers="pool"),
     "compactor": dict(score="compactor"),
+    "tri": dict(score="tri", decode=True, interval=128, keep_prompt=True),
+    "rkv": dict(score="rkv", decode=True, interval=128),
     "lagkv": dict(score="lagkv"),
     "snapkv+critical": dict(score="snapkv", refine="critical"),
     "adakv+critical": dict(score="snapkv", refine="critical", heads="ada"),
@@ -105,6 +108,7 @@ class Layer:
     probe_at: int = 0
     queries: list = field(default_factory=list)  # [H, d] before rotation, of the rows that expected attention counts
     asked: list = field(default_factory=list)  # (token, queries [H, d], outputs [H, d]) of decoded tokens
+    prompt: list | None = None  # slots of each kv head that stay while decoding: all that the prompt left
 
     def keep(self, g, taken):
         """Kv head g keeps its slots of these numbers."""
@@ -193,6 +197,8 @@ class Row:
             self._split(0)
             self._run(again, [*range(base + N, base + N + len(again))], len(again))
         self.part = None
+        for layer in self.layers if o["keep_prompt"] else ():
+            layer.prompt = list(map(len, layer.alive))
         return torch.cat(logits)
 
     def _draft(self, logits):
@@ -385,8 +391,9 @@ class Row:
         if not self.reading:
             layer.asked.append((self.seen, seen.q[:, 0], torch.cat(seen.out)[:, 0]))
             n, heads = sum(map(len, layer.alive)), len(layer.alive)
-            if o["decode"] and n > self.layer_budget + (o["interval"] - 1) * heads and not waits:
-                self._cut(seen, self.layer_budget)
+            most = self.layer_budget + sum(self._prompt(layer))
+            if o["decode"] and n > most + (o["interval"] - 1) * heads and not waits:
+                self._cut(seen, most)
         elif (not self.last and o["schedule"] == "prompt") or waits:
             return
         elif oracle_rows.waits_for_a_draft(o):
@@ -422,25 +429,30 @@ class Row:
 
     def turn(self, x, position):
         """RoPE by `position`, half-split layout; the angle rounded as the model rounds it."""
+        angle = self.angles(position)
+        a, b, rest = x.split([len(angle), len(angle), x.shape[-1] - 2 * len(angle)], -1)
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), rest], -1)
+
+    def angles(self, position):
+        """[F] by which RoPE turns the pairs of dimensions."""
         rotary = self.model.model.rotary_emb
         frequency = getattr(rotary, "inv_freq", None)
         frequency = (rotary.full_attention_inv_freq if frequency is None else frequency).float()
-        angle = (float(position) * frequency).double()
-        a, b, rest = x.split([len(angle), len(angle), x.shape[-1] - 2 * len(angle)], -1)
-        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), rest], -1)
+        return (float(position) * frequency).double()
 
     def evict(self, layers, seen, slots):
         """All `layers` keep the slots that `seen`'s takes, `slots` in all; kv head g decides for kv head g."""
         chooser, order = seen.layer, seen.order
         heads = range(len(chooser.alive))
-        ends = [self._protected(len(chooser.alive[g]), order) for g in heads]
+        past = self._prompt(chooser)
+        ends = [self._protected(len(chooser.alive[g]), order, past[g]) for g in heads]
         scores = oracle_scores.refined(self, seen, self._scores(seen, ends))
         inside = [range(first, len(score) - last) for (first, last), score in zip(ends, scores)]
         run = self._run_length(order)
         ranks = self._ranked(scores, chooser.alive, inside, run) if run > 1 else scores
         items = [[(-ranks[g][i], chooser.alive[g][i] // run, g, chooser.alive[g][i], i) for i in inside[g]]
                  for g in heads]  # fmt: skip
-        wins = self._split_heads(items, [first + last for first, last in ends], slots)
+        wins = self._split_heads(items, [first + last for first, last in ends], slots, past)
         for g in heads:
             wins[g] = min(wins[g], self.above(items[g]))
             kept, lost = oracle_values.taken(self, seen, g, items[g], wins[g], sum(ends[g]))
@@ -455,12 +467,17 @@ class Row:
     def _scores(self, seen, ends):
         return oracle_scores.scores(self, seen, ends)
 
-    def _split_heads(self, items, ends, slots):
+    def _prompt(self, layer):
+        """Slots of each kv head that stay, beside the budget."""
+        return [0] * len(layer.alive) if self.reading or layer.prompt is None else layer.prompt
+
+    def _split_heads(self, items, ends, slots, past):
         """Section 4: how many of its unprotected slots each head keeps."""
         o, heads, rooms = self.o, len(items), [len(x) for x in items]
         if o["heads"] == "equal":
+            ends = [end - own for end, own in zip(ends, past)]
             bounds = [(end, end + room) for end, room in zip(ends, rooms)]
-            return [x - end for x, end in zip(_apportion([Fraction(1)] * heads, slots, bounds), ends)]
+            return [x - end for x, end in zip(_apportion([Fraction(1)] * heads, slots - sum(past), bounds), ends)]
         wanted, every = slots - sum(ends), [x for head in items for x in head]
         f, forced = Fraction(str(o["f"])), []
         if o["heads"] == "ada" and o["floor"] != "mix":
@@ -511,7 +528,7 @@ class Row:
             raise NearTie(self.margin)
         return sum(-x[0] >= bar for x in items)
 
-    def _protected(self, n, order):
+    def _protected(self, n, order, past=0):
         o, first, last = self.o, 0, 0
         if o["protect"]:
             share = self.layer_budget // len(self.layers[0].alive) // 2
@@ -519,7 +536,7 @@ class Row:
             last = max(recent, oracle_rows.protected(self))
         if self.reading and not self.last:  # a run cut by the chunk's end is kept until it is whole
             last = max(last, self.chunk_end % self._run_length(order))
-        last = max(last, self._spared())
+        first, last = max(first, past), max(last, self._spared())
         return min(first, n), min(last, n - min(first, n))
 
 

@@ -6,6 +6,7 @@ out [G, R, d], those rows' outputs; v [n, d] are the alive slots' values.
 
 from functools import partial
 
+import oracle_answers
 import oracle_expected
 import oracle_gates
 import oracle_values
@@ -39,12 +40,13 @@ SCORES = {
     "edie": _EDIE,
     "edie-exact": _EDIE,
 } | oracle_values.SCORES
+SCORES |= oracle_answers.SCORES
 ROWS = dict(  # each method's own
     streaming="none", knorm="none", keydiff="none", h2o="all", vatp="all", tova="last", take="probe", oracle="given",
     laq="drafted", speckv="drafted", kvzip="repeat", expected="none", gate="none", **{"kvzip+": "repeat"},
-    **oracle_values.ROWS,
+    **oracle_values.ROWS, **oracle_answers.ROWS,
 )  # fmt: skip
-OWN_ROWS = dict(fastkv=dict(window=8), speckv=dict(draft_model=None))
+OWN_ROWS = dict(fastkv=dict(window=8), speckv=dict(draft_model=None), rkv=dict(window=8))
 
 
 def carries(o):
@@ -55,13 +57,13 @@ def protected(o, share, end=None):
     """(first, last) slots that the score keeps; share: half of a head's budget; end: tokens seen, None: the most."""
     if o["score"] in oracle_values.CARRIED:
         return o["sink"], oracle_values.protected(end, o)
-    recent = o.get("recent", 0) if carries(o) or o["score"] == "gate" else 0
+    recent = o.get("recent", 0) if carries(o) or o["score"] in ("gate", "tri") else 0
     return o.get("sink", 0), share if recent is None else recent
 
 
 def grow_carry(row, seen):
     """What the rows of a chunk, or a decoded one, add to the sums that stay with the slots: mean over the group."""
-    if row.o["score"] == "expected" and row.reading:
+    if row.o["score"] in ("expected", "tri") and row.reading:
         oracle_expected.note(row, seen)
     if row.o["score"] == "compactor" and row.reading:
         oracle_values.note_compactor(row, seen)
@@ -143,6 +145,8 @@ def scores(row, seen, ends):
         if o["score"] in ("knorm", "keydiff")
         else oracle_expected.scores
         if o["score"] == "expected"
+        else getattr(oracle_answers, o["score"])
+        if o["score"] in oracle_answers.SCORES
         else _carried
         if carries(o) or o["score"] in ("kvzip", "kvzip+", "compactor", "gate")
         else _of_rows

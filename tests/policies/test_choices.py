@@ -450,6 +450,7 @@ SCORES = {
     "edie": {}, "edie-exact": dict(weight="all"), "vatp": dict(sink=2), "paasvn": dict(pool="none"),
     "cake": dict(gamma=7.0), "fastkv": {}, "knorm": {}, "keydiff": {}, "random": {}, "take": {}, "oracle": {},
     "laq": {}, "speckv": {}, "kvzip": {}, "kvzip+": {}, "expected": dict(span=7), "defensive": {},
+    "tri": dict(sink=1), "rkv": dict(kernel=3),
     "lagkv": dict(lag=2, sink=1), "compactor": dict(sink=2, recent=1, block=7, sketch=3),
 }  # fmt: skip
 ROWS = {
@@ -471,9 +472,9 @@ REASONS = (
     "needs|measures|only rank|one for the layer|layers after tsp|after tsp=0|has no queries|every chunk|"
     "after all layers|one ranking|repeat|not read again|two stages|in blocks|make a block"
 )
-RANKS = ("streaming", "knorm", "keydiff", "random", "lagkv", "defensive", "compactor")
+RANKS = ("streaming", "knorm", "keydiff", "random", "lagkv", "defensive", "compactor", "tri", "rkv")
 REPEATED = ("kvzip", "kvzip+")
-OBSERVED = ("defensive", "compactor")  # of RANKS
+OBSERVED = ("defensive", "compactor", "rkv")  # of RANKS
 SAMPLED = 241  # of the combinations over rows that are not a score's own, one in so many
 DRAWN = 48  # one in so many is run
 
@@ -524,7 +525,7 @@ def legal(name, rows, given):
         or (given["layers"] == "tada" and reuse)
         or (given["layers"] == "cake" and (reuse or name in RANKS or carries or rows in ("none", "last")))
         or (name == "fastkv" and (reuse or "warmup_layers" in given or rows == "drafted"))
-        or ((carries or name in ("expected", "lagkv")) and rows == "drafted")
+        or ((carries or name in ("expected", "lagkv", "tri")) and rows == "drafted")
         or (given["layers"] == "pool" and (not pools or reuse or waits or "decode" in given))
         or (rows == "repeat" and (name == "fastkv" or given["layers"] == "tada"))
         or (name in REPEATED and (rows != "repeat" or given["layers"] == "cake" or "decode" in given))
@@ -680,7 +681,7 @@ def test_layers_that_share_a_choice_must_hold_as_much():
 def test_json_is_the_whole_policy(name):
     policy = build(name, budget=0.5, chunk_size=100)
     assert Policy.from_json(policy.to_json()) == policy
-    other = build(name, budget=277, chunk_size=100, interval=3)
+    other = build(name, budget=277, chunk_size=100, keep_first=3)
     assert Policy.from_json(other.to_json()) == other != policy
 
 

@@ -66,13 +66,14 @@ def test_moments_of_parts_are_those_of_all(cuts):
     counts = torch.rand(2, 30, generator=generator) < 0.7
     past = None
     for start, stop in zip((0, *cuts), (*cuts, 30)):
-        past = moments.added(past, x[:, :, start:stop], counts[:, start:stop])
-    mean, covariance = moments.summed(past)
+        past = moments.added(past, x[:, :, start:stop], counts[:, start:stop], x[:, :, start:stop].abs())
+    mean, covariance, size = moments.summed(past)
     for b in range(2):
         mine = x[b][:, counts[b]].double()
         assert int(past[b, 0, 0, 0]) == mine.shape[1]
         want = torch.stack([head.T.cov(correction=0) for head in mine])
         torch.testing.assert_close(mean[b].double(), mine.mean(1), rtol=1e-6, atol=0)
+        torch.testing.assert_close(size[b].double(), mine.abs().mean(1), rtol=1e-6, atol=0)
         # A distance is off by the rounding of numbers near 30, 2^-19 each, and so is its product with one of size 1.
         torch.testing.assert_close(covariance[b].double(), want, rtol=1e-5, atol=8 * 2.0**-19)
 
@@ -80,8 +81,8 @@ def test_moments_of_parts_are_those_of_all(cuts):
 def test_rows_that_do_not_count_may_hold_anything():
     x = torch.full((1, 1, 3, 8), torch.nan)
     x[:, :, 1] = 2.0
-    mean, covariance = moments.summed(moments.added(None, x, torch.tensor([[False, True, False]])))
-    assert (mean == 2).all() and (covariance == 0).all()
+    mean, covariance, size = moments.summed(moments.added(None, x, torch.tensor([[False, True, False]]), x.abs()))
+    assert (mean == 2).all() and (covariance == 0).all() and (size == 2).all()
     assert not moments.added(None, x, torch.zeros(1, 3, dtype=torch.bool)).any()
 
 
@@ -138,10 +139,12 @@ def test_what_a_file_holds(tmp_path):
             hidden = layer.input_layernorm(made.model.embed_tokens(part[None]))
             total.append(layer.self_attn.q_proj(hidden).view(30, 4, -1)[4:].double())
     total = torch.cat(total).transpose(0, 1)
-    mean, covariance = got[0]
+    mean, covariance, size = got[0]
     torch.testing.assert_close(mean.double(), total.mean(1), rtol=0, atol=1e-5 * total.abs().max().item())
     want = torch.stack([head.T.cov(correction=0) for head in total])
     torch.testing.assert_close(covariance.double(), want, rtol=0, atol=1e-5 * want.abs().max().item())
+    pairs = torch.complex(*total.chunk(2, -1)).abs().mean(1).repeat(1, 2)  # rotation pairs i with i + d / 2
+    torch.testing.assert_close(size.double(), pairs, rtol=0, atol=1e-5 * pairs.max().item())
 
 
 def test_files_that_do_not_fit_are_refused(tmp_path):

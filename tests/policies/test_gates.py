@@ -83,6 +83,12 @@ def test_decoding(name, options):
     compare(model(), policy, [[1, *[1] * 24]], **chosen)
 
 
+def test_decoding_keeps_what_one_ranking_chose(options):
+    """Layers differ in what they hold of the prompt; each has a budget of its own for what is decoded."""
+    policy, chosen = options("gate", decode=True, interval=3, keep_prompt=True)
+    compare(model(), policy, [[29, *[1] * 19, 20, *[1] * 19], [12, *[1] * 19, 20, *[1] * 19]], **chosen)
+
+
 # -- by hand --------------------------------------------------------------------------------------------------------
 
 

@@ -136,7 +136,7 @@ def test_definition(name, size, interval):
     model, inputs = made(name), prompt(1, 50)
     paper = Paper(model)
     want = paper.decode(paper.read(inputs["input_ids"], size), 20, interval)
-    options = dict(ON, chunk_size=size, decode=interval is not None, interval=interval or 1)
+    options = dict(ON, chunk_size=size, decode=interval is not None, interval=interval)
     with kvevict.evicting(model, "streaming", **options):
         same(ours(model, inputs)[0][0], want)
     with kvevict.evicting(model, "streaming", **options | dict(rerotate=False)):  # which is something else

@@ -12,6 +12,7 @@ import test_drafted
 import test_expected
 import test_gates
 import test_hidden
+import test_keep_prompt
 import test_output_errors
 import test_policies
 import test_values_and_keys
@@ -71,13 +72,13 @@ SCORES = {
     "edie-exact, delay": dict(warmup_layers=3, warmup_budget=22),
 }  # "score, remark": options
 CARRIED = ("h2o", "vatp")
-POSITIONAL = ("streaming", "knorm", "keydiff", "random", "lagkv", "expected", "gate")
+POSITIONAL = ("streaming", "knorm", "keydiff", "random", "lagkv", "expected", "gate", "tri")
 REPEATED = ("kvzip", "kvzip+")
 
 
 def given(score, rows, **more):
     """Options of a row of SCORES and of one of ROWS, for the preset snapkv."""
-    chosen = dict(score=score.split(",")[0], rows=rows.split(",")[0], decode=False, interval=16)
+    chosen = dict(score=score.split(",")[0], rows=rows.split(",")[0], decode=False)
     chosen |= SCORES[score] | ROWS[rows] | more
     if alone(rows):
         chosen["schedule"] = "prompt"
@@ -233,12 +234,13 @@ def test_every_score_over_every_rows_is_compared_or_refused(score, rows):
     try:
         build("snapkv", score=score, rows=rows, budget=300)
     except ValueError:
-        drafted = score in (*CARRIED, "expected", "lagkv") and rows == "drafted"
+        drafted = score in (*CARRIED, "expected", "lagkv", "tri") and rows == "drafted"
         elsewhere = (score, rows) not in compared and score in (*REPEATED, "compactor")
         assert rows == "none" or drafted or elsewhere
     else:
         # Names that differ in their options alone are one score; keys and positions know no rows.
         same = dict(oracle="snapkv", laq="snapkv", keydiff="knorm", random="knorm", lagkv="knorm", expected="knorm")
+        same |= dict(tri="knorm", rkv="snapkv")  # with its own rows, test_keep_prompt.py has it
         assert (rows == "none" and score in POSITIONAL) or (same.get(score, score), rows) in compared
 
 
@@ -248,9 +250,10 @@ def test_every_score_over_every_rows_is_compared_or_refused(score, rows):
 def test_every_preset_is_compared_with_the_oracle():
     tables = [test_policies.POLICIES, test_budgets.CHOICES, test_output_errors.CHOICES, test_cake.CHOICES]
     tables += [test_hidden.CHOICES, test_expected.CHOICES, test_values_and_keys.CHOICES, test_gates.CHOICES]
-    compared = {name.split(",")[0] for table in [*tables, test_drafted.POLICIES] for name in table}
+    tables += [test_drafted.POLICIES, test_keep_prompt.POLICIES]
+    compared = {name.split(",")[0] for table in tables for name in table}
     elsewhere = {"fastkv", "random", "edie+tada", "edie+tada/chunked"}  # test_fastkv.py, by hand, test_choices.py
-    elsewhere |= {"lookahead"}  # whose rows test_lookahead.py has
+    elsewhere |= {"lookahead", "random/redraw"}  # test_lookahead.py, test_keep_prompt.py
     assert {*kvevict.policies()} - compared == elsewhere
     assert {*oracle.PRESETS} == {*kvevict.policies()} - elsewhere | {"fastkv"}
 

@@ -8,20 +8,14 @@ from .. import moments
 from . import QUANTITIES, Quantity
 
 
-@QUANTITIES.add("expected_attention")
 @dataclass(frozen=True)
-class ExpectedAttention(Quantity):
-    """The attention that later queries are expected to give a slot (Devoto et al. 2025): [B, Hkv, C].
+class OfQueries(Quantity):
+    """Of the moments of queries before rotation (engine/moments.py).
 
-    With queries before rotation of mean mu and covariance S, and R the mean rotation to the next `span` positions:
-    z_i = exp((R mu).k_i scale + k_i^T (R S R^T) k_i scale^2 / 2), divided by its sum over the slots after the first
-    `sink`, which get 0; then the mean over the query heads of a group. Softcaps and attention sinks are left out.
-
-    sink    rows at first positions are not in mu and S
-    stats   file with mu and S (`kvevict statistics`); None: of all prompts that the cache's text was read as
+    sink    rows at first positions do not count
+    stats   file with them (`kvevict statistics`); None: of all prompts that the cache's text was read as
     """
 
-    span: int = 512
     sink: int = 4
     stats: str | None = None
     observes: ClassVar[bool] = False
@@ -32,12 +26,6 @@ class ExpectedAttention(Quantity):
             moments.forget(decoder)
             moments.loaded(self.stats, decoder, [module.layer_idx for module in modules])
 
-    def scans(self):
-        return 1
-
-    def products(self, rows, slots):
-        return slots + (rows if self.stats is None else 0)
-
     def accumulate(self, rows):
         if self.stats is None:
             at = rows.step.positions[:, : rows.columns]
@@ -46,6 +34,48 @@ class ExpectedAttention(Quantity):
                 rows.layer.moments, rows.step.decoder, rows.module, rows.q[:, :, : rows.columns], at, counts,
                 rows.step.patch.rotates[rows.module.layer_idx],
             )  # fmt: skip
+
+    def unrotated(self, kv) -> tuple:
+        """(mean [B, H, D], covariance [B, H, D, D], mean size [B, H, D]) as `moments.summed`."""
+        patch, index = kv.step.patch, kv.module.layer_idx
+        batch, heads, width = len(kv.first), patch.local_heads[0], kv.k.shape[3]
+        if self.stats is not None:
+            known = moments.loaded(self.stats, kv.step.decoder, patch.order)[index]
+            each = [patch.ranks.mine(x[None]).expand(batch, *(-1,) * x.ndim) for x in known]
+            pad = width - each[0].shape[-1]
+            each = [torch.nn.functional.pad(x, (0, pad) * (x.ndim - 2)) for x in each]
+        else:
+            past = kv.layer.moments
+            none = kv.k.new_zeros(batch, heads, 1 + width, 1 + width).float()
+            each = moments.summed(none if past is None else past)
+        return tuple(x.to(kv.k.device) for x in each)
+
+    def turned(self, kv, x, ahead):
+        """Queries x [B, H, p, D] before rotation, rotated to the positions ahead [n] of the last row: the mean."""
+        step, module = kv.step, kv.module
+        if not step.patch.rotates[module.layer_idx]:
+            return x
+        last = step.positions[:, -1 - step.appended].long()
+        return families.rotate(step.decoder, module, x, 0 * last, last[:, None] + ahead.to(last.device))
+
+
+@QUANTITIES.add("expected_attention")
+@dataclass(frozen=True)
+class ExpectedAttention(OfQueries):
+    """The attention that later queries are expected to give a slot (Devoto et al. 2025): [B, Hkv, C].
+
+    With queries before rotation of mean mu and covariance S, and R the mean rotation to the next `span` positions:
+    z_i = exp((R mu).k_i scale + k_i^T (R S R^T) k_i scale^2 / 2), divided by its sum over the slots after the first
+    `sink`, which get 0; then the mean over the query heads of a group. Softcaps and attention sinks are left out.
+    """
+
+    span: int = 512
+
+    def scans(self):
+        return 1
+
+    def products(self, rows, slots):
+        return slots + (rows if self.stats is None else 0)
 
     def measure(self, slots, observation):
         kv, stored = slots.kv, slots.kv.stored
@@ -60,27 +90,9 @@ class ExpectedAttention(Quantity):
 
     def _later(self, kv) -> tuple:
         """(mean [B, H, D], covariance [B, H, D, D]) of queries at the next `span` positions."""
-        mean, covariance = (x.to(kv.k.device) for x in self._unrotated(kv))
-        step, module = kv.step, kv.module
-        if not step.patch.rotates[module.layer_idx]:
+        mean, covariance, _ = self.unrotated(kv)
+        if not kv.step.patch.rotates[kv.module.layer_idx]:
             return mean, covariance
-        last = step.positions[:, -1 - step.appended].long()
-        later = last[:, None] + 1 + torch.arange(self.span, device=last.device)
-
-        def turned(x):  # [B, H, p, D]
-            return families.rotate(step.decoder, module, x, 0 * last, later)
-
-        both = turned(torch.cat([mean[:, :, None], covariance], 2))  # rows are R mu and those of S R^T
-        return both[:, :, 0], turned(both[:, :, 1:].mT)
-
-    def _unrotated(self, kv) -> tuple:
-        patch, index = kv.step.patch, kv.module.layer_idx
-        batch, heads, width = len(kv.first), patch.local_heads[0], kv.k.shape[3]
-        if self.stats is not None:
-            known = moments.loaded(self.stats, kv.step.decoder, patch.order)[index]
-            mean, covariance = (patch.ranks.mine(x[None]).expand(batch, *(-1,) * x.ndim) for x in known)
-            pad = width - mean.shape[-1]
-            fill = torch.nn.functional.pad
-            return fill(mean, (0, pad)), fill(covariance, (0, pad, 0, pad))
-        past = kv.layer.moments
-        return moments.summed(kv.k.new_zeros(batch, heads, 1 + width, 1 + width).float() if past is None else past)
+        ahead = 1 + torch.arange(self.span)
+        both = self.turned(kv, torch.cat([mean[:, :, None], covariance], 2), ahead)  # rows are R mu and those of S R^T
+        return both[:, :, 0], self.turned(kv, both[:, :, 1:].mT, ahead)

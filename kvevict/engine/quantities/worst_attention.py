@@ -24,10 +24,11 @@ class WorstAttention(Quantity):
     def measure(self, slots, observation):
         heads = slots.kv.stored.len.shape[1]
         out = torch.zeros(slots.n.shape[0], heads, slots.columns, device=slots.device)
-        first, last = (end.tolist() for end in slots.protected)
+        first, last = slots.first.tolist(), slots.protected[1].tolist()
         for part in observation.parts:
             for b, h, a in weights(slots, part):
-                inside = slice(first[b], max(a.shape[-1] - last[b], first[b]))
+                start = first[b][min(h, len(first[b]) - 1)]  # latents have one
+                inside = slice(start, max(a.shape[-1] - last[b], start))
                 a = a[..., inside]
                 if a.numel():
                     near = F.avg_pool1d(a, self.kernel, 1, self.kernel // 2)
@@ -39,10 +40,17 @@ class WorstAttention(Quantity):
 def weights(slots, part):
     """Yields (b, h, a [G, R, n]), the attention weights of the observers that count over the alive slots of each kv
     head, in fp32; the rows, slots and lse are those of `kvevict._ops.score`."""
+    skip = part.skip.tolist()
+    for b, h, x, lse in logits(slots, part):
+        yield b, h, (x - lse[..., None]).exp().nan_to_num(0)[:, skip[b] :]
+
+
+def logits(slots, part):
+    """Yields (b, h, x [G, R, n], lse [G, R]) of all observers, in fp32; x is -inf at slots that a row does not see."""
     kv, stored = slots.kv, slots.kv.stored
     group, scale = part.q.shape[1] // stored.len.shape[1], kv.options["scale"]
     softcap, sinks = kv.options["softcap"], kv.options["sinks"]
-    skip, stop = part.skip.tolist(), (kv.k.shape[2] - part.stop).tolist()  # new columns that are not seen
+    stop = (kv.k.shape[2] - part.stop).tolist()  # new columns that are not seen
     rows = torch.arange(part.q.shape[2], 0, -1, device=slots.device)
     with kv.rotated():
         for b, h, k in each_head(slots, "k"):
@@ -59,4 +67,4 @@ def weights(slots, part):
             else:
                 every = x if sinks is None else torch.cat([x, sinks[mine, None, None].expand(-1, x.shape[1], 1)], -1)
                 lse = every.logsumexp(-1)
-            yield b, h, (x - lse[..., None]).exp().nan_to_num(0)[:, skip[b] :]
+            yield b, h, x, lse

@@ -10,14 +10,14 @@ from . import HEADS, HeadBudget
 @HEADS.add("equal")
 @dataclass(frozen=True)
 class Equal(HeadBudget):
-    """Every head gets the same; the remainder goes to lower heads."""
+    """Every head gets the same, its prompt's slots aside where those stay; the remainder goes to lower heads."""
 
     ragged: ClassVar[bool] = False
 
     def keep(self, slots, score, wanted, run=1):
-        n, least = slots.n, slots.least
-        heads = n.shape[1]
+        n, least, heads = slots.n - slots.past, slots.least - slots.past, slots.n.shape[1]
+        wanted = wanted - slots.past.sum(1)
         keep = wanted[:, None] // heads + (torch.arange(heads, device=n.device) < (wanted % heads)[:, None])
         if bool(((keep > n) | (keep < least)).any()):
             keep = apportion(torch.ones_like(n), wanted, least, n)
-        return keep.to(torch.int32)
+        return (slots.past + keep).to(torch.int32)

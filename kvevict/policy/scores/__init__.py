@@ -45,6 +45,11 @@ class Score:
         return self.protected
 
     @property
+    def own_interval(self) -> int:
+        """`Policy.interval`, where a policy names none."""
+        return 1 if self.decodes or self.carry == "sum" else 16
+
+    @property
     def adds_attention(self) -> bool:
         """Whether a row adds its attention weights, mean over the group, to the score."""
         return tuple(self.needs) == ("attention",) and not self.shared

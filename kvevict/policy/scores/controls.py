@@ -45,17 +45,37 @@ class KeyDiff(Score):
 @SCORES.add("random")
 @dataclass(frozen=True)
 class Random(Score):
-    """Random: a hash of (seed, layer, kv head, position), so that a row keeps the same slots in any batch."""
+    """Random: a hash of (seed, layer, kv head, position), so that a row keeps the same slots in any batch.
+
+    redraw   hash the number of tokens read so far, too: every eviction draws anew among the slots that are left, so
+             that old ones become ever rarer (Random Attention, 2609.03430)
+    recent   last slots that are always kept; None: 64 where every eviction draws anew, or else none
+    """
 
     seed: int = 0
+    redraw: bool = False
+    recent: int | None = None
     ordinal: ClassVar[bool] = True
+
+    @property
+    def protected(self):
+        return 0, (64 if self.redraw else 0) if self.recent is None else self.recent
+
+    @property
+    def own_interval(self):
+        return 64 if self.redraw else 16
 
     def check(self, policy):
         count("seed", self.seed, 0)
+        flag("redraw", self.redraw)
+        if self.recent is not None:
+            count("recent", self.recent, 0)
 
     def score(self, slots):
         head = slots.heads.numbers(slots.device)[:, None]
         x = slots.positions.long() * 0x9E3779B1 + head * 0x85EBCA77 + slots.index * 0xC2B2AE3D + self.seed * 0x27D4EB2F
+        if self.redraw:  # the last slot is the newest token's; one number for all heads of a row
+            x = x + (slots.positions.amax((1, 2), keepdim=True).long() + 1) * 0x165667B1
         for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # a 32-bit finaliser; int64 keeps the products exact
             x = x & 0xFFFFFFFF
             x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF

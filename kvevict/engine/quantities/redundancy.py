@@ -1,0 +1,59 @@
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from . import QUANTITIES, Quantity, per_head
+from .worst_attention import logits
+
+BLOCK = 512  # rows of a head's cosines that exist at once
+
+
+@QUANTITIES.add("redundancy")
+@dataclass(frozen=True)
+class Redundancy(Quantity):
+    """How much of a key others have (R-KV, 2505.24133): softmax over a head's alive slots of the mean cosine to its
+    other keys, in which the newest of each key's copies, cosine above `alike`, counts 0: [B, Hkv, C]."""
+
+    alike: float = 0.5
+    observes: ClassVar[bool] = False
+
+    def scans(self):
+        return 1
+
+    def measure(self, slots, observation):
+        return per_head(slots, "k", self._of)
+
+    def _of(self, keys):
+        unit, column = F.normalize(keys.float(), dim=-1), torch.arange(len(keys), device=keys.device)
+        total = torch.zeros(len(keys), device=keys.device)
+        for rows in column.split(BLOCK):
+            cosine = unit[rows] @ unit.T
+            cosine[rows - rows[0], rows] = 0
+            newest = torch.where(cosine > self.alike, column, -1).amax(1, keepdim=True)
+            total += cosine.masked_fill(column == newest, 0).sum(0)
+        return (total / max(len(keys), 1)).softmax(0)
+
+
+@QUANTITIES.add("group_attention")
+@dataclass(frozen=True)
+class GroupAttention(Quantity):
+    """Softmax of each row's largest logits of a group, over all slots but the last protected ones; mean over rows
+    (R-KV's importance, 2505.24133): [B, Hkv, C]."""
+
+    def passes(self, known=False):
+        return 1
+
+    def measure(self, slots, observation):
+        heads, best = slots.kv.stored.len.shape[1], {}
+        out = torch.zeros(*slots.n.shape, slots.columns, device=slots.device)
+        for part in observation.parts:
+            for b, h, x, _ in logits(slots, part):
+                at, x = (b, h * slots.n.shape[1] // heads), x.amax(0)[int(part.skip[b]) :]  # latents: all heads
+                best[at] = torch.maximum(best[at], x) if at in best else x
+            for (b, g), x in best.items():
+                end = int(slots.counts[b, g]) - int(slots.protected[1][b])
+                out[b, g, : max(end, 0)] += x[:, : max(end, 0)].softmax(-1).nan_to_num(0).sum(0)
+            best.clear()
+        return out / observation.row_count[:, None, None].clamp_min(1)

@@ -1,0 +1,47 @@
+from dataclasses import dataclass
+
+import torch
+
+from .. import moments
+from . import QUANTITIES, each_head
+from .expected import OfQueries
+
+AHEAD = tuple(1 << n for n in range(17))  # 1 .. 65,536
+
+
+@QUANTITIES.add("trigonometric")
+@dataclass(frozen=True)
+class Trigonometric(OfQueries):
+    """TriAttention's score (2604.04921): [B, Hkv, C].
+
+    Of each query head, with q_f the complex halves of queries before rotation, k_f those of a key, w_f their
+    frequencies and phi_f the angle between E q_f and k_f after the last row: sum_f (|E q_f| |k_f| mean_D cos(w_f D +
+    phi_f) + (E|q_f| - |E q_f|) |k_f|) over distances D = 1, 2, 4 .. 65536. It is scaled to mean 0 and variance 1 over
+    the slots that compete; then the largest of a group. A dimension without rotation is a half of its own.
+    """
+
+    def scans(self):
+        return 2
+
+    def products(self, rows, slots):
+        return rows if self.stats is None else 0
+
+    def measure(self, slots, observation):
+        kv, stored = slots.kv, slots.kv.stored
+        mean, _, size = self.unrotated(kv)
+        step, module, width = kv.step, kv.module, kv.k.shape[3]
+        partner = moments.partners(step.decoder, module, width, step.patch.rotates[module.layer_idx], mean.device)
+        alone = partner == torch.arange(width, device=mean.device)
+        spread = (size - moments.sizes(mean, partner)) * torch.where(alone, 1.0, 0.5)  # a pair is two dimensions
+        later = self.turned(kv, mean[:, :, None], torch.tensor(AHEAD))[:, :, 0]
+        heads, group = stored.len.shape[1], mean.shape[1] // stored.len.shape[1]
+        out = torch.zeros(slots.n.shape[0], heads, slots.columns, device=slots.device)
+        with kv.rotated():
+            for b, h, keys in each_head(slots, "k"):
+                keys, mine, own = keys.float(), slice(h * group, (h + 1) * group), min(h, slots.n.shape[1] - 1)
+                score = later[b, mine] @ keys.T + spread[b, mine] @ moments.sizes(keys, partner).T
+                inside = score[:, slots.competing[b, own, : len(keys)]]
+                if inside.shape[1]:
+                    centre, scale = inside.mean(1, keepdim=True), inside.std(1, keepdim=True, correction=0)
+                    out[b, h, : len(keys)] = ((score - centre) / scale.clamp_min(1e-6)).amax(0)
+        return slots.heads.reduce(out, "max")

@@ -1,0 +1,45 @@
+import os
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..checks import count
+from ..needs import need
+from . import SCORES, Score
+
+
+@SCORES.add("tri")
+@dataclass(frozen=True)
+class Tri(Score):
+    """TriAttention (2604.04921): a key's products with the mean query at distances 1, 2, 4 .. 65536, for long answers.
+
+    sink     first slots, which are kept; the queries at these positions are not in the mean
+    recent   last slots that are always kept
+    stats    file with the means of the model's queries, from `kvevict statistics`; None: those of the prompts read
+    """
+
+    sink: int = 4
+    recent: int = 0
+    stats: object = None
+    ordinal: ClassVar[bool] = True
+    own_interval: ClassVar[int] = 128
+
+    def __post_init__(self):
+        if isinstance(self.stats, os.PathLike):
+            object.__setattr__(self, "stats", os.fspath(self.stats))  # which JSON can hold
+
+    @property
+    def protected(self):
+        return self.sink, self.recent
+
+    def check(self, policy):
+        super().check(policy)
+        count("recent", self.recent, 0)
+        if not isinstance(self.stats, (str, type(None))):
+            raise TypeError(f"stats must be the file that `kvevict statistics` wrote, or None, got {self.stats!r}")
+
+    @property
+    def needs(self):
+        return (need("trigonometric", sink=self.sink, stats=self.stats),)
+
+    def score(self, slots, product):
+        return product

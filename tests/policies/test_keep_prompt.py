@@ -1,0 +1,156 @@
+"""`keep_prompt`: while decoding only what was decoded is cut (METHODS section 10)."""
+
+import pytest
+import torch
+from test_policies import BUDGET, CHUNK, compare, kept, model, ours, tokens
+
+import kvevict
+from kvevict.policy import Policy, build
+
+DECODED = dict(budget=BUDGET, chunk_size=CHUNK, decode=True, keep_prompt=True)
+POLICIES = {
+    "streaming": {},
+    "h2o": {},
+    "tova": {},
+    "snapkv": dict(window=4),
+    "adakv": dict(window=4),
+    "edie": dict(window=4),
+    "defensive": dict(window=4),
+    "vatp": dict(sink=2, recent=2),
+    "chunkkv": dict(window=4, c=3),
+    "snapkv+critical": dict(window=4),
+    "h2o+caote": {},
+    "take": dict(probe=5),
+    "expected": dict(span=5),
+    "pyramidkv": dict(window=4),
+    "tri": dict(sink=2),
+    "rkv": dict(window=4),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("interval", [1, 4])
+@pytest.mark.drawn(12)
+def test_against_the_oracle(name, interval):
+    """Of heads that compete each has a prompt of another length; a turn cuts everything to the budget."""
+    most = []
+
+    def watch(call, cache):
+        most.append(max(int(layer.counts.sum()) for layer in cache.layers))
+
+    rows = [[29, *[1] * 22, 13, *[1] * 20], [11, *[1] * 22, 13, *[1] * 20]]
+    compare(model(), name, rows, watch, **DECODED | dict(interval=interval), **POLICIES[name])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3"])
+@pytest.mark.parametrize("name", ["tri", "rkv"])
+def test_scores_for_long_answers(name, family):
+    """Against the papers' formulas: prompts in one pass and in chunks, turns, padded rows, partial rotation."""
+    rows = [[29, *[1] * 16, 13, *[1] * 10], [9, *[1] * 16, 13, *[1] * 10]]
+    own = dict(budget=BUDGET, interval=3, **POLICIES[name])
+    compare(model(family), name, rows, **own)
+    compare(model(family), name, rows[:1], chunk_size=CHUNK, keep_prompt=name == "rkv", **own)
+
+
+# -- the cache ------------------------------------------------------------------------------------------------------
+
+RAGGED = dict(policy="adakv", budget=8, window=3, interval=1, decode=True, keep_prompt=True)
+
+
+def written(cache, count, seed=0):
+    """Decodes tokens into a cache of any batch."""
+    data = tokens([[count]], seed)[0][0]
+    for token in data:
+        model()(token.expand(len(cache.layers[0].seen), 1), past_key_values=cache, use_cache=True)
+    return cache
+
+
+def read(ids):
+    return model()(ids, use_cache=True, logits_to_keep=1).past_key_values
+
+
+@torch.no_grad()
+def test_the_prompt_stays_and_what_is_decoded_has_the_budget():
+    """Whatever a head's share of the prompt is; also in beams, forks and copies."""
+    ids = tokens([[30]], 3)[0][0][None]
+    with kvevict.evicting(model(), **RAGGED):
+        cache = read(ids)
+        first = [[list(head) for head in layer[0]] for layer in kept(cache)]
+        assert len({len(head) for layer in first for head in layer}) > 1, "heads are ragged"
+        fork = cache.fork()
+        beams = read(ids.expand(2, -1))
+        written(beams, 3)
+        beams.reorder_cache(torch.tensor([1, 1]))
+        for each in (written(cache, 40), written(fork, 40), written(beams, 37)):
+            for layer in kept(each):
+                for row in layer:
+                    mine = first[kept(each).index(layer)]
+                    assert [head[: len(old)] for head, old in zip(row, mine)] == mine
+                    assert sum(map(len, row)) == sum(map(len, mine)) + 2 * 8
+                    assert all(p >= 30 for head, old in zip(row, mine) for p in head[len(old) :])
+
+
+@torch.no_grad()
+def test_a_prompt_that_another_policy_read_is_what_is_there():
+    """So a prompt can be kept whole, however long it is."""
+    ids = tokens([[30]], 3)[0][0][None]
+    with kvevict.evicting(model(), "random", budget=4096):
+        cache = written(read(ids), 2)
+    with kvevict.evicting(model(), **RAGGED):
+        written(cache, 30, seed=1)
+    assert all(head[:32] == list(range(32)) for layer in kept(cache) for head in layer[0])
+    assert all(sum(map(len, layer[0])) == 2 * (32 + 8) for layer in kept(cache))
+    with kvevict.evicting(model(), "streaming", budget=16, decode=True):
+        written(cache, 1, seed=2)
+    assert all(layer.prompt is None for layer in cache.layers), "which evicted from it"
+
+
+@torch.no_grad()
+def test_crop_into_the_prompt():
+    with kvevict.evicting(model(), **RAGGED | dict(budget=40)):
+        cache = written(read(tokens([[30]], 3)[0][0][None]), 3)
+        cache.crop(-8)
+        assert [layer.prompt.tolist() for layer in cache.layers] == [[[25, 25]]] * 4
+        written(cache, 50, seed=1)
+    assert all(head[:25] == list(range(25)) for layer in kept(cache) for head in layer[0])
+
+
+# -- random, redrawn ------------------------------------------------------------------------------------------------
+
+
+def test_random_draws_anew_at_every_eviction():
+    """Uniform over what is left, head by head, so that old tokens become rarer; the last ones and the prompt stay."""
+    chosen = dict(budget=40, recent=8, interval=10)
+    runs = ours(model(), "random/redraw", [[20, *[1] * 240]], 0, **chosen)
+    positions = [head for layer in runs[-1][0][1] for head in layer]
+    ages = torch.tensor([sum(20 + a <= p < 20 + a + 60 for head in positions for p in head) for a in (0, 60, 120, 180)])
+    assert all(head[:20] == list(range(20)) for head in positions)
+    assert all(head[-8:] == list(range(252, 260)) for head in positions)
+    assert ages.tolist() == sorted(ages.tolist()) and ages[0] < ages[3] / 4
+    assert len(set(map(tuple, positions))) == len(positions), "heads and layers draw their own"
+    assert ours(model(), "random/redraw", [[20, *[1] * 240]], 1, **chosen)[-1][0][1] == runs[-1][0][1]
+    again = ours(model(), "random/redraw", [[20, *[1] * 240]], 0, **chosen, redraw=False)[-1][0][1]
+    fixed = [head for layer in again for head in layer]
+    old = sum(20 <= p < 140 for head in fixed for p in head)
+    assert old > 3 * ages[:2].sum(), "a fixed hash is uniform over all that was decoded"
+
+
+# -- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given, said", [
+    (dict(interval=4), "interval=4.*decode=True"), (dict(keep_prompt=True), "keep_prompt=True.*decode=True"),
+    (dict(keep_prompt=1, decode=True), "keep_prompt"),
+])  # fmt: skip
+def test_what_says_how_to_decode_needs_decode(given, said):
+    with pytest.raises((ValueError, TypeError), match=said):
+        build("snapkv", budget=64, **given)
+
+
+def test_decode_false_takes_with_it_how_to_decode():
+    for name in ("random/redraw", "tri", "rkv", "snapkv+caote"):
+        policy = build(name, budget=100, decode=False)
+        assert (policy.decode, policy.interval, policy.keep_prompt) == (False, None, False)
+        assert Policy.from_json(policy.to_json()) == policy
+    assert build(build("snapkv", budget=64, decode=True), interval=3).interval == 3
+    assert [build(name, budget=100).interval for name in ("random/redraw", "tri", "rkv")] == [64, 128, 128]
