@@ -48,7 +48,7 @@ POLICIES = {  # label: (preset, options, whether the prompt is kept)
     "expected": ("expected", {}, False),
     "gate": ("gate", dict(layers="uniform", recent=64), False),
 }
-PRESSES = ("SnapKV", "KNorm", "KeyDiff")
+PRESSES = {"SnapKV": dict(window_size=32), "KeyDiff": {}, "Knorm": {}}  # SnapKV's window is within a block
 QUESTIONS = (
     "Write a long story about a lighthouse keeper who finds a map.",
     "Explain in detail how bread is made, from the field to the table.",
@@ -178,7 +178,7 @@ def of_presses(folder, args):
                 if (f"kvpress {name}", float(share), kind) in done or kind not in args.kinds:
                     continue
                 full = states(model, prompts, given) if full is None else full
-                base = getattr(kvpress, f"{name}Press")()
+                base = getattr(kvpress, f"{name}Press")(**PRESSES[name])
                 most = prompts.shape[1] + round(share * (given.shape[1] - 1))
                 press = kvpress.DecodingPress(base, compression_interval=1, target_size=most)
                 cache, ids, found = DynamicCache(), torch.cat([prompts, given], 1)[:, :-1], []
