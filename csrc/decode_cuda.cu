@@ -28,7 +28,7 @@ struct Scratch {
 };
 
 static Scratch scratch_of(const kv_decode *a, void *memory) {
-  const int64_t heads = a->B * a->Hkv, whole = round_up(a->rows, SPLIT) / SPLIT;
+  const int64_t heads = a->B * a->Hkv, whole = round_up(a->rows_prefix + a->rows, SPLIT) / SPLIT;
   int64_t splits = heads > BLOCKS / MOST ? BLOCKS / heads : MOST;
   if (splits > whole) splits = whole;
   if (splits < 1) splits = 1;
@@ -273,6 +273,11 @@ static __device__ void finish(const float *part, int step, const float2 *ml, int
   }
 }
 
+/* Slots of a head in the prefix. */
+static __device__ __forceinline__ int prefix_len(const kv_decode &a, int64_t head) {
+  return a.prefix.len ? a.prefix.len[head] : 0;
+}
+
 /* Asked for two blocks an SM, ptxas does not spill registers to make room for four. */
 template <class E, int L, int V, int HEADS>
 static __global__ void __launch_bounds__(THREADS, 2) decode_kernel(const kv_decode a, const Scratch x) {
@@ -280,11 +285,10 @@ static __global__ void __launch_bounds__(THREADS, 2) decode_kernel(const kv_deco
   const int64_t head = blockIdx.x, b = head / a.Hkv, h = head % a.Hkv, step = x.splits;
   const int G = (int)(a.H / a.Hkv), D = (int)a.D;
   const int64_t *ks = a.chunk.k_stride, *vs = a.chunk.v_stride, offset = a.slots.offset[head];
-  const int len = a.slots.len[head], n = len + 1;
+  const int shared_len = prefix_len(a, head), len = a.slots.len[head], n = shared_len + len + 1;
   const E *new_k = static_cast<const E *>(a.chunk.k) + b * ks[0] + h * ks[1];
   const E *new_v = static_cast<const E *>(a.chunk.v) + b * vs[0] + h * vs[1];
-  const kv_segments k = R::slots_of(static_cast<const E *>(a.slots.k) + offset * D, new_k, n, D);
-  const kv_segments v = R::slots_of(static_cast<const E *>(a.slots.v) + offset * D, new_v, n, D);
+  const int64_t start[2] = {a.prefix.len ? a.prefix.offset[head] * D : 0, offset * D};
   const E *query = static_cast<const E *>(a.q) + b * a.q_stride[0] + h * G * a.q_stride[1];
   const float scale = a.softcap > 0 ? a.scale / a.softcap : a.scale * LOG2E, cap = a.softcap * LOG2E;
   const int size = split_size(n, x.splits), splits = (n + size - 1) / size;
@@ -297,7 +301,15 @@ static __global__ void __launch_bounds__(THREADS, 2) decode_kernel(const kv_deco
       float *logit = x.logit ? x.logit + (head * G + g) * a.C : nullptr;
       R rows;
       rows.start(query + g * a.q_stride[1], a.q_stride[1], G - g, D, scale);
-      rows.attend(k, v, c0, c1, D, cap, logit, a.C, G - g);
+      for (int own = 0; own < 2; own++) { /* the split's part of the prefix, then of the head's own slots */
+        const int before = own ? shared_len : 0, end = min(c1, own ? n : shared_len) - before;
+        if (c0 >= before + end || end <= 0) continue;
+        const kv_slots &part = own ? a.slots : a.prefix;
+        const int most = own ? len + 1 : INT32_MAX; /* the new row comes after the head's own slots */
+        const kv_segments k = R::slots_of(static_cast<const E *>(part.k) + start[own], new_k, most, D);
+        const kv_segments v = R::slots_of(static_cast<const E *>(part.v) + start[own], new_v, most, D);
+        rows.attend(k, v, max(c0 - before, 0), end, D, cap, logit ? logit + before : nullptr, a.C, G - g);
+      }
       rows.merge(shared, min(G - g, HEADS), D, x.o + at * D, x.ml + at);
     }
     if (!block_is_last(x.counter + head, splits, shared_memory<uint32_t>())) continue;
@@ -314,7 +326,7 @@ static __global__ void __launch_bounds__(THREADS) probs_kernel(const kv_decode a
   const int64_t head = block_head(), G = a.H / a.Hkv, c = (int64_t)blockIdx.x * THREADS + threadIdx.x;
   if (head >= a.B * a.Hkv || c >= a.C) return;
   float p = 0;
-  for (int64_t g = 0; c <= a.slots.len[head] && g < G; g++) {
+  for (int64_t g = 0; c <= prefix_len(a, head) + a.slots.len[head] && g < G; g++) {
     const float lse = a.lse[head * G + g] * LOG2E;
     p += exp2_approx(logit[(head * G + g) * a.C + c] - (lse == -INFINITY ? 0 : lse));
   }
@@ -323,8 +335,9 @@ static __global__ void __launch_bounds__(THREADS) probs_kernel(const kv_decode a
 
 template <class E, int L, int V, int HEADS>
 static int run(const kv_decode *a, const Scratch &x, void *stream) {
-  const int64_t heads = a->B * a->Hkv, mean = a->rows / (heads * SPLIT) + 1; /* splits of a head */
-  const int64_t blocks = 4 * mean < x.splits ? 4 * mean : x.splits;          /* a longer head's take several */
+  const int64_t heads = a->B * a->Hkv, rows = a->rows_prefix + a->rows;
+  const int64_t mean = rows / (heads * SPLIT) + 1;                  /* splits of a head */
+  const int64_t blocks = 4 * mean < x.splits ? 4 * mean : x.splits; /* a longer head's take several */
   const auto shared = (size_t)Rows<E, L, V, HEADS>::shared_bytes(a->D);
   return launch<decode_kernel<E, L, V, HEADS>>(dim3((unsigned)heads, (unsigned)blocks), THREADS, shared, stream, *a, x);
 }

@@ -1,6 +1,7 @@
 """Copy-on-write forks: one cache, many continuations, each of which shares what was stored before it."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import attrgetter
 
 import numpy as np
@@ -19,11 +20,17 @@ class Fork:
     """
 
     prefix: Storage
-    suffix: tuple  # k, v [B, Hkv, room, D] and pos [B, room]
+    suffix: tuple  # k, v [B, Hkv, room, D] and pos [B, Hkv, room]
     appended: int  # columns of the suffix that are in use
-    len: torch.Tensor  # [B, Hkv] int32, prefix and suffix
-    counts: np.ndarray  # len on the host
+    own_offset: torch.Tensor  # [B, Hkv] int64, the row of the flattened suffix at which each head's columns begin
+    own_len: torch.Tensor  # [B, Hkv] int32, `appended` of each head
+    counts: np.ndarray  # [B, Hkv] slots of prefix and suffix, on the host
     shared = True
+
+    @cached_property
+    def len(self):
+        """[B, Hkv] int32, slots of prefix and suffix."""
+        return self.prefix.len + self.own_len
 
     k = property(attrgetter("prefix.k"))
     v = property(attrgetter("prefix.v"))
@@ -43,12 +50,12 @@ class Fork:
         return self.gathered().keep(*what)
 
     def decode(self, q, k, v, pos, expected=0, columns=0, **options):
-        """As `Storage.decode`, without probabilities: whoever wants those has a chooser."""
-        twin = self._longer(k, v, pos)
-        k, v, _ = twin._appended()
-        none = torch.zeros(len(q), dtype=torch.int32, device=q.device)
-        here = self.k, self.v, self.offset, self.prefix.len
-        return (*_ops.attend(q, *here, k, v, none, **options), None), twin
+        """As `Storage.decode`, the prefix being a first segment of the same kernel; without probabilities: whoever
+        wants those has a chooser."""
+        into, shared = self._with_room(1), self.prefix
+        own = *(t.flatten(0, 2) for t in into.suffix), into.own_offset, into.own_len
+        prefix = dict(k_prefix=shared.k, v_prefix=shared.v, prefix_offset=shared.offset, prefix_len=shared.len)
+        return _ops.decode(q, k, v, pos, *own, **prefix, **options), into._grown(1)
 
     def crop(self, count: int):
         return self.copy_on_write().crop(count)
@@ -80,21 +87,33 @@ class Fork:
         """Keys, values [B, Hkv, n, D] and positions [B, n] of the suffix."""
         k, v, pos = self.suffix
         n = self.appended
-        return k[:, :, :n], v[:, :, :n], pos[:, :n].contiguous()
+        return k[:, :, :n], v[:, :, :n], pos[:, 0, :n].contiguous()
 
     def _longer(self, k, v, pos):
         """With new columns in the suffix."""
-        start, end, suffix = self.appended, self.appended + k.shape[2], self.suffix
-        if end > suffix[0].shape[2]:
-            more = end + max(end // 8, ROOM) - start
-            with torch.inference_mode(False):
-                suffix = tuple(
-                    torch.cat([own, own.new_empty(*own.shape[:at], more, *own.shape[at + 1 :])], at)
-                    for own, at in zip(self._appended(), (2, 2, 1), strict=True)
-                )
-        suffix[0][:, :, start:end], suffix[1][:, :, start:end], suffix[2][:, start:end] = k, v, pos
-        added = end - start
-        return Fork(self.prefix, suffix, end, self.len + added, self.counts + added)
+        start, end = self.appended, self.appended + k.shape[2]
+        into = self._with_room(end - start)
+        for own, new in zip(into.suffix, (k, v, pos[:, None]), strict=True):
+            own[:, :, start:end] = new
+        return into._grown(end - start)
+
+    def _grown(self, count):
+        """With `count` more columns, which are in the suffix."""
+        own = self.appended + count, self.own_offset, self.own_len + count
+        return Fork(self.prefix, self.suffix, *own, self.counts + count)
+
+    def _with_room(self, count):
+        """With room for `count` more columns."""
+        k, n = self.suffix[0], self.appended
+        if n + count <= k.shape[2]:
+            return self
+        room = n + count + max((n + count) // 8, ROOM)
+        with torch.inference_mode(False):  # a suffix made in inference mode can be written to outside of it
+            suffix = tuple(own.new_empty(*own.shape[:2], room, *own.shape[3:]) for own in self.suffix)
+            offset = torch.arange(self.counts.size, device=self.device).view(self.counts.shape) * room
+        for new, own in zip(suffix, self.suffix, strict=True):
+            new[:, :, :n] = own[:, :, :n]
+        return replace(self, suffix=suffix, own_offset=offset)
 
 
 def fork(storage) -> Fork:
@@ -104,5 +123,5 @@ def fork(storage) -> Fork:
     storage.shared = True
     batch, heads = storage.counts.shape
     none = storage.k.new_empty(batch, heads, 0, storage.k.shape[1])
-    suffix = none, none.clone(), storage.pos.new_empty(batch, 0)
-    return Fork(storage, suffix, 0, storage.len, storage.counts)
+    suffix = none, none.clone(), storage.pos.new_empty(batch, heads, 0)
+    return Fork(storage, suffix, 0, torch.zeros_like(storage.offset), torch.zeros_like(storage.len), storage.counts)
