@@ -288,7 +288,7 @@ static __global__ void __launch_bounds__(THREADS, 2) decode_kernel(const kv_deco
   const int shared_len = prefix_len(a, head), len = a.slots.len[head], n = shared_len + len + 1;
   const E *new_k = static_cast<const E *>(a.chunk.k) + b * ks[0] + h * ks[1];
   const E *new_v = static_cast<const E *>(a.chunk.v) + b * vs[0] + h * vs[1];
-  const int64_t start[2] = {a.prefix.len ? a.prefix.offset[head] * D : 0, offset * D};
+  const int64_t shared_offset = a.prefix.len ? a.prefix.offset[head] : 0;
   const E *query = static_cast<const E *>(a.q) + b * a.q_stride[0] + h * G * a.q_stride[1];
   const float scale = a.softcap > 0 ? a.scale / a.softcap : a.scale * LOG2E, cap = a.softcap * LOG2E;
   const int size = split_size(n, x.splits), splits = (n + size - 1) / size;
@@ -304,10 +304,12 @@ static __global__ void __launch_bounds__(THREADS, 2) decode_kernel(const kv_deco
       for (int own = 0; own < 2; own++) { /* the split's part of the prefix, then of the head's own slots */
         const int before = own ? shared_len : 0, end = min(c1, own ? n : shared_len) - before;
         if (c0 >= before + end || end <= 0) continue;
-        const kv_slots &part = own ? a.slots : a.prefix;
         const int most = own ? len + 1 : INT32_MAX; /* the new row comes after the head's own slots */
-        const kv_segments k = R::slots_of(static_cast<const E *>(part.k) + start[own], new_k, most, D);
-        const kv_segments v = R::slots_of(static_cast<const E *>(part.v) + start[own], new_v, most, D);
+        const int64_t start = (own ? offset : shared_offset) * D;
+        const E *k_slots = static_cast<const E *>(own ? a.slots.k : a.prefix.k);
+        const E *v_slots = static_cast<const E *>(own ? a.slots.v : a.prefix.v);
+        const kv_segments k = R::slots_of(k_slots + start, new_k, most, D);
+        const kv_segments v = R::slots_of(v_slots + start, new_v, most, D);
         rows.attend(k, v, max(c0 - before, 0), end, D, cap, logit ? logit + before : nullptr, a.C, G - g);
       }
       rows.merge(shared, min(G - g, HEADS), D, x.o + at * D, x.ml + at);

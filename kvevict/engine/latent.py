@@ -2,8 +2,8 @@
 head's keys and values. What is stored is the latent and the rotated part of the key; what attention and scores read is
 made of the stored slots for one call. So a layer has one kv head to choose for, whose group is all query heads.
 
-A decoded token attends to the latents themselves: q . (W_k c) = (W_k^T q) . c, and the sum of p W_v c is W_v times that of
-p c (DeepSeek-V2, arXiv 2405.04434, section 2.1.2), so W is multiplied once and not for every slot."""
+A decoded token attends to the latents themselves: q . (W_k c) = (W_k^T q) . c, and the sum of p W_v c is W_v times that
+of p c (DeepSeek-V2, arXiv 2405.04434, section 2.1.2), so W is multiplied once and not for every slot."""
 
 import copy
 from dataclasses import dataclass
