@@ -108,8 +108,7 @@ kv_status KV_OP(decode)(const kv_decode *a) {
   job.part = malloc((size_t)floats * sizeof *job.part);
   if (a->probs) job.logit = malloc((size_t)(heads * G * most) * sizeof *job.logit);
   job.failed = !job.part || (a->probs && !job.logit);
-  /* For less than about 32k numbers of K, waking a thread costs more than it saves. */
-  if (!job.failed) kv_parallel_for(heads * job.splits, kv_max(1, 32768 / task), kv_decode_body, &job);
+  if (!job.failed) kv_parallel_for(heads * job.splits, kv_stream_grain(&job.shape, most), kv_decode_body, &job);
   if (!job.failed)
     kv_parallel_for(heads * (a->probs ? job.splits : 1), kv_max(1, 524288 / task), kv_decode_finish_body, &job);
   free(job.part);

@@ -269,6 +269,11 @@ static inline void kv_stream_run(const kv_stream *x, float cap, const kv_columns
   }
 }
 
+/* Splits of a range of work: for less than about 32k numbers of K, waking a thread costs more than it saves. */
+static inline int64_t kv_stream_grain(const kv_stream *x, int64_t slots) {
+  return kv_max(1, 32768 / (kv_min(SPLIT, kv_max(slots, 1)) * x->D));
+}
+
 /* part: [rows, width + 2] of a split: o, m, l. */
 static inline void kv_part_start(float *part, int64_t rows, int64_t width) {
   memset(part, 0, (size_t)(rows * (width + 2)) * sizeof *part);
