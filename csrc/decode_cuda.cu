@@ -31,7 +31,8 @@ static Scratch scratch_of(const kv_decode *a, void *memory) {
   const int64_t heads = a->B * a->Hkv, whole = round_up(a->rows_prefix + a->rows, SPLIT) / SPLIT;
   int64_t splits = heads > BLOCKS / MOST ? BLOCKS / heads : MOST;
   if (splits > whole) splits = whole;
-  if (splits < 1) splits = 1;
+  const int64_t least = a->prefix.len ? 2 : 1;
+  if (splits < least) splits = least;
   uintptr_t at = reinterpret_cast<uintptr_t>(memory);
   const auto take = [&](int64_t bytes) {
     const uintptr_t mine = at;
@@ -291,27 +292,24 @@ static __global__ void __launch_bounds__(THREADS, 2) decode_kernel(const kv_deco
   const int64_t shared_offset = a.prefix.len ? a.prefix.offset[head] : 0;
   const E *query = static_cast<const E *>(a.q) + b * a.q_stride[0] + h * G * a.q_stride[1];
   const float scale = a.softcap > 0 ? a.scale / a.softcap : a.scale * LOG2E, cap = a.softcap * LOG2E;
-  const int size = split_size(n, x.splits), splits = (n + size - 1) / size;
+  /* No split has slots of the prefix and of the head's own: there may be one more. */
+  const int size = split_size(n, x.splits - (a.prefix.len ? 1 : 0)), before = (shared_len + size - 1) / size;
+  const int splits = before + (len + size) / size;
   float *shared = shared_memory<float>() + 4;
   for (int split = blockIdx.y; split < splits; split += gridDim.y) {
-    const int c0 = split * size, c1 = min(n, c0 + size);
-    if (c1 == n) append(a, b, new_k, new_v, offset + len);
+    const bool own = split >= before;
+    const int c0 = (own ? split - before : split) * size, c1 = min(own ? len + 1 : shared_len, c0 + size);
+    const int64_t start = (own ? offset : shared_offset) * D;
+    const int most = own ? len + 1 : INT32_MAX; /* the new row comes after the head's own slots */
+    const kv_segments k = R::slots_of(static_cast<const E *>(own ? a.slots.k : a.prefix.k) + start, new_k, most, D);
+    const kv_segments v = R::slots_of(static_cast<const E *>(own ? a.slots.v : a.prefix.v) + start, new_v, most, D);
+    if (own && c1 == len + 1) append(a, b, new_k, new_v, offset + len);
     for (int g = 0; g < G; g += HEADS) {
       const int64_t at = (head * step + split) * G + g;
-      float *logit = x.logit ? x.logit + (head * G + g) * a.C : nullptr;
+      float *logit = x.logit ? x.logit + (head * G + g) * a.C + (own ? shared_len : 0) : nullptr;
       R rows;
       rows.start(query + g * a.q_stride[1], a.q_stride[1], G - g, D, scale);
-      for (int own = 0; own < 2; own++) { /* the split's part of the prefix, then of the head's own slots */
-        const int before = own ? shared_len : 0, end = min(c1, own ? n : shared_len) - before;
-        if (c0 >= before + end || end <= 0) continue;
-        const int most = own ? len + 1 : INT32_MAX; /* the new row comes after the head's own slots */
-        const int64_t start = (own ? offset : shared_offset) * D;
-        const E *k_slots = static_cast<const E *>(own ? a.slots.k : a.prefix.k);
-        const E *v_slots = static_cast<const E *>(own ? a.slots.v : a.prefix.v);
-        const kv_segments k = R::slots_of(k_slots + start, new_k, most, D);
-        const kv_segments v = R::slots_of(v_slots + start, new_v, most, D);
-        rows.attend(k, v, max(c0 - before, 0), end, D, cap, logit ? logit + before : nullptr, a.C, G - g);
-      }
+      rows.attend(k, v, c0, c1, D, cap, logit, a.C, G - g);
       rows.merge(shared, min(G - g, HEADS), D, x.o + at * D, x.ml + at);
     }
     if (!block_is_last(x.counter + head, splits, shared_memory<uint32_t>())) continue;

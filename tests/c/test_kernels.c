@@ -146,7 +146,8 @@ static atomic_int callers_left;
 
 /* Sets a hook, other numbers of threads and no hook at all, until all callers are done. */
 static void *change_threads(void *unused) {
-  for (int i = 0; atomic_load(&callers_left) > 0; i++) kv_set_parallel(i % 3 ? threads_hook : NULL, 1 + i % 4);
+  for (unsigned i = 0; atomic_load(&callers_left) > 0; i++)
+    kv_set_parallel(i % 3 ? threads_hook : NULL, (int)(1 + i % 4));
   return unused;
 }
 
@@ -252,6 +253,10 @@ static int test_isa(void) {
     test_attend((kv_dtype)(i % 3), T, S, one_of(8, slots));
   }
   test_attend(KV_F32, 300, 300, 300);
+  for (int i = 0; i < (n + 5) / 6; i++) { /* few rows on many slots, which are cut into splits */
+    const int64_t T = 1 + below(64);
+    test_attend((kv_dtype)(i % 3), T, below(2) ? T : below(80), 2600);
+  }
   report("attend", before), before = failures;
   for (int i = 0; i < n; i++) test_decode((kv_dtype)(i % 3), i % 5 ? one_of(8, slots) : 1500);
   report("decode", before), before = failures;
