@@ -285,28 +285,31 @@ static __global__ void __launch_bounds__(THREADS, 2) decode_kernel(const kv_deco
   using R = Rows<E, L, V, HEADS>;
   const int64_t head = blockIdx.x, b = head / a.Hkv, h = head % a.Hkv, step = x.splits;
   const int G = (int)(a.H / a.Hkv), D = (int)a.D;
-  const int64_t *ks = a.chunk.k_stride, *vs = a.chunk.v_stride, offset = a.slots.offset[head];
-  const int shared_len = prefix_len(a, head), len = a.slots.len[head], n = shared_len + len + 1;
-  const E *new_k = static_cast<const E *>(a.chunk.k) + b * ks[0] + h * ks[1];
-  const E *new_v = static_cast<const E *>(a.chunk.v) + b * vs[0] + h * vs[1];
-  const int64_t shared_offset = a.prefix.len ? a.prefix.offset[head] : 0;
+  const int64_t *ks = a.chunk.k_stride, *vs = a.chunk.v_stride;
+  const int shared_len = prefix_len(a, head), len = a.slots.len[head];
   const E *query = static_cast<const E *>(a.q) + b * a.q_stride[0] + h * G * a.q_stride[1];
   const float scale = a.softcap > 0 ? a.scale / a.softcap : a.scale * LOG2E, cap = a.softcap * LOG2E;
   /* No split has slots of the prefix and of the head's own: there may be one more. */
-  const int size = split_size(n, x.splits - (a.prefix.len ? 1 : 0)), before = (shared_len + size - 1) / size;
+  const int size = split_size(shared_len + len + 1, x.splits - (a.prefix.len ? 1 : 0));
+  const int before = (shared_len + size - 1) / size;
   const int splits = before + (len + size) / size;
   float *shared = shared_memory<float>() + 4;
   for (int split = blockIdx.y; split < splits; split += gridDim.y) {
+    /* Read anew for every split: registers are scarce. */
     const bool own = split >= before;
-    const int c0 = (own ? split - before : split) * size, c1 = min(own ? len + 1 : shared_len, c0 + size);
-    const int64_t start = (own ? offset : shared_offset) * D;
-    const int most = own ? len + 1 : INT32_MAX; /* the new row comes after the head's own slots */
-    const kv_segments k = R::slots_of(static_cast<const E *>(own ? a.slots.k : a.prefix.k) + start, new_k, most, D);
-    const kv_segments v = R::slots_of(static_cast<const E *>(own ? a.slots.v : a.prefix.v) + start, new_v, most, D);
-    if (own && c1 == len + 1) append(a, b, new_k, new_v, offset + len);
+    const int c0 = (own ? split - before : split) * size, end = own ? len + 1 : prefix_len(a, head);
+    const int c1 = min(end, c0 + size), most = own ? len + 1 : INT32_MAX; /* the new row is the last of its own */
+    const int64_t offset = (own ? a.slots.offset : a.prefix.offset)[head];
+    const E *new_k = static_cast<const E *>(a.chunk.k) + b * ks[0] + h * ks[1];
+    const E *new_v = static_cast<const E *>(a.chunk.v) + b * vs[0] + h * vs[1];
+    const kv_segments k =
+        R::slots_of(static_cast<const E *>(own ? a.slots.k : a.prefix.k) + offset * D, new_k, most, D);
+    const kv_segments v =
+        R::slots_of(static_cast<const E *>(own ? a.slots.v : a.prefix.v) + offset * D, new_v, most, D);
+    if (own && c1 == end) append(a, b, new_k, new_v, offset + len);
     for (int g = 0; g < G; g += HEADS) {
       const int64_t at = (head * step + split) * G + g;
-      float *logit = x.logit ? x.logit + (head * G + g) * a.C + (own ? shared_len : 0) : nullptr;
+      float *logit = x.logit ? x.logit + (head * G + g) * a.C + (own ? prefix_len(a, head) : 0) : nullptr;
       R rows;
       rows.start(query + g * a.q_stride[1], a.q_stride[1], G - g, D, scale);
       rows.attend(k, v, c0, c1, D, cap, logit, a.C, G - g);
