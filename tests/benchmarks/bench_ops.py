@@ -6,8 +6,9 @@ Every result is compared before it is timed; times are medians, the two sides ta
 in a CUDA graph of several calls and timed by events, so the time is the GPU's, with what of the data its caches
 keep from call to call; of the ways to call SDPA the fastest is the peer. Not yet run on a GPU.
 
-On a CPU the same run measures what the machine can do at most (peaks.c: multiply-adds of fp32 and of bf16, reading
-at best and, "stream", all of a buffer), and each op's share of it is printed: of the fp32 peak, or of the bf16 peak where the kernels multiply bf16 as it is.
+On a CPU the same run measures what the machine can do at most (peaks.c: multiply-adds of fp32 and of bf16, reading at
+best and, as "stream", all of a buffer), and each op's share of it is printed: of the fp32 peak, or of the bf16 peak
+where the kernels multiply bf16 as it is; of decode that of both kinds of reading.
 """
 
 import argparse
@@ -33,6 +34,7 @@ from kvevict.engine.fork import fork
 from kvevict.engine.latent import LatentLayer
 from kvevict.engine.storage import Storage
 
+READING = ("read", "stream")
 SHAPES = [(32, 8, 128), (8, 2, 64), (32, 8, 96)]  # H, Hkv, D
 ROWS = {"cpu": (1024, [4096, 512]), "cuda": (4096, [10240, 512])}  # new, stored
 # Two roundings to the output's dtype, and SDPA's own of the weights in 16 bit.
@@ -283,7 +285,7 @@ def bench_decode(H, Hkv, D, stored, dtype):
 
     name = f"{H}/{Hkv} d={D} on {stored} {str(dtype)[6:]}"
     return [
-        (f"decode {name}", decode, "sdpa", sdpa, ("read", 2 * stored * Hkv * D * dtype.itemsize)),
+        (f"decode {name}", decode, "sdpa", sdpa, *((how, 2 * stored * Hkv * D * dtype.itemsize) for how in READING)),
         (f"ragged decode {name}", same_slots(ragged), "even", same_slots(even)),
     ]
 
