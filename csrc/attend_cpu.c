@@ -2,65 +2,172 @@
  *
  * A task is some steps of one (b, kv head), with the rows of all G query heads, which share the packed keys and values.
  * The outer loop goes over blocks of keys, the inner one over tiles of rows, so each key is packed once per task.
- * Blocks that no row of a tile sees are skipped, and only those on the diagonal are masked. */
+ * Blocks that no row of a tile sees are skipped, and only those on the diagonal are masked.
+ *
+ * Where rows are few, the columns are cut too: into splits that depend on the shapes alone, not on the number of
+ * threads, whose m, l and o are combined in order. Very few rows read keys and values in place, as decode does. */
 #include <stdatomic.h>
 
-#include "tile.h"
+#include "stream.h"
+
+enum {
+  FEW = 16,           /* rows of a head for which packing costs more than it saves */
+  SHORT = 64,         /* steps of a chunk whose columns are cut */
+  TASKS = 32,         /* tasks of such a chunk, about */
+  COLUMNS = 4 * KEYS, /* columns of a split, at least */
+};
 
 typedef struct {
   const kv_attend *a;
-  int64_t steps; /* of a task */
+  int64_t steps;        /* of a task */
+  int64_t most;         /* columns of a head */
+  int64_t splits, span; /* of a head's columns, and columns of each; 1 and 0: not cut */
+  int few;              /* keys and values are read in place */
+  kv_stream stream;     /* its shape; rows of a head */
+  float *part;          /* [B, Hkv, splits, rows, width + 2], or NULL */
   atomic_int failed;
 } kv_attend_job;
 
+typedef struct {
+  int64_t b, h, n; /* columns */
+  kv_queries query;
+  kv_columns k, v;
+  kv_bounds bounds;
+} kv_attend_head;
+
+static kv_attend_head kv_attend_head_of(const kv_attend *a, int64_t at) {
+  const int64_t b = at / a->Hkv, h = at % a->Hkv, len = a->slots.len[at], size = kv_size(a->dtype);
+  const int64_t stop = a->stop ? a->stop[b] : a->S;
+  kv_attend_head x = {.b = b, .h = h};
+  x.query = kv_queries_of(a->dtype, a->D, a->H / a->Hkv, a->q, a->q_stride, b, h, a->scale, a->softcap);
+  x.k = (kv_columns){a->dtype, a->D, kv_keys_of(&a->slots, &a->chunk, b, h, a->Hkv, stop, a->D, size)};
+  x.v = (kv_columns){a->dtype, a->D, kv_values_of(&a->slots, &a->chunk, b, h, a->Hkv, stop, a->D, size)};
+  x.n = x.k.at.n;
+  x.bounds = (kv_bounds){len - a->chunk.first[b] + a->S - a->T, a->stop ? x.n : len, x.n};
+  return x;
+}
+
+/* out and lse of row r of a head: o [width] of a row with m and l, not yet divided. */
+static void kv_attend_write(const kv_attend *a, const kv_attend_head *x, int64_t r, const float *o, float m, float l) {
+  const int64_t G = x->query.G, t = r / G, head = x->h * G + r % G, size = kv_size(a->dtype);
+  kv_store_row(a->dtype, o, (char *)a->out + ((x->b * a->T + t) * a->H + head) * a->D * size, a->D);
+  a->lse[(x->b * a->H + head) * a->T + t] = KV_LN2 * (m + log2f(l));
+}
+
 /* out and lse of a task's rows: o / l, or 0 if the row sees nothing; lse = ln 2 * (m + log2 l). */
-static void kv_attend_finish(const kv_attend *a, kv_rows *x, int64_t b, int64_t h, int64_t t0, int64_t rows,
+static void kv_attend_finish(const kv_attend *a, const kv_attend_head *head, kv_rows *x, int64_t t0, int64_t rows,
                              int64_t width) {
-  const int64_t G = a->H / a->Hkv, size = kv_size(a->dtype);
   for (int64_t r = 0; r < rows; r++) {
-    const int64_t t = t0 + r / G, head = h * G + r % G;
     const float over = x->l[r] == 0 ? 0 : 1 / x->l[r];
     float *o = x->o + r * width;
     for (int64_t d = 0; d < width; d++) o[d] *= over;
-    kv_store_row(a->dtype, o, (char *)a->out + ((b * a->T + t) * a->H + head) * a->D * size, a->D);
-    a->lse[(b * a->H + head) * a->T + t] = KV_LN2 * (x->m[r] + log2f(x->l[r]));
+    kv_attend_write(a, head, t0 * head->query.G + r, o, x->m[r], x->l[r]);
   }
 }
 
-static void kv_attend_task(const kv_attend *a, kv_rows *x, int64_t b, int64_t h, int64_t t0, int64_t t1) {
-  const int64_t G = a->H / a->Hkv, rows = (t1 - t0) * G, width = kv_round_up(a->D, VL), at = b * a->Hkv + h;
-  const int64_t stop = a->stop ? a->stop[b] : a->S, len = a->slots.len[at], size = kv_size(a->dtype);
-  const kv_queries query = kv_queries_of(a->dtype, a->D, G, a->q, a->q_stride, b, h, a->scale, a->softcap);
-  const kv_columns k = {a->dtype, a->D, kv_keys_of(&a->slots, &a->chunk, b, h, a->Hkv, stop, a->D, size)};
-  const kv_columns v = {a->dtype, a->D, kv_values_of(&a->slots, &a->chunk, b, h, a->Hkv, stop, a->D, size)};
-  const kv_bounds bounds = {len - a->chunk.first[b] + a->S - a->T, a->stop ? k.at.n : len, k.at.n};
-  kv_rows_start(x, &query, t0, rows, a->sinks ? a->sinks + h * G : NULL, width);
-  kv_rows_run(x, &query, bounds, t0, rows, &k, &v, width);
-  kv_attend_finish(a, x, b, h, t0, rows, width);
+static void kv_attend_task(const kv_attend_job *job, kv_rows *x, int64_t at, int64_t t0, int64_t t1, int64_t split) {
+  const kv_attend *a = job->a;
+  const kv_attend_head head = kv_attend_head_of(a, at);
+  const int64_t G = head.query.G, rows = (t1 - t0) * G, width = job->stream.width, all = a->T * G;
+  const float *sinks = a->sinks && !job->part ? a->sinks + head.h * G : NULL;
+  const int64_t c0 = split * job->span, c1 = job->part ? kv_min(head.n, c0 + job->span) : head.n;
+  if (job->part && c0 >= head.n) return;
+  kv_rows_start(x, &head.query, t0, rows, sinks, width);
+  kv_rows_run(x, &head.query, head.bounds, t0, rows, &head.k, &head.v, width, c0, c1);
+  if (!job->part) {
+    kv_attend_finish(a, &head, x, t0, rows, width);
+    return;
+  }
+  float *part = job->part + (at * job->splits + split) * all * (width + 2);
+  memcpy(part + t0 * G * width, x->o, (size_t)(rows * width) * sizeof *part);
+  memcpy(part + all * width + t0 * G, x->m, (size_t)rows * sizeof *part);
+  memcpy(part + all * (width + 1) + t0 * G, x->l, (size_t)rows * sizeof *part);
+}
+
+/* All rows of a head, which are few: what every step sees at once, then what each sees of the rest. */
+static void kv_attend_few(const kv_attend_job *job, const kv_stream *x, int64_t at, int64_t split) {
+  const kv_attend_head head = kv_attend_head_of(job->a, at);
+  const int64_t G = head.query.G, c0 = split * job->span, c1 = kv_min(head.n, c0 + job->span);
+  const int64_t every = kv_min(c1, kv_max(c0, kv_seen(head.bounds, 0)));
+  float *part = job->part + (at * job->splits + split) * x->rows * (x->width + 2);
+  if (c0 >= head.n) return;
+  kv_stream_load(x, &head.query, 0);
+  kv_part_start(part, x->rows, x->width);
+  kv_stream_run(x, head.query.cap, &head.k, &head.v, c0, every, 0, x->rows, part, NULL, 0);
+  for (int64_t t = 0; t < job->a->T; t++) {
+    const int64_t seen = kv_min(c1, kv_seen(head.bounds, t));
+    kv_stream_run(x, head.query.cap, &head.k, &head.v, every, seen, t * G, (t + 1) * G, part, NULL, 0);
+  }
 }
 
 /* The steps that see most come first, so that no thread starts a long task while the others are done. */
 static void kv_attend_body(void *ctx, int64_t begin, int64_t end) {
   kv_attend_job *job = ctx;
   const kv_attend *a = job->a;
-  const int64_t heads = a->B * a->Hkv, last = (a->T - 1) / job->steps;
+  const int64_t pieces = a->B * a->Hkv * job->splits, last = (a->T - 1) / job->steps;
   kv_rows x;
-  void *memory = kv_rows_alloc(&x, kv_min(job->steps, a->T) * (a->H / a->Hkv), a->D, 1);
+  kv_stream stream = job->stream;
+  void *memory =
+      job->few ? kv_stream_alloc(&stream) : kv_rows_alloc(&x, kv_min(job->steps, a->T) * (a->H / a->Hkv), a->D, 1);
   if (!memory) {
     job->failed = 1;
     return;
   }
   for (int64_t i = begin; i < end; i++) {
-    const int64_t t0 = (last - i / heads) * job->steps, head = i % heads;
-    kv_attend_task(a, &x, head / a->Hkv, head % a->Hkv, t0, kv_min(a->T, t0 + job->steps));
+    const int64_t t0 = (last - i / pieces) * job->steps, at = i % pieces / job->splits, split = i % job->splits;
+    if (job->few)
+      kv_attend_few(job, &stream, at, split);
+    else
+      kv_attend_task(job, &x, at, t0, kv_min(a->T, t0 + job->steps), split);
   }
   free(memory);
 }
 
+/* Rows of all heads from their splits. */
+static void kv_attend_combine_body(void *ctx, int64_t begin, int64_t end) {
+  const kv_attend_job *job = ctx;
+  const kv_attend *a = job->a;
+  const int64_t rows = a->T * (a->H / a->Hkv), width = job->stream.width;
+  float m, l, o[KV_MOST_D];
+  for (int64_t i = begin; i < end; i++) {
+    const kv_attend_head head = kv_attend_head_of(a, i / rows);
+    const int64_t r = i % rows, G = head.query.G;
+    const float sink = a->sinks ? a->sinks[head.h * G + r % G] * KV_LOG2E : -INFINITY;
+    kv_part_combine(job->part + i / rows * job->splits * rows * (width + 2), (head.n + job->span - 1) / job->span, rows,
+                    width, r, sink, &m, &l, o);
+    if (job->few) kv_stream_order(&job->stream, 1, o);
+    kv_attend_write(a, &head, r, o, m, l);
+  }
+}
+
+/* How the work is cut: by the shapes and the lengths of heads alone where columns are. */
+static void kv_attend_cut(kv_attend_job *job, int64_t heads, int64_t rows) {
+  const kv_attend *a = job->a;
+  for (int64_t i = 0; i < heads; i++) job->most = kv_max(job->most, kv_attend_head_of(a, i).n);
+  job->steps = kv_task_steps(heads, a->T, rows / a->T, a->D);
+  job->splits = 1, job->span = 0, job->few = rows <= FEW;
+  if (job->few) {
+    job->steps = a->T, job->span = SPLIT;
+  } else if (a->T <= SHORT) {
+    const int64_t steps = kv_max(192 / (rows / a->T), 1), tasks = heads * ((a->T + steps - 1) / steps);
+    const int64_t splits = kv_min(TASKS / tasks, job->most / COLUMNS);
+    if (splits > 1) job->steps = steps, job->span = kv_round_up((job->most + splits - 1) / splits, KEYS);
+  }
+  if (job->span) job->splits = kv_max((job->most + job->span - 1) / job->span, 1);
+}
+
 kv_status KV_OP(attend)(const kv_attend *a) {
-  const int64_t heads = a->B * a->Hkv;
+  const int64_t heads = a->B * a->Hkv, rows = heads ? a->T * (a->H / a->Hkv) : 0;
   if (heads == 0 || a->T == 0) return KV_OK;
-  kv_attend_job job = {a, kv_task_steps(heads, a->T, a->H / a->Hkv, a->D), 0};
-  kv_parallel_for(heads * ((a->T + job.steps - 1) / job.steps), 1, kv_attend_body, &job);
+  kv_attend_job job = {.a = a, .stream = kv_stream_of(a->dtype, a->D, rows)};
+  kv_attend_cut(&job, heads, rows);
+  if (job.span) {
+    job.part = malloc((size_t)(heads * job.splits * rows * (job.stream.width + 2)) * sizeof *job.part);
+    if (!job.part) return KV_NO_MEMORY;
+  }
+  const int64_t tasks = heads * job.splits * ((a->T + job.steps - 1) / job.steps);
+  kv_parallel_for(tasks, job.few ? kv_stream_grain(&job.stream, job.most) : 1, kv_attend_body, &job);
+  if (job.part && !job.failed) kv_parallel_for(heads * rows, kv_max(1, 64 / job.splits), kv_attend_combine_body, &job);
+  free(job.part);
   return job.failed ? KV_NO_MEMORY : KV_OK;
 }

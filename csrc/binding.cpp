@@ -66,6 +66,9 @@ void check(kv_compact &a, const Call &call) {
 
 void check(kv_decode &a, const Call &call) {
   if (a.C == 0) a.probs = nullptr;
+  const bool none = !a.prefix.k, whole = !a.prefix.v == none && !a.prefix.offset == none && !a.prefix.len == none;
+  STD_TORCH_CHECK(whole, "of k_prefix, v_prefix, prefix_offset and prefix_len some are None; give all four, or none");
+  if (!none) call.check_slots(sizes::rows_prefix, a.prefix.offset, a.prefix.len, 0);
   call.check_slots(sizes::rows, a.slots.offset, a.slots.len, 1);
   call.check_apart(sizes::rows, a.slots.offset, a.slots.len, 1);
   call.check_disjoint([](const Arg &, const Arg &) { return false; });

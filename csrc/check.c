@@ -152,6 +152,9 @@ kv_status kv_compact_check(const kv_compact *a, int counts) {
 kv_status kv_decode_check(const kv_decode *a, int counts) {
   if (kv_bad_heads(a->B, a->H, a->Hkv, a->D, counts) || a->C < 0) return KV_BAD_SHAPE;
   if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
-  if (counts && kv_outside(a->slots.len, a->B * a->Hkv, a->probs ? a->C - 1 : INT32_MAX)) return KV_BAD_COUNT;
+  for (int64_t i = 0; counts && i < a->B * a->Hkv; i++) {
+    const int64_t before = a->prefix.len ? a->prefix.len[i] : 0, len = a->slots.len[i];
+    if (before < 0 || len < 0 || before + len >= (a->probs ? a->C : INT32_MAX)) return KV_BAD_COUNT;
+  }
   return KV_OK;
 }

@@ -28,10 +28,11 @@ struct Scratch {
 };
 
 static Scratch scratch_of(const kv_decode *a, void *memory) {
-  const int64_t heads = a->B * a->Hkv, whole = round_up(a->rows, SPLIT) / SPLIT;
+  const int64_t heads = a->B * a->Hkv, whole = round_up(a->rows_prefix + a->rows, SPLIT) / SPLIT;
   int64_t splits = heads > BLOCKS / MOST ? BLOCKS / heads : MOST;
   if (splits > whole) splits = whole;
-  if (splits < 1) splits = 1;
+  const int64_t least = a->prefix.len ? 2 : 1;
+  if (splits < least) splits = least;
   uintptr_t at = reinterpret_cast<uintptr_t>(memory);
   const auto take = [&](int64_t bytes) {
     const uintptr_t mine = at;
@@ -273,28 +274,42 @@ static __device__ void finish(const float *part, int step, const float2 *ml, int
   }
 }
 
+/* Slots of a head in the prefix. */
+static __device__ __forceinline__ int prefix_len(const kv_decode &a, int64_t head) {
+  return a.prefix.len ? a.prefix.len[head] : 0;
+}
+
 /* Asked for two blocks an SM, ptxas does not spill registers to make room for four. */
 template <class E, int L, int V, int HEADS>
 static __global__ void __launch_bounds__(THREADS, 2) decode_kernel(const kv_decode a, const Scratch x) {
   using R = Rows<E, L, V, HEADS>;
   const int64_t head = blockIdx.x, b = head / a.Hkv, h = head % a.Hkv, step = x.splits;
   const int G = (int)(a.H / a.Hkv), D = (int)a.D;
-  const int64_t *ks = a.chunk.k_stride, *vs = a.chunk.v_stride, offset = a.slots.offset[head];
-  const int len = a.slots.len[head], n = len + 1;
-  const E *new_k = static_cast<const E *>(a.chunk.k) + b * ks[0] + h * ks[1];
-  const E *new_v = static_cast<const E *>(a.chunk.v) + b * vs[0] + h * vs[1];
-  const kv_segments k = R::slots_of(static_cast<const E *>(a.slots.k) + offset * D, new_k, n, D);
-  const kv_segments v = R::slots_of(static_cast<const E *>(a.slots.v) + offset * D, new_v, n, D);
+  const int64_t *ks = a.chunk.k_stride, *vs = a.chunk.v_stride;
+  const int shared_len = prefix_len(a, head), len = a.slots.len[head];
   const E *query = static_cast<const E *>(a.q) + b * a.q_stride[0] + h * G * a.q_stride[1];
   const float scale = a.softcap > 0 ? a.scale / a.softcap : a.scale * LOG2E, cap = a.softcap * LOG2E;
-  const int size = split_size(n, x.splits), splits = (n + size - 1) / size;
+  /* No split has slots of the prefix and of the head's own: there may be one more. */
+  const int size = split_size(shared_len + len + 1, x.splits - (a.prefix.len ? 1 : 0));
+  const int before = (shared_len + size - 1) / size;
+  const int splits = before + (len + size) / size;
   float *shared = shared_memory<float>() + 4;
   for (int split = blockIdx.y; split < splits; split += gridDim.y) {
-    const int c0 = split * size, c1 = min(n, c0 + size);
-    if (c1 == n) append(a, b, new_k, new_v, offset + len);
+    /* Read anew for every split: registers are scarce. */
+    const bool own = split >= before;
+    const int c0 = (own ? split - before : split) * size, end = own ? len + 1 : prefix_len(a, head);
+    const int c1 = min(end, c0 + size), most = own ? len + 1 : INT32_MAX; /* the new row is the last of its own */
+    const int64_t offset = (own ? a.slots.offset : a.prefix.offset)[head];
+    const E *new_k = static_cast<const E *>(a.chunk.k) + b * ks[0] + h * ks[1];
+    const E *new_v = static_cast<const E *>(a.chunk.v) + b * vs[0] + h * vs[1];
+    const kv_segments k =
+        R::slots_of(static_cast<const E *>(own ? a.slots.k : a.prefix.k) + offset * D, new_k, most, D);
+    const kv_segments v =
+        R::slots_of(static_cast<const E *>(own ? a.slots.v : a.prefix.v) + offset * D, new_v, most, D);
+    if (own && c1 == end) append(a, b, new_k, new_v, offset + len);
     for (int g = 0; g < G; g += HEADS) {
       const int64_t at = (head * step + split) * G + g;
-      float *logit = x.logit ? x.logit + (head * G + g) * a.C : nullptr;
+      float *logit = x.logit ? x.logit + (head * G + g) * a.C + (own ? prefix_len(a, head) : 0) : nullptr;
       R rows;
       rows.start(query + g * a.q_stride[1], a.q_stride[1], G - g, D, scale);
       rows.attend(k, v, c0, c1, D, cap, logit, a.C, G - g);
@@ -314,7 +329,7 @@ static __global__ void __launch_bounds__(THREADS) probs_kernel(const kv_decode a
   const int64_t head = block_head(), G = a.H / a.Hkv, c = (int64_t)blockIdx.x * THREADS + threadIdx.x;
   if (head >= a.B * a.Hkv || c >= a.C) return;
   float p = 0;
-  for (int64_t g = 0; c <= a.slots.len[head] && g < G; g++) {
+  for (int64_t g = 0; c <= prefix_len(a, head) + a.slots.len[head] && g < G; g++) {
     const float lse = a.lse[head * G + g] * LOG2E;
     p += exp2_approx(logit[(head * G + g) * a.C + c] - (lse == -INFINITY ? 0 : lse));
   }
@@ -323,8 +338,9 @@ static __global__ void __launch_bounds__(THREADS) probs_kernel(const kv_decode a
 
 template <class E, int L, int V, int HEADS>
 static int run(const kv_decode *a, const Scratch &x, void *stream) {
-  const int64_t heads = a->B * a->Hkv, mean = a->rows / (heads * SPLIT) + 1; /* splits of a head */
-  const int64_t blocks = 4 * mean < x.splits ? 4 * mean : x.splits;          /* a longer head's take several */
+  const int64_t heads = a->B * a->Hkv, rows = a->rows_prefix + a->rows;
+  const int64_t mean = rows / (heads * SPLIT) + 1;                  /* splits of a head */
+  const int64_t blocks = 4 * mean < x.splits ? 4 * mean : x.splits; /* a longer head's take several */
   const auto shared = (size_t)Rows<E, L, V, HEADS>::shared_bytes(a->D);
   return launch<decode_kernel<E, L, V, HEADS>>(dim3((unsigned)heads, (unsigned)blocks), THREADS, shared, stream, *a, x);
 }

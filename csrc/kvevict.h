@@ -214,8 +214,8 @@ typedef struct {
   kv_slots dst;         /* len unused */
 } kv_compact;
 
-/* One decode step: writes the new key and value after each head's slots, then attends over len + 1 slots. The caller
- * must have made room, and adds 1 to len afterwards. */
+/* One decode step: writes the new key and value after each head's slots, then attends over all slots of the prefix and
+ * the len + 1 of its own. The caller must have made room, and adds 1 to len afterwards. */
 typedef struct {
   kv_dtype dtype;
   int64_t B, H, Hkv, D, C;
@@ -224,11 +224,12 @@ typedef struct {
   int64_t q_stride[3];
   kv_new chunk;       /* S = 1; first unused */
   kv_slots slots;     /* written at offset + len */
+  kv_slots prefix;    /* slots before these, only read, in buffers of their own; pos unused. All NULL: none */
   const float *sinks; /* [H] or NULL */
   void *out;          /* [B, 1, H, D] dtype */
   float *lse;         /* [B, H, 1] */
   float *probs; /* [B, Hkv, C] the row's attention weights, averaged over the group, 0 after the new slot; or NULL */
-  int64_t rows; /* of the slot buffers; read only on CUDA, as a bound of the work */
+  int64_t rows, rows_prefix; /* of the slot buffers; read only on CUDA, as a bound of the work */
 } kv_decode;
 
 /* The list of ops: prototypes, the dispatch table and the registration are X(op, with) of each. */

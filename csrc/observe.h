@@ -53,7 +53,7 @@ static inline void kv_observe_lse(void *ctx, int64_t begin, int64_t end) {
     const kv_observed head = kv_observed_of(a, i / tasks);
     const int64_t t0 = i % tasks * job->steps, rows = (kv_min(a->R, t0 + job->steps) - t0) * G;
     kv_rows_start(&x, &head.query, t0, rows, a->sinks ? a->sinks + head.h * G : NULL, 0);
-    kv_rows_run(&x, &head.query, head.bounds, t0, rows, &head.k, NULL, 0);
+    kv_rows_run(&x, &head.query, head.bounds, t0, rows, &head.k, NULL, 0, 0, head.bounds.n);
     for (int64_t r = 0; r < rows; r++)
       job->computed[(head.b * a->H + head.h * G + r % G) * a->R + t0 + r / G] = KV_LN2 * (x.m[r] + log2f(x.l[r]));
   }

@@ -51,6 +51,7 @@ enum { VL = KV_VL, MR = 6, NV = KV_NV };
 typedef float vf __attribute__((vector_size(4 * KV_VL)));
 typedef uint32_t vu __attribute__((vector_size(4 * KV_VL)));
 typedef float vf_any __attribute__((vector_size(4 * KV_VL), aligned(4), may_alias)); /* anywhere in memory */
+typedef uint32_t vu_any __attribute__((vector_size(4 * KV_VL), aligned(2), may_alias));
 typedef float v4 __attribute__((vector_size(16)));
 typedef float v4_any __attribute__((vector_size(16), aligned(2), may_alias));
 typedef uint32_t v4u __attribute__((vector_size(16)));
@@ -60,6 +61,7 @@ typedef uint32_t v8u __attribute__((vector_size(32)));
 
 KV_INLINE vf vf_load(const float *x) { return *(const vf_any *)x; }
 KV_INLINE void vf_store(float *x, vf a) { *(vf_any *)x = a; }
+KV_INLINE vu vu_load(const void *x) { return *(const vu_any *)x; }
 
 /* VL numbers of 16 bits, zero-extended to 32. GCC would turn its own vector conversion into seven instructions. */
 KV_INLINE vu vu_of_16bit(const void *x) {
@@ -70,6 +72,30 @@ KV_INLINE vu vu_of_16bit(const void *x) {
 #else
   typedef uint16_t vh_any __attribute__((vector_size(2 * KV_VL), aligned(2), may_alias));
   return __builtin_convertvector(*(const vh_any *)x, vu);
+#endif
+}
+
+/* Has x in a register from here on: the compiler would rather read it from memory at every use. */
+#if defined(__x86_64__)
+#define KV_KEEP(x) __asm__("" : "+x"(x))
+#elif defined(__aarch64__)
+#define KV_KEEP(x) __asm__("" : "+w"(x))
+#else
+#define KV_KEEP(x) (void)0
+#endif
+
+/* VL numbers of f16. */
+KV_INLINE vf vf_of_f16(const void *x) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_cvtph_ps(_mm256_loadu_si256(x));
+#elif defined(__AVX2__)
+  return (vf)_mm256_cvtph_ps(_mm_loadu_si128(x));
+#elif defined(__aarch64__)
+  return (vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(x)));
+#else /* as kv_float_of_f16, but a product makes denormals normal */
+  const vu u = vu_of_16bit(x), magnitude = (u & 0x7fff) << 13;
+  const vu special = (vu)(magnitude >= 0x7c00u << 13) & 0x7f800000u;
+  return (vf)((vu)((vf)magnitude * 0x1p112f) | special | (u & 0x8000) << 16);
 #endif
 }
 

@@ -14,7 +14,7 @@
 namespace {
 
 /* The sizes of ops.def; `one` is a size written as 1. */
-#define KV_SIZES(X) X(B) X(H) X(Hkv) X(T) X(R) X(S) X(D) X(C) X(K) X(N) X(heads) X(rows) X(rows_dst)
+#define KV_SIZES(X) X(B) X(H) X(Hkv) X(T) X(R) X(S) X(D) X(C) X(K) X(N) X(heads) X(rows) X(rows_dst) X(rows_prefix)
 namespace sizes {
 #define KV_ENUMERATOR(x) x,
 enum : uint8_t { unused, one, KV_SIZES(KV_ENUMERATOR) count };

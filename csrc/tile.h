@@ -143,6 +143,15 @@ static inline void kv_pack_k(const kv_columns *x, int pairs, int64_t c0, int64_t
   }
 }
 
+/* Columns c0 .. c0 + n - 1 as [n, width] where they lie, *step floats apart; NULL if they must be packed. */
+static inline const float *kv_values_in_place(const kv_columns *x, int64_t c0, int64_t n, int64_t width,
+                                              int64_t *step) {
+  const int stored = c0 < x->at.len;
+  if (x->dtype != KV_F32 || x->D != width || (stored && c0 + n > x->at.len)) return NULL;
+  *step = (stored ? x->at.stored_stride : x->at.chunk_stride) / (int64_t)sizeof(float);
+  return kv_column(x, c0);
+}
+
 /* Columns c0 .. c0 + n - 1 -> v [n, width], or [ceil(n / 2), width] pairs of a column and the next, rows padded with
  * zeros. Returns whether all numbers are finite. */
 static inline int kv_pack_v(const kv_columns *x, int pairs, int64_t c0, int64_t n, float *v, int64_t width) {
@@ -178,14 +187,15 @@ static inline void kv_tile_s(const kv_queries *query, const float *q, int64_t ro
   }
 }
 
-/* o [rows, width] = alpha o + p [rows, KEYS] v [n, width], with alpha [rows]. rows is a multiple of MR. */
-static inline void kv_tile_o(int pairs, const float *p, int64_t rows, int64_t n, const float *v, int64_t width,
-                             const float *alpha, float *o) {
+/* o [rows, width] = alpha o + p [rows, KEYS] v [n, width], with alpha [rows] and rows of v `step` apart. rows is a
+ * multiple of MR. */
+static inline void kv_tile_o(int pairs, const float *p, int64_t rows, int64_t n, const float *v, int64_t step,
+                             int64_t width, const float *alpha, float *o) {
   const int64_t words = pairs ? (n + 1) / 2 : n;
   for (int64_t d = 0; d < width; d += PANEL) {
     const int64_t nv = kv_min(NV, (width - d) / VL);
     for (int64_t r = 0; r < rows; r += MR)
-      kv_multiply(nv, pairs, p + r * KEYS, KEYS, v + d, width, words, alpha + r, 1, o + r * width + d, width);
+      kv_multiply(nv, pairs, p + r * KEYS, KEYS, v + d, step, words, alpha + r, 1, o + r * width + d, width);
   }
 }
 
@@ -278,10 +288,12 @@ static inline void kv_rows_start(kv_rows *x, const kv_queries *query, int64_t t0
   memset(x->o, 0, (size_t)(padded * width) * sizeof *x->o);
 }
 
-/* One tile of rows r0 .. r0 + n - 1 against the packed block of columns from c0 on. */
+/* One tile of rows r0 .. r0 + n - 1 against the block of columns c0 .. c1 - 1: packed keys, and values v, rows of which
+ * are `step` apart. */
 static inline void kv_rows_tile(kv_rows *x, const kv_queries *query, kv_bounds bounds, int64_t t0, int64_t r0,
-                                int64_t n, int64_t c0, int64_t width, int finite) {
-  const int64_t G = query->G, block = kv_block(query->D), padded = kv_round_up(n, MR);
+                                int64_t n, int64_t c0, int64_t c1, const float *v, int64_t step, int64_t width,
+                                int finite) {
+  const int64_t G = query->G, block = c1 - c0, padded = kv_round_up(n, MR);
   const int64_t fewest = kv_min(kv_seen(bounds, t0 + r0 / G) - c0, block);
   const int64_t most = kv_min(kv_seen(bounds, t0 + (r0 + n - 1) / G) - c0, block);
   const int pairs = query->pairs && width;                      /* without values p is not rounded */
@@ -296,22 +308,27 @@ static inline void kv_rows_tile(kv_rows *x, const kv_queries *query, kv_bounds b
     const int64_t span = kv_round_up(most, VL << pairs);
     kv_cap_and_mask(x->s + r * KEYS, query->cap, seen, span);
     alpha[r] = kv_softmax(pairs, x->s + r * KEYS, span, x->m + r0 + r, x->l + r0 + r);
-    if (!finite && !same && width)
-      kv_row_o(pairs, x->s + r * KEYS, seen, x->v, width, alpha[r], x->o + (r0 + r) * width);
+    if (!finite && !same && width) kv_row_o(pairs, x->s + r * KEYS, seen, v, width, alpha[r], x->o + (r0 + r) * width);
   }
-  if (finite || same) kv_tile_o(pairs, x->s, padded, most, x->v, width, alpha, x->o + r0 * width);
+  if (finite || same) kv_tile_o(pairs, x->s, padded, most, v, step, width, alpha, x->o + r0 * width);
 }
 
-/* All rows over all columns that they see. Without values (v NULL) this computes only m and l. */
+/* All rows over those of the columns c0 .. c1 - 1 that they see. Without values (v NULL) this computes only m and l.
+ * Where every row sees all of a block, its values may be inf or NaN and are read in place. */
 static inline void kv_rows_run(kv_rows *x, const kv_queries *query, kv_bounds bounds, int64_t t0, int64_t rows,
-                               const kv_columns *k, const kv_columns *v, int64_t width) {
-  const int64_t n = rows > 0 ? kv_seen(bounds, t0 + (rows - 1) / query->G) : 0, block = kv_block(query->D);
-  for (int64_t c0 = 0; c0 < n; c0 += block) {
-    const int64_t columns = kv_min(block, n - c0);
-    kv_pack_k(k, query->pairs, c0, columns, x->k, x->row);
-    const int finite = !v || kv_pack_v(v, query->pairs, c0, columns, x->v, width);
+                               const kv_columns *k, const kv_columns *v, int64_t width, int64_t c0, int64_t c1) {
+  const int64_t most = rows > 0 ? kv_seen(bounds, t0 + (rows - 1) / query->G) : 0, block = kv_block(query->D);
+  c1 = kv_min(c1, most);
+  for (int64_t c = c0; c < c1; c += block) {
+    const int64_t columns = kv_min(block, c1 - c);
+    int64_t step = width;
+    const int all = kv_seen(bounds, t0) >= c + columns;
+    const float *values = v && all && !query->pairs ? kv_values_in_place(v, c, columns, width, &step) : NULL;
+    const int packed = v && !values, finite = !packed || kv_pack_v(v, query->pairs, c, columns, x->v, width);
+    kv_pack_k(k, query->pairs, c, columns, x->k, x->row);
     for (int64_t r0 = 0; r0 < rows; r0 += TILE)
-      kv_rows_tile(x, query, bounds, t0, r0, kv_min(TILE, rows - r0), c0, width, finite);
+      kv_rows_tile(x, query, bounds, t0, r0, kv_min(TILE, rows - r0), c, c + columns, packed ? x->v : values, step,
+                   width, finite);
   }
 }
 

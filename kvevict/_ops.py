@@ -180,9 +180,12 @@ def compact(
 @op
 def decode(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, k_slots: Tensor, v_slots: Tensor, pos_slots: Tensor, offset: Tensor,
-    len: Tensor, sinks: Tensor | None = None, *, scale: float, softcap: float = 0.0, columns: int = 0,
+    len: Tensor, sinks: Tensor | None = None, k_prefix: Tensor | None = None, v_prefix: Tensor | None = None,
+    prefix_offset: Tensor | None = None, prefix_len: Tensor | None = None, *, scale: float, softcap: float = 0.0,
+    columns: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """One decode step: write the new row after each head's slots, then attend over len + 1 of them. The caller has
-    made room, and adds 1 to len afterwards. probs: the row's attention weights averaged over the group, 0 past the new
+    made room, and adds 1 to len afterwards. With a prefix, slots in other buffers come before these and are only read:
+    columns are [prefix | own | new]. probs: the row's attention weights averaged over the group, 0 past the new
     slot, in `columns` C: more than the largest len, or 0 for none.
     """

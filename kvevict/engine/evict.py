@@ -9,6 +9,8 @@ import torch
 
 from .. import _ops
 from ..policy.heads import above
+from ..policy.heads.equal import Equal
+from ..policy.selections.token import Token
 from . import host
 
 CARRY: dict[str, Callable] = {
@@ -105,6 +107,9 @@ def choose(call, score, slots, final=True, bar=None) -> Choice:
     heads, select, ranks = call.policy.heads, call.select, call.slots.heads.ranks
     wanted = host.upload(slots, call.slots.device)
     with call.step.meter.clock("select"):
+        counts = _equal(call, slots) if bar is None else None
+        if counts is not None:
+            return take(call, score, host.upload(counts, call.slots.device, torch.int32), counts)
         whole = call.slots.all_ranks(call.policy.shared)
         every = ranks.gather(score, whole.columns) if heads.ragged or select.spares else score
         if final:
@@ -115,6 +120,20 @@ def choose(call, score, slots, final=True, bar=None) -> Choice:
         return take(call, score, keep)
 
 
+def equal_shares(slots, heads):
+    """int [B, heads]: slots [B] of a layer, the same for every head, the remainder to lower ones."""
+    return slots[:, None] // heads + (np.arange(heads) < slots[:, None] % heads)
+
+
+def _equal(call, slots):
+    """What the heads keep where all can keep the same, known without the device; None: the device is to be asked."""
+    policy, counts = call.policy, call.slots.all_counts
+    if type(policy.heads) is not Equal or type(call.select) is not Token or call.slots.prompt is not None:
+        return None
+    keep = equal_shares(slots, counts.shape[1])
+    return keep if ((np.minimum(counts, policy.protected) <= keep) & (keep <= counts)).all() else None
+
+
 def within(keep, slots, score, bar):
     """keep [B, Hkv], but no more than reach the bar [B] of a threshold; None: there is none."""
     if bar is None:
@@ -122,9 +141,11 @@ def within(keep, slots, score, bar):
     return torch.minimum(keep, above(slots, score, host.upload(bar, slots.device, torch.float32)).to(keep.device))
 
 
-def take(call, score, keep) -> Choice:
-    """The best slots of each head by `ranked` scores, keep [B, heads of all ranks] of them."""
-    ranks, counts, refine = call.slots.heads.ranks, np.array(keep.tolist()), call.policy.refine
+def take(call, score, keep, counts=None) -> Choice:
+    """The best slots of each head by `ranked` scores, keep [B, heads of all ranks] of them; counts: keep on the host,
+    if it is known there."""
+    ranks, refine = call.slots.heads.ranks, call.policy.refine
+    counts = np.array(keep.tolist()) if counts is None else counts
     keep, mine, slots = ranks.mine(keep).contiguous(), ranks.mine(counts), call.slots
     if refine.picks:
         score = refine.pick(slots, score, keep, *call.measured(refine.picks_by)).contiguous()

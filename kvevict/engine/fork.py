@@ -1,6 +1,7 @@
 """Copy-on-write forks: one cache, many continuations, each of which shares what was stored before it."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import attrgetter
 
 import numpy as np
@@ -19,11 +20,18 @@ class Fork:
     """
 
     prefix: Storage
-    suffix: tuple  # k, v [B, Hkv, room, D] and pos [B, room]
-    appended: int  # columns of the suffix that are in use
-    len: torch.Tensor  # [B, Hkv] int32, prefix and suffix
-    counts: np.ndarray  # len on the host
+    suffix: tuple  # k, v [B * Hkv * room, D] and pos [B * Hkv * room], with `room` rows for every head
+    room: int
+    appended: int  # rows of each head's that are in use
+    own_offset: torch.Tensor  # [B, Hkv] int64, the suffix's rows at which each head's begin
+    own_len: torch.Tensor  # [B, Hkv] int32, `appended` of each head
+    counts: np.ndarray  # [B, Hkv] slots of prefix and suffix, on the host
     shared = True
+
+    @cached_property
+    def len(self):
+        """[B, Hkv] int32, slots of prefix and suffix."""
+        return self.prefix.len + self.own_len
 
     k = property(attrgetter("prefix.k"))
     v = property(attrgetter("prefix.v"))
@@ -43,12 +51,14 @@ class Fork:
         return self.gathered().keep(*what)
 
     def decode(self, q, k, v, pos, expected=0, columns=0, **options):
-        """As `Storage.decode`, without probabilities: whoever wants those has a chooser."""
-        twin = self._longer(k, v, pos)
-        k, v, _ = twin._appended()
-        none = torch.zeros(len(q), dtype=torch.int32, device=q.device)
-        here = self.k, self.v, self.offset, self.prefix.len
-        return (*_ops.attend(q, *here, k, v, none, **options), None), twin
+        """As `Storage.decode`, the prefix being a first segment of the same kernel; without probabilities: whoever
+        wants those has a chooser."""
+        into, shared = self if self.appended < self.room else self._with_room(1), self.prefix
+        result = _ops.decode(
+            q, k, v, pos, *into.suffix, into.own_offset, into.own_len, k_prefix=shared.k, v_prefix=shared.v,
+            prefix_offset=shared.offset, prefix_len=shared.len, **options,
+        )  # fmt: skip
+        return result, into._grown(1)
 
     def crop(self, count: int):
         return self.copy_on_write().crop(count)
@@ -76,25 +86,41 @@ class Fork:
     def dense(self, name):
         return self.gathered().dense(name)
 
+    def _columns(self):
+        """The suffix as k, v [B, Hkv, room, D] and pos [B, Hkv, room]."""
+        return [t.view(*self.counts.shape, self.room, *t.shape[1:]) for t in self.suffix]
+
     def _appended(self):
         """Keys, values [B, Hkv, n, D] and positions [B, n] of the suffix."""
-        k, v, pos = self.suffix
-        n = self.appended
-        return k[:, :, :n], v[:, :, :n], pos[:, :n].contiguous()
+        k, v, pos = (t[:, :, : self.appended] for t in self._columns())
+        return k, v, pos[:, 0].contiguous()
 
     def _longer(self, k, v, pos):
         """With new columns in the suffix."""
-        start, end, suffix = self.appended, self.appended + k.shape[2], self.suffix
-        if end > suffix[0].shape[2]:
-            more = end + max(end // 8, ROOM) - start
-            with torch.inference_mode(False):
-                suffix = tuple(
-                    torch.cat([own, own.new_empty(*own.shape[:at], more, *own.shape[at + 1 :])], at)
-                    for own, at in zip(self._appended(), (2, 2, 1), strict=True)
-                )
-        suffix[0][:, :, start:end], suffix[1][:, :, start:end], suffix[2][:, start:end] = k, v, pos
-        added = end - start
-        return Fork(self.prefix, suffix, end, self.len + added, self.counts + added)
+        start, end = self.appended, self.appended + k.shape[2]
+        into = self._with_room(end - start)
+        for own, new in zip(into._columns(), (k, v, pos[:, None]), strict=True):
+            own[:, :, start:end] = new
+        return into._grown(end - start)
+
+    def _grown(self, count):
+        """With `count` more columns, which are in the suffix."""
+        own = self.room, self.appended + count, self.own_offset, self.own_len + count
+        return Fork(self.prefix, self.suffix, *own, self.counts + count)
+
+    def _with_room(self, count):
+        """With room for `count` more columns."""
+        n = self.appended
+        if n + count <= self.room:
+            return self
+        room, heads = n + count + max((n + count) // 8, ROOM), self.counts.size
+        with torch.inference_mode(False):  # a suffix made in inference mode can be written to outside of it
+            suffix = tuple(own.new_empty(heads * room, *own.shape[1:]) for own in self.suffix)
+            offset = torch.arange(heads, device=self.device).view(self.counts.shape) * room
+        into = replace(self, suffix=suffix, room=room, own_offset=offset)
+        for new, own in zip(into._columns(), self._columns(), strict=True):
+            new[:, :, :n] = own[:, :, :n]
+        return into
 
 
 def fork(storage) -> Fork:
@@ -102,7 +128,6 @@ def fork(storage) -> Fork:
     if isinstance(storage, Fork):
         return replace(storage, suffix=tuple(t.clone() for t in storage.suffix))
     storage.shared = True
-    batch, heads = storage.counts.shape
-    none = storage.k.new_empty(batch, heads, 0, storage.k.shape[1])
-    suffix = none, none.clone(), storage.pos.new_empty(batch, 0)
-    return Fork(storage, suffix, 0, storage.len, storage.counts)
+    none = tuple(t.new_empty(0, *t.shape[1:]) for t in (storage.k, storage.v, storage.pos))
+    own = torch.zeros_like(storage.offset), torch.zeros_like(storage.len)
+    return Fork(storage, none, 0, 0, *own, storage.counts)

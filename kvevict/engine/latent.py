@@ -1,6 +1,9 @@
 """Latent attention (MLA): a layer whose slots are latents that all its heads share, from which its module makes every
 head's keys and values. What is stored is the latent and the rotated part of the key; what attention and scores read is
-made of the stored slots for one call. So a layer has one kv head to choose for, whose group is all query heads."""
+made of the stored slots for one call. So a layer has one kv head to choose for, whose group is all query heads.
+
+A decoded token attends to the latents themselves: q . (W_k c) = (W_k^T q) . c, and the sum of p W_v c is W_v times that
+of p c (DeepSeek-V2, arXiv 2405.04434, section 2.1.2), so W is multiplied once and not for every slot."""
 
 import copy
 from dataclasses import dataclass
@@ -33,6 +36,18 @@ class Expanded:
         for b, row in enumerate(self.offset.tolist()):
             for h, start in enumerate(row):
                 yield b, h, slice(start, start + int(self.counts[b, h]))
+
+
+def up_projection(module):
+    """What a module multiplies latents by, in fp32: for keys [H, nope, r], without the rotated part, and for values
+    [H, v, r]. None where that is not a plain product (quantised, adapted, hooked, with a bias), which it makes
+    itself."""
+    made = module.kv_b_proj
+    plain = type(made) is torch.nn.Linear and type(made.weight) is torch.nn.Parameter and made.bias is None
+    if not plain or made._forward_hooks or made._forward_pre_hooks or "forward" in vars(made):
+        return None
+    sizes = module.qk_nope_head_dim, module.v_head_dim
+    return made.weight.detach().unflatten(0, (-1, sum(sizes))).float().split(sizes, 1)
 
 
 class LatentLayer(EvictionLayer):
@@ -80,6 +95,9 @@ class LatentLayer(EvictionLayer):
     def decode(self, q, k, v, pos, module, columns=0, **options):
         none = torch.zeros(len(q), dtype=torch.int32, device=q.device)
         self.append(k, v, pos, none, 0 * self.counts[:, 0])
+        weights = up_projection(module)
+        if weights is not None:
+            return self._absorbed(*weights, q, columns, **options)
         slots = self.slots(module)
         where, no_rows = (slots.offset, slots.len), q[:, :, :0]
         out, lse = _ops.attend(q, slots.k, slots.v, *where, no_rows, no_rows, none, stop=none, **options)
@@ -90,6 +108,33 @@ class LatentLayer(EvictionLayer):
             columns=columns, **options,
         )  # fmt: skip
         return out, lse, probs.mean(1, keepdim=True)
+
+    @torch.no_grad()
+    def _absorbed(self, of_keys, of_values, q, columns, *, scale, softcap=0.0, sinks=None):
+        """`decode` with the up-projections [H, nope or v, r], in fp32. q [B, H, 1, nope + rotated and more]."""
+        nope, (latent, rotated), width = of_keys.shape[1], self.widths, self.k.shape[1]
+        rows = q[:, :, 0].float()
+        rows = torch.cat(
+            [torch.einsum("bhn,hnr->bhr", rows[..., :nope], of_keys), rows[..., nope : nope + rotated]], -1
+        )
+        halves = torch.nn.functional.pad(rows, (0, 2 * width - latent - rotated)).mul_(scale).split(width, -1)
+        sink = rows.new_full((len(rows[0]), 1), -torch.inf) if sinks is None else sinks[:, None]
+        sums, lse, probs = torch.empty_like(rows[..., :latent]), rows.new_empty(rows.shape[:2]), None
+        if columns:
+            probs = rows.new_zeros(len(q), 1, columns)
+        for b, _, slots in self.segments():
+            stored = self.k[slots].float(), self.v[slots].float()
+            logits = sum(half[b] @ part.mT for half, part in zip(halves, stored, strict=True))
+            if softcap > 0:
+                logits = softcap * torch.tanh(logits / softcap)
+            lse[b] = torch.cat([logits, sink], -1).logsumexp(-1)
+            weights = torch.exp(logits - lse[b, :, None])
+            sums[b] = torch.cat([weights @ part for part in stored], -1)[:, :latent]
+            if columns:
+                probs[b, 0, : weights.shape[1]] = weights.mean(0)
+        out = torch.einsum("bhr,hvr->bhv", sums, of_values)
+        out = torch.nn.functional.pad(out, (0, q.shape[-1] - out.shape[-1]))
+        return out[:, None].to(q.dtype), lse[..., None], probs
 
     keys = property(lambda self: self._dense(0))
     values = property(lambda self: self._dense(1))

@@ -6,8 +6,9 @@ Every result is compared before it is timed; times are medians, the two sides ta
 in a CUDA graph of several calls and timed by events, so the time is the GPU's, with what of the data its caches
 keep from call to call; of the ways to call SDPA the fastest is the peer. Not yet run on a GPU.
 
-On a CPU the same run measures what the machine can do at most (peaks.c: multiply-adds of fp32 and of bf16, reading),
-and each op's share of it is printed: of the fp32 peak, or of the bf16 peak where the kernels multiply bf16 as it is.
+On a CPU the same run measures what the machine can do at most (peaks.c: multiply-adds of fp32 and of bf16, reading at
+best and, as "stream", all of a buffer), and each op's share of it is printed: of the fp32 peak, or of the bf16 peak
+where the kernels multiply bf16 as it is; of decode that of both kinds of reading.
 """
 
 import argparse
@@ -29,7 +30,11 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from kvevict import _ops as ops
+from kvevict.engine.fork import fork
+from kvevict.engine.latent import LatentLayer
+from kvevict.engine.storage import Storage
 
+READING = ("read", "stream")
 SHAPES = [(32, 8, 128), (8, 2, 64), (32, 8, 96)]  # H, Hkv, D
 ROWS = {"cpu": (1024, [4096, 512]), "cuda": (4096, [10240, 512])}  # new, stored
 # Two roundings to the output's dtype, and SDPA's own of the weights in 16 bit.
@@ -66,8 +71,9 @@ def peaks(seconds=0.3):
 
     addresses = [ctypes.c_void_p(x.data_ptr()) for x in blocks]
     sizes = [ctypes.c_size_t(x.numel() * 4) for x in blocks]
-    reading = summed(ops.cpu_isa(), "peak_read", addresses, sizes)
-    return {"fp32": summed(ops.cpu_isa(), "peak_fp32"), "bf16": summed(native, "peak_bf16"), "read": reading}
+    reading, stream = (summed(ops.cpu_isa(), name, addresses, sizes) for name in ("peak_read", "sustained_read"))
+    products = {"fp32": summed(ops.cpu_isa(), "peak_fp32"), "bf16": summed(native, "peak_bf16")}
+    return {**products, "read": reading, "stream": stream}
 
 
 def close(name, got, want, tolerance):
@@ -279,9 +285,80 @@ def bench_decode(H, Hkv, D, stored, dtype):
 
     name = f"{H}/{Hkv} d={D} on {stored} {str(dtype)[6:]}"
     return [
-        (f"decode {name}", decode, "sdpa", sdpa, ("read", 2 * stored * Hkv * D * dtype.itemsize)),
+        (f"decode {name}", decode, "sdpa", sdpa, *((how, 2 * stored * Hkv * D * dtype.itemsize) for how in READING)),
         (f"ragged decode {name}", same_slots(ragged), "even", same_slots(even)),
     ]
+
+
+def bench_fork(H, Hkv, D, stored, dtype):
+    """A decoded token of a forked cache, 32 tokens after the fork, beside one of a cache of its own: with all that
+    Python does for it."""
+    q, k, v, *_, keys, values, scale = data(H, Hkv, D, stored, 1, dtype)
+    keys, values, columns = keys[:, :, :stored], values[:, :, :stored], 32
+    pos, first = torch.arange(stored, dtype=torch.int32)[None], torch.zeros(1, dtype=torch.int32)
+    zero = first.numpy()
+
+    def storage(n):
+        return Storage.empty(keys).append(keys[:, :, :n], values[:, :, :n], pos[:, :n].contiguous(), first, zero)
+
+    own, forked, now = storage(stored), fork(storage(stored - columns)), pos[:, -1:].contiguous()
+    tail = slice(stored - columns, stored)
+    forked = forked.append(keys[:, :, tail], values[:, :, tail], pos[:, tail].contiguous(), first, zero)
+    own, forked = (way.decode(q, k, v, now, scale=scale)[1] for way in (own, forked))  # makes room
+    results = [way.decode(q, k, v, now, scale=scale)[0][0] for way in (own, forked)]
+    close("fork", results[1], results[0], 0.0)
+    ways = [lambda way=way: way.decode(q, k, v, now, scale=scale) for way in (forked, own)]
+    return [(f"fork decode {H}/{Hkv} d={D} on {stored} {str(dtype)[6:]}", ways[0], "own", ways[1])]
+
+
+def bench_short(H, Hkv, D, stored, rows, dtype):
+    """A few rows on many slots: a question, a draft."""
+    q, k, v, slots, keys, values, scale = data(H, Hkv, D, stored, rows, dtype)
+    zero, mask = torch.zeros(1, dtype=torch.int32), torch.ones(rows, stored + rows, dtype=torch.bool).tril(stored)
+
+    def attend():
+        return ops.attend(q=q, k=k, v=v, first=zero, scale=scale, **slots)
+
+    sdpa = sdpas(q, keys, values, mask, scale)
+    close("attend", attend()[0], sdpa().transpose(1, 2), TOLERANCE[dtype])
+    name = f"{H}/{Hkv} d={D} {rows} on {stored} {str(dtype)[6:]}"
+    return [(f"short attend {name}", attend, "sdpa", sdpa, ("fp32", 4 * D * H * rows * stored))]
+
+
+class UpProjection(torch.nn.Module):
+    """What DeepSeek-V2-Lite's attention makes keys and values of latents with; `plain`: of a Linear, which decoding
+    absorbs, else of one that it does not look into."""
+
+    heads, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, rank = 16, 128, 64, 128, 512
+
+    def __init__(self, plain, weight):
+        super().__init__()
+        kind = torch.nn.Linear if plain else type("Adapted", (torch.nn.Linear,), {})
+        self.kv_b_proj = kind(self.rank, len(weight), bias=False)
+        self.kv_b_proj.weight = torch.nn.Parameter(weight)
+
+    def expand_kv(self, latent, rotated):
+        both = self.kv_b_proj(latent)[:, 0].unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        key, value = both.split([self.qk_nope_head_dim, self.v_head_dim], -1)
+        return torch.cat([key, rotated.expand(-1, self.heads, -1, -1)], -1), value
+
+
+def bench_latent(stored, dtype):
+    """A decoded token over latents, absorbed, beside expanding them for all heads."""
+    made, ways = UpProjection, []
+    weight = torch.randn(made.heads * 256, made.rank).to(dtype) / made.rank**0.5
+    latent, rotated = torch.randn(1, 1, stored, made.rank).to(dtype), torch.randn(1, 1, stored, 64).to(dtype)
+    q, first = torch.randn(1, made.heads, 1, 192).to(dtype), torch.zeros(1, dtype=torch.int32)
+    pos = torch.arange(stored, dtype=torch.int32)[None]
+    for plain in (True, False):
+        layer, module = LatentLayer(), made(plain, weight)
+        packed = layer.pack(latent, rotated)
+        layer.lazy_initialization(packed[0])
+        layer.append(*packed, pos, first, first.numpy())
+        new = *(x[:, :, :1] for x in packed), pos[:, :1].contiguous(), module
+        ways.append(lambda layer=layer, new=new: layer.decode(q, *new, scale=192**-0.5, softcap=0.0, sinks=None))
+    close("latents", ways[0]()[0], ways[1]()[0], TOLERANCE[dtype])
+    return [(f"latent decode on {stored} {str(dtype)[6:]}", ways[0], "expanded", ways[1])]
 
 
 def bench_evict(Hkv, D, stored, new, dtype):
@@ -351,6 +428,20 @@ def jobs(device, quick):
         yield bench_evict, (Hkv, D, lengths[0], new, half)
 
 
+def few_rows():
+    """Decoding and short queries on the CPU: many slots, one batch row."""
+    for dtype in TOLERANCE:
+        for group in (1, 2, 3, 4, 8):
+            yield bench_decode, (8 * group, 8, 128, 32768, dtype)
+        for stored in (512, 2048, 8192, 32768):
+            yield bench_fork, (32, 8, 128, stored, dtype)
+        for group in (1, 4):
+            for rows in (16, 64):
+                yield bench_short, (8 * group, 8, 128, 32768, rows, dtype)
+        yield bench_short, (4, 1, 128, 32768, 16, dtype)
+        yield bench_latent, (4096, dtype)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="the smaller shape, a tenth of the time")
@@ -366,7 +457,8 @@ def main():
     most = peaks() if args.device == "cpu" else {}
     print(json.dumps(machine() | {name: f"{rate / 1e9:.1f} G/s" for name, rate in most.items()}))
     results, seconds = [], 2.0 if args.device == "cpu" else 1.0
-    for bench, shape in jobs(args.device, args.quick):
+    more = few_rows() if args.device == "cpu" and not args.quick else ()
+    for bench, shape in [*jobs(args.device, args.quick), *more]:
         if not re.search(args.only, f"{bench.__name__} {shape}"):
             continue
         with torch.device(args.device):

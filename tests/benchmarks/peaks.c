@@ -104,3 +104,15 @@ double peak_read(const char *x, size_t bytes, double seconds) {
   BEST(seconds, PIECE, read_all((const vector *)(x + at), PIECE / sizeof sum, &sum); KEEP(sum);
        at = at + 2 * PIECE > bytes ? 0 : at + PIECE);
 }
+
+/* The same over all of the time and of the buffer, as a kernel reads that has to read all of it. */
+double sustained_read(const char *x, size_t bytes, double seconds) {
+  vector sum = {0};
+  double total = 0, start = now(), end;
+  do {
+    read_all((const vector *)x, bytes / sizeof sum, &sum);
+    KEEP(sum);
+    total += (double)bytes, end = now();
+  } while (end - start < seconds);
+  return total / (end - start);
+}

@@ -59,9 +59,14 @@ static void test_attend(kv_dtype dtype, int64_t T, int64_t S, int64_t longest) {
 static void test_decode(kv_dtype dtype, int64_t longest) {
   problem p = make(dtype, 1, 1, longest, 0);
   const int64_t C = longest + 1 + below(9), outs = p.B * p.H * p.D, bytes = p.rows * p.D * kv_size(dtype);
-  void *out[2] = {numbers(dtype, outs), numbers(dtype, outs)};
-  float *lse[2] = {nans(p.B * p.H), nans(p.B * p.H)}, *probs[2] = {nans(p.B * p.Hkv * C), nans(p.B * p.Hkv * C)};
+  enum { RUNS = 3 }; /* with threads, without, and with some of the slots in a prefix */
+  void *out[RUNS];
+  float *lse[RUNS], *probs[RUNS];
+  for (int i = 0; i < RUNS; i++)
+    out[i] = numbers(dtype, outs), lse[i] = nans(p.B * p.H), probs[i] = nans(p.B * p.Hkv * C);
   void *k = need((size_t)bytes, 1), *v = need((size_t)bytes, 1);
+  int64_t *own_offset = need((size_t)(p.B * p.Hkv), sizeof *own_offset);
+  int32_t *own_len = need((size_t)(p.B * p.Hkv), sizeof *own_len), *len = need((size_t)(p.B * p.Hkv), sizeof *len);
   const int with_probs = below(2) == 0;
   memcpy(k, p.slots.k, (size_t)bytes), memcpy(v, p.slots.v, (size_t)bytes);
   for (int64_t i = 0; i < p.B * p.Hkv; i++) /* the buffers' expected content */
@@ -71,17 +76,42 @@ static void test_decode(kv_dtype dtype, int64_t longest) {
       put(dtype, k, to, at_slot(&p, NULL, p.chunk.k, p.chunk.k_stride, b, h, n, d));
       put(dtype, v, to, at_slot(&p, NULL, p.chunk.v, p.chunk.v_stride, b, h, n, d));
     }
-  for (int i = 0; i < 2; i++) {
-    kv_decode a = {dtype, p.B, p.H,     p.Hkv,   p.D,     C,      p.scale, p.softcap,
-                   p.q,   {0}, p.chunk, p.slots, p.sinks, out[i], lse[i],  with_probs ? probs[i] : NULL,
-                   p.rows};
+  for (int64_t i = 0; i < p.B * p.Hkv; i++) {
+    len[i] = (int32_t)(below(3) ? below(p.slots.len[i] + 1) : p.slots.len[i] * below(2));
+    own_offset[i] = p.slots.offset[i] + len[i], own_len[i] = p.slots.len[i] - len[i];
+  }
+  for (int i = 0; i < RUNS; i++) {
+    kv_decode a = {.dtype = dtype,
+                   .B = p.B,
+                   .H = p.H,
+                   .Hkv = p.Hkv,
+                   .D = p.D,
+                   .C = C,
+                   .scale = p.scale,
+                   .softcap = p.softcap,
+                   .q = p.q,
+                   .chunk = p.chunk,
+                   .slots = p.slots,
+                   .sinks = p.sinks,
+                   .out = out[i],
+                   .lse = lse[i],
+                   .probs = with_probs ? probs[i] : NULL,
+                   .rows = p.rows,
+                   .rows_prefix = p.rows};
     memcpy(a.q_stride, p.q_stride, sizeof a.q_stride);
-    kv_set_parallel(i ? NULL : threads_hook, 3); /* threads first: the serial run finds the new row written */
+    if (i == 2) {
+      a.prefix = (kv_slots){k, v, NULL, p.slots.offset, len};
+      a.slots.offset = own_offset, a.slots.len = own_len;
+    }
+    kv_set_parallel(i == 1 ? NULL : threads_hook, 3); /* threads first: the serial run finds the new row written */
     check(kv_decode_cpu(&a) == KV_OK, "decode status");
   }
-  check(memcmp(out[0], out[1], (size_t)(outs * kv_size(dtype))) == 0 || p.wild, "decode out, serial and parallel");
-  check_same(lse[0], lse[1], p.B * p.H, "decode lse, serial and parallel");
-  check_same(probs[0], probs[1], p.B * p.Hkv * C, "decode probs, serial and parallel");
+  for (int i = 1; i < RUNS; i++) {
+    const char *what = i == 1 ? "decode, serial and parallel" : "decode, with a prefix and without";
+    check(memcmp(out[0], out[i], (size_t)(outs * kv_size(dtype))) == 0 || p.wild, what);
+    check_same(lse[0], lse[i], p.B * p.H, what);
+    check_same(probs[0], probs[i], p.B * p.Hkv * C, what);
+  }
   check(p.wild || !memcmp(k, p.slots.k, (size_t)bytes), "decode writes the key");
   check(p.wild || !memcmp(v, p.slots.v, (size_t)bytes), "decode writes the value");
   double *s = need((size_t)longest + 1, sizeof *s), *mean = need((size_t)C, sizeof *s), error, most;
@@ -103,8 +133,8 @@ static void test_decode(kv_dtype dtype, int64_t longest) {
         check(isnan(probs[0][i * C + c]), "probs untouched");
     }
   }
-  for (int i = 0; i < 2; i++) discard(out[i]), free(lse[i]), free(probs[i]);
-  free(s), free(mean), free(k), free(v);
+  for (int i = 0; i < RUNS; i++) discard(out[i]), free(lse[i]), free(probs[i]);
+  free(s), free(mean), free(k), free(v), free(own_offset), free(own_len), free(len);
   drop(&p);
 }
 
@@ -116,7 +146,8 @@ static atomic_int callers_left;
 
 /* Sets a hook, other numbers of threads and no hook at all, until all callers are done. */
 static void *change_threads(void *unused) {
-  for (int i = 0; atomic_load(&callers_left) > 0; i++) kv_set_parallel(i % 3 ? threads_hook : NULL, 1 + i % 4);
+  for (unsigned i = 0; atomic_load(&callers_left) > 0; i++)
+    kv_set_parallel(i % 3 ? threads_hook : NULL, (int)(1 + i % 4));
   return unused;
 }
 
@@ -222,6 +253,10 @@ static int test_isa(void) {
     test_attend((kv_dtype)(i % 3), T, S, one_of(8, slots));
   }
   test_attend(KV_F32, 300, 300, 300);
+  for (int i = 0; i < (n + 5) / 6; i++) { /* few rows on many slots, which are cut into splits */
+    const int64_t T = 1 + below(64);
+    test_attend((kv_dtype)(i % 3), T, below(2) ? T : below(80), 2600);
+  }
   report("attend", before), before = failures;
   for (int i = 0; i < n; i++) test_decode((kv_dtype)(i % 3), i % 5 ? one_of(8, slots) : 1500);
   report("decode", before), before = failures;

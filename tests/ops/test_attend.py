@@ -162,6 +162,16 @@ def test_threads(dtype):
     assert same_for_threads(lambda: call(ops.attend, p))
 
 
+@pytest.mark.parametrize("T, G", [(1, 3), (3, 5), (7, 4), (40, 1)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_few_rows_on_many_slots(dtype, T, G):
+    """Whose columns are cut into splits; some heads have none or few."""
+    p = problem(10, B=1, G=G, Hkv=3, T=T, S=T + 2, first=2, lens=[[5003, 0, 777]], dtype=dtype, sinks=G == 3)
+    p["stop"] = None
+    check(p)
+    assert same_for_threads(lambda: call(ops.attend, p))
+
+
 ROWS = ("q", "k", "v", "k_slots", "v_slots")
 WRONG = {
     "q dtype": lambda p: {"q": p["q"].double()},

@@ -1,3 +1,6 @@
+import random
+
+import helpers
 import pytest
 import ref
 import torch
@@ -24,8 +27,21 @@ from kvevict import _ops as ops
 SLOTS = ("k_slots", "v_slots", "pos_slots")
 
 
+PREFIX = dict.fromkeys(["k_prefix", "v_prefix", "prefix_offset", "prefix_len"])
+
+
 def prepared(p, probs=True):
-    return {**p, "columns": int(p["len"].max()) + 3 if probs else 0}
+    return {**p, **PREFIX, "columns": int(p["len"].max()) + 3 if probs else 0}
+
+
+def forked(p, seed=1):
+    """The same slots, some of each head's first ones in a prefix."""
+    rng = random.Random(seed)
+    part = (
+        i32([rng.choice([0, 1, n // 2, n, n]) for n in p["len"].flatten().tolist()]).view_as(p["len"]).minimum(p["len"])
+    )
+    prefix = dict(k_prefix=p["k_slots"].clone(), v_prefix=p["v_slots"].clone(), prefix_offset=p["offset"])
+    return {**p, **prefix, "prefix_len": part, "offset": p["offset"] + part, "len": p["len"] - part}
 
 
 def step(seed, **options):
@@ -40,6 +56,15 @@ def check(p):
     close(lse, want_lse, FP32, least=1.0)
     close(probs, want_probs, 2 * FP32)
     assert all(same_bits(got[name], want[name]) for name in SLOTS)  # the new rows written, every other bit as it was
+    shared = copied(forked(p), *SLOTS)
+    results = call(ops.decode, shared)
+    assert all(same_bits(shared[name], want[name]) for name in SLOTS)
+    if helpers.device.type == "cpu" and ops.cpu_isa() != "CUDA on a CPU":  # where the slots lie changes no bit
+        assert all(same_bits(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(results, (out, lse, probs), strict=True))
+    else:
+        close(results[0], want_out, OUT[out.dtype])
+        close(results[1], want_lse, FP32, least=1.0)
+        close(results[2], want_probs, 2 * FP32)
     return out, lse, probs
 
 
@@ -153,6 +178,10 @@ WRONG = {
     "len dtype": lambda p: {"len": p["len"].long()},
     "offset shape": lambda p: {"offset": p["offset"][:1]},
     "len shape": lambda p: {"len": i32([3, 4])},
+    "half a prefix": lambda p: {"k_prefix": p["k_slots"].clone()},
+    "prefix past its buffer": lambda p: forked({**p, "offset": p["offset"] + 10**6, "len": p["len"] * 0}),
+    "prefix in the slots": lambda p: {**forked(p), "k_prefix": p["k_slots"]},
+    "columns under those of the prefix too": lambda p: {**forked(p), "columns": int(p["len"].max())},
 }
 
 

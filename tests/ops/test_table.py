@@ -30,6 +30,8 @@ def given(op):
     p |= dict(protect_first=i32([0, 1]), protect_last=i32([1, 0]))
     src = dict(k_src="k_slots", v_src="v_slots", pos_src="pos_slots", src_offset="offset", src_len="len")
     p |= {name: p[stored] for name, stored in src.items()}
+    prefix = dict(k_prefix="k_slots", v_prefix="v_slots", prefix_offset="offset", prefix_len="len")
+    p |= {name: p[stored] for name, stored in prefix.items()}
     p |= dict(k_dst=torch.zeros(64, 64), v_dst=torch.zeros(64, 64), pos_dst=torch.zeros(64, dtype=torch.int32))
     p |= dict(dst_offset=torch.arange(0, 16, 4).view(2, 2), index=torch.arange(3).int().expand(2, 2, 3).contiguous())
     return {arg.name: p[arg.name].clone() if one and arg.is_tensor() else p[arg.name] for arg in _native.arguments(op)}
@@ -73,7 +75,10 @@ def test_a_bad_argument_is_named(op, name):
         call(**{**p, name: p[name][None]})
     with pytest.raises(ValueError, match=r"is on (meta|cpu), the others on"):
         call(**{**p, name: p[name].to("meta")})
-    if arg.type == "Tensor?":
+    if "prefix" in name:
+        with pytest.raises(RuntimeError, match=r"some are None; give all four, or none"):
+            call(**{**p, name: None})
+    elif arg.type == "Tensor?":
         call(**{**p, name: None})
         with pytest.raises(RuntimeError, match=f"{said}has shape"):  # an empty tensor is not None
             call(**{**p, name: p[name].new_empty(0)})
