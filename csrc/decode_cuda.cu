@@ -287,8 +287,6 @@ static __global__ void __launch_bounds__(THREADS, 2) decode_kernel(const kv_deco
   const int G = (int)(a.H / a.Hkv), D = (int)a.D;
   const int64_t *ks = a.chunk.k_stride, *vs = a.chunk.v_stride;
   const int shared_len = prefix_len(a, head), len = a.slots.len[head];
-  const E *query = static_cast<const E *>(a.q) + b * a.q_stride[0] + h * G * a.q_stride[1];
-  const float scale = a.softcap > 0 ? a.scale / a.softcap : a.scale * LOG2E, cap = a.softcap * LOG2E;
   /* No split has slots of the prefix and of the head's own: there may be one more. */
   const int size = split_size(shared_len + len + 1, x.splits - (a.prefix.len ? 1 : 0));
   const int before = (shared_len + size - 1) / size;
@@ -310,9 +308,10 @@ static __global__ void __launch_bounds__(THREADS, 2) decode_kernel(const kv_deco
     for (int g = 0; g < G; g += HEADS) {
       const int64_t at = (head * step + split) * G + g;
       float *logit = x.logit ? x.logit + (head * G + g) * a.C + (own ? prefix_len(a, head) : 0) : nullptr;
+      const E *query = static_cast<const E *>(a.q) + b * a.q_stride[0] + (h * G + g) * a.q_stride[1];
       R rows;
-      rows.start(query + g * a.q_stride[1], a.q_stride[1], G - g, D, scale);
-      rows.attend(k, v, c0, c1, D, cap, logit, a.C, G - g);
+      rows.start(query, a.q_stride[1], G - g, D, a.softcap > 0 ? a.scale / a.softcap : a.scale * LOG2E);
+      rows.attend(k, v, c0, c1, D, a.softcap * LOG2E, logit, a.C, G - g);
       rows.merge(shared, min(G - g, HEADS), D, x.o + at * D, x.ml + at);
     }
     if (!block_is_last(x.counter + head, splits, shared_memory<uint32_t>())) continue;
