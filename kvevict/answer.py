@@ -5,6 +5,7 @@ import contextlib
 import torch
 
 from .engine.adopt import EvictionCache
+from .engine.gates import beside
 from .engine.installed import patch_of, using
 from .families import base_model, device_of, find_decoder, unwrapped
 from .patch import evicting
@@ -14,7 +15,10 @@ from .policy.tokenizer import told
 from .prompts import frame, ids_of
 from .writing import Sampling, written
 
-UNASKED = "read-twice"  # keeps most answers to questions that come later, of what docs/results.md compares
+
+def unasked(decoder) -> str:
+    """The policy of a text whose questions come later, where none is named: the best measured (docs/results.md)."""
+    return "gate" if beside(decoder) else "read-twice"
 
 
 def read(model, tokenizer, context, policy=None, **options):
@@ -22,8 +26,9 @@ def read(model, tokenizer, context, policy=None, **options):
 
     model             as `kvevict.patch` takes it
     context           text; in the tokenizer's chat template, if it has one, it opens the user's turn
-    policy, options   as `kvevict.patch` takes them; None: the policy that the model is patched with, or "read-twice"
-                      for a model that is not, in chunks short enough to be repeated within the model's positions
+    policy, options   as `kvevict.patch` takes them; None: the policy that the model is patched with. Of a model that
+                      is not: "gate" if gates lie in its folder, or else "read-twice", in chunks short enough to be
+                      repeated within the model's positions
 
     The model is left as it was. Raises ValueError for an empty text, a missing budget or a model in training mode.
     """
@@ -97,7 +102,7 @@ class Pipeline:
     def __init__(self, model, tokenizer, policy=None, **options):
         self.model, self.tokenizer, self.policy, self.options = model, tokenizer, policy, options
         if policy is not None or patch_of(find_decoder(model)) is None:
-            build(UNASKED if policy is None else policy, **options)
+            build(unasked(find_decoder(model)) if policy is None else policy, **options)
 
     def __call__(
         self, context, question=None, *, questions=None, max_new_tokens=64, one_line=False, temperature=None, top_p=1.0,
@@ -133,7 +138,7 @@ def _patched(model, tokenizer, policy, options, tokens):
         if not options:
             return using(base_model(model), decoder, own)
         policy = own.policy
-    chosen = build(UNASKED if policy is None else policy, **options)
+    chosen = build(unasked(decoder) if policy is None else policy, **options)
     if policy is None and "chunk_size" not in options:
         chosen = within_positions(chosen, decoder.config, tokens)
     return evicting(model, told(chosen, tokenizer))
@@ -142,7 +147,7 @@ def _patched(model, tokenizer, policy, options, tokens):
 def within_positions(policy, config, tokens):
     """The policy, in chunks whose repetition ends before the model's positions do, as long as those of 16 tokens do."""
     room = (getattr(config, "max_position_embeddings", None) or tokens + policy.chunk_size) - tokens
-    return policy if not 16 <= room < policy.chunk_size else build(policy, chunk_size=room)
+    return build(policy, chunk_size=room) if policy.rows.repeats and 16 <= room < policy.chunk_size else policy
 
 
 def _check(model) -> None:

@@ -22,8 +22,7 @@ def serve(parser, argv):
     )
     parser.add_argument(
         "--unasked",
-        default=Options.unasked,
-        help=f"reads stored texts, and what requests share; default {Options.unasked}",
+        help="reads stored texts, and what requests share; default gate if the model has gates, else read-twice",
     )
     add_budget(parser, Options.budget, Options.chunk_size)
     parser.add_argument("--share", action="store_true",
@@ -67,7 +66,7 @@ def serve(parser, argv):
     installed("serve", "kvevict serve", *EXTRA)
     installed("serve", "kvevict serve", "transformers.cli.serving.completion")  # of Transformers 5.23
     memory, disk = size("--memory-bytes", args.memory_bytes), size("--store-bytes", args.store_bytes)
-    check_complete(build_policies([args.policy, args.unasked], args))
+    check_complete(build_policies(filter(None, [args.policy, args.unasked]), args))
     count("--queue", args.queue, 0)
     at_least_0("--timeout", args.timeout, positive=True)
     if args.store is not None:

@@ -77,14 +77,20 @@ def loaded(folder, decoder, order) -> Gates:
     return known[1]
 
 
-def _beside(decoder):
+def beside(decoder) -> Path | None:
+    """The folder of gates in that of a model; None: there is none."""
     name = getattr(decoder.config, "_name_or_path", "")
-    if not name or not (Path(name) / BESIDE / CONFIG).is_file():
+    return Path(name) / BESIDE if name and (Path(name) / BESIDE / CONFIG).is_file() else None
+
+
+def _beside(decoder):
+    folder = beside(decoder)
+    if folder is None:
         raise ValueError(
             "gates is missing: the folder of gates that were trained on this model, which `kvevict train --kind "
             f"gates` makes; it may also lie in the model's folder, as {BESIDE}"
         )
-    return Path(name) / BESIDE
+    return folder
 
 
 def forget(decoder) -> None:

@@ -10,7 +10,7 @@ class Options:
     """The options of `kvevict serve` (docs/commands.md); memory and disk: bytes of what is stored at most."""
 
     policy: str = DEFAULT
-    unasked: str = "read-twice"  # as `kvevict.read` without a policy
+    unasked: str | None = None  # None: as `kvevict.read` without a policy
     budget: int | float = 512
     chunk_size: int | None = 512
     share: bool = False

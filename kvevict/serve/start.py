@@ -10,6 +10,8 @@ import uvicorn
 from transformers.utils import logging as transformers_logging
 
 from ..analysis.run import load_model
+from ..answer import unasked
+from ..families import find_decoder
 from ..models import small_llama
 from ..patch import patch
 from . import log
@@ -43,7 +45,8 @@ def server_of(model=None, **options) -> Server:
     told, where = Options(**options), model or small_llama()
     loaded, tokenizer = load_model(where, told.dtype, told.device)
     context = getattr(loaded.config, "max_position_embeddings", None)
-    policies = Policies(told.policy, told.unasked, told.budget, told.chunk_size, told.share, context or 1 << 20)
+    hidden = told.unasked or unasked(find_decoder(loaded))
+    policies = Policies(told.policy, hidden, told.budget, told.chunk_size, told.share, context or 1 << 20)
     patch(loaded, policies.built(told.policy), tokenizer=tokenizer)
     folder = None if told.store is None else Path(told.store)
     texts = Texts(told.memory if folder is None else told.disk, folder and folder / "texts")

@@ -113,12 +113,18 @@ def test_pipeline(net):
         kvevict.Pipeline(net, tokenizer, "snapkv")
 
 
-def test_what_reads_where_no_question_is_known(bundled):
-    """KVzip, in chunks; a text near the end of the model's positions in shorter ones, which leave room to repeat."""
+def test_what_reads_where_no_question_is_known(bundled, monkeypatch):
+    """The gates in the model's folder; else KVzip, in chunks; a text near the end of the model's positions in shorter
+    ones, which leave room to repeat."""
     net, tokenizer = bundled
-    read = [dict(), dict(policy="kvzip")]
-    kept = [places(kvevict.read(net, tokenizer, CONTEXT, budget=20, **how).layers[1], False) for how in read]
-    assert kept[0] == kept[1]
+
+    def kept(text, policy=None, **options):
+        return places(kvevict.read(net, tokenizer, text, policy, **options).layers[1], False)
+
+    text = CONTEXT * 8
+    assert kept(text, budget=80) == kept(text, "gate", budget=80) != kept(text, "kvzip", budget=80)
+    monkeypatch.setattr(net.config, "_name_or_path", "")
+    assert kept(CONTEXT, budget=20) == kept(CONTEXT, "kvzip", budget=20)
     long = CONTEXT * (1990 // len(ids_of(tokenizer, CONTEXT)))
     room = net.config.max_position_embeddings - len(ids_of(tokenizer, long))
     assert 16 <= room < 512
