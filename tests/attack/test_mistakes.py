@@ -466,7 +466,7 @@ def test_bytes_that_are_no_text(folder, tmp_path, monkeypatch):
             env=os.environ | dict(LC_ALL=name, PYTHONUTF8=locale, PYTHONCOERCECLOCALE="0"),
         )  # fmt: skip
         assert run.returncode == 0, run.stderr.decode()[-500:]
-        answers.add(json.loads(run.stdout.splitlines()[-1])["runs"]["take"]["answer"])
+        answers.add(json.loads(run.stdout.splitlines()[-1])["runs"]["take+edie"]["answer"])
     assert len(answers) == 1
 
 

@@ -142,7 +142,7 @@ def test_an_opened_answer_ends_with_its_line(tmp_path, capsys):
     text.write_text(facts)
     words = ["generate", "--file", str(text), "--opening", "Answer: The code of Naislet is", "--budget", "200"]
     assert main([*words, "Question: What is the code of Naislet?"]) == 0
-    assert capsys.readouterr().out.splitlines()[-2].startswith("[take] 364735")
+    assert capsys.readouterr().out.splitlines()[-2].startswith("[take+edie] 364735")
 
 
 def test_a_span_of_the_prompt_observes(tmp_path, capsys):

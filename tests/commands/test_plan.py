@@ -104,6 +104,8 @@ CASES += [("take", *case) for case in TAKE] + [("snapkv/kvcf", dict(budget=9, ch
 
 MATRICES = (
     "gate",
+    "rkv",
+    "tri",
     "defensive",
     "defensive/pool",
     "compactor",

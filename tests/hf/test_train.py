@@ -127,7 +127,9 @@ def test_learns_the_repetition(tmp_path):
     assert log(tmp_path)[-1]["valid"]["recall"] <= 1
     assert kvevict.lookahead.config_of(tmp_path)["target"] == "repeat"
     with pytest.raises(ValueError, match="a training with target='repeat', this one has 'response'"):
-        kvevict.lookahead.train(model, prompts, tmp_path, held_out=2, **options | dict(target="response"))
+        kvevict.lookahead.train(
+            model, prompts, tmp_path, held_out=2, **options | dict(target="response", max_response=8)
+        )
     chunks = dict(adapter=tmp_path, probe=0, chunk_size=20, budget=16, heads="ada", kernel=1)
     with kvevict.evicting(model, "lookahead", **chunks), torch.no_grad():
         model(**tiny.prompt(1, 70))

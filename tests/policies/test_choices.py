@@ -29,7 +29,7 @@ class Slots:
 
     def __init__(self, heads, columns, window=0, select="token", **options):
         self.n = torch.full((1, heads), columns, dtype=torch.int32)
-        self.least = torch.full_like(self.n, window)
+        self.least, self.past = torch.full_like(self.n, window), torch.zeros_like(self.n)
         self.columns, self.select = columns, PARTS["select"][0][select](**options)
         self.competing = (torch.arange(columns) < columns - window).expand(1, heads, -1)
         self.positions = torch.arange(columns, dtype=torch.int32).expand(1, heads, -1)

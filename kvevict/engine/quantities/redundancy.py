@@ -28,7 +28,7 @@ class Redundancy(Quantity):
     def _of(self, keys):
         unit, column = F.normalize(keys.float(), dim=-1), torch.arange(len(keys), device=keys.device)
         total = torch.zeros(len(keys), device=keys.device)
-        for rows in column.split(BLOCK):
+        for rows in column.split(BLOCK) if len(keys) else ():
             cosine = unit[rows] @ unit.T
             cosine[rows - rows[0], rows] = 0
             newest = torch.where(cosine > self.alike, column, -1).amax(1, keepdim=True)
