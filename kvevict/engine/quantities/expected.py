@@ -47,7 +47,7 @@ class OfQueries(Quantity):
         else:
             past = kv.layer.moments
             none = kv.k.new_zeros(batch, heads, 1 + width, 1 + width).float()
-            each = moments.summed(none if past is None else past)
+            each = [*moments.summed(none if past is None else past)]
         return tuple(x.to(kv.k.device) for x in each)
 
     def turned(self, kv, x, ahead):
