@@ -57,7 +57,7 @@ typedef struct {
 
 /* Attention over [stored | new]. Row t sees every stored slot and the new keys first[b] <= j <= t + S - T; with stop,
  * every row sees first[b] <= j < stop[b]. A row that sees nothing gets out = 0 and lse = its sink, or -inf without a
- * sink. */
+ * sink. So does a row whose logits are all -inf, where its values are finite; else its out is 0 or NaN. */
 typedef struct {
   kv_dtype dtype;
   int64_t B, H, Hkv, T, S, D;
