@@ -84,17 +84,18 @@ OBSERVERS = ("window", "probe")  # options of rows that say how many of a prompt
 def observe(policy, rows, tokens: int, named=()):
     """The policy, but the last `rows` tokens of a prompt of `tokens` tokens observe where its rows have a number for it
     whose option is not `named`: at most half the budget, and fewer than a chunk has. rows (start, stop): the last of
-    these tokens do, of a probe; other rows observe as they are."""
+    these tokens do, of a probe, as in `kvevict.observing`; other rows observe as they are."""
     budget = tokens if policy.budget is None else policy.budget
     slots = budget if isinstance(budget, int) else math.ceil(budget * tokens)
     most = max(1, min(slots // 2, (policy.chunk_size or tokens) - 1))
     numbers = [name for name in OBSERVERS if isinstance(getattr(policy.rows, name, None), int) and name not in named]
-    if isinstance(rows, tuple):
-        numbers = [name for name in numbers if name == "probe" and policy.rows.append]
-        size: int | tuple = (max(rows[0], rows[1] - most), rows[1])
+    if not isinstance(rows, tuple):
+        chosen = dataclasses.replace(policy.rows, **dict.fromkeys(numbers, min(rows, most)))
+    elif "probe" in numbers and policy.rows.append:
+        chosen = policy.rows.of_spans([(max(rows[0], rows[1] - most), rows[1])])
     else:
-        size = min(rows, most)
-    return dataclasses.replace(policy, rows=dataclasses.replace(policy.rows, **dict.fromkeys(numbers, size)))
+        return policy
+    return dataclasses.replace(policy, rows=chosen)
 
 
 def encode(tokenizer, text: str, question: str, limit: int | None = None, opening: str = "") -> Prompt:

@@ -1,10 +1,10 @@
 """Where the question stands: the task's cases, and that --observe asked has what asks observe, alone."""
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import tiny
-import torch
 from transformers import AutoTokenizer
 
 import kvevict
@@ -20,13 +20,13 @@ def words():
     return AutoTokenizer.from_pretrained(kvevict.small_llama())
 
 
-@pytest.mark.parametrize("name", ["asked", "asked/numbers"])
+@pytest.mark.parametrize("name", ["asked", "asked/opened", "asked/numbers"])
 def test_cases(words, name):
     """Each text has its facts once; the question stands where its place says, and all places come in turn."""
-    texts = 4 if name == "asked" else 16
+    texts = 16 if name == "asked/numbers" else 4
     cases = list(TASKS[name](Settings(words, 1000, texts, seed=5)))
     assert cases == list(TASKS[name](Settings(words, 1000, texts, seed=5)))
-    assert len({case.id for case in cases}) == len(cases) == (8 * texts if name == "asked" else texts)
+    assert len({case.id for case in cases}) == len(cases) == (texts if name == "asked/numbers" else 8 * texts)
     placed = {(case.tags["place"], case.tags["kind"]) for case in cases}
     assert placed == set(itertools.product(PLACES, {case.tags["kind"] for case in cases}))
     tails = {place: [] for place in PLACES}
@@ -38,7 +38,9 @@ def test_cases(words, name):
         assert len(words(prompt)["input_ids"]) <= 1000
         first = case.tags["place"] == "first"
         assert (case.said in case.context[:200]) == first == (case.said not in case.question)
-        tails[case.tags["place"]].append(len(words(prompt[prompt.index(case.said) + len(case.said) :])["input_ids"]))
+        assert prompt.endswith(case.opening) and bool(case.opening) == (name == "asked/opened")
+        rest = prompt.removesuffix(case.opening)
+        tails[case.tags["place"]].append(len(words(rest[rest.index(case.said) + len(case.said) :])["input_ids"]))
     assert max(tails["last"]) <= 4 and min(tails["before"]) >= 30 and min(tails["long"]) >= 30  # "\nAnswer:"
 
 
@@ -49,9 +51,13 @@ def test_one_place(words):
 
 
 def test_a_chat_template_has_the_user_ask():
-    """Without words that open an answer."""
+    """ "Answer:" opens nothing there, but the words of a fact may."""
     for case in TASKS["asked"](Settings(tiny.chat_tokenizer(), 6000, 1)):
         assert not (case.context + case.question).endswith("Answer:") and not case.opening
+    for case in TASKS["asked/opened"](Settings(tiny.chat_tokenizer(), 6000, 1)):
+        glue = "" if case.opening.endswith('"') else " "
+        assert case.opening + glue + case.answers[0] in case.context
+        assert case.question.endswith(case.opening) and "Answer:" not in case.question
 
 
 @pytest.mark.parametrize("make", [tiny.byte_tokenizer, tiny.chat_tokenizer])
@@ -68,21 +74,19 @@ def test_what_asks_observes(make):
     for policy, options in (("take", {}), ("take", dict(probe=9)), ("snapkv", {}), ("take/no-probe", {})):
         chosen = build(policy, budget=100, chunk_size=64, **options)
         rows = analysis.observe(chosen, (7, 12), 500, options).rows
-        assert rows == (build(policy, budget=100, chunk_size=64, probe=(7, 12)).rows if policy == "take" and not options
-                        else chosen.rows)  # fmt: skip
-    assert analysis.observe(build("take", budget=40, chunk_size=64), (5, 90), 500).rows.probe == (70, 90)
+        assert rows.span == ((7, 12),) if policy == "take" and not options else rows == chosen.rows
+    assert analysis.observe(build("take", budget=40, chunk_size=64), (5, 90), 500).rows.span == ((70, 90),)
 
 
 def test_a_run_that_observes_what_asks():
-    """The lines of a run are those of the policy with the span."""
+    """It keeps what `kvevict.observing` keeps."""
     tok, net = tiny.byte_tokenizer(), tiny.model(vocab_size=260, max_position_embeddings=8000)
     case = next(case for case in TASKS["asked"](Settings(tok, 1500, 1)) if case.tags["place"] == "before")
     prompt, held = ask.encode(net, tok, case), []
-    ids = torch.tensor([prompt.context + prompt.question])
-    spans = {"take+edie": "asked", f"take+edie:probe=({prompt.said[0]},{prompt.said[1]})": None}
-    for policy, observe in spans.items():
-        one = ask.Run(policy, 200, 512, "aware")
-        reading = ask.read(net, tok, ask.Asked(case, prompt, observe=observe), one, alone=False)
+    for observe, told in ("asked", nullcontext()), (None, kvevict.observing(prompt.said)):
+        with told:
+            one = ask.Run("take+edie", 200, 512, "aware")
+            reading = ask.read(net, tok, ask.Asked(case, prompt, observe=observe), one, alone=False)
         held.append(reading.held["kept"])
-        assert reading.policy.rows.probe == prompt.said and ids.shape[1] <= 1500
+    assert len(prompt.context + prompt.question) <= 1500
     assert held[0] == held[1]

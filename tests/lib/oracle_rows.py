@@ -15,7 +15,7 @@ OPTIONS = {
     "last": {},
     "all": {},
     "window": dict(window=32),
-    "probe": dict(probe=32, place="after", ema_alpha=0.2, ema_space="aligned", append=True),
+    "probe": dict(probe=32, place="after", ema_alpha=0.2, ema_space="aligned", append=True, ending=None),
     "given": dict(ids=()),
     "repeat": dict(instruction=(), most=None, part=2048),
     "drafted": dict(n_d=8, window=8, draft_keys=False, draft_model="self"),
@@ -51,7 +51,8 @@ def protected(row):
     if o["rows"] in ("window", "drafted"):
         return o["window"] if row.reading else while_decoding(o)
     if o["rows"] == "probe":
-        return (row.p if row.own_probe else 0) if row.reading else while_decoding(o)
+        ending = min(o["ending"] or length(o["probe"]), len(row.prompt) // 2)
+        return (ending if row.last else 0) if row.reading else while_decoding(o)
     return 0
 
 

@@ -28,6 +28,9 @@ TURNS = (
 )
 
 
+PROBE = 3  # tokens of the policy's own, as many as are kept of the prompt's end
+
+
 @pytest.fixture(scope="module")
 def net():
     return tiny.model(vocab_size=259, bos_token_id=None, pad_token_id=None)
@@ -50,7 +53,7 @@ def truth(name, lengths, spans, **options):
         try:
             results = []
             for (ids,), span in zip(tokens([[n] for n in lengths], seed), spans, strict=True):
-                row = oracle.Row(model(), name, near=NEAR, probe=span, **options)
+                row = oracle.Row(model(), name, near=NEAR, probe=span, ending=PROBE, **options)
                 results.append((row.read(ids.tolist()).view(-1, VOCAB), row.positions))
             return seed, results
         except oracle.NearTie:
@@ -67,7 +70,7 @@ def test_a_span_of_each_row(name, chunk, place):
     chosen = dict(budget=BUDGET, chunk_size=chunk, place=place) | PRESETS[name]
     seed, want = truth(name, lengths, spans, **chosen)
     with kvevict.observing(spans):
-        ((*got,),) = ours(model(), name, [[n] for n in lengths], seed, **chosen, probe=3)
+        ((*got,),) = ours(model(), name, [[n] for n in lengths], seed, **chosen, probe=PROBE)
     for (logits, positions), (our_logits, our_positions) in zip(want, got, strict=True):
         assert our_positions == positions
         scale = logits.abs().max().item()
@@ -79,7 +82,7 @@ def test_one_span_for_all_rows_and_while_decoding():
     rows, chosen = [[30, 1, 1, 1], [30, 1, 1, 1]], dict(budget=BUDGET, chunk_size=CHUNK, kernel=5)
     want = ours(model(), "take+edie", rows, 5, **chosen, probe=(4, 9))
     with kvevict.observing((4, 9)):
-        got = ours(model(), "take+edie", rows, 5, **chosen, probe=3)
+        got = ours(model(), "take+edie", rows, 5, **chosen, probe=5)
     for theirs, mine in zip(want, got, strict=True):
         for (logits, positions), (our_logits, our_positions) in zip(theirs, mine, strict=True):
             assert our_positions == positions and torch.equal(our_logits, logits)

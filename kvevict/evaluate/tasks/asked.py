@@ -5,10 +5,11 @@
     asked/before       instructions of 30 to 100 tokens follow it
     asked/long         it stands within a request of 60 to 200 tokens
     asked/first        it stands before the text
+    asked/opened       as `asked`, and the fact's words open the answer, which small models need
     asked/numbers      as `asked`, one of four facts as of `recall`, of four relations: the bundled model answers these
 
 A text has facts of eight kinds, those of `many` and a sentence and a constant of source code, and one question of each
-kind; `settings.cases` counts texts. Nothing opens the answer. A case's `said` is the question itself.
+kind; `settings.cases` counts texts. A case's `said` is the question itself.
 """
 
 import functools
@@ -49,18 +50,20 @@ MORE = dict(
 
 
 def facts_of(rng) -> list:
-    """[(kind, statement, question, answers)] of one text, one of each kind, in random order."""
+    """[(kind, statement, question, answers, opening)] of one text, one of each kind, in random order."""
     of_many = {}
     for kind, fact, asked, answers, counts in drawn_facts(rng):
         if counts:
-            of_many[kind] = kind, fact, asked.partition("Question: ")[2].partition("\nAnswer:")[0], answers
+            question, _, opened = asked.partition("Question: ")[2].partition("\nAnswer: ")
+            of_many[kind] = kind, fact, question, answers, opened
     facts, said = [*of_many.values()], " ".join(fact for _, fact, *_ in of_many.values())
     for kind, (line, asked) in MORE.items():
         of, name = rng.sample([word for word in LISTS["noun"] if word not in said], 2)
         words = [rng.choice(LISTS[slot]) for slot in ("he", "did", "adj", "noun", "place")]
         answer = "{} {} the {} {} of {}".format(*words) if kind == "sentence" else str(rng.randrange(1_000, 10_000))
         filled = dict(of=of, name=name.upper())
-        facts.append((kind, line.format(answer=answer, **filled), asked.format(**filled), (answer,)))
+        opened = line.partition("{answer}")[0].rstrip().format(**filled)
+        facts.append((kind, line.format(answer=answer, **filled), asked.format(**filled), (answer,), opened))
     rng.shuffle(facts)
     return facts
 
@@ -75,27 +78,30 @@ def framed(place: str, question: str, number: int) -> tuple:
 
 
 def cases_of(settings, task, number, rng, facts, asked, **tags):
-    """Cases of the text of facts (kind, statement, question, answers): asked, pairs (place, which fact)."""
+    """Cases of the text of facts (kind, statement, question, answers, opening): asked, pairs (place, which fact)."""
     chat = getattr(settings.tokenizer, "chat_template", None)
     opens, end = ("", "") if chat else ("Question: ", "\nAnswer:")
     depths = [(each + rng.random()) / len(facts) for each in range(len(facts))]
     said = {depth: fact for depth, (_, fact, *_) in zip(depths, facts)}
-    longest = max(("".join(framed(place, f"{opens}{question}{end}", wording)) for _, _, question, _ in facts
+    closed = [f"{end} {opened}" if opened else end for *_, opened in facts]
+    longest = max(("".join(framed(place, f"{opens}{fact[2]}{closing}", wording)) for fact, closing in zip(facts, closed)
                    for place in PLACES for wording in range(len(INSTRUCTIONS))), key=settings.tokens)  # fmt: skip
     text = haystack(settings).passage(rng, settings.length, settings, facts=said, after=longest)
     for place, which in asked:
-        kind, _, question, answers = facts[which]
+        kind, _, question, answers, opened = facts[which]
         before, after = framed(place, opens + question, number + which)
         about = dict(length=settings.length, kind=kind, place=place, depth=round(depths[which], 2)) | tags
         id, new = f"{task}/{settings.length}/{number}/{kind}", settings.room(answers) + ROOM
-        yield Case(task, id, before + text, after + end, answers, "contains_any", new, about, one_line=True,
+        opening = closed[which].lstrip() if opened else ""
+        asks = after + ("\n" + opening if opened else end)
+        yield Case(task, id, before + text, asks, answers, "contains_any", new, about, opening, one_line=True,
                    said=opens + question)  # fmt: skip
 
 
-def asked(settings, places=PLACES, task="asked"):
+def asked(settings, places=PLACES, task="asked", opened=False):
     for i in range(settings.cases):
         rng = settings.rng("asked", settings.length, i)
-        facts = facts_of(rng)
+        facts = [fact if opened else (*fact[:4], "") for fact in facts_of(rng)]
         by_kind = sorted(range(len(facts)), key=lambda which: facts[which][0])
         wanted = [(places[(turn + i) % len(places)], which) for turn, which in enumerate(by_kind)]
         yield from cases_of(settings, task, i, rng, facts, wanted, text=i)
@@ -105,13 +111,14 @@ def asked_numbers(settings, places=PLACES, task="asked/numbers"):
     for i in range(settings.cases):
         rng = settings.rng("asked/numbers", settings.length, i)
         facts = [
-            ("number", statement(relation, who, what), f"What is the {relation} of {who}?", (what,))
+            ("number", statement(relation, who, what), f"What is the {relation} of {who}?", (what,), "")
             for relation, (_, who, what) in zip(rng.sample(RELATIONS, 4), draw(rng, 4))
         ]
         yield from cases_of(settings, task, i, rng, facts, [(places[i // 4 % len(places)], i % 4)])
 
 
 TASKS.add("asked")(asked)
+TASKS.add("asked/opened")(functools.partial(asked, task="asked/opened", opened=True))
 TASKS.add("asked/numbers")(asked_numbers)
 for _place in PLACES:
     TASKS.add(f"asked/{_place}")(functools.partial(asked, places=(_place,), task=f"asked/{_place}"))

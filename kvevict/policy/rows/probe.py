@@ -24,7 +24,8 @@ class Probe(Rows):
                eq. 9 as printed
     append     False: nothing is appended; the chunk's own last `probe` rows observe (ablation, table 2)
 
-    The probe sees all alive slots but its own, which are kept when the prompt's last chunk ends with them.
+    The probe sees all alive slots but its own, which are kept when the prompt's last chunk ends with them. Where a span
+    observes, as many of the prompt's last slots are kept, from which the answer goes on.
     """
 
     probe: int | tuple = 32
@@ -148,7 +149,7 @@ class Probe(Rows):
     def protect(self, call):
         if call.decoding:  # the rows are a window then, and see each other's slots
             return self.most
-        return call.upload(self.lengths(call.prompt_tokens)) if self._ends(call) else 0
+        return call.upload(np.minimum(call.prompt_tokens // 2, self.most)) if call.ends_prompt else 0
 
     def parts(self, rows, stored, appended, tokens):
         count = int(self.lengths(np.array(tokens)))
