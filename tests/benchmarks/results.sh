@@ -130,6 +130,14 @@ if [ -n "${SMOLLM2:-}" ]; then
   table smollm2-8000-unknown 1 "${real[@]}" --tasks ruler/niah_single_{1,2} --lengths 8000 --budgets 1000 \
     --share-reads --mode agnostic --policies take+edie take+chunkkv "$learned" laq oracle
   places smollm2-asked 6 asked 2000 "${real[@]}"
+  several=("${real[@]}" --tasks many --lengths 2000 --seeds 0 --share-reads)
+  table smollm2-several 5 "${several[@]}" --shares 1/16 1/32 --chunk-size 512 --policies take+edie
+  table smollm2-several-others 5 "${several[@]}" --shares 1/16 --chunk-size 512 --policies take+chunkkv snapkv
+  table smollm2-several-whole 5 "${several[@]}" --shares 1/16 --policies take+edie laq
+  table smollm2-opened 6 "${real[@]}" --tasks asked/opened --lengths 2000 --seeds 61 --shares 1/16 --chunk-size 512 \
+    --observe asked --policies take+edie
+  table smollm2-half 2 "${several[@]}" --shares 1/16 --chunk-size 512 \
+    --policies take+edie take+edie:tsp={half,19},tsp_len=128 take+edie:tsp=half,tsp_len=384
   many smollm2-many 0,512 kvzip "${real[@]}" --seeds 0
   many smollm2-many 0 keydiff snapkv streaming knorm "${real[@]}" --seeds 0
   many smollm2-many 512 'kvzip:carry="none"' kvzip:{carry=max,support=all,layers=uniform} \
