@@ -216,10 +216,9 @@ static __device__ __forceinline__ void add_values_seen(float (&o)[MT][D / 8][4],
 
 static __device__ __forceinline__ float zero_if_finite(float x) { return isfinite(x) ? 0 : x; }
 
-/* Moves inf and NaN from the tile v [ROWS, D] into the rows of o that see them: a product would spread them to all
- * rows. Called by all threads of the block. */
-template <class E, int D, int ROWS, int THREADS, int MT>
-static __device__ __forceinline__ void move_nonfinite(float (&o)[MT][D / 8][4], E *v, const int (&seen)[MT][2]) {
+/* Adds inf and NaN of the tile v [ROWS, D] to the rows of o that see them: a product would spread them to all rows. */
+template <class E, int D, int ROWS, int MT>
+static __device__ __forceinline__ void add_nonfinite(float (&o)[MT][D / 8][4], const E *v, const int (&seen)[MT][2]) {
 #pragma unroll 1
   for (int c = 0; c < ROWS; c++)
 #pragma unroll
@@ -230,6 +229,11 @@ static __device__ __forceinline__ void move_nonfinite(float (&o)[MT][D / 8][4], 
         o[m][d][2 * half] += zero_if_finite(y.x), o[m][d][2 * half + 1] += zero_if_finite(y.y);
       });
     }
+}
+
+/* Makes inf and NaN of a tile 0, after all threads of the block have read them. */
+template <class E, int D, int ROWS, int THREADS>
+static __device__ __forceinline__ void clear_nonfinite(E *v) {
   __syncthreads();
 #pragma unroll 1
   for (int i = threadIdx.x; i < ROWS * D; i += THREADS)
