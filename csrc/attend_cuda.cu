@@ -81,7 +81,7 @@ static __global__ void __launch_bounds__(X::THREADS, 1)
     known[thread] = {r < rows.count ? bounds.seen(rows.step(r)) - c0 : 0, rows.step(r), to};
   }
   Attended<X::MT, D> x;
-  attend_columns<E, D, X>(
+  attend_columns<E, D, X, false>(
       x, q, rows_at<E>(rows, a.q, b * a.q_stride[0], a.q_stride[1], a.q_stride[2]), row0, between(keys, c0, c1),
       between(values, c0, c1), fewest, (int)a.D, logits, [&](int m, int half) { return mine[16 * m + 8 * half].seen; },
       [](const auto &, int) {});

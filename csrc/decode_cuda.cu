@@ -129,38 +129,37 @@ static __global__ void __launch_bounds__(THREADS, 2) lanes_kernel(const kv_decod
   }
 }
 
-/* More heads a group: blockIdx.z is the tile of them. */
+/* More heads a group: blockIdx.z is the tile of them, blockIdx.y the split. */
 template <class E, int D, class X>
 static __global__ void __launch_bounds__(X::THREADS, 1)
     tiles_kernel(const kv_decode a, const Scratch x, const Logits logits) {
   E *const q = shared_memory<E>();
-  const int64_t head = blockIdx.x, b = head / a.Hkv, h = head % a.Hkv, unit = head * x.parts.tiles + blockIdx.z;
-  const int G = (int)(a.H / a.Hkv), g = blockIdx.z * X::ROWS, rows = min(G - g, X::ROWS);
-  const int stride = (int)a.q_stride[1] * (int)sizeof(E);
+  const int head = blockIdx.x, split = blockIdx.y, unit = head * x.parts.tiles + blockIdx.z;
+  const int b = head / (int)a.Hkv, h = head % (int)a.Hkv, G = (int)(a.H / a.Hkv), g = blockIdx.z * X::ROWS;
+  const Cut cut = cut_of<X::KEYS>(a, x.parts, head);
+  if (split >= cut.splits) return;
+  if (split == 0 && threadIdx.x == 0) x.parts.count[unit] = cut.splits;
+  const Split<E> s = split_of<E>(a, cut, head, split, 0);
+  if (s.last && g == 0) append(a, head, s);
+
+  const int stride = (int)a.q_stride[1] * (int)sizeof(E), rows = min(G - g, X::ROWS), count = s.c1 - s.c0;
   const E *query = static_cast<const E *>(a.q) + b * a.q_stride[0] + (h * G + g) * a.q_stride[1];
   const kv_segments queries = {(uint64_t)query, 0, stride, 0, rows, rows};
-  const Cut cut = cut_of<X::KEYS>(a, x.parts, head);
-  if (blockIdx.y == 0 && threadIdx.x == 0) x.parts.count[unit] = cut.splits;
-  for (int split = blockIdx.y; split < cut.splits; split += gridDim.y) {
-    const Split<E> s = split_of<E>(a, cut, head, split, 0);
-    const int count = s.c1 - s.c0;
-    if (s.last && blockIdx.z == 0) append(a, head, s);
-    float *logit = x.logit ? x.logit + (head * G + g) * a.C + (s.own ? prefix_len(a, head) : 0) + s.c0 : nullptr;
-    const auto keep = [&](const auto &products, int c) {
-      if (!logit) return;
-      each_number<X::MT, X::KEYS / X::KEY_WARPS / 8>([&](int m, int n, int half, int j) {
-        const int r = warp_row<X>() + 16 * m + 8 * half + fragment_row(), column = c + 8 * n + fragment_column() + j;
-        if (r < rows && column < count) logit[r * a.C + column] = logits.scale * products[m][n][2 * half + j];
-      });
-    };
-    Attended<X::MT, D> done;
-    attend_columns<E, D, X>(
-        done, q, queries, 0, between(s.k, s.c0, s.c1), between(s.v, s.c0, s.c1), count, (int)a.D, logits,
-        [&](int, int) { return count; }, keep);
-    const int64_t at = (unit * x.parts.splits + split) * x.parts.rows;
-    put_part<E, D, X>(done, q, x.parts.rows, (int)a.D, x.parts.o + at * a.D, x.parts.ml + at);
-    __syncthreads(); /* the next split's tiles take its place in shared memory */
-  }
+  const int first = s.c0 + (s.own ? prefix_len(a, head) : 0);
+  const auto keep = [&](const auto &products, int c) {
+    if (!x.logit) return;
+    float *const logit = x.logit + ((int64_t)head * G + g) * a.C + first + c;
+    each_number<X::MT, X::KEYS / X::KEY_WARPS / 8>([&](int m, int n, int half, int j) {
+      const int r = warp_row<X>() + 16 * m + 8 * half + fragment_row(), column = 8 * n + fragment_column() + j;
+      if (r < rows && c + column < count) logit[r * a.C + column] = logits.scale * products[m][n][2 * half + j];
+    });
+  };
+  Attended<X::MT, D> done;
+  attend_columns<E, D, X, true>(
+      done, q, queries, 0, between(s.k, s.c0, s.c1), between(s.v, s.c0, s.c1), count, (int)a.D, logits,
+      [&](int, int) { return count; }, keep);
+  const int64_t at = ((int64_t)unit * x.parts.splits + split) * x.parts.rows;
+  put_part<E, D, X>(done, q, x.parts.rows, (int)a.D, x.parts.o + at * a.D, x.parts.ml + at);
 }
 
 /* Column c of a head's probs: the mean of its query heads' exp(logit - lse). */
@@ -175,15 +174,12 @@ static __global__ void __launch_bounds__(THREADS) probs_kernel(const kv_decode a
   a.probs[head * a.C + c] = p / (float)G;
 }
 
-/* The blocks of a head; those of one that is longer than the mean take several splits each. */
-static int64_t blocks_of(const kv_decode *a, const Parts &x) {
-  const int64_t mean = (a->rows_prefix + a->rows) / (a->B * a->Hkv * 2 * STEP) + 1;
-  return 4 * mean < x.splits ? 4 * mean : x.splits;
-}
-
 template <class E, int L, int V, int HEADS>
 static int run(const kv_decode *a, const Scratch &x, void *stream) {
-  const dim3 grid((unsigned)(a->B * a->Hkv), (unsigned)blocks_of(a, x.parts));
+  const int64_t heads = a->B * a->Hkv,
+                mean = (a->rows_prefix + a->rows) / (heads * 2 * STEP) + 1;     /* splits of a head */
+  const int64_t blocks = 4 * mean < x.parts.splits ? 4 * mean : x.parts.splits; /* a longer head's take several */
+  const dim3 grid((unsigned)heads, (unsigned)blocks);
   const auto shared = (size_t)HeadRows<E, L, V, HEADS>::shared_bytes(a->D);
   return launch<lanes_kernel<E, L, V, HEADS>>(grid, THREADS, shared, stream, *a, x);
 }
@@ -208,14 +204,15 @@ static int run_lanes(const kv_decode *a, const Scratch &x, void *stream) {
   });
 }
 
-/* f(e, d, x) with the tile x for a group's heads. In fp32 of 256 dimensions registers hold no more than 16 rows. */
+/* f(e, d, x) with the tile x for a group's heads. Of 256 dimensions registers hold no more than 16 rows. */
 template <class F>
 static int with_tile(const kv_decode *a, F f) {
   return dispatch(a->dtype, a->D, [&](auto e, auto d) {
-    using Narrow = NarrowTile<decltype(e), decltype(d)::value>;
-    if constexpr (sizeof e == 2 || decltype(d)::value < 256)
-      if (a->H / a->Hkv > Narrow::ROWS) return f(e, d, MediumTile<decltype(e), decltype(d)::value>{});
-    return f(e, d, Narrow{});
+    using E = decltype(e);
+    constexpr int D = decltype(d)::value;
+    if constexpr (D < 256)
+      if (a->H / a->Hkv > NarrowTile<E, D>::ROWS) return f(e, d, MediumTile<E, D>{});
+    return f(e, d, NarrowTile<E, D>{});
   });
 }
 
@@ -223,7 +220,7 @@ static int run_tiles(const kv_decode *a, const Scratch &x, void *stream) {
   return with_tile(a, [&](auto e, auto d, auto tile) {
     using E = decltype(e);
     using X = decltype(tile);
-    const dim3 grid((unsigned)(a->B * a->Hkv), (unsigned)blocks_of(a, x.parts), (unsigned)x.parts.tiles);
+    const dim3 grid((unsigned)(a->B * a->Hkv), (unsigned)x.parts.splits, (unsigned)x.parts.tiles);
     const int error = launch<tiles_kernel<E, decltype(d)::value, X>>(grid, X::THREADS, X::SHARED, stream, *a, x,
                                                                      logits_of(a->scale, a->softcap));
     return error ? error : combine<E>(x.parts, {a->B, a->H, a->Hkv, 1, a->D, a->sinks, a->out, a->lse}, stream);

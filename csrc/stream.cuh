@@ -177,11 +177,11 @@ struct Attended {
   float o[MT][D / 8][4], top[MT][2], sum[MT][2];
 };
 
-/* Rows r0 .. r0 + ROWS - 1 of `rows` against all columns: keys.n, and as many values. Columns before
- * `fewest` are seen by every row; seen_by(m, half): how many columns a row sees; look(s, c): s [16 MT, NT * 8] are the
- * warp's logits, before their scale, of the columns from c on. Tiles lie in shared memory in the order q, k, v, which is
- * free again afterwards. */
-template <class E, int D, class X, class From, class Seen, class Look>
+/* Rows r0 .. r0 + ROWS - 1 of `rows` against all columns: keys.n, and as many values. Columns before `fewest` are seen by
+ * every row; seen_by(m, half): how many columns a row sees; look(s, c): s [16 MT, 8 NT] are the warp's logits, before
+ * their scale, of the columns from c on; EXACT: as of add_values. The tiles lie in shared memory in the order q, k, v,
+ * which is free again afterwards. */
+template <class E, int D, class X, bool EXACT, class From, class Seen, class Look>
 static __device__ __forceinline__ void attend_columns(Attended<X::MT, D> &x, E *q, const From &rows, int r0,
                                                       const kv_segments &keys, const kv_segments &values, int fewest,
                                                       int dims, const Logits &logits, Seen seen_by, Look look) {
@@ -226,7 +226,7 @@ static __device__ __forceinline__ void attend_columns(Attended<X::MT, D> &x, E *
         add_nonfinite<E, D, NT * 8>(x.o, v + key * D, seen);
         clear_nonfinite<E, D, X::KEYS, X::THREADS>(v);
       }
-      add_values<E, D>(x.o, s, v + key * D);
+      add_values<E, D, EXACT>(x.o, s, v + key * D);
     }
   }
   cp_async_wait<0>(); /* the copy of Q, where there is no column */
