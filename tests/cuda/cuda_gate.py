@@ -25,11 +25,8 @@ from shutil import which
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 ARCHS = ["80", "86", "89", "90", "100", "120"]
 HERE = Path(__file__).resolve().parent
-GPUS = {
-    "80": ("A100", 108, 164),
-    "90": ("H100", 132, 228),
-    "120": ("RTX 5090", 170, 100),
-}  # multiprocessors, KiB of each
+# By architecture: a GPU's name, its multiprocessors and the KiB of shared memory of each.
+GPUS = {"80": ("A100", 108, 164), "90": ("H100", 132, 228), "120": ("RTX 5090", 170, 100)}
 MOST_SHARED = 101376  # the limit of a block on sm_86, sm_89 and sm_120
 
 # Columns of the instruction table; an instruction counts where its name first matches.
@@ -163,21 +160,9 @@ def print_counts(sources, arch, folder):
 def launches(folder):
     """[(shape, kernel, blocks, threads, shared memory of a block)]; the linker finds no emulator, as no kernel runs."""
     emulator, target = HERE.parent / "cuda_on_cpu", folder / "launches"
-    command = [
-        "g++",
-        "-std=c++17",
-        "-w",
-        "-DKV_MOST_GRID_Y=65535",
-        "-I",
-        emulator,
-        "-I",
-        CSRC,
-        "-include",
-        emulator / "ptx.h",
-        "-x",
-        "c++",
-    ]
-    command += [HERE / "launches.cpp", CSRC / "attend_cuda.cu", CSRC / "decode_cuda.cu"]
+    sources = [emulator / "launches.cpp", CSRC / "attend_cuda.cu", CSRC / "decode_cuda.cu"]
+    command = ["g++", "-std=c++17", "-w", "-DKV_MOST_GRID_Y=65535", f"-I{emulator}", f"-I{CSRC}"]
+    command += ["-include", emulator / "ptx.h", "-x", "c++", *sources]
     subprocess.run([*command, "-no-pie", "-Wl,--unresolved-symbols=ignore-all", "-o", target], check=True)
     lines = subprocess.run([target], capture_output=True, text=True, check=True).stdout.splitlines()
     return [(shape, kernel, *map(int, numbers)) for shape, kernel, *numbers in (line.split("; ") for line in lines)]
@@ -198,9 +183,7 @@ def print_waves(used, archs, folder):
                 wrong.append(f"{shape}: {blocks} blocks for the {units} multiprocessors of {name}")
         rows.append(row)
         seen = shape
-    print(
-        "Blocks of bf16 heads of 128 dimensions, 8 kv heads of 32,768 slots: of a launch, on a multiprocessor, and waves"
-    )
+    print("bf16, 128 dimensions, 8 kv heads of 32,768 slots: blocks of a launch, on a multiprocessor, and waves")
     heads = [head for _, name, *_ in gpus for head in (name, "waves")]
     print_table(["shape", "kernel", "blocks", "shared", *heads], rows)
     return wrong
