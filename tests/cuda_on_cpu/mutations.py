@@ -65,7 +65,7 @@ MUTATIONS = [
     Mutation("decode", "decode_cuda.cu", "c1 = min(end, c0 + cut.size)", "c1 = min(end, c0 + cut.size - 1)",
              "the last slot of a split is left out", tests="test_groups and dtype1"),
     Mutation("decode", "stream.cuh", SYNC + " /* the parts are there", "/* the parts are there",
-             "no barrier before the groups are added", mode="race", tests="test_groups and dtype1 and 5"),
+             "no barrier before the groups are added", mode="race", tests="test_groups and dtype1 and 5-64"),
     Mutation("decode", "stream.cuh", "? 0 : warp_id() * (X::KEYS / X::KEY_WARPS)", "? 0 : 0",
              "all warps have the first keys of a tile", tests="test_groups and dtype1"),
     Mutation("decode", "decode_cuda.cu", "if (s.last && g == 0) append", "if (s.last && g > 0) append",
