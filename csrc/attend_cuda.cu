@@ -3,126 +3,142 @@
  * A block computes one tile of rows of one (b, kv head), the rows of its G query heads in time-major order, against
  * tiles of keys in ascending order. Q, one tile of K and one of V are in shared memory, S and O in registers: V is
  * copied while S = Q K^T is computed, the next K during the softmax and O += P V. Only tiles on the diagonal are
- * masked; tiles that no row sees are not read. */
+ * masked; tiles that no row sees are not read. Where so few tiles would leave most of a GPU idle, the columns of each
+ * are cut into splits, a block for each, and a second kernel combines them. */
 // budget: regs 255, smem 99328
-#include "attention.cuh"
+#include "stream.cuh"
+
+constexpr int64_t FEW =
+    128; /* tiles of all heads that are cut into splits: fewer than a large GPU has multiprocessors */
+constexpr int64_t FULL = 512; /* blocks, about at most, after that: two to four on each of its multiprocessors */
 
 /* A row's bounds and place, kept in shared memory: registers are scarce. */
 struct alignas(16) AttendRow {
-  int seen, step, head;
+  int seen, step,
+      to; /* seen: of the split's columns; to: b * H + its head; in a split, the first row of the tile's part */
 };
 
 /* Writes out and lse of a lane's rows. */
 template <class E, int D, int MT>
-static __device__ __forceinline__ void attend_finish(const kv_attend &a, const float (&o)[MT][D / 8][4],
-                                                     const float (&top)[MT][2], const float (&sum)[MT][2], int b,
+static __device__ __forceinline__ void attend_finish(const kv_attend &a, const Attended<MT, D> &done,
                                                      const AttendRow *rows) {
   each_row<MT>([&](int m, int half) {
-    const int t = rows[16 * m + 8 * half].step, head = rows[16 * m + 8 * half].head;
-    float l = lanes_sum<4>(sum[m][half]), at = top[m][half], over = 1;
+    const int t = rows[16 * m + 8 * half].step, to = rows[16 * m + 8 * half].to;
+    float l = lanes_sum<4>(done.sum[m][half]), at = done.top[m][half], over = 1;
     if (t >= a.T) return;
     if (a.sinks) { /* one more logit, without a value */
-      const float sink = a.sinks[head] * LOG2E, most = fmaxf(at, sink);
+      const float sink = a.sinks[to % (int)a.H] * LOG2E, most = fmaxf(at, sink);
       over = most == -INFINITY ? 1 : exp2_approx(at - most);
       l = most == -INFINITY ? l : l * over + exp2_approx(sink - most);
       at = most;
     }
     over = l == 0 ? 0 : over / l;
-    E *out = static_cast<E *>(a.out) + ((b * a.T + t) * a.H + head) * a.D;
+    const int64_t b = to / (int)a.H;
+    E *out = static_cast<E *>(a.out) + ((b * a.T + t) * a.H + to % (int)a.H) * a.D;
 #pragma unroll
     for (int d = 0; d < D / 8; d++) {
       const int column = d * 8 + fragment_column();
-      const float x = o[m][d][2 * half] * over, y = o[m][d][2 * half + 1] * over;
+      const float x = done.o[m][d][2 * half] * over, y = done.o[m][d][2 * half + 1] * over;
       if (column >= a.D) continue;
       if constexpr (sizeof(E) == 4)
         *reinterpret_cast<float2 *>(out + column) = make_float2(x, y);
       else
         *reinterpret_cast<uint32_t *>(out + column) = pack<E>(x, y);
     }
-    if (fragment_column() == 0) a.lse[(b * a.H + head) * a.T + t] = LN2 * (at + log2f(l));
+    if (fragment_column() == 0) a.lse[to * a.T + t] = LN2 * (at + log2f(l));
   });
 }
 
-template <class E, int D>
-static __global__ void __launch_bounds__(RowTile<E, D>::THREADS, 1)
-    attend_kernel(const kv_attend a, const Logits logits) {
-  using X = RowTile<E, D>;
-  constexpr int MT = X::MT, NT = X::KEYS / 8;
-  E *const q = shared_memory<E>(), *const k = q + X::ROWS * D, *const v = k + X::KEYS * D;
-  AttendRow *const known = reinterpret_cast<AttendRow *>(v + X::KEYS * D), *const mine = known + warp_id() * MT * 16 +
-                                                                                         fragment_row();
+/* Blocks of a head: its tiles of rows, each with its splits; without SPLIT there is one, which writes out and lse. */
+template <class E, int D, class X, bool SPLIT>
+static __global__ void __launch_bounds__(X::THREADS, 1)
+    attend_kernel(const kv_attend a, const Logits logits, const Parts parts) {
+  E *const q = shared_memory<E>();
+  AttendRow *const known = reinterpret_cast<AttendRow *>(q + (X::ROWS + 2 * X::KEYS) * D);
+  const AttendRow *const mine = known + warp_row<X>() + fragment_row();
   const int kv_head = block_head();
   if (kv_head >= a.B * a.Hkv) return;
-  const int b = kv_head / a.Hkv, h = kv_head % a.Hkv, G = a.H / a.Hkv, dims = a.D;
-  const int thread = threadIdx.x;
+  const int b = kv_head / a.Hkv, h = kv_head % a.Hkv, G = a.H / a.Hkv, thread = threadIdx.x;
   const int stop = a.stop ? a.stop[b] : (int)a.S;
-  const kv_segments keys = kv_keys_of(&a.slots, &a.chunk, b, h, a.Hkv, stop, dims, sizeof(E));
-  const kv_segments values = kv_values_of(&a.slots, &a.chunk, b, h, a.Hkv, stop, dims, sizeof(E));
+  const kv_segments keys = kv_keys_of(&a.slots, &a.chunk, b, h, a.Hkv, stop, a.D, sizeof(E));
+  const kv_segments values = kv_values_of(&a.slots, &a.chunk, b, h, a.Hkv, stop, a.D, sizeof(E));
   const Rows rows = {h * G, 0, (int)a.T * G, divisor(G)};
   const Bounds bounds = {(int)(keys.len - a.chunk.first[b] + a.S - a.T), a.stop ? keys.n : keys.len, keys.n};
 
   /* The last rows see most: they start first. */
-  const int row0 = (gridDim.x - 1 - blockIdx.x) * X::ROWS;
-  const int fewest = bounds.seen(rows.step(row0)), most = bounds.seen(rows.step(min(row0 + X::ROWS, rows.count) - 1));
+  const int splits = SPLIT ? parts.splits : 1, split = blockIdx.x % splits;
+  const int tile = parts.tiles - 1 - blockIdx.x / splits;
+  const int row0 = tile * X::ROWS;
+  const int most = bounds.seen(rows.step(min(row0 + X::ROWS, rows.count) - 1));
+  const int size = SPLIT ? split_size<X::KEYS>(most, splits) : most, c0 = split * size;
+  if (split > 0 && c0 >= most) return;
+  const int c1 = min(most, c0 + size), fewest = bounds.seen(rows.step(row0)) - c0;
+  const int unit = kv_head * parts.tiles + tile, part = (unit * splits + split) * parts.rows;
+  if (SPLIT && split == 0 && thread == 0) parts.count[unit] = most > 0 ? (most + size - 1) / size : 1;
   if (thread < X::ROWS) {
     const int r = row0 + thread;
-    known[thread] = {r < rows.count ? bounds.seen(rows.step(r)) : 0, rows.step(r), rows.head_of(r)};
+    const int to = SPLIT ? part : b * (int)a.H + rows.head_of(r);
+    known[thread] = {r < rows.count ? bounds.seen(rows.step(r)) - c0 : 0, rows.step(r), to};
   }
-  float o[MT][D / 8][4] = {}, top[MT][2], sum[MT][2] = {};
-  each_row<MT>([&](int m, int half) { top[m][half] = -INFINITY; });
-  tile_load<E, D, X::ROWS, X::THREADS>(q, rows_at<E>(rows, a.q, b * a.q_stride[0], a.q_stride[1], a.q_stride[2]), row0,
-                                       dims);
-  tile_load<E, D, X::KEYS, X::THREADS>(k, keys, 0, dims);
-  cp_async_commit();
-#pragma unroll 1
-  for (int c0 = 0; c0 < most; c0 += X::KEYS) {
-    const bool masked = c0 + X::KEYS > fewest;
-    cp_async_wait<0>();
-    __syncthreads(); /* K is there; V of the tile before has been read */
-    tile_load<E, D, X::KEYS, X::THREADS>(v, values, c0, dims);
-    cp_async_commit();
-    float s[MT][NT][4], alpha[MT][2];
-    multiply<E, D, X::STEPS>(s, q, warp_id() * MT * 16, k);
-    cp_async_wait<0>();
-    /* V is there; K has been read */
-    const bool finite = __syncthreads_and(sizeof(E) == 4 || !masked || tile_finite<E, D, X::KEYS, X::THREADS>(v));
-    tile_load<E, D, X::KEYS, X::THREADS>(k, keys, c0 + X::KEYS, dims);
-    cp_async_commit();
-    int seen[MT][2]; /* read just before use: registers are scarce */
-    const auto read_seen = [&] {
-      each_row<MT>([&](int m, int half) { seen[m][half] = mine[16 * m + 8 * half].seen - c0; });
-    };
-    transform(s, logits);
-    if (masked) read_seen(), mask(s, seen);
-    softmax_step(s, logits.scale, top, sum, alpha);
-    bool moved = false; /* most tiles leave the maxima where they are */
-    each_row<MT>([&](int m, int half) { moved |= alpha[m][half] != 1; });
-    if (__any_sync(ALL_LANES, moved))
-      each_number<MT, D / 8>([&](int m, int d, int half, int j) { o[m][d][2 * half + j] *= alpha[m][half]; });
-    if constexpr (sizeof(E) == 4) {
-      read_seen();
-      add_values_seen<D>(o, s, v, seen);
-    } else {
-      if (!finite) read_seen(), move_nonfinite<E, D, X::KEYS, X::THREADS>(o, v, seen);
-      add_values<E, D>(o, s, v);
-    }
+  Attended<X::MT, D> x;
+  attend_columns<E, D, X, false>(
+      x, q, rows_at<E>(rows, a.q, b * a.q_stride[0], a.q_stride[1], a.q_stride[2]), row0, between(keys, c0, c1),
+      between(values, c0, c1), fewest, (int)a.D, logits, [&](int m, int half) { return mine[16 * m + 8 * half].seen; },
+      [](const auto &, int) {});
+  if constexpr (SPLIT) {
+    const int64_t at = known->to;
+    put_part<E, D, X>(x, q, parts.rows, (int)a.D, parts.o + at * a.D, parts.ml + at);
+  } else {
+    attend_finish<E, D>(a, x, mine);
   }
-  cp_async_wait<0>(); /* the copy of Q, where the rows see no key */
-  __syncthreads();    /* and the rows' AttendRow */
-  attend_finish<E, D>(a, o, top, sum, b, mine);
 }
 
-int64_t kv_attend_cuda_scratch(const kv_attend *) { return 0; }
+/* Into how many splits at most the columns of a tile X are cut. Fewer than four gain less than combining them takes. */
+template <class X>
+static int64_t splits_of(const kv_attend *a) {
+  const int64_t tiles = (a->T * (a->H / a->Hkv) + X::ROWS - 1) / X::ROWS * a->B * a->Hkv;
+  if (tiles > FEW) return 1;
+  int64_t splits = (a->rows + a->S) / (2 * X::KEYS);
+  if (splits > FULL / tiles) splits = FULL / tiles;
+  if (splits > MOST_SPLITS) splits = MOST_SPLITS;
+  return splits < 4 ? 1 : splits;
+}
 
-int kv_attend_cuda(const kv_attend *a, void *, void *stream) {
-  const int64_t heads = a->B * a->Hkv;
-  if (heads == 0 || a->T == 0) return 0;
+/* f(e, d, x, split, parts): with the tile x of attend_kernel, whether there are splits, and the parts in scratch. */
+template <class F>
+static int planned(const kv_attend *a, Cutter &scratch, F f) {
+  const int64_t heads = a->B * a->Hkv, rows = heads ? a->T * (a->H / a->Hkv) : 0;
+  if (rows == 0) return 0;
   return dispatch(a->dtype, a->D, [&](auto e, auto d) {
-    constexpr int D = decltype(d)::value;
-    using X = RowTile<decltype(e), D>;
-    const int64_t tiles = (a->T * (a->H / a->Hkv) + X::ROWS - 1) / X::ROWS;
-    return launch<attend_kernel<decltype(e), D>>(grid_of(tiles, heads), X::THREADS,
-                                                 X::SHARED + X::ROWS * sizeof(AttendRow), stream, *a,
-                                                 logits_of(a->scale, a->softcap));
+    using E = decltype(e);
+    using Wide = RowTile<E, decltype(d)::value>;
+    using Medium = MediumTile<E, decltype(d)::value>;
+    using Narrow = NarrowTile<E, decltype(d)::value>;
+    const auto split = [&](auto x) {
+      using X = decltype(x);
+      return f(e, d, x, std::true_type{}, parts_of(scratch, heads, rows, X::ROWS, splits_of<X>(a), a->D));
+    };
+    if (splits_of<Medium>(a) > 1) return rows <= Narrow::ROWS ? split(Narrow{}) : split(Medium{});
+    const Parts none = {1, (int)((rows + Wide::ROWS - 1) / Wide::ROWS), Wide::ROWS, nullptr, nullptr, nullptr};
+    return f(e, d, Wide{}, std::false_type{}, none);
+  });
+}
+
+int64_t kv_attend_cuda_scratch(const kv_attend *a) {
+  Cutter scratch = {nullptr, 0};
+  planned(a, scratch, [](auto, auto, auto, auto, const Parts &) { return 0; });
+  return scratch.bytes;
+}
+
+int kv_attend_cuda(const kv_attend *a, void *memory, void *stream) {
+  Cutter scratch = {memory, 0};
+  return planned(a, scratch, [&](auto e, auto d, auto tile, auto split, const Parts &parts) {
+    using E = decltype(e);
+    using X = decltype(tile);
+    const dim3 grid = grid_of((int64_t)parts.tiles * parts.splits, a->B * a->Hkv);
+    const int error = launch<attend_kernel<E, decltype(d)::value, X, decltype(split)::value>>(
+        grid, X::THREADS, X::SHARED + X::ROWS * sizeof(AttendRow), stream, *a, logits_of(a->scale, a->softcap), parts);
+    if (error || !split) return error;
+    return combine<E>(parts, {a->B, a->H, a->Hkv, a->T, a->D, a->sinks, a->out, a->lse}, stream);
   });
 }

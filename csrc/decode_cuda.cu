@@ -1,277 +1,31 @@
 /* One decode step on a GPU. Limited by memory bandwidth, so a block reads each row once for all heads of its group. The
- * slots of a head are cut into splits that depend only on the number of slots and heads; whichever block finishes a
- * head's last split combines all of them in order: the same bits every time.
+ * slots of a head are cut into splits that depend only on the number of slots and heads, and are combined in order: the
+ * same bits every time.
  *
- * L lanes share a row, each with V vectors of 16 bytes; such a group of lanes takes every GROUPS-th row and has a
- * softmax (m, l) and an output o of its own. Arithmetic is fp32, logits are in log2 units.
- *
- * Shared memory: 4 * HEADS * (D + 2) bytes for each of 128 / L groups. budget: regs 255, smem 34000 */
-#include "grid.cuh"
-#include "vector.cuh"
-#include "warp.cuh"
+ * Up to 4 heads a group are computed by lanes (lanes.cuh), and whichever block finishes a head's last split combines
+ * all of them. More heads are the rows of a tile (stream.cuh), whose products are on tensor cores in 16 bits.
+ * Arithmetic is fp32, logits are in log2 units. */
+// budget: regs 255, smem 98304
+#include "lanes.cuh"
 
-constexpr int THREADS = 128;
-constexpr int SPLIT = 128;   /* slots of a split, at least */
-constexpr int MOST = 64;     /* splits of a head, at most: a warp combines as many in two steps */
-constexpr int BLOCKS = 4096; /* splits of all heads, about at most: more would not keep a GPU busier */
-constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
-
-static int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+constexpr int STEP = 64;          /* a split's slots are a multiple of this; a tile's, of its keys */
+constexpr int BLOCKS = 4096;      /* splits of all heads, about at most: more would not keep a GPU busier */
+constexpr int64_t MOST_LANES = 4; /* heads of a group that lanes compute */
 
 struct Scratch {
-  int splits;        /* most splits of a head */
-  uint32_t *counter; /* [B, Hkv] 0 */
-  float *o;          /* [B, Hkv, splits, G, D] */
-  float2 *ml;        /* [B, Hkv, splits, G] */
-  float *logit;      /* [B, Hkv, G, C], or NULL */
-  int64_t bytes;
+  Parts parts;  /* count: with lanes the blocks that are done, 0 at first */
+  float *logit; /* [B, Hkv, G, C], or NULL */
 };
 
-static Scratch scratch_of(const kv_decode *a, void *memory) {
-  const int64_t heads = a->B * a->Hkv, whole = round_up(a->rows_prefix + a->rows, SPLIT) / SPLIT;
-  int64_t splits = heads > BLOCKS / MOST ? BLOCKS / heads : MOST;
+/* tile: the heads of a tile. */
+static Scratch scratch_of(const kv_decode *a, int64_t tile, Cutter &scratch) {
+  const int64_t heads = a->B * a->Hkv, whole = (a->rows_prefix + a->rows + 2 * STEP - 1) / (2 * STEP);
+  int64_t splits = heads > BLOCKS / MOST_SPLITS ? BLOCKS / heads : MOST_SPLITS;
   if (splits > whole) splits = whole;
   const int64_t least = a->prefix.len ? 2 : 1;
   if (splits < least) splits = least;
-  uintptr_t at = reinterpret_cast<uintptr_t>(memory);
-  const auto take = [&](int64_t bytes) {
-    const uintptr_t mine = at;
-    at += (uintptr_t)round_up(bytes, 256);
-    return mine;
-  };
-  Scratch x;
-  x.splits = (int)splits;
-  x.counter = (uint32_t *)take(heads * 4);
-  x.o = (float *)take(a->B * a->H * splits * a->D * 4);
-  x.ml = (float2 *)take(a->B * a->H * splits * 8);
-  x.logit = a->probs ? (float *)take(a->B * a->H * a->C * 4) : nullptr;
-  x.bytes = (int64_t)(at - reinterpret_cast<uintptr_t>(memory));
-  return x;
-}
-
-/* Slots of a split, given how many slots and at most how many splits a head has. */
-static __device__ int split_size(int n, int splits) {
-  const int fair = (n + splits - 1) / splits;
-  return max(SPLIT, (fair + 63) / 64 * 64);
-}
-
-/* A group of lanes' share of HEADS heads: lane i has elements (v * L + i) * W .. of vector v. It loads AHEAD rows of
- * keys and of values at once: as many as registers hold, at most 8 so that an SM has room for several blocks. */
-template <class E, int L, int V, int HEADS>
-struct Rows {
-  static constexpr int W = VECTOR<E>, GROUPS = THREADS / L, AHEAD = (HEADS == 1 ? 8 : 16 / HEADS) / V;
-  float q[HEADS][V][W], o[HEADS][V][W], m[HEADS], l[HEADS];
-
-  static __device__ __forceinline__ int group() { return threadIdx.x / L; }
-  static __device__ __forceinline__ int element(int v) { return (v * L + threadIdx.x % L) * W; }
-
-  /* query: the first head's row. Heads from `heads` on and elements from D on are zeros. */
-  __device__ __forceinline__ void start(const E *query, int64_t stride, int heads, int D, float scale) {
-#pragma unroll
-    for (int g = 0; g < HEADS; g++) {
-      m[g] = -INFINITY, l[g] = 0;
-#pragma unroll
-      for (int v = 0; v < V; v++)
-#pragma unroll
-        for (int i = 0; i < W; i++) {
-          const bool inside = g < heads && element(v) < D;
-          q[g][v][i] = inside ? scale * to_float(query[g * stride + element(v) + i]) : 0;
-          o[g][v][i] = 0;
-        }
-    }
-  }
-
-  /* The lane's part of n - 1 stored rows and of the new row, addressed as slot n - 1 with the stored rows' stride. */
-  static __device__ __forceinline__ kv_segments slots_of(const E *stored, const E *chunk, int n, int D) {
-    const int stride = D * (int)sizeof(E);
-    const uint64_t slot0 = (uint64_t)(chunk + element(0)) - (uint64_t)(n - 1) * stride;
-    return {(uint64_t)(stored + element(0)), slot0, stride, stride, n - 1, n};
-  }
-
-  /* Rows c, c + GROUPS, ..; zeros for rows from c1 on and elements from D on. */
-  static __device__ __forceinline__ void load(const kv_segments &x, int c, int c1, int D, uint4 (&part)[AHEAD][V]) {
-#pragma unroll
-    for (int u = 0; u < AHEAD; u++, c += GROUPS)
-#pragma unroll
-      for (int v = 0; v < V; v++)
-        part[u][v] =
-            load_once_16_if(reinterpret_cast<const uint4 *>(kv_segments_at(&x, c)) + v * L, c < c1 && element(v) < D);
-  }
-
-  /* s = q.k of the heads, equal in all lanes of the group */
-  __device__ __forceinline__ void dots(const uint4 (&k)[V], float (&s)[HEADS]) const {
-    float x[V][W];
-#pragma unroll
-    for (int v = 0; v < V; v++) vector_floats<E>(k[v], x[v]);
-#pragma unroll
-    for (int g = 0; g < HEADS; g++) {
-      float sum = 0;
-#pragma unroll
-      for (int v = 0; v < V; v++)
-#pragma unroll
-        for (int i = 0; i < W; i++) sum += q[g][v][i] * x[v][i];
-      s[g] = lanes_sum<L>(sum);
-    }
-  }
-
-  /* Rows of logits s become p = 2^(s - m); l and o follow m. While nothing was seen m is -inf; 0 stands in for it. */
-  __device__ __forceinline__ void softmax(float (&s)[AHEAD][HEADS]) {
-#pragma unroll
-    for (int g = 0; g < HEADS; g++) {
-      float top = m[g];
-#pragma unroll
-      for (int u = 0; u < AHEAD; u++) top = fmaxf(top, s[u][g]);
-      const float from = top == -INFINITY ? 0 : top, alpha = exp2_approx(m[g] - from);
-      m[g] = top;
-      l[g] *= alpha;
-#pragma unroll
-      for (int u = 0; u < AHEAD; u++) l[g] += s[u][g] = exp2_approx(s[u][g] - from);
-#pragma unroll
-      for (int v = 0; v < V; v++)
-#pragma unroll
-        for (int i = 0; i < W; i++) o[g][v][i] *= alpha;
-    }
-  }
-
-  __device__ __forceinline__ void add(const float (&p)[HEADS], const uint4 (&value)[V]) {
-#pragma unroll
-    for (int v = 0; v < V; v++) {
-      float x[W];
-      vector_floats<E>(value[v], x);
-#pragma unroll
-      for (int g = 0; g < HEADS; g++)
-#pragma unroll
-        for (int i = 0; i < W; i++) o[g][v][i] += p[g] * x[i];
-    }
-  }
-
-  /* Slots c0 .. c1 - 1; logit: of the first head, heads C apart, or NULL. Every group of lanes runs the loop equally
-   * often. */
-  __device__ __forceinline__ void attend(const kv_segments &k, const kv_segments &v, int c0, int c1, int D, float cap,
-                                         float *logit, int64_t C, int heads) {
-    constexpr int STEP = AHEAD * GROUPS;
-    uint4 keys[AHEAD][V], values[AHEAD][V];
-    load(k, c0 + group(), c1, D, keys);
-    for (int base = c0; base < c1; base += STEP) {
-      const int c = base + group();
-      float s[AHEAD][HEADS];
-      load(v, c, c1, D, values);
-#pragma unroll
-      for (int u = 0; u < AHEAD; u++) dots(keys[u], s[u]);
-      load(k, c + STEP, c1, D, keys); /* in flight during the rest */
-      if (cap > 0) {
-#pragma unroll
-        for (int u = 0; u < AHEAD; u++)
-#pragma unroll
-          for (int g = 0; g < HEADS; g++) s[u][g] = cap * tanhf(s[u][g]);
-      }
-      if (base + STEP > c1) {
-#pragma unroll
-        for (int u = 0; u < AHEAD; u++)
-#pragma unroll
-          for (int g = 0; g < HEADS; g++)
-            if (c + u * GROUPS >= c1) s[u][g] = -INFINITY;
-      }
-      if (logit && threadIdx.x % L == 0) {
-#pragma unroll
-        for (int u = 0; u < AHEAD; u++)
-#pragma unroll
-          for (int g = 0; g < HEADS; g++)
-            if (c + u * GROUPS < c1 && g < heads) logit[g * C + c + u * GROUPS] = s[u][g];
-      }
-      softmax(s);
-#pragma unroll
-      for (int u = 0; u < AHEAD; u++) add(s[u], values[u]);
-    }
-  }
-
-  static int64_t shared_bytes(int64_t D) { return HEADS * GROUPS * (D + 2) * 4 + 16; }
-
-  /* Merges the block's groups of lanes: o [heads, D], ml [heads]. shared: shared_bytes(D) less 16. */
-  __device__ __forceinline__ void merge(float *shared, int heads, int D, float *o_out, float2 *ml_out) const {
-    float2 *ml = reinterpret_cast<float2 *>(shared);
-    float *part = shared + 2 * HEADS * GROUPS;
-    __syncthreads();
-#pragma unroll
-    for (int g = 0; g < HEADS; g++) {
-      const int at = g * GROUPS + group();
-      if (threadIdx.x % L == 0) ml[at] = make_float2(m[g], l[g]);
-#pragma unroll
-      for (int v = 0; v < V; v++)
-#pragma unroll
-        for (int i = 0; i < W; i++)
-          if (element(v) < D) part[at * D + element(v) + i] = o[g][v][i];
-    }
-    __syncthreads();
-    for (int at = threadIdx.x; at < heads * D; at += THREADS) {
-      const int g = at / D, d = at % D;
-      float top = -INFINITY, sum = 0, length = 0;
-      for (int j = 0; j < GROUPS; j++) top = fmaxf(top, ml[g * GROUPS + j].x);
-      for (int j = 0; j < GROUPS; j++) {
-        const float weight = exp2_approx(ml[g * GROUPS + j].x - (top == -INFINITY ? 0 : top));
-        sum += weight * part[(g * GROUPS + j) * D + d];
-        length += weight * ml[g * GROUPS + j].y;
-      }
-      o_out[at] = sum;
-      if (d == 0) ml_out[g] = make_float2(top, length);
-    }
-  }
-};
-
-/* Writes one head's new row after its slots. */
-template <class E>
-static __device__ void append(const kv_decode &a, int64_t b, const E *k, const E *v, int64_t row) {
-  const int d = threadIdx.x * VECTOR<E>;
-  if (d < a.D) {
-    *reinterpret_cast<uint4 *>(static_cast<E *>(a.slots.k) + row * a.D + d) = *reinterpret_cast<const uint4 *>(k + d);
-    *reinterpret_cast<uint4 *>(static_cast<E *>(a.slots.v) + row * a.D + d) = *reinterpret_cast<const uint4 *>(v + d);
-  }
-  if (threadIdx.x == 0) a.slots.pos[row] = a.chunk.pos[b];
-}
-
-/* out and lse of one query head from its splits, by one warp. part: the first split's o; splits are `step` floats
- * apart. */
-template <class E>
-static __device__ void finish(const float *part, int step, const float2 *ml, int ml_step, int splits, int D, float sink,
-                              E *out, float *lse) {
-  constexpr int AHEAD = 16; /* splits that are loaded at once; those past the last have weight 0 */
-  const int lane = lane_id();
-  float2 mine[2];
-  float weight[2], top = sink, sum = 0;
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    mine[i] = lane + 32 * i < splits ? ml[(lane + 32 * i) * ml_step] : make_float2(-INFINITY, 0);
-    top = fmaxf(top, mine[i].x);
-  }
-  top = lanes_max(top);
-  const float from = top == -INFINITY ? 0 : top;
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    weight[i] = exp2_approx(mine[i].x - from);
-    sum += weight[i] * mine[i].y;
-  }
-  const float l = exp2_approx(sink - from) + lanes_sum(sum);
-  if (lane == 0) *lse = LN2 * (top + log2f(l));
-  for (int d0 = 0; d0 < D; d0 += 32 * 4) {
-    const int d = d0 + 4 * lane;
-    float4 o = make_float4(0, 0, 0, 0);
-    for (int i0 = 0; i0 < splits; i0 += AHEAD) {
-      float4 x[AHEAD];
-#pragma unroll
-      for (int i = 0; i < AHEAD; i++)
-        x[i] = i0 + i < splits && d < D ? *reinterpret_cast<const float4 *>(part + (i0 + i) * step + d)
-                                        : make_float4(0, 0, 0, 0);
-#pragma unroll
-      for (int i = 0; i < AHEAD; i++) {
-        const float w = __shfl_sync(ALL_LANES, i0 < 32 ? weight[0] : weight[1], i0 % 32 + i);
-        o.x += w * x[i].x, o.y += w * x[i].y, o.z += w * x[i].z, o.w += w * x[i].w;
-      }
-    }
-    if (d >= D) continue;
-    const float over = l == 0 ? 0 : 1 / l;
-    out[d] = from_float<E>(o.x * over), out[d + 1] = from_float<E>(o.y * over);
-    out[d + 2] = from_float<E>(o.z * over), out[d + 3] = from_float<E>(o.w * over);
-  }
+  const Parts parts = parts_of(scratch, heads, a->H / a->Hkv, tile, splits, a->D);
+  return {parts, a->probs ? scratch.take<float>(a->B * a->H * a->C) : nullptr};
 }
 
 /* Slots of a head in the prefix. */
@@ -279,48 +33,133 @@ static __device__ __forceinline__ int prefix_len(const kv_decode &a, int64_t hea
   return a.prefix.len ? a.prefix.len[head] : 0;
 }
 
-/* Asked for two blocks an SM, ptxas does not spill registers to make room for four. */
-template <class E, int L, int V, int HEADS>
-static __global__ void __launch_bounds__(THREADS, 2) decode_kernel(const kv_decode a, const Scratch x) {
-  using R = Rows<E, L, V, HEADS>;
-  const int64_t head = blockIdx.x, b = head / a.Hkv, h = head % a.Hkv, step = x.splits;
-  const int G = (int)(a.H / a.Hkv), D = (int)a.D;
-  const int64_t *ks = a.chunk.k_stride, *vs = a.chunk.v_stride;
+/* How a head's slots are cut: no split has slots of the prefix and of the head's own, so there may be one more. */
+struct Cut {
+  int size, before, splits; /* slots of a split; splits of the prefix, and of all */
+};
+
+template <int KEYS>
+static __device__ __forceinline__ Cut cut_of(const kv_decode &a, const Parts &x, int64_t head) {
   const int shared_len = prefix_len(a, head), len = a.slots.len[head];
-  /* No split has slots of the prefix and of the head's own: there may be one more. */
-  const int size = split_size(shared_len + len + 1, x.splits - (a.prefix.len ? 1 : 0));
+  const int size = split_size<KEYS>(shared_len + len + 1, x.splits - (a.prefix.len ? 1 : 0));
   const int before = (shared_len + size - 1) / size;
-  const int splits = before + (len + size) / size;
+  return {size, before, before + (len + size) / size};
+}
+
+/* One split: slots c0 .. c1 - 1 of the prefix or of the head's own, of which the new row is the last. */
+template <class E>
+struct Split {
+  kv_segments k, v;
+  int64_t new_row; /* where the new row is stored */
+  const E *new_k, *new_v;
+  int c0, c1;
+  bool own, last;
+};
+
+/* n - 1 stored rows and the new row, addressed as slot n - 1 with the stored rows' stride. */
+template <class E>
+static __device__ __forceinline__ kv_segments slots_of(const E *stored, const E *chunk, int n, int D) {
+  const int stride = D * (int)sizeof(E);
+  return {(uint64_t)stored, (uint64_t)chunk - (uint64_t)(n - 1) * stride, stride, stride, n - 1, n};
+}
+
+/* at: the element of a row that the segments' addresses begin with. */
+template <class E>
+static __device__ __forceinline__ Split<E> split_of(const kv_decode &a, const Cut &cut, int64_t head, int split,
+                                                    int at) {
+  const int64_t b = head / a.Hkv, h = head % a.Hkv;
+  const int64_t *ks = a.chunk.k_stride, *vs = a.chunk.v_stride;
+  const bool own = split >= cut.before;
+  const int D = (int)a.D, len = a.slots.len[head], end = own ? len + 1 : prefix_len(a, head);
+  const int c0 = (own ? split - cut.before : split) * cut.size, c1 = min(end, c0 + cut.size);
+  const int most = own ? len + 1 : INT32_MAX;
+  const int64_t offset = (own ? a.slots.offset : a.prefix.offset)[head];
+  const E *const k = static_cast<const E *>(own ? a.slots.k : a.prefix.k) + offset * D + at;
+  const E *const v = static_cast<const E *>(own ? a.slots.v : a.prefix.v) + offset * D + at;
+  const E *const new_k = static_cast<const E *>(a.chunk.k) + b * ks[0] + h * ks[1];
+  const E *const new_v = static_cast<const E *>(a.chunk.v) + b * vs[0] + h * vs[1];
+  return {slots_of(k, new_k + at, most, D),
+          slots_of(v, new_v + at, most, D),
+          offset + len,
+          new_k,
+          new_v,
+          c0,
+          c1,
+          own,
+          own && c1 == end};
+}
+
+/* Writes the head's new row after its slots. */
+template <class E>
+static __device__ __forceinline__ void append(const kv_decode &a, int64_t head, const Split<E> &x) {
+  const int d = threadIdx.x * VECTOR<E>;
+  if (d < a.D) {
+    const int64_t at = x.new_row * a.D + d;
+    *reinterpret_cast<uint4 *>(static_cast<E *>(a.slots.k) + at) = *reinterpret_cast<const uint4 *>(x.new_k + d);
+    *reinterpret_cast<uint4 *>(static_cast<E *>(a.slots.v) + at) = *reinterpret_cast<const uint4 *>(x.new_v + d);
+  }
+  if (threadIdx.x == 0) a.slots.pos[x.new_row] = a.chunk.pos[head / a.Hkv];
+}
+
+/* HEADS heads a group. Asked for two blocks an SM, ptxas does not spill registers to make room for four. */
+template <class E, int L, int V, int HEADS>
+static __global__ void __launch_bounds__(THREADS, 2) lanes_kernel(const kv_decode a, const Scratch x) {
+  using R = HeadRows<E, L, V, HEADS>;
+  const int64_t head = blockIdx.x, b = head / a.Hkv, h = head % a.Hkv;
+  const int D = (int)a.D;
+  const Cut cut = cut_of<STEP>(a, x.parts, head);
   float *shared = shared_memory<float>() + 4;
-  for (int split = blockIdx.y; split < splits; split += gridDim.y) {
-    /* Read anew for every split: registers are scarce. */
-    const bool own = split >= before;
-    const int c0 = (own ? split - before : split) * size, end = own ? len + 1 : prefix_len(a, head);
-    const int c1 = min(end, c0 + size), most = own ? len + 1 : INT32_MAX; /* the new row is the last of its own */
-    const int64_t offset = (own ? a.slots.offset : a.prefix.offset)[head];
-    const E *new_k = static_cast<const E *>(a.chunk.k) + b * ks[0] + h * ks[1];
-    const E *new_v = static_cast<const E *>(a.chunk.v) + b * vs[0] + h * vs[1];
-    const kv_segments k =
-        R::slots_of(static_cast<const E *>(own ? a.slots.k : a.prefix.k) + offset * D, new_k, most, D);
-    const kv_segments v =
-        R::slots_of(static_cast<const E *>(own ? a.slots.v : a.prefix.v) + offset * D, new_v, most, D);
-    if (own && c1 == end) append(a, b, new_k, new_v, offset + len);
-    for (int g = 0; g < G; g += HEADS) {
-      const int64_t at = (head * step + split) * G + g;
-      float *logit = x.logit ? x.logit + (head * G + g) * a.C + (own ? prefix_len(a, head) : 0) : nullptr;
-      const E *query = static_cast<const E *>(a.q) + b * a.q_stride[0] + (h * G + g) * a.q_stride[1];
-      R rows;
-      rows.start(query, a.q_stride[1], G - g, D, a.softcap > 0 ? a.scale / a.softcap : a.scale * LOG2E);
-      rows.attend(k, v, c0, c1, D, a.softcap * LOG2E, logit, a.C, G - g);
-      rows.merge(shared, min(G - g, HEADS), D, x.o + at * D, x.ml + at);
-    }
-    if (!block_is_last(x.counter + head, splits, shared_memory<uint32_t>())) continue;
-    for (int g = warp_id(); g < G; g += THREADS / 32) {
-      const int64_t at = head * step * G + g, to = b * a.H + h * G + g;
-      const float sink = a.sinks ? a.sinks[h * G + g] * LOG2E : -INFINITY;
-      finish<E>(x.o + at * D, G * D, x.ml + at, G, splits, D, sink, static_cast<E *>(a.out) + to * D, a.lse + to);
+  for (int split = blockIdx.y; split < cut.splits; split += gridDim.y) {
+    const Split<E> s = split_of<E>(a, cut, head, split, R::element(0));
+    if (s.last) append(a, head, s);
+    const int64_t at = (head * x.parts.splits + split) * HEADS;
+    float *logit = x.logit ? x.logit + head * HEADS * a.C + (s.own ? prefix_len(a, head) : 0) : nullptr;
+    const E *query = static_cast<const E *>(a.q) + b * a.q_stride[0] + h * HEADS * a.q_stride[1];
+    R rows;
+    rows.start(query, a.q_stride[1], D, a.softcap > 0 ? a.scale / a.softcap : a.scale * LOG2E);
+    rows.attend(s.k, s.v, s.c0, s.c1, D, a.softcap * LOG2E, logit, a.C);
+    rows.merge(shared, D, x.parts.o + at * D, x.parts.ml + at);
+    if (!block_is_last(x.parts.count + head, cut.splits, shared_memory<uint32_t>())) continue;
+    for (int g = warp_id(); g < HEADS; g += THREADS / 32) {
+      const int64_t from = head * x.parts.splits * HEADS + g, to = b * a.H + h * HEADS + g;
+      const float sink = a.sinks ? a.sinks[h * HEADS + g] * LOG2E : -INFINITY;
+      finish<E>(x.parts.o + from * D, HEADS * D, x.parts.ml + from, HEADS, cut.splits, D, sink,
+                static_cast<E *>(a.out) + to * D, a.lse + to);
     }
   }
+}
+
+/* More heads a group: blockIdx.z is the tile of them, blockIdx.y the split. */
+template <class E, int D, class X>
+static __global__ void __launch_bounds__(X::THREADS, 1)
+    tiles_kernel(const kv_decode a, const Scratch x, const Logits logits) {
+  E *const q = shared_memory<E>();
+  const int head = blockIdx.x, split = blockIdx.y, unit = head * x.parts.tiles + blockIdx.z;
+  const int b = head / (int)a.Hkv, h = head % (int)a.Hkv, G = (int)(a.H / a.Hkv), g = blockIdx.z * X::ROWS;
+  const Cut cut = cut_of<X::KEYS>(a, x.parts, head);
+  if (split >= cut.splits) return;
+  if (split == 0 && threadIdx.x == 0) x.parts.count[unit] = cut.splits;
+  const Split<E> s = split_of<E>(a, cut, head, split, 0);
+  if (s.last && g == 0) append(a, head, s);
+
+  const int stride = (int)a.q_stride[1] * (int)sizeof(E), rows = min(G - g, X::ROWS), count = s.c1 - s.c0;
+  const E *query = static_cast<const E *>(a.q) + b * a.q_stride[0] + (h * G + g) * a.q_stride[1];
+  const kv_segments queries = {(uint64_t)query, 0, stride, 0, rows, rows};
+  const int first = s.c0 + (s.own ? prefix_len(a, head) : 0);
+  const auto keep = [&](const auto &products, int c) {
+    if (!x.logit) return;
+    float *const logit = x.logit + ((int64_t)head * G + g) * a.C + first + c;
+    each_number<X::MT, X::KEYS / X::KEY_WARPS / 8>([&](int m, int n, int half, int j) {
+      const int r = warp_row<X>() + 16 * m + 8 * half + fragment_row(), column = 8 * n + fragment_column() + j;
+      if (r < rows && c + column < count) logit[r * a.C + column] = logits.scale * products[m][n][2 * half + j];
+    });
+  };
+  Attended<X::MT, D> done;
+  attend_columns<E, D, X, true>(
+      done, q, queries, 0, between(s.k, s.c0, s.c1), between(s.v, s.c0, s.c1), count, (int)a.D, logits,
+      [&](int, int) { return count; }, keep);
+  const int64_t at = ((int64_t)unit * x.parts.splits + split) * x.parts.rows;
+  put_part<E, D, X>(done, q, x.parts.rows, (int)a.D, x.parts.o + at * a.D, x.parts.ml + at);
 }
 
 /* Column c of a head's probs: the mean of its query heads' exp(logit - lse). */
@@ -337,11 +176,12 @@ static __global__ void __launch_bounds__(THREADS) probs_kernel(const kv_decode a
 
 template <class E, int L, int V, int HEADS>
 static int run(const kv_decode *a, const Scratch &x, void *stream) {
-  const int64_t heads = a->B * a->Hkv, rows = a->rows_prefix + a->rows;
-  const int64_t mean = rows / (heads * SPLIT) + 1;                  /* splits of a head */
-  const int64_t blocks = 4 * mean < x.splits ? 4 * mean : x.splits; /* a longer head's take several */
-  const auto shared = (size_t)Rows<E, L, V, HEADS>::shared_bytes(a->D);
-  return launch<decode_kernel<E, L, V, HEADS>>(dim3((unsigned)heads, (unsigned)blocks), THREADS, shared, stream, *a, x);
+  const int64_t heads = a->B * a->Hkv,
+                mean = (a->rows_prefix + a->rows) / (heads * 2 * STEP) + 1;     /* splits of a head */
+  const int64_t blocks = 4 * mean < x.parts.splits ? 4 * mean : x.parts.splits; /* a longer head's take several */
+  const dim3 grid((unsigned)heads, (unsigned)blocks);
+  const auto shared = (size_t)HeadRows<E, L, V, HEADS>::shared_bytes(a->D);
+  return launch<lanes_kernel<E, L, V, HEADS>>(grid, THREADS, shared, stream, *a, x);
 }
 
 template <class E, int HEADS>
@@ -352,22 +192,60 @@ static int run_width(const kv_decode *a, const Scratch &x, void *stream) {
   return run<E, 32, 8 / W, HEADS>(a, x, stream);
 }
 
-template <class E>
-static int run_heads(const kv_decode *a, const Scratch &x, void *stream) {
-  const int64_t G = a->H / a->Hkv;
-  if (G == 1) return run_width<E, 1>(a, x, stream);
-  if (G == 2) return run_width<E, 2>(a, x, stream);
-  return G <= 4 ? run_width<E, 4>(a, x, stream) : run_width<E, 8>(a, x, stream);
+static int run_lanes(const kv_decode *a, const Scratch &x, void *stream) {
+  const int64_t G = a->H / a->Hkv, heads = a->B * a->Hkv;
+  const int error = (int)cudaMemsetAsync(x.parts.count, 0, heads * sizeof *x.parts.count, (cudaStream_t)stream);
+  if (error) return error;
+  return dispatch(a->dtype, [&](auto e) {
+    using E = decltype(e);
+    if (G == 1) return run_width<E, 1>(a, x, stream);
+    if (G == 2) return run_width<E, 2>(a, x, stream);
+    return G == 3 ? run_width<E, 3>(a, x, stream) : run_width<E, 4>(a, x, stream);
+  });
 }
 
-int64_t kv_decode_cuda_scratch(const kv_decode *a) { return scratch_of(a, nullptr).bytes; }
+/* f(e, d, x) with the tile x for a group's heads. Of 256 dimensions registers hold no more than 16 rows. */
+template <class F>
+static int with_tile(const kv_decode *a, F f) {
+  return dispatch(a->dtype, a->D, [&](auto e, auto d) {
+    using E = decltype(e);
+    constexpr int D = decltype(d)::value;
+    if constexpr (D < 256)
+      if (a->H / a->Hkv > NarrowTile<E, D>::ROWS) return f(e, d, MediumTile<E, D>{});
+    return f(e, d, NarrowTile<E, D>{});
+  });
+}
 
-int kv_decode_cuda(const kv_decode *a, void *scratch, void *stream) {
+static int run_tiles(const kv_decode *a, const Scratch &x, void *stream) {
+  return with_tile(a, [&](auto e, auto d, auto tile) {
+    using E = decltype(e);
+    using X = decltype(tile);
+    const dim3 grid((unsigned)(a->B * a->Hkv), (unsigned)x.parts.splits, (unsigned)x.parts.tiles);
+    const int error = launch<tiles_kernel<E, decltype(d)::value, X>>(grid, X::THREADS, X::SHARED, stream, *a, x,
+                                                                     logits_of(a->scale, a->softcap));
+    return error ? error : combine<E>(x.parts, {a->B, a->H, a->Hkv, 1, a->D, a->sinks, a->out, a->lse}, stream);
+  });
+}
+
+static bool by_lanes(const kv_decode *a) { return a->H <= MOST_LANES * a->Hkv; }
+
+static Scratch planned(const kv_decode *a, Cutter &scratch) {
+  const int heads = by_lanes(a) ? (int)MOST_LANES : with_tile(a, [](auto, auto, auto x) { return decltype(x)::ROWS; });
+  return scratch_of(a, heads, scratch);
+}
+
+int64_t kv_decode_cuda_scratch(const kv_decode *a) {
+  Cutter scratch = {nullptr, 0};
+  if (a->B * a->Hkv > 0) planned(a, scratch);
+  return scratch.bytes;
+}
+
+int kv_decode_cuda(const kv_decode *a, void *memory, void *stream) {
   const int64_t heads = a->B * a->Hkv;
   if (heads == 0) return 0;
-  const Scratch x = scratch_of(a, scratch);
-  int error = (int)cudaMemsetAsync(x.counter, 0, heads * sizeof *x.counter, (cudaStream_t)stream);
-  if (error == 0) error = dispatch(a->dtype, [&](auto e) { return run_heads<decltype(e)>(a, x, stream); });
+  Cutter scratch = {memory, 0};
+  const Scratch x = planned(a, scratch);
+  const int error = by_lanes(a) ? run_lanes(a, x, stream) : run_tiles(a, x, stream);
   if (error || !a->probs) return error;
   return launch<probs_kernel>(grid_of((a->C + THREADS - 1) / THREADS, heads), THREADS, 0, stream, *a, x.logit);
 }

@@ -70,6 +70,7 @@ typedef struct {
   const float *sinks;  /* [H] the attention sink: one more logit, without a value (GPT-OSS), or NULL */
   void *out;           /* [B, T, H, D] dtype */
   float *lse;          /* [B, H, T] natural log-sum-exp of the row's logits, including the sink */
+  int64_t rows;        /* of the slot buffers; read only on CUDA, as a bound of the work */
 } kv_attend;
 
 /* R observing rows and their attention weights over the alive slots, a[r,i] = exp(logit[r,i] - lse[r]) for

@@ -156,25 +156,35 @@ static __device__ __forceinline__ void multiply(float (&s)[MT][NT][4], const E *
   }
 }
 
-/* o [16 MT, D] += P V, with P [16 MT, 8 NT] rounded to E. */
-template <class E, int D, int MT, int NT>
+/* o [16 MT, D] += P V, with P [16 MT, 8 NT] rounded to E; EXACT: and what that leaves, rounded too, so that nearly all
+ * of fp32 counts (and a value of inf gives NaN). */
+template <class E, int D, bool EXACT = false, int MT, int NT>
 static __device__ __forceinline__ void add_values(float (&o)[MT][D / 8][4], const float (&p)[MT][NT][4], const E *v) {
   const int lane = lane_id();
 #pragma unroll
   for (int k = 0; k < NT / 2; k++) {
-    uint32_t x[MT][4], y[4];
+    uint32_t x[MT][4], rest[MT][4], y[4];
 #pragma unroll
     for (int m = 0; m < MT; m++)
 #pragma unroll
       for (int right = 0; right < 2; right++)
 #pragma unroll
-        for (int half = 0; half < 2; half++)
-          x[m][2 * right + half] = pack<E>(p[m][2 * k + right][2 * half], p[m][2 * k + right][2 * half + 1]);
+        for (int half = 0; half < 2; half++) {
+          const float *const from = p[m][2 * k + right] + 2 * half;
+          x[m][2 * right + half] = pack<E>(from[0], from[1]);
+          if constexpr (EXACT) {
+            const float2 kept = unpack<E>(x[m][2 * right + half]);
+            rest[m][2 * right + half] = pack<E>(from[0] - kept.x, from[1] - kept.y);
+          }
+        }
 #pragma unroll
     for (int d = 0; d < D / 8; d += 2) {
       ldmatrix_x4_trans(y[0], y[1], y[2], y[3], v + tile_at<E, D>(lane % 16, d + lane / 16) + k * 16 * D);
 #pragma unroll
-      for (int m = 0; m < MT; m++) mma<E>(o[m][d], x[m], y[0], y[1]), mma<E>(o[m][d + 1], x[m], y[2], y[3]);
+      for (int m = 0; m < MT; m++) {
+        mma<E>(o[m][d], x[m], y[0], y[1]), mma<E>(o[m][d + 1], x[m], y[2], y[3]);
+        if constexpr (EXACT) mma<E>(o[m][d], rest[m], y[0], y[1]), mma<E>(o[m][d + 1], rest[m], y[2], y[3]);
+      }
     }
   }
 }
@@ -216,10 +226,9 @@ static __device__ __forceinline__ void add_values_seen(float (&o)[MT][D / 8][4],
 
 static __device__ __forceinline__ float zero_if_finite(float x) { return isfinite(x) ? 0 : x; }
 
-/* Moves inf and NaN from the tile v [ROWS, D] into the rows of o that see them: a product would spread them to all
- * rows. Called by all threads of the block. */
-template <class E, int D, int ROWS, int THREADS, int MT>
-static __device__ __forceinline__ void move_nonfinite(float (&o)[MT][D / 8][4], E *v, const int (&seen)[MT][2]) {
+/* Adds inf and NaN of the tile v [ROWS, D] to the rows of o that see them: a product would spread them to all rows. */
+template <class E, int D, int ROWS, int MT>
+static __device__ __forceinline__ void add_nonfinite(float (&o)[MT][D / 8][4], const E *v, const int (&seen)[MT][2]) {
 #pragma unroll 1
   for (int c = 0; c < ROWS; c++)
 #pragma unroll
@@ -230,6 +239,11 @@ static __device__ __forceinline__ void move_nonfinite(float (&o)[MT][D / 8][4], 
         o[m][d][2 * half] += zero_if_finite(y.x), o[m][d][2 * half + 1] += zero_if_finite(y.y);
       });
     }
+}
+
+/* Makes inf and NaN of a tile 0, after all threads of the block have read them. */
+template <class E, int D, int ROWS, int THREADS>
+static __device__ __forceinline__ void clear_nonfinite(E *v) {
   __syncthreads();
 #pragma unroll 1
   for (int i = threadIdx.x; i < ROWS * D; i += THREADS)

@@ -36,7 +36,7 @@ static void test_attend(kv_dtype dtype, int64_t T, int64_t S, int64_t longest) {
   float *lse[2] = {nans(p.B * p.H * T), nans(p.B * p.H * T)};
   for (int i = 0; i < 2; i++) {
     kv_attend a = {dtype, p.B, p.H,     p.Hkv,   T,    S,       p.D,    p.scale, p.softcap,
-                   p.q,   {0}, p.slots, p.chunk, stop, p.sinks, out[i], lse[i]};
+                   p.q,   {0}, p.slots, p.chunk, stop, p.sinks, out[i], lse[i],  p.rows};
     memcpy(a.q_stride, p.q_stride, sizeof a.q_stride);
     kv_set_parallel(i ? threads_hook : NULL, 3);
     check(kv_attend_cpu(&a) == KV_OK, "attend status");
@@ -166,7 +166,7 @@ static float *attended(const caller *x) {
   void *out = need((size_t)(rows * p->D), (size_t)kv_size(p->dtype));
   float *lse = nans(rows);
   kv_attend a = {p->dtype, p->B, p->H,     p->Hkv,   p->T,    p->S,     p->D, p->scale, p->softcap,
-                 p->q,     {0},  p->slots, p->chunk, p->stop, p->sinks, out,  lse};
+                 p->q,     {0},  p->slots, p->chunk, p->stop, p->sinks, out,  lse,      p->rows};
   memcpy(a.q_stride, p->q_stride, sizeof a.q_stride);
   if (kv_attend_cpu(&a) != KV_OK) abort();
   free(out);

@@ -6,7 +6,9 @@ A warning, local memory (spilled registers, or an array that is not in registers
 registers than the file's line "budget: regs N, smem BYTES" states is an error. tests/cuda_on_cpu/run.sh checks BYTES,
 the most dynamic shared memory of a block, against the launches. Prints a table of the kernels and, with
 nvdisasm on PATH (`pip install nvidia-cuda-nvdisasm`), the machine instructions of each one's main loops: those that
-multiply matrices, or the one with the most arithmetic.
+multiply matrices, or the one with the most arithmetic. With g++, for decode and attend also the blocks of a decoded
+token and of short queries on 32,768 slots (launches.cpp), and how often they fill a GPU; fewer blocks than it has
+multiprocessors are an error.
 """
 
 import argparse
@@ -22,6 +24,9 @@ from shutil import which
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 ARCHS = ["80", "86", "89", "90", "100", "120"]
+HERE = Path(__file__).resolve().parent
+# By architecture: a GPU's name, its multiprocessors and the KiB of shared memory of each.
+GPUS = {"80": ("A100", 108, 164), "90": ("H100", 132, 228), "120": ("RTX 5090", 170, 100)}
 MOST_SHARED = 101376  # the limit of a block on sm_86, sm_89 and sm_120
 
 # Columns of the instruction table; an instruction counts where its name first matches.
@@ -152,6 +157,38 @@ def print_counts(sources, arch, folder):
     print_table(["kernel", "all", "loop", *KINDS], rows)
 
 
+def launches(folder):
+    """[(shape, kernel, blocks, threads, shared memory of a block)]; the linker finds no emulator, as no kernel runs."""
+    emulator, target = HERE.parent / "cuda_on_cpu", folder / "launches"
+    sources = [emulator / "launches.cpp", CSRC / "attend_cuda.cu", CSRC / "decode_cuda.cu"]
+    command = ["g++", "-std=c++17", "-w", "-DKV_MOST_GRID_Y=65535", f"-I{emulator}", f"-I{CSRC}"]
+    command += ["-include", emulator / "ptx.h", "-x", "c++", *sources]
+    subprocess.run([*command, "-no-pie", "-Wl,--unresolved-symbols=ignore-all", "-o", target], check=True)
+    lines = subprocess.run([target], capture_output=True, text=True, check=True).stdout.splitlines()
+    return [(shape, kernel, *map(int, numbers)) for shape, kernel, *numbers in (line.split("; ") for line in lines)]
+
+
+def print_waves(used, archs, folder):
+    """A GPU's wave is as many blocks as run at once."""
+    rows, wrong, seen = [], [], ""
+    regs = {kernel.replace(" ", ""): regs for (_, kernel), regs in used.items()}
+    gpus = [(arch, *GPUS[arch.rstrip("a")]) for arch in archs if arch.rstrip("a") in GPUS]
+    for shape, kernel, blocks, threads, shared in launches(folder):
+        row = ["" if shape == seen else shape, kernel, blocks, shared]
+        for arch, name, units, kib in gpus:
+            registers = -(-regs[kernel.replace(" ", "")][arch] // 8) * 8 * threads
+            at_once = min(65536 // registers, (kib << 10) // (shared + 1024), 2048 // threads, 32)
+            row += [at_once, f"{blocks / (at_once * units):.2f}"]
+            if shape != seen and blocks < units:
+                wrong.append(f"{shape}: {blocks} blocks for the {units} multiprocessors of {name}")
+        rows.append(row)
+        seen = shape
+    print("bf16, 128 dimensions, 8 kv heads of 32,768 slots: blocks of a launch, on a multiprocessor, and waves")
+    heads = [head for _, name, *_ in gpus for head in (name, "waves")]
+    print_table(["shape", "kernel", "blocks", "shared", *heads], rows)
+    return wrong
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ops", nargs="*", help="all")
@@ -180,6 +217,8 @@ def main():
         rows = [[kernel, *(regs.get(arch, "-") for arch in archs), *budgets[stem].values()]
                 for (stem, kernel), regs in sorted(used.items())]  # fmt: skip
         print_table(["kernel", *(f"sm_{arch}" for arch in archs), "regs", "smem"], rows)
+        if which("g++") and {"attend", "decode"} <= {s.stem.removesuffix("_cuda") for s in sources} and not wrong:
+            wrong += print_waves(used, archs, folder)
         if which("nvdisasm") and asked.counts in archs and not wrong:
             print_counts(sources, asked.counts, folder)
         elif not which("nvdisasm"):

@@ -6,7 +6,10 @@
 #define KV_LAUNCH_CUH
 #include "cuda_runtime.h"
 
-constexpr int64_t MOST_GRID_Y = 3; /* a GPU has 65,535; with 3 a few heads already take layers in z (grid.cuh) */
+#ifndef KV_MOST_GRID_Y
+#define KV_MOST_GRID_Y 3 /* a GPU has 65,535; with 3 a few heads already take layers in z (grid.cuh) */
+#endif
+constexpr int64_t MOST_GRID_Y = KV_MOST_GRID_Y;
 
 struct f16 {
   uint16_t bits;

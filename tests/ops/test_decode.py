@@ -80,6 +80,13 @@ def test_fuzz(seed):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("G, D", [(3, 256), (5, 64), (6, 128), (7, 80), (9, 256), (16, 24), (17, 128), (71, 96)])
+def test_groups(G, D, dtype):
+    """Every number of heads a group; splits of a whole head, of one slot and of none before the new one."""
+    check(step(10, B=1, G=G, Hkv=3, D=D, lens=[[389, 0, 1]], dtype=dtype, softcap=float(G % 3), sinks=G % 2 == 0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_many_blocks(dtype):
     """Long and very uneven heads: the work of one is split, another is a single slot."""
     check(step(1, B=1, G=4, Hkv=3, lens=[[5003, 0, 777]], dtype=dtype))

@@ -1,0 +1,153 @@
+/* A decoded token of few heads a group, without tensor cores: L lanes share a row of keys or values, each with V vectors
+ * of 16 bytes; such a group of lanes takes every GROUPS-th row and has a softmax (m, l) and an output o of its own.
+ *
+ * Shared memory: 4 * HEADS * (D + 2) bytes for each of 128 / L groups, and 16. */
+#ifndef KV_LANES_CUH
+#define KV_LANES_CUH
+#include "stream.cuh"
+
+constexpr int THREADS = 128;
+
+/* A group of lanes' share of HEADS heads, those of one kv head: lane i has elements (v * L + i) * W .. of vector v. It loads AHEAD rows of
+ * keys and of values at once: as many as registers hold, at most 8 so that an SM has room for several blocks. */
+template <class E, int L, int V, int HEADS>
+struct HeadRows {
+  static constexpr int W = VECTOR<E>, GROUPS = THREADS / L, AHEAD = (HEADS == 1 ? 8 : 16 / HEADS) / V;
+  float q[HEADS][V][W], o[HEADS][V][W], m[HEADS], l[HEADS];
+
+  static __device__ __forceinline__ int group() { return threadIdx.x / L; }
+  static __device__ __forceinline__ int element(int v) { return (v * L + threadIdx.x % L) * W; }
+
+  /* query: the first head's row. Elements from D on are zeros. */
+  __device__ __forceinline__ void start(const E *query, int64_t stride, int D, float scale) {
+#pragma unroll
+    for (int g = 0; g < HEADS; g++) {
+      m[g] = -INFINITY, l[g] = 0;
+#pragma unroll
+      for (int v = 0; v < V; v++)
+#pragma unroll
+        for (int i = 0; i < W; i++) {
+          q[g][v][i] = element(v) < D ? scale * to_float(query[g * stride + element(v) + i]) : 0;
+          o[g][v][i] = 0;
+        }
+    }
+  }
+
+  /* Rows c, c + GROUPS, ..; zeros for rows from c1 on and elements from D on. */
+  static __device__ __forceinline__ void load(const kv_segments &x, int c, int c1, int D, uint4 (&part)[AHEAD][V]) {
+#pragma unroll
+    for (int u = 0; u < AHEAD; u++, c += GROUPS)
+#pragma unroll
+      for (int v = 0; v < V; v++)
+        part[u][v] =
+            load_once_16_if(reinterpret_cast<const uint4 *>(kv_segments_at(&x, c)) + v * L, c < c1 && element(v) < D);
+  }
+
+  /* s = q.k of the heads, equal in all lanes of the group */
+  __device__ __forceinline__ void dots(const uint4 (&k)[V], float (&s)[HEADS]) const {
+    float x[V][W];
+#pragma unroll
+    for (int v = 0; v < V; v++) vector_floats<E>(k[v], x[v]);
+#pragma unroll
+    for (int g = 0; g < HEADS; g++) {
+      float sum = 0;
+#pragma unroll
+      for (int v = 0; v < V; v++)
+#pragma unroll
+        for (int i = 0; i < W; i++) sum += q[g][v][i] * x[v][i];
+      s[g] = lanes_sum<L>(sum);
+    }
+  }
+
+  /* Rows of logits s become p = 2^(s - m); l and o follow m. While nothing was seen m is -inf; 0 stands in for it. */
+  __device__ __forceinline__ void softmax(float (&s)[AHEAD][HEADS]) {
+#pragma unroll
+    for (int g = 0; g < HEADS; g++) {
+      float top = m[g];
+#pragma unroll
+      for (int u = 0; u < AHEAD; u++) top = fmaxf(top, s[u][g]);
+      const float from = top == -INFINITY ? 0 : top, alpha = exp2_approx(m[g] - from);
+      m[g] = top;
+      l[g] *= alpha;
+#pragma unroll
+      for (int u = 0; u < AHEAD; u++) l[g] += s[u][g] = exp2_approx(s[u][g] - from);
+#pragma unroll
+      for (int v = 0; v < V; v++)
+#pragma unroll
+        for (int i = 0; i < W; i++) o[g][v][i] *= alpha;
+    }
+  }
+
+  __device__ __forceinline__ void add(const float (&p)[HEADS], const uint4 (&value)[V]) {
+#pragma unroll
+    for (int v = 0; v < V; v++) {
+      float x[W];
+      vector_floats<E>(value[v], x);
+#pragma unroll
+      for (int g = 0; g < HEADS; g++)
+#pragma unroll
+        for (int i = 0; i < W; i++) o[g][v][i] += p[g] * x[i];
+    }
+  }
+
+  /* Slots c0 .. c1 - 1; logit: of the first head, heads C apart, or NULL. Every group of lanes runs the loop equally
+   * often. */
+  __device__ __forceinline__ void attend(const kv_segments &k, const kv_segments &v, int c0, int c1, int D, float cap,
+                                         float *logit, int64_t C) {
+    constexpr int STEP = AHEAD * GROUPS;
+    uint4 keys[AHEAD][V], values[AHEAD][V];
+    load(k, c0 + group(), c1, D, keys);
+    for (int base = c0; base < c1; base += STEP) {
+      const int c = base + group();
+      float s[AHEAD][HEADS];
+      load(v, c, c1, D, values);
+#pragma unroll
+      for (int u = 0; u < AHEAD; u++) dots(keys[u], s[u]);
+      load(k, c + STEP, c1, D, keys); /* in flight during the rest */
+      if (cap > 0) {
+#pragma unroll
+        for (int u = 0; u < AHEAD; u++)
+#pragma unroll
+          for (int g = 0; g < HEADS; g++) s[u][g] = cap * tanhf(s[u][g]);
+      }
+      if (base + STEP > c1) {
+#pragma unroll
+        for (int u = 0; u < AHEAD; u++)
+#pragma unroll
+          for (int g = 0; g < HEADS; g++)
+            if (c + u * GROUPS >= c1) s[u][g] = -INFINITY;
+      }
+      if (logit && threadIdx.x % L == 0) {
+#pragma unroll
+        for (int u = 0; u < AHEAD; u++)
+#pragma unroll
+          for (int g = 0; g < HEADS; g++)
+            if (c + u * GROUPS < c1) logit[g * C + c + u * GROUPS] = s[u][g];
+      }
+      softmax(s);
+#pragma unroll
+      for (int u = 0; u < AHEAD; u++) add(s[u], values[u]);
+    }
+  }
+
+  static int64_t shared_bytes(int64_t D) { return HEADS * GROUPS * (D + 2) * 4 + 16; }
+
+  /* Merges the block's groups of lanes: o [HEADS, D], ml [HEADS]. shared: shared_bytes(D) less 16. */
+  __device__ __forceinline__ void merge(float *shared, int D, float *o_out, float2 *ml_out) const {
+    float2 *ml = reinterpret_cast<float2 *>(shared);
+    float *part = shared + 2 * HEADS * GROUPS;
+    __syncthreads();
+#pragma unroll
+    for (int g = 0; g < HEADS; g++) {
+      const int at = g * GROUPS + group();
+      if (threadIdx.x % L == 0) ml[at] = make_float2(m[g], l[g]);
+#pragma unroll
+      for (int v = 0; v < V; v++)
+#pragma unroll
+        for (int i = 0; i < W; i++)
+          if (element(v) < D) part[at * D + element(v) + i] = o[g][v][i];
+    }
+    merge_parts<GROUPS>(ml, part, HEADS, D, o_out, ml_out);
+  }
+};
+#endif
