@@ -54,8 +54,8 @@ def test_a_request_that_takes_too_long(stream):
     client = Client(server(timeout=0.5))
     body = LONG | dict(stream=stream)
     first, waited = together(client, ("POST", "/v1/chat/completions", body), question("Orshan", kvevict={}))
-    if stream:
-        assert events(first)[-1]["error"]["message"].startswith("the request took longer")
+    if first.status_code == 200:  # its answer had begun
+        assert stream and events(first)[-1]["error"]["message"].startswith("the request took longer")
     else:
         assert first.status_code == 504
     assert waited.status_code in (200, 504)
