@@ -4,8 +4,8 @@ import contextlib
 
 import torch
 
+from .engine import gates
 from .engine.adopt import EvictionCache
-from .engine.gates import beside
 from .engine.installed import patch_of, using
 from .families import base_model, device_of, find_decoder, unwrapped
 from .patch import evicting
@@ -18,7 +18,7 @@ from .writing import Sampling, written
 
 def unasked(decoder) -> str:
     """The policy of a text whose questions come later, where none is named: the best measured (docs/results.md)."""
-    return "gate" if beside(decoder) else "read-twice"
+    return "gate" if gates.own(decoder) else "read-twice"
 
 
 def read(model, tokenizer, context, policy=None, **options):
@@ -27,8 +27,8 @@ def read(model, tokenizer, context, policy=None, **options):
     model             as `kvevict.patch` takes it
     context           text; in the tokenizer's chat template, if it has one, it opens the user's turn
     policy, options   as `kvevict.patch` takes them; None: the policy that the model is patched with. Of a model that
-                      is not: "gate" if gates lie in its folder, or else "read-twice", in chunks short enough to be
-                      repeated within the model's positions
+                      is not: "gate" if gates lie in its folder or were named for it before, or else "read-twice", in
+                      chunks short enough to be repeated within the model's positions
 
     The model is left as it was. Raises ValueError for an empty text, a missing budget or a model in training mode.
     """

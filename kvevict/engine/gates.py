@@ -20,6 +20,7 @@ BESIDE = "kvevict_gates"  # the folder, in that of a model, of the gates that it
 AGAIN = "give a folder that `kvevict train --kind gates` wrote for this model"
 KINDS = {"linear": 1, "mlp": 2}  # affine maps of a layer
 _loaded: WeakKeyDictionary = WeakKeyDictionary()  # decoder -> (folder, Gates)
+_named: WeakKeyDictionary = WeakKeyDictionary()  # decoder -> the folder that a policy named last
 
 
 @dataclass
@@ -70,21 +71,26 @@ def load(folder, model) -> Gates:
 
 
 def loaded(folder, decoder, order) -> Gates:
-    """`load`, once for a decoder; None: from the folder beside the model's weights."""
+    """`load`, once for a decoder; None: from its `own` folder. A folder that is named is its own from then on."""
     known = _loaded.get(decoder)
     if known is None or known[0] != folder:
-        known = _loaded[decoder] = folder, _read(_beside(decoder) if folder is None else folder, decoder, order)
+        known = _loaded[decoder] = folder, _read(_own(decoder) if folder is None else folder, decoder, order)
+        if folder is not None:
+            _named[decoder] = folder
     return known[1]
 
 
-def beside(decoder) -> Path | None:
-    """The folder of gates in that of a model; None: there is none."""
+def own(decoder) -> Path | None:
+    """The folder of a model's gates: the one that was named last, or that in the model's own; None: there is none."""
+    named = _named.get(decoder)
+    if named is not None and (Path(named) / CONFIG).is_file():
+        return Path(named)
     name = getattr(decoder.config, "_name_or_path", "")
     return Path(name) / BESIDE if name and (Path(name) / BESIDE / CONFIG).is_file() else None
 
 
-def _beside(decoder):
-    folder = beside(decoder)
+def _own(decoder):
+    folder = own(decoder)
     if folder is None:
         raise ValueError(
             "gates is missing: the folder of gates that were trained on this model, which `kvevict train --kind "

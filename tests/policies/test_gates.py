@@ -1,5 +1,6 @@
 """Gates against the oracle and by hand; their folder."""
 
+import copy
 import json
 
 import pytest
@@ -11,6 +12,8 @@ from test_policies import BUDGET, CHUNK, VOCAB, compare, kept, model, tokens
 
 import kvevict
 from kvevict import sealed
+from kvevict.answer import unasked
+from kvevict.families import find_decoder
 from kvevict.policy import build
 
 CHUNKED = dict(budget=BUDGET, chunk_size=CHUNK, recent=2)
@@ -191,8 +194,7 @@ def test_tokens_that_upper_layers_do_not_read(options):
 
 
 def test_a_folder_that_does_not_fit_is_refused(tmp_path):
-    made = model()
-    folder = tmp_path / "gates"
+    made, folder = copy.deepcopy(model()), tmp_path / "gates"  # whose gates no other test has named
     for given, text in ((None, "gates is missing"), (folder, "is not a folder of gates")):
         with pytest.raises(ValueError, match=text):
             kvevict.patch(made, "gate", budget=80, gates=given)
@@ -228,6 +230,20 @@ def test_gates_in_the_model_s_folder(tmp_path):
     written(tmp_path / "model" / "kvevict_gates", made)
     with kvevict.evicting(made, "gate", budget=80):
         pass
+
+
+def test_gates_that_were_named_once(tmp_path):
+    """They are the model's own from then on, as long as their folder is there."""
+    made, ids = copy.deepcopy(model()), torch.randint(3, 90, (1, 50), generator=torch.Generator().manual_seed(0))
+    folder, decoder = written(tmp_path / "gates", made), find_decoder(made)
+    assert unasked(decoder) == "read-twice"
+    want, got = numbers(made, ids[0], gates=folder, **CHUNKED), numbers(made, ids[0], **CHUNKED)
+    assert unasked(decoder) == "gate"
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+    (tmp_path / "gates" / "config.json").unlink()
+    assert unasked(decoder) == "read-twice"
+    with pytest.raises(ValueError, match="gates is missing"):
+        kvevict.patch(made, "gate", budget=80)
 
 
 def shorten(path):
