@@ -1,7 +1,7 @@
 """How high each layer ranks the tokens of the answer's sentence in the chunk that holds it, by the policy's pooled
-scores summed over kv heads: answer_ranks.py MODEL BOOKS [QUESTIONS]. Of the task `many`, the question known, in chunks of
-512 at 1/16 of the slots. A line per layer: the share of questions whose worst-ranked token is among the 64 and 128 best,
-of the layer's own scores and of their sum over the layers up to it."""
+scores summed over kv heads: answer_ranks.py MODEL BOOKS [QUESTIONS]. Of the task `many`, the question known, in chunks
+of 512 at 1/16 of the slots. A line per layer: the share of questions whose worst-ranked token is among the 64 and 128
+best, of the layer's own scores and of their sum over the layers up to it."""
 
 import itertools
 import sys
