@@ -229,7 +229,7 @@ static __device__ __forceinline__ void attend_columns(Attended<X::MT, D> &x, E *
       add_values<E, D, EXACT>(x.o, s, v + key * D);
     }
   }
-  cp_async_wait<0>(); /* the copy of Q, where there is no column */
+  cp_async_wait<0>(); /* the copy of Q, where a split has no columns */
   __syncthreads();    /* and what the caller left in shared memory before */
 }
 

@@ -41,13 +41,14 @@ def worst(worth, wanted) -> int:
 def ranks(model, tokenizer, case):
     """[layer] (rank by its own worth, rank by the sum up to it), or None where no text has the answer."""
     prompt = ask.encode(model, tokenizer, case)
-    ends = list(itertools.accumulate(len(tokenizer.decode(token)) for token in prompt.context))
-    text = "".join(tokenizer.decode(token) for token in prompt.context)
-    at = text.find(f"{case.opening.removeprefix('Answer: ')} {case.answers[0]}")
+    pieces = [tokenizer.decode(token) for token in prompt.context]
+    ends, answer = itertools.accumulate(map(len, pieces)), case.answers[0]
+    said = f"{case.opening.removeprefix('Answer: ')} {answer}"
+    at = "".join(pieces).find(said)
     if at < 0:
         return None
-    stop = at + len(case.opening.removeprefix("Answer: ")) + 1 + len(case.answers[0])
-    inside = [i for i, end in enumerate(ends) if stop - len(case.answers[0]) < end <= stop]
+    stop = at + len(said)
+    inside = [i for i, end in enumerate(ends) if stop - len(answer) < end <= stop]
     ids, watcher = torch.tensor([prompt.context + prompt.question]), Worth()
     options = dict(budget=1 / 16, chunk_size=512, tokenizer=tokenizer)
     with kvevict.evicting(model, "take+edie", **options), within(watchers=(watcher,)), torch.no_grad():
