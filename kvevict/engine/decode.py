@@ -1,13 +1,14 @@
 """One decoded token in one layer: it is stored and attends, and only where slots are due to go are they scored."""
 
+import numpy as np
 import torch
 
 from .. import _ops
-from ..policy.heads.equal import Equal
+from ..policy.heads.equal import Equal, shares
 from ..policy.scores import Score
 from ..policy.selections.token import Token
 from . import host, rerotate
-from .evict import equal_shares, join, kept
+from .evict import join, kept
 from .layer_call import layer_call, protected
 from .observation import LayerRows
 from .schedule import observes
@@ -65,7 +66,7 @@ def drop(step, layer, module, order, sums) -> bool:
     False, and nothing is done, if the heads' equal shares are more than some head has."""
     counts, policy = layer.counts, step.patch.policy
     slots, heads = step.chooser.decisions.kept(order, counts.sum(1)), counts.shape[1]
-    keep = equal_shares(slots, heads)
+    keep = shares(slots, np.arange(heads))
     if step.patch.ranks.size > 1 or (keep > counts).any():
         return False
     with step.meter.clock("evict"):

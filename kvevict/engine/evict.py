@@ -9,7 +9,7 @@ import torch
 
 from .. import _ops
 from ..policy.heads import above
-from ..policy.heads.equal import Equal
+from ..policy.heads.equal import Equal, shares
 from ..policy.selections.token import Token
 from . import host
 
@@ -120,17 +120,12 @@ def choose(call, score, slots, final=True, bar=None) -> Choice:
         return take(call, score, keep)
 
 
-def equal_shares(slots, heads):
-    """int [B, heads]: slots [B] of a layer, the same for every head, the remainder to lower ones."""
-    return slots[:, None] // heads + (np.arange(heads) < slots[:, None] % heads)
-
-
 def _equal(call, slots):
     """What the heads keep where all can keep the same, known without the device; None: the device is to be asked."""
     policy, counts = call.policy, call.slots.all_counts
     if type(policy.heads) is not Equal or type(call.select) is not Token or call.slots.prompt is not None:
         return None
-    keep = equal_shares(slots, counts.shape[1])
+    keep = shares(slots, np.arange(counts.shape[1]))
     return keep if ((np.minimum(counts, policy.protected) <= keep) & (keep <= counts)).all() else None
 
 

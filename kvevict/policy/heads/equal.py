@@ -17,7 +17,13 @@ class Equal(HeadBudget):
     def keep(self, slots, score, wanted, run=1):
         n, least, heads = slots.n - slots.past, slots.least - slots.past, slots.n.shape[1]
         wanted = wanted - slots.past.sum(1)
-        keep = wanted[:, None] // heads + (torch.arange(heads, device=n.device) < (wanted % heads)[:, None])
+        keep = shares(wanted, torch.arange(heads, device=n.device))
         if bool(((keep > n) | (keep < least)).any()):
             keep = apportion(torch.ones_like(n), wanted, least, n)
         return (slots.past + keep).to(torch.int32)
+
+
+def shares(slots, heads):
+    """int [B, H]: slots [B] of a layer, the same for each of the heads 0 .. H - 1, the remainder to lower ones. Both
+    are tensors, or NumPy's on the host."""
+    return slots[:, None] // len(heads) + (heads < (slots % len(heads))[:, None])
