@@ -51,11 +51,13 @@ class OfQueries(Quantity):
         return tuple(x.to(kv.k.device) for x in each)
 
     def turned(self, kv, x, ahead):
-        """Queries x [B, H, p, D] before rotation, rotated to the positions ahead [n] of the last row: the mean."""
+        """Queries x [B, H, p, D] before rotation, rotated to the positions ahead [n] of the last token: the mean."""
         step, module = kv.step, kv.module
         if not step.patch.rotates[module.layer_idx]:
             return x
-        last = step.positions[:, -1 - step.appended].long()
+        tokens = step.positions.shape[1] - step.appended
+        # A call of repeated rows alone has no token of its own: they begin right after the prompt's last one.
+        last = (step.positions[:, tokens - 1] if tokens else step.positions[:, 0] - 1).long()
         return families.rotate(step.decoder, module, x, 0 * last, last[:, None] + ahead.to(last.device))
 
 
