@@ -93,7 +93,7 @@ def choices(policy) -> str:
         name, options = registry.name_of(type(part)), changed(part)
         if options or usual.get(kind) != name:
             made.append(f"{kind} `{name}`" + (f" ({options})" if options else ""))
-    own = {"n_reuse": 1, "warmup_layers": None, "tsp": None, "keep_prompt": False}
+    own = {"n_reuse": 1, "warmup_layers": None, "tsp": None, "tsp_len": 2048, "keep_prompt": False}
     return "; ".join(made + [f"`{k}={getattr(policy, k)!r}`" for k, v in own.items() if getattr(policy, k) != v])
 
 
@@ -155,7 +155,6 @@ SHARED = {
     "beta": "how steep: the last layer's own share is 1 / beta of the average",
     "tau1": "exponent of the entropy, inverted",
     "tau2": "exponent of the variance, inverted",
-    "tsp_len": "how many tokens of a chunk the layers after `tsp` read",
     "window": "how many last rows observe",
 }
 

@@ -52,14 +52,14 @@ class Layers:
         return self._per_head(self.planned.split(None, [None]) if decided is None else decided)
 
     def chunks(self) -> Iterator[Taken]:
-        limits = schedule.limits(self.policy, range(self.count), self.tsp)
+        narrow = schedule.narrow(range(self.count), self.tsp)
         tokens = [self.tokens] if self.evicts else ()
-        return map(self.take, schedule.chunks(self.policy, self.tokens, limits, tokens))
+        return map(self.take, schedule.chunks(self.policy, self.tokens, narrow, tokens))
 
     def take(self, chunk: Chunk) -> Taken:
         """What a chunk does to the layers."""
         policy, stored = self.policy, self.kept
-        read = [min(chunk.rows, most) for most in chunk.limits]
+        read = schedule.read(policy, chunk.narrow, np.array([chunk.rows]))[:, 0].tolist()
         decisions = self.planned.decide(chunk, np.array([chunk.rows]), self.slots, np.array([True]))
         cuts = chunk.evicts and bool(self.planned.cuts.any())
         alive = [n + rows for n, rows in zip(stored, read, strict=True)]

@@ -4,8 +4,8 @@ import numpy as np
 
 from ..policy.checks import PLENTY
 from ..policy.layers import layer_slots
+from . import schedule
 from .decisions import Cascade, Decisions, Pooled
-from .schedule import relaxed
 
 
 class Budgets:
@@ -25,8 +25,7 @@ class Budgets:
         policy = self.policy
         if not chunk.evicts:
             return Decisions(policy, self.layers, lambda layer, alive: None)
-        most = np.array(chunk.limits)[:, None]
-        alive = stored + self.heads * np.minimum(tokens, most)
+        alive = stored + self.heads * schedule.read(policy, chunk.narrow, tokens)
         total = np.array([policy.slots(n) for n in self.seen]) * self.heads * self.layers
         over = (alive.sum(0) > total) & observed
         self.cuts = over if policy.threshold is None else observed
@@ -41,7 +40,7 @@ class Budgets:
         warmup = np.array([policy.warmup_slots(n) for n in self.seen]) * self.heads
 
         def limit(layer, _):
-            return warmup if relaxed(policy, layer, self.layers, chunk) else targets[layer]
+            return warmup if schedule.relaxed(policy, layer, self.layers, chunk) else targets[layer]
 
         return Decisions(policy, self.layers, limit, observed, bar)
 

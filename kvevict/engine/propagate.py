@@ -1,7 +1,8 @@
 """Token-selective propagation (FastKV, Jo et al. 2025): layers after `tsp` read only a chunk's best tokens.
 
-Layer `tsp` ranks the chunk's tokens by its pooled scores, summed over its kv heads; the observing rows are always
-propagated. Hooks on the layers after it cut their arguments to the propagated tokens, which keep their positions:
+Layer `tsp` ranks the chunk's tokens by its pooled scores, summed over its kv heads. The observing rows, and the first
+tokens that are always kept, are always propagated: without these, on which much attention rests, the layers after `tsp`
+lose most answers. Hooks on these layers cut their arguments to the propagated tokens, which keep their positions:
 hidden states, rotary embeddings, position ids, and the step that our attention reads. Every layer counts all tokens as
 seen, and rows appended to a chunk go through all layers.
 """
@@ -57,7 +58,7 @@ def check(patch, tokens: int, wanted: int, flags) -> None:
     """Raise ValueError if a chunk of `tokens` tokens loses rows that the caller wants: the last `wanted` (0: all), or
     those of every layer, by the `flags` that are set."""
     policy = patch.policy
-    if patch.tsp is None or tokens <= policy.tsp_len:
+    if patch.tsp is None or tokens == policy.propagated(tokens):
         return
     fix = f"tsp=None, or tsp_len >= {tokens}"
     if flags:
@@ -65,15 +66,15 @@ def check(patch, tokens: int, wanted: int, flags) -> None:
     if not 1 <= wanted <= policy.goes_on:
         raise ValueError(
             f"{f'the last {wanted}' if wanted else 'all'} rows were asked for, but layers after tsp={patch.tsp} read "
-            f"{policy.tsp_len} of {tokens} tokens, among them the last {policy.goes_on}: pass "
+            f"{policy.propagated(tokens)} of {tokens} tokens, among them the last {policy.goes_on}: pass "
             f"logits_to_keep=1, as generate does, or {fix}"
         )
 
 
 def due(call) -> bool:
     """Whether the layer has to choose which of the chunk's tokens go on."""
-    step = call.step
-    return step.read is not None and call.slots.index == step.patch.tsp and call.longest > call.policy.tsp_len
+    step, tokens = call.step, call.longest
+    return step.read is not None and call.slots.index == step.patch.tsp and tokens > call.policy.propagated(tokens)
 
 
 def choose(call, score) -> Onward:
@@ -81,10 +82,10 @@ def choose(call, score) -> Onward:
     policy, slots, kv = call.policy, call.slots, call.slots.kv
     rows, device = kv.k.shape[2], call.slots.device
     tokens = rows - kv.first
-    kept = np.minimum(rows - kv.padding, policy.tsp_len)
+    kept = policy.propagated(rows - kv.padding)
     most, keep = int(kept.max()), host.upload(kept, device, torch.int32)
     last = slots.protected[1].clamp_min(policy.goes_on).minimum(keep)
-    first = policy.keep_first - (call.layer.seen - tokens)  # of them in this chunk
+    first = slots.protected[0] - (call.layer.seen - tokens)  # of them in this chunk
     first = first.clamp_min(0).minimum(keep - last).to(torch.int32)
     count = torch.arange(rows, device=device)
     slot = (call.layer.len[..., None] + count).clamp_max(slots.columns - 1)  # of each of a row's tokens

@@ -106,10 +106,10 @@ class Reader:
         tokens = np.maximum(prompt - request.padding, 0)
         seen = (tokens if layers[0].seen is None else tokens + layers[0].seen.tolist()).tolist()
         evicts = schedule.evicts(policy, seen)
-        limits, rows = schedule.limits(policy, patch.order, patch.tsp), policy.rows
+        narrow, rows = schedule.narrow(patch.order, patch.tsp), policy.rows
         if question := context().question or patch.question:
             rows = question.rows(request, prompt)
-        chunks = list(schedule.chunks(policy, prompt, limits, tokens.tolist() if evicts else (), rows))
+        chunks = list(schedule.chunks(policy, prompt, narrow, tokens.tolist() if evicts else (), rows))
         request.check_read(prompt, wanted, len(chunks) + drafted + (chunks[-1].appended > 0))
         budgets.check_groups(policy, request.cache, layers, patch.ranks)
         if request.scores(evicts):
@@ -131,7 +131,7 @@ class Reader:
         for order, layer in enumerate(layers):
             layer.decode_queries = None  # their slots are no longer the last ones
             if policy.schedule == "prompt" and len(chunks) > 1:
-                most = sum(min(chunk.end - chunk.start, limits[order]) for chunk in chunks)
+                most = sum(policy.propagated(chunk.rows) if narrow[order] else chunk.rows for chunk in chunks)
                 layer.expected = (layer.longest() if layer.is_initialized else 0) + most + ROOM
         return chunks, read
 

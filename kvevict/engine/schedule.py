@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ..policy.checks import PLENTY
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,7 @@ class Chunk:
     last: bool  # it ends the prompt
     evicts: bool  # layers are cut back after it
     appended: int  # rows that are read with it and not stored
-    limits: tuple  # per evicting layer the most of its tokens that the layer reads
+    narrow: tuple  # per evicting layer whether it reads `policy.propagated` of its tokens only
     observed: bool = True  # rows observe; False: they come when all chunks were read
     again: range | None = None  # without columns of its own: tokens of every row, counted from 0, that are repeated
 
@@ -23,11 +23,15 @@ class Chunk:
 
 
 def evicts(policy, seen: list) -> bool:
-    """Whether a read loses slots, or scores need every row from the start; seen: tokens of each row at its end."""
-    return policy.carry != "none" or policy.threshold is not None or any(n > policy.slots(n) for n in seen)
+    """Whether a read loses slots, or tokens before the layers after tsp, or scores need every row from the start; seen:
+    tokens of each row at its end."""
+    if policy.carry != "none" or policy.threshold is not None or any(n > policy.slots(n) for n in seen):
+        return True
+    chunks = [min(n, policy.chunk_size or n) for n in seen]
+    return policy.tsp is not None and any(policy.propagated(n) < n for n in chunks)
 
 
-def chunks(policy, columns: int, limits: tuple, tokens: Iterable[int] = (), observers=None) -> Iterator[Chunk]:
+def chunks(policy, columns: int, narrow: tuple, tokens: Iterable[int] = (), observers=None) -> Iterator[Chunk]:
     """The chunks of a prompt of `columns` columns, the remainder first, so that the last chunk is full; then those
     without columns that repeat its parts. tokens: of each row of a batch whose prompts are evicted from, so that
     `observers`, the policy's rows if they are None, are appended to the chunks."""
@@ -36,10 +40,10 @@ def chunks(policy, columns: int, limits: tuple, tokens: Iterable[int] = (), obse
     for end in range((columns - 1) % size + 1, columns + 1, size):
         start, last = max(0, end - size), end == columns and not parts
         rows = 0 if parts else max((observers.appended(n, end - start, last) for n in tokens), default=0)
-        yield Chunk(start, end, last, last or policy.schedule == "chunk", rows, limits, not parts)
+        yield Chunk(start, end, last, last or policy.schedule == "chunk", rows, narrow, not parts)
     for again in parts:
         last, rows = again is parts[-1], max(policy.rows.appended(n, len(again), False) for n in tokens)
-        yield Chunk(columns, columns, last, last, rows, limits, again=again)
+        yield Chunk(columns, columns, last, last, rows, narrow, again=again)
 
 
 def repeated(policy, tokens: int) -> list:
@@ -51,9 +55,14 @@ def repeated(policy, tokens: int) -> list:
     return [range(start, min(start + part, tokens)) for start in range(0, tokens, part)]
 
 
-def limits(policy, order: Iterable[int], tsp: int | None) -> tuple:
-    """The most tokens of a chunk that each evicting layer reads; order: the decoder layers that those are."""
-    return tuple(PLENTY if tsp is None or layer <= tsp else policy.tsp_len for layer in order)
+def narrow(order: Iterable[int], tsp: int | None) -> tuple:
+    """Whether each evicting layer reads a chunk's best tokens only; order: the decoder layers that those are."""
+    return tuple(tsp is not None and layer > tsp for layer in order)
+
+
+def read(policy, narrow: tuple, tokens: np.ndarray) -> np.ndarray:
+    """How many of a chunk's tokens [B] each evicting layer reads, int [layers, B]."""
+    return np.where(np.array(narrow)[:, None], policy.propagated(tokens), tokens)
 
 
 def waits(policy, order: int, layers: int) -> bool:

@@ -7,6 +7,8 @@ import numbers
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import numpy as np
+
 from . import peers, rules
 from .checks import PLENTY, builtin, count, finite, flag, one_of, parsed, unknown
 from .heads import HeadBudget
@@ -60,6 +62,7 @@ class Policy:
     n_reuse        groups of this many layers use the slots that their first layer chooses (ChunkKV algorithm 3)
     tsp            the last decoder layer, from 0, that reads every token; the layers after it read each chunk's best
                    `tsp_len` (FastKV). "half": floor(L/2) - 1; None: all layers read all tokens
+    tsp_len        how many of a chunk's tokens these layers read (int), or which share of them (float in (0, 1))
     rerotate       False: distances count tokens of the text. True: they count slots, as in StreamingLLM's paper, so
                    that none exceeds budget + chunk; `kvevict.report` still gives positions in the text
     progress       show a progress bar while a prompt is read
@@ -88,7 +91,7 @@ class Policy:
     keep_first: int = 0
     n_reuse: int = 1
     tsp: int | str | None = None
-    tsp_len: int = 2048
+    tsp_len: int | float = 2048
     rerotate: bool = False
     progress: bool = False
     diagnose: bool = False
@@ -123,7 +126,10 @@ class Policy:
             count("warmup_layers", self.warmup_layers, 1)
         if self.tsp is not None and self.tsp != "half":
             count("tsp", self.tsp, 0)
-        count("tsp_len", self.tsp_len, self.goes_on + self.keep_first + 1)
+        if not isinstance(self.tsp_len, float):
+            count("tsp_len", self.tsp_len, self.fewest_propagated)
+        elif not 0 < self.tsp_len < 1:
+            raise ValueError(f"tsp_len={self.tsp_len} is not a share in (0, 1); pass an int for a number of tokens")
         rules.check(self)
 
     def to_json(self) -> str:
@@ -219,6 +225,18 @@ class Policy:
     def goes_on(self) -> int:
         """How many of a chunk's last tokens every layer reads, those after `tsp` too."""
         return max(1, self.rows.decoded)
+
+    @property
+    def fewest_propagated(self) -> int:
+        """The fewest of a chunk's tokens for the layers after `tsp`: those that always go on, and one."""
+        return max(self.keep_first, self.score.protected[0]) + self.goes_on + 1
+
+    def propagated(self, tokens):
+        """How many of a chunk's tokens, int or [B], the layers after `tsp` read."""
+        if isinstance(self.tsp_len, numbers.Integral):
+            return np.minimum(tokens, self.tsp_len)
+        share = np.ceil(self.tsp_len * np.asarray(tokens)).astype(int)
+        return np.minimum(tokens, np.maximum(share, self.fewest_propagated))
 
     def smallest_budget(self) -> int:
         """The smallest budget that leaves one slot to be won by score."""

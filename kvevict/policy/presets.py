@@ -181,9 +181,14 @@ preset(
     "take+chunkkv", "TAKE's probe and delay with ChunkKV's runs of 10 tokens, one choice per layer, ours.",
     score=SCORES["take"](), select=SELECTIONS["chunk"](), chunk_size=_Z, warmup_layers="half",
 )  # fmt: skip
+_ASKED = dict(score=SCORES["edie"](kernel="digits", sink=4), rows=ROWS["probe"]())
 preset(
     "take+edie", "TAKE's probe asks, EDIE's error (eq. 9-11) answers, pooled over 31 digits; first tokens stay, ours.",
-    score=SCORES["edie"](kernel="digits", sink=4), rows=ROWS["probe"](), chunk_size=_Z,
+    **_ASKED, chunk_size=_Z,
+)  # fmt: skip
+preset(
+    "take+edie/half", "`take+edie`; layers above the half read the best quarter of each 512 tokens (as FastKV), ours.",
+    **_ASKED, chunk_size=512, tsp="half", tsp_len=0.25,
 )  # fmt: skip
 preset(
     "take+caote", "TAKE's scores (eq. 7-13) refined by CAOTE (eq. 6), ours.",

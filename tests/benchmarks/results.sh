@@ -136,8 +136,8 @@ if [ -n "${SMOLLM2:-}" ]; then
   table smollm2-several-whole 5 "${several[@]}" --shares 1/16 --policies take+edie laq
   table smollm2-opened 6 "${real[@]}" --tasks asked/opened --lengths 2000 --seeds 61 --shares 1/16 --chunk-size 512 \
     --observe asked --policies take+edie
-  table smollm2-half 2 "${several[@]}" --shares 1/16 --chunk-size 512 \
-    --policies take+edie take+edie:tsp={half,19},tsp_len=128 take+edie:tsp=half,tsp_len=384
+  table smollm2-half 5 "${several[@]}" --shares 1/16 --chunk-size 512 \
+    --policies take+edie take+edie/half{,:tsp=7,:tsp_len=64}
   many smollm2-many 0,512 kvzip "${real[@]}" --seeds 0
   many smollm2-many 0 keydiff snapkv streaming knorm "${real[@]}" --seeds 0
   many smollm2-many 512 'kvzip:carry="none"' kvzip:{carry=max,support=all,layers=uniform} \

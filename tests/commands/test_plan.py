@@ -26,7 +26,6 @@ from kvevict.analysis.work import pairs, work
 from kvevict.engine.schedule import Chunk
 from kvevict.gates.fits import Linear
 from kvevict.policy import PRESETS, build
-from kvevict.policy.checks import PLENTY
 from kvevict.policy.rows import Part
 from kvevict.policy.rows.drafted import follow
 
@@ -80,6 +79,7 @@ NOBODY_WAITS = (
     "edie+tada/chunked",
     "cake",
     "fastkv",
+    "take+edie/half",
     "defensive/pool",
     "gate",
     *REPEATED,
@@ -154,7 +154,7 @@ def test_slots_by_hand():
     first, second, third = Layers(policy, 40, 4).chunks()
     none, some = [False] * 4, [False, True, True, True]
     chosen = lambda *slots: [[Part(4, n, False, False)] for n in slots]  # noqa: E731
-    chunk, one, two, three = partial(Chunk, limits=(PLENTY,) * 4), (0, 8), (8, 24), (24, 40)
+    chunk, one, two, three = partial(Chunk, narrow=(False,) * 4), (0, 8), (8, 24), (24, 40)
     assert first == Taken(chunk(*one, False, True, 4), [8] * 4, [0] * 4, [8] * 4, none, [[]] * 4, 32)
     assert second == Taken(
         chunk(*two, False, True, 4), [16] * 4, [8] * 4, [20, 20, 10, 10], some, [[], *chosen(24, 24, 24)], 74

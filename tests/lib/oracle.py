@@ -32,6 +32,7 @@ DEFAULTS |= oracle_scores.DEFAULTS
 _ONLINE = dict(schedule="chunk", chunk_size=4096, decode=True, interval=1)
 _KVPRESS = dict(score="snapkv", window=64, kernel=5, pool="avg", reduce="mean")
 _TAKE = dict(score="take", schedule="chunk", chunk_size=4096)
+_ASKED = dict(score="edie", schedule="chunk", rows="probe", kernel=31, sink=4)
 _DELAYED = _TAKE | dict(warmup_layers="half")
 _RUNS = dict(score="snapkv", pool="none", select="chunk")
 _EDIE = dict(score="edie", heads="flat")
@@ -44,7 +45,7 @@ PRESETS = {
     "snapkv": dict(score="snapkv"),
     "snapkv/kvcf": dict(score="snapkv", window=8),
     "snapkv/kvpress": _KVPRESS,
-    "fastkv": dict(score="fastkv"),  # with tsp=None; `oracle_fastkv` has the rest
+    "fastkv": dict(score="fastkv"),  # with tsp=None; `oracle_fastkv` has the rest, also of take+edie/half
     "knorm": dict(score="knorm"),
     "keydiff": dict(score="keydiff"),
     "keydiff/kvpress": dict(score="keydiff", unit=True),
@@ -55,7 +56,8 @@ PRESETS = {
     "take/chunk-only": _TAKE | dict(append=False),
     "take+caote": _DELAYED | dict(refine="caote"),
     "take+chunkkv": _DELAYED | dict(select="chunk"),
-    "take+edie": _TAKE | dict(score="edie", rows="probe", kernel=31, sink=4),
+    "take+edie": _ASKED | dict(chunk_size=4096),
+    "take+edie/half": _ASKED | dict(chunk_size=512),
     "adakv": dict(score="snapkv", heads="ada"),
     "adakv/edie": dict(score="snapkv", heads="ada", pool="avg"),
     "adakv/kvpress": _KVPRESS | dict(heads="ada", floor="all"),
@@ -386,6 +388,7 @@ class Row:
             return
         oracle_rows.end_of_attention(self, seen)
         oracle_scores.grow_carry(self, seen)
+        self._propagate(seen)
         waits = self._delayed(order) and order < self.W - 1  # for layer W-1
         self.layer_budget = self.limits[order]
         if not self.reading:
@@ -400,6 +403,9 @@ class Row:
             self.waiting += [seen] if self.cuts else []
         else:
             self._decide(seen)
+
+    def _propagate(self, seen):
+        """Which of the call's tokens go on (`oracle_fastkv`); here all do."""
 
     def _delayed(self, order):
         return self.W is not None and order <= self.W - 1

@@ -43,7 +43,7 @@ def truth(made, rows, /, **options):
     raise AssertionError("60 seeds and every one has a near-tie")
 
 
-def ours(made, rows, seed, /, **options):
+def ours(made, rows, seed, /, policy="fastkv", **options):
     """The same from kvevict: rows of a batch, their first calls padded at the left to the longest."""
     data, longest = tokens(rows, seed), max(row[0] for row in rows)
     pad = [longest - row[0] for row in rows]
@@ -51,7 +51,7 @@ def ours(made, rows, seed, /, **options):
     mask = (torch.arange(ids.shape[1]) >= torch.tensor(pad)[:, None]).long()
     positions = (mask.cumsum(1) - 1).clamp_min(0)
     results, cache, at = [], None, 0
-    with kvevict.evicting(made, "fastkv", **options):
+    with kvevict.evicting(made, policy, **options):
         for call, length in enumerate([longest, *rows[0][1:]]):
             part = slice(at, at + length)
             at += length
@@ -72,7 +72,7 @@ def ours(made, rows, seed, /, **options):
 
 def compare(made, rows, /, **options):
     """Oracle and kvevict over conversations `rows` [row][call]; returns the oracle's positions [call][row]."""
-    options = dict(window=W) | options
+    options = options if "policy" in options else dict(window=W) | options
     seed, want = truth(made, rows, **options)
     got = ours(made, rows, seed, **options)
     for call, (theirs, mine) in enumerate(zip(want, got, strict=True)):
@@ -119,6 +119,7 @@ GEOMETRIES = {
     "small budget, big chunks": dict(budget=6, chunk_size=24, tsp_len=9),
     "budget above two chunks": dict(budget=27, chunk_size=13, tsp_len=10),
     "chunks, evict at the end": dict(budget=16, chunk_size=13, tsp_len=8, schedule="prompt"),
+    "share of a chunk": dict(budget=16, chunk_size=13, tsp_len=0.6),
     "first layer": dict(budget=12, tsp_len=15, tsp=0),
     "last but one": dict(budget=12, tsp_len=15, tsp=2, chunk_size=20),
     "not pooled": dict(budget=12, tsp_len=15, pool="none"),
@@ -132,6 +133,28 @@ GEOMETRIES = {
 @pytest.mark.drawn(30)
 def test_read(geometry, n):
     compare(model(), [[n]], **GEOMETRIES[geometry])
+
+
+HALVES = {
+    "share": dict(tsp_len=0.5),
+    "as few as can be": dict(tsp_len=0.1),
+    "number": dict(tsp_len=14, sink=2),
+    "long probe": dict(probe=6, tsp_len=0.7, chunk_size=19),
+    "in one pass": dict(chunk_size=None, tsp_len=0.4),
+}
+
+
+@pytest.mark.parametrize("calls", [[31], [67], [50, 1, 1, 40, 1]], ids=str)
+@pytest.mark.parametrize("given", HALVES)
+def test_appended_rows_go_through_all_layers(given, calls):
+    """TAKE's probe with propagation: the preset take+edie/half."""
+    small = dict(budget=12, probe=3, kernel=5, chunk_size=20)
+    compare(model(num_hidden_layers=6), [calls], policy="take+edie/half", **small | HALVES[given])
+
+
+def test_the_preset_is_take_edie_with_propagation():
+    half = dict(tsp="half", tsp_len=0.25, chunk_size=512)
+    assert build("take+edie/half", budget=64) == build("take+edie", budget=64, **half)
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 5])
@@ -228,6 +251,20 @@ def test_what_is_kept_and_what_goes_on_are_the_source_s():
     assert positions[2:] == [[[on[i] for i in head] for head in kept[layer][0]] for layer in (2, 3)]
 
 
+@pytest.mark.parametrize("pad", [0, 7])
+@pytest.mark.parametrize("policy, first", [("take+edie", 4), ("edie", 4), ("knorm", 0)])
+def test_first_tokens_that_are_always_kept_go_on(policy, first, pad):
+    """Whatever they score, also where columns are padding; of a score that keeps none they may be lost."""
+    made, inputs = tiny.model(num_hidden_layers=6), tiny.prompt(1, 61, pad=(pad,))
+    given = dict(knorm={}, edie=dict(window=8, sink=4)).get(policy, dict(probe=8))
+    with kvevict.evicting(made, policy, budget=24, chunk_size=20, tsp_len=18, tsp=2, **given):
+        made(**inputs, logits_to_keep=1)
+        positions = kvevict.report(made, positions=True)["positions"]
+    assert all(head[:first] == [*range(pad, pad + first)] for layer in positions for head in layer[0])
+    if not first:
+        assert any(head[0] > pad for layer in positions[3:] for head in layer[0])
+
+
 # -- decoding and turns ---------------------------------------------------------------------------------------------
 
 
@@ -241,11 +278,12 @@ def test_decode_with_eviction(interval, chunk_size):
     assert all(head[-1] == 40 + n for n, call in enumerate(kept) for layer in call[0] for head in layer)
 
 
-@pytest.mark.parametrize("given", [dict(budget=16), dict(budget=0.4), dict(budget=16, chunk_size=14), dict(budget=100)],
+@pytest.mark.parametrize("given", [dict(budget=16), dict(budget=0.4), dict(budget=16, chunk_size=14), dict(budget=100),
+                                   dict(budget=16, tsp_len=0.3)],
                          ids=str)  # fmt: skip
 def test_turns(given):
     """Every read lets its own best tokens through, a short one all of its."""
-    compare(model(), [[41, 1, 1, 30, 1, 5, 12, 13, 1]], tsp_len=12, **given)
+    compare(model(), [[41, 1, 1, 30, 1, 5, 12, 13, 1]], **dict(tsp_len=12) | given)
 
 
 # -- batches --------------------------------------------------------------------------------------------------------
@@ -254,6 +292,7 @@ def test_turns(given):
 @pytest.mark.parametrize("given", [
     dict(tsp_len=12), dict(tsp_len=30), dict(tsp_len=10, chunk_size=14), dict(tsp_len=10, chunk_size=14, heads="flat"),
     dict(tsp_len=10, chunk_size=14, schedule="prompt"), dict(tsp_len=10, decode=True, interval=2),
+    dict(tsp_len=0.5, chunk_size=14), dict(tsp_len=0.25),
 ], ids=str)  # fmt: skip
 def test_left_padded_rows_are_read_as_if_alone(given):
     """Rows let different tokens through, and different numbers of them."""
@@ -325,6 +364,7 @@ def test_room_is_made_for_what_a_layer_reads():
 
 @pytest.mark.parametrize("given, n", [
     (dict(budget=20, tsp_len=15), 90), (dict(budget=20, tsp_len=15, chunk_size=40), 95),
+    (dict(budget=20, tsp_len=0.25), 90), (dict(budget=16, tsp_len=0.4, chunk_size=40), 95),
     (dict(budget=20, tsp_len=15, chunk_size=40, schedule="prompt"), 95), (dict(budget=0.5, tsp_len=15, tsp=0), 90),
     (dict(budget=60, tsp_len=30), 90), (dict(budget=80, tsp_len=30), 90), (dict(budget=20, tsp_len=90), 90),
     (dict(budget=20, tsp_len=15, chunk_size=40, warmup_layers="half", warmup_budget=30), 130),
@@ -445,7 +485,8 @@ def test_crop_takes_back_only_what_was_decoded():
 @pytest.mark.parametrize("given, text", [
     (dict(n_reuse=2), "n_reuse=1 or tsp=None"), (dict(tsp_len=8), "tsp_len must be at least 9"),
     (dict(tsp=-1), "tsp must be at least 0"), (dict(tsp="all"), "tsp must be a whole number"),
-    (dict(tsp_len=20.0), "tsp_len must be a whole number"), (dict(reduce="min"), "unknown reduce 'min'"),
+    (dict(tsp_len=20.0), r"tsp_len=20.0 is not a share in \(0, 1\)"),
+    (dict(tsp_len="half"), "tsp_len must be a whole number"), (dict(reduce="min"), "unknown reduce 'min'"),
     (dict(kernel=4), "kernel must be odd"), (dict(budget=8), "budget >= 9"),
 ], ids=str)  # fmt: skip
 def test_refused_policies(given, text):
