@@ -46,7 +46,7 @@ def costs(run: dict, slots: str, cache_bytes: int) -> list:
 
 
 def check(model, ids, name, policy, max_new_tokens) -> None:
-    """Generate greedily with a budget that holds everything, patched and not.
+    """Generate greedily with a budget that holds everything, all layers reading all tokens, patched and not.
 
     Raises ValueError unless the logits agree to `TOLERANCE` for as long as the tokens are the same. Where two tokens
     are equally likely within rounding, either may come, and what follows is not compared.
@@ -56,7 +56,8 @@ def check(model, ids, name, policy, max_new_tokens) -> None:
         return_dict_in_generate=True,
     )  # fmt: skip
     want = model.generate(ids, **options)
-    with evicting(model, dataclasses.replace(policy, budget=ids.shape[1] + max_new_tokens, threshold=None)):
+    ample = dataclasses.replace(policy, budget=ids.shape[1] + max_new_tokens, threshold=None, tsp=None)
+    with evicting(model, ample):
         got = model.generate(ids, **options)
     allowed = TOLERANCE[next(model.parameters()).dtype]
     for step, (a, b) in enumerate(zip(want.logits, got.logits)):
