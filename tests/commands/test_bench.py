@@ -62,7 +62,9 @@ def test_a_threshold_follows_the_text(tmp_path, capsys):
 def test_layers_that_read_fewer_tokens_are_checked_without(tmp_path, capsys):
     """With `tsp` other logits come even where nothing is evicted."""
     folder, _ = save(tmp_path)
-    words = "--policies take+edie/half:probe=4,kernel=5 --budget 30 --chunk-size 40 --lengths 90 --new-tokens 2 --repeat 1"
+    words = (
+        "--policies take+edie/half:probe=4,kernel=5 --budget 30 --chunk-size 40 --lengths 90 --new-tokens 2 --repeat 1"
+    )
     code, line, _, err = bench(folder, words, capsys)
     assert code == 0, err
     assert line["rows"][1]["cache_bytes"] == SLOT * 2 * 4 * 30

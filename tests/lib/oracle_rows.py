@@ -52,6 +52,7 @@ def protected(row):
         return o["window"] if row.reading else while_decoding(o)
     if o["rows"] == "probe":
         ending = min(o["ending"] or length(o["probe"]), len(row.prompt) // 2)
+        ending = min(ending, 8) if isinstance(o["probe"], tuple) else ending
         return (ending if row.last else 0) if row.reading else while_decoding(o)
     return 0
 

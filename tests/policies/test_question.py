@@ -47,13 +47,13 @@ def tokenizer(request):
 # -- against the oracle ---------------------------------------------------------------------------------------------
 
 
-def truth(name, lengths, spans, **options):
+def truth(name, lengths, spans, ending=PROBE, **options):
     """The first seed without a near-tie, and the oracle's (logits, positions) of each row alone."""
     for seed in range(60):
         try:
             results = []
             for (ids,), span in zip(tokens([[n] for n in lengths], seed), spans, strict=True):
-                row = oracle.Row(model(), name, near=NEAR, probe=span, ending=PROBE, **options)
+                row = oracle.Row(model(), name, near=NEAR, probe=span, ending=ending, **options)
                 results.append((row.read(ids.tolist()).view(-1, VOCAB), row.positions))
             return seed, results
         except oracle.NearTie:
@@ -75,6 +75,16 @@ def test_a_span_of_each_row(name, chunk, place):
         assert our_positions == positions
         scale = logits.abs().max().item()
         torch.testing.assert_close(our_logits.double(), logits, rtol=0, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("probe", [8, 12])
+def test_no_more_than_eight_of_the_last_slots_are_kept(probe):
+    """A policy's own probe has 32 rows: of a question elsewhere, most of the last slots are none of its."""
+    spans, chosen = [(5, 10), (3, 6)], dict(budget=20, chunk_size=14, kernel=5)
+    seed, want = truth("take+edie", [48, 15], spans, ending=probe, **chosen)
+    with kvevict.observing(spans):
+        ((*got,),) = ours(model(), "take+edie", [[48], [15]], seed, **chosen, probe=probe)
+    assert [positions for _, positions in got] == [positions for _, positions in want]
 
 
 def test_one_span_for_all_rows_and_while_decoding():

@@ -9,6 +9,7 @@ from . import ROWS, AppendedRows, Part, Rows, last
 
 SPACES = ("aligned", "literal")
 PLACES = ("after", "true")
+ENDING = 8  # of a prompt's last slots those that are kept where a span observes
 
 
 @ROWS.add("probe")
@@ -25,7 +26,7 @@ class Probe(Rows):
     append     False: nothing is appended; the chunk's own last `probe` rows observe (ablation, table 2)
 
     The probe sees all alive slots but its own, which are kept when the prompt's last chunk ends with them. Where a span
-    observes, as many of the prompt's last slots are kept, from which the answer goes on.
+    observes, the prompt's last 8 slots are kept, from which the answer goes on, or as many as the probe has rows.
     """
 
     probe: int | tuple = 32
@@ -149,7 +150,8 @@ class Probe(Rows):
     def protect(self, call):
         if call.decoding:  # the rows are a window then, and see each other's slots
             return self.most
-        return call.upload(np.minimum(call.prompt_tokens // 2, self.most)) if call.ends_prompt else 0
+        most = min(self.most, ENDING) if self.span else self.most
+        return call.upload(np.minimum(call.prompt_tokens // 2, most)) if call.ends_prompt else 0
 
     def parts(self, rows, stored, appended, tokens):
         count = int(self.lengths(np.array(tokens)))
