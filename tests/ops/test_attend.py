@@ -100,7 +100,7 @@ def test_not_causal(dtype):
         p["k"][b, :, p["stop"][b] :], p["v"][b, :, p["stop"][b] :] = NAN, NAN
     out, lse = check(p)
     alone, alone_lse = check({**p, "q": p["q"][:, :, 40:41]})
-    close(alone, out[:, 40:41].double(), OUT[dtype])
+    close(alone, out[:, 40:41].double(), 2 * OUT[dtype])  # both are rounded
     close(alone_lse, lse[:, :, 40:41].double(), FP32)
     assert lse[0].isfinite().all() and (lse[1] == -INF).all() and (out[1] == 0).all()
 
