@@ -165,6 +165,8 @@ if [ -n "${GEMMA3:-}" ]; then
   real=(--model "$GEMMA3" --haystack "$BOOKS" --seeds 31)
   table gemma3-full 6 "${real[@]}" --tasks $tasks --lengths 2048 --policies full
   table gemma3-full-needle 2 "${real[@]}" --tasks needle --lengths 2048 --policies full
+  table gemma3-several 4 "${real[@]}" --tasks many --lengths 2000 --seeds 0 --share-reads --shares 1/16 \
+    --chunk-size 512 --policies take+edie
   many gemma3-many 0,512 kvzip "${real[@]}" --seeds 0
   many gemma3-many 0 keydiff snapkv streaming knorm "${real[@]}" --seeds 0
   every gemma3 3 2 "$numbers" "${real[@]}" --lengths 2048 --budgets 64 128 256 --policies $all
