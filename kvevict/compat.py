@@ -7,9 +7,10 @@ import torch
 import transformers
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-if VERSION < (5, 4):
+if not (5, 4) <= VERSION < (5, 24):  # 5.24 passes a decoder's layers `cache` in place of `past_key_values`
     raise ImportError(
-        f"kvevict needs transformers >= 5.4, found {transformers.__version__}; run: pip install -U 'transformers>=5.4'"
+        f"kvevict needs transformers 5.4 to 5.23, found {transformers.__version__}; run: pip install -U "
+        "'transformers>=5.4,<5.24'"
     )
 
 # crop(n) of a cache layer: up to 5.16 a positive n is the length to keep, later only "remove -n" is left.
