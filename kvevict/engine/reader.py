@@ -128,11 +128,11 @@ class Reader:
         request.begin()
         request.cache.read_under(policy)
         request.cache.owner = Owner(request.decoder)
+        most = schedule.read(policy, narrow, np.array([chunk.rows for chunk in chunks])).sum(1).tolist()
         for order, layer in enumerate(layers):
             layer.decode_queries = None  # their slots are no longer the last ones
             if policy.schedule == "prompt" and len(chunks) > 1:
-                most = sum(policy.propagated(chunk.rows) if narrow[order] else chunk.rows for chunk in chunks)
-                layer.expected = (layer.longest() if layer.is_initialized else 0) + most + ROOM
+                layer.expected = (layer.longest() if layer.is_initialized else 0) + most[order] + ROOM
         return chunks, read
 
     def _read_chunk(self, read, chunk):
