@@ -2,8 +2,8 @@
 
 An exception is raised where a call, of Python or of C, begins in a file of this package or of Transformers: from there
 it takes the way that an error, a lack of memory or Ctrl-C takes. It is not raised in place of a C object's `__exit__`,
-where Python handles no signal, and where it would leave a lock held. KVEVICT_FUZZ=seconds tries more places, all of them
-if there is time; KVEVICT_SEED=n the same ones again.
+where Python handles no signal, and where it would leave a lock held. KVEVICT_FUZZ=seconds tries more places, or all if
+there is time; KVEVICT_SEED=n the same ones again.
 """
 
 import copy
