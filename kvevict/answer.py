@@ -141,7 +141,7 @@ def _patched(model, tokenizer, policy, options, tokens):
     chosen = build(unasked(decoder) if policy is None else policy, **options)
     if policy is None and "chunk_size" not in options:
         chosen = within_positions(chosen, decoder.config, tokens)
-    return evicting(model, told(chosen, tokenizer))
+    return evicting(model, told(chosen, tokenizer), tokenizer=False)
 
 
 def within_positions(policy, config, tokens):

@@ -14,7 +14,7 @@ from .engine.meter import Meter
 from .families import base_model, find_decoder
 from .policy.policy import build
 from .policy.text import DEFAULT
-from .policy.tokenizer import told
+from .policy.tokenizer import depends, of_model, told
 from .question import LastTurn
 
 
@@ -83,9 +83,10 @@ def patch(model, policy=DEFAULT, *, budget=None, chunk_size=None, tokenizer=None
     policy      a preset's name (`kvevict.policies()` lists them) or a `kvevict.Policy`; default "take+edie"
     budget      slots kept per kv head and layer, window and sinks included (int), or the fraction kept, in (0, 1)
     chunk_size  tokens read at once, evicting after every chunk; None: the preset's own schedule
-    tokenizer   the model's: rows="probe" (take, take+edie, ...) are then the question of the last user's turn, by the
+    tokenizer   the model's: rows="probe" (take, take+edie, ...) are the question of the last user's turn, by the
                 tokenizer's chat template, where it is not within the prompt's last tokens; and kernel="digits"
-                (take+edie) suits how many digits a token holds
+                (take+edie) suits how many digits a token holds. None: the one of the folder that the model was loaded
+                from, if it has one; False: none, and a probe is the prompt's last tokens
     options     any field of the policy or its score: window=16, decode=True, progress=True, ...
 
     model may be a pipeline, or in a PEFT, DistributedDataParallel or DataParallel wrapper.
@@ -104,12 +105,15 @@ def _made(model, policy, options) -> Patch:
     """A policy for a model. Raises ValueError or TypeError for one that cannot be had."""
     tokenizer = options.pop("tokenizer", None)
     chosen = build(policy, **options)
-    if not (tokenizer is None or callable(tokenizer)):
-        raise TypeError(f"tokenizer must be the model's tokenizer, got {type(tokenizer).__name__}")
-    if tokenizer is not None:
-        chosen = told(chosen, tokenizer)
+    if not (tokenizer is None or tokenizer is False or callable(tokenizer)):
+        raise TypeError(f"tokenizer must be the model's tokenizer, or False, got {type(tokenizer).__name__}")
     decoder = find_decoder(model)
     check_model(model)
+    if tokenizer is None and depends(chosen):
+        tokenizer = of_model(model)
+    question = None
+    if callable(tokenizer):
+        chosen, question = told(chosen, tokenizer), LastTurn(tokenizer)
     split = ranks.of(base_model(model))
     if split.size > 1 and not chosen.rows.supports_tensor_parallel:
         raise ValueError(
@@ -117,7 +121,7 @@ def _made(model, policy, options) -> Patch:
             "the model in one process, or choose another policy"
         )
     chosen.rows.ready(decoder)
-    made = Patch(chosen, decoder, split, tokenizer and LastTurn(tokenizer))
+    made = Patch(chosen, decoder, split, question)
     rotates = any(each.rotates for each in made.needed)
     rerotate.check(chosen, families.rope_depends_on_length(decoder), rotates)
     modules = [families.attention_of(families.layers_of(decoder)[index], index) for index in made.order]

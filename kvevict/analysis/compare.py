@@ -74,7 +74,7 @@ def truth(model, ids, max_new_tokens: int, stopping_criteria=None) -> Truth:
 def left(model, ids, policy) -> list:
     """What is stored once ids [1, N] were read under the policy: [evicting layer][kv head] (positions [n], k and v
     [n, D])."""
-    with evicting(model, policy):
+    with evicting(model, policy, tokenizer=False):
         cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
     own = [layer for layer in cache.layers if hasattr(layer, "segments")]
     return [[(layer.pos[at].long(), layer.k[at], layer.v[at]) for _, _, at in layer.segments()] for layer in own]

@@ -150,7 +150,9 @@ def measure(
     if policy is None:
         return generate()
     asks = LastTurn(tokenizer, question) if question else None
-    with evicting(model, policy if tokenizer is None else told(policy, tokenizer)), within(question=asks):
+    if tokenizer is not None:
+        policy = told(policy, tokenizer)
+    with evicting(model, policy, tokenizer=False), within(question=asks):
         result = generate()
         return result | {"report": report(model, positions=positions)}
 

@@ -57,7 +57,7 @@ def check(model, ids, name, policy, max_new_tokens) -> None:
     )  # fmt: skip
     want = model.generate(ids, **options)
     ample = dataclasses.replace(policy, budget=ids.shape[1] + max_new_tokens, threshold=None, tsp=None)
-    with evicting(model, ample):
+    with evicting(model, ample, tokenizer=False):
         got = model.generate(ids, **options)
     allowed = TOLERANCE[next(model.parameters()).dtype]
     for step, (a, b) in enumerate(zip(want.logits, got.logits)):

@@ -250,7 +250,7 @@ def ask(model, tokenizer, asked: Asked, run: Run, replay=None, text: Reading | N
 
 def _patched(model, policy):
     """A context in which a model is patched with a policy; None: in which it stays as it is."""
-    return nullcontext() if policy is None else evicting(model, policy)
+    return nullcontext() if policy is None else evicting(model, policy, tokenizer=False)
 
 
 def _forked(cache):

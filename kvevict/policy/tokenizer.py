@@ -1,9 +1,39 @@
 """What of a policy depends on the model's tokenizer."""
 
 import dataclasses
+import functools
 
+import torch
+
+from ..families import base_model
 from ..prompts import ids_of
 from .scores import DIGITS
+
+
+def depends(policy) -> bool:
+    """Whether a policy does something else with a tokenizer than without one."""
+    instruction, kernel = getattr(policy.rows, "instruction", ()), getattr(policy.score, "kernel", None)
+    return policy.rows.at_the_end or isinstance(instruction, str) or kernel == "digits"
+
+
+def of_model(model):
+    """A pipeline's tokenizer, or that of the folder or the hub's cache from which a model was loaded, without a
+    download; None: there is none, or it does not load."""
+    own = None if isinstance(model, torch.nn.Module) else getattr(model, "tokenizer", None)
+    config = base_model(model).config
+    return own or _loaded(getattr(config, "name_or_path", ""), getattr(config, "_commit_hash", None))
+
+
+@functools.lru_cache(maxsize=2)
+def _loaded(name: str, revision):
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            name, revision=revision or "main", local_files_only=True, trust_remote_code=False
+        )
+    except Exception:  # of whatever reads its files: the model works without it
+        return None
 
 
 def told(policy, tokenizer):

@@ -176,7 +176,7 @@ class Generation(GenerateManager):
     def _evicting(self, policy, tokens: int):
         if policy.rows.repeats and policy.chunk_size is not None:
             policy = within_positions(policy, self.config, tokens)
-        return evicting(self.model, told(policy, self.tokenizer))
+        return evicting(self.model, told(policy, self.tokenizer), tokenizer=False)
 
 
 class State(GenerationState):

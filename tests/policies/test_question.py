@@ -6,16 +6,19 @@ import contextlib
 import inspect
 import io
 import pickle
+import types
 
 import oracle
 import pytest
 import tiny
 import torch
 from test_policies import BUDGET, CHUNK, NEAR, VOCAB, model, ours, tokens
+from transformers import AutoModelForCausalLM
 
 import kvevict
 from kvevict.analysis.run import encode
 from kvevict.commands import COMMANDS
+from kvevict.families import base_model
 from kvevict.question import LastTurn, find, question_of
 
 TEXT = "The harbour opens at seven. The lantern is lit at nine, says the old man by the door. " * 4
@@ -267,6 +270,23 @@ def test_a_text_needs_ids(net):
     embeds, asked = net.get_input_embeddings()(row(TEXT)), kvevict.observing(ASKED, tiny.byte_tokenizer())
     with kvevict.evicting(net, "take+edie", budget=60, probe=8), asked, pytest.raises(ValueError, match="input_ids"):
         net(inputs_embeds=embeds, use_cache=True)
+
+
+def test_the_tokenizer_of_the_models_folder(tmp_path):
+    """Found where none is given, unless it is False. Without a file, or with one that does not load, there is none."""
+    tok, ids, options = tiny.byte_tokenizer(), row(f"{TEXT}\n\n{ASKED}\n\n{MORE}"), dict(budget=60, chunk_size=128)
+    folders = {name: tiny.save(tmp_path / name, seed=1)[0] for name in ("own", "broken", "none")}
+    (tmp_path / "broken" / "tokenizer.json").write_text("{")
+    for path in (tmp_path / "none").glob("tokenizer*"):
+        path.unlink()
+    nets = {name: AutoModelForCausalLM.from_pretrained(folder).eval() for name, folder in folders.items()}
+    plain, known = (slots(nets["none"], ids, patched=each) for each in (False, tok))
+    found = {name: slots(each, ids) for name, each in nets.items()}
+    assert found == dict(own=known, broken=plain, none=plain) and known != plain
+    for patched in nets["own"], types.SimpleNamespace(model=nets["none"], tokenizer=tok):  # a pipeline
+        kvevict.patch(patched, "take+edie", probe=8, kernel=5, **options)
+        base_model(patched)(ids)
+        assert kvevict.report(patched, positions=True)["positions"] == known
 
 
 def test_a_tokenizer_is_one(net):
