@@ -75,7 +75,8 @@ def drop(step, layer, module, order, sums) -> bool:
         wanted = host.upload(keep, sums.device, torch.int32)
         index = _ops.select(sums.contiguous(), layer.len, wanted, first, last, int(keep.max()))
         layer.keep(index, keep)
-        layer.carry = kept(sums, index)
+        level = keep.min() == keep.max()  # the index has no -1
+        layer.carry = sums.gather(2, index.long()) if level else kept(sums, index)
         step.meter.live[module.layer_idx] = layer.live_bytes()
     return True
 

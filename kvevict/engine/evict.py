@@ -14,7 +14,6 @@ from ..policy.selections.token import Token
 from . import host
 
 CARRY: dict[str, Callable] = {
-    "sum": torch.add,
     "max": torch.maximum,
     "keep": lambda new, carried: torch.where(carried.isnan(), new, carried),
 }
@@ -72,7 +71,10 @@ def join(carry: str, new, carried):
         return None
     if carried is None:
         return new
-    joined, old = new.clone(), carried.shape[-1]
+    old = carried.shape[-1]
+    if carry == "sum":
+        return new + torch.nn.functional.pad(carried, (0, new.shape[-1] - old))
+    joined = new.clone()
     joined[..., :old] = CARRY[carry](joined[..., :old], carried)
     return joined
 
