@@ -104,10 +104,11 @@ def words():
     return AutoTokenizer.from_pretrained(kvevict.small_llama())
 
 
-def test_facts(words):
+@pytest.mark.parametrize("task", ["many", "many/paraphrased"])
+def test_facts(words, task):
     """Every text has two questions of each kind; the words before the answer are the text's; depths are even."""
-    cases = list(TASKS["many"](Settings(words, 900, 3, seed=5)))
-    assert cases == list(TASKS["many"](Settings(words, 900, 3, seed=5)))
+    cases = list(TASKS[task](Settings(words, 900, 3, seed=5)))
+    assert cases == list(TASKS[task](Settings(words, 900, 3, seed=5)))
     assert len({case.context for case in cases}) == 3 and len({case.id for case in cases}) == len(cases)
     for text in range(3):
         mine = [case for case in cases if case.tags["text"] == text]
@@ -120,6 +121,17 @@ def test_facts(words):
             assert words.decode(words(case.answers[0])["input_ids"]).strip() == case.answers[0]
         assert len(re.findall("The key of the|The parcel for the", mine[0].context)) == 4
     assert all(len(words(case.context + case.question)["input_ids"]) <= 900 for case in cases)
+
+
+def test_other_words_than_stated(words):
+    """A paraphrased question names what the fact is about and shares no other word of five letters or more with it."""
+    long = lambda text: set(re.findall(r"\w{5,}", text.lower()))  # noqa: E731
+    for _, lines in SAID.values():
+        for statement, question, other in lines:
+            assert "{of}" in question and "{of}" in other and not long(statement) & long(other), other
+    plain, other = (list(TASKS[task](Settings(words, 900, 2, seed=5))) for task in ("many", "many/paraphrased"))
+    assert [case.answers for case in plain] == [case.answers for case in other]
+    assert not {case.question for case in plain} & {case.question for case in other}
 
 
 def test_books_of_one_s_own(tmp_path, words):

@@ -1,14 +1,16 @@
 """A text that is read once and asked about many times: all questions of a text are cases with the same context, one
 after the other, so that an evaluation reads it once per run (mode agnostic).
 
-    many          facts of six kinds in other text (`settings.haystack`), at even depths
-    many/xquad    articles of XQuAD or SQuAD, joined up to the length
-    many/loogle   the first tokens of a LooGLE text, and the questions whose evidence is in them
+    many                facts of six kinds in other text (`settings.haystack`), at even depths
+    many/paraphrased    the same, asked for in other words than they are stated in
+    many/xquad          articles of XQuAD or SQuAD, joined up to the length
+    many/loogle         the first tokens of a LooGLE text, and the questions whose evidence is in them
 
 `settings.cases` counts texts. The right answer's likelihood is measured too: `answers[0]`, as the text words it.
 """
 
 import ast
+import functools
 import json
 
 from ..data import drawn, files, read_jsonl
@@ -21,37 +23,55 @@ QUESTIONS = 24  # of a joined text at most
 AFTER = 3  # tokens of an answer beyond those of the right one: its opening leaves no room for other words
 MORE_KEYS = 2  # facts worded like the asked ones of "keys", with other names and values
 
-# (statement, question). {of} is what the fact is about, of the kind's list, {answer} what is asked; what comes before
-# that opens the answer. Two facts of a kind in one text are of two of its lines, and those of "keys" of one.
+# (statement, question, the question in other words). {of} is what the fact is about, of the kind's list, {answer} what
+# is asked; what comes before that opens the answer. Two facts of a kind in one text are of two of its lines, and those
+# of "keys" of one.
 SAID = dict(
     digits=(LISTS["house"], (
-        ("The safe in the {of} opens with the combination {answer}.", "Which combination opens the safe in the {of}?"),
-        ("The number painted on the door of the {of} is {answer}.", "What number is painted on the door of the {of}?"),
-        ("In its first year the {of} cost the town {answer} pounds.", "How many pounds did the {of} cost at first?"),
+        ("The safe in the {of} opens with the combination {answer}.", "Which combination opens the safe in the {of}?",
+         "What would a burglar have to dial in the {of}?"),
+        ("The number painted on the door of the {of} is {answer}.", "What number is painted on the door of the {of}?",
+         "Which figures does a visitor see who knocks at the {of}?"),
+        ("In its first year the {of} cost the town {answer} pounds.", "How many pounds did the {of} cost at first?",
+         "What did the citizens have to pay for the {of} to begin with?"),
     )),
     words=(LISTS["house"], (
-        ("The password of those who guard the {of} is {answer}.", "What is the password of those who guard the {of}?"),
-        ("On the sign above the {of} there is a painted {answer}.", "What is painted on the sign above the {of}?"),
-        ("The children gave the {of} a nickname, the {answer}.", "Which nickname did the children give the {of}?"),
+        ("The password of those who guard the {of} is {answer}.", "What is the password of those who guard the {of}?",
+         "What must one say to be let into the {of}?"),
+        ("On the sign above the {of} there is a painted {answer}.", "What is painted on the sign above the {of}?",
+         "Which picture does one see over the entrance of the {of}?"),
+        ("The children gave the {of} a nickname, the {answer}.", "Which nickname did the children give the {of}?",
+         "What do boys and girls call the {of} in fun?"),
     )),
     names=(LISTS["ship"], (
-        ("The captain of the ship {of} is called {answer}.", "What is the captain of the ship {of} called?"),
-        ("The cook who sailed on the {of} was named {answer}.", "What was the cook who sailed on the {of} named?"),
-        ("The {of} was built by a carpenter by the name of {answer}.", "By which carpenter was the {of} built?"),
+        ("The captain of the ship {of} is called {answer}.", "What is the captain of the ship {of} called?",
+         "Who commands the {of}?"),
+        ("The cook who sailed on the {of} was named {answer}.", "What was the cook who sailed on the {of} named?",
+         "Who made the meals aboard the {of}?"),
+        ("The {of} was built by a carpenter by the name of {answer}.", "By which carpenter was the {of} built?",
+         "Whose hands made the {of}?"),
     )),
     dates=(LISTS["ship"], (
-        ("The ship {of} was launched on {answer}.", "On which day was the ship {of} launched?"),
-        ("The {of} was lost with all her cargo on {answer}.", "On which day was the {of} lost?"),
-        ("The last letter from the {of} was written on {answer}.", "When was the last letter from the {of} written?"),
+        ("The ship {of} was launched on {answer}.", "On which day was the ship {of} launched?",
+         "When did the {of} first touch the water?"),
+        ("The {of} was lost with all her cargo on {answer}.", "On which day was the {of} lost?",
+         "When did the {of} go down?"),
+        ("The last letter from the {of} was written on {answer}.", "When was the last letter from the {of} written?",
+         "When did anybody hear from the {of} for the last time?"),
     )),
     places=(LISTS["trade"], (
-        ("The {of} was born in the village of {answer}.", "In which village was the {of} born?"),
-        ("After the war the {of} moved to {answer}.", "Where did the {of} move after the war?"),
-        ("The {of} hid the silver in a cellar in {answer}.", "Where is the cellar in which the {of} hid the silver?"),
+        ("The {of} was born in the village of {answer}.", "In which village was the {of} born?",
+         "Where does the {of} come from?"),
+        ("After the war the {of} moved to {answer}.", "Where did the {of} move after the war?",
+         "Where did the {of} settle once there was peace?"),
+        ("The {of} hid the silver in a cellar in {answer}.", "Where is the cellar in which the {of} hid the silver?",
+         "Where would one dig for the treasure of the {of}?"),
     )),
     keys=(LISTS["trade"], (
-        ("The key of the {of} hangs on hook number {answer}.", "On which hook does the key of the {of} hang?"),
-        ("The parcel for the {of} lies in locker {answer}.", "In which locker does the parcel for the {of} lie?"),
+        ("The key of the {of} hangs on hook number {answer}.", "On which hook does the key of the {of} hang?",
+         "Where is what unlocks the door of the {of}?"),
+        ("The parcel for the {of} lies in locker {answer}.", "In which locker does the parcel for the {of} lie?",
+         "Where can the {of} collect what the post brought?"),
     )),
 )  # fmt: skip
 
@@ -73,7 +93,7 @@ def value(rng, kind: str) -> tuple:
     return f"{day} {month} {year}", f"{month} {day}, {year}"
 
 
-def drawn_facts(rng) -> list:
+def drawn_facts(rng, paraphrased=False) -> list:
     """[(kind, statement, question with its opening, answers, whether it is asked)] of one text: no two about the same,
     no two answers of a kind equal."""
     facts, used = [], set()
@@ -84,8 +104,10 @@ def drawn_facts(rng) -> list:
         about, values = rng.sample(free, count), set()
         while len(values) < count:
             values.add(value(rng, kind))
-        for number, ((line, asked), of, answers) in enumerate(zip(said, about, rng.sample(sorted(values), count))):
+        stated = zip(said, about, rng.sample(sorted(values), count), strict=True)
+        for number, ((line, *wordings), of, answers) in enumerate(stated):
             used.add(of)
+            asked = wordings[paraphrased]
             opened = line[: line.index(" {answer}")].format(of=of)
             question = f"\n\nQuestion: {asked.format(of=of)}\nAnswer: {opened}"
             facts.append((kind, line.format(of=of, answer=answers[0]), question, answers, number < EACH))
@@ -101,11 +123,10 @@ def one(settings, task, text, number, context, asked, answers, after=MARGIN, met
     return Case(task, case, context, asked, answers, metric, room, tags, opens, one_line=True, likelihood=True)
 
 
-@TASKS.add("many")
-def many(settings):
+def many(settings, task="many", paraphrased=False):
     for i in range(settings.cases):
         rng = settings.rng("many", settings.length, i)
-        facts = drawn_facts(rng)
+        facts = drawn_facts(rng, paraphrased)
         depths = [(number + rng.random()) / len(facts) for number in range(len(facts))]
         said = {depth: fact[1] for depth, fact in zip(depths, facts)}
         longest = max((fact[2] for fact in facts), key=settings.tokens)
@@ -113,7 +134,11 @@ def many(settings):
         for number, (kind, _, asked, answers, counts) in enumerate(facts):
             if counts:
                 depth = round(depths[number], 2)
-                yield one(settings, "many", i, number, context, asked, answers, AFTER, kind=kind, depth=depth)
+                yield one(settings, task, i, number, context, asked, answers, AFTER, kind=kind, depth=depth)
+
+
+TASKS.add("many")(many)
+TASKS.add("many/paraphrased")(functools.partial(many, task="many/paraphrased", paraphrased=True))
 
 
 def plain(question: str) -> str:
