@@ -19,21 +19,21 @@ def depends(policy) -> bool:
 def of_model(model):
     """A pipeline's tokenizer, or that of the folder or the hub's cache from which a model was loaded, without a
     download; None: there is none, or it does not load."""
-    own = None if isinstance(model, torch.nn.Module) else getattr(model, "tokenizer", None)
+    if not isinstance(model, torch.nn.Module) and getattr(model, "tokenizer", None) is not None:
+        return model.tokenizer
     config = base_model(model).config
-    return own or _loaded(getattr(config, "name_or_path", ""), getattr(config, "_commit_hash", None))
+    try:
+        return _loaded(config.name_or_path, getattr(config, "_commit_hash", None)) if config.name_or_path else None
+    except Exception:  # of whatever reads its files: the model works without it
+        return None
 
 
 @functools.lru_cache(maxsize=2)
 def _loaded(name: str, revision):
     from transformers import AutoTokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(
-            name, revision=revision or "main", local_files_only=True, trust_remote_code=False
-        )
-    except Exception:  # of whatever reads its files: the model works without it
-        return None
+    options = dict(local_files_only=True, trust_remote_code=False)
+    return AutoTokenizer.from_pretrained(name, revision=revision or "main", **options)
 
 
 def told(policy, tokenizer):
