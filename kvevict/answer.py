@@ -4,6 +4,7 @@ import contextlib
 
 import torch
 
+from .compat import CACHE, cache_of
 from .engine import gates
 from .engine.adopt import EvictionCache
 from .engine.installed import patch_of, using
@@ -44,7 +45,7 @@ def read(model, tokenizer, context, policy=None, **options):
     inner = unwrapped(model)  # a PEFT model puts its learned tokens before the text
     ids = torch.tensor([head + body], device=device_of(inner))
     with _patched(model, tokenizer, policy, options, ids.shape[1]), torch.no_grad():
-        return inner(input_ids=ids, logits_to_keep=1, use_cache=True, return_dict=True).past_key_values
+        return cache_of(inner(input_ids=ids, logits_to_keep=1, use_cache=True, return_dict=True))
 
 
 def answer(
@@ -162,7 +163,7 @@ def _ask(model, tokenizer, cache, question, max_new_tokens, one_line, sampling):
     _, ids, _ = frame(tokenizer, f"\n\n{question}")
     inner = base_model(model)
     ids = torch.tensor([ids], device=device_of(inner))
-    logits = inner(ids, past_key_values=cache, logits_to_keep=1, use_cache=True, return_dict=True).logits
+    logits = inner(ids, **{CACHE: cache}, logits_to_keep=1, use_cache=True, return_dict=True).logits
     tokens = written(inner, tokenizer, logits, cache, max_new_tokens, sampling.chooser(), one_line)
     text = tokenizer.decode(tokens, skip_special_tokens=True).strip()
     return text.partition("\n")[0] if one_line else text

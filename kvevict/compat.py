@@ -7,14 +7,28 @@ import torch
 import transformers
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-if not (5, 4) <= VERSION < (5, 24):  # 5.24 passes a decoder's layers `cache` in place of `past_key_values`
+if not (5, 4) <= VERSION < (5, 25):
     raise ImportError(
-        f"kvevict needs transformers 5.4 to 5.23, found {transformers.__version__}; run: pip install -U "
-        "'transformers>=5.4,<5.24'"
+        f"kvevict needs transformers 5.4 to 5.24, found {transformers.__version__}; run: pip install -U "
+        "'transformers>=5.4,<5.25'"
     )
 
 # crop(n) of a cache layer: up to 5.16 a positive n is the length to keep, later only "remove -n" is left.
 CROP_TAKES_LENGTH = VERSION < (5, 17)
+
+
+# What a model's calls and outputs name their cache; later ones take the earlier name too, with a warning.
+CACHE = "past_key_values" if VERSION < (5, 24) else "cache"
+
+
+def cache_of(output):
+    """The cache of a model's output."""
+    return getattr(output, CACHE)
+
+
+def named(kwargs) -> dict:
+    """A call's arguments, with the cache by this version's name."""
+    return {CACHE if name == "past_key_values" else name: value for name, value in kwargs.items()}
 
 
 # Attribute of the text decoder that holds its `kvevict.engine.installed.Installed`, outside nn.Module's registries.
@@ -36,7 +50,7 @@ def _get_candidate_generator(model, run, *args, **kwargs):
             "assistant_model is patched, and an assistant takes back tokens of its prompt, which may be evicted: call "
             "kvevict.unpatch(assistant_model)"
         )
-    cache = kwargs.get("model_kwargs", {}).get("past_key_values")
+    cache = kwargs.get("model_kwargs", {}).get(CACHE)
     if cache is not None:
         cache.record_past = True
     return run(*args, **kwargs)

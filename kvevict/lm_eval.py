@@ -21,6 +21,7 @@ except ImportError as error:
 from tqdm import tqdm
 
 from .answer import keeping_all
+from .compat import CACHE, cache_of
 from .families import device_of
 from .patch import patch
 from .policy import peers
@@ -67,7 +68,7 @@ class KVEvict(HFLM):
         bar = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests")
         for context, group in itertools.groupby(order, key=contexts.__getitem__):
             read = self.model(self._row(context), logits_to_keep=1, use_cache=True)
-            with keeping_all(self.model, read.past_key_values):
+            with keeping_all(self.model, cache_of(read)):
                 for at in group:
                     answers[at] = self._scored(read, requests[at][2])
                     bar.update()
@@ -78,7 +79,7 @@ class KVEvict(HFLM):
         """(log-likelihood, whether it is the greedy choice) of continuation ids after a context that was read."""
         truth, logits = self._row(continuation), read.logits
         if len(continuation) > 1:
-            rest = self.model(truth[:, :-1], past_key_values=read.past_key_values.fork(), use_cache=True).logits
+            rest = self.model(truth[:, :-1], **{CACHE: cache_of(read).fork()}, use_cache=True).logits
             logits = torch.cat([logits, rest], 1)
         logprobs = torch.log_softmax(logits, -1, dtype=self.softmax_dtype)
         greedy = bool((logprobs.argmax(-1) == truth).all())

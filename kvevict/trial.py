@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from . import families
+from .compat import CACHE, cache_of
 from .engine import installed
 from .engine.adopt import EvictionCache
 
@@ -106,8 +107,8 @@ def _in_calls(model, ids, mask, ends):
     """The output for ids [B, N] of calls that end at each column of `ends`, and the cache that they fill."""
     said, cache, start = [], None, 0
     for end in ends:
-        out = model(input_ids=ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
-        cache, start = out.past_key_values, end
+        out = model(input_ids=ids[:, start:end], attention_mask=mask[:, :end], **{CACHE: cache}, use_cache=True)
+        cache, start = cache_of(out), end
         said.append(_rows(out))
     return torch.cat(said, 1), cache
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .compat import CACHE
 from .families import device_of
 from .policy.checks import at_least_0, count, fraction
 from .prompts import line_ended
@@ -68,6 +69,6 @@ def written(model, tokenizer, logits, cache, most: int, choose, one_line=False) 
     ends, here, tokens = ends_of(model, tokenizer), device_of(model), [choose(logits[0, -1])]
     while len(tokens) < most and tokens[-1] not in ends and not (one_line and line_ended(tokenizer, tokens)):
         ids = torch.tensor([tokens[-1:]], device=here)
-        logits = model(ids, past_key_values=cache, use_cache=True, return_dict=True).logits
+        logits = model(ids, **{CACHE: cache}, use_cache=True, return_dict=True).logits
         tokens.append(choose(logits[0, -1]))
     return tokens

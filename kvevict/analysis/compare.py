@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import torch
 
+from ..compat import cache_of
 from ..context import within
 from ..engine.watch import Watcher
 from ..lookahead.validation import recall, tau
@@ -62,7 +63,7 @@ def truth(model, ids, max_new_tokens: int, stopping_criteria=None) -> Truth:
     queries = _Queries(rows)
     everything = Policy(score="random", budget=read.shape[1], chunk_size=CHUNK, schedule="prompt")
     with evicting(model, everything), within(watchers=(queries,)):
-        cache = model(read, use_cache=True, logits_to_keep=1).past_key_values
+        cache = cache_of(model(read, use_cache=True, logits_to_keep=1))
     layers = [
         (q, cache.layers[index].keys[0], cache.layers[index].values[0], options)
         for index, (q, options) in sorted(queries.found.items())
@@ -75,7 +76,7 @@ def left(model, ids, policy) -> list:
     """What is stored once ids [1, N] were read under the policy: [evicting layer][kv head] (positions [n], k and v
     [n, D])."""
     with evicting(model, policy, tokenizer=False):
-        cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
+        cache = cache_of(model(ids, use_cache=True, logits_to_keep=1))
     own = [layer for layer in cache.layers if hasattr(layer, "segments")]
     return [[(layer.pos[at].long(), layer.k[at], layer.v[at]) for _, _, at in layer.segments()] for layer in own]
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from .. import families
+from ..compat import CACHE
 from ..context import enter
 from ..policy.policy import Policy
 from ..policy.rows.drafted import head
@@ -141,7 +142,7 @@ class Drafting(Chooser):
             )
             enter(step=one)
             hidden = chunk_end.run(
-                input_ids=ids, attention_mask=mask, position_ids=at.long(), past_key_values=cache, use_cache=True,
+                input_ids=ids, attention_mask=mask, position_ids=at.long(), **{CACHE: cache}, use_cache=True,
                 return_dict=True,
             ).last_hidden_state  # fmt: skip
 

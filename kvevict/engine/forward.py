@@ -173,7 +173,8 @@ def _forward(self, run, patch, args, kwargs):
     if args:
         bound = inspect.signature(type(self).forward).bind_partial(self, *args).arguments
         kwargs |= {name: value for name, value in bound.items() if name != "self"}
-    use_cache, cache = kwargs.get("use_cache"), kwargs.get("past_key_values")
+    kwargs = compat.named(kwargs)
+    use_cache, cache = kwargs.get("use_cache"), kwargs.get(compat.CACHE)
     if use_cache is None:
         use_cache = getattr(self.config, "use_cache", True)
         if not (use_cache or self.training or cache is not None):

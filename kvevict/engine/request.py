@@ -3,6 +3,7 @@
 import torch
 from transformers.cache_utils import DynamicCache
 
+from ..compat import CACHE
 from ..context import context
 from . import arguments, propagate
 from .adopt import EvictionCache
@@ -25,7 +26,7 @@ class Request:
         ids, embeds = kwargs.pop("input_ids", None), kwargs.pop("inputs_embeds", None)
         mask, position_ids = kwargs.pop("attention_mask", None), kwargs.pop("position_ids", None)
         self.return_dict = kwargs.pop("return_dict", getattr(decoder.config, "return_dict", True))
-        cache = kwargs.pop("past_key_values", None)
+        cache = kwargs.pop(CACHE, None)
         kwargs.pop("use_cache", None)
         self.outer = context().outer or OuterCall(None, None, 0)
         self.top = self.outer.model
@@ -129,7 +130,7 @@ class Request:
     def inputs(self, start, end, appended=None) -> dict:
         """The decoder's arguments for columns start..end-1 and, after them, the appended rows."""
         mask = self.mask_for(end, 0 if appended is None else appended.tokens.shape[1])
-        cached = dict(attention_mask=mask, past_key_values=self.cache, use_cache=True, return_dict=True)
+        cached = dict(attention_mask=mask, use_cache=True, return_dict=True) | {CACHE: self.cache}
         return self._inputs.chunk(start, end, appended, self.wanted) | cached
 
     def mask_for(self, end, appended=0):

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from ..analysis.run import QUESTION, Prompt, observe
+from ..compat import CACHE, cache_of
 from ..families import device_of
 from ..patch import evicting
 from ..policy.policy import Policy, build
@@ -163,7 +164,7 @@ class Reading:
     def fork(self):
         """A cache of its own for one question: what was kept is shared, except by the unpatched model's, which is
         copied."""
-        return _forked(self.out.past_key_values)
+        return _forked(cache_of(self.out))
 
     @property
     def keeping(self) -> Policy:
@@ -198,7 +199,7 @@ def read(model, tokenizer, asked: Asked, run: Run, replay=None, alone: bool = Tr
         with nullcontext() if replay is None else replay.during():
             out = model(_row(model, ids), use_cache=True, logits_to_keep=1)
         seconds = _now(model) - start
-        held = _held_by_all(out.past_key_values) if policy is None else _held(model)
+        held = _held_by_all(cache_of(out)) if policy is None else _held(model)
     return Reading(out, held, policy, options, seconds)
 
 
@@ -216,7 +217,7 @@ def ask(model, tokenizer, asked: Asked, run: Run, replay=None, text: Reading | N
     alone = run.mode == "agnostic" or text is not None
     own = text or read(model, tokenizer, asked, run, replay, alone)
     result: dict = dict(prompt_tokens=len(prompt.context) + len(prompt.question))
-    policy, out, cache = own.policy, own.out, own.out.past_key_values if text is None else text.fork()
+    policy, out, cache = own.policy, own.out, cache_of(own.out) if text is None else text.fork()
     if policy is not None:
         result["options"] = own.options
         if case.metric == FIDELITY and asked.logits is None:
@@ -225,7 +226,7 @@ def ask(model, tokenizer, asked: Asked, run: Run, replay=None, text: Reading | N
     before, start = 0 if text is None else _bytes(cache), _now(model)
     with _patched(model, keeping if alone or scored is not None else policy):
         if alone and prompt.question:
-            out = model(_row(model, prompt.question), past_key_values=cache, logits_to_keep=1)
+            out = model(_row(model, prompt.question), **{CACHE: cache}, logits_to_keep=1)
         asking = _now(model) - start
         if case.likelihood:
             with _patched(model, keeping):
@@ -286,14 +287,14 @@ def _nats(logits, ids) -> float:
 def _forced(model, prompt, ids):
     """Logits [R, vocabulary] of the full cache of a prompt for each of the ids that follow it."""
     out = model(_row(model, prompt), use_cache=True, logits_to_keep=1)
-    return _follow(model, out.logits, out.past_key_values, ids)
+    return _follow(model, out.logits, cache_of(out), ids)
 
 
 def _follow(model, logits, cache, ids):
     """fp32 logits [R, vocabulary] of each of the ids after what a cache holds, whose last token's logits are given."""
     rows = [logits[0, -1:]]
     if len(ids) > 1:
-        rows.append(model(_row(model, ids[:-1]), past_key_values=cache).logits[0])
+        rows.append(model(_row(model, ids[:-1]), **{CACHE: cache}).logits[0])
     return torch.cat(rows).float()
 
 

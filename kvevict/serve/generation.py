@@ -7,6 +7,7 @@ import torch
 from transformers.cli.serving.utils import GenerateManager, GenerationState, _StreamError
 
 from ..answer import keeping_all, within_positions
+from ..compat import CACHE, cache_of
 from ..context import within
 from ..families import base_model, device_of, find_decoder
 from ..patch import evicting
@@ -126,7 +127,7 @@ class Generation(GenerateManager):
             stack.enter_context(self._reading(call, prompt, cache))
             stack.enter_context(within(watchers=(Guard(call),)))
             return self.model.generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, streamer=streamer,
+                input_ids=ids, attention_mask=torch.ones_like(ids), **{CACHE: cache}, streamer=streamer,
                 generation_config=gen_config, tokenizer=self.tokenizer,
             )  # fmt: skip
 
@@ -145,10 +146,10 @@ class Generation(GenerateManager):
             ids = torch.tensor([prompt.ids[start:end]], device=device_of(self.model))
             with self._evicting(call.policy, end), within(watchers=(Guard(call),)), torch.no_grad():
                 out = base_model(self.model)(
-                    input_ids=ids, past_key_values=cache, logits_to_keep=1, use_cache=True, return_dict=True
+                    input_ids=ids, **{CACHE: cache}, logits_to_keep=1, use_cache=True, return_dict=True
                 )
-            self.prefixes.put(key, out.past_key_values)
-            cache, start = out.past_key_values.fork(), end
+            self.prefixes.put(key, cache_of(out))
+            cache, start = cache_of(out).fork(), end
         return cache
 
     def _keys(self, call: Call, prompt: Prompt) -> list:

@@ -9,6 +9,7 @@ import transformers
 
 import kvevict
 from kvevict.analysis.run import load_model
+from kvevict.compat import CACHE
 from kvevict.engine.budgets import places
 from kvevict.prompts import frame, ids_of
 from kvevict.writing import Sampling
@@ -292,6 +293,7 @@ def test_what_may_be_around_a_model(around, processes, tmp_path):
     torch.compiler.reset()
 
 
+@pytest.mark.skipif(CACHE == "cache", reason="PEFT 0.21 puts its tokens before every decoded one of Transformers 5.24")
 def test_learned_tokens(net):
     """A PEFT model's learned tokens come once, before the text: the answers are those of its whole prompt."""
     peft = pytest.importorskip("peft")

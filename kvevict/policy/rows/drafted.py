@@ -4,6 +4,7 @@ from dataclasses import dataclass
 import torch
 
 from ... import families
+from ...compat import CACHE, cache_of
 from ...models import pretrained
 from ..checks import count, flag
 from . import ROWS, Part, Rows, at_most, last
@@ -144,10 +145,10 @@ def follow(model, ids, first, count: int, vocabulary: int):
     while len(drafted) < count:
         positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
         out = model(
-            input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True, logits_to_keep=1,
+            input_ids=ids, **{CACHE: cache}, use_cache=True, return_dict=True, logits_to_keep=1,
             **(dict(attention_mask=mask, position_ids=positions) if padded else {}),
         )  # fmt: skip
-        cache, ids = out.past_key_values, out.logits[:, -1:, :vocabulary].argmax(-1)
+        cache, ids = cache_of(out), out.logits[:, -1:, :vocabulary].argmax(-1)
         drafted.append(ids)
         mask = torch.cat([mask, torch.ones_like(ids)], 1)
     return torch.cat(drafted, 1).to(device)
