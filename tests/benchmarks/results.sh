@@ -133,7 +133,7 @@ if [ -n "${SMOLLM2:-}" ]; then
   several=("${real[@]}" --tasks many --lengths 2000 --seeds 0 --share-reads)
   table smollm2-several 5 "${several[@]}" --shares 1/16 1/32 --chunk-size 512 --policies take+edie
   table smollm2-several-others 5 "${several[@]}" --shares 1/16 --chunk-size 512 --policies take+chunkkv snapkv
-  table smollm2-paraphrased 5 "${real[@]}" --tasks many/paraphrased --lengths 2000 --seeds 0 --share-reads --shares 1/16 \
+  table smollm2-paraphrased 4 "${real[@]}" --mode aware --tasks many/paraphrased --lengths 2000 --seeds 0 --share-reads --shares 1/16 \
     --chunk-size 512 --policies take+edie
   table smollm2-several-whole 5 "${several[@]}" --shares 1/16 --policies take+edie laq
   table smollm2-opened 6 "${real[@]}" --tasks asked/opened --lengths 2000 --seeds 61 --shares 1/16 --chunk-size 512 \

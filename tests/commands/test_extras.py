@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import transformers.modeling_utils  # noqa: F401  which imports accelerate where that is installed, before it is hidden
 from tiny import save
 
 from kvevict.analysis import run

@@ -33,7 +33,7 @@ SAID = dict(
         ("The number painted on the door of the {of} is {answer}.", "What number is painted on the door of the {of}?",
          "Which figures does a visitor see who knocks at the {of}?"),
         ("In its first year the {of} cost the town {answer} pounds.", "How many pounds did the {of} cost at first?",
-         "What did the citizens have to pay for the {of} to begin with?"),
+         "What did the citizens spend on the {of} to begin with?"),
     )),
     words=(LISTS["house"], (
         ("The password of those who guard the {of} is {answer}.", "What is the password of those who guard the {of}?",
