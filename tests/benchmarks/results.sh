@@ -133,8 +133,9 @@ if [ -n "${SMOLLM2:-}" ]; then
   several=("${real[@]}" --tasks many --lengths 2000 --seeds 0 --share-reads)
   table smollm2-several 5 "${several[@]}" --shares 1/16 1/32 --chunk-size 512 --policies take+edie
   table smollm2-several-others 5 "${several[@]}" --shares 1/16 --chunk-size 512 --policies take+chunkkv snapkv
-  table smollm2-paraphrased 4 "${real[@]}" --mode aware --tasks many/paraphrased --lengths 2000 --seeds 0 --share-reads --shares 1/16 \
-    --chunk-size 512 --policies take+edie
+  chunks_of_2000=("${real[@]}" --mode aware --lengths 2000 --seeds 0 --shares 1/16 --chunk-size 512 --policies take+edie)
+  table smollm2-paraphrased 4 "${chunks_of_2000[@]}" --tasks many/paraphrased --share-reads
+  table smollm2-ends 8 "${chunks_of_2000[@]}" --tasks needle --depths 0 0.02 0.04 0.96 0.98 1
   table smollm2-several-whole 5 "${several[@]}" --shares 1/16 --policies take+edie laq
   table smollm2-opened 6 "${real[@]}" --tasks asked/opened --lengths 2000 --seeds 61 --shares 1/16 --chunk-size 512 \
     --observe asked --policies take+edie
