@@ -131,7 +131,8 @@ class LastTurn(Question):
             _, end, begin, _ = rendered(self.tokenizer, [one, answer, one], "a second turn").split(MARK)
         except ValueError:  # it has one turn
             return head, tail
-        return shared(head[::-1], begin[::-1])[::-1], shared(tail, end)
+        opened, ends = shared(head[::-1], begin[::-1])[::-1], shared(tail, end)
+        return tuple(mark if mark.strip() else "" for mark in (opened, ends))  # a text has white space of its own
 
     def rows(self, request, prompt):
         rows = request.policy.rows

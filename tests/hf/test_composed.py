@@ -12,6 +12,7 @@ import torch
 import transformers
 
 import kvevict
+from kvevict.compat import CACHE
 from kvevict.policy.policy import build
 
 POLICIES = [
@@ -206,7 +207,7 @@ def test_scoring_before_anything_is_evicted():
         kvevict.patch(net, "snapkv", **SNAPKV)
         net(ids, logits_to_keep=1)
         net(ids[:, :9])
-        net(ids, past_key_values=transformers.DynamicCache(config=net.config))
+        net(ids, **{CACHE: transformers.DynamicCache(config=net.config)})
         tiny.generate(net, dict(input_ids=ids))
 
 

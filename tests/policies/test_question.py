@@ -39,11 +39,13 @@ def net():
     return tiny.model(vocab_size=259, bos_token_id=None, pad_token_id=None)
 
 
-@pytest.fixture(params=["plain", "chat", "turns"])
+@pytest.fixture(params=["plain", "chat", "turns", "words"])
 def tokenizer(request):
     made = tiny.byte_tokenizer() if request.param == "plain" else tiny.chat_tokenizer()
     if request.param == "turns":
         made.chat_template = TURNS
+    if request.param == "words":  # nothing but a space ends a turn
+        made.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
     return made
 
 
