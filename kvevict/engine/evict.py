@@ -13,9 +13,11 @@ from ..policy.heads.equal import Equal, shares
 from ..policy.selections.token import Token
 from . import host
 
-CARRY: dict[str, Callable] = {
-    "max": torch.maximum,
-    "keep": lambda new, carried: torch.where(carried.isnan(), new, carried),
+# How a slot's new number joins the one that it carries, and what a slot that carries none has in its place.
+CARRY: dict[str, tuple[Callable, float]] = {
+    "sum": (torch.add, 0.0),
+    "max": (torch.maximum, -torch.inf),
+    "keep": (lambda new, carried: torch.where(carried.isnan(), new, carried), torch.nan),
 }
 
 
@@ -71,12 +73,8 @@ def join(carry: str, new, carried):
         return None
     if carried is None:
         return new
-    old = carried.shape[-1]
-    if carry == "sum":
-        return new + torch.nn.functional.pad(carried, (0, new.shape[-1] - old))
-    joined = new.clone()
-    joined[..., :old] = CARRY[carry](joined[..., :old], carried)
-    return joined
+    joined, none = CARRY[carry]
+    return joined(new, torch.nn.functional.pad(carried, (0, new.shape[-1] - carried.shape[-1]), value=none))
 
 
 def ranked(call, score):

@@ -10,10 +10,16 @@ from ..prompts import ids_of
 from .scores import DIGITS
 
 
+def _open(policy) -> tuple:
+    """What waits for a tokenizer: (an instruction that is a text, or None; whether the score pools over digits)."""
+    text = getattr(policy.rows, "instruction", None)
+    return text if isinstance(text, str) else None, getattr(policy.score, "kernel", None) == "digits"
+
+
 def depends(policy) -> bool:
     """Whether a policy does something else with a tokenizer than without one."""
-    instruction, kernel = getattr(policy.rows, "instruction", ()), getattr(policy.score, "kernel", None)
-    return policy.rows.at_the_end or isinstance(instruction, str) or kernel == "digits"
+    text, digits = _open(policy)
+    return policy.rows.at_the_end or text is not None or digits
 
 
 def of_model(model):
@@ -39,11 +45,11 @@ def _loaded(name: str, revision):
 def told(policy, tokenizer):
     """The policy, with what depends on a tokenizer: the ids of an instruction that its rows have as a text
     (rows="repeat"), and how many tokens hold as many digits as its score pools over (kernel="digits")."""
-    text, kernel = getattr(policy.rows, "instruction", ()), getattr(policy.score, "kernel", None)
-    if isinstance(text, str):
+    text, digits = _open(policy)
+    if text is not None:
         rows = dataclasses.replace(policy.rows, instruction=tuple(ids_of(tokenizer, text)))
         policy = dataclasses.replace(policy, rows=rows)
-    if kernel == "digits":
+    if digits:
         policy = dataclasses.replace(policy, score=dataclasses.replace(policy.score, kernel=holding(tokenizer, DIGITS)))
     return policy
 

@@ -1,10 +1,10 @@
-"""Questions that nothing opens while the prompt is read: opened_after.py MODEL BOOKS [TEXTS [SHARE [SEED]]].
+"""Questions that nothing opens while the prompt is read: opened_after.py MODEL BOOKS [TEXTS [SHARE [SEED [POLICY]]]].
 
 Of the task `asked/opened` (2,000 tokens, bf16): the prompt ends as its writer left it and is read in chunks of 512 with
-`take+edie`; then the fact's own words open the answer, as decoded tokens would. So small models answer, and no row that
-observes has seen those words. A line per place of the question: right answers of those that the full cache gives, with
-Wilson's interval, and the right answer's nats a token above the full cache's, where the question's tokens observe and
-where the last 32 do."""
+a policy (`take+edie`); then the fact's own words open the answer, as decoded tokens would. So small models answer, and
+no row that observes has seen those words. A line per place of the question: right answers of those that the full cache
+gives, with Wilson's interval, and the right answer's nats a token above the full cache's, where the question's tokens
+observe and where the last 32 do."""
 
 import contextlib
 import dataclasses
@@ -25,12 +25,12 @@ from kvevict.evaluate.tasks import TASKS, Settings
 from kvevict.prompts import ids_of
 
 
-def measured(model, tokenizer, case, share):
+def measured(model, tokenizer, case, run):
     """(full cache's line, {who observes: line}) of a case; {} where the full cache does not answer."""
     bare = case.question.removesuffix(case.opening).removesuffix("\n")
     plain = encode(model, tokenizer, dataclasses.replace(case, question=bare, opening=""))
     prompt = Prompt(plain.context + plain.question, ids_of(tokenizer, case.opening.lstrip()))
-    full, lines, run = ask(model, tokenizer, Asked(case, prompt), FULL), {}, Run("take+edie", share, 512, "agnostic")
+    full, lines = ask(model, tokenizer, Asked(case, prompt), FULL), {}
     for name, observing in dict(question=kvevict.observing(plain.said), last=contextlib.nullcontext()).items():
         if full["score"]:
             with observing:
@@ -39,14 +39,14 @@ def measured(model, tokenizer, case, share):
     return full, lines
 
 
-def main(folder, books, texts=6, share="1/16", seed=91):
+def main(folder, books, texts=6, share="1/16", seed=91, policy="take+edie"):
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     settings = Settings(tokenizer, 2000, int(texts), seed=int(seed), haystack=Path(books))
-    found, asked, answered = defaultdict(list), 0, 0
+    run, found, asked, answered = Run(policy, float(Fraction(share)), 512, "agnostic"), defaultdict(list), 0, 0
     for case in TASKS["asked/opened"](settings):
-        full, lines = measured(model, tokenizer, dataclasses.replace(case, likelihood=True), float(Fraction(share)))
+        full, lines = measured(model, tokenizer, dataclasses.replace(case, likelihood=True), run)
         asked, answered = asked + 1, answered + bool(full["score"])
         for name, line in lines.items():
             for place in (case.tags["place"], "all"):
