@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 import sys
 import threading
 import time
@@ -69,8 +70,8 @@ class Net:
         elif kind == 2:
             try:
                 assert self.generate() in self.owns, "generated under no policy that anybody patched"
-            except RuntimeError as error:  # it began unpatched; others patched the model, and unpatched it, since
-                assert "filled by a model patched" in str(error)
+            except (RuntimeError, ValueError) as error:  # it began unpatched, and others patched the model since
+                assert re.search("filled by a model patched|was read under another policy", str(error)), error
         elif kind == 3:
             assert kept(self.read(name)) == self.reads[name], f"read under {name}"
         elif kind == 4:
