@@ -13,6 +13,8 @@ from .context import within
 from .prompts import MARK, rendered
 
 NEAR = 1024  # characters at either end of a user's turn in which its question is looked for
+FEW = 8  # tokens after a question that begin no answer: a template's, "Answer:"
+END = 256  # a prompt's last tokens, at most a quarter of it: a request with its question, and no text to choose from
 MARKS = "?\uff1f\u061f"
 # What is between two sentences: a line's end, or white space after what ends a sentence and no abbreviation.
 BETWEEN = re.compile(
@@ -90,7 +92,7 @@ class Asked(Question):
                 "questions of different lengths observe from different rows of a call, and diagnose=True and TADA's "
                 "budgets take its last ones: give spans of one length, or read the rows of the batch one by one"
             )
-        return request.policy.rows.of_spans(spans)
+        return of_spans(request.policy, spans, tokens)
 
     def _span(self, request, row: int, asked, tokens: int) -> tuple:
         """(start, stop) in a row of `tokens` tokens."""
@@ -111,7 +113,8 @@ class LastTurn(Question):
     """The question of the last user's turn, by the tokenizer's chat template; of the whole prompt without one.
 
     It is the last sentence with a question mark near the turn's end, or else the first near its start; a turn without
-    one is itself the question if it is short. Where none is found, or within the policy's rows, these are as they are.
+    one is itself the question if it is short. Where none is found these rows are as they are; and where it is within
+    them and followed by the answer's first words.
     """
 
     tokenizer: Any
@@ -119,36 +122,48 @@ class LastTurn(Question):
 
     @cached_property
     def _marks(self) -> tuple:
-        """(what opens a user's turn, what ends it) in the chat template; "" for unknown."""
+        """(what opens a user's turn, what ends it, what ends the last turn and opens the answer) in the chat template;
+        "" for unknown."""
         if not getattr(self.tokenizer, "chat_template", None):
-            return "", ""
+            return "", "", ""
         one, answer = ({"role": role, "content": MARK} for role in ("user", "assistant"))
         try:
             head, tail = rendered(self.tokenizer, [one], "a user's turn").split(MARK)
         except ValueError:
-            return "", ""
+            return "", "", ""
         try:
             _, end, begin, _ = rendered(self.tokenizer, [one, answer, one], "a second turn").split(MARK)
         except ValueError:  # it has one turn
-            return head, tail
+            return head, tail, tail
         opened, ends = shared(head[::-1], begin[::-1])[::-1], shared(tail, end)
-        return tuple(mark if mark.strip() else "" for mark in (opened, ends))  # a text has white space of its own
+        return tuple(mark if mark.strip() else "" for mark in (opened, ends, tail))  # a text has white space of its own
 
     def rows(self, request, prompt):
-        rows = request.policy.rows
+        policy, rows = request.policy, request.policy.rows
         if request.ids is None or not rows.at_the_end:
             return rows
         tokens = np.maximum(prompt - request.padding, 0)
-        own, spans = rows.lengths(tokens), []
-        for b, (n, last) in enumerate(zip(tokens.tolist(), own.tolist())):
-            span = self._span(ids_of_row(request, b, n))
-            size = request.policy.chunk_size or n
-            inside = span is None or span[0] >= n - last or span[1] - span[0] >= size
-            spans.append((n - last, n) if inside else span)
-        known = all(start == n - last for (start, _), n, last in zip(spans, tokens.tolist(), own.tolist()))
-        if reads_last_rows(request.policy) and len({stop - start for start, stop in spans}) > 1:
+        last, tokens, spans = rows.lengths(tokens).tolist(), tokens.tolist(), []
+        for b, n in enumerate(tokens):
+            ids = ids_of_row(request, b, n)
+            span = self._span(ids)
+            if span is not None and (
+                span[1] - span[0] >= (policy.chunk_size or n)
+                or (span[0] >= n - last[b] and not self._is_open(ids, span))
+            ):
+                span = None
+            spans.append(span)
+        if not any(spans):
             return rows
-        return rows if known else rows.of_spans(spans)
+        spans = [span or (n - own, n) for span, n, own in zip(spans, tokens, last)]
+        if reads_last_rows(policy) and len({stop - start for start, stop in spans}) > 1:
+            return rows
+        return of_spans(policy, spans, tokens)
+
+    def _is_open(self, ids, span) -> bool:
+        """Whether no word of the answer follows the question near the prompt's end."""
+        rest, (_, _, tail) = self.tokenizer.decode(ids[span[1] :]), self._marks
+        return len(ids) - span[1] <= FEW or (bool(tail) and "".join(rest.split()).endswith("".join(tail.split())))
 
     def _span(self, ids):
         asked = question_of(self.request or self._turn(ids))
@@ -157,11 +172,21 @@ class LastTurn(Question):
     def _turn(self, ids) -> str:
         """The last user's turn; "" where the prompt has none."""
         text = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-        opened, ends = self._marks
+        opened, ends, _ = self._marks
         if opened and opened not in text:
             return ""
         turn = text.rpartition(opened)[2] if opened else text
         return turn.partition(ends)[0] if ends else turn
+
+
+def of_spans(policy, spans: list, tokens: list):
+    """The policy's rows where spans of prompts of so many tokens observe. Near the prompt's end, with the text before
+    it, a span's tokens observe as they are read, unless layers do not read all of them or the call's last rows are
+    measured; else they are appended to the last chunk, too."""
+    ends = tuple(n - start for (start, _), n in zip(spans, tokens, strict=True))
+    most = min(END, policy.chunk_size or END, END if policy.tsp is None else policy.goes_on)
+    near = all(end <= min(most, n // 4) for end, n in zip(ends, tokens))
+    return policy.rows.of_spans(spans, ends if near and not reads_last_rows(policy) else ())
 
 
 def reads_last_rows(policy) -> bool:

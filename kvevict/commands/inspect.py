@@ -38,7 +38,8 @@ def inspect(parser, argv):
     check_complete(policies)
     name, model, tokenizer, prompt = load_prompt(args)
     policies, ids = observing(policies, prompt, args.observe), prompt.row(device_of(model))
-    how = dict(max_new_tokens=args.max_new_tokens, positions=True, one_line=bool(args.opening))
+    asked = "" if args.observe else args.question
+    how: dict = dict(max_new_tokens=args.max_new_tokens, positions=True, one_line=bool(args.opening), question=asked)
     runs = {key: measure(model, tokenizer, ids, p, **how) for key, p in policies.items()}
     facts = [("model", name), ("text", args.file), ("question", args.question)]
     shown = [page_run(key, policies[key], run["answer"].strip(), run["report"]) for key, run in runs.items()]

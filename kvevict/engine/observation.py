@@ -104,6 +104,13 @@ class LayerRows:
             return queries
         return families.rotate(self.step.decoder, self.module, queries, position_from, position_to)
 
+    def stored_from(self, column, count: int):
+        """(queries [B, H, count, D] of the stored rows from column [B] on, [B] the first one's position); past the last
+        stored row that one again."""
+        at = (column.long()[:, None] + torch.arange(count, device=self.q.device)).clamp(0, self.columns - 1)
+        rows = at[:, None, :, None].expand(-1, self.q.shape[1], -1, self.q.shape[3])
+        return self.q.gather(2, rows), self.step.positions.gather(1, at[:, :1])[:, 0]
+
     def chunk(self, count=None, at_most=None) -> Observation:
         """The last `count` rows (None: all) that are stored, at_most [B] of each batch row."""
         stop = self.q.shape[2] - self.appended

@@ -15,7 +15,7 @@ OPTIONS = {
     "last": {},
     "all": {},
     "window": dict(window=32),
-    "probe": dict(probe=32, place="after", ema_alpha=0.2, ema_space="aligned", append=True, ending=None),
+    "probe": dict(probe=32, place="after", ema_alpha=0.2, ema_space="aligned", append=True, ending=None, ends=False),
     "given": dict(ids=()),
     "repeat": dict(instruction=(), most=None, part=2048),
     "drafted": dict(n_d=8, window=8, draft_keys=False, draft_model="self"),
@@ -52,7 +52,9 @@ def protected(row):
         return o["window"] if row.reading else while_decoding(o)
     if o["rows"] == "probe":
         ending = min(o["ending"] or length(o["probe"]), len(row.prompt) // 2)
-        ending = min(ending, 8) if isinstance(o["probe"], tuple) else ending
+        if isinstance(o["probe"], tuple):
+            quarter = row.layer_budget // len(row.layers[0].alive) // 4
+            ending = min(ending, max(8, quarter), row.rest) if o["ends"] else min(ending, 8)
         return (ending if row.last else 0) if row.reading else while_decoding(o)
     return 0
 
@@ -72,6 +74,7 @@ def begin(row, ids):
         row.p = length(o["probe"]) if spans else min(o["probe"], N // 2)
         where = range(*span(o["probe"], N)) if spans else range(N - row.p, N)
         row.appended = [(ids[t], row.seen + t) for t in where] if o["append"] else []
+        row.rest = N - where.start  # tokens from the probe on
     elif o["rows"] == "given":
         row.appended = list(zip(o["ids"], at))
     elif o["rows"] == "drafted" and not waits_for_a_draft(o):
@@ -81,7 +84,7 @@ def begin(row, ids):
 def begin_chunk(row, stop):
     """The rows appended to a chunk that ends at token `stop`: (ids, positions)."""
     o = row.o
-    row.own_probe = o["rows"] == "probe" and row.last and not isinstance(o["probe"], tuple)
+    row.own_probe = o["rows"] == "probe" and row.last and (not isinstance(o["probe"], tuple) or o["ends"])
     if o["rows"] == "repeat" and o["schedule"] == "chunk":
         extra = again(row, range(row.seen, stop))
         return extra, list(range(stop, stop + len(extra)))
@@ -120,7 +123,8 @@ def end_of_attention(row, seen):
     o, layer, p = row.o, seen.layer, row.p
     if o["rows"] != "probe" or not o["append"] or not row.reading:
         return
-    now, at = seen.q[:, seen.q.shape[1] - p :], row.at[len(row.at) - p] if p else 0
+    first = seen.q.shape[1] - (row.rest if row.own_probe else p)
+    now, at = seen.q[:, first : first + p], row.at[first] if p else 0
     if layer.probe is not None:
         past = layer.probe
         if o["ema_space"] == "aligned":
@@ -143,7 +147,7 @@ def observers(row, seen, g):
     if not row.reading:
         return _decoded(row, seen, g)
     if o["rows"] == "probe" and o["append"]:
-        n = len(slots) - (row.p if row.own_probe else 0)
+        n = len(slots) - (row.rest if row.own_probe else 0)
         a = row.weights(seen, g, layer.probe, [LATER] * row.p, layer.k[g, slots[:n]], slots[:n])
         a = torch.nn.functional.pad(a, (0, len(slots) - n))
         parts.append((a, a @ layer.v[g, slots]))

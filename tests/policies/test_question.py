@@ -82,6 +82,21 @@ def test_a_span_of_each_row(name, chunk, place):
         torch.testing.assert_close(our_logits.double(), logits, rtol=0, atol=1e-5 * scale)
 
 
+@pytest.mark.parametrize("place", ["after", "true"])
+@pytest.mark.parametrize("chunk", [16, 64, None])
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_span_near_the_end(name, chunk, place):
+    """The last chunk has its tokens; they are not appended to it once more, and see what is before them."""
+    lengths, spans, probe = [62, 48, 55, 41], [(50, 55), (40, 43), (44, 51), (-6, 0)], 11
+    chosen = dict(budget=32, chunk_size=chunk, place=place) | PRESETS[name]
+    seed, want = truth(name, lengths, spans, ending=probe, ends=True, **chosen)
+    with kvevict.observing(spans):
+        ((*got,),) = ours(model(), name, [[n] for n in lengths], seed, **chosen, probe=probe)
+    for (logits, positions), (our_logits, our_positions) in zip(want, got, strict=True):
+        assert our_positions == positions
+        torch.testing.assert_close(our_logits.double(), logits, rtol=0, atol=1e-5 * logits.abs().max().item())
+
+
 @pytest.mark.parametrize("probe", [8, 12])
 def test_no_more_than_eight_of_the_last_slots_are_kept(probe):
     """A policy's own probe has 32 rows: of a question elsewhere, most of the last slots are none of its."""
@@ -166,18 +181,22 @@ def test_the_question_of_a_turn(turn, found):
 
 
 def test_a_tokenizer_finds_it(net, tokenizer):
-    """In the last user's turn, as if it were named; a question within the last tokens is what observes anyway."""
+    """In the last user's turn, as if it were named; where the answer's first words follow it near the prompt's end,
+    they observe, too."""
 
-    def prompt(text):
+    def prompt(text, opening=""):
         chat = [dict(role="user", content=text)]
         text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) if chats else text
-        return torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+        return torch.tensor([tokenizer(text + opening, add_special_tokens=False)["input_ids"]])
 
     chats = tokenizer.chat_template is not None
     ids = prompt(f"{TEXT}\n\n{ASKED}\n\n{MORE}")
     assert slots(net, ids, patched=tokenizer) == slots(net, ids, ASKED, tokenizer) != slots(net, ids)
-    for text, options in ((f"{TEXT}\n\n{ASKED}", dict(probe=48)), (f"{TEXT * 5} {MORE}", {})):
-        assert slots(net, prompt(text), patched=tokenizer, **options) == slots(net, prompt(text), **options)
+    last, inside = f"{TEXT}\n\n{ASKED}", dict(probe=48)
+    at_end = slots(net, prompt(last), patched=tokenizer, **inside)
+    assert at_end == slots(net, prompt(last), ASKED, tokenizer, **inside) != slots(net, prompt(last), **inside)
+    for ids_of, options in ((prompt(last, " It is lit at"), inside), (prompt(f"{TEXT * 5} {MORE}"), {})):
+        assert slots(net, ids_of, patched=tokenizer, **options) == slots(net, ids_of, **options)
     both = torch.cat([ids, prompt(TEXT * 9)[:, : ids.shape[1]]])
     assert [layer[:1] for layer in slots(net, both, patched=tokenizer)] == slots(net, ids, ASKED, tokenizer)
 

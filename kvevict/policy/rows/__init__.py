@@ -87,9 +87,10 @@ class Rows:
         """These rows, given the ids of the true response, which rows of a reference score may use."""
         return self
 
-    def of_spans(self, spans: list) -> "Rows":
-        """These rows for one read, in which a span (start, stop) of each row of a batch observes. Raises ValueError for
-        rows that cannot be chosen."""
+    def of_spans(self, spans: list, ends: tuple = ()) -> "Rows":
+        """These rows for one read, in which a span (start, stop) of each row of a batch observes; ends: of each row how
+        many tokens the prompt has from its span on, where these end it; (): the spans may be anywhere. Raises
+        ValueError for rows that cannot be chosen."""
         raise ValueError(
             "kvevict.observing chooses the tokens that are appended to chunks, and these rows append none of the "
             "prompt's: choose take, take+edie or another policy with rows='probe'"

@@ -26,7 +26,9 @@ class Probe(Rows):
     append     False: nothing is appended; the chunk's own last `probe` rows observe (ablation, table 2)
 
     The probe sees all alive slots but its own, which are kept when the prompt's last chunk ends with them. Where a span
-    observes, the prompt's last 8 slots are kept, from which the answer goes on, or as many as the probe has rows.
+    observes, the prompt's last 8 slots are kept, from which the answer goes on, or as many as the probe has rows; of a
+    span near the end (`kvevict.observing`) it and what follows, as many as the probe has rows and a quarter of the
+    budget.
     """
 
     probe: int | tuple = 32
@@ -76,10 +78,10 @@ class Probe(Rows):
                 "give a larger chunk_size or a smaller probe"
             )
 
-    def of_spans(self, spans):
+    def of_spans(self, spans, ends=()):
         if not self.append:
             return super().of_spans(spans)
-        return Spans(**{f.name: getattr(self, f.name) for f in fields(Probe)}, spans=tuple(spans))
+        return Spans(**{f.name: getattr(self, f.name) for f in fields(Probe)}, spans=tuple(spans), ends=tuple(ends))
 
     def lengths(self, tokens):
         """int [B] probe rows of prompts of so many tokens [B]."""
@@ -122,8 +124,8 @@ class Probe(Rows):
         count = int(self.lengths(call.prompt_tokens).max())
         if call.prepared is None or not count:
             return None
-        queries = call.q[:, :, call.q.shape[2] - count :].float()
-        position, started = call.last_position - (count - 1), call.has_tokens
+        queries, position = self._queries(call, count)
+        queries, started = queries.float(), call.has_tokens
         if past is None:
             return queries, position, started
         before, was_at, had_started = past
@@ -131,6 +133,10 @@ class Probe(Rows):
             before = call.rotate(before, was_at, position)
         alpha = (self.ema_alpha * had_started)[:, None, None, None]
         return alpha * before + (1 - alpha) * queries, position, started | had_started
+
+    def _queries(self, call, count: int):
+        """(queries [B, H, count, D] of the call that are the probe's, [B] the first one's position)."""
+        return call.q[:, :, call.q.shape[2] - count :], call.last_position - (count - 1)
 
     def observe(self, call, past):
         lengths = call.upload(self.lengths(call.prompt_tokens))
@@ -163,9 +169,14 @@ class Probe(Rows):
 @dataclass(frozen=True, eq=False)
 class Spans(Probe):
     """A probe of one read (`Rows.of_spans`): a span of each row's tokens, counted from its first. A row of a batch with
-    a shorter one is filled up after it, where it does not see that."""
+    a shorter one is filled up after it, where it does not see that.
+
+    Where the spans are near the prompt's `ends`, its last chunk has their tokens as its own, and these observe what is
+    before them: appended once more they would attend to themselves in the prompt.
+    """
 
     spans: tuple = ()
+    ends: tuple = ()
 
     @property
     def span(self):
@@ -174,11 +185,27 @@ class Spans(Probe):
     def lengths(self, tokens):
         return np.array([stop - start for start, stop in self.spans])
 
+    def appended(self, tokens, rows, last):
+        return 0 if last and self.ends else super().appended(tokens, rows, last)
+
     def prepare(self, request, read):
         if not read.evicts:
             return None
         start = torch.tensor([start for start, _ in self.spans], device=request.device) + request.first
         return self._rows(start, self.appended(0, 0, False), request, read)
 
+    def protect(self, call):
+        """Near the end the span and what follows it, at most a quarter of what the layer keeps."""
+        if call.decoding or not (self.ends and call.ends_prompt):
+            return super().protect(call)
+        most = (call.budget // 4).clamp_min(ENDING).clamp_max(self.most)
+        return torch.minimum(call.upload(np.minimum(call.prompt_tokens // 2, self.ends)), most)
+
+    def _queries(self, call, count):
+        if not (self.ends and call.ends_prompt):  # what fills up a row need not go on from its last position
+            return super()._queries(call, count)[0], call.step.positions[:, -count]
+        return call.stored_from(call.columns - call.upload(self.ends), count)
+
     def observe(self, call, past):
-        return call.later(past[0].to(call.q.dtype), counts=call.upload(self.lengths(None)))
+        unseen = call.upload(self.ends) if self.ends and call.ends_prompt else 0
+        return call.later(past[0].to(call.q.dtype), unseen=unseen, counts=call.upload(self.lengths(None)))
