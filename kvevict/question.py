@@ -92,7 +92,7 @@ class Asked(Question):
                 "questions of different lengths observe from different rows of a call, and diagnose=True and TADA's "
                 "budgets take its last ones: give spans of one length, or read the rows of the batch one by one"
             )
-        return of_spans(request.policy, spans, tokens)
+        return of_spans(request, spans, tokens)
 
     def _span(self, request, row: int, asked, tokens: int) -> tuple:
         """(start, stop) in a row of `tokens` tokens."""
@@ -143,27 +143,27 @@ class LastTurn(Question):
         if request.ids is None or not rows.at_the_end:
             return rows
         tokens = np.maximum(prompt - request.padding, 0)
-        last, tokens, spans = rows.lengths(tokens).tolist(), tokens.tolist(), []
-        for b, n in enumerate(tokens):
-            ids = ids_of_row(request, b, n)
-            span = self._span(ids)
-            if span is not None and (
-                span[1] - span[0] >= (policy.chunk_size or n)
-                or (span[0] >= n - last[b] and not self._is_open(ids, span))
-            ):
-                span = None
-            spans.append(span)
-        if not any(spans):
-            return rows
-        spans = [span or (n - own, n) for span, n, own in zip(spans, tokens, last)]
-        if reads_last_rows(policy) and len({stop - start for start, stop in spans}) > 1:
-            return rows
-        return of_spans(policy, spans, tokens)
+        last, tokens = rows.lengths(tokens).tolist(), tokens.tolist()
+        prompts = [ids_of_row(request, b, n) for b, n in enumerate(tokens)]
+        spans = [self._span(ids) for ids in prompts]
+        spans = [span if span and span[1] - span[0] < (policy.chunk_size or prompt) else None for span in spans]
+        inside = [span is not None and span[0] >= n - own for span, n, own in zip(spans, tokens, last)]
+        begun = [each and self._begins(ids, span) for each, ids, span in zip(inside, prompts, spans)]
+        for each in (begun, inside):  # what is within the rows only where it need not be appended to the last chunk
+            spans = [None if leave else span for leave, span in zip(each, spans)]
+            if not any(spans):
+                return rows
+            whole = [span or (n - own, n) for span, n, own in zip(spans, tokens, last)]
+            chosen = of_spans(request, whole, tokens)
+            if chosen.ends:
+                break
+        return rows if reads_last_rows(policy) and len(set(chosen.lengths(None))) > 1 else chosen
 
-    def _is_open(self, ids, span) -> bool:
-        """Whether no word of the answer follows the question near the prompt's end."""
+    def _begins(self, ids, span) -> bool:
+        """Whether words of the answer follow a question near the prompt's end."""
         rest, (_, _, tail) = self.tokenizer.decode(ids[span[1] :]), self._marks
-        return len(ids) - span[1] <= FEW or (bool(tail) and "".join(rest.split()).endswith("".join(tail.split())))
+        ends = bool(tail) and "".join(rest.split()).endswith("".join(tail.split()))
+        return len(ids) - span[1] > FEW and not ends
 
     def _span(self, ids):
         asked = question_of(self.request or self._turn(ids))
@@ -179,14 +179,19 @@ class LastTurn(Question):
         return turn.partition(ends)[0] if ends else turn
 
 
-def of_spans(policy, spans: list, tokens: list):
-    """The policy's rows where spans of prompts of so many tokens observe. Near the prompt's end, with the text before
-    it, a span's tokens observe as they are read, unless layers do not read all of them or the call's last rows are
-    measured; else they are appended to the last chunk, too."""
+def of_spans(request, spans: list, tokens: list):
+    """The policy's rows where spans of a request's rows, of so many tokens, observe."""
+    return request.policy.rows.of_spans(spans, ends_of(request.policy, spans, tokens, request.columns))
+
+
+def ends_of(policy, spans: list, tokens: list, before: int = 0) -> tuple:
+    """Tokens from each span on where all of them are near the prompt's end, with the text before it (of which `before`
+    tokens were read earlier), so that they observe as they are read; (): they are to be appended to the last chunk,
+    too. So they are where layers do not read all of them, and where the call's last rows are measured."""
     ends = tuple(n - start for (start, _), n in zip(spans, tokens, strict=True))
     most = min(END, policy.chunk_size or END, END if policy.tsp is None else policy.goes_on)
-    near = all(end <= min(most, n // 4) for end, n in zip(ends, tokens))
-    return policy.rows.of_spans(spans, ends if near and not reads_last_rows(policy) else ())
+    near = all(end <= min(most, (before + n) // 4) for end, n in zip(ends, tokens))
+    return ends if near and not reads_last_rows(policy) else ()
 
 
 def reads_last_rows(policy) -> bool:

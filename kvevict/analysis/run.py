@@ -17,7 +17,7 @@ from ..models import pretrained
 from ..patch import evicting
 from ..policy.tokenizer import told
 from ..prompts import first_ids, frame, ids_of, until_line_end
-from ..question import LastTurn, of_spans
+from ..question import LastTurn, ends_of
 from ..report import report
 
 
@@ -92,7 +92,8 @@ def observe(policy, rows, tokens: int, named=()):
     if not isinstance(rows, tuple):
         chosen = dataclasses.replace(policy.rows, **dict.fromkeys(numbers, min(rows, most)))
     elif "probe" in numbers and policy.rows.append:
-        chosen = of_spans(policy, [(max(rows[0], rows[1] - most), rows[1])], [tokens])
+        spans = [(max(rows[0], rows[1] - most), rows[1])]
+        chosen = policy.rows.of_spans(spans, ends_of(policy, spans, [tokens]))
     else:
         return policy
     return dataclasses.replace(policy, rows=chosen)

@@ -19,6 +19,7 @@ import kvevict
 from kvevict.analysis.run import encode
 from kvevict.commands import COMMANDS
 from kvevict.families import base_model
+from kvevict.policy.rows.probe import Probe
 from kvevict.question import LastTurn, find, question_of
 
 TEXT = "The harbour opens at seven. The lantern is lit at nine, says the old man by the door. " * 4
@@ -199,6 +200,28 @@ def test_a_tokenizer_finds_it(net, tokenizer):
         assert slots(net, ids_of, patched=tokenizer, **options) == slots(net, ids_of, **options)
     both = torch.cat([ids, prompt(TEXT * 9)[:, : ids.shape[1]]])
     assert [layer[:1] for layer in slots(net, both, patched=tokenizer)] == slots(net, ids, ASKED, tokenizer)
+
+
+def test_the_policys_rows_where_a_question_would_be_appended(net):
+    """A question within the last tokens, of a prompt that is hardly longer, or where the last rows are measured."""
+    tok = tiny.byte_tokenizer()
+    for text, options in ((TEXT[:60], {}), (TEXT, dict(diagnose=True))):
+        ids, inside = row(f"{text}\n\n{ASKED}"), dict(probe=32) | options
+        assert slots(net, ids, patched=tok, **inside) == slots(net, ids, **inside)
+
+
+def test_a_question_after_what_was_read_before(net, monkeypatch):
+    """The turn is little more than a question, and the text before it is in the cache: it ends the whole."""
+    seen, of_spans = [], Probe.of_spans
+    monkeypatch.setattr(
+        Probe, "of_spans", lambda self, spans, ends=(): seen.append(ends) or of_spans(self, spans, ends)
+    )
+    tok, turn = tiny.byte_tokenizer(), f" {ASKED} {MORE}"
+    with kvevict.evicting(net, "take+edie", budget=60, chunk_size=128, probe=8, kernel=5, tokenizer=tok):
+        cache = net(row(TEXT), use_cache=True, logits_to_keep=1).past_key_values
+        net(row(turn), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        net(row(turn), use_cache=True, logits_to_keep=1)
+    assert seen[0] == (len(turn) - 1,) and not any(seen[1:])
 
 
 def test_what_the_turn_asks_may_be_known(net, tokenizer):

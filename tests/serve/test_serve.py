@@ -107,7 +107,9 @@ def test_what_asks_in_a_chat(monkeypatch):
     from kvevict.policy.rows.probe import Probe
 
     spans, of_spans = [], Probe.of_spans
-    monkeypatch.setattr(Probe, "of_spans", lambda self, found: spans.extend(found) or of_spans(self, found))
+    monkeypatch.setattr(
+        Probe, "of_spans", lambda self, found, *ends: spans.extend(found) or of_spans(self, found, *ends)
+    )
     client, tail = Client(server(policy="take:probe=8", budget=64)), "Answer in one line and be brief about it. " * 6
     messages = [
         dict(role="system", content=TEXT), dict(role="user", content="Question: Who is it?"),
