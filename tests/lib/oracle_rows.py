@@ -123,8 +123,9 @@ def end_of_attention(row, seen):
     o, layer, p = row.o, seen.layer, row.p
     if o["rows"] != "probe" or not o["append"] or not row.reading:
         return
-    first = seen.q.shape[1] - (row.rest if row.own_probe else p)
-    now, at = seen.q[:, first : first + p], row.at[first] if p else 0
+    rest = row.rest if row.own_probe else p
+    first = seen.q.shape[1] - rest  # layers may read fewer tokens, but all from the probe on
+    now, at = seen.q[:, first : first + p], row.at[len(row.at) - rest] if p else 0
     if layer.probe is not None:
         past = layer.probe
         if o["ema_space"] == "aligned":
