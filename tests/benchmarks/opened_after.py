@@ -3,8 +3,8 @@
 Of the task `asked/opened` (2,000 tokens, bf16): the prompt ends as its writer left it and is read in chunks of 512 with
 a policy (`take+edie`); then the fact's own words open the answer, as decoded tokens would. So small models answer, and
 no row that observes has seen those words. A line per place of the question: right answers of those that the full cache
-gives, with Wilson's interval, and the right answer's nats a token above the full cache's, where the question's tokens
-observe and where the last 32 do."""
+gives, with Wilson's interval, and the right answer's nats a token above the full cache's, where the question that
+`kvevict.patch` finds observes, where its exact tokens do, and where the last 32 do."""
 
 import contextlib
 import dataclasses
@@ -19,10 +19,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvevict
 from kvevict.analysis.run import Prompt
+from kvevict.context import within
 from kvevict.evaluate.ask import FULL, Asked, Run, ask, encode, read
 from kvevict.evaluate.intervals import of_scores
 from kvevict.evaluate.tasks import TASKS, Settings
 from kvevict.prompts import ids_of
+from kvevict.question import LastTurn
 
 
 def measured(model, tokenizer, case, run):
@@ -31,7 +33,9 @@ def measured(model, tokenizer, case, run):
     plain = encode(model, tokenizer, dataclasses.replace(case, question=bare, opening=""))
     prompt = Prompt(plain.context + plain.question, ids_of(tokenizer, case.opening.lstrip()))
     full, lines = ask(model, tokenizer, Asked(case, prompt), FULL), {}
-    for name, observing in dict(question=kvevict.observing(plain.said), last=contextlib.nullcontext()).items():
+    found = within(question=LastTurn(tokenizer))
+    observers = dict(found=found, question=kvevict.observing(plain.said), last=contextlib.nullcontext())
+    for name, observing in observers.items():
         if full["score"]:
             with observing:
                 text = read(model, tokenizer, Asked(case, prompt), run)
