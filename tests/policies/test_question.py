@@ -173,6 +173,8 @@ def test_find(name):
     (f"{TEXT * 9} {ASKED} {MORE}", ASKED),
     ("Name the man.", "Name the man."),
     ("Where did Mr. Smith go? Why?", "Why?"),
+    ("Read it with this in mind: When is the lantern lit?", ASKED), (f"Question: {ASKED}", ASKED),
+    ("Which is right: the first or the second?", "Which is right: the first or the second?"),
     ("Where did Mr. Smith go?", "Where did Mr. Smith go?"),
     ("\u706f\u306f\u4f55\u6642\u306b\uff1f", "\u706f\u306f\u4f55\u6642\u306b\uff1f"),
     ("", ""),
