@@ -121,7 +121,7 @@ def test_what_asks_in_a_chat(monkeypatch):
         assert response.status_code == 200
     ids = client.server.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     asked = [client.server.tokenizer.decode(ids[start:stop]).strip() for start, stop in spans]
-    assert asked == [asks("Orshan"), "in one line"]
+    assert asked == [asks("Orshan").partition(": ")[2], "in one line"]
     refused = client.post("/v1/chat/completions", messages=messages, kvevict=dict(question="in two lines"))
     assert refused.status_code == 400 and "kvevict.question" in refused.json()["error"]["message"]
 
