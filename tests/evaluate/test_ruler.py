@@ -321,7 +321,7 @@ def test_passage(settings):
 
 def test_passage_of_few_tokens(settings):
     rng = random.Random(settings.seed)
-    assert 0 < settings.tokens(haystack(settings).passage(rng, 5, settings)) <= 5
+    assert 0 < settings.tokens(haystack(settings).passage(rng, 12, settings)) <= 12  # a name alone may take six
     assert haystack(settings).passage(rng, 30, settings, {0.5: "Fact."}, after=" Now tell me.").count("Fact.") == 1
     with pytest.raises(ValueError, match=r"^length: 2 tokens"):
         haystack(settings).passage(rng, 2, settings, {0.5: "A fact of many words."})
