@@ -16,8 +16,8 @@ NEAR = 1024  # characters at either end of a user's turn in which its question i
 FEW = 8  # tokens after a question that begin no answer: a template's, "Answer:"
 END = 256  # a prompt's last tokens, at most a quarter of it: a request with its question, and no text to choose from
 MARKS = "?\uff1f\u061f"
-# What is between two sentences: a line's end, white space after what ends a sentence and no abbreviation, or a colon's
-# after which four words begin with a capital letter.
+# What is between two sentences: a line's end, or white space after what ends a sentence and no abbreviation, or after a
+# colon that four words follow, the first with a capital letter.
 BETWEEN = re.compile(
     r"\n|(?<=:)\s+(?=[A-Z](?:\S*\s+){3})"
     r"|(?<=[.!?\u061f])(?<!\bMr\.)(?<!\bMrs\.)(?<!\bMs\.)(?<!\bDr\.)(?<!\bSt\.)\s+|(?<=[\u3002\uff01\uff1f])"

@@ -137,8 +137,6 @@ if [ -n "${SMOLLM2:-}" ]; then
   table smollm2-paraphrased 4 "${chunks_of_2000[@]}" --tasks many/paraphrased --share-reads
   table smollm2-ends 8 "${chunks_of_2000[@]}" --tasks needle --depths 0 0.02 0.04 0.96 0.98 1
   table smollm2-several-whole 5 "${several[@]}" --shares 1/16 --policies take+edie laq
-  table smollm2-opened 6 "${real[@]}" --tasks asked/opened --lengths 2000 --seeds 61 --shares 1/16 --chunk-size 512 \
-    --observe asked --policies take+edie
   table smollm2-half 5 "${several[@]}" --shares 1/16 --chunk-size 512 \
     --policies take+edie take+edie/half{,:tsp=7,:tsp_len=64}
   many smollm2-many 0,512 kvzip "${real[@]}" --seeds 0
