@@ -1,6 +1,6 @@
 import os
-import time
 
+import fuzzing
 import helpers
 import pytest
 import torch
@@ -13,19 +13,22 @@ OPS = {f"test_{op}" for op in (
 CPU_ONLY = {"test_errors", "test_isa"}  # a GPU does not look at counts and indices
 
 
+NIGHTLY = os.environ.get("KVEVICT_TESTS", "gate") == "all"
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "drawn(n): so many of the test's cases are run, unless KVEVICT_MOST=all")
-    os.environ.setdefault("KVEVICT_SEED", str(time.time_ns() // 1000 % 10**9))  # the workers' too
+    config.addinivalue_line("markers", "slow: takes more than 5 s")
+    config.addinivalue_line("markers", "nightly: only run with KVEVICT_TESTS=all")
 
 
 def pytest_terminal_summary(terminalreporter):
-    terminalreporter.write_line(f"random tests began with KVEVICT_SEED={os.environ['KVEVICT_SEED']}")
+    terminalreporter.write_line(f"seed: KVEVICT_SEED={fuzzing.SEED}")
 
 
 def pytest_collection_modifyitems(config, items):
-    from fuzzing import drawn
-
-    run = drawn(items)
+    tier = [item for item in items if NIGHTLY or not item.get_closest_marker("nightly")]
+    run = fuzzing.drawn(tier)
     config.hook.pytest_deselected(items=[item for item in items if item not in run])
     items[:] = [item for item in items if item in run]
 

@@ -1,9 +1,8 @@
-"""Random tests: other cases in every run, and a number that repeats the one that failed.
+"""Random cases, the same in every run unless the seed is another one.
 
-KVEVICT_FUZZ   seconds that each test of tests/attack draws cases for; default 20
-KVEVICT_SEED   of the first case; default: conftest.py draws one for the run and prints it
+KVEVICT_SEED   of the first random case, and of the draw of cases; default 1
 KVEVICT_MOST   cases of each test that are run, drawn; default: all, but of tests marked `drawn`; "all": of those too
-KVEVICT_DRAW   another text draws other cases; default: the seed
+KVEVICT_FUZZ   factor on the number of random cases of each test of tests/attack; default 1
 """
 
 import json
@@ -14,8 +13,7 @@ import time
 from collections import Counter
 
 SECONDS = float(os.environ.get("KVEVICT_FUZZ", 20))
-SEED = int(os.environ["KVEVICT_SEED"])
-DRAW = os.environ.get("KVEVICT_DRAW", str(SEED))
+SEED = int(os.environ.get("KVEVICT_SEED", 1))
 MOST = os.environ.get("KVEVICT_MOST", "")
 ALL = MOST == "all"
 HUGE = (0, 1, -1, 2, 7, 2**31 - 1, 2**31, -(2**31), 2**32 + 3, 2**63 - 1, 2**63, 10**30)
@@ -30,13 +28,13 @@ def drawn(items) -> set:
     for name, cases in groups.items():
         mark = cases[0].get_closest_marker("drawn")
         most = min(mark.args[0] if mark and not ALL else len(cases), len(cases) if MOST in ("", "all") else int(MOST))
-        run.update(random.Random(f"{DRAW} {name}").sample(cases, min(most, len(cases))))
+        run.update(random.Random(f"{SEED} {name}").sample(cases, min(most, len(cases))))
     return run
 
 
 def one_in(many, cases, name):
     """Yields one in so many of a test's own cases, drawn; with KVEVICT_MOST=all every one."""
-    rng = random.Random(f"{DRAW} {name}")
+    rng = random.Random(f"{SEED} {name}")
     return (case for case in cases if ALL or rng.random() * many < 1)
 
 
