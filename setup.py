@@ -93,16 +93,34 @@ def run(command):
     subprocess.run(command, check=True)
 
 
+def compile_object(command, target):
+    """Compile unless `target` is newer than every file that it was made of, the compiler included, and was made by the
+    same command. The compiler writes the list of files beside it (.d), this function the command (.command)."""
+    recorded, made_of = target.with_suffix(".command"), target.with_suffix(".d")
+    command = [*map(str, command), "-MMD", "-MF", str(made_of), "-o", str(target)]
+    compiler = shutil.which(command[0]) or command[0]
+    if target.exists() and made_of.exists() and recorded.exists() and recorded.read_text() == shlex.join(command):
+        files = [compiler, *made_of.read_text().replace("\\\n", " ").partition(":")[2].split()]
+        if all(os.path.exists(file) and os.stat(file).st_mtime <= target.stat().st_mtime for file in files):
+            return
+    recorded.unlink(missing_ok=True)
+    run(command)
+    recorded.write_text(shlex.join(command))
+
+
 class BuildExt(build_ext):
     def build_extension(self, ext):
         torch = torch_dir()
         nvcc = find_nvcc(torch)
         archs = cuda_archs(nvcc) if nvcc else []
+        # Kept over builds of every kind, so that an edit recompiles the files that include it.
+        folder = Path("build") / f"objects-{sysconfig.get_platform()}"
+        folder.mkdir(parents=True, exist_ok=True)
         commands, objects = [], []
 
         def add(source, compiler, tag=""):
-            objects.append(str(Path(self.build_temp) / f"{source.stem}{tag}.o"))
-            commands.append([*compiler, "-c", str(source), "-o", objects[-1]])
+            objects.append(folder / f"{source.stem}{tag}.o")
+            commands.append([*compiler, "-c", str(source)])
 
         def environment(name, default):
             return shlex.split(os.environ.get(name, default))
@@ -129,20 +147,19 @@ class BuildExt(build_ext):
             host = "-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-threadsafe-statics"
             add(source, [nvcc, "-std=c++17", "-O3", "-lineinfo", "-Xcompiler", host, *gencode(source, archs)], "_cu")
 
-        Path(self.build_temp).mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(run, commands))
+            list(pool.map(compile_object, commands, objects))
 
         target = self.get_ext_fullpath(ext.name)
         Path(target).parent.mkdir(parents=True, exist_ok=True)
-        exports = Path(self.build_temp) / "exports.map"
+        exports = folder / "exports.map"
         exports.write_text("{ global: PyInit__C; local: *; };")
         # nvcc knows where its static cudart is. No rpath: torch, imported first, has loaded libtorch_cpu.
         link = [nvcc, "-shared", "-cudart=static"] if nvcc else [*environment("CXX", "c++"), "-shared"]
         libraries = [f"-L{torch / 'lib'}", "-ltorch_cpu", "-ldl", "-lm", "-Xlinker", f"--version-script={exports}"]
         if sys.platform == "darwin":  # whose linker has no version scripts, and finds no library that is loaded already
             libraries = ["-undefined", "dynamic_lookup", "-Wl,-exported_symbol,_PyInit__C"]
-        run([*link, *objects, *libraries, "-o", target])
+        run([*link, *map(str, objects), *libraries, "-o", target])
         # Also beside the sources: in a clone, `python -m` finds those before what is installed.
         if not self.inplace:  # a process may be running the old one
             os.replace(shutil.copy(target, "kvevict/_C.new"), f"kvevict/{Path(target).name}")

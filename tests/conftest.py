@@ -1,9 +1,12 @@
+import hashlib
 import os
 
+import durations
 import fuzzing
 import helpers
 import pytest
 import torch
+import touched
 
 torch.set_num_threads(1)  # the workers share the cores, and tiny models are faster so
 
@@ -13,24 +16,59 @@ OPS = {f"test_{op}" for op in (
 CPU_ONLY = {"test_errors", "test_isa"}  # a GPU does not look at counts and indices
 
 
-NIGHTLY = os.environ.get("KVEVICT_TESTS", "gate") == "all"
+TIER = os.environ.get("KVEVICT_TESTS", "gate")
+spent: dict = {}  # seconds by node id
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "drawn(n): so many of the test's cases are run, unless KVEVICT_MOST=all")
-    config.addinivalue_line("markers", "slow: takes more than 5 s")
+    config.addinivalue_line("markers", "quick(**values): cases with these parameters are run with KVEVICT_TESTS=quick")
+    config.addinivalue_line("markers", "slow: a case takes more than 5 s")
     config.addinivalue_line("markers", "nightly: only run with KVEVICT_TESTS=all")
+    if TIER not in ("quick", "gate", "all"):
+        raise pytest.UsageError(f"KVEVICT_TESTS is {TIER!r}, not quick, gate or all")
 
 
-def pytest_terminal_summary(terminalreporter):
-    terminalreporter.write_line(f"seed: KVEVICT_SEED={fuzzing.SEED}")
+def pytest_ignore_collect(collection_path):
+    """Files without a test for `quick` are not even imported."""
+    if TIER == "quick" and collection_path.name.startswith("test_"):
+        near = str(collection_path.relative_to(touched.ROOT)) in touched.nearest()
+        return None if near or "mark.quick" in collection_path.read_text(encoding="utf-8") else True
+    return None
 
 
 def pytest_collection_modifyitems(config, items):
-    tier = [item for item in items if NIGHTLY or not item.get_closest_marker("nightly")]
+    tier = [item for item in items if TIER == "all" or not item.get_closest_marker("nightly")]
     run = fuzzing.drawn(tier)
+    if TIER == "quick":
+        functions = list(dict.fromkeys(item.nodeid.partition("[")[0] for item in run))
+        near = touched.chosen_of(functions)
+        run = {item for item in tier if is_quick(item) or (item in run and item.nodeid.partition("[")[0] in near)}
     config.hook.pytest_deselected(items=[item for item in items if item not in run])
     items[:] = [item for item in items if item in run]
+
+
+def is_quick(item) -> bool:
+    """Whether a mark `quick` is the test's, and its values are the case's."""
+    values = getattr(item, "callspec", None) and item.callspec.params
+    return any(all(values[name] == value for name, value in mark.kwargs.items())
+               for mark in item.iter_markers("quick"))  # fmt: skip
+
+
+def pytest_runtest_logreport(report):
+    spent[report.nodeid] = spent.get(report.nodeid, 0.0) + report.duration
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Of this run: its seed, and its cases as a number that is the same if they are."""
+    cases = hashlib.sha1("\n".join(sorted(spent)).encode()).hexdigest()[:8]
+    terminalreporter.write_line(f"KVEVICT_TESTS={TIER} KVEVICT_SEED={fuzzing.SEED}: {len(spent)} cases ({cases})")
+
+
+def pytest_sessionfinish(session):
+    path = os.environ.get("KVEVICT_DURATIONS")
+    if path and not hasattr(session.config, "workerinput"):
+        durations.write(path, spent)
 
 
 def on_gpu() -> bool:

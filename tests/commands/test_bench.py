@@ -24,6 +24,7 @@ def bench(folder, words, capsys):
     return code, json.loads(got.out.splitlines()[-1]) if code == 0 else None, got.out, got.err
 
 
+@pytest.mark.quick
 def test_rows(tmp_path, capsys):
     """Cache bytes are exact: 4 layers of 2 kv heads."""
     folder, _ = save(tmp_path)

@@ -17,6 +17,7 @@ from kvevict.policy import build
 from kvevict.policy.text import parse_policy
 
 
+@pytest.mark.quick
 def test_help_lists_the_commands(capsys):
     with pytest.raises(SystemExit) as end:
         main(["--help"])
@@ -92,6 +93,7 @@ def test_the_bundled_model_is_the_default(words, tmp_path, monkeypatch, capsys):
     assert "no model.safetensors" in capsys.readouterr().err
 
 
+@pytest.mark.quick
 def test_generate(tmp_path, capsys):
     """Answers are those of `model.generate`; slots and bytes follow from the sizes: 4 layers, 2 kv heads of 32."""
     folder, model = save(tmp_path / "model")

@@ -51,6 +51,7 @@ def run(toy, tmp_path, *words):
     return main(["demo", "--model", toy[0], "--out", str(tmp_path / "out"), *words])
 
 
+@pytest.mark.quick
 def test_answers_and_costs(toy, tmp_path, capsys):
     options = dict(budget=24, chunk_size=40)
     policies = {"take:probe=8": ("take", options | dict(probe=8)), "streaming": ("streaming", options)}

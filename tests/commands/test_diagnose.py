@@ -401,6 +401,7 @@ def test_what_the_full_cache_shows():
         assert got["fastcaote_spearman"] == pytest.approx(sum(correlations) / len(correlations), abs=2e-3)
 
 
+@pytest.mark.quick
 def test_command(tmp_path, capsys):
     name, made = tiny.save(tmp_path / "model")
     text = tmp_path / "text.txt"

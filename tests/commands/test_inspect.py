@@ -119,6 +119,7 @@ def test_page_is_one_file_and_text_stays_text():
     assert data["facts"] == [["question", "</script>"]]
 
 
+@pytest.mark.quick(family="llama")
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_command(family, tmp_path, capsys):
     """The page's slots are those of the report of the same read; sliding-window layers have none."""

@@ -560,6 +560,7 @@ def test_chunkkv_reuse(llama, reuse):
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("path", ["", "config.json"])
 def test_command(path, tmp_path, capsys):
     model = shared()

@@ -208,6 +208,7 @@ def test_layers():
     assert sorted({text.get_text() for text in panels[0].texts}) == ["100", "25"]
 
 
+@pytest.mark.quick(kind="slots")
 @pytest.mark.parametrize("kind", ["budget", "heatmap", "slots", "speed", "layers", "overlap"])
 def test_command(tmp_path, capsys, kind):
     file, out, more = tmp_path / "results.jsonl", tmp_path / "figure.png", []

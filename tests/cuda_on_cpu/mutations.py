@@ -1,8 +1,10 @@
 """Breaks the CUDA kernels in one way at a time; the ops' tests on the emulator must notice each.
 
-    python tests/cuda_on_cpu/mutations.py [OP ...]
+    python tests/cuda_on_cpu/mutations.py [--gate] [OP ...]
 
-A mutation replaces a piece of text that must occur exactly once in its file, so that it cannot go stale unseen."""
+A mutation replaces a piece of text that must occur exactly once in its file, so that it cannot go stale unseen. Each
+runs the tests that notice it, in the mode that does; with --gate it runs those of the gate, in the gate's mode.
+--gate-tests prints the gate's tests, as an argument of pytest's -k."""
 
 import os
 import shutil
@@ -15,6 +17,9 @@ from typing import NamedTuple
 from build import CSRC, ROOT, build_package
 
 HALF = "test_matches and dtype1"  # bfloat16
+GATE = f"({HALF}) or (few_rows and dtype1) or (test_groups and dtype1) or test_many_blocks or test_without"
+GATE += " or test_in_place or edges"
+MOST = "6"  # cases of each test in the gate
 
 
 class Mutation(NamedTuple):
@@ -92,6 +97,7 @@ MUTATIONS = [
 
 def tests_pass(package, mutation):
     environment = dict(os.environ, PYTHONSAFEPATH="1", PYTHONPATH=str(package), MALLOC_PERTURB_="1")
+    environment |= dict(KVEVICT_MOST=MOST) if mutation.tests == GATE else {}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-o", "addopts=", "--capture=sys"]
     command += [*map(str, (ROOT / "tests").rglob(f"test_{mutation.op}.py")), "-k", mutation.tests]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -118,7 +124,12 @@ def mutated(mutation, base, folder):
 
 
 def main():
-    wanted = [m for m in MUTATIONS if len(sys.argv) == 1 or m.op in sys.argv[1:]]
+    if sys.argv[1:] == ["--gate-tests"]:
+        print(GATE)
+        return
+    gate, ops = "--gate" in sys.argv, [word for word in sys.argv[1:] if word != "--gate"]
+    wanted = [m for m in MUTATIONS if not ops or m.op in ops]
+    wanted = [m._replace(mode="plain", tests=GATE) for m in wanted] if gate else wanted
     survived = 0
     with tempfile.TemporaryDirectory() as name:
         for mode in sorted({m.mode for m in wanted}):

@@ -1,9 +1,9 @@
 """No module of the package imports from a layer above its own, at its top or in a function."""
 
-import ast
 from pathlib import Path
 
 import pytest
+from imports import imported
 
 PACKAGE = Path(__file__).parents[2] / "kvevict"
 LAYERS = (
@@ -20,27 +20,10 @@ LAYERS = (
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}
 
 
-def imported(file: Path, text: str):
-    """The top-level modules of the package that a file of it imports."""
-    folder = file.parent.parts
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import):
-            found = [("kvevict", *alias.name.split(".")[1:]) for alias in node.names if _ours(alias.name)]
-        elif isinstance(node, ast.ImportFrom) and (node.level or _ours(node.module)):
-            base = ("kvevict", *folder[: len(folder) - node.level + 1]) if node.level else ()
-            base += tuple(node.module.split(".")) if node.module else ()
-            found = [(*base, alias.name) for alias in node.names] if len(base) == 1 else [base]
-        else:
-            continue
-        yield from (path[1] if path[1:] and path[1] in LEVEL else "__init__" for path in found)
-
-
-def _ours(name: str) -> bool:
-    return name.split(".")[0] == "kvevict"
-
-
 def upward(file: Path, text: str) -> set:
-    return {name for name in imported(file, text) if LEVEL[name] > LEVEL[file.with_suffix("").parts[0]]}
+    """The top-level modules above its own that a file imports."""
+    modules = {path[1] if path[1:] and path[1] in LEVEL else "__init__" for path in imported(file, text)}
+    return {name for name in modules if LEVEL[name] > LEVEL[file.with_suffix("").parts[0]]}
 
 
 def test_every_module_has_a_layer():

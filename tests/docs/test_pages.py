@@ -82,6 +82,21 @@ def test_shell_snippets(page, code, tmp_path):
     run(["bash", "-euo", "pipefail", "-c", code], tmp_path, PATH=f"{tools}:{os.environ['PATH']}")
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("command", [code for _, mark, code in fences(ROOT / "README.md") if mark == "install"])
+def test_readme_commands(command, tmp_path):
+    """Each is one line, and works as printed in a clean clone; of the tests one file is run."""
+    assert command.count("\n") == 1 and " && " in command
+    subprocess.run(["git", "clone", "-q", ROOT, tmp_path / "clone"], check=True)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "KVEVICT"))}
+    environment |= dict(PYTEST_ADDOPTS="-k test_layers")
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path / "clone", env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
 def run(command, folder, **environment):
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment}
@@ -146,7 +161,7 @@ def test_links(page):
 def test_readme_is_short():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 170
-    assert [line for line in lines if len(line) > 120 and "](" not in line] == []
+    assert [line for line in lines if len(line) > 120 and "](" not in line and " && " not in line] == []
 
 
 PRESSES = """CriticalAdaKV CriticalKV CUR AdaKV Base Composed Scorer ExpectedAttention Knorm ObservedAttention Random

@@ -53,9 +53,10 @@ def found(name: str) -> list:
     return sorted((text.count("\n", 0, at) + 1, " ".join(words.split()), word) for at, words, word in hits)
 
 
-@pytest.mark.parametrize("name", sorted(set(tracked()) - set(TODO.read_text().split())))
-def test_words(name):
-    assert not [f"{name}:{line}: {words!r}, better {word!r}" for line, words, word in found(name)]
+def test_words():
+    names = sorted(set(tracked()) - set(TODO.read_text().split()))
+    assert len(names) > 100
+    assert not [f"{name}:{line}: {words!r}, better {word!r}" for name in names for line, words, word in found(name)]
 
 
 def test_what_waits_exists():

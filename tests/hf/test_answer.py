@@ -41,6 +41,7 @@ def whole(net, tokenizer, question, tokens):
     return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip()
 
 
+@pytest.mark.quick
 def test_everything_kept_is_the_whole_prompt(net, tokenizer):
     got = kvevict.answer(net, tokenizer, CONTEXT, QUESTIONS, "snapkv", budget=4096, max_new_tokens=12)
     assert got == [whole(net, tokenizer, question, 12) for question in QUESTIONS]

@@ -92,6 +92,7 @@ def in_turn(net, ways, wanted):
             assert relative(net(one, past_key_values=got).logits, net(one, past_key_values=want).logits) < 1e-5
 
 
+@pytest.mark.quick(case="take")
 def test_each_goes_on_as_a_deep_copy(case):
     """Forks, and the cache itself, one after the other, then token by token in turn."""
     net, cache = case

@@ -76,6 +76,7 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_strategies(strategy):
     model, inputs, options = shared(), prompt(2, 40, pad=(0, 9)), STRATEGIES[strategy]
@@ -86,6 +87,7 @@ def test_strategies(strategy):
         assert torch.equal(generate(model, inputs, **options), want)
 
 
+@pytest.mark.quick(policy="snapkv")
 @pytest.mark.parametrize("policy", PRESETS)
 def test_beams_after_eviction(policy):
     """The score of every beam is that of its tokens read one by one after the prompt. (No token comes twice: equal
@@ -107,6 +109,7 @@ def test_beams_after_eviction(policy):
     assert len({tuple(row) for row in out.sequences.tolist()}) == 3
 
 
+@pytest.mark.quick(policy="take")
 @pytest.mark.parametrize("policy", PRESETS)
 def test_padded_batch_is_each_row_alone(policy):
     """Left padding changes nothing: the same slots kept and the same tokens, also of a row that is padding for whole
@@ -173,6 +176,7 @@ def test_streamers_in_threads():
     assert "".join(asyncio.run(listen())).split() == want
 
 
+@pytest.mark.quick
 def test_pipeline():
     """A batch of texts of different lengths."""
     model, words = shared(), tiny.word_tokenizer()

@@ -34,6 +34,7 @@ def read(model, inputs):
     return cache
 
 
+@pytest.mark.quick(case="take")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("pads", [(0,), (0, 5, 17)])
 @pytest.mark.parametrize("decoded", [0, 5])

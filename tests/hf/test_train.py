@@ -101,6 +101,7 @@ def losses(folder):
     return [line["loss"] for line in log(folder)]
 
 
+@pytest.mark.quick
 def test_learns_and_saves(tmp_path):
     model = tiny.model("llama")
     before = [weight.requires_grad for weight in model.parameters()]

@@ -64,6 +64,7 @@ def test_ridge_is_the_minimum():
     assert w.grad.abs().max() < bound * x.abs().max() and b.grad.abs().max() < bound
 
 
+@pytest.mark.quick(kind="linear")
 @pytest.mark.parametrize("kind", ["linear", "mlp"])
 def test_learns_saves_and_evicts(kind, tmp_path):
     made = model()

@@ -49,6 +49,7 @@ def check(p):
     return got
 
 
+@pytest.mark.quick(case=0)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", range(8))

@@ -20,6 +20,7 @@ def check(p):
     return got
 
 
+@pytest.mark.quick(case=0)
 @pytest.mark.parametrize("of", "kv")
 @pytest.mark.parametrize("norm", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -38,6 +38,7 @@ def check(p):
     return got
 
 
+@pytest.mark.quick(case=0)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", range(8))
 def test_matches(case, dtype):

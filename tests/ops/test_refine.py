@@ -56,6 +56,7 @@ def check(p, share=1.0):
     return got
 
 
+@pytest.mark.quick(case=0)
 @pytest.mark.parametrize("fast, squared", FORMS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", range(8))

@@ -42,6 +42,7 @@ def options(tmp_path):
 # -- against the oracle ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(name="gate, few kept")
 @any_choice
 def test_chunks_turns_and_padding(name, options):
     """A token has one number: in whatever chunk it is read, decoded, in a row with padding, in a later turn."""

@@ -246,12 +246,36 @@ def test_every_score_over_every_rows_is_compared_or_refused(score, rows):
 
 # -- nothing is left out --------------------------------------------------------------------------------------------
 
+TABLES = [
+    test_policies.POLICIES, test_budgets.CHOICES, test_output_errors.CHOICES, test_cake.CHOICES, test_hidden.CHOICES,
+    test_expected.CHOICES, test_values_and_keys.CHOICES, test_drafted.POLICIES, test_keep_prompt.POLICIES,
+]  # fmt: skip
+
+
+def covering():
+    """{"preset, remark": options} of TABLES, few that have every part but the gates, which test_gates.py has."""
+    found, seen = {}, set()
+    for name, chosen in (row for table in TABLES for row in table.items()):
+        policy = build(name.split(",")[0], **chosen | dict(budget=100))
+        parts = {(kind, type(getattr(policy, kind))) for kind in PARTS}
+        if not parts <= seen:
+            found[name] = dict(chunk_size=CHUNK) | chosen
+            seen |= parts
+    return found
+
+
+COVERING = covering()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", COVERING)
+def test_every_part_once(name):
+    """A prompt of several chunks, and two decoded tokens."""
+    compare(model(), name.split(",")[0], [[37, 1, 1]], **dict(budget=BUDGET) | COVERING[name])
+
 
 def test_every_preset_is_compared_with_the_oracle():
-    tables = [test_policies.POLICIES, test_budgets.CHOICES, test_output_errors.CHOICES, test_cake.CHOICES]
-    tables += [test_hidden.CHOICES, test_expected.CHOICES, test_values_and_keys.CHOICES, test_gates.CHOICES]
-    tables += [test_drafted.POLICIES, test_keep_prompt.POLICIES]
-    compared = {name.split(",")[0] for table in tables for name in table}
+    compared = {name.split(",")[0] for table in (*TABLES, test_gates.CHOICES) for name in table}
     elsewhere = {"random", "edie+tada", "edie+tada/chunked"}  # by hand, test_choices.py
     elsewhere |= {"lookahead", "random/redraw"}  # test_lookahead.py, test_keep_prompt.py
     halves = {"fastkv", "take+edie/half"}  # test_fastkv.py

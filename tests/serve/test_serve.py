@@ -10,6 +10,7 @@ import kvevict
 SHORT = "The code of Naislet is 364735. " + FILLER
 
 
+@pytest.mark.quick
 def test_chat_answers_as_the_patched_model_does():
     client = Client(server())
     response = client.chat(f"{TEXT}\n\n{asks('Orshan')}")
