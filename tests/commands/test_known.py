@@ -2,10 +2,13 @@
 
 import json
 
+import pytest
+
 from kvevict import known
 from kvevict.cli import main
 
 
+@pytest.mark.quick
 def test_list(capsys):
     assert main(["models", "gemma"]) == 0
     *lines, told = capsys.readouterr().out.splitlines()

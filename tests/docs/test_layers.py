@@ -31,6 +31,7 @@ def test_every_module_has_a_layer():
     assert modules <= LEVEL.keys()
 
 
+@pytest.mark.quick
 def test_no_import_runs_upwards():
     files = [path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py")]
     assert len(files) > 100

@@ -53,6 +53,7 @@ def found(name: str) -> list:
     return sorted((text.count("\n", 0, at) + 1, " ".join(words.split()), word) for at, words, word in hits)
 
 
+@pytest.mark.quick
 def test_words():
     names = sorted(set(tracked()) - set(TODO.read_text().split()))
     assert len(names) > 100

@@ -94,6 +94,7 @@ def toy_ids(case):
     return tokenizer()(case.context)["input_ids"], tokenizer()(case.question)["input_ids"]
 
 
+@pytest.mark.quick
 def test_full_and_aware_are_what_generate_gives(net, tmp_path):
     lines = results(net, tmp_path / "r", policies=("tova", "take"), chunk_sizes=(None, 20), modes=("aware",))
     assert [line["policy"] for line in lines] == 2 * ["full", "tova", "tova", "take", "take"]
