@@ -1,6 +1,8 @@
 import hashlib
 import os
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the network; before anything imports huggingface_hub
+
 import durations
 import fuzzing
 import helpers

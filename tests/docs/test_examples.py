@@ -19,7 +19,10 @@ SAYS = {
 }
 
 
-@pytest.mark.parametrize("name", SAYS)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[] if name == "first_steps" else pytest.mark.nightly) for name in SAYS
+])  # fmt: skip
 def test_runs(name, tmp_path):
     if name == "batch_eval":
         pytest.importorskip("accelerate")

@@ -57,7 +57,11 @@ def test_marks(page):
 WITH_PYTHON = [page for page in PAGES if any(f[:2] == ("python", "") for f in fences(page))]
 
 
-@pytest.mark.parametrize("page", WITH_PYTHON, ids=names(WITH_PYTHON))
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [
+    pytest.param(page, id=name, marks=[] if name == "README.md" else pytest.mark.nightly)
+    for page, name in zip(WITH_PYTHON, names(WITH_PYTHON))
+])  # fmt: skip
 def test_python_snippets(page, tmp_path):
     """A page's snippets, one after the other as a reader types them, in a process of their own."""
     code = "\n".join(code for language, mark, code in fences(page) if (language, mark) == ("python", ""))
@@ -70,9 +74,12 @@ SHELL = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("page, code", SHELL, ids=[f"{page.relative_to(ROOT)}-{code[:30]}" for page, code in SHELL])
 def test_shell_snippets(page, code, tmp_path):
-    """In an empty folder with the examples; `kvevict` and `python` are this interpreter's."""
+    """In an empty folder with the examples; `kvevict` and `python` are this interpreter's. Nightly, as the commands take
+    a minute, and each has a test of its own."""
     tools = tmp_path / "bin"
     tools.mkdir()
     for name, command in (("python", ""), ("kvevict", " -m kvevict")):

@@ -48,7 +48,8 @@ def timeless(lines):
     }
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.nightly)])
 def test_one_read_for_all_questions(tmp_path, family, monkeypatch):
     """The same answers, likelihoods and slots as with a read per question, which policies that know it get still."""
     net, reads = tiny_model(family), Counter()

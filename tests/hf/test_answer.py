@@ -53,8 +53,9 @@ def bundled():
     return load_model(kvevict.small_llama(), "float32", "cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 def test_questions_do_not_meet(bundled, policy, tmp_path):
     """The same answers in any order, twice, from a cache, from disk, and from deep copies of it; a long answer does
     not evict either."""

@@ -102,8 +102,10 @@ def test_unpatched_under_a_wrapper_of_forward():
     assert kvevict.report(net)["kept"][0] == [[12, 12]]
 
 
-@pytest.mark.parametrize("part", ["layers", "model"])
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["layers", pytest.param("model", marks=pytest.mark.nightly)])
 def test_compiled(part):
+    """The whole model takes a minute to compile."""
     net, inputs = kvevict.patch(tiny.model(), "take", budget=18, probe=6, chunk_size=16), tiny.prompt(1, 50)
     want = tiny.generate(net, inputs)
     for module in net.model.layers[:1] if part == "layers" else [net]:
@@ -214,8 +216,8 @@ def test_scoring_before_anything_is_evicted():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("record", [
     lambda net, ids: torch.jit.trace(net, ids, strict=False), lambda net, ids: torch.export.export(net, (ids,)),
-    lambda net, ids: torch.export.export(torch.nn.Sequential(net), (ids,)),
-    lambda net, ids: torch.export.export(net, (ids,), strict=True),
+    pytest.param(lambda net, ids: torch.export.export(torch.nn.Sequential(net), (ids,)), marks=pytest.mark.nightly),
+    pytest.param(lambda net, ids: torch.export.export(net, (ids,), strict=True), marks=pytest.mark.nightly),
 ], ids=["trace", "export", "export around", "export strict"])  # fmt: skip
 def test_recorded(record):
     """A record of one call would keep that call's slots; the unpatched model is recorded as ever."""
