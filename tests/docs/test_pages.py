@@ -78,8 +78,8 @@ SHELL = [
 @pytest.mark.nightly
 @pytest.mark.parametrize("page, code", SHELL, ids=[f"{page.relative_to(ROOT)}-{code[:30]}" for page, code in SHELL])
 def test_shell_snippets(page, code, tmp_path):
-    """In an empty folder with the examples; `kvevict` and `python` are this interpreter's. Nightly, as the commands take
-    a minute, and each has a test of its own."""
+    """In an empty folder with the examples; `kvevict` and `python` are this interpreter's. Nightly: the commands take a
+    minute, and each has a test of its own."""
     tools = tmp_path / "bin"
     tools.mkdir()
     for name, command in (("python", ""), ("kvevict", " -m kvevict")):
