@@ -19,6 +19,7 @@ CPU_ONLY = {"test_errors", "test_isa"}  # a GPU does not look at counts and indi
 
 
 TIER = os.environ.get("KVEVICT_TESTS", "gate")
+DURATIONS = os.environ.pop("KVEVICT_DURATIONS", None)  # not of the workers, and of what tests start
 spent: dict = {}  # seconds by node id
 
 
@@ -67,10 +68,9 @@ def pytest_terminal_summary(terminalreporter):
     terminalreporter.write_line(f"KVEVICT_TESTS={TIER} KVEVICT_SEED={fuzzing.SEED}: {len(spent)} cases ({cases})")
 
 
-def pytest_sessionfinish(session):
-    path = os.environ.get("KVEVICT_DURATIONS")
-    if path and not hasattr(session.config, "workerinput"):
-        durations.write(path, spent)
+def pytest_sessionfinish():
+    if DURATIONS:
+        durations.write(DURATIONS, spent)
 
 
 def on_gpu() -> bool:
