@@ -127,11 +127,12 @@ def test_langchain(asked):
         chat.invoke("Once", n=2)
 
 
-def test_transformers_chat(asked):
+def test_transformers_chat(asked, monkeypatch):
     """The client that `transformers chat` has, with what it sends."""
-    from huggingface_hub import InferenceClient
+    from huggingface_hub import InferenceClient, constants
     from transformers import GenerationConfig
 
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # else the client asks no server, not even this one
     client, config = (
         InferenceClient(base_url=f"{asked.url}/v1", api_key="key"),
         GenerationConfig(do_sample=False, max_new_tokens=12),
