@@ -5,7 +5,7 @@ import torch
 
 SCORES = {
     "tri": dict(sink=4, recent=0),
-    "rkv": dict(kernel=7, pool="max", sink=0, mix=0.1, alike=0.5),
+    "rkv": dict(kernel=7, pool="max", sink=0),
 }
 ROWS = dict(tri="none")
 
@@ -55,7 +55,7 @@ def rkv(row, seen, g, end):
     for i in range(len(slots)):
         cosine = unit @ unit[i]
         cosine[i] = 0
-        copies = [j for j in range(len(slots)) if cosine[j] > o["alike"]]
+        copies = [j for j in range(len(slots)) if cosine[j] > 0.5]
         if copies:
             cosine[copies[-1]] = 0
         total += cosine / len(slots)
@@ -63,5 +63,5 @@ def rkv(row, seen, g, end):
     for i in range(len(slots)):
         near = importance[max(end[0], i - half) : min(stop, i + half + 1)]
         most = near.max().item() if end[0] <= i < stop else 0.0
-        scores.append(o["mix"] * most - (1 - o["mix"]) * redundancy[i].item())
+        scores.append(0.1 * most - 0.9 * redundancy[i].item())
     return scores

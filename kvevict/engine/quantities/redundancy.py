@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from . import QUANTITIES, Quantity, per_head
 from .worst_attention import logits
 
+ALIKE = 0.5  # cosine above which two keys are copies, as in R-KV's source
 BLOCK = 512  # rows of a head's cosines that exist at once
 
 
@@ -14,9 +15,8 @@ BLOCK = 512  # rows of a head's cosines that exist at once
 @dataclass(frozen=True)
 class Redundancy(Quantity):
     """How much of a key others have (R-KV, 2505.24133): softmax over a head's alive slots of the mean cosine to its
-    other keys, in which the newest of each key's copies, cosine above `alike`, counts 0: [B, Hkv, C]."""
+    other keys, in which the newest of each key's copies, cosine above `ALIKE`, counts 0: [B, Hkv, C]."""
 
-    alike: float = 0.5
     observes: ClassVar[bool] = False
 
     def scans(self):
@@ -31,7 +31,7 @@ class Redundancy(Quantity):
         for rows in column.split(BLOCK) if len(keys) else ():
             cosine = unit[rows] @ unit.T
             cosine[rows - rows[0], rows] = 0
-            newest = torch.where(cosine > self.alike, column, -1).amax(1, keepdim=True)
+            newest = torch.where(cosine > ALIKE, column, -1).amax(1, keepdim=True)
             total += cosine.masked_fill(column == newest, 0).sum(0)
         return (total / max(len(keys), 1)).softmax(0)
 
