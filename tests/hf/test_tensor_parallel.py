@@ -1,10 +1,12 @@
 """A model split over two processes (tp_plan="auto", gloo) keeps and generates what it does in one. This file is also
 what those processes run: once, all cases."""
 
+import contextlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import tiny
@@ -13,6 +15,7 @@ from torch import distributed
 
 import kvevict
 from kvevict.engine.budgets import places
+from kvevict.engine.quantities import compactor
 
 RANKS = 2
 SIZES = dict(num_attention_heads=8, num_key_value_heads=4, head_dim=16)
@@ -53,7 +56,7 @@ CASES = {  # name -> policy and options
     "defensive": ("defensive", CHUNKS | dict(window=4, heads="equal")),
     "adakv+critical": ("adakv+critical", CHUNKS | dict(window=4)),
     "lagkv": ("lagkv", CHUNKS | dict(lag=4)),
-    "compactor": ("compactor", CHUNKS | dict(sink=2, recent=2, block=5, sketch=3)),
+    "compactor": ("compactor", CHUNKS | dict(sink=2, recent=2)),
     "diagnose": ("adakv", CHUNKS | dict(window=4, diagnose=True)),
 }  # fmt: skip
 FREE = (
@@ -72,11 +75,15 @@ FREE = (
 KEPT = ("adakv max", "h2o flat")  # saved, with decoded rows and with sums
 
 
+@contextlib.contextmanager
 def patched(model, case):
+    """Of Compactor a chunk has several blocks, and more tokens than the sketch has columns."""
     policy, options = CASES[case]
     draft = dict(draft_model=tiny.shared(seed=3)) if policy == "speckv" else {}
     kvevict.history().reset()
-    return kvevict.evicting(model, policy, **options, **draft)
+    small = mock.patch.multiple(compactor, SKETCH=3, BLOCK=5)
+    with small, kvevict.evicting(model, policy, **options, **draft):
+        yield
 
 
 def held(cache):

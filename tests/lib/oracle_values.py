@@ -9,11 +9,12 @@ from oracle_rows import observers
 
 SCORES = {
     "lagkv": dict(lag=128, sink=4, ranks=True),
-    "compactor": dict(blend=0.35, sink=8, recent=4, block=256, sketch=48, seed=0),
+    "compactor": dict(blend=0.35, sink=8, recent=4),
     "defensive": dict(kernel=5, cover=0.9, sink=0),
 }
 ROWS = dict(lagkv="none", compactor="all")
 CARRIED = ("lagkv", "compactor")
+SKETCH, BLOCK = 48, 256  # Compactor's columns of the sketch of keys, whose seed is 0, and tokens of a block
 SURE = 1e-6  # of a sum of attention weights, which float32 may round by 1e-7
 
 
@@ -87,21 +88,21 @@ def note_compactor(row, seen):
 
 def _leverage(row, seen, tokens, counted):
     """[Hkv, L]: x G^-1 x' with the Gram matrix of the counted ones."""
-    o, d = row.o, seen.layer.k.shape[-1]
-    phi = torch.randn(d, o["sketch"], generator=torch.Generator().manual_seed(o["seed"])).double() / o["sketch"] ** 0.5
+    d = seen.layer.k.shape[-1]
+    phi = torch.randn(d, SKETCH, generator=torch.Generator().manual_seed(0)).double() / SKETCH**0.5
     found = []
     for k in seen.layer.k:
         x = torch.stack([row.turn(k[t], -t) for t in tokens])
         mean = x[:counted].mean(0) if counted else 0
         x = (x - mean) @ phi
-        gram = x[:counted].T @ x[:counted] + 0.01 * torch.eye(o["sketch"])
+        gram = x[:counted].T @ x[:counted] + 0.01 * torch.eye(SKETCH)
         found.append(torch.stack([y @ torch.linalg.inv(gram) @ y for y in x]))
     return torch.stack(found)
 
 
 def _both_ways(row, seen, new, counted):
     """([Hkv, n], how many set the scale): the last tokens of a prompt are a block and pooled by themselves."""
-    size, start, counted, found = row.o["block"], new[0] - row.seen, max(counted, 0), []
+    size, start, counted, found = BLOCK, new[0] - row.seen, max(counted, 0), []
     blocks = [list(range(i, min(i + size, counted))) for i in range(0, counted, size)]
     blocks += [list(range(counted, len(new)))] if counted < len(new) else []
     for g, (k, v) in enumerate(zip(seen.layer.k[:, new], seen.layer.v[:, new])):

@@ -451,7 +451,7 @@ SCORES = {
     "cake": dict(gamma=7.0), "fastkv": {}, "knorm": {}, "keydiff": {}, "random": {}, "take": {}, "oracle": {},
     "laq": {}, "speckv": {}, "kvzip": {}, "kvzip+": {}, "expected": dict(span=7), "defensive": {},
     "tri": dict(sink=1), "rkv": dict(kernel=3),
-    "lagkv": dict(lag=2, sink=1), "compactor": dict(sink=2, recent=1, block=7, sketch=3),
+    "lagkv": dict(lag=2, sink=1), "compactor": dict(sink=2, recent=1),
 }  # fmt: skip
 ROWS = {
     "none": {}, "last": {}, "window": dict(window=4), "all": {}, "probe": dict(probe=4), "given": dict(ids=(5, 9)),

@@ -82,7 +82,7 @@ def test_same_positions(family, tmp_path):
     for kind in ("linear", "mlp"):
         published(tmp_path / f"kvzap-{kind}", made, kind, torch.float32)
         kvevict.gates.convert(tmp_path / f"kvzap-{kind}", made, tmp_path / f"gates-{kind}")
-    torch.save(sketch(32, 48, 0), tmp_path / "sketch.pt")
+    torch.save(sketch(32), tmp_path / "sketch.pt")
     table = {name: (name.split(",")[0], EXPECTED.get(name, {}), LENGTHS) for name in NAMES[family]} | PARTS
     for press, (name, options, lengths) in table.items():
         for length, ratio in lengths:

@@ -12,6 +12,8 @@ from ... import families
 from . import QUANTITIES, Quantity
 
 RIDGE = 0.01  # on the diagonal of X^T X
+SKETCH, SEED = 48, 0  # columns of the Gaussian sketch of keys, as in kvpress; the seed of its numbers
+BLOCK = 256  # rows and slots of a block of attention, as in kvpress
 
 
 class Fresh(NamedTuple):
@@ -78,28 +80,22 @@ class OfFresh(Quantity):
 @dataclass(frozen=True)
 class Leverage(OfFresh):
     """Statistical leverage of un-rotated keys: diag X (X^T X + 0.01)^-1 X^T, X being centred keys times a Gaussian
-    sketch; in standard deviations over the row's heads and slots.
+    sketch that all heads share; in standard deviations over the row's heads and slots."""
 
-    sketch   columns of the sketch
-    seed     of the sketch, which all heads share
-    """
-
-    sketch: int = 48
-    seed: int = 0
     observes: ClassVar[bool] = False
     rotates: ClassVar[bool] = True
 
     def flops(self, shape, rows, slots):
-        return 2 * rows * shape.kv_heads * self.sketch * (shape.head_dim + 2 * self.sketch)
+        return 2 * rows * shape.kv_heads * SKETCH * (shape.head_dim + 2 * SKETCH)
 
     def _of(self, slots, fresh, observation):
         keys = _unrotated(slots.kv, fresh)
         counted = keys[:, : fresh.counted]
         mean = counted.sum(1, keepdim=True) / max(fresh.counted, 1)
         # In fp64: how much is lost in (X^T X)^-1 grows with the spread of its eigenvalues.
-        x = ((keys - mean) @ sketch(keys.shape[-1], self.sketch, self.seed).to(keys)).double()
+        x = ((keys - mean) @ sketch(keys.shape[-1]).to(keys)).double()
         inner = x[:, : fresh.counted]
-        eye = torch.eye(self.sketch, dtype=x.dtype, device=x.device)
+        eye = torch.eye(SKETCH, dtype=x.dtype, device=x.device)
         solved = torch.linalg.solve(inner.mT @ inner + RIDGE * eye, x.mT)
         return _standard((x * solved.mT).sum(-1), fresh.counted, slots.heads)
 
@@ -109,15 +105,10 @@ class Leverage(OfFresh):
 class BlockAttention(OfFresh):
     """Attention that slots get in blocks of the chunk, its rows seeing both what was before them and what comes, logits
     not scaled: summed over rows, mean over the group, times ||v_i||_2, averaged over 3 slots; in standard deviations
-    over the row's heads and slots. Slots that were decoded, whose queries are gone, have the mean.
-
-    block   rows and slots of a block
-    """
-
-    block: int = 256
+    over the row's heads and slots. Slots that were decoded, whose queries are gone, have the mean."""
 
     def flops(self, shape, rows, slots):
-        return 2 * rows * min(rows, self.block) * shape.heads * shape.head_dim
+        return 2 * rows * min(rows, BLOCK) * shape.heads * shape.head_dim
 
     def _of(self, slots, fresh, observation):
         kv, b = slots.kv, fresh.row
@@ -125,7 +116,7 @@ class BlockAttention(OfFresh):
         rows, counted = k.shape[1], max(fresh.counted - fresh.decoded, 0)
         (part,) = observation.parts
         q = part.q[b, :, part.q.shape[2] - rows :].float().unflatten(0, (len(k), -1))  # [H, G, rows, D]
-        edges = [*range(0, counted, self.block), counted, rows]
+        edges = [*range(0, counted, BLOCK), counted, rows]
         attended = [
             (q[:, :, i:j] @ k[:, None, i:j].mT).softmax(-1).sum(-2).mean(1) for i, j in pairwise(edges) if i < j
         ]
@@ -136,10 +127,10 @@ class BlockAttention(OfFresh):
         return F.pad(score, (fresh.decoded, 0))
 
 
-def sketch(width: int, columns: int, seed: int):
-    """The Gaussian sketch [width, columns] of a seed, its entries' variance 1 / columns: the same on every device."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(width, columns, generator=generator) / columns**0.5
+def sketch(width: int):
+    """The Gaussian sketch [width, SKETCH], its entries' variance 1 / SKETCH: the same on every device."""
+    generator = torch.Generator().manual_seed(SEED)
+    return torch.randn(width, SKETCH, generator=generator) / SKETCH**0.5
 
 
 def _unrotated(kv, fresh):

@@ -15,17 +15,11 @@ class Compactor(Score):
     blend    weight of the keys' statistical leverage beside attention, both in standard deviations
     sink     first slots that are always kept
     recent   last slots that are always kept
-    block    rows and slots of a block of attention
-    sketch   columns of the Gaussian sketch of keys
-    seed     of the sketch
     """
 
     blend: float = 0.35
     sink: int = 8
     recent: int = 4
-    block: int = 256
-    sketch: int = 48
-    seed: int = 0
     rows: ClassVar = All()
     carry: ClassVar[str] = "keep"
     ordinal: ClassVar[bool] = True
@@ -37,14 +31,12 @@ class Compactor(Score):
     def check(self, policy):
         super().check(policy)
         at_least_0("blend", self.blend)
-        for name, least in (("recent", 0), ("block", 1), ("sketch", 1), ("seed", 0)):
-            count(name, getattr(self, name), least)
+        count("recent", self.recent, 0)
 
     @property
     def needs(self):
         ends = dict(sink=self.sink, recent=self.recent)
-        leverage = need("leverage", sketch=self.sketch, seed=self.seed, **ends)
-        return leverage, need("block_attention", block=self.block, **ends)
+        return need("leverage", **ends), need("block_attention", **ends)
 
     def score(self, slots, leverage, attention):
         return self.blend * leverage + attention
