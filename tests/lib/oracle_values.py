@@ -10,11 +10,12 @@ from oracle_rows import observers
 SCORES = {
     "lagkv": dict(lag=128, sink=4, ranks=True),
     "compactor": dict(blend=0.35, sink=8, recent=4),
-    "defensive": dict(kernel=5, cover=0.9, sink=0),
+    "defensive": dict(kernel=5, sink=0),
 }
 ROWS = dict(lagkv="none", compactor="all")
 CARRIED = ("lagkv", "compactor")
 SKETCH, BLOCK = 48, 256  # Compactor's columns of the sketch of keys, whose seed is 0, and tokens of a block
+COVER = 0.9  # of all attention, which the slots that come first under DefensiveKV get
 SURE = 1e-6  # of a sum of attention weights, which float32 may round by 1e-7
 
 
@@ -132,7 +133,7 @@ def defensive(row, seen, g, end):
     worst = (near * (x.sum(-1) / near.sum(-1))[..., None]).nan_to_num(0).amax((0, 1)) if len(inside) else x[0, 0]
     norm = output_norm(row, seen, g, seen.layer.alive[g])[first : n - last]
     score = worst.clamp(min=worst.mean()) * norm / norm.sum() if len(inside) else worst
-    wanted = o["cover"] * mean.sum() - mean[:first].sum() - mean[n - last :].sum()
+    wanted = COVER * mean.sum() - mean[:first].sum() - mean[n - last :].sum()
     found, covered = [0.0] * n, 0.0
     for i, x in enumerate(score.clamp(min=1e-300).log().tolist()):
         found[first + i] = x

@@ -15,6 +15,7 @@ import kvevict
 from kvevict import families
 from kvevict.engine.quantities import compactor
 from kvevict.policy import build
+from kvevict.policy.scores import defensive
 
 CHUNKED = dict(budget=BUDGET, chunk_size=CHUNK)
 CHOICES = {
@@ -28,8 +29,8 @@ CHOICES = {
     "compactor, keys alone": dict(sink=3, recent=3, blend=1e6),
     "compactor, values alone": dict(sink=0, recent=0, blend=0, heads="flat"),
     "defensive": dict(window=4),
-    "defensive, covered": dict(window=3, cover=1.0, kernel=3, sink=2, heads="flat"),
-    "defensive, nothing first": dict(window=4, cover=0.0, heads="equal"),
+    "defensive, covered": dict(window=3, kernel=3, sink=2, heads="flat"),
+    "defensive, nothing first": dict(window=4, heads="equal"),
     "defensive/pool": dict(window=4, least=2),
     "defensive, all rows": dict(rows="all", heads="flat", kernel=1),
     "snapkv+critical": dict(window=4),
@@ -38,18 +39,26 @@ CHOICES = {
     "kvzip, critical": dict(refine="critical"),
     "cake, critical": dict(refine="critical", window=4),
 }  # "preset, remark": options
+SMALL = dict(SKETCH=6, BLOCK=5)  # short texts have several blocks too, and more tokens than the sketch has columns
+CONSTANTS = {"compactor": SMALL, "keys alone": SMALL, "read-once": SMALL}
+CONSTANTS |= {"defensive, covered": dict(COVER=1.0), "nothing first": dict(COVER=0.0)}  # in place of 0.9
 any_choice = pytest.mark.parametrize("name", CHOICES)
 
 
 @pytest.fixture(autouse=True)
 def near(monkeypatch, request):
-    """Logits that are not scaled (Compactor) magnify the rounding of float32. Short texts have several blocks too, and
-    more tokens than the sketch has columns."""
+    """Logits that are not scaled (Compactor) magnify the rounding of float32."""
     if any(name in request.node.name for name in ("compactor", "read-once")):
         monkeypatch.setattr(test_policies, "NEAR", 1e-4)
-        if "values alone" not in request.node.name:
-            for module, (name, size) in itertools.product((compactor, oracle.oracle_values), (("SKETCH", 6), ("BLOCK", 5))):
-                monkeypatch.setattr(module, name, size)
+
+
+@pytest.fixture(autouse=True)
+def constants(monkeypatch, request):
+    """Those of CONSTANTS, in the package and in the oracle."""
+    (chosen,) = [own for name, own in CONSTANTS.items() if f"{name}]" in request.node.name] or [{}]
+    for module, name in itertools.product((compactor, defensive, oracle.oracle_values), chosen):
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, chosen[name])
 
 
 def options(name, **more):
@@ -219,7 +228,6 @@ def test_latents(name):
     (dict(score="compactor", recent=-1), "recent must be at least 0"),
     (dict(score="compactor", refine="critical"), "only rank slots"),
     (dict(score="defensive", kernel=4), "kernel must be odd"),
-    (dict(score="defensive", cover=1.5), "cover must be a number in"),
     (dict(score="defensive", refine="caote"), "only rank slots"),
     (dict(score="defensive", carry="sum"), "only rank the slots"),
     (dict(score="knorm", refine="critical"), "only rank slots"),

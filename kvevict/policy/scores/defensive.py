@@ -3,11 +3,12 @@ from typing import ClassVar
 
 import torch
 
-from ..checks import count, fraction
+from ..checks import count
 from ..needs import need
 from ..rows.window import Window
 from . import SCORES, Score
 
+COVER = 0.9  # of all attention that the slots which come first get, as in the authors' code
 FIRST = 2.0**64  # above every other number, and a power of two, so that nothing is rounded
 
 
@@ -17,13 +18,13 @@ class Defensive(Score):
     """DefensiveKV (Feng et al. 2025): the largest attention of any row and head, not below its mean, times |W_O v|_1.
 
     kernel   neighbouring slots over which each row's attention is averaged
-    cover    first come the slots of largest mean attention which, with those that are kept anyway, get this fraction of
-             all that the alive slots get
     sink     first slots that are always kept
+
+    First come the slots of largest mean attention which, with those that are kept anyway, get 0.9 of all that the alive
+    slots get.
     """
 
     kernel: int = 5
-    cover: float = 0.9
     sink: int = 0
     rows: ClassVar = Window()
     ordinal: ClassVar[bool] = True
@@ -31,7 +32,6 @@ class Defensive(Score):
 
     def check(self, policy):
         super().check(policy)
-        fraction("cover", self.cover)
         if count("kernel", self.kernel, 1) % 2 == 0:
             raise ValueError(f"kernel must be odd, so that pooling keeps the length, got {self.kernel}")
 
@@ -44,7 +44,7 @@ class Defensive(Score):
         worst, norm = (x.masked_fill(~inside, 0) for x in (worst, norm))
         floor = worst.sum(-1, keepdim=True) / inside.sum(-1, keepdim=True).clamp_min(1)
         score = torch.maximum(worst, floor) * (norm / norm.sum(-1, keepdim=True).clamp_min(1e-30))
-        wanted = self.cover * mean.sum(-1, keepdim=True) - mean.masked_fill(inside, 0).sum(-1, keepdim=True)
+        wanted = COVER * mean.sum(-1, keepdim=True) - mean.masked_fill(inside, 0).sum(-1, keepdim=True)
         rank = mean.masked_fill(~inside, 0).sort(dim=-1, descending=True, stable=True)
         before = rank.values.cumsum(-1) - rank.values
         first = torch.zeros_like(inside).scatter(-1, rank.indices, (before < wanted) & (rank.values > 0))
