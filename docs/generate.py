@@ -149,12 +149,9 @@ SHARED = {
     "group": 'over the query heads of a kv head: "mean", "sum" or "max"',
     "sink": "first slots that are always kept",
     "recent": "last slots that are always kept; None: half the budget",
-    "gamma": "weight of the variance",
     "seed": "of the hash",
     "per_head": "True: every kv head chooses for itself",
     "beta": "how steep: the last layer's own share is 1 / beta of the average",
-    "tau1": "exponent of the entropy, inverted",
-    "tau2": "exponent of the variance, inverted",
     "window": "how many last rows observe",
 }
 

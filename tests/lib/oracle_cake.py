@@ -11,7 +11,7 @@ SURE = 3e-4  # relative error of a preference that float32 may make, and that mu
 
 
 def preference(row, seen):
-    """H^(1/tau1) * V^(1/tau2) of a layer, over its slots that are not protected."""
+    """H * V of a layer, over its slots that are not protected."""
     entropy = variance = 0.0
     for g, slots in enumerate(seen.layer.alive):
         first, last = row._protected(len(slots), seen.order)
@@ -19,7 +19,7 @@ def preference(row, seen):
         entropy -= (a * a.clamp(min=1e-300).log()).sum().item()
         if a.shape[1] > 1:
             variance += a.var(1, correction=1).sum().item()
-    return entropy ** (1 / row.o["tau1"]) * variance ** (1 / row.o["tau2"])
+    return entropy * variance
 
 
 def cut(row):

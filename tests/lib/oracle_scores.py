@@ -32,7 +32,7 @@ SCORES = {
     "oracle": _ATTENTION | dict(reduce="mean"),
     "laq": _ATTENTION,
     "speckv": _ATTENTION | dict(reduce="max", group="max"),
-    "cake": _POOLED | dict(kernel=5, pool="avg", gamma=200.0),
+    "cake": _POOLED | dict(kernel=5, pool="avg"),
     "kvzip": dict(sink=4, support="chunk", carry="keep"),
     "kvzip+": dict(sink=4, support="chunk", carry="keep"),
     "expected": dict(span=512, eps=0.01, sink=4),
@@ -182,7 +182,7 @@ def _of_rows(row, seen, g, end):
         return _reduced(heads, o["group"], 0).tolist()
     if o["score"] == "cake":
         variance = a.var(1, correction=1) if a.shape[1] > 1 else 0.0
-        score = (a.mean(1) + o["gamma"] * variance).mean(0)
+        score = (a.mean(1) + 200 * variance).mean(0)
     elif o["score"] in ("edie", "edie-exact"):
         term = a / (1 - a).clamp(min=1e-6) * (v - out[:, :, None]).abs().sum(-1)
         if o["score"] == "edie":

@@ -10,13 +10,12 @@ from test_policies import BUDGET, CHUNK, compare, compare_in_chunks, model, ours
 import kvevict
 from kvevict.engine.choosers import Deciding
 from kvevict.engine.storage import ROOM
-from kvevict.policy import Policy, build
+from kvevict.policy import build
 from kvevict.policy.layers import layer_slots
 
 CHUNKED = dict(budget=BUDGET, chunk_size=CHUNK)
 CHOICES = {
     "cake": dict(window=5),
-    "cake, taus": dict(window=4, tau1=1.6, tau2=0.6),
     "cake, flat": dict(window=4, heads="flat"),
     "cake, ada": dict(window=3, heads="ada"),
     "cake, mostly average": dict(window=3, heads="ada", f=0.8),
@@ -29,7 +28,6 @@ CHOICES = {
     "cake, caote": dict(window=3, refine="caote"),
     "cake, nothing protected": dict(window=3, refine="caote", protect=False),
     "snapkv": dict(window=5, layers="cake"),
-    "snapkv, even": dict(window=5, layers="cake", tau1=8.0, tau2=6.0),
     "paasvn": dict(window=4, sink=2, layers="cake", heads="equal", pool="none"),
     "paasvn, pooled": dict(window=4, layers="cake"),
     "edie": dict(window=4, layers="cake"),
@@ -152,7 +150,7 @@ def test_layers_read_so_far_share_the_whole_budget(monkeypatch, heads):
     """C slots and one per head, from the moment that there are as many; no layer gets any back."""
     made, L, Hkv, B, N = tiny.model(num_hidden_layers=8), 8, 2, 16, 300
     seen = watched(monkeypatch)
-    with kvevict.evicting(made, "cake", budget=B, window=4, heads=heads, tau1=2.0, tau2=2.0):
+    with kvevict.evicting(made, "cake", budget=B, window=4, heads=heads):
         tiny.generate(made, tiny.prompt(1, N), new=1)
         report = kvevict.report(made)
     C, extra = B * L * Hkv, 0.2 * B * L * Hkv if heads == "ada" else 0
@@ -210,9 +208,6 @@ REFUSED = [
     ),
     (dict(policy="oracle", layers="cake", ids=(3,)), "2 rows or more"),
     (dict(policy="take/no-delay", layers="cake", probe=1), "2 rows or more"),
-    (dict(policy="cake", tau1=0), "tau1 must be a finite number > 0"),
-    (dict(policy="cake", tau2=float("inf")), "tau2 must be a finite number > 0"),
-    (dict(policy="cake", tau2=True), "tau2 must be a finite number > 0"),
 ]
 
 
@@ -220,9 +215,3 @@ REFUSED = [
 def test_refused(given, text):
     with pytest.raises(ValueError, match=text):
         build(**dict(budget=64) | given)
-
-
-def test_json():
-    policy = build("cake", budget=64, tau1=1.6, tau2=0.4, gamma=100.0)
-    assert Policy.from_json(policy.to_json()) == policy
-    assert policy.layers == kvevict.LAYERS["cake"](1.6, 0.4) and policy.score.gamma == 100.0

@@ -46,7 +46,7 @@ CHOICES = {
     "paasvn": dict(window=4),
     "paasvn, ada": dict(window=4, heads="ada", pool="none"),
     "snapkv, cake": CAKE | dict(heads="ada"),
-    "snapkv, cake of one row": CAKE | dict(window=1, gamma=7.0),
+    "snapkv, cake of one row": CAKE | dict(window=1),
     "snapkv, cake, caote": CAKE | dict(refine="caote"),
     "snapkv, caote": dict(window=4, refine="caote", heads="flat"),
     "snapkv, caote, avg": dict(window=4, refine="caote", pool="avg", kernel=5, reduce="mean"),
@@ -158,7 +158,7 @@ def test_defaults_are_the_papers():
     policies = {name: build(name, budget=64) for name in ("edie", "cake", "vatp", "paasvn")}
     edie, cake, vatp, paasvn = (policy.score for policy in policies.values())
     assert (edie.kernel, edie.pool, edie.alpha, edie.weight) == (7, "max", 0.1, "middle")
-    assert (cake.kernel, cake.pool, cake.gamma) == (5, "avg", 200)
+    assert (cake.kernel, cake.pool) == (5, "avg")
     assert (vatp.sink, vatp.recent, policies["vatp"].rows) == (20, None, ROWS["all"]())
     assert (paasvn.sink, paasvn.kernel, paasvn.pool) == (0, 7, "max")
     assert all(policies[name].rows == ROWS["window"](32) for name in ("edie", "cake", "paasvn"))
@@ -423,7 +423,6 @@ REFUSED = [
     (dict(policy="edie", reduce="mean"), "unknown option 'reduce'"),
     (dict(policy="edie-exact", alpha=0.1), "unknown option 'alpha'"),
     (dict(policy="edie", budget=32), "budget >= 33"),
-    (dict(policy="snapkv", score="cake", gamma=-1), "gamma must be"),
     (dict(policy="vatp", sink=-1), "sink must be at least 0"),
     (dict(policy="vatp", recent=2.5), "recent must be"),
     (dict(policy="vatp", budget=40), "budget >= 41"),

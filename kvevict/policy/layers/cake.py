@@ -1,7 +1,6 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..checks import at_least_0
 from ..needs import need
 from . import LAYERS, LayerBudget
 
@@ -9,22 +8,16 @@ from . import LAYERS, LayerBudget
 @LAYERS.add("cake")
 @dataclass(frozen=True)
 class Cake(LayerBudget):
-    """CAKE (Qin et al. 2025): slots beyond the window in proportion to P = H^(1/tau1) * V^(1/tau2), in a cascade.
+    """CAKE (Qin et al. 2025): slots beyond the window in proportion to P = H * V, in a cascade.
 
     a is the attention of the score's window to the slots that are not protected, in the chunk being read. H is
     -sum a ln a over query heads, rows and slots; V is the sum over query heads and slots of the sample variance over
     rows. A batch row from which nothing was evicted yet has no measurement and splits uniformly.
     """
 
-    tau1: float = 1.0
-    tau2: float = 1.0
     beyond: ClassVar[bool] = True
     cascades: ClassVar[bool] = True
     needs: ClassVar[tuple] = (need("attention", reduce="sum", group="sum", term="entropy"), "moments")
-
-    def check(self, policy):
-        for name in ("tau1", "tau2"):
-            at_least_0(name, getattr(self, name), positive=True)
 
     def shares(self, policy, layers, tokens, measured=None):
         return measured or [1.0] * layers
@@ -35,4 +28,4 @@ class Cake(LayerBudget):
         variance = moments[1].unflatten(1, (protected.shape[1], -1)).masked_fill(protected[:, :, None], 0)
         spread = slots.heads.sum(entropy.double().sum((1, 2))).clamp_min(0)
         shift = slots.heads.sum(variance.double().sum((1, 2, 3)))
-        return spread ** (1 / self.tau1) * shift ** (1 / self.tau2)
+        return spread * shift
