@@ -8,7 +8,7 @@ import torch
 from oracle_rows import observers
 
 SCORES = {
-    "lagkv": dict(lag=128, sink=4, ranks=True),
+    "lagkv": dict(lag=128, sink=4),
     "compactor": dict(blend=0.35, sink=8, recent=4),
     "defensive": dict(kernel=5, sink=0),
 }
@@ -51,12 +51,10 @@ def lag(row, seen, g, end):
             part, after = x[start : start + size], x[start + size : start + 2 * size]
             scaled = (part - after.min(0).values) / (after.max(0).values - after.min(0).values)
             both = both + scaled.std(1).softmax(0) / 2
-        if o["ranks"]:
-            order = both.sort().values
-            if row.near and any(order[i + 1] - order[i] < row.near * order[i] for i in near):
-                raise oracle.NearTie(math.nan)
-            both = torch.tensor([(both < x).sum().item() / size for x in both])
-        found |= {start + i: x for i, x in enumerate(both.tolist())}
+        order = both.sort().values
+        if row.near and any(order[i + 1] - order[i] < row.near * order[i] for i in near):
+            raise oracle.NearTie(math.nan)
+        found |= {start + i: (both < x).sum().item() / size for i, x in enumerate(both)}
     return [found.get(t, math.inf) for t in layer.alive[g]]
 
 

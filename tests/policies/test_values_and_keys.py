@@ -20,9 +20,9 @@ from kvevict.policy.scores import defensive
 CHUNKED = dict(budget=BUDGET, chunk_size=CHUNK)
 CHOICES = {
     "lagkv": dict(lag=4, sink=2),
-    "lagkv, parts compete": dict(lag=5, sink=1, ranks=False, heads="ada"),
-    "lagkv, no sink": dict(lag=3, sink=0, ranks=False, heads="flat"),
-    "lagkv, runs": dict(lag=4, sink=2, ranks=False, select="chunk", c=2),
+    "lagkv, ada": dict(lag=5, sink=1, heads="ada"),
+    "lagkv, no sink": dict(lag=3, sink=0, heads="flat"),
+    "lagkv, runs": dict(lag=4, sink=2, select="chunk", c=2),
     "lagkv, wait": dict(lag=4, sink=2, warmup_layers=3, warmup_budget=22),
     "compactor": dict(sink=3, recent=2),
     "read-once": dict(sink=2, recent=2),
@@ -217,7 +217,6 @@ def test_latents(name):
     (dict(score="lagkv", carry="max"), "carry='none'|carry='keep'"),
     (dict(score="lagkv", tsp=1), "tsp=None"),
     (dict(score="lagkv", lag=1), "lag must be at least 2"),
-    (dict(score="lagkv", ranks=1), "ranks must be True or False"),
     (dict(score="lagkv", layers="pool", heads="flat"), "scores that compare"),
     (dict(score="lagkv", refine="critical"), "only rank slots"),
     (dict(score="lagkv", refine="caote"), "only rank slots"),

@@ -9,19 +9,18 @@ from . import QUANTITIES, Quantity, each_head
 @QUANTITIES.add("lag")
 @dataclass(frozen=True)
 class Lag(Quantity):
-    """How a slot's key and value deviate, seen from the part of the text that follows (LagKV, eq. 4-9): [B, Hkv, C].
+    """A slot's rank in its part, from 0 to 1 - 1 / part, by how its key and value deviate, seen from the part of the
+    text that follows (LagKV, eq. 4-9): [B, Hkv, C].
 
     part    tokens of a part; parts follow each other from position `sink` on
-    ranks   the slot's rank in its part, from 0 to 1 - 1 / part; False: the number itself
 
-    A part is scaled by its successor's minimum and maximum per channel; the number is the softmax over the part of the
-    standard deviation across channels, mean of keys' and values'. NaN, no number, for slots of parts that are not all
-    there, or whose successors are not.
+    A part is scaled by its successor's minimum and maximum per channel. Ranks are those of the softmax over the part of
+    the standard deviation across channels, mean of keys' and values'. NaN, no number, for slots of parts that are not
+    all there, or whose successors are not.
     """
 
     part: int = 128
     sink: int = 4
-    ranks: bool = True
     observes: ClassVar[bool] = False
 
     def scans(self):
@@ -39,9 +38,7 @@ class Lag(Quantity):
             known = (whole[:-1] & whole[1:]).nonzero()[:, 0]
             here, there = (torch.searchsorted(place, at * self.part)[:, None] + column for at in (known, known + 1))
             score = sum(_deviations(x[here].float(), x[there].float()) for x in kv) / 2
-            if self.ranks:
-                score = score.argsort(dim=-1, stable=True).argsort(-1).float() / self.part
-            out[b, h, here] = score
+            out[b, h, here] = score.argsort(dim=-1, stable=True).argsort(-1).float() / self.part
         return slots.heads.merge(out)
 
 

@@ -1,7 +1,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..checks import count, flag
+from ..checks import count
 from ..needs import need
 from . import SCORES, Score
 
@@ -13,12 +13,12 @@ class LagKV(Score):
 
     lag     tokens of a part; the last whole one and what follows it are kept, until the next part is there
     sink    first slots that are always kept; parts begin after them
-    ranks   a slot's number is its rank in its part, so that every part keeps as many; False: parts compete
+
+    A slot's number is its rank in its part, so that every part keeps as many.
     """
 
     lag: int = 128
     sink: int = 4
-    ranks: bool = True
     carry: ClassVar[str] = "keep"
     ordinal: ClassVar[bool] = True
 
@@ -32,11 +32,10 @@ class LagKV(Score):
     def check(self, policy):
         super().check(policy)
         count("lag", self.lag, 2)
-        flag("ranks", self.ranks)
 
     @property
     def needs(self):
-        return (need("lag", part=self.lag, sink=self.sink, ranks=self.ranks),)
+        return (need("lag", part=self.lag, sink=self.sink),)
 
     def score(self, slots, lag):
         return lag
