@@ -28,7 +28,7 @@ def _option(text: str) -> tuple:
     name = name.strip().replace("-", "_")
     if value in PYTHON or (value == "none" and name in _options("None")):
         return name, PYTHON.get(value)
-    if name not in _options("str"):  # place="true" is text
+    if name not in _options("str"):  # task=7 is text
         with contextlib.suppress(ValueError):
             value = parsed(value)
     return name, tuple(value) if isinstance(value, list) else value

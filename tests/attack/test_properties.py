@@ -39,7 +39,7 @@ def chosen(rng):
         select=("token", "chunk"), c=(1, 3, 8), per_head=(True, False), warmup_layers=(None, 1, 2, "half"),
         n_reuse=(1, 2), refine=("none", "caote", "fastcaote", "critical"), rerotate=(True,), tsp=(None, 0, "half"),
         tsp_len=(8, 50),
-        diagnose=(True,), ema_space=("aligned", "literal"), place=("after", "true"), append=(True, False), f=(0.0, 0.7),
+        diagnose=(True,), ema_space=("aligned", "literal"), append=(True, False), f=(0.0, 0.7),
     ).items():  # fmt: skip
         if rng.random() < 0.12:
             options[option] = rng.choice(values)

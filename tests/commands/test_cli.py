@@ -46,7 +46,7 @@ def test_a_reader_that_leaves():
         ("oracle:response=[5,6],x=[],y=[7]", ("oracle", dict(response=(5, 6), x=(), y=(7,)))),
         ("take:ema-space=literal,decode=true,warmup_layers=null",
          ("take", dict(ema_space="literal", decode=True, warmup_layers=None))),
-        ("take:place=true", ("take", dict(place="true"))),
+        ("edie+tada:task=7", ("edie+tada", dict(task="7"))),
     ],
 )  # fmt: skip
 def test_policies_by_hand(text, want):

@@ -588,14 +588,13 @@ def test_decoding_across_the_switch_point(kind):
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3", "gpt_oss"])
-@pytest.mark.parametrize("places", ["after", "true"])
-def test_probe_leaves_sliding_layers_alone(family, places):
+def test_probe_leaves_sliding_layers_alone(family):
     """Layer 0 slides and reads nothing but the tokens, so its window must be the unpatched one."""
     model, inputs = shared(family), prompt(2, 61, pad=(0, 9))
     caches = [DynamicCache(config=model.config) for _ in range(2)]
     with torch.no_grad():
         model(**inputs, past_key_values=caches[0])
-        with kvevict.evicting(model, "take", place=places, **TAKE):
+        with kvevict.evicting(model, "take", **TAKE):
             model(**inputs, past_key_values=caches[1])
     for want, got in zip(*(cache.layers[::2] for cache in caches)):
         assert got.cumulative_length == want.cumulative_length == 61
@@ -606,28 +605,27 @@ def test_probe_leaves_sliding_layers_alone(family, places):
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-@pytest.mark.parametrize("places", ["after", "true"])
 @pytest.mark.parametrize("chunk_size", [16, 48])
-def test_probe_rows_are_unseen(family, places, chunk_size):
+def test_probe_rows_are_unseen(family, chunk_size):
     """The rows of the first chunk, from which nothing is evicted yet, do not see the appended probe."""
     model, ids = shared(family), sequence(64)
     with torch.no_grad():
         want = model(ids).logits[:, :16]
-        with kvevict.evicting(model, "take", budget=10, probe=6, chunk_size=chunk_size, place=places):
+        with kvevict.evicting(model, "take", budget=10, probe=6, chunk_size=chunk_size):
             got = model(ids).logits[:, :16]
             seen = kvevict.report(model)["seen"]
     assert seen == [64]
     assert relative(got, want) < 1e-4
 
 
-@pytest.mark.parametrize("places, first", [("after", [16, 32, 48]), ("true", [58, 58, 58])])
-def test_probe_positions(places, first):
+def test_probe_positions():
+    """Right after the chunk."""
     model, ids = shared(), sequence(64)
-    with kvevict.evicting(model, "take", place=places, **TAKE), rotary_positions(model) as seen:
+    with kvevict.evicting(model, "take", **TAKE), rotary_positions(model) as seen:
         model(ids)
     calls = [p[0].tolist() for p in seen if p.shape[1] > 2]  # less the two positions of the accumulated probe's turn
     assert [p[:16] for p in calls] == [list(range(start, start + 16)) for start in range(0, 64, 16)]
-    assert [p[16:] for p in calls] == [list(range(start, start + 6)) for start in first] + [[]]
+    assert [p[16:] for p in calls] == [list(range(start, start + 6)) for start in (16, 32, 48)] + [[]]
 
 
 # -- nothing is left over ----------------------------------------------------------------------------------------------

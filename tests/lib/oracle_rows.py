@@ -15,7 +15,7 @@ OPTIONS = {
     "last": {},
     "all": {},
     "window": dict(window=32),
-    "probe": dict(probe=32, place="after", ema_alpha=0.2, ema_space="aligned", append=True, ending=None, ends=False),
+    "probe": dict(probe=32, ema_alpha=0.2, ema_space="aligned", append=True, ending=None, ends=False),
     "given": dict(ids=()),
     "repeat": dict(instruction=(), most=None, part=2048),
     "drafted": dict(n_d=8, window=8, draft_keys=False, draft_model="self"),
@@ -91,8 +91,7 @@ def begin_chunk(row, stop):
     if not row.appended or row.own_probe:
         return [], []
     extra, true = map(list, zip(*row.appended))
-    after = o["rows"] == "probe" and o["place"] == "after"
-    return extra, list(range(stop, stop + len(extra))) if after else true
+    return extra, list(range(stop, stop + len(extra))) if o["rows"] == "probe" else true
 
 
 def parts(row, tokens):

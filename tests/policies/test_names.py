@@ -19,7 +19,7 @@ from kvevict.policy import PARTS, Policy, build, peers
         ("take", dict(alpha=0.32), "unknown option 'alpha'; did you mean 'ema_alpha'"),
         ("snapkv", dict(refinement="caote"), "unknown option 'refinement'; did you mean 'refine'"),
         ("snapkv", dict(error="caote"), "unknown option 'error'; known: .*refine"),
-        ("take", dict(probe_positions="true"), "unknown option 'probe_positions'; known: .*place"),
+        ("take", dict(probe_positions="true"), "unknown option 'probe_positions'; known: .*ema_space"),
         ("vatp", dict(base="snapkv"), "unknown option 'base'; known: .*score"),
     ],
 )

@@ -38,12 +38,11 @@ POLICIES = {
     "oracle, one token": dict(ids=(5,), pool="avg", kernel=3),
     "take": dict(probe=5),
     "take, literal": dict(probe=5, ema_space="literal", ema_alpha=0.5),
-    "take, true positions": dict(probe=5, place="true", ema_alpha=0.4),
     "take, relaxed": dict(probe=5, kernel=3, warmup_layers=3, warmup_budget=24),
     "take, all wait": dict(probe=3, warmup_layers=4, warmup_budget=20),
     "take, W=1": dict(probe=1, warmup_layers=1, warmup_budget=20),
     "take, span": dict(probe=(0, 1)),
-    "take, span from the end": dict(probe=(-1, 0), place="true", ema_alpha=0.3),
+    "take, span from the end": dict(probe=(-1, 0), ema_alpha=0.3),
     "take/no-probe": dict(probe=5),
     "take/no-delay": dict(probe=5),
     "take/chunk-only": dict(probe=5),
@@ -244,11 +243,10 @@ def test_take_relaxes_by_the_formula():
 
 
 @pytest.mark.parametrize("span", [(7, 12), (0, 3), (-9, -4), (-5, 0)])
-@pytest.mark.parametrize("places", ["after", "true"])
 @pytest.mark.parametrize("n", [17, 41])
-def test_take_probe_from_a_span(span, places, n):
+def test_take_probe_from_a_span(span, n):
     """It is appended to every chunk, the last too, and protects nothing."""
-    chosen = dict(budget=BUDGET, chunk_size=CHUNK, probe=span, place=places)
+    chosen = dict(budget=BUDGET, chunk_size=CHUNK, probe=span)
     compare(model(), "take", [[n]], **chosen)
     compare(model(), "take", [[n]], **chosen | dict(chunk_size=n))
 
@@ -363,16 +361,14 @@ def test_left_padded_rows_are_read_as_if_alone(name):
     compare(model(), policy, [[41, *later], [26, *later], [10, *later]], **chosen)
 
 
-@pytest.mark.parametrize(
-    "name", ["h2o", "snapkv", "take", "take, true positions", "take, span from the end", "keydiff"]
-)
+@pytest.mark.parametrize("name", ["h2o", "snapkv", "take", "take, span from the end", "keydiff"])
 @pytest.mark.parametrize("geometry", ["own schedule", "fraction", "chunks, evict at the end"])
 def test_left_padded_rows_in_other_geometries(name, geometry):
     policy, chosen = options(name, **GEOMETRIES[geometry])
     compare(model(), policy, [[17], [52], [11]], **chosen)
 
 
-@pytest.mark.parametrize("name", ["h2o", "tova", "snapkv", "take", "take, true positions", "take/chunk-only"])
+@pytest.mark.parametrize("name", ["h2o", "tova", "snapkv", "take", "take, literal", "take/chunk-only"])
 def test_left_padded_rows_keep_what_they_keep_alone(name):
     """The same without the oracle."""
     policy, chosen = options(name, budget=BUDGET, chunk_size=CHUNK)

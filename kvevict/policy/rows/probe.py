@@ -8,7 +8,6 @@ from ..checks import count, flag, fraction, one_of
 from . import ROWS, AppendedRows, Part, Rows, last
 
 SPACES = ("aligned", "literal")
-PLACES = ("after", "true")
 ENDING = 8  # of a prompt's last slots those that are kept where a span observes
 
 
@@ -19,7 +18,6 @@ class Probe(Rows):
 
     probe      the last `probe` prompt tokens, or a span (start, stop) of the prompt as in a Python slice; cut to half
                of a shorter prompt
-    place      "after" puts the probe right after the chunk, "true" at its own place in the prompt
     ema_alpha  eq. 9's weight of earlier chunks' probe; the paper uses 0.2, and 0.32 for retrieval
     ema_space  "aligned" rotates the accumulated probe by the distance it moved before it is averaged, "literal" is
                eq. 9 as printed
@@ -32,7 +30,6 @@ class Probe(Rows):
     """
 
     probe: int | tuple = 32
-    place: str = "after"
     ema_alpha: float = 0.2
     ema_space: str = "aligned"
     append: bool = True
@@ -70,7 +67,6 @@ class Probe(Rows):
             count("probe", self.probe, 1)
         fraction("ema_alpha", self.ema_alpha)
         one_of("ema_space", self.ema_space, SPACES)
-        one_of("place", self.place, PLACES)
         flag("append", self.append)
         if isinstance(policy.chunk_size, int) and 0 < policy.chunk_size <= self.most:
             raise ValueError(
@@ -115,8 +111,7 @@ class Probe(Rows):
         """`count` tokens from columns start [B] on."""
         columns = start.long()[:, None] + torch.arange(count, device=request.device)
         columns = columns.clamp_max(read.prompt - 1)  # a row that is padding alone has no such tokens
-        positions = request.positions().gather(1, columns) if self.place == "true" else None
-        return AppendedRows(request.tokens_at(columns), positions, columns)
+        return AppendedRows(request.tokens_at(columns), None, columns)
 
     def accumulate(self, call, past):
         """Eq. 9: Qa_i = alpha * Qa_{i-1} + (1 - alpha) * Q_i, and Qa_0 = Q_0 for the first chunk that holds a row's
