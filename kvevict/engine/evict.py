@@ -84,7 +84,7 @@ def ranked(call, score):
     if policy.refine.refines:  # protected slots have a share in it, by the scores that they have
         pooled = torch.where(slots.competing, pooled, policy.score.plain(slots, score))
     with call.step.meter.clock("score"):
-        score = policy.refine.refine(slots, pooled, *call.measured(policy.refine.needs))
+        score = policy.refine.refine(slots, pooled)
     score = score.expand(-1, slots.n.shape[1], -1)
     with call.step.meter.clock("select"):
         if not select.shared:

@@ -123,9 +123,7 @@ def layer_call(step, layer, module, q, k, v, out, lse, options, probs=None, new=
 
 def protected(policy, select, rows, sizes) -> tuple:
     """(first, last) [B] int32: always kept slots at either end, at most the sizes [B] that there are."""
-    sizes, kept = rows.upload(sizes), (0, 0, 0)
-    if policy.refine.protect:
-        kept = *policy.score.protect(rows), rows.step.rows.protect(rows)
+    sizes, kept = rows.upload(sizes), (*policy.score.protect(rows), rows.step.rows.protect(rows))
     first, *lasts = (
         end.to(sizes.device, torch.int32) if isinstance(end, torch.Tensor) else torch.full_like(sizes, end)
         for end in (*kept, select.unfinished(rows))

@@ -1,4 +1,4 @@
-"""Decoded rows whose own slots may be gone, because they are not protected (METHODS section 2, protect=0)."""
+"""Decoded rows whose own slots may be gone, because they are not protected (given rows)."""
 
 import torch
 

@@ -24,9 +24,9 @@ class Errors:
         self.rotation = {}  # layer -> (sum of 1 - cos over rows [B], rows [B])
 
     def note_scores(self, call, score) -> None:
-        slots, refine = call.slots, call.policy.refine
+        slots = call.slots
         score = call.policy.score.plain(slots, score).expand(-1, slots.n.shape[1], -1).contiguous()
-        every = refine.refine(slots, score, *call.measured(refine.needs))
+        every = call.policy.refine.refine(slots, score)
         self.scores[slots.index] = every.masked_fill(~slots.competing, 0).double().sum((1, 2))
 
     def note_rotation(self, step, index, after) -> None:

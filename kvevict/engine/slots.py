@@ -163,15 +163,14 @@ class Slots:
             shared=shared,
         )  # fmt: skip
 
-    def removal_error(self, numbers, fast: bool, squared: bool):
-        """CAOTE (eq. 6-8) of numbers [B, Hkv, C] >= 0 taken as attention weights, as `kvevict._ops.refine`."""
+    def removal_error(self, numbers, fast: bool):
+        """CAOTE (eq. 6 and 8) of numbers [B, Hkv, C] >= 0 taken as attention weights, as `kvevict._ops.refine`."""
         kv, heads = self.kv, self.kv.stored.len.shape[1]
         if numbers.shape[1] != heads:
             numbers = numbers.expand(-1, heads, -1)
         error = _ops.refine(
-            kv.stored.v, kv.stored.offset, kv.stored.len, kv.v, kv.first, kv.end, numbers.contiguous(), fast=fast,
-            squared=squared,
-        )  # fmt: skip
+            kv.stored.v, kv.stored.offset, kv.stored.len, kv.v, kv.first, kv.end, numbers.contiguous(), fast=fast
+        )
         return self.heads.merge(error)
 
     def waiting(self):

@@ -212,9 +212,8 @@ class Policy:
         """Slots of a kv head that are kept whatever their score: sinks, and the largest of window, probe, recent slots
         and a run that a chunk's end cuts."""
         run = max(select.run for select in self.selections) - 1 if self.schedule == "chunk" else 0
-        first, last = self.score.protected if self.refine.protect else (0, 0)
-        last = max(last, self.rows.protected) if self.refine.protect else 0
-        return max(first, self.keep_first) + max(last, run, self.spared)
+        first, last = self.score.protected
+        return max(first, self.keep_first) + max(last, self.rows.protected, run, self.spared)
 
     @property
     def spared(self) -> int:

@@ -40,9 +40,6 @@ RULES = (
      "an output error takes scores as weights, and these only rank slots: take a score of attention"),
     (lambda p: p.refine.refines and p.score.shared,
      "an output error differs by head, and this score is one for the layer: per_head=True"),
-    (lambda p: p.refine.needs and p.carry != "none",
-     "weights='each' is an error of the rows that observe now, and carried scores are of earlier rows, too: "
-     "weights='pooled', or carry='none'"),
     (lambda p: p.carry in ("sum", "max") and p.score.ordinal,
      "these scores only rank the slots of one chunk, so those of two chunks cannot be summed or compared: "
      "carry='none'"),

@@ -308,7 +308,7 @@ def test_flops_of_other_matrices():
 
 ANY_ROWS = {"window": {}, "probe": dict(probe=12), "given": dict(ids=tuple(range(2, 9))), "drafted": {}, "last": {},
             "all": {}}  # fmt: skip
-ANY_SCORE = {"edie": {}, "edie-exact": {}, "snapkv": dict(refine="caote", weights="each"), "h2o": dict(recent=8),
+ANY_SCORE = {"edie": {}, "edie-exact": {}, "snapkv": dict(refine="caote"), "h2o": dict(recent=8),
              "cake": dict(layers="uniform"), "take/no-delay": dict(refine="fastcaote")}  # fmt: skip
 
 

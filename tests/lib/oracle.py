@@ -222,10 +222,9 @@ class Row:
 
     def _always(self):
         """Slots that a head keeps at any budget; half of one holds sinks, so that the other can be recent."""
-        o, first, last = self.o, 0, 0
-        if o["protect"]:
-            first, recent = oracle_scores.protected(o, o.get("sink", 0))
-            last = max(recent, oracle_rows.always(o))
+        o = self.o
+        first, recent = oracle_scores.protected(o, o.get("sink", 0))
+        last = max(recent, oracle_rows.always(o))
         run = max(map(self._run_length, range(len(self.own)))) if o["schedule"] == "chunk" else 1
         return first + max(last, run - 1, self._spared())
 
@@ -535,11 +534,9 @@ class Row:
         return sum(-x[0] >= bar for x in items)
 
     def _protected(self, n, order, past=0):
-        o, first, last = self.o, 0, 0
-        if o["protect"]:
-            share = self.layer_budget // len(self.layers[0].alive) // 2
-            first, recent = oracle_scores.protected(o, share, self.chunk_end)
-            last = max(recent, oracle_rows.protected(self))
+        share = self.layer_budget // len(self.layers[0].alive) // 2
+        first, recent = oracle_scores.protected(self.o, share, self.chunk_end)
+        last = max(recent, oracle_rows.protected(self))
         if self.reading and not self.last:  # a run cut by the chunk's end is kept until it is whole
             last = max(last, self.chunk_end % self._run_length(order))
         first, last = max(first, past), max(last, self._spared())

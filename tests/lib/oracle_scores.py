@@ -14,7 +14,7 @@ import torch
 from oracle_rows import observers
 from ref import caote
 
-DEFAULTS = dict(refine="none", weights="pooled", squared=False, protect=True, measure=False, cd="off")
+DEFAULTS = dict(refine="none", measure=False, cd="off")
 _POOLED = dict(kernel=7, pool="max", sink=0)
 _ATTENTION = _POOLED | dict(reduce="sum", group="mean")
 _EDIE = _POOLED | dict(weight="middle", alpha=0.1)
@@ -226,13 +226,8 @@ def refined(row, seen, scores):
     result = []
     for g, slots in enumerate(seen.layer.alive):
         v = seen.layer.v[g, slots]
-        if o["weights"] == "each":
-            a, out = observers(row, seen, g)
-            term = a / (1 - a).clamp(min=1e-6) * (v - out[:, :, None]).norm(dim=-1)
-            result.append(term.sum(1).mean(0).tolist())
-        else:
-            h = torch.tensor(scores[g], dtype=torch.double)
-            result.append(caote(h, v, o["refine"] == "fastcaote", o["squared"]).tolist())
+        h = torch.tensor(scores[g], dtype=torch.double)
+        result.append(caote(h, v, o["refine"] == "fastcaote").tolist())
     return result
 
 

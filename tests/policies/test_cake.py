@@ -26,7 +26,6 @@ CHOICES = {
     "cake, whole runs per head": dict(window=3, select="chunk", c=4, exact=False, per_head=True),
     "cake, whole runs of ragged heads": dict(window=3, select="chunk", c=4, exact=False, per_head=True, heads="ada"),
     "cake, caote": dict(window=3, refine="caote"),
-    "cake, nothing protected": dict(window=3, refine="caote", protect=False),
     "snapkv": dict(window=5, layers="cake"),
     "paasvn": dict(window=4, sink=2, layers="cake", heads="equal", pool="none"),
     "paasvn, pooled": dict(window=4, layers="cake"),

@@ -109,7 +109,7 @@ def test_decode_with_eviction(name, interval=3):
 
 @pytest.mark.parametrize("more", [
     dict(layers="pyramid", beta=2), dict(heads="ada"), dict(heads="flat", layers="pyramid"), dict(refine="caote"),
-    dict(select="chunk", c=3, per_head=True, heads="flat"), dict(refine="fastcaote", protect=False),
+    dict(select="chunk", c=3, per_head=True, heads="flat"), dict(refine="fastcaote"),
     dict(warmup_layers=3), dict(n_reuse=2),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("name", ["laq", "laq/paper", "speckv"])

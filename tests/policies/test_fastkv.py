@@ -187,7 +187,7 @@ def test_families(family):
     dict(heads="ada"), dict(heads="flat"), dict(layers="pyramid"), dict(layers="pyramid", heads="flat", chunk_size=20),
     dict(heads="flat", chunk_size=20), dict(select="chunk", c=5), dict(select="chunk", c=7, chunk_size=20),
     dict(select="chunk", c=3, per_head=True, heads="flat", chunk_size=20), dict(refine="caote"),
-    dict(refine="fastcaote", chunk_size=20), dict(refine="caote", weights="each"), dict(refine="caote", protect=False),
+    dict(refine="fastcaote", chunk_size=20),
     dict(warmup_layers="half", chunk_size=20, warmup_budget=30), dict(warmup_layers=1, chunk_size=20),
 ], ids=lambda given: "-".join(map(str, itertools.chain(*given.items()))))  # fmt: skip
 def test_other_choices(given):

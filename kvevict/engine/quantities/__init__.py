@@ -95,7 +95,7 @@ def check_needs(score) -> None:
 
 def of_policy(policy) -> list:
     """The quantities that a policy's parts need, each once. Raises ValueError for one that does not exist."""
-    parts = policy.score.needs, policy.score.factors, policy.refine.needs, policy.refine.picks_by, policy.layers.needs
+    parts = policy.score.needs, policy.score.factors, policy.refine.picks_by, policy.layers.needs
     return [quantity(each) for each in dict.fromkeys(each for needs in parts for each in as_needs(needs))]
 
 

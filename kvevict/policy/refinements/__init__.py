@@ -16,11 +16,9 @@ REFINEMENTS = Registry("refinement")
 class Refinement:
     """The score as it is."""
 
-    needs: ClassVar[tuple] = ()  # quantities that `refine` gets, as a score's
-    picks_by: ClassVar[tuple] = ()  # quantities that `pick` gets
+    picks_by: ClassVar[tuple] = ()  # quantities that `pick` gets, as a score's
     refines: ClassVar[bool] = False  # `refine` changes what is ranked
     picks: ClassVar[bool] = False  # `pick` changes what a head's slots are taken by
-    protect: ClassVar[bool] = True  # the score's protected slots stay protected
 
     def check(self, policy) -> None:
         """Raise ValueError when the options do not fit each other or the policy."""
@@ -33,7 +31,7 @@ class Refinement:
         """FLOPs per component of a slot's value."""
         return 0
 
-    def refine(self, slots, score, *quantities):
+    def refine(self, slots, score):
         return score
 
     def pick(self, slots, score, keep, *quantities):
