@@ -127,7 +127,7 @@ class Pipeline:
 @contextlib.contextmanager
 def keeping_all(model, cache):
     """Inside, the model stores all that it reads after what a cache kept, and evicts nothing."""
-    with evicting(model, Policy(score="streaming", budget=PLENTY, decode=False, rerotate=cache.rerotate)):
+    with evicting(model, Policy(score="streaming", budget=PLENTY, decode=False)):
         yield
 
 

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from . import _ops, families, known, trial
-from .engine import installed, propagate, quantities, ranks, rerotate
+from .engine import installed, propagate, quantities, ranks
 from .engine.meter import Meter
 from .families import base_model, find_decoder
 from .policy.policy import build
@@ -122,15 +122,14 @@ def _made(model, policy, options) -> Patch:
         )
     chosen.rows.ready(decoder)
     made = Patch(chosen, decoder, split, question)
-    rotates = any(each.rotates for each in made.needed)
-    rerotate.check(chosen, families.rope_depends_on_length(decoder), rotates)
+    rotates = quantities.rotates(chosen, families.rope_depends_on_length(decoder))
     modules = [families.attention_of(families.layers_of(decoder)[index], index) for index in made.order]
     for each in made.needed:
         each.ready(decoder, modules)
     if not is_patched(decoder):
         check_type(model, decoder)
     top = base_model(model)
-    if chosen.rerotate or chosen.rows.rotates or rotates:
+    if chosen.rows.rotates or rotates:
         made.rotates = dict(trial.rotating(top, decoder, made.order))
         made.rotates |= {reader: made.rotates[producer] for reader, producer in made.readers.items()}
     if chosen.layers.residual == "attention":

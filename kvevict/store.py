@@ -14,7 +14,7 @@ from .engine.latent import LatentLayer
 from .engine.layers import StatefulLayer
 from .engine.ranks import of
 from .engine.storage import Storage
-from .policy.checks import count, flag, parsed
+from .policy.checks import count, parsed
 from .policy.policy import Policy
 from .version import VERSION
 from .weights import Owner, differ, identity
@@ -68,7 +68,7 @@ def save_cache(cache, path, *, name: str = "") -> None:
             raise ValueError(f"layer {index}, a {layer!r}, was not filled by kvevict; read with a patched model first")
         tensors |= {f"{index}.{name}": t.contiguous().clone() for name, t in values.items() if t is not None}
     following = None if cache.next_position is None else cache.next_position.tolist()
-    common = dict(rerotate=cache.rerotate, packed=cache.packed, next_position=following, kvevict=VERSION)
+    common = dict(packed=cache.packed, next_position=following, kvevict=VERSION)
     common |= dict(weights=cache.owner.identity(), policy=_text_of(cache.policy))
     ranks, failed = cache.ranks, None
     parts = ranks.to_first(tensors)
@@ -186,6 +186,11 @@ def load_cache(path, model, *, verify: bool = True):
             f"{path} was written by another version of kvevict: its format is {meta['format']!r}, kvevict {VERSION} "
             f"reads {FORMAT!r}; read the prompt again and save the cache anew"
         )
+    if isinstance(common, dict) and common.get("rerotate"):  # of a version that had this option
+        raise ValueError(
+            f"{path} was read with rerotate=True, which kvevict no longer has; read the prompt again and save the "
+            "cache anew"
+        )
     try:
         tensors = sealed.tensors(path, verify)
     except (ValueError, OSError) as error:
@@ -255,8 +260,7 @@ def _expect(name, tensor, shape, dtype):
 
 def _fill_cache(cache, fact, batch, columns, end):
     """What belongs to all layers. No position is `end` or larger."""
-    cache.rerotate, packed, following = fact["rerotate"], fact["packed"], fact["next_position"]
-    flag("rerotate", cache.rerotate)
+    packed, following = fact["packed"], fact["next_position"]
     cache.policy = _policy_of(fact["policy"])
     for start, stop in packed:
         count("packed columns", start, 0)

@@ -140,8 +140,8 @@ def rotating(model, decoder, order) -> dict:
     found = _rotates[decoder]
     if isinstance(found, str):
         raise ValueError(
-            f"{found}; kvevict cannot rotate its queries or keys: pass ema_space='literal' with rows='probe', "
-            "rerotate=False, and no score that rotates them (compactor, expected)"
+            f"{found}; kvevict cannot rotate its queries or keys: pass ema_space='literal' with rows='probe', and no "
+            "score that rotates them (compactor, expected)"
         )
     return found
 

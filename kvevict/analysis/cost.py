@@ -11,7 +11,7 @@ leaves out masks, "eager" attention's matrices, and free slots.
 from collections import Counter
 from dataclasses import dataclass
 
-from ..engine import propagate, quantities, rerotate
+from ..engine import propagate, quantities
 from ..policy.checks import count
 from ..policy.policy import Policy
 from .shape import Shape
@@ -116,8 +116,7 @@ def _check(shape, policy, draft_model) -> None:
         if draft_model is not None:
             raise ValueError("draft_model is of policies for which another model drafts: drop it, or choose speckv")
     policy.check_layers(shape.windows.count(None))
-    rotates = any(each.rotates for each in quantities.of_policy(policy))
-    rerotate.check(policy, shape.rope_depends_on_length, rotates)
+    quantities.rotates(policy, shape.rope_depends_on_length)  # or an error
     propagate.layer_of(policy, not any(shape.windows), len(shape.windows))  # or an error
 
 

@@ -22,7 +22,6 @@ class EvictionCache(DynamicCache):
     packed: tuple = ()  # (start, stop) columns whose padding was moved to the left
     next_position = None  # [B] int64 positions that come next, where padding was moved
     policy = None  # that gave the budgets; None: of a loaded cache it is not known, and without budgets there is none
-    rerotate = False  # whether the policy that read it rerotates
     meter = None  # the kvevict.engine.meter.Meter of the last read into it
     owner = Owner(None)  # of the weights that filled it
     ranks = ALONE  # whose heads the layers have, for save_cache
@@ -39,10 +38,6 @@ class EvictionCache(DynamicCache):
         twin = copy.copy(self)
         twin.layers, twin.meter = [_forked(layer) for layer in self.layers], self.meter
         return twin
-
-    def read_under(self, policy) -> None:
-        """Note the policy that gives the budgets from here on."""
-        self.policy, self.rerotate = policy, policy.rerotate
 
     def check_owner(self, decoder, kinds) -> None:
         """Raise ValueError where another model filled the cache, or this one before it was cast or moved."""
@@ -70,7 +65,7 @@ class EvictionCache(DynamicCache):
 
     def reset(self) -> None:
         super().reset()
-        names = ("half_read", "record_past", "packed", "next_position", "policy", "rerotate", "meter", "owner")
+        names = ("half_read", "record_past", "packed", "next_position", "policy", "meter", "owner")
         for name in names:
             self.__dict__.pop(name, None)  # as the class has them
 

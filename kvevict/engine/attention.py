@@ -8,7 +8,7 @@ import torch
 
 from .. import _ops, compat
 from ..context import context
-from . import decode, rerotate
+from . import decode
 from .cache import fit
 from .layer_call import layer_call
 
@@ -52,7 +52,7 @@ def attention(module, query, key, value, attention_mask, scaling=None, softcap=N
     def attend():
         return _ops.attend(query, slots.k, slots.v, slots.offset, slots.len, key, value, step.first, **options)
 
-    with step.meter.clock("attend"), rerotate.in_cache(step, module, slots):
+    with step.meter.clock("attend"):
         out, lse = attend() if tap is None else tap.attended(attend)
     call = layer_call(step, layer, module, query, key, value, out, lse, options, new=new, hidden=hidden)
     call.slots.kv.__dict__["stored"] = slots
@@ -85,7 +85,7 @@ def _read(step, module, query, key, value, options):
     layer, width = step.cache.layers[producer], value.shape[-1]
     query, key, value = _stored_form(layer, query, key, value)
     stored = layer.len - int(step.decoding)  # a decoded token's row is stored already
-    with step.meter.clock("attend"), rerotate.in_cache(step, module, layer, stored):
+    with step.meter.clock("attend"):
         out, _ = _ops.attend(query, layer.k, layer.v, layer.offset, stored, key, value, step.first, **options)
     if producer in step.unread and step.patch.last_reader[producer] == module.layer_idx:
         with step.meter.clock("evict"):

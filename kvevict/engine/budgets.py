@@ -106,4 +106,4 @@ def renew(policy, cache, layers, heads, ranks) -> None:
             layer.decode_queries = None  # another policy's rows, or rows with a gap after them
             if policy.carry == "none":
                 layer.carry = None
-    cache.read_under(policy)
+    cache.policy = policy

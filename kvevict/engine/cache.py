@@ -208,12 +208,10 @@ class EvictionLayer(CacheLayerMixin):
 
 
 def _needs_own(storage, step) -> bool:
-    """Whether a call needs all slots in one place that no fork reads: it rotates stored keys in place; or a chooser, a
-    chunk or layers that read another's slots look at what was appended to a fork, CAKE in the same call."""
-    if not storage.shared:
+    """Whether a call needs all slots in one place that no fork reads: a chooser, a chunk or layers that read another's
+    slots look at what was appended to a fork, CAKE in the same call."""
+    if not storage.shared or not isinstance(storage, Fork):
         return False
-    if step.patch.policy.rerotate or not isinstance(storage, Fork):
-        return step.patch.policy.rerotate
     if step.patch.readers or step.patch.policy.layers.cascades:
         return True
     return step.chooser is not None if step.decoding else storage.appended > 0

@@ -7,7 +7,7 @@ from .. import _ops
 from ..policy.heads.equal import Equal, shares
 from ..policy.scores import Score
 from ..policy.selections.token import Token
-from . import host, rerotate
+from . import host
 from .evict import join, kept
 from .layer_call import layer_call, protected
 from .observation import LayerRows
@@ -18,7 +18,7 @@ def attend(step, layer, module, query, key, value, new, options, hidden=None) ->
     """(LayerCall of a layer that is to be scored or None, out [B, 1, H, D])."""
     patch, chooser = step.patch, step.chooser
     columns = layer.longest() + 1 if patch.wants_probs else 0
-    with step.meter.clock("decode"), rerotate.in_cache(step, module, layer):
+    with step.meter.clock("decode"):
         out, lse, probs = layer.decode(query, *new, step.positions, module, columns=columns, **options)
     layer.advance(1, 1)
     if patch.of_tokens is not None and observes(patch.policy, patch.order[module.layer_idx], len(patch.order)):

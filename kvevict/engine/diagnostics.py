@@ -62,7 +62,7 @@ class Diagnostics(Watcher):
         """Add what a layer loses by a `kvevict.engine.evict.Choice`."""
         slots, step = call.slots, call.step
         losing = np.flatnonzero(choice.all_ranks.sum(1) < slots.alive).tolist()
-        with step.meter.clock("diagnose"), slots.kv.rotated():
+        with step.meter.clock("diagnose"):
             exact: dict = dict(dtype=torch.double, device="cpu")
             sums = self.sums.setdefault(slots.index, torch.zeros(len(NAMES), len(choice.keep), **exact))
             observing, q = step.rows.observing(step).clip(0, ROWS).tolist(), call.rows.watched(ROWS)

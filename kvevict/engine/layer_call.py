@@ -70,9 +70,8 @@ class LayerCall:
             k, v = (torch.cat(pair, 2) for pair in zip((kv.k, kv.v), part.own, strict=True))
             out, lse = _ops.attend(part.q, *held, k, v, kv.first, **kv.options)
             return replace(part, out=out, lse=lse)
-        with kv.rotated():
-            stop = part.stop.to(torch.int32)
-            out, lse = _ops.attend(part.q, *held, kv.k, kv.v, kv.first, stop=stop, **kv.options)
+        stop = part.stop.to(torch.int32)
+        out, lse = _ops.attend(part.q, *held, kv.k, kv.v, kv.first, stop=stop, **kv.options)
         return replace(part, out=out, lse=lse)
 
     def waiting(self):

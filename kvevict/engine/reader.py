@@ -126,7 +126,7 @@ class Reader:
         )  # fmt: skip
         read = replace(read, prepared=rows.prepare(request, read))
         request.begin()
-        request.cache.read_under(policy)
+        request.cache.policy = policy
         request.cache.owner = Owner(request.decoder)
         most = schedule.read(policy, narrow, np.array([chunk.rows for chunk in chunks])).sum(1).tolist()
         for order, layer in enumerate(layers):

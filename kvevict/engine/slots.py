@@ -1,6 +1,5 @@
 """One layer's alive slots before a cut, and the heads that they are of. Values: nothing here is changed once made."""
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -10,7 +9,7 @@ import numpy as np
 import torch
 
 from .. import _ops
-from . import host, rerotate
+from . import host
 
 REDUCE = {"sum": torch.sum, "mean": torch.mean, "max": torch.amax}
 
@@ -69,12 +68,8 @@ class KV:
         """[B] the new columns' end."""
         return self.k.shape[2] + 0 * self.first
 
-    def rotated(self):
-        """A context in which stored keys are where attention had them."""
-        return rerotate.in_cache(self.step, self.module, self.stored)
-
     def within(self, begin, count):
-        """The same of stored slots begin .. begin + count - 1 [B, heads] alone, inside of `rotated`."""
+        """The same of stored slots begin .. begin + count - 1 [B, heads] alone."""
         part = replace(self.stored, offset=self.stored.offset + begin, len=count.contiguous())
         return _Within(**{f.name: getattr(self, f.name) for f in fields(self)}, part=part)
 
@@ -83,9 +78,6 @@ class KV:
 class _Within(KV):
     part: Any = None
     stored = property(lambda self: self.part)
-
-    def rotated(self):
-        return contextlib.nullcontext()
 
 
 @dataclass(frozen=True, eq=False)

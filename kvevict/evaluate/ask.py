@@ -18,7 +18,7 @@ import math
 import time
 import zlib
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -166,11 +166,6 @@ class Reading:
         copied."""
         return _forked(cache_of(self.out))
 
-    @property
-    def keeping(self) -> Policy:
-        """Evicts nothing of what comes after it."""
-        return replace(KEEP_ALL, rerotate=self.policy.rerotate)
-
 
 def reads_alone(run: Run) -> bool:
     """Whether what a run reads of a context is the same for all questions about it, so that one read will do."""
@@ -222,7 +217,7 @@ def ask(model, tokenizer, asked: Asked, run: Run, replay=None, text: Reading | N
         result["options"] = own.options
         if case.metric == FIDELITY and asked.logits is None:
             asked.logits = _forced(model, prompt.context + prompt.question, scored)
-    keeping = None if policy is None else own.keeping
+    keeping = None if policy is None else KEEP_ALL
     before, start = 0 if text is None else _bytes(cache), _now(model)
     with _patched(model, keeping if alone or scored is not None else policy):
         if alone and prompt.question:

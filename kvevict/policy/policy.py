@@ -63,8 +63,6 @@ class Policy:
     tsp            the last decoder layer, from 0, that reads every token; the layers after it read each chunk's best
                    `tsp_len` (FastKV). "half": floor(L/2) - 1; None: all layers read all tokens
     tsp_len        how many of a chunk's tokens these layers read (int), or which share of them (float in (0, 1))
-    rerotate       False: distances count tokens of the text. True: they count slots, as in StreamingLLM's paper, so
-                   that none exceeds budget + chunk; `kvevict.report` still gives positions in the text
     progress       show a progress bar while a prompt is read
     diagnose       measure for `kvevict.report` how much of the observing rows' attention every eviction of a read
                    loses; takes about a tenth more time
@@ -92,7 +90,6 @@ class Policy:
     n_reuse: int = 1
     tsp: int | str | None = None
     tsp_len: int | float = 2048
-    rerotate: bool = False
     progress: bool = False
     diagnose: bool = False
 
@@ -170,7 +167,7 @@ class Policy:
         count("keep_first", self.keep_first, 0)
         if not isinstance(self.decode, bool):
             raise TypeError(f"decode must be True, False or None, got {self.decode!r}")
-        for name in ("keep_prompt", "rerotate", "progress", "diagnose"):
+        for name in ("keep_prompt", "progress", "diagnose"):
             flag(name, getattr(self, name))
         for name, given in (("interval", self.interval is not None), ("keep_prompt", self.keep_prompt)):
             if given and not self.decode:

@@ -4,13 +4,10 @@ import numpy as np
 
 from ..analysis.page import pieces
 from ..engine.cache import EvictionLayer
-from .errors import Refused
 
 
 def shares(cache, start: int, stop: int) -> np.ndarray:
     """The share of all layers' heads that keep each of the positions start..stop-1 of a cache of one row."""
-    if cache.rerotate:
-        raise Refused(400, "the policy moves what it keeps to other positions: choose another to see what was kept")
     counts, heads = np.zeros(stop), 0
     for layer in cache.layers:
         if isinstance(layer, EvictionLayer):

@@ -434,9 +434,9 @@ def test_odd_configs(change, said, tmp_path, capsys):
 
 def test_plan_refuses_what_patch_refuses():
     dynamic = dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)
-    for changes, options in ((dict(head_dim=12), {}), (dict(rope_parameters=dynamic), dict(rerotate=True))):
+    for changes, name in ((dict(head_dim=12), "streaming"), (dict(rope_parameters=dynamic), "expected")):
         made = tiny.model(**changes)
-        policy = kvevict.policy.build("streaming", budget=40, **options)
+        policy = kvevict.policy.build(name, budget=40)
         with pytest.raises(ValueError) as patched:
             kvevict.patch(made, policy)
         with pytest.raises(ValueError) as planned:

@@ -37,7 +37,7 @@ def chosen(rng):
         kernel=(1, 3, 7), pool=("none", "max", "avg"), reduce=("sum", "mean", "max"), decode=(True, False),
         interval=(1, 2, 5), heads=("equal", "flat", "ada"), layers=("uniform", "pyramid", "tada", "cake"),
         select=("token", "chunk"), c=(1, 3, 8), per_head=(True, False), warmup_layers=(None, 1, 2, "half"),
-        n_reuse=(1, 2), refine=("none", "caote", "fastcaote", "critical"), rerotate=(True,), tsp=(None, 0, "half"),
+        n_reuse=(1, 2), refine=("none", "caote", "fastcaote", "critical"), tsp=(None, 0, "half"),
         tsp_len=(8, 50),
         diagnose=(True,), ema_space=("aligned", "literal"), append=(True, False), f=(0.0, 0.7),
     ).items():  # fmt: skip
@@ -159,7 +159,6 @@ def test_properties(tmp_path):
         inputs, what, seed = tiny.prompt(batch, length, seed=rng.randrange(999), pad=pads), rng.choice([*checks]), 0
         if what == "whole":
             options |= dict(budget=rng.choice((length, 4096)), tsp=None)
-            options.pop("rerotate", None)
         state, failed = rng.getstate(), []
         while len(failed) < 3:
             rng.setstate(state)

@@ -18,7 +18,7 @@ CONTEXT = "The harbour opens at seven and the lantern is lit at nine; nobody in 
 QUESTIONS = ["When?", "Why is the lantern lit?", "?"]
 POLICIES = {
     "snapkv": dict(budget=20, window=4), "h2o": dict(budget=20), "tova": dict(budget=20, chunk_size=64),
-    "take+chunkkv": dict(budget=30, probe=8, chunk_size=64), "streaming": dict(budget=20, rerotate=True),
+    "take+chunkkv": dict(budget=30, probe=8, chunk_size=64), "streaming": dict(budget=20),
     "laq": dict(budget=20), "fastkv": dict(budget=20, tsp_len=64), "adakv": dict(budget=0.2, window=4),
 }  # fmt: skip
 
@@ -71,8 +71,7 @@ def test_questions_do_not_meet(bundled, policy, tmp_path):
     loaded = kvevict.load_cache(tmp_path / "cache", net)
     assert kvevict.answer(net, tokenizer, loaded, QUESTIONS, **asked) == want
     kvevict.save_cache(loaded, tmp_path / "again")
-    other = not options.get("rerotate")  # what the model is patched with does not matter
-    with kvevict.evicting(net, "streaming", budget=20, rerotate=other):
+    with kvevict.evicting(net, "streaming", budget=20):  # what the model is patched with does not matter
         loaded = kvevict.load_cache(tmp_path / "again", net)
         assert kvevict.answer(net, tokenizer, loaded, QUESTIONS, **asked) == want
     assert [layer.counts.tolist() for layer in cache.layers] == slots

@@ -162,10 +162,10 @@ def test_layers_without_rope():
 
 
 def test_unknown_rotation_is_refused(monkeypatch):
-    """Rows that rotate queries, and rerotate, raise; all else works."""
+    """Rows and scores that rotate queries or keys raise; all else works."""
     model = tiny.model("llama")
     monkeypatch.setattr(families, "rotate", lambda decoder, module, x, *positions: x)
-    for options in (dict(policy="take"), dict(policy="streaming", rerotate=True)):
+    for options in (dict(policy="take"), dict(policy="expected")):
         with pytest.raises(ValueError, match="ema_space='literal'"):
             kvevict.patch(model, budget=64, chunk_size=64, **options)
     kvevict.patch(model, "take", budget=64, chunk_size=64, ema_space="literal")

@@ -28,7 +28,7 @@ TIGHT = (
     ("take", dict(budget=12, probe=4, chunk_size=16, ema_space="literal")),
 )
 DRAFTED = (("laq", dict(budget=12, window=4)),)
-TURNED = (("take", dict(budget=12, probe=4, chunk_size=16)), ("streaming", ALL | dict(chunk_size=16, rerotate=True)))
+TURNED = (("take", dict(budget=12, probe=4, chunk_size=16)),)
 RESIDUAL = (("edie+tada", dict(budget=16, window=4, chunk_size=16)),)
 
 

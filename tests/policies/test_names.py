@@ -141,7 +141,7 @@ def test_sink_keeps_the_first_slots(policy):
 
 
 @torch.no_grad()
-def test_rerotated_attention_is_attention():
+def test_attention_sums_to_one():
     """Scores of rows that attend by distances within the cache are taken at these distances: a row's sum is 1."""
 
     @kvevict.register_score("mass")
@@ -156,7 +156,7 @@ def test_rerotated_attention_is_attention():
 
     masses, model = [], tiny.model()
     try:
-        kvevict.patch(model, "snapkv", score="mass", rerotate=True, budget=20, window=4, chunk_size=16)
+        kvevict.patch(model, "snapkv", score="mass", budget=20, window=4, chunk_size=16)
         model(**tiny.prompt(1, 80))
         assert len(masses) == 16
         assert all(torch.allclose(mass, torch.ones_like(mass), atol=1e-5) for mass in masses)

@@ -99,6 +99,18 @@ def of_policy(policy) -> list:
     return [quantity(each) for each in dict.fromkeys(each for needs in parts for each in as_needs(needs))]
 
 
+def rotates(policy, rope_depends_on_length: bool) -> bool:
+    """Whether what a policy measures rotates keys or queries. Raises ValueError where it does, for a model whose rotary
+    frequencies change with the prompt's length."""
+    found = any(each.rotates for each in of_policy(policy))
+    if found and rope_depends_on_length:
+        raise ValueError(
+            f"score {type(policy.score).__name__} rotates keys back to what they were before positions, and this "
+            "model's rotary frequencies change with the prompt's length (longrope, dynamic): take another score"
+        )
+    return found
+
+
 def measured(needs, slots, observe, known: dict) -> list:
     """The quantities that are needed of a layer's slots.
 
@@ -123,14 +135,13 @@ def observed(op, slots, part, more=(), group=None, **options):
     if group is not None:
         latent = stored.len.shape[1] != slots.heads.count  # one group of all query heads, each with its own keys
         options["group"] = "none" if latent else group
-    with kv.rotated():
-        if part.until is not None:
-            found = per_row.observed(op, slots, part, held, new, more, **options, **kv.options)
-        else:
-            found = op(
-                part.q, part.skip.to(torch.int32), *held, stored.offset, stored.len, *new, kv.first,
-                part.stop.to(torch.int32), *more, lse=part.lse, causal=part.causal, **options, **kv.options,
-            )  # fmt: skip
+    if part.until is not None:
+        found = per_row.observed(op, slots, part, held, new, more, **options, **kv.options)
+    else:
+        found = op(
+            part.q, part.skip.to(torch.int32), *held, stored.offset, stored.len, *new, kv.first,
+            part.stop.to(torch.int32), *more, lse=part.lse, causal=part.causal, **options, **kv.options,
+        )  # fmt: skip
     return slots.heads.reduce(found, group) if group is not None and latent else found
 
 

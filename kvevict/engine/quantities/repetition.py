@@ -33,28 +33,26 @@ class Repetition(Quantity):
     def measure(self, slots, observation):
         (part,), kv, stored = observation.parts, slots.kv, slots.kv.stored
         part = self.spanning(slots, part)
-        with kv.rotated():
-            if part.of is None:
-                everything = kv.within(0 * stored.len, stored.len)
-                return _largest(replace(slots, kv=everything), part, slots.columns)
-            prompt, start, count = (x[:, None].expand_as(stored.len) for x in part.of)
-            old = stored.len - prompt
-            found = torch.full((*slots.n.shape, slots.columns), torch.nan, device=slots.device)
-            for begin, length in ((0 * old, old), (old + start, count)):
-                most = int(length.max()) if length.numel() else 0
-                if most:
-                    own = _largest(replace(slots, kv=kv.within(begin, length)), part, most)
-                    found = _placed(found, own, begin[:, : own.shape[1]], length[:, : own.shape[1]])
-            return found
+        if part.of is None:
+            everything = kv.within(0 * stored.len, stored.len)
+            return _largest(replace(slots, kv=everything), part, slots.columns)
+        prompt, start, count = (x[:, None].expand_as(stored.len) for x in part.of)
+        old = stored.len - prompt
+        found = torch.full((*slots.n.shape, slots.columns), torch.nan, device=slots.device)
+        for begin, length in ((0 * old, old), (old + start, count)):
+            most = int(length.max()) if length.numel() else 0
+            if most:
+                own = _largest(replace(slots, kv=kv.within(begin, length)), part, most)
+                found = _placed(found, own, begin[:, : own.shape[1]], length[:, : own.shape[1]])
+        return found
 
     def spanning(self, slots, part):
         """Observers whose lse is over the slots that their softmax spans."""
         kv, stored = slots.kv, slots.kv.stored
-        with kv.rotated():
-            if part.of is None:
-                return self._spanning(part, kv, 0 * stored.len, stored.len.clamp_max(self.sink))
-            prompt, start, count = (x[:, None].expand_as(stored.len) for x in part.of)
-            return self._spanning(part, kv, stored.len - prompt + start, count)
+        if part.of is None:
+            return self._spanning(part, kv, 0 * stored.len, stored.len.clamp_max(self.sink))
+        prompt, start, count = (x[:, None].expand_as(stored.len) for x in part.of)
+        return self._spanning(part, kv, stored.len - prompt + start, count)
 
     def _spanning(self, part, kv, begin, count):
         """The observers, with the log-sum-exp of a softmax over stored slots begin .. begin + count - 1 [B, heads],

@@ -36,12 +36,11 @@ class Trigonometric(OfQueries):
         later = self.turned(kv, mean[:, :, None], torch.tensor(AHEAD))[:, :, 0]
         heads, group = stored.len.shape[1], mean.shape[1] // stored.len.shape[1]
         out = torch.zeros(slots.n.shape[0], heads, slots.columns, device=slots.device)
-        with kv.rotated():
-            for b, h, keys in each_head(slots, "k"):
-                keys, mine, own = keys.float(), slice(h * group, (h + 1) * group), min(h, slots.n.shape[1] - 1)
-                score = later[b, mine] @ keys.T + spread[b, mine] @ moments.sizes(keys, partner).T
-                inside = score[:, slots.competing[b, own, : len(keys)]]
-                if inside.shape[1]:
-                    centre, scale = inside.mean(1, keepdim=True), inside.std(1, keepdim=True, correction=0)
-                    out[b, h, : len(keys)] = ((score - centre) / scale.clamp_min(1e-6)).amax(0)
+        for b, h, keys in each_head(slots, "k"):
+            keys, mine, own = keys.float(), slice(h * group, (h + 1) * group), min(h, slots.n.shape[1] - 1)
+            score = later[b, mine] @ keys.T + spread[b, mine] @ moments.sizes(keys, partner).T
+            inside = score[:, slots.competing[b, own, : len(keys)]]
+            if inside.shape[1]:
+                centre, scale = inside.mean(1, keepdim=True), inside.std(1, keepdim=True, correction=0)
+                out[b, h, : len(keys)] = ((score - centre) / scale.clamp_min(1e-6)).amax(0)
         return slots.heads.reduce(out, "max")

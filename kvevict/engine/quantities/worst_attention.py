@@ -52,19 +52,18 @@ def logits(slots, part):
     softcap, sinks = kv.options["softcap"], kv.options["sinks"]
     stop = (kv.k.shape[2] - part.stop).tolist()  # new columns that are not seen
     rows = torch.arange(part.q.shape[2], 0, -1, device=slots.device)
-    with kv.rotated():
-        for b, h, k in each_head(slots, "k"):
-            mine, column = slice(h * group, (h + 1) * group), torch.arange(len(k), device=slots.device)
-            x = part.q[b, mine].float() @ k.float().T * scale
-            x = softcap * torch.tanh(x / softcap) if softcap else x
-            sees = column <= (len(k) - rows[:, None] if part.causal else len(k) - 1 - stop[b])
-            if part.until is not None:
-                position = slots.positions[b, min(h, slots.n.shape[1] - 1), : len(k)]
-                sees = position <= part.until[b] + 1 - rows[:, None]
-            x = x.masked_fill(~sees, -torch.inf)
-            if part.lse is not None:
-                lse = part.lse[b, mine]
-            else:
-                every = x if sinks is None else torch.cat([x, sinks[mine, None, None].expand(-1, x.shape[1], 1)], -1)
-                lse = every.logsumexp(-1)
-            yield b, h, x, lse
+    for b, h, k in each_head(slots, "k"):
+        mine, column = slice(h * group, (h + 1) * group), torch.arange(len(k), device=slots.device)
+        x = part.q[b, mine].float() @ k.float().T * scale
+        x = softcap * torch.tanh(x / softcap) if softcap else x
+        sees = column <= (len(k) - rows[:, None] if part.causal else len(k) - 1 - stop[b])
+        if part.until is not None:
+            position = slots.positions[b, min(h, slots.n.shape[1] - 1), : len(k)]
+            sees = position <= part.until[b] + 1 - rows[:, None]
+        x = x.masked_fill(~sees, -torch.inf)
+        if part.lse is not None:
+            lse = part.lse[b, mine]
+        else:
+            every = x if sinks is None else torch.cat([x, sinks[mine, None, None].expand(-1, x.shape[1], 1)], -1)
+            lse = every.logsumexp(-1)
+        yield b, h, x, lse
