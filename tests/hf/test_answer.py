@@ -275,6 +275,7 @@ def processes():
 
 
 @pytest.mark.parametrize("around", AROUND)
+@pytest.mark.drawn(3)
 def test_what_may_be_around_a_model(around, processes, tmp_path):
     """What `patch` takes, `read`, `answer`, `Pipeline`, `report` and a loaded cache take too."""
     net, tokenizer = tiny.model(vocab_size=259, bos_token_id=None, pad_token_id=None), tiny.byte_tokenizer()

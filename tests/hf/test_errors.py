@@ -411,6 +411,7 @@ def test_cache_of_another_model(model):
 
 @pytest.mark.parametrize("where", ["k_proj", "v_proj", "q_proj"])
 @pytest.mark.parametrize("policy", ["take", "snapkv", "h2o", "tova", "streaming", "random", "knorm", "keydiff"])
+@pytest.mark.drawn(10)
 def test_nan_weights(where, policy):
     """The NaN of the unpatched model, no hang, and right again when the weights are."""
     model, inputs = tiny.model(), prompt(2, 50, pad=(0, 9))

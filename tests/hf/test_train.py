@@ -49,6 +49,7 @@ def gradient(loss, made):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.drawn(5)
 def test_gradient_is_that_of_two_materialised_passes(family):
     """Every tensor is as near to float64 as random float32 rounding puts it: within twice the farthest of three draws
     of such rounding (tests/lib/exact.py), which is less than 0.4 % of the tensor."""

@@ -30,7 +30,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("interval", [1, 4])
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(8)
 def test_against_the_oracle(name, interval):
     """Of heads that compete each has a prompt of another length; a turn cuts everything to the budget."""
     most = []

@@ -100,13 +100,14 @@ def test_whole_prompt(name):
 
 
 @any_choice
+@pytest.mark.drawn(12)
 def test_fractions_and_turns(name):
     policy, chosen = options(name, budget=0.4, chunk_size=14)
     compare(model(), policy, [[47, 1, 21, 1]], **chosen)
 
 
 @any_choice
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(5)
 def test_padded_rows(name):
     policy, chosen = options(name, **CHUNKED)
     compare(model(), policy, [[41, 1, 14], [26, 1, 14], [10, 1, 14]], **chosen)
@@ -114,7 +115,7 @@ def test_padded_rows(name):
 
 @pytest.mark.parametrize("name", [name for name in CHOICES if not name.startswith("oracle")])
 @pytest.mark.parametrize("interval", [1, 3])
-@pytest.mark.drawn(16)
+@pytest.mark.drawn(6)
 def test_decoding(name, interval):
     policy, chosen = options(name, **CHUNKED, decode=True, interval=interval)
     compare(model(), policy, [[29, *[1] * 14], [9, *[1] * 14]], **chosen)
@@ -134,6 +135,7 @@ def test_rows_whose_slots_may_be_gone(name):
 
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma2", "gemma3", "qwen3"])
 @pytest.mark.parametrize("name", ["edie", "edie-exact", "tova+caote, ada", "h2o+caote, flat", "snapkv, cake"])
+@pytest.mark.drawn(8)
 def test_other_families(family, name):
     """Sink logits, softcaps and layers with a sliding window between."""
     policy, chosen = options(name, **CHUNKED, decode=True, interval=2)

@@ -195,7 +195,7 @@ def test_the_oracle_that_keeps_everything_is_the_unpatched_model(family):
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 @any_policy
-@pytest.mark.drawn(60)
+@pytest.mark.drawn(40)
 def test_read(name, geometry):
     lengths = LENGTHS if geometry == "chunks" else [17, 61]
     policy, chosen = options(name, **GEOMETRIES[geometry])
@@ -297,7 +297,7 @@ def test_decode_without_eviction(name):
 @pytest.mark.parametrize(
     "name", [name for name in POLICIES if not name.startswith(("take, ", "h2o/", "snapkv, max", "oracle"))]
 )
-@pytest.mark.drawn(16)
+@pytest.mark.drawn(10)
 def test_decode_with_eviction(name, interval):
     """However long, the cache never grows past budget + interval - 1, and reaches it."""
     policy, chosen = options(name, budget=BUDGET, chunk_size=CHUNK, decode=True, interval=interval)
@@ -323,7 +323,7 @@ def test_decode_past_the_budget_after_a_prompt_of_one_token(name):
 
 @pytest.mark.parametrize("budget", [BUDGET, 0.4])
 @any_policy
-@pytest.mark.drawn(16)
+@pytest.mark.drawn(10)
 def test_follow_up_turns(name, budget):
     """Further reads evict to the same budget, a fraction to its share of all tokens seen."""
     policy, chosen = options(name, budget=budget, chunk_size=CHUNK)

@@ -103,20 +103,20 @@ some_pairs = pytest.mark.parametrize("score, rows", [pair for i, pair in enumera
 
 
 @every_pair
-@pytest.mark.drawn(60)
+@pytest.mark.drawn(24)
 def test_chunks(score, rows):
     """The first chunk is shorter than the others."""
     compare(model(), "snapkv", [[41]], **given(score, rows, budget=BUDGET, chunk_size=CHUNK))
 
 
 @every_pair
-@pytest.mark.drawn(80)
+@pytest.mark.drawn(32)
 def test_whole_prompt(score, rows):
     compare(model(), "snapkv", [[37]], **given(score, rows, budget=11))
 
 
 @some_pairs
-@pytest.mark.drawn(24)
+@pytest.mark.drawn(10)
 def test_padded_rows(score, rows):
     """The shortest has nothing to lose; a batch needs chunks of two probes."""
     chosen = given(score, rows, budget=BUDGET, chunk_size=CHUNK)
@@ -125,7 +125,7 @@ def test_padded_rows(score, rows):
 
 @some_pairs
 @pytest.mark.parametrize("heads", [1, 4])
-@pytest.mark.drawn(40)
+@pytest.mark.drawn(12)
 def test_groups_of(score, rows, heads):
     compare(model(num_key_value_heads=heads), "snapkv", [[39]], **given(score, rows, budget=BUDGET, chunk_size=CHUNK))
 
@@ -133,7 +133,7 @@ def test_groups_of(score, rows, heads):
 @pytest.mark.parametrize("family", ["gemma2", "gemma3", "gpt_oss", "phi3"])
 @pytest.mark.parametrize("rows", [rows for rows in ROWS if rows not in ("last", "window", "probe, span")])
 @pytest.mark.parametrize("score", ["edie", "snapkv, each row", "cake, by cake"])
-@pytest.mark.drawn(30)
+@pytest.mark.drawn(10)
 def test_other_families(score, rows, family):
     """Sink logits, softcaps, layers with a sliding window, and RoPE of a part of the head."""
     compare(model(family), "snapkv", [[38]], **given(score, rows, budget=BUDGET, chunk_size=CHUNK))
@@ -141,7 +141,7 @@ def test_other_families(score, rows, family):
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("score", ["snapkv, largest", "edie", "snapkv, each row", "h2o", "tova", "vatp"])
-@pytest.mark.drawn(16)
+@pytest.mark.drawn(8)
 def test_decoding(score, rows):
     """While decoding the newest rows stand in for those of a prompt; prompts above the budget and below it."""
     if legal(score, rows):
@@ -151,7 +151,7 @@ def test_decoding(score, rows):
 
 @pytest.mark.parametrize("rows", [rows for rows in ROWS if "by another" not in rows])
 @pytest.mark.parametrize("score", ["edie", "snapkv, each row", "h2o", "cake"])
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(6)
 def test_turns(score, rows):
     if legal(score, rows):
         compare(model(), "snapkv", [[30, 1, 1, 25, 1]], **given(score, rows, budget=0.4, chunk_size=CHUNK))
@@ -173,7 +173,7 @@ def task():
     ("snapkv", "layer", "llama"), ("snapkv", "attention", "gemma3"), ("snapkv", "attention", "granite"),
     ("snapkv", "layer", "gemma3"),
 ])  # fmt: skip
-@pytest.mark.drawn(16)
+@pytest.mark.drawn(6)
 def test_tada_measures_the_rows_that_observe(score, rows, cd, family, task):
     """One context's errors, the mean over its chunks, with the turn of those rows' own residual stream."""
     made, shares = model(family), [3.0, 1.0, 2.0, 2.5][: 2 if family == "gemma3" else 4]

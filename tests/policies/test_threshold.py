@@ -37,6 +37,7 @@ def says_something(results):
 
 
 @any_choice
+@pytest.mark.drawn(5)
 def test_chunks(name):
     policy, chosen = options(name, chunk_size=CHUNK)
     for n in (1, 17):
@@ -57,6 +58,7 @@ def test_groups_of(heads):
 
 
 @any_choice
+@pytest.mark.drawn(4)
 def test_padded_rows_and_turns(name):
     """A row keeps what it keeps alone: one without tokens in a chunk loses nothing by the others' cut."""
     policy, chosen = options(name, chunk_size=CHUNK)

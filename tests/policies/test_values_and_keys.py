@@ -69,7 +69,7 @@ def options(name, **more):
 
 
 @any_choice
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(5)
 def test_chunks(name):
     policy, chosen = options(name, **CHUNKED)
     compare_in_chunks(policy, **chosen)
@@ -82,6 +82,7 @@ def test_whole_prompt(name):
 
 
 @any_choice
+@pytest.mark.drawn(8)
 def test_fractions_and_turns(name):
     """Tokens that were decoded, one by one and as a turn's beginning, and a second prompt."""
     policy, chosen = options(name, budget=0.4, chunk_size=14)
@@ -89,7 +90,7 @@ def test_fractions_and_turns(name):
 
 
 @any_choice
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(4)
 def test_padded_rows(name):
     """No chunk has one or two keys that Compactor's sinks leave: centred, they are all alike."""
     policy, chosen = options(name, **CHUNKED)
@@ -105,6 +106,7 @@ def test_groups_of(name, heads):
 
 @pytest.mark.parametrize("family", ["qwen3", "phi3", "gemma3", "gpt_oss"])
 @pytest.mark.parametrize("name", ["lagkv", "compactor", "defensive", "snapkv+critical"])
+@pytest.mark.drawn(6)
 def test_other_families(name, family):
     policy, chosen = options(name, **CHUNKED)
     compare(model(family), policy, [[40, 1, 1]], **chosen)
