@@ -1,6 +1,12 @@
-"""lm-eval's model `kvevict`: scores and answers, with everything kept those of lm-eval's own `hf`."""
+"""lm-eval's model `kvevict`: scores and answers, with everything kept those of lm-eval's own `hf`. Then lm-eval's
+tasks of long texts on local records: small ones in each data set's schema, and real ones of ../shared/data."""
 
+import itertools
 import json
+import re
+import sys
+import types
+from pathlib import Path
 
 import pytest
 import tiny
@@ -12,6 +18,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
+import kvevict
 from kvevict.lm_eval import KVEvict
 
 CONTEXTS = ["The harbour opens at seven. " * 6, "The lantern is lit at nine. " * 5]
@@ -26,6 +33,12 @@ def folder(tmp_path_factory):
     tokenizer.eos_token = "~"
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def no_report(monkeypatch):
+    """lm-eval adds to every result the packages that `pip list` names, which takes seconds."""
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
 
 
 def asked(kind, arguments):
@@ -89,3 +102,202 @@ def test_mistakes(folder):
         load(KVEvict, folder, policy="snapkv", wndow=3)
     with pytest.raises(ValueError, match="rolling log-likelihoods"):
         load(KVEvict, folder).loglikelihood_rolling(asked("loglikelihood_rolling", [("text",)]))
+
+
+# -- lm-eval's tasks of long texts, on local records ------------------------------------------------------------------
+
+YAML = Path(lm_eval.__file__).parent / "tasks"
+SHARED = Path(__file__).parents[3] / "shared/data/eval"
+NEEDED = dict(longbench=("jieba", "fuzzywuzzy", "rouge"), ruler=("wonderwords", "nltk", "requests"))
+RAIN = "Rain fell on the hills all day. "
+CODES = dict(zip(["Naislet", "Orrin", "Fosk", "Grim", "Dorval", "Elms", "Cirrin"], range(364735, 1000000, 91011)))
+FACTS = {name: f"The code of {name} is {code}." for name, code in CODES.items()}
+ASKED = {name: f"What is the code of {name}?" for name in CODES}
+
+
+def told(name):
+    return f"{RAIN * 9}{FACTS[name]} {RAIN * 9}"
+
+
+def of_longbench(answer="{}", classes=None):
+    """Two records of LongBench, and the words that open their answers after lm-eval's prompt."""
+    return dict(test=[
+        dict(context=told(name), question=ASKED[name], answers=[answer.format(code) for code in (1, CODES[name])],
+             all_classes=classes and [*classes, str(CODES[name])], opening=f"The code of {name} is")
+        for name in [*CODES][:2]
+    ])  # fmt: skip
+
+
+PROBLEMS = [dict(question=f"{FACTS[n]} {ASKED[n]}", answer=f"{FACTS[n]}\n#### {CODES[n]}") for n in CODES]
+STORIES = [(told(name), ASKED[name], str(CODES[name])) for name in [*CODES][:2]]
+
+
+def of_babi(stories):
+    records = [dict(zip(("passage", "question", "answer"), story)) for story in stories]
+    return dict(train=records, valid=records, test=records)
+
+
+def of_babilong(stories, number=1):
+    return {f"qa{number}": [dict(zip(("input", "question", "target"), story)) for story in stories]}
+
+
+MADE = [
+    ("longbench/multifieldqa_en", of_longbench(), "qa_f1_score,none"),
+    ("longbench/multifieldqa_zh", of_longbench(), "qa_f1_zh_score,none"),
+    ("longbench/multi_news", of_longbench(), "rouge_score,none"),
+    ("longbench/dureader", of_longbench(), "rouge_zh_score,none"),
+    ("longbench/trec", of_longbench(classes=["Food"]), "classification_score,none"),
+    ("longbench/passage_count", of_longbench(), "count_score,none"),
+    ("longbench/passage_retrieval_en", of_longbench("Paragraph {}"), "retrieval_score,none"),
+    ("longbench/passage_retrieval_zh", of_longbench("段落{}"), "retrieval_zh_score,none"),
+    ("longbench/lcc", of_longbench(), "code_sim_score,none"),
+    ("gsm8k/gsm8k", dict(train=PROBLEMS[2:], test=PROBLEMS[:2]), "exact_match,flexible-extract"),
+    ("babi/babi", of_babi((*story, FACTS[name][:-1]) for (*story, _), name in zip(STORIES, CODES)), "exact_match,none"),
+    ("babilong/babilong_qa1", of_babilong(STORIES), "acc,none"),
+]
+
+
+def needed(name):
+    for package in NEEDED.get(name.split("/")[0], ()):
+        pytest.importorskip(package, reason=f"lm-eval's {name} needs {package}")
+
+
+@pytest.fixture(scope="module")
+def models():
+    """lm-eval's `hf`, `kvevict` with room for everything, and `kvevict` with little room."""
+    own = dict(pretrained=kvevict.small_llama(), dtype="float32", device="cpu", batch_size=1)
+    return (
+        HFLM(**own), KVEvict(**own, budget=8192, chunk_size=256),
+        KVEvict(**own, policy="streaming", budget=16, chunk_size=64),
+    )  # fmt: skip
+
+
+def local(name, records, folder, **changes):
+    """lm-eval's task with the records of a file per split in place of its download, as docs/usage.md gives them."""
+    needed(name)
+    for split, rows in records.items():
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    files = {split: str(folder / f"{split}.jsonl") for split in records}
+    given = dict(include=f"{YAML / name}.yaml", dataset_path="json", dataset_name=None, custom_dataset=None,
+                 dataset_kwargs=dict(data_files=files), **changes)  # fmt: skip
+    (folder / "task.yaml").write_text(json.dumps(given))  # JSON is YAML
+    return loaded(folder / "task.yaml")
+
+
+def loaded(file, **metadata):
+    manager = TaskManager(include_defaults=False, metadata=metadata)  # listing lm-eval's tasks takes a minute
+    (task,) = manager.load(str(file))["tasks"].values()
+    return task
+
+
+def outcomes(task, model):
+    """(metrics, answers) of a task's first two records."""
+    none = TaskManager(include_defaults=False)
+    found = lm_eval.simple_evaluate(model, tasks=[task], limit=2, gen_kwargs=dict(max_gen_toks=12), task_manager=none,
+                                    bootstrap_iters=0)  # fmt: skip
+    ((name, scores),) = found["results"].items()
+    return ({key: score for key, score in scores.items() if "," in key and "stderr" not in key},
+            [sample["resps"] for sample in found["samples"][name]])  # fmt: skip
+
+
+def compared(task, models, metric):
+    """The metric's value of `hf`, which is that of `kvevict` with everything kept; with few slots answers differ."""
+    want, whole, few = (outcomes(task, model) for model in models)
+    assert whole == want and set(few[0]) == set(want[0]) and few[1] != want[1]
+    assert all(0 <= scores[metric] <= 1 for scores in (want[0], few[0]))
+    return want[0][metric]
+
+
+@pytest.mark.parametrize("name, records, metric", MADE, ids=[name for name, *_ in MADE])
+def test_tasks(name, records, metric, models, tmp_path):
+    opened = dict(gen_prefix="{{opening}}") if name.startswith("longbench") else {}
+    assert compared(local(name, records, tmp_path, **opened), models, metric) > 0
+
+
+def squad(count):
+    """SQuAD's format: articles of five paragraphs."""
+    numbers = iter(range(count))
+    while group := [*itertools.islice(numbers, 5)]:
+        yield dict(paragraphs=[
+            dict(context=f"The code of Name{n} is {100 + n}. {RAIN}", qas=[
+                dict(question=f"What is the code of Name{n}?", answers=[dict(text=str(100 + n))], is_impossible=False)
+            ]) for n in group
+        ])  # fmt: skip
+
+
+def hotpotqa(count):
+    return [
+        dict(question=f"What is the code of Name{n}?", answer=str(100 + n),
+             context=[[f"Name{n}", [f"The code of Name{n} is {100 + n}. ", RAIN]], [f"Other{n}", [RAIN]]])
+        for n in range(count)
+    ]  # fmt: skip
+
+
+def ruler(name, content, models, monkeypatch):
+    """lm-eval's RULER makes 500 prompts of a file that it downloads with `requests`."""
+    needed(f"ruler/{name}")
+    monkeypatch.delitem(sys.modules, "lm_eval.tasks.ruler.qa_utils", raising=False)  # it remembers its downloads
+    answer = types.SimpleNamespace(raise_for_status=lambda: None, json=lambda: content)
+    monkeypatch.setattr("requests.get", lambda url, timeout: answer)
+    task = loaded(YAML / f"ruler/{name}.yaml", pretrained=kvevict.small_llama(), max_seq_lengths=[512])
+    return compared(task, models, "512,none")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, content", [("qa_squad", dict(data=[*squad(500)])), ("qa_hotpot", hotpotqa(500))])
+def test_ruler(name, content, models, monkeypatch):
+    ruler(name, content, models, monkeypatch)
+
+
+# The real records.
+
+
+def shared(file):
+    path = SHARED / file
+    if not path.exists():
+        pytest.skip(f"needs ../shared/data/eval/{file}")
+    return path.read_text("utf-8")
+
+
+def rows(file, count=2):
+    return [json.loads(row) for row in itertools.islice(shared(file).split("\n"), count)]
+
+
+@pytest.mark.parametrize(
+    "name, metric", [("multi_news", "rouge_score,none"), ("multifieldqa_zh", "qa_f1_zh_score,none")]
+)
+def test_real_longbench(name, metric, models, tmp_path):
+    records = [record | dict(question=record["input"]) for record in rows(f"longbench/{name}.jsonl")]
+    compared(local(f"longbench/{name}", dict(test=records), tmp_path), models, metric)
+
+
+def test_real_gsm8k(models, tmp_path):
+    records = dict(train=rows("gsm8k/train.jsonl", 20), test=rows("gsm8k/test.jsonl"))
+    compared(local("gsm8k/gsm8k", records, tmp_path), models, "exact_match,flexible-extract")
+
+
+@pytest.mark.parametrize("number", [1, 7])
+def test_real_babi(number, models, tmp_path):
+    """The first questions of a file; BABILong's shortest records are such stories without other text."""
+    (name,) = {1: ["single-supporting-fact"], 7: ["counting"]}[number]
+    stories, facts = [], []
+    for row in shared(f"babi/en/qa{number}_{name}_test.txt").splitlines():
+        place, text = row.split(" ", 1)
+        facts = [] if place == "1" else facts
+        asked, *answer = re.split(r"\s*[\t|]", text)
+        if answer:
+            stories.append((" ".join(facts), asked.strip(), answer[0]))
+        else:
+            facts.append(text)
+    compared(local(f"babilong/babilong_qa{number}", of_babilong(stories[:2], number), tmp_path), models, "acc,none")
+    compared(local("babi/babi", of_babi(stories[:2]), tmp_path), models, "exact_match,none")
+
+
+@pytest.mark.slow
+def test_real_ruler(models, monkeypatch):
+    """XQuAD's English articles are SQuAD's."""
+    content = json.loads(shared("xquad/xquad.en.first24.json"))
+    for article in content["data"]:
+        for paragraph in article["paragraphs"]:
+            paragraph["qas"] = [asked | dict(is_impossible=False) for asked in paragraph["qas"]]
+    ruler("qa_squad", content, models, monkeypatch)
