@@ -1,8 +1,9 @@
-"""What RULER's 13 tasks (Hsieh et al. 2024) share; "ruler/niah_single_1" ... "ruler/qa_2" are in ruler_*.py.
+"""What RULER's eleven tasks of made-up text (Hsieh et al. 2024) share; "ruler/niah_single_1" ... are in ruler_*.py. Its
+two tasks of SQuAD and HotpotQA are in lm-eval.
 
 Parameters as in RULER's `synthetic.yaml`, wording and construction as in its `scripts/data/synthetic` (github.com/
 NVIDIA/RULER at c3f5e3b). As there, prompt and generated tokens together fit `settings.length`, and a prompt takes as
-many of its task's units (lines, words, documents) as fit. What differs on purpose:
+many of its task's units (lines, words) as fit. What differs on purpose:
 - the essay haystack is `settings.haystack`, in whole sentences (RULER: Paul Graham's essays, always from their start);
 - every case has draws of its own (RULER places and shuffles all cases alike), its keys, values and words distinct;
 - below 4096 tokens, where RULER does not go, `vt`'s solved example is as short as it can be;
@@ -10,11 +11,10 @@ many of its task's units (lines, words, documents) as fit. What differs on purpo
   own tokens.
 
 `settings.data` may hold the wonderwords lists (nounlist.txt, adjectivelist.txt, verblist.txt, in it or in its folder
-wonderwords); without them the words are ours. It must hold squad.json for qa_1 and hotpotqa.json for qa_2.
+wonderwords); without them the words are ours.
 """
 
 import functools
-import math
 import random
 from pathlib import Path
 
@@ -61,18 +61,10 @@ PROMPTS = {
         " Answer: According to the coded text above, the three most frequently appeared words are:",
         50,
     ),
-    "qa": (
-        "Answer the question based on the given documents. "
-        "Only give me the answer and do not output any other words.\n\nThe following are given documents.\n\n",
-        "\n\nAnswer the question based on the given documents. "
-        "Only give me the answer and do not output any other words.\n\nQuestion: {query}"
-        " Answer:",
-        32,
-    ),
 }  # fmt: skip
 
 
-def register(name: str, prompt: str, build, metric: str = "contains_all", **parameters) -> None:
+def register(name: str, prompt: str, build, **parameters) -> None:
     """Add "ruler/<name>": `build(settings, rng, room, i, **parameters)` is case i's (context, question, answers).
 
     Context and question are at most `room` tokens.
@@ -86,13 +78,13 @@ def register(name: str, prompt: str, build, metric: str = "contains_all", **para
             rng, room = settings.rng(name, i), settings.length - published
             context, question, answers = build(settings, rng, room, i, **parameters)
             id, tags = f"{name}/{settings.length}/{i}", {"length": settings.length}
-            new_tokens = min(published, settings.room(answers, every=True)) if prompt != "qa" else published
-            how = new_tokens, tags, opening(question, mark), prompt in ("needle", "vt", "qa")
-            yield Case(name, id, context, question, tuple(answers), metric, *how)
+            new_tokens = min(published, settings.room(answers, every=True))
+            how = new_tokens, tags, opening(question, mark), prompt in ("needle", "vt")
+            yield Case(name, id, context, question, tuple(answers), "contains_all", *how)
 
 
-def fill(settings, room: int, before: str, body, after: str, least: int, limit=math.inf) -> str:
-    """`body(n)` of the largest n in [least, limit] with `before + body(n) + after` within `room` tokens."""
+def fill(settings, room: int, before: str, body, after: str, least: int) -> str:
+    """`body(n)` of the largest n >= least with `before + body(n) + after` within `room` tokens."""
 
     def size(n):
         return settings.tokens(before + body(n) + after)
@@ -102,7 +94,7 @@ def fill(settings, room: int, before: str, body, after: str, least: int, limit=m
         shortest = settings.length - room + start
         raise ValueError(f"length: {settings.length} is too short for the task; give at least {shortest}")
     guess = 16 * (room - start) // max(size(least + 16) - start, 1)
-    return body(least + most(lambda n: least + n <= limit and size(least + n) <= room, guess))
+    return body(least + most(lambda n: size(least + n) <= room, guess))
 
 
 def shuffled(items: list, seed: float) -> list:
