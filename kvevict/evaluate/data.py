@@ -19,7 +19,7 @@ def files(settings, task: str, origin: str, *patterns: str) -> list[Path]:
 
 
 def read_jsonl(path) -> list[dict]:
-    """Records, one a line, of a file (a Path, or one in a zip file)."""
+    """Records, one a line, of a file."""
     return [parsed(row) for row in path.read_text("utf-8").split("\n") if row.strip()]
 
 

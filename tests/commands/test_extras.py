@@ -10,7 +10,7 @@ from tiny import save
 from kvevict.analysis import run
 from kvevict.cli import main
 
-OPTIONAL = ("scipy", "tabulate", "matplotlib", "accelerate", "jieba")
+OPTIONAL = ("scipy", "tabulate", "matplotlib", "accelerate")
 ASKED = ["--file", "text.txt"]
 
 
