@@ -1,4 +1,4 @@
-"""Takes the pictures of `kvevict demo`'s and `kvevict inspect`'s pages that usage.md shows, and of the server's page.
+"""Takes the picture of `kvevict inspect`'s page that usage.md shows, and that of the server's page.
 
 pip install playwright pillow
 python docs/screenshots.py [BROWSER]        # /usr/bin/chromium, of Debian's package chromium
@@ -19,19 +19,18 @@ import kvevict
 from kvevict.cli import main
 
 DOCS = Path(__file__).parent.resolve()
-SIZES = {"phone": (390, 844), "desk": (1280, 860), "server": (1000, 760)}
+DESK, SERVER = (1280, 860), (1000, 760)
 
 
-def pages(folder):
-    """The page of the demo and that of a text with a fact in it, as a reader makes them."""
+def inspected(folder):
+    """The page of a text with a fact in it, as a reader makes it."""
     os.chdir(folder)
-    os.symlink(kvevict.small_llama(), "small_llama")  # the pages show the path as it is given
-    start = ["--model", "small_llama", "--budget", "128", "--chunk-size", "256"]
-    main(["demo", *start, "--out", "demo"])
+    os.symlink(kvevict.small_llama(), "small_llama")  # the page shows the path as it is given
     notes()
-    start += ["--policy", "take+chunkkv", "--policy", "snapkv", "--find", "364735", "--max-new-tokens", "10"]
+    start = ["--model", "small_llama", "--budget", "128", "--chunk-size", "256", "--policy", "take+chunkkv"]
+    start += ["--policy", "snapkv", "--find", "364735", "--max-new-tokens", "10"]
     main(["inspect", *start, "--file", "notes.txt", "Question: What is the code of Naislet?\nAnswer:"])
-    return {"phone": Path("demo/kept.html").resolve(), "desk": Path("kvevict-inspect.html").resolve()}
+    return Path("kvevict-inspect.html").resolve()
 
 
 def notes():
@@ -40,39 +39,27 @@ def notes():
     Path("notes.txt").write_text(text[:2200] + "\nThe code of Naislet is 364735.\n" + text[2200:4000])
 
 
-def shoot(browser, page, size, scheme):
-    """A page in a window: its start, and once a layer and a token are chosen. On a phone both, side by side."""
-    width, height = SIZES[size]
-    shots = []
-    with browser.new_context(viewport=dict(width=width, height=height), color_scheme=scheme) as context:
+def shoot(browser, page):
+    """The page once a layer and a token are chosen."""
+    width, height = DESK
+    with browser.new_context(viewport=dict(width=width, height=height), color_scheme="light") as context:
         tab = context.new_page()
         tab.on("pageerror", lambda error: sys.exit(f"{page}: {error}"))
         tab.goto(page.as_uri())
-        assert tab.evaluate("document.documentElement.scrollWidth") == width, f"{size}: the page is wider"
-        shots.append(tab.screenshot())
+        assert tab.evaluate("document.documentElement.scrollWidth") == width, "the page is wider than the window"
         tab.get_by_role("button", name="layer 2", exact=True).click()
         tab.locator(".found").first.click()
-        if size == "phone":
-            tab.locator(".found").first.scroll_into_view_if_needed()
-        else:
-            tab.evaluate("scrollTo(0, 0)")
-            shots.clear()
-        shots.append(tab.screenshot())
-    write(shots, f"page_{size}_{scheme}")
+        tab.evaluate("scrollTo(0, 0)")
+        write(tab.screenshot(), "page_desk_light")
 
 
-def write(shots, name):
-    """The pictures side by side."""
-    pictures = [Image.open(io.BytesIO(shot)) for shot in shots]
-    whole = Image.new("RGB", (sum(picture.width for picture in pictures), pictures[0].height))
-    for i, picture in enumerate(pictures):
-        whole.paste(picture, (picture.width * i, 0))
-    whole.quantize(160).save(DOCS / f"{name}.png", optimize=True)
+def write(shot, name):
+    Image.open(io.BytesIO(shot)).convert("RGB").quantize(160).save(DOCS / f"{name}.png", optimize=True)
 
 
 def shoot_server(browser):
     """The page of a server that has read notes.txt and was asked for its fact."""
-    width, height = SIZES["server"]
+    width, height = SERVER
     command = [sys.executable, "-m", "kvevict", "serve", "--port", "0", "--budget", "256"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
@@ -90,7 +77,7 @@ def shoot_server(browser):
                 assert "364735" in said, said
                 fact = "[...document.querySelectorAll('#kept span')].find(s => s.textContent.includes('364'))"
                 tab.evaluate(f"$('kept').scrollTop = {fact}.offsetTop - $('kept').offsetTop - 200; scrollTo(0, 0)")
-                write([tab.screenshot()], "page_server")
+                write(tab.screenshot(), "page_server")
         finally:
             server.terminate()
 
@@ -99,7 +86,5 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         path = sys.argv[1] if len(sys.argv) > 1 else "/usr/bin/chromium"
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        for size, page in pages(folder).items():
-            for scheme in ("light", "dark"):
-                shoot(browser, page, size, scheme)
+        shoot(browser, inspected(folder))
         shoot_server(browser)

@@ -19,6 +19,6 @@ PROTOCOLS.add("lookaheadkv")(Protocol(
     tuple(claims()),
     ("Its numbers: LongBench and RULER with models of 1 to 8 billion parameters.",
      "SpecKV where no --draft is given: a smaller model of the same tokenizer.",
-     "Table 5 (embeddings only, q and v, fewer rows) needs adapters that were trained so; docs/results.md has some. "
-     "Table 8 (other responses): `tests/benchmarks/bench_responses.py`."),
+     "Table 5 (embeddings only, q and v, fewer rows) needs adapters of `kvevict train --targets` and `--tokens`.",
+     "Table 8 (other responses)."),
 ))  # fmt: skip
