@@ -91,6 +91,18 @@ def test_the_prompt_stays_and_what_is_decoded_has_the_budget():
 
 
 @torch.no_grad()
+def test_a_share_of_the_prompt():
+    """A budget that is a share is turned into slots once, when the prompt is read; the layer holds the prompt's slots,
+    as many decoded ones, and those of an interval."""
+    options = dict(budget=0.15, recent=3, interval=2)  # of 30 tokens 5 slots
+    with kvevict.evicting(model(), "random/redraw", **options):
+        cache, held = read(tokens([[30]], 3)[0][0][None]), []
+        for _ in range(12):
+            held.append([int(count) for layer in written(cache, 1).layers for count in layer.counts[0]])
+    assert held == [[5 + slots] * 8 for slots in (1, 2, 3, 4, 5, 6, 5, 6, 5, 6, 5, 6)]
+
+
+@torch.no_grad()
 def test_a_prompt_that_another_policy_read_is_what_is_there():
     """So a prompt can be kept whole, however long it is."""
     ids = tokens([[30]], 3)[0][0][None]
