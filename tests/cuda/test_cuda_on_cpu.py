@@ -61,7 +61,7 @@ def test_broken_kernels(mode, tmp_path):
     program = build.build_program(mode, source, tmp_path)
 
     def ended(*arguments):
-        done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=300)
         return done.returncode, done.stderr
 
     for name, expected in CAUGHT.items():

@@ -9,7 +9,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -241,27 +240,43 @@ def command(folder, out):
     return [*words.split(), "--cases", "6", "--seeds", "3", "4"]
 
 
+KILLED = """
+import os, signal, sys, torch, test_eval
+from kvevict.evaluate.results import Results
+
+torch.set_num_threads(1)
+write, left = Results.write, int(sys.argv[1])
+
+def written(self, line):
+    global left
+    if not left:
+        self.file.write('{"task": ')
+        self.file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    left -= 1
+    write(self, line)
+
+Results.write = written
+test_eval.main(sys.argv[2:])
+"""
+
+
 def test_killed_it_resumes(net, tmp_path, capsys):
     folder, out, whole = tmp_path / "model", tmp_path / "out", tmp_path / "whole"
     net.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     assert main(command(folder, whole)) == 0
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    code = "import sys, torch, test_eval; torch.set_num_threads(1); sys.exit(test_eval.main(sys.argv[1:]))"
-    total, rng = len(whole.read_bytes().splitlines()), random.Random()
+    total, written = len(whole.read_bytes().splitlines()), 1
     assert total == 1 + 6 * 2 * 5
-    for _ in range(2):
-        before = len(out.read_bytes().splitlines()) if out.exists() else 0
-        aim = before + rng.randrange(2, 24)
-        child = subprocess.Popen(
-            [sys.executable, "-c", code, *command(folder, out)], cwd=Path(__file__).parent, stderr=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL, env=environment,
+    for lines in (5, 17):
+        child = subprocess.run(
+            [sys.executable, "-c", KILLED, str(lines), *command(folder, out)], cwd=Path(__file__).parent,
+            capture_output=True, text=True, env=environment,
         )  # fmt: skip
-        while child.poll() is None and not (out.exists() and out.read_bytes().count(b"\n") >= aim):
-            time.sleep(0.001)
-        child.send_signal(signal.SIGKILL)
-        assert child.wait() == -signal.SIGKILL, "it ended before it could be killed"
-        assert before < len(out.read_bytes().splitlines()) < total
+        written += lines
+        assert child.returncode == -signal.SIGKILL, child.stderr
+        assert out.read_bytes().count(b"\n") == written
     assert main(command(folder, out)) == 0
     assert untimed(read(out)[1]) == untimed(read(whole)[1])
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["lines"] == total - 1

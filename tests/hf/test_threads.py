@@ -3,6 +3,7 @@
 import pickle
 import threading
 
+import fuzzing
 import pytest
 import stress
 import tiny
@@ -143,5 +144,5 @@ def test_a_generate_keeps_its_policy(net):
 
 def test_everything_at_once(net):
     nets = [net, stress.Net(1)]
-    assert stress.together(nets, threads=8, tasks=32, seconds=4) > 40
+    stress.together(nets, threads=8, tasks=32, each=fuzzing.count(1), seed=fuzzing.SEED)
     assert all(net.is_as_before() for net in nets)

@@ -5,7 +5,6 @@ import random
 import re
 import sys
 import threading
-import time
 from contextlib import contextmanager
 
 import tiny
@@ -123,30 +122,27 @@ def switching(interval):
         sys.setswitchinterval(before)
 
 
-def together(nets, threads: int, tasks: int, seconds: float, interval=1e-5, seed=0) -> int:
-    """Threads and tasks do what they draw until the time is over; returns how many things were done. Raises the first
-    error of any."""
-    end, done, errors = time.monotonic() + seconds, [], []
+def together(nets, threads: int, tasks: int, each: int, seed) -> None:
+    """Threads and tasks do so many things each, which they draw. Raises the first error of any."""
+    errors = []
 
     def work(number):
         draw = random.Random(f"{seed} thread {number}")
-        while time.monotonic() < end and not errors:
+        for _ in range(each):
             try:
                 draw.choice(nets).check(draw.randrange(8), draw.choice(list(POLICIES)))
-                done.append(number)
             except BaseException as error:
                 errors.append(error)
 
     async def task(number):
         draw = random.Random(f"{seed} task {number}")
-        while time.monotonic() < end and not errors:
+        for _ in range(each):
             try:
                 net, name = draw.choice(nets), draw.choice(list(POLICIES))
                 if draw.random() < 0.5:
                     await net.wait(name, draw.random() < 0.5)
                 else:
                     await asyncio.to_thread(net.check, draw.randrange(8), name)
-                done.append(number)
             except BaseException as error:
                 errors.append(error)
 
@@ -154,7 +150,7 @@ def together(nets, threads: int, tasks: int, seconds: float, interval=1e-5, seed
         await asyncio.gather(*(task(number) for number in range(tasks)))
 
     started = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
-    with switching(interval), torch.no_grad():
+    with switching(1e-5), torch.no_grad():
         for thread in started:
             thread.start()
         asyncio.run(every())
@@ -162,4 +158,3 @@ def together(nets, threads: int, tasks: int, seconds: float, interval=1e-5, seed
             thread.join()
     if errors:
         raise errors[0]
-    return len(done)
