@@ -1,11 +1,14 @@
 import hashlib
 import os
+import random
+import zlib
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the network; before anything imports huggingface_hub
 
 import durations
 import fuzzing
 import helpers
+import numpy as np
 import pytest
 import torch
 import touched
@@ -71,6 +74,24 @@ def pytest_terminal_summary(terminalreporter):
 def pytest_sessionfinish():
     if DURATIONS:
         durations.write(DURATIONS, spent)
+
+
+def seed(name) -> None:
+    number = zlib.crc32(f"{fuzzing.SEED} {name}".encode())
+    for each in (random.seed, np.random.seed, torch.manual_seed):
+        each(number)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Fixtures, those of a module too, draw the same numbers whichever test asks for them first."""
+    seed(item.path.name)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item):
+    """A test draws the same numbers whichever tests ran before."""
+    seed(item.nodeid)
 
 
 def on_gpu() -> bool:
