@@ -11,8 +11,6 @@ import random
 import string
 from collections import Counter
 
-import hypothesis
-
 FACTOR = float(os.environ.get("KVEVICT_FUZZ", 1))
 SEED = int(os.environ.get("KVEVICT_SEED", 1))
 MOST = os.environ.get("KVEVICT_MOST", "")
@@ -70,6 +68,8 @@ def drawn_by(cases: int, **strategies):
     """Decorates a function that hypothesis calls `count(cases)` times with arguments of strategies, from KVEVICT_SEED
     on. What fails is made small. Strategies of a few values only, below 100: others may be taken from the source of
     whatever modules are loaded, which depends on the tests that ran before."""
+    import hypothesis  # the ops' tests on a GPU do without
+
     settings = hypothesis.settings(
         max_examples=count(cases), database=None, deadline=None, print_blob=False,
         suppress_health_check=list(hypothesis.HealthCheck),
