@@ -1,6 +1,6 @@
 """Runs each red test of the last pytest run once more, alone:
 
-    python .ci/again.py EXIT_CODE REPORT     EXIT_CODE: pytest's; REPORT gets a line for each test that is green now
+    python .ci/again.py EXIT_CODE REPORT     EXIT_CODE: pytest's; REPORT gets a line for each red test
     python .ci/again.py --check              fails if .ci/flaky.txt has more than MOST entries
 
 Exits with 0 if all are green now. More than MOST red tests, or an exit code other than 1, are not run again. Who sees a
@@ -9,6 +9,7 @@ line of REPORT adds the test to .ci/flaky.txt, with its cause once known, and ta
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -33,21 +34,20 @@ def main() -> int:
         return count > MOST
     code, report = int(sys.argv[1]), Path(sys.argv[2])
     red = sorted(json.loads(RED.read_text(encoding="utf-8"))) if RED.is_file() else []
-    if code != 1 or not 0 < len(red) <= MOST:
-        return code
+    once_more = code == 1 and 0 < len(red) <= MOST
     environment = {name: value for name, value in os.environ.items() if name != "KVEVICT_DURATIONS"}
+    tier = " ".join(f"{name}={os.environ[name]}" for name in ("KVEVICT_TESTS", "KVEVICT_SEED") if name in os.environ)
     still = []
     with report.open("w", encoding="utf-8") as out:
         for test in red:
-            print(f"again, alone: {test}", flush=True)
-            if subprocess.run(
-                [sys.executable, "-m", "pytest", "-q", "-n0", test], cwd=ROOT, env=environment
-            ).returncode:
-                still.append(test)
-            else:
+            alone = [sys.executable, "-m", "pytest", "-q", "-n0", test]
+            if once_more and not subprocess.run(alone, cwd=ROOT, env=environment).returncode:
                 known = listed().get(test.partition("[")[0], "not yet in .ci/flaky.txt: add it")
                 out.write(f"red, then green alone: {test} ({known})\n")
-    return bool(still)
+            else:
+                still.append(test)
+                out.write(f"red: {tier} python -m pytest -n0 {shlex.quote(test)}\n")
+    return 0 if once_more and not still else code
 
 
 if __name__ == "__main__":

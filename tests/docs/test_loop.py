@@ -44,12 +44,14 @@ def test_a_red_test_is_run_again_alone(tmp_path):
 
 
 def test_what_stays_red_is_red(tmp_path):
+    """The report has the line that repeats it."""
     assert gate(tmp_path, reds=1) == (1, 1)
+    assert "python -m pytest -n0 'test_flaky.py::test_red[0]'\n" in (tmp_path / "report").read_text()
 
 
 def test_many_red_tests_are_not_run_again(tmp_path):
     assert gate(tmp_path, reds=10) == (1, 1)  # eleven with test_once
-    assert not (tmp_path / "report").exists()
+    assert (tmp_path / "report").read_text().count("red: ") == 11
 
 
 def test_a_long_list_of_flaky_tests_is_red(tmp_path):
