@@ -39,7 +39,6 @@ NAMES = [
     (dict(policy="h2o", budget=64, window=16), "unknown option 'window'"),
     (dict(policy="take", budget=64, emaspace="aligned"), "did you mean 'ema_space'"),
     (dict(policy="take", budget=64, ema_space="align"), "unknown ema_space 'align'.*did you mean 'aligned'"),
-    (dict(policy="take", budget=64, place="before"), "unknown place 'before'"),
     (dict(policy="snapkv", budget=64, pool="mean"), "unknown pool 'mean'"),
     (dict(policy="snapkv", budget=64, reduce="avg"), "unknown reduce 'avg'"),
     (dict(policy="snapkv", budget=64, schedule="chunks"), "unknown schedule 'chunks'.*did you mean 'chunk'"),

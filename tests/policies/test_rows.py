@@ -132,7 +132,7 @@ def test_groups_of(score, rows, heads):
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3", "gpt_oss", "phi3"])
 @pytest.mark.parametrize("rows", [rows for rows in ROWS if rows not in ("last", "window", "probe, span")])
-@pytest.mark.parametrize("score", ["edie", "snapkv, each row", "cake, by cake"])
+@pytest.mark.parametrize("score", ["edie", "snapkv, caote", "cake, by cake"])
 @pytest.mark.drawn(10)
 def test_other_families(score, rows, family):
     """Sink logits, softcaps, layers with a sliding window, and RoPE of a part of the head."""
@@ -140,7 +140,7 @@ def test_other_families(score, rows, family):
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("score", ["snapkv, largest", "edie", "snapkv, each row", "h2o", "tova", "vatp"])
+@pytest.mark.parametrize("score", ["snapkv, largest", "edie", "snapkv, caote", "h2o", "tova", "vatp"])
 @pytest.mark.drawn(8)
 def test_decoding(score, rows):
     """While decoding the newest rows stand in for those of a prompt; prompts above the budget and below it."""
@@ -150,7 +150,7 @@ def test_decoding(score, rows):
 
 
 @pytest.mark.parametrize("rows", [rows for rows in ROWS if "by another" not in rows])
-@pytest.mark.parametrize("score", ["edie", "snapkv, each row", "h2o", "cake"])
+@pytest.mark.parametrize("score", ["edie", "snapkv, caote", "h2o", "cake"])
 @pytest.mark.drawn(6)
 def test_turns(score, rows):
     if legal(score, rows):
@@ -169,7 +169,7 @@ def task():
 
 @pytest.mark.parametrize("rows", [rows for rows in ROWS if rows != "repeat"])  # which are not the chunk's last tokens
 @pytest.mark.parametrize("score, cd, family", [
-    ("snapkv", "attention", "llama"), ("edie, caote", "attention", "llama"), ("snapkv, each row", "attention", "llama"),
+    ("snapkv", "attention", "llama"), ("edie, caote", "attention", "llama"), ("snapkv, caote", "attention", "llama"),
     ("snapkv", "layer", "llama"), ("snapkv", "attention", "gemma3"), ("snapkv", "attention", "granite"),
     ("snapkv", "layer", "gemma3"),
 ])  # fmt: skip
