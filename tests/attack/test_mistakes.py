@@ -128,6 +128,7 @@ def test_no_permission(cache, tmp_path):
         kvevict.save_cache(cache, tmp_path / "cache")
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full(cache, tmp_path):
     """A limit of file sizes stands in for it: the old file stays, and no other."""
     path = tmp_path / "cache"
@@ -451,6 +452,7 @@ class Bytes(io.TextIOWrapper):
         super().__init__(io.BytesIO(data), "utf-8")
 
 
+@pytest.mark.slow
 def test_bytes_that_are_no_text(folder, tmp_path, monkeypatch):
     """Standard input and a file are read alike, whatever the locale."""
     data = b"caf\xe9 \xff\xfe and caf\xc3\xa9\r\nend"
