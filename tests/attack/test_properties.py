@@ -4,6 +4,7 @@ import copy
 from collections import Counter
 
 import fuzzing
+import pytest
 import tiny
 import torch
 import zoo
@@ -158,6 +159,7 @@ def wrong(model, policy, inputs, whole, row, threads, path) -> list:
     return [name for name, holds in found.items() if not holds]
 
 
+@pytest.mark.slow
 def test_properties(tmp_path):
     """Where a score is a tie but for rounding, a slot may be another one: a property that fails has to fail with three
     models of other weights."""

@@ -61,6 +61,7 @@ from kvevict.cli import main
 sys.exit(main(sys.argv[1:]))"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("argv", [
     ["plan", "--tokens", "4096", "--budget", "64"],
     ["generate", "who?", *ASKED, "--budget", "64", "--max-new-tokens", "2", "--compare"],

@@ -53,6 +53,7 @@ CAUGHT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", build.MODES)
 def test_broken_kernels(mode, tmp_path):
     source = build.HERE / "broken.cu"

@@ -261,6 +261,7 @@ test_eval.main(sys.argv[2:])
 """
 
 
+@pytest.mark.slow
 def test_killed_it_resumes(net, tmp_path, capsys):
     folder, out, whole = tmp_path / "model", tmp_path / "out", tmp_path / "whole"
     net.save_pretrained(folder)
@@ -282,6 +283,7 @@ def test_killed_it_resumes(net, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["lines"] == total - 1
 
 
+@pytest.mark.slow
 def test_processes_share_the_cases(net, tmp_path):
     """Two processes and a file begun by one; the first alone has the file and prints."""
     folder, out, whole = tmp_path / "model", tmp_path / "out", tmp_path / "whole"

@@ -28,6 +28,7 @@ def lines_of(net, tmp_path, plan, **options):
     return [{k: v for k, v in line.items() if k != "decode_seconds"} for line in lines], seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mixtral", "gpt_oss"])
 @pytest.mark.drawn(2)
 def test_lines_are_the_same(tmp_path, family):

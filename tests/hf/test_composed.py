@@ -56,6 +56,7 @@ def _elsewhere(net, inputs, queue):
     queue.put((tiny.generate(net, inputs).tolist(), kvevict.report(net)["kept"]))
 
 
+@pytest.mark.slow
 def test_in_another_process():
     net, inputs = kvevict.patch(tiny.model(), "take", budget=18, probe=6, chunk_size=16), tiny.prompt(1, 50)
     want = tiny.generate(net, inputs).tolist()

@@ -176,6 +176,7 @@ def of_rank(heads: list, rank: int) -> list:
     return [layer and [row[rank * part : (rank + 1) * part] for row in layer] for layer in heads]
 
 
+@pytest.mark.slow
 def test_in_two_processes(tmp_path):
     from random_gates import written  # which the processes cannot import
 

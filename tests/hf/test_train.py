@@ -293,6 +293,7 @@ kvevict.lookahead.train(tiny.model("llama"), PAIRS, sys.argv[1], **FAST)
 """
 
 
+@pytest.mark.slow
 def test_two_processes_are_one_with_twice_the_accumulation(tmp_path):
     """Adapters alike to rounding, one log."""
     script, root = tmp_path / "script.py", tiny.__file__.split("/tests/")[0]

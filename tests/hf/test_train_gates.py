@@ -132,6 +132,7 @@ assert gates.about["held_out"]["tokens"] and gates.about["pieces"] == 7
 """
 
 
+@pytest.mark.slow
 def test_two_processes_are_one(tmp_path):
     """To the rounding of sums in float64; interrupted and gone on with, in the process group that there is then."""
     made = model()

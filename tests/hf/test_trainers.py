@@ -63,6 +63,7 @@ def _rank(rank, store, net, queue):
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path):
     """DistributedDataParallel: gradients are the mean of both processes' of an unpatched model."""
     context, net = multiprocessing.get_context("spawn"), tiny.model()

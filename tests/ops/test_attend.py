@@ -223,6 +223,7 @@ def test_opcheck(dtype):
     opcheck("attend", helpers.problem(11, dtype=dtype, first=[0, 2]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", ops._C.cpu_isas().split())
 def test_isa(isa):
     """Six cases of each op (KVEVICT_MOST), in a process of its own: the instruction set is chosen once."""

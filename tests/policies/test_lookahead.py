@@ -276,6 +276,7 @@ AXES = dict(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_every_combination():
     """It runs, keeps the budget exactly and the same a second time; or the rules say why not."""
     model, inputs, refused = shared("llama"), prompt(2, 45, pad=(0, 7)), 0

@@ -170,6 +170,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", RIGHT)
 def test_requests_that_make_no_sense(path, request):
     """An answer, or 4xx with one sentence; never 500."""

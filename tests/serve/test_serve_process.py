@@ -28,6 +28,7 @@ def asked(process, tmp_path_factory):  # noqa: F811
     return server
 
 
+@pytest.mark.slow
 def test_the_openai_client(asked):
     server, client = asked, asked.client
     assert [each.id for each in client.models.list()] == ["small"]
@@ -61,6 +62,7 @@ def test_the_openai_client(asked):
         client.with_options(api_key="wrong").models.list()
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed(process, tmp_path):  # noqa: F811
     options = ("--budget", "256", "--store", str(tmp_path / "store"), "--share")
     server = process(*options)
