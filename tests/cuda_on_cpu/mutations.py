@@ -18,7 +18,7 @@ from build import CSRC, ROOT, build_package
 
 HALF = "test_matches and dtype1"  # bfloat16
 GATE = f"({HALF}) or (few_rows and dtype1) or (test_groups and dtype1) or test_many_blocks or test_without"
-GATE += " or test_in_place or edges"
+GATE += " or test_in_place or edges or (test_select and test_matches)"
 MOST = "6"  # cases of each test in the gate
 
 
