@@ -43,6 +43,7 @@ def pytest_ignore_collect(collection_path):
     return None
 
 
+@pytest.hookimpl(trylast=True)  # of the cases that pytest's own -k and -m leave
 def pytest_collection_modifyitems(config, items):
     tier = [item for item in items if TIER == "all" or not item.get_closest_marker("nightly")]
     run = fuzzing.drawn(tier)
