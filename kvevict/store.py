@@ -10,6 +10,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 from . import families, sealed
 from .engine.adopt import EvictionCache, adopt
 from .engine.cache import HALF_READ, EvictionLayer
+from .engine.carried import of_layer, wide
 from .engine.latent import LatentLayer
 from .engine.layers import StatefulLayer
 from .engine.ranks import of
@@ -55,6 +56,7 @@ def save_cache(cache, path, *, name: str = "") -> None:
             packed = torch.cat([torch.arange(s.start, s.stop) for _, _, s in slots.segments()])
             values: dict = dict(k=slots.k[packed], v=slots.v[packed], pos=slots.pos[packed])
             values |= {name: getattr(layer, name) for name in ("len", "seen", *OPTIONAL)}
+            values["carry"] = None if layer.carry is None else wide(layer.carry, layer.longest())
             values["budget"] = None if layer.budget is None else torch.tensor(layer.budget, dtype=torch.int32)
             own = None if layer.prompt is None else cache.ranks.mine(layer.prompt)
             values["prompt"] = None if own is None else torch.tensor(own, dtype=torch.int32)
@@ -78,6 +80,10 @@ def save_cache(cache, path, *, name: str = "") -> None:
             for index, fact in enumerate(facts):
                 if fact["kind"] == families.FULL_ATTENTION:
                     fact |= _positions_fact(index, all_heads, max([cache.get_seq_length(), *(following or ())]))
+            try:
+                _check(all_heads, facts, common)
+            except (KeyError, ValueError, TypeError, RuntimeError) as error:
+                raise ValueError(f"this cache cannot be saved, no file of it could be loaded: {error}") from None
             metadata = {"format": FORMAT, "layers": json.dumps(facts), "cache": json.dumps(common), "name": name}
             sealed.write(path, all_heads, metadata)
         except Exception as error:
@@ -121,7 +127,7 @@ def _joined(parts) -> dict:
         else:
             longest = max(t.shape[2] for t in each) if kind == "carry" else 0
             if longest:
-                each = [torch.nn.functional.pad(t, (0, longest - t.shape[2])) for t in each]
+                each = [wide(t, longest) for t in each]
             whole[name] = torch.cat(each, 1)
     return whole
 
@@ -208,13 +214,10 @@ def load_cache(path, model, *, verify: bool = True):
             f"{path} was written for another model: its weights are {known!r}, this model's {own!r}; give the one that "
             "read it, with the same PEFT adapters on"
         )
-    columns = facts[0].get("columns")
     try:
-        count("columns", columns, 0)
-    except (ValueError, TypeError) as error:
+        _check(tensors, facts, common)
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
-    if any(fact.get("columns") != columns for fact in facts):
-        raise ValueError(f"{path} is damaged: its layers disagree on the number of tokens seen")
     cache, dtype = DynamicCache(config=config), base_model(model).dtype
     adopt(cache, kinds, config, ranks)
     heads = tuple(n // ranks.size for n in families.heads(decoder, kinds))
@@ -226,8 +229,7 @@ def load_cache(path, model, *, verify: bool = True):
         device, shape = families.device_of(module), (*heads, *families.widths(module, config))
         if isinstance(layer, LatentLayer):
             layer.widths = module.kv_lora_rank, module.qk_rope_head_dim
-        own = f"{index}."
-        whole = {name.removeprefix(own): t for name, t in tensors.items() if name.startswith(own)}
+        whole = _of_layer(tensors, index)
         try:
             mine = {name: t.to(device) for name, t in _part(whole, ranks).items()}
             fill = _fill_evicted if fact["kind"] == families.FULL_ATTENTION else _fill_sliding
@@ -237,16 +239,8 @@ def load_cache(path, model, *, verify: bool = True):
                 layer.prompt = np.array(whole["prompt"].tolist()) if "prompt" in whole else None
         except (KeyError, ValueError, RuntimeError, TypeError) as error:
             raise ValueError(f"{path}, layer {index}: {error}; the file is damaged or of another model") from None
-    batches = {
-        layer.len.shape[0] if isinstance(layer, EvictionLayer) else layer.keys.shape[0]
-        for layer, kind in zip(cache.layers, kinds, strict=True)
-        if kind != families.NOTHING
-    }
-    if len(batches) > 1:
-        raise ValueError(f"{path} is damaged: its layers have batches of {sorted(batches)} rows")
     try:
-        end = max(fact["end"] for fact in facts if fact["kind"] == families.FULL_ATTENTION)
-        _fill_cache(cache, common, batches.pop(), columns, end)
+        _fill_cache(cache, common)
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
     cache.owner = Owner(decoder, known)  # type: ignore[attr-defined]
@@ -258,44 +252,58 @@ def _expect(name, tensor, shape, dtype):
         raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(shape)}")
 
 
-def _fill_cache(cache, fact, batch, columns, end):
-    """What belongs to all layers. No position is `end` or larger."""
-    packed, following = fact["packed"], fact["next_position"]
-    cache.policy = _policy_of(fact["policy"])
-    for start, stop in packed:
+def _of_layer(tensors, index) -> dict:
+    """The tensors of a layer, by name."""
+    own = f"{index}."
+    return {name.removeprefix(own): t for name, t in tensors.items() if name.startswith(own)}
+
+
+def _check(tensors, facts, common) -> None:
+    """Raise ValueError, KeyError, TypeError or RuntimeError where parts of a file contradict each other. Such a file is
+    neither written nor read."""
+    columns, batches, end = count("columns", facts[0].get("columns"), 0), set(), 0
+    if any(fact.get("columns") != columns for fact in facts):
+        raise ValueError("its layers disagree on the number of tokens seen")
+    for index, fact in enumerate(facts):
+        if fact["kind"] == families.NOTHING:
+            continue
+        check = _check_evicted if fact["kind"] == families.FULL_ATTENTION else _check_sliding
+        try:
+            batches.add(check(_of_layer(tensors, index), fact))
+        except (KeyError, ValueError, TypeError, RuntimeError) as error:
+            raise ValueError(f"layer {index}: {error}") from None
+        end = max(end, fact.get("end", 0))
+    if len(batches) > 1:
+        raise ValueError(f"its layers have batches of {sorted(batches)} rows")
+    for start, stop in common["packed"]:
         count("packed columns", start, 0)
         if not start < count("packed columns", stop, 0) <= columns:
             raise ValueError(f"packed columns {start} to {stop} were not read")
-    cache.packed = tuple(map(tuple, packed))
+    following, batch = common["next_position"], batches.pop()
     if following is not None:
         if len(following) != batch:
             raise ValueError(f"next_position has {len(following)} rows, the layers {batch}")
         for position in following:
             if count("next_position", position, 0) > end:
                 raise ValueError(f"next_position is {position}, of positions below {end}")
-        first = next(layer for layer in cache.layers if isinstance(layer, EvictionLayer))
-        cache.next_position = torch.tensor(following, dtype=torch.int64, device=first.device)
 
 
-def _fill_sliding(layer, tensors, fact, shape, dtype):
-    """A sliding layer may have another number of heads than the layers that evict."""
-    if fact["window"] != layer.sliding_window:
-        raise ValueError(f"sliding window {fact['window']}, the model's is {layer.sliding_window}")
-    keys, values = tensors["keys"], tensors["values"]
-    length = min(fact["columns"], layer.sliding_window - 1)
-    for name, tensor in (("keys", keys), ("values", values)):
-        _expect(name, tensor, (*keys.shape[:2], length, shape[2]), dtype)
-    layer.lazy_initialization(keys, values)
-    layer.keys, layer.values, layer.cumulative_length = keys, values, fact["columns"]
+def _check_sliding(tensors, fact) -> int:
+    """`_check` of a sliding layer; how many rows it has."""
+    keys, length = tensors["keys"], min(fact["columns"], count("window", fact["window"], 1) - 1)
+    _expect("keys", keys, (*keys.shape[:2], length, *keys.shape[3:]), keys.dtype)
+    _expect("values", tensors["values"], keys.shape, keys.dtype)
+    return keys.shape[0]
 
 
-def _fill_evicted(layer, tensors, fact, shape, dtype):
-    (query_heads, heads, dim, read), length = shape, tensors["len"]
-    batch = len(length) if length.ndim else 0
-    _expect("len", length, (batch, heads), torch.int32)
+def _check_evicted(tensors, fact) -> int:
+    """`_check` of a layer that is evicted from; how many rows it has."""
+    length, keys = tensors["len"], tensors["k"]
+    batch, heads = length.shape if length.ndim == 2 else (0, 0)
     rows = int(length.sum())
     for name, shape, kind in (
-        ("k", (rows, dim), dtype), ("v", (rows, dim), dtype), ("pos", (rows,), torch.int32),
+        ("len", (batch, heads), torch.int32), ("k", (rows, *keys.shape[1:]), keys.dtype),
+        ("v", keys.shape, keys.dtype), ("pos", (rows,), torch.int32),
         ("seen", (batch,), torch.int32), ("budget", (batch,), torch.int32),
     ):  # fmt: skip
         _expect(name, tensors[name], shape, kind)
@@ -313,6 +321,33 @@ def _fill_evicted(layer, tensors, fact, shape, dtype):
         _expect("prompt", tensors["prompt"], (batch, heads), torch.int32)
         if bool(((tensors["prompt"] < 0) | (tensors["prompt"] > length)).any()):
             raise ValueError("prompt counts more slots than there are")
+    return batch
+
+
+def _fill_cache(cache, fact) -> None:
+    """What belongs to all layers."""
+    cache.policy, cache.packed = _policy_of(fact["policy"]), tuple(map(tuple, fact["packed"]))
+    if fact["next_position"] is not None:
+        first = next(layer for layer in cache.layers if isinstance(layer, EvictionLayer))
+        cache.next_position = torch.tensor(fact["next_position"], dtype=torch.int64, device=first.device)
+
+
+def _fill_sliding(layer, tensors, fact, shape, dtype):
+    """A sliding layer may have another number of heads than the layers that evict."""
+    if fact["window"] != layer.sliding_window:
+        raise ValueError(f"sliding window {fact['window']}, the model's is {layer.sliding_window}")
+    keys, values = tensors["keys"], tensors["values"]
+    _expect("keys", keys, (*keys.shape[:3], shape[2]), dtype)
+    layer.lazy_initialization(keys, values)
+    layer.keys, layer.values, layer.cumulative_length = keys, values, fact["columns"]
+
+
+def _fill_evicted(layer, tensors, fact, shape, dtype):
+    (query_heads, heads, dim, read), length = shape, tensors["len"]
+    batch = len(length)
+    _expect("len", length, (batch, heads), torch.int32)
+    _expect("k", tensors["k"], (int(length.sum()), dim), dtype)
+    if "prompt" in tensors:
         layer.prompt = np.array(tensors["prompt"].tolist())
     if "moments" in tensors:
         _expect("moments", tensors["moments"], (batch, query_heads, 1 + read, 1 + read), torch.float32)
@@ -322,8 +357,9 @@ def _fill_evicted(layer, tensors, fact, shape, dtype):
         if width not in (read, 2 * read):
             raise ValueError(f"decode_queries has {width} columns, expected {read} or {2 * read}")
     layer.lazy_initialization(tensors["k"].new_empty(batch, heads, 0, dim))
-    layer.storage = Storage.packed(tensors["k"], tensors["v"], pos, np.array(length.tolist()))
-    layer.columns, layer.seen = columns, seen
+    layer.storage = Storage.packed(tensors["k"], tensors["v"], tensors["pos"], np.array(length.tolist()))
+    layer.columns, layer.seen = fact["columns"], tensors["seen"]
     layer.budget = np.array(tensors["budget"].tolist())
     for name in OPTIONAL:
         setattr(layer, name, tensors.get(name))
+    layer.carry = of_layer(layer.carry, layer)

@@ -70,8 +70,15 @@ class EvictionCache(DynamicCache):
             self.__dict__.pop(name, None)  # as the class has them
 
     def crop(self, tokens_to_remove: int) -> None:
-        before = self.get_seq_length()
-        super().crop(tokens_to_remove)
+        """Remove the last -tokens_to_remove tokens of every layer; where one cannot, an error, and of none."""
+        before, layers = self.get_seq_length(), [_attributes(layer) for layer in self.layers]
+        try:
+            super().crop(tokens_to_remove)
+        except BaseException:
+            for layer, attributes in zip(self.layers, layers, strict=True):
+                layer.__dict__.clear()
+                layer.__dict__.update(attributes)
+            raise
         if self.next_position is not None:
             self.next_position = self.next_position - (before - self.get_seq_length())
 
@@ -105,6 +112,11 @@ def _kind(plain) -> type:
 
 def _blank(plain):
     return object.__new__(_kind(plain))
+
+
+def _attributes(layer) -> dict:
+    """Those that a crop replaces. It writes to no tensor, but to the dicts of a layer's states."""
+    return {name: dict(value) if type(value) is dict else value for name, value in layer.__dict__.items()}
 
 
 def _forked(layer):

@@ -11,6 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 from .. import compat
 from ..context import current
 from . import host
+from .carried import of_layer
 from .fork import Fork, fork
 from .storage import Storage
 
@@ -64,7 +65,7 @@ class EvictionLayer(CacheLayerMixin):
         self.pending_kv = None  # (k, v) between update() and the attention function
         self.columns = 0  # tokens read, padding included: what Transformers calls the sequence length
         self.seen = None  # [B] int32 tokens read without padding
-        self.carry = None  # [B, Hkv, C] fp32 scores that stay with their slots
+        self.carry = None  # [B, Hkv, C] fp32 numbers that stay with their slots (engine/carried.py)
         self.moments = None  # [B, H, 1 + D, 1 + D] fp32 of queries read (engine/moments.py), where scores need them
         self.decode_queries = None  # [B, H, <= rows, D] last decoded queries
         self.budget = None  # [B] slots over all heads, of the last read; on the host
@@ -116,14 +117,8 @@ class EvictionLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last -tokens_to_remove tokens. Only tokens read since the last eviction can be taken back."""
-        if tokens_to_remove > 0:
-            if not compat.CROP_TAKES_LENGTH:
-                raise ValueError(
-                    f"crop({tokens_to_remove}): give a negative number, minus the number of tokens to remove"
-                )
-            tokens_to_remove = min(0, tokens_to_remove - self.columns)
-        count = -tokens_to_remove
-        if count == 0 or not self.is_initialized:
+        count = self.count_to_remove(tokens_to_remove)
+        if count == 0:
             return
         if count > self.removable:
             raise ValueError(
@@ -137,13 +132,20 @@ class EvictionLayer(CacheLayerMixin):
         if self.decode_queries is not None:
             left = self.decode_queries[:, :, : max(0, self.decode_queries.shape[2] - count)]
             self.decode_queries = left if left.shape[2] else None
-        if self.carry is not None:
-            past_end = torch.arange(self.longest(), device=self.carry.device) >= self.len[..., None]
-            carry = self.carry[..., : self.longest()]
-            self.carry = carry.masked_fill(past_end & ~carry.isnan(), 0)  # NaN: no number yet (carry="keep")
+        self.carry = of_layer(self.carry, self)
         if self.prompt is not None:  # every head loses as many
             held = self.counts if self.head_offsets is None else self.counts[:, :1] + self.head_offsets
             self.prompt = np.minimum(self.prompt, held if held.shape == self.prompt.shape else held[:, :1])
+
+    def count_to_remove(self, tokens_to_remove: int) -> int:
+        """How many tokens `crop` is to remove."""
+        if tokens_to_remove > 0:
+            if not compat.CROP_TAKES_LENGTH:
+                raise ValueError(
+                    f"crop({tokens_to_remove}): give a negative number, minus the number of tokens to remove"
+                )
+            tokens_to_remove = min(0, tokens_to_remove - self.columns)
+        return -tokens_to_remove if self.is_initialized else 0
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.is_initialized:
@@ -164,8 +166,7 @@ class EvictionLayer(CacheLayerMixin):
                 value = getattr(self, name)
                 setattr(self, name, None if value is None else value[at])
         self.storage = self.storage.rows(chosen)
-        if self.carry is not None:
-            self.carry = self.carry[..., : self.longest()]
+        self.carry = of_layer(self.carry, self)
 
     reorder_cache = _reorder
 

@@ -20,9 +20,6 @@ class Chooser:
 
     def layer(self, call) -> None:
         """The end of one layer's attention."""
-        policy = call.policy
-        if policy.carry != "keep":
-            return evict.store(call)
         of_tokens = call.step.patch.of_tokens is not None
         evict.store(call, carried=evict.numbers(call).carried if of_tokens else call.layer.carry)
 

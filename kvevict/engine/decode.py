@@ -8,7 +8,8 @@ from ..policy.heads.equal import Equal, shares
 from ..policy.scores import Score
 from ..policy.selections.token import Token
 from . import host
-from .evict import join, kept
+from .carried import join, of_layer, wide
+from .evict import kept
 from .layer_call import layer_call, protected
 from .observation import LayerRows
 from .schedule import observes
@@ -34,7 +35,7 @@ def attend(step, layer, module, query, key, value, new, options, hidden=None) ->
     if policy.carry == "sum" and observing and policy.score.adds_attention:
         sums = join("sum", probs, layer.carry)
         if not due:
-            layer.carry = sums
+            layer.carry = of_layer(sums, layer)
             return None, out
         if drops_smallest(policy) and drop(step, layer, module, order, sums):
             return None, out
@@ -49,8 +50,7 @@ def carry_newest(layer, numbers) -> None:
     width, known = layer.longest(), layer.carry
     if known is None:
         known = numbers.new_full((*numbers.shape[:2], width), torch.nan)
-    known = torch.nn.functional.pad(known, (0, width - known.shape[2]), value=torch.nan)
-    layer.carry = known.scatter(2, (layer.len - 1).long()[..., None], numbers)
+    layer.carry = wide(known, width).scatter(2, (layer.len - 1).long()[..., None], numbers)
 
 
 def drops_smallest(policy) -> bool:
@@ -76,7 +76,7 @@ def drop(step, layer, module, order, sums) -> bool:
         index = _ops.select(sums.contiguous(), layer.len, wanted, first, last, int(keep.max()))
         layer.keep(index, keep)
         level = keep.min() == keep.max()  # the index has no -1
-        layer.carry = sums.gather(2, index.long()) if level else kept(sums, index)
+        layer.carry = sums.gather(2, index.long()) if level else kept(sums, index, torch.nan)
         step.meter.live[module.layer_idx] = layer.live_bytes()
     return True
 

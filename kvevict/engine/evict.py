@@ -1,7 +1,6 @@
 """The idea on one screen: after a layer's attention over a chunk, score the alive slots, give every head its number,
 select, and move the survivors of [stored | new] together. `call` is a `kvevict.engine.layer_call.LayerCall`."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -12,13 +11,7 @@ from ..policy.heads import above
 from ..policy.heads.equal import Equal, shares
 from ..policy.selections.token import Token
 from . import host
-
-# How a slot's new number joins the one that it carries, and what a slot that carries none has in its place.
-CARRY: dict[str, tuple[Callable, float]] = {
-    "sum": (torch.add, 0.0),
-    "max": (torch.maximum, -torch.inf),
-    "keep": (lambda new, carried: torch.where(carried.isnan(), new, carried), torch.nan),
-}
+from .carried import join, of_layer
 
 
 class Numbers(NamedTuple):
@@ -39,25 +32,12 @@ def numbers(call) -> Numbers:
                 return Numbers(call.layer.carry, score)
         if policy.carry != "none":  # of each head, even where the score is one for all
             score = score.expand(-1, call.slots.n.shape[1], -1)
-        carried = join(policy.carry, score, _stored(call))
+        carried = join(policy.carry, score, call.layer.carry)
         factors = call.measured(policy.score.factors)
     score = score if carried is None else carried
-    if policy.carry == "keep":  # past a head's end no slot has a number yet, whatever comes there
-        column = torch.arange(carried.shape[-1], device=carried.device)
-        carried = carried.masked_fill(column >= call.slots.n[..., None], torch.nan)
     for factor in factors:
         score = score * factor
     return Numbers(carried, score)
-
-
-def _stored(call):
-    """What the stored slots carry. Past a head's last one there may be numbers of slots that were taken back."""
-    carried, layer = call.layer.carry, call.layer
-    if call.policy.carry != "keep" or carried is None:
-        return carried
-    return carried.masked_fill(
-        torch.arange(carried.shape[-1], device=carried.device) >= layer.len[..., None], torch.nan
-    )
 
 
 def _of_parts(call, score):
@@ -65,16 +45,6 @@ def _of_parts(call, score):
     known, index = call.step.read.numbers, call.slots.index
     known[index] = torch.fmax(known[index], score) if index in known else score
     return known.pop(index) if call.step.chunk.last else known[index]
-
-
-def join(carry: str, new, carried):
-    """New numbers [B, Hkv, C] of all alive slots, with those that the first ones carry; None: nothing is carried."""
-    if carry == "none":
-        return None
-    if carried is None:
-        return new
-    joined, none = CARRY[carry]
-    return joined(new, torch.nn.functional.pad(carried, (0, new.shape[-1] - carried.shape[-1]), value=none))
 
 
 def ranked(call, score):
@@ -164,11 +134,10 @@ def store(call, choice=None, carried=None) -> None:
             layer.keep(index, choice.keep, *call.new, slots.pos, slots.kv.first)
             layer.prompt = slots.prompt  # which was kept
             slots.heads.ranks.note(layer, choice.all_ranks)
-            fill = torch.nan if call.policy.carry == "keep" else 0
-            carried = None if carried is None else kept(carried, index, fill)
+            carried = None if carried is None else kept(carried, index, torch.nan)
         elif slots.kv.k.shape[2]:
             layer.append(*call.new, slots.pos, slots.kv.first, slots.kv.padding)
-        layer.carry = carried
+        layer.carry = of_layer(carried, layer)
     call.step.meter.live[slots.index] = layer.live_bytes()
 
 

@@ -31,6 +31,13 @@ class StatefulLayer(EvictionLayer):
         if self.__dict__.get("state") is not None:
             self.state.reset()
 
+    def crop(self, tokens_to_remove: int) -> None:
+        if self.count_to_remove(tokens_to_remove):
+            raise ValueError(
+                "crop cannot remove tokens from a layer that has a state beside its slots; read the prompt again, or "
+                "continue a fork of the cache"
+            )
+
     def batch_select_indices(self, indices):
         super().batch_select_indices(indices)
         for states in (self.state.conv_states, self.state.recurrent_states):

@@ -10,7 +10,7 @@ import tiny
 import torch
 
 import kvevict
-from kvevict.engine.evict import join
+from kvevict.engine.carried import join
 from kvevict.engine.quantities import per_head
 from kvevict.policy.policy import Policy, build
 from kvevict.policy.rows import AppendedRows, Part

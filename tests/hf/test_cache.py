@@ -10,7 +10,10 @@ from tiny import VERSION, prompt, relative, shared
 from transformers import DynamicCache
 
 import kvevict
+from kvevict.engine.budgets import places
 from kvevict.engine.cache import EvictionLayer
+from kvevict.engine.carried import of_layer, wide
+from kvevict.engine.layers import StatefulLayer
 from kvevict.engine.meter import allocated_bytes
 from kvevict.engine.storage import ROOM
 
@@ -60,12 +63,14 @@ RAGGED = [[5, 0], [3, 9], [1, 7]]
 def test_reorder_and_select(rows):
     for select in ("reorder_cache", "batch_select_indices"):
         layer, held = layer_of(RAGGED)
-        layer.carry = torch.arange(3 * 2 * 9.0).view(3, 2, 9)
+        layer.carry = of_layer(torch.arange(3 * 2 * 9.0).view(3, 2, 9), layer)
         layer.budget = np.array([10, 11, 12])
         want = layer.carry[rows][..., : max(n for row in rows for n in RAGGED[row])]
         getattr(layer, select)(torch.tensor(rows))
         holds(layer, {(b, h): held[row, h] for b, row in enumerate(rows) for h in range(2)})
-        assert torch.equal(layer.carry, want)
+        torch.testing.assert_close(layer.carry, want, rtol=0, atol=0, equal_nan=True)
+        ends = [[int((~head.isnan()).sum()) for head in row] for row in layer.carry]
+        assert ends == [RAGGED[row] for row in rows]
         assert layer.budget.tolist() == [10 + row for row in rows]
         assert layer.seen.tolist() == [9] * len(rows)
         assert layer.get_seq_length() == 9
@@ -270,6 +275,62 @@ def test_crop_with_carried_scores():
         model(torch.tensor([[6]]), past_key_values=cache)
     assert cache.layers[0].carry.shape == want.shape
     assert not cache.layers[0].carry[..., -1].eq(0).any()
+
+
+CARRIED = {
+    "kvzip": dict(policy="kvzip", budget=16, chunk_size=16), "kvzip+": dict(policy="kvzip+", budget=16),
+    "read-twice": dict(policy="read-twice", budget=0.5), "read-once": dict(policy="read-once", budget=0.5),
+    "compactor": dict(policy="compactor", budget=16), "max": dict(policy="snapkv", budget=16, window=4, carry="max"),
+    "keep": dict(policy="adakv", budget=16, window=4, carry="keep", chunk_size=16),
+}  # fmt: skip
+
+
+@pytest.mark.quick(name="kvzip")
+@pytest.mark.parametrize("name", CARRIED)
+@torch.no_grad()
+def test_what_was_cropped_was_never_there(name):
+    """Tokens that were decoded, or read as candidates, and taken back leave no number: the next turn is as without."""
+    model, options = shared(), CARRIED[name]
+    with kvevict.evicting(model, **options):
+        straight, detour = (model(prompt(1, 60)["input_ids"], logits_to_keep=1).past_key_values for _ in range(2))
+        for token in (5, 6, 7, 8):
+            model(torch.tensor([[token]]), past_key_values=detour)
+        detour.crop(-3)
+        detour.record_past = True
+        model(torch.tensor([[9, 10, 11]]), past_key_values=detour, logits_to_keep=3)
+        detour.record_past = False
+        detour.crop(-3)
+        model(torch.tensor([[5]]), past_key_values=straight)
+        for one, other in zip(straight.layers, detour.layers, strict=True):
+            assert one.carry is not None and places(one, False) == places(other, False)
+            ours, theirs = (wide(layer.carry, layer.longest()) for layer in (one, other))
+            assert torch.equal(ours.isnan(), theirs.isnan()) and torch.equal(ours.nan_to_num(), theirs.nan_to_num())
+            assert ours[..., -1].isnan().any()  # the decoded token's
+        turn = prompt(1, 30, seed=2)["input_ids"]
+        logits = [model(turn, past_key_values=cache).logits for cache in (straight, detour)]
+        assert torch.equal(*logits)
+        assert [places(layer, False) for layer in straight.layers] == [places(layer, False) for layer in detour.layers]
+
+
+def test_crop_is_of_all_layers_or_of_none():
+    cache = read(shared())
+    cache.layers[2].removable = 1
+    with pytest.raises(ValueError, match="only the last 1 were read"):
+        cache.crop(-3)
+    assert [(layer.columns, layer.len.tolist()) for layer in cache.layers] == [(40, [[40, 40]])] * 4
+    cache.crop(-1)
+    assert [(layer.columns, layer.len.tolist()) for layer in cache.layers] == [(39, [[39, 39]])] * 4
+
+
+def test_crop_of_a_layer_with_a_state_is_refused():
+    """Its state cannot be taken back, nor are the slots then."""
+    layer, _ = layer_of(RAGGED)
+    both = StatefulLayer()
+    both.__dict__.update(layer.__dict__, state=object(), removable=3)
+    with pytest.raises(ValueError, match="a state beside its slots"):
+        both.crop(-1)
+    both.crop(0)
+    assert both.len.tolist() == RAGGED and both.columns == 9
 
 
 def test_seen_is_not_kept():

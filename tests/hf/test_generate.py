@@ -15,6 +15,7 @@ from tiny import VERSION, generate, prompt, relative, shared
 from transformers import AsyncTextIteratorStreamer, DynamicCache, TextIteratorStreamer
 
 import kvevict
+from kvevict.compat import cache_of
 from kvevict.engine.cache import EvictionLayer
 
 ALL = dict(budget=4096, chunk_size=16)  # keeps everything
@@ -245,6 +246,25 @@ def test_assisted_after_eviction(kind, policy):
             decodes = policy in ("streaming", "h2o", "tova")
             assert "decode=False" in str(refusal) if decodes else VERSION < (5, 14) and "crop" in str(refusal)
         assert torch.equal(generate(model, inputs, 16), want)
+
+
+@pytest.mark.parametrize("kind", ["lookup", "model"])
+@pytest.mark.parametrize("policy", [
+    ("kvzip", dict(budget=20)), ("kvzip+", dict(budget=20)), ("read-twice", dict(budget=0.5)),
+    ("read-once", dict(budget=0.5)), ("compactor", dict(budget=20)),
+    ("snapkv", dict(budget=20, window=4, carry="max")), ("snapkv", dict(budget=20, window=4, carry="keep")),
+], ids=lambda policy: " ".join([policy[0], policy[1].get("carry", "")]))  # fmt: skip
+@pytest.mark.skipif(VERSION < (5, 14), reason="may accept a candidate too many at the end")
+def test_assisted_where_slots_carry_numbers(kind, policy):
+    """The greedy tokens, and a cache whose numbers are those of greedy decoding."""
+    model, inputs, (name, options) = shared(), repetitive(), policy
+    with kvevict.evicting(model, name, **options):
+        ask = dict(max_new_tokens=16, do_sample=False, return_dict_in_generate=True)
+        greedy, got = (model.generate(**inputs, **ask, **more) for more in ({}, assistant(kind)))
+    assert torch.equal(got.sequences, greedy.sequences)
+    for one, other in zip(*(cache_of(out).layers for out in (greedy, got)), strict=True):
+        known = [layer.carry[layer.carry.isfinite()] for layer in (one, other)]
+        assert len(known[0]) and torch.equal(*known)
 
 
 # -- caches that users hold --------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import copy
 import json
 import os
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -32,6 +33,47 @@ def read(model, inputs):
     with torch.no_grad():
         model(**inputs, past_key_values=cache)
     return cache
+
+
+@pytest.mark.parametrize("policy", [
+    ("kvzip", dict(budget=16)), ("read-once", dict(budget=0.5)), ("snapkv", dict(budget=16, window=4, carry="max")),
+    ("adakv", dict(budget=16, window=4, carry="keep", chunk_size=16)), ("compactor", dict(budget=16)),
+    ("h2o", dict(budget=16, decode=False)),
+], ids=lambda policy: policy[0])  # fmt: skip
+@pytest.mark.parametrize("new", [2, 8])
+@torch.no_grad()
+def test_after_an_answer_where_slots_carry_numbers(policy, new, tmp_path):
+    """Saved with an answer, loaded, and asked again: as the live cache."""
+    model, inputs, (name, options) = shared(), prompt(1, 60), policy
+    with kvevict.evicting(model, name, **options):
+        cache = read(model, inputs)
+        for token in range(new - 1):
+            model(torch.tensor([[5 + token]]), past_key_values=cache)
+        kvevict.save_cache(cache, tmp_path / "cache")
+        turn, logits = prompt(1, 30, seed=2)["input_ids"], []
+        for each in (cache, kvevict.load_cache(tmp_path / "cache", model)):
+            logits.append(model(turn, past_key_values=each).logits)
+        assert torch.equal(*logits)
+
+
+def test_a_file_that_could_not_be_loaded_is_not_written(tmp_path):
+    """What was there before stays."""
+    model = shared()
+    with kvevict.evicting(model, "h2o", budget=10):
+        cache = read(model, prompt(2, 40))
+    kvevict.save_cache(cache, tmp_path / "cache")
+    data = (tmp_path / "cache").read_bytes()
+    for name, value, said in (
+        ("carry", cache.layers[1].carry[:, :1], "layer 1: carry is torch.float32"), ("budget", None, "budget"),
+        ("columns", 39, "its layers disagree"), ("seen", cache.layers[1].seen[:1], "layer 1: seen is torch.int32"),
+        ("prompt", np.full((2, 2), 99), "layer 1: prompt counts more slots"),
+    ):  # fmt: skip
+        broken = copy.deepcopy(cache)
+        setattr(broken.layers[1], name, value)
+        with pytest.raises(ValueError, match="cannot be saved") as error:
+            kvevict.save_cache(broken, tmp_path / "cache")
+        assert said in str(error.value)
+        assert (tmp_path / "cache").read_bytes() == data and os.listdir(tmp_path) == ["cache"]
 
 
 @pytest.mark.quick(case="take")
