@@ -4,6 +4,7 @@ import hashlib
 import json
 import weakref
 import zlib
+from typing import NamedTuple
 
 import torch
 
@@ -63,6 +64,25 @@ class Owner:
             self.known = identity(model)
         return self.known
 
+    def change(self, thorough: bool = True) -> str | None:
+        """How the model, which is there, is another one than it was; None where that is not seen.
+
+        thorough   False: only the adapters that were there are looked at, which takes a microsecond each
+        """
+        before, model = self.state, self.model()
+        if not thorough and all((m := each()) and _switches(m) == switches for each, switches in before.switches):
+            return None
+        now = _state(model)
+        if now == before:
+            return None
+        if now.on != before.on:
+            was, are = (", ".join(sorted(frozenset().union(*each.on))) or "none" for each in (before, now))
+            return f"whose PEFT adapters on were {was}, this one's are {are}"
+        known = before.versions
+        if any(_version(part) > known.get(id(part), _version(part)) for _, _, part in _parts(model)):
+            return "whose weights were written to since"
+        return None
+
     def __deepcopy__(self, memo):
         return self
 
@@ -76,10 +96,28 @@ def form(model) -> tuple:
     return weight.dtype, weight.device
 
 
-def _state(model) -> list:
+class _State(NamedTuple):
     """What changes when a model's weights are written to, or adapters are switched or merged."""
-    adapters = [(tuple(m.active_adapters), m.disable_adapters, m.merged) for m in model.modules() if _is_adapted(m)]
-    return [*adapters, *((id(p), 0 if p.is_inference() else p._version) for p in model.parameters())]
+
+    switches: list  # (reference to a PEFT module, its `_switches`)
+    on: list  # the sets of adapters that are on, one of each PEFT module that has some
+    versions: dict  # id of a parameter -> its `_version`
+
+
+def _state(model) -> _State:
+    adapted = [module for module in model.modules() if _is_adapted(module)]
+    on = [frozenset(name for name, _, is_on in _adapters(module) if is_on) for module in adapted]
+    versions = {id(weight): _version(weight) for weight in model.parameters()}
+    return _State([(weakref.ref(module), _switches(module)) for module in adapted], [*filter(None, on)], versions)
+
+
+def _switches(module) -> tuple:
+    return tuple(module.active_adapters), module.disable_adapters, module.merged
+
+
+def _version(tensor) -> int:
+    """How often a tensor was written to, as far as torch knows."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _is_adapted(module) -> bool:
@@ -87,24 +125,33 @@ def _is_adapted(module) -> bool:
     return hasattr(module, "base_layer") and hasattr(module, "active_adapters")
 
 
+def _adapters(module):
+    """(name, part, whether it is on) of the parts of a PEFT module's adapters."""
+    on = () if module.disable_adapters or module.merged else module.active_adapters
+    for child in module.children():
+        if child is not module.base_layer:
+            yield from ((name, part, name in on) for name, part in _own(child))
+
+
 def _weights(model):
     """Every tensor that a model is saved with, but those of adapters that are off, as plain tensors."""
-    off = set()
+    if any(getattr(module, "_hf_device_mesh", None) is not None for module in model.modules()):
+        raise _Unreadable  # its weights may be a part, as a plain tensor
+    for module, name, tensor in _parts(model):
+        yield from _plain(_offloaded(module, name) if tensor.is_meta else tensor)
+
+
+def _parts(model):
+    """(module, name, tensor) of every tensor that a model is saved with, but those of adapters that are off."""
+    adapted = [module for module in model.modules() if _is_adapted(module)]
+    off = {id(part) for module in adapted for _, part, is_on in _adapters(module) if not is_on}
     for module in model.modules():
-        if _is_adapted(module):
-            on = () if module.disable_adapters or module.merged else module.active_adapters
-            for child in module.children():
-                if child is not module.base_layer:
-                    off |= {id(part) for name, part in _own(child) if name not in on}
-    for module in model.modules():
-        if getattr(module, "_hf_device_mesh", None) is not None:  # its weights may be a part, as a plain tensor
-            raise _Unreadable
         if id(module) in off:
             off |= {id(part) for _, part in _own(module)}
             continue
         for name, tensor in _own(module):
             if isinstance(tensor, torch.Tensor) and id(tensor) not in off:
-                yield from _plain(_offloaded(module, name) if tensor.is_meta else tensor)
+                yield module, name, tensor
 
 
 def _own(module):

@@ -39,8 +39,11 @@ class EvictionCache(DynamicCache):
         twin.layers, twin.meter = [_forked(layer) for layer in self.layers], self.meter
         return twin
 
-    def check_owner(self, decoder, kinds) -> None:
-        """Raise ValueError where another model filled the cache, or this one before it was cast or moved."""
+    def check_owner(self, decoder, kinds, thorough: bool = True) -> None:
+        """Raise ValueError where another model filled the cache, or this one before it was cast, moved or changed.
+
+        thorough   False: as of a decoded token, which looks at adapters alone (`Owner.change`)
+        """
         if self.owner.form not in (None, now := form(decoder)):
             before, after = ("{} on {}".format(*each).removeprefix("torch.") for each in (self.owner.form, now))
             raise ValueError(
@@ -48,6 +51,12 @@ class EvictionCache(DynamicCache):
                 "model before it reads, or read the prompt again"
             )
         if self.owner.model() is decoder:
+            change = self.owner.change(thorough) if self.get_seq_length() else None
+            if change is not None:
+                raise ValueError(
+                    f"past_key_values was filled by another model, {change}: give the one that read it, with the same "
+                    "PEFT adapters on, or read the prompt again"
+                )
             return
         _check_depth(self.layers, kinds, exact=True)
         known = self.owner.identity()

@@ -127,7 +127,8 @@ class Reader:
         read = replace(read, prepared=rows.prepare(request, read))
         request.begin()
         request.cache.policy = policy
-        request.cache.owner = Owner(request.decoder)
+        if not request.columns or request.cache.owner.model() is not request.decoder:
+            request.cache.owner = Owner(request.decoder)
         most = schedule.read(policy, narrow, np.array([chunk.rows for chunk in chunks])).sum(1).tolist()
         for order, layer in enumerate(layers):
             layer.decode_queries = None  # their slots are no longer the last ones

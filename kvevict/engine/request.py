@@ -54,7 +54,7 @@ class Request:
                 "call kvevict.unpatch"
             )
         if isinstance(self.cache, EvictionCache):
-            self.cache.check_owner(decoder, patch.kinds)
+            self.cache.check_owner(decoder, patch.kinds, self.tokens > 1)
         arguments.make_ours(self.cache, patch, decoder.config, mask, self.columns)
         self.layers = [self.cache.layers[index] for index in patch.order]  # those that are evicted from
         self.heads = patch.kv_heads

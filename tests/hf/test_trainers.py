@@ -1,6 +1,7 @@
 """Trainers, processes and adapters over a patched model: training is the unpatched model's, bit by bit, and what is
 generated is each row's alone."""
 
+import copy
 import multiprocessing
 from datetime import timedelta
 
@@ -117,6 +118,67 @@ def test_an_adapter_per_row():
             want.append(tiny.generate(net, one)[0])
     assert torch.equal(got, torch.stack(want))
     assert len({tuple(row.tolist()) for row in want}) == 3
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "take"])
+@torch.no_grad()
+def test_a_cache_belongs_to_the_adapters_that_were_on(policy, tmp_path):
+    """Under others it is refused, as its file is, and stays as it was; under the same again it is used."""
+    net = adapted(5, 6)
+    kvevict.patch(net, policy, budget=18, **dict(window=4) if policy == "snapkv" else dict(probe=4))
+    ids, token, turn = tiny.prompt(1, 50)["input_ids"], torch.tensor([[5]]), tiny.prompt(1, 9, seed=2)["input_ids"]
+
+    def refused(cache, said):
+        before = copy.deepcopy(cache)
+        for more in (token, turn):
+            with pytest.raises(ValueError, match="filled by another model, whose PEFT adapters on were") as error:
+                net(more, past_key_values=cache)
+            assert said in str(error.value) and "with the same PEFT adapters on" in str(error.value)
+        for one, other in zip(cache.layers, before.layers, strict=True):
+            assert torch.equal(one.keys, other.keys) and one.columns == other.columns
+
+    net.set_adapter("a")
+    cache = net(ids, logits_to_keep=1).past_key_values
+    want = net(turn, past_key_values=copy.deepcopy(cache)).logits
+    net.set_adapter("b")
+    for each in (cache, cache.fork(), copy.deepcopy(cache)):
+        refused(each, "were a, this one's are b")
+    with net.disable_adapter():
+        refused(cache, "were a, this one's are none")
+        base = net(ids, logits_to_keep=1).past_key_values
+    refused(base, "were none, this one's are b")
+    net.base_model.set_adapter(["a", "b"])
+    refused(cache, "were a, this one's are a, b")
+    both = net(ids, logits_to_keep=1).past_key_values
+    net(turn, past_key_values=both.fork())
+    net.set_adapter("a")
+    net.merge_adapter()
+    refused(cache, "were a, this one's are none")
+    net.unmerge_adapter()
+    assert tiny.relative(net(turn, past_key_values=cache.fork()).logits, want) < 1e-4
+    kvevict.save_cache(cache, tmp_path / "cache")
+    loaded = kvevict.load_cache(tmp_path / "cache", net)
+    net(token, past_key_values=loaded)
+    net.set_adapter("b")
+    refused(loaded, "were a, this one's are b")
+    with pytest.raises(ValueError, match="with the same PEFT adapters on"):
+        kvevict.load_cache(tmp_path / "cache", net)
+    cache.reset()
+    net(ids, past_key_values=cache)  # what is empty is anybody's
+
+
+@torch.no_grad()
+def test_a_cache_belongs_to_the_weights_that_were_not_written_to():
+    net = adapted(5, 6)
+    kvevict.patch(net, "snapkv", budget=18, window=4)
+    net.set_adapter("a")
+    cache = net(tiny.prompt(1, 50)["input_ids"], logits_to_keep=1).past_key_values
+    turn, weights = tiny.prompt(1, 9, seed=2)["input_ids"], dict(net.named_parameters())
+    next(weight for name, weight in weights.items() if name.endswith("lora_A.b.weight")).mul_(2)  # is off
+    net(turn, past_key_values=cache.fork())
+    next(weight for name, weight in weights.items() if name.endswith("lora_A.a.weight")).mul_(2)
+    with pytest.raises(ValueError, match="weights were written to since: give the one that read it"):
+        net(turn, past_key_values=cache)
 
 
 @pytest.mark.skipif(CACHE == "cache", reason="PEFT 0.21 generates other tokens, unpatched too")
