@@ -105,9 +105,11 @@ class _State(NamedTuple):
 
 
 def _state(model) -> _State:
-    adapted = [module for module in model.modules() if _is_adapted(module)]
+    modules = list(model.modules())
+    adapted = [module for module in modules if _is_adapted(module)]
     on = [frozenset(name for name, _, is_on in _adapters(module) if is_on) for module in adapted]
-    versions = {id(weight): _version(weight) for weight in model.parameters()}
+    weights = (weight for module in modules for weight in module._parameters.values() if weight is not None)
+    versions = {id(weight): _version(weight) for weight in weights}
     return _State([(weakref.ref(module), _switches(module)) for module in adapted], [*filter(None, on)], versions)
 
 
@@ -122,7 +124,7 @@ def _version(tensor) -> int:
 
 def _is_adapted(module) -> bool:
     """Whether a module is PEFT's, around one of the model's."""
-    return hasattr(module, "base_layer") and hasattr(module, "active_adapters")
+    return "base_layer" in module._modules and hasattr(module, "active_adapters")
 
 
 def _adapters(module):

@@ -42,7 +42,7 @@ class EvictionCache(DynamicCache):
     def check_owner(self, decoder, kinds, thorough: bool = True) -> None:
         """Raise ValueError where another model filled the cache, or this one before it was cast, moved or changed.
 
-        thorough   False: as of a decoded token, which looks at adapters alone (`Owner.change`)
+        thorough   False: as for a decoded token or candidates, where adapters alone are looked at (`Owner.change`)
         """
         if self.owner.form not in (None, now := form(decoder)):
             before, after = ("{} on {}".format(*each).removeprefix("torch.") for each in (self.owner.form, now))

@@ -54,7 +54,8 @@ class Request:
                 "call kvevict.unpatch"
             )
         if isinstance(self.cache, EvictionCache):
-            self.cache.check_owner(decoder, patch.kinds, self.tokens > 1)
+            one_by_one = self.tokens == 1 or (self.cache.record_past and self.wanted == self.tokens)  # or candidates
+            self.cache.check_owner(decoder, patch.kinds, thorough=not one_by_one)
         arguments.make_ours(self.cache, patch, decoder.config, mask, self.columns)
         self.layers = [self.cache.layers[index] for index in patch.order]  # those that are evicted from
         self.heads = patch.kv_heads
