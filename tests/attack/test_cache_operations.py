@@ -300,6 +300,7 @@ def saved(rng, pair, path):
 OPERATIONS = (turn, decoded, decoded, candidates, crop, crop, fork, copied, select, repeat, saved)
 
 
+@pytest.mark.slow
 def test_every_operation_is_its_twins(tmp_path):
     outcomes = set()
 
@@ -318,6 +319,6 @@ def test_every_operation_is_its_twins(tmp_path):
                 outcomes.add((operation.__name__, bool(done)))
         return name
 
-    fuzz(case, cases=200)
+    fuzz(case, cases=150)
     happened = {f"{name} {'done' if done else 'refused'}": 1 for name, done in outcomes}
     expect(happened, *(f"{each.__name__} done" for each in OPERATIONS), "crop refused", "candidates refused")
