@@ -44,6 +44,9 @@ def serve(parser, argv):
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen at; default 127.0.0.1, this machine alone"
     )
+    parser.add_argument("--allow-host", action="append", default=[], metavar="NAME",
+                        help="a name of the server that requests may have as their Host, beside localhost and the "
+                        "address that they come to; repeatable")  # fmt: skip
     parser.add_argument("--port", type=int, default=8000, help="default 8000; 0: any that is free")
     parser.add_argument("--api-key", action="append", default=[], metavar="KEY",
                         help="what requests must bring; given more than once, each has texts of its own; default: "
@@ -73,12 +76,21 @@ def serve(parser, argv):
         check_folder("--store", args.store)
     if "" in args.api_key:
         raise ValueError("--api-key is empty: give a key, or leave it out")
-    keys = args.api_key or [key for key in [os.environ.get("KVEVICT_API_KEY")] if key]
+    keys = args.api_key
+    if not keys and "KVEVICT_API_KEY" in os.environ:
+        keys = [os.environ["KVEVICT_API_KEY"]]
+        if not keys[0]:
+            raise ValueError("KVEVICT_API_KEY is empty: give a key, or unset it")
     own = ("policy", "unasked", "chunk_size", "share", "dtype", "device", "name", "store", "queue", "timeout")
     given = {name: getattr(args, name) for name in own}
-    options = Options(budget=number(args.budget), memory=memory, disk=disk, keys=tuple(keys), **given)
+    given |= dict(keys=tuple(keys), hosts=(args.host, *args.allow_host))
+    options = Options(budget=number(args.budget), memory=memory, disk=disk, **given)
+    from ..serve.hosts import name_of
     from ..serve.start import start
 
+    for each in args.allow_host:
+        if not name_of(each):
+            raise ValueError(f"--allow-host {each}: give a name or an address, as in texts.example")
     start(args.model, args.host, args.port, options)
 
 

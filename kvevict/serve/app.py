@@ -1,4 +1,4 @@
-"""The routes of a server, and what a client learns of an error."""
+"""The routes of a server, whom they answer, and what a client learns of an error."""
 
 import contextlib
 from pathlib import Path
@@ -9,10 +9,16 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from . import log
 from .errors import Refused, refused
+from .hosts import Hosts
+from .metrics import OTHER
 from .server import ENDPOINTS, Server
 
 PAGE = Path(__file__).with_name("page.html")
-OWN = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'"
+OWN = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; "
+    "frame-ancestors 'none'"
+)
+HEADERS = {429: {"Retry-After": "1"}, 504: {"x-should-retry": "false"}, 413: {"Connection": "close"}}
 
 
 def application(server: Server) -> FastAPI:
@@ -34,9 +40,13 @@ def application(server: Server) -> FastAPI:
         known = refused(error)
         if known.status == 500 and not isinstance(error, Refused):
             log.failed(error)
-        headers = {"Retry-After": "1"} if known.status == 429 else {}
-        return JSONResponse(known.body(), known.status, headers)
+        return _response(server, request, known)
 
+    def other_host(scope):
+        sentence = "this server does not answer for that Host: start it with --allow-host NAME"
+        return _response(server, Request(scope), Refused(421, sentence))
+
+    app.add_middleware(Hosts, allowed=server.hosts, refusal=other_host)
     for each in (ValueError, TypeError, TimeoutError):
         app.add_exception_handler(each, said)
     for path in ENDPOINTS:
@@ -79,6 +89,15 @@ def application(server: Server) -> FastAPI:
         return Response(server.metrics.text(server.gate, server.prefixes), media_type="text/plain; version=0.0.4")
 
     return app
+
+
+def _response(server, request, refusal) -> JSONResponse:
+    """A refusal, which is counted and logged where no call was."""
+    if not getattr(request.state, "noted", False):
+        endpoint = getattr(request.scope.get("route"), "path", OTHER)
+        server.metrics.refused(endpoint, refusal.status)
+        log.refused(endpoint, refusal.status, request.client)
+    return JSONResponse(refusal.body(), refusal.status, HEADERS.get(refusal.status))
 
 
 def _bound(answer, path):

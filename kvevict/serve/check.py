@@ -33,7 +33,25 @@ def parsed(data: bytes) -> dict:
         raise Refused(400, "the body has half of a surrogate pair: send whole characters") from None
     if not isinstance(body, dict):
         raise Refused(400, "the body is not a JSON object")
+    for name, value in body.items():
+        _must(not _beyond(value), f"{name[:200]} has a number that is not finite, or too large")
     return {name: value for name, value in body.items() if value is not None}
+
+
+def _beyond(value) -> bool:
+    """Whether a number anywhere in a value is none that a float holds."""
+    left = [value]
+    while left:
+        each = left.pop()
+        if isinstance(each, (int, float)):
+            try:
+                if not math.isfinite(each):
+                    return True
+            except OverflowError:
+                return True
+        elif isinstance(each, (dict, list)):
+            left.extend(each.values() if isinstance(each, dict) else each)
+    return False
 
 
 def generation(body: dict, vocabulary: int) -> None:
@@ -172,12 +190,7 @@ def _bias(bias, vocabulary) -> None:
 
 
 def _number(value, least, most) -> bool:
-    return (
-        isinstance(value, (int, float))
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-        and least <= value <= most
-    )
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
 
 
 def _whole(value) -> bool:

@@ -35,6 +35,12 @@ def served(call, identity: str, status: int) -> None:
     LOG.info("request", extra={"facts": facts})
 
 
+def refused(endpoint: str, status: int, client) -> None:
+    """A request has ended before it became a call."""
+    facts = dict(endpoint=endpoint, status=status, client=client and client[0])
+    LOG.info("refused", extra={"facts": facts})
+
+
 def failed(error: Exception) -> None:
     """An error that no request caused."""
     LOG.error("the model's call failed", exc_info=error)

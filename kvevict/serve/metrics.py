@@ -2,6 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+OTHER = "other"  # the endpoint of a request to none that there is
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
@@ -11,7 +12,9 @@ class Metrics:
     def __init__(self):
         self.registry = CollectorRegistry()
         own = dict(registry=self.registry)
-        self.requests = Counter("kvevict_requests", "Requests that were answered", ["endpoint", "status"], **own)
+        self.requests = Counter(
+            "kvevict_requests", "Requests that were answered or refused", ["endpoint", "status"], **own
+        )
         self.queue = Gauge("kvevict_queue", "Requests that wait for their turn", **own)
         self.read = Counter("kvevict_tokens_read", "Prompt tokens that the model read", **own)
         self.saved = Counter("kvevict_tokens_saved", "Prompt tokens that came from stored prefixes", **own)
@@ -20,6 +23,10 @@ class Metrics:
         self.first = Histogram(
             "kvevict_first_token_seconds", "From a request to its first token", buckets=SECONDS, **own
         )
+
+    def refused(self, endpoint: str, status: int) -> None:
+        """A request has ended before it became a call."""
+        self.requests.labels(endpoint, str(status)).inc()
 
     def note(self, call, status: int) -> None:
         """A call has ended."""

@@ -23,3 +23,4 @@ class Options:
     keys: tuple[str, ...] = ()
     queue: int = 64
     timeout: float = 600.0
+    hosts: tuple[str, ...] = ()

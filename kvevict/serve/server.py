@@ -9,6 +9,7 @@ import uuid
 from fastapi import Request
 from fastapi.exceptions import HTTPException
 from fastapi.responses import JSONResponse, Response
+from starlette.requests import ClientDisconnect
 from transformers.cli.serving.response import ResponseHandler
 
 from ..prompts import ids_of
@@ -38,12 +39,14 @@ class Server:
     keys      of which a request must bring one; none: nobody needs one
     timeout   seconds that a request may take, waiting included
     most      bytes of a request's body
+    hosts     names by which requests may call the server, beside those of this machine
     """
 
     def __init__(self, name, model, tokenizer, policies: Policies, prefixes: Prefixes, texts: Texts, *, keys=(),
-                 queue=64, timeout=600.0, most=1 << 24):  # fmt: skip
+                 queue=64, timeout=600.0, most=1 << 24, hosts=()):  # fmt: skip
         self.name, self.tokenizer, self.policies, self.texts = name, tokenizer, policies, texts
-        self.keys, self.timeout, self.most, self.began = keys, timeout, most, int(time.time())
+        self.keys, self.timeout, self.most, self.hosts = keys, timeout, most, hosts
+        self.began = int(time.time())
         self.vocabulary = model.get_input_embeddings().num_embeddings
         self.prefixes, self.manager = prefixes, Generation(model, tokenizer, prefixes)
         self.gate, self.metrics = Gate(queue), Metrics()
@@ -56,7 +59,7 @@ class Server:
         """Whose texts a request may see. Raises Refused without a right key."""
         if not self.keys:
             return "everyone"
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")  # as it was sent
         for key in self.keys:
             if hmac.compare_digest(given, key.encode()):
                 return hashlib.sha256(key.encode()).hexdigest()[:16]
@@ -65,12 +68,19 @@ class Server:
     async def body(self, request: Request) -> dict:
         if not JSON.match(request.headers.get("content-type", "")):  # a page of another site may not send that
             raise Refused(415, "send Content-Type: application/json")
-        data = bytearray()
-        async for part in request.stream():
-            data += part
-            if len(data) > self.most:
-                raise Refused(413, f"the body is larger than {self.most} bytes")
+        data, declared = bytearray(), request.headers.get("content-length", "")
+        self._fits(int(declared) if declared.isdecimal() else 0)
+        try:
+            async for part in request.stream():
+                data += part
+                self._fits(len(data))
+        except ClientDisconnect:
+            raise Refused(499, "the client has left") from None
         return check.parsed(bytes(data))
+
+    def _fits(self, size: int) -> None:
+        if size > self.most:
+            raise Refused(413, f"the body is larger than {self.most} bytes")
 
     def call(self, path: str, owner: str, body: dict) -> Call:
         """What Transformers' handler does not take leaves the body."""
@@ -83,6 +93,8 @@ class Server:
         if tools := ResponseHandler._normalize_tools(body.get("tools")):
             template["tools"] = tools
         body.setdefault("stream", False)
+        if body.get("temperature", 1) < check.SAMPLING["temperature"][0]:
+            body["temperature"] = 0.0  # no sampling: logits may not be divided by less
         bias = {token: float(number) for token, number in body.pop("logit_bias", {}).items()}
         body.update({"logit_bias": bias} if bias else {})  # as Transformers wants it
         stop = check.stops(body)
@@ -155,6 +167,7 @@ class Server:
     async def _ended(self, call, identity, request, work) -> Response:
         """The response of `work`, which gets a turn; what the call came to is counted and logged."""
         status, entered, streams = 500, False, False
+        request.state.noted = True
 
         def end(status: int) -> None:
             self.gate.leave()

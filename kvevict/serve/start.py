@@ -16,6 +16,8 @@ from ..models import small_llama
 from ..patch import patch
 from . import log
 from .app import application
+from .connections import serving
+from .metrics import OTHER
 from .options import Options
 from .policies import Policies
 from .prefixes import Prefixes
@@ -23,7 +25,6 @@ from .server import Server
 from .texts import Texts
 
 BODY, LETTERS = 1 << 24, 64  # bytes of a request at most, in all and for each token of the context
-STOP = 30  # seconds that running requests have to end when the server stops
 
 
 def start(model, host: str, port: int, options: Options) -> None:
@@ -34,10 +35,17 @@ def start(model, host: str, port: int, options: Options) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with own(options.store), socket.create_server((host, port), family=family) as listening:
         server = server_of(model, **vars(options))
-        config = uvicorn.Config(application(server), log_level="warning", timeout_graceful_shutdown=STOP)
-        facts = dict(model=server.name, host=host, port=listening.getsockname()[1])
+        port = listening.getsockname()[1]
+        facts = dict(model=server.name, host=host, port=port, page=page(host, port))
         log.LOG.info("ready", extra={"facts": facts})
+        config = serving(application(server), lambda status: server.metrics.refused(OTHER, status))
         uvicorn.Server(config).run(sockets=[listening])
+
+
+def page(host: str, port: int) -> str:
+    """The address of the page at `/`, for a browser on this machine."""
+    name = "localhost" if host in ("", "0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    return f"http://{name}:{port}/"
 
 
 def server_of(model=None, **options) -> Server:
@@ -53,7 +61,7 @@ def server_of(model=None, **options) -> Server:
     prefixes = Prefixes(loaded, told.memory, folder and folder / "prefixes", lambda: told.disk - texts.bytes)
     name = told.name or (Path(where).name if Path(where).exists() else where)
     most = min(BODY, LETTERS * policies.context + (1 << 16))
-    limits = dict(queue=told.queue, timeout=told.timeout, most=most)
+    limits = dict(queue=told.queue, timeout=told.timeout, most=most, hosts=told.hosts)
     return Server(name, loaded, tokenizer, policies, prefixes, texts, keys=told.keys, **limits)
 
 

@@ -72,7 +72,7 @@ class Client:
 
     async def asked(self, method, path, body=None, content=None):
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://here", headers=self.headers) as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=self.headers) as client:
             given = (
                 dict(content=content, headers={"Content-Type": "application/json"})
                 if content is not None

@@ -204,7 +204,7 @@ def test_only_json_is_taken():
 
     async def form():
         transport = httpx.ASGITransport(client.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://here") as own:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as own:
             return await own.post("/v1/completions", content=b"{}", headers={"Content-Type": "text/plain"})
 
     assert asyncio.run(form()).status_code == 415

@@ -1,0 +1,169 @@
+"""Clients of `kvevict serve` that are slow, or too many: with sockets, and an application that needs no model."""
+
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+from serving import Client  # noqa: F401  # skips without the extra
+
+GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+POST = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
+
+
+async def echo(scope, receive, send):
+    """Answers with the body, and with as many bytes as the path says."""
+    assert scope["type"] == "http"
+    body, more = b"", True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            LEFT.set()
+            return
+        body, more = body + message["body"], message["more_body"]
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for _ in range(int(scope["path"].strip("/") or 0)):
+        await send({"type": "http.response.body", "body": b"x" * (1 << 20), "more_body": True})
+    await send({"type": "http.response.body", "body": body + b"END"})
+    if len(scope["path"]) > 1:
+        LEFT.set()
+
+
+LEFT = threading.Event()
+
+
+class Running:
+    def __init__(self):
+        import uvicorn
+
+        from kvevict.serve.connections import serving
+
+        self.noted = []
+        self.listening = socket.create_server(("127.0.0.1", 0))
+        config = serving(echo, self.noted.append)
+        config.lifespan = "off"
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.server.run, kwargs=dict(sockets=[self.listening]))
+        LEFT.clear()
+
+    def start(self):
+        if not self.thread.is_alive():
+            self.thread.start()
+            until(lambda: self.server.started)
+
+    def connect(self):
+        self.start()
+        made = socket.create_connection(self.listening.getsockname(), timeout=60)
+        until(lambda: made.getsockname() in [each.client for each in self.connections() if each.client])
+        return made
+
+    def connections(self) -> list:
+        return list(self.server.server_state.connections)
+
+
+def until(holds) -> None:
+    """Wait for what another thread does."""
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def all_of(client) -> bytes:
+    """What a client gets until the server closes the connection."""
+    got = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := client.recv(1 << 16):
+            got += part
+    return got
+
+
+def answer(client) -> bytes:
+    """One answer of `echo`."""
+    got = b""
+    while b"END" not in got and (part := client.recv(1 << 16)):
+        got += part
+    return got
+
+
+@pytest.fixture
+def running(request, monkeypatch):
+    from kvevict.serve import connections
+
+    for name, value in getattr(request, "param", {}).items():
+        monkeypatch.setattr(connections if name == "MOST" else connections.Connection, name, value)
+    made = Running()
+    yield made
+    made.server.should_exit = True
+    made.thread.join(60)
+    assert not made.thread.is_alive()
+
+
+def test_answers_do_not_wait_for_acknowledgements(running):
+    with running.connect() as client:
+        [connection] = running.connections()
+        of_server = connection.transport.get_extra_info("socket")
+        assert of_server.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        for _ in range(2):  # kept alive
+            client.sendall(POST + b"a" * 9)
+            assert b"200 OK" in answer(client)
+
+
+@pytest.mark.parametrize("running", [dict(headers_seconds=0.05)], indirect=True)
+@pytest.mark.parametrize("sent", [b"", GET[:20], POST + b"a" * 9 + GET[:20]])
+def test_headers_that_do_not_end(running, sent):
+    with socket.create_connection(running.listening.getsockname(), timeout=60) as client:
+        client.sendall(sent)
+        running.start()  # so that it has all of it at once
+        got = all_of(client)
+    statuses = [part.split()[0] for part in got.split(b"HTTP/1.1 ")[1:]]
+    assert statuses == ([] if not sent else [b"408"] if len(sent) == 20 else [b"200", b"408"])
+    until(lambda: not running.connections())
+    assert running.noted == [408] * bool(sent)
+
+
+@pytest.mark.parametrize("running", [dict(body_seconds=0.05)], indirect=True)
+@pytest.mark.parametrize("before", [b"", POST + b"a" * 9])
+def test_a_body_that_does_not_end(running, before):
+    with running.connect() as client:
+        client.sendall(before + POST + b"a" * 8)
+        got = all_of(client)
+    assert got.split(b"HTTP/1.1 ")[-1].startswith(b"408") and got.count(b"200 OK") == bool(before)
+    assert LEFT.wait(60)  # the application knows
+    until(lambda: not running.connections())
+
+
+@pytest.mark.parametrize("running", [dict(taken_seconds=0.05)], indirect=True)
+def test_an_answer_that_is_not_taken(running):
+    with running.connect() as client:
+        client.sendall(GET.replace(b"/ ", b"/64 "))
+        assert LEFT.wait(60)  # the application is not held
+        until(lambda: not running.connections())
+        assert not all_of(client).endswith(b"END")
+
+
+@pytest.mark.parametrize("running", [dict(MOST=3)], indirect=True)
+def test_too_many_connections(running):
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(running.connect()) for _ in range(3)]
+        with socket.create_connection(running.listening.getsockname(), timeout=60) as more:
+            assert all_of(more).startswith(b"HTTP/1.1 503 ")
+        assert running.noted == [503]
+        held[0].sendall(GET)
+        assert b"200 OK" in answer(held[0])
+        held[1].close()
+        until(lambda: len(running.connections()) == 2)
+        with running.connect() as more:
+            more.sendall(GET)
+            assert b"200 OK" in answer(more)
+
+
+@pytest.mark.parametrize(("host", "want"), [
+    ("127.0.0.1", "http://127.0.0.1:8000/"), ("0.0.0.0", "http://localhost:8000/"), ("::", "http://localhost:8000/"),
+    ("::1", "http://[::1]:8000/"), ("here.example", "http://here.example:8000/"),
+])  # fmt: skip
+def test_the_address_of_the_page(host, want):
+    from kvevict.serve.start import page
+
+    assert page(host, 8000) == want
