@@ -36,9 +36,10 @@ def replacing(path):
     _sync(folder)
 
 
-def write(path, data: str | bytes) -> None:
-    """A whole new file, of bytes or of text in UTF-8, or after an error the old one; see `replacing`."""
-    with replacing(path) as temporary, open(temporary, "wb") as file:
+def write(path, data: str | bytes, mode: int = 0o666) -> None:
+    """A whole new file, of bytes or of text in UTF-8, or after an error the old one; see `replacing`. mode: as of
+    `os.open`."""
+    with replacing(path) as temporary, open(os.open(temporary, os.O_WRONLY | os.O_CREAT, mode), "wb") as file:
         file.write(data.encode() if isinstance(data, str) else data)
 
 

@@ -6,12 +6,12 @@ MARK = "\u0001"  # stands beside a message in a chat template, which then does n
 MARGIN = 256  # tokens after a cut that a tokenizer may look at, far more than it does
 
 
-def first_ids(tokenizer, text: str, count: int) -> tuple:
+def first_ids(tokenizer, text: str, count: int, tokenise=None) -> tuple:
     """The first `count` ids of a text, and whether these are all. Only as much of a long text is tokenised as they
-    need."""
-    letters = 8 * (count + MARGIN)
+    need; tokenise: `ids_of`, or another function of its arguments."""
+    letters, tokenise = 8 * (count + MARGIN), tokenise or ids_of
     while True:
-        ids, whole = ids_of(tokenizer, text[:letters]), letters >= len(text)
+        ids, whole = tokenise(tokenizer, text[:letters]), letters >= len(text)
         if whole or len(ids) >= count + MARGIN:
             return ids[:count], whole and len(ids) <= count
         letters *= 2

@@ -63,8 +63,7 @@ def application(server: Server) -> FastAPI:
 
     @app.delete("/v1/kvevict/texts/{name}")
     async def remove(request: Request, name: str):
-        server.texts.remove(server.owner(request), name)
-        return {"object": "kvevict.text", "name": name, "deleted": True}
+        return await server.remove(request, name)
 
     @app.get("/v1/kvevict/texts/{name}/kept")
     async def kept(request: Request, name: str):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..engine.watch import Watcher
+from .prompt import Prompt
 
 
 class Cancelled(Exception):
@@ -39,6 +40,7 @@ class Call:
     messages: list = field(default_factory=list)  # as the chat template takes them; none: a plain prompt
     template: dict = field(default_factory=dict)  # further arguments of the chat template
     prompt: str = ""  # of /v1/completions
+    whole: Prompt = field(default_factory=lambda: Prompt([]))  # the ids that the model reads
     began: float = field(default_factory=time.monotonic)
     first_token: float | None = None
     prompt_tokens: int = 0

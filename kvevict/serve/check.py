@@ -183,7 +183,7 @@ def _calls(name, message) -> None:
 
 def _bias(bias, vocabulary) -> None:
     fits = isinstance(bias, dict) and all(
-        re.fullmatch(r"[0-9]{1,9}", key) and int(key) < vocabulary and _number(value, -100, 100)
+        re.fullmatch(r"0|[1-9][0-9]{0,8}", key) and int(key) < vocabulary and _number(value, -100, 100)
         for key, value in bias.items()
     )
     _must(fits, "logit_bias must give token ids numbers from -100 to 100")

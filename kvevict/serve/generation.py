@@ -18,8 +18,8 @@ from .call import CALL, Call, Cancelled, Guard
 from .errors import Refused, refused
 from .kept import shares
 from .log import failed
-from .prefixes import Prefixes, key_of
-from .prompt import Prompt, of_messages, of_text
+from .prefixes import Prefixes, key_of, mark_of
+from .prompt import Prompt, of_chat, of_messages, of_text
 from .streaming import Streamer, Tokens, cut_at
 
 
@@ -39,7 +39,7 @@ class Generation(GenerateManager):
 
     def generate_streaming(self, model, processor, inputs, gen_config, request_id, response_parser=None):
         call, loop, queue = CALL.get(), asyncio.get_running_loop(), asyncio.Queue()
-        prompt = self._prompt(call, inputs, gen_config)
+        prompt = self._prompt(call, gen_config)
         streamer = Streamer(processor._tokenizer, loop, queue, response_parser=response_parser, call=call)
 
         def run() -> None:
@@ -61,7 +61,7 @@ class Generation(GenerateManager):
 
     async def generate_non_streaming(self, model, processor, inputs, gen_config, request_id):
         call = CALL.get()
-        prompt = self._prompt(call, inputs, gen_config)
+        prompt = self._prompt(call, gen_config)
         written = (await self._in_thread(self._write, call, prompt, gen_config, Tokens(call)))[0, len(prompt.ids) :]
         text = processor.decode(written, skip_special_tokens=True)
         return text[: cut_at(text, call.stop)], len(prompt.ids), written
@@ -75,6 +75,10 @@ class Generation(GenerateManager):
 
         await self._in_thread(run)
 
+    async def forget(self, owner: str, text: str) -> None:
+        """Remove what was kept of a stored text, after what runs now."""
+        await self._in_thread(self.prefixes.forget, mark_of(owner, text))
+
     async def kept(self, call: Call, prompt: Prompt, start: int):
         """By how large a share of heads each token of a prompt's last prefix, from `start` on, is kept."""
         return await self._in_thread(lambda: shares(self._prefix(call, prompt), start, prompt.ends[-1]))
@@ -86,32 +90,27 @@ class Generation(GenerateManager):
         future.add_done_callback(lambda done: done.cancelled() or done.exception())  # known, if nobody waits any more
         return await asyncio.shield(future)
 
-    def _prompt(self, call: Call, inputs, gen_config) -> Prompt:
-        """The ids of a call, which `inputs` gets. Raises Refused where they do not fit the model's context."""
-        if call.hidden and call.messages:
-            prompt = of_messages(self.tokenizer, call.messages, call.template, call.text)
+    def _prompt(self, call: Call, gen_config) -> Prompt:
+        """The prompt of a call; what is written after it ends with the context."""
+        if self.context is not None:
+            gen_config.max_new_tokens = min(gen_config.max_new_tokens, self.context - len(call.whole.ids))
+        return call.whole
+
+    # -- in a thread that tokenises ---------------------------------------------------------------------------------
+
+    def prepare(self, call: Call) -> None:
+        """Make the prompt of a call. Raises Refused where it does not fit the model's context."""
+        if not call.messages:
+            prompt = of_text(self.tokenizer, call.prompt, self.context, call.text)
         elif call.hidden:
-            prompt = of_text(self.tokenizer, call.prompt, call.text)
+            prompt = of_messages(self.tokenizer, call.messages, call.template, self.context, call.text)
         else:
-            prompt = Prompt(inputs["input_ids"][0].tolist())
-        call.prompt_tokens = len(prompt.ids)
+            prompt = of_chat(self.tokenizer, call.messages, call.template, self.context)
         if not prompt.ids:
             raise Refused(400, "the prompt is empty: give at least one word")
-        self.check_length(prompt)
-        if self.context is not None:
-            gen_config.max_new_tokens = min(gen_config.max_new_tokens, self.context - len(prompt.ids))
+        call.whole, call.prompt_tokens = prompt, len(prompt.ids)
         if call.question is not None and find(self.tokenizer, prompt.ids, call.question) is None:
             raise Refused(400, "the prompt does not have kvevict.question: give its words as the prompt has them")
-        inputs["input_ids"] = torch.tensor([prompt.ids], device=device_of(self.model))
-        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-        return prompt
-
-    def check_length(self, prompt: Prompt) -> None:
-        if self.context is not None and len(prompt.ids) >= self.context:
-            raise Refused(
-                400, f"the prompt has {len(prompt.ids)} tokens, and the model's context is {self.context}: shorten it",
-                "context_length_exceeded",
-            )  # fmt: skip
 
     # -- in the thread that generates -------------------------------------------------------------------------------
 
@@ -153,7 +152,11 @@ class Generation(GenerateManager):
         return cache
 
     def _keys(self, call: Call, prompt: Prompt) -> list:
-        return [key_of(call.owner, self.weights, call.policy, prompt.ids[:end]) for end in prompt.ends]
+        start = len(prompt.ids) if prompt.text is None else prompt.text[0]
+        return [
+            key_of(call.owner, self.weights, call.policy, prompt.ids[:end], call.text if end > start else None)
+            for end in prompt.ends
+        ]
 
     @contextlib.contextmanager
     def _reading(self, call: Call, prompt: Prompt, cache):

@@ -16,10 +16,16 @@ SUFFIX = ".safetensors"
 FACTS = 1 << 16  # bytes of a file beside its tensors, at most
 
 
-def key_of(owner: str, weights, policy, ids: list) -> str:
-    """What a prefix is stored under: a hash of all that its cache depends on, and of whose it is."""
+def key_of(owner: str, weights, policy, ids: list, text: str | None = None) -> str:
+    """What a prefix is stored under: a hash of all that its cache depends on, and of whose it is; and the mark of the
+    stored text in it, by which `forget` finds it."""
     facts = "\0".join((FORMAT, owner, str(weights), policy.to_json()))
-    return hashlib.sha256(facts.encode() + b"\0" + np.array(ids, np.int64).tobytes()).hexdigest()
+    key = hashlib.sha256(facts.encode() + b"\0" + np.array(ids, np.int64).tobytes()).hexdigest()
+    return key if text is None else f"{key}-{mark_of(owner, text)}"
+
+
+def mark_of(owner: str, text: str) -> str:
+    return hashlib.sha256(f"{owner}\0{text}".encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def bytes_of(cache) -> int:
@@ -50,7 +56,7 @@ class Prefixes:
         self._files: OrderedDict = OrderedDict()  # key -> bytes, likewise
         self.live_bytes = self.file_bytes = 0
         if self.folder is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._index()
 
     def _index(self) -> None:
@@ -88,6 +94,13 @@ class Prefixes:
     def put(self, key: str, cache) -> None:
         """Store a cache, which nobody changes any more."""
         self._hold(key, cache)
+
+    def forget(self, mark: str) -> None:
+        """Remove the prefixes of a stored text from memory and disk."""
+        for key in [key for key in self._live if key.endswith(f"-{mark}")]:
+            self.live_bytes -= self._live.pop(key)[1]
+        for key in [key for key in self._files if key.endswith(f"-{mark}")]:
+            self._forget(key)
 
     def flush(self, keys=None) -> None:
         """Write what memory holds of these keys, or all that it holds, to disk, to outlive the process."""

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from ..prompts import MARK, ids_of, rendered
+from ..prompts import MARK, first_ids, ids_of, rendered
+from .errors import Refused
 
 LEAST = 64  # tokens of a prefix beyond the one before it
 
@@ -10,17 +11,25 @@ LEAST = 64  # tokens of a prefix beyond the one before it
 @dataclass(frozen=True)
 class Prompt:
     """ids, and the ends of prefixes of it that do not depend on what comes after them, ascending, each below its
-    length."""
+    length; text: where the stored text that it opens with starts and stops."""
 
     ids: list
     ends: tuple = ()
+    text: tuple | None = None
 
 
-def of_messages(tokenizer, messages: list, template: dict, text: str | None = None) -> Prompt:
+def of_chat(tokenizer, messages: list, template: dict, context: int | None) -> Prompt:
+    """A chat as one piece."""
+    check_count(messages, context)
+    return joined(tokenizer, [(_plain, rendered(tokenizer, messages, "these messages", **template))], context)
+
+
+def of_messages(tokenizer, messages: list, template: dict, context: int | None, text: str | None = None) -> Prompt:
     """A chat, cut before every user's message; `text` opens the first of them, which it ends two lines before.
 
     Raises ValueError for a chat that the template refuses or changes.
     """
+    check_count(messages, context)
     # A mark where a user's message begins: what is before it is tokenised apart, alike in every request.
     first, marked = True, []
     for message in messages:
@@ -31,33 +40,63 @@ def of_messages(tokenizer, messages: list, template: dict, text: str | None = No
         marked.append({**message, "content": content})
     if first and text is not None:
         raise ValueError("a stored text opens the user's turn: give a message of the role user")
-    head, *parts = rendered(tokenizer, marked, "these messages", **template).split(MARK)
-    if len(parts) != sum(message["role"] == "user" for message in messages):
+    parts = rendered(tokenizer, marked, "these messages", **template).split(MARK)
+    if len(parts) - 1 != sum(message["role"] == "user" for message in messages):
         raise ValueError("the model's chat template does not give every user's message once: ask with a question")
-    pieces = [_plain(tokenizer, head), *(_plain(tokenizer, part) for part in parts)]
+    pieces = [(_plain, part) for part in parts]
     if text is not None:
-        pieces.insert(1, ids_of(tokenizer, text))
-    return joined(pieces)
+        pieces.insert(1, (ids_of, text))
+    return joined(tokenizer, pieces, context)
 
 
-def of_text(tokenizer, prompt: str, text: str | None = None) -> Prompt:
+def of_text(tokenizer, prompt: str, context: int | None, text: str | None = None) -> Prompt:
     """A prompt without a template; a stored text ends two lines before it."""
     if text is None:
-        return Prompt(tokenizer(prompt, verbose=False)["input_ids"])
-    return joined([tokenizer("")["input_ids"] + ids_of(tokenizer, text), ids_of(tokenizer, f"\n\n{prompt}")])
+        return joined(tokenizer, [(_opened, prompt)], context)
+    return joined(tokenizer, [(_opened, ""), (ids_of, text), (ids_of, f"\n\n{prompt}")], context)
 
 
-def joined(pieces: list) -> Prompt:
-    """A prompt of pieces, each of which may end a prefix, where it is long enough; the last one ends none."""
+def joined(tokenizer, pieces: list, context: int | None) -> Prompt:
+    """A prompt of pieces, how to tokenise each and its letters. Each may end a prefix, where that is long enough; the
+    last one ends none. A piece whose special tokens are letters is a stored text.
+
+    Raises Refused as soon as the ids do not fit a context with an answer.
+    """
     ids: list = []
-    ends: tuple = ()
-    for piece in pieces[:-1]:
-        ids = ids + piece
-        if len(ids) - (ends[-1] if ends else 0) >= LEAST:
-            ends += (len(ids),)
-    return Prompt(ids + pieces[-1], ends)
+    ends: list = []
+    text = None
+    for at, (tokenise, letters) in enumerate(pieces):
+        start = len(ids)
+        if context is None:
+            ids.extend(tokenise(tokenizer, letters))
+        else:
+            more, whole = first_ids(tokenizer, letters, context - 1 - start, tokenise)
+            if not whole:
+                raise too_long(context)
+            ids.extend(more)
+        if tokenise is ids_of and text is None:
+            text = start, len(ids)
+        if at < len(pieces) - 1 and len(ids) - (ends[-1] if ends else 0) >= LEAST:
+            ends.append(len(ids))
+    return Prompt(ids, tuple(ends), text)
+
+
+def check_count(messages: list, context: int | None) -> None:
+    """Raise Refused for a chat of more messages than its context has tokens."""
+    if context is not None and len(messages) >= context:
+        raise too_long(context)
+
+
+def too_long(context: int) -> Refused:
+    sentence = f"the prompt has at least {context} tokens, and the model's context is {context}: shorten it"
+    return Refused(400, sentence, "context_length_exceeded")
 
 
 def _plain(tokenizer, text: str) -> list:
     """Ids of a part of a rendered template, whose special tokens are meant."""
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def _opened(tokenizer, text: str) -> list:
+    """Ids of a text after what the tokenizer opens every text with."""
+    return tokenizer(text, verbose=False)["input_ids"]

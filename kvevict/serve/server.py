@@ -6,13 +6,13 @@ import re
 import time
 import uuid
 
+from anyio import CapacityLimiter, to_thread
 from fastapi import Request
 from fastapi.exceptions import HTTPException
 from fastapi.responses import JSONResponse, Response
 from starlette.requests import ClientDisconnect
 from transformers.cli.serving.response import ResponseHandler
 
-from ..prompts import ids_of
 from . import check, log, prompt
 from .call import CALL, Call
 from .errors import Refused, refused
@@ -23,9 +23,10 @@ from .kept import parts
 from .metrics import Metrics
 from .outgoing import Stream, first_of, with_usage
 from .policies import Policies
-from .prefixes import Prefixes
+from .prefixes import Prefixes, mark_of
 from .texts import Texts, checked
 
+SMALL = 1 << 16  # bytes of a body that is read where it came, so that small requests are answered in their order
 JSON = re.compile(r"application/(json|.+\+json)\s*(;|$)")
 ENDPOINTS = {  # path: handler, what it checks
     "/v1/chat/completions": (Chat, check.chat),
@@ -50,6 +51,7 @@ class Server:
         self.vocabulary = model.get_input_embeddings().num_embeddings
         self.prefixes, self.manager = prefixes, Generation(model, tokenizer, prefixes)
         self.gate, self.metrics = Gate(queue), Metrics()
+        self._threads, self._tokeniser = CapacityLimiter(2), CapacityLimiter(1)
         served, state = Served(name, model, tokenizer), State(self.manager)
         self.handlers = {path: kind(served, state) for path, (kind, _) in ENDPOINTS.items()}
 
@@ -65,7 +67,8 @@ class Server:
                 return hashlib.sha256(key.encode()).hexdigest()[:16]
         raise Refused(401, "the API key is missing or wrong: send Authorization: Bearer KEY", "invalid_api_key")
 
-    async def body(self, request: Request) -> dict:
+    async def body(self, request: Request, function=lambda body: body):
+        """What a function makes of a request's body."""
         if not JSON.match(request.headers.get("content-type", "")):  # a page of another site may not send that
             raise Refused(415, "send Content-Type: application/json")
         data, declared = bytearray(), request.headers.get("content-length", "")
@@ -76,7 +79,11 @@ class Server:
                 self._fits(len(data))
         except ClientDisconnect:
             raise Refused(499, "the client has left") from None
-        return check.parsed(bytes(data))
+
+        def made():
+            return function(check.parsed(bytes(data)))
+
+        return made() if len(data) <= SMALL else await self._aside(made)
 
     def _fits(self, size: int) -> None:
         if size > self.most:
@@ -109,13 +116,21 @@ class Server:
     # -- what a request goes through --------------------------------------------------------------------------------
 
     async def answer(self, path: str, request: Request) -> Response:
-        owner, body = self.owner(request), await self.body(request)
-        call, identity = self.call(path, owner, body), f"{uuid.uuid4()}"
+        owner, identity = self.owner(request), f"{uuid.uuid4()}"
+        call, body = await self.body(request, lambda body: (self.call(path, owner, body), body))
         CALL.set(call)
         return await self._ended(call, identity, request, self._answer(path, call, body, identity))
 
     async def _answer(self, path, call, body, identity):
-        response = await self.handlers[path].handle_request(body, identity)
+        handler = self.handlers[path]
+
+        def prepare():
+            handler.check(body)
+            call.messages = handler.messages_of(body)
+            self.manager.prepare(call)
+
+        await self._tokenising(prepare)
+        response = await handler.handle_request(body, identity)
         if not body["stream"]:
             return with_usage(response, call)
         return Stream(await first_of(response, call), call, done=path != "/v1/responses")
@@ -132,10 +147,23 @@ class Server:
         return await self._ended(call, f"{uuid.uuid4()}", request, self._store(call, name))
 
     async def _store(self, call, name):
-        whole = self._alone(call)
+        whole = await self._alone(call)
         await self.manager.read(call, whole)
-        self.texts.put(call.owner, name, call.text)
-        return JSONResponse({"object": "kvevict.text", "name": name, "tokens": len(ids_of(self.tokenizer, call.text))})
+        before = await self._aside(self.texts.put, call.owner, name, call.text)
+        if before is not None:
+            await self._forget(call.owner, before)
+        return JSONResponse({"object": "kvevict.text", "name": name, "tokens": whole.text[1] - whole.text[0]})
+
+    async def remove(self, request: Request, name: str) -> dict:
+        """DELETE /v1/kvevict/texts/NAME: forget a text, and what was kept of it."""
+        owner = self.owner(request)
+        await self._forget(owner, await self._aside(self.texts.remove, owner, name))
+        return {"object": "kvevict.text", "name": name, "deleted": True}
+
+    async def _forget(self, owner, text) -> None:
+        """Remove what was kept of a text that is stored no more."""
+        if not self.texts.knows(owner, text):
+            await self.manager.forget(owner, text)
 
     async def kept(self, request: Request, name: str) -> Response:
         """GET /v1/kvevict/texts/NAME/kept: what is kept of a stored text."""
@@ -145,24 +173,37 @@ class Server:
         return await self._ended(call, f"{uuid.uuid4()}", request, self._kept(call, name))
 
     async def _kept(self, call, name):
-        whole, ids = self._alone(call), ids_of(self.tokenizer, call.text)
+        whole = await self._alone(call)
         if not whole.ends:
             raise Refused(400, f"the text {name!r} is too short to be shared: all of it is read with each question")
-        found = await self.manager.kept(call, whole, whole.ends[-1] - len(ids))
-        return JSONResponse({"object": "kvevict.kept", "name": name, "pieces": parts(self.tokenizer, ids, found)})
+        start, stop = whole.text
+        found = await self.manager.kept(call, whole, start)
+
+        def response():
+            pieces = parts(self.tokenizer, whole.ids[start:stop], found)
+            return JSONResponse({"object": "kvevict.kept", "name": name, "pieces": pieces})
+
+        return await self._tokenising(response)
 
     def _of_text(self, endpoint, owner, policy, text) -> Call:
         return Call(endpoint, owner, policy, True, text=text, deadline=time.monotonic() + self.timeout)
 
-    def _alone(self, call) -> prompt.Prompt:
+    async def _alone(self, call) -> prompt.Prompt:
         """A call's text as it opens a request, without a question. Raises Refused where it does not fit the context."""
         if self.tokenizer.chat_template:
-            whole = prompt.of_messages(self.tokenizer, [{"role": "user", "content": ""}], {}, call.text)
-        else:
-            whole = prompt.of_text(self.tokenizer, "", call.text)
-        self.manager.check_length(whole)
-        call.prompt_tokens = max(whole.ends, default=0)
-        return whole
+            call.messages = [{"role": "user", "content": ""}]
+        await self._tokenising(self.manager.prepare, call)
+        call.prompt_tokens = max(call.whole.ends, default=0)
+        return call.whole
+
+    # What grows with a request is computed in threads, while the event loop serves others.
+
+    async def _aside(self, function, *args):
+        return await to_thread.run_sync(function, *args, limiter=self._threads)
+
+    async def _tokenising(self, function, *args):
+        """One at a time: a tokenizer has a state, such as whether special tokens are letters."""
+        return await to_thread.run_sync(function, *args, limiter=self._tokeniser)
 
     async def _ended(self, call, identity, request, work) -> Response:
         """The response of `work`, which gets a turn; what the call came to is counted and logged."""
@@ -192,6 +233,8 @@ class Server:
                 self._note(call, identity, status)
 
     def _note(self, call, identity, status) -> None:
+        if call.text is not None and not self.texts.knows(call.owner, call.text):  # it was deleted, or not stored
+            self.manager.submit(self.prefixes.forget, mark_of(call.owner, call.text))
         self.metrics.note(call, status)
         log.served(call, identity, status)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import os
 import shutil
 import socket
 from pathlib import Path
@@ -71,8 +72,8 @@ def own(folder):
     if folder is None:
         yield
         return
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    with open(Path(folder) / "lock", "w") as lock:
+    Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+    with open(os.open(Path(folder) / "lock", os.O_WRONLY | os.O_CREAT, 0o600), "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import re
+import threading
 from pathlib import Path
 
 from .. import files
@@ -31,10 +32,11 @@ class Texts:
 
     def __init__(self, most: int, folder=None):
         self.most, self.folder = most, None if folder is None else Path(folder)
-        self._texts: dict = {}  # (owner, name) -> text
+        self._texts: dict = {}  # (owner, name) -> (text, bytes)
+        self._lock = threading.Lock()  # held by who changes texts
         self.bytes = 0
         if self.folder is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             for path in sorted(self.folder.glob("*/*.json")):
                 self._load(path)
 
@@ -49,42 +51,53 @@ class Texts:
                 "a stored text is damaged and not known", extra={"facts": {"file": str(path), "reason": str(error)}}
             )
             return
-        self._texts[owner, name] = text
+        self._texts[owner, name] = text, _size(text)
         self.bytes += _size(text)
 
-    def put(self, owner: str, name: str, text: str) -> None:
-        """Store a text, in place of the one of this name. Raises Refused where it does not fit or cannot be written."""
-        size = self.bytes - _size(self._texts.get((owner, name), "")) + _size(text)
-        if size > self.most:
-            raise Refused(507, f"the texts would take {size} bytes, and the server stores {self.most}: delete some")
-        if self.folder is not None:
-            path = self._path(owner, name)
-            try:
-                path.parent.mkdir(exist_ok=True)
-                files.write(path, json.dumps(_said(owner, name, text)))
-            except OSError as error:
-                raise Refused(507, f"the text cannot be stored: {error.strerror}") from None
-        self._texts[owner, name], self.bytes = text, size
+    def put(self, owner: str, name: str, text: str) -> str | None:
+        """Store a text, in place of the one of this name, which is returned. Raises Refused where it does not fit or
+        cannot be written."""
+        with self._lock:
+            before, own = self._texts.get((owner, name), (None, 0))
+            size = self.bytes - own + _size(text)
+            if size > self.most:
+                raise Refused(507, f"the texts would take {size} bytes, and the server stores {self.most}: delete some")
+            if self.folder is not None:
+                path = self._path(owner, name)
+                try:
+                    path.parent.mkdir(mode=0o700, exist_ok=True)
+                    files.write(path, json.dumps(_said(owner, name, text)), mode=0o600)
+                except OSError as error:
+                    raise Refused(507, f"the text cannot be stored: {error.strerror}") from None
+            self._texts[owner, name], self.bytes = (text, _size(text)), size
+            return before
 
     def get(self, owner: str, name: str) -> str:
         """Raises Refused for a text that the owner does not have."""
         try:
-            return self._texts[owner, checked(name)]
+            return self._texts[owner, checked(name)][0]
         except KeyError:
             raise Refused(
                 404, f"there is no text {name!r}: store it with POST /v1/kvevict/texts", "text_not_found"
             ) from None
 
-    def remove(self, owner: str, name: str) -> None:
-        self.bytes -= _size(self.get(owner, name))
-        del self._texts[owner, name]
-        if self.folder is not None:
-            with contextlib.suppress(FileNotFoundError):
-                self._path(owner, name).unlink()
+    def remove(self, owner: str, name: str) -> str:
+        """Forget a text, which is returned. Raises Refused for one that the owner does not have."""
+        with self._lock:
+            text = self.get(owner, name)
+            self.bytes -= self._texts.pop((owner, name))[1]
+            if self.folder is not None:
+                with contextlib.suppress(FileNotFoundError):
+                    self._path(owner, name).unlink()
+            return text
+
+    def knows(self, owner: str, text: str) -> bool:
+        """Whether a text is stored under any name of the owner's."""
+        return any(whose == owner and each == text for (whose, _), (each, _) in list(self._texts.items()))
 
     def of(self, owner: str) -> list:
         """(name, bytes) of an owner's texts."""
-        return sorted((name, _size(text)) for (whose, name), text in self._texts.items() if whose == owner)
+        return sorted((name, size) for (whose, name), (_, size) in list(self._texts.items()) if whose == owner)
 
     def _path(self, owner, name) -> Path:
         return self.folder / owner / f"{checked(name)}.json"

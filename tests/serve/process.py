@@ -34,7 +34,8 @@ class Process:
         for line in self.process.stderr:
             self.lines.append(line)
             if '"ready"' in line:
-                self.url = f"http://127.0.0.1:{json.loads(line)['port']}"
+                said = json.loads(line)
+                self.url, self.page = f"http://127.0.0.1:{said['port']}", said["page"]
                 break
         else:
             raise AssertionError("".join(self.lines))

@@ -1,8 +1,11 @@
 """Requests to `kvevict serve` that an attacker sends: from other sites, too large, with numbers that are none."""
 
 import asyncio
+import contextlib
+import importlib
 import json
 import logging
+import threading
 
 import pytest
 from serving import Client, asks, said, server, unpatched  # noqa: F401
@@ -195,3 +198,104 @@ def test_an_empty_key(monkeypatch, capsys):
     assert capsys.readouterr().err == "kvevict serve: KVEVICT_API_KEY is empty: give a key, or unset it\n"
     assert main(["serve", "--port", "0", "--api-key", "", "/nowhere"]) == 2
     assert "--api-key is empty" in capsys.readouterr().err
+
+
+@contextlib.contextmanager
+def held(monkeypatch, owner, name):
+    """Inside, the first call of a function waits for an event that nobody but the test sets."""
+    function, begun, go = getattr(owner, name), threading.Event(), threading.Event()
+
+    def waits(*args, **options):
+        if not begun.is_set():
+            begun.set()
+            assert go.wait(20), "the event loop waits for this call"
+        return function(*args, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, waits)
+        yield begun, go
+
+
+CHAT = ("POST", "/v1/chat/completions", ONCE)
+LARGE = ("POST", "/v1/chat/completions", ONCE | dict(user="a" * 100_000))
+HIDDEN = ("POST", "/v1/chat/completions", ONCE | dict(kvevict=dict(question=None)))
+OF_TEXT = ("POST", "/v1/chat/completions", ONCE | dict(kvevict=dict(text="held")))
+STORE = ("POST", "/v1/kvevict/texts", dict(name="held", text="Once. " * 60))
+RESPONSE = ("POST", "/v1/responses", dict(input="Once", max_output_tokens=2))
+CASES = {
+    "a body is parsed": ("kvevict.serve.check.parsed", LARGE),
+    "a body is checked": ("kvevict.serve.check.generation", LARGE),
+    "a template is rendered": ("tokenizer.apply_chat_template", CHAT),
+    "a template is rendered in parts": ("tokenizer.apply_chat_template", HIDDEN),
+    "a chat is tokenised": ("kvevict.serve.prompt._plain", CHAT),
+    "a response's input": ("tokenizer.apply_chat_template", RESPONSE),
+    "a prompt": ("kvevict.serve.prompt._opened", ("POST", "/v1/completions", dict(prompt="Once", max_tokens=2))),
+    "a text": ("kvevict.serve.prompt.ids_of", STORE), "a text is written": ("texts.put", STORE),
+    "a text is opened": ("kvevict.serve.prompt.ids_of", OF_TEXT),
+    "a text's pieces": ("kvevict.serve.server.parts", ("GET", "/v1/kvevict/texts/held/kept")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("stream", [False, True])
+def test_nothing_that_grows_with_a_request_holds_others(client, monkeypatch, case, stream):
+    """/health is answered while it runs."""
+    where, asked = CASES[case]
+    if stream and asked[1].startswith("/v1/kvevict"):
+        pytest.skip("no stream")
+    client.ask(*STORE)
+    module, _, name = where.rpartition(".")
+    owner = getattr(client.server, module, None) or importlib.import_module(module)
+    if stream:
+        asked = (*asked[:2], asked[2] | dict(stream=True))
+
+    async def both(begun, go):
+        long = asyncio.ensure_future(client.asked(*asked))
+        while not begun.is_set():
+            assert not long.done(), (await long).text
+            await asyncio.sleep(0)
+        assert not go.is_set() and (await client.asked("GET", "/health")).status_code == 200
+        assert not long.done()
+        go.set()
+        return await long
+
+    with held(monkeypatch, owner, name) as events:
+        assert asyncio.run(both(*events)).status_code == 200
+
+
+@pytest.mark.parametrize("more", [{}, dict(kvevict=dict(question=None))])
+def test_what_does_not_fit_is_not_tokenised(client, monkeypatch, more):
+    """Neither a long message nor more of them than the context has tokens."""
+    kind, letters = type(client.server.tokenizer), []
+    encode = kind.__call__
+
+    def counted(self, text, *args, **options):
+        letters.append(len(text))
+        return encode(self, text, *args, **options)
+
+    monkeypatch.setattr(kind, "__call__", counted)
+    long, many = [dict(role="user", content="a b " * 2_000_000)], [dict(role="user", content="a")] * 50_000
+    client.server.most, was = 1 << 24, client.server.most
+    for messages in (long, many, [dict(role="system", content="a b " * 2000), *long]):
+        response = client.post("/v1/chat/completions", messages=messages, max_tokens=1, **more)
+        assert response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded"
+    for path, body in (("/v1/completions", dict(prompt=long[0]["content"])), ("/v1/responses", dict(input=many)),
+                       ("/v1/kvevict/texts", dict(name="long", text=long[0]["content"]))):  # fmt: skip
+        response = client.post(path, **body)
+        assert response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded", path
+    client.server.most = was
+    assert sum(letters) < 300_000
+
+
+def test_the_largest_prompt(client):
+    """A prompt of the context less one token is answered, one more is refused; with and without a shared beginning."""
+    tokens, context = client.server.tokenizer, client.server.manager.context
+    word = next(
+        each for each in ("a", " a", " the") if len(tokens(each * 4, add_special_tokens=False)["input_ids"]) == 4
+    )
+    spent = client.post("/v1/completions", prompt=word, max_tokens=1).json()["usage"]["prompt_tokens"]
+    for more, want in ((context - 1 - spent, 200), (context - spent, 400)):
+        response = client.post("/v1/completions", prompt=word * (1 + more), max_tokens=1)
+        assert response.status_code == want, response.text
+        if want == 200:
+            assert response.json()["usage"]["prompt_tokens"] == context - 1

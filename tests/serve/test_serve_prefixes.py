@@ -1,7 +1,9 @@
 """What `kvevict serve` stores of prompts: shared, bounded, back after a restart, and never a wrong answer."""
 
+import asyncio
 import logging
 import os
+import threading
 
 import pytest
 from serving import FACTS, FILLER, TEXT, Client, asks, cached, model, said, server, unpatched  # noqa: F401
@@ -144,10 +146,10 @@ def key_of(client) -> list:
     """The keys of what the text `text` was stored under."""
     from kvevict.serve import prefixes, prompt
 
-    whole = prompt.of_messages(client.server.tokenizer, [dict(role="user", content="")], {}, TEXT)
+    whole = prompt.of_messages(client.server.tokenizer, [dict(role="user", content="")], {}, 2048, TEXT)
     policy = client.server.policies.built("kvzip")
     own = client.server.manager.weights
-    return [prefixes.key_of("everyone", own, policy, whole.ids[:end]) for end in whole.ends]
+    return [prefixes.key_of("everyone", own, policy, whole.ids[:end], TEXT) for end in whole.ends]
 
 
 def test_a_disk_that_is_full(tmp_path, monkeypatch, caplog, alone):
@@ -222,3 +224,103 @@ def test_bytes_are_those_of_the_tensors():
     assert prefixes.live_bytes == bytes_of(cache) and prefixes.get("a").get_seq_length() == ids.shape[1]
     prefixes.put("b", cache)
     assert prefixes.get("a") is None and prefixes.live_bytes == bytes_of(cache)
+
+
+def test_what_is_deleted_is_gone(tmp_path):
+    """A text's prefixes leave memory and disk with it, whatever read them and what followed; others stay."""
+    client = Client(server(tmp_path))
+    system = dict(role="system", content=FILLER * 6)
+    client.store("other", TEXT.replace("118204", "555555"))
+    client.chat(FILLER * 12, asks("Orshan"), asks("Naislet"), kvevict=dict(question=None))
+
+    def held():
+        client.server.manager.submit(client.server.prefixes.flush).result()
+        return set(client.server.prefixes._live), {path.stem for path in stored(tmp_path)}
+
+    before = held()
+    client.store()
+    client.store("small", TEXT + "The end.")
+    client.post("/v1/kvevict/texts", name="text", text=TEXT, budget=128)
+    client.chat(asks("Orshan"), **OPENS)
+    client.chat(asks("Orshan") + FILLER * 6, "Yes.", asks("Naislet"), **OPENS)
+    client.post(
+        "/v1/chat/completions", messages=[system, dict(role="user", content=asks("Orshan"))], max_tokens=1, **OPENS
+    )
+    live, files = held()
+    assert len(live) >= len(before[0]) + 6 and live == files and before[0] == before[1]
+    assert client.ask("DELETE", "/v1/kvevict/texts/text").status_code == 200
+    assert client.ask("DELETE", "/v1/kvevict/texts/small").status_code == 200
+    [shared] = held()[0] - before[0]
+    assert held()[1] - before[1] == {shared} and "-" not in shared  # of the system prompt alone
+    assert client.server.prefixes.file_bytes == sum(path.stat().st_size for path in stored(tmp_path))
+    assert before[0] <= held()[0]
+
+    again = Client(server(tmp_path))  # the same from files
+    assert again.ask("DELETE", "/v1/kvevict/texts/other").status_code == 200
+    assert {path.stem for path in stored(tmp_path)} == {shared} | {key for key in before[1] if "-" not in key}
+
+
+def test_a_text_of_two_names_and_one_of_another_text(tmp_path, alone):
+    client = Client(server(tmp_path))
+    client.store("one")
+    client.store("two")
+    client.ask("DELETE", "/v1/kvevict/texts/one")
+    response = client.chat(asks("Orshan"), kvevict=dict(text="two"))
+    assert said(response) == alone["Orshan"] and cached(response) > 500 and len(stored(tmp_path)) == 1
+    kept = stored(tmp_path)
+    client.store("two", FILLER * 20)
+    assert len(stored(tmp_path)) == 1 and stored(tmp_path) != kept
+    assert client.store("large", "a b " * 4000).status_code == 400
+    client.server.texts.most = client.server.texts.bytes + 100
+    assert client.store("large", TEXT).status_code == 507  # its prefix was read, and belongs to no text
+    client.server.manager.submit(bool).result()
+    assert len(stored(tmp_path)) == 1 and len(client.server.prefixes._live) == 1
+
+
+def test_a_text_that_is_deleted_while_it_is_asked(tmp_path, monkeypatch):
+    """Neither the request that runs nor one that waits leaves it behind."""
+    client, texts = Client(server(tmp_path)), None
+    client.store()
+    texts, asked = (
+        client.server.texts,
+        dict(messages=[dict(role="user", content=asks("Orshan"))], max_tokens=2, **OPENS),
+    )
+    begun, go, prefix = threading.Event(), threading.Event(), client.server.manager._prefix
+
+    def held(*args):
+        begun.set()
+        assert go.wait(60)
+        return prefix(*args)
+
+    monkeypatch.setattr(client.server.manager, "_prefix", held)
+
+    async def all_of():
+        running = [asyncio.ensure_future(client.asked("POST", "/v1/chat/completions", asked)) for _ in range(2)]
+        await asyncio.to_thread(begun.wait, 60)
+        while not client.server.gate.waiting:
+            await asyncio.sleep(0)
+        deleted = asyncio.ensure_future(client.asked("DELETE", "/v1/kvevict/texts/text"))
+        while texts.of("everyone"):
+            await asyncio.sleep(0)
+        go.set()
+        return await asyncio.gather(*running, deleted)
+
+    assert [each.status_code for each in asyncio.run(all_of())] == [200] * 3
+    client.server.manager.submit(bool).result()
+    assert stored(tmp_path) == [] and not client.server.prefixes._live
+
+
+def test_nobody_else_reads_what_is_stored(tmp_path):
+    from kvevict.serve.start import own
+
+    before = os.umask(0)
+    try:
+        with own(tmp_path / "store"):
+            client = Client(server(tmp_path / "store"))
+            client.store()
+            client.store()  # in place of the file
+            client.server.manager.submit(client.server.prefixes.flush).result()
+    finally:
+        os.umask(before)
+    for path in [tmp_path / "store", *(tmp_path / "store").rglob("*")]:
+        assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path

@@ -31,7 +31,7 @@ def asked(process, tmp_path_factory):  # noqa: F811
 @pytest.mark.slow
 def test_the_openai_client(asked):
     server, client = asked, asked.client
-    assert [each.id for each in client.models.list()] == ["small"]
+    assert [each.id for each in client.models.list()] == ["small"] and server.page == f"{server.url}/"
     whole = server.ask(f"{TEXT}\n\n{asks('Orshan')}")
     assert str(FACTS["Orshan"]) in whole.choices[0].message.content
 
@@ -156,7 +156,7 @@ def test_the_page_in_a_browser(asked, tmp_path):
         browser = play.chromium.launch(executable_path=os.environ["CHROMIUM"], args=["--no-sandbox"])
         tab, errors = browser.new_page(), []
         tab.on("pageerror", lambda error: errors.append(str(error)))
-        tab.goto(asked.url)
+        tab.goto(asked.page)
         tab.wait_for_selector("#keyed:not([hidden])")
         tab.fill("#key", "key")
         tab.press("#key", "Tab")
