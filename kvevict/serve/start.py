@@ -25,6 +25,7 @@ from .prefixes import Prefixes
 from .server import Server
 from .texts import Texts
 
+SHAPES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
 BODY, LETTERS = 1 << 24, 64  # bytes of a request at most, in all and for each token of the context
 
 
@@ -51,6 +52,8 @@ def page(host: str, port: int) -> str:
 
 def server_of(model=None, **options) -> Server:
     """A model is loaded, None: the bundled one, and patched. options: fields of `Options`."""
+    for name, entries in SHAPES.items():  # PyTorch's caches of matrix products by shape have 1,024 entries, or 300 MB
+        os.environ.setdefault(name, entries)
     told, where = Options(**options), model or small_llama()
     loaded, tokenizer = load_model(where, told.dtype, told.device)
     context = getattr(loaded.config, "max_position_embeddings", None)
