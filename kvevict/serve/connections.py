@@ -15,7 +15,7 @@ STOP = 30  # seconds that running requests have to end when the server stops
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection, which ends when its client is slow. note: is told the status of a refusal that reaches no
+    """uvicorn's connection, which ends when its client is slow. note: takes the status of a refusal that reaches no
     application."""
 
     headers_seconds, body_seconds, taken_seconds = 20.0, 120.0, 120.0

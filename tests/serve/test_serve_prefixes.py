@@ -278,7 +278,7 @@ def test_a_text_of_two_names_and_one_of_another_text(tmp_path, alone):
 
 
 def test_a_text_that_is_deleted_while_it_is_asked(tmp_path, monkeypatch):
-    """Neither the request that runs nor one that waits leaves it behind."""
+    """Its caches go, also those of the request that runs and of one that waits."""
     client, texts = Client(server(tmp_path)), None
     client.store()
     texts, asked = (
