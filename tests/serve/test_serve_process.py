@@ -178,9 +178,12 @@ def test_the_page_in_a_browser(asked, tmp_path):
         browser.close()
 
 
-def test_it_stops(asked):
-    """After the tests above."""
-    assert asked.end() in (0, -signal.SIGTERM)
-    log = "".join(asked.lines)
+def test_it_stops(process):  # noqa: F811
+    """It has logged no word of a prompt or an answer."""
+    server = process("--policy", "take", "--budget", "256")
+    server.store(TEXT)
+    assert str(FACTS["Naislet"]) in server.ask(asks("Naislet"), **OPENS).choices[0].message.content
+    assert server.end() in (0, -signal.SIGTERM)
+    log = "".join(server.lines)
     assert "Naislet" not in log and "baker" not in log  # no prompt, no answer
     assert all(json.loads(line) for line in log.splitlines() if line.startswith("{"))
