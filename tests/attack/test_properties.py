@@ -176,6 +176,10 @@ def test_properties(tmp_path):
         preset="random/redraw", budget=0.15, chunk_size=None, options=[("interval", 2)], family="llama", heads=(4, 2),
         layers=2, length=7, pads=[0, 0], row=0, threads=1,
     )  # fmt: skip
+    @example(  # hypothesis need not draw two threads, not even in 150 cases
+        preset="snapkv", budget=12, chunk_size=None, options=[("window", 3)], family="llama", heads=(4, 2), layers=2,
+        length=40, pads=[0, 9], row=1, threads=2,
+    )  # fmt: skip
     @torch.no_grad()
     def case(preset, budget, chunk_size, options, family, heads, layers, length, pads, row, threads):
         options = dict(options) | dict(budget=length if budget is None else budget, chunk_size=chunk_size)
