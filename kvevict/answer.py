@@ -5,9 +5,9 @@ import contextlib
 import torch
 
 from .compat import CACHE, cache_of
-from .engine import gates
-from .engine.adopt import EvictionCache
-from .engine.installed import patch_of, using
+from .engine.hook.installed import patch_of, using
+from .engine.measure import gates
+from .engine.slots.adopt import EvictionCache
 from .families import base_model, device_of, find_decoder, unwrapped
 from .patch import evicting
 from .policy.checks import PLENTY, count

@@ -3,7 +3,7 @@
 
 from . import _ops  # checks torch and loads the kernels
 from .answer import Pipeline, answer, read
-from .engine.quantities import QUANTITIES, Quantity, check_needs
+from .engine.measure.quantities import QUANTITIES, Quantity, check_needs
 from .models import small_llama
 from .patch import evicting, patch, unpatch
 from .policy.heads import HEADS, HeadBudget

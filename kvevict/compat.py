@@ -31,7 +31,7 @@ def named(kwargs) -> dict:
     return {CACHE if name == "past_key_values" else name: value for name, value in kwargs.items()}
 
 
-# Attribute of the text decoder that holds its `kvevict.engine.installed.Installed`, outside nn.Module's registries.
+# Attribute of the text decoder for its `kvevict.engine.hook.installed.Installed`, outside nn.Module's registries.
 STATE = "_kvevict"
 
 

@@ -10,14 +10,16 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    outer: object = None  # the kvevict.engine.step.OuterCall around the decoder's
-    step: object = None  # the kvevict.engine.step.Step that runs
-    tap: object = None  # the kvevict.engine.replay.Call that attention is remembered in, or comes from
+    outer: object = None  # the kvevict.engine.read.step.OuterCall around the decoder's
+    step: object = None  # the kvevict.engine.read.step.Step that runs
+    tap: object = None  # the kvevict.engine.hook.replay.Call that attention is remembered in, or comes from
     question: object = None  # the kvevict.question.Question that observes the prompts that are read
-    watchers: tuple = ()  # of kvevict.engine.watch, given every layer of a read
+    watchers: tuple = ()  # of kvevict.engine.watch.watcher, given every layer of a read
     note: object = None  # note(module, query, key) is called with what unpatched calls attend with
     training_attention: object = None  # what `kvevict.lookahead.passes` calls for attention
-    patches: dict = field(default_factory=dict)  # kvevict.engine.installed.Installed -> the Patch of calls made here
+    patches: dict = field(
+        default_factory=dict
+    )  # kvevict.engine.hook.installed.Installed -> the Patch of calls made here
     adapter: object = None  # the token of the `kvevict.policy.adapter.Adapter.on` that is active
 
 

@@ -9,8 +9,11 @@ from weakref import WeakKeyDictionary
 import torch
 
 from . import _ops, families, known, trial
-from .engine import installed, propagate, quantities, ranks
-from .engine.meter import Meter
+from .engine.hook import installed
+from .engine.measure import quantities
+from .engine.read import propagate
+from .engine.slots import ranks
+from .engine.watch.meter import Meter
 from .families import base_model, find_decoder
 from .policy.policy import build
 from .policy.text import DEFAULT

@@ -3,7 +3,8 @@
 import torch
 
 from . import families, trial
-from .engine import installed, moments
+from .engine.hook import installed
+from .engine.measure import moments
 from .families import base_model, find_decoder
 from .patch import check_model, is_patched
 from .policy.checks import count

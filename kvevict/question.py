@@ -68,7 +68,7 @@ class Question:
     """Finds what observes a prompt."""
 
     def rows(self, request, prompt: int):
-        """The policy's rows for the first `prompt` columns of a `kvevict.engine.request.Request`."""
+        """The policy's rows for the first `prompt` columns of a `kvevict.engine.hook.request.Request`."""
         raise NotImplementedError
 
 

@@ -4,7 +4,7 @@ import torch
 
 from . import families
 from .context import within
-from .engine.watch import Watcher
+from .engine.watch.watcher import Watcher
 from .patch import evicting
 from .policy.checks import PLENTY
 from .policy.policy import build

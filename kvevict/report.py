@@ -4,7 +4,7 @@ import copy
 
 from transformers.cache_utils import Cache
 
-from .engine.installed import patch_of
+from .engine.hook.installed import patch_of
 from .families import find_decoder
 
 

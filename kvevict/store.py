@@ -8,13 +8,13 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from . import families, sealed
-from .engine.adopt import EvictionCache, adopt
-from .engine.cache import HALF_READ, EvictionLayer
-from .engine.carried import of_layer, wide
-from .engine.latent import LatentLayer
-from .engine.layers import StatefulLayer
-from .engine.ranks import of
-from .engine.storage import Storage
+from .engine.slots.adopt import EvictionCache, adopt
+from .engine.slots.cache import HALF_READ, EvictionLayer
+from .engine.slots.carried import of_layer, wide
+from .engine.slots.latent import LatentLayer
+from .engine.slots.layers import StatefulLayer
+from .engine.slots.ranks import of
+from .engine.slots.storage import Storage
 from .policy.checks import count, parsed
 from .policy.policy import Policy
 from .version import VERSION

@@ -10,8 +10,8 @@ import torch
 
 from . import families
 from .compat import CACHE, cache_of
-from .engine import installed
-from .engine.adopt import EvictionCache
+from .engine.hook import installed
+from .engine.slots.adopt import EvictionCache
 
 SEEN, NEW, PAD = 24, 2, 3  # tokens of the prompt, tokens decoded after it, left padding of the second row
 FAR = 100_000  # positions up to here are tried

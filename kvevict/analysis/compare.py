@@ -8,7 +8,7 @@ import torch
 
 from ..compat import cache_of
 from ..context import within
-from ..engine.watch import Watcher
+from ..engine.watch.watcher import Watcher
 from ..lookahead.validation import recall, tau
 from ..patch import evicting
 from ..policy.policy import Policy

@@ -11,7 +11,8 @@ leaves out masks, "eager" attention's matrices, and free slots.
 from collections import Counter
 from dataclasses import dataclass
 
-from ..engine import propagate, quantities
+from ..engine.measure import quantities
+from ..engine.read import propagate
 from ..policy.checks import count
 from ..policy.policy import Policy
 from .shape import Shape

@@ -1,9 +1,9 @@
-"""How alike two attentions, two choices of slots and two caches are; what `kvevict.engine.diagnostics` measures of one
-eviction, with its maths of one head, is here too."""
+"""How alike two attentions, two choices of slots and two caches are, and the maths of one head that
+`kvevict.engine.watch.diagnostics` measures an eviction with."""
 
 import torch
 
-from ..engine.diagnostics import NAMES, ROWS, attention, by_group, joint_error, output_error
+from ..engine.watch.diagnostics import NAMES, ROWS, attention, by_group, joint_error, output_error
 
 __all__ = [
     "NAMES", "ROWS", "attention", "by_group", "caote", "cosine", "jaccard", "joint_error", "l1_loss", "output_error",

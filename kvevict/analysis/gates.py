@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from ..engine.gates import inner_of
-from ..engine.quantities.gate import Gate
+from ..engine.measure.gates import inner_of
+from ..engine.measure.quantities.gate import Gate
 from ..gates.labels import SKIP
 from ..gates.training import LENGTH, LIMIT, held_out_of
 from ..policy.checks import PLENTY

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..engine import propagate, schedule
-from ..engine.budgets import Budgets
-from ..engine.schedule import Chunk
+from ..engine.read import propagate, schedule
+from ..engine.read.budgets import Budgets
+from ..engine.read.schedule import Chunk
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Layers:
         return chunk.observed and (schedule.observes(self.policy, layer, self.count) if made else scored)
 
     def _carry_out(self, decisions, read, cuts) -> tuple:
-        """(whether each layer is scored, most slots at once) as `kvevict.engine.choosers.Deciding` has it."""
+        """(whether each layer is scored, most slots at once) as `kvevict.engine.read.choosers.Deciding` has it."""
         scored, peak, new = [], 0, np.zeros_like(self.slots)
         for layer, rows in enumerate(read):
             new[layer] = rows * self.kv_heads

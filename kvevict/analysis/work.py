@@ -12,9 +12,9 @@ refine     output errors made of the scores (CAOTE)
 draft      tokens that the model drafts for itself: its passes, and the cut that they go over
 """
 
-from ..engine import quantities
-from ..engine.draft import FIRST_CUT
-from ..engine.schedule import follows, overfull, waits
+from ..engine.measure import quantities
+from ..engine.read.draft import FIRST_CUT
+from ..engine.read.schedule import follows, overfull, waits
 from ..policy.rows import Part
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from .. import families
-from ..engine.replay import Replay
+from ..engine.hook.replay import Replay
 from ..patch import find_decoder
 from ..processes import Processes
 from ..weights import fingerprint

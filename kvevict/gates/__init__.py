@@ -1,6 +1,6 @@
 """Gates (METHODS section 9): trained functions of a token's hidden state that say what its slots will be worth."""
 
-from ..engine.gates import Gates, load
+from ..engine.measure.gates import Gates, load
 from .kvzap import convert
 from .training import train
 

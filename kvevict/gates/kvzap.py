@@ -9,8 +9,8 @@ import torch
 from safetensors import SafetensorError
 
 from .. import families
-from ..engine.gates import Gates, outputs
-from ..engine.moments import model_of
+from ..engine.measure.gates import Gates, outputs
+from ..engine.measure.moments import model_of
 from ..policy.checks import parsed
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from .. import families, trial
-from ..engine import ranks
-from ..engine.gates import Gates
-from ..engine.moments import model_of
+from ..engine.measure.gates import Gates
+from ..engine.measure.moments import model_of
+from ..engine.slots import ranks
 from ..families import base_model, find_decoder
 from ..files import write
 from ..patch import check_model, is_patched

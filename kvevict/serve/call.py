@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..engine.watch import Watcher
+from ..engine.watch.watcher import Watcher
 from .prompt import Prompt
 
 

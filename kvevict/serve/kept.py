@@ -3,7 +3,7 @@
 import numpy as np
 
 from ..analysis.page import pieces
-from ..engine.cache import EvictionLayer
+from ..engine.slots.cache import EvictionLayer
 
 
 def shares(cache, start: int, stop: int) -> np.ndarray:

@@ -15,8 +15,8 @@ from fuzzing import expect, fuzz
 from test_properties import policy_of
 
 import kvevict
-from kvevict.engine import decode, evict
-from kvevict.engine.cache import HALF_READ, EvictionLayer
+from kvevict.engine.read import decode, evict
+from kvevict.engine.slots.cache import HALF_READ, EvictionLayer
 
 NEEDS_MORE = ("lookahead", "gate", "speckv", "speckv/paper")  # trained rows, gates, another model
 CARRIES = {

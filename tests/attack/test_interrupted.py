@@ -19,7 +19,7 @@ from test_padding import build
 from transformers import DynamicCache
 
 import kvevict
-from kvevict.engine.cache import HALF_READ
+from kvevict.engine.slots.cache import HALF_READ
 
 OURS = tuple(os.path.dirname(__import__(name).__file__) for name in ("kvevict", "transformers"))
 CASES = [

@@ -25,7 +25,7 @@ from kvevict.analysis.run import encode
 from kvevict.analysis.shape import shape_of
 from kvevict.cli import main
 from kvevict.commands import read_text
-from kvevict.engine.budgets import places
+from kvevict.engine.read.budgets import places
 from kvevict.evaluate.results import Results, read
 from kvevict.files import replacing, write
 from kvevict.policy.apportion import apportion

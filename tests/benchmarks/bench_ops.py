@@ -30,9 +30,9 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from kvevict import _ops as ops
-from kvevict.engine.fork import fork
-from kvevict.engine.latent import LatentLayer
-from kvevict.engine.storage import Storage
+from kvevict.engine.slots.fork import fork
+from kvevict.engine.slots.latent import LatentLayer
+from kvevict.engine.slots.storage import Storage
 
 READING = ("read", "stream")
 SHAPES = [(32, 8, 128), (8, 2, 64), (32, 8, 96)]  # H, Hkv, D

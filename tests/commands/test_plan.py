@@ -23,7 +23,7 @@ from kvevict.analysis.gates import gates
 from kvevict.analysis.shape import shape_of
 from kvevict.analysis.slots import Layers, Taken
 from kvevict.analysis.work import pairs, work
-from kvevict.engine.schedule import Chunk
+from kvevict.engine.read.schedule import Chunk
 from kvevict.gates.fits import Linear
 from kvevict.policy import PRESETS, build
 from kvevict.policy.rows import Part

@@ -10,8 +10,8 @@ import tiny
 import torch
 
 import kvevict
-from kvevict.engine.carried import join
-from kvevict.engine.quantities import per_head
+from kvevict.engine.measure.quantities import per_head
+from kvevict.engine.slots.carried import join
 from kvevict.policy.policy import Policy, build
 from kvevict.policy.rows import AppendedRows, Part
 

@@ -40,8 +40,8 @@ def test_no_import_runs_upwards():
 
 
 @pytest.mark.parametrize("file, text, found", [
-    ("engine/evict.py", "from ..analysis import diagnose", {"analysis"}),
-    ("engine/evict.py", "def f():\n    from ..analysis.diagnose import note", {"analysis"}),
+    ("engine/read/evict.py", "from ..analysis import diagnose", {"analysis"}),
+    ("engine/read/evict.py", "def f():\n    from ..analysis.diagnose import note", {"analysis"}),
     ("policy/rows/probe.py", "from ...lookahead.adapter import Adapter", {"lookahead"}),
     ("policy/rows/probe.py", "from ... import patch, families", {"patch"}),
     ("policy/policy.py", "import kvevict.evaluate.ask", {"evaluate"}),

@@ -9,7 +9,7 @@ from tiny import model as tiny_model
 
 import kvevict
 from kvevict import families
-from kvevict.engine.replay import Replay
+from kvevict.engine.hook.replay import Replay
 from kvevict.evaluate.results import read
 from kvevict.evaluate.run import Plan, evaluate
 from kvevict.policy.layers import tada

@@ -10,7 +10,7 @@ import transformers
 import kvevict
 from kvevict.analysis.run import load_model
 from kvevict.compat import CACHE
-from kvevict.engine.budgets import places
+from kvevict.engine.read.budgets import places
 from kvevict.prompts import frame, ids_of
 from kvevict.writing import Sampling
 

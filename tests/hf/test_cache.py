@@ -10,12 +10,12 @@ from tiny import VERSION, prompt, relative, shared
 from transformers import DynamicCache
 
 import kvevict
-from kvevict.engine.budgets import places
-from kvevict.engine.cache import EvictionLayer
-from kvevict.engine.carried import of_layer, wide
-from kvevict.engine.layers import StatefulLayer
-from kvevict.engine.meter import allocated_bytes
-from kvevict.engine.storage import ROOM
+from kvevict.engine.read.budgets import places
+from kvevict.engine.slots.cache import EvictionLayer
+from kvevict.engine.slots.carried import of_layer, wide
+from kvevict.engine.slots.layers import StatefulLayer
+from kvevict.engine.slots.storage import ROOM
+from kvevict.engine.watch.meter import allocated_bytes
 
 D = 32
 

@@ -5,7 +5,7 @@ import tiny
 import torch
 
 import kvevict
-from kvevict.engine.step import Step
+from kvevict.engine.read.step import Step
 from kvevict.policy.adapter import Adapter
 
 OPTIONS = dict(

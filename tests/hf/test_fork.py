@@ -9,9 +9,9 @@ from test_turns import ids, tokens_of
 from tiny import model, prompt, relative, shared
 
 import kvevict
-from kvevict.engine.budgets import places
-from kvevict.engine.cache import EvictionLayer
-from kvevict.engine.fork import Fork
+from kvevict.engine.read.budgets import places
+from kvevict.engine.slots.cache import EvictionLayer
+from kvevict.engine.slots.fork import Fork
 
 # name -> (family, policy, options): only the prompt evicted, and evicting while decoding in several ways
 CASES = {

@@ -16,7 +16,7 @@ from transformers import AsyncTextIteratorStreamer, DynamicCache, TextIteratorSt
 
 import kvevict
 from kvevict.compat import cache_of
-from kvevict.engine.cache import EvictionLayer
+from kvevict.engine.slots.cache import EvictionLayer
 
 ALL = dict(budget=4096, chunk_size=16)  # keeps everything
 PADS = (0, 5, 17)

@@ -7,7 +7,7 @@ import torch
 import zoo
 
 import kvevict
-from kvevict.engine.latent import LatentLayer
+from kvevict.engine.slots.latent import LatentLayer
 
 KINDS = {
     "hybrid": "qwen3_next", "hybrid layers": "falcon_h1", "latent": "deepseek_v3", "shared": "gemma4_text",

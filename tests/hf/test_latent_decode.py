@@ -6,7 +6,7 @@ import torch
 from helpers import FP32, OUT, close
 from torch import nn
 
-from kvevict.engine.latent import LatentLayer, up_projection
+from kvevict.engine.slots.latent import LatentLayer, up_projection
 
 HEADS, NOPE, ROTATED, VALUE, RANK = 3, 24, 8, 16, 40
 

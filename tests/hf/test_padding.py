@@ -10,7 +10,7 @@ import zoo
 from transformers import DynamicCache
 
 import kvevict
-from kvevict.engine.cache import EvictionLayer
+from kvevict.engine.slots.cache import EvictionLayer
 
 LENGTH = 44
 POLICIES = [

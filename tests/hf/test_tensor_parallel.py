@@ -14,8 +14,8 @@ import torch
 from torch import distributed
 
 import kvevict
-from kvevict.engine.budgets import places
-from kvevict.engine.quantities import compactor
+from kvevict.engine.measure.quantities import compactor
+from kvevict.engine.read.budgets import places
 
 RANKS = 2
 SIZES = dict(num_attention_heads=8, num_key_value_heads=4, head_dim=16)

@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicCache
 
 import kvevict
 from kvevict import families, known, trial
-from kvevict.engine import installed
+from kvevict.engine.hook import installed
 
 LENGTH, NEW, PADS = 70, 6, (0, 9)
 CLOSE = 3e-4  # of the largest logit; what is wrong is off by 1e-2 and more

@@ -7,8 +7,8 @@ import safetensors.torch
 import torch
 
 from kvevict import families
-from kvevict.engine import gates
-from kvevict.engine.moments import model_of
+from kvevict.engine.measure import gates
+from kvevict.engine.measure.moments import model_of
 
 
 def written(folder, made, kind="linear", seed=0):

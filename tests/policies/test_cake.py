@@ -8,8 +8,8 @@ import torch
 from test_policies import BUDGET, CHUNK, compare, compare_in_chunks, model, ours
 
 import kvevict
-from kvevict.engine.choosers import Deciding
-from kvevict.engine.storage import ROOM
+from kvevict.engine.read.choosers import Deciding
+from kvevict.engine.slots.storage import ROOM
 from kvevict.policy import build
 from kvevict.policy.layers import layer_slots
 

@@ -9,7 +9,7 @@ import torch
 from test_policies import VOCAB, alone_and_batched, compare, model, ours, tokens
 
 import kvevict
-from kvevict.engine.installed import patch_of
+from kvevict.engine.hook.installed import patch_of
 from kvevict.patch import is_patched
 from kvevict.policy import Policy, build
 
@@ -193,7 +193,7 @@ def test_an_interrupted_draft_is_told(monkeypatch):
     with kvevict.evicting(model(), "laq", budget=16), torch.no_grad():
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
             patched.setattr(
-                kvevict.engine.draft.Drafting, "_write", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt)
+                kvevict.engine.read.draft.Drafting, "_write", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt)
             )
             model()(ids, past_key_values=cache)
         with pytest.raises(ValueError, match="half read"):

@@ -6,8 +6,8 @@ import torch
 from test_policies import BUDGET, CHUNK, VOCAB, compare, compare_in_chunks, kept, model, tokens
 
 import kvevict
-from kvevict.engine import moments
-from kvevict.engine.meter import allocated_bytes
+from kvevict.engine.measure import moments
+from kvevict.engine.watch.meter import allocated_bytes
 from kvevict.policy import build
 
 CHUNKED = dict(budget=BUDGET, chunk_size=CHUNK)

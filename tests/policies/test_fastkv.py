@@ -232,17 +232,17 @@ def test_what_is_kept_and_what_goes_on_are_the_source_s():
     made, given = tiny.model(vocab_size=VOCAB), {}
     ids = tokens([[90]], 3)[0][0][None]
     with kvevict.evicting(made, "fastkv", budget=24, tsp_len=40):
-        attend = kvevict.engine.attention.attention
+        attend = kvevict.engine.hook.attention.attention
 
         def note(module, q, k, v, *args, **kwargs):
             given[module.layer_idx] = q[0], k[0]
             return attend(module, q, k, v, *args, **kwargs)
 
-        AttentionInterface.register(kvevict.engine.attention.NAME, note)
+        AttentionInterface.register(kvevict.engine.hook.attention.NAME, note)
         try:
             made(ids, logits_to_keep=1)
         finally:
-            kvevict.engine.attention.register()
+            kvevict.engine.hook.attention.register()
         positions = [layer[0] for layer in kvevict.report(made, positions=True)["positions"]]
     kept = [source(*given[layer], 24, 8, 7, 40) for layer in range(4)]
     on = kept[1][1]

@@ -12,7 +12,7 @@ from test_choices import Slots
 from test_policies import BUDGET, CHUNK, VOCAB, compare, compare_in_chunks, kept, model, tokens
 
 import kvevict
-from kvevict.engine.carried import join
+from kvevict.engine.slots.carried import join
 from kvevict.policy import build
 from kvevict.policy.rows import repeat
 from kvevict.prompts import ids_of

@@ -20,7 +20,7 @@ from random_gates import published
 from test_policies import model, ours, tokens, truth
 
 import kvevict
-from kvevict.engine.quantities.compactor import sketch
+from kvevict.engine.measure.quantities.compactor import sketch
 
 PYTHON = os.environ.get("KVPRESS_PYTHON")
 RUN = 20  # tokens of ChunkKV's runs

@@ -9,7 +9,7 @@ import tiny
 import torch
 
 import kvevict
-from kvevict.engine.observation import Observation
+from kvevict.engine.measure.observation import Observation
 from kvevict.policy import PARTS, Policy, build, peers
 
 

@@ -16,9 +16,9 @@ from test_policies import BUDGET, CHUNK, compare, compare_in_chunks, model, ours
 
 import kvevict
 from kvevict import ROWS, SCORES
-from kvevict.engine.layer_call import LayerCall
-from kvevict.engine.observation import Observation
-from kvevict.engine.quantities import measured, quantity
+from kvevict.engine.measure.observation import Observation
+from kvevict.engine.measure.quantities import measured, quantity
+from kvevict.engine.read.layer_call import LayerCall
 from kvevict.policy import build
 from kvevict.policy.needs import need
 from kvevict.policy.refinements import REFINEMENTS
@@ -262,7 +262,7 @@ def test_how_far_a_layer_turns_the_stream_is_no_matter_of_the_score(task):
 def cuts(monkeypatch, made, check, rows=5):
     """Calls check(call, a [H, R, n + 1], v [Hkv, n + 1, d], n) for every layer of a read, just before it evicts: the
     last rows' attention and the values, in float64; the last column is a sink's share, with a value of 0."""
-    choose, seen = kvevict.engine.evict.choose, []
+    choose, seen = kvevict.engine.read.evict.choose, []
 
     def watch(call, score, slots, *more):
         layer, kv, q, attention, values = call.layer, call.slots.kv, call.rows.q, [], []
@@ -280,7 +280,7 @@ def cuts(monkeypatch, made, check, rows=5):
         seen.append(int(layer.len.max()))
         return choose(call, score, slots, *more)
 
-    monkeypatch.setattr(kvevict.engine.evict, "choose", watch)
+    monkeypatch.setattr(kvevict.engine.read.evict, "choose", watch)
     with kvevict.evicting(made, "snapkv", budget=9, window=rows, chunk_size=14), torch.no_grad():
         made(tokens([[40]], 1)[0][0][None], use_cache=True)
     assert max(seen) == 9 and min(seen) == 0  # with slots from before, and without

@@ -13,7 +13,7 @@ from test_policies import BUDGET, CHUNK, compare, compare_in_chunks, kept, model
 
 import kvevict
 from kvevict import families
-from kvevict.engine.quantities import compactor
+from kvevict.engine.measure.quantities import compactor
 from kvevict.policy import build
 from kvevict.policy.scores import defensive
 

@@ -102,21 +102,21 @@ class Rows:
         return 0
 
     def prepare(self, request, read):
-        """Called before a prompt is read, with the `kvevict.engine.request.Request` and the `Read`; what it returns is
+        """Called before a prompt is read, with the `kvevict.engine.hook.request.Request` and the `Read`; the result is
         `read.prepared`. Raises ValueError for a prompt that cannot be observed."""
 
     def rows_for(self, chunk, request, read) -> AppendedRows:
-        """The `chunk.appended` rows of a `kvevict.engine.schedule.Chunk`."""
+        """The `chunk.appended` rows of a `kvevict.engine.read.schedule.Chunk`."""
         return read.prepared.last(chunk.appended)
 
     def accumulate(self, call, past):
-        """What the rows remember of a layer for the next chunks, from a `kvevict.engine.observation.LayerRows` and
-        what this returned for the chunk before (None at first). Called for every chunk and every layer that chooses,
-        also when nothing is evicted."""
+        """The rows' memory of a layer for the next chunks, from a `kvevict.engine.measure.observation.LayerRows` and
+        the result for the chunk before (None at first). Called for every chunk and every layer that chooses, also when
+        nothing is evicted."""
         return past
 
     def observe(self, call, past):
-        """The `kvevict.engine.observation.Observation` of a chunk: `call.chunk(..)`, `call.appended_rows(..)`,
+        """The `kvevict.engine.measure.observation.Observation` of a chunk: `call.chunk(..)`, `call.appended_rows(..)`,
         `call.later(..)`, or a sum of these. past: what `accumulate` returned for this chunk."""
         raise NotImplementedError
 

@@ -20,8 +20,8 @@ class Drafted(Rows):
     window       last rows of the prompt that observe too
     draft_keys   the drafted rows' softmax spans the drafted slots too; False: the prompt's alone
     draft_model  "self": the model drafts over a copy of its cache, evicted by SnapKV, once the whole prompt was read
-                 (LAQ, kvevict/engine/draft.py); or a smaller model with the same tokenizer, loaded (it is only run),
-                 its folder or its hub id, whose draft is appended to every chunk (SpecKV)
+                 (LAQ, kvevict/engine/read/draft.py); or a smaller model with the same tokenizer, loaded (it is only
+                 run), its folder or its hub id, whose draft is appended to every chunk (SpecKV)
     """
 
     n_d: int = 8

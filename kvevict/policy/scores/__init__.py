@@ -1,8 +1,8 @@
 """Scores of slots. One file per score; the file registers it, and its fields are its options.
 
-A score names the quantities that it `needs` (kvevict/engine/quantities), gets them with the `Slots` of one layer, and
-returns fp32 [B, Hkv, C] (or [B, 1, C], shared by the heads), column i being alive slot i. It pools those in a step of
-its own. It protects slots by their number at either end, never by editing scores.
+A score names the quantities that it `needs` (kvevict/engine/measure/quantities), gets them with the `Slots` of one
+layer, and returns fp32 [B, Hkv, C] (or [B, 1, C], shared by the heads), column i being alive slot i. It pools those in
+a step of its own. It protects slots by their number at either end, never by editing scores.
 """
 
 import sys
@@ -41,7 +41,7 @@ class Score:
 
     def protect(self, call) -> tuple:
         """How many of the first and of the last alive slots are always kept (the last: a number or one per row), by a
-        `kvevict.engine.observation.LayerRows`."""
+        `kvevict.engine.measure.observation.LayerRows`."""
         return self.protected
 
     @property

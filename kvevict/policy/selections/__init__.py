@@ -24,7 +24,7 @@ class Selection:
 
     def unfinished(self, call):
         """How many of the last slots are kept because their run is not complete yet, by a
-        `kvevict.engine.observation.LayerRows`: a number or [B]."""
+        `kvevict.engine.measure.observation.LayerRows`: a number or [B]."""
         return 0
 
     def rank(self, slots, score):

@@ -1,0 +1,252 @@
+"""What stands in for the text decoder's forward and for that of the model around it, how it is put there and taken
+away. Calls run in a context (contextvars) of their own: what they note in it is gone however they end."""
+
+import contextvars
+import functools
+import inspect
+import types
+import warnings
+
+import torch
+
+from ... import compat, families
+from ...compat import STATE
+from ...context import context, current, enter, within
+from ...families import find_decoder
+from ..read.reader import Reader
+from ..read.step import OuterCall
+from .request import Request
+
+WRAPPED = "_kvevict_forward"  # module attribute: the StandIn of its forward
+NO_RECORD = (
+    "torch.export and torch.jit.trace record the operations of one call, and a patched model's differ from call to "
+    "call: record it after kvevict.unpatch(model), or use torch.compile"
+)
+
+
+class StandIn:
+    """A function in place of a module's method; copies and pickles of the module have one of their own.
+
+    before   what the module had as attribute of that name; None: the class's method
+    """
+
+    def __init__(self, function, module, name, before=None):
+        self.function, self.module, self.name, self.before = _untraced(function), module, name, before
+
+    def __call__(self, *args, **kwargs):
+        function = self.function
+        if function is None:  # unpatched, but somebody who wrapped it still calls it
+            return self.own(*args, **kwargs)
+        if torch.compiler.is_exporting():
+            raise ValueError(NO_RECORD)
+        return function(self.module, self.own, *args, **kwargs)
+
+    def __getstate__(self):
+        """With the plain function, as no wrapper can be pickled."""
+        return self.__dict__ | dict(function=self.function and inspect.unwrap(self.function))
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        self.function = _untraced(self.function)
+
+    @property
+    def own(self):
+        """What it stands in for."""
+        return self.before or types.MethodType(getattr(type(self.module), self.name.removeprefix("_old_")), self.module)
+
+    @property
+    def __signature__(self):
+        return inspect.signature(self.own)
+
+    @property
+    def __code__(self):
+        return self.own.__code__  # torch.export looks at it
+
+
+def install(decoder) -> None:
+    """Replace the decoder's forward, and that of rotary frequencies which depend on a prompt's length."""
+    replace(decoder, forward)
+    if families.rope_depends_on_length(decoder):
+        replace(families.rotary_of(decoder), _rotary_forward)
+
+
+def install_around(top) -> None:
+    """Replace the forward of the model around a decoder and some of its methods, unless they are replaced already."""
+    if WRAPPED not in top.__dict__:
+        replace(top, _top_forward)
+    for name, function in STAND_INS.items():
+        before = top.__dict__.get(name)
+        if hasattr(type(top), name) and not isinstance(before, StandIn):
+            top.__dict__[name] = StandIn(function, top, name, before)
+
+
+def remove(decoder, tops) -> None:
+    """Give a decoder, its rotary frequencies and the models around it back their own forward and methods."""
+    for module in (decoder, families.rotary_of(decoder), *tops):
+        if module is not None and WRAPPED in module.__dict__:
+            restore(module)
+    for top in tops:
+        for name in STAND_INS:
+            standin = top.__dict__.get(name)
+            if isinstance(standin, StandIn):
+                del top.__dict__[name]
+                top.__dict__.update({} if standin.before is None else {name: standin.before})
+
+
+def replace(module, function) -> None:
+    """Put a stand-in where accelerate looks when it has hooked the module already."""
+    name = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
+    standin = StandIn(function, module, name, module.__dict__.get(name))
+    object.__setattr__(module, WRAPPED, standin)
+    setattr(module, name, standin)
+
+
+def restore(module) -> None:
+    standin = getattr(module, WRAPPED)
+    object.__delattr__(module, WRAPPED)
+    standin.function = None
+    name = standin.name
+    if module.__dict__.get("_old_forward") is standin:  # accelerate may have hooked us after patching
+        name = "_old_forward"
+    if module.__dict__.get(name) is not standin:
+        return
+    if standin.before is None and name == "forward":
+        del module.__dict__[name]
+    else:
+        setattr(module, name, standin.own)
+
+
+def _untraced(function):
+    """A stand-in as torch.compile is to take it: `forward` and all that it calls are left out of its graphs, of
+    `_top_forward` only itself. No decorators, as these would import Dynamo with the package."""
+    return _disabled(function) if function in (forward, _top_forward) else function
+
+
+@functools.cache
+def _disabled(function):
+    return torch.compiler.disable(function, recursive=function is forward)
+
+
+def _generate(self, run, *args, **kwargs):
+    """Stands in for the model's `generate`, which has one policy from its first token to its last."""
+    decoder = find_decoder(self)
+    installed = decoder.__dict__.get(STATE)
+    patch = None if installed is None else installed.chosen()
+    if patch is None or not installed.enter(decoder):
+        return run(*args, **kwargs)
+    try:
+        with within(patches={**context().patches, installed: patch}):
+            return run(*args, **kwargs)
+    finally:
+        installed.leave(decoder)
+
+
+def _top_forward(self, run, *args, **kwargs):
+    """Stands in for the forward of the model around the decoder."""
+    return contextvars.copy_context().run(_call, self, run, args, kwargs)
+
+
+def _call(model, run, args, kwargs):
+    wanted = kwargs.get("logits_to_keep", 0)
+    wanted = wanted if isinstance(wanted, int) and kwargs.get("labels") is None else 0
+    call = OuterCall(model, kwargs.get("attention_mask"), wanted)
+    enter(outer=call)
+    output = run(*args, **kwargs)
+    if call.request is not None:
+        call.request.settle()
+    return output
+
+
+def forward(self, run, *args, **kwargs):
+    """Stands in for `run`, the decoder's forward; same arguments, same result."""
+    installed = self.__dict__.get(STATE)
+    patch = None if installed is None else installed.chosen()
+    if patch is None or not installed.enter(self):
+        return run(*args, **kwargs)
+    try:
+        return _forward(self, run, patch, args, kwargs)
+    finally:
+        installed.leave(self)
+
+
+def _forward(self, run, patch, args, kwargs):
+    if args:
+        bound = inspect.signature(type(self).forward).bind_partial(self, *args).arguments
+        kwargs |= {name: value for name, value in bound.items() if name != "self"}
+    kwargs = compat.named(kwargs)
+    use_cache, cache = kwargs.get("use_cache"), kwargs.get(compat.CACHE)
+    if use_cache is None:
+        use_cache = getattr(self.config, "use_cache", True)
+        if not (use_cache or self.training or cache is not None):
+            warnings.warn(
+                "config.use_cache is False, as a Trainer with checkpointing leaves it, so nothing is evicted: set "
+                "model.config.use_cache = True, or pass use_cache=",
+                stacklevel=2,
+            )
+    if self.training or (cache is None and not use_cache):
+        return run(**kwargs)
+    if torch.jit.is_tracing():
+        raise ValueError(NO_RECORD)
+    with torch.no_grad():
+        request, output = contextvars.copy_context().run(_read, self, run, patch, kwargs)
+    if torch.is_grad_enabled():
+        _refuse_backward(self, kwargs.get("inputs_embeds"), output)
+    return output if request.return_dict is not False else output.to_tuple()
+
+
+def _read(decoder, run, patch, kwargs):
+    request = Request(decoder, patch, kwargs)
+    reader = Reader(request, run)
+    if request.tokens == 1 and request.columns > 0:
+        output = reader.decode()
+    elif request.rolls_back and request.columns > 0 and request.wanted == request.tokens:
+        output = reader.append()
+    else:
+        output = reader.read()
+    request.unpack(output)
+    if request.top is None:
+        request.settle()
+    return request, output
+
+
+def _rotary_forward(self, run, x, position_ids, *args, **kwargs):
+    """Rotary frequencies of the full prompt for each of its chunks: its last position is appended, then dropped."""
+    step = current()
+    if step is None or step.final_position is None:
+        return run(x, position_ids, *args, **kwargs)
+    final = position_ids.new_full((*position_ids.shape[:-1], 1), step.final_position)
+    cos, sin = run(x, torch.cat([position_ids, final], -1), *args, **kwargs)
+    return cos[:, :-1], sin[:, :-1]
+
+
+class _NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, anchor):
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError(
+            "attention over an evicted cache has no gradient; call model.train(), pass use_cache=False, or "
+            "kvevict.unpatch(model) before training"
+        )
+
+
+def _refuse_backward(decoder, embeds, output) -> None:
+    """Make a result's backward pass an error, instead of silently lacking the decoder's gradients."""
+    inputs = [] if embeds is None else [embeds]
+    anchor = next((p for p in (*inputs, *decoder.parameters()) if p.requires_grad), None)
+    if anchor is not None:
+        output.last_hidden_state = _NoBackward.apply(output.last_hidden_state, anchor)
+
+
+def _when_patched(function, model, run, *args, **kwargs):
+    """Calls a stand-in for a method of the model, where the caller has a policy."""
+    installed = find_decoder(model).__dict__.get(STATE)
+    patched = installed is not None and installed.chosen() is not None
+    return function(model, run, *args, **kwargs) if patched else run(*args, **kwargs)
+
+
+# Methods of the model around the decoder, by name, and what stands in for them.
+STAND_INS: dict = {name: functools.partial(_when_patched, function) for name, function in compat.STAND_INS.items()}
+STAND_INS["generate"] = _generate

@@ -1,0 +1,20 @@
+"""The input of a layer's attention block, noted where a quantity of the policy needs it."""
+
+from ... import families
+from ...context import context
+
+
+def install(decoder, order) -> list:
+    """Hooks that put it into `Step.hidden`, from where the layer's call takes it."""
+    layers = families.layers_of(decoder)
+    modules = [families.attention_of(layers[index], index) for index in order]
+    return [module.register_forward_pre_hook(_note, with_kwargs=True) for module in modules]
+
+
+def _note(module, args, kwargs=None):
+    now = context()
+    if now.step is None or not now.step.patch.wants_hidden:
+        return
+    now.step.hidden[module.layer_idx] = x = args[0] if args else kwargs["hidden_states"]
+    if now.tap is not None:
+        now.tap.attention_input = x

@@ -1,0 +1,176 @@
+"""What makes a model's calls go through the engine, and which policy each call has.
+
+A model is installed once: its attention modules and forwards are diverted. A call has the policy of its own thread and
+context (`using`), or else the model's own (`kvevict.patch`); a call without either runs unpatched. The modules are
+given back when the model has no policy of its own and no call or block needs them any more.
+"""
+
+import contextlib
+import threading
+import weakref
+
+from ... import families
+from ...compat import STATE
+from ...context import context, within
+from ..read import propagate, residual
+from . import attention, forward, hidden, states
+
+_installing = threading.RLock()  # of which model is installed; each has a lock of its own for who uses it
+
+
+class Installed:
+    """Of one text decoder, on which it stands as an attribute.
+
+    It has no strong reference to the model, so that copies of the model stay independent.
+    """
+
+    def __init__(self, decoder):
+        kinds = families.layer_kinds(decoder.config)
+        self.kinds, self.readers = kinds, families.readers(decoder, kinds)
+        self.order = [index for index, kind in enumerate(kinds) if kind in families.EVICTS]
+        self.own = None  # the kvevict.patch.Patch of the model's own policy
+        self.hooks: dict = {}  # what hooks are for -> their handles
+        self._forget()
+
+    def _forget(self):
+        self.tops, self.users, self.lock = weakref.WeakSet(), 0, threading.RLock()
+
+    def __getstate__(self):
+        return {name: value for name, value in self.__dict__.items() if name not in ("tops", "users", "lock")}
+
+    def __setstate__(self, state):
+        """Of a copy, possibly in another process: no call of it runs, and the model around it is seen to again when it
+        is patched or unpatched."""
+        self.__dict__.update(state)
+        self._forget()
+        attention.register()
+
+    def chosen(self):
+        """The `Patch` of this thread's and context's calls; None: they run unpatched."""
+        return context().patches.get(self, self.own)
+
+    def modules(self, decoder):
+        """The attention modules of the layers that evict, and of those that read their keys and values."""
+        for index in (*self.order, *self.readers):
+            yield families.attention_of(families.layers_of(decoder)[index], index)
+
+    # -- who needs it ------------------------------------------------------------------------------------------------
+
+    def enter(self, decoder) -> bool:
+        """Whether the model is still installed, and then stays so until `leave`."""
+        with self.lock:
+            here = decoder.__dict__.get(STATE) is self
+            self.users += here
+            return here
+
+    def leave(self, decoder) -> None:
+        with _installing, self.lock:
+            self.users -= 1
+            if self.users == 0 and self.own is None:
+                self._remove(decoder)
+
+    def set_own(self, top, decoder, patch) -> None:
+        """The model's own policy; None: it has none."""
+        with _installing, self.lock:
+            self.own = patch
+            self._around(top, decoder)
+            if patch is not None:
+                self._hook(decoder, patch)
+            elif self.users == 0:
+                self._remove(decoder)
+
+    # -- the modules -------------------------------------------------------------------------------------------------
+
+    def _hook(self, decoder, patch) -> None:
+        """The hooks that a policy needs; they do nothing for other policies' calls.
+
+        torch calls a hook that another thread puts or takes away just then without kwargs.
+        """
+        if patch.tsp is not None and "tsp" not in self.hooks:
+            self.hooks["tsp"] = propagate.install(decoder)
+        if patch.wants_hidden and "hidden" not in self.hooks:
+            self.hooks["hidden"] = hidden.install(decoder, self.order)
+        until = patch.policy.layers.residual
+        if until != "off" and until not in self.hooks:
+            self.hooks[until] = residual.install(decoder, until, self.order, patch.after_attention)
+
+    def _around(self, top, decoder) -> None:
+        """See to a model around the decoder."""
+        if top is not decoder:
+            forward.install_around(top)
+            self.tops.add(top)
+
+    def _divert(self, decoder) -> None:
+        attention.register()
+        for module in self.modules(decoder):
+            attention.divert(module)
+        object.__setattr__(decoder, STATE, self)
+        forward.install(decoder)
+        states.install(decoder, self.kinds)
+
+    def _remove(self, decoder) -> None:
+        if decoder.__dict__.get(STATE) is not self:
+            return
+        for hook in (each for hooks in self.hooks.values() for each in hooks):
+            hook.remove()
+        self.hooks = {}
+        states.remove(decoder, self.kinds)
+        forward.remove(decoder, list(self.tops))
+        self.tops.clear()
+        for module in self.modules(decoder):
+            attention.restore(module)
+        object.__delattr__(decoder, STATE)
+
+
+def of(decoder) -> Installed | None:
+    return decoder.__dict__.get(STATE)
+
+
+def patch_of(decoder):
+    """The `Patch` that a call of a decoder has in this thread and context; None: it is not patched."""
+    installed = of(decoder)
+    return None if installed is None else installed.chosen()
+
+
+def _held(top, decoder) -> Installed:
+    """The decoder's, installed now if it was not, and in use once more."""
+    with _installing:
+        installed = of(decoder)
+        if installed is None:
+            installed = Installed(decoder)
+            installed._divert(decoder)
+        with installed.lock:
+            installed._around(top, decoder)
+            installed.users += 1
+        return installed
+
+
+def set_own(top, decoder, patch) -> None:
+    """Install a model's own policy, in place of the one it had."""
+    installed = _held(top, decoder)
+    try:
+        installed.set_own(top, decoder, patch)
+    finally:
+        installed.leave(decoder)
+
+
+@contextlib.contextmanager
+def using(top, decoder, patch):
+    """Inside, in this thread and context, the model's calls have the policy of a `Patch`; None: they run unpatched."""
+    installed = _held(top, decoder)
+    try:
+        if patch is not None:
+            with installed.lock:
+                installed._hook(decoder, patch)
+        with within(patches={**context().patches, installed: patch}):
+            yield
+    finally:
+        installed.leave(decoder)
+
+
+@contextlib.contextmanager
+def overheard(top, decoder, note):
+    """Inside, in this thread and context, the model runs unpatched, and note(module, query, key) is called with what
+    its layers that would evict attend with."""
+    with using(top, decoder, None), within(note=note):
+        yield

@@ -1,0 +1,86 @@
+"""Layers that keep a state beside or in place of keys and values: a convolution's last inputs, linear attention's sums.
+
+A state runs through all tokens of a prompt, from chunk to chunk. Rows that are appended to a chunk must not enter it,
+and neither must left padding, of which Transformers keeps only a first call's out. So the module that updates the state
+is run on the chunk, then on the appended rows, whose state is thrown away.
+"""
+
+import inspect
+
+import torch
+
+from ... import families
+from ...context import current
+from . import forward
+
+
+def install(decoder, kinds) -> None:
+    for mixer in _mixers(decoder, kinds):
+        forward.replace(mixer, _forward)
+
+
+def remove(decoder, kinds) -> None:
+    for mixer in _mixers(decoder, kinds):
+        forward.restore(mixer)
+
+
+def _mixers(decoder, kinds):
+    for layer, kind in zip(families.layers_of(decoder), kinds, strict=True):
+        if kind in (families.STATE, families.FULL_ATTENTION_AND_STATE):
+            mixer = families.mixer_of(layer)
+            if mixer is not None:  # a layer that is only an MLP has none
+                yield mixer
+
+
+def _forward(self, run, *args, **kwargs):
+    """Stands in for `run`, the forward of a module that updates a state."""
+    step = current()
+    if step is None or not (step.appended or step.padding.any()):
+        return run(*args, **kwargs)
+    kwargs = _by_name(self, args, kwargs)
+    rows = next(iter(kwargs.values())).shape[1]
+    stop = rows - step.appended
+    chunk = run(**_part(kwargs, step, 0, stop, rows)) if stop else None
+    if stop == rows:
+        return chunk
+    states = _states(step.cache.layers[self.layer_idx])
+    before = [(held, {i: None if t is None else t.clone() for i, t in held.items()}) for held in states]
+    appended = run(**_part(kwargs, step, stop, rows, rows))
+    for held, values in before:
+        held.update(values)
+    if chunk is None:  # rows that come after the whole prompt
+        return appended
+    if isinstance(chunk, tuple):
+        return torch.cat([chunk[0], appended[0]], 1), *chunk[1:]
+    return torch.cat([chunk, appended], 1)
+
+
+def _states(layer):
+    return layer.conv_states, layer.recurrent_states
+
+
+def _by_name(module, args, kwargs) -> dict:
+    """The arguments by name, the hidden states first."""
+    bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
+    named = {name: value for name, value in bound.items() if name not in ("self", "kwargs")}
+    return named | bound.get("kwargs", {})
+
+
+def _part(kwargs, step, start, stop, rows) -> dict:
+    """The arguments of rows start..stop-1: what has a value for every row is cut, and the mask is of their padding."""
+    part = {name: _cut(value, start, stop, rows) for name, value in kwargs.items()}
+    if "attention_mask" in part:
+        part["attention_mask"] = None
+        if step.padding.any() and start == 0:
+            step = step.on(next(iter(kwargs.values())).device)
+            column = torch.arange(start, stop, device=step.first.device)
+            part["attention_mask"] = (column >= step.first[:, None]).long()
+    return part
+
+
+def _cut(value, start, stop, rows):
+    if isinstance(value, tuple):
+        return tuple(_cut(each, start, stop, rows) for each in value)
+    if isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] == rows:
+        return value[:, start:stop]
+    return value

@@ -1,0 +1,1 @@
+"""Numbers of a layer's slots: pure functions of values."""

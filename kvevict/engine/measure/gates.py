@@ -1,0 +1,160 @@
+"""Trained gates (METHODS section 9): functions from the input of a layer's attention block to what each kv head's slots
+will be worth, and the folder that holds them."""
+
+import functools
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+
+from ... import families, sealed
+from ...policy.checks import parsed
+from .moments import other_model
+
+FORMAT, VERSION = "kvevict gates", 1
+WEIGHTS, CONFIG = "gates.safetensors", "config.json"
+BESIDE = "kvevict_gates"  # the folder, in that of a model, of the gates that it has on its own
+AGAIN = "give a folder that `kvevict train --kind gates` wrote for this model"
+KINDS = {"linear": 1, "mlp": 2}  # affine maps of a layer
+_loaded: WeakKeyDictionary = WeakKeyDictionary()  # decoder -> (folder, Gates)
+_named: WeakKeyDictionary = WeakKeyDictionary()  # decoder -> the folder that a policy named last
+
+
+@dataclass
+class Gates:
+    """Gates of a model, by decoder layer.
+
+    layers   {layer: ((weight [outputs, inputs], bias [outputs]), ..)} fp32: one affine map ("linear"), or two with GELU
+             between them ("mlp"). The last one's outputs are logarithms, one per kv head
+    about    what config.json says: `kind`, the base model, how they were trained and what was measured
+    """
+
+    layers: dict
+    about: dict
+
+    def logs(self, layer: int, x):
+        """Logarithms [B, T, heads] fp32 of the numbers of tokens, by the inputs x [B, T, E] of a layer's attention."""
+        x = x.float()
+        first, *rest = self.layers[layer]
+        x = F.linear(x, *first)
+        for affine in rest:
+            x = F.linear(F.gelu(x), *affine)
+        return x
+
+    def on(self, layer: int, device) -> None:
+        """Have a layer's gates on a device."""
+        self.layers[layer] = tuple(tuple(x.to(device) for x in affine) for affine in self.layers[layer])
+
+    def save(self, folder) -> None:
+        """Write gates.safetensors and config.json to a folder, as `sealed.write_pair`. Raises OSError where they
+        cannot be written."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {}
+        for layer, affines in self.layers.items():
+            for number, (weight, bias) in enumerate(affines):
+                tensors[f"{layer}.{number}.weight"] = weight.cpu().contiguous()
+                tensors[f"{layer}.{number}.bias"] = bias.cpu().contiguous()
+        facts = dict(format=FORMAT, version=VERSION) | self.about
+        sealed.write_pair(folder / WEIGHTS, folder / CONFIG, tensors, facts)
+
+
+def load(folder, model) -> Gates:
+    """The gates in a folder that `kvevict.gates.train` wrote for this model. No code of the folder is run. Raises
+    ValueError for a folder without them, damaged ones, and another model's (which names what differs)."""
+    decoder = families.find_decoder(model)
+    kinds = families.layer_kinds(decoder.config)
+    return _read(folder, decoder, [i for i, kind in enumerate(kinds) if kind in families.EVICTS])
+
+
+def loaded(folder, decoder, order) -> Gates:
+    """`load`, once for a decoder; None: from its `own` folder. A folder that is named is its own from then on."""
+    known = _loaded.get(decoder)
+    if known is None or known[0] != folder:
+        known = _loaded[decoder] = folder, _read(_own(decoder) if folder is None else folder, decoder, order)
+        if folder is not None:
+            _named[decoder] = folder
+    return known[1]
+
+
+def own(decoder) -> Path | None:
+    """The folder of a model's gates: the one that was named last, or that in the model's own; None: there is none."""
+    named = _named.get(decoder)
+    if named is not None and (Path(named) / CONFIG).is_file():
+        return Path(named)
+    name = getattr(decoder.config, "_name_or_path", "")
+    return Path(name) / BESIDE if name and (Path(name) / BESIDE / CONFIG).is_file() else None
+
+
+def _own(decoder):
+    folder = own(decoder)
+    if folder is None:
+        raise ValueError(
+            "gates is missing: the folder of gates that were trained on this model, which `kvevict train --kind "
+            f"gates` makes; it may also lie in the model's folder, as {BESIDE}"
+        )
+    return folder
+
+
+def forget(decoder) -> None:
+    """The folder may hold something else now."""
+    _loaded.pop(decoder, None)
+
+
+def inner_of(folder) -> int:
+    """Outputs of the first of two affine maps of the gates in a folder; 0: they are linear, or not there."""
+    if folder is None or not (path := Path(folder) / CONFIG).is_file():
+        return 0
+    return _inner(Path(folder), path.stat().st_mtime_ns)
+
+
+@functools.lru_cache
+def _inner(folder, stamp):
+    return _config(folder, repr(os.fspath(folder)), AGAIN).get("inner", 0)
+
+
+def outputs(decoder) -> int:
+    """Numbers of a token in one layer: one per kv head, one in all of latents (MLA)."""
+    config = decoder.config
+    return 1 if families.is_latent(config) else families.heads(decoder, families.layer_kinds(config))[1]
+
+
+def _read(folder, decoder, order):
+    name, again = repr(os.fspath(folder)), AGAIN
+    config = _config(Path(folder), name, again)
+    if other := other_model(config["base"], decoder):
+        raise ValueError(f"gates: {name} is of another model: {other}; {again}")
+    try:
+        tensors = sealed.tensors_of_pair(Path(folder) / WEIGHTS, Path(folder) / CONFIG)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"gates: {WEIGHTS} in {name} is missing or damaged ({error}); {again}") from None
+    wide, narrow, count = decoder.config.hidden_size, config.get("inner"), KINDS[config["kind"]]
+    sizes = [wide, *[narrow] * (count - 1), outputs(decoder)]
+    layers = {}
+    for layer in order:
+        affines = []
+        for number in range(count):
+            pair = [tensors.get(f"{layer}.{number}.{part}") for part in ("weight", "bias")]
+            wanted = [(torch.float32, (sizes[number + 1], sizes[number])), (torch.float32, (sizes[number + 1],))]
+            if [None if x is None else (x.dtype, tuple(x.shape)) for x in pair] != wanted:
+                raise ValueError(f"gates: {name} is damaged: its tensors of layer {layer} do not fit; {again}")
+            affines.append(tuple(pair))
+        layers[layer] = tuple(affines)
+    return Gates(layers, {key: value for key, value in config.items() if key not in ("format", "version", sealed.NAME)})
+
+
+def _config(folder, name, again):
+    try:
+        config = parsed((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"gates: {name} is not a folder of gates ({error}); {again}") from None
+    if not isinstance(config, dict) or config.get("format") != FORMAT or config.get("version") != VERSION:
+        raise ValueError(f"gates: {CONFIG} in {name} is not of {FORMAT}, version {VERSION}; {again}")
+    kind = config.get("kind")
+    whole = isinstance(config.get("base"), dict) and isinstance(kind, str) and kind in KINDS
+    if not whole or (kind == "mlp" and not isinstance(config.get("inner"), int)):
+        raise ValueError(f"gates: {CONFIG} in {name} lacks its kind, sizes or base model; {again}")
+    return config

@@ -1,0 +1,162 @@
+"""Mean, covariance and sizes of a layer's queries before rotation: of the text read so far, or of other text, from a
+file. Rotation turns pairs of dimensions, the complex halves: a dimension's size is sqrt(x^2 + y^2) of its pair."""
+
+import json
+import os
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ... import families, sealed
+from ...policy.checks import parsed
+from ...weights import differ, fingerprint
+
+FORMAT = "kvevict-queries-3"
+NAMES = ("mean", "covariance", "size")
+BLOCK = 1024  # rows at once, which bounds the copies in fp32
+_loaded: WeakKeyDictionary = WeakKeyDictionary()  # decoder -> {file: what it holds}
+
+
+def unrotated(decoder, module, queries, positions, rotates: bool):
+    """Queries [B, H, T, D] at positions [B, T] as they would be at position 0: fp32."""
+    if not rotates:
+        return queries.float()
+    batch, _, rows, _ = queries.shape
+    each = queries.float().transpose(1, 2).flatten(0, 1)[:, :, None]  # [B * T, H, 1, D]
+    position = positions.flatten().long()
+    turned = families.rotate(decoder, module, each, position, 0 * position)
+    return turned[:, :, 0].unflatten(0, (batch, rows)).transpose(1, 2)
+
+
+def partners(decoder, module, width: int, rotates: bool, device):
+    """int64 [D] the dimension with which rotation mixes each of `width` dimensions; itself: it is not rotated."""
+    own = torch.arange(width, device=device)
+    if not rotates:
+        return own
+    none = torch.zeros(1, dtype=torch.long, device=device)
+    turned = families.rotate(decoder, module, torch.eye(width, device=device)[None, None], none, none + 1)[0, 0].abs()
+    mixed, partner = turned.fill_diagonal_(0).max(1)
+    return torch.where(mixed > 0, partner, own)
+
+
+def sizes(x, partner):
+    """What rotation leaves alone of x [..., D]: fp32, |x_f| of each dimension's pair f, or |x| of one without."""
+    alone = partner == torch.arange(len(partner), device=partner.device)
+    return torch.where(alone, x.abs(), (x.square() + x[..., partner].square()).sqrt())
+
+
+def added(past, queries, counts, size=None):
+    """Moments with more rows: [B, H, 1 + D, 1 + D] fp32 that hold the number of rows at [0, 0], their mean in the rest
+    of row 0, their mean size in the rest of column 0, and elsewhere the sum of products of their distances from the
+    mean.
+
+    past      of earlier rows, or None
+    queries   fp32 [B, H, T, D]
+    counts    bool [B, T] which of them count
+    size      [B, H, T, D] of `sizes`; None: 0
+    """
+    one, rest, inside = slice(0, 1), slice(1, None), counts[:, None, :, None]
+    new = queries.new_zeros(*queries.shape[:2], 1 + queries.shape[3], 1 + queries.shape[3])
+    number = counts.sum(1)[:, None, None, None].float()
+    mean = queries.masked_fill(~inside, 0).sum(2, keepdim=True) / number.clamp_min(1)
+    distance = (queries - mean).masked_fill(~inside, 0)
+    new[..., one, one], new[..., one, rest], new[..., rest, rest] = number, mean, distance.mT @ distance
+    if size is not None:
+        new[..., rest, one] = (size.masked_fill(~inside, 0).sum(2, keepdim=True) / number.clamp_min(1)).mT
+    if past is None:
+        return new
+    before, total = past[..., one, one], past[..., one, one] + number
+    moved, share = mean - past[..., one, rest], number / total.clamp_min(1)
+    new[..., rest, one] = past[..., rest, one] + share * (new[..., rest, one] - past[..., rest, one])
+    new[..., one, one], new[..., one, rest] = total, past[..., one, rest] + share * moved
+    new[..., rest, rest] += past[..., rest, rest] + before * share * moved.mT @ moved
+    return new
+
+
+def accumulated(past, decoder, module, queries, positions, counts, rotates):
+    """`added`, of queries [B, H, T, D] as attention has them, in blocks."""
+    partner = partners(decoder, module, queries.shape[3], rotates, queries.device)
+    for start in range(0, queries.shape[2], BLOCK):
+        rows = slice(start, start + BLOCK)
+        block = unrotated(decoder, module, queries[:, :, rows], positions[:, rows], rotates)
+        past = added(past, block, counts[:, rows], sizes(block, partner))
+    return past
+
+
+def summed(moments) -> tuple:
+    """(mean [B, H, D], covariance [B, H, D, D], mean size [B, H, D]), 0 where no row counted."""
+    number = moments[..., :1, :1].clamp_min(1)
+    return moments[..., 0, 1:], moments[..., 1:, 1:] / number, moments[..., 1:, 0]
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def model_of(decoder) -> dict:
+    """What of a model its queries depend on, as a file says it."""
+    config, kinds = decoder.config, families.layer_kinds(decoder.config)
+    rope = getattr(config, "rope_parameters", None)
+    facts = dict(
+        model_type=config.model_type, layers=len(kinds), heads=families.heads(decoder, kinds),
+        hidden_size=config.hidden_size, rope=rope, weights=fingerprint(decoder),
+    )  # fmt: skip
+    return json.loads(json.dumps(facts, default=str))
+
+
+def other_model(facts: dict, decoder) -> str:
+    """What says that facts of `model_of` are another model's; "" if nothing does."""
+    for name, value in model_of(decoder).items():
+        known = facts.get(name)
+        if differ(known, value) if name == "weights" else known != value:
+            return f"its {name} is {known!r}, this model's is {value!r}"
+    return ""
+
+
+def save(path, decoder, moments: dict, **about) -> None:
+    """Write moments {layer: [H, 1 + D, 1 + D]} of a decoder; about: what else the file says of them."""
+    facts = model_of(decoder) | about
+    tensors = {}
+    for index, each in moments.items():
+        tensors |= {f"{index}.{name}": x.contiguous() for name, x in zip(NAMES, summed(each), strict=True)}
+    sealed.write(path, tensors, dict(format=FORMAT, config=json.dumps(facts)))
+
+
+def load(path, decoder, order) -> dict:
+    """{layer: (mean [H, D], covariance [H, D, D], mean size [H, D])} of the layers `order`, from a file. Raises
+    ValueError for one that is missing, damaged, or of another model (which names what differs)."""
+    path, again = os.fsdecode(path), "give a file that `kvevict statistics` wrote for this model"
+    if not Path(path).is_file():
+        raise ValueError(f"stats: there is no file {path!r}; {again}")
+    try:
+        metadata = sealed.texts(path)
+        config = parsed(metadata.get("config", "null"))
+        if metadata.get("format") != FORMAT or not isinstance(config, dict):
+            raise ValueError(f"its format is {metadata.get('format')!r}, this version's {FORMAT!r}")
+        tensors = sealed.tensors(path)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"stats: {path!r} cannot be read ({error}); {again}") from None
+    if other := other_model(config, decoder):
+        raise ValueError(f"stats: {path!r} is of another model: {other}; {again}")
+    heads, found = families.heads(decoder, families.layer_kinds(decoder.config))[0], {}
+    for index in order:
+        each = [tensors.get(f"{index}.{name}") for name in NAMES]
+        width = None if each[0] is None or each[0].ndim != 2 else each[0].shape[1]
+        shapes = [None if x is None else (x.dtype, tuple(x.shape)) for x in each]
+        if shapes != [(torch.float32, (heads, width, width)[: 2 + square]) for square in (0, 1, 0)]:
+            raise ValueError(f"stats: {path!r} is damaged: its tensors of layer {index} do not fit; {again}")
+        found[index] = tuple(each)
+    return found
+
+
+def loaded(path, decoder, order) -> dict:
+    """`load`, once for a decoder."""
+    known = _loaded.setdefault(decoder, {})
+    if path not in known:
+        known[path] = load(path, decoder, order)
+    return known[path]
+
+
+def forget(decoder) -> None:
+    """Files may hold something else now."""
+    _loaded.pop(decoder, None)

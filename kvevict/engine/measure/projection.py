@@ -1,0 +1,46 @@
+"""The projection after attention, W_O, and the columns of it that each query head feeds."""
+
+import torch
+from transformers.pytorch_utils import Conv1D
+
+from ... import _ops, families
+
+
+def check(module) -> None:
+    """Raise ValueError for an attention module whose output projection is not found."""
+    if families.output_of(module) is None:
+        raise ValueError(
+            f"{type(module).__name__} has no output projection by a known name ({', '.join(families.OUTPUTS)}), whose "
+            "weights this score needs: take another one, such as kvzip"
+        )
+
+
+def norms(slots):
+    """||W_O,h v_i||_2 of every query head h and its alive slots: fp32 [B, H, C]."""
+    kv, stored = slots.kv, slots.kv.stored
+    heads = kv.step.patch.local_heads[0]
+    gram = _gram(kv.module, heads, kv.v).expand(len(slots.n), -1, -1, -1)
+    rows = stored.v, stored.offset, stored.len, kv.v, kv.first, kv.end
+    return _ops.quadratic(*rows, gram, columns=slots.columns).clamp_min(0).sqrt()
+
+
+def _gram(module, heads, values):
+    """W_O,h^T W_O,h, fp32 [H, D, D], with zeros from the heads' own width up to that of values [.., D].
+
+    Made anew for every chunk, so that it is always of the weights as they are: that takes as long as about a hundred
+    tokens in this one projection."""
+    width = families.value_dim(module, module.config)
+    matrix = _matrix(families.output_of(module), heads * width, values).unflatten(1, (heads, width))
+    padded = torch.nn.functional.pad(matrix, (0, values.shape[-1] - width))
+    return torch.einsum("ehi,ehj->hij", padded, padded)
+
+
+def _matrix(projection, inputs, values):
+    """fp32 [E, inputs]: a rank's part of the weights, or what the projection makes of unit vectors where it is more
+    than a matrix in memory (quantised, offloaded, with an adapter)."""
+    weight = getattr(projection, "weight", None)
+    if type(projection) in (torch.nn.Linear, Conv1D) and not weight.is_meta:
+        weight = weight.to_local() if hasattr(weight, "to_local") else weight
+        return (weight if type(projection) is torch.nn.Linear else weight.T).to(values.device, torch.float32)
+    units = torch.eye(inputs, dtype=values.dtype, device=values.device)
+    return (projection(units).float() - projection(0 * units[:1]).float()).T

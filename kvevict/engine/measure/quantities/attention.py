@@ -1,0 +1,58 @@
+from dataclasses import dataclass
+
+import torch
+
+from .... import _ops
+from . import QUANTITIES, Quantity, observed
+
+
+@QUANTITIES.add("attention")
+@dataclass(frozen=True)
+class Attention(Quantity):
+    """Attention weights a_ij of the observers, reduced over rows, then over the heads of a group.
+
+    reduce   over rows: "sum", "mean", "max"
+    group    over the query heads of a kv head: "mean", "sum", "max"; "none": [B, H, C]
+    term     what is reduced: "a", its "square", or "entropy", -a ln a
+    """
+
+    reduce: str = "sum"
+    group: str = "mean"
+    term: str = "a"
+
+    def passes(self, known=False):
+        return int(not (known and self.group == "mean" and self.term == "a"))
+
+    def measure(self, slots, observation):
+        parts, reduce, group = observation.parts, self.reduce, self.group
+        if len(parts) == 1:
+            if parts[0].probs is not None and self.passes(known=True) == 0:
+                return parts[0].probs
+            return self._of(slots, parts[0], reduce, group)
+        if reduce == "max":  # over all rows before it is over heads
+            each = [self._of(slots, part, "max", "max" if group == "max" else "none") for part in parts]
+            return slots.heads.reduce(torch.stack(each).amax(0), "none" if group == "max" else group)
+        # Only sums over rows may be taken part by part.
+        inner = group if group != "max" else "none"
+        total = sum(self._of(slots, part, "sum", inner) for part in parts)
+        total = total / observation.row_count[:, None, None] if reduce == "mean" else total
+        return total if inner == group else slots.heads.reduce(total, group)
+
+    def _of(self, slots, part, reduce, group):
+        return observed(_ops.score, slots, part, reduce=reduce, group=group, term=self.term, columns=slots.columns)
+
+
+@QUANTITIES.add("moments")
+@dataclass(frozen=True)
+class Moments(Quantity):
+    """(mean, sample variance), [B, H, C] each, over the observers of their attention weights; a single row's variance
+    is 0."""
+
+    def passes(self, known=False):
+        return 2
+
+    def measure(self, slots, observation):
+        rows = observation.row_count.float()[:, None, None]
+        mean, square = (Attention("mean", "none", term).measure(slots, observation) for term in ("a", "square"))
+        variance = (square - mean**2).clamp_min(0) * rows / (rows - 1)
+        return mean, variance.masked_fill(rows <= 1, 0)

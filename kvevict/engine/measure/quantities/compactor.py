@@ -1,0 +1,141 @@
+"""What Compactor (Chari & Van Durme 2025) makes of a chunk's own keys, values and queries. Of slots that had numbers
+before nothing is computed: they carry those (carry="keep")."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from .... import families
+from . import QUANTITIES, Quantity
+
+RIDGE = 0.01  # on the diagonal of X^T X
+SKETCH, SEED = 48, 0  # columns of the Gaussian sketch of keys, as in kvpress; the seed of its numbers
+BLOCK = 256  # rows and slots of a block of attention, as in kvpress
+
+
+class Fresh(NamedTuple):
+    """The slots of one batch row that have no numbers yet, L in each of its heads: those decoded since the last chunk,
+    and the new ones after the first `sink` of the text."""
+
+    row: int
+    columns: Any  # [H, L] their columns among the head's alive slots
+    k: torch.Tensor  # [H, L, D]
+    pos: torch.Tensor  # [L]
+    decoded: int  # how many of them were decoded
+    counted: int  # the first ones, on whose statistics numbers are based
+
+
+def _fresh(slots, sink, recent):
+    """Yields the `Fresh` slots of every batch row. Statistics leave a prompt's last `recent` slots out."""
+    kv, stored = slots.kv, slots.kv.stored
+    ends = kv.step.chunk is not None and kv.step.chunk.last
+    for b, first in enumerate(kv.padding.tolist()):
+        first += int((slots.pos[b, first:] < sink).sum())
+        decoded = _unnumbered(kv.layer, b)
+        old = stored.offset[b] + stored.len[b] - decoded  # [H]
+        old = old[:, None] + torch.arange(decoded, device=slots.device)
+        k = torch.cat([stored.k[old], kv.k[b, :, first:]], 1)
+        pos = torch.cat([stored.pos[old[0]], slots.pos[b, first:]])
+        length = k.shape[1]
+        alive = stored.len[b] + kv.k.shape[2] - int(kv.padding[b])
+        columns = (alive - length)[:, None] + torch.arange(length, device=slots.device)
+        yield Fresh(b, columns, k.float(), pos, decoded, max(length - recent * ends, 0))
+
+
+def _unnumbered(layer, row) -> int:
+    """How many of a row's last stored slots carry no number."""
+    if layer.carry is None:
+        return int(layer.counts[row].min())
+    stored = torch.arange(layer.carry.shape[-1], device=layer.device) < layer.len[row, :, None]
+    return int((layer.len[row] - (stored & ~layer.carry[row].isnan()).sum(-1)).min())
+
+
+def _standard(x, counted, heads):
+    """x [H, L] in standard deviations from the mean of the first `counted` slots of all ranks' heads."""
+    part = x[:, :counted].double()
+    number = max(part.numel() * heads.ranks.size, 1)
+    mean = heads.sum(part.sum()) / number
+    deviation = (heads.sum((part - mean).square().sum()) / max(number - 1, 1)).sqrt()
+    return ((x - mean) / deviation.clamp_min(1e-6)).float()
+
+
+@dataclass(frozen=True)
+class OfFresh(Quantity):
+    """Numbers [B, Hkv, C] of the slots that have none yet; 0 elsewhere, also for the first `sink`, which are kept."""
+
+    sink: int = 8
+    recent: int = 4
+
+    def measure(self, slots, observation):
+        out = torch.zeros(*slots.kv.stored.len.shape, slots.columns, device=slots.device)
+        for fresh in _fresh(slots, self.sink, self.recent):
+            out[fresh.row].scatter_(1, fresh.columns, self._of(slots, fresh, observation))
+        return slots.heads.merge(out)
+
+
+@QUANTITIES.add("leverage")
+@dataclass(frozen=True)
+class Leverage(OfFresh):
+    """Statistical leverage of un-rotated keys: diag X (X^T X + 0.01)^-1 X^T, X being centred keys times a Gaussian
+    sketch that all heads share; in standard deviations over the row's heads and slots."""
+
+    observes: ClassVar[bool] = False
+    rotates: ClassVar[bool] = True
+
+    def flops(self, shape, rows, slots):
+        return 2 * rows * shape.kv_heads * SKETCH * (shape.head_dim + 2 * SKETCH)
+
+    def _of(self, slots, fresh, observation):
+        keys = _unrotated(slots.kv, fresh)
+        counted = keys[:, : fresh.counted]
+        mean = counted.sum(1, keepdim=True) / max(fresh.counted, 1)
+        # In fp64: how much is lost in (X^T X)^-1 grows with the spread of its eigenvalues.
+        x = ((keys - mean) @ sketch(keys.shape[-1]).to(keys)).double()
+        inner = x[:, : fresh.counted]
+        eye = torch.eye(SKETCH, dtype=x.dtype, device=x.device)
+        solved = torch.linalg.solve(inner.mT @ inner + RIDGE * eye, x.mT)
+        return _standard((x * solved.mT).sum(-1), fresh.counted, slots.heads)
+
+
+@QUANTITIES.add("block_attention")
+@dataclass(frozen=True)
+class BlockAttention(OfFresh):
+    """Attention that slots get in blocks of the chunk, its rows seeing both what was before them and what comes, logits
+    not scaled: summed over rows, mean over the group, times ||v_i||_2, averaged over 3 slots; in standard deviations
+    over the row's heads and slots. Slots that were decoded, whose queries are gone, have the mean."""
+
+    def flops(self, shape, rows, slots):
+        return 2 * rows * min(rows, BLOCK) * shape.heads * shape.head_dim
+
+    def _of(self, slots, fresh, observation):
+        kv, b = slots.kv, fresh.row
+        k = fresh.k[:, fresh.decoded :]
+        rows, counted = k.shape[1], max(fresh.counted - fresh.decoded, 0)
+        (part,) = observation.parts
+        q = part.q[b, :, part.q.shape[2] - rows :].float().unflatten(0, (len(k), -1))  # [H, G, rows, D]
+        edges = [*range(0, counted, BLOCK), counted, rows]
+        attended = [
+            (q[:, :, i:j] @ k[:, None, i:j].mT).softmax(-1).sum(-2).mean(1) for i, j in pairwise(edges) if i < j
+        ]
+        norms = kv.v[b, :, kv.v.shape[2] - rows :].float().norm(dim=-1)
+        score = (torch.cat(attended, 1) if attended else norms) * norms
+        parts = [F.avg_pool1d(x, 3, 1, 1) for x in (score[:, :counted], score[:, counted:]) if x.shape[1]]
+        score = _standard(torch.cat(parts, 1) if parts else score, counted, slots.heads)
+        return F.pad(score, (fresh.decoded, 0))
+
+
+def sketch(width: int):
+    """The Gaussian sketch [width, SKETCH], its entries' variance 1 / SKETCH: the same on every device."""
+    generator = torch.Generator().manual_seed(SEED)
+    return torch.randn(width, SKETCH, generator=generator) / SKETCH**0.5
+
+
+def _unrotated(kv, fresh):
+    """Keys [H, L, D] as they were before positions."""
+    if not kv.step.patch.rotates[kv.module.layer_idx] or not len(fresh.pos):
+        return fresh.k
+    keys = fresh.k.transpose(0, 1)[:, :, None]  # every slot by its own position
+    return families.rotate(kv.step.decoder, kv.module, keys, fresh.pos, 0 * fresh.pos)[:, :, 0].transpose(0, 1)

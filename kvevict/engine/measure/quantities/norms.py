@@ -1,0 +1,67 @@
+"""Norms and cosines of every alive slot's key or value. Those of latents are the mean over the heads."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from .... import _ops
+from . import QUANTITIES, Quantity, per_head
+
+
+@dataclass(frozen=True)
+class Norm(Quantity):
+    p: int = 2  # 1 or 2
+    observes: ClassVar[bool] = False
+
+    def scans(self):
+        return 1
+
+    def _of(self, slots, of):
+        kv, stored = slots.kv, slots.kv.stored
+        rows = getattr(stored, of), stored.offset, stored.len, getattr(kv, of), kv.first, kv.end
+        return slots.heads.merge(_ops.norm(*rows, p=self.p, columns=slots.columns))
+
+
+@QUANTITIES.add("key_norm")
+@dataclass(frozen=True)
+class KeyNorm(Norm):
+    """||k_i||_p: [B, Hkv, C]."""
+
+    def measure(self, slots, observation):
+        return self._of(slots, "k")
+
+
+@QUANTITIES.add("value_norm")
+@dataclass(frozen=True)
+class ValueNorm(Norm):
+    """||v_i||_p: [B, Hkv, C]."""
+
+    p: int = 1
+
+    def measure(self, slots, observation):
+        return self._of(slots, "v")
+
+
+@QUANTITIES.add("key_cosine")
+@dataclass(frozen=True)
+class KeyCosine(Quantity):
+    """cos(k_i, mean k), with the mean over the head's alive keys: [B, Hkv, C].
+
+    unit   keys are scaled to length 1 before the mean
+    """
+
+    unit: bool = False
+    observes: ClassVar[bool] = False
+
+    def scans(self):
+        return 2  # the mean key, and cosines with it
+
+    def measure(self, slots, observation):
+        def one(keys):
+            keys = keys.float()
+            mean = (F.normalize(keys, dim=-1) if self.unit else keys).mean(0, keepdim=True)
+            return torch.cosine_similarity(keys, mean, dim=-1)
+
+        return per_head(slots, "k", one)

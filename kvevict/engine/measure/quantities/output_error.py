@@ -1,0 +1,72 @@
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from .... import _ops
+from . import QUANTITIES, Quantity, observed
+
+
+@QUANTITIES.add("output_error")
+@dataclass(frozen=True)
+class OutputError(Quantity):
+    """How far the observers' attention outputs move when one slot is removed, summed over rows, as `kvevict._ops.error`
+    defines its kinds.
+
+    kind     "edie" (EDIE eq. 9-11), "l1" (eq. 7), "l2" (CAOTE eq. 6)
+    alpha    keeps the denominator 1 + alpha - a of "edie" from vanishing
+    weight   c_j of row j (EDIE eq. 10, table 3): its largest attention weight over the slots at positions
+             w <= i < T - 2w ("middle"), all ("all"), i < T - 2w ("i<=t-2w"), w <= i ("i>w"), or 1 ("none"); w is the
+             number of observers, T the tokens seen
+    group    over the query heads of a kv head
+    """
+
+    kind: str
+    alpha: float = 0.0
+    weight: str = "none"
+    group: str = "sum"
+    outputs: ClassVar[bool] = True
+
+    def passes(self, known=False):
+        return 1 if self.weight == "none" else 2
+
+    def scans(self):
+        return 1
+
+    def measure(self, slots, observation):
+        weights, total, start = self.row_weights(slots, observation), None, 0
+        for part in observation.parts:
+            rows = part.q.shape[2]
+            own = None if weights is None else weights[:, :, start : start + rows].contiguous()
+            options = dict(kind=self.kind, alpha=self.alpha, weight=own, columns=slots.columns)
+            each = observed(_ops.error, slots, part, (part.out,), self.group, **options)
+            total, start = each if total is None else total + each, start + rows
+        return total
+
+    def row_weights(self, slots, observation):
+        """c_j [B, H, R], or None for 1. A head without a slot in the range takes the slots outside the window; 1 when
+        there is none either."""
+        if self.weight == "none":
+            return None
+        rows, position, n = observation.row_count[:, None], slots.positions, slots.n
+        alive = position >= 0
+        before = lambda stop: (alive & (position < stop[..., None])).sum(-1)  # noqa: E731  slots at earlier positions
+        end = position.amax(-1).amax(-1, keepdim=True) + 1  # T
+        zero, outside = torch.zeros_like(n), before(end - rows)
+        lo = before(rows.expand_as(n)) if self.weight in ("middle", "i>w") else zero
+        hi = before((end - 2 * rows).expand_as(n)) if self.weight in ("middle", "i<=t-2w") else n
+        empty = hi <= lo
+        lo, hi = torch.where(empty, zero, lo), torch.where(empty, outside, hi)
+        largest = peak(slots, observation, lo.to(torch.int32), hi.to(torch.int32))
+        none = (hi <= lo).repeat_interleave(largest.shape[1] // n.shape[1], 1)
+        return largest.masked_fill(none[..., None], 1.0)
+
+
+def peak(slots, observation, lo, hi):
+    """The largest attention weight of each observer over slots lo <= i < hi [B, Hkv]: [B, H, R], part by part."""
+    heads, found = slots.kv.stored.len.shape[1], []
+    for part in observation.parts:  # slots from `stop` on are not seen: they get nothing
+        end = torch.minimum(hi, slots.n - (slots.kv.k.shape[2] - part.stop.to(torch.int32))[:, None])
+        ends = [x if x.shape[1] == heads else x.expand(-1, heads).contiguous() for x in (torch.minimum(lo, end), end)]
+        found.append(observed(_ops.peak, slots, part, ends))
+    return torch.cat(found, 2)

@@ -1,0 +1,49 @@
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from .... import families
+from . import QUANTITIES, Quantity, each_head
+
+BLOCK = 1024  # slots at once, so that what W_O makes of them is a small matrix
+
+
+@QUANTITIES.add("output_norm")
+@dataclass(frozen=True)
+class OutputNorm(Quantity):
+    """||W_O,h v_i||_1, mean over the query heads h of a group, W_O,h being the columns of the output projection that
+    head h feeds: [B, Hkv, C]. In fp32, whatever the weights are."""
+
+    observes: ClassVar[bool] = False
+
+    def ready(self, decoder, modules):
+        for module in modules:
+            if families.output_of(module) is None:
+                raise ValueError(
+                    f"{type(module).__name__} has no output projection by a known name, by which this policy measures "
+                    f"values ({', '.join(families.OUTPUTS)}): take another score or refinement"
+                )
+
+    def scans(self):
+        return 1
+
+    def flops(self, shape, rows, slots):
+        return 2 * slots * shape.heads * shape.head_dim * shape.hidden
+
+    def measure(self, slots, observation):
+        kv, patch = slots.kv, slots.kv.step.patch
+        weight = _of_heads(kv.module, patch)
+        group = len(weight) // kv.stored.len.shape[1]  # 1 of latents, whose every head has values of its own
+        out = torch.zeros(*kv.stored.len.shape, slots.columns, device=slots.device)
+        for b, h, v in each_head(slots, "v"):
+            for head in weight[h * group : (h + 1) * group]:
+                head = head.to(v.device).float()
+                norms = [(x.float() @ head).abs().sum(1) for x in v[:, : len(head)].split(BLOCK)]
+                out[b, h, : len(v)] += torch.cat(norms) / group
+        return slots.heads.merge(out)
+
+
+def _of_heads(module, patch):
+    """[H, Dv, E] of this rank's query heads."""
+    return families.output_weight(module, patch.ranks.size > 1).T.unflatten(0, (patch.local_heads[0], -1))

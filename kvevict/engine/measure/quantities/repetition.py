@@ -1,0 +1,128 @@
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from .... import _ops
+from .. import projection
+from ..observation import rolled
+from . import QUANTITIES, Quantity, observed
+
+
+@QUANTITIES.add("repetition")
+@dataclass(frozen=True)
+class Repetition(Quantity):
+    """The largest attention weight, over rows and the heads of a group, of repeated rows (rows="repeat") whose softmax
+    spans a head's first `sink` slots, the chunk, and what of the repetition each row sees (KVzip, section 3.2).
+
+    Slots that are in none of these get what they would if they were, at most 1; of a prompt that is repeated in parts
+    its slots in other parts get NaN.
+    """
+
+    sink: int = 4
+
+    def passes(self, known=False):
+        return 1
+
+    def looks_at(self, alive, again):
+        return again or alive
+
+    def attended(self, tokens, stored, appended):
+        return appended * (min(stored, self.sink) + tokens) + appended * (appended + 1) // 2
+
+    def measure(self, slots, observation):
+        (part,), kv, stored = observation.parts, slots.kv, slots.kv.stored
+        part = self.spanning(slots, part)
+        if part.of is None:
+            everything = kv.within(0 * stored.len, stored.len)
+            return _largest(replace(slots, kv=everything), part, slots.columns)
+        prompt, start, count = (x[:, None].expand_as(stored.len) for x in part.of)
+        old = stored.len - prompt
+        found = torch.full((*slots.n.shape, slots.columns), torch.nan, device=slots.device)
+        for begin, length in ((0 * old, old), (old + start, count)):
+            most = int(length.max()) if length.numel() else 0
+            if most:
+                own = _largest(replace(slots, kv=kv.within(begin, length)), part, most)
+                found = _placed(found, own, begin[:, : own.shape[1]], length[:, : own.shape[1]])
+        return found
+
+    def spanning(self, slots, part):
+        """Observers whose lse is over the slots that their softmax spans."""
+        kv, stored = slots.kv, slots.kv.stored
+        if part.of is None:
+            return self._spanning(part, kv, 0 * stored.len, stored.len.clamp_max(self.sink))
+        prompt, start, count = (x[:, None].expand_as(stored.len) for x in part.of)
+        return self._spanning(part, kv, stored.len - prompt + start, count)
+
+    def _spanning(self, part, kv, begin, count):
+        """The observers, with the log-sum-exp of a softmax over stored slots begin .. begin + count - 1 [B, heads],
+        the chunk and the repetition, and over those of the first `sink` slots that come before."""
+        stored, within, options = kv.stored, kv.within(begin, count).stored, kv.options
+        k, v = (torch.cat(pair, 2) for pair in zip((kv.k, kv.v), kv.appended, strict=True))
+        moved = bool(part.skip.any())
+        q = rolled(part.q, -part.skip) if moved else part.q  # in the order of their keys
+        _, lse = _ops.attend(q, within.k, within.v, within.offset, within.len, k, v, kv.first, **options)
+        sinks = begin.clamp_max(self.sink).contiguous()
+        if bool(sinks.any()):
+            none, no_rows = 0 * kv.first, k[:, :, :0]
+            held = stored.k, stored.v, stored.offset, sinks
+            _, more = _ops.attend(q, *held, no_rows, no_rows, none, stop=none, **options | dict(sinks=None))
+            lse = torch.logaddexp(lse, more)
+        return replace(part, lse=rolled(lse, part.skip) if moved else lse)
+
+
+def _largest(slots, part, columns):
+    return observed(_ops.score, slots, part, reduce="max", group="max", columns=columns).clamp_max(1)
+
+
+def _placed(found, own, begin, count):
+    """`found` [B, Hkv, C] with own [B, Hkv, K] in its columns begin .. begin + count - 1 [B, Hkv]."""
+    place = torch.arange(found.shape[2], device=found.device) - begin[..., None]
+    inside = (place >= 0) & (place < count[..., None])
+    return torch.where(inside, own.gather(2, place.clamp(0, own.shape[2] - 1)), found)
+
+
+@QUANTITIES.add("repeated_output")
+@dataclass(frozen=True)
+class RepeatedOutput(Repetition):
+    """a_ji ||W_O,h v_i||_2 / ||x_j||_2, the largest over repeated rows j and the heads h of a group (KVzip+, Jegou
+    and Jeblick 2026, section 2.2): how much slot i adds at row j, beside what enters the attention block there.
+
+    support   what the softmax of a spans: "chunk", as in `repetition`, or "all" that a row sees
+    """
+
+    support: str = "chunk"
+    hidden: ClassVar[bool] = True
+
+    def ready(self, decoder, modules):
+        for module in modules:
+            projection.check(module)
+
+    def looks_at(self, alive, again):
+        return super().looks_at(alive, again) if self.support == "chunk" else alive
+
+    def attended(self, tokens, stored, appended):
+        return super().attended(tokens, stored, appended) if self.support == "chunk" else 0
+
+    def scans(self):
+        return 1
+
+    def products(self, rows, slots):
+        return slots
+
+    def measure(self, slots, observation):
+        (part,), chunk = observation.parts, self.support == "chunk"
+        part = self.spanning(slots, part) if chunk else part
+        size = slots.kv.hidden[:, -part.q.shape[2] :].float().norm(dim=-1)
+        size = rolled(size[:, None], part.skip)  # [B, 1, R], in the observers' order
+        counts = torch.arange(size.shape[2], device=size.device) >= part.skip[:, None, None]
+        most = 1 / torch.where(counts, size, torch.inf).amin(2, keepdim=True)
+        weighed = replace(part, lse=part.lse + size.log())  # a / ||x|| = exp(logit - lse - ln ||x||)
+        a = observed(_ops.score, slots, weighed, reduce="max", group="none", columns=slots.columns)
+        found = slots.heads.reduce(torch.minimum(a, most) * projection.norms(slots), "max")
+        if not chunk or part.of is None:
+            return found
+        prompt, start, count = (x[:, None, None] for x in part.of)
+        place = torch.arange(found.shape[2], device=found.device) - (slots.n[..., None] - prompt)
+        inside = (place < 0) | ((place >= start) & (place < start + count))
+        return found.masked_fill(~inside, torch.nan)

@@ -1,0 +1,189 @@
+"""One layer's alive slots before a cut, and the heads that they are of. Values: nothing here is changed once made."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from ... import _ops
+from ..slots import host
+
+REDUCE = {"sum": torch.sum, "mean": torch.mean, "max": torch.amax}
+
+
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """The kv heads of a layer that choose slots on this rank: all of them, or a rank's part (tensor parallel). Latents
+    (MLA), which all heads share, are chosen for as one head."""
+
+    ranks: Any  # kvevict.engine.slots.ranks.Ranks
+    count: int
+
+    def numbers(self, device):
+        """int64 [Hkv] the numbers of these heads among the layer's."""
+        return self.ranks.rank * self.count + torch.arange(self.count, device=device)
+
+    def gather(self, x, columns=None):
+        """x [B, Hkv, ..] of all ranks' heads; columns: of x [B, Hkv, C], filled up with 0."""
+        return self.ranks.gather(x, columns)
+
+    def sum(self, x):
+        """The sum of all ranks' x."""
+        return self.ranks.sum(x)
+
+    def reduce(self, x, how):
+        """x [B, H, C] of query heads, reduced over each group ("sum", "mean", "max"): [B, Hkv, C]; "none": as it is."""
+        return x if how == "none" else REDUCE[how](x.unflatten(1, (self.count, -1)), 2)
+
+    def merge(self, x):
+        """x [B, heads, C] as one choice needs it: of latents, the mean over the heads that share them."""
+        return x if x.shape[1] == self.count else x.mean(1, keepdim=True)
+
+
+@dataclass(frozen=True, eq=False)
+class KV:
+    """Keys and values of [stored | new] as the ops read them; of latents, every head's."""
+
+    step: Any
+    layer: Any  # the EvictionLayer
+    module: Any
+    k: torch.Tensor  # [B, heads, S, D] new ones
+    v: torch.Tensor
+    first: torch.Tensor  # [B] int32 of them are left padding
+    padding: np.ndarray  # the same on the host
+    options: dict[str, Any]  # scale, softcap, sinks of attention
+    appended: tuple = ()  # k, v [B, heads, p, D] of rows that are read with the call and not stored
+    hidden: torch.Tensor | None = None  # [B, T, E] input of the attention block, of all rows; None: nobody needs it
+
+    @cached_property
+    def stored(self):
+        """What holds `k`, `v` [N, D], `pos` [N], `offset`, `len` [B, heads] of the stored slots."""
+        return self.layer.slots(self.module)
+
+    @property
+    def end(self):
+        """[B] the new columns' end."""
+        return self.k.shape[2] + 0 * self.first
+
+    def within(self, begin, count):
+        """The same of stored slots begin .. begin + count - 1 [B, heads] alone."""
+        part = replace(self.stored, offset=self.stored.offset + begin, len=count.contiguous())
+        return _Within(**{f.name: getattr(self, f.name) for f in fields(self)}, part=part)
+
+
+@dataclass(frozen=True, eq=False)
+class _Within(KV):
+    part: Any = None
+    stored = property(lambda self: self.part)
+
+
+@dataclass(frozen=True, eq=False)
+class Slots:
+    """The alive slots of one layer: n[b,h] of head (b, h), those stored before first, then the new ones; no padding.
+    C = `columns` is the largest n."""
+
+    index: int  # the decoder layer's number
+    heads: Heads
+    n: torch.Tensor  # int32 [B, Hkv]
+    counts: np.ndarray  # n on the host
+    all_counts: np.ndarray  # [B, heads of all ranks]
+    protect: Callable  # () -> `protected`
+    pos: torch.Tensor | None = None  # int32 [B, S] of the new columns
+    kv: KV | None = None  # None: of all ranks' heads, which nobody holds
+    prompt: np.ndarray | None = None  # [B, heads of all ranks] each head's first slots that stay: `keep_prompt`
+
+    @cached_property
+    def columns(self) -> int:
+        return int(self.counts.max()) if self.counts.size else 0
+
+    device = property(lambda self: self.n.device)
+
+    @cached_property
+    def protected(self) -> tuple:
+        """(first, last) int32 [B]: slots at either end that are kept whatever they are worth."""
+        return self.protect()
+
+    @cached_property
+    def past(self):
+        """int32 [B, Hkv] slots of the prompt that each head keeps beside its budget; 0 while prompts are cut, too."""
+        if self.prompt is None:
+            return torch.zeros_like(self.n)
+        return host.upload(self.heads.ranks.mine(self.prompt), self.device, torch.int32)
+
+    @cached_property
+    def first(self):
+        """int32 [B, Hkv] first slots of each head that are protected."""
+        return torch.maximum(self.protected[0][:, None], self.past)
+
+    @cached_property
+    def alive(self):
+        """int [B] slots of all ranks' heads together, on the host."""
+        return self.all_counts.sum(1)
+
+    @cached_property
+    def least(self):
+        """int32 [B, Hkv] protected slots that each head has."""
+        return torch.minimum(self.n, self.first + self.protected[1][:, None])
+
+    @cached_property
+    def competing(self):
+        """Whether a slot exists and is not protected: [B, Hkv, C]."""
+        column = torch.arange(self.columns, device=self.device)
+        return (column >= self.first[..., None]) & (column < (self.n - self.protected[1][:, None])[..., None])
+
+    @cached_property
+    def positions(self):
+        """int32 [B, Hkv, C] positions of the alive slots, ascending; -1 past a head's end."""
+        stored, first = self.kv.layer.storage.gathered(), self.kv.first
+        column = torch.arange(self.columns, device=self.device)
+        table = torch.cat([stored.pos, self.pos.flatten(), stored.pos.new_full((1,), -1)])
+        row = torch.arange(self.n.shape[0], device=self.device)[:, None, None]
+        new = len(stored.pos) + row * self.pos.shape[1] + first[:, None, None] + column - stored.len[..., None]
+        place = torch.where(column < stored.len[..., None], stored.offset[..., None] + column, new)
+        return table[place.masked_fill(column >= self.n[..., None], -1)]
+
+    def all_ranks(self, shared: bool):
+        """The slots of all ranks' heads, as what compares heads sees them. shared: all heads hold the same."""
+        if self.heads.ranks.size == 1:
+            return self
+        n, counts = host.upload(self.all_counts, self.device, torch.int32), self.all_counts
+        return _AllRanks(
+            self.index, self.heads, n, counts, counts, lambda: self.protected, prompt=self.prompt, own=self,
+            shared=shared,
+        )  # fmt: skip
+
+    def removal_error(self, numbers, fast: bool):
+        """CAOTE (eq. 6 and 8) of numbers [B, Hkv, C] >= 0 taken as attention weights, as `kvevict._ops.refine`."""
+        kv, heads = self.kv, self.kv.stored.len.shape[1]
+        if numbers.shape[1] != heads:
+            numbers = numbers.expand(-1, heads, -1)
+        error = _ops.refine(
+            kv.stored.v, kv.stored.offset, kv.stored.len, kv.v, kv.first, kv.end, numbers.contiguous(), fast=fast
+        )
+        return self.heads.merge(error)
+
+    def waiting(self):
+        """These slots without what is of one call: expanded latents, the attention block's input."""
+        return replace(self, kv=replace(self.kv, hidden=None))
+
+
+@dataclass(frozen=True, eq=False)
+class _AllRanks(Slots):
+    """Positions are gathered when they are asked for: heads with equal budgets do without."""
+
+    own: Any = None  # the slots of this rank's heads
+    shared: bool = False
+
+    @cached_property
+    def past(self):
+        return torch.zeros_like(self.n) if self.prompt is None else host.upload(self.prompt, self.device, torch.int32)
+
+    @cached_property
+    def positions(self):
+        heads = self.all_counts.shape[1]
+        if self.shared:
+            return self.own.positions[:, :1].expand(-1, heads, -1)
+        return self.heads.ranks.gather(self.own.positions, self.columns, fill=-1)

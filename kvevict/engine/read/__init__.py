@@ -1,0 +1,1 @@
+"""What of a prompt is read next, and which slots go."""

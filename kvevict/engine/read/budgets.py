@@ -1,0 +1,109 @@
+"""How many slots every layer may keep, chunk by chunk (METHODS section 4)."""
+
+import numpy as np
+
+from ...policy.checks import PLENTY
+from ...policy.layers import layer_slots
+from . import schedule
+from .decisions import Cascade, Decisions, Pooled
+
+
+class Budgets:
+    """Slots of `layers` layers of `heads` kv heads, chunk by chunk of a read of `seen` tokens [B]."""
+
+    def __init__(self, policy, layers: int, heads: int, seen: list):
+        self.policy, self.layers, self.heads, self.seen = policy, layers, heads, seen
+        self.targets = None  # int [layers, B] slots of each layer after the last chunk that was decided
+        self.budgets = None  # the same, of rows that lose none what they may keep later
+        self.cuts = np.zeros(len(seen), bool)  # [B] rows that may lose slots after that
+        self.errors = np.zeros((layers, len(seen)))  # sums over chunks of the layers' errors
+        self.measurements = np.zeros(len(seen), np.int64)  # [B] how many chunks those are
+
+    def decide(self, chunk, tokens, stored, observed) -> Decisions:
+        """What becomes of the layers after a chunk that brings tokens [B] to stored [layers, B] slots. observed: bool
+        [B] rows that have tokens whose rows observe."""
+        policy = self.policy
+        if not chunk.evicts:
+            return Decisions(policy, self.layers, lambda layer, alive: None)
+        alive = stored + self.heads * schedule.read(policy, chunk.narrow, tokens)
+        total = np.array([policy.slots(n) for n in self.seen]) * self.heads * self.layers
+        over = (alive.sum(0) > total) & observed
+        self.cuts = over if policy.threshold is None else observed
+        bar = None if policy.threshold is None else np.where(observed, policy.threshold, -np.inf)
+        targets = self.targets = self.split(alive, self.mean_errors())
+        free = targets if over.all() else self.split(None, self.mean_errors())
+        self.budgets = np.minimum(np.where(over, targets, free), PLENTY)
+        if self.cuts.any() and policy.layers.cascades:
+            return Cascade(policy, self.layers, self.heads, lambda asked: self._shared(alive, asked), self.cuts)
+        if self.cuts.any() and policy.layers.pools:
+            return Pooled(policy, self.layers, targets, over, bar)
+        warmup = np.array([policy.warmup_slots(n) for n in self.seen]) * self.heads
+
+        def limit(layer, _):
+            return warmup if schedule.relaxed(policy, layer, self.layers, chunk) else targets[layer]
+
+        return Decisions(policy, self.layers, limit, observed, bar)
+
+    def split(self, alive, measured):
+        """int [layers, B] by `layer_slots`."""
+        return layer_slots(self.policy, self.layers, self.heads, self.seen, alive, measured).numpy()
+
+    def _shared(self, alive, asked):
+        slots = self.split(alive, asked.T.tolist())
+        self.budgets = np.where(self.cuts, slots, self.budgets)
+        return slots
+
+    def note(self, errors) -> None:
+        """Take in what a chunk measured: fp64 [layers, B]."""
+        self.errors += errors * self.cuts
+        self.measurements += self.cuts
+
+    def mean_errors(self) -> list:
+        """Per row the layers' mean errors over the chunks so far; None where nothing was measured."""
+        means = (self.errors / self.measurements.clip(1)).T.tolist()
+        return [row if n else None for row, n in zip(means, self.measurements, strict=True)]
+
+    def learn(self) -> None:
+        """The read's end: every row that was evicted from is a context of its task."""
+        measured = [row for row in self.mean_errors() if row is not None]
+        if measured:
+            self.policy.layers.learn(measured)
+
+
+def check_groups(policy, cache, layers, ranks) -> None:
+    """Layers, or a layer's heads, that share a choice must hold the same slots, as they do if they always did."""
+    if layers[0].len is None or cache.policy is policy:
+        return
+    for group in policy.groups(len(layers)):
+        held = [places(layers[order], policy.shared) for order in group if len(group) > 1 or policy.shared]
+        every = ranks.objects(held)
+        alike = all(None not in each and each == each[:1] * len(each) for each in every)
+        if not alike or (policy.shared and any(each != held for each in every)):
+            raise ValueError(
+                "past_key_values was read under another policy, and layers or heads that are to share their choice "
+                "hold different slots; read the prompt again under this policy"
+            )
+
+
+def places(layer, shared: bool):
+    """Positions of a layer's slots as numbers, by row and head; None where heads that ought to be alike are not."""
+    heads = [[head.tolist() for head in row] for row in layer.positions()]
+    return None if shared and any(head != row[0] for row in heads for head in row) else heads
+
+
+def renew(policy, cache, layers, heads, ranks) -> None:
+    """Budgets of a cache that was read under another policy, or without one."""
+    if cache.policy is policy:
+        return
+    check_groups(policy, cache, layers, ranks)
+    slots = layer_slots(policy, len(layers), heads, layers[0].seen.tolist())
+    least = policy.smallest_budget() * heads
+    for layer, budget in zip(layers, slots, strict=True):
+        loaded = cache.policy is None and layer.budget is not None
+        if not (loaded or cache.policy == policy) or layer.budget.min() < least:
+            layer.budget = np.minimum(budget.numpy(), PLENTY)
+        if not loaded and cache.policy != policy:
+            layer.decode_queries = None  # another policy's rows, or rows with a gap after them
+            if policy.carry == "none":
+                layer.carry = None
+    cache.policy = policy

@@ -1,0 +1,125 @@
+"""Who carries out which slots of a call survive. A call has one chooser, which sees its layers in order; what only
+drafting needs is in draft.py."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ..slots import host
+from . import evict, propagate
+from .layer_call import LayerCall
+from .schedule import observes
+
+
+class Chooser:
+    """Everything survives (assisted decoding's candidates, which may be taken back)."""
+
+    errors = None  # the kvevict.engine.read.residual.Errors that the call measures
+    onward = None  # the kvevict.engine.read.propagate.Onward: tokens of the call that upper layers read
+    held = 0  # layers whose new slots wait
+
+    def layer(self, call) -> None:
+        """The end of one layer's attention."""
+        of_tokens = call.step.patch.of_tokens is not None
+        evict.store(call, carried=evict.numbers(call).carried if of_tokens else call.layer.carry)
+
+    def end(self, chunk_end) -> None:
+        """The end of the call, with what a `ChunkEnd` says of it."""
+
+    def due(self, order: int, counts) -> bool:
+        """Whether a layer whose heads hold counts [B, heads of all ranks] slots is to be cut."""
+        return False
+
+
+class Pending(NamedTuple):
+    """A layer that was read and may be cut."""
+
+    call: LayerCall
+    carried: torch.Tensor | None
+    ranked: torch.Tensor | None  # None: another layer chooses
+
+
+class Deciding(Chooser):
+    """Carries out `kvevict.engine.read.decisions.Decisions`."""
+
+    def __init__(self, decisions, errors=None):
+        self.decisions, self.errors = decisions, errors
+        self.pending: dict = {}  # layer's number -> Pending
+        self.choices: dict = {}  # layer's number -> its evict.Choice; None: it kept everything
+
+    @property
+    def held(self):
+        return sum(each.call.new[0].shape[2] > 0 for each in self.pending.values())
+
+    def layer(self, call):
+        policy, order, chunk = call.policy, call.order, call.step.chunk
+        observed = chunk is None or chunk.observed
+        observing = observed and observes(policy, order, len(call.step.patch.order))
+        if observing and not call.step.decoding:
+            call.step.read.memory[call.slots.index] = call.step.rows.accumulate(call.rows, call.memory())
+            for each in call.step.patch.needed:
+                each.accumulate(call.rows)
+        if self.decisions.asks:
+            self._ask(call)
+        decision = self.decisions.at(order, call.slots.alive)
+        narrows = propagate.due(call)
+        carries = observing and (policy.carry != "none" or (chunk is not None and chunk.again is not None))
+        score, carried = None, None if observed else call.layer.carry
+        if decision.scores or narrows or carries or self.errors is not None:
+            carried, score = evict.numbers(call)
+        if self.errors is not None:
+            self.errors.note_scores(call, score)
+        if narrows:
+            self.onward = propagate.choose(call, score)
+        for watcher in call.step.watchers:
+            watcher.read(call, score)
+        waits = all(cut.layer != order for cut in decision.cuts)
+        self.pending[order] = Pending(
+            call.waiting() if waits else call, carried, evict.ranked(call, score) if decision.scores else None
+        )
+        keep = self._pool(decision.cuts) if decision.pooled else {}
+        for cut in decision.cuts:
+            self._carry_out(cut, keep.get(cut.layer))
+
+    def due(self, order, counts):
+        return self.decisions.kept(order, counts.sum(1)) is not None
+
+    def _ask(self, call):
+        layers = call.policy.layers
+        asked = layers.preference(call.slots, *call.measured(layers.needs))
+        self.decisions.ask(call.order, asked.cpu().numpy())
+
+    def _pool(self, cuts) -> dict:
+        """How many slots [B, heads of all ranks] each layer keeps, by one ranking of them all."""
+        waiting = [self.pending[cut.layer] for cut in cuts]
+        first = waiting[0].call
+        policy, device = first.policy, first.slots.device
+        slots = sum(np.minimum(cut.slots, each.call.slots.alive) for cut, each in zip(cuts, waiting, strict=True))
+        with first.step.meter.clock("select"):
+            layers = [each.call.slots.all_ranks(policy.shared) for each in waiting]
+            scores = [
+                each.call.slots.heads.gather(each.ranked, whole.columns)
+                for each, whole in zip(waiting, layers, strict=True)
+            ]
+            keep = policy.layers.keep(layers, scores, host.upload(slots, device))
+            keep = [evict.within(*each, self.decisions.bar) for each in zip(keep, layers, scores, strict=True)]
+        return {cut.layer: each for cut, each in zip(cuts, keep, strict=True)}
+
+    def _carry_out(self, cut, keep=None):
+        """Store or cut a layer; one that is cut again stays pending, with what its survivors are ranked by."""
+        call, carried, ranked = self.pending.pop(cut.layer)
+        if keep is not None:
+            with call.step.meter.clock("select"):
+                self.choices[cut.layer] = evict.take(call, ranked, keep.to(call.slots.device))
+        elif cut.by == cut.layer:
+            slots = None if cut.slots is None else np.minimum(cut.slots, call.slots.alive)
+            bar = self.decisions.bar
+            cuts = slots is not None and (bar is not None or (slots < call.slots.alive).any())
+            self.choices[cut.layer] = evict.choose(call, ranked, slots, cut.final, bar) if cuts else None
+        choice = self.choices[cut.by]
+        if choice is not None or call.new[0].shape[2] or carried is not None or call.step.decoding:
+            evict.store(call, choice, carried)
+        if not cut.final:
+            ranked = ranked if choice is None else evict.kept(ranked, choice.index)
+            self.pending[cut.layer] = Pending(call.stored(), None, ranked)

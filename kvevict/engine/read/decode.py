@@ -1,0 +1,89 @@
+"""One decoded token in one layer: it is stored and attends, and only where slots are due to go are they scored."""
+
+import numpy as np
+import torch
+
+from ... import _ops
+from ...policy.heads.equal import Equal, shares
+from ...policy.scores import Score
+from ...policy.selections.token import Token
+from ..measure.observation import LayerRows
+from ..slots import host
+from ..slots.carried import join, of_layer, wide
+from .evict import kept
+from .layer_call import layer_call, protected
+from .schedule import observes
+
+
+def attend(step, layer, module, query, key, value, new, options, hidden=None) -> tuple:
+    """(LayerCall of a layer that is to be scored or None, out [B, 1, H, D])."""
+    patch, chooser = step.patch, step.chooser
+    columns = layer.longest() + 1 if patch.wants_probs else 0
+    with step.meter.clock("decode"):
+        out, lse, probs = layer.decode(query, *new, step.positions, module, columns=columns, **options)
+    layer.advance(1, 1)
+    if patch.of_tokens is not None and observes(patch.policy, patch.order[module.layer_idx], len(patch.order)):
+        carry_newest(layer, patch.of_tokens.tokens(step, module, hidden))
+    if chooser is None:
+        return None, out
+    order, policy = patch.order[module.layer_idx], patch.policy
+    observing = observes(policy, order, len(patch.order))
+    if policy.decode and observing and policy.rows.decoded and not policy.rows.newest:
+        remember(policy, layer, query, out if patch.wants_outputs else None)
+    probs = probs if patch.wants_probs else None
+    due = chooser.due(order, patch.ranks.counts(layer))
+    if policy.carry == "sum" and observing and policy.score.adds_attention:
+        sums = join("sum", probs, layer.carry)
+        if not due:
+            layer.carry = of_layer(sums, layer)
+            return None, out
+        if drops_smallest(policy) and drop(step, layer, module, order, sums):
+            return None, out
+    elif not due and (policy.carry != "sum" or not observing):
+        return None, out
+    (k, v), new = ([x[:, :, :0] for x in pair] for pair in ((key, value), new))
+    return layer_call(step, layer, module, query, k, v, out, lse, options, probs, new), out
+
+
+def carry_newest(layer, numbers) -> None:
+    """The newest slot of each head carries its number: numbers [B, Hkv, 1]."""
+    width, known = layer.longest(), layer.carry
+    if known is None:
+        known = numbers.new_full((*numbers.shape[:2], width), torch.nan)
+    layer.carry = wide(known, width).scatter(2, (layer.len - 1).long()[..., None], numbers)
+
+
+def drops_smallest(policy) -> bool:
+    """Whether each head drops the slots with its smallest sums of attention, whatever others hold."""
+    apart = policy.n_reuse == 1 and policy.warmup_layers in (None, 1) and type(policy.heads) is Equal
+    apart = apart and not policy.keep_prompt
+    plain = type(policy.score).pooled is Score.pooled and not policy.score.factors and not policy.refine.refines
+    return apart and plain and type(policy.select) is Token and not policy.select_by_layer
+
+
+def drop(step, layer, module, order, sums) -> bool:
+    """Cut a layer to its budget by sums [B, Hkv, C] of its slots: what its `LayerCall` would come to, without one.
+    False, and nothing is done, if the heads' equal shares are more than some head has."""
+    counts, policy = layer.counts, step.patch.policy
+    slots, heads = step.chooser.decisions.kept(order, counts.sum(1)), counts.shape[1]
+    keep = shares(slots, np.arange(heads))
+    if step.patch.ranks.size > 1 or (keep > counts).any():
+        return False
+    with step.meter.clock("evict"):
+        rows = LayerRows(step, module, layer, None, None, None, 0, step.first.clamp_max(0))
+        first, last = protected(policy, policy.select, rows, counts.max(1))
+        wanted = host.upload(keep, sums.device, torch.int32)
+        index = _ops.select(sums.contiguous(), layer.len, wanted, first, last, int(keep.max()))
+        layer.keep(index, keep)
+        level = keep.min() == keep.max()  # the index has no -1
+        layer.carry = sums.gather(2, index.long()) if level else kept(sums, index, torch.nan)
+        step.meter.live[module.layer_idx] = layer.live_bytes()
+    return True
+
+
+def remember(policy, layer, query, out) -> None:
+    """Keep a decoded row [B, H, 1, D], and its output if that is wanted: it will observe."""
+    row = query if out is None else torch.cat([query, out.transpose(1, 2)], 3)
+    other = layer.decode_queries is None or layer.decode_queries.shape[3] != row.shape[3]  # of another policy
+    rows = row if other else torch.cat([layer.decode_queries, row], 2)
+    layer.decode_queries = rows[:, :, -policy.rows.decoded :]

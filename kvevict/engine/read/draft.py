@@ -1,0 +1,159 @@
+"""How a model drafts for itself (LAQ): a prompt is read with nothing evicted, a copy of its cache that SnapKV has cut
+writes a few tokens, and the rows that these had then observe."""
+
+import copy
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from ... import families
+from ...compat import CACHE
+from ...context import enter
+from ...policy.policy import Policy
+from ...policy.rows.drafted import head
+from ...policy.rows.window import Window
+from ..slots.adopt import StatefulLayer
+from ..slots.cache import EvictionLayer, fit
+from ..slots.latent import LatentLayer
+from ..watch.meter import Meter
+from . import evict
+from .choosers import Chooser
+from .layer_call import layer_call
+from .step import Step
+
+
+@dataclass(frozen=True)
+class _FirstWindow(Window):
+    """A window of at most half of what a layer keeps, so that a small budget holds more than a window."""
+
+    def observe(self, call, past):
+        return call.chunk(self.window, self.protect(call))
+
+    def protect(self, call):
+        return (call.budget // 2).clamp(1, self.window)
+
+
+FIRST_CUT = Policy(score="snapkv", rows=_FirstWindow(), budget=2**30)
+
+
+class _DraftLayer(EvictionLayer):
+    """The slots of `choice` in [stored | new] of a layer, copied; notes the rows that are decoded over them."""
+
+    def __init__(self, call, choice, room):
+        super().__init__()
+        self.lazy_initialization(call.new[0])
+        kept = choice.index, choice.keep, *call.new, call.slots.pos, call.slots.kv.first
+        self.storage = call.layer.storage.gathered().moved(choice.keep + room, *kept)
+        self.columns, self.seen = call.layer.columns, call.layer.seen
+        self.rows = []  # (q [B, H, 1, D], k, v [B, Hkv, 1, D]) of each
+
+    def decode(self, q, k, v, pos, module, **options):
+        self.rows.append((q, k, v))
+        return super().decode(q, k, v, pos, module, **options)
+
+
+class _StatefulDraftLayer(_DraftLayer, StatefulLayer):
+    """One with a copy of the state too, which is updated in place."""
+
+    def __init__(self, call, choice, room):
+        super().__init__(call, choice, room)
+        self.state = copy.deepcopy(call.layer.state)
+
+
+class _LatentDraftLayer(_DraftLayer, LatentLayer):
+    """One of latents; notes every head's keys and values of the rows."""
+
+    def __init__(self, call, choice, room):
+        super().__init__(call, choice, room)
+        self.widths = call.layer.widths
+
+    def decode(self, q, k, v, pos, module, **options):
+        whole = torch.cat([k, v], -1)[..., : sum(self.widths)]
+        self.rows.append((q, *fit(*module.expand_kv(*whole.split(self.widths, -1)))))
+        return LatentLayer.decode(self, q, k, v, pos, module, **options)
+
+
+DRAFT_LAYERS = {EvictionLayer: _DraftLayer, StatefulLayer: _StatefulDraftLayer, LatentLayer: _LatentDraftLayer}
+
+
+class _Watch(Chooser):
+    """A draft's step: only what TADA measures of its rows is of interest."""
+
+    def __init__(self, errors):
+        self.errors = errors
+
+
+class Drafting(Chooser):
+    """Layers wait until tokens were drafted; then `chooser` sees them in order."""
+
+    def __init__(self, chooser):
+        self.chooser, self.errors, self.calls = chooser, chooser.errors, []
+
+    held = property(lambda self: len(self.calls))
+
+    def layer(self, call):
+        """Wait, with no more than the rows that observe the prompt."""
+        self.calls.append(call.drafting(max(FIRST_CUT.rows.window, call.policy.rows.window)))
+
+    def end(self, chunk_end):
+        calls, self.calls = self.calls, []
+        caches = self._drafted(chunk_end, calls)
+        while calls:
+            call = calls.pop(0)
+            rows, caches[call.slots.index] = caches[call.slots.index].rows, None
+            drafted = tuple(torch.cat(part, 2) for part in zip(*rows, strict=True))
+            with call.step.meter.clock("evict"):
+                self.chooser.layer(replace(call, rows=replace(call.rows, drafted=drafted)))
+
+    def _drafted(self, chunk_end, calls) -> list:
+        """The layers of an evicted copy of the cache, over which tokens were drafted."""
+        step, meter, n_d = chunk_end.step, chunk_end.step.meter, chunk_end.step.patch.policy.rows.n_d
+        with meter.clock("draft"):
+            quiet = copy.copy(step.patch)
+            quiet.policy = replace(FIRST_CUT, keep_first=step.patch.policy.keep_first)
+            quiet.wants_outputs = quiet.wants_probs = False
+            cache = copy.copy(step.cache)
+            copied = {families.STATE: copy.deepcopy}  # a state is updated in place
+            cache.layers = [
+                copied.get(kind, copy.copy)(layer)
+                for kind, layer in zip(step.patch.kinds, step.cache.layers, strict=True)
+            ]
+            unseen = Meter()  # what is drafted leaves no trace in the report
+            for call in calls:
+                kind = DRAFT_LAYERS[type(call.layer)]
+                cache.layers[call.slots.index] = kind(call, _first_choice(call, quiet, unseen), n_d)
+            self._write(chunk_end, cache, quiet, unseen, n_d)
+            meter.live["draft"] = sum(cache.layers[call.slots.index].live_bytes() for call in calls)
+            meter.watch(calls[0], len(calls))
+            del meter.live["draft"]
+        return cache.layers
+
+    def _write(self, chunk_end, cache, quiet, meter, n_d) -> None:
+        """Draft greedily over `cache`, whose layers note their rows; past an end of sequence too."""
+        step, request, hidden = chunk_end.step, chunk_end.request, chunk_end.hidden
+        logits, at, none = head(request.top), step.positions[:, -1:], torch.zeros_like(step.first)
+        for number in range(1, n_d + 1):
+            ids, at = logits(hidden).argmax(-1), at + 1
+            final = int(at.max()) if families.rope_depends_on_length(step.decoder) else None
+            mask = request.mask_for(step.chunk.end, number)  # over all that were drafted so far
+            one = Step(
+                quiet, step.decoder, cache, meter, at, none, 0 * step.padding, _Watch(self.errors), final_position=final
+            )
+            enter(step=one)
+            hidden = chunk_end.run(
+                input_ids=ids, attention_mask=mask, position_ids=at.long(), **{CACHE: cache}, use_cache=True,
+                return_dict=True,
+            ).last_hidden_state  # fmt: skip
+
+
+def _first_choice(call, quiet, meter):
+    """SnapKV's choice under the layer's slots, its heads alike."""
+    kv, rows = call.slots.kv, call.rows
+    read = replace(call.step.read, rows=quiet.policy.rows)
+    step = replace(call.step, patch=quiet, read=read, meter=meter, elsewhere={})
+    first = layer_call(step, call.layer, kv.module, rows.q, kv.k, kv.v, rows.out, rows.lse, kv.options, new=call.new)
+    alive = first.slots.alive
+    slots = np.minimum(call.step.read.budgets.targets[call.order], alive)
+    slots = np.where(kv.padding < kv.k.shape[2], slots, alive)  # a row whose chunk is all padding keeps all
+    return evict.choose(first, evict.ranked(first, evict.numbers(first).score), slots)

@@ -1,0 +1,146 @@
+"""The idea on one screen: after a layer's attention over a chunk, score the alive slots, give every head its number,
+select, and move the survivors of [stored | new] together. `call` is a `kvevict.engine.read.layer_call.LayerCall`."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ... import _ops
+from ...policy.heads import above
+from ...policy.heads.equal import Equal, shares
+from ...policy.selections.token import Token
+from ..slots import host
+from ..slots.carried import join, of_layer
+
+
+class Numbers(NamedTuple):
+    """What the slots of a layer are worth."""
+
+    carried: torch.Tensor | None  # what stays with the slots until the next eviction; None: nothing
+    score: torch.Tensor  # [B, Hkv, C], [B, 1, C] of a score that is one for all heads, [B, H, C] of one per query head
+
+
+def numbers(call) -> Numbers:
+    """The policy's score of the alive slots, joined with what the stored ones carry (METHODS section 9)."""
+    policy, chunk = call.policy, call.step.chunk
+    with call.step.meter.clock("score"):
+        score = policy.score.score(call.slots, *call.measured(policy.score.needs))
+        if chunk is not None and chunk.again is not None:
+            score = _of_parts(call, score)
+            if not chunk.last:
+                return Numbers(call.layer.carry, score)
+        if policy.carry != "none":  # of each head, even where the score is one for all
+            score = score.expand(-1, call.slots.n.shape[1], -1)
+        carried = join(policy.carry, score, call.layer.carry)
+        factors = call.measured(policy.score.factors)
+    score = score if carried is None else carried
+    for factor in factors:
+        score = score * factor
+    return Numbers(carried, score)
+
+
+def _of_parts(call, score):
+    """The largest number of every slot over this part of a prompt and those before it; NaN: it has none yet."""
+    known, index = call.step.read.numbers, call.slots.index
+    known[index] = torch.fmax(known[index], score) if index in known else score
+    return known.pop(index) if call.step.chunk.last else known[index]
+
+
+def ranked(call, score):
+    """What slots are chosen by: a score pooled, refined, and made one of runs where those are selected. [B, Hkv, C]"""
+    policy, slots, select = call.policy, call.slots, call.select
+    pooled = policy.score.pooled(slots, score)
+    if policy.refine.refines:  # protected slots have a share in it, by the scores that they have
+        pooled = torch.where(slots.competing, pooled, policy.score.plain(slots, score))
+    with call.step.meter.clock("score"):
+        score = policy.refine.refine(slots, pooled)
+    score = score.expand(-1, slots.n.shape[1], -1)
+    with call.step.meter.clock("select"):
+        if not select.shared:
+            return select.rank(slots, score).contiguous()
+        ranks = slots.heads.ranks
+        return ranks.mine(select.rank(slots.all_ranks(policy.shared), ranks.gather(score))).contiguous()
+
+
+class Choice(NamedTuple):
+    """Which slots of a layer survive."""
+
+    index: torch.Tensor  # type: ignore[assignment]  # [B, Hkv, K] ascending; a tuple has a method of that name
+    keep: np.ndarray  # [B, Hkv] how many of each head, on the host
+    all_ranks: np.ndarray  # the same of all ranks' heads
+
+
+def choose(call, score, slots, final=True, bar=None) -> Choice:
+    """Which slots survive, by `ranked` scores and the slots [B] that the layer may keep, of those only what reaches the
+    bar [B]. final=False: enough survive for a later choice, of fewer slots, to be as from all."""
+    heads, select, ranks = call.policy.heads, call.select, call.slots.heads.ranks
+    wanted = host.upload(slots, call.slots.device)
+    with call.step.meter.clock("select"):
+        counts = _equal(call, slots) if bar is None else None
+        if counts is not None:
+            return take(call, score, host.upload(counts, call.slots.device, torch.int32), counts)
+        whole = call.slots.all_ranks(call.policy.shared)
+        every = ranks.gather(score, whole.columns) if heads.ragged or select.spares else score
+        if final:
+            keep = select.trim_to_runs(whole, every, heads.keep(whole, every, wanted, select.run))
+            keep = within(keep, whole, every, bar)
+        else:
+            keep = heads.reserve(whole, every, wanted, select.run)
+        return take(call, score, keep)
+
+
+def _equal(call, slots):
+    """What the heads keep where all can keep the same, known without the device; None: the device is to be asked."""
+    policy, counts = call.policy, call.slots.all_counts
+    if type(policy.heads) is not Equal or type(call.select) is not Token or call.slots.prompt is not None:
+        return None
+    keep = shares(slots, np.arange(counts.shape[1]))
+    return keep if ((np.minimum(counts, policy.protected) <= keep) & (keep <= counts)).all() else None
+
+
+def within(keep, slots, score, bar):
+    """keep [B, Hkv], but no more than reach the bar [B] of a threshold; None: there is none."""
+    if bar is None:
+        return keep
+    return torch.minimum(keep, above(slots, score, host.upload(bar, slots.device, torch.float32)).to(keep.device))
+
+
+def take(call, score, keep, counts=None) -> Choice:
+    """The best slots of each head by `ranked` scores, keep [B, heads of all ranks] of them; counts: keep on the host,
+    if it is known there."""
+    ranks, refine = call.slots.heads.ranks, call.policy.refine
+    counts = np.array(keep.tolist()) if counts is None else counts
+    keep, mine, slots = ranks.mine(keep).contiguous(), ranks.mine(counts), call.slots
+    if refine.picks:
+        score = refine.pick(slots, score, keep, *call.measured(refine.picks_by)).contiguous()
+    (first, last), n, shape = slots.protected, slots.n, slots.n.shape
+    if slots.prompt is not None:  # heads differ in their first slots: each is a batch row of its own
+        score, n, keep = (x.flatten(0, 1).unsqueeze(1) for x in (score, n, keep))
+        first, last = slots.first.flatten(), last.repeat_interleave(shape[1])
+    index = _ops.select(score, n, keep, first, last, int(mine.max()))
+    return Choice(index.view(*shape, -1), mine, counts)
+
+
+def store(call, choice=None, carried=None) -> None:
+    """Put the survivors into the layer: those of a `Choice`, or all."""
+    layer, slots = call.layer, call.slots
+    if choice is not None:
+        for watcher in call.step.watchers:
+            watcher.cut(call, choice)
+    with call.step.meter.clock("compact"):
+        if choice is not None:
+            index = choice.index.to(slots.device)  # another layer may have chosen, on its device
+            layer.keep(index, choice.keep, *call.new, slots.pos, slots.kv.first)
+            layer.prompt = slots.prompt  # which was kept
+            slots.heads.ranks.note(layer, choice.all_ranks)
+            carried = None if carried is None else kept(carried, index, torch.nan)
+        elif slots.kv.k.shape[2]:
+            layer.append(*call.new, slots.pos, slots.kv.first, slots.kv.padding)
+        layer.carry = of_layer(carried, layer)
+    call.step.meter.live[slots.index] = layer.live_bytes()
+
+
+def kept(x, index, fill=0):
+    """x [B, Hkv, C] of the slots index [B, Hkv, K], `fill` where that is -1."""
+    return x.expand(-1, index.shape[1], -1).gather(2, index.clamp_min(0).long()).masked_fill(index < 0, fill)

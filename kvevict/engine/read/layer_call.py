@@ -1,0 +1,132 @@
+"""One layer after its attention over a chunk or a decoded token, as it is cut."""
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from ... import _ops
+from ..measure.observation import LayerRows, Observation, Observers
+from ..measure.quantities import measured
+from ..measure.slots import KV, Heads, Slots
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """What evicting from a layer takes: values that its parts of the policy see, and where survivors go."""
+
+    step: Any  # the kvevict.engine.read.step.Step
+    layer: Any  # the kvevict.engine.slots.cache.EvictionLayer
+    order: int  # its number among the layers that evict
+    slots: Slots
+    rows: LayerRows
+    new: list  # k, v [B, Hkv, S, W] of the call, as they are stored
+    select: Any  # how the layer selects
+    known: dict = field(default_factory=dict)  # quantities that were measured
+
+    policy = property(lambda self: self.step.patch.policy)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the call's longest row that are stored."""
+        kv = self.slots.kv
+        return kv.k.shape[2] - int(kv.padding.min())
+
+    def measured(self, needs) -> list:
+        """The quantities that a part of the policy needs, each measured once."""
+        return measured(needs, self.slots, self._observe, self.known)
+
+    def memory(self):
+        """What the layer's rows keep from the chunks before this one; None at first."""
+        return self.step.read.memory.get(self.slots.index)
+
+    def _observe(self) -> Observation:
+        """The policy's rows, with their outputs if those are wanted."""
+        seen = self._decoded() if self.step.decoding else self.step.rows.observe(self.rows, self.memory())
+        return Observation(tuple(map(self._complete, seen.parts)))
+
+    def _decoded(self) -> Observation:
+        """While decoding: the newest row, or the remembered ones, with their outputs if those are wanted."""
+        rows, none = self.rows, 0 * self.rows.first
+        if self.policy.rows.newest or self.policy.carry == "sum":
+            return Observation((Observers(rows.q, none, rows.end, True, rows.lse, rows.out, rows.probs),))
+        q, out = self.layer.decode_queries, None
+        if q.shape[3] > rows.q.shape[3]:
+            q, out = q.split(rows.q.shape[3], 3)
+            out = out.transpose(1, 2)
+        gone = int(self.slots.protected[1].min()) < q.shape[2] > 1  # some rows' slots may not be there any more
+        until = self.step.positions[:, -1:] if gone else None
+        return Observation((Observers(q, none, rows.end, True, None, out, until=until),))
+
+    def _complete(self, part: Observers) -> Observers:
+        """Observers with their outputs, if those are wanted, and lse over the slots that they see here."""
+        kv = self.slots.kv
+        if part.own is None and (part.out is not None or not self.step.patch.wants_outputs):
+            return part
+        held = kv.stored.k, kv.stored.v, kv.stored.offset, kv.stored.len
+        if part.own is not None:
+            k, v = (torch.cat(pair, 2) for pair in zip((kv.k, kv.v), part.own, strict=True))
+            out, lse = _ops.attend(part.q, *held, k, v, kv.first, **kv.options)
+            return replace(part, out=out, lse=lse)
+        stop = part.stop.to(torch.int32)
+        out, lse = _ops.attend(part.q, *held, kv.k, kv.v, kv.first, stop=stop, **kv.options)
+        return replace(part, out=out, lse=lse)
+
+    def waiting(self):
+        """This call while another layer's choice is waited for: keys and values, and the rows that are watched."""
+        watched = max((watcher.rows for watcher in self.step.watchers), default=0)
+        return replace(self, slots=self.slots.waiting(), rows=self.rows.waiting(watched), known={})
+
+    def drafting(self, rows: int):
+        """This call while tokens are drafted: keys and values, and the last rows."""
+        last = self.rows.last(rows, self.step.patch.wants_outputs)
+        return replace(self, slots=self.slots.waiting(), rows=last, known={})
+
+    def stored(self):
+        """This call once its survivors are in the layer: the same slots are protected, nothing of the call is new."""
+        kv, rows = self.slots.kv, self.rows
+        none = 0 * kv.padding
+        kv = replace(kv, k=kv.k[:, :, :0], v=kv.v[:, :, :0], first=0 * kv.first, padding=none, hidden=None)
+        slots = _slots(kv, self.slots.index, self.slots.pos[:, :0], protection=self.slots.protected)
+        rows = replace(rows, q=None, out=None, lse=None, columns=0, first=0 * rows.first)
+        return replace(self, slots=slots, rows=rows, new=[x[:, :, :0] for x in self.new], known={})
+
+
+def _slots(kv, index, pos, protect=None, protection=None) -> Slots:
+    """The slots of a layer with its new ones; protect: `protected` of (.., sizes), or protection itself."""
+    layer, ranks = kv.layer, kv.step.patch.ranks
+    tokens = (kv.k.shape[2] - kv.padding)[:, None]
+    counts = layer.counts + tokens
+    every = counts if ranks.size == 1 else ranks.counts(layer) + tokens
+    known = partial(protect, every.max(1)) if protection is None else lambda: protection
+    n = layer.len + (kv.k.shape[2] - kv.first)[:, None]
+    prompt = layer.prompt if kv.step.decoding and kv.step.patch.policy.keep_prompt else None
+    return Slots(index, Heads(ranks, counts.shape[1]), n, counts, every, known, pos, kv, prompt)
+
+
+def layer_call(step, layer, module, q, k, v, out, lse, options, probs=None, new=None, hidden=None) -> LayerCall:
+    """Of a layer that has attended with q [B, H, T, D] over its slots and new k, v [B, heads, S, D]. hidden: as in
+    `KV`."""
+    index, stored = module.layer_idx, max(k.shape[2] - step.appended, 0)
+    first, padding = step.first.clamp_max(stored), np.minimum(step.padding, stored)
+    order = step.patch.order[index]
+    appended = k[:, :, stored:], v[:, :, stored:]
+    kv = KV(step, layer, module, k[:, :, :stored], v[:, :, :stored], first, padding, options, appended, hidden)
+    rows = LayerRows(step, module, layer, q, out, lse, stored, first, probs)
+    pos, select = step.positions[:, :stored].contiguous(), step.patch.policy.selection(order)
+    slots = _slots(kv, index, pos, partial(protected, step.patch.policy, select, rows.without_tensors()))
+    return LayerCall(step, layer, order, slots, rows, [x[:, :, :stored] for x in new or (k, v)], select)
+
+
+def protected(policy, select, rows, sizes) -> tuple:
+    """(first, last) [B] int32: always kept slots at either end, at most the sizes [B] that there are."""
+    sizes, kept = rows.upload(sizes), (*policy.score.protect(rows), rows.step.rows.protect(rows))
+    first, *lasts = (
+        end.to(sizes.device, torch.int32) if isinstance(end, torch.Tensor) else torch.full_like(sizes, end)
+        for end in (*kept, select.unfinished(rows))
+    )
+    first, last = torch.minimum(first.clamp_min(policy.keep_first), sizes), torch.stack(lasts).amax(0)
+    last = last.clamp_min(policy.spared)
+    return first.contiguous(), torch.minimum(last, sizes - first).contiguous()

@@ -1,0 +1,140 @@
+"""Token-selective propagation (FastKV, Jo et al. 2025): layers after `tsp` read only a chunk's best tokens.
+
+Layer `tsp` ranks the chunk's tokens by its pooled scores, summed over its kv heads. The observing rows, and the first
+tokens that are always kept, are always propagated: without these, on which much attention rests, the layers after `tsp`
+lose most answers. Hooks on these layers cut their arguments to the propagated tokens, which keep their positions:
+hidden states, rotary embeddings, position ids, and the step that our attention reads. Every layer counts all tokens as
+seen, and rows appended to a chunk go through all layers.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ... import _ops, families
+from ...context import current, enter
+from ..slots import host
+
+
+def layer_of(policy, all_full_attention: bool, layers: int) -> int | None:
+    """The last of `layers` decoder layers that reads every token; None: all do.
+
+    all_full_attention: no layer has a sliding window or a state. Raises ValueError where the layers after it cannot
+    read fewer tokens.
+    """
+    tsp = policy.tsp
+    if tsp == "half":
+        tsp = layers // 2 - 1 if layers > 1 else None
+    if tsp is None:
+        return None
+    if tsp > layers - 2:
+        raise ValueError(
+            f"tsp={tsp} is not below the model's last layer, {layers - 1}: give a smaller one, or tsp=None"
+        )
+    if not all_full_attention:
+        raise ValueError(
+            "layers with a sliding window or a state hold every one of the last tokens, and layers after tsp do not "
+            "read them all: pass tsp=None"
+        )
+    if policy.waiting_layers(layers) > tsp + 1:
+        raise ValueError(
+            f"the layer that others wait for reads every token, and no layer after tsp={tsp} does: give warmup_layers "
+            f"<= {tsp + 1}, or tsp=None"
+        )
+    return tsp
+
+
+class Onward(NamedTuple):
+    """The rows of a call that layers after `tsp` read."""
+
+    columns: torch.Tensor  # [B, K] ascending, appended rows last
+    first: torch.Tensor  # [B] how many of them are padding
+    padding: np.ndarray  # the same on the host
+
+
+def check(patch, tokens: int, wanted: int, flags) -> None:
+    """Raise ValueError if a chunk of `tokens` tokens loses rows that the caller wants: the last `wanted` (0: all), or
+    those of every layer, by the `flags` that are set."""
+    policy = patch.policy
+    if patch.tsp is None or tokens == policy.propagated(tokens):
+        return
+    fix = f"tsp=None, or tsp_len >= {tokens}"
+    if flags:
+        raise ValueError(f"{flags[0]}=True: layers after tsp={patch.tsp} do not read all tokens; pass {fix}")
+    if not 1 <= wanted <= policy.goes_on:
+        raise ValueError(
+            f"{f'the last {wanted}' if wanted else 'all'} rows were asked for, but layers after tsp={patch.tsp} read "
+            f"{policy.propagated(tokens)} of {tokens} tokens, among them the last {policy.goes_on}: pass "
+            f"logits_to_keep=1, as generate does, or {fix}"
+        )
+
+
+def due(call) -> bool:
+    """Whether the layer has to choose which of the chunk's tokens go on."""
+    step, tokens = call.step, call.longest
+    return step.read is not None and call.slots.index == step.patch.tsp and tokens > call.policy.propagated(tokens)
+
+
+def choose(call, score) -> Onward:
+    """Which of the chunk's tokens go on, and all appended rows."""
+    policy, slots, kv = call.policy, call.slots, call.slots.kv
+    rows, device = kv.k.shape[2], call.slots.device
+    tokens = rows - kv.first
+    kept = policy.propagated(rows - kv.padding)
+    most, keep = int(kept.max()), host.upload(kept, device, torch.int32)
+    last = slots.protected[1].clamp_min(policy.goes_on).minimum(keep)
+    first = slots.protected[0] - (call.layer.seen - tokens)  # of them in this chunk
+    first = first.clamp_min(0).minimum(keep - last).to(torch.int32)
+    count = torch.arange(rows, device=device)
+    slot = (call.layer.len[..., None] + count).clamp_max(slots.columns - 1)  # of each of a row's tokens
+    pooled = policy.score.pooled(slots, score).expand(-1, slot.shape[1], -1)  # one for all heads, of shared scores
+    worth = slots.heads.gather(pooled.gather(2, slot))
+    worth = sum(worth.unbind(1))  # in head order: the same on every machine
+    with call.step.meter.clock("select"):
+        chosen = _ops.select(worth[:, None], tokens[:, None], keep[:, None], first, last, most)[:, 0]
+    padding = most - keep
+    rank = count[:most] - padding[:, None]
+    columns = chosen.gather(1, rank.clamp_min(0)) + kv.first[:, None]
+    # A row shorter than the others keeps all its tokens: what lies left of them is padding.
+    columns = torch.where(rank < 0, count[:most], columns)
+    appended = rows + torch.arange(call.step.appended, device=device).expand(len(columns), -1)
+    return Onward(torch.cat([columns, appended], 1), padding, most - kept)
+
+
+def install(decoder) -> list:
+    """Hooks on the layers. They hold their number only, so that copies of the model stay independent."""
+    layers = enumerate(families.layers_of(decoder))
+    return [layer.register_forward_pre_hook(partial(_enter, index), with_kwargs=True) for index, layer in layers]
+
+
+def _enter(index, module, args, kwargs=None):
+    """Cut a layer's arguments to the propagated tokens: the hidden states of the first layer, whose output is then cut
+    for the next ones, and what the decoder passes to every layer."""
+    step = current()
+    onward = step.chooser.onward if step is not None and step.chooser is not None else None
+    if onward is None:
+        return None
+    rows = kwargs["position_ids"].shape[-1]
+    if index == step.patch.tsp + 1:
+        args = (_taken(args[0], onward.columns), *args[1:])
+        positions = _taken(step.positions, onward.columns)
+        enter(step=step.narrowed(positions, onward.first.to(step.first.device), onward.padding))
+    return args, {name: _cut(value, onward.columns, rows) for name, value in kwargs.items()}
+
+
+def _taken(x, columns):
+    """Rows [B, K] of x [B or 1, T, ...], on whatever device it is."""
+    columns = columns.to(x.device)
+    row = torch.arange(columns.shape[0], device=x.device)[:, None]
+    return x.expand(len(row), *x.shape[1:])[row, columns]
+
+
+def _cut(value, columns, rows):
+    """The propagated rows of a tensor [B or 1, rows, ...], or of such tensors; anything else as it is."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(_cut(each, columns, rows) for each in value)
+    if isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] == rows:
+        return _taken(value, columns)
+    return value

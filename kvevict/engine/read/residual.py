@@ -1,0 +1,107 @@
+"""What TADA measures of a call: every layer's error by its scores, and how far it rotates the residual stream."""
+
+from functools import partial
+
+import torch
+
+from ... import families
+from ...context import context, current
+from ..slots import host
+
+
+class Errors:
+    """The layers' errors in one chunk (METHODS section 4): E_int, the sum of scores outside the protected slots, times
+    the mean of 1 - cos(R, R + O) over the observing rows, R the residual stream that enters a layer, O what its
+    attention block (or the whole layer) adds.
+
+    until    "attention" or "layer": where R + O is measured, also of tokens that are drafted
+    """
+
+    def __init__(self, until):
+        self.until = until
+        self.scores = {}  # layer -> fp64 [B]
+        self.residual = {}  # layer -> the residual stream that entered it
+        self.rotation = {}  # layer -> (sum of 1 - cos over rows [B], rows [B])
+
+    def note_scores(self, call, score) -> None:
+        slots = call.slots
+        score = call.policy.score.plain(slots, score).expand(-1, slots.n.shape[1], -1).contiguous()
+        every = call.policy.refine.refine(slots, score)
+        self.scores[slots.index] = every.masked_fill(~slots.competing, 0).double().sum((1, 2))
+
+    def note_rotation(self, step, index, after) -> None:
+        """Note 1 - cos between `residual` and `after` of the call's last rows, which observe."""
+        before = self.residual.pop(index).to(after.device)
+        after = after.reshape(before.shape)  # OPT's MLPs get [B * T, E]
+        counts = step.rows.observing(step)
+        rows, counts = max(int(counts.max()), 1), host.upload(counts, after.device)
+        distance = 1 - torch.cosine_similarity(before[:, -rows:].float(), after[:, -rows:].float(), dim=-1)
+        inside = torch.arange(rows, 0, -1, device=after.device) <= counts[:, None]
+        total, number = (distance.clamp_min(0) * inside).sum(1), counts
+        if index in self.rotation:
+            total, number = total + self.rotation[index][0], number + self.rotation[index][1]
+        self.rotation[index] = total, number
+
+    def layers(self, patch, device):
+        """fp64 [layers, B] the errors of the layers that evict, on a device."""
+
+        def one(index):
+            if index not in self.rotation:
+                return self.scores[index]
+            total, rows = self.rotation[index]
+            return self.scores[index] * (total / rows.clamp_min(1))
+
+        return patch.ranks.sum(torch.stack([one(index).to(device) for index in patch.order]))
+
+
+def install(decoder, until, order, after_attention) -> list:
+    """Hooks for `Errors.note_rotation`. They hold their layer's number only, so that copies of the model stay
+    independent.
+
+    until             "attention" or "layer": where a layer's rotation of the residual stream is measured
+    after_attention   layer -> its submodule whose input has the attention's output added
+    """
+    hooks = []
+    for index in order:
+        layer = families.layers_of(decoder)[index]
+        hooks.append(layer.register_forward_pre_hook(partial(_enter, index), with_kwargs=True))
+        if until == "attention":
+            module = layer.get_submodule(after_attention[index])
+            hooks.append(module.register_forward_pre_hook(partial(_after_attention, index)))
+        else:
+            hooks.append(layer.register_forward_hook(partial(_after_layer, index)))
+    return hooks
+
+
+def _measuring(until=None):
+    """The step that runs, if it measures; until: and does so there."""
+    step = current()
+    if step is None or step.chooser is None or step.chooser.errors is None:
+        return None
+    return step if until in (None, step.chooser.errors.until) else None
+
+
+def _enter(index, module, args, kwargs=None):
+    step = _measuring()
+    if step is not None:
+        step.chooser.errors.residual[index] = args[0] if args else kwargs["hidden_states"]
+
+
+def _after_attention(index, module, args):
+    tap = context().tap
+    if tap is not None:
+        tap.after_attention = args[0]
+    note(index, args[0], "attention")
+
+
+def _after_layer(index, module, args, output):
+    note(index, output[0] if isinstance(output, tuple) else output, "layer")
+
+
+def note(index, after, until) -> None:
+    """Let the step that runs, if it measures there, note the residual stream after a layer's attention, or the
+    layer."""
+    step = _measuring(until)
+    if step is not None:
+        with step.meter.clock("evict"):
+            step.chooser.errors.note_rotation(step, index, after)

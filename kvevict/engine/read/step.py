@@ -1,0 +1,87 @@
+"""What the decoder wrapper tells the attention function about the call that is running."""
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+
+@dataclass
+class OuterCall:
+    """A call of the model around the decoder."""
+
+    model: object
+    mask: object  # what its caller gave as attention_mask
+    wanted: int  # logits of the last tokens; 0: of all
+    request: object = None  # the kvevict.engine.hook.request.Request of the decoder's call in it
+
+
+@dataclass(frozen=True, eq=False)
+class Read:
+    """One reading of a prompt."""
+
+    prompt: int  # columns of the prompt, padding included
+    tokens: np.ndarray  # [B] valid tokens of it
+    seen: list  # per row tokens there will have been at its end, of all prompts
+    evicts: bool  # slots will be lost, or scores need every row from the start
+    meter: object  # the kvevict.engine.watch.meter.Meter that measures it
+    rows: object = None  # the policy's, or for tokens that its caller chose
+    budgets: object = None  # the kvevict.engine.read.budgets.Budgets of its layers
+    prepared: object = None  # what `Rows.prepare` made of the prompt
+    watchers: tuple = ()  # of kvevict.engine.watch.watcher
+    memory: dict = field(default_factory=dict)  # layer -> what its rows keep from chunk to chunk
+    numbers: dict = field(default_factory=dict)  # layer -> its slots' numbers by the parts that were repeated so far
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One call of the decoder: a chunk, appended tokens, or a decoded token."""
+
+    patch: object  # the kvevict.patch.Patch of the model
+    decoder: object  # the text decoder that runs
+    cache: object
+    meter: object
+    positions: torch.Tensor  # [B, T] int32, appended rows included
+    first: torch.Tensor  # [B] int32 left padding in this call
+    padding: np.ndarray  # the same on the host
+    chooser: object = None  # the kvevict.engine.read.choosers.Chooser of what survives; None: everything does
+    read: Read | None = None  # None while decoding and for appended tokens
+    chunk: object = None  # the kvevict.engine.read.schedule.Chunk of the read
+    appended: int = 0  # rows at the end that are read with the chunk and not stored
+    final_position: int | None = None  # the prompt's largest position, for rotary frequencies that depend on it
+    seen: tuple = ()  # (columns, tokens [B]) that count as seen, whatever a layer reads of them
+    hidden: dict = field(default_factory=dict)  # layer -> input of its attention block, where that is wanted
+    unread: dict = field(default_factory=dict)  # layer -> its LayerCall, while other layers still read its slots
+    elsewhere: dict = field(default_factory=dict)  # device -> this step there
+
+    def __post_init__(self):
+        columns = self.positions.shape[1] - self.appended
+        seen = self.seen or (columns, columns - np.minimum(self.padding, columns))
+        object.__setattr__(self, "seen", seen)
+
+    def on(self, device):
+        """This step for layers that compute on a device: it has `positions` and `first` there."""
+        if self.positions.device == device:
+            return self
+        if device not in self.elsewhere:
+            there = dict(positions=self.positions.to(device), first=self.first.to(device), elsewhere={})
+            self.elsewhere[device] = replace(self, **there)
+        return self.elsewhere[device]
+
+    def narrowed(self, positions, first, padding):
+        """This step for layers that read fewer of its rows, which all count as seen."""
+        return replace(self, positions=positions, first=first, padding=padding, elsewhere={})
+
+    @property
+    def rows(self):
+        """Which queries observe."""
+        return self.patch.policy.rows if self.read is None else self.read.rows
+
+    @property
+    def watchers(self) -> tuple:
+        """The read's watchers; while decoding there are none."""
+        return () if self.read is None else self.read.watchers
+
+    @property
+    def decoding(self) -> bool:
+        return self.positions.shape[1] == 1 and self.read is None

@@ -1,0 +1,1 @@
+"""Where slots are stored, and the cache that Transformers sees."""

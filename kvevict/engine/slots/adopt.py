@@ -1,0 +1,202 @@
+"""A `DynamicCache` that a patched model fills becomes an `EvictionCache`, with our layers in place of some."""
+
+import copy
+
+import numpy as np
+import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from ... import families
+from ...weights import Owner, differ, form, identity
+from .cache import EvictionLayer
+from .latent import LatentLayer
+from .layers import SlidingLayer, StatefulLayer
+from .ranks import ALONE
+
+
+class EvictionCache(DynamicCache):
+    """What a patched model makes of a `DynamicCache`, in place."""
+
+    half_read = False  # a call that changes the cache has not ended
+    record_past = False  # tokens may be taken back (assisted decoding rolls back what it rejects)
+    packed: tuple = ()  # (start, stop) columns whose padding was moved to the left
+    next_position = None  # [B] int64 positions that come next, where padding was moved
+    policy = None  # that gave the budgets; None: of a loaded cache it is not known, and without budgets there is none
+    meter = None  # the kvevict.engine.watch.meter.Meter of the last read into it
+    owner = Owner(None)  # of the weights that filled it
+    ranks = ALONE  # whose heads the layers have, for save_cache
+    plain: type = DynamicCache  # the class that it had
+
+    def fork(self):
+        """A copy-on-write fork: one context, many questions, each with a fork of its own.
+
+        What is stored is shared, not copied: a fork appends to a suffix of its own, and copies what it shares only when
+        it must (to evict again, to crop, to reorder beams, to be saved). Latents and states are copied at once. Neither
+        side ever changes what the other sees. A fork can be forked, decoded in another thread, and outlives the cache
+        it came from.
+        """
+        twin = copy.copy(self)
+        twin.layers, twin.meter = [_forked(layer) for layer in self.layers], self.meter
+        return twin
+
+    def check_owner(self, decoder, kinds, thorough: bool = True) -> None:
+        """Raise ValueError where another model filled the cache, or this one before it was cast, moved or changed.
+
+        thorough   False: as for a decoded token or candidates, where adapters alone are looked at (`Owner.change`)
+        """
+        if self.owner.form not in (None, now := form(decoder)):
+            before, after = ("{} on {}".format(*each).removeprefix("torch.") for each in (self.owner.form, now))
+            raise ValueError(
+                f"past_key_values was filled by weights in {before}, this model's are in {after}: cast and move a "
+                "model before it reads, or read the prompt again"
+            )
+        if self.owner.model() is decoder:
+            change = self.owner.change(thorough) if self.get_seq_length() else None
+            if change is not None:
+                raise ValueError(
+                    f"past_key_values was filled by another model, {change}: give the one that read it, with the same "
+                    "PEFT adapters on, or read the prompt again"
+                )
+            return
+        _check_depth(self.layers, kinds, exact=True)
+        known = self.owner.identity()
+        if known is not None and differ(known, identity(decoder)):
+            raise ValueError(
+                f"past_key_values was filled by another model, whose weights are {known!r}, this one's are "
+                f"{identity(decoder)!r}: read the prompt with this model"
+            )
+        if known is not None:
+            self.owner = Owner(decoder, known)
+
+    def activate_past_recording(self) -> None:
+        super().activate_past_recording()
+        self.record_past = True
+
+    def reset(self) -> None:
+        super().reset()
+        names = ("half_read", "record_past", "packed", "next_position", "policy", "meter", "owner")
+        for name in names:
+            self.__dict__.pop(name, None)  # as the class has them
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last -tokens_to_remove tokens of every layer; where one cannot, an error, and of none."""
+        before, layers = self.get_seq_length(), [_attributes(layer) for layer in self.layers]
+        try:
+            super().crop(tokens_to_remove)
+        except BaseException:
+            for layer, attributes in zip(self.layers, layers, strict=True):
+                layer.__dict__.clear()
+                layer.__dict__.update(attributes)
+            raise
+        if self.next_position is not None:
+            self.next_position = self.next_position - (before - self.get_seq_length())
+
+    def batch_select_indices(self, indices) -> None:
+        super().batch_select_indices(indices)
+        self._select(indices)
+
+    def reorder_cache(self, beam_idx) -> None:
+        super().reorder_cache(beam_idx)
+        self._select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        if self.next_position is not None:
+            self.next_position = self.next_position.repeat_interleave(repeats)
+
+    def _select(self, rows) -> None:
+        if self.next_position is not None:
+            self.next_position = self.next_position[torch.as_tensor(rows, device=self.next_position.device)]
+
+    def __reduce__(self):
+        return _blank, (self.plain,), {name: value for name, value in self.__dict__.items() if name != "meter"}
+
+
+def _kind(plain) -> type:
+    """The class of a cache that was of class `plain`, a user's own perhaps, whose methods it keeps."""
+    if plain is DynamicCache:
+        return EvictionCache
+    return type(plain.__name__, (EvictionCache, plain), dict(plain=plain))
+
+
+def _blank(plain):
+    return object.__new__(_kind(plain))
+
+
+def _attributes(layer) -> dict:
+    """Those that a crop replaces. It writes to no tensor, but to the dicts of a layer's states."""
+    return {name: dict(value) if type(value) is dict else value for name, value in layer.__dict__.items()}
+
+
+def _forked(layer):
+    if isinstance(layer, EvictionLayer):
+        return layer.fork()
+    return copy.deepcopy(layer) if hasattr(layer, "conv_states") else copy.copy(layer)  # a state is updated in place
+
+
+def adopt(cache, kinds, config, ranks=ALONE, first=None) -> None:
+    """Make a `DynamicCache` an `EvictionCache`, in place, so that the caller's reference stays right.
+
+    kinds   per layer, as `families.layer_kinds(config)`
+    first   [B] left padding of the tokens that a plain cache holds already (a prefix read before patching)
+
+    Raises ValueError, and leaves the cache as it was, for layers that cannot be evicted from.
+    """
+    layers = list(cache.layers)
+    _check_depth(layers, kinds)
+    if len(layers) < len(kinds):  # a cache built without a config grows its layers lazily
+        layers += DynamicCache(config=config).layers[len(layers) :]
+    for index, (kind, layer) in enumerate(zip(kinds, layers, strict=True)):
+        if kind == families.SLIDING and not isinstance(layer, DynamicSlidingWindowLayer):
+            raise ValueError(
+                f"past_key_values has a {type(layer).__name__} at sliding-window layer {index}; build it with "
+                "DynamicCache(config=model.config)"
+            )
+        if kind in families.EVICTS and not isinstance(layer, EvictionLayer):
+            _check_import(layer)
+    cache.layers = layers
+    for index, (kind, layer) in enumerate(zip(kinds, layers, strict=True)):  # an error in between does no harm
+        if kind == families.SLIDING and not isinstance(layer, SlidingLayer):
+            layers[index] = SlidingLayer.of(layer)
+        elif kind in families.EVICTS and not isinstance(layer, EvictionLayer):
+            layers[index] = import_layer(layer, families.is_latent(config), first)
+            layer.keys = layer.values = None
+    cache.layer_class_to_replicate = None
+    cache.ranks = ranks
+    if not isinstance(cache, EvictionCache):
+        cache.__class__ = _kind(type(cache))
+
+
+def _check_depth(layers, kinds, exact=False) -> None:
+    if len(layers) > len(kinds) or (exact and len(layers) < len(kinds)):
+        raise ValueError(
+            f"past_key_values has {len(layers)} layers, the model {len(kinds)}: it is another model's cache"
+        )
+
+
+def import_layer(layer, latent, first=None):
+    """An `EvictionLayer` with the tokens that a plain `DynamicLayer` holds; latent: it holds latents."""
+    ours = StatefulLayer(layer) if _has_both(layer) else LatentLayer() if latent else EvictionLayer()
+    if getattr(layer, "keys", None) is not None and layer.get_seq_length() > 0:
+        k, v = ours.pack(layer.keys, layer.values)
+        batch, _, columns, _ = k.shape
+        first = torch.zeros(batch, dtype=torch.int32, device=k.device) if first is None else first
+        first, padding = first.to(k.device), np.array(first.tolist())
+        ours.lazy_initialization(k)
+        pos = (torch.arange(columns, device=k.device) - first[:, None]).to(torch.int32)
+        ours.append(k, v, pos, first, padding)
+        ours.advance(columns, columns - padding)
+    return ours
+
+
+def _has_both(layer) -> bool:
+    return isinstance(layer, DynamicLayer) and hasattr(layer, "update_conv_state")
+
+
+def _check_import(layer) -> None:
+    wide = type(layer) is DynamicSlidingWindowLayer and layer.get_seq_length() < layer.sliding_window
+    if not (type(layer) is DynamicLayer or _has_both(layer) or wide):
+        raise ValueError(
+            f"past_key_values has a {type(layer).__name__}; kvevict evicts from a plain DynamicCache only (no static, "
+            "quantised or offloaded cache): drop cache_implementation, or call kvevict.unpatch(model)"
+        )

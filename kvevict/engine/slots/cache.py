@@ -1,0 +1,218 @@
+"""The cache layer that is evicted from: what Transformers asks of a layer, over a `Storage` of the slots it kept."""
+
+import copy
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from ... import compat
+from ...context import current
+from . import host
+from .carried import of_layer
+from .fork import Fork, fork
+from .storage import Storage
+
+HALF_READ = "past_key_values was left half read by an error; read the prompt into a new one"
+
+
+def fit(*tensors):
+    """Tensors [..., D], each with a D of its own, with zeros up to one width that the ops take."""
+    width = -(-max(t.shape[-1] for t in tensors) // 8) * 8
+    return [t if t.shape[-1] == width else torch.nn.functional.pad(t, (0, width - t.shape[-1])) for t in tensors]
+
+
+def _stored(name) -> Any:
+    return property(attrgetter(f"storage.{name}"))
+
+
+def _unbounded(layer) -> int:
+    return -1
+
+
+def _reorder(layer, beam_idx) -> None:
+    layer.batch_select_indices(beam_idx)  # a subclass's own
+
+
+def _offload(layer):
+    raise NotImplementedError("kvevict's cache is small by design and cannot be offloaded; drop offloading=True")
+
+
+class EvictionLayer(CacheLayerMixin):
+    """Counts what was read, and keeps some of it in `storage` (a `Storage`, or a fork's `Fork`).
+
+    Two lengths are never confused: `columns` (and `seen`, without padding) count tokens read, `len` counts slots stored
+    (and `counts`, the same on the host).
+    """
+
+    is_compileable = False
+    is_sliding = False
+    is_croppable = True
+    offload = prefetch = _offload
+
+    k, v, pos, offset = _stored("k"), _stored("v"), _stored("pos"), _stored("offset")
+    len, counts, longest = _stored("len"), _stored("counts"), _stored("longest")
+    segments, positions = _stored("segments"), _stored("positions")
+    live_bytes, padded_bytes = _stored("live_bytes"), _stored("padded_bytes")
+    keys = property(lambda self: self.storage.dense("k"))  # copies [B, Hkv, longest, D], zeros after shorter heads
+    values = property(lambda self: self.storage.dense("v"))
+
+    def __init__(self):
+        self.is_initialized = False
+        self.storage = Storage()  # or a `Fork`
+        self.pending_kv = None  # (k, v) between update() and the attention function
+        self.columns = 0  # tokens read, padding included: what Transformers calls the sequence length
+        self.seen = None  # [B] int32 tokens read without padding
+        self.carry = None  # [B, Hkv, C] fp32 numbers that stay with their slots (engine/slots/carried.py)
+        self.moments = None  # [B, H, 1 + D, 1 + D] fp32 of queries read (engine/measure/moments.py)
+        self.decode_queries = None  # [B, H, <= rows, D] last decoded queries
+        self.budget = None  # [B] slots over all heads, of the last read; on the host
+        self.prompt = None  # [B, heads of all ranks] a head's first slots that are the prompt's; None: all, or unknown
+        self.head_offsets = None  # [B, heads of all ranks] slots of each, less those of the first here; None: all 0
+        self.removable = 0  # columns appended since the last eviction, which crop may remove
+        self.expected = 0  # slots per head that a read is going to store, for which the next growth makes room
+
+    reset = __init__  # forgets everything
+
+    def fork(self):
+        """A layer that goes on independently and reads what is stored where it is."""
+        twin = copy.copy(self)
+        if self.is_initialized:
+            twin.storage = fork(self.storage)
+        return twin
+
+    # -- what Transformers calls ------------------------------------------------------------------------------------
+
+    def lazy_initialization(self, key_states, value_states=None) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.storage = Storage.empty(key_states)
+        self.seen = torch.zeros(len(key_states), dtype=torch.int32, device=self.device)
+        self.is_initialized = True
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        """Note the new keys and values [B, Hkv, S, D] and hand them back: attention reads the stored slots itself, and
+        stores what is kept."""
+        step = current()
+        if step is None:
+            raise RuntimeError(
+                "this cache was filled by a model patched with kvevict; call kvevict.patch(model, ...) before using it"
+            )
+        if not self.is_initialized:
+            self.lazy_initialization(self.pack(key_states[:, :, :0], value_states[:, :, :0])[0])
+        if _needs_own(self.storage, step):
+            self.storage = self.storage.copy_on_write()
+        self.pending_kv = key_states, value_states
+        return self.pending_kv
+
+    def get_mask_sizes(self, query_length) -> tuple[int, int]:
+        return query_length, self.columns
+
+    def get_seq_length(self) -> int:
+        """Tokens seen, never slots kept: the next token's position depends on it."""
+        return self.columns
+
+    get_max_length = get_max_cache_shape = _unbounded
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last -tokens_to_remove tokens. Only tokens read since the last eviction can be taken back."""
+        count = self.count_to_remove(tokens_to_remove)
+        if count == 0:
+            return
+        if count > self.removable:
+            raise ValueError(
+                f"crop cannot remove {count} tokens: only the last {self.removable} were read since slots were "
+                "evicted; read the prompt again instead"
+            )
+        self.storage = self.storage.crop(count)
+        self.seen = (self.seen - count).clamp_min(0)
+        self.columns -= count
+        self.removable -= count
+        if self.decode_queries is not None:
+            left = self.decode_queries[:, :, : max(0, self.decode_queries.shape[2] - count)]
+            self.decode_queries = left if left.shape[2] else None
+        self.carry = of_layer(self.carry, self)
+        if self.prompt is not None:  # every head loses as many
+            held = self.counts if self.head_offsets is None else self.counts[:, :1] + self.head_offsets
+            self.prompt = np.minimum(self.prompt, held if held.shape == self.prompt.shape else held[:, :1])
+
+    def count_to_remove(self, tokens_to_remove: int) -> int:
+        """How many tokens `crop` is to remove."""
+        if tokens_to_remove > 0:
+            if not compat.CROP_TAKES_LENGTH:
+                raise ValueError(
+                    f"crop({tokens_to_remove}): give a negative number, minus the number of tokens to remove"
+                )
+            tokens_to_remove = min(0, tokens_to_remove - self.columns)
+        return -tokens_to_remove if self.is_initialized else 0
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.is_initialized:
+            rows = torch.arange(self.len.shape[0], device=self.device)
+            self.batch_select_indices(rows.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices) -> None:
+        """Keep the batch rows `indices` (any order, repeats allowed, or a boolean mask)."""
+        if not self.is_initialized:
+            return
+        rows = torch.arange(self.len.shape[0], device=self.device)
+        chosen = rows[torch.as_tensor(indices, device=self.device)]
+        if torch.equal(chosen, rows):
+            return
+        tensors, of_host = ("seen", "carry", "moments", "decode_queries"), ("budget", "prompt", "head_offsets")
+        for names, at in ((tensors, chosen), (of_host, chosen.tolist())):
+            for name in names:
+                value = getattr(self, name)
+                setattr(self, name, None if value is None else value[at])
+        self.storage = self.storage.rows(chosen)
+        self.carry = of_layer(self.carry, self)
+
+    reorder_cache = _reorder
+
+    # -- what eviction calls ----------------------------------------------------------------------------------------
+
+    pack = staticmethod(fit)  # new keys and values [B, Hkv, S, D] as they are stored
+
+    def take(self, module, key, value):
+        """What is to be stored of the keys and values that `module` attends with, after the update; None: these."""
+        pending, self.pending_kv = self.pending_kv, None
+        if pending is None or pending[0] is not key or pending[1] is not value:
+            raise RuntimeError(
+                f"{type(module).__name__} changed keys or values after the cache update; kvevict cannot evict from it"
+            )
+
+    def slots(self, module):
+        """What holds `k`, `v`, `pos`, `offset`, `len` and `counts` of every head's slots, for the ops."""
+        return self.storage.gathered()
+
+    def append(self, k, v, pos, first, padding) -> None:
+        """Store new columns, as `Storage.append`."""
+        self.storage = self.storage.append(k, v, pos, first, padding, self.expected)
+
+    def keep(self, index, keep, *new) -> None:
+        """Evict, as `Storage.keep`."""
+        self.storage = self.storage.keep(index, keep, *new)
+        self.removable, self.expected, self.prompt = 0, 0, None
+
+    def decode(self, q, k, v, pos, module=None, **options):
+        """Append one row and attend over all slots: (out, lse, probs) as `_ops.decode`."""
+        result, self.storage = self.storage.decode(q, k, v, pos, self.expected, **options)
+        return result
+
+    def advance(self, columns: int, tokens) -> None:
+        """Count `columns` more columns read, of which tokens [B] (or a number) are not padding."""
+        least, most = int(np.min(tokens)), int(np.max(tokens))
+        self.columns += columns
+        self.removable = self.removable + columns if least == columns else least  # padding ends what crop can take back
+        self.seen = self.seen + (most if least == most else host.upload(tokens, self.device, torch.int32))
+
+
+def _needs_own(storage, step) -> bool:
+    """Whether a call needs all slots in one place that no fork reads: a chooser, a chunk or layers that read another's
+    slots look at what was appended to a fork, CAKE in the same call."""
+    if not storage.shared or not isinstance(storage, Fork):
+        return False
+    if step.patch.readers or step.patch.policy.layers.cascades:
+        return True
+    return step.chooser is not None if step.decoding else storage.appended > 0

@@ -1,0 +1,133 @@
+"""Copy-on-write forks: one cache, many continuations, each of which shares what was stored before it."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import attrgetter
+
+import numpy as np
+import torch
+
+from ... import _ops
+from .storage import ROOM, Storage
+
+
+@dataclass
+class Fork:
+    """A storage whose slots are those of a prefix, which others may read too and which is never written to, and a
+    suffix of its own: the tokens that came since.
+
+    What needs all slots in one place (eviction, crop, another order of rows, saving) gets a plain `Storage`.
+    """
+
+    prefix: Storage
+    suffix: tuple  # k, v [B * Hkv * room, D] and pos [B * Hkv * room], with `room` rows for every head
+    room: int
+    appended: int  # rows of each head's that are in use
+    own_offset: torch.Tensor  # [B, Hkv] int64, the suffix's rows at which each head's begin
+    own_len: torch.Tensor  # [B, Hkv] int32, `appended` of each head
+    counts: np.ndarray  # [B, Hkv] slots of prefix and suffix, on the host
+    shared = True
+
+    @cached_property
+    def len(self):
+        """[B, Hkv] int32, slots of prefix and suffix."""
+        return self.prefix.len + self.own_len
+
+    k = property(attrgetter("prefix.k"))
+    v = property(attrgetter("prefix.v"))
+    pos = property(attrgetter("prefix.pos"))
+    offset = property(attrgetter("prefix.offset"))
+    device = property(attrgetter("prefix.device"))
+    longest, live_bytes, padded_bytes = Storage.longest, Storage.live_bytes, Storage.padded_bytes
+
+    def append(self, k, v, pos, first, padding, expected=0):
+        """As `Storage.append`. A suffix has no padding."""
+        if padding.any():
+            return self.copy_on_write().append(k, v, pos, first, padding, expected)
+        return self._longer(k, v, pos)
+
+    def keep(self, *what):
+        """As `Storage.keep`; never in place, as the prefix is shared."""
+        return self.gathered().keep(*what)
+
+    def decode(self, q, k, v, pos, expected=0, columns=0, **options):
+        """As `Storage.decode`, the prefix being a first segment of the same kernel; without probabilities: whoever
+        wants those has a chooser."""
+        into, shared = self if self.appended < self.room else self._with_room(1), self.prefix
+        result = _ops.decode(
+            q, k, v, pos, *into.suffix, into.own_offset, into.own_len, k_prefix=shared.k, v_prefix=shared.v,
+            prefix_offset=shared.offset, prefix_len=shared.len, **options,
+        )  # fmt: skip
+        return result, into._grown(1)
+
+    def crop(self, count: int):
+        return self.copy_on_write().crop(count)
+
+    def rows(self, chosen):
+        return self.gathered().rows(chosen)
+
+    def copy_on_write(self):
+        """A plain storage of its own with all slots."""
+        none = torch.zeros(len(self.counts), dtype=torch.int32, device=self.device)
+        return self.prefix.moved(self.prefix.grown(self.counts), None, self.counts, *self._appended(), none)
+
+    def gathered(self):
+        """All slots in one place, to be read: the prefix as long as nothing came after it."""
+        return self.copy_on_write() if self.appended else self.prefix
+
+    def tensors(self) -> tuple:
+        """What is shared counts too."""
+        return *self.prefix.tensors(), *self.suffix
+
+    def positions(self) -> list:
+        fronts, own = self.prefix.positions(), self._appended()[2]
+        return [[torch.cat([head, more]) for head in row] for row, more in zip(fronts, own, strict=True)]
+
+    def dense(self, name):
+        return self.gathered().dense(name)
+
+    def _columns(self):
+        """The suffix as k, v [B, Hkv, room, D] and pos [B, Hkv, room]."""
+        return [t.view(*self.counts.shape, self.room, *t.shape[1:]) for t in self.suffix]
+
+    def _appended(self):
+        """Keys, values [B, Hkv, n, D] and positions [B, n] of the suffix."""
+        k, v, pos = (t[:, :, : self.appended] for t in self._columns())
+        return k, v, pos[:, 0].contiguous()
+
+    def _longer(self, k, v, pos):
+        """With new columns in the suffix."""
+        start, end = self.appended, self.appended + k.shape[2]
+        into = self._with_room(end - start)
+        for own, new in zip(into._columns(), (k, v, pos[:, None]), strict=True):
+            own[:, :, start:end] = new
+        return into._grown(end - start)
+
+    def _grown(self, count):
+        """With `count` more columns, which are in the suffix."""
+        own = self.room, self.appended + count, self.own_offset, self.own_len + count
+        return Fork(self.prefix, self.suffix, *own, self.counts + count)
+
+    def _with_room(self, count):
+        """With room for `count` more columns."""
+        n = self.appended
+        if n + count <= self.room:
+            return self
+        room, heads = n + count + max((n + count) // 8, ROOM), self.counts.size
+        with torch.inference_mode(False):  # a suffix made in inference mode can be written to outside of it
+            suffix = tuple(own.new_empty(heads * room, *own.shape[1:]) for own in self.suffix)
+            offset = torch.arange(heads, device=self.device).view(self.counts.shape) * room
+        into = replace(self, suffix=suffix, room=room, own_offset=offset)
+        for new, own in zip(into._columns(), self._columns(), strict=True):
+            new[:, :, :n] = own[:, :, :n]
+        return into
+
+
+def fork(storage) -> Fork:
+    """A fork of a storage that is not empty; of a fork it shares the prefix and copies the suffix."""
+    if isinstance(storage, Fork):
+        return replace(storage, suffix=tuple(t.clone() for t in storage.suffix))
+    storage.shared = True
+    none = tuple(t.new_empty(0, *t.shape[1:]) for t in (storage.k, storage.v, storage.pos))
+    own = torch.zeros_like(storage.offset), torch.zeros_like(storage.len)
+    return Fork(storage, none, 0, 0, *own, storage.counts)

@@ -1,0 +1,147 @@
+"""Latent attention (MLA): a layer whose slots are latents that all its heads share, from which its module makes every
+head's keys and values. What is stored is the latent and the rotated part of the key; what attention and scores read is
+made of the stored slots for one call. So a layer has one kv head to choose for, whose group is all query heads.
+
+A decoded token attends to the latents themselves: q . (W_k c) = (W_k^T q) . c, and the sum of p W_v c is W_v times that
+of p c (DeepSeek-V2, arXiv 2405.04434, section 2.1.2), so W is multiplied once and not for every slot."""
+
+import copy
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ... import _ops
+from .cache import EvictionLayer, fit
+
+
+@dataclass
+class Expanded:
+    """Slots of a layer with keys and values for every head, as the ops read them: H heads instead of one."""
+
+    k: torch.Tensor  # [H * n, D], and v; rows of head (b, h) are offset[b, h] .. offset[b, h] + len[b, h] - 1
+    v: torch.Tensor
+    pos: torch.Tensor  # [H * n]
+    offset: torch.Tensor  # [B, H]
+    len: torch.Tensor  # [B, H]
+    counts: np.ndarray  # len on the host
+
+    device = property(lambda self: self.k.device)
+
+    def longest(self) -> int:
+        return int(self.counts.max()) if self.counts.size else 0
+
+    def segments(self):
+        """(b, h, slice of the flat buffers) of every head's slots."""
+        for b, row in enumerate(self.offset.tolist()):
+            for h, start in enumerate(row):
+                yield b, h, slice(start, start + int(self.counts[b, h]))
+
+
+def up_projection(module):
+    """What a module multiplies latents by, in fp32: for keys [H, nope, r], without the rotated part, and for values
+    [H, v, r]. None where that is not a plain product (quantised, adapted, hooked, with a bias), which it makes
+    itself."""
+    made = module.kv_b_proj
+    plain = type(made) is torch.nn.Linear and type(made.weight) is torch.nn.Parameter and made.bias is None
+    if not plain or made._forward_hooks or made._forward_pre_hooks or "forward" in vars(made):
+        return None
+    sizes = module.qk_nope_head_dim, module.v_head_dim
+    return made.weight.detach().unflatten(0, (-1, sum(sizes))).float().split(sizes, 1)
+
+
+class LatentLayer(EvictionLayer):
+    """`k` and `v` [rows, W] are the two halves of latent, rotated part and zeros up to a multiple of 16."""
+
+    widths: tuple = ()  # (of the latent, of the rotated part)
+
+    def fork(self):
+        return copy.deepcopy(self)
+
+    def update(self, latent, rotated, *args, **kwargs):
+        """Note the new latents [B, 1, S, r] and rotated parts [B, 1, S, p] and hand them back."""
+        self.widths = latent.shape[-1], rotated.shape[-1]
+        return super().update(latent, rotated)
+
+    def pack(self, latent, rotated):
+        """The halves [B, 1, S, W] that are stored."""
+        self.widths = latent.shape[-1], rotated.shape[-1]
+        both = torch.cat([latent, rotated], -1)
+        width = -(-both.shape[-1] // 16) * 8
+        return torch.nn.functional.pad(both, (0, 2 * width - both.shape[-1])).split(width, -1)
+
+    def take(self, module, key, value):
+        pending, self.pending_kv = self.pending_kv, None
+        if pending is None:
+            raise RuntimeError(f"{type(module).__name__} attended to keys that were not given to the cache")
+        return self.pack(*pending)
+
+    def slots(self, module) -> Expanded:
+        """The stored slots with every head's keys and values."""
+        rows = torch.cat([torch.arange(s.start, s.stop, device=self.device) for _, _, s in self.segments()])
+        both = torch.cat([self.k[rows], self.v[rows]], -1)[None, None, :, : sum(self.widths)]
+        if not len(rows):  # which modules do not expand
+            both = both.new_zeros(1, 1, 1, both.shape[3])
+        key, value = module.expand_kv(*both.split(self.widths, -1))  # [1, H, n, D]
+        key, value = (x.to(self.k.dtype) for x in fit(key, value))
+        heads = torch.arange(key.shape[1], device=self.device)
+        start = self.len[:, 0].cumsum(0) - self.len[:, 0]
+        return Expanded(
+            key.reshape(-1, key.shape[-1]), value.reshape(-1, value.shape[-1]), self.pos[rows].repeat(len(heads)),
+            start[:, None].long() + heads * both.shape[2], self.len.expand(-1, len(heads)).contiguous(),
+            self.counts.repeat(len(heads), 1),
+        )  # fmt: skip
+
+    def decode(self, q, k, v, pos, module, columns=0, **options):
+        none = torch.zeros(len(q), dtype=torch.int32, device=q.device)
+        self.append(k, v, pos, none, 0 * self.counts[:, 0])
+        weights = up_projection(module)
+        if weights is not None:
+            return self._absorbed(*weights, q, columns, **options)
+        slots = self.slots(module)
+        where, no_rows = (slots.offset, slots.len), q[:, :, :0]
+        out, lse = _ops.attend(q, slots.k, slots.v, *where, no_rows, no_rows, none, stop=none, **options)
+        if not columns:
+            return out, lse, None
+        probs = _ops.score(
+            q, none, slots.k, *where, no_rows, none, none, lse=lse, causal=False, reduce="sum", group="none",
+            columns=columns, **options,
+        )  # fmt: skip
+        return out, lse, probs.mean(1, keepdim=True)
+
+    @torch.no_grad()
+    def _absorbed(self, of_keys, of_values, q, columns, *, scale, softcap=0.0, sinks=None):
+        """`decode` with the up-projections [H, nope or v, r], in fp32. q [B, H, 1, nope + rotated and more]."""
+        nope, (latent, rotated), width = of_keys.shape[1], self.widths, self.k.shape[1]
+        rows = q[:, :, 0].float()
+        rows = torch.cat(
+            [torch.einsum("bhn,hnr->bhr", rows[..., :nope], of_keys), rows[..., nope : nope + rotated]], -1
+        )
+        halves = torch.nn.functional.pad(rows, (0, 2 * width - latent - rotated)).mul_(scale).split(width, -1)
+        sink = rows.new_full((len(rows[0]), 1), -torch.inf) if sinks is None else sinks[:, None]
+        sums, lse, probs = torch.empty_like(rows[..., :latent]), rows.new_empty(rows.shape[:2]), None
+        if columns:
+            probs = rows.new_zeros(len(q), 1, columns)
+        for b, _, slots in self.segments():
+            stored = self.k[slots].float(), self.v[slots].float()
+            logits = sum(half[b] @ part.mT for half, part in zip(halves, stored, strict=True))
+            if softcap > 0:
+                logits = softcap * torch.tanh(logits / softcap)
+            lse[b] = torch.cat([logits, sink], -1).logsumexp(-1)
+            weights = torch.exp(logits - lse[b, :, None])
+            sums[b] = torch.cat([weights @ part for part in stored], -1)[:, :latent]
+            if columns:
+                probs[b, 0, : weights.shape[1]] = weights.mean(0)
+        out = torch.einsum("bhr,hvr->bhv", sums, of_values)
+        out = torch.nn.functional.pad(out, (0, q.shape[-1] - out.shape[-1]))
+        return out[:, None].to(q.dtype), lse[..., None], probs
+
+    keys = property(lambda self: self._dense(0))
+    values = property(lambda self: self._dense(1))
+
+    def _dense(self, part):
+        """Copy [B, 1, longest, r or p] of the latents or the rotated parts."""
+        if not self.is_initialized:
+            return None
+        both = torch.cat([self.storage.dense("k"), self.storage.dense("v")], -1)
+        return both[..., : sum(self.widths)].split(self.widths, -1)[part]

@@ -1,0 +1,78 @@
+"""Layers that have something beside slots, or in place of them: a state, or a sliding window."""
+
+import copy
+
+import torch
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from ... import compat
+from ...context import context
+from .cache import EvictionLayer
+
+
+class StatefulLayer(EvictionLayer):
+    """Our slots, in a layer that has a convolution's or a recurrent state besides: `state` is Transformers' layer that
+    holds it, and answers for all that is not ours."""
+
+    def __init__(self, state=None):
+        super().__init__()
+        self.state = state
+
+    def __getattr__(self, name):
+        if name == "state":  # before it is there, as while copying
+            raise AttributeError(name)
+        return getattr(self.state, name)
+
+    def fork(self):
+        return copy.deepcopy(self)
+
+    def reset(self):
+        super().reset()
+        if self.__dict__.get("state") is not None:
+            self.state.reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if self.count_to_remove(tokens_to_remove):
+            raise ValueError(
+                "crop cannot remove tokens from a layer that has a state beside its slots; read the prompt again, or "
+                "continue a fork of the cache"
+            )
+
+    def batch_select_indices(self, indices):
+        super().batch_select_indices(indices)
+        for states in (self.state.conv_states, self.state.recurrent_states):
+            states |= {index: t[indices] for index, t in states.items() if t is not None}
+
+
+compat.keeps_state(StatefulLayer)
+
+
+class SlidingLayer(DynamicSlidingWindowLayer):
+    """Transformers' sliding window, which rows that are appended to a chunk read but do not enter."""
+
+    @classmethod
+    def of(cls, layer):
+        """With all that a plain layer holds."""
+        ours = cls(layer.sliding_window)
+        ours.__dict__.update(layer.__dict__)
+        return ours
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        step, tap = context().step, context().tap
+        if tap is not None:
+            tap.slid(key_states, value_states)
+        appended = 0 if step is None else step.appended
+        if not appended:
+            return super().update(key_states, value_states, *args, **kwargs)
+        before = self.keys, self.values
+        full = super().update(key_states, value_states, *args, **kwargs)
+        stored = key_states.shape[2] - appended
+        self.cumulative_length -= appended
+        if before[0] is None:
+            before = key_states[:, :, :0], value_states[:, :, :0]
+        window = 0 if getattr(self, "record_past", False) else -self.sliding_window + 1
+        self.keys, self.values = (
+            torch.cat([old, new[:, :, :stored]], dim=2)[:, :, window:]
+            for old, new in zip(before, (key_states, value_states), strict=True)
+        )
+        return full

@@ -1,0 +1,174 @@
+"""Where a layer's slots are stored: ragged, in flat buffers with a little room per head."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from ... import _ops
+from . import host
+
+ROOM = 64  # free rows per head after an eviction, so that decoding appends without moving anything
+
+
+@dataclass
+class Storage:
+    """The slots of a layer, for every batch row and kv head a number of its own. All None before the first tokens.
+
+    Head h of row b owns rows offset[b,h] .. offset[b,h] + len[b,h] - 1 of the flat buffers, in ascending position, and
+    has room up to `capacity[b,h]`. What changes the slots returns the storage to go on with, which may have the same
+    buffers: the one before is not to be used any more.
+    """
+
+    k: torch.Tensor = None  # type: ignore[assignment]  # [rows, D]
+    v: torch.Tensor = None  # type: ignore[assignment]  # [rows, D]
+    pos: torch.Tensor = None  # type: ignore[assignment]  # [rows] int32
+    offset: torch.Tensor = None  # type: ignore[assignment]  # [B, Hkv] int64
+    len: torch.Tensor = None  # type: ignore[assignment]  # [B, Hkv] int32
+    counts: np.ndarray = None  # type: ignore[assignment]  # len on the host
+    capacity: np.ndarray = None  # type: ignore[assignment]  # [B, Hkv] on the host
+    room: int = 0  # free rows of the fullest head
+    shared: bool = False  # forks read the buffers, so what is stored there stays where it is
+
+    @classmethod
+    def empty(cls, keys):
+        """For keys [B, Hkv, *, D] of the same shape, dtype and device as these."""
+        batch, heads, _, dim = keys.shape
+        flat = keys.new_empty(0, dim)
+        return cls.packed(flat, flat.clone(), flat.new_empty(0, dtype=torch.int32), np.zeros((batch, heads), np.int64))
+
+    @classmethod
+    def packed(cls, k, v, pos, counts):
+        """Of flat buffers without room between heads; counts [B, Hkv] on the host."""
+        return _laid_out(cls(k, v, pos), counts)._holding(host.upload(counts, k.device, torch.int32), counts)
+
+    device = property(lambda self: self.k.device)
+
+    # -- what changes the slots -------------------------------------------------------------------------------------
+
+    def append(self, k, v, pos, first, padding, expected=0):
+        """With new columns first[b].. of k, v [B, Hkv, S, D], pos [B, S] after each head's slots; amortised O(S).
+
+        padding    `first` on the host
+        expected   slots per head that a read is going to store, for which a growth makes room
+        """
+        counts = self.counts + (k.shape[2] - padding)[:, None]
+        into = self if (counts <= self.capacity).all() else self._blank(self.grown(counts, expected))
+        return into._filled(self, None, counts, k, v, pos, first)
+
+    def keep(self, index, keep, *new):
+        """With slots index [B, Hkv, K] (ascending, keep[b,h] of them, on the host) of [stored | new] alone.
+
+        new   k, v [B, Hkv, S, D], pos [B, S], first [B]; none of them without new columns
+        """
+        wanted = keep + ROOM
+        if self.shared or (wanted > self.capacity).any() or self.capacity.sum() > 2 * wanted.sum():
+            return self.moved(wanted, index, keep, *new)
+        return self._filled(self, index, keep, *new)
+
+    def decode(self, q, k, v, pos, expected=0, **options):
+        """(out, lse, probs) as `_ops.decode` gives them, and the storage with the new row."""
+        into = self if self.room else self.moved(self.grown(self.counts, expected))
+        result = _ops.decode(q, k, v, pos, into.k, into.v, into.pos, into.offset, into.len, **options)
+        more = into.len + 1, into.counts + 1, into.capacity, into.room - 1, into.shared
+        return result, Storage(into.k, into.v, into.pos, into.offset, *more)
+
+    def crop(self, count: int):
+        """Without the last `count` slots of every head."""
+        own = self.copy_on_write()  # what comes next overwrites what is cropped
+        return own._holding((own.len - count).clamp_min(0), np.maximum(own.counts - count, 0))
+
+    def rows(self, chosen):
+        """With batch rows chosen [N], in any order and as often as they are named."""
+        at = chosen.tolist()
+        source = replace(self, offset=self.offset[chosen], len=self.len[chosen], counts=self.counts[at])
+        return source.moved(self.capacity[at])
+
+    def moved(self, capacity, index=None, keep=None, *new):
+        """In new buffers with room for capacity [B, Hkv]: what `keep` keeps, or everything."""
+        return self._blank(capacity)._filled(self, index, self.counts if keep is None else keep, *new)
+
+    def copy_on_write(self):
+        """In buffers that no fork reads, so that slots may be moved and overwritten there."""
+        return self.moved(self.capacity) if self.shared else self
+
+    def gathered(self):
+        """All slots in one place, to be read."""
+        return self
+
+    def grown(self, counts, expected=0):
+        """Capacity [B, Hkv] for counts and an eighth more, so that appending is O(1) on average."""
+        return np.maximum(self.capacity, np.maximum(counts + np.maximum(counts // 8, ROOM), expected))
+
+    def _blank(self, capacity):
+        """New buffers of a capacity, nothing in them yet."""
+        rows = int(capacity.sum())
+        with torch.inference_mode(False):  # a cache filled in inference mode can be written to outside of it
+            return _laid_out(Storage(*(t.new_empty(rows, *t.shape[1:]) for t in (self.k, self.v, self.pos))), capacity)
+
+    def _filled(self, source, index, counts, *new):
+        """These buffers with counts [B, Hkv] slots `index` (None: the first ones) of [source | new]."""
+        if not new:
+            batch, heads = counts.shape
+            none = source.k.new_empty(batch, heads, 0, source.k.shape[1])
+            new = none, none, source.pos.new_empty(batch, 0), source.pos.new_zeros(batch)
+        held = source.k, source.v, source.pos, source.offset, source.len
+        length = host.upload(counts, self.device, torch.int32)
+        _ops.compact(*held, *new, index, length, self.k, self.v, self.pos, self.offset)
+        return self._holding(length, counts)
+
+    def _holding(self, length, counts):
+        room = int((self.capacity - counts).min()) if counts.size else 0
+        return replace(self, len=length, counts=counts, room=room)
+
+    # -- what is stored ---------------------------------------------------------------------------------------------
+
+    def longest(self) -> int:
+        """Slots of the fullest head."""
+        return int(self.counts.max()) if self.counts.size else 0
+
+    def live_bytes(self) -> int:
+        """Bytes of the stored keys and values: 2 * bytes * d * sum(len)."""
+        return 0 if self.k is None else 2 * self.k.element_size() * self.k.shape[1] * int(self.counts.sum())
+
+    def padded_bytes(self) -> int:
+        """What `live_bytes` would be if every head were padded to the fullest."""
+        return 2 * self.k.element_size() * self.k.shape[1] * self.counts.size * self.longest()
+
+    def tensors(self) -> tuple:
+        """All that takes up memory."""
+        return () if self.k is None else (self.k, self.v, self.pos, self.offset, self.len)
+
+    def segments(self):
+        """(b, h, slice of the flat buffers) of every head's slots."""
+        offsets, lens = _offsets(self.capacity).tolist(), self.counts.tolist()
+        for b, row in enumerate(offsets):
+            for h, start in enumerate(row):
+                yield b, h, slice(start, start + lens[b][h])
+
+    def positions(self) -> list:
+        """Positions of the slots by row and head: int32 tensors of their own."""
+        heads = [[None] * self.len.shape[1] for _ in range(self.len.shape[0])]
+        for b, h, rows in self.segments():
+            heads[b][h] = self.pos[rows].clone()
+        return heads
+
+    def dense(self, name):
+        """Copy [B, Hkv, longest, D] of "k" or "v", zeros after shorter heads; None before the first tokens."""
+        flat = getattr(self, name)
+        if flat is None:
+            return None
+        dense = flat.new_zeros(*self.len.shape, self.longest(), flat.shape[1])
+        for b, h, rows in self.segments():
+            dense[b, h, : rows.stop - rows.start] = flat[rows]
+        return dense
+
+
+def _laid_out(storage, capacity):
+    """Heads lie one after the other."""
+    return replace(storage, capacity=capacity, offset=host.upload(_offsets(capacity), storage.device))
+
+
+def _offsets(capacity):
+    """`offset` on the host."""
+    return (capacity.cumsum() - capacity.ravel()).reshape(capacity.shape)

@@ -1,0 +1,1 @@
+"""What a read costs, and what it does, seen from outside."""

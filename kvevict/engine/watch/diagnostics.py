@@ -1,0 +1,118 @@
+"""What an eviction costs the rows that observe it: how far their attention outputs move, how much attention is lost.
+
+The first part is maths on tensors of one kv head: q [G, R, D] the queries of its group, k and v [n, D] its slots, sees
+[R, n] which of them a row may see, kept [n] which stay. Attention is rows x slots, and at most `ROWS` rows observe.
+The second part watches every eviction of a read, for `Policy(diagnose=True)`.
+"""
+
+import numpy as np
+import torch
+
+from .watcher import Watcher
+
+ROWS = 64
+NAMES = ("evictions", "joint_error", "output_error", "recall")
+
+
+def attention(q, k, v, sees, *, scale, softcap=0.0, sinks=None):
+    """Softmax attention a [G, R, n] over the slots seen, in fp32, and outputs o [G, R, D]; sinks [G] take a share of
+    it. A row that sees nothing gets 0."""
+    x = q.float() @ k.float().T * scale
+    if softcap:
+        x = softcap * torch.tanh(x / softcap)
+    x = x.masked_fill(~sees, -torch.inf)
+    if sinks is not None:
+        x = torch.cat([x, sinks[:, None, None].expand(*x.shape[:2], 1)], 2)
+    a = x.softmax(2)[..., : k.shape[0]].masked_fill(~sees, 0)
+    return a, a @ v.float()
+
+
+def joint_error(before, after):
+    """CAOTE eq. 24 of a set of slots, the root of the heads' summed squares: outputs [H, R, D] with and without the set
+    -> [R].
+
+    Eq. 24 is || sum_S a_i (o - v_i) || / (1 - sum_S a_i), which is || o - o' || with o' the attention renormalised over
+    what stays (theorem A.2 for a set); so computed, nothing cancels when the set has nearly all of the attention. With
+    all that a row sees gone, o' is 0.
+    """
+    return (before - after).square().sum((0, 2)).sqrt()
+
+
+def output_error(before, after):
+    """`joint_error` relative to the length of all heads' outputs: [R]."""
+    return joint_error(before, after) / before.square().sum((0, 2)).sqrt().clamp_min(torch.finfo(before.dtype).tiny)
+
+
+def by_group(q, kv_heads, sinks, **options) -> list:
+    """Per kv head the queries [G, R, D] of its group, out of q [H, R, D], and the options that `attention` takes."""
+    sinks = [None] * kv_heads if sinks is None else sinks.unflatten(0, (kv_heads, -1))
+    return [(queries, options | {"sinks": sink}) for queries, sink in zip(q.unflatten(0, (kv_heads, -1)), sinks)]
+
+
+class Diagnostics(Watcher):
+    """Watches the cuts of a read."""
+
+    rows = ROWS  # of a call that observe here, at most
+
+    def __init__(self):
+        self.sums: dict = {}  # layer -> fp64 [4, B] of `NAMES`
+
+    @torch.no_grad()
+    def cut(self, call, choice) -> None:
+        """Add what a layer loses by a `kvevict.engine.read.evict.Choice`."""
+        slots, step = call.slots, call.step
+        losing = np.flatnonzero(choice.all_ranks.sum(1) < slots.alive).tolist()
+        with step.meter.clock("diagnose"):
+            exact: dict = dict(dtype=torch.double, device="cpu")
+            sums = self.sums.setdefault(slots.index, torch.zeros(len(NAMES), len(choice.keep), **exact))
+            observing, q = step.rows.observing(step).clip(0, ROWS).tolist(), call.rows.watched(ROWS)
+            for b in losing:
+                if not observing[b]:  # its rows were those of an earlier call
+                    sums[:, b] += torch.tensor([1, *[torch.nan] * 3], **exact)
+                    continue
+                queries = by_group(q[b, :, -observing[b] :], slots.kv.k.shape[1], **slots.kv.options)
+                index = [choice.index[b, h, :n] for h, n in enumerate(choice.keep[b])]
+                index *= slots.kv.k.shape[1] // len(index)
+                heads = [_head(call, b, h, *one) for h, one in enumerate(zip(index, *zip(*queries, strict=True)))]
+                parts = (slots.heads.gather(torch.cat(part)[None])[0] for part in zip(*heads))
+                sums[:, b] += torch.tensor([1, *_errors(*parts)], **exact)
+
+    def report(self, rows: int, own: list) -> dict:
+        """`NAMES` -> [layer][row]: how many evictions, and means over them; None for a layer that is not our own."""
+        nothing = [0, 0.0, 0.0, 1.0]
+
+        def of(index, i):
+            if index not in self.sums:
+                return [nothing[i]] * rows
+            counts = self.sums[index][0].tolist()
+            if i == 0:
+                return [int(count) for count in counts]
+            totals = self.sums[index][i].tolist()
+            return [total / count if count else nothing[i] for total, count in zip(totals, counts)]
+
+        return dict(diagnostics={
+            name: [of(index, i) if ours else None for index, ours in enumerate(own)] for i, name in enumerate(NAMES)
+        })  # fmt: skip
+
+
+def _head(call, b, h, index, q, options):
+    """Outputs [G, R, D] with and without what a kv head loses, and attention [G, R] in all and on what it keeps.
+
+    The rows are the call's last, so a new slot is seen by those at or after its column, a stored one by all.
+    """
+    kv, slots = call.slots.kv, call.slots.kv.stored
+    stored, first = int(slots.counts[b, h]), int(kv.padding[b])
+    old = slice(int(slots.offset[b, h]), int(slots.offset[b, h]) + stored)
+    k, v = (torch.cat([x[old], new[b, h, first:]]) for x, new in ((slots.k, kv.k), (slots.v, kv.v)))
+    columns = call.step.positions.shape[1]
+    column = torch.arange(len(k), device=k.device) - stored + first
+    sees = column <= torch.arange(columns - q.shape[1], columns, device=k.device)[:, None]
+    kept = torch.zeros(len(k), dtype=torch.bool, device=k.device)
+    kept[index.long()] = True
+    a, before = attention(q, k, v, sees, **options)
+    _, after = attention(q, k, v, sees & kept, **options)
+    return before, after, a.sum(2), (a * kept).sum(2)
+
+
+def _errors(before, after, mass, kept):
+    return joint_error(before, after).mean(), output_error(before, after).mean(), kept.sum() / mass.sum()
