@@ -1,6 +1,7 @@
-"""The worked examples of docs/architecture.md do what it says."""
+"""docs/architecture.md: its worked examples run, its tree has every file, and calls take the way that it lists."""
 
 import re
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +17,59 @@ from kvevict.policy.policy import Policy, build
 from kvevict.policy.rows import AppendedRows, Part
 
 PAGE = (Path(__file__).parents[2] / "docs/architecture.md").read_text()
+ENGINE = Path(kvevict.__file__).parent / "engine"
+
+
+def test_the_tree():
+    """Every file of the engine has one line in the tree, in its room, with a comment."""
+    (tree,) = re.findall(r"^engine/\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    files, room = [], None
+    for name, comment in (line.split(maxsplit=1) for line in tree.splitlines()):
+        assert comment
+        if name.endswith("/") and name != "quantities/":
+            room = name
+        else:
+            files.append(room + name.rstrip("/"))
+    there = [path for path in ENGINE.glob("*/*") if path.name not in ("__init__.py", "__pycache__")]
+    assert sorted(files) == sorted(path.relative_to(ENGINE).as_posix() for path in there)
+
+
+def listed(heading):
+    """(file, function) of a numbered list of the page."""
+    section = PAGE.split(f"## {heading}\n")[1].split("\n## ")[0]
+    return re.findall(r"^\d+\. `(.*?)`, `(.*?)`", section, re.MULTILINE)
+
+
+def walked(call):
+    """(file, function) of the engine's functions, in the order in which a call first enters them."""
+    entered: dict = {}
+
+    def profile(frame, event, _):
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and ENGINE in path.parents:
+            entered.setdefault((path.relative_to(ENGINE).as_posix(), frame.f_code.co_name))
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return list(entered)
+
+
+def test_the_life_of_a_token():
+    """A prompt that is evicted from, and a token decoded after it, enter the listed functions in the listed order."""
+    model, prompt = tiny.model(), tiny.prompt(1, 90)
+    kvevict.patch(model, "snapkv", budget=40, chunk_size=32)
+    caches = []
+    with torch.no_grad():
+        read = walked(lambda: caches.append(model(**prompt, logits_to_keep=1).past_key_values))
+        decoded = walked(lambda: model(input_ids=torch.tensor([[3]]), past_key_values=caches[0]))
+    for heading, way in {"The life of a prompt": read, "The life of a decoded token": decoded}.items():
+        steps = listed(heading)
+        assert len(steps) > 5
+        assert [step for step in way if step in steps] == steps
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
-"""No module of the package imports from a layer above its own, at its top or in a function."""
+"""No module of the package imports from a layer above its own, at its top or in a function; nor one of engine/ from a
+room above its own."""
 
 from pathlib import Path
 
@@ -17,6 +18,7 @@ LAYERS = (
     "lm_eval commands serve cli",
     "api __init__ __main__",
 )
+ROOMS = ("slots", "measure watch", "read", "hook")  # of engine/
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}
 
 
@@ -24,6 +26,13 @@ def upward(file: Path, text: str) -> set:
     """The top-level modules above its own that a file imports."""
     modules = {path[1] if path[1:] and path[1] in LEVEL else "__init__" for path in imported(file, text)}
     return {name for name in modules if LEVEL[name] > LEVEL[file.with_suffix("").parts[0]]}
+
+
+def upstairs(file: Path, text: str) -> set:
+    """The rooms of the engine above its own that a file of the engine imports."""
+    level = {name: level for level, names in enumerate(ROOMS) for name in names.split()}
+    rooms = {path[2] for path in imported(file, text) if path[1:2] == ("engine",) and path[2:] and path[2] in level}
+    return {room for room in rooms - {file.parts[1]} if level[room] >= level[file.parts[1]]}
 
 
 def test_every_module_has_a_layer():
@@ -39,9 +48,20 @@ def test_no_import_runs_upwards():
     assert found == set()
 
 
+def test_the_engine_s_rooms():
+    files = [path.relative_to(PACKAGE) for path in PACKAGE.glob("engine/*/**/*.py")]
+    assert {file.parts[1] for file in files} == {name for names in ROOMS for name in names.split()}
+    found = {(file.as_posix(), room) for file in files for room in upstairs(file, (PACKAGE / file).read_text("utf-8"))}
+    assert found == set()
+    assert upstairs(Path("engine/measure/slots.py"), "from ..read import step\nfrom ..watch.meter import Meter") == {
+        "read",
+        "watch",
+    }
+
+
 @pytest.mark.parametrize("file, text, found", [
-    ("engine/read/evict.py", "from ..analysis import diagnose", {"analysis"}),
-    ("engine/read/evict.py", "def f():\n    from ..analysis.diagnose import note", {"analysis"}),
+    ("engine/read/evict.py", "from ...analysis import diagnose", {"analysis"}),
+    ("engine/read/evict.py", "def f():\n    from ...analysis.diagnose import note", {"analysis"}),
     ("policy/rows/probe.py", "from ...lookahead.adapter import Adapter", {"lookahead"}),
     ("policy/rows/probe.py", "from ... import patch, families", {"patch"}),
     ("policy/policy.py", "import kvevict.evaluate.ask", {"evaluate"}),
