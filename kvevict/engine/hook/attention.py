@@ -54,8 +54,7 @@ def attention(module, query, key, value, attention_mask, scaling=None, softcap=N
 
     with step.meter.clock("attend"):
         out, lse = attend() if tap is None else tap.attended(attend)
-    call = layer_call(step, layer, module, query, key, value, out, lse, options, new=new, hidden=hidden)
-    call.slots.kv.__dict__["stored"] = slots
+    call = layer_call(step, layer, module, query, key, value, out, lse, options, new=new, hidden=hidden, read=slots)
     step.meter.watch(call, 1 + step.chooser.held)
     layer.advance(*step.seen)
     if step.seen[0] != call.new[0].shape[2]:

@@ -57,11 +57,12 @@ class KV:
     options: dict[str, Any]  # scale, softcap, sinks of attention
     appended: tuple = ()  # k, v [B, heads, p, D] of rows that are read with the call and not stored
     hidden: torch.Tensor | None = None  # [B, T, E] input of the attention block, of all rows; None: nobody needs it
+    read: Any = None  # `stored`, where the call's attention read it already
 
     @cached_property
     def stored(self):
         """What holds `k`, `v` [N, D], `pos` [N], `offset`, `len` [B, heads] of the stored slots."""
-        return self.layer.slots(self.module)
+        return self.layer.slots(self.module) if self.read is None else self.read
 
     @property
     def end(self):
@@ -167,7 +168,7 @@ class Slots:
 
     def waiting(self):
         """These slots without what is of one call: expanded latents, the attention block's input."""
-        return replace(self, kv=replace(self.kv, hidden=None))
+        return replace(self, kv=replace(self.kv, hidden=None, read=None))
 
 
 @dataclass(frozen=True, eq=False)

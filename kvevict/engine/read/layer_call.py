@@ -88,7 +88,7 @@ class LayerCall:
         """This call once its survivors are in the layer: the same slots are protected, nothing of the call is new."""
         kv, rows = self.slots.kv, self.rows
         none = 0 * kv.padding
-        kv = replace(kv, k=kv.k[:, :, :0], v=kv.v[:, :, :0], first=0 * kv.first, padding=none, hidden=None)
+        kv = replace(kv, k=kv.k[:, :, :0], v=kv.v[:, :, :0], first=0 * kv.first, padding=none, hidden=None, read=None)
         slots = _slots(kv, self.slots.index, self.slots.pos[:, :0], protection=self.slots.protected)
         rows = replace(rows, q=None, out=None, lse=None, columns=0, first=0 * rows.first)
         return replace(self, slots=slots, rows=rows, new=[x[:, :, :0] for x in self.new], known={})
@@ -106,14 +106,16 @@ def _slots(kv, index, pos, protect=None, protection=None) -> Slots:
     return Slots(index, Heads(ranks, counts.shape[1]), n, counts, every, known, pos, kv, prompt)
 
 
-def layer_call(step, layer, module, q, k, v, out, lse, options, probs=None, new=None, hidden=None) -> LayerCall:
-    """Of a layer that has attended with q [B, H, T, D] over its slots and new k, v [B, heads, S, D]. hidden: as in
-    `KV`."""
+def layer_call(
+    step, layer, module, q, k, v, out, lse, options, probs=None, new=None, hidden=None, read=None
+) -> LayerCall:
+    """Of a layer that has attended with q [B, H, T, D] over its slots and new k, v [B, heads, S, D]. hidden, read: as
+    in `KV`."""
     index, stored = module.layer_idx, max(k.shape[2] - step.appended, 0)
     first, padding = step.first.clamp_max(stored), np.minimum(step.padding, stored)
     order = step.patch.order[index]
     appended = k[:, :, stored:], v[:, :, stored:]
-    kv = KV(step, layer, module, k[:, :, :stored], v[:, :, :stored], first, padding, options, appended, hidden)
+    kv = KV(step, layer, module, k[:, :, :stored], v[:, :, :stored], first, padding, options, appended, hidden, read)
     rows = LayerRows(step, module, layer, q, out, lse, stored, first, probs)
     pos, select = step.positions[:, :stored].contiguous(), step.patch.policy.selection(order)
     slots = _slots(kv, index, pos, partial(protected, step.patch.policy, select, rows.without_tensors()))

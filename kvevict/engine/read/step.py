@@ -1,6 +1,7 @@
 """What the decoder wrapper tells the attention function about the call that is running."""
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -49,15 +50,16 @@ class Step:
     chunk: object = None  # the kvevict.engine.read.schedule.Chunk of the read
     appended: int = 0  # rows at the end that are read with the chunk and not stored
     final_position: int | None = None  # the prompt's largest position, for rotary frequencies that depend on it
-    seen: tuple = ()  # (columns, tokens [B]) that count as seen, whatever a layer reads of them
+    counted: tuple = ()  # `seen` of a narrowed step, whose layers read fewer rows
     hidden: dict = field(default_factory=dict)  # layer -> input of its attention block, where that is wanted
     unread: dict = field(default_factory=dict)  # layer -> its LayerCall, while other layers still read its slots
     elsewhere: dict = field(default_factory=dict)  # device -> this step there
 
-    def __post_init__(self):
+    @cached_property
+    def seen(self) -> tuple:
+        """(columns, tokens [B]) that count as seen, however few of them a layer reads."""
         columns = self.positions.shape[1] - self.appended
-        seen = self.seen or (columns, columns - np.minimum(self.padding, columns))
-        object.__setattr__(self, "seen", seen)
+        return self.counted or (columns, columns - np.minimum(self.padding, columns))
 
     def on(self, device):
         """This step for layers that compute on a device: it has `positions` and `first` there."""
@@ -70,7 +72,7 @@ class Step:
 
     def narrowed(self, positions, first, padding):
         """This step for layers that read fewer of its rows, which all count as seen."""
-        return replace(self, positions=positions, first=first, padding=padding, elsewhere={})
+        return replace(self, positions=positions, first=first, padding=padding, counted=self.seen, elsewhere={})
 
     @property
     def rows(self):
