@@ -1,15 +1,19 @@
-"""Words: one meaning each, and the field's own. `python tests/docs/test_words.py` prints every word that has a better
-one; `--write` takes files without any off `words_todo.txt`, the list of files that still wait to be rewritten."""
+"""Words: one meaning each, and the field's own; and few relative clauses in place of nouns. `python
+tests/docs/test_words.py` prints every word that has a better one, and the densities of files above a limit; `--write`
+takes files that are clean off `words_todo.txt` and `density_todo.txt`, the files that still wait to be rewritten."""
 
+import ast
+import io
 import re
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TODO = Path(__file__).with_name("words_todo.txt")
+TODO, DENSE = (Path(__file__).with_name(name) for name in ("words_todo.txt", "density_todo.txt"))
 DATA = {"kvevict/evaluate/words.py"}  # lists of English words, of which made-up texts consist
 SUFFIXES = {".py", ".md", ".c", ".h", ".cu", ".cuh", ".cpp", ".sh", ".toml", ".tsv", ".html", ".yml", ".yaml"}
 
@@ -37,6 +41,37 @@ PATTERNS = [
 ]
 
 
+# Words per 1,000 of a file's comments and docstrings, or of a page's prose; one of each is always allowed.
+LIMITS = {("what",): 2, ("which", "whose"): 3, ("own",): 1}
+COMMENTED = {".py", ".md", ".c", ".h", ".cu", ".cuh", ".cpp"}
+
+
+def prose(suffix: str, text: str) -> str:
+    """The comments and docstrings of a source, or a page without its code."""
+    if suffix == ".md":
+        return re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.DOTALL | re.MULTILINE)
+    if suffix != ".py":
+        return " ".join(re.findall(r"/\*.*?\*/|//[^\n]*", text, re.DOTALL))
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docs = [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(text)) if isinstance(node, documented)]
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return " ".join([*docs, *(token.string for token in tokens if token.type == tokenize.COMMENT)])
+
+
+def dense(suffix: str, text: str) -> dict:
+    """{word: (count, limit)} of the words that are above their limit."""
+    words = re.findall(r"[a-z']+", prose(suffix, text).lower())
+    found = {kind: sum(map(words.count, kind)) for kind in LIMITS}
+    limits = {kind: max(1, limit * len(words) // 1000) for kind, limit in LIMITS.items()}
+    return {"/".join(kind): (found[kind], limits[kind]) for kind in LIMITS if found[kind] > limits[kind]}
+
+
+def dense_files() -> dict:
+    files = (name for name in tracked() if Path(name).suffix in COMMENTED and not name.startswith("docs/CHANGELOG"))
+    densities = {name: dense(Path(name).suffix, (ROOT / name).read_text(encoding="utf-8")) for name in files}
+    return {name: words for name, words in densities.items() if words}
+
+
 def tracked() -> list:
     """Paths of the sources and pages, of which a test copy without git has all files."""
     run = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
@@ -60,9 +95,28 @@ def test_words():
     assert not [f"{name}:{line}: {words!r}, better {word!r}" for name in names for line, words, word in found(name)]
 
 
-def test_what_waits_exists():
-    names = TODO.read_text().split()
+@pytest.mark.quick
+def test_density():
+    """Names in place of relative clauses: in all files but those of density_todo.txt."""
+    waiting = DENSE.read_text().split()
+    assert {name: words for name, words in dense_files().items() if name not in waiting} == {}
+
+
+@pytest.mark.parametrize("path", [TODO, DENSE], ids=["words", "density"])
+def test_what_waits_exists(path):
+    names = path.read_text().split()
     assert names == sorted(set(names)) and all((ROOT / name).is_file() for name in names)
+
+
+@pytest.mark.parametrize("suffix, text, found", [
+    (".py", "# what it is, and what it was\nx = 1", {"what": (2, 1)}),
+    (".py", 'def f():\n    """Which of those, whose own."""\n    return "what what"', {"which/whose": (2, 1)}),
+    (".c", "/* its own */ int own, what; // its own", {"own": (2, 1)}),
+    (".md", "what\n```sh\nwhat what\n```\n`what`", {}),
+    (".md", "word " * 996 + "what " * 3, {"what": (3, 1)}), (".md", "word " * 998 + "what " * 2, {}),
+])  # fmt: skip
+def test_the_density(suffix, text, found):
+    assert dense(suffix, text) == found
 
 
 @pytest.mark.parametrize("text, count", [
@@ -74,10 +128,17 @@ def test_the_lint(text, count):
     assert sum(len(pattern.findall(text)) for pattern, _ in PATTERNS) == count
 
 
+def without_clean(path: Path, left) -> None:
+    """Take the files that are clean off a list."""
+    path.write_text("".join(f"{name}\n" for name in path.read_text().split() if name in left))
+
+
 if __name__ == "__main__":
-    left = [name for name in tracked() if found(name)]
+    words, densities = {name: found(name) for name in tracked()}, dense_files()
     if sys.argv[1:] == ["--write"]:
-        waiting = TODO.read_text().split()
-        TODO.write_text("".join(f"{name}\n" for name in left if name in waiting))
-    for name in left:
-        print(*(f"{name}:{line}: {words!r}, better {word!r}" for line, words, word in found(name)), sep="\n")
+        without_clean(TODO, {name for name, hits in words.items() if hits})
+        without_clean(DENSE, densities)
+    for name, hits in words.items():
+        print(*(f"{name}:{line}: {written!r}, better {word!r}\n" for line, written, word in hits), sep="", end="")
+    for name, over in densities.items():
+        print(name, *(f"{count} {word!r}, limit {limit}" for word, (count, limit) in over.items()), sep=": ")
