@@ -1,1 +1,1 @@
-"""How a model's calls get into the engine and out of it: what stands in for its forwards and its attention."""
+"""The way of a model's calls into the engine and out of it: replacements for its forwards and its attention."""

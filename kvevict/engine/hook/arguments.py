@@ -1,4 +1,4 @@
-"""What the arguments of a decoder's call must satisfy. Errors come before the cache changes."""
+"""Checks of the arguments of a decoder's call. Errors come before the cache changes."""
 
 import torch
 from transformers.cache_utils import DynamicCache
@@ -19,7 +19,7 @@ def check_tokens(tokens, cache) -> None:
 
 
 def columns_of(cache, batch) -> int:
-    """How many columns a cache has seen. Raises ValueError for one that cannot be read on with `batch` rows."""
+    """Number of columns that a cache has seen. Raises ValueError if `batch` rows cannot continue from it."""
     if not isinstance(cache, DynamicCache) or getattr(cache, "offloading", False):
         raise ValueError(
             f"past_key_values is {'an offloaded' if getattr(cache, 'offloading', False) else 'a'} "
@@ -37,8 +37,8 @@ def columns_of(cache, batch) -> int:
 
 
 def plain_mask(mask, called, tokens):
-    """The 2D mask; where a model around the decoder makes masks of it for every kind of layer, what it was made of.
-    Raises ValueError where those let a token see a later one (Gemma 3's pictures)."""
+    """The 2D padding mask. If the outer model has expanded it to one mask per kind of layer, the mask it started from.
+    Raises ValueError if an expanded mask lets a token see a later one (Gemma 3's pictures)."""
     given = called.mask
     made = isinstance(mask, dict) or (isinstance(mask, torch.Tensor) and mask.ndim == 4)
     plain = given is None or (isinstance(given, torch.Tensor) and given.ndim == 2)
@@ -59,7 +59,7 @@ def plain_mask(mask, called, tokens):
 
 
 def check_mask(mask, batch, columns, tokens) -> None:
-    """Raise ValueError for a mask that is not of the columns seen and the new tokens."""
+    """Raise ValueError unless a mask covers the columns seen and the new tokens."""
     if mask is None:
         return
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
@@ -76,7 +76,7 @@ def check_mask(mask, batch, columns, tokens) -> None:
 
 
 def make_ours(cache, patch, config, mask, columns) -> None:
-    """Adopt a cache that is not ours yet. Raises ValueError where it cannot be evicted from."""
+    """Adopt a cache that is not ours yet. Raises ValueError if eviction from it is impossible."""
     layers, first = cache.layers, None
     ours = len(layers) == len(patch.kinds) and all(isinstance(layers[index], EvictionLayer) for index in patch.order)
     if ours and isinstance(cache, EvictionCache):
@@ -92,7 +92,7 @@ def make_ours(cache, patch, config, mask, columns) -> None:
 
 
 def check_roll_back(request) -> None:
-    """Raise ValueError where tokens may be taken back that cannot be."""
+    """Raise ValueError if the caller may roll tokens back and the model or the policy cannot."""
     policy = request.policy
     if request.rolls_back and request.patch.keeps_state:
         raise ValueError(

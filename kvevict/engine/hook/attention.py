@@ -1,5 +1,4 @@
-"""The attention function that patched layers call: attend over [stored | new], then let the call's chooser decide what
-stays."""
+"""The attention function of patched layers: attend over [stored | new], then let the call's chooser evict slots."""
 
 import copy
 import functools
@@ -13,13 +12,13 @@ from ..read.layer_call import layer_call
 from ..slots.cache import fit
 
 NAME = "kvevict"
-ORIGINAL = "_kvevict_original"  # attribute of our copy of a module's config: the config it had
+ORIGINAL = "_kvevict_original"  # attribute of our copy of a module's config: the original config
 
 
 def attention(module, query, key, value, attention_mask, scaling=None, softcap=None, s_aux=None, **kwargs):
     """Transformers' attention interface: query [B, H, T, D], key and value [B, Hkv, T, D] -> ([B, T, H, D], None).
 
-    Outside a call of the patched decoder that uses a cache (training, use_cache=False) the model's own function runs.
+    The model's original function runs outside a call of the patched decoder with a cache (training, use_cache=False).
     """
     now = context()
     if now.step is None:
@@ -64,12 +63,12 @@ def attention(module, query, key, value, attention_mask, scaling=None, softcap=N
 
 
 def _stored_form(layer, *tensors):
-    """Query, keys and values in the dtype of what is stored, which under autocast is another, and of one width."""
+    """Query, keys and values in the stored keys' dtype (autocast may use another), padded to one width."""
     return fit(*(x if x.dtype == layer.k.dtype else x.to(layer.k.dtype) for x in tensors))
 
 
 def _choose(call):
-    """Let the call's chooser decide what stays, or wait until the last layer that reads these slots did."""
+    """Let the call's chooser evict slots; if other layers read these slots, wait for the last of them."""
     if call.slots.index in call.step.patch.last_reader:
         call.step.unread[call.slots.index] = call
         return
@@ -78,8 +77,8 @@ def _choose(call):
 
 
 def _read(step, module, query, key, value, options):
-    """Attention of a layer that reads another one's slots and that one's new rows. query [B, H, T, D]: of the call's
-    last T rows; key and value [B, Hkv, S, D]."""
+    """Attention of a layer over another layer's slots and new rows. query [B, H, T, D]: of the call's last T rows;
+    key and value [B, Hkv, S, D]."""
     producer = step.patch.readers[module.layer_idx]
     layer, width = step.cache.layers[producer], value.shape[-1]
     query, key, value = _stored_form(layer, query, key, value)
@@ -93,7 +92,7 @@ def _read(step, module, query, key, value, options):
 
 
 class _WithConfig:
-    """A module as it is, but under its original config: what the model's own attention function reads."""
+    """A module with its original config, as the model's original attention function reads it."""
 
     def __init__(self, module, config):
         self.__dict__.update(module=module, config=config)
@@ -106,7 +105,7 @@ def _unpatched(module, query, key, value, attention_mask, **options):
     note = context().note
     if note is not None:
         note(module, query, key)
-    config = module.config.__dict__.get(ORIGINAL, module.config)  # of a call that began before it was diverted
+    config = module.config.__dict__.get(ORIGINAL, module.config)  # the call may have begun before `divert`
     options = {name: value for name, value in options.items() if value is not None}
     return compat.base_attention(module, config)(
         _WithConfig(module, config), query, key, value, attention_mask, **options
@@ -114,7 +113,7 @@ def _unpatched(module, query, key, value, attention_mask, **options):
 
 
 def divert(module) -> None:
-    """Have an attention module call `attention`: it gets a copy of its config that says so."""
+    """Have an attention module call `attention`, by a changed copy of its config."""
     config = copy.copy(module.config)
     config.__dict__[ORIGINAL] = module.config
     config._attn_implementation_internal = NAME
@@ -127,12 +126,12 @@ def restore(module) -> None:
 
 def register() -> None:
     """Make the name known to Transformers; patching does, importing does not."""
-    from transformers import AttentionInterface  # which imports what all models need, so not on top
+    from transformers import AttentionInterface  # it imports the dependencies of all models, so not on top
 
     AttentionInterface.register(NAME, _untraced())
 
 
 @functools.cache
 def _untraced():
-    """`attention`, which torch.compile leaves out of its graphs. No decorator, as that would import Dynamo."""
+    """`attention`, left out of torch.compile's graphs. A decorator would import Dynamo with the package."""
     return torch.compiler.disable(attention)

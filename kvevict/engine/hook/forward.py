@@ -1,5 +1,5 @@
-"""What stands in for the text decoder's forward and for that of the model around it, how it is put there and taken
-away. Calls run in a context (contextvars) of their own: what they note in it is gone however they end."""
+"""Replacements for the forwards of the text decoder and of the model around it; their installation and removal. Each
+call runs in a new context (contextvars), so its notes there are gone however it ends."""
 
 import contextvars
 import functools
@@ -25,9 +25,9 @@ NO_RECORD = (
 
 
 class StandIn:
-    """A function in place of a module's method; copies and pickles of the module have one of their own.
+    """A function in place of a module's method. A copy or pickle of the module gets a separate one.
 
-    before   what the module had as attribute of that name; None: the class's method
+    before   the module's previous attribute of that name; None: the class's method
     """
 
     def __init__(self, function, module, name, before=None):
@@ -35,14 +35,14 @@ class StandIn:
 
     def __call__(self, *args, **kwargs):
         function = self.function
-        if function is None:  # unpatched, but somebody who wrapped it still calls it
+        if function is None:  # unpatched, but a wrapper made earlier still calls it
             return self.own(*args, **kwargs)
         if torch.compiler.is_exporting():
             raise ValueError(NO_RECORD)
         return function(self.module, self.own, *args, **kwargs)
 
     def __getstate__(self):
-        """With the plain function, as no wrapper can be pickled."""
+        """State with the plain function: a wrapper cannot be pickled."""
         return self.__dict__ | dict(function=self.function and inspect.unwrap(self.function))
 
     def __setstate__(self, state):
@@ -51,7 +51,7 @@ class StandIn:
 
     @property
     def own(self):
-        """What it stands in for."""
+        """The original method."""
         return self.before or types.MethodType(getattr(type(self.module), self.name.removeprefix("_old_")), self.module)
 
     @property
@@ -64,14 +64,14 @@ class StandIn:
 
 
 def install(decoder) -> None:
-    """Replace the decoder's forward, and that of rotary frequencies which depend on a prompt's length."""
+    """Replace the decoder's forward, and its rotary embedding's if the frequencies depend on a prompt's length."""
     replace(decoder, forward)
     if families.rope_depends_on_length(decoder):
         replace(families.rotary_of(decoder), _rotary_forward)
 
 
 def install_around(top) -> None:
-    """Replace the forward of the model around a decoder and some of its methods, unless they are replaced already."""
+    """Replace the forward of the model around a decoder and some of its methods, unless already replaced."""
     if WRAPPED not in top.__dict__:
         replace(top, _top_forward)
     for name, function in STAND_INS.items():
@@ -81,7 +81,7 @@ def install_around(top) -> None:
 
 
 def remove(decoder, tops) -> None:
-    """Give a decoder, its rotary frequencies and the models around it back their own forward and methods."""
+    """Restore the forwards and methods of a decoder, its rotary embedding and the models around it."""
     for module in (decoder, families.rotary_of(decoder), *tops):
         if module is not None and WRAPPED in module.__dict__:
             restore(module)
@@ -94,7 +94,7 @@ def remove(decoder, tops) -> None:
 
 
 def replace(module, function) -> None:
-    """Put a stand-in where accelerate looks when it has hooked the module already."""
+    """Put a stand-in in place of forward; in a module that accelerate has hooked, of `_old_forward`."""
     name = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
     standin = StandIn(function, module, name, module.__dict__.get(name))
     object.__setattr__(module, WRAPPED, standin)
@@ -117,8 +117,8 @@ def restore(module) -> None:
 
 
 def _untraced(function):
-    """A stand-in as torch.compile is to take it: `forward` and all that it calls are left out of its graphs, of
-    `_top_forward` only itself. No decorators, as these would import Dynamo with the package."""
+    """A stand-in as torch.compile is to take it. Graphs leave out `forward` with all its calls, and `_top_forward`
+    itself without its calls. Decorators would import Dynamo with the package."""
     return _disabled(function) if function in (forward, _top_forward) else function
 
 
@@ -128,7 +128,7 @@ def _disabled(function):
 
 
 def _generate(self, run, *args, **kwargs):
-    """Stands in for the model's `generate`, which has one policy from its first token to its last."""
+    """Stands in for the model's `generate`: one policy holds from its first token to its last."""
     decoder = find_decoder(self)
     installed = decoder.__dict__.get(STATE)
     patch = None if installed is None else installed.chosen()
@@ -210,7 +210,7 @@ def _read(decoder, run, patch, kwargs):
 
 
 def _rotary_forward(self, run, x, position_ids, *args, **kwargs):
-    """Rotary frequencies of the full prompt for each of its chunks: its last position is appended, then dropped."""
+    """Rotary frequencies of the full prompt for each chunk: the prompt's last position is appended, then dropped."""
     step = current()
     if step is None or step.final_position is None:
         return run(x, position_ids, *args, **kwargs)
@@ -233,7 +233,7 @@ class _NoBackward(torch.autograd.Function):
 
 
 def _refuse_backward(decoder, embeds, output) -> None:
-    """Make a result's backward pass an error, instead of silently lacking the decoder's gradients."""
+    """Make a result's backward pass an error; it would silently lack the decoder's gradients."""
     inputs = [] if embeds is None else [embeds]
     anchor = next((p for p in (*inputs, *decoder.parameters()) if p.requires_grad), None)
     if anchor is not None:
@@ -241,12 +241,12 @@ def _refuse_backward(decoder, embeds, output) -> None:
 
 
 def _when_patched(function, model, run, *args, **kwargs):
-    """Calls a stand-in for a method of the model, where the caller has a policy."""
+    """Call a stand-in for a method of the model if the caller has a policy."""
     installed = find_decoder(model).__dict__.get(STATE)
     patched = installed is not None and installed.chosen() is not None
     return function(model, run, *args, **kwargs) if patched else run(*args, **kwargs)
 
 
-# Methods of the model around the decoder, by name, and what stands in for them.
+# Stand-ins for methods of the model around the decoder, by name.
 STAND_INS: dict = {name: functools.partial(_when_patched, function) for name, function in compat.STAND_INS.items()}
 STAND_INS["generate"] = _generate

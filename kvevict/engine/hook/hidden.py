@@ -1,11 +1,11 @@
-"""The input of a layer's attention block, noted where a quantity of the policy needs it."""
+"""Hooks that note the input of a layer's attention block if a quantity of the policy needs it."""
 
 from ... import families
 from ...context import context
 
 
 def install(decoder, order) -> list:
-    """Hooks that put it into `Step.hidden`, from where the layer's call takes it."""
+    """Hooks that put the input into `Step.hidden`; the layer's call takes it from there."""
     layers = families.layers_of(decoder)
     modules = [families.attention_of(layers[index], index) for index in order]
     return [module.register_forward_pre_hook(_note, with_kwargs=True) for module in modules]

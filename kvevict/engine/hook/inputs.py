@@ -7,10 +7,10 @@ PICTURES = "visual_pos_masks"
 
 
 class Inputs:
-    """What the decoder was called with for the new tokens [B, N] of a call.
+    """The decoder's arguments for the new tokens [B, N] of a call.
 
     ids, embeds   [B, N] or [B, N, E]; one of them is None
-    more          its other arguments by name; a chunk gets its part of those that have one, and the others as they are
+    more          the other arguments by name; a chunk gets its part of per-layer inputs and pictures, all of the rest
     """
 
     def __init__(self, decoder, ids, embeds, more):
@@ -18,7 +18,7 @@ class Inputs:
         self.tokens = ids if ids is not None else embeds
 
     def packed(self, packing):
-        """With every row's padding at the left."""
+        """A copy with every row's padding at the left."""
         shape = self.tokens.shape[:2]
         more = {
             name: packing.pack(value) if isinstance(value, torch.Tensor) and value.shape[:2] == shape else value
@@ -31,7 +31,7 @@ class Inputs:
         return _rows(self.tokens, columns)
 
     def embedded(self, ids):
-        """Ids [B, p] in the form that the call has its own tokens in."""
+        """Ids [B, p] in the form of the call's tokens: ids or embeddings."""
         return ids if self.embeds is None else self.decoder.get_input_embeddings()(ids)
 
     def unsplittable(self) -> str | None:
@@ -46,7 +46,7 @@ class Inputs:
         """The arguments for columns start..end-1 and, after them, the appended rows.
 
         appended   the `kvevict.policy.rows.AppendedRows` of this chunk, None without such rows
-        wanted     rows of the chunk whose logits the caller will use; 0: all
+        wanted     the caller will use the logits of this many last rows of the chunk; 0: all
         """
         ids, embeds = (None if t is None else t[:, start:end] for t in (self.ids, self.embeds))
         rows = 0 if appended is None else appended.tokens.shape[1]
@@ -62,7 +62,7 @@ class Inputs:
 
 
 def _per_layer(value, start, end, appended) -> dict:
-    """What Gemma 3n and 4 give every layer of each token besides: [B, N, layers, width]."""
+    """Gemma 3n's and 4's extra input to every layer for each token: [B, N, layers, width]."""
     if value is None:
         return {}
     parts = [value[:, start:end]]
@@ -77,8 +77,8 @@ def _per_layer(value, start, end, appended) -> dict:
 
 
 def _pictures(more, start, end, appended) -> dict:
-    """What Qwen3-VL adds to the hidden states of pictures' tokens after its first layers: visual_pos_masks [B, N] of
-    those tokens, and a tensor per layer with a row for each of them."""
+    """Qwen3-VL's additions to the hidden states of picture tokens after its first layers: visual_pos_masks [B, N] of
+    those tokens, and a tensor per layer with a row for each."""
     mask = more.get(PICTURES)
     if mask is None:
         return {}

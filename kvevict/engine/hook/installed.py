@@ -1,8 +1,8 @@
-"""What makes a model's calls go through the engine, and which policy each call has.
+"""Installation of the engine in a model, and the choice of each call's policy.
 
-A model is installed once: its attention modules and forwards are diverted. A call has the policy of its own thread and
-context (`using`), or else the model's own (`kvevict.patch`); a call without either runs unpatched. The modules are
-given back when the model has no policy of its own and no call or block needs them any more.
+A model is installed once: its attention modules and forwards are diverted. A call has the policy of its thread and
+context (`using`), or else the model's default (`kvevict.patch`); a call without either runs unpatched. The modules
+are restored when the model has no default policy and no call or block needs them any more.
 """
 
 import contextlib
@@ -15,11 +15,11 @@ from ...context import context, within
 from ..read import propagate, residual
 from . import attention, forward, hidden, states
 
-_installing = threading.RLock()  # of which model is installed; each has a lock of its own for who uses it
+_installing = threading.RLock()  # guards the installation of models; each `Installed` has another lock for its users
 
 
 class Installed:
-    """Of one text decoder, on which it stands as an attribute.
+    """The installation of one text decoder, an attribute of the decoder.
 
     It has no strong reference to the model, so that copies of the model stay independent.
     """
@@ -28,8 +28,8 @@ class Installed:
         kinds = families.layer_kinds(decoder.config)
         self.kinds, self.readers = kinds, families.readers(decoder, kinds)
         self.order = [index for index, kind in enumerate(kinds) if kind in families.EVICTS]
-        self.own = None  # the kvevict.patch.Patch of the model's own policy
-        self.hooks: dict = {}  # what hooks are for -> their handles
+        self.own = None  # the kvevict.patch.Patch of the model's default policy
+        self.hooks: dict = {}  # purpose of the hooks -> their handles
         self._forget()
 
     def _forget(self):
@@ -39,25 +39,25 @@ class Installed:
         return {name: value for name, value in self.__dict__.items() if name not in ("tops", "users", "lock")}
 
     def __setstate__(self, state):
-        """Of a copy, possibly in another process: no call of it runs, and the model around it is seen to again when it
-        is patched or unpatched."""
+        """State of a copy, possibly in another process: it has no running call. Its outer model is registered again
+        when it is patched or unpatched."""
         self.__dict__.update(state)
         self._forget()
         attention.register()
 
     def chosen(self):
-        """The `Patch` of this thread's and context's calls; None: they run unpatched."""
+        """The `Patch` of calls in this thread and context; None: they run unpatched."""
         return context().patches.get(self, self.own)
 
     def modules(self, decoder):
-        """The attention modules of the layers that evict, and of those that read their keys and values."""
+        """The attention modules of the layers that evict, and of the layers that read their keys and values."""
         for index in (*self.order, *self.readers):
             yield families.attention_of(families.layers_of(decoder)[index], index)
 
-    # -- who needs it ------------------------------------------------------------------------------------------------
+    # -- users -------------------------------------------------------------------------------------------------------
 
     def enter(self, decoder) -> bool:
-        """Whether the model is still installed, and then stays so until `leave`."""
+        """True if the model is still installed; it then stays installed until `leave`."""
         with self.lock:
             here = decoder.__dict__.get(STATE) is self
             self.users += here
@@ -70,7 +70,7 @@ class Installed:
                 self._remove(decoder)
 
     def set_own(self, top, decoder, patch) -> None:
-        """The model's own policy; None: it has none."""
+        """Set the model's default policy; None: remove it."""
         with _installing, self.lock:
             self.own = patch
             self._around(top, decoder)
@@ -82,9 +82,9 @@ class Installed:
     # -- the modules -------------------------------------------------------------------------------------------------
 
     def _hook(self, decoder, patch) -> None:
-        """The hooks that a policy needs; they do nothing for other policies' calls.
+        """Install the hooks that a policy needs; they do nothing for other policies' calls.
 
-        torch calls a hook that another thread puts or takes away just then without kwargs.
+        If another thread adds or removes a hook during a forward, torch may call this one without kwargs.
         """
         if patch.tsp is not None and "tsp" not in self.hooks:
             self.hooks["tsp"] = propagate.install(decoder)
@@ -95,7 +95,7 @@ class Installed:
             self.hooks[until] = residual.install(decoder, until, self.order, patch.after_attention)
 
     def _around(self, top, decoder) -> None:
-        """See to a model around the decoder."""
+        """Install the stand-ins of a model around the decoder."""
         if top is not decoder:
             forward.install_around(top)
             self.tops.add(top)
@@ -127,13 +127,13 @@ def of(decoder) -> Installed | None:
 
 
 def patch_of(decoder):
-    """The `Patch` that a call of a decoder has in this thread and context; None: it is not patched."""
+    """The `Patch` of a decoder's calls in this thread and context; None: they run unpatched."""
     installed = of(decoder)
     return None if installed is None else installed.chosen()
 
 
 def _held(top, decoder) -> Installed:
-    """The decoder's, installed now if it was not, and in use once more."""
+    """The decoder's `Installed`, made now if needed, with one more user."""
     with _installing:
         installed = of(decoder)
         if installed is None:
@@ -146,7 +146,7 @@ def _held(top, decoder) -> Installed:
 
 
 def set_own(top, decoder, patch) -> None:
-    """Install a model's own policy, in place of the one it had."""
+    """Set or replace a model's default policy."""
     installed = _held(top, decoder)
     try:
         installed.set_own(top, decoder, patch)
@@ -170,7 +170,7 @@ def using(top, decoder, patch):
 
 @contextlib.contextmanager
 def overheard(top, decoder, note):
-    """Inside, in this thread and context, the model runs unpatched, and note(module, query, key) is called with what
-    its layers that would evict attend with."""
+    """Inside, in this thread and context, the model runs unpatched. Layers that would evict call
+    note(module, query, key) with their attention's inputs."""
     with using(top, decoder, None), within(note=note):
         yield

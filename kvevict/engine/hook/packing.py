@@ -1,4 +1,4 @@
-"""Where a batch's padding is, and which positions its tokens have: rows are read with their padding at the left."""
+"""Padding and positions of a batch's tokens. Rows are read with their padding at the left."""
 
 import numpy as np
 import torch
@@ -7,11 +7,11 @@ from ... import families
 
 
 class Packing:
-    """Of the new tokens [B, N] of a call, by their part of the attention mask (None: no padding).
+    """Padding of the new tokens [B, N] of a call, by their part of the attention mask (None: no padding).
 
-    first     [B] int32 columns of each row that are padding, once it is at the left
+    first     [B] int32 number of padding columns of each row, moved to its left
     padding   the same on the host
-    place     [B, N] where every column went; None: padding was at the left already
+    place     [B, N] new place of every column; None: padding was at the left already
     """
 
     def __init__(self, mask, batch, device):
@@ -26,11 +26,11 @@ class Packing:
             self.place = (self.first[:, None] + mask.cumsum(1) - 1).clamp_min(0)
 
     def pack(self, x, dim=1):
-        """x with its columns [B, N], dimension `dim`, in the order in which they are read; None for None."""
+        """x with its columns [B, N], dimension `dim`, in reading order; None for None."""
         return x if x is None or self.place is None else _take(x, self.order, dim)
 
     def unpack(self, output) -> None:
-        """Give every column its own row of the decoder's output again, or that of the last token before it."""
+        """Put output rows back in the caller's columns; padding after a token gets that token's row."""
         if self.place is None:
             return
         for name in ("last_hidden_state", "logits"):
@@ -41,7 +41,7 @@ class Packing:
 
 
 def padding_of(mask):
-    """[B] int32 number of zeros of a 2D mask, the same on the host, and whether some come after a one."""
+    """[B] int32 number of zeros of a 2D mask, the same on the host, and True if a zero comes after a one."""
     mask = mask.bool()
     zeros = (~mask).sum(1)
     *padding, holes = torch.cat([zeros, (mask.int().diff(dim=1) < 0).any()[None]]).tolist()
@@ -49,14 +49,14 @@ def padding_of(mask):
 
 
 def packed_mask(mask, spans):
-    """A mask [B, columns] as it was read: with the padding of each (start, stop) of columns at the left."""
+    """A mask [B, columns] in reading order: the padding of each (start, stop) span of columns at its left."""
     for start, stop in spans:
         mask = torch.cat([mask[:, :start], mask[:, start:stop].sort(1).values, mask[:, stop:]], 1)
     return mask
 
 
 def _take(x, columns, dim):
-    """x with its columns in another order [B, N]; they are its dimension `dim`, its rows the one before."""
+    """x with its columns in the order `columns` [B, N]. Columns are dimension `dim`, batch rows the one before."""
     rest = x.ndim - 1 if dim == -1 else 1
     index = columns.to(x.device)
     index = index.view(*(1,) * (rest - 1), *index.shape, *(1,) * (x.ndim - rest - 1))
@@ -64,14 +64,14 @@ def _take(x, columns, dim):
 
 
 class Positions:
-    """Of the new tokens [B, N] of a call: `ids` [1 or B, N], or several axes of those, as the decoder takes them.
+    """Positions of the new tokens [B, N] of a call: `ids` [1 or B, N], or several axes of them, as the decoder takes.
 
     Raises ValueError for ids of another shape.
     """
 
     def __init__(self, decoder, ids, packing, mask, columns, tokens):
-        """ids None: tokens are counted from `columns`, those that the cache has seen, or by the mask [B, columns + N]
-        where the decoder does so."""
+        """ids None: tokens are counted from `columns`, the number that the cache has seen, or by the mask
+        [B, columns + N] if the decoder does so."""
         device, batch = packing.first.device, len(packing.first)
         if ids is None and mask is not None and families.counts_tokens(decoder):
             ids = (mask.long().cumsum(1) - 1).clamp_min(0)[:, columns:]
@@ -85,7 +85,7 @@ class Positions:
             raise ValueError("position_ids must be [batch, tokens]")
 
     def tokens(self):
-        """[B, N]; of several axes, which pictures need, the largest: never smaller than before."""
+        """[B, N], never decreasing. Of several axes (pictures) the largest counts."""
         batch = len(self.packing.first)
         if self.ids.ndim == 2:
             return self.ids.expand(batch, -1)
@@ -93,7 +93,7 @@ class Positions:
         return self.ids[-self.axes :].amax(0).masked_fill(padding, 0).cummax(1).values
 
     def follow(self, next_position) -> None:
-        """Rows go on at next_position [B]: generate counts on from the last column, which may have been padding."""
+        """Continue each row at next_position [B]: generate counts from the last column, possibly padding."""
         batch, tokens = len(self.packing.first), self.ids.shape[-1]
         first = self.packing.first.long().clamp_max(tokens - 1)[:, None]
         late = (next_position[:, None] - self.tokens().gather(1, first)).clamp_min(0)

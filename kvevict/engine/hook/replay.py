@@ -1,5 +1,5 @@
-"""Reads of the same prompt share what no policy changes: `kvevict eval --share-reads` computes a layer once, and the
-policies that follow only choose."""
+"""Reads of the same prompt share the results that do not depend on the policy: `kvevict eval --share-reads` computes a
+layer once, and later policies only choose slots."""
 
 import contextlib
 from dataclasses import dataclass
@@ -18,32 +18,32 @@ HOLD_TOKENS = (families.FULL_ATTENTION, families.SLIDING)
 
 @dataclass
 class Call:
-    """One layer's call over a prompt's first tokens: what it got, what its attention got and gave, what it gave. As a
-    context's `tap` it takes these in, and gives back what attention gave before."""
+    """One layer's call over a prompt's first tokens: inputs and output of the layer and of its attention. As a
+    context's `tap` it records them, and returns attention's recorded output later."""
 
     hidden: torch.Tensor  # [B, T, E]
     positions: torch.Tensor  # [B, T]
     first: torch.Tensor  # [B]
     appended: int  # rows at the end that are not stored
-    adapter: object  # of those
+    adapter: object  # of the appended rows
     given: tuple = ()  # arguments of the attention function, or of a sliding window's update
     options: dict | None = None
-    out_lse: tuple | None = None  # what attention gave
-    attention_input: torch.Tensor | None = None  # of the attention block, where the policy needed that
-    after_attention: torch.Tensor | None = None  # the residual stream, where the policy measured that
+    out_lse: tuple | None = None  # attention's output
+    attention_input: torch.Tensor | None = None  # of the attention block, if the policy needed it
+    after_attention: torch.Tensor | None = None  # the residual stream, if the policy measured it
     output: torch.Tensor | None = None
 
     def called(self, module, query, key, value, mask, options) -> None:
-        """The attention function was called with these."""
+        """Record the arguments of the attention function."""
         if not self.given:
             self.given, self.options = (module, query, key, value, mask), options
 
     def slid(self, keys, values) -> None:
-        """A sliding window was updated with these."""
+        """Record a sliding window's update."""
         self.given = keys, values
 
     def attended(self, attend) -> tuple:
-        """What attend() gives, or gave."""
+        """The result of attend(), recorded or new."""
         if self.out_lse is None:
             self.out_lse = attend()
         return self.out_lse
@@ -56,17 +56,17 @@ class Call:
 
 
 class Replay:
-    """Remembers the `most` calls that were last needed of each of a decoder's layers that hold tokens, with nothing
-    stored.
+    """Remembers, for each decoder layer that holds tokens, the `most` calls used last, of those with nothing stored.
 
-    A call is replayed where its input is equal, bit for bit: the attention function gets the same queries, keys and
-    values, so that the policy that is patched in sees and stores what it would have, and nothing is multiplied. A
-    sliding window gets the same keys and values.
+    A call is replayed if its input is equal bit for bit. The attention function then gets the same queries, keys and
+    values without a matrix multiplication, so the patched policy sees and stores the same tensors. A sliding window
+    gets the same keys and values.
     """
 
     def __init__(self, decoder, most: int = 2):
         kinds = families.layer_kinds(decoder.config)
-        # A layer whose slots others read is not done when it ends, and latents are not what attention gets.
+        # Not replayed: models with layers that read another layer's slots (it is unfinished when it ends), and models
+        # with latents (attention gets other tensors).
         alone = not families.readers(decoder, kinds) and not families.is_latent(decoder.config)
         every = families.layers_of(decoder) if alone else ()
         self.layers = {index: layer for index, layer in enumerate(every) if kinds[index] in HOLD_TOKENS}

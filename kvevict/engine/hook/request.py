@@ -1,4 +1,4 @@
-"""One call of the decoder with a cache: its arguments, checked, and what a chunk needs of them."""
+"""One call of the decoder with a cache: its arguments, checked, and the part of each chunk."""
 
 import torch
 from transformers.cache_utils import DynamicCache
@@ -12,13 +12,13 @@ from . import arguments
 from .inputs import Inputs
 from .packing import Packing, Positions, packed_mask
 
-OF_EVERY_TOKEN = ("output_hidden_states", "output_router_logits")  # outputs that a chunk has only its part of
+OF_EVERY_TOKEN = ("output_hidden_states", "output_router_logits")  # outputs of every token: a chunk has only a part
 
 
 class Request:
-    """The arguments of a call: ids or embeddings [B, N], mask, positions and the cache that they come after.
+    """The arguments of a call: ids or embeddings [B, N], mask, positions and the cache before them.
 
-    Raises ValueError, before the cache changes, for arguments that eviction cannot work with.
+    Raises ValueError, before the cache changes, for arguments that eviction does not support.
     """
 
     def __init__(self, decoder, patch, kwargs):
@@ -31,7 +31,7 @@ class Request:
         kwargs.pop("use_cache", None)
         self.outer = context().outer or OuterCall(None, None, 0)
         self.top = self.outer.model
-        self.wanted = self.outer.wanted  # rows of the last hidden state that the caller will use; 0: all
+        self.wanted = self.outer.wanted  # number of last hidden states that the caller will use; 0: all
         if (ids is None) == (embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         inputs = Inputs(decoder, ids, embeds, kwargs)
@@ -58,7 +58,7 @@ class Request:
             one_by_one = self.tokens == 1 or (self.cache.record_past and self.wanted == self.tokens)  # or candidates
             self.cache.check_owner(decoder, patch.kinds, thorough=not one_by_one)
         arguments.make_ours(self.cache, patch, decoder.config, mask, self.columns)
-        self.layers = [self.cache.layers[index] for index in patch.order]  # those that are evicted from
+        self.layers = [self.cache.layers[index] for index in patch.order]  # the layers that evict
         self.heads = patch.kv_heads
         if self.cache.next_position is not None:
             self._positions.follow(self.cache.next_position)
@@ -68,7 +68,7 @@ class Request:
     # -- the call as a whole ----------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """From here on the cache changes. Whatever ends the call before `settle` leaves it marked as half read."""
+        """From here on the cache changes. A call that ends before `settle` leaves it marked as half read."""
         self.cache.half_read = True
         self.outer.request = self
 
@@ -86,8 +86,8 @@ class Request:
         cache.half_read = False
 
     def check_read(self, prompt: int, wanted: int, calls: int) -> None:
-        """Raise ValueError where `prompt` columns cannot be read in `calls` calls: for arguments that cannot be split,
-        outputs of every token, rows that layers after `tsp` do not read."""
+        """Raise ValueError if `prompt` columns cannot be read in `calls` calls: an argument cannot be split, outputs of
+        every token are asked for, or rows that layers after `tsp` do not read."""
         flags = [flag for flag in OF_EVERY_TOKEN if self.asks(flag)]
         if flags and self.packing.place is not None:
             raise ValueError(f"{flags[0]}=True needs a batch padded at the left: set tokenizer.padding_side='left'")
@@ -100,7 +100,7 @@ class Request:
             raise ValueError(f"{flags[0]}=True needs the prompt in one pass: schedule='prompt' and no chunk_size")
 
     def scores(self, evicts) -> bool:
-        """Whether the call scores a text, without a cache of the caller's: then it evicts only at its end."""
+        """True if the call scores a text without a cache of the caller's: it then evicts only at its end."""
         evicts = evicts and self.policy.schedule == "prompt"
         return evicts and self.own_cache and self.top is not None and self.wanted != 1 and self.tokens > 1
 
@@ -108,7 +108,7 @@ class Request:
         return bool(self._inputs.more.get(flag, getattr(self.decoder.config, flag, False)))
 
     def unpack(self, output) -> None:
-        """Give every column its own row of the decoder's output again, or that of the last token before it."""
+        """Put the rows of the decoder's output back in the caller's columns: `Packing.unpack`."""
         self.packing.unpack(output)
 
     # -- its parts --------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class Request:
         return self._inputs.at(columns)
 
     def embedded(self, ids):
-        """Ids [B, p] in the form that the call has its own tokens in."""
+        """Ids [B, p] in the form of the call's tokens: ids or embeddings."""
         return self._inputs.embedded(ids)
 
     def inputs(self, start, end, appended=None) -> dict:
@@ -136,8 +136,8 @@ class Request:
         return self._inputs.chunk(start, end, appended, self.wanted) | cached
 
     def mask_for(self, end, appended=0):
-        """What Transformers builds its masks from, of the columns up to `end` and `appended` rows. Our layers read no
-        mask; where all layers are ours, a ready-made 4D mask keeps it from building one."""
+        """Transformers' source of its masks, for the columns up to `end` and `appended` rows. Our layers read no mask;
+        if all layers are ours, a ready-made 4D mask keeps Transformers from building one."""
         if self.patch.all_full_attention:
             return torch.empty(1, 1, 1, 1, device=self.device)
         if self._mask is None:

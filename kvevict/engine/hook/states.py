@@ -1,8 +1,8 @@
 """Layers that keep a state beside or in place of keys and values: a convolution's last inputs, linear attention's sums.
 
-A state runs through all tokens of a prompt, from chunk to chunk. Rows that are appended to a chunk must not enter it,
-and neither must left padding, of which Transformers keeps only a first call's out. So the module that updates the state
-is run on the chunk, then on the appended rows, whose state is thrown away.
+A state runs through all tokens of a prompt, from chunk to chunk. Rows appended to a chunk must not enter it, nor must
+left padding; Transformers keeps only a first call's padding out. So the module that updates the state runs on the
+chunk, then on the appended rows; the state after those is thrown away.
 """
 
 import inspect
@@ -67,7 +67,7 @@ def _by_name(module, args, kwargs) -> dict:
 
 
 def _part(kwargs, step, start, stop, rows) -> dict:
-    """The arguments of rows start..stop-1: what has a value for every row is cut, and the mask is of their padding."""
+    """The arguments of rows start..stop-1: tensors with a value per row are cut, the mask marks these rows' padding."""
     part = {name: _cut(value, start, stop, rows) for name, value in kwargs.items()}
     if "attention_mask" in part:
         part["attention_mask"] = None
