@@ -1,1 +1,1 @@
-"""What of a prompt is read next, and which slots go."""
+"""The order of reading a prompt, and the choice of slots to evict."""

@@ -13,15 +13,15 @@ class Budgets:
 
     def __init__(self, policy, layers: int, heads: int, seen: list):
         self.policy, self.layers, self.heads, self.seen = policy, layers, heads, seen
-        self.targets = None  # int [layers, B] slots of each layer after the last chunk that was decided
-        self.budgets = None  # the same, of rows that lose none what they may keep later
-        self.cuts = np.zeros(len(seen), bool)  # [B] rows that may lose slots after that
+        self.targets = None  # int [layers, B] slots of each layer after the last decided chunk
+        self.budgets = None  # like `targets`; for a batch row that is not cut now, the later limit
+        self.cuts = np.zeros(len(seen), bool)  # [B] rows that may lose slots after that chunk
         self.errors = np.zeros((layers, len(seen)))  # sums over chunks of the layers' errors
-        self.measurements = np.zeros(len(seen), np.int64)  # [B] how many chunks those are
+        self.measurements = np.zeros(len(seen), np.int64)  # [B] number of chunks in `errors`
 
     def decide(self, chunk, tokens, stored, observed) -> Decisions:
-        """What becomes of the layers after a chunk that brings tokens [B] to stored [layers, B] slots. observed: bool
-        [B] rows that have tokens whose rows observe."""
+        """Decisions for the layers after a chunk that adds tokens [B] to stored [layers, B] slots. observed: bool [B]
+        batch rows with observing tokens."""
         policy = self.policy
         if not chunk.evicts:
             return Decisions(policy, self.layers, lambda layer, alive: None)
@@ -54,24 +54,25 @@ class Budgets:
         return slots
 
     def note(self, errors) -> None:
-        """Take in what a chunk measured: fp64 [layers, B]."""
+        """Add the errors measured in a chunk: fp64 [layers, B]."""
         self.errors += errors * self.cuts
         self.measurements += self.cuts
 
     def mean_errors(self) -> list:
-        """Per row the layers' mean errors over the chunks so far; None where nothing was measured."""
+        """Per row the layers' mean errors over the chunks so far; None for an unmeasured row."""
         means = (self.errors / self.measurements.clip(1)).T.tolist()
         return [row if n else None for row, n in zip(means, self.measurements, strict=True)]
 
     def learn(self) -> None:
-        """The read's end: every row that was evicted from is a context of its task."""
+        """At the read's end, learn from every measured row as one context of its task."""
         measured = [row for row in self.mean_errors() if row is not None]
         if measured:
             self.policy.layers.learn(measured)
 
 
 def check_groups(policy, cache, layers, ranks) -> None:
-    """Layers, or a layer's heads, that share a choice must hold the same slots, as they do if they always did."""
+    """Raise ValueError unless layers (or heads) that share a choice hold the same slots. They do in a cache read under
+    this policy."""
     if layers[0].len is None or cache.policy is policy:
         return
     for group in policy.groups(len(layers)):
@@ -86,13 +87,13 @@ def check_groups(policy, cache, layers, ranks) -> None:
 
 
 def places(layer, shared: bool):
-    """Positions of a layer's slots as numbers, by row and head; None where heads that ought to be alike are not."""
+    """Positions of a layer's slots as numbers, by row and head; None if heads that must be alike differ."""
     heads = [[head.tolist() for head in row] for row in layer.positions()]
     return None if shared and any(head != row[0] for row in heads for head in row) else heads
 
 
 def renew(policy, cache, layers, heads, ranks) -> None:
-    """Budgets of a cache that was read under another policy, or without one."""
+    """Give new budgets to a cache that was read under another policy, or without one."""
     if cache.policy is policy:
         return
     check_groups(policy, cache, layers, ranks)

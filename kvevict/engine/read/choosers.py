@@ -1,5 +1,5 @@
-"""Who carries out which slots of a call survive. A call has one chooser, which sees its layers in order; what only
-drafting needs is in draft.py."""
+"""Choosers carry out the eviction of a call's slots. A call has one chooser, and it sees the layers in order. The
+chooser for drafting is in draft.py."""
 
 from typing import NamedTuple
 
@@ -13,11 +13,11 @@ from .schedule import observes
 
 
 class Chooser:
-    """Everything survives (assisted decoding's candidates, which may be taken back)."""
+    """Keeps all slots (assisted decoding's candidates may be taken back)."""
 
     errors = None  # the kvevict.engine.read.residual.Errors that the call measures
     onward = None  # the kvevict.engine.read.propagate.Onward: tokens of the call that upper layers read
-    held = 0  # layers whose new slots wait
+    held = 0  # number of waiting layers with new slots
 
     def layer(self, call) -> None:
         """The end of one layer's attention."""
@@ -25,10 +25,10 @@ class Chooser:
         evict.store(call, carried=evict.numbers(call).carried if of_tokens else call.layer.carry)
 
     def end(self, chunk_end) -> None:
-        """The end of the call, with what a `ChunkEnd` says of it."""
+        """The end of the call. chunk_end: its `ChunkEnd`."""
 
     def due(self, order: int, counts) -> bool:
-        """Whether a layer whose heads hold counts [B, heads of all ranks] slots is to be cut."""
+        """True if a layer with counts [B, heads of all ranks] slots is to be cut."""
         return False
 
 
@@ -91,7 +91,7 @@ class Deciding(Chooser):
         self.decisions.ask(call.order, asked.cpu().numpy())
 
     def _pool(self, cuts) -> dict:
-        """How many slots [B, heads of all ranks] each layer keeps, by one ranking of them all."""
+        """Number of slots [B, heads of all ranks] that each layer keeps, by one ranking of all layers' slots."""
         waiting = [self.pending[cut.layer] for cut in cuts]
         first = waiting[0].call
         policy, device = first.policy, first.slots.device
@@ -107,7 +107,7 @@ class Deciding(Chooser):
         return {cut.layer: each for cut, each in zip(cuts, keep, strict=True)}
 
     def _carry_out(self, cut, keep=None):
-        """Store or cut a layer; one that is cut again stays pending, with what its survivors are ranked by."""
+        """Store or cut a layer. After a cut that is not final it stays pending, with its survivors' `ranked` scores."""
         call, carried, ranked = self.pending.pop(cut.layer)
         if keep is not None:
             with call.step.meter.clock("select"):

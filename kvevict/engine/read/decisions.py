@@ -1,5 +1,5 @@
-"""Which layers are cut when, and to how many slots: the engine carries it out, and `kvevict plan` counts by it. Free of
-tensors: numbers are NumPy's, per row of the batch, over all kv heads of a layer."""
+"""When each layer is cut, and to how many slots. The engine carries the decisions out, and `kvevict plan` counts by
+them. Free of tensors: NumPy numbers, per row of the batch, over all kv heads of a layer."""
 
 from typing import NamedTuple
 
@@ -10,40 +10,40 @@ from .schedule import follows, overfull, waits
 
 
 class Cut(NamedTuple):
-    """A layer that is stored, or cut, once another one was read."""
+    """A layer to store, or to cut, after the read of a layer (the same or a later one)."""
 
     layer: int  # its number among those that evict
-    slots: np.ndarray | None  # [B] the most that it keeps; None: all
-    by: int  # the layer whose choice of slots it takes; itself: it is ranked by its own numbers
-    final: bool = True  # False: a later layer of this call has it cut again
+    slots: np.ndarray | None  # [B] the most slots to keep; None: all
+    by: int  # the layer that chooses the slots; itself: ranked by its numbers
+    final: bool = True  # False: a later layer of this call cuts it again
 
 
 class Decision(NamedTuple):
-    """What follows when a layer was read. A layer that is in no cut yet waits, its new slots beside the stored ones."""
+    """The cuts after a layer was read. A layer that is not in a cut yet waits, its new slots beside the stored ones."""
 
-    scores: bool  # it chooses, so its slots get numbers
+    scores: bool  # the layer chooses, so its slots get numbers
     cuts: tuple = ()
-    pooled: bool = False  # the cuts' layers keep their slots' sum, split by one ranking
+    pooled: bool = False  # the cuts' layers keep the sum of their slots, split by one ranking
 
 
 class Decisions:
-    """Of one call of the decoder.
+    """Decisions of one call of the decoder.
 
     limit      (layer, slots [B] that it has) -> the most [B] that it may keep; None: all
-    has_tokens [B] whether a row has tokens in this call: one without has no rows that could observe, and keeps all
-    bar        [B] the least that a row's slots must score to stay, -inf: anything; None: the policy has no threshold
+    has_tokens [B] True if a row has tokens in this call; a row without them cannot observe, and keeps all slots
+    bar        [B] the least score of a slot that stays, -inf: any; None: the policy has no threshold
     """
 
-    asks = False  # takes what each layer asks for: `ask`
+    asks = False  # takes the layers' preferences: `ask`
 
     def __init__(self, policy, layers: int, limit, has_tokens=True, bar=None):
         self.policy, self.layers, self.limit, self.has_tokens, self.bar = policy, layers, limit, has_tokens, bar
-        self.waiting: list = []  # layers that wait for a later one's choice
+        self.waiting: list = []  # layers that wait for a later layer's choice
         self.chosen = None  # slots of the last choice
-        self.known: dict = {}  # layer -> what `kept` found
+        self.known: dict = {}  # layer -> result of `kept`
 
     def at(self, layer: int, alive) -> Decision:
-        """When `layer`, which has alive [B] slots, was read."""
+        """The decision after `layer`, with alive [B] slots, was read."""
         if follows(self.policy, layer):
             return Decision(False, (Cut(layer, self.chosen, layer - layer % self.policy.n_reuse),))
         slots = self.kept(layer, alive)
@@ -56,7 +56,7 @@ class Decisions:
         return Decision(slots is not None, tuple(Cut(each, slots, layer) for each in (layer, *waiting)))
 
     def kept(self, layer, alive):
-        """[B] the most that the layer keeps of its alive [B] slots; None where no row loses any."""
+        """[B] the most that the layer keeps of its alive [B] slots; None if no row loses any."""
         if layer not in self.known:
             slots = self.limit(layer, alive)
             if slots is not None:
@@ -67,14 +67,13 @@ class Decisions:
 
 
 class Cascade(Decisions):
-    """Layers share all slots by what each asks for (`LayerBudget.preference`), and are cut again as later ones ask.
+    """Layers share all slots by their preferences (`LayerBudget.preference`), and are cut again as later layers ask.
 
-    Budgets only shrink until the last layer is read. What is left then is what all layers would keep if none had been
-    cut before: a cut that is not final leaves every head one slot more than its budget, since rounding may give it that
-    back. After layer l, layers 0..l hold at most C slots and one per head; with heads="ada" also those that a head won
-    and the average takes from it.
+    Budgets only shrink until the last layer is read. The final budgets equal those of a single cut over all layers: to
+    allow for rounding, each earlier cut leaves one spare slot per head. After layer l, layers 0..l hold at most C slots
+    and one per head; with heads="ada" also slots that a head won and the average takes from it.
 
-    share   preferences [layers, B], 0 of layers yet to come -> int [layers, B] slots
+    share   preferences [layers, B], 0 for layers yet to come -> int [layers, B] slots
     cuts    bool [B] rows that lose slots
     """
 
@@ -97,9 +96,9 @@ class Cascade(Decisions):
 
 
 class Pooled(Decisions):
-    """All layers wait for the last one; then one ranking of all slots says what each keeps of the sum of `targets`.
+    """All layers wait for the last one; then one ranking of all slots splits the sum of `targets` among the layers.
 
-    targets   int [layers, B] slots, which count as each layer's own
+    targets   int [layers, B] slots that count as each layer's part
     cuts      bool [B] rows that lose slots
     """
 
@@ -114,7 +113,7 @@ class Pooled(Decisions):
 
 
 def while_decoding(policy, layers: int, heads: int, budgets) -> Decisions:
-    """Of a decoded token, by the layers' budgets [B]."""
+    """Decisions for a decoded token, by the layers' budgets [B]."""
 
     def limit(layer, alive):
         over = overfull(policy, alive, budgets(layer), heads)

@@ -1,4 +1,4 @@
-"""One decoded token in one layer: it is stored and attends, and only where slots are due to go are they scored."""
+"""One decoded token in one layer: store it, attend, and score the slots only if some are due for eviction."""
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from .schedule import observes
 
 
 def attend(step, layer, module, query, key, value, new, options, hidden=None) -> tuple:
-    """(LayerCall of a layer that is to be scored or None, out [B, 1, H, D])."""
+    """(LayerCall if the layer is to be scored, else None; out [B, 1, H, D])."""
     patch, chooser = step.patch, step.chooser
     columns = layer.longest() + 1 if patch.wants_probs else 0
     with step.meter.clock("decode"):
@@ -54,7 +54,7 @@ def carry_newest(layer, numbers) -> None:
 
 
 def drops_smallest(policy) -> bool:
-    """Whether each head drops the slots with its smallest sums of attention, whatever others hold."""
+    """True if each head drops the slots with its smallest sums of attention, regardless of other heads."""
     apart = policy.n_reuse == 1 and policy.warmup_layers in (None, 1) and type(policy.heads) is Equal
     apart = apart and not policy.keep_prompt
     plain = type(policy.score).pooled is Score.pooled and not policy.score.factors and not policy.refine.refines
@@ -62,8 +62,8 @@ def drops_smallest(policy) -> bool:
 
 
 def drop(step, layer, module, order, sums) -> bool:
-    """Cut a layer to its budget by sums [B, Hkv, C] of its slots: what its `LayerCall` would come to, without one.
-    False, and nothing is done, if the heads' equal shares are more than some head has."""
+    """Cut a layer to its budget by sums [B, Hkv, C] of its slots, with the result of a `LayerCall` but without one.
+    False, and nothing is done, if the heads' equal shares exceed the slots of some head."""
     counts, policy = layer.counts, step.patch.policy
     slots, heads = step.chooser.decisions.kept(order, counts.sum(1)), counts.shape[1]
     keep = shares(slots, np.arange(heads))
@@ -82,7 +82,7 @@ def drop(step, layer, module, order, sums) -> bool:
 
 
 def remember(policy, layer, query, out) -> None:
-    """Keep a decoded row [B, H, 1, D], and its output if that is wanted: it will observe."""
+    """Keep a decoded row [B, H, 1, D] for observing, with its output if that is wanted."""
     row = query if out is None else torch.cat([query, out.transpose(1, 2)], 3)
     other = layer.decode_queries is None or layer.decode_queries.shape[3] != row.shape[3]  # of another policy
     rows = row if other else torch.cat([layer.decode_queries, row], 2)

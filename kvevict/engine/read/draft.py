@@ -1,5 +1,5 @@
-"""How a model drafts for itself (LAQ): a prompt is read with nothing evicted, a copy of its cache that SnapKV has cut
-writes a few tokens, and the rows that these had then observe."""
+"""Drafting by the model itself (LAQ): a prompt is read with nothing evicted, a copy of its cache cut by SnapKV writes a
+few tokens, and the rows of these tokens then observe."""
 
 import copy
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ from .step import Step
 
 @dataclass(frozen=True)
 class _FirstWindow(Window):
-    """A window of at most half of what a layer keeps, so that a small budget holds more than a window."""
+    """A window of at most half of a layer's budget, so that a small budget holds more than a window."""
 
     def observe(self, call, past):
         return call.chunk(self.window, self.protect(call))
@@ -38,7 +38,7 @@ FIRST_CUT = Policy(score="snapkv", rows=_FirstWindow(), budget=2**30)
 
 
 class _DraftLayer(EvictionLayer):
-    """The slots of `choice` in [stored | new] of a layer, copied; notes the rows that are decoded over them."""
+    """A copy of a layer's slots of `choice` in [stored | new]; notes the rows decoded over them."""
 
     def __init__(self, call, choice, room):
         super().__init__()
@@ -46,7 +46,7 @@ class _DraftLayer(EvictionLayer):
         kept = choice.index, choice.keep, *call.new, call.slots.pos, call.slots.kv.first
         self.storage = call.layer.storage.gathered().moved(choice.keep + room, *kept)
         self.columns, self.seen = call.layer.columns, call.layer.seen
-        self.rows = []  # (q [B, H, 1, D], k, v [B, Hkv, 1, D]) of each
+        self.rows = []  # (q [B, H, 1, D], k, v [B, Hkv, 1, D]) of each row
 
     def decode(self, q, k, v, pos, module, **options):
         self.rows.append((q, k, v))
@@ -54,7 +54,7 @@ class _DraftLayer(EvictionLayer):
 
 
 class _StatefulDraftLayer(_DraftLayer, StatefulLayer):
-    """One with a copy of the state too, which is updated in place."""
+    """A draft layer with a copy of the state too: states are updated in place."""
 
     def __init__(self, call, choice, room):
         super().__init__(call, choice, room)
@@ -62,7 +62,7 @@ class _StatefulDraftLayer(_DraftLayer, StatefulLayer):
 
 
 class _LatentDraftLayer(_DraftLayer, LatentLayer):
-    """One of latents; notes every head's keys and values of the rows."""
+    """A draft layer of latents; notes every head's keys and values of the rows."""
 
     def __init__(self, call, choice, room):
         super().__init__(call, choice, room)
@@ -78,7 +78,7 @@ DRAFT_LAYERS = {EvictionLayer: _DraftLayer, StatefulLayer: _StatefulDraftLayer, 
 
 
 class _Watch(Chooser):
-    """A draft's step: only what TADA measures of its rows is of interest."""
+    """The chooser of a draft's step: only TADA's measurements of its rows are used."""
 
     def __init__(self, errors):
         self.errors = errors
@@ -93,7 +93,7 @@ class Drafting(Chooser):
     held = property(lambda self: len(self.calls))
 
     def layer(self, call):
-        """Wait, with no more than the rows that observe the prompt."""
+        """Wait, holding only the rows that observe the prompt."""
         self.calls.append(call.drafting(max(FIRST_CUT.rows.window, call.policy.rows.window)))
 
     def end(self, chunk_end):
@@ -107,7 +107,7 @@ class Drafting(Chooser):
                 self.chooser.layer(replace(call, rows=replace(call.rows, drafted=drafted)))
 
     def _drafted(self, chunk_end, calls) -> list:
-        """The layers of an evicted copy of the cache, over which tokens were drafted."""
+        """The layers of an evicted copy of the cache, after tokens were drafted over it."""
         step, meter, n_d = chunk_end.step, chunk_end.step.meter, chunk_end.step.patch.policy.rows.n_d
         with meter.clock("draft"):
             quiet = copy.copy(step.patch)
@@ -119,7 +119,7 @@ class Drafting(Chooser):
                 copied.get(kind, copy.copy)(layer)
                 for kind, layer in zip(step.patch.kinds, step.cache.layers, strict=True)
             ]
-            unseen = Meter()  # what is drafted leaves no trace in the report
+            unseen = Meter()  # drafting leaves no trace in the report
             for call in calls:
                 kind = DRAFT_LAYERS[type(call.layer)]
                 cache.layers[call.slots.index] = kind(call, _first_choice(call, quiet, unseen), n_d)
@@ -130,13 +130,13 @@ class Drafting(Chooser):
         return cache.layers
 
     def _write(self, chunk_end, cache, quiet, meter, n_d) -> None:
-        """Draft greedily over `cache`, whose layers note their rows; past an end of sequence too."""
+        """Draft greedily over `cache`, also past an end of sequence; its layers note their rows."""
         step, request, hidden = chunk_end.step, chunk_end.request, chunk_end.hidden
         logits, at, none = head(request.top), step.positions[:, -1:], torch.zeros_like(step.first)
         for number in range(1, n_d + 1):
             ids, at = logits(hidden).argmax(-1), at + 1
             final = int(at.max()) if families.rope_depends_on_length(step.decoder) else None
-            mask = request.mask_for(step.chunk.end, number)  # over all that were drafted so far
+            mask = request.mask_for(step.chunk.end, number)  # over all tokens drafted so far
             one = Step(
                 quiet, step.decoder, cache, meter, at, none, 0 * step.padding, _Watch(self.errors), final_position=final
             )
@@ -155,5 +155,5 @@ def _first_choice(call, quiet, meter):
     first = layer_call(step, call.layer, kv.module, rows.q, kv.k, kv.v, rows.out, rows.lse, kv.options, new=call.new)
     alive = first.slots.alive
     slots = np.minimum(call.step.read.budgets.targets[call.order], alive)
-    slots = np.where(kv.padding < kv.k.shape[2], slots, alive)  # a row whose chunk is all padding keeps all
+    slots = np.where(kv.padding < kv.k.shape[2], slots, alive)  # a row with only padding in this chunk keeps all
     return evict.choose(first, evict.ranked(first, evict.numbers(first).score), slots)

@@ -15,14 +15,14 @@ from ..slots.carried import join, of_layer
 
 
 class Numbers(NamedTuple):
-    """What the slots of a layer are worth."""
+    """Numbers of a layer's slots."""
 
-    carried: torch.Tensor | None  # what stays with the slots until the next eviction; None: nothing
-    score: torch.Tensor  # [B, Hkv, C], [B, 1, C] of a score that is one for all heads, [B, H, C] of one per query head
+    carried: torch.Tensor | None  # numbers stored with the slots until the next eviction; None: nothing
+    score: torch.Tensor  # [B, Hkv, C], [B, 1, C] of a score shared by all heads, [B, H, C] of one per query head
 
 
 def numbers(call) -> Numbers:
-    """The policy's score of the alive slots, joined with what the stored ones carry (METHODS section 9)."""
+    """The policy's score of the alive slots, joined with the stored slots' carried numbers (METHODS section 9)."""
     policy, chunk = call.policy, call.step.chunk
     with call.step.meter.clock("score"):
         score = policy.score.score(call.slots, *call.measured(policy.score.needs))
@@ -41,17 +41,17 @@ def numbers(call) -> Numbers:
 
 
 def _of_parts(call, score):
-    """The largest number of every slot over this part of a prompt and those before it; NaN: it has none yet."""
+    """The largest number of every slot over this part of a prompt and the parts before; NaN: none yet."""
     known, index = call.step.read.numbers, call.slots.index
     known[index] = torch.fmax(known[index], score) if index in known else score
     return known.pop(index) if call.step.chunk.last else known[index]
 
 
 def ranked(call, score):
-    """What slots are chosen by: a score pooled, refined, and made one of runs where those are selected. [B, Hkv, C]"""
+    """The score that slots are chosen by, [B, Hkv, C]: pooled, refined, and per run if the policy selects runs."""
     policy, slots, select = call.policy, call.slots, call.select
     pooled = policy.score.pooled(slots, score)
-    if policy.refine.refines:  # protected slots have a share in it, by the scores that they have
+    if policy.refine.refines:  # protected slots take part, by their plain scores
         pooled = torch.where(slots.competing, pooled, policy.score.plain(slots, score))
     with call.step.meter.clock("score"):
         score = policy.refine.refine(slots, pooled)
@@ -64,16 +64,16 @@ def ranked(call, score):
 
 
 class Choice(NamedTuple):
-    """Which slots of a layer survive."""
+    """The surviving slots of a layer."""
 
     index: torch.Tensor  # type: ignore[assignment]  # [B, Hkv, K] ascending; a tuple has a method of that name
-    keep: np.ndarray  # [B, Hkv] how many of each head, on the host
+    keep: np.ndarray  # [B, Hkv] slot count of each head, on the host
     all_ranks: np.ndarray  # the same of all ranks' heads
 
 
 def choose(call, score, slots, final=True, bar=None) -> Choice:
-    """Which slots survive, by `ranked` scores and the slots [B] that the layer may keep, of those only what reaches the
-    bar [B]. final=False: enough survive for a later choice, of fewer slots, to be as from all."""
+    """Choose the surviving slots: the best slots[b] by `ranked` score, dropping any below bar[b]. With final=False keep
+    a few spare, so that a later, smaller choice equals one made from all slots."""
     heads, select, ranks = call.policy.heads, call.select, call.slots.heads.ranks
     wanted = host.upload(slots, call.slots.device)
     with call.step.meter.clock("select"):
@@ -91,7 +91,7 @@ def choose(call, score, slots, final=True, bar=None) -> Choice:
 
 
 def _equal(call, slots):
-    """What the heads keep where all can keep the same, known without the device; None: the device is to be asked."""
+    """Slots that the heads keep if all can keep equally many, found without the device; None: ask the device."""
     policy, counts = call.policy, call.slots.all_counts
     if type(policy.heads) is not Equal or type(call.select) is not Token or call.slots.prompt is not None:
         return None
@@ -100,7 +100,7 @@ def _equal(call, slots):
 
 
 def within(keep, slots, score, bar):
-    """keep [B, Hkv], but no more than reach the bar [B] of a threshold; None: there is none."""
+    """keep [B, Hkv], but at most the slots that reach the bar [B] of a threshold; bar None: no threshold."""
     if bar is None:
         return keep
     return torch.minimum(keep, above(slots, score, host.upload(bar, slots.device, torch.float32)).to(keep.device))
@@ -108,14 +108,14 @@ def within(keep, slots, score, bar):
 
 def take(call, score, keep, counts=None) -> Choice:
     """The best slots of each head by `ranked` scores, keep [B, heads of all ranks] of them; counts: keep on the host,
-    if it is known there."""
+    if known there."""
     ranks, refine = call.slots.heads.ranks, call.policy.refine
     counts = np.array(keep.tolist()) if counts is None else counts
     keep, mine, slots = ranks.mine(keep).contiguous(), ranks.mine(counts), call.slots
     if refine.picks:
         score = refine.pick(slots, score, keep, *call.measured(refine.picks_by)).contiguous()
     (first, last), n, shape = slots.protected, slots.n, slots.n.shape
-    if slots.prompt is not None:  # heads differ in their first slots: each is a batch row of its own
+    if slots.prompt is not None:  # heads differ in their first slots: each becomes a batch row
         score, n, keep = (x.flatten(0, 1).unsqueeze(1) for x in (score, n, keep))
         first, last = slots.first.flatten(), last.repeat_interleave(shape[1])
     index = _ops.select(score, n, keep, first, last, int(mine.max()))
@@ -123,7 +123,7 @@ def take(call, score, keep, counts=None) -> Choice:
 
 
 def store(call, choice=None, carried=None) -> None:
-    """Put the survivors into the layer: those of a `Choice`, or all."""
+    """Put the surviving slots into the layer: those of a `Choice`, or all."""
     layer, slots = call.layer, call.slots
     if choice is not None:
         for watcher in call.step.watchers:
@@ -132,7 +132,7 @@ def store(call, choice=None, carried=None) -> None:
         if choice is not None:
             index = choice.index.to(slots.device)  # another layer may have chosen, on its device
             layer.keep(index, choice.keep, *call.new, slots.pos, slots.kv.first)
-            layer.prompt = slots.prompt  # which was kept
+            layer.prompt = slots.prompt  # the prompt was kept
             slots.heads.ranks.note(layer, choice.all_ranks)
             carried = None if carried is None else kept(carried, index, torch.nan)
         elif slots.kv.k.shape[2]:
@@ -142,5 +142,5 @@ def store(call, choice=None, carried=None) -> None:
 
 
 def kept(x, index, fill=0):
-    """x [B, Hkv, C] of the slots index [B, Hkv, K], `fill` where that is -1."""
+    """x [B, Hkv, C] at the slots index [B, Hkv, K]; `fill` where the index is -1."""
     return x.expand(-1, index.shape[1], -1).gather(2, index.clamp_min(0).long()).masked_fill(index < 0, fill)

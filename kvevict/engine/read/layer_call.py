@@ -1,4 +1,4 @@
-"""One layer after its attention over a chunk or a decoded token, as it is cut."""
+"""One layer after its attention over a chunk or a decoded token: the input of its cut."""
 
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,7 +15,7 @@ from ..measure.slots import KV, Heads, Slots
 
 @dataclass(frozen=True, eq=False)
 class LayerCall:
-    """What evicting from a layer takes: values that its parts of the policy see, and where survivors go."""
+    """Input of an eviction from a layer: the values that the policy's parts see, and the survivors' destination."""
 
     step: Any  # the kvevict.engine.read.step.Step
     layer: Any  # the kvevict.engine.slots.cache.EvictionLayer
@@ -24,13 +24,13 @@ class LayerCall:
     rows: LayerRows
     new: list  # k, v [B, Hkv, S, W] of the call, as they are stored
     select: Any  # how the layer selects
-    known: dict = field(default_factory=dict)  # quantities that were measured
+    known: dict = field(default_factory=dict)  # measured quantities
 
     policy = property(lambda self: self.step.patch.policy)
 
     @property
     def longest(self) -> int:
-        """Tokens of the call's longest row that are stored."""
+        """Number of stored tokens of the call's longest row."""
         kv = self.slots.kv
         return kv.k.shape[2] - int(kv.padding.min())
 
@@ -39,7 +39,7 @@ class LayerCall:
         return measured(needs, self.slots, self._observe, self.known)
 
     def memory(self):
-        """What the layer's rows keep from the chunks before this one; None at first."""
+        """The layer's rows' memory of the chunks before this one; None at first."""
         return self.step.read.memory.get(self.slots.index)
 
     def _observe(self) -> Observation:
@@ -56,7 +56,7 @@ class LayerCall:
         if q.shape[3] > rows.q.shape[3]:
             q, out = q.split(rows.q.shape[3], 3)
             out = out.transpose(1, 2)
-        gone = int(self.slots.protected[1].min()) < q.shape[2] > 1  # some rows' slots may not be there any more
+        gone = int(self.slots.protected[1].min()) < q.shape[2] > 1  # some rows' slots may be gone
         until = self.step.positions[:, -1:] if gone else None
         return Observation((Observers(q, none, rows.end, True, None, out, until=until),))
 
@@ -75,7 +75,7 @@ class LayerCall:
         return replace(part, out=out, lse=lse)
 
     def waiting(self):
-        """This call while another layer's choice is waited for: keys and values, and the rows that are watched."""
+        """This call while it waits for another layer's choice: keys and values, and the watched rows."""
         watched = max((watcher.rows for watcher in self.step.watchers), default=0)
         return replace(self, slots=self.slots.waiting(), rows=self.rows.waiting(watched), known={})
 
@@ -85,7 +85,7 @@ class LayerCall:
         return replace(self, slots=self.slots.waiting(), rows=last, known={})
 
     def stored(self):
-        """This call once its survivors are in the layer: the same slots are protected, nothing of the call is new."""
+        """This call once its survivors are in the layer: the same slots are protected, and there are no new slots."""
         kv, rows = self.slots.kv, self.rows
         none = 0 * kv.padding
         kv = replace(kv, k=kv.k[:, :, :0], v=kv.v[:, :, :0], first=0 * kv.first, padding=none, hidden=None, read=None)
@@ -95,7 +95,7 @@ class LayerCall:
 
 
 def _slots(kv, index, pos, protect=None, protection=None) -> Slots:
-    """The slots of a layer with its new ones; protect: `protected` of (.., sizes), or protection itself."""
+    """The slots of a layer with its new ones. protect: `protected` as a function of sizes; protection: its result."""
     layer, ranks = kv.layer, kv.step.patch.ranks
     tokens = (kv.k.shape[2] - kv.padding)[:, None]
     counts = layer.counts + tokens
@@ -109,8 +109,8 @@ def _slots(kv, index, pos, protect=None, protection=None) -> Slots:
 def layer_call(
     step, layer, module, q, k, v, out, lse, options, probs=None, new=None, hidden=None, read=None
 ) -> LayerCall:
-    """Of a layer that has attended with q [B, H, T, D] over its slots and new k, v [B, heads, S, D]. hidden, read: as
-    in `KV`."""
+    """The call of a layer that has attended with q [B, H, T, D] over its slots and new k, v [B, heads, S, D].
+    hidden, read: as in `KV`."""
     index, stored = module.layer_idx, max(k.shape[2] - step.appended, 0)
     first, padding = step.first.clamp_max(stored), np.minimum(step.padding, stored)
     order = step.patch.order[index]
@@ -123,7 +123,7 @@ def layer_call(
 
 
 def protected(policy, select, rows, sizes) -> tuple:
-    """(first, last) [B] int32: always kept slots at either end, at most the sizes [B] that there are."""
+    """(first, last) [B] int32: number of always kept slots at either end, together at most sizes [B]."""
     sizes, kept = rows.upload(sizes), (*policy.score.protect(rows), rows.step.rows.protect(rows))
     first, *lasts = (
         end.to(sizes.device, torch.int32) if isinstance(end, torch.Tensor) else torch.full_like(sizes, end)

@@ -1,10 +1,10 @@
 """Token-selective propagation (FastKV, Jo et al. 2025): layers after `tsp` read only a chunk's best tokens.
 
 Layer `tsp` ranks the chunk's tokens by its pooled scores, summed over its kv heads. The observing rows, and the first
-tokens that are always kept, are always propagated: without these, on which much attention rests, the layers after `tsp`
-lose most answers. Hooks on these layers cut their arguments to the propagated tokens, which keep their positions:
-hidden states, rotary embeddings, position ids, and the step that our attention reads. Every layer counts all tokens as
-seen, and rows appended to a chunk go through all layers.
+tokens that are always kept, are always propagated: much attention rests on the first tokens, and without them the
+layers after `tsp` lose most answers. Hooks cut these layers' arguments (hidden states, rotary embeddings, position ids,
+and the step that our attention reads) to the propagated tokens; these keep their positions. Every layer counts all
+tokens as seen, and rows appended to a chunk go through all layers.
 """
 
 from functools import partial
@@ -21,8 +21,8 @@ from ..slots import host
 def layer_of(policy, all_full_attention: bool, layers: int) -> int | None:
     """The last of `layers` decoder layers that reads every token; None: all do.
 
-    all_full_attention: no layer has a sliding window or a state. Raises ValueError where the layers after it cannot
-    read fewer tokens.
+    all_full_attention: no layer has a sliding window or a state. Raises ValueError if the layers after it cannot read
+    fewer tokens.
     """
     tsp = policy.tsp
     if tsp == "half":
@@ -50,13 +50,13 @@ class Onward(NamedTuple):
     """The rows of a call that layers after `tsp` read."""
 
     columns: torch.Tensor  # [B, K] ascending, appended rows last
-    first: torch.Tensor  # [B] how many of them are padding
+    first: torch.Tensor  # [B] number of padding columns
     padding: np.ndarray  # the same on the host
 
 
 def check(patch, tokens: int, wanted: int, flags) -> None:
-    """Raise ValueError if a chunk of `tokens` tokens loses rows that the caller wants: the last `wanted` (0: all), or
-    those of every layer, by the `flags` that are set."""
+    """Raise ValueError if a chunk of `tokens` tokens loses rows that the caller wants: the last `wanted` rows (0: all),
+    or, with any `flags` set, the rows of every layer."""
     policy = patch.policy
     if patch.tsp is None or tokens == policy.propagated(tokens):
         return
@@ -72,24 +72,24 @@ def check(patch, tokens: int, wanted: int, flags) -> None:
 
 
 def due(call) -> bool:
-    """Whether the layer has to choose which of the chunk's tokens go on."""
+    """True if the layer has to choose the chunk's tokens that go on."""
     step, tokens = call.step, call.longest
     return step.read is not None and call.slots.index == step.patch.tsp and tokens > call.policy.propagated(tokens)
 
 
 def choose(call, score) -> Onward:
-    """Which of the chunk's tokens go on, and all appended rows."""
+    """The chunk's tokens that go on, and all appended rows."""
     policy, slots, kv = call.policy, call.slots, call.slots.kv
     rows, device = kv.k.shape[2], call.slots.device
     tokens = rows - kv.first
     kept = policy.propagated(rows - kv.padding)
     most, keep = int(kept.max()), host.upload(kept, device, torch.int32)
     last = slots.protected[1].clamp_min(policy.goes_on).minimum(keep)
-    first = slots.protected[0] - (call.layer.seen - tokens)  # of them in this chunk
+    first = slots.protected[0] - (call.layer.seen - tokens)  # first slots in this chunk
     first = first.clamp_min(0).minimum(keep - last).to(torch.int32)
     count = torch.arange(rows, device=device)
-    slot = (call.layer.len[..., None] + count).clamp_max(slots.columns - 1)  # of each of a row's tokens
-    pooled = policy.score.pooled(slots, score).expand(-1, slot.shape[1], -1)  # one for all heads, of shared scores
+    slot = (call.layer.len[..., None] + count).clamp_max(slots.columns - 1)  # slot of each token of a row
+    pooled = policy.score.pooled(slots, score).expand(-1, slot.shape[1], -1)  # shared scores have one for all heads
     worth = slots.heads.gather(pooled.gather(2, slot))
     worth = sum(worth.unbind(1))  # in head order: the same on every machine
     with call.step.meter.clock("select"):
@@ -97,21 +97,21 @@ def choose(call, score) -> Onward:
     padding = most - keep
     rank = count[:most] - padding[:, None]
     columns = chosen.gather(1, rank.clamp_min(0)) + kv.first[:, None]
-    # A row shorter than the others keeps all its tokens: what lies left of them is padding.
+    # A row shorter than the others keeps all its tokens, with padding at their left.
     columns = torch.where(rank < 0, count[:most], columns)
     appended = rows + torch.arange(call.step.appended, device=device).expand(len(columns), -1)
     return Onward(torch.cat([columns, appended], 1), padding, most - kept)
 
 
 def install(decoder) -> list:
-    """Hooks on the layers. They hold their number only, so that copies of the model stay independent."""
+    """Hooks on the layers. They hold only the layer's number, so that copies of the model stay independent."""
     layers = enumerate(families.layers_of(decoder))
     return [layer.register_forward_pre_hook(partial(_enter, index), with_kwargs=True) for index, layer in layers]
 
 
 def _enter(index, module, args, kwargs=None):
-    """Cut a layer's arguments to the propagated tokens: the hidden states of the first layer, whose output is then cut
-    for the next ones, and what the decoder passes to every layer."""
+    """Cut a layer's arguments to the propagated tokens: the arguments common to all layers, and the hidden states of
+    the first layer after `tsp` (later layers get its cut output)."""
     step = current()
     onward = step.chooser.onward if step is not None and step.chooser is not None else None
     if onward is None:
@@ -125,14 +125,14 @@ def _enter(index, module, args, kwargs=None):
 
 
 def _taken(x, columns):
-    """Rows [B, K] of x [B or 1, T, ...], on whatever device it is."""
+    """Rows [B, K] of x [B or 1, T, ...], on x's device."""
     columns = columns.to(x.device)
     row = torch.arange(columns.shape[0], device=x.device)[:, None]
     return x.expand(len(row), *x.shape[1:])[row, columns]
 
 
 def _cut(value, columns, rows):
-    """The propagated rows of a tensor [B or 1, rows, ...], or of such tensors; anything else as it is."""
+    """The propagated rows of a tensor [B or 1, rows, ...], or of a tuple or list of such; any other value unchanged."""
     if isinstance(value, (tuple, list)):
         return type(value)(_cut(each, columns, rows) for each in value)
     if isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] == rows:

@@ -23,22 +23,22 @@ from .step import Read, Step
 
 @dataclass
 class ChunkEnd:
-    """What a chooser may need when a chunk has been through all layers."""
+    """A chunk that has been through all layers, for its chooser."""
 
     step: Step
     request: object
-    run: object  # the decoder's own forward
+    run: object  # the decoder's original forward
     hidden: torch.Tensor  # [B, 1, E] of the chunk's last row
 
 
 class Reader:
-    """Runs one `Request` through the decoder whose own forward is `run`."""
+    """Runs one `Request` through the decoder. run: the decoder's original forward."""
 
     def __init__(self, request, run):
         self.request, self.run, self.patch, self.policy = request, run, request.patch, request.policy
 
     def decode(self):
-        """One token."""
+        """Decode one token."""
         request, patch, policy = self.request, self.patch, self.policy
         if request.padding.any():
             raise ValueError("attention_mask hides the newly decoded token; its last column must be 1")
@@ -53,13 +53,13 @@ class Reader:
         return self._call(0, request.tokens, request.cache.meter or Meter(), chooser)
 
     def append(self):
-        """Tokens that may be taken back by crop(): stored as they are."""
+        """Append tokens that crop() may take back: all are stored."""
         self.request.begin()
         self._note_prompts()
         return self._call(0, self.request.tokens, self.request.cache.meter or Meter(), Chooser())
 
     def _note_prompts(self):
-        """Where only decoded slots are to be cut, and it is not known which those are: none, so far."""
+        """If only decoded slots may be cut: a layer without a known prompt counts all its slots so far as prompt."""
         for layer in self.request.layers if self.policy.keep_prompt else ():
             if layer.prompt is None and layer.counts is not None:
                 layer.prompt = self.patch.ranks.counts(layer)
@@ -69,7 +69,7 @@ class Reader:
         return layer.budget + (layer.prompt.sum(1) if self.policy.keep_prompt else 0)
 
     def read(self):
-        """A prompt."""
+        """Read a prompt."""
         request, patch, policy = self.request, self.patch, self.policy
         wanted = request.wanted
         drafted = wanted - 1 if request.rolls_back and wanted > 1 else 0  # candidates after the prompt's end
@@ -101,7 +101,7 @@ class Reader:
         return output
 
     def _begin(self, prompt, meter, wanted, drafted) -> tuple:
-        """The chunks of the prompt, and the read that they are of; raises ValueError for what cannot be read."""
+        """The prompt's chunks and their `Read`. Raises ValueError if the prompt cannot be read."""
         request, patch, policy, layers = self.request, self.patch, self.policy, self.request.layers
         tokens = np.maximum(prompt - request.padding, 0)
         seen = (tokens if layers[0].seen is None else tokens + layers[0].seen.tolist()).tolist()
@@ -131,7 +131,7 @@ class Reader:
             request.cache.owner = Owner(request.decoder)
         most = schedule.read(policy, narrow, np.array([chunk.rows for chunk in chunks])).sum(1).tolist()
         for order, layer in enumerate(layers):
-            layer.decode_queries = None  # their slots are no longer the last ones
+            layer.decode_queries = None  # the queries' slots are no longer the last ones
             if policy.schedule == "prompt" and len(chunks) > 1:
                 layer.expected = (layer.longest() if layer.is_initialized else 0) + most[order] + ROOM
         return chunks, read
@@ -153,7 +153,7 @@ class Reader:
         return output
 
     def _chooser(self, read, chunk):
-        """Of what survives a chunk. The layers get the budgets that are decided."""
+        """The chooser of a chunk. The layers get the decided budgets."""
         policy, planned, stored = self.policy, read.budgets, self._stored(read)
         tokens = chunk.end - np.clip(self.request.padding, chunk.start, chunk.end)
         observed = (tokens if chunk.again is None else read.tokens) > 0
@@ -170,8 +170,8 @@ class Reader:
         return np.stack([none if layer.counts is None else counts(layer).sum(1) for layer in self.request.layers])
 
     def _decoded(self, read, stored):
-        """bool [B] rows that bring one token after stored [B] slots, as decoding does beside a row that brings more,
-        and from which decoding would not evict."""
+        """bool [B] rows with one new token after stored [B] slots that decoding would not evict from. Such a row is
+        decoded beside a row with more tokens."""
         policy, seen, each = self.policy, np.array(read.seen), self.patch.kv_heads * len(self.request.layers)
         budget = np.array([policy.slots(n) for n in read.seen]) * each
         if policy.keep_prompt:

@@ -1,4 +1,4 @@
-"""What TADA measures of a call: every layer's error by its scores, and how far it rotates the residual stream."""
+"""TADA's measurements of a call: every layer's error by its scores, and its rotation of the residual stream."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ class Errors:
     the mean of 1 - cos(R, R + O) over the observing rows, R the residual stream that enters a layer, O what its
     attention block (or the whole layer) adds.
 
-    until    "attention" or "layer": where R + O is measured, also of tokens that are drafted
+    until    "attention" or "layer": the place where R + O is measured, also for drafted tokens
     """
 
     def __init__(self, until):
@@ -30,7 +30,7 @@ class Errors:
         self.scores[slots.index] = every.masked_fill(~slots.competing, 0).double().sum((1, 2))
 
     def note_rotation(self, step, index, after) -> None:
-        """Note 1 - cos between `residual` and `after` of the call's last rows, which observe."""
+        """Note 1 - cos between `residual` and `after` of the call's observing rows, its last ones."""
         before = self.residual.pop(index).to(after.device)
         after = after.reshape(before.shape)  # OPT's MLPs get [B * T, E]
         counts = step.rows.observing(step)
@@ -43,7 +43,7 @@ class Errors:
         self.rotation[index] = total, number
 
     def layers(self, patch, device):
-        """fp64 [layers, B] the errors of the layers that evict, on a device."""
+        """fp64 [layers, B] errors of the layers that evict, on `device`."""
 
         def one(index):
             if index not in self.rotation:
@@ -55,11 +55,11 @@ class Errors:
 
 
 def install(decoder, until, order, after_attention) -> list:
-    """Hooks for `Errors.note_rotation`. They hold their layer's number only, so that copies of the model stay
+    """Hooks for `Errors.note_rotation`. They hold only their layer's number, so that copies of the model stay
     independent.
 
-    until             "attention" or "layer": where a layer's rotation of the residual stream is measured
-    after_attention   layer -> its submodule whose input has the attention's output added
+    until             "attention" or "layer": the place where a layer's rotation of the residual stream is measured
+    after_attention   layer -> its submodule that gets the residual stream with the attention's output added
     """
     hooks = []
     for index in order:
@@ -74,7 +74,7 @@ def install(decoder, until, order, after_attention) -> list:
 
 
 def _measuring(until=None):
-    """The step that runs, if it measures; until: and does so there."""
+    """The running step if it measures (until: and measures there), else None."""
     step = current()
     if step is None or step.chooser is None or step.chooser.errors is None:
         return None
@@ -99,8 +99,7 @@ def _after_layer(index, module, args, output):
 
 
 def note(index, after, until) -> None:
-    """Let the step that runs, if it measures there, note the residual stream after a layer's attention, or the
-    layer."""
+    """If the running step measures there, note the residual stream after a layer's attention, or after the layer."""
     step = _measuring(until)
     if step is not None:
         with step.meter.clock("evict"):

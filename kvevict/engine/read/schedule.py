@@ -1,4 +1,4 @@
-"""In which chunks a prompt is read: the reader runs this, and `kvevict plan` prices it. Free of torch."""
+"""The chunks that a prompt is read in: the reader runs them, and `kvevict plan` prices them. Free of torch."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Chunk:
-    start: int  # columns of the prompt before it
+    start: int  # columns of the prompt before the chunk
     end: int
-    last: bool  # it ends the prompt
+    last: bool  # the chunk ends the prompt
     evicts: bool  # layers are cut back after it
-    appended: int  # rows that are read with it and not stored
-    narrow: tuple  # per evicting layer whether it reads `policy.propagated` of its tokens only
-    observed: bool = True  # rows observe; False: they come when all chunks were read
-    again: range | None = None  # without columns of its own: tokens of every row, counted from 0, that are repeated
+    appended: int  # rows that are read with the chunk and not stored
+    narrow: tuple  # per evicting layer, True: it reads only `policy.propagated` of the tokens
+    observed: bool = True  # rows observe; False: they observe after all chunks were read
+    again: range | None = None  # tokens of every row, counted from 0, to repeat; such a chunk has no columns
 
     @property
     def rows(self) -> int:
@@ -23,8 +23,8 @@ class Chunk:
 
 
 def evicts(policy, seen: list) -> bool:
-    """Whether a read loses slots, or tokens before the layers after tsp, or scores need every row from the start; seen:
-    tokens of each row at its end."""
+    """True if this read drops slots, drops tokens at the tsp layer, or uses scores that need every row from the start.
+    seen: token count of each batch row after the read."""
     if policy.carry != "none" or policy.threshold is not None or any(n > policy.slots(n) for n in seen):
         return True
     chunks = [min(n, policy.chunk_size or n) for n in seen]
@@ -32,9 +32,9 @@ def evicts(policy, seen: list) -> bool:
 
 
 def chunks(policy, columns: int, narrow: tuple, tokens: Iterable[int] = (), observers=None) -> Iterator[Chunk]:
-    """The chunks of a prompt of `columns` columns, the remainder first, so that the last chunk is full; then those
-    without columns that repeat its parts. tokens: of each row of a batch whose prompts are evicted from, so that
-    `observers`, the policy's rows if they are None, are appended to the chunks."""
+    """The chunks of a prompt of `columns` columns, the remainder first, so that the last chunk is full; then chunks
+    without columns that repeat its parts. tokens: token count of each batch row, given if the read `evicts`;
+    `observers` (None: the policy's rows) are then appended to the chunks."""
     observers = observers or policy.rows
     size, parts = policy.chunk_size or columns, repeated(policy, max(tokens, default=0))
     for end in range((columns - 1) % size + 1, columns + 1, size):
@@ -47,8 +47,8 @@ def chunks(policy, columns: int, narrow: tuple, tokens: Iterable[int] = (), obse
 
 
 def repeated(policy, tokens: int) -> list:
-    """The parts, tokens counted from 0, that are repeated once a prompt of `tokens` tokens was read. Numbers that are
-    not the largest over rows need all of them in one."""
+    """Token ranges to read a second time after a prompt of `tokens` tokens. Only scores merged by maximum can be split
+    into several ranges; others get one."""
     if not policy.rows.repeats or policy.schedule == "chunk":
         return []
     part = policy.rows.part if policy.score.largest else max(tokens, 1)
@@ -56,35 +56,35 @@ def repeated(policy, tokens: int) -> list:
 
 
 def narrow(order: Iterable[int], tsp: int | None) -> tuple:
-    """Whether each evicting layer reads a chunk's best tokens only; order: the decoder layers that those are."""
+    """Per evicting layer, True if it reads only a chunk's best tokens; order: the decoder layers that evict."""
     return tuple(tsp is not None and layer > tsp for layer in order)
 
 
 def read(policy, narrow: tuple, tokens: np.ndarray) -> np.ndarray:
-    """How many of a chunk's tokens [B] each evicting layer reads, int [layers, B]."""
+    """Number of a chunk's tokens [B] that each evicting layer reads, int [layers, B]."""
     return np.where(np.array(narrow)[:, None], policy.propagated(tokens), tokens)
 
 
 def waits(policy, order: int, layers: int) -> bool:
-    """Whether an evicting layer takes the slots that a later layer chooses."""
+    """True if an evicting layer takes the slots that a later layer chooses."""
     return order < policy.waiting_layers(layers) - 1
 
 
 def follows(policy, order: int) -> bool:
-    """Whether an evicting layer takes the slots that an earlier layer chose."""
+    """True if an evicting layer takes the slots that an earlier layer chose."""
     return order % policy.n_reuse > 0
 
 
 def observes(policy, order: int, layers: int) -> bool:
-    """Whether the rows of an evicting layer observe: it chooses for itself, or its slots carry numbers."""
+    """True if the rows of an evicting layer observe: it chooses for itself, or its slots carry numbers."""
     return not follows(policy, order) and (policy.carry != "none" or not waits(policy, order, layers))
 
 
 def overfull(policy, slots, budget, heads: int = 1):
-    """Whether, while decoding, a layer is cut back to its budget; both over its heads: numbers, or arrays of them."""
+    """True if decoding cuts a layer back to its budget. slots, budget: sums over its heads, numbers or arrays."""
     return slots > budget + (policy.interval - 1) * heads if policy.decode else slots < 0
 
 
 def relaxed(policy, order: int, layers: int, chunk: Chunk) -> bool:
-    """Whether a layer may hold B_warmup slots after a chunk (TAKE eq. 8)."""
+    """True if a layer may hold B_warmup slots after a chunk (TAKE eq. 8)."""
     return policy.warmup_layers is not None and order < policy.waiting_layers(layers) and not chunk.last

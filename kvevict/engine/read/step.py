@@ -1,4 +1,4 @@
-"""What the decoder wrapper tells the attention function about the call that is running."""
+"""The running call, as the decoder wrapper describes it to the attention function."""
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,8 +12,8 @@ class OuterCall:
     """A call of the model around the decoder."""
 
     model: object
-    mask: object  # what its caller gave as attention_mask
-    wanted: int  # logits of the last tokens; 0: of all
+    mask: object  # the caller's attention_mask
+    wanted: int  # number of last tokens with logits; 0: all
     request: object = None  # the kvevict.engine.hook.request.Request of the decoder's call in it
 
 
@@ -22,16 +22,16 @@ class Read:
     """One reading of a prompt."""
 
     prompt: int  # columns of the prompt, padding included
-    tokens: np.ndarray  # [B] valid tokens of it
-    seen: list  # per row tokens there will have been at its end, of all prompts
-    evicts: bool  # slots will be lost, or scores need every row from the start
+    tokens: np.ndarray  # [B] valid tokens of the prompt
+    seen: list  # per row token count after the read, over all prompts
+    evicts: bool  # the read drops slots or tokens, or scores need every row from the start
     meter: object  # the kvevict.engine.watch.meter.Meter that measures it
-    rows: object = None  # the policy's, or for tokens that its caller chose
+    rows: object = None  # the policy's rows, or those for tokens chosen by the caller
     budgets: object = None  # the kvevict.engine.read.budgets.Budgets of its layers
-    prepared: object = None  # what `Rows.prepare` made of the prompt
+    prepared: object = None  # result of `Rows.prepare` for the prompt
     watchers: tuple = ()  # of kvevict.engine.watch.watcher
-    memory: dict = field(default_factory=dict)  # layer -> what its rows keep from chunk to chunk
-    numbers: dict = field(default_factory=dict)  # layer -> its slots' numbers by the parts that were repeated so far
+    memory: dict = field(default_factory=dict)  # layer -> memory of its rows from chunk to chunk
+    numbers: dict = field(default_factory=dict)  # layer -> its slots' numbers by the parts repeated so far
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,13 +45,13 @@ class Step:
     positions: torch.Tensor  # [B, T] int32, appended rows included
     first: torch.Tensor  # [B] int32 left padding in this call
     padding: np.ndarray  # the same on the host
-    chooser: object = None  # the kvevict.engine.read.choosers.Chooser of what survives; None: everything does
+    chooser: object = None  # the kvevict.engine.read.choosers.Chooser of survivors; None: all slots stay
     read: Read | None = None  # None while decoding and for appended tokens
     chunk: object = None  # the kvevict.engine.read.schedule.Chunk of the read
     appended: int = 0  # rows at the end that are read with the chunk and not stored
     final_position: int | None = None  # the prompt's largest position, for rotary frequencies that depend on it
     counted: tuple = ()  # `seen` of a narrowed step, whose layers read fewer rows
-    hidden: dict = field(default_factory=dict)  # layer -> input of its attention block, where that is wanted
+    hidden: dict = field(default_factory=dict)  # layer -> input of its attention block, if wanted
     unread: dict = field(default_factory=dict)  # layer -> its LayerCall, while other layers still read its slots
     elsewhere: dict = field(default_factory=dict)  # device -> this step there
 
@@ -62,7 +62,7 @@ class Step:
         return self.counted or (columns, columns - np.minimum(self.padding, columns))
 
     def on(self, device):
-        """This step for layers that compute on a device: it has `positions` and `first` there."""
+        """This step for layers that compute on `device`, with `positions` and `first` there."""
         if self.positions.device == device:
             return self
         if device not in self.elsewhere:
@@ -71,12 +71,12 @@ class Step:
         return self.elsewhere[device]
 
     def narrowed(self, positions, first, padding):
-        """This step for layers that read fewer of its rows, which all count as seen."""
+        """This step for layers that read fewer of its rows; all rows count as seen."""
         return replace(self, positions=positions, first=first, padding=padding, counted=self.seen, elsewhere={})
 
     @property
     def rows(self):
-        """Which queries observe."""
+        """The policy's `Rows`: the queries that observe."""
         return self.patch.policy.rows if self.read is None else self.read.rows
 
     @property
