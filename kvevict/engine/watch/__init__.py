@@ -1,1 +1,1 @@
-"""What a read costs, and what it does, seen from outside."""
+"""The cost and the steps of a read, seen from outside."""

@@ -1,7 +1,8 @@
-"""What an eviction costs the rows that observe it: how far their attention outputs move, how much attention is lost.
+"""Cost of an eviction for the rows that observe it: how far their attention outputs move, how much attention is lost.
 
 The first part is maths on tensors of one kv head: q [G, R, D] the queries of its group, k and v [n, D] its slots, sees
-[R, n] which of them a row may see, kept [n] which stay. Attention is rows x slots, and at most `ROWS` rows observe.
+[R, n] True for slots visible to a row, kept [n] True for slots that stay. Attention is rows x slots, and at most `ROWS`
+rows observe.
 The second part watches every eviction of a read, for `Policy(diagnose=True)`.
 """
 
@@ -31,9 +32,9 @@ def joint_error(before, after):
     """CAOTE eq. 24 of a set of slots, the root of the heads' summed squares: outputs [H, R, D] with and without the set
     -> [R].
 
-    Eq. 24 is || sum_S a_i (o - v_i) || / (1 - sum_S a_i), which is || o - o' || with o' the attention renormalised over
-    what stays (theorem A.2 for a set); so computed, nothing cancels when the set has nearly all of the attention. With
-    all that a row sees gone, o' is 0.
+    Eq. 24, || sum_S a_i (o - v_i) || / (1 - sum_S a_i), equals || o - o' || with o' the attention renormalised over the
+    slots that stay (theorem A.2 for a set). This form does not cancel when the set has nearly all of the attention. If
+    a row loses all slots that it sees, o' is 0.
     """
     return (before - after).square().sum((0, 2)).sqrt()
 
@@ -52,14 +53,14 @@ def by_group(q, kv_heads, sinks, **options) -> list:
 class Diagnostics(Watcher):
     """Watches the cuts of a read."""
 
-    rows = ROWS  # of a call that observe here, at most
+    rows = ROWS  # at most so many rows of a call observe here
 
     def __init__(self):
         self.sums: dict = {}  # layer -> fp64 [4, B] of `NAMES`
 
     @torch.no_grad()
     def cut(self, call, choice) -> None:
-        """Add what a layer loses by a `kvevict.engine.read.evict.Choice`."""
+        """Add a layer's losses by a `kvevict.engine.read.evict.Choice`."""
         slots, step = call.slots, call.step
         losing = np.flatnonzero(choice.all_ranks.sum(1) < slots.alive).tolist()
         with step.meter.clock("diagnose"):
@@ -78,7 +79,7 @@ class Diagnostics(Watcher):
                 sums[:, b] += torch.tensor([1, *_errors(*parts)], **exact)
 
     def report(self, rows: int, own: list) -> dict:
-        """`NAMES` -> [layer][row]: how many evictions, and means over them; None for a layer that is not our own."""
+        """`NAMES` -> [layer][row]: how many evictions, and means over them; None for a layer that is not ours."""
         nothing = [0, 0.0, 0.0, 1.0]
 
         def of(index, i):
@@ -96,9 +97,9 @@ class Diagnostics(Watcher):
 
 
 def _head(call, b, h, index, q, options):
-    """Outputs [G, R, D] with and without what a kv head loses, and attention [G, R] in all and on what it keeps.
+    """Outputs [G, R, D] with and without a kv head's lost slots, and attention [G, R] in all and on its kept slots.
 
-    The rows are the call's last, so a new slot is seen by those at or after its column, a stored one by all.
+    The rows are the call's last, so a new slot is seen by rows at or after its column, a stored one by all.
     """
     kv, slots = call.slots.kv, call.slots.kv.stored
     stored, first = int(slots.counts[b, h]), int(kv.padding[b])

@@ -1,4 +1,4 @@
-"""What a read costs and leaves: its clocks, the bytes alive, and the report that `kvevict.report` shows."""
+"""The cost of a read: its clocks, the live bytes, and the report that `kvevict.report` shows."""
 
 import time
 from collections import defaultdict
@@ -20,7 +20,7 @@ class _Clock:
 
 
 class Meter:
-    """Of one read and of what is decoded after it, in one thread."""
+    """Measures one read and the tokens decoded after it, in one thread."""
 
     def __init__(self, live=()):
         self.live = dict(live)  # layer -> live KV bytes stored
@@ -61,6 +61,6 @@ class Meter:
 
 
 def allocated_bytes(layer) -> int:
-    """Bytes of all that a layer of the cache holds."""
+    """Bytes of all tensors of a cache layer."""
     tensors = (*layer.storage.tensors(), layer.carry, layer.moments, layer.decode_queries)
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)

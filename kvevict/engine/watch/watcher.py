@@ -1,18 +1,18 @@
-"""How to see what a read does, from outside: `with within(watchers=(watcher,)): model(..)` (context.py)."""
+"""Observing a read from outside: `with within(watchers=(watcher,)): model(..)` (context.py)."""
 
 
 class Watcher:
-    """Told of every layer of a read, in the thread that reads. It changes nothing."""
+    """Called for every layer of a read, in the thread that reads. It changes nothing."""
 
-    rows = 0  # the last rows of a call that `cut` needs, of a layer that waits for another one's choice, too
+    rows = 0  # how many of a call's last query rows `cut` needs; layers whose choice is deferred keep as many
 
     def read(self, call, score) -> None:
-        """A layer has attended. call: a `kvevict.engine.read.layer_call.LayerCall`; score: of its slots, neither pooled
-        nor refined, None where they were not scored."""
+        """A layer has attended. call: a `kvevict.engine.read.layer_call.LayerCall`; score: its slots' scores, neither
+        pooled nor refined; None if they were not scored."""
 
     def cut(self, call, choice) -> None:
         """A layer is about to lose slots, by a `kvevict.engine.read.evict.Choice`."""
 
     def report(self, rows: int, own: list) -> dict:
-        """What `kvevict.report` is to show of a batch of so many rows. own: by layer, whether it is evicted from."""
+        """Entries for `kvevict.report`, for a batch of `rows` rows. own: by layer, whether it is evicted from."""
         return {}
