@@ -15,24 +15,24 @@ from .ranks import ALONE
 
 
 class EvictionCache(DynamicCache):
-    """What a patched model makes of a `DynamicCache`, in place."""
+    """The class that a patched model gives a `DynamicCache`, in place."""
 
     half_read = False  # a call that changes the cache has not ended
     record_past = False  # tokens may be taken back (assisted decoding rolls back what it rejects)
-    packed: tuple = ()  # (start, stop) columns whose padding was moved to the left
-    next_position = None  # [B] int64 positions that come next, where padding was moved
-    policy = None  # that gave the budgets; None: of a loaded cache it is not known, and without budgets there is none
+    packed: tuple = ()  # (start, stop) of each range of columns with its padding moved to the left
+    next_position = None  # [B] int64 next positions, where padding was moved
+    policy = None  # the policy this cache was read under; None for a loaded cache (unknown) and without a budget
     meter = None  # the kvevict.engine.watch.meter.Meter of the last read into it
     owner = Owner(None)  # of the weights that filled it
-    ranks = ALONE  # whose heads the layers have, for save_cache
-    plain: type = DynamicCache  # the class that it had
+    ranks = ALONE  # the ranks that share the layers' heads, for save_cache
+    plain: type = DynamicCache  # the class before adoption
 
     def fork(self):
-        """A copy-on-write fork: one context, many questions, each with a fork of its own.
+        """A copy-on-write fork: one context, many questions, a fork for each.
 
-        What is stored is shared, not copied: a fork appends to a suffix of its own, and copies what it shares only when
-        it must (to evict again, to crop, to reorder beams, to be saved). Latents and states are copied at once. Neither
-        side ever changes what the other sees. A fork can be forked, decoded in another thread, and outlives the cache
+        Stored slots are shared, not copied: a fork appends to a private suffix, and copies the shared slots only when
+        it must (to evict again, to crop, to reorder beams, to be saved). Latents and states are copied at once. Changes
+        on one side are never seen by the other. A fork can be forked, decoded in another thread, and outlives the cache
         it came from.
         """
         twin = copy.copy(self)
@@ -40,9 +40,9 @@ class EvictionCache(DynamicCache):
         return twin
 
     def check_owner(self, decoder, kinds, thorough: bool = True) -> None:
-        """Raise ValueError where another model filled the cache, or this one before it was cast, moved or changed.
+        """Raise ValueError if another model filled the cache, or this one before it was cast, moved or changed.
 
-        thorough   False: as for a decoded token or candidates, where adapters alone are looked at (`Owner.change`)
+        thorough   False: check adapters only (`Owner.change`), as for a decoded token or candidates
         """
         if self.owner.form not in (None, now := form(decoder)):
             before, after = ("{} on {}".format(*each).removeprefix("torch.") for each in (self.owner.form, now))
@@ -76,10 +76,10 @@ class EvictionCache(DynamicCache):
         super().reset()
         names = ("half_read", "record_past", "packed", "next_position", "policy", "meter", "owner")
         for name in names:
-            self.__dict__.pop(name, None)  # as the class has them
+            self.__dict__.pop(name, None)  # back to the class's defaults
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last -tokens_to_remove tokens of every layer; where one cannot, an error, and of none."""
+        """Remove the last -tokens_to_remove tokens of every layer. If one layer cannot, raise and change none."""
         before, layers = self.get_seq_length(), [_attributes(layer) for layer in self.layers]
         try:
             super().crop(tokens_to_remove)
@@ -113,7 +113,7 @@ class EvictionCache(DynamicCache):
 
 
 def _kind(plain) -> type:
-    """The class of a cache that was of class `plain`, a user's own perhaps, whose methods it keeps."""
+    """The class for a cache that was a `plain`: a subclass of both, so that a user's class keeps its methods."""
     if plain is DynamicCache:
         return EvictionCache
     return type(plain.__name__, (EvictionCache, plain), dict(plain=plain))
@@ -124,7 +124,7 @@ def _blank(plain):
 
 
 def _attributes(layer) -> dict:
-    """Those that a crop replaces. It writes to no tensor, but to the dicts of a layer's states."""
+    """The attributes that a crop replaces. A crop writes to the dicts of a layer's states, never to a tensor."""
     return {name: dict(value) if type(value) is dict else value for name, value in layer.__dict__.items()}
 
 
@@ -138,7 +138,7 @@ def adopt(cache, kinds, config, ranks=ALONE, first=None) -> None:
     """Make a `DynamicCache` an `EvictionCache`, in place, so that the caller's reference stays right.
 
     kinds   per layer, as `families.layer_kinds(config)`
-    first   [B] left padding of the tokens that a plain cache holds already (a prefix read before patching)
+    first   [B] left padding of the tokens in a plain cache (a prefix read before patching)
 
     Raises ValueError, and leaves the cache as it was, for layers that cannot be evicted from.
     """
@@ -175,7 +175,7 @@ def _check_depth(layers, kinds, exact=False) -> None:
 
 
 def import_layer(layer, latent, first=None):
-    """An `EvictionLayer` with the tokens that a plain `DynamicLayer` holds; latent: it holds latents."""
+    """An `EvictionLayer` with the tokens of a plain `DynamicLayer`; latent: the layer holds latents."""
     ours = StatefulLayer(layer) if _has_both(layer) else LatentLayer() if latent else EvictionLayer()
     if getattr(layer, "keys", None) is not None and layer.get_seq_length() > 0:
         k, v = ours.pack(layer.keys, layer.values)

@@ -1,4 +1,4 @@
-"""The cache layer that is evicted from: what Transformers asks of a layer, over a `Storage` of the slots it kept."""
+"""The cache layer that is evicted from: Transformers' layer interface over a `Storage` of the kept slots."""
 
 import copy
 from operator import attrgetter
@@ -19,7 +19,7 @@ HALF_READ = "past_key_values was left half read by an error; read the prompt int
 
 
 def fit(*tensors):
-    """Tensors [..., D], each with a D of its own, with zeros up to one width that the ops take."""
+    """Tensors [..., D], of different D, padded with zeros to one width that the ops take."""
     width = -(-max(t.shape[-1] for t in tensors) // 8) * 8
     return [t if t.shape[-1] == width else torch.nn.functional.pad(t, (0, width - t.shape[-1])) for t in tensors]
 
@@ -33,7 +33,7 @@ def _unbounded(layer) -> int:
 
 
 def _reorder(layer, beam_idx) -> None:
-    layer.batch_select_indices(beam_idx)  # a subclass's own
+    layer.batch_select_indices(beam_idx)  # a subclass may override it
 
 
 def _offload(layer):
@@ -41,7 +41,7 @@ def _offload(layer):
 
 
 class EvictionLayer(CacheLayerMixin):
-    """Counts what was read, and keeps some of it in `storage` (a `Storage`, or a fork's `Fork`).
+    """Counts the tokens read, and keeps slots of some in `storage` (a `Storage`, or a fork's `Fork`).
 
     Two lengths are never confused: `columns` (and `seen`, without padding) count tokens read, `len` counts slots stored
     (and `counts`, the same on the host).
@@ -63,27 +63,27 @@ class EvictionLayer(CacheLayerMixin):
         self.is_initialized = False
         self.storage = Storage()  # or a `Fork`
         self.pending_kv = None  # (k, v) between update() and the attention function
-        self.columns = 0  # tokens read, padding included: what Transformers calls the sequence length
+        self.columns = 0  # tokens read, padding included: Transformers' sequence length
         self.seen = None  # [B] int32 tokens read without padding
         self.carry = None  # [B, Hkv, C] fp32 numbers that stay with their slots (engine/slots/carried.py)
         self.moments = None  # [B, H, 1 + D, 1 + D] fp32 of queries read (engine/measure/moments.py)
         self.decode_queries = None  # [B, H, <= rows, D] last decoded queries
         self.budget = None  # [B] slots over all heads, of the last read; on the host
-        self.prompt = None  # [B, heads of all ranks] a head's first slots that are the prompt's; None: all, or unknown
-        self.head_offsets = None  # [B, heads of all ranks] slots of each, less those of the first here; None: all 0
-        self.removable = 0  # columns appended since the last eviction, which crop may remove
-        self.expected = 0  # slots per head that a read is going to store, for which the next growth makes room
+        self.prompt = None  # [B, heads of all ranks] how many of a head's first slots are prompt; None: all, or unknown
+        self.head_offsets = None  # [B, heads of all ranks] slot count minus that of this rank's first head; None: all 0
+        self.removable = 0  # columns appended since the last eviction; crop may remove them
+        self.expected = 0  # slots per head that a read is going to store; the next growth makes room for them
 
     reset = __init__  # forgets everything
 
     def fork(self):
-        """A layer that goes on independently and reads what is stored where it is."""
+        """An independent layer that reads the stored slots in place."""
         twin = copy.copy(self)
         if self.is_initialized:
             twin.storage = fork(self.storage)
         return twin
 
-    # -- what Transformers calls ------------------------------------------------------------------------------------
+    # -- called by Transformers -------------------------------------------------------------------------------------
 
     def lazy_initialization(self, key_states, value_states=None) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -92,8 +92,8 @@ class EvictionLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states, value_states, *args, **kwargs):
-        """Note the new keys and values [B, Hkv, S, D] and hand them back: attention reads the stored slots itself, and
-        stores what is kept."""
+        """Note the new keys and values [B, Hkv, S, D] and return them unchanged: the attention function reads the
+        stored slots and stores the survivors."""
         step = current()
         if step is None:
             raise RuntimeError(
@@ -133,12 +133,12 @@ class EvictionLayer(CacheLayerMixin):
             left = self.decode_queries[:, :, : max(0, self.decode_queries.shape[2] - count)]
             self.decode_queries = left if left.shape[2] else None
         self.carry = of_layer(self.carry, self)
-        if self.prompt is not None:  # every head loses as many
+        if self.prompt is not None:  # every head loses equally many
             held = self.counts if self.head_offsets is None else self.counts[:, :1] + self.head_offsets
             self.prompt = np.minimum(self.prompt, held if held.shape == self.prompt.shape else held[:, :1])
 
     def count_to_remove(self, tokens_to_remove: int) -> int:
-        """How many tokens `crop` is to remove."""
+        """The number of tokens that `crop` is to remove."""
         if tokens_to_remove > 0:
             if not compat.CROP_TAKES_LENGTH:
                 raise ValueError(
@@ -170,12 +170,12 @@ class EvictionLayer(CacheLayerMixin):
 
     reorder_cache = _reorder
 
-    # -- what eviction calls ----------------------------------------------------------------------------------------
+    # -- called by eviction -----------------------------------------------------------------------------------------
 
-    pack = staticmethod(fit)  # new keys and values [B, Hkv, S, D] as they are stored
+    pack = staticmethod(fit)  # new keys and values [B, Hkv, S, D] -> the stored form
 
     def take(self, module, key, value):
-        """What is to be stored of the keys and values that `module` attends with, after the update; None: these."""
+        """The tensors to store for the keys and values that `module` attends with after the update; None: these."""
         pending, self.pending_kv = self.pending_kv, None
         if pending is None or pending[0] is not key or pending[1] is not value:
             raise RuntimeError(
@@ -183,7 +183,7 @@ class EvictionLayer(CacheLayerMixin):
             )
 
     def slots(self, module):
-        """What holds `k`, `v`, `pos`, `offset`, `len` and `counts` of every head's slots, for the ops."""
+        """An object with `k`, `v`, `pos`, `offset`, `len` and `counts` of every head's slots, for the ops."""
         return self.storage.gathered()
 
     def append(self, k, v, pos, first, padding) -> None:
@@ -204,13 +204,13 @@ class EvictionLayer(CacheLayerMixin):
         """Count `columns` more columns read, of which tokens [B] (or a number) are not padding."""
         least, most = int(np.min(tokens)), int(np.max(tokens))
         self.columns += columns
-        self.removable = self.removable + columns if least == columns else least  # padding ends what crop can take back
+        self.removable = self.removable + columns if least == columns else least  # crop cannot go back past padding
         self.seen = self.seen + (most if least == most else host.upload(tokens, self.device, torch.int32))
 
 
 def _needs_own(storage, step) -> bool:
-    """Whether a call needs all slots in one place that no fork reads: a chooser, a chunk or layers that read another's
-    slots look at what was appended to a fork, CAKE in the same call."""
+    """True if a call needs all slots in one place that no fork reads. A chooser, a chunk, and layers that read another
+    layer's slots look at the columns appended to a fork; CAKE does so in the same call."""
     if not storage.shared or not isinstance(storage, Fork):
         return False
     if step.patch.readers or step.patch.policy.layers.cascades:

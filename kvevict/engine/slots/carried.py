@@ -1,15 +1,15 @@
 """The numbers that slots carry from one eviction to the next (METHODS section 9), `EvictionLayer.carry`.
 
 They are fp32 [B, Hkv, C], or None where no slot has a number. A slot without one has NaN: it was stored since, by a
-chunk whose rows did not observe, while decoding, or as a candidate. Columns past a head's end are NaN, and C is at most
-what the fullest head holds; columns that are missing count as NaN. So a layer may store slots and leave its numbers as
-they are. What removes or moves slots ends in `of_layer`, or in `evict.kept` with NaN. A file has all columns (`wide`).
+chunk without observing rows, while decoding, or as a candidate. Columns past a head's end are NaN, and C is at most the
+fullest head's slot count; missing columns count as NaN. So a layer may store slots and leave its numbers as they are.
+Every removal or move of slots ends in `of_layer`, or in `evict.kept` with NaN. A file has all columns (`wide`).
 """
 
 import torch
 from torch.nn.functional import pad
 
-# A slot's number, of the new ones and those that are carried, NaN where a slot carries none.
+# Joins new and carried numbers of slots; a slot that carries none has NaN.
 JOIN = {
     "sum": lambda new, old: new + old.nan_to_num(0.0),
     "max": torch.fmax,
@@ -18,19 +18,19 @@ JOIN = {
 
 
 def wide(carried, columns: int):
-    """With at least so many columns."""
+    """Carried numbers, padded with NaN to at least so many columns."""
     return pad(carried, (0, max(0, columns - carried.shape[-1])), value=torch.nan)
 
 
 def join(carry: str, new, carried):
-    """New numbers [B, Hkv, C] of all alive slots, with those that the first ones carry; None: nothing is carried."""
+    """New numbers [B, Hkv, C] of all alive slots, joined with the carried ones of the first; None: no carrying."""
     if carry == "none":
         return None
     return new if carried is None else JOIN[carry](new, wide(carried, new.shape[-1]))
 
 
 def of_layer(numbers, layer):
-    """Numbers [B, Hkv, *] of the slots that a layer holds now, as it carries them; None of None."""
+    """Numbers [B, Hkv, *] of a layer's present slots, in the form that it carries; None for None."""
     if numbers is None:
         return None
     numbers = numbers[..., : layer.longest()]

@@ -1,4 +1,4 @@
-"""Copy-on-write forks: one cache, many continuations, each of which shares what was stored before it."""
+"""Copy-on-write forks: one cache, many continuations that share its slots."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,17 +13,17 @@ from .storage import ROOM, Storage
 
 @dataclass
 class Fork:
-    """A storage whose slots are those of a prefix, which others may read too and which is never written to, and a
-    suffix of its own: the tokens that came since.
+    """A storage of two parts: a prefix, shared with other readers and never written to, and a private suffix with the
+    tokens that came since.
 
-    What needs all slots in one place (eviction, crop, another order of rows, saving) gets a plain `Storage`.
+    Callers that need all slots in one place (eviction, crop, another order of rows, saving) get a plain `Storage`.
     """
 
     prefix: Storage
     suffix: tuple  # k, v [B * Hkv * room, D] and pos [B * Hkv * room], with `room` rows for every head
     room: int
-    appended: int  # rows of each head's that are in use
-    own_offset: torch.Tensor  # [B, Hkv] int64, the suffix's rows at which each head's begin
+    appended: int  # suffix rows in use, the same for every head
+    own_offset: torch.Tensor  # [B, Hkv] int64, first suffix row of each head
     own_len: torch.Tensor  # [B, Hkv] int32, `appended` of each head
     counts: np.ndarray  # [B, Hkv] slots of prefix and suffix, on the host
     shared = True
@@ -51,8 +51,8 @@ class Fork:
         return self.gathered().keep(*what)
 
     def decode(self, q, k, v, pos, expected=0, columns=0, **options):
-        """As `Storage.decode`, the prefix being a first segment of the same kernel; without probabilities: whoever
-        wants those has a chooser."""
+        """As `Storage.decode`, with the prefix as the first segment of the same kernel. No probabilities: callers that
+        want them have a chooser."""
         into, shared = self if self.appended < self.room else self._with_room(1), self.prefix
         result = _ops.decode(
             q, k, v, pos, *into.suffix, into.own_offset, into.own_len, k_prefix=shared.k, v_prefix=shared.v,
@@ -67,16 +67,16 @@ class Fork:
         return self.gathered().rows(chosen)
 
     def copy_on_write(self):
-        """A plain storage of its own with all slots."""
+        """A private plain storage with all slots."""
         none = torch.zeros(len(self.counts), dtype=torch.int32, device=self.device)
         return self.prefix.moved(self.prefix.grown(self.counts), None, self.counts, *self._appended(), none)
 
     def gathered(self):
-        """All slots in one place, to be read: the prefix as long as nothing came after it."""
+        """All slots in one place, for reading: the prefix itself while the suffix is empty."""
         return self.copy_on_write() if self.appended else self.prefix
 
     def tensors(self) -> tuple:
-        """What is shared counts too."""
+        """All tensors, the shared ones too."""
         return *self.prefix.tensors(), *self.suffix
 
     def positions(self) -> list:
@@ -96,7 +96,7 @@ class Fork:
         return k, v, pos[:, 0].contiguous()
 
     def _longer(self, k, v, pos):
-        """With new columns in the suffix."""
+        """A fork with new columns in the suffix."""
         start, end = self.appended, self.appended + k.shape[2]
         into = self._with_room(end - start)
         for own, new in zip(into._columns(), (k, v, pos[:, None]), strict=True):
@@ -104,12 +104,12 @@ class Fork:
         return into._grown(end - start)
 
     def _grown(self, count):
-        """With `count` more columns, which are in the suffix."""
+        """A fork that counts `count` more columns, already written to the suffix."""
         own = self.room, self.appended + count, self.own_offset, self.own_len + count
         return Fork(self.prefix, self.suffix, *own, self.counts + count)
 
     def _with_room(self, count):
-        """With room for `count` more columns."""
+        """A fork with room for `count` more columns."""
         n = self.appended
         if n + count <= self.room:
             return self
@@ -124,7 +124,7 @@ class Fork:
 
 
 def fork(storage) -> Fork:
-    """A fork of a storage that is not empty; of a fork it shares the prefix and copies the suffix."""
+    """A fork of a non-empty storage. A fork's fork shares the prefix and copies the suffix."""
     if isinstance(storage, Fork):
         return replace(storage, suffix=tuple(t.clone() for t in storage.suffix))
     storage.shared = True

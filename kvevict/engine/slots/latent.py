@@ -1,6 +1,6 @@
-"""Latent attention (MLA): a layer whose slots are latents that all its heads share, from which its module makes every
-head's keys and values. What is stored is the latent and the rotated part of the key; what attention and scores read is
-made of the stored slots for one call. So a layer has one kv head to choose for, whose group is all query heads.
+"""Latent attention (MLA): a layer's slots are latents that all its heads share; its module expands them to every head's
+keys and values. A slot stores the latent and the rotated part of the key. Attention and scores read keys and values
+expanded from the stored slots for one call. So the layer has one kv head to choose for, with all query heads as group.
 
 A decoded token attends to the latents themselves: q . (W_k c) = (W_k^T q) . c, and the sum of p W_v c is W_v times that
 of p c (DeepSeek-V2, arXiv 2405.04434, section 2.1.2), so W is multiplied once and not for every slot."""
@@ -39,9 +39,9 @@ class Expanded:
 
 
 def up_projection(module):
-    """What a module multiplies latents by, in fp32: for keys [H, nope, r], without the rotated part, and for values
-    [H, v, r]. None where that is not a plain product (quantised, adapted, hooked, with a bias), which it makes
-    itself."""
+    """A module's up-projections of latents, in fp32: for keys [H, nope, r], without the rotated part, and for values
+    [H, v, r]. None where the module's projection is not a plain product (quantised, adapted, hooked, with a bias); then
+    the module computes it."""
     made = module.kv_b_proj
     plain = type(made) is torch.nn.Linear and type(made.weight) is torch.nn.Parameter and made.bias is None
     if not plain or made._forward_hooks or made._forward_pre_hooks or "forward" in vars(made):
@@ -59,12 +59,12 @@ class LatentLayer(EvictionLayer):
         return copy.deepcopy(self)
 
     def update(self, latent, rotated, *args, **kwargs):
-        """Note the new latents [B, 1, S, r] and rotated parts [B, 1, S, p] and hand them back."""
+        """Note the new latents [B, 1, S, r] and rotated parts [B, 1, S, p] and return them unchanged."""
         self.widths = latent.shape[-1], rotated.shape[-1]
         return super().update(latent, rotated)
 
     def pack(self, latent, rotated):
-        """The halves [B, 1, S, W] that are stored."""
+        """The stored halves [B, 1, S, W]."""
         self.widths = latent.shape[-1], rotated.shape[-1]
         both = torch.cat([latent, rotated], -1)
         width = -(-both.shape[-1] // 16) * 8
@@ -80,7 +80,7 @@ class LatentLayer(EvictionLayer):
         """The stored slots with every head's keys and values."""
         rows = torch.cat([torch.arange(s.start, s.stop, device=self.device) for _, _, s in self.segments()])
         both = torch.cat([self.k[rows], self.v[rows]], -1)[None, None, :, : sum(self.widths)]
-        if not len(rows):  # which modules do not expand
+        if not len(rows):  # modules do not expand empty tensors
             both = both.new_zeros(1, 1, 1, both.shape[3])
         key, value = module.expand_kv(*both.split(self.widths, -1))  # [1, H, n, D]
         key, value = (x.to(self.k.dtype) for x in fit(key, value))

@@ -1,4 +1,4 @@
-"""Layers that have something beside slots, or in place of them: a state, or a sliding window."""
+"""Layers with a state beside their slots, or a sliding window in place of them."""
 
 import copy
 
@@ -11,15 +11,15 @@ from .cache import EvictionLayer
 
 
 class StatefulLayer(EvictionLayer):
-    """Our slots, in a layer that has a convolution's or a recurrent state besides: `state` is Transformers' layer that
-    holds it, and answers for all that is not ours."""
+    """Our slots in a layer that also has a convolution's or a recurrent state. Transformers' layer `state` holds that
+    state, and answers for every attribute that is not ours."""
 
     def __init__(self, state=None):
         super().__init__()
         self.state = state
 
     def __getattr__(self, name):
-        if name == "state":  # before it is there, as while copying
+        if name == "state":  # not set yet, as while copying
             raise AttributeError(name)
         return getattr(self.state, name)
 
@@ -48,11 +48,11 @@ compat.keeps_state(StatefulLayer)
 
 
 class SlidingLayer(DynamicSlidingWindowLayer):
-    """Transformers' sliding window, which rows that are appended to a chunk read but do not enter."""
+    """Transformers' sliding window. Rows that are appended to a chunk read it and do not enter it."""
 
     @classmethod
     def of(cls, layer):
-        """With all that a plain layer holds."""
+        """A layer with all attributes of a plain one."""
         ours = cls(layer.sliding_window)
         ours.__dict__.update(layer.__dict__)
         return ours

@@ -1,8 +1,7 @@
 """Tensor parallel: each of several processes, the ranks, has an equal part of every layer's heads, in order.
 
-What concerns one head its rank does alone. What compares heads, or is one choice for all of them, every rank decides
-from the numbers of all heads, which are gathered: the same numbers give the same choice everywhere. Hidden states are
-whole on every rank.
+A rank decides alone about a single head. To compare heads, or to make one choice for all of them, every rank gathers
+the numbers of all heads: the same numbers give the same choice everywhere. Every rank has the full hidden states.
 """
 
 import torch
@@ -11,7 +10,7 @@ from torch import distributed
 
 
 class Ranks:
-    """The ranks that share one model. Whoever gathers waits for all others, so all of them must."""
+    """The ranks that share one model. A gather waits for all ranks, so all of them must call it."""
 
     def __init__(self, rank=0, size=1, group=None):
         self.rank, self.size, self.group = rank, size, group
@@ -25,8 +24,8 @@ class Ranks:
         return x if self.size == 1 else x[:, self.rank * part : (self.rank + 1) * part]
 
     def gather(self, x, columns=None, fill=0):
-        """All ranks' heads of x [B, heads of a rank, ..]. columns: what the last dimension, which may differ from rank
-        to rank, is to have, filled up with `fill`."""
+        """All ranks' heads of x [B, heads of a rank, ..]. columns: size of the last dimension after padding with
+        `fill`; it may differ from rank to rank before."""
         if self.size == 1:
             return x
         if columns is not None:
@@ -58,14 +57,14 @@ class Ranks:
         return values
 
     def counts(self, layer):
-        """int [B, heads of all ranks] slots that the heads of a layer hold, on the host."""
+        """int [B, heads of all ranks] slot counts of a layer's heads, on the host."""
         if self.size == 1:
             return layer.counts
         first, heads = layer.counts[:, :1], self.size * layer.counts.shape[1]
         return first.repeat(heads, 1) if layer.head_offsets is None else first + layer.head_offsets
 
     def note(self, layer, counts) -> None:
-        """A layer's heads have come to hold counts [B, heads of all ranks] slots."""
+        """Note that a layer's heads now hold counts [B, heads of all ranks] slots."""
         if self.size > 1:
             layer.head_offsets = counts - layer.counts[:, :1]
 
@@ -77,8 +76,8 @@ KEYS = ("k_proj", "qkv_proj", "query_key_value")
 
 
 def of(model) -> Ranks:
-    """Those that Transformers has split a model's heads over (`tp_plan`). There are plans that leave all heads on every
-    rank (Phi-3, OLMo 2): each of those chooses for them all, and alike."""
+    """The ranks that share a model's heads by Transformers' `tp_plan`. Some plans leave all heads on every rank (Phi-3,
+    OLMo 2): then every rank makes the same choice for all heads."""
     size, plan = getattr(model, "tp_size", None) or 1, getattr(model, "_tp_plan", None) or {}
     if size == 1 or not any(name.endswith(KEYS) and style == "colwise" for name, style in plan.items()):
         return ALONE

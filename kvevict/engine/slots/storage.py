@@ -1,4 +1,4 @@
-"""Where a layer's slots are stored: ragged, in flat buffers with a little room per head."""
+"""Storage of a layer's slots: ragged, in flat buffers with a little room per head."""
 
 from dataclasses import dataclass, replace
 
@@ -13,11 +13,11 @@ ROOM = 64  # free rows per head after an eviction, so that decoding appends with
 
 @dataclass
 class Storage:
-    """The slots of a layer, for every batch row and kv head a number of its own. All None before the first tokens.
+    """The slots of a layer; batch rows and kv heads may hold different numbers. All None before the first tokens.
 
-    Head h of row b owns rows offset[b,h] .. offset[b,h] + len[b,h] - 1 of the flat buffers, in ascending position, and
-    has room up to `capacity[b,h]`. What changes the slots returns the storage to go on with, which may have the same
-    buffers: the one before is not to be used any more.
+    Head h of row b has rows offset[b,h] .. offset[b,h] + len[b,h] - 1 of the flat buffers, in ascending position, and
+    room up to `capacity[b,h]`. A method that changes the slots returns the storage to use from then on. It may have the
+    same buffers, so do not use the old one any more.
     """
 
     k: torch.Tensor = None  # type: ignore[assignment]  # [rows, D]
@@ -28,36 +28,37 @@ class Storage:
     counts: np.ndarray = None  # type: ignore[assignment]  # len on the host
     capacity: np.ndarray = None  # type: ignore[assignment]  # [B, Hkv] on the host
     room: int = 0  # free rows of the fullest head
-    shared: bool = False  # forks read the buffers, so what is stored there stays where it is
+    shared: bool = False  # forks read the buffers, so the slots in them must not move
 
     @classmethod
     def empty(cls, keys):
-        """For keys [B, Hkv, *, D] of the same shape, dtype and device as these."""
+        """An empty storage for keys [B, Hkv, *, D] of the same shape, dtype and device as these."""
         batch, heads, _, dim = keys.shape
         flat = keys.new_empty(0, dim)
         return cls.packed(flat, flat.clone(), flat.new_empty(0, dtype=torch.int32), np.zeros((batch, heads), np.int64))
 
     @classmethod
     def packed(cls, k, v, pos, counts):
-        """Of flat buffers without room between heads; counts [B, Hkv] on the host."""
+        """A storage of flat buffers without room between heads; counts [B, Hkv] on the host."""
         return _laid_out(cls(k, v, pos), counts)._holding(host.upload(counts, k.device, torch.int32), counts)
 
     device = property(lambda self: self.k.device)
 
-    # -- what changes the slots -------------------------------------------------------------------------------------
+    # -- changes of the slots ---------------------------------------------------------------------------------------
 
     def append(self, k, v, pos, first, padding, expected=0):
-        """With new columns first[b].. of k, v [B, Hkv, S, D], pos [B, S] after each head's slots; amortised O(S).
+        """A storage with new columns first[b].. of k, v [B, Hkv, S, D], pos [B, S] after each head's slots; amortised
+        O(S).
 
         padding    `first` on the host
-        expected   slots per head that a read is going to store, for which a growth makes room
+        expected   slots per head that a read is going to store; a growth makes room for them
         """
         counts = self.counts + (k.shape[2] - padding)[:, None]
         into = self if (counts <= self.capacity).all() else self._blank(self.grown(counts, expected))
         return into._filled(self, None, counts, k, v, pos, first)
 
     def keep(self, index, keep, *new):
-        """With slots index [B, Hkv, K] (ascending, keep[b,h] of them, on the host) of [stored | new] alone.
+        """A storage with only slots index [B, Hkv, K] of [stored | new], ascending; keep[b,h] of them, on the host.
 
         new   k, v [B, Hkv, S, D], pos [B, S], first [B]; none of them without new columns
         """
@@ -74,26 +75,26 @@ class Storage:
         return result, Storage(into.k, into.v, into.pos, into.offset, *more)
 
     def crop(self, count: int):
-        """Without the last `count` slots of every head."""
-        own = self.copy_on_write()  # what comes next overwrites what is cropped
+        """A storage without the last `count` slots of every head."""
+        own = self.copy_on_write()  # the next tokens overwrite the cropped slots
         return own._holding((own.len - count).clamp_min(0), np.maximum(own.counts - count, 0))
 
     def rows(self, chosen):
-        """With batch rows chosen [N], in any order and as often as they are named."""
+        """A storage with batch rows chosen [N], in any order, repeats allowed."""
         at = chosen.tolist()
         source = replace(self, offset=self.offset[chosen], len=self.len[chosen], counts=self.counts[at])
         return source.moved(self.capacity[at])
 
     def moved(self, capacity, index=None, keep=None, *new):
-        """In new buffers with room for capacity [B, Hkv]: what `keep` keeps, or everything."""
+        """New buffers with room for capacity [B, Hkv] that hold keep[b,h] slots `index`, or all slots."""
         return self._blank(capacity)._filled(self, index, self.counts if keep is None else keep, *new)
 
     def copy_on_write(self):
-        """In buffers that no fork reads, so that slots may be moved and overwritten there."""
+        """A storage with buffers that no fork reads, so that slots may be moved and overwritten there."""
         return self.moved(self.capacity) if self.shared else self
 
     def gathered(self):
-        """All slots in one place, to be read."""
+        """All slots in one place, for reading."""
         return self
 
     def grown(self, counts, expected=0):
@@ -101,7 +102,7 @@ class Storage:
         return np.maximum(self.capacity, np.maximum(counts + np.maximum(counts // 8, ROOM), expected))
 
     def _blank(self, capacity):
-        """New buffers of a capacity, nothing in them yet."""
+        """New, empty buffers of a capacity."""
         rows = int(capacity.sum())
         with torch.inference_mode(False):  # a cache filled in inference mode can be written to outside of it
             return _laid_out(Storage(*(t.new_empty(rows, *t.shape[1:]) for t in (self.k, self.v, self.pos))), capacity)
@@ -121,7 +122,7 @@ class Storage:
         room = int((self.capacity - counts).min()) if counts.size else 0
         return replace(self, len=length, counts=counts, room=room)
 
-    # -- what is stored ---------------------------------------------------------------------------------------------
+    # -- the stored slots -------------------------------------------------------------------------------------------
 
     def longest(self) -> int:
         """Slots of the fullest head."""
@@ -132,11 +133,11 @@ class Storage:
         return 0 if self.k is None else 2 * self.k.element_size() * self.k.shape[1] * int(self.counts.sum())
 
     def padded_bytes(self) -> int:
-        """What `live_bytes` would be if every head were padded to the fullest."""
+        """`live_bytes` if every head were padded to the fullest."""
         return 2 * self.k.element_size() * self.k.shape[1] * self.counts.size * self.longest()
 
     def tensors(self) -> tuple:
-        """All that takes up memory."""
+        """All tensors that take up memory."""
         return () if self.k is None else (self.k, self.v, self.pos, self.offset, self.len)
 
     def segments(self):
@@ -147,7 +148,7 @@ class Storage:
                 yield b, h, slice(start, start + lens[b][h])
 
     def positions(self) -> list:
-        """Positions of the slots by row and head: int32 tensors of their own."""
+        """Positions of the slots by row and head: int32 copies."""
         heads = [[None] * self.len.shape[1] for _ in range(self.len.shape[0])]
         for b, h, rows in self.segments():
             heads[b][h] = self.pos[rows].clone()
