@@ -1,5 +1,5 @@
-"""Trained gates (METHODS section 9): functions from the input of a layer's attention block to what each kv head's slots
-will be worth, and the folder that holds them."""
+"""Trained gates (METHODS section 9): functions from the input of a layer's attention block to the future worth of each
+kv head's slots, and the folder that holds them."""
 
 import functools
 import os
@@ -16,11 +16,11 @@ from .moments import other_model
 
 FORMAT, VERSION = "kvevict gates", 1
 WEIGHTS, CONFIG = "gates.safetensors", "config.json"
-BESIDE = "kvevict_gates"  # the folder, in that of a model, of the gates that it has on its own
+BESIDE = "kvevict_gates"  # the folder of a model's gates, inside the model's folder
 AGAIN = "give a folder that `kvevict train --kind gates` wrote for this model"
 KINDS = {"linear": 1, "mlp": 2}  # affine maps of a layer
 _loaded: WeakKeyDictionary = WeakKeyDictionary()  # decoder -> (folder, Gates)
-_named: WeakKeyDictionary = WeakKeyDictionary()  # decoder -> the folder that a policy named last
+_named: WeakKeyDictionary = WeakKeyDictionary()  # decoder -> the last folder named by a policy
 
 
 @dataclass
@@ -29,14 +29,14 @@ class Gates:
 
     layers   {layer: ((weight [outputs, inputs], bias [outputs]), ..)} fp32: one affine map ("linear"), or two with GELU
              between them ("mlp"). The last one's outputs are logarithms, one per kv head
-    about    what config.json says: `kind`, the base model, how they were trained and what was measured
+    about    entries of config.json: `kind`, the base model, how they were trained, and measurements
     """
 
     layers: dict
     about: dict
 
     def logs(self, layer: int, x):
-        """Logarithms [B, T, heads] fp32 of the numbers of tokens, by the inputs x [B, T, E] of a layer's attention."""
+        """Logarithms [B, T, heads] fp32 of the tokens' numbers, from the inputs x [B, T, E] of a layer's attention."""
         x = x.float()
         first, *rest = self.layers[layer]
         x = F.linear(x, *first)
@@ -45,12 +45,12 @@ class Gates:
         return x
 
     def on(self, layer: int, device) -> None:
-        """Have a layer's gates on a device."""
+        """Move a layer's gates to a device."""
         self.layers[layer] = tuple(tuple(x.to(device) for x in affine) for affine in self.layers[layer])
 
     def save(self, folder) -> None:
-        """Write gates.safetensors and config.json to a folder, as `sealed.write_pair`. Raises OSError where they
-        cannot be written."""
+        """Write gates.safetensors and config.json to a folder, as `sealed.write_pair`. Raises OSError if they cannot
+        be written."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {}
@@ -64,14 +64,14 @@ class Gates:
 
 def load(folder, model) -> Gates:
     """The gates in a folder that `kvevict.gates.train` wrote for this model. No code of the folder is run. Raises
-    ValueError for a folder without them, damaged ones, and another model's (which names what differs)."""
+    ValueError for a folder without gates, for damaged ones, and for another model's (naming the difference)."""
     decoder = families.find_decoder(model)
     kinds = families.layer_kinds(decoder.config)
     return _read(folder, decoder, [i for i, kind in enumerate(kinds) if kind in families.EVICTS])
 
 
 def loaded(folder, decoder, order) -> Gates:
-    """`load`, once for a decoder; None: from its `own` folder. A folder that is named is its own from then on."""
+    """`load`, once for a decoder; folder None: the result of `own`. A named folder becomes that result."""
     known = _loaded.get(decoder)
     if known is None or known[0] != folder:
         known = _loaded[decoder] = folder, _read(_own(decoder) if folder is None else folder, decoder, order)
@@ -81,7 +81,7 @@ def loaded(folder, decoder, order) -> Gates:
 
 
 def own(decoder) -> Path | None:
-    """The folder of a model's gates: the one that was named last, or that in the model's own; None: there is none."""
+    """The folder of a model's gates: the last named one, or else the one in the model's folder; None: not found."""
     named = _named.get(decoder)
     if named is not None and (Path(named) / CONFIG).is_file():
         return Path(named)
@@ -100,12 +100,12 @@ def _own(decoder):
 
 
 def forget(decoder) -> None:
-    """The folder may hold something else now."""
+    """Forget a decoder's loaded gates: the folder may hold others now."""
     _loaded.pop(decoder, None)
 
 
 def inner_of(folder) -> int:
-    """Outputs of the first of two affine maps of the gates in a folder; 0: they are linear, or not there."""
+    """Outputs of the first of two affine maps of the gates in a folder; 0: linear gates, or no folder."""
     if folder is None or not (path := Path(folder) / CONFIG).is_file():
         return 0
     return _inner(Path(folder), path.stat().st_mtime_ns)
@@ -117,7 +117,7 @@ def _inner(folder, stamp):
 
 
 def outputs(decoder) -> int:
-    """Numbers of a token in one layer: one per kv head, one in all of latents (MLA)."""
+    """Numbers of a token in one layer: one per kv head, or a single one for latents (MLA)."""
     config = decoder.config
     return 1 if families.is_latent(config) else families.heads(decoder, families.layer_kinds(config))[1]
 

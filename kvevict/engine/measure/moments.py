@@ -1,5 +1,5 @@
 """Mean, covariance and sizes of a layer's queries before rotation: of the text read so far, or of other text, from a
-file. Rotation turns pairs of dimensions, the complex halves: a dimension's size is sqrt(x^2 + y^2) of its pair."""
+file. Rotation acts on pairs of dimensions, the complex halves: a dimension's size is sqrt(x^2 + y^2) of its pair."""
 
 import json
 import os
@@ -14,12 +14,12 @@ from ...weights import differ, fingerprint
 
 FORMAT = "kvevict-queries-3"
 NAMES = ("mean", "covariance", "size")
-BLOCK = 1024  # rows at once, which bounds the copies in fp32
-_loaded: WeakKeyDictionary = WeakKeyDictionary()  # decoder -> {file: what it holds}
+BLOCK = 1024  # rows at once: bounds the copies in fp32
+_loaded: WeakKeyDictionary = WeakKeyDictionary()  # decoder -> {file: its contents}
 
 
 def unrotated(decoder, module, queries, positions, rotates: bool):
-    """Queries [B, H, T, D] at positions [B, T] as they would be at position 0: fp32."""
+    """Queries [B, H, T, D] at positions [B, T], rotated back to position 0: fp32."""
     if not rotates:
         return queries.float()
     batch, _, rows, _ = queries.shape
@@ -30,7 +30,7 @@ def unrotated(decoder, module, queries, positions, rotates: bool):
 
 
 def partners(decoder, module, width: int, rotates: bool, device):
-    """int64 [D] the dimension with which rotation mixes each of `width` dimensions; itself: it is not rotated."""
+    """int64 [D] the rotation partner of each of `width` dimensions; the dimension itself if it is not rotated."""
     own = torch.arange(width, device=device)
     if not rotates:
         return own
@@ -41,7 +41,7 @@ def partners(decoder, module, width: int, rotates: bool, device):
 
 
 def sizes(x, partner):
-    """What rotation leaves alone of x [..., D]: fp32, |x_f| of each dimension's pair f, or |x| of one without."""
+    """The rotation-invariant sizes of x [..., D]: fp32, |x_f| of each dimension's pair f, or |x| without a pair."""
     alone = partner == torch.arange(len(partner), device=partner.device)
     return torch.where(alone, x.abs(), (x.square() + x[..., partner].square()).sqrt())
 
@@ -51,9 +51,9 @@ def added(past, queries, counts, size=None):
     of row 0, their mean size in the rest of column 0, and elsewhere the sum of products of their distances from the
     mean.
 
-    past      of earlier rows, or None
+    past      moments of earlier rows, or None
     queries   fp32 [B, H, T, D]
-    counts    bool [B, T] which of them count
+    counts    bool [B, T] True for rows that count
     size      [B, H, T, D] of `sizes`; None: 0
     """
     one, rest, inside = slice(0, 1), slice(1, None), counts[:, None, :, None]
@@ -75,7 +75,7 @@ def added(past, queries, counts, size=None):
 
 
 def accumulated(past, decoder, module, queries, positions, counts, rotates):
-    """`added`, of queries [B, H, T, D] as attention has them, in blocks."""
+    """`added`, in blocks, for queries [B, H, T, D] as attention has them."""
     partner = partners(decoder, module, queries.shape[3], rotates, queries.device)
     for start in range(0, queries.shape[2], BLOCK):
         rows = slice(start, start + BLOCK)
@@ -94,7 +94,7 @@ def summed(moments) -> tuple:
 
 
 def model_of(decoder) -> dict:
-    """What of a model its queries depend on, as a file says it."""
+    """The facts of a model that determine its queries, as a file has them."""
     config, kinds = decoder.config, families.layer_kinds(decoder.config)
     rope = getattr(config, "rope_parameters", None)
     facts = dict(
@@ -105,7 +105,7 @@ def model_of(decoder) -> dict:
 
 
 def other_model(facts: dict, decoder) -> str:
-    """What says that facts of `model_of` are another model's; "" if nothing does."""
+    """The first difference between facts of `model_of` and this model's, as text; "" if there is none."""
     for name, value in model_of(decoder).items():
         known = facts.get(name)
         if differ(known, value) if name == "weights" else known != value:
@@ -114,7 +114,7 @@ def other_model(facts: dict, decoder) -> str:
 
 
 def save(path, decoder, moments: dict, **about) -> None:
-    """Write moments {layer: [H, 1 + D, 1 + D]} of a decoder; about: what else the file says of them."""
+    """Write moments {layer: [H, 1 + D, 1 + D]} of a decoder; about: further facts for the file."""
     facts = model_of(decoder) | about
     tensors = {}
     for index, each in moments.items():
@@ -124,7 +124,7 @@ def save(path, decoder, moments: dict, **about) -> None:
 
 def load(path, decoder, order) -> dict:
     """{layer: (mean [H, D], covariance [H, D, D], mean size [H, D])} of the layers `order`, from a file. Raises
-    ValueError for one that is missing, damaged, or of another model (which names what differs)."""
+    ValueError for a file that is missing, damaged, or of another model (naming the difference)."""
     path, again = os.fsdecode(path), "give a file that `kvevict statistics` wrote for this model"
     if not Path(path).is_file():
         raise ValueError(f"stats: there is no file {path!r}; {again}")
@@ -158,5 +158,5 @@ def loaded(path, decoder, order) -> dict:
 
 
 def forget(decoder) -> None:
-    """Files may hold something else now."""
+    """Forget a decoder's loaded files: their contents may have changed."""
     _loaded.pop(decoder, None)

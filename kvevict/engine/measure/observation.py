@@ -1,4 +1,4 @@
-"""A call's rows in one layer, and those of them (or of other queries) that observe the layer's slots."""
+"""A call's rows in one layer, and the rows (of the call, or other queries) that observe the layer's slots."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,17 +18,17 @@ class Observers:
     q: torch.Tensor  # [B, H, R, D]
     skip: torch.Tensor  # [B] rows before this one do not count
     stop: torch.Tensor  # [B] new columns from this one on are not seen
-    causal: bool  # they are the last R alive slots' own, and see what was before; else all see all
-    lse: torch.Tensor | None = None  # [B, H, R] over what they saw; None: over the slots that are seen here
+    causal: bool  # True: query r belongs to the r-th of the last R alive slots, sees no later one; False: all see all
+    lse: torch.Tensor | None = None  # [B, H, R] of the rows' full softmax; None: over the slots that are seen here
     out: torch.Tensor | None = None  # [B, R, H, D] their attention outputs; None: over the slots that are seen here
     probs: torch.Tensor | None = None  # [B, Hkv, C] a single row's attention, mean over the group, where it is known
-    own: tuple | None = None  # (k, v) [B, Hkv, R, D] of these rows, which their softmax spans too, causally
-    until: torch.Tensor | None = None  # [B, 1] of decoded rows whose own slots may be gone: the last one's position
-    of: tuple | None = None  # int32 [B] each: tokens of their prompt, all stored; the first that they repeat; how many
+    own: tuple | None = None  # (k, v) [B, Hkv, R, D] of these rows; their softmax spans them too, causally
+    until: torch.Tensor | None = None  # [B, 1] the last row's position, for decoded rows that may have lost their slots
+    of: tuple | None = None  # int32 [B] each: tokens of their prompt, all stored; the first repeated one; how many
 
 
 def rolled(x, by):
-    """x [B, H, R, ..] with the rows of each batch row moved by[b] places on, the last ones to the front."""
+    """x [B, H, R, ..] with the rows of each batch row moved on by by[b] places, the last ones to the front."""
     row = (torch.arange(x.shape[2], device=x.device) - by[:, None]) % x.shape[2]
     row = row[:, None].expand(-1, x.shape[1], -1)
     return x.gather(2, row[(..., *[None] * (x.ndim - 3))].expand_as(x))
@@ -36,7 +36,7 @@ def rolled(x, by):
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """The rows that observe one layer: parts of it that are computed apart."""
+    """The rows that observe one layer, in parts that are computed apart."""
 
     parts: tuple  # of Observers
 
@@ -45,13 +45,13 @@ class Observation:
 
     @cached_property
     def row_count(self):
-        """int64 [B] how many rows observe."""
+        """int64 [B] number of observing rows."""
         return sum(part.q.shape[2] - part.skip for part in self.parts).long()
 
 
 @dataclass(frozen=True, eq=False)
 class LayerRows:
-    """The rows of a call in one layer, T of them, of which the last `appended` are read with the chunk and not stored.
+    """The T rows of a call in one layer. The last `appended` are read with the chunk and not stored.
 
     `chunk`, `appended_rows` and `later` make observations of them.
     """
@@ -62,27 +62,27 @@ class LayerRows:
     q: Any  # [B, H, T, D]
     out: Any  # [B, T, H, D]
     lse: Any  # [B, H, T]
-    columns: int  # S, the call's rows that are stored
-    first: torch.Tensor  # [B] int32 of them are left padding
-    probs: Any = None  # [B, Hkv, C] of a decoded row: its attention weights, mean over the group
-    aligned: bool = False  # q ends with each batch row's own observers
+    columns: int  # S, the call's stored rows
+    first: torch.Tensor  # [B] int32 columns of left padding
+    probs: Any = None  # [B, Hkv, C] attention weights of a decoded row, mean over the group
+    aligned: bool = False  # q ends with the observers of each batch row
     drafted: tuple | None = None  # (q [B, H, n, D], k, v [B, Hkv, n, D]) of rows drafted after the prompt
 
     decoding = property(lambda self: self.step.decoding)
     appended = property(lambda self: self.step.appended)
     ends_prompt = property(lambda self: self.step.chunk is not None and self.step.chunk.last)
     prompt_tokens = property(lambda self: self.step.read.tokens)  # int [B] valid tokens of the prompt, on the host
-    prepared = property(lambda self: self.step.read.prepared)  # what `Rows.prepare` made of the prompt
-    last_position = property(lambda self: self.step.positions[:, -1])  # [B], of the appended rows if there are some
+    prepared = property(lambda self: self.step.read.prepared)  # the result of `Rows.prepare` for the prompt
+    last_position = property(lambda self: self.step.positions[:, -1])  # [B], of the last appended row if there is one
 
     @property
     def next_position(self):
-        """[B] the position after the last row that is stored."""
+        """[B] the position after the last stored row."""
         return self.step.positions[:, self.columns - 1] + 1
 
     @property
     def has_tokens(self):
-        """bool [B]: not all rows that are stored are padding."""
+        """bool [B]: not all stored rows are padding."""
         return self.first < self.columns
 
     @property
@@ -95,7 +95,7 @@ class LayerRows:
         return host.upload(numbers, self.first.device, torch.int32)
 
     def rotate(self, queries, position_from, position_to):
-        """Queries [B, H, p, D] rotated by the model's own rotary angle between two positions [B]. Only for rows with
+        """Queries [B, H, p, D] rotated by the model's rotary angle between two positions [B]. Only for rows with
         `rotates = True`."""
         rotates = self.step.patch.rotates
         if self.module.layer_idx not in rotates:
@@ -105,14 +105,14 @@ class LayerRows:
         return families.rotate(self.step.decoder, self.module, queries, position_from, position_to)
 
     def stored_from(self, column, count: int):
-        """(queries [B, H, count, D] of the stored rows from column [B] on, [B] the first one's position); past the last
-        stored row that one again."""
+        """(queries [B, H, count, D] of the stored rows from column [B] on, [B] the first one's position). Past the end
+        the last stored row is repeated."""
         at = (column.long()[:, None] + torch.arange(count, device=self.q.device)).clamp(0, self.columns - 1)
         rows = at[:, None, :, None].expand(-1, self.q.shape[1], -1, self.q.shape[3])
         return self.q.gather(2, rows), self.step.positions.gather(1, at[:, :1])[:, 0]
 
     def chunk(self, count=None, at_most=None) -> Observation:
-        """The last `count` rows (None: all) that are stored, at_most [B] of each batch row."""
+        """The last `count` stored rows (None: all), at most at_most[b] in batch row b."""
         stop = self.q.shape[2] - self.appended
         start = stop - (stop if count is None else min(count, stop))
         skip = torch.clamp_min(self.first - (self.columns - (stop - start)), 0)
@@ -131,7 +131,7 @@ class LayerRows:
         return Observation((Observers(q, none, self.end, False, self.lse[:, :, -rows:], self.out[:, -rows:]),))
 
     def repeated_rows(self, counts) -> Observation:
-        """The first counts [B], on the host, of the appended rows."""
+        """The first counts[b] appended rows; counts [B] is on the host."""
         q, lse, out, skip = self.q, self.lse, self.out, self.upload(self.appended - counts)
         q, lse, out = q[:, :, -self.appended :], lse[:, :, -self.appended :], out[:, -self.appended :]
         if (counts < self.appended).any():
@@ -145,13 +145,13 @@ class LayerRows:
         return Observation((Observers(q, skip, self.end, False, lse, out, of=of),))
 
     def drafted_rows(self, own=True) -> Observation:
-        """The rows that were drafted after the prompt; own: their softmax spans each other's slots too."""
+        """The rows drafted after the prompt. By default their softmax spans the drafted slots too."""
         q, k, v = self.drafted
         return Observation((Observers(q, 0 * self.first, self.end, False, own=(k, v) if own else None),))
 
     def later(self, queries, skip=None, unseen=0, counts=None) -> Observation:
-        """Queries [B, H, R, D] later than all slots, of which they do not see the last `unseen` (a number or [B]). The
-        first skip [B] of them do not count, or only the first counts [B] do."""
+        """Queries [B, H, R, D] later than all slots. They do not see the last `unseen` slots (a number or [B]). The
+        first skip [B] queries do not count, or only the first counts [B] do."""
         if counts is not None:
             skip = queries.shape[2] - counts
             queries = rolled(queries, skip)
@@ -160,18 +160,19 @@ class LayerRows:
 
     @property
     def end(self):
-        """[B] the new columns' end, where all of them count."""
+        """[B] the new columns' end, if all of them count."""
         return self.columns + 0 * self.first
 
     def watched(self, count: int):
-        """[B, H, R, D] a call's last `count` rows; of a batch row whose repetition ends before, that one's last."""
+        """[B, H, R, D] a call's last `count` rows. If a batch row's repetition ends earlier, the last rows of that
+        repetition."""
         rows, q = self.step.patch.policy.rows, self.q
         if rows.repeats and self.appended and not self.aligned:
             q = rolled(q[:, :, -self.appended :], self.upload(self.appended - rows.observing(self.step)))
         return q[:, :, -count:]
 
     def waiting(self, watched: int):
-        """These rows of a layer whose slots another layer chooses: the last `watched`, for whoever watches."""
+        """The last `watched` rows, for watchers, while another layer chooses this layer's slots."""
         q = self.watched(watched).clone() if watched and not self.decoding else None
         return replace(self.without_tensors(), q=q, aligned=True)
 

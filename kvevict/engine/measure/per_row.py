@@ -1,4 +1,4 @@
-"""Decoded rows whose own slots may be gone, because they are not protected (given rows)."""
+"""Decoded rows that may have lost their slots, because these are not protected (given rows)."""
 
 import torch
 
@@ -7,14 +7,14 @@ from .slots import REDUCE
 
 
 def observed(op, slots, part, held, new, more, *, reduce="sum", group="mean", weight=None, **options):
-    """`quantities.observed` of remembered queries [B, H, R, D]. Causal rows of an op belong to the last R alive slots;
-    here each query is a batch row that is not causal and sees the slots up to its position."""
+    """`quantities.observed` for remembered queries [B, H, R, D]. Causal rows of an op belong to the last R alive slots;
+    here each query is a non-causal batch row and sees the slots up to its position."""
     B, _, R, _ = part.q.shape
     offset = slots.kv.stored.offset
     position = slots.positions[:, None]
     until = part.until - torch.arange(R - 1, -1, -1, device=slots.device)  # [B, R]
     sees = ((position >= 0) & (position <= until[..., None, None])).sum(-1).flatten(0, 1).to(torch.int32)
-    sees = sees.expand(-1, offset.shape[1]).contiguous()  # latents are all heads'
+    sees = sees.expand(-1, offset.shape[1]).contiguous()  # all heads share latents
     each = lambda x: x.transpose(1, 2).flatten(0, 1).unsqueeze(2)  # noqa: E731  [B, H, R, ..] -> [B * R, H, 1, ..]
     if op is _ops.peak:
         more = [torch.minimum(end.repeat_interleave(R, 0), sees) for end in more]

@@ -1,4 +1,4 @@
-"""The projection after attention, W_O, and the columns of it that each query head feeds."""
+"""The projection after attention, W_O, and the columns fed by each query head."""
 
 import torch
 from transformers.pytorch_utils import Conv1D
@@ -25,9 +25,9 @@ def norms(slots):
 
 
 def _gram(module, heads, values):
-    """W_O,h^T W_O,h, fp32 [H, D, D], with zeros from the heads' own width up to that of values [.., D].
+    """W_O,h^T W_O,h, fp32 [H, D, D], padded with zeros from the heads' width to that of values [.., D].
 
-    Made anew for every chunk, so that it is always of the weights as they are: that takes as long as about a hundred
+    Computed anew for every chunk, so that it always follows the present weights. That costs as much as about a hundred
     tokens in this one projection."""
     width = families.value_dim(module, module.config)
     matrix = _matrix(families.output_of(module), heads * width, values).unflatten(1, (heads, width))
@@ -36,8 +36,8 @@ def _gram(module, heads, values):
 
 
 def _matrix(projection, inputs, values):
-    """fp32 [E, inputs]: a rank's part of the weights, or what the projection makes of unit vectors where it is more
-    than a matrix in memory (quantised, offloaded, with an adapter)."""
+    """fp32 [E, inputs]: a rank's part of the weights. If the projection is more than a matrix in memory (quantised,
+    offloaded, with an adapter), its outputs for unit vectors."""
     weight = getattr(projection, "weight", None)
     if type(projection) in (torch.nn.Linear, Conv1D) and not weight.is_meta:
         weight = weight.to_local() if hasattr(weight, "to_local") else weight

@@ -1,4 +1,4 @@
-"""One layer's alive slots before a cut, and the heads that they are of. Values: nothing here is changed once made."""
+"""One layer's alive slots before a cut, and their heads. Values: nothing here is changed once made."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -16,18 +16,18 @@ REDUCE = {"sum": torch.sum, "mean": torch.mean, "max": torch.amax}
 
 @dataclass(frozen=True, eq=False)
 class Heads:
-    """The kv heads of a layer that choose slots on this rank: all of them, or a rank's part (tensor parallel). Latents
-    (MLA), which all heads share, are chosen for as one head."""
+    """The kv heads of a layer that choose slots on this rank: all of them, or a rank's part (tensor parallel). All
+    heads share latents (MLA), so these count as one head."""
 
     ranks: Any  # kvevict.engine.slots.ranks.Ranks
     count: int
 
     def numbers(self, device):
-        """int64 [Hkv] the numbers of these heads among the layer's."""
+        """int64 [Hkv] the indices of these heads among the layer's."""
         return self.ranks.rank * self.count + torch.arange(self.count, device=device)
 
     def gather(self, x, columns=None):
-        """x [B, Hkv, ..] of all ranks' heads; columns: of x [B, Hkv, C], filled up with 0."""
+        """x [B, Hkv, ..] of all ranks' heads; columns: pad x [B, Hkv, C] with 0 to so many."""
         return self.ranks.gather(x, columns)
 
     def sum(self, x):
@@ -39,29 +39,29 @@ class Heads:
         return x if how == "none" else REDUCE[how](x.unflatten(1, (self.count, -1)), 2)
 
     def merge(self, x):
-        """x [B, heads, C] as one choice needs it: of latents, the mean over the heads that share them."""
+        """x [B, heads, C] for one choice: for latents, the mean over the heads that share them."""
         return x if x.shape[1] == self.count else x.mean(1, keepdim=True)
 
 
 @dataclass(frozen=True, eq=False)
 class KV:
-    """Keys and values of [stored | new] as the ops read them; of latents, every head's."""
+    """Keys and values of [stored | new] as the ops read them; for latents, those of every head."""
 
     step: Any
     layer: Any  # the EvictionLayer
     module: Any
     k: torch.Tensor  # [B, heads, S, D] new ones
     v: torch.Tensor
-    first: torch.Tensor  # [B] int32 of them are left padding
+    first: torch.Tensor  # [B] int32 columns of left padding
     padding: np.ndarray  # the same on the host
     options: dict[str, Any]  # scale, softcap, sinks of attention
     appended: tuple = ()  # k, v [B, heads, p, D] of rows that are read with the call and not stored
-    hidden: torch.Tensor | None = None  # [B, T, E] input of the attention block, of all rows; None: nobody needs it
-    read: Any = None  # `stored`, where the call's attention read it already
+    hidden: torch.Tensor | None = None  # [B, T, E] the attention block's input, all rows; None: no quantity needs it
+    read: Any = None  # `stored`, if the call's attention has read it already
 
     @cached_property
     def stored(self):
-        """What holds `k`, `v` [N, D], `pos` [N], `offset`, `len` [B, heads] of the stored slots."""
+        """An object with `k`, `v` [N, D], `pos` [N], `offset`, `len` [B, heads] of the stored slots."""
         return self.layer.slots(self.module) if self.read is None else self.read
 
     @property
@@ -70,7 +70,7 @@ class KV:
         return self.k.shape[2] + 0 * self.first
 
     def within(self, begin, count):
-        """The same of stored slots begin .. begin + count - 1 [B, heads] alone."""
+        """The same, with only stored slots begin .. begin + count - 1 [B, heads]."""
         part = replace(self.stored, offset=self.stored.offset + begin, len=count.contiguous())
         return _Within(**{f.name: getattr(self, f.name) for f in fields(self)}, part=part)
 
@@ -83,8 +83,8 @@ class _Within(KV):
 
 @dataclass(frozen=True, eq=False)
 class Slots:
-    """The alive slots of one layer: n[b,h] of head (b, h), those stored before first, then the new ones; no padding.
-    C = `columns` is the largest n."""
+    """The alive slots of one layer: n[b,h] in head (b, h), first the stored ones, then the new; no padding. C =
+    `columns` is the largest n."""
 
     index: int  # the decoder layer's number
     heads: Heads
@@ -93,8 +93,8 @@ class Slots:
     all_counts: np.ndarray  # [B, heads of all ranks]
     protect: Callable  # () -> `protected`
     pos: torch.Tensor | None = None  # int32 [B, S] of the new columns
-    kv: KV | None = None  # None: of all ranks' heads, which nobody holds
-    prompt: np.ndarray | None = None  # [B, heads of all ranks] each head's first slots that stay: `keep_prompt`
+    kv: KV | None = None  # None for all ranks' heads: no rank holds all of them
+    prompt: np.ndarray | None = None  # [B, heads of all ranks] how many first slots of a head stay: `keep_prompt`
 
     @cached_property
     def columns(self) -> int:
@@ -104,34 +104,34 @@ class Slots:
 
     @cached_property
     def protected(self) -> tuple:
-        """(first, last) int32 [B]: slots at either end that are kept whatever they are worth."""
+        """(first, last) int32 [B]: how many slots at either end are kept at any score."""
         return self.protect()
 
     @cached_property
     def past(self):
-        """int32 [B, Hkv] slots of the prompt that each head keeps beside its budget; 0 while prompts are cut, too."""
+        """int32 [B, Hkv] prompt slots that each head keeps beside its budget; 0 if prompts are cut too."""
         if self.prompt is None:
             return torch.zeros_like(self.n)
         return host.upload(self.heads.ranks.mine(self.prompt), self.device, torch.int32)
 
     @cached_property
     def first(self):
-        """int32 [B, Hkv] first slots of each head that are protected."""
+        """int32 [B, Hkv] how many first slots of each head are protected."""
         return torch.maximum(self.protected[0][:, None], self.past)
 
     @cached_property
     def alive(self):
-        """int [B] slots of all ranks' heads together, on the host."""
+        """int [B] slot count of all ranks' heads together, on the host."""
         return self.all_counts.sum(1)
 
     @cached_property
     def least(self):
-        """int32 [B, Hkv] protected slots that each head has."""
+        """int32 [B, Hkv] how many protected slots each head has."""
         return torch.minimum(self.n, self.first + self.protected[1][:, None])
 
     @cached_property
     def competing(self):
-        """Whether a slot exists and is not protected: [B, Hkv, C]."""
+        """bool [B, Hkv, C]: the slot exists and is not protected."""
         column = torch.arange(self.columns, device=self.device)
         return (column >= self.first[..., None]) & (column < (self.n - self.protected[1][:, None])[..., None])
 
@@ -147,7 +147,7 @@ class Slots:
         return table[place.masked_fill(column >= self.n[..., None], -1)]
 
     def all_ranks(self, shared: bool):
-        """The slots of all ranks' heads, as what compares heads sees them. shared: all heads hold the same."""
+        """The slots of all ranks' heads, for parts that compare heads. shared: all heads hold the same slots."""
         if self.heads.ranks.size == 1:
             return self
         n, counts = host.upload(self.all_counts, self.device, torch.int32), self.all_counts
@@ -157,7 +157,7 @@ class Slots:
         )  # fmt: skip
 
     def removal_error(self, numbers, fast: bool):
-        """CAOTE (eq. 6 and 8) of numbers [B, Hkv, C] >= 0 taken as attention weights, as `kvevict._ops.refine`."""
+        """CAOTE (eq. 6 and 8), taking numbers [B, Hkv, C] >= 0 as attention weights, as `kvevict._ops.refine`."""
         kv, heads = self.kv, self.kv.stored.len.shape[1]
         if numbers.shape[1] != heads:
             numbers = numbers.expand(-1, heads, -1)
@@ -167,13 +167,13 @@ class Slots:
         return self.heads.merge(error)
 
     def waiting(self):
-        """These slots without what is of one call: expanded latents, the attention block's input."""
+        """These slots without one call's tensors: expanded latents, the attention block's input."""
         return replace(self, kv=replace(self.kv, hidden=None, read=None))
 
 
 @dataclass(frozen=True, eq=False)
 class _AllRanks(Slots):
-    """Positions are gathered when they are asked for: heads with equal budgets do without."""
+    """Slots of all ranks' heads. Positions are gathered on first use: heads with equal budgets never need them."""
 
     own: Any = None  # the slots of this rank's heads
     shared: bool = False

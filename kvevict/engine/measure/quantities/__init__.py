@@ -1,8 +1,8 @@
-"""What scores are made of: one file per quantity of a layer's slots, with its cost beside it.
+"""The ingredients of scores: one file per quantity of a layer's slots, with its cost beside it.
 
-A quantity is a frozen dataclass whose fields are its options; the file registers it. A part of a policy names those it
-needs, and only these are computed, each once per layer and cut. `kvevict plan` prices a policy by their `passes` and
-`scans`.
+A quantity is a frozen dataclass; its fields are its options, and the file registers it. A part of a policy names the
+quantities it needs. Only these are computed, each once per layer and cut. `kvevict plan` prices a policy by their
+`passes` and `scans`.
 """
 
 import functools
@@ -22,51 +22,51 @@ QUANTITIES = Registry("quantity")
 
 @dataclass(frozen=True)
 class Quantity:
-    observes: ClassVar[bool] = True  # it is of the observing rows; False: of the slots alone
+    observes: ClassVar[bool] = True  # depends on the observing rows; False: on the slots alone
     outputs: ClassVar[bool] = False  # needs the observers' attention outputs
     hidden: ClassVar[bool] = False  # needs the input of the layer's attention block, `KV.hidden`
     rotates: ClassVar[bool] = False  # rotates queries or keys, so models are checked
-    of_tokens: ClassVar[bool] = False  # of each token alone, by its hidden state: decoded ones have it, too (`tokens`)
+    of_tokens: ClassVar[bool] = False  # depends on a token's hidden state alone; decoded tokens have it too (`tokens`)
 
     def ready(self, decoder, modules) -> None:
-        """Raise ValueError for a decoder of which it cannot be measured; modules: the attention modules of the layers
-        that evict. Called when a model is patched."""
+        """Raise ValueError for a decoder that does not allow the measurement; modules: the attention modules of the
+        evicting layers. Called when a model is patched."""
 
     def accumulate(self, rows) -> None:
         """Take in the `LayerRows` of a chunk. Called for every chunk of a prompt and every layer that chooses, before
-        anything of it is measured, also when nothing is evicted."""
+        any measurement of the chunk, also when no slot is evicted."""
 
     def measure(self, slots, observation):
-        """The quantity of a layer's `Slots` and of the `Observation` of them: mostly fp32 [B, Hkv, C], column i being
-        alive slot i."""
+        """The quantity of a layer's `Slots` and their `Observation`: mostly fp32 [B, Hkv, C], column i being alive
+        slot i."""
         raise NotImplementedError
 
     def tokens(self, step, module, x):
-        """Of a quantity that is `of_tokens`: fp32 [B, Hkv, T] of the tokens with the inputs x [B, T, E] of a layer's
-        attention block. A score with carry="keep" that needs it alone returns it as it is."""
+        """For an `of_tokens` quantity: one fp32 number per token and kv head, [B, Hkv, T], from the attention block's
+        input x [B, T, E]. If a score needs only this quantity and carry="keep", the number is the score."""
         raise NotImplementedError
 
     def passes(self, known: bool = False) -> int:
-        """How often the observers' logits are computed. known: of a single row, its attention is there already."""
+        """How often the observers' logits are computed. known: a single row observes, and its attention is at hand."""
         return 0
 
     def looks_at(self, alive: int, again: int) -> int:
-        """How many of a head's alive slots a pass looks at; again: how many of them are a part that is repeated after
-        its whole prompt, 0 where none is."""
+        """How many of a head's alive slots a pass looks at; again: how many of them belong to a part that is repeated
+        after its full prompt, 0 without such a part."""
         return alive
 
     def attended(self, tokens: int, stored: int, appended: int) -> int:
-        """Pairs of a query and a slot over which attention is taken once more, after a chunk, or the part that is
-        repeated, of so many tokens, to which `appended` ones are appended, over `stored` slots of each head."""
+        """Pairs of query and slot in further attention, after a chunk or repeated part of `tokens` tokens with
+        `appended` ones appended, over `stored` slots of each head."""
         return 0
 
     def scans(self) -> int:
-        """How often every slot's key or value is read besides."""
+        """How often every slot's key or value is read beside the passes."""
         return 0
 
     def products(self, rows: int, slots: int) -> int:
-        """Vectors that are multiplied with a [d, d] matrix of each query head, after a chunk of `rows` rows, over
-        `slots` alive slots (0: it is not measured)."""
+        """Number of vectors multiplied with a [d, d] matrix of each query head, after a chunk of `rows` rows, over
+        `slots` alive slots (0: no measurement)."""
         return 0
 
     def flops(self, shape, rows: int, slots: int) -> int:
@@ -77,7 +77,7 @@ class Quantity:
 
 @functools.cache
 def quantity(need) -> Quantity:
-    """The quantity that a `Need` names. Raises ValueError, with the nearest names, for one that does not exist."""
+    """The quantity named by a `Need`. Raises ValueError, with the nearest names, for an unknown one."""
     kind, options = QUANTITIES.find(need.name), dict(need.options)
     try:
         return kind(**options)
@@ -86,22 +86,22 @@ def quantity(need) -> Quantity:
 
 
 def check_needs(score) -> None:
-    """Raise ValueError, with the nearest names, if a score's class needs a quantity that does not exist. Needs that
-    depend on its options are checked when a model is patched."""
+    """Raise ValueError, with the nearest names, if a score's class needs an unknown quantity. Needs that depend on its
+    options are checked when a model is patched."""
     for needs in (score.needs, score.factors):
         for each in as_needs(needs if isinstance(needs, tuple) else ()):
             QUANTITIES.find(each.name)
 
 
 def of_policy(policy) -> list:
-    """The quantities that a policy's parts need, each once. Raises ValueError for one that does not exist."""
+    """The quantities needed by a policy's parts, each once. Raises ValueError for an unknown one."""
     parts = policy.score.needs, policy.score.factors, policy.refine.picks_by, policy.layers.needs
     return [quantity(each) for each in dict.fromkeys(each for needs in parts for each in as_needs(needs))]
 
 
 def rotates(policy, rope_depends_on_length: bool) -> bool:
-    """Whether what a policy measures rotates keys or queries. Raises ValueError where it does, for a model whose rotary
-    frequencies change with the prompt's length."""
+    """True if a policy's quantities rotate keys or queries. If so, raises ValueError for a model with rotary
+    frequencies that change with the prompt's length."""
     found = any(each.rotates for each in of_policy(policy))
     if found and rope_depends_on_length:
         raise ValueError(
@@ -112,10 +112,10 @@ def rotates(policy, rope_depends_on_length: bool) -> bool:
 
 
 def measured(needs, slots, observe, known: dict) -> list:
-    """The quantities that are needed of a layer's slots.
+    """The needed quantities of a layer's slots.
 
-    observe   () -> the layer's `Observation`, asked for once
-    known     quantities that were measured before, to which these are added
+    observe   () -> the layer's `Observation`, called once at most
+    known     quantities measured before; these are added to it
     """
     named = as_needs(needs)
     for need in named:
@@ -133,7 +133,7 @@ def observed(op, slots, part, more=(), group=None, **options):
     stored = kv.stored
     held, new = ((stored.k, stored.v), (kv.k, kv.v)) if values else ((stored.k,), (kv.k,))
     if group is not None:
-        latent = stored.len.shape[1] != slots.heads.count  # one group of all query heads, each with its own keys
+        latent = stored.len.shape[1] != slots.heads.count  # one group of all query heads; their keys differ
         options["group"] = "none" if latent else group
     if part.until is not None:
         found = per_row.observed(op, slots, part, held, new, more, **options, **kv.options)

@@ -13,7 +13,7 @@ class Attention(Quantity):
 
     reduce   over rows: "sum", "mean", "max"
     group    over the query heads of a kv head: "mean", "sum", "max"; "none": [B, H, C]
-    term     what is reduced: "a", its "square", or "entropy", -a ln a
+    term     the reduced term: "a", its "square", or "entropy", -a ln a
     """
 
     reduce: str = "sum"
@@ -45,8 +45,8 @@ class Attention(Quantity):
 @QUANTITIES.add("moments")
 @dataclass(frozen=True)
 class Moments(Quantity):
-    """(mean, sample variance), [B, H, C] each, over the observers of their attention weights; a single row's variance
-    is 0."""
+    """(mean, sample variance), [B, H, C] each, of the attention weights, over the observers; a single row's variance is
+    0."""
 
     def passes(self, known=False):
         return 2

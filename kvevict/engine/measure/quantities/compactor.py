@@ -1,5 +1,5 @@
-"""What Compactor (Chari & Van Durme 2025) makes of a chunk's own keys, values and queries. Of slots that had numbers
-before nothing is computed: they carry those (carry="keep")."""
+"""Compactor's quantities (Chari & Van Durme 2025), from a chunk's keys, values and queries. Slots with earlier numbers
+are not computed again: they carry these (carry="keep")."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,19 +17,19 @@ BLOCK = 256  # rows and slots of a block of attention, as in kvpress
 
 
 class Fresh(NamedTuple):
-    """The slots of one batch row that have no numbers yet, L in each of its heads: those decoded since the last chunk,
-    and the new ones after the first `sink` of the text."""
+    """The slots of one batch row without numbers so far, L in each head: those decoded since the last chunk, and the
+    new ones after the first `sink` of the text."""
 
     row: int
     columns: Any  # [H, L] their columns among the head's alive slots
     k: torch.Tensor  # [H, L, D]
     pos: torch.Tensor  # [L]
     decoded: int  # how many of them were decoded
-    counted: int  # the first ones, on whose statistics numbers are based
+    counted: int  # how many of the first ones enter the statistics
 
 
 def _fresh(slots, sink, recent):
-    """Yields the `Fresh` slots of every batch row. Statistics leave a prompt's last `recent` slots out."""
+    """Yields the `Fresh` slots of every batch row. Statistics exclude a prompt's last `recent` slots."""
     kv, stored = slots.kv, slots.kv.stored
     ends = kv.step.chunk is not None and kv.step.chunk.last
     for b, first in enumerate(kv.padding.tolist()):
@@ -64,7 +64,7 @@ def _standard(x, counted, heads):
 
 @dataclass(frozen=True)
 class OfFresh(Quantity):
-    """Numbers [B, Hkv, C] of the slots that have none yet; 0 elsewhere, also for the first `sink`, which are kept."""
+    """Numbers [B, Hkv, C] of the slots without numbers so far; 0 elsewhere, also for the first `sink` (always kept)."""
 
     sink: int = 8
     recent: int = 4
@@ -92,7 +92,7 @@ class Leverage(OfFresh):
         keys = _unrotated(slots.kv, fresh)
         counted = keys[:, : fresh.counted]
         mean = counted.sum(1, keepdim=True) / max(fresh.counted, 1)
-        # In fp64: how much is lost in (X^T X)^-1 grows with the spread of its eigenvalues.
+        # In fp64: the rounding error of (X^T X)^-1 grows with the spread of its eigenvalues.
         x = ((keys - mean) @ sketch(keys.shape[-1]).to(keys)).double()
         inner = x[:, : fresh.counted]
         eye = torch.eye(SKETCH, dtype=x.dtype, device=x.device)
@@ -103,9 +103,9 @@ class Leverage(OfFresh):
 @QUANTITIES.add("block_attention")
 @dataclass(frozen=True)
 class BlockAttention(OfFresh):
-    """Attention that slots get in blocks of the chunk, its rows seeing both what was before them and what comes, logits
-    not scaled: summed over rows, mean over the group, times ||v_i||_2, averaged over 3 slots; in standard deviations
-    over the row's heads and slots. Slots that were decoded, whose queries are gone, have the mean."""
+    """Non-causal attention to slots within blocks of the chunk, logits not scaled: summed over rows, mean over the
+    group, times ||v_i||_2, averaged over 3 slots; in standard deviations over the row's heads and slots. Decoded slots
+    have the mean, because their queries are gone."""
 
     def flops(self, shape, rows, slots):
         return 2 * rows * min(rows, BLOCK) * shape.heads * shape.head_dim
@@ -137,5 +137,5 @@ def _unrotated(kv, fresh):
     """Keys [H, L, D] as they were before positions."""
     if not kv.step.patch.rotates[kv.module.layer_idx] or not len(fresh.pos):
         return fresh.k
-    keys = fresh.k.transpose(0, 1)[:, :, None]  # every slot by its own position
+    keys = fresh.k.transpose(0, 1)[:, :, None]  # each slot by its position
     return families.rotate(kv.step.decoder, kv.module, keys, fresh.pos, 0 * fresh.pos)[:, :, 0].transpose(0, 1)

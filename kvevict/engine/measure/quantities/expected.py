@@ -10,10 +10,10 @@ from . import QUANTITIES, Quantity
 
 @dataclass(frozen=True)
 class OfQueries(Quantity):
-    """Of the moments of queries before rotation (engine/measure/moments.py).
+    """A quantity made of the moments of queries before rotation (engine/measure/moments.py).
 
     sink    rows at first positions do not count
-    stats   file with them (`kvevict statistics`); None: of all prompts that the cache's text was read as
+    stats   file with the moments (`kvevict statistics`); None: moments of all prompts read into the cache
     """
 
     sink: int = 4
@@ -51,12 +51,13 @@ class OfQueries(Quantity):
         return tuple(x.to(kv.k.device) for x in each)
 
     def turned(self, kv, x, ahead):
-        """Queries x [B, H, p, D] before rotation, rotated to the positions ahead [n] of the last token: the mean."""
+        """Queries x [B, H, p, D] before rotation, rotated to the positions ahead [n] of the last token: the mean over
+        these."""
         step, module = kv.step, kv.module
         if not step.patch.rotates[module.layer_idx]:
             return x
         tokens = step.positions.shape[1] - step.appended
-        # A call of repeated rows alone has no token of its own: they begin right after the prompt's last one.
+        # A call of repeated rows alone has no new token: the rows begin right after the prompt's last one.
         last = (step.positions[:, tokens - 1] if tokens else step.positions[:, 0] - 1).long()
         return families.rotate(step.decoder, module, x, 0 * last, last[:, None] + ahead.to(last.device))
 
@@ -64,11 +65,11 @@ class OfQueries(Quantity):
 @QUANTITIES.add("expected_attention")
 @dataclass(frozen=True)
 class ExpectedAttention(OfQueries):
-    """The attention that later queries are expected to give a slot (Devoto et al. 2025): [B, Hkv, C].
+    """The expected attention of later queries to a slot (Devoto et al. 2025): [B, Hkv, C].
 
     With queries before rotation of mean mu and covariance S, and R the mean rotation to the next `span` positions:
     z_i = exp((R mu).k_i scale + k_i^T (R S R^T) k_i scale^2 / 2), divided by its sum over the slots after the first
-    `sink`, which get 0; then the mean over the query heads of a group. Softcaps and attention sinks are left out.
+    `sink`, and 0 for these; then the mean over the query heads of a group. Softcaps and attention sinks are left out.
     """
 
     span: int = 512

@@ -10,10 +10,10 @@ from . import QUANTITIES, Quantity
 @QUANTITIES.add("gate")
 @dataclass(frozen=True)
 class Gate(Quantity):
-    """What trained gates expect the slots of tokens to be worth (KVzap, Jegou and Jeblick 2026): [B, Hkv, C].
+    """The slots' worth as predicted by trained gates (KVzap, Jegou and Jeblick 2026): [B, Hkv, C].
 
-    A token has its numbers from the moment that it is read, and its slots carry them (carry="keep"). Slots that were
-    stored before are given the mean of their head's new ones, which counts where they carry none.
+    A token has its numbers from the moment that it is read, and its slots carry them (carry="keep"). Slots stored
+    earlier get the mean of the head's new numbers. It is used only if a slot carries no number.
     """
 
     gates: str | None = None
@@ -47,6 +47,6 @@ class Gate(Quantity):
 
 
 def _new_columns(slots):
-    """int64 [B, Hkv, C] the new column that each alive slot is, less than the row's padding for those stored before."""
+    """int64 [B, Hkv, C] the new column of each alive slot; less than the row's padding for slots stored before."""
     new = slots.kv.k.shape[2]
     return torch.arange(slots.columns, device=slots.device) + (new - slots.n[..., None]).long()

@@ -15,8 +15,8 @@ class Lag(Quantity):
     part    tokens of a part; parts follow each other from position `sink` on
 
     A part is scaled by its successor's minimum and maximum per channel. Ranks are those of the softmax over the part of
-    the standard deviation across channels, mean of keys' and values'. NaN, no number, for slots of parts that are not
-    all there, or whose successors are not.
+    the standard deviation across channels, mean of keys' and values'. NaN (no number) for slots of an incomplete part,
+    or of a part with an incomplete successor.
     """
 
     part: int = 128
@@ -43,8 +43,8 @@ class Lag(Quantity):
 
 
 def _deviations(x, following):
-    """[P, part] of parts x [P, part, D] and of those that follow them. A channel in which all of the following slots
-    are equal has no scale, and is left out."""
+    """[P, part] deviations of parts x [P, part, D], scaled by the parts that follow. A channel without variation in the
+    following part has no scale, and is left out."""
     low, high = following.amin(1, keepdim=True), following.amax(1, keepdim=True)
     scale = high - low
     varies = (scale > 0).expand_as(x)

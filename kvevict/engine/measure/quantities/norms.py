@@ -1,4 +1,4 @@
-"""Norms and cosines of every alive slot's key or value. Those of latents are the mean over the heads."""
+"""Norms and cosines of every alive slot's key or value. For latents they are the mean over the heads."""
 
 from dataclasses import dataclass
 from typing import ClassVar

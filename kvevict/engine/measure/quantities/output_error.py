@@ -44,8 +44,8 @@ class OutputError(Quantity):
         return total
 
     def row_weights(self, slots, observation):
-        """c_j [B, H, R], or None for 1. A head without a slot in the range takes the slots outside the window; 1 when
-        there is none either."""
+        """c_j [B, H, R], or None for 1. A head without a slot in the range takes the slots outside the window, or 1 if
+        it has none of these either."""
         if self.weight == "none":
             return None
         rows, position, n = observation.row_count[:, None], slots.positions, slots.n
@@ -65,7 +65,7 @@ class OutputError(Quantity):
 def peak(slots, observation, lo, hi):
     """The largest attention weight of each observer over slots lo <= i < hi [B, Hkv]: [B, H, R], part by part."""
     heads, found = slots.kv.stored.len.shape[1], []
-    for part in observation.parts:  # slots from `stop` on are not seen: they get nothing
+    for part in observation.parts:  # slots from `stop` on are not seen: they get 0
         end = torch.minimum(hi, slots.n - (slots.kv.k.shape[2] - part.stop.to(torch.int32))[:, None])
         ends = [x if x.shape[1] == heads else x.expand(-1, heads).contiguous() for x in (torch.minimum(lo, end), end)]
         found.append(observed(_ops.peak, slots, part, ends))

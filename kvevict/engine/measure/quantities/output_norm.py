@@ -6,14 +6,14 @@ import torch
 from .... import families
 from . import QUANTITIES, Quantity, each_head
 
-BLOCK = 1024  # slots at once, so that what W_O makes of them is a small matrix
+BLOCK = 1024  # slots at once, so that their product with W_O is a small matrix
 
 
 @QUANTITIES.add("output_norm")
 @dataclass(frozen=True)
 class OutputNorm(Quantity):
     """||W_O,h v_i||_1, mean over the query heads h of a group, W_O,h being the columns of the output projection that
-    head h feeds: [B, Hkv, C]. In fp32, whatever the weights are."""
+    head h feeds: [B, Hkv, C]. In fp32 for weights of any dtype."""
 
     observes: ClassVar[bool] = False
 
@@ -34,7 +34,7 @@ class OutputNorm(Quantity):
     def measure(self, slots, observation):
         kv, patch = slots.kv, slots.kv.step.patch
         weight = _of_heads(kv.module, patch)
-        group = len(weight) // kv.stored.len.shape[1]  # 1 of latents, whose every head has values of its own
+        group = len(weight) // kv.stored.len.shape[1]  # 1 for latents: every head has separate values
         out = torch.zeros(*kv.stored.len.shape, slots.columns, device=slots.device)
         for b, h, v in each_head(slots, "v"):
             for head in weight[h * group : (h + 1) * group]:

@@ -14,8 +14,8 @@ BLOCK = 512  # rows of a head's cosines that exist at once
 @QUANTITIES.add("redundancy")
 @dataclass(frozen=True)
 class Redundancy(Quantity):
-    """How much of a key others have (R-KV, 2505.24133): softmax over a head's alive slots of the mean cosine to its
-    other keys, in which the newest of each key's copies, cosine above `ALIKE`, counts 0: [B, Hkv, C]."""
+    """Redundancy of a key (R-KV, 2505.24133): softmax over a head's alive slots of the mean cosine to its other keys.
+    The newest of each key's copies, cosine above `ALIKE`, counts 0 in the mean: [B, Hkv, C]."""
 
     observes: ClassVar[bool] = False
 

@@ -12,11 +12,11 @@ from . import QUANTITIES, Quantity, observed
 @QUANTITIES.add("repetition")
 @dataclass(frozen=True)
 class Repetition(Quantity):
-    """The largest attention weight, over rows and the heads of a group, of repeated rows (rows="repeat") whose softmax
-    spans a head's first `sink` slots, the chunk, and what of the repetition each row sees (KVzip, section 3.2).
+    """The largest attention weight, over repeated rows (rows="repeat") and the heads of a group. The softmax spans a
+    head's first `sink` slots, the chunk, and the visible part of the repetition (KVzip, section 3.2).
 
-    Slots that are in none of these get what they would if they were, at most 1; of a prompt that is repeated in parts
-    its slots in other parts get NaN.
+    A slot outside this span is scored as if it were inside, capped at 1. If the prompt is repeated in parts, slots of
+    the other parts get NaN.
     """
 
     sink: int = 4
@@ -47,7 +47,7 @@ class Repetition(Quantity):
         return found
 
     def spanning(self, slots, part):
-        """Observers whose lse is over the slots that their softmax spans."""
+        """Observers with lse over the slots of their softmax."""
         kv, stored = slots.kv, slots.kv.stored
         if part.of is None:
             return self._spanning(part, kv, 0 * stored.len, stored.len.clamp_max(self.sink))
@@ -55,8 +55,8 @@ class Repetition(Quantity):
         return self._spanning(part, kv, stored.len - prompt + start, count)
 
     def _spanning(self, part, kv, begin, count):
-        """The observers, with the log-sum-exp of a softmax over stored slots begin .. begin + count - 1 [B, heads],
-        the chunk and the repetition, and over those of the first `sink` slots that come before."""
+        """The observers, with the log-sum-exp over stored slots begin .. begin + count - 1 [B, heads], the chunk, the
+        repetition, and the first `sink` slots as far as they come earlier."""
         stored, within, options = kv.stored, kv.within(begin, count).stored, kv.options
         k, v = (torch.cat(pair, 2) for pair in zip((kv.k, kv.v), kv.appended, strict=True))
         moved = bool(part.skip.any())
@@ -76,7 +76,7 @@ def _largest(slots, part, columns):
 
 
 def _placed(found, own, begin, count):
-    """`found` [B, Hkv, C] with own [B, Hkv, K] in its columns begin .. begin + count - 1 [B, Hkv]."""
+    """`found` [B, Hkv, C] with `own` [B, Hkv, K] in its columns begin .. begin + count - 1 [B, Hkv]."""
     place = torch.arange(found.shape[2], device=found.device) - begin[..., None]
     inside = (place >= 0) & (place < count[..., None])
     return torch.where(inside, own.gather(2, place.clamp(0, own.shape[2] - 1)), found)
@@ -86,9 +86,9 @@ def _placed(found, own, begin, count):
 @dataclass(frozen=True)
 class RepeatedOutput(Repetition):
     """a_ji ||W_O,h v_i||_2 / ||x_j||_2, the largest over repeated rows j and the heads h of a group (KVzip+, Jegou
-    and Jeblick 2026, section 2.2): how much slot i adds at row j, beside what enters the attention block there.
+    and Jeblick 2026, section 2.2): slot i's contribution at row j, relative to the attention block's input there.
 
-    support   what the softmax of a spans: "chunk", as in `repetition`, or "all" that a row sees
+    support   the span of a's softmax: "chunk", as in `repetition`, or "all" slots seen by a row
     """
 
     support: str = "chunk"

@@ -17,7 +17,7 @@ class Trigonometric(OfQueries):
     Of each query head, with q_f the complex halves of queries before rotation, k_f those of a key, w_f their
     frequencies and phi_f the angle between E q_f and k_f after the last row: sum_f (|E q_f| |k_f| mean_D cos(w_f D +
     phi_f) + (E|q_f| - |E q_f|) |k_f|) over distances D = 1, 2, 4 .. 65536. It is scaled to mean 0 and variance 1 over
-    the slots that compete; then the largest of a group. A dimension without rotation is a half of its own.
+    the slots that compete; then the largest of a group. A dimension without rotation is one half alone.
     """
 
     def scans(self):

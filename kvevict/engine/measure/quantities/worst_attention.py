@@ -13,7 +13,7 @@ class WorstAttention(Quantity):
     neighbouring slots that compete and rescaled to the sum that they had (DefensiveKV): [B, Hkv, C], 0 for slots that
     do not compete.
 
-    Head by head the matrix of all rows' weights exists, as no op pools them.
+    The matrix of all rows' weights exists for one head at a time, as no op pools them.
     """
 
     kernel: int = 5
@@ -38,15 +38,15 @@ class WorstAttention(Quantity):
 
 
 def weights(slots, part):
-    """Yields (b, h, a [G, R, n]), the attention weights of the observers that count over the alive slots of each kv
-    head, in fp32; the rows, slots and lse are those of `kvevict._ops.score`."""
+    """Yields (b, h, a [G, R, n]), the attention weights of the counting observers over the alive slots of each kv head,
+    in fp32; the rows, slots and lse are those of `kvevict._ops.score`."""
     skip = part.skip.tolist()
     for b, h, x, lse in logits(slots, part):
         yield b, h, (x - lse[..., None]).exp().nan_to_num(0)[:, skip[b] :]
 
 
 def logits(slots, part):
-    """Yields (b, h, x [G, R, n], lse [G, R]) of all observers, in fp32; x is -inf at slots that a row does not see."""
+    """Yields (b, h, x [G, R, n], lse [G, R]) of all observers, in fp32; x is -inf at slots unseen by a row."""
     kv, stored = slots.kv, slots.kv.stored
     group, scale = part.q.shape[1] // stored.len.shape[1], kv.options["scale"]
     softcap, sinks = kv.options["softcap"], kv.options["sinks"]
