@@ -1,8 +1,9 @@
-"""Which queries observe (METHODS section 1a). One file per idea; the file registers it, and its fields are its options.
+"""The queries that observe (METHODS section 1a). One file per idea; the file registers it, and its fields are its
+options.
 
-Rows say which rows are appended to a chunk (read with it, not stored), which queries observe a layer's slots, and which
-slots are their own and are kept. A score turns their attention into numbers; every score works with all rows but where
-`rules.py` says why not. While decoding nothing is appended: the newest row observes, or the last `decoded` ones.
+Rows choose the rows appended to a chunk (read with it, not stored), the queries that observe a layer's slots, and the
+queries' slots to keep. A score turns their attention into numbers; every score works with all rows, with the
+exceptions in `rules.py`. While decoding nothing is appended: the newest row observes, or the last `decoded` ones.
 """
 
 import contextlib
@@ -23,8 +24,8 @@ class AppendedRows:
 
     tokens: object  # ids [B, p] or embeddings [B, p, E]
     positions: object  # [B, p] in the prompt or after it; None: right after the chunk
-    columns: object = None  # [B, p] of the prompt that they are; None: they are not of the prompt
-    adapter: object = None  # whose `on(decoder)` is entered while they are read
+    columns: object = None  # [B, p] their columns in the prompt; None: they are not of the prompt
+    adapter: object = None  # its `on(decoder)` is entered while they are read
 
     def last(self, count):
         """The last `count` of them."""
@@ -42,7 +43,7 @@ class Part(NamedTuple):
 
     rows: int
     slots: int
-    causal: bool  # the rows are the last slots' own
+    causal: bool  # the rows belong to the last slots
     attended: bool  # their log-sum-exp and outputs over these slots are known from attention itself
 
 
@@ -52,7 +53,7 @@ class Rows:
     rotates: ClassVar[bool] = False  # they rotate queries from one position to another: `LayerRows.rotate`
     supports_tensor_parallel: ClassVar[bool] = True  # a rank's part of a model is enough for them
     newest: ClassVar[bool] = False  # while decoding the newest row observes, and none is remembered
-    repeats: ClassVar[bool] = False  # tokens are read again: those of a prompt that is cut once, after all of it
+    repeats: ClassVar[bool] = False  # reads tokens a second time; with a single cut at the end, the whole prompt
     n_d: ClassVar[int] = 0  # tokens that are drafted
 
     @property
@@ -67,7 +68,7 @@ class Rows:
 
     @property
     def at_the_end(self) -> bool:
-        """Whether the prompt's last tokens observe because a question is expected there: one that is found elsewhere
+        """Whether the prompt's last tokens observe because a question is expected there. A question found elsewhere
         takes their place."""
         return False
 
@@ -84,12 +85,12 @@ class Rows:
         model is patched."""
 
     def with_response(self, response) -> "Rows":
-        """These rows, given the ids of the true response, which rows of a reference score may use."""
+        """These rows, given the ids of the true response, for rows of a reference score."""
         return self
 
     def of_spans(self, spans: list, ends: tuple = ()) -> "Rows":
-        """These rows for one read, in which a span (start, stop) of each row of a batch observes; ends: of each row how
-        many tokens the prompt has from its span on, where these end it; (): the spans may be anywhere. Raises
+        """These rows for one read, with a span (start, stop) of each batch row as observers. ends: for each row, tokens
+        from its span's start to the prompt's end, if the spans are near it; (): the spans may be anywhere. Raises
         ValueError for rows that cannot be chosen."""
         raise ValueError(
             "kvevict.observing chooses the tokens that are appended to chunks, and these rows append none of the "
@@ -117,7 +118,7 @@ class Rows:
 
     def observe(self, call, past):
         """The `kvevict.engine.measure.observation.Observation` of a chunk: `call.chunk(..)`, `call.appended_rows(..)`,
-        `call.later(..)`, or a sum of these. past: what `accumulate` returned for this chunk."""
+        `call.later(..)`, or a sum of these. past: the result of `accumulate` for this chunk."""
         raise NotImplementedError
 
     def observing(self, step):
@@ -125,7 +126,7 @@ class Rows:
         raise NotImplementedError
 
     def protect(self, call):
-        """How many of the last alive slots are the rows' own and always kept: a number or int32 [B]."""
+        """How many of the last alive slots belong to the rows and are always kept: a number or int32 [B]."""
         return 0
 
     def parts(self, rows: int, stored: int, appended: int, tokens: int) -> list:
@@ -133,7 +134,7 @@ class Rows:
         appended; tokens: the prompt's."""
         return []
 
-    def __deepcopy__(self, memo):  # immutable, and what drafts for it is another model
+    def __deepcopy__(self, memo):  # immutable, and its draft model is another model
         return self
 
 

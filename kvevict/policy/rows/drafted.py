@@ -14,14 +14,14 @@ from .given import after
 @ROWS.add("drafted")
 @dataclass(frozen=True)
 class Drafted(Rows):
-    """Tokens drafted after the prompt, and the prompt's last rows, whose own slots are kept.
+    """Tokens drafted after the prompt, and the prompt's last rows. Slots of the latter are kept.
 
     n_d          drafted tokens; drafts are greedy and continue after an end of sequence, since they only observe
     window       last rows of the prompt that observe too
     draft_keys   the drafted rows' softmax spans the drafted slots too; False: the prompt's alone
     draft_model  "self": the model drafts over a copy of its cache, evicted by SnapKV, once the whole prompt was read
                  (LAQ, kvevict/engine/read/draft.py); or a smaller model with the same tokenizer, loaded (it is only
-                 run), its folder or its hub id, whose draft is appended to every chunk (SpecKV)
+                 run), its folder or its hub id: its draft is appended to every chunk (SpecKV)
     """
 
     n_d: int = 8
@@ -102,7 +102,7 @@ class Drafted(Rows):
         rows = drafted(own=self.draft_keys)
         return rows + call.chunk(self.window) if self.window else rows
 
-    def observing(self, step):  # the model's own draft comes after the call that reads the prompt
+    def observing(self, step):  # "self" drafts after the call that reads the prompt
         return at_most(step.appended + self.window, step)
 
     def protect(self, call):
@@ -136,7 +136,7 @@ def load(name: str):
 
 
 def follow(model, ids, first, count: int, vocabulary: int):
-    """How `model` goes on greedily: ids [B, count] below `vocabulary`. ids [B, N], of row b first[b] are padding."""
+    """`model`'s greedy continuation: ids [B, count] below `vocabulary`. ids [B, N], first[b] of row b are padding."""
     device, cache, drafted = ids.device, None, []
     here = families.device_of(model)
     ids, first = ids.to(here), first.to(here)

@@ -16,18 +16,18 @@ from . import ROWS, AppendedRows, Part, Rows
 from .probe import Probe
 
 USUAL = 32  # lookahead rows of an adapter that is not named yet
-_loaded = WeakKeyDictionary()  # decoder -> (what `adapter` named, the Adapter)
+_loaded = WeakKeyDictionary()  # decoder -> (option `adapter`, the Adapter)
 
 
 @ROWS.add("lookahead")
 @dataclass(frozen=True)
 class Lookahead(Rows):
-    """Learned rows after the prompt, which carry an adapter of their own (LookaheadKV, METHODS section 6).
+    """Learned rows after the prompt, with an adapter (LookaheadKV, METHODS section 6).
 
-    adapter    a `kvevict.lookahead.Adapter` or the folder of one; None: that of the bundled model, where this is it
-    probe      where a prompt is evicted from chunk by chunk, its last tokens are appended to every chunk before the
-               learned rows, [chunk | probe | lookahead], so that these know the task; at most half of the prompt. 0:
-               [chunk | lookahead]
+    adapter    a `kvevict.lookahead.Adapter` or the folder of one; None: the bundled one, for the bundled model
+    probe      if a prompt is evicted from chunk by chunk, number of its last tokens, at most half of it, that every
+               chunk but the last gets before the learned rows, so that these know the task: [chunk | probe |
+               lookahead]. 0: [chunk | lookahead]
 
     They see the alive slots, the probe and those before them, are not stored, and protect nothing.
     """
@@ -38,7 +38,7 @@ class Lookahead(Rows):
 
     def __post_init__(self):
         if isinstance(self.adapter, os.PathLike):
-            object.__setattr__(self, "adapter", os.fspath(self.adapter))  # which JSON can hold
+            object.__setattr__(self, "adapter", os.fspath(self.adapter))  # JSON can hold this
 
     @property
     def most(self):
@@ -60,7 +60,7 @@ class Lookahead(Rows):
             self.adapter_of(decoder)
 
     def adapter_of(self, decoder):
-        """The adapter, on the decoder's device. Raises ValueError where it is missing or another model's."""
+        """The adapter, on the decoder's device. Raises ValueError if it is missing or another model's."""
         known = _loaded.get(decoder)
         if known is None or known[0] != self.adapter:
             if isinstance(self.adapter, Adapter):

@@ -8,7 +8,7 @@ from ..checks import count, flag, fraction, one_of
 from . import ROWS, AppendedRows, Part, Rows, last
 
 SPACES = ("aligned", "literal")
-ENDING = 8  # of a prompt's last slots those that are kept where a span observes
+ENDING = 8  # last slots of a prompt that are kept if a span observes
 
 
 @ROWS.add("probe")
@@ -21,12 +21,11 @@ class Probe(Rows):
     ema_alpha  eq. 9's weight of earlier chunks' probe; the paper uses 0.2, and 0.32 for retrieval
     ema_space  "aligned" rotates the accumulated probe by the distance it moved before it is averaged, "literal" is
                eq. 9 as printed
-    append     False: nothing is appended; the chunk's own last `probe` rows observe (ablation, table 2)
+    append     False: nothing is appended; the chunk's last `probe` rows observe (ablation, table 2)
 
-    The probe sees all alive slots but its own, which are kept when the prompt's last chunk ends with them. Where a span
-    observes, the prompt's last 8 slots are kept, from which the answer goes on, or as many as the probe has rows; of a
-    span near the end (`kvevict.observing`) it and what follows, as many as the probe has rows and a quarter of the
-    budget.
+    The probe attends to all alive slots but its own. Always kept at the prompt's end, at most half the prompt: the
+    probe's slots; with a span the last min(8, probe rows) slots, because the answer continues from there; with a span
+    near the end (`kvevict.observing`) everything from the span on, up to min(probe rows, max(8, budget / 4)).
     """
 
     probe: int | tuple = 32
@@ -84,7 +83,7 @@ class Probe(Rows):
         return np.full_like(tokens, self.most) if self.span else np.minimum(tokens // 2, self.most)
 
     def appended(self, tokens, rows, last):
-        ends = last and not self.span  # the prompt's end, which the last chunk has as its own
+        ends = last and not self.span  # the last chunk contains the prompt's end
         return int(self.lengths(np.array(tokens)).max()) if self.append and not ends else 0
 
     def prepare(self, request, read):
@@ -130,7 +129,7 @@ class Probe(Rows):
         return alpha * before + (1 - alpha) * queries, position, started | had_started
 
     def _queries(self, call, count: int):
-        """(queries [B, H, count, D] of the call that are the probe's, [B] the first one's position)."""
+        """(the probe's queries [B, H, count, D] in the call, [B] the first one's position)."""
         return call.q[:, :, call.q.shape[2] - count :], call.last_position - (count - 1)
 
     def observe(self, call, past):
@@ -163,11 +162,11 @@ class Probe(Rows):
 
 @dataclass(frozen=True, eq=False)
 class Spans(Probe):
-    """A probe of one read (`Rows.of_spans`): a span of each row's tokens, counted from its first. A row of a batch with
-    a shorter one is filled up after it, where it does not see that.
+    """A probe of one read (`Rows.of_spans`): a span of each row's tokens, counted from its first. Shorter spans
+    of a batch are padded on the right; the padding is masked.
 
-    Where the spans are near the prompt's `ends`, its last chunk has their tokens as its own, and these observe what is
-    before them: appended once more they would attend to themselves in the prompt.
+    Spans near the prompt's end (`ends`) observe in its last chunk, and see only the slots before them: appended once
+    more they would attend to themselves in the prompt.
     """
 
     spans: tuple = ()
@@ -190,14 +189,14 @@ class Spans(Probe):
         return self._rows(start, self.appended(0, 0, False), request, read)
 
     def protect(self, call):
-        """Near the end the span and what follows it, at most a quarter of what the layer keeps."""
+        """Near the end everything from the span on, at most max(8, a quarter of the layer's budget)."""
         if call.decoding or not (self.ends and call.ends_prompt):
             return super().protect(call)
         most = (call.budget // 4).clamp_min(ENDING).clamp_max(self.most)
         return torch.minimum(call.upload(np.minimum(call.prompt_tokens // 2, self.ends)), most)
 
     def _queries(self, call, count):
-        if not (self.ends and call.ends_prompt):  # what fills up a row need not go on from its last position
+        if not (self.ends and call.ends_prompt):  # padding need not continue a span's positions
             return super()._queries(call, count)[0], call.step.positions[:, -count]
         return call.stored_from(call.columns - call.upload(self.ends), count)
 

@@ -16,16 +16,16 @@ RUN = 32  # tokens that are repeated together where not all are
 class Repeat(Rows):
     """KVzip's rows (Kim et al. 2025): tokens are read again after they were read, and observe.
 
-    instruction   token ids between a chunk and its repetition, which observe too; or their text, where the tokenizer
+    instruction   token ids between a chunk and its repetition; they observe too; or their text, if the tokenizer
                   is at hand (`kvevict.read`, `answer`, `Pipeline`, commands that answer)
     most          how many of a chunk's tokens are repeated: a number, or a fraction in (0, 1); in runs of 32 tokens,
                   spread evenly. None: all
-    part          tokens of the parts in which schedule="prompt" repeats a prompt; scores that are not the largest
-                  number over rows need it in one
+    part          tokens per part when schedule="prompt" repeats a prompt; scores that are not the largest number
+                  over rows repeat it in one part
 
     schedule="chunk": [instruction | the chunk's tokens] are read at the positions right after each chunk, causal, and
     are not stored. A repetition attends to its own chunk, so its attention to slots of earlier chunks says little of
-    their worth: carry="keep" keeps what their own repetition gave them. schedule="prompt", KVzip itself: the whole
+    their worth: carry="keep" keeps the scores from when they were repeated. schedule="prompt", KVzip itself: the whole
     prompt is read, in chunks if there is a chunk_size, then each part is repeated after it, and one cut follows.
     """
 
@@ -72,7 +72,7 @@ class Repeat(Rows):
         self._check_room(request, read)
 
     def _check_room(self, request, read):
-        """Raise ValueError where a prompt is within the model's positions, and its repetition is not."""
+        """Raise ValueError if a prompt is within the model's positions, and its repetition is not."""
         policy, seen = request.policy, max(read.seen)
         longest = min(policy.chunk_size or read.prompt, read.prompt)
         if policy.schedule == "prompt":
@@ -106,7 +106,7 @@ class Repeat(Rows):
         return AppendedRows(torch.cat([request.embedded(ids), rows], 1), after)
 
     def _spread(self, tokens, rows):
-        """[B, rows] which of each row's tokens [B] are repeated, ascending."""
+        """[B, rows] indices of the repeated tokens among each row's tokens [B], ascending."""
         number = torch.arange(rows, device=tokens.device)
         if self.most is None:
             return number
@@ -119,7 +119,7 @@ class Repeat(Rows):
         return call.repeated_rows(self.observing(call.step))
 
     def observing(self, step):
-        """None of a row without tokens here."""
+        """0 for a row without tokens here."""
         if step.read is None:
             return at_most(1, step)
         tokens, again = step.chunk.rows - step.padding, step.chunk.again

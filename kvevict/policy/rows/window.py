@@ -17,14 +17,14 @@ class NoRows(Rows):
     def observe(self, call, past):
         raise ValueError("rows='none' has no queries: give rows='window', or another of kvevict.ROWS")
 
-    def observing(self, step):  # what diagnostics look with
+    def observing(self, step):  # the rows of diagnostics
         return tokens_of(step)
 
 
 @ROWS.add("last")
 @dataclass(frozen=True)
 class Last(Rows):
-    """The last row, whose own slot is not kept for that (TOVA)."""
+    """The last row. Its slot is not kept for that (TOVA)."""
 
     newest: ClassVar[bool] = True
     most: ClassVar[int] = 1
@@ -60,7 +60,7 @@ class All(Rows):
 @ROWS.add("window")
 @dataclass(frozen=True)
 class Window(Rows):
-    """The last `window` rows, whose own slots are kept (SnapKV)."""
+    """The last `window` rows. Their slots are kept (SnapKV)."""
 
     window: int = 32
 
