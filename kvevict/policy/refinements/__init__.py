@@ -1,6 +1,6 @@
-"""What a score becomes before slots are ranked. One file per idea; the file registers it, and its fields are its
-options. A refinement gets the score [B, Hkv, C] (or [B, 1, C]), pooled where slots compete, and returns what is ranked,
-of the same kind; or it says what a head's slots are taken by once their number is known."""
+"""Changes of a score before slots are ranked. One file per idea; the file registers it, and its fields are its options.
+A refinement gets the score [B, Hkv, C] (or [B, 1, C]), pooled where slots compete, and returns the numbers that are
+ranked, of the same kind; or it gives the numbers that a head's slots are taken by once their count is known."""
 
 import sys
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ class Refinement:
     """The score as it is."""
 
     picks_by: ClassVar[tuple] = ()  # quantities that `pick` gets, as a score's
-    refines: ClassVar[bool] = False  # `refine` changes what is ranked
-    picks: ClassVar[bool] = False  # `pick` changes what a head's slots are taken by
+    refines: ClassVar[bool] = False  # `refine` changes the numbers that are ranked
+    picks: ClassVar[bool] = False  # `pick` changes the numbers that a head's slots are taken by
 
     def check(self, policy) -> None:
         """Raise ValueError when the options do not fit each other or the policy."""
@@ -35,8 +35,8 @@ class Refinement:
         return score
 
     def pick(self, slots, score, keep, *quantities):
-        """What the slots of each head are taken by, where keep [B, Hkv] of them stay: fp32 [B, Hkv, C]. score: what is
-        ranked, by which the heads got these numbers."""
+        """Numbers that each head's slots are taken by, if keep [B, Hkv] of them stay: fp32 [B, Hkv, C]. score: the
+        ranked numbers that decided `keep`."""
         return score
 
 

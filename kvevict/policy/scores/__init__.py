@@ -2,7 +2,7 @@
 
 A score names the quantities that it `needs` (kvevict/engine/measure/quantities), gets them with the `Slots` of one
 layer, and returns fp32 [B, Hkv, C] (or [B, 1, C], shared by the heads), column i being alive slot i. It pools those in
-a step of its own. It protects slots by their number at either end, never by editing scores.
+a separate step. It protects slots by their number at either end, never by editing scores.
 """
 
 import sys
@@ -23,14 +23,14 @@ SCORES = Registry("score")
 
 @dataclass(frozen=True)
 class Score:
-    rows: ClassVar[Rows] = NoRows()  # the method's own, where a policy names none
+    rows: ClassVar[Rows] = NoRows()  # the method's rows, where a policy names none
     needs: ClassVar[tuple] = ()  # quantities that `score` is computed from: names, or `need(name, option=..)`
     factors: ClassVar[tuple] = ()  # quantities of the slots that numbers are multiplied by, carried or not
     carry: ClassVar[str] = "none"  # `Policy.carry`, where a policy names none
     per_query_head: ClassVar[bool] = False  # `score` is [B, H, C], reduced to kv heads when it is pooled
     ordinal: ClassVar[bool] = False  # scores only rank slots: they may be negative, and their sums mean nothing
     comparable: ClassVar[bool] = False  # numbers of different layers compare, as layers="pool" needs
-    largest: ClassVar[bool] = False  # over rows: of several parts' rows a slot's number is the largest
+    largest: ClassVar[bool] = False  # over rows: a slot's number is the largest over rows of all parts
     shared: ClassVar[bool] = False  # one choice for all heads of a layer
     decodes: ClassVar[bool] = False  # evicting while decoding, at every token, is part of the method
 
@@ -60,7 +60,7 @@ class Score:
             count("sink", self.sink, 0)
 
     def score(self, slots, *quantities) -> torch.Tensor:
-        """Importance of every alive slot, not pooled: [B, Hkv, C] or [B, 1, C]. quantities: what it `needs`."""
+        """Importance of every alive slot, not pooled: [B, Hkv, C] or [B, 1, C]. quantities: those it `needs`."""
         raise NotImplementedError
 
     def plain(self, slots, score) -> torch.Tensor:
@@ -68,7 +68,7 @@ class Score:
         return score
 
     def pooled(self, slots, score) -> torch.Tensor:
-        """What slots are ranked by: their scores pooled over neighbours."""
+        """The numbers that rank slots: their scores pooled over neighbours."""
         return score
 
 

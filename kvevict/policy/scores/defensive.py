@@ -8,7 +8,7 @@ from ..needs import need
 from ..rows.window import Window
 from . import SCORES, Score
 
-COVER = 0.9  # of all attention that the slots which come first get, as in the authors' code
+COVER = 0.9  # share of all attention that the slots that come first get, as in the authors' code
 FIRST = 2.0**64  # above every other number, and a power of two, so that nothing is rounded
 
 
@@ -17,11 +17,11 @@ FIRST = 2.0**64  # above every other number, and a power of two, so that nothing
 class Defensive(Score):
     """DefensiveKV (Feng et al. 2025): the largest attention of any row and head, not below its mean, times |W_O v|_1.
 
-    kernel   neighbouring slots over which each row's attention is averaged
+    kernel   each row's attention is averaged over so many neighbouring slots
     sink     first slots that are always kept
 
-    First come the slots of largest mean attention which, with those that are kept anyway, get 0.9 of all that the alive
-    slots get.
+    First come the slots of largest mean attention: with those that are kept anyway they get 0.9 of the attention to all
+    alive slots.
     """
 
     kernel: int = 5

@@ -10,11 +10,11 @@ from . import SCORES, Score
 @SCORES.add("expected")
 @dataclass(frozen=True)
 class Expected(Score):
-    """Expected Attention (Devoto et al. 2025): what queries like those so far will attend to, times ||v_i||_2.
+    """Expected Attention (Devoto et al. 2025): the expected attention of queries like those so far, times ||v_i||_2.
 
-    span    positions after the last one read, over which the queries' rotation is averaged
+    span    the queries' rotation is averaged over so many positions after the last one read
     eps     is added to the attention, so that a slot that nothing will attend to is worth its value's norm
-    sink    first slots, which are kept; they, and the queries at these positions, take no part
+    sink    first slots that are always kept; they, and the queries at these positions, take no part
     stats   file with the mean and the covariance of the model's queries, from `kvevict statistics`; None: those of the
             text read so far
     """
@@ -27,7 +27,7 @@ class Expected(Score):
 
     def __post_init__(self):
         if isinstance(self.stats, os.PathLike):
-            object.__setattr__(self, "stats", os.fspath(self.stats))  # which JSON can hold
+            object.__setattr__(self, "stats", os.fspath(self.stats))  # JSON can hold this
 
     def check(self, policy):
         super().check(policy)

@@ -15,7 +15,7 @@ class KVzip(Score):
     """KVzip (Kim et al. 2025): the largest attention that a slot gets when its chunk is read again; question unknown.
 
     sink      first slots that are always kept
-    support   what a repeated row's softmax spans: "chunk", those first slots, the chunk (or the part of a whole prompt)
+    support   slots in a repeated row's softmax: "chunk", those first slots, the chunk (or the part of a whole prompt)
               and the repetition itself, so that numbers of different chunks compare; "all", all that it sees
     """
 
@@ -43,7 +43,7 @@ class KVzip(Score):
 @SCORES.add("kvzip+")
 @dataclass(frozen=True)
 class KVzipPlus(KVzip):
-    """KVzip+ (Jegou and Jeblick 2026): KVzip's attention, weighted by what a slot adds to the row.
+    """KVzip+ (Jegou and Jeblick 2026): KVzip's attention, weighted by the slot's contribution to the row.
 
     With W_O,h the columns of the output projection that query head h feeds and x_j the input of the layer's attention
     block at repeated row j: max over j and h of a_ji ||W_O,h v_i||_2 / ||x_j||_2.

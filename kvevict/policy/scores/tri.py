@@ -12,7 +12,7 @@ from . import SCORES, Score
 class Tri(Score):
     """TriAttention (2604.04921): a key's products with the mean query at distances 1, 2, 4 .. 65536, for long answers.
 
-    sink     first slots, which are kept; the queries at these positions are not in the mean
+    sink     first slots that are always kept; the queries at these positions are not in the mean
     recent   last slots that are always kept
     stats    file with the means of the model's queries, from `kvevict statistics`; None: those of the prompts read
     """
@@ -25,7 +25,7 @@ class Tri(Score):
 
     def __post_init__(self):
         if isinstance(self.stats, os.PathLike):
-            object.__setattr__(self, "stats", os.fspath(self.stats))  # which JSON can hold
+            object.__setattr__(self, "stats", os.fspath(self.stats))  # JSON can hold this
 
     @property
     def protected(self):

@@ -1,7 +1,7 @@
-"""Which slots are kept. One file per idea; the file registers it, and its fields are its options.
+"""The slots that are kept. One file per idea; the file registers it, and its fields are its options.
 
-A selection may change what slots are ranked by (runs of slots instead of slots) before heads get their numbers, and
-those numbers after it; the best are then taken per head, ties going to the earlier slot.
+A selection may change the numbers that rank slots (runs of slots instead of slots) before heads get their counts of
+slots, and those counts after it. The best are then taken per head; ties go to the earlier slot.
 """
 
 import sys
@@ -28,7 +28,7 @@ class Selection:
         return 0
 
     def rank(self, slots, score):
-        """What slots are ranked by, from their scores: fp32 [B, Hkv, C]."""
+        """The numbers that rank slots, from their scores: fp32 [B, Hkv, C]."""
         return score
 
     def trim_to_runs(self, slots, score, keep):
