@@ -1,4 +1,4 @@
-"""What LookaheadKV trains: embeddings of the lookahead rows, and a low-rank adapter that touches these rows only."""
+"""The trained part of LookaheadKV: embeddings of the lookahead rows, and a low-rank adapter for these rows only."""
 
 import contextlib
 import math
@@ -18,7 +18,7 @@ SETS = {"all": TARGETS, "qv": ("q_proj", "v_proj"), "none": ()}  # the variants 
 FORMAT, VERSION = "kvevict lookahead", 2
 WEIGHTS, CONFIG = "adapter_model.safetensors", "config.json"
 EMBEDDINGS, PREFIX = "lookahead_embeddings", "base_model.model.model."  # PEFT's, of the decoder of a causal model
-# What of a base model's config an adapter depends on.
+# The fields of a base model's config that an adapter depends on.
 BASE = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim",
@@ -49,7 +49,7 @@ class Adapter(nn.Module):
     targets  "all", "qv", "none" (embeddings only), or names of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj,
              down_proj. Where a family fuses some of them the parts keep these names. Experts of a mixture carry none.
 
-    What follows the keys of the last layer that evicts cannot change a score, and carries no LoRA (METHODS section 6).
+    Linear layers after the keys of the last evicting layer cannot change a score and carry no LoRA (METHODS section 6).
     Parameters are float32, on the model's device. Raises ValueError or TypeError for options that do not fit.
     """
 
@@ -98,13 +98,13 @@ class Adapter(nn.Module):
                         yield module, parts
 
     def check(self, model) -> None:
-        """Raise ValueError, naming what differs, unless this is an adapter for a model of these sizes and weights."""
+        """Raise ValueError, naming the difference, unless this is an adapter for a model of these sizes and weights."""
         _check(self.base, self.weights, _decoder(model))
 
     def save(self, folder, dtype=None, **about) -> None:
-        """Write adapter_model.safetensors, the LoRA by the names that PEFT gives it, and config.json to a folder, each
-        whole or not at all; a checksum in the latter is of both. dtype: of the tensors, None: as they are. about: what
-        else config.json says. Raises OSError where they cannot be written."""
+        """Write adapter_model.safetensors, the LoRA by PEFT's names, and config.json, with a checksum of both, to a
+        folder, each completely or not at all. dtype: of the tensors, None: unchanged. about: further fields of
+        config.json. Raises OSError if they cannot be written."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {_name_in_file(name): _plain(value, dtype) for name, value in self.state_dict().items()}
@@ -130,7 +130,7 @@ class _Add:
 
 def load(folder, model) -> Adapter:
     """The adapter that `Adapter.save` wrote, on the model's device. No code of the folder is run. Raises ValueError
-    for a folder without one, a damaged one, and one for another model (which names what differs)."""
+    for a folder without one, for a damaged one, and, naming the difference, for one of another model."""
     folder, config = Path(folder), config_of(folder)
     try:
         tensors = sealed.tensors_of_pair(folder / WEIGHTS, folder / CONFIG)
@@ -155,7 +155,7 @@ def load(folder, model) -> Adapter:
 
 
 def config_of(folder) -> dict:
-    """What config.json of a saved adapter says. Raises ValueError where it is not one."""
+    """The fields of a saved adapter's config.json. Raises ValueError if it is not one."""
     path = Path(folder) / CONFIG
     try:
         config = parsed(path.read_text(encoding="utf-8"))
@@ -185,7 +185,7 @@ def bundled() -> str:
 
 
 def targets_of(targets) -> tuple:
-    """Names of linear layers, in their order, of what `Adapter` takes as targets."""
+    """`Adapter`'s targets as names of linear layers, in the order of TARGETS."""
     names = SETS.get(targets) if isinstance(targets, str) else tuple(targets)
     if names is None or not set(names) <= set(TARGETS):
         raise ValueError(f"targets must be one of {', '.join(SETS)}, or names of {', '.join(TARGETS)}, got {targets!r}")

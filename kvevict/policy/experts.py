@@ -1,15 +1,14 @@
 """Experts of a mixture, called separately for the learned rows and for the others (METHODS section 6).
 
 How many rows an expert multiplies may change how each product is rounded (another kernel, another order of summation).
-The adapter decides to which experts the learned rows are routed, so in a common call it would change the other rows'
-bits.
+The adapter influences the learned rows' routing, so in a common call it would change the other rows' bits.
 """
 
 import torch
 
 
 def hooks(decoder, rows, active):
-    """Handles of hooks by which a mixture's experts get the last `rows` of every sequence on their own, where
+    """Handles of hooks that call a mixture's experts separately for the last `rows` of every sequence, while
     active()."""
     found = []
     for layer in decoder.layers:
@@ -25,19 +24,19 @@ def hooks(decoder, rows, active):
 
 
 class _Separate:
-    """Hooks of one module of experts, whose arguments are rows [batch * T, E], their experts and weights [.., k]."""
+    """Hooks of one module of experts. Its arguments: rows [batch * T, E], their experts and weights [.., k]."""
 
     def __init__(self, rows, active):
         self.rows, self.active = rows, active
-        self.shape = self.last = None  # [batch, T] of the layer's input; what the last rows gave, [batch * rows, E]
+        self.shape = self.last = None  # [batch, T] of the layer's input; the last rows' output, [batch * rows, E]
 
     def note(self, layer, args, kwargs):
         if self.active():
             self.shape = (args[0] if args else kwargs["hidden_states"]).shape[:2]
 
     def before(self, module, args):
-        """The arguments without the last rows, for which `forward` has been called. A mixture that gives every expert
-        every row passes another number of rows: it goes as it is, its products have one shape."""
+        """Call `forward` for the last rows, and return the arguments without them. A mixture that gives every expert
+        every row passes another number of rows: it is left as it is, its products have one shape."""
         if not self.active() or self.shape[1] == self.rows or any(len(x) != self.shape.numel() for x in args):
             return None
         each = [x.unflatten(0, self.shape) for x in args]

@@ -1,4 +1,4 @@
-"""The parts of a policy that have options of their own: by name, as objects, and as JSON has them."""
+"""The parts of a policy that have options: by name, as objects, and in JSON."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from .rows import ROWS, Rows
 from .scores import SCORES, Score
 from .selections import SELECTIONS, Selection
 
-# The choices that have options of their own. `per_head`, which two of them share, goes to both, and means the same.
+# `per_head` is an option of two parts: it goes to both, and means the same.
 PARTS = {
     "rows": (ROWS, Rows),
     "score": (SCORES, Score),
@@ -32,7 +32,7 @@ def as_part(kind: str, value):
 
 
 def to_plain(value):
-    """A field as JSON has it: a part becomes its name and options."""
+    """A field in JSON: a part becomes its name and options."""
     for registry, base in PARTS.values():
         if isinstance(value, base):
             fields = {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}

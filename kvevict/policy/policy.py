@@ -27,10 +27,10 @@ CARRIES = ("none", "sum", "keep", "max")
 class Policy:
     """An eviction policy.
 
-    rows           which queries observe: a name of `kvevict.ROWS` or a `Rows` with its options, e.g.
-                   `kvevict.ROWS["window"](16)`; None: the score's own
-    score          what a slot is worth: a name of `kvevict.SCORES` or a `Score` with its options
-    refine         what becomes of the score before slots are ranked: a name of `kvevict.REFINEMENTS` or an object
+    rows           the queries that observe: a name of `kvevict.ROWS` or a `Rows` with its options, e.g.
+                   `kvevict.ROWS["window"](16)`; None: the score's default
+    score          the importance of a slot: a name of `kvevict.SCORES` or a `Score` with its options
+    refine         a change of the score before slots are ranked: a name of `kvevict.REFINEMENTS` or an object
     budget         slots kept per kv head and layer on average, window and sinks included (int), or the fraction of
                    the tokens seen that is kept (float in (0, 1)); None: 512, or with a threshold no limit
     threshold      slots that score below this number are evicted, within the budget too; how many stay depends on the
@@ -44,25 +44,26 @@ class Policy:
     warmup_budget  B_warmup of the layers before W until the last chunk (TAKE eq. 8); None: METHODS' formula
     carry          the score at the next eviction of a slot that was kept before: "none": its score then, "sum": its
                    score then plus its earlier one, "max": the larger of both, "keep": its score when it was new;
-                   None: the score's own default (h2o, vatp: "sum"; others "none")
+                   None: the score's default (h2o, vatp: "sum"; kvzip, kvzip+, gate, compactor, lagkv: "keep"; others
+                   "none")
     decode         evict while decoding too, so that the cache never grows past budget + interval - 1; None: where it
                    is part of the score's method (streaming, h2o, tova; presets of CAOTE set it)
-    interval       decoded tokens between two evictions, with decode=True; None: the score's own: 1 where every token
+    interval       decoded tokens between two evictions, with decode=True; None: the score's default: 1 if every token
                    counts (streaming, h2o, tova), 128 (tri, rkv), 64 (random with redraw), or 16
-    keep_prompt    with decode=True: only what was decoded is cut, to `budget` slots of its own; the prompt's slots stay
-                   as they were chosen when it was read, so that the cache never grows past twice the budget +
-                   interval - 1. The next turn's read cuts all of it to the budget
+    keep_prompt    with decode=True: only decoded slots are cut, to `budget` slots; the prompt's slots stay as they were
+                   chosen when it was read, so that the cache never grows past twice the budget + interval - 1. The next
+                   turn's read cuts all of it to the budget
     layers         how the budget is split over layers: a name of `kvevict.LAYERS` or an object with its options
     heads          how a layer's slots are split over its heads: a name of `kvevict.HEADS` or an object, e.g.
                    `kvevict.HEADS["ada"](floor="max")`
-    select         which slots are taken by their scores: a name of `kvevict.SELECTIONS` or an object
+    select         how slots are selected by their scores: a name of `kvevict.SELECTIONS` or an object
     select_by_layer   (start, stop, select) for ranges of evicting layers that select otherwise; stop None: to the last
     keep_first     number of first tokens of a row that are never evicted, whatever their score: a system prompt,
                    learned tokens
     n_reuse        groups of this many layers use the slots that their first layer chooses (ChunkKV algorithm 3)
     tsp            the last decoder layer, from 0, that reads every token; the layers after it read each chunk's best
                    `tsp_len` (FastKV). "half": floor(L/2) - 1; None: all layers read all tokens
-    tsp_len        how many of a chunk's tokens these layers read (int), or which share of them (float in (0, 1))
+    tsp_len        how many of a chunk's tokens these layers read (int), or their share (float in (0, 1))
     progress       show a progress bar while a prompt is read
     diagnose       measure for `kvevict.report` how much of the observing rows' attention every eviction of a read
                    loses; takes about a tenth more time
@@ -138,7 +139,7 @@ class Policy:
     @classmethod
     def from_json(cls, text: str) -> "Policy":
         """The policy that `to_json` wrote. Raises ValueError for other text and for parts that are not registered, and
-        what `Policy(...)` raises for values of a wrong kind."""
+        the errors of `Policy(...)` for values of a wrong kind."""
         try:
             data = parsed(text)
         except (ValueError, TypeError) as error:
@@ -342,12 +343,12 @@ def build(policy, *, budget=None, chunk_size=None, **options) -> Policy:
         choices = {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy)}
     else:
         raise TypeError(f"policy must be a preset's name or a kvevict.Policy, got {type(policy).__name__}")
-    if isinstance(policy, Policy) and "score" in options:  # what came with the old one goes with it
+    if isinstance(policy, Policy) and "score" in options:  # the old score's defaults go with it
         old = policy.score
         own_choices = dict(decode=old.decodes, interval=old.own_interval, rows=old.rows, carry=old.carry)
         for name, own in own_choices.items():
             choices[name] = None if choices[name] == own else choices[name]
-    if options.get("decode") is False:  # what says how to decode goes with it
+    if options.get("decode") is False:  # the options of decoding go with it
         choices["interval"], choices["keep_prompt"] = None, False
     if budget is not None:
         choices["budget"] = budget

@@ -1,4 +1,4 @@
-"""The methods by their papers' names: each is a score and what else the paper chooses."""
+"""The methods by their papers' names: each is a score and the paper's other choices."""
 
 import inspect
 
@@ -14,14 +14,14 @@ PRESETS = Registry("policy")
 
 
 def preset(name: str, remark: str = "", **choices) -> None:
-    """Register a combination: fields of `Policy`, and in one line what it is where its score does not say so."""
+    """Register a combination: fields of `Policy`, and one line about it unless its score's docstring has it."""
     PRESETS.add(name)(choices)
     if remark:
         _remarks[name] = remark
 
 
 def describe(name: str) -> str:
-    """In one line what a preset is and where it comes from."""
+    """A preset's meaning and source, in one line."""
     choices = PRESETS.find(name)
     return _remarks.get(name) or inspect.getdoc(type(choices["score"])).splitlines()[0]
 

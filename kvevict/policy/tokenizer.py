@@ -1,4 +1,4 @@
-"""What of a policy depends on the model's tokenizer."""
+"""The options of a policy that depend on the model's tokenizer."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ from .scores import DIGITS
 
 
 def _open(policy) -> tuple:
-    """What waits for a tokenizer: (an instruction that is a text, or None; whether the score pools over digits)."""
+    """Options that wait for a tokenizer: (an instruction as text, or None; whether the score pools over digits)."""
     text = getattr(policy.rows, "instruction", None)
     return text if isinstance(text, str) else None, getattr(policy.score, "kernel", None) == "digits"
 
@@ -43,8 +43,8 @@ def _loaded(name: str, revision):
 
 
 def told(policy, tokenizer):
-    """The policy, with what depends on a tokenizer: the ids of an instruction that its rows have as a text
-    (rows="repeat"), and how many tokens hold as many digits as its score pools over (kernel="digits")."""
+    """The policy with its tokenizer's values: the ids of an instruction that its rows have as a text (rows="repeat"),
+    and the number of tokens that hold as many digits as its score pools over (kernel="digits")."""
     text, digits = _open(policy)
     if text is not None:
         rows = dataclasses.replace(policy.rows, instruction=tuple(ids_of(tokenizer, text)))
@@ -55,7 +55,7 @@ def told(policy, tokenizer):
 
 
 def holding(tokenizer, digits: int) -> int:
-    """The odd number of tokens that is nearest to what so many digits of a number take."""
+    """The odd number of tokens nearest to the number that so many digits take."""
     number = "3141592653589793238462643383279"
     tokens = len(ids_of(tokenizer, number)) / len(number) * digits
     return 2 * round((tokens - 1) / 2) + 1

@@ -1,9 +1,9 @@
 """How a layer's slots are split over its heads. One file per idea; the file registers it, and its fields are its
 options.
 
-A head budget sees the `Slots` of the layer, numbers that rank them fp32 [B, Hkv, C] and how many [B] it may keep in
-all, and returns int32 [B, Hkv] with that sum, no head below its protected slots or above those it has. run: so many
-tokens are selected together.
+A head budget gets the layer's `Slots`, the numbers that rank them, fp32 [B, Hkv, C], and the layer's total [B]. It
+returns each head's slots, int32 [B, Hkv] with that sum, at least the protected ones and at most all it has. run: number
+of tokens that are selected together.
 """
 
 import sys
@@ -29,15 +29,15 @@ class HeadBudget:
         raise NotImplementedError
 
     def reserve(self, slots, score, wanted, run=1):
-        """What a head must hold so that `keep` can split the survivors, now or for fewer slots, as it would all."""
+        """Slots each head must hold, so that `keep` splits the survivors, now or for fewer slots, as it would all."""
         return self.keep(slots, score, wanted, run)
 
 
 def order(slots, score, run=1, first=0, heads=None):
     """int64 [B, Hkv, C], larger is better and no two slots are equal: score descending, position ascending, head
     ascending (METHODS 8.5), NaN last; runs of a chunked selection stay together. Slots that do not compete, because
-    they are protected or not there, are LOWEST. Of several layers that compete: first, the number of this one's first
-    head among all `heads`."""
+    they are protected or not there, are LOWEST. If layers compete: first is the number of this layer's first head
+    among all `heads`."""
     bits = (score + 0.0).contiguous().view(torch.int32).long()  # -0 and 0 are equal
     rank = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits).masked_fill(score.isnan(), -(2**31))
     own = slots.n.shape[1]
@@ -50,7 +50,7 @@ def order(slots, score, run=1, first=0, heads=None):
 def best(key, wanted):
     """Whether a key [B, ..., C] is among the wanted[b] largest of its last dimension: bool, as key."""
     counts = wanted.clamp(1, key.shape[-1]).tolist()
-    # Not kthvalue, which on a GPU searches a row with one block.
+    # Not kthvalue: on a GPU it searches a row with one block.
     bars = [row.topk(k, sorted=False).values.amin(-1, keepdim=True) for row, k in zip(key, counts, strict=True)]
     return (key >= torch.stack(bars)) & (wanted > 0).view(-1, *[1] * (key.ndim - 1))
 
@@ -61,8 +61,8 @@ def winners(key, wanted):
 
 
 def above(slots, score, bar):
-    """int32 [B, Hkv] slots of each head that are protected or score at least bar [B], fp32; of a row whose bar is -inf
-    all that there are, NaN too."""
+    """int32 [B, Hkv] slots of each head that are protected or score at least bar [B], fp32. With a bar of -inf all
+    slots count, NaN too."""
     enough = score.nan_to_num(nan=-torch.inf) >= bar[:, None, None]
     return (slots.least + (enough & slots.competing).sum(-1)).to(torch.int32)
 

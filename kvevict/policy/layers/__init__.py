@@ -1,7 +1,7 @@
 """How the budget C = B*L*Hkv is split over layers. One file per idea; the file registers it, and its fields are its
 options.
 
-A layer budget gives shares; `layer_slots` makes whole slots of them, by METHODS section 4's rules for all.
+A layer budget gives shares; `layer_slots` rounds them to whole slots by the rules of METHODS section 4.
 """
 
 import sys
@@ -31,18 +31,18 @@ class LayerBudget:
         """Raise ValueError when the options do not fit each other or the policy."""
 
     def shares(self, policy, layers: int, tokens: int, measured=None) -> list:
-        """What each layer gets in proportion to the others, for a row that will have seen `tokens` tokens.
-        measured: the layers' mean errors over the row's earlier chunks, if there were any; of a cascade their
-        preferences, 0 where a layer was not read yet."""
+        """Each layer's share, relative to the others', for a row that will have seen `tokens` tokens. measured: the
+        layers' mean errors over the row's earlier chunks, if there were any; for a cascade their preferences, 0 for a
+        layer that was not read yet."""
         raise NotImplementedError
 
     def preference(self, slots, *quantities):
-        """Of a cascade: what a layer asks for in proportion to the others, by a chunk's attention: fp64 [B]."""
+        """For a cascade: a layer's share, relative to the others', by a chunk's attention: fp64 [B]."""
         raise NotImplementedError
 
     def keep(self, layers, scores, wanted) -> Sequence:
-        """Of one that pools: int32 [B, Hkv] slots that the heads of each of `layers`, their `Slots`, keep of wanted [B]
-        in all, by numbers [B, Hkv, C] of each."""
+        """For a budget that pools: per layer int32 [B, Hkv] slots that its heads keep, wanted [B] in all. layers: their
+        `Slots`; scores: the numbers [B, Hkv, C] of each."""
         raise NotImplementedError
 
     def learn(self, contexts: list) -> None:
@@ -52,7 +52,7 @@ class LayerBudget:
 def layer_slots(policy, layers: int, kv_heads: int, tokens: list, alive=None, measured=None):
     """int64 [layers, B] slots of every evicting layer, summed over its kv heads; each row sums to C, or to all alive.
 
-    tokens     per row what it will have seen at the prompt's end
+    tokens     per row, number of tokens it will have seen at the prompt's end
     alive      [layers, B] slots there are now, the most a layer can keep (a CPU tensor or an array); None: no limit
     measured   per row as in `LayerBudget.shares`
     """

@@ -17,14 +17,14 @@ class Tada(LayerBudget):
     """TADA (EDIE, eq. 12-18): slots in proportion to the layers' mean error over earlier contexts of the same task.
 
     task   names the history that is read and added to: `kvevict.history(task)`
-    cd     after which part of a layer the residual stream is compared: "attention", "layer", or "off": not at all
-    own    a prompt read chunk by chunk is split by its own earlier chunks as soon as there are any, and not by
+    cd     the residual stream is compared after this part of a layer: "attention", "layer", or "off": not at all
+    own    True: a prompt read chunk by chunk is split by its earlier chunks as soon as there are any, and not by
            earlier contexts
 
     A layer's error is the sum of its scores outside the window times the mean over the observing rows of
-    1 - cos(R, R + O): how far the layer rotates the residual stream. The first context of a task has uniform layers,
-    or, read chunk by chunk, those of its own earlier chunks. Every batch row from which slots are evicted is a
-    context: the mean over its chunks, which the next batch uses.
+    1 - cos(R, R + O): how far the layer rotates the residual stream. The first context of a task has uniform layers
+    or, read chunk by chunk, is split by its earlier chunks. Every batch row that loses slots is a context: the mean
+    over its chunks. The next batch uses it.
     """
 
     task: str = "default"
