@@ -1,20 +1,23 @@
 """One context, many questions: the context is read and evicted from once, and each question continues a fork of it."""
 
 import contextlib
+import inspect
 
 import torch
 
+from . import families
 from .compat import CACHE, cache_of
 from .engine.hook.installed import patch_of, using
 from .engine.measure import gates
 from .engine.slots.adopt import EvictionCache
+from .engine.slots.cache import EvictionLayer
 from .families import base_model, device_of, find_decoder, unwrapped
 from .patch import evicting
 from .policy.checks import PLENTY, count
 from .policy.policy import Policy, build
 from .policy.tokenizer import told
 from .prompts import frame, ids_of
-from .writing import Sampling, written
+from .writing import Sampling, padding, written
 
 
 def unasked(decoder) -> str:
@@ -50,7 +53,7 @@ def read(model, tokenizer, context, policy=None, **options):
 
 def answer(
     model, tokenizer, context, questions, policy=None, *, max_new_tokens=64, one_line=False, temperature=None,
-    top_p=1.0, sampling_seed=0, **options,
+    top_p=1.0, sampling_seed=0, batch_size=8, **options,
 ) -> list:  # fmt: skip
     """The answers to questions about a context that is read once: a list of texts.
 
@@ -65,11 +68,17 @@ def answer(
     temperature       None: greedy. Else tokens are drawn from softmax(logits / temperature), of the fewest likeliest
                       whose probabilities reach top_p; the same sampling_seed gives a question the same answer
 
+    batch_size        questions that are asked at once, at most; memory grows by a question and its answer each. Latents
+                      (MLA) and sliding windows of the context are copied for each, all else is shared. Questions of
+                      other lengths are asked apart where a layer has a sliding window, and all one by one where a layer
+                      has a state or positions have several axes
+
     What was kept of the context is shared by all questions. All tokens of a question and its answer are kept after it,
     so a fork's cache holds the policy's slots and theirs. Raises ValueError or TypeError for what cannot be read or
     asked.
     """
     count("max_new_tokens", max_new_tokens, 1)
+    count("batch_size", batch_size, 1)
     sampling = Sampling(temperature, top_p, sampling_seed)
     asked = [] if isinstance(questions, str) else list(questions)
     if isinstance(questions, str) or not all(isinstance(question, str) for question in asked):
@@ -86,7 +95,14 @@ def answer(
         raise TypeError(f"context must be a text or a cache that a patched model filled, got {type(context).__name__}")
     _check(model)
     with keeping_all(model, context):
-        return [_ask(model, tokenizer, context.fork(), each, max_new_tokens, one_line, sampling) for each in asked]
+        ids = [frame(tokenizer, f"\n\n{question}")[1] for question in asked]
+        answers = [""] * len(ids)
+        for batch in _batches(model, context, list(map(len, ids)), batch_size):
+            together = [ids[at] for at in batch]
+            texts = _ask(model, tokenizer, context.fork(), together, max_new_tokens, one_line, sampling)
+            for at, text in zip(batch, texts, strict=True):
+                answers[at] = text
+        return answers
 
 
 class Pipeline:
@@ -96,8 +112,8 @@ class Pipeline:
     pipe(context, question="Who is the captain?")["answer"]
     pipe(context, questions=["Who?", "Where?"])["answers"]
 
-    policy and options are as `kvevict.read` takes them and are checked here; `context` is a text or a cache, as
-    `kvevict.answer` takes it.
+    policy and options are as `kvevict.read` takes them and are checked here; `context`, a text or a cache, and what a
+    call takes besides (batch_size=, max_new_tokens=, ...) are as `kvevict.answer` takes them.
     """
 
     def __init__(self, model, tokenizer, policy=None, **options):
@@ -107,7 +123,7 @@ class Pipeline:
 
     def __call__(
         self, context, question=None, *, questions=None, max_new_tokens=64, one_line=False, temperature=None, top_p=1.0,
-        sampling_seed=0,
+        sampling_seed=0, batch_size=8,
     ) -> dict:  # fmt: skip
         if (question is None) == (questions is None):
             raise ValueError("give either question, a text, or questions, a list of texts")
@@ -115,7 +131,7 @@ class Pipeline:
         policy, options = (self.policy, self.options) if isinstance(context, str) else (None, {})
         answers = answer(
             self.model, self.tokenizer, context, asked, policy, max_new_tokens=max_new_tokens, one_line=one_line,
-            temperature=temperature, top_p=top_p, sampling_seed=sampling_seed, **options,
+            temperature=temperature, top_p=top_p, sampling_seed=sampling_seed, batch_size=batch_size, **options,
         )  # fmt: skip
         return dict(answer=answers[0]) if questions is None else dict(answers=answers)
 
@@ -157,13 +173,40 @@ def _check(model) -> None:
         raise ValueError("in training mode the model runs unpatched: call model.eval()")
 
 
+def _batches(model, cache, lengths, most: int) -> list:
+    """The questions that are asked together, as lists of their numbers: the nearest in length, at most `most`."""
+    decoder = find_decoder(model)
+    kinds, kept = set(families.layer_kinds(decoder.config)), [l for l in cache.layers if isinstance(l, EvictionLayer)]
+    one = all(layer.counts is None or len(layer.counts) == 1 for layer in kept)
+    if not one or families.axes(decoder) or not kinds <= {families.FULL_ATTENTION, families.SLIDING}:
+        most = 1
+    takes_positions = "position_ids" in inspect.signature(base_model(model).forward).parameters
+    pads = kinds == {families.FULL_ATTENTION} and takes_positions and not families.rope_depends_on_length(decoder)
+    batches: list = []
+    for at in sorted(range(len(lengths)), key=lengths.__getitem__):
+        last = batches[-1] if batches else []
+        if last and len(last) < most and (pads or lengths[last[0]] == lengths[at]):
+            last.append(at)
+        else:
+            batches.append([at])
+    return batches
+
+
 @torch.no_grad()
-def _ask(model, tokenizer, cache, question, max_new_tokens, one_line, sampling):
-    """Answer from a cache, to which the question and the answer are appended."""
-    _, ids, _ = frame(tokenizer, f"\n\n{question}")
-    inner = base_model(model)
-    ids = torch.tensor([ids], device=device_of(inner))
-    logits = inner(ids, **{CACHE: cache}, logits_to_keep=1, use_cache=True, return_dict=True).logits
-    tokens = written(inner, tokenizer, logits, cache, max_new_tokens, sampling.chooser(), one_line)
-    text = tokenizer.decode(tokens, skip_special_tokens=True).strip()
-    return text.partition("\n")[0] if one_line else text
+def _ask(model, tokenizer, cache, questions, max_new_tokens, one_line, sampling) -> list:
+    """Answers to questions, given as ids, from a cache of one row, which becomes one of a row per question, to which
+    question and answer are appended."""
+    inner, longest, mask = base_model(model), max(map(len, questions)), None
+    here, seen = device_of(inner), cache.get_seq_length()
+    ids = torch.tensor([[0] * (longest - len(each)) + each for each in questions], device=here)
+    if len(questions) > 1:
+        cache.batch_select_indices(torch.zeros(len(questions), dtype=torch.long))
+    if min(map(len, questions)) < longest:
+        new = [[1] * seen + [0] * (longest - len(each)) + [1] * len(each) for each in questions]
+        mask = torch.tensor(new, device=here)
+    known = dict(logits_to_keep=1, use_cache=True, return_dict=True) | padding(mask, longest)
+    logits = inner(ids, **{CACHE: cache}, **known).logits
+    choosers = [sampling.chooser() for _ in questions]
+    tokens = written(inner, tokenizer, logits, cache, max_new_tokens, choosers, one_line, mask)
+    texts = [tokenizer.decode(each, skip_special_tokens=True).strip() for each in tokens]
+    return [text.partition("\n")[0] for text in texts] if one_line else texts

@@ -313,7 +313,7 @@ def _write(model, tokenizer, logits, cache, asked) -> list:
         row = row.float().cpu()
         return int(row.argmax()) if asked.temperature is None else drawn(row, noise, asked.temperature)
 
-    return written(model, tokenizer, logits, cache, case.new_tokens, choose, case.one_line)
+    return written(model, tokenizer, logits, cache, case.new_tokens, [choose], case.one_line)[0]
 
 
 def _held(model) -> dict:

@@ -167,7 +167,7 @@ def test_a_fork_is_cropped():
 
 @pytest.mark.parametrize("method", ["beams", "left padding", "repeated"])
 def test_batches(method):
-    """Reordered rows, a question with padding and repeated rows: copied, and right."""
+    """Reordered rows, a question with padding and repeated rows are right."""
     net = kvevict.patch(model(), "adakv", budget=200, window=4)
     cache = read(net, 2)
     fork, plain, before = cache.fork(), copy.deepcopy(cache), held(cache)

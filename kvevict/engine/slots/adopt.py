@@ -31,8 +31,8 @@ class EvictionCache(DynamicCache):
         """A copy-on-write fork: one context, many questions, a fork for each.
 
         Stored slots are shared, not copied: a fork appends to a private suffix, and copies the shared slots only when
-        it must (to evict again, to crop, to reorder beams, to be saved). Latents and states are copied at once. Changes
-        on one side are never seen by the other. A fork can be forked, decoded in another thread, and outlives the cache
+        it must (to evict again, to crop, to be saved). Latents and states are copied at once. Changes on one side are
+        never seen by the other. A fork can be forked, decoded in another thread, and outlives the cache
         it came from.
         """
         twin = copy.copy(self)

@@ -8,23 +8,25 @@ import numpy as np
 import torch
 
 from ... import _ops
+from . import host
 from .storage import ROOM, Storage
 
 
 @dataclass
 class Fork:
     """A storage of two parts: a prefix, shared with other readers and never written to, and a private suffix with the
-    tokens that came since.
+    tokens that came since. Several batch rows may share one row of the prefix.
 
-    Callers that need all slots in one place (eviction, crop, another order of rows, saving) get a plain `Storage`.
+    Callers that need all slots in one place (eviction, crop, saving) get a plain `Storage`.
     """
 
     prefix: Storage
     suffix: tuple  # k, v [B * Hkv * room, D] and pos [B * Hkv * room], with `room` rows for every head
     room: int
     appended: int  # suffix rows in use, the same for every head
-    own_offset: torch.Tensor  # [B, Hkv] int64, first suffix row of each head
-    own_len: torch.Tensor  # [B, Hkv] int32, `appended` of each head
+    front: np.ndarray  # [B] how many of these are padding, the first ones; on the host
+    own_offset: torch.Tensor  # [B, Hkv] int64, first suffix row of each head after the padding
+    own_len: torch.Tensor  # [B, Hkv] int32, `appended` of each head without the padding
     counts: np.ndarray  # [B, Hkv] slots of prefix and suffix, on the host
     shared = True
 
@@ -41,10 +43,18 @@ class Fork:
     longest, live_bytes, padded_bytes = Storage.longest, Storage.live_bytes, Storage.padded_bytes
 
     def append(self, k, v, pos, first, padding, expected=0):
-        """As `Storage.append`. A suffix has no padding."""
-        if padding.any():
+        """As `Storage.append`. A suffix has padding only before its tokens."""
+        if (self.front[padding > 0] < self.appended).any():
             return self.copy_on_write().append(k, v, pos, first, padding, expected)
-        return self._longer(k, v, pos)
+        start, end = self.appended, self.appended + k.shape[2]
+        into = self._with_room(end - start)
+        for own, new in zip(into._columns(), (k, v, pos[:, None]), strict=True):
+            own[:, :, start:end] = new
+        grown = into._grown(end - start)
+        if not padding.any():
+            return grown
+        own = dict(own_offset=grown.own_offset + first[:, None], own_len=grown.own_len - first[:, None])
+        return replace(grown, **own, front=grown.front + padding, counts=grown.counts - padding[:, None])
 
     def keep(self, *what):
         """As `Storage.keep`; never in place, as the prefix is shared."""
@@ -64,12 +74,17 @@ class Fork:
         return self.copy_on_write().crop(count)
 
     def rows(self, chosen):
-        return self.gathered().rows(chosen)
+        """As `Storage.rows`; the prefix is shared, the suffix copied."""
+        at = chosen.tolist()
+        source = [own[chosen] for own in self._columns()]
+        own = dict(front=self.front[at], own_len=self.own_len[chosen], counts=self.counts[at])
+        into = replace(self, prefix=self.prefix.aliased(chosen), **own, own_offset=self._padded()[chosen], room=0)
+        return into._in_suffix(self.room, source)
 
     def copy_on_write(self):
         """A private plain storage with all slots."""
-        none = torch.zeros(len(self.counts), dtype=torch.int32, device=self.device)
-        return self.prefix.moved(self.prefix.grown(self.counts), None, self.counts, *self._appended(), none)
+        first = host.upload(self.front, self.device, torch.int32)
+        return self.prefix.moved(self.prefix.grown(self.counts), None, self.counts, *self._appended(), first)
 
     def gathered(self):
         """All slots in one place, for reading: the prefix itself while the suffix is empty."""
@@ -81,6 +96,7 @@ class Fork:
 
     def positions(self) -> list:
         fronts, own = self.prefix.positions(), self._appended()[2]
+        own = [more[padding:] for more, padding in zip(own, self.front, strict=True)]
         return [[torch.cat([head, more]) for head in row] for row, more in zip(fronts, own, strict=True)]
 
     def dense(self, name):
@@ -95,17 +111,13 @@ class Fork:
         k, v, pos = (t[:, :, : self.appended] for t in self._columns())
         return k, v, pos[:, 0].contiguous()
 
-    def _longer(self, k, v, pos):
-        """A fork with new columns in the suffix."""
-        start, end = self.appended, self.appended + k.shape[2]
-        into = self._with_room(end - start)
-        for own, new in zip(into._columns(), (k, v, pos[:, None]), strict=True):
-            own[:, :, start:end] = new
-        return into._grown(end - start)
+    def _padded(self):
+        """[B, Hkv] int64 rows of padding before each head's suffix."""
+        return self.own_offset - torch.arange(self.counts.size, device=self.device).view(self.counts.shape) * self.room
 
     def _grown(self, count):
         """A fork that counts `count` more columns, already written to the suffix."""
-        own = self.room, self.appended + count, self.own_offset, self.own_len + count
+        own = self.room, self.appended + count, self.front, self.own_offset, self.own_len + count
         return Fork(self.prefix, self.suffix, *own, self.counts + count)
 
     def _with_room(self, count):
@@ -113,12 +125,17 @@ class Fork:
         n = self.appended
         if n + count <= self.room:
             return self
-        room, heads = n + count + max((n + count) // 8, ROOM), self.counts.size
+        into = replace(self, own_offset=self._padded(), room=0)
+        return into._in_suffix(n + count + max((n + count) // 8, ROOM), self._columns())
+
+    def _in_suffix(self, room, columns):
+        """With the columns [B, Hkv, *, D] in use in a new suffix; here without one, `own_offset` being `_padded`."""
+        n, heads = self.appended, self.counts.size
         with torch.inference_mode(False):  # a suffix made in inference mode can be written to outside of it
             suffix = tuple(own.new_empty(heads * room, *own.shape[1:]) for own in self.suffix)
-            offset = torch.arange(heads, device=self.device).view(self.counts.shape) * room
+            offset = torch.arange(heads, device=self.device).view(self.counts.shape) * room + self.own_offset
         into = replace(self, suffix=suffix, room=room, own_offset=offset)
-        for new, own in zip(into._columns(), self._columns(), strict=True):
+        for new, own in zip(into._columns(), columns, strict=True):
             new[:, :, :n] = own[:, :, :n]
         return into
 
@@ -130,4 +147,4 @@ def fork(storage) -> Fork:
     storage.shared = True
     none = tuple(t.new_empty(0, *t.shape[1:]) for t in (storage.k, storage.v, storage.pos))
     own = torch.zeros_like(storage.offset), torch.zeros_like(storage.len)
-    return Fork(storage, none, 0, 0, *own, storage.counts)
+    return Fork(storage, none, 0, 0, np.zeros(len(storage.counts), np.int64), *own, storage.counts)

@@ -29,6 +29,7 @@ class Storage:
     capacity: np.ndarray = None  # type: ignore[assignment]  # [B, Hkv] on the host
     room: int = 0  # free rows of the fullest head
     shared: bool = False  # forks read the buffers, so the slots in them must not move
+    starts: np.ndarray | None = None  # `offset` on the host; None: heads lie one after the other, each in its capacity
 
     @classmethod
     def empty(cls, keys):
@@ -84,6 +85,12 @@ class Storage:
         at = chosen.tolist()
         source = replace(self, offset=self.offset[chosen], len=self.len[chosen], counts=self.counts[at])
         return source.moved(self.capacity[at])
+
+    def aliased(self, chosen):
+        """Batch rows chosen [N] in the same buffers, to be read only: a row that is named twice is stored once."""
+        at, starts = chosen.tolist(), _offsets(self.capacity) if self.starts is None else self.starts
+        rows = replace(self, offset=self.offset[chosen], len=self.len[chosen], counts=self.counts[at])
+        return replace(rows, capacity=self.capacity[at], starts=starts[at], room=0, shared=True)
 
     def moved(self, capacity, index=None, keep=None, *new):
         """New buffers with room for capacity [B, Hkv] that hold keep[b,h] slots `index`, or all slots."""
@@ -142,8 +149,8 @@ class Storage:
 
     def segments(self):
         """(b, h, slice of the flat buffers) of every head's slots."""
-        offsets, lens = _offsets(self.capacity).tolist(), self.counts.tolist()
-        for b, row in enumerate(offsets):
+        starts, lens = _offsets(self.capacity) if self.starts is None else self.starts, self.counts.tolist()
+        for b, row in enumerate(starts.tolist()):
             for h, start in enumerate(row):
                 yield b, h, slice(start, start + lens[b][h])
 
