@@ -9,8 +9,8 @@ import zoo
 from test_fork import held, same
 
 import kvevict
-from kvevict.engine.cache import EvictionLayer
-from kvevict.engine.fork import Fork
+from kvevict.engine.slots.cache import EvictionLayer
+from kvevict.engine.slots.fork import Fork
 
 CONTEXT = "The harbour opens at seven and the lantern is lit at nine; nobody in the town knows why. " * 2
 QUESTIONS = ["When?", "Why is the lantern lit?", "?", "Who knows it?", "When?", "Where is that?"]
