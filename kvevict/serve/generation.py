@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+from concurrent.futures import Future
+from types import SimpleNamespace
 
 import torch
-from transformers.cli.serving.utils import GenerateManager, GenerationState, _StreamError
+from transformers.cli.serving.utils import GenerateManager, GenerationState
 
 from ..answer import keeping_all, within_positions
 from ..compat import CACHE, cache_of
@@ -38,25 +40,25 @@ class Generation(GenerateManager):
     # -- what Transformers' handlers call, in the event loop --------------------------------------------------------
 
     def generate_streaming(self, model, processor, inputs, gen_config, request_id, response_parser=None):
-        call, loop, queue = CALL.get(), asyncio.get_running_loop(), asyncio.Queue()
+        call, loop, made = CALL.get(), asyncio.get_running_loop(), Future()
         prompt = self._prompt(call, gen_config)
-        streamer = Streamer(processor._tokenizer, loop, queue, response_parser=response_parser, call=call)
 
-        def run() -> None:
-            last = None
+        def write(**_) -> None:
             try:
-                self._write(call, prompt, gen_config, streamer)
-                return
+                self._write(call, prompt, gen_config, made.result())
             except Cancelled:
-                pass
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    loop.call_soon_threadsafe(queue.put_nowait, None)
             except Exception as error:
-                call.error, last = error, _StreamError(refused(error).message)
+                call.error = error
                 if refused(error).status == 500:
                     failed(error)
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(queue.put_nowait, last)
+                raise RuntimeError(refused(error).message) from None  # Transformers' manager puts it on the queue
 
-        self.submit(run)
+        writer = SimpleNamespace(generate=write)
+        queue, _ = super().generate_streaming(writer, processor, inputs, gen_config, request_id, response_parser)
+        streamer = Streamer(processor.backend_tokenizer, loop, queue, response_parser=response_parser, call=call)
+        made.set_result(streamer)
         return queue, streamer
 
     async def generate_non_streaming(self, model, processor, inputs, gen_config, request_id):
