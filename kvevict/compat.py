@@ -1,17 +1,42 @@
-"""Every branch on the Transformers version."""
+"""Every branch on the Transformers version, and every method of Transformers with an underscore that we stand in for.
+Free of Transformers until a function of it runs, so that counts need it not."""
 
 import inspect
 import sys
+import warnings
+from importlib import metadata
 
 import torch
-import transformers
 
-VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-if not (5, 4) <= VERSION < (5, 25):
-    raise ImportError(
-        f"kvevict needs transformers 5.4 to 5.24, found {transformers.__version__}; run: pip install -U "
-        "'transformers>=5.4,<5.25'"
-    )
+TESTED = (5, 4), (5, 24)  # the oldest version, below which nothing works, and the newest that the tests have run with
+OLDEST, NEWEST = (".".join(map(str, version)) for version in TESTED)
+
+
+def checked(found: str) -> tuple:
+    """(major, minor) of a version of Transformers. Raises ImportError for one that is too old, and warns of one that is
+    newer than the tested ones."""
+    version = tuple(int(part) for part in found.split(".")[:2])
+    if version < TESTED[0]:
+        raise ImportError(
+            f"kvevict needs transformers {OLDEST} or newer, found {found}; run: pip install -U 'transformers>={OLDEST}'"
+        )
+    if version > TESTED[1]:
+        warnings.warn(
+            f"kvevict is tested with transformers {OLDEST} to {NEWEST}, found {found}: it may fail, or answer wrong",
+            stacklevel=2,
+        )
+    return version
+
+
+def _installed() -> str:
+    """The version of Transformers, without its import; the newest tested one where it is not installed."""
+    try:
+        return metadata.version("transformers")
+    except metadata.PackageNotFoundError:
+        return NEWEST
+
+
+VERSION = checked(_installed())
 
 # crop(n) of a cache layer: up to 5.16 a positive n is the length to keep, later only "remove -n" is left.
 CROP_TAKES_LENGTH = VERSION < (5, 17)
@@ -63,7 +88,8 @@ def _init_continuous_batching(model, run, *args, **kwargs):
     )
 
 
-# Methods of a patched model that something stands in for: function(model, the method, *args, **kwargs).
+# Methods of a patched model that something stands in for: function(model, the method, *args, **kwargs). A model without
+# such a method is left as it is: its kind of decoding has then another entrance, or none.
 STAND_INS = {
     "_get_candidate_generator": _get_candidate_generator,
     "init_continuous_batching": _init_continuous_batching,
@@ -93,6 +119,8 @@ def apply_rotary(module, x, cos, sin):
 
 def keeps_state(kind) -> None:
     """Have Transformers look for a convolution's or a recurrent state in cache layers of this class."""
-    mixin = getattr(transformers.cache_utils, "LinearAttentionCacheLayerMixin", None)
+    from transformers import cache_utils
+
+    mixin = getattr(cache_utils, "LinearAttentionCacheLayerMixin", None)
     if mixin is not None:
         mixin.register(kind)

@@ -5,8 +5,6 @@ import inspect
 
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from transformers import cache_utils
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from . import compat
 
@@ -16,11 +14,10 @@ NOTHING = "nothing"  # an MLP alone, or a layer that reads another one's keys an
 FULL_ATTENTION_AND_STATE = "full attention and state"
 EVICTS = (FULL_ATTENTION, FULL_ATTENTION_AND_STATE)
 
-_KINDS = {DynamicLayer: FULL_ATTENTION, DynamicSlidingWindowLayer: SLIDING}
-for _name, _kind in (("LinearAttentionLayer", STATE), ("DummyLayer", NOTHING),
-                     ("LinearAttentionAndFullAttentionLayer", FULL_ATTENTION_AND_STATE)):  # fmt: skip
-    if hasattr(cache_utils, _name):
-        _KINDS[getattr(cache_utils, _name)] = _kind
+_KINDS = {  # Transformers' cache layers
+    "DynamicLayer": FULL_ATTENTION, "DynamicSlidingWindowLayer": SLIDING, "LinearAttentionLayer": STATE,
+    "DummyLayer": NOTHING, "LinearAttentionAndFullAttentionLayer": FULL_ATTENTION_AND_STATE,
+}  # fmt: skip
 
 LAYER_LISTS = ("layers", "h", "blocks")
 OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")  # of what attention gives
@@ -115,14 +112,18 @@ def _keeps_state(kind) -> bool:
 def layer_kinds(config) -> list:
     """What each decoder layer caches: one of EVICTS (we may evict), SLIDING or STATE (stays), or the name of a kind
     that we refuse. A window as long as the context counts as full attention."""
+    from transformers import cache_utils
+
     context = _get(config, "max_position_embeddings") or float("inf")
 
     def kind(layer):
-        if type(layer) is DynamicSlidingWindowLayer and layer.sliding_window >= context:
-            return FULL_ATTENTION
-        return _KINDS.get(type(layer), type(layer).__name__)
+        name = type(layer).__name__
+        if type(layer) is not getattr(cache_utils, name, None):
+            return name
+        found = _KINDS.get(name, name)
+        return FULL_ATTENTION if found == SLIDING and layer.sliding_window >= context else found
 
-    return [kind(layer) for layer in DynamicCache(config=config).layers]
+    return [kind(layer) for layer in cache_utils.DynamicCache(config=config).layers]
 
 
 def heads(decoder, kinds) -> tuple:

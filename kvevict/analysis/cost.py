@@ -19,6 +19,8 @@ from .shape import Shape
 from .slots import Layers
 from .work import decoding, work
 
+UNPATCHED = "unpatched"  # the run of the model as it is
+
 
 @dataclass(frozen=True)
 class Hardware:

@@ -4,8 +4,7 @@ import dataclasses
 
 from ..engine.measure.gates import inner_of
 from ..engine.measure.quantities.gate import Gate
-from ..gates.labels import SKIP
-from ..gates.training import LENGTH, LIMIT, held_out_of
+from ..gates.amount import LENGTH, LIMIT, SKIP, held_out_of
 from ..policy.checks import PLENTY
 from ..policy.policy import build
 from .cost import Hardware, plan

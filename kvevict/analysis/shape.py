@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 
 from .. import families, known
-from ..patch import check_model, find_decoder
 from ..policy.checks import one_of
 
 ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes
@@ -69,6 +68,8 @@ def shape_of(config, dtype: str = "auto") -> Shape:
 def _measured(config, names, kinds, dtype) -> Shape:
     """Of a text decoder's config; names: the model types that `kvevict.known` knows it by."""
     from transformers import AutoModelForCausalLM
+
+    from ..patch import check_model, find_decoder
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)

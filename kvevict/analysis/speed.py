@@ -6,9 +6,9 @@ import statistics
 import torch
 
 from ..patch import evicting
+from .cost import UNPATCHED
 from .run import measure
 
-UNPATCHED = "unpatched"
 # Largest difference of logits, relative to the largest logit: rounding of the dtype, summed in another order.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 

@@ -13,9 +13,9 @@ draft      tokens that the model drafts for itself: its passes, and the cut that
 """
 
 from ..engine.measure import quantities
-from ..engine.read.draft import FIRST_CUT
 from ..engine.read.schedule import follows, overfull, waits
 from ..policy.rows import Part
+from ..policy.rows.window import FirstWindow
 
 
 def pairs(rows: int, seen: int, window: int | None = None, causal: bool = True) -> int:
@@ -101,7 +101,7 @@ def _drafted(shape, policy, taken, batch) -> tuple:
     linear, weights = _linear(shape, batch)
     flops, moved = n_d * linear, n_d * weights
     for old, read, cut in zip(taken.stored, taken.read, taken.draft, strict=True):
-        n, window = old + read, min(read, FIRST_CUT.rows.window, max(1, int(cut) // 2))  # as the first cut has it
+        n, window = old + read, min(read, FirstWindow.window, max(1, int(cut) // 2))  # as the first cut has it
         first = _observed(shape, n, [Part(window, n, True, True)], 1, False)  # one pass of attention weights
         flops += batch * first[0] + pair * pairs(n_d, cut)
         moved += batch * first[1] + 2 * slot * cut + slot * pairs(n_d, cut)

@@ -28,7 +28,8 @@ def bench(parser, argv):
     args = parser.parse_args(argv)
     from tqdm import tqdm
 
-    from ..analysis.speed import UNPATCHED, alternate, check
+    from ..analysis.cost import UNPATCHED
+    from ..analysis.speed import alternate, check
     from ..policy.checks import count
 
     count("--repeat", args.repeat, 1)

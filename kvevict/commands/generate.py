@@ -21,8 +21,8 @@ def generate(parser, argv):
     add_budget(parser)
     parser.add_argument("--compare", action="store_true", help="also run the model unpatched")
     args = parser.parse_args(argv)
+    from ..analysis.cost import UNPATCHED
     from ..analysis.run import measure
-    from ..analysis.speed import UNPATCHED
     from ..families import device_of
 
     policies = build_policies([args.policy], args, progress=True)

@@ -18,21 +18,15 @@ def plan(parser, argv):
     parser.add_argument("--efficiency", type=float, help="share of both that is reached; default 0.7")
     parser.add_argument("--tflops64", type=float, help="peak TFLOP/s in float64, of gates' training; default: the same")
     args = parser.parse_args(argv)
-    from transformers import AutoConfig
-
-    from ..analysis.cost import Hardware
+    from ..analysis.cost import UNPATCHED, Hardware
     from ..analysis.cost import plan as cost
     from ..analysis.gates import gates
-    from ..analysis.shape import shape_of
-    from ..analysis.speed import UNPATCHED
-    from ..models import pretrained
 
     numbers = {name: getattr(args, name) for name in ("tflops", "bandwidth", "efficiency", "tflops64")}
     hardware = Hardware(**{name: value for name, value in numbers.items() if value is not None})
     policy = build_policies([args.policy], args)[args.policy]
-    read_shape = lambda name: shape_of(pretrained(AutoConfig, name), args.dtype)  # noqa: E731
-    shape, draft = read_shape(model_name(args)), args.draft_model and read_shape(args.draft_model)
-    context = getattr(pretrained(AutoConfig, model_name(args)).get_text_config(), "max_position_embeddings", None)
+    shape, context = _shape(model_name(args), args.dtype)
+    draft = args.draft_model and _shape(args.draft_model, args.dtype)[0]
     if context is not None and args.tokens + args.new_tokens > context:
         print(
             f"kvevict plan: {args.tokens} and {args.new_tokens} more tokens exceed the model's context of {context}: "
@@ -60,6 +54,28 @@ def plan(parser, argv):
         result["gates"] = gates(shape, policy.score.gates, hardware, context)
         print(_told(result["gates"]))
     return result
+
+
+def _shape(name: str, dtype: str) -> tuple:
+    """(`Shape`, context in tokens or None) of a model's config. Transformers is imported for a type that needs it."""
+    from ..analysis import plain
+    from ..models import check_there, pretrained
+
+    check_there(name)
+    found = plain.read(name, dtype)
+    if found is not None:
+        return found
+    try:
+        from transformers import AutoConfig
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{name}: its sizes are read with Transformers ({error}); install it, or give a folder whose config.json "
+            f"is of model_type {', '.join(plain.LAYOUTS)}, in full attention"
+        ) from None
+    from ..analysis.shape import shape_of
+
+    config = pretrained(AutoConfig, name)
+    return shape_of(config, dtype), getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def _told(gates) -> str:

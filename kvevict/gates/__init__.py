@@ -1,7 +1,20 @@
-"""Gates (METHODS section 9): trained functions of a token's hidden state that say what its slots will be worth."""
+"""Gates (METHODS section 9): trained functions of a token's hidden state that say what its slots will be worth. Each is
+imported when it is used."""
 
-from ..engine.measure.gates import Gates, load
-from .kvzap import convert
-from .training import train
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..engine.measure.gates import Gates, load
+    from .kvzap import convert
+    from .training import train
 
 __all__ = ["Gates", "convert", "load", "train"]
+_GATES = "..engine.measure.gates"
+_PLACES = {"Gates": _GATES, "load": _GATES, "convert": ".kvzap", "train": ".training"}
+
+
+def __getattr__(name):
+    if name in _PLACES:
+        return getattr(importlib.import_module(_PLACES[name], __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

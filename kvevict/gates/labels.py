@@ -7,8 +7,8 @@ import torch
 
 from .. import families
 from ..repeated import numbers
+from .amount import SKIP
 
-SKIP = 4  # first tokens of a piece, which are always kept and whose hidden states are unlike others'
 FLOOR = 1e-6  # of a number, before its logarithm is taken
 
 

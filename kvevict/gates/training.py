@@ -19,13 +19,13 @@ from ..patch import check_model, is_patched
 from ..policy.checks import at_least_0, count, one_of
 from ..processes import Processes
 from ..repeated import LABELS
+from .amount import LENGTH, LIMIT, SKIP, held_out_of
 from .fits import FITS
-from .labels import SKIP, each_layer, pieces
+from .labels import each_layer, pieces
 from .measure import measure
 
 CHECKPOINT = "checkpoint.pt"  # of the first process; "checkpoint.N.pt" of number N
 MINUTE = 60  # seconds between checkpoints
-LENGTH, LIMIT = 1500, 30_000  # tokens of a piece, and in all
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,6 @@ def train(
         made.about = processes.broadcast(made.about)
     run.checkpoint.unlink(missing_ok=True)
     return made
-
-
-def held_out_of(pieces: int) -> int:
-    """How many of the pieces are held out where nobody says."""
-    return -(-pieces // 8) if pieces > 1 else 0
 
 
 class Run:

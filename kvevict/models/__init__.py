@@ -14,14 +14,20 @@ def small_llama() -> str:
     return str(folder)
 
 
-def pretrained(kind, name: str, **options):
-    """`kind.from_pretrained` of a folder, a hub id, or a .gguf file, which Transformers' own loader reads. Raises
-    ValueError or OSError for what it cannot load."""
+def check_there(name: str) -> Path:
+    """The path that a model's name would be. Raises FileNotFoundError for a folder that is missing or not a model's."""
     path = Path(name)
     if path.suffix != ".gguf" and not path.exists() and (path.is_absolute() or name.startswith((".", "~"))):
         raise FileNotFoundError(f"there is no folder {name}; give the folder of a model, a .gguf file or a hub id")
     if path.is_dir() and not any((path / each).exists() for each in CONFIGS):
         raise FileNotFoundError(f"the folder {name} has no config.json, so it is not a model; give one, or a hub id")
+    return path
+
+
+def pretrained(kind, name: str, **options):
+    """`kind.from_pretrained` of a folder, a hub id, or a .gguf file, which Transformers' own loader reads. Raises
+    ValueError or OSError for what it cannot load."""
+    path = check_there(name)
     if path.suffix != ".gguf" or path.is_dir():
         try:
             return kind.from_pretrained(name, **options)

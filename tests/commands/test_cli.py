@@ -217,6 +217,7 @@ def test_ctrl_c_is_one_line(words, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("AutoConfig", "AutoModelForCausalLM"):
         monkeypatch.setattr(f"transformers.{name}.from_pretrained", stopped)
+    monkeypatch.setattr("kvevict.analysis.plain.read", stopped)
     assert main(words.split()) == 130
     assert capsys.readouterr().err == said
 

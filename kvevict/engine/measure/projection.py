@@ -1,7 +1,6 @@
 """The projection after attention, W_O, and the columns fed by each query head."""
 
 import torch
-from transformers.pytorch_utils import Conv1D
 
 from ... import _ops, families
 
@@ -38,6 +37,8 @@ def _gram(module, heads, values):
 def _matrix(projection, inputs, values):
     """fp32 [E, inputs]: a rank's part of the weights. If the projection is more than a matrix in memory (quantised,
     offloaded, with an adapter), its outputs for unit vectors."""
+    from transformers.pytorch_utils import Conv1D
+
     weight = getattr(projection, "weight", None)
     if type(projection) in (torch.nn.Linear, Conv1D) and not weight.is_meta:
         weight = weight.to_local() if hasattr(weight, "to_local") else weight

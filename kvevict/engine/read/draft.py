@@ -2,7 +2,7 @@
 few tokens, and the rows of these tokens then observe."""
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from ...compat import CACHE
 from ...context import enter
 from ...policy.policy import Policy
 from ...policy.rows.drafted import head
-from ...policy.rows.window import Window
+from ...policy.rows.window import FirstWindow
 from ..slots.adopt import StatefulLayer
 from ..slots.cache import EvictionLayer, fit
 from ..slots.latent import LatentLayer
@@ -22,19 +22,7 @@ from .choosers import Chooser
 from .layer_call import layer_call
 from .step import Step
 
-
-@dataclass(frozen=True)
-class _FirstWindow(Window):
-    """A window of at most half of a layer's budget, so that a small budget holds more than a window."""
-
-    def observe(self, call, past):
-        return call.chunk(self.window, self.protect(call))
-
-    def protect(self, call):
-        return (call.budget // 2).clamp(1, self.window)
-
-
-FIRST_CUT = Policy(score="snapkv", rows=_FirstWindow(), budget=2**30)
+FIRST_CUT = Policy(score="snapkv", rows=FirstWindow(), budget=2**30)
 
 
 class _DraftLayer(EvictionLayer):

@@ -84,3 +84,15 @@ class Window(Rows):
 
     def parts(self, rows, stored, appended, tokens):
         return [last(rows, self.window, stored)]
+
+
+@dataclass(frozen=True)
+class FirstWindow(Window):
+    """What observes in the cut over which a model drafts for itself: a window of at most half of what a layer keeps, so
+    that a small budget holds more than a window."""
+
+    def observe(self, call, past):
+        return call.chunk(self.window, self.protect(call))
+
+    def protect(self, call):
+        return (call.budget // 2).clamp(1, self.window)

@@ -1,0 +1,42 @@
+"""What can be said without Transformers: commands' output, and the costs of every preset."""
+
+import contextlib
+import io
+import json
+import sys
+
+COMMANDS = [
+    ["plan"], ["plan", "--policy", "gate", "--tokens", "1000"], ["plan", "--policy", "speckv", "--budget", "70"],
+    ["plan", "--policy", "laq", "--tokens", "900", "--budget", "200", "--chunk-size", "300"], ["policies"],
+    ["plan", "--policy", "tkae"], ["plan", "--model", "/nowhere"], ["--help"], ["plan", "--help"],
+]  # fmt: skip
+
+
+def counted() -> dict:
+    from kvevict import cli
+    from kvevict.analysis.cost import plan
+    from kvevict.analysis.shape import Shape
+    from kvevict.policy import PRESETS, build
+
+    shape = Shape(64, 192, 4, 2, 16, (None,) * 4, 9000, 9500, 6000, 15500, 2)
+    found: dict = {"commands": [], "presets": {}}
+    for argv in COMMANDS:
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                code = cli.main(argv)
+            except SystemExit as end:
+                code = end.code
+        found["commands"].append((argv, code, out.getvalue(), err.getvalue()))
+    for name in PRESETS:
+        try:
+            found["presets"][name] = plan(shape, build(name, budget=80), 500, new_tokens=5)
+        except ValueError as error:
+            found["presets"][name] = str(error)
+    return json.loads(json.dumps(found))
+
+
+if __name__ == "__main__":
+    result = counted()
+    assert "transformers" not in sys.modules
+    print(json.dumps(result))
