@@ -8,7 +8,7 @@ from importlib import metadata
 
 import torch
 
-TESTED = (5, 4), (5, 24)  # the oldest version, below which nothing works, and the newest that the tests have run with
+TESTED = (5, 4), (5, 24)  # the oldest version that works, and the newest that the tests have run with
 OLDEST, NEWEST = (".".join(map(str, version)) for version in TESTED)
 
 

@@ -1,6 +1,6 @@
 """The sizes of a model with Llama's layout, from its config.json alone: without Transformers, and without a model.
 
-What is not seen to be such a model, `read` leaves to `kvevict.analysis.shape`, with all of Transformers' checks.
+Any other model `read` leaves to `kvevict.analysis.shape`, with all of Transformers' checks.
 """
 
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ OTHERS = (
     "kv_lora_rank", "moe_intermediate_size", "num_experts", "num_kv_shared_layers", "per_layer_config",
     "quantization_config", "use_bidirectional_attention", "use_sliding_window",
 )  # fmt: skip
-WIDEST = 512  # dimensions of a head, of which the kernels take multiples of 8
+WIDEST = 512  # dimensions of a head; the kernels take multiples of 8
 # Kinds of rotary frequencies that do not depend on a prompt's length, with the numbers that they need.
 ROTARY = {
     "default": (), "linear": ("factor",), "yarn": ("factor",),

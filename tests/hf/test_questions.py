@@ -36,7 +36,7 @@ def rows_of(net):
 
 
 def stored(cache):
-    """What the layers hold that are evicted from."""
+    """Tensors of the layers that are evicted from."""
     own = [layer for layer in cache.layers if isinstance(layer, EvictionLayer)]
     return [[layer.keys, layer.values, layer.seen, layer.len.clone()] for layer in own]
 
@@ -85,7 +85,7 @@ def test_answers_are_those_of_one_at_a_time(net, family):
 
 
 def test_rows_end_apart():
-    """At tokens that end an answer, at the end of a line or at the last token; what is left goes on in fewer rows."""
+    """At tokens that end an answer, at the end of a line or at the last token; the other rows go on."""
     net, tokenizer = tiny.model(vocab_size=259), tiny.byte_tokenizer()
     cache = kvevict.read(net, tokenizer, CONTEXT, **OPTIONS)
     before = held(cache)

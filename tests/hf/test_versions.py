@@ -1,4 +1,4 @@
-"""Which versions of Transformers there may be: too old is an error, newer than the tested ones a warning, and
+"""Versions of Transformers: too old is an error, newer than the tested ones a warning, and
 without it counts and plans are the same."""
 
 import ast
@@ -27,7 +27,7 @@ NEWER = f"{compat.TESTED[1][0]}.{compat.TESTED[1][1] + 1}"
 
 @pytest.mark.quick
 def test_the_range_is_the_declared_one():
-    """The declared lowest versions and what README says are `TESTED`; a newer version can be installed."""
+    """The declared lowest versions and the range in README are `TESTED`; a newer version can be installed."""
     declared = pytest.importorskip("tomllib").loads((ROOT.parent / "pyproject.toml").read_text())["project"]
     (needed,) = (each for each in declared["dependencies"] if each.startswith("transformers"))
     assert re.match(r"transformers>=([\d.]+)", needed)[1] == compat.OLDEST

@@ -88,7 +88,7 @@ class Window(Rows):
 
 @dataclass(frozen=True)
 class FirstWindow(Window):
-    """What observes in the cut over which a model drafts for itself: a window of at most half of what a layer keeps, so
+    """Rows for the cut over which a model drafts for itself: a window of at most half of the slots of a layer, so
     that a small budget holds more than a window."""
 
     def observe(self, call, past):
