@@ -91,7 +91,7 @@ def _is_plain(config, layout) -> bool:
 
 
 def _is_size(value) -> bool:
-    return type(value) is int and value > 0
+    return type(value) is int and 0 < value < 2**31  # Transformers refuses larger ones, with its error
 
 
 def _is_rotary(rope) -> bool:
