@@ -215,4 +215,4 @@ def _needs_own(storage, step) -> bool:
         return False
     if step.patch.readers or step.patch.policy.layers.cascades:
         return True
-    return step.chooser is not None if step.decoding else storage.appended > 0
+    return step.chooser is not None if step.decoding else bool(storage.own.counts.any())

@@ -100,6 +100,12 @@ class Storage:
         """A storage with buffers that no fork reads, so that slots may be moved and overwritten there."""
         return self.moved(self.capacity) if self.shared else self
 
+    def followed_by(self, other):
+        """This storage with the slots of another one after its own, for which it has room."""
+        after = replace(self, offset=self.offset + self.len)
+        after._filled(other, None, other.counts)
+        return self._holding(self.len + other.len, self.counts + other.counts)
+
     def gathered(self):
         """All slots in one place, for reading."""
         return self
