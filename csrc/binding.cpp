@@ -57,8 +57,9 @@ void check(kv_compact &a, const Call &call) {
   call.check_slots(sizes::rows_dst, a.dst.offset, a.keep, 0);
   call.check_apart(sizes::rows_dst, a.dst.offset, a.keep, 0);
   const bool same_offsets = !call.on_cpu() || std::equal(a.src.offset, a.src.offset + heads, a.dst.offset);
+  const bool one_pool = a.src.k == a.dst.k && call.are_apart(a.dst.offset, nullptr, a.keep, a.src.offset, a.src.len);
   call.check_disjoint([=](const Arg &dst, const Arg &src) { /* k_dst may be k_src, and so on */
-                                                            return same_offsets &&
+                                                            return (same_offsets || one_pool) &&
                                                                    dst.at - offsetof(kv_compact, dst) ==
                                                                        src.at - offsetof(kv_compact, src);
   });
@@ -71,7 +72,13 @@ void check(kv_decode &a, const Call &call) {
   if (!none) call.check_slots(sizes::rows_prefix, a.prefix.offset, a.prefix.len, 0);
   call.check_slots(sizes::rows, a.slots.offset, a.slots.len, 1);
   call.check_apart(sizes::rows, a.slots.offset, a.slots.len, 1);
-  call.check_disjoint([](const Arg &, const Arg &) { return false; });
+  const bool one_pool = !none && a.prefix.k == a.slots.k &&
+                        call.are_apart(a.slots.offset, a.slots.len, nullptr, a.prefix.offset, a.prefix.len);
+  call.check_disjoint([=](const Arg &slots, const Arg &prefix) { /* k_slots may be k_prefix, v_slots v_prefix */
+                                                                 return one_pool &&
+                                                                        slots.at - offsetof(kv_decode, slots) ==
+                                                                            prefix.at - offsetof(kv_decode, prefix);
+  });
 }
 
 /* An op as torch calls it: the arguments lie on the stack, and the results take their place. */

@@ -204,7 +204,8 @@ typedef struct {
 } kv_select;
 
 /* Moves the chosen slots of [src | new] into dst, in order. dst may be src (same buffers, same offsets): with an
- * ascending index no slot is read after it was overwritten. */
+ * ascending index no slot is read after it was overwritten. At other offsets of the same buffers, no row of dst may be
+ * one of src. */
 typedef struct {
   kv_dtype dtype;
   int64_t B, Hkv, S, D, K;
@@ -223,9 +224,9 @@ typedef struct {
   float scale, softcap;
   const void *q; /* [B, H, 1, D] dtype */
   int64_t q_stride[3];
-  kv_new chunk;       /* S = 1; first unused */
-  kv_slots slots;     /* written at offset + len */
-  kv_slots prefix;    /* slots before these, only read, in buffers of their own; pos unused. All NULL: none */
+  kv_new chunk;    /* S = 1; first unused */
+  kv_slots slots;  /* written at offset + len */
+  kv_slots prefix; /* slots before these, only read, none of them a row that is written; pos unused. All NULL: none */
   const float *sinks; /* [H] or NULL */
   void *out;          /* [B, 1, H, D] dtype */
   float *lse;         /* [B, H, 1] */

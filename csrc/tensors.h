@@ -210,6 +210,30 @@ class Call {
     }
   }
 
+  /* Whether written rows of a buffer, `count` (NULL: 1) from offset + after on of each head (after NULL: 0), lie apart
+   * from those that are read, other_len from other_offset on of each head. Not looked at on a GPU. */
+  bool are_apart(const int64_t *offset, const int32_t *after, const int32_t *count, const int64_t *other_offset,
+                 const int32_t *other_len) const {
+    struct Range {
+      int64_t begin, end;
+      bool written;
+    };
+    const int64_t heads = on_cpu() ? size(sizes::B) * size(sizes::Hkv) : 0;
+    std::vector<Range> ranges;
+    for (int64_t i = 0; i < heads; i++) {
+      const int64_t begin = offset[i] + (after ? after[i] : 0), written = count ? count[i] : 1;
+      if (written > 0) ranges.push_back({begin, begin + written, true});
+      if (other_len[i] > 0) ranges.push_back({other_offset[i], other_offset[i] + other_len[i], false});
+    }
+    std::sort(ranges.begin(), ranges.end(), [](const Range &x, const Range &y) { return x.begin < y.begin; });
+    int64_t ends[2] = {0, 0}; /* of ranges that are read, and written */
+    for (const Range &x : ranges) {
+      if (x.begin < ends[!x.written]) return false;
+      ends[x.written] = std::max(ends[x.written], x.end);
+    }
+    return true;
+  }
+
   /* What is written may not lie in any other argument's memory, but where may_share(written, other). */
   template <typename MayShare>
   void check_disjoint(MayShare may_share) const {

@@ -188,7 +188,7 @@ WRONG = {
     "len shape": lambda p: {"len": i32([3, 4])},
     "half a prefix": lambda p: {"k_prefix": p["k_slots"].clone()},
     "prefix past its buffer": lambda p: forked({**p, "offset": p["offset"] + 10**6, "len": p["len"] * 0}),
-    "prefix in the slots": lambda p: {**forked(p), "k_prefix": p["k_slots"]},
+    "prefix in the slots": lambda p: {**forked(p), "k_prefix": p["k_slots"], "prefix_len": p["len"] + 1},
     "columns under those of the prefix too": lambda p: {**forked(p), "columns": int(p["len"].max())},
 }
 
