@@ -59,6 +59,8 @@ class EvictionLayer(CacheLayerMixin):
     keys = property(lambda self: self.storage.dense("k"))  # copies [B, Hkv, longest, D], zeros after shorter heads
     values = property(lambda self: self.storage.dense("v"))
 
+    pool = None  # the kvevict.engine.slots.pool.Pool that the slots lie in
+
     def __init__(self):
         self.is_initialized = False
         self.storage = Storage()  # or a `Fork`
@@ -87,7 +89,7 @@ class EvictionLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states, value_states=None) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.storage = Storage.empty(key_states)
+        self.storage = Storage.empty(key_states, self.pool)
         self.seen = torch.zeros(len(key_states), dtype=torch.int32, device=self.device)
         self.is_initialized = True
 

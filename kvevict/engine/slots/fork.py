@@ -55,6 +55,12 @@ class Fork:
         """As `Storage.rows`; the prefix is shared."""
         return Fork(self.prefix.aliased(chosen), self.own.rows(chosen))
 
+    @classmethod
+    def joined(cls, storages):
+        """The batch rows of storages and forks: as `Storage.joined`."""
+        forks = [each if isinstance(each, Fork) else _without_prefix(each) for each in storages]
+        return cls(*(Storage.joined([getattr(each, part) for each in forks]) for part in ("prefix", "own")))
+
     def copy_on_write(self):
         """A private plain storage with all slots."""
         return self.prefix.moved(self.prefix.grown(self.counts)).followed_by(self.own)
@@ -72,6 +78,17 @@ class Fork:
 
     def dense(self, name):
         return self.gathered().dense(name)
+
+
+def _without_prefix(storage) -> Fork:
+    none = 0 * storage.counts
+    prefix = replace(storage, len=0 * storage.len, counts=none, capacity=none, starts=none, room=0, shared=True)
+    return Fork(prefix, storage)
+
+
+def joined(storages):
+    """The batch rows of all storages, in one."""
+    return (Fork if any(isinstance(each, Fork) for each in storages) else Storage).joined(storages)
 
 
 def fork(storage) -> Fork:

@@ -7,6 +7,7 @@ import torch
 
 from ... import _ops
 from . import host
+from .pool import Pool
 
 ROOM = 64  # free rows per head after an eviction, so that decoding appends without moving anything
 
@@ -30,13 +31,38 @@ class Storage:
     room: int = 0  # free rows of the fullest head
     shared: bool = False  # forks read the buffers, so the slots in them must not move
     starts: np.ndarray | None = None  # `offset` on the host; None: heads lie one after the other, each in its capacity
+    pool: Pool | None = None  # lends the rows that the slots need next; None: they lie in buffers of their own
+    regions: tuple = ()  # the `Region` of each batch row; none outside a pool
 
     @classmethod
-    def empty(cls, keys):
+    def empty(cls, keys, pool=None):
         """An empty storage for keys [B, Hkv, *, D] of the same shape, dtype and device as these."""
         batch, heads, _, dim = keys.shape
-        flat = keys.new_empty(0, dim)
-        return cls.packed(flat, flat.clone(), flat.new_empty(0, dtype=torch.int32), np.zeros((batch, heads), np.int64))
+        flat, none = keys.new_empty(0, dim), np.zeros((batch, heads), np.int64)
+        return replace(cls.packed(flat, flat.clone(), flat.new_empty(0, dtype=torch.int32), none), pool=pool)
+
+    @classmethod
+    def joined(cls, storages):
+        """The batch rows of all storages: where they lie, if that is one pool, else moved into one place."""
+        first = storages[0]
+        counts = np.concatenate([each.counts for each in storages])
+        capacity = np.concatenate([each.capacity for each in storages])
+        if any(each.k is not first.k for each in storages):
+            into, row = first._blank(capacity), 0
+            for each in storages:
+                mine = slice(row, row + len(each.counts))
+                to = replace(into, offset=into.offset[mine], capacity=capacity[mine])
+                to._filled(each, None, each.counts)
+                row += len(each.counts)
+            return into._holding(torch.cat([each.len for each in storages]), counts)
+        rows = replace(first, offset=torch.cat([each.offset for each in storages]), capacity=capacity)
+        rows = replace(rows, starts=np.concatenate([each.host_offset() for each in storages]))
+        rows = replace(rows, regions=sum((each.regions for each in storages), ()))
+        rows.shared = any(each.shared for each in storages)
+        return rows._holding(torch.cat([each.len for each in storages]), counts)
+
+    def __reduce_ex__(self, protocol):
+        return object.__reduce_ex__(self._alone(), protocol)
 
     @classmethod
     def packed(cls, k, v, pos, counts):
@@ -73,7 +99,7 @@ class Storage:
         into = self if self.room else self.moved(self.grown(self.counts, expected))
         result = _ops.decode(q, k, v, pos, into.k, into.v, into.pos, into.offset, into.len, **options)
         more = into.len + 1, into.counts + 1, into.capacity, into.room - 1, into.shared
-        return result, Storage(into.k, into.v, into.pos, into.offset, *more)
+        return result, Storage(into.k, into.v, into.pos, into.offset, *more, into.starts, into.pool, into.regions)
 
     def crop(self, count: int):
         """A storage without the last `count` slots of every head."""
@@ -81,16 +107,22 @@ class Storage:
         return own._holding((own.len - count).clamp_min(0), np.maximum(own.counts - count, 0))
 
     def rows(self, chosen):
-        """A storage with batch rows chosen [N], in any order, repeats allowed."""
+        """A storage with batch rows chosen [N], in any order, repeats allowed. Rows of a pool stay where they are,
+        unless they are repeated; so do at least half of the rows of other buffers."""
         at = chosen.tolist()
-        source = replace(self, offset=self.offset[chosen], len=self.len[chosen], counts=self.counts[at])
-        return source.moved(self.capacity[at])
+        rows = self._at(chosen, at)
+        stays = len(set(at)) == len(at) and not self.shared and (self.regions or 2 * len(at) >= len(self.counts))
+        return rows._holding(rows.len, rows.counts) if stays else rows.moved(rows.capacity)
 
     def aliased(self, chosen):
         """Batch rows chosen [N] in the same buffers, to be read only: a row that is named twice is stored once."""
-        at, starts = chosen.tolist(), _offsets(self.capacity) if self.starts is None else self.starts
+        return replace(self._at(chosen, chosen.tolist()), room=0, shared=True)
+
+    def _at(self, chosen, at):
+        """Batch rows chosen [N], the list `at` on the host, in the same buffers."""
         rows = replace(self, offset=self.offset[chosen], len=self.len[chosen], counts=self.counts[at])
-        return replace(rows, capacity=self.capacity[at], starts=starts[at], room=0, shared=True)
+        regions = tuple(self.regions[row] for row in at) if self.regions else ()
+        return replace(rows, capacity=self.capacity[at], starts=self.host_offset()[at], regions=regions)
 
     def moved(self, capacity, index=None, keep=None, *new):
         """New buffers with room for capacity [B, Hkv] that hold keep[b,h] slots `index`, or all slots."""
@@ -117,8 +149,15 @@ class Storage:
     def _blank(self, capacity):
         """New, empty buffers of a capacity."""
         rows = int(capacity.sum())
+        region = None if self.pool is None else self.pool.lend(rows, self)
+        if region is not None:
+            blank = _laid_out(Storage(*region.buffers), capacity, region.start)
+            return replace(
+                blank, starts=region.start + _offsets(capacity), pool=self.pool, regions=(region,) * len(capacity)
+            )
         with torch.inference_mode(False):  # a cache filled in inference mode can be written to outside of it
-            return _laid_out(Storage(*(t.new_empty(rows, *t.shape[1:]) for t in (self.k, self.v, self.pos))), capacity)
+            flat = Storage(*(t.new_empty(rows, *t.shape[1:]) for t in (self.k, self.v, self.pos)), pool=self.pool)
+        return _laid_out(flat, capacity)
 
     def _filled(self, source, index, counts, *new):
         """These buffers with counts [B, Hkv] slots `index` (None: the first ones) of [source | new]."""
@@ -130,6 +169,10 @@ class Storage:
         length = host.upload(counts, self.device, torch.int32)
         _ops.compact(*held, *new, index, length, self.k, self.v, self.pos, self.offset)
         return self._holding(length, counts)
+
+    def _alone(self):
+        """These slots outside the pool, for a copy or a file of the storage."""
+        return replace(self, pool=None).moved(self.capacity) if self.regions else self
 
     def _holding(self, length, counts):
         room = int((self.capacity - counts).min()) if counts.size else 0
@@ -150,13 +193,20 @@ class Storage:
         return 2 * self.k.element_size() * self.k.shape[1] * self.counts.size * self.longest()
 
     def tensors(self) -> tuple:
-        """All tensors that take up memory."""
-        return () if self.k is None else (self.k, self.v, self.pos, self.offset, self.len)
+        """All tensors that take up memory; of a pool as many rows as are lent."""
+        if self.k is None:
+            return ()
+        lent = sum(region.rows for region in set(self.regions)) if self.regions else None
+        return self.k[:lent], self.v[:lent], self.pos[:lent], self.offset, self.len
+
+    def host_offset(self):
+        """`offset` on the host."""
+        return _offsets(self.capacity) if self.starts is None else self.starts
 
     def segments(self):
         """(b, h, slice of the flat buffers) of every head's slots."""
-        starts, lens = _offsets(self.capacity) if self.starts is None else self.starts, self.counts.tolist()
-        for b, row in enumerate(starts.tolist()):
+        lens = self.counts.tolist()
+        for b, row in enumerate(self.host_offset().tolist()):
             for h, start in enumerate(row):
                 yield b, h, slice(start, start + lens[b][h])
 
@@ -178,11 +228,11 @@ class Storage:
         return dense
 
 
-def _laid_out(storage, capacity):
-    """Heads lie one after the other."""
-    return replace(storage, capacity=capacity, offset=host.upload(_offsets(capacity), storage.device))
+def _laid_out(storage, capacity, start=0):
+    """Heads lie one after the other, from row `start` on."""
+    return replace(storage, capacity=capacity, offset=host.upload(start + _offsets(capacity), storage.device))
 
 
 def _offsets(capacity):
-    """`offset` on the host."""
+    """First row of each head, where heads lie one after the other."""
     return (capacity.cumsum() - capacity.ravel()).reshape(capacity.shape)

@@ -1,0 +1,54 @@
+"""Sequences that decode together, one token of each in a step of the model. They join and leave between steps."""
+
+import torch
+
+from . import families
+from .compat import CACHE
+from .engine.slots.joining import Pools, join, next_positions, obstacle, part
+from .families import base_model, device_of, find_decoder
+
+__all__ = ["Batch", "Pools"]
+
+
+class Batch:
+    """The running sequences of a patched model: `rows`, in the order of the logits of a step.
+
+    A row is any object of the caller's that stands for a sequence. Caches that come from one `Pools` join and leave
+    without a copy; others are copied once when they join. Slots, budgets and evictions of a row are those that it has
+    alone; logits are equal up to rounding.
+    """
+
+    def __init__(self, model):
+        self.model, self.rows, self.cache = base_model(model), [], None
+
+    def add(self, row, cache) -> None:
+        """Let a sequence decode in the next steps. `cache`: what was read of it; it is the batch's from here on.
+
+        Raises ValueError for a cache that cannot share a step with the others (`joins` tells before).
+        """
+        decoder = find_decoder(self.model)
+        if self.rows and (families.axes(decoder) or families.rope_depends_on_length(decoder)):
+            raise ValueError("positions of this model depend on the whole batch: decode one sequence at a time")
+        self.cache = join([self.cache, cache] if self.rows else [cache]) if self.rows or not obstacle(cache) else cache
+        self.rows.append(row)
+
+    def remove(self, row):
+        """Take a sequence out; returns its cache, to go on with alone or in another batch."""
+        at = self.rows.index(row)
+        rest = [other for other in range(len(self.rows)) if other != at]
+        whole, self.cache = self.cache, None
+        del self.rows[at]
+        if not rest:
+            return whole
+        self.cache = part(whole, rest)
+        return part(whole, [at])
+
+    @torch.no_grad()
+    def step(self, tokens) -> torch.Tensor:
+        """Logits [B, vocabulary] after one more token of each row: a list of ids."""
+        if len(tokens) != len(self.rows):
+            raise ValueError(f"tokens has {len(tokens)} ids, expected {len(self.rows)}: one for each row")
+        ids = torch.tensor(tokens, device=device_of(self.model))[:, None]
+        place = {} if len(tokens) == 1 else dict(position_ids=next_positions(self.cache)[:, None])
+        out = self.model(ids, **{CACHE: self.cache}, **place, use_cache=True, return_dict=True)
+        return out.logits[:, -1]

@@ -1,0 +1,137 @@
+"""Caches of several sequences that decode together: made in pools, joined to one cache, and parted again. Joining and
+parting move no slot of a pool."""
+
+import copy
+
+import numpy as np
+import torch
+from transformers.cache_utils import DynamicCache
+
+from ... import families
+from .adopt import EvictionCache, adopt
+from .cache import EvictionLayer
+from .carried import of_layer, wide
+from .fork import joined
+from .latent import LatentLayer
+from .pool import Pool
+
+
+class Pools:
+    """A pool for each layer of a decoder that evicts, of `rows` slots over all heads."""
+
+    def __init__(self, decoder, rows: int):
+        self.config, self.kinds = decoder.config, families.layer_kinds(decoder.config)
+        self.of = {index: Pool(rows) for index, kind in enumerate(self.kinds) if kind in families.EVICTS}
+
+    def cache(self) -> DynamicCache:
+        """An empty cache whose slots will lie in the pools."""
+        cache = DynamicCache(config=self.config)
+        adopt(cache, self.kinds, self.config)
+        for index, pool in self.of.items():
+            cache.layers[index].pool = pool
+        return cache
+
+    def left(self) -> int:
+        """Free rows of the fullest pool."""
+        return min(pool.left() for pool in self.of.values())
+
+
+def obstacle(cache) -> str | None:
+    """Why the rows of a cache cannot decode beside those of other caches; None: they can."""
+    for layer in cache.layers:
+        if type(layer) not in (EvictionLayer, LatentLayer):
+            return f"a {type(layer).__name__}, whose rows have one length in common"
+    if cache.ranks.size > 1:
+        return "heads on several devices"
+    if cache.record_past:
+        return "tokens that may be taken back (assisted decoding)"
+    return None
+
+
+def unlike(one, other) -> str | None:
+    """The property in which two caches differ that rows of one batch must share; None: none."""
+    if one.owner.model() is not other.owner.model():
+        return "model"
+    if one.policy is not other.policy and one.policy != other.policy:
+        return "policy"
+    for mine, yours in zip(one.layers, other.layers, strict=True):
+        if (mine.dtype, mine.device) != (yours.dtype, yours.device):
+            return "dtype or device"
+        if (mine.moments is None) != (yours.moments is None):
+            return "moments"
+        rows = [None if each is None else each.shape[1:] for each in (mine.decode_queries, yours.decode_queries)]
+        if rows[0] != rows[1]:
+            return "number of remembered queries"
+    return None
+
+
+def join(caches) -> EvictionCache:
+    """One cache with the batch rows of all, which go on in it: the single caches may not be used any more.
+
+    Raises ValueError for caches that cannot share a step.
+    """
+    first = caches[0]
+    for cache in caches:
+        if not cache.layers or not cache.layers[0].is_initialized:
+            raise ValueError("a cache is empty: read the prompt first")
+        reason = obstacle(cache)
+        if reason is not None:
+            raise ValueError(f"a cache has {reason}: decode it alone")
+        differs = unlike(first, cache)
+        if differs is not None:
+            raise ValueError(f"two caches differ in their {differs}: decode them in batches of their own")
+    whole = copy.copy(first)
+    whole.next_position = torch.cat([next_positions(cache) for cache in caches])
+    whole.layers = [_joined(layers) for layers in zip(*(cache.layers for cache in caches), strict=True)]
+    whole.packed, whole.meter = (), None
+    return whole
+
+
+def part(cache, rows) -> EvictionCache:
+    """A cache with the batch rows of these numbers. They go on in it, and may not be decoded in the old one."""
+    apart = copy.copy(cache)
+    apart.layers = [copy.copy(layer) for layer in cache.layers]
+    apart.batch_select_indices(torch.tensor(rows, dtype=torch.long))
+    seen = apart.layers[0].seen.tolist()
+    for layer in apart.layers:
+        layer.columns = max(seen)
+    if len(set(seen)) == 1:
+        apart.next_position = None
+    return apart
+
+
+def next_positions(cache):
+    """[B] int64 positions of the rows' next tokens."""
+    if cache.next_position is not None:
+        return cache.next_position
+    return cache.layers[0].seen.long()
+
+
+def _joined(layers):
+    """The rows of one layer of several caches. The columns of a shorter row count as padding at its left."""
+    first = layers[0]
+    whole = copy.copy(first)
+    whole.storage = joined([layer.storage for layer in layers])
+    whole.columns = max(layer.columns for layer in layers)
+    whole.removable = min(layer.removable for layer in layers)
+    whole.expected = max(layer.expected for layer in layers)
+    whole.seen = torch.cat([layer.seen for layer in layers])
+    whole.budget = None if first.budget is None else np.concatenate([layer.budget for layer in layers])
+    if any(layer.prompt is not None for layer in layers):
+        prompts = [layer.counts if layer.prompt is None else layer.prompt for layer in layers]
+        whole.prompt = np.concatenate(prompts)
+    for name in ("moments", "decode_queries"):
+        values = [getattr(layer, name) for layer in layers]
+        setattr(whole, name, None if values[0] is None else torch.cat(values))
+    whole.carry = None
+    if any(layer.carry is not None for layer in layers):
+        width = whole.longest()
+        whole.carry = of_layer(torch.cat([_carried(layer, width) for layer in layers]), whole)
+    return whole
+
+
+def _carried(layer, width):
+    """A layer's carried numbers [B, Hkv, width], NaN where a slot has none."""
+    if layer.carry is None:
+        return torch.full((*layer.counts.shape, width), torch.nan, device=layer.device)
+    return wide(layer.carry, width)[..., :width]

@@ -1,0 +1,183 @@
+"""Sequences that decode together: each goes on as it would alone, whoever joins, leaves or is cut beside it."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from test_turns import ids
+from tiny import relative, shared
+
+import kvevict
+from kvevict import _ops
+from kvevict.batch import Batch, Pools
+from kvevict.engine.read.budgets import places
+from kvevict.engine.slots.cache import EvictionLayer
+from kvevict.families import find_decoder
+
+# name -> (family, policy, options)
+CASES = {
+    "snapkv": ("llama", "snapkv", dict(budget=10, window=4)),
+    "adakv": ("llama", "adakv", dict(budget=10, window=4)),
+    "h2o": ("llama", "h2o", dict(budget=10)),
+    "tova": ("llama", "tova", dict(budget=10)),
+    "take+edie": ("llama", "take+edie", dict(budget=16, probe=6, chunk_size=16)),
+    "newest": ("llama", "streaming", dict(budget=10)),
+    "prompt kept": ("llama", "tova", dict(budget=10, interval=3, keep_prompt=True)),
+    "kvzip": ("llama", "kvzip", dict(budget=10)),
+    "keeps all": ("llama", "snapkv", dict(budget=4096)),
+    "latents": ("deepseek_v3", "snapkv", dict(budget=10, window=4)),
+    "latents, h2o": ("deepseek_v3", "h2o", dict(budget=10)),
+}
+LENGTHS = (60, 23, 41, 9)
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+def read(net, pools, length, seed):
+    return net(
+        ids(1, length, seed), past_key_values=None if pools is None else pools.cache(), logits_to_keep=1
+    ).past_key_values
+
+
+def alone(net, cache, token):
+    return net(torch.tensor([[token]]), past_key_values=cache).logits[0, -1]
+
+
+def same_slots(batch, row, cache):
+    """The positions that a row of a batch holds are those of its twin."""
+    at = batch.rows.index(row)
+    for mine, other in zip(batch.cache.layers, cache.layers, strict=True):
+        if isinstance(other, EvictionLayer):
+            assert places(mine, False)[at] == places(other, False)[0]
+
+
+@pytest.mark.quick(case="take+edie")
+@pytest.mark.parametrize("pooled", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_each_goes_on_as_alone(case, pooled):
+    """Four sequences join one after the other, and leave in another order; each decodes tokens of its own."""
+    family, policy, options = CASES[case]
+    net = shared(family) if family == "llama" else pytest.importorskip("zoo").make(family, "DeepseekV3ForCausalLM")
+    with kvevict.evicting(net, policy, **options):
+        pools = Pools(find_decoder(net), 4096) if pooled else None
+        batch, twins = Batch(net), {}
+        for step in range(24):
+            if step in (0, 1, 5, 9):
+                row = len(twins)
+                cache = read(net, pools, LENGTHS[row], row)
+                twins[row] = copy.deepcopy(cache)
+                batch.add(row, cache)
+            if step in (12, 15):
+                row = {12: 1, 15: 0}[step]
+                left = batch.remove(row)
+                for token in (7, 8, 9):
+                    assert relative(alone(net, left, token), alone(net, twins[row], token)) < 1e-4
+            tokens = [5 + step + 20 * row for row in batch.rows]
+            logits = batch.step(tokens)
+            for row, token, got in zip(batch.rows, tokens, logits, strict=True):
+                assert relative(got, alone(net, twins[row], token)) < 1e-4
+                same_slots(batch, row, twins[row])
+
+
+def compacts(monkeypatch):
+    """A list that grows by one with every call that moves slots."""
+    calls, compact = [], _ops.compact
+    monkeypatch.setattr(_ops, "compact", lambda *args: calls.append(args) or compact(*args))
+    return calls
+
+
+def test_joining_and_leaving_copies_nothing(monkeypatch):
+    net, rows = shared(), 4096
+    with kvevict.evicting(net, "snapkv", budget=10, window=4):
+        pools = Pools(find_decoder(net), rows)
+        caches, batch = [read(net, pools, 30 + row, row) for row in range(3)], Batch(net)
+        calls = compacts(monkeypatch)
+        for row, cache in enumerate(caches):
+            batch.add(row, cache)
+        batch.step([5, 6, 7])
+        batch.remove(1)
+        batch.step([5, 6])
+        left = [batch.remove(row) for row in (0, 2)]
+        assert not calls and pools.left() < rows
+        assert len({layer.k.data_ptr() for each in left for layer in each.layers[:1]}) == 1
+        del caches, cache, batch, left
+        gc.collect()
+        assert pools.left() == rows  # every region came back
+
+
+def test_forks_of_one_text_beside_a_sequence(monkeypatch):
+    """Two questions share what was kept of a text in one pool, and decode beside a prompt that is no fork."""
+    net = shared()
+    with kvevict.evicting(net, "snapkv", budget=40, window=4):
+        pools, batch, twins = Pools(find_decoder(net), 4096), Batch(net), {}
+        text = read(net, pools, 60, 1)
+        for row, cache in enumerate([text.fork(), text.fork(), read(net, pools, 20, 2)]):
+            net(ids(1, 7 + row, 10 + row), past_key_values=cache)
+            twins[row] = copy.deepcopy(cache)
+            batch.add(row, cache)
+        calls = compacts(monkeypatch)
+        for step in range(12):
+            tokens = [5 + step + 20 * row for row in range(3)]
+            for row, (token, got) in enumerate(zip(tokens, batch.step(tokens), strict=True)):
+                assert relative(got, alone(net, twins[row], token)) < 1e-4
+        assert not calls
+        monkeypatch.undo()
+        assert relative(alone(net, batch.remove(1), 9), alone(net, twins[1], 9)) < 1e-4
+        assert relative(batch.step([3, 4])[1], alone(net, twins[2], 4)) < 1e-4
+
+
+def test_a_full_pool_is_no_obstacle():
+    """What does not fit lies in buffers of its own, and is copied when it joins."""
+    net = shared()
+    with kvevict.evicting(net, "snapkv", budget=10, window=4):
+        pools, batch, twins = Pools(find_decoder(net), 300), Batch(net), []
+        for row in range(4):
+            cache = read(net, pools, 30, row)
+            twins.append(copy.deepcopy(cache))
+            batch.add(row, cache)
+        for step in range(100):  # every head outgrows its room
+            got, want = batch.step([5 + step % 90] * 4), [alone(net, twin, 5 + step % 90) for twin in twins]
+            assert relative(got, torch.stack(want)) < 1e-4
+
+
+def test_a_copy_lies_outside_the_pool():
+    net = shared()
+    with kvevict.evicting(net, "h2o", budget=10):
+        pools = Pools(find_decoder(net), 4096)
+        cache = read(net, pools, 30, 1)
+        free, twin = pools.left(), copy.deepcopy(cache)
+        assert pools.left() == free and twin.layers[0].pool is None
+        assert twin.layers[0].k.data_ptr() != cache.layers[0].k.data_ptr()
+        assert torch.equal(alone(net, cache, 5), alone(net, twin, 5))
+
+
+REFUSED = {
+    "empty": ("llama", "h2o", {}, "a cache is empty: read the prompt first"),
+    "sliding": ("gemma3", "h2o", {}, "a SlidingLayer, whose rows have one length in common: decode it alone"),
+    "policy": ("llama", "tova", {}, "two caches differ in their policy"),
+    "model": ("llama", "h2o", dict(seed=1), "two caches differ in their model"),
+    "dtype": ("llama", "h2o", dict(dtype=torch.bfloat16, seed=2), "two caches differ in their model"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(case):
+    family, policy, options, message = REFUSED[case]
+    net, other = shared("llama"), shared(family, **options)
+    with kvevict.evicting(net, "h2o", budget=10):
+        batch, cache = Batch(net), read(net, None, 30, 1)
+        batch.add(0, cache)
+        batch.step([5])
+        with kvevict.evicting(other, policy, budget=10):
+            wrong = Pools(find_decoder(net), 64).cache() if case == "empty" else read(other, None, 20, 2)
+        with pytest.raises(ValueError, match=message):
+            batch.add(1, wrong)
+        assert batch.rows == [0]
+        batch.step([6])
+        with pytest.raises(ValueError, match="tokens has 2 ids, expected 1"):
+            batch.step([1, 2])
