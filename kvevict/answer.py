@@ -17,7 +17,7 @@ from .policy.checks import PLENTY, count
 from .policy.policy import Policy, build
 from .policy.tokenizer import told
 from .prompts import frame, ids_of
-from .writing import Sampling, padding, written
+from .writing import Sampling, written
 
 
 def unasked(decoder) -> str:
@@ -196,17 +196,20 @@ def _batches(model, cache, lengths, most: int) -> list:
 def _ask(model, tokenizer, cache, questions, max_new_tokens, one_line, sampling) -> list:
     """Answers to questions, given as ids, from a cache of one row, which becomes one of a row per question, to which
     question and answer are appended."""
-    inner, longest, mask = base_model(model), max(map(len, questions)), None
+    inner, longest = base_model(model), max(map(len, questions))
     here, seen = device_of(inner), cache.get_seq_length()
     ids = torch.tensor([[0] * (longest - len(each)) + each for each in questions], device=here)
     if len(questions) > 1:
         cache.batch_select_indices(torch.zeros(len(questions), dtype=torch.long))
+    known, following = dict(logits_to_keep=1, use_cache=True, return_dict=True), None
     if min(map(len, questions)) < longest:
         new = [[1] * seen + [0] * (longest - len(each)) + [1] * len(each) for each in questions]
         mask = torch.tensor(new, device=here)
-    known = dict(logits_to_keep=1, use_cache=True, return_dict=True) | padding(mask, longest)
+        known |= dict(attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp_min(0)[:, -longest:])
+        following = mask.sum(1)
     logits = inner(ids, **{CACHE: cache}, **known).logits
+    cache.next_position = following if cache.next_position is None else cache.next_position
     choosers = [sampling.chooser() for _ in questions]
-    tokens = written(inner, tokenizer, logits, cache, max_new_tokens, choosers, one_line, mask)
+    tokens = written(inner, tokenizer, logits, cache, max_new_tokens, choosers, one_line)
     texts = [tokenizer.decode(each, skip_special_tokens=True).strip() for each in tokens]
     return [text.partition("\n")[0] for text in texts] if one_line else texts

@@ -4,7 +4,7 @@ import torch
 
 from . import families
 from .compat import CACHE
-from .engine.slots.joining import Pools, join, next_positions, obstacle, part
+from .engine.slots.joining import Pools, join, part
 from .families import base_model, device_of, find_decoder
 
 __all__ = ["Batch", "Pools"]
@@ -18,18 +18,19 @@ class Batch:
     alone; logits are equal up to rounding.
     """
 
-    def __init__(self, model):
-        self.model, self.rows, self.cache = base_model(model), [], None
+    def __init__(self, model, rows=(), cache=None):
+        """rows, cache: the sequences that are in a cache already, one for each of its batch rows."""
+        self.model, self.rows, self.cache = base_model(model), list(rows), cache
 
     def add(self, row, cache) -> None:
         """Let a sequence decode in the next steps. `cache`: what was read of it; it is the batch's from here on.
 
-        Raises ValueError for a cache that cannot share a step with the others (`joins` tells before).
+        Raises ValueError for a cache that cannot share a step with the others.
         """
         decoder = find_decoder(self.model)
         if self.rows and (families.axes(decoder) or families.rope_depends_on_length(decoder)):
             raise ValueError("positions of this model depend on the whole batch: decode one sequence at a time")
-        self.cache = join([self.cache, cache] if self.rows else [cache]) if self.rows or not obstacle(cache) else cache
+        self.cache = join([self.cache, cache]) if self.rows else cache
         self.rows.append(row)
 
     def remove(self, row):
@@ -49,6 +50,7 @@ class Batch:
         if len(tokens) != len(self.rows):
             raise ValueError(f"tokens has {len(tokens)} ids, expected {len(self.rows)}: one for each row")
         ids = torch.tensor(tokens, device=device_of(self.model))[:, None]
-        place = {} if len(tokens) == 1 else dict(position_ids=next_positions(self.cache)[:, None])
+        following = getattr(self.cache, "next_position", None)
+        place = {} if following is None else dict(position_ids=following[:, None])
         out = self.model(ids, **{CACHE: self.cache}, **place, use_cache=True, return_dict=True)
         return out.logits[:, -1]

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .compat import CACHE
-from .families import device_of
+from .batch import Batch
 from .policy.checks import at_least_0, count, fraction
 from .prompts import line_ended
 
@@ -58,43 +57,26 @@ def ends_of(model, tokenizer) -> set:
     return {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
 
 
-@torch.no_grad()
-def written(model, tokenizer, logits, cache, most: int, choosers, one_line=False, mask=None) -> list:
+def written(model, tokenizer, logits, cache, most: int, choosers, one_line=False) -> list:
     """At most `most` ids after what each row of a cache holds, up to and with the first that ends them: a list of ids
     per row. A row that has ended leaves the cache.
 
     logits    of the cache's last token [B, T, vocabulary]
     choosers  a function per row, of logits [vocabulary], that gives the next token
     one_line  stop at the end of a line that is not empty
-    mask      [B, tokens that the cache has seen], zeros at padding; None: no row has any
     """
-    ends, here = ends_of(model, tokenizer), device_of(model)
-    texts, rows = [[] for _ in choosers], list(range(len(choosers)))
+    ends, batch = ends_of(model, tokenizer), Batch(model, range(len(choosers)), cache)
+    texts: list = [[] for _ in choosers]
 
     def goes_on(tokens):
         return len(tokens) < most and tokens[-1] not in ends and not (one_line and line_ended(tokenizer, tokens))
 
+    last = logits[:, -1]
     while True:
-        for row, last in zip(rows, logits[:, -1], strict=True):
-            texts[row].append(choosers[row](last))
-        left = [at for at, row in enumerate(rows) if goes_on(texts[row])]
-        if not left:
+        for row, each in zip(batch.rows, last, strict=True):
+            texts[row].append(choosers[row](each))
+        for row in [row for row in batch.rows if not goes_on(texts[row])]:
+            batch.remove(row)
+        if not batch.rows:
             return texts
-        if len(left) < len(rows):
-            rows, chosen = [rows[at] for at in left], torch.tensor(left)
-            cache.batch_select_indices(chosen)
-            mask = None if mask is None else mask[chosen.to(mask.device)]
-        ids = torch.tensor([texts[row][-1:] for row in rows], device=here)
-        if mask is not None:
-            mask = torch.cat([mask, torch.ones_like(ids)], 1)
-        logits = model(ids, **{CACHE: cache}, **padding(mask, 1), use_cache=True, return_dict=True).logits
-
-
-def padding(mask, tokens: int) -> dict:
-    """What a model is to know of the padding in a mask [B, columns], of which the last `tokens` are new."""
-    return {} if mask is None else dict(attention_mask=mask, position_ids=positions(mask)[:, -tokens:])
-
-
-def positions(mask):
-    """[B, columns] that a mask's tokens have: those of a row without its padding."""
-    return (mask.cumsum(1) - 1).clamp_min(0)
+        last = batch.step([texts[row][-1] for row in batch.rows])

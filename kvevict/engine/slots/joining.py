@@ -92,9 +92,11 @@ def part(cache, rows) -> EvictionCache:
     apart = copy.copy(cache)
     apart.layers = [copy.copy(layer) for layer in cache.layers]
     apart.batch_select_indices(torch.tensor(rows, dtype=torch.long))
-    seen = apart.layers[0].seen.tolist()
-    for layer in apart.layers:
-        layer.columns = max(seen)
+    ours = [layer for layer in apart.layers if isinstance(layer, EvictionLayer)]
+    seen = ours[0].seen.tolist()
+    if max(seen) < ours[0].columns:
+        for layer in ours:
+            layer.columns = max(seen)
     if len(set(seen)) == 1:
         apart.next_position = None
     return apart
