@@ -1,86 +1,73 @@
-"""The largest batch whose prompts are read within some memory, by `kvevict plan`'s count and measured (EDIE, table 5):
+"""Tokens per second of sequences that decode one after the other, and of the same ones that decode together:
 
-    python tests/benchmarks/bench_batch.py [--tokens 2048] [--limit 512] [--runs ...]
+    python tests/benchmarks/bench_batch.py MODEL [--rows 1 8] [--prompt 200] [--tokens 64] [--runs 3] [--dtype float32]
 
-The random model of bench_read.py; the limit is of what reading the prompts and decoding 8 tokens add to the process, in
-MiB. Every trial is a fresh process, and the largest batch is found by doubling, then halving what is between. Prints a
-table and one JSON line.
+MODEL is a folder. Prompts differ in length and content. All numbers of rows are timed in turn, `--runs` times, after a
+first run that checks the tokens: rows that differ from the same sequence alone are counted. Prints medians.
 """
 
 import argparse
-import json
-import subprocess
-import sys
+import statistics
+import time
 
 import torch
-from bench_read import build, parse
 
-from kvevict.analysis import cost
-from kvevict.analysis.run import measure
-from kvevict.analysis.shape import shape_of
-from kvevict.policy import policy
+import kvevict
+from kvevict.analysis.run import load_model
+from kvevict.batch import Batch, Pools
+from kvevict.compat import cache_of
+from kvevict.families import find_decoder
 
-OPTIONS = ":budget=256,chunk_size=512"
-RUNS = ["unpatched", "edie+tada:budget=256", *(name + OPTIONS for name in ("edie+tada/chunked", "take", "take+edie"))]
+parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+parser.add_argument("model")
+parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
+parser.add_argument("--prompt", type=int, default=200)
+parser.add_argument("--tokens", type=int, default=64)
+parser.add_argument("--policy", default="take+edie")
+parser.add_argument("--budget", type=int, default=128)
+parser.add_argument("--runs", type=int, default=3)
+parser.add_argument("--dtype", default="float32")
+args = parser.parse_args()
 
-
-def policy_of(run):
-    """None: unpatched."""
-    name, options = parse(run)
-    return None if name == "unpatched" else policy.build(name, **options)
-
-
-def growth(run, tokens, batch) -> float:
-    """MiB, of this process."""
-    ids = torch.randint(1000, (batch, tokens), generator=torch.Generator().manual_seed(1))
-    return measure(build(tokens), None, ids, policy_of(run), max_new_tokens=8)["peak_bytes"] / 2**20
-
-
-def planned(run, shape, tokens, batch) -> float:
-    """MiB of keys, values and activations."""
-    found = cost.plan(shape, policy_of(run), tokens, batch=batch)
-    return (found["peak_bytes"] - found["weight_bytes"]) / 2**20
+model, _ = load_model(args.model, args.dtype, "cpu")
+noise, sequences = torch.Generator().manual_seed(1), max(args.rows)
+lengths = [args.prompt - n % 7 for n in range(sequences)]
+prompts = [torch.randint(100, model.config.vocab_size, (1, n), generator=noise) for n in lengths]
+slots = find_decoder(model).config.num_key_value_heads * (args.budget + args.tokens + 128)
 
 
-def measured(run, tokens, batch) -> float:
-    call = [sys.executable, __file__, "--tokens", str(tokens), "--one", run, str(batch)]
-    done = subprocess.run(call, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{run} with {batch} prompts failed:\n{done.stderr}")
-    return float(done.stdout.split()[-1])
+def read(pools, prompt):
+    out = model(prompt, past_key_values=pools.cache(), logits_to_keep=1, use_cache=True)
+    return cache_of(out), int(out.logits[0, -1].argmax())
 
 
-def largest(fits) -> int:
-    """The largest number that fits, where all below it do; above 16 within a sixteenth."""
-    high = 1
-    while fits(high):
-        high *= 2
-    low = high // 2
-    while high - low > max(1, high // 16):
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+@torch.no_grad()
+def run(rows):
+    """Seconds of decoding alone, and every sequence's tokens."""
+    seconds, written = 0.0, {}
+    for start in range(0, sequences, rows):
+        pools, batch, tokens = Pools(find_decoder(model), 2 * rows * slots), Batch(model), {}
+        for row in range(start, min(start + rows, sequences)):
+            cache, first = read(pools, prompts[row])
+            batch.add(row, cache)
+            tokens[row] = [first]
+        began = time.perf_counter()
+        for _ in range(args.tokens):
+            for row, logits in zip(batch.rows, batch.step([tokens[row][-1] for row in batch.rows]), strict=True):
+                tokens[row].append(int(logits.argmax()))
+        seconds += time.perf_counter() - began
+        written |= tokens
+    return seconds, written
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--limit", type=float, default=512, help="MiB")
-    parser.add_argument("--runs", nargs="+", default=RUNS, help="as of bench_read.py")
-    parser.add_argument("--one", nargs=2, metavar=("RUN", "BATCH"), help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.one:
-        print(growth(args.one[0], args.tokens, int(args.one[1])))
-        return
-    shape, results = shape_of(build(args.tokens).config, "float32"), []
-    print(f"{args.tokens} tokens, {args.limit:g} MiB\n{'':44} planned  measured")
-    for run in args.runs:
-        plan = largest(lambda batch, run=run: planned(run, shape, args.tokens, batch) <= args.limit)
-        found = largest(lambda batch, run=run: measured(run, args.tokens, batch) <= args.limit)
-        results.append(dict(run=run, planned=plan, measured=found))
-        print(f"{run:44} {plan:7} {found:9}", flush=True)
-    print(json.dumps({"bench": "batch", "tokens": args.tokens, "limit": args.limit, "results": results}))
-
-
-if __name__ == "__main__":
-    main()
+with kvevict.evicting(model, args.policy, budget=args.budget):
+    alone = run(1)[1]
+    seconds: dict = {rows: [] for rows in args.rows}
+    others = {rows: sum(run(rows)[1][row] != alone[row] for row in alone) for rows in args.rows}
+    for _ in range(args.runs):
+        for rows in args.rows:
+            seconds[rows].append(run(rows)[0])
+speeds = {rows: sequences * args.tokens / statistics.median(taken) for rows, taken in seconds.items()}
+for rows, speed in speeds.items():
+    ratio, differ = speed / speeds[args.rows[0]], others[rows]
+    print(f"{rows} together: {speed:.1f} tokens/s, {ratio:.2f} times; {differ} of {sequences} differ from those alone")
