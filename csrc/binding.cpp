@@ -58,7 +58,7 @@ void check(kv_compact &a, const Call &call) {
   call.check_apart(sizes::rows_dst, a.dst.offset, a.keep, 0);
   const bool same_offsets = !call.on_cpu() || std::equal(a.src.offset, a.src.offset + heads, a.dst.offset);
   const bool one_pool = a.src.k == a.dst.k && call.are_apart(a.dst.offset, nullptr, a.keep, a.src.offset, a.src.len);
-  call.check_disjoint([=](const Arg &dst, const Arg &src) { /* k_dst may be k_src, and so on */
+  call.check_disjoint([=](const Arg &dst, const Arg &src) { /* dst_k may be src_k, and so on */
                                                             return (same_offsets || one_pool) &&
                                                                    dst.at - offsetof(kv_compact, dst) ==
                                                                        src.at - offsetof(kv_compact, src);
@@ -68,13 +68,13 @@ void check(kv_compact &a, const Call &call) {
 void check(kv_decode &a, const Call &call) {
   if (a.C == 0) a.probs = nullptr;
   const bool none = !a.prefix.k, whole = !a.prefix.v == none && !a.prefix.offset == none && !a.prefix.len == none;
-  STD_TORCH_CHECK(whole, "of k_prefix, v_prefix, prefix_offset and prefix_len some are None; give all four, or none");
+  STD_TORCH_CHECK(whole, "of prefix_k, prefix_v, prefix_offset and prefix_len some are None; give all four, or none");
   if (!none) call.check_slots(sizes::rows_prefix, a.prefix.offset, a.prefix.len, 0);
   call.check_slots(sizes::rows, a.slots.offset, a.slots.len, 1);
   call.check_apart(sizes::rows, a.slots.offset, a.slots.len, 1);
   const bool one_pool = !none && a.prefix.k == a.slots.k &&
                         call.are_apart(a.slots.offset, a.slots.len, nullptr, a.prefix.offset, a.prefix.len);
-  call.check_disjoint([=](const Arg &slots, const Arg &prefix) { /* k_slots may be k_prefix, v_slots v_prefix */
+  call.check_disjoint([=](const Arg &slots, const Arg &prefix) { /* held_k may be prefix_k, held_v prefix_v */
                                                                  return one_pool &&
                                                                         slots.at - offsetof(kv_decode, slots) ==
                                                                             prefix.at - offsetof(kv_decode, prefix);

@@ -5,7 +5,7 @@ csrc/ops.def, which `_C.ops()` hands over: calls, their errors, documented shape
 import functools
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import groupby
 from typing import NamedTuple, TypeVar
 
@@ -26,6 +26,7 @@ except ImportError as failed:
     ) from failed
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # of q, k, v and slots
+PARTS = ("k", "v", "pos", "offset", "len")  # of a Held
 Function = TypeVar("Function", bound=Callable)
 
 
@@ -55,22 +56,32 @@ def arguments(op: str) -> list[Row]:
     return [row for row in OPS[op] if row.kind != "result"]
 
 
+def places(op: str, parameters: Collection[str]) -> list[str]:
+    """How a function with these parameters reads each argument of the op: `q` is a parameter, `held.k` the part of a
+    parameter `held` that the argument `held_k` is."""
+    split = [(arg.name, *arg.name.rpartition("_")[::2]) for arg in arguments(op)]
+    return [f"{held}.{part}" if held in parameters and part in PARTS else name for name, held, part in split]
+
+
 def function(op: str, parameters: str = "") -> Callable:
     """The op as a Python function with these parameters; without, with its arguments in their order. Written out as
     source, so that a call costs nothing beside torch's own."""
+    parameters = parameters or ", ".join(arg.name for arg in arguments(op))
     names: dict = dict(call=getattr(torch.ops.kvevict, op).default, explained=explained, note_written=note_written)
-    values = []
-    for arg in arguments(op):
-        values.append(f"{arg.name}_of[{arg.name}]" if arg.kind == "choice" else arg.name)
+    values, written = [], []
+    for arg, place in zip(arguments(op), places(op, re.findall(r"\w+", parameters))):
+        if arg.type == "Tensor?" and "." in place:
+            place = f"{place.split('.')[0]} and {place}"
+        values.append(f"{arg.name}_of[{place}]" if arg.kind == "choice" else place)
         names[f"{arg.name}_of"] = {word: i for i, word in enumerate(arg.words)}
-    written = ", ".join(arg.name for arg in arguments(op) if arg.type.endswith("!)"))
+        written += [place] * arg.type.endswith("!)")
     source = f"""
-def {op}({parameters or ", ".join(arg.name for arg in arguments(op))}):
+def {op}({parameters}):
     try:
         result = call({", ".join(values)})
-    except (RuntimeError, KeyError) as error:
+    except (RuntimeError, KeyError, AttributeError) as error:
         raise explained({op!r}, error, locals()) from None
-    {f"note_written({written})" if written else ""}
+    {f"note_written({', '.join(written)})" if written else ""}
     return result
 """
     exec(compile(source, f"<kvevict.{op}>", "exec"), names)
@@ -86,14 +97,14 @@ def op(stub: Function) -> Function:
     made = function(stub.__name__, ", ".join([*names[: code.co_argcount], *(["*"] if options else []), *options]))
     functools.update_wrapper(made, stub)
     made.__defaults__, made.__kwdefaults__ = stub.__defaults__, stub.__kwdefaults__
-    made.__doc__ = f"{stub.__doc__}\n{shapes(stub.__name__)}\n"
+    made.__doc__ = f"{stub.__doc__}\n{shapes(stub.__name__, names)}\n"
     return made  # type: ignore[return-value]
 
 
-def shapes(op: str) -> str:
+def shapes(op: str, parameters: Collection[str]) -> str:
     """The op's tensors with their shapes and dtypes, a line of arguments and one of results."""
-    lines = []
-    for head, rows in ("", [arg for arg in arguments(op) if arg.is_tensor()]), ("-> ", OPS[op][len(arguments(op)) :]):
+    lines, named = [], [arg._replace(name=place) for arg, place in zip(arguments(op), places(op, parameters))]
+    for head, rows in ("", [arg for arg in named if arg.is_tensor()]), ("-> ", OPS[op][len(named) :]):
         alike = groupby(rows, lambda row: (row.dtype, row.words, row.type == "Tensor?"))
         groups = [
             f"{' '.join(row.name for row in group)}{dtype and ' ' + dtype} [{','.join(sizes)}]{' or None' * optional}"
@@ -105,14 +116,22 @@ def shapes(op: str) -> str:
 
 def explained(op: str, error: Exception, given: dict) -> Exception:
     """The exception that says best why a call failed. Called only for a failed one: the checks are not free."""
-    for arg in arguments(op):
-        if arg.kind == "choice" and given[arg.name] not in arg.words:
-            expected = ", ".join(arg.words)
-            return ValueError(f"kvevict.{op}: {arg.name} is {given[arg.name]!r}, expected one of {expected}")
-        is_absent = given[arg.name] is None and arg.type == "Tensor?"
-        if arg.is_tensor() and not isinstance(given[arg.name], torch.Tensor) and not is_absent:
-            return TypeError(f"kvevict.{op}: {arg.name} is {given[arg.name]!r}, expected a tensor")
-    tensors = [(arg, given[arg.name]) for arg in arguments(op) if isinstance(given[arg.name], torch.Tensor)]
+    named = [arg._replace(name=place) for arg, place in zip(arguments(op), places(op, given))]
+    values = []
+    for arg in named:
+        name, _, part = arg.name.partition(".")
+        value, is_absent = given[name], given[name] is None and arg.type == "Tensor?"
+        if part and not is_absent:
+            if not hasattr(value, part):
+                return TypeError(f"kvevict.{op}: {name} is {value!r}, expected a kvevict._ops.Held")
+            value = getattr(value, part)
+            is_absent = value is None and arg.type == "Tensor?"
+        values.append(value)
+        if arg.kind == "choice" and value not in arg.words:
+            return ValueError(f"kvevict.{op}: {name} is {value!r}, expected one of {', '.join(arg.words)}")
+        if arg.is_tensor() and not isinstance(value, torch.Tensor) and not is_absent:
+            return TypeError(f"kvevict.{op}: {arg.name} is {value!r}, expected a tensor")
+    tensors = [(arg, value) for arg, value in zip(named, values) if isinstance(value, torch.Tensor)]
     lead = tensors[0][1] if tensors else torch.empty(0)
     for arg, t in tensors:
         want = arg.dtype_beside(lead)
@@ -126,6 +145,8 @@ def explained(op: str, error: Exception, given: dict) -> Exception:
         kernels = f"this build has no {lead.device.type.upper()} kernels"
         return ValueError(f"kvevict.{op}: {kernels}; move the model and its inputs to the CPU")
     text = re.sub(r"^\w+, \S+:\d+, ", "", str(error))  # without the place in csrc
+    for arg, shown in zip(arguments(op), named):
+        text = re.sub(rf"\b{arg.name}\b", shown.name, text)
     is_option = re.match(r"\w+ is .*, expected", text)  # errors about tensors were returned above
     return (ValueError if is_option else RuntimeError)(f"kvevict.{op}: {text}")
 

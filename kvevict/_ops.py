@@ -5,17 +5,17 @@ Dimensions are those of csrc/kvevict.h: B batch rows, H query heads, Hkv key/val
 rows, S new columns, D head dimension (a multiple of 8, at most 512, on a GPU 256); rows are those of a flat buffer of
 slots, C and K columns of a score and of an index, N those of a target; heads are H if group is "none", else Hkv.
 
-Slots are ragged: head h of batch row b owns rows offset[b, h] .. offset[b, h] + len[b, h] - 1 of the flat buffers. A
-head's alive slots are [stored | new], new columns counting from first[b] (those before are left padding). Without a
-dtype in its shape a tensor is float32, float16 or bfloat16, as the op's first; q, k, v, o, x may have any strides. All
-tensors of a call are on one device, the CPU or, in a build with CUDA, a GPU, whose current stream runs the op. A wrong
-dtype raises TypeError, a wrong device or option ValueError, anything else (shapes, counts, slots outside their buffer)
-RuntimeError, before any slot is written; on a GPU counts, offsets and indices are not looked at, as that would wait for
-it. Only `kl` has a backward.
+A head's alive slots are [stored | new]: the stored ones are a `Held`, new columns count from first[b] (those before are
+left padding). Without a dtype in its shape a tensor is float32, float16 or bfloat16, as the op's first; q, k, v, o, x
+may have any strides. All tensors of a call are on one device, the CPU or, in a build with CUDA, a GPU, whose current
+stream runs the op. A wrong dtype raises TypeError, a wrong device or option ValueError, anything else (shapes, counts,
+slots outside their buffer) RuntimeError, before any slot is written; on a GPU counts, offsets and indices are not
+looked at, as that would wait for it. Only `kl` has a backward.
 """
 # mypy: disable-error-code="empty-body"
 # The bodies are those that `op` makes.
 
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -25,10 +25,28 @@ from ._native import _C, DEVICES, build_info, cpu_isa, function, op  # noqa: F40
 Tensor: TypeAlias = torch.Tensor
 
 
+@dataclass
+class Held:
+    """The stored slots of a layer, in flat buffers that all its heads share: head h of batch row b owns rows
+    offset[b, h] .. offset[b, h] + len[b, h] - 1. No other head owns rows of it in buffers that an op writes. The
+    parts that an op reads are in its documentation; the others may be None.
+    """
+
+    k: Tensor = None  # type: ignore[assignment]  # [rows, D]
+    v: Tensor = None  # type: ignore[assignment]  # [rows, D]
+    pos: Tensor = None  # type: ignore[assignment]  # int32 [rows], the position that each key is rotated for
+    offset: Tensor = None  # type: ignore[assignment]  # int64 [B, Hkv]
+    len: Tensor = None  # type: ignore[assignment]  # int32 [B, Hkv]
+
+    def of(self, name: str) -> "Held":
+        """The slots with their keys ("k") or values ("v") as `k`, for ops of one array."""
+        return Held(getattr(self, name), offset=self.offset, len=self.len)
+
+
 @op
 def attend(
-    q: Tensor, k_slots: Tensor, v_slots: Tensor, offset: Tensor, len: Tensor, k: Tensor, v: Tensor, first: Tensor,
-    sinks: Tensor | None = None, stop: Tensor | None = None, *, scale: float, softcap: float = 0.0,
+    q: Tensor, held: Held, k: Tensor, v: Tensor, first: Tensor, sinks: Tensor | None = None, stop: Tensor | None = None,
+    *, scale: float, softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over [stored | new]: row t sees every stored slot and new columns first[b] <= j <= t + S - T. With
     `stop` rows are not causal: each sees new columns first[b] <= j < stop[b]. lse is the natural log of the row's sum
@@ -38,9 +56,9 @@ def attend(
 
 @op
 def score(
-    q: Tensor, row_first: Tensor, k_slots: Tensor, offset: Tensor, len: Tensor, k: Tensor, first: Tensor, stop: Tensor,
-    lse: Tensor | None = None, sinks: Tensor | None = None, weight: Tensor | None = None, *, scale: float,
-    softcap: float = 0.0, causal: bool = False, term: str = "a", reduce: str, group: str = "mean", columns: int,
+    q: Tensor, row_first: Tensor, held: Held, k: Tensor, first: Tensor, stop: Tensor, lse: Tensor | None = None,
+    sinks: Tensor | None = None, weight: Tensor | None = None, *, scale: float, softcap: float = 0.0,
+    causal: bool = False, term: str = "a", reduce: str, group: str = "mean", columns: int,
 ) -> Tensor:  # fmt: skip
     """Attention weights a of the rows row_first[b] <= r < R of q on every alive slot (term "a"), their "square", or
     -a ln a ("entropy"), times the row's `weight`: reduced ("sum", "mean" or "max") over rows, then over the heads of a
@@ -52,9 +70,8 @@ def score(
 
 @op
 def peak(
-    q: Tensor, row_first: Tensor, k_slots: Tensor, offset: Tensor, len: Tensor, k: Tensor, first: Tensor, stop: Tensor,
-    lo: Tensor, hi: Tensor, lse: Tensor | None = None, sinks: Tensor | None = None, *, scale: float,
-    softcap: float = 0.0, causal: bool = False,
+    q: Tensor, row_first: Tensor, held: Held, k: Tensor, first: Tensor, stop: Tensor, lo: Tensor, hi: Tensor,
+    lse: Tensor | None = None, sinks: Tensor | None = None, *, scale: float, softcap: float = 0.0, causal: bool = False,
 ) -> Tensor:  # fmt: skip
     """The largest attention weight of each row of q on one of the slots lo[b,h] <= i < hi[b,h], 0 <= lo <= hi <= the
     head's alive slots (EDIE eq. 10); 0 where there is none that it sees, and for rows before row_first[b]. Rows, slots
@@ -64,10 +81,9 @@ def peak(
 
 @op
 def error(
-    q: Tensor, row_first: Tensor, k_slots: Tensor, v_slots: Tensor, offset: Tensor, len: Tensor, k: Tensor, v: Tensor,
-    first: Tensor, stop: Tensor, o: Tensor, lse: Tensor | None = None, sinks: Tensor | None = None,
-    weight: Tensor | None = None, *, scale: float, softcap: float = 0.0, causal: bool = False, kind: str,
-    alpha: float = 0.0, group: str = "sum", columns: int,
+    q: Tensor, row_first: Tensor, held: Held, k: Tensor, v: Tensor, first: Tensor, stop: Tensor, o: Tensor,
+    lse: Tensor | None = None, sinks: Tensor | None = None, weight: Tensor | None = None, *, scale: float,
+    softcap: float = 0.0, causal: bool = False, kind: str, alpha: float = 0.0, group: str = "sum", columns: int,
 ) -> Tensor:  # fmt: skip
     """How far the rows' attention outputs move when one slot is removed, per alive slot: the sum over rows of
     weight * a / (1 - a) * |v_i - o_r| in the 1-norm (kind "l1", EDIE eq. 7) or the 2-norm ("l2", CAOTE eq. 6), or
@@ -77,7 +93,8 @@ def error(
     """
 
 
-_kl, _kl_grad = function("kl"), function("kl_grad")
+_kl = function("kl", "q, k, row_first, held, first, stop, scale, softcap, causal, sinks, target, columns")
+_kl_grad = function("kl_grad")
 
 
 def _kl_context(ctx, inputs, output):
@@ -98,10 +115,9 @@ torch.library.register_autograd("kvevict::kl", _kl_backward, setup_context=_kl_c
 
 
 def kl(
-    q: Tensor, k: Tensor, target: Tensor, row_first: Tensor | None = None, k_slots: Tensor | None = None,
-    offset: Tensor | None = None, len: Tensor | None = None, first: Tensor | None = None, stop: Tensor | None = None,
-    sinks: Tensor | None = None, *, scale: float | None = None, softcap: float = 0.0, causal: bool = True,
-    columns: int | None = None,
+    q: Tensor, k: Tensor, target: Tensor, row_first: Tensor | None = None, held: Held | None = None,
+    first: Tensor | None = None, stop: Tensor | None = None, sinks: Tensor | None = None, *, scale: float | None = None,
+    softcap: float = 0.0, causal: bool = True, columns: int | None = None,
 ) -> Tensor:  # fmt: skip
     """How far the attention of the rows of q to the first N alive slots is from a target (LookaheadKV eq. 5): the mean
     over batch and heads of KL(target / its sum || p / its sum), p being the mean over rows row_first[b] <= r < R of
@@ -116,24 +132,24 @@ def kl(
         raise RuntimeError(f"kvevict.kl: k has shape {list(k.shape)}, expected [B, Hkv, S, D]")
     B, Hkv, S, D = k.shape
     counts: dict = dict(dtype=torch.int32, device=q.device)
+    if held is None:
+        held = Held(k.new_empty(0, D), offset=torch.zeros(B, Hkv, dtype=torch.int64, device=q.device))
+        held.len = torch.zeros(B, Hkv, **counts)
+    if not isinstance(held, Held):
+        raise TypeError(f"kvevict.kl: held is {held!r}, expected a kvevict._ops.Held")
     if columns is None:
-        columns = S + (0 if len is None or not len.numel() else int(len.max()))
+        columns = S + (int(held.len.max()) if held.len.numel() else 0)
     row_first = torch.zeros(B, **counts) if row_first is None else row_first
-    k_slots = k.new_empty(0, D) if k_slots is None else k_slots
-    offset = torch.zeros(B, Hkv, dtype=torch.int64, device=q.device) if offset is None else offset
-    len = torch.zeros(B, Hkv, **counts) if len is None else len
     first = torch.zeros(B, **counts) if first is None else first
     stop = torch.full((B,), S, **counts) if stop is None else stop
-    options = dict(scale=D**-0.5 if scale is None else scale, softcap=softcap, causal=causal, columns=columns)
-    rows = dict(q=q, k=k, row_first=row_first, k_slots=k_slots, offset=offset, len=len, first=first, stop=stop)
-    return _kl(**rows, **options, sinks=sinks, target=target)[0].mean()
+    scale = D**-0.5 if scale is None else scale
+    return _kl(q, k, row_first, held, first, stop, scale, softcap, causal, sinks, target, columns)[0].mean()
 
 
 @op
 def refine(
-    v_slots: Tensor, offset: Tensor, len: Tensor, v: Tensor, first: Tensor, stop: Tensor, score: Tensor, *,
-    fast: bool = False, squared: bool = False,
-) -> Tensor:  # fmt: skip
+    held: Held, v: Tensor, first: Tensor, stop: Tensor, score: Tensor, *, fast: bool = False, squared: bool = False
+) -> Tensor:
     """CAOTE of a pooled score >= 0 (eq. 6; `squared` is eq. 7): hn / (1 - hn) * |v_i - m|_2 with hn = score / its sum
     over the head's alive slots (1/n if that is 0) and m = sum hn v, or the plain mean of v if `fast` (FastCAOTE, eq.
     8). A slot with hn > 1 - 1e-6 gets the largest float32. A NaN makes its own head NaN and no other. The score is not
@@ -142,19 +158,16 @@ def refine(
 
 
 @op
-def norm(
-    x_slots: Tensor, offset: Tensor, len: Tensor, x: Tensor, first: Tensor, stop: Tensor, *, p: int, columns: int
-) -> Tensor:
-    """|x_i|_p of every alive slot, x being the keys or the values; p is 1 or 2. 0 past a head's own."""
+def norm(held: Held, x: Tensor, first: Tensor, stop: Tensor, *, p: int, columns: int) -> Tensor:
+    """|x_i|_p of every alive slot, x being keys or values, stored ones in held.k; p is 1 or 2. 0 past a head's own."""
 
 
 @op
 def quadratic(
-    x_slots: Tensor, offset: Tensor, len: Tensor, x: Tensor, first: Tensor, stop: Tensor, matrix: Tensor,
-    linear: Tensor | None = None, *, columns: int,
-) -> Tensor:  # fmt: skip
-    """x_i . (A x_i + b) of every alive slot and every query head, x being the keys or the values of its kv head, A its
-    `matrix` and b its `linear` (None: 0). With A = W^T W that is |W x_i|^2. 0 past a head's own.
+    held: Held, x: Tensor, first: Tensor, stop: Tensor, matrix: Tensor, linear: Tensor | None = None, *, columns: int
+) -> Tensor:
+    """x_i . (A x_i + b) of every alive slot and every query head, x being the keys or the values of its kv head, stored
+    ones in held.k, A its `matrix` and b its `linear` (None: 0). With A = W^T W that is |W x_i|^2. 0 past a head's own.
     """
 
 
@@ -168,21 +181,17 @@ def select(score: Tensor, n: Tensor, keep: Tensor, protect_first: Tensor, protec
 
 @op
 def compact(
-    k_src: Tensor, v_src: Tensor, pos_src: Tensor, src_offset: Tensor, src_len: Tensor, k: Tensor, v: Tensor,
-    pos: Tensor, first: Tensor, index: Tensor | None, keep: Tensor, k_dst: Tensor, v_dst: Tensor, pos_dst: Tensor,
-    dst_offset: Tensor,
-) -> None:  # fmt: skip
-    """Move slots index[b,h,:keep[b,h]] of [src | new] to dst_offset[b,h] of dst, in order. dst may be src with the
+    src: Held, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, index: Tensor | None, keep: Tensor, dst: Held
+) -> None:
+    """Move slots index[b,h,:keep[b,h]] of [src | new] to dst.offset[b,h] of dst, in order. dst may be src with the
     same offsets. index None: slots 0 .. keep[b,h] - 1.
     """
 
 
 @op
 def decode(
-    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, k_slots: Tensor, v_slots: Tensor, pos_slots: Tensor, offset: Tensor,
-    len: Tensor, sinks: Tensor | None = None, k_prefix: Tensor | None = None, v_prefix: Tensor | None = None,
-    prefix_offset: Tensor | None = None, prefix_len: Tensor | None = None, *, scale: float, softcap: float = 0.0,
-    columns: int = 0,
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, held: Held, sinks: Tensor | None = None, prefix: Held | None = None,
+    *, scale: float, softcap: float = 0.0, columns: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """One decode step: write the new row after each head's slots, then attend over len + 1 of them. The caller has
     made room, and adds 1 to len afterwards. With a prefix, slots in other buffers come before these and are only read:

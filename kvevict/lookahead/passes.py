@@ -10,6 +10,7 @@ import torch
 from transformers import AttentionInterface
 
 from .. import _ops, compat
+from .._ops import Held
 from ..context import context, within
 
 NAME = "kvevict_lookahead"
@@ -38,11 +39,11 @@ def truth(decoder, prompt, response) -> Truth:
             return compat.base_attention(module, module._kvevict_original)(module, query, key, value, mask, **options)
         options = _op_options(options)
         slots, new = slots_of(key[:, :, :0]), torch.zeros(1, dtype=torch.int32, device=key.device)
-        out, lse = _ops.attend(query, slots.k, slots.k, slots.offset, slots.len, key, value, new, **options)
+        out, lse = _ops.attend(query, slots, key, value, new, **options)
         if len(response):
             found.target[index] = _ops.score(
-                query[:, :, n:], new, slots.k, slots.offset, slots.len, key, new, new + n, lse[:, :, n:].contiguous(),
-                reduce="mean", group="none", columns=n, **options,
+                query[:, :, n:], new, slots, key, new, new + n, lse[:, :, n:].contiguous(), reduce="mean", group="none",
+                columns=n, **options,
             )  # fmt: skip
         return out, None
 
@@ -62,8 +63,8 @@ def loss(decoder, adapter, found: Truth, note=None):
         if window is not None:
             return _sliding_attention(query, key, value, *past, window, **options), None
         slots = slots_of(*past)
-        where = dict(k_slots=slots.k, offset=slots.offset, len=slots.len, columns=found.tokens + count)
-        each.append(_ops.kl(query, key, found.target[index], **where, **options))
+        columns = found.tokens + count
+        each.append(_ops.kl(query, key, found.target[index], held=slots, columns=columns, **options))
         if note is not None:
             note(index, query, key, slots, options)
         return _Attend.apply(query, key, value, *past, options), None
@@ -109,9 +110,8 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, keys, values, options):
-        slots = slots_of(keys, values)
         none = torch.zeros(1, dtype=torch.int32, device=q.device)
-        out, lse = _ops.attend(q, slots.k, slots.v, slots.offset, slots.len, k, v, none, **options)
+        out, lse = _ops.attend(q, slots_of(keys, values), k, v, none, **options)
         ctx.save_for_backward(q, k, v, keys, values, out, lse)
         ctx.options = options
         return out
@@ -153,24 +153,13 @@ def _dlogits(rows, keys, values, dout, delta, lse, options, hidden=None):
     return weights, weights * (dout @ values.transpose(-1, -2) - delta) * softcap_grad * scale
 
 
-@dataclass
-class Slots:
-    """Keys and values as slots of the ops: head h has rows h * N .. (h + 1) * N - 1."""
-
-    k: torch.Tensor
-    v: torch.Tensor
-    offset: torch.Tensor
-    len: torch.Tensor
-
-
-def slots_of(keys, values=None):
+def slots_of(keys, values=None) -> Held:
+    """Keys and values [1, Hkv, N, D] as stored slots: head h has rows h * N .. (h + 1) * N - 1."""
     values = keys if values is None else values
     _, heads, tokens, dim = keys.shape
     offset = torch.arange(heads, device=keys.device)[None] * tokens
-    return Slots(
-        keys.reshape(-1, dim), values.reshape(-1, dim), offset,
-        torch.full((1, heads), tokens, dtype=torch.int32, device=keys.device),
-    )  # fmt: skip
+    length = torch.full((1, heads), tokens, dtype=torch.int32, device=keys.device)
+    return Held(keys.reshape(-1, dim), values.reshape(-1, dim), offset=offset, len=length)
 
 
 def _op_options(options):

@@ -24,9 +24,8 @@ def similarity(decoder, adapter, found) -> dict:
 
 def _scores(q, k, slots, **options):
     """[1, Hkv, N + n] mean attention of rows q to the prompt's slots and, causally, to their own keys k."""
-    none, columns = 0 * slots.len[:, 0], k.shape[2] + len(slots.k) // k.shape[1]
-    args = (q, none, slots.k, slots.offset, slots.len, k, none, none + k.shape[2])
-    return _ops.score(*args, causal=True, reduce="mean", columns=columns, **options)
+    none, options["columns"] = 0 * slots.len[:, 0], k.shape[2] + len(slots.k) // k.shape[1]
+    return _ops.score(q, none, slots, k, none, none + k.shape[2], causal=True, reduce="mean", **options)
 
 
 def recall(got, want, k: int):

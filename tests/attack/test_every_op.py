@@ -19,6 +19,7 @@ import test_select
 import torch
 from helpers import DTYPES, ERRORS, call, same_bits
 
+from kvevict import _native
 from kvevict import _ops as ops
 
 SHORT = (0, 0, 1, 1, 2, 7, 33)
@@ -74,7 +75,7 @@ def check(name, tests, p):
 
 def overlapping(name, p) -> bool:
     """Whether heads write rows of each other: the caller's part, what is read and written first is open."""
-    offset, count = (p["offset"], p["len"] + 1) if name == "decode" else (p["dst_offset"], p["keep"])
+    offset, count = (p["held_offset"], p["held_len"] + 1) if name == "decode" else (p["dst_offset"], p["keep"])
     rows = sorted(zip(offset.flatten().tolist(), count.flatten().tolist()))
     return any(a + n > b for (a, n), (b, m) in pairwise(rows) if n and m)
 
@@ -85,7 +86,7 @@ def one_row(rng):
 
 def spoilt(rng, name, p):
     """The arguments with one that is other: of another shape, dtype, stride or content."""
-    known = [each for each in p if each in getattr(ops, name).__annotations__]
+    known = [arg.name for arg in _native.arguments(name) if arg.name in p]
     at = rng.choice(known)
     value = p[at]
     if isinstance(value, torch.Tensor):
@@ -131,7 +132,7 @@ def test_ops():
             check(name, tests, p)
             return f"{name} right"
         if name == "kl":  # whose oracle takes NaN for padding, which a changed length may make alive
-            p |= {each: p[each].nan_to_num() for each in ("k", "k_slots")}
+            p |= {each: p[each].nan_to_num() for each in ("k", "held_k")}
         p = spoilt(rng, name, p)
         written = WRITTEN.get(name, ())
         tried = {**p, **{each: p[each].clone() for each in written}}

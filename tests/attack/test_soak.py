@@ -64,10 +64,11 @@ def test_ops():
     counts = dict(dtype=torch.int32)
     n = torch.tensor([[9, 5]], **counts)
     first, q, k = torch.zeros(1, **counts), torch.randn(1, 4, 3, 16), torch.randn(1, 2, 3, 16)
-    rows, offset, score = torch.randn(14, 16), torch.tensor([[0, 9]]), torch.rand(1, 2, 12)
+    rows, score = torch.randn(14, 16), torch.rand(1, 2, 12)
+    held = _ops.Held(rows, rows, offset=torch.tensor([[0, 9]]), len=n)
 
     def work(number):
-        _ops.attend(q, rows, rows, offset, n, k, k, first, scale=0.25)
+        _ops.attend(q, held, k, k, first, scale=0.25)
         _ops.select(score, n + 3, n, first, first, 9)
 
     start, _, end = flat(work, count(5000))

@@ -23,6 +23,7 @@ import subprocess
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -153,38 +154,31 @@ def data(H, Hkv, D, stored, new, dtype):
     """One batch row: `stored` slots per head with room for one more, and `new` columns as a model leaves them."""
     stride = stored + 1
     offset = torch.arange(Hkv).view(1, Hkv) * stride
-    k_slots, v_slots = torch.randn(2, Hkv * stride, D).to(dtype)
+    slots = torch.randn(2, Hkv * stride, D).to(dtype)
     q, k, v = (torch.randn(1, new, n, D).to(dtype).transpose(1, 2) for n in (H, Hkv, Hkv))
 
     def joined(slots, rows):
         return torch.cat([slots.view(1, Hkv, stride, D)[:, :, :stored], rows], 2)
 
-    slots = {"k_slots": k_slots, "v_slots": v_slots, "offset": offset, "len": heads(Hkv, stored)[0]}
-    return q, k, v, slots, joined(k_slots, k), joined(v_slots, v), D**-0.5
+    pos = torch.zeros(Hkv * stride, dtype=torch.int32)
+    held = ops.Held(*slots, pos, offset, heads(Hkv, stored)[0])
+    return q, k, v, held, joined(held.k, k), joined(held.v, v), D**-0.5
 
 
 def bench_attend(H, Hkv, D, stored, new, dtype):
-    q, k, v, slots, keys, values, scale = data(H, Hkv, D, stored, new, dtype)
+    q, k, v, held, keys, values, scale = data(H, Hkv, D, stored, new, dtype)
     mask = torch.ones(new, stored + new, dtype=torch.bool).tril(stored)
     zero, stop = torch.zeros(1, dtype=torch.int32), torch.full((1,), new, dtype=torch.int32)
 
     def attend():
-        return ops.attend(q=q, k=k, v=v, first=zero, scale=scale, **slots)
+        return ops.attend(q, held, k, v, zero, scale=scale)
 
     sdpa = sdpas(q, keys, values, mask, scale)
     lse = attend()[1]
-    seen = {
-        "k_slots": slots["k_slots"],
-        "offset": slots["offset"],
-        "len": slots["len"],
-        "k": k,
-        "first": zero,
-        "stop": stop,
-    }
 
     def h2o():
         more = {"reduce": "sum", "columns": stored + new, "causal": True, "lse": lse}
-        return ops.score(q=q, row_first=zero, scale=scale, **seen, **more)
+        return ops.score(q, zero, held, k, zero, stop, scale=scale, **more)
 
     close("attend", attend()[0], sdpa().transpose(1, 2), TOLERANCE[dtype])
     logits = (q[0, : H // Hkv].float() @ keys[0, 0].float().T * scale).masked_fill(~mask, -torch.inf)
@@ -215,17 +209,16 @@ def window_error(kind, a, v, o):
 
 def bench_window(H, Hkv, D, stored, new, dtype):
     """What an eviction asks of the last 32 rows, beside attend of the chunk, and what it asks of slots."""
-    q, k, v, slots, keys, values, scale = data(H, Hkv, D, stored, new, dtype)
+    q, k, v, held, keys, values, scale = data(H, Hkv, D, stored, new, dtype)
     zero, stop = torch.zeros(1, dtype=torch.int32), torch.full((1,), new, dtype=torch.int32)
 
     def attend():
-        return ops.attend(q=q, k=k, v=v, first=zero, scale=scale, **slots)
+        return ops.attend(q, held, k, v, zero, scale=scale)
 
     out, lse = attend()
     rows, alive = min(32, new), heads(Hkv, stored + new)[0]
-    window = {name: slots[name] for name in ("k_slots", "offset", "len")} | {"k": k, "first": zero, "stop": stop}
+    window = {"held": held, "k": k, "first": zero, "stop": stop}
     window |= {"q": q[:, :, -rows:], "row_first": zero, "lse": lse[:, :, -rows:], "scale": scale, "causal": True}
-    of_values = {"offset": slots["offset"], "len": slots["len"], "first": zero, "stop": stop}
 
     def score(**more):
         return ops.score(**window, reduce="sum", columns=stored + new, **more)
@@ -235,19 +228,19 @@ def bench_window(H, Hkv, D, stored, new, dtype):
 
     def error(kind):
         o = out[:, -rows:]
-        return ops.error(**window, v_slots=slots["v_slots"], v=v, o=o, kind=kind, alpha=0.1, columns=stored + new)
+        return ops.error(**window, v=v, o=o, kind=kind, alpha=0.1, columns=stored + new)
 
     pooled = score()
 
     def refine():
-        return ops.refine(v_slots=slots["v_slots"], v=v, score=pooled, **of_values)
+        return ops.refine(held, v, zero, stop, pooled)
 
     def caote():
         hn = pooled / pooled.sum(-1, keepdim=True)
         return hn / (1 - hn) * (values.float() - hn[:, :, None] @ values.float()).norm(dim=-1)
 
     def norm():
-        return ops.norm(x_slots=slots["v_slots"], x=v, p=1, columns=stored + new, **of_values)
+        return ops.norm(held.of("v"), v, zero, stop, p=1, columns=stored + new)
 
     def torch_norm():
         return values.float().norm(p=1, dim=-1)
@@ -268,20 +261,19 @@ def bench_window(H, Hkv, D, stored, new, dtype):
 
 
 def bench_decode(H, Hkv, D, stored, dtype):
-    q, k, v, slots, keys, values, scale = data(H, Hkv, D, stored, 1, dtype)
+    q, k, v, held, keys, values, scale = data(H, Hkv, D, stored, 1, dtype)
     pos = torch.zeros(1, 1, dtype=torch.int32)
-    pos_slots = torch.zeros(slots["k_slots"].shape[0], dtype=torch.int32)
 
     def decode():
-        return ops.decode(q=q, k=k, v=v, pos=pos, pos_slots=pos_slots, scale=scale, **slots)
+        return ops.decode(q, k, v, pos, held, scale=scale)
 
     sdpa = sdpas(q, keys, values, None, scale)
     close("decode", decode()[0], sdpa().transpose(1, 2), TOLERANCE[dtype])
-    ragged = slots | {"len": (stored * torch.linspace(0.25, 1, Hkv)).int().view(1, Hkv)}
-    even = slots | {"len": torch.full((1, Hkv), int(ragged["len"].sum()) // Hkv, dtype=torch.int32)}
+    ragged = replace(held, len=(stored * torch.linspace(0.25, 1, Hkv)).int().view(1, Hkv))
+    even = replace(held, len=torch.full((1, Hkv), int(ragged.len.sum()) // Hkv, dtype=torch.int32))
 
-    def same_slots(shape):
-        return lambda: ops.decode(q=q, k=k, v=v, pos=pos, pos_slots=pos_slots, scale=scale, **shape)
+    def same_slots(slots):
+        return lambda: ops.decode(q, k, v, pos, slots, scale=scale)
 
     name = f"{H}/{Hkv} d={D} on {stored} {str(dtype)[6:]}"
     return [
@@ -313,11 +305,11 @@ def bench_fork(H, Hkv, D, stored, dtype):
 
 def bench_short(H, Hkv, D, stored, rows, dtype):
     """A few rows on many slots: a question, a draft."""
-    q, k, v, slots, keys, values, scale = data(H, Hkv, D, stored, rows, dtype)
+    q, k, v, held, keys, values, scale = data(H, Hkv, D, stored, rows, dtype)
     zero, mask = torch.zeros(1, dtype=torch.int32), torch.ones(rows, stored + rows, dtype=torch.bool).tril(stored)
 
     def attend():
-        return ops.attend(q=q, k=k, v=v, first=zero, scale=scale, **slots)
+        return ops.attend(q, held, k, v, zero, scale=scale)
 
     sdpa = sdpas(q, keys, values, mask, scale)
     close("attend", attend()[0], sdpa().transpose(1, 2), TOLERANCE[dtype])
@@ -363,20 +355,17 @@ def bench_latent(stored, dtype):
 
 def bench_evict(Hkv, D, stored, new, dtype):
     """Select and compact in place, as after a chunk, beside the same with torch's sort and gather."""
-    _, k, v, slots, keys, values, _ = data(Hkv, Hkv, D, stored, new, dtype)
+    _, k, v, held, keys, values, _ = data(Hkv, Hkv, D, stored, new, dtype)
     score, zero = torch.rand(1, Hkv, stored + new), torch.zeros(1, dtype=torch.int32)
     n, keep = heads(Hkv, stored + new, stored)
-    pos, pos_slots = torch.zeros(1, new, dtype=torch.int32), torch.zeros(slots["k_slots"].shape[0], dtype=torch.int32)
-    src = {"k_src": slots["k_slots"], "v_src": slots["v_slots"], "pos_src": pos_slots}
-    dst = {"k_dst": slots["k_slots"], "v_dst": slots["v_slots"], "pos_dst": pos_slots}
+    pos = torch.zeros(1, new, dtype=torch.int32)
 
     def select():
         ends = {"protect_first": zero, "protect_last": zero}
         return ops.select(score=score, n=n, keep=keep, columns=stored, **ends)
 
     def evict():
-        rows = {"k": k, "v": v, "pos": pos, "first": zero, "index": select(), "keep": keep}
-        ops.compact(**src, **dst, **rows, src_offset=slots["offset"], src_len=slots["len"], dst_offset=slots["offset"])
+        ops.compact(held, k, v, pos, zero, select(), keep, held)
 
     def indices():
         return score.sort(dim=-1, descending=True, stable=True).indices[..., :stored].sort(-1).values
@@ -389,7 +378,7 @@ def bench_evict(Hkv, D, stored, new, dtype):
         raise SystemExit("select: not what a stable sort gives")
     want = gathered()
     evict()
-    for got, wanted in zip((slots["k_slots"], slots["v_slots"]), want):
+    for got, wanted in zip((held.k, held.v), want):
         close("compact", got.view(1, Hkv, -1, D)[:, :, :stored], wanted, 0.0)
     name = f"{Hkv} heads d={D} {stored} of {stored + new} {str(dtype)[6:]}"
     return [(f"select {name}", select, "sort", indices), (f"select+compact {name}", evict, "sort+gather", gathered)]
@@ -397,7 +386,7 @@ def bench_evict(Hkv, D, stored, new, dtype):
 
 def bench_select(H, Hkv, D, stored, new, dtype):
     """The largest choice an eviction makes, beside attend of a chunk."""
-    q, k, v, slots, _, _, scale = data(H, Hkv, D, stored, new, dtype)
+    q, k, v, held, _, _, scale = data(H, Hkv, D, stored, new, dtype)
     n, kept, zero = 16384, 512, torch.zeros(1, dtype=torch.int32)
     score, (alive, keep) = torch.rand(1, Hkv, n), heads(Hkv, n, kept)
 
@@ -406,7 +395,7 @@ def bench_select(H, Hkv, D, stored, new, dtype):
         return ops.select(score=score, n=alive, keep=keep, columns=kept, **ends)
 
     def attend():
-        return ops.attend(q=q, k=k, v=v, first=zero, scale=scale, **slots)
+        return ops.attend(q, held, k, v, zero, scale=scale)
 
     if not torch.equal(select().long(), score.topk(kept).indices.sort(-1).values):
         raise SystemExit("select: not what topk gives")

@@ -219,35 +219,35 @@ def seen(monkeypatch):
         {op: getattr(kvevict._ops, op) for op in ("attend", "decode", "score", "peak", "error", "refine", "quadratic")},
     )
 
-    def attend(q, k_slots, v_slots, offset, length, k, v, first, stop=None, **options):
+    def attend(q, held, k, v, first, stop=None, **options):
         below = torch.ones(q.shape[2], k.shape[2]).tril(k.shape[2] - q.shape[2])
         new = below.sum() if stop is None else q.shape[2] * (stop - first)[:, None]  # with a stop all see all before
-        seen["attend"] += 2 * int((new + q.shape[2] * length).sum())
-        return own["attend"](q, k_slots, v_slots, offset, length, k, v, first, stop=stop, **options)
+        seen["attend"] += 2 * int((new + q.shape[2] * held.len).sum())
+        return own["attend"](q, held, k, v, first, stop=stop, **options)
 
-    def decode(*args, **options):
-        seen["decode"] += 2 * int((args[8] + 1).sum())
-        return own["decode"](*args, **options)
+    def decode(q, k, v, pos, held, **options):
+        seen["decode"] += 2 * int((held.len + 1).sum())
+        return own["decode"](q, k, v, pos, held, **options)
 
-    def score(q, row_first, k_slots, offset, length, k, first, stop, *more, **options):
-        count(q, row_first, length, first, stop, **options)
-        return own["score"](q, row_first, k_slots, offset, length, k, first, stop, *more, **options)
+    def score(q, row_first, held, k, first, stop, *more, **options):
+        count(q, row_first, held.len, first, stop, **options)
+        return own["score"](q, row_first, held, k, first, stop, *more, **options)
 
-    def peak(q, row_first, k_slots, offset, length, k, first, stop, *more, **options):
-        count(q, row_first, length, first, stop, **options)
-        return own["peak"](q, row_first, k_slots, offset, length, k, first, stop, *more, **options)
+    def peak(q, row_first, held, k, first, stop, *more, **options):
+        count(q, row_first, held.len, first, stop, **options)
+        return own["peak"](q, row_first, held, k, first, stop, *more, **options)
 
-    def error(q, row_first, ks, vs, offset, length, k, v, first, stop, *more, **options):
-        count(q, row_first, length, first, stop, **options)
-        return own["error"](q, row_first, ks, vs, offset, length, k, v, first, stop, *more, **options)
+    def error(q, row_first, held, k, v, first, stop, *more, **options):
+        count(q, row_first, held.len, first, stop, **options)
+        return own["error"](q, row_first, held, k, v, first, stop, *more, **options)
 
-    def refine(v_slots, offset, length, v, first, stop, *more, **options):
-        seen["refine"] += int((length + (stop - first)[:, None]).sum())
-        return own["refine"](v_slots, offset, length, v, first, stop, *more, **options)
+    def refine(held, v, first, stop, *more, **options):
+        seen["refine"] += int((held.len + (stop - first)[:, None]).sum())
+        return own["refine"](held, v, first, stop, *more, **options)
 
-    def quadratic(x_slots, offset, length, x, first, stop, *more, **options):
-        seen["quadratic"] += 2 * int((length + (stop - first)[:, None]).sum())
-        return own["quadratic"](x_slots, offset, length, x, first, stop, *more, **options)
+    def quadratic(held, x, first, stop, *more, **options):
+        seen["quadratic"] += 2 * int((held.len + (stop - first)[:, None]).sum())
+        return own["quadratic"](held, x, first, stop, *more, **options)
 
     def count(q, row_first, length, first, stop, lse=None, causal=False, **options):
         for n in (length + (stop - first)[:, None]).flatten().tolist():

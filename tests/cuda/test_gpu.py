@@ -1,11 +1,13 @@
 """What only a GPU can show: streams, CUDA graphs, several devices, and a patched model. The ops' own tests, which check
 results, run on a GPU too (conftest.py). Not yet run on a GPU."""
 
+from dataclasses import replace
+
 import conftest
 import pytest
 import tiny
 import torch
-from helpers import Moved, i32, problem, same_bits
+from helpers import Moved, held_of, i32, problem, same_bits
 
 import kvevict
 from kvevict import _ops as ops
@@ -16,25 +18,23 @@ pytestmark = pytest.mark.skipif(not conftest.on_gpu(), reason="needs a GPU and a
 def made(device, seed=1):
     """A chunk of 33 on 2 x 2 heads with up to 300 slots, to be cut back to 60."""
     p = problem(seed, T=33, G=4, lens=[[300, 100], [60, 250]], first=[0, 5], room=40, dtype=torch.bfloat16)
-    p |= {"n": p["len"] + 33 - p["first"][:, None], "keep": i32([[60, 60]] * 2), "ends": i32([4, 4])}
+    p |= {"n": p["held_len"] + 33 - p["first"][:, None], "keep": i32([[60, 60]] * 2), "ends": i32([4, 4])}
     moved = Moved(torch.device(device))
     return {name: moved(value) for name, value in p.items()}
 
 
 def chunk(p):
     """The ops of a chunk and a decoded token; returns everything they return or write."""
-    store, new = (p["k_slots"], p["v_slots"]), (p["k"], p["v"])
-    ranges, options = (p["offset"], p["len"]), {"scale": p["scale"]}
-    out, lse = ops.attend(p["q"], *store, *ranges, *new, p["first"], **options)
-    rows = p["q"], p["row_first"], store[0], *ranges, new[0], p["first"], torch.full_like(p["first"], 33), lse
+    held, new, options = held_of(p), (p["k"], p["v"]), {"scale": p["scale"]}
+    out, lse = ops.attend(p["q"], held, *new, p["first"], **options)
+    rows = p["q"], p["row_first"], held, new[0], p["first"], torch.full_like(p["first"], 33), lse
     score = ops.score(*rows, reduce="sum", columns=333, **options)
     index = ops.select(score, p["n"], p["keep"], p["ends"], p["ends"], 60)
-    slots = *store, p["pos_slots"]
-    ops.compact(*slots, *ranges, *new, p["pos"], p["first"], index, p["keep"], *slots, p["offset"])
+    ops.compact(held, *new, p["pos"], p["first"], index, p["keep"], held)
     token = [x[:, :, -1:] for x in (p["q"], *new)]
     pos = p["pos"][:, -1:].contiguous()
-    decoded = ops.decode(*token, pos, *slots, p["offset"], p["keep"], columns=61, **options)
-    return [out, lse, score, index, *decoded, *slots]
+    decoded = ops.decode(*token, pos, replace(held, len=p["keep"]), columns=61, **options)
+    return [out, lse, score, index, *decoded, held.k, held.v, held.pos]
 
 
 def same(a, b):
@@ -70,7 +70,7 @@ def test_graph():
         want = made("cuda")
         for name in "qkv":
             want[name].copy_(made("cuda", seed)[name])
-        for name in (*"qkv", "k_slots", "v_slots", "pos_slots"):
+        for name in (*"qkv", "held_k", "held_v", "held_pos"):
             p[name].copy_(want[name])
         graph.replay()
         assert same(got, chunk(want))
@@ -81,13 +81,14 @@ def test_more_heads_than_a_grid():
     gen, results = torch.Generator().manual_seed(2), []
     q, k, v = (torch.randn(16385, 4, 2, 8, generator=gen) for _ in "qkv")
     slots, offset, zeros = torch.empty(0, 8), torch.zeros(16385, 4, dtype=torch.int64), i32([0] * 16385)
-    held = slots, offset, offset.int()
+    held = slots, slots, None, offset, offset.int()
     for device in ("cpu", "cuda"):
         moved = Moved(torch.device(device))
-        Q, K, V, S, O, L, Z = map(moved, (q, k, v, *held, zeros))
-        out, lse = ops.attend(Q, S, S, O, L, K, V, Z, scale=1.0)
-        score = ops.score(Q, Z, S, O, L, K, Z, Z + 2, lse, reduce="sum", columns=2, scale=1.0)
-        results.append([x.cpu() for x in (out, lse, score, ops.norm(S, O, L, K, Z, Z + 2, p=2, columns=2))])
+        Q, K, V, Z = map(moved, (q, k, v, zeros))
+        stored = ops.Held(*map(moved, held))
+        out, lse = ops.attend(Q, stored, K, V, Z, scale=1.0)
+        score = ops.score(Q, Z, stored, K, Z, Z + 2, lse, reduce="sum", columns=2, scale=1.0)
+        results.append([x.cpu() for x in (out, lse, score, ops.norm(stored, K, Z, Z + 2, p=2, columns=2))])
     for mine, want in zip(*results[::-1], strict=True):
         torch.testing.assert_close(mine, want, rtol=1e-5, atol=1e-5)
 
@@ -99,8 +100,8 @@ def test_other_device_than_the_current():
 
 def test_tensors_on_two_devices():
     p = made("cuda")
-    with pytest.raises(ValueError, match="len is on cpu, the others on cuda"):
-        chunk({**p, "len": p["len"].cpu()})
+    with pytest.raises(ValueError, match=r"held\.len is on cpu, the others on cuda"):
+        chunk({**p, "held_len": p["held_len"].cpu()})
 
 
 @pytest.mark.parametrize("preset", ["take", "snapkv", "h2o", "streaming"])

@@ -6,6 +6,9 @@ import random
 
 import torch
 
+from kvevict._native import PARTS
+from kvevict._ops import Held
+
 NAN, INF = float("nan"), float("inf")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DIMS = [8, 32, 40, 64, 80, 96, 128, 256]
@@ -49,7 +52,8 @@ def problem(
     seed, *, B=2, G=2, Hkv=2, T=9, S=None, D=64, dtype=torch.float32, lens=None, first=None, layout="transposed",
     softcap=0.0, sinks=False, room=1,
 ):  # fmt: skip
-    """Arguments of every op by name. Gaps and left padding are NaN: they must never matter."""
+    """Arguments of every op by name, those of a `Held` by the names that torch's schema has: `held_k` is held.k. Gaps
+    and left padding are NaN: they must never matter."""
     rng, gen = random.Random(seed), torch.Generator().manual_seed(seed)
     S, H = T if S is None else S, G * Hkv
 
@@ -66,11 +70,11 @@ def problem(
     stop = i32([rng.choice([S, S, (S + int(f)) // 2, int(f)]) for f in first])
     offset, rows = scattered(rng, length, room)
     k, v = normal(B, Hkv, S, D).to(dtype), normal(B, Hkv, S, D).to(dtype)
-    k_slots, v_slots = (torch.full((rows, D), NAN, dtype=dtype) for _ in "kv")
-    pos_slots = torch.full((rows,), -7, dtype=torch.int32)
+    held_k, held_v = (torch.full((rows, D), NAN, dtype=dtype) for _ in "kv")
+    held_pos = torch.full((rows,), -7, dtype=torch.int32)
     for o, n in zip(offset.flatten(), length.flatten(), strict=True):
-        k_slots[o : o + n], v_slots[o : o + n] = normal(n, D).to(dtype), normal(n, D).to(dtype)
-        pos_slots[o : o + n] = torch.arange(n, dtype=torch.int32) * 3
+        held_k[o : o + n], held_v[o : o + n] = normal(n, D).to(dtype), normal(n, D).to(dtype)
+        held_pos[o : o + n] = torch.arange(n, dtype=torch.int32) * 3
     k, v = laid_out(k, layout), laid_out(v, layout)
     if layout != "expanded":
         for b in range(B):
@@ -79,7 +83,7 @@ def problem(
         "q": laid_out(normal(B, H, T, D).to(dtype), layout),
         "k": k, "v": v, "pos": torch.arange(1000, 1000 + B * S, dtype=torch.int32).view(B, S),
         "first": first, "stop": stop, "row_first": drawn((B,), 0, 0, T // 2, T),
-        "k_slots": k_slots, "v_slots": v_slots, "pos_slots": pos_slots, "offset": offset, "len": length,
+        "held_k": held_k, "held_v": held_v, "held_pos": held_pos, "held_offset": offset, "held_len": length,
         "scale": D**-0.5, "softcap": softcap, "sinks": normal(H) if sinks else None,
     }  # fmt: skip
 
@@ -133,13 +137,33 @@ def back(result):
     return result.cpu() if isinstance(result, torch.Tensor) else result and tuple(map(back, result))
 
 
+def held_of(p):
+    return Held(**{part: p[f"held_{part}"] for part in PARTS})
+
+
+def named(fn, args, moved=lambda value: value):
+    """Those of the arguments that fn names: where it names `held`, `held_k` and the like are one `Held`, or None if
+    they are."""
+    found = {}
+    for name in inspect.signature(fn).parameters:
+        parts = {part: moved(args[f"{name}_{part}"]) for part in PARTS if f"{name}_{part}" in args}
+        if parts:
+            found[name] = None if all(part is None for part in parts.values()) else Held(**parts)
+        elif name in args:
+            found[name] = moved(args[name])
+    return found
+
+
+def on_cpu(fn, args):
+    return fn(**named(fn, args))
+
+
 def call(fn, args):
-    """fn with those of the arguments that it names; an op runs on `device`."""
-    args = {name: args[name] for name in inspect.signature(fn).parameters if name in args}
+    """`on_cpu`, but that an op runs on `device`."""
     if device.type == "cpu" or fn.__module__ != "kvevict._ops":
-        return fn(**args)
+        return on_cpu(fn, args)
     with Moved(device) as moved:
-        return back(fn(**{name: moved(value) for name, value in args.items()}))
+        return back(fn(**named(fn, args, moved)))
 
 
 def copied(args, *names):
@@ -147,7 +171,7 @@ def copied(args, *names):
 
 
 def alive_counts(p):
-    return p["len"] + (p["stop"] - p["first"])[:, None]
+    return p["held_len"] + (p["stop"] - p["first"])[:, None]
 
 
 def close(got, want, tol, least=0.0):

@@ -6,6 +6,7 @@ of one batch row: q [H, R, d], k [Hkv, n, d], scores [Hkv, n].
 
 import itertools
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +14,10 @@ import torch.nn.functional as F
 INF = float("inf")
 
 
-def alive(slots, offset, len, new):
-    """One head's alive slots [stored | new]."""
-    return torch.cat([slots[offset : offset + len], new]).double()
+def alive(held, name, b, h, new):
+    """Keys ("k") or values ("v") of one head's alive slots [stored | new]."""
+    offset = held.offset[b, h]
+    return torch.cat([getattr(held, name)[offset : offset + held.len[b, h]], new]).double()
 
 
 def attention(q, keys, sees, scale, softcap=0.0, sinks=None, lse=None):
@@ -29,16 +31,16 @@ def attention(q, keys, sees, scale, softcap=0.0, sinks=None, lse=None):
     return (x - lse[:, None]).exp().masked_fill(~sees, 0.0), lse
 
 
-def attend(q, k_slots, v_slots, offset, len, k, v, first, scale, softcap=0.0, sinks=None, stop=None):
+def attend(q, held, k, v, first, scale, softcap=0.0, sinks=None, stop=None):
     (B, H, T, D), (Hkv, S) = q.shape, k.shape[1:3]
     out, lse = torch.zeros(B, T, H, D, dtype=torch.double), torch.zeros(B, H, T, dtype=torch.double)
     for b, h in itertools.product(range(B), range(H)):
         g = h // (H // Hkv)
         new = slice(int(first[b]), S if stop is None else int(stop[b]))
-        keys = alive(k_slots, offset[b, g], len[b, g], k[b, g, new])
-        values = alive(v_slots, offset[b, g], len[b, g], v[b, g, new])
-        column = torch.arange(keys.shape[0]) - len[b, g] + first[b]  # of the chunk; stored slots lie before all
-        stored = torch.arange(keys.shape[0]) < len[b, g]
+        keys = alive(held, "k", b, g, k[b, g, new])
+        values = alive(held, "v", b, g, v[b, g, new])
+        column = torch.arange(keys.shape[0]) - held.len[b, g] + first[b]  # of the chunk; stored slots lie before all
+        stored = torch.arange(keys.shape[0]) < held.len[b, g]
         sees = stored | (column <= torch.arange(T)[:, None] + S - T) | (stop is not None)
         a, lse[b, h] = attention(q[b, h], keys, sees, scale, softcap, None if sinks is None else sinks[h])
         out[b, :, h] = a @ values.nan_to_num()
@@ -46,12 +48,12 @@ def attend(q, k_slots, v_slots, offset, len, k, v, first, scale, softcap=0.0, si
     return out, lse
 
 
-def observed(q, row_first, k_slots, offset, len, k, first, stop, scale, softcap, causal, lse, sinks):
+def observed(q, row_first, held, k, first, stop, scale, softcap, causal, lse, sinks):
     """b, h, a [rows, n], sees [rows, n] of every query head, for the rows that observe."""
     (B, H, R, _), Hkv = q.shape, k.shape[1]
     for b, h in itertools.product(range(B), range(H)):
         g = h // (H // Hkv)
-        keys = alive(k_slots, offset[b, g], len[b, g], k[b, g, first[b] : stop[b]])
+        keys = alive(held, "k", b, g, k[b, g, first[b] : stop[b]])
         n, rows = keys.shape[0], slice(int(row_first[b]), R)
         sees = torch.ones(R, n, dtype=torch.bool).tril(n - R if causal else n)[rows]
         given = None if lse is None else lse[b, h, rows].double()
@@ -67,11 +69,11 @@ def grouped(x, kv_heads, how):
     return {"sum": x.sum(2), "mean": x.mean(2), "max": x.amax(2), "none": x.flatten(1, 2)}[how]
 
 
-def kl(q, k, target, row_first, k_slots, offset, len, first, stop, sinks=None, *, scale, softcap=0.0, causal=True):
+def kl(q, k, target, row_first, held, first, stop, sinks=None, *, scale, softcap=0.0, causal=True):
     """LookaheadKV eq. 5, the attention materialised, so that autograd finds the gradient."""
     losses = []
     clean = torch.where(k.isnan(), torch.zeros_like(k), k)  # padding, which 0 times it would not leave out
-    seen = observed(q, row_first, k_slots, offset, len, clean, first, stop, scale, softcap, causal, None, sinks)
+    seen = observed(q, row_first, held, clean, first, stop, scale, softcap, causal, None, sinks)
     for b, h, a, _ in seen:
         p = a.mean(0)[: target.shape[2]] if a.shape[0] else a.new_zeros(0)
         t = target[b, h, : p.shape[0]].double()
@@ -85,11 +87,11 @@ def kl(q, k, target, row_first, k_slots, offset, len, first, stop, sinks=None, *
 
 
 def score(
-    q, row_first, k_slots, offset, len, k, first, stop, scale, softcap, *, causal, reduce, columns, lse=None,
+    q, row_first, held, k, first, stop, scale, softcap, *, causal, reduce, columns, lse=None,
     sinks=None, weight=None, term="a", group="mean",
 ):  # fmt: skip
     out = torch.zeros(*q.shape[:2], columns, dtype=torch.double)
-    rows = (q, row_first, k_slots, offset, len, k, first, stop, scale, softcap, causal, lse, sinks)
+    rows = (q, row_first, held, k, first, stop, scale, softcap, causal, lse, sinks)
     for b, h, a, sees in observed(*rows):
         if a.shape[0] == 0:
             continue
@@ -101,10 +103,10 @@ def score(
 
 
 def peak(
-    q, row_first, k_slots, offset, len, k, first, stop, lo, hi, scale, softcap, *, causal, lse=None, sinks=None
+    q, row_first, held, k, first, stop, lo, hi, scale, softcap, *, causal, lse=None, sinks=None
 ):  # fmt: skip
     out = torch.zeros(q.shape[:3], dtype=torch.double)
-    rows = (q, row_first, k_slots, offset, len, k, first, stop, scale, softcap, causal, lse, sinks)
+    rows = (q, row_first, held, k, first, stop, scale, softcap, causal, lse, sinks)
     for b, h, a, _ in observed(*rows):
         g = h // (q.shape[1] // k.shape[1])
         if lo[b, g] < hi[b, g]:
@@ -113,16 +115,16 @@ def peak(
 
 
 def error(
-    q, row_first, k_slots, v_slots, offset, len, k, v, first, stop, o, scale, softcap, *, causal, kind, columns,
+    q, row_first, held, k, v, first, stop, o, scale, softcap, *, causal, kind, columns,
     alpha=0.0, lse=None, sinks=None, weight=None, group="sum", power=1,
 ):  # fmt: skip
     """METHODS section 1 (EDIE eq. 7, 9-11) and 2 (CAOTE eq. 6), one row at a time. With power=2 instead of each term's
     a / (1 - a) the slope a / (1 - a)^2: by what a relative error of a changes it."""
     out = torch.zeros(*q.shape[:2], columns, dtype=torch.double)
-    rows = (q, row_first, k_slots, offset, len, k, first, stop, scale, softcap, causal, lse, sinks)
+    rows = (q, row_first, held, k, first, stop, scale, softcap, causal, lse, sinks)
     for b, h, a, sees in observed(*rows):
         g, n = h // (q.shape[1] // k.shape[1]), a.shape[1]
-        values = alive(v_slots, offset[b, g], len[b, g], v[b, g, first[b] : stop[b]])
+        values = alive(held, "v", b, g, v[b, g, first[b] : stop[b]])
         for r in range(a.shape[0]):
             at = int(row_first[b]) + r
             output = o[b, at, h].double()
@@ -135,31 +137,31 @@ def error(
     return grouped(out, k.shape[1], group)
 
 
-def refine(v_slots, offset, len, v, first, stop, score, fast=False, squared=False):
+def refine(held, v, first, stop, score, fast=False, squared=False):
     """METHODS section 2, CAOTE eq. 6-8."""
     out = torch.zeros(score.shape, dtype=torch.double)
     for b, h in itertools.product(range(score.shape[0]), range(score.shape[1])):
-        values = alive(v_slots, offset[b, h], len[b, h], v[b, h, first[b] : stop[b]])
+        values = alive(held, "v", b, h, v[b, h, first[b] : stop[b]])
         n = values.shape[0]
         if n:
             out[b, h, :n] = caote(score[b, h, :n], values, fast, squared)
     return out
 
 
-def norm(x_slots, offset, len, x, first, stop, p, columns):
+def norm(held, x, first, stop, p, columns):
     out = torch.zeros(*x.shape[:2], columns, dtype=torch.double)
     for b, h in itertools.product(range(x.shape[0]), range(x.shape[1])):
-        each = alive(x_slots, offset[b, h], len[b, h], x[b, h, first[b] : stop[b]]).norm(p=p, dim=1)
+        each = alive(held, "k", b, h, x[b, h, first[b] : stop[b]]).norm(p=p, dim=1)
         out[b, h, : each.shape[0]] = each
     return out
 
 
-def quadratic(x_slots, offset, len, x, first, stop, matrix, linear=None, *, columns, size=False):
+def quadratic(held, x, first, stop, matrix, linear=None, *, columns, size=False):
     """size: of the terms, the sum of their absolute values."""
     out = torch.zeros(*matrix.shape[:2], columns, dtype=torch.double)
     for b, h in itertools.product(range(matrix.shape[0]), range(matrix.shape[1])):
         g, A = h // (matrix.shape[1] // x.shape[1]), matrix[b, h].double()
-        each = alive(x_slots, offset[b, g], len[b, g], x[b, g, first[b] : stop[b]])
+        each = alive(held, "k", b, g, x[b, g, first[b] : stop[b]])
         by = torch.zeros(A.shape[0], dtype=torch.double) if linear is None else linear[b, h].double()
         each, A, by = (t.abs() for t in (each, A, by)) if size else (each, A, by)
         out[b, h, : each.shape[0]] = (each * (each @ A.T + by)).sum(1)
@@ -177,29 +179,27 @@ def select(score, n, keep, protect_first, protect_last, columns):
     return index
 
 
-def compact(
-    k_src, v_src, pos_src, src_offset, src_len, k, v, pos, first, index, keep, k_dst, v_dst, pos_dst, dst_offset
-):
-    """Writes k_dst, v_dst and pos_dst, as the op does."""
+def compact(src, k, v, pos, first, index, keep, dst):
+    """Writes dst.k, dst.v and dst.pos, as the op does."""
     for b, h in itertools.product(range(k.shape[0]), range(k.shape[1])):
-        n, f, o = int(keep[b, h]), int(first[b]), int(dst_offset[b, h])
+        n, f, o = int(keep[b, h]), int(first[b]), int(dst.offset[b, h])
         chosen = torch.arange(n) if index is None else index[b, h, :n].long()
-        for src, new, dst in ((k_src, k[b, h], k_dst), (v_src, v[b, h], v_dst), (pos_src, pos[b], pos_dst)):
-            dst[o : o + n] = torch.cat([src[src_offset[b, h] :][: src_len[b, h]], new[f:]])[chosen]
+        for old, new, to in ((src.k, k[b, h], dst.k), (src.v, v[b, h], dst.v), (src.pos, pos[b], dst.pos)):
+            to[o : o + n] = torch.cat([old[src.offset[b, h] :][: src.len[b, h]], new[f:]])[chosen]
 
 
-def decode(q, k, v, pos, k_slots, v_slots, pos_slots, offset, len, scale, softcap=0.0, sinks=None, columns=0):
-    """Writes k_slots, v_slots and pos_slots, as the op does."""
-    B, Hkv = offset.shape
+def decode(q, k, v, pos, held, scale, softcap=0.0, sinks=None, columns=0):
+    """Writes held.k, held.v and held.pos, as the op does."""
+    B, Hkv = held.len.shape
     probs, first = torch.zeros(B, Hkv, columns, dtype=torch.double), torch.zeros(B, dtype=torch.int32)
-    out, lse = attend(q, k_slots, v_slots, offset, len, k, v, first, scale, softcap, sinks)
+    out, lse = attend(q, held, k, v, first, scale, softcap, sinks)
     for b, h in itertools.product(range(B), range(Hkv)):
-        at = int(offset[b, h] + len[b, h])
-        k_slots[at], v_slots[at], pos_slots[at] = k[b, h, 0], v[b, h, 0], pos[b, 0]
+        at = int(held.offset[b, h] + held.len[b, h])
+        held.k[at], held.v[at], held.pos[at] = k[b, h, 0], v[b, h, 0], pos[b, 0]
     if columns:
         none = torch.zeros(B, dtype=torch.int32)
         probs = score(
-            q, none, k_slots, offset, len + 1, k[:, :, :0], none, none, scale, softcap,
+            q, none, replace(held, len=held.len + 1), k[:, :, :0], none, none, scale, softcap,
             causal=False, reduce="sum", columns=columns, lse=lse,
         )  # fmt: skip
     return out, lse, probs

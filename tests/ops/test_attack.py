@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from helpers import copied, i32, problem
+from helpers import copied, i32, on_cpu, problem
 
 from kvevict import _ops as ops
 
@@ -23,11 +23,9 @@ def raw(name, p):
 
 def observed():
     p = problem(1, lens=3, first=0, layout="dense")
-    out, lse = ops.attend(
-        **{k: p[k] for k in ["q", "k_slots", "v_slots", "offset", "len", "k", "v", "first"]}, scale=p["scale"]
-    )
+    out, lse = on_cpu(ops.attend, {**p, "stop": None})
     more = dict(lse=lse, weight=None, causal=True, term=0, reduce=0, group=0, kind=0, alpha=0.0, o=out, columns=64)
-    return {**p, **more, "x": p["k"], "x_slots": p["k_slots"], "p": 1}
+    return {**p, **more, "x": p["k"], "p": 1}
 
 
 @pytest.mark.parametrize(
@@ -56,52 +54,51 @@ def test_more_columns_than_there_is_memory(name, columns):
 
 def decoding(seed=2):
     p = problem(seed, T=1, S=1, lens=[[3, 5], [4, 2]], first=0, layout="dense")
-    return {k: p[k] for k in ["q", "k", "v", "pos", "k_slots", "v_slots", "pos_slots", "offset", "len", "scale"]}
+    return {k: p[k] for k in ["q", "k", "v", "pos", "held_k", "held_v", "held_pos", "held_offset", "held_len", "scale"]}
 
 
 def compacting():
     p = problem(3, lens=[[3, 5], [4, 2]], first=0, layout="dense")
-    p = {k: p[k] for k in ["k", "v", "pos", "first", "offset", "len", "k_slots", "v_slots", "pos_slots"]}
-    src = {"k_src": "k_slots", "v_src": "v_slots", "pos_src": "pos_slots", "src_offset": "offset", "src_len": "len"}
-    p |= {new: p.pop(old) for new, old in src.items()}
-    dst = dict(k_dst=torch.zeros(64, 64), v_dst=torch.zeros(64, 64), pos_dst=torch.zeros(64, dtype=torch.int32))
+    p = {k: p[k] for k in ["k", "v", "pos", "first", "held_offset", "held_len", "held_k", "held_v", "held_pos"]}
+    p = {name.replace("held_", "src_"): value for name, value in p.items()}
+    dst = dict(dst_k=torch.zeros(64, 64), dst_v=torch.zeros(64, 64), dst_pos=torch.zeros(64, dtype=torch.int32))
     keep, offset = torch.full((2, 2), 3, dtype=torch.int32), torch.arange(0, 16, 4).view(2, 2)
     return {**p, **dst, "keep": keep, "dst_offset": offset, "index": None}
 
 
 def test_heads_that_would_write_each_others_rows():
     p = decoding()
-    ops.decode(**p)
-    flat = p["offset"].flatten()
+    on_cpu(ops.decode, p)
+    flat = p["held_offset"].flatten()
     for one, other in ((0, 1), (3, 0), (2, 1)):
         offset = flat.clone()
         offset[one] = offset[other]
         with pytest.raises(RuntimeError, match="share rows"):
-            ops.decode(**{**p, "offset": offset.view(2, 2)})
+            on_cpu(ops.decode, {**p, "held_offset": offset.view(2, 2)})
     p = compacting()
-    ops.compact(**p)
-    ops.compact(**{**p, "dst_offset": p["dst_offset"].flip(0, 1).contiguous()})  # in any order
+    on_cpu(ops.compact, p)
+    on_cpu(ops.compact, {**p, "dst_offset": p["dst_offset"].flip(0, 1).contiguous()})  # in any order
     with pytest.raises(RuntimeError, match="share rows"):
-        ops.compact(**{**p, "dst_offset": torch.tensor([[0, 6], [8, 2]])})
-    ops.compact(**{**p, "dst_offset": torch.zeros_like(p["dst_offset"]), "keep": torch.zeros_like(p["keep"])})
+        on_cpu(ops.compact, {**p, "dst_offset": torch.tensor([[0, 6], [8, 2]])})
+    on_cpu(ops.compact, {**p, "dst_offset": torch.zeros_like(p["dst_offset"]), "keep": torch.zeros_like(p["keep"])})
 
 
 def test_slots_that_lie_in_what_is_read():
     p = decoding()
-    rows = p["k_slots"][:4].view(2, 2, 1, 64)
-    slots = copied(p, "k_slots")["k_slots"]
-    for wrong in ({"k": rows}, {"v": rows}, {"q": p["v_slots"][:8].view(2, 4, 1, 64)}, {"v_slots": p["k_slots"]}):
+    rows = p["held_k"][:4].view(2, 2, 1, 64)
+    slots = copied(p, "held_k")["held_k"]
+    for wrong in ({"k": rows}, {"v": rows}, {"q": p["held_v"][:8].view(2, 4, 1, 64)}, {"held_v": p["held_k"]}):
         with pytest.raises(RuntimeError, match="share memory"):
-            ops.decode(**{**p, **wrong})
-    assert torch.equal(slots.nan_to_num(), p["k_slots"].nan_to_num())
+            on_cpu(ops.decode, {**p, **wrong})
+    assert torch.equal(slots.nan_to_num(), p["held_k"].nan_to_num())
     p = compacting()
     new = p["k"].contiguous()
-    wrongs = {"k_dst": new.view(-1, 64), "v_dst": new.view(-1, 64), "pos_dst": p["pos"].view(-1)}
+    wrongs = {"dst_k": new.view(-1, 64), "dst_v": new.view(-1, 64), "dst_pos": p["pos"].view(-1)}
     for name, dst in wrongs.items():
         with pytest.raises(RuntimeError):
-            ops.compact(**{**p, "k": new, name: dst})
+            on_cpu(ops.compact, {**p, "k": new, name: dst})
     with pytest.raises(RuntimeError, match="share memory"):
-        ops.compact(**{**p, "v_dst": p["k_dst"]})
+        on_cpu(ops.compact, {**p, "dst_v": p["dst_k"]})
 
 
 def misaligned(t):
@@ -112,20 +109,20 @@ def misaligned(t):
 
 def test_tensors_that_start_within_a_number():
     p = dict(decoding(), sinks=torch.zeros(4))
-    ops.decode(**p)
+    on_cpu(ops.decode, p)
     for name in (name for name, value in p.items() if isinstance(value, torch.Tensor)):
-        size = p[name].element_size()
-        with pytest.raises(RuntimeError, match=rf"decode: {name} does not start at a multiple of .* {size} bytes"):
-            ops.decode(**{**p, name: misaligned(p[name])})
+        shown, size = name.replace("held_", "held."), p[name].element_size()
+        with pytest.raises(RuntimeError, match=rf"decode: {shown} does not start at a multiple of .* {size} bytes"):
+            on_cpu(ops.decode, {**p, name: misaligned(p[name])})
 
 
 def test_autograd_sees_what_was_overwritten():
     for op, args, names in ((ops.decode, decoding(), "kv"), (ops.compact, compacting(), "kv")):
         for name in names:
-            slots = args[f"{name}_slots" if op is ops.decode else f"{name}_dst"]
+            slots = args[f"held_{name}" if op is ops.decode else f"dst_{name}"]
             leaf = torch.ones_like(slots, requires_grad=True)
             product = (leaf * slots).sum()
-            op(**args)
+            on_cpu(op, args)
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 product.backward()
 

@@ -27,8 +27,8 @@ def check(p):
     if out.dtype == torch.float32:
         close(out, want, FP32)
     else:
-        sizes, _ = call(ref.attend, {**p, "v": p["v"].abs(), "v_slots": p["v_slots"].abs()})
-        limit = 2 * OUT[out.dtype] * sizes + 2.0**-25 * (p["k_slots"].shape[0] + p["k"].shape[2])
+        sizes, _ = call(ref.attend, {**p, "v": p["v"].abs(), "held_v": p["held_v"].abs()})
+        limit = 2 * OUT[out.dtype] * sizes + 2.0**-25 * (p["held_k"].shape[0] + p["k"].shape[2])
         assert torch.equal(out.isnan(), want.isnan()) and ((out.double() - want).abs() <= limit)[~want.isnan()].all()
     close(lse, want_lse, FP32, least=1.0)  # fp32 whatever the dtype: a logit of size 1 has that much error itself
     return out, lse
@@ -117,7 +117,7 @@ def test_softcap_and_sinks(softcap, sinks, dtype):
 def test_huge_logits(dtype):
     """Whole numbers with exact dot products, up to some 20000 after scaling: only exp and its argument round."""
     p = problem(5, T=19, dtype=dtype, layout="dense", first=[0, 3], lens=[[40, 0], [7, 33]])
-    for name in ("q", "k", "k_slots"):
+    for name in ("q", "k", "held_k"):
         p[name] = (p[name] * 16).round()
     p["scale"] = 0.5
     (out, lse), (want, want_lse) = call(ops.attend, p), call(ref.attend, p)
@@ -129,17 +129,17 @@ def test_huge_logits(dtype):
     )  # which the weights see as a relative error of that times the logit
 
 
-@pytest.mark.parametrize("where", ["k_slots", "v_slots", "k", "v"])
+@pytest.mark.parametrize("where", ["held_k", "held_v", "k", "v"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_reaches_only_rows_that_see_it(where, dtype):
     p = problem(6, T=20, dtype=dtype, lens=[[9, 30], [17, 5]], first=[0, 2], layout="dense")
-    if where.endswith("slots"):
-        p[where][p["offset"][0, 1] + 3] = NAN
+    if where.startswith("held"):
+        p[where][p["held_offset"][0, 1] + 3] = NAN
     else:
         p[where][0, 1, 11] = NAN
     out, _ = check(p)
     assert out[0, 12:, 2:].isnan().all() and out[0, :, :2].isfinite().all() and out[1].isfinite().all()
-    assert where.endswith("slots") or out[0, :11].isfinite().all()
+    assert where.startswith("held") or out[0, :11].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -173,12 +173,12 @@ def test_few_rows_on_many_slots(dtype, T, G):
     assert same_for_threads(lambda: call(ops.attend, p))
 
 
-ROWS = ("q", "k", "v", "k_slots", "v_slots")
+ROWS = ("q", "k", "v", "held_k", "held_v")
 WRONG = {
     "q dtype": lambda p: {"q": p["q"].double()},
-    "mixed dtypes": lambda p: {"k_slots": p["k_slots"].half()},
-    "len dtype": lambda p: {"len": p["len"].long()},
-    "offset dtype": lambda p: {"offset": p["offset"].int()},
+    "mixed dtypes": lambda p: {"held_k": p["held_k"].half()},
+    "len dtype": lambda p: {"held_len": p["held_len"].long()},
+    "offset dtype": lambda p: {"held_offset": p["held_offset"].int()},
     "sinks dtype": lambda p: {"sinks": torch.zeros(4, dtype=torch.bfloat16)},
     "sinks length": lambda p: {"sinks": torch.zeros(3)},
     "q of three dimensions": lambda p: {"q": p["q"][0]},
@@ -188,9 +188,9 @@ WRONG = {
     "3 query heads on 2": lambda p: {"q": p["q"][:, :3]},
     "batch differs": lambda p: {"k": p["k"][:1]},
     "v shorter than k": lambda p: {"v": p["v"][:, :, :-1]},
-    "v_slots shorter than k_slots": lambda p: {"v_slots": p["v_slots"][:-1]},
-    "len shape": lambda p: {"len": p["len"][:, :1]},
-    "offset shape": lambda p: {"offset": p["offset"][:1]},
+    "held_v shorter than held_k": lambda p: {"held_v": p["held_v"][:-1]},
+    "len shape": lambda p: {"held_len": p["held_len"][:, :1]},
+    "offset shape": lambda p: {"held_offset": p["held_offset"][:1]},
     "first shape": lambda p: {"first": p["first"][:1]},
     "first negative": lambda p: {"first": i32([-1, 0])},
     "first over S": lambda p: {"first": i32([0, 10])},
@@ -198,12 +198,12 @@ WRONG = {
     "stop shape": lambda p: {"stop": i32([9])},
     "stop over S": lambda p: {"stop": i32([0, 10])},
     "stop under first": lambda p: {"first": i32([4, 0]), "stop": i32([3, 0])},
-    "len negative": lambda p: {"len": i32([[3, -1], [0, 0]])},
-    "len past the buffer": lambda p: {"len": i32([[3, 10**6], [0, 0]])},
-    "offset negative": lambda p: {"offset": p["offset"] - 10**9},
-    "offset past the buffer": lambda p: {"offset": p["offset"] + 10**12},
-    "offset overflows": lambda p: {"offset": p["offset"] * 0 + 2**63 - 2},
-    "slots on another device": lambda p: {"k_slots": p["k_slots"].to("meta")},
+    "len negative": lambda p: {"held_len": i32([[3, -1], [0, 0]])},
+    "len past the buffer": lambda p: {"held_len": i32([[3, 10**6], [0, 0]])},
+    "offset negative": lambda p: {"held_offset": p["held_offset"] - 10**9},
+    "offset past the buffer": lambda p: {"held_offset": p["held_offset"] + 10**12},
+    "offset overflows": lambda p: {"held_offset": p["held_offset"] * 0 + 2**63 - 2},
+    "slots on another device": lambda p: {"held_k": p["held_k"].to("meta")},
     "sinks on another device": lambda p: {"sinks": torch.zeros(4, device="meta")},
     "not a tensor": lambda p: {"k": "k"},
 }  # fmt: skip

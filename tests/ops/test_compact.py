@@ -6,14 +6,15 @@ import torch
 from helpers import DTYPES, ERRORS, NAN, call, copied, fuzz, i32, matrix, opcheck, problem, same_bits, scattered
 
 from kvevict import _ops as ops
+from kvevict._native import PARTS
 
-DST = ("k_dst", "v_dst", "pos_dst")
+DST = ("dst_k", "dst_v", "dst_pos")
 
 
 def prepared(p, seed, kept=None, room=1):
     """A random ascending index over [stored | new], and a poisoned destination with gaps."""
     rng = random.Random(seed)
-    n = p["len"] + (p["k"].shape[2] - p["first"])[:, None]
+    n = p["held_len"] + (p["k"].shape[2] - p["first"])[:, None]
     keep = (
         i32([[rng.choice([0, m, rng.randint(0, m)]) for m in row] for row in n.tolist()]) if kept is None else kept(n)
     )
@@ -22,13 +23,13 @@ def prepared(p, seed, kept=None, room=1):
         for h in range(n.shape[1]):
             index[b, h, : keep[b, h]] = i32(sorted(rng.sample(range(int(n[b, h])), int(keep[b, h]))))
     dst_offset, rows = scattered(rng, keep, room)
-    D, dtype = p["k_slots"].shape[1], p["k_slots"].dtype
+    D, dtype = p["held_k"].shape[1], p["held_k"].dtype
     return {
         **{name: p[name] for name in ("k", "v", "pos", "first")},
-        **{"k_src": p["k_slots"], "v_src": p["v_slots"], "pos_src": p["pos_slots"]},
-        **{"src_offset": p["offset"], "src_len": p["len"], "index": index, "keep": keep, "dst_offset": dst_offset},
-        **{name: torch.full((rows, D), NAN, dtype=dtype) for name in ("k_dst", "v_dst")},
-        "pos_dst": torch.full((rows,), -9, dtype=torch.int32),
+        **{f"src_{part}": p[f"held_{part}"] for part in PARTS},
+        **{"index": index, "keep": keep, "dst_offset": dst_offset},
+        **{name: torch.full((rows, D), NAN, dtype=dtype) for name in ("dst_k", "dst_v")},
+        "dst_pos": torch.full((rows,), -9, dtype=torch.int32),
     }
 
 
@@ -65,17 +66,17 @@ def test_in_place_equals_out_of_place(dtype, kept):
     p = problem(2, T=20, dtype=dtype, room=20, first=[0, 5])
     out_of_place, in_place = prepared(p, 2, kept), prepared(p, 2, kept)
     call(ops.compact, out_of_place)
-    before = copied(p, "k_slots", "v_slots", "pos_slots")
-    in_place.update(k_dst=p["k_slots"], v_dst=p["v_slots"], pos_dst=p["pos_slots"], dst_offset=p["offset"])
+    before = copied(p, "held_k", "held_v", "held_pos")
+    in_place.update(dst_k=p["held_k"], dst_v=p["held_v"], dst_pos=p["held_pos"], dst_offset=p["held_offset"])
     call(ops.compact, in_place)
-    untouched = torch.ones(p["k_slots"].shape[0], dtype=torch.bool)
+    untouched = torch.ones(p["held_k"].shape[0], dtype=torch.bool)
     for b in range(2):
         for h in range(2):
-            n, to, at = int(in_place["keep"][b, h]), int(out_of_place["dst_offset"][b, h]), int(p["offset"][b, h])
+            n, to, at = int(in_place["keep"][b, h]), int(out_of_place["dst_offset"][b, h]), int(p["held_offset"][b, h])
             untouched[at : at + n] = False
             for name in DST:
                 assert same_bits(in_place[name][at : at + n], out_of_place[name][to : to + n])
-    for name in ("k_slots", "v_slots", "pos_slots"):
+    for name in ("held_k", "held_v", "held_pos"):
         assert same_bits(p[name][untouched], before[name][untouched])
 
 
@@ -87,12 +88,12 @@ def wrong_index(p, column, value):
 
 WRONG = {
     "k dtype": lambda p: {"k": p["k"].half()},
-    "dst dtype": lambda p: {"k_dst": p["k_dst"].half()},
-    "dst head dimension": lambda p: {"k_dst": p["k_dst"][:, :32].contiguous()},
-    "strided dst": lambda p: {"k_dst": torch.zeros(p["k_dst"].shape[1], p["k_dst"].shape[0]).T},
+    "dst dtype": lambda p: {"dst_k": p["dst_k"].half()},
+    "dst head dimension": lambda p: {"dst_k": p["dst_k"][:, :32].contiguous()},
+    "strided dst": lambda p: {"dst_k": torch.zeros(p["dst_k"].shape[1], p["dst_k"].shape[0]).T},
     "pos dtype": lambda p: {"pos": p["pos"].long()},
     "pos shape": lambda p: {"pos": p["pos"][:, :-1]},
-    "pos_dst shorter than k_dst": lambda p: {"pos_dst": p["pos_dst"][:-1]},
+    "dst_pos shorter than dst_k": lambda p: {"dst_pos": p["dst_pos"][:-1]},
     "keep over n": lambda p: {
         "keep": p["keep"] * 0 + 13,
         "index": torch.arange(13).int().expand(2, 2, 13).contiguous(),
@@ -106,9 +107,9 @@ WRONG = {
     "index not ascending": lambda p: wrong_index(p, 1, 10),
     "index repeats": lambda p: wrong_index(p, 1, int(p["index"][0, 0, 0])),
     "index dtype": lambda p: {"index": p["index"].long()},
-    "dst past the buffer": lambda p: {"dst_offset": p["dst_offset"] + p["k_dst"].shape[0]},
+    "dst past the buffer": lambda p: {"dst_offset": p["dst_offset"] + p["dst_k"].shape[0]},
     "dst offset negative": lambda p: {"dst_offset": p["dst_offset"] - 1000},
-    "src past the buffer": lambda p: {"src_offset": p["src_offset"] + p["k_src"].shape[0]},
+    "src past the buffer": lambda p: {"src_offset": p["src_offset"] + p["src_k"].shape[0]},
     "first over S": lambda p: {"first": i32([0, 10])},
 }
 

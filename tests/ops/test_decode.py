@@ -24,24 +24,23 @@ from helpers import (
 
 from kvevict import _ops as ops
 
-SLOTS = ("k_slots", "v_slots", "pos_slots")
+SLOTS = ("held_k", "held_v", "held_pos")
 
 
-PREFIX = dict.fromkeys(["k_prefix", "v_prefix", "prefix_offset", "prefix_len"])
+PREFIX = dict.fromkeys(["prefix_k", "prefix_v", "prefix_offset", "prefix_len"])
 
 
 def prepared(p, probs=True):
-    return {**p, **PREFIX, "columns": int(p["len"].max()) + 3 if probs else 0}
+    return {**p, **PREFIX, "columns": int(p["held_len"].max()) + 3 if probs else 0}
 
 
 def forked(p, seed=1):
     """The same slots, some of each head's first ones in a prefix."""
     rng = random.Random(seed)
-    part = (
-        i32([rng.choice([0, 1, n // 2, n, n]) for n in p["len"].flatten().tolist()]).view_as(p["len"]).minimum(p["len"])
-    )
-    prefix = dict(k_prefix=p["k_slots"].clone(), v_prefix=p["v_slots"].clone(), prefix_offset=p["offset"])
-    return {**p, **prefix, "prefix_len": part, "offset": p["offset"] + part, "len": p["len"] - part}
+    length = p["held_len"]
+    part = i32([rng.choice([0, 1, n // 2, n, n]) for n in length.flatten().tolist()]).view_as(length).minimum(length)
+    prefix = dict(prefix_k=p["held_k"].clone(), prefix_v=p["held_v"].clone(), prefix_offset=p["held_offset"])
+    return {**p, **prefix, "prefix_len": part, "held_offset": p["held_offset"] + part, "held_len": length - part}
 
 
 def step(seed, **options):
@@ -129,22 +128,22 @@ def test_steps(dtype):
         p["pos"] = p["pos"] + 1
         check(prepared(p))
         call(ops.decode, prepared(p))
-        p["len"] = p["len"] + 1
-    at = p["offset"] + p["len"] - 1
-    assert (p["pos_slots"][at] == p["pos"]).all()
+        p["held_len"] = p["held_len"] + 1
+    at = p["held_offset"] + p["held_len"] - 1
+    assert (p["held_pos"][at] == p["pos"]).all()
 
 
-@pytest.mark.parametrize("where", ["k_slots", "v_slots", "k", "v"])
+@pytest.mark.parametrize("where", ["held_k", "held_v", "k", "v"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_reaches_only_its_group(where, dtype):
     p = step(5, dtype=dtype, lens=[[9, 30], [17, 5]], layout="dense")
-    if where.endswith("slots"):
-        p[where][p["offset"][0, 1] + 3] = NAN
+    if where.startswith("held"):
+        p[where][p["held_offset"][0, 1] + 3] = NAN
     else:
         p[where][0, 1] = NAN
     out, _, probs = check(p)
     assert out[0, 0, 2:].isnan().all() and out[0, 0, :2].isfinite().all() and out[1].isfinite().all()
-    assert probs[0, 0].isfinite().all() and probs[0, 1, :31].isnan().all() == where.startswith("k")
+    assert probs[0, 0].isfinite().all() and probs[0, 1, :31].isnan().all() == where.endswith("k")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -160,7 +159,7 @@ def test_empty_batch():
 
 
 def last_head_has_no_room(p):
-    rows = int((p["offset"] + p["len"]).max())
+    rows = int((p["held_offset"] + p["held_len"]).max())
     return {name: p[name][:rows].contiguous() for name in SLOTS}
 
 
@@ -173,23 +172,25 @@ WRONG = {
     "mixed dtypes": lambda p: {"v": p["v"].half()},
     "pos dtype": lambda p: {"pos": p["pos"].long()},
     "pos shape": lambda p: {"pos": p["pos"][:1]},
-    "pos_slots dtype": lambda p: {"pos_slots": p["pos_slots"].long()},
-    "strided slots": lambda p: {"k_slots": torch.zeros(p["k_slots"].shape[1], p["k_slots"].shape[0]).T},
-    "len negative": lambda p: {"len": p["len"] * 0 - 1},
-    "offset past the buffer": lambda p: {"offset": p["offset"] + 10**12},
-    "offset negative": lambda p: {"offset": p["offset"] - 10**9},
-    "columns under len + 1": lambda p: {"columns": int(p["len"].max())},
+    "held_pos dtype": lambda p: {"held_pos": p["held_pos"].long()},
+    "strided slots": lambda p: {"held_k": torch.zeros(p["held_k"].shape[1], p["held_k"].shape[0]).T},
+    "len negative": lambda p: {"held_len": p["held_len"] * 0 - 1},
+    "offset past the buffer": lambda p: {"held_offset": p["held_offset"] + 10**12},
+    "offset negative": lambda p: {"held_offset": p["held_offset"] - 10**9},
+    "columns under len + 1": lambda p: {"columns": int(p["held_len"].max())},
     "columns negative": lambda p: {"columns": -1},
     "sinks length": lambda p: {"sinks": torch.zeros(3)},
     "3 query heads on 2": lambda p: {"q": p["q"][:, :3]},
     "head dimensions differ": lambda p: {"q": p["q"][..., :56]},
-    "len dtype": lambda p: {"len": p["len"].long()},
-    "offset shape": lambda p: {"offset": p["offset"][:1]},
-    "len shape": lambda p: {"len": i32([3, 4])},
-    "half a prefix": lambda p: {"k_prefix": p["k_slots"].clone()},
-    "prefix past its buffer": lambda p: forked({**p, "offset": p["offset"] + 10**6, "len": p["len"] * 0}),
-    "prefix in the slots": lambda p: {**forked(p), "k_prefix": p["k_slots"], "prefix_len": p["len"] + 1},
-    "columns under those of the prefix too": lambda p: {**forked(p), "columns": int(p["len"].max())},
+    "len dtype": lambda p: {"held_len": p["held_len"].long()},
+    "offset shape": lambda p: {"held_offset": p["held_offset"][:1]},
+    "len shape": lambda p: {"held_len": i32([3, 4])},
+    "half a prefix": lambda p: {"prefix_k": p["held_k"].clone()},
+    "prefix past its buffer": lambda p: forked(
+        {**p, "held_offset": p["held_offset"] + 10**6, "held_len": p["held_len"] * 0}
+    ),
+    "prefix in the slots": lambda p: {**forked(p), "prefix_k": p["held_k"], "prefix_len": p["held_len"] + 1},
+    "columns under those of the prefix too": lambda p: {**forked(p), "columns": int(p["held_len"].max())},
 }
 
 

@@ -12,6 +12,7 @@ from helpers import (
     alive_counts,
     call,
     fuzz,
+    held_of,
     i32,
     matrix,
     opcheck,
@@ -45,7 +46,7 @@ def check(p):
     off = (got.double() - want).abs() - 2 * FP32 * slope - 1e-30
     assert not (off > 0).any(), f"off by {off.nan_to_num().max():.3g} more than allowed"
     for b, h in itertools.product(*map(range, got.shape[:2])):
-        assert (got[b, h, alive_counts(p)[b, h * p["len"].shape[1] // got.shape[1]] :] == 0).all()
+        assert (got[b, h, alive_counts(p)[b, h * p["held_len"].shape[1] // got.shape[1]] :] == 0).all()
     return got
 
 
@@ -100,8 +101,8 @@ def test_one_row_equals_removal(seed, kind, norm):
     double subtracts two outputs."""
     p = fuzz(seed, B=1, G=1, Hkv=1, T=1, S=0, lens=[[2 + 9 * seed]], dtype=torch.float32, sinks=False)
     p |= {"row_first": i32([0]), "stop": i32([0]), "causal": False, "kind": kind, "columns": 2 + 9 * seed}
-    ((*_, a, _),) = ref.observed(*[p.get(x) for x in ref.observed.__code__.co_varnames[:13]])
-    v = ref.alive(p["v_slots"], p["offset"][0, 0], p["len"][0, 0], p["v"][0, 0])
+    ((*_, a, _),) = call(ref.observed, {**p, "lse": None})
+    v = ref.alive(held_of(p), "v", 0, 0, p["v"][0, 0])
     want, o = ref.removal(a[0], v, norm), a[0] @ v
     allowed = (v.norm(p=norm, dim=1) + o.norm(p=norm)) / (1 - a[0]) ** 2
     exact = call(ref.error, {**p, "o": o.view(1, 1, 1, -1)})[0, 0]
@@ -137,8 +138,8 @@ def test_with_what_attend_leaves(kind, dtype):
 def test_bad_numbers_reach_what_sees_them(kind, bad):
     p = problem(7, T=12, lens=[[30, 40], [5, 64]], first=0, layout="dense")
     p = prepared({**p, "stop": i32([12, 12]), "row_first": i32([0, 3])}, kind, True, 1)
-    value, output, weight = ({**p, x: p[x].clone()} for x in ("v_slots", "o", "weight"))
-    value["v_slots"][p["offset"][1, 1] + 20, 3] = bad
+    value, output, weight = ({**p, x: p[x].clone()} for x in ("held_v", "o", "weight"))
+    value["held_v"][p["held_offset"][1, 1] + 20, 3] = bad
     assert (~check(value).isfinite()).sum() == 1
     output["o"][0, 4, 3, 5] = bad  # a row of head 3, which sees 40 + 5 slots
     assert (~check(output).isfinite()).sum() == 45
@@ -165,11 +166,11 @@ WRONG = {
     "o dtype": lambda p: {"o": p["o"].half()},
     "v dtype": lambda p: {"v": p["v"].half()},
     "v shape": lambda p: {"v": p["v"][:, :, 1:]},
-    "v_slots shorter than k_slots": lambda p: {"v_slots": p["v_slots"][1:]},
+    "held_v shorter than held_k": lambda p: {"held_v": p["held_v"][1:]},
     "weight shape": lambda p: {"weight": torch.ones(2, 4, 8)},
     "columns under n": lambda p: {"columns": int(alive_counts(p).max()) - 1},
     "row_first over R": lambda p: {"row_first": i32([0, 10])},
-    "len past the buffer": lambda p: {"len": i32([[3, 10**6], [0, 0]]), "columns": 2 * 10**6},
+    "len past the buffer": lambda p: {"held_len": i32([[3, 10**6], [0, 0]]), "columns": 2 * 10**6},
 }
 
 

@@ -7,8 +7,8 @@ from kvevict import _ops as ops
 
 
 def prepared(p, of, norm, extra=3):
-    rows = {"x_slots": p[f"{of}_slots"], "x": p[of], "p": norm, "columns": int(alive_counts(p).max()) + extra}
-    return {**{name: p[name] for name in ("offset", "len", "first", "stop")}, **rows}
+    rows = {"held_k": p[f"held_{of}"], "x": p[of], "p": norm, "columns": int(alive_counts(p).max()) + extra}
+    return {**{name: p[name] for name in ("held_offset", "held_len", "first", "stop")}, **rows}
 
 
 def check(p):
@@ -42,7 +42,7 @@ def test_lengths(norm):
 
 def test_nan_stays_in_its_slot():
     p = prepared(problem(7, lens=[[30, 40], [5, 64]], first=0), "v", 2)
-    p["x_slots"][p["offset"][1, 1] + 20, 3] = NAN
+    p["held_k"][p["held_offset"][1, 1] + 20, 3] = NAN
     assert check(p).isnan().nonzero().tolist() == [[1, 1, 20]]
 
 
@@ -58,7 +58,7 @@ WRONG = {
     "x dtype": lambda p: {"x": p["x"].half()},
     "x shape": lambda p: {"x": p["x"][..., :56]},
     "stop over S": lambda p: {"stop": i32([0, 10])},
-    "len past the buffer": lambda p: {"len": i32([[3, 10**6], [0, 0]]), "columns": 2 * 10**6},
+    "len past the buffer": lambda p: {"held_len": i32([[3, 10**6], [0, 0]]), "columns": 2 * 10**6},
 }
 
 

@@ -79,9 +79,9 @@ def test_outside_the_range_is_not_read():
     want = check(p)
     for b, h in ((0, 0), (0, 1), (1, 1)):
         for i in (p["lo"][b, h] - 1, p["hi"][b, h]):
-            p["k_slots"][p["offset"][b, h] + i] = NAN
+            p["held_k"][p["held_offset"][b, h] + i] = NAN
     assert same_bits(check(p), want)
-    p["k_slots"][p["offset"][0, 1] + 38] = NAN
+    p["held_k"][p["held_offset"][0, 1] + 38] = NAN
     assert check(p)[0, 2:].isnan().all()
 
 

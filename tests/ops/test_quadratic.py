@@ -11,16 +11,17 @@ def prepared(p, of="k", seed=0, extra=3):
     generator, (B, H, _, D) = torch.Generator().manual_seed(seed), p["q"].shape
     A = torch.randn(1 if seed % 3 == 0 else B, H, D, D + 3, generator=generator)[..., :D].expand(B, -1, -1, -1)
     linear = None if seed % 2 else torch.randn(B, D, H, generator=generator).transpose(1, 2)
-    rows = {"x_slots": p[f"{of}_slots"], "x": p[of], "columns": int(alive_counts(p).max()) + extra}
-    return {**{name: p[name] for name in ("offset", "len", "first", "stop")}, **rows, "matrix": A, "linear": linear}
+    rows = {"held_k": p[f"held_{of}"], "x": p[of], "columns": int(alive_counts(p).max()) + extra}
+    rows |= {name: p[name] for name in ("held_offset", "held_len", "first", "stop")}
+    return {**rows, "matrix": A, "linear": linear}
 
 
 def check(p):
     """Slot by slot, by the sum of its terms' absolute values: two sums of D terms, D <= 512, rounded at random."""
-    got, want, size = call(ops.quadratic, p), call(ref.quadratic, p), ref.quadratic(**p, size=True)
+    got, want, size = call(ops.quadratic, p), call(ref.quadratic, p), call(ref.quadratic, {**p, "size": True})
     assert got.dtype == torch.float32 and torch.equal(got.isnan(), want.isnan())
     assert not ((got - want).abs() > FP32 / 5 * size).any()
-    group = got.shape[1] // p["len"].shape[1]
+    group = got.shape[1] // p["held_len"].shape[1]
     assert (got[torch.arange(p["columns"]) >= alive_counts(p).repeat_interleave(group, 1)[..., None]] == 0).all()
     return got
 
@@ -46,18 +47,18 @@ def test_the_square_of_a_norm():
     """A = W^T W."""
     p = prepared(problem(5, G=2, D=24, layout="dense"), "v")
     W = torch.randn(2, 4, 50, 24, dtype=torch.double)
-    group = p["len"].repeat_interleave(2, 1)
+    group = p["held_len"].repeat_interleave(2, 1)
     got = call(ops.quadratic, p | {"matrix": (W.mT @ W).float(), "linear": None})
     for b, h in ((0, 0), (1, 3)):
-        offset = p["offset"][b, h // 2]
-        x = p["x_slots"][offset : offset + group[b, h]].double()
+        offset = p["held_offset"][b, h // 2]
+        x = p["held_k"][offset : offset + group[b, h]].double()
         want = (x @ W[b, h].T).square().sum(1)
         torch.testing.assert_close(got[b, h, : len(x)].double(), want, rtol=100 * FP32, atol=0)
 
 
 def test_nan_stays_in_its_slot():
     p = prepared(problem(7, lens=[[30, 40], [5, 64]], first=0), "v")
-    p["x_slots"][p["offset"][1, 1] + 20, 3] = NAN
+    p["held_k"][p["held_offset"][1, 1] + 20, 3] = NAN
     assert check(p).isnan().nonzero().tolist() == [[1, 2, 20], [1, 3, 20]]
 
 
@@ -84,7 +85,7 @@ WRONG = {
     "heads": lambda p: {"matrix": p["matrix"][:, :3]},
     "heads of linear": lambda p: {"linear": p["linear"][:, :3]},
     "stop over S": lambda p: {"stop": i32([0, 10])},
-    "len past the buffer": lambda p: {"len": i32([[3, 10**6], [0, 0]]), "columns": 2 * 10**6},
+    "len past the buffer": lambda p: {"held_len": i32([[3, 10**6], [0, 0]]), "columns": 2 * 10**6},
 }
 
 

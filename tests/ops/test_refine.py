@@ -12,6 +12,7 @@ from helpers import (
     alive_counts,
     call,
     fuzz,
+    held_of,
     i32,
     matrix,
     opcheck,
@@ -37,7 +38,7 @@ def prepared(p, seed=0, extra=3, **more):
 def allowed(p, b, h):
     """What fp32 may be off by, per slot of a head: hn / (1 - hn)^2 * (|v_i| + |m|), as 1 - hn and v - m cancel;
     squared, the norm's error counts twice the norm. Both times FP32."""
-    v = ref.alive(p["v_slots"], p["offset"][b, h], p["len"][b, h], p["v"][b, h, p["first"][b] : p["stop"][b]])
+    v = ref.alive(held_of(p), "v", b, h, p["v"][b, h, p["first"][b] : p["stop"][b]])
     hn = p["score"][b, h, : v.shape[0]].double()
     hn = hn / hn.sum() if hn.sum() else torch.ones_like(hn) / max(1, hn.numel())
     size = v.norm(dim=1) + (v.mean(0) if p["fast"] else hn @ v).norm()
@@ -89,7 +90,7 @@ def test_attention_equals_removal(seed):
     p = problem(seed, B=1, G=1, Hkv=1, T=1, S=0, D=40, lens=[[3 + 40 * seed]], first=0)
     a = torch.randn(3 + 40 * seed, dtype=torch.double).mul(2).softmax(0).float()  # the oracle reads what the op reads
     p = prepared({**p, "stop": i32([0])}, score=a.view(1, 1, -1))
-    v = ref.alive(p["v_slots"], p["offset"][0, 0], p["len"][0, 0], p["v"][0, 0])
+    v = ref.alive(held_of(p), "v", 0, 0, p["v"][0, 0])
     hn = a.double() / a.double().sum()
     want = ref.removal(hn, v, 2)
     assert ((call(ref.refine, p)[0, 0] - want).abs() <= 1e-14 * v.norm(dim=1).max() / (1 - hn) ** 2).all()
@@ -122,7 +123,7 @@ def test_error_does_not_grow_with_n():
     run and of eleven levels above, sqrt(139) * 2^-24 = 7e-7. One running sum is off by three times that."""
     n = 200_003
     p = problem(6, B=1, G=1, Hkv=1, T=1, S=0, D=8, lens=[[n]], first=0)
-    p["v_slots"] += 100
+    p["held_v"] += 100
     for fast in (False, True):
         check(prepared({**p, "stop": i32([0])}, fast=fast), share=0.1)
 
@@ -150,10 +151,10 @@ WRONG = {
     "columns under n": lambda p: {"score": p["score"][..., :-4].contiguous()},
     "score not dense": lambda p: {"score": p["score"].transpose(0, 1)},
     "v dtype": lambda p: {"v": p["v"].half()},
-    "v_slots dtype": lambda p: {"v_slots": p["v_slots"].double(), "v": p["v"].double()},
+    "held_v dtype": lambda p: {"held_v": p["held_v"].double(), "v": p["v"].double()},
     "stop under first": lambda p: {"first": i32([4, 0]), "stop": i32([3, 0])},
-    "len past the buffer": lambda p: {"len": i32([[3, 10**6], [0, 0]]), "score": torch.zeros(2, 2, 2 * 10**6)},
-    "offset negative": lambda p: {"offset": p["offset"] - 10**9},
+    "len past the buffer": lambda p: {"held_len": i32([[3, 10**6], [0, 0]]), "score": torch.zeros(2, 2, 2 * 10**6)},
+    "offset negative": lambda p: {"held_offset": p["held_offset"] - 10**9},
 }
 
 

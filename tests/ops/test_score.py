@@ -36,7 +36,7 @@ def check(p):
     assert got.dtype == torch.float32
     close(got, want, 2 * FP32)  # a = exp(x - lse) adds the errors of both; fp32 whatever the dtype
     for b, h in itertools.product(*map(range, got.shape[:2])):
-        assert (got[b, h, alive_counts(p)[b, h * p["len"].shape[1] // got.shape[1]] :] == 0).all()
+        assert (got[b, h, alive_counts(p)[b, h * p["held_len"].shape[1] // got.shape[1]] :] == 0).all()
     return got
 
 
@@ -68,7 +68,7 @@ def test_group_term_and_weight(seed, reduce, group, term):
     got, want = call(ops.score, p), call(ref.score, p)
     least = call(ref.score, {**p, "weight": p["weight"].abs()}).max() if reduce != "max" else 0.0
     close(got, want, 3 * FP32, least)  # squares double the error of a, and an entropy has ln a's too
-    heads = torch.repeat_interleave(alive_counts(p), got.shape[1] // p["len"].shape[1], 1)
+    heads = torch.repeat_interleave(alive_counts(p), got.shape[1] // p["held_len"].shape[1], 1)
     assert (got[torch.arange(got.shape[2]) >= heads[..., None]] == 0).all()
 
 
@@ -184,7 +184,7 @@ def test_nan_key(dtype, reduce):
     """With a finite lse given only its own column is NaN; computed, every column of the rows that see it."""
     p = prepared(problem(7, T=12, dtype=dtype, lens=[[30, 40], [5, 64]], first=0, layout="dense"), False, reduce)
     p["row_first"] = i32([0, 3])
-    p["k_slots"][p["offset"][1, 1] + 20] = NAN
+    p["held_k"][p["held_offset"][1, 1] + 20] = NAN
     lse = torch.full((2, 4, 12), 5.0)
     assert check({**p, "lse": lse}).isnan().sum() == 1
     assert check(p).isnan().sum() == alive_counts(p)[1, 1]
@@ -193,7 +193,7 @@ def test_nan_key(dtype, reduce):
 def test_huge_logits():
     """Whole numbers, exact dot products: see test_attend.py for the tolerance."""
     p = prepared(problem(8, T=19, layout="dense"), True, "sum")
-    for name in ("q", "k", "k_slots"):
+    for name in ("q", "k", "held_k"):
         p[name] = (p[name] * 16).round()
     p["scale"] = 0.5
     close(call(ops.score, p), call(ref.score, p), FP32 + 2.0**-22 * 20000)
@@ -235,9 +235,9 @@ WRONG = {
     "stop dtype": lambda p: {"stop": p["stop"].long()},
     "lse shape": lambda p: {"lse": torch.zeros(2, 4, 8)},
     "lse dtype": lambda p: {"lse": torch.zeros(2, 4, 9, dtype=torch.double)},
-    "len past the buffer": lambda p: {"len": i32([[3, 10**6], [0, 0]]), "columns": 2 * 10**6},
-    "len negative": lambda p: {"len": i32([[3, -1], [0, 0]])},
-    "offset negative": lambda p: {"offset": p["offset"] - 10**9},
+    "len past the buffer": lambda p: {"held_len": i32([[3, 10**6], [0, 0]]), "columns": 2 * 10**6},
+    "len negative": lambda p: {"held_len": i32([[3, -1], [0, 0]])},
+    "offset negative": lambda p: {"held_offset": p["held_offset"] - 10**9},
     "3 query heads on 2": lambda p: {"q": p["q"][:, :3]},
     "head dimensions differ": lambda p: {"q": p["q"][..., :56]},
 }

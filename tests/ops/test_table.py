@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import copied, i32, problem
+from helpers import copied, i32, named, on_cpu, problem
 
 from kvevict import _native
 from kvevict import _ops as ops
@@ -23,16 +23,13 @@ def given(op):
     (B, H, R, _), columns, pair = p["q"].shape, 16, i32([[3, 3]] * 2)
     p |= dict(stop=i32([p["k"].shape[2]] * 2), columns=columns, lse=torch.zeros(B, H, R), weight=torch.ones(B, H, R))
     p |= dict(sinks=torch.zeros(H), causal=True, term="a", reduce="sum", group="none", kind="l1", alpha=0.5, p=2)
-    p |= dict(x=p["k"], x_slots=p["k_slots"], o=p["q"].transpose(1, 2), lo=pair * 0, hi=pair, fast=False, squared=True)
+    p |= dict(x=p["k"], o=p["q"].transpose(1, 2), lo=pair * 0, hi=pair, fast=False, squared=True)
     p |= dict(target=torch.rand(B, H, 3), mean_attn=torch.rand(B, H, columns), grad=torch.ones(B, H))
     p |= dict(score=torch.rand(B, 2, columns), n=pair + 9, keep=pair)
     p |= dict(matrix=torch.rand(B, H, 64, 64), linear=torch.rand(B, H, 64))
     p |= dict(protect_first=i32([0, 1]), protect_last=i32([1, 0]))
-    src = dict(k_src="k_slots", v_src="v_slots", pos_src="pos_slots", src_offset="offset", src_len="len")
-    p |= {name: p[stored] for name, stored in src.items()}
-    prefix = dict(k_prefix="k_slots", v_prefix="v_slots", prefix_offset="offset", prefix_len="len")
-    p |= {name: p[stored] for name, stored in prefix.items()}
-    p |= dict(k_dst=torch.zeros(64, 64), v_dst=torch.zeros(64, 64), pos_dst=torch.zeros(64, dtype=torch.int32))
+    p |= {f"{name}_{part}": p[f"held_{part}"] for name in ("src", "prefix") for part in _native.PARTS}
+    p |= dict(dst_k=torch.zeros(64, 64), dst_v=torch.zeros(64, 64), dst_pos=torch.zeros(64, dtype=torch.int32))
     p |= dict(dst_offset=torch.arange(0, 16, 4).view(2, 2), index=torch.arange(3).int().expand(2, 2, 3).contiguous())
     return {arg.name: p[arg.name].clone() if one and arg.is_tensor() else p[arg.name] for arg in _native.arguments(op)}
 
@@ -49,26 +46,38 @@ def function(op):
     return getattr(ops, "_kl_grad" if op == "kl_grad" else op)
 
 
+def shown(op, name):
+    """How errors and documentation name an argument: `held_k` as a part of `held`, where that is a parameter."""
+    return re.sub(r"^(held|src|dst|prefix)_", r"\1.", name) if op in PUBLIC else name
+
+
 @pytest.mark.parametrize("op", PUBLIC)
 def test_signature_schema_and_documentation(op):
     parameters = inspect.signature(function(op)).parameters
     arguments = _native.arguments(op)
     schema = getattr(torch.ops.kvevict, op).default._schema
-    assert set(parameters) == {arg.name for arg in arguments} and set(parameters) <= {*function(op).__annotations__}
+    named = [shown(op, arg.name) for arg in arguments]
+    assert set(parameters) == {name.split(".")[0] for name in named}
+    assert set(parameters) <= {*function(op).__annotations__}
     assert [arg.name for arg in schema.arguments] == [arg.name for arg in arguments]
-    for arg in arguments:
-        optional = parameters[arg.name].annotation == torch.Tensor | None
+    for arg, name in zip(arguments, named):
+        kind = ops.Held if "." in name else torch.Tensor
+        optional = parameters[name.split(".")[0]].annotation == kind | None
         assert optional == (arg.type == "Tensor?") or op == "kl"  # which makes what is not given
         if arg.is_tensor():
-            assert re.search(rf"\b{arg.name}\b[^[]*\[", function(op).__doc__) or op == "kl"
+            assert re.search(rf"\b{re.escape(name)}\b[^[]*\[", function(op).__doc__) or op == "kl"
     assert len(schema.returns) == len(_native.OPS[op]) - len(arguments)
-    function(op)(**given(op))
+    on_cpu(function(op), given(op))
 
 
 @pytest.mark.parametrize("op, name", ARGUMENTS)
 def test_a_bad_argument_is_named(op, name):
     p, arg = given(op), next(arg for arg in _native.arguments(op) if arg.name == name)
-    call, said = function(op), f"^kvevict.{op}: {name} "
+    said = f"^kvevict.{op}: {re.escape(shown(op, name))} "
+
+    def call(**args):
+        return on_cpu(function(op), args)
+
     with pytest.raises(TypeError, match=f"{said}is torch.bool, expected"):
         call(**{**p, name: p[name].bool()})
     with pytest.raises(RuntimeError, match=f"{said}has shape"):
@@ -103,18 +112,32 @@ def test_a_bad_argument_is_named(op, name):
 )
 def test_a_bad_option_is_a_value_error(op, wrong, said):
     with pytest.raises(ValueError, match=f"^kvevict.{op}: {said}$"):
-        function(op)(**{**given(op), **wrong})
+        on_cpu(function(op), {**given(op), **wrong})
 
 
-@pytest.mark.parametrize("other", ["k", "v", "pos", "v_src", "index", "keep"])
+@pytest.mark.parametrize("op", [op for op in PUBLIC if op != "select"])
+@pytest.mark.parametrize("bad", [3, "slots", torch.zeros(3, 8), (), None])
+def test_what_is_not_held(op, bad):
+    """Nor its parts, if they are not tensors; None where an op can do without stored slots."""
+    for name in {"held", "src", "dst", "prefix"} & {*inspect.signature(function(op)).parameters}:
+        p = {each: value for each, value in given(op).items() if not each.startswith(f"{name}_")} | {name: bad}
+        if bad is None and (name == "prefix" or op == "kl"):
+            on_cpu(function(op), p)
+            continue
+        with pytest.raises(TypeError, match=rf"(?s)^kvevict.{op}: {name} is .*, expected a kvevict\._ops\.Held$"):
+            on_cpu(function(op), p)
+
+
+@pytest.mark.parametrize("other", ["k", "v", "pos", "src_v", "index", "keep"])
 def test_what_is_written_shares_no_memory(other):
     """But with what it is moved from: not keys with values, either."""
     p = given("compact")
-    dst = "pos_dst" if p[other].dtype == torch.int32 else "k_dst"
+    dst = "dst_pos" if p[other].dtype == torch.int32 else "dst_k"
     p[other] = p[dst].view(-1)[: p[other].numel()].view(p[other].shape)
     before = copied(p, dst)
-    with pytest.raises(RuntimeError, match=f"{dst}, which is written, and {other} share memory"):
-        ops.compact(**p)
+    written, read = shown("compact", dst), shown("compact", other)
+    with pytest.raises(RuntimeError, match=f"{written}, which is written, and {read} share memory"):
+        on_cpu(ops.compact, p)
     assert torch.equal(p[dst], before[dst])
 
 
@@ -122,11 +145,11 @@ def test_compiled():
     """In one graph, with fake tensors for the shapes."""
 
     def run(p):
-        out, lse = ops.attend(**{name: p["attend"][name] for name in p["attend"]})
+        out, lse = ops.attend(**p["attend"])
         probs = ops.decode(**p["decode"])[2]
         return out + 1, lse, ops.score(**p["score"]) * 2, ops.norm(**p["norm"]), probs
 
-    args = {op: given(op) for op in ("attend", "decode", "score", "norm")}
+    args = {op: named(function(op), given(op)) for op in ("attend", "decode", "score", "norm")}
     for got, want in zip(torch.compile(run, fullgraph=True, backend="aot_eager")(args), run(args), strict=True):
         assert torch.equal(got, want)
 

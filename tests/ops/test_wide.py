@@ -38,4 +38,4 @@ def test_matches(op, case, dtype, monkeypatch):
 def test_wider_still():
     q, slots, one = torch.zeros(1, 1, 1, 520), torch.zeros(0, 520), torch.zeros(1, 1, dtype=torch.int32)
     with pytest.raises(RuntimeError, match=r"D a multiple of 8 in 8\.\.512"):
-        ops.attend(q, slots, slots, one.long(), one, q, q, one[0], scale=1.0)
+        ops.attend(q, ops.Held(slots, slots, offset=one.long(), len=one), q, q, one[0], scale=1.0)

@@ -374,14 +374,14 @@ def test_plan(given, n, monkeypatch):
     made, policy, counted = tiny.shared(), build("fastkv", **given), {"attend": 0, "score": 0}
     attend, score = kvevict._ops.attend, kvevict._ops.score
 
-    def attend_counted(q, k_slots, v_slots, offset, length, k, *more, **options):
-        counted["attend"] += 2 * int((q.shape[2] * (q.shape[2] + 1) // 2 + q.shape[2] * length).sum())
-        return attend(q, k_slots, v_slots, offset, length, k, *more, **options)
+    def attend_counted(q, held, k, *more, **options):
+        counted["attend"] += 2 * int((q.shape[2] * (q.shape[2] + 1) // 2 + q.shape[2] * held.len).sum())
+        return attend(q, held, k, *more, **options)
 
-    def score_counted(q, row_first, k_slots, offset, length, k, *more, **options):
-        rows, n = q.shape[2], length + k.shape[2]
+    def score_counted(q, row_first, held, k, *more, **options):
+        rows, n = q.shape[2], held.len + k.shape[2]
         counted["score"] += 2 * int((rows * n - rows * (rows - 1) // 2).sum())
-        return score(q, row_first, k_slots, offset, length, k, *more, **options)
+        return score(q, row_first, held, k, *more, **options)
 
     monkeypatch.setattr(kvevict._ops, "attend", attend_counted)
     monkeypatch.setattr(kvevict._ops, "score", score_counted)

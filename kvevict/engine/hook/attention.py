@@ -49,7 +49,7 @@ def attention(module, query, key, value, attention_mask, scaling=None, softcap=N
     slots = layer.slots(module)
 
     def attend():
-        return _ops.attend(query, slots.k, slots.v, slots.offset, slots.len, key, value, step.first, **options)
+        return _ops.attend(query, slots, key, value, step.first, **options)
 
     with step.meter.clock("attend"):
         out, lse = attend() if tap is None else tap.attended(attend)
@@ -83,8 +83,9 @@ def _read(step, module, query, key, value, options):
     layer, width = step.cache.layers[producer], value.shape[-1]
     query, key, value = _stored_form(layer, query, key, value)
     stored = layer.len - int(step.decoding)  # a decoded token's row is stored already
+    held = _ops.Held(layer.k, layer.v, offset=layer.offset, len=stored)
     with step.meter.clock("attend"):
-        out, _ = _ops.attend(query, layer.k, layer.v, layer.offset, stored, key, value, step.first, **options)
+        out, _ = _ops.attend(query, held, key, value, step.first, **options)
     if producer in step.unread and step.patch.last_reader[producer] == module.layer_idx:
         with step.meter.clock("evict"):
             step.chooser.layer(step.unread.pop(producer))

@@ -6,15 +6,15 @@ from ... import _ops
 from .slots import REDUCE
 
 
-def observed(op, slots, part, held, new, more, *, reduce="sum", group="mean", weight=None, **options):
+def observed(op, slots, part, new, more, *, reduce="sum", group="mean", weight=None, **options):
     """`quantities.observed` for remembered queries [B, H, R, D]. Causal rows of an op belong to the last R alive slots;
     here each query is a non-causal batch row and sees the slots up to its position."""
     B, _, R, _ = part.q.shape
-    offset = slots.kv.stored.offset
+    stored = slots.kv.stored
     position = slots.positions[:, None]
     until = part.until - torch.arange(R - 1, -1, -1, device=slots.device)  # [B, R]
     sees = ((position >= 0) & (position <= until[..., None, None])).sum(-1).flatten(0, 1).to(torch.int32)
-    sees = sees.expand(-1, offset.shape[1]).contiguous()  # all heads share latents
+    sees = sees.expand(-1, stored.len.shape[1]).contiguous()  # all heads share latents
     each = lambda x: x.transpose(1, 2).flatten(0, 1).unsqueeze(2)  # noqa: E731  [B, H, R, ..] -> [B * R, H, 1, ..]
     if op is _ops.peak:
         more = [torch.minimum(end.repeat_interleave(R, 0), sees) for end in more]
@@ -27,9 +27,10 @@ def observed(op, slots, part, held, new, more, *, reduce="sum", group="mean", we
         options["weight"] = None if weight is None else each(weight)
     none, new = sees.new_zeros(B * R), [x.repeat_interleave(R, 0) for x in new]
     options |= dict(lse=None, causal=False)
-    out = op(each(part.q), none, *held, offset.repeat_interleave(R, 0), sees, *new, none, none, *more, **options)
+    held = _ops.Held(stored.k, stored.v, offset=stored.offset.repeat_interleave(R, 0), len=sees)
+    out = op(each(part.q), none, held, *new, none, none, *more, **options)
     out = out.unflatten(0, (B, R))
     if op is _ops.peak:
         return out.squeeze(3).transpose(1, 2)
     out = REDUCE[reduce](out, 1)
-    return out if group == "none" else REDUCE[group](out.unflatten(1, (offset.shape[1], -1)), 2)
+    return out if group == "none" else REDUCE[group](out.unflatten(1, (stored.len.shape[1], -1)), 2)

@@ -19,8 +19,7 @@ def norms(slots):
     kv, stored = slots.kv, slots.kv.stored
     heads = kv.step.patch.local_heads[0]
     gram = _gram(kv.module, heads, kv.v).expand(len(slots.n), -1, -1, -1)
-    rows = stored.v, stored.offset, stored.len, kv.v, kv.first, kv.end
-    return _ops.quadratic(*rows, gram, columns=slots.columns).clamp_min(0).sqrt()
+    return _ops.quadratic(stored.of("v"), kv.v, kv.first, kv.end, gram, columns=slots.columns).clamp_min(0).sqrt()
 
 
 def _gram(module, heads, values):

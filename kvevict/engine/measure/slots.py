@@ -61,7 +61,7 @@ class KV:
 
     @cached_property
     def stored(self):
-        """An object with `k`, `v` [N, D], `pos` [N], `offset`, `len` [B, heads] of the stored slots."""
+        """The stored slots, a `Held`."""
         return self.layer.slots(self.module) if self.read is None else self.read
 
     @property
@@ -161,9 +161,7 @@ class Slots:
         kv, heads = self.kv, self.kv.stored.len.shape[1]
         if numbers.shape[1] != heads:
             numbers = numbers.expand(-1, heads, -1)
-        error = _ops.refine(
-            kv.stored.v, kv.stored.offset, kv.stored.len, kv.v, kv.first, kv.end, numbers.contiguous(), fast=fast
-        )
+        error = _ops.refine(kv.stored, kv.v, kv.first, kv.end, numbers.contiguous(), fast=fast)
         return self.heads.merge(error)
 
     def waiting(self):

@@ -65,13 +65,12 @@ class LayerCall:
         kv = self.slots.kv
         if part.own is None and (part.out is not None or not self.step.patch.wants_outputs):
             return part
-        held = kv.stored.k, kv.stored.v, kv.stored.offset, kv.stored.len
         if part.own is not None:
             k, v = (torch.cat(pair, 2) for pair in zip((kv.k, kv.v), part.own, strict=True))
-            out, lse = _ops.attend(part.q, *held, k, v, kv.first, **kv.options)
+            out, lse = _ops.attend(part.q, kv.stored, k, v, kv.first, **kv.options)
             return replace(part, out=out, lse=lse)
         stop = part.stop.to(torch.int32)
-        out, lse = _ops.attend(part.q, *held, kv.k, kv.v, kv.first, stop=stop, **kv.options)
+        out, lse = _ops.attend(part.q, kv.stored, kv.k, kv.v, kv.first, stop=stop, **kv.options)
         return replace(part, out=out, lse=lse)
 
     def waiting(self):

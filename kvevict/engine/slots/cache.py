@@ -185,7 +185,7 @@ class EvictionLayer(CacheLayerMixin):
             )
 
     def slots(self, module):
-        """An object with `k`, `v`, `pos`, `offset`, `len` and `counts` of every head's slots, for the ops."""
+        """Every head's slots for the ops: a `Held` with its `counts`."""
         return self.storage.gathered()
 
     def append(self, k, v, pos, first, padding) -> None:

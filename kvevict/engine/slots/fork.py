@@ -40,10 +40,8 @@ class Fork:
     def decode(self, q, k, v, pos, expected=0, columns=0, **options):
         """As `Storage.decode`, with the prefix as the first segment of the same kernel. No probabilities: callers that
         want them have a chooser."""
-        before = self.prefix
-        prefix = dict(k_prefix=before.k, v_prefix=before.v, prefix_offset=before.offset, prefix_len=before.len)
-        result, own = self.own.decode(q, k, v, pos, **prefix, **options)
-        return result, Fork(before, own)
+        result, own = self.own.decode(q, k, v, pos, prefix=self.prefix, **options)
+        return result, Fork(self.prefix, own)
 
     def crop(self, count: int):
         """As `Storage.crop`. The prefix is copied only where it loses slots."""

@@ -12,19 +12,15 @@ import numpy as np
 import torch
 
 from ... import _ops
+from ..._ops import Held
 from .cache import EvictionLayer, fit
 
 
 @dataclass
-class Expanded:
-    """Slots of a layer with keys and values for every head, as the ops read them: H heads instead of one."""
+class Expanded(Held):
+    """Slots of a layer with keys and values for every head: H heads instead of one."""
 
-    k: torch.Tensor  # [H * n, D], and v; rows of head (b, h) are offset[b, h] .. offset[b, h] + len[b, h] - 1
-    v: torch.Tensor
-    pos: torch.Tensor  # [H * n]
-    offset: torch.Tensor  # [B, H]
-    len: torch.Tensor  # [B, H]
-    counts: np.ndarray  # len on the host
+    counts: np.ndarray = None  # type: ignore[assignment]  # len on the host
 
     device = property(lambda self: self.k.device)
 
@@ -99,13 +95,13 @@ class LatentLayer(EvictionLayer):
         if weights is not None:
             return self._absorbed(*weights, q, columns, **options)
         slots = self.slots(module)
-        where, no_rows = (slots.offset, slots.len), q[:, :, :0]
-        out, lse = _ops.attend(q, slots.k, slots.v, *where, no_rows, no_rows, none, stop=none, **options)
+        no_rows = q[:, :, :0]
+        out, lse = _ops.attend(q, slots, no_rows, no_rows, none, stop=none, **options)
         if not columns:
             return out, lse, None
         probs = _ops.score(
-            q, none, slots.k, *where, no_rows, none, none, lse=lse, causal=False, reduce="sum", group="none",
-            columns=columns, **options,
+            q, none, slots, no_rows, none, none, lse=lse, causal=False, reduce="sum", group="none", columns=columns,
+            **options,
         )  # fmt: skip
         return out, lse, probs.mean(1, keepdim=True)
 

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from ... import _ops
+from ..._ops import Held
 from . import host
 from .pool import Pool
 
@@ -13,19 +14,13 @@ ROOM = 64  # free rows per head after an eviction, so that decoding appends with
 
 
 @dataclass
-class Storage:
+class Storage(Held):
     """The slots of a layer; batch rows and kv heads may hold different numbers. All None before the first tokens.
 
-    Head h of row b has rows offset[b,h] .. offset[b,h] + len[b,h] - 1 of the flat buffers, in ascending position, and
-    room up to `capacity[b,h]`. A method that changes the slots returns the storage to use from then on. It may have the
-    same buffers, so do not use the old one any more.
+    A head's rows are in ascending position, with room for `capacity[b,h]`. A method that changes the slots returns the
+    storage to use from then on. It may have the same buffers, so do not use the old one any more.
     """
 
-    k: torch.Tensor = None  # type: ignore[assignment]  # [rows, D]
-    v: torch.Tensor = None  # type: ignore[assignment]  # [rows, D]
-    pos: torch.Tensor = None  # type: ignore[assignment]  # [rows] int32
-    offset: torch.Tensor = None  # type: ignore[assignment]  # [B, Hkv] int64
-    len: torch.Tensor = None  # type: ignore[assignment]  # [B, Hkv] int32
     counts: np.ndarray = None  # type: ignore[assignment]  # len on the host
     capacity: np.ndarray = None  # type: ignore[assignment]  # [B, Hkv] on the host
     room: int = 0  # free rows of the fullest head
@@ -97,7 +92,7 @@ class Storage:
     def decode(self, q, k, v, pos, expected=0, **options):
         """(out, lse, probs) as `_ops.decode` gives them, and the storage with the new row."""
         into = self if self.room else self.moved(self.grown(self.counts, expected))
-        result = _ops.decode(q, k, v, pos, into.k, into.v, into.pos, into.offset, into.len, **options)
+        result = _ops.decode(q, k, v, pos, into, **options)
         more = into.len + 1, into.counts + 1, into.capacity, into.room - 1, into.shared
         return result, Storage(into.k, into.v, into.pos, into.offset, *more, into.starts, into.pool, into.regions)
 
@@ -165,9 +160,8 @@ class Storage:
             batch, heads = counts.shape
             none = source.k.new_empty(batch, heads, 0, source.k.shape[1])
             new = none, none, source.pos.new_empty(batch, 0), source.pos.new_zeros(batch)
-        held = source.k, source.v, source.pos, source.offset, source.len
         length = host.upload(counts, self.device, torch.int32)
-        _ops.compact(*held, *new, index, length, self.k, self.v, self.pos, self.offset)
+        _ops.compact(source, *new, index, length, self)
         return self._holding(length, counts)
 
     def _alone(self):

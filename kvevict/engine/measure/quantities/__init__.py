@@ -129,18 +129,17 @@ def measured(needs, slots, observe, known: dict) -> list:
 
 def observed(op, slots, part, more=(), group=None, **options):
     """An op (`kvevict._ops`.score, peak or error) of observers over the alive slots."""
-    kv, values = slots.kv, op is _ops.error
-    stored = kv.stored
-    held, new = ((stored.k, stored.v), (kv.k, kv.v)) if values else ((stored.k,), (kv.k,))
+    kv = slots.kv
+    stored, new = kv.stored, (kv.k, kv.v) if op is _ops.error else (kv.k,)
     if group is not None:
         latent = stored.len.shape[1] != slots.heads.count  # one group of all query heads; their keys differ
         options["group"] = "none" if latent else group
     if part.until is not None:
-        found = per_row.observed(op, slots, part, held, new, more, **options, **kv.options)
+        found = per_row.observed(op, slots, part, new, more, **options, **kv.options)
     else:
         found = op(
-            part.q, part.skip.to(torch.int32), *held, stored.offset, stored.len, *new, kv.first,
-            part.stop.to(torch.int32), *more, lse=part.lse, causal=part.causal, **options, **kv.options,
+            part.q, part.skip.to(torch.int32), stored, *new, kv.first, part.stop.to(torch.int32), *more, lse=part.lse,
+            causal=part.causal, **options, **kv.options,
         )  # fmt: skip
     return slots.heads.reduce(found, group) if group is not None and latent else found
 

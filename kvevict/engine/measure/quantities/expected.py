@@ -81,11 +81,11 @@ class ExpectedAttention(OfQueries):
         return slots + (rows if self.stats is None else 0)
 
     def measure(self, slots, observation):
-        kv, stored = slots.kv, slots.kv.stored
+        kv = slots.kv
         mean, covariance = self._later(kv)
         scale, heads = kv.options["scale"], mean.shape[1] // slots.n.shape[1]
         form = dict(matrix=covariance * (scale**2 / 2), linear=mean * scale, columns=slots.columns)
-        power = _ops.quadratic(stored.k, stored.offset, stored.len, kv.k, kv.first, kv.end, **form)
+        power = _ops.quadratic(kv.stored, kv.k, kv.first, kv.end, **form)
         column = torch.arange(slots.columns, device=slots.device)
         others = (column < self.sink) | (column >= slots.n.repeat_interleave(heads, 1)[..., None])
         return slots.heads.reduce(power.masked_fill(others, -torch.inf).softmax(-1).masked_fill(others, 0), "mean")

@@ -19,9 +19,9 @@ class Norm(Quantity):
         return 1
 
     def _of(self, slots, of):
-        kv, stored = slots.kv, slots.kv.stored
-        rows = getattr(stored, of), stored.offset, stored.len, getattr(kv, of), kv.first, kv.end
-        return slots.heads.merge(_ops.norm(*rows, p=self.p, columns=slots.columns))
+        kv = slots.kv
+        norms = _ops.norm(kv.stored.of(of), getattr(kv, of), kv.first, kv.end, p=self.p, columns=slots.columns)
+        return slots.heads.merge(norms)
 
 
 @QUANTITIES.add("key_norm")

@@ -61,12 +61,11 @@ class Repetition(Quantity):
         k, v = (torch.cat(pair, 2) for pair in zip((kv.k, kv.v), kv.appended, strict=True))
         moved = bool(part.skip.any())
         q = rolled(part.q, -part.skip) if moved else part.q  # in the order of their keys
-        _, lse = _ops.attend(q, within.k, within.v, within.offset, within.len, k, v, kv.first, **options)
+        _, lse = _ops.attend(q, within, k, v, kv.first, **options)
         sinks = begin.clamp_max(self.sink).contiguous()
         if bool(sinks.any()):
-            none, no_rows = 0 * kv.first, k[:, :, :0]
-            held = stored.k, stored.v, stored.offset, sinks
-            _, more = _ops.attend(q, *held, no_rows, no_rows, none, stop=none, **options | dict(sinks=None))
+            none, no_rows, held = 0 * kv.first, k[:, :, :0], replace(stored, len=sinks)
+            _, more = _ops.attend(q, held, no_rows, no_rows, none, stop=none, **options | dict(sinks=None))
             lse = torch.logaddexp(lse, more)
         return replace(part, lse=rolled(lse, part.skip) if moved else lse)
 
