@@ -27,9 +27,9 @@ class Uses(ast.NodeVisitor):
             if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
                 pairs = list(zip(target.elts, node.value.elts))
             for name, value in pairs:
-                if isinstance(name, ast.Name) and isinstance(value, ast.Attribute):
-                    if self.owner(value.value) and value.attr in ENGINE + INNER:
-                        self.names[name.id] = value.attr
+                known = isinstance(value, ast.Attribute) and value.attr in ENGINE + INNER and self.owner(value.value)
+                if known and isinstance(name, ast.Name):
+                    self.names[name.id] = value.attr
 
     def visit_Attribute(self, node):
         self.generic_visit(node)

@@ -1,6 +1,5 @@
 """One layer's alive slots before a cut, and their heads. Values: nothing here is changed once made."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -91,7 +90,7 @@ class Slots:
     n: torch.Tensor  # int32 [B, Hkv]
     counts: np.ndarray  # n on the host
     all_counts: np.ndarray  # [B, heads of all ranks]
-    protect: Callable  # () -> `protected`
+    protected: tuple  # (first, last) int32 [B]: how many slots at either end are kept at any score
     pos: torch.Tensor | None = None  # int32 [B, S] of the new columns
     kv: KV | None = None  # None for all ranks' heads: no rank holds all of them
     prompt: np.ndarray | None = None  # [B, heads of all ranks] how many first slots of a head stay: `keep_prompt`
@@ -101,11 +100,6 @@ class Slots:
         return int(self.counts.max()) if self.counts.size else 0
 
     device = property(lambda self: self.n.device)
-
-    @cached_property
-    def protected(self) -> tuple:
-        """(first, last) int32 [B]: how many slots at either end are kept at any score."""
-        return self.protect()
 
     @cached_property
     def past(self):
@@ -152,9 +146,8 @@ class Slots:
             return self
         n, counts = host.upload(self.all_counts, self.device, torch.int32), self.all_counts
         return _AllRanks(
-            self.index, self.heads, n, counts, counts, lambda: self.protected, prompt=self.prompt, own=self,
-            shared=shared,
-        )  # fmt: skip
+            self.index, self.heads, n, counts, counts, self.protected, prompt=self.prompt, own=self, shared=shared
+        )
 
     def removal_error(self, numbers, fast: bool):
         """CAOTE (eq. 6 and 8), taking numbers [B, Hkv, C] >= 0 as attention weights, as `kvevict._ops.refine`."""

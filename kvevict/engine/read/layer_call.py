@@ -1,7 +1,6 @@
 """One layer after its attention over a chunk or a decoded token: the input of its cut."""
 
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -88,21 +87,26 @@ class LayerCall:
         kv, rows = self.slots.kv, self.rows
         none = 0 * kv.padding
         kv = replace(kv, k=kv.k[:, :, :0], v=kv.v[:, :, :0], first=0 * kv.first, padding=none, hidden=None, read=None)
-        slots = _slots(kv, self.slots.index, self.slots.pos[:, :0], protection=self.slots.protected)
+        counts, every = _counts(kv)
+        slots = _slots(kv, self.slots.index, self.slots.pos[:, :0], counts, every, self.slots.protected)
         rows = replace(rows, q=None, out=None, lse=None, columns=0, first=0 * rows.first)
         return replace(self, slots=slots, rows=rows, new=[x[:, :, :0] for x in self.new], known={})
 
 
-def _slots(kv, index, pos, protect=None, protection=None) -> Slots:
-    """The slots of a layer with its new ones. protect: `protected` as a function of sizes; protection: its result."""
+def _counts(kv) -> tuple:
+    """Slots of the heads of this rank [B, Hkv] and of all ranks, the new ones included, on the host."""
     layer, ranks = kv.layer, kv.step.patch.ranks
     tokens = (kv.k.shape[2] - kv.padding)[:, None]
     counts = layer.counts + tokens
-    every = counts if ranks.size == 1 else ranks.counts(layer) + tokens
-    known = partial(protect, every.max(1)) if protection is None else lambda: protection
+    return counts, counts if ranks.size == 1 else ranks.counts(layer) + tokens
+
+
+def _slots(kv, index, pos, counts, every, protected) -> Slots:
+    """The slots of a layer with its new ones. counts, every: as `_counts`; protected: as in `Slots`."""
+    layer, patch = kv.layer, kv.step.patch
     n = layer.len + (kv.k.shape[2] - kv.first)[:, None]
-    prompt = layer.prompt if kv.step.decoding and kv.step.patch.policy.keep_prompt else None
-    return Slots(index, Heads(ranks, counts.shape[1]), n, counts, every, known, pos, kv, prompt)
+    prompt = layer.prompt if kv.step.decoding and patch.policy.keep_prompt else None
+    return Slots(index, Heads(patch.ranks, counts.shape[1]), n, counts, every, protected, pos, kv, prompt)
 
 
 def layer_call(
@@ -117,17 +121,25 @@ def layer_call(
     kv = KV(step, layer, module, k[:, :, :stored], v[:, :, :stored], first, padding, options, appended, hidden, read)
     rows = LayerRows(step, module, layer, q, out, lse, stored, first, probs)
     pos, select = step.positions[:, :stored].contiguous(), step.patch.policy.selection(order)
-    slots = _slots(kv, index, pos, partial(protected, step.patch.policy, select, rows.without_tensors()))
+    counts, every = _counts(kv)
+    ends = protected(step.patch.policy, select, rows, every.max(1))
+    slots = _slots(kv, index, pos, counts, every, ends)
     return LayerCall(step, layer, order, slots, rows, [x[:, :, :stored] for x in new or (k, v)], select)
 
 
 def protected(policy, select, rows, sizes) -> tuple:
-    """(first, last) [B] int32: number of always kept slots at either end, together at most sizes [B]."""
-    sizes, kept = rows.upload(sizes), (*policy.score.protect(rows), rows.step.rows.protect(rows))
+    """(first, last) [B] int32: number of always kept slots at either end, together at most sizes [B], which is on the
+    host."""
+    first, *lasts = *policy.score.protect(rows), rows.step.rows.protect(rows), select.unfinished(rows)
+    least, spared = policy.keep_first, policy.spared
+    if not any(isinstance(end, torch.Tensor) for end in (first, *lasts)):
+        before = np.minimum(max(first, least), sizes)
+        return rows.upload(before), rows.upload(np.minimum(max(*lasts, spared), sizes - before))
+    sizes = rows.upload(sizes)
     first, *lasts = (
         end.to(sizes.device, torch.int32) if isinstance(end, torch.Tensor) else torch.full_like(sizes, end)
-        for end in (*kept, select.unfinished(rows))
+        for end in (first, *lasts)
     )
-    first, last = torch.minimum(first.clamp_min(policy.keep_first), sizes), torch.stack(lasts).amax(0)
-    last = last.clamp_min(policy.spared)
+    first = torch.minimum(first.clamp_min(least), sizes)
+    last = torch.stack(lasts).amax(0).clamp_min(spared)
     return first.contiguous(), torch.minimum(last, sizes - first).contiguous()
