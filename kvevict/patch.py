@@ -45,7 +45,7 @@ class Patch:
         self.wants_probs = policy.carry == "sum" or (policy.decode and policy.rows.newest)
         self.needed = quantities.of_policy(policy)
         self.wants_outputs = any(each.outputs for each in self.needed)
-        self.wants_hidden = any(each.hidden for each in self.needed)
+        self.wants_hidden = any("hidden" in each.inputs for each in self.needed)
         # A score of one such quantity alone is that quantity, and decoded tokens carry it from the start.
         alone = len(self.needed) == 1 and self.needed[0].of_tokens and policy.carry == "keep"
         self.of_tokens = self.needed[0] if alone else None

@@ -5,6 +5,7 @@ import torch
 from . import families, trial
 from .engine.hook import installed
 from .engine.measure import moments
+from .engine.measure.rope import Rope
 from .families import base_model, find_decoder
 from .patch import check_model, is_patched
 from .policy.checks import count
@@ -44,8 +45,8 @@ def measure_queries(model, ids, path, *, length: int = 1000, progress: bool = Fa
 
     def note(module, query, key):
         index, positions = module.layer_idx, torch.arange(query.shape[2], device=query.device)[None]
-        given = query, positions, positions >= SINK, rotates[index]
-        found[index] = moments.accumulated(found.get(index), decoder, module, *given)
+        rope = Rope(decoder, module, rotates[index])
+        found[index] = moments.accumulated(found.get(index), rope, query, positions, positions >= SINK)
 
     with trial.quiet(top), installed.overheard(top, decoder, note):
         for part in _parts(ids, length, progress):

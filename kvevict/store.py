@@ -22,7 +22,7 @@ from .weights import Owner, differ, identity
 
 FORMAT = "kvevict-cache-4"
 FLAT = ("k", "v", "pos")
-OPTIONAL = ("carry", "moments", "decode_queries")
+OPTIONAL = ("carry", "decode_queries")
 OF_ROWS = ("seen", "budget")  # one value for all heads of a row
 
 
@@ -56,6 +56,7 @@ def save_cache(cache, path, *, name: str = "") -> None:
             packed = torch.cat([torch.arange(s.start, s.stop) for _, _, s in slots.segments()])
             values: dict = dict(k=slots.k[packed], v=slots.v[packed], pos=slots.pos[packed])
             values |= {name: getattr(layer, name) for name in ("len", "seen", *OPTIONAL)}
+            values["moments"] = _moments(layer, index)
             values["carry"] = None if layer.carry is None else wide(layer.carry, layer.longest())
             values["budget"] = None if layer.budget is None else torch.tensor(layer.budget, dtype=torch.int32)
             own = None if layer.prompt is None else cache.ranks.mine(layer.prompt)
@@ -91,6 +92,17 @@ def save_cache(cache, path, *, name: str = "") -> None:
     failed = ranks.objects(failed)[0]  # the file is there, or every rank raises
     if failed is not None:
         raise failed
+
+
+def _moments(layer, index):
+    """The one memory of a quantity that a file has room for."""
+    others = sorted(layer.memory.keys() - {"moments"})
+    if others:
+        raise ValueError(
+            f"layer {index} remembers {', '.join(others)} for a quantity, which save_cache cannot write; keep the "
+            "cache in memory"
+        )
+    return layer.memory.get("moments")
 
 
 def _positions_fact(index, tensors, end) -> dict:
@@ -362,4 +374,5 @@ def _fill_evicted(layer, tensors, fact, shape, dtype):
     layer.budget = np.array(tensors["budget"].tolist())
     for name in OPTIONAL:
         setattr(layer, name, tensors.get(name))
+    layer.memory = {"moments": tensors["moments"]} if "moments" in tensors else {}
     layer.carry = of_layer(layer.carry, layer)

@@ -106,7 +106,7 @@ def test_statistics_stay_with_a_cache(tmp_path):
         assert second_turn(made, fork, torch.stack([second, second])) == want
         assert second_turn(made, loaded, torch.stack([second, second])) == want
         assert second_turn(made, chosen, second[None]) == second_turn(made, alone, second[None])
-    assert allocated_bytes(cache.layers[0]) > cache.layers[0].moments.numel() * 4
+    assert allocated_bytes(cache.layers[0]) > cache.layers[0].memory["moments"].numel() * 4
 
 
 # -- from a file ----------------------------------------------------------------------------------------------------

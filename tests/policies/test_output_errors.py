@@ -288,7 +288,7 @@ def cuts(monkeypatch, made, check, rows=5):
 
 def measured_by(call, rows):
     """needs -> the layer's quantities, by the last `rows` rows of its chunk."""
-    return lambda needs: measured(needs, call.slots, lambda: call.rows.chunk(rows), {})
+    return lambda needs: measured(needs, call.slots, lambda: call.rows.chunk(rows), {}, call.inputs)
 
 
 def scored(score, call, measure):

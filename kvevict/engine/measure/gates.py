@@ -5,6 +5,7 @@ import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -60,6 +61,20 @@ class Gates:
                 tensors[f"{layer}.{number}.bias"] = bias.cpu().contiguous()
         facts = dict(format=FORMAT, version=VERSION) | self.about
         sealed.write_pair(folder / WEIGHTS, folder / CONFIG, tensors, facts)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerGates:
+    """The gates of one layer, for the kv heads of this rank."""
+
+    gates: Gates
+    layer: int
+    ranks: Any  # kvevict.engine.slots.ranks.Ranks
+
+    def numbers(self, x):
+        """The tokens' numbers, fp32 [B, Hkv, T], from the inputs x [B, T, E] of the layer's attention."""
+        self.gates.on(self.layer, x.device)
+        return self.ranks.mine(self.gates.logs(self.layer, x).exp().transpose(1, 2))
 
 
 def load(folder, model) -> Gates:

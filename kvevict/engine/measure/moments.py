@@ -18,28 +18,6 @@ BLOCK = 1024  # rows at once: bounds the copies in fp32
 _loaded: WeakKeyDictionary = WeakKeyDictionary()  # decoder -> {file: its contents}
 
 
-def unrotated(decoder, module, queries, positions, rotates: bool):
-    """Queries [B, H, T, D] at positions [B, T], rotated back to position 0: fp32."""
-    if not rotates:
-        return queries.float()
-    batch, _, rows, _ = queries.shape
-    each = queries.float().transpose(1, 2).flatten(0, 1)[:, :, None]  # [B * T, H, 1, D]
-    position = positions.flatten().long()
-    turned = families.rotate(decoder, module, each, position, 0 * position)
-    return turned[:, :, 0].unflatten(0, (batch, rows)).transpose(1, 2)
-
-
-def partners(decoder, module, width: int, rotates: bool, device):
-    """int64 [D] the rotation partner of each of `width` dimensions; the dimension itself if it is not rotated."""
-    own = torch.arange(width, device=device)
-    if not rotates:
-        return own
-    none = torch.zeros(1, dtype=torch.long, device=device)
-    turned = families.rotate(decoder, module, torch.eye(width, device=device)[None, None], none, none + 1)[0, 0].abs()
-    mixed, partner = turned.fill_diagonal_(0).max(1)
-    return torch.where(mixed > 0, partner, own)
-
-
 def sizes(x, partner):
     """The rotation-invariant sizes of x [..., D]: fp32, |x_f| of each dimension's pair f, or |x| without a pair."""
     alone = partner == torch.arange(len(partner), device=partner.device)
@@ -74,12 +52,12 @@ def added(past, queries, counts, size=None):
     return new
 
 
-def accumulated(past, decoder, module, queries, positions, counts, rotates):
-    """`added`, in blocks, for queries [B, H, T, D] as attention has them."""
-    partner = partners(decoder, module, queries.shape[3], rotates, queries.device)
+def accumulated(past, rope, queries, positions, counts):
+    """`added`, in blocks, for queries [B, H, T, D] as attention has them, at positions [B, T]; rope: the layer's."""
+    partner = rope.partners(queries.shape[3], queries.device)
     for start in range(0, queries.shape[2], BLOCK):
         rows = slice(start, start + BLOCK)
-        block = unrotated(decoder, module, queries[:, :, rows], positions[:, rows], rotates)
+        block = rope.unrotated(queries[:, :, rows], positions[:, rows])
         past = added(past, block, counts[:, rows], sizes(block, partner))
     return past
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ... import families
 from ..slots import host
+from .inputs import rope_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +68,8 @@ class LayerRows:
     aligned: bool = False  # q ends with the observers of each batch row
     drafted: tuple | None = None  # (q [B, H, n, D], k, v [B, Hkv, n, D]) of rows drafted after the prompt
 
+    rope = property(lambda self: rope_of(self.step, self.module))
+    positions = property(lambda self: self.step.positions)  # [B, T]
     decoding = property(lambda self: self.step.decoding)
     appended = property(lambda self: self.step.appended)
     ends_prompt = property(lambda self: self.step.chunk is not None and self.step.chunk.last)
@@ -97,12 +99,7 @@ class LayerRows:
     def rotate(self, queries, position_from, position_to):
         """Queries [B, H, p, D] rotated by the model's rotary angle between two positions [B]. Only for rows with
         `rotates = True`."""
-        rotates = self.step.patch.rotates
-        if self.module.layer_idx not in rotates:
-            raise ValueError("rows that rotate queries must declare it, so that models are checked: rotates = True")
-        if not rotates[self.module.layer_idx]:
-            return queries
-        return families.rotate(self.step.decoder, self.module, queries, position_from, position_to)
+        return self.rope.turned(queries, position_from, position_to)
 
     def stored_from(self, column, count: int):
         """(queries [B, H, count, D] of the stored rows from column [B] on, [B] the first one's position). Past the end

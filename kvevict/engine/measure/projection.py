@@ -14,15 +14,14 @@ def check(module) -> None:
         )
 
 
-def norms(slots):
-    """||W_O,h v_i||_2 of every query head h and its alive slots: fp32 [B, H, C]."""
+def norms(slots, gram):
+    """||W_O,h v_i||_2 of every query head h and its alive slots: fp32 [B, H, C]. gram: as the function below."""
     kv, stored = slots.kv, slots.kv.stored
-    heads = kv.step.patch.local_heads[0]
-    gram = _gram(kv.module, heads, kv.v).expand(len(slots.n), -1, -1, -1)
+    gram = gram.expand(len(slots.n), -1, -1, -1)
     return _ops.quadratic(stored.of("v"), kv.v, kv.first, kv.end, gram, columns=slots.columns).clamp_min(0).sqrt()
 
 
-def _gram(module, heads, values):
+def gram(module, heads, values):
     """W_O,h^T W_O,h, fp32 [H, D, D], padded with zeros from the heads' width to that of values [.., D].
 
     Computed anew for every chunk, so that it always follows the present weights. That costs as much as about a hundred

@@ -1,6 +1,6 @@
 """One layer's alive slots before a cut, and their heads. Values: nothing here is changed once made."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -46,22 +46,19 @@ class Heads:
 class KV:
     """Keys and values of [stored | new] as the ops read them; for latents, those of every head."""
 
-    step: Any
-    layer: Any  # the EvictionLayer
-    module: Any
+    stored: Any  # of the stored slots: `k`, `v` [N, D], `pos` [N], `offset`, `len` [B, heads]
     k: torch.Tensor  # [B, heads, S, D] new ones
     v: torch.Tensor
     first: torch.Tensor  # [B] int32 columns of left padding
     padding: np.ndarray  # the same on the host
     options: dict[str, Any]  # scale, softcap, sinks of attention
     appended: tuple = ()  # k, v [B, heads, p, D] of rows that are read with the call and not stored
-    hidden: torch.Tensor | None = None  # [B, T, E] the attention block's input, all rows; None: no quantity needs it
-    read: Any = None  # `stored`, if the call's attention has read it already
 
-    @cached_property
-    def stored(self):
-        """The stored slots, a `Held`."""
-        return self.layer.slots(self.module) if self.read is None else self.read
+    def __getattr__(self, name):
+        hint = ""
+        if name in ("step", "layer", "module", "hidden"):
+            hint = ": a quantity names its further values in `needs`, and `measure` gets them as arguments"
+        raise AttributeError(f"KV has no {name}{hint}")
 
     @property
     def end(self):
@@ -70,14 +67,7 @@ class KV:
 
     def within(self, begin, count):
         """The same, with only stored slots begin .. begin + count - 1 [B, heads]."""
-        part = replace(self.stored, offset=self.stored.offset + begin, len=count.contiguous())
-        return _Within(**{f.name: getattr(self, f.name) for f in fields(self)}, part=part)
-
-
-@dataclass(frozen=True, eq=False)
-class _Within(KV):
-    part: Any = None
-    stored = property(lambda self: self.part)
+        return replace(self, stored=self.stored.within(begin, count.contiguous()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +82,7 @@ class Slots:
     all_counts: np.ndarray  # [B, heads of all ranks]
     protected: tuple  # (first, last) int32 [B]: how many slots at either end are kept at any score
     pos: torch.Tensor | None = None  # int32 [B, S] of the new columns
+    stored: Any = None  # of the stored slots of these heads: `pos` [N], `offset`, `len` [B, Hkv], `counts` on the host
     kv: KV | None = None  # None for all ranks' heads: no rank holds all of them
     prompt: np.ndarray | None = None  # [B, heads of all ranks] how many first slots of a head stay: `keep_prompt`
 
@@ -132,7 +123,7 @@ class Slots:
     @cached_property
     def positions(self):
         """int32 [B, Hkv, C] positions of the alive slots, ascending; -1 past a head's end."""
-        stored, first = self.kv.layer.storage.gathered(), self.kv.first
+        stored, first = self.stored, self.kv.first
         column = torch.arange(self.columns, device=self.device)
         table = torch.cat([stored.pos, self.pos.flatten(), stored.pos.new_full((1,), -1)])
         row = torch.arange(self.n.shape[0], device=self.device)[:, None, None]
@@ -156,10 +147,6 @@ class Slots:
             numbers = numbers.expand(-1, heads, -1)
         error = _ops.refine(kv.stored, kv.v, kv.first, kv.end, numbers.contiguous(), fast=fast)
         return self.heads.merge(error)
-
-    def waiting(self):
-        """These slots without one call's tensors: expanded latents, the attention block's input."""
-        return replace(self, kv=replace(self.kv, hidden=None, read=None))
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..measure import quantities
 from ..slots import host
 from . import evict, propagate
 from .layer_call import LayerCall
@@ -58,8 +59,7 @@ class Deciding(Chooser):
         observing = observed and observes(policy, order, len(call.step.patch.order))
         if observing and not call.step.decoding:
             call.step.read.memory[call.slots.index] = call.step.rows.accumulate(call.rows, call.memory())
-            for each in call.step.patch.needed:
-                each.accumulate(call.rows)
+            call.layer.memory = quantities.remembered(call.step.patch.needed, call.rows, call.layer.memory)
         if self.decisions.asks:
             self._ask(call)
         decision = self.decisions.at(order, call.slots.alive)

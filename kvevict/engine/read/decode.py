@@ -7,6 +7,7 @@ from ... import _ops
 from ...policy.heads.equal import Equal, shares
 from ...policy.scores import Score
 from ...policy.selections.token import Token
+from ..measure.inputs import Source
 from ..measure.observation import LayerRows
 from ..slots import host
 from ..slots.carried import join, of_layer, wide
@@ -23,7 +24,8 @@ def attend(step, layer, module, query, key, value, new, options, hidden=None) ->
         out, lse, probs = layer.decode(query, *new, step.positions, module, columns=columns, **options)
     layer.advance(1, 1)
     if patch.of_tokens is not None and observes(patch.policy, patch.order[module.layer_idx], len(patch.order)):
-        carry_newest(layer, patch.of_tokens.tokens(step, module, hidden))
+        inputs = Source(step, layer, module, key, hidden).given(patch.of_tokens.needs)
+        carry_newest(layer, patch.of_tokens.tokens(*inputs))
     if chooser is None:
         return None, out
     order, policy = patch.order[module.layer_idx], patch.policy

@@ -140,7 +140,7 @@ def _first_choice(call, quiet, meter):
     kv, rows = call.slots.kv, call.rows
     read = replace(call.step.read, rows=quiet.policy.rows)
     step = replace(call.step, patch=quiet, read=read, meter=meter, elsewhere={})
-    first = layer_call(step, call.layer, kv.module, rows.q, kv.k, kv.v, rows.out, rows.lse, kv.options, new=call.new)
+    first = layer_call(step, call.layer, call.module, rows.q, kv.k, kv.v, rows.out, rows.lse, kv.options, new=call.new)
     alive = first.slots.alive
     slots = np.minimum(call.step.read.budgets.targets[call.order], alive)
     slots = np.where(kv.padding < kv.k.shape[2], slots, alive)  # a row with only padding in this chunk keeps all

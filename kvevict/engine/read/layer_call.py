@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from ... import _ops
+from ..measure.inputs import Source
 from ..measure.observation import LayerRows, Observation, Observers
 from ..measure.quantities import measured
 from ..measure.slots import KV, Heads, Slots
@@ -18,11 +19,13 @@ class LayerCall:
 
     step: Any  # the kvevict.engine.read.step.Step
     layer: Any  # the kvevict.engine.slots.cache.EvictionLayer
+    module: Any  # its attention module
     order: int  # its number among the layers that evict
     slots: Slots
     rows: LayerRows
     new: list  # k, v [B, Hkv, S, W] of the call, as they are stored
     select: Any  # how the layer selects
+    hidden: torch.Tensor | None = None  # [B, T, E] the attention block's input, all rows; None: no quantity needs it
     known: dict = field(default_factory=dict)  # measured quantities
 
     policy = property(lambda self: self.step.patch.policy)
@@ -35,7 +38,11 @@ class LayerCall:
 
     def measured(self, needs) -> list:
         """The quantities that a part of the policy needs, each measured once."""
-        return measured(needs, self.slots, self._observe, self.known)
+        return measured(needs, self.slots, self._observe, self.known, self.inputs)
+
+    def inputs(self, needs) -> list:
+        """The values that a quantity needs beside keys, values and rows."""
+        return Source(self.step, self.layer, self.module, self.slots.kv.k, self.hidden).given(needs)
 
     def memory(self):
         """The layer's rows' memory of the chunks before this one; None at first."""
@@ -75,56 +82,61 @@ class LayerCall:
     def waiting(self):
         """This call while it waits for another layer's choice: keys and values, and the watched rows."""
         watched = max((watcher.rows for watcher in self.step.watchers), default=0)
-        return replace(self, slots=self.slots.waiting(), rows=self.rows.waiting(watched), known={})
+        return replace(self, slots=self._unread(), rows=self.rows.waiting(watched), known={}, hidden=None)
 
     def drafting(self, rows: int):
         """This call while tokens are drafted: keys and values, and the last rows."""
         last = self.rows.last(rows, self.step.patch.wants_outputs)
-        return replace(self, slots=self.slots.waiting(), rows=last, known={})
+        return replace(self, slots=self._unread(), rows=last, known={}, hidden=None)
+
+    def _unread(self) -> Slots:
+        """The slots without latents that this call has expanded."""
+        return replace(self.slots, kv=replace(self.slots.kv, stored=self.layer.slots(self.module)))
 
     def stored(self):
         """This call once its survivors are in the layer: the same slots are protected, and there are no new slots."""
-        kv, rows = self.slots.kv, self.rows
-        none = 0 * kv.padding
-        kv = replace(kv, k=kv.k[:, :, :0], v=kv.v[:, :, :0], first=0 * kv.first, padding=none, hidden=None, read=None)
-        counts, every = _counts(kv)
-        slots = _slots(kv, self.slots.index, self.slots.pos[:, :0], counts, every, self.slots.protected)
+        kv, rows, layer = self.slots.kv, self.rows, self.layer
+        first, none = 0 * kv.first, 0 * kv.padding
+        kv = replace(kv, stored=layer.slots(self.module), k=kv.k[:, :, :0], v=kv.v[:, :, :0], first=first, padding=none)
+        counts = _counts(self.step.patch.ranks, layer, kv)
+        slots = _slots(self.step, layer, kv, self.slots.index, self.slots.pos[:, :0], *counts, self.slots.protected)
         rows = replace(rows, q=None, out=None, lse=None, columns=0, first=0 * rows.first)
-        return replace(self, slots=slots, rows=rows, new=[x[:, :, :0] for x in self.new], known={})
+        return replace(self, slots=slots, rows=rows, new=[x[:, :, :0] for x in self.new], known={}, hidden=None)
 
 
-def _counts(kv) -> tuple:
+def _counts(ranks, layer, kv) -> tuple:
     """Slots of the heads of this rank [B, Hkv] and of all ranks, the new ones included, on the host."""
-    layer, ranks = kv.layer, kv.step.patch.ranks
     tokens = (kv.k.shape[2] - kv.padding)[:, None]
     counts = layer.counts + tokens
     return counts, counts if ranks.size == 1 else ranks.counts(layer) + tokens
 
 
-def _slots(kv, index, pos, counts, every, protected) -> Slots:
+def _slots(step, layer, kv, index, pos, counts, every, protected) -> Slots:
     """The slots of a layer with its new ones. counts, every: as `_counts`; protected: as in `Slots`."""
-    layer, patch = kv.layer, kv.step.patch
+    patch, storage = step.patch, layer.storage.gathered()
     n = layer.len + (kv.k.shape[2] - kv.first)[:, None]
-    prompt = layer.prompt if kv.step.decoding and patch.policy.keep_prompt else None
-    return Slots(index, Heads(patch.ranks, counts.shape[1]), n, counts, every, protected, pos, kv, prompt)
+    prompt = layer.prompt if step.decoding and patch.policy.keep_prompt else None
+    return Slots(index, Heads(patch.ranks, counts.shape[1]), n, counts, every, protected, pos, storage, kv, prompt)
 
 
 def layer_call(
     step, layer, module, q, k, v, out, lse, options, probs=None, new=None, hidden=None, read=None
 ) -> LayerCall:
     """The call of a layer that has attended with q [B, H, T, D] over its slots and new k, v [B, heads, S, D].
-    hidden, read: as in `KV`."""
+    hidden: as in `LayerCall`; read: the result of `EvictionLayer.slots`, if the attention has read it already."""
     index, stored = module.layer_idx, max(k.shape[2] - step.appended, 0)
     first, padding = step.first.clamp_max(stored), np.minimum(step.padding, stored)
     order = step.patch.order[index]
     appended = k[:, :, stored:], v[:, :, stored:]
-    kv = KV(step, layer, module, k[:, :, :stored], v[:, :, :stored], first, padding, options, appended, hidden, read)
+    held = layer.slots(module) if read is None else read
+    kv = KV(held, k[:, :, :stored], v[:, :, :stored], first, padding, options, appended)
     rows = LayerRows(step, module, layer, q, out, lse, stored, first, probs)
     pos, select = step.positions[:, :stored].contiguous(), step.patch.policy.selection(order)
-    counts, every = _counts(kv)
-    ends = protected(step.patch.policy, select, rows, every.max(1))
-    slots = _slots(kv, index, pos, counts, every, ends)
-    return LayerCall(step, layer, order, slots, rows, [x[:, :, :stored] for x in new or (k, v)], select)
+    counts = _counts(step.patch.ranks, layer, kv)
+    ends = protected(step.patch.policy, select, rows, counts[1].max(1))
+    slots = _slots(step, layer, kv, index, pos, *counts, ends)
+    new = [x[:, :, :stored] for x in new or (k, v)]
+    return LayerCall(step, layer, module, order, slots, rows, new, select, hidden)
 
 
 def protected(policy, select, rows, sizes) -> tuple:

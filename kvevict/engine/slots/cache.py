@@ -68,7 +68,7 @@ class EvictionLayer(CacheLayerMixin):
         self.columns = 0  # tokens read, padding included: Transformers' sequence length
         self.seen = None  # [B] int32 tokens read without padding
         self.carry = None  # [B, Hkv, C] fp32 numbers that stay with their slots (engine/slots/carried.py)
-        self.moments = None  # [B, H, 1 + D, 1 + D] fp32 of queries read (engine/measure/moments.py)
+        self.memory = {}  # name -> tensor [B, ..] returned by a quantity's `accumulate`; replaced, never written to
         self.decode_queries = None  # [B, H, <= rows, D] last decoded queries
         self.budget = None  # [B] slots over all heads, of the last read; on the host
         self.prompt = None  # [B, heads of all ranks] how many of a head's first slots are prompt; None: all, or unknown
@@ -162,11 +162,12 @@ class EvictionLayer(CacheLayerMixin):
         chosen = rows[torch.as_tensor(indices, device=self.device)]
         if torch.equal(chosen, rows):
             return
-        tensors, of_host = ("seen", "carry", "moments", "decode_queries"), ("budget", "prompt", "head_offsets")
+        tensors, of_host = ("seen", "carry", "decode_queries"), ("budget", "prompt", "head_offsets")
         for names, at in ((tensors, chosen), (of_host, chosen.tolist())):
             for name in names:
                 value = getattr(self, name)
                 setattr(self, name, None if value is None else value[at])
+        self.memory = {name: value[chosen] for name, value in self.memory.items()}
         self.storage = self.storage.rows(chosen)
         self.carry = of_layer(self.carry, self)
 

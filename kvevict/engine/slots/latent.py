@@ -6,7 +6,7 @@ A decoded token attends to the latents themselves: q . (W_k c) = (W_k^T q) . c, 
 of p c (DeepSeek-V2, arXiv 2405.04434, section 2.1.2), so W is multiplied once and not for every slot."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,13 +16,17 @@ from ..._ops import Held
 from .cache import EvictionLayer, fit
 
 
-@dataclass
+@dataclass(eq=False)
 class Expanded(Held):
     """Slots of a layer with keys and values for every head: H heads instead of one."""
 
     counts: np.ndarray = None  # type: ignore[assignment]  # len on the host
 
     device = property(lambda self: self.k.device)
+
+    def within(self, begin, length):
+        """Only the slots begin .. begin + length - 1 [B, H]."""
+        return replace(self, offset=self.offset + begin, len=length)
 
     def longest(self) -> int:
         return int(self.counts.max()) if self.counts.size else 0
@@ -32,6 +36,21 @@ class Expanded(Held):
         for b, row in enumerate(self.offset.tolist()):
             for h, start in enumerate(row):
                 yield b, h, slice(start, start + int(self.counts[b, h]))
+
+
+class Latents:
+    """A layer's `Expanded` slots, made when one of their attributes is first read: most decoded tokens need none."""
+
+    def __init__(self, layer, module):
+        self._of, self._expanded = (layer, layer.storage, module), None
+
+    def __getattr__(self, name):
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if self._expanded is None:
+            layer, storage, module = self._of
+            self._expanded = layer.expanded(storage, module)
+        return getattr(self._expanded, name)
 
 
 def up_projection(module):
@@ -72,20 +91,24 @@ class LatentLayer(EvictionLayer):
             raise RuntimeError(f"{type(module).__name__} attended to keys that were not given to the cache")
         return self.pack(*pending)
 
-    def slots(self, module) -> Expanded:
+    def slots(self, module) -> Latents:
         """The stored slots with every head's keys and values."""
-        rows = torch.cat([torch.arange(s.start, s.stop, device=self.device) for _, _, s in self.segments()])
-        both = torch.cat([self.k[rows], self.v[rows]], -1)[None, None, :, : sum(self.widths)]
+        return Latents(self, module)
+
+    def expanded(self, storage, module) -> Expanded:
+        """The slots of a storage with every head's keys and values."""
+        rows = torch.cat([torch.arange(s.start, s.stop, device=storage.device) for _, _, s in storage.segments()])
+        both = torch.cat([storage.k[rows], storage.v[rows]], -1)[None, None, :, : sum(self.widths)]
         if not len(rows):  # modules do not expand empty tensors
             both = both.new_zeros(1, 1, 1, both.shape[3])
         key, value = module.expand_kv(*both.split(self.widths, -1))  # [1, H, n, D]
-        key, value = (x.to(self.k.dtype) for x in fit(key, value))
-        heads = torch.arange(key.shape[1], device=self.device)
-        start = self.len[:, 0].cumsum(0) - self.len[:, 0]
+        key, value = (x.to(storage.k.dtype) for x in fit(key, value))
+        heads = torch.arange(key.shape[1], device=storage.device)
+        start = storage.len[:, 0].cumsum(0) - storage.len[:, 0]
         return Expanded(
-            key.reshape(-1, key.shape[-1]), value.reshape(-1, value.shape[-1]), self.pos[rows].repeat(len(heads)),
-            start[:, None].long() + heads * both.shape[2], self.len.expand(-1, len(heads)).contiguous(),
-            self.counts.repeat(len(heads), 1),
+            key.reshape(-1, key.shape[-1]), value.reshape(-1, value.shape[-1]), storage.pos[rows].repeat(len(heads)),
+            start[:, None].long() + heads * both.shape[2], storage.len.expand(-1, len(heads)).contiguous(),
+            storage.counts.repeat(len(heads), 1),
         )  # fmt: skip
 
     def decode(self, q, k, v, pos, module, columns=0, **options):

@@ -174,6 +174,10 @@ class Storage(Held):
 
     # -- the stored slots -------------------------------------------------------------------------------------------
 
+    def within(self, begin, length):
+        """Only the slots begin .. begin + length - 1 [B, Hkv], to be read."""
+        return replace(self, offset=self.offset + begin, len=length)
+
     def longest(self) -> int:
         """Slots of the fullest head."""
         return int(self.counts.max()) if self.counts.size else 0

@@ -62,5 +62,5 @@ class Meter:
 
 def allocated_bytes(layer) -> int:
     """Bytes of all tensors of a cache layer."""
-    tensors = (*layer.storage.tensors(), layer.carry, layer.moments, layer.decode_queries)
+    tensors = (*layer.storage.tensors(), layer.carry, layer.decode_queries, *layer.memory.values())
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)

@@ -8,6 +8,8 @@ quantities it needs. Only these are computed, each once per layer and cut. `kvev
 import functools
 import sys
 from dataclasses import dataclass
+from inspect import Parameter, signature
+from math import inf
 from typing import ClassVar
 
 import torch
@@ -16,6 +18,7 @@ from .... import _ops
 from ....policy.needs import as_needs
 from ....policy.registry import Registry, load_folder
 from .. import per_row
+from ..inputs import INPUTS
 
 QUANTITIES = Registry("quantity")
 
@@ -24,26 +27,50 @@ QUANTITIES = Registry("quantity")
 class Quantity:
     observes: ClassVar[bool] = True  # depends on the observing rows; False: on the slots alone
     outputs: ClassVar[bool] = False  # needs the observers' attention outputs
-    hidden: ClassVar[bool] = False  # needs the input of the layer's attention block, `KV.hidden`
-    rotates: ClassVar[bool] = False  # rotates queries or keys, so models are checked
+    needs: ClassVar[tuple] = ()  # inputs of `measure` and `tokens`, of kvevict/engine/measure/inputs.py: names, `Need`s
+    remembers: ClassVar[str] = ""  # name that a layer keeps the result of `accumulate` under; "": it is not called
     of_tokens: ClassVar[bool] = False  # depends on a token's hidden state alone; decoded tokens have it too (`tokens`)
+
+    def __init_subclass__(cls):
+        """Raise TypeError for the forms of earlier versions."""
+        super().__init_subclass__()
+        fix = {
+            "hidden": 'needs = ("hidden",)', "rotates": 'needs = ("rope",)',
+            "accumulate": "accumulate(self, rows, past), which returns a tensor, and remembers = NAME",
+            "tokens": "tokens(self, *inputs), of the values that it `needs`",
+        }  # fmt: skip
+        own = vars(cls)
+        old = [name for name in ("hidden", "rotates") if own.get(name) is True]
+        old += ["accumulate"] if "accumulate" in own and _arguments(cls.accumulate) < 3 else []
+        old += ["tokens"] if "tokens" in own and [*signature(cls.tokens).parameters][1:3] == ["step", "module"] else []
+        if old:
+            raise TypeError(f"quantity {cls.__name__}: {old[0]} has an earlier version's form; write {fix[old[0]]}")
+        if "accumulate" in own and not cls.remembers:
+            raise TypeError(f"quantity {cls.__name__} accumulates, and `remembers` names nothing to keep: give a name")
 
     def ready(self, decoder, modules) -> None:
         """Raise ValueError for a decoder that does not allow the measurement; modules: the attention modules of the
         evicting layers. Called when a model is patched."""
 
-    def accumulate(self, rows) -> None:
-        """Take in the `LayerRows` of a chunk. Called for every chunk of a prompt and every layer that chooses, before
-        any measurement of the chunk, also when no slot is evicted."""
+    @property
+    def inputs(self) -> tuple:
+        """Names of the inputs that it needs."""
+        return tuple(each.name for each in as_needs(self.needs))
 
-    def measure(self, slots, observation):
+    def accumulate(self, rows, past):
+        """A tensor [B, ..] of the layer's queries so far, from the `LayerRows` of a chunk and the result for the chunk
+        before (None at first). The layer keeps it; quantities that remember under one name share it. Called for every
+        chunk of a prompt and every layer that chooses, before any measurement, also when no slot is evicted."""
+        return past
+
+    def measure(self, slots, observation, *inputs):
         """The quantity of a layer's `Slots` and their `Observation`: mostly fp32 [B, Hkv, C], column i being alive
-        slot i."""
+        slot i. inputs: the values that it `needs`."""
         raise NotImplementedError
 
-    def tokens(self, step, module, x):
-        """For an `of_tokens` quantity: one fp32 number per token and kv head, [B, Hkv, T], from the attention block's
-        input x [B, T, E]. If a score needs only this quantity and carry="keep", the number is the score."""
+    def tokens(self, *inputs):
+        """For an `of_tokens` quantity: one fp32 number per token and kv head, [B, Hkv, T], from the values that it
+        `needs`. If a score needs only this quantity and carry="keep", the number is the score."""
         raise NotImplementedError
 
     def passes(self, known: bool = False) -> int:
@@ -75,6 +102,12 @@ class Quantity:
         return 0
 
 
+def _arguments(function) -> float:
+    """How many positional arguments a function takes at most."""
+    kinds = [each.kind for each in signature(function).parameters.values()]
+    return inf if Parameter.VAR_POSITIONAL in kinds else len(kinds)
+
+
 @functools.cache
 def quantity(need) -> Quantity:
     """The quantity named by a `Need`. Raises ValueError, with the nearest names, for an unknown one."""
@@ -94,15 +127,19 @@ def check_needs(score) -> None:
 
 
 def of_policy(policy) -> list:
-    """The quantities needed by a policy's parts, each once. Raises ValueError for an unknown one."""
+    """The quantities needed by a policy's parts, each once. Raises ValueError for an unknown one, or an unknown input
+    of one."""
     parts = policy.score.needs, policy.score.factors, policy.refine.picks_by, policy.layers.needs
-    return [quantity(each) for each in dict.fromkeys(each for needs in parts for each in as_needs(needs))]
+    found = [quantity(each) for each in dict.fromkeys(each for needs in parts for each in as_needs(needs))]
+    for name in (name for each in found for name in each.inputs):
+        INPUTS.find(name)
+    return found
 
 
 def rotates(policy, rope_depends_on_length: bool) -> bool:
     """True if a policy's quantities rotate keys or queries. If so, raises ValueError for a model with rotary
     frequencies that change with the prompt's length."""
-    found = any(each.rotates for each in of_policy(policy))
+    found = any("rope" in each.inputs for each in of_policy(policy))
     if found and rope_depends_on_length:
         raise ValueError(
             f"score {type(policy.score).__name__} rotates keys back to what they were before positions, and this "
@@ -111,11 +148,18 @@ def rotates(policy, rope_depends_on_length: bool) -> bool:
     return found
 
 
-def measured(needs, slots, observe, known: dict) -> list:
+def remembered(needed, rows, memory: dict) -> dict:
+    """A layer's memory after a chunk. needed: the policy's quantities; memory: the one before, left as it is."""
+    each = {quantity.remembers: quantity for quantity in needed if quantity.remembers}
+    return memory | {name: quantity.accumulate(rows, memory.get(name)) for name, quantity in each.items()}
+
+
+def measured(needs, slots, observe, known: dict, given=None) -> list:
     """The needed quantities of a layer's slots.
 
     observe   () -> the layer's `Observation`, called once at most
     known     quantities measured before; these are added to it
+    given     needs -> the inputs of a quantity
     """
     named = as_needs(needs)
     for need in named:
@@ -123,7 +167,8 @@ def measured(needs, slots, observe, known: dict) -> list:
         if need not in known:
             if wanted.observes and "observation" not in known:
                 known["observation"] = observe()
-            known[need] = wanted.measure(slots, known.get("observation"))
+            inputs = given(wanted.needs) if wanted.needs else ()
+            known[need] = wanted.measure(slots, known.get("observation"), *inputs)
     return [known[need] for need in named]
 
 

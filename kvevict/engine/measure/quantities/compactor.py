@@ -8,7 +8,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .... import families
 from . import QUANTITIES, Quantity
 
 RIDGE = 0.01  # on the diagonal of X^T X
@@ -28,13 +27,12 @@ class Fresh(NamedTuple):
     counted: int  # how many of the first ones enter the statistics
 
 
-def _fresh(slots, sink, recent):
+def _fresh(slots, sink, recent, carried, ends):
     """Yields the `Fresh` slots of every batch row. Statistics exclude a prompt's last `recent` slots."""
     kv, stored = slots.kv, slots.kv.stored
-    ends = kv.step.chunk is not None and kv.step.chunk.last
     for b, first in enumerate(kv.padding.tolist()):
         first += int((slots.pos[b, first:] < sink).sum())
-        decoded = _unnumbered(kv.layer, b)
+        decoded = _unnumbered(slots.stored, carried, b)
         old = stored.offset[b] + stored.len[b] - decoded  # [H]
         old = old[:, None] + torch.arange(decoded, device=slots.device)
         k = torch.cat([stored.k[old], kv.k[b, :, first:]], 1)
@@ -45,12 +43,12 @@ def _fresh(slots, sink, recent):
         yield Fresh(b, columns, k.float(), pos, decoded, max(length - recent * ends, 0))
 
 
-def _unnumbered(layer, row) -> int:
+def _unnumbered(stored, carried, row) -> int:
     """How many of a row's last stored slots carry no number."""
-    if layer.carry is None:
-        return int(layer.counts[row].min())
-    stored = torch.arange(layer.carry.shape[-1], device=layer.device) < layer.len[row, :, None]
-    return int((layer.len[row] - (stored & ~layer.carry[row].isnan()).sum(-1)).min())
+    if carried is None:
+        return int(stored.counts[row].min())
+    there = torch.arange(carried.shape[-1], device=carried.device) < stored.len[row, :, None]
+    return int((stored.len[row] - (there & ~carried[row].isnan()).sum(-1)).min())
 
 
 def _standard(x, counted, heads):
@@ -68,11 +66,12 @@ class OfFresh(Quantity):
 
     sink: int = 8
     recent: int = 4
+    needs: ClassVar[tuple] = ("carried", "ends_prompt")
 
-    def measure(self, slots, observation):
+    def measure(self, slots, observation, carried, ends_prompt, *more):
         out = torch.zeros(*slots.kv.stored.len.shape, slots.columns, device=slots.device)
-        for fresh in _fresh(slots, self.sink, self.recent):
-            out[fresh.row].scatter_(1, fresh.columns, self._of(slots, fresh, observation))
+        for fresh in _fresh(slots, self.sink, self.recent, carried, ends_prompt):
+            out[fresh.row].scatter_(1, fresh.columns, self._of(slots, fresh, observation, *more))
         return slots.heads.merge(out)
 
 
@@ -83,13 +82,13 @@ class Leverage(OfFresh):
     sketch that all heads share; in standard deviations over the row's heads and slots."""
 
     observes: ClassVar[bool] = False
-    rotates: ClassVar[bool] = True
+    needs: ClassVar[tuple] = (*OfFresh.needs, "rope")
 
     def flops(self, shape, rows, slots):
         return 2 * rows * shape.kv_heads * SKETCH * (shape.head_dim + 2 * SKETCH)
 
-    def _of(self, slots, fresh, observation):
-        keys = _unrotated(slots.kv, fresh)
+    def _of(self, slots, fresh, observation, rope):
+        keys = _unrotated(rope, fresh)
         counted = keys[:, : fresh.counted]
         mean = counted.sum(1, keepdim=True) / max(fresh.counted, 1)
         # In fp64: the rounding error of (X^T X)^-1 grows with the spread of its eigenvalues.
@@ -133,9 +132,9 @@ def sketch(width: int):
     return torch.randn(width, SKETCH, generator=generator) / SKETCH**0.5
 
 
-def _unrotated(kv, fresh):
+def _unrotated(rope, fresh):
     """Keys [H, L, D] as they were before positions."""
-    if not kv.step.patch.rotates[kv.module.layer_idx] or not len(fresh.pos):
+    if not len(fresh.pos):
         return fresh.k
     keys = fresh.k.transpose(0, 1)[:, :, None]  # each slot by its position
-    return families.rotate(kv.step.decoder, kv.module, keys, fresh.pos, 0 * fresh.pos)[:, :, 0].transpose(0, 1)
+    return rope.turned(keys, fresh.pos, 0 * fresh.pos)[:, :, 0].transpose(0, 1)

@@ -3,7 +3,8 @@ from typing import ClassVar
 
 import torch
 
-from .... import _ops, families
+from .... import _ops
+from ....policy.needs import need
 from .. import moments
 from . import QUANTITIES, Quantity
 
@@ -19,47 +20,30 @@ class OfQueries(Quantity):
     sink: int = 4
     stats: str | None = None
     observes: ClassVar[bool] = False
-    rotates: ClassVar[bool] = True
+
+    @property
+    def needs(self):
+        return "rope", need("moments", stats=self.stats), "last_position"
+
+    @property
+    def remembers(self):
+        return "moments" if self.stats is None else ""
 
     def ready(self, decoder, modules):
         if self.stats is not None:
             moments.forget(decoder)
             moments.loaded(self.stats, decoder, [module.layer_idx for module in modules])
 
-    def accumulate(self, rows):
-        if self.stats is None:
-            at = rows.step.positions[:, : rows.columns]
-            counts = (at >= self.sink) & (torch.arange(rows.columns, device=at.device) >= rows.first[:, None])
-            rows.layer.moments = moments.accumulated(
-                rows.layer.moments, rows.step.decoder, rows.module, rows.q[:, :, : rows.columns], at, counts,
-                rows.step.patch.rotates[rows.module.layer_idx],
-            )  # fmt: skip
+    def accumulate(self, rows, past):
+        at = rows.positions[:, : rows.columns]
+        counts = (at >= self.sink) & (torch.arange(rows.columns, device=at.device) >= rows.first[:, None])
+        return moments.accumulated(past, rows.rope, rows.q[:, :, : rows.columns], at, counts)
 
-    def unrotated(self, kv) -> tuple:
-        """(mean [B, H, D], covariance [B, H, D, D], mean size [B, H, D]) as `moments.summed`."""
-        patch, index = kv.step.patch, kv.module.layer_idx
-        batch, heads, width = len(kv.first), patch.local_heads[0], kv.k.shape[3]
-        if self.stats is not None:
-            known = moments.loaded(self.stats, kv.step.decoder, patch.order)[index]
-            each = [patch.ranks.mine(x[None]).expand(batch, *(-1,) * x.ndim) for x in known]
-            pad = width - each[0].shape[-1]
-            each = [torch.nn.functional.pad(x, (0, pad) * (x.ndim - 2)) for x in each]
-        else:
-            past = kv.layer.moments
-            none = kv.k.new_zeros(batch, heads, 1 + width, 1 + width).float()
-            each = [*moments.summed(none if past is None else past)]
-        return tuple(x.to(kv.k.device) for x in each)
 
-    def turned(self, kv, x, ahead):
-        """Queries x [B, H, p, D] before rotation, rotated to the positions ahead [n] of the last token: the mean over
-        these."""
-        step, module = kv.step, kv.module
-        if not step.patch.rotates[module.layer_idx]:
-            return x
-        tokens = step.positions.shape[1] - step.appended
-        # A call of repeated rows alone has no new token: the rows begin right after the prompt's last one.
-        last = (step.positions[:, tokens - 1] if tokens else step.positions[:, 0] - 1).long()
-        return families.rotate(step.decoder, module, x, 0 * last, last[:, None] + ahead.to(last.device))
+def turned(rope, last, x, ahead):
+    """Queries x [B, H, p, D] before rotation, rotated to the positions ahead [n] of the last token: the mean over
+    these."""
+    return rope.turned(x, 0 * last, last[:, None] + ahead.to(last.device))
 
 
 @QUANTITIES.add("expected_attention")
@@ -80,9 +64,9 @@ class ExpectedAttention(OfQueries):
     def products(self, rows, slots):
         return slots + (rows if self.stats is None else 0)
 
-    def measure(self, slots, observation):
+    def measure(self, slots, observation, rope, of_queries, last):
         kv = slots.kv
-        mean, covariance = self._later(kv)
+        mean, covariance = self._later(rope, of_queries, last)
         scale, heads = kv.options["scale"], mean.shape[1] // slots.n.shape[1]
         form = dict(matrix=covariance * (scale**2 / 2), linear=mean * scale, columns=slots.columns)
         power = _ops.quadratic(kv.stored, kv.k, kv.first, kv.end, **form)
@@ -90,11 +74,12 @@ class ExpectedAttention(OfQueries):
         others = (column < self.sink) | (column >= slots.n.repeat_interleave(heads, 1)[..., None])
         return slots.heads.reduce(power.masked_fill(others, -torch.inf).softmax(-1).masked_fill(others, 0), "mean")
 
-    def _later(self, kv) -> tuple:
+    def _later(self, rope, of_queries, last) -> tuple:
         """(mean [B, H, D], covariance [B, H, D, D]) of queries at the next `span` positions."""
-        mean, covariance, _ = self.unrotated(kv)
-        if not kv.step.patch.rotates[kv.module.layer_idx]:
+        mean, covariance, _ = of_queries
+        if not rope.rotates:
             return mean, covariance
         ahead = 1 + torch.arange(self.span)
-        both = self.turned(kv, torch.cat([mean[:, :, None], covariance], 2), ahead)  # rows are R mu and those of S R^T
-        return both[:, :, 0], self.turned(kv, both[:, :, 1:].mT, ahead)
+        both = torch.cat([mean[:, :, None], covariance], 2)
+        both = turned(rope, last, both, ahead)  # rows are R mu and those of S R^T
+        return both[:, :, 0], turned(rope, last, both[:, :, 1:].mT, ahead)

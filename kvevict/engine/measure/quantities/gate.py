@@ -3,6 +3,7 @@ from typing import ClassVar
 
 import torch
 
+from ....policy.needs import need
 from .. import gates
 from . import QUANTITIES, Quantity
 
@@ -18,8 +19,11 @@ class Gate(Quantity):
 
     gates: str | None = None
     observes: ClassVar[bool] = False
-    hidden: ClassVar[bool] = True
     of_tokens: ClassVar[bool] = True
+
+    @property
+    def needs(self):
+        return "hidden", need("gates", folder=self.gates)
 
     def ready(self, decoder, modules):
         gates.forget(decoder)
@@ -29,17 +33,15 @@ class Gate(Quantity):
         inner = gates.inner_of(self.gates)
         return 2 * rows * (inner * (shape.hidden + shape.kv_heads) if inner else shape.hidden * shape.kv_heads)
 
-    def tokens(self, step, module, x):
-        known, index = gates.loaded(self.gates, step.decoder, step.patch.order), module.layer_idx
-        known.on(index, x.device)
-        return step.patch.ranks.mine(known.logs(index, x).exp().transpose(1, 2))
+    def tokens(self, hidden, of_layer):
+        return of_layer.numbers(hidden)
 
-    def measure(self, slots, observation):
+    def measure(self, slots, observation, hidden, of_layer):
         kv, columns = slots.kv, _new_columns(slots)
         new = kv.k.shape[2]
         if not new:
             return torch.ones(*slots.n.shape, slots.columns, device=slots.device)
-        numbers = self.tokens(kv.step, kv.module, kv.hidden[:, :new])
+        numbers = of_layer.numbers(hidden[:, :new])
         padding = torch.arange(new, device=slots.device) < kv.first[:, None, None]
         mean = numbers.masked_fill(padding, 0).sum(2, keepdim=True) / (new - kv.first).clamp_min(1)[:, None, None]
         placed = numbers.gather(2, columns.clamp(0, new - 1))

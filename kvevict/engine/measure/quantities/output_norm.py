@@ -16,6 +16,7 @@ class OutputNorm(Quantity):
     head h feeds: [B, Hkv, C]. In fp32 for weights of any dtype."""
 
     observes: ClassVar[bool] = False
+    needs: ClassVar[tuple] = ("output_weight",)
 
     def ready(self, decoder, modules):
         for module in modules:
@@ -31,9 +32,8 @@ class OutputNorm(Quantity):
     def flops(self, shape, rows, slots):
         return 2 * slots * shape.heads * shape.head_dim * shape.hidden
 
-    def measure(self, slots, observation):
-        kv, patch = slots.kv, slots.kv.step.patch
-        weight = _of_heads(kv.module, patch)
+    def measure(self, slots, observation, weight):
+        kv = slots.kv
         group = len(weight) // kv.stored.len.shape[1]  # 1 for latents: every head has separate values
         out = torch.zeros(*kv.stored.len.shape, slots.columns, device=slots.device)
         for b, h, v in each_head(slots, "v"):
@@ -42,8 +42,3 @@ class OutputNorm(Quantity):
                 norms = [(x.float() @ head).abs().sum(1) for x in v[:, : len(head)].split(BLOCK)]
                 out[b, h, : len(v)] += torch.cat(norms) / group
         return slots.heads.merge(out)
-
-
-def _of_heads(module, patch):
-    """[H, Dv, E] of this rank's query heads."""
-    return families.output_weight(module, patch.ranks.size > 1).T.unflatten(0, (patch.local_heads[0], -1))

@@ -91,7 +91,7 @@ class RepeatedOutput(Repetition):
     """
 
     support: str = "chunk"
-    hidden: ClassVar[bool] = True
+    needs: ClassVar[tuple] = ("hidden", "output_gram")
 
     def ready(self, decoder, modules):
         for module in modules:
@@ -109,16 +109,16 @@ class RepeatedOutput(Repetition):
     def products(self, rows, slots):
         return slots
 
-    def measure(self, slots, observation):
+    def measure(self, slots, observation, hidden, gram):
         (part,), chunk = observation.parts, self.support == "chunk"
         part = self.spanning(slots, part) if chunk else part
-        size = slots.kv.hidden[:, -part.q.shape[2] :].float().norm(dim=-1)
+        size = hidden[:, -part.q.shape[2] :].float().norm(dim=-1)
         size = rolled(size[:, None], part.skip)  # [B, 1, R], in the observers' order
         counts = torch.arange(size.shape[2], device=size.device) >= part.skip[:, None, None]
         most = 1 / torch.where(counts, size, torch.inf).amin(2, keepdim=True)
         weighed = replace(part, lse=part.lse + size.log())  # a / ||x|| = exp(logit - lse - ln ||x||)
         a = observed(_ops.score, slots, weighed, reduce="max", group="none", columns=slots.columns)
-        found = slots.heads.reduce(torch.minimum(a, most) * projection.norms(slots), "max")
+        found = slots.heads.reduce(torch.minimum(a, most) * projection.norms(slots, gram), "max")
         if not chunk or part.of is None:
             return found
         prompt, start, count = (x[:, None, None] for x in part.of)

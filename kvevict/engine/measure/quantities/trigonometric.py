@@ -4,7 +4,7 @@ import torch
 
 from .. import moments
 from . import QUANTITIES, each_head
-from .expected import OfQueries
+from .expected import OfQueries, turned
 
 AHEAD = tuple(1 << n for n in range(17))  # 1 .. 65,536
 
@@ -26,14 +26,13 @@ class Trigonometric(OfQueries):
     def products(self, rows, slots):
         return rows if self.stats is None else 0
 
-    def measure(self, slots, observation):
-        kv, stored = slots.kv, slots.kv.stored
-        mean, _, size = self.unrotated(kv)
-        step, module, width = kv.step, kv.module, kv.k.shape[3]
-        partner = moments.partners(step.decoder, module, width, step.patch.rotates[module.layer_idx], mean.device)
+    def measure(self, slots, observation, rope, of_queries, last):
+        stored, width = slots.kv.stored, slots.kv.k.shape[3]
+        mean, _, size = of_queries
+        partner = rope.partners(width, mean.device)
         alone = partner == torch.arange(width, device=mean.device)
         spread = (size - moments.sizes(mean, partner)) * torch.where(alone, 1.0, 0.5)  # a pair is two dimensions
-        later = self.turned(kv, mean[:, :, None], torch.tensor(AHEAD))[:, :, 0]
+        later = turned(rope, last, mean[:, :, None], torch.tensor(AHEAD))[:, :, 0]
         heads, group = stored.len.shape[1], mean.shape[1] // stored.len.shape[1]
         out = torch.zeros(slots.n.shape[0], heads, slots.columns, device=slots.device)
         for b, h, keys in each_head(slots, "k"):

@@ -1,0 +1,113 @@
+"""The values beside keys, values and observing rows that quantities are computed from, by the names in their `needs`.
+
+A quantity that needs one gets it after the `Slots` and the `Observation`; only the inputs that are named are made.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ... import families
+from ...policy.needs import as_needs
+from ...policy.registry import Registry
+from . import gates, moments, projection
+from .rope import Rope
+
+INPUTS = Registry("input of a quantity", listed=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A layer in a call. The functions below take their values from it."""
+
+    step: Any  # the kvevict.engine.read.step.Step
+    layer: Any  # the EvictionLayer
+    module: Any
+    like: Any  # new keys [B, heads, S, D]: their shape, dtype and device
+    hidden: Any = None  # [B, T, E] the attention block's input, all rows; None: no quantity needs it
+
+    def given(self, needs) -> list:
+        """The values of names and `Need`s."""
+        return [INPUTS[each.name](self, **dict(each.options)) for each in as_needs(needs)]
+
+
+def rope_of(step, module) -> Rope:
+    return Rope(step.decoder, module, step.patch.rotates.get(module.layer_idx))
+
+
+@INPUTS.add("rope")
+def _rope(at) -> Rope:
+    """The layer's `Rope`."""
+    return rope_of(at.step, at.module)
+
+
+@INPUTS.add("hidden")
+def _hidden(at):
+    """[B, T, E] the input of the layer's attention block, all rows."""
+    return at.hidden
+
+
+@INPUTS.add("output_weight")
+def _output_weight(at):
+    """[H, Dv, E] the weights of the projection after attention, of this rank's query heads."""
+    patch = at.step.patch
+    return families.output_weight(at.module, patch.ranks.size > 1).T.unflatten(0, (patch.local_heads[0], -1))
+
+
+@INPUTS.add("output_gram")
+def _output_gram(at):
+    """fp32 [H, D, D] the products W_O,h^T W_O,h of this rank's query heads."""
+    return projection.gram(at.module, at.step.patch.local_heads[0], at.like)
+
+
+@INPUTS.add("gates")
+def _gates(at, folder) -> gates.LayerGates:
+    """The layer's trained gates in a folder; None: the model's own."""
+    patch = at.step.patch
+    return gates.LayerGates(gates.loaded(folder, at.step.decoder, patch.order), at.module.layer_idx, patch.ranks)
+
+
+@INPUTS.add("moments")
+def _moments(at, stats=None) -> tuple:
+    """(mean [B, H, D], covariance [B, H, D, D], mean size [B, H, D]) of queries before rotation: those that were read
+    into the cache, or a file's."""
+    patch, like = at.step.patch, at.like
+    batch, heads, width = like.shape[0], patch.local_heads[0], like.shape[3]
+    if stats is None:
+        past = at.layer.memory.get("moments")
+        none = like.new_zeros(batch, heads, 1 + width, 1 + width).float()
+        each = moments.summed(none if past is None else past)
+    else:
+        known = moments.loaded(stats, at.step.decoder, patch.order)[at.module.layer_idx]
+        each = [patch.ranks.mine(x[None]).expand(batch, *(-1,) * x.ndim) for x in known]
+        pad = width - each[0].shape[-1]
+        each = [torch.nn.functional.pad(x, (0, pad) * (x.ndim - 2)) for x in each]
+    return tuple(x.to(like.device) for x in each)
+
+
+@INPUTS.add("memory")
+def _memory(at, of):
+    """The last result of `accumulate` in this layer under that name (`Quantity.remembers`); None: there is none."""
+    return at.layer.memory.get(of)
+
+
+@INPUTS.add("last_position")
+def _last_position(at):
+    """int64 [B] the position of the last token that was read."""
+    step = at.step
+    tokens = step.positions.shape[1] - step.appended
+    # A call of repeated rows alone has no new token: the rows begin right after the prompt's last one.
+    return (step.positions[:, tokens - 1] if tokens else step.positions[:, 0] - 1).long()
+
+
+@INPUTS.add("carried")
+def _carried(at):
+    """fp32 [B, Hkv, *] the numbers that stored slots carry, NaN where a slot carries none; None: no slot does."""
+    return at.layer.carry
+
+
+@INPUTS.add("ends_prompt")
+def _ends_prompt(at) -> bool:
+    """True for a prompt's last chunk."""
+    return at.step.chunk is not None and at.step.chunk.last

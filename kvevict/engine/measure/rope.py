@@ -1,0 +1,45 @@
+"""The rotation of queries and keys by their positions, as an attention module does it."""
+
+import torch
+
+from ... import families
+
+
+class Rope:
+    """rotates: whether the module rotates at all; None: the model was not checked, so nothing may be rotated."""
+
+    __slots__ = ("_decoder", "_module", "rotates")
+
+    def __init__(self, decoder, module, rotates):
+        self._decoder, self._module, self.rotates = decoder, module, rotates
+
+    def turned(self, x, position_from, position_to):
+        """x [B, H, p, D], rotated from positions [B] to other ones [B], or to the mean over [B, n]."""
+        if self.rotates is None:
+            raise ValueError(
+                "a part that rotates must declare it, so that models are checked: rows with rotates = True, a quantity "
+                'with "rope" in its needs'
+            )
+        if not self.rotates:
+            return x
+        return families.rotate(self._decoder, self._module, x, position_from, position_to)
+
+    def unrotated(self, x, positions):
+        """x [B, H, T, D] at positions [B, T], rotated back to position 0: fp32."""
+        if not self.rotates:
+            return x.float()
+        batch, _, rows, _ = x.shape
+        each = x.float().transpose(1, 2).flatten(0, 1)[:, :, None]  # [B * T, H, 1, D]
+        position = positions.flatten().long()
+        turned = self.turned(each, position, 0 * position)
+        return turned[:, :, 0].unflatten(0, (batch, rows)).transpose(1, 2)
+
+    def partners(self, width: int, device):
+        """int64 [D] each dimension's partner in rotation, of `width` ones; itself if it is not rotated."""
+        own = torch.arange(width, device=device)
+        if not self.rotates:
+            return own
+        none = torch.zeros(1, dtype=torch.long, device=device)
+        turned = self.turned(torch.eye(width, device=device)[None, None], none, none + 1)[0, 0].abs()
+        mixed, partner = turned.fill_diagonal_(0).max(1)
+        return torch.where(mixed > 0, partner, own)
