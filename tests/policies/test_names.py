@@ -116,8 +116,8 @@ def test_rows_of_one_s_own():
                            lse=part.lse[:, :, : self.first], out=part.out[:, : self.first])  # fmt: skip
             return Observation((part,))
 
-        def observing(self, step):
-            return np.minimum(self.first, step.positions.shape[1] - step.padding)
+        def observing(self, rows):
+            return np.minimum(self.first, rows.tokens)
 
     try:
         model = tiny.model()

@@ -135,3 +135,24 @@ def test_an_unknown_input_is_refused_when_a_model_is_patched():
     score("hungry", "unfed")
     with pytest.raises(ValueError, match="unknown input of a quantity 'ropes'; did you mean 'rope'"):
         kvevict.patch(tiny.model(), "snapkv", score="hungry", budget=20)
+
+
+def test_rows_get_no_handles():
+    """An attribute of earlier versions is refused with the values that there are."""
+
+    class Old(type(kvevict.ROWS["window"]())):
+        def observe(self, call, past):
+            return call.step
+
+    class Older(type(kvevict.ROWS["repeat"]())):
+        def observing(self, step):
+            return step.chunk.rows
+
+    for rows, handle, value in (
+        (Old(), "LayerRows has no step", "next_position"),
+        (Older(), "CallRows has no chunk", "tokens"),
+    ):
+        model = tiny.model()
+        kvevict.patch(model, kvevict.Policy(score="snapkv", rows=rows, budget=40))
+        with pytest.raises(AttributeError, match=f"{handle}: parts of a policy get values alone, here .*{value}"):
+            model(**tiny.prompt(1, 80))

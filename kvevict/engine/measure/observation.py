@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from ..slots import host
-from .inputs import rope_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +48,36 @@ class Observation:
         return sum(part.q.shape[2] - part.skip for part in self.parts).long()
 
 
+def no_handle(of, name) -> AttributeError:
+    """The error for an attribute that policies of earlier versions read."""
+    handles = "step", "layer", "module", "read", "chunk", "patch", "decoder", "cache", "meter"
+    known = ", ".join(each for each in (*of.__annotations__, *vars(of)) if not each.startswith("_"))
+    hint = f": parts of a policy get values alone, here {known}" if name in handles else ""
+    return AttributeError(f"{of.__name__} has no {name}{hint}")
+
+
+@dataclass(frozen=True, eq=False)
+class CallRows:
+    """The rows of a call, the same in every layer."""
+
+    positions: torch.Tensor  # [B, T] int32, appended rows included
+    padding: np.ndarray  # [B] columns of left padding, on the host
+    appended: int  # the last rows, read with the chunk and not stored
+    decoding: bool = False  # the call is a decoded token
+    ends_prompt: bool = False  # the call is a prompt's last chunk
+    prompt_tokens: np.ndarray | None = None  # [B] valid tokens of the prompt, on the host; None outside of a read
+    prepared: Any = None  # the result of `Rows.prepare` for the prompt
+    again: range | None = None  # tokens of every row, counted from 0, that the call repeats; None: its columns
+
+    @property
+    def tokens(self):
+        """int [B] rows without padding, appended ones included; on the host."""
+        return self.positions.shape[1] - self.padding
+
+    def __getattr__(self, name):
+        raise no_handle(CallRows, name)
+
+
 @dataclass(frozen=True, eq=False)
 class LayerRows:
     """The T rows of a call in one layer. The last `appended` are read with the chunk and not stored.
@@ -56,9 +85,10 @@ class LayerRows:
     `chunk`, `appended_rows` and `later` make observations of them.
     """
 
-    step: Any  # the kvevict.engine.read.step.Step
-    module: Any
-    layer: Any  # the EvictionLayer
+    rows: CallRows
+    slots: Any  # [B] slots over all heads that the layer may keep, on the host; None: no prompt was read
+    heads: int  # of all ranks, that choose
+    rope: Any  # the layer's kvevict.engine.measure.rope.Rope
     q: Any  # [B, H, T, D]
     out: Any  # [B, T, H, D]
     lse: Any  # [B, H, T]
@@ -68,19 +98,21 @@ class LayerRows:
     aligned: bool = False  # q ends with the observers of each batch row
     drafted: tuple | None = None  # (q [B, H, n, D], k, v [B, Hkv, n, D]) of rows drafted after the prompt
 
-    rope = property(lambda self: rope_of(self.step, self.module))
-    positions = property(lambda self: self.step.positions)  # [B, T]
-    decoding = property(lambda self: self.step.decoding)
-    appended = property(lambda self: self.step.appended)
-    ends_prompt = property(lambda self: self.step.chunk is not None and self.step.chunk.last)
-    prompt_tokens = property(lambda self: self.step.read.tokens)  # int [B] valid tokens of the prompt, on the host
-    prepared = property(lambda self: self.step.read.prepared)  # the result of `Rows.prepare` for the prompt
-    last_position = property(lambda self: self.step.positions[:, -1])  # [B], of the last appended row if there is one
+    positions = property(lambda self: self.rows.positions)
+    decoding = property(lambda self: self.rows.decoding)
+    appended = property(lambda self: self.rows.appended)
+    ends_prompt = property(lambda self: self.rows.ends_prompt)
+    prompt_tokens = property(lambda self: self.rows.prompt_tokens)
+    prepared = property(lambda self: self.rows.prepared)
+    last_position = property(lambda self: self.positions[:, -1])  # [B], of the last appended row if there is one
+
+    def __getattr__(self, name):
+        raise no_handle(LayerRows, name)
 
     @property
     def next_position(self):
         """[B] the position after the last stored row."""
-        return self.step.positions[:, self.columns - 1] + 1
+        return self.positions[:, self.columns - 1] + 1
 
     @property
     def has_tokens(self):
@@ -90,7 +122,7 @@ class LayerRows:
     @property
     def budget(self):
         """int32 [B] slots per kv head, on average, that the layer may keep."""
-        return self.upload(self.layer.budget // self.step.patch.kv_heads)
+        return self.upload(self.slots // self.heads)
 
     def upload(self, numbers):
         """The host's numbers [B] as an int32 tensor on the layer's device."""
@@ -106,7 +138,7 @@ class LayerRows:
         the last stored row is repeated."""
         at = (column.long()[:, None] + torch.arange(count, device=self.q.device)).clamp(0, self.columns - 1)
         rows = at[:, None, :, None].expand(-1, self.q.shape[1], -1, self.q.shape[3])
-        return self.q.gather(2, rows), self.step.positions.gather(1, at[:, :1])[:, 0]
+        return self.q.gather(2, rows), self.positions.gather(1, at[:, :1])[:, 0]
 
     def chunk(self, count=None, at_most=None) -> Observation:
         """The last `count` stored rows (None: all), at most at_most[b] in batch row b."""
@@ -134,7 +166,7 @@ class LayerRows:
         if (counts < self.appended).any():
             q, lse, out = (rolled(x, skip) for x in (q, lse, out.transpose(1, 2)))
             out = out.transpose(1, 2)
-        of, again = None, self.step.chunk.again
+        of, again = None, self.rows.again
         if again is not None:
             tokens = self.prompt_tokens
             start = np.minimum(tokens, again.start)
@@ -159,22 +191,6 @@ class LayerRows:
     def end(self):
         """[B] the new columns' end, if all of them count."""
         return self.columns + 0 * self.first
-
-    def watched(self, count: int):
-        """[B, H, R, D] a call's last `count` rows. If a batch row's repetition ends earlier, the last rows of that
-        repetition."""
-        rows, q = self.step.patch.policy.rows, self.q
-        if rows.repeats and self.appended and not self.aligned:
-            q = rolled(q[:, :, -self.appended :], self.upload(self.appended - rows.observing(self.step)))
-        return q[:, :, -count:]
-
-    def waiting(self, watched: int):
-        """The last `watched` rows, for watchers, while another layer chooses this layer's slots."""
-        q = self.watched(watched).clone() if watched and not self.decoding else None
-        return replace(self.without_tensors(), q=q, aligned=True)
-
-    def without_tensors(self):
-        return LayerRows(self.step, self.module, self.layer, None, None, None, self.columns, self.first)
 
     def last(self, count: int, outputs: bool):
         """The last `count` rows, copied."""

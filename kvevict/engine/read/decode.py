@@ -72,8 +72,9 @@ def drop(step, layer, module, order, sums) -> bool:
     if step.patch.ranks.size > 1 or (keep > counts).any():
         return False
     with step.meter.clock("evict"):
-        rows = LayerRows(step, module, layer, None, None, None, 0, step.first.clamp_max(0))
-        first, last = protected(policy, policy.select, rows, counts.max(1))
+        budget, none = (layer.budget, step.patch.kv_heads), step.first.clamp_max(0)
+        rows = LayerRows(step.call_rows, *budget, None, None, None, None, 0, none)
+        first, last = protected(policy, step.rows, policy.select, rows, counts.max(1))
         wanted = host.upload(keep, sums.device, torch.int32)
         index = _ops.select(sums.contiguous(), layer.len, wanted, first, last, int(keep.max()))
         layer.keep(index, keep)

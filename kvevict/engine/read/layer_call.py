@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from ... import _ops
-from ..measure.inputs import Source
-from ..measure.observation import LayerRows, Observation, Observers
+from ..measure.inputs import Source, rope_of
+from ..measure.observation import LayerRows, Observation, Observers, rolled
 from ..measure.quantities import measured
 from ..measure.slots import KV, Heads, Slots
 
@@ -82,7 +82,21 @@ class LayerCall:
     def waiting(self):
         """This call while it waits for another layer's choice: keys and values, and the watched rows."""
         watched = max((watcher.rows for watcher in self.step.watchers), default=0)
-        return replace(self, slots=self._unread(), rows=self.rows.waiting(watched), known={}, hidden=None)
+        return replace(self, slots=self._unread(), rows=self._waiting(watched), known={}, hidden=None)
+
+    def _waiting(self, watched: int) -> LayerRows:
+        """The last `watched` rows alone, for watchers."""
+        q = self.watched(watched).clone() if watched and not self.step.decoding else None
+        return replace(self.rows, q=q, out=None, lse=None, probs=None, drafted=None, aligned=True)
+
+    def watched(self, count: int):
+        """[B, H, R, D] the call's last `count` rows. If a batch row's repetition ends earlier, the last rows of that
+        repetition."""
+        rows, policy, q = self.rows, self.policy.rows, self.rows.q
+        if policy.repeats and rows.appended and not rows.aligned:
+            last = rows.upload(rows.appended - policy.observing(self.step.call_rows))
+            q = rolled(q[:, :, -rows.appended :], last)
+        return q[:, :, -count:]
 
     def drafting(self, rows: int):
         """This call while tokens are drafted: keys and values, and the last rows."""
@@ -130,19 +144,20 @@ def layer_call(
     appended = k[:, :, stored:], v[:, :, stored:]
     held = layer.slots(module) if read is None else read
     kv = KV(held, k[:, :, :stored], v[:, :, :stored], first, padding, options, appended)
-    rows = LayerRows(step, module, layer, q, out, lse, stored, first, probs)
+    rope = rope_of(step, module)
+    rows = LayerRows(step.call_rows, layer.budget, step.patch.kv_heads, rope, q, out, lse, stored, first, probs)
     pos, select = step.positions[:, :stored].contiguous(), step.patch.policy.selection(order)
     counts = _counts(step.patch.ranks, layer, kv)
-    ends = protected(step.patch.policy, select, rows, counts[1].max(1))
+    ends = protected(step.patch.policy, step.rows, select, rows, counts[1].max(1))
     slots = _slots(step, layer, kv, index, pos, *counts, ends)
     new = [x[:, :, :stored] for x in new or (k, v)]
     return LayerCall(step, layer, module, order, slots, rows, new, select, hidden)
 
 
-def protected(policy, select, rows, sizes) -> tuple:
+def protected(policy, observers, select, rows, sizes) -> tuple:
     """(first, last) [B] int32: number of always kept slots at either end, together at most sizes [B], which is on the
-    host."""
-    first, *lasts = *policy.score.protect(rows), rows.step.rows.protect(rows), select.unfinished(rows)
+    host. observers: the `Rows` that observe."""
+    first, *lasts = *policy.score.protect(rows), observers.protect(rows), select.unfinished(rows)
     least, spared = policy.keep_first, policy.spared
     if not any(isinstance(end, torch.Tensor) for end in (first, *lasts)):
         before = np.minimum(max(first, least), sizes)

@@ -6,6 +6,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from ..measure.observation import CallRows
+
 
 @dataclass
 class OuterCall:
@@ -73,6 +75,16 @@ class Step:
     def narrowed(self, positions, first, padding):
         """This step for layers that read fewer of its rows; all rows count as seen."""
         return replace(self, positions=positions, first=first, padding=padding, counted=self.seen, elsewhere={})
+
+    @cached_property
+    def call_rows(self) -> CallRows:
+        """The rows of this call, as parts of a policy see them."""
+        read, chunk = self.read, self.chunk
+        own = self.positions, self.padding, self.appended, self.decoding
+        if read is None:
+            return CallRows(*own)
+        ends, again = (False, None) if chunk is None else (chunk.last, chunk.again)
+        return CallRows(*own, ends, read.tokens, read.prepared, again)
 
     @property
     def rows(self):

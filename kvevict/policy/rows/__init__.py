@@ -11,8 +11,6 @@ import sys
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-import numpy as np
-
 from ..registry import Registry, load_folder
 
 ROWS = Registry("rows")
@@ -121,8 +119,9 @@ class Rows:
         `call.later(..)`, or a sum of these. past: the result of `accumulate` for this chunk."""
         raise NotImplementedError
 
-    def observing(self, step):
-        """int [B] how many of a call's last rows observe, appended ones included."""
+    def observing(self, rows):
+        """int [B] how many of a call's last rows observe, appended ones included, by a
+        `kvevict.engine.measure.observation.CallRows`."""
         raise NotImplementedError
 
     def protect(self, call):
@@ -141,15 +140,6 @@ class Rows:
 def last(rows: int, most: int, stored: int) -> Part:
     """The last `most` of a chunk's rows, as `plan` counts them."""
     return Part(min(rows, most), stored + rows, True, True)
-
-
-def tokens_of(step):
-    """int [B] rows of a call without padding, appended ones included."""
-    return step.positions.shape[1] - step.padding
-
-
-def at_most(count: int, step):
-    return np.minimum(count, tokens_of(step))
 
 
 load_folder(sys.modules[__name__])

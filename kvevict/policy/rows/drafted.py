@@ -1,13 +1,14 @@
 import functools
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from ... import families
 from ...compat import CACHE, cache_of
 from ...models import pretrained
 from ..checks import count, flag
-from . import ROWS, Part, Rows, at_most, last
+from . import ROWS, Part, Rows, last
 from .given import after
 
 
@@ -102,8 +103,8 @@ class Drafted(Rows):
         rows = drafted(own=self.draft_keys)
         return rows + call.chunk(self.window) if self.window else rows
 
-    def observing(self, step):  # "self" drafts after the call that reads the prompt
-        return at_most(step.appended + self.window, step)
+    def observing(self, rows):  # "self" drafts after the call that reads the prompt
+        return np.minimum(rows.appended + self.window, rows.tokens)
 
     def protect(self, call):
         return self.decoded if call.decoding else self.window

@@ -51,8 +51,8 @@ class Given(Rows):
     def observe(self, call, past):
         return call.appended_rows()
 
-    def observing(self, step):
-        return np.full(len(step.padding), len(self.ids))
+    def observing(self, rows):
+        return np.full(len(rows.tokens), len(self.ids))
 
     def parts(self, rows, stored, appended, tokens):
         return [Part(len(self.ids), stored + rows, False, True)]

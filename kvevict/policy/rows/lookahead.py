@@ -97,8 +97,8 @@ class Lookahead(Rows):
     def observe(self, call, past):
         return call.appended_rows(count=self.most)
 
-    def observing(self, step):
-        return np.full(len(step.padding), self.most)
+    def observing(self, rows):
+        return np.full(len(rows.tokens), self.most)
 
     def parts(self, rows, stored, appended, tokens):
         return [Part(self.most, stored + rows, False, True)]

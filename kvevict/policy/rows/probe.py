@@ -144,8 +144,8 @@ class Probe(Rows):
         """Whether the chunk ends with the probe."""
         return call.ends_prompt and not self.span
 
-    def observing(self, step):
-        return np.minimum(self.lengths(step.read.tokens), step.positions.shape[1] - step.padding)
+    def observing(self, rows):
+        return np.minimum(self.lengths(rows.prompt_tokens), rows.tokens)
 
     def protect(self, call):
         if call.decoding:  # the rows are a window then, and see each other's slots
@@ -197,7 +197,7 @@ class Spans(Probe):
 
     def _queries(self, call, count):
         if not (self.ends and call.ends_prompt):  # padding need not continue a span's positions
-            return super()._queries(call, count)[0], call.step.positions[:, -count]
+            return super()._queries(call, count)[0], call.positions[:, -count]
         return call.stored_from(call.columns - call.upload(self.ends), count)
 
     def observe(self, call, past):

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from ..checks import count
-from . import ROWS, AppendedRows, Part, Rows, at_most
+from . import ROWS, AppendedRows, Part, Rows
 
 RUN = 32  # tokens that are repeated together where not all are
 
@@ -116,15 +116,15 @@ class Repeat(Rows):
         return number + run * (tokens - chosen)[:, None] // runs
 
     def observe(self, call, past):
-        return call.repeated_rows(self.observing(call.step))
+        return call.repeated_rows(self.observing(call.rows))
 
-    def observing(self, step):
+    def observing(self, rows):
         """0 for a row without tokens here."""
-        if step.read is None:
-            return at_most(1, step)
-        tokens, again = step.chunk.rows - step.padding, step.chunk.again
+        if rows.prompt_tokens is None:
+            return np.minimum(1, rows.tokens)
+        tokens, again = rows.tokens - rows.appended, rows.again
         if again is not None:
-            tokens = np.minimum(step.read.tokens - again.start, len(again))
+            tokens = np.minimum(rows.prompt_tokens - again.start, len(again))
         return np.where(tokens > 0, len(self.instruction) + self.chosen(np.maximum(tokens, 0)), 0)
 
     def parts(self, rows, stored, appended, tokens):

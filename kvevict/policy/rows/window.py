@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+
 from ..checks import count
-from . import ROWS, Rows, at_most, last, tokens_of
+from . import ROWS, Rows, last
 
 
 @ROWS.add("none")
@@ -17,8 +19,8 @@ class NoRows(Rows):
     def observe(self, call, past):
         raise ValueError("rows='none' has no queries: give rows='window', or another of kvevict.ROWS")
 
-    def observing(self, step):  # the rows of diagnostics
-        return tokens_of(step)
+    def observing(self, rows):  # the rows of diagnostics
+        return rows.tokens
 
 
 @ROWS.add("last")
@@ -32,8 +34,8 @@ class Last(Rows):
     def observe(self, call, past):
         return call.chunk(1)
 
-    def observing(self, step):
-        return at_most(1, step)
+    def observing(self, rows):
+        return np.minimum(1, rows.tokens)
 
     def parts(self, rows, stored, appended, tokens):
         return [last(rows, 1, stored)]
@@ -50,8 +52,8 @@ class All(Rows):
     def observe(self, call, past):
         return call.chunk()
 
-    def observing(self, step):
-        return tokens_of(step)
+    def observing(self, rows):
+        return rows.tokens
 
     def parts(self, rows, stored, appended, tokens):
         return [last(rows, rows, stored)]
@@ -76,8 +78,8 @@ class Window(Rows):
     def observe(self, call, past):
         return call.chunk(self.window)
 
-    def observing(self, step):
-        return at_most(self.window, step)
+    def observing(self, rows):
+        return np.minimum(self.window, rows.tokens)
 
     def protect(self, call):
         return self.window
