@@ -201,7 +201,8 @@ def _ask(model, tokenizer, cache, questions, max_new_tokens, one_line, sampling)
     ids = torch.tensor([[0] * (longest - len(each)) + each for each in questions], device=here)
     if len(questions) > 1:
         cache.batch_select_indices(torch.zeros(len(questions), dtype=torch.long))
-    known, following = dict(logits_to_keep=1, use_cache=True, return_dict=True), None
+    known: dict = dict(logits_to_keep=1, use_cache=True, return_dict=True)
+    following = None
     if min(map(len, questions)) < longest:
         new = [[1] * seen + [0] * (longest - len(each)) + [1] * len(each) for each in questions]
         mask = torch.tensor(new, device=here)

@@ -25,6 +25,7 @@ CASES = {
     "newest": ("llama", "streaming", dict(budget=10)),
     "prompt kept": ("llama", "tova", dict(budget=10, interval=3, keep_prompt=True)),
     "kvzip": ("llama", "kvzip", dict(budget=10)),
+    "expected": ("llama", "expected", dict(budget=10)),
     "keeps all": ("llama", "snapkv", dict(budget=4096)),
     "latents": ("deepseek_v3", "snapkv", dict(budget=10, window=4)),
     "latents, h2o": ("deepseek_v3", "h2o", dict(budget=10)),

@@ -57,8 +57,8 @@ def unlike(one, other) -> str | None:
     for mine, yours in zip(one.layers, other.layers, strict=True):
         if (mine.dtype, mine.device) != (yours.dtype, yours.device):
             return "dtype or device"
-        if (mine.moments is None) != (yours.moments is None):
-            return "moments"
+        if mine.memory.keys() != yours.memory.keys():
+            return "quantities' memory"
         rows = [None if each is None else each.shape[1:] for each in (mine.decode_queries, yours.decode_queries)]
         if rows[0] != rows[1]:
             return "number of remembered queries"
@@ -122,9 +122,9 @@ def _joined(layers):
     if any(layer.prompt is not None for layer in layers):
         prompts = [layer.counts if layer.prompt is None else layer.prompt for layer in layers]
         whole.prompt = np.concatenate(prompts)
-    for name in ("moments", "decode_queries"):
-        values = [getattr(layer, name) for layer in layers]
-        setattr(whole, name, None if values[0] is None else torch.cat(values))
+    whole.memory = {name: torch.cat([layer.memory[name] for layer in layers]) for name in first.memory}
+    if first.decode_queries is not None:
+        whole.decode_queries = torch.cat([layer.decode_queries for layer in layers])
     whole.carry = None
     if any(layer.carry is not None for layer in layers):
         width = whole.longest()
