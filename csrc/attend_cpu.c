@@ -36,13 +36,13 @@ typedef struct {
 } kv_attend_head;
 
 static kv_attend_head kv_attend_head_of(const kv_attend *a, int64_t at) {
-  const int64_t b = at / a->Hkv, h = at % a->Hkv, len = a->slots.len[at], size = kv_size(a->dtype);
+  const int64_t b = at / a->Hkv, h = at % a->Hkv, len = a->slots.len[at];
   const int64_t stop = a->stop ? a->stop[b] : a->S;
   kv_attend_head x = {.b = b, .h = h};
   x.query = kv_queries_of(a->dtype, a->D, a->H / a->Hkv, a->q, a->q_stride, b, h, a->scale, a->softcap);
-  x.k = (kv_columns){a->dtype, a->D, kv_keys_of(&a->slots, &a->chunk, b, h, a->Hkv, stop, a->D, size)};
-  x.v = (kv_columns){a->dtype, a->D, kv_values_of(&a->slots, &a->chunk, b, h, a->Hkv, stop, a->D, size)};
-  x.n = x.k.at.n;
+  x.k = kv_key_columns(a->dtype, a->D, &a->slots, &a->chunk, b, h, a->Hkv, stop);
+  x.v = kv_value_columns(a->dtype, a->D, &a->slots, &a->chunk, b, h, a->Hkv, stop);
+  x.n = x.k.n;
   x.bounds = (kv_bounds){len - a->chunk.first[b] + a->S - a->T, a->stop ? x.n : len, x.n};
   return x;
 }

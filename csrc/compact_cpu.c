@@ -2,6 +2,7 @@
  * at once; slots already in place are not touched. */
 #include "half.h"
 #include "parallel.h"
+#include "segments.h"
 #include "simd.h"
 
 /* Copies `count` rows of `width` bytes, `step` bytes apart, to dense rows at dst. */

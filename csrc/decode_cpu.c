@@ -21,10 +21,8 @@ static int64_t kv_decode_slots(const kv_decode *a, int64_t at) { return kv_decod
 
 /* Its keys or values, [prefix | own | new]; the new row is already stored. */
 static kv_columns kv_decode_columns(const kv_decode *a, int64_t at, const void *prefix, const void *own) {
-  const int64_t dense[3] = {0, 0, a->D}, len = kv_decode_shared(a, at), offset = a->slots.offset[at];
-  return (kv_columns){a->dtype, a->D,
-                      kv_segments_of(prefix, len ? a->prefix.offset[at] : 0, len, own, dense, 0, 0, offset,
-                                     offset + a->slots.len[at] + 1, a->D, kv_size(a->dtype))};
+  const int64_t len = kv_decode_shared(a, at), offset = len ? a->prefix.offset[at] : 0;
+  return kv_stored_columns(a->dtype, a->D, prefix, offset, len, own, a->slots.offset[at], a->slots.len[at] + 1);
 }
 
 static void kv_decode_append(const kv_decode *a, int64_t b, int64_t h, int64_t row) {

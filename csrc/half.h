@@ -1,10 +1,10 @@
 /* f16 and bf16 <-> float as branch-free loops over uint16_t, which the compiler vectorises for the ISA that the file is
- * compiled for, and one head's key or value rows, read in place. */
+ * compiled for. */
 #ifndef KVEVICT_HALF_H
 #define KVEVICT_HALF_H
 #include <string.h>
 
-#include "segments.h"
+#include "kvevict.h"
 
 static inline uint32_t kv_bits(float x) {
   uint32_t u;
@@ -67,23 +67,5 @@ static inline void kv_store_row(kv_dtype dtype, const float *restrict x, void *y
     for (int64_t i = 0; i < n; i++) half[i] = kv_f16_of_float(x[i]);
   if (dtype == KV_BF16)
     for (int64_t i = 0; i < n; i++) half[i] = kv_bf16_of_float(x[i]);
-}
-
-/* The alive keys or values of one (b, kv head): column c of its attention matrix is slot c. */
-typedef struct {
-  kv_dtype dtype;
-  int64_t D;
-  kv_segments at;
-} kv_columns;
-
-static inline const void *kv_column(const kv_columns *x, int64_t c) {
-  return (const void *)(uintptr_t)kv_segments_at(&x->at, c);
-}
-
-/* Column c as D floats: in place, or converted into row [D]. */
-static inline const float *kv_column_floats(const kv_columns *x, int64_t c, float *row) {
-  if (x->dtype == KV_F32) return kv_column(x, c);
-  kv_load_row(x->dtype, kv_column(x, c), row, x->D);
-  return row;
 }
 #endif

@@ -47,9 +47,8 @@ static float kv_kl_logit_grad(float *s, int64_t most, float lse, const float *we
   vf sum = vf_set1(0);
   for (int64_t c = 0; c < most; c += VL) {
     const vf x = vf_load(s + c), a = vf_exp2(x - lse), g = vf_load(weight_grad + c);
-    vf w = a * (g - delta);
+    const vf w = kv_cap_grad(a * (g - delta), x, cap);
     sum += a * g;
-    if (cap > 0) w *= 1 - (x / cap) * (x / cap);
     vf_store(s + c, vf_select((vu)(a != 0), w, vf_set1(0)));
   }
   return vf_sum(sum);

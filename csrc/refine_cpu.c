@@ -17,9 +17,8 @@ typedef struct {
 } kv_refine_job;
 
 static kv_columns kv_refine_values(const kv_refine *a, int64_t at) {
-  const int64_t b = at / a->Hkv, size = kv_size(a->dtype);
-  return (kv_columns){a->dtype, a->D,
-                      kv_values_of(&a->slots, &a->chunk, b, at % a->Hkv, a->Hkv, a->stop[b], a->D, size)};
+  const int64_t b = at / a->Hkv;
+  return kv_value_columns(a->dtype, a->D, &a->slots, &a->chunk, b, at % a->Hkv, a->Hkv, a->stop[b]);
 }
 
 static float kv_pairwise_sum(const float *x, int64_t n) {
@@ -38,7 +37,7 @@ static float kv_refine_share(const kv_refine_job *job, int64_t at, int64_t n, in
 static void kv_refine_sums(void *ctx, int64_t begin, int64_t end) {
   const kv_refine_job *job = ctx;
   for (int64_t at = begin; at < end; at++)
-    job->sum[at] = kv_pairwise_sum(job->a->score + at * job->a->C, kv_refine_values(job->a, at).at.n);
+    job->sum[at] = kv_pairwise_sum(job->a->score + at * job->a->C, kv_refine_values(job->a, at).n);
 }
 
 static void kv_refine_splits(void *ctx, int64_t begin, int64_t end) {
@@ -49,8 +48,8 @@ static void kv_refine_splits(void *ctx, int64_t begin, int64_t end) {
     const kv_columns v = kv_refine_values(job->a, at);
     float *restrict mean = job->mean + i * v.D;
     memset(mean, 0, (size_t)v.D * sizeof *mean);
-    for (int64_t c = c0; c < kv_min(c0 + SPLIT, v.at.n); c++) {
-      const float share = job->a->fast ? 1 / (float)v.at.n : kv_refine_share(job, at, v.at.n, c);
+    for (int64_t c = c0; c < kv_min(c0 + SPLIT, v.n); c++) {
+      const float share = job->a->fast ? 1 / (float)v.n : kv_refine_share(job, at, v.n, c);
       const float *x = kv_column_floats(&v, c, row);
       for (int64_t d = 0; d < v.D; d++) mean[d] += share * x[d];
     }
@@ -76,12 +75,12 @@ static void kv_refine_errors(void *ctx, int64_t begin, int64_t end) {
     const int64_t at = i / job->splits, c0 = i % job->splits * SPLIT;
     const kv_columns v = kv_refine_values(a, at);
     float *out = a->out + at * a->C;
-    for (int64_t c = c0; c < kv_min(c0 + SPLIT, v.at.n); c++) {
-      const float share = kv_refine_share(job, at, v.at.n, c), left = 1 - share;
+    for (int64_t c = c0; c < kv_min(c0 + SPLIT, v.n); c++) {
+      const float share = kv_refine_share(job, at, v.n, c), left = 1 - share;
       const float by = kv_distance(kv_column_floats(&v, c, row), job->mean + at * job->splits * a->D, a->D, 2);
       out[c] = left < 1e-6f ? FLT_MAX : share / left * (a->squared ? by * by : by);
     }
-    for (int64_t c = kv_max(c0, v.at.n); c < kv_min(c0 + SPLIT, a->C); c++) out[c] = 0;
+    for (int64_t c = kv_max(c0, v.n); c < kv_min(c0 + SPLIT, a->C); c++) out[c] = 0;
   }
 }
 

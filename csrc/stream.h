@@ -218,24 +218,16 @@ static void kv_stream_values(int64_t G, const float *p, kv_stream_rows v, kv_str
 static inline int kv_stream_pieces(const kv_stream *x, const kv_columns *columns, int64_t c, int64_t n,
                                    kv_stream_rows piece[2]) {
   if (!x->in_place) {
-    for (int64_t i = 0; i < n; i++) kv_load_row(x->dtype, kv_column(columns, c + i), x->buffer + i * x->width, x->D);
+    for (int64_t i = 0; i < n; i++) kv_column_load(columns, c + i, x->buffer + i * x->width);
     piece[0] = (kv_stream_rows){KV_F32, n, x->width, x->width * (int64_t)sizeof *x->buffer, (const char *)x->buffer};
     return 1;
   }
-  const int64_t stored = kv_min(kv_max(columns->at.len - c, 0), n);
-  int count = 0;
-  if (stored)
-    piece[count++] = (kv_stream_rows){x->dtype, stored, x->width, columns->at.stored_stride, kv_column(columns, c)};
-  if (stored < n)
-    piece[count++] =
-        (kv_stream_rows){x->dtype, n - stored, x->width, columns->at.chunk_stride, kv_column(columns, c + stored)};
-  return count;
-}
-
-/* Column c as what is read next, if rows lie one after the other. */
-static inline kv_stream_next kv_stream_after(const kv_columns *x, int64_t c) {
-  const int64_t stride = c < x->at.len ? x->at.stored_stride : x->at.chunk_stride;
-  return stride == x->D * kv_size(x->dtype) ? kv_segments_at(&x->at, c) : 0;
+  const kv_run run = kv_columns_run(columns, c, n);
+  piece[0] = (kv_stream_rows){x->dtype, run.n, x->width, run.stride, run.x};
+  if (run.n == n) return 1;
+  const kv_run rest = kv_columns_run(columns, c + run.n, n - run.n);
+  piece[1] = (kv_stream_rows){x->dtype, rest.n, x->width, rest.stride, rest.x};
+  return 2;
 }
 
 /* Rows r0 .. r1 - 1, all of which see the slots c0 .. c1 - 1, go on: o [rows, width], m [rows], l [rows]. logit: of row
@@ -251,7 +243,8 @@ static inline void kv_stream_run(const kv_stream *x, float cap, const kv_columns
     for (int64_t r = r0, G; r < r1; r += G) {
       G = kv_stream_share(r1 - r);
       for (int64_t i = 0, at = 0; i < count; at += piece[i++].n)
-        kv_stream_logits(G, x->q + r * width, piece[i], r == r0 ? kv_stream_after(v, c + at) : 0, x->s + r * KEYS + at);
+        kv_stream_logits(G, x->q + r * width, piece[i], r == r0 ? kv_columns_ahead(v, c + at) : 0,
+                         x->s + r * KEYS + at);
     }
     for (int64_t r = r0; r < r1; r++) {
       float *s = x->s + r * KEYS;
@@ -263,7 +256,7 @@ static inline void kv_stream_run(const kv_stream *x, float cap, const kv_columns
     for (int64_t r = r0, G; r < r1; r += G) {
       G = kv_stream_share(r1 - r);
       for (int64_t i = 0, at = 0; i < count; at += piece[i++].n)
-        kv_stream_values(G, x->s + r * KEYS + at, piece[i], r == r0 ? kv_stream_after(k, c + BLOCK + at) : 0,
+        kv_stream_values(G, x->s + r * KEYS + at, piece[i], r == r0 ? kv_columns_ahead(k, c + BLOCK + at) : 0,
                          i ? NULL : x->alpha + r, o + r * width);
     }
   }

@@ -8,7 +8,7 @@
 #define KVEVICT_TILE_H
 #include <stdlib.h>
 
-#include "half.h"
+#include "columns.h"
 #include "parallel.h"
 #include "simd.h"
 
@@ -125,7 +125,7 @@ static inline void kv_pack_k(const kv_columns *x, int pairs, int64_t c0, int64_t
     const char *from[VL]; /* a word of two bf16 starts at any multiple of 2 bytes, where no float may */
     for (int i = 0; i < VL; i++)
       from[i] = c + i >= n ? (const char *)zeros
-                : pairs    ? kv_column(x, c0 + c + i)
+                : pairs    ? (const char *)kv_column_pairs(x, c0 + c + i)
                            : (const char *)kv_column_floats(x, c0 + c + i, row + i * x->D);
     for (int64_t d = 0; d < words; d += 4)
 #pragma GCC unroll 4
@@ -146,10 +146,10 @@ static inline void kv_pack_k(const kv_columns *x, int pairs, int64_t c0, int64_t
 /* Columns c0 .. c0 + n - 1 as [n, width] where they lie, *step floats apart; NULL if they must be packed. */
 static inline const float *kv_values_in_place(const kv_columns *x, int64_t c0, int64_t n, int64_t width,
                                               int64_t *step) {
-  const int stored = c0 < x->at.len;
-  if (x->dtype != KV_F32 || x->D != width || (stored && c0 + n > x->at.len)) return NULL;
-  *step = (stored ? x->at.stored_stride : x->at.chunk_stride) / (int64_t)sizeof(float);
-  return kv_column(x, c0);
+  const kv_run run = kv_columns_run(x, c0, n);
+  if (x->dtype != KV_F32 || x->D != width || run.n < n) return NULL;
+  *step = run.stride / (int64_t)sizeof(float);
+  return (const float *)(const void *)run.x;
 }
 
 /* Columns c0 .. c0 + n - 1 -> v [n, width], or [ceil(n / 2), width] pairs of a column and the next, rows padded with
@@ -160,14 +160,15 @@ static inline int kv_pack_v(const kv_columns *x, int pairs, int64_t c0, int64_t 
   uint32_t other = 0;
   for (int64_t c = 0; c < n; c += 1 + pairs, v += width) {
     if (pairs) {
-      const uint16_t *const first = kv_column(x, c0 + c), *const second = c + 1 < n ? kv_column(x, c0 + c + 1) : zeros;
+      const uint16_t *const first = kv_column_pairs(x, c0 + c);
+      const uint16_t *const second = c + 1 < n ? kv_column_pairs(x, c0 + c + 1) : zeros;
       for (int64_t d = 0; d < x->D; d++) {
         const uint32_t word = first[d] | (uint32_t)second[d] << 16;
         memcpy(v + d, &word, sizeof word);
         other |= (word & high) == high || (word & low) == low;
       }
     } else {
-      kv_load_row(x->dtype, kv_column(x, c0 + c), v, x->D);
+      kv_column_load(x, c0 + c, v);
       for (int64_t d = 0; d < x->D; d++) other |= (kv_bits(v[d]) & high) == high;
     }
     for (int64_t d = x->D; d < width; d++) v[d] = 0;
@@ -224,6 +225,9 @@ static inline void kv_cap_and_mask(float *s, float cap, int64_t n, int64_t width
     for (int64_t c = 0; c < n; c += VL) vf_store(s + c, cap * vf_tanh(vf_load(s + c)));
   for (int64_t c = n; c < width; c++) s[c] = -INFINITY;
 }
+
+/* The gradient w to logits x that kv_cap_and_mask made -> that to what it was given. */
+KV_INLINE vf kv_cap_grad(vf w, vf x, float cap) { return cap > 0 ? w * (1 - (x / cap) * (x / cap)) : w; }
 
 /* One step of a row's online softmax: s [width] -> p = 2^(s - m) with m the maximum so far; l is the sum of p; if
  * pairs, p is then rounded to bf16. Returns alpha, the factor for all earlier p. Where m is -inf, as no column was
