@@ -3,7 +3,6 @@ generates."""
 
 import threading
 import time
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,18 +34,19 @@ class Call:
     text: str | None = None
     seed: int | None = None
     stop: tuple = ()
+    tools: list | None = None  # that the answer may call
     sampling: dict = field(default_factory=dict)  # of a `GenerationConfig`, which the request's other fields change
     deadline: float = float("inf")
     messages: list = field(default_factory=list)  # as the chat template takes them; none: a plain prompt
     template: dict = field(default_factory=dict)  # further arguments of the chat template
     prompt: str = ""  # of /v1/completions
     whole: Prompt = field(default_factory=lambda: Prompt([]))  # the ids that the model reads
+    parser: Any = None  # of what the model writes after them
     began: float = field(default_factory=time.monotonic)
     first_token: float | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt, from a stored prefix
     new_tokens: int = 0
-    error: Exception | None = None  # that ended the generation
     _cancelled: threading.Event = field(default_factory=threading.Event)
 
     def cancel(self) -> None:
@@ -75,6 +75,3 @@ class Guard(Watcher):
 
     def read(self, call, score) -> None:
         self.call.check()
-
-
-CALL: ContextVar = ContextVar("kvevict_serve_call")

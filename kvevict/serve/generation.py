@@ -1,12 +1,11 @@
-"""Transformers' generation manager, with what reads a prompt put around the model's `generate`."""
+"""The thread that reads and writes, with what reads a prompt put around the model's `generate`."""
 
 import asyncio
 import contextlib
-from concurrent.futures import Future
-from types import SimpleNamespace
 
 import torch
-from transformers.cli.serving.utils import GenerateManager, GenerationState
+from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers.cli.serving.utils import GenerateManager
 
 from ..answer import keeping_all, within_positions
 from ..compat import CACHE, cache_of
@@ -16,13 +15,35 @@ from ..patch import evicting
 from ..policy.tokenizer import told
 from ..question import Asked, LastTurn, find
 from ..weights import identity
-from .call import CALL, Call, Cancelled, Guard
-from .errors import Refused, refused
+from .call import Call, Guard
+from .errors import Refused
 from .kept import shares
-from .log import failed
 from .prefixes import Prefixes, key_of, mark_of
 from .prompt import Prompt, of_chat, of_messages, of_text
-from .streaming import Streamer, Tokens, cut_at
+from .written import Form, Written
+
+
+class Writing(StoppingCriteria):
+    """Takes each token as soon as it is chosen, gives what it tells, and ends `generate` with the answer."""
+
+    def __init__(self, call: Call, written: Written, give):
+        self.call, self.answer, self.give, self.seen = call, written, give, len(call.whole.ids)
+
+    def __call__(self, input_ids, scores, **options):
+        for token in input_ids[0, self.seen :].tolist():
+            if not self.answer.ended:
+                self.call.token()
+                self.give(self.answer.put(token))
+        self.seen = input_ids.shape[1]
+        return torch.tensor([self.answer.ended], device=input_ids.device)
+
+    # A streamer that takes nothing: without one, Transformers writes a token too many on an accelerator, and crops it.
+
+    def put(self, value) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
 
 
 class Generation(GenerateManager):
@@ -36,37 +57,39 @@ class Generation(GenerateManager):
         self.model, self.tokenizer, self.prefixes = model, tokenizer, prefixes
         self.config, self.weights = find_decoder(model).config, identity(find_decoder(model))
         self.context = getattr(self.config, "max_position_embeddings", None)
+        self.form = Form(tokenizer, model)
 
-    # -- what Transformers' handlers call, in the event loop --------------------------------------------------------
+    # -- in the event loop ------------------------------------------------------------------------------------------
 
-    def generate_streaming(self, model, processor, inputs, gen_config, request_id, response_parser=None):
-        call, loop, made = CALL.get(), asyncio.get_running_loop(), Future()
-        prompt = self._prompt(call, gen_config)
+    async def write(self, call: Call, written: Written, config):
+        """The parts of an answer, as they are written; each token gives a list of them. Raises what ends it."""
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue()
 
-        def write(**_) -> None:
+        def give(item) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(queue.put_nowait, item)
+
+        def run() -> None:
             try:
-                self._write(call, prompt, gen_config, made.result())
-            except Cancelled:
-                with contextlib.suppress(RuntimeError):  # the loop is closed
-                    loop.call_soon_threadsafe(queue.put_nowait, None)
+                self._write(call, Writing(call, written, give), config)
+                give(written.close())
+                give(None)
             except Exception as error:
-                call.error = error
-                if refused(error).status == 500:
-                    failed(error)
-                raise RuntimeError(refused(error).message) from None  # Transformers' manager puts it on the queue
+                give(error)
 
-        writer = SimpleNamespace(generate=write)
-        queue, _ = super().generate_streaming(writer, processor, inputs, gen_config, request_id, response_parser)
-        streamer = Streamer(processor.backend_tokenizer, loop, queue, response_parser=response_parser, call=call)
-        made.set_result(streamer)
-        return queue, streamer
+        self.submit(run)
+        while (item := await queue.get()) is not None:
+            if isinstance(item, Exception):
+                raise item
+            yield item
 
-    async def generate_non_streaming(self, model, processor, inputs, gen_config, request_id):
-        call = CALL.get()
-        prompt = self._prompt(call, gen_config)
-        written = (await self._in_thread(self._write, call, prompt, gen_config, Tokens(call)))[0, len(prompt.ids) :]
-        text = processor.decode(written, skip_special_tokens=True)
-        return text[: cut_at(text, call.stop)], len(prompt.ids), written
+    def written(self, call: Call, config) -> Written:
+        """The answer of a call, before its first token. It ends with the context, and with what `config` says."""
+        if self.context is not None:
+            config.max_new_tokens = min(config.max_new_tokens, self.context - len(call.whole.ids))
+        ends, stops = (_listed(each) for each in (config.eos_token_id, config.stop_strings))
+        config.stop_strings = None  # Transformers looks for them in the prompt, too
+        return Written(self.form, call.parser, (*call.stop, *stops), set(ends), config.max_new_tokens)
 
     async def read(self, call: Call, prompt: Prompt) -> None:
         """Read a prompt's prefixes, and store the last one where a process that is killed leaves it."""
@@ -92,12 +115,6 @@ class Generation(GenerateManager):
         future.add_done_callback(lambda done: done.cancelled() or done.exception())  # known, if nobody waits any more
         return await asyncio.shield(future)
 
-    def _prompt(self, call: Call, gen_config) -> Prompt:
-        """The prompt of a call; what is written after it ends with the context."""
-        if self.context is not None:
-            gen_config.max_new_tokens = min(gen_config.max_new_tokens, self.context - len(call.whole.ids))
-        return call.whole
-
     # -- in a thread that tokenises ---------------------------------------------------------------------------------
 
     def prepare(self, call: Call) -> None:
@@ -113,12 +130,14 @@ class Generation(GenerateManager):
         call.whole, call.prompt_tokens = prompt, len(prompt.ids)
         if call.question is not None and find(self.tokenizer, prompt.ids, call.question) is None:
             raise Refused(400, "the prompt does not have kvevict.question: give its words as the prompt has them")
+        call.parser = self.form.parser(prompt.ids, call.tools) if call.messages else None
 
     # -- in the thread that generates -------------------------------------------------------------------------------
 
-    def _write(self, call: Call, prompt: Prompt, gen_config, streamer):
+    def _write(self, call: Call, writing: Writing, config) -> None:
         """`generate` of a prompt."""
         call.check()
+        prompt = call.whole
         ids = torch.tensor([prompt.ids], device=device_of(self.model))
         with contextlib.ExitStack() as stack:
             if call.seed is not None:
@@ -127,9 +146,9 @@ class Generation(GenerateManager):
             cache = self._prefix(call, prompt)
             stack.enter_context(self._reading(call, prompt, cache))
             stack.enter_context(within(watchers=(Guard(call),)))
-            return self.model.generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), **{CACHE: cache}, streamer=streamer,
-                generation_config=gen_config, tokenizer=self.tokenizer,
+            self.model.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), **{CACHE: cache}, streamer=writing,
+                generation_config=config, stopping_criteria=StoppingCriteriaList([writing]),
             )  # fmt: skip
 
     def _prefix(self, call: Call, prompt: Prompt):
@@ -185,12 +204,5 @@ class Generation(GenerateManager):
         return evicting(self.model, told(policy, self.tokenizer), tokenizer=False)
 
 
-class State(GenerationState):
-    """The one manager that there is, for Transformers' handlers."""
-
-    def __init__(self, manager: Generation):
-        super().__init__()
-        self.manager = manager
-
-    def get_manager(self, model_id, use_cb=False):
-        return self.manager
+def _listed(value) -> list:
+    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]

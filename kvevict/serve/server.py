@@ -14,14 +14,14 @@ from starlette.requests import ClientDisconnect
 from transformers.cli.serving.response import ResponseHandler
 
 from . import check, log, prompt
-from .call import CALL, Call
+from .call import Call
 from .errors import Refused, refused
 from .gate import Gate, unless_gone
-from .generation import Generation, State
-from .handlers import Chat, Completions, Responses, Served
+from .generation import Generation
+from .handlers import Chat, Completions, Responses
 from .kept import parts
 from .metrics import Metrics
-from .outgoing import Stream, first_of, with_usage
+from .outgoing import Stream
 from .policies import Policies
 from .prefixes import Prefixes, mark_of
 from .texts import Texts, checked
@@ -52,8 +52,7 @@ class Server:
         self.prefixes, self.manager = prefixes, Generation(model, tokenizer, prefixes)
         self.gate, self.metrics = Gate(queue), Metrics()
         self._threads, self._tokeniser = CapacityLimiter(2), CapacityLimiter(1)
-        served, state = Served(name, model, tokenizer), State(self.manager)
-        self.handlers = {path: kind(served, state) for path, (kind, _) in ENDPOINTS.items()}
+        self.handlers = {path: kind(name, model, tokenizer) for path, (kind, _) in ENDPOINTS.items()}
 
     # -- what comes in ----------------------------------------------------------------------------------------------
 
@@ -97,7 +96,8 @@ class Server:
         text = self.texts.get(owner, asked["text"]) if asked.get("text") is not None else None
         policy, hidden, question = self.policies.of(asked, text is not None)
         template = dict(body.get("chat_template_kwargs", {}))
-        if tools := ResponseHandler._normalize_tools(body.get("tools")):
+        tools = ResponseHandler._normalize_tools(body.get("tools")) if body.get("tool_choice") != "none" else None
+        if tools:
             template["tools"] = tools
         body.setdefault("stream", False)
         if body.get("temperature", 1) < check.SAMPLING["temperature"][0]:
@@ -105,9 +105,9 @@ class Server:
         bias = {token: float(number) for token, number in body.pop("logit_bias", {}).items()}
         body.update({"logit_bias": bias} if bias else {})  # as Transformers wants it
         stop = check.stops(body)
-        body.update({"stop": list(stop)} if stop else {})
+        body.pop("stop", None)
         return Call(
-            path, owner, policy, hidden, question, text, seed=body.pop("seed", None), stop=stop,
+            path, owner, policy, hidden, question, text, seed=body.pop("seed", None), stop=stop, tools=tools,
             sampling=check.sampling(body),
             deadline=time.monotonic() + self.timeout, template=template,
             prompt=body["prompt"] if path == "/v1/completions" else "",
@@ -118,7 +118,6 @@ class Server:
     async def answer(self, path: str, request: Request) -> Response:
         owner, identity = self.owner(request), f"{uuid.uuid4()}"
         call, body = await self.body(request, lambda body: (self.call(path, owner, body), body))
-        CALL.set(call)
         return await self._ended(call, identity, request, self._answer(path, call, body, identity))
 
     async def _answer(self, path, call, body, identity):
@@ -130,10 +129,14 @@ class Server:
             self.manager.prepare(call)
 
         await self._tokenising(prepare)
-        response = await handler.handle_request(body, identity)
+        config = handler.config(call, body)
+        written = self.manager.written(call, config)
+        parts = self.manager.write(call, written, config)
+        first = await anext(parts)  # what ends the call before its first token is raised here
         if not body["stream"]:
-            return with_usage(response, call)
-        return Stream(await first_of(response, call), call, done=path != "/v1/responses")
+            every = first + [part async for each in parts for part in each]
+            return JSONResponse(handler.whole(call, written, identity, every))
+        return Stream(handler.events(call, written, identity, _begun(first, parts)), call, handler.failed)
 
     async def store(self, request: Request) -> Response:
         """POST /v1/kvevict/texts: store a text by its name, and read it."""
@@ -242,6 +245,16 @@ class Server:
         model = {"id": self.name, "object": "model", "created": self.began, "owned_by": "kvevict"}
         model["kvevict"] = {"chat": bool(self.tokenizer.chat_template)}
         return {"object": "list", "data": [model]}
+
+
+async def _begun(first, parts):
+    """What came first, and what follows."""
+    try:
+        yield first
+        async for each in parts:
+            yield each
+    finally:
+        await parts.aclose()
 
 
 def _status(error) -> int:

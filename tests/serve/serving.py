@@ -33,8 +33,8 @@ def model():
     return AutoModelForCausalLM.from_pretrained(kvevict.small_llama()).eval()
 
 
-def server(folder=None, memory=1 << 28, disk=1 << 28, template=TEMPLATE, **changes):
-    """A `kvevict.serve.server.Server`. folder: of its store."""
+def server(folder=None, memory=1 << 28, disk=1 << 28, template=TEMPLATE, of=None, response_template=None, **changes):
+    """A `kvevict.serve.server.Server`. folder: of its store; of: another model with the same tokenizer."""
     from kvevict.patch import patch
     from kvevict.serve.policies import Policies
     from kvevict.serve.prefixes import Prefixes
@@ -44,12 +44,14 @@ def server(folder=None, memory=1 << 28, disk=1 << 28, template=TEMPLATE, **chang
     options = dict(policy="take", unasked="kvzip", budget=256, chunk_size=256, share=False, context=2048)
     options |= {name: changes.pop(name) for name in list(changes) if name in options}
     tokenizer = AutoTokenizer.from_pretrained(kvevict.small_llama())
-    tokenizer.chat_template = template
+    tokenizer.chat_template, of = template, of or model()
+    if response_template is not None:
+        tokenizer.response_template = response_template
     policies = Policies(**options)
-    patch(model(), policies.built(policies.policy), tokenizer=tokenizer)
+    patch(of, policies.built(policies.policy), tokenizer=tokenizer)
     texts = Texts(disk, folder and folder / "texts")
-    prefixes = Prefixes(model(), memory, folder and folder / "prefixes", lambda: disk - texts.bytes)
-    return Server("small", model(), tokenizer, policies, prefixes, texts, **changes)
+    prefixes = Prefixes(of, memory, folder and folder / "prefixes", lambda: disk - texts.bytes)
+    return Server("small", of, tokenizer, policies, prefixes, texts, **changes)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,290 @@
+"""What an answer is: its text, its end, its tool calls and usage, at every endpoint, whole and as a stream."""
+
+import contextlib
+import functools
+import json
+import random
+
+import pytest
+from serving import FILLER, TEMPLATE, Client, asks, events, model, server
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+import kvevict
+
+QUESTION = f"The code of Naislet is 364735. {FILLER}\n\n{asks('Naislet')}"
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{{ '<|im_start|>assistant\n' }}"
+)
+PATHS = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+PLAIN = {
+    "defaults": {"role": "assistant"}, "start_anchor": "\nAnswer:",
+    "fields": {"content": {"close": ["<|end|>"], "content": "text"}},
+}  # fmt: skip
+TOOL = dict(name="f", parameters=dict(type="object", properties=dict(x=dict(type="string"))))
+TOOLS = [dict(type="function", function=TOOL)]
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "a.b"}}\n</tool_call>'
+
+
+@functools.cache
+def qwen():
+    """The bundled model's weights in another type, for which Transformers has a response template."""
+    names = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_parameters",
+        "tie_word_embeddings", "eos_token_id", "bos_token_id",
+    )  # fmt: skip
+    made = Qwen2ForCausalLM(Qwen2Config(**{name: getattr(model().config, name) for name in names}))
+    made.load_state_dict(model().state_dict(), strict=False)
+    for name, weight in made.named_parameters():
+        if name.endswith("bias"):
+            weight.data.zero_()
+    return made.eval()
+
+
+@pytest.fixture(autouse=True)
+def unpatched():
+    yield
+    kvevict.unpatch(model())
+    kvevict.unpatch(qwen())
+
+
+@contextlib.contextmanager
+def saying(of, ids: list):
+    """A model whose answers are these ids."""
+    at = 0
+
+    def forced(module, args, kwargs, output):
+        nonlocal at
+        ids_in = kwargs.get("input_ids")
+        at = 0 if ids_in is None or ids_in.shape[1] > 1 else at
+        if at < len(ids):
+            output.logits[:], output.logits[..., ids[at]] = -1e4, 1e4
+        at += 1
+
+    hook = of.register_forward_hook(forced, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def answered(client, path, stream=False, question=QUESTION, system=None, most=12, **body) -> dict:
+    """text, reasoning, calls, finish and usage of an answer."""
+    if path == PATHS[0]:
+        messages = [dict(role="system", content=system)] if system else []
+        body |= dict(messages=[*messages, dict(role="user", content=question)], max_tokens=most)
+    elif path == PATHS[1]:
+        opening = f"{system}\n\n" if system else ""
+        body |= dict(prompt=f"{opening}{question}\nAnswer:", max_tokens=most)
+    else:
+        body |= dict(input=question, max_output_tokens=most) | (dict(instructions=system) if system else {})
+    response = client.post(path, **body, stream=stream)
+    assert response.status_code == 200, response.text
+    if path == PATHS[2]:
+        return of_response(events(response) if stream else response.json(), stream)
+    return of_chunks(events(response)) if stream else of_choice(response.json())
+
+
+def of_choice(said: dict) -> dict:
+    choice = said["choices"][0]
+    message = choice.get("message", {})
+    calls = [each["function"] for each in message.get("tool_calls", [])]
+    text = choice["text"] if "text" in choice else message["content"]
+    found = dict(text=text, reasoning=message.get("reasoning_content", ""), calls=calls)
+    return found | dict(finish=choice["finish_reason"], usage=said["usage"])
+
+
+def of_chunks(chunks: list) -> dict:
+    choices = [chunk["choices"][0] for chunk in chunks]
+    deltas = [choice.get("delta", {}) for choice in choices]
+    text = "".join(choice.get("text") or delta.get("content") or "" for choice, delta in zip(choices, deltas))
+    calls = [each["function"] for delta in deltas for each in delta.get("tool_calls", [])]
+    found = dict(text=text, reasoning="".join(d.get("reasoning_content") or "" for d in deltas), calls=calls)
+    return found | dict(finish=choices[-1]["finish_reason"], usage=chunks[-1]["usage"])
+
+
+def of_response(said, stream: bool) -> dict:
+    if stream:
+        text = "".join(event["delta"] for event in said if event["type"] == "response.output_text.delta")
+        assert [event["sequence_number"] for event in said] == list(range(len(said)))
+        done = [event["item"] for event in said if event["type"] == "response.output_item.done"]
+        assert said[-1]["type"] == f"response.{said[-1]['response']['status']}"
+        said = said[-1]["response"]
+        assert done == said["output"]
+        assert text == "".join(_texts(said, "message"))
+    finish = "stop"
+    if said["status"] == "incomplete":
+        assert said["incomplete_details"] == dict(reason="max_output_tokens")
+        finish = "length"
+    calls = [dict(name=i["name"], arguments=i["arguments"]) for i in said["output"] if i["type"] == "function_call"]
+    found = dict(text="".join(_texts(said, "message")), reasoning="".join(_texts(said, "reasoning")), calls=calls)
+    return found | dict(finish=finish, usage=said["usage"])
+
+
+def _texts(said, kind):
+    return [part["text"] for item in said["output"] if item["type"] == kind for part in item["content"]]
+
+
+def alike(client, path, **asked) -> dict:
+    """An answer that is the same whole and as a stream."""
+    whole, stream = (answered(client, path, stream, **asked) for stream in (False, True))
+    assert whole == stream
+    return whole
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("template", ["of its own", "Alpaca", "in the question"])
+def test_no_prompt_is_in_an_answer(path, template):
+    """A model of a type that has a response template, with a chat template that opens answers otherwise."""
+    alpaca = TEMPLATE.replace("Answer:", "### Response:\n")
+    client = Client(server(of=qwen(), template=alpaca if template == "Alpaca" else TEMPLATE))
+    question = f"<|im_start|>assistant\n<think>\n{QUESTION}" if template == "in the question" else QUESTION
+    found = alike(client, path, system="Be brief and secret.", question=question)
+    assert "secret" not in found["text"] and "Naislet is 364735. The" not in found["text"] and not found["reasoning"]
+    if template != "Alpaca":
+        assert "The code of Naislet is 364735" in found["text"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kind", ["text", "response template", "type"])
+@pytest.mark.parametrize("stop, want", [("735", "The code of Naislet is 364"), ([" code", "zz"], "The"), ("T", "")])
+def test_no_stop_string_is_in_an_answer(path, kind, stop, want):
+    if path == PATHS[2]:
+        pytest.skip("/v1/responses has no stop")
+    own = dict(of=qwen(), template=CHATML) if kind == "type" else {}
+    client = Client(server(**own, response_template=PLAIN if kind == "response template" else None))
+    with saying(client.server.manager.model, written(client, " The code of Naislet is 364735. ")):
+        found = alike(client, path, stop=stop, most=30)
+    assert found["text"].strip() == want and found["finish"] == "stop"
+
+
+@pytest.mark.parametrize("path", PATHS[:2])
+def test_stop_strings_are_of_what_is_written(path):
+    """The prompt ends with "Answer:", and the answer begins with " The"."""
+    found = alike(Client(server()), path, stop=[": The", "Answer"], most=8)
+    assert found["text"].startswith(" The code of Naislet is") and found["finish"] == "length"
+
+
+def written(client, text, end=True) -> list:
+    tokenizer = client.server.tokenizer
+    return tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] * end
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("type_", ["llama", "qwen2"])
+def test_an_end_with_the_last_token_allowed(path, type_):
+    """It is "stop", not "length"; without the last token it is "length", and a response is incomplete."""
+    client = Client(server(**(dict(of=qwen(), template=CHATML) if type_ == "qwen2" else {})))
+    ids = written(client, " The code is 36.")
+    with saying(client.server.manager.model, ids):
+        ended, cut = alike(client, path, most=len(ids)), alike(client, path, most=len(ids) - 1)
+        if path != PATHS[2]:
+            assert alike(client, path, most=len(ids) - 1, stop="36.")["finish"] == "stop"
+    assert ended["finish"] == "stop" and cut["finish"] == "length"
+    assert ended["text"] == cut["text"] and ended["text"].strip() == "The code is 36."
+    count = "output_tokens" if path == PATHS[2] else "completion_tokens"
+    assert ended["usage"][count] == len(ids) == cut["usage"][count] + 1
+
+
+WITHOUT_END = CALL.removesuffix("\n</tool_call>")
+NONE = "<tool_call>\nno\n</tool_call>"
+ANSWERS = {  # what is written, whether it ends, with tools: text, calls, finish
+    "call": (CALL, True, True, "", 1, "tool_calls"),
+    "calls": (f"Well.\n{CALL}\n{CALL}", True, True, "Well.", 2, "tool_calls"),
+    "cut": (CALL[:30], False, True, CALL[:30], 0, "length"),
+    "cut before its end": (WITHOUT_END, False, True, WITHOUT_END, 0, "length"),
+    "ended before its end": (WITHOUT_END, True, True, "", 1, "tool_calls"),
+    "one and a cut one": (f"{CALL}{CALL[:30]}", False, True, CALL[:30], 1, "length"),
+    "not JSON": (f"Well.\n{NONE} So.", True, True, f"Well.\n{NONE} So.", 0, "stop"),
+    "a list": ("<tool_call>[1]</tool_call>", True, True, "<tool_call>[1]</tool_call>", 0, "stop"),
+    "no name": ('<tool_call>{"x": 1}</tool_call>', True, True, '<tool_call>{"x": 1}</tool_call>', 0, "stop"),
+    "a mention": ("It writes <tool_call> tags.", True, True, "It writes <tool_call> tags.", 0, "stop"),
+    "without tools": (CALL, True, False, CALL, 0, "stop"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [PATHS[0], PATHS[2]])
+@pytest.mark.parametrize("case", ANSWERS)
+def test_tool_calls(path, case):
+    """What is not a call is text, and the answer is not lost."""
+    text, ends, tools, want, calls, finish = ANSWERS[case]
+    client = Client(server(of=qwen(), template=CHATML))
+    ids = written(client, text, ends)
+    with saying(qwen(), ids):
+        found = alike(client, path, most=len(ids), **(dict(tools=TOOLS) if tools else {}))
+    assert (found["text"], len(found["calls"])) == (want, calls)
+    assert found["finish"] == (finish if path == PATHS[0] else finish.replace("tool_calls", "stop"))
+    assert all(json.loads(each["arguments"]) == {"x": "a.b"} and each["name"] == "f" for each in found["calls"])
+
+
+def test_a_tool_call_that_a_stop_string_cuts():
+    client = Client(server(of=qwen(), template=CHATML))
+    with saying(qwen(), written(client, CALL)):
+        found = alike(client, PATHS[0], most=99, tools=TOOLS, stop="b")
+        none = alike(client, PATHS[0], most=99, tools=TOOLS, tool_choice="none")
+    assert found["text"] == CALL[: CALL.index("b")] and found["finish"] == "stop" and not found["calls"]
+    assert none["text"] == CALL and not none["calls"]
+
+
+@pytest.mark.parametrize("path", [PATHS[0], PATHS[2]])
+@pytest.mark.parametrize("opening", ["", "<think>\n", "<think>\n\n</think>\n\n"])
+def test_reasoning(path, opening):
+    """It is apart from the text, also where the template opens it; and nothing of the opening is in the answer."""
+    client = Client(server(of=qwen(), template=f"{CHATML}{{{{ {opening!r} }}}}"))
+    thought = "Let me see.\n</think>\n\n" if "think" in opening and "</" not in opening else ""
+    if not opening:
+        thought = "<think>\nLet me see.\n</think>\n\n"
+    ids = written(client, f"{thought}It is so.")
+    with saying(qwen(), ids):
+        found = alike(client, path, most=len(ids))
+        cut = alike(client, path, most=3)
+    assert found["text"] == "It is so." and found["reasoning"] == ("Let me see." if thought else "")
+    assert cut["finish"] == "length"
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+@pytest.mark.parametrize("seed", range(3))
+def test_answers_of_random_tokens(tools, seed):
+    """Whatever is written, at whatever end: texts hold no stop string, and nothing of it is lost."""
+    from kvevict.serve.written import Form, Written, joined
+
+    tokenizer = AutoTokenizer.from_pretrained(kvevict.small_llama())
+    tokenizer.chat_template = CHATML
+    form, draw = Form(tokenizer, qwen()), random.Random(seed)
+    pieces = ["<tool_call>", "</tool_call>", "<think>", "</think>", CALL, "\n", "é", "👩", "x"]
+    prompt = tokenizer("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
+    for _ in range(60):
+        text = "".join(draw.choices(pieces, k=draw.randrange(12)))
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = ids[: draw.randrange(len(ids) + 1)]
+        for parser in (None, form.parser(prompt, tools)):
+            answer, parts = Written(form, parser, ("xx", "é"), (), len(ids)), []
+            for token in ids:
+                parts += answer.put(token)
+                if answer.ended:
+                    break
+            parts = joined(parts + answer.close())
+            whole = tokenizer.decode(ids).rstrip("\ufffd")
+            before = whole[: min([whole.find(stop) for stop in ("xx", "é") if stop in whole], default=len(whole))]
+            said = "".join(part for part in parts if isinstance(part, str))
+            assert "xx" not in said.replace("x\nx", "") and "é" not in said
+            if parser is None:
+                assert said == before
+            else:
+                letters = "".join(f"{part}" if isinstance(part, str) else part.arguments for part in parts)
+                assert letters.count("👩") == before.count("👩") and answer.calls <= bool(tools)
+
+
+def test_tokens_that_are_not_text():
+    """Special tokens that the response template does not look for are not written."""
+    from kvevict.serve.written import Form
+
+    tokenizer = AutoTokenizer.from_pretrained(kvevict.small_llama())
+    tokenizer.chat_template = CHATML
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>", "<|pad|>"]})
+    form = Form(tokenizer, qwen())
+    silent = form.silent(form.parser([1], None))
+    known = {each: tokenizer.convert_tokens_to_ids(each) for each in ("<|im_end|>", "<|pad|>")}
+    assert known["<|pad|>"] in silent and known["<|im_end|>"] not in silent
+    assert set(known.values()) <= form.silent(None)
