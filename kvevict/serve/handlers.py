@@ -1,18 +1,18 @@
-"""OpenAI's three endpoints: what a request says in Transformers' words, and an answer in OpenAI's."""
+"""OpenAI's three endpoints: a request in Transformers' words, and an answer in OpenAI's."""
 
 import time
 
 from openai.types import Completion, CompletionChoice, CompletionUsage
 from openai.types.chat.chat_completion_chunk import ChoiceDeltaToolCall
 from openai.types.completion_usage import PromptTokensDetails
-from openai.types.responses import ResponseCompletedEvent, ResponseIncompleteEvent
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
-from transformers.cli.serving.response import ResponseHandler, _ResponseStreamBuilder, compute_usage
+from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import BaseHandler, GenerationState, Modality, ReasoningText, ToolCall
 
 from .errors import Refused
+from .events import Items
 from .outgoing import DATA, error_of
 from .written import joined
 
@@ -27,7 +27,7 @@ class _Handler(BaseHandler):
         self.name, self.model, self.tokenizer = name, model, tokenizer
 
     def check(self, body) -> None:
-        """Raise what Transformers' handler refuses, before there is a prompt."""
+        """Raise Transformers' refusal of a request, before there is a prompt."""
         self._validate_request(body)
         if body.get("model", self.name) != self.name:
             name = str(body["model"])[:200]
@@ -133,89 +133,20 @@ class Responses(_Handler, ResponseHandler):
         items = Items(self.name, identity)
         for part in joined(parts):
             items.add(part)
-        items.close(written)
+        items.close(written.finish)
         return items.response(call).model_dump(exclude_none=True)
 
     async def events(self, call, written, identity, parts):
         items = Items(self.name, identity)
-        yield "".join(items.start_response())
+        yield items.begin()
         async for each in parts:
             for part in each:
-                yield "".join(items.add(part))
-        yield "".join(items.close(written))
+                yield items.add(part)
+        yield items.close(written.finish)
         yield items.last(call)
 
     def failed(self, refusal) -> str:
-        return "".join(Items(self.name, "").error(refusal.message))
-
-
-class Items(_ResponseStreamBuilder):
-    """The items of a response, in their order, and the events that tell them."""
-
-    def __init__(self, name: str, identity: str):
-        made = dict(id=f"resp_{identity}", created_at=time.time(), model=name, object="response")
-        made |= dict(tools=[], parallel_tool_calls=False, tool_choice="auto")  # OpenAI's type needs them
-        super().__init__(request_id=identity, response_defaults=made)
-        self.identity, self.output, self.state = identity, [], "completed"
-
-    def add(self, part) -> list:
-        if isinstance(part, ToolCall):
-            return self._closed() + self._call(part)
-        if isinstance(part, ReasoningText):
-            opened = [] if self.reasoning_open else self._closed() + self.start_reasoning()
-            return opened + self.reasoning_delta(part)
-        opened = [] if self.message_open else self._closed() + self.start_message()
-        return opened + self.text_delta(part)
-
-    def close(self, written) -> list:
-        """What remains once all parts were added."""
-        self.state = "incomplete" if written.finish == "length" else "completed"
-        opened = [] if self.message_open or self.output or self.reasoning_open else self.start_message()
-        return opened + self._closed()
-
-    def response(self, call):
-        usage = compute_usage(call.prompt_tokens, call.new_tokens)
-        usage.input_tokens_details.cached_tokens = call.cached_tokens
-        why = dict(incomplete_details=dict(reason="max_output_tokens")) if self.state == "incomplete" else {}
-        return self._response(self.state, output=self.output, usage=usage, **why)
-
-    def last(self, call) -> str:
-        said = self.response(call)
-        if self.state == "completed":
-            return self._emit(
-                ResponseCompletedEvent(type="response.completed", sequence_number=self.seq, response=said)
-            )
-        event = ResponseIncompleteEvent(type="response.incomplete", sequence_number=self.seq, response=said)
-        return self._emit(event)
-
-    def _call(self, part) -> list:
-        self.output_index -= 1  # Transformers' builder leaves one out
-        events = self.tool_call(_named(self.identity, len(self.tool_calls)), part.name, part.arguments)
-        self.output_index += 1
-        self.output.append(self.tool_calls[-1])
-        return events
-
-    def _closed(self) -> list:
-        """The events that end what is open."""
-        if self.reasoning_open:
-            events = self.finish_reasoning()
-            self.output.append(self.reasoning_item)
-            self.full_reasoning = ""
-            self.reasoning_id = f"rs_{self.identity}_{len(self.output)}"
-            return events
-        if self.message_open:
-            events = self.finish_message()
-            self.output.append(self.message_item)
-            self.content, self.output_index = "", self.output_index + 1
-            self.msg_id = f"msg_{self.identity}_{len(self.output)}"
-            return events
-        return []
-
-    def _emit(self, event) -> str:
-        """The end of an item says whether it is all of it."""
-        if event.type == "response.output_item.done" and event.item.type != "function_call":
-            event.item.status = self.state
-        return super()._emit(event)
+        return Items(self.name, "").error(refusal.message)
 
 
 def _usage(call) -> CompletionUsage:
@@ -226,9 +157,5 @@ def _usage(call) -> CompletionUsage:
     )  # fmt: skip
 
 
-def _named(identity: str, at: int) -> str:
-    return f"{identity}_tool_call_{at}"
-
-
 def _called(identity: str, at: int, part) -> dict:
-    return dict(id=_named(identity, at), function=dict(name=part.name, arguments=part.arguments))
+    return dict(id=f"{identity}_tool_call_{at}", function=dict(name=part.name, arguments=part.arguments))

@@ -5,18 +5,20 @@ import re
 from itertools import chain
 
 from transformers.cli.serving.utils import ReasoningText, ToolCall, get_response_template
-from transformers.utils.chat_parsing import ResponseParser
+from transformers.utils.chat_parsing import ResponseParser, parse_response
 
 from ..prompts import rendered
 
-HALF = "\ufffd"  # what a tokenizer makes of a part of a character
-REASONING, CALLS = ("reasoning_content", "thinking"), "tool_calls"  # fields of response templates
+HALF = "\ufffd"  # a tokenizer's letter for a part of a character
+CONTENT, REASONING, CALLS = "content", ("reasoning_content", "thinking"), "tool_calls"  # fields of response templates
+TEXTS = CONTENT, *REASONING
+NOT_READ = ValueError, TypeError, LookupError, AttributeError, RecursionError
 
 
 class Form:
-    """How a model writes: which of its tokens are not text, and its response template, which tells reasoning and tool
-    calls from text. The template that Transformers has for the model's type counts only where the chat template opens
-    an answer as that one expects."""
+    """How a model writes: its tokens that are not text, and its response template, a grammar that parts reasoning and
+    tool calls from text. Transformers' template for the model's type counts only where the chat template opens an
+    answer as that one expects."""
 
     def __init__(self, tokenizer, model):
         added = tokenizer.added_tokens_decoder
@@ -34,7 +36,7 @@ class Form:
         if self.template is None:
             return None
         fields = {name: field for name, field in self.template["fields"].items() if tools or name != CALLS}
-        return Parser({**self.template, "fields": fields}, self.tokenizer.decode(prompt), tools)
+        return Parser({**self.template, "fields": fields}, self.tokenizer.decode(prompt), tools) if fields else None
 
     def silent(self, parser) -> set:
         """Special tokens that are not written; those are that the response template looks for."""
@@ -49,8 +51,8 @@ class Written:
     """An answer that grows by `put` until it has `ended`; `close` has the rest. Both return the parts that are certain:
     texts, `ReasoningText` and `ToolCall`.
 
-    stops   strings before which the answer ends, wherever the model writes them
-    ends    tokens with which it ends
+    stops   strings that end the answer, wherever the model writes them; it has none of them
+    ends    tokens that end it
     most    tokens that it may have
     """
 
@@ -105,7 +107,7 @@ class Written:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) if ids else ""
 
     def _until_stop(self, text: str) -> str:
-        """What of a text, after what was held of it before, stands before a stop string for certain."""
+        """The letters held before and of a text that stand before a stop string for certain."""
         text = self._held + text
         cut = cut_at(text, self.stops)
         if cut < len(text):
@@ -125,88 +127,113 @@ class Written:
         return parts
 
 
-class Parser(ResponseParser):
-    """Transformers' parser, which loses nothing: a tool call that is cut, or cannot be read, is text. Nothing
-    of the prompt is in what it returns."""
+class Parser:
+    """Transformers' parser, which loses nothing: a tool call that is cut, or cannot be read, is text. Nothing of the
+    prompt is in its parts.
 
-    _given = 1 << 62  # letters of the buffer that are the prompt's
+    Transformers' parser raises for a region that it cannot read, and has lost it then. So its template here makes every
+    region all of its letters, and each region is then read alone.
+    """
 
     def __init__(self, template: dict, prompt: str, tools: list | None):
-        self._cut, self._start, self._inside = False, 0, 0  # where the field that is open begins, and its content
+        self._template, self._tools = template, tools
+        whole = {**template, "fields": {name: _whole(name, field) for name, field in template["fields"].items()}}
+        self._parser = ResponseParser(whole, prompt)
+        # Letters of the prompt that are in no event yet: they may begin a delimiter, or are in a region that is open.
+        self._given = sum(len(_letters(event)) for event in ResponseParser(whole, prompt).finalize()[1])
         self._spoke, self._blank = False, ""  # whether a field has letters, and space after them
-        self._lost = False  # whether a call that is none was the last
-        super().__init__(template, prompt, tools=tools)
-        self._given = len(self._buffer)
+        self._lost = False  # whether the last region could not be read
 
     def parts(self, text: str) -> list:
-        """What more text tells."""
-        return self._told(self.feed(text))
+        """The parts that are certain after more text."""
+        return self._told(self._parser.feed(text))
 
     def close(self, text: str, cut: bool) -> list:
-        """What the last text tells; cut: whether the answer could have gone on."""
-        events = self.feed(text)
-        self._cut = cut
-        self._process(events, eos=True)
-        return self._told(events)
+        """The rest, after the last text; cut: whether the answer could have gone on."""
+        return self.parts(text) + self._told(self._parser.finalize()[1], cut)
 
-    def _told(self, events: list) -> list:
+    def _told(self, events: list, cut: bool = False) -> list:
         parts: list = []
         for event in events:
             field, kind = event["field"], event["type"]
-            if kind == "text":
-                parts.append(self._blank + event["text"])
-                self._lost, self._blank = True, ""
-            elif kind == "region_open" and field != CALLS:
-                self._spoke, self._blank, self._lost = self._lost and field == "content", "", False
-            elif kind == "region_close" and field == CALLS:
-                parts.extend(map(_call, _listed(event["value"])))
-                self._blank = ""
-            elif kind == "region_chunk" and not event["dirty"] and (field == "content" or field in REASONING):
-                text = self._stripped(event["text"], field)
+            if kind == "region_open" and field in TEXTS:
+                self._spoke, self._blank, self._lost = self._lost and field == CONTENT, "", False
+                if self._template["fields"][field].keys() & {"open", "open_pattern"}:
+                    self._given = 0
+            elif kind == "region_chunk" and field in TEXTS:
+                text = self._stripped(self._new(event["text"]), field)
                 if text:
                     parts.append(ReasoningText(text) if field in REASONING else text)
+            elif kind == "region_close" and field not in TEXTS:
+                parts.extend(self._region(event, cut))
         return joined(parts)
+
+    def _region(self, event: dict, cut: bool) -> list:
+        """A region that is not text: its calls, or, where it cannot be read, its letters."""
+        letters = _letters(event)
+        said = self._new(letters)
+        try:
+            if cut and not event["value"].get("end"):
+                raise ValueError("its end did not come")
+            calls = self._calls(event["field"], letters)
+            self._blank = ""
+            return calls
+        except NOT_READ:
+            said, self._lost, self._blank = self._blank + said, True, ""
+            return [said]
+
+    def _calls(self, field: str, letters: str) -> list:
+        alone = {**self._template, "fields": {field: self._template["fields"][field]}}
+        message = parse_response(letters, alone, prefix="", tools=self._tools)
+        return [_call(each) for value in _listed(message[field]) for each in _listed(value)] if field == CALLS else []
+
+    def _new(self, text: str) -> str:
+        """A text without the letters of the prompt."""
+        new = text[self._given :]
+        self._given = max(self._given - len(text), 0)
+        return new
 
     def _stripped(self, text: str, field: str) -> str:
         """Without the space at the ends of a field, as the whole message has it."""
-        if not self._spec.fields[field].content_args.get("strip", True):
+        if not self._template["fields"][field].get("content_args", {}).get("strip", True):
             return text
         text = self._blank + text if self._spoke else text.lstrip()
         said = text.rstrip()
         self._spoke, self._blank = self._spoke or bool(said), text[len(said) :]
         return said
 
-    # -- Transformers' methods, around which this stands ------------------------------------------------------------
 
-    def _accumulate(self, events, text) -> None:
-        count = len(events)
-        super()._accumulate(events, text)
-        for event in events[count:]:
-            if "text" in event:
-                event["text"] = text[max(self._given - self._pos, 0) :]
+def _whole(name: str, field: dict) -> dict:
+    """A field of a response template that is never missing; its value is all of its letters, unless it is text."""
+    if name in TEXTS:
+        return {**field, "content": "text", "optional": True}
+    start, end = _pattern(field, "open"), _pattern(field, "close")
+    made: dict = dict(content="text", content_args=dict(strip=False), repeats=True, transform=dict(content="{content}"))
+    if start is not None:
+        made["open_pattern"] = f"(?P<start_>{start})(?P<end_>)"  # the second is the end of a region that has none
+        made["transform"] = dict(start="{start_}", content="{content}", end="{end_}")
+    if end is not None:
+        made["close_pattern"] = f"(?P<end_>{end})"
+    return made
 
-    def _open_explicit(self, events, field, m) -> None:
-        self._start, self._inside = m.start(), m.end()
-        super()._open_explicit(events, field, m)
 
-    def _close_current(self, events) -> None:
-        field, count = self._current, len(events)
-        try:
-            if field == CALLS and self._cut and self._inside + len(self._body) == self._pos:
-                raise ValueError("its end did not come")
-            super()._close_current(events)
-            if field == CALLS:
-                for event in events[count:]:
-                    list(map(_call, _listed(event["value"])))
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-            del events[count:]
-            text = self._buffer[max(self._start, self._given) : self._pos]
-            events.append({"type": "text", "field": field, "text": text})
-            self._reset_to_implicit()
+def _pattern(field: dict, key: str) -> str | None:
+    """Of a delimiter: one text, or several."""
+    if key not in field:
+        return field.get(f"{key}_pattern")
+    texts = [field[key]] if isinstance(field[key], str) else sorted(field[key], key=len, reverse=True)
+    return "|".join(map(re.escape, texts))
+
+
+def _letters(event: dict) -> str:
+    """Of an event: a chunk of a text, or all of another region that ends."""
+    if event["field"] in TEXTS:
+        return event.get("text", "")
+    return "".join(event["value"].values()) if event["type"] == "region_close" else ""
 
 
 def joined(parts: list) -> list:
-    """Parts of which no two texts of a kind follow each other."""
+    """Parts with the texts of a kind that follow each other as one."""
     found: list = []
     for part in parts:
         if found and isinstance(part, str) and type(found[-1][0]) is type(part):
@@ -221,7 +248,7 @@ def _listed(value) -> list:
 
 
 def _call(value) -> ToolCall:
-    """Raises what a value raises that is not a call."""
+    """Raises one of `NOT_READ` for a value that is not a call."""
     function = value["function"]
     name, arguments = function["name"], function["arguments"]
     if not (isinstance(name, str) and name):

@@ -1,9 +1,10 @@
-"""What an answer is: its text, its end, its tool calls and usage, at every endpoint, whole and as a stream."""
+"""An answer: its text, its end, its tool calls and usage, at every endpoint, whole and as a stream."""
 
 import contextlib
 import functools
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 from serving import FILLER, TEMPLATE, Client, asks, events, model, server
@@ -28,7 +29,7 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "a.b"}}\n</tool_call>'
 
 @functools.cache
 def qwen():
-    """The bundled model's weights in another type, for which Transformers has a response template."""
+    """The bundled model's weights in a type that has a response template in Transformers."""
     names = (
         "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
         "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_parameters",
@@ -51,7 +52,7 @@ def unpatched():
 
 @contextlib.contextmanager
 def saying(of, ids: list):
-    """A model whose answers are these ids."""
+    """A model that answers with these ids."""
     at = 0
 
     def forced(module, args, kwargs, output):
@@ -189,7 +190,7 @@ def test_an_end_with_the_last_token_allowed(path, type_):
 
 WITHOUT_END = CALL.removesuffix("\n</tool_call>")
 NONE = "<tool_call>\nno\n</tool_call>"
-ANSWERS = {  # what is written, whether it ends, with tools: text, calls, finish
+ANSWERS = {  # an answer, whether it ends, with tools: text, calls, finish
     "call": (CALL, True, True, "", 1, "tool_calls"),
     "calls": (f"Well.\n{CALL}\n{CALL}", True, True, "Well.", 2, "tool_calls"),
     "cut": (CALL[:30], False, True, CALL[:30], 0, "length"),
@@ -207,7 +208,7 @@ ANSWERS = {  # what is written, whether it ends, with tools: text, calls, finish
 @pytest.mark.parametrize("path", [PATHS[0], PATHS[2]])
 @pytest.mark.parametrize("case", ANSWERS)
 def test_tool_calls(path, case):
-    """What is not a call is text, and the answer is not lost."""
+    """All that is not a call is text, and the answer is not lost."""
     text, ends, tools, want, calls, finish = ANSWERS[case]
     client = Client(server(of=qwen(), template=CHATML))
     ids = written(client, text, ends)
@@ -221,10 +222,19 @@ def test_tool_calls(path, case):
 def test_a_tool_call_that_a_stop_string_cuts():
     client = Client(server(of=qwen(), template=CHATML))
     with saying(qwen(), written(client, CALL)):
-        found = alike(client, PATHS[0], most=99, tools=TOOLS, stop="b")
+        for stop in ("b", "."):
+            found = alike(client, PATHS[0], most=99, tools=TOOLS, stop=stop)
+            assert found["text"] == CALL[: CALL.index(stop)] and found["finish"] == "stop" and not found["calls"]
         none = alike(client, PATHS[0], most=99, tools=TOOLS, tool_choice="none")
-    assert found["text"] == CALL[: CALL.index("b")] and found["finish"] == "stop" and not found["calls"]
+        whole = alike(client, PATHS[0], most=99, tools=TOOLS, stop=[])
     assert none["text"] == CALL and not none["calls"]
+    assert not whole["text"] and len(whole["calls"]) == 1 and whole["finish"] == "tool_calls"
+
+
+@pytest.mark.parametrize("path", PATHS[:2])
+def test_no_stop_strings(path):
+    client = Client(server())
+    assert alike(client, path, stop=[]) == alike(client, path) == alike(client, path, stop=None)
 
 
 @pytest.mark.parametrize("path", [PATHS[0], PATHS[2]])
@@ -274,6 +284,54 @@ def test_answers_of_random_tokens(tools, seed):
             else:
                 letters = "".join(f"{part}" if isinstance(part, str) else part.arguments for part in parts)
                 assert letters.count("👩") == before.count("👩") and answer.calls <= bool(tools)
+
+
+HELD = "<think>\n\n</think>\n\n"  # of a prompt, and its end may begin a delimiter
+XML = "<tool_call>\n<function=f>\n<parameter=x>\na.b\n</parameter>\n</function>\n</tool_call>"
+LISTED = {
+    "defaults": {}, "start_anchor": "[/INST]",
+    "fields": {
+        "content": {"close": "</s>"}, "number": {"open": ["<n>", "<nn>"], "close": "</n>", "content": "int"},
+        "tool_calls": {"open": "[TOOL_CALLS]", "content": "python-call-list", "transform_each": True,
+                       "transform": {"function": {"name": "{name}", "arguments": "{arguments}"}}},
+    },
+}  # fmt: skip
+WRITTEN = [  # template or type, prompt, answer: text, reasoning, calls
+    ("qwen2", "<|im_start|>assistant\n", f"So.\n{CALL}\n{CALL}<|im_end|>", "So.", "", 2),
+    ("qwen3_5", f"<|im_start|>assistant\n{HELD}", f"{XML}\n{XML}<|im_end|>\n", "", "", 2),
+    ("qwen3_5", f"<|im_start|>assistant\n{HELD}", XML[:30], XML[:30], "", 0),
+    ("qwen3_5", "<|im_start|>assistant\n<think>\n", f"Hm.\n</think>\n\nSo. {XML}", "So.", "Hm.", 1),
+    ("gemma4", "<|turn>model\n", '<|channel>thought\nHm.<channel|><|tool_call>call:f{x:<|"|>a.b<|"|>}<tool_call|>',
+     "", "Hm.", 1),
+    ("gemma4", "<|turn>model\n", BAD := "<|tool_call>call:f{x:<tool_call|> No.", BAD, "", 0),
+    (LISTED, "[INST]x[/INST]", "<n>3</n>So.[TOOL_CALLS][f(x='a.b'), f(x='a.b')]", "So.", "", 2),
+    (LISTED, "[INST]x[/INST] [TOOL_", "CALLS][f(x='a.b')]", "", "", 1),
+    (LISTED, "[INST]x[/INST] [TOOL_", "CALLS][f(x]", "CALLS][f(x]", "", 0),
+    (LISTED, "[INST]x[/INST][TOOL_CALLS][f(", "x]", "x]", "", 0),
+    (LISTED, "[INST]x", "<nn>x</n>So.[TOOL_CALLS]", "<nn>x</n>So.[TOOL_CALLS]", "", 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("template, prompt, answer, text, reasoning, calls", WRITTEN)
+def test_the_response_templates(template, prompt, answer, text, reasoning, calls):
+    """Of types that Transformers knows, and others: in pieces of any length the parts are the same, and none is of the
+    prompt."""
+    from transformers.cli.serving.utils import ReasoningText, get_response_template
+
+    from kvevict.serve.written import Parser, joined
+
+    if isinstance(template, str):
+        template = get_response_template(None, SimpleNamespace(config=SimpleNamespace(model_type=template)))
+    for size in range(1, len(answer) + 1):
+        parser = Parser(template, prompt, TOOLS)
+        pieces = [answer[at : at + size] for at in range(0, len(answer), size)]
+        parts = joined(
+            [part for piece in pieces for part in parser.parts(piece)] + parser.close("", cut=answer == XML[:30])
+        )
+        told = ["".join(part for part in parts if type(part) is kind) for kind in (str, ReasoningText)]
+        called = [part for part in parts if not isinstance(part, str)]
+        assert (told, len(called)) == ([text, reasoning], calls), size
+        assert all((each.name, json.loads(each.arguments)) == ("f", {"x": "a.b"}) for each in called)
 
 
 def test_tokens_that_are_not_text():
