@@ -1,4 +1,4 @@
-"""Writes the pages that the code already says: policies.md, options.md, commands.md, models.md.
+"""Writes the pages that the code already says: policies.md, options.md, commands.md, models.md; and serve.md's table.
 
     python docs/generate.py
 
@@ -8,6 +8,7 @@ tests/docs/test_pages.py compares them with what this makes.
 import argparse
 import dataclasses
 import inspect
+import json
 import re
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from kvevict.commands import COMMANDS
 from kvevict.policy.parts import PARTS
 from kvevict.policy.policy import Policy, build
 from kvevict.policy.presets import PRESETS, describe
+from kvevict.serve import fields
 
 NOTE = "<!-- Made by docs/generate.py from the code; change that, then run it. -->\n"
 
@@ -245,11 +247,38 @@ patched, and refused if it differs. `kvevict models` prints this list.
     return text
 
 
+# -- serve.md ---------------------------------------------------------------------------------------------------------
+
+START, END = "<!-- fields, made by docs/generate.py from kvevict/serve/fields.py -->\n", "<!-- end -->\n"
+
+
+def serve_page() -> str:
+    """The page as it is, with the table of fields anew."""
+    before, _, rest = (Path(__file__).parent / "serve.md").read_text(encoding="utf-8").partition(START)
+    return f"{before}{START}{fields_table()}{END}{rest.partition(END)[2]}"
+
+
+def fields_table() -> str:
+    """Every field of the three endpoints; the same words of several endpoints are one row."""
+    kinds: dict = {}
+    for path, table in fields.TABLE.items():
+        for name, field in table.items():
+            kinds.setdefault((name, field.about, json.dumps(field.usual)), {})[path] = field.kind
+    order = fields.OBEYED, fields.HARMLESS, fields.REFUSED
+    text = "| field | chat | completions | responses | |\n|---|---|---|---|---|\n"
+    for (name, about, values), found in sorted(kinds.items(), key=lambda row: order.index(min(row[1].values()))):
+        usual = ", ".join(f"`{json.dumps(value)}`" for value in json.loads(values))
+        unless = f"; taken: {usual}" if usual else ""
+        text += f"| `{name}` | {' | '.join(found.get(path, '') for path in fields.TABLE)} | {cell(about)}{unless} |\n"
+    return text
+
+
 PAGES = {
     "policies.md": policies_page,
     "options.md": options_page,
     "commands.md": commands_page,
     "models.md": models_page,
+    "serve.md": serve_page,
 }
 
 if __name__ == "__main__":

@@ -76,7 +76,14 @@ def application(server: Server) -> FastAPI:
     @app.get("/v1/models")
     async def models(request: Request):
         server.owner(request)
-        return server.models()
+        return {"object": "list", "data": [server.model()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(request: Request, name: str):
+        server.owner(request)
+        if name != server.name:
+            raise server.other_model(name)
+        return server.model()
 
     @app.get("/health")
     async def health():

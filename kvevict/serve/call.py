@@ -8,6 +8,7 @@ from typing import Any
 
 from ..engine.watch.watcher import Watcher
 from .prompt import Prompt
+from .sampling import Sampling
 
 
 class Cancelled(Exception):
@@ -32,21 +33,24 @@ class Call:
     hidden: bool = False
     question: str | None = None
     text: str | None = None
-    seed: int | None = None
+    answers: int = 1  # that are written, one after the other
+    seed: int | None = None  # of the first
     stop: tuple = ()
-    tools: list | None = None  # that the answer may call
-    sampling: dict = field(default_factory=dict)  # of a `GenerationConfig`, which the request's other fields change
+    tools: list | None = None  # that an answer may call
+    single: bool = False  # whether an answer ends with its first call
+    usage: bool = False  # whether a stream counts tokens
+    sampling: Sampling = field(default_factory=Sampling)
     deadline: float = float("inf")
     messages: list = field(default_factory=list)  # as the chat template takes them; none: a plain prompt
     template: dict = field(default_factory=dict)  # further arguments of the chat template
-    prompt: str = ""  # of /v1/completions
+    prompt: Any = ""  # of /v1/completions: letters or ids
     whole: Prompt = field(default_factory=lambda: Prompt([]))  # the ids that the model reads
-    parser: Any = None  # of what the model writes after them
+    parser: Any = lambda: None  # makes a parser of an answer to them
     began: float = field(default_factory=time.monotonic)
     first_token: float | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt, from a stored prefix
-    new_tokens: int = 0
+    new_tokens: int = 0  # of all answers
     _cancelled: threading.Event = field(default_factory=threading.Event)
 
     def cancel(self) -> None:

@@ -5,24 +5,29 @@ import math
 import re
 
 from .errors import Refused
+from .fields import NAMES
+from .messages import ITEMS
 
 NUMBERS = {  # name: least, most
-    "temperature": (0, 2), "top_p": (0, 1), "frequency_penalty": (-0.9, 2), "presence_penalty": (-2, 2),
+    "temperature": (0, 2), "top_p": (0, 1), "min_p": (0, 1), "frequency_penalty": (-2, 2), "presence_penalty": (-2, 2),
 }  # fmt: skip
-COUNTS = {"max_tokens": 1 << 31, "max_completion_tokens": 1 << 31, "max_output_tokens": 1 << 31}
-SEED, TEXT = 1 << 63, {"type": "text"}
-SAMPLING = {"temperature": (0.01, 2), "top_p": (0.01, 1), "repetition_penalty": (0.1, 10)}  # of a generation_config
+LEAST = {  # of whole numbers
+    "max_tokens": 1, "max_completion_tokens": 1, "max_output_tokens": 1, "top_k": 0, "n": 1, "top_logprobs": 0,
+}  # fmt: skip
+MOST = {"n": 16, "top_logprobs": 20}
+SEED = 1 << 63
+SAMPLING = {"temperature": (0.01, 2), "top_p": (0.01, 1), "min_p": (0, 1), "repetition_penalty": (0.1, 10)}
+COUNTS = {"max_new_tokens": 1, "top_k": 0}  # of a generation_config, too
+FLAGS = "stream", "store", "parallel_tool_calls"
 OURS = ("policy", "budget", "question", "text")
-REFUSED = {  # what would change the answer, and is not done
-    "suffix": "text cannot be inserted before another",
-    "echo": "the prompt is not repeated",
-    "previous_response_id": "responses are not stored: send the whole conversation",
-}
 TEMPLATE = re.compile(r"enable_[a-z_]+|thinking|reasoning_effort|date_string")
+CHOSEN = "auto", "none"  # of tool_choice
+KEPT = {"kvevict"}  # fields in which null says something
 
 
 def parsed(data: bytes) -> dict:
-    """A body as a dict, without the fields that are null. Raises Refused for anything but a JSON object."""
+    """A body as a dict, without what is null in its fields, messages and items: `model_dump()` writes it so. Raises
+    Refused for anything but a JSON object."""
     try:
         body = json.loads(data)
     except (ValueError, RecursionError):
@@ -35,7 +40,19 @@ def parsed(data: bytes) -> dict:
         raise Refused(400, "the body is not a JSON object")
     for name, value in body.items():
         _must(not _beyond(value), f"{name[:200]} has a number that is not finite, or too large")
-    return {name: value for name, value in body.items() if value is not None}
+    said = _said(body)
+    return {name: value if name in KEPT else _without_nulls(value) for name, value in said.items()}
+
+
+def _said(value: dict) -> dict:
+    return {name: each for name, each in value.items() if each is not None}
+
+
+def _without_nulls(value, depth: int = 2):
+    """Down to the functions of a message's calls, not to the schemas and arguments of functions."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(each, depth - 1) if depth else each for name, each in _said(value).items()}
+    return [_without_nulls(each, depth) for each in value] if isinstance(value, list) else value
 
 
 def _beyond(value) -> bool:
@@ -54,38 +71,58 @@ def _beyond(value) -> bool:
     return False
 
 
-def generation(body: dict, vocabulary: int) -> None:
-    """Raise Refused for a body that no answer can be given to; vocabulary: ids that the model knows."""
-    for name, advice in REFUSED.items():
-        _must(name not in body or (name == "echo" and body[name] is False), f"{name} is not supported: {advice}")
-    for name in ("n", "best_of"):
-        _must(body.get(name, 1) == 1, f"{name} must be 1: a request has one answer")
-    for name in ("logprobs", "background"):
-        _must(not body.get(name), f"{name} is not supported: leave it out")
-    _must(isinstance(body.get("stream", False), bool), "stream must be true or false")
-    _must(body.get("response_format", TEXT) == TEXT, "response_format is not supported: answers are text")
+def generation(body: dict, vocabulary: int, template: str | None) -> None:
+    """Raise Refused for a body that no answer can be given to; vocabulary: ids that the model knows; template: of
+    chats."""
+    for name in FLAGS:
+        _must(isinstance(body.get(name, False), bool), f"{name} must be true or false")
     for name, (least, most) in NUMBERS.items():
         _must(name not in body or _number(body[name], least, most), f"{name} must be a number from {least} to {most}")
     _must(body.get("top_p", 1) != 0, "top_p must be above 0")
-    for name, most in COUNTS.items():
-        _must(
-            name not in body or (_whole(body[name]) and 1 <= body[name] <= most),
-            f"{name} must be a number of at least 1",
-        )
-    _must(
-        "seed" not in body or (_whole(body["seed"]) and abs(body["seed"]) < SEED),
-        "seed must be a whole number below 2**63",
-    )
-    _must("model" not in body or isinstance(body["model"], str), "model must be a name")
+    for name, least in LEAST.items():
+        _must(_counts(body.get(name, least), least, MOST.get(name)), _counted(name, least))
+    fits = _whole(body.get("seed", 0)) and abs(body.get("seed", 0)) < SEED
+    _must(fits, "seed must be a whole number below 2**63")
+    _must(isinstance(body.get("model", ""), str), "model must be a name")
     stop = stops(body)
     fits = len(stop) <= 4 and all(isinstance(each, str) and 0 < len(each) <= 200 for each in stop)
     _must(fits, "stop must be a text of at most 200 letters, or up to four of them")
     _bias(body.get("logit_bias", {}), vocabulary)
-    template = body.get("chat_template_kwargs", {})
-    fits = isinstance(template, dict) and all(isinstance(value, (bool, str)) for value in template.values())
-    _must(fits and all(map(TEMPLATE.fullmatch, template)), "chat_template_kwargs may hold enable_thinking and the like")
+    options = body.get("stream_options", {})
+    _must(not options or body.get("stream"), "stream_options are of a stream: give stream as well")
+    _must(all(isinstance(each, bool) for each in options.values()), "stream_options must be true or false")
+    prompt = body.get("prompt", [])
+    ids = prompt[0] if isinstance(prompt, list) and prompt and isinstance(prompt[0], list) else prompt
+    known = not isinstance(ids, list) or all(0 <= each < vocabulary for each in ids if _whole(each))
+    _must(known, "prompt has ids that the model does not know")
+    _template(body, template)
+    _tools(body)
+
+
+def _template(body: dict, template: str | None) -> None:
+    kwargs = body.get("chat_template_kwargs", {})
+    fits = isinstance(kwargs, dict) and all(isinstance(value, (bool, str)) for value in kwargs.values())
+    _must(fits and all(map(TEMPLATE.fullmatch, kwargs)), "chat_template_kwargs may hold enable_thinking and the like")
+    reasoning = body.get("reasoning", {})
+    efforts = {"reasoning_effort": body.get("reasoning_effort"), "reasoning.effort": reasoning.get("effort")}
+    for name, effort in efforts.items():
+        _must(effort is None or isinstance(effort, str), f"{name} must be a text")
+        _must(
+            effort is None or "reasoning_effort" in str(template),
+            f"{name} is not supported: the model's chat template does not have it",
+        )
+
+
+def _tools(body: dict) -> None:
     tools = body.get("tools", [])
     _must(isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools), "tools must be a list of objects")
+    for tool in tools:
+        function = tool.get("function", tool)
+        fits = tool.get("type", "function") == "function" and isinstance(function, dict)
+        _must(fits and isinstance(function.get("name"), str), "tools must be functions, and have names")
+        _must(not function.get("strict"), "tools: strict is not supported: a call may break the function's schema")
+    choice = body.get("tool_choice", "auto")
+    _must(choice in CHOSEN, f"tool_choice {json.dumps(choice)[:200]} is not supported: only auto and none are")
 
 
 def stops(body: dict) -> tuple:
@@ -95,40 +132,51 @@ def stops(body: dict) -> tuple:
 
 def chat(body: dict) -> None:
     _messages("messages", body.get("messages"), ("text",))
+    _must(isinstance(body.get("logprobs", False), bool), "logprobs must be true or false")
+    _must(body.get("logprobs") or not body.get("top_logprobs"), "top_logprobs needs logprobs")
 
 
 def completion(body: dict) -> None:
-    _must(isinstance(body.get("prompt"), str) and body["prompt"], "prompt must be a text, and not empty")
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and not _whole(prompt[0]):
+        prompt = body["prompt"] = prompt[0]
+    if isinstance(prompt, list):
+        _must(prompt and all(map(_whole, prompt)), "prompt must be one text, or the ids of one: ask for each alone")
+    else:
+        _must(isinstance(prompt, str) and prompt, "prompt must be a text, and not empty")
+    _must(_counts(body.get("logprobs", 0), 0, 5), "logprobs must be a whole number from 0 to 5")
 
 
 def response(body: dict) -> None:
     asked = body.get("input")
     _must(isinstance(body.get("instructions", ""), str), "instructions must be a text")
-    if isinstance(asked, list) and asked and all(isinstance(each, dict) for each in asked):
-        if (
-            "role" in asked[0]
-            or "type" not in asked[0]
-            or asked[0]["type"] in ("message", "reasoning", "function_call")
-        ):
-            spoken = [each for each in asked if "role" in each]
-            _must(len(spoken) == len(asked), "input must hold messages: tool calls are taken at /v1/chat/completions")
-            return _messages("input", asked, ("input_text", "output_text", "text"))
+    if not (isinstance(asked, list) and asked and all(isinstance(each, dict) for each in asked)):
+        return _must(isinstance(asked, str) and asked, "input must be a text or a list of items, and not empty")
+    if "role" not in asked[0] and asked[0].get("type") not in ITEMS:
         return _content("input", asked, ("input_text",))
-    _must(isinstance(asked, str) and asked, "input must be a text or a list of messages, and not empty")
+    for item in asked:
+        kind = item.get("type", "message")
+        _must(kind in ITEMS, f"input: items of type {str(kind)[:200]!r} are not supported")
+        if kind == "message":
+            _messages("input", [item], ("input_text", "output_text", "text"))
+        elif kind == "reasoning":
+            _content("input", item.get("content", []), ("reasoning_text",))
+        else:
+            names = ("call_id", "output") if kind == "function_call_output" else ("call_id", "name", "arguments")
+            _must(all(isinstance(item.get(name), str) for name in names), f"input: a {kind} needs {', '.join(names)}")
+            _arguments("input", item.get("arguments", "{}"))
+    _must(any(item.get("type") != "reasoning" for item in asked), "input must hold more than reasoning")
 
 
 def sampling(body: dict) -> dict:
-    """What a Transformers' generation_config, JSON as `transformers chat` sends it, says of how tokens are chosen; it
-    leaves the body."""
-    text = body.pop("generation_config", "{}")
+    """How tokens are chosen by a Transformers' generation_config, JSON as `transformers chat` sends it."""
+    text = body.get("generation_config", "{}")
     _must(isinstance(text, str), "generation_config must be JSON in a text")
     said = parsed(text.encode("utf-8", "surrogatepass"))
     fits = all(name not in said or _number(said[name], *ends) for name, ends in SAMPLING.items())
-    fits = fits and all(
-        name not in said or (_whole(said[name]) and said[name] >= 1) for name in ("max_new_tokens", "top_k")
-    )
+    fits = fits and all(_counts(said.get(name, least), least, None) for name, least in COUNTS.items())
     _must(fits and isinstance(said.get("do_sample", False), bool), "generation_config has numbers that cannot be")
-    return {name: said[name] for name in (*SAMPLING, "max_new_tokens", "top_k", "do_sample") if name in said}
+    return {name: said[name] for name in (*SAMPLING, *COUNTS, "do_sample") if name in said}
 
 
 def ours(body: dict) -> dict:
@@ -174,11 +222,14 @@ def _calls(name, message) -> None:
         function = call.get("function", {}) if isinstance(call, dict) else {}
         fits = isinstance(function, dict) and isinstance(function.get("name"), str) and "arguments" in function
         _must(fits, f"{name}: a tool call needs a function with a name and arguments")
-        if isinstance(function["arguments"], str):
-            try:
-                json.loads(function["arguments"])
-            except (ValueError, RecursionError):
-                raise Refused(400, f"{name}: a tool call's arguments are not JSON") from None
+        _arguments(name, function["arguments"])
+
+
+def _arguments(name, arguments) -> None:
+    try:
+        json.loads(arguments if isinstance(arguments, str) else "{}")
+    except (ValueError, RecursionError):
+        raise Refused(400, f"{name}: a tool call's arguments are not JSON") from None
 
 
 def _bias(bias, vocabulary) -> None:
@@ -193,10 +244,22 @@ def _number(value, least, most) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
 
 
+def _counts(value, least: int, most: int | None) -> bool:
+    return _whole(value) and least <= value <= (1 << 31 if most is None else most)
+
+
+def _counted(name: str, least: int) -> str:
+    return f"{name} must be a whole number of at least {least}" + (
+        f", and at most {MOST[name]}" if name in MOST else ""
+    )
+
+
 def _whole(value) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _must(holds, message: str) -> None:
+    """Raise Refused unless it holds; the message begins with the field's name."""
     if not holds:
-        raise Refused(400, message)
+        name = re.match(r"[\w.]*", message)[0]  # type: ignore[index]
+        raise Refused(400, message, param=name if name in NAMES else None)

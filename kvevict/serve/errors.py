@@ -4,15 +4,16 @@ TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_e
 
 
 class Refused(Exception):
-    """A request that is not answered: an HTTP status, one sentence, and OpenAI's code where it has one."""
+    """A request that is not answered: an HTTP status, one sentence, OpenAI's code if it has one, and the field's name
+    if it is one field's fault."""
 
-    def __init__(self, status: int, message: str, code: str | None = None):
+    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None):
         super().__init__(message)
-        self.status, self.message, self.code = status, message, code
+        self.status, self.message, self.code, self.param = status, message, code, param
 
     def body(self) -> dict:
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": None, "code": self.code}}
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def refused(error: Exception) -> Refused:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
@@ -20,6 +21,7 @@ from .errors import Refused
 from .kept import shares
 from .prefixes import Prefixes, key_of, mark_of
 from .prompt import Prompt, of_chat, of_messages, of_text
+from .sampling import Probabilities
 from .written import Form, Written
 
 
@@ -28,12 +30,14 @@ class Writing(StoppingCriteria):
 
     def __init__(self, call: Call, written: Written, give):
         self.call, self.answer, self.give, self.seen = call, written, give, len(call.whole.ids)
+        self.processors = call.sampling.processors(self.seen)
+        self.probabilities = next((each for each in self.processors if isinstance(each, Probabilities)), None)
 
     def __call__(self, input_ids, scores, **options):
         for token in input_ids[0, self.seen :].tolist():
             if not self.answer.ended:
                 self.call.token()
-                self.give(self.answer.put(token))
+                self.give(self.answer.put(token, self.probabilities and self.probabilities.of(token)))
         self.seen = input_ids.shape[1]
         return torch.tensor([self.answer.ended], device=input_ids.device)
 
@@ -61,8 +65,9 @@ class Generation(GenerateManager):
 
     # -- in the event loop ------------------------------------------------------------------------------------------
 
-    async def write(self, call: Call, written: Written, config):
-        """The parts of an answer, as they are written; each token gives a list of them. Raises what ends it."""
+    async def write(self, call: Call, answers: list):
+        """(number of an answer, parts of it), as they are written; each token gives a list of parts. Raises what ends
+        the call."""
         loop, queue = asyncio.get_running_loop(), asyncio.Queue()
 
         def give(item) -> None:
@@ -71,8 +76,9 @@ class Generation(GenerateManager):
 
         def run() -> None:
             try:
-                self._write(call, Writing(call, written, give), config)
-                give(written.close())
+                for at, answer in enumerate(answers):
+                    self._write(call, at, Writing(call, answer, lambda parts, at=at: give((at, parts))))
+                    give((at, answer.close()))
                 give(None)
             except Exception as error:
                 give(error)
@@ -83,13 +89,18 @@ class Generation(GenerateManager):
                 raise item
             yield item
 
-    def written(self, call: Call, config) -> Written:
-        """The answer of a call, before its first token. It ends with the context, and with what `config` says."""
+    def answers(self, call: Call) -> list:
+        """The answers of a call, before their first tokens. They end with the context, too."""
+        config = self._config(call)
+        ends, stops = set(_listed(config.eos_token_id)), (*call.stop, *_listed(config.stop_strings))
+        most = config.max_new_tokens
+        return [Written(self.form, call.parser(), stops, ends, most, call.single) for _ in range(call.answers)]
+
+    def _config(self, call: Call):
+        config = call.sampling.config(self.model.generation_config)
         if self.context is not None:
             config.max_new_tokens = min(config.max_new_tokens, self.context - len(call.whole.ids))
-        ends, stops = (_listed(each) for each in (config.eos_token_id, config.stop_strings))
-        config.stop_strings = None  # Transformers looks for them in the prompt, too
-        return Written(self.form, call.parser, (*call.stop, *stops), set(ends), config.max_new_tokens)
+        return config
 
     async def read(self, call: Call, prompt: Prompt) -> None:
         """Read a prompt's prefixes, and store the last one where a process that is killed leaves it."""
@@ -121,6 +132,8 @@ class Generation(GenerateManager):
         """Make the prompt of a call. Raises Refused where it does not fit the model's context."""
         if not call.messages:
             prompt = of_text(self.tokenizer, call.prompt, self.context, call.text)
+            if isinstance(call.prompt, list):
+                call.prompt = self.tokenizer.decode(call.prompt)
         elif call.hidden:
             prompt = of_messages(self.tokenizer, call.messages, call.template, self.context, call.text)
         else:
@@ -130,25 +143,29 @@ class Generation(GenerateManager):
         call.whole, call.prompt_tokens = prompt, len(prompt.ids)
         if call.question is not None and find(self.tokenizer, prompt.ids, call.question) is None:
             raise Refused(400, "the prompt does not have kvevict.question: give its words as the prompt has them")
-        call.parser = self.form.parser(prompt.ids, call.tools) if call.messages else None
+        if call.messages:
+            call.parser = functools.partial(self.form.parser, prompt.ids, call.tools)
 
     # -- in the thread that generates -------------------------------------------------------------------------------
 
-    def _write(self, call: Call, writing: Writing, config) -> None:
-        """`generate` of a prompt."""
+    def _write(self, call: Call, at: int, writing: Writing) -> None:
+        """`generate` of one answer of a call."""
         call.check()
+        config = self._config(call)
+        config.stop_strings = None  # Transformers looks for them in the prompt, too
         prompt = call.whole
         ids = torch.tensor([prompt.ids], device=device_of(self.model))
         with contextlib.ExitStack() as stack:
             if call.seed is not None:
                 stack.enter_context(torch.random.fork_rng())
-                torch.manual_seed(call.seed)
+                torch.manual_seed(call.seed + at)
             cache = self._prefix(call, prompt)
             stack.enter_context(self._reading(call, prompt, cache))
             stack.enter_context(within(watchers=(Guard(call),)))
             self.model.generate(
                 input_ids=ids, attention_mask=torch.ones_like(ids), **{CACHE: cache}, streamer=writing,
                 generation_config=config, stopping_criteria=StoppingCriteriaList([writing]),
+                logits_processor=writing.processors,
             )  # fmt: skip
 
     def _prefix(self, call: Call, prompt: Prompt):

@@ -1,161 +1,215 @@
-"""OpenAI's three endpoints: a request in Transformers' words, and an answer in OpenAI's."""
+"""OpenAI's three endpoints: the messages of a request, and its answers as OpenAI writes them."""
 
+import json
 import time
+from itertools import accumulate
 
-from openai.types import Completion, CompletionChoice, CompletionUsage
-from openai.types.chat.chat_completion_chunk import ChoiceDeltaToolCall
-from openai.types.completion_usage import PromptTokensDetails
-from transformers.cli.serving.chat_completion import ChatCompletionHandler
-from transformers.cli.serving.completion import CompletionHandler
-from transformers.cli.serving.model_manager import ModelManager
-from transformers.cli.serving.response import ResponseHandler
-from transformers.cli.serving.utils import BaseHandler, GenerationState, Modality, ReasoningText, ToolCall
+from transformers.cli.serving.utils import ReasoningText, ToolCall
 
+from . import messages
 from .errors import Refused
 from .events import Items
 from .outgoing import DATA, error_of
-from .written import joined
+from .written import HALF, Token, joined
 
-LENGTHS = {"max_tokens", "max_completion_tokens", "max_output_tokens"}
+DONE = f"{DATA}[DONE]\n\n"
 
 
-class _Handler(BaseHandler):
+class _Handler:
     """name   of the model"""
 
-    def __init__(self, name: str, model, tokenizer):
-        super().__init__(ModelManager(), GenerationState())
-        self.name, self.model, self.tokenizer = name, model, tokenizer
-
-    def check(self, body) -> None:
-        """Raise Transformers' refusal of a request, before there is a prompt."""
-        self._validate_request(body)
-        if body.get("model", self.name) != self.name:
-            name = str(body["model"])[:200]
-            raise Refused(404, f"there is no model {name!r}: this server has {self.name!r}", "model_not_found")
+    def __init__(self, name: str, tokenizer):
+        self.name, self.tokenizer = name, tokenizer
 
     def messages_of(self, body) -> list:
         """A request's messages, as the chat template takes them."""
         raise NotImplementedError
 
-    def whole(self, call, written, identity: str, parts: list) -> dict:
-        """An answer, of all its parts."""
+    def whole(self, call, identity: str, answers: list, parts: list) -> dict:
+        """The answers, of all (number of an answer, parts of it)."""
         raise NotImplementedError
 
-    def events(self, call, written, identity: str, parts):
-        """The events of an answer whose parts come one list after the other."""
+    def events(self, call, identity: str, answers: list, parts):
+        """The events of answers whose parts come one list after the other."""
         raise NotImplementedError
 
     def failed(self, refusal) -> str:
         """The events of a stream that ends with an error."""
         return error_of(refusal)
 
-    def _taken(self, messages: list) -> list:
+    def _chats(self) -> None:
         if not self.tokenizer.chat_template:
             raise Refused(400, "the model has no chat template: ask at /v1/completions")
-        return BaseHandler.get_processor_inputs_from_messages(messages, Modality.LLM)
-
-    def config(self, call, body):
-        """How tokens are chosen. A temperature samples, whatever the model's own configuration does."""
-        config = self._build_generation_config(body, self.model.generation_config)
-        for name, value in call.sampling.items():
-            if not body.keys() & (LENGTHS if name == "max_new_tokens" else {name}):
-                setattr(config, name, value)
-        if body.get("temperature"):
-            config.do_sample = True
-        return config
 
 
-class Chat(_Handler, ChatCompletionHandler):
+class _Choices(_Handler):
+    """Of answers that are choices, each with its number."""
+
+    kind, part = "", ""  # of the whole, and of an event of a stream
+
+    def choice(self, identity: str, parts: list) -> dict:
+        """An answer of all its parts."""
+        raise NotImplementedError
+
+    def deltas(self, identity: str, calls: int, parts: list):
+        """Choices of a stream that tell parts; calls: tool calls before them."""
+        raise NotImplementedError
+
+    def first(self) -> list:
+        """Choices before an answer's first part."""
+        return []
+
+    def whole(self, call, identity, answers, parts) -> dict:
+        choices = []
+        for index, answer in enumerate(answers):
+            found = self.choice(identity, joined([part for at, each in parts if at == index for part in each]))
+            choices.append(dict(index=index, finish_reason=answer.finish) | found)
+        return self._said(self.kind, identity, choices, call)
+
+    async def events(self, call, identity, answers, parts):
+        begun, calls = -1, 0
+        async for at, each in parts:
+            if at > begun:  # the answer before it has ended
+                for event in self._ends(identity, answers, begun) + self._opens(identity, at):
+                    yield event
+                begun, calls = at, 0
+            for delta in self.deltas(identity, calls, each):
+                yield self._event(identity, dict(delta, index=at))
+            calls += sum(isinstance(part, ToolCall) for part in each)
+        for event in self._ends(identity, answers, begun):
+            yield event
+        if call.usage:
+            yield _event(self._said(self.part, identity, [], call))
+        yield DONE
+
+    def _opens(self, identity, at: int) -> list:
+        return [self._event(identity, dict(first, index=at)) for first in self.first()]
+
+    def _ends(self, identity, answers, at: int) -> list:
+        if at < 0:
+            return []
+        empty = next(iter(self.deltas(identity, 0, [])))
+        return [self._event(identity, dict(empty, index=at, finish_reason=answers[at].finish))]
+
+    def _event(self, identity, choice) -> str:
+        return _event(self._said(self.part, identity, [choice]))
+
+    def _said(self, kind, identity, choices, call=None) -> dict:
+        usage = {} if call is None else dict(usage=_usage(call))
+        return dict(id=identity, object=kind, created=int(time.time()), model=self.name, choices=choices) | usage
+
+
+class Chat(_Choices):
     """/v1/chat/completions."""
 
+    kind, part = "chat.completion", "chat.completion.chunk"
+
     def messages_of(self, body) -> list:
-        return self._taken(body["messages"])
+        self._chats()
+        return messages.of_chat(self.tokenizer, body["messages"])
 
-    def whole(self, call, written, identity, parts) -> dict:
-        parts = joined(parts)
+    def choice(self, identity, parts) -> dict:
         text, reasoning = ("".join(part for part in parts if type(part) is kind) for kind in (str, ReasoningText))
-        calls = [
-            dict(type="function", **_called(identity, at, part))
-            for at, part in enumerate(part for part in parts if isinstance(part, ToolCall))
+        calls = [_call(identity, at, part) for at, part in enumerate(p for p in parts if isinstance(p, ToolCall))]
+        said: dict = dict(role="assistant", content=text)
+        said |= (dict(tool_calls=calls) if calls else {}) | (dict(reasoning_content=reasoning) if reasoning else {})
+        return dict(message=said) | self._logs(parts)
+
+    def first(self) -> list:
+        return [dict(delta=dict(role="assistant"))]
+
+    def deltas(self, identity, calls, parts):
+        logs = self._logs(parts)
+        for part in parts:
+            if isinstance(part, ToolCall):
+                yield dict(delta=dict(tool_calls=[dict(_call(identity, calls, part), index=calls)]))
+                calls += 1
+            elif isinstance(part, str):
+                name = "reasoning_content" if isinstance(part, ReasoningText) else "content"
+                yield dict(delta={name: part})
+        if logs or not parts:
+            yield dict(delta={}) | logs
+
+    def _logs(self, parts) -> dict:
+        content = [
+            dict(_number(part.letters, part.log), top_logprobs=[_number(*each) for each in part.others])
+            for part in parts
+            if isinstance(part, Token)
         ]
-        return self._build_completion(
-            identity, text, self.name, written.finish, _usage(call), calls or None, reasoning or None
-        )
-
-    async def events(self, call, written, identity, parts):
-        def event(**what):
-            return self._build_chunk_sse(identity, model=self.name, **what)
-
-        yield event(role="assistant")
-        calls = 0
-        async for each in parts:
-            for part in each:
-                if isinstance(part, ToolCall):
-                    made = ChoiceDeltaToolCall(index=calls, type="function", **_called(identity, calls, part))
-                    calls += 1
-                    yield event(tool_calls=[made])
-                elif isinstance(part, ReasoningText):
-                    yield event(reasoning_content=part)
-                else:
-                    yield event(content=part)
-        yield event(finish_reason=written.finish, usage=_usage(call))
-        yield f"{DATA}[DONE]\n\n"
+        return dict(logprobs=dict(content=content, refusal=None)) if content else {}
 
 
-class Completions(_Handler, CompletionHandler):
+class Completions(_Choices):
     """/v1/completions."""
+
+    kind = part = "text_completion"
 
     def messages_of(self, body) -> list:
         return []
 
-    def whole(self, call, written, identity, parts) -> dict:
-        choice = CompletionChoice(text="".join(parts), index=0, finish_reason=written.finish)
-        return Completion(
-            id=identity, created=int(time.time()), model=self.name, choices=[choice], object="text_completion",
-            usage=_usage(call),
-        ).model_dump(exclude_none=True)  # fmt: skip
+    def choice(self, identity, parts) -> dict:
+        return dict(text="".join(part for part in parts if isinstance(part, str))) | self._logs(parts)
 
-    async def events(self, call, written, identity, parts):
-        async for each in parts:
-            for part in each:
-                yield self._build_chunk_sse(identity, self.name, text=part)
-        yield self._build_chunk_sse(identity, self.name, finish_reason=written.finish, usage=_usage(call))
-        yield f"{DATA}[DONE]\n\n"
+    def deltas(self, identity, calls, parts):
+        text, logs = "".join(part for part in parts if isinstance(part, str)), self._logs(parts)
+        if text or logs or not parts:
+            yield dict(text=text) | logs
+
+    def _logs(self, parts) -> dict:
+        tokens = [part for part in parts if isinstance(part, Token)]
+        if not tokens:
+            return {}
+        letters = [token.letters for token in tokens]
+        return dict(logprobs=dict(
+            tokens=letters, token_logprobs=[token.log for token in tokens],
+            top_logprobs=[dict(reversed(token.others)) for token in tokens],
+            text_offset=[tokens[0].start, *(tokens[0].start + at for at in accumulate(map(len, letters[:-1])))],
+        ))  # fmt: skip
 
 
-class Responses(_Handler, ResponseHandler):
+class Responses(_Handler):
     """/v1/responses."""
 
     def messages_of(self, body) -> list:
-        return self._taken(ResponseHandler._normalize_input(body))
+        self._chats()
+        return messages.of_input(self.tokenizer, body["input"], body.get("instructions"))
 
-    def whole(self, call, written, identity, parts) -> dict:
+    def whole(self, call, identity, answers, parts) -> dict:
         items = Items(self.name, identity)
-        for part in joined(parts):
+        for part in joined([part for _, each in parts for part in each]):
             items.add(part)
-        items.close(written.finish)
+        items.close(answers[0].finish)
         return items.response(call).model_dump(exclude_none=True)
 
-    async def events(self, call, written, identity, parts):
+    async def events(self, call, identity, answers, parts):
         items = Items(self.name, identity)
         yield items.begin()
-        async for each in parts:
+        async for _, each in parts:
             for part in each:
                 yield items.add(part)
-        yield items.close(written.finish)
+        yield items.close(answers[0].finish)
         yield items.last(call)
 
     def failed(self, refusal) -> str:
         return Items(self.name, "").error(refusal.message)
 
 
-def _usage(call) -> CompletionUsage:
+def _event(value: dict) -> str:
+    return f"{DATA}{json.dumps(value, ensure_ascii=False)}\n\n"
+
+
+def _usage(call) -> dict:
     read, wrote = call.prompt_tokens, call.new_tokens
-    return CompletionUsage(
+    return dict(
         prompt_tokens=read, completion_tokens=wrote, total_tokens=read + wrote,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=call.cached_tokens),
+        prompt_tokens_details=dict(cached_tokens=call.cached_tokens),
     )  # fmt: skip
 
 
-def _called(identity: str, at: int, part) -> dict:
-    return dict(id=f"{identity}_tool_call_{at}", function=dict(name=part.name, arguments=part.arguments))
+def _call(identity: str, at: int, part) -> dict:
+    function = dict(name=part.name, arguments=part.arguments)
+    return dict(id=f"{identity}_tool_call_{at}", type="function", function=function)
+
+
+def _number(letters: str, log: float) -> dict:
+    return dict(token=letters, logprob=log, bytes=None if HALF in letters else list(letters.encode()))

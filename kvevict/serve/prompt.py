@@ -49,11 +49,22 @@ def of_messages(tokenizer, messages: list, template: dict, context: int | None, 
     return joined(tokenizer, pieces, context)
 
 
-def of_text(tokenizer, prompt: str, context: int | None, text: str | None = None) -> Prompt:
-    """A prompt without a template; a stored text ends two lines before it."""
+def of_text(tokenizer, prompt: str | list, context: int | None, text: str | None = None) -> Prompt:
+    """A prompt without a template, letters or ids; a stored text ends two lines before it."""
+    if isinstance(prompt, list):
+        return _of_ids(tokenizer, prompt, context, text)
     if text is None:
         return joined(tokenizer, [(_opened, prompt)], context)
     return joined(tokenizer, [(_opened, ""), (ids_of, text), (ids_of, f"\n\n{prompt}")], context)
+
+
+def _of_ids(tokenizer, ids: list, context: int | None, text: str | None) -> Prompt:
+    before = (
+        Prompt([]) if text is None else joined(tokenizer, [(_opened, ""), (ids_of, text), (ids_of, "\n\n")], context)
+    )
+    if context is not None and len(before.ids) + len(ids) >= context:
+        raise too_long(context)
+    return Prompt(before.ids + ids, before.ends, before.text)
 
 
 def joined(tokenizer, pieces: list, context: int | None) -> Prompt:

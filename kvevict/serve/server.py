@@ -11,27 +11,29 @@ from fastapi import Request
 from fastapi.exceptions import HTTPException
 from fastapi.responses import JSONResponse, Response
 from starlette.requests import ClientDisconnect
-from transformers.cli.serving.response import ResponseHandler
 
-from . import check, log, prompt
+from . import check, fields, log, prompt
 from .call import Call
 from .errors import Refused, refused
+from .fields import CHAT, COMPLETIONS, RESPONSES
 from .gate import Gate, unless_gone
 from .generation import Generation
 from .handlers import Chat, Completions, Responses
 from .kept import parts
+from .messages import tools_of
 from .metrics import Metrics
 from .outgoing import Stream
 from .policies import Policies
 from .prefixes import Prefixes, mark_of
+from .sampling import Sampling
 from .texts import Texts, checked
 
 SMALL = 1 << 16  # bytes of a body that is read where it came, so that small requests are answered in their order
 JSON = re.compile(r"application/(json|.+\+json)\s*(;|$)")
 ENDPOINTS = {  # path: handler, what it checks
-    "/v1/chat/completions": (Chat, check.chat),
-    "/v1/completions": (Completions, check.completion),
-    "/v1/responses": (Responses, check.response),
+    CHAT: (Chat, check.chat),
+    COMPLETIONS: (Completions, check.completion),
+    RESPONSES: (Responses, check.response),
 }
 
 
@@ -52,7 +54,7 @@ class Server:
         self.prefixes, self.manager = prefixes, Generation(model, tokenizer, prefixes)
         self.gate, self.metrics = Gate(queue), Metrics()
         self._threads, self._tokeniser = CapacityLimiter(2), CapacityLimiter(1)
-        self.handlers = {path: kind(name, model, tokenizer) for path, (kind, _) in ENDPOINTS.items()}
+        self.handlers = {path: kind(name, tokenizer) for path, (kind, _) in ENDPOINTS.items()}
 
     # -- what comes in ----------------------------------------------------------------------------------------------
 
@@ -89,28 +91,28 @@ class Server:
             raise Refused(413, f"the body is larger than {self.most} bytes")
 
     def call(self, path: str, owner: str, body: dict) -> Call:
-        """What Transformers' handler does not take leaves the body."""
-        check.generation(body, self.vocabulary)
+        """A request, checked."""
+        fields.known(path, body)
+        check.generation(body, self.vocabulary, self.tokenizer.chat_template)
         ENDPOINTS[path][1](body)
+        if body.get("model", self.name) != self.name:
+            raise self.other_model(body["model"])
         asked = check.ours(body)
         text = self.texts.get(owner, asked["text"]) if asked.get("text") is not None else None
         policy, hidden, question = self.policies.of(asked, text is not None)
         template = dict(body.get("chat_template_kwargs", {}))
-        tools = ResponseHandler._normalize_tools(body.get("tools")) if body.get("tool_choice") != "none" else None
+        effort = body.get("reasoning_effort", body.get("reasoning", {}).get("effort"))
+        if effort is not None:
+            template["reasoning_effort"] = effort
+        tools = tools_of(body["tools"]) if body.get("tools") and body.get("tool_choice") != "none" else None
         if tools:
             template["tools"] = tools
-        body.setdefault("stream", False)
-        if body.get("temperature", 1) < check.SAMPLING["temperature"][0]:
-            body["temperature"] = 0.0  # no sampling: logits may not be divided by less
-        bias = {token: float(number) for token, number in body.pop("logit_bias", {}).items()}
-        body.update({"logit_bias": bias} if bias else {})  # as Transformers wants it
-        stop = check.stops(body)
-        body.pop("stop", None)
         return Call(
-            path, owner, policy, hidden, question, text, seed=body.pop("seed", None), stop=stop, tools=tools,
-            sampling=check.sampling(body),
-            deadline=time.monotonic() + self.timeout, template=template,
-            prompt=body["prompt"] if path == "/v1/completions" else "",
+            path, owner, policy, hidden, question, text, answers=body.get("n", 1), seed=body.get("seed"),
+            stop=check.stops(body), tools=tools, single=not body.get("parallel_tool_calls", True),
+            usage=body.get("stream_options", {}).get("include_usage", False),
+            sampling=Sampling.of(body, check.sampling(body)), deadline=time.monotonic() + self.timeout,
+            template=template, prompt=body["prompt"] if path == COMPLETIONS else "",
         )  # fmt: skip
 
     # -- what a request goes through --------------------------------------------------------------------------------
@@ -124,19 +126,17 @@ class Server:
         handler = self.handlers[path]
 
         def prepare():
-            handler.check(body)
             call.messages = handler.messages_of(body)
             self.manager.prepare(call)
+            return self.manager.answers(call)
 
-        await self._tokenising(prepare)
-        config = handler.config(call, body)
-        written = self.manager.written(call, config)
-        parts = self.manager.write(call, written, config)
-        first = await anext(parts)  # what ends the call before its first token is raised here
-        if not body["stream"]:
-            every = first + [part async for each in parts for part in each]
-            return JSONResponse(handler.whole(call, written, identity, every))
-        return Stream(handler.events(call, written, identity, _begun(first, parts)), call, handler.failed)
+        answers = await self._tokenising(prepare)
+        parts = self.manager.write(call, answers)
+        first = await anext(parts)  # an error before the first token is raised here
+        if not body.get("stream"):
+            every = [first] + [each async for each in parts]
+            return JSONResponse(handler.whole(call, identity, answers, every))
+        return Stream(handler.events(call, identity, answers, _begun(first, parts)), call, handler.failed)
 
     async def store(self, request: Request) -> Response:
         """POST /v1/kvevict/texts: store a text by its name, and read it."""
@@ -241,10 +241,13 @@ class Server:
         self.metrics.note(call, status)
         log.served(call, identity, status)
 
-    def models(self) -> dict:
+    def model(self) -> dict:
         model = {"id": self.name, "object": "model", "created": self.began, "owned_by": "kvevict"}
-        model["kvevict"] = {"chat": bool(self.tokenizer.chat_template)}
-        return {"object": "list", "data": [model]}
+        return model | {"kvevict": {"chat": bool(self.tokenizer.chat_template)}}
+
+    def other_model(self, name: str) -> Refused:
+        sentence = f"there is no model {name[:200]!r}: this server has {self.name!r}"
+        return Refused(404, sentence, "model_not_found", "model")
 
 
 async def _begun(first, parts):

@@ -3,6 +3,7 @@
 import json
 import re
 from itertools import chain
+from typing import NamedTuple
 
 from transformers.cli.serving.utils import ReasoningText, ToolCall, get_response_template
 from transformers.utils.chat_parsing import ResponseParser, parse_response
@@ -47,22 +48,35 @@ class Form:
         return {at for at, each in letters.items() if each not in looked_for and re.escape(each) not in looked_for}
 
 
+class Token(NamedTuple):
+    """A token that was written, with the logarithm of its probability, and (letters, logarithm) of the likeliest, in
+    their order; start: letters of the answer before it."""
+
+    letters: str
+    log: float
+    others: list
+    start: int
+
+
 class Written:
     """An answer that grows by `put` until it has `ended`; `close` has the rest. Both return the parts that are certain:
-    texts, `ReasoningText` and `ToolCall`.
+    texts, `ReasoningText`, `ToolCall`, and a `Token` for each probability.
 
     stops   strings that end the answer, wherever the model writes them; it has none of them
     ends    tokens that end it
     most    tokens that it may have
+    single  whether it ends with its first tool call
     """
 
-    def __init__(self, form: Form, parser, stops, ends, most: int):
+    def __init__(self, form: Form, parser, stops, ends, most: int, single: bool = False):
         self.tokenizer, self.parser, self.silent = form.tokenizer, parser, form.silent(parser)
-        self.stops, self.ends, self.most = stops, ends, most
+        self.stops, self.ends, self.most, self.single = stops, ends, most, single
         self.tokens, self.ended, self.calls = 0, False, False
         self._ids: list = []  # that are decoded together; the first `_told` are in a part already
         self._told, self._held = 0, ""  # text that may begin a stop string
         self._end: int | None = None  # the token that ended it
+        self._likely: list = []  # tokens that are in no part yet
+        self._decided, self._certain = 0, 0  # letters that were decoded, and those of them that are in parts
 
     @property
     def finish(self) -> str:
@@ -71,24 +85,39 @@ class Written:
             return "length"
         return "tool_calls" if self.calls else "stop"
 
-    def put(self, token: int) -> list:
+    def put(self, token: int, probabilities: tuple | None = None) -> list:
+        """probabilities: the logarithm of the token's, and {token: logarithm} of the likeliest."""
         self.tokens += 1
         if token in self.ends:
             self.ended, self._end = True, token
         elif token not in self.silent:
             self._ids.append(token)
+            if probabilities is not None:
+                self._likely.append(self._token(token, *probabilities))
             text = self._new()
             if text and not text.endswith(HALF):
                 self._ids, self._told = self._ids[self._told :], len(self._ids) - self._told
-                return self._parsed(self._until_stop(text))
+                self._decided += len(text)
+                return self._parsed(self._until_stop(text)) + self._tokens()
         return []
+
+    def _token(self, token: int, log: float, likeliest: dict) -> Token:
+        others = [(self._decoded([each]), number) for each, number in likeliest.items()]
+        return Token(self._decoded([token]), log, others, self._decided)
+
+    def _tokens(self) -> list:
+        """The tokens of the letters that are certain."""
+        count = sum(token.start < self._certain for token in self._likely)
+        tokens, self._likely = self._likely[:count], self._likely[count:]
+        return tokens
 
     def close(self) -> list:
         if self.ended and self._end is None:
             rest = ""  # it comes after a stop string
         else:
             rest = self._until_stop(self._new().rstrip(HALF)) + self._held
-        return self._parsed(rest) + self._last()
+            self._certain += len(self._held)
+        return self._parsed(rest) + self._last() + self._tokens()
 
     def _last(self) -> list:
         if self.parser is None:
@@ -115,6 +144,7 @@ class Written:
         else:
             cut -= unfinished(text, self.stops)
             self._held = text[cut:]
+        self._certain += cut
         return text[:cut]
 
     def _parsed(self, text: str) -> list:
@@ -123,7 +153,14 @@ class Written:
         return self._counted(self.parser.parts(text)) if text else []
 
     def _counted(self, parts: list) -> list:
-        self.calls = self.calls or any(isinstance(part, ToolCall) for part in parts)
+        if self.single and self.calls:
+            return []
+        for at, part in enumerate(parts):
+            if isinstance(part, ToolCall):
+                self.calls = True
+                if self.single:
+                    self.ended, self._end = True, None
+                    return parts[: at + 1]
         return parts
 
 

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES += [ROOT / "csrc/README.md", ROOT / "examples/small_llama/README.md"]
-MADE = ("policies.md", "options.md", "commands.md", "models.md")
+MADE = ("policies.md", "options.md", "commands.md", "models.md", "serve.md")
 MEASURED = ("results.md", "performance.md", "cuda.md")  # their commands take from minutes to days
 MARKS = {
     "": "runs",

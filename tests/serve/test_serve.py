@@ -35,7 +35,8 @@ def test_a_stream_says_what_the_whole_answer_says(path):
         "/v1/completions": dict(prompt=f"{question}\nAnswer:", max_tokens=10),
         "/v1/responses": dict(input=question, max_output_tokens=10),
     }[path]
-    whole, stream = client.post(path, **own).json(), client.post(path, **own, stream=True)
+    counting = {} if path == "/v1/responses" else dict(stream_options=dict(include_usage=True))
+    whole, stream = client.post(path, **own).json(), client.post(path, **own, stream=True, **counting)
     parts = events(stream)
     if path == "/v1/responses":
         text = whole["output"][0]["content"][0]["text"]
@@ -45,9 +46,10 @@ def test_a_stream_says_what_the_whole_answer_says(path):
     else:
         choice = whole["choices"][0]
         text = choice["text"] if "text" in choice else choice["message"]["content"]
-        got = [e["choices"][0].get("text") or e["choices"][0].get("delta", {}).get("content") or "" for e in parts]
-        assert "".join(got) == text
-        assert parts[-1]["usage"] == whole["usage"] and parts[-1]["choices"][0]["finish_reason"] == "length"
+        got = [e["choices"][0].get("text") or e["choices"][0].get("delta", {}).get("content") or "" for e in parts[:-1]]
+        assert "".join(got) == text and parts[-2]["choices"][0]["finish_reason"] == "length"
+        assert parts[-1]["usage"] == whole["usage"] and parts[-1]["choices"] == []
+        assert not any("usage" in each for each in [*parts[:-1], *events(client.post(path, **own, stream=True))])
         assert stream.text.endswith("data: [DONE]\n\n")
     assert "364735" in text
 

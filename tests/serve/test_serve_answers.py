@@ -80,6 +80,8 @@ def answered(client, path, stream=False, question=QUESTION, system=None, most=12
         body |= dict(prompt=f"{opening}{question}\nAnswer:", max_tokens=most)
     else:
         body |= dict(input=question, max_output_tokens=most) | (dict(instructions=system) if system else {})
+    if stream and path != PATHS[2]:
+        body["stream_options"] = dict(include_usage=True)
     response = client.post(path, **body, stream=stream)
     assert response.status_code == 200, response.text
     if path == PATHS[2]:
@@ -97,7 +99,8 @@ def of_choice(said: dict) -> dict:
 
 
 def of_chunks(chunks: list) -> dict:
-    choices = [chunk["choices"][0] for chunk in chunks]
+    assert all(len(chunk["choices"]) == ("usage" not in chunk) for chunk in chunks)
+    choices = [chunk["choices"][0] for chunk in chunks[:-1]]
     deltas = [choice.get("delta", {}) for choice in choices]
     text = "".join(choice.get("text") or delta.get("content") or "" for choice, delta in zip(choices, deltas))
     calls = [each["function"] for delta in deltas for each in delta.get("tool_calls", [])]
@@ -229,6 +232,17 @@ def test_a_tool_call_that_a_stop_string_cuts():
         whole = alike(client, PATHS[0], most=99, tools=TOOLS, stop=[])
     assert none["text"] == CALL and not none["calls"]
     assert not whole["text"] and len(whole["calls"]) == 1 and whole["finish"] == "tool_calls"
+
+
+@pytest.mark.parametrize("path", [PATHS[0], PATHS[2]])
+def test_a_single_call(path):
+    """Without parallel calls an answer ends with the first."""
+    client, text = Client(server(of=qwen(), template=CHATML)), f"Well.\n{CALL}\n{CALL}"
+    with saying(qwen(), written(client, text)):
+        for parallel in (True, False):
+            found = alike(client, path, most=200, tools=TOOLS, parallel_tool_calls=parallel)
+            assert (found["text"], len(found["calls"])) == ("Well.", 2 if parallel else 1)
+            assert found["finish"] == ("tool_calls" if path == PATHS[0] else "stop")
 
 
 @pytest.mark.parametrize("path", PATHS[:2])

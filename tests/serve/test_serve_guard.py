@@ -170,7 +170,7 @@ def test_refusals_are_counted_and_logged(caplog):
     assert [(each.message, each.facts["endpoint"], each.facts["status"]) for each in lines] == [
         ("refused", chat, 401), ("refused", chat, 400), ("refused", chat, 415), ("refused", chat, 413),
         ("refused", "other", 421), ("refused", "/v1/kvevict/texts/{name}", 404), ("refused", "other", 404),
-        ("request", chat, 200), ("request", chat, 404),
+        ("request", chat, 200), ("refused", chat, 404),
     ]  # fmt: skip
     assert {each.facts["client"] for each in lines[:7]} == {"10.1.2.3"}
     assert not [each for each in lines if "secret" in str(each.facts)]

@@ -38,8 +38,9 @@ def test_the_openai_client(asked):
     turn = server.ask(asks("Naislet"), **OPENS)
     answer = turn.choices[0].message.content
     assert str(FACTS["Naislet"]) in answer and turn.usage.prompt_tokens_details.cached_tokens > 500
-    stream = list(server.ask(asks("Naislet"), stream=True, **OPENS))
-    assert "".join(part.choices[0].delta.content or "" for part in stream) == answer
+    counting = dict(stream=True, stream_options=dict(include_usage=True))
+    stream = list(server.ask(asks("Naislet"), **counting, **OPENS))
+    assert "".join(part.choices[0].delta.content or "" for part in stream[:-1]) == answer
     assert stream[-1].usage.prompt_tokens_details.cached_tokens == turn.usage.prompt_tokens_details.cached_tokens
 
     messages = [dict(role="user", content=asks("Naislet")), dict(role="assistant", content=answer.strip())]
@@ -125,8 +126,8 @@ def test_langchain(asked):
     assert "".join(part.content for part in chat.stream(f"{TEXT}\n\n{asks('Orshan')}")) == said.content
     later = chat.invoke([("user", TEXT), ("assistant", "Yes?"), ("user", asks("Velmora"))])
     assert str(FACTS["Velmora"]) in later.content
-    with pytest.raises(openai.BadRequestError, match="n must be 1"):
-        chat.invoke("Once", n=2)
+    with pytest.raises(openai.BadRequestError, match="n must be"):
+        chat.invoke("Once", n=17)
 
 
 def test_transformers_chat(asked, monkeypatch):

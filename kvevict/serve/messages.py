@@ -1,0 +1,80 @@
+"""The messages of a request as a chat template takes them: texts, with reasoning and calls of tools."""
+
+import json
+
+ITEMS = "message", "reasoning", "function_call", "function_call_output"  # of a response
+
+
+def of_chat(tokenizer, messages: list) -> list:
+    """Of `messages`. The template has a developer's as a system's, where it does not know that role."""
+    return [_taken(tokenizer, message) for message in messages]
+
+
+def of_input(tokenizer, asked, instructions: str | None) -> list:
+    """Of the `input` of a response, after its `instructions`."""
+    if isinstance(asked, str):
+        asked = [dict(role="user", content=asked)]
+    elif "role" not in asked[0] and asked[0].get("type") not in ITEMS:
+        asked = [dict(role="user", content=asked)]  # parts of one message
+    messages: list = []
+    reasoning = {}
+    for item in asked:
+        kind = item.get("type", "message")
+        if kind == "reasoning":
+            reasoning = dict(reasoning_content=text_of(item.get("content", [])))
+        elif kind == "function_call_output":
+            messages.append(dict(role="tool", tool_call_id=item["call_id"], content=item["output"]))
+        elif kind == "function_call":
+            call = dict(
+                id=item["call_id"], type="function", function=dict(name=item["name"], arguments=item["arguments"])
+            )
+            if not (messages and messages[-1]["role"] == "assistant"):
+                messages.append(dict(role="assistant", content="") | reasoning)
+                reasoning = {}
+            messages[-1].setdefault("tool_calls", []).append(call)
+        elif item["role"] == "assistant":
+            messages.append(item | reasoning)
+            reasoning = {}
+        else:
+            messages.append(item)
+    taken = of_chat(tokenizer, messages)
+    if instructions and taken[0]["role"] == "system":  # templates have one
+        taken[0]["content"] = f"{instructions}\n\n{taken[0]['content']}"
+    elif instructions:
+        taken.insert(0, dict(role="system", content=instructions))
+    return taken
+
+
+def _taken(tokenizer, message: dict) -> dict:
+    role, content = message["role"], message.get("content")
+    if role == "developer" and "developer" not in str(tokenizer.chat_template):
+        role = "system"
+    taken = dict(role=role, content=text_of(content or ""))
+    for name in ("tool_call_id", "reasoning_content", "name"):
+        if name in message:
+            taken[name] = message[name]
+    if message.get("tool_calls"):
+        taken["tool_calls"] = [_call(call) for call in message["tool_calls"]]
+    return taken
+
+
+def _call(call: dict) -> dict:
+    """Its arguments as an object: templates write them."""
+    function = call["function"]
+    arguments = function["arguments"]
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def text_of(content) -> str:
+    """Of a text or a list of parts."""
+    return content if isinstance(content, str) else " ".join(part["text"] for part in content)
+
+
+def tools_of(tools: list) -> list:
+    """Functions as chat completions have them: those of responses are flat."""
+    return [
+        tool if "function" in tool else dict(type="function", function={k: v for k, v in tool.items() if k != "type"})
+        for tool in tools
+    ]

@@ -1,0 +1,85 @@
+"""How the tokens of an answer are chosen, as a request's fields say."""
+
+import copy
+from dataclasses import dataclass, field
+
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+
+LENGTHS = "max_output_tokens", "max_completion_tokens", "max_tokens"  # the first of these counts
+LONG = 1024  # tokens of an answer, unless something says how many
+ZERO = 0.01  # a temperature below it draws nothing
+LEAST = -9999.0  # of a logarithm of a probability: JSON has nothing infinite
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """changes    of the model's `GenerationConfig`
+    frequency  penalty of a token for each time that it was written
+    presence   penalty of a token that was written
+    top        alternatives of each token in the answer, with their probabilities; None: no probabilities
+    """
+
+    changes: dict = field(default_factory=dict)
+    frequency: float = 0.0
+    presence: float = 0.0
+    top: int | None = None
+
+    @classmethod
+    def of(cls, body: dict, said: dict) -> "Sampling":
+        """By the fields of a checked body; said: by its `generation_config`."""
+        changes = said | {name: body[name] for name in ("top_p", "top_k", "min_p") if name in body}
+        changes |= next((dict(max_new_tokens=body[name]) for name in LENGTHS if name in body), {})
+        if "temperature" in body:
+            drawn = body["temperature"] >= ZERO
+            changes |= dict(do_sample=drawn, temperature=float(body["temperature"]) if drawn else 1.0)
+        if body.get("logit_bias"):
+            changes["sequence_bias"] = {(int(token),): float(bias) for token, bias in body["logit_bias"].items()}
+        asked = body.get("logprobs", False)
+        top = None if asked is False else body.get("top_logprobs", 0) if asked is True else asked
+        return cls(changes, body.get("frequency_penalty", 0.0), body.get("presence_penalty", 0.0), top)
+
+    def config(self, of_model):
+        """The model's configuration, changed. Tokens are drawn from all unless something says otherwise."""
+        config = copy.deepcopy(of_model)
+        config.max_new_tokens = max(config.max_new_tokens or 0, LONG)
+        for name, value in self.changes.items():
+            setattr(config, name, value)
+        if config.do_sample:
+            config.top_k = config.top_k or 0  # Transformers' default is 50
+        return config
+
+    def processors(self, start: int) -> LogitsProcessorList:
+        """start: tokens of the prompt; these are not penalised."""
+        made: list = [] if self.top is None else [Probabilities(self.top)]
+        if self.frequency or self.presence:
+            made.append(Penalties(start, self.frequency, self.presence))
+        return LogitsProcessorList(made)
+
+
+class Penalties(LogitsProcessor):
+    """OpenAI's: they are subtracted from a token's logit."""
+
+    def __init__(self, start: int, frequency: float, presence: float):
+        self.start, self.frequency, self.presence = start, frequency, presence
+
+    def __call__(self, input_ids, scores):
+        written = input_ids[:, self.start :]
+        counts = torch.zeros_like(scores).scatter_add_(1, written, torch.ones_like(written, dtype=scores.dtype))
+        return scores - self.frequency * counts - self.presence * (counts > 0)
+
+
+class Probabilities(LogitsProcessor):
+    """Logarithms of the next token's probabilities, before a temperature and penalties."""
+
+    def __init__(self, top: int):
+        self.top = top
+
+    def __call__(self, input_ids, scores):
+        self.logs = torch.log_softmax(scores[0].float(), -1).clamp_min(LEAST)
+        return scores
+
+    def of(self, token: int) -> tuple:
+        """A token's number, and {token: number} of the likeliest."""
+        logs, ids = self.logs.topk(self.top)
+        return self.logs[token].item(), dict(zip(ids.tolist(), logs.tolist()))

@@ -1,0 +1,427 @@
+"""Every field of the openai package's requests: obeyed with an effect, refused by its name, or harmless."""
+
+import functools
+import json
+
+import pytest
+import torch
+from serving import TEMPLATE, Client, asks, events, model, server, unpatched  # noqa: F401
+
+from kvevict.serve.fields import CHAT, COMPLETIONS, HARMLESS, OBEYED, REFUSED, RESPONSES, TABLE
+
+openai = pytest.importorskip("openai")
+from openai.types import Completion, completion_create_params  # noqa: E402
+from openai.types.chat import ChatCompletion, ChatCompletionStreamOptionsParam  # noqa: E402
+from openai.types.chat import completion_create_params as chat_create_params  # noqa: E402
+from openai.types.responses import (  # noqa: E402
+    Response,
+    ResponseTextConfigParam,
+    response_create_params,
+)
+from openai.types.shared_params import Reasoning  # noqa: E402
+
+REQUESTS = {
+    CHAT: (chat_create_params, "CompletionCreateParams", dict(stream_options=ChatCompletionStreamOptionsParam)),
+    COMPLETIONS: (completion_create_params, "CompletionCreateParams",
+                  dict(stream_options=ChatCompletionStreamOptionsParam)),
+    RESPONSES: (response_create_params, "ResponseCreateParams", dict(
+        stream_options=response_create_params.StreamOptions, text=ResponseTextConfigParam, reasoning=Reasoning)),
+}  # fmt: skip
+OURS = {"top_k", "min_p", "generation_config", "chat_template_kwargs", "kvevict", "seed"}
+ANSWERS = {CHAT: ChatCompletion, COMPLETIONS: Completion, RESPONSES: Response}
+WHO = f"The code of Naislet is 364735. {asks('Naislet')}"
+LONG = {CHAT: "max_tokens", COMPLETIONS: "max_tokens", RESPONSES: "max_output_tokens"}
+OPENING = (
+    "{% if tools %}{{ tools | tojson }}\n{% endif %}{% if enable_thinking %}Think.\n{% endif %}"
+    "{% if reasoning_effort %}Effort: {{ reasoning_effort }}.\n{% endif %}"
+)
+TOOLS = {
+    CHAT: [dict(type="function", function=dict(name="f", parameters=dict(type="object", properties={})))],
+    RESPONSES: [dict(type="function", name="f", parameters=dict(type="object", properties={}), strict=False)],
+}
+
+
+@functools.cache
+def client():
+    return Client(server(template=OPENING + TEMPLATE))
+
+
+def body_of(path, text=WHO) -> dict:
+    if path == COMPLETIONS:
+        return dict(prompt=f"{text}\nAnswer:", max_tokens=8)
+    if path == CHAT:
+        return dict(messages=[dict(role="user", content=text)], max_tokens=8)
+    return dict(input=text, max_output_tokens=8)
+
+
+def parted(body: dict) -> dict:
+    """A body of names with dots."""
+    made: dict = {}
+    for name, value in body.items():
+        first, _, rest = name.partition(".")
+        if rest:
+            made.setdefault(first, {})[rest] = value
+        else:
+            made[first] = value
+    return made
+
+
+def posted(path, **changes):
+    return client().post(path, **body_of(path) | parted(changes))
+
+
+def asked(path, **changes) -> dict:
+    response = posted(path, **changes)
+    assert response.status_code == 200, response.text
+    ANSWERS[path].model_validate(response.json(), strict=True)
+    return response.json()
+
+
+@functools.cache
+def usual(path) -> dict:
+    """The answer to a request without any changes."""
+    return asked(path)
+
+
+def text_of(said: dict) -> str:
+    if "output" in said:
+        return said["output"][0]["content"][0]["text"]
+    choice = said["choices"][0]
+    return choice["text"] if "text" in choice else choice["message"]["content"]
+
+
+def counted(said: dict) -> tuple:
+    """Tokens read, and written."""
+    usage = said["usage"]
+    return tuple(usage.get(f"{one}_tokens", usage.get(f"{other}_tokens")) for one, other in
+                 (("prompt", "input"), ("completion", "output")))  # fmt: skip
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", TABLE)
+def test_the_openai_package_s_fields_are_in_the_table(path):
+    module, name, parts = REQUESTS[path]
+    fields = {
+        field for kind in ("Streaming", "NonStreaming") for field in getattr(module, f"{name}{kind}").__annotations__
+    }
+    names = {f"{field}.{part}" for field in fields & parts.keys() for part in parts[field].__annotations__}
+    names |= fields - parts.keys()
+    assert names - TABLE[path].keys() == set()
+    assert TABLE[path].keys() - names <= OURS
+
+
+def every(kind):
+    return [(path, name) for path, fields in TABLE.items() for name, field in fields.items() if field.kind == kind]
+
+
+@pytest.mark.parametrize("path, name", every(REFUSED))
+def test_a_refused_field(path, name):
+    """400 with its name, unless its value asks for nothing."""
+    for value in ("x", 3, True, [3], dict(type="json_object")):
+        for stream in (False, True):
+            response = posted(path, **{name: value, "stream": stream})
+            error = response.json()["error"]
+            assert response.status_code == 400 and error["param"] == name and name in error["message"]
+    for value in (None, *TABLE[path][name].usual):
+        assert text_of(asked(path, **{name: value})) == text_of(usual(path))
+
+
+SAMPLES = {
+    "metadata": {"a": "b"}, "store": True, "stream_options.include_obfuscation": False, "prediction": dict(
+        type="content", content="x"), "prompt_cache_options": {}, "max_tool_calls": 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path, name", every(HARMLESS))
+def test_a_harmless_field(path, name):
+    streams = dict(stream=True) if name.startswith("stream_options") else {}
+    response = posted(path, **{name: SAMPLES.get(name, "auto")}, **streams)
+    assert response.status_code == 200, response.text
+    if not streams:
+        assert text_of(response.json()) == text_of(usual(path))
+
+
+@pytest.mark.parametrize("path", TABLE)
+def test_an_unknown_field(path):
+    for name, value in (("unknown", 3), ("stream_options.other", True)):
+        error = posted(path, **{name: value}, stream=True).json()["error"]
+        assert error["param"] == name and name in error["message"]
+    assert posted(path, stream_options=True).json()["error"]["param"] == "stream_options"
+
+
+# -- effects -----------------------------------------------------------------------------------------------------------
+
+
+def draws(path, **changes) -> set:
+    """Answers that are drawn with some seeds."""
+    return {text_of(asked(path, temperature=1.5, seed=seed, **changes)) for seed in range(4)}
+
+
+def is_greedy(name, value):
+    """With this value the likeliest token is always drawn."""
+    return lambda path: draws(path, **{name: value}) == {text_of(usual(path))} != draws(path)
+
+
+def is_read(name, value):
+    return lambda path: counted(asked(path, **{name: value}))[0] > counted(usual(path))[0]
+
+
+def is_length(name, value):
+    return lambda path: counted(asked(path, **{LONG[path]: None} | {name: value}))[1] == 3
+
+
+def is_refused(name, value, status):
+    return lambda path: (
+        posted(path, **{name: value}).status_code == status and name in posted(path, **{name: value}).text
+    )
+
+
+def usage_comes(path):
+    plain = events(posted(path, stream=True))
+    last = events(posted(path, stream=True, **{"stream_options.include_usage": True}))[-1]
+    return last["choices"] == [] and last["usage"] == asked(path)["usage"] and not any("usage" in e for e in plain)
+
+
+def is_penalised(name):
+    def effect(path):
+        ids = [1000, 1001, 1002]
+        with constant(ids, [10.0, 9.5, 9.0]):
+            for number in (0.3, 2, -1):
+                frequency, presence = (number, 0) if name == "frequency_penalty" else (0, number)
+                want, logits = [], {1000: 10.0, 1001: 9.5, 1002: 9.0}
+                for _ in range(8):  # OpenAI's formula
+                    left = {t: v - frequency * want.count(t) - presence * (t in want) for t, v in logits.items()}
+                    want.append(max(left, key=left.get))
+                assert text_of(asked(path, **{name: number})) == client().server.tokenizer.decode(want)
+        return True
+
+    return effect
+
+
+class constant:
+    """Inside, a model whose logits are always these."""
+
+    def __init__(self, ids, logits):
+        self.ids, self.logits = ids, torch.tensor(logits)
+
+    def __enter__(self):
+        def forced(module, args, kwargs, output):
+            output.logits[:] = -100
+            output.logits[..., self.ids] = self.logits.to(output.logits)
+
+        self.hook = model().register_forward_hook(forced, with_kwargs=True)
+
+    def __exit__(self, *error):
+        self.hook.remove()
+
+
+def is_biased(path):
+    token = client().server.tokenizer(" boat", add_special_tokens=False)["input_ids"][0]
+    letters = client().server.tokenizer.decode([token])
+    return text_of(asked(path, logit_bias={str(token): 100})) == letters * 8
+
+
+def has_probabilities(path):
+    said = asked(path, logprobs=2 if path == COMPLETIONS else True)
+    return said["choices"][0]["logprobs"] and "logprobs" not in asked(path)["choices"][0]
+
+
+EFFECTS = {
+    "model": is_refused("model", "other", 404), "kvevict": is_refused("kvevict", dict(budget=257), 400),
+    "stream": lambda path: events(posted(path, stream=True)) != [],
+    "temperature": lambda path: len(draws(path)) > 1 == len({text_of(asked(path, temperature=0)) for _ in range(2)}),
+    "top_p": is_greedy("top_p", 1e-6), "top_k": is_greedy("top_k", 1), "min_p": is_greedy("min_p", 1),
+    "seed": lambda path: draws(path) == draws(path) and len(draws(path)) > 1,
+    "generation_config": is_length("generation_config", json.dumps(dict(max_new_tokens=3))),
+    "max_tokens": is_length("max_tokens", 3), "max_completion_tokens": is_length("max_completion_tokens", 3),
+    "max_output_tokens": is_length("max_output_tokens", 3),
+    "n": lambda path: len(asked(path, n=3)["choices"]) == 3,
+    "stop": lambda path: text_of(asked(path, stop="code")) == text_of(asked(path)).partition("code")[0],
+    "stream_options.include_usage": usage_comes, "logit_bias": is_biased, "logprobs": has_probabilities,
+    "frequency_penalty": is_penalised("frequency_penalty"), "presence_penalty": is_penalised("presence_penalty"),
+    "top_logprobs": lambda path: [len(each["top_logprobs"]) for each in asked(path, logprobs=True, top_logprobs=3)[
+        "choices"][0]["logprobs"]["content"]] == [3] * 8,
+    "tools": lambda path: is_read("tools", TOOLS[path])(path),
+    "tool_choice": lambda path: counted(asked(path, tools=TOOLS[path], tool_choice="none")) == counted(usual(path)),
+    "parallel_tool_calls": None,  # test_a_single_call
+    "chat_template_kwargs": is_read("chat_template_kwargs", dict(enable_thinking=True)),
+    "reasoning_effort": is_read("reasoning_effort", "low"), "reasoning.effort": is_read("reasoning.effort", "low"),
+    "messages": is_read("messages", [dict(role="user", content=WHO * 2)]),
+    "prompt": is_read("prompt", WHO * 2), "input": is_read("input", WHO * 2),
+    "instructions": is_read("instructions", "Be brief."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path, name", every(OBEYED))
+def test_an_obeyed_field(path, name):
+    effect = EFFECTS[name]
+    assert effect is None or effect(path)
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+@pytest.mark.parametrize("value, said", [
+    (dict(tool_choice="required"), "tool_choice"), (dict(tool_choice=dict(type="function", name="f")), "tool_choice"),
+    (dict(tools=[dict(type="custom", name="f")]), "tools"), (dict(tools=[dict(type="web_search")]), "tools"),
+    (dict(tools=[dict(type="function", name="f", strict=True)]), "strict"),
+])  # fmt: skip
+def test_values_that_are_refused(path, value, said):
+    response = posted(path, **value)
+    error = response.json()["error"]
+    assert response.status_code == 400 and said in error["message"] and error["param"] == next(iter(value))
+
+
+def test_an_effort_that_the_template_does_not_have():
+    plain = Client(server())
+    assert "reasoning_effort" in plain.chat("Once", reasoning_effort="low").json()["error"]["message"]
+    response = plain.post(RESPONSES, **body_of(RESPONSES), reasoning=dict(effort="low"))
+    assert "reasoning.effort" in response.json()["error"]["message"]
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_probabilities(path):
+    """Those of the model, of each token; the same whole and as a stream."""
+    number, top = dict(logprobs=2) if path == COMPLETIONS else dict(logprobs=True, top_logprobs=2), 2
+    said = asked(path, **number, seed=3, temperature=1.5)
+    found = said["choices"][0]["logprobs"]
+    chunks = events(posted(path, **number, seed=3, temperature=1.5, stream=True))
+    parts = [chunk["choices"][0].get("logprobs") for chunk in chunks if chunk["choices"][0].get("logprobs")]
+    if path == COMPLETIONS:
+        assert {name: [each for part in parts for each in part[name]] for name in parts[0]} == found
+        numbers, likeliest = found["token_logprobs"], [list(each.values()) for each in found["top_logprobs"]]
+        assert "".join(found["tokens"]) == text_of(said)
+        assert [text_of(said)[at:].startswith(token) for at, token in zip(found["text_offset"], found["tokens"])] == [
+            True
+        ] * 8
+    else:
+        content = [each for part in parts for each in part["content"]]
+        assert content == found["content"]
+        assert b"".join(bytes(each["bytes"]) for each in content).decode() == text_of(said)
+        numbers = [each["logprob"] for each in content]
+        likeliest = [[other["logprob"] for other in each["top_logprobs"]] for each in content]
+    tokenizer = client().server.tokenizer
+    ids = tokenizer(f"{WHO}\nAnswer:{text_of(said)}", return_tensors="pt").input_ids
+    with torch.no_grad():
+        logs = model()(ids).logits[0, -9:-1].float().log_softmax(-1)
+    want = logs.gather(1, ids[0, -8:, None])[:, 0]
+    assert torch.allclose(torch.tensor(numbers).exp(), want.exp(), atol=0.02)  # in 16 bits
+    found, want = torch.tensor(likeliest).sort(-1).values.exp(), logs.topk(top).values.sort(-1).values.exp()
+    assert torch.allclose(found, want, atol=0.02)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_probabilities_end_before_a_stop_string(path):
+    number = dict(logprobs=0) if path == COMPLETIONS else dict(logprobs=True)
+    said = asked(path, **number, stop=" is")["choices"][0]
+    logs = said["logprobs"]
+    tokens = logs["tokens"] if path == COMPLETIONS else [each["token"] for each in logs["content"]]
+    assert "".join(tokens) == (said["text"] if path == COMPLETIONS else said["message"]["content"]) != ""
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_several_answers(path):
+    """Each is the one of its seed, whole and as a stream; the usage counts all."""
+    said = asked(path, n=3, seed=5, temperature=1.5)
+    texts = [text_of(dict(choices=[choice])) for choice in said["choices"]]
+    assert texts == [text_of(asked(path, seed=5 + at, temperature=1.5)) for at in range(3)]
+    assert len(set(texts)) > 1 and [choice["index"] for choice in said["choices"]] == [0, 1, 2]
+    read, written = counted(said)
+    assert (read, written) == (counted(usual(path))[0], 24)
+    chunks = [event["choices"][0] for event in events(posted(path, n=3, seed=5, temperature=1.5, stream=True))]
+    for at, text in enumerate(texts):
+        own = [each for each in chunks if each["index"] == at]
+        assert "".join(each.get("text") or each.get("delta", {}).get("content") or "" for each in own) == text
+        assert [each["finish_reason"] for each in own if "finish_reason" in each] == ["length"]
+
+
+def test_tokens_are_drawn_from_all():
+    """Transformers' default is the likeliest 50; a model's configuration may say so."""
+    ids = list(range(1000, 1400))
+    few = {client().server.tokenizer.decode([token]) for token in ids[:50]}
+    with constant(ids, [5.0 - at / 32 for at in range(len(ids))]):
+        drawn = set()
+        for seed in range(3):
+            said = asked(COMPLETIONS, temperature=1, max_tokens=60, seed=seed, logprobs=0)
+            drawn |= set(said["choices"][0]["logprobs"]["tokens"])
+        own = asked(COMPLETIONS, temperature=1, max_tokens=60, top_k=5, logprobs=0)
+    assert drawn - few and len(set(own["choices"][0]["logprobs"]["tokens"])) <= 5
+
+
+@pytest.mark.parametrize("path", TABLE)
+def test_nulls(path):
+    """As `model_dump()` writes them."""
+    nulls = {name: None for name in TABLE[path] if "." not in name and name not in body_of(path)}
+    assert text_of(asked(path, **nulls)) == text_of(usual(path))
+    if path == COMPLETIONS:
+        return
+    call = dict(name="f", arguments='{"x": null}')
+    if path == CHAT:
+        before = ChatCompletion.model_validate(asked(CHAT)).choices[0].message
+        item = dict(before.model_dump(), tool_calls=[dict(id="1", type="function", function=call)])
+        result = dict(role="tool", tool_call_id="1", content="3", name=None)
+        field = dict(messages=[*body_of(path)["messages"], item, result])
+        assert None in before.model_dump().values()
+    else:
+        output = Response.model_validate(asked(path)).model_dump()["output"]
+        output += [dict(type="reasoning", id="r", summary=[], content=None, encrypted_content=None)]
+        output += [dict(call, type="function_call", call_id="1", id=None, status=None)]
+        output += [dict(type="function_call_output", call_id="1", output="3", status=None)]
+        field = dict(input=[dict(role="user", content=WHO, type=None), *output])
+    assert counted(asked(path, **field))[0] > counted(usual(path))[0]
+
+
+def test_an_input_s_items_are_messages():
+    from kvevict.serve.messages import of_input
+
+    tokenizer = client().server.tokenizer
+    items = [
+        dict(role="developer", content="Be kind."), dict(role="user", content=[dict(type="input_text", text="Well?")]),
+        dict(type="reasoning", content=[dict(type="reasoning_text", text="Hm.")]),
+        dict(type="function_call", call_id="1", name="f", arguments='{"x": null}'),
+        dict(type="function_call_output", call_id="1", output="3"),
+    ]  # fmt: skip
+    call = dict(id="1", type="function", function=dict(name="f", arguments=dict(x=None)))
+    assert of_input(tokenizer, items, "Be brief.") == [
+        dict(role="system", content="Be brief.\n\nBe kind."), dict(role="user", content="Well?"),
+        dict(role="assistant", content="", reasoning_content="Hm.", tool_calls=[call]),
+        dict(role="tool", content="3", tool_call_id="1"),
+    ]  # fmt: skip
+    assert of_input(tokenizer, items[1]["content"], None) == [dict(role="user", content="Well?")]
+
+
+def test_a_developer():
+    """A system's message, where the template has no developer."""
+    turns = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    from kvevict.serve.messages import of_chat
+
+    tokenizer, said = client().server.tokenizer, [dict(role="developer", content="x")]
+    assert of_chat(tokenizer, said) == [dict(role="system", content="x")]
+    knows = type("Knows", (), dict(chat_template=turns + "{# developer #}"))
+    assert of_chat(knows, said) == said
+
+
+def test_a_prompt_as_a_list():
+    tokenizer, text = client().server.tokenizer, body_of(COMPLETIONS)["prompt"]
+    ids = tokenizer(text)["input_ids"]
+    for prompt in ([text], ids, [ids]):
+        assert asked(COMPLETIONS, prompt=prompt)["choices"] == usual(COMPLETIONS)["choices"]
+        assert counted(asked(COMPLETIONS, prompt=prompt)) == counted(usual(COMPLETIONS))
+    for prompt in ([], [text, text], [ids, ids], [[]], [1, "x"], [True], [5120], [-1], [[1.5]]):
+        response = posted(COMPLETIONS, prompt=prompt)
+        assert response.status_code == 400 and "prompt" in response.json()["error"]["message"], prompt
+    assert posted(COMPLETIONS, prompt=ids * 200).json()["error"]["code"] == "context_length_exceeded"
+    client().store()
+    found = [asked(COMPLETIONS, prompt=prompt, kvevict=dict(text="text")) for prompt in (text, ids[1:])]
+    assert text_of(found[0]) == text_of(found[1])
+
+
+def test_a_model_by_its_name():
+    [known] = client().ask("GET", "/v1/models").json()["data"]
+    assert client().ask("GET", "/v1/models/small").json() == known
+    for name in ("other", "small/other"):
+        response = client().ask("GET", f"/v1/models/{name}")
+        assert response.status_code == 404 and response.json()["error"]["code"] == "model_not_found"
