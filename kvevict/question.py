@@ -1,8 +1,12 @@
-"""Which tokens of a prompt ask: what observes, where rows are a probe, wherever it stands."""
+"""The question of a prompt, wherever it stands, and the request around it: rows that are a probe observe with the
+question, and the request is kept."""
 
 import contextlib
+import math
 import numbers
 import re
+import warnings
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,6 +19,7 @@ from .prompts import MARK, rendered
 NEAR = 1024  # characters at either end of a user's turn in which its question is looked for
 FEW = 8  # tokens after a question that begin no answer: a template's, "Answer:"
 END = 256  # a prompt's last tokens, at most a quarter of it: a request with its question, and no text to choose from
+PARAGRAPH, LINE = "\n\n", "\n"
 MARKS = "?\uff1f\u061f"
 # What is between two sentences: a line's end, or white space after what ends a sentence and no abbreviation, or after a
 # colon that four words follow, the first with a capital letter.
@@ -34,7 +39,7 @@ def observing(question, tokenizer=None):
     question   a text that the prompt has, of which the last occurrence counts and white space does not; or its tokens,
                (start, stop) as in a Python slice of the prompt without its padding; or a list of these, one for each
                row of a batch
-    tokenizer  the model's, for a text
+    tokenizer  the model's, for a text; with it the request around the question is kept from its paragraph's start on
 
     Its tokens are appended to every chunk, so the policy's rows must be "probe" (take, take+edie, ...). A read raises
     ValueError, before the cache changes, for a question that its prompt does not have, and for one as long as a chunk.
@@ -65,11 +70,48 @@ def _check(question, tokenizer) -> None:
 
 
 class Question:
-    """Finds what observes a prompt."""
+    """Finds the question of a prompt."""
+
+    tokenizer: Any = None
+
+    @cached_property
+    def _marks(self) -> tuple:
+        """(the text that opens a user's turn, the text that ends it, the text that ends the last turn and opens the
+        answer) in the chat template; "" for unknown."""
+        if not getattr(self.tokenizer, "chat_template", None):
+            return "", "", ""
+        one, answer = ({"role": role, "content": MARK} for role in ("user", "assistant"))
+        try:
+            head, tail = rendered(self.tokenizer, [one], "a user's turn").split(MARK)
+        except ValueError:
+            return "", "", ""
+        try:
+            _, end, begin, _ = rendered(self.tokenizer, [one, answer, one], "a second turn").split(MARK)
+        except ValueError:  # it has one turn
+            return head, tail, tail
+        opened, ends = shared(head[::-1], begin[::-1])[::-1], shared(tail, end)
+        return tuple(mark if mark.strip() else "" for mark in (opened, ends, tail))  # a text has white space of its own
 
     def rows(self, request, prompt: int):
         """The policy's rows for the first `prompt` columns of a `kvevict.engine.hook.request.Request`."""
         raise NotImplementedError
+
+    def requests(self, request, spans: list, tokens: list) -> tuple:
+        """For each row of a `Request`, with the span (start, stop) of its question or None: the request's tokens from
+        the question's paragraph to the prompt's end, from its line, and from the question; () for a question that is
+        not in the prompt's last part."""
+        found = []
+        for row, (span, n) in enumerate(zip(spans, tokens, strict=True)):
+            if span is None or not in_last_part(span, n, request.columns):
+                found.append(())
+                continue
+            starts, before = [], None if request.ids is None else ids_of_row(request, row, n)[: span[0]]
+            if before is not None and callable(self.tokenizer):
+                starts = [start_of(self.tokenizer, before, mark, self._marks[0]) for mark in (PARAGRAPH, LINE)]
+            starts = [start for start in (*starts, span[0]) if start is not None]
+            found.append(tuple(dict.fromkeys(n - start for start in starts)))
+            warn_if_long(request.policy, n - starts[-2:][0], request.columns + n)
+        return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -94,7 +136,7 @@ class Asked(Question):
                 "questions of different lengths observe from different rows of a call, and diagnose=True and TADA's "
                 "budgets take its last ones: give spans of one length, or read the rows of the batch one by one"
             )
-        return of_spans(request, spans, tokens)
+        return of_spans(request, spans, tokens, self.requests(request, spans, tokens))
 
     def _span(self, request, row: int, asked, tokens: int) -> tuple:
         """(start, stop) in a row of `tokens` tokens."""
@@ -122,24 +164,6 @@ class LastTurn(Question):
     tokenizer: Any
     request: str = ""  # what the turn asks after its text, where that is known
 
-    @cached_property
-    def _marks(self) -> tuple:
-        """(what opens a user's turn, what ends it, what ends the last turn and opens the answer) in the chat template;
-        "" for unknown."""
-        if not getattr(self.tokenizer, "chat_template", None):
-            return "", "", ""
-        one, answer = ({"role": role, "content": MARK} for role in ("user", "assistant"))
-        try:
-            head, tail = rendered(self.tokenizer, [one], "a user's turn").split(MARK)
-        except ValueError:
-            return "", "", ""
-        try:
-            _, end, begin, _ = rendered(self.tokenizer, [one, answer, one], "a second turn").split(MARK)
-        except ValueError:  # it has one turn
-            return head, tail, tail
-        opened, ends = shared(head[::-1], begin[::-1])[::-1], shared(tail, end)
-        return tuple(mark if mark.strip() else "" for mark in (opened, ends, tail))  # a text has white space of its own
-
     def rows(self, request, prompt):
         policy, rows = request.policy, request.policy.rows
         if request.ids is None or not rows.at_the_end:
@@ -148,6 +172,8 @@ class LastTurn(Question):
         last, tokens = rows.lengths(tokens).tolist(), tokens.tolist()
         prompts = [ids_of_row(request, b, n) for b, n in enumerate(tokens)]
         spans = [self._span(ids) for ids in prompts]
+        kept = self.requests(request, spans, tokens)
+        rows = rows.keeping(kept) if any(kept) else rows
         spans = [span if span and span[1] - span[0] < (policy.chunk_size or prompt) else None for span in spans]
         inside = [span is not None and span[0] >= n - own for span, n, own in zip(spans, tokens, last)]
         begun = [each and self._begins(ids, span) for each, ids, span in zip(inside, prompts, spans)]
@@ -156,7 +182,8 @@ class LastTurn(Question):
             if not any(spans):
                 return rows
             whole = [span or (n - own, n) for span, n, own in zip(spans, tokens, last)]
-            chosen = of_spans(request, whole, tokens)
+            pieces = tuple(each if span or each else (own,) for each, span, own in zip(kept, spans, last))
+            chosen = of_spans(request, whole, tokens, pieces)
             if chosen.ends:
                 break
         return rows if reads_last_rows(policy) and len(set(chosen.lengths(None))) > 1 else chosen
@@ -181,9 +208,54 @@ class LastTurn(Question):
         return turn.partition(ends)[0] if ends else turn
 
 
-def of_spans(request, spans: list, tokens: list):
-    """The policy's rows where spans of a request's rows, of so many tokens, observe."""
-    return request.policy.rows.of_spans(spans, ends_of(request.policy, spans, tokens, request.columns))
+def in_last_part(span: tuple, tokens: int, before: int = 0) -> bool:
+    """Whether a question's span is so near the end of a prompt of `tokens` tokens, read after `before` others, that a
+    request around it may follow it to the end."""
+    return tokens - span[0] <= min(END, (before + tokens) // 2)
+
+
+def start_of(tokenizer, ids, mark: str, opened: str = ""):
+    """The number of the ids up to the last `mark` in them, or up to the text that opens the user's turn, white space
+    after it included; None: neither is within the last END."""
+
+    def text(start, stop=None):
+        return tokenizer.decode(ids[start:stop], clean_up_tokenization_spaces=False)
+
+    def has(start):
+        return mark in text(start) or (bool(opened) and opened in text(start))
+
+    first = max(0, len(ids) - END)
+    if first and not has(first):
+        return None
+    first += bisect_left(range(first, len(ids)), True, key=lambda start: not has(start))
+    while first < len(ids) and not text(first, first + 1).strip():
+        first += 1
+    return first
+
+
+_warned: set = set()  # budgets that were too small for a request
+
+
+def warn_if_long(policy, needed: int, seen: int) -> None:
+    """Warn, once for each budget, if a request of `needed` tokens takes more than half of the budget of a row that has
+    seen so many tokens."""
+    budget = policy.slots(seen)
+    if 2 * needed <= budget or seen <= budget or policy.budget in _warned:
+        return
+    _warned.add(policy.budget)
+    share = math.ceil(200 * needed / seen) / 100
+    warnings.warn(
+        f"the prompt's question and the text around it take {needed} tokens, more than half of the {budget} slots that "
+        f"each head keeps, so that some of their words are evicted: give budget={2 * needed}"
+        + (f", or budget={share}" if share < 1 else ""),
+        stacklevel=2,
+    )
+
+
+def of_spans(request, spans: list, tokens: list, kept: tuple = ()):
+    """The policy's rows where spans of a request's rows, of so many tokens, observe; kept: `Question.requests`."""
+    policy = request.policy
+    return policy.rows.of_spans(spans, ends_of(policy, spans, tokens, request.columns), kept)
 
 
 def ends_of(policy, spans: list, tokens: list, before: int = 0) -> tuple:

@@ -17,7 +17,7 @@ from ..models import pretrained
 from ..patch import evicting
 from ..policy.tokenizer import told
 from ..prompts import first_ids, frame, ids_of, until_line_end
-from ..question import LastTurn, ends_of
+from ..question import LastTurn, ends_of, in_last_part
 from ..report import report
 
 
@@ -93,7 +93,8 @@ def observe(policy, rows, tokens: int, named=()):
         chosen = dataclasses.replace(policy.rows, **dict.fromkeys(numbers, min(rows, most)))
     elif "probe" in numbers and policy.rows.append:
         spans = [(max(rows[0], rows[1] - most), rows[1])]
-        chosen = policy.rows.of_spans(spans, ends_of(policy, spans, [tokens]))
+        request = ((tokens - rows[0],),) if in_last_part(rows, tokens) else ()
+        chosen = policy.rows.of_spans(spans, ends_of(policy, spans, [tokens]), request)
     else:
         return policy
     return dataclasses.replace(policy, rows=chosen)

@@ -210,8 +210,12 @@ class Policy:
         """Slots of a kv head that are kept whatever their score: sinks, and the largest of window, probe, recent slots
         and a run that a chunk's end cuts."""
         run = max(select.run for select in self.selections) - 1 if self.schedule == "chunk" else 0
-        first, last = self.score.protected
-        return max(first, self.keep_first) + max(last, self.rows.protected, run, self.spared)
+        return self.first + max(self.score.protected[1], self.rows.protected, run, self.spared)
+
+    @property
+    def first(self) -> int:
+        """First slots of a kv head that are kept whatever their score."""
+        return max(self.keep_first, self.score.protected[0])
 
     @property
     def spared(self) -> int:
@@ -226,7 +230,7 @@ class Policy:
     @property
     def fewest_propagated(self) -> int:
         """The fewest of a chunk's tokens for the layers after `tsp`: those that always go on, and one."""
-        return max(self.keep_first, self.score.protected[0]) + self.goes_on + 1
+        return self.first + self.goes_on + 1
 
     def propagated(self, tokens):
         """How many of a chunk's tokens, int or [B], the layers after `tsp` read."""

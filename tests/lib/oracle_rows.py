@@ -15,7 +15,7 @@ OPTIONS = {
     "last": {},
     "all": {},
     "window": dict(window=32),
-    "probe": dict(probe=32, ema_alpha=0.2, ema_space="aligned", append=True, ending=None, ends=False),
+    "probe": dict(probe=32, ema_alpha=0.2, ema_space="aligned", append=True, ending=None, ends=False, request=()),
     "given": dict(ids=()),
     "repeat": dict(instruction=(), most=None, part=2048),
     "drafted": dict(n_d=8, window=8, draft_keys=False, draft_model="self"),
@@ -53,10 +53,18 @@ def protected(row):
     if o["rows"] == "probe":
         ending = min(o["ending"] or length(o["probe"]), len(row.prompt) // 2)
         if isinstance(o["probe"], tuple):
-            quarter = row.layer_budget // len(row.layers[0].alive) // 4
-            ending = min(ending, max(8, quarter), row.rest) if o["ends"] else min(ending, 8)
-        return (ending if row.last else 0) if row.reading else while_decoding(o)
+            ending = min(ending, 8)
+        return max(ending if row.last else 0, requested(row)) if row.reading else while_decoding(o)
     return 0
+
+
+def requested(row):
+    """The last slots that belong to the request: the longest of its beginnings that half of the budget holds, or else
+    half of the budget; less the tokens that are still to be read."""
+    half = row.layer_budget // len(row.layers[0].alive) // 2
+    beginnings = row.o["request"]
+    kept = max((n for n in beginnings if n <= half), default=half if beginnings else 0)
+    return max(kept - row.ahead, 0)
 
 
 def always(o):
@@ -67,6 +75,7 @@ def always(o):
 def begin(row, ids):
     """A read of the tokens `ids`: the length of its probe, and the appended rows, (ids, positions in the text)."""
     o, N = row.o, len(ids)
+    row.end = row.seen + N
     row.p, row.appended, at = 0, [], range(row.seen + N, row.seen + N + LATER)
     row.prompt, row.fresh = {row.seen + i: t for i, t in enumerate(ids)}, {}
     if o["rows"] == "probe":
@@ -84,6 +93,7 @@ def begin(row, ids):
 def begin_chunk(row, stop):
     """The rows appended to a chunk that ends at token `stop`: (ids, positions)."""
     o = row.o
+    row.ahead = row.end - stop
     row.own_probe = o["rows"] == "probe" and row.last and (not isinstance(o["probe"], tuple) or o["ends"])
     if o["rows"] == "repeat" and o["schedule"] == "chunk":
         extra = again(row, range(row.seen, stop))
@@ -147,7 +157,8 @@ def observers(row, seen, g):
     if not row.reading:
         return _decoded(row, seen, g)
     if o["rows"] == "probe" and o["append"]:
-        n = len(slots) - (row.rest if row.own_probe else 0)
+        unseen = min(row.rest, requested(row)) if isinstance(o["probe"], tuple) else row.rest
+        n = len(slots) - (unseen if row.own_probe else 0)
         a = row.weights(seen, g, layer.probe, [LATER] * row.p, layer.k[g, slots[:n]], slots[:n])
         a = torch.nn.functional.pad(a, (0, len(slots) - n))
         parts.append((a, a @ layer.v[g, slots]))

@@ -7,6 +7,8 @@ import inspect
 import io
 import pickle
 import types
+import warnings
+from dataclasses import dataclass
 
 import oracle
 import pytest
@@ -16,11 +18,13 @@ from test_policies import BUDGET, CHUNK, NEAR, VOCAB, model, ours, tokens
 from transformers import AutoModelForCausalLM
 
 import kvevict
+import kvevict.question
 from kvevict.analysis.run import encode
 from kvevict.commands import COMMANDS
+from kvevict.context import within
 from kvevict.families import base_model
 from kvevict.policy.rows.probe import Probe
-from kvevict.question import LastTurn, find, question_of
+from kvevict.question import LastTurn, Question, find, question_of
 
 TEXT = "The harbour opens at seven. The lantern is lit at nine, says the old man by the door. " * 4
 ASKED = "When is the lantern lit?"
@@ -54,12 +58,15 @@ def tokenizer(request):
 
 
 def truth(name, lengths, spans, ending=PROBE, **options):
-    """The first seed without a near-tie, and the oracle's (logits, positions) of each row alone."""
+    """The first seed without a near-tie, and the oracle's (logits, positions) of each row alone. A span in the second
+    half of its prompt begins a request."""
     for seed in range(60):
         try:
             results = []
             for (ids,), span in zip(tokens([[n] for n in lengths], seed), spans, strict=True):
-                row = oracle.Row(model(), name, near=NEAR, probe=span, ending=ending, **options)
+                rest = -(span[0] % -len(ids)) if span[0] else len(ids)
+                request = (rest,) if rest <= len(ids) // 2 else ()
+                row = oracle.Row(model(), name, near=NEAR, probe=span, ending=ending, request=request, **options)
                 results.append((row.read(ids.tolist()).view(-1, VOCAB), row.positions))
             return seed, results
         except oracle.NearTie:
@@ -117,6 +124,167 @@ def test_one_span_for_all_rows_and_while_decoding():
             assert our_positions == positions and torch.equal(our_logits, logits)
 
 
+@dataclass(frozen=True)
+class Known(Question):
+    """Spans of each row, and its request's beginnings."""
+
+    spans: tuple
+    requests_of: tuple
+    ends: tuple = ()
+
+    def rows(self, request, prompt):
+        return request.policy.rows.of_spans(self.spans, self.ends, self.requests_of)
+
+
+@pytest.mark.parametrize("chunk", [12, 16, None])
+@pytest.mark.parametrize("name, options", [
+    ("take", {}), ("take+edie", dict(kernel=5, sink=2)), ("take+chunkkv", dict(c=3)),
+    ("take+edie", dict(kernel=5, sink=2, heads="ada")), ("take+edie", dict(kernel=5, sink=0, heads="flat")),
+])  # fmt: skip
+def test_a_request_against_the_oracle(name, options, chunk):
+    """Of rows of other lengths: one that fits, one of which the part from the question on fits, one of which no
+    beginning fits, one that a chunk begins in, and none."""
+    lengths = [62, 48, 55, 41, 33]
+    spans = ((50, 55), (40, 43), (44, 51), (35, 40), (2, 5))
+    requests = ((15, 12), (20, 8), (30, 24, 17), (14,), ())
+    chosen = dict(budget=32, chunk_size=chunk) | options
+    for seed in range(60):
+        try:
+            want = []
+            for (ids,), span, request in zip(tokens([[n] for n in lengths], seed), spans, requests, strict=True):
+                row = oracle.Row(model(), name, near=NEAR, probe=span, ending=11, request=request, **chosen)
+                want.append((row.read(ids.tolist()).view(-1, VOCAB), row.positions))
+            break
+        except oracle.NearTie:
+            continue
+    with within(question=Known(spans, requests)):
+        ((*got,),) = ours(model(), name, [[n] for n in lengths], seed, **chosen, probe=11)
+    for (logits, positions), (our_logits, our_positions) in zip(want, got, strict=True):
+        assert our_positions == positions
+        torch.testing.assert_close(our_logits.double(), logits, rtol=0, atol=1e-5 * logits.abs().max().item())
+    for n, kept, (_, positions) in zip(lengths, (15, 8, 16, 14, 0), got, strict=True):
+        assert all(head[len(head) - kept :] == list(range(n - kept, n)) for layer in positions for head in layer)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_request_that_observes_and_does_not_fit(name):
+    """The question's rows score every slot of it that half of the budget does not hold."""
+    lengths, spans, requests = [62, 70], ((42, 47), (52, 54)), ((24, 20), (19,))
+    chosen = dict(budget=24, chunk_size=24) | PRESETS[name]
+    for seed in range(60):
+        try:
+            want = []
+            for (ids,), span, request in zip(tokens([[n] for n in lengths], seed), spans, requests, strict=True):
+                row = oracle.Row(model(), name, near=NEAR, probe=span, ending=9, ends=True, request=request, **chosen)
+                row.read(ids.tolist())
+                want.append(row.positions)
+            break
+        except oracle.NearTie:
+            continue
+    with within(question=Known(spans, requests, (20, 18))):
+        ((*got,),) = ours(model(), name, [[n] for n in lengths], seed, **chosen, probe=9)
+    assert [positions for _, positions in got] == want
+
+
+# -- the request keeps itself ---------------------------------------------------------------------------------------
+
+BEFORE = "We could not agree on it yesterday."
+TAIL = f"{ASKED} {MORE}"
+
+
+def holes(positions, begin: int, tokens: int) -> set:
+    """The tokens from `begin` on that some head of some layer does not keep."""
+    return {t for layer in positions for row in layer for head in row for t in {*range(begin, tokens)} - {*head}}
+
+
+@pytest.mark.parametrize("options", [
+    dict(chunk_size=512), dict(chunk_size=200), dict(chunk_size=64), dict(chunk_size=200, heads="flat"),
+    dict(chunk_size=200, heads="ada"), dict(chunk_size=200, diagnose=True), dict(chunk_size=400, tsp=1, tsp_len=0.9),
+    dict(chunk_size=200, select="chunk", c=4), dict(chunk_size=None, layers="cake", score="cake", probe=150),
+], ids=str)  # fmt: skip
+def test_what_is_written_around_a_question_has_no_holes(net, tokenizer, options):
+    """Whatever observes: a question near the end, in the last rows, with the answer's first words after it; found by
+    the tokenizer or named."""
+    chats = tokenizer.chat_template is not None
+    last = f"{BEFORE} {ASKED}"
+    for request, opening in ((f"{BEFORE} {TAIL}", ""), (last, ""), (last, " It is lit at"), (TAIL, "")):
+        text = f"{TEXT * 2}\n\n{request}"
+        if chats:
+            turns = [dict(role="user", content=text)]
+            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        ids = torch.tensor([tokenizer(text + opening, add_special_tokens=False)["input_ids"]])
+        rest = len(tokenizer((text + opening)[text.rindex(request) :], add_special_tokens=False)["input_ids"])
+        for how in ("patched", "observing"):
+            chosen = dict(budget=420, kernel=5, sink=2) | options
+            question = {} if how == "patched" else dict(question=ASKED, tokenizer=tokenizer)
+            kept = slots(net, ids, **question, patched=tokenizer if how == "patched" else False, **chosen)
+            assert not holes(kept, ids.shape[1] - rest, ids.shape[1])
+
+
+def test_as_much_of_a_request_as_half_of_the_budget_holds(net):
+    """From its paragraph on, from its line, from the question, and else the prompt's last tokens."""
+    tok, request = tiny.byte_tokenizer(), f"{BEFORE}\nNow, {TAIL}"
+    ids = row(f"{TEXT * 2}\n\n{request}")
+    sizes = [len(request), len(f"Now, {TAIL}"), len(TAIL)]
+    for half, kept in ((sizes[0], sizes[0]), (sizes[0] - 1, sizes[1]), (sizes[1] - 1, sizes[2]), (sizes[2] - 1,) * 2):
+        for size in (512, 150):
+            found = slots(net, ids, patched=tok, budget=2 * half, chunk_size=size, sink=2)
+            assert not holes(found, ids.shape[1] - kept, ids.shape[1])
+
+
+def test_a_request_in_a_batch(net):
+    """Each row its own; a row without a question keeps the policy's last slots."""
+    tok = tiny.byte_tokenizer()
+    texts = [f"{TEXT * 2}\n\n{TAIL}", f"{TEXT}\n\n{BEFORE} {ASKED}", f"{TEXT * 9}"[:340]]
+    longest = max(map(len, texts))
+    ids = torch.cat([torch.nn.functional.pad(row(text), (longest - len(text), 0)) for text in texts])
+    mask = torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in texts])
+    options = dict(budget=300, chunk_size=128, probe=8, kernel=5)
+    with kvevict.evicting(net, "take+edie", tokenizer=tok, **options), torch.no_grad():
+        net(ids, attention_mask=mask, logits_to_keep=1)
+        kept = kvevict.report(net, positions=True)["positions"]
+    for b, size in enumerate((len(TAIL), len(f"{BEFORE} {ASKED}"), 8)):
+        assert not holes([layer[b : b + 1] for layer in kept], longest - size, longest)
+
+
+def test_a_last_turn_that_is_short(net):
+    """A long text with questions and answers before it: all of the turn is kept, and nothing before it has to be."""
+    tok = tiny.chat_tokenizer()
+    tok.chat_template = TURNS
+    said = [("user", f"{TEXT * 2}\n\nWho says it?"), ("assistant", "The old man."), ("user", TAIL)]
+    text = tok.apply_chat_template(
+        [dict(role=r, content=c) for r, c in said], tokenize=False, add_generation_prompt=True
+    )
+    ids = torch.tensor([tok(text, add_special_tokens=False)["input_ids"]])
+    n, rest = ids.shape[1], len(tok(text[text.rindex(TAIL) :], add_special_tokens=False)["input_ids"])
+    kept = slots(net, ids, patched=tok, budget=300, chunk_size=128)
+    assert not holes(kept, n - rest, n) and holes(kept, n - rest - 20, n)
+
+
+@pytest.mark.parametrize("name", ["generate", "serve"])
+def test_what_a_command_or_the_server_is_asked(net, name):
+    """They know the request's words: `LastTurn(tokenizer, words)`."""
+    tok = tiny.chat_tokenizer()
+    words = f"{BEFORE} {TAIL}" if name == "generate" else f"{TEXT * 2}\n\n{BEFORE} {TAIL}"
+    prompt = encode(tok, TEXT * 2, f"{BEFORE} {TAIL}")
+    ids = torch.tensor([prompt.context + prompt.question])
+    with within(question=LastTurn(tok, words)):
+        kept = slots(net, ids, budget=420, chunk_size=150, patched=False)
+    assert not holes(kept, ids.shape[1] - len(prompt.question) + 2, ids.shape[1])
+
+
+def test_a_budget_that_does_not_hold_the_request(net, monkeypatch):
+    """A warning names one that does, once."""
+    monkeypatch.setattr(kvevict.question, "_warned", set())
+    tok, ids = tiny.byte_tokenizer(), row(f"{TEXT * 3}\n\n{TAIL}")
+    with pytest.warns(UserWarning, match=f"give budget={2 * len(TAIL)}, or budget=0.2"):
+        slots(net, ids, patched=tok, budget=2 * len(TAIL) - 1)
+    for budget in (2 * len(TAIL) - 1, 2 * len(TAIL), 0.2, 5000):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            slots(net, ids, patched=tok, budget=budget, chunk_size=150)
+
+
 # -- texts ----------------------------------------------------------------------------------------------------------
 
 
@@ -124,10 +292,10 @@ def slots(net, ids, question=None, tokenizer=None, patched=None, **options):
     chosen = dict(budget=60, chunk_size=128, probe=8, kernel=5) | options
     with kvevict.evicting(net, "take+edie", tokenizer=patched, **chosen), torch.no_grad():
         if question is None:
-            net(ids, use_cache=True)
+            net(ids, use_cache=True, logits_to_keep=1)
         else:
             with kvevict.observing(question, tokenizer):
-                net(ids, use_cache=True)
+                net(ids, use_cache=True, logits_to_keep=1)
         return kvevict.report(net, positions=True)["positions"]
 
 
@@ -214,7 +382,7 @@ def test_a_question_after_what_was_read_before(net, monkeypatch):
     """The turn is little more than a question, and the text before it is in the cache: it ends the whole."""
     seen, of_spans = [], Probe.of_spans
     monkeypatch.setattr(
-        Probe, "of_spans", lambda self, spans, ends=(): seen.append(ends) or of_spans(self, spans, ends)
+        Probe, "of_spans", lambda self, spans, ends=(), *more: seen.append(ends) or of_spans(self, spans, ends, *more)
     )
     tok, turn = tiny.byte_tokenizer(), f" {ASKED} {MORE}"
     with kvevict.evicting(net, "take+edie", budget=60, chunk_size=128, probe=8, kernel=5, tokenizer=tok):

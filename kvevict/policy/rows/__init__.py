@@ -86,14 +86,19 @@ class Rows:
         """These rows, given the ids of the true response, for rows of a reference score."""
         return self
 
-    def of_spans(self, spans: list, ends: tuple = ()) -> "Rows":
+    def of_spans(self, spans: list, ends: tuple = (), request: tuple = ()) -> "Rows":
         """These rows for one read, with a span (start, stop) of each batch row as observers. ends: for each row, tokens
-        from its span's start to the prompt's end, if the spans are near it; (): the spans may be anywhere. Raises
-        ValueError for rows that cannot be chosen."""
+        from its span's start to the prompt's end, if the spans are near it; (): the spans may be anywhere. request: as
+        in `keeping`. Raises ValueError for rows that cannot be chosen."""
         raise ValueError(
             "kvevict.observing chooses the tokens that are appended to chunks, and these rows append none of the "
             "prompt's: choose take, take+edie or another policy with rows='probe'"
         )
+
+    def keeping(self, request: tuple) -> "Rows":
+        """These rows for one read that keeps the prompt's request. request: for each batch row a tuple of token counts,
+        each from a beginning of its request to the prompt's end; (): its request is not at the end."""
+        return self
 
     def appended(self, tokens: int, rows: int, last: bool) -> int:
         """How many rows are appended to a chunk of `rows` tokens of a prompt of `tokens` that is evicted from. last:

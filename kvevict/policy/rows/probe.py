@@ -24,8 +24,8 @@ class Probe(Rows):
     append     False: nothing is appended; the chunk's last `probe` rows observe (ablation, table 2)
 
     The probe attends to all alive slots but its own. Always kept at the prompt's end, at most half the prompt: the
-    probe's slots; with a span the last min(8, probe rows) slots, because the answer continues from there; with a span
-    near the end (`kvevict.observing`) everything from the span on, up to min(probe rows, max(8, budget / 4)).
+    probe's slots, or with a span the last min(8, probe rows) slots, because the answer continues from there. Where the
+    prompt's question is known, its request is kept too, up to half of the budget: METHODS section 3.
     """
 
     probe: int | tuple = 32
@@ -73,10 +73,17 @@ class Probe(Rows):
                 "give a larger chunk_size or a smaller probe"
             )
 
-    def of_spans(self, spans, ends=()):
+    def of_spans(self, spans, ends=(), request=()):
         if not self.append:
             return super().of_spans(spans)
-        return Spans(**{f.name: getattr(self, f.name) for f in fields(Probe)}, spans=tuple(spans), ends=tuple(ends))
+        request = tuple(request) or tuple((end,) for end in ends)
+        return Spans(**self._options(), request=request, spans=tuple(spans), ends=tuple(ends))
+
+    def keeping(self, request):
+        return Requested(**self._options(), request=tuple(request))
+
+    def _options(self):
+        return {f.name: getattr(self, f.name) for f in fields(Probe)}
 
     def lengths(self, tokens):
         """int [B] probe rows of prompts of so many tokens [B]."""
@@ -161,12 +168,43 @@ class Probe(Rows):
 
 
 @dataclass(frozen=True, eq=False)
-class Spans(Probe):
+class Requested(Probe):
+    """A probe of one read that keeps the prompt's request (`Rows.keeping`).
+
+    The longest beginning of the request that half of a layer's budget holds is kept, whatever its score. If half of the
+    budget holds none, it holds the prompt's last tokens, and the request's other tokens are scored like the text.
+    """
+
+    request: tuple = ()
+
+    def protect(self, call):
+        own = super().protect(call)
+        if call.step.read is None or not self.request:
+            return own
+        return torch.maximum(self.kept(call), call.upload(np.zeros(len(self.request))) + own)
+
+    def kept(self, call):
+        """int32 [B]: how many of the last slots after a chunk are the request's."""
+        policy, read = call.step.patch.policy, call.step.read
+        most = torch.minimum(call.budget // 2, call.budget - policy.first - 1).clamp_min(0)
+        if policy.layers.cascades:  # the layer's budget may still shrink
+            most = most.clamp_max(self.most)
+        if policy.tsp is not None:  # layers after it read the request, and as many other tokens
+            most = most.clamp_max(int(policy.propagated(policy.chunk_size or read.prompt)) // 2)
+        width = max(1, *map(len, self.request))
+        wanted = call.upload([[*each, *[0] * (width - len(each))] for each in self.request])
+        fits = wanted.masked_fill(wanted > most[:, None], 0).amax(1)
+        kept = torch.where(fits > 0, fits, torch.minimum(most, wanted.amax(1)))
+        return (kept - (read.prompt - call.step.chunk.end)).clamp_min(0)
+
+
+@dataclass(frozen=True, eq=False)
+class Spans(Requested):
     """A probe of one read (`Rows.of_spans`): a span of each row's tokens, counted from its first. Shorter spans
     of a batch are padded on the right; the padding is masked.
 
-    Spans near the prompt's end (`ends`) observe in its last chunk, and see only the slots before them: appended once
-    more they would attend to themselves in the prompt.
+    Spans near the prompt's end (`ends`) observe in its last chunk: appended once more they would attend to themselves
+    in the prompt. They see the slots before them, and of the slots from there on those that compete.
     """
 
     spans: tuple = ()
@@ -188,18 +226,13 @@ class Spans(Probe):
         start = torch.tensor([start for start, _ in self.spans], device=request.device) + request.first
         return self._rows(start, self.appended(0, 0, False), request, read)
 
-    def protect(self, call):
-        """Near the end everything from the span on, at most max(8, a quarter of the layer's budget)."""
-        if call.decoding or not (self.ends and call.ends_prompt):
-            return super().protect(call)
-        most = (call.budget // 4).clamp_min(ENDING).clamp_max(self.most)
-        return torch.minimum(call.upload(np.minimum(call.prompt_tokens // 2, self.ends)), most)
-
     def _queries(self, call, count):
         if not (self.ends and call.ends_prompt):  # padding need not continue a span's positions
             return super()._queries(call, count)[0], call.positions[:, -count]
         return call.stored_from(call.columns - call.upload(self.ends), count)
 
     def observe(self, call, past):
-        unseen = call.upload(self.ends) if self.ends and call.ends_prompt else 0
+        unseen = 0
+        if self.ends and call.ends_prompt:
+            unseen = torch.minimum(call.upload(self.ends), self.kept(call))
         return call.later(past[0].to(call.q.dtype), unseen=unseen, counts=call.upload(self.lengths(None)))
