@@ -6,7 +6,8 @@
 A text has 1,900 tokens of a book and three facts. Each form of a prompt asks for them in words of two halves: "choose",
 for decisions about the policy, and "table". A line is appended for every answer, so an interrupted run goes on where it
 ended; --name tells runs of two commits apart. The full cache's answers are those of the name "full". "free" is the
-answer that follows the prompt; "opened" is one that words of the fact open, after the prompt was read."""
+answer that follows the prompt; "opened" is one that words of the fact open, after the prompt was read. Nats are those
+a token of the full cache's answer, above the full cache's."""
 
 import argparse
 import copy
@@ -16,12 +17,13 @@ import time
 from collections import defaultdict
 from fractions import Fraction
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
 import kvevict
 from kvevict.evaluate.haystack import haystack
-from kvevict.evaluate.intervals import of_scores
+from kvevict.evaluate.intervals import of_scores, student
 from kvevict.evaluate.metrics import METRICS
 from kvevict.evaluate.tasks import Settings
 from kvevict.evaluate.words import LISTS
@@ -194,7 +196,15 @@ def answered(model, tokenizer, logits, cache, opening: str) -> dict:
                 break
             told += more
         found[name] = tokenizer.decode(told, skip_special_tokens=True).strip()
+        found.setdefault("ids", told)
     return found
+
+
+def nats(model, logits, cache, ids) -> float:
+    """The mean negative log likelihood of ids after a cache."""
+    fork, ids = cache.fork() if hasattr(cache, "fork") else copy.deepcopy(cache), torch.tensor([ids])
+    more = model(ids[:, :-1], past_key_values=fork, use_cache=True).logits if ids.shape[1] > 1 else logits[:, :0]
+    return float(torch.nn.functional.cross_entropy(torch.cat([logits[:, -1:], more], 1)[0].float(), ids[0]))
 
 
 def key(line) -> tuple:
@@ -221,18 +231,19 @@ def measure(args):
             ids = encoded(tokenizer, messages)["input_ids"]
             at = dict(model=Path(args.model).name, half=args.half, text=text, form=form)
 
-            def told(name, share, policy, reads):
+            def told(name, share, policy, reads, response=None):
                 line = at | dict(name=name, share=share, policy=policy)  # noqa: B023
                 if key(line) not in known:
-                    start = time.perf_counter()
+                    start = time.process_time()
                     logits, cache = reads()
-                    seconds = round(time.perf_counter() - start, 2)
+                    seconds = round(time.process_time() - start, 2)
                     said = answered(model, tokenizer, logits, cache, opening)  # noqa: B023
                     judge = METRICS["contains_any"]
                     right = all(judge(said["free"], (each,)) for each in answers)  # noqa: B023
                     opened = bool(judge(said["opened"], answers[:1]))  # noqa: B023
                     line |= dict(free=right, opened=opened, seconds=seconds, tokens=ids.shape[1], depth=depth)  # noqa: B023
-                    line |= dict(said=said, answers=answers)  # noqa: B023
+                    response = (said["ids"] or [0]) if response is None else response
+                    line |= dict(said=said, answers=answers, nats=nats(model, logits, cache, response))  # noqa: B023
                     known[key(line)] = line
                     with args.out.open("a") as file:
                         print(json.dumps(line, ensure_ascii=False), file=file)
@@ -251,7 +262,7 @@ def measure(args):
                 for share in args.shares:
                     options = dict(budget=float(Fraction(share)), chunk_size=512, tokenizer=tokenizer)
                     with kvevict.evicting(model, policy, **options):
-                        told(args.name, share, policy, lambda: read(model, ids))  # noqa: B023
+                        told(args.name, share, policy, lambda: read(model, ids), full["said"]["ids"] or [0])  # noqa: B023
 
 
 def table(args):
@@ -261,13 +272,15 @@ def table(args):
     for line in lines:
         for how in ("free", "opened"):
             of = full[key(line)[:4]]
-            if line["name"] == "full" or of[how]:
+            if line["name"] != "full" and of[how]:
                 for form in (line["form"], "~all"):
                     where = line["model"], line["half"], line["policy"], line["share"], how, form, line["name"]
-                    found[where].append(float(line[how]))
-    for where, right in sorted(found.items()):
+                    found[where].append((float(line[how]), line["nats"] - of["nats"], line["seconds"]))
+    for where, each in sorted(found.items()):
+        right, more, seconds = zip(*each)
         _, low, high = of_scores(right)
-        print(*where, f"{sum(right):.0f} of {len(right)} [{100 * low:.0f}, {100 * high:.0f}]", sep="\t")
+        print(*where, f"{sum(right):.0f} of {len(right)} [{100 * low:.0f}, {100 * high:.0f}]",
+              f"{fmean(more):+.3f} +- {student(more):.3f} nats", f"{fmean(seconds):.2f} s", sep="\t")  # fmt: skip
 
 
 if __name__ == "__main__":
