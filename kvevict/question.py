@@ -19,6 +19,7 @@ from .prompts import MARK, rendered
 NEAR = 1024  # characters at either end of a user's turn in which its question is looked for
 FEW = 8  # tokens after a question that begin no answer: a template's, "Answer:"
 END = 256  # a prompt's last tokens, at most a quarter of it: a request with its question, and no text to choose from
+LINK = 4  # words between two questions that are asked together
 PARAGRAPH, LINE = "\n\n", "\n"
 MARKS = "?\uff1f\u061f"
 # What is between two sentences: a line's end, or white space after what ends a sentence and no abbreviation, or after a
@@ -280,24 +281,38 @@ def shared(a: str, b: str) -> str:
 
 def question_of(turn: str) -> str:
     """The question of a user's turn; "" where none is found. Whole paragraphs near the end and then near the start come
-    before those that a long text may be in."""
+    before those that a long text may be in. A last paragraph without a question mark, after a text that no paragraph
+    introduces, is the question: its other question marks are the text's."""
     turn = turn.strip()
     if len(turn) <= NEAR:
         return (questions(turn) or [turn])[-1]
     first, last = turn[:NEAR], turn[-NEAR:]
-    for found in (
-        questions(last.partition("\n\n")[2])[-1:], questions(first.rpartition("\n\n")[0])[:1], questions(last)[-1:],
-        questions(first)[:1],
-    ):  # fmt: skip
+    for found in (questions(last.partition(PARAGRAPH)[2])[-1:], questions(first.rpartition(PARAGRAPH)[0])[:1]):
+        if found:
+            return found[0]
+    if PARAGRAPH in last:
+        return "" if PARAGRAPH in first else last.rpartition(PARAGRAPH)[2]
+    for found in (questions(last)[-1:], questions(first)[:1]):
         if found:
             return found[0]
     return ""
 
 
 def questions(text: str) -> list:
-    """The sentences with a question mark. One before a closing quotation mark is a speaker's."""
-    sentences = (each.strip() for each in BETWEEN.split(text))
-    return [each for each in sentences if each.endswith(tuple(MARKS))]
+    """The sentences with a question mark, those that follow each other, or after a few words, as one. A question mark
+    before a closing quotation mark is a speaker's."""
+    found, between = [], None  # sentences since the last question
+    for sentence in filter(None, map(str.strip, BETWEEN.split(text))):
+        asks = sentence.endswith(tuple(MARKS))
+        if asks and between is not None and len(" ".join(between).split()) <= LINK:
+            found[-1] = " ".join([found[-1], *between, sentence])
+        elif asks:
+            found.append(sentence)
+        if asks:
+            between = []
+        elif between is not None:
+            between.append(sentence)
+    return found
 
 
 def ids_of_row(request, row: int, tokens: int) -> list:
