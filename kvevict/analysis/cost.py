@@ -2,10 +2,11 @@
 weights needed.
 
 Slots follow the policy chunk by chunk (`slots`) and are exact: `cache_bytes` and `peak_cache_bytes` are
-`kvevict.report`'s after such a read. Layer budgets that measure the prompt are taken as uniform; with them only
-`cache_bytes` is exact. What a threshold leaves depends on the text: its slots are the most. FLOPs and bytes are those
-of `work`. Each stage of each chunk and of each decoded token takes the longer of FLOPs / rate and bytes / rate. Memory
-leaves out masks, "eager" attention's matrices, and free slots.
+`kvevict.report`'s after such a read. Layer budgets that measure the prompt are taken as uniform, or as TADA's history
+in this process has them; with them only `cache_bytes` is exact. The slots that a threshold leaves depend on the text;
+their upper bound is counted. FLOPs and bytes are those of `work`. Each stage of each chunk and of each decoded token
+takes the longer of FLOPs / rate and bytes / rate. Memory leaves out masks, "eager" attention's matrices and free
+slots.
 """
 
 from collections import Counter
