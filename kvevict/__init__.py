@@ -1,5 +1,5 @@
 # ruff: noqa: F405  api has them
-"""KV-cache eviction for Hugging Face models: long prompts in bounded memory, answers from what was kept.
+"""KV-cache eviction for Hugging Face models: long prompts in bounded memory, answers from the kept slots.
 
 `import kvevict` loads no torch: the first use of a name does (`kvevict.api`), so that a command line is read at once.
 """
@@ -25,7 +25,7 @@ __all__ = [
 
 class _Package(ModuleType):
     def __getattr__(self, name):
-        """What is not there yet: all public names at once, or a module."""
+        """Load a missing name: all public names at once, or a module."""
         if name in __all__:
             api = importlib.import_module(f"{__name__}.api")
             vars(self).update({each: getattr(api, each) for each in __all__})

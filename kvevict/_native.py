@@ -1,5 +1,5 @@
-"""Loads the compiled part and makes Python functions of its ops. What an op takes and returns is written in
-csrc/ops.def, which `_C.ops()` hands over: calls, their errors, documented shapes and fake tensors follow from it.
+"""Loads the compiled part and makes Python functions of its ops. csrc/ops.def lists the arguments and results of every
+op, and `_C.ops()` returns it: calls, their errors, documented shapes and fake tensors follow from it.
 """
 
 import functools
@@ -37,7 +37,7 @@ class Row(NamedTuple):
     type: str  # in the schema
     name: str
     dtype: str  # of a tensor; "": the dtype of the op's first argument
-    words: list[str]  # the sizes of a tensor, the size that a count is, what may be chosen
+    words: list[str]  # a tensor's sizes, the size that a count equals, or the words of a choice
 
     def is_tensor(self) -> bool:
         return self.kind in ("tensor", "rows")
@@ -158,8 +158,8 @@ def note_written(*tensors: torch.Tensor) -> None:
 
 
 def fake(op: str) -> Callable:
-    """The results' shapes from the arguments', for torch.compile and fake tensors. Also runs for real tensors as soon
-    as one of them is on meta."""
+    """A function that makes the results' shapes from the arguments' shapes, for torch.compile and fake tensors. It also
+    runs for real tensors if one of them is on meta."""
 
     def results(*values):
         given = list(zip(arguments(op), values))
@@ -191,8 +191,8 @@ def cpu_isa() -> str:
 
 
 def build_info() -> dict:
-    """What the compiled part was built with: {"cuda": bool, "cuda_archs": "80,90", "torch_target": "2.10"}."""
+    """How the compiled part was built: {"cuda": bool, "cuda_archs": "80,90", "torch_target": "2.10"}."""
     return _C.build_info()
 
 
-DEVICES = ("cpu", "cuda") if build_info()["cuda"] else ("cpu",)  # types of those that ops run on
+DEVICES = ("cpu", "cuda") if build_info()["cuda"] else ("cpu",)  # types of devices that ops run on

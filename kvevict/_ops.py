@@ -1,9 +1,9 @@
-"""The only door to csrc: its ops as functions. `help` of one tells its tensors' shapes and dtypes, which are written
-once, in csrc/ops.def.
+"""The only interface to csrc: its ops as functions. `help` of an op shows its tensors' shapes and dtypes; they are
+written once, in csrc/ops.def.
 
 Dimensions are those of csrc/kvevict.h: B batch rows, H query heads, Hkv key/value heads, T query rows, R observing
-rows, S new columns, D head dimension (a multiple of 8, at most 512, on a GPU 256); rows are those of a flat buffer of
-slots, C and K columns of a score and of an index, N those of a target; heads are H if group is "none", else Hkv.
+rows, S new columns, D head dimension (a multiple of 8, at most 512, on a GPU 256); rows: rows of a flat buffer of
+slots, C, K and N: columns of a score, of an index and of a target; heads: H if group is "none", else Hkv.
 
 A head's alive slots are [stored | new]: the stored ones are a `Held`, new columns count from first[b] (those before are
 left padding). Without a dtype in its shape a tensor is float32, float16 or bfloat16, as the op's first; q, k, v, o, x
@@ -13,7 +13,7 @@ slots outside their buffer) RuntimeError, before any slot is written; on a GPU c
 looked at, as that would wait for it. Only `kl` has a backward.
 """
 # mypy: disable-error-code="empty-body"
-# The bodies are those that `op` makes.
+# `op` makes the bodies.
 
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -62,9 +62,9 @@ def score(
 ) -> Tensor:  # fmt: skip
     """Attention weights a of the rows row_first[b] <= r < R of q on every alive slot (term "a"), their "square", or
     -a ln a ("entropy"), times the row's `weight`: reduced ("sum", "mean" or "max") over rows, then over the heads of a
-    group ("mean", "sum", "max" or "none"). causal: the rows are the last R alive slots' own. lse is the rows' own from
-    `attend`, or None to take it over the columns seen here (sinks count then only). reduce="max" has no weight and no
-    entropy. columns C >= the largest number of alive slots; 0 past a head's own.
+    group ("mean", "sum", "max" or "none"). causal: the rows are those of the last R alive slots. lse: from `attend` for
+    the same rows, or None to take it over the columns seen here (sinks count only then). reduce="max" has no weight and
+    no entropy. columns C >= the largest number of alive slots; the result is 0 past a head's slots.
     """
 
 
@@ -120,13 +120,13 @@ def kl(
     softcap: float = 0.0, causal: bool = True, columns: int | None = None,
 ) -> Tensor:  # fmt: skip
     """How far the attention of the rows of q to the first N alive slots is from a target (LookaheadKV eq. 5): the mean
-    over batch and heads of KL(target / its sum || p / its sum), p being the mean over rows row_first[b] <= r < R of
-    their attention weights, whose softmax spans all that they see. A p below 1e-30 counts as that. Differentiable in q
-    and k, the new keys; the stored ones are constants.
+    over batch and heads of KL(target / its sum || p / its sum), p being the mean of the attention weights of rows
+    row_first[b] <= r < R; a row's softmax spans all columns that it sees. A p below 1e-30 counts as 1e-30.
+    Differentiable in q and k (the new keys); stored keys are constants.
 
     q [B,H,R,D]  k [B,Hkv,S,D]  target float32 [B,H,N] >= 0; rows, slots and causal are those of `score` (None: all
     rows, no stored slots, all of k); scale None: D ** -0.5; columns >= the largest number of alive slots, None: that
-    -> a float32 scalar; no attention matrix exists at any time, what is kept for the backward is [B,H,columns].
+    -> a float32 scalar; no attention matrix exists at any time; [B,H,columns] is kept for the backward.
     """
     if k.ndim != 4:
         raise RuntimeError(f"kvevict.kl: k has shape {list(k.shape)}, expected [B, Hkv, S, D]")
@@ -152,8 +152,8 @@ def refine(
 ) -> Tensor:
     """CAOTE of a pooled score >= 0 (eq. 6; `squared` is eq. 7): hn / (1 - hn) * |v_i - m|_2 with hn = score / its sum
     over the head's alive slots (1/n if that is 0) and m = sum hn v, or the plain mean of v if `fast` (FastCAOTE, eq.
-    8). A slot with hn > 1 - 1e-6 gets the largest float32. A NaN makes its own head NaN and no other. The score is not
-    read past the alive slots, and the result 0 there.
+    8). A slot with hn > 1 - 1e-6 gets the largest float32. A NaN makes only its head NaN. The score is not read past
+    the alive slots; the result is 0 there.
     """
 
 
@@ -193,8 +193,8 @@ def decode(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, held: Held, sinks: Tensor | None = None, prefix: Held | None = None,
     *, scale: float, softcap: float = 0.0, columns: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """One decode step: write the new row after each head's slots, then attend over len + 1 of them. The caller has
-    made room, and adds 1 to len afterwards. With a prefix, slots in other buffers come before these and are only read:
-    columns are [prefix | own | new]. probs: the row's attention weights averaged over the group, 0 past the new
+    """One decode step: write the new row after each head's slots, then attend over len + 1 of them. The caller has made
+    room, and adds 1 to len afterwards. A prefix is slots in other buffers that come before these and are only read:
+    columns are [prefix | stored | new]. probs: the row's attention weights averaged over the group, 0 past the new
     slot, in `columns` C: more than the largest len, or 0 for none.
     """

@@ -21,17 +21,17 @@ from .writing import Sampling, written
 
 
 def unasked(decoder) -> str:
-    """The policy of a text whose questions come later, where none is named: the best measured (docs/results.md)."""
+    """The default policy for a text that is asked about later: the best measured (docs/results.md)."""
     return "gate" if gates.own(decoder) else "read-twice"
 
 
 def read(model, tokenizer, context, policy=None, **options):
-    """Read a text with a policy: the cache of what was kept, for `answer`, `save_cache` or `cache.fork()`.
+    """Read a text with a policy. Returns the cache of the kept slots, for `answer`, `save_cache` or `cache.fork()`.
 
     model             as `kvevict.patch` takes it
     context           text; in the tokenizer's chat template, if it has one, it opens the user's turn
-    policy, options   as `kvevict.patch` takes them; None: the policy that the model is patched with. Of a model that
-                      is not: "gate" if gates lie in its folder or were named for it before, or else "read-twice", in
+    policy, options   as `kvevict.patch` takes them; None: the policy that the model is patched with. For an unpatched
+                      model: "gate" if its folder has gates or gates were named for it before, else "read-twice" in
                       chunks short enough to be repeated within the model's positions
 
     The model is left as it was. Raises ValueError for an empty text, a missing budget or a model in training mode.
@@ -55,27 +55,27 @@ def answer(
     model, tokenizer, context, questions, policy=None, *, max_new_tokens=64, one_line=False, temperature=None,
     top_p=1.0, sampling_seed=0, batch_size=8, **options,
 ) -> list:  # fmt: skip
-    """The answers to questions about a context that is read once: a list of texts.
+    """Answer questions about a context that is read once. Returns a list of texts.
 
-    model             as `kvevict.patch` takes it; its generation_config only says which tokens end an answer
+    model             as `kvevict.patch` takes it; of its generation_config only the tokens that end an answer count
     context           text, or a cache: of `read`, `load_cache`, or `past_key_values` of a patched model. It stays as it
                       is
-    questions         a list of texts, each asked on its own, two line ends after the context; in a chat template they
-                      end the user's turn
-    policy, options   as `read` takes them; not with a cache, which was read with a policy
-    max_new_tokens    length of an answer at most
+    questions         a list of texts; none sees another. Each follows the context after two line ends; in a chat
+                      template it ends the user's turn
+    policy, options   as `read` takes them; refused if the context is a cache
+    max_new_tokens    most tokens of an answer
     one_line          an answer ends with its first line, as suits a model that is not tuned to chat
-    temperature       None: greedy. Else tokens are drawn from softmax(logits / temperature), of the fewest likeliest
-                      whose probabilities reach top_p; the same sampling_seed gives a question the same answer
+    temperature       None: greedy. Else tokens are drawn from softmax(logits / temperature), among the fewest likeliest
+                      tokens with a total probability of top_p; the same sampling_seed gives a question the same answer
 
-    batch_size        questions that are asked at once, at most; memory grows by a question and its answer each. Latents
-                      (MLA) and sliding windows of the context are copied for each, all else is shared. Questions of
-                      other lengths are asked apart where a layer has a sliding window, and all one by one where a layer
-                      has a state or positions have several axes
+    batch_size        most questions asked at once; each takes the memory of its tokens and its answer's. Latents (MLA)
+                      and sliding windows of the context are copied for each question, all else is shared. With a
+                      sliding window, or rotary frequencies that depend on the length, only questions of equal length
+                      share a batch. With a state in a layer, or positions of several axes, questions are asked one by
+                      one
 
-    What was kept of the context is shared by all questions. All tokens of a question and its answer are kept after it,
-    so a fork's cache holds the policy's slots and theirs. Raises ValueError or TypeError for what cannot be read or
-    asked.
+    All questions share the context's kept slots. All tokens of a question and its answer are kept after them. Raises
+    ValueError or TypeError for a context or questions that cannot be used.
     """
     count("max_new_tokens", max_new_tokens, 1)
     count("batch_size", batch_size, 1)
@@ -112,8 +112,8 @@ class Pipeline:
     pipe(context, question="Who is the captain?")["answer"]
     pipe(context, questions=["Who?", "Where?"])["answers"]
 
-    policy and options are as `kvevict.read` takes them and are checked here; `context`, a text or a cache, and what a
-    call takes besides (batch_size=, max_new_tokens=, ...) are as `kvevict.answer` takes them.
+    policy and options are as `kvevict.read` takes them and are checked here. A call takes `context` (a text or a cache)
+    and batch_size=, max_new_tokens=, ... as `kvevict.answer` does.
     """
 
     def __init__(self, model, tokenizer, policy=None, **options):
@@ -142,13 +142,13 @@ class Pipeline:
 
 @contextlib.contextmanager
 def keeping_all(model, cache):
-    """Inside, the model stores all that it reads after what a cache kept, and evicts nothing."""
+    """Inside, the model stores all tokens that it reads after a cache and evicts none."""
     with evicting(model, Policy(score="streaming", budget=PLENTY, decode=False)):
         yield
 
 
 def _patched(model, tokenizer, policy, options, tokens):
-    """A context in which the model is patched with a policy, or with its own policy under other options."""
+    """Inside, the model is patched with this policy, or with the policy it has and these options."""
     decoder = find_decoder(model)
     own = patch_of(decoder)
     if policy is None and own is not None:
@@ -162,19 +162,20 @@ def _patched(model, tokenizer, policy, options, tokens):
 
 
 def within_positions(policy, config, tokens):
-    """The policy, in chunks whose repetition ends before the model's positions do, as long as those of 16 tokens do."""
+    """The policy, with chunks short enough that a chunk and its repetition fit the model's positions. Unchanged if that
+    needs chunks under 16 tokens."""
     room = (getattr(config, "max_position_embeddings", None) or tokens + policy.chunk_size) - tokens
     return build(policy, chunk_size=room) if policy.rows.repeats and 16 <= room < policy.chunk_size else policy
 
 
 def _check(model) -> None:
-    """Raise an error for what is not a model that reads."""
+    """Raise an error unless this is a model in evaluation mode."""
     if find_decoder(model).training:
         raise ValueError("in training mode the model runs unpatched: call model.eval()")
 
 
 def _batches(model, cache, lengths, most: int) -> list:
-    """The questions that are asked together, as lists of their numbers: the nearest in length, at most `most`."""
+    """The questions of each batch, as lists of indices: neighbours in length, at most `most`."""
     decoder = find_decoder(model)
     kinds, kept = set(families.layer_kinds(decoder.config)), [l for l in cache.layers if isinstance(l, EvictionLayer)]
     one = all(layer.counts is None or len(layer.counts) == 1 for layer in kept)

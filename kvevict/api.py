@@ -1,5 +1,5 @@
 # ruff: noqa: F401  kvevict has them
-"""The public names of `kvevict`, which fetches them here when the first of them is used."""
+"""The public names of `kvevict`. It imports this module when the first of them is used."""
 
 from . import _ops  # checks torch and loads the kernels
 from .answer import Pipeline, answer, read
@@ -27,8 +27,8 @@ def policies() -> list:
 
 
 def register_score(name: str):
-    """Decorator that makes a `Score` of your own known by name, to policies, their JSON and the command line. Raises
-    ValueError for a name that is taken, and for quantities that do not exist."""
+    """Decorator that registers a `Score` under a name, for policies, their JSON and the command line. Raises ValueError
+    for a taken name and for unknown quantities."""
 
     def register(score):
         check_needs(score)
@@ -38,10 +38,10 @@ def register_score(name: str):
 
 
 def register_quantity(name: str):
-    """Decorator that makes a `Quantity` of your own known by name, so that scores can need it."""
+    """Decorator that registers a `Quantity` under a name, so that scores can need it."""
     return QUANTITIES.add(name)
 
 
 def register_rows(name: str):
-    """Decorator that makes `Rows` of your own known by name, likewise."""
+    """Decorator that registers `Rows` under a name, for policies, their JSON and the command line."""
     return ROWS.add(name)

@@ -1,6 +1,6 @@
-"""What a call of a model knows of itself, in the thread or task that runs it.
+"""The state of a running model call, in its thread or task.
 
-There is one context variable. Each call runs in a copy of the context, so what it enters is gone however it ends.
+There is one context variable. Each call runs in a copy of the context, so its changes end with it, also after an error.
 """
 
 import contextlib
@@ -12,14 +12,12 @@ from dataclasses import dataclass, field, replace
 class Context:
     outer: object = None  # the kvevict.engine.read.step.OuterCall around the decoder's
     step: object = None  # the kvevict.engine.read.step.Step that runs
-    tap: object = None  # the kvevict.engine.hook.replay.Call that attention is remembered in, or comes from
+    tap: object = None  # the kvevict.engine.hook.replay.Call that records attention, or replays it
     question: object = None  # the kvevict.question.Question that observes the prompts that are read
-    watchers: tuple = ()  # of kvevict.engine.watch.watcher, given every layer of a read
-    note: object = None  # note(module, query, key) is called with what unpatched calls attend with
-    training_attention: object = None  # what `kvevict.lookahead.passes` calls for attention
-    patches: dict = field(
-        default_factory=dict
-    )  # kvevict.engine.hook.installed.Installed -> the Patch of calls made here
+    watchers: tuple = ()  # kvevict.engine.watch.watcher's, called with every layer of a read
+    note: object = None  # note(module, query, key): called in unpatched attention
+    training_attention: object = None  # the attention function of `kvevict.lookahead.passes`
+    patches: dict = field(default_factory=dict)  # kvevict.engine.hook.installed.Installed: the Patch of calls made here
     adapter: object = None  # the token of the `kvevict.policy.adapter.Adapter.on` that is active
 
 
@@ -36,7 +34,7 @@ def current():
 
 
 def enter(**changes) -> None:
-    """What follows in this call sees a context with these fields changed."""
+    """Change these fields of the context for the rest of this call."""
     _context.set(replace(_context.get(), **changes))
 
 

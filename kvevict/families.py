@@ -1,5 +1,5 @@
-"""What a decoder is made of, told from its structure: its layers, what each of them caches, and the module of each that
-hands keys and values to Transformers' attention interface. What is known of whole model types is in `known.py`."""
+"""The parts of a decoder, found by its structure: its layers, each layer's kind of cache, and each layer's module that
+calls Transformers' attention interface. Facts about whole model types are in `known.py`."""
 
 import inspect
 
@@ -9,7 +9,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from . import compat
 
 FULL_ATTENTION, SLIDING = "full attention", "sliding window"
-STATE = "state"  # linear attention, convolution: the layer carries what it needs from call to call
+STATE = "state"  # linear attention, convolution: the layer carries a state from call to call
 NOTHING = "nothing"  # an MLP alone, or a layer that reads another one's keys and values
 FULL_ATTENTION_AND_STATE = "full attention and state"
 EVICTS = (FULL_ATTENTION, FULL_ATTENTION_AND_STATE)
@@ -20,7 +20,7 @@ _KINDS = {  # Transformers' cache layers
 }  # fmt: skip
 
 LAYER_LISTS = ("layers", "h", "blocks")
-OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")  # of what attention gives
+OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")  # projections of attention's output
 INNER = ("model", "transformer", "gpt_neox", "language_model", "text_model", "decoder")
 
 
@@ -35,13 +35,13 @@ def unwrapped(model):
 
 
 def base_model(model):
-    """The Transformers model in all that may be around it: what `unwrapped` takes away, and PEFT."""
+    """The Transformers model without its wrappers: those that `unwrapped` takes away, and PEFT."""
     model = unwrapped(model)
     return unwrapped(model.get_base_model()) if hasattr(model, "get_base_model") else model
 
 
 def find_decoder(model):
-    """The text decoder whose layers cache keys and values."""
+    """The text decoder: its layers cache keys and values."""
     top = base_model(model)
     if not isinstance(top, torch.nn.Module) or not hasattr(top, "config"):
         raise TypeError(f"model must be a loaded Transformers model or a pipeline, got {type(model).__name__}")
@@ -66,7 +66,7 @@ def decoder_of(top):
 
 
 def layers_of(decoder):
-    """The decoder's list of layers, whatever it is called; None where there is none."""
+    """The decoder's list of layers, under any known name; None if it has none."""
     lists = (getattr(decoder, name, None) for name in LAYER_LISTS)
     return next((each for each in lists if isinstance(each, torch.nn.ModuleList)), None)
 
@@ -83,7 +83,7 @@ def _calls_interface(kind) -> bool:
 
 
 def is_transformers(decoder) -> bool:
-    """Whether a decoder and its layers are of Transformers' own classes."""
+    """Whether a decoder and its layers are of Transformers' or torch's classes."""
     parts = [decoder, *layers_of(decoder).modules()]
     return all(type(part).__module__.startswith(("transformers.", "torch.")) for part in parts)
 
@@ -104,14 +104,14 @@ def mixer_of(layer):
 
 
 def _keeps_state(kind) -> bool:
-    """Whether a method of the class stores a state. Kernels' variants of a forward are methods of their own."""
+    """Whether a method of the class stores a state. A kernel's variant of a forward is a separate method."""
     codes = (getattr(inspect.unwrap(f), "__code__", None) for f in vars(kind).values() if callable(f))
     return any(code is not None and "update_conv_state" in code.co_names for code in codes)
 
 
 def layer_kinds(config) -> list:
-    """What each decoder layer caches: one of EVICTS (we may evict), SLIDING or STATE (stays), or the name of a kind
-    that we refuse. A window as long as the context counts as full attention."""
+    """Each decoder layer's kind of cache: one of EVICTS (we may evict), SLIDING or STATE (stays), NOTHING, or the class
+    name of a cache that we refuse. A window as long as the context counts as full attention."""
     from transformers import cache_utils
 
     context = _get(config, "max_position_embeddings") or float("inf")
@@ -142,7 +142,8 @@ def heads(decoder, kinds) -> tuple:
 
 
 def readers(decoder, kinds) -> dict:
-    """{layer: the layer that we evict from whose keys and values it reads}: the last before it of its own type."""
+    """For layers without keys and values: {layer: the layer that it reads from}, the last storing layer of its type
+    before it. Only layers that we evict from are listed as sources."""
     config, found = decoder.config, {}
     modes, types = _get(config, "kv_sharing_modes") or (), _get(config, "layer_types") or ()
     for index, mode in enumerate(modes):
@@ -154,7 +155,7 @@ def readers(decoder, kinds) -> dict:
 
 
 def _alike(value, kinds):
-    """A config's number, or where it has one for every layer, that of the layers that we evict from."""
+    """A config's number; if it has one for every layer, the number of the layers that we evict from."""
     if not isinstance(value, (list, tuple)):
         return value
     own = {n for n, kind in zip(value, kinds, strict=True) if kind in EVICTS}
@@ -200,7 +201,7 @@ def _get(owner, name):
 
 
 def reasons(config) -> list:
-    """Why a model's attention or cache is of a kind that we cannot evict from, by its config; empty if it is not."""
+    """Reasons in a config why we cannot evict from the model's cache; empty: none."""
     if getattr(config, "is_encoder_decoder", False):
         return ["it is an encoder-decoder model; only decoder-only models are supported"]
     found = []
@@ -230,7 +231,7 @@ def reasons(config) -> list:
 
 
 def structure_reasons(decoder) -> list:
-    """Why a decoder with the right kind of cache cannot be patched all the same, by its modules."""
+    """Reasons in a decoder's modules why it cannot be patched although its kind of cache is supported."""
     kinds, layers = layer_kinds(decoder.config), layers_of(decoder)
     if len(kinds) != len(layers):
         return [f"it has {len(layers)} layers and caches for {len(kinds)}"]
@@ -259,17 +260,16 @@ def structure_reasons(decoder) -> list:
 
 
 def output_of(module):
-    """The child of an attention module that projects what its heads give; None where there is none by a known name."""
+    """The output projection of an attention module; None if no child has a known name."""
     return next((getattr(module, name) for name in OUTPUTS if hasattr(module, name)), None)
 
 
 def output_weight(module, split=False):
-    """W_O of an attention module, [E, H * Dv]: what its projection makes of the heads' outputs, without its bias.
+    """W_O of an attention module, [E, H * Dv]: the weight of its output projection, without the bias.
 
-    split   of this rank's heads alone (tensor parallel)
+    split   True: of this rank's heads only (tensor parallel)
 
-    Weights that are not plain tensors (quantised, offloaded, with a LoRA) are seen by what the projection makes of unit
-    vectors.
+    Weights that are not plain tensors (quantised, offloaded, with a LoRA) are measured by projecting unit vectors.
     """
     linear = output_of(module)
     if type(linear) is torch.nn.Linear and linear.weight.device.type != "meta":
@@ -291,9 +291,9 @@ def rotary_of(module):
 
 
 def rotate(decoder, module, x, position_from, position_to):
-    """Rotate x [B, H, p, D] by the angle between two positions [B]: R(to) R(from)^-1 x, with the model's own rotary
-    frequencies and its own pairing of dimensions; to positions [B, n]: the mean over these. fp32 in, fp32 out. For
-    modules that do rotate (`trial.rotating`)."""
+    """Rotate x [B, H, p, D] by the angle between two positions [B]: R(to) R(from)^-1 x, with the model's rotary
+    frequencies and pairing of dimensions. position_to [B, n]: the mean over n positions. fp32 in, fp32 out. Only for
+    modules that rotate (`trial.rotating`)."""
     rotary = rotary_of(decoder) or rotary_of(module)
     kinds = getattr(decoder.config, "layer_types", None)
     typed = "layer_type" in inspect.signature(type(rotary).forward).parameters
@@ -316,7 +316,7 @@ def rotate(decoder, module, x, position_from, position_to):
 
 
 def _part(module, x, turned):
-    """x with the dimensions that a latent layer rotates turned."""
+    """x with the rotary dimensions of a latent layer rotated."""
     start = module.qk_nope_head_dim
     stop = start + module.qk_rope_head_dim
     return torch.cat([x[..., :start], turned(x[..., start:stop]), x[..., stop:]], -1)
@@ -342,7 +342,7 @@ def axes(decoder) -> int:
 
 
 def counts_tokens(decoder) -> bool:
-    """Whether the decoder, where it is given no positions, counts a row's tokens and leaves its padding out."""
+    """Whether the decoder, called without positions, counts a row's tokens without its padding."""
     return decoder.config.model_type == "opt"
 
 

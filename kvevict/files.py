@@ -8,14 +8,15 @@ import tempfile
 
 @contextlib.contextmanager
 def replacing(path):
-    """The name of a file to write, which takes the place of `path`, or of what a link there leads to, in the end.
+    """Yields the name of a temporary file to write. At the block's end it replaces `path`, or the target of a link
+    there.
 
-    The new file lies beside the old one, in a folder of its own that nobody else can write to, so that processes which
-    write the same path do not meet. It is on the disk before it gets its name. After an error in the block or in the
-    writing `path` is as it was and nothing else is left.
+    The temporary file is in a private folder beside the old one, so that processes that write the same path do not
+    collide. It is synced to the disk before it gets its name. After an error `path` is unchanged and nothing else is
+    left.
 
-    Raises the file system's OSError where nothing can be written, and ValueError for what is not a regular file, such
-    as a device.
+    Raises the file system's OSError if nothing can be written, and ValueError if `path` is not a regular file (a
+    device, for example).
     """
     path = os.path.realpath(os.fsdecode(path))
     folder, name = os.path.split(path)

@@ -2,8 +2,8 @@
 
     python -m kvevict.lm_eval --model kvevict --model_args pretrained=DIR,policy=take+edie,budget=512 --tasks TASK
 
-is lm-eval's own command line with this model known to it, since lm-eval looks for models in its own package only.
-In Python, `import kvevict.lm_eval` makes `lm_eval.simple_evaluate(model="kvevict", model_args=...)` know it.
+runs lm-eval's command line with this model registered, since lm-eval alone looks for models in its package only. In
+Python, `import kvevict.lm_eval` registers it for `lm_eval.simple_evaluate(model="kvevict", model_args=...)`.
 """
 
 import dataclasses
@@ -38,8 +38,9 @@ class KVEvict(HFLM):
     policy, budget, chunk_size   as `kvevict.patch` takes them, and any option of the policy
     others                       as lm-eval's `hf` takes them
 
-    Generated answers are the patched model's. A continuation is scored after its context, which is read and evicted
-    from first, once for all continuations of it. Raises ValueError for rolling log-likelihoods, which have no context.
+    The patched model generates answers. For log-likelihoods a context is read and its slots evicted once, and each of
+    its continuations is scored after the kept slots. Raises ValueError for rolling log-likelihoods, since they have no
+    context.
     """
 
     def __init__(self, pretrained, policy=DEFAULT, budget=512, **arguments):
@@ -47,7 +48,7 @@ class KVEvict(HFLM):
         options = {name: arguments.pop(name) for name in list(arguments) if name in names}
         peers.check(arguments)
         for name in arguments.keys() - inspect.signature(HFLM.__init__).parameters.keys():
-            if difflib.get_close_matches(name, names):  # or the model's own constructor gets it
+            if difflib.get_close_matches(name, names):  # or the model's constructor gets it
                 raise ValueError(unknown("argument", name, names))
         super().__init__(pretrained, **arguments)
         patch(self.model, policy, budget=budget, tokenizer=self.tokenizer, **options)
@@ -61,7 +62,7 @@ class KVEvict(HFLM):
     @torch.no_grad()
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, override_bs=None):
         """(log-likelihood, whether it is the greedy choice) of (_, context ids, continuation ids) each."""
-        # A context that is too long loses its first tokens, as in lm-eval's own models.
+        # A context that is too long loses its first tokens, as in lm-eval's `hf` model.
         contexts = [context[-max(self.max_length + 1 - len(continued), 1) :] for _, context, continued in requests]
         order = sorted(range(len(requests)), key=contexts.__getitem__)
         answers: list = [None] * len(requests)

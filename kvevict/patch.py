@@ -22,7 +22,7 @@ from .question import LastTurn
 
 
 class Patch:
-    """A policy for one model: which layers evict, and each caller's last read. It has no reference to the model, so
+    """A policy for one model: the layers that evict, and each caller's last read. It does not refer to the model, so
     that copies of the model stay independent."""
 
     def __init__(self, policy, decoder, ranks, question=None):
@@ -35,7 +35,7 @@ class Patch:
         self.order = {index: order for order, index in enumerate(own)}
         self.readers = families.readers(decoder, kinds)
         self.last_reader = {producer: index for index, producer in sorted(self.readers.items())}
-        self.rotates, self.after_attention = {}, {}  # by layer, what `trial` found where the policy needs it
+        self.rotates, self.after_attention = {}, {}  # {layer: finding of `trial`}, as far as the policy needs them
         policy.check_layers(len(own))
         policy.waiting_layers(len(own))  # or an error
         self.all_full_attention = set(kinds) == {families.FULL_ATTENTION}
@@ -59,21 +59,21 @@ class Patch:
         return {name: value for name, value in self.__dict__.items() if name not in ("meters", "last_meter")}
 
     def __setstate__(self, state):
-        """Of a copy, possibly in another process: it has read nothing yet."""
+        """Restore a copy, possibly in another process: it has not read anything yet."""
         self.__dict__.update(state)
         self._forget()
 
     def keep(self, meter) -> None:
-        """Take a read's meter as the caller's last."""
+        """Store a read's meter as the caller's last."""
         self.meters[caller()] = self.last_meter = meter
 
     def meter(self):
-        """Of the caller's last read, or, where it read nothing, of the last read of all."""
+        """The meter of the caller's last read; of the last read of any caller if this one has not read."""
         return self.meters.get(caller(), self.last_meter)
 
 
 def caller():
-    """The asyncio task that runs, or the thread."""
+    """The running asyncio task, or else the thread."""
     try:
         return asyncio.current_task() or threading.current_thread()
     except RuntimeError:  # no event loop runs
@@ -86,17 +86,17 @@ def patch(model, policy=DEFAULT, *, budget=None, chunk_size=None, tokenizer=None
     policy      a preset's name (`kvevict.policies()` lists them) or a `kvevict.Policy`; default "take+edie"
     budget      slots kept per kv head and layer, window and sinks included (int), or the fraction kept, in (0, 1)
     chunk_size  tokens read at once, evicting after every chunk; None: the preset's own schedule
-    tokenizer   the model's: rows="probe" (take, take+edie, ...) are the question of the last user's turn, by the
-                tokenizer's chat template, where it is not within the prompt's last tokens; and kernel="digits"
-                (take+edie) suits how many digits a token holds. None: the one of the folder that the model was loaded
-                from, if it has one; False: none, and a probe is the prompt's last tokens
+    tokenizer   the model's tokenizer. rows="probe" (take, take+edie, ...) observe from the question of the last user's
+                turn, by its chat template, unless the question is within the prompt's last tokens. kernel="digits"
+                (take+edie) follows the number of digits in its tokens. None: the tokenizer in the folder that the model
+                was loaded from, if any; False: none, and a probe is the prompt's last tokens
     options     any field of the policy or its score: window=16, decode=True, progress=True, ...
 
     model may be a pipeline, or in a PEFT, DistributedDataParallel or DataParallel wrapper.
     `model.generate(...)`, `model(ids)` and pipelines work as before, in every thread. Patching again replaces the
-    policy; a `generate` that has begun keeps the one it began with, but one that began on an unpatched model stores
-    what follows under the new policy. Raises ValueError or TypeError, and leaves the model as it was, for an unknown
-    name, an impossible number, or a model that cannot be patched.
+    policy. A running `generate` keeps the policy that it began with; one that began on an unpatched model stores its
+    remaining tokens under the new policy. Raises ValueError or TypeError, and leaves the model unchanged, for an
+    unknown name, an impossible number, or a model that cannot be patched.
     """
     made = _made(model, policy, dict(options, budget=budget, chunk_size=chunk_size, tokenizer=tokenizer))
     installed.set_own(base_model(model), find_decoder(model), made)
@@ -105,7 +105,7 @@ def patch(model, policy=DEFAULT, *, budget=None, chunk_size=None, tokenizer=None
 
 
 def _made(model, policy, options) -> Patch:
-    """A policy for a model. Raises ValueError or TypeError for one that cannot be had."""
+    """The `Patch` of a policy and a model. Raises ValueError or TypeError if they cannot be combined."""
     tokenizer = options.pop("tokenizer", None)
     chosen = build(policy, **options)
     if not (tokenizer is None or tokenizer is False or callable(tokenizer)):
@@ -141,10 +141,10 @@ def _made(model, policy, options) -> Patch:
 
 
 def unpatch(model):
-    """Take the model's own policy out; does nothing on a model that has none.
+    """Remove the model's policy; does nothing on a model without one.
 
-    The model is then exactly as it was before `patch`, or is once the calls that have begun and the blocks of
-    `evicting` in other threads have ended.
+    The model is then exactly as before `patch`, as soon as running calls and blocks of `evicting` in other threads have
+    ended.
     """
     try:
         decoder = find_decoder(model)
@@ -159,11 +159,11 @@ def unpatch(model):
 @contextlib.contextmanager
 def evicting(model, policy=DEFAULT, **options):
     """`with kvevict.evicting(model, "take", budget=512): ...`: inside, the calls of this thread and context have this
-    policy, whatever the model's own is (`patch`).
+    policy instead of the one that `patch` set.
 
-    Other threads and asyncio tasks are not concerned, and neither is a thread that is started inside: its calls have
-    the model's own policy, unless it runs in a copy of the context (`contextvars.copy_context().run`,
-    `asyncio.to_thread`). model, policy and options are as `patch` takes them.
+    Other threads and asyncio tasks are not affected. Nor is a thread started inside: its calls have the model's policy,
+    unless it runs in a copy of the context (`contextvars.copy_context().run`, `asyncio.to_thread`). model, policy and
+    options are as `patch` takes them.
     """
     made = _made(model, policy, options)
     _warn_of_learned_tokens(model, made, 4)
@@ -239,8 +239,8 @@ def unsupported_reasons(model, decoder) -> list:
 
 
 def check_type(model, decoder) -> None:
-    """Raise ValueError for a model whose type was found to be wrong, or which is of an unknown type and whose output
-    changes when its prompt is read in chunks."""
+    """Raise ValueError for a model type that is known to give wrong output, and for an unknown type if its output
+    changes when the prompt is read in chunks."""
     top = base_model(model)
     names = top.config.model_type, decoder.config.model_type
     listed = families.is_transformers(decoder)  # remote code may use the name of a known type

@@ -2,13 +2,13 @@
 
 import torch
 
-MARK = "\u0001"  # stands beside a message in a chat template, which then does not trim it
+MARK = "\u0001"  # put beside a message in a chat template, to keep the template from trimming it
 MARGIN = 256  # tokens after a cut that a tokenizer may look at, far more than it does
 
 
 def first_ids(tokenizer, text: str, count: int, tokenise=None) -> tuple:
-    """The first `count` ids of a text, and whether these are all. Only as much of a long text is tokenised as they
-    need; tokenise: `ids_of`, or another function of its arguments."""
+    """(the first `count` ids of a text, whether these are all of its ids). Of a long text only the needed part is
+    tokenised. tokenise: `ids_of`, or a function with its arguments."""
     letters, tokenise = 8 * (count + MARGIN), tokenise or ids_of
     while True:
         ids, whole = tokenise(tokenizer, text[:letters]), letters >= len(text)
@@ -23,9 +23,9 @@ def ids_of(tokenizer, text: str) -> list:
 
 
 def frame(tokenizer, question: str, opening: str = "", chat=True) -> tuple:
-    """(ids before a text, ids after it, how many of the latter follow the question's own).
+    """(ids before a text, ids after it, how many of the latter follow the question).
 
-    After the text come the question and what opens the answer. In a chat template, if the tokenizer has one and `chat`
+    After the text come the question and the answer's opening. In a chat template, if the tokenizer has one and `chat`
     is true, the question ends the user's turn and the opening starts the assistant's. Raises ValueError for a template
     that refuses a single user's turn or changes it.
     """
@@ -44,11 +44,11 @@ def frame(tokenizer, question: str, opening: str = "", chat=True) -> tuple:
 
 
 def rendered(tokenizer, messages: list, what: str, **options) -> str:
-    """The messages in the tokenizer's chat template, up to where the assistant's turn begins. Raises ValueError where
-    the template refuses them, with its own words; `what` names the messages in it, options are the template's."""
+    """The messages in the tokenizer's chat template, up to the start of the assistant's turn. Raises ValueError with
+    the template's message if it refuses them; `what` names the messages there. options go to the template."""
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
-    except ImportError:  # the template engine is missing, which Transformers says
+    except ImportError:  # the template engine is missing; Transformers' error names it
         raise
     except Exception as error:  # a template raises the engine's errors and those of its expressions
         raise ValueError(f"the tokenizer's chat template refuses {what}: {error}") from None

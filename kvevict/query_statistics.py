@@ -10,19 +10,18 @@ from .families import base_model, find_decoder
 from .patch import check_model, is_patched
 from .policy.checks import count
 
-SINK = 4  # rows at a part's first positions, which are left out
+SINK = 4  # rows at a part's first positions, left out
 
 
 def measure_queries(model, ids, path, *, length: int = 1000, progress: bool = False) -> dict:
     """Write the mean and covariance of a model's queries before rotation to `path` (safetensors), for
-    `kvevict.patch(model, "expected", stats=path)`; returns what the file says of them.
+    `kvevict.patch(model, "expected", stats=path)`; returns the facts that the file has of them.
 
     model    loaded, unpatched, in one process
     ids      token ids of a text, 1-D
-    length   it is read in parts of so many tokens, whose first 4 rows are left out
+    length   tokens of a part that is read at once; its first 4 rows are left out
 
-    Raises ValueError or TypeError for ids or a model of which they cannot be measured, OSError where the file cannot be
-    written.
+    Raises ValueError or TypeError for ids or a model that cannot be measured, OSError if the file cannot be written.
     """
     decoder = find_decoder(model)
     check_model(model)

@@ -17,13 +17,13 @@ from .context import within
 from .prompts import MARK, rendered
 
 NEAR = 1024  # characters at either end of a user's turn in which its question is looked for
-FEW = 8  # tokens after a question that begin no answer: a template's, "Answer:"
+FEW = 8  # tokens after a question that do not yet begin an answer: a template's, "Answer:"
 END = 256  # a prompt's last tokens, at most a quarter of it: a request with its question, and no text to choose from
 LINK = 4  # words between two questions that are asked together
 PARAGRAPH, LINE = "\n\n", "\n"
 MARKS = "?\uff1f\u061f"
-# What is between two sentences: a line's end, or white space after what ends a sentence and no abbreviation, or after a
-# colon that four words follow, the first with a capital letter.
+# The gap between two sentences: a line's end, or white space after a sentence's last mark (not an abbreviation's), or
+# after a colon that four words follow, the first with a capital letter.
 BETWEEN = re.compile(
     r"\n|(?<=:)\s+(?=[A-Z](?:\S*\s+){3})"
     r"|(?<=[.!?\u061f])(?<!\bMr\.)(?<!\bMrs\.)(?<!\bMs\.)(?<!\bDr\.)(?<!\bSt\.)\s+|(?<=[\u3002\uff01\uff1f])"
@@ -32,7 +32,7 @@ BETWEEN = re.compile(
 
 @contextlib.contextmanager
 def observing(question, tokenizer=None):
-    """Inside, a question observes the prompts that are read, wherever it stands in them:
+    """Inside, the tokens of a question observe the prompts that are read, at any place:
 
     with kvevict.observing("Who is the captain?", tokenizer):
         model.generate(**inputs)
@@ -43,7 +43,7 @@ def observing(question, tokenizer=None):
     tokenizer  the model's, for a text; with it the request around the question is kept from its paragraph's start on
 
     Its tokens are appended to every chunk, so the policy's rows must be "probe" (take, take+edie, ...). A read raises
-    ValueError, before the cache changes, for a question that its prompt does not have, and for one as long as a chunk.
+    ValueError, before the cache changes, for a question that is missing in its prompt or as long as a chunk.
     """
     asked = question if isinstance(question, list) else [question]
     for each in asked:
@@ -117,7 +117,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Asked(Question):
-    asked: tuple  # a text or a span for all rows of a batch, or one for each
+    asked: tuple  # one text or span for all rows of a batch, or one per row
     tokenizer: Any = None
 
     def rows(self, request, prompt):
@@ -157,13 +157,13 @@ class Asked(Question):
 class LastTurn(Question):
     """The question of the last user's turn, by the tokenizer's chat template; of the whole prompt without one.
 
-    It is the last sentence with a question mark near the turn's end, or else the first near its start; a turn without
-    one is itself the question if it is short. Where none is found these rows are as they are; and where it is within
-    them and followed by the answer's first words.
+    It is the last sentence with a question mark near the turn's end, or else the first near its start; a short turn
+    without one is itself the question. The policy's rows are used unchanged if no question is found, or if the question
+    lies within those rows and the answer's first words follow it.
     """
 
     tokenizer: Any
-    request: str = ""  # what the turn asks after its text, where that is known
+    request: str = ""  # the turn's question, if the caller knows it
 
     def rows(self, request, prompt):
         policy, rows = request.policy, request.policy.rows
@@ -178,7 +178,7 @@ class LastTurn(Question):
         spans = [span if span and span[1] - span[0] < (policy.chunk_size or prompt) else None for span in spans]
         inside = [span is not None and span[0] >= n - own for span, n, own in zip(spans, tokens, last)]
         begun = [each and self._begins(ids, span) for each, ids, span in zip(inside, prompts, spans)]
-        for each in (begun, inside):  # what is within the rows only where it need not be appended to the last chunk
+        for each in (begun, inside):  # a question within the rows only if it need not be appended to the last chunk
             spans = [None if leave else span for leave, span in zip(each, spans)]
             if not any(spans):
                 return rows
@@ -190,7 +190,7 @@ class LastTurn(Question):
         return rows if reads_last_rows(policy) and len(set(chosen.lengths(None))) > 1 else chosen
 
     def _begins(self, ids, span) -> bool:
-        """Whether words of the answer follow a question near the prompt's end."""
+        """Whether the answer's first words follow the question."""
         rest, (_, _, tail) = self.tokenizer.decode(ids[span[1] :]), self._marks
         ends = bool(tail) and "".join(rest.split()).endswith("".join(tail.split()))
         return len(ids) - span[1] > FEW and not ends
@@ -200,7 +200,7 @@ class LastTurn(Question):
         return find(self.tokenizer, ids, asked) if asked else None
 
     def _turn(self, ids) -> str:
-        """The last user's turn; "" where the prompt has none."""
+        """The last user's turn; "" if the prompt has none."""
         text = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         opened, ends, _ = self._marks
         if opened and opened not in text:
@@ -260,9 +260,10 @@ def of_spans(request, spans: list, tokens: list, kept: tuple = ()):
 
 
 def ends_of(policy, spans: list, tokens: list, before: int = 0) -> tuple:
-    """Tokens from each span on where all of them are near the prompt's end, with the text before it (of which `before`
-    tokens were read earlier), so that they observe as they are read; (): they are to be appended to the last chunk,
-    too. So they are where layers do not read all of them, and where the call's last rows are measured."""
+    """Number of tokens from each span's start to the prompt's end, if all spans are close enough to the end to observe
+    in place; `before` tokens of the text were read earlier. Otherwise (), and the spans are appended to the last chunk
+    too. Always () if the last rows are measured, or for spans that start before the tokens that every layer reads
+    (tsp)."""
     ends = tuple(n - start for (start, _), n in zip(spans, tokens, strict=True))
     most = min(END, policy.chunk_size or END, END if policy.tsp is None else policy.goes_on)
     near = all(end <= min(most, (before + n) // 4) for end, n in zip(ends, tokens))
@@ -270,12 +271,12 @@ def ends_of(policy, spans: list, tokens: list, before: int = 0) -> tuple:
 
 
 def reads_last_rows(policy) -> bool:
-    """Whether a policy measures the call's last rows, as those that observe."""
+    """Whether a policy measures the call's last rows as its observers."""
     return policy.diagnose or policy.layers.measures
 
 
 def shared(a: str, b: str) -> str:
-    """What both texts begin with."""
+    """The longest common beginning of both texts."""
     return a[: next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))]
 
 
@@ -321,7 +322,7 @@ def ids_of_row(request, row: int, tokens: int) -> list:
 
 
 def find(tokenizer, ids: list, text: str):
-    """(start, stop) of the fewest ids that hold a text's last occurrence, white space aside; None: they do not."""
+    """(start, stop) of the fewest ids that hold a text's last occurrence, white space aside; None: not found."""
     wanted = "".join(text.split())
 
     def has(start, stop):

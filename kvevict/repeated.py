@@ -1,4 +1,4 @@
-"""KVzip's numbers of a text, which is read twice: what gates and lookahead rows are trained towards."""
+"""KVzip's numbers of a text that is read twice: the targets of training gates and lookahead rows."""
 
 import torch
 
@@ -13,7 +13,7 @@ LABELS = ("kvzip", "kvzip+")
 
 
 class _Told(Watcher):
-    """Hands each layer's numbers on, as soon as they are known."""
+    """Passes each layer's numbers to `take` as soon as they are known."""
 
     def __init__(self, take):
         self.take = take
@@ -23,8 +23,9 @@ class _Told(Watcher):
 
 
 def numbers(model, label: str, ids, take) -> None:
-    """take(layer, fp32 [kv heads, N]) of every layer that evicts, in order: the numbers by which the policy `label`
-    ranks slots, of the tokens ids [N] of one text, which is read, and once more after itself, without a graph."""
+    """Read the tokens ids [N] of one text and then once more after themselves, without an autograd graph. Calls
+    take(layer, fp32 [kv heads, N]) for every layer that evicts, in order, with the numbers by which the policy `label`
+    ranks slots."""
     decoder = families.find_decoder(model)
     policy = build(label, budget=PLENTY, chunk_size=len(ids), layers="uniform")
     with evicting(model, policy), torch.no_grad(), within(watchers=(_Told(take),)):

@@ -1,4 +1,4 @@
-"""What the last read of a patched model kept and cost."""
+"""The slots and costs of a patched model's last read."""
 
 import copy
 
@@ -9,30 +9,30 @@ from .families import find_decoder
 
 
 def report(source, positions: bool = False) -> dict:
-    """What a read kept and cost: a plain dict.
+    """The slots and costs of a read, as a plain dict.
 
-    source   a patched model: the last read of this thread or asyncio task; of any, where this one read nothing. Or a
-             cache (`past_key_values`, what `kvevict.read` gives): the last read into it or into what it was forked
-             from, whoever read that and whichever policy the model has now
+    source   a patched model: the last read of this thread or asyncio task, or of any if this one has not read. Or a
+             cache (`past_key_values`, or the result of `kvevict.read`): the last read into it or into the cache it was
+             forked from, by any thread and under the policy of that time
 
     seen               valid tokens per batch row, of this and earlier turns
     kept               [layer][row][kv head] slots stored when the read ended; None for layers that do not evict
-    kept_share         per batch row, slots of all those layers and heads over the tokens seen in each: with a threshold
-                       it follows the text
-    cache_bytes        live KV bytes then: 2 * bytes * head_dim * slots
-    padded_bytes       what those would be if every head of a layer were padded to its longest
+    kept_share         per batch row, slots over the tokens seen, of all those layers and heads; with a threshold it
+                       depends on the text
+    cache_bytes        live KV bytes at the read's end: 2 * bytes * head_dim * slots
+    padded_bytes       KV bytes if every head of a layer were padded to the longest
     peak_cache_bytes   the most live KV bytes at any moment of the read, the chunk in flight included
-    overhead_bytes     what is allocated beyond: free room, positions, carried scores
-    seconds            per stage: read (all), attend, evict (choosing and moving slots, of which score, select,
-                       compact and diagnose are parts), draft (laq, speckv); decode since then. On a GPU
-                       only read is the time of the work: the others are what the host takes to launch it
+    overhead_bytes     bytes of all else: free room, positions, carried scores
+    seconds            per stage: read (all), attend, evict (choosing and moving slots; score, select, compact and
+                       diagnose are its parts), draft (laq, speckv); decode since then. On a GPU only read is the time
+                       of the work; the others are the host's time to launch it
     positions          [layer][row][kv head] ascending original positions of the slots, with positions=True
-    diagnostics        with the policy's diagnose=True, [layer][row] each: evictions, how many chunks' ends took slots,
-                       and means over those: joint_error (CAOTE eq. 24) and output_error (relative to the output) of
-                       the observing rows' attention, recall: the share of their attention on slots that were kept.
-                       The rows are those that the policy scores by, at most the last 64 (of `h2o`, `streaming` and
-                       what has no rows of its own: the chunk's last; of a prompt that is repeated in parts, the last
-                       part's, and NaN for a row without tokens in that); the slots, those alive before the eviction
+    diagnostics        with the policy's diagnose=True, [layer][row] each: evictions (number of chunks that lost slots
+                       at their end) and means over them: joint_error (CAOTE eq. 24), output_error (relative to the
+                       output) and recall (share of the attention on kept slots), all of the observing rows' attention
+                       to the slots alive before the eviction. The rows are the policy's, at most the last 64; without
+                       rows, as in `h2o` and `streaming`, the chunk's last. If a prompt is repeated in parts, they are
+                       those of the last part, and a batch row without tokens there gets NaN
     """
     meter = _of_cache(source) if isinstance(source, Cache) else _of_model(source)
     result = copy.deepcopy({key: value for key, value in meter.report.items() if positions or key != "positions"})

@@ -1,7 +1,7 @@
-"""Files with a checksum over every byte: safetensors, and JSON that speaks for the file beside it.
+"""Files with a checksum over every byte: safetensors, and JSON with a checksum that covers the file beside it too.
 
-The checksum is a CRC-32 of the file in which the eight digits of the checksum itself are zeros, so a field of the
-file's own can hold it. It finds damage, not forgery.
+The checksum is a CRC-32 of the file with the checksum's eight digits set to zeros, so a field of the same file can hold
+it. It detects damage, not forgery.
 """
 
 import json
@@ -18,13 +18,13 @@ from safetensors.torch import save_file
 from .files import replacing
 from .files import write as write_bytes
 
-NAME, EMPTY = "checksum", "0" * 8  # the field, and what it holds where the checksum is taken
+NAME, EMPTY = "checksum", "0" * 8  # the field, and its content while the checksum is computed
 FIELD = re.compile(rb'"checksum": ?"([0-9a-f]{8})"')
 
 
 def seal(data, before: int = 0) -> None:
-    """Write the checksum of bytes (a bytearray or a mapped file) into their field. before: the checksum of bytes that
-    they speak for."""
+    """Write the checksum of bytes (a bytearray or a mapped file) into their field. before: the checksum of other bytes
+    that this one continues."""
     start, digits = _checksum(data, before)
     data[start : start + len(digits)] = digits
 
@@ -60,7 +60,7 @@ def write(path, tensors: dict, metadata: dict) -> None:
 
 
 def texts(path) -> dict:
-    """The texts of a safetensors file. Raises ValueError where it is none, and OSError where it cannot be read."""
+    """The texts of a safetensors file. Raises ValueError if it is not one, and OSError if it cannot be read."""
     with open(path, "rb"):  # or the file system's own error
         pass
     try:

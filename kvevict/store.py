@@ -30,11 +30,10 @@ def save_cache(cache, path, *, name: str = "") -> None:
     """Write a cache that a patched model filled to `path` (safetensors).
 
     cache   `past_key_values` of a patched model's output. Raises ValueError when kvevict did not fill it.
-    name    a text that the file has too, under `name` in its metadata, and its checksum covers
+    name    a text for the file's metadata, under `name`; the checksum covers it
 
-    Where a model is split over ranks (tensor parallel) all of them call this: the first rank writes one file with the
-    heads of all, which any number of ranks can load. Raises OSError, and leaves `path` as it was, where it cannot be
-    written.
+    In tensor parallel all ranks call this: the first rank writes one file with the heads of all, and any number of
+    ranks can load it. Raises OSError, and leaves `path` unchanged, if the file cannot be written.
     """
     if not isinstance(cache, EvictionCache):
         raise ValueError(
@@ -106,8 +105,8 @@ def _moments(layer, index):
 
 
 def _positions_fact(index, tensors, end) -> dict:
-    """What the file says of a layer's positions: all are below `end`, at least this one, and in one head no two are
-    equal without `ties` (a picture's tokens share theirs)."""
+    """The file's facts about a layer's positions. `end`: all positions are below it; it is at least the argument `end`.
+    `ties`: positions may repeat within a head, as those of a picture's tokens."""
     pos = tensors[f"{index}.pos"]
     steps = _steps(pos, tensors[f"{index}.len"])
     if bool((steps < 0).any()) or bool((pos < 0).any()):
@@ -161,7 +160,7 @@ def _part(tensors, ranks) -> dict:
 
 
 def _text_of(policy):
-    """A policy as JSON; None where it is not known, or holds what JSON cannot."""
+    """A policy as JSON; None if it is unknown or JSON cannot hold it."""
     try:
         return None if policy is None else policy.to_json()
     except ValueError:
@@ -181,12 +180,12 @@ def _policy_of(text):
 def load_cache(path, model, *, verify: bool = True):
     """Read a cache written by `save_cache` for use with the same (patched) model: a `DynamicCache`.
 
-    verify   whether to compare the file's checksum with its content, which takes a second a GB
+    verify   whether to compare the file's checksum with its content; takes a second per GB
 
     Pass it as `past_key_values`, with either the full history of ids or the new ids alone and an `attention_mask` that
     covers `cache.get_seq_length()` seen tokens and the new ones. Raises ValueError for a file that is damaged, foreign,
-    of another version, or of another model (another fingerprint of the weights, where both are known), and OSError for
-    one that cannot be read. The cache holds nothing of the file, which may go.
+    of another version, or of another model (another fingerprint of the weights, if both are known), and OSError for one
+    that cannot be read. The file may be deleted afterwards: the cache has copies.
     """
     from .patch import base_model, find_decoder
 
@@ -337,7 +336,7 @@ def _check_evicted(tensors, fact) -> int:
 
 
 def _fill_cache(cache, fact) -> None:
-    """What belongs to all layers."""
+    """Set the parts of a cache that concern all layers."""
     cache.policy, cache.packed = _policy_of(fact["policy"]), tuple(map(tuple, fact["packed"]))
     if fact["next_position"] is not None:
         first = next(layer for layer in cache.layers if isinstance(layer, EvictionLayer))

@@ -1,6 +1,5 @@
-"""What only a run of the model shows: whether its output is the same in chunks, which layers rotate their queries and
-how, and where attention's output has been added to the residual stream. A few tokens are run with the model's own
-weights, before it is patched."""
+"""Runs a model on a few tokens, before it is patched, to measure: whether its output is the same in chunks, whether its
+layers rotate queries as expected, and in which submodule attention's output joins the residual stream."""
 
 import contextlib
 import threading
@@ -14,12 +13,12 @@ from .engine.hook import installed
 from .engine.slots.adopt import EvictionCache
 
 SEEN, NEW, PAD = 24, 2, 3  # tokens of the prompt, tokens decoded after it, left padding of the second row
-FAR = 100_000  # positions up to here are tried
-TOLERANCE = {torch.float32: 5e-5}  # relative error in the 2-norm; ROUNDED: of 16-bit weights
+FAR = 100_000  # the highest position tried
+TOLERANCE = {torch.float32: 5e-5}  # relative error in the 2-norm; ROUNDED: with 16-bit weights
 ROUNDED = 5e-2
 
-_rotates = WeakKeyDictionary()  # decoder -> what `rotating` found
-_residual = WeakKeyDictionary()  # decoder -> what `after_attention` found
+_rotates = WeakKeyDictionary()  # decoder -> result of `rotating`
+_residual = WeakKeyDictionary()  # decoder -> result of `after_attention`
 
 
 @contextlib.contextmanager
@@ -37,9 +36,9 @@ def quiet(model):
 
 
 def difference(model, patched) -> str | None:
-    """How the output of a model of an unknown type changes when its prompt is read in chunks; None: it does not.
+    """How the output of a model of unknown type changes if its prompt is read in chunks; None: it does not.
 
-    patched   (name, options) -> a context in which the model has that policy
+    patched   (name, options) -> a context manager that patches the model with that policy
     """
     try:
         ids = plain_ids(model.config, 2, SEEN + NEW)
@@ -73,15 +72,15 @@ def difference(model, patched) -> str | None:
 
 
 def _quantised(model) -> bool:
-    """Whether weights are in a quantiser's format, whose kernels round otherwise for another number of rows."""
+    """Whether weights are quantised: then rounding depends on the number of rows."""
     return any(not p.is_floating_point() or hasattr(p, "__tensor_flatten__") for p in model.parameters())
 
 
 def itself(model, input_ids, attention_mask, want, limit) -> str | None:
-    """How the unpatched model's output changes in two calls with a cache of its own; None: it does not.
+    """How the unpatched model's output changes in two calls with its default cache; None: it does not.
 
     input_ids, attention_mask   [B, N]
-    want                        of the valid tokens its logits, or hidden states, from one call
+    want                        logits or hidden states of the valid tokens, from one call
     """
     try:
         with quiet(model):
@@ -132,8 +131,8 @@ def _error(got, want) -> float:
 def rotating(model, decoder, order) -> dict:
     """Whether each of the layers `order` rotates queries and keys by their positions: {layer: True or False}.
 
-    Every attention module gets two equal rows at two positions, whose queries then differ by their rotation only.
-    Raises ValueError where they differ and `families.rotate` does not make one of the other.
+    Every attention module gets two equal rows at two positions, so their queries differ by the rotation only. Raises
+    ValueError if they differ and `families.rotate` does not turn one into the other.
     """
     if decoder not in _rotates:
         _rotates[decoder] = _rotating(model, decoder, order)
@@ -208,9 +207,9 @@ def _is_rotated(decoder, module, positions, *pair) -> bool:
 
 
 def after_attention(model, decoder, order) -> dict:
-    """The module of each of the layers `order` whose input is the residual stream with the attention's output added:
-    {layer: name of its submodule}. With attention's output set to 0 its input is the layer's own, and
-    otherwise not. Raises ValueError for a layer without one, as where attention and MLP run in parallel."""
+    """For each of the layers `order`, the submodule that takes the residual stream with attention's output added:
+    {layer: name of the submodule}. Its input equals the layer's input only if attention's output is set to 0. Raises
+    ValueError for a layer without such a submodule (attention and MLP in parallel, for example)."""
     if decoder not in _residual:
         _residual[decoder] = _after_attention(model, decoder, order)
     found = _residual[decoder]
@@ -239,7 +238,8 @@ def _after_attention(model, decoder, order):
         return tuple(0 * x if i == 0 else x for i, x in enumerate(output)) if isinstance(output, tuple) else 0 * output
 
     def same(silent):
-        """Which submodules get the layer's own input, with attention or without."""
+        """The submodules that get the layer's input, with attention's output (silent=False) or with zeros in its
+        place."""
         inputs.clear()
         with quiet(model), contextlib.ExitStack() as stack:
             for index in order:

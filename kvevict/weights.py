@@ -1,4 +1,4 @@
-"""Which weights a model has, told by some of their numbers."""
+"""Identifies a model's weights by a sample of their numbers."""
 
 import hashlib
 import json
@@ -13,12 +13,12 @@ GOLDEN = 0.6180339887498949  # its multiples, less their whole parts, are spread
 
 
 class _Unreadable(Exception):
-    """Weights whose numbers are not in this process."""
+    """Raised for weights with numbers outside this process."""
 
 
 def fingerprint(model) -> str | None:
-    """The dtypes of a model's weights, and a hash of numbers that are sampled of each and of each adapter (PEFT) that
-    is on: equal for equal weights, wherever they are kept.
+    """The dtypes of a model's weights, and a hash of numbers sampled from each weight and from each active adapter
+    (PEFT). Equal weights give the same result on any device.
 
     Numbers are rounded to bfloat16, so that a float32 model and its bfloat16 copy are alike. None where the numbers
     cannot be had: of weights that are split over processes, or that no loader has put anywhere.
@@ -37,21 +37,21 @@ def fingerprint(model) -> str | None:
 
 
 def identity(model) -> str | None:
-    """What the slots of a cache depend on: the `fingerprint` of the model that read them, and how it rotates keys."""
+    """The `fingerprint` of a model and a hash of its rotary settings: a cache's slots depend on both."""
     known, rope = fingerprint(model), getattr(model.config, "rope_parameters", None)
     return known and f"{known} {zlib.crc32(json.dumps(rope, sort_keys=True, default=str).encode()):08x}"
 
 
 def differ(one, other) -> bool:
-    """Whether two fingerprints are of different weights. Unknown ones, and those of other dtypes, do not tell."""
+    """Whether two fingerprints show different weights. False if one is unknown or their dtypes differ."""
     if not (isinstance(one, str) and isinstance(other, str)):
         return False
     return one.partition(" ")[0] == other.partition(" ")[0] and one != other
 
 
 class Owner:
-    """The weights that filled a cache. They are hashed when they are asked for, and known only while the model is there
-    and its weights and adapters are what they were."""
+    """The weights that filled a cache. They are hashed on request, and only while the model exists with unchanged
+    weights and adapters."""
 
     def __init__(self, model, known=None):
         self.model = (lambda: None) if model is None else weakref.ref(model)
@@ -65,9 +65,9 @@ class Owner:
         return self.known
 
     def change(self, thorough: bool = True) -> str | None:
-        """How the model, which is there, is another one than it was; None where that is not seen.
+        """How the model (which must still exist) has changed; None if no change is seen.
 
-        thorough   False: only the adapters that were there are looked at, which takes a microsecond each
+        thorough   False: only the earlier adapters are checked, a microsecond each
         """
         before, model = self.state, self.model()
         if not thorough and all((m := each()) and _switches(m) == switches for each, switches in before.switches):
@@ -97,10 +97,10 @@ def form(model) -> tuple:
 
 
 class _State(NamedTuple):
-    """What changes when a model's weights are written to, or adapters are switched or merged."""
+    """A state of a model that changes with every write to its weights and every switch or merge of adapters."""
 
     switches: list  # (reference to a PEFT module, its `_switches`)
-    on: list  # the sets of adapters that are on, one of each PEFT module that has some
+    on: list  # the set of active adapters of each PEFT module that has any
     versions: dict  # id of a parameter -> its `_version`
 
 
@@ -118,12 +118,12 @@ def _switches(module) -> tuple:
 
 
 def _version(tensor) -> int:
-    """How often a tensor was written to, as far as torch knows."""
+    """How often a tensor was written to, as far as torch counts it."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def _is_adapted(module) -> bool:
-    """Whether a module is PEFT's, around one of the model's."""
+    """Whether a module is PEFT's wrapper of one of the model's modules."""
     return "base_layer" in module._modules and hasattr(module, "active_adapters")
 
 
@@ -136,15 +136,15 @@ def _adapters(module):
 
 
 def _weights(model):
-    """Every tensor that a model is saved with, but those of adapters that are off, as plain tensors."""
+    """Every saved tensor of a model, except inactive adapters', as plain tensors."""
     if any(getattr(module, "_hf_device_mesh", None) is not None for module in model.modules()):
-        raise _Unreadable  # its weights may be a part, as a plain tensor
+        raise _Unreadable  # a plain tensor may be one rank's part of a weight
     for module, name, tensor in _parts(model):
         yield from _plain(_offloaded(module, name) if tensor.is_meta else tensor)
 
 
 def _parts(model):
-    """(module, name, tensor) of every tensor that a model is saved with, but those of adapters that are off."""
+    """(module, name, tensor) of every saved tensor of a model, except inactive adapters'."""
     adapted = [module for module in model.modules() if _is_adapted(module)]
     off = {id(part) for module in adapted for _, part, is_on in _adapters(module) if not is_on}
     for module in model.modules():
@@ -165,7 +165,7 @@ def _own(module):
 
 
 def _offloaded(module, name):
-    """What accelerate keeps of a module elsewhere."""
+    """The tensor of a module that accelerate has offloaded."""
     hook = getattr(module, "_hf_hook", None)
     for one in getattr(hook, "hooks", (hook,)):
         if getattr(one, "weights_map", None) is not None:

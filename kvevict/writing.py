@@ -1,5 +1,5 @@
-"""Text written token by token after what a cache holds, greedily or drawn, whatever the model's generation_config says
-of beams, penalties and caches."""
+"""Generation of text after a cache, token by token, greedy or drawn. Beams, penalties and caches of the model's
+generation_config are ignored."""
 
 from dataclasses import dataclass
 
@@ -15,11 +15,11 @@ class Sampling:
     """How each token is chosen.
 
     temperature  None: the likeliest token; else it is drawn from softmax(logits / temperature)
-    top_p        of the fewest likeliest tokens whose probabilities reach that sum (nucleus sampling, Holtzman et al.
-                 2020)
+    top_p        only the fewest likeliest tokens with this total probability are drawn (nucleus sampling, Holtzman et
+                 al. 2020)
     seed         of the draws
 
-    Raises ValueError or TypeError for numbers that cannot be.
+    Raises ValueError or TypeError for impossible numbers.
     """
 
     temperature: float | None = None
@@ -35,7 +35,7 @@ class Sampling:
         count("sampling_seed", self.seed, 0)
 
     def chooser(self):
-        """A function of logits [vocabulary] that gives the next token, with draws of its own."""
+        """A function from logits [vocabulary] to the next token. Each chooser has a separate random generator."""
         if self.temperature is None:
             return lambda row: int(row.argmax())
         noise = torch.Generator().manual_seed(self.seed)
@@ -52,7 +52,7 @@ def drawn(row, noise, temperature, top_p=1.0) -> int:
 
 
 def ends_of(model, tokenizer) -> set:
-    """The tokens that end what the model says."""
+    """The tokens that end an answer."""
     ends = model.generation_config.eos_token_id
     return {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
 
@@ -61,8 +61,8 @@ def written(model, tokenizer, logits, cache, most: int, choosers, one_line=False
     """At most `most` ids after what each row of a cache holds, up to and with the first that ends them: a list of ids
     per row. A row that has ended leaves the cache.
 
-    logits    of the cache's last token [B, T, vocabulary]
-    choosers  a function per row, of logits [vocabulary], that gives the next token
+    logits    [B, T, vocabulary] of the cache's last tokens
+    choosers  a function per row, from logits [vocabulary] to the next token
     one_line  stop at the end of a line that is not empty
     """
     ends, batch = ends_of(model, tokenizer), Batch(model, range(len(choosers)), cache)

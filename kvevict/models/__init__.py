@@ -1,4 +1,4 @@
-"""Which model: the bundled one, and how one that the user names is loaded."""
+"""Loads models: the bundled one, and those that the user names."""
 
 from pathlib import Path
 
@@ -25,8 +25,8 @@ def check_there(name: str) -> Path:
 
 
 def pretrained(kind, name: str, **options):
-    """`kind.from_pretrained` of a folder, a hub id, or a .gguf file, which Transformers' own loader reads. Raises
-    ValueError or OSError for what it cannot load."""
+    """`kind.from_pretrained` of a folder, a hub id, or a .gguf file (read by Transformers' loader). Raises ValueError
+    or OSError if it cannot be loaded."""
     path = check_there(name)
     if path.suffix != ".gguf" or path.is_dir():
         try:
