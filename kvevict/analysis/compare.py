@@ -1,4 +1,4 @@
-"""What a policy left of one prompt, against the full cache and the response that the full cache gives."""
+"""Compares the slots that a policy kept of one prompt with the full cache, for the full cache's response."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from ..patch import evicting
 from ..policy.policy import Policy
 from . import diagnose
 
-CHUNK = 4096  # tokens that the full cache is read by, to bound activations
+CHUNK = 4096  # tokens read at once for the full cache, to bound activations
 NAMES = ("joint_error", "output_error", "recall", "top16", "attention_cosine", "kv_l1_loss")
 RANKED = ("eighth", "tau")
 FULL_NAMES = ("sparsity", "fastcaote_spearman")
@@ -31,7 +31,7 @@ class _Queries(Watcher):
 
 
 class _Scores(Watcher):
-    """Keeps what every layer's slots were worth: layer -> (score, which slots compete)."""
+    """Keeps every layer's scores: layer -> (score, mask of the slots that compete)."""
 
     def __init__(self):
         self.found = {}
@@ -44,8 +44,8 @@ class _Scores(Watcher):
 @dataclass
 class Truth:
     """The full cache of a prompt of `tokens` tokens and of its response's first R <= 64: per evicting layer the
-    response's queries [H, R, D], keys and values [Hkv, tokens + R, D], and attention's options; `indices` are those
-    layers' own."""
+    response's queries [H, R, D], keys and values [Hkv, tokens + R, D], and attention's options. `indices` are the
+    numbers of those layers in the model."""
 
     response: list
     tokens: int
@@ -55,7 +55,7 @@ class Truth:
 
 @torch.no_grad()
 def truth(model, ids, max_new_tokens: int, stopping_criteria=None) -> Truth:
-    """What the unpatched model answers greedily to ids [1, N], and the attention of that answer."""
+    """The unpatched model's greedy response to ids [1, N], with the data to compute its attention."""
     how = dict(max_new_tokens=max_new_tokens, do_sample=False, stopping_criteria=stopping_criteria)
     out = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
     read = out[:, : ids.shape[1] + diagnose.ROWS]
@@ -73,7 +73,7 @@ def truth(model, ids, max_new_tokens: int, stopping_criteria=None) -> Truth:
 
 @torch.no_grad()
 def left(model, ids, policy) -> list:
-    """What is stored once ids [1, N] were read under the policy: [evicting layer][kv head] (positions [n], k and v
+    """The slots stored after a read of ids [1, N] under the policy: [evicting layer][kv head] (positions [n], k and v
     [n, D])."""
     with evicting(model, policy, tokenizer=False):
         cache = cache_of(model(ids, use_cache=True, logits_to_keep=1))
@@ -82,7 +82,7 @@ def left(model, ids, policy) -> list:
 
 
 def informed(policy, response) -> Policy:
-    """The policy; an oracle without a response gets this one."""
+    """The policy. An oracle policy without a response gets this response."""
     rows = policy.rows.with_response(response)
     return policy if rows is policy.rows else dataclasses.replace(policy, rows=rows)
 
@@ -92,15 +92,15 @@ def compare(full: Truth, kept: list) -> list:
     """Per evicting layer a dict of `NAMES`, means over the response's rows; `kept` as `left` gives it.
 
     joint_error       CAOTE eq. 24 of all evicted slots, by the full cache's attention, keys and values
-    output_error      || o - o' || / || o ||, o' over the keys and values that the policy stored (which differ from the
-                      full cache's where a chunk read what an earlier eviction had left)
+    output_error      || o - o' || / || o ||, o' over the keys and values that the policy stored (they differ from the
+                      full cache's if a chunk was read after an earlier eviction)
     recall            share of the response's attention to the prompt that lies on kept slots, by the full cache
-    top16             share of the 16 prompt slots that the response attends to most, on average over the group and its
-                      rows, that are kept (EDIE figure 3)
-    attention_cosine  of the response's attention to the prompt, with the full cache and with what is stored
+    top16             kept share of the 16 prompt slots with the most attention, averaged over the group and the
+                      response's rows (EDIE figure 3)
+    attention_cosine  of the response's attention to the prompt: with the full cache against with the stored slots
     kv_l1_loss        L1 distance of the prompt's keys and values, evicted ones taken as 0, relative to their L1 norm
 
-    The last two are ChunkKV's, whose text has no formula for them: these are our reading.
+    The last two are ChunkKV's; its text has no formula for them, so these are our reading.
     """
     pairs = zip(full.layers, kept, strict=True)
     return [_layer(full.tokens, *layer, heads) for layer, heads in pairs]  # type: ignore[call-arg]
@@ -109,11 +109,11 @@ def compare(full: Truth, kept: list) -> list:
 @torch.no_grad()
 def ranking(model, ids, policy, full: Truth) -> dict | None:
     """How the policy's score ranks the slots of a prompt read in one pass, against the response's attention with the
-    full cache: means over the layers that score every slot and over kv heads; None where no layer does (nothing is
-    evicted). Protected slots, which are not ranked, are left out; nothing is pooled or refined. Needs scipy.
+    full cache: means over kv heads and over the layers that score every slot; None if no layer does (nothing is
+    evicted). Protected slots are not ranked, so they are left out; nothing is pooled or refined. Needs scipy.
 
-    eighth  share of the eighth of the slots that the response attends to most that is in the score's best eighth
-            (LookaheadKV table 8, its recall@k)
+    eighth  of the eighth of the slots with the most attention, the share in the score's best eighth (LookaheadKV table
+            8, its recall@k)
     tau     Kendall's rank correlation, tau-b (table 8)
     """
     scores = _Scores()
@@ -163,8 +163,8 @@ def _layer(tokens, q, k, v, options, heads):
 
 
 def _head(tokens, group, k, v, stored_k, stored_v, kept):
-    """Outputs [G, R, D] of the full cache, of its slots that are kept, and of what is stored; the full cache's
-    attention [G, R] to the prompt and to its kept slots; the cosine [G, R]; the kept share of the best 16 slots."""
+    """Outputs [G, R, D] from the full cache, from its kept slots, and from the stored slots; the full cache's attention
+    [G, R] to the prompt and to its kept slots; the cosine [G, R]; the kept share of the best 16 slots."""
     q, options = group
     column = torch.arange(len(k), device=k.device)
     sees = column <= column[tokens:, None]
@@ -178,9 +178,10 @@ def _head(tokens, group, k, v, stored_k, stored_v, kept):
 
 @torch.no_grad()
 def full_cache(full: Truth) -> list:
-    """Per evicting layer a dict about the response's attention to the prompt, means over kv heads. Needs scipy.
+    """Per evicting layer a dict of means over kv heads, about the response's attention to the prompt. Needs scipy.
 
-    sparsity            share of the slots that hold 90 % of it, the mean over rows and the group (TAKE figure 4)
+    sparsity            share of the slots that hold 90 % of that attention, the mean over rows and the group (TAKE
+                        figure 4)
     fastcaote_spearman  Spearman's correlation of FastCAOTE's with CAOTE's scores by it (CAOTE table 7)
     """
     from scipy.stats import spearmanr
@@ -198,18 +199,18 @@ def full_cache(full: Truth) -> list:
 
 
 def positions(kept: list) -> list:
-    """[layer][kv head] the set of kept positions, of what `left` gives."""
+    """[layer][kv head] the set of kept positions, from the result of `left`."""
     return [[set(at.tolist()) for at, *_ in heads] for heads in kept]
 
 
 def adjacent(kept: list) -> float | None:
-    """Mean overlap of neighbouring evicting layers, of a policy's `positions`; None of a single layer."""
+    """Mean overlap of neighbouring evicting layers, from a policy's `positions`; None for a single layer."""
     pairs = [diagnose.overlap(*layers) for layers in pairwise(kept)]
     return sum(pairs) / len(pairs) if pairs else None
 
 
 def layers_alike(kept: list) -> list:
-    """[layer][layer] overlap of evicting layers, of a policy's `positions`."""
+    """[layer][layer] overlap of evicting layers, from a policy's `positions`."""
     return [[diagnose.overlap(a, b) for b in kept] for a in kept]
 
 

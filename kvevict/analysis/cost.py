@@ -20,7 +20,7 @@ from .shape import Shape
 from .slots import Layers
 from .work import decoding, work
 
-UNPATCHED = "unpatched"  # the run of the model as it is
+UNPATCHED = "unpatched"  # the run of the unpatched model
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ def plan(
     shape: Shape, policy: Policy | None, tokens: int, *, batch=1, hardware=Hardware(), causal=True, new_tokens=256,
     draft_model: Shape | None = None,
 ) -> dict:  # fmt: skip
-    """What it costs to read a prompt of `tokens` tokens in each of `batch` rows and to decode `new_tokens` more; policy
-    None: the unpatched model. draft_model: the shape of the one that drafts (speckv).
+    """The cost of reading a prompt of `tokens` tokens in each of `batch` rows and decoding `new_tokens` more. policy
+    None: the unpatched model. draft_model: the drafting model's shape (speckv).
 
     causal=False counts every (row, key) pair of a chunk, as several papers do.
 
@@ -73,7 +73,7 @@ def plan(
     cache_bytes, peak_cache_bytes    of full-attention layers, after the prompt and at most, as `kvevict.report`
     sliding_bytes        of sliding-window layers after the prompt
     weight_bytes, activation_bytes   of the model; of the widest chunk in one layer
-    draft_bytes          weights of the model that drafts
+    draft_bytes          weights of the drafting model
     peak_bytes           the most at once of all these: slots at most, weights, sliding windows, activations
     seconds              to the first token
     waiting              None, or of layers that wait for another's choice (TAKE): `delayed_slots`, the most per kv head
@@ -113,7 +113,7 @@ def plan(
 
 
 def _check(shape, policy, draft_model) -> None:
-    """Raise ValueError for what the policy cannot do in such a model, or lacks."""
+    """Raise ValueError if the policy cannot run in such a model, or misses an argument."""
     drafts = policy.rows.n_d and not policy.rows.needs_full_prompt
     if not drafts:
         policy.rows.ready(None)
@@ -125,7 +125,7 @@ def _check(shape, policy, draft_model) -> None:
 
 
 def _add_draft(result, model, tokens, n_d, batch, hardware, causal) -> None:
-    """The other model that drafts reads the prompt, decodes n_d - 1 tokens more and gives its cache back."""
+    """Add the drafting model's costs: it reads the prompt, decodes n_d - 1 tokens more and frees its cache."""
     if model is None:
         result["left_out"].append("draft")
         return
@@ -140,7 +140,7 @@ def _add_draft(result, model, tokens, n_d, batch, hardware, causal) -> None:
 
 def _waiting(policy, chunks, layers, slot) -> dict | None:
     """TAKE's three figures of memory (METHODS section 3)."""
-    first = policy.waiting_layers(layers.count)  # the first one that nobody waits for
+    first = policy.waiting_layers(layers.count)  # the first layer that no layer waits for
     if first == 1:
         return None
 

@@ -1,5 +1,4 @@
-"""What the caches of a prompt kept: as one HTML page that needs nothing else (`page.html` and its data), and as a
-picture."""
+"""The kept slots of a prompt, as one self-contained HTML page (`page.html` and its data) and as a picture."""
 
 import bisect
 import json
@@ -30,13 +29,13 @@ def page(tokenizer, ids, runs, facts=(), find="") -> str:
 
 
 def pieces(tokenizer, ids: list) -> list:
-    """[text, number of tokens] of each token; tokens that share one character are one piece. The texts joined are what
-    the tokenizer decodes.
+    """[text, number of tokens] of each token; tokens that share one character are one piece. The joined texts are the
+    tokenizer's decoding of all ids.
 
-    A token's text is what it adds to its predecessors' text: decoders strip a space where a text begins, and bytes of
-    half a character decode to U+FFFD. Needs ids alone, so it also holds for chat templates and cut text.
+    A token's text is its addition to its predecessors' text, because decoders strip a space at a text's start, and
+    bytes of half a character decode to U+FFFD. Only ids are needed, so chat templates and cut text work too.
     """
-    made, known, start = [], 0, 0  # ids[known:start] is the piece before, whose text leads the next
+    made, known, start = [], 0, 0  # ids[known:start]: the previous piece, decoded before the next
 
     def decode(stop):
         return tokenizer.decode(ids[known:stop], clean_up_tokenization_spaces=False)
@@ -71,8 +70,8 @@ def places(pieces: list, words: str) -> list:
 
 
 def picture(path, runs, tokens: int, title: str, marks=()) -> None:
-    """Save a PNG of one prompt of `tokens` tokens: per run a map whose rows are kv heads, layer by layer, dark where a
-    position was kept, with marks above the positions `marks`. `runs` as for `page`. Needs matplotlib (ImportError)."""
+    """Save a PNG of one prompt of `tokens` tokens: per run a map with a row per kv head, layer by layer, dark at kept
+    positions, with marks above the positions `marks`. `runs` as for `page`. Needs matplotlib (ImportError)."""
     import numpy as np
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""One measured generation, patched or not: what the command line and the example print."""
+"""One measured generation, patched or not, for the commands."""
 
 import ctypes
 import dataclasses
@@ -32,8 +32,8 @@ def load_model(name: str, dtype="auto", device=None):
 
 
 def place(device=None) -> str:
-    """The device that is named, or a GPU if there is one and this build has kernels for it, or the CPU. Processes of
-    one launch (accelerate, torchrun) take a GPU each. Raises ValueError for one that cannot be used."""
+    """The named device; by default a GPU, if there is one and this build has kernels for it, else the CPU. Processes of
+    one launch (accelerate, torchrun) take a GPU each. Raises ValueError for a device that cannot be used."""
     if device:
         return _usable(device)
     if not (build_info()["cuda"] and torch.cuda.is_available()):
@@ -55,22 +55,22 @@ def _usable(device) -> str:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids. `question` has all that follows the context; its last `suffix` ids, a chat template's end and what
-    opens the answer, are not the question's own. `answer`: the continuation to score, if any."""
+    """Token ids. `question` has all ids after the context; its last `suffix` ids are not part of the question itself: a
+    chat template's end and the answer's opening. `answer`: the continuation to score, if any."""
 
     context: list
     question: list
     suffix: int = 0
     answer: list | None = None
-    said: tuple | None = None  # (start, stop) of what asks, where the question has other words too, or stands elsewhere
+    said: tuple | None = None  # (start, stop) of the question's words, if others surround them or they are elsewhere
 
     def row(self, device):
         """Ids [1, N]."""
         return torch.tensor([self.context + self.question], device=device)
 
     def observed(self, observe):
-        """Number of rows that observe: "question" is those of the question and all after it, N the last N rows before
-        the suffix and those of the suffix; or the span of tokens that ask: "asked"."""
+        """The rows that observe. For "question": the number of rows from the question on; for N: N plus the suffix's
+        rows; for "asked": (start, stop) of the question's tokens."""
         if observe == ASKED:
             start = len(self.context)
             return self.said or (start, start + len(self.question) - self.suffix)
@@ -78,13 +78,14 @@ class Prompt:
 
 
 QUESTION, ASKED = "question", "asked"
-OBSERVERS = ("window", "probe")  # options of rows that say how many of a prompt's last tokens observe
+OBSERVERS = ("window", "probe")  # options of rows: the number of a prompt's last tokens that observe
 
 
 def observe(policy, rows, tokens: int, named=()):
-    """The policy, but the last `rows` tokens of a prompt of `tokens` tokens observe where its rows have a number for it
-    whose option is not `named`: at most half the budget, and fewer than a chunk has. rows (start, stop): the last of
-    these tokens do, of a probe, as in `kvevict.observing`; other rows observe as they are."""
+    """A copy of the policy whose window or probe is the last `rows` tokens of a prompt of `tokens` tokens, limited to
+    half the budget and to less than a chunk. Options that the caller set by name (`named`) are not changed. rows
+    (start, stop): a probe of these tokens (the last ones that fit), as in `kvevict.observing`; other rows stay
+    unchanged."""
     budget = tokens if policy.budget is None else policy.budget
     slots = budget if isinstance(budget, int) else math.ceil(budget * tokens)
     most = max(1, min(slots // 2, (policy.chunk_size or tokens) - 1))
@@ -101,9 +102,9 @@ def observe(policy, rows, tokens: int, named=()):
 
 
 def encode(tokenizer, text: str, question: str, limit: int | None = None, opening: str = "") -> Prompt:
-    """`text` followed by `question` and what opens the answer, in the tokenizer's chat template if it has one.
+    """`text`, `question` and the answer's opening, in the tokenizer's chat template if it has one.
 
-    The text's end is cut, the question never, to `limit` prompt tokens. Raises ValueError when no text is left.
+    The text's end is cut to fit `limit` prompt tokens; the question is never cut. Raises ValueError if no text is left.
     """
     head, question_ids, suffix = frame(tokenizer, f"\n\n{question}", f"\n{opening}" if opening else "")
     room = None if limit is None else limit - len(head) - len(question_ids)
@@ -124,11 +125,12 @@ def measure(
     model, tokenizer, ids, policy=None, max_new_tokens=64, positions=False, one_line=False, question=""
 ) -> dict:
     """Generate greedily, to the line's end if the answer is `one_line`, and measure the cost. policy=None: unpatched.
-    question: what the prompt asks at its end; a probe is what asks in it, as `kvevict.patch(tokenizer=..)` finds it.
+    question: the request at the prompt's end; a probe observes from its question, found as by
+    `kvevict.patch(tokenizer=..)`.
 
     Returns answer (None without a tokenizer), new_tokens, read_seconds (to the first token), decode_seconds,
-    peak_bytes (growth of the process' peak memory above what was resident before) and, when patched, the read's report,
-    which has the kept positions if asked for.
+    peak_bytes (the process' peak memory above the memory resident before) and, if patched, the read's report, with the
+    kept positions on request.
     """
     ids, timer = ids.to(device_of(model)), _FirstToken()
     inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False)
@@ -180,14 +182,14 @@ def _status(field: str) -> int:
 
 
 def _reset_peak(device) -> int:
-    """Forget the peak memory so far, of a GPU or of the process; returns the bytes in use now. Of a process on Linux
-    only: elsewhere memory reads 0."""
+    """Forget the peak memory so far, of a GPU or of the process; returns the bytes in use now. The process' memory is
+    known on Linux only; elsewhere it reads 0."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
     if not os.path.exists("/proc/self/clear_refs"):
         return 0
-    ctypes.CDLL(None).malloc_trim(0)  # what an earlier run freed would hide this one's growth
+    ctypes.CDLL(None).malloc_trim(0)  # memory freed by an earlier run would hide this one's growth
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
     return _status("VmRSS:")

@@ -1,4 +1,4 @@
-"""The sizes of a model that its costs depend on, from its config alone: the model is built without its weights."""
+"""The sizes of a model that determine its costs, from its config alone: the model is built without weights."""
 
 from dataclasses import dataclass
 
@@ -12,10 +12,10 @@ ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes
 
 @dataclass(frozen=True)
 class Shape:
-    """What the costs of a model depend on. Weights are numbers of elements, summed over the layers."""
+    """The sizes of a model. Weights are numbers of elements, summed over the layers."""
 
     hidden: int
-    mlp: int  # activations of a token in the MLP at its fullest: gate, up, product, and what a mixture gathers
+    mlp: int  # most activations of a token in the MLP: gate, up, product, and a mixture's gathered inputs
     heads: int
     kv_heads: int
     head_dim: int
@@ -41,9 +41,9 @@ class Shape:
 
 
 def shape_of(config, dtype: str = "auto") -> Shape:
-    """The shape of a Transformers config's text decoder. dtype "auto" is the config's own, bfloat16 if it names none.
+    """The shape of a Transformers config's text decoder. dtype "auto": the config's, or bfloat16 if it has none.
 
-    Raises ValueError for a model that `kvevict.patch` refuses by what its config tells.
+    Raises ValueError for a model that `kvevict.patch` refuses by its config.
     """
     whole, config = config, config.get_text_config(decoder=True)
     if dtype == "auto":
@@ -66,7 +66,7 @@ def shape_of(config, dtype: str = "auto") -> Shape:
 
 
 def _measured(config, names, kinds, dtype) -> Shape:
-    """Of a text decoder's config; names: the model types that `kvevict.known` knows it by."""
+    """The shape of a text decoder's config. names: its model types in `kvevict.known`."""
     from transformers import AutoModelForCausalLM
 
     from ..patch import check_model, find_decoder

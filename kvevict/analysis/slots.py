@@ -1,9 +1,9 @@
-"""How many slots every layer holds while a prompt is read, and what observes them: the engine's own chunks, budgets and
-decisions, with counts in place of tensors. No weights, no text.
+"""Simulates the slots of every layer while a prompt is read, and the rows that observe them. It runs the engine's
+chunks, budgets and decisions on counts instead of tensors: without weights or text.
 
-How a layer's slots are split over its heads does not change their sum, so a head stands for the layer's average. A
-selection that leaves some of the budget unused (chunk, exact=False), and a threshold, count as if they used it, and
-layers that share by what a prompt measures as if all measured the same.
+A layer's slots are counted as if split evenly over its heads: their sum is the same. A selection that leaves some of
+the budget unused (chunk, exact=False) and a threshold are counted as if they used all of it. Layers that share by
+measurements of the prompt are counted as if all measured the same.
 """
 
 from collections.abc import Iterator
@@ -24,10 +24,10 @@ class Taken:
     read: list  # the chunk's rows that get to the layer
     stored: list  # slots before
     kept: list  # slots after
-    scored: list  # whether the layer chooses for itself here
-    parts: list  # the `kvevict.policy.rows.Part`s whose attention is computed for its scores
+    scored: list  # whether the layer scores and chooses in this chunk
+    parts: list  # `kvevict.policy.rows.Part`s: the rows of its scores
     peak: int  # most slots alive at once, summed over layers
-    draft: list = field(default_factory=list)  # slots of the copy over which the model drafts, if it does
+    draft: list = field(default_factory=list)  # slots of the copy that the model drafts over, if it does
 
 
 class Layers:
@@ -57,7 +57,7 @@ class Layers:
         return map(self.take, schedule.chunks(self.policy, self.tokens, narrow, tokens))
 
     def take(self, chunk: Chunk) -> Taken:
-        """What a chunk does to the layers."""
+        """Read one chunk into the layers."""
         policy, stored = self.policy, self.kept
         read = schedule.read(policy, chunk.narrow, np.array([chunk.rows]))[:, 0].tolist()
         decisions = self.planned.decide(chunk, np.array([chunk.rows]), self.slots, np.array([True]))
@@ -77,7 +77,8 @@ class Layers:
         return Taken(chunk, read, stored, self.kept, scored, parts, peak, draft)
 
     def observed(self, chunk, layer, scored) -> bool:
-        """Numbers that are carried or joined are made in every chunk, whether or not slots are evicted now."""
+        """Whether rows observe this layer in the chunk. Carried or joined numbers are made in every chunk, with or
+        without eviction."""
         made = self.policy.carry != "none" or chunk.again is not None
         return chunk.observed and (schedule.observes(self.policy, layer, self.count) if made else scored)
 

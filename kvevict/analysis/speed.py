@@ -1,4 +1,4 @@
-"""Runs of a model under several policies, next to the model as it is."""
+"""Runs of a model under several policies, beside the unpatched model."""
 
 import dataclasses
 import statistics
@@ -31,7 +31,7 @@ def slots(seen: dict) -> str:
 
 def held(run: dict, seen: dict) -> tuple:
     """(slots per kv head, bytes) of the cache after a run of `measure`. seen: the report of any patched run of the same
-    prompt, which tells what the unpatched model holds."""
+    prompt, to compute the unpatched model's slots and bytes."""
     own = run.get("report")
     return (slots(own), own["cache_bytes"]) if own else (str(seen["seen"][0]), full_cache_bytes(seen))
 
@@ -48,8 +48,8 @@ def costs(run: dict, slots: str, cache_bytes: int) -> list:
 def check(model, ids, name, policy, max_new_tokens) -> None:
     """Generate greedily with a budget that holds everything, all layers reading all tokens, patched and not.
 
-    Raises ValueError unless the logits agree to `TOLERANCE` for as long as the tokens are the same. Where two tokens
-    are equally likely within rounding, either may come, and what follows is not compared.
+    Raises ValueError unless the logits agree to `TOLERANCE` as long as the tokens are the same. If two tokens are
+    equally likely within rounding, either may come, and later tokens are not compared.
     """
     options = dict(
         attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False, output_logits=True,

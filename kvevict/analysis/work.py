@@ -1,15 +1,15 @@
 """FLOPs and bytes of a chunk, of a draft and of a decoded token, by stage: dicts of (FLOPs, bytes moved).
 
 FLOPs are those of matrix products (a multiply and an add are two), and CAOTE's; norms, softmax, pooling, ranking and
-diagnostics are left out. Bytes are the least that is possible: weights once per pass, a layer's slots once per pass and
-once per scoring pass, kept slots read and written; activations are taken to stay on the chip.
+diagnostics are left out. Bytes are the least possible: weights once per pass, a layer's slots once per pass and once
+per scoring pass, kept slots read and written; activations are taken to stay on the chip.
 
-linear     matrix products with weights, of the prompt's own rows
-attention  of those rows
+linear     matrix products with weights, of the prompt's rows
+attention  attention of those rows
 probe      appended rows: both
-evict      scoring, and moving what is kept
+evict      scoring, and moving kept slots
 refine     output errors made of the scores (CAOTE)
-draft      tokens that the model drafts for itself: its passes, and the cut that they go over
+draft      tokens that the model drafts for itself: their passes, and the cut of the copy that they read
 """
 
 from ..engine.measure import quantities
@@ -29,7 +29,7 @@ def pairs(rows: int, seen: int, window: int | None = None, causal: bool = True) 
 
 
 def work(shape, policy, taken, batch: int = 1, causal: bool = True) -> dict:
-    """Of one chunk, a `kvevict.analysis.slots.Taken`."""
+    """The work of one chunk, a `kvevict.analysis.slots.Taken`."""
     chunk, linear = taken.chunk, 2 * shape.products * batch
     head = shape.head_weights if chunk.last else 0  # logits of the last row
     pair, slot = _pair(shape, batch), shape.slot_bytes * batch  # q.k and a.v of a row; a layer's key and value
@@ -54,7 +54,7 @@ def work(shape, policy, taken, batch: int = 1, causal: bool = True) -> dict:
         evict = _sum(evict, (_pair(shape, 1) * again, shape.slot_bytes / 2 * n * scans * chooses))
         evict = _sum(evict, (_products(shape, needed, rows, n if parts or chooses else 0), 0))
         evict = _sum(evict, (chooses * sum(each.flops(shape, rows, n) for each in needed), 0))
-        # TADA's error is of unpooled scores, refined for themselves.
+        # TADA's error uses unpooled scores, refined separately.
         refine = _sum(refine, (x * chooses * (1 + policy.layers.measures) for x in _refined(shape, policy, n)))
         stored += kept if kept < n else rows
     return {
@@ -80,8 +80,8 @@ def _sum(a, b) -> tuple:
 
 
 def _observed(shape, n, parts, passes, outputs, causal=True) -> tuple:
-    """Scoring passes over a layer of n slots. Where the layer's own attention did not leave the observers' log-sum-exp,
-    a pass for it goes before each; where outputs are wanted too, attention is taken once more and leaves both."""
+    """Scoring passes over a layer of n slots. If the layer's attention did not leave the observers' log-sum-exp, each
+    pass needs another one for it. If outputs are needed too, attention is computed once more and leaves both."""
     flops = moved = 0
     for part in parts:
         seen = pairs(part.rows, part.slots - part.rows, causal=causal) if part.causal else part.rows * part.slots
