@@ -1,8 +1,8 @@
 """The commands of `kvevict`. One file per command; the file registers it.
 
-A command gets an empty argument parser and its arguments, prints what a person reads, and returns the dict that
-`kvevict.cli` prints as the last line's JSON. What several commands share is here: the arguments, declared once, and how
-budgets, policies and tables are written.
+A command gets an empty argument parser and its arguments, prints text for a person, and returns a dict that
+`kvevict.cli` prints as JSON in the last line. This file has the shared parts: arguments, declared once, and the
+notation of budgets, policies and tables.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def add_model(parser) -> None:
 
 
 def model_name(args) -> str:
-    """What `--model` names, or the bundled model's folder. Raises FileNotFoundError where neither is there."""
+    """The value of `--model`, or the bundled model's folder. Raises FileNotFoundError without either."""
     from ..models import small_llama
 
     return args.model or small_llama()
@@ -54,7 +54,7 @@ def add_policies(parser, default=()) -> None:
 
 
 class Unsaid(str):
-    """A default that nobody has named."""
+    """A default that the user did not override."""
 
 
 def add_budget(parser, budget: int = 512, chunk_size: int | None = None) -> None:
@@ -72,7 +72,7 @@ def add_observe(parser, more: str = "") -> None:
 
 
 def observed(text: str):
-    """What `kvevict.analysis.run.Prompt.observed` takes."""
+    """The value of `--observe`, as `kvevict.analysis.run.Prompt.observed` takes it."""
     if text not in ("question", "asked") and not (text.isdigit() and int(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is not 'question', 'asked' or a number of rows; give one of them")
     return int(text) if text.isdigit() else text
@@ -107,7 +107,7 @@ def load_prompt(args) -> tuple:
 
 
 def room(model, new_tokens: int, limit: int | None = None) -> int | None:
-    """The largest number of prompt tokens beside an answer's: `--limit`, or what the model's context holds; None
+    """The largest number of prompt tokens that leaves room for the answer: `--limit`, or by the model's context; None
     without either."""
     context = getattr(model.config, "max_position_embeddings", None)
     if context is None:
@@ -172,8 +172,8 @@ def number(text: str):
 
 
 def build_policies(texts, args, **common) -> dict:
-    """Text -> `Policy`. A policy's own options win over `--budget`, `--chunk-size` and the `common` ones. A threshold
-    stands in the place of `--budget`'s default."""
+    """Text -> `Policy`. Options in a policy's text win over `--budget`, `--chunk-size` and the `common` ones. A
+    threshold replaces the default of `--budget`."""
     from ..policy.policy import build
 
     common |= dict(budget=number(args.budget), chunk_size=args.chunk_size)
@@ -186,7 +186,7 @@ def build_policies(texts, args, **common) -> dict:
 
 
 def check_complete(policies: dict) -> None:
-    """Raise ValueError for policies that lack what no command can give them."""
+    """Raise ValueError for policies that miss an argument that no command has."""
     for text, policy in policies.items():
         rows, option = policy.rows, ":" if ":" not in text else ","
         if getattr(rows, "draft_model", rows) is None and not rows.needs_full_prompt:
@@ -202,7 +202,7 @@ def check_complete(policies: dict) -> None:
 
 
 def observing(policies: dict, prompt, observe) -> dict:
-    """The policies, with `--observe` applied to those whose text names no window or probe."""
+    """The policies, with `--observe` applied, except to options that a policy's text names."""
     from ..analysis.run import observe as observed
 
     if observe is None:

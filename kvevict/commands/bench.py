@@ -60,7 +60,7 @@ def bench(parser, argv):
 
 
 def load(name: str, dtype: str, device: str | None):
-    """Model, tokenizer or None, and what the numbers were taken with. A folder without weights: random ones, fixed."""
+    """(model, tokenizer or None, a description for the table). A folder without weights gets fixed random ones."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -60,8 +60,8 @@ def demo(parser, argv):
 
 
 def ask(model, tokenizer, policies, args):
-    """Per case a dict: case, ids [1, N], policies, and runs: per name what `kvevict.analysis.run.measure` returns and
-    whether the answer is `right`."""
+    """Yields a dict per case: case, ids [1, N], policies, and runs: by name the result of
+    `kvevict.analysis.run.measure`, and whether the answer is `right`."""
     from tqdm import tqdm
 
     from ..analysis.run import measure
@@ -84,7 +84,7 @@ def ask(model, tokenizer, policies, args):
 
 
 def total(name: str, asked: list) -> dict:
-    """What a run cost over all cases: medians, and how many answers were right."""
+    """The costs of a run over all cases as medians, and the number of right answers."""
     from ..analysis.speed import held
 
     runs = [one["runs"][name] for one in asked]
@@ -97,7 +97,7 @@ def total(name: str, asked: list) -> dict:
 
 
 def answers_table(asked: list) -> str:
-    """Each question, its answer, and what each run said."""
+    """A table of the questions, their answers, and each run's answers."""
     rows = [("question", "truth", *asked[0]["runs"])]
     for one in asked:
         rows.append((asks(one["case"]), " ".join(one["case"].answers), *map(said, one["runs"].values())))

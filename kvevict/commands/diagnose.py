@@ -28,7 +28,7 @@ HEADS = {
 
 @command
 def diagnose(parser, argv):
-    """What policies keep of prompts, and how they rank their slots, against the full cache and its response."""
+    """Compare the slots that policies keep, and their rankings, with the full cache's attention for its response."""
     add_question(parser, new_tokens=None, needed=False)
     parser.add_argument("--cases", type=int, default=1,
                         help="made-up texts; of several, means and their standard errors; default 1")  # fmt: skip
@@ -123,8 +123,8 @@ def one(model, tokenizer, policies, args, prompt, new_tokens, one_line, bar) -> 
 
 
 def run(layers: list, kept: list) -> dict:
-    """Means over layers of what `compare.compare` returns, the overlap of neighbouring layers, the slots per kv
-    head, and the layers themselves."""
+    """Means over layers of `compare.compare`'s numbers, the overlap of neighbouring layers, the slots per kv head, and
+    the layers' numbers."""
     from ..analysis import compare
 
     counts = [len(head) for layer in kept for head in layer]

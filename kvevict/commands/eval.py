@@ -119,7 +119,7 @@ def _evaluate(args) -> None:
 
 
 def _protocol(args) -> None:
-    """Fill in what a protocol fixes; ValueError for arguments that contradict it."""
+    """Set the arguments that a protocol fixes; ValueError for arguments that contradict it."""
     from ..evaluate.protocols import PROTOCOLS, TASKS
 
     PROTOCOLS.find(args.protocol)

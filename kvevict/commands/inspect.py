@@ -52,7 +52,7 @@ def inspect(parser, argv):
 
 
 def page_run(name: str, policy, answer: str, seen: dict) -> dict:
-    """What `kvevict.analysis.page` draws of a policy's run, from its report with positions."""
+    """A policy's run as `kvevict.analysis.page` takes it, from its report with positions."""
     from ..analysis.speed import full_cache_bytes, slots
 
     kept, full = seen["cache_bytes"], full_cache_bytes(seen)

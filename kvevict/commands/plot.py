@@ -41,7 +41,7 @@ def plot(parser, argv):
                 raise ValueError(f"--{name} selects results of `kvevict eval`, not of {args.kind}; leave it out")
         try:
             figure = getattr(of_runs, args.kind)(of_policies(OF_OUTPUT[args.kind](args.results), args.policies))
-        except (KeyError, TypeError, AttributeError) as error:  # rows or layers that lack what is drawn
+        except (KeyError, TypeError, AttributeError) as error:  # rows or layers without the needed numbers
             raise ValueError(f"{args.results} is not what the command printed ({error!r}); give all of that") from None
     else:
         lines = chosen(read(args.results)[1], args)
@@ -90,7 +90,7 @@ def diagnosis(path) -> dict:
 
 
 def bench_rows(path) -> list:
-    """Rows of all the JSON lines of a file: what else is in it, such as printed tables, is passed over."""
+    """The rows of a file's JSON lines. Other lines, such as printed tables, are skipped."""
     rows = []
     for line in objects(path):
         rows += [row for row in line.get("rows", [line]) if "read_seconds" in row and "peak_bytes" in row]
@@ -103,4 +103,4 @@ def objects(path) -> list:
     return [parsed(line) for line in lines if line.startswith("{")]
 
 
-OF_OUTPUT = dict(speed=bench_rows, layers=diagnosis, overlap=diagnosis)  # kind -> what a command's output is read by
+OF_OUTPUT = dict(speed=bench_rows, layers=diagnosis, overlap=diagnosis)  # kind -> the reader of a command's output

@@ -3,7 +3,7 @@ from . import add_model, check_file, command, model_name, read_text
 
 @command
 def statistics(parser, argv):
-    """Measure a model's queries on a text, from which `expected:stats=OUT` expects what later ones attend to."""
+    """Measure a model's queries on a text, for `expected:stats=OUT` to predict the attention of later ones."""
     add_model(parser)
     parser.add_argument("--data", required=True, help="text to read; - is standard input")
     parser.add_argument("--out", required=True, help="file to write (safetensors)")
