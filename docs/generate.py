@@ -2,7 +2,7 @@
 
     python docs/generate.py
 
-tests/docs/test_pages.py compares them with what this makes.
+tests/docs/test_pages.py compares them with this script's output.
 """
 
 import argparse
@@ -22,12 +22,12 @@ from kvevict.serve import fields
 NOTE = "<!-- Made by docs/generate.py from the code; change that, then run it. -->\n"
 
 KINDS = {
-    "rows": ("Rows", "Which queries observe: scores are computed from their attention."),
-    "score": ("Scores", "What a slot is worth."),
-    "refine": ("Refinements", "How a score is changed before slots are ranked."),
-    "layers": ("Layer budgets", "How the budget is split over layers."),
-    "heads": ("Head budgets", "How a layer's slots are split over its heads."),
-    "select": ("Selections", "Which slots are taken by their scores."),
+    "rows": ("Rows", "The queries that observe: scores are computed from their attention."),
+    "score": ("Scores", "The value of each slot."),
+    "refine": ("Refinements", "A change of the score before slots are ranked."),
+    "layers": ("Layer budgets", "The split of the budget over layers."),
+    "heads": ("Head budgets", "The split of a layer's slots over its heads."),
+    "select": ("Selections", "The choice of slots by their scores."),
 }
 
 
@@ -60,18 +60,17 @@ def policies_page() -> str:
 # Policies
 
 `kvevict.patch(model, NAME, budget=512)` takes each of these names. A policy is a combination of the choices in
-[options.md](options.md): this page says which, and any option can be changed by keyword. [methods.md](methods.md)
+[options.md](options.md), listed here; any option can be changed by keyword. [methods.md](methods.md)
 defines the methods, [results.md](results.md) compares them.
 
-**Which one?** The prompt asks a question: `take+edie`, the default of `patch` and of the commands, in chunks or in one
-pass. The model continues a text: `paasvn`, read in one pass. The question is not known during
-prefill: `read-twice`, or, at 1/4 of the slots and more, `read-once`; compare with `kvevict eval --mode agnostic`.
+**To choose:** For a prompt that asks a question: `take+edie`, the default of `patch` and of the commands, in chunks or
+in one pass. For a text that the model continues: `paasvn`, read in one pass. For a text that is asked about later:
+`read-twice` or, at 1/4 of the slots and more, `read-once`; compare with `kvevict eval --mode agnostic`.
 
-- **evicts** says when: after the prompt, or after every chunk of so many tokens, and for some policies also at every
-  decoded token.
+- **evicts**: after the prompt, or after every chunk of so many tokens; some policies also while decoding.
 - **choices** lists those that differ from the default: rows `window`, layers `uniform`, heads `equal`, select `token`.
 
-| policy | what it is | evicts | choices |
+| policy | method | evicts | choices |
 |---|---|---|---|
 """
     for name in PRESETS:
@@ -88,7 +87,7 @@ def when(policy) -> str:
 
 
 def choices(policy) -> str:
-    """The parts of a policy that are not the default, with what is not their default."""
+    """The parts of a policy that differ from the default, with the options that do."""
     usual, made = dict(rows="window", refine="none", layers="uniform", heads="equal", select="token"), []
     for kind, (registry, _) in PARTS.items():
         part = getattr(policy, kind)
@@ -100,7 +99,7 @@ def choices(policy) -> str:
 
 
 def changed(part) -> str:
-    """Options of a part that are not its defaults."""
+    """Options of a part that differ from the defaults."""
     fields = [f for f in dataclasses.fields(part) if f.init and getattr(part, f.name) != f.default]
     return ", ".join(f"`{f.name}={getattr(part, f.name)!r}`" for f in fields)
 
@@ -127,7 +126,7 @@ other are refused with the reason.
 
 
 def described(cls, name: str) -> str:
-    """A docstring's remarks, and a table of the fields with their defaults and what the docstrings say of them."""
+    """A docstring's remarks, and a table of the fields with their defaults and their meanings by the docstrings."""
     fields = [f for f in dataclasses.fields(cls) if f.init]
     remarks, meanings = parsed(inspect.getdoc(cls), [f.name for f in fields])
     for base in cls.__mro__[1:]:
@@ -143,7 +142,7 @@ def described(cls, name: str) -> str:
     return f"{text}\n\n| option | default | meaning |\n|---|---|---|\n{rows}".rstrip()
 
 
-# Options that many parts have, and that their base class or a text explains.
+# Options of many parts, explained by their base class or here.
 SHARED = {
     "kernel": 'slots that pooling looks at, an odd number; or "digits": as many as hold 31 digits',
     "pool": 'the largest of them ("max"), their mean ("avg"), or "none"',
@@ -153,8 +152,8 @@ SHARED = {
     "recent": "last slots that are always kept; None: half the budget",
     "seed": "of the hash",
     "per_head": "True: every kv head chooses for itself",
-    "beta": "how steep: the last layer's own share is 1 / beta of the average",
-    "window": "how many last rows observe",
+    "beta": "how steep: the last layer's share is 1 / beta of the average",
+    "window": "number of last rows that observe",
 }
 
 
@@ -219,7 +218,7 @@ def cell(text: str) -> str:
 
 MEANING = {
     known.EQUAL: "Equal to the unpatched model with every policy",
-    known.LIMITED: "Equal, except for what the last column says",
+    known.LIMITED: "Equal, except as the last column says",
     known.REFUSED: "Refused, with the reason",
     known.UNTRIED: "Not compared: no tiny model that reads ids can be made of it",
 }
@@ -231,7 +230,7 @@ def models_page() -> str:
 
 `tests/hf/test_types.py` makes a tiny random model of every type in Transformers from its config alone. It runs each in
 chunks, with appended rows, left padding and beams, at tight budgets and under several policies, and compares it with
-the unpatched model. The number after a type is the oldest version of Transformers for which they agreed.
+the unpatched model. The number after a type is the oldest version of Transformers with equal outputs.
 
 With an older Transformers, remote code or a type that is not listed, a model is compared on a few tokens when it is
 patched, and refused if it differs. `kvevict models` prints this list.

@@ -50,7 +50,7 @@ def add_policy(parser) -> None:
 def add_policies(parser, default=()) -> None:
     told = f"; default {' '.join(default)}" if default else ""
     parser.add_argument("--policies", nargs="+", default=list(default), metavar="POLICY",
-                        help=f"what to compare: {FORM} of `kvevict policies`{told}")  # fmt: skip
+                        help=f"policies to compare: {FORM} of `kvevict policies`{told}")  # fmt: skip
 
 
 class Unsaid(str):
@@ -66,9 +66,9 @@ def add_budget(parser, budget: int = 512, chunk_size: int | None = None) -> None
 
 def add_observe(parser, more: str = "") -> None:
     parser.add_argument("--observe", type=observed, metavar="question|asked|N",
-                        help="windows and probes are the rows from the question on, or N rows up to the question's end "
-                        "and all after it; asked: probes are what asks alone, wherever it stands; at most half the "
-                        f"budget; default: the policy's own{more}")  # fmt: skip
+                        help="rows of windows and probes: all from the question on, or N rows up to the question's end "
+                        "and all after it; asked: probes are the question's tokens alone, at any place; at most half "
+                        f"the budget; default: as the policy says{more}")  # fmt: skip
 
 
 def observed(text: str):
@@ -82,7 +82,7 @@ def add_question(parser, new_tokens: int | None, needed: bool = True) -> None:
     told = "" if needed else "; default: made-up facts"
     default = "as long as the right one needs, 32 with --file" if new_tokens is None else new_tokens
     parser.add_argument("question", nargs=None if needed else "?", type=words,
-                        help=f"what to ask about the text (or how to continue it){told}")  # fmt: skip
+                        help=f"question about the text (or words to continue it with){told}")  # fmt: skip
     parser.add_argument("--file", required=needed, help=f"text to read; - is standard input{told}")
     parser.add_argument(
         "--opening", type=words, default="",

@@ -21,9 +21,9 @@ def bench(parser, argv):
     add_policies(parser, default=(DEFAULT, "snapkv"))
     add_budget(parser)
     parser.add_argument("--lengths", nargs="+", type=int,
-                        help="prompt tokens; default 1024 and 4096, or what the context holds")  # fmt: skip
+                        help="prompt tokens; default 1024 and 4096, as far as the context holds them")  # fmt: skip
     parser.add_argument("--new-tokens", type=int, default=32, help="tokens decoded, the first included; default 32")
-    parser.add_argument("--repeat", type=int, default=3, help="runs of which the median is taken; default 3")
+    parser.add_argument("--repeat", type=int, default=3, help="runs; medians are shown; default 3")
     parser.add_argument("--file", help="text that prompts are cut from, - is standard input; default: a generated one")
     args = parser.parse_args(argv)
     from tqdm import tqdm

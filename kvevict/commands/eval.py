@@ -10,26 +10,26 @@ def eval(parser, argv):
     parser.add_argument("--out", default="results.jsonl",
                         help="a JSON line per case and run, resumed if begun; default results.jsonl. "
                         "`accelerate launch -m kvevict eval ...` shares the cases among processes")  # fmt: skip
-    parser.add_argument("--tasks", nargs="+", default=[], help="what to ask; an unknown name lists them")
+    parser.add_argument("--tasks", nargs="+", default=[], help="tasks to run; an unknown name lists them")
     add_model(parser)
     add_policies(parser)
     parser.add_argument(
         "--protocol",
         metavar="NAME",
-        help="instead of --policies: what a paper compares, and whether the "
+        help="instead of --policies: a paper's comparisons, and whether the "
         "results support its claims; an unknown name lists them",
     )
     parser.add_argument("--adapter", help="folder of lookahead rows, for a protocol that has them")
-    parser.add_argument("--draft", help="folder of a smaller model, for a protocol in which one drafts (speckv)")
+    parser.add_argument("--draft", help="folder of a smaller model, for a protocol with a drafting model (speckv)")
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024], help="tokens of a prompt; default 1024")
     parser.add_argument("--budgets", "--shares", nargs="+", default=["128"],
-                        help="slots per kv head, or shares of what is read: 1/8, 0.125; default 128")  # fmt: skip
+                        help="slots per kv head, or shares of the tokens read: 1/8, 0.125; default 128")  # fmt: skip
     parser.add_argument("--chunk-size", nargs="+", type=int, default=[0], help="tokens read at once; 0: all (default)")
     parser.add_argument("--mode", choices=["aware", "agnostic", "both"], default="both", help="question known or not")
     add_observe(parser, more="; of one policy alone: take:probe=question")
     parser.add_argument("--temperature", type=float, help="sample answers; default: the likeliest token")
     parser.add_argument("--cases", type=int, default=20, help="per length, seed (and depth); default 20")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="each makes cases of its own; default 0")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="each makes different cases; default 0")
     parser.add_argument("--depths", nargs="+", type=float, help="where a needle is hidden, 0 to 1; default 5 places")
     parser.add_argument(
         "--haystack", help="text to hide things in (.txt, a folder of them, .jsonl, .jsonl.xz); default: generated"

@@ -16,7 +16,7 @@ def plot(parser, argv):
         help="file written by `kvevict eval`; for speed: the output of `kvevict bench`; for "
         "layers (curves) and overlap (layer by layer): that of `kvevict diagnose`",
     )
-    parser.add_argument("--kind", choices=KINDS, required=True, help="what to draw")
+    parser.add_argument("--kind", choices=KINDS, required=True, help="figure to draw")
     parser.add_argument("--out", default="figure.png", help=".png, .svg or .pdf; default figure.png")
     parser.add_argument("--tasks", nargs="+", help="only these tasks; default: all in the file")
     parser.add_argument("--policies", nargs="+", help="only these policies, and the full cache")

@@ -9,25 +9,25 @@ UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 @command
 def serve(parser, argv):
-    """Answer OpenAI's clients over HTTP, with bounded memory: what is stored of a text is shared by its questions."""
+    """Answer OpenAI's clients over HTTP, with bounded memory: questions about a text share its stored slots."""
     parser.add_argument(
         "model", nargs="?", help="folder, .gguf file or hub id of a causal language model; default: the bundled one"
     )
     parser.add_argument("--dtype", default=Options.dtype, choices=["auto", "float32", "bfloat16", "float16"],
                         help="of the model; auto: as it is stored (default)")  # fmt: skip
     parser.add_argument("--device", help="cpu, cuda or cuda:N; default: a GPU if there is one and the build has CUDA")
-    parser.add_argument("--name", help="what requests call the model; default: the last part of MODEL")
+    parser.add_argument("--name", help="the model's name in requests; default: the last part of MODEL")
     parser.add_argument(
-        "--policy", default=Options.policy, help=f"reads a prompt whose question is known; default {Options.policy}"
+        "--policy", default=Options.policy, help=f"reads a prompt with a known question; default {Options.policy}"
     )
     parser.add_argument(
         "--unasked",
-        help="reads stored texts, and what requests share; default gate if the model has gates, else read-twice",
+        help="reads stored texts, and parts that requests share; default gate if the model has gates, else read-twice",
     )
     add_budget(parser, Options.budget, Options.chunk_size)
     parser.add_argument("--share", action="store_true",
-                        help="what is before the last user's message is read by --unasked, once for all requests that "
-                        "begin with it, where a request does not name its question")  # fmt: skip
+                        help="read all before the last user's message by --unasked, once for all requests that begin "
+                        "with it, unless a request names its question")  # fmt: skip
     parser.add_argument(
         "--memory-bytes",
         default=f"{Options.memory >> 30}G",
@@ -49,8 +49,8 @@ def serve(parser, argv):
                         "address that they come to; repeatable")  # fmt: skip
     parser.add_argument("--port", type=int, default=8000, help="default 8000; 0: any that is free")
     parser.add_argument("--api-key", action="append", default=[], metavar="KEY",
-                        help="what requests must bring; given more than once, each has texts of its own; default: "
-                        "KVEVICT_API_KEY, or nothing")  # fmt: skip
+                        help="a key that requests may use; repeatable, each key has separate texts; default: "
+                        "KVEVICT_API_KEY, or none needed")  # fmt: skip
     parser.add_argument(
         "--queue",
         type=int,

@@ -9,13 +9,13 @@ def train(parser, argv):
     """Train a lookahead adapter on prompts, or gates on a text, for `lookahead:adapter=OUT` or `gate:gates=OUT`."""
     add_model(parser)
     parser.add_argument(
-        "--kind", default="lookahead", choices=["lookahead", "gates"], help="what is trained; default lookahead"
+        "--kind", default="lookahead", choices=["lookahead", "gates"], help="rows and their adapter (default), or gates"
     )
     parser.add_argument(
         "--data", required=True,
         help="JSONL of `prompt` and optionally `response`, or of `messages`; for gates a text, - is standard input",
     )  # fmt: skip
-    parser.add_argument("--out", required=True, help="folder for what is trained; continued if begun")
+    parser.add_argument("--out", required=True, help="folder for the result; continued if begun")
     parser.add_argument("--seed", type=int, default=0, help="of first weights and the order of pairs; default 0")
     parser.add_argument(
         "--held-out", type=int,
@@ -32,7 +32,7 @@ def train(parser, argv):
     rows.add_argument("--targets", nargs="+", help="all (default), qv, none, or linear layers")
     rows.add_argument(
         "--target", choices=["response", "repeat"],
-        help="what rows learn to attend to: what the response does (default), or what the prompt read again does",
+        help="rows learn the attention of the response (default) or of the prompt read again",
     )  # fmt: skip
     rows.add_argument("--max-prompt", type=int, help="tokens at most; default 16384")
     rows.add_argument("--max-response", type=int, help="tokens at most; default 512")
@@ -40,7 +40,9 @@ def train(parser, argv):
     rows.add_argument("--save-every", type=int, help="steps between checkpoints; default 100")
     gates = parser.add_argument_group("gates")
     gates.add_argument("--form", choices=["linear", "mlp"], help="linear (default) or mlp")
-    gates.add_argument("--label", choices=["kvzip", "kvzip+"], help="whose numbers are learned; default kvzip")
+    gates.add_argument(
+        "--label", choices=["kvzip", "kvzip+"], help="the policy with the numbers to learn; default kvzip"
+    )
     gates.add_argument("--length", type=int, help="tokens of a piece at most; default 1500")
     gates.add_argument("--limit", type=int, help="tokens that are read at most, spread evenly; default 30000")
     args = parser.parse_args(argv)
