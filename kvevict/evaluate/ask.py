@@ -1,15 +1,15 @@
-"""What is done to one case: a run, and the numbers it gives.
+"""One run of one case, and its numbers.
 
-A run is `full`, the unpatched model, or a policy at a budget, the prompt read in one pass or in chunks, with the
+A run is `full` (the unpatched model), or a policy at a budget that reads the prompt in one pass or in chunks, with the
 question known or not:
 
-    aware      context and question are one prompt, read under the policy, which also evicts while decoding if it does
-    agnostic   the context alone is read under the policy; then the question is appended to what was kept and the
-               answer is decoded, and neither evicts nor is evicted: the budget is the context's. (An ordinary follow-up
+    aware      context and question are one prompt, read under the policy; a policy that evicts while decoding does so
+    agnostic   the context alone is read under the policy. Then the question is appended to the kept slots and the
+               answer is decoded, and all their tokens are kept: the budget is the context's. (An ordinary follow-up
                turn would be read like a prompt and evict again, this time knowing the question.)
 
-The continuation of a perplexity case is scored in one call that evicts nothing either, and so is the response of a
-fidelity case, which the full run writes.
+The continuation of a perplexity case is scored in one call that does not evict either. So is the response of a fidelity
+case; the full run writes it.
 """
 
 import copy
@@ -38,15 +38,15 @@ from .metrics import METRICS
 from .tasks import FIDELITY, Case
 
 MODES = ("aware", "agnostic")
-PERPLEXITY = "perplexity"  # the metric of cases whose score is the mean negative log likelihood of answers[0], in nats
-ONE_PASS = 2**30  # a chunk size that no prompt reaches
+PERPLEXITY = "perplexity"  # the metric of cases scored by the mean negative log likelihood of answers[0], in nats
+ONE_PASS = 2**30  # a chunk size above every prompt's length
 KEEP_ALL = Policy(score="knorm", budget=2**30)
-OBSERVERS = ("window", "probe", "recent")  # options that count slots, so that a small budget needs small ones
+OBSERVERS = ("window", "probe", "recent")  # options that count slots, to be limited at a small budget
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is done to a case. chunk_size None reads the prompt in one pass; mode is one of MODES, None for `full`."""
+    """A way to read and answer a case. chunk_size None: in one pass; mode: one of MODES, None for `full`."""
 
     policy: str  # NAME or NAME:OPTION=VALUE,...
     budget: int | float | None = None
@@ -61,11 +61,11 @@ FULL = Run("full")
 class Asked:
     """A case while its runs are measured.
 
-    observe      which rows windows and probes are, as `Prompt.observed` takes it; None, where nothing is asked, and
-                 where the context is read alone, which does not end with the question: the policy's own
-    temperature  tokens are sampled, with the same noise in all runs; None: the likeliest are taken
+    observe      the rows of windows and probes, as `Prompt.observed` takes it. The policy's rows are used if it is
+                 None, if the case has no question, and if the context is read alone
+    temperature  tokens are sampled, with the same noise in all runs; None: the likeliest token is taken
     response     ids that the full run generated; None before it did
-    logits       the full cache's for each of the response's tokens [R, vocabulary]; of fidelity, once needed
+    logits       [R, vocabulary] of the full cache, for each of the response's tokens; for fidelity, once needed
     """
 
     case: Case
@@ -105,7 +105,7 @@ def encode(model, tokenizer, case) -> Prompt:
 
 
 def observers(policy) -> dict:
-    """The options of a policy's rows and score that count slots, and their values: windows, probes, recent slots."""
+    """{option: value} of the options in a policy's rows and score that count slots: windows, probes, recent slots."""
     values = {name: value for name, value in options_of(policy).items() if name in OBSERVERS}
     return {option: size for option, size in values.items() if isinstance(size, int)}
 
@@ -117,13 +117,13 @@ def options_of(policy) -> dict:
 
 
 def policy_for(run: Run, tokens: int, response, task: str = "eval", asks: int | None = None) -> Policy:
-    """The policy of a run that reads `tokens` tokens under it. What it remembers of a `task` (TADA) is the run's own,
-    and lasts as long as the process. asks: how many of the tokens, the last, a window or probe of "question" is; None,
-    where no question is read: the policy's own.
+    """The policy of a run that reads `tokens` tokens under it. Every run has a separate history of a `task` (TADA), for
+    the life of the process. asks: size of a window or probe of "question", in last tokens; None, if no question is
+    read: the policy's number.
 
-    Windows, probes and recent slots that the run does not name a number of are at most half the budget. Rows that may
-    know the response (the oracle's) get the ids that follow, and the prompt is then read in one pass: rows of a
-    response that have not seen the rest of the prompt show nothing.
+    Windows, probes and recent slots without a number in the run's name are limited to half the budget. Rows that may
+    know the response (the oracle's) get its ids, and the prompt is then read in one pass, because a response's rows
+    mean nothing before they have seen the whole prompt.
     """
     name, given = parse_policy(run.policy)
     if {"budget", "chunk_size"} & given.keys():
@@ -146,12 +146,12 @@ def policy_for(run: Run, tokens: int, response, task: str = "eval", asks: int | 
 
 @dataclass
 class Reading:
-    """What a run read, before anything is asked about it.
+    """The result of a run's read, before a question is asked.
 
     out          the model's output, with the last token's logits and the cache
     held         `kept`, `cache_bytes` and `peak_cache_bytes` of a line
     policy       None: the unpatched model
-    options      what the line says of the policy
+    options      the policy's options, for the line
     seconds      of the read
     """
 
@@ -162,13 +162,12 @@ class Reading:
     seconds: float
 
     def fork(self):
-        """A cache of its own for one question: what was kept is shared, except by the unpatched model's, which is
-        copied."""
+        """A separate cache for one question. Kept slots are shared; an unpatched model's cache is copied."""
         return _forked(cache_of(self.out))
 
 
 def reads_alone(run: Run) -> bool:
-    """Whether what a run reads of a context is the same for all questions about it, so that one read will do."""
+    """Whether a run's read of a context is the same for all questions, so that one read is enough."""
     if run == FULL or run.mode == "aware":
         return run == FULL
     return policy_for(run, 1, (0,)).rows == policy_for(run, 1, (1,)).rows
@@ -176,7 +175,7 @@ def reads_alone(run: Run) -> bool:
 
 @torch.no_grad()
 def read(model, tokenizer, asked: Asked, run: Run, replay=None, alone: bool = True) -> Reading:
-    """A run's read of a case's context, or, with alone=False, of context and question, in one call."""
+    """A run's read of a case's context or, with alone=False, of context and question in one call."""
     prompt, scored = asked.prompt, asked.scored(run)
     ids, later = (prompt.context, prompt.question) if alone else (prompt.context + prompt.question, [])
     policy = options = None
@@ -200,13 +199,13 @@ def read(model, tokenizer, asked: Asked, run: Run, replay=None, alone: bool = Tr
 
 @torch.no_grad()
 def ask(model, tokenizer, asked: Asked, run: Run, replay=None, text: Reading | None = None) -> dict:
-    """One run of one case: what its line says beyond the key. replay: the `Replay` that reads may share. text: the
-    run's `read` of the case's context, of which a fork is asked; None: the case is read here.
+    """One run of one case. Returns the fields of its line beside the key. replay: a `Replay` for reads to share. text:
+    the run's `read` of the case's context, to ask a fork of; None: the case is read here.
 
-    Seconds are those of reading (an appended question too; None where reads are shared) and of decoding; of a fork,
-    read_seconds are the text's, ask_seconds those of question and answer, ask_bytes what the cache then holds besides.
-    kept ([layer][kv head] slots, None for sliding-window layers) and cache_bytes are what is held after the read under
-    the policy. nats: the mean negative log likelihood of a token of the right answer, where the case wants it.
+    Seconds are those of reading (with an appended question; None if reads are shared) and of decoding. For a fork,
+    read_seconds are the text's, ask_seconds those of question and answer, and ask_bytes the bytes added to the cache.
+    kept ([layer][kv head] slots, None for sliding-window layers) and cache_bytes are those after the read under the
+    policy. nats: the mean negative log likelihood of a token of the right answer, if the case asks for it.
     """
     case, prompt, scored = asked.case, asked.prompt, asked.scored(run)
     alone = run.mode == "agnostic" or text is not None
@@ -245,7 +244,7 @@ def ask(model, tokenizer, asked: Asked, run: Run, replay=None, text: Reading | N
 
 
 def _patched(model, policy):
-    """A context in which a model is patched with a policy; None: in which it stays as it is."""
+    """A context manager that patches a model with a policy; None: that leaves it unchanged."""
     return nullcontext() if policy is None else evicting(model, policy, tokenizer=False)
 
 
@@ -286,7 +285,7 @@ def _forced(model, prompt, ids):
 
 
 def _follow(model, logits, cache, ids):
-    """fp32 logits [R, vocabulary] of each of the ids after what a cache holds, whose last token's logits are given."""
+    """fp32 logits [R, vocabulary] of each of the ids after a cache. logits: those of the cache's last token."""
     rows = [logits[0, -1:]]
     if len(ids) > 1:
         rows.append(model(_row(model, ids[:-1]), **{CACHE: cache}).logits[0])
@@ -323,7 +322,7 @@ def _held(model) -> dict:
 
 
 def _held_by_all(cache) -> dict:
-    """What an unpatched model's cache holds; as in a report, only full-attention layers count."""
+    """`Reading.held` of an unpatched model's cache; as in a report, only full-attention layers count."""
     own = [None if layer.is_sliding else layer for layer in cache.layers]
     live = _bytes(cache)
     kept = [None if layer is None else [layer.keys.shape[2]] * layer.keys.shape[1] for layer in own]

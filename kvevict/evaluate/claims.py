@@ -1,5 +1,5 @@
-"""What results say of a protocol's claims: for each the mean difference of its two sides over the same cases, its 95 %
-interval, and whether that supports the claim."""
+"""Tests a protocol's claims by results: for each the mean difference of its two sides over the same cases, its 95 %
+interval, and the verdict."""
 
 from dataclasses import dataclass
 
@@ -34,8 +34,8 @@ class Difference:
 
 
 def difference(values, least: float = 0) -> Difference:
-    """Of one number per case; half of the interval is Student's, and at least `least` (of scores 3 / n: what n cases
-    without a difference leave possible)."""
+    """The `Difference` of one number per case. The interval's half-width is Student's, and at least `least` (for scores
+    3 / n, the most that n cases without a difference leave possible)."""
     n, mean = len(values), sum(values) / len(values)
     half = max(least, student(values))
     return Difference(mean, mean - half, mean + half, sum(x > 0 for x in values), sum(x < 0 for x in values), n)
@@ -63,7 +63,8 @@ def compared(known, sides, fidelity: bool) -> Difference | None:
 
 
 def usual(known, sides, fidelity: bool) -> float:
-    """What a margin is a share of: the full cache's mean score, or the mean divergence of the second sides."""
+    """The number that a margin is a share of: the full cache's mean score, or the mean divergence of the second
+    sides."""
     than = {both[1] for both in sides} if fidelity else {FULL}
     own = [score for (_, run), score in known.items() if run in than]
     return sum(own) / len(own) if own else 0.0

@@ -42,7 +42,8 @@ def insert(text: str, facts: dict[float, str]) -> str:
 
 
 def most(fits, guess: int = 1) -> int:
-    """The largest n >= 0 with `fits(n)`, which is true up to some n and false beyond. `fits(0)` is not asked."""
+    """The largest n >= 0 with `fits(n)`, for a `fits` that is true up to some n and false beyond. `fits(0)` is not
+    called."""
     low, n, step = 0, max(guess, 1), 1
     high: float = math.inf
     while high - low > 1:
@@ -58,7 +59,7 @@ def most(fits, guess: int = 1) -> int:
 
 
 def growing(source):
-    """`take(n)`: the first n of what an iterator yields, or all where it ends earlier; ask as often as you like."""
+    """`take(n)`: the first n items of an iterator, or all if it ends earlier; may be called repeatedly."""
     items = []
 
     def take(n: int) -> list:
@@ -100,7 +101,7 @@ class Haystack:
         if (left := room([])) < 0:
             raise ValueError(f"length: {tokens} tokens are too few for the task's own {tokens - left}; give more")
         take, guess = growing(self.sentences(rng)), 0
-        while left >= 0:  # the sentences' own counts add up to about the whole's
+        while left >= 0:  # the sentences' counts add up to about the text's
             guess += 1
             left -= settings.tokens(" " + take(guess)[-1])
         if n := most(lambda n: room(take(n)) >= 0, guess - 1):

@@ -23,8 +23,8 @@ def student(values) -> float:
 
 
 def clustered(values, groups) -> float:
-    """Half the width of Student's interval of the mean of values of which those of one group (groups[i]: of values[i])
-    may depend on each other: the standard error of Liang and Zeger (1986), groups - 1 degrees of freedom. Infinite for
+    """Half-width of a Student confidence interval for the mean. Values of one group may be correlated; groups[i] is the
+    group of values[i]. The standard error is Liang and Zeger's (1986), with groups - 1 degrees of freedom. Infinite for
     a single group."""
     from scipy import stats
 

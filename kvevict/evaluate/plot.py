@@ -17,7 +17,7 @@ from .ask import FULL, MODES
 from .summary import NOT_IN_PERCENT, summarize
 from .tasks import FIDELITY
 
-DODGE = 0.2  # octaves over which the lines' points at one budget are spread, so that intervals lie beside each other
+DODGE = 0.2  # octaves: the lines' points at one budget are spread over these, to show intervals side by side
 
 
 def heatmap(lines):
@@ -41,7 +41,7 @@ def heatmap(lines):
 
 
 def mean_kept(lines) -> dict:
-    """What `slots` takes, from lines of `kvevict eval`: the mean over the cases of every run but the full one."""
+    """The argument of `slots`, from lines of `kvevict eval`: the mean over the cases of every run but the full one."""
     groups = {}
     for line in lines:
         if line["policy"] != FULL.policy:
@@ -68,8 +68,8 @@ def budget(lines):
 
 
 def families(lines):
-    """As `budget`, a panel per method and what is made of it: snapkv, snapkv/kvcf, snapkv+caote and snapkv:window=8 are
-    a family. Policies that have none share panels; the references are in all. One task and mode, or few."""
+    """As `budget`, with a panel per family of policies: snapkv, snapkv/kvcf, snapkv+caote and snapkv:window=8 are one.
+    Policies without a family share panels; the references are in all. For one task and mode, or few."""
     curves = _Curves(lines)
     references = [name for name in curves.names if is_reference(name[0])]
     together = {}
@@ -134,7 +134,7 @@ class _Curves:
 
 
 def _title(name, all_names) -> str:
-    """What tells a panel (task, (policy, budget, chunk), mode) from the others."""
+    """The title that tells a panel (task, (policy, budget, chunk), mode) from the others."""
     task, (policy, budget, chunk), mode = name
     parts = [task] if len({other[0] for other in all_names}) > 1 else []
     parts.append(policy)

@@ -31,7 +31,7 @@ def _tags(x):
 
 
 _counts = _all(_number(PLENTY))
-# Of a line, and what fits there: numbers are such that sums and squares of them are numbers.
+# The fields of a line, with their checks. Numbers are limited so that sums and squares of them are finite.
 FIELDS = dict(
     task=_text, id=lambda x: isinstance(x, (str, int)), seed=lambda x: isinstance(x, int), policy=_text, metric=_text,
     budget=_or_none(_number(PLENTY)), chunk_size=_or_none(_number(PLENTY)), mode=_or_none(_text), score=_number(1e9),
@@ -45,14 +45,14 @@ OPTIONAL = dict(
 KEY = (*CASE, "policy", "budget", "chunk_size", "mode")  # no two lines share these: the case, and its `Run`'s fields
 
 
-ADDED = {"policies", "budgets", "chunk_sizes", "modes"}  # more of which may be put to a file's cases later
+ADDED = {"policies", "budgets", "chunk_sizes", "modes"}  # settings that a later evaluation may extend
 
 
 class Results:
-    """A file open for more lines. Lines are added, never changed; what a killed process left of its last line is cut
-    off. ValueError where the file was begun with other settings than `ADDED`, or, of a protocol, with any others.
+    """A file open for more lines. Lines are added, never changed; an incomplete last line of a killed process is cut
+    off. ValueError if the file was begun with other settings: `ADDED` may differ, except for a protocol.
 
-    keys        the values of `KEY` of every line there is
+    keys        the values of `KEY` of every line
     responses   values of `CASE` -> ids that the full run generated
     """
 
@@ -123,7 +123,7 @@ def _line(path, number, text) -> dict:
 
 
 def _only_a_start(path) -> bool:
-    """Whether a file is empty, or was killed while its first line was written, which has no line ends of any kind."""
+    """Whether a file is empty or has only a part of its first line, without a line end of any kind."""
     text, start = path.read_bytes(), b'{"settings": '
     return not set(text) & set(b"\r\n") and (text.startswith(start) or start.startswith(text))
 

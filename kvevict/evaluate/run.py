@@ -38,13 +38,13 @@ class Plan:
     data: str | None = None
     observe: int | str | None = None  # as in `kvevict.evaluate.ask.Asked`
     temperature: float | None = None  # likewise
-    protocol: str | None = None  # whose policies and chunk sizes are evaluated, not the plan's own
+    protocol: str | None = None  # evaluate its policies and chunk sizes, not the plan's
     adapter: str | None = None  # folder of lookahead rows, for a protocol that learns them
     draft: str | None = None  # folder of a smaller model, for a protocol with a drafting model
 
     def runs(self, layers: int = 1) -> list:
-        """`full` first; layers: those that evict, of which a protocol's policies name shares. Raises ValueError for a
-        policy that is unknown or that the budget does not fit."""
+        """All runs, `full` first. layers: number of layers that evict; a protocol's policies name shares of them.
+        Raises ValueError for a policy that is unknown or does not fit the budget."""
         if self.protocol is None:
             names = [name for name in self.policies if name != FULL.policy]
             product = itertools.product(names, self.budgets, self.chunk_sizes, self.modes)
@@ -65,12 +65,12 @@ class Plan:
 
 
 def evaluate(model, tokenizer, plan: Plan, out, name: str = "", share_reads: bool = False) -> None:
-    """Append to the file `out` every line that it lacks, with a progress bar. Processes of one launch share the cases;
-    the first one has the file. share_reads: a case's runs share what is equal in their reads (`Replay`), at the cost of
-    memory for all layers' activations; every line is the same, but for the seconds of reading.
+    """Append to the file `out` every missing line, with a progress bar. Processes of one launch share the cases; the
+    first one writes the file. share_reads: a case's runs share the equal parts of their reads (`Replay`), at the cost
+    of memory for all layers' activations; lines differ only in the seconds of reading.
 
-    Raises ValueError when `out` was begun with another plan or model (its `name` and weights), and for a prompt that
-    is longer than the model's context.
+    Raises ValueError if `out` was begun with another plan or model (its `name` and weights), and for a prompt longer
+    than the model's context.
     """
     decoder = find_decoder(model)
     layers = families.layer_kinds(decoder.config).count(families.FULL_ATTENTION)
@@ -79,7 +79,7 @@ def evaluate(model, tokenizer, plan: Plan, out, name: str = "", share_reads: boo
     about = dict(
         model=name, layers=layers, weights=fingerprint(model), dtype=str(model.dtype), **dataclasses.asdict(plan)
     )
-    for task, settings in groups[: len(groups) // len(plan.seeds)]:  # what cannot work fails before hours of work
+    for task, settings in groups[: len(groups) // len(plan.seeds)]:  # impossible plans fail before hours of work
         for case in itertools.islice(task(settings), 1):
             encode(model, tokenizer, case)
     with contextlib.ExitStack() as stack:
@@ -119,8 +119,8 @@ def _texts(cases) -> list:
 
 
 def _lines(model, tokenizer, cases, wanted, responses, seed, plan, replay):
-    """Yield the line of every run of cases with one context. wanted: run -> ids; responses: what full runs generated,
-    as far as it is known. Runs for which one read of the context will do come first."""
+    """Yield the line of every run of cases with one context. wanted: run -> ids; responses: the known responses of full
+    runs. Runs that need only one read of the context come first."""
     asked = {
         case.id: Asked(
             case, encode(model, tokenizer, case), seed, plan.observe, plan.temperature,

@@ -63,10 +63,10 @@ def fidelity(lines) -> Fidelity:
 
 @dataclass(frozen=True)
 class Answered:
-    """Questions whose right answer's likelihood is known too. Of those that the full cache answers (a score of at least
-    1/2), `counted`, the mean score and its interval; over all of them dnll, the nats a token of the right answer above
-    the full cache's, and half the width of its interval, paired, in which a text's questions may depend on each
-    other."""
+    """Numbers of questions with a known likelihood of the right answer. mean, low and high: the mean score and its
+    interval over the `counted` questions that the full cache answers (a score of at least 1/2). dnll: over all
+    questions, the nats per token of the right answer above the full cache's. Its interval's half-width is paired and
+    lets a text's questions be correlated."""
 
     mean: float
     low: float
@@ -83,7 +83,7 @@ class Answered:
 
 
 def answered(lines, full) -> Answered:
-    """Of lines; full: case -> the full run's line, of which those without one are left out."""
+    """`Answered` of lines. full: case -> the full run's line; lines of cases that are not in it are left out."""
     pairs = [(line, full[_case(line)]) for line in lines if _case(line) in full]
     scores = [line["score"] for line, base in pairs if _counts(base)]
     dnll = [line["nats"] - base["nats"] for line, base in pairs] or [math.nan]

@@ -7,9 +7,9 @@ from .tasks import FIDELITY
 
 
 def render(lines, by=(), markdown=False, against=None) -> str:
-    """A table with a column per task and mode, and of several tasks their average first; with tags `by`, a table per
-    task and mode with a column per value. against: the policy and chunk size of the rows that others' differences from
-    are added. Where texts were read once for many questions, what reading and a question cost comes last."""
+    """A table with a column per task and mode, after the average of several tasks. With tags `by`: a table per task and
+    mode with a column per value. against: a policy and chunk size; the other rows' differences from its rows are added.
+    If texts were read once for many questions, the costs of reading and of a question come last."""
     if not lines:
         return "no results yet"
     near, likely = any(line["metric"] == FIDELITY for line in lines), any("nats" in line for line in lines)
@@ -60,7 +60,7 @@ def _costs(lines) -> list:
 
 
 def _place(value):
-    """Sorts values of tags, of which some may be words and some numbers."""
+    """Sort key of tags' values, words and numbers mixed."""
     return [(isinstance(each, str), each) for each in value]
 
 

@@ -9,20 +9,20 @@ from torch import nn
 class Linear:
     """Ridge regression in closed form on sums of products in float64; inputs count in standard deviations.
 
-    ridge   what is added to each input's variance, as a share of it
+    ridge   added to each input's variance, as a share of it
     """
 
     def __init__(self, settings):
         self.ridge, self.products = settings.ridge, None
 
     def add(self, x, y, progress: float) -> None:
-        """Take in rows x [T, E], y [T, heads]; progress: the share of all pieces that came before."""
+        """Add rows x [T, E], y [T, heads]; progress: the share of all pieces that came before."""
         rows = torch.cat([torch.ones_like(x[:, :1]), x, y], 1).double()
         product = torch.cat([torch.ones_like(x[:, :1]), x], 1).double().T @ rows
         self.products = product if self.products is None else self.products.add_(product)
 
     def join(self, processes) -> None:
-        """Take in what the fits of the same layer in other processes were given."""
+        """Add the rows of other processes' fits of the same layer."""
         self.products = processes.sum(self.products)
 
     def affines(self) -> tuple:

@@ -30,7 +30,8 @@ MINUTE = 60  # seconds between checkpoints
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the result of a training, besides model and texts; a run continues only with the same."""
+    """The settings that determine a training's result, besides model and texts. A run continues only with equal
+    settings."""
 
     kind: str
     label: str
@@ -55,22 +56,22 @@ def train(
     model, texts, out, *, tokenizer=None, kind="linear", label="kvzip", length=LENGTH, limit=LIMIT, held_out=None,
     ridge=0.01, seed=0, progress=True,
 ):  # fmt: skip
-    """Train gates for `model` on `texts`; returns the `Gates`, which are saved in the folder `out`, too.
+    """Train gates for `model` on `texts`, and save them in the folder `out`. Returns the `Gates`.
 
     texts     a text file's path, or an iterable of texts or of 1-D token ids
     kind      "linear": ridge regression, in closed form; "mlp": two affine maps with GELU between them, by gradient
-    label     whose numbers gates learn: "kvzip" or "kvzip+", of each piece read twice
-    length    tokens of a piece at most; half of the model's context if that is less
-    limit     tokens at most: so many pieces, spread evenly over those of all texts
-    held_out  so many last pieces are not trained on: on these `Gates.about` has R^2, recall and Kendall's tau. None: an
-              eighth of them
+    label     policy with the numbers to learn, "kvzip" or "kvzip+"; each piece is read twice for them
+    length    most tokens of a piece; half of the model's context if that is less
+    limit     most tokens of all pieces, spread evenly over all texts
+    held_out  number of last pieces to validate on instead of training; `Gates.about` has their R^2, recall and
+              Kendall's tau. None: an eighth
     ridge     of "linear": added to each input's variance, as a share of it
     seed      of "mlp"
 
-    More processes (`accelerate launch`) share the pieces of "linear", and each calls this; the first one measures and
-    writes. A run that was interrupted continues from its last checkpoint, at most a minute old, when it is called
-    again. Raises ValueError for texts that are too short, a model that is patched, split over processes or of an
-    unknown kind, and a checkpoint of other settings or a damaged one; OSError where `out` cannot be written.
+    Several processes (`accelerate launch`) share the pieces of "linear": each calls this; the first one validates and
+    writes. An interrupted run, called again, continues from its last checkpoint, at most a minute old. Raises
+    ValueError for too short texts, for a model that is patched, split over processes or of an unknown kind, and for a
+    checkpoint that is damaged or of other settings; OSError if `out` cannot be written.
     """
     settings = Settings(kind, label, length, limit, held_out, ridge, seed)
     decoder, folder = find_decoder(model), Path(out)
@@ -153,7 +154,7 @@ class Run:
         try:
             state = torch.load(path, map_location=device, weights_only=True)
             about = state["about"]
-        except Exception as error:  # pickle, zip and torch each have their own
+        except Exception as error:  # pickle, zip and torch raise different errors
             raise ValueError(f"{path} is damaged ({error}); remove it to start anew") from error
         for name, value in json.loads(json.dumps(self.about)).items():
             if about.get(name) != value:

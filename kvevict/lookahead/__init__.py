@@ -1,4 +1,4 @@
-"""LookaheadKV (METHODS section 6): trained rows, appended to a prompt, whose attention scores its slots."""
+"""LookaheadKV (METHODS section 6): trained rows are appended to a prompt, and their attention scores its slots."""
 
 from ..policy.adapter import Adapter, bundled, config_of, load
 from .training import train

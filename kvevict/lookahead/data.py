@@ -14,22 +14,22 @@ from ..prompts import rendered
 
 
 class Pair(NamedTuple):
-    name: str  # in errors: where it stands
+    name: str  # its place, for errors
     prompt: tuple  # token ids
-    response: tuple | None  # token ids; None: the model's own
+    response: tuple | None  # token ids; None: the model writes it
 
 
 class Limits(NamedTuple):
     prompt: int  # tokens at most
     response: int
-    context: int  # of the model, for a prompt and what follows it
+    context: int  # of the model, for a prompt and its response
 
 
 def pairs(data, tokenizer, limits: Limits) -> list:
     """`Pair`s of a JSONL file or an iterable of dicts with `prompt` and, optionally, `response` (text or token ids), or
-    with chat `messages`, whose last one of the assistant's, if they end with it, is the response.
+    with chat `messages`; a last message of the assistant's is the response.
 
-    Raises ValueError, with the pair's place, for one that is not like this or too long.
+    Raises ValueError, with the pair's place, for a pair of another form or too long.
     """
     found = [_pair(name, entry, tokenizer, limits) for name, entry in _entries(data)]
     if not found:
@@ -111,7 +111,7 @@ def _ids(name, what, value, tokenizer):
 
 
 class Responses:
-    """The model's own greedy answers to prompts, kept in JSONL files of a folder, one for each process."""
+    """The model's greedy answers to prompts, stored in JSONL files of a folder, one for each process."""
 
     def __init__(self, model, folder, most, rank=0):
         self.model, self.most, self.known = unwrapped(model), most, {}

@@ -18,10 +18,10 @@ NAME = "kvevict_lookahead"
 
 @dataclass
 class Truth:
-    """What the first pass over a pair computes, by layer, on the model's device."""
+    """The results of the first pass over a pair, by layer, on the model's device."""
 
     tokens: int  # N of the prompt
-    keys: dict = field(default_factory=dict)  # [1, Hkv, N, D]; of a sliding layer the last ones, which later rows see
+    keys: dict = field(default_factory=dict)  # [1, Hkv, N, D]; of a sliding layer only those that later rows see
     values: dict = field(default_factory=dict)
     target: dict = field(default_factory=dict)  # [1, H, N] fp32 mean attention of the response's rows; evicting layers
 
@@ -104,9 +104,10 @@ def _sliding_attention(q, k, v, keys, values, window, *, scale, softcap, sinks):
 
 
 class _Attend(torch.autograd.Function):
-    """Attention [1, n, H, D] of rows to a prompt's keys and values, which are constants, and causally to their own."""
+    """Attention [1, n, H, D] of rows to a prompt's keys and values (constants), and causally to the rows' keys and
+    values."""
 
-    BLOCK = 4096  # columns of the prompt whose attention weights are in memory at once
+    BLOCK = 4096  # columns of the prompt with attention weights in memory at once
 
     @staticmethod
     def forward(ctx, q, k, v, keys, values, options):

@@ -1,12 +1,12 @@
-"""A target of ours for lookahead rows (METHODS section 9): the text's own repetition, for questions not known yet."""
+"""Our target for lookahead rows (METHODS section 9): a repetition of the text, for questions not known yet."""
 
 from ..repeated import numbers
 from .passes import Truth, truth
 
 
 def repeated(decoder, prompt, response) -> Truth:
-    """The prompt's keys and values, and as target the numbers of `kvzip+` of ids [N], in proportion to their sum per kv
-    head, which each query head of the group is to attend to. The response, ids [0], does not enter."""
+    """The prompt's keys and values. The target of each query head is its kv head's numbers of `kvzip+` for the prompt's
+    ids [N], divided by their sum. The response, ids [0], is not used."""
     found = truth(decoder, prompt, response)
     heads = decoder.config.num_attention_heads
 

@@ -29,8 +29,8 @@ LR = {"qwen2": 2e-4, "qwen3": 2e-4, "qwen3_moe": 2e-4}  # table 16; 1e-3 for the
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the result of a training, besides model and data. A run continues only with the same, a finished one
-    also with more steps."""
+    """The settings that determine a training's result, besides model and data. A run continues only with equal
+    settings, a finished one also with more steps."""
 
     steps: int = 7600
     batch: int = 32
@@ -60,7 +60,7 @@ class Settings:
         return self.lr * min(1, (step + 1) / warm) * 0.5 * (1 + math.cos(math.pi * max(0, step + 1 - warm) / rest))
 
     def chosen(self, step: int, known: int) -> list:
-        """Numbers of the pairs of a step, of `known` in all: every epoch in an order of its own."""
+        """Indices of a step's pairs, of `known` in all. Every epoch has another order."""
         places = range(step * self.batch, (step + 1) * self.batch)
         return [_order(self.seed, place // known, known)[place % known] for place in places]
 
@@ -70,27 +70,27 @@ def train(
     tokens=32, rank=8, alpha=32, targets="all", target="response", seed=0, max_prompt=16384, max_response=512,
     held_out=0, validate_every=100, save_every=100, progress=True,
 ):  # fmt: skip
-    """Train an adapter for `model` on `data`; returns the `Adapter`, which is saved in the folder `out` too.
+    """Train an adapter for `model` on `data`, and save it in the folder `out`. Returns the `Adapter`.
 
     data          a JSONL file or an iterable of dicts: `prompt`, optionally `response`, or chat `messages`. Prompt and
-                  response are text or lists of token ids; without a response the model writes one greedily, which
-                  is kept in `out`
+                  response are text or lists of token ids; a missing response is written greedily by the model and kept
+                  in `out`
     steps, batch  optimizer steps, and pairs of each over all processes (gradients are accumulated, pair by pair)
-    lr            None: the paper's, 2e-4 for Qwen and 1e-3 for others, after a warmup of that share of the steps
-                  falling to 0 as a cosine; Adam with `betas`; gradients' norm clipped to `clip`
+    lr            None: the paper's, 2e-4 for Qwen and 1e-3 for others. It rises for `warmup` (a share of the steps) and
+                  then falls to 0 as a cosine. Adam with `betas`; gradients' norm clipped to `clip`
     tokens, rank, alpha, targets   of the `Adapter`; seed: of its first weights and of the order of pairs
     target        "response": the mean attention of the response's rows (the paper's). "repeat": the numbers of `kvzip+`
-                  when the prompt is read twice, for texts whose question is not known; responses are not needed, and
-                  a prompt has at most half of the model's context
-    held_out      so many last pairs are not trained on but validated with every `validate_every` steps: loss,
-                  recall@k and Kendall's tau against the true scores (k: an eighth of the prompt)
-    save_every    steps between checkpoints; called again, a run that was interrupted continues from the last one, and
-                  a finished one with more steps from its end, at the rates of a run of that many
+                  when the prompt is read twice, for texts without a known question; responses are not needed, and a
+                  prompt has at most half of the model's context
+    held_out      number of last pairs to validate on instead of training, every `validate_every` steps: loss, recall@k
+                  and Kendall's tau against the true scores (k: an eighth of the prompt)
+    save_every    steps between checkpoints. Called again, an interrupted run continues from the last one; a finished
+                  run with more `steps` continues from its end, at the rates of a run of that length
 
-    `out` gets log.jsonl (a line per step with its loss), checkpoint.pt, loss.png where matplotlib is installed, and the
-    adapter. More processes: start them with `accelerate launch`. Raises ValueError for pairs that cannot be trained
-    on, a checkpoint of other settings or a damaged one, and a loss that is not finite, after which the last checkpoint
-    is still there; OSError where `out` cannot be written.
+    `out` gets log.jsonl (a line per step with its loss), checkpoint.pt, loss.png if matplotlib is installed, and the
+    adapter. Start several processes with `accelerate launch`. Raises ValueError for pairs that cannot be trained on,
+    for a checkpoint that is damaged or of other settings, and for a loss that is not finite (the last checkpoint
+    stays); OSError if `out` cannot be written.
     """
     check_installed(held_out)
     decoder, folder = find_decoder(model), Path(out)
@@ -124,7 +124,7 @@ def train(
 
 
 class _Loss(torch.nn.Module):
-    """The loss of one pair, as a module whose parameters are the adapter's: what accelerate distributes."""
+    """The loss of one pair, as a module with the adapter's parameters for accelerate to distribute."""
 
     def __init__(self, decoder, adapter, target):
         super().__init__()
@@ -228,7 +228,7 @@ class Run:
             try:
                 state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
                 about = state["about"]
-            except Exception as error:  # pickle, zip and torch each have their own
+            except Exception as error:  # pickle, zip and torch raise different errors
                 raise ValueError(f"{path} is damaged ({error}); remove it to start anew") from error
             lengthened = state["step"] == about.get("steps") < self.settings.steps
             for name, value in self.about.items():

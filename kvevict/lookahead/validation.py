@@ -8,8 +8,8 @@ from . import passes
 
 @torch.no_grad()
 def similarity(decoder, adapter, found) -> dict:
-    """Loss of one pair, of which the first pass found a `Truth`, and means over layers and kv heads of the unpooled
-    scores' `tau` and of their `recall` of the best eighth."""
+    """The loss of one pair with the first pass' `Truth`, and means over layers and kv heads of the unpooled scores'
+    `tau` and of their `recall` of the best eighth."""
     each: list = []
 
     def note(layer, q, k, slots, options):
@@ -29,7 +29,7 @@ def _scores(q, k, slots, **options):
 
 
 def recall(got, want, k: int):
-    """The share of the k best of `want` [.., N] that are among the k best of `got`, mean over the other dimensions."""
+    """The share of the k best of `want` [.., N] among the k best of `got`, mean over the other dimensions."""
     best = torch.zeros_like(want).scatter(-1, got.topk(k, -1).indices, 1)
     return best.gather(-1, want.topk(k, -1).indices).mean()
 

@@ -1,4 +1,4 @@
-"""What papers say of their methods, as comparisons that `kvevict eval --protocol NAME` repeats on any model. One file
+"""Papers' claims about their methods, as comparisons that `kvevict eval --protocol NAME` repeats on any model. One file
 per paper; the file registers its `Protocol`.
 
 A comparison changes one thing, gives both sides the same cases, and pairs them case by case.
@@ -12,7 +12,7 @@ from ..ask import FULL, Run
 from ..tasks import FIDELITY
 
 PROTOCOLS = Registry("protocol", listed=True)
-TASKS = ("facts", "keyvalue", FIDELITY)  # what is asked where no --tasks are named
+TASKS = ("facts", "keyvalue", FIDELITY)  # the default of --tasks
 ONE_PASS = None
 
 
@@ -20,16 +20,16 @@ ONE_PASS = None
 class Claim:
     """`better` answers better than `than`; with a margin: not worse by more than this share of the full cache's score.
 
-    better, than   policies, NAME or NAME:OPTION=VALUE,... in which {B} and {B20} stand for the budget and 20 times as
-                   much, {L4}, {L2}, {L34} and {L} for a quarter, half, three quarters and all of the layers that evict,
-                   and {adapter} and, after other options, {and_adapter} for the one that names --adapter; a claim
-                   with {draft}, the folder of --draft, is left out where none is given
-    chunks         tokens that each of the two reads at once, None: the prompt in one pass
-    least          slots below which a budget cannot test it
-    layers         layers that evict, below which a model cannot test it
+    better, than   policies, NAME or NAME:OPTION=VALUE,... with words in braces: {B} and {B20}: the budget and 20 times
+                   as much; {L4}, {L2}, {L34} and {L}: a quarter, half, three quarters and all of the layers that evict;
+                   {adapter} or, after other options, {and_adapter}: the option that names --adapter; {draft}: the
+                   folder of --draft (without --draft the claim is left out)
+    chunks         tokens read at once by each of the two; None: the prompt in one pass
+    least          smallest budget that can test it, in slots
+    layers         fewest evicting layers of a model that can test it
     """
 
-    says: str  # of the paper, with its place
+    says: str  # the paper's claim, with its place
     better: str
     than: str
     margin: float | None = None
@@ -38,14 +38,15 @@ class Claim:
     layers: int = 1
 
     def runs(self, budget, mode, names) -> tuple:
-        """The `Run`s of both sides. names: what stands for the words in braces."""
+        """The `Run`s of both sides. names: the values of the words in braces."""
         sides = zip((self.better, self.than), self.chunks)
         return tuple(Run(policy.format(**names), budget, chunk, mode) for policy, chunk in sides)
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """A paper's claims; what of them cannot be tested here, and why; and how this differs from the paper."""
+    """A paper's claims, and remarks: claims that cannot be tested here, with the reason, and differences from the
+    paper."""
 
     paper: str
     claims: tuple
@@ -53,7 +54,7 @@ class Protocol:
 
 
 def each(says, policies, than, **options) -> list:
-    """A claim for every policy; {better} and {than} in what is said are the two sides."""
+    """A claim for every policy; {better} and {than} in the text are the two sides."""
     return [Claim(says.format(better=better, than=than), better, than, **options) for better in policies]
 
 
@@ -66,8 +67,8 @@ def names(budget, layers, adapter, draft) -> dict:
 
 
 def pairs(name, budgets, mode, layers, adapter=None, draft=None) -> list:
-    """(claim, its two runs at each budget that can test it) of a protocol. Of a model with few layers some shares are
-    equal, and a claim whose two sides are the same policy says nothing."""
+    """(claim, its two runs at each budget that can test it) of a protocol. With few layers some shares are equal; a
+    claim with the same policy on both sides is left out."""
     found = []
     for claim in PROTOCOLS.find(name).claims:
         if layers >= claim.layers and (draft or "{draft}" not in claim.better + claim.than):

@@ -1,6 +1,6 @@
 from . import PROTOCOLS, Claim, Protocol, each
 
-ALONE = "chunkkv:per_head=True"  # runs, but every head's own, as SnapKV's slots are
+ALONE = "chunkkv:per_head=True"  # runs chosen by every head, like SnapKV's slots
 HYBRID = 'chunkkv:select_by_layer=[[{L2},null,"token"]]'  # runs in the lower half of the layers, single slots above
 
 

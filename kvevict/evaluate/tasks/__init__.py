@@ -1,9 +1,9 @@
-"""What a model is asked. One file per family of tasks; the file registers a function
+"""Tasks: the questions of an evaluation. One file per family of tasks; the file registers a function
 
-    task(settings) -> iterator of `settings.cases` `Case`s per length (and depth, where the task has one)
+    task(settings) -> iterator of `settings.cases` `Case`s per length (and depth, if the task has depths)
 
-whose i-th case depends only on the settings, the task's name and i (`settings.rng(name, i)`), so that an interrupted
-evaluation finds the same cases again.
+Case i depends only on the settings, the task's name and i (`settings.rng(name, i)`), so an interrupted evaluation finds
+the same cases again.
 """
 
 import dataclasses
@@ -29,24 +29,24 @@ class Case:
     task: str
     id: str  # unique and stable within an evaluation, e.g. "needle/1024/0.5/3"
     context: str
-    question: str  # ends where the answer starts; brings its own leading newline or space
-    answers: tuple[str, ...]  # accepted answers, or all the parts that are wanted: the metric knows
+    question: str  # up to the answer's start, with a leading newline or space
+    answers: tuple[str, ...]  # accepted answers, or all wanted parts, as the metric has it
     metric: str  # name in `kvevict.evaluate.metrics.METRICS`
     new_tokens: int  # tokens to generate at most
-    tags: dict = field(default_factory=dict)  # what tables are grouped by: length, depth, facts, ...
+    tags: dict = field(default_factory=dict)  # for grouping tables: length, depth, facts, ...
     opening: str = ""  # the end of `question` that opens the answer: a chat template gives it to the assistant
     one_line: bool = False  # the answer ends with its line
-    said: str = ""  # the question's own words, where `context + question` has others around them
-    likelihood: bool = False  # how likely answers[0] is after the question is measured too
+    said: str = ""  # the question alone, if `context + question` has other words around it
+    likelihood: bool = False  # measure the likelihood of answers[0] after the question too
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a task may build its cases from."""
+    """The settings that a task builds its cases from."""
 
-    tokenizer: object  # measures lengths: prompts are at most `length` tokens, as near below as the task can
+    tokenizer: object  # measures lengths: prompts have at most `length` tokens, and about as many
     length: int  # tokens of context + question; of RULER's tasks, as published, of the answer too
-    cases: int  # per length, and per depth where the task has depths
+    cases: int  # per length, and per depth if the task has depths
     seed: int = 0
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     haystack: Path | None = None  # a .txt, a folder of them, a .jsonl or .jsonl.xz (field "text"); None: generated text
@@ -73,7 +73,7 @@ def find(name: str):
 
 
 def only_prompts(task, settings):
-    """A task's cases whose response the full cache writes."""
+    """A task's cases, with the full cache's response in place of answers."""
     for case in task(settings):
         names = dict(task=f"{FIDELITY}/{case.task}", id=f"{FIDELITY}/{case.id}")
         new = dict(answers=(), metric=FIDELITY, new_tokens=RESPONSE, one_line=False)
@@ -81,7 +81,7 @@ def only_prompts(task, settings):
 
 
 def opening(question: str, mark: str = "Answer:") -> str:
-    """The end of a question from its last `mark` on, which opens the answer."""
+    """The answer's opening: the end of a question from its last `mark` on."""
     return question[question.rindex(mark) :]
 
 

@@ -1,15 +1,16 @@
-"""Where the question stands: facts in other text (`settings.haystack`), each asked for in one of four ways.
+"""Tasks about the question's place: facts in other text (`settings.haystack`), each asked for in one of four ways.
 
     asked              all of these, in turn
     asked/last         the question ends the prompt
     asked/before       instructions of 30 to 100 tokens follow it
     asked/long         it stands within a request of 60 to 200 tokens
     asked/first        it stands before the text
-    asked/opened       as `asked`, and the fact's words open the answer, which small models need
-    asked/numbers      as `asked`, one of four facts as of `recall`, of four relations: the bundled model answers these
+    asked/opened       as `asked`, and the fact's words open the answer, as small models need it
+    asked/numbers      as `asked`, about one of four facts like `recall`'s, of four relations: the bundled model can
+                       answer these
 
-A text has facts of eight kinds, those of `many` and a sentence and a constant of source code, and one question of each
-kind; `settings.cases` counts texts. A case's `said` is the question itself.
+A text has facts of eight kinds (those of `many`, a sentence, and a constant of source code) and one question of each
+kind; `settings.cases` counts texts. A case's `said` is the question alone.
 """
 
 import functools
@@ -21,7 +22,7 @@ from .many import drawn_facts
 from .recall import RELATIONS, draw, statement
 
 PLACES = ("last", "before", "long", "first")
-ROOM = 24  # tokens for the words that come before an answer which nothing opens
+ROOM = 24  # tokens for words before an answer without an opening
 INSTRUCTIONS = (
     "Answer in one short sentence. Do not explain how you found it, do not repeat the question and do not add anything "
     "that the text does not say.",
@@ -69,7 +70,7 @@ def facts_of(rng) -> list:
 
 
 def framed(place: str, question: str, number: int) -> tuple:
-    """(what comes before the text, what comes after it) of a question, in the number-th wording."""
+    """(words before the text, words after it) of a question, in the number-th wording."""
     if place == "first":
         return f"Read the text with this question in mind: {question}\n\n", REMINDER
     if place == "before":
@@ -78,7 +79,8 @@ def framed(place: str, question: str, number: int) -> tuple:
 
 
 def cases_of(settings, task, number, rng, facts, asked, **tags):
-    """Cases of the text of facts (kind, statement, question, answers, opening): asked, pairs (place, which fact)."""
+    """Cases of a text with facts (kind, statement, question, answers, opening). asked: pairs (place, index of a
+    fact)."""
     chat = getattr(settings.tokenizer, "chat_template", None)
     opens, end = ("", "") if chat else ("Question: ", "\nAnswer:")
     depths = [(each + rng.random()) / len(facts) for each in range(len(facts))]

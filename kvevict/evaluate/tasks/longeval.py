@@ -2,8 +2,8 @@
 a long conversation.
 
 `settings.data` is a folder with `lines/<n>_lines.jsonl` and `topics/<n>_topics.jsonl` (one record a line: prompt, and
-expected_number or topics), of which the largest n is taken whose prompts all fit. Without one, `longeval/lines` makes
-lines of its own. A topic is right if the answer contains its name; LongEval asks a judge model instead.
+expected_number or topics). The file with the largest n is taken whose prompts all fit. Without a folder,
+`longeval/lines` makes its lines. A topic is right if the answer contains its name; LongEval asks a judge model instead.
 """
 
 import math

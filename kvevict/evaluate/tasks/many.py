@@ -1,10 +1,10 @@
-"""A text that is read once and asked about many times: all questions of a text are cases with the same context, one
-after the other, so that an evaluation reads it once per run (mode agnostic).
+"""Many questions about one text. A text's questions are consecutive cases with the same context, so an evaluation reads
+it once per run (mode agnostic).
 
     many                facts of six kinds in other text (`settings.haystack`), at even depths
-    many/paraphrased    the same, asked for in other words than they are stated in
+    many/paraphrased    the same, asked for in other words than the text's
     many/xquad          articles of XQuAD or SQuAD, joined up to the length
-    many/loogle         the first tokens of a LooGLE text, and the questions whose evidence is in them
+    many/loogle         the first tokens of a LooGLE text, and the questions with their evidence in them
 
 `settings.cases` counts texts. The right answer's likelihood is measured too: `answers[0]`, as the text words it.
 """
@@ -23,9 +23,9 @@ QUESTIONS = 24  # of a joined text at most
 AFTER = 3  # tokens of an answer beyond those of the right one: its opening leaves no room for other words
 MORE_KEYS = 2  # facts worded like the asked ones of "keys", with other names and values
 
-# (statement, question, the question in other words). {of} is what the fact is about, of the kind's list, {answer} what
-# is asked; what comes before that opens the answer. Two facts of a kind in one text are of two of its lines, and those
-# of "keys" of one.
+# (statement, question, the question in other words). {of}: the fact's subject, from the kind's list; {answer}: the
+# fact; the words before it open the answer. Two facts of a kind in one text use two of its lines; those of "keys" use
+# one.
 SAID = dict(
     digits=(LISTS["house"], (
         ("The safe in the {of} opens with the combination {answer}.", "Which combination opens the safe in the {of}?",
@@ -190,7 +190,7 @@ def joined(paragraphs) -> str:
 
 @TASKS.add("many/loogle")
 def loogle(settings):
-    """The first whole sentences of a text, up to the length, and the questions whose evidence they hold."""
+    """The first complete sentences of a text, up to the length, and the questions with their evidence in them."""
     task = "many/loogle"
     (path, *_) = files(settings, task, "the hub's dataset bigai-nlco/LooGLE", "shortdep_qa.jsonl")
     for i, record in drawn(settings, task, read_jsonl(path)):

@@ -1,4 +1,5 @@
-"""`perplexity`: how well a model predicts what follows a long text. The answer's tokens are scored, none generated."""
+"""`perplexity`: how well a model predicts the continuation of a long text. The answer's tokens are scored, none
+generated."""
 
 from ..haystack import haystack, most, sentences
 from . import TASKS, Case
@@ -8,7 +9,7 @@ SCORED = 256  # tokens
 
 @TASKS.add("perplexity")
 def perplexity(settings):
-    """Whole sentences of at most `length` tokens, and as the answer what follows them, up to a sentence more."""
+    """Complete sentences of at most `length` tokens; the answer is the text after them, to the end of a sentence."""
     for i in range(settings.cases):
         text = haystack(settings).passage(settings.rng("perplexity", i), settings.length + SCORED, settings)
         parts = sentences(text)
@@ -20,7 +21,7 @@ def perplexity(settings):
 
 @TASKS.add("perplexity/documents")
 def documents(settings):
-    """The first `length` tokens of a document of the haystack's file, and as the answer what follows them in it."""
+    """The first `length` tokens of a document of the haystack's file; the answer is the text after them."""
     texts = haystack(settings).documents
     if texts is None:
         raise ValueError("haystack: perplexity/documents has no text of its own; give a .jsonl with the field 'text'")

@@ -3,11 +3,11 @@
     needle       four facts about four names, the asked one at each of the settings' depths
     facts        eight facts about eight names anywhere
     multivalue   the same, two to four values of the asked name
-    tracking     the same, three of them a chain: the asked name's value is that of another name
+    tracking     the same, three of them in a chain: the asked name's value is another name's
     keyvalue     as many lines "name: value" as fit
 
 Names are invented from syllables. The bundled model was trained on such facts (examples/small_llama), but never on a
-name for which `held_out` is true, and these tasks use no others.
+name with `held_out` true. These tasks use only such names.
 """
 
 import zlib
@@ -78,7 +78,7 @@ def hidden(settings, rng, facts, asked, depth=None):
 
 
 def one_line(settings, task, id, context, asked, answers, metric, tags) -> Case:
-    """A case whose question ends with the beginning of its answer, of one line."""
+    """A case with an answer of one line; the question ends with the answer's beginning."""
     room = settings.room(answers, every=metric == "contains_all")
     return Case(task, id, context, asked, answers, metric, room, tags, opening(asked), one_line=True)
 
@@ -104,7 +104,7 @@ def needle(settings):
 
 
 def eight(name: str):
-    """Register a task of eight facts: build(rng, facts) is what a case says of them, (facts, question, answers, metric,
+    """Register a task of eight facts. build(rng, facts) returns a case's parts: (facts, question, answers, metric,
     further tags)."""
 
     def register(build):

@@ -1,14 +1,13 @@
-"""What RULER's eleven tasks of made-up text (Hsieh et al. 2024) share; "ruler/niah_single_1" ... are in ruler_*.py. Its
-two tasks of SQuAD and HotpotQA are in lm-eval.
+"""The shared parts of RULER's eleven tasks of made-up text (Hsieh et al. 2024); the tasks "ruler/niah_single_1" ... are
+in ruler_*.py. RULER's two tasks of SQuAD and HotpotQA are in lm-eval.
 
 Parameters as in RULER's `synthetic.yaml`, wording and construction as in its `scripts/data/synthetic` (github.com/
 NVIDIA/RULER at c3f5e3b). As there, prompt and generated tokens together fit `settings.length`, and a prompt takes as
-many of its task's units (lines, words) as fit. What differs on purpose:
+many of its task's units (lines, words) as fit. Deliberate differences:
 - the essay haystack is `settings.haystack`, in whole sentences (RULER: Paul Graham's essays, always from their start);
-- every case has draws of its own (RULER places and shuffles all cases alike), its keys, values and words distinct;
-- below 4096 tokens, where RULER does not go, `vt`'s solved example is as short as it can be;
-- generation ends with the line where the answer is one, and where all of the answer could have been said in the model's
-  own tokens.
+- every case is drawn separately (RULER places and shuffles all cases alike), with distinct keys, values and words;
+- below 4096 tokens, RULER's shortest length, `vt`'s solved example is as short as possible;
+- generation ends with the line if the answer is one line, and after as many of the model's tokens as the answer needs.
 
 `settings.data` may hold the wonderwords lists (nounlist.txt, adjectivelist.txt, verblist.txt, in it or in its folder
 wonderwords); without them the words are ours.
@@ -22,8 +21,8 @@ from ..haystack import most
 from ..words import LISTS
 from . import TASKS, Case, opening
 
-# The published wording (RULER's constants.py): what stands before the units; the question after them, with the
-# beginning of the answer; and the tokens to generate. In chat templates that beginning is the assistant's, as in RULER.
+# The published wording (RULER's constants.py): the words before the units; the question after them, with the answer's
+# beginning; and the number of tokens to generate. A chat template gives that beginning to the assistant, as in RULER.
 PROMPTS = {
     "needle": (
         "A special magic {kind} is hidden within the following text. Make sure to memorize it. "
@@ -98,12 +97,12 @@ def fill(settings, room: int, before: str, body, after: str, least: int) -> str:
 
 
 def shuffled(items: list, seed: float) -> list:
-    """A new list whose order depends on the seed and the length alone: `fill` asks for several lengths."""
+    """A new list; its order depends on the seed and the length alone, since `fill` tries several lengths."""
     return random.Random(seed).sample(items, len(items))
 
 
 def distinct(draw):
-    """Results of `draw()` without end, none twice."""
+    """Endless distinct results of `draw()`."""
     seen = set()
     while True:
         if (new := draw()) not in seen:

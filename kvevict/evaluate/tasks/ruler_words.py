@@ -1,4 +1,4 @@
-"""RULER's aggregation tasks: which words are the most frequent of a list ("ruler/cwe") or of a code ("ruler/fwe")."""
+"""RULER's aggregation tasks: the most frequent words of a list ("ruler/cwe") or of a code ("ruler/fwe")."""
 
 import math
 import string
