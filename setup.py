@@ -1,6 +1,6 @@
 """Builds kvevict._C: C files with the C compiler (kernels once per instruction set), binding.cpp with the C++ compiler,
-.cu files with nvcc, all linked into one abi3 extension. torch's own BuildExtension is not used: it compiles .c as C++
-and hides nvcc when torch is a CPU build.
+.cu files with nvcc, all linked into one abi3 extension. torch's BuildExtension is not used: it compiles .c as C++ and
+hides nvcc if torch is a CPU build.
 
   CC, CXX, CFLAGS, CXXFLAGS   as usual
   KVEVICT_CUDA=auto|1|0       build the CUDA kernels if nvcc is found and torch is a CUDA build | always | never  (auto)
@@ -26,7 +26,7 @@ CSRC = Path("csrc")
 OLDEST_TORCH = (2, 10)
 CUDA_ARCHS = ["80", "86", "89", "90", "100", "120"]
 
-# What <op>_cpu.c are compiled with, once for each: simd.h gives them the vectors of KV_ISA.
+# Every <op>_cpu.c is compiled once with each of these; simd.h gives it the vectors of KV_ISA.
 ISA_FLAGS = {"scalar": []}
 if platform.machine().lower() in ("aarch64", "arm64"):
     ISA_FLAGS = {"neon": [], "neonbf16": ["-march=armv8.2-a+bf16"]}
@@ -41,8 +41,8 @@ LIMITED_API = not sysconfig.get_config_var("Py_GIL_DISABLED")
 
 
 def torch_dir():
-    """The folder of the torch that this interpreter imports. pip's build isolation hides the interpreter's own
-    packages through PYTHONPATH, so what is not found here is looked for again without it. Nothing imports torch: only
+    """The folder of the torch that this interpreter imports. pip's build isolation hides the interpreter's packages
+    through PYTHONPATH, so a torch that is not found is searched again without PYTHONPATH. Nothing imports torch: only
     its headers and libtorch_cpu are needed, and any version from OLDEST_TORCH on makes the same binary."""
     find = "from importlib.util import find_spec as f; s = f('torch'); print(s.origin if s else '')"
     origin = getattr(find_spec("torch"), "origin", None)
@@ -80,8 +80,8 @@ def cuda_archs(nvcc):
 
 
 def gencode(source, archs):
-    """Every target is spelled out. Files for one architecture's own instructions are built for that one alone; for the
-    others the newest is also kept as PTX, for GPUs to come."""
+    """nvcc's options for every target. A file with instructions of one architecture is built for that one alone. All
+    others are also kept as PTX of the newest architecture, for future GPUs."""
     if source.stem.endswith("_sm90"):
         return ["-gencode=arch=compute_90a,code=sm_90a"]
     ptx = f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}"
@@ -157,10 +157,12 @@ class BuildExt(build_ext):
         # nvcc knows where its static cudart is. No rpath: torch, imported first, has loaded libtorch_cpu.
         link = [nvcc, "-shared", "-cudart=static"] if nvcc else [*environment("CXX", "c++"), "-shared"]
         libraries = [f"-L{torch / 'lib'}", "-ltorch_cpu", "-ldl", "-lm", "-Xlinker", f"--version-script={exports}"]
-        if sys.platform == "darwin":  # whose linker has no version scripts, and finds no library that is loaded already
+        if (
+            sys.platform == "darwin"
+        ):  # its linker has no version scripts, and does not find libraries that are already loaded
             libraries = ["-undefined", "dynamic_lookup", "-Wl,-exported_symbol,_PyInit__C"]
         run([*link, *map(str, objects), *libraries, "-o", target])
-        # Also beside the sources: in a clone, `python -m` finds those before what is installed.
+        # Also beside the sources: in a clone, `python -m` finds them before the installed package.
         if not self.inplace:  # a process may be running the old one
             os.replace(shutil.copy(target, "kvevict/_C.new"), f"kvevict/{Path(target).name}")
 

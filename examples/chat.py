@@ -19,11 +19,11 @@ turns += [f"Question: What is the code of {name}?\nAnswer:" for name in ("Naisle
 cache = DynamicCache(config=model.config)
 for turn in turns:
     text = "\n\n" + turn
-    if tokenizer.chat_template:  # of the turn alone: what was said before is in the cache
+    if tokenizer.chat_template:  # of the turn alone: the cache has the turns before
         said = [{"role": "user", "content": turn}]
         text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
     new = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
-    mask = torch.ones(1, cache.get_seq_length() + new.shape[1], dtype=torch.long)  # all that was seen, and the new
+    mask = torch.ones(1, cache.get_seq_length() + new.shape[1], dtype=torch.long)  # all seen tokens, and the new ones
     output = model.generate(new, attention_mask=mask, past_key_values=cache, max_new_tokens=24, do_sample=False)
     answer = tokenizer.decode(output[0, new.shape[1] :], skip_special_tokens=True).split("\n\n")[0]
     kept = max(layer.longest() for layer in cache.layers)

@@ -18,7 +18,8 @@ filler = "The baker counted the boats in the harbour and went home before it rai
 text = "".join(f"{filler}The code of {name} is {code}. " for name, code in facts.items()) + filler
 questions = [f"Question: What is the code of {name}?\nAnswer: The code of {name} is" for name in facts]
 
-# No question is known yet: the model's gates say what each slot will be worth (`gate`, the default where it has some).
+# No question is known yet: the model's gates predict the value of each slot (`gate`, the default for a model with
+# gates).
 cache = kvevict.read(model, tokenizer, text, budget=100)
 print("slots per head of layer 0:", cache.layers[0].counts[0].tolist(), "of", cache.get_seq_length())
 answers = kvevict.answer(model, tokenizer, cache, questions, max_new_tokens=6, one_line=True)

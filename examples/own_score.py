@@ -1,4 +1,4 @@
-"""A score of your own: a class whose fields are its options, used by name like those that are built in.
+"""A custom score: a class with its options as fields, used by name like a built-in score.
 
 python examples/own_score.py
 """
@@ -13,7 +13,7 @@ import kvevict
 @kvevict.register_score("rare")
 @dataclass(frozen=True)
 class Rare(kvevict.Score):
-    """Slots that the last rows attend to, and whose values have a large norm."""
+    """Slots with values of a large norm that the last rows attend to."""
 
     power: float = 1.0
     rows = kvevict.ROWS["window"](16)  # the observing rows, unless the policy names others

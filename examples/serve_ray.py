@@ -17,7 +17,7 @@ TEXTS = {name: "".join(f"{FILLER}The code of {key} is {code}. " for key, code in
 
 
 def application():
-    """Of one replica, in its own process. `server_of` has the options of `kvevict serve`."""
+    """The application of one replica, in a separate process. `server_of` has the options of `kvevict serve`."""
     from kvevict.serve.app import application
     from kvevict.serve.start import server_of
 

@@ -1,9 +1,9 @@
-"""Train a LookaheadKV adapter for the bundled model on made-up facts, and say what it gained.
+"""Train a LookaheadKV adapter for the bundled model on made-up facts, and compare it with other policies.
 
     python examples/train_lookahead.py [--out DIR] [--steps 600] [--batch 6]
 
-Begun again with the same --out it goes on where it was. The tasks it is measured with ask for names that no training
-pair holds (`kvevict.evaluate.tasks.recall`).
+Started again with the same --out, it continues the training. The evaluation asks for names that are in no training pair
+(`kvevict.evaluate.tasks.recall`).
 """
 
 import argparse
@@ -21,8 +21,8 @@ from kvevict.evaluate.tasks import recall
 
 
 def pairs(tokenizer, count: int, longest: int, seed: int):
-    """Prompts of 100 to `longest` tokens with facts in text or in lines, and the answers: of every four one is only the
-    context, which question and answer follow."""
+    """Prompts of 100 to `longest` tokens with facts in text or in lines, and their answers. One prompt in four is only
+    the context; its response is the question and the answer."""
     rng = random.Random(seed)
     while count > 0:
         made = (lines if rng.random() < 0.35 else hidden)(rng, rng.randint(100, longest))

@@ -53,7 +53,7 @@ def _without_digits(text: str) -> str:
 
 
 def sample(texts) -> list[str]:
-    """What the tokenizer learns from: a piece of every book, and statements and questions."""
+    """Texts for the tokenizer's training: a piece of every book, and statements and questions."""
     rng = random.Random(0)
     said = [
         recall.statement(rng.choice(recall.RELATIONS), word, "") + recall.question(rng.choice(recall.RELATIONS), word)
@@ -73,7 +73,7 @@ def encode(tokenizer, texts) -> np.ndarray:
 
 
 def piece(book: str) -> str:
-    """Up to 200,000 characters, without what stands before a book's first chapter."""
+    """Up to 200,000 characters of a book, without its first tenth (title and preface)."""
     return " ".join(book[len(book) // 10 :][:200_000].split())
 
 

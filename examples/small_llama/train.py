@@ -35,8 +35,8 @@ TOKENS = 8192  # of a step
 
 def look_back(model, heads=((0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6))):
     """Start layer 0's heads as (head, distance): attend `distance` tokens back and copy that token's embedding into a
-    part of the stream of their own. Training finds such heads only slowly, and recalling a fact is built on them: the
-    token after a name must know the name.
+    separate part of the stream. Training finds such heads only slowly, and recalling a fact needs them: the token after
+    a name must know the name.
 
     The last dimension of every embedding is one constant, which keys and queries turn into rotations.
     """
@@ -132,7 +132,7 @@ def accuracy(model, facts, text, length, count, lines, cases=32):
 
 
 def save(model, tokenizer_file, folder):
-    """What `from_pretrained` reads, weights in bf16."""
+    """Write a folder for `from_pretrained`, with weights in bf16."""
     model.to(torch.bfloat16).save_pretrained(folder)
     PreTrainedTokenizerFast(
         tokenizer_file=str(tokenizer_file), eos_token=data.END, model_max_length=CONFIG["max_position_embeddings"]
