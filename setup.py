@@ -157,9 +157,7 @@ class BuildExt(build_ext):
         # nvcc knows where its static cudart is. No rpath: torch, imported first, has loaded libtorch_cpu.
         link = [nvcc, "-shared", "-cudart=static"] if nvcc else [*environment("CXX", "c++"), "-shared"]
         libraries = [f"-L{torch / 'lib'}", "-ltorch_cpu", "-ldl", "-lm", "-Xlinker", f"--version-script={exports}"]
-        if (
-            sys.platform == "darwin"
-        ):  # its linker has no version scripts, and does not find libraries that are already loaded
+        if sys.platform == "darwin":  # its linker lacks version scripts and does not search loaded libraries
             libraries = ["-undefined", "dynamic_lookup", "-Wl,-exported_symbol,_PyInit__C"]
         run([*link, *map(str, objects), *libraries, "-o", target])
         # Also beside the sources: in a clone, `python -m` finds them before the installed package.

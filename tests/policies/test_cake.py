@@ -60,7 +60,7 @@ def test_whole_prompt(name):
 
 @pytest.mark.parametrize("n", [1, 2, BUDGET, BUDGET + 1, 2 * CHUNK + 1])
 def test_lengths(n):
-    """Also chunks of one row, whose attention has no variance: the layers are alike then."""
+    """Also chunks of one row: their attention has no variance, so the layers are alike."""
     compare(model(), "cake", [[n, 1]], window=3, **CHUNKED)
 
 
@@ -83,7 +83,7 @@ def test_evicting_at_the_end_of_chunks():
 
 @some_choices
 def test_decoding(name):
-    """The layers stay at what the read gave them."""
+    """The layers keep the budgets of the read."""
     policy, chosen = options(name, **CHUNKED | dict(decode=True, interval=3))
     most = []
 
@@ -106,8 +106,8 @@ def test_other_families(family):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_slots_are_the_source_s(seed):
-    """Whole parts of P / sum(P) * (B - w) * L, what is left over one by one from the first layer on: but for which
-    layers are rounded up the same."""
+    """Whole parts of P / sum(P) * (B - w) * L; the source gives the remainder one by one from the first layer on. Only
+    the layers that are rounded up differ."""
     layers, heads, budget, window = 32, 8, 512, 32
     policy = build("cake", budget=budget)
     preference = torch.rand(layers, generator=torch.Generator().manual_seed(seed), dtype=torch.double) + 0.1
@@ -155,7 +155,7 @@ def test_layers_read_so_far_share_the_whole_budget(monkeypatch, heads):
     C, extra = B * L * Hkv, 0.2 * B * L * Hkv if heads == "ada" else 0
     for layer, slots in enumerate(seen[:-1]):
         assert sum(slots) <= C + (layer + 1) * Hkv + extra
-        assert sum(slots) >= C - (L - 1 - layer) * 4 * Hkv  # what the others' windows will need at least
+        assert sum(slots) >= C - (L - 1 - layer) * 4 * Hkv  # the least that the others' windows will need
     assert sum(seen[-1]) == C
     for before, after in itertools.pairwise(seen):
         assert all(a <= b for b, a in zip(before, after))
@@ -165,7 +165,7 @@ def test_layers_read_so_far_share_the_whole_budget(monkeypatch, heads):
 
 
 def test_chunks_hold_at_most_two_budgets_and_a_chunk():
-    """What later layers hold from the chunks before comes on top, so that the peak does not grow with the prompt."""
+    """Later layers' slots of earlier chunks come on top, so the peak does not grow with the prompt."""
     made, L, Hkv, B, Z, slot = tiny.shared(), 4, 2, 16, 24, 2 * 4 * 32
     for N in (10 * Z, 40 * Z):
         with kvevict.evicting(made, "cake", budget=B, window=4, chunk_size=Z):
@@ -195,7 +195,7 @@ def test_two_runs_are_bitwise_equal():
         assert torch.equal(logits, again) and positions == same
 
 
-# -- what is refused ------------------------------------------------------------------------------------------------
+# -- refusals -------------------------------------------------------------------------------------------------------
 
 REFUSED = [
     (dict(policy="cake", n_reuse=2), "n_reuse=1"),

@@ -1,4 +1,4 @@
-"""What choices mean by hand, what they have in common, and which go together."""
+"""Choices by hand, their common properties, and their combinations."""
 
 import itertools
 import json
@@ -36,7 +36,7 @@ class Slots:
 
 
 def keep(budget, score, slots, window=0):
-    """What each head of one row keeps."""
+    """The slots that each head of one row keeps."""
     return budget.keep(Slots(*score.shape, window), score[None], torch.tensor([slots]))[0].tolist()
 
 
@@ -52,7 +52,7 @@ def test_apportion_by_hand():
 
     assert one([1, 1, 1], 7) == [3, 2, 2]  # the remainder goes to lower ones
     assert one([1, 2, 4], 10) == [1, 3, 6]  # 1.43, 2.86, 5.71
-    assert one([8, 1, 1], 20, most=10) == [10, 5, 5]  # what one cannot use goes to the others
+    assert one([8, 1, 1], 20, most=10) == [10, 5, 5]  # slots that one cannot use go to the others
     assert one([8, 1, 0], 20, most=10) == [10, 10, 0]
     assert one([8, 1, 0], 24, most=10) == [10, 10, 4]
     assert one([8, 1, 1], 20, least=4) == [12, 4, 4]
@@ -107,7 +107,7 @@ def test_ada_by_hand():
     assert keep(flat(), score, 6) == [5, 1]
     assert keep(ada(f=0.5), score, 6) == [4, 2]  # half of 5 and 1, half of 3
     assert keep(ada(f=1.0), score, 6) == [3, 3]
-    assert keep(ada(f=0.7, floor="max"), score, 6) == [4, 2]  # two of its own at least
+    assert keep(ada(f=0.7, floor="max"), score, 6) == [4, 2]  # at least its best two
     assert keep(ada(f=0.3, floor="max"), score, 6) == [5, 1]
     assert [keep(ada(f=f, floor="all"), score, 6, window=1) for f in (0.4, 0.7, 1.0)] == [[5, 1], [4, 2], [3, 3]]
     window = torch.tensor([[9.0, 8, 7, 50, 60], [4, 3, 0, 50, 60]])  # the window does not compete
@@ -179,7 +179,7 @@ def test_chunkkv_keeps_kvpress_runs(ratio):
 
 
 def chosen(score, slots, window, **options):
-    """What each head keeps of one row's slots by chunked selection under equal budgets."""
+    """The slots that each head of one row keeps by chunked selection under equal budgets."""
     heads = score.shape[0]
     row = Slots(*score.shape, window, "chunk", **options)
     ranked = row.select.rank(row, score[None])
@@ -237,7 +237,7 @@ def test_reuse_shares_positions_and_only_first_layers_score(monkeypatch):
 
 
 def test_a_run_cut_by_a_chunk_is_kept_until_it_is_whole():
-    """Every chunk but the last ends within a run of 7, whose tokens are all there when the next chunk ends it."""
+    """Every chunk but the last ends within a run of 7; all tokens of that run are kept until the next chunk ends it."""
     lengths = []
 
     def watch(cache):
@@ -249,7 +249,7 @@ def test_a_run_cut_by_a_chunk_is_kept_until_it_is_whole():
 
     made = model()
     ids = tokens([[48]], 0)[0][0][None]
-    for seen in (12, 24, 36):  # what a read of 48 tokens holds after its chunks
+    for seen in (12, 24, 36):  # the slots of a read of 48 tokens after each chunk
         with kvevict.evicting(made, "knorm", budget=10, chunk_size=12, select="chunk", c=7), torch.no_grad():
             cache = _after_chunks(made, ids, seen)
             watch(cache)
@@ -300,7 +300,7 @@ def test_live_bytes_are_the_ragged_sum(task):
 
 @pytest.fixture
 def task():
-    """A history of its own."""
+    """A separate history."""
     yield "test"
     kvevict.history("test").__init__()
 
@@ -370,7 +370,8 @@ def test_tada_measures_every_layer_s_error(family, cd, task):
 
 
 def test_tada_splits_by_its_history(task):
-    """The first context is split uniformly, the second by the first's errors, batch rows by what was before them."""
+    """The first context is split uniformly, the second by the first's errors, batch rows by the errors before the
+    batch."""
     made = model()
     given = dict(budget=16, window=4, layers="tada", heads="flat", task=task)
     (first,), (second,) = tokens([[45]], 2)[0], tokens([[50]], 3)[0]
@@ -391,7 +392,7 @@ def test_tada_splits_by_its_history(task):
 
 
 def test_tada_learns_from_a_prompt_s_earlier_chunks(task):
-    """A prompt without its last chunk measures what splits the whole prompt's last one."""
+    """A prompt without its last chunk measures the errors that split the full prompt's last chunk."""
     made, (ids,) = model(), tokens([[53]], 4)[0]
     given = dict(budget=16, window=4, layers="tada", chunk_size=12)
     with kvevict.evicting(made, "snapkv", task=task, **given), torch.no_grad():
@@ -475,7 +476,7 @@ REASONS = (
 RANKS = ("streaming", "knorm", "keydiff", "random", "lagkv", "defensive", "compactor", "tri", "rkv")
 REPEATED = ("kvzip", "kvzip+")
 OBSERVED = ("defensive", "compactor", "rkv")  # of RANKS
-SAMPLED = 241  # of the combinations over rows that are not a score's own, one in so many
+SAMPLED = 241  # one in so many of the combinations with rows that are not a score's default
 DRAWN = 48  # one in so many is run
 
 
@@ -493,7 +494,7 @@ def own_rows(name):
 
 
 def combinations(name):
-    """(rows, choices) of a score: everything with its own rows, some with the others."""
+    """(rows, choices) of a score: all choices with its default rows, some with the others."""
     axes = [{k: v for part in parts for k, v in part.items()} for parts in itertools.product(*AXES.values())]
     for number, rows in enumerate(ROWS):
         own = rows == own_rows(name)
@@ -502,11 +503,11 @@ def combinations(name):
 
 
 def legal(name, rows, given):
-    """METHODS: heads that compete, and output errors, need scores and runs of their own; TADA and output errors take
-    scores as weights; TADA needs every layer's score, CAKE every layer's attention of several rows; layers after
-    FastKV's tsp have other slots than those before; a draft by the model comes when all chunks have been read. One
-    ranking of all layers takes single slots by scores that compare; rows that repeat a chunk are not its last ones.
-    CriticalKV takes single slots, Compactor a chunk's own rows."""
+    """METHODS: heads that compete, and output errors, need scores and runs per head; TADA and output errors take scores
+    as weights; TADA needs every layer's score, CAKE every layer's attention of several rows; layers after FastKV's tsp
+    have other slots than those before; a draft by the model comes after all chunks. One ranking of all layers takes
+    single slots by scores that compare; rows that repeat a chunk are not its last ones. CriticalKV takes single slots,
+    Compactor a chunk's rows."""
     reuse, weighs = given["n_reuse"] > 1, given["layers"] == "tada" or given["refine"] != "none"
     shared = name == "tova" or (given["select"] != "token" and not given["select"].per_head)
     carries = name in ("h2o", "vatp")
@@ -534,8 +535,8 @@ def legal(name, rows, given):
 
 @pytest.mark.parametrize("name", SCORES)
 def test_every_combination(name, task):
-    """It runs, a second time alike, keeps the budget exactly, and a padded row keeps what it keeps alone; or it is
-    refused. Of those that run, one in `DRAWN` is drawn."""
+    """It runs with the same result twice, keeps the budget exactly, and a padded row keeps the same slots as alone; or
+    it is refused. One in `DRAWN` of the legal ones is drawn."""
     made, past = model(num_hidden_layers=3), kvevict.history(task)
     past.contexts, past.errors, past.frozen = 1, [3.0, 0.2, 2.0], True
     data = tokens([[38], [31]], 5)
@@ -651,7 +652,7 @@ def test_ranges_of_layers_that_are_not_there(ranges):
 
 
 def test_a_prompt_s_own_chunks(task):
-    """TADA by earlier contexts, or by a prompt's own earlier chunks as soon as there are any."""
+    """TADA by earlier contexts, or by the same prompt's earlier chunks as soon as there are any."""
     past, policy = kvevict.history(task), kvevict.LAYERS["tada"]
     assert policy(task).shares(None, 2, 9) == [1.0, 1.0] and policy(task).shares(None, 2, 9, [3.0, 1.0]) == [3.0, 1.0]
     past.add([[1.0, 2.0]])
@@ -660,7 +661,7 @@ def test_a_prompt_s_own_chunks(task):
 
 
 def test_layers_that_share_a_choice_must_hold_as_much():
-    """A cache whose layers were cut differently cannot be read on by a policy whose layers choose together."""
+    """A policy with layers that choose together refuses a cache with layers that were cut differently."""
     made, ids = tiny.model(), tiny.prompt(1, 60)["input_ids"]
     with torch.no_grad():
         kvevict.patch(made, "pyramidkv", budget=16, window=4)

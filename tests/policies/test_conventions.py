@@ -1,10 +1,10 @@
-"""Presets keep the slots that the methods' own implementations would keep.
+"""Presets keep the slots that the methods' published implementations keep.
 
-What those do is stated here once more, in plain fp32 torch over the dense attention matrices of the unpatched model.
-METHODS differs from them on purpose in what follows, and so do these functions, or the cases are chosen where it
-vanishes:
-- equal scores, which max pooling makes many of: `torch.topk` may take any of them, we take the earlier slot;
-- grouped queries: sources repeat keys and values, so that each query head has slots of its own; we take the mean of the
+Here those are written once more, in plain fp32 torch over the dense attention matrices of the unpatched model. METHODS
+differs from them on purpose in the points below. These functions follow METHODS there, or the cases avoid the
+difference:
+- equal scores (max pooling makes many): `torch.topk` may take any of them, we take the earlier slot;
+- grouped queries: sources repeat keys and values, so that each query head has separate slots; we take the mean of the
   group's scores before pooling (KVCache-Factory's kv_head mode does too). With a group of one nothing differs;
 - layer and head budgets: sources round each number, ours sum to the budget exactly;
 - the window: kvpress gives it the largest score instead of protecting it.
@@ -50,8 +50,8 @@ def eager(heads):
 
 
 def compare(seed, heads, length, source, policy, **options):
-    """The first prompt from `seed` on where `source(layer number, a, k, v)` meets no near-tie: what the source keeps
-    and what we keep, [layer][kv head] -> positions."""
+    """(positions that the source keeps, positions that we keep), each [layer][kv head], of the first prompt from `seed`
+    on where `source(layer number, a, k, v)` meets no near-tie."""
     made = eager(heads)
     for text in range(100 * seed, 100 * seed + 60):
         try:
@@ -73,7 +73,7 @@ any_seed = pytest.mark.parametrize("seed", SEEDS)
 
 
 def window_score(a, w, kernel, pool, heads, reduce="sum"):
-    """What all of SnapKV's family ranks past slots by: [Hkv, n - w]."""
+    """The score of past slots in SnapKV's family: [Hkv, n - w]."""
     rows = a[:, -w:, :-w]
     score = (rows.sum(1) if reduce == "sum" else rows.mean(1)).unflatten(0, (heads, -1)).mean(1)
     pooled = F.max_pool1d if pool == "max" else F.avg_pool1d
@@ -132,8 +132,8 @@ def test_pyramidkv(seed, b, length):
 @any_seed
 @pytest.mark.parametrize("heads", [4, 2])
 def test_adakv(seed, heads):
-    """FFY0/AdaKV: a head's best n_h' = round((1 - alpha) n_h + int(alpha b)), n_h of the H b best over all heads being
-    its own. Our numbers sum to H b, so that a head may have one slot more or less."""
+    """FFY0/AdaKV: a head's best n_h' = round((1 - alpha) n_h + int(alpha b)), n_h being its share of the H b best over
+    all heads. Our numbers sum to H b, so a head may have one slot more or less."""
     b, w, alpha = 60, 32, 0.2
 
     def source(index, a, k, v):
@@ -169,8 +169,8 @@ def test_cake_score(seed, heads):
 
 
 def stepwise(made, calls, source):
-    """Kept positions [call][layer][kv head] when `source(layer number, a)` says after every forward which columns
-    [Hkv, C] remain, and later tokens attend to those alone."""
+    """Kept positions [call][layer][kv head]. `source(layer number, a)` chooses after every forward the columns [Hkv, C]
+    that remain, and later tokens attend to those alone."""
     cache, seen, results = DynamicCache(config=made.config), 0, []
     positions = [torch.empty(made.config.num_key_value_heads, 0, dtype=torch.long) for _ in made.model.layers]
     for ids in calls:
@@ -244,8 +244,8 @@ def test_h2o_of_kvcache_factory(seed, heads):
 @pytest.mark.parametrize("heads", [4, 2, 1])
 @pytest.mark.drawn(4)
 def test_tova(seed, heads):
-    """schwartz-lab-NLP/TOVA: the last row's attention, its own column included, mean over all query heads; one choice
-    for the layer, after every forward; the newest slot may go."""
+    """schwartz-lab-NLP/TOVA: the last row's attention, with its column, mean over all query heads; one choice for the
+    layer, after every forward; the newest slot may go."""
 
     def choose(index, a):
         kept = best(a[:, -1].mean(0), 16) if a.shape[2] > 16 else range(a.shape[2])

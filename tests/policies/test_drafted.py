@@ -1,4 +1,4 @@
-"""LAQ and SpecKV: against the float64 oracle, beside what drafting must not touch, and what is refused."""
+"""LAQ and SpecKV: against the float64 oracle; drafting changes nothing else; refusals."""
 
 import copy
 import itertools
@@ -39,7 +39,7 @@ any_policy = pytest.mark.parametrize("name", POLICIES)
 def options(name, **more):
     chosen = POLICIES[name] | more
     if name.startswith("laq") and "chunk_size" in chosen:
-        chosen["schedule"] = "prompt"  # which the oracle has to be told
+        chosen["schedule"] = "prompt"  # the oracle needs it named
     return name.split(",")[0], chosen
 
 
@@ -119,7 +119,7 @@ def test_other_choices(name, more):
 
 
 def test_a_draft_by_the_model_itself_is_the_oracle_s_response():
-    """The unpatched model's own greedy answer is appended in both."""
+    """The unpatched model's greedy answer is appended in both."""
     made = model()
     twin, ids = copy.deepcopy(made), tokens([[45]], 2)[0][0][None]
     answer = tuple(tiny.generate(made, dict(input_ids=ids), 6)[0].tolist())
@@ -137,7 +137,7 @@ def test_rows_keep_what_they_keep_alone():
         alone_and_batched(policy, **chosen)
 
 
-# -- what drafting leaves alone -------------------------------------------------------------------------------------
+# -- drafting leaves the rest alone ---------------------------------------------------------------------------------
 
 
 def runs(module):
@@ -213,7 +213,7 @@ def test_generate(name, family):
     kvevict.patch(made, policy, **chosen)
     want = tiny.generate(made, inputs)
     assert torch.equal(tiny.generate(copy.deepcopy(made), inputs), want)
-    if family == "llama":  # Transformers cannot always take back what a sliding window has forgotten
+    if family == "llama":  # Transformers cannot always restore slots that left a sliding window
         row, ends = {key: value[:1] for key, value in inputs.items()}, dict(eos_token_id=0)
         plain = tiny.generate(made, row, **ends)
         assert torch.equal(tiny.generate(made, row, prompt_lookup_num_tokens=3, **ends)[:, : plain.shape[1]], plain)
@@ -271,7 +271,7 @@ def test_vocabularies_of_different_sizes():
         ours(model(), "speckv", [[41]], 0, budget=16, window=3, draft_model=small)
 
 
-# -- what is refused ------------------------------------------------------------------------------------------------
+# -- refusals -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy, given, error", [

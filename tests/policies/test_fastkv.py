@@ -88,7 +88,7 @@ def entering(made):
     """Rows that enter each layer in calls to come: [layer] -> list."""
     rows = [[] for _ in made.model.layers]
     hooks = [
-        # After `patch`, so that it runs after the package's own hooks.
+        # After `patch`, so that it runs after the package's hooks.
         layer.self_attn.register_forward_pre_hook(
             lambda module, args, kwargs, n=n: rows[n].append(kwargs["hidden_states"].shape[1]), with_kwargs=True
         )
@@ -205,15 +205,16 @@ def test_tada_measures_what_the_layers_read():
     with kvevict.evicting(made, "fastkv", **given):
         made(ids[None], logits_to_keep=1)
         assert history.errors == pytest.approx([e for (e,) in row.errors], rel=1e-4)
-        made(ids[None], logits_to_keep=1)  # under its own history, layers have other shares
+        made(ids[None], logits_to_keep=1)  # by the history of that read, layers have other shares
         kept = [sum(layer[0]) for layer in kvevict.report(made)["kept"]]
     assert sum(kept) == 16 * 8 and len(set(kept)) > 1 and max(kept[2:]) <= 2 * 20
     history.reset()
 
 
 def source(q, k, capacity, window, kernel, tsp_len):
-    """What the source keeps of one layer's fp32 queries [H, N, d] and keys [Hkv, N, d]: slots per kv head, and the
-    tokens that go on. The window's columns are dropped after the softmax; ties, which pooling makes, go to the earlier.
+    """The source's choice from one layer's fp32 queries [H, N, d] and keys [Hkv, N, d]: slots per kv head, and the
+    tokens that go on. The window's columns are dropped after the softmax; ties (pooling makes them) go to the earlier
+    slot.
     """
     (H, n, d), Hkv = q.shape, k.shape[0]
     x = q[:, -window:] @ k.repeat_interleave(H // Hkv, 0).mT / d**0.5
@@ -282,7 +283,7 @@ def test_decode_with_eviction(interval, chunk_size):
                                    dict(budget=16, tsp_len=0.3)],
                          ids=str)  # fmt: skip
 def test_turns(given):
-    """Every read lets its own best tokens through, a short one all of its."""
+    """Every read passes its best tokens on, a short one all of its tokens."""
     compare(model(), [[41, 1, 1, 30, 1, 5, 12, 13, 1]], **dict(tsp_len=12) | given)
 
 
@@ -330,7 +331,7 @@ def test_padded_rows_keep_what_they_keep_alone_under_every_budget():
         history.__init__()
 
 
-# -- what it saves --------------------------------------------------------------------------------------------------
+# -- savings --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chunk_size", [None, 30])
@@ -454,7 +455,7 @@ def test_a_saved_cache_goes_on(tmp_path):
 
 @pytest.mark.parametrize("family, dtype", [("llama", torch.bfloat16), ("qwen3_moe", torch.float32)])
 def test_nothing_is_left_over(family, dtype):
-    """bf16 and mixtures run; copies are independent; without a cache, and unpatched, the model is what it was."""
+    """bf16 and mixtures run; copies are independent; without a cache, and unpatched, the model is unchanged."""
     made, inputs = tiny.model(family, dtype), tiny.prompt(2, 60, pad=(0, 9))
     before, logits = snapshot(made), made(**inputs, use_cache=False).logits
     kvevict.patch(made, "fastkv", **GIVEN)

@@ -81,14 +81,14 @@ def test_other_families(family, options):
 
 @pytest.mark.parametrize("name", ["gate, per layer", "gate, per head", "gate, wait", "gate, reuse"])
 def test_decoding(name, options):
-    """Tokens that were decoded compete with those that were read, by their own numbers."""
+    """Decoded tokens compete with the prompt's, by their numbers."""
     policy, chosen = options(name, decode=True, interval=3)
     compare(model(), policy, [[29, *[1] * 9, 20, *[1] * 4], [12, *[1] * 9, 20, *[1] * 4]], **chosen)
     compare(model(), policy, [[1, *[1] * 24]], **chosen)
 
 
 def test_decoding_keeps_what_one_ranking_chose(options):
-    """Layers differ in what they hold of the prompt; each has a budget of its own for what is decoded."""
+    """Layers hold different numbers of the prompt's slots; each has a separate budget for decoded tokens."""
     policy, chosen = options("gate", decode=True, interval=3, keep_prompt=True)
     compare(model(), policy, [[29, *[1] * 19, 20, *[1] * 19], [12, *[1] * 19, 20, *[1] * 19]], **chosen)
 
@@ -97,7 +97,7 @@ def test_decoding_keeps_what_one_ranking_chose(options):
 
 
 def numbers(made, ids, **chosen):
-    """[layer] what the slots of one read of ids [N] carry."""
+    """[layer] the numbers carried by the slots of one read of ids [N]."""
     with kvevict.evicting(made, "gate", **chosen), torch.no_grad():
         return [layer.carry for layer in made(ids[None], use_cache=True).past_key_values.layers]
 
@@ -141,7 +141,7 @@ def test_numbers_stay_with_a_cache(options, tmp_path):
 
 @torch.no_grad()
 def test_generating_with_candidates_keeps_the_numbers(options):
-    """Prompt lookup stores candidates and takes them back: what stays has the numbers of plain decoding."""
+    """Prompt lookup stores candidates and removes them: the remaining slots have the numbers of plain decoding."""
     made, text = model(), tokens([[40]], 3)[0][0].repeat(2)[None]
     _, chosen = options("gate", budget=60)
     carried = []
@@ -195,7 +195,7 @@ def test_tokens_that_upper_layers_do_not_read(options):
 
 
 def test_a_folder_that_does_not_fit_is_refused(tmp_path):
-    made, folder = copy.deepcopy(model()), tmp_path / "gates"  # whose gates no other test has named
+    made, folder = copy.deepcopy(model()), tmp_path / "gates"  # no other test has named its gates
     for given, text in ((None, "gates is missing"), (folder, "is not a folder of gates")):
         with pytest.raises(ValueError, match=text):
             kvevict.patch(made, "gate", budget=80, gates=given)
@@ -234,7 +234,7 @@ def test_gates_in_the_model_s_folder(tmp_path):
 
 
 def test_gates_that_were_named_once(tmp_path):
-    """They are the model's own from then on, as long as their folder is there."""
+    """From then on they are the model's default, as long as their folder exists."""
     made, ids = copy.deepcopy(model()), torch.randint(3, 90, (1, 50), generator=torch.Generator().manual_seed(0))
     folder, decoder = written(tmp_path / "gates", made), find_decoder(made)
     assert unasked(decoder) == "read-twice"

@@ -96,7 +96,7 @@ def test_parts_after_the_whole_prompt(name):
 
 @any_whole
 def test_parts_after_chunks_padding_and_turns(name):
-    """Rows of unequal lengths have parts of their own, and old slots the numbers that they had."""
+    """Rows of unequal lengths have separate parts, and old slots keep their numbers."""
     policy, chosen = whole(name, chunk_size=CHUNK)
     compare(model(), policy, [[41, 1, 1, 23], [27, 1, 1, 23], [10, 1, 1, 23]], **chosen)
 
@@ -111,7 +111,7 @@ def test_parts_in_other_families(family):
     ("gemma3", "kvzip, told"), ("gemma3", "kvzip, some"), ("gemma3", "kvzip+"), ("gpt_oss", "kvzip"),
 ])  # fmt: skip
 def test_parts_of_padded_rows_beside_sliding_windows(family, name):
-    """Repeated rows see their own row's last tokens through a window, whatever is longest in the batch."""
+    """Repeated rows see the last tokens of their batch row through a window, whatever row is longest."""
     policy, chosen = whole(name, chunk_size=CHUNK)
     compare(model(family), policy, [[41, 1, 23], [27, 1, 23], [5, 1, 23]], **chosen)
 
@@ -148,7 +148,7 @@ def test_other_families(family, name):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_the_best_of_survivors_and_new_ones_are_the_best_of_all(seed):
-    """Kept numbers, whatever old slots would be scored: chunk by chunk ends with what one cut of all keeps."""
+    """With kept numbers, cuts after every chunk keep the same slots as one cut of all."""
     generator = torch.Generator().manual_seed(seed)
     budget, size, number = 7, 5, torch.rand(1, 1, 60, generator=generator)
     alive, carried = torch.empty(0, dtype=torch.long), None
@@ -197,7 +197,7 @@ def test_chunks_end_with_what_one_cut_of_all_keeps(chosen):
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("least", [0, 3])
 def test_pool_by_hand(seed, least):
-    """What stays are the best of all after each head's own best; ties go to the earlier position, layer and head."""
+    """The kept slots are each head's best, then the best of all; ties go to the earlier position, layer and head."""
     generator = torch.Generator().manual_seed(seed)
     layers = [Slots(2, 12 + 3 * number, window=2) for number in range(3)]
     scores = [torch.randint(6, (1, 2, slots.columns), generator=generator).float() for slots in layers]
@@ -212,7 +212,7 @@ def test_pool_by_hand(seed, least):
 
 
 def test_a_head_without_the_longest_one_s_slots_takes_in_numbers_of_new_ones():
-    """Heads of different lengths: past a shorter one's end nothing is carried, so what comes there is scored."""
+    """Heads of different lengths: past a shorter one's end nothing is carried, so new slots there get the score."""
     carried = torch.tensor([[[4.0, 3, 2], [5, torch.nan, torch.nan]]])
     assert join("keep", torch.ones(1, 2, 4), carried)[0].tolist() == [[4, 3, 2, 1], [5, 1, 1, 1]]
 
@@ -220,7 +220,7 @@ def test_a_head_without_the_longest_one_s_slots_takes_in_numbers_of_new_ones():
 @pytest.mark.parametrize("layers", ["pool", "uniform"])
 @pytest.mark.parametrize("chosen", [dict(chunk_size=CHUNK), dict(schedule="prompt"), dict(schedule="prompt", part=20)])
 def test_diagnostics_of_padded_rows(layers, chosen):
-    """As those of each row alone: its own repetition observes, which may end before the call. Where it ended with an
+    """They equal each row's alone: the row's repetition observes, and it may end before the call. If it ended in an
     earlier part, nothing is known."""
     made, lengths, chosen = model(), (41, 35, 18), chosen | dict(budget=9, layers=layers, diagnose=True)
     data = [ids for ((ids,),) in (tokens([[n]], n) for n in lengths)]

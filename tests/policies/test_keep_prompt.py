@@ -1,4 +1,4 @@
-"""`keep_prompt`: while decoding only what was decoded is cut (METHODS section 10)."""
+"""`keep_prompt`: while decoding only decoded tokens are cut (METHODS section 10)."""
 
 import pytest
 import torch
@@ -131,7 +131,8 @@ def test_crop_into_the_prompt():
 
 
 def test_random_draws_anew_at_every_eviction():
-    """Uniform over what is left, head by head, so that old tokens become rarer; the last ones and the prompt stay."""
+    """Uniform over the remaining slots, head by head, so that old tokens become rarer; the last ones and the prompt
+    stay."""
     chosen = dict(budget=40, recent=8, interval=10)
     runs = ours(model(), "random/redraw", [[20, *[1] * 240]], 0, **chosen)
     positions = [head for layer in runs[-1][0][1] for head in layer]

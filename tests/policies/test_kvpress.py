@@ -1,12 +1,12 @@
-"""The presets named after kvpress keep the positions that kvpress itself keeps, both with their defaults.
+"""The presets named after kvpress keep the positions that kvpress keeps, both with their defaults.
 
-kvpress needs an older Transformers than we are tested with, so it has an environment of its own:
+kvpress needs an older Transformers than our oldest, so it needs a separate environment:
 
     python3 -m venv DIR && DIR/bin/pip install torch==2.13.0 && DIR/bin/pip install kvpress==0.5.5
     KVPRESS_PYTHON=DIR/bin/python python -m pytest tests/policies/test_kvpress.py
 
-It removes a ratio r: int(n (1 - r)) of n slots stay, of ChunkKV's runs as many. What METHODS has differently, and where
-that vanishes, is said in test_conventions.py.
+It removes a ratio r: int(n (1 - r)) of n slots stay, of ChunkKV's runs as many. test_conventions.py lists the
+differences of METHODS, and the cases without them.
 """
 
 import json
@@ -34,10 +34,10 @@ def budget(name, length, ratio):
     if name != "chunkkv/kvpress":
         return int(length * (1 - ratio))
     runs = -(-length // RUN)
-    return RUN * int(runs * (1 - ratio)) - (RUN * runs - length)  # the last run, which is short, is in the window
+    return RUN * int(runs * (1 - ratio)) - (RUN * runs - length)  # the last, short run is in the window
 
 
-EXPECTED = {  # options where no preset has kvpress' defaults
+EXPECTED = {  # options to get kvpress' defaults without a preset
     "expected": dict(heads="equal", eps=0.0),
     "expected, ada": dict(floor="all"),
 }
@@ -58,7 +58,7 @@ PARTS = {  # beside kvpress' name: preset, options, lengths and ratios
     # Half of the slots hold the window, and no head gets less than twice what it has for sure.
     "critical": ("snapkv/kvpress", CRITICAL, ((224, 0.25), (264, 0.4))),
     "criticalada": ("adakv/kvpress", CRITICAL, ((224, 0.25), (264, 0.4))),
-    # Each head keeps its own best; or heads of a layer compete.
+    # Each head keeps its best; or heads of a layer compete.
     "kvzap-linear": ("gate", ZAP | dict(heads="equal"), LENGTHS),
     "kvzap-mlp": ("gate", ZAP | dict(heads="equal"), LENGTHS),
     "kvzap-mlp, ada": ("gate", ZAP, LENGTHS),
@@ -66,7 +66,7 @@ PARTS = {  # beside kvpress' name: preset, options, lengths and ratios
     "lagkv": ("lagkv", {}, ((4 + 3 * 128, 0.1645), (4 + 2 * 128 + 126, 0.2225))),
     # Whole blocks: in a shorter one kvpress' padding takes part in the softmax.
     "compactor": ("compactor", {}, ((12 + 256, 0.5), (12 + 256, 0.25))),
-    # In one part as kvpress has it; its second part has another instruction, which `prepare` makes the first one's.
+    # In one part as kvpress has it. Its second part has another instruction; `prepare` makes it equal to the first.
     "kvzip": ("kvzip", POOLED, ((204, 0.25), (125, 0.6))),
     "kvzip, layers": ("kvzip", KVZIP | dict(layers="uniform"), ((204, 0.25),)),
     "kvzip+": ("kvzip+", POOLED, ((204, 0.25),)),

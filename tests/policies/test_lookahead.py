@@ -1,4 +1,4 @@
-"""Learned rows (METHODS section 6): what the adapter touches, what its rows choose, and how it is saved."""
+"""Learned rows (METHODS section 6): the tensors that the adapter touches, its rows' choices, and saving."""
 
 import contextlib
 import itertools
@@ -116,7 +116,7 @@ def test_fused_projections_carry_as_many():
     assert counts[0] == counts[1]
 
 
-# -- what it touches ------------------------------------------------------------------------------------------------
+# -- tensors that it touches ----------------------------------------------------------------------------------------
 
 
 @families
@@ -124,7 +124,7 @@ def test_fused_projections_carry_as_many():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.drawn(16)
 def test_other_rows_keep_every_bit(family, chunk_size, dtype):
-    """Logits and caches of the prompt's own tokens are the same with the adapter on and off."""
+    """Logits and caches of the prompt's tokens are the same with the adapter on and off."""
     same_bits(shared(family, dtype), chunk_size)
 
 
@@ -214,7 +214,7 @@ def test_beside_a_peft_adapter():
     assert all((layer.counts == 9).all() for layer in cache.layers)
 
 
-# -- what its rows choose -------------------------------------------------------------------------------------------
+# -- choices of its rows --------------------------------------------------------------------------------------------
 
 
 def mean_attention(model, made, ids):

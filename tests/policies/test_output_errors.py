@@ -1,5 +1,5 @@
 """Scores and refinements that are errors of the attention's output: heads that compete, options, other models and TADA
-against the float64 oracle; identities against brute-force removal; what is refused."""
+against the float64 oracle; identities against brute-force removal; refusals."""
 
 import copy
 import itertools
@@ -123,7 +123,7 @@ def test_decoding(name, interval):
 
 @pytest.mark.parametrize("name", UNPROTECTED)
 def test_rows_whose_slots_may_be_gone(name):
-    """A remembered row sees slots up to its position, wherever its own slot is."""
+    """A remembered row sees slots up to its position, also if its slot was evicted."""
     policy, chosen = options(name, UNPROTECTED, **CHUNKED, decode=True, interval=1)
     rows = [[29, *[1] * 12, 14, *[1] * 3], [9, *[1] * 12, 14, *[1] * 3]]
     want = compare(model(), policy, rows, **chosen)
@@ -146,7 +146,7 @@ def test_other_families(family, name):
     "policy", ["edie", "edie-exact", "vatp", "paasvn", "snapkv+caote", "h2o+fastcaote", "take+caote"]
 )
 def test_as_it_comes(policy):
-    """With its own window, sinks and blocks: prompts too short for c_j's range, just long enough, and longer."""
+    """With the default window, sinks and blocks: prompts too short for c_j's range, just long enough, and longer."""
     for n in (85, 97, 150, 290):
         compare(model(), policy, [[n, 1, 1]], budget=48)
 
@@ -190,7 +190,7 @@ AXES = dict(
 
 @pytest.mark.parametrize("name", SOME)
 def test_every_combination(name):
-    """A padded row keeps what it keeps alone, and as many slots as its budget; or the choice is refused."""
+    """A padded row keeps the same slots as alone, and as many as its budget; or the choice is refused."""
     made, data = model(), tokens([[38], [31]], 5)
     batch = torch.stack([data[0][0], torch.cat([torch.zeros(7, dtype=torch.long), data[1][0]])])
     mask = (torch.arange(38) >= torch.tensor([[0], [7]])).long()
@@ -356,7 +356,7 @@ def test_weight_is_1_where_every_slot_observes(monkeypatch):
 
 
 def test_one_row_at_a_time_is_what_all_rows_are_together(monkeypatch):
-    """The rows' form that needs no slots of their own, where all of them are there."""
+    """Rows in the form for observers without a slot, in a case where all have one."""
     policy, chosen = "snapkv", dict(window=4, reduce="max", pool="none", decode=True, interval=1, **CHUNKED)
     rows = [[29, *[1] * 9], [20, *[1] * 9]]
     want = ours(model(), policy, rows, 3, **chosen)

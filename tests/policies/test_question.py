@@ -1,5 +1,5 @@
-"""What observes is the question: as its caller names it, by text or tokens, or as the chat template shows it; against
-the float64 oracle, whose probe is the same span of each row's tokens."""
+"""The question observes: named by the caller as a text or tokens, or found by the chat template. Against the float64
+oracle with the same span of each row's tokens as its probe."""
 
 import argparse
 import contextlib
@@ -36,7 +36,7 @@ TURNS = (
 )
 
 
-PROBE = 3  # tokens of the policy's own, as many as are kept of the prompt's end
+PROBE = 3  # tokens of the policy's probe, and number of the prompt's last tokens that are kept
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_a_span_of_each_row(name, chunk):
 @pytest.mark.parametrize("chunk", [16, 64, None])
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_span_near_the_end(name, chunk):
-    """The last chunk has its tokens; they are not appended to it once more, and see what is before them."""
+    """The last chunk has its tokens; they are not appended to it again, and see the tokens before them."""
     lengths, spans, probe = [62, 48, 55, 41], [(50, 55), (40, 43), (44, 51), (-6, 0)], 11
     chosen = dict(budget=32, chunk_size=chunk) | PRESETS[name]
     seed, want = truth(name, lengths, spans, ending=probe, ends=True, **chosen)
@@ -105,7 +105,7 @@ def test_a_span_near_the_end(name, chunk):
 
 @pytest.mark.parametrize("probe", [8, 12])
 def test_no_more_than_eight_of_the_last_slots_are_kept(probe):
-    """A policy's own probe has 32 rows: of a question elsewhere, most of the last slots are none of its."""
+    """A policy's default probe has 32 rows; with a question elsewhere, few of the last slots are the question's."""
     spans, chosen = [(5, 10), (3, 6)], dict(budget=20, chunk_size=14, kernel=5)
     seed, want = truth("take+edie", [48, 15], spans, ending=probe, **chosen)
     with kvevict.observing(spans):
@@ -114,7 +114,7 @@ def test_no_more_than_eight_of_the_last_slots_are_kept(probe):
 
 
 def test_one_span_for_all_rows_and_while_decoding():
-    """A span for every row is that of the policy's own option; what is decoded is as it is without."""
+    """One span for all rows equals the policy's option; decoding is the same as without."""
     rows, chosen = [[30, 1, 1, 1], [30, 1, 1, 1]], dict(budget=BUDGET, chunk_size=CHUNK, kernel=5)
     want = ours(model(), "take+edie", rows, 5, **chosen, probe=(4, 9))
     with kvevict.observing((4, 9)):
@@ -304,7 +304,7 @@ def row(text):
 
 
 def test_a_text_is_its_tokens(net):
-    """Its last occurrence; white space aside; of each row its own."""
+    """Its last occurrence, white space aside; each row may have another text."""
     tok, text = tiny.byte_tokenizer(), f"{ASKED} {TEXT}\n\n{ASKED}\n{MORE}"
     start = text.rindex(ASKED)
     want = slots(net, row(text), (start, start + len(ASKED)))
@@ -514,7 +514,7 @@ def test_a_tokenizer_is_one(net):
 
 
 class Digits:
-    """A tokenizer whose tokens hold so many digits of a number."""
+    """A tokenizer with so many digits of a number per token."""
 
     def __init__(self, digits):
         self.digits = digits
@@ -548,7 +548,7 @@ def test_pooling_over_digits(net, digits, kernel):
 
 
 def test_the_default():
-    """What the README recommends is taken where no policy is named."""
+    """The README's recommendation is the default policy."""
     for function in (kvevict.patch, kvevict.evicting):
         assert inspect.signature(function).parameters["policy"].default == "take+edie"
     for command in ("bench", "demo", "diagnose", "generate", "inspect", "plan", "serve"):

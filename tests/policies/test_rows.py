@@ -1,5 +1,5 @@
-"""Which queries observe is a choice of its own: every score, refinement and layer budget over every choice of rows,
-against the float64 oracle; what is refused; and that every part and preset is in the tests' tables."""
+"""The observing rows are an independent choice: every score, refinement and layer budget over every choice of rows,
+against the float64 oracle; refusals; and every part and preset is in the tests' tables."""
 
 import itertools
 
@@ -167,7 +167,7 @@ def task():
     kvevict.history("rows").__init__()
 
 
-@pytest.mark.parametrize("rows", [rows for rows in ROWS if rows != "repeat"])  # which are not the chunk's last tokens
+@pytest.mark.parametrize("rows", [rows for rows in ROWS if rows != "repeat"])  # these are not the chunk's last tokens
 @pytest.mark.parametrize("score, cd, family", [
     ("snapkv", "attention", "llama"), ("edie, caote", "attention", "llama"), ("snapkv, caote", "attention", "llama"),
     ("snapkv", "layer", "llama"), ("snapkv", "attention", "gemma3"), ("snapkv", "attention", "granite"),
@@ -175,7 +175,7 @@ def task():
 ])  # fmt: skip
 @pytest.mark.drawn(6)
 def test_tada_measures_the_rows_that_observe(score, rows, cd, family, task):
-    """One context's errors, the mean over its chunks, with the turn of those rows' own residual stream."""
+    """One context's errors, the mean over its chunks, with the rotation of those rows' residual stream."""
     made, shares = model(family), [3.0, 1.0, 2.0, 2.5][: 2 if family == "gemma3" else 4]
     table = SCORES | {"edie, caote": dict(refine="caote")}
     chosen = dict(score=score.split(",")[0], budget=BUDGET, chunk_size=CHUNK) | table[score] | ROWS[rows]
@@ -191,7 +191,7 @@ def test_tada_measures_the_rows_that_observe(score, rows, cd, family, task):
     assert [2 * x - y for x, y in zip(past.errors, shares)] == pytest.approx(want, rel=1e-3)
 
 
-# -- what is refused ------------------------------------------------------------------------------------------------
+# -- refusals -------------------------------------------------------------------------------------------------------
 
 REFUSED = [
     *((dict(score=score, rows="none"), "has no queries") for score in kvevict.SCORES if score not in POSITIONAL),
@@ -220,7 +220,7 @@ def test_rows_without_what_they_need_are_refused_when_a_model_is_patched():
             kvevict.patch(model(), "edie", budget=64, **options)
 
 
-@pytest.mark.parametrize("rows", [rows for rows in kvevict.ROWS if rows != "lookahead"])  # which test_lookahead.py has
+@pytest.mark.parametrize("rows", [rows for rows in kvevict.ROWS if rows != "lookahead"])  # test_lookahead.py has them
 @pytest.mark.parametrize("score", [score for score in kvevict.SCORES if score not in ("lookahead", "gate")])
 def test_every_score_over_every_rows_is_compared_or_refused(score, rows):
     compared = {tuple(name.split(",")[0] for name in pair) for pair in LEGAL}
@@ -236,7 +236,7 @@ def test_every_score_over_every_rows_is_compared_or_refused(score, rows):
     else:
         # Names that differ in their options alone are one score; keys and positions know no rows.
         same = dict(oracle="snapkv", laq="snapkv", keydiff="knorm", random="knorm", lagkv="knorm", expected="knorm")
-        same |= dict(tri="knorm", rkv="snapkv")  # with its own rows, test_keep_prompt.py has it
+        same |= dict(tri="knorm", rkv="snapkv")  # test_keep_prompt.py has it with its default rows
         assert (rows == "none" and score in POSITIONAL) or (same.get(score, score), rows) in compared
 
 
@@ -249,7 +249,8 @@ TABLES = [
 
 
 def covering():
-    """{"preset, remark": options} of TABLES, few that have every part but the gates, which test_gates.py has."""
+    """{"preset, remark": options} of TABLES, a few that have every part together, except gates (test_gates.py has
+    them)."""
     found, seen = {}, set()
     for name, chosen in (row for table in TABLES for row in table.items()):
         policy = build(name.split(",")[0], **chosen | dict(budget=100))
@@ -282,5 +283,5 @@ def test_every_preset_is_compared_with_the_oracle():
 @pytest.mark.parametrize("kind", PARTS)
 def test_every_part_is_in_the_matrix(kind):
     registry, _ = PARTS[kind]
-    elsewhere = {"lookahead", "gate"}  # which test_lookahead.py and test_gates.py have
+    elsewhere = {"lookahead", "gate"}  # test_lookahead.py and test_gates.py have these
     assert test_choices.in_matrix(kind) == {*registry} - elsewhere

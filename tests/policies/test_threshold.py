@@ -1,4 +1,4 @@
-"""A threshold in place of a budget, or within one: what stays is what scores enough."""
+"""A threshold in place of a budget, or within one: slots with a high enough score stay."""
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def test_groups_of(heads):
 @any_choice
 @pytest.mark.drawn(4)
 def test_padded_rows_and_turns(name):
-    """A row keeps what it keeps alone: one without tokens in a chunk loses nothing by the others' cut."""
+    """A row keeps the same slots as alone: a row without tokens in a chunk loses none by the others' cut."""
     policy, chosen = options(name, chunk_size=CHUNK)
     compare(model(), policy, [[41, 1, 1, 14], [26, 1, 1, 14], [10, 1, 1, 14]], **chosen)
 
@@ -127,7 +127,7 @@ def test_the_plan_has_the_most_that_may_stay():
         assert [each.chunk.appended for each in taken] == [CHUNK] * 5
 
 
-# -- what does not go together --------------------------------------------------------------------------------------
+# -- refused combinations -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy, chosen, text", [

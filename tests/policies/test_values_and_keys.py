@@ -152,7 +152,7 @@ def test_critical_by_hand(seed):
 @torch.no_grad()
 @pytest.mark.parametrize("change", ["as it is", "int8", "conv", "lora"])
 def test_the_output_projection_of_any_kind(change):
-    """What is not a plain matrix is seen by what it makes of unit vectors; a bias is left out."""
+    """A projection that is not a plain matrix is measured by projecting unit vectors; a bias is left out."""
     module = tiny.model().model.layers[0].self_attn
     plain = torch.nn.Linear(128, 64)
     want = plain.weight.detach().clone()
@@ -187,7 +187,7 @@ class _Adapted(torch.nn.Linear):
 
 
 class _Stored(torch.nn.Module):
-    """Weights in an order of their own."""
+    """Weights stored in another order."""
 
     in_features = 128
 
@@ -202,7 +202,7 @@ class _Stored(torch.nn.Module):
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["lagkv", "compactor", "defensive", "snapkv+critical"])
 def test_latents(name):
-    """Heads that share latents (MLA) have values and keys of their own, and one choice."""
+    """Heads that share latents (MLA) have separate values and keys, and one choice."""
     made = pytest.importorskip("zoo").make("deepseek_v3", "DeepseekV3ForCausalLM")
     if not hasattr(made.model.layers[0].self_attn, "expand_kv"):
         pytest.skip("this version of Transformers caches no latents")
