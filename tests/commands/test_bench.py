@@ -1,4 +1,4 @@
-"""`kvevict bench`: what it counts, and that it checks before it times. Times themselves are not tested."""
+"""`kvevict bench`: its counts, and its checks before timing. Times are not tested."""
 
 import contextlib
 import json

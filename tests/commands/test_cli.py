@@ -60,7 +60,7 @@ def test_mistakes_in_policies(text):
 
 
 def test_options_read_back():
-    """What is printed of a policy makes the same one again."""
+    """The printed options of a policy make the same policy again."""
     policy = build("take", budget=70, probe=(3, 9), ema_alpha=0.3, warmup_layers=2, layers="pyramid", beta=7)
     options = eval(f"dict({options_of(policy)})")
     assert build("take", **options) == policy
@@ -148,7 +148,7 @@ def test_an_opened_answer_ends_with_its_line(tmp_path, capsys):
 
 
 def test_a_span_of_the_prompt_observes(tmp_path, capsys):
-    """In brackets or parentheses; the warm-up, which is shorter than the span, does not mind."""
+    """In brackets or parentheses; the warm-up works although it is shorter than the span."""
     text = tmp_path / "text"
     text.write_text("The code of Naislet is 364735. " * 9)
     for span in ("[-40,-10]", "(-40,-10)"):

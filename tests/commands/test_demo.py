@@ -1,4 +1,4 @@
-"""`kvevict demo` with a toy task and a tiny model, whose own answer with a full cache is taken for the truth."""
+"""`kvevict demo` with a toy task and a tiny model; its answers with a full cache count as the truth."""
 
 import builtins
 import json

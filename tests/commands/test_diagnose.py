@@ -1,5 +1,5 @@
 """Diagnostics against float64: eq. 24 as printed, brute-force removal, sets counted by hand; `kvevict.report` and
-`kvevict diagnose` against the float64 oracle, which sees every key and value."""
+`kvevict diagnose` against the float64 oracle with every key and value."""
 
 import json
 
@@ -14,7 +14,7 @@ import kvevict
 from kvevict.analysis import compare, diagnose
 from kvevict.cli import main
 
-MODEL = 1e-5  # relative, what fp32 adds up to over the layers of a tiny model; 3e-7 was seen
+MODEL = 1e-5  # relative, fp32's error over the layers of a tiny model; 3e-7 was measured
 
 
 def attention64(q, k, sees, scale, softcap=0.0, sinks=None):
@@ -79,7 +79,7 @@ def test_one_slot_is_eq6(seed):
 
 
 def test_what_holds_nearly_everything_goes():
-    """1 - a is 1e-20 here, which eq. 24 as printed divides by; the outputs are far apart, not NaN."""
+    """1 - a is 1e-20 here, and eq. 24 as printed divides by it; the outputs are far apart, not NaN."""
     q, k = torch.full((1, 1, 8), 1.0), torch.zeros(3, 8)
     k[1] = 48 / 8
     v = torch.eye(3, 8)
@@ -123,7 +123,7 @@ def test_distances_by_hand():
 
 
 class Row(oracle.Row):
-    """The oracle, which also writes down, per evicting layer and eviction, what `report` says of it."""
+    """The oracle; it also records, per evicting layer and eviction, the numbers of `report`."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -370,7 +370,7 @@ def test_ranking(family):
     got = compare.ranking(made, prompt[None], policy, full)
     assert list(got.values()) == pytest.approx([sum(x) / len(found) for x in zip(*found)], abs=1e-3)
     chunked = kvevict.policy.build("snapkv", window=4, budget=16, chunk_size=12)
-    assert compare.ranking(made, prompt[None], chunked, full) == got  # which is of the prompt read in one pass
+    assert compare.ranking(made, prompt[None], chunked, full) == got  # the ranking reads the prompt in one pass
     oracle_ = compare.informed(kvevict.policy.build("oracle", budget=16), full.response)
     assert compare.ranking(made, prompt[None], oracle_, full) == dict(eighth=1.0, tau=pytest.approx(1, abs=1e-3))
     assert compare.ranking(made, prompt[None], kvevict.policy.build("snapkv", window=4, budget=57), full) is None

@@ -1,4 +1,4 @@
-"""`kvevict inspect`: the page holds what the report says, and the prompt's text."""
+"""`kvevict inspect`: the page has the report's slots and the prompt's text."""
 
 import json
 import os
@@ -20,7 +20,7 @@ TEXT = "Grüße, 日本語 🙂👩‍🚀! </script><script>alert(1)</script> a
 
 
 def word_tokenizer(words):
-    """One token per word; as in SentencePiece, a word brings the space before it, which the text's first one loses."""
+    """One token per word; as in SentencePiece, a word includes the space before it, except at the text's start."""
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"▁{w}": i for i, w in enumerate(words)}, "▁x"))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
     inner.decoder = tokenizers.decoders.Metaspace()
@@ -28,7 +28,7 @@ def word_tokenizer(words):
 
 
 def opened(positions):
-    """What the page's script makes of `gaps`."""
+    """The positions that the page's script makes from `gaps`."""
     at, out = 0, []
     for gap, length in zip(positions[::2], positions[1::2]):
         out += range(at + gap, at + gap + length)
@@ -166,7 +166,7 @@ def test_picture(tmp_path):
 
 
 def test_in_a_browser(tmp_path):
-    """The script shades what was kept. Needs playwright and CHROMIUM, the path of a browser."""
+    """The script shades kept tokens. Needs playwright and CHROMIUM, the path of a browser."""
     api = pytest.importorskip("playwright.sync_api")
     if "CHROMIUM" not in os.environ:
         pytest.skip("CHROMIUM is not set")

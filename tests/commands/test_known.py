@@ -19,7 +19,7 @@ def test_list(capsys):
 
 
 def test_right_counts():
-    """What the page promises: at least 130 types, and every line says one of four things."""
+    """As the page promises: at least 130 types, and every line has one of four verdicts."""
     verdicts = [each.verdict for each in known.table()]
     assert set(verdicts) == {known.EQUAL, known.LIMITED, known.REFUSED, known.UNTRIED}
     assert verdicts.count(known.EQUAL) + verdicts.count(known.LIMITED) >= 130

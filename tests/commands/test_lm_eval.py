@@ -1,5 +1,6 @@
-"""lm-eval's model `kvevict`: scores and answers, with everything kept those of lm-eval's own `hf`. Then lm-eval's
-tasks of long texts on local records: small ones in each data set's schema, and real ones of ../shared/data."""
+"""lm-eval's model `kvevict`: scores and answers; with everything kept they equal those of lm-eval's `hf`. Then
+lm-eval's tasks of long texts on local records: small ones in each data set's schema, and real ones of
+../shared/data."""
 
 import itertools
 import json
@@ -37,7 +38,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def no_report(monkeypatch):
-    """lm-eval adds to every result the packages that `pip list` names, which takes seconds."""
+    """Without the packages of `pip list` in every result; collecting them takes lm-eval seconds."""
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
 
 
@@ -74,7 +75,7 @@ def test_answers(folder):
 
 
 def test_task(folder, tmp_path):
-    """A task of a file, by lm-eval's own evaluation."""
+    """A task of a file, evaluated by lm-eval."""
     data = tmp_path / "data.jsonl"
     asked = [dict(text=CONTEXTS[i % 2][: 90 + i] + "Opens at", choices=CHOICES[:3], gold=i % 3) for i in range(4)]
     data.write_text("".join(json.dumps(each) + "\n" for each in asked))
@@ -201,7 +202,7 @@ def outcomes(task, model):
 
 
 def compared(task, models, metric):
-    """The metric's value of `hf`, which is that of `kvevict` with everything kept; with few slots answers differ."""
+    """The metric's value of `hf`; `kvevict` with everything kept has the same, and with few slots answers differ."""
     want, whole, few = (outcomes(task, model) for model in models)
     assert whole == want and set(few[0]) == set(want[0]) and few[1] != want[1]
     assert all(0 <= scores[metric] <= 1 for scores in (want[0], few[0]))

@@ -1,4 +1,5 @@
-"""The cost model: slots against `kvevict.report`, FLOPs against counters of what ran, and numbers that papers print."""
+"""The cost model: slots against `kvevict.report`, FLOPs against counters of the executed ops, and numbers printed in
+papers."""
 
 import dataclasses
 import functools
@@ -37,12 +38,12 @@ LLAMA31_8B = dict(
 
 @pytest.fixture(scope="module")
 def llama():
-    """Llama-3.1-8B's shape without its logits, which the papers' counts leave out."""
+    """Llama-3.1-8B's shape without its logits, as the papers count."""
     return dataclasses.replace(shape_of(LlamaConfig(**LLAMA31_8B)), head_weights=0)
 
 
 def read(model, policy, inputs):
-    """The report of one read, and what stands in the cache."""
+    """(report, cache) of one read."""
     kvevict.patch(model, policy)
     with torch.no_grad():
         cache = model(**inputs, logits_to_keep=1).past_key_values
@@ -92,7 +93,7 @@ def folder(tmp_path_factory):
 
 
 def needs(name, model):
-    """What a preset has no default for."""
+    """The options of a preset without a default."""
     return dict(adapter=kvevict.lookahead.Adapter(model, tokens=9)) if name == "lookahead" else NEEDS.get(name, {})
 
 
@@ -112,7 +113,7 @@ MATRICES = (
     "read-once",
     "snapkv+critical",
     "adakv+critical",
-)  # which no op multiplies
+)  # no op multiplies these
 
 
 def measures(policy):
@@ -131,8 +132,8 @@ def sliding():
 )
 @pytest.mark.drawn(48)
 def test_slots(build_model, name, options, lengths):
-    """KV bytes after the prompt and at most are what was measured, to the byte; where layers share by what they
-    measure, the peak depends on the text and is near the uniform one."""
+    """KV bytes after the prompt and at most equal the measured ones, to the byte. If layers share by measurements, the
+    peak depends on the text and is near the uniform one."""
     model = build_model()
     policy = build(name, **needs(name, model), **options)
     shape = shape_of(model.config, "float32")
@@ -149,7 +150,7 @@ def test_slots(build_model, name, options, lengths):
 
 def test_slots_by_hand():
     """Four layers, W = 2, B = 10, B_warmup = 20, Z = 16, 40 tokens: chunks of 8, 16 and 16. The second chunk fills 24
-    slots in all layers, of which 20 and 10 stay; at its peak layer 0 waits and layer 1 reads."""
+    slots in all layers; 20 and 10 stay; at its peak layer 0 waits and layer 1 reads."""
     policy = build("take", budget=10, probe=4, chunk_size=16, warmup_budget=20)
     first, second, third = Layers(policy, 40, 4).chunks()
     none, some = [False] * 4, [False, True, True, True]
@@ -166,7 +167,7 @@ def test_slots_by_hand():
 
 def test_moved_by_hand():
     """The bytes of that read: each layer's slots once, both scoring passes over the keys of the three layers that
-    choose, what stays read and written; of the first chunk, which fits, all 8 rows of 4 layers."""
+    choose, kept slots read and written; of the first chunk (it fits) all 8 rows of 4 layers."""
     policy, shape = (
         build("take", budget=10, probe=4, chunk_size=16, warmup_budget=20),
         shape_of(shared().config, "float32"),
@@ -261,7 +262,7 @@ def seen(monkeypatch):
 
 
 def bare(shape):
-    """Without weights: what is left are pairs."""
+    """The shape without weights: only pairs are left to count."""
     return dataclasses.replace(shape, products=0, head_weights=0)
 
 
@@ -273,11 +274,11 @@ def test_attention_and_score_flops(name, options, seen):
     read(model, policy, prompt(2, 310))
     flops = plan(bare(shape_of(model.config)), policy, 310, batch=2)["flops"]
     squares = 2 * dim**2 * (seen["quadratic"] + (name == "expected") * 2 * 310 * 4 * 4)  # of every row, in 4 x 4 heads
-    if name.startswith(("take+edie", *REPEATED)):  # rows along attend once more, which is in "evict"
+    if name.startswith(("take+edie", *REPEATED)):  # the attention of appended rows is in "evict"
         every = flops["attention"] + flops["probe"] + flops["evict"]
         assert every == 4 * dim * seen["attend"] + 2 * dim * seen["score"] + squares
         return
-    if policy.rows.needs_full_prompt:  # attention by drafted rows, and the draft's own cut, are in "draft"
+    if policy.rows.needs_full_prompt:  # attention by drafted rows, and the draft's cut, are in "draft"
         assert seen["decode"]
         every = flops["attention"] + flops["evict"] + flops["draft"]
         assert every == 4 * dim * (seen["attend"] + seen["decode"]) + 2 * dim * seen["score"]
@@ -317,8 +318,8 @@ ANY_SCORE = {"edie": {}, "edie-exact": {}, "snapkv": dict(refine="caote"), "h2o"
 @pytest.mark.parametrize("chunk_size, length", [(None, 310), (80, 310), (None, 75)])
 @pytest.mark.drawn(24)
 def test_every_score_over_every_rows(name, rows, chunk_size, length, seen):
-    """Slots, and pairs: rows without a log-sum-exp of their own take a pass more for each, or attention once where
-    their outputs are wanted too."""
+    """Slots, and pairs: rows without a log-sum-exp take one more pass for each, or attention once if their outputs are
+    needed too."""
     if (name, rows) == ("h2o", "drafted"):
         pytest.skip("refused: sums over every chunk")
     policy = build(name, rows=rows, budget=70, chunk_size=chunk_size, **ANY_ROWS[rows], **ANY_SCORE[name])
@@ -380,12 +381,12 @@ def test_seconds():
     assert machine.seconds(3e12, 1) == 3 and machine.seconds(1, 200e9) == 4
     shape = dataclasses.replace(shape_of(LlamaConfig(**LLAMA31_8B)), windows=(None,))
     kv = 3 * shape.slot_bytes  # read once by attention; read and written into the cache
-    traffic = 2 * (shape.layer_weights + shape.head_weights) + kv  # of one token, which is too few for FLOPs to matter
+    traffic = 2 * (shape.layer_weights + shape.head_weights) + kv  # of one token: too few for FLOPs to matter
     assert plan(shape, None, 1, hardware=machine)["seconds"] == pytest.approx(traffic / 50e9)
 
 
 def test_nothing_to_evict():
-    """A budget that holds everything costs what the unpatched model does."""
+    """A budget that holds everything costs as much as the unpatched model."""
     shape = shape_of(shared().config, "float32")
     plain, roomy = plan(shape, None, 300), plan(shape, build("snapkv", budget=300), 300)
     assert plain == roomy
@@ -460,7 +461,7 @@ def test_caote_by_hand(refine, flops, scans):
 
 
 def test_moved_by_scores():
-    """Besides its passes over the keys, a score reads what it takes norms of."""
+    """Besides its passes over the keys, a score reads the vectors of its norms."""
     shape = shape_of(shared().config, "float32")
     moved = {name: plan(shape, build(name, budget=70), 300)["moved"]["evict"]
              for name in ("random", "knorm", "snapkv", "paasvn", "edie")}  # fmt: skip
@@ -484,7 +485,7 @@ def test_slots_of_take(options):
 
 def test_memory_of_take(llama):
     """TAKE section 5.3: 48.91 GB for the unpatched model, 31.90 for methods that evict once, 18.99 for TAKE. Theirs
-    keeps slots per query head, so that it lies between ours and what ours would hold with as many kv heads."""
+    keeps slots per query head, so its memory is between ours and ours with as many kv heads."""
     once, take = (plan(llama, build(name, budget=512), 131072)["peak_bytes"] / 1e9 for name in ("snapkv", "take"))
     assert once == pytest.approx(31.90, rel=0.015)
     each = plan(dataclasses.replace(llama, kv_heads=32), build("take", budget=512), 131072)
@@ -493,7 +494,7 @@ def test_memory_of_take(llama):
     assert between / 1e9 == pytest.approx(18.99, rel=0.025)
 
 
-# -- what papers print -------------------------------------------------------------------------------------------------
+# -- numbers in papers -------------------------------------------------------------------------------------------------
 
 
 def test_take_appendix_b(llama):
@@ -548,7 +549,7 @@ def test_chunkkv_reuse(llama, reuse):
     score, for the others wait for another layer's choice."""
     whole, shared = (build("snapkv", budget=512, warmup_layers=w) for w in (None, 32 - 32 // reuse + 1))
     (all_layers,), (some,) = (Layers(policy, 8192, 32).chunks() for policy in (whole, shared))
-    machine = Hardware(tflops=1)  # so slow that Ts, which moves slots, is negligible beside Tc
+    machine = Hardware(tflops=1)  # so slow that Ts (moving slots) is negligible beside Tc
     before, after = (work(llama, whole, chunk)["evict"] for chunk in (all_layers, some))
     assert before[0] / after[0] == reuse
     assert machine.seconds(*before) / machine.seconds(*after) == pytest.approx(reuse)
@@ -597,8 +598,8 @@ def test_gates(kind, tmp_path):
 
 
 def test_training_of_gates(monkeypatch, tmp_path):
-    """Matrix products as torch counts them, which are all but attention's and the solutions; sums of products as a
-    training holds them; time at two rates."""
+    """Matrix products as torch counts them (all but attention's and the solutions'); sums of products as a training
+    holds them; time at two rates."""
     model, held, sums = shared(), 3, []
     monkeypatch.setattr("kvevict.analysis.gates.LENGTH", 60)
     monkeypatch.setattr("kvevict.analysis.gates.LIMIT", 60 * 17)
@@ -607,7 +608,7 @@ def test_training_of_gates(monkeypatch, tmp_path):
     ids = torch.randint(3, 97, (60 * 17,), generator=torch.Generator().manual_seed(0))
     with FlopCounterMode(display=False) as counter:
         made = kvevict.gates.train(model, [ids], tmp_path, length=60, progress=False)
-    counted = counter.get_total_flops() - 2 * 4 * 64 * 2 * (held * 56 + 1)  # the gates of what was held out, and biases
+    counted = counter.get_total_flops() - 2 * 4 * 64 * 2 * (held * 56 + 1)  # the gates of held-out pieces, and biases
     shape, machine = shape_of(model.config, "float32"), Hardware(1e-3, 1e9, 0.5, 1e-4)
     bare_run, run = (
         gates(each, None, machine, 120)["training"] for each in (dataclasses.replace(shape, heads=0), shape)
@@ -654,7 +655,7 @@ def test_command_of_drafts(given, told, tmp_path, capsys):
     (",budget=180", "", 180, "a budget of 180"),
 ])  # fmt: skip
 def test_command_of_a_threshold(options, budget, kept, told, tmp_path, capsys):
-    """What it leaves is not known; the most is."""
+    """The kept slots are unknown; their upper bound is known."""
     shared().config.save_pretrained(tmp_path)
     argv = ["plan", "--model", str(tmp_path), "--policy", f"gate:threshold=0.1,keep_last=9,recent=9{options}"]
     assert cli.main([*argv, "--tokens", "500", *budget.split()]) == 0

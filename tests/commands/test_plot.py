@@ -24,7 +24,7 @@ def drawn(request):
 
 
 def results():
-    """Two tasks, of which one has depths; scores that differ from cell to cell."""
+    """Two tasks, one with depths; scores that differ from cell to cell."""
     lines = []
     for i in range(24):
         about = dict(id=i, length=(256, 1024)[i % 2], kept=[[9, 9], None])
@@ -50,7 +50,7 @@ def panels(figure):
 
 def boxes_apart(figure):
     """Axes with their labels and titles, and the legend, are beside each other and inside the figure."""
-    figure.savefig(io.BytesIO())  # which lays it out
+    figure.savefig(io.BytesIO())  # lays it out
     legends = [legend for part in (figure, *figure.subfigs) for legend in part.legends]
     boxes = [axes.get_tightbbox() for axes in figure.axes] + [legend.get_window_extent() for legend in legends]
     width, height = figure.bbox.width, figure.bbox.height

@@ -1,4 +1,4 @@
-"""`kvevict statistics` measures what `expected:stats=FILE` reads, from the command line."""
+"""`kvevict statistics` writes the file of `expected:stats=FILE`, from the command line."""
 
 import json
 
@@ -17,7 +17,7 @@ def run(capsys, *argv):
 
 
 def test_from_a_text_to_an_answer(tmp_path, capsys):
-    """What the file chooses is what it chooses from Python, and not what the text's own queries do."""
+    """The file gives the same choice as from Python, and another than the queries of the text."""
     folder, made = tiny.save(tmp_path / "model")
     file, stats = tmp_path / "text", str(tmp_path / "stats")
     text = "".join(f"Line {i} is about {i * i % 97}.\n" for i in range(40))

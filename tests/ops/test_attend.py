@@ -19,8 +19,8 @@ problem, fuzz, matrix = map(causal, (helpers.problem, helpers.fuzz, helpers.matr
 
 
 def check(p):
-    """In 16 bits number by number: a kernel may round the weights to the dtype as well as the output, each by half a
-    unit; the sum of weighted |v| bounds what comes of it, and what fp32 loses. fp16 has no weights below 2^-25 of the
+    """In 16 bits number by number: a kernel may round both the weights and the output to the dtype, each by half a
+    unit. The sum of weighted |v| bounds the effect, and fp32's rounding. fp16 has no weights below 2^-25 of the
     largest."""
     (out, lse), (want, want_lse) = call(ops.attend, p), call(ref.attend, p)
     assert out.dtype == p["q"].dtype and lse.dtype == torch.float32
@@ -124,9 +124,7 @@ def test_huge_logits(dtype):
     largest = want_lse.abs().max().item()
     assert largest > 1000
     close(lse, want_lse, 2.0**-22)  # one rounding of the logit and one of log2(e), relative to the logit itself
-    close(
-        out, want, OUT[dtype] + 2.0**-22 * largest
-    )  # which the weights see as a relative error of that times the logit
+    close(out, want, OUT[dtype] + 2.0**-22 * largest)  # times the logit: the weights' relative error
 
 
 @pytest.mark.parametrize("where", ["held_k", "held_v", "k", "v"])
@@ -166,7 +164,7 @@ def test_threads(dtype):
 @pytest.mark.parametrize("T, G", [(1, 3), (3, 5), (7, 4), (40, 1)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_few_rows_on_many_slots(dtype, T, G):
-    """Whose columns are cut into splits; some heads have none or few."""
+    """Their columns are cut into splits; some heads have no or few columns."""
     p = problem(10, B=1, G=G, Hkv=3, T=T, S=T + 2, first=2, lens=[[5003, 0, 777]], dtype=dtype, sinks=G == 3)
     p["stop"] = None
     check(p)
@@ -226,7 +224,7 @@ def test_opcheck(dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", ops._C.cpu_isas().split())
 def test_isa(isa):
-    """Six cases of each op (KVEVICT_MOST), in a process of its own: the instruction set is chosen once."""
+    """Six cases of each op (KVEVICT_MOST), in a separate process: the instruction set is chosen once."""
     here = os.path.dirname(__file__)
     code = "import sys, pytest; from kvevict import _ops; print(_ops.cpu_isa()); sys.exit(pytest.main(sys.argv[1:]))"
     options = ["-q", "-x", "-p", "no:cacheprovider", "-k", "test_matches or test_many_blocks"]

@@ -37,8 +37,8 @@ def prepared(p, kind, causal, seed=0, extra=3, **more):
 
 
 def check(p):
-    """Slot by slot. As in test_score.py a is off by 2 * FP32 of itself, which a / (1 - a) turns into 1 / (1 - a)^2;
-    no sum has terms of different signs, and |v - o| is taken of what both sides read."""
+    """Slot by slot. As in test_score.py a is off by 2 * FP32 of itself; a / (1 - a) multiplies that by 1 / (1 - a)^2.
+    No sum has terms of different signs, and both sides read the same v and o for |v - o|."""
     got, want = call(ops.error, p), call(ref.error, p)
     assert got.dtype == torch.float32 and got.shape == want.shape
     slope = call(ref.error, {**p, "power": 2}) * (1 + p["alpha"])
@@ -84,7 +84,7 @@ def test_many_blocks(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_output_with_strides(kind):
-    """Of which the last may be anything: such rows are copied."""
+    """The last stride may be anything: such rows are copied."""
     p = prepared(problem(5, T=8), kind, True)
     want = call(ops.error, p)
     wide = torch.full((2, 8, 4, 128), NAN)
@@ -141,7 +141,7 @@ def test_bad_numbers_reach_what_sees_them(kind, bad):
     value, output, weight = ({**p, x: p[x].clone()} for x in ("held_v", "o", "weight"))
     value["held_v"][p["held_offset"][1, 1] + 20, 3] = bad
     assert (~check(value).isfinite()).sum() == 1
-    output["o"][0, 4, 3, 5] = bad  # a row of head 3, which sees 40 + 5 slots
+    output["o"][0, 4, 3, 5] = bad  # a row of head 3; it sees 40 + 5 slots
     assert (~check(output).isfinite()).sum() == 45
     output["o"][1, 2] = bad  # does not observe
     assert (~check(output).isfinite()).sum() == 45

@@ -67,14 +67,14 @@ def test_fuzz(seed):
 @pytest.mark.parametrize("options", [{}, dict(softcap=1.5), dict(sinks=True)])
 def test_to_two_millionths(options):
     """fp32, as in training: 32 rows after a prompt; largest difference to float64 autograd, relative to the largest
-    gradient. A logit of D products is off by u sqrt(D), which is its weight's relative error; a gradient has the errors
-    of two weights, of the loss and of its own sum: 4 u sqrt(D), on any processor."""
+    gradient. A logit of D products is off by u sqrt(D): its weight's relative error. A gradient has the errors of two
+    weights, of the loss and of the gradient's sum: 4 u sqrt(D), on any processor."""
     p = problem(3, B=1, Hkv=2, G=3, T=32, D=64, lens=[[700, 700]], first=0, **options)
     check(prepared({**p, "row_first": i32([0]), "stop": i32([32])}, 0, columns=700), tol=4 * 2**-24 * 64**0.5)
 
 
 def test_equal_is_zero():
-    """Of its own mean attention the loss and its gradient are 0."""
+    """With the rows' mean attention as the target, the loss and its gradient are 0."""
     p = problem(4, B=1, lens=50, T=5, first=0) | {"row_first": i32([0]), "stop": i32([5])}
     mean_attn = call(ref.score, {**p, "causal": True, "reduce": "mean", "group": "none", "columns": 55})
     p = prepared(p, 0) | {"target": 3 * mean_attn[..., :50].float()}

@@ -36,7 +36,7 @@ def prepared(p, seed=0, extra=3, **more):
 
 
 def allowed(p, b, h):
-    """What fp32 may be off by, per slot of a head: hn / (1 - hn)^2 * (|v_i| + |m|), as 1 - hn and v - m cancel;
+    """The allowed error of fp32, per slot of a head: hn / (1 - hn)^2 * (|v_i| + |m|), as 1 - hn and v - m cancel;
     squared, the norm's error counts twice the norm. Both times FP32."""
     v = ref.alive(held_of(p), "v", b, h, p["v"][b, h, p["first"][b] : p["stop"][b]])
     hn = p["score"][b, h, : v.shape[0]].double()
@@ -88,7 +88,9 @@ def test_attention_equals_removal(seed):
     """With a row's attention as the score: the change of its output when the slot alone is removed (theorem A.2). In
     double, brute force subtracts two outputs: 1e-14 of their size and 1 / (1 - a)^2."""
     p = problem(seed, B=1, G=1, Hkv=1, T=1, S=0, D=40, lens=[[3 + 40 * seed]], first=0)
-    a = torch.randn(3 + 40 * seed, dtype=torch.double).mul(2).softmax(0).float()  # the oracle reads what the op reads
+    a = (
+        torch.randn(3 + 40 * seed, dtype=torch.double).mul(2).softmax(0).float()
+    )  # the oracle and the op read the same numbers
     p = prepared({**p, "stop": i32([0])}, score=a.view(1, 1, -1))
     v = ref.alive(held_of(p), "v", 0, 0, p["v"][0, 0])
     hn = a.double() / a.double().sum()

@@ -60,7 +60,8 @@ def test_fuzz(seed):
 @pytest.mark.parametrize("reduce, term", [x for x in itertools.product(REDUCE, TERM) if x != ("max", "entropy")])
 @pytest.mark.parametrize("seed", range(4))
 def test_group_term_and_weight(seed, reduce, group, term):
-    """Weights of either sign, rows far apart in memory; what they cancel is no more than the largest sum without."""
+    """Weights of either sign, rows far apart in memory; cancellation is bounded by the largest sum of absolute
+    values."""
     p = prepared(fuzz(100 + seed, G=[1, 2, 4, 8][seed]), causal=seed % 2 == 0, reduce=reduce)
     p |= {"group": group, "term": term}
     if reduce != "max":
@@ -75,7 +76,8 @@ def test_group_term_and_weight(seed, reduce, group, term):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("group", GROUP)
 def test_defaults_of_weight_and_group(group, causal):
-    """Weights of 1 change no bit; "none" holds what the others are taken over, and the mean of one head is its own."""
+    """Weights of 1 change no bit; the other groups reduce the scores of "none", and the mean of one head is that head's
+    score."""
     p = prepared({**problem(13, G=4, T=30), "group": group}, causal, "sum")
     got = call(ops.score, p)
     assert same_bits(got, call(ops.score, {**p, "weight": torch.ones(2, 8, 30)}))
@@ -85,7 +87,7 @@ def test_defaults_of_weight_and_group(group, causal):
 
 
 def test_nan_weight():
-    """It reaches the slots that its row sees, in its own group."""
+    """It reaches the slots that its row sees, in its group."""
     p = prepared(problem(14, T=12, lens=[[30, 40], [5, 64]], first=0, layout="dense"), True, "sum")
     p |= {"stop": i32([12, 12]), "row_first": i32([0, 3]), "weight": torch.ones(2, 4, 12), "columns": 90}
     p["weight"][0, 1, 4], p["weight"][1, 3, 2] = NAN, NAN  # the second row does not observe
@@ -124,7 +126,7 @@ def test_lengths(lens, R, S, causal, reduce):
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_lse_of_attend_is_lse_computed(dtype, sinks, softcap):
-    """A chunk's own rows: what attend leaves is what score would compute, sinks included."""
+    """Rows of a chunk: attend's log-sum-exp equals the one that score would compute, sinks included."""
     p = prepared(
         problem(3, T=33, first=[0, 7], dtype=dtype, sinks=sinks, softcap=softcap, lens=[[9, 70], [0, 1]]), True, "sum"
     )
@@ -181,7 +183,8 @@ def test_columns_from_stop_on_are_not_read(dtype, causal):
 @pytest.mark.parametrize("reduce", REDUCE)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_key(dtype, reduce):
-    """With a finite lse given only its own column is NaN; computed, every column of the rows that see it."""
+    """With a finite lse given only the key's column is NaN; with a computed one, every column of the rows that see
+    it."""
     p = prepared(problem(7, T=12, dtype=dtype, lens=[[30, 40], [5, 64]], first=0, layout="dense"), False, reduce)
     p["row_first"] = i32([0, 3])
     p["held_k"][p["held_offset"][1, 1] + 20] = NAN

@@ -130,7 +130,7 @@ def test_what_is_not_held(op, bad):
 
 @pytest.mark.parametrize("other", ["k", "v", "pos", "src_v", "index", "keep"])
 def test_what_is_written_shares_no_memory(other):
-    """But with what it is moved from: not keys with values, either."""
+    """Except with its source; keys do not share memory with values, either."""
     p = given("compact")
     dst = "dst_pos" if p[other].dtype == torch.int32 else "dst_k"
     p[other] = p[dst].view(-1)[: p[other].numel()].view(p[other].shape)
