@@ -34,7 +34,7 @@ def tokenizer(request):
 
 
 def whole(net, tokenizer, question, tokens):
-    """What the unpatched model says to context and question in one prompt."""
+    """The unpatched model's answer to context and question in one prompt."""
     head, asked, _ = frame(tokenizer, f"\n\n{question}")
     ids = torch.tensor([head + ids_of(tokenizer, CONTEXT) + asked])
     out = net.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
@@ -49,7 +49,7 @@ def test_everything_kept_is_the_whole_prompt(net, tokenizer):
 
 @pytest.fixture(scope="module")
 def bundled():
-    """A model whose answers differ, and its tokenizer."""
+    """A model with different answers to different questions, and its tokenizer."""
     return load_model(kvevict.small_llama(), "float32", "cpu")
 
 
@@ -71,7 +71,7 @@ def test_questions_do_not_meet(bundled, policy, tmp_path):
     loaded = kvevict.load_cache(tmp_path / "cache", net)
     assert kvevict.answer(net, tokenizer, loaded, QUESTIONS, **asked) == want
     kvevict.save_cache(loaded, tmp_path / "again")
-    with kvevict.evicting(net, "streaming", budget=20):  # what the model is patched with does not matter
+    with kvevict.evicting(net, "streaming", budget=20):  # the model's policy does not matter
         loaded = kvevict.load_cache(tmp_path / "again", net)
         assert kvevict.answer(net, tokenizer, loaded, QUESTIONS, **asked) == want
     assert [layer.counts.tolist() for layer in cache.layers] == slots
@@ -90,7 +90,7 @@ def test_the_model_is_left_as_it_was(net):
 
 
 def test_of_a_patched_model(net):
-    """Its own policy reads, with changes if they are given, and stays."""
+    """The model's policy reads, with changes if given, and stays."""
     tokenizer, options = tiny.byte_tokenizer(), dict(max_new_tokens=12)
     named = kvevict.answer(net, tokenizer, CONTEXT, QUESTIONS, "snapkv", budget=30, window=4, **options)
     with kvevict.evicting(net, "snapkv", budget=20, window=4):
@@ -116,8 +116,8 @@ def test_pipeline(net):
 
 
 def test_what_reads_where_no_question_is_known(bundled, monkeypatch):
-    """The gates in the model's folder; else KVzip, in chunks; a text near the end of the model's positions in shorter
-    ones, which leave room to repeat."""
+    """The gates in the model's folder; else `read-twice`, in chunks. A text near the end of the model's positions is
+    read in shorter chunks, to leave room to repeat."""
     net, tokenizer = bundled
 
     def kept(text, policy=None, **options):
@@ -277,7 +277,7 @@ def processes():
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.drawn(3)
 def test_what_may_be_around_a_model(around, processes, tmp_path):
-    """What `patch` takes, `read`, `answer`, `Pipeline`, `report` and a loaded cache take too."""
+    """`read`, `answer`, `Pipeline`, `report` and a loaded cache take the same models as `patch`."""
     net, tokenizer = tiny.model(vocab_size=259, bos_token_id=None, pad_token_id=None), tiny.byte_tokenizer()
     options = dict(max_new_tokens=8)
     wrapped = AROUND[around](net, tokenizer)

@@ -28,7 +28,7 @@ def columns(batch, heads, n, seed):
 
 
 def layer_of(lens, seed=0):
-    """A layer with lens[b][h] slots, and what it holds: {(b, h): (keys, values, positions)}."""
+    """A layer with lens[b][h] slots, and its content: {(b, h): (keys, values, positions)}."""
     batch, heads, most = len(lens), len(lens[0]), max(map(max, lens))
     k, v, pos = columns(batch, heads, most, seed)
     layer = EvictionLayer()
@@ -145,7 +145,7 @@ def test_decoding_is_amortised():
 
 
 def test_kept_memory_is_given_back():
-    """After an eviction the layer is as large as what it keeps, with a little room."""
+    """After an eviction the layer is as large as its kept slots, with a little room."""
     layer, _ = layer_of([[5000, 5000]])
     index = torch.arange(0, 5000, 500, dtype=torch.int32).expand(1, 2, 10).contiguous()
     before = layer.keys
@@ -156,7 +156,7 @@ def test_kept_memory_is_given_back():
 
 
 def test_keep_leaves_the_counts_of_others_alone():
-    """Layers that share one choice (TAKE) count on their own afterwards."""
+    """Layers that share one choice (TAKE) count separately afterwards."""
     one, two = layer_of([[6, 6]])[0], layer_of([[6, 6]], seed=1)[0]
     index, keep = torch.tensor([[[0, 3], [1, 2]]], dtype=torch.int32), np.array([[2, 2]])
     k, v, _ = columns(1, 2, 1, 3)

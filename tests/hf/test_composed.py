@@ -1,4 +1,4 @@
-"""Together with what people use around a model: each works, or says so in one error or warning where it happens."""
+"""Together with the tools around a model: each works, or raises one error or warning at its place."""
 
 import copy
 import io
@@ -91,7 +91,7 @@ def test_pipeline():
 
 
 def test_unpatched_under_a_wrapper_of_forward():
-    """Autocast of `accelerate` and others put a function around forward, which stays when we go."""
+    """Autocast of `accelerate` and others wrap forward; the wrapper stays after `unpatch`."""
     net, inputs = tiny.model(), tiny.prompt(1, 50)
     plain = net(**inputs).logits
     kvevict.patch(net, "snapkv", **SNAPKV)
@@ -133,7 +133,7 @@ def kept(net, inputs):
 ])  # fmt: skip
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_keep_first_is_a_sink(family, policy, options):
-    """Where a score has sinks of its own, as many first tokens kept are the same."""
+    """For a score with sinks, `keep_first` of as many tokens is the same."""
     net, inputs = tiny.model(family), tiny.prompt(2, 50, pad=(0, 9))
     kvevict.patch(net, policy, sink=5, **options)
     want = kept(net, inputs)
@@ -178,7 +178,7 @@ def test_learned_tokens():
         warnings.simplefilter("error")
         kvevict.patch(net, "snapkv", budget=4096)  # as many as the model has positions
         kvevict.patch(net, "snapkv", budget=16, window=4, keep_first=6)
-    inputs = tiny.prompt(2, 50, pad=(0, 9))  # of which PEFT makes 1..1 0..0 1..1
+    inputs = tiny.prompt(2, 50, pad=(0, 9))  # PEFT's mask of it is 1..1 0..0 1..1
     out = net(**inputs, logits_to_keep=1)
     for layer in out.past_key_values.layers:
         assert all(head.tolist()[:6] == list(range(6)) for row in layer.positions() for head in row)

@@ -35,7 +35,7 @@ def both(model, folder):
 
 @pytest.mark.parametrize("offload", [cpu, disk, both])
 def test_offloaded_weights(offload, tmp_path):
-    """What is kept, what is generated and a saved cache are those of the model in memory."""
+    """Kept slots, generated tokens and a saved cache equal those of the model in memory."""
     model, away, inputs = tiny.model(), tiny.model(), tiny.prompt(2, 50, pad=(0, 9))
     offload(away, tmp_path / "weights")
     for policy, options in OPTIONS.items():
@@ -74,7 +74,7 @@ def test_offloaded_weights_answer(offload, tmp_path):
 
 
 def test_step_of_another_device():
-    """Where a layer computes, there is what it needs, once for all layers; and anew when the rows have changed."""
+    """A layer's device has the step's tensors, copied once for all layers, and again if the rows have changed."""
     zeros = torch.zeros(1, dtype=torch.int32)
     step = Step(None, None, None, None, torch.arange(6, dtype=torch.int32)[None], zeros, zeros.numpy())
     there = torch.device("meta")

@@ -26,7 +26,7 @@ def model():
     assert torch.equal(model(**inputs).logits, plain)
 
 
-# -- what patch() is given ---------------------------------------------------------------------------------------------
+# -- arguments of patch() ----------------------------------------------------------------------------------------------
 
 NAMES = [
     (dict(policy="snapvk", budget=64), "unknown policy 'snapvk'.*did you mean 'snapkv'"),
@@ -262,7 +262,7 @@ def test_prompt_just_over_the_budget(policy, length):
 
 
 def test_short_row_beside_a_long_one():
-    """A row of one token in a batch with a long one is what it is alone."""
+    """A row of one token in a batch with a long one gives the same as alone."""
     model, inputs = shared(), prompt(2, 50, pad=(0, 49))
     for policy, options in (("snapkv", dict(budget=16, window=8)), ("h2o", dict(budget=16, chunk_size=8)),
                             ("take", dict(budget=16, probe=6, chunk_size=16)), ("tova", dict(budget=1))):  # fmt: skip
@@ -431,8 +431,8 @@ def test_nan_weights(where, policy):
 
 @pytest.mark.parametrize("policy", ["h2o", "snapkv", "tova"])
 def test_nan_of_one_token(policy):
-    """A token whose embedding is NaN: rows before it are what they were (torch would multiply it by zero), its own and
-    later ones are NaN."""
+    """A token with a NaN embedding: rows before it are unchanged (torch would multiply it by zero), its row and later
+    ones are NaN."""
     model, ids = tiny.model(), prompt(2, 50)["input_ids"].clone()
     ids[:, 20] = 2
     want = model(ids).logits

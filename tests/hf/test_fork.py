@@ -1,4 +1,4 @@
-"""Forks of a cache: each goes on as a deep copy would, shares what was kept, and disturbs nobody."""
+"""Forks of a cache: each continues as a deep copy would, shares the kept slots, and changes no other cache."""
 
 import copy
 import threading
@@ -53,7 +53,7 @@ def read(net, batch=1):
 
 
 def goes_on(net, cache, seed, tokens=14, batch=1):
-    """Logits of a question and of what is decoded after it."""
+    """Logits of a question and of the tokens decoded after it."""
     first = net(ids(batch, 7, seed), past_key_values=cache).logits
     return torch.cat([first, tokens_of(net, cache, first[:, -1:].argmax(-1), tokens)], 1)
 
@@ -85,7 +85,7 @@ def shares(fork, cache):
 
 
 def in_turn(net, ways, wanted):
-    """Every way decodes tokens of its own, one after the other in turn, as its copy does."""
+    """All caches decode different tokens in turn, each like its deep copy."""
     for token in range(12):
         for way, (got, want) in enumerate(zip(ways, wanted, strict=True)):
             one = torch.tensor([[5 + token + 20 * way]])
@@ -139,7 +139,7 @@ def test_what_was_kept_is_not_copied(policy):
 
 
 def test_the_parent_evicts_crops_and_overwrites():
-    """What a cache does after it was forked is not seen by its forks."""
+    """A cache's forks do not see its later changes."""
     net = kvevict.patch(model(), "h2o", budget=20, interval=1)
     cache = read(net)
     fork, plain = cache.fork(), copy.deepcopy(cache)
@@ -207,7 +207,7 @@ def test_saved(tmp_path):
 
 
 def test_threads():
-    """Ten forks decoded in two threads give what they give one after the other."""
+    """Ten forks decoded in two threads give the same as one after the other."""
     net = kvevict.patch(model(), "snapkv", budget=12, window=4)
     cache = read(net)
     want = [goes_on(net, cache.fork(), seed) for seed in range(10)]
@@ -237,7 +237,7 @@ def test_a_draft_over_a_fork(draft_keys):
 
 
 def test_read_in_inference_mode():
-    """What was read and forked there goes on outside of it."""
+    """A cache that was read and forked there continues outside of it."""
     net = kvevict.patch(model(), "snapkv", budget=100)
     with torch.inference_mode():
         cache = read(net)

@@ -1,5 +1,5 @@
-"""Frameworks over a patched model: each generates what `generate` does under the same policy, or trains as it trains
-the unpatched model. `.ci/run compositions` installs them."""
+"""Frameworks over a patched model: each generates the same as `generate` under the same policy, or trains as with the
+unpatched model. `.ci/run compositions` installs them."""
 
 import asyncio
 import socket
@@ -39,14 +39,14 @@ def continued(net, words, text):
 
 
 def wanted(net, words):
-    """Of every text. None is what the unpatched model says."""
+    """The patched model's continuation of every text; each differs from the unpatched model's."""
     want = [plain(net, words, text) for text in TEXTS]
     assert all(continued(net, words, text) != each for text, each in zip(TEXTS, want, strict=True))
     return want
 
 
 def test_langchain(net, words):
-    """One text, a batch, a stream (of a thread of its own) and an asyncio task."""
+    """One text, a batch, a stream (in a separate thread) and an asyncio task."""
     langchain = pytest.importorskip("langchain_huggingface")
     from langchain_core.prompts import PromptTemplate
 

@@ -71,7 +71,7 @@ STRATEGIES = {
     "beam sampling": dict(do_sample=True, num_beams=2),
     "three best beams": dict(num_beams=4, num_return_sequences=3),
     "penalties": dict(repetition_penalty=1.3, no_repeat_ngram_size=2),
-    "guidance": dict(guidance_scale=1.7),  # reads the last token again, in a cache of its own
+    "guidance": dict(guidance_scale=1.7),  # reads the last token again, in a separate cache
     "constraints": dict(prefix_allowed_tokens_fn=lambda row, ids: [7 + row, 20, 33, 60], bad_words_ids=[[20]]),
     "prefill_chunk_size": dict(prefill_chunk_size=8),
 }
@@ -158,7 +158,7 @@ def text(length, seed=1):
 
 
 def test_streamers_in_threads():
-    """A thread's `generate` has the model's own policy; a loop and an asyncio task listen."""
+    """A thread's `generate` has the model's policy; a loop and an asyncio task listen."""
     model, words, inputs = tiny.model(), tiny.word_tokenizer(), prompt(1, 40)
     with kvevict.evicting(model, "take", **TAKE):
         want = words.decode(generate(model, inputs)[0]).split()
@@ -256,7 +256,7 @@ def test_assisted_after_eviction(kind, policy):
 ], ids=lambda policy: " ".join([policy[0], policy[1].get("carry", "")]))  # fmt: skip
 @pytest.mark.skipif(VERSION < (5, 14), reason="may accept a candidate too many at the end")
 def test_assisted_where_slots_carry_numbers(kind, policy):
-    """The greedy tokens, and a cache whose numbers are those of greedy decoding."""
+    """The tokens, and the numbers in the cache, are those of greedy decoding."""
     model, inputs, (name, options) = shared(), repetitive(), policy
     with kvevict.evicting(model, name, **options):
         ask = dict(max_new_tokens=16, do_sample=False, return_dict_in_generate=True)
@@ -326,7 +326,7 @@ def test_positions_after_eviction(family, policy):
     assert [p for p, _ in itertools.groupby(decoded)] == [[p, p - 9] for p in range(50, 54)]  # sliding layers ask again
     decoded = [p[:, 0].tolist() for p in second if p.shape[1] == 1]
     assert [p for p, _ in itertools.groupby(decoded)] == [[75, 66], [76, 67]]
-    assert second[0][0, 0] == 54  # the first new token: the last of the first turn, which was not read then
+    assert second[0][0, 0] == 54  # the first new token: the last of the first turn, not read until now
 
 
 @pytest.mark.parametrize("family", MIXED)
@@ -448,7 +448,7 @@ def test_labels():
             assert relative(model(**inputs, labels=labels).loss, want) < 1e-5
             assert relative(model(**inputs, labels=labels, logits_to_keep=0).loss, want) < 1e-5
         with kvevict.evicting(model, "take", **TAKE):
-            assert relative(model(**inputs, labels=labels).loss, want) > 3e-5  # what was evicted mattered
+            assert relative(model(**inputs, labels=labels).loss, want) > 3e-5  # the evicted slots mattered
 
 
 @pytest.mark.parametrize("wanted", [0, 1, 5, 20, 49, 50, 60, torch.tensor([3, 20, 41]), torch.tensor([-1])])
@@ -462,7 +462,8 @@ def test_logits_to_keep(wanted):
 
 
 def test_generate_keeps_the_tail_of_the_hidden_states():
-    """What the decoder returns inside generate is a chunk, not the prompt; a direct call returns all."""
+    """Inside generate the decoder returns the last chunk's hidden states, not the prompt's; a direct call returns
+    all."""
     model, rows = shared(), []
     hook = model.get_decoder().register_forward_hook(lambda m, a, out: rows.append(out.last_hidden_state.shape[1]))
     with kvevict.evicting(model, "take", **TAKE):
@@ -476,7 +477,7 @@ def test_generate_keeps_the_tail_of_the_hidden_states():
 
 
 def test_ways_to_call():
-    """Arguments by place, tuples, the bare decoder, own positions, use_cache left to the config."""
+    """Arguments by place, tuples, the bare decoder, given positions, use_cache left to the config."""
     model, inputs = shared(), prompt(2, 50, pad=(0, 9))
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     tokens, positions = mask.bool(), (mask.cumsum(1) - 1).clamp_min(0)
@@ -627,7 +628,7 @@ def test_probe_leaves_sliding_layers_alone(family):
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize("chunk_size", [16, 48])
 def test_probe_rows_are_unseen(family, chunk_size):
-    """The rows of the first chunk, from which nothing is evicted yet, do not see the appended probe."""
+    """The rows of the first chunk do not see the appended probe; nothing is evicted from it yet."""
     model, ids = shared(family), sequence(64)
     with torch.no_grad():
         want = model(ids).logits[:, :16]
@@ -778,7 +779,7 @@ def hooked(model):
 @pytest.mark.parametrize("wrap", [dispatched, hooked])
 @pytest.mark.parametrize("order", ["before", "after", "twice"])
 def test_accelerate(wrap, order):
-    """Patched before or after hooks are added, hooks added again, then unpatched: always what it should be."""
+    """Patched before or after hooks are added, hooks added again, then unpatched: always the right output."""
     model, inputs = tiny.model(), prompt(2, 50, pad=(0, 9))
     plain = generate(model, inputs)
     with kvevict.evicting(model, "take", **TAKE):

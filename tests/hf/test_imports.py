@@ -1,5 +1,5 @@
-"""What `import kvevict` and the first use of a name need and bring: declared packages only, and nothing that a call has
-not asked for."""
+"""The packages that `import kvevict` and the first use of a name need and import: declared ones only, and none before a
+call needs it."""
 
 import ast
 import json
@@ -16,8 +16,8 @@ import kvevict
 ROOT = Path(kvevict.__file__).parent
 PROJECT = ROOT.parent / "pyproject.toml"
 
-# Runs with every package hidden that is neither declared nor needed by one that is, and jinja2, which torch and chat
-# templates need, not we. Prints the names of what was imported.
+# Runs with these packages hidden: all that are not declared or needed by a declared one, and jinja2 (torch and chat
+# templates need it, we do not). Prints the names of imported modules.
 BARE = """
 import importlib.metadata as metadata, json, sys
 from importlib.machinery import PathFinder
@@ -69,7 +69,7 @@ def declared() -> tuple:
 
 @pytest.fixture(scope="module")
 def brought() -> list:
-    """Modules that `import kvevict` brings, besides torch's, where nothing is installed but what it declares."""
+    """Modules that `import kvevict` imports besides torch's, if only the declared packages are installed."""
     command = [sys.executable, "-c", BARE, json.dumps(sorted(declared()[0]))]
     environment = os.environ | {"PYTHONPATH": str(ROOT.parent)}
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -92,7 +92,7 @@ def test_import_brings_no_more_than_it_must(brought):
 
 
 def imported(file) -> list:
-    """(name of the package, whether the import stands at the top) of a file's imports, its own package's aside."""
+    """(name of the package, whether the import stands at the top) of a file's imports from other packages."""
     tree = ast.parse(file.read_text("utf-8"))
     found = []
     for node in ast.walk(tree):
@@ -105,8 +105,8 @@ def imported(file) -> list:
 
 @pytest.mark.parametrize("file", sorted(ROOT.rglob("*.py")), ids=lambda file: str(file.relative_to(ROOT)))
 def test_every_import_is_declared(file):
-    """At the top only dependencies, elsewhere what an extra names too. `serve/`, of which `kvevict serve` alone imports
-    anything, once it has seen its extra, has that at the top."""
+    """At the top only dependencies, elsewhere also packages of an extra. `serve/` has its extra at the top: only
+    `kvevict serve` imports it, after it has checked the extra."""
     own, extras = declared()
     own = extras if file.is_relative_to(ROOT / "serve") else own
     assert not [name for name, top in imported(file) if name not in (own if top else extras)]

@@ -1,5 +1,5 @@
-"""What generation asks of every kind of decoder: batches with left padding, beams, further turns, candidates that are
-taken back, a cache on the disk. One type of each kind; that a type is right at all, `test_types.py` says."""
+"""Generation with every kind of decoder: batches with left padding, beams, further turns, candidates that are removed,
+a cache on the disk. One type of each kind; `test_types.py` tests all types."""
 
 import pytest
 import tiny
@@ -14,7 +14,7 @@ KINDS = {
     "several axes": "qwen2_5_vl", "chunked": "llama4_text", "no rope": "smollm3", "other names": "gpt2",
 }  # fmt: skip
 STATES = ("hybrid", "hybrid layers")
-OLD = tiny.VERSION < (5, 23)  # which had some kinds in other forms, that are refused or cannot be made
+OLD = tiny.VERSION < (5, 23)  # it had some kinds in other forms: refused, or impossible to make
 
 
 @pytest.fixture(params=KINDS)
@@ -52,7 +52,7 @@ def test_batch(model, policy, options, search):
 
 
 def test_rows_of_a_batch_alone(model):
-    """At a tight budget a row keeps in a batch what it keeps alone."""
+    """At a tight budget a row keeps the same slots in a batch as alone."""
     with kvevict.evicting(model, "snapkv", budget=12, window=4):
         tiny.generate(model, BATCH, new=1)
         together = kvevict.report(model, positions=True)["positions"]
@@ -141,7 +141,7 @@ def test_latents_are_what_is_stored(latent):
     ("h2o", lambda a: a.sum(1).mean(0)),
 ])  # fmt: skip
 def test_what_latents_are_chosen_by(latent, policy, score):
-    """The mean over heads of what the unpatched model's attention matrices say."""
+    """By the mean over heads of the unpatched model's attention matrices."""
     ids, budget = tiny.prompt(1, 40)["input_ids"], 12
     latent.set_attn_implementation("eager")
     with torch.no_grad():

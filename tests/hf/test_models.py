@@ -1,4 +1,4 @@
-"""Every supported family: right when nothing is evicted, right when something is, and back to what it was."""
+"""Every supported family: right without evictions, right with them, and unchanged after `unpatch`."""
 
 import pytest
 import tiny
@@ -159,7 +159,7 @@ def test_evicted_slots_are_as_if_masked(family):
                 got.append(model(ids[:, token : token + 1], past_key_values=cache).logits)
     got = torch.cat(got, 1)
     assert relative(got, want) < 1e-4
-    assert relative(model(ids).logits, want) > 1e-3  # what was evicted mattered
+    assert relative(model(ids).logits, want) > 1e-3  # the evicted slots mattered
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_refused(kind):
-    """A model that cannot be patched is refused with the reason, and is what it was afterwards."""
+    """A model that cannot be patched is refused with the reason, and is unchanged afterwards."""
     make, reason = REFUSED[kind]
     model = make()
     before = {name: dict(module.__dict__) for name, module in model.named_modules()}

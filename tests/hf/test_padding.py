@@ -1,4 +1,4 @@
-"""Rows whose padding is at the right, or in between: read as each row is alone."""
+"""Rows with padding at the right or in between: read as each row alone."""
 
 import copy
 import pickle
@@ -109,7 +109,7 @@ def test_the_last_columns():
 
 
 class Counted(DynamicCache):
-    """A user's own cache."""
+    """A user's subclass of a cache."""
 
     cropped = 0
 
@@ -120,8 +120,8 @@ class Counted(DynamicCache):
 
 @pytest.mark.parametrize("kind", [DynamicCache, Counted])
 def test_the_next_position_goes_with_the_cache(kind):
-    """Rows that end in padding go on where their tokens ended, also after a crop, in another order and in copies; a
-    user's own kind of cache stays one."""
+    """Rows that end in padding continue after their last token, also after a crop, in another order and in copies; a
+    user's subclass of a cache is kept."""
     net = kvevict.patch(tiny.model(), "snapkv", budget=100, window=4, decode=False)
     ids, mask = spread(rows(10, 7, 4), 10, "right")
     cache = kind(config=net.config)

@@ -1,4 +1,4 @@
-"""Installing eviction and taking it out again: what changes, what does not, and what the report says."""
+"""Installing and removing eviction: the parts that change, those that do not, and the report."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ MIXED = pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
 
 
 def snapshot(model):
-    """Every module's own attributes by identity, containers one level deep."""
+    """Every module's attributes by identity, containers one level deep."""
 
     def one(value):
         return (id(value), {k: id(v) for k, v in value.items()}) if isinstance(value, dict) else id(value)
@@ -132,7 +132,7 @@ assert names() == before
 
 @MIXED
 def test_save_pretrained(family, tmp_path):
-    """What a patched model writes is what the unpatched one writes."""
+    """A patched model writes the same files as the unpatched one."""
     model = tiny.model(family)
     model.save_pretrained(tmp_path / "plain")
     kvevict.patch(model, "take", **TAKE)

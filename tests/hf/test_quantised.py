@@ -1,5 +1,5 @@
-"""Quantised weights: what is kept and said is what the same weights, dequantised, keep and say. (.gguf files are read
-into plain weights: tests/commands/test_gguf.py.)"""
+"""Quantised weights: kept slots and answers equal those of the same weights, dequantised. (.gguf files are read into
+plain weights: tests/commands/test_gguf.py.)"""
 
 import contextlib
 
@@ -42,7 +42,7 @@ def int8(quantise):
 
 
 def nf4():
-    """(model of bitsandbytes' 4-bit weights, the same with those weights as fp32). Sizes are what its kernels take."""
+    """(model of bitsandbytes' 4-bit weights, the same with those weights as fp32). Sizes are allowed by its kernels."""
     bnb = pytest.importorskip("bitsandbytes")
     model, plain = tiny.model(intermediate_size=128), tiny.model(intermediate_size=128)
     twins = dict(plain.named_modules())
@@ -76,7 +76,7 @@ def test_4_bit_weights(policy, options, tmp_path):
 
 
 def goes_on_from_a_file(model, inputs, folder):
-    """A cache that was saved and loaded says what it said before."""
+    """A saved and loaded cache gives the same logits as before."""
     with torch.no_grad():
         cache = model(**inputs, logits_to_keep=1).past_key_values
         kvevict.save_cache(cache, folder / "cache")
@@ -88,7 +88,7 @@ def goes_on_from_a_file(model, inputs, folder):
 
 
 class Rounding(torch.nn.Module):
-    """A linear whose input is rounded to steps that depend on all rows, as kernels over quantised weights do."""
+    """A linear layer that rounds its input to steps that depend on all rows, like kernels over quantised weights."""
 
     def __init__(self, linear, quantised):
         super().__init__()
@@ -103,7 +103,7 @@ class Rounding(torch.nn.Module):
 
 
 def test_rounding_of_quantised_layers_is_not_an_error():
-    """A quantiser's own layers are tried with the tolerance of 16 bits; such errors of plain ones are refused."""
+    """Quantised layers are tried with the tolerance of 16 bits; such errors of plain layers are refused."""
     for quantised in (True, False):
         model = tiny.model()
         for layer in model.model.layers:

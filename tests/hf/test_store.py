@@ -57,7 +57,7 @@ def test_after_an_answer_where_slots_carry_numbers(policy, new, tmp_path):
 
 
 def test_a_file_that_could_not_be_loaded_is_not_written(tmp_path):
-    """What was there before stays."""
+    """The file before stays."""
     model = shared()
     with kvevict.evicting(model, "h2o", budget=10):
         cache = read(model, prompt(2, 40))
@@ -246,7 +246,7 @@ def test_models_of_other_weights(saved, tmp_path):
 
 
 def test_weights_that_changed_since_are_not_named(tmp_path):
-    """What is saved later was not read by what the model is now."""
+    """A cache saved later was not read by the present weights."""
     model = tiny.model()
     with kvevict.evicting(model, "h2o", budget=10):
         cache = read(model, prompt(1, 40))
@@ -365,7 +365,7 @@ def test_counts_that_lie(saved, tmp_path, lie):
 
 
 def test_a_refused_file_changes_nothing(saved, tmp_path):
-    """The patched model goes on with the cache that it has, and reports what it reported."""
+    """The patched model continues with its cache, and its report is unchanged."""
     tensors, model = load_file(saved["llama"]), shared()
     at(tensors, "3.pos", -1, 40)
     with safe_open(saved["llama"], framework="pt") as file:
@@ -377,7 +377,7 @@ def test_a_refused_file_changes_nothing(saved, tmp_path):
         assert kvevict.report(model, positions=True) == report
         for one, other in zip(cache.layers, twin.layers, strict=True):
             assert torch.equal(one.len, other.len)
-            for _, _, slots in one.segments():  # what lies beyond a head's slots was never written
+            for _, _, slots in one.segments():  # memory beyond a head's slots was never written
                 assert torch.equal(one.k[slots], other.k[slots]) and torch.equal(one.pos[slots], other.pos[slots])
         mask, ids = torch.ones(2, 41, dtype=torch.long), torch.tensor([[5], [6]])
         mask[1, :9] = 0

@@ -1,5 +1,5 @@
-"""A model split over two processes (tp_plan="auto", gloo) keeps and generates what it does in one. This file is also
-what those processes run: once, all cases."""
+"""A model split over two processes (tp_plan="auto", gloo) keeps and generates the same as in one. The processes run
+this file too: once, with all cases."""
 
 import contextlib
 import os
@@ -95,7 +95,7 @@ def generated(model, **options):
 
 
 def read(model, case, sent=lambda: 0) -> dict:
-    """What a case kept at the prompt's end and after 12 tokens, those tokens, and what it took."""
+    """The slots that a case kept at the prompt's end and after 12 tokens, those tokens, and its costs."""
     before = sent()
     with patched(model, case):
         out = generated(model)
@@ -132,7 +132,7 @@ def save(model, folder):
 
 
 def load(model, folder) -> dict:
-    """What the caches of `save` hold, and how they go on."""
+    """The contents of `save`'s caches, and their continuations."""
     found = {}
     for case in KEPT:
         with patched(model, case):
@@ -150,13 +150,13 @@ def refusal(function) -> str:
 
 
 def refusals(load_model, model, folder) -> dict:
-    """What this rank says to what cannot be split."""
+    """This rank's errors for models and policies that cannot be split."""
 
     def decoder_alone():
         with kvevict.evicting(model.model, "snapkv", budget=64), torch.no_grad():
             model.model(**PROMPT)
 
-    def other_policy():  # the heads of a layer hold different slots, and are to share their choice
+    def other_policy():  # a layer's heads hold different slots, and would have to share a choice
         with patched(model, "adakv"), torch.no_grad():
             cache = model(**PROMPT).past_key_values
         with patched(model, "tova"):
@@ -178,7 +178,7 @@ def of_rank(heads: list, rank: int) -> list:
 
 @pytest.mark.slow
 def test_in_two_processes(tmp_path):
-    from random_gates import written  # which the processes cannot import
+    from random_gates import written  # the processes cannot import it
 
     whole = {name: tiny.model(name, **SIZES) for name in ("llama", "gemma3", "phi3")}
     for name, model in [*whole.items(), ("few", tiny.model(**SIZES | dict(num_key_value_heads=1)))]:
@@ -209,13 +209,13 @@ def test_in_two_processes(tmp_path):
     for case in CASES:
         want = read(model, case)
         got = alike(want, lambda each, case=case: each["cases"][case], case)
-        assert sum(each["bytes"] for each in got) == want["bytes"]  # each rank stores its own heads' slots only
+        assert sum(each["bytes"] for each in got) == want["bytes"]  # each rank stores its heads' slots only
         assert (got[0]["sent"] == 0) == (case in FREE), case
         if want["diagnostics"]:
             for name, values in want["diagnostics"].items():
                 torch.testing.assert_close(torch.tensor(got[0]["diagnostics"][name]), torch.tensor(values))
     alike(read(whole["gemma3"], "adakv"), lambda each: each["gemma3"], "sliding windows")
-    want = read(whole["phi3"], "adakv")  # whose plan leaves all heads on every rank
+    want = read(whole["phi3"], "adakv")  # its plan leaves all heads on every rank
     for each in found:
         assert str(each["phi3"] | dict(sent=0)) == str(want)
     kvevict.load_cache(tmp_path / "all heads", whole["phi3"])

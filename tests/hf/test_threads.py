@@ -31,7 +31,7 @@ def generated(model, seed, length):
 
 
 def together(jobs):
-    """What every job (model, seed, length) gives when all run at once, several times each."""
+    """The results of every job (model, seed, length) when all run at once, several times each."""
     results, barrier = {}, threading.Barrier(len(jobs))
 
     def work(name, model, *job):
@@ -106,7 +106,7 @@ def net():
 
 
 def test_the_policy_belongs_to_the_call(net):
-    """A block is its own thread's: an `answer` elsewhere neither takes a model's policy away nor leaves its own."""
+    """A block holds in its thread: an `answer` in another one neither removes a model's policy nor leaves another."""
     kvevict.patch(net.model, "snapkv", **stress.POLICIES["snapkv"])
     inside, go_on = threading.Event(), threading.Event()
 

@@ -52,11 +52,11 @@ def gradient(loss, made):
 @pytest.mark.drawn(5)
 def test_gradient_is_that_of_two_materialised_passes(family):
     """Every tensor is as near to float64 as random float32 rounding puts it: within twice the farthest of three draws
-    of such rounding (tests/lib/exact.py), which is less than 0.4 % of the tensor."""
+    of such rounding (tests/lib/exact.py), and that is less than 0.4 % of the tensor."""
     model, exact = (tiny.model(family, attn_implementation="eager") for _ in range(2))
     for weight in (*model.parameters(), *exact.parameters()):
         weight.requires_grad_(False)
-    exact.double().set_experts_implementation("eager")  # the other one knows no float64
+    exact.double().set_experts_implementation("eager")  # the other implementation has no float64
     made, true = adapter(model), adapter(model).double()
     generator = torch.Generator().manual_seed(0)
     pair = [torch.randint(3, 97, (n,), generator=generator) for n in (40, 9)]
@@ -70,7 +70,8 @@ def test_gradient_is_that_of_two_materialised_passes(family):
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
 @pytest.mark.parametrize("length", [1, 2, 41])
 def test_the_target_of_a_repetition(family, length):
-    """What kvzip+ ranks the prompt's slots by, in parts of their sum; keys and values are those of the other target."""
+    """The numbers by which kvzip+ ranks the prompt's slots, divided by their sum; keys and values are those of the
+    other target."""
     made, ids, none = tiny.shared(family), torch.arange(3, 3 + length), torch.zeros(0, dtype=torch.long)
     found = repeated(made.get_decoder(), ids, none)
     with kvevict.evicting(made, "kvzip+", budget=80, schedule="prompt"), torch.no_grad():
@@ -272,7 +273,7 @@ def test_a_template_that_refuses_a_turn():
 
 
 def test_answers_itself_once(tmp_path):
-    """Without a response the model writes one, which is kept."""
+    """A missing response is written by the model and kept."""
     model, data = tiny.model("llama"), [dict(prompt=pair["prompt"]) for pair in PAIRS[:3]]
     kvevict.lookahead.train(model, data, tmp_path, max_response=3, **FAST)
     kept = [json.loads(line) for line in (tmp_path / "responses.0.jsonl").read_text().splitlines()]

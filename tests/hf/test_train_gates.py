@@ -1,4 +1,4 @@
-"""Training of gates: what is fitted, and the files that a run writes."""
+"""Training of gates: the fits, and the files that a run writes."""
 
 import io
 import json
@@ -59,7 +59,7 @@ def test_ridge_is_the_minimum():
     variance = x.double().var(0, correction=0)
     loss = (x.double() @ w.T + b - y).square().mean(0).sum() + Ridge.ridge * (variance * w.square()).sum()
     loss.backward()
-    # Weights were rounded to float32, whose gradient is their error times the second derivative.
+    # Weights were rounded to float32: the gradient is that error times the second derivative.
     bound = 2.0**-22 * (x.double().square().mean() * weight.abs().sum() + y.abs().max()).item() * 7
     assert w.grad.abs().max() < bound * x.abs().max() and b.grad.abs().max() < bound
 
@@ -108,8 +108,8 @@ def test_goes_on_where_it_was(kind, tmp_path, monkeypatch):
 
 
 def each_process(folder):
-    """What both of two processes do: one that fails after its first pieces leaves checkpoints, from which the second
-    training goes on."""
+    """Both processes run this: a training that fails after its first pieces leaves checkpoints, and the second training
+    continues from them."""
     made, rank, read, real = model(), os.environ["RANK"], [], training.each_layer
     training.MINUTE = 0
     training.each_layer = lambda *a: read.append(0) or (real(*a) if len(read) < 3 else 1 / 0)
@@ -187,7 +187,7 @@ def test_a_checkpoint_that_is_another_pickle(tmp_path):
 
 @pytest.mark.parametrize("file", ["gates.safetensors", "config.json"])
 def test_a_disk_that_is_full_at_the_end(file, tmp_path, monkeypatch, capsys):
-    """The checkpoint is still there, and the same command goes on from it; the command says what happened."""
+    """The checkpoint is still there, and the same command continues from it; the command reports the error."""
     from kvevict import cli
 
     folder, _ = tiny.save(tmp_path / "model")

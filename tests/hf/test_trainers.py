@@ -1,5 +1,5 @@
-"""Trainers, processes and adapters over a patched model: training is the unpatched model's, bit by bit, and what is
-generated is each row's alone."""
+"""Trainers, processes and adapters over a patched model: training equals the unpatched model's bit by bit, and
+generation equals each row's alone."""
 
 import copy
 import multiprocessing
@@ -20,13 +20,13 @@ ROWS = [dict(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 
 
 
 def alone(net, row):
-    """What a row goes on with, without its padding."""
+    """A row's continuation, without its padding."""
     with kvevict.evicting(net, POLICY[0], **POLICY[1]):
         return tiny.generate(net, dict(input_ids=row["input_ids"][row["attention_mask"].bool()][None]))[0].tolist()
 
 
 def test_trainer(tmp_path):
-    """Steps and the loss on held-out rows are the unpatched model's; what it generates to be compared, the policy's."""
+    """Steps and the loss on held-out rows equal the unpatched model's; generation follows the policy."""
     pytest.importorskip("accelerate")
     options = dict(output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=2, per_device_eval_batch_size=4,
                    report_to=[], use_cpu=True, save_strategy="no", learning_rate=1e-2, seed=3,
@@ -103,7 +103,7 @@ def adapted(*seeds):
 
 
 def test_an_adapter_per_row():
-    """A batch whose rows have adapters of their own, and none."""
+    """A batch of rows with different adapters, or none."""
     net = kvevict.patch(adapted(5, 6), POLICY[0], **POLICY[1])
     inputs = tiny.prompt(3, 50, pad=(0, 9))
     got = tiny.generate(net, inputs, adapter_names=["b", "__base__", "a"])
@@ -164,7 +164,7 @@ def test_a_cache_belongs_to_the_adapters_that_were_on(policy, tmp_path):
     with pytest.raises(ValueError, match="with the same PEFT adapters on"):
         kvevict.load_cache(tmp_path / "cache", net)
     cache.reset()
-    net(ids, past_key_values=cache)  # what is empty is anybody's
+    net(ids, past_key_values=cache)  # an empty cache belongs to no model
 
 
 @torch.no_grad()
@@ -184,7 +184,7 @@ def test_a_cache_belongs_to_the_weights_that_were_not_written_to():
 @pytest.mark.skipif(CACHE == "cache", reason="PEFT 0.21 generates other tokens, unpatched too")
 @pytest.mark.parametrize("budget", [4096, 18])
 def test_prefix_tuning(budget):
-    """PEFT's learned keys and values, which are in the cache before the prompt: unpatched with everything kept; else
+    """PEFT's learned keys and values are in the cache before the prompt: equal to unpatched with everything kept; else
     every row as alone."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(4)

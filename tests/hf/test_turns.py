@@ -42,7 +42,7 @@ TURNS = {
 
 @pytest.mark.parametrize("policy", TURNS)
 def test_second_turn_with_a_chunk_of_padding(policy):
-    """A row whose first chunk is all padding keeps its slots until its own tokens come: as if it were alone."""
+    """A row with a first chunk of padding keeps its slots until its tokens come, as if it were alone."""
     net, first, second = kvevict.patch(model(), policy, chunk_size=20, **TURNS[policy]), ids(2, 60), ids(2, 50, 2)
     mask = torch.ones(2, 110, dtype=torch.long)
     mask[1, 60:100] = 0
@@ -61,7 +61,7 @@ def test_second_turn_with_a_chunk_of_padding(policy):
     ("knorm", dict(heads="flat", decode=True, interval=1, keep_prompt=True)),
 ])  # fmt: skip
 def test_a_turn_of_one_token_beside_a_longer_one(policy, options):
-    """A row keeps what it keeps alone: one token is decoded, and evicts as that does."""
+    """A row keeps the same slots as alone: one token is decoded, and evicts as a decoded token."""
     net, first, more = model(), prompt(2, 40, seed=1)["input_ids"], prompt(2, 6, seed=2)["input_ids"]
 
     def positions(rows, widths):
@@ -154,7 +154,7 @@ def test_refused_input_leaves_the_cache_alone():
     plain = plain_model(ids(1, 10)).past_key_values
     with pytest.raises(ValueError, match="attention_mask"):
         net(ids(1, 5), attention_mask=torch.ones(1, 7), past_key_values=plain)
-    assert plain_model(ids(1, 5), past_key_values=plain).logits.isfinite().all()  # still Transformers' own
+    assert plain_model(ids(1, 5), past_key_values=plain).logits.isfinite().all()  # still Transformers' cache
 
 
 def test_half_read_cache_is_refused():

@@ -1,4 +1,4 @@
-"""Model types, each built tiny and compared with the unpatched model: `kvevict/known.tsv` says what came of it.
+"""Model types, each built tiny and compared with the unpatched model: `kvevict/known.tsv` has the results.
 
 KVEVICT_TYPES=all compares every type that the installed Transformers has, KVEVICT_TYPES=write writes the table.
 """
@@ -28,7 +28,7 @@ LINES = {line.name: line for line in known.table()}
 @pytest.mark.parametrize("name, kind", TYPES, ids=[name for name, _ in TYPES])
 @pytest.mark.drawn(5)
 def test_table(name, kind):
-    """The table says what is so; a type that is not in it need not be right, but it says so when it is patched."""
+    """The table is true. A type that is not in it may be wrong, but then it is refused when it is patched."""
     line, wanted = judge.judge(name, kind), LINES.get(name)
     if WHICH == "write":
         write(line)
@@ -76,7 +76,7 @@ def test_unknown_and_right(unknown, family, dtype):
 
 
 class Foreign(transformers.models.llama.modeling_llama.LlamaAttention):
-    """Remote code under a known type's name: what it attends to is not said."""
+    """Remote code under a known type's name: it does not show its attention."""
 
     def forward(self, hidden_states, *args, **kwargs):
         return super().forward(hidden_states, *args, **kwargs)
@@ -105,7 +105,7 @@ def foreign_mlp(layer):
     (foreign_attention, "no single module that calls"), (foreign_mlp, "output in two calls differs from that in one"),
 ])  # fmt: skip
 def test_remote_code_is_looked_at(change, reason):
-    """Whatever type it says it is; and it is what it was when it is refused."""
+    """Under any type's name; a refused model is unchanged."""
     model = tiny.model("llama")
     change(model.model.layers[1])
     configs = [layer.self_attn.config for layer in model.model.layers]
@@ -150,11 +150,11 @@ def test_positions_that_differ_are_refused(unknown, monkeypatch):
         kvevict.patch(model, "snapkv", budget=64)
 
 
-# -- what a decoder is made of ---------------------------------------------------------------------------------------
+# -- parts of a decoder ----------------------------------------------------------------------------------------------
 
 
 def test_layers_without_rope():
-    """They are seen to turn nothing; the others are."""
+    """They are found not to rotate; the others are found to rotate."""
     model = zoo.make("smollm3", "SmolLM3ForCausalLM")
     wanted = {index: bool(rope) for index, rope in enumerate(model.config.no_rope_layers)}
     assert trial.rotating(model, model.model, list(wanted)) == wanted
@@ -181,7 +181,7 @@ def test_parallel_blocks_have_no_middle():
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2"])
 def test_after_attention(family):
-    """By name where names are known: what normalises the stream before the MLP, or the MLP itself."""
+    """For families with known names: the norm before the MLP, or the MLP itself."""
     model = tiny.model(family)
     name = {"llama": "post_attention_layernorm", "gemma2": "pre_feedforward_layernorm", "olmo2": "mlp"}[family]
     order = [i for i, kind in enumerate(families.layer_kinds(model.config)) if kind == families.FULL_ATTENTION]
@@ -203,7 +203,7 @@ def test_window_as_long_as_the_context(family):
 
 
 def test_values_narrower_than_keys(monkeypatch):
-    """As MiMo-V2-Flash's are when it is not tiny: what is stored is as wide as the keys."""
+    """As in the full-size MiMo-V2-Flash: stored values are as wide as the keys."""
     wide = dict(head_dim=48, v_head_dim=32, swa_head_dim=48, swa_v_head_dim=32)
     monkeypatch.setitem(zoo.EXTRA, "mimo_v2_flash", wide)
     if "mimo_v2_flash" not in dict(zoo.types()):
@@ -285,7 +285,7 @@ EYES = {
 
 
 def seeing(name, kind, monkeypatch):
-    """A tiny model, and a prompt of 60 tokens whose columns 10 to 27 are a picture."""
+    """A tiny model, and a prompt of 60 tokens with a picture in columns 10 to 27."""
     monkeypatch.setitem(zoo.EXTRA, name, zoo.EXTRA.get(name, {}) | SEES | dict(vision_config=EYES[name]))
     model, generator = zoo.make(name, kind), torch.Generator().manual_seed(3)
     ids = torch.randint(20, 250, (1, 60), generator=generator)
@@ -306,7 +306,7 @@ def seeing(name, kind, monkeypatch):
     ("take", dict(chunk_size=13, probe=(8, 14))),
 ])  # fmt: skip
 def test_pictures(name, policy, options, monkeypatch):
-    """Chunks cut through a picture, whose tokens may be appended rows: the logits and tokens are the unpatched
+    """Chunks cut through a picture, and its tokens may be appended rows: logits and tokens equal the unpatched
     model's."""
     model, inputs = seeing(name, dict(zoo.types())[name], monkeypatch)
     with torch.no_grad():
@@ -323,8 +323,8 @@ def test_pictures(name, policy, options, monkeypatch):
 @pytest.mark.parametrize("name", EYES)
 @pytest.mark.parametrize("pictures", [(1, 2), (2, 0)], ids=str)
 def test_batch_whose_pictures_differ_in_number(name, pictures, monkeypatch):
-    """Rows with so many pictures each, the second one left-padded: the tokens are the unpatched model's, and a row
-    keeps what it keeps alone."""
+    """Rows with so many pictures each, the second one left-padded: the tokens equal the unpatched model's, and a row
+    keeps the same slots as alone."""
     model, one = seeing(name, dict(zoo.types())[name], monkeypatch)
     ids, padding = torch.randint(20, 250, (2, 60), generator=torch.Generator().manual_seed(4)), 7
     for row, count in enumerate(pictures):

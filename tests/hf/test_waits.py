@@ -1,5 +1,6 @@
-"""How often the host waits for the device: per layer, by calls of models of two depths. On a CPU nothing waits; what
-would on a GPU is counted instead: numbers read from tensors, masks turned into indices, numbers put into tensors."""
+"""How often the host waits for the device: per layer, by calls of models of two depths. On a CPU nothing waits, so the
+operations that would wait on a GPU are counted: numbers read from tensors, masks turned into indices, numbers put into
+tensors."""
 
 import collections
 import contextlib
@@ -17,8 +18,8 @@ UPLOADS = {"aten::lift_fresh", "aten::lift_fresh_copy"}  # torch.tensor and torc
 
 
 class Waits(TorchDispatchMode):
-    """Counts by kind, but for `host.upload`, which does not wait, and `layer_slots`, whose tensors are on the CPU
-    wherever the model is."""
+    """Counts by kind, except for `host.upload` (it does not wait) and `layer_slots` (its tensors are always on the
+    CPU)."""
 
     def __init__(self, monkeypatch):
         super().__init__()
@@ -80,8 +81,8 @@ def test_plain_decoding_waits_for_nothing(monkeypatch, policy):
     assert per_layer(monkeypatch, True, policy, budget=16, chunk_size=24, **small) == {}
 
 
-# What remains by layer and evicting chunk (docs/performance.md): where heads compete, the best of all and how many of
-# each head they are; where an average is taken from them ("ada"), whether that leaves a head too many, too.
+# The remaining waits by layer and evicting chunk (docs/performance.md). If heads compete: the number of the best slots,
+# in all and of each head. With "ada" also whether a head got more slots than it has.
 CHUNKED = {
     "take/no-delay": (dict(probe=4), 0),
     "snapkv": (dict(window=4), 0),
