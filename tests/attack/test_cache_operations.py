@@ -1,7 +1,7 @@
-"""Random sequences of what can be done to a cache, under every policy that needs a model alone: each is equal to a twin
-that stores every head's slots and numbers densely, bit by bit, or is refused and leaves everything as it was.
+"""Random sequences of operations on a cache, under every policy that needs a model alone. Each operation gives the same
+bits as on a twin that stores every head's slots and numbers densely, or is refused and changes nothing.
 
-The twin is given what a call stores, scores and chooses, and moves and joins it on its own.
+The twin gets a call's stored rows, scores and choices, and moves and joins them independently.
 """
 
 import copy
@@ -55,7 +55,7 @@ def policy(name, budget):
 
 
 class Log:
-    """Inside, the layers that a call changes, and what they are given: [(layer, what, arguments)]."""
+    """Inside, records a call's changes of layers: [(layer, operation, arguments)]."""
 
     def __enter__(self):
         self.events, self.now, self.patches = [], None, []
@@ -94,7 +94,7 @@ class Head:
     """Slots of a head: (keys, values, positions, numbers), NaN where there is no number."""
 
     def __init__(self, slots):
-        self.slots, self.pending = slots, None  # numbers of the slots once what is new is stored
+        self.slots, self.pending = slots, None  # the slots' numbers after the new rows are stored
 
     def join(self, how, new):
         old = torch.full_like(new, torch.nan)
@@ -118,7 +118,7 @@ class Head:
 
 
 class Twin:
-    """What a layer holds."""
+    """The content of a layer."""
 
     def __init__(self, heads, columns=0, removable=0):
         self.heads, self.columns, self.removable = heads, columns, removable

@@ -31,7 +31,7 @@ READERS = {
 
 @pytest.fixture(autouse=True, scope="module")
 def no_disk():
-    """Files wait for no disk: how long one takes depends on what else uses it."""
+    """Files are not synced: the time of that depends on the disk's other users."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda file: None)
         yield
@@ -75,7 +75,7 @@ def tensor(rng, x):
 
 
 def test_caches(caches, tmp_path):
-    """What is loaded decodes two tokens and can be saved."""
+    """A loaded cache decodes two tokens and can be saved."""
     path = tmp_path / "cache"
 
     def case(rng):
@@ -136,7 +136,7 @@ def beside(model, folder):
 
 
 def test_adapters_gates_and_statistics(tmp_path):
-    """Every damaged file is refused by `patch`, which leaves the model unpatched."""
+    """`patch` refuses every damaged file and leaves the model unpatched."""
     model = shared()
     given = beside(model, tmp_path)
     good = {path: path.read_bytes() for path in given}
@@ -240,7 +240,7 @@ def policies(rng):
 
 
 def test_policies():
-    """What is read makes the same text again, is patched with, and reads a prompt."""
+    """A parsed policy makes the same text again, can be patched with, and reads a prompt."""
     model, inputs = shared(), prompt(1, 40)
     plain = model(**inputs).logits
 
@@ -266,7 +266,7 @@ def test_policies():
 
 
 def test_histories(tmp_path):
-    """What is read splits a budget exactly."""
+    """A parsed history splits a budget exactly."""
     path, history = tmp_path / "history", kvevict.history("attacked")
     policy = kvevict.policy.build("edie+tada", budget=50, task="attacked")
 
@@ -304,7 +304,7 @@ def results(rng):
 
 
 def test_results(tmp_path):
-    """What is read makes a table; what is refused keeps every byte."""
+    """Parsed results make a table; a refused file keeps every byte."""
     path = tmp_path / "results"
 
     def case(rng):

@@ -34,7 +34,7 @@ from kvevict.policy.text import parse_policy
 from kvevict.prompts import MARGIN, first_ids, ids_of
 
 DEEP = "[" * 100_000
-DEEPER = "[" * (DEEPEST + 1) + "]" * (DEEPEST + 1)  # which Python reads
+DEEPER = "[" * (DEEPEST + 1) + "]" * (DEEPEST + 1)  # Python reads it
 BEYOND = 10**23
 
 
@@ -92,7 +92,7 @@ def test_caches_that_lie(cache, tmp_path, lie):
     lie(tensors, facts)
     sealed.write(path, tensors, meta | {"layers": json.dumps(facts)})
     if "0" in tensors:
-        kvevict.load_cache(path, shared())  # what is of no layer does no harm
+        kvevict.load_cache(path, shared())  # tensors of no layer do no harm
         return
     with pytest.raises(ValueError, match=f"{path}(?!.*checksum)"):
         kvevict.load_cache(path, shared())
@@ -218,7 +218,7 @@ def test_a_write_that_fails(tmp_path, monkeypatch):
 
 
 def test_writes_of_one_path_at_once(tmp_path):
-    """Each has a file of its own, also in one process; the last one to end stays."""
+    """Each has a separate file, also in one process; the last one to end stays."""
     path = tmp_path / "file"
     with replacing(path) as one, replacing(path) as other:
         Path(one).write_text("one")
@@ -272,7 +272,7 @@ def test_the_largest_budget_reads():
 
 @pytest.mark.parametrize("text", [DEEP, DEEPER, '{"budget": ' + DEEPER + "}", '{"score": ' + DEEP, "9" * 5000, "[}"])
 def test_deep_json(text, tmp_path):
-    """Of a policy, a history and results; what is within the limit is read."""
+    """In a policy, a history and results; JSON within the limit is read."""
     path = tmp_path / "file"
     path.write_text(text + "\n")
     history = kvevict.history("deep")
@@ -284,7 +284,7 @@ def test_deep_json(text, tmp_path):
     path.write_text('{"settings": {}}\n' + text + "\n")
     with pytest.raises(ValueError, match="line 2"):
         read(path)
-    assert parse_policy("take:probe=" + DEEPER)[1]["probe"] == DEEPER  # a word, which probe then refuses
+    assert parse_policy("take:probe=" + DEEPER)[1]["probe"] == DEEPER  # a word; probe refuses it
 
 
 @pytest.mark.parametrize("data", [

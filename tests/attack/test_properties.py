@@ -1,4 +1,4 @@
-"""Random tiny models read random prompts by random policies: what holds for all of them."""
+"""Random tiny models read random prompts by random policies: properties of all of them."""
 
 import copy
 from collections import Counter
@@ -18,7 +18,7 @@ from kvevict.engine.slots.cache import EvictionLayer
 HYBRID = "lfm2", "Lfm2ForCausalLM"  # full attention and convolutions
 PRESETS = [name for name in kvevict.PRESETS if "speckv" not in name and name not in ("lookahead", "gate")]
 SHARES = [share / 20 for share in range(1, 20)]
-TASK = "properties"  # whose history is forgotten before every read
+TASK = "properties"  # its history is reset before every read
 
 
 OPTIONS = [(option, value) for option, values in dict(
@@ -73,7 +73,7 @@ def positions(mask):
 
 
 def read(model, inputs, new=3):
-    """Of a prompt and `new` greedy tokens after it: the last logits of each, and what was kept and held."""
+    """The last logits of a prompt and of each of `new` greedy tokens after it, the kept slots, and the report."""
     kvevict.history(TASK).reset()
     mask, cache, logits, step = inputs["attention_mask"], DynamicCache(config=model.config), [], inputs["input_ids"]
     reported = None
@@ -131,7 +131,7 @@ def in_threads(model, inputs, got, threads) -> bool:
 
 
 def stored(model, inputs, cache, path) -> bool:
-    """What was saved and loaded goes on as the cache itself."""
+    """A saved and loaded cache continues as the cache itself."""
     try:
         kvevict.save_cache(cache, path)
     except ValueError:  # a state is not written

@@ -1,13 +1,13 @@
-"""What each preset costs on top of plain chunked prefill:
+"""The cost of each preset on top of plain chunked prefill:
 
     python tests/benchmarks/bench_cost.py [--tokens 8192] [--budget 512] [--policies NAME:OPTION=VALUE,... ...]
 
 One process, one random 4-layer, hidden-512, 8/2-head fp32 Llama. A preset is compared with the same read (the same
-chunk size) that keeps everything, taking turns; medians. `read` is its time over the plain one's: below 1 where evicted
-slots save more attention than choosing them costs. `choosing` is all that happens after a layer's attention (scoring,
-selecting, moving slots, what TADA measures) and drafting, in % of the plain read. `token` is the time of a decoded
-token over the plain read's, which decodes with every slot. Before a preset is timed, it is checked that it keeps its
-budget. Prints a table and one JSON line. CAOTE's table 6, overheads at one block size, is
+chunk size) that keeps everything, alternating; medians. `read` is its time over the plain one's: below 1 if evicted
+slots save more attention than choosing them costs. `choosing` is the time of drafting and of all work after a layer's
+attention (scoring, selecting, moving slots, TADA's measurements), in % of the plain read. `token` is the time of a
+decoded token over a token's after the plain read, with every slot. Each preset's budget is checked before it is timed.
+Prints a table and one JSON line. CAOTE's table 6, overheads at one block size, is
 
     bench_cost.py --policies h2o:chunk_size=128 h2o+caote h2o+fastcaote tova:per_head=True,chunk_size=128 tova+caote
         tova+fastcaote snapkv:decode=True,interval=1,chunk_size=128 snapkv+caote snapkv+fastcaote
@@ -27,14 +27,14 @@ from kvevict.analysis.compare import informed
 from kvevict.policy import presets
 from kvevict.policy.text import parse_policy
 
-PLAIN = 2**30  # a budget that nothing reaches
+PLAIN = 2**30  # a budget above every prompt's length
 STAGES = ("evict", "draft")
-NEW = 33  # tokens decoded, the read's own included
+NEW = 33  # tokens decoded, the first one of the read included
 
 
 def read(model, ids, chosen):
     """Seconds of a read, of its stages that choose, and of a decoded token; and the report."""
-    alone = run.measure(model, None, ids, chosen, max_new_tokens=1)  # whose stages are the read's only
+    alone = run.measure(model, None, ids, chosen, max_new_tokens=1)  # its stages are the read's only
     both = run.measure(model, None, ids, chosen, max_new_tokens=NEW)
     if both["new_tokens"] != NEW:
         raise SystemExit(f"{both['new_tokens']} tokens were decoded, not {NEW}")
@@ -55,12 +55,12 @@ def main():
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
-    mine = [name for name in presets.PRESETS if not name.startswith("speckv")]  # which cost what their draft model does
+    mine = [name for name in presets.PRESETS if not name.startswith("speckv")]  # their cost is the draft model's
     parser.add_argument("--policies", nargs="+", default=mine)
     args = parser.parse_args()
     model = build(args.tokens)
     ids = torch.randint(1000, (1, args.tokens), generator=torch.Generator().manual_seed(1))
-    response = ids[0, :32].tolist()  # which costs an oracle what any other would
+    response = ids[0, :32].tolist()  # any response costs an oracle the same
     learned = dict(lookahead=dict(adapter=kvevict.lookahead.Adapter(model)))
     policies = {}
     for text in args.policies:

@@ -1,14 +1,14 @@
 """python tests/benchmarks/bench_ops.py [--quick] [--only REGEX] [--cpu-time] [--device cuda]: the ops beside torch's
 SDPA on the same data.
 
-SDPA gets [stored | new] in one tensor, joined outside the timing, which a cache would have to do for it each time.
-Every result is compared before it is timed; times are medians, the two sides taking turns. On a GPU a side is captured
-in a CUDA graph of several calls and timed by events, so the time is the GPU's, with what of the data its caches
-keep from call to call; of the ways to call SDPA the fastest is the peer. Not yet run on a GPU.
+SDPA gets [stored | new] in one tensor. Joining them is not timed, although a cache would have to do it for each call.
+Every result is compared before it is timed; times are medians, with the two sides alternating. On a GPU a side is
+captured in a CUDA graph of several calls and timed by events, so the time is the GPU's, with data that stays in its
+caches between calls; SDPA is called in its fastest way. Not yet run on a GPU.
 
-On a CPU the same run measures what the machine can do at most (peaks.c: multiply-adds of fp32 and of bf16, reading at
-best and, as "stream", all of a buffer), and each op's share of it is printed: of the fp32 peak, or of the bf16 peak
-where the kernels multiply bf16 as it is; of decode that of both kinds of reading.
+On a CPU the same run measures the machine's peaks (peaks.c: multiply-adds of fp32 and of bf16, reading at best and, as
+"stream", all of a buffer). Each op's share of a peak is printed: of the fp32 peak, or of the bf16 peak if the kernels
+multiply in bf16; for decode, of both rates of reading.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from kvevict.engine.slots.storage import Storage
 READING = ("read", "stream")
 SHAPES = [(32, 8, 128), (8, 2, 64), (32, 8, 96)]  # H, Hkv, D
 ROWS = {"cpu": (1024, [4096, 512]), "cuda": (4096, [10240, 512])}  # new, stored
-# Two roundings to the output's dtype, and SDPA's own of the weights in 16 bit.
+# Two roundings to the output's dtype, and SDPA's rounding of the weights in 16 bit.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6}
 
 
@@ -102,7 +102,7 @@ def timed_on_gpu(run, calls=20):
     graph, start, end = torch.cuda.CUDAGraph(), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # what is set up at the first call must not be captured
+    with torch.cuda.stream(side):  # the first call's setup must not be captured
         run()
     torch.cuda.current_stream().wait_stream(side)
     with torch.cuda.graph(graph):
@@ -283,8 +283,8 @@ def bench_decode(H, Hkv, D, stored, dtype):
 
 
 def bench_fork(H, Hkv, D, stored, dtype):
-    """A decoded token of a forked cache, 32 tokens after the fork, beside one of a cache of its own: with all that
-    Python does for it."""
+    """A decoded token of a forked cache, 32 tokens after the fork, beside one of an unforked cache, with all of
+    Python's time."""
     q, k, v, *_, keys, values, scale = data(H, Hkv, D, stored, 1, dtype)
     keys, values, columns = keys[:, :, :stored], values[:, :, :stored], 32
     pos, first = torch.arange(stored, dtype=torch.int32)[None], torch.zeros(1, dtype=torch.int32)

@@ -30,7 +30,7 @@ NEW = 24  # tokens of an answer at most
 
 
 def text_of(args):
-    """The cases of one text, which is in each."""
+    """The cases of one text; each has the text."""
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     settings = Settings(tokenizer, args.length, 1, 0, Settings.depths, Path(args.haystack), None)
     return list(find("many")(settings))

@@ -1,11 +1,11 @@
-"""Where the time of a read and of a decoded token goes:
+"""The time of a read and of a decoded token by stages:
 
     python tests/benchmarks/bench_stages.py [--model DIR] [--dtype bfloat16] [--tokens 8192] [--runs unpatched take]
 
 A prompt of random tokens, read once after a short one to warm up; then tokens are decoded, the unpatched model's after
-a prompt of as many tokens as the policies keep slots. Seconds of torch's linear layers, of attention, of what kvevict
-does after it (scoring, choosing, moving slots), and of all other operators, the largest of them by name. All of it is
-under torch's profiler, which costs a few percent. Without --model: the random model of bench_read.py.
+a prompt of as many tokens as the policies keep slots. Seconds of torch's linear layers, of attention, of kvevict's work
+after it (scoring, choosing, moving slots), and of all other operators, the largest of them by name. All of it is under
+torch's profiler, which costs a few percent. Without --model: the random model of bench_read.py.
 """
 
 import argparse
@@ -34,8 +34,8 @@ def clocks(model) -> dict:
 
 @torch.no_grad()
 def stages(model, run, times=1, began=()) -> tuple:
-    """What `run` does, `times` over: {stage: seconds of one}, and the largest other operators. began: the clocks
-    before; those of a read start at 0."""
+    """({stage: seconds of one run}, the largest other operators) of `times` runs. began: the clocks before; a read's
+    clocks start at 0."""
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     with profiler as profile, torch.profiler.record_function("all"):
         for _ in range(times):

@@ -119,7 +119,8 @@ def counted(lines):
 
 def main_loops(lines):
     """[(nesting, counts)] of the loops around matrix products, outer ones first; without any, of the innermost loop
-    with the most arithmetic. What is in a loop inside is not counted again; what a branch may skip is counted."""
+    with the most arithmetic. An inner loop's instructions are not counted again; instructions that a branch may skip
+    are counted."""
     labels = {line: i for i, line in enumerate(lines) if line.startswith(".L")}
     branches = [(labels.get(found[1], len(lines)), i) for i, line in enumerate(lines)
                 if (found := re.match(r"BRA.*`\((\.L\w+)\)", line))]  # fmt: skip

@@ -74,7 +74,7 @@ def test_the_life_of_a_token():
 
 @pytest.fixture
 def example(request):
-    """What a snippet of the page registers, taken back afterwards."""
+    """The registrations of a snippet of the page, removed afterwards."""
     registries = kvevict.SCORES, kvevict.ROWS, kvevict.QUANTITIES
     before = [dict(registry) for registry in registries]
     snippets = re.findall(r"^```python example\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
@@ -92,7 +92,7 @@ def example(request):
 
 @pytest.mark.parametrize("example", ["register_quantity"], indirect=True)
 def test_a_score_on_a_new_quantity(example):
-    """It keeps what its formula says, by the model's own values."""
+    """It keeps the slots of its formula, computed from the model's values."""
     model, inputs = tiny.model(), tiny.prompt(1, 40)
     kvevict.patch(model, "snapkv", score="outlying", rows="window", window=4, budget=12)
     seen = {}
@@ -116,7 +116,8 @@ def test_a_score_on_a_new_quantity(example):
 
 @pytest.mark.parametrize("example", ["register_rows"], indirect=True)
 def test_rows_that_depend_on_the_chunk(example):
-    """Every chunk is followed by its own first tokens, at the positions after it, and nothing of these is stored."""
+    """Every chunk is followed by a copy of its first tokens, at the positions after it, and the copies are not
+    stored."""
     model, inputs = tiny.model(), tiny.prompt(1, 50)
     calls = []
     model.model.embed_tokens.register_forward_pre_hook(lambda _, args: calls.append(args[0][0].tolist()))
@@ -131,7 +132,7 @@ def test_rows_that_depend_on_the_chunk(example):
 
 
 def test_carried_numbers_are_a_choice():
-    """Old slots get what `carry` says, new ones what they are scored; h2o is attention that is summed."""
+    """Old slots get their number by `carry`, new ones their score; h2o is summed attention."""
     new, carried = torch.tensor([[[1.0, 5, 2, 7]]]), torch.tensor([[[4.0, 3]]])
     by_hand = dict(sum=[5.0, 8, 2, 7], max=[4.0, 5, 2, 7], keep=[4.0, 3, 2, 7])
     assert {carry: join(carry, new, carried)[0, 0].tolist() for carry in by_hand} == by_hand

@@ -1,5 +1,5 @@
-"""No module of the package imports from a layer above its own, at its top or in a function; nor one of engine/ from a
-room above its own."""
+"""A module of the package imports, at its top or in a function, only from its layer and those below; a module of
+engine/ only from its room and those below."""
 
 from pathlib import Path
 
@@ -23,13 +23,13 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.spl
 
 
 def upward(file: Path, text: str) -> set:
-    """The top-level modules above its own that a file imports."""
+    """The top-level modules that a file imports from higher layers."""
     modules = {path[1] if path[1:] and path[1] in LEVEL else "__init__" for path in imported(file, text)}
     return {name for name in modules if LEVEL[name] > LEVEL[file.with_suffix("").parts[0]]}
 
 
 def upstairs(file: Path, text: str) -> set:
-    """The rooms of the engine above its own that a file of the engine imports."""
+    """The higher rooms of the engine that a file of the engine imports."""
     level = {name: level for level, names in enumerate(ROOMS) for name in names.split()}
     rooms = {path[2] for path in imported(file, text) if path[1:2] == ("engine",) and path[2:] and path[2] in level}
     return {room for room in rooms - {file.parts[1]} if level[room] >= level[file.parts[1]]}

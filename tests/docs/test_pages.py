@@ -63,7 +63,7 @@ WITH_PYTHON = [page for page in PAGES if any(f[:2] == ("python", "") for f in fe
     for page, name in zip(WITH_PYTHON, names(WITH_PYTHON))
 ])  # fmt: skip
 def test_python_snippets(page, tmp_path):
-    """A page's snippets, one after the other as a reader types them, in a process of their own."""
+    """A page's snippets, one after the other as a reader types them, in a separate process."""
     code = "\n".join(code for language, mark, code in fences(page) if (language, mark) == ("python", ""))
     run([sys.executable, "-c", code], tmp_path)
 
@@ -79,7 +79,7 @@ SHELL = [
 @pytest.mark.parametrize("page, code", SHELL, ids=[f"{page.relative_to(ROOT)}-{code[:30]}" for page, code in SHELL])
 def test_shell_snippets(page, code, tmp_path):
     """In an empty folder with the examples; `kvevict` and `python` are this interpreter's. Nightly: the commands take a
-    minute, and each has a test of its own."""
+    minute, and each has another test."""
     tools = tmp_path / "bin"
     tools.mkdir()
     for name, command in (("python", ""), ("kvevict", " -m kvevict")):

@@ -1,4 +1,4 @@
-"""Where the question stands: the task's cases, and that --observe asked has what asks observe, alone."""
+"""Tasks about the question's place: the cases, and that with --observe asked the question's tokens alone observe."""
 
 import itertools
 from contextlib import nullcontext
@@ -62,7 +62,7 @@ def test_a_chat_template_has_the_user_ask():
 
 @pytest.mark.parametrize("make", [tiny.byte_tokenizer, tiny.chat_tokenizer])
 def test_what_asks_observes(make):
-    """`observe="asked"` is the span of the question's own tokens, of rows that are a probe."""
+    """`observe="asked"` is the span of the question's tokens, for rows that are a probe."""
     tok, net = make(), tiny.model(vocab_size=260, max_position_embeddings=8000)
     for case in TASKS["asked"](Settings(tok, 6000, 1)):
         prompt = ask.encode(net, tok, case)
@@ -79,7 +79,7 @@ def test_what_asks_observes(make):
 
 
 def test_a_run_that_observes_what_asks():
-    """It keeps what `kvevict.observing` keeps."""
+    """It keeps the same slots as `kvevict.observing`."""
     tok, net = tiny.byte_tokenizer(), tiny.model(vocab_size=260, max_position_embeddings=8000)
     case = next(case for case in TASKS["asked"](Settings(tok, 1500, 1)) if case.tags["place"] == "before")
     prompt, held = ask.encode(net, tok, case), []

@@ -82,7 +82,7 @@ def results(net, out, **changes):
 
 
 def untimed(lines):
-    """Lines by key, without what differs from run to run."""
+    """Lines by key, without the fields that differ from run to run."""
     names = "task", "id", "seed", "policy", "budget", "chunk_size", "mode"
     found = {tuple(line[name] for name in names): line for line in lines}
     assert len(found) == len(lines), "a case was repeated"
@@ -232,7 +232,7 @@ def test_cut_anywhere_it_resumes(net, tmp_path):
         cut.write_bytes(data[:end])
         assert untimed(results(net, cut, seeds=(0, 1), cases=1)) == want
         kept = data[: data[:end].rfind(b"\n") + 1]
-        assert cut.read_bytes().startswith(kept)  # what was known was not measured again
+        assert cut.read_bytes().startswith(kept)  # known lines were not measured again
 
 
 def command(folder, out):
@@ -466,7 +466,7 @@ def test_a_file_of_something_else_is_left_alone(tmp_path, text):
 
 
 def test_text_holds_no_special_tokens():
-    """What reads like one is text: a document that says <end> ends nothing."""
+    """A special token's name in a document is text: <end> there does not end anything."""
     ours = AutoTokenizer.from_pretrained(small_llama())
     assert ours.all_special_tokens
     for special in ours.all_special_tokens:

@@ -1,4 +1,4 @@
-"""A text that is read once and asked about many times: its cases, and that a shared read gives what own reads give."""
+"""Many questions about one text: the cases, and that a shared read gives the same as separate reads."""
 
 import json
 import math
@@ -39,7 +39,7 @@ def lines_of(net, out, policies=("streaming", "kvzip"), modes=("agnostic",), **c
 
 
 def timeless(lines):
-    """Lines by run and case; floats aside, which one and two reads round differently."""
+    """Lines by run and case, without the floats that one and two reads round differently."""
     return {
         (x["id"], x["policy"], x["budget"], x["chunk_size"], x["mode"]): {
             k: v for k, v in x.items() if not k.endswith("_seconds") and k != "nats"
@@ -51,7 +51,8 @@ def timeless(lines):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.nightly)])
 def test_one_read_for_all_questions(tmp_path, family, monkeypatch):
-    """The same answers, likelihoods and slots as with a read per question, which policies that know it get still."""
+    """The same answers, likelihoods and slots as with a read per question; policies that know the question still get
+    one."""
     net, reads = tiny_model(family), Counter()
     real = run.read
     monkeypatch.setattr(run, "read", lambda *a: reads.update([a[3].policy]) or real(*a))
@@ -125,7 +126,8 @@ def test_facts(words, task):
 
 
 def test_other_words_than_stated(words):
-    """A paraphrased question names what the fact is about and shares no other word of five letters or more with it."""
+    """A paraphrased question names the fact's subject and shares no other word of five letters or more with the
+    fact."""
     long = lambda text: set(re.findall(r"\w{5,}", text.lower()))  # noqa: E731
     for _, lines in SAID.values():
         for statement, question, other in lines:
@@ -195,7 +197,7 @@ def test_tables():
     # Deviations from 0.4 are -0.4, -0.2, 0.2, 0.4: sums -0.6 and 0.6; t of one degree of freedom is 12.7062.
     assert (cell.dnll, cell.half) == pytest.approx((0.4, 12.7062 * math.sqrt(2 * 0.72) / 4), rel=1e-4)
     assert intervals.clustered([1.0, 3.0], "aa") == math.inf
-    # Each value a cluster of its own: Student's interval.
+    # Each value is a cluster: Student's interval.
     assert intervals.clustered([1.0, 2.0, 4.0], "abc") == pytest.approx(intervals.student([1.0, 2.0, 4.0]))
     found = summary.differences(lines, ("a", None))["b", 0.25, None]["toy", (), "agnostic"]
     assert (found.score, found.nats, found.nats_half) == pytest.approx((-2 / 3, 0.1, 0))

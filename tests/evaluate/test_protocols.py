@@ -1,4 +1,4 @@
-"""Papers' protocols: what they compare, and what is said of it."""
+"""Papers' protocols: their comparisons, and the verdicts."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""The haystack and RULER's tasks: what a case says is worked out again from its text alone. Seeds are new every run."""
+"""The haystack and RULER's tasks: a case's answers are computed again from its text alone. Seeds are new every run."""
 
 import json
 import lzma
@@ -69,7 +69,7 @@ def test_eleven():
 @pytest.mark.parametrize("name", TOKENS)
 @pytest.mark.drawn(12)
 def test_lengths(name, settings):
-    """The prompt and what is generated fill the length, but for less than one more unit."""
+    """The prompt and the generated tokens fill the length, up to less than one more unit."""
     for length in (1024, random.randint(1024, 6000)):
         for case in cases(name, replace(settings, length=length, cases=2)):
             used = settings.tokens(case.context + case.question) + TOKENS[name]

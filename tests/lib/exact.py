@@ -1,9 +1,9 @@
 """The arithmetic of a model in float64, and how far float32 may be from it on any processor.
 
 Transformers computes norms, softmax and rotations in float32 whatever the model's dtype is; within `Exact` everything
-is float64. `Exact(seed)` is one draw of what float32 does: every result is off by a random relative error of the size
-that float32 rounds it by. What a whole computation loses depends on its condition, which no multiple of eps knows; a
-few draws measure it without float32 and so without a processor's order of summation:
+is float64. `Exact(seed)` is one draw of float32's rounding: every result is off by a random relative error of the size
+of float32's. The error of a full computation depends on its condition, so a multiple of eps cannot bound it; a few
+draws measure it without float32, and so without a processor's order of summation:
 
 - a function of one element, and a copy: its value times 1 + u z, u = 2^-24, z normal;
 - a sum of n products a_i b_i: u sqrt(n) sqrt(sum (a_i b_i)^2) z. Summed in any order, product i is in at most n partial
@@ -37,7 +37,7 @@ class Exact(TorchDispatchMode):
 
     @staticmethod
     def _size(func, args, out):
-        """[like out] what u times z is multiplied by."""
+        """[like out] the factor of u z."""
         if func in (aten.mm.default, aten.bmm.default, aten.addmm.default):
             a, b = args[-2:]
             return a.shape[-1] ** 0.5 * (a.square() @ b.square()).sqrt()
@@ -47,8 +47,8 @@ class Exact(TorchDispatchMode):
 
 
 def spread(compute, draws):
-    """({name: exact tensor}, {name: norm}) of `compute()`, which gives the first: how far rounding as float32 does
-    moves a tensor, the largest of some draws."""
+    """({name: exact tensor}, {name: norm}) for a `compute()` that returns {name: tensor}. The norm is the largest
+    distance over some draws that float32's rounding moves a tensor."""
     with Exact():
         exact = compute()
     moved = dict.fromkeys(exact, 0.0)

@@ -35,13 +35,13 @@ def drawn(items) -> set:
 
 
 def one_in(many, cases, name):
-    """Yields one in so many of a test's own cases, drawn; with KVEVICT_MOST=all every one."""
+    """Yields one in so many of a test's cases, drawn; with KVEVICT_MOST=all every one."""
     rng = random.Random(f"{SEED} {name}")
     return (case for case in cases if ALL or rng.random() * many < 1)
 
 
 def count(cases: int) -> int:
-    """How many of a test's random cases are run: `cases` in the gate, KVEVICT_FUZZ times as many elsewhere."""
+    """Number of a test's random cases to run: `cases` in the gate, KVEVICT_FUZZ times as many elsewhere."""
     return max(1, round(cases * FACTOR))
 
 
@@ -52,8 +52,9 @@ def again(seed=SEED, factor=f"{FACTOR:g}") -> str:
 
 
 def fuzz(case, cases: int) -> Counter:
-    """Call case(rng) `count(cases)` times, with the generators of seeds from KVEVICT_SEED on; it returns the name of
-    what came of it. How often each came. An error in a case fails the test with the line that runs the case again."""
+    """Call case(rng) `count(cases)` times, with generators seeded from KVEVICT_SEED on; case returns the name of its
+    outcome. Returns the count of each outcome. An error in a case fails the test with the line that runs the case
+    again."""
     found = Counter()
     for seed in range(SEED, SEED + count(cases)):
         try:
@@ -66,8 +67,8 @@ def fuzz(case, cases: int) -> Counter:
 
 def drawn_by(cases: int, **strategies):
     """Decorates a function that hypothesis calls `count(cases)` times with arguments of strategies, from KVEVICT_SEED
-    on. What fails is made small. Strategies of a few values only, below 100: others may be taken from the source of
-    whatever modules are loaded, which depends on the tests that ran before."""
+    on. A failing example is shrunk. Use strategies of a few values below 100 only: hypothesis may take others from the
+    source of loaded modules, and these depend on the tests that ran before."""
     import hypothesis  # the ops' tests on a GPU do without
 
     settings = hypothesis.settings(
@@ -167,7 +168,7 @@ def damaged(rng, data: bytes) -> bytes:
 
 
 def text(rng, data) -> bytes:
-    """JSON data as bytes, whose values or letters were changed once or more."""
+    """JSON data as bytes, with values or letters changed, or unchanged."""
     for _ in range(rng.choice((0, 1, 1, 2, 5))):
         data = changed(rng, data)
     made = json.dumps(data).encode()

@@ -17,7 +17,7 @@ ERRORS = (RuntimeError, ValueError, TypeError)
 
 # Relative to the size of a sum. n roundings of fp32, in whatever order a processor adds, come to 2^-24 sqrt(n), the
 # standard deviation of independent ones: four of these for a logit's D <= 256 products and a sum over 1,500 slots.
-# 16-bit inputs are rounded before either side sees them, so only the output's own rounding is added: half a unit in the
+# 16-bit inputs are rounded before either side sees them, so only the output's rounding is added: half a unit in the
 # last place, at most 2^-8 (bf16) or 2^-11 (fp16) of the value.
 FP32 = 4 * (256 + 1500) ** 0.5 * 2.0**-24
 OUT = {torch.float32: FP32, torch.bfloat16: 2.0**-8 + FP32, torch.float16: 2.0**-11 + FP32}
@@ -28,7 +28,7 @@ def i32(x):
 
 
 def laid_out(x, layout):
-    """The same values (expanded: head 0's for all) in strides that models produce; what lies between is NaN."""
+    """The same values (expanded: head 0's for all) in strides that models produce; memory between them is NaN."""
     if layout == "transposed":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
     if layout == "unaligned":  # an odd first element and an odd row stride
@@ -112,8 +112,8 @@ device = torch.device("cpu")  # where `call` and `opcheck` run ops; conftest.py 
 
 
 class Moved:
-    """Tensors on another device with the strides and the shared memory that they have here. In `with`, what was written
-    there comes back at the end."""
+    """Tensors on another device with the same strides and shared memory as here. At the end of a `with`, results are
+    copied back."""
 
     def __init__(self, device):
         self.device, self.storages = device, {}

@@ -1,4 +1,4 @@
-"""What kvevict does with a model type: the line of `kvevict/known.tsv`, from a tiny model and the unpatched one."""
+"""The verdict on a model type: its line of `kvevict/known.tsv`, by a tiny model, patched and unpatched."""
 
 import contextlib
 import importlib
@@ -13,7 +13,7 @@ from kvevict import families, known, trial
 from kvevict.engine.hook import installed
 
 LENGTH, NEW, PADS = 70, 6, (0, 9)
-CLOSE = 3e-4  # of the largest logit; what is wrong is off by 1e-2 and more
+CLOSE = 3e-4  # of the largest logit; wrong models are off by 1e-2 and more
 ALL = dict(budget=4096)
 READS = (  # nothing is evicted before the prompt's end
     ("snapkv", ALL | dict(chunk_size=7)),
@@ -36,7 +36,7 @@ patching = importlib.import_module("kvevict.patch")  # the module, not the funct
 
 
 def judge(name, kind) -> known.Type:
-    """The verdict on a type; only what kvevict refuses and what differs is a refusal, all else is not ours."""
+    """The verdict on a type. Only a refusal by kvevict and a difference count as refused; other errors are not ours."""
     decoder = ""
     try:
         model = zoo.make(name, kind)
@@ -106,7 +106,7 @@ def off(got, want) -> float:
 
 
 def differs(model, inputs, want, tokens) -> str | None:
-    """What is wrong when nothing, and when something is evicted; None: nothing is."""
+    """The difference to the unpatched model without or with evictions; None: no difference."""
     valid = inputs["attention_mask"].bool()
     for policy, options in READS:
         try:
@@ -182,7 +182,8 @@ def _masks(config, mask):
 
 
 def layers_that_turn(model, decoder, inputs, want) -> str:
-    """What a type lacks where queries are turned; `families.rotate` is compared at other positions than `trial`'s."""
+    """The type's limits under policies that rotate queries; `families.rotate` is compared at other positions than
+    `trial`'s."""
     kinds = families.layer_kinds(decoder.config)
     order = [index for index, kind in enumerate(kinds) if kind in families.EVICTS]
     try:
@@ -212,13 +213,13 @@ def layers_that_turn(model, decoder, inputs, want) -> str:
 
 
 def drafts(model, inputs, want) -> str:
-    """What a type lacks where the model drafts for itself."""
+    """The type's limits under policies with drafts by the model."""
     reason = evicts(model, inputs, want, DRAFTED) or ""
     return reason if not reason or reason.startswith("laq: ValueError") else f"wrong: {reason}"
 
 
 def residual(model, decoder, inputs, want) -> str:
-    """What a type lacks where the residual stream is looked at."""
+    """The type's limits under policies that measure the residual stream."""
     kinds = families.layer_kinds(decoder.config)
     order = [index for index, kind in enumerate(kinds) if kind in families.EVICTS]
     try:

@@ -1,9 +1,9 @@
 """Reading a prompt and decoding under a policy: slow, in float64, from METHODS alone (sections 0, 1, 3, 4, 5
 and 7).
 
-One batch row at a time, over an unpatched Transformers model whose attention function is replaced. Every key and value
-ever computed stays in memory; eviction only takes numbers out of lists. "Token t" is the t-th token that the row has
-seen, so it is also the position it was rotated with.
+One batch row at a time, over an unpatched Transformers model with another attention function. Every key and value ever
+computed stays in memory; eviction only takes numbers out of lists. "Token t" is the t-th token that the row has seen,
+so it is also the position it was rotated with.
 """
 
 import contextlib
@@ -156,7 +156,7 @@ class Row:
         self.W = len(self.own) // 2 if self.o["warmup_layers"] == "half" else self.o["warmup_layers"]
         self.calls = {}  # layer -> its attention in the last call, of those that evict
         self.turns = {}  # layer -> [T] 1 - cos(R, R + O) of the last call's rows
-        self.inputs = {}  # layer -> [T, E] what its attention block got in the last call
+        self.inputs = {}  # layer -> [T, E] its attention block's input in the last call
         self.layer_budget = 0
         self.seen, self.limits = 0, [0] * len(self.own)  # slots of each layer, from the first eviction on
         self.part = None  # of a prompt that was read, the tokens that are repeated
@@ -204,12 +204,12 @@ class Row:
         return torch.cat(logits)
 
     def _draft(self, logits):
-        """Draft, then evict what waited for it; returns how far each layer turned the drafted rows."""
+        """Draft, then evict from the layers that waited for it. Returns each layer's rotations of the drafted rows."""
         self.drafted, turns = oracle_drafted.write(self, logits)
         waiting, self.waiting = self.waiting, []
         for seen in waiting:
             self._decide(seen)
-        for order, index in enumerate(self.own):  # groups that share what their first layer chose
+        for order, index in enumerate(self.own):  # groups share their first layer's choice
             self._follow(order, self.layers[index])
         return turns
 
@@ -246,8 +246,8 @@ class Row:
         return [self.always + high - Fraction(i * (high - low), L - 1) for i in range(L)]
 
     def _split(self, tokens):
-        """Slots of every layer, all heads together: C in whole numbers, no layer below what it always keeps or above
-        what it has."""
+        """Slots of every layer, all heads together: C split into whole numbers, at least a layer's protected slots and
+        at most its alive ones."""
         L, heads = len(self.own), len(self.layers[0].alive)
         alive = [heads * tokens + sum(map(len, self.layers[i].alive)) for i in self.own]
         over, self.later = sum(alive) > self.B * L * heads, []
@@ -266,7 +266,7 @@ class Row:
             groups = [list(range(i, min(L, i + o["n_reuse"]))) for i in range(0, L, o["n_reuse"])]
         shares = [sum(self.shares[i] for i in group) / len(group) for group in groups]
         least = max(self.always, 1) * heads // unit
-        own = self.always * heads // unit if o["layers"] == "cake" else 0  # which the shares are beyond
+        own = self.always * heads // unit if o["layers"] == "cake" else 0  # the shares come on top
         bounds = [(least - own, max(least, min(most[i] for i in group) // unit) - own) for group in groups]
         sizes = [len(group) for group in groups]
         whole = _apportion(shares, self.B * L * heads // unit - own * L, bounds, sizes)
@@ -301,7 +301,7 @@ class Row:
 
     @contextlib.contextmanager
     def _measured(self):
-        """Notes what every attention block gets, and how far every layer turns the residual stream, of each of the
+        """Records each attention block's input, and each layer's rotation of the residual stream, for each of the
         call's rows."""
         hooks, before = [], {}
         scale = getattr(self.model.config, "residual_multiplier", 1.0)
@@ -373,7 +373,7 @@ class Row:
         return self._weights(g, *args)
 
     def _follow(self, order, layer):
-        """Index reuse: keep what the group's first layer keeps."""
+        """Index reuse: keep the slots of the group's first layer."""
         first = order - order % self.o["n_reuse"]
         if first < order:
             layer.alive = [list(head) for head in self.layers[self.own[first]].alive]
@@ -404,7 +404,7 @@ class Row:
             self._decide(seen)
 
     def _propagate(self, seen):
-        """Which of the call's tokens go on (`oracle_fastkv`); here all do."""
+        """The call's tokens that go on (`oracle_fastkv`); here all do."""
 
     def _delayed(self, order):
         return self.W is not None and order <= self.W - 1
@@ -439,14 +439,15 @@ class Row:
         return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), rest], -1)
 
     def angles(self, position):
-        """[F] by which RoPE turns the pairs of dimensions."""
+        """[F] by which RoPE rotates the pairs of dimensions."""
         rotary = self.model.model.rotary_emb
         frequency = getattr(rotary, "inv_freq", None)
         frequency = (rotary.full_attention_inv_freq if frequency is None else frequency).float()
         return (float(position) * frequency).double()
 
     def evict(self, layers, seen, slots):
-        """All `layers` keep the slots that `seen`'s takes, `slots` in all; kv head g decides for kv head g."""
+        """All `layers` keep the slots that the layer of `seen` takes, `slots` in all; kv head g decides for kv head
+        g."""
         chooser, order = seen.layer, seen.order
         heads = range(len(chooser.alive))
         past = self._prompt(chooser)
@@ -597,7 +598,7 @@ def _attention(module, q, k, v, mask, scaling=None, softcap=None, s_aux=None, **
 
 @functools.cache
 def _doubled(model):
-    """A float64 copy of an unpatched model, whose attention modules call `_attention`."""
+    """A float64 copy of an unpatched model with attention modules that call `_attention`."""
     AttentionInterface.register("oracle", _attention)
     copied = copy.deepcopy(model).double()
     copied.config._experts_implementation = "eager"  # the grouped kernels have no float64

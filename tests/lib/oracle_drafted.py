@@ -1,7 +1,7 @@
 """Drafts for the float64 oracle, from METHODS sections 1 and 1a alone.
 
-Another model's draft is appended to chunks as a given response is. The model's own is made once the prompt was read, by
-a second `oracle.Row` whose layers hold what SnapKV would keep; only then slots are evicted.
+Another model's draft is appended to chunks as a given response is. A draft by the model itself is made after the prompt
+was read, by a second `oracle.Row` with the slots that SnapKV would keep; only then slots are evicted.
 """
 
 import copy
@@ -22,7 +22,7 @@ def best_token(row, logits):
 
 
 def follow(row, ids):
-    """What the other model writes after `ids`."""
+    """The other model's tokens after `ids`."""
     model, ids = _double(row.o["draft_model"]), list(ids)
     for _ in range(row.o["n_d"]):
         with torch.no_grad():
@@ -31,8 +31,8 @@ def follow(row, ids):
 
 
 def write(row, logits):
-    """What the model itself drafts after a prompt, from its last token's logits on: per evicting layer the drafted
-    rows' queries [H, n_d, d], keys and values [Hkv, n_d, d], and how far each layer rotated their residual stream."""
+    """The model's draft after a prompt, from its last token's logits on: per evicting layer the drafted rows' queries
+    [H, n_d, d], keys and values [Hkv, n_d, d], and each layer's rotations of their residual stream."""
     writer, token, n_d, turns = _writer(row), best_token(row, logits), row.o["n_d"], []
     for _ in range(n_d):
         token = best_token(row, writer.step(token))
@@ -45,7 +45,7 @@ def write(row, logits):
 
 
 def _writer(row):
-    """A row that holds what SnapKV keeps of each layer's slots."""
+    """A row with the slots that SnapKV keeps of each layer."""
     writer = copy.copy(row)
     writer.o = row.o | dict(decode=False, n_reuse=1)
     writer.calls = {}

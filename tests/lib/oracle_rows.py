@@ -1,4 +1,4 @@
-"""Which queries observe (METHODS sections 1a, 3 and 7), in float64: the part of `oracle.Row` for it.
+"""The observing queries (METHODS sections 1a, 3 and 7), in float64: the part of `oracle.Row` for them.
 
 Every choice of rows comes down to `observers`: of one kv head the attention of R queries to its n alive slots, a
 [G, R, n], and their outputs, out [G, R, d]. Scores, CAOTE by row, CAKE's moments and TADA's error use nothing else.
@@ -9,7 +9,7 @@ import math
 import torch
 
 LATER = 1 << 30  # the token number of rows that see every slot
-RUN = 32  # tokens that are repeated together where not all are
+RUN = 32  # tokens that are repeated together, if not all are
 OPTIONS = {
     "none": {},
     "last": {},
@@ -46,7 +46,7 @@ def while_decoding(o):
 
 
 def protected(row):
-    """The last slots that are the rows' own and kept."""
+    """Number of the last slots that are kept because they are the rows'."""
     o = row.o
     if o["rows"] in ("window", "drafted"):
         return o["window"] if row.reading else while_decoding(o)
@@ -144,7 +144,7 @@ def end_of_attention(row, seen):
 
 
 def chunk_rows(row):
-    """How many of the chunk's own rows observe."""
+    """Number of the chunk's rows that observe."""
     o = row.o
     if o["rows"] == "probe":
         return 0 if o["append"] else row.p
@@ -152,7 +152,7 @@ def chunk_rows(row):
 
 
 def observers(row, seen, g):
-    """(a, out) of kv head g; what may not be scored, a probe's own slots, gets 0."""
+    """(a, out) of kv head g; slots that must not be scored (a probe's) get 0."""
     o, layer, slots, parts = row.o, seen.layer, seen.layer.alive[g], []
     if not row.reading:
         return _decoded(row, seen, g)
@@ -177,7 +177,8 @@ def observers(row, seen, g):
 
 
 def _later(row, seen, g, q, k=None, v=None):
-    """Of rows q [H, R, d] later than all slots; with `draft_keys` their own keys and values count too, causally."""
+    """(a, out) of rows q [H, R, d] later than all slots; with `draft_keys` the rows' keys and values count too,
+    causally."""
     slots, layer, R = seen.layer.alive[g], seen.layer, q.shape[1]
     keys, values = layer.k[g, slots], layer.v[g, slots]
     if not row.o["draft_keys"]:

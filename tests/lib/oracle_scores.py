@@ -1,7 +1,7 @@
 """Scores, and CAOTE's refinement of them (METHODS sections 1, 2 and 4), in float64: the part of `oracle.Row` for them.
 
-They do not depend on which queries observe: of one kv head they get a [G, R, n], the attention weights of R rows, and
-out [G, R, d], those rows' outputs; v [n, d] are the alive slots' values.
+They do not depend on the choice of rows: for one kv head they get a [G, R, n], the attention weights of R rows, and out
+[G, R, d], the rows' outputs; v [n, d] are the alive slots' values.
 """
 
 from functools import partial
@@ -41,7 +41,7 @@ SCORES = {
     "edie-exact": _EDIE,
 } | oracle_values.SCORES
 SCORES |= oracle_answers.SCORES
-ROWS = dict(  # each method's own
+ROWS = dict(  # each method's default
     streaming="none", knorm="none", keydiff="none", h2o="all", vatp="all", tova="last", take="probe", oracle="given",
     laq="drafted", speckv="drafted", kvzip="repeat", expected="none", gate="none", **{"kvzip+": "repeat"},
     **oracle_values.ROWS, **oracle_answers.ROWS,
@@ -62,7 +62,7 @@ def protected(o, share, end=None):
 
 
 def grow_carry(row, seen):
-    """What the rows of a chunk, or a decoded one, add to the sums that stay with the slots: mean over the group."""
+    """Add the attention of a chunk's rows, or of a decoded row, to the slots' sums: mean over the group."""
     if row.o["score"] in ("expected", "tri") and row.reading:
         oracle_expected.note(row, seen)
     if row.o["score"] == "compactor" and row.reading:
@@ -84,7 +84,7 @@ def grow_carry(row, seen):
 
 def _keep_numbers(row, seen):
     """A slot has the number that it first got, or as `carry` says. Attention over the first `sink` slots, the chunk and
-    the repetition: all of a row's attention less its attention to the other slots, the model's own sink included."""
+    the repetition: all of a row's attention less its attention to the other slots, with the model's sink."""
     o = row.o
     for g, (slots, carry) in enumerate(zip(seen.layer.alive, seen.layer.carry)):
         a, _ = observers(row, seen, g)
@@ -113,9 +113,9 @@ def _join(o, carry, numbers):
 
 
 def _part_numbers(row, seen):
-    """Of a part of a prompt that was read before: its own slots (support="all": all slots) get the largest attention
-    over all parts' rows; what is older than the prompt, too. Attention over the first `sink` slots, the part and the
-    repetition. After the last part the numbers join those that slots have."""
+    """For a part of a prompt that was read before: the part's slots (support="all": all slots) get the largest
+    attention over all parts' rows, and so do slots older than the prompt. Attention over the first `sink` slots, the
+    part and the repetition. After the last part the numbers are joined with the slots' old ones."""
     o, fresh = row.o, row.fresh.setdefault(seen.index, [{} for _ in seen.layer.alive])
     start = row.seen - len(row.prompt)
     for slots, g in zip(seen.layer.alive, range(len(fresh))):
@@ -219,7 +219,7 @@ def pool(score, kind, kernel, first, last):
 
 
 def refined(row, seen, scores):
-    """What is ranked: `scores` or, of each kv head, what CAOTE makes of them."""
+    """The numbers to rank: `scores` or, per kv head, CAOTE of them."""
     o = row.o
     if o["refine"] in ("none", "critical"):
         return scores
@@ -232,7 +232,7 @@ def refined(row, seen, scores):
 
 
 def layer_error(row, seen, ends):
-    """TADA's E_int: what is ranked, unpooled, summed over heads and slots that are not protected."""
+    """TADA's E_int: the numbers to rank, unpooled, summed over heads and over slots that are not protected."""
     chosen, row.o = row.o, row.o | dict(pool="none")
     ranked = refined(row, seen, row._scores(seen, ends))
     row.o = chosen

@@ -1,5 +1,5 @@
-"""Scores of keys, values and what the output projection makes of values (METHODS section 9) in float64: LagKV,
-Compactor, DefensiveKV and the refinement CriticalKV. The part of `oracle.Row` for them."""
+"""Scores of keys, values and projected values (METHODS section 9) in float64: LagKV, Compactor, DefensiveKV and the
+refinement CriticalKV. The part of `oracle.Row` for them."""
 
 import math
 
@@ -14,9 +14,9 @@ SCORES = {
 }
 ROWS = dict(lagkv="none", compactor="all")
 CARRIED = ("lagkv", "compactor")
-SKETCH, BLOCK = 48, 256  # Compactor's columns of the sketch of keys, whose seed is 0, and tokens of a block
-COVER = 0.9  # of all attention, which the slots that come first under DefensiveKV get
-SURE = 1e-6  # of a sum of attention weights, which float32 may round by 1e-7
+SKETCH, BLOCK = 48, 256  # columns of Compactor's sketch of keys (seed 0), and tokens of a block
+COVER = 0.9  # share of all attention on the slots that come first under DefensiveKV
+SURE = 1e-6  # of a sum of attention weights; float32 may round it by 1e-7
 
 
 def protected(row_end, o):
@@ -110,7 +110,7 @@ def _both_ways(row, seen, new, counted):
             for block in blocks:
                 column[block] += (q[block] @ k[block].T).softmax(1).sum(0) / row.group
         score = [0.0, *(column * v.norm(dim=1)).tolist(), 0.0]
-        ends = {0, counted, len(new)}  # over which nothing is averaged
+        ends = {0, counted, len(new)}  # nothing is averaged over these
         near = [(score[i + 1] + (i not in ends) * score[i] + (i + 1 not in ends) * score[i + 2]) / 3
                 for i in range(len(new))]  # fmt: skip
         found.append(torch.tensor(near, dtype=torch.double))
@@ -121,7 +121,7 @@ def _both_ways(row, seen, new, counted):
 
 
 def defensive(row, seen, g, end):
-    """Logarithms, since what comes first and the rest are of different size."""
+    """Logarithms, since the first slots' scores and the others' differ in size."""
     o, (first, last) = row.o, end
     a, _ = observers(row, seen, g)
     n, mean = a.shape[-1], a.mean((0, 1))

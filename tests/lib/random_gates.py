@@ -12,7 +12,7 @@ from kvevict.engine.measure.moments import model_of
 
 
 def written(folder, made, kind="linear", seed=0):
-    """A folder of random gates for a model, whose logarithms differ by about 1."""
+    """A folder of random gates for a model; the gates' logarithms differ by about 1."""
     generator = torch.Generator().manual_seed(seed)
     decoder = families.find_decoder(made)
     heads, wide = gates.outputs(decoder), decoder.config.hidden_size
@@ -30,8 +30,8 @@ def written(folder, made, kind="linear", seed=0):
 
 
 def published(folder, made, kind="linear", dtype=torch.bfloat16, seed=0):
-    """A folder in the layout of KVzap's published gates, of a model all of whose layers have slots of kv heads; returns
-    them as torch's modules, one a layer, as KVzap applies them."""
+    """A folder in the layout of KVzap's published gates, for a model with slots of kv heads in every layer. Returns
+    them as torch modules, one per layer, as KVzap applies them."""
     config, inner = families.find_decoder(made).config, 5 if kind == "mlp" else None
     sizes = dict(input_dim=config.hidden_size, output_dim=config.num_key_value_heads, hidden_dim=inner)
     with torch.random.fork_rng(devices=()):

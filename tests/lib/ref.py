@@ -118,8 +118,8 @@ def error(
     q, row_first, held, k, v, first, stop, o, scale, softcap, *, causal, kind, columns,
     alpha=0.0, lse=None, sinks=None, weight=None, group="sum", power=1,
 ):  # fmt: skip
-    """METHODS section 1 (EDIE eq. 7, 9-11) and 2 (CAOTE eq. 6), one row at a time. With power=2 instead of each term's
-    a / (1 - a) the slope a / (1 - a)^2: by what a relative error of a changes it."""
+    """METHODS section 1 (EDIE eq. 7, 9-11) and 2 (CAOTE eq. 6), one row at a time. power=2: instead of each term's a /
+    (1 - a) its slope a / (1 - a)^2, the change by a relative error of a."""
     out = torch.zeros(*q.shape[:2], columns, dtype=torch.double)
     rows = (q, row_first, held, k, first, stop, scale, softcap, causal, lse, sinks)
     for b, h, a, sees in observed(*rows):
@@ -209,7 +209,7 @@ def decode(q, k, v, pos, held, scale, softcap=0.0, sinks=None, columns=0):
 
 
 def probs(q, k, scale, causal=True):
-    """a [H, R, n]; causal: the rows are the last R slots' own."""
+    """a [H, R, n]; causal: the rows are those of the last R slots."""
     (H, R, _), (Hkv, n, _) = q.shape, k.shape
     x = q.double() @ k.double().repeat_interleave(H // Hkv, 0).mT * scale
     if causal:
@@ -261,7 +261,7 @@ def keydiff(k):
 
 
 def caote(h, v, fast=False, squared=False):
-    """h [n] >= 0, v [n, d] -> c [n]; a slot with all of the mass, which the formula would give 0, is the largest."""
+    """h [n] >= 0, v [n, d] -> c [n]; a slot with all of the mass gets the largest number (the formula would give 0)."""
     h, v = h.double(), v.double()
     hn = h / h.sum() if h.sum() != 0 else torch.full_like(h, 1 / h.numel())
     mean = v.mean(0) if fast else hn @ v
@@ -291,7 +291,7 @@ def rotate(x, distance, inv_freq):
 
 
 def accumulated_probe(previous, q, alpha=0.2, moved=0, inv_freq=None):
-    """Eq. 9. Literal without inv_freq; aligned with it: what was accumulated is rotated by the distance moved."""
+    """Eq. 9. Literal without inv_freq. With it aligned: the accumulated probe is rotated by the distance moved."""
     if previous is None:
         return q.double()
     previous = previous.double() if inv_freq is None else rotate(previous, moved, inv_freq)
@@ -299,7 +299,7 @@ def accumulated_probe(previous, q, alpha=0.2, moved=0, inv_freq=None):
 
 
 def take(probe, k, scale, kernel=7, protect_last=0):
-    """Eq. 10-11: every alive slot is visible to the probe, whose own keys are not among k."""
+    """Eq. 10-11: every alive slot is visible to the probe; its keys are not among k."""
     score = group_mean(probs(probe, k, scale, causal=False).mean(1), k.shape[0])
     return pool(score, "avg", kernel, 0, protect_last)
 

@@ -1,4 +1,4 @@
-"""Threads and asyncio tasks that use two models in every way at once. What each gets is what a lone run gives."""
+"""Threads and asyncio tasks that use two models in every way at once. Each gets the same result as a lone run."""
 
 import asyncio
 import random
@@ -17,7 +17,7 @@ POLICIES = {
     "take": dict(budget=18, probe=4, chunk_size=24), "fastkv": dict(budget=16, window=4, tsp_len=20),
     "kvzip+": dict(budget=20, chunk_size=24),
 }  # fmt: skip
-OWN = ("snapkv", "take")  # what models are patched with; others may have these, or none
+OWN = ("snapkv", "take")  # policies of `patch`; other calls may have these, or none
 TEXT, QUESTIONS = "The lantern is lit at nine and the harbour opens at seven. ", ["When?", "Why not?"]
 ASKED = dict(max_new_tokens=4)
 INPUTS = tiny.prompt(1, 61, seed=5)
@@ -25,7 +25,7 @@ GENERATED = dict(max_new_tokens=5, do_sample=False, return_dict_in_generate=True
 
 
 class Net:
-    """A model, and what lone runs of every kind give with it."""
+    """A model, and its results of lone runs of every kind."""
 
     def __init__(self, seed):
         self.model = tiny.model(seed=seed, vocab_size=259, bos_token_id=None, pad_token_id=None)
@@ -47,7 +47,7 @@ class Net:
         return kvevict.answer(self.model, self.tokenizer, TEXT, QUESTIONS, name, **POLICIES[name], **ASKED)
 
     def ask(self):
-        """Of one cache, which all share."""
+        """Answers from one cache that all share."""
         return kvevict.answer(self.model, self.tokenizer, self.cache, QUESTIONS, **ASKED)
 
     def generate(self):
@@ -61,7 +61,7 @@ class Net:
             return tokens, slots
 
     def check(self, kind: int, name: str) -> None:
-        """Do one thing of eight; what it gives must be what a lone run gives."""
+        """Do one thing of eight; its result must be a lone run's."""
         if kind == 0:
             kvevict.patch(self.model, OWN[len(name) % 2], **POLICIES[OWN[len(name) % 2]])
         elif kind == 1:
@@ -104,7 +104,7 @@ def kept(cache):
 
 
 def _hooks(model) -> list:
-    """What every module has as attributes of its own, and how many hooks."""
+    """Every module's attributes and numbers of hooks."""
 
     def own(module):
         return sorted(module.__dict__), len(module._forward_pre_hooks), len(module._forward_hooks)
@@ -123,7 +123,7 @@ def switching(interval):
 
 
 def together(nets, threads: int, tasks: int, each: int, seed) -> None:
-    """Threads and tasks do so many things each, which they draw. Raises the first error of any."""
+    """Threads and tasks do `each` random things. Raises the first error of any."""
     errors = []
 
     def work(number):

@@ -63,7 +63,7 @@ OTHER = dict(
 )  # fmt: skip
 
 
-# Vision encoders whose output is as wide as the text's hidden states.
+# Vision encoders with outputs as wide as the text's hidden states.
 SIGHT = dict(out_hidden_size=HID, hidden_size=64, num_heads=2, intermediate_size=64)
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 HYBRID = ["linear_attention", "full_attention"] * 2
@@ -75,7 +75,7 @@ def mrope(*sections, **more):
     return ROPE | {"mrope_section": list(sections)} | more
 
 
-# What a type's config needs besides, or has otherwise: published windows as long as the context are none.
+# Further and changed arguments of types' configs. Published windows as long as the context are left out.
 EXTRA = {
     "mistral": dict(sliding_window=None), "mixtral": dict(sliding_window=None), "starcoder2": dict(sliding_window=None),
     "phi3": dict(sliding_window=262144), "phimoe": dict(sliding_window=131072),
@@ -136,7 +136,7 @@ def types() -> list:
 
 
 def make(name, kind, seed=0):
-    """A tiny random model of a type in eval mode, whose attention is peaked."""
+    """A tiny random model of a type in eval mode, with peaked attention."""
     config = config_of(name)
     cls = getattr(transformers, kind)
     if cls.config_class is not None and not isinstance(config, cls.config_class):
@@ -218,8 +218,8 @@ def _tiny(cls, extra, role):
 
 
 def _sub_configs(cls) -> dict:
-    """Sub-configs by name: (class, what they are made with). Raises ValueError where an older version of Transformers
-    does not say what they are: made with their own defaults they would be of full size."""
+    """Sub-configs by name: (class, arguments). Raises ValueError if an older version of Transformers does not name
+    them: with their defaults they would have full size."""
     found, specs = {}, getattr(cls, "sub_configs_defaults", None)
     if specs is None:
         classes = getattr(cls, "sub_configs", None) or {}
@@ -267,7 +267,7 @@ def _text(cls) -> dict:
 
 
 def _like(published, made, fields, depth) -> dict:
-    """The keywords with what the defaults of the class say: kinds of layers, windows, rotation, what is off."""
+    """The keywords with the class' defaults: kinds of layers, windows, rotation, disabled parts."""
     count = getattr(published, "num_hidden_layers", None) or 0
     lists = {k: v for k, v in vars(published).items() if isinstance(v, (list, tuple)) and not k.startswith("_")}
     lists = {k: list(v) for k, v in lists.items() if count > 4 and len(v) == count and k not in SOURCES}
