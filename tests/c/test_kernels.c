@@ -185,7 +185,7 @@ static void *call(void *of) {
 }
 
 /* attend called by several threads at once while another thread changes how loops run: every result has the bits of a
- * call alone. `run.sh tsan` also reports what is written while another thread reads it. */
+ * call alone. `run.sh tsan` also reports memory that one thread writes while another reads it. */
 static void test_threads(void) {
   pthread_t changer, threads[CALLERS];
   caller callers[CALLERS];
@@ -208,7 +208,7 @@ static void test_threads(void) {
 
 /* ---- conversions, refusals ---- */
 
-/* All 65,536 halves, and floats between them, which round to the nearest or, between two as near, to the even one. */
+/* All 65,536 halves, and floats between them: they round to the nearest half, and a tie to the even one. */
 static void test_half(kv_dtype dtype) {
   const int inf = dtype == KV_F16 ? 0x7c00 : 0x7f80;
   for (int u = 0; u < 65536; u++) {
@@ -255,7 +255,7 @@ static int test_isa(void) {
     test_attend((kv_dtype)(i % 3), T, S, one_of(8, slots));
   }
   test_attend(KV_F32, 300, 300, 300);
-  for (int i = 0; i < (n + 5) / 6; i++) { /* few rows on many slots, which are cut into splits */
+  for (int i = 0; i < (n + 5) / 6; i++) { /* few rows on many slots, cut into splits */
     const int64_t T = 1 + below(64);
     test_attend((kv_dtype)(i % 3), T, below(2) ? T : below(80), 2600);
   }

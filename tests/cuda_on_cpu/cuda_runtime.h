@@ -98,7 +98,7 @@ __attribute__((noinline, no_sanitize("thread"))) T atomically(T *p, Sharing shar
 }
 }  // namespace emulator
 
-/* The caller's line: a call evaluates default arguments at its own place. */
+/* The caller's line: default arguments are evaluated at the place of the call. */
 #define KV_AT const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
 inline void __syncthreads(KV_AT) { emulator::barrier("__syncthreads", {file, line}); }
@@ -110,7 +110,7 @@ inline int __syncthreads_and(int predicate, KV_AT) {
 }
 inline void __syncwarp(unsigned mask = ~0u, KV_AT) { emulator::warp_barrier(mask, {file, line}); }
 
-/* Lanes whose source lies outside their segment of `width` lanes keep their own value. */
+/* A lane with its source outside its segment of `width` lanes keeps its value. */
 template <class T>
 T __shfl_sync(unsigned mask, T x, int source, int width = 32, KV_AT) {
   const int first = emulator::lane() & -width;

@@ -1,7 +1,7 @@
 /* Launches, coroutines, barriers and warp collectives.
  *
  * A thread runs until it waits for others; then another ready thread runs, in ascending or in random order. This shows
- * whether a result depends on the order in which threads run between barriers; race.cpp detects conflicts of single
+ * whether a result depends on the order of threads between barriers; race.cpp detects conflicts of single
  * accesses between two barriers. Blocks run one after another, also in either order: one that waits for another would
  * wait forever, as on a GPU that is full. Sums have the order of the code, not of a tensor core, and exp2_approx is
  * exact: tolerances must come from an analysis of rounding, not from errors measured here. */
@@ -33,7 +33,7 @@ const unsigned char *stacks_begin, *stacks_end;
 namespace {
 std::deque<Thread *> ready;
 int waiting, returned; /* threads at the barrier; threads that have returned */
-int holding, held;     /* threads whose predicate is true at this barrier; at the last one */
+int holding, held;     /* threads with a true predicate at this barrier; at the last one */
 int lanes_waiting[LANES];
 bool shuffled_order;
 std::mt19937 random_source;
@@ -80,7 +80,7 @@ void wait_at(const char *what, Place place, void *mine) {
   current->brought = mine;
 }
 
-/* No thread can run: reports which threads wait where. */
+/* No thread can run: reports the waiting threads and their places. */
 void report_deadlock() {
   std::map<std::string, int> groups;
   for (int i = 0; i < block.threads; i++)

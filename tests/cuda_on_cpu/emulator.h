@@ -1,5 +1,5 @@
-/* Shared by the emulator's files. One grid runs at a time, in it one block at a time, whose threads are coroutines of
- * one host thread. */
+/* Shared by the emulator's files. One grid runs at a time, and in it one block at a time; a block's threads are
+ * coroutines of one host thread. */
 #ifndef KV_EMULATOR_H
 #define KV_EMULATOR_H
 #include <vector>
@@ -38,7 +38,7 @@ struct Block {
   int threads;
   unsigned char *shared;
   size_t shared_bytes;
-  uint32_t number;            /* of this block, in the order in which blocks run */
+  uint32_t number;            /* of this block, in the order of running */
   uint32_t epoch;             /* barriers passed */
   uint32_t warp_epoch[LANES]; /* barriers that each warp passed */
 };
@@ -48,7 +48,7 @@ extern Block block;
 extern Thread threads[MOST_THREADS];
 inline Thread &neighbour(int lane) { return threads[current->number / LANES * LANES + lane]; }
 
-/* Ends the launch with a message, which also names the kernel, the block and the thread. */
+/* Ends the launch with this message and the names of the kernel, the block and the thread. */
 [[noreturn]] void fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
 extern const unsigned char *stacks_begin, *stacks_end;
 inline bool on_a_stack(const void *p) { return p >= stacks_begin && p < stacks_end; }

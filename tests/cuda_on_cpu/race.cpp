@@ -1,7 +1,7 @@
-/* The race check finds two unordered accesses to the same bytes, one of which is a write. Accesses are ordered within a
- * thread, by a __syncthreads between them, within a warp by a __syncwarp between them; and between blocks by
- * atomic_add_acq_rel, called by the earlier block after its access and by the later block before its own. Two atomics
- * never race.
+/* The race check finds two unordered accesses to the same bytes, at least one of them a write. Accesses are ordered
+ * within a thread, by a __syncthreads between them, within a warp by a __syncwarp between them; and between blocks by
+ * atomic_add_acq_rel, called by the earlier block after its access and by the later block before it accesses. Two
+ * atomics never race.
  *
  * Kernels compiled with -fsanitize=thread call the functions at the end for every access to memory. Those of the
  * sanitizer itself are not linked: it knows threads of the host, not these. */
@@ -31,8 +31,8 @@ std::vector<Records> shared_accesses;
 bool checking;            /* whether any file is compiled for the check */
 const void *code_address; /* after the last plain access */
 
-/* Of a block, in the order in which blocks ran: its last release, which publishes everything before that epoch and,
- * within the epoch, one thread's accesses; and its first acquire. */
+/* A block's last release and first acquire; blocks are in the order of running. A release publishes all accesses before
+ * its epoch and, within the epoch, one thread's. */
 struct Exchange {
   bool released = false, acquired = false;
   uint32_t release_epoch = 0, acquire_epoch = 0;
