@@ -143,7 +143,7 @@ def heads(decoder, kinds) -> tuple:
 
 def readers(decoder, kinds) -> dict:
     """For layers without keys and values: {layer: the layer that it reads from}, the last storing layer of its type
-    before it. Only layers that we evict from are listed as sources."""
+    before it; None: not found. A layer that reads from one that we do not evict from is left out."""
     config, found = decoder.config, {}
     modes, types = _get(config, "kv_sharing_modes") or (), _get(config, "layer_types") or ()
     for index, mode in enumerate(modes):
@@ -221,11 +221,11 @@ def reasons(config) -> list:
         return [f"Transformers makes no cache from its config ({type(error).__name__}: {error})"]
     strange = sorted(kinds - {FULL_ATTENTION, SLIDING, STATE, FULL_ATTENTION_AND_STATE, NOTHING})
     if strange:
-        return [f"layers with recurrent state or other caches of their own ({', '.join(strange)})"]
+        return [f"layers with a recurrent state or another cache that cannot be evicted from ({', '.join(strange)})"]
     if not kinds & set(EVICTS):
-        only = "every layer has a sliding window, whose cache is bounded already"
+        only = "every layer has a sliding window, so the cache is bounded already"
         if {STATE, NOTHING} & kinds:
-            only = "no layer has full attention: each keeps a state or a sliding window, which are bounded already"
+            only = "no layer has full attention: each keeps a state or a sliding window, of bounded size"
         return [f"{only}: there is nothing to evict"]
     return []
 
@@ -246,14 +246,14 @@ def structure_reasons(decoder) -> list:
         if module is not None and getattr(module, "is_causal", True) is False:
             return ["its attention is bidirectional; only causal models are supported"]
         if module is not None and "cross_attention_states" in inspect.signature(type(module).forward).parameters:
-            return [f"layer {index} attends to pictures (cross-attention), whose keys are not the text's"]
+            return [f"layer {index} attends to pictures (cross-attention): its keys are not the text's"]
         if kind == FULL_ATTENTION_AND_STATE and mixer_of(layer) is None:
-            return [f"layer {index} keeps a state, and no module of it is seen to"]
+            return [f"layer {index} keeps a state in an unknown module"]
     if not axes(decoder) and "mrope_section" in (_get(decoder.config, "rope_parameters") or ()):
         return ["attention joins the axes of its positions (M-RoPE) itself; install a newer version of Transformers"]
     for index, producer in readers(decoder, kinds).items():
         if attention_of(layers[index], index) is None or producer != max(i for i, k in enumerate(kinds) if k in EVICTS):
-            return [f"layer {index} reads another layer's keys and values, and it is not seen whose"]
+            return [f"layer {index} reads the keys and values of an unknown other layer"]
     if None in heads(decoder, kinds):
         return ["its full-attention layers differ in their number of heads"]
     return []

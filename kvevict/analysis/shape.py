@@ -52,7 +52,7 @@ def shape_of(config, dtype: str = "auto") -> Shape:
     reasons = families.reasons(config)
     kinds = [] if reasons else families.layer_kinds(config)
     if {families.STATE, families.FULL_ATTENTION_AND_STATE, families.NOTHING} & set(kinds):
-        reasons = ["it has layers with a state, or without keys and values of their own, whose costs are not known"]
+        reasons = ["it has layers with a state, or without keys and values: their costs are unknown"]
     if reasons:
         raise ValueError(f"model_type {config.model_type!r} cannot be planned: {'; '.join(reasons)}")
     try:
