@@ -159,7 +159,7 @@ def refine(
 
 @op
 def norm(held: Held, x: Tensor, first: Tensor, stop: Tensor, *, p: int, columns: int) -> Tensor:
-    """|x_i|_p of every alive slot, x being keys or values, stored ones in held.k; p is 1 or 2. 0 past a head's own."""
+    """|x_i|_p of every alive slot, x being keys or values, stored ones in held.k; p is 1 or 2. 0 past a head's end."""
 
 
 @op
@@ -167,7 +167,7 @@ def quadratic(
     held: Held, x: Tensor, first: Tensor, stop: Tensor, matrix: Tensor, linear: Tensor | None = None, *, columns: int
 ) -> Tensor:
     """x_i . (A x_i + b) of every alive slot and every query head, x being the keys or the values of its kv head, stored
-    ones in held.k, A its `matrix` and b its `linear` (None: 0). With A = W^T W that is |W x_i|^2. 0 past a head's own.
+    ones in held.k, A its `matrix` and b its `linear` (None: 0). With A = W^T W that is |W x_i|^2. 0 past a head's end.
     """
 
 

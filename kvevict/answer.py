@@ -195,7 +195,7 @@ def _batches(model, cache, lengths, most: int) -> list:
 
 @torch.no_grad()
 def _ask(model, tokenizer, cache, questions, max_new_tokens, one_line, sampling) -> list:
-    """Answers to questions, given as ids, from a cache of one row, which becomes one of a row per question, to which
+    """Answers to questions, given as ids, from a cache of one row. It gets a row per question, to which
     question and answer are appended."""
     inner, longest = base_model(model), max(map(len, questions))
     here, seen = device_of(inner), cache.get_seq_length()

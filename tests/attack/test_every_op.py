@@ -131,7 +131,7 @@ def test_ops():
         if rng.random() < 0.4:
             check(name, tests, p)
             return f"{name} right"
-        if name == "kl":  # whose oracle takes NaN for padding, which a changed length may make alive
+        if name == "kl":  # its oracle takes NaN for padding, and a changed length may make it alive
             p |= {each: p[each].nan_to_num() for each in ("k", "held_k")}
         p = spoilt(rng, name, p)
         written = WRITTEN.get(name, ())

@@ -208,7 +208,7 @@ def window_error(kind, a, v, o):
 
 
 def bench_window(H, Hkv, D, stored, new, dtype):
-    """What an eviction asks of the last 32 rows, beside attend of the chunk, and what it asks of slots."""
+    """The ops of an eviction: of the last 32 rows, beside attend of the chunk, and of slots."""
     q, k, v, held, keys, values, scale = data(H, Hkv, D, stored, new, dtype)
     zero, stop = torch.zeros(1, dtype=torch.int32), torch.full((1,), new, dtype=torch.int32)
 

@@ -11,7 +11,7 @@ LAYERS = (
     "_C _native _ops context version compat families files known models processes prompts question sealed weights",
     "policy",
     "engine",
-    "trial patch report store writing answer query_statistics repeated",
+    "batch trial patch report store writing answer query_statistics repeated",
     "lookahead gates",
     "analysis",
     "evaluate",

@@ -61,7 +61,7 @@ def same_slots(batch, row, cache):
 @pytest.mark.parametrize("pooled", [True, False])
 @pytest.mark.parametrize("case", CASES)
 def test_each_goes_on_as_alone(case, pooled):
-    """Four sequences join one after the other, and leave in another order; each decodes tokens of its own."""
+    """Four sequences join one after the other, and leave in another order; each decodes other tokens."""
     family, policy, options = CASES[case]
     net = shared(family) if family == "llama" else pytest.importorskip("zoo").make(family, "DeepseekV3ForCausalLM")
     with kvevict.evicting(net, policy, **options):
@@ -112,7 +112,7 @@ def test_joining_and_leaving_copies_nothing(monkeypatch):
 
 
 def test_forks_of_one_text_beside_a_sequence(monkeypatch):
-    """Two questions share what was kept of a text in one pool, and decode beside a prompt that is no fork."""
+    """Two questions share the kept slots of a text in one pool, and decode beside a prompt of another kind."""
     net = shared()
     with kvevict.evicting(net, "snapkv", budget=40, window=4):
         pools, batch, twins = Pools(find_decoder(net), 4096), Batch(net), {}
@@ -133,7 +133,7 @@ def test_forks_of_one_text_beside_a_sequence(monkeypatch):
 
 
 def test_a_full_pool_is_no_obstacle():
-    """What does not fit lies in buffers of its own, and is copied when it joins."""
+    """Slots that do not fit lie in other buffers, and are copied when they join."""
     net = shared()
     with kvevict.evicting(net, "snapkv", budget=10, window=4):
         pools, batch, twins = Pools(find_decoder(net), 300), Batch(net), []
@@ -159,7 +159,7 @@ def test_a_copy_lies_outside_the_pool():
 
 REFUSED = {
     "empty": ("llama", "h2o", {}, "a cache is empty: read the prompt first"),
-    "sliding": ("gemma3", "h2o", {}, "a SlidingLayer, whose rows have one length in common: decode it alone"),
+    "sliding": ("gemma3", "h2o", {}, "a SlidingLayer, with one length for all rows: decode it alone"),
     "policy": ("llama", "tova", {}, "two caches differ in their policy"),
     "model": ("llama", "h2o", dict(seed=1), "two caches differ in their model"),
     "dtype": ("llama", "h2o", dict(dtype=torch.bfloat16, seed=2), "two caches differ in their model"),

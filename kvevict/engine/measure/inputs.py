@@ -77,7 +77,7 @@ def _moments(at, stats=None) -> tuple:
     if stats is None:
         past = at.layer.memory.get("moments")
         none = like.new_zeros(batch, heads, 1 + width, 1 + width).float()
-        each = moments.summed(none if past is None else past)
+        each = list(moments.summed(none if past is None else past))
     else:
         known = moments.loaded(stats, at.step.decoder, patch.order)[at.module.layer_idx]
         each = [patch.ranks.mine(x[None]).expand(batch, *(-1,) * x.ndim) for x in known]

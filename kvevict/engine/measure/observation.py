@@ -68,6 +68,9 @@ class CallRows:
     prompt_tokens: np.ndarray | None = None  # [B] valid tokens of the prompt, on the host; None outside of a read
     prepared: Any = None  # the result of `Rows.prepare` for the prompt
     again: range | None = None  # tokens of every row, counted from 0, that the call repeats; None: its columns
+    prompt: int = 0  # columns of the prompt, padding included
+    left: int = 0  # columns of the prompt after the call's
+    policy: Any = None  # the kvevict.policy.policy.Policy that the prompt is read with
 
     @property
     def tokens(self):
@@ -103,6 +106,9 @@ class LayerRows:
     appended = property(lambda self: self.rows.appended)
     ends_prompt = property(lambda self: self.rows.ends_prompt)
     prompt_tokens = property(lambda self: self.rows.prompt_tokens)
+    prompt = property(lambda self: self.rows.prompt)
+    left = property(lambda self: self.rows.left)
+    policy = property(lambda self: self.rows.policy)
     prepared = property(lambda self: self.rows.prepared)
     last_position = property(lambda self: self.positions[:, -1])  # [B], of the last appended row if there is one
 

@@ -105,15 +105,17 @@ class LayerCall:
 
     def _unread(self) -> Slots:
         """The slots without latents that this call has expanded."""
-        return replace(self.slots, kv=replace(self.slots.kv, stored=self.layer.slots(self.module)))
+        kv: Any = self.slots.kv
+        return replace(self.slots, kv=replace(kv, stored=self.layer.slots(self.module)))
 
     def stored(self):
         """This call once its survivors are in the layer: the same slots are protected, and there are no new slots."""
         kv, rows, layer = self.slots.kv, self.rows, self.layer
         first, none = 0 * kv.first, 0 * kv.padding
         kv = replace(kv, stored=layer.slots(self.module), k=kv.k[:, :, :0], v=kv.v[:, :, :0], first=first, padding=none)
-        counts = _counts(self.step.patch.ranks, layer, kv)
-        slots = _slots(self.step, layer, kv, self.slots.index, self.slots.pos[:, :0], *counts, self.slots.protected)
+        counts, every = _counts(self.step.patch.ranks, layer, kv)
+        at, none_new, ends = self.slots.index, self.slots.pos[:, :0], self.slots.protected
+        slots = _slots(self.step, layer, kv, at, none_new, counts, every, ends)
         rows = replace(rows, q=None, out=None, lse=None, columns=0, first=0 * rows.first)
         return replace(self, slots=slots, rows=rows, new=[x[:, :, :0] for x in self.new], known={}, hidden=None)
 
@@ -147,9 +149,9 @@ def layer_call(
     rope = rope_of(step, module)
     rows = LayerRows(step.call_rows, layer.budget, step.patch.kv_heads, rope, q, out, lse, stored, first, probs)
     pos, select = step.positions[:, :stored].contiguous(), step.patch.policy.selection(order)
-    counts = _counts(step.patch.ranks, layer, kv)
-    ends = protected(step.patch.policy, step.rows, select, rows, counts[1].max(1))
-    slots = _slots(step, layer, kv, index, pos, *counts, ends)
+    counts, every = _counts(step.patch.ranks, layer, kv)
+    ends = protected(step.patch.policy, step.rows, select, rows, every.max(1))
+    slots = _slots(step, layer, kv, index, pos, counts, every, ends)
     new = [x[:, :, :stored] for x in new or (k, v)]
     return LayerCall(step, layer, module, order, slots, rows, new, select, hidden)
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,7 +41,7 @@ class Read:
 class Step:
     """One call of the decoder: a chunk, appended tokens, or a decoded token."""
 
-    patch: object  # the kvevict.patch.Patch of the model
+    patch: Any  # the kvevict.patch.Patch of the model
     decoder: object  # the text decoder that runs
     cache: object
     meter: object
@@ -49,7 +50,7 @@ class Step:
     padding: np.ndarray  # the same on the host
     chooser: object = None  # the kvevict.engine.read.choosers.Chooser of survivors; None: all slots stay
     read: Read | None = None  # None while decoding and for appended tokens
-    chunk: object = None  # the kvevict.engine.read.schedule.Chunk of the read
+    chunk: Any = None  # the kvevict.engine.read.schedule.Chunk of the read
     appended: int = 0  # rows at the end that are read with the chunk and not stored
     final_position: int | None = None  # the prompt's largest position, for rotary frequencies that depend on it
     counted: tuple = ()  # `seen` of a narrowed step, whose layers read fewer rows
@@ -83,8 +84,8 @@ class Step:
         own = self.positions, self.padding, self.appended, self.decoding
         if read is None:
             return CallRows(*own)
-        ends, again = (False, None) if chunk is None else (chunk.last, chunk.again)
-        return CallRows(*own, ends, read.tokens, read.prepared, again)
+        ends, again, left = (False, None, 0) if chunk is None else (chunk.last, chunk.again, read.prompt - chunk.end)
+        return CallRows(*own, ends, read.tokens, read.prepared, again, read.prompt, left, self.patch.policy)
 
     @property
     def rows(self):

@@ -24,7 +24,7 @@ class Pools:
         self.of = {index: Pool(rows) for index, kind in enumerate(self.kinds) if kind in families.EVICTS}
 
     def cache(self) -> DynamicCache:
-        """An empty cache whose slots will lie in the pools."""
+        """An empty cache, with its slots in the pools."""
         cache = DynamicCache(config=self.config)
         adopt(cache, self.kinds, self.config)
         for index, pool in self.of.items():
@@ -40,7 +40,7 @@ def obstacle(cache) -> str | None:
     """Why the rows of a cache cannot decode beside those of other caches; None: they can."""
     for layer in cache.layers:
         if type(layer) not in (EvictionLayer, LatentLayer):
-            return f"a {type(layer).__name__}, whose rows have one length in common"
+            return f"a {type(layer).__name__}, with one length for all rows"
     if cache.ranks.size > 1:
         return "heads on several devices"
     if cache.record_past:
@@ -66,7 +66,7 @@ def unlike(one, other) -> str | None:
 
 
 def join(caches) -> EvictionCache:
-    """One cache with the batch rows of all, which go on in it: the single caches may not be used any more.
+    """One cache with the batch rows of all. They go on in it, and the single caches may not be used any more.
 
     Raises ValueError for caches that cannot share a step.
     """

@@ -26,7 +26,7 @@ class Storage(Held):
     room: int = 0  # free rows of the fullest head
     shared: bool = False  # forks read the buffers, so the slots in them must not move
     starts: np.ndarray | None = None  # `offset` on the host; None: heads lie one after the other, each in its capacity
-    pool: Pool | None = None  # lends the rows that the slots need next; None: they lie in buffers of their own
+    pool: Pool | None = None  # lends the rows that the slots need next; None: new buffers do
     regions: tuple = ()  # the `Region` of each batch row; none outside a pool
 
     @classmethod
@@ -128,7 +128,7 @@ class Storage(Held):
         return self.moved(self.capacity) if self.shared else self
 
     def followed_by(self, other):
-        """This storage with the slots of another one after its own, for which it has room."""
+        """This storage, which has room for them, with the slots of another one after its slots."""
         after = replace(self, offset=self.offset + self.len)
         after._filled(other, None, other.counts)
         return self._holding(self.len + other.len, self.counts + other.counts)

@@ -179,23 +179,23 @@ class Requested(Probe):
 
     def protect(self, call):
         own = super().protect(call)
-        if call.step.read is None or not self.request:
+        if call.prompt_tokens is None or not self.request:
             return own
         return torch.maximum(self.kept(call), call.upload(np.zeros(len(self.request))) + own)
 
     def kept(self, call):
         """int32 [B]: how many of the last slots after a chunk are the request's."""
-        policy, read = call.step.patch.policy, call.step.read
+        policy = call.policy
         most = torch.minimum(call.budget // 2, call.budget - policy.first - 1).clamp_min(0)
         if policy.layers.cascades:  # the layer's budget may still shrink
             most = most.clamp_max(self.most)
         if policy.tsp is not None:  # layers after it read the request, and as many other tokens
-            most = most.clamp_max(int(policy.propagated(policy.chunk_size or read.prompt)) // 2)
+            most = most.clamp_max(int(policy.propagated(policy.chunk_size or call.prompt)) // 2)
         width = max(1, *map(len, self.request))
         wanted = call.upload([[*each, *[0] * (width - len(each))] for each in self.request])
         fits = wanted.masked_fill(wanted > most[:, None], 0).amax(1)
         kept = torch.where(fits > 0, fits, torch.minimum(most, wanted.amax(1)))
-        return (kept - (read.prompt - call.step.chunk.end)).clamp_min(0)
+        return (kept - call.left).clamp_min(0)
 
 
 @dataclass(frozen=True, eq=False)
