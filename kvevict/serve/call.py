@@ -38,6 +38,8 @@ class Call:
     stop: tuple = ()
     tools: list | None = None  # that an answer may call
     single: bool = False  # whether an answer ends with its first call
+    schema: dict | None = None  # of JSON that an answer is
+    forced: bool = False  # whether that JSON is calls
     usage: bool = False  # whether a stream counts tokens
     sampling: Sampling = field(default_factory=Sampling)
     deadline: float = float("inf")

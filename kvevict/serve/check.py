@@ -21,7 +21,8 @@ COUNTS = {"max_new_tokens": 1, "top_k": 0}  # of a generation_config, too
 FLAGS = "stream", "store", "parallel_tool_calls"
 OURS = ("policy", "budget", "question", "text")
 TEMPLATE = re.compile(r"enable_[a-z_]+|thinking|reasoning_effort|date_string")
-CHOSEN = "auto", "none"  # of tool_choice
+CHOSEN = "auto", "none", "required"  # of tool_choice
+FORMATS = "text", "json_object", "json_schema"
 KEPT = {"kvevict"}  # fields in which null says something
 
 
@@ -97,6 +98,8 @@ def generation(body: dict, vocabulary: int, template: str | None) -> None:
     _must(known, "prompt has ids that the model does not know")
     _template(body, template)
     _tools(body)
+    _format("response_format", body.get("response_format", {}), body)
+    _format("text.format", body.get("text", {}).get("format", {}), body)
 
 
 def _template(body: dict, template: str | None) -> None:
@@ -120,9 +123,31 @@ def _tools(body: dict) -> None:
         function = tool.get("function", tool)
         fits = tool.get("type", "function") == "function" and isinstance(function, dict)
         _must(fits and isinstance(function.get("name"), str), "tools must be functions, and have names")
-        _must(not function.get("strict"), "tools: strict is not supported: a call may break the function's schema")
+        schema = function.get("parameters", {})
+        _must(isinstance(schema, dict), "tools: parameters must be a JSON schema")
+        strict = function.get("strict") and body.get("tool_choice", "auto") == "auto"
+        _must(not strict, "tools: strict is supported where tool_choice forces a call: others may break the schema")
     choice = body.get("tool_choice", "auto")
-    _must(choice in CHOSEN, f"tool_choice {json.dumps(choice)[:200]} is not supported: only auto and none are")
+    if isinstance(choice, dict):
+        function = choice.get("function", choice)
+        fits = choice.get("type") == "function" and isinstance(function, dict) and isinstance(function.get("name"), str)
+        _must(fits, f"tool_choice {json.dumps(choice)[:200]} is not supported: name a function")
+    else:
+        _must(choice in CHOSEN, f"tool_choice {json.dumps(choice)[:200]} is not supported: give auto, none or required")
+    _must(choice in CHOSEN[:2] or tools, "tool_choice needs tools")
+
+
+def _format(name: str, asked, body: dict) -> None:
+    _must(
+        isinstance(asked, dict) and asked.get("type", "text") in FORMATS, f"{name} must be of type {', '.join(FORMATS)}"
+    )
+    if asked.get("type", "text") == "text":
+        return
+    schema = asked.get("json_schema", asked)
+    fits = isinstance(schema, dict) and isinstance(schema.get("schema", {}), dict)
+    _must(fits, f"{name} must have a JSON schema")
+    free = body.get("tools") and body.get("tool_choice", "auto") == "auto"
+    _must(not free, f"{name} leaves no tool to call: give no tools, or a tool_choice that is not auto")
 
 
 def stops(body: dict) -> tuple:

@@ -7,7 +7,6 @@ from .errors import Refused
 
 OBEYED, REFUSED, HARMLESS = "obeyed", "refused", "harmless"
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-TEXT = {"type": "text"}
 
 
 class Field(NamedTuple):
@@ -47,7 +46,7 @@ WRITING = {  # of chat and completions
 AGENTS = {  # of chat and responses
     "chat_template_kwargs": Field(OBEYED, "`enable_thinking` and the like; not of OpenAI"),
     "tools": Field(OBEYED, "functions; the chat template has them"),
-    "tool_choice": Field(OBEYED, '"auto" or "none"; to force a call is refused'),
+    "tool_choice": Field(OBEYED, '"auto", "none", "required" or a function; a forced call follows its schema'),
     "parallel_tool_calls": Field(OBEYED, "false: an answer ends with its first call"),
     "metadata": Field(HARMLESS, "nothing is stored"),
     "store": Field(HARMLESS, "nothing is stored"),
@@ -66,7 +65,7 @@ TABLE = {
         "top_logprobs": Field(OBEYED, "0 to 20, with `logprobs`"),
         "reasoning_effort": Field(OBEYED, "where the chat template has it; refused otherwise"),
         "prediction": Field(HARMLESS, "it saves OpenAI time, and changes no answer"),
-        "response_format": Field(REFUSED, "answers are text", (TEXT,)),
+        "response_format": Field(OBEYED, "text, a JSON object, or JSON by a schema"),
         "functions": Field(REFUSED, "give tools", ([],)),
         "function_call": Field(REFUSED, "give tools", ("none", "auto")),
         "modalities": Field(REFUSED, "answers are text", (["text"],)),
@@ -90,7 +89,7 @@ TABLE = {
         "reasoning.generate_summary": Field(REFUSED, "reasoning is given in full"),
         "reasoning.context": Field(REFUSED, "leave it out"),
         "reasoning.mode": Field(REFUSED, "leave it out"),
-        "text.format": Field(REFUSED, "answers are text", (TEXT,)),
+        "text.format": Field(OBEYED, "text, a JSON object, or JSON by a schema"),
         "text.verbosity": Field(REFUSED, "ask for it in a message", ("medium",)),
         "max_tool_calls": Field(HARMLESS, "it is about OpenAI's tools, which are refused"),
         "access_programs": Field(REFUSED, "leave it out"),

@@ -18,6 +18,7 @@ from ..question import Asked, LastTurn, find
 from ..weights import identity
 from .call import Call, Guard
 from .errors import Refused
+from .grammar import Calls, Following, Grammars
 from .kept import shares
 from .prefixes import Prefixes, key_of, mark_of
 from .prompt import Prompt, of_chat, of_messages, of_text
@@ -28,9 +29,11 @@ from .written import Form, Written
 class Writing(StoppingCriteria):
     """Takes each token as soon as it is chosen, gives what it tells, and ends `generate` with the answer."""
 
-    def __init__(self, call: Call, written: Written, give):
+    def __init__(self, call: Call, written: Written, matcher, give):
         self.call, self.answer, self.give, self.seen = call, written, give, len(call.whole.ids)
         self.processors = call.sampling.processors(self.seen)
+        if matcher is not None:
+            self.processors.append(Following(matcher, self.seen))
         self.probabilities = next((each for each in self.processors if isinstance(each, Probabilities)), None)
 
     def __call__(self, input_ids, scores, **options):
@@ -62,6 +65,7 @@ class Generation(GenerateManager):
         self.config, self.weights = find_decoder(model).config, identity(find_decoder(model))
         self.context = getattr(self.config, "max_position_embeddings", None)
         self.form = Form(tokenizer, model)
+        self.grammars = Grammars(tokenizer, _listed(model.generation_config.eos_token_id))
 
     # -- in the event loop ------------------------------------------------------------------------------------------
 
@@ -77,7 +81,9 @@ class Generation(GenerateManager):
         def run() -> None:
             try:
                 for at, answer in enumerate(answers):
-                    self._write(call, at, Writing(call, answer, lambda parts, at=at: give((at, parts))))
+                    self._write(
+                        call, at, Writing(call, answer, self._matcher(call), lambda parts, at=at: give((at, parts)))
+                    )
                     give((at, answer.close()))
                 give(None)
             except Exception as error:
@@ -95,6 +101,9 @@ class Generation(GenerateManager):
         ends, stops = set(_listed(config.eos_token_id)), (*call.stop, *_listed(config.stop_strings))
         most = config.max_new_tokens
         return [Written(self.form, call.parser(), stops, ends, most, call.single) for _ in range(call.answers)]
+
+    def _matcher(self, call: Call):
+        return None if call.schema is None else self.grammars.matcher(call.schema)
 
     def _config(self, call: Call):
         config = call.sampling.config(self.model.generation_config)
@@ -143,7 +152,10 @@ class Generation(GenerateManager):
         call.whole, call.prompt_tokens = prompt, len(prompt.ids)
         if call.question is not None and find(self.tokenizer, prompt.ids, call.question) is None:
             raise Refused(400, "the prompt does not have kvevict.question: give its words as the prompt has them")
-        if call.messages:
+        self._matcher(call)  # refuses a schema
+        if call.forced:
+            call.parser = Calls
+        elif call.messages and call.schema is None:
             call.parser = functools.partial(self.form.parser, prompt.ids, call.tools)
 
     # -- in the thread that generates -------------------------------------------------------------------------------

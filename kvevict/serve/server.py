@@ -18,6 +18,7 @@ from .errors import Refused, refused
 from .fields import CHAT, COMPLETIONS, RESPONSES
 from .gate import Gate, unless_gone
 from .generation import Generation
+from .grammar import schema_of, schema_of_calls
 from .handlers import Chat, Completions, Responses
 from .kept import parts
 from .messages import tools_of
@@ -107,9 +108,12 @@ class Server:
         tools = tools_of(body["tools"]) if body.get("tools") and body.get("tool_choice") != "none" else None
         if tools:
             template["tools"] = tools
+        single = not body.get("parallel_tool_calls", True)
+        calls = schema_of_calls(body.get("tool_choice", "auto"), tools, single)
         return Call(
             path, owner, policy, hidden, question, text, answers=body.get("n", 1), seed=body.get("seed"),
-            stop=check.stops(body), tools=tools, single=not body.get("parallel_tool_calls", True),
+            stop=check.stops(body), tools=tools, single=single,
+            schema=calls or schema_of(body), forced=calls is not None,
             usage=body.get("stream_options", {}).get("include_usage", False),
             sampling=Sampling.of(body, check.sampling(body)), deadline=time.monotonic() + self.timeout,
             template=template, prompt=body["prompt"] if path == COMPLETIONS else "",

@@ -222,7 +222,7 @@ class Parser:
     def _calls(self, field: str, letters: str) -> list:
         alone = {**self._template, "fields": {field: self._template["fields"][field]}}
         message = parse_response(letters, alone, prefix="", tools=self._tools)
-        return [_call(each) for value in _listed(message[field]) for each in _listed(value)] if field == CALLS else []
+        return [call_of(each) for value in _listed(message[field]) for each in _listed(value)] if field == CALLS else []
 
     def _new(self, text: str) -> str:
         """A text without the letters of the prompt."""
@@ -284,7 +284,7 @@ def _listed(value) -> list:
     return value if isinstance(value, list) else [value]
 
 
-def _call(value) -> ToolCall:
+def call_of(value) -> ToolCall:
     """Raises one of `NOT_READ` for a value that is not a call."""
     function = value["function"]
     name, arguments = function["name"], function["arguments"]

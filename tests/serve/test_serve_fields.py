@@ -2,6 +2,7 @@
 
 import functools
 import json
+import sys
 
 import pytest
 import torch
@@ -228,6 +229,11 @@ def has_probabilities(path):
     return said["choices"][0]["logprobs"] and "logprobs" not in asked(path)["choices"][0]
 
 
+def is_json(name, value):
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
+    return lambda path: text_of(asked(path, **{name: value})).startswith('{"')
+
+
 EFFECTS = {
     "model": is_refused("model", "other", 404), "kvevict": is_refused("kvevict", dict(budget=257), 400),
     "stream": lambda path: events(posted(path, stream=True)) != [],
@@ -244,6 +250,8 @@ EFFECTS = {
     "top_logprobs": lambda path: [len(each["top_logprobs"]) for each in asked(path, logprobs=True, top_logprobs=3)[
         "choices"][0]["logprobs"]["content"]] == [3] * 8,
     "tools": lambda path: is_read("tools", TOOLS[path])(path),
+    "response_format": lambda path: is_json("response_format", dict(type="json_object"))(path),
+    "text.format": lambda path: is_json("text.format", dict(type="json_object"))(path),
     "tool_choice": lambda path: counted(asked(path, tools=TOOLS[path], tool_choice="none")) == counted(usual(path)),
     "parallel_tool_calls": None,  # test_a_single_call
     "chat_template_kwargs": is_read("chat_template_kwargs", dict(enable_thinking=True)),
@@ -263,6 +271,7 @@ def test_an_obeyed_field(path, name):
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])
 @pytest.mark.parametrize("value, said", [
     (dict(tool_choice="required"), "tool_choice"), (dict(tool_choice=dict(type="function", name="f")), "tool_choice"),
+    (dict(tool_choice=dict(type="allowed_tools"), tools=[]), "tool_choice"),
     (dict(tools=[dict(type="custom", name="f")]), "tools"), (dict(tools=[dict(type="web_search")]), "tools"),
     (dict(tools=[dict(type="function", name="f", strict=True)]), "strict"),
 ])  # fmt: skip
@@ -425,3 +434,92 @@ def test_a_model_by_its_name():
     for name in ("other", "small/other"):
         response = client().ask("GET", f"/v1/models/{name}")
         assert response.status_code == 404 and response.json()["error"]["code"] == "model_not_found"
+
+
+# -- forms of answers --------------------------------------------------------------------------------------------------
+
+SCHEMA = dict(
+    type="object", required=["code", "kind"], additionalProperties=False,
+    properties=dict(code=dict(type="integer", minimum=0, maximum=999), kind=dict(enum=["a", "b", None])),
+)  # fmt: skip
+
+
+def formed(path, schema) -> dict:
+    if path == RESPONSES:
+        return {"text.format": dict(type="json_schema", name="x", schema=schema, strict=True)}
+    return dict(response_format=dict(type="json_schema", json_schema=dict(name="x", schema=schema, strict=True)))
+
+
+def tools_of(path, schema, *names) -> list:
+    functions = [dict(name=name, parameters=schema, strict=True) for name in names]
+    if path == RESPONSES:
+        return [dict(function, type="function") for function in functions]
+    return [dict(type="function", function=function) for function in functions]
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_an_answer_by_a_schema(path):
+    """JSON of the schema, whatever is drawn; whole and as a stream."""
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
+    found = set()
+    for seed in range(5):
+        changes = dict(formed(path, SCHEMA), seed=seed, temperature=2) | {LONG[path]: 60}
+        text, stream = text_of(asked(path, **changes)), events(posted(path, **changes, stream=True))
+        told = json.loads(text)
+        assert list(told) == ["code", "kind"] and 0 <= told["code"] <= 999 and told["kind"] in ("a", "b", None)
+        if path == CHAT:
+            assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in stream) == text
+        else:
+            assert text_of(stream[-1]["response"]) == text
+        found.add(text)
+    assert len(found) > 1
+    cut = asked(path, **formed(path, SCHEMA), **{LONG[path]: 3})
+    assert cut.get("status") == "incomplete" or cut["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+@pytest.mark.parametrize("choice, single, want", [("required", False, None), ("required", True, 1), ("g", False, 1)])
+def test_a_forced_call(path, choice, single, want):
+    """It follows the function's schema; a forced call that is cut is text."""
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
+    if choice != "required":
+        choice = dict(type="function", function=dict(name="g")) if path == CHAT else dict(type="function", name="g")
+    changes = dict(tools=tools_of(path, SCHEMA, "f", "g"), tool_choice=choice, parallel_tool_calls=not single, seed=3)
+    vocabulary = client().server.tokenizer.get_vocab()
+    ends = [at for letters, at in vocabulary.items() if letters in ("]", "}]")]
+    with constant(ends, [10.0] * len(ends)):  # the model would write more and more calls
+        said = asked(path, **changes, temperature=0.5, **{LONG[path]: 200})
+    if path == CHAT:
+        calls = [call["function"] for call in said["choices"][0]["message"]["tool_calls"]]
+        assert said["choices"][0]["finish_reason"] == "tool_calls" and not text_of(said)
+    else:
+        calls = said["output"]
+        assert {call["type"] for call in calls} == {"function_call"}
+    assert len(calls) == want if want else len(calls) >= 1
+    for call in calls:
+        assert list(json.loads(call["arguments"])) == ["code", "kind"]
+        assert call["name"] == "g" if isinstance(choice, dict) else call["name"] in "fg"
+    assert text_of(asked(path, **changes, **{LONG[path]: 5})).lstrip("[").startswith('{"name')
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_forms_that_are_refused(path):
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
+    name = "text.format" if path == RESPONSES else "response_format"
+    for value in ("json", 3, [], dict(type="xml"), dict(type="json_schema", json_schema=3, schema=3)):
+        error = posted(path, **{name: value}).json()["error"]
+        assert error["param"] == name and name in error["message"], value
+    for schema in (dict(patternProperties=3), dict(type="nothing"), {"$ref": "http://other.example/x"}):
+        response = posted(path, **formed(path, schema))
+        assert response.status_code == 400 and "schema" in response.json()["error"]["message"], response.text
+    response = posted(path, **formed(path, SCHEMA), tools=TOOLS[path])
+    assert response.status_code == 400 and name in response.json()["error"]["message"]
+    other = dict(type="function", function=dict(name="h")) if path == CHAT else dict(type="function", name="h")
+    assert "no tool 'h'" in posted(path, tools=TOOLS[path], tool_choice=other).json()["error"]["message"]
+
+
+def test_without_llguidance(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    response = posted(CHAT, response_format=dict(type="json_object"))
+    assert response.status_code == 400 and "pip install llguidance" in response.json()["error"]["message"]
+    assert posted(CHAT, response_format=dict(type="text")).status_code == 200

@@ -1,0 +1,100 @@
+"""Answers in a form that a request gives: JSON by a schema, or a call that it forces. Needs llguidance, which names the
+tokens that the form allows next."""
+
+import json
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor
+
+from .errors import Refused
+from .written import NOT_READ, call_of
+
+STYLE: Any = dict(whitespace_flexible=False, item_separator=", ", key_separator=": ", lenient=False)
+
+
+def schema_of(body: dict) -> dict | None:
+    """Of the text that a checked body asks for; None: any text."""
+    asked = body.get("response_format") or body.get("text", {}).get("format") or {}
+    if asked.get("type") == "json_object":
+        return dict(type="object")
+    return asked.get("json_schema", asked).get("schema", {}) if asked.get("type") == "json_schema" else None
+
+
+def schema_of_calls(choice: Any, tools: list | None, single: bool) -> dict | None:
+    """Of the calls that a `tool_choice` forces; None: of none."""
+    if choice in ("auto", "none") or tools is None:
+        return None
+    named: str | None = None if choice == "required" else choice.get("function", choice)["name"]
+    calls = [_schema(tool["function"]) for tool in tools if named in (None, tool["function"]["name"])]
+    if not calls:
+        raise Refused(400, f"tool_choice: there is no tool {str(named)[:200]!r}", None, "tool_choice")
+    one = dict(anyOf=calls)
+    return one if named or single else dict(type="array", items=one, minItems=1)
+
+
+def _schema(function: dict) -> dict:
+    arguments = function.get("parameters") or dict(type="object")
+    properties = dict(name=dict(const=function["name"]), arguments=arguments)
+    return dict(type="object", properties=properties, required=list(properties), additionalProperties=False)
+
+
+class Calls:
+    """A parser of an answer that is nothing but calls; one that is cut is text."""
+
+    def __init__(self):
+        self._text = ""
+
+    def parts(self, text: str) -> list:
+        self._text += text
+        return []
+
+    def close(self, text: str, cut: bool) -> list:
+        self._text += text
+        try:
+            calls = json.loads(self._text)
+            return [call_of(dict(function=call)) for call in (calls if isinstance(calls, list) else [calls])]
+        except NOT_READ:
+            return [self._text]
+
+
+class Grammars:
+    """The forms of answers with a tokenizer; ends: tokens that end an answer."""
+
+    def __init__(self, tokenizer, ends: list):
+        self.tokenizer, self.ends = tokenizer, ends
+        self._known: Any = None  # llguidance's tokenizer, once it is needed
+
+    def matcher(self, schema: dict):
+        """Raises Refused for a schema that llguidance cannot follow, or without it."""
+        try:
+            import llguidance
+            import llguidance.hf
+        except ImportError:
+            sentence = (
+                "response_format and forced tool calls need llguidance where the server runs: pip install llguidance"
+            )
+            raise Refused(400, sentence, "unsupported_parameter") from None
+        if self._known is None:
+            self._known = llguidance.hf.from_tokenizer(self.tokenizer, eos_token=self.ends or None)
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=STYLE)
+        matcher = llguidance.LLMatcher(self._known, grammar, log_level=0)
+        if matcher.is_error():
+            raise Refused(400, f"the JSON schema cannot be followed: {' '.join(matcher.get_error().split())[:500]}")
+        return matcher
+
+
+class Following(LogitsProcessor):
+    """Leaves the tokens that a matcher allows; start: tokens of the prompt."""
+
+    def __init__(self, matcher, start: int):
+        self.matcher, self.seen = matcher, start
+
+    def __call__(self, input_ids, scores):
+        self.matcher.consume_tokens(input_ids[0, self.seen :].tolist())
+        self.seen = input_ids.shape[1]
+        bits = torch.frombuffer(bytearray(self.matcher.compute_bitmask()), dtype=torch.uint8)
+        allowed = ((bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten()[: scores.shape[-1]]
+        refused = torch.ones(scores.shape[-1], dtype=torch.bool)  # logits without a token, too
+        refused[: len(allowed)] = allowed == 0
+        return scores.masked_fill(refused.to(scores.device), float("-inf"))
