@@ -142,8 +142,8 @@ class Known(Question):
     ("take+edie", dict(kernel=5, sink=2, heads="ada")), ("take+edie", dict(kernel=5, sink=0, heads="flat")),
 ])  # fmt: skip
 def test_a_request_against_the_oracle(name, options, chunk):
-    """Rows of other lengths: the request fits, only its part from the question on fits, no beginning fits, a chunk begins
-    in it, and there is none."""
+    """Rows of other lengths: the request fits, only its part from the question on does, no beginning fits, a chunk
+    begins in it, and there is none."""
     lengths = [62, 48, 55, 41, 33]
     spans = ((50, 55), (40, 43), (44, 51), (35, 40), (2, 5))
     requests = ((15, 12), (20, 8), (30, 24, 17), (14,), ())
