@@ -89,7 +89,7 @@ class LayerRows:
     """
 
     rows: CallRows
-    slots: Any  # [B] slots over all heads that the layer may keep, on the host; None: no prompt was read
+    slots: Any  # [B] slots over all heads that the layer may keep, on the host; None: nothing evicted yet
     heads: int  # of all ranks, that choose
     rope: Any  # the layer's kvevict.engine.measure.rope.Rope
     q: Any  # [B, H, T, D]
@@ -127,8 +127,8 @@ class LayerRows:
 
     @property
     def budget(self):
-        """int32 [B] slots per kv head, on average, that the layer may keep."""
-        return self.upload(self.slots // self.heads)
+        """int32 [B] slots per kv head, on average, that the layer may keep; 0 before a call that evicts."""
+        return self.upload(0 * self.rows.padding if self.slots is None else self.slots // self.heads)
 
     def upload(self, numbers):
         """The host's numbers [B] as an int32 tensor on the layer's device."""

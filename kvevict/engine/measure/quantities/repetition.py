@@ -57,14 +57,14 @@ class Repetition(Quantity):
     def _spanning(self, part, kv, begin, count):
         """The observers, with the log-sum-exp over stored slots begin .. begin + count - 1 [B, heads], the chunk, the
         repetition, and the first `sink` slots as far as they come earlier."""
-        stored, within, options = kv.stored, kv.within(begin, count).stored, kv.options
+        within, options = kv.within(begin, count).stored, kv.options
         k, v = (torch.cat(pair, 2) for pair in zip((kv.k, kv.v), kv.appended, strict=True))
         moved = bool(part.skip.any())
         q = rolled(part.q, -part.skip) if moved else part.q  # in the order of their keys
         _, lse = _ops.attend(q, within, k, v, kv.first, **options)
         sinks = begin.clamp_max(self.sink).contiguous()
         if bool(sinks.any()):
-            none, no_rows, held = 0 * kv.first, k[:, :, :0], replace(stored, len=sinks)
+            none, no_rows, held = 0 * kv.first, k[:, :, :0], kv.within(0 * begin, sinks).stored
             _, more = _ops.attend(q, held, no_rows, no_rows, none, stop=none, **options | dict(sinks=None))
             lse = torch.logaddexp(lse, more)
         return replace(part, lse=rolled(lse, part.skip) if moved else lse)
