@@ -11,6 +11,7 @@ from .engine.hook.installed import patch_of, using
 from .engine.measure import gates
 from .engine.slots.adopt import EvictionCache
 from .engine.slots.cache import EvictionLayer
+from .engine.slots.joining import next_positions
 from .families import base_model, device_of, find_decoder, unwrapped
 from .patch import evicting
 from .policy.checks import PLENTY, count
@@ -203,14 +204,14 @@ def _ask(model, tokenizer, cache, questions, max_new_tokens, one_line, sampling)
     if len(questions) > 1:
         cache.batch_select_indices(torch.zeros(len(questions), dtype=torch.long))
     known: dict = dict(logits_to_keep=1, use_cache=True, return_dict=True)
-    following = None
-    if min(map(len, questions)) < longest:
+    padded = min(map(len, questions)) < longest
+    if padded:
         new = [[1] * seen + [0] * (longest - len(each)) + [1] * len(each) for each in questions]
         mask = torch.tensor(new, device=here)
         known |= dict(attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp_min(0)[:, -longest:])
-        following = mask.sum(1)
     logits = inner(ids, **{CACHE: cache}, **known).logits
-    cache.next_position = following if cache.next_position is None else cache.next_position
+    if padded:
+        cache.next_position = next_positions(cache)
     choosers = [sampling.chooser() for _ in questions]
     tokens = written(inner, tokenizer, logits, cache, max_new_tokens, choosers, one_line)
     texts = [tokenizer.decode(each, skip_special_tokens=True).strip() for each in tokens]

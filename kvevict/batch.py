@@ -35,14 +35,17 @@ class Batch:
 
     def remove(self, row):
         """Take a sequence out; returns its cache, to go on with alone or in another batch."""
-        at = self.rows.index(row)
-        rest = [other for other in range(len(self.rows)) if other != at]
-        whole, self.cache = self.cache, None
-        del self.rows[at]
-        if not rest:
-            return whole
-        self.cache = part(whole, rest)
-        return part(whole, [at])
+        cache = self._part([row])
+        self.keep([other for other in self.rows if other != row])
+        return cache
+
+    def keep(self, rows) -> None:
+        """End the sequences that are not among these rows of the batch."""
+        self.cache, self.rows = self._part(rows) if rows else None, list(rows)
+
+    def _part(self, rows):
+        """The cache with these rows."""
+        return self.cache if len(rows) == len(self.rows) else part(self.cache, [self.rows.index(row) for row in rows])
 
     @torch.no_grad()
     def step(self, tokens) -> torch.Tensor:

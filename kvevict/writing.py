@@ -75,8 +75,7 @@ def written(model, tokenizer, logits, cache, most: int, choosers, one_line=False
     while True:
         for row, each in zip(batch.rows, last, strict=True):
             texts[row].append(choosers[row](each))
-        for row in [row for row in batch.rows if not goes_on(texts[row])]:
-            batch.remove(row)
+        batch.keep([row for row in batch.rows if goes_on(texts[row])])
         if not batch.rows:
             return texts
         last = batch.step([texts[row][-1] for row in batch.rows])

@@ -25,7 +25,7 @@ class Storage(Held):
     capacity: np.ndarray = None  # type: ignore[assignment]  # [B, Hkv] on the host
     room: int = 0  # free rows of the fullest head
     shared: bool = False  # forks read the buffers, so the slots in them must not move
-    starts: np.ndarray | None = None  # `offset` on the host; None: heads lie one after the other, each in its capacity
+    starts: np.ndarray = None  # type: ignore[assignment]  # `offset` on the host
     pool: Pool | None = None  # lends the rows that the slots need next; None: new buffers do
     regions: tuple = ()  # the `Region` of each batch row; none outside a pool
 
@@ -50,10 +50,11 @@ class Storage(Held):
                 to._filled(each, None, each.counts)
                 row += len(each.counts)
             return into._holding(torch.cat([each.len for each in storages]), counts)
-        rows = replace(first, offset=torch.cat([each.offset for each in storages]), capacity=capacity)
-        rows = replace(rows, starts=np.concatenate([each.host_offset() for each in storages]))
-        rows = replace(rows, regions=sum((each.regions for each in storages), ()))
-        rows.shared = any(each.shared for each in storages)
+        rows = replace(
+            first, offset=torch.cat([each.offset for each in storages]), capacity=capacity,
+            starts=np.concatenate([each.starts for each in storages]), shared=any(each.shared for each in storages),
+            regions=sum((each.regions for each in storages), ()),
+        )  # fmt: skip
         return rows._holding(torch.cat([each.len for each in storages]), counts)
 
     def __reduce_ex__(self, protocol):
@@ -117,7 +118,7 @@ class Storage(Held):
         """Batch rows chosen [N], the list `at` on the host, in the same buffers."""
         rows = replace(self, offset=self.offset[chosen], len=self.len[chosen], counts=self.counts[at])
         regions = tuple(self.regions[row] for row in at) if self.regions else ()
-        return replace(rows, capacity=self.capacity[at], starts=self.host_offset()[at], regions=regions)
+        return replace(rows, capacity=self.capacity[at], starts=self.starts[at], regions=regions)
 
     def moved(self, capacity, index=None, keep=None, *new):
         """New buffers with room for capacity [B, Hkv] that hold keep[b,h] slots `index`, or all slots."""
@@ -146,10 +147,8 @@ class Storage(Held):
         rows = int(capacity.sum())
         region = None if self.pool is None else self.pool.lend(rows, self)
         if region is not None:
-            blank = _laid_out(Storage(*region.buffers), capacity, region.start)
-            return replace(
-                blank, starts=region.start + _offsets(capacity), pool=self.pool, regions=(region,) * len(capacity)
-            )
+            lent = Storage(*region.buffers, pool=self.pool, regions=(region,) * len(capacity))
+            return _laid_out(lent, capacity, region.start)
         with torch.inference_mode(False):  # a cache filled in inference mode can be written to outside of it
             flat = Storage(*(t.new_empty(rows, *t.shape[1:]) for t in (self.k, self.v, self.pos)), pool=self.pool)
         return _laid_out(flat, capacity)
@@ -197,14 +196,10 @@ class Storage(Held):
         lent = sum(region.rows for region in set(self.regions)) if self.regions else None
         return self.k[:lent], self.v[:lent], self.pos[:lent], self.offset, self.len
 
-    def host_offset(self):
-        """`offset` on the host."""
-        return _offsets(self.capacity) if self.starts is None else self.starts
-
     def segments(self):
         """(b, h, slice of the flat buffers) of every head's slots."""
         lens = self.counts.tolist()
-        for b, row in enumerate(self.host_offset().tolist()):
+        for b, row in enumerate(self.starts.tolist()):
             for h, start in enumerate(row):
                 yield b, h, slice(start, start + lens[b][h])
 
@@ -228,9 +223,5 @@ class Storage(Held):
 
 def _laid_out(storage, capacity, start=0):
     """Heads lie one after the other, from row `start` on."""
-    return replace(storage, capacity=capacity, offset=host.upload(start + _offsets(capacity), storage.device))
-
-
-def _offsets(capacity):
-    """First row of each head, where heads lie one after the other."""
-    return (capacity.cumsum() - capacity.ravel()).reshape(capacity.shape)
+    starts = start + (capacity.cumsum() - capacity.ravel()).reshape(capacity.shape)
+    return replace(storage, capacity=capacity, starts=starts, offset=host.upload(starts, storage.device))
