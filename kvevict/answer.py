@@ -20,6 +20,8 @@ from .policy.tokenizer import told
 from .prompts import frame, ids_of
 from .writing import Sampling, written
 
+KEEPS = Policy(score="streaming", budget=PLENTY, decode=False)  # stores all tokens that it reads
+
 
 def unasked(decoder) -> str:
     """The default policy for a text that is asked about later: the best measured (docs/results.md)."""
@@ -144,7 +146,7 @@ class Pipeline:
 @contextlib.contextmanager
 def keeping_all(model, cache):
     """Inside, the model stores all tokens that it reads after a cache and evicts none."""
-    with evicting(model, Policy(score="streaming", budget=PLENTY, decode=False)):
+    with evicting(model, KEEPS):
         yield
 
 

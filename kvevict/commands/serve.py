@@ -31,7 +31,7 @@ def serve(parser, argv):
     parser.add_argument(
         "--memory-bytes",
         default=f"{Options.memory >> 30}G",
-        help=f"of stored prefixes in memory at most; default {Options.memory >> 30}G",
+        help=f"of stored prefixes in memory at most, and of running answers' slots; default {Options.memory >> 30}G",
     )
     parser.add_argument(
         "--store", help="folder for texts and for prefixes that leave memory; default: they are forgotten"
@@ -52,6 +52,12 @@ def serve(parser, argv):
                         help="a key that requests may use; repeatable, each key has separate texts; default: "
                         "KVEVICT_API_KEY, or none needed")  # fmt: skip
     parser.add_argument(
+        "--batch",
+        type=int,
+        default=Options.batch,
+        help=f"answers that are written at once at most, a token of each in a step; default {Options.batch}",
+    )
+    parser.add_argument(
         "--queue",
         type=int,
         default=Options.queue,
@@ -70,6 +76,7 @@ def serve(parser, argv):
     installed("serve", "kvevict serve", "transformers.cli.serving.completion")  # of Transformers 5.23
     memory, disk = size("--memory-bytes", args.memory_bytes), size("--store-bytes", args.store_bytes)
     check_complete(build_policies(filter(None, [args.policy, args.unasked]), args))
+    count("--batch", args.batch, 1)
     count("--queue", args.queue, 0)
     at_least_0("--timeout", args.timeout, positive=True)
     if args.store is not None:
@@ -81,7 +88,7 @@ def serve(parser, argv):
         keys = [os.environ["KVEVICT_API_KEY"]]
         if not keys[0]:
             raise ValueError("KVEVICT_API_KEY is empty: give a key, or unset it")
-    own = ("policy", "unasked", "chunk_size", "share", "dtype", "device", "name", "store", "queue", "timeout")
+    own = ("policy", "unasked", "chunk_size", "share", "dtype", "device", "name", "store", "batch", "queue", "timeout")
     given = {name: getattr(args, name) for name in own}
     given |= dict(keys=tuple(keys), hosts=(args.host, *args.allow_host))
     options = Options(budget=number(args.budget), memory=memory, disk=disk, **given)

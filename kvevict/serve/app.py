@@ -27,7 +27,7 @@ def application(server: Server) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(app):
         yield
-        server.manager.submit(server.prefixes.flush).result()
+        server.scheduler.submit(server.prefixes.flush).result()
 
     app = FastAPI(lifespan=lifespan, openapi_url=None)
 
@@ -92,7 +92,7 @@ def application(server: Server) -> FastAPI:
     @app.get("/metrics")
     async def metrics(request: Request):
         server.owner(request)
-        return Response(server.metrics.text(server.gate, server.prefixes), media_type="text/plain; version=0.0.4")
+        return Response(server.metrics.text(server.scheduler, server.prefixes), media_type="text/plain; version=0.0.4")
 
     return app
 

@@ -33,7 +33,7 @@ class Call:
     hidden: bool = False
     question: str | None = None
     text: str | None = None
-    answers: int = 1  # that are written, one after the other
+    answers: int = 1  # that are written
     seed: int | None = None  # of the first
     stop: tuple = ()
     tools: list | None = None  # that an answer may call
@@ -58,9 +58,13 @@ class Call:
     def cancel(self) -> None:
         self._cancelled.set()
 
+    @property
+    def cancelled(self) -> bool:
+        return self._cancelled.is_set()
+
     def check(self) -> None:
         """Raise what ends the call before its answer does."""
-        if self._cancelled.is_set():
+        if self.cancelled:
             raise Cancelled
         if time.monotonic() > self.deadline:
             raise TimeoutError

@@ -1,17 +1,19 @@
-"""The thread that reads and writes, with what reads a prompt put around the model's `generate`."""
+"""Prompts are read, and their answers begun, in the thread that owns the model."""
 
 import asyncio
 import contextlib
 import functools
+import time
 
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
-from transformers.cli.serving.utils import GenerateManager
 
-from ..answer import keeping_all, within_positions
+from ..answer import KEEPS, within_positions
+from ..batch import Pools
 from ..compat import CACHE, cache_of
 from ..context import within
-from ..families import base_model, device_of, find_decoder
+from ..engine.hook.installed import of as installed
+from ..engine.slots.storage import ROOM
+from ..families import attention_of, base_model, device_of, find_decoder, layers_of, widths
 from ..patch import evicting
 from ..policy.tokenizer import told
 from ..question import Asked, LastTurn, find
@@ -22,77 +24,56 @@ from .grammar import Calls, Following, Grammars
 from .kept import shares
 from .prefixes import Prefixes, key_of, mark_of
 from .prompt import Prompt, of_chat, of_messages, of_text
-from .sampling import Probabilities
+from .row import Row
+from .scheduler import Scheduler
 from .written import Form, Written
 
 
-class Writing(StoppingCriteria):
-    """Takes each token as soon as it is chosen, gives what it tells, and ends `generate` with the answer."""
-
-    def __init__(self, call: Call, written: Written, matcher, give):
-        self.call, self.answer, self.give, self.seen = call, written, give, len(call.whole.ids)
-        self.processors = call.sampling.processors(self.seen)
-        if matcher is not None:
-            self.processors.append(Following(matcher, self.seen))
-        self.probabilities = next((each for each in self.processors if isinstance(each, Probabilities)), None)
-
-    def __call__(self, input_ids, scores, **options):
-        for token in input_ids[0, self.seen :].tolist():
-            if not self.answer.ended:
-                self.call.token()
-                self.give(self.answer.put(token, self.probabilities and self.probabilities.of(token)))
-        self.seen = input_ids.shape[1]
-        return torch.tensor([self.answer.ended], device=input_ids.device)
-
-    # A streamer that takes nothing: without one, Transformers writes a token too many on an accelerator, and crops it.
-
-    def put(self, value) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
-
-
-class Generation(GenerateManager):
-    """Reads and writes one request after another, on the one thread of Transformers' manager.
-
-    prefixes   where what was read is stored
+class Generation:
+    """prefixes   where what was read is stored
+    policy     of most prompts, by which room for running answers is made
     """
 
-    def __init__(self, model, tokenizer, prefixes: Prefixes):
-        super().__init__()
-        self.model, self.tokenizer, self.prefixes = model, tokenizer, prefixes
-        self.config, self.weights = find_decoder(model).config, identity(find_decoder(model))
+    def __init__(self, model, tokenizer, prefixes: Prefixes, scheduler: Scheduler, policy):
+        self.model, self.tokenizer, self.prefixes, self.scheduler = model, tokenizer, prefixes, scheduler
+        self.decoder = find_decoder(model)
+        self.config, self.weights = self.decoder.config, identity(self.decoder)
         self.context = getattr(self.config, "max_position_embeddings", None)
+        order, kv_heads = installed(self.decoder).order, installed(self.decoder).own.kv_heads
+        columns = 2 * widths(attention_of(layers_of(self.decoder)[order[0]], order[0]), self.config)[0]
+        self.slot = self.decoder.dtype.itemsize * columns * kv_heads * len(order)  # bytes in all heads and layers
+        slots = (scheduler.most + 1) * (self._widest(policy, self.context or 1 << 20) + ROOM)
+        self.pools = Pools(self.decoder, kv_heads * min(slots, scheduler.memory // self.slot))
         self.form = Form(tokenizer, model)
         self.grammars = Grammars(tokenizer, _listed(model.generation_config.eos_token_id))
 
     # -- in the event loop ------------------------------------------------------------------------------------------
 
     async def write(self, call: Call, answers: list):
-        """(number of an answer, parts of it), as they are written; each token gives a list of parts. Raises what ends
-        the call."""
+        """(number of an answer, parts of it, or None at its end), as they are written; each token gives a list of
+        parts. Raises the error that ends the call."""
         loop, queue = asyncio.get_running_loop(), asyncio.Queue()
 
         def give(item) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(queue.put_nowait, item)
 
-        def run() -> None:
-            try:
-                for at, answer in enumerate(answers):
-                    self._write(
-                        call, at, Writing(call, answer, self._matcher(call), lambda parts, at=at: give((at, parts)))
-                    )
-                    give((at, answer.close()))
-                give(None)
-            except Exception as error:
-                give(error)
+        begun = self.scheduler.submit(
+            self._begin, call, answers, give, call=call, tokens=functools.partial(self._left, call),
+            rows=len(answers), size=len(answers) * self._size(call, answers[0].most),
+        )  # fmt: skip
 
-        self.submit(run)
-        while (item := await queue.get()) is not None:
-            if isinstance(item, Exception):
+        def failed(done) -> None:
+            if done.exception() is not None:
+                give(done.exception())
+
+        begun.add_done_callback(failed)
+        left = len(answers)
+        while left:
+            item = await asyncio.wait_for(queue.get(), call.deadline - time.monotonic())
+            if isinstance(item, BaseException):
                 raise item
+            left -= item[1] is None
             yield item
 
     def answers(self, call: Call) -> list:
@@ -101,6 +82,20 @@ class Generation(GenerateManager):
         ends, stops = set(_listed(config.eos_token_id)), (*call.stop, *_listed(config.stop_strings))
         most = config.max_new_tokens
         return [Written(self.form, call.parser(), stops, ends, most, call.single) for _ in range(call.answers)]
+
+    def _widest(self, policy, tokens: int) -> int:
+        """Slots of a head while a prompt is read, at most."""
+        return min(tokens, policy.slots(tokens) + (policy.chunk_size or tokens))
+
+    def _size(self, call: Call, new: int) -> int:
+        """Bytes of an answer's slots, at most."""
+        return self.slot * (self._widest(call.policy, len(call.whole.ids)) + new)
+
+    def _left(self, call: Call) -> int:
+        """Tokens of a call's prompt that are not stored."""
+        keys, prompt = self._keys(call, call.whole), call.whole
+        stored = (end for key, end in zip(keys, prompt.ends) if self.prefixes.knows(key))
+        return len(prompt.ids) - max(stored, default=0)
 
     def _matcher(self, call: Call):
         return None if call.schema is None else self.grammars.matcher(call.schema)
@@ -118,7 +113,7 @@ class Generation(GenerateManager):
             self._prefix(call, prompt)
             self.prefixes.flush(self._keys(call, prompt)[-1:])
 
-        await self._in_thread(run)
+        await self._in_thread(run, call=call, tokens=functools.partial(self._left, call))
 
     async def forget(self, owner: str, text: str) -> None:
         """Remove what was kept of a stored text, after what runs now."""
@@ -126,12 +121,15 @@ class Generation(GenerateManager):
 
     async def kept(self, call: Call, prompt: Prompt, start: int):
         """By how large a share of heads each token of a prompt's last prefix, from `start` on, is kept."""
-        return await self._in_thread(lambda: shares(self._prefix(call, prompt), start, prompt.ends[-1]))
+        return await self._in_thread(
+            lambda: shares(self._prefix(call, prompt), start, prompt.ends[-1]),
+            call=call, tokens=functools.partial(self._left, call),
+        )  # fmt: skip
 
-    async def _in_thread(self, function, *args):
+    async def _in_thread(self, function, *args, **facts):
         """The result of a function that the thread runs. Who waits may be cancelled, not the thread's future: setting
         that one's result would end the thread."""
-        future = asyncio.wrap_future(self.submit(function, *args))
+        future = asyncio.wrap_future(self.scheduler.submit(function, *args, **facts))
         future.add_done_callback(lambda done: done.cancelled() or done.exception())  # known, if nobody waits any more
         return await asyncio.shield(future)
 
@@ -158,27 +156,49 @@ class Generation(GenerateManager):
         elif call.messages and call.schema is None:
             call.parser = functools.partial(self.form.parser, prompt.ids, call.tools)
 
-    # -- in the thread that generates -------------------------------------------------------------------------------
+    # -- in the thread that owns the model --------------------------------------------------------------------------
 
-    def _write(self, call: Call, at: int, writing: Writing) -> None:
-        """`generate` of one answer of a call."""
+    def _begin(self, call: Call, answers: list, give) -> None:
+        """Read a call's prompt, and let its answers run."""
         call.check()
-        config = self._config(call)
+        rows = [self._row(call, at, answer, give) for at, answer in enumerate(answers)]
+        policy, cache, logits = self._read(call)
+        for row in rows:
+            mine = cache if row is rows[-1] else cache.fork()
+            row.take(logits)
+            if not row.ended:
+                self.scheduler.run(row, policy, mine)
+
+    def _row(self, call: Call, at: int, answer: Written, give) -> Row:
+        prompt, config, made = call.whole.ids, self._config(call), []
+        processors = call.sampling.processors(len(prompt))
+        if call.schema is not None:
+            processors.append(Following(self._matcher(call), len(prompt)))
+
+        def take(model, input_ids, logits_processor, **others):
+            made.append(logits_processor)
+            return input_ids
+
         config.stop_strings = None  # Transformers looks for them in the prompt, too
-        prompt = call.whole
-        ids = torch.tensor([prompt.ids], device=device_of(self.model))
-        with contextlib.ExitStack() as stack:
-            if call.seed is not None:
-                stack.enter_context(torch.random.fork_rng())
-                torch.manual_seed(call.seed + at)
-            cache = self._prefix(call, prompt)
-            stack.enter_context(self._reading(call, prompt, cache))
-            stack.enter_context(within(watchers=(Guard(call),)))
-            self.model.generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), **{CACHE: cache}, streamer=writing,
-                generation_config=config, stopping_criteria=StoppingCriteriaList([writing]),
-                logits_processor=writing.processors,
-            )  # fmt: skip
+        ids = torch.tensor([prompt], device=device_of(self.model))
+        self.model.generate(
+            ids, attention_mask=torch.ones_like(ids), generation_config=config, logits_processor=processors,
+            custom_generate=take,
+        )  # fmt: skip
+        seed = None if call.seed is None else call.seed + at
+        return Row(call, answer, made[0], config.do_sample, seed, lambda parts: give((at, parts)), give)
+
+    def _read(self, call: Call) -> tuple:
+        """(policy of the tokens that follow, cache, logits of the last token) of a call's prompt."""
+        prompt, tokens = call.whole, len(call.whole.ids)
+        cache = self._prefix(call, prompt)
+        start = 0 if cache is None else prompt.ends[-1]
+        if cache is None:
+            cache = self.pools.cache()
+        elif tokens - start <= call.policy.slots(tokens):
+            return KEEPS, *self._through(call, KEEPS, cache, prompt.ids[start:])
+        policy, asks = self._chosen(call.policy, tokens), None if call.hidden else self._asking(call, prompt)
+        return policy, *self._through(call, policy, cache, prompt.ids[start:], asks)
 
     def _prefix(self, call: Call, prompt: Prompt):
         """A cache of the prompt up to its last end, of which the longest stored prefix is not read again; None without
@@ -192,14 +212,21 @@ class Generation(GenerateManager):
             known, start = known + 1, prompt.ends[known]
         call.cached_tokens = start
         for key, end in list(zip(keys, prompt.ends))[known:]:
-            ids = torch.tensor([prompt.ids[start:end]], device=device_of(self.model))
-            with self._evicting(call.policy, end), within(watchers=(Guard(call),)), torch.no_grad():
-                out = base_model(self.model)(
-                    input_ids=ids, **{CACHE: cache}, logits_to_keep=1, use_cache=True, return_dict=True
-                )
-            self.prefixes.put(key, cache_of(out))
-            cache, start = cache_of(out).fork(), end
+            whole, _ = self._through(call, self._chosen(call.policy, end), cache, prompt.ids[start:end])
+            self.prefixes.put(key, whole)
+            cache, start = whole.fork(), end
         return cache
+
+    def _through(self, call: Call, policy, cache, ids: list, question=None) -> tuple:
+        """(cache, logits of the last token) after a policy has read ids. Other calls get their turns between chunks."""
+        tokens = torch.tensor([ids], device=device_of(self.model))
+        watchers = Guard(call), self.scheduler
+        inside = within(question=question, watchers=watchers)
+        with evicting(self.model, policy, tokenizer=False), inside, torch.no_grad():
+            out = base_model(self.model)(
+                input_ids=tokens, **{CACHE: cache}, logits_to_keep=1, use_cache=True, return_dict=True
+            )
+        return cache_of(out), out.logits[0, -1]
 
     def _keys(self, call: Call, prompt: Prompt) -> list:
         start = len(prompt.ids) if prompt.text is None else prompt.text[0]
@@ -208,18 +235,6 @@ class Generation(GenerateManager):
             for end in prompt.ends
         ]
 
-    @contextlib.contextmanager
-    def _reading(self, call: Call, prompt: Prompt, cache):
-        """Inside, the model reads what comes after a cache: all of it is kept where it is no longer than the budget."""
-        tokens = len(prompt.ids)
-        if cache is not None and tokens - cache.get_seq_length() <= call.policy.slots(tokens):
-            with keeping_all(self.model, cache):
-                yield
-            return
-        asks = None if call.hidden else self._asking(call, prompt)
-        with self._evicting(call.policy, tokens), within(question=asks):
-            yield
-
     def _asking(self, call: Call, prompt: Prompt):
         """Which tokens observe."""
         if call.question is not None:
@@ -227,10 +242,11 @@ class Generation(GenerateManager):
         said = [each["content"] for each in call.messages if each["role"] == "user"]
         return LastTurn(self.tokenizer, said[-1] if said else call.prompt)
 
-    def _evicting(self, policy, tokens: int):
+    def _chosen(self, policy, tokens: int):
+        """A policy that reads this many tokens."""
         if policy.rows.repeats and policy.chunk_size is not None:
             policy = within_positions(policy, self.config, tokens)
-        return evicting(self.model, told(policy, self.tokenizer), tokenizer=False)
+        return told(policy, self.tokenizer)
 
 
 def _listed(value) -> list:

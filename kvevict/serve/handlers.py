@@ -62,34 +62,27 @@ class _Choices(_Handler):
     def whole(self, call, identity, answers, parts) -> dict:
         choices = []
         for index, answer in enumerate(answers):
-            found = self.choice(identity, joined([part for at, each in parts if at == index for part in each]))
+            found = self.choice(identity, joined([part for at, each in parts if at == index for part in each or ()]))
             choices.append(dict(index=index, finish_reason=answer.finish) | found)
         return self._said(self.kind, identity, choices, call)
 
     async def events(self, call, identity, answers, parts):
-        begun, calls = -1, 0
+        calls: dict = {}  # number of an answer -> tool calls that it has had
         async for at, each in parts:
-            if at > begun:  # the answer before it has ended
-                for event in self._ends(identity, answers, begun) + self._opens(identity, at):
-                    yield event
-                begun, calls = at, 0
-            for delta in self.deltas(identity, calls, each):
+            if at not in calls:
+                calls[at] = 0
+                for first in self.first():
+                    yield self._event(identity, dict(first, index=at))
+            if each is None:
+                empty = next(iter(self.deltas(identity, 0, [])))
+                yield self._event(identity, dict(empty, index=at, finish_reason=answers[at].finish))
+                continue
+            for delta in self.deltas(identity, calls[at], each):
                 yield self._event(identity, dict(delta, index=at))
-            calls += sum(isinstance(part, ToolCall) for part in each)
-        for event in self._ends(identity, answers, begun):
-            yield event
+            calls[at] += sum(isinstance(part, ToolCall) for part in each)
         if call.usage:
             yield _event(self._said(self.part, identity, [], call))
         yield DONE
-
-    def _opens(self, identity, at: int) -> list:
-        return [self._event(identity, dict(first, index=at)) for first in self.first()]
-
-    def _ends(self, identity, answers, at: int) -> list:
-        if at < 0:
-            return []
-        empty = next(iter(self.deltas(identity, 0, [])))
-        return [self._event(identity, dict(empty, index=at, finish_reason=answers[at].finish))]
 
     def _event(self, identity, choice) -> str:
         return _event(self._said(self.part, identity, [choice]))
@@ -176,7 +169,7 @@ class Responses(_Handler):
 
     def whole(self, call, identity, answers, parts) -> dict:
         items = Items(self.name, identity)
-        for part in joined([part for _, each in parts for part in each]):
+        for part in joined([part for _, each in parts for part in each or ()]):
             items.add(part)
         items.close(answers[0].finish)
         return items.response(call).model_dump(exclude_none=True)
@@ -185,7 +178,7 @@ class Responses(_Handler):
         items = Items(self.name, identity)
         yield items.begin()
         async for _, each in parts:
-            for part in each:
+            for part in each or ():
                 yield items.add(part)
         yield items.close(answers[0].finish)
         yield items.last(call)

@@ -16,6 +16,7 @@ class Metrics:
             "kvevict_requests", "Requests that were answered or refused", ["endpoint", "status"], **own
         )
         self.queue = Gauge("kvevict_queue", "Requests that wait for their turn", **own)
+        self.running = Gauge("kvevict_running", "Answers that are written", **own)
         self.read = Counter("kvevict_tokens_read", "Prompt tokens that the model read", **own)
         self.saved = Counter("kvevict_tokens_saved", "Prompt tokens that came from stored prefixes", **own)
         self.written = Counter("kvevict_tokens_written", "Tokens that the model wrote", **own)
@@ -37,8 +38,9 @@ class Metrics:
         if call.first_token is not None:
             self.first.observe(call.first_token - call.began)
 
-    def text(self, gate, prefixes) -> bytes:
-        self.queue.set(gate.waiting)
+    def text(self, scheduler, prefixes) -> bytes:
+        self.queue.set(scheduler.waiting)
+        self.running.set(scheduler.running)
         self.cache.labels("memory").set(prefixes.live_bytes)
         self.cache.labels("disk").set(prefixes.file_bytes)
         return generate_latest(self.registry)

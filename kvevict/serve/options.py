@@ -7,7 +7,8 @@ from ..policy.text import DEFAULT
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `kvevict serve` (docs/commands.md); memory and disk: bytes of what is stored at most."""
+    """The options of `kvevict serve` (docs/commands.md). memory, disk: bytes of what is stored at most; memory also of the
+    slots of running answers."""
 
     policy: str = DEFAULT
     unasked: str | None = None  # None: as `kvevict.read` without a policy
@@ -21,6 +22,7 @@ class Options:
     store: str | None = None
     disk: int = 4 << 30
     keys: tuple[str, ...] = ()
+    batch: int = 16
     queue: int = 64
     timeout: float = 600.0
     hosts: tuple[str, ...] = ()

@@ -1,5 +1,6 @@
-"""A stream of server-sent events."""
+"""A stream of server-sent events; and clients that leave before their response."""
 
+import asyncio
 import json
 
 from fastapi.responses import StreamingResponse
@@ -42,3 +43,24 @@ class Stream(StreamingResponse):
             self.call.cancel()
             await self.events.aclose()
             self.end(self.status)
+
+
+async def unless_gone(request, call, work):
+    """The result of a coroutine; it is cancelled, and so is the call, when the client leaves. Raises Refused then."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Refused(499, "the client has left")
+        return task.result()
+    finally:
+        gone.cancel()
+        if not task.done():
+            call.cancel()
+            task.cancel()
+            await asyncio.wait((task,))
+
+
+async def _gone(request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

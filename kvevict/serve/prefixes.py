@@ -69,6 +69,9 @@ class Prefixes:
             self.file_bytes += size
         self._fit(0)
 
+    def knows(self, key: str) -> bool:
+        return key in self._live or key in self._files
+
     def get(self, key: str):
         """A fork of a cache; None where it is not stored, or its file is damaged."""
         if key in self._live:

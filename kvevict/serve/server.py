@@ -16,17 +16,17 @@ from . import check, fields, log, prompt
 from .call import Call
 from .errors import Refused, refused
 from .fields import CHAT, COMPLETIONS, RESPONSES
-from .gate import Gate, unless_gone
 from .generation import Generation
 from .grammar import schema_of, schema_of_calls
 from .handlers import Chat, Completions, Responses
 from .kept import parts
 from .messages import tools_of
 from .metrics import Metrics
-from .outgoing import Stream
+from .outgoing import Stream, unless_gone
 from .policies import Policies
 from .prefixes import Prefixes, mark_of
 from .sampling import Sampling
+from .scheduler import Scheduler
 from .texts import Texts, checked
 
 SMALL = 1 << 16  # bytes of a body that is read where it came, so that small requests are answered in their order
@@ -43,17 +43,20 @@ class Server:
     keys      of which a request must bring one; none: nobody needs one
     timeout   seconds that a request may take, waiting included
     most      bytes of a request's body
+    batch     answers that are written at once
+    queue     requests that may wait beside them
     hosts     names by which requests may call the server, beside those of this machine
     """
 
     def __init__(self, name, model, tokenizer, policies: Policies, prefixes: Prefixes, texts: Texts, *, keys=(),
-                 queue=64, timeout=600.0, most=1 << 24, hosts=()):  # fmt: skip
+                 batch=16, queue=64, timeout=600.0, most=1 << 24, hosts=()):  # fmt: skip
         self.name, self.tokenizer, self.policies, self.texts = name, tokenizer, policies, texts
         self.keys, self.timeout, self.most, self.hosts = keys, timeout, most, hosts
         self.began = int(time.time())
         self.vocabulary = model.get_input_embeddings().num_embeddings
-        self.prefixes, self.manager = prefixes, Generation(model, tokenizer, prefixes)
-        self.gate, self.metrics = Gate(queue), Metrics()
+        self.scheduler, self.metrics = Scheduler(model, batch, prefixes.memory, queue), Metrics()
+        usual = policies.built(policies.policy)
+        self.prefixes, self.manager = prefixes, Generation(model, tokenizer, prefixes, self.scheduler, usual)
         self._threads, self._tokeniser = CapacityLimiter(2), CapacityLimiter(1)
         self.handlers = {path: kind(name, tokenizer) for path, (kind, _) in ENDPOINTS.items()}
 
@@ -213,16 +216,16 @@ class Server:
         return await to_thread.run_sync(function, *args, limiter=self._tokeniser)
 
     async def _ended(self, call, identity, request, work) -> Response:
-        """The response of `work`, which gets a turn; what the call came to is counted and logged."""
+        """The response of `work`; what the call came to is counted and logged."""
         status, entered, streams = 500, False, False
         request.state.noted = True
 
         def end(status: int) -> None:
-            self.gate.leave()
+            self.scheduler.leave()
             self._note(call, identity, status)
 
         try:
-            await unless_gone(request, call, self.gate.enter(call))
+            self.scheduler.enter()
             entered = True
             response = await unless_gone(request, call, work)
             status, streams = response.status_code, isinstance(response, Stream)
@@ -241,7 +244,7 @@ class Server:
 
     def _note(self, call, identity, status) -> None:
         if call.text is not None and not self.texts.knows(call.owner, call.text):  # it was deleted, or not stored
-            self.manager.submit(self.prefixes.forget, mark_of(call.owner, call.text))
+            self.scheduler.submit(self.prefixes.forget, mark_of(call.owner, call.text))
         self.metrics.note(call, status)
         log.served(call, identity, status)
 

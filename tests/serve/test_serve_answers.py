@@ -57,8 +57,7 @@ def saying(of, ids: list):
 
     def forced(module, args, kwargs, output):
         nonlocal at
-        ids_in = kwargs.get("input_ids")
-        at = 0 if ids_in is None or ids_in.shape[1] > 1 else at
+        at = 0 if (args[0] if args else kwargs["input_ids"]).shape[1] > 1 else at
         if at < len(ids):
             output.logits[:], output.logits[..., ids[at]] = -1e4, 1e4
         at += 1

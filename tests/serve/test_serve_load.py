@@ -43,7 +43,7 @@ def test_many_clients_on_one_text():
 
 
 def test_a_queue_that_is_full():
-    client = Client(server(queue=3))
+    client = Client(server(batch=1, queue=3))
     responses = together(client, *[question("Orshan", kvevict={})] * 8)
     assert sorted(response.status_code for response in responses) == [200] * 4 + [429] * 4
     refused = next(response for response in responses if response.status_code == 429)
@@ -130,7 +130,7 @@ def test_a_client_that_leaves(stream, reading, monkeypatch, caplog):
             root_path="", server=("here", 80), client=("here", 1), raw_path=b"/v1/chat/completions",
         )  # fmt: skip
         await client.app(scope, receive, send)
-        await asyncio.to_thread(client.server.manager.submit(bool).result)  # the thread has ended the call
+        await asyncio.to_thread(client.server.scheduler.submit(bool).result)  # the thread has ended the call
         gc.collect()
         await asyncio.sleep(0)
         return sent

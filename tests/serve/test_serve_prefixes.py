@@ -234,7 +234,7 @@ def test_what_is_deleted_is_gone(tmp_path):
     client.chat(FILLER * 12, asks("Orshan"), asks("Naislet"), kvevict=dict(question=None))
 
     def held():
-        client.server.manager.submit(client.server.prefixes.flush).result()
+        client.server.scheduler.submit(client.server.prefixes.flush).result()
         return set(client.server.prefixes._live), {path.stem for path in stored(tmp_path)}
 
     before = held()
@@ -273,7 +273,7 @@ def test_a_text_of_two_names_and_one_of_another_text(tmp_path, alone):
     assert client.store("large", "a b " * 4000).status_code == 400
     client.server.texts.most = client.server.texts.bytes + 100
     assert client.store("large", TEXT).status_code == 507  # its prefix was read, and belongs to no text
-    client.server.manager.submit(bool).result()
+    client.server.scheduler.submit(bool).result()
     assert len(stored(tmp_path)) == 1 and len(client.server.prefixes._live) == 1
 
 
@@ -297,7 +297,7 @@ def test_a_text_that_is_deleted_while_it_is_asked(tmp_path, monkeypatch):
     async def all_of():
         running = [asyncio.ensure_future(client.asked("POST", "/v1/chat/completions", asked)) for _ in range(2)]
         await asyncio.to_thread(begun.wait, 60)
-        while not client.server.gate.waiting:
+        while not client.server.scheduler.waiting:
             await asyncio.sleep(0)
         deleted = asyncio.ensure_future(client.asked("DELETE", "/v1/kvevict/texts/text"))
         while texts.of("everyone"):
@@ -306,7 +306,7 @@ def test_a_text_that_is_deleted_while_it_is_asked(tmp_path, monkeypatch):
         return await asyncio.gather(*running, deleted)
 
     assert [each.status_code for each in asyncio.run(all_of())] == [200] * 3
-    client.server.manager.submit(bool).result()
+    client.server.scheduler.submit(bool).result()
     assert stored(tmp_path) == [] and not client.server.prefixes._live
 
 
@@ -319,7 +319,7 @@ def test_nobody_else_reads_what_is_stored(tmp_path):
             client = Client(server(tmp_path / "store"))
             client.store()
             client.store()  # in place of the file
-            client.server.manager.submit(client.server.prefixes.flush).result()
+            client.server.scheduler.submit(client.server.prefixes.flush).result()
     finally:
         os.umask(before)
     for path in [tmp_path / "store", *(tmp_path / "store").rglob("*")]:

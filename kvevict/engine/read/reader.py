@@ -82,7 +82,11 @@ class Reader:
         going_on = (read.tokens == 0) | self._decoded(read, self._stored(read).sum(0))
         hidden = []
         with meter.clock("read"):
-            for chunk in _progress(chunks, policy.progress):
+            for at, chunk in enumerate(_progress(chunks, policy.progress)):
+                if at:
+                    left = sum(each.rows + len(each.again or ()) for each in chunks[at:])
+                    for watcher in read.watchers:
+                        watcher.chunk(left)
                 output = self._read_chunk(read, chunk)
                 hidden = _last_rows([*hidden, output.last_hidden_state], wanted)
             for layer, before in zip(request.layers, self.prompts, strict=True):

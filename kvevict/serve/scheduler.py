@@ -1,0 +1,181 @@
+"""The thread that owns the model. In turn, a chunk of a prompt is read, and each running answer gets a token."""
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextvars import Context
+from dataclasses import dataclass, field
+
+from ..batch import Batch
+from ..engine.watch.watcher import Watcher
+from ..patch import evicting
+from .call import Call
+from .errors import Refused
+
+
+@dataclass(eq=False)
+class Turn:
+    """Work that waits for the model.
+
+    call    that it is for; None: for the server
+    tokens  a function: how many it would read now
+    rows    answers that it lets run
+    size    bytes of their slots at most
+    """
+
+    work: Callable
+    call: Call | None = None
+    tokens: Callable = int
+    rows: int = 0
+    size: int = 0
+    result: Future = field(default_factory=Future)
+
+    @property
+    def owner(self) -> str | None:
+        return None if self.call is None else self.call.owner
+
+
+class Scheduler(Watcher):
+    """most    answers that run at once
+    memory  bytes of their slots at most; an answer that needs more runs alone
+    queue   calls that may wait beside them
+    """
+
+    def __init__(self, model, most: int, memory: int, queue: int):
+        self.model, self.most, self.memory, self.queue = model, most, memory, queue
+        self._turns: list[Turn] = []
+        self._inside: list[Turn] = []  # with a prompt that is read, or answers that run
+        self._groups: list[Group] = []
+        self._calls, self._changed = 0, threading.Condition()
+        threading.Thread(target=self._run, name="kvevict", daemon=True).start()
+
+    # -- in any thread ----------------------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> int:
+        """Turns that wait."""
+        return len(self._turns)
+
+    @property
+    def running(self) -> int:
+        """Answers that are written."""
+        return sum(len(group.batch.rows) for group in self._groups)
+
+    def enter(self) -> None:
+        """A call comes in; `leave` ends it. Raises Refused when too many are there."""
+        with self._changed:
+            if self._calls >= self.most + self.queue:
+                raise Refused(429, f"{self._calls} requests are here already: try again later", "queue_full")
+            self._calls += 1
+
+    def leave(self) -> None:
+        with self._changed:
+            self._calls -= 1
+
+    def submit(self, work: Callable, *args, **facts) -> Future:
+        """The result of work(*args) in the thread that owns the model. facts: fields of its `Turn`."""
+        turn = Turn(lambda: work(*args), **facts)
+        with self._changed:
+            self._turns.append(turn)
+            self._changed.notify()
+        return turn.result
+
+    # -- in the thread that owns the model --------------------------------------------------------------------------
+
+    def run(self, row, policy, cache) -> None:
+        """Let an answer be written from the next step on. policy: of its decoded tokens; cache: of its prompt."""
+        for group in self._groups:
+            if group.policy == policy and group.add(row, cache):
+                return
+        group = Group(self.model, policy)
+        group.add(row, cache)
+        self._groups.append(group)
+
+    def chunk(self, left: int) -> None:
+        """As a watcher of a read: between its chunks a prompt is read that has at most half of the tokens left, and
+        each running answer gets a token."""
+        Context().run(self._beside, left // 2)
+
+    def _beside(self, most: int) -> None:
+        turn = self._next(most)
+        if turn is not None:
+            self._take(turn)
+        self._step()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._turns or self._groups)
+            turn = self._next()
+            if turn is not None:
+                Context().run(self._take, turn)
+            Context().run(self._step)
+
+    def _next(self, most: int | None = None) -> Turn | None:
+        """Whose turn it is: of those who read at most this many tokens, the owner with the fewest answers running, in
+        the order they came."""
+        with self._changed:
+            turns = [each for each in self._turns if most is None or each.tokens() <= most]
+            served = Counter(each.owner for each in self._inside)
+            turn = min(turns, key=lambda each: served[each.owner] if each.rows else 0, default=None)
+            if turn is None or not self._fits(turn):
+                turn = next((each for each in turns if each.rows == 0 or each.call.cancelled), None)
+            if turn is not None:
+                self._turns.remove(turn)
+            return turn
+
+    def _fits(self, turn) -> bool:
+        inside = [each for each in self._inside if each.rows]
+        rows, size = sum(each.rows for each in inside), sum(each.size for each in inside)
+        return not turn.rows or not inside or (rows + turn.rows <= self.most and size + turn.size <= self.memory)
+
+    def _take(self, turn: Turn) -> None:
+        self._inside.append(turn)
+        try:
+            turn.result.set_result(turn.work())
+        except BaseException as error:
+            turn.result.set_exception(error)
+        self._leave()
+
+    def _step(self) -> None:
+        for group in list(self._groups):
+            group.step()
+            if not group.batch.rows:
+                self._groups.remove(group)
+        self._leave()
+
+    def _leave(self) -> None:
+        """Turns end with their last answer."""
+        run = {row.call for group in self._groups for row in group.batch.rows}
+        self._inside = [each for each in self._inside if not each.result.done() or each.call in run]
+
+
+class Group:
+    """Answers that are written with one policy, a token of each in a step."""
+
+    def __init__(self, model, policy):
+        self.model, self.policy, self.batch = model, policy, Batch(model)
+
+    def add(self, row, cache) -> bool:
+        """False: it cannot share a step with the others."""
+        try:
+            self.batch.add(row, cache)
+        except ValueError:
+            if not self.batch.rows:
+                raise
+            return False
+        return True
+
+    def step(self) -> None:
+        rows = self.batch.rows
+        try:
+            with evicting(self.model, self.policy, tokenizer=False):
+                logits = self.batch.step([row.token for row in rows])
+            for row, each in zip(rows, logits, strict=True):
+                row.take(each)
+            self.batch.keep([row for row in rows if not row.ended])
+        except Exception as error:
+            for row in rows:
+                row.fail(error)
+            self.batch.keep([])
