@@ -7,8 +7,8 @@ from ..policy.text import DEFAULT
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `kvevict serve` (docs/commands.md). memory, disk: bytes of what is stored at most; memory also of the
-    slots of running answers."""
+    """The options of `kvevict serve` (docs/commands.md). memory, disk: bytes of what is stored at most; memory bounds the
+    slots of running answers too."""
 
     policy: str = DEFAULT
     unasked: str | None = None  # None: as `kvevict.read` without a policy

@@ -1,0 +1,130 @@
+"""Many clients of one `kvevict serve`, and short requests while a long text is read:
+
+    python tests/benchmarks/bench_clients.py --model DIR --haystack BOOK [--clients 1 8 32] [--requests 32] [--runs 3]
+
+Prompts are parts of the book, of about --prompt tokens; an answer has --tokens, at temperature 0. Every prompt is first
+asked alone: answers that differ later are counted. All numbers of clients are timed in turn, --runs times. Prints
+tokens/s of all clients, and seconds to the first token: median and 99 of 100. Then a request comes every --every
+seconds while a text of --long tokens is read; prints the same of these requests.
+"""
+
+import argparse
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+
+import openai
+from transformers import AutoTokenizer
+
+sys.path.insert(0, str(Path(__file__).parent))
+from bench_serve import started
+
+
+def of_100(seconds, share):
+    return sorted(seconds)[min(len(seconds) - 1, int(share * len(seconds)))]
+
+
+def asked(client, name, prompt, tokens):
+    """(seconds to the first token, the answer) of a stream."""
+    start, first, said = time.perf_counter(), None, ""
+    more = dict(logit_bias={str(client.end): -100}) if client.end is not None else {}
+    stream = client.completions.create(model=name, prompt=prompt, max_tokens=tokens, temperature=0, stream=True, **more)
+    for part in stream:
+        first = first or time.perf_counter() - start
+        said += part.choices[0].text if part.choices else ""
+    return first, said
+
+
+def measured(client, name, prompts, clients, tokens):
+    """(tokens per second, seconds to each first token, answers) of so many clients that ask one after the other."""
+    start = time.perf_counter()
+    with ThreadPoolExecutor(clients) as pool:
+        found = list(pool.map(lambda prompt: asked(client, name, prompt, tokens), prompts))
+    seconds = time.perf_counter() - start
+    return len(prompts) * tokens / seconds, [first for first, _ in found], [said for _, said in found]
+
+
+def beside(client, name, prompts, long, tokens, every):
+    """Seconds to the first tokens of requests that come while a text is read, and the seconds of that."""
+    done, taken = threading.Event(), []
+
+    def store():
+        start = time.perf_counter()
+        client.post("/kvevict/texts", body=dict(name="long", text=long), cast_to=object)
+        taken.append(time.perf_counter() - start)
+        done.set()
+
+    with ThreadPoolExecutor(64) as pool:
+        pool.submit(store)
+        time.sleep(every)
+        found = []
+        for prompt in prompts * 100:
+            if done.is_set():
+                break
+            found.append(pool.submit(asked, client, name, prompt, tokens))
+            time.sleep(every)
+        return [each.result()[0] for each in found], taken[0]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--haystack", required=True)
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--prompt", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--long", type=int, default=20000)
+    parser.add_argument("--every", type=float, default=2.0)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--budget", default="512")
+    args = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    ids = tokenizer(Path(args.haystack).read_text("utf-8")[: 8 * (args.long + args.requests * args.prompt)])[
+        "input_ids"
+    ]
+    cuts = [
+        ids[at : at + args.prompt - n % 7] for n, at in enumerate(range(0, args.requests * args.prompt, args.prompt))
+    ]
+    prompts = [tokenizer.decode(cut) for cut in cuts]
+    rest = ids[args.requests * args.prompt :]
+    process, port = started("kvevict", args)
+    try:
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=3600, max_retries=0)
+        client.end, name = tokenizer.eos_token_id, Path(args.model).name
+        alone = [asked(client, name, prompt, args.tokens)[1] for prompt in prompts]
+        speeds: dict = {clients: [] for clients in args.clients}
+        firsts: dict = {clients: [] for clients in args.clients}
+        differ = dict.fromkeys(args.clients, 0)
+        for _ in range(args.runs):
+            for clients in args.clients:
+                speed, seconds, said = measured(client, name, prompts, clients, args.tokens)
+                speeds[clients].append(speed)
+                firsts[clients] += seconds
+                differ[clients] += sum(one != other for one, other in zip(alone, said))
+        base = median(speeds[args.clients[0]])
+        for clients in args.clients:
+            speed = median(speeds[clients])
+            print(
+                f"{clients} clients: {speed:.1f} tokens/s, {speed / base:.2f} times; first token p50 "
+                f"{of_100(firsts[clients], 0.5):.2f} s, p99 {of_100(firsts[clients], 0.99):.2f} s; "
+                f"{differ[clients]} of {args.runs * len(prompts)} answers differ from those alone",
+                flush=True,
+            )
+        if args.long:
+            long = tokenizer.decode(rest[: args.long])
+            seconds, taken = beside(client, name, prompts, long, 8, args.every)
+            print(
+                f"while {args.long} tokens are read ({taken:.1f} s): {len(seconds)} requests, first token p50 "
+                f"{of_100(seconds, 0.5):.2f} s, p99 {of_100(seconds, 0.99):.2f} s"
+            )
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""Answers that are written together: each is the answer that its request gets alone, whoever comes, leaves or fails."""
+
+import asyncio
+import gc
+import threading
+
+import pytest
+from serving import FILLER, TEXT, Client, asks, events, server, unpatched  # noqa: F401
+
+from kvevict.serve import call
+from kvevict.serve.row import Row
+
+PATH = "/v1/chat/completions"
+
+
+def body(content, **more) -> dict:
+    return dict(messages=[dict(role="user", content=content)], max_tokens=12) | more
+
+
+def together(client, bodies, keys=None) -> list:
+    """Responses to bodies that are all sent at once, each with its key."""
+
+    async def all_of():
+        return await asyncio.gather(*(client.asked("POST", PATH, each) for each in bodies))
+
+    return asyncio.run(all_of())
+
+
+MIXED = [
+    body(f"{TEXT}\n\n{asks('Orshan')}"),
+    body("Once", max_tokens=40),
+    body("Once", max_tokens=30, temperature=1.5, seed=7),
+    body("The baker", max_tokens=25, temperature=1.5, seed=7, top_p=0.9, frequency_penalty=0.5),
+    body(f"{TEXT}\n\n{asks('Velmora')}", kvevict=dict(policy="h2o", budget=64), max_tokens=30),
+    body(f"{TEXT}\n\n{asks('Velmora')}", kvevict=dict(policy="h2o", budget=48), max_tokens=30),
+    body(f"{FILLER * 3}{asks('Orshan')}", kvevict=dict(policy="h2o", budget=64), max_tokens=40),
+    body("Once", n=3, max_tokens=10, temperature=1.0, seed=3),
+    body(f"{TEXT}\n\n{asks('Naislet')}", stop="735"),
+    body(FILLER, logit_bias={"0": -100}, logprobs=True, top_logprobs=2),
+]
+
+
+def choices(response) -> list:
+    assert response.status_code == 200, response.text
+    return [(each["message"]["content"], each["finish_reason"]) for each in response.json()["choices"]]
+
+
+@pytest.mark.quick
+def test_alone_and_together():
+    client = Client(server())
+    alone = [choices(client.ask("POST", PATH, each)) for each in MIXED]
+    assert [choices(each) for each in together(client, MIXED)] == alone
+    assert [choices(each) for each in together(client, MIXED[::-1])] == alone[::-1]
+
+
+def test_streams_of_several_answers():
+    client = Client(server())
+    asked = body("Once", n=3, max_tokens=8, temperature=1.0, seed=3)
+    whole = [text for text, _ in choices(client.ask("POST", PATH, asked))]
+    told = ["", "", ""]
+    for event in events(client.ask("POST", PATH, asked | dict(stream=True))):
+        [choice] = event["choices"]
+        told[choice["index"]] += choice["delta"].get("content", "")
+    assert told == whole and len(set(told)) > 1
+
+
+def test_a_prompt_is_read_once_for_all_its_answers(monkeypatch):
+    client, read = Client(server()), []
+    through = client.server.manager._through
+    monkeypatch.setattr(client.server.manager, "_through", lambda *args: read.append(args) or through(*args))
+    client.ask("POST", PATH, body("Once", n=4))
+    assert len(read) == 1
+
+
+def waits_for(client, monkeypatch, turns):
+    """The first read ends its first chunk once so many turns wait."""
+    chunk, first = client.server.scheduler.chunk, []
+
+    def held(left):
+        if not first:
+            first.append(left)
+            while client.server.scheduler.waiting < turns:
+                pass
+        chunk(left)
+
+    monkeypatch.setattr(client.server.scheduler, "chunk", held)
+
+
+def ends(client, monkeypatch) -> list:
+    """The prompts' lengths of calls, in the order in which their answers end."""
+    told, take = [], Row.take
+
+    def taken(self, logits):
+        take(self, logits)
+        if self.ended:
+            told.append(len(self.call.whole.ids))
+
+    monkeypatch.setattr(Row, "take", taken)
+    return told
+
+
+def test_short_prompts_do_not_wait_for_a_long_one(monkeypatch):
+    client = Client(server(chunk_size=128))
+    bodies = [body(FILLER * 80), body("Once", max_tokens=3), body(FILLER * 70), body("The baker", max_tokens=3)]
+    alone = [choices(client.ask("POST", PATH, each)) for each in bodies]
+    waits_for(client, monkeypatch, 3)
+    order = ends(client, monkeypatch)
+    assert [choices(each) for each in together(client, bodies)] == alone
+    assert sorted(order)[:2] == sorted(order[:2]) and order[2:] == sorted(order)[:1:-1]
+
+
+def test_answers_go_on_while_a_prompt_is_read(monkeypatch):
+    client, seen = Client(server(chunk_size=128)), []
+    chunk = client.server.scheduler.chunk
+
+    def noted(left):
+        running = [row for group in client.server.scheduler._groups for row in group.batch.rows]
+        before = [row.answer.tokens for row in running]
+        chunk(left)
+        seen.append([row.answer.tokens - tokens for row, tokens in zip(running, before)])
+
+    monkeypatch.setattr(client.server.scheduler, "chunk", noted)
+    for response in together(client, [body("Once", max_tokens=200, logit_bias={"0": -100}), body(FILLER * 80)]):
+        assert response.status_code == 200
+    assert [1] in seen and all(each in ([], [1]) for each in seen)
+
+
+@pytest.mark.parametrize("reading", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_fails_ends_alone(reading, stream, monkeypatch):
+    client = Client(server())
+    bodies = [body("Once", max_tokens=30), body("The baker", max_tokens=30), body(FILLER, max_tokens=20)]
+    alone = [choices(client.ask("POST", PATH, each)) for each in bodies]
+    function = call.Guard.read if reading else call.Call.token
+
+    def broken(self, *args):
+        of = self.call if reading else self
+        if of.messages[-1]["content"] == "The baker" and (reading or of.new_tokens == 5):
+            raise RuntimeError("broken")
+        return function(self, *args)
+
+    monkeypatch.setattr(call.Guard if reading else call.Call, "read" if reading else "token", broken)
+    bodies[1]["stream"] = stream
+    first, failed, last = together(client, bodies)
+    assert [choices(first), choices(last)] == [alone[0], alone[2]]
+    if stream and not reading:
+        assert failed.status_code == 200 and events(failed)[-1]["error"]["type"] == "server_error"
+    else:
+        assert failed.status_code == 500
+    assert choices(client.ask("POST", PATH, bodies[0])) == alone[0]
+
+
+def test_answers_that_memory_does_not_hold_wait(monkeypatch):
+    bodies = [body("Once", max_tokens=30), body("The baker", max_tokens=30), body(FILLER, max_tokens=20)]
+    alone = [choices(Client(server()).ask("POST", PATH, each)) for each in bodies]
+    client, most = Client(server(memory=1)), []
+    step = client.server.scheduler._step
+    monkeypatch.setattr(
+        client.server.scheduler, "_step", lambda: most.append(client.server.scheduler.running) or step()
+    )
+    assert [choices(each) for each in together(client, bodies)] == alone
+    assert max(most) == 1
+
+
+def test_keys_get_their_turns_by_turns(monkeypatch):
+    """One key's many requests do not keep another key's one from running."""
+    made = server(batch=2, keys=("one", "two"))
+    client, other = Client(made, "one"), Client(made, "two")
+    begun, token = threading.Event(), call.Call.token
+    order = ends(client, monkeypatch)
+
+    def held(self):
+        token(self)
+        if not begun.is_set():
+            while made.scheduler.waiting < 4:
+                pass
+            begun.set()
+
+    monkeypatch.setattr(call.Call, "token", held)
+
+    async def all_of():
+        many = [client.asked("POST", PATH, body(f"{'Once ' * n}", max_tokens=4)) for n in range(1, 5)]
+        return await asyncio.gather(*many, other.asked("POST", PATH, body("Once " * 9, max_tokens=4)))
+
+    assert all(each.status_code == 200 for each in asyncio.run(all_of()))
+    assert max(order) in order[:2]
+
+
+def test_what_the_pools_lend_comes_back():
+    client = Client(server())
+    pools = client.server.manager.pools.of.values()
+    before = [pool.left() for pool in pools]
+    for _ in range(2):
+        together(client, MIXED)
+    client.server.scheduler.submit(bool).result()
+    gc.collect()
+    assert [pool.left() for pool in pools] == before and any(pool.buffers for pool in pools)
+
+
+def test_metrics_of_running_answers():
+    client = Client(server())
+    client.chat("Once")
+    assert "kvevict_running 0.0" in client.ask("GET", "/metrics").text
