@@ -58,12 +58,21 @@ struct Bounds {
   __device__ __forceinline__ int seen(int t) const { return min(max(shift + t + 1, least), n); }
 };
 
-/* How logits follow from s = q.k: in log2 units they are scale * of(s), with scale > 0. */
+/* How logits follow from s = q.k: in log2 units they are scale * of(s), with scale > 0. Where q is multiplied by
+ * of_query() first, they are capped(s). */
 struct Logits {
   bool transformed; /* whether of(s) differs from s */
   float before, cap, scale;
 
-  __device__ __forceinline__ float of(float s) const { return cap > 0 ? cap * tanhf(before * s) : before * s; }
+  __device__ __forceinline__ float capped(float x) const { return cap > 0 ? cap * tanhf(x) : x; }
+  __device__ __forceinline__ float of(float s) const { return capped(before * s); }
+  __device__ __forceinline__ float of_query() const { return transformed ? before : scale; }
+
+  /* The derivative of capped where its value is y. */
+  __device__ __forceinline__ float cap_grad(float y) const {
+    const float share = cap > 0 ? y / cap : 0;
+    return 1 - share * share;
+  }
 };
 
 static inline Logits logits_of(float scale, float softcap) {

@@ -103,7 +103,8 @@ static __device__ __forceinline__ void append(const kv_decode &a, int64_t head, 
 
 /* HEADS heads a group. Asked for two blocks an SM, ptxas does not spill registers to make room for four. */
 template <class E, int L, int V, int HEADS>
-static __global__ void __launch_bounds__(THREADS, 2) lanes_kernel(const kv_decode a, const Scratch x) {
+static __global__ void __launch_bounds__(THREADS, 2)
+    lanes_kernel(const kv_decode a, const Scratch x, const Logits logits) {
   using R = HeadRows<E, L, V, HEADS>;
   const int64_t head = blockIdx.x, b = head / a.Hkv, h = head % a.Hkv;
   const int D = (int)a.D;
@@ -116,8 +117,8 @@ static __global__ void __launch_bounds__(THREADS, 2) lanes_kernel(const kv_decod
     float *logit = x.logit ? x.logit + head * HEADS * a.C + (s.own ? prefix_len(a, head) : 0) : nullptr;
     const E *query = static_cast<const E *>(a.q) + b * a.q_stride[0] + h * HEADS * a.q_stride[1];
     R rows;
-    rows.start(query, a.q_stride[1], D, a.softcap > 0 ? a.scale / a.softcap : a.scale * LOG2E);
-    rows.attend(s.k, s.v, s.c0, s.c1, D, a.softcap * LOG2E, logit, a.C);
+    rows.start(query, a.q_stride[1], D, logits.of_query());
+    rows.attend(s.k, s.v, s.c0, s.c1, D, logits, logit, a.C);
     rows.merge(shared, D, x.parts.o + at * D, x.parts.ml + at);
     if (!block_is_last(x.parts.count + head, cut.splits, shared_memory<uint32_t>())) continue;
     for (int g = warp_id(); g < HEADS; g += THREADS / 32) {
@@ -181,7 +182,8 @@ static int run(const kv_decode *a, const Scratch &x, void *stream) {
   const int64_t blocks = 4 * mean < x.parts.splits ? 4 * mean : x.parts.splits; /* a longer head's take several */
   const dim3 grid((unsigned)heads, (unsigned)blocks);
   const auto shared = (size_t)HeadRows<E, L, V, HEADS>::shared_bytes(a->D);
-  return launch<lanes_kernel<E, L, V, HEADS>>(grid, THREADS, shared, stream, *a, x);
+  const Logits logits = logits_of(a->scale, a->softcap);
+  return launch<lanes_kernel<E, L, V, HEADS>>(grid, THREADS, shared, stream, *a, x, logits);
 }
 
 template <class E, int HEADS>

@@ -93,8 +93,8 @@ struct Weight {
 
 /* The attention weight of s = q.k in a row with that lse, in log2 units, and the derivative of softcap there. */
 static __device__ __forceinline__ Weight weight_of(const Logits &logits, float s, float lse) {
-  const float y = logits.transformed ? logits.of(s) : s, capped = logits.cap > 0 ? y / logits.cap : 0;
-  return {exp2_approx(logits.scale * y - lse), 1 - capped * capped};
+  const float y = logits.transformed ? logits.of(s) : s;
+  return {exp2_approx(logits.scale * y - lse), logits.cap_grad(y)};
 }
 
 static __device__ __forceinline__ float row_grad(const kv_kl_grad &a, int64_t head) {

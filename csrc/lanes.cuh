@@ -92,8 +92,8 @@ struct HeadRows {
 
   /* Slots c0 .. c1 - 1; logit: of the first head, heads C apart, or NULL. Every group of lanes runs the loop equally
    * often. */
-  __device__ __forceinline__ void attend(const kv_segments &k, const kv_segments &v, int c0, int c1, int D, float cap,
-                                         float *logit, int64_t C) {
+  __device__ __forceinline__ void attend(const kv_segments &k, const kv_segments &v, int c0, int c1, int D,
+                                         const Logits &logits, float *logit, int64_t C) {
     constexpr int STEP = AHEAD * GROUPS;
     uint4 keys[AHEAD][V], values[AHEAD][V];
     load(k, c0 + group(), c1, D, keys);
@@ -104,11 +104,11 @@ struct HeadRows {
 #pragma unroll
       for (int u = 0; u < AHEAD; u++) dots(keys[u], s[u]);
       load(k, c + STEP, c1, D, keys); /* in flight during the rest */
-      if (cap > 0) {
+      if (logits.cap > 0) {
 #pragma unroll
         for (int u = 0; u < AHEAD; u++)
 #pragma unroll
-          for (int g = 0; g < HEADS; g++) s[u][g] = cap * tanhf(s[u][g]);
+          for (int g = 0; g < HEADS; g++) s[u][g] = logits.capped(s[u][g]);
       }
       if (base + STEP > c1) {
 #pragma unroll
