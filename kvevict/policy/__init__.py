@@ -1,16 +1,17 @@
 """What to keep and when: `Policy`, its presets and its parts. They are imported when one of them is used."""
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .parts import PARTS
-    from .policy import PRESETS, Policy, build
+    from .policy import Policy, build
+    from .presets import PRESETS
 
 __all__ = ["PARTS", "PRESETS", "Policy", "build"]
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in __all__:

@@ -2,7 +2,9 @@
 
 import contextlib
 import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +30,7 @@ BASE = (
 class LoRA(nn.Module):
     """x [.., inputs] -> scale * B A x [.., outputs]; 0 until trained."""
 
-    def __init__(self, inputs, outputs, rank, scale, device):
+    def __init__(self, inputs: Any, outputs: Any, rank: int, scale: Any, device: Any) -> None:
         super().__init__()
         self.lora_A = nn.Linear(inputs, rank, bias=False, device=device, dtype=torch.float32)
         self.lora_B = nn.Linear(rank, outputs, bias=False, device=device, dtype=torch.float32)
@@ -36,7 +38,7 @@ class LoRA(nn.Module):
         nn.init.zeros_(self.lora_B.weight)
         self.scale = scale
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.lora_B(self.lora_A(x.to(self.lora_A.weight.dtype))) * self.scale
 
 
@@ -53,7 +55,7 @@ class Adapter(nn.Module):
     Parameters are float32, on the model's device. Raises ValueError or TypeError for options that do not fit.
     """
 
-    def __init__(self, model, tokens=32, rank=8, alpha=32, targets="all"):
+    def __init__(self, model: Any, tokens: int = 32, rank: int = 8, alpha: float = 32, targets: Any = "all") -> None:
         super().__init__()
         decoder = _decoder(model)
         count("tokens", tokens, 1)
@@ -73,7 +75,7 @@ class Adapter(nn.Module):
             self.embeddings = nn.Parameter(embedding(ids).detach().clone().float())
 
     @contextlib.contextmanager
-    def on(self, decoder):
+    def on(self, decoder: Any) -> Iterator[Any]:
         """Inside, and in this thread alone, the last `tokens` rows of every call of the decoder carry the LoRA, and
         experts of a mixture are called for these rows separately."""
         token = object()
@@ -88,20 +90,21 @@ class Adapter(nn.Module):
             for hook in hooks:
                 hook.remove()
 
-    def _places(self, decoder):
+    def _places(self, decoder: Any) -> Iterator[Any]:
         """(linear module, [(first output, LoRA)]) of every linear that carries some."""
-        for index, blocks in self.layers.items():
+        layers: Any = self.layers
+        for index, blocks in layers.items():
             for block, own in blocks.items():
                 for module, pieces in linears(decoder.layers[int(index)], block):
                     parts = [(start, own[name]) for name, start, _ in pieces if name in own]
                     if parts:
                         yield module, parts
 
-    def check(self, model) -> None:
+    def check(self, model: Any) -> None:
         """Raise ValueError, naming the difference, unless this is an adapter for a model of these sizes and weights."""
         _check(self.base, self.weights, _decoder(model))
 
-    def save(self, folder, dtype=None, **about) -> None:
+    def save(self, folder: Any, dtype: Any = None, **about: Any) -> None:
         """Write adapter_model.safetensors, the LoRA by PEFT's names, and config.json, with a checksum of both, to a
         folder, each completely or not at all. dtype: of the tensors, None: unchanged. about: further fields of
         config.json. Raises OSError if they cannot be written."""
@@ -116,10 +119,10 @@ class Adapter(nn.Module):
 class _Add:
     """A forward hook of a linear module: the LoRA of its input is added to the last rows of its output."""
 
-    def __init__(self, token, parts, rows):
+    def __init__(self, token: Any, parts: Any, rows: int) -> None:
         self.token, self.parts, self.rows = token, parts, rows
 
-    def __call__(self, module, args, output):
+    def __call__(self, module: Any, args: Any, output: Any) -> None:
         if context().adapter is not self.token:
             return
         x, last = args[0][..., -self.rows :, :], output[..., -self.rows :, :]
@@ -128,7 +131,7 @@ class _Add:
             last[..., start : start + delta.shape[-1]] += delta.to(output.dtype)
 
 
-def load(folder, model) -> Adapter:
+def load(folder: Any, model: Any) -> Adapter:
     """The adapter that `Adapter.save` wrote, on the model's device. No code of the folder is run. Raises ValueError
     for a folder without one, for a damaged one, and, naming the difference, for one of another model."""
     folder, config = Path(folder), config_of(folder)
@@ -154,7 +157,7 @@ def load(folder, model) -> Adapter:
     return made
 
 
-def config_of(folder) -> dict:
+def config_of(folder: Any) -> dict[str, Any]:
     """The fields of a saved adapter's config.json. Raises ValueError if it is not one."""
     path = Path(folder) / CONFIG
     try:
@@ -184,7 +187,7 @@ def bundled() -> str:
     return str(Path(__file__).parent.parent / "models" / "small_llama_lookahead")
 
 
-def targets_of(targets) -> tuple:
+def targets_of(targets: Any) -> tuple[Any, ...]:
     """`Adapter`'s targets as names of linear layers, in the order of TARGETS."""
     names = SETS.get(targets) if isinstance(targets, str) else tuple(targets)
     if names is None or not set(names) <= set(TARGETS):
@@ -192,13 +195,13 @@ def targets_of(targets) -> tuple:
     return tuple(name for name in TARGETS if name in names)
 
 
-def base_of(decoder) -> dict:
+def base_of(decoder: Any) -> dict[str, Any]:
     """The sizes that an adapter depends on."""
     found = {name: getattr(decoder.config, name, None) for name in BASE}
     return found | dict(head_dim=decoder.layers[0].self_attn.head_dim)
 
 
-def _check(base, weights, decoder) -> None:
+def _check(base: Any, weights: Any, decoder: Any) -> None:
     for field, value in base_of(decoder).items():
         if base.get(field) != value:
             raise ValueError(
@@ -214,7 +217,7 @@ def _check(base, weights, decoder) -> None:
         )
 
 
-def sizes(decoder, targets):
+def sizes(decoder: Any, targets: Any) -> Iterator[Any]:
     """((layer, block, name), inputs, outputs) of every linear that can reach a score."""
     last = max(i for i, kind in enumerate(families.layer_kinds(decoder.config)) if kind == families.FULL_ATTENTION)
     for index in range(last + 1):
@@ -225,7 +228,7 @@ def sizes(decoder, targets):
                         yield (index, block, name), module.in_features, outputs
 
 
-def linears(layer, block):
+def linears(layer: Any, block: str) -> Iterator[Any]:
     """(linear module, [(name, first output, outputs)]) of a decoder layer's block: one piece, or those that the
     family fuses into one."""
     parent = getattr(layer, block)
@@ -242,7 +245,7 @@ def linears(layer, block):
             yield module, [(name, 0, module.out_features)]
 
 
-def _decoder(model):
+def _decoder(model: Any) -> Any:
     decoder = families.find_decoder(model)
     if not all(hasattr(layer, "self_attn") and hasattr(layer, "mlp") for layer in families.layers_of(decoder)):
         raise ValueError(
@@ -252,15 +255,15 @@ def _decoder(model):
     return decoder
 
 
-def _inner(modules, name):
+def _inner(modules: Any, name: str) -> Any:
     if name not in modules:
         modules[name] = nn.ModuleDict()
     return modules[name]
 
 
-def _name_in_file(name):
+def _name_in_file(name: str) -> str:
     return EMBEDDINGS if name == "embeddings" else PREFIX + name
 
 
-def _plain(value, dtype):
+def _plain(value: Any, dtype: Any) -> torch.Tensor:
     return value.detach().to("cpu", dtype or value.dtype).contiguous()

@@ -5,7 +5,13 @@ import torch
 SMALLEST = 5e-324  # fp64 above 0
 
 
-def apportion(share, total, least, most, weight=None):
+def apportion(
+    share: torch.Tensor,
+    total: torch.Tensor,
+    least: torch.Tensor,
+    most: torch.Tensor,
+    weight: torch.Tensor | None = None,
+) -> torch.Tensor:
     """int64 x [R, P] in proportion to share [R, P], least <= x <= most, with sum(weight * x) = total [R].
 
     A part at a bound stays there, and the others go on by their shares, until nothing changes; then the largest
@@ -37,7 +43,9 @@ def apportion(share, total, least, most, weight=None):
     return x
 
 
-def _fill(share, total, least, most, weights):
+def _fill(
+    share: torch.Tensor, total: torch.Tensor, least: torch.Tensor, most: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
     """The same in real numbers. Each round fixes the parts beyond one of their bounds: those below if raising them
     costs more than capping the others frees, else those above."""
     x, free = torch.zeros_like(share), torch.ones_like(least, dtype=torch.bool)

@@ -5,12 +5,14 @@ import importlib.util
 import json
 import numbers
 import sys
+from collections.abc import Iterable
+from typing import Any
 
 PLENTY = 2**31 - 1  # more slots or tokens than any cache has; positions are int32
 DEEPEST = 64  # levels of nested objects and lists in any JSON that is read here
 
 
-def parsed(text):
+def parsed(text: str | bytes) -> Any:
     """The value of JSON text (or its bytes). Raises ValueError for text that is not JSON, and for values nested so
     deeply that comparing or printing them would fail."""
     try:
@@ -26,7 +28,7 @@ def parsed(text):
     return value
 
 
-def unknown(kind: str, name, known, listed: bool = False) -> str:
+def unknown(kind: str, name: Any, known: Iterable[Any], listed: bool = False) -> str:
     """The text of an error about an unknown name: the nearest known ones, or all of them; both if they are `listed`."""
     written = {str(each).lower(): each for each in known}
     near = [written[each] for each in difflib.get_close_matches(str(name).lower(), list(written), n=3)]
@@ -35,7 +37,7 @@ def unknown(kind: str, name, known, listed: bool = False) -> str:
     return f"unknown {kind} {name!r}; {' '.join(hints)}"
 
 
-def one_of(kind: str, name, known) -> None:
+def one_of(kind: str, name: Any, known: Iterable[Any]) -> None:
     """Raise ValueError unless `name` is one of the known ones."""
     if name not in known:
         raise ValueError(unknown(kind, name, known))
@@ -48,20 +50,20 @@ def installed(extra: str, what: str, *modules: str) -> None:
         raise ValueError(f"{what} needs {' and '.join(missing)}; run: pip install 'kvevict[{extra}]'")
 
 
-def builtin(value):
+def builtin(value: Any) -> Any:
     """Numbers of other types, such as numpy's, as Python's own; anything else as it is."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return value
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
-def flag(name: str, value) -> None:
+def flag(name: str, value: Any) -> None:
     """Raise TypeError unless the value is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
-def count(name: str, value, least: int) -> int:
+def count(name: str, value: Any, least: int) -> int:
     """A whole number from `least` to PLENTY, or an error that names the argument."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be a whole number, got {value!r}")
@@ -72,23 +74,23 @@ def count(name: str, value, least: int) -> int:
     return int(value)
 
 
-def fraction(name: str, value) -> None:
+def fraction(name: str, value: Any) -> None:
     """Raise ValueError unless the value is a number in [0, 1]."""
     if not (_is_number(value) and 0 <= value <= 1):
         raise ValueError(f"{name} must be a number in [0, 1], got {value!r}")
 
 
-def finite(name: str, value) -> None:
+def finite(name: str, value: Any) -> None:
     """Raise ValueError unless the value is a finite number."""
     if not (_is_number(value) and abs(value) <= sys.float_info.max):
         raise ValueError(f"{name} must be a finite number, got {value!r}")
 
 
-def at_least_0(name: str, value, positive: bool = False) -> None:
+def at_least_0(name: str, value: Any, positive: bool = False) -> None:
     """Raise ValueError unless the value is a finite number >= 0, or above 0."""
     if not (_is_number(value) and 0 <= value <= sys.float_info.max and (value or not positive)):
         raise ValueError(f"{name} must be a finite number {'>' if positive else '>='} 0, got {value!r}")
 
 
-def _is_number(value) -> bool:
+def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)

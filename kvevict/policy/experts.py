@@ -4,10 +4,12 @@ How many rows an expert multiplies may change how each product is rounded (anoth
 The adapter influences the learned rows' routing, so in a common call it would change the other rows' bits.
 """
 
+from typing import Any
+
 import torch
 
 
-def hooks(decoder, rows, active):
+def hooks(decoder: Any, rows: int, active: Any) -> Any:
     """Handles of hooks that call a mixture's experts separately for the last `rows` of every sequence, while
     active()."""
     found = []
@@ -26,15 +28,16 @@ def hooks(decoder, rows, active):
 class _Separate:
     """Hooks of one module of experts. Its arguments: rows [batch * T, E], their experts and weights [.., k]."""
 
-    def __init__(self, rows, active):
+    def __init__(self, rows: int, active: Any) -> None:
         self.rows, self.active = rows, active
-        self.shape = self.last = None  # [batch, T] of the layer's input; the last rows' output, [batch * rows, E]
+        self.shape: Any = None  # [batch, T] of the layer's input
+        self.last: Any = None  # the last rows' output, [batch * rows, E]
 
-    def note(self, layer, args, kwargs):
+    def note(self, layer: Any, args: Any, kwargs: Any) -> None:
         if self.active():
             self.shape = (args[0] if args else kwargs["hidden_states"]).shape[:2]
 
-    def before(self, module, args):
+    def before(self, module: Any, args: Any) -> Any:
         """Call `forward` for the last rows, and return the arguments without them. A mixture that gives every expert
         every row passes another number of rows: it is left as it is, its products have one shape."""
         if not self.active() or self.shape[1] == self.rows or any(len(x) != self.shape.numel() for x in args):
@@ -43,7 +46,7 @@ class _Separate:
         self.last = module.forward(*(x[:, -self.rows :].flatten(0, 1) for x in each))
         return tuple(x[:, : -self.rows].flatten(0, 1) for x in each)
 
-    def after(self, module, args, output):
+    def after(self, module: Any, args: Any, output: Any) -> Any:
         if not self.active() or self.last is None:
             return None
         last, self.last = self.last, None

@@ -1,17 +1,19 @@
 """The parts of a policy that have options: by name, as objects, and in JSON."""
 
 import dataclasses
+from typing import Any
 
 from .checks import builtin, one_of
 from .heads import HEADS, HeadBudget
 from .layers import LAYERS, LayerBudget
 from .refinements import REFINEMENTS, Refinement
+from .registry import Registry
 from .rows import ROWS, Rows
 from .scores import SCORES, Score
 from .selections import SELECTIONS, Selection
 
 # `per_head` is an option of two parts: it goes to both, and means the same.
-PARTS = {
+PARTS: dict[str, tuple[Registry, type[Any]]] = {
     "rows": (ROWS, Rows),
     "score": (SCORES, Score),
     "refine": (REFINEMENTS, Refinement),
@@ -21,7 +23,7 @@ PARTS = {
 }
 
 
-def as_part(kind: str, value):
+def as_part(kind: str, value: Any) -> Any:
     """One of PARTS by name, or as it is."""
     registry, base = PARTS[kind]
     if isinstance(value, str):
@@ -31,7 +33,7 @@ def as_part(kind: str, value):
     return value
 
 
-def to_plain(value):
+def to_plain(value: Any) -> Any:
     """A field in JSON: a part becomes its name and options."""
     for registry, base in PARTS.values():
         if isinstance(value, base):
@@ -40,7 +42,7 @@ def to_plain(value):
     return [to_plain(item) for item in value] if isinstance(value, tuple) else builtin(value)
 
 
-def from_plain(value, kind: str):
+def from_plain(value: Any, kind: str) -> Any:
     """The field that `to_plain` wrote; an object in it is a part of that kind. Raises ValueError for unknown names, and
     for an object where `kind` is none of PARTS."""
     if isinstance(value, list):

@@ -1,5 +1,7 @@
 """What other libraries (kvpress, KVCache-Factory, AdaKV) call our options."""
 
+from typing import Any
+
 BUDGET = "budget=, the slots kept per kv head (int)"
 NAMES = {
     "compression_ratio": "budget=, the fraction that is kept: 1 - compression_ratio",
@@ -26,7 +28,7 @@ NAMES = {
 }
 
 
-def check(names) -> None:
+def check(names: Any) -> None:
     """Raise ValueError, with our name for it, for an option of another library."""
     for name in names:
         if name in NAMES:

@@ -6,6 +6,7 @@ import math
 import numbers
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -13,8 +14,9 @@ from . import peers, rules
 from .checks import PLENTY, builtin, count, finite, flag, one_of, parsed, unknown
 from .heads import HeadBudget
 from .layers import LayerBudget
-from .parts import PARTS, as_part, from_plain, to_plain
-from .presets import PRESETS
+from .parts import PARTS as PARTS
+from .parts import as_part, from_plain, to_plain
+from .presets import PRESETS as PRESETS
 from .refinements import Refinement
 from .rows import Rows
 from .scores import Score
@@ -86,7 +88,7 @@ class Policy:
     layers: LayerBudget | str = "uniform"
     heads: HeadBudget | str = "equal"
     select: Selection | str = "token"
-    select_by_layer: tuple = ()
+    select_by_layer: tuple[Any, ...] = ()
     keep_first: int = 0
     n_reuse: int = 1
     tsp: int | str | None = None
@@ -94,8 +96,10 @@ class Policy:
     progress: bool = False
     diagnose: bool = False
 
-    def __post_init__(self):
-        fill = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+    def __post_init__(self) -> None:
+        def fill(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
         fill("score", as_part("score", self.score))
         fill("rows", self.score.rows if self.rows is None else self.rows)
         for kind in PARTS:
@@ -152,7 +156,7 @@ class Policy:
         kinds = {name: "select" if name == "select_by_layer" else name for name in data}
         return cls(**{name: from_plain(value, kinds[name]) for name, value in data.items()})
 
-    def _check_counts(self):
+    def _check_counts(self) -> None:
         if self.threshold is not None:
             finite("threshold", self.threshold)
         count("keep_last", self.keep_last, 0)
@@ -177,7 +181,7 @@ class Policy:
                     f"decode=True too, or leave {name} out"
                 )
 
-    def _check_budget(self):
+    def _check_budget(self) -> None:
         if isinstance(self.budget, bool) or not isinstance(self.budget, numbers.Real):
             raise TypeError(
                 f"budget must be an int (slots per kv head) or a float in (0, 1) (fraction kept), got {self.budget!r}"
@@ -232,7 +236,7 @@ class Policy:
         """The fewest of a chunk's tokens for the layers after `tsp`: those that always go on, and one."""
         return self.first + self.goes_on + 1
 
-    def propagated(self, tokens):
+    def propagated(self, tokens: Any) -> Any:
         """How many of a chunk's tokens, int or [B], the layers after `tsp` read."""
         if isinstance(self.tsp_len, numbers.Integral):
             return np.minimum(tokens, self.tsp_len)
@@ -244,7 +248,7 @@ class Policy:
         return self.protected + 1
 
     @property
-    def selections(self) -> tuple:
+    def selections(self) -> tuple[Any, ...]:
         return (self.select, *(select for _, _, select in self.select_by_layer))
 
     def selection(self, layer: int) -> Selection:
@@ -259,7 +263,7 @@ class Policy:
         """Whether all heads of some layer keep the same slots."""
         return self.score.shared or any(select.shared for select in self.selections)
 
-    def groups(self, layers: int) -> list:
+    def groups(self, layers: int) -> list[Any]:
         """Runs of layers that keep the same slots: those that wait, those that reuse an index, or one each."""
         waiting = self.waiting_layers(layers)
         starts = [0, *range(waiting, layers)] if waiting > 1 else range(0, layers, self.n_reuse)
@@ -293,13 +297,13 @@ class Policy:
         return self.warmup_layers
 
 
-def _refuse_in_json(value):
+def _refuse_in_json(value: Any) -> Any:
     raise ValueError(
         f"JSON cannot hold a {type(value).__name__}; name it instead, as in draft_model='FOLDER_OR_HUB_ID'"
     )
 
 
-def _as_ranges(entries) -> tuple:
+def _as_ranges(entries: Any) -> tuple[Any, ...]:
     """`select_by_layer`, checked: no layer is in two ranges."""
     ranges = tuple(map(_as_range, entries))
     for (a, stop, _), (b, _, _) in pairwise(sorted(ranges, key=lambda entry: entry[0])):
@@ -308,7 +312,7 @@ def _as_ranges(entries) -> tuple:
     return ranges
 
 
-def _as_range(entry) -> tuple:
+def _as_range(entry: Any) -> tuple[Any, ...]:
     """(start, stop, selection) of `select_by_layer`, checked."""
     try:
         start, stop, select = entry
@@ -320,11 +324,11 @@ def _as_range(entry) -> tuple:
     return start, stop, as_part("select", select)
 
 
-def _option_names(part) -> set:
+def _option_names(part: Any) -> set[str]:
     return {f.name for f in dataclasses.fields(part) if f.init}
 
 
-def build(policy, *, budget=None, chunk_size=None, **options) -> Policy:
+def build(policy: Any, *, budget: Any = None, chunk_size: Any = None, **options: Any) -> Policy:
     """A `Policy` from a preset's name or another policy, with options by keyword.
 
     Options are the fields of `Policy` and of the parts that it is made of (rows, score, refine, layers, heads, select);

@@ -1,6 +1,7 @@
 """The methods by their papers' names: each is a score and the paper's other choices."""
 
 import inspect
+from typing import Any
 
 from .heads import HEADS
 from .layers import LAYERS
@@ -10,10 +11,10 @@ from .rows import ROWS
 from .scores import SCORES
 from .selections import SELECTIONS
 
-PRESETS = Registry("policy")
+PRESETS: Registry = Registry("policy")
 
 
-def preset(name: str, remark: str = "", **choices) -> None:
+def preset(name: str, remark: str = "", **choices: Any) -> None:
     """Register a combination: fields of `Policy`, and one line about it unless its score's docstring has it."""
     PRESETS.add(name)(choices)
     if remark:

@@ -1,16 +1,19 @@
 """Which choices exclude each other, and why: one table (METHODS sections 1, 4 and 5)."""
 
+from typing import Any
+
 from .heads.flat import Flat
 from .needs import as_needs
 from .parts import PARTS
 from .rows.window import All, NoRows
+from .types import Policy
 
 
-def _waits(policy):
+def _waits(policy: Policy) -> bool:
     return policy.warmup_layers not in (None, 1)
 
 
-def _needs(policy):
+def _needs(policy: Policy) -> Any:
     return [each.name for each in as_needs(policy.score.needs)]
 
 
@@ -123,17 +126,17 @@ RULES = (
 )  # fmt: skip
 
 
-def check(policy) -> None:
+def check(policy: Policy) -> None:
     """Raise ValueError, with the reason, for choices that cannot go together."""
     for excluded, reason in RULES:
         if excluded(policy):
             raise ValueError(f"{_parts(policy)}: {reason}")
 
 
-def _parts(policy) -> str:
+def _parts(policy: Policy) -> str:
     """A policy's parts by the names that one writes."""
 
-    def name(registry, part):
+    def name(registry: Any, part: Any) -> Any:
         return next((repr(name) for name, known in registry.items() if known is part), part.__name__)
 
     return ", ".join(f"{kind}={name(known, type(getattr(policy, kind)))}" for kind, (known, _) in PARTS.items())

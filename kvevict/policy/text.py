@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import re
+from typing import Any
 
 from .checks import parsed
 
@@ -11,7 +12,7 @@ DEFAULT = "take+edie"  # where no policy is named: the best measured for a promp
 PYTHON = {"None": None, "True": True, "False": False}
 
 
-def parse_policy(text: str) -> tuple:
+def parse_policy(text: str) -> tuple[Any, ...]:
     """(preset's name, options) of a policy's text. A value is JSON (a number, true, null, [0, 32], which may be written
     as (0, 32)), Python's None, True or False, or a plain word; `none` is None for an option that may be None. Raises
     ValueError for an option without a value."""
@@ -21,7 +22,7 @@ def parse_policy(text: str) -> tuple:
     return name, dict(_option(part) for part in parts)
 
 
-def _option(text: str) -> tuple:
+def _option(text: str) -> tuple[Any, ...]:
     name, equals, value = text.partition("=")
     if not equals:
         raise ValueError(f"policy option {text!r}: write {FORM}")
@@ -34,9 +35,10 @@ def _option(text: str) -> tuple:
     return name, tuple(value) if isinstance(value, list) else value
 
 
-def _options(kind: str) -> set:
+def _options(kind: str) -> set[str]:
     """Options that may be None ("None"), or are always text ("str")."""
-    from .policy import PARTS, Policy
+    from .parts import PARTS
+    from .policy import Policy
 
     made_of = [Policy, *(part for registry, _ in PARTS.values() for part in registry.values())]
     types = [(f.name, getattr(f.type, "__name__", str(f.type))) for part in made_of for f in dataclasses.fields(part)]

@@ -2,27 +2,29 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import torch
 
 from ..families import base_model
 from ..prompts import ids_of
 from .scores import DIGITS
+from .types import Policy
 
 
-def _open(policy) -> tuple:
+def _open(policy: Policy) -> tuple[Any, ...]:
     """Options that wait for a tokenizer: (an instruction as text, or None; whether the score pools over digits)."""
     text = getattr(policy.rows, "instruction", None)
     return text if isinstance(text, str) else None, getattr(policy.score, "kernel", None) == "digits"
 
 
-def depends(policy) -> bool:
+def depends(policy: Policy) -> bool:
     """Whether a policy does something else with a tokenizer than without one."""
     text, digits = _open(policy)
     return policy.rows.at_the_end or text is not None or digits
 
 
-def of_model(model):
+def of_model(model: Any) -> Any:
     """A pipeline's tokenizer, or that of the folder or the hub's cache from which a model was loaded, without a
     download; None: there is none, or it does not load."""
     if not isinstance(model, torch.nn.Module) and getattr(model, "tokenizer", None) is not None:
@@ -35,14 +37,14 @@ def of_model(model):
 
 
 @functools.lru_cache(maxsize=2)
-def _loaded(name: str, revision):
+def _loaded(name: str, revision: Any) -> Any:
     from transformers import AutoTokenizer
 
     options = dict(local_files_only=True, trust_remote_code=False)
     return AutoTokenizer.from_pretrained(name, revision=revision or "main", **options)
 
 
-def told(policy, tokenizer):
+def told(policy: Any, tokenizer: Any) -> Policy:
     """The policy with its tokenizer's values: the ids of an instruction that its rows have as a text (rows="repeat"),
     and the number of tokens that hold as many digits as its score pools over (kernel="digits")."""
     text, digits = _open(policy)
@@ -54,7 +56,7 @@ def told(policy, tokenizer):
     return policy
 
 
-def holding(tokenizer, digits: int) -> int:
+def holding(tokenizer: Any, digits: int) -> int:
     """The odd number of tokens nearest to the number that so many digits take."""
     number = "3141592653589793238462643383279"
     tokens = len(ids_of(tokenizer, number)) / len(number) * digits

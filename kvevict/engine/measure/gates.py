@@ -36,7 +36,7 @@ class Gates:
     layers: dict
     about: dict
 
-    def logs(self, layer: int, x):
+    def logs(self, layer: int, x: torch.Tensor) -> Any:
         """Logarithms [B, T, heads] fp32 of the tokens' numbers, from the inputs x [B, T, E] of a layer's attention."""
         x = x.float()
         first, *rest = self.layers[layer]
@@ -45,11 +45,11 @@ class Gates:
             x = F.linear(F.gelu(x), *affine)
         return x
 
-    def on(self, layer: int, device) -> None:
+    def on(self, layer: int, device: Any) -> None:
         """Move a layer's gates to a device."""
         self.layers[layer] = tuple(tuple(x.to(device) for x in affine) for affine in self.layers[layer])
 
-    def save(self, folder) -> None:
+    def save(self, folder: Any) -> None:
         """Write gates.safetensors and config.json to a folder, as `sealed.write_pair`. Raises OSError if they cannot
         be written."""
         folder = Path(folder)
@@ -71,13 +71,13 @@ class LayerGates:
     layer: int
     ranks: Any  # kvevict.engine.slots.ranks.Ranks
 
-    def numbers(self, x):
+    def numbers(self, x: torch.Tensor) -> torch.Tensor:
         """The tokens' numbers, fp32 [B, Hkv, T], from the inputs x [B, T, E] of the layer's attention."""
         self.gates.on(self.layer, x.device)
         return self.ranks.mine(self.gates.logs(self.layer, x).exp().transpose(1, 2))
 
 
-def load(folder, model) -> Gates:
+def load(folder: Any, model: Any) -> Gates:
     """The gates in a folder that `kvevict.gates.train` wrote for this model. No code of the folder is run. Raises
     ValueError for a folder without gates, for damaged ones, and for another model's (naming the difference)."""
     decoder = families.find_decoder(model)
@@ -85,7 +85,7 @@ def load(folder, model) -> Gates:
     return _read(folder, decoder, [i for i, kind in enumerate(kinds) if kind in families.EVICTS])
 
 
-def loaded(folder, decoder, order) -> Gates:
+def loaded(folder: Any, decoder: Any, order: Any) -> Gates:
     """`load`, once for a decoder; folder None: the result of `own`. A named folder becomes that result."""
     known = _loaded.get(decoder)
     if known is None or known[0] != folder:
@@ -95,7 +95,7 @@ def loaded(folder, decoder, order) -> Gates:
     return known[1]
 
 
-def own(decoder) -> Path | None:
+def own(decoder: Any) -> Path | None:
     """The folder of a model's gates: the last named one, or else the one in the model's folder; None: not found."""
     named = _named.get(decoder)
     if named is not None and (Path(named) / CONFIG).is_file():
@@ -104,7 +104,7 @@ def own(decoder) -> Path | None:
     return Path(name) / BESIDE if name and (Path(name) / BESIDE / CONFIG).is_file() else None
 
 
-def _own(decoder):
+def _own(decoder: Any) -> Any:
     folder = own(decoder)
     if folder is None:
         raise ValueError(
@@ -114,12 +114,12 @@ def _own(decoder):
     return folder
 
 
-def forget(decoder) -> None:
+def forget(decoder: Any) -> None:
     """Forget a decoder's loaded gates: the folder may hold others now."""
     _loaded.pop(decoder, None)
 
 
-def inner_of(folder) -> int:
+def inner_of(folder: Any) -> int:
     """Outputs of the first of two affine maps of the gates in a folder; 0: linear gates, or no folder."""
     if folder is None or not (path := Path(folder) / CONFIG).is_file():
         return 0
@@ -127,17 +127,17 @@ def inner_of(folder) -> int:
 
 
 @functools.lru_cache
-def _inner(folder, stamp):
+def _inner(folder: Any, stamp: Any) -> Any:
     return _config(folder, repr(os.fspath(folder)), AGAIN).get("inner", 0)
 
 
-def outputs(decoder) -> int:
+def outputs(decoder: Any) -> int:
     """Numbers of a token in one layer: one per kv head, or a single one for latents (MLA)."""
     config = decoder.config
     return 1 if families.is_latent(config) else families.heads(decoder, families.layer_kinds(config))[1]
 
 
-def _read(folder, decoder, order):
+def _read(folder: Any, decoder: Any, order: Any) -> Any:
     name, again = repr(os.fspath(folder)), AGAIN
     config = _config(Path(folder), name, again)
     if other := other_model(config["base"], decoder):
@@ -161,7 +161,7 @@ def _read(folder, decoder, order):
     return Gates(layers, {key: value for key, value in config.items() if key not in ("format", "version", sealed.NAME)})
 
 
-def _config(folder, name, again):
+def _config(folder: Any, name: str, again: str) -> Any:
     try:
         config = parsed((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -27,49 +27,49 @@ class Source:
     like: Any  # new keys [B, heads, S, D]: their shape, dtype and device
     hidden: Any = None  # [B, T, E] the attention block's input, all rows; None: no quantity needs it
 
-    def given(self, needs) -> list:
+    def given(self, needs: Any) -> list:
         """The values of names and `Need`s."""
         return [INPUTS[each.name](self, **dict(each.options)) for each in as_needs(needs)]
 
 
-def rope_of(step, module) -> Rope:
+def rope_of(step: Any, module: Any) -> Rope:
     return Rope(step.decoder, module, step.patch.rotates.get(module.layer_idx))
 
 
 @INPUTS.add("rope")
-def _rope(at) -> Rope:
+def _rope(at: Source) -> Rope:
     """The layer's `Rope`."""
     return rope_of(at.step, at.module)
 
 
 @INPUTS.add("hidden")
-def _hidden(at):
+def _hidden(at: Source) -> Any:
     """[B, T, E] the input of the layer's attention block, all rows."""
     return at.hidden
 
 
 @INPUTS.add("output_weight")
-def _output_weight(at):
+def _output_weight(at: Source) -> Any:
     """[H, Dv, E] the weights of the projection after attention, of this rank's query heads."""
     patch = at.step.patch
     return families.output_weight(at.module, patch.ranks.size > 1).T.unflatten(0, (patch.local_heads[0], -1))
 
 
 @INPUTS.add("output_gram")
-def _output_gram(at):
+def _output_gram(at: Source) -> Any:
     """fp32 [H, D, D] the products W_O,h^T W_O,h of this rank's query heads."""
     return projection.gram(at.module, at.step.patch.local_heads[0], at.like)
 
 
 @INPUTS.add("gates")
-def _gates(at, folder) -> gates.LayerGates:
+def _gates(at: Source, folder: Any) -> gates.LayerGates:
     """The layer's trained gates in a folder; None: the model's own."""
     patch = at.step.patch
     return gates.LayerGates(gates.loaded(folder, at.step.decoder, patch.order), at.module.layer_idx, patch.ranks)
 
 
 @INPUTS.add("moments")
-def _moments(at, stats=None) -> tuple:
+def _moments(at: Source, stats: Any = None) -> tuple:
     """(mean [B, H, D], covariance [B, H, D, D], mean size [B, H, D]) of queries before rotation: those that were read
     into the cache, or a file's."""
     patch, like = at.step.patch, at.like
@@ -87,13 +87,13 @@ def _moments(at, stats=None) -> tuple:
 
 
 @INPUTS.add("memory")
-def _memory(at, of):
+def _memory(at: Source, of: Any) -> Any:
     """The last result of `accumulate` in this layer under that name (`Quantity.remembers`); None: there is none."""
     return at.layer.memory.get(of)
 
 
 @INPUTS.add("last_position")
-def _last_position(at):
+def _last_position(at: Source) -> Any:
     """int64 [B] the position of the last token that was read."""
     step = at.step
     tokens = step.positions.shape[1] - step.appended
@@ -102,12 +102,12 @@ def _last_position(at):
 
 
 @INPUTS.add("carried")
-def _carried(at):
+def _carried(at: Source) -> Any:
     """fp32 [B, Hkv, *] the numbers that stored slots carry, NaN where a slot carries none; None: no slot does."""
     return at.layer.carry
 
 
 @INPUTS.add("ends_prompt")
-def _ends_prompt(at) -> bool:
+def _ends_prompt(at: Source) -> bool:
     """True for a prompt's last chunk."""
     return at.step.chunk is not None and at.step.chunk.last

@@ -4,6 +4,7 @@ file. Rotation acts on pairs of dimensions, the complex halves: a dimension's si
 import json
 import os
 from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,13 +19,13 @@ BLOCK = 1024  # rows at once: bounds the copies in fp32
 _loaded: WeakKeyDictionary = WeakKeyDictionary()  # decoder -> {file: its contents}
 
 
-def sizes(x, partner):
+def sizes(x: torch.Tensor, partner: torch.Tensor) -> torch.Tensor:
     """The rotation-invariant sizes of x [..., D]: fp32, |x_f| of each dimension's pair f, or |x| without a pair."""
     alone = partner == torch.arange(len(partner), device=partner.device)
     return torch.where(alone, x.abs(), (x.square() + x[..., partner].square()).sqrt())
 
 
-def added(past, queries, counts, size=None):
+def added(past: Any, queries: torch.Tensor, counts: Any, size: torch.Tensor | None = None) -> torch.Tensor:
     """Moments with more rows: [B, H, 1 + D, 1 + D] fp32 that hold the number of rows at [0, 0], their mean in the rest
     of row 0, their mean size in the rest of column 0, and elsewhere the sum of products of their distances from the
     mean.
@@ -52,7 +53,7 @@ def added(past, queries, counts, size=None):
     return new
 
 
-def accumulated(past, rope, queries, positions, counts):
+def accumulated(past: Any, rope: Any, queries: torch.Tensor, positions: torch.Tensor, counts: Any) -> torch.Tensor:
     """`added`, in blocks, for queries [B, H, T, D] as attention has them, at positions [B, T]; rope: the layer's."""
     partner = rope.partners(queries.shape[3], queries.device)
     for start in range(0, queries.shape[2], BLOCK):
@@ -62,7 +63,7 @@ def accumulated(past, rope, queries, positions, counts):
     return past
 
 
-def summed(moments) -> tuple:
+def summed(moments: torch.Tensor) -> tuple:
     """(mean [B, H, D], covariance [B, H, D, D], mean size [B, H, D]), 0 where no row counted."""
     number = moments[..., :1, :1].clamp_min(1)
     return moments[..., 0, 1:], moments[..., 1:, 1:] / number, moments[..., 1:, 0]
@@ -71,7 +72,7 @@ def summed(moments) -> tuple:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def model_of(decoder) -> dict:
+def model_of(decoder: Any) -> dict:
     """The facts of a model that determine its queries, as a file has them."""
     config, kinds = decoder.config, families.layer_kinds(decoder.config)
     rope = getattr(config, "rope_parameters", None)
@@ -82,7 +83,7 @@ def model_of(decoder) -> dict:
     return json.loads(json.dumps(facts, default=str))
 
 
-def other_model(facts: dict, decoder) -> str:
+def other_model(facts: dict, decoder: Any) -> str:
     """The first difference between facts of `model_of` and this model's, as text; "" if there is none."""
     for name, value in model_of(decoder).items():
         known = facts.get(name)
@@ -91,7 +92,7 @@ def other_model(facts: dict, decoder) -> str:
     return ""
 
 
-def save(path, decoder, moments: dict, **about) -> None:
+def save(path: Any, decoder: Any, moments: dict, **about: Any) -> None:
     """Write moments {layer: [H, 1 + D, 1 + D]} of a decoder; about: further facts for the file."""
     facts = model_of(decoder) | about
     tensors = {}
@@ -100,7 +101,7 @@ def save(path, decoder, moments: dict, **about) -> None:
     sealed.write(path, tensors, dict(format=FORMAT, config=json.dumps(facts)))
 
 
-def load(path, decoder, order) -> dict:
+def load(path: Any, decoder: Any, order: Any) -> dict:
     """{layer: (mean [H, D], covariance [H, D, D], mean size [H, D])} of the layers `order`, from a file. Raises
     ValueError for a file that is missing, damaged, or of another model (naming the difference)."""
     path, again = os.fsdecode(path), "give a file that `kvevict statistics` wrote for this model"
@@ -127,7 +128,7 @@ def load(path, decoder, order) -> dict:
     return found
 
 
-def loaded(path, decoder, order) -> dict:
+def loaded(path: Any, decoder: Any, order: Any) -> dict:
     """`load`, once for a decoder."""
     known = _loaded.setdefault(decoder, {})
     if path not in known:
@@ -135,6 +136,6 @@ def loaded(path, decoder, order) -> dict:
     return known[path]
 
 
-def forget(decoder) -> None:
+def forget(decoder: Any) -> None:
     """Forget a decoder's loaded files: their contents may have changed."""
     _loaded.pop(decoder, None)

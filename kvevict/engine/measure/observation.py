@@ -18,15 +18,15 @@ class Observers:
     skip: torch.Tensor  # [B] rows before this one do not count
     stop: torch.Tensor  # [B] new columns from this one on are not seen
     causal: bool  # True: query r belongs to the r-th of the last R alive slots, sees no later one; False: all see all
-    lse: torch.Tensor | None = None  # [B, H, R] of the rows' full softmax; None: over the slots that are seen here
+    lse: Any = None  # [B, H, R] of the rows' full softmax; None: over the slots that are seen here
     out: torch.Tensor | None = None  # [B, R, H, D] their attention outputs; None: over the slots that are seen here
     probs: torch.Tensor | None = None  # [B, Hkv, C] a single row's attention, mean over the group, where it is known
     own: tuple | None = None  # (k, v) [B, Hkv, R, D] of these rows; their softmax spans them too, causally
-    until: torch.Tensor | None = None  # [B, 1] the last row's position, for decoded rows that may have lost their slots
+    until: Any = None  # [B, 1] the last row's position, for decoded rows that may have lost their slots
     of: tuple | None = None  # int32 [B] each: tokens of their prompt, all stored; the first repeated one; how many
 
 
-def rolled(x, by):
+def rolled(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
     """x [B, H, R, ..] with the rows of each batch row moved on by by[b] places, the last ones to the front."""
     row = (torch.arange(x.shape[2], device=x.device) - by[:, None]) % x.shape[2]
     row = row[:, None].expand(-1, x.shape[1], -1)
@@ -39,16 +39,16 @@ class Observation:
 
     parts: tuple  # of Observers
 
-    def __add__(self, other):
+    def __add__(self, other: "Observation") -> "Observation":
         return Observation(self.parts + other.parts)
 
     @cached_property
-    def row_count(self):
+    def row_count(self) -> torch.Tensor:
         """int64 [B] number of observing rows."""
         return sum(part.q.shape[2] - part.skip for part in self.parts).long()
 
 
-def no_handle(of, name) -> AttributeError:
+def no_handle(of: Any, name: str) -> AttributeError:
     """The error for an attribute that policies of earlier versions read."""
     handles = "step", "layer", "module", "read", "chunk", "patch", "decoder", "cache", "meter"
     known = ", ".join(each for each in (*of.__annotations__, *vars(of)) if not each.startswith("_"))
@@ -73,11 +73,11 @@ class CallRows:
     policy: Any = None  # the kvevict.policy.policy.Policy that the prompt is read with
 
     @property
-    def tokens(self):
+    def tokens(self) -> Any:
         """int [B] rows without padding, appended ones included; on the host."""
         return self.positions.shape[1] - self.padding
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         raise no_handle(CallRows, name)
 
 
@@ -112,41 +112,41 @@ class LayerRows:
     prepared = property(lambda self: self.rows.prepared)
     last_position = property(lambda self: self.positions[:, -1])  # [B], of the last appended row if there is one
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         raise no_handle(LayerRows, name)
 
     @property
-    def next_position(self):
+    def next_position(self) -> torch.Tensor:
         """[B] the position after the last stored row."""
         return self.positions[:, self.columns - 1] + 1
 
     @property
-    def has_tokens(self):
+    def has_tokens(self) -> torch.Tensor:
         """bool [B]: not all stored rows are padding."""
         return self.first < self.columns
 
     @property
-    def budget(self):
+    def budget(self) -> torch.Tensor:
         """int32 [B] slots per kv head, on average, that the layer may keep; 0 before a call that evicts."""
         return self.upload(0 * self.rows.padding if self.slots is None else self.slots // self.heads)
 
-    def upload(self, numbers):
+    def upload(self, numbers: Any) -> torch.Tensor:
         """The host's numbers [B] as an int32 tensor on the layer's device."""
         return host.upload(numbers, self.first.device, torch.int32)
 
-    def rotate(self, queries, position_from, position_to):
+    def rotate(self, queries: torch.Tensor, position_from: torch.Tensor, position_to: torch.Tensor) -> torch.Tensor:
         """Queries [B, H, p, D] rotated by the model's rotary angle between two positions [B]. Only for rows with
         `rotates = True`."""
         return self.rope.turned(queries, position_from, position_to)
 
-    def stored_from(self, column, count: int):
+    def stored_from(self, column: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(queries [B, H, count, D] of the stored rows from column [B] on, [B] the first one's position). Past the end
         the last stored row is repeated."""
         at = (column.long()[:, None] + torch.arange(count, device=self.q.device)).clamp(0, self.columns - 1)
         rows = at[:, None, :, None].expand(-1, self.q.shape[1], -1, self.q.shape[3])
         return self.q.gather(2, rows), self.positions.gather(1, at[:, :1])[:, 0]
 
-    def chunk(self, count=None, at_most=None) -> Observation:
+    def chunk(self, count: Any = None, at_most: Any = None) -> Observation:
         """The last `count` stored rows (None: all), at most at_most[b] in batch row b."""
         stop = self.q.shape[2] - self.appended
         start = stop - (stop if count is None else min(count, stop))
@@ -157,7 +157,7 @@ class LayerRows:
         rows = Observers(self.q[:, :, start:stop], skip, self.end, True, self.lse[:, :, start:stop], out)
         return Observation((rows,))
 
-    def appended_rows(self, own=True, count=None) -> Observation:
+    def appended_rows(self, own: bool = True, count: Any = None) -> Observation:
         """The last `count` appended rows (None: all); own: their softmax spans the appended rows before them too."""
         rows, none = count or self.appended, 0 * self.first
         q = self.q[:, :, -rows:]
@@ -165,7 +165,7 @@ class LayerRows:
             return Observation((Observers(q, none, self.end, False),))
         return Observation((Observers(q, none, self.end, False, self.lse[:, :, -rows:], self.out[:, -rows:]),))
 
-    def repeated_rows(self, counts) -> Observation:
+    def repeated_rows(self, counts: Any) -> Observation:
         """The first counts[b] appended rows; counts [B] is on the host."""
         q, lse, out, skip = self.q, self.lse, self.out, self.upload(self.appended - counts)
         q, lse, out = q[:, :, -self.appended :], lse[:, :, -self.appended :], out[:, -self.appended :]
@@ -179,12 +179,12 @@ class LayerRows:
             of = tuple(map(self.upload, (tokens, start, np.minimum(tokens - start, len(again)))))
         return Observation((Observers(q, skip, self.end, False, lse, out, of=of),))
 
-    def drafted_rows(self, own=True) -> Observation:
+    def drafted_rows(self, own: bool = True) -> Observation:
         """The rows drafted after the prompt. By default their softmax spans the drafted slots too."""
         q, k, v = self.drafted
         return Observation((Observers(q, 0 * self.first, self.end, False, own=(k, v) if own else None),))
 
-    def later(self, queries, skip=None, unseen=0, counts=None) -> Observation:
+    def later(self, queries: torch.Tensor, skip: Any = None, unseen: Any = 0, counts: Any = None) -> Observation:
         """Queries [B, H, R, D] later than all slots. They do not see the last `unseen` slots (a number or [B]). The
         first skip [B] queries do not count, or only the first counts [B] do."""
         if counts is not None:
@@ -194,11 +194,11 @@ class LayerRows:
         return Observation((Observers(queries, 0 * self.first if skip is None else skip, stop, False),))
 
     @property
-    def end(self):
+    def end(self) -> torch.Tensor:
         """[B] the new columns' end, if all of them count."""
         return self.columns + 0 * self.first
 
-    def last(self, count: int, outputs: bool):
+    def last(self, count: int, outputs: bool) -> "LayerRows":
         """The last `count` rows, copied."""
         out = self.out[:, -count:].clone() if outputs else None
         return replace(self, q=self.q[:, :, -count:].clone(), lse=self.lse[:, :, -count:].clone(), out=out)

@@ -1,12 +1,26 @@
 """Decoded rows that may have lost their slots, because these are not protected (given rows)."""
 
+from typing import Any
+
 import torch
 
 from ... import _ops
+from ...policy.types import Observers, Slots
 from .slots import REDUCE
 
 
-def observed(op, slots, part, new, more, *, reduce="sum", group="mean", weight=None, **options):
+def observed(
+    op: Any,
+    slots: Slots,
+    part: Observers,
+    new: Any,
+    more: Any,
+    *,
+    reduce: str = "sum",
+    group: str = "mean",
+    weight: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor:
     """`quantities.observed` for remembered queries [B, H, R, D]. Causal rows of an op belong to the last R alive slots;
     here each query is a non-causal batch row and sees the slots up to its position."""
     B, _, R, _ = part.q.shape

@@ -1,11 +1,14 @@
 """The projection after attention, W_O, and the columns fed by each query head."""
 
+from typing import Any
+
 import torch
 
 from ... import _ops, families
+from ...policy.types import Slots
 
 
-def check(module) -> None:
+def check(module: Any) -> None:
     """Raise ValueError for an attention module whose output projection is not found."""
     if families.output_of(module) is None:
         raise ValueError(
@@ -14,14 +17,14 @@ def check(module) -> None:
         )
 
 
-def norms(slots, gram):
+def norms(slots: Slots, gram: torch.Tensor) -> torch.Tensor:
     """||W_O,h v_i||_2 of every query head h and its alive slots: fp32 [B, H, C]. gram: as the function below."""
     kv, stored = slots.kv, slots.kv.stored
     gram = gram.expand(len(slots.n), -1, -1, -1)
     return _ops.quadratic(stored.of("v"), kv.v, kv.first, kv.end, gram, columns=slots.columns).clamp_min(0).sqrt()
 
 
-def gram(module, heads, values):
+def gram(module: Any, heads: Any, values: torch.Tensor) -> torch.Tensor:
     """W_O,h^T W_O,h, fp32 [H, D, D], padded with zeros from the heads' width to that of values [.., D].
 
     Computed anew for every chunk, so that it always follows the present weights. That costs as much as about a hundred
@@ -32,7 +35,7 @@ def gram(module, heads, values):
     return torch.einsum("ehi,ehj->hij", padded, padded)
 
 
-def _matrix(projection, inputs, values):
+def _matrix(projection: Any, inputs: int, values: torch.Tensor) -> torch.Tensor:
     """fp32 [E, inputs]: a rank's part of the weights. If the projection is more than a matrix in memory (quantised,
     offloaded, with an adapter), its outputs for unit vectors."""
     from transformers.pytorch_utils import Conv1D

@@ -1,5 +1,7 @@
 """The rotation of queries and keys by their positions, as an attention module does it."""
 
+from typing import Any
+
 import torch
 
 from ... import families
@@ -10,10 +12,10 @@ class Rope:
 
     __slots__ = ("_decoder", "_module", "rotates")
 
-    def __init__(self, decoder, module, rotates):
+    def __init__(self, decoder: Any, module: Any, rotates: Any) -> None:
         self._decoder, self._module, self.rotates = decoder, module, rotates
 
-    def turned(self, x, position_from, position_to):
+    def turned(self, x: torch.Tensor, position_from: torch.Tensor, position_to: torch.Tensor) -> torch.Tensor:
         """x [B, H, p, D], rotated from positions [B] to other ones [B], or to the mean over [B, n]."""
         if self.rotates is None:
             raise ValueError(
@@ -24,7 +26,7 @@ class Rope:
             return x
         return families.rotate(self._decoder, self._module, x, position_from, position_to)
 
-    def unrotated(self, x, positions):
+    def unrotated(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """x [B, H, T, D] at positions [B, T], rotated back to position 0: fp32."""
         if not self.rotates:
             return x.float()
@@ -34,7 +36,7 @@ class Rope:
         turned = self.turned(each, position, 0 * position)
         return turned[:, :, 0].unflatten(0, (batch, rows)).transpose(1, 2)
 
-    def partners(self, width: int, device):
+    def partners(self, width: int, device: Any) -> torch.Tensor:
         """int64 [D] each dimension's partner in rotation, of `width` ones; itself if it is not rotated."""
         own = torch.arange(width, device=device)
         if not self.rotates:

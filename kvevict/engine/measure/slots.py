@@ -10,7 +10,7 @@ import torch
 from ... import _ops
 from ..slots import host
 
-REDUCE = {"sum": torch.sum, "mean": torch.mean, "max": torch.amax}
+REDUCE: dict[str, Any] = {"sum": torch.sum, "mean": torch.mean, "max": torch.amax}
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,23 +21,23 @@ class Heads:
     ranks: Any  # kvevict.engine.slots.ranks.Ranks
     count: int
 
-    def numbers(self, device):
+    def numbers(self, device: Any) -> torch.Tensor:
         """int64 [Hkv] the indices of these heads among the layer's."""
         return self.ranks.rank * self.count + torch.arange(self.count, device=device)
 
-    def gather(self, x, columns=None):
+    def gather(self, x: torch.Tensor, columns: Any = None) -> torch.Tensor:
         """x [B, Hkv, ..] of all ranks' heads; columns: pad x [B, Hkv, C] with 0 to so many."""
         return self.ranks.gather(x, columns)
 
-    def sum(self, x):
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' x."""
         return self.ranks.sum(x)
 
-    def reduce(self, x, how):
+    def reduce(self, x: torch.Tensor, how: str) -> torch.Tensor:
         """x [B, H, C] of query heads, reduced over each group ("sum", "mean", "max"): [B, Hkv, C]; "none": as it is."""
         return x if how == "none" else REDUCE[how](x.unflatten(1, (self.count, -1)), 2)
 
-    def merge(self, x):
+    def merge(self, x: torch.Tensor) -> torch.Tensor:
         """x [B, heads, C] for one choice: for latents, the mean over the heads that share them."""
         return x if x.shape[1] == self.count else x.mean(1, keepdim=True)
 
@@ -54,18 +54,18 @@ class KV:
     options: dict[str, Any]  # scale, softcap, sinks of attention
     appended: tuple = ()  # k, v [B, heads, p, D] of rows that are read with the call and not stored
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         hint = ""
         if name in ("step", "layer", "module", "hidden"):
             hint = ": a quantity names its further values in `needs`, and `measure` gets them as arguments"
         raise AttributeError(f"KV has no {name}{hint}")
 
     @property
-    def end(self):
+    def end(self) -> torch.Tensor:
         """[B] the new columns' end."""
         return self.k.shape[2] + 0 * self.first
 
-    def within(self, begin, count):
+    def within(self, begin: torch.Tensor, count: torch.Tensor) -> "KV":
         """The same, with only stored slots begin .. begin + count - 1 [B, heads]."""
         return replace(self, stored=self.stored.within(begin, count.contiguous()))
 
@@ -81,9 +81,9 @@ class Slots:
     counts: np.ndarray  # n on the host
     all_counts: np.ndarray  # [B, heads of all ranks]
     protected: tuple  # (first, last) int32 [B]: how many slots at either end are kept at any score
-    pos: torch.Tensor | None = None  # int32 [B, S] of the new columns
+    pos: Any = None  # int32 [B, S] of the new columns
     stored: Any = None  # of the stored slots of these heads: `pos` [N], `offset`, `len` [B, Hkv], `counts` on the host
-    kv: KV | None = None  # None for all ranks' heads: no rank holds all of them
+    kv: Any = None  # None for all ranks' heads: no rank holds all of them
     prompt: np.ndarray | None = None  # [B, heads of all ranks] how many first slots of a head stay: `keep_prompt`
 
     @cached_property
@@ -93,35 +93,35 @@ class Slots:
     device = property(lambda self: self.n.device)
 
     @cached_property
-    def past(self):
+    def past(self) -> torch.Tensor:
         """int32 [B, Hkv] prompt slots that each head keeps beside its budget; 0 if prompts are cut too."""
         if self.prompt is None:
             return torch.zeros_like(self.n)
         return host.upload(self.heads.ranks.mine(self.prompt), self.device, torch.int32)
 
     @cached_property
-    def first(self):
+    def first(self) -> torch.Tensor:
         """int32 [B, Hkv] how many first slots of each head are protected."""
         return torch.maximum(self.protected[0][:, None], self.past)
 
     @cached_property
-    def alive(self):
+    def alive(self) -> Any:
         """int [B] slot count of all ranks' heads together, on the host."""
         return self.all_counts.sum(1)
 
     @cached_property
-    def least(self):
+    def least(self) -> torch.Tensor:
         """int32 [B, Hkv] how many protected slots each head has."""
         return torch.minimum(self.n, self.first + self.protected[1][:, None])
 
     @cached_property
-    def competing(self):
+    def competing(self) -> torch.Tensor:
         """bool [B, Hkv, C]: the slot exists and is not protected."""
         column = torch.arange(self.columns, device=self.device)
         return (column >= self.first[..., None]) & (column < (self.n - self.protected[1][:, None])[..., None])
 
     @cached_property
-    def positions(self):
+    def positions(self) -> torch.Tensor:
         """int32 [B, Hkv, C] positions of the alive slots, ascending; -1 past a head's end."""
         stored, first = self.stored, self.kv.first
         column = torch.arange(self.columns, device=self.device)
@@ -131,7 +131,7 @@ class Slots:
         place = torch.where(column < stored.len[..., None], stored.offset[..., None] + column, new)
         return table[place.masked_fill(column >= self.n[..., None], -1)]
 
-    def all_ranks(self, shared: bool):
+    def all_ranks(self, shared: bool) -> "Slots":
         """The slots of all ranks' heads, for parts that compare heads. shared: all heads hold the same slots."""
         if self.heads.ranks.size == 1:
             return self
@@ -140,7 +140,7 @@ class Slots:
             self.index, self.heads, n, counts, counts, self.protected, prompt=self.prompt, own=self, shared=shared
         )
 
-    def removal_error(self, numbers, fast: bool):
+    def removal_error(self, numbers: torch.Tensor, fast: bool) -> torch.Tensor:
         """CAOTE (eq. 6 and 8), taking numbers [B, Hkv, C] >= 0 as attention weights, as `kvevict._ops.refine`."""
         kv, heads = self.kv, self.kv.stored.len.shape[1]
         if numbers.shape[1] != heads:
@@ -157,11 +157,11 @@ class _AllRanks(Slots):
     shared: bool = False
 
     @cached_property
-    def past(self):
+    def past(self) -> torch.Tensor:
         return torch.zeros_like(self.n) if self.prompt is None else host.upload(self.prompt, self.device, torch.int32)
 
     @cached_property
-    def positions(self):
+    def positions(self) -> torch.Tensor:
         heads = self.all_counts.shape[1]
         if self.shared:
             return self.own.positions[:, :1].expand(-1, heads, -1)

@@ -4,6 +4,8 @@ A rank decides alone about a single head. To compare heads, or to make one choic
 the numbers of all heads: the same numbers give the same choice everywhere. Every rank has the full hidden states.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import distributed
@@ -12,18 +14,18 @@ from torch import distributed
 class Ranks:
     """The ranks that share one model. A gather waits for all ranks, so all of them must call it."""
 
-    def __init__(self, rank=0, size=1, group=None):
+    def __init__(self, rank: int = 0, size: int = 1, group: Any = None) -> None:
         self.rank, self.size, self.group = rank, size, group
 
-    def __deepcopy__(self, memo):  # processes are not copied
+    def __deepcopy__(self, memo: Any) -> Any:  # processes are not copied
         return self
 
-    def mine(self, x):
+    def mine(self, x: Any) -> Any:
         """This rank's heads of x [B, heads of all ranks, ..]."""
         part = x.shape[1] // self.size
         return x if self.size == 1 else x[:, self.rank * part : (self.rank + 1) * part]
 
-    def gather(self, x, columns=None, fill=0):
+    def gather(self, x: torch.Tensor, columns: Any = None, fill: int = 0) -> torch.Tensor:
         """All ranks' heads of x [B, heads of a rank, ..]. columns: size of the last dimension after padding with
         `fill`; it may differ from rank to rank before."""
         if self.size == 1:
@@ -32,23 +34,23 @@ class Ranks:
             x = F.pad(x, (0, columns - x.shape[-1]), value=fill)
         return torch.cat(self._all(x), 1)
 
-    def sum(self, x):
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' x, in rank order: the same on every rank."""
         return x if self.size == 1 else sum(self._all(x))
 
-    def _all(self, x):
+    def _all(self, x: torch.Tensor) -> Any:
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
         distributed.all_gather(parts, x.contiguous(), group=self.group)
         return parts
 
-    def objects(self, value) -> list:
+    def objects(self, value: Any) -> list:
         """Every rank's value, of any kind that can be pickled."""
         values = [value] * self.size
         if self.size > 1:
             distributed.all_gather_object(values, value, group=self.group)
         return values
 
-    def to_first(self, value):
+    def to_first(self, value: Any) -> Any:
         """Every rank's value on the first rank; None on the others."""
         values = [value] * self.size if self.rank == 0 else None
         if self.size > 1:
@@ -56,14 +58,14 @@ class Ranks:
             distributed.gather_object(value, values, dst=to, group=self.group)
         return values
 
-    def counts(self, layer):
+    def counts(self, layer: Any) -> Any:
         """int [B, heads of all ranks] slot counts of a layer's heads, on the host."""
         if self.size == 1:
             return layer.counts
         first, heads = layer.counts[:, :1], self.size * layer.counts.shape[1]
         return first.repeat(heads, 1) if layer.head_offsets is None else first + layer.head_offsets
 
-    def note(self, layer, counts) -> None:
+    def note(self, layer: Any, counts: Any) -> None:
         """Note that a layer's heads now hold counts [B, heads of all ranks] slots."""
         if self.size > 1:
             layer.head_offsets = counts - layer.counts[:, :1]
@@ -75,7 +77,7 @@ ALONE = Ranks()
 KEYS = ("k_proj", "qkv_proj", "query_key_value")
 
 
-def of(model) -> Ranks:
+def of(model: Any) -> Ranks:
     """The ranks that share a model's heads by Transformers' `tp_plan`. Some plans leave all heads on every rank (Phi-3,
     OLMo 2): then every rank makes the same choice for all heads."""
     size, plan = getattr(model, "tp_size", None) or 1, getattr(model, "_tp_plan", None) or {}

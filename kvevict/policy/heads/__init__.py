@@ -13,8 +13,9 @@ from typing import ClassVar
 import torch
 
 from ..registry import Registry, load_folder
+from ..types import Policy, Slots
 
-HEADS = Registry("head budget")
+HEADS: Registry = Registry("head budget")
 LOWEST = torch.iinfo(torch.int64).min
 
 
@@ -22,18 +23,18 @@ LOWEST = torch.iinfo(torch.int64).min
 class HeadBudget:
     ragged: ClassVar[bool] = True  # heads compete, so they end up with different numbers of slots
 
-    def check(self, policy) -> None:
+    def check(self, policy: Policy) -> None:
         """Raise ValueError when the options do not fit each other or the policy."""
 
-    def keep(self, slots, score, wanted, run=1):
+    def keep(self, slots: Slots, score: torch.Tensor, wanted: torch.Tensor, run: int = 1) -> torch.Tensor:
         raise NotImplementedError
 
-    def reserve(self, slots, score, wanted, run=1):
+    def reserve(self, slots: Slots, score: torch.Tensor, wanted: torch.Tensor, run: int = 1) -> torch.Tensor:
         """Slots each head must hold, so that `keep` splits the survivors, now or for fewer slots, as it would all."""
         return self.keep(slots, score, wanted, run)
 
 
-def order(slots, score, run=1, first=0, heads=None):
+def order(slots: Slots, score: torch.Tensor, run: int = 1, first: int = 0, heads: int | None = None) -> torch.Tensor:
     """int64 [B, Hkv, C], larger is better and no two slots are equal: score descending, position ascending, head
     ascending (METHODS 8.5), NaN last; runs of a chunked selection stay together. Slots that do not compete, because
     they are protected or not there, are LOWEST. If layers compete: first is the number of this layer's first head
@@ -47,7 +48,7 @@ def order(slots, score, run=1, first=0, heads=None):
     return ((rank << 32) + (2**32 - 1 - place)).masked_fill(~slots.competing, LOWEST)
 
 
-def best(key, wanted):
+def best(key: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """Whether a key [B, ..., C] is among the wanted[b] largest of its last dimension: bool, as key."""
     counts = wanted.clamp(1, key.shape[-1]).tolist()
     # Not kthvalue: on a GPU it searches a row with one block.
@@ -55,12 +56,12 @@ def best(key, wanted):
     return (key >= torch.stack(bars)) & (wanted > 0).view(-1, *[1] * (key.ndim - 1))
 
 
-def winners(key, wanted):
+def winners(key: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """How many of the wanted[b] best slots of a layer each head has, by keys [B, Hkv, C] as of `order`: [B, Hkv]."""
     return best(key.flatten(1), wanted).view_as(key).sum(-1)
 
 
-def above(slots, score, bar):
+def above(slots: Slots, score: torch.Tensor, bar: torch.Tensor) -> torch.Tensor:
     """int32 [B, Hkv] slots of each head that are protected or score at least bar [B], fp32. With a bar of -inf all
     slots count, NaN too."""
     enough = score.nan_to_num(nan=-torch.inf) >= bar[:, None, None]

@@ -4,6 +4,7 @@ import torch
 
 from ..apportion import apportion
 from ..checks import fraction, one_of
+from ..types import Policy, Slots
 from . import HEADS, LOWEST, HeadBudget, best, order, winners
 
 
@@ -21,11 +22,11 @@ class Ada(HeadBudget):
     f: float = 0.2
     floor: str = "mix"
 
-    def check(self, policy):
+    def check(self, policy: Policy) -> None:
         fraction("f", self.f)
         one_of("floor", self.floor, ("mix", "max", "all"))
 
-    def keep(self, slots, score, wanted, run=1):
+    def keep(self, slots: Slots, score: torch.Tensor, wanted: torch.Tensor, run: int = 1) -> torch.Tensor:
         key, least, heads = order(slots, score, run), slots.least, slots.n.shape[1]
         whole, wanted = wanted, wanted - least.sum(1)
         even = self.f * wanted.double() / heads
@@ -37,7 +38,7 @@ class Ada(HeadBudget):
         mixed = (1 - self.f) * winners(key, wanted).double() + even[:, None]
         return (least + apportion(mixed, wanted, torch.zeros_like(least), slots.n - least)).to(torch.int32)
 
-    def reserve(self, slots, score, wanted, run=1):
+    def reserve(self, slots: Slots, score: torch.Tensor, wanted: torch.Tensor, run: int = 1) -> torch.Tensor:
         """The winners too, which the average may take slots from; one more each, for rounding."""
         won = slots.least + winners(order(slots, score, run), wanted - slots.least.sum(1))
         return torch.minimum(torch.maximum(won, self.keep(slots, score, wanted, run) + 1), slots.n).to(torch.int32)

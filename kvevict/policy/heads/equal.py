@@ -1,9 +1,10 @@
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from ..apportion import apportion
+from ..types import Slots
 from . import HEADS, HeadBudget
 
 
@@ -14,7 +15,7 @@ class Equal(HeadBudget):
 
     ragged: ClassVar[bool] = False
 
-    def keep(self, slots, score, wanted, run=1):
+    def keep(self, slots: Slots, score: torch.Tensor, wanted: torch.Tensor, run: int = 1) -> torch.Tensor:
         n, least, heads = slots.n - slots.past, slots.least - slots.past, slots.n.shape[1]
         wanted = wanted - slots.past.sum(1)
         keep = shares(wanted, torch.arange(heads, device=n.device))
@@ -23,7 +24,7 @@ class Equal(HeadBudget):
         return (slots.past + keep).to(torch.int32)
 
 
-def shares(slots, heads):
+def shares(slots: Any, heads: Any) -> Any:
     """int [B, H]: slots [B] of a layer, the same for each of the heads 0 .. H - 1, the remainder to lower ones. Both
     are tensors, or NumPy's on the host."""
     return slots[:, None] // len(heads) + (heads < (slots % len(heads))[:, None])

@@ -2,6 +2,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..types import Slots
 from . import HEADS, HeadBudget, order, winners
 
 
@@ -10,5 +11,5 @@ from . import HEADS, HeadBudget, order, winners
 class Flat(HeadBudget):
     """EDIE: the protected slots of every head, then the best of the rest over all heads; no floor."""
 
-    def keep(self, slots, score, wanted, run=1):
+    def keep(self, slots: Slots, score: torch.Tensor, wanted: torch.Tensor, run: int = 1) -> torch.Tensor:
         return (slots.least + winners(order(slots, score, run), wanted - slots.least.sum(1))).to(torch.int32)

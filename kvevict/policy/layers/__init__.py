@@ -7,49 +7,52 @@ A layer budget gives shares; `layer_slots` rounds them to whole slots by the rul
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from ..apportion import apportion
 from ..checks import PLENTY
 from ..registry import Registry, load_folder
+from ..types import Policy, Slots
 
-LAYERS = Registry("layer budget")
+LAYERS: Registry = Registry("layer budget")
 
 
 @dataclass(frozen=True)
 class LayerBudget:
-    needs: ClassVar[tuple] = ()  # quantities that `preference` gets, as a score's
+    needs: ClassVar[tuple[Any, ...]] = ()  # quantities that `preference` gets, as a score's
     measures: ClassVar[bool] = False  # needs the error of every layer, so every layer must score
     beyond: ClassVar[bool] = False  # shares are of the slots beyond the protected ones
     cascades: ClassVar[bool] = False  # splits by `preference`, and cuts layers again as further ones are read
     pools: ClassVar[bool] = False  # one ranking of all layers' slots, by `keep`, once the last layer was read
     residual: ClassVar[str] = "off"  # up to where in a layer the residual stream is compared: "attention", "layer"
 
-    def check(self, policy) -> None:
+    def check(self, policy: Policy) -> None:
         """Raise ValueError when the options do not fit each other or the policy."""
 
-    def shares(self, policy, layers: int, tokens: int, measured=None) -> list:
+    def shares(self, policy: Policy, layers: int, tokens: int, measured: Any = None) -> list[Any]:
         """Each layer's share, relative to the others', for a row that will have seen `tokens` tokens. measured: the
         layers' mean errors over the row's earlier chunks, if there were any; for a cascade their preferences, 0 for a
         layer that was not read yet."""
         raise NotImplementedError
 
-    def preference(self, slots, *quantities):
+    def preference(self, slots: Slots, *quantities: Any) -> torch.Tensor:
         """For a cascade: a layer's share, relative to the others', by a chunk's attention: fp64 [B]."""
         raise NotImplementedError
 
-    def keep(self, layers, scores, wanted) -> Sequence:
+    def keep(self, layers: list[Slots], scores: list[torch.Tensor], wanted: torch.Tensor) -> Sequence[torch.Tensor]:
         """For a budget that pools: per layer int32 [B, Hkv] slots that its heads keep, wanted [B] in all. layers: their
         `Slots`; scores: the numbers [B, Hkv, C] of each."""
         raise NotImplementedError
 
-    def learn(self, contexts: list) -> None:
+    def learn(self, contexts: list[Any]) -> None:
         """The end of a read: the layers' mean errors in each row that was evicted from."""
 
 
-def layer_slots(policy, layers: int, kv_heads: int, tokens: list, alive=None, measured=None):
+def layer_slots(
+    policy: Policy, layers: int, kv_heads: int, tokens: list[Any], alive: Any = None, measured: Any = None
+) -> Any:
     """int64 [layers, B] slots of every evicting layer, summed over its kv heads; each row sums to C, or to all alive.
 
     tokens     per row, number of tokens it will have seen at the prompt's end

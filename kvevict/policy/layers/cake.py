@@ -1,7 +1,10 @@
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import torch
 
 from ..needs import need
+from ..types import Policy, Slots
 from . import LAYERS, LayerBudget
 
 
@@ -17,12 +20,12 @@ class Cake(LayerBudget):
 
     beyond: ClassVar[bool] = True
     cascades: ClassVar[bool] = True
-    needs: ClassVar[tuple] = (need("attention", reduce="sum", group="sum", term="entropy"), "moments")
+    needs: ClassVar[tuple[Any, ...]] = (need("attention", reduce="sum", group="sum", term="entropy"), "moments")
 
-    def shares(self, policy, layers, tokens, measured=None):
+    def shares(self, policy: Policy, layers: int, tokens: int, measured: Any = None) -> list[float]:
         return measured or [1.0] * layers
 
-    def preference(self, slots, entropy, moments):
+    def preference(self, slots: Slots, entropy: torch.Tensor, moments: tuple[torch.Tensor, ...]) -> torch.Tensor:
         protected = ~slots.competing
         entropy = entropy.masked_fill(protected, 0)
         variance = moments[1].unflatten(1, (protected.shape[1], -1)).masked_fill(protected[:, :, None], 0)

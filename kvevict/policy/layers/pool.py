@@ -1,10 +1,12 @@
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from ..checks import count
 from ..heads import LOWEST, best, order, winners
+from ..types import Policy, Slots
 from . import LAYERS, LayerBudget
 
 
@@ -21,13 +23,13 @@ class Pool(LayerBudget):
     least: int = 4
     pools: ClassVar[bool] = True
 
-    def check(self, policy):
+    def check(self, policy: Policy) -> None:
         count("least", self.least, 0)
 
-    def shares(self, policy, layers, tokens, measured=None):
+    def shares(self, policy: Policy, layers: int, tokens: int, measured: Any = None) -> list[float]:
         return [1.0] * layers
 
-    def keep(self, layers, scores, wanted):
+    def keep(self, layers: list[Slots], scores: list[torch.Tensor], wanted: torch.Tensor) -> Sequence[torch.Tensor]:
         heads = [slots.n.shape[1] for slots in layers]
         columns, device = max(slots.columns for slots in layers), wanted.device
         keys = wanted.new_full((len(wanted), sum(heads), columns), LOWEST, dtype=torch.int64)

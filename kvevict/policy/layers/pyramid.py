@@ -1,6 +1,8 @@
 from dataclasses import dataclass
+from typing import Any
 
 from ..checks import count
+from ..types import Policy
 from . import LAYERS, LayerBudget
 
 
@@ -16,10 +18,10 @@ class Pyramid(LayerBudget):
 
     beta: int = 20
 
-    def check(self, policy):
+    def check(self, policy: Policy) -> None:
         count("beta", self.beta, 1)
 
-    def shares(self, policy, layers, tokens, measured=None):
+    def shares(self, policy: Policy, layers: int, tokens: int, measured: Any = None) -> list[float]:
         protected = policy.protected
         mean = policy.slots(tokens) - protected
         if tokens < 2 * mean or layers == 1:

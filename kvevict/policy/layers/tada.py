@@ -1,10 +1,11 @@
 import json
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ...files import write
 from ..checks import at_least_0, count, flag, one_of, parsed
+from ..types import Policy
 from . import LAYERS, LayerBudget
 
 UNTIL = ("attention", "layer", "off")
@@ -33,16 +34,16 @@ class Tada(LayerBudget):
     measures: ClassVar[bool] = True
 
     @property
-    def residual(self):
+    def residual(self) -> str:
         return self.cd
 
-    def check(self, policy):
+    def check(self, policy: Policy) -> None:
         if not isinstance(self.task, str) or not self.task:
             raise TypeError(f"task must be the name of a task, got {self.task!r}")
         one_of("cd", self.cd, UNTIL)
         flag("own", self.own)
 
-    def shares(self, policy, layers, tokens, measured=None):
+    def shares(self, policy: Policy, layers: int, tokens: int, measured: Any = None) -> list[float]:
         past = history(self.task)
         if past.contexts and len(past.errors) != layers:
             raise ValueError(
@@ -53,7 +54,7 @@ class Tada(LayerBudget):
             return measured
         return past.errors or [1.0] * layers
 
-    def learn(self, contexts):
+    def learn(self, contexts: list[Any]) -> None:
         history(self.task).add(contexts)
 
 
@@ -63,14 +64,14 @@ class History:
     frozen   True: reads use it and leave it as it is
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.frozen = False
         self.reset()
 
     def reset(self) -> None:
         self.contexts, self.errors = 0, []
 
-    def add(self, contexts) -> None:
+    def add(self, contexts: list[Any]) -> None:
         """Add the errors per layer of further contexts to the means."""
         for errors in contexts if not self.frozen else ():
             if not all(map(math.isfinite, errors)):
@@ -79,10 +80,10 @@ class History:
             old = self.errors or [0.0] * len(errors)
             self.errors = [mean + (x - mean) / self.contexts for mean, x in zip(old, errors, strict=True)]
 
-    def save(self, path) -> None:
+    def save(self, path: Any) -> None:
         write(path, json.dumps(dict(contexts=self.contexts, errors=self.errors)))
 
-    def load(self, path) -> None:
+    def load(self, path: Any) -> None:
         """Read what `save` wrote; raises ValueError for another kind of file."""
         try:
             with open(path, encoding="utf-8") as file:

@@ -1,5 +1,7 @@
 from dataclasses import dataclass
+from typing import Any
 
+from ..types import Policy
 from . import LAYERS, LayerBudget
 
 
@@ -8,5 +10,5 @@ from . import LAYERS, LayerBudget
 class Uniform(LayerBudget):
     """Every layer gets B."""
 
-    def shares(self, policy, layers, tokens, measured=None):
+    def shares(self, policy: Policy, layers: int, tokens: int, measured: Any = None) -> list[float]:
         return [1.0] * layers

@@ -4,11 +4,14 @@ ranked, of the same kind; or it gives the numbers that a head's slots are taken 
 
 import sys
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import torch
 
 from ..registry import Registry, load_folder
+from ..types import Policy, Slots
 
-REFINEMENTS = Registry("refinement")
+REFINEMENTS: Registry = Registry("refinement")
 
 
 @REFINEMENTS.add("none")
@@ -16,11 +19,11 @@ REFINEMENTS = Registry("refinement")
 class Refinement:
     """The score as it is."""
 
-    picks_by: ClassVar[tuple] = ()  # quantities that `pick` gets, as a score's
+    picks_by: ClassVar[tuple[Any, ...]] = ()  # quantities that `pick` gets, as a score's
     refines: ClassVar[bool] = False  # `refine` changes the numbers that are ranked
     picks: ClassVar[bool] = False  # `pick` changes the numbers that a head's slots are taken by
 
-    def check(self, policy) -> None:
+    def check(self, policy: Policy) -> None:
         """Raise ValueError when the options do not fit each other or the policy."""
 
     def scans(self) -> int:
@@ -31,10 +34,10 @@ class Refinement:
         """FLOPs per component of a slot's value."""
         return 0
 
-    def refine(self, slots, score):
+    def refine(self, slots: Slots, score: torch.Tensor) -> torch.Tensor:
         return score
 
-    def pick(self, slots, score, keep, *quantities):
+    def pick(self, slots: Slots, score: torch.Tensor, keep: torch.Tensor, *quantities: Any) -> torch.Tensor:
         """Numbers that each head's slots are taken by, if keep [B, Hkv] of them stay: fp32 [B, Hkv, C]. score: the
         ranked numbers that decided `keep`."""
         return score

@@ -1,6 +1,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
+from ..types import Slots
 from . import REFINEMENTS, Refinement
 
 
@@ -13,13 +16,13 @@ class Caote(Refinement):
     fast: ClassVar[bool] = False
     refines: ClassVar[bool] = True
 
-    def scans(self):
+    def scans(self) -> int:
         return 2  # the mean value, and distances from it
 
-    def flops(self):
+    def flops(self) -> int:
         return 4 if self.fast else 5  # weighted or not, summed; less, squared, summed
 
-    def refine(self, slots, score):
+    def refine(self, slots: Slots, score: torch.Tensor) -> torch.Tensor:
         return slots.removal_error(score, self.fast)
 
 

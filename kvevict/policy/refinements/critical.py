@@ -1,9 +1,10 @@
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from ..heads import best, order
+from ..types import Slots
 from . import REFINEMENTS, Refinement
 
 EPSILON = 1e-4  # a slot without a score is worth something, by its value
@@ -17,9 +18,9 @@ class Critical(Refinement):
     many slots each head keeps is decided by the scores alone."""
 
     picks: ClassVar[bool] = True
-    picks_by: ClassVar[tuple] = ("output_norm",)
+    picks_by: ClassVar[tuple[Any, ...]] = ("output_norm",)
 
-    def pick(self, slots, score, keep, norm):
+    def pick(self, slots: Slots, score: torch.Tensor, keep: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
         wanted = (keep // 2 - slots.least).clamp_min(0)
         first = best(order(slots, score).flatten(0, 1), wanted.flatten()).view_as(score)
         return ((score + EPSILON) * norm).masked_fill(first, torch.inf)

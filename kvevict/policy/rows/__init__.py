@@ -9,30 +9,31 @@ exceptions in `rules.py`. While decoding nothing is appended: the newest row obs
 import contextlib
 import sys
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from ..registry import Registry, load_folder
+from ..types import CallRows, Chunk, LayerRows, Observation, Policy
 
-ROWS = Registry("rows")
+ROWS: Registry = Registry("rows")
 
 
 @dataclass(frozen=True, eq=False)
 class AppendedRows:
     """Rows that are read with a chunk, after it, and are not stored."""
 
-    tokens: object  # ids [B, p] or embeddings [B, p, E]
-    positions: object  # [B, p] in the prompt or after it; None: right after the chunk
-    columns: object = None  # [B, p] their columns in the prompt; None: they are not of the prompt
-    adapter: object = None  # its `on(decoder)` is entered while they are read
+    tokens: Any  # ids [B, p] or embeddings [B, p, E]
+    positions: Any  # [B, p] in the prompt or after it; None: right after the chunk
+    columns: Any = None  # [B, p] their columns in the prompt; None: they are not of the prompt
+    adapter: Any = None  # its `on(decoder)` is entered while they are read
 
-    def last(self, count):
+    def last(self, count: int) -> "AppendedRows":
         """The last `count` of them."""
         tokens, positions, columns = (
             t if t is None else t[:, -count:] for t in (self.tokens, self.positions, self.columns)
         )
         return AppendedRows(tokens, positions, columns, self.adapter)
 
-    def adapted(self, decoder):
+    def adapted(self, decoder: Any) -> Any:
         return contextlib.nullcontext() if self.adapter is None else self.adapter.on(decoder)
 
 
@@ -75,18 +76,18 @@ class Rows:
         """How many decoded rows are remembered to observe while decoding."""
         return 0
 
-    def check(self, policy) -> None:
+    def check(self, policy: Policy) -> None:
         """Raise ValueError when the options do not fit each other or the policy."""
 
-    def ready(self, decoder) -> None:
+    def ready(self, decoder: Any) -> None:
         """Raise ValueError when an option without a default is missing, or does not fit this decoder; called when a
         model is patched."""
 
-    def with_response(self, response) -> "Rows":
+    def with_response(self, response: Any) -> "Rows":
         """These rows, given the ids of the true response, for rows of a reference score."""
         return self
 
-    def of_spans(self, spans: list, ends: tuple = (), request: tuple = ()) -> "Rows":
+    def of_spans(self, spans: list[Any], ends: tuple[Any, ...] = (), request: tuple[Any, ...] = ()) -> "Rows":
         """These rows for one read, with a span (start, stop) of each batch row as observers. ends: for each row, tokens
         from its span's start to the prompt's end, if the spans are near it; (): the spans may be anywhere. request: as
         in `keeping`. Raises ValueError for rows that cannot be chosen."""
@@ -95,7 +96,7 @@ class Rows:
             "prompt's: choose take, take+edie or another policy with rows='probe'"
         )
 
-    def keeping(self, request: tuple) -> "Rows":
+    def keeping(self, request: tuple[Any, ...]) -> "Rows":
         """These rows for one read that keeps the prompt's request. request: for each batch row a tuple of token counts,
         each from a beginning of its request to the prompt's end; (): its request is not at the end."""
         return self
@@ -105,40 +106,40 @@ class Rows:
         the chunk ends the prompt, and may contain some of them."""
         return 0
 
-    def prepare(self, request, read):
+    def prepare(self, request: Any, read: Any) -> Any:
         """Called before a prompt is read, with the `kvevict.engine.hook.request.Request` and the `Read`; the result is
         `read.prepared`. Raises ValueError for a prompt that cannot be observed."""
 
-    def rows_for(self, chunk, request, read) -> AppendedRows:
+    def rows_for(self, chunk: Chunk, request: Any, read: Any) -> AppendedRows:
         """The `chunk.appended` rows of a `kvevict.engine.read.schedule.Chunk`."""
         return read.prepared.last(chunk.appended)
 
-    def accumulate(self, call, past):
+    def accumulate(self, call: LayerRows, past: Any) -> Any:
         """The rows' memory of a layer for the next chunks, from a `kvevict.engine.measure.observation.LayerRows` and
         the result for the chunk before (None at first). Called for every chunk and every layer that chooses, also when
         nothing is evicted."""
         return past
 
-    def observe(self, call, past):
+    def observe(self, call: LayerRows, past: Any) -> Observation:
         """The `kvevict.engine.measure.observation.Observation` of a chunk: `call.chunk(..)`, `call.appended_rows(..)`,
         `call.later(..)`, or a sum of these. past: the result of `accumulate` for this chunk."""
         raise NotImplementedError
 
-    def observing(self, rows):
+    def observing(self, rows: CallRows) -> Any:
         """int [B] how many of a call's last rows observe, appended ones included, by a
         `kvevict.engine.measure.observation.CallRows`."""
         raise NotImplementedError
 
-    def protect(self, call):
+    def protect(self, call: LayerRows) -> Any:
         """How many of the last alive slots belong to the rows and are always kept: a number or int32 [B]."""
         return 0
 
-    def parts(self, rows: int, stored: int, appended: int, tokens: int) -> list:
+    def parts(self, rows: int, stored: int, appended: int, tokens: int) -> list[Any]:
         """`Part`s that observe a layer of `stored` slots after a chunk of `rows` rows, to which `appended` ones are
         appended; tokens: the prompt's."""
         return []
 
-    def __deepcopy__(self, memo):  # immutable, and its draft model is another model
+    def __deepcopy__(self, memo: Any) -> Any:  # immutable, and its draft model is another model
         return self
 
 

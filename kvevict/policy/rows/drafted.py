@@ -1,5 +1,6 @@
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -8,6 +9,7 @@ from ... import families
 from ...compat import CACHE, cache_of
 from ...models import pretrained
 from ..checks import count, flag
+from ..types import CallRows, LayerRows, Observation, Policy
 from . import ROWS, Part, Rows, last
 from .given import after
 
@@ -31,20 +33,20 @@ class Drafted(Rows):
     draft_model: object = "self"
 
     @property
-    def needs_full_prompt(self):
+    def needs_full_prompt(self) -> bool:
         return isinstance(self.draft_model, str) and self.draft_model == "self"
 
     @property
-    def most(self):
+    def most(self) -> Any:
         return self.n_d + self.window
 
     @property
-    def decoded(self):
+    def decoded(self) -> int:
         return self.window or self.n_d
 
     protected = decoded
 
-    def check(self, policy):
+    def check(self, policy: Policy) -> None:
         count("n_d", self.n_d, 1)
         count("window", self.window, 0)
         flag("draft_keys", self.draft_keys)
@@ -54,7 +56,7 @@ class Drafted(Rows):
                 f"{self.draft_model!r}"
             )
 
-    def ready(self, decoder):
+    def ready(self, decoder: Any) -> None:
         if self.needs_full_prompt:
             return
         if self.draft_model is None:
@@ -67,13 +69,13 @@ class Drafted(Rows):
         if model.training:
             raise ValueError("draft_model is in training mode, where drafts are random: call draft_model.eval()")
 
-    def model(self):
+    def model(self) -> Any:
         return load(self.draft_model) if isinstance(self.draft_model, str) else families.unwrapped(self.draft_model)
 
-    def appended(self, tokens, rows, last):
+    def appended(self, tokens: int, rows: int, last: bool) -> int:
         return 0 if self.needs_full_prompt else self.n_d
 
-    def prepare(self, request, read):
+    def prepare(self, request: Any, read: Any) -> Any:
         if not read.evicts:
             return None
         if self.needs_full_prompt:
@@ -98,23 +100,23 @@ class Drafted(Rows):
             vocabulary = request.decoder.get_input_embeddings().num_embeddings
             return after(request, read, follow(model, ids, request.first, self.n_d, vocabulary))
 
-    def observe(self, call, past):
+    def observe(self, call: LayerRows, past: Any) -> Observation:
         drafted = call.drafted_rows if self.needs_full_prompt else call.appended_rows
         rows = drafted(own=self.draft_keys)
         return rows + call.chunk(self.window) if self.window else rows
 
-    def observing(self, rows):  # "self" drafts after the call that reads the prompt
+    def observing(self, rows: CallRows) -> Any:  # "self" drafts after the call that reads the prompt
         return np.minimum(rows.appended + self.window, rows.tokens)
 
-    def protect(self, call):
+    def protect(self, call: LayerRows) -> Any:
         return self.decoded if call.decoding else self.window
 
-    def parts(self, rows, stored, appended, tokens):
+    def parts(self, rows: int, stored: int, appended: int, tokens: int) -> list[Part]:
         window = [last(rows, self.window, stored)] if self.window else []
         return [Part(self.n_d, stored + rows, False, self.draft_keys), *window]
 
 
-def head(top):
+def head(top: Any) -> Any:
     """The module that makes logits of a decoder's last hidden state. Raises ValueError where there is none."""
     found = getattr(top, "get_output_embeddings", lambda: None)()
     if found is None:
@@ -126,7 +128,7 @@ def head(top):
 
 
 @functools.lru_cache(maxsize=1)
-def load(name: str):
+def load(name: str) -> Any:
     """A causal language model in eval mode, as `pretrained` takes it; the last one stays loaded."""
     from transformers import AutoModelForCausalLM
 
@@ -136,7 +138,7 @@ def load(name: str):
         raise ValueError(f"draft_model={name!r} cannot be loaded: {error}") from error
 
 
-def follow(model, ids, first, count: int, vocabulary: int):
+def follow(model: Any, ids: Any, first: torch.Tensor, count: int, vocabulary: int) -> Any:
     """`model`'s greedy continuation: ids [B, count] below `vocabulary`. ids [B, N], first[b] of row b are padding."""
     device, cache, drafted = ids.device, None, []
     here = families.device_of(model)

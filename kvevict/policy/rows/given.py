@@ -1,9 +1,11 @@
 import numbers
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
+from ..types import CallRows, LayerRows, Observation, Policy
 from . import ROWS, AppendedRows, Part, Rows
 
 
@@ -16,31 +18,32 @@ class Given(Rows):
           prompt, causal among themselves, and are not stored
     """
 
-    ids: tuple = ()
+    ids: tuple[Any, ...] = ()
 
     @property
-    def most(self):
+    def most(self) -> Any:
         return len(self.ids)
 
     decoded = most
 
-    def ready(self, decoder):
+    def ready(self, decoder: Any) -> None:
         if not self.ids:
             raise ValueError(
                 "rows='given' needs ids=(...), token ids that will follow the prompt (for oracle: the response)"
             )
 
-    def check(self, policy):
-        if not isinstance(self.ids, tuple) or not all(isinstance(i, numbers.Integral) and i >= 0 for i in self.ids):
+    def check(self, policy: Policy) -> None:
+        ids = self.ids
+        if not isinstance(ids, tuple) or not all(isinstance(i, numbers.Integral) and int(i) >= 0 for i in ids):
             raise ValueError(f"ids must be a tuple of token ids that follow the prompt, got {self.ids!r}")
 
-    def with_response(self, response):
+    def with_response(self, response: Any) -> Rows:
         return self if self.ids else Given(tuple(response))
 
-    def appended(self, tokens, rows, last):
+    def appended(self, tokens: int, rows: int, last: bool) -> int:
         return len(self.ids)
 
-    def prepare(self, request, read):
+    def prepare(self, request: Any, read: Any) -> Any:
         if not read.evicts:
             return None
         largest, known = max(self.ids), request.decoder.config.vocab_size
@@ -48,17 +51,17 @@ class Given(Rows):
             raise ValueError(f"ids hold token id {largest}, and the model knows ids below {known}")
         return after(request, read, torch.tensor(self.ids, device=request.device).expand(request.batch, -1))
 
-    def observe(self, call, past):
+    def observe(self, call: LayerRows, past: Any) -> Observation:
         return call.appended_rows()
 
-    def observing(self, rows):
+    def observing(self, rows: CallRows) -> Any:
         return np.full(len(rows.tokens), len(self.ids))
 
-    def parts(self, rows, stored, appended, tokens):
+    def parts(self, rows: int, stored: int, appended: int, tokens: int) -> list[Part]:
         return [Part(len(self.ids), stored + rows, False, True)]
 
 
-def after(request, read, ids) -> AppendedRows:
+def after(request: Any, read: Any, ids: Any) -> AppendedRows:
     """Ids [B, p] at the positions after the prompt."""
     at = request.positions()[:, read.prompt - 1 : read.prompt] + 1 + torch.arange(ids.shape[1], device=ids.device)
     return AppendedRows(request.embedded(ids), at)

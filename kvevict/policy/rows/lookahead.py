@@ -2,7 +2,7 @@ import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -12,6 +12,7 @@ from ... import families
 from ...weights import differ, fingerprint
 from ..adapter import Adapter, base_of, bundled, config_of, load
 from ..checks import count
+from ..types import CallRows, LayerRows, Observation, Policy
 from . import ROWS, AppendedRows, Part, Rows
 from .probe import Probe
 
@@ -32,34 +33,34 @@ class Lookahead(Rows):
     They see the alive slots, the probe and those before them, are not stored, and protect nothing.
     """
 
-    adapter: object = None
+    adapter: Any = None
     probe: int = 32
     supports_tensor_parallel: ClassVar[bool] = False  # the adapter is for unsplit projections
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if isinstance(self.adapter, os.PathLike):
             object.__setattr__(self, "adapter", os.fspath(self.adapter))  # JSON can hold this
 
     @property
-    def most(self):
+    def most(self) -> Any:
         if self.adapter is None:
             return USUAL
         return tokens_in(self.adapter) if isinstance(self.adapter, str) else self.adapter.tokens
 
     decoded = most
 
-    def check(self, policy):
+    def check(self, policy: Policy) -> None:
         count("probe", self.probe, 0)
         if not isinstance(self.adapter, (str, Adapter, type(None))):
             raise TypeError(f"adapter must be a kvevict.lookahead.Adapter or its folder, got {self.adapter!r}")
         self.most  # noqa: B018  or an error
 
-    def ready(self, decoder):
+    def ready(self, decoder: Any) -> None:
         if decoder is not None:
             _loaded.pop(decoder, None)  # the folder may hold another one now
             self.adapter_of(decoder)
 
-    def adapter_of(self, decoder):
+    def adapter_of(self, decoder: Any) -> Any:
         """The adapter, on the decoder's device. Raises ValueError if it is missing or another model's."""
         known = _loaded.get(decoder)
         if known is None or known[0] != self.adapter:
@@ -69,7 +70,7 @@ class Lookahead(Rows):
             _loaded[decoder] = known
         return known[1].to(families.device_of(decoder.get_input_embeddings()))
 
-    def _load(self, decoder):
+    def _load(self, decoder: Any) -> Any:
         if self.adapter is not None:
             return load(self.adapter, decoder)
         own = config_of(bundled()) if Path(bundled()).is_dir() else None
@@ -80,10 +81,10 @@ class Lookahead(Rows):
             )
         return load(bundled(), decoder)
 
-    def appended(self, tokens, rows, last):
+    def appended(self, tokens: int, rows: int, last: bool) -> int:
         return self.most if last else min(tokens // 2, self.probe) + self.most
 
-    def prepare(self, request, read):
+    def prepare(self, request: Any, read: Any) -> Any:
         if not read.evicts:
             return None
         adapter = self.adapter_of(request.decoder)
@@ -94,22 +95,22 @@ class Lookahead(Rows):
             rows = torch.cat([probe if probe.is_floating_point() else embed(probe), rows], 1)
         return AppendedRows(rows, None, adapter=adapter)
 
-    def observe(self, call, past):
+    def observe(self, call: LayerRows, past: Any) -> Observation:
         return call.appended_rows(count=self.most)
 
-    def observing(self, rows):
+    def observing(self, rows: CallRows) -> Any:
         return np.full(len(rows.tokens), self.most)
 
-    def parts(self, rows, stored, appended, tokens):
+    def parts(self, rows: int, stored: int, appended: int, tokens: int) -> list[Part]:
         return [Part(self.most, stored + rows, False, True)]
 
 
 @functools.lru_cache
-def _tokens(folder, stamp):
+def _tokens(folder: Any, stamp: Any) -> Any:
     return config_of(folder)["tokens"]
 
 
-def tokens_in(folder) -> int:
+def tokens_in(folder: Any) -> int:
     """Lookahead rows of a saved adapter."""
     path = Path(folder) / "config.json"
     return _tokens(folder, path.stat().st_mtime_ns if path.is_file() else None)

@@ -1,10 +1,12 @@
 import numbers
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..checks import count, flag, fraction, one_of
+from ..types import CallRows, LayerRows, Observation, Policy
 from . import ROWS, AppendedRows, Part, Rows, last
 
 SPACES = ("aligned", "literal")
@@ -28,13 +30,13 @@ class Probe(Rows):
     prompt's question is known, its request is kept too, up to half of the budget: METHODS section 3.
     """
 
-    probe: int | tuple = 32
+    probe: int | tuple[int, int] = 32
     ema_alpha: float = 0.2
     ema_space: str = "aligned"
     append: bool = True
 
     @property
-    def span(self):
+    def span(self) -> Any:
         return self.probe if isinstance(self.probe, tuple) else None
 
     @property
@@ -44,14 +46,14 @@ class Probe(Rows):
     protected = decoded = most
 
     @property
-    def at_the_end(self):
+    def at_the_end(self) -> bool:
         return self.append and not self.span
 
     @property
-    def rotates(self):
+    def rotates(self) -> bool:
         return self.append and self.ema_space == "aligned"
 
-    def check(self, policy):
+    def check(self, policy: Policy) -> None:
         if isinstance(self.probe, tuple):
             start, stop = (*self.probe, None, None)[:2]
             if len(self.probe) != 2 or not all(isinstance(end, numbers.Integral) for end in (start, stop)):
@@ -73,27 +75,27 @@ class Probe(Rows):
                 "give a larger chunk_size or a smaller probe"
             )
 
-    def of_spans(self, spans, ends=(), request=()):
+    def of_spans(self, spans: Any, ends: Any = (), request: Any = ()) -> Rows:
         if not self.append:
             return super().of_spans(spans)
         request = tuple(request) or tuple((end,) for end in ends)
         return Spans(**self._options(), request=request, spans=tuple(spans), ends=tuple(ends))
 
-    def keeping(self, request):
+    def keeping(self, request: Any) -> Rows:
         return Requested(**self._options(), request=tuple(request))
 
-    def _options(self):
+    def _options(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(Probe)}
 
-    def lengths(self, tokens):
+    def lengths(self, tokens: Any) -> Any:
         """int [B] probe rows of prompts of so many tokens [B]."""
         return np.full_like(tokens, self.most) if self.span else np.minimum(tokens // 2, self.most)
 
-    def appended(self, tokens, rows, last):
+    def appended(self, tokens: int, rows: int, last: bool) -> int:
         ends = last and not self.span  # the last chunk contains the prompt's end
         return int(self.lengths(np.array(tokens)).max()) if self.append and not ends else 0
 
-    def prepare(self, request, read):
+    def prepare(self, request: Any, read: Any) -> Any:
         lengths, size = self.lengths(read.tokens), request.policy.chunk_size
         longest = int(lengths.max())
         if self.span:
@@ -113,13 +115,13 @@ class Probe(Rows):
         start = torch.as_tensor(start, device=request.device).expand(request.batch)
         return self._rows(start, longest, request, read)
 
-    def _rows(self, start, count, request, read):
+    def _rows(self, start: Any, count: int, request: Any, read: Any) -> AppendedRows:
         """`count` tokens from columns start [B] on."""
         columns = start.long()[:, None] + torch.arange(count, device=request.device)
         columns = columns.clamp_max(read.prompt - 1)  # a row that is padding alone has no such tokens
         return AppendedRows(request.tokens_at(columns), None, columns)
 
-    def accumulate(self, call, past):
+    def accumulate(self, call: LayerRows, past: Any) -> Any:
         """Eq. 9: Qa_i = alpha * Qa_{i-1} + (1 - alpha) * Q_i, and Qa_0 = Q_0 for the first chunk that holds a row's
         tokens. (fp32 [B, H, p, D], [B] the first one's position, bool [B] whether there is one yet)."""
         count = int(self.lengths(call.prompt_tokens).max())
@@ -135,11 +137,11 @@ class Probe(Rows):
         alpha = (self.ema_alpha * had_started)[:, None, None, None]
         return alpha * before + (1 - alpha) * queries, position, started | had_started
 
-    def _queries(self, call, count: int):
+    def _queries(self, call: LayerRows, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(the probe's queries [B, H, count, D] in the call, [B] the first one's position)."""
         return call.q[:, :, call.q.shape[2] - count :], call.last_position - (count - 1)
 
-    def observe(self, call, past):
+    def observe(self, call: LayerRows, past: Any) -> Observation:
         lengths = call.upload(self.lengths(call.prompt_tokens))
         if not self.append:
             return call.chunk(self.most, lengths)
@@ -147,20 +149,20 @@ class Probe(Rows):
         unseen = lengths if self._ends(call) else 0
         return call.later(queries, skip=queries.shape[2] - lengths, unseen=unseen)
 
-    def _ends(self, call):
+    def _ends(self, call: LayerRows) -> bool:
         """Whether the chunk ends with the probe."""
         return call.ends_prompt and not self.span
 
-    def observing(self, rows):
+    def observing(self, rows: CallRows) -> Any:
         return np.minimum(self.lengths(rows.prompt_tokens), rows.tokens)
 
-    def protect(self, call):
+    def protect(self, call: LayerRows) -> Any:
         if call.decoding:  # the rows are a window then, and see each other's slots
             return self.most
         most = min(self.most, ENDING) if self.span else self.most
         return call.upload(np.minimum(call.prompt_tokens // 2, most)) if call.ends_prompt else 0
 
-    def parts(self, rows, stored, appended, tokens):
+    def parts(self, rows: int, stored: int, appended: int, tokens: int) -> list[Part]:
         count = int(self.lengths(np.array(tokens)))
         if not self.append:
             return [last(rows, count, stored)]
@@ -175,15 +177,15 @@ class Requested(Probe):
     budget holds none, it holds the prompt's last tokens, and the request's other tokens are scored like the text.
     """
 
-    request: tuple = ()
+    request: tuple[Any, ...] = ()
 
-    def protect(self, call):
+    def protect(self, call: LayerRows) -> Any:
         own = super().protect(call)
         if call.prompt_tokens is None or not self.request:
             return own
         return torch.maximum(self.kept(call), call.upload(np.zeros(len(self.request))) + own)
 
-    def kept(self, call):
+    def kept(self, call: LayerRows) -> torch.Tensor:
         """int32 [B]: how many of the last slots after a chunk are the request's."""
         policy = call.policy
         most = torch.minimum(call.budget // 2, call.budget - policy.first - 1).clamp_min(0)
@@ -207,32 +209,32 @@ class Spans(Requested):
     in the prompt. They see the slots before them, and of the slots from there on those that compete.
     """
 
-    spans: tuple = ()
-    ends: tuple = ()
+    spans: tuple[Any, ...] = ()
+    ends: tuple[Any, ...] = ()
 
     @property
-    def span(self):
+    def span(self) -> Any:
         return self.spans
 
-    def lengths(self, tokens):
+    def lengths(self, tokens: Any) -> Any:
         return np.array([stop - start for start, stop in self.spans])
 
-    def appended(self, tokens, rows, last):
+    def appended(self, tokens: int, rows: int, last: bool) -> int:
         return 0 if last and self.ends else super().appended(tokens, rows, last)
 
-    def prepare(self, request, read):
+    def prepare(self, request: Any, read: Any) -> Any:
         if not read.evicts:
             return None
         start = torch.tensor([start for start, _ in self.spans], device=request.device) + request.first
         return self._rows(start, self.appended(0, 0, False), request, read)
 
-    def _queries(self, call, count):
+    def _queries(self, call: LayerRows, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         if not (self.ends and call.ends_prompt):  # padding need not continue a span's positions
             return super()._queries(call, count)[0], call.positions[:, -count]
         return call.stored_from(call.columns - call.upload(self.ends), count)
 
-    def observe(self, call, past):
-        unseen = 0
+    def observe(self, call: LayerRows, past: Any) -> Observation:
+        unseen: Any = 0
         if self.ends and call.ends_prompt:
             unseen = torch.minimum(call.upload(self.ends), self.kept(call))
         return call.later(past[0].to(call.q.dtype), unseen=unseen, counts=call.upload(self.lengths(None)))

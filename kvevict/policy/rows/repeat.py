@@ -1,11 +1,12 @@
 import numbers
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from ..checks import count
+from ..types import CallRows, Chunk, LayerRows, Observation, Policy
 from . import ROWS, AppendedRows, Part, Rows
 
 RUN = 32  # tokens that are repeated together where not all are
@@ -29,15 +30,15 @@ class Repeat(Rows):
     prompt is read, in chunks if there is a chunk_size, then each part is repeated after it, and one cut follows.
     """
 
-    instruction: tuple | str = ()
+    instruction: tuple[int, ...] | str = ()
     most: int | float | None = None
     part: int = 2048
     newest: ClassVar[bool] = True
     repeats: ClassVar[bool] = True
 
-    def check(self, policy):
+    def check(self, policy: Policy) -> None:
         ids = self.instruction
-        valid = isinstance(ids, tuple) and all(isinstance(i, numbers.Integral) and i >= 0 for i in ids)
+        valid = isinstance(ids, tuple) and all(isinstance(i, numbers.Integral) and int(i) >= 0 for i in ids)
         if not valid and not isinstance(ids, str):
             raise ValueError(f"instruction must be a tuple of token ids or a text, or () for none, got {ids!r}")
         whole = self.most is None or isinstance(self.most, numbers.Integral)
@@ -47,14 +48,14 @@ class Repeat(Rows):
             count("most", self.most, 1)
         count("part", self.part, 1)
 
-    def ready(self, decoder):
+    def ready(self, decoder: Any) -> None:
         if isinstance(self.instruction, str):
             raise ValueError(
                 "instruction is a text, and there is no tokenizer here, as kvevict.read, answer and Pipeline have one: "
                 "pass its token ids, instruction=tuple(tokenizer(text, add_special_tokens=False).input_ids)"
             )
 
-    def chosen(self, tokens):
+    def chosen(self, tokens: Any) -> Any:
         """How many of tokens [..] are repeated."""
         if self.most is None:
             return tokens
@@ -62,16 +63,16 @@ class Repeat(Rows):
             return np.minimum(tokens, self.most)
         return np.ceil(self.most * np.asarray(tokens)).astype(np.int64)
 
-    def appended(self, tokens, rows, last):
+    def appended(self, tokens: int, rows: int, last: bool) -> int:
         return len(self.instruction) + int(self.chosen(rows))
 
-    def prepare(self, request, read):
+    def prepare(self, request: Any, read: Any) -> Any:
         largest, known = max(self.instruction, default=0), request.decoder.config.vocab_size
         if largest >= known:
             raise ValueError(f"instruction holds token id {largest}, and the model knows ids below {known}")
         self._check_room(request, read)
 
-    def _check_room(self, request, read):
+    def _check_room(self, request: Any, read: Any) -> None:
         """Raise ValueError if a prompt is within the model's positions, and its repetition is not."""
         policy, seen = request.policy, max(read.seen)
         longest = min(policy.chunk_size or read.prompt, read.prompt)
@@ -89,7 +90,7 @@ class Repeat(Rows):
                 f"most {max(room - len(self.instruction), 0)}, or a shorter prompt"
             )
 
-    def rows_for(self, chunk, request, read):
+    def rows_for(self, chunk: Chunk, request: Any, read: Any) -> AppendedRows:
         """A row with fewer tokens has rows after its repetition that no token sees."""
         first, again = request.first.long(), chunk.again
         begin = first.clamp(chunk.start, chunk.end) if again is None else first + again.start
@@ -105,7 +106,7 @@ class Repeat(Rows):
         ids = torch.tensor(self.instruction, device=request.device).expand(request.batch, -1)
         return AppendedRows(torch.cat([request.embedded(ids), rows], 1), after)
 
-    def _spread(self, tokens, rows):
+    def _spread(self, tokens: Any, rows: int) -> torch.Tensor:
         """[B, rows] indices of the repeated tokens among each row's tokens [B], ascending."""
         number = torch.arange(rows, device=tokens.device)
         if self.most is None:
@@ -115,10 +116,10 @@ class Repeat(Rows):
         run = number * runs // chosen.clamp_min(1)[:, None]
         return number + run * (tokens - chosen)[:, None] // runs
 
-    def observe(self, call, past):
+    def observe(self, call: LayerRows, past: Any) -> Observation:
         return call.repeated_rows(self.observing(call.rows))
 
-    def observing(self, rows):
+    def observing(self, rows: CallRows) -> Any:
         """0 for a row without tokens here."""
         if rows.prompt_tokens is None:
             return np.minimum(1, rows.tokens)
@@ -127,5 +128,5 @@ class Repeat(Rows):
             tokens = np.minimum(rows.prompt_tokens - again.start, len(again))
         return np.where(tokens > 0, len(self.instruction) + self.chosen(np.maximum(tokens, 0)), 0)
 
-    def parts(self, rows, stored, appended, tokens):
+    def parts(self, rows: int, stored: int, appended: int, tokens: int) -> list[Part]:
         return [Part(appended, stored + rows, False, True)]

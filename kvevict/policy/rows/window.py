@@ -1,12 +1,13 @@
 """Rows of the chunk itself, causal: none, the last one, the last few, or all."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from ..checks import count
-from . import ROWS, Rows, last
+from ..types import CallRows, LayerRows, Observation, Policy
+from . import ROWS, Part, Rows, last
 
 
 @ROWS.add("none")
@@ -16,10 +17,10 @@ class NoRows(Rows):
 
     most: ClassVar[int] = 0
 
-    def observe(self, call, past):
+    def observe(self, call: LayerRows, past: Any) -> Observation:
         raise ValueError("rows='none' has no queries: give rows='window', or another of kvevict.ROWS")
 
-    def observing(self, rows):  # the rows of diagnostics
+    def observing(self, rows: CallRows) -> Any:  # the rows of diagnostics
         return rows.tokens
 
 
@@ -31,13 +32,13 @@ class Last(Rows):
     newest: ClassVar[bool] = True
     most: ClassVar[int] = 1
 
-    def observe(self, call, past):
+    def observe(self, call: LayerRows, past: Any) -> Observation:
         return call.chunk(1)
 
-    def observing(self, rows):
+    def observing(self, rows: CallRows) -> Any:
         return np.minimum(1, rows.tokens)
 
-    def parts(self, rows, stored, appended, tokens):
+    def parts(self, rows: int, stored: int, appended: int, tokens: int) -> list[Part]:
         return [last(rows, 1, stored)]
 
 
@@ -49,13 +50,13 @@ class All(Rows):
     newest: ClassVar[bool] = True
     most: ClassVar[int] = 2**31 - 1
 
-    def observe(self, call, past):
+    def observe(self, call: LayerRows, past: Any) -> Observation:
         return call.chunk()
 
-    def observing(self, rows):
+    def observing(self, rows: CallRows) -> Any:
         return rows.tokens
 
-    def parts(self, rows, stored, appended, tokens):
+    def parts(self, rows: int, stored: int, appended: int, tokens: int) -> list[Part]:
         return [last(rows, rows, stored)]
 
 
@@ -67,24 +68,24 @@ class Window(Rows):
     window: int = 32
 
     @property
-    def most(self):
+    def most(self) -> Any:
         return self.window
 
     protected = decoded = most
 
-    def check(self, policy):
+    def check(self, policy: Policy) -> None:
         count("window", self.window, 1)
 
-    def observe(self, call, past):
+    def observe(self, call: LayerRows, past: Any) -> Observation:
         return call.chunk(self.window)
 
-    def observing(self, rows):
+    def observing(self, rows: CallRows) -> Any:
         return np.minimum(self.window, rows.tokens)
 
-    def protect(self, call):
+    def protect(self, call: LayerRows) -> Any:
         return self.window
 
-    def parts(self, rows, stored, appended, tokens):
+    def parts(self, rows: int, stored: int, appended: int, tokens: int) -> list[Part]:
         return [last(rows, self.window, stored)]
 
 
@@ -93,8 +94,8 @@ class FirstWindow(Window):
     """Rows for the cut over which a model drafts for itself: a window of at most half of the slots of a layer, so
     that a small budget holds more than a window."""
 
-    def observe(self, call, past):
+    def observe(self, call: LayerRows, past: Any) -> Observation:
         return call.chunk(self.window, self.protect(call))
 
-    def protect(self, call):
+    def protect(self, call: LayerRows) -> Any:
         return (call.budget // 2).clamp(1, self.window)

@@ -7,7 +7,7 @@ a separate step. It protects slots by their number at either end, never by editi
 
 import sys
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,15 +17,16 @@ from ..needs import need
 from ..registry import Registry, load_folder
 from ..rows import Rows
 from ..rows.window import NoRows, Window
+from ..types import LayerRows, Policy, Slots
 
-SCORES = Registry("score")
+SCORES: Registry = Registry("score")
 
 
 @dataclass(frozen=True)
 class Score:
     rows: ClassVar[Rows] = NoRows()  # the method's rows, where a policy names none
-    needs: ClassVar[tuple] = ()  # quantities that `score` is computed from: names, or `need(name, option=..)`
-    factors: ClassVar[tuple] = ()  # quantities of the slots that numbers are multiplied by, carried or not
+    needs: ClassVar[tuple[Any, ...]] = ()  # quantities that `score` is computed from: names, or `need(name, option=..)`
+    factors: ClassVar[tuple[Any, ...]] = ()  # quantities of the slots that numbers are multiplied by, carried or not
     carry: ClassVar[str] = "none"  # `Policy.carry`, where a policy names none
     per_query_head: ClassVar[bool] = False  # `score` is [B, H, C], reduced to kv heads when it is pooled
     ordinal: ClassVar[bool] = False  # scores only rank slots: they may be negative, and their sums mean nothing
@@ -35,11 +36,11 @@ class Score:
     decodes: ClassVar[bool] = False  # evicting while decoding, at every token, is part of the method
 
     @property
-    def protected(self) -> tuple:
+    def protected(self) -> tuple[Any, ...]:
         """(first, last) slots that `protect` keeps at the smallest budget, those of the rows not counted."""
         return getattr(self, "sink", 0), 0
 
-    def protect(self, call) -> tuple:
+    def protect(self, call: LayerRows) -> tuple[Any, ...]:
         """How many of the first and of the last alive slots are always kept (the last: a number or one per row), by a
         `kvevict.engine.measure.observation.LayerRows`."""
         return self.protected
@@ -54,20 +55,20 @@ class Score:
         """Whether a row adds its attention weights, mean over the group, to the score."""
         return tuple(self.needs) == ("attention",) and not self.shared
 
-    def check(self, policy) -> None:
+    def check(self, policy: Policy) -> None:
         """Raise ValueError when the options do not fit each other or the policy."""
         if hasattr(self, "sink"):
             count("sink", self.sink, 0)
 
-    def score(self, slots, *quantities) -> torch.Tensor:
+    def score(self, slots: Slots, *quantities: Any) -> torch.Tensor:
         """Importance of every alive slot, not pooled: [B, Hkv, C] or [B, 1, C]. quantities: those it `needs`."""
         raise NotImplementedError
 
-    def plain(self, slots, score) -> torch.Tensor:
+    def plain(self, slots: Slots, score: torch.Tensor) -> torch.Tensor:
         """The score of kv heads, not pooled."""
         return score
 
-    def pooled(self, slots, score) -> torch.Tensor:
+    def pooled(self, slots: Slots, score: torch.Tensor) -> torch.Tensor:
         """The numbers that rank slots: their scores pooled over neighbours."""
         return score
 
@@ -90,13 +91,13 @@ class Pooled(Score):
     sink: int = 0
     rows: ClassVar[Rows] = Window()
 
-    def check(self, policy):
+    def check(self, policy: Policy) -> None:
         super().check(policy)
         one_of("pool", self.pool, POOLS)
         if self.kernel != "digits" and count("kernel", self.kernel, 1) % 2 == 0:
             raise ValueError(f"kernel must be odd, so that pooling keeps the length, got {self.kernel}")
 
-    def pooled(self, slots, score):
+    def pooled(self, slots: Slots, score: torch.Tensor) -> torch.Tensor:
         """Each head's unprotected slots with stride 1 (METHODS section 0): max pads with -inf, avg divides by the
         kernel size with zero padding. Columns of protected slots are unspecified. Shape stays [B, Hkv, C]."""
         size = DIGITS if isinstance(self.kernel, str) else self.kernel
@@ -114,17 +115,17 @@ class Attention(Pooled):
     reduce: str = "sum"
     group: str = "mean"
 
-    def check(self, policy):
+    def check(self, policy: Policy) -> None:
         super().check(policy)
         for name in ("reduce", "group"):
             one_of(name, getattr(self, name), ("sum", "mean", "max"))
 
     @property
-    def needs(self):
+    def needs(self) -> tuple[Any, ...]:
         usual = (self.reduce, self.group) == ("sum", "mean")
         return ("attention",) if usual else (need("attention", reduce=self.reduce, group=self.group),)
 
-    def score(self, slots, attention):
+    def score(self, slots: Slots, attention: torch.Tensor) -> torch.Tensor:
         return attention
 
 

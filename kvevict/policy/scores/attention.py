@@ -1,8 +1,9 @@
 """Attention of the observers, as methods that differ in their rows and in how they reduce and pool it."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -12,6 +13,7 @@ from ..rows.given import Given
 from ..rows.lookahead import Lookahead
 from ..rows.probe import Probe
 from ..rows.window import Window
+from ..types import Slots
 from . import SCORES, Attention
 
 
@@ -83,21 +85,22 @@ class FastKV(Attention):
     per_query_head: ClassVar[bool] = True
 
     @property
-    def needs(self):
+    def needs(self) -> tuple[Any, ...]:
         return (need("attention", reduce=self.reduce, group="none"),)
 
-    def plain(self, slots, score):
+    def plain(self, slots: Slots, score: torch.Tensor) -> torch.Tensor:
         return self._reduced(_heads(slots, score))
 
-    def pooled(self, slots, score):
+    def pooled(self, slots: Slots, score: torch.Tensor) -> torch.Tensor:
         return self._reduced([Attention.pooled(self, slots, head) for head in _heads(slots, score)])
 
-    def _reduced(self, heads):
+    def _reduced(self, heads: Sequence[torch.Tensor]) -> torch.Tensor:
         if self.group == "max":
             return functools.reduce(torch.maximum, heads)
-        return sum(heads) / (len(heads) if self.group == "mean" else 1)
+        total: Any = sum(heads)
+        return total / (len(heads) if self.group == "mean" else 1)
 
 
-def _heads(slots, score):
+def _heads(slots: Slots, score: torch.Tensor) -> Sequence[torch.Tensor]:
     """Scores [B, H, C] of each kv head's first, second, .. query head: [B, Hkv, C] each."""
     return score.unflatten(1, (slots.n.shape[1], -1)).unbind(2)

@@ -1,6 +1,9 @@
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
+
+from ..types import Slots
 from . import SCORES, Pooled
 
 GAMMA = 200.0  # the paper's weight of the variance
@@ -14,8 +17,8 @@ class Cake(Pooled):
 
     kernel: int = 5
     pool: str = "avg"
-    needs: ClassVar[tuple] = ("moments",)
+    needs: ClassVar[tuple[Any, ...]] = ("moments",)
 
-    def score(self, slots, moments):
+    def score(self, slots: Slots, moments: tuple[torch.Tensor, ...]) -> torch.Tensor:
         mean, variance = moments
         return (mean + GAMMA * variance).unflatten(1, (slots.n.shape[1], -1)).mean(2)

@@ -1,9 +1,12 @@
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import torch
 
 from ..checks import at_least_0, count
 from ..needs import need
 from ..rows.window import All
+from ..types import Policy, Slots
 from . import SCORES, Score
 
 
@@ -25,18 +28,18 @@ class Compactor(Score):
     ordinal: ClassVar[bool] = True
 
     @property
-    def protected(self):
+    def protected(self) -> Any:
         return self.sink, self.recent
 
-    def check(self, policy):
+    def check(self, policy: Policy) -> None:
         super().check(policy)
         at_least_0("blend", self.blend)
         count("recent", self.recent, 0)
 
     @property
-    def needs(self):
+    def needs(self) -> tuple[Any, ...]:
         ends = dict(sink=self.sink, recent=self.recent)
         return need("leverage", **ends), need("block_attention", **ends)
 
-    def score(self, slots, leverage, attention):
+    def score(self, slots: Slots, leverage: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
         return self.blend * leverage + attention

@@ -1,10 +1,13 @@
 """Cheap controls that look at keys or positions only."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import torch
 
 from ..checks import count, flag
 from ..needs import need
+from ..types import Policy, Slots
 from . import SCORES, Score
 
 
@@ -14,9 +17,9 @@ class KNorm(Score):
     """K-norm (Devoto et al. 2024): `-||k_i||_2`, small keys first."""
 
     ordinal: ClassVar[bool] = True
-    needs: ClassVar[tuple] = ("key_norm",)
+    needs: ClassVar[tuple[Any, ...]] = ("key_norm",)
 
-    def score(self, slots, norm):
+    def score(self, slots: Slots, norm: torch.Tensor) -> torch.Tensor:
         return -norm
 
 
@@ -31,14 +34,14 @@ class KeyDiff(Score):
     unit: bool = False
     ordinal: ClassVar[bool] = True
 
-    def check(self, policy):
+    def check(self, policy: Policy) -> None:
         flag("unit", self.unit)
 
     @property
-    def needs(self):
+    def needs(self) -> tuple[Any, ...]:
         return (need("key_cosine", unit=self.unit),)
 
-    def score(self, slots, cosine):
+    def score(self, slots: Slots, cosine: torch.Tensor) -> torch.Tensor:
         return -cosine
 
 
@@ -58,20 +61,20 @@ class Random(Score):
     ordinal: ClassVar[bool] = True
 
     @property
-    def protected(self):
+    def protected(self) -> Any:
         return 0, (64 if self.redraw else 0) if self.recent is None else self.recent
 
     @property
-    def own_interval(self):
+    def own_interval(self) -> int:
         return 64 if self.redraw else 16
 
-    def check(self, policy):
+    def check(self, policy: Policy) -> None:
         count("seed", self.seed, 0)
         flag("redraw", self.redraw)
         if self.recent is not None:
             count("recent", self.recent, 0)
 
-    def score(self, slots):
+    def score(self, slots: Slots) -> torch.Tensor:
         head = slots.heads.numbers(slots.device)[:, None]
         x = slots.positions.long() * 0x9E3779B1 + head * 0x85EBCA77 + slots.index * 0xC2B2AE3D + self.seed * 0x27D4EB2F
         if self.redraw:  # the last slot is the newest token's; one number for all heads of a row

@@ -1,11 +1,12 @@
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from ..checks import count
 from ..needs import need
 from ..rows.window import Window
+from ..types import Policy, Slots
 from . import SCORES, Score
 
 COVER = 0.9  # share of all attention that the slots that come first get, as in the authors' code
@@ -30,16 +31,16 @@ class Defensive(Score):
     ordinal: ClassVar[bool] = True
     comparable: ClassVar[bool] = True
 
-    def check(self, policy):
+    def check(self, policy: Policy) -> None:
         super().check(policy)
         if count("kernel", self.kernel, 1) % 2 == 0:
             raise ValueError(f"kernel must be odd, so that pooling keeps the length, got {self.kernel}")
 
     @property
-    def needs(self):
+    def needs(self) -> tuple[Any, ...]:
         return need("attention", reduce="mean"), need("worst_attention", kernel=self.kernel), "output_norm"
 
-    def score(self, slots, mean, worst, norm):
+    def score(self, slots: Slots, mean: torch.Tensor, worst: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
         inside = slots.competing
         worst, norm = (x.masked_fill(~inside, 0) for x in (worst, norm))
         floor = worst.sum(-1, keepdim=True) / inside.sum(-1, keepdim=True).clamp_min(1)

@@ -1,8 +1,11 @@
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import torch
 
 from ..checks import at_least_0, one_of
 from ..needs import need
+from ..types import Policy, Slots
 from . import SCORES, Pooled
 
 WEIGHTS = ("middle", "none", "all", "i<=t-2w", "i>w")
@@ -23,16 +26,16 @@ class Edie(Pooled):
     weight: str = "middle"
     kind: ClassVar[str] = "edie"
 
-    def check(self, policy):
+    def check(self, policy: Policy) -> None:
         super().check(policy)
         one_of("weight", self.weight, WEIGHTS)
         at_least_0("alpha", self.alpha)
 
     @property
-    def needs(self):
+    def needs(self) -> tuple[Any, ...]:
         return (need("output_error", kind=self.kind, alpha=self.alpha, weight=self.weight),)
 
-    def score(self, slots, error):
+    def score(self, slots: Slots, error: torch.Tensor) -> torch.Tensor:
         return error
 
 

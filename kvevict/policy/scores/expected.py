@@ -1,9 +1,12 @@
 import os
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import torch
 
 from ..checks import at_least_0, count
 from ..needs import need
+from ..types import Policy, Slots
 from . import SCORES, Score
 
 
@@ -25,11 +28,11 @@ class Expected(Score):
     stats: object = None
     comparable: ClassVar[bool] = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if isinstance(self.stats, os.PathLike):
             object.__setattr__(self, "stats", os.fspath(self.stats))  # JSON can hold this
 
-    def check(self, policy):
+    def check(self, policy: Policy) -> None:
         super().check(policy)
         count("span", self.span, 1)
         at_least_0("eps", self.eps)
@@ -37,9 +40,9 @@ class Expected(Score):
             raise TypeError(f"stats must be the file that `kvevict statistics` wrote, or None, got {self.stats!r}")
 
     @property
-    def needs(self):
+    def needs(self) -> tuple[Any, ...]:
         own = need("expected_attention", span=self.span, sink=self.sink, stats=self.stats)
         return own, need("value_norm", p=2)
 
-    def score(self, slots, attention, size):
+    def score(self, slots: Slots, attention: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
         return (attention + self.eps) * size

@@ -1,9 +1,12 @@
 import os
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import torch
 
 from ..checks import count
 from ..needs import need
+from ..types import Policy, Slots
 from . import SCORES, Score
 
 
@@ -24,23 +27,23 @@ class Gate(Score):
     carry: ClassVar[str] = "keep"
     comparable: ClassVar[bool] = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if isinstance(self.gates, os.PathLike):
             object.__setattr__(self, "gates", os.fspath(self.gates))  # which JSON can hold
 
     @property
-    def protected(self):
+    def protected(self) -> Any:
         return self.sink, self.recent
 
-    def check(self, policy):
+    def check(self, policy: Policy) -> None:
         super().check(policy)
         count("recent", self.recent, 0)
         if not isinstance(self.gates, (str, type(None))):
             raise TypeError(f"gates must be the folder that `kvevict train --kind gates` wrote, got {self.gates!r}")
 
     @property
-    def needs(self):
+    def needs(self) -> tuple[Any, ...]:
         return (need("gate", gates=self.gates),)
 
-    def score(self, slots, gate):
+    def score(self, slots: Slots, gate: torch.Tensor) -> torch.Tensor:
         return gate

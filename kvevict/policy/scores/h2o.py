@@ -1,8 +1,11 @@
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import torch
 
 from ..checks import count
 from ..rows.window import All
+from ..types import LayerRows, Policy, Slots
 from . import SCORES, Score
 
 
@@ -18,21 +21,21 @@ class H2O(Score):
     recent: int | None = None
     sink: int = 0
     rows: ClassVar = All()
-    needs: ClassVar[tuple] = ("attention",)
+    needs: ClassVar[tuple[Any, ...]] = ("attention",)
     carry: ClassVar[str] = "sum"
     decodes: ClassVar[bool] = True
 
     @property
-    def protected(self):  # half of the smallest budget holds the sinks, so that the other half can be recent
+    def protected(self) -> Any:  # half of the smallest budget holds the sinks, so that the other half can be recent
         return self.sink, self.sink if self.recent is None else self.recent
 
-    def protect(self, call):
+    def protect(self, call: LayerRows) -> Any:
         return self.sink, (call.budget // 2 if self.recent is None else self.recent)
 
-    def check(self, policy):
+    def check(self, policy: Policy) -> None:
         super().check(policy)
         if self.recent is not None:
             count("recent", self.recent, 0)
 
-    def score(self, slots, attention):
+    def score(self, slots: Slots, attention: torch.Tensor) -> torch.Tensor:
         return attention

@@ -1,9 +1,12 @@
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import torch
 
 from ..checks import one_of
 from ..needs import need
 from ..rows.repeat import Repeat
+from ..types import Policy, Slots
 from . import SCORES, Score
 
 SUPPORTS = ("chunk", "all")
@@ -26,17 +29,17 @@ class KVzip(Score):
     comparable: ClassVar[bool] = True
     largest: ClassVar[bool] = True
 
-    def check(self, policy):
+    def check(self, policy: Policy) -> None:
         super().check(policy)
         one_of("support", self.support, SUPPORTS)
 
     @property
-    def needs(self):
+    def needs(self) -> tuple[Any, ...]:
         if self.support == "chunk":
             return (need("repetition", sink=self.sink),)
         return (need("attention", reduce="max", group="max"),)
 
-    def score(self, slots, attention):
+    def score(self, slots: Slots, attention: torch.Tensor) -> torch.Tensor:
         return attention
 
 
@@ -50,5 +53,5 @@ class KVzipPlus(KVzip):
     """
 
     @property
-    def needs(self):
+    def needs(self) -> tuple[Any, ...]:
         return (need("repeated_output", sink=self.sink, support=self.support),)

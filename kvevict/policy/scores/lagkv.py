@@ -1,8 +1,11 @@
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import torch
 
 from ..checks import count
 from ..needs import need
+from ..types import LayerRows, Policy, Slots
 from . import SCORES, Score
 
 
@@ -23,19 +26,19 @@ class LagKV(Score):
     ordinal: ClassVar[bool] = True
 
     @property
-    def protected(self):
+    def protected(self) -> Any:
         return self.sink, 2 * self.lag - 1
 
-    def protect(self, call):
+    def protect(self, call: LayerRows) -> Any:
         return self.sink, self.lag + (call.next_position - self.sink) % self.lag
 
-    def check(self, policy):
+    def check(self, policy: Policy) -> None:
         super().check(policy)
         count("lag", self.lag, 2)
 
     @property
-    def needs(self):
+    def needs(self) -> tuple[Any, ...]:
         return (need("lag", part=self.lag, sink=self.sink),)
 
-    def score(self, slots, lag):
+    def score(self, slots: Slots, lag: torch.Tensor) -> torch.Tensor:
         return lag

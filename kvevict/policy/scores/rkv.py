@@ -1,7 +1,10 @@
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import torch
 
 from ..rows.window import Window
+from ..types import Slots
 from . import SCORES, Pooled
 
 MIX = 0.1  # the paper's lambda, the weight of the importance
@@ -18,11 +21,11 @@ class RKV(Pooled):
     rows: ClassVar = Window(8)
     ordinal: ClassVar[bool] = True
     own_interval: ClassVar[int] = 128
-    needs: ClassVar[tuple] = ("group_attention", "redundancy")
+    needs: ClassVar[tuple[Any, ...]] = ("group_attention", "redundancy")
 
-    def score(self, slots, importance, redundancy):
+    def score(self, slots: Slots, importance: torch.Tensor, redundancy: torch.Tensor) -> torch.Tensor:
         pooled = super().pooled(slots, importance).masked_fill(~slots.competing, 0)
         return MIX * pooled - (1 - MIX) * redundancy
 
-    def pooled(self, slots, score):
+    def pooled(self, slots: Slots, score: torch.Tensor) -> torch.Tensor:
         return score

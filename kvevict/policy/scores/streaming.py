@@ -3,6 +3,7 @@ from typing import ClassVar
 
 import torch
 
+from ..types import Slots
 from . import SCORES, Score
 
 
@@ -15,5 +16,5 @@ class Streaming(Score):
     decodes: ClassVar[bool] = True
     ordinal: ClassVar[bool] = True
 
-    def score(self, slots):
+    def score(self, slots: Slots) -> torch.Tensor:
         return torch.arange(slots.columns, dtype=torch.float32, device=slots.device).expand(*slots.n.shape, -1)

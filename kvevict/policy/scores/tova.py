@@ -1,8 +1,11 @@
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import torch
 
 from ..checks import flag
 from ..rows.window import Last
+from ..types import Policy, Slots
 from . import SCORES, Score
 
 
@@ -16,15 +19,15 @@ class TOVA(Score):
 
     per_head: bool = False
     rows: ClassVar = Last()
-    needs: ClassVar[tuple] = ("attention",)
+    needs: ClassVar[tuple[Any, ...]] = ("attention",)
     decodes: ClassVar[bool] = True
 
     @property
-    def shared(self):
+    def shared(self) -> bool:
         return not self.per_head
 
-    def check(self, policy):
+    def check(self, policy: Policy) -> None:
         flag("per_head", self.per_head)
 
-    def score(self, slots, attention):
+    def score(self, slots: Slots, attention: torch.Tensor) -> torch.Tensor:
         return attention if self.per_head else slots.heads.gather(attention).mean(1, keepdim=True)

@@ -1,9 +1,12 @@
 import os
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import torch
 
 from ..checks import count
 from ..needs import need
+from ..types import Policy, Slots
 from . import SCORES, Score
 
 
@@ -23,23 +26,23 @@ class Tri(Score):
     ordinal: ClassVar[bool] = True
     own_interval: ClassVar[int] = 128
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if isinstance(self.stats, os.PathLike):
             object.__setattr__(self, "stats", os.fspath(self.stats))  # JSON can hold this
 
     @property
-    def protected(self):
+    def protected(self) -> Any:
         return self.sink, self.recent
 
-    def check(self, policy):
+    def check(self, policy: Policy) -> None:
         super().check(policy)
         count("recent", self.recent, 0)
         if not isinstance(self.stats, (str, type(None))):
             raise TypeError(f"stats must be the file that `kvevict statistics` wrote, or None, got {self.stats!r}")
 
     @property
-    def needs(self):
+    def needs(self) -> tuple[Any, ...]:
         return (need("trigonometric", sink=self.sink, stats=self.stats),)
 
-    def score(self, slots, product):
+    def score(self, slots: Slots, product: torch.Tensor) -> torch.Tensor:
         return product

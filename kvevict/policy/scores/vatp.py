@@ -1,7 +1,7 @@
 """Attention times the 1-norm of the value."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from . import SCORES, Attention
 from .h2o import H2O
@@ -14,7 +14,7 @@ class VATP(H2O):
 
     sink: int = 20
     decodes: ClassVar[bool] = False
-    factors: ClassVar[tuple] = ("value_norm",)
+    factors: ClassVar[tuple[Any, ...]] = ("value_norm",)
 
 
 @SCORES.add("paasvn")
@@ -22,4 +22,4 @@ class VATP(H2O):
 class PAASVN(Attention):
     """PAASVN (EDIE eq. 4), EDIE's baseline: SnapKV's sums times the 1-norm of the value, pooled."""
 
-    factors: ClassVar[tuple] = ("value_norm",)
+    factors: ClassVar[tuple[Any, ...]] = ("value_norm",)

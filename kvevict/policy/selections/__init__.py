@@ -6,11 +6,14 @@ slots, and those counts after it. The best are then taken per head; ties go to t
 
 import sys
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import torch
 
 from ..registry import Registry, load_folder
+from ..types import LayerRows, Policy, Slots
 
-SELECTIONS = Registry("selection")
+SELECTIONS: Registry = Registry("selection")
 
 
 @dataclass(frozen=True)
@@ -19,19 +22,19 @@ class Selection:
     run: ClassVar[int] = 1  # tokens that stay together
     spares: ClassVar[bool] = False  # `trim_to_runs` leaves some of the budget unused
 
-    def check(self, policy) -> None:
+    def check(self, policy: Policy) -> None:
         """Raise ValueError when the options do not fit each other or the policy."""
 
-    def unfinished(self, call):
+    def unfinished(self, call: LayerRows) -> Any:
         """How many of the last slots are kept because their run is not complete yet, by a
         `kvevict.engine.measure.observation.LayerRows`: a number or [B]."""
         return 0
 
-    def rank(self, slots, score):
+    def rank(self, slots: Slots, score: torch.Tensor) -> torch.Tensor:
         """The numbers that rank slots, from their scores: fp32 [B, Hkv, C]."""
         return score
 
-    def trim_to_runs(self, slots, score, keep):
+    def trim_to_runs(self, slots: Slots, score: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
         """Slots per head [B, Hkv], at most `keep`, that are really used."""
         return keep
 

@@ -1,9 +1,11 @@
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ..checks import count, flag
 from ..heads import LOWEST, order
+from ..types import LayerRows, Policy, Slots
 from . import SELECTIONS, Selection
 
 
@@ -26,27 +28,27 @@ class Chunk(Selection):
     exact: bool = True
 
     @property
-    def shared(self):
+    def shared(self) -> bool:
         return not self.per_head
 
     @property
-    def spares(self):
+    def spares(self) -> bool:
         return not self.exact
 
     @property
-    def run(self):
+    def run(self) -> int:
         return self.c
 
-    def check(self, policy):
+    def check(self, policy: Policy) -> None:
         count("c", self.c, 1)
         for name in ("per_head", "exact"):
             flag(name, getattr(self, name))
 
-    def unfinished(self, call):
+    def unfinished(self, call: LayerRows) -> Any:
         """A run that a chunk's end cuts is kept until it is complete; the prompt's last run need not be."""
         return 0 if call.decoding or call.ends_prompt else call.next_position.clamp_min(0) % self.c
 
-    def rank(self, slots, score):
+    def rank(self, slots: Slots, score: torch.Tensor) -> torch.Tensor:
         if self.shared:
             score = score.mean(1, keepdim=True).expand_as(score)
         runs, column = self._runs(slots), torch.arange(slots.columns, device=slots.device)
@@ -59,7 +61,7 @@ class Chunk(Selection):
             size[..., : slots.columns - ahead] += same
         return (total / size * self.c).gather(-1, start)
 
-    def trim_to_runs(self, slots, score, keep):
+    def trim_to_runs(self, slots: Slots, score: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
         if self.exact:
             return keep
         best = order(slots, score, self.run).sort(-1, descending=True)
@@ -71,11 +73,11 @@ class Chunk(Selection):
         partial = ((runs == cut) & (cut >= 0) & taken).sum(-1)
         return torch.where(partial < keep, keep - partial, keep).to(torch.int32)  # nothing empties a head
 
-    def _runs(self, slots):
+    def _runs(self, slots: Slots) -> torch.Tensor:
         """The run of every slot that competes [B, Hkv, C]; -1 elsewhere."""
         return (slots.positions // self.c).masked_fill(~slots.competing, -1)
 
 
-def _starts(runs):
+def _starts(runs: torch.Tensor) -> torch.Tensor:
     """Whether a slot is the first of its run: [B, Hkv, C]."""
     return torch.cat([torch.ones_like(runs[..., :1], dtype=torch.bool), runs[..., 1:] != runs[..., :-1]], -1)

@@ -7,31 +7,33 @@ quantities it needs. Only these are computed, each once per layer and cut. `kvev
 
 import functools
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from inspect import Parameter, signature
 from math import inf
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from .... import _ops
 from ....policy.needs import as_needs
 from ....policy.registry import Registry, load_folder
+from ....policy.types import LayerRows, Observers, Policy, Slots
 from .. import per_row
 from ..inputs import INPUTS
 
-QUANTITIES = Registry("quantity")
+QUANTITIES: Registry = Registry("quantity")
 
 
 @dataclass(frozen=True)
 class Quantity:
     observes: ClassVar[bool] = True  # depends on the observing rows; False: on the slots alone
     outputs: ClassVar[bool] = False  # needs the observers' attention outputs
-    needs: ClassVar[tuple] = ()  # inputs of `measure` and `tokens`, of kvevict/engine/measure/inputs.py: names, `Need`s
+    needs: ClassVar[tuple[Any, ...]] = ()  # inputs of `measure` and `tokens` (engine/measure/inputs.py): names, `Need`s
     remembers: ClassVar[str] = ""  # name that a layer keeps the result of `accumulate` under; "": it is not called
     of_tokens: ClassVar[bool] = False  # depends on a token's hidden state alone; decoded tokens have it too (`tokens`)
 
-    def __init_subclass__(cls):
+    def __init_subclass__(cls) -> None:
         """Raise TypeError for the forms of earlier versions."""
         super().__init_subclass__()
         fix = {
@@ -48,27 +50,27 @@ class Quantity:
         if "accumulate" in own and not cls.remembers:
             raise TypeError(f"quantity {cls.__name__} accumulates, and `remembers` names nothing to keep: give a name")
 
-    def ready(self, decoder, modules) -> None:
+    def ready(self, decoder: Any, modules: Any) -> None:
         """Raise ValueError for a decoder that does not allow the measurement; modules: the attention modules of the
         evicting layers. Called when a model is patched."""
 
     @property
-    def inputs(self) -> tuple:
+    def inputs(self) -> tuple[Any, ...]:
         """Names of the inputs that it needs."""
         return tuple(each.name for each in as_needs(self.needs))
 
-    def accumulate(self, rows, past):
+    def accumulate(self, rows: LayerRows, past: Any) -> Any:
         """A tensor [B, ..] of the layer's queries so far, from the `LayerRows` of a chunk and the result for the chunk
         before (None at first). The layer keeps it; quantities that remember under one name share it. Called for every
         chunk of a prompt and every layer that chooses, before any measurement, also when no slot is evicted."""
         return past
 
-    def measure(self, slots, observation, *inputs):
+    def measure(self, slots: Slots, observation: Any, *inputs: Any) -> Any:
         """The quantity of a layer's `Slots` and their `Observation`: mostly fp32 [B, Hkv, C], column i being alive
         slot i. inputs: the values that it `needs`."""
         raise NotImplementedError
 
-    def tokens(self, *inputs):
+    def tokens(self, *inputs: Any) -> torch.Tensor:
         """For an `of_tokens` quantity: one fp32 number per token and kv head, [B, Hkv, T], from the values that it
         `needs`. If a score needs only this quantity and carry="keep", the number is the score."""
         raise NotImplementedError
@@ -96,20 +98,20 @@ class Quantity:
         `slots` alive slots (0: no measurement)."""
         return 0
 
-    def flops(self, shape, rows: int, slots: int) -> int:
+    def flops(self, shape: Any, rows: int, slots: int) -> int:
         """FLOPs of a layer's other matrix products, after a chunk of `rows` rows, over its `slots` alive slots per
         head; shape: a `kvevict.analysis.shape.Shape`."""
         return 0
 
 
-def _arguments(function) -> float:
+def _arguments(function: Any) -> float:
     """How many positional arguments a function takes at most."""
     kinds = [each.kind for each in signature(function).parameters.values()]
     return inf if Parameter.VAR_POSITIONAL in kinds else len(kinds)
 
 
 @functools.cache
-def quantity(need) -> Quantity:
+def quantity(need: Any) -> Quantity:
     """The quantity named by a `Need`. Raises ValueError, with the nearest names, for an unknown one."""
     kind, options = QUANTITIES.find(need.name), dict(need.options)
     try:
@@ -118,7 +120,7 @@ def quantity(need) -> Quantity:
         raise ValueError(f"quantity {need.name!r} does not have the options {options}") from None
 
 
-def check_needs(score) -> None:
+def check_needs(score: Any) -> None:
     """Raise ValueError, with the nearest names, if a score's class needs an unknown quantity. Needs that depend on its
     options are checked when a model is patched."""
     for needs in (score.needs, score.factors):
@@ -126,7 +128,7 @@ def check_needs(score) -> None:
             QUANTITIES.find(each.name)
 
 
-def of_policy(policy) -> list:
+def of_policy(policy: Policy) -> list[Any]:
     """The quantities needed by a policy's parts, each once. Raises ValueError for an unknown one, or an unknown input
     of one."""
     parts = policy.score.needs, policy.score.factors, policy.refine.picks_by, policy.layers.needs
@@ -136,7 +138,7 @@ def of_policy(policy) -> list:
     return found
 
 
-def rotates(policy, rope_depends_on_length: bool) -> bool:
+def rotates(policy: Policy, rope_depends_on_length: bool) -> bool:
     """True if a policy's quantities rotate keys or queries. If so, raises ValueError for a model with rotary
     frequencies that change with the prompt's length."""
     found = any("rope" in each.inputs for each in of_policy(policy))
@@ -148,13 +150,13 @@ def rotates(policy, rope_depends_on_length: bool) -> bool:
     return found
 
 
-def remembered(needed, rows, memory: dict) -> dict:
+def remembered(needed: Any, rows: LayerRows, memory: dict[str, Any]) -> dict[str, Any]:
     """A layer's memory after a chunk. needed: the policy's quantities; memory: the one before, left as it is."""
     each = {quantity.remembers: quantity for quantity in needed if quantity.remembers}
     return memory | {name: quantity.accumulate(rows, memory.get(name)) for name, quantity in each.items()}
 
 
-def measured(needs, slots, observe, known: dict, given=None) -> list:
+def measured(needs: Any, slots: Slots, observe: Any, known: dict[str, Any], given: Any = None) -> list[Any]:
     """The needed quantities of a layer's slots.
 
     observe   () -> the layer's `Observation`, called once at most
@@ -172,7 +174,7 @@ def measured(needs, slots, observe, known: dict, given=None) -> list:
     return [known[need] for need in named]
 
 
-def observed(op, slots, part, more=(), group=None, **options):
+def observed(op: Any, slots: Slots, part: Observers, more: Any = (), group: str | None = None, **options: Any) -> Any:
     """An op (`kvevict._ops`.score, peak or error) of observers over the alive slots."""
     kv = slots.kv
     stored, new = kv.stored, (kv.k, kv.v) if op is _ops.error else (kv.k,)
@@ -189,7 +191,7 @@ def observed(op, slots, part, more=(), group=None, **options):
     return slots.heads.reduce(found, group) if group is not None and latent else found
 
 
-def each_head(slots, of: str):
+def each_head(slots: Slots, of: str) -> Iterator[Any]:
     """Yields (b, h, x [n, D], ..) of every head's alive keys ("k"), values ("v"), or both ("kv")."""
     kv, stored = slots.kv, slots.kv.stored
     for b, h, rows in stored.segments():
@@ -197,7 +199,7 @@ def each_head(slots, of: str):
         yield b, h, *(torch.cat([getattr(stored, x)[rows], getattr(kv, x)[b, h, new]]) for x in of)
 
 
-def per_head(slots, of: str, function):
+def per_head(slots: Slots, of: str, function: Any) -> torch.Tensor:
     """function(x [n, D]) -> [n] of every head's alive keys ("k") or values ("v"): [B, Hkv, C]."""
     out = torch.zeros(*slots.kv.stored.len.shape, slots.columns, device=slots.device)
     for b, h, x in each_head(slots, of):

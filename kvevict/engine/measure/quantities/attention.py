@@ -1,8 +1,10 @@
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from .... import _ops
+from ....policy.types import Observation, Observers, Slots
 from . import QUANTITIES, Quantity, observed
 
 
@@ -20,10 +22,10 @@ class Attention(Quantity):
     group: str = "mean"
     term: str = "a"
 
-    def passes(self, known=False):
+    def passes(self, known: bool = False) -> int:
         return int(not (known and self.group == "mean" and self.term == "a"))
 
-    def measure(self, slots, observation):
+    def measure(self, slots: Slots, observation: Observation) -> torch.Tensor:
         parts, reduce, group = observation.parts, self.reduce, self.group
         if len(parts) == 1:
             if parts[0].probs is not None and self.passes(known=True) == 0:
@@ -34,11 +36,11 @@ class Attention(Quantity):
             return slots.heads.reduce(torch.stack(each).amax(0), "none" if group == "max" else group)
         # Only sums over rows may be taken part by part.
         inner = group if group != "max" else "none"
-        total = sum(self._of(slots, part, "sum", inner) for part in parts)
+        total: Any = sum(self._of(slots, part, "sum", inner) for part in parts)
         total = total / observation.row_count[:, None, None] if reduce == "mean" else total
         return total if inner == group else slots.heads.reduce(total, group)
 
-    def _of(self, slots, part, reduce, group):
+    def _of(self, slots: Slots, part: Observers, reduce: str, group: str) -> torch.Tensor:
         return observed(_ops.score, slots, part, reduce=reduce, group=group, term=self.term, columns=slots.columns)
 
 
@@ -48,10 +50,10 @@ class Moments(Quantity):
     """(mean, sample variance), [B, H, C] each, of the attention weights, over the observers; a single row's variance is
     0."""
 
-    def passes(self, known=False):
+    def passes(self, known: bool = False) -> int:
         return 2
 
-    def measure(self, slots, observation):
+    def measure(self, slots: Slots, observation: Observation) -> tuple[torch.Tensor, torch.Tensor]:
         rows = observation.row_count.float()[:, None, None]
         mean, square = (Attention("mean", "none", term).measure(slots, observation) for term in ("a", "square"))
         variance = (square - mean**2).clamp_min(0) * rows / (rows - 1)

@@ -1,6 +1,7 @@
 """Compactor's quantities (Chari & Van Durme 2025), from a chunk's keys, values and queries. Slots with earlier numbers
 are not computed again: they carry these (carry="keep")."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
@@ -8,6 +9,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from ....policy.types import Observation, Slots
+from ..rope import Rope
+from ..slots import Heads
 from . import QUANTITIES, Quantity
 
 RIDGE = 0.01  # on the diagonal of X^T X
@@ -27,7 +31,7 @@ class Fresh(NamedTuple):
     counted: int  # how many of the first ones enter the statistics
 
 
-def _fresh(slots, sink, recent, carried, ends):
+def _fresh(slots: Slots, sink: int, recent: int, carried: torch.Tensor | None, ends: bool) -> Iterator[Fresh]:
     """Yields the `Fresh` slots of every batch row. Statistics exclude a prompt's last `recent` slots."""
     kv, stored = slots.kv, slots.kv.stored
     for b, first in enumerate(kv.padding.tolist()):
@@ -43,7 +47,7 @@ def _fresh(slots, sink, recent, carried, ends):
         yield Fresh(b, columns, k.float(), pos, decoded, max(length - recent * ends, 0))
 
 
-def _unnumbered(stored, carried, row) -> int:
+def _unnumbered(stored: Any, carried: torch.Tensor | None, row: int) -> int:
     """How many of a row's last stored slots carry no number."""
     if carried is None:
         return int(stored.counts[row].min())
@@ -51,7 +55,7 @@ def _unnumbered(stored, carried, row) -> int:
     return int((stored.len[row] - (there & ~carried[row].isnan()).sum(-1)).min())
 
 
-def _standard(x, counted, heads):
+def _standard(x: torch.Tensor, counted: int, heads: Heads) -> torch.Tensor:
     """x [H, L] in standard deviations from the mean of the first `counted` slots of all ranks' heads."""
     part = x[:, :counted].double()
     number = max(part.numel() * heads.ranks.size, 1)
@@ -66,13 +70,19 @@ class OfFresh(Quantity):
 
     sink: int = 8
     recent: int = 4
-    needs: ClassVar[tuple] = ("carried", "ends_prompt")
+    needs: ClassVar[tuple[Any, ...]] = ("carried", "ends_prompt")
 
-    def measure(self, slots, observation, carried, ends_prompt, *more):
+    def measure(
+        self, slots: Slots, observation: Observation, carried: torch.Tensor | None, ends_prompt: bool, *more: Any
+    ) -> torch.Tensor:
         out = torch.zeros(*slots.kv.stored.len.shape, slots.columns, device=slots.device)
         for fresh in _fresh(slots, self.sink, self.recent, carried, ends_prompt):
             out[fresh.row].scatter_(1, fresh.columns, self._of(slots, fresh, observation, *more))
         return slots.heads.merge(out)
+
+    def _of(self, slots: Slots, fresh: Fresh, observation: Any, *more: Any) -> torch.Tensor:
+        """The numbers [H, L] of one row's slots."""
+        raise NotImplementedError
 
 
 @QUANTITIES.add("leverage")
@@ -82,12 +92,12 @@ class Leverage(OfFresh):
     sketch that all heads share; in standard deviations over the row's heads and slots."""
 
     observes: ClassVar[bool] = False
-    needs: ClassVar[tuple] = (*OfFresh.needs, "rope")
+    needs: ClassVar[tuple[Any, ...]] = (*OfFresh.needs, "rope")
 
-    def flops(self, shape, rows, slots):
+    def flops(self, shape: Any, rows: int, slots: int) -> int:
         return 2 * rows * shape.kv_heads * SKETCH * (shape.head_dim + 2 * SKETCH)
 
-    def _of(self, slots, fresh, observation, rope):
+    def _of(self, slots: Slots, fresh: Fresh, observation: Observation, rope: Rope) -> torch.Tensor:
         keys = _unrotated(rope, fresh)
         counted = keys[:, : fresh.counted]
         mean = counted.sum(1, keepdim=True) / max(fresh.counted, 1)
@@ -106,10 +116,10 @@ class BlockAttention(OfFresh):
     group, times ||v_i||_2, averaged over 3 slots; in standard deviations over the row's heads and slots. Decoded slots
     have the mean, because their queries are gone."""
 
-    def flops(self, shape, rows, slots):
+    def flops(self, shape: Any, rows: int, slots: int) -> int:
         return 2 * rows * min(rows, BLOCK) * shape.heads * shape.head_dim
 
-    def _of(self, slots, fresh, observation):
+    def _of(self, slots: Slots, fresh: Fresh, observation: Observation) -> torch.Tensor:
         kv, b = slots.kv, fresh.row
         k = fresh.k[:, fresh.decoded :]
         rows, counted = k.shape[1], max(fresh.counted - fresh.decoded, 0)
@@ -126,13 +136,13 @@ class BlockAttention(OfFresh):
         return F.pad(score, (fresh.decoded, 0))
 
 
-def sketch(width: int):
+def sketch(width: int) -> torch.Tensor:
     """The Gaussian sketch [width, SKETCH], its entries' variance 1 / SKETCH: the same on every device."""
     generator = torch.Generator().manual_seed(SEED)
     return torch.randn(width, SKETCH, generator=generator) / SKETCH**0.5
 
 
-def _unrotated(rope, fresh):
+def _unrotated(rope: Rope, fresh: Fresh) -> torch.Tensor:
     """Keys [H, L, D] as they were before positions."""
     if not len(fresh.pos):
         return fresh.k

@@ -1,11 +1,13 @@
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from .... import _ops
 from ....policy.needs import need
+from ....policy.types import LayerRows, Observation, Slots
 from .. import moments
+from ..rope import Rope
 from . import QUANTITIES, Quantity
 
 
@@ -22,25 +24,25 @@ class OfQueries(Quantity):
     observes: ClassVar[bool] = False
 
     @property
-    def needs(self):
+    def needs(self) -> tuple[Any, ...]:
         return "rope", need("moments", stats=self.stats), "last_position"
 
     @property
-    def remembers(self):
+    def remembers(self) -> str:
         return "moments" if self.stats is None else ""
 
-    def ready(self, decoder, modules):
+    def ready(self, decoder: Any, modules: Any) -> None:
         if self.stats is not None:
             moments.forget(decoder)
             moments.loaded(self.stats, decoder, [module.layer_idx for module in modules])
 
-    def accumulate(self, rows, past):
+    def accumulate(self, rows: LayerRows, past: Any) -> Any:
         at = rows.positions[:, : rows.columns]
         counts = (at >= self.sink) & (torch.arange(rows.columns, device=at.device) >= rows.first[:, None])
         return moments.accumulated(past, rows.rope, rows.q[:, :, : rows.columns], at, counts)
 
 
-def turned(rope, last, x, ahead):
+def turned(rope: Rope, last: torch.Tensor, x: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
     """Queries x [B, H, p, D] before rotation, rotated to the positions ahead [n] of the last token: the mean over
     these."""
     return rope.turned(x, 0 * last, last[:, None] + ahead.to(last.device))
@@ -58,13 +60,20 @@ class ExpectedAttention(OfQueries):
 
     span: int = 512
 
-    def scans(self):
+    def scans(self) -> int:
         return 1
 
-    def products(self, rows, slots):
+    def products(self, rows: int, slots: int) -> int:
         return slots + (rows if self.stats is None else 0)
 
-    def measure(self, slots, observation, rope, of_queries, last):
+    def measure(
+        self,
+        slots: Slots,
+        observation: Observation,
+        rope: Rope,
+        of_queries: tuple[torch.Tensor, ...],
+        last: torch.Tensor,
+    ) -> torch.Tensor:
         kv = slots.kv
         mean, covariance = self._later(rope, of_queries, last)
         scale, heads = kv.options["scale"], mean.shape[1] // slots.n.shape[1]
@@ -74,7 +83,7 @@ class ExpectedAttention(OfQueries):
         others = (column < self.sink) | (column >= slots.n.repeat_interleave(heads, 1)[..., None])
         return slots.heads.reduce(power.masked_fill(others, -torch.inf).softmax(-1).masked_fill(others, 0), "mean")
 
-    def _later(self, rope, of_queries, last) -> tuple:
+    def _later(self, rope: Rope, of_queries: tuple[torch.Tensor, ...], last: torch.Tensor) -> tuple[Any, ...]:
         """(mean [B, H, D], covariance [B, H, D, D]) of queries at the next `span` positions."""
         mean, covariance, _ = of_queries
         if not rope.rotates:

@@ -1,9 +1,10 @@
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from ....policy.needs import need
+from ....policy.types import Observation, Slots
 from .. import gates
 from . import QUANTITIES, Quantity
 
@@ -22,21 +23,21 @@ class Gate(Quantity):
     of_tokens: ClassVar[bool] = True
 
     @property
-    def needs(self):
+    def needs(self) -> tuple[Any, ...]:
         return "hidden", need("gates", folder=self.gates)
 
-    def ready(self, decoder, modules):
+    def ready(self, decoder: Any, modules: Any) -> None:
         gates.forget(decoder)
         gates.loaded(self.gates, decoder, [module.layer_idx for module in modules])
 
-    def flops(self, shape, rows, slots):
+    def flops(self, shape: Any, rows: int, slots: int) -> int:
         inner = gates.inner_of(self.gates)
         return 2 * rows * (inner * (shape.hidden + shape.kv_heads) if inner else shape.hidden * shape.kv_heads)
 
-    def tokens(self, hidden, of_layer):
+    def tokens(self, hidden: torch.Tensor, of_layer: Any) -> torch.Tensor:
         return of_layer.numbers(hidden)
 
-    def measure(self, slots, observation, hidden, of_layer):
+    def measure(self, slots: Slots, observation: Observation, hidden: torch.Tensor, of_layer: Any) -> torch.Tensor:
         kv, columns = slots.kv, _new_columns(slots)
         new = kv.k.shape[2]
         if not new:
@@ -48,7 +49,7 @@ class Gate(Quantity):
         return torch.where(columns >= kv.first[:, None, None], placed, mean)
 
 
-def _new_columns(slots):
+def _new_columns(slots: Slots) -> torch.Tensor:
     """int64 [B, Hkv, C] the new column of each alive slot; less than the row's padding for slots stored before."""
     new = slots.kv.k.shape[2]
     return torch.arange(slots.columns, device=slots.device) + (new - slots.n[..., None]).long()

@@ -3,6 +3,7 @@ from typing import ClassVar
 
 import torch
 
+from ....policy.types import Observation, Slots
 from . import QUANTITIES, Quantity, each_head
 
 
@@ -23,10 +24,10 @@ class Lag(Quantity):
     sink: int = 4
     observes: ClassVar[bool] = False
 
-    def scans(self):
+    def scans(self) -> int:
         return 2
 
-    def measure(self, slots, observation):
+    def measure(self, slots: Slots, observation: Observation) -> torch.Tensor:
         heads = slots.kv.stored.len.shape[1]
         out = torch.full((slots.n.shape[0], heads, slots.columns), torch.nan, device=slots.device)
         places = (slots.positions.long() - self.sink).expand(-1, heads, -1)
@@ -42,7 +43,7 @@ class Lag(Quantity):
         return slots.heads.merge(out)
 
 
-def _deviations(x, following):
+def _deviations(x: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
     """[P, part] deviations of parts x [P, part, D], scaled by the parts that follow. A channel without variation in the
     following part has no scale, and is left out."""
     low, high = following.amin(1, keepdim=True), following.amax(1, keepdim=True)

@@ -1,12 +1,13 @@
 """Norms and cosines of every alive slot's key or value. For latents they are the mean over the heads."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 
 from .... import _ops
+from ....policy.types import Observation, Slots
 from . import QUANTITIES, Quantity, per_head
 
 
@@ -15,10 +16,10 @@ class Norm(Quantity):
     p: int = 2  # 1 or 2
     observes: ClassVar[bool] = False
 
-    def scans(self):
+    def scans(self) -> int:
         return 1
 
-    def _of(self, slots, of):
+    def _of(self, slots: Slots, of: str) -> torch.Tensor:
         kv = slots.kv
         norms = _ops.norm(kv.stored.of(of), getattr(kv, of), kv.first, kv.end, p=self.p, columns=slots.columns)
         return slots.heads.merge(norms)
@@ -29,7 +30,7 @@ class Norm(Quantity):
 class KeyNorm(Norm):
     """||k_i||_p: [B, Hkv, C]."""
 
-    def measure(self, slots, observation):
+    def measure(self, slots: Slots, observation: Observation) -> torch.Tensor:
         return self._of(slots, "k")
 
 
@@ -40,7 +41,7 @@ class ValueNorm(Norm):
 
     p: int = 1
 
-    def measure(self, slots, observation):
+    def measure(self, slots: Slots, observation: Observation) -> torch.Tensor:
         return self._of(slots, "v")
 
 
@@ -55,11 +56,11 @@ class KeyCosine(Quantity):
     unit: bool = False
     observes: ClassVar[bool] = False
 
-    def scans(self):
+    def scans(self) -> int:
         return 2  # the mean key, and cosines with it
 
-    def measure(self, slots, observation):
-        def one(keys):
+    def measure(self, slots: Slots, observation: Observation) -> torch.Tensor:
+        def one(keys: torch.Tensor) -> Any:
             keys = keys.float()
             mean = (F.normalize(keys, dim=-1) if self.unit else keys).mean(0, keepdim=True)
             return torch.cosine_similarity(keys, mean, dim=-1)

@@ -1,9 +1,10 @@
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from .... import _ops
+from ....policy.types import Observation, Slots
 from . import QUANTITIES, Quantity, observed
 
 
@@ -27,14 +28,15 @@ class OutputError(Quantity):
     group: str = "sum"
     outputs: ClassVar[bool] = True
 
-    def passes(self, known=False):
+    def passes(self, known: bool = False) -> int:
         return 1 if self.weight == "none" else 2
 
-    def scans(self):
+    def scans(self) -> int:
         return 1
 
-    def measure(self, slots, observation):
-        weights, total, start = self.row_weights(slots, observation), None, 0
+    def measure(self, slots: Slots, observation: Observation) -> torch.Tensor:
+        weights, start = self.row_weights(slots, observation), 0
+        total: Any = None
         for part in observation.parts:
             rows = part.q.shape[2]
             own = None if weights is None else weights[:, :, start : start + rows].contiguous()
@@ -43,14 +45,18 @@ class OutputError(Quantity):
             total, start = each if total is None else total + each, start + rows
         return total
 
-    def row_weights(self, slots, observation):
+    def row_weights(self, slots: Slots, observation: Observation) -> torch.Tensor | None:
         """c_j [B, H, R], or None for 1. A head without a slot in the range takes the slots outside the window, or 1 if
         it has none of these either."""
         if self.weight == "none":
             return None
         rows, position, n = observation.row_count[:, None], slots.positions, slots.n
         alive = position >= 0
-        before = lambda stop: (alive & (position < stop[..., None])).sum(-1)  # noqa: E731  slots at earlier positions
+
+        def before(stop: torch.Tensor) -> torch.Tensor:
+            """Number of slots at earlier positions."""
+            return (alive & (position < stop[..., None])).sum(-1)
+
         end = position.amax(-1).amax(-1, keepdim=True) + 1  # T
         zero, outside = torch.zeros_like(n), before(end - rows)
         lo = before(rows.expand_as(n)) if self.weight in ("middle", "i>w") else zero
@@ -62,7 +68,7 @@ class OutputError(Quantity):
         return largest.masked_fill(none[..., None], 1.0)
 
 
-def peak(slots, observation, lo, hi):
+def peak(slots: Slots, observation: Observation, lo: torch.Tensor, hi: torch.Tensor) -> torch.Tensor:
     """The largest attention weight of each observer over slots lo <= i < hi [B, Hkv]: [B, H, R], part by part."""
     heads, found = slots.kv.stored.len.shape[1], []
     for part in observation.parts:  # slots from `stop` on are not seen: they get 0

@@ -1,9 +1,10 @@
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from .... import families
+from ....policy.types import Observation, Slots
 from . import QUANTITIES, Quantity, each_head
 
 BLOCK = 1024  # slots at once, so that their product with W_O is a small matrix
@@ -16,9 +17,9 @@ class OutputNorm(Quantity):
     head h feeds: [B, Hkv, C]. In fp32 for weights of any dtype."""
 
     observes: ClassVar[bool] = False
-    needs: ClassVar[tuple] = ("output_weight",)
+    needs: ClassVar[tuple[Any, ...]] = ("output_weight",)
 
-    def ready(self, decoder, modules):
+    def ready(self, decoder: Any, modules: Any) -> None:
         for module in modules:
             if families.output_of(module) is None:
                 raise ValueError(
@@ -26,13 +27,13 @@ class OutputNorm(Quantity):
                     f"values ({', '.join(families.OUTPUTS)}): take another score or refinement"
                 )
 
-    def scans(self):
+    def scans(self) -> int:
         return 1
 
-    def flops(self, shape, rows, slots):
+    def flops(self, shape: Any, rows: int, slots: int) -> int:
         return 2 * slots * shape.heads * shape.head_dim * shape.hidden
 
-    def measure(self, slots, observation, weight):
+    def measure(self, slots: Slots, observation: Observation, weight: torch.Tensor) -> torch.Tensor:
         kv = slots.kv
         group = len(weight) // kv.stored.len.shape[1]  # 1 for latents: every head has separate values
         out = torch.zeros(*kv.stored.len.shape, slots.columns, device=slots.device)

@@ -4,6 +4,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
+from ....policy.types import Observation, Slots
 from . import QUANTITIES, Quantity, per_head
 from .worst_attention import logits
 
@@ -19,13 +20,13 @@ class Redundancy(Quantity):
 
     observes: ClassVar[bool] = False
 
-    def scans(self):
+    def scans(self) -> int:
         return 1
 
-    def measure(self, slots, observation):
+    def measure(self, slots: Slots, observation: Observation) -> torch.Tensor:
         return per_head(slots, "k", self._of)
 
-    def _of(self, keys):
+    def _of(self, keys: torch.Tensor) -> torch.Tensor:
         unit, column = F.normalize(keys.float(), dim=-1), torch.arange(len(keys), device=keys.device)
         total = torch.zeros(len(keys), device=keys.device)
         for rows in column.split(BLOCK) if len(keys) else ():
@@ -42,10 +43,10 @@ class GroupAttention(Quantity):
     """Softmax of each row's largest logits of a group, over all slots but the last protected ones; mean over rows
     (R-KV's importance, 2505.24133): [B, Hkv, C]."""
 
-    def passes(self, known=False):
+    def passes(self, known: bool = False) -> int:
         return 1
 
-    def measure(self, slots, observation):
+    def measure(self, slots: Slots, observation: Observation) -> torch.Tensor:
         heads, best = slots.kv.stored.len.shape[1], {}
         out = torch.zeros(*slots.n.shape, slots.columns, device=slots.device)
         for part in observation.parts:

@@ -1,9 +1,10 @@
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from .... import _ops
+from ....policy.types import Observation, Observers, Slots
 from .. import projection
 from ..observation import rolled
 from . import QUANTITIES, Quantity, observed
@@ -21,16 +22,16 @@ class Repetition(Quantity):
 
     sink: int = 4
 
-    def passes(self, known=False):
+    def passes(self, known: bool = False) -> int:
         return 1
 
-    def looks_at(self, alive, again):
+    def looks_at(self, alive: int, again: int) -> int:
         return again or alive
 
-    def attended(self, tokens, stored, appended):
+    def attended(self, tokens: int, stored: int, appended: int) -> int:
         return appended * (min(stored, self.sink) + tokens) + appended * (appended + 1) // 2
 
-    def measure(self, slots, observation):
+    def measure(self, slots: Slots, observation: Observation) -> torch.Tensor:
         (part,), kv, stored = observation.parts, slots.kv, slots.kv.stored
         part = self.spanning(slots, part)
         if part.of is None:
@@ -46,7 +47,7 @@ class Repetition(Quantity):
                 found = _placed(found, own, begin[:, : own.shape[1]], length[:, : own.shape[1]])
         return found
 
-    def spanning(self, slots, part):
+    def spanning(self, slots: Slots, part: Observers) -> Observers:
         """Observers with lse over the slots of their softmax."""
         kv, stored = slots.kv, slots.kv.stored
         if part.of is None:
@@ -54,7 +55,7 @@ class Repetition(Quantity):
         prompt, start, count = (x[:, None].expand_as(stored.len) for x in part.of)
         return self._spanning(part, kv, stored.len - prompt + start, count)
 
-    def _spanning(self, part, kv, begin, count):
+    def _spanning(self, part: Observers, kv: Any, begin: torch.Tensor, count: torch.Tensor) -> Observers:
         """The observers, with the log-sum-exp over stored slots begin .. begin + count - 1 [B, heads], the chunk, the
         repetition, and the first `sink` slots as far as they come earlier."""
         within, options = kv.within(begin, count).stored, kv.options
@@ -70,11 +71,11 @@ class Repetition(Quantity):
         return replace(part, lse=rolled(lse, part.skip) if moved else lse)
 
 
-def _largest(slots, part, columns):
+def _largest(slots: Slots, part: Observers, columns: int) -> torch.Tensor:
     return observed(_ops.score, slots, part, reduce="max", group="max", columns=columns).clamp_max(1)
 
 
-def _placed(found, own, begin, count):
+def _placed(found: torch.Tensor, own: torch.Tensor, begin: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     """`found` [B, Hkv, C] with `own` [B, Hkv, K] in its columns begin .. begin + count - 1 [B, Hkv]."""
     place = torch.arange(found.shape[2], device=found.device) - begin[..., None]
     inside = (place >= 0) & (place < count[..., None])
@@ -91,25 +92,25 @@ class RepeatedOutput(Repetition):
     """
 
     support: str = "chunk"
-    needs: ClassVar[tuple] = ("hidden", "output_gram")
+    needs: ClassVar[tuple[Any, ...]] = ("hidden", "output_gram")
 
-    def ready(self, decoder, modules):
+    def ready(self, decoder: Any, modules: Any) -> None:
         for module in modules:
             projection.check(module)
 
-    def looks_at(self, alive, again):
+    def looks_at(self, alive: int, again: int) -> int:
         return super().looks_at(alive, again) if self.support == "chunk" else alive
 
-    def attended(self, tokens, stored, appended):
+    def attended(self, tokens: int, stored: int, appended: int) -> int:
         return super().attended(tokens, stored, appended) if self.support == "chunk" else 0
 
-    def scans(self):
+    def scans(self) -> int:
         return 1
 
-    def products(self, rows, slots):
+    def products(self, rows: int, slots: int) -> int:
         return slots
 
-    def measure(self, slots, observation, hidden, gram):
+    def measure(self, slots: Slots, observation: Observation, hidden: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
         (part,), chunk = observation.parts, self.support == "chunk"
         part = self.spanning(slots, part) if chunk else part
         size = hidden[:, -part.q.shape[2] :].float().norm(dim=-1)

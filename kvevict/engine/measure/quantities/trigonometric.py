@@ -2,7 +2,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ....policy.types import Observation, Slots
 from .. import moments
+from ..rope import Rope
 from . import QUANTITIES, each_head
 from .expected import OfQueries, turned
 
@@ -20,13 +22,20 @@ class Trigonometric(OfQueries):
     the slots that compete; then the largest of a group. A dimension without rotation is one half alone.
     """
 
-    def scans(self):
+    def scans(self) -> int:
         return 2
 
-    def products(self, rows, slots):
+    def products(self, rows: int, slots: int) -> int:
         return rows if self.stats is None else 0
 
-    def measure(self, slots, observation, rope, of_queries, last):
+    def measure(
+        self,
+        slots: Slots,
+        observation: Observation,
+        rope: Rope,
+        of_queries: tuple[torch.Tensor, ...],
+        last: torch.Tensor,
+    ) -> torch.Tensor:
         stored, width = slots.kv.stored, slots.kv.k.shape[3]
         mean, _, size = of_queries
         partner = rope.partners(width, mean.device)

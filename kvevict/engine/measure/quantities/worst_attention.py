@@ -1,8 +1,11 @@
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from ....policy.types import Observation, Observers, Slots
 from . import QUANTITIES, Quantity, each_head
 
 
@@ -18,10 +21,10 @@ class WorstAttention(Quantity):
 
     kernel: int = 5
 
-    def passes(self, known=False):
+    def passes(self, known: bool = False) -> int:
         return 1
 
-    def measure(self, slots, observation):
+    def measure(self, slots: Slots, observation: Observation) -> torch.Tensor:
         heads = slots.kv.stored.len.shape[1]
         out = torch.zeros(slots.n.shape[0], heads, slots.columns, device=slots.device)
         first, last = slots.first.tolist(), slots.protected[1].tolist()
@@ -37,7 +40,7 @@ class WorstAttention(Quantity):
         return slots.heads.reduce(out, "max")
 
 
-def weights(slots, part):
+def weights(slots: Slots, part: Observers) -> Iterator[Any]:
     """Yields (b, h, a [G, R, n]), the attention weights of the counting observers over the alive slots of each kv head,
     in fp32; the rows, slots and lse are those of `kvevict._ops.score`."""
     skip = part.skip.tolist()
@@ -45,7 +48,7 @@ def weights(slots, part):
         yield b, h, (x - lse[..., None]).exp().nan_to_num(0)[:, skip[b] :]
 
 
-def logits(slots, part):
+def logits(slots: Slots, part: Observers) -> Iterator[Any]:
     """Yields (b, h, x [G, R, n], lse [G, R]) of all observers, in fp32; x is -inf at slots unseen by a row."""
     kv, stored = slots.kv, slots.kv.stored
     group, scale = part.q.shape[1] // stored.len.shape[1], kv.options["scale"]
