@@ -161,7 +161,7 @@ def protected(policy, observers, select, rows, sizes) -> tuple:
     host. observers: the `Rows` that observe."""
     first, *lasts = *policy.score.protect(rows), observers.protect(rows), select.unfinished(rows)
     least, spared = policy.keep_first, policy.spared
-    if not any(isinstance(end, torch.Tensor) for end in (first, *lasts)):
+    if {type(first), *map(type, lasts)} == {int}:
         before = np.minimum(max(first, least), sizes)
         return rows.upload(before), rows.upload(np.minimum(max(*lasts, spared), sizes - before))
     sizes = rows.upload(sizes)
