@@ -36,7 +36,7 @@ COMMON = {
 }
 WRITING = {  # of chat and completions
     "max_tokens": Field(OBEYED, "at least 1; default 1024, or more where the model's configuration says so"),
-    "n": Field(OBEYED, "1 to 16 answers, one after the other"),
+    "n": Field(OBEYED, "1 to 16 answers, written together"),
     "stop": Field(OBEYED, "up to four texts"),
     "stream_options.include_usage": Field(OBEYED, "a stream's last event counts tokens"),
     "frequency_penalty": Field(OBEYED, "-2 to 2, as OpenAI defines it: of the tokens that were written"),

@@ -1,4 +1,4 @@
-"""One answer, while the model writes it: how each of its tokens is chosen, and who is told."""
+"""One answer, while the model writes it: how each of its tokens is chosen, and where its parts go."""
 
 from collections.abc import Callable
 

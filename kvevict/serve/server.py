@@ -237,6 +237,8 @@ class Server:
             raise
         finally:
             work.close()
+            if not streams:
+                call.cancel()
             if entered and not streams:
                 end(status)
             elif not entered:
