@@ -11,7 +11,7 @@ from ..answer import KEEPS, within_positions
 from ..batch import Pools
 from ..compat import CACHE, cache_of
 from ..context import within
-from ..engine.hook.installed import of as installed
+from ..engine.hook.installed import patch_of
 from ..engine.slots.storage import ROOM
 from ..families import attention_of, base_model, device_of, find_decoder, layers_of, widths
 from ..patch import evicting
@@ -30,20 +30,20 @@ from .written import Form, Written
 
 
 class Generation:
-    """prefixes   where what was read is stored
-    policy     of most prompts, by which room for running answers is made
+    """model     patched; its policy reads most prompts, so it says how much room running answers get
+    prefixes  where what was read is stored
     """
 
-    def __init__(self, model, tokenizer, prefixes: Prefixes, scheduler: Scheduler, policy):
+    def __init__(self, model, tokenizer, prefixes: Prefixes, scheduler: Scheduler):
         self.model, self.tokenizer, self.prefixes, self.scheduler = model, tokenizer, prefixes, scheduler
         self.decoder = find_decoder(model)
         self.config, self.weights = self.decoder.config, identity(self.decoder)
         self.context = getattr(self.config, "max_position_embeddings", None)
-        order, kv_heads = installed(self.decoder).order, installed(self.decoder).own.kv_heads
-        columns = 2 * widths(attention_of(layers_of(self.decoder)[order[0]], order[0]), self.config)[0]
-        self.slot = self.decoder.dtype.itemsize * columns * kv_heads * len(order)  # bytes in all heads and layers
-        slots = (scheduler.most + 1) * (self._widest(policy, self.context or 1 << 20) + ROOM)
-        self.pools = Pools(self.decoder, kv_heads * min(slots, scheduler.memory // self.slot))
+        patch = patch_of(self.decoder)
+        columns = 2 * widths(attention_of(layers_of(self.decoder)[patch.order[0]], patch.order[0]), self.config)[0]
+        self.slot = self.decoder.dtype.itemsize * columns * patch.kv_heads * len(patch.order)  # bytes in all layers
+        slots = (scheduler.most + 1) * (self._widest(patch.policy, self.context or 1 << 20) + ROOM)
+        self.pools = Pools(self.decoder, patch.kv_heads * min(slots, scheduler.memory // self.slot))
         self.form = Form(tokenizer, model)
         self.grammars = Grammars(tokenizer, _listed(model.generation_config.eos_token_id))
 
@@ -70,7 +70,10 @@ class Generation:
         begun.add_done_callback(failed)
         left = len(answers)
         while left:
-            item = await asyncio.wait_for(queue.get(), call.deadline - time.monotonic())
+            try:
+                item = await asyncio.wait_for(queue.get(), call.deadline - time.monotonic())
+            except asyncio.TimeoutError:  # another class before Python 3.11
+                raise TimeoutError from None
             if isinstance(item, BaseException):
                 raise item
             left -= item[1] is None
@@ -162,12 +165,12 @@ class Generation:
         """Read a call's prompt, and let its answers run."""
         call.check()
         rows = [self._row(call, at, answer, give) for at, answer in enumerate(answers)]
-        policy, cache, logits = self._read(call)
+        cache, logits, patch = self._read(call)
         for row in rows:
             mine = cache if row is rows[-1] else cache.fork()
             row.take(logits)
             if not row.ended:
-                self.scheduler.run(row, policy, mine)
+                self.scheduler.run(row, patch, mine)
 
     def _row(self, call: Call, at: int, answer: Written, give) -> Row:
         prompt, config, made = call.whole.ids, self._config(call), []
@@ -189,16 +192,16 @@ class Generation:
         return Row(call, answer, made[0], config.do_sample, seed, lambda parts: give((at, parts)), give)
 
     def _read(self, call: Call) -> tuple:
-        """(policy of the tokens that follow, cache, logits of the last token) of a call's prompt."""
+        """What `_through` gives after a call's whole prompt."""
         prompt, tokens = call.whole, len(call.whole.ids)
         cache = self._prefix(call, prompt)
         start = 0 if cache is None else prompt.ends[-1]
         if cache is None:
             cache = self.pools.cache()
         elif tokens - start <= call.policy.slots(tokens):
-            return KEEPS, *self._through(call, KEEPS, cache, prompt.ids[start:])
+            return self._through(call, KEEPS, cache, prompt.ids[start:])
         policy, asks = self._chosen(call.policy, tokens), None if call.hidden else self._asking(call, prompt)
-        return policy, *self._through(call, policy, cache, prompt.ids[start:], asks)
+        return self._through(call, policy, cache, prompt.ids[start:], asks)
 
     def _prefix(self, call: Call, prompt: Prompt):
         """A cache of the prompt up to its last end, of which the longest stored prefix is not read again; None without
@@ -212,13 +215,14 @@ class Generation:
             known, start = known + 1, prompt.ends[known]
         call.cached_tokens = start
         for key, end in list(zip(keys, prompt.ends))[known:]:
-            whole, _ = self._through(call, self._chosen(call.policy, end), cache, prompt.ids[start:end])
+            whole, _, _ = self._through(call, self._chosen(call.policy, end), cache, prompt.ids[start:end])
             self.prefixes.put(key, whole)
             cache, start = whole.fork(), end
         return cache
 
     def _through(self, call: Call, policy, cache, ids: list, question=None) -> tuple:
-        """(cache, logits of the last token) after a policy has read ids. Other calls get their turns between chunks."""
+        """(cache, logits of the last token, `Patch` of the policy) after a policy has read ids. Other calls get their
+        turns between chunks."""
         tokens = torch.tensor([ids], device=device_of(self.model))
         watchers = Guard(call), self.scheduler
         inside = within(question=question, watchers=watchers)
@@ -226,7 +230,7 @@ class Generation:
             out = base_model(self.model)(
                 input_ids=tokens, **{CACHE: cache}, logits_to_keep=1, use_cache=True, return_dict=True
             )
-        return cache_of(out), out.logits[0, -1]
+            return cache_of(out), out.logits[0, -1], patch_of(self.decoder)
 
     def _keys(self, call: Call, prompt: Prompt) -> list:
         start = len(prompt.ids) if prompt.text is None else prompt.text[0]

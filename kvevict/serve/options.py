@@ -7,8 +7,9 @@ from ..policy.text import DEFAULT
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `kvevict serve` (docs/commands.md). memory, disk: bytes of what is stored at most; memory bounds the
-    slots of running answers too."""
+    """The options of `kvevict serve` (docs/commands.md). disk: bytes of what is stored at most; memory: the same, and of
+    the slots of running answers.
+    """
 
     policy: str = DEFAULT
     unasked: str | None = None  # None: as `kvevict.read` without a policy

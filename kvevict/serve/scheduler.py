@@ -8,8 +8,9 @@ from contextvars import Context
 from dataclasses import dataclass, field
 
 from ..batch import Batch
+from ..engine.hook.installed import using
 from ..engine.watch.watcher import Watcher
-from ..patch import evicting
+from ..families import base_model, find_decoder
 from .call import Call
 from .errors import Refused
 
@@ -83,12 +84,12 @@ class Scheduler(Watcher):
 
     # -- in the thread that owns the model --------------------------------------------------------------------------
 
-    def run(self, row, policy, cache) -> None:
-        """Let an answer be written from the next step on. policy: of its decoded tokens; cache: of its prompt."""
+    def run(self, row, patch, cache) -> None:
+        """Let an answer be written from the next step on. patch: of its decoded tokens; cache: of its prompt."""
         for group in self._groups:
-            if group.policy == policy and group.add(row, cache):
+            if group.patch.policy == patch.policy and group.add(row, cache):
                 return
-        group = Group(self.model, policy)
+        group = Group(self.model, patch)
         group.add(row, cache)
         self._groups.append(group)
 
@@ -154,8 +155,8 @@ class Scheduler(Watcher):
 class Group:
     """Answers that are written with one policy, a token of each in a step."""
 
-    def __init__(self, model, policy):
-        self.model, self.policy, self.batch = model, policy, Batch(model)
+    def __init__(self, model, patch):
+        self.model, self.patch, self.batch = model, patch, Batch(model)
 
     def add(self, row, cache) -> bool:
         """False: it cannot share a step with the others."""
@@ -170,7 +171,7 @@ class Group:
     def step(self) -> None:
         rows = self.batch.rows
         try:
-            with evicting(self.model, self.policy, tokenizer=False):
+            with using(base_model(self.model), find_decoder(self.model), self.patch):
                 logits = self.batch.step([row.token for row in rows])
             for row, each in zip(rows, logits, strict=True):
                 row.take(each)

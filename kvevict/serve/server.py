@@ -55,8 +55,7 @@ class Server:
         self.began = int(time.time())
         self.vocabulary = model.get_input_embeddings().num_embeddings
         self.scheduler, self.metrics = Scheduler(model, batch, prefixes.memory, queue), Metrics()
-        usual = policies.built(policies.policy)
-        self.prefixes, self.manager = prefixes, Generation(model, tokenizer, prefixes, self.scheduler, usual)
+        self.prefixes, self.manager = prefixes, Generation(model, tokenizer, prefixes, self.scheduler)
         self._threads, self._tokeniser = CapacityLimiter(2), CapacityLimiter(1)
         self.handlers = {path: kind(name, tokenizer) for path, (kind, _) in ENDPOINTS.items()}
 
