@@ -7,8 +7,8 @@ from ..policy.text import DEFAULT
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `kvevict serve` (docs/commands.md). disk: bytes of what is stored at most; memory: the same, and of
-    the slots of running answers.
+    """The options of `kvevict serve` (docs/commands.md). disk: bytes of what is stored at most; memory: also of
+    running answers' slots.
     """
 
     policy: str = DEFAULT
