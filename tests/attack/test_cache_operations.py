@@ -15,7 +15,9 @@ from fuzzing import expect, fuzz
 from test_properties import policy_of
 
 import kvevict
-from kvevict.engine.read import decode, evict
+from kvevict.engine.hook import attention
+from kvevict.engine.read import choosers, evict
+from kvevict.engine.read import layer as read_layer
 from kvevict.engine.slots.cache import HALF_READ, EvictionLayer
 
 NEEDS_MORE = ("lookahead", "gate", "speckv", "speckv/paper")  # trained rows, gates, another model
@@ -62,9 +64,9 @@ class Log:
         for name, owner in TOLD.items():
             self._replace(owner, name, lambda layer, *given, what=name: self.events.append((layer, what, given)))
         self._replace(evict, "numbers", lambda call: self._at(call.layer))
-        self._replace(decode, "attend", lambda step, layer, *more: self._at(layer))
-        self._replace(decode, "carry_newest", lambda layer, x: self.events.append((layer, "newest", (x,))))
-        for module in (evict, decode):
+        self._replace(attention, "attend", lambda seen, *_: self._at(seen.layer))
+        self._replace(read_layer, "carry_newest", lambda layer, x: self.events.append((layer, "newest", (x,))))
+        for module in (evict, choosers):
             self._replace(module, "join", lambda how, new, _: self.events.append((self.now, "join", (how, new))))
         return self
 

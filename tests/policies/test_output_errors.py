@@ -18,7 +18,7 @@ import kvevict
 from kvevict import ROWS, SCORES
 from kvevict.engine.measure.observation import Observation
 from kvevict.engine.measure.quantities import measured, quantity
-from kvevict.engine.read.layer_call import LayerCall
+from kvevict.engine.read.layer import LayerCall
 from kvevict.policy import build
 from kvevict.policy.needs import need
 from kvevict.policy.refinements import REFINEMENTS

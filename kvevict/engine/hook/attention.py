@@ -7,8 +7,7 @@ import torch
 
 from ... import _ops, compat
 from ...context import context
-from ..read import decode
-from ..read.layer_call import layer_call
+from ..read.layer import Attended, attend, layer_call
 from ..slots.cache import fit
 
 NAME = "kvevict"
@@ -41,25 +40,10 @@ def attention(module, query, key, value, attention_mask, scaling=None, softcap=N
         )
     query, key, value = _stored_form(layer, query, key, value)
     new = (key, value) if new is None else new
-    if step.decoding:
-        call, out = decode.attend(step, layer, module, query, key, value, new, options, hidden)
-        if call is not None:
-            _choose(call)
-        return out[..., :width], None
-    slots = layer.slots(module)
-
-    def attend():
-        return _ops.attend(query, slots, key, value, step.first, **options)
-
-    with step.meter.clock("attend"):
-        out, lse = attend() if tap is None else tap.attended(attend)
-    call = layer_call(step, layer, module, query, key, value, out, lse, options, new=new, hidden=hidden, read=slots)
-    step.meter.watch(call, 1 + step.chooser.held)
-    layer.advance(*step.seen)
-    if step.seen[0] != call.new[0].shape[2]:
-        layer.removable = 0  # slots are fewer than columns
-    _choose(call)
-    return out[..., :width], None
+    seen = attend(Attended(step, layer, module, query, key, value, new, options, hidden=hidden), tap)
+    if step.chooser is not None and step.chooser.takes(seen):
+        _choose(layer_call(seen))
+    return seen.out[..., :width], None
 
 
 def _stored_form(layer, *tensors):
@@ -69,6 +53,7 @@ def _stored_form(layer, *tensors):
 
 def _choose(call):
     """Let the call's chooser evict slots; if other layers read these slots, wait for the last of them."""
+    call.step.meter.watch(call, 1 + call.step.chooser.held)
     if call.slots.index in call.step.patch.last_reader:
         call.step.unread[call.slots.index] = call
         return

@@ -8,8 +8,9 @@ import torch
 
 from ..measure import quantities
 from ..slots import host
+from ..slots.carried import join, of_layer
 from . import evict, propagate
-from .layer_call import LayerCall
+from .layer import Attended, LayerCall
 from .schedule import observes
 
 
@@ -20,6 +21,10 @@ class Chooser:
     onward = None  # the kvevict.engine.read.propagate.Onward: tokens of the call that upper layers read
     held = 0  # number of waiting layers with new slots
 
+    def takes(self, seen: Attended) -> bool:
+        """True if `layer` is to be called for a layer. Else its rows are stored, and it keeps all slots."""
+        return not seen.step.decoding
+
     def layer(self, call) -> None:
         """The end of one layer's attention."""
         of_tokens = call.step.patch.of_tokens is not None
@@ -27,10 +32,6 @@ class Chooser:
 
     def end(self, chunk_end) -> None:
         """The end of the call. chunk_end: its `ChunkEnd`."""
-
-    def due(self, order: int, counts) -> bool:
-        """True if a layer with counts [B, heads of all ranks] slots is to be cut."""
-        return False
 
 
 class Pending(NamedTuple):
@@ -52,6 +53,27 @@ class Deciding(Chooser):
     @property
     def held(self):
         return sum(each.call.new[0].shape[2] > 0 for each in self.pending.values())
+
+    def takes(self, seen):
+        """After a decoded token slots are scored only in a layer that is due. Every layer remembers the row, or adds its
+        attention to the carried sums."""
+        step, layer, policy = seen.step, seen.layer, seen.step.patch.policy
+        if not step.decoding:
+            return True
+        order = step.patch.order[seen.module.layer_idx]
+        observing = observes(policy, order, len(step.patch.order))
+        if policy.decode and observing and policy.rows.decoded and not policy.rows.newest:
+            row = torch.cat([seen.q, seen.out.transpose(1, 2)], 3) if step.patch.wants_outputs else seen.q
+            layer.remember(row, policy.rows.decoded)
+        slots = self.decisions.kept(order, step.patch.ranks.counts(layer).sum(1))
+        if policy.carry == "sum" and observing and policy.score.adds_attention:
+            sums = join("sum", seen.probs, layer.carry)
+            if slots is None:
+                layer.carry = of_layer(sums, layer)
+                return False
+            if evict.drop(step, layer, seen.module, slots, sums):
+                return False
+        return slots is not None or (policy.carry == "sum" and observing)
 
     def layer(self, call):
         policy, order, chunk = call.policy, call.order, call.step.chunk
@@ -81,9 +103,6 @@ class Deciding(Chooser):
         keep = self._pool(decision.cuts) if decision.pooled else {}
         for cut in decision.cuts:
             self._carry_out(cut, keep.get(cut.layer))
-
-    def due(self, order, counts):
-        return self.decisions.kept(order, counts.sum(1)) is not None
 
     def _ask(self, call):
         layers = call.policy.layers

@@ -19,7 +19,7 @@ from ..slots.latent import LatentLayer
 from ..watch.meter import Meter
 from . import evict
 from .choosers import Chooser
-from .layer_call import layer_call
+from .layer import Attended, layer_call
 from .step import Step
 
 FIRST_CUT = Policy(score="snapkv", rows=FirstWindow(), budget=2**30)
@@ -140,7 +140,8 @@ def _first_choice(call, quiet, meter):
     kv, rows = call.slots.kv, call.rows
     read = replace(call.step.read, rows=quiet.policy.rows)
     step = replace(call.step, patch=quiet, read=read, meter=meter, elsewhere={})
-    first = layer_call(step, call.layer, call.module, rows.q, kv.k, kv.v, rows.out, rows.lse, kv.options, new=call.new)
+    of = step, call.layer, call.module, rows.q, kv.k, kv.v, call.new, kv.options, rows.out, rows.lse
+    first = layer_call(Attended(*of))
     alive = first.slots.alive
     slots = np.minimum(call.step.read.budgets.targets[call.order], alive)
     slots = np.where(kv.padding < kv.k.shape[2], slots, alive)  # a row with only padding in this chunk keeps all

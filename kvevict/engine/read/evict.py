@@ -1,5 +1,5 @@
 """The idea on one screen: after a layer's attention over a chunk, score the alive slots, give every head its number,
-select, and move the survivors of [stored | new] together. `call` is a `kvevict.engine.read.layer_call.LayerCall`."""
+select, and move the survivors of [stored | new] together. `call` is a `kvevict.engine.read.layer.LayerCall`."""
 
 from typing import NamedTuple
 
@@ -9,9 +9,12 @@ import torch
 from ... import _ops
 from ...policy.heads import above
 from ...policy.heads.equal import Equal, shares
+from ...policy.scores import Score
 from ...policy.selections.token import Token
+from ..measure.observation import LayerRows
 from ..slots import host
 from ..slots.carried import join, of_layer
+from .layer import protected
 
 
 class Numbers(NamedTuple):
@@ -144,3 +147,32 @@ def store(call, choice=None, carried=None) -> None:
 def kept(x, index, fill=0):
     """x [B, Hkv, C] at the slots index [B, Hkv, K]; `fill` where the index is -1."""
     return x.expand(-1, index.shape[1], -1).gather(2, index.clamp_min(0).long()).masked_fill(index < 0, fill)
+
+
+def drop(step, layer, module, slots, sums) -> bool:
+    """Cut a layer after a decoded token to slots [B] by sums [B, Hkv, C] of its slots, with the result of a `LayerCall`
+    but without one. False, and nothing is done, unless each head drops its smallest sums regardless of other heads."""
+    counts, policy = layer.counts, step.patch.policy
+    if not _drops_smallest(policy) or step.patch.ranks.size > 1:
+        return False
+    keep = shares(slots, np.arange(counts.shape[1]))
+    if (keep > counts).any():
+        return False
+    with step.meter.clock("evict"):
+        budget, none = (layer.budget, step.patch.kv_heads), step.first.clamp_max(0)
+        rows = LayerRows(step.call_rows, *budget, None, None, None, None, 0, none)
+        first, last = protected(policy, step.rows, policy.select, rows, counts.max(1))
+        wanted = host.upload(keep, sums.device, torch.int32)
+        index = _ops.select(sums.contiguous(), layer.len, wanted, first, last, int(keep.max()))
+        layer.keep(index, keep)
+        level = keep.min() == keep.max()  # the index has no -1
+        layer.carry = sums.gather(2, index.long()) if level else kept(sums, index, torch.nan)
+        step.meter.live[module.layer_idx] = layer.live_bytes()
+    return True
+
+
+def _drops_smallest(policy) -> bool:
+    apart = policy.n_reuse == 1 and policy.warmup_layers in (None, 1) and type(policy.heads) is Equal
+    apart = apart and not policy.keep_prompt
+    plain = type(policy.score).pooled is Score.pooled and not policy.score.factors and not policy.refine.refines
+    return apart and plain and type(policy.select) is Token and not policy.select_by_layer

@@ -203,6 +203,13 @@ class EvictionLayer(CacheLayerMixin):
         result, self.storage = self.storage.decode(q, k, v, pos, self.expected, **options)
         return result
 
+    def remember(self, row, most) -> None:
+        """Keep a decoded row [B, H, 1, W] and those before it, `most` in all, to observe."""
+        before = self.decode_queries
+        if before is not None and before.shape[3] == row.shape[3]:  # else they are of another policy
+            row = torch.cat([before, row], 2)
+        self.decode_queries = row[:, :, -most:]
+
     def advance(self, columns: int, tokens) -> None:
         """Count `columns` more columns read, of which tokens [B] (or a number) are not padding."""
         least, most = int(np.min(tokens)), int(np.max(tokens))

@@ -38,3 +38,11 @@ def of_layer(numbers, layer):
         return numbers
     column = torch.arange(numbers.shape[-1], device=numbers.device)
     return numbers.masked_fill(column >= layer.len[..., None], torch.nan)
+
+
+def carry_newest(layer, numbers) -> None:
+    """The newest slot of each head carries its number: numbers [B, Hkv, 1]."""
+    width, known = layer.longest(), layer.carry
+    if known is None:
+        known = numbers.new_full((*numbers.shape[:2], width), torch.nan)
+    layer.carry = wide(known, width).scatter(2, (layer.len - 1).long()[..., None], numbers)

@@ -7,7 +7,7 @@ class Watcher:
     rows = 0  # how many of a call's last query rows `cut` needs; layers whose choice is deferred keep as many
 
     def read(self, call, score) -> None:
-        """A layer has attended. call: a `kvevict.engine.read.layer_call.LayerCall`; score: its slots' scores, neither
+        """A layer has attended. call: a `kvevict.engine.read.layer.LayerCall`; score: its slots' scores, neither
         pooled nor refined; None if they were not scored."""
 
     def cut(self, call, choice) -> None:

@@ -1,7 +1,7 @@
-"""One layer after its attention over a chunk or a decoded token: the input of its cut."""
+"""One layer in a step: its attention over [stored | new], and then the input of its cut."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,6 +11,58 @@ from ..measure.inputs import Source, rope_of
 from ..measure.observation import LayerRows, Observation, Observers, rolled
 from ..measure.quantities import measured
 from ..measure.slots import KV, Heads, Slots
+from ..slots.carried import carry_newest
+from .schedule import observes
+
+
+class Attended(NamedTuple):
+    """A layer that has attended with a step's T rows. A chunk's rows are stored once the slots are chosen; a decoded
+    token's row is stored by the op that attends."""
+
+    step: Any  # the kvevict.engine.read.step.Step
+    layer: Any  # the kvevict.engine.slots.cache.EvictionLayer
+    module: Any  # its attention module
+    q: torch.Tensor  # [B, H, T, D]
+    k: torch.Tensor  # [B, heads, T, D]
+    v: torch.Tensor
+    new: Any  # k, v [B, Hkv, T, W] as they are stored
+    options: dict  # scale, softcap, sinks of attention
+    out: Any = None  # [B, T, H, D]
+    lse: Any = None  # [B, H, T]
+    probs: Any = None  # [B, Hkv, C] attention weights of a decoded row, mean over the group; None: nothing needs them
+    hidden: Any = None  # [B, T, E] the attention block's input; None: no quantity needs it
+    held: Any = None  # the result of `EvictionLayer.slots`, if attention has read it
+
+    @property
+    def rows_to_store(self) -> int:
+        """How many of the rows the cut is to store."""
+        return 0 if self.step.decoding else max(self.k.shape[2] - self.step.appended, 0)
+
+
+def attend(seen: Attended, tap=None) -> Attended:
+    """The layer with its attention's results. tap: a `kvevict.engine.hook.replay.Call` that may know a chunk's."""
+    step, layer, module, q, k, v, new, options = seen[:8]
+    patch = step.patch
+    if step.decoding:
+        columns = layer.longest() + 1 if patch.wants_probs else 0
+        with step.meter.clock("decode"):
+            out, lse, probs = layer.decode(q, *new, step.positions, module, columns=columns, **options)
+        layer.advance(*step.seen)
+        if patch.of_tokens is not None and observes(patch.policy, patch.order[module.layer_idx], len(patch.order)):
+            inputs = Source(step, layer, module, k, seen.hidden).given(patch.of_tokens.needs)
+            carry_newest(layer, patch.of_tokens.tokens(*inputs))
+        return seen._replace(out=out, lse=lse, probs=probs if patch.wants_probs else None)
+    held = layer.slots(module)
+
+    def run():
+        return _ops.attend(q, held, k, v, step.first, **options)
+
+    with step.meter.clock("attend"):
+        out, lse = run() if tap is None else tap.attended(run)
+    layer.advance(*step.seen)
+    if step.seen[0] != seen.rows_to_store:
+        layer.removable = 0  # slots are fewer than columns
+    return seen._replace(out=out, lse=lse, held=held)
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,25 +187,23 @@ def _slots(step, layer, kv, index, pos, counts, every, protected) -> Slots:
     return Slots(index, Heads(patch.ranks, counts.shape[1]), n, counts, every, protected, pos, storage, kv, prompt)
 
 
-def layer_call(
-    step, layer, module, q, k, v, out, lse, options, probs=None, new=None, hidden=None, read=None
-) -> LayerCall:
-    """The call of a layer that has attended with q [B, H, T, D] over its slots and new k, v [B, heads, S, D].
-    hidden: as in `LayerCall`; read: the result of `EvictionLayer.slots`, if the attention has read it already."""
-    index, stored = module.layer_idx, max(k.shape[2] - step.appended, 0)
-    first, padding = step.first.clamp_max(stored), np.minimum(step.padding, stored)
+def layer_call(seen: Attended) -> LayerCall:
+    """The input of a layer's cut, once it has attended."""
+    step, layer, module = seen.step, seen.layer, seen.module
+    index, rows = module.layer_idx, seen.rows_to_store
     order = step.patch.order[index]
-    appended = k[:, :, stored:], v[:, :, stored:]
-    held = layer.slots(module) if read is None else read
-    kv = KV(held, k[:, :, :stored], v[:, :, :stored], first, padding, options, appended)
-    rope = rope_of(step, module)
-    rows = LayerRows(step.call_rows, layer.budget, step.patch.kv_heads, rope, q, out, lse, stored, first, probs)
-    pos, select = step.positions[:, :stored].contiguous(), step.patch.policy.selection(order)
+    first, padding = step.first.clamp_max(rows), np.minimum(step.padding, rows)
+    k, v, *new = (x[:, :, :rows] for x in (seen.k, seen.v, *seen.new))
+    appended = () if step.decoding else (seen.k[:, :, rows:], seen.v[:, :, rows:])
+    held = layer.slots(module) if seen.held is None else seen.held
+    kv = KV(held, k, v, first, padding, seen.options, appended)
+    now = seen.q, seen.out, seen.lse, rows, first, seen.probs
+    called = LayerRows(step.call_rows, layer.budget, step.patch.kv_heads, rope_of(step, module), *now)
+    pos, select = step.positions[:, :rows].contiguous(), step.patch.policy.selection(order)
     counts, every = _counts(step.patch.ranks, layer, kv)
-    ends = protected(step.patch.policy, step.rows, select, rows, every.max(1))
+    ends = protected(step.patch.policy, step.rows, select, called, every.max(1))
     slots = _slots(step, layer, kv, index, pos, counts, every, ends)
-    new = [x[:, :, :stored] for x in new or (k, v)]
-    return LayerCall(step, layer, module, order, slots, rows, new, select, hidden)
+    return LayerCall(step, layer, module, order, slots, called, new, select, None if step.decoding else seen.hidden)
 
 
 def protected(policy, observers, select, rows, sizes) -> tuple:
