@@ -13,7 +13,7 @@ from ... import compat, families
 from ...compat import STATE
 from ...context import context, current, enter, within
 from ...families import find_decoder
-from ..read.reader import Reader
+from ..read.sequence import Sequence
 from ..read.step import OuterCall
 from .request import Request
 
@@ -196,13 +196,7 @@ def _forward(self, run, patch, args, kwargs):
 
 def _read(decoder, run, patch, kwargs):
     request = Request(decoder, patch, kwargs)
-    reader = Reader(request, run)
-    if request.tokens == 1 and request.columns > 0:
-        output = reader.decode()
-    elif request.rolls_back and request.columns > 0 and request.wanted == request.tokens:
-        output = reader.append()
-    else:
-        output = reader.read()
+    output = Sequence(request, run).read()
     request.unpack(output)
     if request.top is None:
         request.settle()

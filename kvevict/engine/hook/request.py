@@ -111,6 +111,12 @@ class Request:
         """Put the rows of the decoder's output back in the caller's columns: `Packing.unpack`."""
         self.packing.unpack(output)
 
+    @property
+    def follows(self) -> bool:
+        """True if the tokens follow a prompt: a decoded one, or candidates that crop() may take back."""
+        candidates = self.rolls_back and self.wanted == self.tokens
+        return self.columns > 0 and (self.tokens == 1 or candidates)
+
     # -- its parts --------------------------------------------------------------------------------------------------
 
     def positions(self):

@@ -30,8 +30,8 @@ class Chooser:
         of_tokens = call.step.patch.of_tokens is not None
         evict.store(call, carried=evict.numbers(call).carried if of_tokens else call.layer.carry)
 
-    def end(self, chunk_end) -> None:
-        """The end of the call. chunk_end: its `ChunkEnd`."""
+    def end(self, span_end) -> None:
+        """The end of a span. span_end: its `kvevict.engine.read.sequence.SpanEnd`."""
 
 
 class Pending(NamedTuple):
@@ -55,8 +55,8 @@ class Deciding(Chooser):
         return sum(each.call.new[0].shape[2] > 0 for each in self.pending.values())
 
     def takes(self, seen):
-        """After a decoded token slots are scored only in a layer that is due. Every layer remembers the row, or adds its
-        attention to the carried sums."""
+        """After a decoded token only layers that are due are scored. Every layer remembers the row, or adds up its
+        attention."""
         step, layer, policy = seen.step, seen.layer, seen.step.patch.policy
         if not step.decoding:
             return True

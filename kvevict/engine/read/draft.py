@@ -84,9 +84,9 @@ class Drafting(Chooser):
         """Wait, holding only the rows that observe the prompt."""
         self.calls.append(call.drafting(max(FIRST_CUT.rows.window, call.policy.rows.window)))
 
-    def end(self, chunk_end):
+    def end(self, span_end):
         calls, self.calls = self.calls, []
-        caches = self._drafted(chunk_end, calls)
+        caches = self._drafted(span_end, calls)
         while calls:
             call = calls.pop(0)
             rows, caches[call.slots.index] = caches[call.slots.index].rows, None
@@ -94,9 +94,9 @@ class Drafting(Chooser):
             with call.step.meter.clock("evict"):
                 self.chooser.layer(replace(call, rows=replace(call.rows, drafted=drafted)))
 
-    def _drafted(self, chunk_end, calls) -> list:
+    def _drafted(self, span_end, calls) -> list:
         """The layers of an evicted copy of the cache, after tokens were drafted over it."""
-        step, meter, n_d = chunk_end.step, chunk_end.step.meter, chunk_end.step.patch.policy.rows.n_d
+        step, meter, n_d = span_end.step, span_end.step.meter, span_end.step.patch.policy.rows.n_d
         with meter.clock("draft"):
             quiet = copy.copy(step.patch)
             quiet.policy = replace(FIRST_CUT, keep_first=step.patch.policy.keep_first)
@@ -111,15 +111,15 @@ class Drafting(Chooser):
             for call in calls:
                 kind = DRAFT_LAYERS[type(call.layer)]
                 cache.layers[call.slots.index] = kind(call, _first_choice(call, quiet, unseen), n_d)
-            self._write(chunk_end, cache, quiet, unseen, n_d)
+            self._write(span_end, cache, quiet, unseen, n_d)
             meter.live["draft"] = sum(cache.layers[call.slots.index].live_bytes() for call in calls)
             meter.watch(calls[0], len(calls))
             del meter.live["draft"]
         return cache.layers
 
-    def _write(self, chunk_end, cache, quiet, meter, n_d) -> None:
+    def _write(self, span_end, cache, quiet, meter, n_d) -> None:
         """Draft greedily over `cache`, also past an end of sequence; its layers note their rows."""
-        step, request, hidden = chunk_end.step, chunk_end.request, chunk_end.hidden
+        step, request, hidden = span_end.step, span_end.request, span_end.hidden
         logits, at, none = head(request.top), step.positions[:, -1:], torch.zeros_like(step.first)
         for number in range(1, n_d + 1):
             ids, at = logits(hidden).argmax(-1), at + 1
@@ -129,7 +129,7 @@ class Drafting(Chooser):
                 quiet, step.decoder, cache, meter, at, none, 0 * step.padding, _Watch(self.errors), final_position=final
             )
             enter(step=one)
-            hidden = chunk_end.run(
+            hidden = span_end.run(
                 input_ids=ids, attention_mask=mask, position_ids=at.long(), **{CACHE: cache}, use_cache=True,
                 return_dict=True,
             ).last_hidden_state  # fmt: skip

@@ -1,8 +1,10 @@
-"""The loop around the text decoder: a prompt goes through it chunk by chunk, each as [chunk | appended rows]."""
+"""The loop around the text decoder. A prompt goes through it chunk by chunk, each as [chunk | appended rows]. Tokens
+after a prompt are one span."""
 
 import contextlib
 import warnings
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,42 +23,73 @@ from .residual import Errors
 from .step import Read, Step
 
 
+class Span(NamedTuple):
+    """Columns start .. end-1 of a call: a chunk, a decoded token, or tokens that crop() may take back."""
+
+    start: int
+    end: int
+    meter: Meter
+    chooser: Chooser | None  # of the survivors; None: all slots stay
+    read: Read | None = None  # None for tokens after a prompt
+    chunk: Any = None  # the kvevict.engine.read.schedule.Chunk of the read
+
+
 @dataclass
-class ChunkEnd:
-    """A chunk that has been through all layers, for its chooser."""
+class SpanEnd:
+    """A span that has been through all layers, for its chooser."""
 
     step: Step
     request: object
     run: object  # the decoder's original forward
-    hidden: torch.Tensor  # [B, 1, E] of the chunk's last row
+    hidden: torch.Tensor  # [B, 1, E] of the span's last row
 
 
-class Reader:
-    """Runs one `Request` through the decoder. run: the decoder's original forward."""
+class Sequence:
+    """The tokens of one `Request` on their way through the decoder. run: the decoder's original forward."""
 
     def __init__(self, request, run):
         self.request, self.run, self.patch, self.policy = request, run, request.patch, request.policy
 
-    def decode(self):
-        """Decode one token."""
-        request, patch, policy = self.request, self.patch, self.policy
-        if request.padding.any():
+    def read(self):
+        """The decoder's output for all tokens, with the last hidden states that the caller wants."""
+        hidden, request = [], self.request
+        for span in self._following() if request.follows else self._prompt():
+            output = self.step(span)
+            hidden = _last_rows([*hidden, output.last_hidden_state], request.wanted)
+        output.last_hidden_state = hidden[0] if len(hidden) == 1 else torch.cat(hidden, 1)
+        return output
+
+    def step(self, span):
+        """The decoder's output for a span, without the appended rows."""
+        request, chunk = self.request, span.chunk
+        rows = span.read.rows.rows_for(chunk, request, span.read) if chunk is not None and chunk.appended else None
+        step = self._step(span, rows)
+        enter(step=step)
+        with contextlib.nullcontext() if rows is None else rows.adapted(request.decoder):
+            positions = request.position_ids_of(span.start, span.end, step.positions.long())
+            output = self.run(**request.inputs(span.start, span.end, rows), position_ids=positions)
+        if rows is not None:
+            output.last_hidden_state = output.last_hidden_state[:, : -chunk.appended]
+        if span.chooser is not None:
+            span.chooser.end(SpanEnd(step, request, self.run, output.last_hidden_state[:, -1:]))
+        return output
+
+    def _following(self):
+        """The one span of tokens after a prompt: a decoded token, or tokens that are all stored."""
+        request, patch, policy, layers = self.request, self.patch, self.policy, self.request.layers
+        decodes, chooser = request.tokens == 1, Chooser()
+        if decodes and request.padding.any():
             raise ValueError("attention_mask hides the newly decoded token; its last column must be 1")
         request.begin()
-        layers = request.layers
-        budgets.renew(policy, request.cache, layers, patch.kv_heads, patch.ranks)
+        if decodes:
+            budgets.renew(policy, request.cache, layers, patch.kv_heads, patch.ranks)
         self._note_prompts()
-        chooser = None
-        if policy.decode or policy.carry == "sum":
-            decisions = while_decoding(policy, len(layers), patch.kv_heads, lambda order: self._most(layers[order]))
-            chooser = Deciding(decisions)
-        return self._call(0, request.tokens, request.cache.meter or Meter(), chooser)
-
-    def append(self):
-        """Append tokens that crop() may take back: all are stored."""
-        self.request.begin()
-        self._note_prompts()
-        return self._call(0, self.request.tokens, self.request.cache.meter or Meter(), Chooser())
+        if decodes and (policy.decode or policy.carry == "sum"):
+            most = lambda order: self._most(layers[order])  # noqa: E731
+            chooser = Deciding(while_decoding(policy, len(layers), patch.kv_heads, most))
+        elif decodes:
+            chooser = None
+        yield Span(0, request.tokens, request.cache.meter or Meter(), chooser)
 
     def _note_prompts(self):
         """If only decoded slots may be cut: a layer without a known prompt counts all its slots so far as prompt."""
@@ -68,8 +101,8 @@ class Reader:
         """[B] slots over all heads that a layer is cut to while decoding."""
         return layer.budget + (layer.prompt.sum(1) if self.policy.keep_prompt else 0)
 
-    def read(self):
-        """Read a prompt."""
+    def _prompt(self):
+        """The spans of a prompt: its chunks, and the tokens after it that may be taken back."""
         request, patch, policy = self.request, self.patch, self.policy
         wanted = request.wanted
         drafted = wanted - 1 if request.rolls_back and wanted > 1 else 0  # candidates after the prompt's end
@@ -80,29 +113,28 @@ class Reader:
         self._note_prompts()
         self.prompts = [layer.prompt for layer in request.layers]
         going_on = (read.tokens == 0) | self._decoded(read, self._stored(read).sum(0))
-        hidden = []
         with meter.clock("read"):
             for at, chunk in enumerate(_progress(chunks, policy.progress)):
                 if at:
                     left = sum(each.rows + len(each.again or ()) for each in chunks[at:])
                     for watcher in read.watchers:
                         watcher.chunk(left)
-                output = self._read_chunk(read, chunk)
-                hidden = _last_rows([*hidden, output.last_hidden_state], wanted)
+                chooser = self._chooser(read, chunk)
+                yield Span(chunk.start, chunk.end, meter, chooser, read, chunk)
+                self._set_budgets(read)
+                if chooser.errors is not None:
+                    read.budgets.note(chooser.errors.layers(patch, request.device).cpu().numpy())
             for layer, before in zip(request.layers, self.prompts, strict=True):
                 layer.prompt, held = None, patch.ranks.counts(layer)
                 if policy.keep_prompt:
                     layer.prompt = held if before is None else np.where(going_on[:, None], before, held)
             if drafted:
-                output = self._call(prompt, request.tokens, meter, Chooser())
-                hidden = _last_rows([*hidden, output.last_hidden_state], wanted)
-        output.last_hidden_state = hidden[0] if len(hidden) == 1 else torch.cat(hidden, 1)
+                yield Span(prompt, request.tokens, meter, Chooser())
         with meter.clock("read"):  # the report waits for a GPU to have done the rest
             meter.write(read, patch, request.cache)
         request.cache.meter = meter
         patch.keep(meter)
         read.budgets.learn()
-        return output
 
     def _begin(self, prompt, meter, wanted, drafted) -> tuple:
         """The prompt's chunks and their `Read`. Raises ValueError if the prompt cannot be read."""
@@ -140,22 +172,6 @@ class Reader:
                 layer.expected = (layer.longest() if layer.is_initialized else 0) + most[order] + ROOM
         return chunks, read
 
-    def _read_chunk(self, read, chunk):
-        request = self.request
-        chooser = self._chooser(read, chunk)
-        appended = read.rows.rows_for(chunk, request, read) if chunk.appended else None
-        step = self._step(chunk.start, chunk.end, read.meter, chooser, read, chunk, appended)
-        enter(step=step)
-        with contextlib.nullcontext() if appended is None else appended.adapted(request.decoder):
-            output = self._run(step, chunk.start, chunk.end, appended)
-        if chunk.appended:
-            output.last_hidden_state = output.last_hidden_state[:, : -chunk.appended]
-        chooser.end(ChunkEnd(step, request, self.run, output.last_hidden_state[:, -1:]))
-        self._set_budgets(read)
-        if chooser.errors is not None:
-            read.budgets.note(chooser.errors.layers(self.patch, request.device).cpu().numpy())
-        return output
-
     def _chooser(self, read, chunk):
         """The chooser of a chunk. The layers get the decided budgets."""
         policy, planned, stored = self.policy, read.budgets, self._stored(read)
@@ -188,31 +204,21 @@ class Reader:
             for layer, slots in zip(self.request.layers, read.budgets.budgets, strict=True):
                 layer.budget = slots
 
-    def _call(self, start, end, meter, chooser):
-        step = self._step(start, end, meter, chooser)
-        enter(step=step)
-        return self._run(step, start, end)
-
-    def _run(self, step, start, end, appended=None):
-        """The decoder over columns start..end-1 and the appended rows."""
-        positions = self.request.position_ids_of(start, end, step.positions.long())
-        return self.run(**self.request.inputs(start, end, appended), position_ids=positions)
-
-    def _step(self, start, end, meter, chooser, read=None, chunk=None, appended=None):
-        request = self.request
-        positions = request.positions()[:, start:end]
-        rows = 0 if appended is None else chunk.appended
-        if rows:
-            after = appended.positions
+    def _step(self, span, rows):
+        """The `Step` of a span and its appended rows."""
+        request, start, end = self.request, span.start, span.end
+        positions, appended = request.positions()[:, start:end], 0
+        if rows is not None:
+            after, appended = rows.positions, span.chunk.appended
             if after is None:
-                after = positions[:, -1:] + 1 + torch.arange(rows, device=request.device)
+                after = positions[:, -1:] + 1 + torch.arange(appended, device=request.device)
             positions = torch.cat([positions, after], 1)
-        most = end - start + rows
+        most = end - start + appended
         final = int(request.positions().max()) if families.rope_depends_on_length(request.decoder) else None
         return Step(
-            self.patch, request.decoder, request.cache, meter, positions.to(torch.int32).contiguous(),
+            self.patch, request.decoder, request.cache, span.meter, positions.to(torch.int32).contiguous(),
             (request.first - start).clamp(0, most).to(torch.int32), np.clip(request.padding - start, 0, most),
-            chooser, read, chunk, rows, final,
+            span.chooser, span.read, span.chunk, appended, final,
         )  # fmt: skip
 
 
