@@ -35,7 +35,7 @@ COMMON = {
     "kvevict": Field(OBEYED, "[see below](#who-observes)"),
 }
 WRITING = {  # of chat and completions
-    "max_tokens": Field(OBEYED, "at least 1; default 1024, or more where the model's configuration says so"),
+    "max_tokens": Field(OBEYED, "at least 1; default [1024](#length), or more where the model's configuration says so"),
     "n": Field(OBEYED, "1 to 16 answers, written together"),
     "stop": Field(OBEYED, "up to four texts"),
     "stream_options.include_usage": Field(OBEYED, "a stream's last event counts tokens"),

@@ -83,8 +83,8 @@ class Generation:
         """The answers of a call, before their first tokens. They end with the context, too."""
         config = self._config(call)
         ends, stops = set(_listed(config.eos_token_id)), (*call.stop, *_listed(config.stop_strings))
-        most = config.max_new_tokens
-        return [Written(self.form, call.parser(), stops, ends, most, call.single) for _ in range(call.answers)]
+        more = dict(most=config.max_new_tokens, single=call.single, loops="max_new_tokens" in call.sampling.changes)
+        return [Written(self.form, call.parser(), stops, ends, **more) for _ in range(call.answers)]
 
     def _widest(self, policy, tokens: int) -> int:
         """Slots of a head while a prompt is read, at most."""

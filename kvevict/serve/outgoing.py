@@ -10,6 +10,9 @@ from .call import Call
 from .errors import Refused, refused
 
 DATA = "data: "
+PAUSE = 5.0  # seconds without an event, after which a stream has a comment
+COMMENT = ": no event yet\n\n"
+HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies pass events on at once
 
 
 def error_of(refusal: Refused) -> str:
@@ -17,16 +20,24 @@ def error_of(refusal: Refused) -> str:
 
 
 class Stream(StreamingResponse):
-    """The events of a call. `end` is called once, with how the call came to its end; failed: the events of an error."""
+    """The events of a call, and comments while there are none: proxies and clients end a connection that is silent.
+    `end` is called once, with how the call came to its end; failed: the events of an error."""
 
     def __init__(self, events, call: Call, failed):
         self.events, self.call, self.failed, self.end = events, call, failed, lambda status: None
         self.status = 499  # until all was sent
-        super().__init__(self._sent(), media_type="text/event-stream")
+        self._next: asyncio.Future | None = None
+        super().__init__(self._sent(), media_type="text/event-stream", headers=HEADERS)
 
     async def _sent(self):
         try:
-            async for event in self.events:
+            while True:
+                self._next = asyncio.ensure_future(_next(self.events))
+                while not (await asyncio.wait((self._next,), timeout=PAUSE))[0]:
+                    yield COMMENT
+                event = self._next.result()
+                if event is None:
+                    break
                 yield event
             self.status = 200
         except Exception as error:
@@ -41,6 +52,8 @@ class Stream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self.call.cancel()
+            if self._next is not None:
+                await stopped(self._next)
             await self.events.aclose()
             self.end(self.status)
 
@@ -64,3 +77,36 @@ async def unless_gone(request, call, work):
 async def _gone(request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+async def _next(events):
+    """The next event; None after the last."""
+    return await anext(events, None)
+
+
+async def stopped(task) -> None:
+    """Cancel a task, and wait until it has ended."""
+    task.cancel()
+    await asyncio.wait((task,))
+    if not task.cancelled():
+        task.exception()  # known
+
+
+async def soon(task):
+    """The result of a task; None where it takes longer than a stream may be silent."""
+    try:
+        await asyncio.wait((task,), timeout=PAUSE)
+        return task.result() if task.done() else None
+    except BaseException:
+        await stopped(task)
+        raise
+
+
+async def late(task):
+    """The events of the stream that a task results in."""
+    stream = await task
+    try:
+        async for event in stream.events:
+            yield event
+    finally:
+        await stream.events.aclose()

@@ -39,7 +39,7 @@ class Row:
             self._ids[0, self._length] = self.token
             self._length += 1
             self.give(parts)
-            if self.answer.ended or self.answer.tokens >= self.answer.most:
+            if self.answer.over:
                 self.give(self.answer.close())
                 self.give(None)
                 self.ended = True

@@ -1,5 +1,6 @@
 """What happens to a request from its first byte to its last."""
 
+import asyncio
 import hashlib
 import hmac
 import re
@@ -22,7 +23,7 @@ from .handlers import Chat, Completions, Responses
 from .kept import parts
 from .messages import tools_of
 from .metrics import Metrics
-from .outgoing import Stream, unless_gone
+from .outgoing import Stream, late, soon, unless_gone
 from .policies import Policies
 from .prefixes import Prefixes, mark_of
 from .sampling import Sampling
@@ -126,7 +127,8 @@ class Server:
     async def answer(self, path: str, request: Request) -> Response:
         owner, identity = self.owner(request), f"{uuid.uuid4()}"
         call, body = await self.body(request, lambda body: (self.call(path, owner, body), body))
-        return await self._ended(call, identity, request, self._answer(path, call, body, identity))
+        failed = self.handlers[path].failed if body.get("stream") else None
+        return await self._ended(call, identity, request, self._answer(path, call, body, identity), failed)
 
     async def _answer(self, path, call, body, identity):
         handler = self.handlers[path]
@@ -214,19 +216,26 @@ class Server:
         """One at a time: a tokenizer has a state, such as whether special tokens are letters."""
         return await to_thread.run_sync(function, *args, limiter=self._tokeniser)
 
-    async def _ended(self, call, identity, request, work) -> Response:
-        """The response of `work`; what the call came to is counted and logged."""
+    async def _ended(self, call, identity, request, work, failed=None) -> Response:
+        """The response of `work`; what the call came to is counted and logged. failed: the events of an error, of a
+        stream, which begins before `work` ends where that takes long."""
         status, entered, streams = 500, False, False
         request.state.noted = True
 
         def end(status: int) -> None:
-            self.scheduler.leave()
+            work.close()
+            call.cancel()
+            if entered:
+                self.scheduler.leave()
             self._note(call, identity, status)
 
         try:
             self.scheduler.enter()
             entered = True
-            response = await unless_gone(request, call, work)
+            task = asyncio.ensure_future(work)
+            response = await unless_gone(request, call, task if failed is None else soon(task))
+            if response is None:
+                response = Stream(late(task), call, failed)
             status, streams = response.status_code, isinstance(response, Stream)
             if streams:
                 response.end = end
@@ -235,13 +244,8 @@ class Server:
             status = _status(error)
             raise
         finally:
-            work.close()
             if not streams:
-                call.cancel()
-            if entered and not streams:
                 end(status)
-            elif not entered:
-                self._note(call, identity, status)
 
     def _note(self, call, identity, status) -> None:
         if call.text is not None and not self.texts.knows(call.owner, call.text):  # it was deleted, or not stored

@@ -9,6 +9,7 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall, get_response
 from transformers.utils.chat_parsing import ResponseParser, parse_response
 
 from ..prompts import rendered
+from .repetition import Repetition
 
 HALF = "\ufffd"  # a tokenizer's letter for a part of a character
 CONTENT, REASONING, CALLS = "content", ("reasoning_content", "thinking"), "tool_calls"  # fields of response templates
@@ -66,10 +67,12 @@ class Written:
     ends    tokens that end it
     most    tokens that it may have
     single  whether it ends with its first tool call
+    loops   whether it may have so many where it repeats itself, too
     """
 
-    def __init__(self, form: Form, parser, stops, ends, most: int, single: bool = False):
+    def __init__(self, form: Form, parser, stops, ends, most: int, single: bool = False, loops: bool = True):
         self.tokenizer, self.parser, self.silent = form.tokenizer, parser, form.silent(parser)
+        self._repetition = None if loops else Repetition()
         self.stops, self.ends, self.most, self.single = stops, ends, most, single
         self.tokens, self.ended, self.calls = 0, False, False
         self._ids: list = []  # that are decoded together; the first `_told` are in a part already
@@ -79,15 +82,22 @@ class Written:
         self._decided, self._certain = 0, 0  # letters that were decoded, and those of them that are in parts
 
     @property
+    def over(self) -> bool:
+        """Whether it takes no more tokens."""
+        return self.ended or self.tokens >= self.most
+
+    @property
     def finish(self) -> str:
         """OpenAI's `finish_reason`."""
-        if not self.ended and self.tokens >= self.most:
+        if self.over and not self.ended:
             return "length"
         return "tool_calls" if self.calls else "stop"
 
     def put(self, token: int, probabilities: tuple | None = None) -> list:
         """probabilities: the logarithm of the token's, and {token: logarithm} of the likeliest."""
         self.tokens += 1
+        if self._repetition is not None and self._repetition.put(token):
+            self.most = self.tokens
         if token in self.ends:
             self.ended, self._end = True, token
         elif token not in self.silent:

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -359,3 +360,27 @@ def test_tokens_that_are_not_text():
     known = {each: tokenizer.convert_tokens_to_ids(each) for each in ("<|im_end|>", "<|pad|>")}
     assert known["<|pad|>"] in silent and known["<|im_end|>"] not in silent
     assert set(known.values()) <= form.silent(None)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_an_answer_that_repeats_itself(path):
+    """It ends with four copies of a piece, of 64 tokens or more, where the request does not give `max_tokens`."""
+    client, ids = Client(server()), AutoTokenizer.from_pretrained(kvevict.small_llama())("one two three")["input_ids"]
+    for piece, count in ((ids[-1:], 64), (ids[-3:], 64), (list(range(300, 330)), 120)):
+        with saying(model(), [5, 6, 7, *piece * 200]):
+            for stream in (False, True):
+                found = answered(client, path, stream, most=None)
+                used = found["usage"].get("completion_tokens") or found["usage"]["output_tokens"]
+                assert (used, found["finish"]) == (3 + count, "length")
+            asked = answered(client, path, most=140)["usage"]
+            assert (asked.get("completion_tokens") or asked["output_tokens"]) == 140  # as it was asked for
+
+
+def test_texts_do_not_repeat_themselves():
+    """Neither do prose, tables and code, in any 1,024 of their tokens."""
+    from kvevict.serve.repetition import Repetition
+
+    tokenizer, folder = AutoTokenizer.from_pretrained(kvevict.small_llama()), Path(kvevict.__file__).parents[1]
+    for file in ("docs/methods.md", "docs/results.md", "csrc/ops.def", "kvevict/serve/fields.py", "LICENSE"):
+        seen = Repetition()
+        assert not any(map(seen.put, tokenizer((folder / file).read_text(), verbose=False)["input_ids"])), file

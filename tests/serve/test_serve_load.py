@@ -5,12 +5,13 @@ import gc
 import json
 import random
 import threading
+import time
 
 import pytest
 from fuzzing import SEED
 from serving import FACTS, FILLER, TEXT, Client, asks, cached, events, said, server, unpatched  # noqa: F401
 
-from kvevict.serve import call
+from kvevict.serve import call, outgoing
 
 OPENS = dict(kvevict=dict(text="text"))
 LONG = dict(messages=[dict(role="user", content="Once")], max_tokens=1500, logit_bias={"0": -100})
@@ -86,10 +87,13 @@ def test_no_time_at_all(stream):
     assert client.ask(*question("Orshan", kvevict={})).status_code == 200
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [False, True, "begun"])
 @pytest.mark.parametrize("reading", [False, True])
 def test_a_client_that_leaves(stream, reading, monkeypatch, caplog):
-    """The turn is free at once, in the middle of a read, and of an answer."""
+    """The turn is free at once, in the middle of a read, and of an answer; after comments, too."""
+    if stream == "begun":
+        monkeypatch.setattr(outgoing, "PAUSE", 0.01)
+        stream = True
     client = Client(server(context=2048))
     begun = threading.Event()
 
@@ -141,6 +145,59 @@ def test_a_client_that_leaves(stream, reading, monkeypatch, caplog):
     assert said(client.ask(*question("Orshan", kvevict={})))
     text = client.ask("GET", "/metrics").text
     assert 'status="499"} 1.0' in text and "kvevict_queue 0.0" in text
+
+
+def silent(monkeypatch, seconds=0.4) -> None:
+    """Reading takes so long, and a stream may be silent for a tenth of it."""
+    read = call.Guard.read
+
+    def slow(self, *args):
+        time.sleep(seconds / 2)  # the bundled model reads with two layers
+        return read(self, *args)
+
+    monkeypatch.setattr(call.Guard, "read", slow)
+    monkeypatch.setattr(outgoing, "PAUSE", seconds / 10)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+def test_a_stream_that_is_not_silent(path, monkeypatch):
+    """While it waits for its turn, while its prompt is read, and between the answers of a request, a stream has
+    comments; its events are the same."""
+    client, words = Client(server()), FILLER * 20
+    asked = {
+        "/v1/chat/completions": dict(messages=[dict(role="user", content=words)], max_tokens=2, n=2),
+        "/v1/completions": dict(prompt=words, max_tokens=2, n=2),
+        "/v1/responses": dict(input=words, max_output_tokens=2),
+    }[path] | dict(stream=True)  # fmt: skip
+    before = client.post(path, **asked)
+    silent(monkeypatch)
+    for response in together(client, *[("POST", path, asked)] * 2):
+        assert kinds(response) == kinds(before) and response.status_code == 200
+        assert response.headers["cache-control"] == "no-cache" and response.headers["x-accel-buffering"] == "no"
+        pieces = response.text.split("\n\n")
+        comments = [at for at, piece in enumerate(pieces) if piece.startswith(":")]
+        assert comments[0] == 0
+        if "n" in asked:
+            assert comments[-1] > len(comments)  # after events
+    assert ":" not in [piece[:1] for piece in before.text.split("\n\n")]
+
+
+def kinds(response) -> list:
+    return [(each.get("type"), each.get("choices")) for each in events(response)]
+
+
+def test_an_error_after_a_stream_has_begun(monkeypatch):
+    """It is the stream's last event, and the turn is free."""
+    client, body = Client(server()), dict(prompt=FILLER * 20, max_tokens=2, stream=True)
+    silent(monkeypatch)
+    client.server.timeout = 0.2
+    for late in together(client, *[("POST", "/v1/completions", body)] * 2):
+        assert late.status_code == 200 and late.text.startswith(":")
+        assert events(late)[-1]["error"]["message"].startswith("the request took longer")
+    text = client.ask("GET", "/metrics").text
+    assert 'endpoint="/v1/completions",status="504"} 2.0' in text and "kvevict_queue 0.0" in text
+    client.server.timeout = 600
+    assert client.ask(*question("Orshan", kvevict={})).status_code == 200
 
 
 GARBAGE = [
