@@ -71,7 +71,7 @@ def shoot_server(browser):
                 tab.set_input_files("#file", "notes.txt")
                 tab.wait_for_selector("#kept span")
                 tab.fill("#question", "What is the code of Naislet?")
-                tab.click("#ask button")
+                tab.click("#send")
                 tab.wait_for_selector("#answers small:not(:empty)")
                 said = tab.inner_text("#answers")
                 assert "364735" in said, said

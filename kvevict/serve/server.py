@@ -152,15 +152,22 @@ class Server:
         name, text = checked(body.get("name")), body.get("text")
         if not (isinstance(text, str) and text.strip()):
             raise Refused(400, "text must be a text, and not empty")
+        if text.startswith("%PDF-"):
+            raise Refused(400, "text is a PDF file: give the words in it")
+        replace = body.get("replace", True)
+        if not isinstance(replace, bool):
+            raise Refused(400, "replace must be true or false")
+        if not replace:
+            self.texts.free(owner, name, text)
         asked = check.ours({"kvevict": {k: v for k, v in body.items() if k in ("policy", "budget")}})
         policy = self.policies.of(asked, True)[0]
         call = self._of_text("/v1/kvevict/texts", owner, policy, text)
-        return await self._ended(call, f"{uuid.uuid4()}", request, self._store(call, name))
+        return await self._ended(call, f"{uuid.uuid4()}", request, self._store(call, name, replace))
 
-    async def _store(self, call, name):
+    async def _store(self, call, name, replace):
         whole = await self._alone(call)
         await self.manager.read(call, whole)
-        before = await self._aside(self.texts.put, call.owner, name, call.text)
+        before = await self._aside(self.texts.put, call.owner, name, call.text, replace)
         if before is not None:
             await self._forget(call.owner, before)
         return JSONResponse({"object": "kvevict.text", "name": name, "tokens": whole.text[1] - whole.text[0]})

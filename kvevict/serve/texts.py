@@ -3,8 +3,8 @@
 import contextlib
 import hashlib
 import json
-import re
 import threading
+import unicodedata
 from pathlib import Path
 
 from .. import files
@@ -12,16 +12,21 @@ from .errors import Refused
 from .log import LOG
 
 FORMAT = "kvevict-text-1"
-NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
+LETTERS, BYTES = 100, 240  # of a name at most; the latter as a file has it
+JOINERS = "\u200c\u200d"  # in words of many scripts
 
 
 def checked(name) -> str:
-    """A text's name. Raises Refused for one that could be more than a file name."""
-    if not (isinstance(name, str) and NAME.fullmatch(name)):
+    """A text's name, as it is compared. Raises Refused for one that could be more than a file name."""
+    found = unicodedata.normalize("NFC", name) if isinstance(name, str) else ""
+    fits = 0 < len(found) <= LETTERS and len(found.encode("utf-8", "replace")) <= BYTES
+    fits = fits and all(each.isprintable() or each in JOINERS for each in found)
+    if not (fits and found == found.strip() and found[0] != "." and not set("/\\") & set(found)):
         raise Refused(
-            400, "name must be 1 to 100 letters, digits, dots, dashes and underscores, and not begin with a dot"
-        )
-    return name
+            400, f"name must be 1 to {LETTERS} letters, {BYTES} bytes at most, without slashes and a dot or a space in "
+            "front", param="name",
+        )  # fmt: skip
+    return found
 
 
 class Texts:
@@ -43,7 +48,7 @@ class Texts:
     def _load(self, path) -> None:
         try:
             said = json.loads(path.read_bytes())
-            owner, name, text = path.parent.name, path.stem, said["text"]
+            owner, name, text = path.parent.name, unicodedata.normalize("NFC", path.stem), said["text"]
             if said != _said(owner, name, text):
                 raise ValueError("its checksum is not that of its content")
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -54,10 +59,17 @@ class Texts:
         self._texts[owner, name] = text, _size(text)
         self.bytes += _size(text)
 
-    def put(self, owner: str, name: str, text: str) -> str | None:
-        """Store a text, in place of the one of this name, which is returned. Raises Refused where it does not fit or
-        cannot be written."""
+    def free(self, owner: str, name: str, text: str) -> None:
+        """Raise Refused where the name is another text's."""
+        if self._texts.get((owner, name), (text,))[0] != text:
+            raise Refused(409, f"there is a text {name!r} already: give another name", "text_exists", "name")
+
+    def put(self, owner: str, name: str, text: str, replace: bool = True) -> str | None:
+        """Store a text, in place of the one of this name, which is returned, if it may be replaced. Raises Refused
+        where it does not fit or cannot be written."""
         with self._lock:
+            if not replace:
+                self.free(owner, name, text)
             before, own = self._texts.get((owner, name), (None, 0))
             size = self.bytes - own + _size(text)
             if size > self.most:

@@ -4,6 +4,8 @@ import asyncio
 import logging
 import os
 import threading
+import unicodedata
+from urllib.parse import quote
 
 import pytest
 from serving import FACTS, FILLER, TEXT, Client, asks, cached, model, said, server, unpatched  # noqa: F401
@@ -202,13 +204,63 @@ def test_texts_belong_to_their_key(tmp_path):
 
 def test_names_stay_in_the_store(tmp_path):
     client = Client(server(tmp_path / "store"))
-    for name in ("../x", "..", ".", "", "a/b", "a\\b", "/etc/passwd", "a\0b", "é", "x" * 101, 5, None, ["x"], "a\n"):
+    hostile = [
+        "../x", "..", ".", "", "a/b", "a\\b", "/etc/passwd", "a\0b", "x" * 101, 5, None, ["x"], "a\n", " a", "a ",
+        "\x85", "\u202egpj.txt", "\ufeffa", "a\u2028b", "文" * 81, "\u200d\0", ".文", "\u3000",
+    ]  # fmt: skip
+    for name in hostile:
         for response in (client.store(name), client.chat("Who?", kvevict=dict(text=name))):
             if name is not None or response.status_code != 200:
                 assert response.status_code in (400, 404), name
                 assert client.server.texts.bytes == 0
     assert client.ask("DELETE", "/v1/kvevict/texts/..%2F..%2Fx").status_code in (400, 404)
     assert {path.name for path in tmp_path.rglob("*")} <= {"store", "texts", "prefixes"}
+
+
+NAMES = [
+    "文章.txt", "Отчёт за май.pdf.txt", "تقرير.md", "می\u200cخواهم.txt", "हिन्दी", "รายงาน.txt", "보고서", "Übung é.txt",
+    "📘 notes.txt", "a (2).txt", "100% #1?.txt", "文" * 80, "x" * 100, "con", "a..b", "-", "'\"<b>&.txt",
+]  # fmt: skip
+
+
+def test_names_in_every_script(tmp_path):
+    """A text is found by its name, also when its file is, after a restart, and however its accents are written."""
+    client = Client(server(tmp_path / "store"))
+    for at, name in enumerate(NAMES):
+        assert client.store(name, f"{at} {FILLER}").json()["name"] == name
+    again = Client(server(tmp_path / "store"))
+    for served in (client, again):
+        assert {each["name"] for each in served.ask("GET", "/v1/kvevict/texts").json()["data"]} == set(NAMES)
+        for at, name in enumerate(NAMES):
+            assert served.server.texts.get("everyone", unicodedata.normalize("NFD", name)) == f"{at} {FILLER}"
+        assert served.chat("Who?", kvevict=dict(text=NAMES[0])).status_code == 200
+    for name in NAMES:
+        assert again.ask("DELETE", f"/v1/kvevict/texts/{quote(name, safe='')}").json()["name"] == name
+    assert not list((tmp_path / "store" / "texts").rglob("*.json"))
+
+
+def test_a_text_that_is_not_to_be_replaced():
+    """A name with another text is taken, whether that was there before or came while this one was read."""
+    client, path = Client(server()), "/v1/kvevict/texts"
+    assert client.store("a", FILLER).status_code == 200
+    assert client.post(path, name="a", text=FILLER, replace=False).status_code == 200  # the same
+    taken = client.post(path, name="a", text=TEXT, replace=False)
+    assert taken.status_code == 409 and taken.json()["error"]["code"] == "text_exists"
+    assert client.server.texts.get("everyone", "a") == FILLER
+    assert client.post(path, name="a", text=TEXT, replace="no").status_code == 400
+
+    async def both():
+        asked = [("POST", path, dict(name="b", text=text, replace=False)) for text in (TEXT, FILLER)]
+        return await asyncio.gather(*(client.asked(*each) for each in asked))
+
+    assert sorted(each.status_code for each in asyncio.run(both())) == [200, 409]
+    assert client.server.texts.get("everyone", "b") == TEXT
+    assert client.store("a", TEXT).status_code == 200 and client.server.texts.get("everyone", "a") == TEXT
+
+
+def test_a_file_that_is_not_a_text():
+    refused = Client(server()).store("a.pdf", "%PDF-1.7 %\ufffd\ufffd")
+    assert refused.status_code == 400 and "PDF" in refused.json()["error"]["message"]
 
 
 def test_bytes_are_those_of_the_tensors():

@@ -164,11 +164,11 @@ def test_the_page_in_a_browser(asked, tmp_path):
         tab.wait_for_selector("#texts option[value=text]", state="attached")
         tab.set_input_files("#file", tmp_path / "my notes.txt")
         tab.wait_for_selector("#kept span")
-        assert tab.inner_text("#kept") == f"<b>{TEXT}</b>" and tab.input_value("#texts") == "my-notes.txt"
+        assert tab.inner_text("#kept") == f"<b>{TEXT}</b>" and tab.input_value("#texts") == "my notes.txt"
         assert "364" in tab.evaluate("[...document.querySelectorAll('#kept span')].map(s => s.textContent)")
         for name in FACTS:
             tab.fill("#question", asks(name))
-            tab.click("#ask button")
+            tab.click("#send")
             tab.wait_for_selector("#stop", state="hidden")
             tab.wait_for_selector("#answers div:first-child small:not(:empty)")
             said = tab.inner_text("#answers div:first-child")
@@ -176,6 +176,49 @@ def test_the_page_in_a_browser(asked, tmp_path):
         assert str(FACTS["Naislet"]) in tab.inner_text("#answers")
         tab.select_option("#texts", "")
         assert tab.is_hidden("#shown") and not errors
+        browser.close()
+
+
+def test_the_page_of_a_phone(asked, tmp_path):
+    """A question about a text that is being read waits for it. A name of any script stays, and no text of its name is
+    replaced. A file that is not a text is refused. Needs what the test before needs."""
+    api = pytest.importorskip("playwright.sync_api")
+    if "CHROMIUM" not in os.environ:
+        pytest.skip("CHROMIUM is not set")
+    files = {
+        "one/文章.txt": TEXT.encode(),
+        "two/文章.txt": f"{TEXT} Yes.".encode(),
+        "a.pdf": b"%PDF-1.7\xff",
+        "b.txt": b"\xe9",
+    }
+    for name, data in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(data)
+    with api.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=os.environ["CHROMIUM"], args=["--no-sandbox"])
+        phone = browser.new_context(viewport=dict(width=375, height=700), color_scheme="dark")
+        tab = phone.new_page()
+        tab.goto(asked.page)
+        tab.wait_for_selector("#keyed:not([hidden])")
+        assert tab.inner_text("#note") == "this server needs a key"
+        tab.fill("#key", "key")
+        tab.press("#key", "Tab")
+        tab.wait_for_selector("#texts option[value=text]", state="attached")
+        tab.fill("#question", asks("Velmora"))
+        for name, text in (("one", "文章.txt"), ("two", "文章 (2).txt")):
+            tab.set_input_files("#file", tmp_path / name / "文章.txt")
+            tab.click("#send")
+            tab.wait_for_selector("#stop", state="hidden")
+            said = tab.inner_text("#answers div:first-child")
+            assert said.startswith(f"{text}\n") and str(FACTS["Velmora"]) in said
+            assert tab.input_value("#texts") == text
+        for name, why in (("a.pdf", "save the PDF's text"), ("b.txt", "save it as UTF-8")):
+            tab.set_input_files("#file", tmp_path / name)
+            tab.wait_for_selector(f"#note:has-text({json.dumps(why)})")
+            assert tab.input_value("#texts") == "文章 (2).txt"
+        tab.wait_for_selector("#kept span")
+        assert "by all" in tab.inner_text("#legend")
+        assert tab.evaluate("document.documentElement.scrollWidth") == 375
         browser.close()
 
 
