@@ -1,6 +1,7 @@
 import os
 
 from ..serve.options import Options
+from ..serve.sharing import SHARES
 from . import add_budget, build_policies, check_complete, check_folder, command, number
 
 EXTRA = ("fastapi", "uvicorn", "openai", "prometheus_client", "transformers.cli.serving")
@@ -25,9 +26,13 @@ def serve(parser, argv):
         help="reads stored texts, and parts that requests share; default gate if the model has gates, else read-twice",
     )
     add_budget(parser, Options.budget, Options.chunk_size)
-    parser.add_argument("--share", action="store_true",
-                        help="read all before the last user's message by --unasked, once for all requests that begin "
-                        "with it, unless a request names its question")  # fmt: skip
+    parser.add_argument("--share", choices=SHARES, default=Options.share,
+                        help="what --unasked reads once for all requests that begin with it: auto, all before a chat's "
+                        "last user's message, and a plain prompt's first 1,024 tokens or more, where they come again "
+                        "(default); always, from the first request on; never, stored texts alone")  # fmt: skip
+    parser.add_argument("--share-budget", default=str(Options.share_budget), metavar="SLOTS",
+                        help="kept slots per kv head of what is shared: a number, or a share of its tokens, then at "
+                        "least --budget; bounded by --memory-bytes; default 0.5")  # fmt: skip
     parser.add_argument(
         "--memory-bytes",
         default=f"{Options.memory >> 30}G",
@@ -91,6 +96,7 @@ def serve(parser, argv):
     own = ("policy", "unasked", "chunk_size", "share", "dtype", "device", "name", "store", "batch", "queue", "timeout")
     given = {name: getattr(args, name) for name in own}
     given |= dict(keys=tuple(keys), hosts=(args.host, *args.allow_host))
+    given["share_budget"] = number(args.share_budget)
     options = Options(budget=number(args.budget), memory=memory, disk=disk, **given)
     from ..serve.hosts import name_of
     from ..serve.start import start

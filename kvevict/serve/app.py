@@ -65,6 +65,10 @@ def application(server: Server) -> FastAPI:
     async def remove(request: Request, name: str):
         return await server.remove(request, name)
 
+    @app.get("/v1/kvevict/queue")
+    async def queue(request: Request):
+        return server.queue(request)
+
     @app.get("/v1/kvevict/texts/{name}/kept")
     async def kept(request: Request, name: str):
         return await server.kept(request, name)
@@ -92,7 +96,10 @@ def application(server: Server) -> FastAPI:
     @app.get("/metrics")
     async def metrics(request: Request):
         server.owner(request)
-        return Response(server.metrics.text(server.scheduler, server.prefixes), media_type="text/plain; version=0.0.4")
+        return Response(
+            server.metrics.text(server.scheduler, server.prefixes, list(server.calls.values())),
+            media_type="text/plain; version=0.0.4",
+        )
 
     return app
 

@@ -9,6 +9,7 @@ from typing import Any
 from ..engine.watch.watcher import Watcher
 from .prompt import Prompt
 from .sampling import Sampling
+from .sharing import NEVER
 
 
 class Cancelled(Exception):
@@ -24,6 +25,8 @@ class Call:
     hidden    whether the policy reads all but the last user's message without that, to be shared
     question  a text of the prompt that observes; None: the last user's message
     text      a stored text that is put before the first user's message
+    share     whether a beginning that came before is shared: "auto", "never" or "always"
+    reader    reads what is shared
     deadline  of time.monotonic()
     """
 
@@ -33,6 +36,8 @@ class Call:
     hidden: bool = False
     question: str | None = None
     text: str | None = None
+    share: str = NEVER
+    reader: Any = None
     answers: int = 1  # that are written
     seed: int | None = None  # of the first
     stop: tuple = ()
@@ -53,6 +58,10 @@ class Call:
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt, from a stored prefix
     new_tokens: int = 0  # of all answers
+    shared_tokens: int = 0  # of the prompt's beginning that others share
+    kept: float = 1.0  # the share of these that is kept
+    read_tokens: int = 0  # of the prompt, so far
+    running: bool = False  # it has had its turn
     _cancelled: threading.Event = field(default_factory=threading.Event)
 
     def cancel(self) -> None:
@@ -78,10 +87,11 @@ class Call:
 
 
 class Guard(Watcher):
-    """Ends the reading of a prompt whose call has ended."""
+    """Ends the reading of a prompt whose call has ended, and says how far it is. start: tokens before it."""
 
-    def __init__(self, call: Call):
-        self.call = call
+    def __init__(self, call: Call, start: int = 0):
+        self.call, self.start = call, start
 
     def read(self, call, score) -> None:
         self.call.check()
+        self.call.read_tokens = self.start + call.step.chunk.start

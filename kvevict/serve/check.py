@@ -7,6 +7,7 @@ import re
 from .errors import Refused
 from .fields import NAMES
 from .messages import ITEMS
+from .sharing import SHARES
 
 NUMBERS = {  # name: least, most
     "temperature": (0, 2), "top_p": (0, 1), "min_p": (0, 1), "frequency_penalty": (-2, 2), "presence_penalty": (-2, 2),
@@ -19,7 +20,7 @@ SEED = 1 << 63
 SAMPLING = {"temperature": (0.01, 2), "top_p": (0.01, 1), "min_p": (0, 1), "repetition_penalty": (0.1, 10)}
 COUNTS = {"max_new_tokens": 1, "top_k": 0}  # of a generation_config, too
 FLAGS = "stream", "store", "parallel_tool_calls"
-OURS = ("policy", "budget", "question", "text")
+OURS = ("policy", "budget", "question", "text", "share")
 TEMPLATE = re.compile(r"enable_[a-z_]+|thinking|reasoning_effort|date_string")
 CHOSEN = "auto", "none", "required"  # of tool_choice
 FORMATS = "text", "json_object", "json_schema"
@@ -214,6 +215,8 @@ def ours(body: dict) -> dict:
     _must(
         question is None or (isinstance(question, str) and question.strip()), "kvevict.question must be a text or null"
     )
+    share = asked.get("share")
+    _must(share is None or share in SHARES, f"kvevict.share must be {', '.join(SHARES)}")
     budget = asked.get("budget")
     fits = (_whole(budget) and 1 <= budget < 1 << 31) or (isinstance(budget, float) and 0 < budget < 1)
     _must(budget is None or fits, "kvevict.budget must be a whole number of slots, or a fraction between 0 and 1")

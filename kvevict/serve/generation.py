@@ -23,9 +23,10 @@ from .errors import Refused
 from .grammar import Calls, Following, Grammars
 from .kept import shares
 from .prefixes import Prefixes, key_of, mark_of
-from .prompt import Prompt, of_chat, of_messages, of_text
+from .prompt import Prompt, chat_cuts, of_chat, of_messages, of_text
 from .row import Row
 from .scheduler import Scheduler
+from .sharing import AUTO, Sharing, pieces
 from .written import Form, Written
 
 
@@ -44,7 +45,7 @@ class Generation:
         self.slot = self.decoder.dtype.itemsize * columns * patch.kv_heads * len(patch.order)  # bytes in all layers
         slots = (scheduler.most + 1) * (self._widest(patch.policy, self.context or 1 << 20) + ROOM)
         self.pools = Pools(self.decoder, patch.kv_heads * min(slots, scheduler.memory // self.slot))
-        self.form = Form(tokenizer, model)
+        self.form, self.sharing = Form(tokenizer, model), Sharing()
         self.grammars = Grammars(tokenizer, _listed(model.generation_config.eos_token_id))
 
     # -- in the event loop ------------------------------------------------------------------------------------------
@@ -91,8 +92,9 @@ class Generation:
         return min(tokens, policy.slots(tokens) + (policy.chunk_size or tokens))
 
     def _size(self, call: Call, new: int) -> int:
-        """Bytes of an answer's slots, at most."""
-        return self.slot * (self._widest(call.policy, len(call.whole.ids)) + new)
+        """Bytes of an answer's slots at most, beside those of prefixes."""
+        ends, tokens = call.whole.ends, len(call.whole.ids)
+        return self.slot * (self._widest(call.policy, tokens - (ends[-1] if ends else 0)) + new)
 
     def _left(self, call: Call) -> int:
         """Tokens of a call's prompt that are not stored."""
@@ -150,6 +152,9 @@ class Generation:
             prompt = of_chat(self.tokenizer, call.messages, call.template, self.context)
         if not prompt.ids:
             raise Refused(400, "the prompt is empty: give at least one word")
+        if call.share == AUTO:
+            cuts = chat_cuts(self.tokenizer, call.messages, call.template, prompt) if call.messages else None
+            prompt = self.sharing.cut(call.owner, prompt, call.reader, cuts)
         call.whole, call.prompt_tokens = prompt, len(prompt.ids)
         if call.question is not None and find(self.tokenizer, prompt.ids, call.question) is None:
             raise Refused(400, "the prompt does not have kvevict.question: give its words as the prompt has them")
@@ -196,35 +201,64 @@ class Generation:
         prompt, tokens = call.whole, len(call.whole.ids)
         cache = self._prefix(call, prompt)
         start = 0 if cache is None else prompt.ends[-1]
+        policy = call.reader.of(tokens) if call.hidden else call.policy
         if cache is None:
             cache = self.pools.cache()
-        elif tokens - start <= call.policy.slots(tokens):
-            return self._through(call, KEEPS, cache, prompt.ids[start:])
-        policy, asks = self._chosen(call.policy, tokens), None if call.hidden else self._asking(call, prompt)
-        return self._through(call, policy, cache, prompt.ids[start:], asks)
+        elif tokens - start <= policy.slots(tokens):
+            return self._through(call, KEEPS, cache, prompt.ids[start:], start)
+        asks = None if call.hidden else self._asking(call, prompt)
+        return self._through(call, self._chosen(policy, tokens), cache, prompt.ids[start:], start, asks)
 
     def _prefix(self, call: Call, prompt: Prompt):
         """A cache of the prompt up to its last end, of which the longest stored prefix is not read again; None without
         an end."""
-        keys = self._keys(call, prompt)
+        if not prompt.ends:
+            return None
+        keys, policies = self._keys(call, prompt), call.reader.policies(prompt.ends)
         cache, start, known = None, 0, len(keys)
         while known and cache is None:
             known -= 1
             cache = self.prefixes.get(keys[known])
         if cache is not None:
             known, start = known + 1, prompt.ends[known]
-        call.cached_tokens = start
-        for key, end in list(zip(keys, prompt.ends))[known:]:
-            whole, _, _ = self._through(call, self._chosen(call.policy, end), cache, prompt.ids[start:end])
-            self.prefixes.put(key, whole)
-            cache, start = whole.fork(), end
+        steps = list(zip(keys, policies, prompt.ends))[known:]
+        if not call.hidden:  # between the shortest and the longest nothing is stored
+            steps = [step for step in steps if step[2] in (prompt.ends[0], prompt.ends[-1])]
+        call.cached_tokens, call.shared_tokens = start, prompt.ends[-1]
+        call.kept = call.reader.kept(call.shared_tokens)
+        for key, policy, end in steps:
+            cache = self._beginning(call, prompt, cache, start, end, policy)
+            self.prefixes.put(key, cache)
+            cache, start = cache.fork(), end
         return cache
 
-    def _through(self, call: Call, policy, cache, ids: list, question=None) -> tuple:
-        """(cache, logits of the last token, `Patch` of the policy) after a policy has read ids. Other calls get their
-        turns between chunks."""
+    def _beginning(self, call: Call, prompt: Prompt, cache, start: int, end: int, policy):
+        """A cache of the prompt up to an end, which follows a cache up to `start`. It is read in pieces: where the
+        request ends before, what was kept of them waits for the next request, which goes on from there."""
+        stops, part = pieces(self._within(policy, end), start, end), None
+        for stop in stops[-2::-1]:
+            known = self.prefixes.get(self._key(call, prompt, policy, stop))
+            if known is not None:
+                cache, start, part = known, stop, self._key(call, prompt, policy, stop)
+                call.cached_tokens = max(call.cached_tokens, stop)
+                break
+        for stop in [stop for stop in stops if stop > start]:
+            chosen = self._chosen(policy, end)
+            cache, _, _ = self._through(call, chosen, cache, prompt.ids[start:stop], start)
+            start = stop
+            if part is not None:
+                self.prefixes.remove(part)
+            if stop < end:
+                part = self._key(call, prompt, policy, stop)
+                self.prefixes.put(part, cache)
+                cache = cache.fork()
+        return cache
+
+    def _through(self, call: Call, policy, cache, ids: list, start: int, question=None) -> tuple:
+        """(cache, logits of the last token, `Patch` of the policy) after a policy has read ids, of which the first is
+        the prompt's number `start`. Other calls get their turns between chunks."""
         tokens = torch.tensor([ids], device=device_of(self.model))
-        watchers = Guard(call), self.scheduler
+        watchers = Guard(call, start), self.scheduler
         inside = within(question=question, watchers=watchers)
         with evicting(self.model, policy, tokenizer=False), inside, torch.no_grad():
             out = base_model(self.model)(
@@ -233,11 +267,17 @@ class Generation:
             return cache_of(out), out.logits[0, -1], patch_of(self.decoder)
 
     def _keys(self, call: Call, prompt: Prompt) -> list:
-        start = len(prompt.ids) if prompt.text is None else prompt.text[0]
+        if not prompt.ends:
+            return []
         return [
-            key_of(call.owner, self.weights, call.policy, prompt.ids[:end], call.text if end > start else None)
-            for end in prompt.ends
+            self._key(call, prompt, policy, end)
+            for policy, end in zip(call.reader.policies(prompt.ends), prompt.ends, strict=True)
         ]
+
+    def _key(self, call: Call, prompt: Prompt, policy, end: int) -> str:
+        start = len(prompt.ids) if prompt.text is None else prompt.text[0]
+        text = call.text if end > start else None
+        return key_of(call.owner, self.weights, policy, prompt.ids[:end], text)
 
     def _asking(self, call: Call, prompt: Prompt):
         """Which tokens observe."""
@@ -247,10 +287,12 @@ class Generation:
         return LastTurn(self.tokenizer, said[-1] if said else call.prompt)
 
     def _chosen(self, policy, tokens: int):
-        """A policy that reads this many tokens."""
-        if policy.rows.repeats and policy.chunk_size is not None:
-            policy = within_positions(policy, self.config, tokens)
-        return told(policy, self.tokenizer)
+        return told(self._within(policy, tokens), self.tokenizer)
+
+    def _within(self, policy, tokens: int):
+        """A policy for a prompt of so many tokens."""
+        repeats = policy.rows.repeats and policy.chunk_size is not None
+        return within_positions(policy, self.config, tokens) if repeats else policy
 
 
 def _listed(value) -> list:

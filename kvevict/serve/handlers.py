@@ -10,6 +10,7 @@ from . import messages
 from .errors import Refused
 from .events import Items
 from .outgoing import DATA, error_of
+from .sharing import said as shared
 from .written import HALF, Token, joined
 
 DONE = f"{DATA}[DONE]\n\n"
@@ -88,7 +89,7 @@ class _Choices(_Handler):
         return _event(self._said(self.part, identity, [choice]))
 
     def _said(self, kind, identity, choices, call=None) -> dict:
-        usage = {} if call is None else dict(usage=_usage(call))
+        usage = {} if call is None else dict(usage=_usage(call)) | _ours(call)
         return dict(id=identity, object=kind, created=int(time.time()), model=self.name, choices=choices) | usage
 
 
@@ -172,7 +173,7 @@ class Responses(_Handler):
         for part in joined([part for _, each in parts for part in each or ()]):
             items.add(part)
         items.close(answers[0].finish)
-        return items.response(call).model_dump(exclude_none=True)
+        return items.response(call).model_dump(exclude_none=True) | _ours(call)
 
     async def events(self, call, identity, answers, parts):
         items = Items(self.name, identity)
@@ -197,6 +198,12 @@ def _usage(call) -> dict:
         prompt_tokens=read, completion_tokens=wrote, total_tokens=read + wrote,
         prompt_tokens_details=dict(cached_tokens=call.cached_tokens),
     )  # fmt: skip
+
+
+def _ours(call) -> dict:
+    """The field `kvevict` of an answer: how much of a shared beginning is kept."""
+    told = shared(call)
+    return dict(kvevict=told) if told else {}
 
 
 def _call(identity: str, at: int, part) -> dict:

@@ -4,6 +4,8 @@ import json
 import logging
 import time
 
+from .sharing import said
+
 LOG = logging.getLogger("kvevict.serve")
 
 
@@ -32,7 +34,7 @@ def served(call, identity: str, status: int) -> None:
     facts["seconds"] = round(time.monotonic() - call.began, 3)
     if call.first_token is not None:
         facts["first_token_seconds"] = round(call.first_token - call.began, 3)
-    LOG.info("request", extra={"facts": facts})
+    LOG.info("request", extra={"facts": facts | said(call)})
 
 
 def refused(endpoint: str, status: int, client) -> None:

@@ -1,9 +1,22 @@
-"""What Prometheus reads at /metrics."""
+"""What Prometheus reads at /metrics, and how far requests are."""
+
+import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 OTHER = "other"  # the endpoint of a request to none that there is
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+
+
+def progress(call, identity: str) -> dict:
+    """How far a call is."""
+    whole, cached, written = call.prompt_tokens, call.cached_tokens, call.new_tokens
+    read = max((whole if written else min(call.read_tokens, whole)) - cached, 0)
+    return dict(
+        id=identity, endpoint=call.endpoint, state="running" if call.running else "waiting",
+        seconds=round(time.monotonic() - call.began, 3), prompt_tokens=whole, cached_tokens=cached,
+        tokens_to_read=max(whole - cached, 0), tokens_read=read, tokens_written=written,
+    )  # fmt: skip
 
 
 class Metrics:
@@ -19,6 +32,7 @@ class Metrics:
         self.running = Gauge("kvevict_running", "Answers that are written", **own)
         self.read = Counter("kvevict_tokens_read", "Prompt tokens that the model read", **own)
         self.saved = Counter("kvevict_tokens_saved", "Prompt tokens that came from stored prefixes", **own)
+        self.left = Gauge("kvevict_tokens_to_read", "Prompt tokens that running requests have not read yet", **own)
         self.written = Counter("kvevict_tokens_written", "Tokens that the model wrote", **own)
         self.cache = Gauge("kvevict_cache_bytes", "Bytes of stored prefixes", ["place"], **own)
         self.first = Histogram(
@@ -38,9 +52,11 @@ class Metrics:
         if call.first_token is not None:
             self.first.observe(call.first_token - call.began)
 
-    def text(self, scheduler, prefixes) -> bytes:
+    def text(self, scheduler, prefixes, calls) -> bytes:
         self.queue.set(scheduler.waiting)
         self.running.set(scheduler.running)
+        every = [progress(call, "") for call in calls]
+        self.left.set(sum(each["tokens_to_read"] - each["tokens_read"] for each in every))
         self.cache.labels("memory").set(prefixes.live_bytes)
         self.cache.labels("disk").set(prefixes.file_bytes)
         return generate_latest(self.registry)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from ..policy.text import DEFAULT
+from .sharing import AUTO
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,8 @@ class Options:
     unasked: str | None = None  # None: as `kvevict.read` without a policy
     budget: int | float = 512
     chunk_size: int | None = 512
-    share: bool = False
+    share: str = AUTO
+    share_budget: int | float = 0.5
     dtype: str = "auto"
     device: str | None = None
     name: str | None = None

@@ -1,34 +1,57 @@
 """Which policy reads a request."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from ..policy.checks import PLENTY, one_of
 from ..policy.policy import build
 from ..policy.presets import PRESETS
 from ..policy.text import parse_policy
 from .errors import Refused
+from .sharing import ALWAYS, AUTO, NEVER, SHARES, Reader
 
 LAST = object()  # the question that a request does not name: the last user's message
 
 
+class Chosen(NamedTuple):
+    """policy    reads what is not shared
+    hidden    whether it does so without the question
+    question  that the request names, or None
+    share     one of `SHARES`
+    reader    reads what is shared
+    """
+
+    policy: Any
+    hidden: bool
+    question: str | None
+    share: str
+    reader: Reader
+
+
 @dataclass(frozen=True)
 class Policies:
-    """policy   as text, reads a prompt whose question is known
-    unasked  as text, reads what is shared: stored texts, and prompts whose question is null
-    share    whether a request's question is null where it does not name one
-    context  the model's, in tokens; a request may not keep more of that many than the server's own budget
+    """policy        as text, reads a prompt whose question is known
+    unasked       as text, reads what is shared
+    share         of a request that does not say it
+    share_budget  of what is shared
+    context       the model's, in tokens; a request may not keep more of that many than the server's own budget
+    most          slots that memory holds
     """
 
     policy: str
     unasked: str
     budget: int | float
     chunk_size: int | None = None
-    share: bool = False
+    share: str = AUTO
+    share_budget: int | float = 0.5
     context: int = 1 << 20
+    most: int = PLENTY
 
     def __post_init__(self):
+        one_of("share", self.share, SHARES)
         self.built(self.policy)
         self.built(self.unasked)
+        self.built(self.unasked, self.share_budget)
 
     def built(self, text: str, budget=None) -> Any:
         name, options = parse_policy(text)
@@ -37,21 +60,38 @@ class Policies:
             common["chunk_size"] = self.chunk_size
         return build(name, **common | options)
 
-    def of(self, asked: dict, opens_text: bool) -> tuple:
-        """(policy, whether the question is hidden from it, the question or None) of a request's field `kvevict`.
+    def reader(self, name: str | None = None, budget=None) -> Reader:
+        """By a request's policy and budget, where it gives them."""
+        policy = self.built(name or self.unasked, self.share_budget if budget is None else budget)
+        known = self.built(self.policy)
+        least = 1 if budget is not None or known.budget is None else known.slots(0)
+        return Reader(policy, policy.budget, least, self.most)
 
-        Raises Refused or ValueError for what cannot be had.
-        """
-        question = asked.get("question", None if self.share else LAST)
+    def of(self, asked: dict, opens_text: bool) -> Chosen:
+        """By a request's field `kvevict`. Raises Refused or ValueError for what cannot be had."""
+        share, question = self._asked(asked, opens_text)
+        hidden, own = share == ALWAYS, self.reader()
+        name, budget = asked.get("policy"), asked.get("budget")
+        if name not in (None, self.policy, self.unasked, *PRESETS):
+            raise Refused(400, f"there is no policy {str(name)[:200]!r}: give a name that `kvevict policies` lists")
+        reader = self.reader(name, budget) if hidden else own
+        policy = reader.policy if hidden else self.built(name or self.policy, budget)
+        most = (own if hidden else self.built(self.policy)).slots(self.context)
+        if (reader if hidden else policy).slots(self.context) > most:
+            raise Refused(400, f"kvevict.budget is larger than the server's: ask for at most {most} slots")
+        return Chosen(policy, hidden, question, share, reader)
+
+    def _asked(self, asked: dict, opens_text: bool) -> tuple:
+        """(share, question or None). What is always shared is read without a question."""
+        share, question = asked.get("share"), asked.get("question", LAST)
         if opens_text and isinstance(question, str):
             raise Refused(400, "a stored text is read before its questions: leave kvevict.question out")
-        hidden = opens_text or question is None
-        own = self.unasked if hidden else self.policy
-        name = asked.get("policy", own)
-        if name not in (self.policy, self.unasked, *PRESETS):
-            raise Refused(400, f"there is no policy {str(name)[:200]!r}: give a name that `kvevict policies` lists")
-        policy = self.built(name, asked.get("budget"))
-        most = self.built(own).slots(self.context)
-        if policy.slots(self.context) > most:
-            raise Refused(400, f"kvevict.budget is larger than the server's: ask for at most {most} slots")
-        return policy, hidden, question if isinstance(question, str) else None
+        if share == NEVER and (opens_text or question is None):
+            raise Refused(400, "a stored text, and a prompt without a question, are shared: leave kvevict.share out")
+        if share in (AUTO, ALWAYS) and isinstance(question, str):
+            raise Refused(400, "a prompt whose question is named is not shared: leave kvevict.share out")
+        if opens_text or question is None:
+            return ALWAYS, None
+        if isinstance(question, str):
+            return NEVER, question
+        return share or self.share, None

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from .. import sealed
+from ..families import EVICTS, attention_of, find_decoder, heads, is_latent, layer_kinds, layers_of, widths
+from ..policy.checks import PLENTY
 from ..store import FORMAT, OPTIONAL, load_cache, save_cache
 from .log import LOG
 
@@ -39,6 +41,19 @@ def bytes_of(cache) -> int:
                 storage = tensor.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
+
+
+def slots_in(model, size: int) -> int:
+    """Slots of every head whose keys, values and positions take up so many bytes."""
+    decoder = find_decoder(model)
+    config, kinds = decoder.config, layer_kinds(decoder.config)
+    bytes_of_slot = 0
+    for index, layer in enumerate(layers_of(decoder)):
+        if kinds[index] in EVICTS:
+            stored, read = widths(attention_of(layer, index), config)
+            each = (stored if is_latent(config) else 2 * read) * next(decoder.parameters()).element_size() + 4
+            bytes_of_slot += each * (1 if is_latent(config) else heads(decoder, kinds)[1])
+    return min(size // bytes_of_slot, PLENTY) if bytes_of_slot else PLENTY
 
 
 class Prefixes:
@@ -98,12 +113,17 @@ class Prefixes:
         """Store a cache, which nobody changes any more."""
         self._hold(key, cache)
 
+    def remove(self, key: str) -> None:
+        """Forget one cache, where it is stored."""
+        if key in self._live:
+            self.live_bytes -= self._live.pop(key)[1]
+        if key in self._files:
+            self._forget(key)
+
     def forget(self, mark: str) -> None:
         """Remove the prefixes of a stored text from memory and disk."""
-        for key in [key for key in self._live if key.endswith(f"-{mark}")]:
-            self.live_bytes -= self._live.pop(key)[1]
-        for key in [key for key in self._files if key.endswith(f"-{mark}")]:
-            self._forget(key)
+        for key in [key for key in (*self._live, *self._files) if key.endswith(f"-{mark}")]:
+            self.remove(key)
 
     def flush(self, keys=None) -> None:
         """Write what memory holds of these keys, or all that it holds, to disk, to outlive the process."""

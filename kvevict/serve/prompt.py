@@ -1,6 +1,8 @@
 """A request's prompt as token ids, and where it may be cut into prefixes that other requests share."""
 
+from bisect import bisect_left
 from dataclasses import dataclass
+from itertools import accumulate
 
 from ..prompts import MARK, first_ids, ids_of, rendered
 from .errors import Refused
@@ -24,6 +26,39 @@ def of_chat(tokenizer, messages: list, template: dict, context: int | None) -> P
     return joined(tokenizer, [(_plain, rendered(tokenizer, messages, "these messages", **template))], context)
 
 
+def chat_cuts(tokenizer, messages: list, template: dict, prompt: Prompt) -> tuple:
+    """The ends of a chat's beginnings before each user's message, where a token ends there. No end for a template that
+    changes a message with a mark before it, and a tokenizer that does not say where its tokens are."""
+    if not tokenizer.is_fast:
+        return ()
+    marked = [_marked(message) if message["role"] == "user" else message for message in messages]
+    try:
+        parts = rendered(tokenizer, marked, "these messages", **template).split(MARK)
+    except ValueError:
+        return ()
+    told = tokenizer("".join(parts), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    if told["input_ids"] != prompt.ids:
+        return ()
+    return _places(told["offset_mapping"], list(accumulate(map(len, parts[:-1]))))
+
+
+def _places(offsets: list, letters: list) -> tuple:
+    """The numbers of tokens before each of these letters of a text, where one begins there. offsets: (first letter, the
+    one after the last) of every token."""
+    starts = [start for start, _ in offsets]
+    found = ((bisect_left(starts, letter), letter) for letter in letters)
+    return tuple(
+        place for place, letter in found
+        if 0 < place < len(starts) and starts[place] == letter and offsets[place - 1][1] <= letter
+    )  # fmt: skip
+
+
+def _marked(message: dict, before: str = "") -> dict:
+    """A message with a mark where its content begins."""
+    content = message["content"].replace(MARK, "") if isinstance(message.get("content"), str) else ""
+    return {**message, "content": MARK + before + content}
+
+
 def of_messages(tokenizer, messages: list, template: dict, context: int | None, text: str | None = None) -> Prompt:
     """A chat, cut before every user's message; `text` opens the first of them, which it ends two lines before.
 
@@ -33,11 +68,11 @@ def of_messages(tokenizer, messages: list, template: dict, context: int | None, 
     # A mark where a user's message begins: what is before it is tokenised apart, alike in every request.
     first, marked = True, []
     for message in messages:
-        content = message["content"].replace(MARK, "") if isinstance(message.get("content"), str) else ""
         if message["role"] == "user":
-            content = MARK + ("\n\n" if first and text is not None else "") + content
+            marked.append(_marked(message, "\n\n" if first and text is not None else ""))
             first = False
-        marked.append({**message, "content": content})
+        else:
+            marked.append({**message, "content": _marked(message)["content"].removeprefix(MARK)})
     if first and text is not None:
         raise ValueError("a stored text opens the user's turn: give a message of the role user")
     parts = rendered(tokenizer, marked, "these messages", **template).split(MARK)

@@ -133,6 +133,8 @@ class Scheduler(Watcher):
 
     def _take(self, turn: Turn) -> None:
         self._inside.append(turn)
+        if turn.call is not None:
+            turn.call.running = True
         try:
             turn.result.set_result(turn.work())
         except BaseException as error:

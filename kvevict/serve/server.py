@@ -22,16 +22,19 @@ from .grammar import schema_of, schema_of_calls
 from .handlers import Chat, Completions, Responses
 from .kept import parts
 from .messages import tools_of
-from .metrics import Metrics
+from .metrics import Metrics, progress
 from .outgoing import Stream, late, soon, unless_gone
-from .policies import Policies
+from .policies import Chosen, Policies
 from .prefixes import Prefixes, mark_of
 from .sampling import Sampling
 from .scheduler import Scheduler
+from .sharing import said
 from .texts import Texts, checked
 
 SMALL = 1 << 16  # bytes of a body that is read where it came, so that small requests are answered in their order
 JSON = re.compile(r"application/(json|.+\+json)\s*(;|$)")
+STORE = "/v1/kvevict/texts"
+TEXT = "policy", "budget"  # of a stored text
 ENDPOINTS = {  # path: handler, what it checks
     CHAT: (Chat, check.chat),
     COMPLETIONS: (Completions, check.completion),
@@ -57,6 +60,7 @@ class Server:
         self.vocabulary = model.get_input_embeddings().num_embeddings
         self.scheduler, self.metrics = Scheduler(model, batch, prefixes.memory, queue), Metrics()
         self.prefixes, self.manager = prefixes, Generation(model, tokenizer, prefixes, self.scheduler)
+        self.calls: dict[str, Call] = {}  # that have not ended
         self._threads, self._tokeniser = CapacityLimiter(2), CapacityLimiter(1)
         self.handlers = {path: kind(name, tokenizer) for path, (kind, _) in ENDPOINTS.items()}
 
@@ -102,8 +106,11 @@ class Server:
         if body.get("model", self.name) != self.name:
             raise self.other_model(body["model"])
         asked = check.ours(body)
-        text = self.texts.get(owner, asked["text"]) if asked.get("text") is not None else None
-        policy, hidden, question = self.policies.of(asked, text is not None)
+        text = None
+        if asked.get("text") is not None:
+            text = self.texts.get(owner, asked["text"])
+            asked = self.texts.asked(owner, asked["text"]) | asked
+        chosen = self.policies.of(asked, text is not None)
         template = dict(body.get("chat_template_kwargs", {}))
         effort = body.get("reasoning_effort", body.get("reasoning", {}).get("effort"))
         if effort is not None:
@@ -114,8 +121,8 @@ class Server:
         single = not body.get("parallel_tool_calls", True)
         calls = schema_of_calls(body.get("tool_choice", "auto"), tools, single)
         return Call(
-            path, owner, policy, hidden, question, text, answers=body.get("n", 1), seed=body.get("seed"),
-            stop=check.stops(body), tools=tools, single=single,
+            path, owner, *chosen[:3], text, chosen.share, chosen.reader, answers=body.get("n", 1),
+            seed=body.get("seed"), stop=check.stops(body), tools=tools, single=single,
             schema=calls or schema_of(body), forced=calls is not None,
             usage=body.get("stream_options", {}).get("include_usage", False),
             sampling=Sampling.of(body, check.sampling(body)), deadline=time.monotonic() + self.timeout,
@@ -149,6 +156,8 @@ class Server:
     async def store(self, request: Request) -> Response:
         """POST /v1/kvevict/texts: store a text by its name, and read it."""
         owner, body = self.owner(request), await self.body(request)
+        if unknown := set(body) - {"name", "text", *TEXT}:
+            raise Refused(400, f"a text has no field {min(unknown)[:200]!r}", "unknown_parameter", min(unknown)[:200])
         name, text = checked(body.get("name")), body.get("text")
         if not (isinstance(text, str) and text.strip()):
             raise Refused(400, "text must be a text, and not empty")
@@ -159,18 +168,18 @@ class Server:
             raise Refused(400, "replace must be true or false")
         if not replace:
             self.texts.free(owner, name, text)
-        asked = check.ours({"kvevict": {k: v for k, v in body.items() if k in ("policy", "budget")}})
-        policy = self.policies.of(asked, True)[0]
-        call = self._of_text("/v1/kvevict/texts", owner, policy, text)
-        return await self._ended(call, f"{uuid.uuid4()}", request, self._store(call, name, replace))
+        asked = check.ours({"kvevict": {k: v for k, v in body.items() if k in TEXT}})
+        call = self._of_text(STORE, owner, self.policies.of(asked, True), text)
+        return await self._ended(call, f"{uuid.uuid4()}", request, self._store(call, name, replace, asked))
 
-    async def _store(self, call, name, replace):
+    async def _store(self, call, name, replace, asked):
         whole = await self._alone(call)
         await self.manager.read(call, whole)
-        before = await self._aside(self.texts.put, call.owner, name, call.text, replace)
+        before = await self._aside(self.texts.put, call.owner, name, call.text, replace, asked)
         if before is not None:
             await self._forget(call.owner, before)
-        return JSONResponse({"object": "kvevict.text", "name": name, "tokens": whole.text[1] - whole.text[0]})
+        tokens = dict(tokens=whole.text[1] - whole.text[0])
+        return JSONResponse(dict(object="kvevict.text", name=name) | tokens | dict(kvevict=said(call)))
 
     async def remove(self, request: Request, name: str) -> dict:
         """DELETE /v1/kvevict/texts/NAME: forget a text, and what was kept of it."""
@@ -186,8 +195,8 @@ class Server:
     async def kept(self, request: Request, name: str) -> Response:
         """GET /v1/kvevict/texts/NAME/kept: what is kept of a stored text."""
         owner = self.owner(request)
-        text, policy = self.texts.get(owner, name), self.policies.of({}, True)[0]
-        call = self._of_text("/v1/kvevict/texts/kept", owner, policy, text)
+        text, chosen = self.texts.get(owner, name), self.policies.of(self.texts.asked(owner, name), True)
+        call = self._of_text("/v1/kvevict/texts/kept", owner, chosen, text)
         return await self._ended(call, f"{uuid.uuid4()}", request, self._kept(call, name))
 
     async def _kept(self, call, name):
@@ -203,8 +212,16 @@ class Server:
 
         return await self._tokenising(response)
 
-    def _of_text(self, endpoint, owner, policy, text) -> Call:
-        return Call(endpoint, owner, policy, True, text=text, deadline=time.monotonic() + self.timeout)
+    def _of_text(self, endpoint, owner, chosen: Chosen, text) -> Call:
+        deadline = time.monotonic() + self.timeout
+        return Call(endpoint, owner, *chosen[:3], text, chosen.share, chosen.reader, deadline=deadline)
+
+    def queue(self, request: Request) -> dict:
+        """GET /v1/kvevict/queue: how far the requests of a key are; those of others are counted."""
+        owner, calls = self.owner(request), list(self.calls.items())
+        data = [progress(call, identity) for identity, call in calls if call.owner == owner]
+        waiting = sum(not call.running for _, call in calls)
+        return {"object": "kvevict.queue", "waiting": waiting, "running": len(calls) - waiting, "data": data}
 
     async def _alone(self, call) -> prompt.Prompt:
         """A call's text as it opens a request, without a question. Raises Refused where it does not fit the context."""
@@ -227,7 +244,7 @@ class Server:
         """The response of `work`; what the call came to is counted and logged. failed: the events of an error, of a
         stream, which begins before `work` ends where that takes long."""
         status, entered, streams = 500, False, False
-        request.state.noted = True
+        request.state.noted, self.calls[identity] = True, call
 
         def end(status: int) -> None:
             work.close()
@@ -255,7 +272,9 @@ class Server:
                 end(status)
 
     def _note(self, call, identity, status) -> None:
-        if call.text is not None and not self.texts.knows(call.owner, call.text):  # it was deleted, or not stored
+        self.calls.pop(identity, None)
+        goes_on = call.endpoint == STORE and status in (499, 504)  # the next request goes on with what was read
+        if not (call.text is None or goes_on or self.texts.knows(call.owner, call.text)):  # it was deleted
             self.scheduler.submit(self.prefixes.forget, mark_of(call.owner, call.text))
         self.metrics.note(call, status)
         log.served(call, identity, status)

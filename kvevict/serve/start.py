@@ -21,7 +21,7 @@ from .connections import serving
 from .metrics import OTHER
 from .options import Options
 from .policies import Policies
-from .prefixes import Prefixes
+from .prefixes import Prefixes, slots_in
 from .server import Server
 from .texts import Texts
 
@@ -58,7 +58,10 @@ def server_of(model=None, **options) -> Server:
     loaded, tokenizer = load_model(where, told.dtype, told.device)
     context = getattr(loaded.config, "max_position_embeddings", None)
     hidden = told.unasked or unasked(find_decoder(loaded))
-    policies = Policies(told.policy, hidden, told.budget, told.chunk_size, told.share, context or 1 << 20)
+    policies = Policies(
+        told.policy, hidden, told.budget, told.chunk_size, told.share, told.share_budget, context or 1 << 20,
+        slots_in(loaded, told.memory),
+    )  # fmt: skip
     patch(loaded, policies.built(told.policy), tokenizer=tokenizer)
     folder = None if told.store is None else Path(told.store)
     texts = Texts(told.memory if folder is None else told.disk, folder and folder / "texts")

@@ -37,7 +37,7 @@ class Texts:
 
     def __init__(self, most: int, folder=None):
         self.most, self.folder = most, None if folder is None else Path(folder)
-        self._texts: dict = {}  # (owner, name) -> (text, bytes)
+        self._texts: dict = {}  # (owner, name) -> (text, bytes, policy and budget that it asks for)
         self._lock = threading.Lock()  # held by who changes texts
         self.bytes = 0
         if self.folder is not None:
@@ -49,14 +49,15 @@ class Texts:
         try:
             said = json.loads(path.read_bytes())
             owner, name, text = path.parent.name, unicodedata.normalize("NFC", path.stem), said["text"]
-            if said != _said(owner, name, text):
+            asked = said.get("asked", {})
+            if said != _said(owner, name, text, asked):
                 raise ValueError("its checksum is not that of its content")
         except (OSError, ValueError, KeyError, TypeError) as error:
             LOG.warning(
                 "a stored text is damaged and not known", extra={"facts": {"file": str(path), "reason": str(error)}}
             )
             return
-        self._texts[owner, name] = text, _size(text)
+        self._texts[owner, name] = text, _size(text), asked
         self.bytes += _size(text)
 
     def free(self, owner: str, name: str, text: str) -> None:
@@ -64,13 +65,14 @@ class Texts:
         if self._texts.get((owner, name), (text,))[0] != text:
             raise Refused(409, f"there is a text {name!r} already: give another name", "text_exists", "name")
 
-    def put(self, owner: str, name: str, text: str, replace: bool = True) -> str | None:
-        """Store a text, in place of the one of this name, which is returned, if it may be replaced. Raises Refused
-        where it does not fit or cannot be written."""
+    def put(self, owner: str, name: str, text: str, replace: bool = True, asked: dict | None = None) -> str | None:
+        """Store a text, in place of the one of this name, which is returned, if it may be replaced. asked: how it is
+        read, where that is not the server's way. Raises Refused where it does not fit or cannot be written."""
+        asked = {key: value for key, value in (asked or {}).items() if value is not None}
         with self._lock:
             if not replace:
                 self.free(owner, name, text)
-            before, own = self._texts.get((owner, name), (None, 0))
+            before, own, _ = self._texts.get((owner, name), (None, 0, {}))
             size = self.bytes - own + _size(text)
             if size > self.most:
                 raise Refused(507, f"the texts would take {size} bytes, and the server stores {self.most}: delete some")
@@ -78,10 +80,10 @@ class Texts:
                 path = self._path(owner, name)
                 try:
                     path.parent.mkdir(mode=0o700, exist_ok=True)
-                    files.write(path, json.dumps(_said(owner, name, text)), mode=0o600)
+                    files.write(path, json.dumps(_said(owner, name, text, asked)), mode=0o600)
                 except OSError as error:
                     raise Refused(507, f"the text cannot be stored: {error.strerror}") from None
-            self._texts[owner, name], self.bytes = (text, _size(text)), size
+            self._texts[owner, name], self.bytes = (text, _size(text), asked), size
             return before
 
     def get(self, owner: str, name: str) -> str:
@@ -92,6 +94,10 @@ class Texts:
             raise Refused(
                 404, f"there is no text {name!r}: store it with POST /v1/kvevict/texts", "text_not_found"
             ) from None
+
+    def asked(self, owner: str, name: str) -> dict:
+        """The policy and the budget that a text asks for."""
+        return self._texts.get((owner, name), ("", 0, {}))[2]
 
     def remove(self, owner: str, name: str) -> str:
         """Forget a text, which is returned. Raises Refused for one that the owner does not have."""
@@ -105,19 +111,20 @@ class Texts:
 
     def knows(self, owner: str, text: str) -> bool:
         """Whether a text is stored under any name of the owner's."""
-        return any(whose == owner and each == text for (whose, _), (each, _) in list(self._texts.items()))
+        return any(whose == owner and each == text for (whose, _), (each, *_) in list(self._texts.items()))
 
     def of(self, owner: str) -> list:
         """(name, bytes) of an owner's texts."""
-        return sorted((name, size) for (whose, name), (_, size) in list(self._texts.items()) if whose == owner)
+        return sorted((name, size) for (whose, name), (_, size, _) in list(self._texts.items()) if whose == owner)
 
     def _path(self, owner, name) -> Path:
         return self.folder / owner / f"{checked(name)}.json"
 
 
-def _said(owner, name, text) -> dict:
-    digest = hashlib.sha256("\0".join((owner, name, text)).encode("utf-8", "surrogatepass")).hexdigest()
-    return dict(format=FORMAT, name=name, text=text, sha256=digest)
+def _said(owner, name, text, asked) -> dict:
+    more = (json.dumps(asked, sort_keys=True),) if asked else ()
+    digest = hashlib.sha256("\0".join((owner, name, text, *more)).encode("utf-8", "surrogatepass")).hexdigest()
+    return dict(format=FORMAT, name=name, text=text, sha256=digest) | (dict(asked=asked) if asked else {})
 
 
 def _size(text: str) -> int:

@@ -52,10 +52,10 @@ def test_a_text_is_read_once(alone):
 
 def test_a_chats_past_is_read_once():
     """Each turn reads what is new; the answers are those of a server that reads the whole chat."""
-    client, fresh = Client(server(share=True)), None
+    client, fresh = Client(server(share="always")), None
     turns, before = [f"{TEXT}\n\n{asks('Naislet')}"], 0
     for name in ("Orshan", "Velmora", "Naislet"):
-        fresh = Client(server(share=True))
+        fresh = Client(server(share="always"))
         response, other = client.chat(*turns), fresh.chat(*turns)
         assert said(response) == said(other)
         assert cached(other) == 0 and (cached(response) > 0) == (len(turns) > 3)

@@ -65,7 +65,7 @@ def test_the_openai_client(asked):
 
 @pytest.mark.slow
 def test_a_server_that_is_killed(process, tmp_path):  # noqa: F811
-    options = ("--budget", "256", "--store", str(tmp_path / "store"), "--share")
+    options = ("--budget", "256", "--store", str(tmp_path / "store"), "--share", "always")
     server = process(*options)
     server.store(TEXT)
     before = server.ask(asks("Orshan"), **OPENS)

@@ -1,0 +1,142 @@
+"""The beginnings of prompts that are read once for many requests, and how much of them is kept."""
+
+import hashlib
+import math
+import threading
+from collections import OrderedDict, defaultdict
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from ..policy.checks import PLENTY
+from ..policy.policy import Policy, build
+from .prompt import Prompt
+
+AUTO, NEVER, ALWAYS = SHARES = "auto", "never", "always"
+BLOCK = 64  # tokens between the places where prompts are compared
+CHAT = 256  # tokens of a chat's shortest beginning that is shared
+COMPLETION = 1024  # the same of a plain prompt's
+FURTHER = 512  # tokens by which a plain prompt's beginning gets longer at least
+CAME = 0.75  # of a chat's beginning must have come before
+HASHES = 1 << 14  # of beginnings, remembered for each owner
+PIECE = 2048  # tokens of a shared beginning that are read before their slots are stored, about
+LITTLE = 0.25  # where a smaller share of a text is kept, answers about it are often wrong
+
+
+@dataclass(frozen=True)
+class Reader:
+    """How beginnings that requests share are read.
+
+    policy  without a budget that counts
+    budget  slots of a beginning, or the share of its tokens that is kept; None: a threshold says how many
+    least   slots of a beginning at least, where the budget is a share
+    most    slots that memory holds
+    """
+
+    policy: Policy
+    budget: int | float | None
+    least: int = 1
+    most: int = PLENTY
+
+    def slots(self, tokens: int) -> int:
+        """Of a beginning of so many tokens, at most."""
+        if self.budget is None:
+            return self.most
+        asked = self.budget if isinstance(self.budget, int) else max(self.least, math.ceil(self.budget * tokens))
+        return max(1, min(asked, self.most))
+
+    def kept(self, tokens: int) -> float:
+        """The share of a beginning's tokens that is kept."""
+        return min(1.0, self.slots(tokens) / max(tokens, 1))
+
+    def of(self, tokens: int) -> Policy:
+        """The policy of a prompt of so many tokens. A number of slots, so that a text that is read in pieces keeps as
+        much as one that is read at once."""
+        return build(self.policy, budget=max(self.slots(tokens), self.policy.smallest_budget()))
+
+    def policies(self, ends) -> list:
+        """The policy of a beginning for each of its ends. One that fits is kept as it is: nothing needs a score."""
+        if self.policy.threshold is None and self.slots(ends[-1]) >= ends[-1]:
+            whole = Policy(score="streaming", budget=PLENTY, decode=False, chunk_size=self.policy.chunk_size)
+            return [whole] * len(ends)
+        return [self.of(end) for end in ends]
+
+
+def pieces(policy: Policy, start: int, end: int) -> list:
+    """Where to stop while tokens start .. end - 1 are read, `end` last. The same slots are kept without the stops: they
+    are ends of chunks."""
+    size = policy.chunk_size
+    if size is None or policy.schedule != "chunk":
+        return [end]
+    first, step = start + (end - start - 1) % size + 1, max(PIECE // size, 1) * size
+    return [*range(first + step - size, end, step), end] if end - start > step else [end]
+
+
+class Sharing:
+    """The beginnings of the prompts that came before, as hashes. One owner's tell nothing to another."""
+
+    def __init__(self, most: int = HASHES):
+        self.most, self._lock = most, threading.Lock()
+        self._known: dict[str, OrderedDict] = defaultdict(OrderedDict)  # owner -> {hash: whether it was shared}
+
+    def cut(self, owner: str, prompt: Prompt, reader: Reader, cuts: tuple | None) -> Prompt:
+        """A prompt with the ends of its shared beginnings. It is remembered for those that follow.
+
+        cuts: where a chat's beginning may end, ascending; None: a plain prompt, which is cut after any block
+        """
+        ids = prompt.ids
+        blocks = range(BLOCK, len(ids), BLOCK)
+        hashes = _hashes(ids, sorted({*blocks, *(cuts or ())}))
+        with self._lock:
+            known = self._known[owner]
+            came = max((place for place in blocks if hashes[place] in known), default=0)
+            ends = self._ends(known, hashes, came, blocks, reader, cuts)
+            for place in blocks:
+                known.setdefault(hashes[place], False)
+            for place in ends:
+                known[hashes[place]] = True
+            for place in hashes:
+                if hashes[place] in known:
+                    known.move_to_end(hashes[place])
+            while len(known) > self.most:
+                known.popitem(last=False)
+        return replace(prompt, ends=ends)
+
+    @staticmethod
+    def _ends(known, hashes, came, blocks, reader, cuts) -> tuple:
+        def worth(place):
+            return place <= 4 * reader.most  # there is memory for a quarter
+
+        if cuts is None:
+            fits = [place for place in blocks if COMPLETION <= place <= came and worth(place)]
+            shared = [place for place in fits if known.get(hashes[place])]
+            further = fits[-1:] if fits and fits[-1] - max(shared, default=0) >= FURTHER else []
+            return (*shared, *further)
+        fits = [place for place in cuts if place >= CHAT and CAME * place <= came and worth(place)]
+        first = [place for place in fits[:1] if place == cuts[0]]  # other chats may begin with the same system prompt
+        shared = [place for place in fits if known.get(hashes[place])]
+        return tuple(sorted({*first, *shared, *fits[-1:]}))
+
+
+def _hashes(ids: list, places: list) -> dict:
+    """{place: hash of the ids before it}, for ascending places."""
+    digest, found = hashlib.sha256(), {}
+    for start, place in pairwise((0, *places)):
+        digest.update(np.array(ids[start:place], np.int64).tobytes())
+        found[place] = digest.digest()[:16]
+    return found
+
+
+def said(call: Any) -> dict:
+    """A call's shared beginning, for its answer and its log line."""
+    if call.shared_tokens == 0:
+        return {}
+    told: dict = dict(shared_tokens=call.shared_tokens, kept=round(call.kept, 3))
+    if call.kept < LITTLE:
+        told["warning"] = (
+            f"{call.kept:.0%} of the shared {call.shared_tokens} tokens are kept, and answers about the rest are often "
+            "wrong: give more slots (--share-budget, kvevict.budget), or share nothing (kvevict.share)"
+        )
+    return told
