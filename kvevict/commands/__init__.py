@@ -163,12 +163,12 @@ def _check_writable(option, path, folder) -> None:
 # -- policies -------------------------------------------------------------------------------------------------------
 
 
-def number(text: str):
+def number(text: str, option: str = "--budget"):
     """A budget: slots when whole, a fraction otherwise."""
     try:
         return int(text) if text.lstrip("-").isdigit() else float(Fraction(text) if "/" in text else text)
     except (ValueError, ZeroDivisionError):
-        raise ValueError(f"--budget {text}: give a whole number of slots or a fraction such as 0.1 or 1/8") from None
+        raise ValueError(f"{option} {text}: give a whole number of slots or a fraction such as 0.1 or 1/8") from None
 
 
 def build_policies(texts, args, **common) -> dict:

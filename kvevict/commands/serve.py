@@ -96,7 +96,7 @@ def serve(parser, argv):
     own = ("policy", "unasked", "chunk_size", "share", "dtype", "device", "name", "store", "batch", "queue", "timeout")
     given = {name: getattr(args, name) for name in own}
     given |= dict(keys=tuple(keys), hosts=(args.host, *args.allow_host))
-    given["share_budget"] = number(args.share_budget)
+    given["share_budget"] = number(args.share_budget, "--share-budget")
     options = Options(budget=number(args.budget), memory=memory, disk=disk, **given)
     from ..serve.hosts import name_of
     from ..serve.start import start

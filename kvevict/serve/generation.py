@@ -239,8 +239,9 @@ class Generation:
         for stop in stops[-2::-1]:
             known = self.prefixes.get(self._key(call, prompt, policy, stop))
             if known is not None:
+                if call.cached_tokens == start:
+                    call.cached_tokens = stop
                 cache, start, part = known, stop, self._key(call, prompt, policy, stop)
-                call.cached_tokens = max(call.cached_tokens, stop)
                 break
         for stop in [stop for stop in stops if stop > start]:
             chosen = self._chosen(policy, end)

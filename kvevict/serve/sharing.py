@@ -18,7 +18,7 @@ AUTO, NEVER, ALWAYS = SHARES = "auto", "never", "always"
 BLOCK = 64  # tokens between the places where prompts are compared
 CHAT = 256  # tokens of a chat's shortest beginning that is shared
 COMPLETION = 1024  # the same of a plain prompt's
-FURTHER = 512  # tokens by which a plain prompt's beginning gets longer at least
+FURTHER = 512  # tokens that a plain prompt's beginning gets longer by, at least
 CAME = 0.75  # of a chat's beginning must have come before
 HASHES = 1 << 14  # of beginnings, remembered for each owner
 PIECE = 2048  # tokens of a shared beginning that are read before their slots are stored, about
@@ -84,7 +84,7 @@ class Sharing:
     def cut(self, owner: str, prompt: Prompt, reader: Reader, cuts: tuple | None) -> Prompt:
         """A prompt with the ends of its shared beginnings. It is remembered for those that follow.
 
-        cuts: where a chat's beginning may end, ascending; None: a plain prompt, which is cut after any block
+        cuts: where a chat's beginning may end, ascending; None: a plain prompt, cut after any block
         """
         ids = prompt.ids
         blocks = range(BLOCK, len(ids), BLOCK)

@@ -165,6 +165,8 @@ def test_the_page_in_a_browser(asked, tmp_path):
         tab.set_input_files("#file", tmp_path / "my notes.txt")
         tab.wait_for_selector("#kept span")
         assert tab.inner_text("#kept") == f"<b>{TEXT}</b>" and tab.input_value("#texts") == "my notes.txt"
+        tab.wait_for_function("document.getElementById('note').textContent.includes(' tokens read after ')")
+        assert " kept." in tab.inner_text("#note") and tab.is_hidden("#progress")
         assert "364" in tab.evaluate("[...document.querySelectorAll('#kept span')].map(s => s.textContent)")
         for name in FACTS:
             tab.fill("#question", asks(name))

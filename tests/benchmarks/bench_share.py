@@ -1,0 +1,164 @@
+"""Requests that begin alike, asked of a server in this process: seconds, and right answers, by how much is shared.
+
+    python tests/benchmarks/bench_share.py OUT.jsonl --model DIR --haystack BOOKS [--sides never auto ...] [--texts 3]
+    python tests/benchmarks/bench_share.py OUT.jsonl --table
+
+A text has 5,700 tokens of a book with 20 facts. A side asks for each of them: "never" and "auto" with the text in the
+system prompt, BUDGET ("1024", "1/4") the same with everything shared at that --share-budget, and "user:BUDGET" of the
+text stored, in the user's turn. "chat" is a chat of ten turns about a text whose first message has it, "chat:never" the
+same without sharing. Seconds are those of the processor, and of the clock. A line is appended for each answer, and an
+interrupted run goes on with the next side."""
+
+import argparse
+import asyncio
+import json
+import random
+import time
+from collections import defaultdict
+from fractions import Fraction
+from pathlib import Path
+from statistics import fmean, median
+
+import httpx
+import torch
+from transformers import AutoTokenizer
+
+from kvevict.evaluate.haystack import haystack
+from kvevict.evaluate.metrics import METRICS
+from kvevict.evaluate.tasks import Settings
+from kvevict.evaluate.words import LISTS
+from kvevict.serve.app import application
+from kvevict.serve.start import server_of
+
+LENGTH, NEW, TURNS = 5700, 24, 10
+LINES = (  # statement, question, the lists of the answer's words; none: a number
+    ("The toll for crossing the {of} bridge was fixed at {answer} crowns.",
+     "What was the toll for crossing the {of} bridge?", ()),
+    ("The keeper of the lighthouse at {of} was a certain {answer}.", "Who was the keeper of the lighthouse at {of}?",
+     ("he", "surname")),
+    ("The watchword at the {of} gate that night was {answer}.", "What was the watchword at the {of} gate that night?",
+     ("noun",)),
+    ("The secret code of {of} is {answer}.", "What is the secret code of {of}?", ()),
+)  # fmt: skip
+FACTS = 20
+SIDES = "never", "auto", "512", "1024", "1/4", "1/2", "8192", "user:1024", "chat", "chat:never"
+
+
+def text_of(tokenizer, books, number: int) -> tuple:
+    """(a text, [(question, answer)])."""
+    rng, settings = random.Random(f"share/{number}"), Settings(tokenizer, LENGTH, 1, haystack=Path(books))
+    asked, said = [], {}
+    for at, word in enumerate(rng.sample(LISTS["place"], FACTS)):
+        line, question, lists = LINES[at % len(LINES)]
+        of = word.capitalize()
+        answer = " ".join(rng.choice(LISTS[each]) for each in lists) or str(rng.randrange(1000, 9999))
+        asked.append((question.format(of=of), answer))
+        said[(at + rng.random()) / FACTS] = line.format(of=of, answer=answer)
+    return haystack(settings).passage(rng, LENGTH, settings, facts=said), asked
+
+
+class Client:
+    def __init__(self, args, side: str):
+        share, budget = ("auto", 0.5) if side in ("auto", "chat") else ("never", 0.5)
+        if side[-1].isdigit():
+            budget = side.removeprefix("user:")
+            share, budget = "always", float(Fraction(budget)) if "/" in budget else int(budget)
+        options = dict(dtype=args.dtype, device="cpu", budget=args.budget, share=share, share_budget=budget)
+        self.app = application(server_of(args.model, name="model", memory=8 << 30, **options))
+
+    def post(self, path, **body):
+        """(the response, seconds of the processor, of the clock)."""
+        before = time.process_time(), time.perf_counter()
+        response = asyncio.run(self._post(path, body))
+        assert response.status_code == 200, response.text
+        return response.json(), time.process_time() - before[0], time.perf_counter() - before[1]
+
+    async def _post(self, path, body):
+        transport = httpx.ASGITransport(self.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.post(path, json=body, timeout=36000)
+
+    def chat(self, messages, **more):
+        body, cpu, wall = self.post("/v1/chat/completions", messages=messages, max_tokens=NEW, temperature=0, **more)
+        details = body["usage"]["prompt_tokens_details"]
+        facts = dict(cpu=cpu, wall=wall, tokens=body["usage"]["prompt_tokens"], cached=details["cached_tokens"])
+        return body["choices"][0]["message"]["content"], facts
+
+
+def answers(args, side: str, number: int, text: str, asked: list):
+    client = Client(args, side)
+    client.chat([dict(role="user", content="Good day.")])  # first calls allocate
+    more, stored = {}, dict(role="system", content=text)
+    if side.startswith("user:"):
+        client.post("/v1/kvevict/texts", name="text", text=text)
+        more, stored = dict(kvevict=dict(text="text")), None
+    turns: list = [dict(role="user", content=text)]
+    for at, (question, answer) in enumerate(asked[:TURNS] if side.startswith("chat") else asked):
+        user = dict(role="user", content=question)
+        if side.startswith("chat"):
+            turns = [*turns, user] if at else [dict(role="user", content=f"{text}\n\n{question}")]
+            said, facts = client.chat(turns)
+            turns.append(dict(role="assistant", content=said))
+        else:
+            said, facts = client.chat([*([stored] if stored else []), user], **more)
+        right = METRICS["contains_any"](said, [answer])
+        yield dict(side=side, text=number, question=at, right=right, said=said, **facts)
+
+
+def checked(rows: list) -> None:
+    """A side that shares reads little from its third request on, and its first answer is that of never sharing."""
+    by = defaultdict(list)
+    for row in rows:
+        by[row["side"], row["text"]].append(row)
+    for (side, text), each in by.items():
+        known = side in ("never", "chat:never")
+        assert all((row["cached"] > 0.9 * row["tokens"]) != known for row in each[2 + (side == "chat") :]), (side, text)
+        other = by.get(("chat:never" if side == "chat" else "never", text))
+        assert side not in ("auto", "chat") or not other or each[0]["said"] == other[0]["said"], (side, text)
+
+
+def table(rows: list) -> None:
+    sides = defaultdict(list)
+    for row in rows:
+        sides[row["side"]].append(row)
+    for side, each in sides.items():
+        first, second, later = ([row for row in each if row["question"] in at] for at in ((0,), (1,), range(2, 99)))
+        line = f"{side:10} right {sum(row['right'] for row in each):.0f} of {len(each)}"
+        for unit in ("cpu", "wall"):
+            one, two = (fmean(row[unit] for row in part) for part in (first, second))
+            rest = median(row[unit] for row in later)
+            last = fmean(row[unit] for row in each if row["question"] == max(r["question"] for r in each))
+            line += f"; {unit} s: first {one:.2f}, second {two:.2f}, later {rest:.2f} ({rest / one:.3f}), "
+            line += f"last {last:.2f} ({last / one:.3f})"
+        print(line)
+
+
+def lines(path: Path) -> list:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--model")
+    parser.add_argument("--haystack")
+    parser.add_argument("--sides", nargs="+", default=SIDES)
+    parser.add_argument("--texts", type=int, nargs="+", default=[0])
+    parser.add_argument("--budget", type=int, default=512)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--table", action="store_true")
+    args = parser.parse_args()
+    if not args.table:
+        torch.set_num_threads(1)
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        for number in args.texts:
+            text, asked = text_of(tokenizer, args.haystack, number)
+            for side in args.sides:
+                if any((row["side"], row["text"]) == (side, number) for row in lines(args.out)):
+                    continue
+                made = list(answers(args, side, number, text, asked))
+                with args.out.open("a") as out:
+                    out.writelines(json.dumps(row) + "\n" for row in made)
+                print(side, number, sum(row["right"] for row in made), flush=True)
+    checked(lines(args.out))
+    table(lines(args.out))
