@@ -84,7 +84,8 @@ def patch(model, policy=DEFAULT, *, budget=None, chunk_size=None, tokenizer=None
     """Make a loaded Transformers model read long prompts in chunks and keep a bounded KV cache; returns the model.
 
     policy      a preset's name (`kvevict.policies()` lists them) or a `kvevict.Policy`; default "take+edie"
-    budget      slots kept per kv head and layer, window and sinks included (int), or the fraction kept, in (0, 1)
+    budget      slots kept per kv head and layer, window and sinks included (int), the fraction kept, in (0, 1), or the
+                bytes of a sequence's slots in all layers ("64MiB")
     chunk_size  tokens read at once, evicting after every chunk; None: the preset's own schedule
     tokenizer   the model's tokenizer. rows="probe" (take, take+edie, ...) observe from the question of the last user's
                 turn, by its chat template, unless the question is within the prompt's last tokens. kernel="digits"
@@ -124,6 +125,7 @@ def _made(model, policy, options) -> Patch:
             "the model in one process, or choose another policy"
         )
     chosen.rows.ready(decoder)
+    chosen = in_slots(chosen, model)
     made = Patch(chosen, decoder, split, question)
     rotates = quantities.rotates(chosen, families.rope_depends_on_length(decoder))
     modules = [families.attention_of(families.layers_of(decoder)[index], index) for index in made.order]
@@ -138,6 +140,21 @@ def _made(model, policy, options) -> Patch:
     if chosen.layers.residual == "attention":
         made.after_attention = trial.after_attention(top, decoder, made.order)
     return made
+
+
+def in_slots(policy, model):
+    """The policy, with a budget in bytes as slots per kv head of this model."""
+    return policy.in_slots(slot_bytes(model)) if isinstance(policy.budget, str) else policy
+
+
+def slot_bytes(model) -> int:
+    """Bytes of one slot in every kv head, of all ranks, of every layer that evicts."""
+    decoder, dtype = find_decoder(model), base_model(model).dtype
+    kinds, layers = families.layer_kinds(decoder.config), families.layers_of(decoder)
+    heads = 1 if families.is_latent(decoder.config) else families.heads(decoder, kinds)[1]
+    evicts = [index for index, kind in enumerate(kinds) if kind in families.EVICTS]
+    widths = [families.widths(families.attention_of(layers[index], index), decoder.config)[0] for index in evicts]
+    return 2 * dtype.itemsize * heads * sum(widths)
 
 
 def unpatch(model):

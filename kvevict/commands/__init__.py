@@ -14,6 +14,7 @@ import tempfile
 from fractions import Fraction
 from pathlib import Path
 
+from ..policy.checks import byte_count
 from ..policy.registry import Registry, load_folder
 from ..policy.text import DEFAULT, FORM, parse_policy
 
@@ -59,7 +60,8 @@ class Unsaid(str):
 
 def add_budget(parser, budget: int = 512, chunk_size: int | None = None) -> None:
     parser.add_argument("--budget", default=Unsaid(budget),
-                        help=f"slots per kv head, or the fraction kept; default {budget}")  # fmt: skip
+                        help="slots per kv head, the fraction kept, or bytes of all slots of a sequence (64MiB); "
+                        f"default {budget}")  # fmt: skip
     parser.add_argument("--chunk-size", type=int, default=chunk_size,
                         help=f"tokens read at once; default {chunk_size or 'is up to the policy'}")  # fmt: skip
 
@@ -164,11 +166,16 @@ def _check_writable(option, path, folder) -> None:
 
 
 def number(text: str, option: str = "--budget"):
-    """A budget: slots when whole, a fraction otherwise."""
+    """A budget: slots if whole, the text of a number of bytes, else a fraction."""
+    if text.endswith("B"):
+        byte_count(option, text)
+        return text
     try:
         return int(text) if text.lstrip("-").isdigit() else float(Fraction(text) if "/" in text else text)
     except (ValueError, ZeroDivisionError):
-        raise ValueError(f"{option} {text}: give a whole number of slots or a fraction such as 0.1 or 1/8") from None
+        raise ValueError(
+            f"{option} {text}: give a whole number of slots, a fraction such as 0.1 or 1/8, or bytes such as 64MiB"
+        ) from None
 
 
 def build_policies(texts, args, **common) -> dict:
@@ -201,10 +208,12 @@ def check_complete(policies: dict) -> None:
             )
 
 
-def observing(policies: dict, prompt, observe) -> dict:
-    """The policies, with `--observe` applied, except to options that a policy's text names."""
+def observing(policies: dict, model, prompt, observe) -> dict:
+    """The policies for a model (`in_slots`), with `--observe` applied, except to options that a policy's text names."""
     from ..analysis.run import observe as observed
+    from ..patch import in_slots
 
+    policies = {text: in_slots(policy, model) for text, policy in policies.items()}
     if observe is None:
         return policies
     rows, tokens = prompt.observed(observe), len(prompt.context + prompt.question)

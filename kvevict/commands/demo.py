@@ -75,7 +75,7 @@ def ask(model, tokenizer, policies, args):
     with tqdm(total=len(cases) * (1 + len(policies)), unit="run", delay=1, leave=False, disable=None) as bar:
         for case in cases:
             prompt, runs = encode(model, tokenizer, case), {}
-            ids, own = prompt.row(device_of(model)), observing(policies, prompt, args.observe)
+            ids, own = prompt.row(device_of(model)), observing(policies, model, prompt, args.observe)
             for name, policy in ((FULL, None), *own.items()):
                 runs[name] = run = measure(model, tokenizer, ids, policy, case.new_tokens, True, case.one_line)
                 run["right"] = METRICS[case.metric](run["answer"], case.answers) == 1

@@ -105,7 +105,7 @@ def one(model, tokenizer, policies, args, prompt, new_tokens, one_line, bar) -> 
     from ..policy.tokenizer import told
     from ..prompts import until_line_end
 
-    policies, ids = observing(policies, prompt, args.observe), prompt.row(device_of(model))
+    policies, ids = observing(policies, model, prompt, args.observe), prompt.row(device_of(model))
     stop = until_line_end(tokenizer, ids.shape[1]) if one_line else None
     full = compare.truth(model, ids, new_tokens, stop)
     kept, runs = {}, {}

@@ -23,7 +23,7 @@ def eval(parser, argv):
     parser.add_argument("--draft", help="folder of a smaller model, for a protocol with a drafting model (speckv)")
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024], help="tokens of a prompt; default 1024")
     parser.add_argument("--budgets", "--shares", nargs="+", default=["128"],
-                        help="slots per kv head, or shares of the tokens read: 1/8, 0.125; default 128")  # fmt: skip
+                        help="slots per kv head, shares (1/8, 0.1) or bytes (64MiB); default 128")  # fmt: skip
     parser.add_argument("--chunk-size", nargs="+", type=int, default=[0], help="tokens read at once; 0: all (default)")
     parser.add_argument("--mode", choices=["aware", "agnostic", "both"], default="both", help="question known or not")
     add_observe(parser, more="; of one policy alone: take:probe=question")

@@ -28,7 +28,7 @@ def generate(parser, argv):
     policies = build_policies([args.policy], args, progress=True)
     check_complete(policies)
     _, model, tokenizer, prompt = load_prompt(args)
-    policies, ids = observing(policies, prompt, args.observe), prompt.row(device_of(model))
+    policies, ids = observing(policies, model, prompt, args.observe), prompt.row(device_of(model))
     chosen = {UNPATCHED: None} | policies if args.compare else policies
     asked = "" if args.observe else args.question
     how: dict = dict(max_new_tokens=args.max_new_tokens, one_line=bool(args.opening), question=asked)

@@ -37,7 +37,7 @@ def inspect(parser, argv):
     policies = build_policies(args.policy or [DEFAULT], args)
     check_complete(policies)
     name, model, tokenizer, prompt = load_prompt(args)
-    policies, ids = observing(policies, prompt, args.observe), prompt.row(device_of(model))
+    policies, ids = observing(policies, model, prompt, args.observe), prompt.row(device_of(model))
     asked = "" if args.observe else args.question
     how: dict = dict(max_new_tokens=args.max_new_tokens, positions=True, one_line=bool(args.opening), question=asked)
     runs = {key: measure(model, tokenizer, ids, p, **how) for key, p in policies.items()}

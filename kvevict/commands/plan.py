@@ -34,6 +34,9 @@ def plan(parser, argv):
             file=sys.stderr,
         )
     common = dict(batch=args.batch, hardware=hardware, new_tokens=args.new_tokens)
+    if isinstance(policy.budget, str):
+        policy = policy.in_slots(shape.slot_bytes * shape.windows.count(None))
+        print(f"A budget of {args.budget} is {policy.budget} slots of each kv head.")
     runs = {
         UNPATCHED: cost(shape, None, args.tokens, **common),
         args.policy: cost(shape, policy, args.tokens, **common, draft_model=draft),

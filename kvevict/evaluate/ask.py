@@ -26,7 +26,8 @@ import torch
 from ..analysis.run import QUESTION, Prompt, observe
 from ..compat import CACHE, cache_of
 from ..families import device_of
-from ..patch import evicting
+from ..patch import evicting, slot_bytes
+from ..policy.checks import byte_count
 from ..policy.policy import Policy, build
 from ..policy.text import parse_policy
 from ..policy.tokenizer import told
@@ -49,7 +50,7 @@ class Run:
     """A way to read and answer a case. chunk_size None: in one pass; mode: one of MODES, None for `full`."""
 
     policy: str  # NAME or NAME:OPTION=VALUE,...
-    budget: int | float | None = None
+    budget: int | float | str | None = None
     chunk_size: int | None = None
     mode: str | None = None
 
@@ -116,10 +117,10 @@ def options_of(policy) -> dict:
     return {f.name: getattr(part, f.name) for part in parts for f in dataclasses.fields(part)}
 
 
-def policy_for(run: Run, tokens: int, response, task: str = "eval", asks: int | None = None) -> Policy:
+def policy_for(run: Run, tokens: int, response, task: str = "eval", asks: int | None = None, model=None) -> Policy:
     """The policy of a run that reads `tokens` tokens under it. Every run has a separate history of a `task` (TADA), for
     the life of the process. asks: size of a window or probe of "question", in last tokens; None, if no question is
-    read: the policy's number.
+    read: the policy's number. model: needed for a budget in bytes, which is left as it is without.
 
     Windows, probes and recent slots without a number in the run's name are limited to half the budget. Rows that may
     know the response (the oracle's) get its ids, and the prompt is then read in one pass, because a response's rows
@@ -133,7 +134,10 @@ def policy_for(run: Run, tokens: int, response, task: str = "eval", asks: int | 
     ample = build(name, budget=2**30, chunk_size=ONE_PASS, **given)
     if unknown := set(asking) - observers(ample).keys():
         raise ValueError(f"policy {run.policy!r}: its rows have no {unknown.pop()}; leave it out")
-    slots = run.budget if isinstance(run.budget, int) else math.ceil(run.budget * tokens)  # type: ignore[operator]
+    budget: Any = run.budget
+    if isinstance(budget, str) and model is not None:
+        budget = max(1, byte_count("--budgets", budget) // slot_bytes(model))
+    slots = budget if isinstance(budget, int) else tokens if isinstance(budget, str) else math.ceil(budget * tokens)
     sizes = observers(ample) | (dict.fromkeys(asking, asks) if asks else {})
     options = {option: min(size, max(1, slots // 2)) for option, size in sizes.items()}
     chunk, rows = run.chunk_size or ONE_PASS, ample.rows.with_response(response)
@@ -141,7 +145,7 @@ def policy_for(run: Run, tokens: int, response, task: str = "eval", asks: int | 
         options["rows"], chunk = rows, ONE_PASS
     if hasattr(ample.layers, "task"):
         options["task"] = "/".join(map(str, (task, *dataclasses.astuple(run))))
-    return build(name, budget=run.budget, chunk_size=chunk, **options | given)
+    return build(name, budget=budget, chunk_size=chunk, **options | given)
 
 
 @dataclass
@@ -182,7 +186,8 @@ def read(model, tokenizer, asked: Asked, run: Run, replay=None, alone: bool = Tr
     if run != FULL:
         named = parse_policy(run.policy)[1]
         following = later + ((asked.response or []) if scored is None else scored)
-        policy = policy_for(run, len(ids), following, asked.case.task, None if alone else len(prompt.question))
+        asks = None if alone else len(prompt.question)
+        policy = policy_for(run, len(ids), following, asked.case.task, asks, model)
         if asked.observe is not None and not alone and prompt.question:
             policy = observe(policy, prompt.observed(asked.observe), len(ids), named)
         policy = told(policy, tokenizer)

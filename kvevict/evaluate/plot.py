@@ -105,6 +105,8 @@ class _Curves:
         rows = [row for row in self.summary if row[1] is not None]
         if not rows:
             raise ValueError("there are no results of a policy at a budget, only of the full cache")
+        if any(isinstance(row[1], str) for row in rows):
+            raise ValueError("budgets in bytes have no axis; choose others by --budgets")
         self.budgets = sorted({row[1] for row in rows})
         if len({isinstance(b, int) for b in self.budgets}) > 1:
             raise ValueError("slots and fractions cannot share an axis; choose by --budgets")

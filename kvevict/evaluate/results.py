@@ -26,6 +26,10 @@ def _text(x):
     return isinstance(x, str)
 
 
+def _budget(x):
+    return _text(x) or _number(PLENTY)(x)
+
+
 def _tags(x):
     return isinstance(x, dict) and all(_text(tag) or isinstance(tag, bool) or _number(1e18)(tag) for tag in x.values())
 
@@ -34,7 +38,7 @@ _counts = _all(_number(PLENTY))
 # The fields of a line, with their checks. Numbers are limited so that sums and squares of them are finite.
 FIELDS = dict(
     task=_text, id=lambda x: isinstance(x, (str, int)), seed=lambda x: isinstance(x, int), policy=_text, metric=_text,
-    budget=_or_none(_number(PLENTY)), chunk_size=_or_none(_number(PLENTY)), mode=_or_none(_text), score=_number(1e9),
+    budget=_or_none(_budget), chunk_size=_or_none(_number(PLENTY)), mode=_or_none(_text), score=_number(1e9),
     tags=_tags,
 )  # fmt: skip
 _measure = _number(1e18)

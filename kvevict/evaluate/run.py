@@ -28,7 +28,7 @@ class Plan:
     tasks: tuple[str, ...]
     lengths: tuple[int, ...]
     policies: tuple[str, ...]
-    budgets: tuple[int | float, ...]
+    budgets: tuple[int | float | str, ...]
     chunk_sizes: tuple[int | None, ...] = (None,)
     modes: tuple[str, ...] = MODES
     seeds: tuple[int, ...] = (0,)

@@ -4,6 +4,7 @@ import difflib
 import importlib.util
 import json
 import numbers
+import re
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -90,6 +91,17 @@ def at_least_0(name: str, value: Any, positive: bool = False) -> None:
     """Raise ValueError unless the value is a finite number >= 0, or above 0."""
     if not (_is_number(value) and 0 <= value <= sys.float_info.max and (value or not positive)):
         raise ValueError(f"{name} must be a finite number {'>' if positive else '>='} 0, got {value!r}")
+
+
+UNITS = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "k": 10**3, "M": 10**6, "G": 10**9}
+
+
+def byte_count(name: str, text: str) -> int:
+    """The number of bytes that a text such as "64MiB" or "1.5GB" names."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i|[kMG]?)B", text)
+    if found is None or not 1 <= (bytes_ := int(float(found[1]) * UNITS[found[2]])) < 1 << 60:
+        raise ValueError(f"{name}={text!r} is not a number of bytes; write it as in 64MiB, 1.5GiB or 500kB")
+    return bytes_
 
 
 def _is_number(value: Any) -> bool:

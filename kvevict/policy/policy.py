@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from . import peers, rules
-from .checks import PLENTY, builtin, count, finite, flag, one_of, parsed, unknown
+from .checks import PLENTY, builtin, byte_count, count, finite, flag, one_of, parsed, unknown
 from .heads import HeadBudget
 from .layers import LayerBudget
 from .parts import PARTS as PARTS
@@ -34,7 +34,8 @@ class Policy:
     score          the importance of a slot: a name of `kvevict.SCORES` or a `Score` with its options
     refine         a change of the score before slots are ranked: a name of `kvevict.REFINEMENTS` or an object
     budget         slots kept per kv head and layer on average, window and sinks included (int), or the fraction of
-                   the tokens seen that is kept (float in (0, 1)); None: 512, or with a threshold no limit
+                   the tokens seen that is kept (float in (0, 1)), or the bytes of a sequence's slots in all layers
+                   ("64MiB"), as many slots as fit; None: 512, or with a threshold no limit
     threshold      slots that score below this number are evicted, within the budget too; how many stay depends on the
                    text. For scores that compare between layers and heads that compete; None: the budget alone
     keep_last      number of last tokens of a row that a threshold spares
@@ -74,7 +75,7 @@ class Policy:
     rows: Rows | str | None = field(default=None, kw_only=True)
     score: Score | str = "snapkv"
     refine: Refinement | str = "none"
-    budget: int | float | None = None
+    budget: int | float | str | None = None
     threshold: float | None = None
     keep_last: int = 128
     chunk_size: int | None = None
@@ -182,9 +183,13 @@ class Policy:
                 )
 
     def _check_budget(self) -> None:
+        if isinstance(self.budget, str):
+            byte_count("budget", self.budget)
+            return
         if isinstance(self.budget, bool) or not isinstance(self.budget, numbers.Real):
             raise TypeError(
-                f"budget must be an int (slots per kv head) or a float in (0, 1) (fraction kept), got {self.budget!r}"
+                "budget must be an int (slots per kv head), a float in (0, 1) (fraction kept) or a text such as "
+                f"'64MiB' (bytes of all slots), got {self.budget!r}"
             )
         if not isinstance(self.budget, numbers.Integral) and not 0 < self.budget < 1:
             raise ValueError(f"budget={self.budget} is not a fraction in (0, 1); pass an int for a number of slots")
@@ -205,9 +210,25 @@ class Policy:
         """Budget B of a row that has seen `tokens` valid tokens (METHODS section 0)."""
         if self.budget is None:
             return PLENTY
+        if isinstance(self.budget, str):
+            raise ValueError(f"budget={self.budget!r} is a number of slots for one model alone: call `in_slots` first")
         if isinstance(self.budget, numbers.Integral):
             return self.budget
         return max(math.ceil(self.budget * tokens), self.smallest_budget())
+
+    def in_slots(self, slot_bytes: int) -> "Policy":
+        """This policy, with a budget in bytes as slots per kv head. slot_bytes: of one slot in every kv head of every
+        layer that evicts. Raises ValueError if the bytes do not hold the smallest budget."""
+        if not isinstance(self.budget, str):
+            return self
+        slots, smallest = byte_count("budget", self.budget) // slot_bytes, self.smallest_budget()
+        if slots < smallest:
+            raise ValueError(
+                f"budget={self.budget!r} is too small: it holds {slots} slots of each kv head, and this policy needs "
+                f"{smallest}: give budget='{-(-smallest * slot_bytes // 1024)}KiB' or more, or a policy with a smaller "
+                "window, probe or number of recent slots"
+            )
+        return dataclasses.replace(self, budget=min(slots, PLENTY))
 
     @property
     def protected(self) -> int:
@@ -342,8 +363,8 @@ def build(policy: Any, *, budget: Any = None, chunk_size: Any = None, **options:
         choices = dict(PRESETS.find(policy))
         if budget is None and options.get("threshold") is None:
             raise ValueError(
-                "budget is missing: slots per kv head (int) or the fraction kept (float in (0, 1)), or threshold=, the "
-                "smallest score that stays"
+                "budget is missing: slots per kv head (int), the fraction kept (float in (0, 1)), bytes ('64MiB'), or "
+                "threshold=, the smallest score that stays"
             )
     elif isinstance(policy, Policy):
         if budget is None and chunk_size is None and not options:

@@ -219,7 +219,10 @@ def ours(body: dict) -> dict:
     _must(share is None or share in SHARES, f"kvevict.share must be {', '.join(SHARES)}")
     budget = asked.get("budget")
     fits = (_whole(budget) and 1 <= budget < 1 << 31) or (isinstance(budget, float) and 0 < budget < 1)
-    _must(budget is None or fits, "kvevict.budget must be a whole number of slots, or a fraction between 0 and 1")
+    _must(
+        budget is None or fits or isinstance(budget, str),
+        "kvevict.budget must be a whole number of slots, a fraction between 0 and 1, or bytes such as '64MiB'",
+    )
     return asked
 
 

@@ -13,8 +13,8 @@ from ..compat import CACHE, cache_of
 from ..context import within
 from ..engine.hook.installed import patch_of
 from ..engine.slots.storage import ROOM
-from ..families import attention_of, base_model, device_of, find_decoder, layers_of, widths
-from ..patch import evicting
+from ..families import base_model, device_of, find_decoder
+from ..patch import evicting, slot_bytes
 from ..policy.tokenizer import told
 from ..question import Asked, LastTurn, find
 from ..weights import identity
@@ -41,8 +41,7 @@ class Generation:
         self.config, self.weights = self.decoder.config, identity(self.decoder)
         self.context = getattr(self.config, "max_position_embeddings", None)
         patch = patch_of(self.decoder)
-        columns = 2 * widths(attention_of(layers_of(self.decoder)[patch.order[0]], patch.order[0]), self.config)[0]
-        self.slot = self.decoder.dtype.itemsize * columns * patch.kv_heads * len(patch.order)  # bytes in all layers
+        self.slot = slot_bytes(model)
         slots = (scheduler.most + 1) * (self._widest(patch.policy, self.context or 1 << 20) + ROOM)
         self.pools = Pools(self.decoder, patch.kv_heads * min(slots, scheduler.memory // self.slot))
         self.form, self.sharing = Form(tokenizer, model), Sharing()

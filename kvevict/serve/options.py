@@ -14,7 +14,7 @@ class Options:
 
     policy: str = DEFAULT
     unasked: str | None = None  # None: as `kvevict.read` without a policy
-    budget: int | float = 512
+    budget: int | float | str = 512
     chunk_size: int | None = 512
     share: str = AUTO
     share_budget: int | float = 0.5

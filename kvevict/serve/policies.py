@@ -1,5 +1,6 @@
 """Which policy reads a request."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -36,16 +37,18 @@ class Policies:
     share_budget  of what is shared
     context       the model's, in tokens; a request may not keep more of that many than the server's own budget
     most          slots that memory holds
+    fitted        a policy -> the same for the model, its budget in slots
     """
 
     policy: str
     unasked: str
-    budget: int | float
+    budget: int | float | str
     chunk_size: int | None = None
     share: str = AUTO
     share_budget: int | float = 0.5
     context: int = 1 << 20
     most: int = PLENTY
+    fitted: Callable = lambda policy: policy
 
     def __post_init__(self):
         one_of("share", self.share, SHARES)
@@ -58,7 +61,7 @@ class Policies:
         common = dict(budget=self.budget if budget is None else budget)
         if self.chunk_size is not None:
             common["chunk_size"] = self.chunk_size
-        return build(name, **common | options)
+        return self.fitted(build(name, **common | options))
 
     def reader(self, name: str | None = None, budget=None) -> Reader:
         """By a request's policy and budget, where it gives them."""

@@ -9,8 +9,6 @@ from pathlib import Path
 import numpy as np
 
 from .. import sealed
-from ..families import EVICTS, attention_of, find_decoder, heads, is_latent, layer_kinds, layers_of, widths
-from ..policy.checks import PLENTY
 from ..store import FORMAT, OPTIONAL, load_cache, save_cache
 from .log import LOG
 
@@ -41,19 +39,6 @@ def bytes_of(cache) -> int:
                 storage = tensor.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
-
-
-def slots_in(model, size: int) -> int:
-    """Slots of every head whose keys, values and positions take up so many bytes."""
-    decoder = find_decoder(model)
-    config, kinds = decoder.config, layer_kinds(decoder.config)
-    bytes_of_slot = 0
-    for index, layer in enumerate(layers_of(decoder)):
-        if kinds[index] in EVICTS:
-            stored, read = widths(attention_of(layer, index), config)
-            each = (stored if is_latent(config) else 2 * read) * next(decoder.parameters()).element_size() + 4
-            bytes_of_slot += each * (1 if is_latent(config) else heads(decoder, kinds)[1])
-    return min(size // bytes_of_slot, PLENTY) if bytes_of_slot else PLENTY
 
 
 class Prefixes:

@@ -55,8 +55,8 @@ class Scheduler(Watcher):
 
     @property
     def waiting(self) -> int:
-        """Turns that wait."""
-        return len(self._turns)
+        """Turns that somebody waits for."""
+        return sum(turn.call is None or not turn.call.cancelled for turn in list(self._turns))
 
     @property
     def running(self) -> int:

@@ -14,14 +14,15 @@ from ..analysis.run import load_model
 from ..answer import unasked
 from ..families import find_decoder
 from ..models import small_llama
-from ..patch import patch
+from ..patch import in_slots, patch, slot_bytes
+from ..policy.checks import PLENTY
 from . import log
 from .app import application
 from .connections import serving
 from .metrics import OTHER
 from .options import Options
 from .policies import Policies
-from .prefixes import Prefixes, slots_in
+from .prefixes import Prefixes
 from .server import Server
 from .texts import Texts
 
@@ -60,7 +61,7 @@ def server_of(model=None, **options) -> Server:
     hidden = told.unasked or unasked(find_decoder(loaded))
     policies = Policies(
         told.policy, hidden, told.budget, told.chunk_size, told.share, told.share_budget, context or 1 << 20,
-        slots_in(loaded, told.memory),
+        min(told.memory // slot_bytes(loaded), PLENTY), lambda policy: in_slots(policy, loaded),
     )  # fmt: skip
     patch(loaded, policies.built(told.policy), tokenizer=tokenizer)
     folder = None if told.store is None else Path(told.store)
