@@ -26,7 +26,7 @@ from .prefixes import Prefixes, key_of, mark_of
 from .prompt import Prompt, chat_cuts, of_chat, of_messages, of_text
 from .row import Row
 from .scheduler import Scheduler
-from .sharing import AUTO, Sharing, pieces
+from .sharing import AUTO, Sharing, followed, pieces
 from .written import Form, Written
 
 
@@ -153,7 +153,7 @@ class Generation:
             raise Refused(400, "the prompt is empty: give at least one word")
         if call.share == AUTO:
             cuts = chat_cuts(self.tokenizer, call.messages, call.template, prompt) if call.messages else None
-            prompt = self.sharing.cut(call.owner, prompt, call.reader, cuts)
+            prompt = followed(call.policy, call.reader, self.sharing.cut(call.owner, prompt, call.reader, cuts))
         call.whole, call.prompt_tokens = prompt, len(prompt.ids)
         if call.question is not None and find(self.tokenizer, prompt.ids, call.question) is None:
             raise Refused(400, "the prompt does not have kvevict.question: give its words as the prompt has them")
@@ -203,7 +203,7 @@ class Generation:
         policy = call.reader.of(tokens) if call.hidden else call.policy
         if cache is None:
             cache = self.pools.cache()
-        elif tokens - start <= policy.slots(tokens):
+        elif not call.hidden or tokens - start <= policy.slots(tokens):  # known questions: `sharing.followed`
             return self._through(call, KEEPS, cache, prompt.ids[start:], start)
         asks = None if call.hidden else self._asking(call, prompt)
         return self._through(call, self._chosen(policy, tokens), cache, prompt.ids[start:], start, asks)

@@ -64,6 +64,14 @@ class Reader:
         return [self.of(end) for end in ends]
 
 
+def followed(policy: Policy, reader: Reader, prompt: Prompt) -> Prompt:
+    """A prompt that shares nothing where more follows than is kept in full: its policy then reads all of it with the
+    question. Many a policy cannot continue a cache that another one has read."""
+    tokens, end = len(prompt.ids), max(prompt.ends, default=0)
+    kept = max(policy.slots(tokens), reader.slots(end))
+    return prompt if tokens - end <= kept else replace(prompt, ends=())
+
+
 def pieces(policy: Policy, start: int, end: int) -> list:
     """Where to stop while tokens start .. end - 1 are read, `end` last. The same slots are kept without the stops: they
     are ends of chunks."""

@@ -1,13 +1,13 @@
 """Requests that begin alike, asked of a server in this process: seconds, and right answers, by how much is shared.
 
-    python tests/benchmarks/bench_share.py OUT.jsonl --model DIR --haystack BOOKS [--sides never auto ...] [--texts 3]
+    python tests/benchmarks/bench_share.py OUT.jsonl --model DIR --haystack BOOKS [--sides auto ...] [--texts 0 1 2]
     python tests/benchmarks/bench_share.py OUT.jsonl --table
 
 A text has 5,700 tokens of a book with 20 facts. A side asks for each of them: "never" and "auto" with the text in the
 system prompt, BUDGET ("1024", "1/4") the same with everything shared at that --share-budget, and "user:BUDGET" of the
-text stored, in the user's turn. "chat" is a chat of ten turns about a text whose first message has it, "chat:never" the
-same without sharing. Seconds are those of the processor, and of the clock. A line is appended for each answer, and an
-interrupted run goes on with the next side."""
+text stored, in the user's turn. "chat" is a chat of ten turns with the text in its first message, "chat:never" the same
+without sharing. Seconds are those of the processor and of the clock, to the first token and to the last. A side's
+lines are appended together, and an interrupted run goes on with the next side."""
 
 import argparse
 import asyncio
@@ -28,6 +28,7 @@ from kvevict.evaluate.metrics import METRICS
 from kvevict.evaluate.tasks import Settings
 from kvevict.evaluate.words import LISTS
 from kvevict.serve.app import application
+from kvevict.serve.call import Call
 from kvevict.serve.start import server_of
 
 LENGTH, NEW, TURNS = 5700, 24, 10
@@ -41,6 +42,7 @@ LINES = (  # statement, question, the lists of the answer's words; none: a numbe
     ("The secret code of {of} is {answer}.", "What is the secret code of {of}?", ()),
 )  # fmt: skip
 FACTS = 20
+UNITS = "first_cpu", "first_wall", "cpu", "wall"
 SIDES = "never", "auto", "512", "1024", "1/4", "1/2", "8192", "user:1024", "chat", "chat:never"
 
 
@@ -57,6 +59,20 @@ def text_of(tokenizer, books, number: int) -> tuple:
     return haystack(settings).passage(rng, LENGTH, settings, facts=said), asked
 
 
+firsts: list = []  # (seconds of the processor, of the clock) at the first token of each request
+
+
+def noting(token):
+    """`Call.token`, which notes when it is called first."""
+
+    def noted(self):
+        if self.first_token is None:
+            firsts.append((time.process_time(), time.perf_counter()))
+        token(self)
+
+    return noted
+
+
 class Client:
     def __init__(self, args, side: str):
         share, budget = ("auto", 0.5) if side in ("auto", "chat") else ("never", 0.5)
@@ -67,11 +83,14 @@ class Client:
         self.app = application(server_of(args.model, name="model", memory=8 << 30, **options))
 
     def post(self, path, **body):
-        """(the response, seconds of the processor, of the clock)."""
+        """(the response, its seconds)."""
+        firsts.clear()
         before = time.process_time(), time.perf_counter()
         response = asyncio.run(self._post(path, body))
+        after = time.process_time(), time.perf_counter()
         assert response.status_code == 200, response.text
-        return response.json(), time.process_time() - before[0], time.perf_counter() - before[1]
+        every = zip(UNITS, [*(firsts or [after])[0], *after], before + before, strict=True)
+        return response.json(), {unit: end - start for unit, end, start in every}
 
     async def _post(self, path, body):
         transport = httpx.ASGITransport(self.app)
@@ -79,10 +98,10 @@ class Client:
             return await client.post(path, json=body, timeout=36000)
 
     def chat(self, messages, **more):
-        body, cpu, wall = self.post("/v1/chat/completions", messages=messages, max_tokens=NEW, temperature=0, **more)
+        body, seconds = self.post("/v1/chat/completions", messages=messages, max_tokens=NEW, temperature=0, **more)
         details = body["usage"]["prompt_tokens_details"]
-        facts = dict(cpu=cpu, wall=wall, tokens=body["usage"]["prompt_tokens"], cached=details["cached_tokens"])
-        return body["choices"][0]["message"]["content"], facts
+        facts = dict(tokens=body["usage"]["prompt_tokens"], cached=details["cached_tokens"])
+        return body["choices"][0]["message"]["content"], facts | seconds
 
 
 def answers(args, side: str, number: int, text: str, asked: list):
@@ -124,11 +143,11 @@ def table(rows: list) -> None:
     for side, each in sides.items():
         first, second, later = ([row for row in each if row["question"] in at] for at in ((0,), (1,), range(2, 99)))
         line = f"{side:10} right {sum(row['right'] for row in each):.0f} of {len(each)}"
-        for unit in ("cpu", "wall"):
+        for unit in (unit for unit in UNITS if unit in each[0]):
             one, two = (fmean(row[unit] for row in part) for part in (first, second))
             rest = median(row[unit] for row in later)
             last = fmean(row[unit] for row in each if row["question"] == max(r["question"] for r in each))
-            line += f"; {unit} s: first {one:.2f}, second {two:.2f}, later {rest:.2f} ({rest / one:.3f}), "
+            line += f"\n    {unit:10} first {one:.2f}, second {two:.2f}, later {rest:.2f} ({rest / one:.3f}), "
             line += f"last {last:.2f} ({last / one:.3f})"
         print(line)
 
@@ -150,6 +169,7 @@ if __name__ == "__main__":
     args = parser.parse_args()
     if not args.table:
         torch.set_num_threads(1)
+        Call.token = noting(Call.token)  # type: ignore[method-assign]
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         for number in args.texts:
             text, asked = text_of(tokenizer, args.haystack, number)

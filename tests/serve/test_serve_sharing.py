@@ -100,6 +100,22 @@ def test_a_plain_prompt_that_begins_as_another():
     assert cached(again) == counts[2]
 
 
+def test_a_long_message_after_what_is_shared():
+    """It is kept in full; a longer one is read by the policy with all that is before it."""
+    system, longer = dict(role="system", content=TEXT + TEXT), FILLER * 15 + asks("Orshan")
+    for policy in ("take", "chunkkv+reuse"):
+        client, alone = automatic(policy=policy), Client(server(policy=policy))
+
+        def asked(client, content):
+            messages = [system, dict(role="user", content=content)]
+            return client.post("/v1/chat/completions", messages=messages, max_tokens=8)
+
+        assert [cached(asked(client, asks(name))) > 0 for name in FACTS] == [False, False, True]
+        assert cached(asked(client, longer)) > 1000
+        much = FILLER * 20 + longer
+        assert cached(asked(client, much)) == 0 and said(asked(client, much)) == said(asked(alone, much))
+
+
 def test_keys_share_nothing():
     served = server(share="auto", share_budget=0.5, keys=("one", "two"))
     one, two = Client(served, "one"), Client(served, "two")
