@@ -1,6 +1,5 @@
 """One context, many questions: the context is read and evicted from once, and each question continues a fork of it."""
 
-import contextlib
 import inspect
 
 import torch
@@ -97,7 +96,7 @@ def answer(
     elif not isinstance(context, EvictionCache):
         raise TypeError(f"context must be a text or a cache that a patched model filled, got {type(context).__name__}")
     _check(model)
-    with keeping_all(model, context):
+    with evicting(model, KEEPS):
         ids = [frame(tokenizer, f"\n\n{question}")[1] for question in asked]
         answers = [""] * len(ids)
         for batch in _batches(model, context, list(map(len, ids)), batch_size):
@@ -141,13 +140,6 @@ class Pipeline:
     def read(self, context):
         """The cache of a text, to be asked more than once or saved."""
         return read(self.model, self.tokenizer, context, self.policy, **self.options)
-
-
-@contextlib.contextmanager
-def keeping_all(model, cache):
-    """Inside, the model stores all tokens that it reads after a cache and evicts none."""
-    with evicting(model, KEEPS):
-        yield
 
 
 def _patched(model, tokenizer, policy, options, tokens):
@@ -214,7 +206,7 @@ def _ask(model, tokenizer, cache, questions, max_new_tokens, one_line, sampling)
     logits = inner(ids, **{CACHE: cache}, **known).logits
     if padded:
         cache.next_position = next_positions(cache)
-    choosers = [sampling.chooser() for _ in questions]
+    choosers = list(map(sampling.chooser, questions))
     tokens = written(inner, tokenizer, logits, cache, max_new_tokens, choosers, one_line)
     texts = [tokenizer.decode(each, skip_special_tokens=True).strip() for each in tokens]
     return [text.partition("\n")[0] for text in texts] if one_line else texts

@@ -69,7 +69,7 @@ class KVEvict(HFLM):
         bar = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests")
         for context, group in itertools.groupby(order, key=contexts.__getitem__):
             read = self.model(self._row(context), logits_to_keep=1, use_cache=True)
-            with keeping_all(self.model, cache_of(read)):
+            with keeping_all(self.model):
                 for at in group:
                     answers[at] = self._scored(read, requests[at][2])
                     bar.update()

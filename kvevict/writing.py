@@ -1,6 +1,7 @@
 """Generation of text after a cache, token by token, greedy or drawn. Beams, penalties and caches of the model's
 generation_config are ignored."""
 
+import hashlib
 from dataclasses import dataclass
 
 import torch
@@ -34,11 +35,13 @@ class Sampling:
             raise ValueError(f"top_p={self.top_p}: give one above 0, and a temperature, without which text is greedy")
         count("sampling_seed", self.seed, 0)
 
-    def chooser(self):
-        """A function from logits [vocabulary] to the next token. Each chooser has a separate random generator."""
+    def chooser(self, question=()):
+        """A function from logits [vocabulary] to the next token of the answer to a question's ids. Its noise is of the
+        seed and the question."""
         if self.temperature is None:
             return lambda row: int(row.argmax())
-        noise = torch.Generator().manual_seed(self.seed)
+        digest = hashlib.sha256(repr((self.seed, *question)).encode()).digest()
+        noise = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
         return lambda row: drawn(row, noise, self.temperature, self.top_p)
 
 

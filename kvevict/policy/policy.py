@@ -52,7 +52,7 @@ class Policy:
     decode         evict while decoding too, so that the cache never grows past budget + interval - 1; None: where it
                    is part of the score's method (streaming, h2o, tova; presets of CAOTE set it)
     interval       decoded tokens between two evictions, with decode=True; None: the score's default: 1 if every token
-                   counts (streaming, h2o, tova), 128 (tri, rkv), 64 (random with redraw), or 16
+                   counts (streaming, h2o, tova, vatp), 128 (tri, rkv), 64 (random with redraw), or 16
     keep_prompt    with decode=True: only decoded slots are cut, to `budget` slots; the prompt's slots stay as they were
                    chosen when it was read, so that the cache never grows past twice the budget + interval - 1. The next
                    turn's read cuts all of it to the budget

@@ -51,9 +51,13 @@ class Items:
         return self._of_all(kind, self.response(call))
 
     def error(self, message: str) -> str:
+        """The end of a response that failed, which may not have begun yet."""
+        begun = "" if self._sent else self.begin()
         self._status, error = "failed", types.ResponseError(code="server_error", message=message)
-        return self._event(types.ResponseErrorEvent, "error", message=message) + self._of_all(
-            types.ResponseFailedEvent, self._response("failed", error=error)
+        return (
+            begun
+            + self._event(types.ResponseErrorEvent, "error", message=message)
+            + self._of_all(types.ResponseFailedEvent, self._response("failed", error=error))
         )
 
     # -- items ------------------------------------------------------------------------------------------------------

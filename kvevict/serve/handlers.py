@@ -30,12 +30,16 @@ class _Handler:
         """The answers, of all (number of an answer, parts of it)."""
         raise NotImplementedError
 
-    def events(self, call, identity: str, answers: list, parts):
+    def stream(self, identity: str):
+        """A stream before its first event, for `events` and `failed`."""
+        return identity
+
+    def events(self, call, stream, answers: list, parts):
         """The events of answers whose parts come one list after the other."""
         raise NotImplementedError
 
-    def failed(self, refusal) -> str:
-        """The events of a stream that ends with an error."""
+    def failed(self, stream, refusal) -> str:
+        """The events of an error, with which the stream ends."""
         return error_of(refusal)
 
     def _chats(self) -> None:
@@ -175,8 +179,10 @@ class Responses(_Handler):
         items.close(answers[0].finish)
         return items.response(call).model_dump(exclude_none=True) | _ours(call)
 
-    async def events(self, call, identity, answers, parts):
-        items = Items(self.name, identity)
+    def stream(self, identity):
+        return Items(self.name, identity)
+
+    async def events(self, call, items, answers, parts):
         yield items.begin()
         async for _, each in parts:
             for part in each or ():
@@ -184,8 +190,8 @@ class Responses(_Handler):
         yield items.close(answers[0].finish)
         yield items.last(call)
 
-    def failed(self, refusal) -> str:
-        return Items(self.name, "").error(refusal.message)
+    def failed(self, items, refusal) -> str:
+        return items.error(refusal.message)
 
 
 def _event(value: dict) -> str:

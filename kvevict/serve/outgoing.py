@@ -23,8 +23,8 @@ class Stream(StreamingResponse):
     """The events of a call, and comments while there are none: proxies and clients end a connection that is silent.
     `end` is called once, with how the call came to its end; failed: the events of an error."""
 
-    def __init__(self, events, call: Call, failed):
-        self.events, self.call, self.failed, self.end = events, call, failed, lambda status: None
+    def __init__(self, events, call: Call):
+        self.events, self.call, self.failed, self.end = events, call, error_of, lambda status: None
         self.status = 499  # until all was sent
         self._next: asyncio.Future | None = None
         super().__init__(self._sent(), media_type="text/event-stream", headers=HEADERS)

@@ -1,6 +1,7 @@
 """What happens to a request from its first byte to its last."""
 
 import asyncio
+import functools
 import hashlib
 import hmac
 import re
@@ -134,11 +135,12 @@ class Server:
     async def answer(self, path: str, request: Request) -> Response:
         owner, identity = self.owner(request), f"{uuid.uuid4()}"
         call, body = await self.body(request, lambda body: (self.call(path, owner, body), body))
-        failed = self.handlers[path].failed if body.get("stream") else None
-        return await self._ended(call, identity, request, self._answer(path, call, body, identity), failed)
-
-    async def _answer(self, path, call, body, identity):
         handler = self.handlers[path]
+        stream = handler.stream(identity) if body.get("stream") else None
+        failed = None if stream is None else functools.partial(handler.failed, stream)
+        return await self._ended(call, identity, request, self._answer(handler, call, body, identity, stream), failed)
+
+    async def _answer(self, handler, call, body, identity, stream):
 
         def prepare():
             call.messages = handler.messages_of(body)
@@ -148,10 +150,10 @@ class Server:
         answers = await self._tokenising(prepare)
         parts = self.manager.write(call, answers)
         first = await anext(parts)  # an error before the first token is raised here
-        if not body.get("stream"):
+        if stream is None:
             every = [first] + [each async for each in parts]
             return JSONResponse(handler.whole(call, identity, answers, every))
-        return Stream(handler.events(call, identity, answers, _begun(first, parts)), call, handler.failed)
+        return Stream(handler.events(call, stream, answers, _begun(first, parts)), call)
 
     async def store(self, request: Request) -> Response:
         """POST /v1/kvevict/texts: store a text by its name, and read it."""
@@ -259,10 +261,10 @@ class Server:
             task = asyncio.ensure_future(work)
             response = await unless_gone(request, call, task if failed is None else soon(task))
             if response is None:
-                response = Stream(late(task), call, failed)
+                response = Stream(late(task), call)
             status, streams = response.status_code, isinstance(response, Stream)
             if streams:
-                response.end = end
+                response.end, response.failed = end, failed
             return response
         except BaseException as error:
             status = _status(error)

@@ -232,6 +232,14 @@ def test_drawn_answers(net):
             kvevict.answer(net, tokenizer, cache, ["Who?"], **wrong)
 
 
+def test_noise_is_of_a_question(net):
+    """Of two questions, noise alone makes different answers; a question that is asked twice gets one."""
+    tokenizer = tiny.byte_tokenizer()
+    cache = kvevict.read(net, tokenizer, CONTEXT, "snapkv", budget=30, window=4)
+    drawn = kvevict.answer(net, tokenizer, cache, ["Who?", "Why?", "Who?"], temperature=1e6, max_new_tokens=12)
+    assert drawn[0] == drawn[2] != drawn[1]
+
+
 @pytest.mark.parametrize("top_p", [1.0, 0.7])
 def test_draws_have_their_probabilities(top_p):
     """Of softmax(logits / 2), renormalised over the fewest tokens that reach top_p: within 5 standard deviations."""

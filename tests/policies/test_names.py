@@ -11,6 +11,7 @@ import torch
 import kvevict
 from kvevict.engine.measure.observation import Observation
 from kvevict.policy import PARTS, Policy, build, peers
+from kvevict.policy.scores import SCORES
 
 
 @pytest.mark.parametrize(
@@ -162,3 +163,11 @@ def test_attention_sums_to_one():
         assert all(torch.allclose(mass, torch.ones_like(mass), atol=1e-5) for mass in masses)
     finally:
         del kvevict.SCORES["mass"]
+
+
+def test_the_docs_name_every_score_that_evicts_at_each_token():
+    """`Policy` names the scores of each default interval but the usual one, 16."""
+    text = Policy.__doc__.partition("\n    interval ")[2].partition("\n    keep_prompt ")[0]
+    for name, score in SCORES.items():
+        if score().own_interval != 16:
+            assert name in text, name
