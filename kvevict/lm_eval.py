@@ -20,10 +20,10 @@ except ImportError as error:
     raise ImportError(f"{error}; run: pip install 'kvevict[lm-eval]'") from None
 from tqdm import tqdm
 
-from .answer import keeping_all
+from .answer import KEEPS
 from .compat import CACHE, cache_of
 from .families import device_of
-from .patch import patch
+from .patch import evicting, patch
 from .policy import peers
 from .policy.checks import unknown
 from .policy.parts import PARTS
@@ -69,7 +69,7 @@ class KVEvict(HFLM):
         bar = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests")
         for context, group in itertools.groupby(order, key=contexts.__getitem__):
             read = self.model(self._row(context), logits_to_keep=1, use_cache=True)
-            with keeping_all(self.model):
+            with evicting(self.model, KEEPS):
                 for at in group:
                     answers[at] = self._scored(read, requests[at][2])
                     bar.update()

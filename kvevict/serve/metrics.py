@@ -32,7 +32,7 @@ class Metrics:
         self.running = Gauge("kvevict_running", "Answers that are written", **own)
         self.read = Counter("kvevict_tokens_read", "Prompt tokens that the model read", **own)
         self.saved = Counter("kvevict_tokens_saved", "Prompt tokens that came from stored prefixes", **own)
-        self.left = Gauge("kvevict_tokens_to_read", "Prompt tokens that running requests have not read yet", **own)
+        self.left = Gauge("kvevict_tokens_to_read", "Prompt tokens that requests have still to read", **own)
         self.written = Counter("kvevict_tokens_written", "Tokens that the model wrote", **own)
         self.cache = Gauge("kvevict_cache_bytes", "Bytes of stored prefixes", ["place"], **own)
         self.first = Histogram(

@@ -158,7 +158,7 @@ class Server:
     async def store(self, request: Request) -> Response:
         """POST /v1/kvevict/texts: store a text by its name, and read it."""
         owner, body = self.owner(request), await self.body(request)
-        if unknown := set(body) - {"name", "text", *TEXT}:
+        if unknown := set(body) - {"name", "text", "replace", *TEXT}:
             raise Refused(400, f"a text has no field {min(unknown)[:200]!r}", "unknown_parameter", min(unknown)[:200])
         name, text = checked(body.get("name")), body.get("text")
         if not (isinstance(text, str) and text.strip()):

@@ -200,4 +200,5 @@ def test_what_the_pools_lend_comes_back():
 def test_metrics_of_running_answers():
     client = Client(server())
     client.chat("Once")
+    client.server.scheduler.submit(bool).result()
     assert "kvevict_running 0.0" in client.ask("GET", "/metrics").text
