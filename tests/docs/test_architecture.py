@@ -66,7 +66,8 @@ def test_the_life_of_a_token():
     with torch.no_grad():
         read = walked(lambda: caches.append(model(**prompt, logits_to_keep=1).past_key_values))
         decoded = walked(lambda: model(input_ids=torch.tensor([[3]]), past_key_values=caches[0]))
-    for heading, way in {"The life of a prompt": read, "The life of a decoded token": decoded}.items():
+    ways = {"The life of a prompt": read, "The walk of a query": read, "The life of a decoded token": decoded}
+    for heading, way in ways.items():
         steps = listed(heading)
         assert len(steps) > 5
         assert [step for step in way if step in steps] == steps

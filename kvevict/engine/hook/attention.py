@@ -1,4 +1,4 @@
-"""The attention function of patched layers: attend over [stored | new], then let the call's chooser evict slots."""
+"""The attention function of patched layers: attend over [stored | new], then let the step's chooser evict slots."""
 
 import copy
 import functools
@@ -7,7 +7,7 @@ import torch
 
 from ... import _ops, compat
 from ...context import context
-from ..read.layer import Attended, attend, layer_call
+from ..read.layer import Attended, attend, decide
 from ..slots.cache import fit
 
 NAME = "kvevict"
@@ -41,24 +41,13 @@ def attention(module, query, key, value, attention_mask, scaling=None, softcap=N
     query, key, value = _stored_form(layer, query, key, value)
     new = (key, value) if new is None else new
     seen = attend(Attended(step, layer, module, query, key, value, new, options, hidden=hidden), tap)
-    if step.chooser is not None and step.chooser.takes(seen):
-        _choose(layer_call(seen))
+    decide(seen)
     return seen.out[..., :width], None
 
 
 def _stored_form(layer, *tensors):
     """Query, keys and values in the stored keys' dtype (autocast may use another), padded to one width."""
     return fit(*(x if x.dtype == layer.k.dtype else x.to(layer.k.dtype) for x in tensors))
-
-
-def _choose(call):
-    """Let the call's chooser evict slots; if other layers read these slots, wait for the last of them."""
-    call.step.meter.watch(call, 1 + call.step.chooser.held)
-    if call.slots.index in call.step.patch.last_reader:
-        call.step.unread[call.slots.index] = call
-        return
-    with call.step.meter.clock("evict"):
-        call.step.chooser.layer(call)
 
 
 def _read(step, module, query, key, value, options):

@@ -22,8 +22,8 @@ class Chooser:
     held = 0  # number of waiting layers with new slots
 
     def takes(self, seen: Attended) -> bool:
-        """True if `layer` is to be called for a layer. Else its rows are stored, and it keeps all slots."""
-        return not seen.step.decoding
+        """True if `layer` is to be called after a decoded token. Else the layer keeps all slots."""
+        return False
 
     def layer(self, call) -> None:
         """The end of one layer's attention."""
@@ -55,11 +55,8 @@ class Deciding(Chooser):
         return sum(each.call.new[0].shape[2] > 0 for each in self.pending.values())
 
     def takes(self, seen):
-        """After a decoded token only layers that are due are scored. Every layer remembers the row, or adds up its
-        attention."""
+        """Only layers that are due are scored. Every layer remembers the row, or adds up its attention."""
         step, layer, policy = seen.step, seen.layer, seen.step.patch.policy
-        if not step.decoding:
-            return True
         order = step.patch.order[seen.module.layer_idx]
         observing = observes(policy, order, len(step.patch.order))
         if policy.decode and observing and policy.rows.decoded and not policy.rows.newest:

@@ -187,6 +187,21 @@ def _slots(step, layer, kv, index, pos, counts, every, protected) -> Slots:
     return Slots(index, Heads(patch.ranks, counts.shape[1]), n, counts, every, protected, pos, storage, kv, prompt)
 
 
+def decide(seen: Attended) -> None:
+    """Let the step's chooser evict slots of a layer that has attended. If other layers read its slots, the choice waits
+    for the last of them."""
+    step, index = seen.step, seen.module.layer_idx
+    if step.decoding and (step.chooser is None or not step.chooser.takes(seen)):
+        return
+    call = layer_call(seen)
+    step.meter.watch(call, 1 + step.chooser.held)
+    if index in step.patch.last_reader:
+        step.unread[index] = call
+        return
+    with step.meter.clock("evict"):
+        step.chooser.layer(call)
+
+
 def layer_call(seen: Attended) -> LayerCall:
     """The input of a layer's cut, once it has attended."""
     step, layer, module = seen.step, seen.layer, seen.module
