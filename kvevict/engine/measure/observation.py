@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ..slots import host
+from .slots import no_handle
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,14 +47,6 @@ class Observation:
     def row_count(self) -> torch.Tensor:
         """int64 [B] number of observing rows."""
         return sum(part.q.shape[2] - part.skip for part in self.parts).long()
-
-
-def no_handle(of: Any, name: str) -> AttributeError:
-    """The error for an attribute that policies of earlier versions read."""
-    handles = "step", "layer", "module", "read", "chunk", "patch", "decoder", "cache", "meter"
-    known = ", ".join(each for each in (*of.__annotations__, *vars(of)) if not each.startswith("_"))
-    hint = f": parts of a policy get values alone, here {known}" if name in handles else ""
-    return AttributeError(f"{of.__name__} has no {name}{hint}")
 
 
 @dataclass(frozen=True, eq=False)

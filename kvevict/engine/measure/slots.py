@@ -13,6 +13,14 @@ from ..slots import host
 REDUCE: dict[str, Any] = {"sum": torch.sum, "mean": torch.mean, "max": torch.amax}
 
 
+def no_handle(of: Any, name: str) -> AttributeError:
+    """The error for an attribute that policies of earlier versions read."""
+    handles = "step", "layer", "module", "hidden", "read", "chunk", "patch", "decoder", "cache", "meter"
+    known = ", ".join(each for each in (*of.__annotations__, *vars(of)) if not each.startswith("_"))
+    hint = f": parts of a policy get values alone, here {known}; a quantity names others in `needs`"
+    return AttributeError(f"{of.__name__} has no {name}{hint if name in handles else ''}")
+
+
 @dataclass(frozen=True, eq=False)
 class Heads:
     """The kv heads of a layer that choose slots on this rank: all of them, or a rank's part (tensor parallel). All
@@ -55,10 +63,7 @@ class KV:
     appended: tuple = ()  # k, v [B, heads, p, D] of rows that are read with the call and not stored
 
     def __getattr__(self, name: str) -> Any:
-        hint = ""
-        if name in ("step", "layer", "module", "hidden"):
-            hint = ": a quantity names its further values in `needs`, and `measure` gets them as arguments"
-        raise AttributeError(f"KV has no {name}{hint}")
+        raise no_handle(KV, name)
 
     @property
     def end(self) -> torch.Tensor:
