@@ -122,7 +122,7 @@ def test_handles_of_the_engine_are_refused():
     score("handled", "by_handle")
     model = tiny.model()
     kvevict.patch(model, "snapkv", score="handled", budget=20)
-    with pytest.raises(AttributeError, match="KV has no module: parts .* values alone.* in `needs`"):
+    with pytest.raises(AttributeError, match=r"KV has no module: parts .* values alone.* in `needs`"):
         model(**tiny.prompt(1, 40))
 
 
