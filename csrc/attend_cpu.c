@@ -159,7 +159,7 @@ static void kv_attend_cut(kv_attend_job *job, int64_t heads, int64_t rows) {
 kv_status KV_OP(attend)(const kv_attend *a) {
   const int64_t heads = a->B * a->Hkv, rows = heads ? a->T * (a->H / a->Hkv) : 0;
   if (heads == 0 || a->T == 0) return KV_OK;
-  kv_attend_job job = {.a = a, .stream = kv_stream_of(a->dtype, a->D, rows)};
+  kv_attend_job job = {.a = a, .stream = kv_stream_of(a->dtype, a->D, rows, &a->slots)};
   kv_attend_cut(&job, heads, rows);
   if (job.span) {
     job.part = malloc((size_t)(heads * job.splits * rows * (job.stream.width + 2)) * sizeof *job.part);

@@ -15,6 +15,11 @@ const char *kv_status_text(kv_status status) {
       return "keep, len, first, stop, lo, hi or an index is out of range: it must lie within the alive slots";
     case KV_NO_MEMORY:
       return "out of memory: scratch could not be allocated";
+    case KV_BAD_KIND:
+      return "slots that are moved into others or read together with them must be of the same kind: 8 bits, 4 bits or "
+             "as computed";
+    case KV_NO_KIND:
+      return "8- and 4-bit slots have CPU kernels only";
     case KV_BAD_ISA:
       return "the environment variable KVEVICT_CPU_ISA is not an instruction set of this build; unset it or name one "
              "of cpu_isas()";
@@ -29,6 +34,16 @@ static int kv_bad_heads(int64_t B, int64_t H, int64_t Hkv, int64_t D, int counts
 }
 
 static int kv_bad_dtype(kv_dtype dtype) { return dtype != KV_F32 && dtype != KV_F16 && dtype != KV_BF16; }
+
+/* Packed rows are read on a CPU alone, where counts are looked at. */
+static kv_status kv_slots_check(const kv_slots *slots, int counts) {
+  for (int i = 0; i < 2; i++) {
+    const kv_packing packing = i ? slots->v_packing : slots->k_packing;
+    if (packing != KV_AS_COMPUTED && packing != KV_INT8 && packing != KV_INT4) return KV_BAD_DTYPE;
+    if (packing != KV_AS_COMPUTED && !counts) return KV_NO_KIND;
+  }
+  return KV_OK;
+}
 
 static int kv_bad_reduce(kv_reduce reduce) { return reduce != KV_SUM && reduce != KV_MEAN && reduce != KV_MAX; }
 
@@ -53,7 +68,8 @@ static int kv_bad_alive(const kv_slots *slots, const kv_new *chunk, const int32_
 kv_status kv_attend_check(const kv_attend *a, int counts) {
   if (kv_bad_heads(a->B, a->H, a->Hkv, a->D, counts) || a->T < 0 || a->S < 0) return KV_BAD_SHAPE;
   if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
-  if (!counts) return KV_OK;
+  const kv_status kinds = kv_slots_check(&a->slots, counts);
+  if (kinds != KV_OK || !counts) return kinds;
   if (kv_outside(a->slots.len, a->B * a->Hkv, INT32_MAX) || kv_outside(a->chunk.first, a->B, a->S)) return KV_BAD_COUNT;
   if (!a->stop) return KV_OK;
   return kv_bad_alive(&a->slots, &a->chunk, a->stop, a->B, a->Hkv, a->S, INT32_MAX) ? KV_BAD_COUNT : KV_OK;
@@ -62,7 +78,8 @@ kv_status kv_attend_check(const kv_attend *a, int counts) {
 static kv_status kv_observers_check(const kv_observers *a, int64_t C, int counts) {
   if (kv_bad_heads(a->B, a->H, a->Hkv, a->D, counts) || a->R < 0 || a->S < 0 || C < 0) return KV_BAD_SHAPE;
   if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
-  if (!counts) return KV_OK;
+  const kv_status kinds = kv_slots_check(&a->slots, counts);
+  if (kinds != KV_OK || !counts) return kinds;
   if (kv_bad_alive(&a->slots, &a->chunk, a->stop, a->B, a->Hkv, a->S, C)) return KV_BAD_COUNT;
   return kv_outside(a->row_first, a->B, a->R) ? KV_BAD_COUNT : KV_OK;
 }
@@ -102,21 +119,24 @@ kv_status kv_kl_grad_check(const kv_kl_grad *a, int counts) {
 kv_status kv_refine_check(const kv_refine *a, int counts) {
   if (kv_bad_heads(a->B, a->Hkv, a->Hkv, a->D, counts) || a->S < 0 || a->C < 0) return KV_BAD_SHAPE;
   if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
-  if (!counts) return KV_OK;
+  const kv_status kinds = kv_slots_check(&a->slots, counts);
+  if (kinds != KV_OK || !counts) return kinds;
   return kv_bad_alive(&a->slots, &a->chunk, a->stop, a->B, a->Hkv, a->S, a->C) ? KV_BAD_COUNT : KV_OK;
 }
 
 kv_status kv_norm_check(const kv_norm *a, int counts) {
   if (kv_bad_heads(a->B, a->Hkv, a->Hkv, a->D, counts) || a->S < 0 || a->C < 0) return KV_BAD_SHAPE;
   if (kv_bad_dtype(a->dtype) || (a->p != 1 && a->p != 2)) return KV_BAD_DTYPE;
-  if (!counts) return KV_OK;
+  const kv_status kinds = kv_slots_check(&a->slots, counts);
+  if (kinds != KV_OK || !counts) return kinds;
   return kv_bad_alive(&a->slots, &a->chunk, a->stop, a->B, a->Hkv, a->S, a->C) ? KV_BAD_COUNT : KV_OK;
 }
 
 kv_status kv_quadratic_check(const kv_quadratic *a, int counts) {
   if (kv_bad_heads(a->B, a->H, a->Hkv, a->D, counts) || a->S < 0 || a->C < 0) return KV_BAD_SHAPE;
   if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
-  if (!counts) return KV_OK;
+  const kv_status kinds = kv_slots_check(&a->slots, counts);
+  if (kinds != KV_OK || !counts) return kinds;
   return kv_bad_alive(&a->slots, &a->chunk, a->stop, a->B, a->Hkv, a->S, a->C) ? KV_BAD_COUNT : KV_OK;
 }
 
@@ -135,6 +155,10 @@ kv_status kv_select_check(const kv_select *a, int counts) {
 kv_status kv_compact_check(const kv_compact *a, int counts) {
   if (a->B < 0 || a->Hkv < 0 || a->S < 0 || a->K < 0 || a->D < 8 || a->D > KV_MOST_D || a->D % 8) return KV_BAD_SHAPE;
   if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
+  const kv_status kinds = kv_slots_check(&a->dst, counts);
+  if (kinds != KV_OK) return kinds;
+  if (a->src.k_packing && a->src.k_packing != a->dst.k_packing) return KV_BAD_KIND;
+  if (a->src.v_packing && a->src.v_packing != a->dst.v_packing) return KV_BAD_KIND;
   for (int64_t head = 0; counts && head < a->B * a->Hkv; head++) {
     const int64_t first = a->chunk.first[head / a->Hkv], len = a->src.len[head], keep = a->keep[head];
     if (first < 0 || first > a->S || len < 0) return KV_BAD_COUNT;
@@ -152,6 +176,11 @@ kv_status kv_compact_check(const kv_compact *a, int counts) {
 kv_status kv_decode_check(const kv_decode *a, int counts) {
   if (kv_bad_heads(a->B, a->H, a->Hkv, a->D, counts) || a->C < 0) return KV_BAD_SHAPE;
   if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
+  const kv_status kinds = kv_slots_check(&a->slots, counts);
+  if (kinds != KV_OK) return kinds;
+  const kv_slots *prefix = &a->prefix;
+  if (prefix->k && (prefix->k_packing != a->slots.k_packing || prefix->v_packing != a->slots.v_packing))
+    return KV_BAD_KIND;
   for (int64_t i = 0; counts && i < a->B * a->Hkv; i++) {
     const int64_t before = a->prefix.len ? a->prefix.len[i] : 0, len = a->slots.len[i];
     if (before < 0 || len < 0 || before + len >= (a->probs ? a->C : INT32_MAX)) return KV_BAD_COUNT;

@@ -1,39 +1,63 @@
 /* The rows of one head's alive keys or values on a CPU: the one place that knows how numbers of a slot are stored. A
  * row is read as floats, as pairs of bf16, or in place with the rows after it. Only compact and decode's append write
- * rows, and copy them as bytes. */
+ * rows: rows that move are copied as bytes, new ones where slots are packed are packed. */
 #ifndef KVEVICT_COLUMNS_H
 #define KVEVICT_COLUMNS_H
 #include "half.h"
+#include "packed.h"
 #include "segments.h"
 
 /* The alive keys or values of one (b, kv head): column c of its attention matrix is slot c. */
 typedef struct {
   kv_dtype dtype;
-  int64_t D, n;
+  kv_packing packing; /* of the columns before `packed`, of none if that is 0 */
+  int64_t D, n, packed;
+  const float *centre; /* [D] of packed columns, or NULL */
   kv_segments at;
 } kv_columns;
 
-static inline kv_columns kv_columns_of(kv_dtype dtype, int64_t D, kv_segments at) {
-  return (kv_columns){dtype, D, at.n, at};
+/* Bytes of a stored row. */
+static inline int64_t kv_row_bytes(kv_packing packing, kv_dtype dtype, int64_t D) {
+  return packing == KV_AS_COMPUTED ? D * kv_size(dtype) : kv_packed_bytes(packing, D);
+}
+
+/* Of [stored | new], the stored ones in `rows`. */
+static inline kv_columns kv_columns_of(kv_dtype dtype, int64_t D, kv_segments at, const void *rows, int64_t offset,
+                                       kv_packing packing, const float *centre) {
+  kv_columns x = {dtype, packing, D, at.n, 0, NULL, at};
+  if (packing == KV_AS_COMPUTED) return x;
+  const int64_t bytes = kv_packed_bytes(packing, D);
+  x.packed = at.len, x.centre = centre;
+  x.at.stored = (uint64_t)(uintptr_t)rows + (uint64_t)(offset * bytes), x.at.stored_stride = bytes;
+  return x;
+}
+
+/* The centre of keys of one head, or NULL. */
+static inline const float *kv_centre(const kv_slots *slots, int64_t head, int64_t D) {
+  return slots->centre ? slots->centre + head * D : NULL;
 }
 
 /* Of [stored | new], new ones up to `stop`. */
 static inline kv_columns kv_key_columns(kv_dtype dtype, int64_t D, const kv_slots *slots, const kv_new *chunk,
                                         int64_t b, int64_t h, int64_t Hkv, int64_t stop) {
-  return kv_columns_of(dtype, D, kv_keys_of(slots, chunk, b, h, Hkv, stop, D, kv_size(dtype)));
+  const int64_t head = b * Hkv + h;
+  return kv_columns_of(dtype, D, kv_keys_of(slots, chunk, b, h, Hkv, stop, D, kv_size(dtype)), slots->k,
+                       slots->offset[head], slots->k_packing, kv_centre(slots, head, D));
 }
 static inline kv_columns kv_value_columns(kv_dtype dtype, int64_t D, const kv_slots *slots, const kv_new *chunk,
                                           int64_t b, int64_t h, int64_t Hkv, int64_t stop) {
-  return kv_columns_of(dtype, D, kv_values_of(slots, chunk, b, h, Hkv, stop, D, kv_size(dtype)));
+  return kv_columns_of(dtype, D, kv_values_of(slots, chunk, b, h, Hkv, stop, D, kv_size(dtype)), slots->v,
+                       slots->offset[b * Hkv + h], slots->v_packing, NULL);
 }
 
 /* Of two buffers of stored slots: `shared_len` rows from `shared` on in the first, then `len` rows from `own` on. */
-static inline kv_columns kv_stored_columns(kv_dtype dtype, int64_t D, const void *shared_rows, int64_t shared,
-                                           int64_t shared_len, const void *own_rows, int64_t own, int64_t len) {
-  const int64_t dense[3] = {0, 0, D};
-  return kv_columns_of(
-      dtype, D,
-      kv_segments_of(shared_rows, shared, shared_len, own_rows, dense, 0, 0, own, own + len, D, kv_size(dtype)));
+static inline kv_columns kv_stored_columns(kv_dtype dtype, int64_t D, kv_packing packing, const float *centre,
+                                           const void *shared_rows, int64_t shared, int64_t shared_len,
+                                           const void *own_rows, int64_t own, int64_t len) {
+  const int64_t bytes = kv_row_bytes(packing, dtype, D), dense[3] = {0, 0, bytes};
+  const kv_segments at =
+      kv_segments_of(shared_rows, shared, shared_len, own_rows, dense, 0, 0, own, own + len, bytes, 1);
+  return (kv_columns){dtype, packing, D, at.n, packing == KV_AS_COMPUTED ? 0 : at.n, centre, at};
 }
 
 static inline const void *kv_column(const kv_columns *x, int64_t c) {
@@ -42,20 +66,30 @@ static inline const void *kv_column(const kv_columns *x, int64_t c) {
 
 /* Column c -> row [D] */
 static inline void kv_column_load(const kv_columns *x, int64_t c, float *restrict row) {
-  kv_load_row(x->dtype, kv_column(x, c), row, x->D);
+  if (c < x->packed)
+    kv_unpack_row(x->packing, x->centre, kv_column(x, c), row, x->D);
+  else
+    kv_load_row(x->dtype, kv_column(x, c), row, x->D);
 }
 
 /* Column c as D floats: in place, or converted into row [D]. */
 static inline const float *kv_column_floats(const kv_columns *x, int64_t c, float *row) {
-  if (x->dtype == KV_F32) return kv_column(x, c);
-  kv_load_row(x->dtype, kv_column(x, c), row, x->D);
+  if (x->dtype == KV_F32 && c >= x->packed) return kv_column(x, c);
+  kv_column_load(x, c, row);
   return row;
 }
 
-/* Column c as D numbers of bf16, for processors that multiply pairs of them. */
-static inline const uint16_t *kv_column_pairs(const kv_columns *x, int64_t c) { return kv_column(x, c); }
+/* Column c as D numbers of bf16, for processors that multiply pairs of them: in place, or rounded into `row`, which has
+ * room for them. */
+static inline const void *kv_column_pairs(const kv_columns *x, int64_t c, void *row) {
+  if (c >= x->packed) return kv_column(x, c);
+  float numbers[KV_MOST_D];
+  kv_column_load(x, c, numbers);
+  kv_store_row(KV_BF16, numbers, row, x->D);
+  return row;
+}
 
-/* n columns where they lie, `stride` bytes apart. */
+/* Columns that lie `stride` bytes apart, n of them, all packed or none. */
 typedef struct {
   const char *x;
   int64_t n, stride;
@@ -71,6 +105,19 @@ static inline kv_run kv_columns_run(const kv_columns *x, int64_t c, int64_t n) {
 /* The address of column c, to be fetched ahead with those after it; 0 if rows do not lie one after the other. */
 static inline uintptr_t kv_columns_ahead(const kv_columns *x, int64_t c) {
   const int64_t stride = c < x->at.len ? x->at.stored_stride : x->at.chunk_stride;
-  return stride == x->D * kv_size(x->dtype) ? kv_segments_at(&x->at, c) : 0;
+  return c < x->packed || stride == x->D * kv_size(x->dtype) ? kv_segments_at(&x->at, c) : 0;
+}
+
+/* Stores a row of D numbers of the call's dtype, packed or as it is. */
+static inline void kv_row_store(kv_dtype dtype, int64_t D, const void *from, kv_packing packing, const float *centre,
+                                void *to) {
+  float numbers[KV_MOST_D];
+  if (packing == KV_AS_COMPUTED) {
+    memcpy(to, from, (size_t)(D * kv_size(dtype)));
+    return;
+  }
+  numbers[0] = 0; /* the compiler does not know that D > 0 */
+  kv_load_row(dtype, from, numbers, D);
+  kv_pack_row(packing, centre, numbers, to, D);
 }
 #endif

@@ -1,8 +1,7 @@
 /* Moves the kept slots of [stored | new] together on a CPU. Neighbours in the index that are neighbours in memory move
  * at once; slots already in place are not touched. */
-#include "half.h"
+#include "columns.h"
 #include "parallel.h"
-#include "segments.h"
 #include "simd.h"
 
 /* Copies `count` rows of `width` bytes, `step` bytes apart, to dense rows at dst. */
@@ -15,17 +14,28 @@ static void move_rows(char *dst, const char *src, int64_t count, int64_t step, i
   for (int64_t i = 0; i < count; i++) memcpy(dst + i * width, src + i * step, (size_t)width);
 }
 
-/* Copies alive slots from .. from + run - 1 of one head, all stored or all new, to row `to` of dst. */
+/* Copies slots from .. from + run - 1 of one head's keys or values, all stored or all new, to row `to` of rows at dst.
+ * A slot that is not packed yet becomes so, if rows of dst are. */
+static void move_slots(const kv_columns *src, int64_t from, int64_t run, char *dst, int64_t to, kv_packing packing,
+                       const float *centre) {
+  const int64_t width = kv_row_bytes(packing, src->dtype, src->D);
+  const kv_run rows = kv_columns_run(src, from, run);
+  dst += to * width;
+  if (packing == KV_AS_COMPUTED || from < src->packed)
+    move_rows(dst, rows.x, run, rows.stride, width);
+  else
+    for (int64_t i = 0; i < run; i++)
+      kv_row_store(src->dtype, src->D, rows.x + i * rows.stride, packing, centre, dst + i * width);
+}
+
 static void move_run(const kv_compact *a, int64_t b, int64_t h, int64_t from, int64_t run, int64_t to) {
-  const int64_t size = kv_size(a->dtype);
-  const kv_segments all[] = {kv_keys_of(&a->src, &a->chunk, b, h, a->Hkv, a->S, a->D, size),
-                             kv_values_of(&a->src, &a->chunk, b, h, a->Hkv, a->S, a->D, size),
-                             kv_positions_of(&a->src, &a->chunk, b, h, a->Hkv, a->S)};
-  char *const dst[] = {a->dst.k, a->dst.v, (char *)a->dst.pos};
-  for (int i = 0; i < 3; i++) {
-    const int64_t width = all[i].stored_stride, step = from < all[i].len ? width : all[i].chunk_stride;
-    move_rows(dst[i] + to * width, (const char *)(uintptr_t)kv_segments_at(&all[i], from), run, step, width);
-  }
+  const kv_columns k = kv_key_columns(a->dtype, a->D, &a->src, &a->chunk, b, h, a->Hkv, a->S);
+  const kv_columns v = kv_value_columns(a->dtype, a->D, &a->src, &a->chunk, b, h, a->Hkv, a->S);
+  const kv_segments pos = kv_positions_of(&a->src, &a->chunk, b, h, a->Hkv, a->S);
+  const int64_t width = sizeof *a->dst.pos;
+  move_slots(&k, from, run, a->dst.k, to, a->dst.k_packing, kv_centre(&a->dst, b * a->Hkv + h, a->D));
+  move_slots(&v, from, run, a->dst.v, to, a->dst.v_packing, NULL);
+  move_rows((char *)(a->dst.pos + to), (const char *)(uintptr_t)kv_segments_at(&pos, from), run, width, width);
 }
 
 static void compact_heads(void *ctx, int64_t begin, int64_t end) {

@@ -20,16 +20,21 @@ static int64_t kv_decode_shared(const kv_decode *a, int64_t at) { return a->pref
 static int64_t kv_decode_slots(const kv_decode *a, int64_t at) { return kv_decode_shared(a, at) + a->slots.len[at]; }
 
 /* Its keys or values, [prefix | own | new]; the new row is already stored. */
-static kv_columns kv_decode_columns(const kv_decode *a, int64_t at, const void *prefix, const void *own) {
-  const int64_t len = kv_decode_shared(a, at), offset = len ? a->prefix.offset[at] : 0;
-  return kv_stored_columns(a->dtype, a->D, prefix, offset, len, own, a->slots.offset[at], a->slots.len[at] + 1);
+static kv_columns kv_decode_columns(const kv_decode *a, int64_t at, int values) {
+  const kv_slots *own = &a->slots, *prefix = &a->prefix;
+  const int64_t len = kv_decode_shared(a, at), offset = len ? prefix->offset[at] : 0;
+  return kv_stored_columns(a->dtype, a->D, values ? own->v_packing : own->k_packing,
+                           values ? NULL : kv_centre(own, at, a->D), values ? prefix->v : prefix->k, offset, len,
+                           values ? own->v : own->k, own->offset[at], own->len[at] + 1);
 }
 
 static void kv_decode_append(const kv_decode *a, int64_t b, int64_t h, int64_t row) {
-  const int64_t size = kv_size(a->dtype), bytes = a->D * size;
-  const int64_t *ks = a->chunk.k_stride, *vs = a->chunk.v_stride;
-  memcpy((char *)a->slots.k + row * bytes, (const char *)a->chunk.k + (b * ks[0] + h * ks[1]) * size, (size_t)bytes);
-  memcpy((char *)a->slots.v + row * bytes, (const char *)a->chunk.v + (b * vs[0] + h * vs[1]) * size, (size_t)bytes);
+  const int64_t size = kv_size(a->dtype), *ks = a->chunk.k_stride, *vs = a->chunk.v_stride;
+  const kv_slots *to = &a->slots;
+  kv_row_store(a->dtype, a->D, (const char *)a->chunk.k + (b * ks[0] + h * ks[1]) * size, to->k_packing,
+               kv_centre(to, b * a->Hkv + h, a->D), (char *)to->k + row * kv_row_bytes(to->k_packing, a->dtype, a->D));
+  kv_row_store(a->dtype, a->D, (const char *)a->chunk.v + (b * vs[0] + h * vs[1]) * size, to->v_packing, NULL,
+               (char *)to->v + row * kv_row_bytes(to->v_packing, a->dtype, a->D));
   a->slots.pos[row] = a->chunk.pos[b];
 }
 
@@ -39,8 +44,7 @@ static void kv_decode_task(const kv_decode_job *job, const kv_stream *x, int64_t
   if (c0 >= n) return;
   if (c1 == n) kv_decode_append(a, b, h, a->slots.offset[at] + a->slots.len[at]);
   const kv_queries query = kv_queries_of(a->dtype, a->D, x->rows, a->q, a->q_stride, b, h, a->scale, a->softcap);
-  const kv_columns k = kv_decode_columns(a, at, a->prefix.k, a->slots.k);
-  const kv_columns v = kv_decode_columns(a, at, a->prefix.v, a->slots.v);
+  const kv_columns k = kv_decode_columns(a, at, 0), v = kv_decode_columns(a, at, 1);
   float *part = job->part + (at * job->splits + split) * x->rows * (x->width + 2);
   kv_stream_load(x, &query, 0);
   kv_part_start(part, x->rows, x->width);
@@ -101,7 +105,7 @@ kv_status KV_OP(decode)(const kv_decode *a) {
   if (heads == 0) return KV_OK;
   int64_t most = 0;
   for (int64_t i = 0; i < heads; i++) most = kv_max(most, kv_round_up(kv_decode_slots(a, i) + 1, VL));
-  kv_decode_job job = {a, kv_stream_of(a->dtype, a->D, G), (most + SPLIT - 1) / SPLIT, most, NULL, NULL, 0};
+  kv_decode_job job = {a, kv_stream_of(a->dtype, a->D, G, &a->slots), (most + SPLIT - 1) / SPLIT, most, NULL, NULL, 0};
   const int64_t floats = heads * job.splits * G * (job.shape.width + 2), task = kv_min(SPLIT, most) * a->D;
   job.part = malloc((size_t)floats * sizeof *job.part);
   if (a->probs) job.logit = malloc((size_t)(heads * G * most) * sizeof *job.logit);

@@ -25,6 +25,16 @@ extern "C" {
 enum { KV_MOST_D = 512, KV_MOST_D_CUDA = 256 };
 
 typedef enum { KV_F32 = 0, KV_F16 = 1, KV_BF16 = 2 } kv_dtype;
+/* How a stored row lies in memory: D numbers of the call's dtype, or bytes that carry their scale, at any address, and
+ * from which c, the head's centre, was subtracted (of values, and without a centre, c = 0):
+ *   KV_INT8  q = (x - c) / s, D numbers of int8, then s of fp32 = max |x - c| / 127
+ *   KV_INT4  u = ((x - c) H - lo) / s, D / 2 bytes, byte i with number i in its low and number i + D / 2 in its high
+ *            half, then s of fp16 = (max - lo) / 15 and lo of fp16 = min (x - c) H. H is the orthonormal Hadamard
+ *            matrix of the largest power of two that divides D, in blocks; u is made with s and lo as stored.
+ * A row that is not finite is read as NaN. New rows are packed when they are stored, and then only moved. */
+typedef enum { KV_AS_COMPUTED = 0, KV_INT8 = 1, KV_INT4 = 2 } kv_packing;
+static inline int64_t kv_packed_bytes(kv_packing packing, int64_t D) { return (packing == KV_INT8 ? D : D / 2) + 4; }
+
 typedef enum { KV_SUM = 0, KV_MEAN = 1, KV_MAX = 2, KV_NONE = 3 } kv_reduce; /* KV_NONE: only for heads of a group */
 typedef enum { KV_A = 0, KV_SQUARE = 1, KV_ENTROPY = 2 } kv_term;
 typedef enum { KV_EDIE = 0, KV_L1 = 1, KV_L2 = 2 } kv_error_kind;
@@ -34,6 +44,8 @@ typedef enum {
   KV_BAD_DTYPE, /* a dtype, kind or reduction is not one of the above, or this op does not take it */
   KV_BAD_COUNT, /* keep, len, first, stop, lo, hi or an index is out of range */
   KV_NO_MEMORY, /* scratch could not be allocated */
+  KV_BAD_KIND,  /* rows are to be moved or read together that are packed in different ways */
+  KV_NO_KIND,   /* the slots are packed, which only the CPU's kernels read */
   KV_BAD_ISA,   /* KVEVICT_CPU_ISA is not an instruction set of this build */
 } kv_status;
 
@@ -41,10 +53,12 @@ const char *kv_status_text(kv_status status);
 
 /* The slots stored in one layer: head h of row b owns rows offset[b,h] .. offset[b,h] + len[b,h] - 1. */
 typedef struct {
-  void *k, *v;           /* [rows, D] dtype */
+  void *k, *v;           /* [rows, D] dtype, or packed rows */
   int32_t *pos;          /* [rows] the position that each key is rotated for */
   const int64_t *offset; /* [B, Hkv] */
   const int32_t *len;    /* [B, Hkv] */
+  kv_packing k_packing, v_packing;
+  const float *centre; /* [B, Hkv, D] of packed keys, or NULL: 0 */
 } kv_slots;
 
 /* The new keys and values of a chunk, read in place with the model's strides. */
@@ -205,11 +219,11 @@ typedef struct {
 
 /* Moves the chosen slots of [src | new] into dst, in order. dst may be src (same buffers, same offsets): with an
  * ascending index no slot is read after it was overwritten. At other offsets of the same buffers, no row of dst may be
- * one of src. */
+ * one of src. Rows of src that are packed must be packed in the same way in dst. */
 typedef struct {
   kv_dtype dtype;
   int64_t B, Hkv, S, D, K;
-  kv_slots src;
+  kv_slots src; /* centre unused */
   kv_new chunk;
   const int32_t *index; /* [B, Hkv, K] ascending, or NULL: slots 0..keep-1 */
   const int32_t *keep;  /* [B, Hkv] */
@@ -226,7 +240,8 @@ typedef struct {
   int64_t q_stride[3];
   kv_new chunk;    /* S = 1; first unused */
   kv_slots slots;  /* written at offset + len */
-  kv_slots prefix; /* slots before these, only read, none of them a row that is written; pos unused. All NULL: none */
+  kv_slots prefix; /* slots before these, only read, none of them a row that is written, packed as these are and around
+                    * their centre; pos and centre unused. All NULL: none */
   const float *sinks; /* [H] or NULL */
   void *out;          /* [B, 1, H, D] dtype */
   float *lse;         /* [B, H, 1] */

@@ -69,8 +69,9 @@ static inline void kv_stream_order(const kv_stream *stream, int back, float *x) 
   }
 }
 
-static inline kv_stream kv_stream_of(kv_dtype dtype, int64_t D, int64_t rows) {
-  return (kv_stream){dtype, D % VL == 0, D, kv_round_up(D, VL), rows, NULL, NULL, NULL, NULL};
+static inline kv_stream kv_stream_of(kv_dtype dtype, int64_t D, int64_t rows, const kv_slots *slots) {
+  const int packed = slots->k_packing != KV_AS_COMPUTED || slots->v_packing != KV_AS_COMPUTED;
+  return (kv_stream){dtype, D % VL == 0 && !packed, D, kv_round_up(D, VL), rows, NULL, NULL, NULL, NULL};
 }
 
 /* Its scratch, to be freed; NULL if out of memory. The padding of q and buffer starts as 0 and stays it. */

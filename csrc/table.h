@@ -24,7 +24,7 @@ enum : uint8_t { unused, one, KV_SIZES(KV_ENUMERATOR) count };
 constexpr const char *size_names[] = {"", "1", KV_SIZES(KV_STRING)};
 
 /* The kinds of rows that ops.def has. */
-#define KV_KINDS(X) X(tensor) X(rows) X(number) X(flag) X(integer) X(count) X(choice) X(result)
+#define KV_KINDS(X) X(tensor) X(rows) X(slots) X(number) X(flag) X(integer) X(count) X(choice) X(result)
 enum class Kind : uint8_t { KV_KINDS(KV_ENUMERATOR) };
 constexpr const char *kind_names[] = {KV_KINDS(KV_STRING)};
 
@@ -41,9 +41,10 @@ struct Arg {
   std::array<uint8_t, 4> shape = {}; /* in `sizes` */
   const char *text = "";             /* the sizes or words, as written */
   size_t stride_at = 0, strides = 0; /* where the struct has the strides, and their number */
+  size_t packing_at = 0;             /* where it has the kind of slots */
   int64_t least = 0, most = 0;       /* of an integer or a choice */
 
-  bool is_tensor() const { return kind == Kind::tensor || kind == Kind::rows; }
+  bool is_tensor() const { return kind == Kind::tensor || kind == Kind::rows || kind == Kind::slots; }
   bool is_optional() const { return type[6] == '?'; }
   bool is_written() const { return type[6] == '('; }
   size_t rank() const { return static_cast<size_t>(std::find(shape.begin(), shape.end(), 0) - shape.begin()); }
@@ -80,6 +81,7 @@ using namespace sizes;
   .at = offsetof(A, field), .element = element_of<decltype(A{}.field)>(), .shape = {__VA_ARGS__}, .text = #__VA_ARGS__
 #define KV_STRIDES(field) \
   .stride_at = offsetof(A, field##_stride), .strides = std::extent_v<decltype(A{}.field##_stride)>
+#define KV_PACKING(field) .packing_at = place<kv_packing, decltype(A{}.field##_packing)>(offsetof(A, field##_packing))
 #define KV_VALUE(T, field) .at = place<T, decltype(A{}.field)>(offsetof(A, field))
 
 #define OP(op)         \
@@ -88,6 +90,7 @@ using namespace sizes;
     static constexpr Arg args[] = {
 #define TENSOR(type, name, field, ...) {KV_ROW(tensor, #type, name), KV_ARRAY(field, __VA_ARGS__)},
 #define ROWS(type, name, field, ...) {KV_ROW(rows, #type, name), KV_ARRAY(field, __VA_ARGS__), KV_STRIDES(field)},
+#define SLOTS(type, name, field, ...) {KV_ROW(slots, #type, name), KV_ARRAY(field, __VA_ARGS__), KV_PACKING(field)},
 #define NUMBER(name, field) {KV_ROW(number, "float", name), KV_VALUE(float, field)},
 #define FLAG(name, field) {KV_ROW(flag, "bool", name), KV_VALUE(int, field)},
 #define INTEGER(name, field, least_, most_) \

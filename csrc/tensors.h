@@ -125,6 +125,7 @@ class Call {
       switch (x.kind) {
         case Kind::tensor:
         case Kind::rows:
+        case Kind::slots:
           if (tensors_[i]) read_tensor(i, a);
           break;
         case Kind::number:
@@ -264,12 +265,15 @@ class Call {
     Tensor &t = *tensors_[i];
     STD_TORCH_CHECK(asked(aoti_torch_get_device_type, t) == device_ && (!cuda_ || t.get_device_index() == index_),
                     x.name, " is not on ", cuda_ ? "the same GPU as the first tensor" : "the CPU");
-    STD_TORCH_CHECK(asked(aoti_torch_get_dtype, t) == code_of(type_of(x)), x.name, " is ", toString(t.scalar_type()),
-                    ", expected ", toString(type_of(x)));
+    const bool packed = x.kind == Kind::slots && asked(aoti_torch_get_dtype, t) == code_of(ScalarType::Byte);
+    STD_TORCH_CHECK(!packed || on_cpu(), kv_status_text(KV_NO_KIND));
+    STD_TORCH_CHECK(packed || asked(aoti_torch_get_dtype, t) == code_of(type_of(x)), x.name, " is ",
+                    toString(t.scalar_type()), ", expected ", toString(type_of(x)));
     STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(t.data_ptr()) % t.element_size() == 0, x.name,
                     " does not start at a multiple of its element size, ", t.element_size(), " bytes; pass a clone");
-    read_shape(x, t);
-    const bool slots = x.element == Element::call;
+    read_shape(x, t, packed);
+    if (packed) put(a, x.packing_at, packing_of(x, t));
+    const bool slots = x.element == Element::call && !packed;
     if (x.kind == Kind::rows && t.stride(t.dim() - 1) != 1) t = torch::stable::contiguous(t);
     if (x.kind == Kind::rows && slots && needs_alignment() && !aligned(t)) t = torch::stable::clone(t);
     memory_[i] = read_layout(x, t, a);
@@ -279,10 +283,19 @@ class Call {
     put<const void *>(a, x.at, memory_[i].begin ? memory_[i].begin : a);
   }
 
-  void read_shape(const Arg &x, const Tensor &t) {
+  /* The kind of packed slots, by the bytes of a row. */
+  kv_packing packing_of(const Arg &x, const Tensor &t) const {
+    const int64_t have = t.size(1), eight = kv_packed_bytes(KV_INT8, size(sizes::D)),
+                  four = kv_packed_bytes(KV_INT4, size(sizes::D));
+    STD_TORCH_CHECK(have == eight || have == four, x.name, " is uint8 with rows of ", have, " bytes, expected ", eight,
+                    " (8 bits) or ", four, " (4 bits) for a head dimension of ", size(sizes::D));
+    return have == eight ? KV_INT8 : KV_INT4;
+  }
+
+  void read_shape(const Arg &x, const Tensor &t, bool packed) {
     const auto have = t.sizes();
     bool same = have.size() == x.rank();
-    for (size_t d = 0; same && d < have.size(); d++) {
+    for (size_t d = 0; same && d < have.size() - packed; d++) {
       int64_t &want = size_[x.shape[d]];
       if (want < 0) want = have[d];
       same = want == have[d];

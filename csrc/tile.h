@@ -125,7 +125,7 @@ static inline void kv_pack_k(const kv_columns *x, int pairs, int64_t c0, int64_t
     const char *from[VL]; /* a word of two bf16 starts at any multiple of 2 bytes, where no float may */
     for (int i = 0; i < VL; i++)
       from[i] = c + i >= n ? (const char *)zeros
-                : pairs    ? (const char *)kv_column_pairs(x, c0 + c + i)
+                : pairs    ? (const char *)kv_column_pairs(x, c0 + c + i, row + i * x->D)
                            : (const char *)kv_column_floats(x, c0 + c + i, row + i * x->D);
     for (int64_t d = 0; d < words; d += 4)
 #pragma GCC unroll 4
@@ -147,7 +147,7 @@ static inline void kv_pack_k(const kv_columns *x, int pairs, int64_t c0, int64_t
 static inline const float *kv_values_in_place(const kv_columns *x, int64_t c0, int64_t n, int64_t width,
                                               int64_t *step) {
   const kv_run run = kv_columns_run(x, c0, n);
-  if (x->dtype != KV_F32 || x->D != width || run.n < n) return NULL;
+  if (x->dtype != KV_F32 || x->D != width || run.n < n || c0 < x->packed) return NULL;
   *step = run.stride / (int64_t)sizeof(float);
   return (const float *)(const void *)run.x;
 }
@@ -156,12 +156,13 @@ static inline const float *kv_values_in_place(const kv_columns *x, int64_t c0, i
  * zeros. Returns whether all numbers are finite. */
 static inline int kv_pack_v(const kv_columns *x, int pairs, int64_t c0, int64_t n, float *v, int64_t width) {
   static const uint16_t zeros[KV_MOST_D];
+  uint16_t rows[2][KV_MOST_D];
   const uint32_t high = 0x7f800000u, low = high >> 16; /* exponents of inf and NaN */
   uint32_t other = 0;
   for (int64_t c = 0; c < n; c += 1 + pairs, v += width) {
     if (pairs) {
-      const uint16_t *const first = kv_column_pairs(x, c0 + c);
-      const uint16_t *const second = c + 1 < n ? kv_column_pairs(x, c0 + c + 1) : zeros;
+      const uint16_t *const first = kv_column_pairs(x, c0 + c, rows[0]);
+      const uint16_t *const second = c + 1 < n ? kv_column_pairs(x, c0 + c + 1, rows[1]) : zeros;
       for (int64_t d = 0; d < x->D; d++) {
         const uint32_t word = first[d] | (uint32_t)second[d] << 16;
         memcpy(v + d, &word, sizeof word);

@@ -26,21 +26,21 @@ except ImportError as failed:
     ) from failed
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # of q, k, v and slots
-PARTS = ("k", "v", "pos", "offset", "len")  # of a Held
+PARTS = ("k", "v", "pos", "offset", "len", "centre")  # of a Held
 Function = TypeVar("Function", bound=Callable)
 
 
 class Row(NamedTuple):
     """A row of csrc/ops.def: an argument of an op or a result."""
 
-    kind: str  # tensor, rows, number, flag, integer, count, choice, result
+    kind: str  # tensor, rows, slots, number, flag, integer, count, choice, result
     type: str  # in the schema
     name: str
     dtype: str  # of a tensor; "": the dtype of the op's first argument
     words: list[str]  # a tensor's sizes, the size that a count equals, or the words of a choice
 
     def is_tensor(self) -> bool:
-        return self.kind in ("tensor", "rows")
+        return self.kind in ("tensor", "rows", "slots")
 
     def dtype_beside(self, first: torch.Tensor) -> torch.dtype:
         return getattr(torch, self.dtype) if self.dtype else first.dtype
@@ -137,9 +137,10 @@ def explained(op: str, error: Exception, given: dict) -> Exception:
         want = arg.dtype_beside(lead)
         if t.device != lead.device:
             return ValueError(f"kvevict.{op}: {arg.name} is on {t.device}, the others on {lead.device}")
-        if t.dtype != want:
+        is_packed = arg.kind == "slots" and t.dtype == torch.uint8
+        if t.dtype != want and not is_packed:
             return TypeError(f"kvevict.{op}: {arg.name} is {t.dtype}, expected {want}")
-        if not arg.dtype and t.dtype not in FLOATS:
+        if not arg.dtype and not is_packed and t.dtype not in FLOATS:
             return TypeError(f"kvevict.{op}: {arg.name} is {t.dtype}, expected float32, float16 or bfloat16")
     if isinstance(error, NotImplementedError) and lead.device.type != "cpu":
         kernels = f"this build has no {lead.device.type.upper()} kernels"

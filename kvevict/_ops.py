@@ -30,17 +30,23 @@ class Held:
     """The stored slots of a layer, in flat buffers that all its heads share: head h of batch row b owns rows
     offset[b, h] .. offset[b, h] + len[b, h] - 1. No other head owns rows of it in buffers that an op writes. The
     parts that an op reads are in its documentation; the others may be None.
+
+    k and v may each be packed: uint8 with rows of D + 4 bytes (8 bits a number) or D / 2 + 4 (4 bits), as
+    csrc/kvevict.h says. `compact` and `decode` pack a row when they store it; from then on it is moved as it is, and
+    every op reads it as the numbers that it stands for. Only on a CPU.
     """
 
-    k: Tensor = None  # type: ignore[assignment]  # [rows, D]
-    v: Tensor = None  # type: ignore[assignment]  # [rows, D]
+    k: Tensor = None  # type: ignore[assignment]  # [rows, D], or packed
+    v: Tensor = None  # type: ignore[assignment]  # [rows, D], or packed
     pos: Tensor = None  # type: ignore[assignment]  # int32 [rows], the position that each key is rotated for
     offset: Tensor = None  # type: ignore[assignment]  # int64 [B, Hkv]
     len: Tensor = None  # type: ignore[assignment]  # int32 [B, Hkv]
+    centre: Tensor | None = None  # float32 [B, Hkv, D] that packed keys are stored less of; None: 0
 
     def of(self, name: str) -> "Held":
         """The slots with their keys ("k") or values ("v") as `k`, for ops of one array."""
-        return Held(getattr(self, name), offset=self.offset, len=self.len)
+        centre = self.centre if name == "k" else None
+        return Held(getattr(self, name), offset=self.offset, len=self.len, centre=centre)
 
 
 @op
@@ -184,7 +190,8 @@ def compact(
     src: Held, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, index: Tensor | None, keep: Tensor, dst: Held
 ) -> None:
     """Move slots index[b,h,:keep[b,h]] of [src | new] to dst.offset[b,h] of dst, in order. dst may be src with the
-    same offsets. index None: slots 0 .. keep[b,h] - 1.
+    same offsets. index None: slots 0 .. keep[b,h] - 1. Where dst is packed, slots that are not yet become so; src must
+    otherwise be of the same kind.
     """
 
 
@@ -195,6 +202,7 @@ def decode(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """One decode step: write the new row after each head's slots, then attend over len + 1 of them. The caller has made
     room, and adds 1 to len afterwards. A prefix is slots in other buffers that come before these and are only read:
-    columns are [prefix | stored | new]. probs: the row's attention weights averaged over the group, 0 past the new
+    columns are [prefix | stored | new]; it is packed as they are, around the same centre. A packed new row is read as
+    it was stored. probs: the row's attention weights averaged over the group, 0 past the new
     slot, in `columns` C: more than the largest len, or 0 for none.
     """

@@ -171,7 +171,8 @@ static void make_slots(problem *p, int64_t longest) {
     offset[i] = p->rows + below(3);
     p->rows = offset[i] + len[i] + 1 + below(5);
   }
-  p->slots = (kv_slots){numbers(p->dtype, p->rows * p->D), numbers(p->dtype, p->rows * p->D), NULL, offset, len};
+  p->slots = (kv_slots){
+      .k = numbers(p->dtype, p->rows * p->D), .v = numbers(p->dtype, p->rows * p->D), .offset = offset, .len = len};
   p->slots.pos = need((size_t)p->rows, sizeof *p->slots.pos);
   for (int64_t i = 0; i < heads; i++)
     for (int64_t j = offset[i] * p->D; j < (offset[i] + len[i]) * p->D; j++)

@@ -102,7 +102,7 @@ static void test_decode(kv_dtype dtype, int64_t longest) {
                    .rows_prefix = p.rows};
     memcpy(a.q_stride, p.q_stride, sizeof a.q_stride);
     if (i == 2) {
-      a.prefix = (kv_slots){k, v, NULL, p.slots.offset, len};
+      a.prefix = (kv_slots){.k = k, .v = v, .offset = p.slots.offset, .len = len};
       a.slots.offset = own_offset, a.slots.len = own_len;
     }
     kv_set_parallel(i == 1 ? NULL : threads_hook, 3); /* threads first: the serial run finds the new row written */

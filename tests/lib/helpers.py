@@ -84,6 +84,7 @@ def problem(
         "k": k, "v": v, "pos": torch.arange(1000, 1000 + B * S, dtype=torch.int32).view(B, S),
         "first": first, "stop": stop, "row_first": drawn((B,), 0, 0, T // 2, T),
         "held_k": held_k, "held_v": held_v, "held_pos": held_pos, "held_offset": offset, "held_len": length,
+        "held_centre": None,
         "scale": D**-0.5, "softcap": softcap, "sinks": normal(H) if sinks else None,
     }  # fmt: skip
 
@@ -138,7 +139,7 @@ def back(result):
 
 
 def held_of(p):
-    return Held(**{part: p[f"held_{part}"] for part in PARTS})
+    return Held(**{part: p[f"held_{part}"] for part in PARTS if f"held_{part}" in p})
 
 
 def named(fn, args, moved=lambda value: value):
@@ -206,4 +207,4 @@ def same_for_threads(run):
 def opcheck(name, args):
     op = getattr(torch.ops.kvevict, name).default
     moved = Moved(device)
-    torch.library.opcheck(op, tuple(moved(args[a.name]) for a in op._schema.arguments))
+    torch.library.opcheck(op, tuple(moved(args.get(a.name)) for a in op._schema.arguments))

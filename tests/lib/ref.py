@@ -14,10 +14,55 @@ import torch.nn.functional as F
 INF = float("inf")
 
 
+# METHODS section 11: rows of 8 and 4 bits
+
+
+def hadamard(d):
+    """[d, d] orthonormal: the matrix of the largest power of two that divides d, block by block."""
+    one = torch.ones(1, 1, dtype=torch.double)
+    while d % (2 * len(one)) == 0:
+        one = torch.cat([torch.cat([one, one], 1), torch.cat([one, -one], 1)]) * 0.5**0.5
+    return torch.block_diag(*[one] * (d // len(one)))
+
+
+def packed(x, bits, centre=0.0):
+    """Rows x [n, d] as the bytes that are stored."""
+    x = x.double() - centre
+    if bits == 8:
+        scale = (x.abs().amax(1, keepdim=True) / 127).float()
+        number = (x / scale.double().where(scale > 0, 1.0)).round().nan_to_num().clamp(-127, 127).to(torch.int8)
+        ends = scale.where(x.isfinite().all(1, keepdim=True), math.nan)
+    else:
+        x = x @ hadamard(x.shape[1])
+        least = x.amin(1, keepdim=True).half()
+        scale = ((x.amax(1, keepdim=True) - least.double()) / 15).clamp(min=0).half()
+        number = ((x - least.double()) / scale.double().where(scale > 0, 1.0)).round().nan_to_num().clamp(0, 15)
+        low, high = number.to(torch.uint8).chunk(2, 1)
+        number = low | high << 4
+        none = ~(x.isfinite().all(1, keepdim=True) & least.isfinite() & scale.isfinite())
+        ends = torch.cat([scale.masked_fill(none, math.nan), least.masked_fill(none, 0.0)], 1)
+    return torch.cat([number.view(torch.uint8), ends.flatten().view(torch.uint8).view(len(x), 4)], 1)
+
+
+def unpacked(rows, d, centre=0.0):
+    """The numbers [n, d] that stored bytes stand for."""
+    if rows.shape[1] == d + 4:
+        x = rows[:, :d].clone().view(torch.int8).double() * rows[:, d:].clone().view(torch.float32).double()
+    else:
+        number = torch.cat([rows[:, : d // 2] & 15, rows[:, : d // 2] >> 4], 1).double()
+        scale, least = rows[:, d // 2 :].clone().view(torch.float16).double().split(1, 1)
+        x = (number * scale + least) @ hadamard(d)
+    return x + centre
+
+
 def alive(held, name, b, h, new):
     """Keys ("k") or values ("v") of one head's alive slots [stored | new]."""
     offset = held.offset[b, h]
-    return torch.cat([getattr(held, name)[offset : offset + held.len[b, h]], new]).double()
+    stored = getattr(held, name)[offset : offset + held.len[b, h]]
+    if stored.dtype == torch.uint8:
+        centred = name == "k" and held.centre is not None
+        stored = unpacked(stored, new.shape[1], held.centre[b, h].double() if centred else 0.0)
+    return torch.cat([stored.double(), new.double()])
 
 
 def attention(q, keys, sees, scale, softcap=0.0, sinks=None, lse=None):
@@ -31,7 +76,8 @@ def attention(q, keys, sees, scale, softcap=0.0, sinks=None, lse=None):
     return (x - lse[:, None]).exp().masked_fill(~sees, 0.0), lse
 
 
-def attend(q, held, k, v, first, scale, softcap=0.0, sinks=None, stop=None):
+def attend(q, held, k, v, first, scale, softcap=0.0, sinks=None, stop=None, *, size=False):
+    """size: of the terms, the sum of their absolute values."""
     (B, H, T, D), (Hkv, S) = q.shape, k.shape[1:3]
     out, lse = torch.zeros(B, T, H, D, dtype=torch.double), torch.zeros(B, H, T, dtype=torch.double)
     for b, h in itertools.product(range(B), range(H)):
@@ -43,7 +89,7 @@ def attend(q, held, k, v, first, scale, softcap=0.0, sinks=None, stop=None):
         stored = torch.arange(keys.shape[0]) < held.len[b, g]
         sees = stored | (column <= torch.arange(T)[:, None] + S - T) | (stop is not None)
         a, lse[b, h] = attention(q[b, h], keys, sees, scale, softcap, None if sinks is None else sinks[h])
-        out[b, :, h] = a @ values.nan_to_num()
+        out[b, :, h] = a @ (values.abs() if size else values).nan_to_num()
         out[b, :, h][sees.double() @ values.isnan().double() > 0] = float("nan")
     return out, lse
 

@@ -11,6 +11,10 @@ from kvevict._native import PARTS
 DST = ("dst_k", "dst_v", "dst_pos")
 
 
+def poisoned(held, rows):
+    return held.new_full((rows, held.shape[1]), 255 if held.dtype == torch.uint8 else NAN)
+
+
 def prepared(p, seed, kept=None, room=1):
     """A random ascending index over [stored | new], and a poisoned destination with gaps."""
     rng = random.Random(seed)
@@ -23,12 +27,11 @@ def prepared(p, seed, kept=None, room=1):
         for h in range(n.shape[1]):
             index[b, h, : keep[b, h]] = i32(sorted(rng.sample(range(int(n[b, h])), int(keep[b, h]))))
     dst_offset, rows = scattered(rng, keep, room)
-    D, dtype = p["held_k"].shape[1], p["held_k"].dtype
     return {
         **{name: p[name] for name in ("k", "v", "pos", "first")},
         **{f"src_{part}": p[f"held_{part}"] for part in PARTS},
         **{"index": index, "keep": keep, "dst_offset": dst_offset},
-        **{name: torch.full((rows, D), NAN, dtype=dtype) for name in ("dst_k", "dst_v")},
+        **{f"dst_{name}": poisoned(p[f"held_{name}"], rows) for name in "kv"},
         "dst_pos": torch.full((rows,), -9, dtype=torch.int32),
     }
 

@@ -24,6 +24,7 @@ class Fork:
     v = property(attrgetter("prefix.v"))
     pos = property(attrgetter("prefix.pos"))
     offset = property(attrgetter("prefix.offset"))
+    centre = property(attrgetter("prefix.centre"))
     len = property(lambda self: self.prefix.len + self.own.len)  # [B, Hkv] int32, slots of both parts
     counts = property(lambda self: self.prefix.counts + self.own.counts)  # the same on the host
     device = property(attrgetter("prefix.device"))

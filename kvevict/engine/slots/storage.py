@@ -94,7 +94,7 @@ class Storage(Held):
         """(out, lse, probs) as `_ops.decode` gives them, and the storage with the new row."""
         into = self if self.room else self.moved(self.grown(self.counts, expected))
         result = _ops.decode(q, k, v, pos, into, **options)
-        more = into.len + 1, into.counts + 1, into.capacity, into.room - 1, into.shared
+        more = into.len + 1, into.centre, into.counts + 1, into.capacity, into.room - 1, into.shared
         return result, Storage(into.k, into.v, into.pos, into.offset, *more, into.starts, into.pool, into.regions)
 
     def crop(self, count: int):

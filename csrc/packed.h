@@ -1,0 +1,93 @@
+/* Stored rows of 8 and 4 bits a number: kv_pack_row makes the bytes once, when a slot is stored, and kv_unpack_row the
+ * floats whenever it is read. The bytes are those of kvevict.h. A row with a number that is not finite, or of 4 bits
+ * with a scale or a least number that fp16 cannot hold, gets a scale of NaN, and so is read as a row of NaN. */
+#ifndef KVEVICT_PACKED_H
+#define KVEVICT_PACKED_H
+#include "half.h"
+#include "simd.h"
+
+/* One step of the transform of x [n]: the sums and differences of numbers that are h apart. */
+KV_INLINE void kv_butterflies(float *x, int64_t n, int64_t h) {
+  for (int64_t i = 0; i < n; i += 2 * h)
+    for (int64_t j = i; j < i + h; j += h < VL ? 4 : VL) {
+      if (h < VL) {
+        const v4 a = *(const v4_any *)(x + j), b = *(const v4_any *)(x + j + h);
+        *(v4_any *)(x + j) = a + b, *(v4_any *)(x + j + h) = a - b;
+      } else {
+        const vf a = vf_load(x + j), b = vf_load(x + j + h);
+        vf_store(x + j, a + b), vf_store(x + j + h, a - b);
+      }
+    }
+}
+
+/* x [D] times the orthonormal Hadamard matrix of the largest power of two that divides D, block by block. It is its
+ * inverse too. */
+static inline void kv_hadamard(float *x, int64_t D) {
+  const int64_t size = D & -D;
+  const float scale = 1 / sqrtf((float)size);
+  for (int64_t i = 0; i < D; i += 4) { /* the steps of neighbours and of those two apart */
+    const v4 one = {1, -1, 1, -1}, two = {1, 1, -1, -1}, a = *(const v4_any *)(x + i);
+    const v4 b = __builtin_shufflevector(a, a, 0, 0, 2, 2) + one * __builtin_shufflevector(a, a, 1, 1, 3, 3);
+    const v4 c = __builtin_shufflevector(b, b, 0, 1, 0, 1) + two * __builtin_shufflevector(b, b, 2, 3, 2, 3);
+    *(v4_any *)(x + i) = scale * c;
+  }
+  for (int64_t i = 0; i < D; i += size)
+    for (int64_t h = 4; h < size; h *= 2) kv_butterflies(x + i, size, h);
+}
+
+/* The nearest integer of |x| < 2^22, halves to even. */
+static inline float kv_nearest(float x) { return (x + 12582912.0f) - 12582912.0f; }
+
+/* x [D] -> the bytes at `to`; x is scratch afterwards. centre: [D], subtracted first, or NULL. */
+static inline void kv_pack_row(kv_packing packing, const float *centre, float *restrict x, void *to, int64_t D) {
+  uint8_t *restrict bytes = to;
+  for (int64_t d = 0; centre && d < D; d++) x[d] -= centre[d];
+  if (packing == KV_INT4) kv_hadamard(x, D);
+  float least = x[0], most = x[0];
+  uint32_t other = 0; /* inf or NaN */
+  for (int64_t d = 0; d < D; d++) {
+    least = x[d] < least ? x[d] : least, most = x[d] > most ? x[d] : most;
+    other |= (kv_bits(x[d]) & 0x7f800000u) == 0x7f800000u;
+  }
+  if (packing == KV_INT8) {
+    const float size = -least > most ? -least : most, scale = other ? NAN : size / 127, by = scale > 0 ? scale : 1;
+    for (int64_t d = 0; d < D; d++) {
+      const float q = other ? 0 : x[d] / by;
+      bytes[d] = (uint8_t)(int8_t)(int32_t)kv_nearest(q < -127 ? -127 : q > 127 ? 127 : q);
+    }
+    memcpy(bytes + D, &scale, sizeof scale);
+    return;
+  }
+  const uint16_t lo_bits = kv_f16_of_float(least);
+  const float lo = kv_float_of_f16(lo_bits), span = kv_float_of_f16(kv_f16_of_float((most - lo) / 15));
+  const int none = other || !isfinite(lo) || !isfinite(span);
+  const float by = span > 0 && !none ? span : 1;
+  const uint16_t ends[2] = {kv_f16_of_float(none ? NAN : span > 0 ? span : 0), none ? 0 : lo_bits};
+  for (int64_t d = 0; d < D; d++) {
+    const float q = none ? 0 : (x[d] - lo) / by;
+    x[d] = kv_nearest(q < 0 ? 0 : q > 15 ? 15 : q);
+  }
+  for (int64_t d = 0; d < D / 2; d++) bytes[d] = (uint8_t)((int32_t)x[d] | (int32_t)x[d + D / 2] << 4);
+  memcpy(bytes + D / 2, ends, sizeof ends);
+}
+
+/* The bytes at `from` -> y [D]. */
+static inline void kv_unpack_row(kv_packing packing, const float *centre, const void *from, float *restrict y,
+                                 int64_t D) {
+  if (packing == KV_INT8) {
+    const int8_t *restrict q = from;
+    float scale;
+    memcpy(&scale, q + D, sizeof scale);
+    for (int64_t d = 0; d < D; d++) y[d] = scale * (float)q[d];
+  } else {
+    const uint8_t *restrict q = from;
+    uint16_t ends[2];
+    memcpy(ends, q + D / 2, sizeof ends);
+    const float scale = kv_float_of_f16(ends[0]), lo = kv_float_of_f16(ends[1]);
+    for (int64_t d = 0; d < D / 2; d++) y[d] = scale * (float)(q[d] & 15) + lo;
+    for (int64_t d = 0; d < D / 2; d++) y[d + D / 2] = scale * (float)(q[d] >> 4) + lo;
+    kv_hadamard(y, D);
+  }
+  for (int64_t d = 0; centre && d < D; d++) y[d] += centre[d];
+}
+#endif

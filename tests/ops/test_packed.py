@@ -1,0 +1,348 @@
+"""Slots of 8 and 4 bits: the stored bytes by their definition, and every op's oracle on the numbers that the bytes
+stand for."""
+
+import random
+
+import helpers
+import pytest
+import ref
+import test_attend
+import test_error
+import test_kl
+import test_norm
+import test_peak
+import test_quadratic
+import test_refine
+import test_score
+import torch
+from helpers import (
+    DTYPES,
+    FP32,
+    INF,
+    NAN,
+    OUT,
+    call,
+    close,
+    copied,
+    fuzz,
+    i32,
+    matrix,
+    opcheck,
+    problem,
+    same_bits,
+    same_for_threads,
+)
+from test_compact import DST
+from test_compact import prepared as moving
+from test_decode import SLOTS, forked
+from test_decode import prepared as decoding
+
+from kvevict import _ops as ops
+
+KINDS = [(8, 8), (8, 4), (4, 4), (0, 8), (4, 0)]  # bits of keys and of values; 0: as computed
+CHECKED = (test_attend, test_error, test_kl, test_peak, test_quadratic, test_refine, test_score)
+
+# Where processors multiply pairs of bf16, a packed row is rounded to bf16 as it is read: by 2^-9 of each number, so by
+# at most this of a logit. The model's rows in bf16 have the same error.
+PAIRS = 2.0**-8
+
+pytestmark = pytest.mark.skipif(ops.cpu_isa() == "CUDA on a CPU", reason="only the CPU's kernels read packed slots")
+
+
+def pack(p, kinds, seed=0, centred=True, held="held"):
+    """The problem with its stored slots packed, keys around a centre far from 0; between heads are random bytes."""
+    gen, rng, (B, Hkv), D = torch.Generator().manual_seed(seed), random.Random(seed), p[f"{held}_len"].shape, None
+    p, D = dict(p), p["k"].shape[3]
+    centre = 3 * torch.randn(B, Hkv, D, generator=gen) if centred else None
+    p[f"{held}_centre"] = centre
+    for name, bits in zip("kv", kinds, strict=True):
+        if not bits:
+            continue
+        rows = p[f"{held}_{name}"]
+        packed = torch.randint(0, 256, (len(rows), D * bits // 8 + 4), dtype=torch.uint8, generator=gen)
+        for b, h in [(b, h) for b in range(B) for h in range(Hkv)]:
+            at = slice(int(p[f"{held}_offset"][b, h]), int(p[f"{held}_offset"][b, h] + p[f"{held}_len"][b, h]))
+            c = centre[b, h].double() if centred and name == "k" else 0.0
+            packed[at] = ref.packed(rows[at].double() + c, bits, c)
+        if rng.random() < 0.5:  # an address that is not a multiple of 4
+            packed = torch.cat([packed.flatten()[:1], packed.flatten()])[1:].view(packed.shape)
+        p[f"{held}_{name}"] = packed
+    if centred:  # new keys have the same bias; queries see it
+        p["k"] = p["k"] + centre[:, :, None].to(p["k"].dtype)
+    return p
+
+
+def rounded(monkeypatch, p, kinds):
+    """Widens the checks where the kernels round packed rows to bf16."""
+    if p["q"].dtype != torch.bfloat16 or not ops.cpu_isa().endswith("bf16"):
+        return
+    size = 1.0 if p["held_centre"] is None else 4.0  # of a key's numbers
+    for module in CHECKED:
+        monkeypatch.setattr(module, "FP32", PAIRS * size)
+    monkeypatch.setattr(test_attend, "OUT", {**OUT, torch.bfloat16: 2 * size * PAIRS})
+    monkeypatch.setattr(test_kl, "GRAD", {**test_kl.GRAD, torch.bfloat16: 8 * size * PAIRS})
+
+
+def as_stored(x, rows, bits, centre=None):
+    """Whether bytes `rows` are what the rows x [n, d] are stored as: the scale and the least number to their last bit,
+    the others the nearest, or either of two that are as near."""
+    d, x = x.shape[1], x.double() - (0 if centre is None else centre.double())
+    bad = ~x.isfinite().all(1)
+    assert ref.unpacked(rows[bad], d).isnan().all()
+    x, rows = x[~bad], rows[~bad]
+    want = ref.packed(x, bits)
+    if bits == 8:
+        ends, want_ends = (t[:, d:].clone().view(torch.float32).double() for t in (rows, want))
+        assert ((ends - want_ends).abs() <= 2.0**-23 * want_ends + 2.0**-149).all()
+        number, least, most = rows[:, :d].clone().view(torch.int8).double(), 0.0, 127
+        assert (number.abs() <= 127).all()
+    else:
+        x = x @ ref.hadamard(d)
+        ends, want_ends = (t[:, d // 2 :].clone().view(torch.float16).double() for t in (rows, want))
+        assert torch.equal(ends.isnan(), want_ends.isnan())
+        assert not ((ends - want_ends).abs() > 2.0**-10 * want_ends.abs() + 2.0**-24).any()
+        number, (ends, least), most = (
+            torch.cat([rows[:, : d // 2] & 15, rows[:, : d // 2] >> 4], 1),
+            ends.split(1, 1),
+            15,
+        )
+    exact = (x - least) / ends.where(ends > 0, INF)
+    off = (exact.clamp(-127 if bits == 8 else 0, most) - number).abs()
+    assert not (off > 0.5 + 1e-4 + 1e-6 * exact.abs()).any()
+
+
+def cases(op_of):
+    return pytest.mark.parametrize("kinds", KINDS, ids=str)(op_of)
+
+
+@cases
+@pytest.mark.drawn(24)
+@pytest.mark.quick(case=0, dtype=torch.float32)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", range(8))
+def test_matches(case, dtype, kinds, monkeypatch):
+    """Every op that reads slots; odd cases without a centre."""
+    p = pack(matrix(case, dtype, T=17), kinds, case, case % 2 == 0)
+    rounded(monkeypatch, p, kinds)
+    test_attend.check(p | {"stop": None})
+    test_score.check(test_score.prepared(p, case % 2 == 0, test_score.REDUCE[case % 3]) | dict(group="mean"))
+    test_peak.check(test_peak.prepared(p, case, case % 2 == 0))
+    test_error.check(test_error.prepared(p, test_error.KINDS[case % 3], case % 2 == 0, case))
+    test_kl.check(test_kl.prepared(p, case, case % 2 == 0))
+    test_refine.check(test_refine.prepared(p, case, fast=case % 2 == 0, squared=case % 3 == 0))
+    of = "kv"[case // 2 % 2]
+    centre = dict(held_centre=p["held_centre"] if of == "k" else None)
+    test_norm.check(test_norm.prepared(p, of, 1 + case % 2) | centre)
+    test_quadratic.check(test_quadratic.prepared(p, of, case) | centre)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_attend_fuzz(seed, monkeypatch):
+    p = pack(fuzz(seed), KINDS[seed % len(KINDS)], seed, seed % 4 > 1)
+    rounded(monkeypatch, p, None)
+    test_attend.check(p | {"stop": None})
+    test_score.check(test_score.prepared(p, seed % 2 == 0, "sum") | dict(group="none"))
+
+
+def decoded(p, kinds):
+    """A step of decode against the oracle on the slots as they are after it."""
+    before, shared, (B, Hkv) = copied(p, *SLOTS), copied(forked(p), *SLOTS), p["held_len"].shape
+    out, lse, probs = call(ops.decode, p)
+    at = p["held_offset"] + p["held_len"]
+    for b, h in [(b, h) for b in range(B) for h in range(Hkv)]:
+        for name, bits in zip("kv", kinds, strict=True):
+            row, new = p[f"held_{name}"][at[b, h]][None], p[name][b, h]
+            centre = p["held_centre"][b, h] if name == "k" and p["held_centre"] is not None else None
+            assert same_bits(row, new) if not bits else as_stored(new, row, bits, centre) is None
+            before[f"held_{name}"][at[b, h]] = row
+        before["held_pos"][at[b, h]] = p["pos"][b, 0]
+    assert all(same_bits(p[name], before[name]) for name in SLOTS)  # every other row as it was
+    grown, none = p | {"held_len": p["held_len"] + 1}, torch.zeros(B, dtype=torch.int32)
+    grown |= {"k": p["k"][:, :, :0], "v": p["v"][:, :, :0], "first": none, "stop": none, "row_first": none}
+    want, want_lse = call(ref.attend, grown | {"stop": None})
+    close(out, want, OUT[out.dtype])
+    close(lse, want_lse, FP32, least=1.0)
+    if p["columns"]:
+        seen = dict(causal=False, reduce="sum", group="mean", lse=want_lse)
+        close(probs, call(ref.score, grown | seen), 2 * FP32)
+    results = call(ops.decode, shared)
+    assert all(same_bits(shared[name], p[name]) for name in SLOTS)
+    assert all(same_bits(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(results, (out, lse, probs), strict=True))
+
+
+@cases
+@pytest.mark.drawn(40)
+@pytest.mark.quick(case=0, dtype=torch.float32)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", range(8))
+def test_decode(case, dtype, kinds):
+    p = pack(matrix(case, dtype, T=1, first=0), kinds, case, case % 2 == 0)
+    decoded(decoding(p), kinds)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_decode_fuzz(seed):
+    kinds = KINDS[seed % len(KINDS)]
+    decoded(decoding(pack(fuzz(seed, T=1, S=1, first=0), kinds, seed, seed % 4 > 1), seed % 3 > 0), kinds)
+
+
+@cases
+@pytest.mark.drawn(6)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_blocks(dtype, kinds):
+    p = problem(1, B=1, G=4, Hkv=3, T=1, first=0, lens=[[3003, 0, 777]], dtype=dtype)
+    decoded(decoding(pack(p, kinds)), kinds)
+
+
+@cases
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_compact(dtype, kinds):
+    """Stored rows move as they are; new ones, and stored ones as computed, are packed by their definition."""
+    for seed in range(4):
+        plain = problem(seed, dtype=dtype, D=(64, 40, 128, 8)[seed], first=[0, 3], layout=helpers.LAYOUTS[seed])
+        for src in (pack(plain, kinds, seed, seed % 2 == 0), plain):
+            p = moving(src, seed)
+            p["dst_centre"] = pack(plain, kinds, seed, seed % 2 == 0)["held_centre"]
+            for name, bits in zip("kv", kinds, strict=True):
+                if bits:
+                    shape = len(p["dst_k"]), p["k"].shape[3] * bits // 8 + 4
+                    p[f"dst_{name}"] = torch.randint(0, 256, shape, dtype=torch.uint8)
+            before = copied(p, *DST)
+            call(ops.compact, p)
+            untouched = torch.ones(len(p["dst_k"]), dtype=torch.bool)
+            for b, h in [(b, h) for b in range(2) for h in range(2)]:
+                n, to, length = int(p["keep"][b, h]), int(p["dst_offset"][b, h]), int(p["src_len"][b, h])
+                index, untouched[to : to + n] = p["index"][b, h, :n].long(), False
+                old = index[index < length] + p["src_offset"][b, h]
+                new = index[index >= length] - length + int(p["first"][b])
+                pos = torch.cat([p["src_pos"][old], p["pos"][b, new]])
+                assert torch.equal(p["dst_pos"][to : to + n], pos)
+                for name, bits in zip("kv", kinds, strict=True):
+                    rows, stored, fresh = p[f"dst_{name}"][to : to + n], p[f"src_{name}"][old], p[name][b, h, new]
+                    moved = stored.dtype == rows.dtype
+                    centre = p["dst_centre"][b, h] if name == "k" and p["dst_centre"] is not None else None
+                    if moved:
+                        assert same_bits(rows[: len(old)], stored)
+                        rows = rows[len(old) :]
+                    else:
+                        fresh = torch.cat([stored, fresh])
+                    if bits:
+                        as_stored(fresh, rows, bits, centre)
+                    else:
+                        assert same_bits(rows, fresh)
+            assert all(same_bits(p[name][untouched], before[name][untouched]) for name in DST)
+
+
+@cases
+def test_compact_in_place(kinds):
+    p = pack(problem(2, T=20, room=20, first=[0, 5]), kinds)
+    out_of_place = moving(p, 2)
+    for name, bits in zip("kv", kinds, strict=True):
+        if bits:
+            out_of_place[f"dst_{name}"] = torch.zeros(len(out_of_place["dst_k"]), 8 * bits + 4, dtype=torch.uint8)
+    in_place = {**out_of_place, **{f"dst_{part}": p[f"held_{part}"] for part in ("k", "v", "pos", "offset", "centre")}}
+    out_of_place["dst_centre"] = p["held_centre"]
+    call(ops.compact, out_of_place)
+    call(ops.compact, in_place)
+    for b, h in [(b, h) for b in range(2) for h in range(2)]:
+        n, to, at = int(in_place["keep"][b, h]), int(out_of_place["dst_offset"][b, h]), int(p["held_offset"][b, h])
+        assert all(same_bits(in_place[name][at : at + n], out_of_place[name][to : to + n]) for name in DST)
+
+
+WILD = {
+    "zeros": lambda x: x * 0,
+    "one number": lambda x: x * 0 + 3.5,
+    "one large": lambda x: torch.where(torch.arange(x.shape[-1]) == 5, 6e4, x),
+    "tiny": lambda x: x * 1e-7,
+    "below normal": lambda x: x * 1e-42,
+    "large": lambda x: x * 1e4,
+    "over fp16": lambda x: x * 1e30,
+    "infinity": lambda x: torch.where(torch.arange(x.shape[-1]) == 5, INF, x),
+    "both infinities": lambda x: torch.where(torch.arange(x.shape[-1]) < 5, INF, -INF).expand_as(x).clone(),
+    "NaN": lambda x: torch.where(torch.arange(x.shape[-1]) == 63, NAN, x),
+    "the largest": lambda x: x * 0 + torch.finfo(torch.float32).max,
+}
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("wild", WILD)
+def test_unusual_rows(wild, bits):
+    """As defined, or a row of NaN, which only its own group sees."""
+    p = problem(3, T=1, first=0, lens=[[9, 30], [17, 5]], layout="dense")
+    for name in "kv":
+        p[name] = WILD[wild](p[name])
+    p = decoding(pack(p, (bits, bits), centred=False), probs=False)
+    first = p | {"index": None, "keep": i32([[1, 1], [1, 1]]), "dst_offset": torch.arange(4).view(2, 2)}
+    first |= {f"src_{part}": p[f"held_{part}"] for part in ("pos", "offset")} | {"dst_pos": i32([0] * 4)}
+    first |= {"src_k": p["held_k"], "src_v": p["held_v"], "src_len": p["held_len"] * 0}
+    first |= {f"dst_{name}": torch.full((4, 8 * bits + 4), 9, dtype=torch.uint8) for name in "kv"}
+    call(ops.compact, first)
+    for i, name in [(i, name) for i in range(4) for name in "kv"]:
+        x, row = p[name][i // 2, i % 2], first[f"dst_{name}"][i : i + 1]
+        if ref.unpacked(ref.packed(x, bits), 64).isnan().any():
+            assert ref.unpacked(row, 64).isnan().all()
+        else:
+            as_stored(x, row, bits)
+            error = (ref.unpacked(row, 64) - x.double()).abs().max()
+            assert error <= x.double().abs().max() * {8: 0.004, 4: 0.6}[bits] + (2.0**-18 if bits == 4 else 2.0**-142)
+    p["k"][1, 1] = 1.0  # one head without
+    p["v"][1, 1] = 1.0
+    out, _, _ = call(ops.decode, p)
+    assert out[1, 0, 2:].isfinite().all()
+
+
+@cases
+def test_threads(kinds):
+    p = pack(problem(6, B=1, G=4, Hkv=3, T=40, first=0, lens=[[1003, 1, 777]], dtype=torch.bfloat16), kinds)
+    assert same_for_threads(lambda: call(ops.attend, p | {"stop": None}))
+    p = pack(problem(6, B=1, G=4, Hkv=3, T=1, first=0, lens=[[5003, 1, 777]], dtype=torch.bfloat16), kinds)
+    assert same_for_threads(lambda: call(ops.decode, copied(decoding(p), *SLOTS)))
+
+
+WRONG = {
+    "width": (lambda p: {"held_k": p["held_k"][:, :66].contiguous()}, r"held\.k is uint8 with rows of 66 bytes"),
+    "width of values": (lambda p: {"held_v": p["held_v"][:, :35].contiguous()}, r"held\.v .* 35 .* or 36 \(4 bits\)"),
+    "a strided buffer": (lambda p: {"held_k": p["held_k"].repeat(1, 2)[:, :68]}, r"held\.k is not contiguous"),
+    "shape of the centre": (lambda p: {"held_centre": torch.zeros(2, 2, 32)}, r"held\.centre has shape"),
+    "queries": (lambda p: {"q": p["q"].to(torch.uint8)}, r"q is torch\.uint8, expected float32"),
+    "int8": (lambda p: {"held_k": p["held_k"].view(torch.int8)}, r"held\.k is torch\.int8, expected torch\.float32"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_errors(wrong):
+    p, (change, said) = pack(problem(8, T=1, first=0, lens=3), (8, 4)), WRONG[wrong]
+    for op, given in ((ops.attend, p | {"stop": None}), (ops.decode, decoding(p))):
+        with pytest.raises((RuntimeError, TypeError), match=said):
+            call(op, given | change(p))
+
+
+def test_kinds_that_do_not_fit():
+    p = pack(problem(8, T=1, first=0, lens=3), (8, 8))
+    with pytest.raises(RuntimeError, match="must be of the same kind"):
+        call(ops.decode, forked(decoding(p)) | {"prefix_k": p["held_k"][:, :36].contiguous()})
+    with pytest.raises(RuntimeError, match="must be of the same kind"):
+        moved = moving(p, 1)
+        call(ops.compact, moved | {"dst_k": torch.zeros(len(moved["dst_k"]), 64)})
+
+
+@cases
+def test_opcheck(kinds):
+    p = pack(problem(9, T=1, first=0), kinds)
+    opcheck("attend", p | {"stop": None})
+    opcheck("decode", decoding(p) | {"prefix_k": None})
+
+
+def test_the_largest_head_dimension():
+    for kinds in KINDS:
+        p = pack(problem(5, B=1, D=512, T=3, lens=40, first=0), kinds)
+        test_attend.check(p | {"stop": None})
+        decoded(decoding(pack(problem(5, B=1, D=512, T=1, lens=40, first=0), kinds)), kinds)
+
+
+def test_bytes():
+    """METHODS section 11: bytes a slot and head, keys and values with their scales."""
+    for d, sizes in ((64, {(8, 8): 136, (8, 4): 104, (4, 4): 72}), (128, {(8, 8): 264, (8, 4): 200, (4, 4): 136})):
+        for kinds, size in sizes.items():
+            p = pack(problem(1, D=d), kinds)
+            assert p["held_k"].shape[1] + p["held_v"].shape[1] == size
