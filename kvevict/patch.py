@@ -15,6 +15,7 @@ from .engine.read import propagate
 from .engine.slots import ranks
 from .engine.watch.meter import Meter
 from .families import base_model, find_decoder
+from .policy import kv
 from .policy.policy import build
 from .policy.text import DEFAULT
 from .policy.tokenizer import depends, of_model, told
@@ -126,6 +127,7 @@ def _made(model, policy, options) -> Patch:
         )
     chosen.rows.ready(decoder)
     chosen = in_slots(chosen, model)
+    _check_kv(chosen.kv, model)
     made = Patch(chosen, decoder, split, question)
     rotates = quantities.rotates(chosen, families.rope_depends_on_length(decoder))
     modules = [families.attention_of(families.layers_of(decoder)[index], index) for index in made.order]
@@ -144,17 +146,30 @@ def _made(model, policy, options) -> Patch:
 
 def in_slots(policy, model):
     """The policy, with a budget in bytes as slots per kv head of this model."""
-    return policy.in_slots(slot_bytes(model)) if isinstance(policy.budget, str) else policy
+    return policy.in_slots(slot_bytes(model, policy.kv)) if isinstance(policy.budget, str) else policy
 
 
-def slot_bytes(model) -> int:
-    """Bytes of one slot in every kv head, of all ranks, of every layer that evicts."""
+def slot_bytes(model, kind: str = "model") -> int:
+    """Bytes of one slot in every kv head, of all ranks, of every layer that evicts. kind: of `kv.KINDS`."""
     decoder, dtype = find_decoder(model), base_model(model).dtype
     kinds, layers = families.layer_kinds(decoder.config), families.layers_of(decoder)
     heads = 1 if families.is_latent(decoder.config) else families.heads(decoder, kinds)[1]
     evicts = [index for index, kind in enumerate(kinds) if kind in families.EVICTS]
     widths = [families.widths(families.attention_of(layers[index], index), decoder.config)[0] for index in evicts]
-    return 2 * dtype.itemsize * heads * sum(widths)
+    return heads * sum(kv.slot_bytes(kind, width, dtype.itemsize) for width in widths)
+
+
+def _check_kv(kind, model) -> None:
+    """Raise ValueError for a model whose slots cannot be represented so."""
+    decoder, reason = find_decoder(model), None
+    kinds, layers = families.layer_kinds(decoder.config), families.layers_of(decoder)
+    own = [families.attention_of(layers[index], index) for index, each in enumerate(kinds) if each in families.EVICTS]
+    if kind != "model" and families.is_latent(decoder.config):
+        reason = "its heads share latents (MLA), which are stored in the model's dtype only"
+    elif kind != "model" and any(families.device_of(module).type == "cuda" for module in own):
+        reason = "it has layers on a GPU, and slots in 8 and 4 bits are read by the CPU's kernels only"
+    if reason:
+        raise ValueError(f"kv={kind!r} and {type(decoder).__name__}: {reason}; give kv='model'")
 
 
 def unpatch(model):

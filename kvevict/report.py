@@ -19,7 +19,11 @@ def report(source, positions: bool = False) -> dict:
     kept               [layer][row][kv head] slots stored when the read ended; None for layers that do not evict
     kept_share         per batch row, slots over the tokens seen, of all those layers and heads; with a threshold it
                        depends on the text
-    cache_bytes        live KV bytes at the read's end: 2 * bytes * head_dim * slots
+    cache_bytes        live KV bytes at the read's end: of all slots' keys and values, scales included
+    full_cache_bytes   KV bytes of all tokens seen, as they are computed
+    bits               [layer] bits of a number of stored keys and values; None for layers that do not evict
+    wider_keys         layers that keep more bits for keys than the policy's kv: the expected error of a logit was above
+                       0.05, or the cache was filled under another kv
     padded_bytes       KV bytes if every head of a layer were padded to the longest
     peak_cache_bytes   the most live KV bytes at any moment of the read, the chunk in flight included
     overhead_bytes     bytes of all else: free room, positions, carried scores

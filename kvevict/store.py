@@ -16,6 +16,7 @@ from .engine.slots.layers import StatefulLayer
 from .engine.slots.ranks import of
 from .engine.slots.storage import Storage
 from .policy.checks import count, parsed
+from .policy.kv import KINDS, WIDER, row_bytes
 from .policy.policy import Policy
 from .version import VERSION
 from .weights import Owner, differ, identity
@@ -24,6 +25,7 @@ FORMAT = "kvevict-cache-4"
 FLAT = ("k", "v", "pos")
 OPTIONAL = ("carry", "decode_queries")
 OF_ROWS = ("seen", "budget")  # one value for all heads of a row
+MODEL = KINDS["model"]
 
 
 def save_cache(cache, path, *, name: str = "") -> None:
@@ -55,12 +57,14 @@ def save_cache(cache, path, *, name: str = "") -> None:
             packed = torch.cat([torch.arange(s.start, s.stop) for _, _, s in slots.segments()])
             values: dict = dict(k=slots.k[packed], v=slots.v[packed], pos=slots.pos[packed])
             values |= {name: getattr(layer, name) for name in ("len", "seen", *OPTIONAL)}
+            values["centre"] = layer.centre
             values["moments"] = _moments(layer, index)
             values["carry"] = None if layer.carry is None else wide(layer.carry, layer.longest())
             values["budget"] = None if layer.budget is None else torch.tensor(layer.budget, dtype=torch.int32)
             own = None if layer.prompt is None else cache.ranks.mine(layer.prompt)
             values["prompt"] = None if own is None else torch.tensor(own, dtype=torch.int32)
-            facts.append(dict(kind=families.FULL_ATTENTION, columns=layer.columns))
+            fact = dict(kind=families.FULL_ATTENTION, columns=layer.columns)
+            facts.append(fact if slots.bits == MODEL else fact | dict(bits=slots.bits))
         elif getattr(layer, "is_sliding", False) and layer.is_initialized:
             window = layer.sliding_window  # type: ignore[attr-defined]
             start = max(0, layer.keys.shape[2] - window + 1)  # longer while the past is recorded
@@ -263,6 +267,12 @@ def _expect(name, tensor, shape, dtype):
         raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(shape)}")
 
 
+def _expect_rows(name, tensor, rows, dim, dtype, bits):
+    """`_expect` for rows of `dim` numbers, packed with so many bits or (None) not."""
+    width, kind = (dim, dtype) if bits is None else (row_bytes(bits, dim, 0), torch.uint8)
+    _expect(name, tensor, (rows, width), kind)
+
+
 def _of_layer(tensors, index) -> dict:
     """The tensors of a layer, by name."""
     own = f"{index}."
@@ -309,12 +319,18 @@ def _check_sliding(tensors, fact) -> int:
 
 def _check_evicted(tensors, fact) -> int:
     """`_check` of a layer that is evicted from; how many rows it has."""
-    length, keys = tensors["len"], tensors["k"]
+    length, arrays, bits = tensors["len"], [tensors["k"], tensors["v"]], _bits_of(fact)
     batch, heads = length.shape if length.ndim == 2 else (0, 0)
     rows = int(length.sum())
+    plain = next((each for each, packed in zip(arrays, bits) if packed is None), None)
+    dtype, dim = (None, 0) if plain is None else (plain.dtype, plain.shape[-1])
+    if bits[0] is not None:
+        dim = tensors["centre"].shape[-1]
+        _expect("centre", tensors["centre"], (batch, heads, dim), torch.float32)
+    for name, each, packed in zip("kv", arrays, bits, strict=True):
+        _expect_rows(name, each, rows, dim, dtype, packed)
     for name, shape, kind in (
-        ("len", (batch, heads), torch.int32), ("k", (rows, *keys.shape[1:]), keys.dtype),
-        ("v", keys.shape, keys.dtype), ("pos", (rows,), torch.int32),
+        ("len", (batch, heads), torch.int32), ("pos", (rows,), torch.int32),
         ("seen", (batch,), torch.int32), ("budget", (batch,), torch.int32),
     ):  # fmt: skip
         _expect(name, tensors[name], shape, kind)
@@ -333,6 +349,14 @@ def _check_evicted(tensors, fact) -> int:
         if bool(((tensors["prompt"] < 0) | (tensors["prompt"] > length)).any()):
             raise ValueError("prompt counts more slots than there are")
     return batch
+
+
+def _bits_of(fact) -> tuple:
+    """Bits of the numbers of a layer's keys and values; None: of the model's dtype."""
+    bits = fact.get("bits", MODEL)
+    if not isinstance(bits, (list, tuple)) or len(bits) != 2 or not all(each in (None, *WIDER) for each in bits):
+        raise ValueError(f"slots of {bits!r} bits, which this version of kvevict does not know")
+    return tuple(bits)
 
 
 def _fill_cache(cache, fact) -> None:
@@ -357,7 +381,9 @@ def _fill_evicted(layer, tensors, fact, shape, dtype):
     (query_heads, heads, dim, read), length = shape, tensors["len"]
     batch = len(length)
     _expect("len", length, (batch, heads), torch.int32)
-    _expect("k", tensors["k"], (int(length.sum()), dim), dtype)
+    bits, rows = _bits_of(fact), int(length.sum())
+    for name, packed in zip("kv", bits, strict=True):
+        _expect_rows(name, tensors[name], rows, dim, dtype, packed)
     if "prompt" in tensors:
         layer.prompt = np.array(tensors["prompt"].tolist())
     if "moments" in tensors:
@@ -367,8 +393,10 @@ def _fill_evicted(layer, tensors, fact, shape, dtype):
         _expect("decode_queries", tensors["decode_queries"], (batch, query_heads, rows, max(read, width)), dtype)
         if width not in (read, 2 * read):
             raise ValueError(f"decode_queries has {width} columns, expected {read} or {2 * read}")
-    layer.lazy_initialization(tensors["k"].new_empty(batch, heads, 0, dim))
-    layer.storage = Storage.packed(tensors["k"], tensors["v"], tensors["pos"], np.array(length.tolist()))
+    layer.lazy_initialization(tensors["k"].new_empty(batch, heads, 0, dim, dtype=dtype))
+    slots, counts = (tensors["k"], tensors["v"], tensors["pos"]), np.array(length.tolist())
+    layer.bits = bits
+    layer.storage = Storage.packed(*slots, counts, layer.storage.like, tensors.get("centre"))
     layer.columns, layer.seen = fact["columns"], tensors["seen"]
     layer.budget = np.array(tensors["budget"].tolist())
     for name in OPTIONAL:

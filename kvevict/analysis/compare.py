@@ -78,7 +78,10 @@ def left(model, ids, policy) -> list:
     with evicting(model, policy, tokenizer=False):
         cache = cache_of(model(ids, use_cache=True, logits_to_keep=1))
     own = [layer for layer in cache.layers if hasattr(layer, "segments")]
-    return [[(layer.pos[at].long(), layer.k[at], layer.v[at]) for _, _, at in layer.segments()] for layer in own]
+    return [
+        [(layer.pos[at].long(), *(layer.storage.numbers(x, b, h, at) for x in "kv")) for b, h, at in layer.segments()]
+        for layer in own
+    ]
 
 
 def informed(policy, response) -> Policy:

@@ -10,7 +10,7 @@ slots.
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..engine.measure import quantities
 from ..engine.read import propagate
@@ -88,8 +88,10 @@ def plan(
         count(name, number, least)
     policy = policy or Policy(score="random", budget=tokens)  # nothing to evict
     _check(shape, policy, draft_model)
-    layers, bill = Layers(policy, tokens, shape.windows.count(None), shape.kv_heads), Bill(hardware)
-    slot, peak, widest, chunks = shape.slot_bytes * batch, 0, 0, []
+    shape = replace(shape, kv=policy.kv)
+    sizes = shape.slot_bytes * batch, shape.new_bytes * batch
+    layers, bill = Layers(policy, tokens, shape.windows.count(None), shape.kv_heads, sizes), Bill(hardware)
+    (slot, new), peak, widest, chunks = sizes, 0, 0, []
     for taken in layers.chunks():
         bill.add(work(shape, policy, taken, batch, causal))
         peak, widest = max(peak, taken.peak), max(widest, taken.chunk.rows + taken.chunk.appended)
@@ -99,8 +101,8 @@ def plan(
         row += shape.element * shape.hidden * batch
     result = dict(
         flops=bill.flops, moved=bill.moved, cache_bytes=round(slot * sum(layers.kept)),
-        peak_cache_bytes=round(slot * peak),
-        sliding_bytes=slot * sum(min(tokens, w - 1) for w in shape.windows if w is not None),
+        peak_cache_bytes=round(peak),
+        sliding_bytes=new * sum(min(tokens, w - 1) for w in shape.windows if w is not None),
         weight_bytes=shape.element * shape.weights, activation_bytes=row * widest, draft_bytes=0,
     )  # fmt: skip
     peaks = ("weight_bytes", "peak_cache_bytes", "sliding_bytes", "activation_bytes")

@@ -6,6 +6,7 @@ import torch
 
 from .. import families, known
 from ..policy.checks import one_of
+from ..policy.kv import slot_bytes
 
 ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes
 
@@ -26,11 +27,17 @@ class Shape:
     weights: int  # of the whole model, shared ones once
     element: int  # bytes of a weight, an activation, a key's or value's component
     rope_depends_on_length: bool = False  # rotary frequencies change with the prompt's length
+    kv: str = "model"  # how slots are represented (`kvevict.policy.kv.KINDS`)
+
+    @property
+    def new_bytes(self) -> int:
+        """Bytes of a token's key and value in all kv heads of one layer, as they are computed."""
+        return 2 * self.element * self.head_dim * self.kv_heads
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a token's key and value in all kv heads of one layer."""
-        return 2 * self.element * self.head_dim * self.kv_heads
+        """Bytes of the same as a stored slot, scales included."""
+        return self.kv_heads * slot_bytes(self.kv, self.head_dim, self.element)
 
     @property
     def row_bytes(self) -> int:

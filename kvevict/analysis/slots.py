@@ -26,15 +26,16 @@ class Taken:
     kept: list  # slots after
     scored: list  # whether the layer scores and chooses in this chunk
     parts: list  # `kvevict.policy.rows.Part`s: the rows of its scores
-    peak: int  # most slots alive at once, summed over layers
+    peak: int  # most slots alive at once, summed over layers, each times its `sizes`
     draft: list = field(default_factory=list)  # slots of the copy that the model drafts over, if it does
 
 
 class Layers:
-    """The slots of `count` layers that evict, from chunk to chunk of a prompt."""
+    """The slots of `count` layers that evict, from chunk to chunk of a prompt. sizes: of a stored slot and of a new
+    one, for `Taken.peak`."""
 
-    def __init__(self, policy, tokens: int, count: int, kv_heads: int = 1):
-        self.policy, self.tokens, self.count, self.kv_heads = policy, tokens, count, kv_heads
+    def __init__(self, policy, tokens: int, count: int, kv_heads: int = 1, sizes=(1, 1)):
+        self.policy, self.tokens, self.count, self.kv_heads, self.sizes = policy, tokens, count, kv_heads, sizes
         self.tsp = propagate.layer_of(policy, True, count)
         self.evicts = schedule.evicts(policy, [tokens])
         self.slots = np.zeros((count, 1), np.int64)  # of each layer, over its heads
@@ -68,7 +69,8 @@ class Layers:
             draft = [min(n, most) for n, most in zip(alive, self._per_head(self.planned.targets), strict=True)]
         scored, peak = self._carry_out(decisions, read, cuts)
         if draft:  # until then the chunk waits in every layer
-            peak = sum(alive) + sum(draft) + self.count * policy.rows.n_d
+            slot, new = self.sizes
+            peak = slot * (sum(stored) + sum(draft) + self.count * policy.rows.n_d) + new * sum(read)
         seen = [self.observed(chunk, layer, chooses) for layer, chooses in enumerate(scored)]
         parts = [
             policy.rows.parts(rows, n, chunk.appended, self.tokens) if observed else []
@@ -84,10 +86,10 @@ class Layers:
 
     def _carry_out(self, decisions, read, cuts) -> tuple:
         """(whether each layer is scored, most slots at once) as `kvevict.engine.read.choosers.Deciding` has it."""
-        scored, peak, new = [], 0, np.zeros_like(self.slots)
+        scored, peak, new, sizes = [], 0, np.zeros_like(self.slots), self.sizes
         for layer, rows in enumerate(read):
             new[layer] = rows * self.kv_heads
-            peak = max(peak, int(self.slots.sum() + new.sum()))
+            peak = max(peak, int(sizes[0] * self.slots.sum() + sizes[1] * new.sum()))
             if decisions.asks:
                 decisions.ask(layer, np.ones(1))
             decision = decisions.at(layer, self.slots[layer] + new[layer])

@@ -18,11 +18,6 @@ def _counts(seen: dict) -> list:
     return [count for layer in seen["kept"] if layer is not None for count in layer[0]]
 
 
-def full_cache_bytes(seen: dict) -> int:
-    """Bytes of the same layers' keys and values with nothing evicted, from the report of a batch of one row."""
-    return seen["cache_bytes"] // sum(_counts(seen)) * seen["seen"][0] * len(_counts(seen))
-
-
 def slots(seen: dict) -> str:
     """Kept slots per kv head, the range over layers and heads."""
     least, most = min(_counts(seen)), max(_counts(seen))
@@ -33,7 +28,7 @@ def held(run: dict, seen: dict) -> tuple:
     """(slots per kv head, bytes) of the cache after a run of `measure`. seen: the report of any patched run of the same
     prompt, to compute the unpatched model's slots and bytes."""
     own = run.get("report")
-    return (slots(own), own["cache_bytes"]) if own else (str(seen["seen"][0]), full_cache_bytes(seen))
+    return (slots(own), own["cache_bytes"]) if own else (str(seen["seen"][0]), seen["full_cache_bytes"])
 
 
 COSTS = ("slots/head", "KV MiB", "read s", "decode s", "peak growth MiB")
@@ -56,7 +51,7 @@ def check(model, ids, name, policy, max_new_tokens) -> None:
         return_dict_in_generate=True,
     )  # fmt: skip
     want = model.generate(ids, **options)
-    ample = dataclasses.replace(policy, budget=ids.shape[1] + max_new_tokens, threshold=None, tsp=None)
+    ample = dataclasses.replace(policy, budget=ids.shape[1] + max_new_tokens, threshold=None, tsp=None, kv="model")
     with evicting(model, ample, tokenizer=False):
         got = model.generate(ids, **options)
     allowed = TOLERANCE[next(model.parameters()).dtype]
@@ -81,7 +76,7 @@ def alternate(model, ids, policies: dict, max_new_tokens, repeat, progress=lambd
             made.append(measure(model, None, ids, policies.get(name), max_new_tokens))
             progress()
     seen = next(made[0]["report"] for name, made in runs.items() if name != UNPATCHED)
-    full = full_cache_bytes(seen)
+    full = seen["full_cache_bytes"]
     return {name: medians(made, full) | dict(slots=held(made[0], seen)[0]) for name, made in runs.items()}
 
 

@@ -33,11 +33,12 @@ def work(shape, policy, taken, batch: int = 1, causal: bool = True) -> dict:
     chunk, linear = taken.chunk, 2 * shape.products * batch
     head = shape.head_weights if chunk.last else 0  # logits of the last row
     pair, slot = _pair(shape, batch), shape.slot_bytes * batch  # q.k and a.v of a row; a layer's key and value
+    new = shape.new_bytes * batch
     seen = iter(zip(taken.stored, taken.read, strict=True))
     before = [(*next(seen), None) if w is None else (chunk.start, chunk.rows, w) for w in shape.windows]
     attended = sum(pairs(rows, n, w, causal) for n, rows, w in before)
     probed = sum(pairs(chunk.appended, n + rows, w, causal) for n, rows, w in before)
-    read = sum((n if w is None else min(n, w - 1)) + rows for n, rows, w in before)
+    read = sum(new * (rows + min(n, w - 1)) if w is not None else slot * n + new * rows for n, rows, w in before)
     entered = sum(rows for _, rows, _ in before)
     needed = quantities.of_policy(policy)
     passes, scans = sum(each.passes() for each in needed), sum(each.scans() for each in needed)
@@ -49,17 +50,19 @@ def work(shape, policy, taken, batch: int = 1, causal: bool = True) -> dict:
         own = len(chunk.again or ())
         looked = max((each.looks_at(n, own) for each in needed if each.passes()), default=n)
         parts = [part._replace(slots=min(part.slots, looked)) for part in parts]
-        evict = _sum(evict, _observed(shape, looked, parts, passes, outputs, causal))
+        array = (shape.slot_bytes * old + shape.new_bytes * rows) / 2 / max(n, 1)  # bytes of a slot's key or value
+        evict = _sum(evict, _observed(shape, looked, parts, passes, outputs, causal, array))
         again = sum(each.attended(own or rows, old, chunk.appended) for each in needed) if parts else 0
-        evict = _sum(evict, (_pair(shape, 1) * again, shape.slot_bytes / 2 * n * scans * chooses))
+        evict = _sum(evict, (_pair(shape, 1) * again, array * n * scans * chooses))
         evict = _sum(evict, (_products(shape, needed, rows, n if parts or chooses else 0), 0))
         evict = _sum(evict, (chooses * sum(each.flops(shape, rows, n) for each in needed), 0))
         # TADA's error uses unpooled scores, refined separately.
-        refine = _sum(refine, (x * chooses * (1 + policy.layers.measures) for x in _refined(shape, policy, n)))
+        refined = _refined(shape, policy, n, array)
+        refine = _sum(refine, (x * chooses * (1 + policy.layers.measures) for x in refined))
         stored += kept if kept < n else rows
     return {
         "linear": (linear * entered // len(before) + 2 * head * batch, (shape.layer_weights + head) * shape.element),
-        "attention": (pair * attended, slot * read),
+        "attention": (pair * attended, read),
         "probe": (linear * chunk.appended + pair * probed, 0),
         "evict": (batch * evict[0], batch * evict[1] + 2 * slot * stored),
         "refine": tuple(batch * x for x in refine),
@@ -79,20 +82,21 @@ def _sum(a, b) -> tuple:
     return tuple(x + y for x, y in zip(a, b, strict=True))
 
 
-def _observed(shape, n, parts, passes, outputs, causal=True) -> tuple:
-    """Scoring passes over a layer of n slots. If the layer's attention did not leave the observers' log-sum-exp, each
-    pass needs another one for it. If outputs are needed too, attention is computed once more and leaves both."""
+def _observed(shape, n, parts, passes, outputs, causal=True, array=None) -> tuple:
+    """Scoring passes over a layer of n slots, with keys of `array` bytes (None: of stored slots). If the layer's
+    attention did not leave the observers' log-sum-exp, each pass needs another one for it. If outputs are needed too,
+    attention is computed once more and leaves both."""
     flops = moved = 0
     for part in parts:
         seen = pairs(part.rows, part.slots - part.rows, causal=causal) if part.causal else part.rows * part.slots
         times = passes if part.attended else passes + 2 if outputs else 2 * passes
         flops, moved = flops + seen * times, moved + n * times
-    return _pair(shape, 1) // 2 * flops, shape.slot_bytes // 2 * moved
+    return _pair(shape, 1) // 2 * flops, (shape.slot_bytes / 2 if array is None else array) * moved
 
 
-def _refined(shape, policy, n) -> tuple:
-    refine = policy.refine
-    return shape.head_dim * shape.kv_heads * n * refine.flops(), shape.slot_bytes / 2 * n * refine.scans()
+def _refined(shape, policy, n, array=None) -> tuple:
+    refine, array = policy.refine, shape.slot_bytes / 2 if array is None else array
+    return shape.head_dim * shape.kv_heads * n * refine.flops(), array * n * refine.scans()
 
 
 def _drafted(shape, policy, taken, batch) -> tuple:
@@ -109,7 +113,7 @@ def _drafted(shape, policy, taken, batch) -> tuple:
             flops, moved = flops + pair * pairs(n_d, n), moved + slot * (n + n_d)
     for window in (w for w in shape.windows if w is not None):
         seen = pairs(n_d, taken.chunk.end, window)
-        flops, moved = flops + pair * seen, moved + slot * seen
+        flops, moved = flops + pair * seen, moved + shape.new_bytes * batch * seen
     return flops, moved
 
 
@@ -129,7 +133,7 @@ def decoding(shape, policy, slots, budgets, seen: int, count: int, batch: int = 
         slots = [n + 1 for n in slots]
         windows = sum(min(seen + number, w) for w in shape.windows if w is not None)
         moved, evict, refine = len(shape.windows), (0, 0), (0, 0)
-        attended, left = sum(slots) + windows, list(slots)
+        attended, left, alive = sum(slots) + windows, list(slots), sum(slots)
         for layer, (n, budget) in enumerate(zip(slots, budgets, strict=True)):
             if not overfull(policy, n, budget):
                 continue
@@ -146,7 +150,7 @@ def decoding(shape, policy, slots, budgets, seen: int, count: int, batch: int = 
         yield (
             {
                 "linear": _linear(shape, batch),
-                "attention": (pair * attended, slot * attended),
+                "attention": (pair * attended, slot * alive + shape.new_bytes * batch * windows),
                 "evict": (batch * evict[0], batch * evict[1] + 2 * slot * moved),
                 "refine": tuple(batch * x for x in refine),
             },

@@ -21,6 +21,9 @@ from ..policy.text import DEFAULT, FORM, parse_policy
 COMMANDS = Registry("command")
 
 
+KVS = ("model", "int8", "k8v4", "int4")  # kvevict.policy.kv.KINDS, without importing torch
+
+
 def command(function):
     return COMMANDS.add(function.__name__)(function)
 
@@ -64,6 +67,9 @@ def add_budget(parser, budget: int = 512, chunk_size: int | None = None) -> None
                         f"default {budget}")  # fmt: skip
     parser.add_argument("--chunk-size", type=int, default=chunk_size,
                         help=f"tokens read at once; default {chunk_size or 'is up to the policy'}")  # fmt: skip
+    parser.add_argument("--kv", default="model", choices=KVS,
+                        help="stored slots in the model's dtype, or packed: keys and values in 8 bits a number, in 8 "
+                        "and 4, or in 4; default model")  # fmt: skip
 
 
 def add_observe(parser, more: str = "") -> None:
@@ -179,11 +185,11 @@ def number(text: str, option: str = "--budget"):
 
 
 def build_policies(texts, args, **common) -> dict:
-    """Text -> `Policy`. Options in a policy's text win over `--budget`, `--chunk-size` and the `common` ones. A
-    threshold replaces the default of `--budget`."""
+    """Text -> `Policy`. Options in a policy's text win over `--budget`, `--chunk-size`, `--kv` and the `common`
+    ones. A threshold replaces the default of `--budget`."""
     from ..policy.policy import build
 
-    common |= dict(budget=number(args.budget), chunk_size=args.chunk_size)
+    common |= dict(budget=number(args.budget), chunk_size=args.chunk_size, kv=args.kv)
     policies = {}
     for text in texts:
         name, options = parse_policy(text)

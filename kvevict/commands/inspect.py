@@ -53,9 +53,9 @@ def inspect(parser, argv):
 
 def page_run(name: str, policy, answer: str, seen: dict) -> dict:
     """A policy's run as `kvevict.analysis.page` takes it, from its report with positions."""
-    from ..analysis.speed import full_cache_bytes, slots
+    from ..analysis.speed import slots
 
-    kept, full = seen["cache_bytes"], full_cache_bytes(seen)
+    kept, full = seen["cache_bytes"], seen["full_cache_bytes"]
     facts = [
         ("kept", f"{slots(seen)} of {seen['seen'][0]} slots per kv head"),
         ("KV cache", f"{kept / 1024:,.0f} of {full / 1024:,.0f} KiB ({kept / full:.1%}), once the prompt was read"),

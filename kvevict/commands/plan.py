@@ -1,4 +1,5 @@
 import sys
+from dataclasses import replace
 
 from . import add_budget, add_model, add_policy, build_policies, command, grid, model_name
 
@@ -35,7 +36,7 @@ def plan(parser, argv):
         )
     common = dict(batch=args.batch, hardware=hardware, new_tokens=args.new_tokens)
     if isinstance(policy.budget, str):
-        policy = policy.in_slots(shape.slot_bytes * shape.windows.count(None))
+        policy = policy.in_slots(replace(shape, kv=policy.kv).slot_bytes * shape.windows.count(None))
         print(f"A budget of {args.budget} is {policy.budget} slots of each kv head.")
     runs = {
         UNPATCHED: cost(shape, None, args.tokens, **common),

@@ -93,7 +93,20 @@ def serve(parser, argv):
         keys = [os.environ["KVEVICT_API_KEY"]]
         if not keys[0]:
             raise ValueError("KVEVICT_API_KEY is empty: give a key, or unset it")
-    own = ("policy", "unasked", "chunk_size", "share", "dtype", "device", "name", "store", "batch", "queue", "timeout")
+    own = (
+        "policy",
+        "unasked",
+        "chunk_size",
+        "kv",
+        "share",
+        "dtype",
+        "device",
+        "name",
+        "store",
+        "batch",
+        "queue",
+        "timeout",
+    )
     given = {name: getattr(args, name) for name in own}
     given |= dict(keys=tuple(keys), hosts=(args.host, *args.allow_host))
     given["share_budget"] = number(args.share_budget, "--share-budget")

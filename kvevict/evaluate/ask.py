@@ -136,7 +136,7 @@ def policy_for(run: Run, tokens: int, response, task: str = "eval", asks: int | 
         raise ValueError(f"policy {run.policy!r}: its rows have no {unknown.pop()}; leave it out")
     budget: Any = run.budget
     if isinstance(budget, str) and model is not None:
-        budget = max(1, byte_count("--budgets", budget) // slot_bytes(model))
+        budget = max(1, byte_count("--budgets", budget) // slot_bytes(model, ample.kv))
     slots = budget if isinstance(budget, int) else tokens if isinstance(budget, str) else math.ceil(budget * tokens)
     sizes = observers(ample) | (dict.fromkeys(asking, asks) if asks else {})
     options = {option: min(size, max(1, slots // 2)) for option, size in sizes.items()}

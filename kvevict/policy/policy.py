@@ -13,6 +13,7 @@ import numpy as np
 from . import peers, rules
 from .checks import PLENTY, builtin, byte_count, count, finite, flag, one_of, parsed, unknown
 from .heads import HeadBudget
+from .kv import KINDS
 from .layers import LayerBudget
 from .parts import PARTS as PARTS
 from .parts import as_part, from_plain, to_plain
@@ -56,6 +57,9 @@ class Policy:
     keep_prompt    with decode=True: only decoded slots are cut, to `budget` slots; the prompt's slots stay as they were
                    chosen when it was read, so that the cache never grows past twice the budget + interval - 1. The next
                    turn's read cuts all of it to the budget
+    kv             how stored slots are represented (methods.md section 11): "model": in the model's dtype; "int8": in 8
+                   bits a number, "k8v4": keys in 8, values in 4, "int4": in 4. A layer whose logits have an expected
+                   error above 0.05 takes more bits for its keys
     layers         how the budget is split over layers: a name of `kvevict.LAYERS` or an object with its options
     heads          how a layer's slots are split over its heads: a name of `kvevict.HEADS` or an object, e.g.
                    `kvevict.HEADS["ada"](floor="max")`
@@ -86,6 +90,7 @@ class Policy:
     decode: bool | None = None
     interval: int | None = None
     keep_prompt: bool = False
+    kv: str = "model"
     layers: LayerBudget | str = "uniform"
     heads: HeadBudget | str = "equal"
     select: Selection | str = "token"
@@ -123,6 +128,7 @@ class Policy:
             part.check(self)
         self._check_counts()
         one_of("schedule", self.schedule, ("prompt", "chunk"))
+        one_of("kv", self.kv, KINDS)
         if self.schedule == "chunk" and self.chunk_size is None:
             raise ValueError("schedule='chunk' needs a chunk_size (tokens); e.g. chunk_size=4096")
         if self.warmup_layers is not None and self.warmup_layers != "half":

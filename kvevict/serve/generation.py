@@ -41,7 +41,7 @@ class Generation:
         self.config, self.weights = self.decoder.config, identity(self.decoder)
         self.context = getattr(self.config, "max_position_embeddings", None)
         patch = patch_of(self.decoder)
-        self.slot = slot_bytes(model)
+        self.slot = slot_bytes(model, patch.policy.kv)
         slots = (scheduler.most + 1) * (self._widest(patch.policy, self.context or 1 << 20) + ROOM)
         self.pools = Pools(self.decoder, patch.kv_heads * min(slots, scheduler.memory // self.slot))
         self.form, self.sharing = Form(tokenizer, model), Sharing()

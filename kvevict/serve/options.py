@@ -16,6 +16,7 @@ class Options:
     unasked: str | None = None  # None: as `kvevict.read` without a policy
     budget: int | float | str = 512
     chunk_size: int | None = 512
+    kv: str = "model"
     share: str = AUTO
     share_budget: int | float = 0.5
     dtype: str = "auto"

@@ -37,6 +37,7 @@ class Policies:
     share_budget  of what is shared
     context       the model's, in tokens; a request may not keep more of that many than the server's own budget
     most          slots that memory holds
+    kv            how slots are stored
     fitted        a policy -> the same for the model, its budget in slots
     """
 
@@ -48,6 +49,7 @@ class Policies:
     share_budget: int | float = 0.5
     context: int = 1 << 20
     most: int = PLENTY
+    kv: str = "model"
     fitted: Callable = lambda policy: policy
 
     def __post_init__(self):
@@ -58,7 +60,7 @@ class Policies:
 
     def built(self, text: str, budget=None) -> Any:
         name, options = parse_policy(text)
-        common = dict(budget=self.budget if budget is None else budget)
+        common: dict = dict(budget=self.budget if budget is None else budget, kv=self.kv)
         if self.chunk_size is not None:
             common["chunk_size"] = self.chunk_size
         return self.fitted(build(name, **common | options))

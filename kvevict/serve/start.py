@@ -61,7 +61,7 @@ def server_of(model=None, **options) -> Server:
     hidden = told.unasked or unasked(find_decoder(loaded))
     policies = Policies(
         told.policy, hidden, told.budget, told.chunk_size, told.share, told.share_budget, context or 1 << 20,
-        min(told.memory // slot_bytes(loaded), PLENTY), lambda policy: in_slots(policy, loaded),
+        min(told.memory // slot_bytes(loaded, told.kv), PLENTY), told.kv, lambda policy: in_slots(policy, loaded),
     )  # fmt: skip
     patch(loaded, policies.built(told.policy), tokenizer=tokenizer)
     folder = None if told.store is None else Path(told.store)

@@ -40,14 +40,17 @@ def attention(module, query, key, value, attention_mask, scaling=None, softcap=N
         )
     query, key, value = _stored_form(layer, query, key, value)
     new = (key, value) if new is None else new
+    if layer.bits is None:
+        rows = key[:, :, : key.shape[2] - step.appended]
+        layer.represent(step.patch.policy.kv, query, rows, step.first, options["scale"], step.patch.ranks)
     seen = attend(Attended(step, layer, module, query, key, value, new, options, hidden=hidden), tap)
     decide(seen)
     return seen.out[..., :width], None
 
 
 def _stored_form(layer, *tensors):
-    """Query, keys and values in the stored keys' dtype (autocast may use another), padded to one width."""
-    return fit(*(x if x.dtype == layer.k.dtype else x.to(layer.k.dtype) for x in tensors))
+    """Query, keys and values in the dtype of the layer's first keys (autocast may use another), padded to one width."""
+    return fit(*(x if x.dtype == layer.dtype else x.to(layer.dtype) for x in tensors))
 
 
 def _read(step, module, query, key, value, options):
@@ -57,7 +60,7 @@ def _read(step, module, query, key, value, options):
     layer, width = step.cache.layers[producer], value.shape[-1]
     query, key, value = _stored_form(layer, query, key, value)
     stored = layer.len - int(step.decoding)  # a decoded token's row is stored already
-    held = _ops.Held(layer.k, layer.v, offset=layer.offset, len=stored)
+    held = _ops.Held(layer.k, layer.v, offset=layer.offset, len=stored, centre=layer.centre)
     with step.meter.clock("attend"):
         out, _ = _ops.attend(query, held, key, value, step.first, **options)
     if producer in step.unread and step.patch.last_reader[producer] == module.layer_idx:

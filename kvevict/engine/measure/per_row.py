@@ -41,7 +41,8 @@ def observed(
         options["weight"] = None if weight is None else each(weight)
     none, new = sees.new_zeros(B * R), [x.repeat_interleave(R, 0) for x in new]
     options |= dict(lse=None, causal=False)
-    held = _ops.Held(stored.k, stored.v, offset=stored.offset.repeat_interleave(R, 0), len=sees)
+    centre = None if stored.centre is None else stored.centre.repeat_interleave(R, 0)
+    held = _ops.Held(stored.k, stored.v, offset=stored.offset.repeat_interleave(R, 0), len=sees, centre=centre)
     out = op(each(part.q), none, held, *new, none, none, *more, **options)
     out = out.unflatten(0, (B, R))
     if op is _ops.peak:

@@ -33,7 +33,7 @@ class _DraftLayer(EvictionLayer):
         self.lazy_initialization(call.new[0])
         kept = choice.index, choice.keep, *call.new, call.slots.pos, call.slots.kv.first
         self.storage = call.layer.storage.gathered().moved(choice.keep + room, *kept)
-        self.columns, self.seen = call.layer.columns, call.layer.seen
+        self.columns, self.seen, self.bits = call.layer.columns, call.layer.seen, call.layer.bits
         self.rows = []  # (q [B, H, 1, D], k, v [B, Hkv, 1, D]) of each row
 
     def decode(self, q, k, v, pos, module, **options):

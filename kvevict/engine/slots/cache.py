@@ -10,10 +10,11 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ... import compat
 from ...context import current
+from ...policy import kv
 from . import host
 from .carried import of_layer
 from .fork import Fork, fork
-from .storage import Storage
+from .storage import Storage, mean_key
 
 HALF_READ = "past_key_values was left half read by an error; read the prompt into a new one"
 
@@ -52,7 +53,7 @@ class EvictionLayer(CacheLayerMixin):
     is_croppable = True
     offload = prefetch = _offload
 
-    k, v, pos, offset = _stored("k"), _stored("v"), _stored("pos"), _stored("offset")
+    k, v, pos, offset, centre = _stored("k"), _stored("v"), _stored("pos"), _stored("offset"), _stored("centre")
     len, counts, longest = _stored("len"), _stored("counts"), _stored("longest")
     segments, positions = _stored("segments"), _stored("positions")
     live_bytes, padded_bytes = _stored("live_bytes"), _stored("padded_bytes")
@@ -75,6 +76,7 @@ class EvictionLayer(CacheLayerMixin):
         self.head_offsets = None  # [B, heads of all ranks] slot count minus that of this rank's first head; None: all 0
         self.removable = 0  # columns appended since the last eviction; crop may remove them
         self.expected = 0  # slots per head that a read is going to store; the next growth makes room for them
+        self.bits = None  # of the numbers of stored keys and values; None: no patched call has attended yet
 
     reset = __init__  # forgets everything
 
@@ -188,6 +190,30 @@ class EvictionLayer(CacheLayerMixin):
     def slots(self, module):
         """Every head's slots for the ops: a `Held` with its `counts`."""
         return self.storage.gathered()
+
+    @torch.no_grad()
+    def represent(self, kind, query, key, first, scale, ranks) -> None:
+        """Choose the bits of stored numbers before the first patched call attends, by its queries [B, H, T, D] and the
+        keys so far, else its keys [B, Hkv, S, D], both from column first[b] on. Slots stored so far are packed.
+
+        kind    of `kv.KINDS`
+        scale   of attention's logits
+        """
+        self.bits = kv.KINDS[kind]
+        if self.bits == (None, None):
+            return
+
+        def seen(x):
+            return torch.arange(x.shape[2], device=x.device) >= first[:, None, None]
+
+        keys, held = key, seen(key)
+        if self.counts.any():
+            keys = self.storage.dense("k")
+            held = torch.arange(keys.shape[2], device=keys.device) < self.len[..., None]
+        keys = keys - mean_key(keys, held)[:, :, None]
+        errors = kv.expected_errors(query, seen(query), keys, held, scale)
+        self.bits = kv.chosen(kind, float(ranks.gather(errors[None])[0].nanmedian()))
+        self.storage = self.storage.repacked(self.bits)
 
     def append(self, k, v, pos, first, padding) -> None:
         """Store new columns, as `Storage.append`."""

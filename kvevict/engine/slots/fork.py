@@ -25,10 +25,12 @@ class Fork:
     pos = property(attrgetter("prefix.pos"))
     offset = property(attrgetter("prefix.offset"))
     centre = property(attrgetter("prefix.centre"))
+    like, bits = property(attrgetter("prefix.like")), property(attrgetter("prefix.bits"))
     len = property(lambda self: self.prefix.len + self.own.len)  # [B, Hkv] int32, slots of both parts
     counts = property(lambda self: self.prefix.counts + self.own.counts)  # the same on the host
     device = property(attrgetter("prefix.device"))
-    longest, live_bytes, padded_bytes = Storage.longest, Storage.live_bytes, Storage.padded_bytes
+    longest, slot_bytes = Storage.longest, Storage.slot_bytes
+    live_bytes, padded_bytes = Storage.live_bytes, Storage.padded_bytes
 
     def append(self, *new):
         """As `Storage.append`."""

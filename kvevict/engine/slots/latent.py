@@ -28,6 +28,10 @@ class Expanded(Held):
         """Only the slots begin .. begin + length - 1 [B, H]."""
         return replace(self, offset=self.offset + begin, len=length)
 
+    def numbers(self, name, b, h, rows):
+        """The rows [n, D] of "k" or "v" that belong to head (b, h)."""
+        return getattr(self, name)[rows]
+
     def longest(self) -> int:
         return int(self.counts.max()) if self.counts.size else 0
 

@@ -7,6 +7,7 @@ import torch
 
 from ... import _ops
 from ..._ops import Held
+from ...policy import kv
 from . import host
 from .pool import Pool
 
@@ -28,13 +29,19 @@ class Storage(Held):
     starts: np.ndarray = None  # type: ignore[assignment]  # `offset` on the host
     pool: Pool | None = None  # lends the rows that the slots need next; None: new buffers do
     regions: tuple = ()  # the `Region` of each batch row; none outside a pool
+    like: torch.Tensor = None  # type: ignore[assignment]  # [0, D] of the dtype of new keys and values
+    centred: np.ndarray = None  # type: ignore[assignment]  # bool [B] rows with a centre, if keys are packed
 
     @classmethod
-    def empty(cls, keys, pool=None):
-        """An empty storage for keys [B, Hkv, *, D] of the same shape, dtype and device as these."""
+    def empty(cls, keys, pool=None, bits=(None, None)):
+        """An empty storage for keys [B, Hkv, *, D] of the same shape, dtype and device as these. bits: of the numbers
+        of stored keys and values; None: of this dtype."""
         batch, heads, _, dim = keys.shape
         flat, none = keys.new_empty(0, dim), np.zeros((batch, heads), np.int64)
-        return replace(cls.packed(flat, flat.clone(), flat.new_empty(0, dtype=torch.int32), none), pool=pool)
+        k, v = (kv.buffer(each, flat) for each in bits)
+        centre = None if bits[0] is None else keys.new_zeros(batch, heads, dim, dtype=torch.float32)
+        made = cls.packed(k, v, flat.new_empty(0, dtype=torch.int32), none, flat, centre)
+        return replace(made, pool=pool, centred=np.zeros(batch, bool))
 
     @classmethod
     def joined(cls, storages):
@@ -42,18 +49,20 @@ class Storage(Held):
         first = storages[0]
         counts = np.concatenate([each.counts for each in storages])
         capacity = np.concatenate([each.capacity for each in storages])
+        centre = None if first.centre is None else torch.cat([each.centre for each in storages])
+        common: dict = dict(centre=centre, centred=np.concatenate([each.centred for each in storages]))
         if any(each.k is not first.k for each in storages):
-            into, row = first._blank(capacity), 0
+            into, row = replace(first._blank(capacity), **common), 0
             for each in storages:
                 mine = slice(row, row + len(each.counts))
-                to = replace(into, offset=into.offset[mine], capacity=capacity[mine])
+                to = replace(into, offset=into.offset[mine], capacity=capacity[mine], centre=each.centre)
                 to._filled(each, None, each.counts)
                 row += len(each.counts)
             return into._holding(torch.cat([each.len for each in storages]), counts)
         rows = replace(
             first, offset=torch.cat([each.offset for each in storages]), capacity=capacity,
             starts=np.concatenate([each.starts for each in storages]), shared=any(each.shared for each in storages),
-            regions=sum((each.regions for each in storages), ()),
+            regions=sum((each.regions for each in storages), ()), **common,
         )  # fmt: skip
         return rows._holding(torch.cat([each.len for each in storages]), counts)
 
@@ -61,11 +70,14 @@ class Storage(Held):
         return object.__reduce_ex__(self._alone(), protocol)
 
     @classmethod
-    def packed(cls, k, v, pos, counts):
+    def packed(cls, k, v, pos, counts, like=None, centre=None):
         """A storage of flat buffers without room between heads; counts [B, Hkv] on the host."""
-        return _laid_out(cls(k, v, pos), counts)._holding(host.upload(counts, k.device, torch.int32), counts)
+        flat = cls(k, v, pos, centre=centre, like=k[:0] if like is None else like, centred=counts.any(1))
+        return _laid_out(flat, counts)._holding(host.upload(counts, k.device, torch.int32), counts)
 
     device = property(lambda self: self.k.device)
+    dim = property(lambda self: self.like.shape[1])
+    bits = property(lambda self: (kv.bits_of(self.k, self.dim), kv.bits_of(self.v, self.dim)))
 
     # -- changes of the slots ---------------------------------------------------------------------------------------
 
@@ -95,7 +107,8 @@ class Storage(Held):
         into = self if self.room else self.moved(self.grown(self.counts, expected))
         result = _ops.decode(q, k, v, pos, into, **options)
         more = into.len + 1, into.centre, into.counts + 1, into.capacity, into.room - 1, into.shared
-        return result, Storage(into.k, into.v, into.pos, into.offset, *more, into.starts, into.pool, into.regions)
+        rest = into.starts, into.pool, into.regions, into.like, into.centred
+        return result, Storage(into.k, into.v, into.pos, into.offset, *more, *rest)
 
     def crop(self, count: int):
         """A storage without the last `count` slots of every head."""
@@ -118,11 +131,24 @@ class Storage(Held):
         """Batch rows chosen [N], the list `at` on the host, in the same buffers."""
         rows = replace(self, offset=self.offset[chosen], len=self.len[chosen], counts=self.counts[at])
         regions = tuple(self.regions[row] for row in at) if self.regions else ()
-        return replace(rows, capacity=self.capacity[at], starts=self.starts[at], regions=regions)
+        centre = None if self.centre is None else self.centre[chosen]
+        return replace(
+            rows, capacity=self.capacity[at], starts=self.starts[at], regions=regions, centre=centre,
+            centred=self.centred[at],
+        )  # fmt: skip
 
     def moved(self, capacity, index=None, keep=None, *new):
         """New buffers with room for capacity [B, Hkv] that hold keep[b,h] slots `index`, or all slots."""
         return self._blank(capacity)._filled(self, index, self.counts if keep is None else keep, *new)
+
+    def repacked(self, bits):
+        """These slots with numbers of so many bits, around the mean of the keys so far if they have no centre."""
+        into = Storage.empty(self.like[None, None].expand(*self.counts.shape, -1, -1), self.pool, bits)
+        if into.centre is not None and self.counts.any():
+            keys = self.dense("k")
+            held = torch.arange(keys.shape[2], device=keys.device) < self.len[..., None]
+            into = replace(into, centre=mean_key(keys, held), centred=self.counts.any(1))
+        return into._blank(self.capacity)._filled(self, None, self.counts)
 
     def copy_on_write(self):
         """A storage with buffers that no fork reads, so that slots may be moved and overwritten there."""
@@ -146,22 +172,32 @@ class Storage(Held):
         """New, empty buffers of a capacity."""
         rows = int(capacity.sum())
         region = None if self.pool is None else self.pool.lend(rows, self)
+        common = dict(pool=self.pool, like=self.like, centre=self.centre, centred=self.centred)
         if region is not None:
-            lent = Storage(*region.buffers, pool=self.pool, regions=(region,) * len(capacity))
+            lent = Storage(*region.buffers, regions=(region,) * len(capacity), **common)
             return _laid_out(lent, capacity, region.start)
         with torch.inference_mode(False):  # a cache filled in inference mode can be written to outside of it
-            flat = Storage(*(t.new_empty(rows, *t.shape[1:]) for t in (self.k, self.v, self.pos)), pool=self.pool)
+            flat = Storage(*(t.new_empty(rows, *t.shape[1:]) for t in (self.k, self.v, self.pos)), **common)
         return _laid_out(flat, capacity)
 
     def _filled(self, source, index, counts, *new):
         """These buffers with counts [B, Hkv] slots `index` (None: the first ones) of [source | new]."""
+        into = self
         if not new:
             batch, heads = counts.shape
-            none = source.k.new_empty(batch, heads, 0, source.k.shape[1])
+            none = source.like.new_empty(batch, heads, 0, source.dim)
             new = none, none, source.pos.new_empty(batch, 0), source.pos.new_zeros(batch)
+        elif source.centre is not None and not source.centred.all():
+            into = replace(self, centre=source._centre(new[0], new[3]), centred=source.centred | counts.any(1))
         length = host.upload(counts, self.device, torch.int32)
-        _ops.compact(source, *new, index, length, self)
-        return self._holding(length, counts)
+        _ops.compact(source, *new, index, length, into)
+        return into._holding(length, counts)
+
+    def _centre(self, k, first):
+        """The centres of all rows. A row without one gets the mean of its keys k [B, Hkv, S, D] from first[b] on."""
+        mean = mean_key(k, torch.arange(k.shape[2], device=k.device) >= first[:, None, None])
+        known = host.upload(self.centred, k.device, torch.bool)
+        return torch.where(known[:, None, None], self.centre, mean)
 
     def _alone(self):
         """These slots outside the pool, for a copy or a file of the storage."""
@@ -181,20 +217,25 @@ class Storage(Held):
         """Slots of the fullest head."""
         return int(self.counts.max()) if self.counts.size else 0
 
+    def slot_bytes(self) -> int:
+        """Bytes of a slot's key and value, with their scales."""
+        return sum(x.element_size() * x.shape[1] for x in (self.k, self.v))
+
     def live_bytes(self) -> int:
-        """Bytes of the stored keys and values: 2 * bytes * d * sum(len)."""
-        return 0 if self.k is None else 2 * self.k.element_size() * self.k.shape[1] * int(self.counts.sum())
+        """Bytes of the stored keys and values: `slot_bytes` * sum(len)."""
+        return 0 if self.k is None else self.slot_bytes() * int(self.counts.sum())
 
     def padded_bytes(self) -> int:
         """`live_bytes` if every head were padded to the fullest."""
-        return 2 * self.k.element_size() * self.k.shape[1] * self.counts.size * self.longest()
+        return self.slot_bytes() * self.counts.size * self.longest()
 
     def tensors(self) -> tuple:
         """All tensors that take up memory; of a pool as many rows as are lent."""
         if self.k is None:
             return ()
         lent = sum(region.rows for region in set(self.regions)) if self.regions else None
-        return self.k[:lent], self.v[:lent], self.pos[:lent], self.offset, self.len
+        centre = () if self.centre is None else (self.centre,)
+        return self.k[:lent], self.v[:lent], self.pos[:lent], self.offset, self.len, *centre
 
     def segments(self):
         """(b, h, slice of the flat buffers) of every head's slots."""
@@ -210,15 +251,26 @@ class Storage(Held):
             heads[b][h] = self.pos[rows].clone()
         return heads
 
+    def numbers(self, name, b, h, rows):
+        """The numbers [n, D] of rows of "k" or "v" that belong to head (b, h); fp32 if they are packed."""
+        centre = self.centre[b, h] if name == "k" and self.centre is not None else None
+        return kv.numbers(getattr(self, name)[rows], self.dim, centre)
+
     def dense(self, name):
         """Copy [B, Hkv, longest, D] of "k" or "v", zeros after shorter heads; None before the first tokens."""
-        flat = getattr(self, name)
-        if flat is None:
+        if self.k is None:
             return None
-        dense = flat.new_zeros(*self.len.shape, self.longest(), flat.shape[1])
+        dense = self.like.new_zeros(*self.len.shape, self.longest(), self.dim)
         for b, h, rows in self.segments():
-            dense[b, h, : rows.stop - rows.start] = flat[rows]
+            dense[b, h, : rows.stop - rows.start] = self.numbers(name, b, h, rows)
         return dense
+
+
+def mean_key(k, held):
+    """fp32 [B, Hkv, D] the mean of the keys k [B, Hkv, S, D] that are `held`, bool [B, Hkv or 1, S]; 0 where it is not
+    finite."""
+    total = k.detach().masked_fill(~held[..., None], 0).sum(2, dtype=torch.float32)
+    return (total / held.sum(2).clamp_min(1)[..., None]).nan_to_num(0, 0, 0)
 
 
 def _laid_out(storage, capacity, start=0):

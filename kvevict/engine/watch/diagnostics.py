@@ -104,7 +104,7 @@ def _head(call, b, h, index, q, options):
     kv, slots = call.slots.kv, call.slots.kv.stored
     stored, first = int(slots.counts[b, h]), int(kv.padding[b])
     old = slice(int(slots.offset[b, h]), int(slots.offset[b, h]) + stored)
-    k, v = (torch.cat([x[old], new[b, h, first:]]) for x, new in ((slots.k, kv.k), (slots.v, kv.v)))
+    k, v = (torch.cat([slots.numbers(x, b, h, old), getattr(kv, x)[b, h, first:]]) for x in "kv")
     columns = call.step.positions.shape[1]
     column = torch.arange(len(k), device=k.device) - stored + first
     sees = column <= torch.arange(columns - q.shape[1], columns, device=k.device)[:, None]

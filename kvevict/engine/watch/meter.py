@@ -3,6 +3,8 @@
 import time
 from collections import defaultdict
 
+from ...policy import kv
+
 
 class _Clock:
     """Not a generator's context: a decoded token enters several in every layer."""
@@ -51,6 +53,13 @@ class Meter:
             kept=[None if layer is None else layer.counts.tolist() for layer in layers],
             kept_share=[n / (heads * tokens) if tokens else 1.0 for n, tokens in zip(slots, seen, strict=True)],
             cache_bytes=live,
+            full_cache_bytes=sum(seen) * sum(layer.counts.shape[1] * _new_bytes(layer.storage.like) for layer in own),
+            bits=[None if layer is None else _bits(layer) for layer in layers],
+            wider_keys=[
+                index
+                for index, layer in enumerate(layers)
+                if layer and kv.is_wider(layer.storage.bits, patch.policy.kv)
+            ],
             padded_bytes=sum(layer.padded_bytes() for layer in own),
             peak_cache_bytes=max(self.peak, live),
             overhead_bytes=sum(map(allocated_bytes, own)) - live,
@@ -58,6 +67,16 @@ class Meter:
         )
         for watcher in read.watchers:
             self.report |= watcher.report(len(read.seen), [index in patch.order for index in range(len(layers))])
+
+
+def _new_bytes(like) -> int:
+    """Bytes of a key and a value as they are computed."""
+    return 2 * like.element_size() * like.shape[1]
+
+
+def _bits(layer) -> list:
+    """Bits of a number of a layer's stored keys and values."""
+    return [8 * layer.storage.like.element_size() if bits is None else bits for bits in layer.storage.bits]
 
 
 def allocated_bytes(layer) -> int:

@@ -196,7 +196,7 @@ def each_head(slots: Slots, of: str) -> Iterator[Any]:
     kv, stored = slots.kv, slots.kv.stored
     for b, h, rows in stored.segments():
         new = slice(int(kv.padding[b]), None)
-        yield b, h, *(torch.cat([getattr(stored, x)[rows], getattr(kv, x)[b, h, new]]) for x in of)
+        yield b, h, *(torch.cat([stored.numbers(x, b, h, rows), getattr(kv, x)[b, h, new]]) for x in of)
 
 
 def per_head(slots: Slots, of: str, function: Any) -> torch.Tensor:

@@ -39,7 +39,8 @@ def _fresh(slots: Slots, sink: int, recent: int, carried: torch.Tensor | None, e
         decoded = _unnumbered(slots.stored, carried, b)
         old = stored.offset[b] + stored.len[b] - decoded  # [H]
         old = old[:, None] + torch.arange(decoded, device=slots.device)
-        k = torch.cat([stored.k[old], kv.k[b, :, first:]], 1)
+        k = torch.stack([stored.numbers("k", b, h, rows) for h, rows in enumerate(old)])
+        k = torch.cat([k, kv.k[b, :, first:]], 1)
         pos = torch.cat([stored.pos[old[0]], slots.pos[b, first:]])
         length = k.shape[1]
         alive = stored.len[b] + kv.k.shape[2] - int(kv.padding[b])

@@ -1,0 +1,429 @@
+"""Slots in 8 and 4 bits: the numbers of METHODS 11's float64 twin, true bytes, and everything that moves slots."""
+
+import copy
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+import ref
+import tiny
+import torch
+from tiny import prompt
+
+import kvevict
+from kvevict import cli, sealed
+from kvevict.analysis.cost import plan
+from kvevict.analysis.shape import shape_of
+from kvevict.batch import Batch, Pools
+from kvevict.engine.slots.joining import join, part
+from kvevict.engine.slots.storage import Storage
+from kvevict.policy import kv
+from kvevict.policy.policy import Policy, build
+from kvevict.serve.options import Options
+from kvevict.serve.policies import Policies
+
+KINDS = ("int8", "k8v4", "int4")
+PACKED = {kind: kv.KINDS[kind] for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny.model()
+
+
+def read(model, kind, inputs, policy="snapkv", **options):
+    """(cache, report) of a read."""
+    if policy == "snapkv":
+        options = dict(budget=64, chunk_size=96, tokenizer=False, window=8) | options
+    with kvevict.evicting(model, policy, kv=kind, **options), torch.no_grad():
+        cache = model(**inputs, logits_to_keep=1).past_key_values
+    return cache, kvevict.report(cache)
+
+
+def stored(layer):
+    """(positions, keys, values) of every head, as numbers."""
+    slots = layer.storage.gathered()
+    return [
+        (slots.pos[rows].tolist(), *(slots.numbers(name, b, h, rows) for name in "kv"))
+        for b, h, rows in slots.segments()
+    ]
+
+
+# -- numbers and bytes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dim", [8, 24, 64])
+def test_numbers_of_packed_rows(bits, dim):
+    x = torch.randn(50, dim, generator=torch.Generator().manual_seed(bits + dim)).double() * 3
+    x[7] = 0
+    rows = ref.packed(x, bits)
+    assert rows.shape[1] == kv.row_bytes(bits, dim, 2) and kv.bits_of(rows, dim) == bits
+    torch.testing.assert_close(kv.numbers(rows, dim).double(), ref.unpacked(rows, dim), atol=1e-5, rtol=1e-5)
+    error = (kv.numbers(rows, dim).double() - x).norm(dim=1) / x.norm(dim=1).clamp_min(1e-9)
+    assert error.max() < 2.5 * kv.ERROR[bits]
+
+
+def test_sizes_of_methods():
+    sizes = {dim: [kv.slot_bytes(kind, dim, 2) for kind in ("model", *KINDS)] for dim in (64, 128)}
+    assert sizes == {64: [256, 136, 104, 72], 128: [512, 264, 200, 136]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_survivors_are_what_the_model_s_kind_stores(model, kind):
+    """In one pass nothing packed is attended to: both caches hold the same slots, packed around the mean key."""
+    inputs = prompt(2, 150, pad=(0, 40))
+    plain, packed = (read(model, each, inputs, chunk_size=None)[0] for each in ("model", kind))
+    with torch.no_grad():
+        full = model(**inputs).past_key_values
+    keys_bits, values_bits = PACKED[kind]
+    for index, (a, b) in enumerate(zip(plain.layers, packed.layers, strict=True)):
+        assert b.storage.bits == b.bits == (keys_bits, values_bits) and b.storage.centre.shape == (2, 2, 32)
+        for at, ((pos, k, v), (same, k_, v_)) in enumerate(zip(stored(a), stored(b), strict=True)):
+            row, head = divmod(at, 2)
+            assert pos == same
+            centre = full.layers[index].keys[row, head, (0, 40)[row] :].double().mean(0)
+            torch.testing.assert_close(b.storage.centre[row, head].double(), centre, atol=1e-4, rtol=1e-4)
+            centre = b.storage.centre[row, head].double()
+            want = ref.unpacked(ref.packed(k, keys_bits, centre), 32, centre)
+            bound = (k.double() - centre).norm(dim=1).max() * {8: 0.02, 4: 0.2}[keys_bits]  # a number on an edge
+            assert (k_.double() - want).norm(dim=1).max() < bound
+            assert (k_.double() - want).abs().median() < 1e-5
+            assert (v_.double() - ref.unpacked(ref.packed(v, values_bits), 32)).abs().median() < 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reports_count_true_bytes(model, kind):
+    cache, report = read(model, kind, prompt(2, 200, pad=(0, 30)), heads="ada")
+    slots = sum(int(layer.counts.sum()) for layer in cache.layers)
+    size = sum(32 * bits // 8 + 4 for bits in PACKED[kind])
+    assert report["cache_bytes"] == slots * size == sum(layer.live_bytes() for layer in cache.layers)
+    buffers = [x for layer in cache.layers for x in (layer.k, layer.v)]
+    assert all(x.dtype == torch.uint8 for x in buffers)
+    rows = sum(len(layer.k) for layer in cache.layers)
+    assert sum(x.numel() for x in buffers) == rows * size
+    assert report["full_cache_bytes"] == sum(report["seen"]) * 4 * 2 * 2 * 32 * 4
+    assert report["bits"] == [list(PACKED[kind])] * 4 and report["wider_keys"] == []
+    centres = 4 * 2 * 2 * 32 * 4
+    assert report["overhead_bytes"] >= centres
+
+
+@pytest.mark.parametrize("kind", ("model", *KINDS))
+@pytest.mark.parametrize("options", [dict(), dict(chunk_size=70), dict(policy="take", probe=4, chunk_size=70)])
+def test_plan_says_what_the_report_says(model, kind, options):
+    options = dict(policy="snapkv", budget=40) | options
+    policy = build(options.pop("policy"), kv=kind, **options)
+    planned = plan(shape_of(model.config, "float32"), policy, 200)
+    report = read(model, kind, prompt(1, 200), policy, tokenizer=False)[1]
+    for name in ("cache_bytes", "peak_cache_bytes"):
+        assert planned[name] == report[name]
+
+
+def test_budgets_in_bytes_hold_more_packed_slots(model):
+    kept = {}
+    for kind in ("model", *KINDS):
+        _, report = read(model, kind, prompt(1, 300), "streaming", budget="32KiB")
+        kept[kind] = report["kept"][0][0][0]
+        assert report["cache_bytes"] <= 1 << 15 < report["cache_bytes"] * (kept[kind] + 1) / kept[kind]
+    sizes = {kind: kv.slot_bytes(kind, 32, 4) * 8 for kind in kept}
+    assert kept == {kind: (1 << 15) // size for kind, size in sizes.items()}
+
+
+# -- the expected error of a logit ------------------------------------------------------------------------------------
+
+
+def test_expected_errors_by_hand():
+    q, k = torch.full((1, 2, 3, 4), 2.0), torch.full((1, 1, 5, 4), 3.0)
+    errors = kv.expected_errors(q, torch.ones(1, 1, 3).bool(), k, torch.ones(1, 1, 5).bool(), 0.5)
+    assert errors.tolist() == [4 * 6 * 0.5 / 2] * 2
+    assert kv.chosen("int8", 8.0) == (8, 8) and kv.chosen("int8", 9.0) == (None, 8)
+    assert kv.chosen("int4", 0.4) == (4, 4) and kv.chosen("int4", 6.0) == (8, 4)
+    assert kv.chosen("k8v4", 9.0) == (None, 4) and kv.chosen("int4", math.nan) == (None, 4)
+
+
+def test_layers_with_large_keys_keep_wider_ones():
+    model = tiny.model("qwen2")
+    loud = (0, 2)
+    with torch.no_grad():
+        for index in loud:
+            model.model.layers[index].self_attn.k_proj.weight.mul_(300)
+            model.model.layers[index].self_attn.q_proj.weight.mul_(30)
+    cache, report = read(model, "int4", prompt(1, 200))
+    assert report["wider_keys"][: len(loud)] and set(loud) <= set(report["wider_keys"])
+    for index, layer in enumerate(cache.layers):
+        assert (layer.bits[0] == 4) == (index not in report["wider_keys"])
+    assert cache.layers[0].k.dtype == torch.float32  # 8 bits are too few, too
+    size = sum(
+        int(layer.counts.sum()) * (kv.row_bytes(layer.bits[0], 32, 4) + kv.row_bytes(4, 32, 4))
+        for layer in cache.layers
+    )
+    assert report["cache_bytes"] == size
+
+
+def test_a_large_bias_of_keys_is_the_centre_s():
+    model = tiny.model("qwen2")
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.bias.normal_(std=2000)
+    assert read(model, "int8", prompt(1, 200))[1]["bits"][1][1] == 8
+
+
+# -- every policy ------------------------------------------------------------------------------------------------------
+
+POLICIES = {
+    "take+edie": {}, "h2o": dict(decode=True), "tova": {}, "kvzip": {}, "knorm": {}, "keydiff": {},
+    "lagkv": dict(lag=16), "expected": {}, "compactor": {}, "rkv": dict(decode=True, interval=2), "tri": {},
+    "laq": {}, "cake": {},
+    "snapkv+caote": {}, "fastkv": dict(tsp_len=40), "edie+tada/chunked": {}, "defensive": {},
+    "snapkv": dict(diagnose=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("kind", ["int8", "k8v4"])
+def test_every_score(model, name, kind):
+    """8 bits change few choices: most slots are those that the model's kind keeps."""
+    inputs, options = prompt(2, 160, pad=(0, 30)), dict(budget=48, chunk_size=64, tokenizer=False) | POLICIES[name]
+    found = {}
+    for each in ("model", kind):
+        with kvevict.evicting(model, name, kv=each, **options):
+            out = model.generate(**inputs, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
+        found[each] = [
+            head.tolist() for layer in out.past_key_values.layers for row in layer.positions() for head in row
+        ]
+    same = [len(set(a) & set(b)) / max(len(a), 1) for a, b in zip(*found.values(), strict=True)]
+    assert np.mean(same) > 0.85
+
+
+# -- moving slots ------------------------------------------------------------------------------------------------------
+
+
+def digest(cache, row=0):
+    """Bytes of a row's slots, by layer, head and position."""
+    return [
+        {int(p): (str(k.tolist()), str(v.tolist())) for p, k, v in zip(slots.pos[at], slots.k[at], slots.v[at])}
+        for layer in cache.layers
+        for slots in [layer.storage.gathered()]
+        for b, _, at in slots.segments()
+        if b == row
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_moving_a_slot_moves_its_bytes(model, kind):
+    ids = prompt(1, 120)["input_ids"]
+    options = dict(budget=40, chunk_size=60, window=8, kv=kind, tokenizer=False)
+    with kvevict.evicting(model, "snapkv", **options), torch.no_grad():
+        cache = model(ids, logits_to_keep=1).past_key_values
+        before = digest(cache)
+        model(prompt(1, 70, seed=3)["input_ids"], past_key_values=cache, logits_to_keep=1)
+    after = digest(cache)
+    kept = sum(len(a.keys() & b.keys()) for a, b in zip(before, after, strict=True))
+    assert kept > 40
+    assert all(a[p] == b[p] for a, b in zip(before, after, strict=True) for p in a.keys() & b.keys())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_forks_beams_crop_and_copies(model, kind):
+    cache, _ = read(model, kind, prompt(2, 150, pad=(0, 20)))
+    ids = torch.tensor([[5, 6, 7, 8]] * 2)
+    with kvevict.evicting(model, "streaming", budget=10**6, decode=False), torch.no_grad():
+        mask = torch.cat([prompt(2, 150, pad=(0, 20))["attention_mask"], torch.ones(2, 4, dtype=torch.long)], 1)
+        forks = [cache.fork(), copy.deepcopy(cache), cache.fork().fork()]
+        outs = [model(ids, past_key_values=each, attention_mask=mask).logits for each in forks]
+        for out in outs[1:]:
+            torch.testing.assert_close(out, outs[0], atol=2e-4, rtol=2e-4)
+        assert digest(forks[0], 1) == digest(forks[1], 1)
+        assert all(set(a) < set(b) for a, b in zip(digest(cache), digest(forks[0]), strict=True))
+        fork = forks[0]
+        fork.crop(-4)
+        assert digest(fork) == digest(cache)
+        fork.reorder_cache(torch.tensor([1, 0]))
+        assert digest(fork) == digest(cache, 1) and digest(fork, 1) == digest(cache)
+        torch.testing.assert_close(fork.layers[0].centre, cache.layers[0].centre[[1, 0]])
+        again = model(ids, past_key_values=fork, attention_mask=mask[[1, 0]]).logits
+        torch.testing.assert_close(again, outs[0][[1, 0]], atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sequences_that_decode_together(model, kind):
+    caches = [read(model, kind, prompt(1, n, seed=n))[0] for n in (120, 190)]
+    options = dict(budget=64, chunk_size=96, window=8, kv=kind, tokenizer=False)
+    with kvevict.evicting(model, "snapkv", **options), torch.no_grad():
+        for cache in caches:
+            cache.policy = caches[0].policy
+        alone = [model(torch.tensor([[n]]), past_key_values=c.fork()).logits for n, c in zip((7, 9), caches)]
+        whole = join(caches)
+        together = Batch(model, "ab", whole).step([7, 9])
+    torch.testing.assert_close(together, torch.cat(alone)[:, -1], atol=2e-4, rtol=2e-4)
+    parted = part(whole, [1])
+    assert parted.layers[0].centre.shape[0] == 1 and digest(parted) == digest(whole, 1)
+
+
+def test_slots_of_a_pool(model):
+    pools = Pools(model.model, 3000)
+    options = dict(budget=64, chunk_size=96, window=8, kv="k8v4", tokenizer=False)
+    with kvevict.evicting(model, "snapkv", **options), torch.no_grad():
+        caches = [pools.cache() for _ in range(2)]
+        for cache, n in zip(caches, (120, 190), strict=True):
+            model(**prompt(1, n, seed=n), past_key_values=cache, logits_to_keep=1)
+        alone = [read(model, "k8v4", prompt(1, n, seed=n))[0] for n in (120, 190)]
+        assert all(digest(a) == digest(b) for a, b in zip(caches, alone, strict=True))
+        for cache in caches:
+            cache.policy = caches[0].policy
+        whole = join(caches)
+        buffers = pools.of[0].buffers
+        assert whole.layers[0].k is buffers[0] and [x.shape[1] for x in buffers[:2]] == [36, 20]
+
+
+def test_kinds_do_not_decode_together(model):
+    one, other = (read(model, kind, prompt(1, 120))[0] for kind in ("int8", "int4"))
+    other.policy = one.policy
+    with pytest.raises(ValueError, match="bits of stored numbers"):
+        join([one, other])
+
+
+def test_a_row_s_centre_is_of_its_first_chunk(model):
+    """Row 1 is padding in the first chunk."""
+    inputs = prompt(2, 180, pad=(0, 120))
+    cache, _ = read(model, "int8", inputs, chunk_size=60)
+    row = dict(input_ids=inputs["input_ids"][1:, 120:], position_ids=torch.arange(120, 180)[None])
+    alone, _ = read(model, "int8", row, chunk_size=60)
+    for a, b in zip(cache.layers, alone.layers, strict=True):
+        torch.testing.assert_close(a.centre[1:], b.centre, atol=1e-3, rtol=1e-3)
+        assert a.centre[1].abs().sum() > 0
+
+
+def test_keys_that_are_not_finite_do_not_spoil_the_centre():
+    keys = torch.ones(1, 1, 4, 8)
+    keys[0, 0, 2, 3] = math.inf
+    storage = Storage.empty(keys[:, :, :0], bits=(8, 8))
+    first = torch.zeros(1, dtype=torch.int32)
+    storage = storage.append(keys, keys, torch.arange(4)[None].int(), first, np.zeros(1, int))
+    rows = storage.dense("k")[0, 0]
+    assert rows[2].isnan().all() and torch.equal(rows[[0, 1, 3]], torch.ones(3, 8))
+
+
+# -- a cache keeps its kind --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before, after", [("int8", "model"), ("model", "int4"), ("int4", "int8")])
+def test_a_cache_keeps_its_kind(model, before, after):
+    cache, _ = read(model, before, prompt(1, 150))
+    bits = cache.layers[0].bits
+    options = dict(budget=64, chunk_size=96, window=8, kv=after, tokenizer=False)
+    with kvevict.evicting(model, "snapkv", **options), torch.no_grad():
+        model(prompt(1, 100, seed=5)["input_ids"], past_key_values=cache, logits_to_keep=1)
+    assert all(layer.bits == bits and layer.storage.gathered().bits == bits for layer in cache.layers)
+    assert kvevict.report(cache)["wider_keys"] == ([0, 1, 2, 3] if after == "int4" else [])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_slots_of_a_prefix_from_before_are_packed(model, kind):
+    ids = prompt(1, 150)["input_ids"]
+    with torch.no_grad():
+        cache = model(ids[:, :60]).past_key_values
+        keys = cache.layers[0].keys.clone()
+        options = dict(budget=10**4, kv=kind, tokenizer=False)
+        with kvevict.evicting(model, "streaming", **options):
+            model(ids[:, 60:], past_key_values=cache, logits_to_keep=1)
+    layer = cache.layers[0]
+    assert layer.k.dtype == torch.uint8 and layer.bits == PACKED[kind]
+    torch.testing.assert_close(layer.centre, keys.mean(2), atol=1e-4, rtol=1e-4)
+    error = (layer.keys[:, :, :60] - keys).norm(dim=-1) / (keys - keys.mean(2, keepdim=True)).norm(dim=-1)
+    assert error.median() < 2 * kv.ERROR[PACKED[kind][0]]
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_has_its_kind(model, tmp_path, kind):
+    path = tmp_path / "cache"
+    cache, report = read(model, kind, prompt(2, 150, pad=(0, 20)), heads="ada")
+    kvevict.save_cache(cache, path)
+    loaded = kvevict.load_cache(path, model)
+    assert digest(loaded) == digest(cache) and digest(loaded, 1) == digest(cache, 1)
+    for a, b in zip(loaded.layers, cache.layers, strict=True):
+        assert a.bits == b.bits and torch.equal(a.centre, b.centre)
+    packed = sum(x.numel() for layer in loaded.layers for x in (layer.k, layer.v))
+    assert packed == report["cache_bytes"]
+    with kvevict.evicting(model, "snapkv", budget=64, window=8, tokenizer=False), torch.no_grad():
+        mask = torch.cat([prompt(2, 150, pad=(0, 20))["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1)
+        outs = [model(torch.tensor([[5], [5]]), past_key_values=c, attention_mask=mask).logits for c in (cache, loaded)]
+    assert torch.equal(*outs)
+
+
+def test_a_file_of_layers_with_wider_keys(tmp_path):
+    model = tiny.model()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight.mul_(1e4)
+    cache, report = read(model, "k8v4", prompt(1, 150))
+    assert report["wider_keys"] == [1]
+    kvevict.save_cache(cache, tmp_path / "cache")
+    loaded = kvevict.load_cache(tmp_path / "cache", model)
+    assert [layer.bits for layer in loaded.layers] == [(8, 4), (None, 4), (8, 4), (8, 4)]
+    assert digest(loaded)[0] == digest(cache)[0]
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda fact: fact.update(bits=[3, 3]), "slots of .3, 3. bits, which this version of kvevict does not know"),
+        (lambda fact: fact.update(bits="int2"), "which this version of kvevict does not know"),
+        (lambda fact: fact.update(bits=[4, 4]), "damaged"),
+        (lambda fact: fact.pop("bits"), "damaged"),
+    ],
+)
+def test_files_that_are_refused(model, tmp_path, change, said):
+    path = tmp_path / "cache"
+    kvevict.save_cache(read(model, "int8", prompt(1, 150))[0], path)
+    texts, tensors = sealed.texts(path), sealed.tensors(path, True)
+    facts = json.loads(texts["layers"])
+    change(facts[2])
+    sealed.write(
+        path,
+        tensors,
+        {k: v for k, v in texts.items() if k in ("format", "cache", "name")} | dict(layers=json.dumps(facts)),
+    )
+    with pytest.raises(ValueError, match=said):
+        kvevict.load_cache(path, model)
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_policy_has_its_kind(model):
+    assert Policy().kv == "model"
+    policy = build("snapkv", budget=64, kv="int4")
+    assert Policy.from_json(policy.to_json()) == policy
+    with pytest.raises(ValueError, match="unknown kv 'int3'"):
+        build("snapkv", budget=64, kv="int3")
+    old = json.loads(policy.to_json())
+    del old["kv"]
+    assert Policy.from_json(json.dumps(old)) == dataclasses.replace(policy, kv="model")
+
+
+def test_read_and_answer(model):
+    tokenizer = tiny.byte_tokenizer()
+    text = "The code of Naislet is 364735. " * 6
+    model = tiny.model(vocab_size=256)
+    cache = kvevict.read(model, tokenizer, text, "snapkv", budget=64, kv="int4")
+    assert cache.layers[0].bits == (4, 4)
+    assert len(kvevict.answer(model, tokenizer, cache, ["Which code?", "Where?"], max_new_tokens=4)) == 2
+
+
+def test_commands(tmp_path, capsys):
+    tiny.shared().config.save_pretrained(tmp_path)
+    argv = ["plan", "--model", str(tmp_path), "--dtype", "bfloat16", "--tokens", "400", "--policy", "snapkv:window=8"]
+    assert cli.main([*argv, "--budget", "64", "--kv", "k8v4"]) == 0
+    run = json.loads(capsys.readouterr().out.splitlines()[-1])["runs"]["snapkv:window=8"]
+    assert run["cache_bytes"] == 64 * 8 * (36 + 20)
+
+
+def test_a_server_s_slots():
+    policies = Policies("snapkv", "kvzip", 512, kv="int8")
+    assert {policies.of({}, each)[0].kv for each in (True, False)} == {"int8"}
+    assert Options().kv == "model"
