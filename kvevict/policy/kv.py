@@ -2,11 +2,17 @@
 number (csrc/kvevict.h)."""
 
 import torch
+from torch import Tensor
 
 # Bits of a key's and of a value's numbers; None: the model's dtype.
-KINDS: dict[str, tuple] = {"model": (None, None), "int8": (8, 8), "k8v4": (8, 4), "int4": (4, 4)}
-WIDER = {4: 8, 8: None}
-ERROR = {4: 0.10, 8: 0.006, None: 0.0}  # of a packed row, relative to its norm
+KINDS: dict[str, tuple[int | None, int | None]] = {
+    "model": (None, None),
+    "int8": (8, 8),
+    "k8v4": (8, 4),
+    "int4": (4, 4),
+}
+WIDER: dict[int, int | None] = {4: 8, 8: None}
+ERROR: dict[int | None, float] = {4: 0.10, 8: 0.006, None: 0.0}  # of a packed row, relative to its norm
 MOST = 0.05  # expected error of a logit above which keys take more bits
 
 
@@ -20,26 +26,26 @@ def slot_bytes(kv: str, dim: int, element: int) -> int:
     return sum(row_bytes(bits, dim, element) for bits in KINDS[kv])
 
 
-def is_wider(bits: tuple, kind: str) -> bool:
+def is_wider(bits: tuple[int | None, int | None], kind: str) -> bool:
     """True if keys of so many bits take more than the kind's."""
     asked = KINDS[kind][0]
     return asked is not None and (bits[0] is None or bits[0] > asked)
 
 
-def bits_of(rows, dim: int) -> int | None:
+def bits_of(rows: Tensor, dim: int) -> int | None:
     """Bits of a number in a buffer [n, *] of rows of `dim` numbers."""
     if rows.dtype != torch.uint8:
         return None
     return 8 if rows.shape[1] == dim + 4 else 4
 
 
-def buffer(bits: int | None, keys):
+def buffer(bits: int | None, keys: Tensor) -> Tensor:
     """An empty buffer [0, *] for rows of keys [.., D]."""
     dim = keys.shape[-1]
     return keys.new_empty(0, dim) if bits is None else keys.new_empty(0, row_bytes(bits, dim, 0), dtype=torch.uint8)
 
 
-def numbers(rows, dim: int, centre=None):
+def numbers(rows: Tensor, dim: int, centre: Tensor | None = None) -> Tensor:
     """Rows [n, *] of a buffer as numbers [n, dim]: fp32 if they are packed. centre: fp32 [dim] of packed keys."""
     if rows.dtype != torch.uint8:
         return rows
@@ -52,7 +58,7 @@ def numbers(rows, dim: int, centre=None):
     return x if centre is None else x + centre
 
 
-def hadamard(x):
+def hadamard(x: Tensor) -> Tensor:
     """Rows x [n, d] times the orthonormal Hadamard matrix of the largest power of two that divides d, by blocks."""
     size, shape = x.shape[1] & -x.shape[1], x.shape
     step = 1
@@ -62,14 +68,14 @@ def hadamard(x):
     return x.reshape(shape) * size**-0.5
 
 
-def expected_errors(query, seen, key, held, scale: float):
+def expected_errors(query: Tensor, seen: Tensor, key: Tensor, held: Tensor, scale: float) -> Tensor:
     """fp32 [H] the expected error of a logit of each query head, if rows are packed with an error of their norm: the
     median norm of its queries times that of its keys, by scale / sqrt(d).
 
     query [B, H, T, D], key [B, Hkv, S, D] less the centre; seen, held: bool [B, heads or 1, *] the rows that count
     """
 
-    def median(x, counts):  # of every head
+    def median(x: Tensor, counts: Tensor) -> Tensor:  # of every head
         norms = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).masked_fill(~counts, torch.nan)
         return norms.transpose(0, 1).flatten(1).nanmedian(1).values
 
@@ -78,7 +84,7 @@ def expected_errors(query, seen, key, held, scale: float):
     return of_queries * of_keys.repeat_interleave(group) * (scale / key.shape[-1] ** 0.5)
 
 
-def chosen(kv: str, error: float) -> tuple:
+def chosen(kv: str, error: float) -> tuple[int | None, int | None]:
     """Bits of a layer's keys and values, of the kind `kv`. Keys take more bits as long as their error is too large;
     error: the median of `expected_errors`."""
     keys, values = KINDS[kv]
