@@ -35,11 +35,11 @@ class _Handler:
         return identity
 
     def events(self, call, stream, answers: list, parts):
-        """The events of answers whose parts come one list after the other."""
+        """The events of answers; their parts come one list after the other."""
         raise NotImplementedError
 
     def failed(self, stream, refusal) -> str:
-        """The events of an error, with which the stream ends."""
+        """The events of an error, the last of a stream."""
         return error_of(refusal)
 
     def _chats(self) -> None:
