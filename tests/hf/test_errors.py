@@ -66,7 +66,7 @@ NUMBERS = [
     (dict(policy="h2o", budget=float("nan")), r"fraction in \(0, 1\)"),
     (dict(policy="h2o", budget=float("inf")), r"fraction in \(0, 1\)"),
     (dict(policy="h2o", budget=True), "budget must be"),
-    (dict(policy="h2o", budget="512"), "budget must be"),
+    (dict(policy="h2o", budget="512"), "is not a number of bytes; write it as in 64MiB"),
     (dict(policy="h2o", budget=[64]), "budget must be"),
     (dict(policy="h2o", budget=64, chunk_size=0), "chunk_size must be at least 1"),
     (dict(policy="h2o", budget=64, chunk_size=-16), "chunk_size must be at least 1"),

@@ -57,6 +57,8 @@ CASES = {  # name -> policy and options
     "adakv+critical": ("adakv+critical", CHUNKS | dict(window=4)),
     "lagkv": ("lagkv", CHUNKS | dict(lag=4)),
     "compactor": ("compactor", CHUNKS | dict(sink=2, recent=2)),
+    "packed": ("adakv", CHUNKS | dict(window=4, kv="k8v4")),
+    "packed, decoding": ("kvzip", CHUNKS | dict(layers="uniform", heads="equal", decode=True, interval=3, kv="int4")),
     "diagnose": ("adakv", CHUNKS | dict(window=4, diagnose=True)),
 }  # fmt: skip
 FREE = (
@@ -72,7 +74,7 @@ FREE = (
     "defensive",
     "lagkv",
 )  # nothing travels
-KEPT = ("adakv max", "h2o flat")  # saved, with decoded rows and with sums
+KEPT = ("adakv max", "h2o flat", "packed")  # saved, with decoded rows, sums and centres
 
 
 @contextlib.contextmanager

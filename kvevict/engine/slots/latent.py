@@ -112,7 +112,7 @@ class LatentLayer(EvictionLayer):
         return Expanded(
             key.reshape(-1, key.shape[-1]), value.reshape(-1, value.shape[-1]), storage.pos[rows].repeat(len(heads)),
             start[:, None].long() + heads * both.shape[2], storage.len.expand(-1, len(heads)).contiguous(),
-            storage.counts.repeat(len(heads), 1),
+            counts=storage.counts.repeat(len(heads), 1),
         )  # fmt: skip
 
     def decode(self, q, k, v, pos, module, columns=0, **options):
