@@ -80,6 +80,7 @@ class Client:
             budget = side.removeprefix("user:")
             share, budget = "always", float(Fraction(budget)) if "/" in budget else int(budget)
         options = dict(dtype=args.dtype, device="cpu", budget=args.budget, share=share, share_budget=budget)
+        options["timeout"] = 1e5
         self.app = application(server_of(args.model, name="model", memory=8 << 30, **options))
 
     def post(self, path, **body):
