@@ -139,23 +139,23 @@ class Generation:
 
     # -- in a thread that tokenises ---------------------------------------------------------------------------------
 
-    def prepare(self, call: Call) -> None:
+    def prepare(self, call: Call, tokenizer) -> None:
         """Make the prompt of a call. Raises Refused where it does not fit the model's context."""
         if not call.messages:
-            prompt = of_text(self.tokenizer, call.prompt, self.context, call.text)
+            prompt = of_text(tokenizer, call.prompt, self.context, call.text)
             if isinstance(call.prompt, list):
-                call.prompt = self.tokenizer.decode(call.prompt)
+                call.prompt = tokenizer.decode(call.prompt)
         elif call.hidden:
-            prompt = of_messages(self.tokenizer, call.messages, call.template, self.context, call.text)
+            prompt = of_messages(tokenizer, call.messages, call.template, self.context, call.text)
         else:
-            prompt = of_chat(self.tokenizer, call.messages, call.template, self.context)
+            prompt = of_chat(tokenizer, call.messages, call.template, self.context)
         if not prompt.ids:
             raise Refused(400, "the prompt is empty: give at least one word")
         if call.share == AUTO:
-            cuts = chat_cuts(self.tokenizer, call.messages, call.template, prompt) if call.messages else None
+            cuts = chat_cuts(tokenizer, call.messages, call.template, prompt) if call.messages else None
             prompt = followed(call.policy, call.reader, self.sharing.cut(call.owner, prompt, call.reader, cuts))
         call.whole, call.prompt_tokens = prompt, len(prompt.ids)
-        if call.question is not None and find(self.tokenizer, prompt.ids, call.question) is None:
+        if call.question is not None and find(tokenizer, prompt.ids, call.question) is None:
             raise Refused(400, "the prompt does not have kvevict.question: give its words as the prompt has them")
         self._matcher(call)  # refuses a schema
         if call.forced:

@@ -49,8 +49,8 @@ class Calls:
         self._text += text
         return []
 
-    def close(self, text: str, cut: bool) -> list:
-        self._text += text
+    def close(self, end: str, cut: bool) -> list:
+        """end: the letters of the token that ended the answer, which are none of its JSON."""
         try:
             calls = json.loads(self._text)
             return [call_of(dict(function=call)) for call in (calls if isinstance(calls, list) else [calls])]

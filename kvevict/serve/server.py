@@ -1,6 +1,7 @@
 """What happens to a request from its first byte to its last."""
 
 import asyncio
+import copy
 import functools
 import hashlib
 import hmac
@@ -62,7 +63,10 @@ class Server:
         self.scheduler, self.metrics = Scheduler(model, batch, prefixes.memory, queue), Metrics()
         self.prefixes, self.manager = prefixes, Generation(model, tokenizer, prefixes, self.scheduler)
         self.calls: dict[str, Call] = {}  # that have not ended
-        self._threads, self._tokeniser = CapacityLimiter(2), CapacityLimiter(1)
+        self._threads = CapacityLimiter(2)
+        self._tokenisers = {
+            large: (copy.deepcopy(tokenizer) if large else tokenizer, CapacityLimiter(1)) for large in (False, True)
+        }
         self.handlers = {path: kind(name, tokenizer) for path, (kind, _) in ENDPOINTS.items()}
 
     # -- what comes in ----------------------------------------------------------------------------------------------
@@ -93,7 +97,8 @@ class Server:
         def made():
             return function(check.parsed(bytes(data)))
 
-        return made() if len(data) <= SMALL else await self._aside(made)
+        request.state.large = len(data) > SMALL
+        return await self._aside(made) if request.state.large else made()
 
     def _fits(self, size: int) -> None:
         if size > self.most:
@@ -138,16 +143,17 @@ class Server:
         handler = self.handlers[path]
         stream = handler.stream(identity) if body.get("stream") else None
         failed = None if stream is None else functools.partial(handler.failed, stream)
-        return await self._ended(call, identity, request, self._answer(handler, call, body, identity, stream), failed)
+        large = request.state.large or len(call.text or "") > SMALL
+        work = self._answer(handler, call, body, identity, stream, large)
+        return await self._ended(call, identity, request, work, failed)
 
-    async def _answer(self, handler, call, body, identity, stream):
-
-        def prepare():
+    async def _answer(self, handler, call, body, identity, stream, large):
+        def prepare(tokenizer):
             call.messages = handler.messages_of(body)
-            self.manager.prepare(call)
+            self.manager.prepare(call, tokenizer)
             return self.manager.answers(call)
 
-        answers = await self._tokenising(prepare)
+        answers = await self._tokenising(large, prepare)
         parts = self.manager.write(call, answers)
         first = await anext(parts)  # an error before the first token is raised here
         if stream is None:
@@ -208,11 +214,11 @@ class Server:
         start, stop = whole.text
         found = await self.manager.kept(call, whole, start)
 
-        def response():
-            pieces = parts(self.tokenizer, whole.ids[start:stop], found)
+        def response(tokenizer):
+            pieces = parts(tokenizer, whole.ids[start:stop], found)
             return JSONResponse({"object": "kvevict.kept", "name": name, "pieces": pieces})
 
-        return await self._tokenising(response)
+        return await self._tokenising(len(call.text) > SMALL, response)
 
     def _of_text(self, endpoint, owner, chosen: Chosen, text) -> Call:
         deadline = time.monotonic() + self.timeout
@@ -229,7 +235,7 @@ class Server:
         """A call's text as it opens a request, without a question. Raises Refused where it does not fit the context."""
         if self.tokenizer.chat_template:
             call.messages = [{"role": "user", "content": ""}]
-        await self._tokenising(self.manager.prepare, call)
+        await self._tokenising(len(call.text) > SMALL, functools.partial(self.manager.prepare, call))
         call.prompt_tokens = max(call.whole.ends, default=0)
         return call.whole
 
@@ -238,9 +244,11 @@ class Server:
     async def _aside(self, function, *args):
         return await to_thread.run_sync(function, *args, limiter=self._threads)
 
-    async def _tokenising(self, function, *args):
-        """One at a time: a tokenizer has a state, such as whether special tokens are letters."""
-        return await to_thread.run_sync(function, *args, limiter=self._tokeniser)
+    async def _tokenising(self, large: bool, function):
+        """The result of a function of a tokenizer, which serves one at a time: it has a state, such as whether special
+        tokens are letters. Large requests have another one than small ones, which wait for none of them."""
+        tokenizer, limiter = self._tokenisers[large]
+        return await to_thread.run_sync(function, tokenizer, limiter=limiter)
 
     async def _ended(self, call, identity, request, work, failed=None) -> Response:
         """The response of `work`; what the call came to is counted and logged. failed: the events of an error, of a

@@ -58,7 +58,6 @@ CASES = {  # name -> policy and options
     "lagkv": ("lagkv", CHUNKS | dict(lag=4)),
     "compactor": ("compactor", CHUNKS | dict(sink=2, recent=2)),
     "packed": ("adakv", CHUNKS | dict(window=4, kv="k8v4")),
-    "packed, decoding": ("kvzip", CHUNKS | dict(layers="uniform", heads="equal", decode=True, interval=3, kv="int4")),
     "diagnose": ("adakv", CHUNKS | dict(window=4, diagnose=True)),
 }  # fmt: skip
 FREE = (

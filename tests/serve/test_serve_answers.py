@@ -384,3 +384,20 @@ def test_texts_do_not_repeat_themselves():
     for file in ("docs/methods.md", "docs/results.md", "csrc/ops.def", "kvevict/serve/fields.py", "LICENSE"):
         seen = Repetition()
         assert not any(map(seen.put, tokenizer((folder / file).read_text(), verbose=False)["input_ids"])), file
+
+
+def test_forced_calls_end_with_a_token_of_the_template():
+    """As those of Qwen do: its end token is one that the response template looks for."""
+    from kvevict.serve.grammar import Calls
+    from kvevict.serve.written import Form, Written
+
+    tokenizer = AutoTokenizer.from_pretrained(kvevict.small_llama())
+    tokenizer.chat_template = CHATML
+    tokenizer.add_special_tokens(dict(additional_special_tokens=["<|im_start|>", "<|im_end|>"]))
+    form, end = Form(tokenizer, qwen()), tokenizer.convert_tokens_to_ids("<|im_end|>")
+    for text in ('[{"name": "f", "arguments": {"x": "y"}}]', '{"name": "f", "arguments": {"x": "y"}}'):
+        ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], end]
+        written = Written(form, Calls(), (), {end}, len(ids) + 1)
+        told = [part for token in ids for part in written.put(token)] + written.close()
+        assert [(call.name, json.loads(call.arguments)) for call in told] == [("f", dict(x="y"))]
+        assert written.finish == "tool_calls"

@@ -117,7 +117,7 @@ def ids(text: str) -> tuple:
 
 
 def finished(path, body, response) -> tuple:
-    """(text, calls) of an answer that ended before its limit."""
+    """(text, calls) of an answer that is complete."""
     assert response.status_code == 200, response.text
     if path == RESPONSES:
         found = events(response)[-1]["response"] if body["stream"] else response.json()

@@ -299,3 +299,28 @@ def test_the_largest_prompt(client):
         assert response.status_code == want, response.text
         if want == 200:
             assert response.json()["usage"]["prompt_tokens"] == context - 1
+
+
+def test_small_requests_do_not_wait_for_large_ones(monkeypatch):
+    """Each kind has a tokenizer."""
+    served = Client(server(context=2048))
+    prepare, answered = type(served.server.manager).prepare, threading.Event()
+
+    def slow(self, call, tokenizer):
+        large = isinstance(call.prompt, str) and len(call.prompt) > 1 << 16
+        assert large == (tokenizer is not served.server.tokenizer)
+        assert not large or answered.wait(60)
+        prepare(self, call, tokenizer)
+
+    monkeypatch.setattr(type(served.server.manager), "prepare", slow)
+
+    async def both():
+        large = asyncio.ensure_future(served.asked("POST", "/v1/completions", dict(prompt="Once " * (1 << 14))))
+        await asyncio.sleep(0.1)
+        small = await served.asked("POST", "/v1/chat/completions", ONCE)
+        answered.set()
+        return small, await large
+
+    small, large = asyncio.run(both())
+    assert small.status_code == 200 and large.status_code == 400
+    assert large.json()["error"]["code"] == "context_length_exceeded"
