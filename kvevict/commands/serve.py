@@ -1,7 +1,6 @@
 import os
 
-from ..serve.options import Options
-from ..serve.sharing import SHARES
+from ..serve.options import SHARES, Options
 from . import add_budget, build_policies, check_complete, check_folder, command, number
 
 EXTRA = ("fastapi", "uvicorn", "openai", "prometheus_client", "transformers.cli.serving")

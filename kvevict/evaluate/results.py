@@ -1,10 +1,11 @@
 """The file of an evaluation: a line {"settings": ...}, then a line per (case, run)."""
 
+import contextlib
 import json
 import math
 from pathlib import Path
 
-from ..policy.checks import PLENTY, parsed
+from ..policy.checks import PLENTY, byte_count, parsed
 from .tasks import FIDELITY
 
 CASE = ("task", "id", "seed")
@@ -27,7 +28,11 @@ def _text(x):
 
 
 def _budget(x):
-    return _text(x) or _number(PLENTY)(x)
+    if not _text(x):
+        return _number(PLENTY)(x)
+    with contextlib.suppress(ValueError):
+        return byte_count("budget", x) > 0
+    return False
 
 
 def _tags(x):

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..engine.watch.watcher import Watcher
+from .options import NEVER
 from .prompt import Prompt
 from .sampling import Sampling
-from .sharing import NEVER
 
 
 class Cancelled(Exception):

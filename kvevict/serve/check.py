@@ -7,7 +7,7 @@ import re
 from .errors import Refused
 from .fields import NAMES
 from .messages import ITEMS
-from .sharing import SHARES
+from .options import SHARES
 
 NUMBERS = {  # name: least, most
     "temperature": (0, 2), "top_p": (0, 1), "min_p": (0, 1), "frequency_penalty": (-2, 2), "presence_penalty": (-2, 2),

@@ -22,11 +22,12 @@ from .call import Call, Guard
 from .errors import Refused
 from .grammar import Calls, Following, Grammars
 from .kept import shares
+from .options import AUTO
 from .prefixes import Prefixes, key_of, mark_of
 from .prompt import Prompt, chat_cuts, of_chat, of_messages, of_text
 from .row import Row
 from .scheduler import Scheduler
-from .sharing import AUTO, Sharing, followed, pieces
+from .sharing import Sharing, followed, pieces
 from .written import Form, Written
 
 

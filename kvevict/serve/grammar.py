@@ -50,7 +50,7 @@ class Calls:
         return []
 
     def close(self, end: str, cut: bool) -> list:
-        """end: the letters of the token that ended the answer, which are none of its JSON."""
+        """end: the letters of the token that ended the answer. Its JSON has none of them."""
         try:
             calls = json.loads(self._text)
             return [call_of(dict(function=call)) for call in (calls if isinstance(calls, list) else [calls])]

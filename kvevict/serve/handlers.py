@@ -39,7 +39,7 @@ class _Handler:
         raise NotImplementedError
 
     def failed(self, stream, refusal) -> str:
-        """The events of an error, the last of a stream."""
+        """The events of an error. They end the stream."""
         return error_of(refusal)
 
     def _chats(self) -> None:

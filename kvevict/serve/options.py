@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from ..policy.text import DEFAULT
-from .sharing import AUTO
+
+AUTO, NEVER, ALWAYS = SHARES = "auto", "never", "always"  # what requests share
 
 
 @dataclass(frozen=True)

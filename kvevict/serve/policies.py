@@ -9,7 +9,8 @@ from ..policy.policy import build
 from ..policy.presets import PRESETS
 from ..policy.text import parse_policy
 from .errors import Refused
-from .sharing import ALWAYS, AUTO, NEVER, SHARES, Reader
+from .options import ALWAYS, AUTO, NEVER, SHARES
+from .sharing import Reader
 
 LAST = object()  # the question that a request does not name: the last user's message
 

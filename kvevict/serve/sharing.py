@@ -14,7 +14,6 @@ from ..policy.checks import PLENTY
 from ..policy.policy import Policy, build
 from .prompt import Prompt
 
-AUTO, NEVER, ALWAYS = SHARES = "auto", "never", "always"
 BLOCK = 64  # tokens between the places where prompts are compared
 CHAT = 256  # tokens of a chat's shortest beginning that is shared
 COMPLETION = 1024  # the same of a plain prompt's

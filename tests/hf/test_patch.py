@@ -166,6 +166,9 @@ def test_report(family, policy, options):
         "padded_bytes",
         "peak_cache_bytes",
         "overhead_bytes",
+        "full_cache_bytes",
+        "bits",
+        "wider_keys",
         "seconds",
     }
     assert set(full) == {*report, "positions"}

@@ -162,7 +162,7 @@ def test_no_prompt_in_an_answer(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_no_prompt_in_an_answer_of_the_server(name):
-    """At both endpoints that have messages, whole and as a stream, in Qwen's type, where it was in it before."""
+    """At both endpoints that have messages, whole and as a stream, in Qwen's type."""
     client = Client(server(of=qwen(), template=TEMPLATES[name]))
     tokenizer = client.server.tokenizer
     ids = tokenizer("Hello there.", add_special_tokens=False)["input_ids"]
