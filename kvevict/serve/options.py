@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ..policy.text import DEFAULT
 
-AUTO, NEVER, ALWAYS = SHARES = "auto", "never", "always"  # what requests share
+AUTO, NEVER, ALWAYS = SHARES = "auto", "never", "always"  # of `share`
 
 
 @dataclass(frozen=True)
