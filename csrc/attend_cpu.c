@@ -91,7 +91,7 @@ static void kv_attend_few(const kv_attend_job *job, const kv_stream *x, int64_t 
   const int64_t every = kv_min(c1, kv_max(c0, kv_seen(head.bounds, 0)));
   float *part = job->part + (at * job->splits + split) * x->rows * (x->width + 2);
   if (c0 >= head.n) return;
-  kv_stream_load(x, &head.query, 0);
+  kv_stream_load(x, &head.query, 0, &head.k);
   kv_part_start(part, x->rows, x->width);
   kv_stream_run(x, head.query.cap, &head.k, &head.v, c0, every, 0, x->rows, part, NULL, 0);
   for (int64_t t = 0; t < job->a->T; t++) {

@@ -46,7 +46,7 @@ static void kv_decode_task(const kv_decode_job *job, const kv_stream *x, int64_t
   const kv_queries query = kv_queries_of(a->dtype, a->D, x->rows, a->q, a->q_stride, b, h, a->scale, a->softcap);
   const kv_columns k = kv_decode_columns(a, at, 0), v = kv_decode_columns(a, at, 1);
   float *part = job->part + (at * job->splits + split) * x->rows * (x->width + 2);
-  kv_stream_load(x, &query, 0);
+  kv_stream_load(x, &query, 0, &k);
   kv_part_start(part, x->rows, x->width);
   kv_stream_run(x, query.cap, &k, &v, c0, c1, 0, x->rows, part,
                 job->logit ? job->logit + at * x->rows * job->most : NULL, job->most);

@@ -29,7 +29,9 @@ static int kv_has_avx512(void) {
   return kv_has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
-static int kv_has_avx512bf16(void) { return kv_has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+static int kv_has_avx512bf16(void) {
+  return kv_has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+}
 #elif defined(__aarch64__)
 #define KV_ISAS(X) X(neon) X(neonbf16)
 static int kv_has_neon(void) { return 1; }

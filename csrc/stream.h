@@ -4,6 +4,7 @@
 #ifndef KVEVICT_STREAM_H
 #define KVEVICT_STREAM_H
 #include "tile.h"
+#include "words.h"
 
 enum {
   SPLIT = 512, /* slots of a split, whose m, l and o are computed apart and combined in order */
@@ -20,7 +21,9 @@ typedef struct {
   kv_dtype dtype;
   int in_place; /* whether D is whole vectors */
   int64_t D, width, rows;
-  float *q, *s, *buffer, *alpha; /* [rows, width] scaled, [rows, KEYS], [BLOCK, width], [rows] */
+  kv_packing k_words, v_words;             /* packed rows are read as words; of 4 bits, o is then rotated */
+  float *q, *s, *buffer, *alpha;           /* [rows, width] scaled, [rows, KEYS], [BLOCK, width], [rows] */
+  float *words, *q_scale, *q_sum, *q_more; /* of words.h: int16 [rows, D], [rows] */
 } kv_stream;
 
 /* n rows of numbers, `stride` bytes apart. */
@@ -28,6 +31,7 @@ typedef struct {
   kv_dtype dtype;
   int64_t n, width, stride;
   const char *x;
+  kv_packing packing;
 } kv_stream_rows;
 
 /* What is read after the rows at hand: as many bytes of it are fetched into the second-level cache meanwhile, in order,
@@ -53,8 +57,9 @@ KV_INLINE vf kv_stream_last(kv_dtype dtype, const char *x) {
   return dtype == KV_BF16 ? (vf)(vu_of_16bit(x) << 16) : kv_stream_half(dtype, 0, x);
 }
 
-/* x [width] into that order, or back. */
+/* x [width], a query or an output, into that order, or back. */
 static inline void kv_stream_order(const kv_stream *stream, int back, float *x) {
+  if (back && stream->v_words == KV_INT4) kv_hadamard(x, stream->D);
   if (!stream->in_place || stream->dtype != KV_BF16) return;
   for (int64_t d = 0; d + 2 * VL <= stream->width; d += 2 * VL, x += 2 * VL) {
     float pair[2 * VL];
@@ -71,24 +76,47 @@ static inline void kv_stream_order(const kv_stream *stream, int back, float *x) 
 
 static inline kv_stream kv_stream_of(kv_dtype dtype, int64_t D, int64_t rows, const kv_slots *slots) {
   const int packed = slots->k_packing != KV_AS_COMPUTED || slots->v_packing != KV_AS_COMPUTED;
-  return (kv_stream){dtype, D % VL == 0 && !packed, D, kv_round_up(D, VL), rows, NULL, NULL, NULL, NULL};
+  kv_stream x = {.dtype = dtype, .in_place = D % VL == 0 && !packed, .D = D, .width = kv_round_up(D, VL), .rows = rows};
+  if (kv_has_words(slots->k_packing, D)) x.k_words = slots->k_packing;
+  if (kv_has_words(slots->v_packing, D)) x.v_words = slots->v_packing;
+  return x;
 }
 
 /* Its scratch, to be freed; NULL if out of memory. The padding of q and buffer starts as 0 and stays it. */
 static inline void *kv_stream_alloc(kv_stream *x) {
-  float **const fields[] = {&x->q, &x->s, &x->buffer, &x->alpha};
-  const int64_t sizes[] = {x->rows * x->width, x->rows * KEYS, x->in_place ? 0 : BLOCK * x->width, x->rows};
-  void *memory = kv_carve(4, sizes, fields);
+  float **const fields[] = {&x->q, &x->s, &x->buffer, &x->alpha, &x->words, &x->q_scale, &x->q_sum, &x->q_more};
+  const int64_t words = x->k_words ? x->rows : 0;
+  const int64_t sizes[] = {x->rows * x->width,
+                           x->rows * KEYS,
+                           x->in_place ? 0 : BLOCK * x->width,
+                           x->rows,
+                           words * x->D / 2,
+                           words,
+                           words,
+                           words};
+  void *memory = kv_carve(8, sizes, fields);
   if (!memory) return NULL;
   memset(x->q, 0, (size_t)sizes[0] * sizeof *x->q);
   memset(x->buffer, 0, (size_t)sizes[2] * sizeof *x->buffer);
   return memory;
 }
 
-/* The rows, time-major over the heads of the group as those of kv_rows. */
-static inline void kv_stream_load(const kv_stream *x, const kv_queries *query, int64_t t0) {
+/* q [D] as words for keys around a centre: q . k = q . (k - centre) + q . centre. */
+static inline void kv_stream_load_words(const kv_stream *x, int64_t r, const float *q, const float *centre) {
+  float row[KV_MOST_D], more = 0, sum = 0;
+  for (int64_t d = 0; d < x->D; d++) row[d] = q[d];
+  for (int64_t d = 0; centre && d < x->D; d++) more += q[d] * centre[d];
+  if (x->k_words == KV_INT4) kv_hadamard(row, x->D);
+  for (int64_t d = 0; d < x->D; d++) sum += row[d];
+  x->q_scale[r] = kv_words_of(row, x->D, (int16_t *)(void *)x->words + r * x->D);
+  x->q_sum[r] = sum, x->q_more[r] = more;
+}
+
+/* The rows, time-major over the heads of the group as those of kv_rows, for these keys. */
+static inline void kv_stream_load(const kv_stream *x, const kv_queries *query, int64_t t0, const kv_columns *k) {
   for (int64_t r = 0; r < x->rows; r++) {
     kv_load_query(query, r % query->G, t0 + r / query->G, x->q + r * x->width);
+    if (x->k_words) kv_stream_load_words(x, r, x->q + r * x->width, k->centre);
     kv_stream_order(x, 0, x->q + r * x->width);
   }
 }
@@ -215,20 +243,42 @@ static void kv_stream_values(int64_t G, const float *p, kv_stream_rows v, kv_str
 #undef KV_CASE
 }
 
-/* The slots c .. c + n - 1 as at most two pieces: in place, or converted into the buffer, whose padding stays 0. */
-static inline int kv_stream_pieces(const kv_stream *x, const kv_columns *columns, int64_t c, int64_t n,
-                                   kv_stream_rows piece[2]) {
-  if (!x->in_place) {
-    for (int64_t i = 0; i < n; i++) kv_column_load(columns, c + i, x->buffer + i * x->width);
-    piece[0] = (kv_stream_rows){KV_F32, n, x->width, x->width * (int64_t)sizeof *x->buffer, (const char *)x->buffer};
+/* The slots c .. c + n - 1 as at most two pieces: in place, or converted into the buffer, whose padding stays 0. words:
+ * how packed rows are read, else they are converted too; values beside values of 4 bits are rotated as these are. */
+static inline int kv_stream_pieces(const kv_stream *x, const kv_columns *columns, kv_packing words, int rotated,
+                                   int64_t c, int64_t n, kv_stream_rows *piece) {
+  const int64_t size = x->width * (int64_t)sizeof *x->buffer;
+  if (!x->in_place && (words == KV_AS_COMPUTED || c >= columns->packed)) {
+    for (int64_t i = 0; i < n; i++) {
+      kv_column_load(columns, c + i, x->buffer + i * x->width);
+      if (rotated) kv_hadamard(x->buffer + i * x->width, x->D);
+    }
+    piece[0] = (kv_stream_rows){KV_F32, n, x->width, size, (const char *)x->buffer, KV_AS_COMPUTED};
     return 1;
   }
   const kv_run run = kv_columns_run(columns, c, n);
-  piece[0] = (kv_stream_rows){x->dtype, run.n, x->width, run.stride, run.x};
+  piece[0] = (kv_stream_rows){x->dtype, run.n, x->width, run.stride, run.x, words};
   if (run.n == n) return 1;
+  if (!x->in_place && c + n <= columns->packed) { /* of two buffers: as one, so that weights share a scale */
+    char *to = (char *)x->buffer;
+    for (int64_t i = 0; i < n; i++) memcpy(to + i * run.stride, kv_column(columns, c + i), (size_t)run.stride);
+    piece[0] = (kv_stream_rows){x->dtype, n, x->width, run.stride, to, words};
+    return 1;
+  }
+  if (!x->in_place) return 1 + kv_stream_pieces(x, columns, words, rotated, c + run.n, n - run.n, piece + 1);
   const kv_run rest = kv_columns_run(columns, c + run.n, n - run.n);
-  piece[1] = (kv_stream_rows){x->dtype, rest.n, x->width, rest.stride, rest.x};
+  piece[1] = (kv_stream_rows){x->dtype, rest.n, x->width, rest.stride, rest.x, KV_AS_COMPUTED};
   return 2;
+}
+
+/* Rows r .. r + G - 1: s [G, KEYS], the columns of a piece, from its keys. */
+static inline void kv_stream_keys(const kv_stream *x, int64_t r, int64_t G, kv_stream_rows k, kv_stream_next next,
+                                  int64_t next_stride, float *s) {
+  if (k.packing == KV_AS_COMPUTED)
+    kv_stream_logits(G, x->q + r * x->width, k, next, s);
+  else
+    kv_words_logits(k.packing, G, (const int16_t *)(const void *)x->words + r * x->D, x->q_scale + r, x->q_sum + r,
+                    x->q_more + r, x->D, k.x, k.stride, k.n, next, next_stride, s, KEYS);
 }
 
 /* Rows r0 .. r1 - 1, all of which see the slots c0 .. c1 - 1, go on: o [rows, width], m [rows], l [rows]. logit: of row
@@ -240,12 +290,12 @@ static inline void kv_stream_run(const kv_stream *x, float cap, const kv_columns
   kv_stream_rows piece[2];
   for (int64_t c = c0; c < c1; c += BLOCK) {
     const int64_t n = kv_min(BLOCK, c1 - c), padded = kv_round_up(n, VL);
-    int count = kv_stream_pieces(x, k, c, n, piece);
+    int count = kv_stream_pieces(x, k, x->k_words, 0, c, n, piece);
     for (int64_t r = r0, G; r < r1; r += G) {
       G = kv_stream_share(r1 - r);
       for (int64_t i = 0, at = 0; i < count; at += piece[i++].n)
-        kv_stream_logits(G, x->q + r * width, piece[i], r == r0 ? kv_columns_ahead(v, c + at) : 0,
-                         x->s + r * KEYS + at);
+        kv_stream_keys(x, r, G, piece[i], r == r0 ? kv_columns_ahead(v, c + at) : 0, v->at.stored_stride,
+                       x->s + r * KEYS + at);
     }
     for (int64_t r = r0; r < r1; r++) {
       float *s = x->s + r * KEYS;
@@ -253,12 +303,17 @@ static inline void kv_stream_run(const kv_stream *x, float cap, const kv_columns
       if (logit) memcpy(logit + r * apart + c, s, (size_t)padded * sizeof *s);
       x->alpha[r] = kv_softmax(0, s, padded, m + r, l + r);
     }
-    count = kv_stream_pieces(x, v, c, n, piece);
+    count = kv_stream_pieces(x, v, x->v_words, x->v_words == KV_INT4, c, n, piece);
     for (int64_t r = r0, G; r < r1; r += G) {
       G = kv_stream_share(r1 - r);
-      for (int64_t i = 0, at = 0; i < count; at += piece[i++].n)
-        kv_stream_values(G, x->s + r * KEYS + at, piece[i], r == r0 ? kv_columns_ahead(k, c + BLOCK + at) : 0,
-                         i ? NULL : x->alpha + r, o + r * width);
+      for (int64_t i = 0, at = 0; i < count; at += piece[i++].n) {
+        const float *s = x->s + r * KEYS + at, *alpha = i ? NULL : x->alpha + r;
+        if (piece[i].packing == KV_AS_COMPUTED)
+          kv_stream_values(G, s, piece[i], r == r0 ? kv_columns_ahead(k, c + BLOCK + at) : 0, alpha, o + r * width);
+        else
+          kv_words_values(piece[i].packing, G, s, KEYS, piece[i].x, piece[i].stride, piece[i].n, x->D, alpha,
+                          o + r * width);
+      }
     }
   }
 }
