@@ -27,6 +27,8 @@ CASES = {
     "kvzip": ("llama", "kvzip", dict(budget=10)),
     "expected": ("llama", "expected", dict(budget=10)),
     "keeps all": ("llama", "snapkv", dict(budget=4096)),
+    "8 bits": ("llama", "h2o", dict(budget=10, kv="int8")),
+    "8 and 4 bits": ("llama", "take+edie", dict(budget=16, probe=6, chunk_size=16, kv="k8v4")),
     "latents": ("deepseek_v3", "snapkv", dict(budget=10, window=4)),
     "latents, h2o": ("deepseek_v3", "h2o", dict(budget=10)),
 }
@@ -63,6 +65,7 @@ def same_slots(batch, row, cache):
 def test_each_goes_on_as_alone(case, pooled):
     """Four sequences join one after the other, and leave in another order; each decodes other tokens."""
     family, policy, options = CASES[case]
+    most = 2e-3 if "kv" in options else 1e-4  # a number between two steps of a packed row is rounded to either of them
     net = shared(family) if family == "llama" else pytest.importorskip("zoo").make(family, "DeepseekV3ForCausalLM")
     with kvevict.evicting(net, policy, **options):
         pools = Pools(find_decoder(net), 4096) if pooled else None
@@ -77,11 +80,11 @@ def test_each_goes_on_as_alone(case, pooled):
                 row = {12: 1, 15: 0}[step]
                 left = batch.remove(row)
                 for token in (7, 8, 9):
-                    assert relative(alone(net, left, token), alone(net, twins[row], token)) < 1e-4
+                    assert relative(alone(net, left, token), alone(net, twins[row], token)) < most
             tokens = [5 + step + 20 * row for row in batch.rows]
             logits = batch.step(tokens)
             for row, token, got in zip(batch.rows, tokens, logits, strict=True):
-                assert relative(got, alone(net, twins[row], token)) < 1e-4
+                assert relative(got, alone(net, twins[row], token)) < most
                 same_slots(batch, row, twins[row])
 
 
