@@ -208,11 +208,11 @@ static void test_compact_random(void) {
                     S,
                     D,
                     K,
-                    {src.k, src.v, src.pos, offset, len},
+                    {.k = src.k, .v = src.v, .pos = src.pos, .offset = offset, .len = len},
                     chunk,
                     no_index ? NULL : index,
                     keep,
-                    {dst.k, dst.v, dst.pos, to, NULL}};
+                    {.k = dst.k, .v = dst.v, .pos = dst.pos, .offset = to}};
     kv_status status = kv_compact_cpu(&a);
     EXPECT(status == KV_OK, "round %d: %s", round, kv_status_text(status));
     EXPECT(!memcmp(dst.k, want.k, (size_t)(to_rows * width)), "round %d, in place %d", round, in_place);
@@ -253,11 +253,11 @@ static void test_compact_refuses(void) {
                     2,
                     cases[i].D,
                     3,
-                    {src, src, src_pos, &offset, &cases[i].len},
+                    {.k = src, .v = src, .pos = src_pos, .offset = &offset, .len = &cases[i].len},
                     {new, new, {16, 16, 8}, {16, 16, 8}, new_pos, &cases[i].first},
                     cases[i].index,
                     &cases[i].keep,
-                    {dst, dst, dst_pos, &offset, NULL}};
+                    {.k = dst, .v = dst, .pos = dst_pos, .offset = &offset}};
     kv_status status = kv_compact_cpu(&a);
     EXPECT(status == cases[i].want, "case %zu: %s", i, kv_status_text(status));
     EXPECT(status == KV_OK || (dst_pos[0] == 77 && dst[0] != 0), "case %zu wrote", i);
