@@ -93,15 +93,18 @@ class Scheduler(Watcher):
         group.add(row, cache)
         self._groups.append(group)
 
-    def chunk(self, left: int) -> None:
-        """As a watcher of a read: between its chunks a prompt is read that has at most half of the tokens left, and
-        each running answer gets a token."""
-        Context().run(self._beside, left // 2)
+    def chunk(self, rows: int, left: int) -> None:
+        """As a watcher of a read: between its chunks prompts are read that have at most half of the tokens left, one or
+        as many as have the chunk's tokens, and each running answer gets a token after each of them."""
+        Context().run(self._beside, rows, left // 2)
 
-    def _beside(self, most: int) -> None:
+    def _beside(self, rows: int, most: int) -> None:
         turn = self._next(most)
-        if turn is not None:
+        while turn is not None:
+            rows -= turn.tokens()
             self._take(turn)
+            self._step()
+            turn = self._next(min(most, rows))
         self._step()
 
     def _run(self) -> None:

@@ -76,12 +76,12 @@ def waits_for(client, monkeypatch, turns):
     """The first read ends its first chunk once so many turns wait."""
     chunk, first = client.server.scheduler.chunk, []
 
-    def held(left):
+    def held(rows, left):
         if not first:
             first.append(left)
             while client.server.scheduler.waiting < turns:
                 pass
-        chunk(left)
+        chunk(rows, left)
 
     monkeypatch.setattr(client.server.scheduler, "chunk", held)
 
@@ -113,10 +113,10 @@ def test_answers_go_on_while_a_prompt_is_read(monkeypatch):
     client, seen = Client(server(chunk_size=128)), []
     chunk = client.server.scheduler.chunk
 
-    def noted(left):
+    def noted(rows, left):
         running = [row for group in client.server.scheduler._groups for row in group.batch.rows]
         before = [row.answer.tokens for row in running]
-        chunk(left)
+        chunk(rows, left)
         seen.append([row.answer.tokens - tokens for row, tokens in zip(running, before)])
 
     monkeypatch.setattr(client.server.scheduler, "chunk", noted)

@@ -116,9 +116,9 @@ class Sequence:
         with meter.clock("read"):
             for at, chunk in enumerate(_progress(chunks, policy.progress)):
                 if at:
-                    left = sum(each.rows + len(each.again or ()) for each in chunks[at:])
+                    rows = [each.rows + len(each.again or ()) for each in chunks[at - 1 :]]
                     for watcher in read.watchers:
-                        watcher.chunk(left)
+                        watcher.chunk(rows[0], sum(rows[1:]))
                 chooser = self._chooser(read, chunk)
                 yield Span(chunk.start, chunk.end, meter, chooser, read, chunk)
                 self._set_budgets(read)

@@ -13,8 +13,8 @@ class Watcher:
     def cut(self, call, choice) -> None:
         """A layer is about to lose slots, by a `kvevict.engine.read.evict.Choice`."""
 
-    def chunk(self, left: int) -> None:
-        """A chunk has been read; as many columns and repeated tokens are left. The model may be called here."""
+    def chunk(self, rows: int, left: int) -> None:
+        """A chunk of `rows` tokens has been read; `left` are left, repeated ones too. The model may be called here."""
 
     def report(self, rows: int, own: list) -> dict:
         """Entries for `kvevict.report`, for a batch of `rows` rows. own: by layer, whether it is evicted from."""
