@@ -20,6 +20,7 @@ NEAR = 1024  # characters at either end of a user's turn in which its question i
 FEW = 8  # tokens after a question that do not yet begin an answer: a template's, "Answer:"
 END = 256  # a prompt's last tokens, at most a quarter of it: a request with its question, and no text to choose from
 LINK = 4  # words between two questions that are asked together
+SHORT = 4  # words of a question at a turn's end that may only refer to the one before the text: "What is your answer?"
 PARAGRAPH, LINE = "\n\n", "\n"
 MARKS = "?\uff1f\u061f"
 # The gap between two sentences: a line's end, or white space after a sentence's last mark (not an abbreviation's), or
@@ -137,7 +138,9 @@ class Asked(Question):
                 "questions of different lengths observe from different rows of a call, and diagnose=True and TADA's "
                 "budgets take its last ones: give spans of one length, or read the rows of the batch one by one"
             )
-        return of_spans(request, spans, tokens, self.requests(request, spans, tokens))
+        before = [None if in_last_part(s, n, request.columns) else (*s, True) for s, n in zip(spans, tokens)]
+        kept = self.requests(request, spans, tokens)
+        return of_spans(request, [(span,) for span in spans], tokens, kept, before)
 
     def _span(self, request, row: int, asked, tokens: int) -> tuple:
         """(start, stop) in a row of `tokens` tokens."""
@@ -158,8 +161,9 @@ class LastTurn(Question):
     """The question of the last user's turn, by the tokenizer's chat template; of the whole prompt without one.
 
     It is the last sentence with a question mark near the turn's end, or else the first near its start; a short turn
-    without one is itself the question. The policy's rows are used unchanged if no question is found, or if the question
-    lies within those rows and the answer's first words follow it.
+    without one is itself the question. If a longer question stands before the text and the last has few words, both
+    observe. The policy's rows are used unchanged if no question is found, or if the question lies within those rows and
+    the answer's first words follow it.
     """
 
     tokenizer: Any
@@ -172,19 +176,21 @@ class LastTurn(Question):
         tokens = np.maximum(prompt - request.padding, 0)
         last, tokens = rows.lengths(tokens).tolist(), tokens.tolist()
         prompts = [ids_of_row(request, b, n) for b, n in enumerate(tokens)]
-        spans = [self._span(ids) for ids in prompts]
-        kept = self.requests(request, spans, tokens)
+        found = [self._found(ids, request.columns) for ids in prompts]
+        kept = self.requests(request, [spans[-1] if spans else None for spans, _ in found], tokens)
         rows = rows.keeping(kept) if any(kept) else rows
-        spans = [span if span and span[1] - span[0] < (policy.chunk_size or prompt) else None for span in spans]
-        inside = [span is not None and span[0] >= n - own for span, n, own in zip(spans, tokens, last)]
-        begun = [each and self._begins(ids, span) for each, ids, span in zip(inside, prompts, spans)]
+        most, before = policy.chunk_size or prompt, [opens for _, opens in found]
+        asked = [spans if 0 < length(spans) < most else spans[-1:] for spans, _ in found]
+        asked = [spans if length(spans) < most else () for spans in asked]
+        inside = [bool(spans) and spans[0][0] >= n - own for spans, n, own in zip(asked, tokens, last)]
+        begun = [each and self._begins(ids, spans[-1]) for each, ids, spans in zip(inside, prompts, asked)]
         for each in (begun, inside):  # a question within the rows only if it need not be appended to the last chunk
-            spans = [None if leave else span for leave, span in zip(each, spans)]
-            if not any(spans):
+            asked = [() if leave else spans for leave, spans in zip(each, asked)]
+            if not any(asked):
                 return rows
-            whole = [span or (n - own, n) for span, n, own in zip(spans, tokens, last)]
-            pieces = tuple(each if span or each else (own,) for each, span, own in zip(kept, spans, last))
-            chosen = of_spans(request, whole, tokens, pieces)
+            whole = [spans or ((n - own, n),) for spans, n, own in zip(asked, tokens, last)]
+            pieces = tuple(each if spans or each else (own,) for each, spans, own in zip(kept, asked, last))
+            chosen = of_spans(request, whole, tokens, pieces, before)
             if chosen.ends:
                 break
         return rows if reads_last_rows(policy) and len(set(chosen.lengths(None))) > 1 else chosen
@@ -195,9 +201,21 @@ class LastTurn(Question):
         ends = bool(tail) and "".join(rest.split()).endswith("".join(tail.split()))
         return len(ids) - span[1] > FEW and not ends
 
-    def _span(self, ids):
-        asked = question_of(self.request or self._turn(ids))
-        return find(self.tokenizer, ids, asked) if asked else None
+    def _found(self, ids, columns: int = 0):
+        """((span, ..) that ask, in order, and the question before the text, (start, stop, whether nothing repeats it),
+        or None) of a prompt after `columns` tokens."""
+        turn = self.request or self._turn(ids)
+        asked, opens = question_of(turn), question_before(turn)
+        span = find(self.tokenizer, ids, asked) if asked else None
+        if span is None:
+            return (), None
+        before = find(self.tokenizer, ids[: span[0]], opens) if opens else None
+        if before is None:
+            return (span,), None if in_last_part(span, len(ids), columns) else (*span, True)
+        if same(asked, opens):
+            return (span,), (*before, False)
+        short = len(asked.split()) <= min(SHORT, len(opens.split()) - 1)
+        return ((before, span), (*before, True)) if short else ((span,), None)
 
     def _turn(self, ids) -> str:
         """The last user's turn; "" if the prompt has none."""
@@ -253,18 +271,24 @@ def warn_if_long(policy, needed: int, seen: int) -> None:
     )
 
 
-def of_spans(request, spans: list, tokens: list, kept: tuple = ()):
-    """The policy's rows where spans of a request's rows, of so many tokens, observe; kept: `Question.requests`."""
+def length(spans) -> int:
+    """Tokens of spans (start, stop)."""
+    return sum(stop - start for start, stop in spans)
+
+
+def of_spans(request, spans: list, tokens: list, kept: tuple = (), before: list | None = None):
+    """The policy's rows where the spans of each of a request's rows, of so many tokens, observe; kept:
+    `Question.requests`; before: as in `Rows.of_spans`."""
     policy = request.policy
-    return policy.rows.of_spans(spans, ends_of(policy, spans, tokens, request.columns), kept)
+    return policy.rows.of_spans(spans, ends_of(policy, spans, tokens, request.columns), kept, before or ())
 
 
 def ends_of(policy, spans: list, tokens: list, before: int = 0) -> tuple:
-    """Number of tokens from each span's start to the prompt's end, if all spans are close enough to the end to observe
-    in place; `before` tokens of the text were read earlier. Otherwise (), and the spans are appended to the last chunk
-    too. Always () if the last rows are measured, or for spans that start before the tokens that every layer reads
-    (tsp)."""
-    ends = tuple(n - start for (start, _), n in zip(spans, tokens, strict=True))
+    """Number of tokens from each row's first span's start to the prompt's end, if all spans are close enough to the end
+    to observe in place, one in each row; `before` tokens of the text were read earlier. Otherwise (), and the spans are
+    appended to the last chunk too. Always () if the last rows are measured, or for spans that start before the tokens
+    that every layer reads (tsp)."""
+    ends = tuple(n - each[0][0] for each, n in zip(spans, tokens, strict=True))
     most = min(END, policy.chunk_size or END, END if policy.tsp is None else policy.goes_on)
     near = all(end <= min(most, (before + n) // 4) for end, n in zip(ends, tokens))
     return ends if near and not reads_last_rows(policy) else ()
@@ -297,6 +321,18 @@ def question_of(turn: str) -> str:
         if found:
             return found[0]
     return ""
+
+
+def question_before(turn: str) -> str:
+    """The first question near a long turn's start, in a whole paragraph; "" where none is found."""
+    found = questions(turn.strip()[:NEAR].rpartition(PARAGRAPH)[0]) if len(turn.strip()) > NEAR else []
+    return found[0] if found else ""
+
+
+def same(asked: str, opens: str) -> bool:
+    """Whether one question has the other's words."""
+    a, b = (" ".join(text.split()).casefold() for text in (asked, opens))
+    return a in b or b in a
 
 
 def questions(text: str) -> list:

@@ -93,9 +93,9 @@ def observe(policy, rows, tokens: int, named=()):
     if not isinstance(rows, tuple):
         chosen = dataclasses.replace(policy.rows, **dict.fromkeys(numbers, min(rows, most)))
     elif "probe" in numbers and policy.rows.append:
-        spans = [(max(rows[0], rows[1] - most), rows[1])]
-        request = ((tokens - rows[0],),) if in_last_part(rows, tokens) else ()
-        chosen = policy.rows.of_spans(spans, ends_of(policy, spans, [tokens]), request)
+        spans, near = [((max(rows[0], rows[1] - most), rows[1]),)], in_last_part(rows, tokens)
+        request, before = (((tokens - rows[0],),), ()) if near else ((), [(*rows, True)])
+        chosen = policy.rows.of_spans(spans, ends_of(policy, spans, [tokens]), request, before)
     else:
         return policy
     return dataclasses.replace(policy, rows=chosen)

@@ -219,7 +219,7 @@ def measure(args):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype).eval()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     known = {key(line): line for line in lines_of(args.out)}
     slides = getattr(model.config, "sliding_window", None) and "sliding_attention" in (model.config.layer_types or ())
@@ -289,6 +289,7 @@ if __name__ == "__main__":
     parser.add_argument("model", nargs="?")
     parser.add_argument("books", nargs="?")
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--dtype", default="float32", help="a name of torch; a run's lines are of one")
     parser.add_argument("--half", choices=("choose", "table"), default="table")
     parser.add_argument("--name", default="now")
     parser.add_argument("--policies", nargs="+", default=["take+edie"])

@@ -347,7 +347,7 @@ class Row:
             layer.alive[g] = layer.alive[g] + list(rows[:new])
             slots = layer.alive[g]
             keys, values = (torch.cat([t[g, slots], x[g, new:]]) for t, x in ((layer.k, k), (layer.v, v)))
-            a = self._weights(g, q, rows, keys, [*slots, *rows[new:]], window)
+            a = self._weights(g, q, rows, keys, [*slots, *rows[new:]], window, (new, len(slots)))
             seen.out.append(a @ values)
             seen.attention.append(a[:, :new, : len(slots)])
             seen.appended.append(a[:, new:, : len(slots)])
@@ -355,14 +355,18 @@ class Row:
             self._after(seen)
         return torch.cat(seen.out).transpose(0, 1)
 
-    def _weights(self, g, q, rows, keys, columns, window=None):
-        """a [G, R, n] of kv head g: row j sees columns of tokens up to rows[j]."""
+    def _weights(self, g, q, rows, keys, columns, window=None, appended=None):
+        """a [G, R, n] of kv head g: row j sees columns of tokens up to rows[j]. appended: (rows, columns) of a
+        chunk; later rows do not see the question before the text in it."""
         scale, softcap, sinks = self.logit
         mine = slice(g * self.group, (g + 1) * self.group)
         x = q[mine] @ keys.T * scale
         x = softcap * torch.tanh(x / softcap) if softcap else x
         distance = torch.tensor(rows)[:, None] - torch.tensor(columns)
         x = x.masked_fill((distance < 0) | (distance >= (window or 2 * LATER)), -math.inf)
+        if appended is not None and window is None:
+            hidden = [t in oracle_rows.before(self) for t in columns[: appended[1]]]
+            x[:, appended[0] :, : appended[1]].masked_fill_(torch.tensor(hidden), -math.inf)
         if sinks is not None:
             x = torch.cat([x, sinks[mine, None, None].double().expand(-1, x.shape[1], 1)], -1)
         return x.softmax(-1)[..., : len(columns)]
@@ -453,20 +457,24 @@ class Row:
         past = self._prompt(chooser)
         ends = [self._protected(len(chooser.alive[g]), order, past[g]) for g in heads]
         scores = oracle_scores.refined(self, seen, self._scores(seen, ends))
-        inside = [range(first, len(score) - last) for (first, last), score in zip(ends, scores)]
+        kept_too = [oracle_rows.kept_between(self, chooser.alive[g], ends[g]) for g in heads]
+        inside = [[i for i in range(first, len(score) - last) if i not in kept]
+                  for (first, last), score, kept in zip(ends, scores, kept_too)]  # fmt: skip
+        always = [first + last + len(kept) for (first, last), kept in zip(ends, kept_too)]
         run = self._run_length(order)
         ranks = self._ranked(scores, chooser.alive, inside, run) if run > 1 else scores
         items = [[(-ranks[g][i], chooser.alive[g][i] // run, g, chooser.alive[g][i], i) for i in inside[g]]
                  for g in heads]  # fmt: skip
-        wins = self._split_heads(items, [first + last for first, last in ends], slots, past)
+        wins = self._split_heads(items, always, slots, past)
         for g in heads:
             wins[g] = min(wins[g], self.above(items[g]))
-            kept, lost = oracle_values.taken(self, seen, g, items[g], wins[g], sum(ends[g]))
+            kept, lost = oracle_values.taken(self, seen, g, items[g], wins[g], always[g])
             if not self.o["exact"] and kept and lost and kept[-1][1] == lost[0][1]:
                 whole = [x for x in kept if x[1] != lost[0][1]]
-                kept = whole if whole or sum(ends[g]) else kept
+                kept = whole if whole or always[g] else kept
             first, last = ends[g]
-            taken = sorted([*range(first), *(x[-1] for x in kept), *range(len(scores[g]) - last, len(scores[g]))])
+            both = [*range(first), *kept_too[g], *range(len(scores[g]) - last, len(scores[g]))]
+            taken = sorted([*both, *(x[-1] for x in kept)])
             for layer in layers:
                 layer.keep(g, taken)
 

@@ -15,7 +15,9 @@ OPTIONS = {
     "last": {},
     "all": {},
     "window": dict(window=32),
-    "probe": dict(probe=32, ema_alpha=0.2, ema_space="aligned", append=True, ending=None, ends=False, request=()),
+    "probe": dict(
+        probe=32, ema_alpha=0.2, ema_space="aligned", append=True, ending=None, ends=False, request=(), before=None
+    ),
     "given": dict(ids=()),
     "repeat": dict(instruction=(), most=None, part=2048),
     "drafted": dict(n_d=8, window=8, draft_keys=False, draft_model="self"),
@@ -23,12 +25,13 @@ OPTIONS = {
 
 
 def length(probe):
-    return probe[1] - probe[0] if isinstance(probe, tuple) else probe
+    return len(within(probe, 0)) if isinstance(probe, tuple) else probe
 
 
-def span(probe, tokens):
-    start, stop = probe
-    return (start, stop) if start >= 0 else (tokens + start, tokens + stop)
+def within(probe, tokens):
+    """The tokens of a span (start, stop), or of several, of so many."""
+    spans = probe if isinstance(probe[0], tuple) else (probe,)
+    return [t + tokens * (start < 0) for start, stop in spans for t in range(start, stop)]
 
 
 def waits_for_a_draft(o):
@@ -67,6 +70,21 @@ def requested(row):
     return max(kept - row.ahead, 0)
 
 
+def before(row):
+    """The tokens of the question before the text, which appended rows do not see; `before`: (start, stop, whether
+    nothing repeats it)."""
+    asked = row.o.get("before") if row.reading else None
+    return range(row.end - len(row.prompt) + asked[0], row.end - len(row.prompt) + asked[1]) if asked else range(0)
+
+
+def kept_between(row, slots, ends):
+    """The indices of these slots that are kept too because they are the question's, where a quarter of the budget holds
+    it and nothing repeats it."""
+    tokens, quarter = before(row), row.layer_budget // len(row.layers[0].alive) // 4
+    once = tokens and row.o["before"][2] and len(tokens) <= quarter
+    return [i for i in range(ends[0], len(slots) - ends[1]) if once and slots[i] in tokens]
+
+
 def always(o):
     """The most that `protected` is."""
     return while_decoding(o) if o["rows"] in ("window", "probe", "drafted") else 0
@@ -81,9 +99,9 @@ def begin(row, ids):
     if o["rows"] == "probe":
         spans = isinstance(o["probe"], tuple)
         row.p = length(o["probe"]) if spans else min(o["probe"], N // 2)
-        where = range(*span(o["probe"], N)) if spans else range(N - row.p, N)
+        where = within(o["probe"], N) if spans else range(N - row.p, N)
         row.appended = [(ids[t], row.seen + t) for t in where] if o["append"] else []
-        row.rest = N - where.start  # tokens from the probe on
+        row.rest = N - where[0] if row.p else 0  # tokens from the probe on
     elif o["rows"] == "given":
         row.appended = list(zip(o["ids"], at))
     elif o["rows"] == "drafted" and not waits_for_a_draft(o):

@@ -11,7 +11,7 @@ import oracle_expected
 import oracle_gates
 import oracle_values
 import torch
-from oracle_rows import observers
+from oracle_rows import kept_between, observers
 from ref import caote
 
 DEFAULTS = dict(refine="none", measure=False, cd="off")
@@ -192,7 +192,10 @@ def _of_rows(row, seen, g, end):
     else:
         score = _reduced(_reduced(a, o["reduce"], 1), o["group"], 0)
         score = score * v.abs().sum(1) if o["score"] == "paasvn" else score
-    return pooled(score.tolist())
+    score = score.tolist()
+    for i in kept_between(row, seen.layer.alive[g], end) if o.get("pool", "none") != "none" else ():
+        score[i] = -torch.inf if o["pool"] == "max" else 0.0
+    return pooled(score)
 
 
 def _reduced(x, kind, dim):

@@ -59,14 +59,15 @@ def tokenizer(request):
 
 def truth(name, lengths, spans, ending=PROBE, **options):
     """The first seed without a near-tie, and the oracle's (logits, positions) of each row alone. A span in the second
-    half of its prompt begins a request."""
+    half of its prompt begins a request; one in the first stands before the text."""
     for seed in range(60):
         try:
             results = []
             for (ids,), span in zip(tokens([[n] for n in lengths], seed), spans, strict=True):
                 rest = -(span[0] % -len(ids)) if span[0] else len(ids)
-                request = (rest,) if rest <= len(ids) // 2 else ()
-                row = oracle.Row(model(), name, near=NEAR, probe=span, ending=ending, request=request, **options)
+                request, before = ((rest,), None) if rest <= len(ids) // 2 else ((), (*span, True))
+                asked = dict(probe=span, ending=ending, request=request, before=before)
+                row = oracle.Row(model(), name, near=NEAR, **asked, **options)
                 results.append((row.read(ids.tolist()).view(-1, VOCAB), row.positions))
             return seed, results
         except oracle.NearTie:
@@ -114,11 +115,12 @@ def test_no_more_than_eight_of_the_last_slots_are_kept(probe):
 
 
 def test_one_span_for_all_rows_and_while_decoding():
-    """One span for all rows equals the policy's option; decoding is the same as without."""
-    rows, chosen = [[30, 1, 1, 1], [30, 1, 1, 1]], dict(budget=BUDGET, chunk_size=CHUNK, kernel=5)
-    want = ours(model(), "take+edie", rows, 5, **chosen, probe=(4, 9))
+    """One span for all rows equals the same one for each."""
+    rows, chosen = [[30, 1, 1, 1], [30, 1, 1, 1]], dict(budget=BUDGET, chunk_size=CHUNK, kernel=5, probe=5)
+    with kvevict.observing([(4, 9)] * 2):
+        want = ours(model(), "take+edie", rows, 5, **chosen)
     with kvevict.observing((4, 9)):
-        got = ours(model(), "take+edie", rows, 5, **chosen, probe=5)
+        got = ours(model(), "take+edie", rows, 5, **chosen)
     for theirs, mine in zip(want, got, strict=True):
         for (logits, positions), (our_logits, our_positions) in zip(theirs, mine, strict=True):
             assert our_positions == positions and torch.equal(our_logits, logits)
@@ -128,12 +130,13 @@ def test_one_span_for_all_rows_and_while_decoding():
 class Known(Question):
     """Spans of each row, and its request's beginnings."""
 
-    spans: tuple
+    spans: tuple  # a row's, one or more
     requests_of: tuple
     ends: tuple = ()
+    before: tuple = ()
 
     def rows(self, request, prompt):
-        return request.policy.rows.of_spans(self.spans, self.ends, self.requests_of)
+        return request.policy.rows.of_spans(self.spans, self.ends, self.requests_of, self.before)
 
 
 @pytest.mark.parametrize("chunk", [12, 16, None])
@@ -157,7 +160,7 @@ def test_a_request_against_the_oracle(name, options, chunk):
             break
         except oracle.NearTie:
             continue
-    with within(question=Known(spans, requests)):
+    with within(question=Known([(span,) for span in spans], requests)):
         ((*got,),) = ours(model(), name, [[n] for n in lengths], seed, **chosen, probe=11)
     for (logits, positions), (our_logits, our_positions) in zip(want, got, strict=True):
         assert our_positions == positions
@@ -181,9 +184,42 @@ def test_a_request_that_observes_and_does_not_fit(name):
             break
         except oracle.NearTie:
             continue
-    with within(question=Known(spans, requests, (20, 18))):
+    with within(question=Known([(span,) for span in spans], requests, (20, 18))):
         ((*got,),) = ours(model(), name, [[n] for n in lengths], seed, **chosen, probe=9)
     assert [positions for _, positions in got] == want
+
+
+@pytest.mark.parametrize("chunk", [12, 16, None])
+@pytest.mark.parametrize("name, options", [
+    ("take", {}), ("take+edie", dict(kernel=5, sink=2)), ("take+chunkkv", dict(c=3)),
+    ("take+edie", dict(kernel=5, sink=2, heads="ada")), ("take+edie", dict(kernel=5, sink=0, heads="flat")),
+])  # fmt: skip
+def test_a_question_before_the_text_against_the_oracle(name, options, chunk):
+    """Its copies do not see it, and it is kept: one that a quarter of the budget holds, a longer one, one that the
+    prompt's end repeats, one that observes with another, and none."""
+    lengths = [62, 48, 55, 41, 33]
+    spans = (((5, 10),), ((3, 13),), ((44, 51),), ((2, 6), (35, 40)), ((20, 25),))
+    before = ((5, 10, True), (3, 13, True), (4, 11, False), (2, 6, True), None)
+    requests = ((), (), (11,), (6,), (13,))
+    chosen = dict(budget=32, chunk_size=chunk) | options
+    for seed in range(60):
+        try:
+            want = []
+            rows = zip(tokens([[n] for n in lengths], seed), spans, requests, before, strict=True)
+            for (ids,), asked, request, opens in rows:
+                known = dict(probe=asked, ending=11, request=request, before=opens)
+                row = oracle.Row(model(), name, near=NEAR, **known, **chosen)
+                want.append((row.read(ids.tolist()).view(-1, VOCAB), row.positions))
+            break
+        except oracle.NearTie:
+            continue
+    with within(question=Known(spans, requests, (), before)):
+        ((*got,),) = ours(model(), name, [[n] for n in lengths], seed, **chosen, probe=11)
+    for (logits, positions), (our_logits, our_positions) in zip(want, got, strict=True):
+        assert our_positions == positions
+        torch.testing.assert_close(our_logits.double(), logits, rtol=0, atol=1e-5 * logits.abs().max().item())
+    for b, (start, stop) in ((0, (5, 10)), (3, (2, 6))):
+        assert all({*range(start, stop)} <= {*head} for layer in got[b][1] for head in layer)
 
 
 # -- the request keeps itself ---------------------------------------------------------------------------------------
@@ -353,6 +389,35 @@ def test_the_question_of_a_turn(turn, found):
     assert question_of(turn) == found
 
 
+REFERS = "Those were the pages. What is your answer?"
+
+
+@pytest.mark.parametrize("turn, asks, before", [
+    (f"{ASKED}\n\n{TEXT * 9}", [ASKED], ASKED),
+    (f"{ASKED}\n\n{TEXT * 9}\n\n{REFERS}", [ASKED, "What is your answer?"], ASKED),
+    (f"{ASKED}\n\n{TEXT * 9}\n\nOnce more: {ASKED}", [ASKED], ASKED),
+    (f"Can you help me with it?\n\n{TEXT * 9}\n\n{ASKED} {MORE}", [ASKED], None),
+    (f"Why?\n\n{TEXT * 9}\n\nWho is it?", ["Who is it?"], None),
+    (f"{TEXT * 9}\n\n{ASKED}", [ASKED], None), (ASKED, [ASKED], ASKED),
+])  # fmt: skip
+def test_the_question_before_the_text(turn, asks, before):
+    tok = tiny.byte_tokenizer()
+    ids = tok(turn)["input_ids"]
+    spans, opens = LastTurn(tok)._found(ids)
+    assert [tok.decode(ids[start:stop]) for start, stop in spans] == asks
+    assert before is None if opens is None else opens[:2] == (turn.index(before), turn.index(before) + len(before))
+    assert opens is None or opens[2] == (not turn.endswith(f": {before}"))
+
+
+def test_what_refers_to_a_question_before_the_text(net):
+    """It is kept like the request at the end, and both observe."""
+    tok, ids = tiny.byte_tokenizer(), row(f"{ASKED}\n\n{TEXT * 5}\n\n{REFERS}")
+    for options in (dict(chunk_size=128), dict(chunk_size=None), dict(chunk_size=128, heads="flat")):
+        kept = slots(net, ids, patched=tok, budget=120, **options)
+        assert not holes(kept, ids.shape[1] - len(REFERS), ids.shape[1])
+        assert all({*range(len(ASKED))} <= {*head} for layer in kept for rows in layer for head in rows)
+
+
 def test_a_tokenizer_finds_it(net, tokenizer):
     """In the last user's turn, as if it were named; where the answer's first words follow it near the prompt's end,
     they observe, too."""
@@ -401,7 +466,7 @@ def test_what_the_turn_asks_may_be_known(net, tokenizer):
     text = f"{TEXT * 4} Nobody knows it. Who is it? {TEXT}"
     for question in (f"{ASKED}\n{MORE}", f"Name the hour. {MORE}"):
         prompt = encode(tokenizer, text, question)
-        start, stop = LastTurn(tokenizer, question)._span(prompt.context + prompt.question)
+        start, stop = LastTurn(tokenizer, question)._found(prompt.context + prompt.question)[0][0]
         asked = ASKED if "?" in question else question
         assert tokenizer.decode((prompt.context + prompt.question)[start:stop]) == asked
 
@@ -412,9 +477,9 @@ def test_it_is_looked_for_in_the_last_turn():
     said = [("user", f"{TEXT} Who is it?"), ("assistant", "Nobody? No."), ("user", f"{ASKED} {MORE}")]
     text = tok.apply_chat_template([dict(role=r, content=c) for r, c in said], tokenize=False)
     ids = tok(text, add_special_tokens=False)["input_ids"]
-    start, stop = LastTurn(tok)._span(ids)
+    (((start, stop),), _) = LastTurn(tok)._found(ids)
     assert tok.decode(ids[start:stop]) == ASKED
-    assert LastTurn(tok)._span(tok(ASKED)["input_ids"]) is None  # not in the template
+    assert LastTurn(tok)._found(tok(ASKED)["input_ids"]) == ((), None)  # not in the template
 
 
 def test_other_rows_are_left_alone(net):

@@ -8,6 +8,7 @@ import torch
 from ... import _ops, compat
 from ...context import context
 from ..read.layer import Attended, attend, decide
+from ..read.unseen import attend_apart
 from ..slots.cache import fit
 
 NAME = "kvevict"
@@ -60,9 +61,11 @@ def _read(step, module, query, key, value, options):
     layer, width = step.cache.layers[producer], value.shape[-1]
     query, key, value = _stored_form(layer, query, key, value)
     stored = layer.len - int(step.decoding)  # a decoded token's row is stored already
-    held = _ops.Held(layer.k, layer.v, offset=layer.offset, len=stored, centre=layer.centre)
+    held = _ops.Held(layer.k, layer.v, layer.pos, layer.offset, stored, layer.centre)
     with step.meter.clock("attend"):
-        out, _ = _ops.attend(query, held, key, value, step.first, **options)
+        out, lse = _ops.attend(query, held, key, value, step.first, **options)
+        if step.unseen is not None:
+            attend_apart(step, query, key, value, held, layer.longest(), options, out, lse)
     if producer in step.unread and step.patch.last_reader[producer] == module.layer_idx:
         with step.meter.clock("evict"):
             step.chooser.layer(step.unread.pop(producer))

@@ -90,6 +90,7 @@ class Slots:
     stored: Any = None  # of the stored slots of these heads: `pos` [N], `offset`, `len` [B, Hkv], `counts` on the host
     kv: Any = None  # None for all ranks' heads: no rank holds all of them
     prompt: np.ndarray | None = None  # [B, heads of all ranks] how many first slots of a head stay: `keep_prompt`
+    kept: torch.Tensor | None = None  # int32 [B, 2] positions (start, stop) whose slots stay too; None: there are none
 
     @cached_property
     def columns(self) -> int:
@@ -117,11 +118,23 @@ class Slots:
     @cached_property
     def least(self) -> torch.Tensor:
         """int32 [B, Hkv] how many protected slots each head has."""
-        return torch.minimum(self.n, self.first + self.protected[1][:, None])
+        ends = torch.minimum(self.n, self.first + self.protected[1][:, None])
+        return ends if self.kept is None else ends + self.between.sum(-1, dtype=torch.int32)
 
     @cached_property
     def competing(self) -> torch.Tensor:
         """bool [B, Hkv, C]: the slot exists and is not protected."""
+        return self._inner if self.kept is None else self._inner & ~self.between
+
+    @cached_property
+    def between(self) -> torch.Tensor:
+        """bool [B, Hkv, C]: the slot is at one of the `kept` positions and not among the protected ones at the ends."""
+        start, stop = self.kept[:, :, None, None].unbind(1)  # type: ignore[index]
+        return (self.positions >= start) & (self.positions < stop) & self._inner
+
+    @cached_property
+    def _inner(self) -> torch.Tensor:
+        """bool [B, Hkv, C]: the slot exists and is not among the protected ones at the ends."""
         column = torch.arange(self.columns, device=self.device)
         return (column >= self.first[..., None]) & (column < (self.n - self.protected[1][:, None])[..., None])
 
@@ -142,8 +155,9 @@ class Slots:
             return self
         n, counts = host.upload(self.all_counts, self.device, torch.int32), self.all_counts
         return _AllRanks(
-            self.index, self.heads, n, counts, counts, self.protected, prompt=self.prompt, own=self, shared=shared
-        )
+            self.index, self.heads, n, counts, counts, self.protected, prompt=self.prompt, kept=self.kept, own=self,
+            shared=shared,
+        )  # fmt: skip
 
     def removal_error(self, numbers: torch.Tensor, fast: bool) -> torch.Tensor:
         """CAOTE (eq. 6 and 8), taking numbers [B, Hkv, C] >= 0 as attention weights, as `kvevict._ops.refine`."""

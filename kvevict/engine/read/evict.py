@@ -51,7 +51,13 @@ def _of_parts(call, score):
 
 
 def ranked(call, score):
-    """The score that slots are chosen by, [B, Hkv, C]: pooled, refined, and per run if the policy selects runs."""
+    """The numbers that slots are chosen by, [B, Hkv, C]: scores pooled, refined, and per run if the policy selects
+    runs; those that stay wherever they stand come first."""
+    slots, ranks = call.slots, _ranked(call, score)
+    return ranks if slots.kept is None else ranks.masked_fill(slots.between, torch.inf)
+
+
+def _ranked(call, score):
     policy, slots, select = call.policy, call.slots, call.select
     pooled = policy.score.pooled(slots, score)
     if policy.refine.refines:  # protected slots take part, by their plain scores

@@ -13,6 +13,7 @@ from ..measure.quantities import measured
 from ..measure.slots import KV, Heads, Slots
 from ..slots.carried import carry_newest
 from .schedule import observes
+from .unseen import attend_apart
 
 
 class Attended(NamedTuple):
@@ -55,7 +56,10 @@ def attend(seen: Attended, tap=None) -> Attended:
     held = layer.slots(module)
 
     def run():
-        return _ops.attend(q, held, k, v, step.first, **options)
+        out, lse = _ops.attend(q, held, k, v, step.first, **options)
+        if step.unseen is not None:
+            attend_apart(step, q, k, v, held, layer.longest(), options, out, lse)
+        return out, lse
 
     with step.meter.clock("attend"):
         out, lse = run() if tap is None else tap.attended(run)
@@ -167,7 +171,7 @@ class LayerCall:
         kv = replace(kv, stored=layer.slots(self.module), k=kv.k[:, :, :0], v=kv.v[:, :, :0], first=first, padding=none)
         counts, every = _counts(self.step.patch.ranks, layer, kv)
         at, none_new, ends = self.slots.index, self.slots.pos[:, :0], self.slots.protected
-        slots = _slots(self.step, layer, kv, at, none_new, counts, every, ends)
+        slots = _slots(self.step, layer, kv, at, none_new, counts, every, ends, self.slots.kept)
         rows = replace(rows, q=None, out=None, lse=None, columns=0, first=0 * rows.first)
         return replace(self, slots=slots, rows=rows, new=[x[:, :, :0] for x in self.new], known={}, hidden=None)
 
@@ -179,12 +183,13 @@ def _counts(ranks, layer, kv) -> tuple:
     return counts, counts if ranks.size == 1 else ranks.counts(layer) + tokens
 
 
-def _slots(step, layer, kv, index, pos, counts, every, protected) -> Slots:
-    """The slots of a layer with its new ones. counts, every: as `_counts`; protected: as in `Slots`."""
+def _slots(step, layer, kv, index, pos, counts, every, protected, kept) -> Slots:
+    """The slots of a layer with its new ones. counts, every: as `_counts`; protected, kept: as in `Slots`."""
     patch, storage = step.patch, layer.storage.gathered()
     n = layer.len + (kv.k.shape[2] - kv.first)[:, None]
     prompt = layer.prompt if step.decoding and patch.policy.keep_prompt else None
-    return Slots(index, Heads(patch.ranks, counts.shape[1]), n, counts, every, protected, pos, storage, kv, prompt)
+    heads = Heads(patch.ranks, counts.shape[1])
+    return Slots(index, heads, n, counts, every, protected, pos, storage, kv, prompt, kept)
 
 
 def decide(seen: Attended) -> None:
@@ -217,7 +222,7 @@ def layer_call(seen: Attended) -> LayerCall:
     pos, select = step.positions[:, :rows].contiguous(), step.patch.policy.selection(order)
     counts, every = _counts(step.patch.ranks, layer, kv)
     ends = protected(step.patch.policy, step.rows, select, called, every.max(1))
-    slots = _slots(step, layer, kv, index, pos, counts, every, ends)
+    slots = _slots(step, layer, kv, index, pos, counts, every, ends, step.rows.keeps(called))
     return LayerCall(step, layer, module, order, slots, called, new, select, None if step.decoding else seen.hidden)
 
 

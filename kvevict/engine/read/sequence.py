@@ -218,7 +218,7 @@ class Sequence:
         return Step(
             self.patch, request.decoder, request.cache, span.meter, positions.to(torch.int32).contiguous(),
             (request.first - start).clamp(0, most).to(torch.int32), np.clip(request.padding - start, 0, most),
-            span.chooser, span.read, span.chunk, appended, final,
+            span.chooser, span.read, span.chunk, appended, None if rows is None else rows.unseen, final,
         )  # fmt: skip
 
 

@@ -52,6 +52,7 @@ class Step:
     read: Read | None = None  # None while decoding and for appended tokens
     chunk: Any = None  # the kvevict.engine.read.schedule.Chunk of the read
     appended: int = 0  # rows at the end that are read with the chunk and not stored
+    unseen: torch.Tensor | None = None  # int32 [B, 2] positions (start, stop) that these rows do not see; None: none
     final_position: int | None = None  # the prompt's largest position, for rotary frequencies that depend on it
     counted: tuple = ()  # `seen` of a narrowed step, whose layers read fewer rows
     hidden: dict = field(default_factory=dict)  # layer -> input of its attention block, if wanted
@@ -70,6 +71,7 @@ class Step:
             return self
         if device not in self.elsewhere:
             there = dict(positions=self.positions.to(device), first=self.first.to(device), elsewhere={})
+            there |= {} if self.unseen is None else dict(unseen=self.unseen.to(device))
             self.elsewhere[device] = replace(self, **there)
         return self.elsewhere[device]
 

@@ -25,13 +25,14 @@ class AppendedRows:
     positions: Any  # [B, p] in the prompt or after it; None: right after the chunk
     columns: Any = None  # [B, p] their columns in the prompt; None: they are not of the prompt
     adapter: Any = None  # its `on(decoder)` is entered while they are read
+    unseen: Any = None  # int32 [B, 2] positions (start, stop) that they do not see; None: they see all
 
     def last(self, count: int) -> "AppendedRows":
         """The last `count` of them."""
         tokens, positions, columns = (
             t if t is None else t[:, -count:] for t in (self.tokens, self.positions, self.columns)
         )
-        return AppendedRows(tokens, positions, columns, self.adapter)
+        return AppendedRows(tokens, positions, columns, self.adapter, self.unseen)
 
     def adapted(self, decoder: Any) -> Any:
         return contextlib.nullcontext() if self.adapter is None else self.adapter.on(decoder)
@@ -87,10 +88,11 @@ class Rows:
         """These rows, given the ids of the true response, for rows of a reference score."""
         return self
 
-    def of_spans(self, spans: list[Any], ends: tuple[Any, ...] = (), request: tuple[Any, ...] = ()) -> "Rows":
-        """These rows for one read, with a span (start, stop) of each batch row as observers. ends: for each row, tokens
+    def of_spans(self, spans: list[Any], ends: Any = (), request: Any = (), before: Any = ()) -> "Rows":
+        """These rows for one read, with spans (start, stop) of each batch row as observers. ends: for each row, tokens
         from its span's start to the prompt's end, if the spans are near it; (): the spans may be anywhere. request: as
-        in `keeping`. Raises ValueError for rows that cannot be chosen."""
+        in `keeping`. before: for each row the question before its text, (start, stop, whether nothing later repeats
+        it), or None. Raises ValueError for rows that cannot be chosen."""
         raise ValueError(
             "kvevict.observing chooses the tokens that are appended to chunks, and these rows append none of the "
             "prompt's: choose take, take+edie or another policy with rows='probe'"
@@ -133,6 +135,10 @@ class Rows:
     def protect(self, call: LayerRows) -> Any:
         """How many of the last alive slots belong to the rows and are always kept: a number or int32 [B]."""
         return 0
+
+    def keeps(self, call: LayerRows) -> Any:
+        """int32 [B, 2] positions (start, stop) that are always kept, wherever they stand; None: there are none."""
+        return None
 
     def parts(self, rows: int, stored: int, appended: int, tokens: int) -> list[Any]:
         """`Part`s that observe a layer of `stored` slots after a chunk of `rows` rows, to which `appended` ones are

@@ -75,11 +75,12 @@ class Probe(Rows):
                 "give a larger chunk_size or a smaller probe"
             )
 
-    def of_spans(self, spans: Any, ends: Any = (), request: Any = ()) -> Rows:
+    def of_spans(self, spans: Any, ends: Any = (), request: Any = (), before: Any = ()) -> Rows:
         if not self.append:
             return super().of_spans(spans)
         request = tuple(request) or tuple((end,) for end in ends)
-        return Spans(**self._options(), request=request, spans=tuple(spans), ends=tuple(ends))
+        before = tuple(before) if any(before) else ()
+        return Spans(**self._options(), request=request, spans=tuple(spans), ends=tuple(ends), before=before)
 
     def keeping(self, request: Any) -> Rows:
         return Requested(**self._options(), request=tuple(request))
@@ -202,22 +203,26 @@ class Requested(Probe):
 
 @dataclass(frozen=True, eq=False)
 class Spans(Requested):
-    """A probe of one read (`Rows.of_spans`): a span of each row's tokens, counted from its first. Shorter spans
-    of a batch are padded on the right; the padding is masked.
+    """A probe of one read (`Rows.of_spans`): spans of each row's tokens, counted from its first. Fewer tokens than
+    another row of the batch has are padded on the right; the padding is masked.
 
     Spans near the prompt's end (`ends`) observe in its last chunk: appended once more they would attend to themselves
     in the prompt. They see the slots before them, and of the slots from there on those that compete.
+
+    A question before the text (`before`) is not seen by the appended rows, which would repeat it, and is kept if a
+    quarter of the budget holds it, unless the prompt's end repeats it.
     """
 
     spans: tuple[Any, ...] = ()
     ends: tuple[Any, ...] = ()
+    before: tuple[Any, ...] = ()
 
     @property
     def span(self) -> Any:
         return self.spans
 
     def lengths(self, tokens: Any) -> Any:
-        return np.array([stop - start for start, stop in self.spans])
+        return np.array([sum(stop - start for start, stop in spans) for spans in self.spans])
 
     def appended(self, tokens: int, rows: int, last: bool) -> int:
         return 0 if last and self.ends else super().appended(tokens, rows, last)
@@ -225,8 +230,27 @@ class Spans(Requested):
     def prepare(self, request: Any, read: Any) -> Any:
         if not read.evicts:
             return None
-        start = torch.tensor([start for start, _ in self.spans], device=request.device) + request.first
-        return self._rows(start, self.appended(0, 0, False), request, read)
+        longest = self.appended(0, 0, False)
+        asked = [[at for span in spans for at in range(*span)] for spans in self.spans]
+        tokens = torch.tensor([each + [each[-1] + 1] * (longest - len(each)) for each in asked], device=request.device)
+        columns = (tokens + request.first[:, None]).clamp_max(read.prompt - 1)
+        return AppendedRows(request.tokens_at(columns), None, columns, unseen=self._unseen(request))
+
+    def _unseen(self, request: Any) -> Any:
+        """int32 [B, 2] positions of the questions before the text."""
+        if not self.before:
+            return None
+        spans = torch.tensor([(each or (0, 0))[:2] for each in self.before], device=request.device)
+        first = request.positions().gather(1, request.first[:, None].long().clamp_max(request.positions().shape[1] - 1))
+        return (first + spans).to(torch.int32)
+
+    def keeps(self, call: LayerRows) -> Any:
+        if call.prepared is None or call.prepared.unseen is None:
+            return None
+        spans = call.prepared.unseen.to(call.first.device)
+        once = call.upload([bool(each and each[2]) for each in self.before]).bool()
+        fits = once & (spans[:, 1] - spans[:, 0] <= call.budget // 4)
+        return spans.masked_fill(~fits[:, None], 0)
 
     def _queries(self, call: LayerRows, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         if not (self.ends and call.ends_prompt):  # padding need not continue a span's positions

@@ -1,0 +1,43 @@
+"""Attention of appended rows that do not see some of the slots: a question's copies and the question before a text."""
+
+import torch
+
+from ... import _ops
+
+
+def attend_apart(step, q, k, v, held, longest: int, options: dict, out, lse) -> None:
+    """Write into out [B, T, H, D] and lse [B, H, T] the attention of a step's appended rows over all slots but those at
+    its `unseen` positions, joined from that over the slots before and that over the slots after them.
+
+    q        [B, H, T, D], with k and v [B, heads, S, D] the call's rows; held: the stored slots, with their positions
+    longest  stored slots of the fullest head
+    options  scale, softcap, sinks of attention
+    """
+    rows, first = step.appended, step.first
+    start, stop = step.unseen.unbind(1)
+    (old, new), (old_end, new_end) = (_below(step, held, longest, limit) for limit in (start, stop))
+    stored = held.k, held.v, held.pos
+    before = _ops.Held(*stored, held.offset, old, held.centre)
+    after = _ops.Held(*stored, held.offset + old_end, held.len - old_end, held.centre)
+    q, chunk = q[:, :, -rows:], k.shape[2] - rows
+    begin = first.clamp_max(chunk)  # a row of padding alone
+    parts = (
+        _ops.attend(q, before, k[:, :, :chunk], v[:, :, :chunk], begin, stop=begin + new, **options | dict(sinks=None)),
+        _ops.attend(q, after, k, v, first + new_end, **options),
+    )
+    total = torch.logaddexp(*(lse for _, lse in parts))
+    # A row of padding alone sees nothing: -inf less -inf.
+    shares = [(part - total).exp().nan_to_num(0).transpose(1, 2)[..., None] for _, part in parts]
+    out[:, -rows:] = sum(share * x.float() for share, (x, _) in zip(shares, parts, strict=True)).to(out.dtype)
+    lse[:, :, -rows:] = total
+
+
+def _below(step, held, longest: int, limit) -> tuple:
+    """How many stored slots of each head, int32 [B, heads], and stored rows of the call, int32 [B], have positions
+    below limit [B]."""
+    at = torch.arange(longest, device=limit.device)
+    stored = held.pos[(held.offset[..., None] + at).clamp_max(len(held.pos) - 1)] if longest else at
+    old = ((stored < limit[:, None, None]) & (at < held.len[..., None])).sum(-1)
+    columns = torch.arange(step.positions.shape[1] - step.appended, device=limit.device)
+    new = (step.positions[:, : len(columns)] < limit[:, None]) & (columns >= step.first[:, None])
+    return old.to(torch.int32), new.sum(1).to(torch.int32)

@@ -1,0 +1,86 @@
+"""Appended rows that do not see the question before a text: their attention against a dense one in float64, and the
+families whose attention differs."""
+
+import types
+
+import pytest
+import torch
+import zoo
+
+import kvevict
+from kvevict import _ops
+from kvevict.engine.read.unseen import attend_apart
+
+B, H, HKV, D, S, P = 3, 6, 2, 16, 9, 4
+
+
+def dense(q, k, v, seen, scale, softcap, sink):
+    """softmax of q [P, D] over k [n, D] where `seen` [P, n], with a sink's logit."""
+    x = q @ k.T * scale
+    x = softcap * torch.tanh(x / softcap) if softcap else x
+    x = torch.cat([x.masked_fill(~seen, -torch.inf), sink.expand(len(q), 1)], 1)
+    return x.softmax(1)[:, :-1] @ v, x.logsumexp(1)
+
+
+@pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("softcap, sinks", [(0.0, False), (3.0, False), (0.0, True)])
+def test_against_a_dense_attention(dtype, near, softcap, sinks):
+    """Ragged heads, left padding, and the question in the stored slots, in the chunk, over both, after both, or
+    nowhere."""
+    torch.manual_seed(11)
+    first, began = torch.tensor([0, 2, 9], dtype=torch.int32), torch.tensor([20, 20, 0])
+    counts = torch.tensor([[5, 7], [0, 3], [0, 0]], dtype=torch.int32)
+    offset = (counts.flatten().cumsum(0) - counts.flatten()).view(B, HKV)
+    stored = int(counts.sum())
+    pos = torch.cat([torch.randperm(20)[:n].sort().values for n in counts.flatten().tolist()]).to(torch.int32)
+    positions = (began - first)[:, None] + torch.arange(S + P)
+    q, k, v = (torch.randn(B, heads, S + P, D).to(dtype) for heads in (H, HKV, HKV))
+    held = _ops.Held(torch.randn(stored, D).to(dtype), torch.randn(stored, D).to(dtype), pos, offset, counts)
+    sink = torch.randn(H) if sinks else None
+    options = dict(scale=0.3, softcap=softcap, sinks=sink)
+    for unseen in ((3, 12), (22, 25), (15, 23), (40, 44), (7, 7)):
+        step = types.SimpleNamespace(
+            appended=P, first=first, positions=positions.to(torch.int32), unseen=torch.tensor([unseen] * B)
+        )
+        out, lse = _ops.attend(q, held, k, v, first, **options)
+        rest = out[:, :S].clone()
+        attend_apart(step, q, k, v, held, int(counts.max()), options, out, lse)
+        assert torch.equal(out[:, :S], rest)
+        for b in range(B - 1):  # the last row is padding alone
+            for h in range(H):
+                at = slice(int(offset[b, h // 3]), int(offset[b, h // 3] + counts[b, h // 3]))
+                keys, values = (torch.cat([x[at], new[b, h // 3]]).double() for x, new in ((held.k, k), (held.v, v)))
+                where = torch.cat([pos[at].long(), positions[b]])
+                seen = ((where < unseen[0]) | (where >= unseen[1])).expand(P, -1).clone()
+                seen[:, len(where) - P :] = torch.ones(P, P).tril().bool()
+                seen[:, len(pos[at]) : len(pos[at]) + int(first[b])] = False
+                logit = torch.tensor(-torch.inf) if sink is None else sink[h]
+                want, total = dense(q[b, h, -P:].double(), keys, values, seen, 0.3, softcap, logit.double())
+                torch.testing.assert_close(out[b, -P:, h].double(), want, rtol=0, atol=near)
+                torch.testing.assert_close(lse[b, h, -P:].double(), total, rtol=0, atol=near)
+        assert not out.isnan().any()
+
+
+@pytest.mark.parametrize("kind, name", [
+    ("deepseek_v3", "DeepseekV3ForCausalLM"), ("gemma3n_text", "Gemma3nForCausalLM"), ("gemma2", "Gemma2ForCausalLM"),
+    ("gpt_oss", "GptOssForCausalLM"),
+])  # fmt: skip
+def test_families(kind, name):
+    """Latents, layers that read others' slots, a softcap, sinks: the question is kept whole, and rows of a batch are
+    what they are alone."""
+    torch.manual_seed(0)
+    model = zoo.make(kind, name)
+    ids = torch.randint(3, 90, (2, 48))
+    options = dict(budget=24, chunk_size=16, kernel=5, probe=4)
+
+    def read(rows, spans):
+        with torch.no_grad(), kvevict.evicting(model, "take+edie", **options), kvevict.observing(spans):
+            logits = model(rows, use_cache=True, logits_to_keep=1).logits
+            return logits, kvevict.report(model, positions=True)["positions"]
+
+    logits, kept = read(ids, [(4, 9), (2, 7)])
+    for b, span in enumerate(((4, 9), (2, 7))):
+        assert all({*range(*span)} <= {*head} for layer in kept if layer for head in layer[b])
+        alone, positions = read(ids[b : b + 1], span)
+        assert [layer and layer[b : b + 1] for layer in kept] == positions
+        torch.testing.assert_close(logits[b], alone[0], rtol=0, atol=1e-4 * float(alone.abs().max()))
