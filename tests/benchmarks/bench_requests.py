@@ -27,6 +27,7 @@ from kvevict.evaluate.intervals import of_scores, student
 from kvevict.evaluate.metrics import METRICS
 from kvevict.evaluate.tasks import Settings
 from kvevict.evaluate.words import LISTS
+from kvevict.policy.text import parse_policy
 from kvevict.prompts import ids_of
 from kvevict.writing import ends_of
 
@@ -260,8 +261,9 @@ def measure(args):
                 continue
             for policy in args.policies:
                 for share in args.shares:
-                    options = dict(budget=float(Fraction(share)), chunk_size=512, tokenizer=tokenizer)
-                    with kvevict.evicting(model, policy, **options):
+                    preset, options = parse_policy(policy)
+                    options |= dict(budget=float(Fraction(share)), chunk_size=512, tokenizer=tokenizer)
+                    with kvevict.evicting(model, preset, **options):
                         told(args.name, share, policy, lambda: read(model, ids), full["said"]["ids"] or [0])  # noqa: B023
 
 
