@@ -1,6 +1,8 @@
 """How stored slots are represented (methods.md section 11): in the model's dtype, or packed in rows of 8 and 4 bits a
 number (csrc/kvevict.h)."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -12,8 +14,8 @@ KINDS: dict[str, tuple[int | None, int | None]] = {
     "int4": (4, 4),
 }
 WIDER: dict[int, int | None] = {4: 8, 8: None}
-ERROR: dict[int | None, float] = {4: 0.10, 8: 0.006, None: 0.0}  # of a packed row, relative to its norm
-MOST = 0.05  # expected error of a logit above which keys take more bits
+MOST = 1.0  # expected error of a logit above which keys take more bits
+ROWS = 128  # of a chunk's queries and keys, at least, that choose the centre and the bits
 
 
 def row_bytes(bits: int | None, dim: int, element: int) -> int:
@@ -68,26 +70,45 @@ def hadamard(x: Tensor) -> Tensor:
     return x.reshape(shape) * size**-0.5
 
 
-def expected_errors(query: Tensor, seen: Tensor, key: Tensor, held: Tensor, scale: float) -> Tensor:
-    """fp32 [H] the expected error of a logit of each query head, if rows are packed with an error of their norm: the
-    median norm of its queries times that of its keys, by scale / sqrt(d).
+def centre(keys: Tensor, weights: Tensor) -> Tensor:
+    """fp32 [B, Hkv, D] the mean of keys [B, Hkv, S, D] with attention weights [B, Hkv, S] (0: the key does not count):
+    the c that makes the sum of a_i |k_i - c|^2 least. 0 where it is not finite."""
+    total = torch.einsum("bhs,bhsd->bhd", weights, keys.float().masked_fill(weights[..., None] == 0, 0))
+    return (total / weights.sum(2)[..., None]).nan_to_num(0, 0, 0)
+
+
+def steps(rows: Tensor, bits: int) -> Tensor:
+    """fp32 [..] between two numbers that a packed row can hold, of every row [.., d]."""
+    if bits == 8:
+        return rows.abs().amax(-1).float() / 127
+    x = hadamard(rows.float().reshape(-1, rows.shape[-1])).reshape(rows.shape)
+    return (x.amax(-1) - x.amin(-1)) / 15
+
+
+def expected_errors(query: Tensor, seen: Tensor, key: Tensor, held: Tensor, scale: float, bits: int) -> Tensor:
+    """fp32 [H] the expected error of a logit of each query head with keys of so many bits. A number is rounded by
+    s / sqrt(12), s the step of its row, and so q . k by |q| s / sqrt(12). The medians of |q| and of s count.
 
     query [B, H, T, D], key [B, Hkv, S, D] less the centre; seen, held: bool [B, heads or 1, *] the rows that count
     """
 
-    def median(x: Tensor, counts: Tensor) -> Tensor:  # of every head
-        norms = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).masked_fill(~counts, torch.nan)
-        return norms.transpose(0, 1).flatten(1).nanmedian(1).values
+    def median(of, x: Tensor, counts: Tensor) -> Tensor:  # of every head
+        apart = max(1, x.shape[2] // ROWS)
+        numbers = of(x[:, :, ::apart]).masked_fill(~counts[:, :, ::apart], torch.nan)
+        return numbers.transpose(0, 1).flatten(1).nanmedian(1).values
 
-    of_queries, of_keys = median(query, seen), median(key, held)
+    def norms(x: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
+
+    of_queries, of_keys = median(norms, query, seen), median(lambda x: steps(x, bits), key, held)
     group = len(of_queries) // len(of_keys)
-    return of_queries * of_keys.repeat_interleave(group) * (scale / key.shape[-1] ** 0.5)
+    return of_queries * of_keys.repeat_interleave(group) * (scale / 12**0.5)
 
 
-def chosen(kv: str, error: float) -> tuple[int | None, int | None]:
+def chosen(kv: str, error: Callable[[int], float]) -> tuple[int | None, int | None]:
     """Bits of a layer's keys and values, of the kind `kv`. Keys take more bits as long as their error is too large;
-    error: the median of `expected_errors`."""
+    error: bits -> the mean of `expected_errors`."""
     keys, values = KINDS[kv]
-    while keys is not None and not ERROR[keys] * error <= MOST:
+    while keys is not None and not error(keys) <= MOST:
         keys = WIDER[keys]
     return keys, values

@@ -59,7 +59,7 @@ class Policy:
                    turn's read cuts all of it to the budget
     kv             how stored slots are represented (methods.md section 11): "model": in the model's dtype; "int8": in 8
                    bits a number, "k8v4": keys in 8, values in 4, "int4": in 4. A layer whose logits have an expected
-                   error above 0.05 takes more bits for its keys
+                   error above 1 takes more bits for its keys
     layers         how the budget is split over layers: a name of `kvevict.LAYERS` or an object with its options
     heads          how a layer's slots are split over its heads: a name of `kvevict.HEADS` or an object, e.g.
                    `kvevict.HEADS["ada"](floor="max")`

@@ -41,9 +41,9 @@ def attention(module, query, key, value, attention_mask, scaling=None, softcap=N
         )
     query, key, value = _stored_form(layer, query, key, value)
     new = (key, value) if new is None else new
-    if layer.bits is None:
-        rows = key[:, :, : key.shape[2] - step.appended]
-        layer.represent(step.patch.policy.kv, query, rows, step.first, options["scale"], step.patch.ranks)
+    if not layer.is_represented:
+        rows = (x[:, :, : x.shape[2] - step.appended] for x in (query, key))
+        layer.represent(step.patch.policy.kv, *rows, step.first, options, step.patch.ranks)
     seen = attend(Attended(step, layer, module, query, key, value, new, options, hidden=hidden), tap)
     decide(seen)
     return seen.out[..., :width], None

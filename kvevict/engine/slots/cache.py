@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from ... import compat
+from ... import _ops, compat
 from ...context import current
 from ...policy import kv
 from . import host
 from .carried import of_layer
 from .fork import Fork, fork
-from .storage import Storage, mean_key
+from .storage import Storage
 
 HALF_READ = "past_key_values was left half read by an error; read the prompt into a new one"
 
@@ -191,29 +191,56 @@ class EvictionLayer(CacheLayerMixin):
         """Every head's slots for the ops: a `Held` with its `counts`."""
         return self.storage.gathered()
 
-    @torch.no_grad()
-    def represent(self, kind, query, key, first, scale, ranks) -> None:
-        """Choose the bits of stored numbers before the first patched call attends, by its queries [B, H, T, D] and the
-        keys so far, else its keys [B, Hkv, S, D], both from column first[b] on. Slots stored so far are packed.
+    is_represented = property(lambda self: self.bits is not None and self.storage.is_centred)
 
-        kind    of `kv.KINDS`
-        scale   of attention's logits
+    @torch.no_grad()
+    def represent(self, kind, query, key, first, options, ranks) -> None:
+        """Before a patched call attends: choose the bits of stored numbers, once, and the centre of each batch row when
+        its first tokens are read. Slots of a prefix from before are packed; their keys count in place of new ones.
+
+        kind         of `kv.KINDS`
+        query, key   new [B, H, T, D] and [B, Hkv, S, D], both from column first[b] on, to the last column
+        options      of the logits
         """
-        self.bits = kv.KINDS[kind]
-        if self.bits == (None, None):
+        is_first = self.bits is None
+        if is_first:
+            self.bits = kv.KINDS[kind]
+        if self.bits[0] is None:
             return
 
         def seen(x):
-            return torch.arange(x.shape[2], device=x.device) >= first[:, None, None]
+            return torch.arange(key.shape[2] - x.shape[2], key.shape[2], device=x.device) >= first[:, None, None]
 
-        keys, held = key, seen(key)
-        if self.counts.any():
+        keys, held, weights = key, seen(key), self._attention(query, key, first, options)
+        if is_first and self.counts.any():
             keys = self.storage.dense("k")
             held = torch.arange(keys.shape[2], device=keys.device) < self.len[..., None]
-        keys = keys - mean_key(keys, held)[:, :, None]
-        errors = kv.expected_errors(query, seen(query), keys, held, scale)
-        self.bits = kv.chosen(kind, float(ranks.gather(errors[None])[0].nanmedian()))
-        self.storage = self.storage.repacked(self.bits)
+            weights = weights[:, :, : keys.shape[2]]
+        else:  # slot i is column first[b] + i
+            at = (torch.arange(keys.shape[2], device=keys.device) - first[:, None]).clamp_min(0)
+            weights = weights.gather(2, at[:, None].expand(-1, keys.shape[1], -1))
+        centre, known = kv.centre(keys, weights * held), held.any(2).any(1).cpu().numpy()
+        if not is_first:
+            self.storage = self.storage.centred_at(centre, known)
+            return
+        keys = keys - centre[:, :, None]
+
+        def error(bits):
+            errors = kv.expected_errors(query, seen(query), keys, held, options["scale"], bits)
+            return float(ranks.gather(errors[None]).mean())
+
+        self.bits = kv.chosen(kind, error)
+        self.storage = self.storage.repacked(self.bits, centre, known)
+
+    def _attention(self, query, key, first, options):
+        """fp32 [B, Hkv, C] the attention weights that the last rows of query [B, H, T, D] give to each slot, of [stored
+        | new], key [B, Hkv, S, D] from column first[b] on."""
+        rows, columns = query[:, :, -kv.ROWS :], key.shape[2]
+        skip, stop = (first - (columns - rows.shape[2])).clamp_min(0), torch.full_like(first, columns)
+        return _ops.score(
+            rows, skip, self.storage.gathered(), key, first, stop, causal=True, reduce="sum",
+            columns=self.longest() + columns, **options,
+        )  # fmt: skip
 
     def append(self, k, v, pos, first, padding) -> None:
         """Store new columns, as `Storage.append`."""

@@ -19,6 +19,7 @@ class Fork:
     prefix: Storage
     own: Storage
     shared = True
+    is_centred = True  # a batch row that has no token yet keeps the centre 0
 
     k = property(attrgetter("prefix.k"))
     v = property(attrgetter("prefix.v"))

@@ -78,6 +78,7 @@ class Storage(Held):
     device = property(lambda self: self.k.device)
     dim = property(lambda self: self.like.shape[1])
     bits = property(lambda self: (kv.bits_of(self.k, self.dim), kv.bits_of(self.v, self.dim)))
+    is_centred = property(lambda self: self.centre is None or bool(self.centred.all()))
 
     # -- changes of the slots ---------------------------------------------------------------------------------------
 
@@ -141,14 +142,18 @@ class Storage(Held):
         """New buffers with room for capacity [B, Hkv] that hold keep[b,h] slots `index`, or all slots."""
         return self._blank(capacity)._filled(self, index, self.counts if keep is None else keep, *new)
 
-    def repacked(self, bits):
-        """These slots with numbers of so many bits, around the mean of the keys so far if they have no centre."""
+    def repacked(self, bits, centre, known):
+        """These slots with numbers of so many bits, around centres as in `centred_at`."""
         into = Storage.empty(self.like[None, None].expand(*self.counts.shape, -1, -1), self.pool, bits)
-        if into.centre is not None and self.counts.any():
-            keys = self.dense("k")
-            held = torch.arange(keys.shape[2], device=keys.device) < self.len[..., None]
-            into = replace(into, centre=mean_key(keys, held), centred=self.counts.any(1))
+        if into.centre is not None:
+            into = into.centred_at(centre, known)
         return into._blank(self.capacity)._filled(self, None, self.counts)
+
+    def centred_at(self, centre, known):
+        """These slots, with centre fp32 [B, Hkv, D] for the keys of batch rows that had none. known: bool [B] on the
+        host, the rows that have one in `centre`."""
+        old = host.upload(self.centred, self.device, torch.bool)[:, None, None]
+        return replace(self, centre=torch.where(old, self.centre, centre), centred=self.centred | known)
 
     def copy_on_write(self):
         """A storage with buffers that no fork reads, so that slots may be moved and overwritten there."""
@@ -182,22 +187,13 @@ class Storage(Held):
 
     def _filled(self, source, index, counts, *new):
         """These buffers with counts [B, Hkv] slots `index` (None: the first ones) of [source | new]."""
-        into = self
         if not new:
             batch, heads = counts.shape
             none = source.like.new_empty(batch, heads, 0, source.dim)
             new = none, none, source.pos.new_empty(batch, 0), source.pos.new_zeros(batch)
-        elif source.centre is not None and not source.centred.all():
-            into = replace(self, centre=source._centre(new[0], new[3]), centred=source.centred | counts.any(1))
         length = host.upload(counts, self.device, torch.int32)
-        _ops.compact(source, *new, index, length, into)
-        return into._holding(length, counts)
-
-    def _centre(self, k, first):
-        """The centres of all rows. A row without one gets the mean of its keys k [B, Hkv, S, D] from first[b] on."""
-        mean = mean_key(k, torch.arange(k.shape[2], device=k.device) >= first[:, None, None])
-        known = host.upload(self.centred, k.device, torch.bool)
-        return torch.where(known[:, None, None], self.centre, mean)
+        _ops.compact(source, *new, index, length, self)
+        return replace(self, centred=self.centred | counts.any(1))._holding(length, counts)
 
     def _alone(self):
         """These slots outside the pool, for a copy or a file of the storage."""
@@ -264,13 +260,6 @@ class Storage(Held):
         for b, h, rows in self.segments():
             dense[b, h, : rows.stop - rows.start] = self.numbers(name, b, h, rows)
         return dense
-
-
-def mean_key(k, held):
-    """fp32 [B, Hkv, D] the mean of the keys k [B, Hkv, S, D] that are `held`, bool [B, Hkv or 1, S]; 0 where it is not
-    finite."""
-    total = k.detach().masked_fill(~held[..., None], 0).sum(2, dtype=torch.float32)
-    return (total / held.sum(2).clamp_min(1)[..., None]).nan_to_num(0, 0, 0)
 
 
 def _laid_out(storage, capacity, start=0):
