@@ -92,7 +92,7 @@ def expected_errors(query: Tensor, seen: Tensor, key: Tensor, held: Tensor, scal
     query [B, H, T, D], key [B, Hkv, S, D] less the centre; seen, held: bool [B, heads or 1, *] the rows that count
     """
 
-    def median(of, x: Tensor, counts: Tensor) -> Tensor:  # of every head
+    def median(of: Callable[[Tensor], Tensor], x: Tensor, counts: Tensor) -> Tensor:  # of every head
         apart = max(1, x.shape[2] // ROWS)
         numbers = of(x[:, :, ::apart]).masked_fill(~counts[:, :, ::apart], torch.nan)
         return numbers.transpose(0, 1).flatten(1).nanmedian(1).values
