@@ -1,0 +1,169 @@
+"""Packed slots beside Transformers' own quantised caches, on the same prompts in one run:
+
+    python tests/benchmarks/bench_quantised_caches.py MODEL --haystack TEXTS [--tokens 2000] [--texts 4]
+
+MODEL is a folder, TEXTS what `kvevict eval --haystack` takes. Each text of the task `many` is read once per cache; each
+question goes on from a copy, or a fork, and its answer is decoded greedily. Prints of each cache: right answers, the
+KL of the answer's first token to the full cache's, bytes of the cache of the text, seconds to read it, milliseconds of
+an answer's token. The caches take turns, text by text. QuantizedCache needs optimum-quanto (4 bits) and hqq (4 and 8):
+where one is missing, its lines are left out with a sentence.
+"""
+
+import argparse
+import copy
+import statistics
+import time
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from transformers import DynamicCache, QuantizedCache
+from transformers.utils import is_hqq_available, is_optimum_quanto_available
+
+import kvevict
+from kvevict.analysis.run import load_model
+from kvevict.answer import KEEPS
+from kvevict.evaluate.metrics import METRICS
+from kvevict.evaluate.tasks import TASKS, Settings
+from kvevict.prompts import ids_of
+
+
+def tensors(x):
+    """All plain tensors in an object of a quantiser's."""
+    if hasattr(x, "__tensor_flatten__"):
+        for name in x.__tensor_flatten__()[0]:
+            yield from tensors(getattr(x, name))
+    elif isinstance(x, torch.Tensor):
+        yield x
+    elif isinstance(x, (dict, list, tuple)):
+        for each in x.values() if isinstance(x, dict) else x:
+            yield from tensors(each)
+
+
+def size(cache):
+    """Bytes of keys and values, with scales."""
+    if isinstance(cache, kvevict.engine.slots.adopt.EvictionCache):
+        return sum(layer.live_bytes() for layer in cache.layers)
+    names = ("keys", "values", "_quantized_keys", "_quantized_values")
+    return sum(t.nbytes for layer in cache.layers for name in names for t in tensors(getattr(layer, name, None)))
+
+
+class Theirs:
+    """A cache of Transformers."""
+
+    def __init__(self, made):
+        self.made = made
+
+    def read(self, model, tokenizer, ids):
+        return model(ids, past_key_values=self.made(), logits_to_keep=1).past_key_values
+
+    @staticmethod
+    def copied(cache):
+        """Its layers replace their tensors and never write to them. (quanto's have no deep copy.)"""
+        twin = copy.copy(cache)
+        twin.layers = [copy.copy(layer) for layer in cache.layers]
+        return twin
+
+
+class Ours:
+    """Slots kept by a policy, in a representation. budget 1.0: all of them."""
+
+    def __init__(self, policy, kv, budget):
+        self.options = (KEEPS, dict(kv=kv)) if budget == 1 else (policy, dict(kv=kv, budget=budget))
+
+    def read(self, model, tokenizer, ids):
+        policy, options = self.options
+        with kvevict.evicting(model, policy, tokenizer=False, **options):
+            return model(ids, logits_to_keep=1).past_key_values
+
+    @staticmethod
+    def copied(cache):
+        return cache.fork()
+
+
+def caches(config, policy):
+    """Name -> cache."""
+    made = {
+        "full cache": Theirs(partial(DynamicCache, config=config)),
+        "fp8": Theirs(partial(QuantizedCache, "fp8", config)),
+    }
+    for name, bits, is_here in (
+        ("quanto", 4, is_optimum_quanto_available()), ("hqq", 8, is_hqq_available()), ("hqq", 4, is_hqq_available()),
+    ):  # fmt: skip
+        if is_here:
+            made[f"{name} {bits} bits"] = Theirs(partial(QuantizedCache, name, config, nbits=bits, **AXES[name]))
+        else:
+            print(f"{name} is not installed: pip install {'optimum-quanto' if name == 'quanto' else name}")
+    for budget in (1.0, 0.25):
+        made |= {
+            f"{kv}, {budget:.2f} of the slots": Ours(policy, kv, budget) for kv in ("model", "int8", "k8v4", "int4")
+        }
+    return made
+
+
+AXES = dict(quanto={}, hqq=dict(axis_key=1, axis_value=1))  # hqq's default, 0, groups numbers of other heads
+
+
+def answered(model, tokenizer, cache, case):
+    """(text, log-probabilities of its first token, seconds of each later token)."""
+    rows, tokens, first, taken = torch.tensor([ids_of(tokenizer, case.question)]), [], None, []
+    with kvevict.evicting(model, KEEPS) if not type(cache).__module__.startswith("transformers") else torch.no_grad():
+        while len(tokens) < case.new_tokens:
+            start = time.perf_counter()
+            logits = model(rows, past_key_values=cache).logits[0, -1]
+            taken.append(time.perf_counter() - start)
+            first = logits.float().log_softmax(-1) if first is None else first
+            rows = logits.argmax().view(1, 1)
+            tokens.append(int(rows))
+            if case.one_line and "\n" in tokenizer.decode(tokens).lstrip():
+                break
+    text = tokenizer.decode(tokens, skip_special_tokens=True)
+    return text.strip().split("\n")[0] if case.one_line else text, first, taken[1:]
+
+
+@torch.no_grad()
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("model")
+    parser.add_argument("--haystack", type=Path)
+    parser.add_argument("--tokens", type=int, default=2000)
+    parser.add_argument("--texts", type=int, default=4)
+    parser.add_argument("--policy", default="read-twice")
+    parser.add_argument("--dtype", default="bfloat16")
+    args = parser.parse_args()
+    model, tokenizer = load_model(args.model, args.dtype, "cpu")
+    settings = Settings(tokenizer, args.tokens, args.texts, haystack=args.haystack)
+    runs = caches(model.config, args.policy)
+    found = {name: dict(right=[], kl=[], bytes=[], read=[], token=[]) for name in runs}
+    texts = [list(cases) for _, cases in groupby(TASKS.find("many")(settings), lambda case: case.context)]
+    for cases in texts:
+        ids, want = torch.tensor([ids_of(tokenizer, cases[0].context)]), {}
+        for name, run in list(runs.items()):
+            of, start = found[name], time.perf_counter()
+            try:
+                cache = run.read(model, tokenizer, ids)
+                of["read"].append(time.perf_counter() - start)
+                of["bytes"].append(size(cache))
+                for case in cases:
+                    text, first, taken = answered(model, tokenizer, run.copied(cache), case)
+                    of["right"].append(METRICS.find(case.metric)(text, case.answers))
+                    of["token"] += taken
+                    full = want.setdefault(case.id, first)
+                    of["kl"].append(float((full.exp() * (full - first)).sum()))
+            except (RuntimeError, AssertionError, TypeError, ValueError, ImportError, AttributeError) as error:
+                print(f"{name} is left out: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
+                del runs[name], found[name]
+        print(f"{len(ids[0])} tokens, {len(cases)} questions", flush=True)
+    full = statistics.mean(found["full cache"]["bytes"])
+    print(f"{'cache':28} right    of   KL     MiB   share  read s  token ms")
+    for name, of in found.items():
+        bytes_ = statistics.mean(of["bytes"])
+        print(
+            f"{name:28} {sum(of['right']):5.1f} {len(of['right']):5} {statistics.mean(of['kl']):.4f} {bytes_ / 2**20:6.2f}"
+            f" {bytes_ / full:6.3f} {statistics.median(of['read']):7.2f} {statistics.median(of['token']) * 1e3:8.1f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
