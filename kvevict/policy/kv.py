@@ -85,11 +85,14 @@ def steps(rows: Tensor, bits: int) -> Tensor:
     return (x.amax(-1) - x.amin(-1)) / 15
 
 
-def expected_errors(query: Tensor, seen: Tensor, key: Tensor, held: Tensor, scale: float, bits: int) -> Tensor:
+def expected_errors(
+    query: Tensor, seen: Tensor, key: Tensor, held: Tensor, centre: Tensor, scale: float, bits: int
+) -> Tensor:
     """fp32 [H] the expected error of a logit of each query head with keys of so many bits. A number is rounded by
     s / sqrt(12), s the step of its row, and so q . k by |q| s / sqrt(12). The medians of |q| and of s count.
 
-    query [B, H, T, D], key [B, Hkv, S, D] less the centre; seen, held: bool [B, heads or 1, *] the rows that count
+    query [B, H, T, D], key [B, Hkv, S, D], centre fp32 [B, Hkv, D]; seen, held: bool [B, heads or 1, *] the rows that
+    count
     """
 
     def median(of: Callable[[Tensor], Tensor], x: Tensor, counts: Tensor) -> Tensor:  # of every head
@@ -100,7 +103,7 @@ def expected_errors(query: Tensor, seen: Tensor, key: Tensor, held: Tensor, scal
     def norms(x: Tensor) -> Tensor:
         return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
 
-    of_queries, of_keys = median(norms, query, seen), median(lambda x: steps(x, bits), key, held)
+    of_queries, of_keys = median(norms, query, seen), median(lambda x: steps(x - centre[:, :, None], bits), key, held)
     group = len(of_queries) // len(of_keys)
     return of_queries * of_keys.repeat_interleave(group) * (scale / 12**0.5)
 

@@ -158,10 +158,11 @@ def main():
     full = statistics.mean(found["full cache"]["bytes"])
     print(f"{'cache':28} right    of   KL     MiB   share  read s  token ms")
     for name, of in found.items():
-        bytes_ = statistics.mean(of["bytes"])
+        kl, stored = statistics.mean(of["kl"]), statistics.mean(of["bytes"])
+        seconds, token = statistics.median(of["read"]), statistics.median(of["token"])
         print(
-            f"{name:28} {sum(of['right']):5.1f} {len(of['right']):5} {statistics.mean(of['kl']):.4f} {bytes_ / 2**20:6.2f}"
-            f" {bytes_ / full:6.3f} {statistics.median(of['read']):7.2f} {statistics.median(of['token']) * 1e3:8.1f}"
+            f"{name:28} {sum(of['right']):5.1f} {len(of['right']):5} {kl:.4f} {stored / 2**20:6.2f}"
+            f" {stored / full:6.3f} {seconds:7.2f} {token * 1e3:8.1f}"
         )
 
 

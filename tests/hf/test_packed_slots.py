@@ -59,7 +59,7 @@ def against_the_oracle(model, kind, turns=(40, 33, 1, 20)):
 @pytest.mark.parametrize("kind", PACKED)
 @pytest.mark.parametrize("dim", [8, 24, 80, 96])
 def test_head_dimensions(kind, dim):
-    """Two of them are no power of two: the Hadamard transform goes by blocks."""
+    """24, 80 and 96 are not powers of two: the Hadamard transform goes by blocks."""
     layers = against_the_oracle(tiny.model(head_dim=dim), kind)
     assert [layer.storage.bits for layer in layers] == [KINDS[kind]] * 4
 

@@ -165,7 +165,8 @@ def test_expected_errors_by_hand():
     q, k = torch.full((1, 2, 3, 4), 2.0), torch.tensor([3.0, -3.0, 3.0, 1.0]).expand(1, 1, 5, 4)
     every = torch.ones(1, 1, 3).bool(), torch.ones(1, 1, 5).bool()
     for bits, step in ((8, 3 / 127), (4, (4 - -2) / 15)):  # rotated: 2, 4, -2, 2
-        got = kv.expected_errors(q, every[0], k, every[1], 0.5, bits)
+        centre = torch.tensor([7.0, 1, -2, 0]).expand(1, 1, 4)
+        got = kv.expected_errors(q, every[0], k + centre, every[1], centre, 0.5, bits)
         torch.testing.assert_close(got, torch.full((2,), 4 * 0.5 * step / 12**0.5))
 
 
@@ -177,7 +178,8 @@ def test_expected_errors_are_those_of_logits(bits, dim):
     q, k = (torch.randn(400, dim, generator=g).double() * 5 for _ in range(2))
     error = q @ (ref.unpacked(ref.packed(k, bits), dim) - k).T * 0.1
     every = torch.ones(1, 1, 400).bool()
-    expected = kv.expected_errors(q.float()[None, None], every, k.float()[None, None], every, 0.1, bits)
+    rows = q.float()[None, None], every, k.float()[None, None], every
+    expected = kv.expected_errors(*rows, torch.zeros(1, 1, dim), 0.1, bits)
     assert error.square().mean().sqrt().item() == pytest.approx(expected.item(), rel=0.12)
 
 

@@ -223,10 +223,9 @@ class EvictionLayer(CacheLayerMixin):
         if not is_first:
             self.storage = self.storage.centred_at(centre, known)
             return
-        keys = keys - centre[:, :, None]
 
         def error(bits):
-            errors = kv.expected_errors(query, seen(query), keys, held, options["scale"], bits)
+            errors = kv.expected_errors(query, seen(query), keys, held, centre, options["scale"], bits)
             return float(ranks.gather(errors[None]).mean())
 
         self.bits = kv.chosen(kind, error)
