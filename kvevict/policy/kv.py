@@ -15,6 +15,7 @@ KINDS: dict[str, tuple[int | None, int | None]] = {
 }
 WIDER: dict[int, int | None] = {4: 8, 8: None}
 MOST = 1.0  # expected error of a logit above which keys take more bits
+FEW = 16  # keys of a head, or more, lie about as far from their centre as later ones; of fewer it counts as 0
 ROWS = 128  # of a chunk's queries and keys, at least, that choose the centre and the bits
 
 
@@ -103,6 +104,7 @@ def expected_errors(
     def norms(x: Tensor) -> Tensor:
         return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
 
+    centre = centre * (held.sum(2) >= FEW)[..., None]
     of_queries, of_keys = median(norms, query, seen), median(lambda x: steps(x - centre[:, :, None], bits), key, held)
     group = len(of_queries) // len(of_keys)
     return of_queries * of_keys.repeat_interleave(group) * (scale / 12**0.5)

@@ -139,6 +139,7 @@ def main():
     texts = [list(cases) for _, cases in groupby(TASKS.find("many")(settings), lambda case: case.context)]
     for cases in texts:
         ids, want = torch.tensor([ids_of(tokenizer, cases[0].context)]), {}
+        ids = ids[:, ids.shape[1] % 2 :]  # hqq's 4 bits fail on an odd number of groups
         for name, run in list(runs.items()):
             of, start = found[name], time.perf_counter()
             try:

@@ -162,12 +162,21 @@ def test_budgets_in_bytes_hold_more_packed_slots(model):
 
 
 def test_expected_errors_by_hand():
-    q, k = torch.full((1, 2, 3, 4), 2.0), torch.tensor([3.0, -3.0, 3.0, 1.0]).expand(1, 1, 5, 4)
-    every = torch.ones(1, 1, 3).bool(), torch.ones(1, 1, 5).bool()
+    q, k = torch.full((1, 2, 3, 4), 2.0), torch.tensor([3.0, -3.0, 3.0, 1.0]).expand(1, 1, 16, 4)
+    every = torch.ones(1, 1, 3).bool(), torch.ones(1, 1, 16).bool()
     for bits, step in ((8, 3 / 127), (4, (4 - -2) / 15)):  # rotated: 2, 4, -2, 2
         centre = torch.tensor([7.0, 1, -2, 0]).expand(1, 1, 4)
         got = kv.expected_errors(q, every[0], k + centre, every[1], centre, 0.5, bits)
         torch.testing.assert_close(got, torch.full((2,), 4 * 0.5 * step / 12**0.5))
+
+
+def test_few_keys_say_nothing_about_their_centre():
+    """A first call of one token: its key is the centre, so its own error would be 0."""
+    model = tiny.model("qwen2")
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.bias.view(2, 2, 16)[..., 14:] = 100  # rotation hardly turns these
+    for tokens, wider in ((1, [1]), (kv.FEW - 1, [1]), (150, [])):
+        assert read(model, "int4", prompt(1, tokens))[1]["wider_keys"] == wider
 
 
 @pytest.mark.parametrize("bits", [8, 4])
