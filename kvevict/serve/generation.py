@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from ..answer import KEEPS, within_positions
+from ..answer import KEEPS, room_of, within_positions
 from ..batch import Pools
 from ..compat import CACHE, cache_of
 from ..context import within
@@ -291,9 +291,21 @@ class Generation:
         return told(self._within(policy, tokens), self.tokenizer)
 
     def _within(self, policy, tokens: int):
-        """A policy for a prompt of so many tokens."""
-        repeats = policy.rows.repeats and policy.chunk_size is not None
-        return within_positions(policy, self.config, tokens) if repeats else policy
+        """A policy for a prompt of so many tokens. Raises Refused where no positions are left to repeat them."""
+        if (
+            not policy.rows.repeats
+            or self.context is None
+            or (policy.threshold is None and policy.slots(tokens) >= tokens)
+        ):
+            return policy
+        if self.context - tokens < room_of(policy):
+            raise Refused(
+                400,
+                f"after {tokens} tokens too few of the model's {self.context} positions are left to repeat them, which "
+                f"needs {room_of(policy)}: shorten the prompt, or give a kvevict.policy that reads once",
+                "context_length_exceeded",
+            )
+        return within_positions(policy, self.config, tokens)
 
 
 def _listed(value) -> list:
