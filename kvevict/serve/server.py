@@ -75,9 +75,9 @@ class Server:
         """Whose texts a request may see. Raises Refused without a right key."""
         if not self.keys:
             return "everyone"
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")  # as it was sent
-        for key in self.keys:
-            if hmac.compare_digest(given, key.encode()):
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        for key in self.keys if scheme.lower() == "bearer" else ():
+            if hmac.compare_digest(given.encode("latin-1"), key.encode()):  # as it was sent
                 return hashlib.sha256(key.encode()).hexdigest()[:16]
         raise Refused(401, "the API key is missing or wrong: send Authorization: Bearer KEY", "invalid_api_key")
 
@@ -176,6 +176,7 @@ class Server:
             raise Refused(400, "replace must be true or false")
         if not replace:
             self.texts.free(owner, name, text)
+        self.texts.fits(owner, name, text)
         asked = check.ours({"kvevict": {k: v for k, v in body.items() if k in TEXT}})
         call = self._of_text(STORE, owner, self.policies.of(asked, True), text)
         return await self._ended(call, f"{uuid.uuid4()}", request, self._store(call, name, replace, asked))

@@ -7,7 +7,6 @@ import shutil
 import socket
 from pathlib import Path
 
-import uvicorn
 from transformers.utils import logging as transformers_logging
 
 from ..analysis.run import load_model
@@ -18,7 +17,7 @@ from ..patch import in_slots, patch, slot_bytes
 from ..policy.checks import PLENTY
 from . import log
 from .app import application
-from .connections import serving
+from .connections import Serving
 from .metrics import OTHER
 from .options import Options
 from .policies import Policies
@@ -41,8 +40,7 @@ def start(model, host: str, port: int, options: Options) -> None:
         port = listening.getsockname()[1]
         facts = dict(model=server.name, host=host, port=port, page=page(host, port))
         log.LOG.info("ready", extra={"facts": facts})
-        config = serving(application(server), lambda status: server.metrics.refused(OTHER, status))
-        uvicorn.Server(config).run(sockets=[listening])
+        Serving(application(server), lambda status: server.metrics.refused(OTHER, status)).run(sockets=[listening])
 
 
 def page(host: str, port: int) -> str:

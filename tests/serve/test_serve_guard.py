@@ -186,6 +186,19 @@ def test_a_key_of_other_letters():
     assert sent(client, here | {"authorization": "Bearer schlussel"}, path="/v1/models")[0] == 401
 
 
+@pytest.mark.parametrize("given, want", [
+    ("Bearer one", 200), ("bearer one", 200), ("BEARER one", 200), ("one", 401), ("Basic one", 401), ("Bearer", 401),
+    ("Bearer  one", 401), ("Bearer one ", 401), ("Bearer one two", 401), ("", 401),
+])  # fmt: skip
+def test_how_a_key_is_sent(given, want):
+    client = Client(server(keys=("one",)))
+    assert sent(client, {"host": "localhost", "authorization": given}, path="/v1/models")[0] == want
+
+
+def test_health_has_a_head(client):
+    assert sent(client, {"host": "localhost"}, method="HEAD", path="/health")[0] == 200
+
+
 @pytest.mark.parametrize("name", ["", "http://texts.example", "[", "a b"])
 def test_a_host_that_is_none(name, capsys):
     assert main(["serve", "--port", "0", "--allow-host", name, "/nowhere"]) == 2

@@ -4,9 +4,11 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -224,6 +226,28 @@ def test_the_page_of_a_phone(asked, tmp_path):
         browser.close()
 
 
+def test_more_connections_than_files(process):  # noqa: F811
+    """Those that are too many are refused, one by one; the others are served, and the log stays short."""
+    server = process("--policy", "take", "--budget", "256", files=128)
+    address = "127.0.0.1", int(server.url.rpartition(":")[2])
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(socket.create_connection(address, timeout=60)) for _ in range(200)]
+        for each in held:
+            with contextlib.suppress(OSError):  # it was refused
+                each.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        statuses = Counter(_status(each) for each in held)
+    assert statuses[200] == 64 and set(statuses) <= {200, 503, None}
+    assert server.client.models.list().data[0].id == "small"
+    assert server.end() in (0, -signal.SIGTERM)
+    assert all(json.loads(line) for line in server.lines) and len(server.lines) < 20
+
+
+def _status(connection):
+    """Of a response; None: the connection was reset."""
+    with contextlib.suppress(OSError):
+        return int(connection.recv(1 << 12).split()[1])
+
+
 def test_it_stops(process):  # noqa: F811
     """It has logged no word of a prompt or an answer."""
     server = process("--policy", "take", "--budget", "256")
@@ -232,4 +256,4 @@ def test_it_stops(process):  # noqa: F811
     assert server.end() in (0, -signal.SIGTERM)
     log = "".join(server.lines)
     assert "Naislet" not in log and "baker" not in log  # no prompt, no answer
-    assert all(json.loads(line) for line in log.splitlines() if line.startswith("{"))
+    assert all(json.loads(line) for line in log.splitlines())
