@@ -60,7 +60,7 @@ class Server:
         self.keys, self.timeout, self.most, self.hosts = keys, timeout, most, hosts
         self.began = int(time.time())
         self.vocabulary = model.get_input_embeddings().num_embeddings
-        self.scheduler, self.metrics = Scheduler(model, batch, prefixes.memory, queue), Metrics()
+        self.scheduler, self.metrics = Scheduler(model, prefixes, batch, queue), Metrics()
         self.prefixes, self.manager = prefixes, Generation(model, tokenizer, prefixes, self.scheduler)
         self.calls: dict[str, Call] = {}  # that have not ended
         self._threads = CapacityLimiter(2)
@@ -183,7 +183,7 @@ class Server:
 
     async def _store(self, call, name, replace, asked):
         whole = await self._alone(call)
-        await self.manager.read(call, whole)
+        await self.manager.read(call)
         before = await self._aside(self.texts.put, call.owner, name, call.text, replace, asked)
         if before is not None:
             await self._forget(call.owner, before)
@@ -213,7 +213,7 @@ class Server:
         if not whole.ends:
             raise Refused(400, f"the text {name!r} is too short to be shared: all of it is read with each question")
         start, stop = whole.text
-        found = await self.manager.kept(call, whole, start)
+        found = await self.manager.kept(call, start)
 
         def response(tokenizer):
             pieces = parts(tokenizer, whole.ids[start:stop], found)

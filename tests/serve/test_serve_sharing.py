@@ -270,7 +270,7 @@ def test_how_far_a_read_is():
     other, seen, begun, go = Client(client.server, "two"), [], threading.Event(), threading.Event()
     prefix = client.server.manager._prefix
 
-    def held(call, prompt):
+    def held(call):
         check = call.check
 
         def checked():
@@ -280,7 +280,7 @@ def test_how_far_a_read_is():
             check()
 
         call.check = checked
-        return prefix(call, prompt)
+        return prefix(call)
 
     client.server.manager._prefix = held
 
