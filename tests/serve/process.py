@@ -18,10 +18,10 @@ openai = pytest.importorskip("openai", reason="the openai package is not install
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The bundled model with a chat template."""
+    """The bundled model with a chat template, which has tools."""
     made = tmp_path_factory.mktemp("model") / "small"
     shutil.copytree(kvevict.small_llama(), made)
-    (made / "chat_template.jinja").write_text(TEMPLATE)
+    (made / "chat_template.jinja").write_text("{% if tools %}{{ tools | tojson }}\n\n{% endif %}" + TEMPLATE)
     return made
 
 

@@ -132,6 +132,38 @@ def test_langchain(asked):
         chat.invoke("Once", n=17)
 
 
+@pytest.mark.parametrize("responses", [False, True])
+def test_langchain_s_tools_and_forms(asked, responses):
+    pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
+    from langchain_core.messages import HumanMessage, ToolMessage
+    from langchain_openai import ChatOpenAI
+    from pydantic import BaseModel, Field
+
+    class Code(BaseModel):
+        """A code."""
+
+        number: int = Field(ge=100_000, le=999_999)
+
+    chat = ChatOpenAI(
+        model="small", base_url=f"{asked.url}/v1", api_key="key", max_tokens=200, max_retries=0,
+        use_responses_api=responses,
+    )  # fmt: skip
+    question = HumanMessage(f"{TEXT}\n\n{asks('Orshan')}")
+    for method in ("json_schema", "function_calling"):
+        found = chat.with_structured_output(Code, method=method).invoke([question])
+        assert isinstance(found, Code), method
+    forced = chat.bind_tools([Code], tool_choice="Code", parallel_tool_calls=False)
+    answer, streamed = forced.invoke([question]), None
+    for part in forced.stream([question]):
+        streamed = part if streamed is None else streamed + part
+    [call], [same] = answer.tool_calls, streamed.tool_calls
+    assert call["name"] == "Code" and Code(**call["args"]) == Code(**same["args"])
+    assert chat.bind_tools([Code], tool_choice="none").invoke([question]).tool_calls == []
+    said = chat.bind_tools([Code]).invoke([question, answer, ToolMessage("it is right", tool_call_id=call["id"])])
+    assert said.usage_metadata["input_tokens"] > answer.usage_metadata["input_tokens"]
+
+
 def test_transformers_chat(asked, monkeypatch):
     """The client that `transformers chat` has, with what it sends."""
     from huggingface_hub import InferenceClient, constants
