@@ -8,12 +8,14 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+import zlib
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from process import folder, openai, process  # noqa: F401
-from serving import FACTS, TEXT, asks
+from serving import FACTS, FILLER, TEXT, asks
 
 import kvevict
 from kvevict.cli import main
@@ -87,6 +89,67 @@ def test_a_server_that_is_killed(process, tmp_path):  # noqa: F811
         capture_output=True, text=True,
     )  # fmt: skip
     assert other.returncode == 2 and "another server has it" in other.stderr
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_under_load(process, tmp_path):  # noqa: F811
+    """Each text that it said was stored is there again and right, and no file is damaged."""
+    options, stored = ("--budget", "256", "--share", "always", "--store", str(tmp_path / "store")), {}
+    for round_ in range(3):
+        server = process(*options)
+        for name, code in list(stored.items()):
+            found = _asked_of(server, name)
+            assert str(code) in found.choices[0].message.content, (round_, name)
+            assert found.usage.prompt_tokens_details.cached_tokens > 100
+        assert not [line for line in server.lines if "damaged" in line or "read again" in line or "Traceback" in line]
+        writers = [threading.Thread(target=_stores, args=(server, stored, f"{round_}{at}")) for at in range(3)]
+        for each in writers:
+            each.start()
+        while len(stored) < 4 * (round_ + 1) and all(each.is_alive() for each in writers):
+            time.sleep(0.01)
+        assert server.end(signal.SIGKILL) == -signal.SIGKILL
+        for each in writers:
+            each.join()
+    assert len(stored) >= 12
+
+
+def _stores(server, stored, who) -> None:
+    """Store one text after the other, and ask each."""
+    for at in range(100):
+        name, code = f"text {who} {at}", 100_000 + zlib.crc32(f"{who} {at}".encode()) % 900_000
+        text = f"{FILLER * 4}The code of Naislet is {code}. {FILLER * 4}"
+        try:
+            server.client.post("/kvevict/texts", body=dict(name=name, text=text), cast_to=object)
+            stored[name] = code
+            _asked_of(server, name)
+        except openai.OpenAIError:
+            return
+
+
+def _asked_of(server, name):
+    return server.ask(asks("Naislet"), extra_body=dict(kvevict=dict(text=name)))
+
+
+@pytest.mark.slow
+def test_slots_of_8_bits(process, asked, tmp_path):  # noqa: F811
+    """They answer as the model's own, and take less memory."""
+    server = process("--policy", "take", "--budget", "256", "--kv", "int8", "--store", str(tmp_path))
+    server.store(TEXT)
+    for name, code in FACTS.items():
+        answer = server.ask(asks(name), **OPENS)
+        assert (str(code) in answer.choices[0].message.content) == (
+            str(code) in asked.ask(asks(name), **OPENS).choices[0].message.content
+        )
+        assert answer.usage.prompt_tokens_details.cached_tokens > 500
+    assert str(FACTS["Orshan"]) in server.ask(f"{TEXT}\n\n{asks('Orshan')}").choices[0].message.content
+    assert _disk(server) < 0.6 * _disk(asked)
+
+
+def _disk(server) -> float:
+    text = server.client.with_options(base_url=server.url).get("/metrics", cast_to=str)
+    return next(
+        float(line.split()[1]) for line in text.splitlines() if line.startswith('kvevict_cache_bytes{place="disk"')
+    )
 
 
 def _ignored(function, *args):
