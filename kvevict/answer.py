@@ -159,7 +159,7 @@ def _patched(model, tokenizer, policy, options, tokens):
 
 def room_of(policy) -> int:
     """Positions after a prompt that a policy needs to repeat it, in its shortest chunks."""
-    return SHORTEST + len(policy.rows.instruction)  # of a text: letters, which are as many as tokens or more
+    return SHORTEST + len(policy.rows.instruction)  # of a text: letters, as many as tokens or more
 
 
 def within_positions(policy, config, tokens):

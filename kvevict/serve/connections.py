@@ -90,8 +90,8 @@ class Serving(uvicorn.Server):
     def __init__(self, app, note, **options):
         most = min(MOST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         connection: Any = functools.partial(Connection, most=most, note=note)
-        # A backlog is how many connections asyncio accepts before it looks at the first of them, which may be one too
-        # many. Without a descriptor for the next it goes on to try, and logs as many errors.
+        # asyncio accepts as many connections as the backlog says before it looks at the first of them. Without a
+        # descriptor for one it goes on to try, and logs an error for each.
         super().__init__(uvicorn.Config(
             app, http=connection, ws="none", log_config=None, backlog=max(most // 8, 1), timeout_graceful_shutdown=STOP,
             **options,

@@ -34,8 +34,8 @@ def schema_of_calls(choice: Any, tools: list | None, single: bool) -> dict | Non
 
 
 def _closed(schema: dict) -> dict:
-    """A schema whose object has the properties that are named, and no others unless it says so. Small models write them
-    without end."""
+    """A schema of an object with the properties that it names, and no others unless it says so. Small models write
+    them without end."""
     more = {"additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
     return schema if "properties" not in schema or more & set(schema) else schema | dict(additionalProperties=False)
 

@@ -21,7 +21,7 @@ class Lines(logging.Formatter):
 
 
 def to_stderr() -> None:
-    """Also what uvicorn and asyncio have to say."""
+    """Also the lines of uvicorn and asyncio."""
     handler = logging.StreamHandler()
     handler.setFormatter(Lines())
     for logger in (LOG, *map(logging.getLogger, ("uvicorn", "asyncio"))):
