@@ -20,6 +20,7 @@ from .prompts import frame, ids_of
 from .writing import Sampling, written
 
 KEEPS = Policy(score="streaming", budget=PLENTY, decode=False)  # stores all tokens that it reads
+SHORTEST = 16  # tokens of a chunk that is repeated at the end of the model's positions
 
 
 def unasked(decoder) -> str:
@@ -156,11 +157,20 @@ def _patched(model, tokenizer, policy, options, tokens):
     return evicting(model, told(chosen, tokenizer), tokenizer=False)
 
 
+def room_of(policy) -> int:
+    """Positions after a prompt that a policy needs to repeat it, in its shortest chunks."""
+    return SHORTEST + len(policy.rows.instruction)  # of a text: letters, as many as tokens or more
+
+
 def within_positions(policy, config, tokens):
-    """The policy, with chunks short enough that a chunk and its repetition fit the model's positions. Unchanged if that
-    needs chunks under 16 tokens."""
-    room = (getattr(config, "max_position_embeddings", None) or tokens + policy.chunk_size) - tokens
-    return build(policy, chunk_size=room) if policy.rows.repeats and 16 <= room < policy.chunk_size else policy
+    """The policy, with chunks (or parts of a prompt that was read before) short enough that their repetition fits the
+    model's positions. Unchanged if that needs chunks under `SHORTEST` tokens."""
+    context = getattr(config, "max_position_embeddings", None)
+    if not policy.rows.repeats or context is None:
+        return policy
+    room = context - tokens - room_of(policy) + SHORTEST
+    name, size = ("chunk_size", policy.chunk_size) if policy.schedule == "chunk" else ("part", policy.rows.part)
+    return build(policy, **{name: room}) if SHORTEST <= room < size else policy
 
 
 def _check(model) -> None:

@@ -89,7 +89,7 @@ def application(server: Server) -> FastAPI:
             raise server.other_model(name)
         return server.model()
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health():
         return {"status": "ok"}
 

@@ -52,6 +52,7 @@ class Call:
     template: dict = field(default_factory=dict)  # further arguments of the chat template
     prompt: Any = ""  # of /v1/completions: letters or ids
     whole: Prompt = field(default_factory=lambda: Prompt([]))  # the ids that the model reads
+    keys: list = field(default_factory=list)  # of its beginnings, by which they are stored
     parser: Any = lambda: None  # makes a parser of an answer to them
     began: float = field(default_factory=time.monotonic)
     first_token: float | None = None

@@ -17,6 +17,7 @@ LEAST = {  # of whole numbers
 }  # fmt: skip
 MOST = {"n": 16, "top_logprobs": 20}
 SEED = 1 << 63
+DEEPEST = 100  # lists and objects in each other, in a field
 SAMPLING = {"temperature": (0.01, 2), "top_p": (0.01, 1), "min_p": (0, 1), "repetition_penalty": (0.1, 10)}
 COUNTS = {"max_new_tokens": 1, "top_k": 0}  # of a generation_config, too
 FLAGS = "stream", "store", "parallel_tool_calls"
@@ -34,14 +35,14 @@ def parsed(data: bytes) -> dict:
         body = json.loads(data)
     except (ValueError, RecursionError):
         raise Refused(400, "the body is not JSON") from None
-    try:
-        json.dumps(body, ensure_ascii=False).encode()
-    except (UnicodeEncodeError, RecursionError):
-        raise Refused(400, "the body has half of a surrogate pair: send whole characters") from None
     if not isinstance(body, dict):
         raise Refused(400, "the body is not a JSON object")
     for name, value in body.items():
-        _must(not _beyond(value), f"{name[:200]} has a number that is not finite, or too large")
+        try:
+            name.encode()
+            _holds(name, value)
+        except UnicodeEncodeError:
+            raise Refused(400, "the body has half of a surrogate pair: send whole characters") from None
     said = _said(body)
     return {name: value if name in KEPT else _without_nulls(value) for name, value in said.items()}
 
@@ -57,20 +58,33 @@ def _without_nulls(value, depth: int = 2):
     return [_without_nulls(each, depth) for each in value] if isinstance(value, list) else value
 
 
-def _beyond(value) -> bool:
-    """Whether a number anywhere in a value is none that a float holds."""
-    left = [value]
-    while left:
-        each = left.pop()
-        if isinstance(each, (int, float)):
-            try:
-                if not math.isfinite(each):
-                    return True
-            except OverflowError:
-                return True
-        elif isinstance(each, (dict, list)):
-            left.extend(each.values() if isinstance(each, dict) else each)
-    return False
+def _holds(name: str, value) -> None:
+    """Raise Refused unless all numbers in a field are those of a float and it is not nested too deeply, and
+    UnicodeEncodeError for half of a surrogate pair. A loop, and no call for all of a field: other threads go on."""
+    level, depth = [value], 0
+    while level:
+        below: list = []
+        for each in level:
+            if isinstance(each, str):
+                if not each.isascii():
+                    each.encode()
+            elif isinstance(each, dict):
+                below.extend(each)
+                below.extend(each.values())
+            elif isinstance(each, list):
+                below.extend(each)
+            elif each is not None and not _finite(each):
+                _must(False, f"{name[:200]} has a number that is not finite, or too large")
+        level, depth = below, depth + 1
+        if depth >= DEEPEST and any(isinstance(each, (dict, list)) for each in level):
+            _must(False, f"{name[:200]} is nested more than {DEEPEST} deep")
+
+
+def _finite(number) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:
+        return False
 
 
 def generation(body: dict, vocabulary: int, template: str | None) -> None:

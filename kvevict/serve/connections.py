@@ -11,6 +11,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MOST = 1000  # connections at once
+QUEUE = 2048  # connections that the system holds until they are accepted
 STOP = 30  # seconds that running requests have to end when the server stops
 
 
@@ -83,9 +84,20 @@ def _cancel(timer) -> None:
         timer.cancel()
 
 
-def serving(app, note) -> uvicorn.Config:
-    """How uvicorn serves an application."""
-    most = min(MOST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+class Serving(uvicorn.Server):
+    """An application that is served. note: as of `Connection`."""
 
-    connection: Any = functools.partial(Connection, most=most, note=note)
-    return uvicorn.Config(app, http=connection, ws="none", log_level="warning", timeout_graceful_shutdown=STOP)
+    def __init__(self, app, note, **options):
+        most = min(MOST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        connection: Any = functools.partial(Connection, most=most, note=note)
+        # asyncio accepts as many connections as the backlog says before it looks at the first of them. Without a
+        # descriptor for one it goes on to try, and logs an error for each.
+        super().__init__(uvicorn.Config(
+            app, http=connection, ws="none", log_config=None, backlog=max(most // 8, 1), timeout_graceful_shutdown=STOP,
+            **options,
+        ))  # fmt: skip
+
+    async def startup(self, sockets=None) -> None:
+        await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(QUEUE)

@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from ..answer import KEEPS, within_positions
+from ..answer import KEEPS, room_of, within_positions
 from ..batch import Pools
 from ..compat import CACHE, cache_of
 from ..context import within
@@ -60,8 +60,8 @@ class Generation:
                 loop.call_soon_threadsafe(queue.put_nowait, item)
 
         begun = self.scheduler.submit(
-            self._begin, call, answers, give, call=call, tokens=functools.partial(self._left, call),
-            rows=len(answers), size=len(answers) * self._size(call, answers[0].most),
+            self._begin, call, answers, give, call=call, rows=len(answers),
+            size=len(answers) * self._size(call, answers[0].most),
         )  # fmt: skip
 
         def failed(done) -> None:
@@ -96,12 +96,6 @@ class Generation:
         ends, tokens = call.whole.ends, len(call.whole.ids)
         return self.slot * (self._widest(call.policy, tokens - (ends[-1] if ends else 0)) + new)
 
-    def _left(self, call: Call) -> int:
-        """Tokens of a call's prompt that are not stored."""
-        keys, prompt = self._keys(call, call.whole), call.whole
-        stored = (end for key, end in zip(keys, prompt.ends) if self.prefixes.knows(key))
-        return len(prompt.ids) - max(stored, default=0)
-
     def _matcher(self, call: Call):
         return None if call.schema is None else self.grammars.matcher(call.schema)
 
@@ -111,25 +105,22 @@ class Generation:
             config.max_new_tokens = min(config.max_new_tokens, self.context - len(call.whole.ids))
         return config
 
-    async def read(self, call: Call, prompt: Prompt) -> None:
+    async def read(self, call: Call) -> None:
         """Read a prompt's prefixes, and store the last one where a process that is killed leaves it."""
 
         def run():
-            self._prefix(call, prompt)
-            self.prefixes.flush(self._keys(call, prompt)[-1:])
+            self._prefix(call)
+            self.prefixes.flush(call.keys[-1:])
 
-        await self._in_thread(run, call=call, tokens=functools.partial(self._left, call))
+        await self._in_thread(run, call=call)
 
     async def forget(self, owner: str, text: str) -> None:
         """Remove what was kept of a stored text, after what runs now."""
         await self._in_thread(self.prefixes.forget, mark_of(owner, text))
 
-    async def kept(self, call: Call, prompt: Prompt, start: int):
+    async def kept(self, call: Call, start: int):
         """By how large a share of heads each token of a prompt's last prefix, from `start` on, is kept."""
-        return await self._in_thread(
-            lambda: shares(self._prefix(call, prompt), start, prompt.ends[-1]),
-            call=call, tokens=functools.partial(self._left, call),
-        )  # fmt: skip
+        return await self._in_thread(lambda: shares(self._prefix(call), start, call.whole.ends[-1]), call=call)
 
     async def _in_thread(self, function, *args, **facts):
         """The result of a function that the thread runs. Who waits may be cancelled, not the thread's future: setting
@@ -156,6 +147,8 @@ class Generation:
             cuts = chat_cuts(tokenizer, call.messages, call.template, prompt) if call.messages else None
             prompt = followed(call.policy, call.reader, self.sharing.cut(call.owner, prompt, call.reader, cuts))
         call.whole, call.prompt_tokens = prompt, len(prompt.ids)
+        policies = call.reader.policies(prompt.ends) if prompt.ends else []
+        call.keys = [self._key(call, policy, end) for policy, end in zip(policies, prompt.ends, strict=True)]
         if call.question is not None and find(tokenizer, prompt.ids, call.question) is None:
             raise Refused(400, "the prompt does not have kvevict.question: give its words as the prompt has them")
         self._matcher(call)  # refuses a schema
@@ -194,12 +187,12 @@ class Generation:
             custom_generate=take,
         )  # fmt: skip
         seed = None if call.seed is None else call.seed + at
-        return Row(call, answer, made[0], config.do_sample, seed, lambda parts: give((at, parts)), give)
+        return Row(call, at, answer, made[0], config.do_sample, seed, give)
 
     def _read(self, call: Call) -> tuple:
         """What `_through` gives after a call's whole prompt."""
         prompt, tokens = call.whole, len(call.whole.ids)
-        cache = self._prefix(call, prompt)
+        cache = self._prefix(call)
         start = 0 if cache is None else prompt.ends[-1]
         policy = call.reader.of(tokens) if call.hidden else call.policy
         if cache is None:
@@ -209,48 +202,48 @@ class Generation:
         asks = None if call.hidden else self._asking(call, prompt)
         return self._through(call, self._chosen(policy, tokens), cache, prompt.ids[start:], start, asks)
 
-    def _prefix(self, call: Call, prompt: Prompt):
+    def _prefix(self, call: Call):
         """A cache of the prompt up to its last end, of which the longest stored prefix is not read again; None without
         an end."""
+        prompt = call.whole
         if not prompt.ends:
             return None
-        keys, policies = self._keys(call, prompt), call.reader.policies(prompt.ends)
-        cache, start, known = None, 0, len(keys)
+        cache, start, known = None, 0, len(call.keys)
         while known and cache is None:
             known -= 1
-            cache = self.prefixes.get(keys[known])
+            cache = self.prefixes.get(call.keys[known])
         if cache is not None:
             known, start = known + 1, prompt.ends[known]
-        steps = list(zip(keys, policies, prompt.ends))[known:]
+        steps = list(zip(call.keys, call.reader.policies(prompt.ends), prompt.ends, strict=True))[known:]
         if not call.hidden:  # between the shortest and the longest nothing is stored
             steps = [step for step in steps if step[2] in (prompt.ends[0], prompt.ends[-1])]
         call.cached_tokens, call.shared_tokens = start, prompt.ends[-1]
         call.kept = call.reader.kept(call.shared_tokens)
         for key, policy, end in steps:
-            cache = self._beginning(call, prompt, cache, start, end, policy)
+            cache = self._beginning(call, cache, start, end, policy)
             self.prefixes.put(key, cache)
             cache, start = cache.fork(), end
         return cache
 
-    def _beginning(self, call: Call, prompt: Prompt, cache, start: int, end: int, policy):
+    def _beginning(self, call: Call, cache, start: int, end: int, policy):
         """A cache of the prompt up to an end, which follows a cache up to `start`. It is read in pieces: where the
         request ends before, what was kept of them waits for the next request, which goes on from there."""
         stops, part = pieces(self._within(policy, end), start, end), None
         for stop in stops[-2::-1]:
-            known = self.prefixes.get(self._key(call, prompt, policy, stop))
+            known = self.prefixes.get(self._key(call, policy, stop))
             if known is not None:
                 if call.cached_tokens == start:
                     call.cached_tokens = stop
-                cache, start, part = known, stop, self._key(call, prompt, policy, stop)
+                cache, start, part = known, stop, self._key(call, policy, stop)
                 break
         for stop in [stop for stop in stops if stop > start]:
             chosen = self._chosen(policy, end)
-            cache, _, _ = self._through(call, chosen, cache, prompt.ids[start:stop], start)
+            cache, _, _ = self._through(call, chosen, cache, call.whole.ids[start:stop], start)
             start = stop
             if part is not None:
                 self.prefixes.remove(part)
             if stop < end:
-                part = self._key(call, prompt, policy, stop)
+                part = self._key(call, policy, stop)
                 self.prefixes.put(part, cache)
                 cache = cache.fork()
         return cache
@@ -267,15 +260,8 @@ class Generation:
             )
             return cache_of(out), out.logits[0, -1], patch_of(self.decoder)
 
-    def _keys(self, call: Call, prompt: Prompt) -> list:
-        if not prompt.ends:
-            return []
-        return [
-            self._key(call, prompt, policy, end)
-            for policy, end in zip(call.reader.policies(prompt.ends), prompt.ends, strict=True)
-        ]
-
-    def _key(self, call: Call, prompt: Prompt, policy, end: int) -> str:
+    def _key(self, call: Call, policy, end: int) -> str:
+        prompt = call.whole
         start = len(prompt.ids) if prompt.text is None else prompt.text[0]
         text = call.text if end > start else None
         return key_of(call.owner, self.weights, policy, prompt.ids[:end], text)
@@ -291,9 +277,21 @@ class Generation:
         return told(self._within(policy, tokens), self.tokenizer)
 
     def _within(self, policy, tokens: int):
-        """A policy for a prompt of so many tokens."""
-        repeats = policy.rows.repeats and policy.chunk_size is not None
-        return within_positions(policy, self.config, tokens) if repeats else policy
+        """A policy for a prompt of so many tokens. Raises Refused where no positions are left to repeat them."""
+        if (
+            not policy.rows.repeats
+            or self.context is None
+            or (policy.threshold is None and policy.slots(tokens) >= tokens)
+        ):
+            return policy
+        if self.context - tokens < room_of(policy):
+            raise Refused(
+                400,
+                f"after {tokens} tokens too few of the model's {self.context} positions are left to repeat them, which "
+                f"needs {room_of(policy)}: shorten the prompt, or give a kvevict.policy that reads once",
+                "context_length_exceeded",
+            )
+        return within_positions(policy, self.config, tokens)
 
 
 def _listed(value) -> list:

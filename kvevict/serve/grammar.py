@@ -18,7 +18,7 @@ def schema_of(body: dict) -> dict | None:
     asked = body.get("response_format") or body.get("text", {}).get("format") or {}
     if asked.get("type") == "json_object":
         return dict(type="object")
-    return asked.get("json_schema", asked).get("schema", {}) if asked.get("type") == "json_schema" else None
+    return _closed(asked.get("json_schema", asked).get("schema", {})) if asked.get("type") == "json_schema" else None
 
 
 def schema_of_calls(choice: Any, tools: list | None, single: bool) -> dict | None:
@@ -33,8 +33,15 @@ def schema_of_calls(choice: Any, tools: list | None, single: bool) -> dict | Non
     return one if named or single else dict(type="array", items=one, minItems=1)
 
 
+def _closed(schema: dict) -> dict:
+    """A schema of an object with the properties that it names, and no others unless it says so. Small models write
+    them without end."""
+    more = {"additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
+    return schema if "properties" not in schema or more & set(schema) else schema | dict(additionalProperties=False)
+
+
 def _schema(function: dict) -> dict:
-    arguments = function.get("parameters") or dict(type="object")
+    arguments = _closed(function.get("parameters") or dict(type="object"))
     properties = dict(name=dict(const=function["name"]), arguments=arguments)
     return dict(type="object", properties=properties, required=list(properties), additionalProperties=False)
 

@@ -21,10 +21,12 @@ class Lines(logging.Formatter):
 
 
 def to_stderr() -> None:
+    """Also the lines of uvicorn and asyncio."""
     handler = logging.StreamHandler()
     handler.setFormatter(Lines())
-    LOG.handlers, LOG.propagate = [handler], False
-    LOG.setLevel(logging.INFO)
+    for logger in (LOG, *map(logging.getLogger, ("uvicorn", "asyncio"))):
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(logging.INFO if logger is LOG else logging.WARNING)
 
 
 def served(call, identity: str, status: int) -> None:

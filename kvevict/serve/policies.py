@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ..answer import room_of
 from ..policy.checks import PLENTY, one_of
 from ..policy.policy import build
 from ..policy.presets import PRESETS
@@ -71,7 +72,8 @@ class Policies:
         policy = self.built(name or self.unasked, self.share_budget if budget is None else budget)
         known = self.built(self.policy)
         least = 1 if budget is not None or known.budget is None else known.slots(0)
-        return Reader(policy, policy.budget, least, self.most)
+        longest = self.context - room_of(policy) if policy.rows.repeats else PLENTY
+        return Reader(policy, policy.budget, least, self.most, longest)
 
     def of(self, asked: dict, opens_text: bool) -> Chosen:
         """By a request's field `kvevict`. Raises Refused or ValueError for what cannot be had."""

@@ -10,17 +10,18 @@ from .written import Written
 
 
 class Row:
-    """processors  Transformers' `LogitsProcessorList`
+    """number      of the answer among the call's
+    processors  Transformers' `LogitsProcessorList`
     drawn       whether tokens are drawn; else the likeliest is taken
     seed        of the draws; None: any
-    give        is called with the parts of each token, and with None at the end
-    fails       is called with the error that ends the call
+    give        is called with (number, parts) for each token, with (number, None) at the end, and with an error that
+                ends the call
     """
 
     def __init__(
-        self, call: Call, answer: Written, processors, drawn: bool, seed: int | None, give: Callable, fails: Callable
+        self, call: Call, number: int, answer: Written, processors, drawn: bool, seed: int | None, give: Callable
     ):
-        self.call, self.answer, self.processors, self.give, self.fails = call, answer, processors, give, fails
+        self.call, self.number, self.answer, self.processors, self.give = call, number, answer, processors, give
         self.ended, self.token = False, 0
         prompt = call.whole.ids
         self._length, self._ids = len(prompt), torch.tensor([prompt + [0] * answer.most])
@@ -38,10 +39,10 @@ class Row:
             parts = self.answer.put(self.token, known)
             self._ids[0, self._length] = self.token
             self._length += 1
-            self.give(parts)
+            self.give((self.number, parts))
             if self.answer.over:
-                self.give(self.answer.close())
-                self.give(None)
+                self.give((self.number, self.answer.close()))
+                self.give((self.number, None))
                 self.ended = True
         except Exception as error:
             self.fail(error)
@@ -50,13 +51,14 @@ class Row:
         """End the call with an error."""
         self.ended = True
         if not isinstance(error, Cancelled):
-            self.fails(error)
+            self.give(error)
         self.call.cancel()
 
     def _chosen(self, scores) -> int:
         """Of scores [1, vocabulary]."""
         if self.processors:
-            scores = self.processors(self._ids[:, : self._length].to(scores.device), scores)
+            self._ids = self._ids.to(scores.device)  # with the first scores
+            scores = self.processors(self._ids[:, : self._length], scores)
         if self._noise is None:
             return int(scores.argmax())
         return int(torch.multinomial(scores.softmax(-1).cpu(), 1, generator=self._noise))

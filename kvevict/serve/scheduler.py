@@ -13,21 +13,20 @@ from ..engine.watch.watcher import Watcher
 from ..families import base_model, find_decoder
 from .call import Call
 from .errors import Refused
+from .prefixes import Prefixes
 
 
 @dataclass(eq=False)
 class Turn:
     """Work that waits for the model.
 
-    call    that it is for; None: for the server
-    tokens  a function: how many it would read now
-    rows    answers that it lets run
-    size    bytes of their slots at most
+    call  that it is for; None: for the server
+    rows  answers that it lets run
+    size  bytes of their slots at most
     """
 
     work: Callable
     call: Call | None = None
-    tokens: Callable = int
     rows: int = 0
     size: int = 0
     result: Future = field(default_factory=Future)
@@ -38,13 +37,14 @@ class Turn:
 
 
 class Scheduler(Watcher):
-    """most    answers that run at once
-    memory  bytes of their slots at most; an answer that needs more runs alone
-    queue   calls that may wait beside them
+    """prefixes  of the calls; an answer that needs more memory than these may take runs alone
+    most      answers that run at once
+    queue     calls that may wait beside them
     """
 
-    def __init__(self, model, most: int, memory: int, queue: int):
-        self.model, self.most, self.memory, self.queue = model, most, memory, queue
+    def __init__(self, model, prefixes: Prefixes, most: int, queue: int):
+        self.model, self.prefixes, self.most, self.queue = model, prefixes, most, queue
+        self.memory = prefixes.memory  # bytes of all answers' slots at most
         self._turns: list[Turn] = []
         self._inside: list[Turn] = []  # with a prompt that is read, or answers that run
         self._groups: list[Group] = []
@@ -101,7 +101,7 @@ class Scheduler(Watcher):
     def _beside(self, rows: int, most: int) -> None:
         turn = self._next(most)
         while turn is not None:
-            rows -= turn.tokens()
+            rows -= self._left(turn)
             self._take(turn)
             self._step()
             turn = self._next(min(most, rows))
@@ -120,7 +120,7 @@ class Scheduler(Watcher):
         """Whose turn it is: of those who read at most this many tokens, the owner with the fewest answers running, in
         the order they came."""
         with self._changed:
-            turns = [each for each in self._turns if most is None or each.tokens() <= most]
+            turns = [each for each in self._turns if most is None or self._left(each) <= most]
             served = Counter(each.owner for each in self._inside)
             turn = min(turns, key=lambda each: served[each.owner] if each.rows else 0, default=None)
             if turn is None or not self._fits(turn):
@@ -128,6 +128,14 @@ class Scheduler(Watcher):
             if turn is not None:
                 self._turns.remove(turn)
             return turn
+
+    def _left(self, turn) -> int:
+        """Tokens of a turn's prompt that are not stored."""
+        if turn.call is None:
+            return 0
+        prompt = turn.call.whole
+        stored = (end for key, end in zip(turn.call.keys, prompt.ends, strict=True) if self.prefixes.knows(key))
+        return len(prompt.ids) - max(stored, default=0)
 
     def _fits(self, turn) -> bool:
         inside = [each for each in self._inside if each.rows]

@@ -60,7 +60,7 @@ class Server:
         self.keys, self.timeout, self.most, self.hosts = keys, timeout, most, hosts
         self.began = int(time.time())
         self.vocabulary = model.get_input_embeddings().num_embeddings
-        self.scheduler, self.metrics = Scheduler(model, batch, prefixes.memory, queue), Metrics()
+        self.scheduler, self.metrics = Scheduler(model, prefixes, batch, queue), Metrics()
         self.prefixes, self.manager = prefixes, Generation(model, tokenizer, prefixes, self.scheduler)
         self.calls: dict[str, Call] = {}  # that have not ended
         self._threads = CapacityLimiter(2)
@@ -75,9 +75,9 @@ class Server:
         """Whose texts a request may see. Raises Refused without a right key."""
         if not self.keys:
             return "everyone"
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")  # as it was sent
-        for key in self.keys:
-            if hmac.compare_digest(given, key.encode()):
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        for key in self.keys if scheme.lower() == "bearer" else ():
+            if hmac.compare_digest(given.encode("latin-1"), key.encode()):  # as it was sent
                 return hashlib.sha256(key.encode()).hexdigest()[:16]
         raise Refused(401, "the API key is missing or wrong: send Authorization: Bearer KEY", "invalid_api_key")
 
@@ -176,13 +176,14 @@ class Server:
             raise Refused(400, "replace must be true or false")
         if not replace:
             self.texts.free(owner, name, text)
+        self.texts.fits(owner, name, text)
         asked = check.ours({"kvevict": {k: v for k, v in body.items() if k in TEXT}})
         call = self._of_text(STORE, owner, self.policies.of(asked, True), text)
         return await self._ended(call, f"{uuid.uuid4()}", request, self._store(call, name, replace, asked))
 
     async def _store(self, call, name, replace, asked):
         whole = await self._alone(call)
-        await self.manager.read(call, whole)
+        await self.manager.read(call)
         before = await self._aside(self.texts.put, call.owner, name, call.text, replace, asked)
         if before is not None:
             await self._forget(call.owner, before)
@@ -212,7 +213,7 @@ class Server:
         if not whole.ends:
             raise Refused(400, f"the text {name!r} is too short to be shared: all of it is read with each question")
         start, stop = whole.text
-        found = await self.manager.kept(call, whole, start)
+        found = await self.manager.kept(call, start)
 
         def response(tokenizer):
             pieces = parts(tokenizer, whole.ids[start:stop], found)

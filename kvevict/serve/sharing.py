@@ -32,12 +32,14 @@ class Reader:
     budget  slots of a beginning, or the share of its tokens that is kept; None: a threshold says how many
     least   slots of a beginning at least, where the budget is a share
     most    slots that memory holds
+    longest tokens of a beginning after which the model has positions left that the policy needs
     """
 
     policy: Policy
     budget: int | float | None
     least: int = 1
     most: int = PLENTY
+    longest: int = PLENTY
 
     def slots(self, tokens: int) -> int:
         """Of a beginning of so many tokens, at most."""
@@ -55,9 +57,17 @@ class Reader:
         much as one that is read at once."""
         return build(self.policy, budget=max(self.slots(tokens), self.policy.smallest_budget()))
 
+    def whole(self, tokens: int) -> bool:
+        """Whether all of a beginning is kept."""
+        return self.policy.threshold is None and self.slots(tokens) >= tokens
+
+    def worth(self, tokens: int) -> bool:
+        """Whether a beginning of so many tokens can be shared: memory holds a quarter of it, and it can be read."""
+        return tokens <= 4 * self.most and (tokens <= self.longest or self.whole(tokens))
+
     def policies(self, ends) -> list:
         """The policy of a beginning for each of its ends. One that fits is kept as it is: nothing needs a score."""
-        if self.policy.threshold is None and self.slots(ends[-1]) >= ends[-1]:
+        if self.whole(ends[-1]):
             whole = Policy(score="streaming", budget=PLENTY, decode=False, chunk_size=self.policy.chunk_size)
             return [whole] * len(ends)
         return [self.of(end) for end in ends]
@@ -113,15 +123,12 @@ class Sharing:
 
     @staticmethod
     def _ends(known, hashes, came, blocks, reader, cuts) -> tuple:
-        def worth(place):
-            return place <= 4 * reader.most  # there is memory for a quarter
-
         if cuts is None:
-            fits = [place for place in blocks if COMPLETION <= place <= came and worth(place)]
+            fits = [place for place in blocks if COMPLETION <= place <= came and reader.worth(place)]
             shared = [place for place in fits if known.get(hashes[place])]
             further = fits[-1:] if fits and fits[-1] - max(shared, default=0) >= FURTHER else []
             return (*shared, *further)
-        fits = [place for place in cuts if place >= CHAT and CAME * place <= came and worth(place)]
+        fits = [place for place in cuts if place >= CHAT and CAME * place <= came and reader.worth(place)]
         first = [place for place in fits[:1] if place == cuts[0]]  # other chats may begin with the same system prompt
         shared = [place for place in fits if known.get(hashes[place])]
         return tuple(sorted({*first, *shared, *fits[-1:]}))

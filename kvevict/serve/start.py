@@ -2,12 +2,13 @@
 
 import contextlib
 import fcntl
+import gc
 import os
 import shutil
 import socket
+import sys
 from pathlib import Path
 
-import uvicorn
 from transformers.utils import logging as transformers_logging
 
 from ..analysis.run import load_model
@@ -18,7 +19,7 @@ from ..patch import in_slots, patch, slot_bytes
 from ..policy.checks import PLENTY
 from . import log
 from .app import application
-from .connections import serving
+from .connections import Serving
 from .metrics import OTHER
 from .options import Options
 from .policies import Policies
@@ -27,6 +28,7 @@ from .server import Server
 from .texts import Texts
 
 SHAPES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
+SWITCH = 5e-4  # seconds that a thread waits for one that computes in Python; a token takes many turns
 BODY, LETTERS = 1 << 24, 64  # bytes of a request at most, in all and for each token of the context
 
 
@@ -38,11 +40,13 @@ def start(model, host: str, port: int, options: Options) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with own(options.store), socket.create_server((host, port), family=family) as listening:
         server = server_of(model, **vars(options))
+        gc.collect()
+        gc.freeze()  # a collection of all that was imported stops every thread for a third of a second
+        sys.setswitchinterval(SWITCH)
         port = listening.getsockname()[1]
         facts = dict(model=server.name, host=host, port=port, page=page(host, port))
         log.LOG.info("ready", extra={"facts": facts})
-        config = serving(application(server), lambda status: server.metrics.refused(OTHER, status))
-        uvicorn.Server(config).run(sockets=[listening])
+        Serving(application(server), lambda status: server.metrics.refused(OTHER, status)).run(sockets=[listening])
 
 
 def page(host: str, port: int) -> str:

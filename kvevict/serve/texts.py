@@ -65,6 +65,13 @@ class Texts:
         if self._texts.get((owner, name), (text,))[0] != text:
             raise Refused(409, f"there is a text {name!r} already: give another name", "text_exists", "name")
 
+    def fits(self, owner: str, name: str, text: str) -> int:
+        """Bytes of all texts with this one. Raises Refused where these are too many."""
+        size = self.bytes - self._texts.get((owner, name), ("", 0))[1] + _size(text)
+        if size > self.most:
+            raise Refused(507, f"the texts would take {size} bytes, and the server stores {self.most}: delete some")
+        return size
+
     def put(self, owner: str, name: str, text: str, replace: bool = True, asked: dict | None = None) -> str | None:
         """Store a text, in place of the one of this name, which is returned, if it may be replaced. asked: how it is
         read, where that is not the server's way. Raises Refused where it does not fit or cannot be written."""
@@ -72,10 +79,8 @@ class Texts:
         with self._lock:
             if not replace:
                 self.free(owner, name, text)
-            before, own, _ = self._texts.get((owner, name), (None, 0, {}))
-            size = self.bytes - own + _size(text)
-            if size > self.most:
-                raise Refused(507, f"the texts would take {size} bytes, and the server stores {self.most}: delete some")
+            size = self.fits(owner, name, text)
+            before = self._texts.get((owner, name), (None,))[0]
             if self.folder is not None:
                 path = self._path(owner, name)
                 try:

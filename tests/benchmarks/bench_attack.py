@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import http.client
 import json
+import multiprocessing
 import os
 import shutil
 import socket
@@ -148,24 +149,41 @@ def waits(port: int, path: str, body: bytes, until: float, found: list) -> None:
     connection.close()
 
 
-def row(port: int, step, seconds: float) -> list:
-    until, told, health, chat = time.monotonic() + seconds, Counter(), [], []
+def attacked(port: int, step, until: float, told) -> None:
+    """Four attackers. told: gets the number of each status."""
+    counts: Counter = Counter()
 
     def attack():
         while time.monotonic() < until:
             try:
-                told[step(port)] += 1
+                counts[step(port)] += 1
             except OSError:
-                told[0] += 1
+                counts[0] += 1
 
     threads = [threading.Thread(target=attack, daemon=True) for _ in range(4)]
-    threads.append(threading.Thread(target=waits, args=(port, "/health", b"", until, health)))
-    threads.append(threading.Thread(target=waits, args=(port, CHAT, json.dumps(ONE).encode(), until, chat)))
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(90)
-    statuses = " ".join(f"{'-' if status < 0 else status}:{count}" for status, count in sorted(told.items()))
+    told.put(counts)
+
+
+def row(port: int, step, seconds: float) -> list:
+    until, health, chat = time.monotonic() + seconds, [], []
+    forked = multiprocessing.get_context("fork")  # attackers take no time of the clients' process
+    told = forked.Queue()
+    attackers = forked.Process(target=attacked, args=(port, step, until, told))
+    attackers.start()
+    threads = [
+        threading.Thread(target=waits, args=(port, path, body, until, found))
+        for path, body, found in (("/health", b"", health), (CHAT, json.dumps(ONE).encode(), chat))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    statuses = " ".join(f"{'-' if status < 0 else status}:{count}" for status, count in sorted(told.get().items()))
+    attackers.join()
     return [statuses, *summary(health), *summary(chat)]
 
 

@@ -12,6 +12,7 @@ from test_choices import Slots
 from test_policies import BUDGET, CHUNK, VOCAB, compare, compare_in_chunks, kept, model, tokens
 
 import kvevict
+from kvevict.answer import room_of, within_positions
 from kvevict.engine.slots.carried import join
 from kvevict.policy import build
 from kvevict.policy.rows import repeat
@@ -353,6 +354,22 @@ def test_a_repetition_beyond_the_model_s_positions(chosen):
         assert made(ids[:, :24]).logits.shape[1] == 24
     with kvevict.evicting(made, "kvzip", budget=16, **chosen | dict(most=14)), torch.no_grad():
         made(ids)
+
+
+@pytest.mark.parametrize("chosen", [
+    dict(chunk_size=40), dict(chunk_size=40, instruction=(4, 5, 6)), dict(schedule="prompt", part=20),
+], ids=str)  # fmt: skip
+def test_chunks_that_are_repeated_within_the_model_s_positions(chosen):
+    made, ids = tiny.model(vocab_size=VOCAB, max_position_embeddings=64), tokens([[50]], 0)[0][0][None]
+    policy = build("kvzip", budget=16, **chosen)
+    room = room_of(policy)
+    assert within_positions(policy, made.config, 64 - room - 30) == policy
+    for tokens_ in (64 - room, 64 - room - 2):
+        fitted = within_positions(policy, made.config, tokens_)
+        assert fitted != policy
+        with kvevict.evicting(made, fitted), torch.no_grad():
+            assert made(ids[:, :tokens_]).logits.shape[1] == tokens_
+    assert within_positions(policy, made.config, 64 - room + 1) == policy
 
 
 def test_an_instruction_of_unknown_tokens_is_refused_before_anything_is_read():

@@ -18,23 +18,26 @@ openai = pytest.importorskip("openai", reason="the openai package is not install
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The bundled model with a chat template."""
+    """The bundled model with a chat template, which has tools."""
     made = tmp_path_factory.mktemp("model") / "small"
     shutil.copytree(kvevict.small_llama(), made)
-    (made / "chat_template.jinja").write_text(TEMPLATE)
+    (made / "chat_template.jinja").write_text("{% if tools %}{{ tools | tojson }}\n\n{% endif %}" + TEMPLATE)
     return made
 
 
 class Process:
-    def __init__(self, folder, *options, key="key"):
+    def __init__(self, folder, *options, key="key", files=None):
+        """files: that the process may open at most."""
         command = [sys.executable, "-m", "kvevict", "serve", str(folder), "--port", "0", "--chunk-size", "256"]
         own = dict(KVEVICT_API_KEY=key, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+        if files is not None:
+            command = ["sh", "-c", f'ulimit -n {files} && exec "$@"', "sh", *command]
         self.process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True, env=os.environ | own)
         self.lines = []
         for line in self.process.stderr:
             self.lines.append(line)
             if '"ready"' in line:
-                said = json.loads(line)
+                said, self.lines = json.loads(line), []  # what Transformers said while it loaded is gone
                 self.url, self.page = f"http://127.0.0.1:{said['port']}", said["page"]
                 break
         else:

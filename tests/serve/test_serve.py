@@ -111,7 +111,9 @@ def test_what_asks_in_a_chat(monkeypatch):
 
     spans, of_spans = [], Probe.of_spans
     monkeypatch.setattr(
-        Probe, "of_spans", lambda self, found, *ends: spans.extend(found) or of_spans(self, found, *ends)
+        Probe,
+        "of_spans",
+        lambda self, found, *more: spans.extend(each for row in found for each in row) or of_spans(self, found, *more),
     )
     client, tail = Client(server(policy="take:probe=8", budget=64)), "Answer in one line and be brief about it. " * 6
     messages = [

@@ -162,6 +162,22 @@ def test_answers_that_memory_does_not_hold_wait(monkeypatch):
     assert max(most) == 1
 
 
+def test_requests_that_cannot_be_answered_do_not_touch_others():
+    """No tokens, a prompt longer than the context, more answers than there may be, and more than memory and a batch
+    hold: one sentence, or a turn alone."""
+    bodies = [body("Once", max_tokens=20), body(FILLER, max_tokens=20), body("The baker", max_tokens=4, n=16)]
+    alone = [choices(Client(server()).ask("POST", PATH, each)) for each in bodies]
+    client = Client(server(memory=1 << 20, batch=4))
+    wrong = {
+        "max_tokens must be a whole number of at least 1": body("Once", max_tokens=0),
+        "the prompt has at least 2048 tokens, and the model's context is 2048: shorten it": body(FILLER * 200),
+        "n must be a whole number of at least 1, and at most 16": body("Once", n=17),
+    }
+    found = together(client, [*bodies, *wrong.values()])
+    assert [choices(each) for each in found[:3]] == alone
+    assert [each.json()["error"]["message"] for each in found[3:]] == list(wrong)
+
+
 def test_keys_get_their_turns_by_turns(monkeypatch):
     """One key's many requests do not keep another key's one from running."""
     made = server(batch=2, keys=("one", "two"))

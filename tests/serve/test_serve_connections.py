@@ -35,15 +35,11 @@ LEFT = threading.Event()
 
 class Running:
     def __init__(self):
-        import uvicorn
-
-        from kvevict.serve.connections import serving
+        from kvevict.serve.connections import Serving
 
         self.noted = []
         self.listening = socket.create_server(("127.0.0.1", 0))
-        config = serving(echo, self.noted.append)
-        config.lifespan = "off"
-        self.server = uvicorn.Server(config)
+        self.server = Serving(echo, self.noted.append, lifespan="off")
         self.thread = threading.Thread(target=self.server.run, kwargs=dict(sockets=[self.listening]))
         LEFT.clear()
 

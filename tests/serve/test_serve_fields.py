@@ -478,6 +478,24 @@ def test_an_answer_by_a_schema(path):
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_an_object_has_the_properties_that_are_named(path):
+    """Unless its schema says additionalProperties."""
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
+    schema = {name: value for name, value in SCHEMA.items() if name != "additionalProperties"}
+    comma = [at for letters, at in client().server.tokenizer.get_vocab().items() if letters.startswith(",")]
+    with constant(comma, [10.0] * len(comma)):  # the model would write more and more properties
+        closed = text_of(asked(path, **formed(path, schema), temperature=0.5, seed=1, **{LONG[path]: 60}))
+        tools = dict(tools=tools_of(path, schema, "g"), tool_choice="required", parallel_tool_calls=False)
+        called = asked(path, **tools, temperature=0.5, seed=1, **{LONG[path]: 100})
+        opened = formed(path, schema | dict(additionalProperties=True))
+        more = text_of(asked(path, **opened, temperature=0.5, seed=1, **{LONG[path]: 60}))
+    assert list(json.loads(closed)) == ["code", "kind"]
+    [item] = called["output"] if path == RESPONSES else called["choices"]
+    assert (item["type"] if path == RESPONSES else item["finish_reason"]) in ("function_call", "tool_calls")
+    assert more[len(closed) - 1] == ","
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
 @pytest.mark.parametrize("choice, single, want", [("required", False, None), ("required", True, 1), ("g", False, 1)])
 def test_a_forced_call(path, choice, single, want):
     """It follows the function's schema; a forced call that is cut is text."""

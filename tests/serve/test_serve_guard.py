@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import gc
 import importlib
 import json
 import logging
+import sys
 import threading
 
 import pytest
@@ -152,6 +154,44 @@ def test_numbers_that_are_small(client, numbers):
         assert said(response) == said(client.post("/v1/chat/completions", **ONCE, temperature=0))
 
 
+@pytest.mark.parametrize("path", FIELDS)
+def test_fields_that_are_nested_deeply(client, path):
+    """400 with the field's name, and no end of the stack."""
+    for field in FIELDS[path]:
+        for opened, inner, closed in ("[", "", "]"), ('{"a":', "1", "}"), ('[{"function":', "{}", "}]"):
+            for depth in (60, 101, 450, 490, 900):
+                rest = json.dumps({name: each for name, each in RIGHT[path].items() if name != field})[1:]
+                body = f'{{"{field}": {opened * depth}{inner}{closed * depth}{", " if len(rest) > 1 else ""}{rest}'
+                response = client.ask("POST", path, content=body)
+                assert response.status_code == 400 or (depth == 60 and response.status_code == 200), (field, depth)
+                if 101 <= depth < 490:
+                    assert f"{field} is nested more than 100 deep" in response.json()["error"]["message"]
+
+
+def test_a_process_of_its_own(monkeypatch, capsys):
+    """No collection of all modules' objects, and no other thread, holds the server long."""
+    from kvevict.serve import start
+    from kvevict.serve.options import Options
+
+    class Serving:
+        def __init__(self, app, note):
+            pass
+
+        def run(self, sockets):
+            assert gc.get_freeze_count() > 100_000 and sys.getswitchinterval() < 1e-3
+
+    monkeypatch.setattr(start, "Serving", Serving)
+    before, log = sys.getswitchinterval(), logging.getLogger("kvevict.serve")
+    handlers = log.handlers
+    try:
+        start.start(None, "127.0.0.1", 0, Options())
+    finally:
+        gc.unfreeze()
+        sys.setswitchinterval(before)
+        for each in (log, *map(logging.getLogger, ("uvicorn", "asyncio"))):
+            each.handlers, each.propagate = handlers if each is log else [], True
+
+
 def test_refusals_are_counted_and_logged(caplog):
     client = Client(server(keys=("one",)), "one")
     here = {"host": "localhost", "authorization": "Bearer one", "content-type": "application/json"}
@@ -184,6 +224,19 @@ def test_a_key_of_other_letters():
     here = {"host": "localhost", "authorization": "Bearer schlüssel"}  # `sent` writes UTF-8, as clients do
     assert sent(client, here, path="/v1/models")[0] == 200
     assert sent(client, here | {"authorization": "Bearer schlussel"}, path="/v1/models")[0] == 401
+
+
+@pytest.mark.parametrize("given, want", [
+    ("Bearer one", 200), ("bearer one", 200), ("BEARER one", 200), ("one", 401), ("Basic one", 401), ("Bearer", 401),
+    ("Bearer  one", 401), ("Bearer one ", 401), ("Bearer one two", 401), ("", 401),
+])  # fmt: skip
+def test_how_a_key_is_sent(given, want):
+    client = Client(server(keys=("one",)))
+    assert sent(client, {"host": "localhost", "authorization": given}, path="/v1/models")[0] == want
+
+
+def test_health_has_a_head(client):
+    assert sent(client, {"host": "localhost"}, method="HEAD", path="/health")[0] == 200
 
 
 @pytest.mark.parametrize("name", ["", "http://texts.example", "[", "a b"])

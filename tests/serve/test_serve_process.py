@@ -4,14 +4,18 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
+import zlib
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from process import folder, openai, process  # noqa: F401
-from serving import FACTS, TEXT, asks
+from serving import FACTS, FILLER, TEXT, asks
 
 import kvevict
 from kvevict.cli import main
@@ -87,6 +91,67 @@ def test_a_server_that_is_killed(process, tmp_path):  # noqa: F811
     assert other.returncode == 2 and "another server has it" in other.stderr
 
 
+@pytest.mark.slow
+def test_a_server_that_is_killed_under_load(process, tmp_path):  # noqa: F811
+    """Each text that it said was stored is there again and right, and no file is damaged."""
+    options, stored = ("--budget", "256", "--share", "always", "--store", str(tmp_path / "store")), {}
+    for round_ in range(3):
+        server = process(*options)
+        for name, code in list(stored.items()):
+            found = _asked_of(server, name)
+            assert str(code) in found.choices[0].message.content, (round_, name)
+            assert found.usage.prompt_tokens_details.cached_tokens > 100
+        assert not [line for line in server.lines if "damaged" in line or "read again" in line or "Traceback" in line]
+        writers = [threading.Thread(target=_stores, args=(server, stored, f"{round_}{at}")) for at in range(3)]
+        for each in writers:
+            each.start()
+        while len(stored) < 4 * (round_ + 1) and all(each.is_alive() for each in writers):
+            time.sleep(0.01)
+        assert server.end(signal.SIGKILL) == -signal.SIGKILL
+        for each in writers:
+            each.join()
+    assert len(stored) >= 12
+
+
+def _stores(server, stored, who) -> None:
+    """Store one text after the other, and ask each."""
+    for at in range(100):
+        name, code = f"text {who} {at}", 100_000 + zlib.crc32(f"{who} {at}".encode()) % 900_000
+        text = f"{FILLER * 4}The code of Naislet is {code}. {FILLER * 4}"
+        try:
+            server.client.post("/kvevict/texts", body=dict(name=name, text=text), cast_to=object)
+            stored[name] = code
+            _asked_of(server, name)
+        except openai.OpenAIError:
+            return
+
+
+def _asked_of(server, name):
+    return server.ask(asks("Naislet"), extra_body=dict(kvevict=dict(text=name)))
+
+
+@pytest.mark.slow
+def test_slots_of_8_bits(process, asked, tmp_path):  # noqa: F811
+    """They answer as the model's own, and take less memory."""
+    server = process("--policy", "take", "--budget", "256", "--kv", "int8", "--store", str(tmp_path))
+    server.store(TEXT)
+    for name, code in FACTS.items():
+        answer = server.ask(asks(name), **OPENS)
+        assert (str(code) in answer.choices[0].message.content) == (
+            str(code) in asked.ask(asks(name), **OPENS).choices[0].message.content
+        )
+        assert answer.usage.prompt_tokens_details.cached_tokens > 500
+    assert str(FACTS["Orshan"]) in server.ask(f"{TEXT}\n\n{asks('Orshan')}").choices[0].message.content
+    assert _disk(server) < 0.6 * _disk(asked)
+
+
+def _disk(server) -> float:
+    text = server.client.with_options(base_url=server.url).get("/metrics", cast_to=str)
+    return next(
+        float(line.split()[1]) for line in text.splitlines() if line.startswith('kvevict_cache_bytes{place="disk"')
+    )
+
+
 def _ignored(function, *args):
     with contextlib.suppress(openai.OpenAIError):
         function(*args)
@@ -128,6 +193,38 @@ def test_langchain(asked):
     assert str(FACTS["Velmora"]) in later.content
     with pytest.raises(openai.BadRequestError, match="n must be"):
         chat.invoke("Once", n=17)
+
+
+@pytest.mark.parametrize("responses", [False, True])
+def test_langchain_s_tools_and_forms(asked, responses):
+    pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
+    from langchain_core.messages import HumanMessage, ToolMessage
+    from langchain_openai import ChatOpenAI
+    from pydantic import BaseModel, Field
+
+    class Code(BaseModel):
+        """A code."""
+
+        number: int = Field(ge=100_000, le=999_999)
+
+    chat = ChatOpenAI(
+        model="small", base_url=f"{asked.url}/v1", api_key="key", max_tokens=200, max_retries=0,
+        use_responses_api=responses,
+    )  # fmt: skip
+    question = HumanMessage(f"{TEXT}\n\n{asks('Orshan')}")
+    for method in ("json_schema", "function_calling"):
+        found = chat.with_structured_output(Code, method=method).invoke([question])
+        assert isinstance(found, Code), method
+    forced = chat.bind_tools([Code], tool_choice="Code", parallel_tool_calls=False)
+    answer, streamed = forced.invoke([question]), None
+    for part in forced.stream([question]):
+        streamed = part if streamed is None else streamed + part
+    [call], [same] = answer.tool_calls, streamed.tool_calls
+    assert call["name"] == "Code" and Code(**call["args"]) == Code(**same["args"])
+    assert chat.bind_tools([Code], tool_choice="none").invoke([question]).tool_calls == []
+    said = chat.bind_tools([Code]).invoke([question, answer, ToolMessage("it is right", tool_call_id=call["id"])])
+    assert said.usage_metadata["input_tokens"] > answer.usage_metadata["input_tokens"]
 
 
 def test_transformers_chat(asked, monkeypatch):
@@ -224,6 +321,28 @@ def test_the_page_of_a_phone(asked, tmp_path):
         browser.close()
 
 
+def test_more_connections_than_files(process):  # noqa: F811
+    """Those that are too many are refused, one by one; the others are served, and the log stays short."""
+    server = process("--policy", "take", "--budget", "256", files=128)
+    address = "127.0.0.1", int(server.url.rpartition(":")[2])
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(socket.create_connection(address, timeout=60)) for _ in range(200)]
+        for each in held:
+            with contextlib.suppress(OSError):  # it was refused
+                each.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        statuses = Counter(_status(each) for each in held)
+    assert statuses[200] == 64 and set(statuses) <= {200, 503, None}
+    assert server.client.models.list().data[0].id == "small"
+    assert server.end() in (0, -signal.SIGTERM)
+    assert all(json.loads(line) for line in server.lines) and len(server.lines) < 20
+
+
+def _status(connection):
+    """Of a response; None: the connection was reset."""
+    with contextlib.suppress(OSError):
+        return int(connection.recv(1 << 12).split()[1])
+
+
 def test_it_stops(process):  # noqa: F811
     """It has logged no word of a prompt or an answer."""
     server = process("--policy", "take", "--budget", "256")
@@ -232,4 +351,4 @@ def test_it_stops(process):  # noqa: F811
     assert server.end() in (0, -signal.SIGTERM)
     log = "".join(server.lines)
     assert "Naislet" not in log and "baker" not in log  # no prompt, no answer
-    assert all(json.loads(line) for line in log.splitlines() if line.startswith("{"))
+    assert all(json.loads(line) for line in log.splitlines())

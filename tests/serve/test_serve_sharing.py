@@ -45,6 +45,29 @@ def test_a_system_prompt_that_comes_again():
     assert [said(ask(always, name)) for name in ("Orshan", "Velmora")] == [said(each) for each in answers[1:3]]
 
 
+@pytest.mark.parametrize("ends, shares", [(2032, True), (2033, False), (2040, False)])
+def test_a_beginning_that_the_model_has_no_positions_left_to_repeat(ends, shares):
+    """It is answered without sharing, as the first request is."""
+    client = automatic(unasked="kvzip")
+    ids = client.server.tokenizer(FILLER * 150, add_special_tokens=False)["input_ids"]
+    before = len(client.server.tokenizer("\n\n", add_special_tokens=False)["input_ids"])
+    system = dict(role="system", content=client.server.tokenizer.decode(ids[: ends - before]))
+    asked = [
+        dict(messages=[system, dict(role="user", content=each)], max_tokens=1) for each in ("Who?", "Why?", "Who?")
+    ]
+    first, *others = (client.post("/v1/chat/completions", **each) for each in asked)
+    assert cached(first) == 0
+    assert [cached(each) for each in others] == [0, ends if shares else 0]
+    hidden = client.post("/v1/chat/completions", **asked[0], kvevict=dict(question=None))
+    if shares:
+        assert hidden.status_code == 200
+    else:
+        error = hidden.json()["error"]
+        assert error["code"] == "context_length_exceeded" and "kvevict.policy that reads once" in error["message"]
+        once = dict(question=None, policy="read-once")
+        assert client.post("/v1/chat/completions", **asked[0], kvevict=once).status_code == 200
+
+
 def test_a_request_says_what_is_shared():
     client = automatic()
     always, never, unsaid = dict(share="always"), dict(share="never"), {}
@@ -247,7 +270,7 @@ def test_how_far_a_read_is():
     other, seen, begun, go = Client(client.server, "two"), [], threading.Event(), threading.Event()
     prefix = client.server.manager._prefix
 
-    def held(call, prompt):
+    def held(call):
         check = call.check
 
         def checked():
@@ -257,7 +280,7 @@ def test_how_far_a_read_is():
             check()
 
         call.check = checked
-        return prefix(call, prompt)
+        return prefix(call)
 
     client.server.manager._prefix = held
 
