@@ -5,7 +5,7 @@
  * copied while S = Q K^T is computed, the next K during the softmax and O += P V. Only tiles on the diagonal are
  * masked; tiles that no row sees are not read. Where so few tiles would leave most of a GPU idle, the columns of each
  * are cut into splits, a block for each, and a second kernel combines them. */
-// budget: regs 255, smem 99328
+// budget: regs 255, smem 99424
 #include "stream.cuh"
 
 constexpr int64_t FEW =
@@ -54,16 +54,17 @@ template <class E, int D, class X, bool SPLIT>
 static __global__ void __launch_bounds__(X::THREADS, 1)
     attend_kernel(const kv_attend a, const Logits logits, const Parts parts) {
   E *const q = shared_memory<E>();
-  AttendRow *const known = reinterpret_cast<AttendRow *>(q + (X::ROWS + 2 * X::KEYS) * D);
+  AttendRow *const known = reinterpret_cast<AttendRow *>(reinterpret_cast<char *>(q) + X::SHARED);
   const AttendRow *const mine = known + warp_row<X>() + fragment_row();
   const int kv_head = block_head();
   if (kv_head >= a.B * a.Hkv) return;
   const int b = kv_head / a.Hkv, h = kv_head % a.Hkv, G = a.H / a.Hkv, thread = threadIdx.x;
   const int stop = a.stop ? a.stop[b] : (int)a.S;
-  const kv_segments keys = kv_keys_of(&a.slots, &a.chunk, b, h, a.Hkv, stop, a.D, sizeof(E));
-  const kv_segments values = kv_values_of(&a.slots, &a.chunk, b, h, a.Hkv, stop, a.D, sizeof(E));
+  const Columns keys = key_columns<E>(a.slots, a.chunk, b, h, a.Hkv, stop, a.D);
+  const Columns values = value_columns<E>(a.slots, a.chunk, b, h, a.Hkv, stop, a.D);
   const Rows rows = {h * G, 0, (int)a.T * G, divisor(G)};
-  const Bounds bounds = {(int)(keys.len - a.chunk.first[b] + a.S - a.T), a.stop ? keys.n : keys.len, keys.n};
+  const Bounds bounds = {(int)(keys.at.len - a.chunk.first[b] + a.S - a.T), a.stop ? keys.at.n : keys.at.len,
+                         keys.at.n};
 
   /* The last rows see most: they start first. */
   const int splits = SPLIT ? parts.splits : 1, split = blockIdx.x % splits;

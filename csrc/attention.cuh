@@ -89,8 +89,8 @@ static __device__ __forceinline__ void transform(float (&s)[MT][NT][4], const Lo
 }
 
 /* WARPS warps of 16 MT query rows each against KEYS keys. A warp of 32 rows uses each fragment of K and V twice; where
- * the O of 32 rows does not fit the registers it has 16. Shared memory holds the rows and two tiles of keys or values:
- * at most 96 KiB. */
+ * the O of 32 rows does not fit the registers it has 16. Shared memory holds the rows, two tiles of keys or values, at
+ * most 96 KiB, and where these come from. */
 template <class E, int D, int MOST_MT = 2>
 struct RowTile {
   static constexpr bool HALF = sizeof(E) == 2;
@@ -98,7 +98,7 @@ struct RowTile {
   static constexpr int KEYS = HALF && D == 64 ? 128 : !HALF && D == 256 ? 32 : 64, THREADS = WARPS * 32;
   static constexpr int KEY_WARPS = 1;             /* among which a tile's keys are shared out */
   static constexpr int STEPS = KEYS > 64 ? 1 : 2; /* of multiply; registers hold no more */
-  static constexpr size_t SHARED = (size_t)(ROWS + 2 * KEYS) * D * sizeof(E);
+  static constexpr size_t TILES = (size_t)(ROWS + 2 * KEYS) * D * sizeof(E), SHARED = TILES + 2 * sizeof(Columns);
 };
 
 /* f(E{}, std::integral_constant<int, D>{}) */

@@ -19,7 +19,7 @@ const char *kv_status_text(kv_status status) {
       return "slots that are moved into others or read together with them must be of the same kind: 8 bits, 4 bits or "
              "as computed";
     case KV_NO_KIND:
-      return "8- and 4-bit slots have CPU kernels only";
+      return "the gradient of kl reads 8- and 4-bit slots on the CPU only; give it slots as computed";
     case KV_BAD_ISA:
       return "the environment variable KVEVICT_CPU_ISA is not an instruction set of this build; unset it or name one "
              "of cpu_isas()";
@@ -35,12 +35,10 @@ static int kv_bad_heads(int64_t B, int64_t H, int64_t Hkv, int64_t D, int counts
 
 static int kv_bad_dtype(kv_dtype dtype) { return dtype != KV_F32 && dtype != KV_F16 && dtype != KV_BF16; }
 
-/* Packed rows are read on a CPU alone, where counts are looked at. */
-static kv_status kv_slots_check(const kv_slots *slots, int counts) {
+static kv_status kv_slots_check(const kv_slots *slots) {
   for (int i = 0; i < 2; i++) {
     const kv_packing packing = i ? slots->v_packing : slots->k_packing;
     if (packing != KV_AS_COMPUTED && packing != KV_INT8 && packing != KV_INT4) return KV_BAD_DTYPE;
-    if (packing != KV_AS_COMPUTED && !counts) return KV_NO_KIND;
   }
   return KV_OK;
 }
@@ -68,7 +66,7 @@ static int kv_bad_alive(const kv_slots *slots, const kv_new *chunk, const int32_
 kv_status kv_attend_check(const kv_attend *a, int counts) {
   if (kv_bad_heads(a->B, a->H, a->Hkv, a->D, counts) || a->T < 0 || a->S < 0) return KV_BAD_SHAPE;
   if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
-  const kv_status kinds = kv_slots_check(&a->slots, counts);
+  const kv_status kinds = kv_slots_check(&a->slots);
   if (kinds != KV_OK || !counts) return kinds;
   if (kv_outside(a->slots.len, a->B * a->Hkv, INT32_MAX) || kv_outside(a->chunk.first, a->B, a->S)) return KV_BAD_COUNT;
   if (!a->stop) return KV_OK;
@@ -78,7 +76,7 @@ kv_status kv_attend_check(const kv_attend *a, int counts) {
 static kv_status kv_observers_check(const kv_observers *a, int64_t C, int counts) {
   if (kv_bad_heads(a->B, a->H, a->Hkv, a->D, counts) || a->R < 0 || a->S < 0 || C < 0) return KV_BAD_SHAPE;
   if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
-  const kv_status kinds = kv_slots_check(&a->slots, counts);
+  const kv_status kinds = kv_slots_check(&a->slots);
   if (kinds != KV_OK || !counts) return kinds;
   if (kv_bad_alive(&a->slots, &a->chunk, a->stop, a->B, a->Hkv, a->S, C)) return KV_BAD_COUNT;
   return kv_outside(a->row_first, a->B, a->R) ? KV_BAD_COUNT : KV_OK;
@@ -113,13 +111,14 @@ kv_status kv_kl_check(const kv_kl *a, int counts) {
 }
 
 kv_status kv_kl_grad_check(const kv_kl_grad *a, int counts) {
+  if (!counts && a->rows.slots.k_packing != KV_AS_COMPUTED) return KV_NO_KIND;
   return a->N < 0 ? KV_BAD_SHAPE : kv_observers_check(&a->rows, a->C, counts);
 }
 
 kv_status kv_refine_check(const kv_refine *a, int counts) {
   if (kv_bad_heads(a->B, a->Hkv, a->Hkv, a->D, counts) || a->S < 0 || a->C < 0) return KV_BAD_SHAPE;
   if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
-  const kv_status kinds = kv_slots_check(&a->slots, counts);
+  const kv_status kinds = kv_slots_check(&a->slots);
   if (kinds != KV_OK || !counts) return kinds;
   return kv_bad_alive(&a->slots, &a->chunk, a->stop, a->B, a->Hkv, a->S, a->C) ? KV_BAD_COUNT : KV_OK;
 }
@@ -127,7 +126,7 @@ kv_status kv_refine_check(const kv_refine *a, int counts) {
 kv_status kv_norm_check(const kv_norm *a, int counts) {
   if (kv_bad_heads(a->B, a->Hkv, a->Hkv, a->D, counts) || a->S < 0 || a->C < 0) return KV_BAD_SHAPE;
   if (kv_bad_dtype(a->dtype) || (a->p != 1 && a->p != 2)) return KV_BAD_DTYPE;
-  const kv_status kinds = kv_slots_check(&a->slots, counts);
+  const kv_status kinds = kv_slots_check(&a->slots);
   if (kinds != KV_OK || !counts) return kinds;
   return kv_bad_alive(&a->slots, &a->chunk, a->stop, a->B, a->Hkv, a->S, a->C) ? KV_BAD_COUNT : KV_OK;
 }
@@ -135,7 +134,7 @@ kv_status kv_norm_check(const kv_norm *a, int counts) {
 kv_status kv_quadratic_check(const kv_quadratic *a, int counts) {
   if (kv_bad_heads(a->B, a->H, a->Hkv, a->D, counts) || a->S < 0 || a->C < 0) return KV_BAD_SHAPE;
   if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
-  const kv_status kinds = kv_slots_check(&a->slots, counts);
+  const kv_status kinds = kv_slots_check(&a->slots);
   if (kinds != KV_OK || !counts) return kinds;
   return kv_bad_alive(&a->slots, &a->chunk, a->stop, a->B, a->Hkv, a->S, a->C) ? KV_BAD_COUNT : KV_OK;
 }
@@ -155,7 +154,7 @@ kv_status kv_select_check(const kv_select *a, int counts) {
 kv_status kv_compact_check(const kv_compact *a, int counts) {
   if (a->B < 0 || a->Hkv < 0 || a->S < 0 || a->K < 0 || a->D < 8 || a->D > KV_MOST_D || a->D % 8) return KV_BAD_SHAPE;
   if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
-  const kv_status kinds = kv_slots_check(&a->dst, counts);
+  const kv_status kinds = kv_slots_check(&a->dst);
   if (kinds != KV_OK) return kinds;
   if (a->src.k_packing && a->src.k_packing != a->dst.k_packing) return KV_BAD_KIND;
   if (a->src.v_packing && a->src.v_packing != a->dst.v_packing) return KV_BAD_KIND;
@@ -176,7 +175,7 @@ kv_status kv_compact_check(const kv_compact *a, int counts) {
 kv_status kv_decode_check(const kv_decode *a, int counts) {
   if (kv_bad_heads(a->B, a->H, a->Hkv, a->D, counts) || a->C < 0) return KV_BAD_SHAPE;
   if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
-  const kv_status kinds = kv_slots_check(&a->slots, counts);
+  const kv_status kinds = kv_slots_check(&a->slots);
   if (kinds != KV_OK) return kinds;
   const kv_slots *prefix = &a->prefix;
   if (prefix->k && (prefix->k_packing != a->slots.k_packing || prefix->v_packing != a->slots.v_packing))

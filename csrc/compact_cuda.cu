@@ -1,14 +1,15 @@
 /* Moves the kept slots of [stored | new] together on a GPU. A block moves a strip of 32 bytes of every row of one
- * head's keys or values, or the head's positions, in tiles of rows: load, barrier, store.
+ * head's keys or values, or the head's positions, in tiles of rows: load, barrier, store. Rows that are to be packed
+ * follow in a second kernel, as in place they come after those that are.
  *
  * In place: an ascending index has index[j] >= j, so a tile reads its own rows or later ones; no later tile reads what
  * it overwrites, and the barrier separates all reads of a tile from its writes.
  *
  * budget: regs 80, smem 0 */
+#include "columns.cuh"
 #include "launch.cuh"
-#include "vector.cuh"
 
-constexpr int THREADS = 256, UNROLL = 8, STRIP = 32;
+constexpr int THREADS = 256, UNROLL = 8, STRIP = 32, PACKERS = 16;
 
 /* from: the slots that move to rows j, j + lanes, .. */
 static __device__ __forceinline__ void load_indices(const int32_t *index, int j, int keep, int lanes,
@@ -17,12 +18,12 @@ static __device__ __forceinline__ void load_indices(const int32_t *index, int j,
   for (int u = 0; u < UNROLL; u++, j += lanes) from[u] = index && j < keep ? index[j] : j;
 }
 
-/* Moves one column of T of a head's rows from slots x to rows that start at `to`, spaced as the stored ones. Called by
- * all threads of the block; those with mine = false have no column. Thread `lane` of `lanes` moves every `lanes`-th
+/* Moves one column of T of a head's rows from slots x, those before `end`, to rows that start at `to`, spaced as the
+ * stored ones. Called by all threads of the block; those with mine = false have no column. Thread `lane` of `lanes` moves every `lanes`-th
  * row. */
 template <class T>
-static __device__ void move_column(kv_segments x, uint64_t to, bool mine, const int32_t *index, int keep, int lane,
-                                   int lanes) {
+static __device__ void move_column(kv_segments x, int end, uint64_t to, bool mine, const int32_t *index, int keep,
+                                   int lane, int lanes) {
   int from[UNROLL];
   load_indices(index, lane, keep, lanes, from);
   for (int j0 = lane; j0 - lane < keep; j0 += UNROLL * lanes) {
@@ -32,7 +33,7 @@ static __device__ void move_column(kv_segments x, uint64_t to, bool mine, const 
     for (int u = 0; u < UNROLL; u++) {
       const int i = from[u], j = j0 + u * lanes;
       const bool in_place = i < x.len && i == j && x.stored == to;
-      if (!mine || j >= keep || in_place) continue;
+      if (!mine || j >= keep || i >= end || in_place) continue;
       row[u] = *reinterpret_cast<const T *>(kv_segments_at(&x, i));
       moves |= 1u << u;
     }
@@ -44,32 +45,81 @@ static __device__ void move_column(kv_segments x, uint64_t to, bool mine, const 
   }
 }
 
-/* Block (head, i): i counts the strips of the keys, then of the values, then the positions. width: bytes of a row. */
-static __global__ void __launch_bounds__(THREADS, 3) compact_kernel(const kv_compact a, int width) {
+/* Keys or values of one kind of slots: how their rows are stored in src and in dst. */
+struct Moved {
+  const void *from;
+  unsigned char *to;
+  kv_packing from_packing, packing;
+  int bytes; /* of a row in dst */
+};
+
+static __host__ __device__ __forceinline__ Moved moved(const kv_compact &a, bool keys) {
+  const kv_packing packing = keys ? a.dst.k_packing : a.dst.v_packing;
+  return {keys ? a.src.k : a.src.v, static_cast<unsigned char *>(keys ? a.dst.k : a.dst.v),
+          keys ? a.src.k_packing : a.src.v_packing, packing,
+          (int)(packing == KV_AS_COMPUTED ? a.D * (a.dtype == KV_F32 ? 4 : 2) : kv_packed_bytes(packing, a.D))};
+}
+
+static __host__ __device__ __forceinline__ int strips_of(const Moved &x) {
+  return x.packing != KV_AS_COMPUTED && x.from_packing == KV_AS_COMPUTED ? 0 : (x.bytes + STRIP - 1) / STRIP;
+}
+
+/* Block (head, i): i counts the strips of the keys, then of the values, then the positions. Rows of src that are packed
+ * in dst alone, and new ones there, are left to pack_kernel. */
+static __global__ void __launch_bounds__(THREADS, 3) compact_kernel(const kv_compact a) {
   const int64_t head = blockIdx.x, b = head / a.Hkv, h = head % a.Hkv;
-  const int strips = (width + STRIP - 1) / STRIP, keep = a.keep[head];
+  const int of_keys = strips_of(moved(a, true)), keep = a.keep[head];
   const int32_t *index = a.index ? a.index + head * a.K : nullptr;
   const int64_t dst = a.dst.offset[head];
-  if ((int)blockIdx.y == 2 * strips) {
+  if (blockIdx.y == gridDim.y - 1) {
     const kv_segments pos = kv_positions_of(&a.src, &a.chunk, b, h, a.Hkv, a.S);
-    move_column<uint32_t>(pos, (uint64_t)(a.dst.pos + dst), true, index, keep, threadIdx.x, THREADS);
+    move_column<uint32_t>(pos, pos.n, (uint64_t)(a.dst.pos + dst), true, index, keep, threadIdx.x, THREADS);
     return;
   }
-  const bool keys = (int)blockIdx.y < strips;
-  const int lanes = STRIP / 16, at = blockIdx.y % strips * STRIP + threadIdx.x % lanes * 16;
-  const int64_t size = width / a.D;
-  kv_segments x = keys ? kv_keys_of(&a.src, &a.chunk, b, h, a.Hkv, a.S, a.D, size)
-                       : kv_values_of(&a.src, &a.chunk, b, h, a.Hkv, a.S, a.D, size);
-  x.stored += at, x.chunk += at;
-  const uint64_t to = (uint64_t)(keys ? a.dst.k : a.dst.v) + dst * width + at;
-  move_column<uint4>(x, to, at < width, index, keep, threadIdx.x / lanes, THREADS / lanes);
+  const bool keys = (int)blockIdx.y < of_keys;
+  const Moved x = moved(a, keys);
+  const int strip = keys ? blockIdx.y : blockIdx.y - of_keys, size = x.bytes / a.D;
+  const kv_segments plain = keys ? kv_keys_of(&a.src, &a.chunk, b, h, a.Hkv, a.S, a.D, size)
+                                 : kv_values_of(&a.src, &a.chunk, b, h, a.Hkv, a.S, a.D, size);
+  kv_segments at = columns_of(plain, x.from, a.src.offset[head], x.from_packing, nullptr, a.D).at;
+  const bool packed = x.packing != KV_AS_COMPUTED; /* then rows are multiples of 4 bytes */
+  const int unit = packed ? 4 : 16, lanes = STRIP / unit, first = strip * STRIP + threadIdx.x % lanes * unit;
+  at.stored += first, at.chunk += first;
+  const uint64_t to = (uint64_t)x.to + dst * x.bytes + first;
+  const int lane = threadIdx.x / lanes;
+  if (packed)
+    move_column<uint32_t>(at, at.len, to, first < x.bytes, index, keep, lane, THREADS / lanes);
+  else
+    move_column<uint4>(at, at.n, to, first < x.bytes, index, keep, lane, THREADS / lanes);
+}
+
+/* Block (head, i): packs rows of keys (i even) or values that are not packed yet, a warp a row. */
+template <class E>
+static __global__ void __launch_bounds__(THREADS) pack_kernel(const kv_compact a) {
+  const int64_t head = blockIdx.x, b = head / a.Hkv, h = head % a.Hkv;
+  const bool keys = blockIdx.y % 2 == 0;
+  const Moved x = moved(a, keys);
+  if (x.packing == KV_AS_COMPUTED) return;
+  const int32_t *index = a.index ? a.index + head * a.K : nullptr;
+  const kv_segments plain = keys ? kv_keys_of(&a.src, &a.chunk, b, h, a.Hkv, a.S, a.D, sizeof(E))
+                                 : kv_values_of(&a.src, &a.chunk, b, h, a.Hkv, a.S, a.D, sizeof(E));
+  const int keep = a.keep[head], done = x.from_packing == KV_AS_COMPUTED ? 0 : plain.len;
+  for (int j = blockIdx.y / 2 * (THREADS / 32) + warp_id(); j < keep; j += PACKERS * (THREADS / 32)) {
+    const int i = index ? index[j] : j;
+    if (i < done) continue;
+    pack_row(reinterpret_cast<const E *>(kv_segments_at(&plain, i)), x.packing,
+             keys ? centre_of(a.dst, head, a.D) : nullptr, (int)a.D, x.to + (a.dst.offset[head] + j) * x.bytes);
+  }
 }
 
 int64_t kv_compact_cuda_scratch(const kv_compact *) { return 0; }
 
 int kv_compact_cuda(const kv_compact *a, void *, void *stream) {
-  const int64_t heads = a->B * a->Hkv;
-  const int width = (int)a->D * (a->dtype == KV_F32 ? 4 : 2), strips = (width + STRIP - 1) / STRIP;
+  const unsigned heads = (unsigned)(a->B * a->Hkv), strips = strips_of(moved(*a, true)) + strips_of(moved(*a, false));
   if (heads == 0) return 0;
-  return launch<compact_kernel>(dim3((unsigned)heads, 2 * strips + 1), THREADS, 0, stream, *a, width);
+  const int error = launch<compact_kernel>(dim3(heads, strips + 1), THREADS, 0, stream, *a);
+  if (error || (a->dst.k_packing == KV_AS_COMPUTED && a->dst.v_packing == KV_AS_COMPUTED)) return error;
+  return dispatch(a->dtype, [&](auto e) {
+    return launch<pack_kernel<decltype(e)>>(dim3(heads, 2 * PACKERS), THREADS, 0, stream, *a);
+  });
 }

@@ -5,7 +5,7 @@
  * Up to 4 heads a group are computed by lanes (lanes.cuh), and whichever block finishes a head's last split combines
  * all of them. More heads are the rows of a tile (stream.cuh), whose products are on tensor cores in 16 bits.
  * Arithmetic is fp32, logits are in log2 units. */
-// budget: regs 255, smem 98304
+// budget: regs 255, smem 98400
 #include "lanes.cuh"
 
 constexpr int STEP = 64;          /* a split's slots are a multiple of this; a tile's, of its keys */
@@ -49,21 +49,27 @@ static __device__ __forceinline__ Cut cut_of(const kv_decode &a, const Parts &x,
 /* One split: slots c0 .. c1 - 1 of the prefix or of the head's own, of which the new row is the last. */
 template <class E>
 struct Split {
-  kv_segments k, v;
+  Columns k, v;
   int64_t new_row; /* where the new row is stored */
   const E *new_k, *new_v;
   int c0, c1;
   bool own, last;
 };
 
-/* n - 1 stored rows and the new row, addressed as slot n - 1 with the stored rows' stride. */
+/* n - 1 rows of `stored`, from `offset` on, and the new row, addressed as slot n - 1 with the stored rows' stride; where
+ * rows are packed it was stored before, by append_kernel. at: as of split_of. */
 template <class E>
-static __device__ __forceinline__ kv_segments slots_of(const E *stored, const E *chunk, int n, int D) {
+static __device__ __forceinline__ Columns slots_of(const void *stored, int64_t offset, const E *chunk, int n, int at,
+                                                   kv_packing packing, const float *centre, int D) {
   const int stride = D * (int)sizeof(E);
-  return {(uint64_t)stored, (uint64_t)chunk - (uint64_t)(n - 1) * stride, stride, stride, n - 1, n};
+  const E *const rows = static_cast<const E *>(stored) + offset * D + at;
+  const bool packed = packing != KV_AS_COMPUTED;
+  return columns_of(
+      {(uint64_t)rows, (uint64_t)(chunk + at) - (uint64_t)(n - 1) * stride, stride, stride, packed ? n : n - 1, n},
+      stored, offset, packing, centre, D);
 }
 
-/* at: the element of a row that the segments' addresses begin with. */
+/* at: the element of a row as computed that the columns' addresses begin with. */
 template <class E>
 static __device__ __forceinline__ Split<E> split_of(const kv_decode &a, const Cut &cut, int64_t head, int split,
                                                     int at) {
@@ -74,12 +80,11 @@ static __device__ __forceinline__ Split<E> split_of(const kv_decode &a, const Cu
   const int c0 = (own ? split - cut.before : split) * cut.size, c1 = min(end, c0 + cut.size);
   const int most = own ? len + 1 : INT32_MAX;
   const int64_t offset = (own ? a.slots.offset : a.prefix.offset)[head];
-  const E *const k = static_cast<const E *>(own ? a.slots.k : a.prefix.k) + offset * D + at;
-  const E *const v = static_cast<const E *>(own ? a.slots.v : a.prefix.v) + offset * D + at;
   const E *const new_k = static_cast<const E *>(a.chunk.k) + b * ks[0] + h * ks[1];
   const E *const new_v = static_cast<const E *>(a.chunk.v) + b * vs[0] + h * vs[1];
-  return {slots_of(k, new_k + at, most, D),
-          slots_of(v, new_v + at, most, D),
+  return {slots_of(own ? a.slots.k : a.prefix.k, offset, new_k, most, at, a.slots.k_packing,
+                   centre_of(a.slots, head, D), D),
+          slots_of(own ? a.slots.v : a.prefix.v, offset, new_v, most, at, a.slots.v_packing, nullptr, D),
           offset + len,
           new_k,
           new_v,
@@ -89,23 +94,38 @@ static __device__ __forceinline__ Split<E> split_of(const kv_decode &a, const Cu
           own && c1 == end};
 }
 
-/* Writes the head's new row after its slots. */
+/* Writes the head's new row after its slots, except where it is packed. */
 template <class E>
 static __device__ __forceinline__ void append(const kv_decode &a, int64_t head, const Split<E> &x) {
   const int d = threadIdx.x * VECTOR<E>;
   if (d < a.D) {
     const int64_t at = x.new_row * a.D + d;
-    *reinterpret_cast<uint4 *>(static_cast<E *>(a.slots.k) + at) = *reinterpret_cast<const uint4 *>(x.new_k + d);
-    *reinterpret_cast<uint4 *>(static_cast<E *>(a.slots.v) + at) = *reinterpret_cast<const uint4 *>(x.new_v + d);
+    if (a.slots.k_packing == KV_AS_COMPUTED)
+      *reinterpret_cast<uint4 *>(static_cast<E *>(a.slots.k) + at) = *reinterpret_cast<const uint4 *>(x.new_k + d);
+    if (a.slots.v_packing == KV_AS_COMPUTED)
+      *reinterpret_cast<uint4 *>(static_cast<E *>(a.slots.v) + at) = *reinterpret_cast<const uint4 *>(x.new_v + d);
   }
   if (threadIdx.x == 0) a.slots.pos[x.new_row] = a.chunk.pos[head / a.Hkv];
 }
 
-/* HEADS heads a group. Asked for two blocks an SM, ptxas does not spill registers to make room for four. */
-template <class E, int L, int V, int HEADS>
+/* Packs the new rows before other kernels read them: a warp has the key or the value of a head, blockIdx.x. */
+template <class E>
+static __global__ void __launch_bounds__(64) append_kernel(const kv_decode a) {
+  const int64_t head = blockIdx.x, b = head / a.Hkv, h = head % a.Hkv, row = a.slots.offset[head] + a.slots.len[head];
+  const bool keys = warp_id() == 0;
+  const kv_packing packing = keys ? a.slots.k_packing : a.slots.v_packing;
+  const int64_t *stride = keys ? a.chunk.k_stride : a.chunk.v_stride;
+  if (packing == KV_AS_COMPUTED) return;
+  pack_row(static_cast<const E *>(keys ? a.chunk.k : a.chunk.v) + b * stride[0] + h * stride[1], packing,
+           keys ? centre_of(a.slots, head, a.D) : nullptr, (int)a.D,
+           static_cast<unsigned char *>(keys ? a.slots.k : a.slots.v) + row * kv_packed_bytes(packing, a.D));
+}
+
+/* HEADS heads a group; PACKED: keys, values or both are packed. Asked for two blocks an SM, ptxas does not spill registers to make room for four. */
+template <class E, int L, int V, int HEADS, bool PACKED>
 static __global__ void __launch_bounds__(THREADS, 2)
     lanes_kernel(const kv_decode a, const Scratch x, const Logits logits) {
-  using R = HeadRows<E, L, V, HEADS>;
+  using R = HeadRows<E, L, V, HEADS, PACKED>;
   const int64_t head = blockIdx.x, b = head / a.Hkv, h = head % a.Hkv;
   const int D = (int)a.D;
   const Cut cut = cut_of<STEP>(a, x.parts, head);
@@ -117,7 +137,7 @@ static __global__ void __launch_bounds__(THREADS, 2)
     float *logit = x.logit ? x.logit + head * HEADS * a.C + (s.own ? prefix_len(a, head) : 0) : nullptr;
     const E *query = static_cast<const E *>(a.q) + b * a.q_stride[0] + h * HEADS * a.q_stride[1];
     R rows;
-    rows.start(query, a.q_stride[1], D, logits.of_query());
+    rows.start(query, a.q_stride[1], D, logits.of_query(), s.k);
     rows.attend(s.k, s.v, s.c0, s.c1, D, logits, logit, a.C);
     rows.merge(shared, D, x.parts.o + at * D, x.parts.ml + at);
     if (!block_is_last(x.parts.count + head, cut.splits, shared_memory<uint32_t>())) continue;
@@ -175,23 +195,26 @@ static __global__ void __launch_bounds__(THREADS) probs_kernel(const kv_decode a
   a.probs[head * a.C + c] = p / (float)G;
 }
 
+static bool is_packed(const kv_decode &a) {
+  return a.slots.k_packing != KV_AS_COMPUTED || a.slots.v_packing != KV_AS_COMPUTED;
+}
+
 template <class E, int L, int V, int HEADS>
 static int run(const kv_decode *a, const Scratch &x, void *stream) {
   const int64_t heads = a->B * a->Hkv,
                 mean = (a->rows_prefix + a->rows) / (heads * 2 * STEP) + 1;     /* splits of a head */
   const int64_t blocks = 4 * mean < x.parts.splits ? 4 * mean : x.parts.splits; /* a longer head's take several */
   const dim3 grid((unsigned)heads, (unsigned)blocks);
-  const auto shared = (size_t)HeadRows<E, L, V, HEADS>::shared_bytes(a->D);
+  const auto shared = (size_t)HeadRows<E, L, V, HEADS, false>::shared_bytes(a->D);
   const Logits logits = logits_of(a->scale, a->softcap);
-  return launch<lanes_kernel<E, L, V, HEADS>>(grid, THREADS, shared, stream, *a, x, logits);
+  if (is_packed(*a)) return launch<lanes_kernel<E, L, V, HEADS, true>>(grid, THREADS, shared, stream, *a, x, logits);
+  return launch<lanes_kernel<E, L, V, HEADS, false>>(grid, THREADS, shared, stream, *a, x, logits);
 }
 
 template <class E, int HEADS>
 static int run_width(const kv_decode *a, const Scratch &x, void *stream) {
-  constexpr int W = VECTOR<E>;
-  if (a->D <= 64) return run<E, 64 / W, 1, HEADS>(a, x, stream);
-  if (a->D <= 128) return run<E, 128 / W, 1, HEADS>(a, x, stream);
-  return run<E, 32, 8 / W, HEADS>(a, x, stream);
+  return with_lanes<E>(
+      a->D, [&](auto l, auto v) { return run<E, decltype(l)::value, decltype(v)::value, HEADS>(a, x, stream); });
 }
 
 static int run_lanes(const kv_decode *a, const Scratch &x, void *stream) {
@@ -247,7 +270,11 @@ int kv_decode_cuda(const kv_decode *a, void *memory, void *stream) {
   if (heads == 0) return 0;
   Cutter scratch = {memory, 0};
   const Scratch x = planned(a, scratch);
-  const int error = by_lanes(a) ? run_lanes(a, x, stream) : run_tiles(a, x, stream);
+  int error = 0;
+  if (is_packed(*a))
+    error = dispatch(
+        a->dtype, [&](auto e) { return launch<append_kernel<decltype(e)>>(dim3((unsigned)heads), 64, 0, stream, *a); });
+  if (error == 0) error = by_lanes(a) ? run_lanes(a, x, stream) : run_tiles(a, x, stream);
   if (error || !a->probs) return error;
   return launch<probs_kernel>(grid_of((a->C + THREADS - 1) / THREADS, heads), THREADS, 0, stream, *a, x.logit);
 }

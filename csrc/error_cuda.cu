@@ -65,12 +65,11 @@ static __global__ void __launch_bounds__(ErrorTile<E, D>::THREADS, 1)
   const int head = block_head();
   if (head >= rows.B * rows.Hkv) return;
   const Observed x = observed<E>(rows, head);
-  const kv_segments v_columns =
-      kv_values_of(&rows.slots, &rows.chunk, x.b, x.h, rows.Hkv, rows.stop[x.b], rows.D, sizeof(E));
+  const Columns v_columns = value_columns<E>(rows.slots, rows.chunk, x.b, x.h, rows.Hkv, rows.stop[x.b], rows.D);
   const int c0 = blockIdx.x * X::KEYS, at = warp_id() * 16, key = at + fragment_row(), thread = threadIdx.x;
   const int heads = heads_together(KV_SUM, a.group, x.G);
   const int from = max(x.row_first, rows.causal ? c0 - x.bounds.shift : 0); /* the first that sees a key of the tile */
-  const int count = c0 < x.k.n && from < rows.R ? ((int)rows.R - from) * heads : 0;
+  const int count = c0 < x.k.at.n && from < rows.R ? ((int)rows.R - from) * heads : 0;
   if (count) {
     tile_load<E, D, X::KEYS, X::THREADS>(k, x.k, c0, rows.D);
     tile_load<E, D, X::KEYS, X::THREADS>(v, v_columns, c0, rows.D);

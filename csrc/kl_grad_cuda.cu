@@ -124,16 +124,16 @@ static __global__ void __launch_bounds__(KL_THREADS, 2)
   share_vector<E>(query_at<E>(rows, head, r), D, shared.x);
   float c = 0;
   for (int i = threadIdx.x; i < seen; i += KL_THREADS)
-    c += weight_of(logits, dot<E>(kv_segments_at(&x.k, i), D, shared.x), lse).a * weight_grad(of, grad, i);
+    c += weight_of(logits, dot<E>(kv_segments_at(&x.k.at, i), D, shared.x), lse).a * weight_grad(of, grad, i);
   c = block_sum(c, shared.red);
   if (threadIdx.x == 0) {
     delta[head * rows.R + r] = c;
     if (r == 0) sums[2 * head] = of.target_sum, sums[2 * head + 1] = of.attention_sum;
   }
   weighted_sum<E>(
-      shared, seen, D, rows.scale, a.dq + (head * rows.R + r) * D, [&](int i) { return kv_segments_at(&x.k, i); },
+      shared, seen, D, rows.scale, a.dq + (head * rows.R + r) * D, [&](int i) { return kv_segments_at(&x.k.at, i); },
       [&](int i) {
-        const Weight w = weight_of(logits, dot<E>(kv_segments_at(&x.k, i), D, shared.x), lse);
+        const Weight w = weight_of(logits, dot<E>(kv_segments_at(&x.k.at, i), D, shared.x), lse);
         return w.a == 0 ? 0 : w.a * w.softcap_grad * (weight_grad(of, grad, i) - c);
       });
 }
@@ -149,12 +149,12 @@ static __global__ void __launch_bounds__(KL_THREADS, 2)
   const Observed x = observed<E>(rows, at);
   const KlShared shared = kl_shared();
   float *out = a.dk + (at * rows.S + j) * D;
-  const int first = rows.chunk.first[x.b], column = x.k.len + j - first;
+  const int first = rows.chunk.first[x.b], column = x.k.at.len + j - first;
   if (j < first || j >= rows.stop[x.b]) {
     if ((int)threadIdx.x < D) out[threadIdx.x] = 0;
     return;
   }
-  share_vector<E>(kv_segments_at(&x.k, column), D, shared.x);
+  share_vector<E>(kv_segments_at(&x.k.at, column), D, shared.x);
   const int64_t head0 = x.b * rows.H + x.h * G;
   weighted_sum<E>(
       shared, G * R, D, rows.scale, out, [&](int i) { return query_at<E>(rows, head0 + i / R, i % R); },
@@ -163,8 +163,9 @@ static __global__ void __launch_bounds__(KL_THREADS, 2)
         const int r = i % R;
         const float lse = rows.lse[x.b * rows.lse_stride[0] + head % rows.H * rows.lse_stride[1] + r];
         if (lse == -INFINITY || r < x.row_first || column >= x.bounds.seen(r)) return 0.0f;
-        const KlHead of = {min(x.k.n, (int)a.N), a.target + head * a.N, a.mean_attn + head * a.C,
-                           sums[2 * head],       sums[2 * head + 1],    sums[2 * head] == 0 || sums[2 * head + 1] == 0};
+        const KlHead of = {min(x.k.at.n, (int)a.N),  a.target + head * a.N,
+                           a.mean_attn + head * a.C, sums[2 * head],
+                           sums[2 * head + 1],       sums[2 * head] == 0 || sums[2 * head + 1] == 0};
         const Weight w = weight_of(logits, dot<E>(query_at<E>(rows, head, r), D, shared.x), lse * LOG2E);
         const float grad = weight_grad(of, row_grad(a, head), column) - delta[head * R + r];
         return w.a == 0 ? 0.0f : w.a * w.softcap_grad * grad;

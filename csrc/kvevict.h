@@ -19,6 +19,11 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+#ifdef __CUDACC__
+#define KV_ANYWHERE static __host__ __device__ inline
+#else
+#define KV_ANYWHERE static inline
+#endif
 
 /* The largest D: on a CPU a row must fit the stack, on a GPU a tile must fit shared memory (except for compact, which
  * takes KV_MOST_D there too). */
@@ -33,7 +38,7 @@ typedef enum { KV_F32 = 0, KV_F16 = 1, KV_BF16 = 2 } kv_dtype;
  *            matrix of the largest power of two that divides D, in blocks; u is made with s and lo as stored.
  * A row that is not finite is read as NaN. New rows are packed when they are stored, and then only moved. */
 typedef enum { KV_AS_COMPUTED = 0, KV_INT8 = 1, KV_INT4 = 2 } kv_packing;
-static inline int64_t kv_packed_bytes(kv_packing packing, int64_t D) { return (packing == KV_INT8 ? D : D / 2) + 4; }
+KV_ANYWHERE int64_t kv_packed_bytes(kv_packing packing, int64_t D) { return (packing == KV_INT8 ? D : D / 2) + 4; }
 
 typedef enum { KV_SUM = 0, KV_MEAN = 1, KV_MAX = 2, KV_NONE = 3 } kv_reduce; /* KV_NONE: only for heads of a group */
 typedef enum { KV_A = 0, KV_SQUARE = 1, KV_ENTROPY = 2 } kv_term;
@@ -45,7 +50,7 @@ typedef enum {
   KV_BAD_COUNT, /* keep, len, first, stop, lo, hi or an index is out of range */
   KV_NO_MEMORY, /* scratch could not be allocated */
   KV_BAD_KIND,  /* rows are to be moved or read together that are packed in different ways */
-  KV_NO_KIND,   /* the slots are packed, which only the CPU's kernels read */
+  KV_NO_KIND,   /* the slots are packed, which only the CPU's kernel of this op reads */
   KV_BAD_ISA,   /* KVEVICT_CPU_ISA is not an instruction set of this build */
 } kv_status;
 
@@ -264,7 +269,8 @@ typedef struct {
  * in the CPU's memory. kv_<op>_cpu begins with all of these checks.
  *
  * kv_<op>_cuda runs on the current CUDA device, on `stream` (a cudaStream_t), without waiting for it. Every pointer in
- * the struct is to that device's memory, and every row of q, k, v, o and the slots starts at a multiple of 16 bytes.
+ * the struct is to that device's memory, and every row of q, k, v, o and the slots starts at a multiple of 16 bytes,
+ * packed rows at one of 4.
  * scratch: kv_<op>_cuda_scratch(a) bytes of it, aligned to 256, with any content. The struct must have passed
  * kv_<op>_check without `counts`; the caller guarantees the counts, since reading them would wait for the device.
  * Returns 0, or the cudaError_t of a launch that failed; kv_cuda_text has its text. */

@@ -10,16 +10,18 @@ constexpr int THREADS = 128;
 
 /* A group of lanes' share of HEADS heads, those of one kv head: lane i has elements (v * L + i) * W .. of vector v. It loads AHEAD rows of
  * keys and of values at once: as many as registers hold, at most 8 so that an SM has room for several blocks. */
-template <class E, int L, int V, int HEADS>
+template <class E, int L, int V, int HEADS, bool PACKED>
 struct HeadRows {
-  static constexpr int W = VECTOR<E>, GROUPS = THREADS / L, AHEAD = (HEADS == 1 ? 8 : 16 / HEADS) / V;
+  static constexpr int W = VECTOR<E>, GROUPS = THREADS / L,
+                       AHEAD = (HEADS == 1 ? 8 : 16 / HEADS) / V / (PACKED ? 2 : 1);
   float q[HEADS][V][W], o[HEADS][V][W], m[HEADS], l[HEADS];
+  float more[HEADS]; /* what the centre of packed keys adds to every logit */
 
   static __device__ __forceinline__ int group() { return threadIdx.x / L; }
   static __device__ __forceinline__ int element(int v) { return (v * L + threadIdx.x % L) * W; }
 
-  /* query: the first head's row. Elements from D on are zeros. */
-  __device__ __forceinline__ void start(const E *query, int64_t stride, int D, float scale) {
+  /* query: the first head's row. Elements from D on are zeros. Keys of 4 bits meet rotated queries. */
+  __device__ __forceinline__ void start(const E *query, int64_t stride, int D, float scale, const Columns &k) {
 #pragma unroll
     for (int g = 0; g < HEADS; g++) {
       m[g] = -INFINITY, l[g] = 0;
@@ -31,23 +33,65 @@ struct HeadRows {
           o[g][v][i] = 0;
         }
     }
+    if constexpr (PACKED) start_packed(D, k);
   }
 
-  /* Rows c, c + GROUPS, ..; zeros for rows from c1 on and elements from D on. */
-  static __device__ __forceinline__ void load(const kv_segments &x, int c, int c1, int D, uint4 (&part)[AHEAD][V]) {
+  __device__ __forceinline__ void start_packed(int D, const Columns &k) {
 #pragma unroll
-    for (int u = 0; u < AHEAD; u++, c += GROUPS)
+    for (int g = 0; g < HEADS; g++) {
+      more[g] = 0;
+      if (k.packing == KV_AS_COMPUTED) continue;
 #pragma unroll
       for (int v = 0; v < V; v++)
-        part[u][v] =
-            load_once_16_if(reinterpret_cast<const uint4 *>(kv_segments_at(&x, c)) + v * L, c < c1 && element(v) < D);
+#pragma unroll
+        for (int i = 0; i < W; i++)
+          if (k.centre && element(v) < D) more[g] += q[g][v][i] * k.centre[element(v) + i];
+      more[g] = lanes_sum<L>(more[g]);
+      if (k.packing == KV_INT4) hadamard<W, L, V>(q[g], D);
+    }
+  }
+
+  /* f(packed), a constant: columns are all packed or none. */
+  template <class F>
+  static __device__ __forceinline__ void each_kind(const Columns &x, F f) {
+    if (!PACKED || x.packing == KV_AS_COMPUTED)
+      f(std::false_type{});
+    else
+      f(std::true_type{});
+  }
+
+  /* Columns c, c + GROUPS, ..; zeros for those from c1 on and elements from D on. Addresses as computed begin with
+   * element(0). */
+  static __device__ __forceinline__ void load(const Columns &x, int c0, int c1, int D, uint4 (&part)[AHEAD][V]) {
+    each_kind(x, [&](auto packed) {
+#pragma unroll
+      for (int u = 0; u < AHEAD; u++)
+#pragma unroll
+        for (int v = 0; v < V; v++) {
+          const int c = c0 + u * GROUPS;
+          const uint64_t row = kv_segments_at(&x.at, c);
+          if constexpr (decltype(packed)::value)
+            part[u][v] = packed_part<E>(row, x.packing, element(v), D, c < c1);
+          else
+            part[u][v] = load_once_16_if(reinterpret_cast<const uint4 *>(row) + v * L, c < c1 && element(v) < D);
+        }
+    });
+  }
+
+  template <bool packed>
+  static __device__ __forceinline__ void numbers(uint4 part, kv_packing packing, float (&x)[W]) {
+    if constexpr (packed)
+      packed_numbers<E>(part, packing, x);
+    else
+      vector_floats<E>(part, x);
   }
 
   /* s = q.k of the heads, equal in all lanes of the group */
-  __device__ __forceinline__ void dots(const uint4 (&k)[V], float (&s)[HEADS]) const {
+  template <bool packed>
+  __device__ __forceinline__ void dots(const uint4 (&k)[V], kv_packing packing, float (&s)[HEADS]) const {
     float x[V][W];
 #pragma unroll
-    for (int v = 0; v < V; v++) vector_floats<E>(k[v], x[v]);
+    for (int v = 0; v < V; v++) numbers<packed>(k[v], packing, x[v]);
 #pragma unroll
     for (int g = 0; g < HEADS; g++) {
       float sum = 0;
@@ -55,7 +99,7 @@ struct HeadRows {
       for (int v = 0; v < V; v++)
 #pragma unroll
         for (int i = 0; i < W; i++) sum += q[g][v][i] * x[v][i];
-      s[g] = lanes_sum<L>(sum);
+      s[g] = lanes_sum<L>(sum) + (packed ? more[g] : 0);
     }
   }
 
@@ -78,11 +122,12 @@ struct HeadRows {
     }
   }
 
-  __device__ __forceinline__ void add(const float (&p)[HEADS], const uint4 (&value)[V]) {
+  template <bool packed>
+  __device__ __forceinline__ void add(const float (&p)[HEADS], const uint4 (&value)[V], kv_packing packing) {
 #pragma unroll
     for (int v = 0; v < V; v++) {
       float x[W];
-      vector_floats<E>(value[v], x);
+      numbers<packed>(value[v], packing, x);
 #pragma unroll
       for (int g = 0; g < HEADS; g++)
 #pragma unroll
@@ -92,7 +137,7 @@ struct HeadRows {
 
   /* Slots c0 .. c1 - 1; logit: of the first head, heads C apart, or NULL. Every group of lanes runs the loop equally
    * often. */
-  __device__ __forceinline__ void attend(const kv_segments &k, const kv_segments &v, int c0, int c1, int D,
+  __device__ __forceinline__ void attend(const Columns &k, const Columns &v, int c0, int c1, int D,
                                          const Logits &logits, float *logit, int64_t C) {
     constexpr int STEP = AHEAD * GROUPS;
     uint4 keys[AHEAD][V], values[AHEAD][V];
@@ -101,8 +146,10 @@ struct HeadRows {
       const int c = base + group();
       float s[AHEAD][HEADS];
       load(v, c, c1, D, values);
+      each_kind(k, [&](auto packed) {
 #pragma unroll
-      for (int u = 0; u < AHEAD; u++) dots(keys[u], s[u]);
+        for (int u = 0; u < AHEAD; u++) dots<decltype(packed)::value>(keys[u], k.packing, s[u]);
+      });
       load(k, c + STEP, c1, D, keys); /* in flight during the rest */
       if (logits.cap > 0) {
 #pragma unroll
@@ -125,9 +172,15 @@ struct HeadRows {
             if (c + u * GROUPS < c1) logit[g * C + c + u * GROUPS] = s[u][g];
       }
       softmax(s);
+      each_kind(v, [&](auto packed) {
 #pragma unroll
-      for (int u = 0; u < AHEAD; u++) add(s[u], values[u]);
+        for (int u = 0; u < AHEAD; u++) add<decltype(packed)::value>(s[u], values[u], v.packing);
+      });
     }
+    if constexpr (PACKED)
+      if (v.packing == KV_INT4)
+#pragma unroll
+        for (int g = 0; g < HEADS; g++) hadamard<W, L, V>(o[g], D);
   }
 
   static int64_t shared_bytes(int64_t D) { return HEADS * GROUPS * (D + 2) * 4 + 16; }

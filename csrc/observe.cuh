@@ -19,15 +19,16 @@ static __device__ __forceinline__ float row_max_nan(float x) {
 /* One (b, kv head): its slots, and which of them the R rows see. */
 struct Observed {
   int b, h, G, row_first;
-  kv_segments k;
+  Columns k;
   Bounds bounds;
 };
 
 template <class E>
 static __device__ __forceinline__ Observed observed(const kv_observers &a, int head) {
   const int b = head / a.Hkv, h = head % a.Hkv;
-  const kv_segments k = kv_keys_of(&a.slots, &a.chunk, b, h, a.Hkv, a.stop[b], a.D, sizeof(E));
-  return {b, h, (int)(a.H / a.Hkv), a.row_first[b], k, {(int)(k.n - a.R), a.causal ? 0 : k.n, k.n}};
+  const Columns k = key_columns<E>(a.slots, a.chunk, b, h, a.Hkv, a.stop[b], a.D);
+  const int n = k.at.n;
+  return {b, h, (int)(a.H / a.Hkv), a.row_first[b], k, {(int)(n - a.R), a.causal ? 0 : n, n}};
 }
 
 /* A row without its query: `seen` is 0 where it sees nothing. An lse of NaN or a weight that is not finite makes lse

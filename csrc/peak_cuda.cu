@@ -29,7 +29,7 @@ static __global__ void __launch_bounds__(RowTile<E, D>::THREADS, 1)
   const Rows rows = {x.h * x.G, 0, (int)a.R * x.G, divisor(x.G)};
   const int row_tiles = gridDim.x / shares, share = blockIdx.x / row_tiles;
   const int row0 = (int)(blockIdx.x % row_tiles) * X::ROWS, row = row0 + warp_id() * MT * 16 + fragment_row();
-  const int begin = PEAK ? lo[head] : 0, end = PEAK ? hi[head] : x.k.n;
+  const int begin = PEAK ? lo[head] : 0, end = PEAK ? hi[head] : x.k.at.n;
   const int tiles = (max(end - begin, 0) + X::KEYS - 1) / X::KEYS;
   const int from = begin + (int)((int64_t)tiles * share / shares) * X::KEYS;
   const int to = min(min(end, begin + (int)((int64_t)tiles * (share + 1) / shares) * X::KEYS),
@@ -110,7 +110,7 @@ static int sweep(const kv_observers *a, const int32_t *lo, const int32_t *hi, fl
     using X = RowTile<decltype(e), D>;
     const int64_t row_tiles = (a->R * (a->H / a->Hkv) + X::ROWS - 1) / X::ROWS;
     const dim3 grid = grid_of(row_tiles * shares, a->B * a->Hkv);
-    return launch<sweep_kernel<decltype(e), D, PEAK>>(grid, X::THREADS, X::SHARED, stream, *a,
+    return launch<sweep_kernel<decltype(e), D, PEAK>>(grid, X::THREADS, X::TILES, stream, *a,
                                                       logits_of(a->scale, a->softcap), lo, hi, shares, parts);
   });
   if (error) return error;

@@ -155,6 +155,17 @@ static __device__ __forceinline__ uint4 load_once_16_if(const void *p, bool want
       : "l"(__cvta_generic_to_global(p)), "r"((int)wanted));
   return x;
 }
+/* The same for 4 bytes; `p` is 4-byte aligned. */
+static __device__ __forceinline__ uint32_t load_once_4_if(const void *p, bool wanted) {
+  uint32_t x = 0;
+  asm volatile(
+      "{.reg .pred wanted;\n"
+      "setp.ne.b32 wanted, %2, 0;\n"
+      "@wanted ld.global.nc.L1::no_allocate.u32 %0, [%1];}"
+      : "+r"(x)
+      : "l"(__cvta_generic_to_global(p)), "r"((int)wanted));
+  return x;
+}
 
 /* *p += x; returns the value before. What this thread wrote, or saw through a barrier, is visible to the whole GPU
  * before the addition; what earlier callers made visible so is visible to this thread after it. */

@@ -3,10 +3,9 @@
  * A block holds KEYS slots of a head as fp32 in shared memory and goes over the rows of A, ROWS at a time. A thread
  * multiplies one slot with EACH of these rows; what its threads found is added in order at the end.
  *
- * budget: regs 64, smem 82944 */
+ * budget: regs 80, smem 82944 */
+#include "columns.cuh"
 #include "grid.cuh"
-#include "vector.cuh"
-#include "warp.cuh"
 
 constexpr int THREADS = 256, KEYS = 64, GROUPS = THREADS / KEYS, EACH = 4, ROWS = GROUPS * EACH;
 constexpr int PAD = 4; /* floats between slots, so that a quarter of a warp reads 16 bytes each from different banks */
@@ -22,14 +21,17 @@ static __global__ void __launch_bounds__(THREADS) quadratic_kernel(const kv_quad
   if (head >= a.B * a.H) return;
   const int64_t b = head / a.H;
   const int h = (int)(head % a.H), D = a.D, width = D + PAD, c0 = blockIdx.x * KEYS, thread = threadIdx.x;
-  const kv_segments slots = kv_keys_of(&a.slots, &a.chunk, b, h / (a.H / a.Hkv), a.Hkv, a.stop[b], a.D, sizeof(E));
+  const Columns slots = key_columns<E>(a.slots, a.chunk, b, h / (a.H / a.Hkv), a.Hkv, a.stop[b], a.D);
   float *const x = shared_memory<float>(), *const rows = x + KEYS * width; /* [KEYS, width], [ROWS, D] */
-  for (int i = thread; i < KEYS * D / VECTOR<E>; i += THREADS) {
-    const int c = i / (D / VECTOR<E>), d = i % (D / VECTOR<E>)*VECTOR<E>;
-    float part[VECTOR<E>] = {};
-    if (c0 + c < slots.n) slot_floats<E>(slots, c0 + c, d, part);
+  for (int c = warp_id(); c < KEYS; c += THREADS / 32) {                   /* a warp has a slot */
+    constexpr int W = VECTOR<E>, V = 8 / W;
+    float part[V][W];
+    column_numbers<E, 32, V>(slots, c0 + c, c0 + c < slots.at.n, D, part);
 #pragma unroll
-    for (int j = 0; j < VECTOR<E>; j++) x[c * width + d + j] = part[j];
+    for (int v = 0; v < V; v++)
+#pragma unroll
+      for (int j = 0; j < W; j++)
+        if (const int d = (v * 32 + lane_id()) * W + j; d < D) x[c * width + d] = part[v][j];
   }
   const float *matrix = a.matrix + b * a.matrix_stride[0] + h * a.matrix_stride[1];
   const float *linear = a.linear ? a.linear + b * a.linear_stride[0] + h * a.linear_stride[1] : nullptr;
@@ -59,7 +61,7 @@ static __global__ void __launch_bounds__(THREADS) quadratic_kernel(const kv_quad
   __syncthreads();
   if (group > 0 || c0 + thread >= a.C) return;
   for (int g = 1; g < GROUPS; g++) total += rows[g * KEYS + thread];
-  a.out[head * a.C + c0 + thread] = c0 + thread < slots.n ? total : 0;
+  a.out[head * a.C + c0 + thread] = c0 + thread < slots.at.n ? total : 0;
 }
 
 int64_t kv_quadratic_cuda_scratch(const kv_quadratic *) { return 0; }

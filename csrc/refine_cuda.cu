@@ -6,16 +6,15 @@
  * budget: regs 64, smem 9216 */
 #include <float.h>
 
+#include "columns.cuh"
 #include "grid.cuh"
-#include "vector.cuh"
-#include "warp.cuh"
 
-constexpr int THREADS = 256, SPLIT = THREADS, LANES = 8, RUN = 32;
+constexpr int THREADS = 256, SPLIT = THREADS, RUN = 32;
 
 template <class E>
-static __device__ __forceinline__ kv_segments values_of(const kv_refine &a, int64_t head) {
+static __device__ __forceinline__ Columns values_of(const kv_refine &a, int64_t head) {
   const int64_t b = head / a.Hkv;
-  return kv_values_of(&a.slots, &a.chunk, b, head % a.Hkv, a.Hkv, a.stop[b], a.D, sizeof(E));
+  return value_columns<E>(a.slots, a.chunk, b, head % a.Hkv, a.Hkv, a.stop[b], a.D);
 }
 
 static __global__ void __launch_bounds__(THREADS) sum_kernel(const kv_refine a, float *sum) {
@@ -32,33 +31,38 @@ static __device__ __forceinline__ float share_of(const kv_refine &a, int64_t hea
   return sum == 0 ? 1 / (float)n : a.score[head * a.C + c] / sum;
 }
 
-/* Block (i, head): mean [B, Hkv, splits, D] of split i. Each thread takes the same 16 bytes of every `groups`-th
- * row. */
-template <class E>
+/* Block (i, head): mean [B, Hkv, splits, D] of split i. Each group of L lanes takes every GROUPS-th row. */
+template <class E, int L, int V>
 static __global__ void __launch_bounds__(THREADS) mean_kernel(const kv_refine a, const float *sum, float *mean) {
   const int64_t head = block_head();
   if (head >= a.B * a.Hkv) return;
-  const kv_segments v = values_of<E>(a, head);
-  const int D = a.D, vectors = D / VECTOR<E>, groups = THREADS / vectors, group = threadIdx.x / vectors;
-  const int d = threadIdx.x % vectors * VECTOR<E>, c0 = blockIdx.x * SPLIT, count = min(v.n - c0, SPLIT);
-  float *share = shared_memory<float>(), *part = share + SPLIT; /* [SPLIT], [groups, D] */
+  constexpr int W = VECTOR<E>, GROUPS = THREADS / L;
+  const Columns values = values_of<E>(a, head);
+  const int D = a.D, n = values.at.n, group = threadIdx.x / L, c0 = blockIdx.x * SPLIT, count = min(n - c0, SPLIT);
+  float *share = shared_memory<float>(), *part = share + SPLIT; /* [SPLIT], [GROUPS, D] */
   if ((int)threadIdx.x < count)
-    share[threadIdx.x] = a.fast ? 1 / (float)v.n : share_of(a, head, v.n, c0 + threadIdx.x, sum[head]);
+    share[threadIdx.x] = a.fast ? 1 / (float)n : share_of(a, head, n, c0 + threadIdx.x, sum[head]);
   __syncthreads();
-  float total[VECTOR<E>] = {};
-  for (int c = group; group < groups && c < count; c += groups) {
-    float x[VECTOR<E>];
-    slot_floats<E>(v, c0 + c, d, x);
+  float total[V][W] = {};
+  for (int first = 0; first < count; first += GROUPS) {
+    const int c = first + group;
+    const float weight = c < count ? share[c] : 0;
+    float x[V][W];
+    column_numbers<E, L, V>(values, c0 + c, c < count, D, x);
 #pragma unroll
-    for (int i = 0; i < VECTOR<E>; i++) total[i] += share[c] * x[i];
+    for (int v = 0; v < V; v++)
+#pragma unroll
+      for (int i = 0; i < W; i++) total[v][i] += weight * x[v][i];
   }
 #pragma unroll
-  for (int i = 0; i < VECTOR<E>; i++)
-    if (group < groups) part[group * D + d + i] = total[i];
+  for (int v = 0; v < V; v++)
+#pragma unroll
+    for (int i = 0; i < W; i++)
+      if (const int d = (v * L + (int)threadIdx.x % L) * W + i; d < D) part[group * D + d] = total[v][i];
   __syncthreads();
   if ((int)threadIdx.x >= D) return;
   float x = 0;
-  for (int g = 0; g < groups; g++) x += part[g * D + threadIdx.x];
+  for (int g = 0; g < GROUPS; g++) x += part[g * D + threadIdx.x];
   mean[(head * gridDim.x + blockIdx.x) * D + threadIdx.x] = x;
 }
 
@@ -76,49 +80,50 @@ static __device__ void add_means(const float *mean, int splits, int D, float *sh
   __syncthreads();
 }
 
-/* Block (head, i): out of split i. LANES lanes share a row. Told of four blocks an SM, ptxas does not spill for
- * eight. */
-template <class E>
+/* Block (head, i): out of split i. L lanes share a row. Told of four blocks an SM, ptxas does not spill for eight. */
+template <class E, int L, int V>
 static __global__ void __launch_bounds__(THREADS, 4)
     error_kernel(const kv_refine a, const float *sum, const float *mean) {
   const int64_t head = block_head();
   if (head >= a.B * a.Hkv) return;
-  const kv_segments v = values_of<E>(a, head);
+  constexpr int W = VECTOR<E>;
+  const Columns values = values_of<E>(a, head);
   float *m = shared_memory<float>();
-  const int D = a.D;
-  add_means(mean + head * gridDim.x * D, (v.n + SPLIT - 1) / SPLIT, D, m);
-  const int lane = threadIdx.x % LANES;
-  for (int i = 0; i < SPLIT; i += THREADS / LANES) {
-    const int c = blockIdx.x * SPLIT + i + threadIdx.x / LANES;
-    const E *const row = reinterpret_cast<const E *>(kv_segments_at(&v, c));
-    float square = 0;
-    for (int d = lane * VECTOR<E>; c < v.n && d < D; d += LANES * VECTOR<E>) {
-      float x[VECTOR<E>];
-      vector_floats<E>(load_once_16(row + d), x);
+  const int D = a.D, n = values.at.n;
+  add_means(mean + head * gridDim.x * D, (n + SPLIT - 1) / SPLIT, D, m);
+  const int lane = threadIdx.x % L;
+  for (int first = 0; first < SPLIT; first += THREADS / L) {
+    const int c = blockIdx.x * SPLIT + first + threadIdx.x / L;
+    float x[V][W], square = 0;
+    column_numbers<E, L, V>(values, c, c < n, D, x);
 #pragma unroll
-      for (int j = 0; j < VECTOR<E>; j++) square += (x[j] - m[d + j]) * (x[j] - m[d + j]);
-    }
-    square = lanes_sum<LANES>(square);
+    for (int v = 0; v < V; v++)
+#pragma unroll
+      for (int i = 0; i < W; i++) {
+        const int d = (v * L + lane) * W + i;
+        const float off = d < D ? x[v][i] - m[d] : 0;
+        square += off * off;
+      }
+    square = lanes_sum<L>(square);
     if (lane != 0 || c >= a.C) continue;
-    const float share = c < v.n ? share_of(a, head, v.n, c, sum[head]) : 0, left = 1 - share;
+    const float share = c < n ? share_of(a, head, n, c, sum[head]) : 0, left = 1 - share;
     const float error = left < 1e-6f ? FLT_MAX : share / left * (a.squared ? square : sqrtf(square));
-    a.out[head * a.C + c] = c < v.n ? error : 0;
+    a.out[head * a.C + c] = c < n ? error : 0;
   }
 }
 
 static int64_t splits_of(const kv_refine *a) { return (a->C + SPLIT - 1) / SPLIT; }
 
-template <class E>
+template <class E, int L, int V>
 static int run(const kv_refine *a, float *sum, void *stream) {
   const int64_t heads = a->B * a->Hkv;
   const dim3 each((unsigned)heads), grid = grid_of(splits_of(a), heads);
   float *mean = sum + heads;
   int error = launch<sum_kernel>(each, THREADS, 32 * sizeof(float), stream, *a, sum);
+  const size_t shared = (SPLIT + THREADS * V * VECTOR<E>)*sizeof(float);
+  if (error == 0) error = launch<mean_kernel<E, L, V>>(grid, THREADS, shared, stream, *a, (const float *)sum, mean);
   if (error == 0)
-    error =
-        launch<mean_kernel<E>>(grid, THREADS, (SPLIT + THREADS * VECTOR<E>)*4, stream, *a, (const float *)sum, mean);
-  if (error == 0)
-    error = launch<error_kernel<E>>(grid, THREADS, a->D * 4, stream, *a, (const float *)sum, (const float *)mean);
+    error = launch<error_kernel<E, L, V>>(grid, THREADS, a->D * 4, stream, *a, (const float *)sum, (const float *)mean);
   return error;
 }
 
@@ -128,5 +133,10 @@ int64_t kv_refine_cuda_scratch(const kv_refine *a) {
 
 int kv_refine_cuda(const kv_refine *a, void *scratch, void *stream) {
   if (a->B * a->Hkv == 0 || a->C == 0) return 0;
-  return dispatch(a->dtype, [&](auto e) { return run<decltype(e)>(a, static_cast<float *>(scratch), stream); });
+  return dispatch(a->dtype, [&](auto e) {
+    using E = decltype(e);
+    return with_lanes<E>(a->D, [&](auto l, auto v) {
+      return run<E, decltype(l)::value, decltype(v)::value>(a, static_cast<float *>(scratch), stream);
+    });
+  });
 }

@@ -72,7 +72,7 @@ static __global__ void __launch_bounds__(ScoreTile<E, D>::THREADS, ScoreTile<E, 
 
   /* Rows from `from` on see a key of the tile. */
   const int from = max(x.row_first, rows.causal ? c0 - x.bounds.shift : 0);
-  const int count = c0 < x.k.n && from < rows.R ? ((int)rows.R - from) * heads : 0;
+  const int count = c0 < x.k.at.n && from < rows.R ? ((int)rows.R - from) * heads : 0;
   const Divisor by_heads = divisor(heads);
   int seen = 0; /* of this thread's row in the next tile */
   const auto load = [&](int stage, int g, int r0) {

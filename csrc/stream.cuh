@@ -143,7 +143,7 @@ template <class E, int D>
 struct NarrowTile {
   static constexpr int WARPS = 4, KEY_WARPS = WARPS, MT = 1, ROWS = 16, THREADS = WARPS * 32;
   static constexpr int KEYS = sizeof(E) == 4 && D == 256 ? 32 : 64, STEPS = 4;
-  static constexpr size_t SHARED = (size_t)(ROWS + 2 * KEYS) * D * sizeof(E);
+  static constexpr size_t TILES = (size_t)(ROWS + 2 * KEYS) * D * sizeof(E), SHARED = TILES + 2 * sizeof(Columns);
 };
 
 /* For up to 64 rows: several such blocks fit a multiprocessor. */
@@ -160,15 +160,13 @@ static __device__ __forceinline__ int warp_key() {
   return X::KEY_WARPS == 1 ? 0 : warp_id() * (X::KEYS / X::KEY_WARPS);
 }
 
-/* Slots c0 .. c1 - 1 alone, as 0 .. c1 - c0 - 1. */
-static __device__ __forceinline__ kv_segments between(const kv_segments &x, int c0, int c1) {
+/* Columns c0 .. c1 - 1 alone, as 0 .. c1 - c0 - 1. */
+static __device__ __forceinline__ Columns between(Columns x, int c0, int c1) {
   const kv_unsigned from = (kv_unsigned)c0;
-  return {x.stored + (uint64_t)from * (kv_unsigned)x.stored_stride,
-          x.chunk + (uint64_t)from * (kv_unsigned)x.chunk_stride,
-          x.stored_stride,
-          x.chunk_stride,
-          x.len - c0,
-          c1 - c0};
+  x.at.stored += (uint64_t)from * (kv_unsigned)x.at.stored_stride;
+  x.at.chunk += (uint64_t)from * (kv_unsigned)x.at.chunk_stride;
+  x.at.len -= c0, x.at.n = c1 - c0;
+  return x;
 }
 
 /* What a warp's rows have of the columns so far; sum: each lane's share. */
@@ -177,35 +175,40 @@ struct Attended {
   float o[MT][D / 8][4], top[MT][2], sum[MT][2];
 };
 
-/* Rows r0 .. r0 + ROWS - 1 of `rows` against all columns: keys.n, and as many values. Columns before `fewest` are seen by
+/* Rows r0 .. r0 + ROWS - 1 of `rows` against all columns: keys.at.n, and as many values. Columns before `fewest` are seen by
  * every row; seen_by(m, half): how many columns a row sees; look(s, c): s [16 MT, 8 NT] are the warp's logits, before
  * their scale, of the columns from c on; EXACT: as of add_values. The tiles lie in shared memory in the order q, k, v,
- * which is free again afterwards. */
+ * which is free again afterwards; keys and values follow, as registers are scarce. */
 template <class E, int D, class X, bool EXACT, class From, class Seen, class Look>
 static __device__ __forceinline__ void attend_columns(Attended<X::MT, D> &x, E *q, const From &rows, int r0,
-                                                      const kv_segments &keys, const kv_segments &values, int fewest,
-                                                      int dims, const Logits &logits, Seen seen_by, Look look) {
+                                                      const Columns &keys, const Columns &values, int fewest, int dims,
+                                                      const Logits &logits, Seen seen_by, Look look) {
   constexpr int MT = X::MT, NT = X::KEYS / X::KEY_WARPS / 8, LOADERS = X::ROWS < 32 ? 64 : X::THREADS;
   E *const k = q + X::ROWS * D, *const v = k + X::KEYS * D;
-  const int key = warp_key<X>();
+  Columns *const kept = reinterpret_cast<Columns *>(v + X::KEYS * D);
+  if (threadIdx.x == 0) kept[0] = keys, kept[1] = values;
+  const int n = keys.at.n, key = warp_key<X>();
   each_row<MT>([&](int m, int half) { x.top[m][half] = -INFINITY, x.sum[m][half] = 0; });
   zero(x.o);
   if (LOADERS == X::THREADS || threadIdx.x < LOADERS) tile_load<E, D, X::ROWS, LOADERS>(q, rows, r0, dims);
-  tile_load<E, D, X::KEYS, X::THREADS>(k, keys, 0, dims);
+  tile_copy<E, D, X::KEYS, X::THREADS>(k, keys, 0, dims);
   cp_async_commit();
+  __syncthreads(); /* kept is there */
 #pragma unroll 1
-  for (int c0 = 0; c0 < keys.n; c0 += X::KEYS) {
+  for (int c0 = 0; c0 < n; c0 += X::KEYS) {
     const bool masked = c0 + X::KEYS > fewest;
+    tile_unpack<E, D, X::KEYS, X::THREADS>(k, kept[0], c0, dims); /* not with the copies: registers are free here */
     cp_async_wait<0>();
     __syncthreads(); /* K is there; V of the tile before has been read */
-    tile_load<E, D, X::KEYS, X::THREADS>(v, values, c0, dims);
+    tile_load<E, D, X::KEYS, X::THREADS>(v, kept[1], c0, dims);
     cp_async_commit();
     float s[MT][NT][4], alpha[MT][2];
     multiply<E, D, X::STEPS>(s, q, warp_row<X>(), k + key * D);
     cp_async_wait<0>();
+    if (D % 64 && kept[1].packed() > c0) __syncthreads(); /* others wrote what tile_finite reads */
     /* V is there; K has been read */
     const bool finite = __syncthreads_and(sizeof(E) == 4 || !masked || tile_finite<E, D, X::KEYS, X::THREADS>(v));
-    tile_load<E, D, X::KEYS, X::THREADS>(k, keys, c0 + X::KEYS, dims);
+    tile_copy<E, D, X::KEYS, X::THREADS>(k, kept[0], c0 + X::KEYS, dims);
     cp_async_commit();
     int seen[MT][2]; /* read just before use: registers are scarce */
     const auto read_seen = [&] { each_row<MT>([&](int m, int half) { seen[m][half] = seen_by(m, half) - c0 - key; }); };

@@ -266,7 +266,6 @@ class Call {
     STD_TORCH_CHECK(asked(aoti_torch_get_device_type, t) == device_ && (!cuda_ || t.get_device_index() == index_),
                     x.name, " is not on ", cuda_ ? "the same GPU as the first tensor" : "the CPU");
     const bool packed = x.kind == Kind::slots && asked(aoti_torch_get_dtype, t) == code_of(ScalarType::Byte);
-    STD_TORCH_CHECK(!packed || on_cpu(), kv_status_text(KV_NO_KIND));
     STD_TORCH_CHECK(packed || asked(aoti_torch_get_dtype, t) == code_of(type_of(x)), x.name, " is ",
                     toString(t.scalar_type()), ", expected ", toString(type_of(x)));
     STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(t.data_ptr()) % t.element_size() == 0, x.name,
@@ -277,8 +276,9 @@ class Call {
     if (x.kind == Kind::rows && t.stride(t.dim() - 1) != 1) t = torch::stable::contiguous(t);
     if (x.kind == Kind::rows && slots && needs_alignment() && !aligned(t)) t = torch::stable::clone(t);
     memory_[i] = read_layout(x, t, a);
-    STD_TORCH_CHECK(x.kind == Kind::rows || !slots || !needs_alignment() || is_aligned(memory_[i].begin), x.name,
-                    " does not start at a multiple of 16 bytes");
+    const uintptr_t unit = packed ? 4 : slots && x.kind != Kind::rows ? 16 : 1;
+    STD_TORCH_CHECK(!needs_alignment() || reinterpret_cast<uintptr_t>(memory_[i].begin) % unit == 0, x.name,
+                    " does not start at a multiple of ", unit, " bytes");
     /* An array of no elements may have no address, which for the struct is None. */
     put<const void *>(a, x.at, memory_[i].begin ? memory_[i].begin : a);
   }

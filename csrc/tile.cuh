@@ -10,9 +10,8 @@
 #define KV_TILE_CUH
 #include <math.h>
 
+#include "columns.cuh"
 #include "launch.cuh"
-#include "vector.cuh"
-#include "warp.cuh"
 
 static __device__ __forceinline__ int fragment_row() { return lane_id() / 4; }
 static __device__ __forceinline__ int fragment_column() { return lane_id() % 4 * 2; }
@@ -29,19 +28,69 @@ static __device__ __forceinline__ int tile_at(int r, int c) {
 static __device__ __forceinline__ uint64_t row_at(const kv_segments &rows, int r) { return kv_segments_at(&rows, r); }
 
 /* Starts copying rows r0 .. r0 + ROWS - 1 of `rows`, which row_at addresses, into tile [ROWS, D]; cp_async_wait ends
- * it. Rows past the last and elements from dims on are 0. */
+ * it. Rows past the last and elements from dims on are 0. The tile's rows before `from_row` stay as they are. */
 template <class E, int D, int ROWS, int THREADS, class Rows>
-static __device__ __forceinline__ void tile_load(E *tile, const Rows &rows, int r0, int dims) {
+static __device__ __forceinline__ void tile_load(E *tile, const Rows &rows, int r0, int dims, int from_row = 0) {
   constexpr int vectors = D / VECTOR<E>;
   constexpr int count = ROWS * vectors / THREADS; /* of each thread */
   static_assert(ROWS * vectors % THREADS == 0, "every thread must load equally many vectors");
-  /* Unrolled where a thread's rows are evenly spaced; else their addresses would take many registers. */
-#pragma unroll(THREADS % vectors ? 1 : count)
+  /* Unrolled where a thread's rows are evenly spaced; else their addresses would take many registers, as would more. */
+#pragma unroll(THREADS % vectors ? 1 : 4)
   for (int i = 0; i < count; i++) {
     const int r = (threadIdx.x + i * THREADS) / vectors, c = (threadIdx.x + i * THREADS) % vectors;
+    if (r < from_row) continue;
     const void *from = reinterpret_cast<const void *>(row_at(rows, r0 + r) + c * 16);
     cp_async_16(tile + tile_at<E, D>(r, c), from, r0 + r < (c * VECTOR<E> < dims ? rows.n : 0) ? 16 : 0);
   }
+}
+
+template <class E>
+static __device__ __forceinline__ uint4 vector_of(const float (&x)[VECTOR<E>]) {
+  uint32_t word[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    if constexpr (sizeof(E) == 4)
+      word[i] = __float_as_uint(x[i]);
+    else
+      word[i] = pack<E>(x[2 * i], x[2 * i + 1]);
+  return make_uint4(word[0], word[1], word[2], word[3]);
+}
+
+/* How many lanes share a row that is unpacked into a tile, and the vectors of each. */
+template <class E, int D>
+constexpr int TILE_VECTORS = D / VECTOR<E> > 32 ? 2 : 1;
+template <class E, int D>
+constexpr int TILE_LANES = (D == 96 ? 128 : D) / VECTOR<E> / TILE_VECTORS<E, D>;
+
+/* Of columns c0 .. c0 + ROWS - 1 those that are packed, unpacked and rounded to E; they are there after a barrier. */
+template <class E, int D, int ROWS, int THREADS>
+static __device__ __forceinline__ void tile_unpack(E *tile, const Columns x, int c0, int dims) {
+  constexpr int L = TILE_LANES<E, D>, V = TILE_VECTORS<E, D>, vectors = D / VECTOR<E>;
+  const int packed = min(x.packed() - c0, ROWS), lane = threadIdx.x % L;
+#pragma unroll 1
+  for (int base = 0; base < packed; base += THREADS / L) {
+    const int r = base + threadIdx.x / L;
+    float y[V][VECTOR<E>];
+    packed_column<E, L, V>(x, c0 + r, r < packed, dims, y);
+#pragma unroll
+    for (int v = 0; v < V; v++)
+      if (r < packed && v * L + lane < vectors)
+        *reinterpret_cast<uint4 *>(tile + tile_at<E, D>(r, v * L + lane)) = vector_of<E>(y[v]);
+  }
+}
+
+/* Starts copying those that are not; of packed columns only new ones are. */
+template <class E, int D, int ROWS, int THREADS>
+static __device__ __forceinline__ void tile_copy(E *tile, const Columns x, int c0, int dims) {
+  kv_segments at = x.at;
+  if (x.packing != KV_AS_COMPUTED) at.len = 0; /* past the last column, too, addresses are those of rows of E */
+  tile_load<E, D, ROWS, THREADS>(tile, at, c0, dims, x.packed() - c0);
+}
+
+template <class E, int D, int ROWS, int THREADS>
+static __device__ __forceinline__ void tile_load(E *tile, const Columns &x, int c0, int dims) {
+  tile_unpack<E, D, ROWS, THREADS>(tile, x, c0, dims);
+  tile_copy<E, D, ROWS, THREADS>(tile, x, c0, dims);
 }
 
 /* x [VECTOR] = one vector of a tile */

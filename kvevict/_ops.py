@@ -33,7 +33,7 @@ class Held:
 
     k and v may each be packed: uint8 with rows of D + 4 bytes (8 bits a number) or D / 2 + 4 (4 bits), as
     csrc/kvevict.h says. `compact` and `decode` pack a row when they store it; from then on it is moved as it is, and
-    every op reads it as the numbers that it stands for. Only on a CPU.
+    every op reads it as the numbers that it stands for (the backward of `kl` on a CPU only).
     """
 
     k: Tensor = None  # type: ignore[assignment]  # [rows, D], or packed

@@ -161,15 +161,12 @@ def slot_bytes(model, kind: str = "model") -> int:
 
 def _check_kv(kind, model) -> None:
     """Raise ValueError for a model whose slots cannot be represented so."""
-    decoder, reason = find_decoder(model), None
-    kinds, layers = families.layer_kinds(decoder.config), families.layers_of(decoder)
-    own = [families.attention_of(layers[index], index) for index, each in enumerate(kinds) if each in families.EVICTS]
+    decoder = find_decoder(model)
     if kind != "model" and families.is_latent(decoder.config):
-        reason = "its heads share latents (MLA), which are stored in the model's dtype only"
-    elif kind != "model" and any(families.device_of(module).type == "cuda" for module in own):
-        reason = "it has layers on a GPU, and slots in 8 and 4 bits are read by the CPU's kernels only"
-    if reason:
-        raise ValueError(f"kv={kind!r} and {type(decoder).__name__}: {reason}; give kv='model'")
+        raise ValueError(
+            f"kv={kind!r} and {type(decoder).__name__}: its heads share latents (MLA), which are stored in the model's "
+            "dtype only; give kv='model'"
+        )
 
 
 def unpatch(model):

@@ -16,9 +16,10 @@ import touched
 torch.set_num_threads(1)  # the workers share the cores, and tiny models are faster so
 
 OPS = {f"test_{op}" for op in (
-    "attend", "score", "peak", "error", "kl", "refine", "norm", "select", "compact", "decode",
+    "attend", "score", "peak", "error", "kl", "refine", "norm", "quadratic", "select", "compact", "decode", "packed",
 )}  # fmt: skip
-CPU_ONLY = {"test_errors", "test_isa"}  # a GPU does not look at counts and indices
+# A GPU does not look at counts and indices, and takes head dimensions up to 256.
+CPU_ONLY = {"test_errors", "test_isa", "test_the_largest_head_dimension"}
 
 
 TIER = os.environ.get("KVEVICT_TESTS", "gate")

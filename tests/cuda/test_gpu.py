@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import conftest
 import pytest
+import ref
 import tiny
 import torch
 from helpers import Moved, held_of, i32, problem, same_bits
@@ -15,9 +16,13 @@ from kvevict import _ops as ops
 pytestmark = pytest.mark.skipif(not conftest.on_gpu(), reason="needs a GPU and a build with CUDA")
 
 
-def made(device, seed=1):
-    """A chunk of 33 on 2 x 2 heads with up to 300 slots, to be cut back to 60."""
+def made(device, seed=1, bits=(0, 0)):
+    """A chunk of 33 on 2 x 2 heads with up to 300 slots, to be cut back to 60. bits: of their keys and values, 0: as
+    computed."""
     p = problem(seed, T=33, G=4, lens=[[300, 100], [60, 250]], first=[0, 5], room=40, dtype=torch.bfloat16)
+    for name, each in zip("kv", bits, strict=True):
+        if each:
+            p[f"held_{name}"] = ref.packed(p[f"held_{name}"].nan_to_num(), each)
     p |= {"n": p["held_len"] + 33 - p["first"][:, None], "keep": i32([[60, 60]] * 2), "ends": i32([4, 4])}
     moved = Moved(torch.device(device))
     return {name: moved(value) for name, value in p.items()}
@@ -41,8 +46,9 @@ def same(a, b):
     return all(same_bits(x.cpu(), y.cpu()) for x, y in zip(a, b, strict=True))
 
 
-def test_repeats_bit_for_bit():
-    assert same(chunk(made("cuda")), chunk(made("cuda")))
+@pytest.mark.parametrize("bits", [(0, 0), (8, 8), (8, 4), (4, 4)])
+def test_repeats_bit_for_bit(bits):
+    assert same(chunk(made("cuda", bits=bits)), chunk(made("cuda", bits=bits)))
 
 
 def test_current_stream():
@@ -59,15 +65,16 @@ def test_current_stream():
     assert same(got, want)
 
 
-def test_graph():
+@pytest.mark.parametrize("bits", [(0, 0), (8, 4)])
+def test_graph(bits):
     """Captured once, replayed on other queries, keys and values."""
-    p = made("cuda")
-    chunk(made("cuda"))  # the setup of the first call must not be captured
+    p = made("cuda", bits=bits)
+    chunk(made("cuda", bits=bits))  # the setup of the first call must not be captured
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = chunk(p)
     for seed in (1, 2, 3):
-        want = made("cuda")
+        want = made("cuda", bits=bits)
         for name in "qkv":
             want[name].copy_(made("cuda", seed)[name])
         for name in (*"qkv", "held_k", "held_v", "held_pos"):
@@ -102,6 +109,24 @@ def test_tensors_on_two_devices():
     p = made("cuda")
     with pytest.raises(ValueError, match=r"held\.len is on cpu, the others on cuda"):
         chunk({**p, "held_len": p["held_len"].cpu()})
+
+
+@pytest.mark.parametrize("kind", ["int8", "k8v4", "int4"])
+def test_packed_slots_as_on_the_cpu(kind):
+    """The same positions and bytes after an eviction that rounding does not change, and logits without NaN."""
+    ids, found = torch.randint(3, 90, (2, 150), generator=torch.Generator().manual_seed(5)), []
+    for device in ("cpu", "cuda"):
+        model = kvevict.patch(tiny.model().to(device), "streaming", budget=48, chunk_size=40, kv=kind)
+        with torch.no_grad():
+            cache = model(ids.to(device), use_cache=True).past_key_values
+            logits = model(ids[:, :1].to(device), past_key_values=cache).logits
+        storages = [layer.storage for layer in cache.layers]
+        found.append([(each.positions(), each.k.shape, each.v.shape, each.bits) for each in storages])
+        assert logits.isfinite().all()
+    for (positions, *shapes), (want, *want_shapes) in zip(*found[::-1], strict=True):
+        assert shapes == want_shapes
+        for row, want_row in zip(positions, want, strict=True):
+            assert all(torch.equal(head.cpu(), want_head) for head, want_head in zip(row, want_row, strict=True))
 
 
 @pytest.mark.parametrize("preset", ["take", "snapkv", "h2o", "streaming"])

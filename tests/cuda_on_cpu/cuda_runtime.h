@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #define __global__
+#define __host__
 #define __device__
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)

@@ -1,6 +1,6 @@
 """Breaks the CUDA kernels in one way at a time; the ops' tests on the emulator must notice each.
 
-    python tests/cuda_on_cpu/mutations.py [--gate] [OP ...]
+    python tests/cuda_on_cpu/mutations.py [--gate] [OP ...]     OP: or `packed`, those that packed slots alone show
 
 A mutation replaces a piece of text that must occur exactly once in its file, so that it cannot go stale unseen. Each
 runs the tests that notice it, in the mode that does; with --gate it runs those of the gate, in the gate's mode.
@@ -19,6 +19,7 @@ from build import CSRC, ROOT, build_package
 HALF = "test_matches and dtype1"  # bfloat16
 GATE = f"({HALF}) or (few_rows and dtype1) or (test_groups and dtype1) or test_many_blocks or test_without"
 GATE += " or test_in_place or edges or (test_select and test_matches)"
+GATE += " or (test_packed and ((test_decode and dtype1) or compact_in_place))"
 MOST = "6"  # cases of each test in the gate
 
 
@@ -30,6 +31,11 @@ class Mutation(NamedTuple):
     what: str
     mode: str = "plain"
     tests: str = "test_matches"
+    of: str = ""  # the file of the tests; else the op's
+
+    @property
+    def test_file(self):
+        return f"test_{self.of or self.op}.py"
 
 
 SYNC = "__syncthreads();"
@@ -92,6 +98,26 @@ MUTATIONS = [
              "  if ((int)threadIdx.x >= D) return;", "no barrier before the parts are added", tests="test_lengths"),
     Mutation("norm", "warp.cuh", "for (int step = Width / 2; step > 0; step /= 2) x +=",
              "for (int step = Width / 2; step > 1; step /= 2) x +=", "two halves of a row are not added"),
+    Mutation("decode", "columns.cuh", "word[i] >> (high ? 4 : 0)", "word[i] >> (high ? 0 : 4)",
+             "halves of bytes exchanged", tests="test_decode and dtype1", of="packed"),
+    Mutation("decode", "columns.cuh", "if (step * W >= size) break;", "if (step * W > size) break;",
+             "the transform spans two blocks", tests="test_decode and dtype1", of="packed"),
+    Mutation("decode", "lanes.cuh", "lanes_sum<L>(sum) + (packed ? more[g] : 0)", "lanes_sum<L>(sum)",
+             "the centre is left out", tests="test_decode and dtype1", of="packed"),
+    Mutation("decode", "lanes.cuh", "if (v.packing == KV_INT4)", "if (v.packing == KV_INT8)",
+             "outputs are not rotated back", tests="test_decode and dtype1", of="packed"),
+    Mutation("decode", "decode_cuda.cu", "packed ? n : n - 1, n}", "n - 1, n}", "a packed new row is read as computed",
+             tests="test_decode and dtype1", of="packed"),
+    Mutation("score", "tile.cuh", "if (r < packed && v * L", "if (r <= packed && v * L",
+             "one row too many is unpacked", tests=HALF, of="packed"),
+    Mutation("score", "columns.cuh", "y[v][i] += d < D ? x.centre[d] : 0;", "y[v][i] += d < 4 ? x.centre[d] : 0;",
+             "only four numbers of the centre are added", tests=HALF, of="packed"),
+    Mutation("attend", "stream.cuh", "if (D % 64 && kept[1].packed() > c0) __syncthreads();", "",
+             "no barrier before unpacked values are looked at", mode="race", tests=f"{HALF} and 5-", of="packed"),
+    Mutation("compact", "compact_cuda.cu", "if (i < done) continue;", "if (i <= done) continue;",
+             "the first new row is not packed", tests="test_compact", of="packed"),
+    Mutation("compact", "columns.cuh", "other ? 0 : rintf(", "other ? 0 : floorf(", "numbers are rounded down",
+             tests="test_compact", of="packed"),
 ]  # fmt: skip
 
 
@@ -99,7 +125,7 @@ def tests_pass(package, mutation):
     environment = dict(os.environ, PYTHONSAFEPATH="1", PYTHONPATH=str(package), MALLOC_PERTURB_="1")
     environment |= dict(KVEVICT_MOST=MOST) if mutation.tests == GATE else {}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-o", "addopts=", "--capture=sys"]
-    command += [*map(str, (ROOT / "tests").rglob(f"test_{mutation.op}.py")), "-k", mutation.tests]
+    command += [*map(str, (ROOT / "tests").rglob(mutation.test_file)), "-k", mutation.tests]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     reasons = ("cuda_on_cpu", "kv_", "E  ")
     lines = [line for line in (done.stderr + done.stdout).splitlines() if line.startswith(reasons)]
@@ -128,16 +154,17 @@ def main():
         print(GATE)
         return
     gate, ops = "--gate" in sys.argv, [word for word in sys.argv[1:] if word != "--gate"]
-    wanted = [m for m in MUTATIONS if not ops or m.op in ops]
+    wanted = [m for m in MUTATIONS if not ops or m.op in ops or m.of in ops]
     wanted = [m._replace(mode="plain", tests=GATE) for m in wanted] if gate else wanted
     survived = 0
     with tempfile.TemporaryDirectory() as name:
         for mode in sorted({m.mode for m in wanted}):
             build_package(mode, Path(name) / mode)
-        for op, mode, tests in sorted({(m.op, m.mode, m.tests) for m in wanted}):
-            passed, why = tests_pass(Path(name) / mode, Mutation(op, "", "", "", "", mode, tests))
+        for file, mode, tests in sorted({(m.test_file, m.mode, m.tests) for m in wanted}):
+            some = next(m for m in wanted if (m.test_file, m.mode, m.tests) == (file, mode, tests))
+            passed, why = tests_pass(Path(name) / mode, some)
             if not passed:
-                sys.exit(f"test_{op}.py -k '{tests}' fails as it is, {mode}: {why}")
+                sys.exit(f"{file} -k '{tests}' fails as it is, {mode}: {why}")
         for number, mutation in enumerate(wanted):
             folder = Path(name) / str(number)
             folder.mkdir()

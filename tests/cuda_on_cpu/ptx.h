@@ -120,6 +120,11 @@ inline uint4 load_once_16(const void *p, KV_AT) {
 inline uint4 load_once_16_if(const void *p, bool wanted, KV_AT) {
   return wanted ? load_once_16(p, file, line) : make_uint4(0, 0, 0, 0);
 }
+inline uint32_t load_once_4_if(const void *p, bool wanted, KV_AT) {
+  if (!wanted) return 0;
+  emulator::check_aligned(p, 4, "load_once_4_if", {file, line});
+  return *static_cast<const uint32_t *>(p);
+}
 inline uint32_t atomic_add_acq_rel(uint32_t *p, uint32_t x) {
   return emulator::atomically(p, emulator::Sharing::acquire_release, [x](uint32_t y) { return y + x; });
 }

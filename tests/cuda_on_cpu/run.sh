@@ -22,7 +22,7 @@ for source in csrc/*_cuda.cu; do
   test=$(find tests -name "test_$(basename "$source" _cuda.cu).py")
   [ -z "$test" ] || set -- "$@" "$test" # kl_grad is tested with kl
 done
-set -- "$@" --deselect "$(find tests -name test_attend.py)::test_isa" # which chooses among the CPU's kernels
+set -- "$@" tests/ops/test_packed.py --deselect "$(find tests -name test_attend.py)::test_isa" # which chooses among the CPU's kernels
 # Not from the current directory, where the package has the CPU's kernels. File descriptors are not captured, so that a
 # message that ends the process reaches the terminal.
 PYTHONSAFEPATH=1 PYTHONPATH="$out" LD_PRELOAD="${preload:-}" python -m pytest -q -p no:cacheprovider --capture=sys "$@"

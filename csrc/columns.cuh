@@ -1,0 +1,243 @@
+/* The rows of one head's alive keys or values on a GPU: the one place that knows how numbers of a slot are stored
+ * (kvevict.h). L lanes of a warp share a row: of its vector v, lane i has the numbers (v * L + i) * W .., where W numbers
+ * are 16 bytes as computed. */
+#ifndef KV_COLUMNS_CUH
+#define KV_COLUMNS_CUH
+#include <math.h>
+
+#include <type_traits>
+
+#include "vector.cuh"
+#include "warp.cuh"
+
+/* Column c of a head's attention matrix is slot c. */
+struct Columns {
+  kv_segments at;
+  kv_packing packing;  /* of stored rows */
+  const float *centre; /* [D] of packed rows, or NULL */
+
+  /* Columns before this are packed. */
+  __device__ __forceinline__ int packed() const { return packing == KV_AS_COMPUTED ? 0 : min(at.len, at.n); }
+};
+
+/* `rows` the layer's, in which the head's slot 0 is row `offset`. */
+static __device__ __forceinline__ Columns columns_of(kv_segments at, const void *rows, int64_t offset,
+                                                     kv_packing packing, const float *centre, int64_t D) {
+  if (packing != KV_AS_COMPUTED) {
+    const int64_t bytes = kv_packed_bytes(packing, D);
+    at.stored = (uint64_t)rows + (uint64_t)(offset * bytes), at.stored_stride = (int)bytes;
+  }
+  return {at, packing, centre};
+}
+
+/* The centre of keys of one head, or NULL. */
+static __device__ __forceinline__ const float *centre_of(const kv_slots &slots, int64_t head, int64_t D) {
+  return slots.centre ? slots.centre + head * D : nullptr;
+}
+
+/* Of [stored | new], new ones up to `stop`. */
+template <class E>
+static __device__ __forceinline__ Columns key_columns(const kv_slots &slots, const kv_new &chunk, int64_t b, int64_t h,
+                                                      int64_t Hkv, int64_t stop, int64_t D) {
+  const int64_t head = b * Hkv + h;
+  return columns_of(kv_keys_of(&slots, &chunk, b, h, Hkv, stop, D, sizeof(E)), slots.k, slots.offset[head],
+                    slots.k_packing, centre_of(slots, head, D), D);
+}
+template <class E>
+static __device__ __forceinline__ Columns value_columns(const kv_slots &slots, const kv_new &chunk, int64_t b,
+                                                        int64_t h, int64_t Hkv, int64_t stop, int64_t D) {
+  return columns_of(kv_values_of(&slots, &chunk, b, h, Hkv, stop, D, sizeof(E)), slots.v, slots.offset[b * Hkv + h],
+                    slots.v_packing, nullptr, D);
+}
+
+/* Numbers d .. d + W - 1 of the packed row at `row`, before H and the centre: bytes 0..255 in x and y, the scale and the
+ * least number in z and w; zeros if not wanted and from D on (they stand for zeros). */
+template <class E>
+static __device__ __forceinline__ uint4 packed_part(uint64_t row, kv_packing packing, int d, int D, bool wanted) {
+  const bool eight = packing == KV_INT8;
+  const int half = eight ? D : D / 2;
+  wanted &= d < D;
+  const uint32_t ends = load_once_4_if(reinterpret_cast<const void *>(row + half), wanted);
+  uint32_t word[2] = {0, 0};
+#pragma unroll
+  for (int i = 0; i < VECTOR<E> / 4; i++) {
+    const int from = d + 4 * i, high = from >= half; /* of 4 bits: in the high halves of bytes */
+    word[i] = load_once_4_if(reinterpret_cast<const void *>(row + (high ? from - half : from)), wanted);
+    word[i] = eight ? word[i] ^ 0x80808080u : word[i] >> (high ? 4 : 0) & 0x0f0f0f0fu;
+  }
+  if (eight) return make_uint4(word[0], word[1], ends, 0);
+  const float2 two = unpack<f16>(ends);
+  return make_uint4(word[0], word[1], __float_as_uint(two.x), __float_as_uint(two.y));
+}
+
+/* y [W] = the numbers of a packed_part. A byte is the last of a float's 2^23 and more. */
+template <class E>
+static __device__ __forceinline__ void packed_numbers(uint4 part, kv_packing packing, float (&y)[VECTOR<E>]) {
+  const uint32_t word[2] = {part.x, part.y};
+  const float zero = packing == KV_INT8 ? 8388736.0f : 8388608.0f, scale = __uint_as_float(part.z);
+#pragma unroll
+  for (int i = 0; i < VECTOR<E>; i++)
+    y[i] = fmaf(scale, __uint_as_float(0x4b000000u | (word[i / 4] >> 8 * (i % 4) & 0xffu)) - zero,
+                __uint_as_float(part.w));
+}
+
+/* x times the orthonormal Hadamard matrix of the largest power of two that divides D, by blocks; all lanes of the warp
+ * call it together. */
+template <int W, int L, int V>
+static __device__ __forceinline__ void hadamard(float (&x)[V][W], int D) {
+  const int size = D & -D;
+  const float scale = 1 / sqrtf((float)size);
+#pragma unroll
+  for (int v = 0; v < V; v++)
+#pragma unroll
+    for (int step = 1; step < W; step *= 2)
+#pragma unroll
+      for (int i = 0; i < W; i++) {
+        if (i & step) continue;
+        const float a = x[v][i], b = x[v][i + step];
+        x[v][i] = a + b, x[v][i + step] = a - b;
+      }
+#pragma unroll
+  for (int v = 0; v < V; v++)
+#pragma unroll
+    for (int i = 0; i < W; i++) x[v][i] *= scale;
+#pragma unroll
+  for (int step = 1; step < L; step *= 2) {
+    if (step * W >= size) break;
+    const float sign = threadIdx.x & step ? -1 : 1;
+#pragma unroll
+    for (int v = 0; v < V; v++)
+#pragma unroll
+      for (int i = 0; i < W; i++) x[v][i] = fmaf(sign, x[v][i], __shfl_xor_sync(ALL_LANES, x[v][i], step));
+  }
+#pragma unroll
+  for (int step = 1; step < V; step *= 2) {
+    if (step * L * W >= size) break;
+#pragma unroll
+    for (int v = 0; v < V; v++)
+#pragma unroll
+      for (int i = 0; i < W; i++) {
+        if (v & step) continue;
+        const float a = x[v][i], b = x[v + step][i];
+        x[v][i] = a + b, x[v + step][i] = a - b;
+      }
+  }
+}
+
+/* y [V][W] = this lane's numbers of packed column c; zeros if not wanted and from D on. All lanes of the warp call it
+ * together, those that do not share a row for different columns. */
+template <class E, int L, int V>
+static __device__ __forceinline__ void packed_column(const Columns &x, int c, bool wanted, int D,
+                                                     float (&y)[V][VECTOR<E>]) {
+  const uint64_t row = x.at.stored + (uint64_t)(kv_unsigned)c * (kv_unsigned)x.at.stored_stride;
+  const int first = threadIdx.x % L * VECTOR<E>;
+#pragma unroll
+  for (int v = 0; v < V; v++)
+    packed_numbers<E>(packed_part<E>(row, x.packing, first + v * L * VECTOR<E>, D, wanted), x.packing, y[v]);
+  if (x.packing == KV_INT4) hadamard<VECTOR<E>, L, V>(y, D);
+  if (!wanted || !x.centre) return;
+#pragma unroll
+  for (int v = 0; v < V; v++)
+#pragma unroll
+    for (int i = 0; i < VECTOR<E>; i++) {
+      const int d = first + v * L * VECTOR<E> + i;
+      y[v][i] += d < D ? x.centre[d] : 0;
+    }
+}
+
+/* The same of any column. */
+template <class E, int L, int V>
+static __device__ __forceinline__ void column_numbers(const Columns &x, int c, bool wanted, int D,
+                                                      float (&y)[V][VECTOR<E>]) {
+  const bool packed = c < x.packed();
+  if (x.packing != KV_AS_COMPUTED) packed_column<E, L, V>(x, c, wanted && packed, D, y);
+  if (packed) return;
+  const E *const row = reinterpret_cast<const E *>(kv_segments_at(&x.at, c));
+#pragma unroll
+  for (int v = 0; v < V; v++) {
+    const int d = (v * L + (int)threadIdx.x % L) * VECTOR<E>;
+    vector_floats<E>(load_once_16_if(row + d, wanted && d < D), y[v]);
+  }
+}
+
+/* f(L, V), integral constants, for rows of up to D numbers. */
+template <class E, class F>
+static int with_lanes(int64_t D, F f) {
+  constexpr int W = VECTOR<E>;
+  using std::integral_constant;
+  if (D <= 64) return f(integral_constant<int, 64 / W>{}, integral_constant<int, 1>{});
+  if (D <= 128) return f(integral_constant<int, 128 / W>{}, integral_constant<int, 1>{});
+  return f(integral_constant<int, 32>{}, integral_constant<int, 8 / W>{});
+}
+
+/* Packs the row of D numbers at `from`, by one warp. */
+template <class E>
+static __device__ __forceinline__ void pack_row(const E *from, kv_packing packing, const float *centre, int D,
+                                                unsigned char *to) {
+  constexpr int W = 4, V = KV_MOST_D / (32 * W);
+  const int lane = lane_id(), half = D / 2;
+  float x[V][W], least = INFINITY, most = -INFINITY;
+  int other = 0; /* inf or NaN */
+#pragma unroll
+  for (int v = 0; v < V; v++)
+#pragma unroll
+    for (int i = 0; i < W; i++) {
+      const int d = (v * 32 + lane) * W + i;
+      x[v][i] = d < D ? to_float(from[d]) - (centre ? centre[d] : 0) : 0;
+    }
+  if (packing == KV_INT4) hadamard<W, 32, V>(x, D);
+#pragma unroll
+  for (int v = 0; v < V; v++)
+#pragma unroll
+    for (int i = 0; i < W; i++) {
+      if ((v * 32 + lane) * W >= D) continue;
+      least = fminf(least, x[v][i]), most = fmaxf(most, x[v][i]);
+      other |= !isfinite(x[v][i]);
+    }
+  least = -lanes_max(-least), most = lanes_max(most), other = __any_sync(ALL_LANES, other);
+  uint32_t ends, word[V];
+  float by, zero; /* numbers are round((x - zero) / by) */
+  if (packing == KV_INT8) {
+    const float scale = other ? NAN : fmaxf(-least, most) / 127;
+    by = scale > 0 ? scale : 1, zero = 0, ends = __float_as_uint(scale);
+  } else {
+    const f16 low = from_float<f16>(least);
+    zero = to_float(low);
+    const float span = to_float(from_float<f16>((most - zero) / 15));
+    other |= !isfinite(zero) || !isfinite(span);
+    by = span > 0 && !other ? span : 1;
+    ends = from_float<f16>(other ? NAN : span > 0 ? span : 0).bits | (other ? 0u : (uint32_t)low.bits << 16);
+  }
+  const float lowest = packing == KV_INT8 ? -127 : 0, highest = packing == KV_INT8 ? 127 : 15;
+#pragma unroll
+  for (int v = 0; v < V; v++) {
+    word[v] = 0;
+#pragma unroll
+    for (int i = 0; i < W; i++) {
+      const float number = other ? 0 : rintf(fminf(fmaxf((x[v][i] - zero) / by, lowest), highest));
+      word[v] |= ((uint32_t)(int)number & 0xffu) << 8 * i;
+    }
+  }
+  uint32_t *const words = reinterpret_cast<uint32_t *>(to);
+  if (packing == KV_INT4) { /* the numbers D / 2 further on go into the high halves */
+    const int vectors = half / W;
+    uint32_t high[V];
+#pragma unroll
+    for (int v = 0; v < V; v++) {
+      high[v] = 0;
+#pragma unroll
+      for (int u = 0; u < V; u++) {
+        const uint32_t other_word = __shfl_sync(ALL_LANES, word[u], (lane + vectors) % 32);
+        if (u == (v * 32 + lane + vectors) / 32) high[v] = other_word;
+      }
+    }
+#pragma unroll
+    for (int v = 0; v < V; v++) word[v] |= high[v] << 4;
+  }
+  const int bytes = packing == KV_INT8 ? D : half;
+#pragma unroll
+  for (int v = 0; v < V; v++)
+    if ((v * 32 + lane) * W < bytes) words[v * 32 + lane] = word[v];
+  if (lane == 0) words[bytes / 4] = ends;
+}
+#endif
