@@ -8,8 +8,9 @@
 
 constexpr int THREADS = 128;
 
-/* A group of lanes' share of HEADS heads, those of one kv head: lane i has elements (v * L + i) * W .. of vector v. It loads AHEAD rows of
- * keys and of values at once: as many as registers hold, at most 8 so that an SM has room for several blocks. */
+/* A group of lanes' share of HEADS heads, those of one kv head: lane i has elements (v * L + i) * W .. of vector v. It
+ * loads AHEAD rows of keys and of values at once: as many as registers hold, at most 8 so that an SM has room for
+ * several blocks, and half as many where keys, values or both are PACKED. */
 template <class E, int L, int V, int HEADS, bool PACKED>
 struct HeadRows {
   static constexpr int W = VECTOR<E>, GROUPS = THREADS / L,

@@ -32,6 +32,7 @@ ops=()
 for source in csrc/*_cuda.cu; do
   ops+=("$(find tests -name "test_$(basename "$source" _cuda.cu).py")")
 done
+ops+=(tests/ops/test_packed.py)
 
 step build 120 python3 setup.py build_ext --inplace
 python3 -c 'from kvevict import _ops; assert _ops.build_info()["cuda"], "the build has no CUDA kernels"' || exit 1
