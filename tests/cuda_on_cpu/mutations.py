@@ -19,7 +19,7 @@ from build import CSRC, ROOT, build_package
 HALF = "test_matches and dtype1"  # bfloat16
 GATE = f"({HALF}) or (few_rows and dtype1) or (test_groups and dtype1) or test_many_blocks or test_without"
 GATE += " or test_in_place or edges or (test_select and test_matches)"
-GATE += " or (test_packed and ((test_decode and dtype1) or compact_in_place))"
+GATE += " or (test_packed and ((test_decode or test_compact) and dtype1 or compact_in_place))"
 MOST = "6"  # cases of each test in the gate
 
 
@@ -106,8 +106,8 @@ MUTATIONS = [
              "the centre is left out", tests="test_decode and dtype1", of="packed"),
     Mutation("decode", "lanes.cuh", "if (v.packing == KV_INT4)", "if (v.packing == KV_INT8)",
              "outputs are not rotated back", tests="test_decode and dtype1", of="packed"),
-    Mutation("decode", "decode_cuda.cu", "packed ? n : n - 1, n}", "n - 1, n}", "a packed new row is read as computed",
-             tests="test_decode and dtype1", of="packed"),
+    Mutation("decode", "decode_cuda.cu", "packed ? n : n - 1, n}", "packed ? n - 1 : n - 1, n}",
+             "a packed new row is read as computed", tests="test_decode and dtype1", of="packed"),
     Mutation("score", "tile.cuh", "c0 + r, r < packed, dims", "c0 + r, r + 1 < packed, dims",
              "the last packed row is left out", tests=HALF, of="packed"),
     Mutation("score", "columns.cuh", "y[v][i] += d < D ? x.centre[d] : 0;", "y[v][i] += d < 4 ? x.centre[d] : 0;",
