@@ -74,8 +74,8 @@ def test_what_asks_observes(make):
     for policy, options in (("take", {}), ("take", dict(probe=9)), ("snapkv", {}), ("take/no-probe", {})):
         chosen = build(policy, budget=100, chunk_size=64, **options)
         rows = analysis.observe(chosen, (7, 12), 500, options).rows
-        assert rows.span == ((7, 12),) if policy == "take" and not options else rows == chosen.rows
-    assert analysis.observe(build("take", budget=40, chunk_size=64), (5, 90), 500).rows.span == ((70, 90),)
+        assert rows.span == (((7, 12),),) if policy == "take" and not options else rows == chosen.rows
+    assert analysis.observe(build("take", budget=40, chunk_size=64), (5, 90), 500).rows.span == (((70, 90),),)
 
 
 def test_a_run_that_observes_what_asks():

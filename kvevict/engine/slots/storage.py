@@ -55,7 +55,8 @@ class Storage(Held):
             into, row = replace(first._blank(capacity), **common), 0
             for each in storages:
                 mine = slice(row, row + len(each.counts))
-                to = replace(into, offset=into.offset[mine], capacity=capacity[mine], centre=each.centre)
+                at = dict(offset=into.offset[mine], capacity=capacity[mine])
+                to = replace(into, **at, centre=each.centre, centred=each.centred)
                 to._filled(each, None, each.counts)
                 row += len(each.counts)
             return into._holding(torch.cat([each.len for each in storages]), counts)
