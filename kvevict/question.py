@@ -179,9 +179,8 @@ class LastTurn(Question):
         found = [self._found(ids, request.columns) for ids in prompts]
         kept = self.requests(request, [spans[-1] if spans else None for spans, _ in found], tokens)
         rows = rows.keeping(kept) if any(kept) else rows
-        most, before = policy.chunk_size or prompt, [opens for _, opens in found]
-        asked = [spans if 0 < length(spans) < most else spans[-1:] for spans, _ in found]
-        asked = [spans if length(spans) < most else () for spans in asked]
+        asked = [fitting(spans, policy.chunk_size or prompt) for spans, _ in found]
+        before = [opens for _, opens in found]
         inside = [bool(spans) and spans[0][0] >= n - own for spans, n, own in zip(asked, tokens, last)]
         begun = [each and self._begins(ids, spans[-1]) for each, ids, spans in zip(inside, prompts, asked)]
         for each in (begun, inside):  # a question within the rows only if it need not be appended to the last chunk
@@ -271,9 +270,10 @@ def warn_if_long(policy, needed: int, seen: int) -> None:
     )
 
 
-def length(spans) -> int:
-    """Tokens of spans (start, stop)."""
-    return sum(stop - start for start, stop in spans)
+def fitting(spans: tuple, most: int) -> tuple:
+    """The spans (start, stop) if they have fewer than `most` tokens in all, else the last of them, else ()."""
+    sizes = ((each, sum(stop - start for start, stop in each)) for each in (spans, spans[-1:]))
+    return next((each for each, size in sizes if size < most), ())
 
 
 def of_spans(request, spans: list, tokens: list, kept: tuple = (), before: list | None = None):
