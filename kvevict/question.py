@@ -23,6 +23,7 @@ LINK = 4  # words between two questions that are asked together
 SHORT = 4  # words of a question at a turn's end that may only refer to the one before the text: "What is your answer?"
 PARAGRAPH, LINE = "\n\n", "\n"
 MARKS = "?\uff1f\u061f"
+OPENING = re.compile(r"\n\s*\S+(?: \S+)?\s*:$")  # a last line that the answer continues: "Answer:"
 # The gap between two sentences: a line's end, or white space after a sentence's last mark (not an abbreviation's), or
 # after a colon that four words follow, the first with a capital letter.
 BETWEEN = re.compile(
@@ -308,7 +309,7 @@ def question_of(turn: str) -> str:
     """The question of a user's turn; "" where none is found. Whole paragraphs near the end and then near the start come
     before those that a long text may be in. A last paragraph without a question mark, after a text that no paragraph
     introduces, is the question: its other question marks are the text's."""
-    turn = turn.strip()
+    turn = OPENING.sub("", turn.strip())
     if len(turn) <= NEAR:
         return (questions(turn) or [turn])[-1]
     first, last = turn[:NEAR], turn[-NEAR:]

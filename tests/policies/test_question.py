@@ -375,6 +375,7 @@ def test_find(name):
     (f"Some pages.\n\n{TEXT * 9}Who is it? Nobody knew.\n\nName the man.", ""),
     (f"{ASKED}\n\n{TEXT * 9} Who is it? {TEXT}\n\n{MORE}", ASKED),
     (f"{TEXT * 9} {ASKED} {MORE}", ASKED),
+    (f"{TEXT * 9}\n\nName the man.\n\nAnswer:", "Name the man."), ("Name the man.\nAnswer :", "Name the man."),
     ("Name the man.", "Name the man."),
     ("Where did Mr. Smith go? Why?", "Where did Mr. Smith go? Why?"),
     (f"{TEXT * 9}\n\nTwo things. {ASKED} And then: Who is it? {MORE}", f"{ASKED} And then: Who is it?"),
