@@ -67,6 +67,9 @@ def serve(parser, argv):
         default=Options.queue,
         help=f"requests that wait at most, further ones get 429; default {Options.queue}",
     )
+    parser.add_argument("--stall", type=float, default=Options.stall, metavar="SECONDS",
+                        help="after which running answers, for a token, and short prompts interrupt a prompt that is "
+                        f"read, between two of its layers; default {Options.stall}")  # fmt: skip
     parser.add_argument(
         "--timeout",
         type=float,
@@ -82,6 +85,7 @@ def serve(parser, argv):
     check_complete(build_policies(filter(None, [args.policy, args.unasked]), args))
     count("--batch", args.batch, 1)
     count("--queue", args.queue, 0)
+    at_least_0("--stall", args.stall)
     at_least_0("--timeout", args.timeout, positive=True)
     if args.store is not None:
         check_folder("--store", args.store)
@@ -104,6 +108,7 @@ def serve(parser, argv):
         "store",
         "batch",
         "queue",
+        "stall",
         "timeout",
     )
     given = {name: getattr(args, name) for name in own}

@@ -88,11 +88,21 @@ class Call:
 
 
 class Guard(Watcher):
-    """Ends the reading of a prompt whose call has ended, and says how far it is. start: tokens before it."""
+    """Ends the reading of a prompt whose call has ended, says how far it is, and lets others have their turns.
 
-    def __init__(self, call: Call, start: int = 0):
-        self.call, self.start = call, start
+    start   tokens before it
+    tokens  that are read
+    others  a `kvevict.serve.scheduler.Scheduler`
+    """
 
-    def read(self, call, score) -> None:
+    def __init__(self, call: Call, start: int, tokens: int, others):
+        self.call, self.start, self.left, self.others = call, start, tokens, others
+
+    def layer(self, step) -> None:
         self.call.check()
-        self.call.read_tokens = self.start + call.step.chunk.start
+        self.call.read_tokens = self.start + step.chunk.start
+        self.others.layer(self.left)
+
+    def chunk(self, rows, left) -> None:
+        self.left = left
+        self.others.chunk(rows, left)

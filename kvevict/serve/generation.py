@@ -250,10 +250,9 @@ class Generation:
 
     def _through(self, call: Call, policy, cache, ids: list, start: int, question=None) -> tuple:
         """(cache, logits of the last token, `Patch` of the policy) after a policy has read ids, of which the first is
-        the prompt's number `start`. Other calls get their turns between chunks."""
+        the prompt's number `start`. Other calls get their turns meanwhile."""
         tokens = torch.tensor([ids], device=device_of(self.model))
-        watchers = Guard(call, start), self.scheduler
-        inside = within(question=question, watchers=watchers)
+        inside = within(question=question, watchers=(Guard(call, start, len(ids), self.scheduler),))
         with evicting(self.model, policy, tokenizer=False), inside, torch.no_grad():
             out = base_model(self.model)(
                 input_ids=tokens, **{CACHE: cache}, logits_to_keep=1, use_cache=True, return_dict=True

@@ -29,5 +29,6 @@ class Options:
     keys: tuple[str, ...] = ()
     batch: int = 16
     queue: int = 64
+    stall: float = 0.5
     timeout: float = 600.0
     hosts: tuple[str, ...] = ()

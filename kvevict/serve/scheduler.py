@@ -1,6 +1,7 @@
 """The thread that owns the model. In turn, a chunk of a prompt is read, and each running answer gets a token."""
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -9,7 +10,6 @@ from dataclasses import dataclass, field
 
 from ..batch import Batch
 from ..engine.hook.installed import using
-from ..engine.watch.watcher import Watcher
 from ..families import base_model, find_decoder
 from .call import Call
 from .errors import Refused
@@ -36,19 +36,21 @@ class Turn:
         return None if self.call is None else self.call.owner
 
 
-class Scheduler(Watcher):
+class Scheduler:
     """prefixes  of the calls; an answer that needs more memory than these may take runs alone
     most      answers that run at once
     queue     calls that may wait beside them
+    stall     seconds after a token of the answers; a chunk that is read then pauses before its next layer
     """
 
-    def __init__(self, model, prefixes: Prefixes, most: int, queue: int):
-        self.model, self.prefixes, self.most, self.queue = model, prefixes, most, queue
+    def __init__(self, model, prefixes: Prefixes, most: int, queue: int, stall: float):
+        self.model, self.prefixes, self.most, self.queue, self.stall = model, prefixes, most, queue, stall
         self.memory = prefixes.memory  # bytes of all answers' slots at most
         self._turns: list[Turn] = []
         self._inside: list[Turn] = []  # with a prompt that is read, or answers that run
         self._groups: list[Group] = []
         self._calls, self._changed = 0, threading.Condition()
+        self._stepped = 0.0  # when answers had their last token, of time.monotonic()
         threading.Thread(target=self._run, name="kvevict", daemon=True).start()
 
     # -- in any thread ----------------------------------------------------------------------------------------------
@@ -94,18 +96,23 @@ class Scheduler(Watcher):
         self._groups.append(group)
 
     def chunk(self, rows: int, left: int) -> None:
-        """As a watcher of a read: between its chunks prompts are read that have at most half of the tokens left, one or
-        as many as have the chunk's tokens, and each running answer gets a token after each of them."""
+        """Between two chunks of a read: each running answer gets a token, and prompts are read that have at most half
+        of the tokens left, one or as many as have the chunk's tokens, with another token after each of them."""
         Context().run(self._beside, rows, left // 2)
 
+    def layer(self, left: int) -> None:
+        """Between two layers of a read with `left` tokens: the same, with one prompt at most, when it is time."""
+        if (self._groups or self._turns) and time.monotonic() - self._stepped >= self.stall:
+            Context().run(self._beside, 0, left // 2)
+
     def _beside(self, rows: int, most: int) -> None:
+        self._step()
         turn = self._next(most)
         while turn is not None:
             rows -= self._left(turn)
             self._take(turn)
             self._step()
             turn = self._next(min(most, rows))
-        self._step()
 
     def _run(self) -> None:
         while True:
@@ -117,7 +124,7 @@ class Scheduler(Watcher):
             Context().run(self._step)
 
     def _next(self, most: int | None = None) -> Turn | None:
-        """Whose turn it is: of those who read at most this many tokens, the owner with the fewest answers running, in
+        """The next turn: of those who read at most this many tokens, the owner with the fewest answers running, in
         the order they came."""
         with self._changed:
             turns = [each for each in self._turns if most is None or self._left(each) <= most]
@@ -157,6 +164,7 @@ class Scheduler(Watcher):
             group.step()
             if not group.batch.rows:
                 self._groups.remove(group)
+        self._stepped = time.monotonic()
         self._leave()
 
     def _leave(self) -> None:

@@ -73,7 +73,9 @@ def server_of(model=None, **options) -> Server:
     prefixes = Prefixes(loaded, told.memory, folder and folder / "prefixes", lambda: told.disk - texts.bytes)
     name = told.name or (Path(where).name if Path(where).exists() else where)
     most = min(BODY, LETTERS * policies.context + (1 << 16))
-    limits = dict(batch=told.batch, queue=told.queue, timeout=told.timeout, most=most, hosts=told.hosts)
+    limits = dict(
+        batch=told.batch, queue=told.queue, stall=told.stall, timeout=told.timeout, most=most, hosts=told.hosts
+    )
     return Server(name, loaded, tokenizer, policies, prefixes, texts, keys=told.keys, **limits)
 
 

@@ -3,12 +3,14 @@
     python tests/benchmarks/bench_clients.py --model DIR --haystack BOOK [--clients 1 8 32] [--requests 32] [--runs 3]
 
 Prompts are parts of the book, of about --prompt tokens; an answer has --tokens, at temperature 0. Every prompt is first
-asked alone: answers that differ later are counted. All numbers of clients are timed in turn, --runs times. Prints
+asked alone: answers that differ later are counted, and of each the nats between the two tokens where they part, as the
+model has them alone. All numbers of clients are timed in turn, --runs times. Prints
 tokens/s of all clients, and seconds to the first token: median and 99 of 100. Then a request comes every --every
 seconds while a text of --long tokens is read; prints the same of these requests.
 """
 
 import argparse
+import math
 import sys
 import threading
 import time
@@ -30,9 +32,8 @@ def of_100(seconds, share):
 def asked(client, name, prompt, tokens):
     """(seconds to the first token, the answer) of a stream."""
     start, first, said = time.perf_counter(), None, ""
-    more = dict(logit_bias={str(client.end): -100}) if client.end is not None else {}
-    stream = client.completions.create(model=name, prompt=prompt, max_tokens=tokens, temperature=0, stream=True, **more)
-    for part in stream:
+    asks = dict(model=name, prompt=prompt, max_tokens=tokens, temperature=0, logit_bias=client.bias)
+    for part in client.completions.create(**asks, stream=True):
         first = first or time.perf_counter() - start
         said += part.choices[0].text if part.choices else ""
     return first, said
@@ -45,6 +46,19 @@ def measured(client, name, prompts, clients, tokens):
         found = list(pool.map(lambda prompt: asked(client, name, prompt, tokens), prompts))
     seconds = time.perf_counter() - start
     return len(prompts) * tokens / seconds, [first for first, _ in found], [said for _, said in found]
+
+
+def parted(client, name, tokens, prompt, said):
+    """Nats between the token of the answer alone and that of another one where the two part; infinite if the other one
+    is not among the five likeliest."""
+    asks = dict(model=name, prompt=prompt, max_tokens=tokens, temperature=0, logit_bias=client.bias)
+    alone, place = client.completions.create(**asks, logprobs=5).choices[0].logprobs, 0
+    for token, known, others in zip(alone.tokens, alone.token_logprobs, alone.top_logprobs, strict=True):
+        if not said.startswith(token, place):
+            others = [value for other, value in others.items() if other and said.startswith(other, place)]
+            return known - max(others, default=-math.inf)
+        place += len(token)
+    return 0.0
 
 
 def beside(client, name, prompts, long, tokens, every):
@@ -81,6 +95,7 @@ def main():
     parser.add_argument("--every", type=float, default=2.0)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--budget", default="512")
+    parser.add_argument("--dtype", default="bfloat16")
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     ids = tokenizer(Path(args.haystack).read_text("utf-8")[: 8 * (args.long + args.requests * args.prompt)])[
@@ -94,24 +109,27 @@ def main():
     process, port = started("kvevict", args)
     try:
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=3600, max_retries=0)
-        client.end, name = tokenizer.eos_token_id, Path(args.model).name
+        client.bias, name = {str(tokenizer.eos_token_id): -100}, Path(args.model).name
         alone = [asked(client, name, prompt, args.tokens)[1] for prompt in prompts]
         speeds: dict = {clients: [] for clients in args.clients}
         firsts: dict = {clients: [] for clients in args.clients}
-        differ = dict.fromkeys(args.clients, 0)
+        differ: dict = {clients: [] for clients in args.clients}
         for _ in range(args.runs):
             for clients in args.clients:
                 speed, seconds, said = measured(client, name, prompts, clients, args.tokens)
                 speeds[clients].append(speed)
                 firsts[clients] += seconds
-                differ[clients] += sum(one != other for one, other in zip(alone, said))
+                pairs = zip(prompts, alone, said, strict=True)
+                differ[clients] += [(prompt, other) for prompt, one, other in pairs if one != other]
         base = median(speeds[args.clients[0]])
         for clients in args.clients:
             speed = median(speeds[clients])
+            nats = [parted(client, name, args.tokens, *each) for each in differ[clients]]
             print(
                 f"{clients} clients: {speed:.1f} tokens/s, {speed / base:.2f} times; first token p50 "
                 f"{of_100(firsts[clients], 0.5):.2f} s, p99 {of_100(firsts[clients], 0.99):.2f} s; "
-                f"{differ[clients]} of {args.runs * len(prompts)} answers differ from those alone",
+                f"{len(nats)} of {args.runs * len(prompts)} answers differ from those alone, by {max(nats, default=0):.3f} "
+                "nats at most where they part",
                 flush=True,
             )
         if args.long:

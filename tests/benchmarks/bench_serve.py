@@ -40,7 +40,7 @@ def started(side, args):
     """(process, port) of a server that answers."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    common = [args.model, "--dtype", "float32", "--device", "cpu", "--port", str(port)]
+    common = [args.model, "--dtype", args.dtype, "--device", "cpu", "--port", str(port)]
     command = [sys.executable, "-m", "kvevict", "serve", *common, "--budget", str(args.budget)]
     if side == "transformers":
         command = [str(Path(sys.executable).parent / "transformers"), "serve", *common]
@@ -101,6 +101,7 @@ if __name__ == "__main__":
     parser.add_argument("--haystack", required=True)
     parser.add_argument("--length", type=int, default=4000)
     parser.add_argument("--budget", default="1000")
+    parser.add_argument("--dtype", default="float32")
     args = parser.parse_args()
     cases = text_of(args)
     for side in ("kvevict", "transformers"):

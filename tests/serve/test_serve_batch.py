@@ -51,6 +51,8 @@ def test_alone_and_together():
     alone = [choices(client.ask("POST", PATH, each)) for each in MIXED]
     assert [choices(each) for each in together(client, MIXED)] == alone
     assert [choices(each) for each in together(client, MIXED[::-1])] == alone[::-1]
+    client.server.scheduler.stall = 0.0
+    assert [choices(each) for each in together(client, MIXED)] == alone
 
 
 def test_streams_of_several_answers():
@@ -72,18 +74,18 @@ def test_a_prompt_is_read_once_for_all_its_answers(monkeypatch):
     assert len(read) == 1
 
 
-def waits_for(client, monkeypatch, turns):
-    """The first read ends its first chunk once so many turns wait."""
-    chunk, first = client.server.scheduler.chunk, []
+def waits_for(client, monkeypatch, turns, pause="chunk"):
+    """The first read pauses for the first time once so many turns wait."""
+    paused, first = getattr(client.server.scheduler, pause), []
 
-    def held(rows, left):
+    def held(*given):
         if not first:
-            first.append(left)
+            first.append(given)
             while client.server.scheduler.waiting < turns:
                 pass
-        chunk(rows, left)
+        paused(*given)
 
-    monkeypatch.setattr(client.server.scheduler, "chunk", held)
+    monkeypatch.setattr(client.server.scheduler, pause, held)
 
 
 def ends(client, monkeypatch) -> list:
@@ -109,20 +111,42 @@ def test_short_prompts_do_not_wait_for_a_long_one(monkeypatch):
     assert sorted(order)[:2] == sorted(order[:2]) and order[2:] == sorted(order)[:1:-1]
 
 
-def test_answers_go_on_while_a_prompt_is_read(monkeypatch):
-    client, seen = Client(server(chunk_size=128)), []
-    chunk = client.server.scheduler.chunk
+@pytest.mark.parametrize("pause, stall", [("chunk", 1e9), ("layer", 0.0)])
+def test_answers_go_on_while_a_prompt_is_read(pause, stall, monkeypatch):
+    client, seen = Client(server(chunk_size=128, stall=stall)), []
+    paused = getattr(client.server.scheduler, pause)
 
-    def noted(rows, left):
+    def noted(*given):
         running = [row for group in client.server.scheduler._groups for row in group.batch.rows]
         before = [row.answer.tokens for row in running]
-        chunk(rows, left)
+        paused(*given)
         seen.append([row.answer.tokens - tokens for row, tokens in zip(running, before)])
 
-    monkeypatch.setattr(client.server.scheduler, "chunk", noted)
+    monkeypatch.setattr(client.server.scheduler, pause, noted)
     for response in together(client, [body("Once", max_tokens=200, logit_bias={"0": -100}), body(FILLER * 80)]):
         assert response.status_code == 200
     assert [1] in seen and all(each in ([], [1]) for each in seen)
+
+
+def test_no_token_within_a_chunk_before_its_time(monkeypatch):
+    client = Client(server(stall=1e9))
+    client.chat("Once")  # the first token of all is due at once
+    monkeypatch.setattr(client.server.scheduler, "_beside", None)
+    for response in together(client, [body("Once", max_tokens=40), body(FILLER * 10), body(FILLER * 9)]):
+        assert response.status_code == 200
+
+
+def test_a_short_prompt_within_a_chunk_of_a_long_one(monkeypatch):
+    """Both are read, and every layer of either one pauses for the answers that run."""
+    client = Client(server(chunk_size=2048, stall=0.0))
+    bodies = [body(FILLER * 80), body("Once", max_tokens=30), body(FILLER * 3, max_tokens=20), body(TEXT)]
+    alone = [choices(client.ask("POST", PATH, each)) for each in bodies]
+    waits_for(client, monkeypatch, 3, "layer")
+    begun, row = [], client.server.manager._row
+    monkeypatch.setattr(client.server.manager, "_row", lambda call, *more: begun.append(call) or row(call, *more))
+    assert [choices(each) for each in together(client, bodies)] == alone
+    long = max(begun, key=lambda each: each.prompt_tokens)
+    assert all(each.first_token < long.first_token for each in begun if each is not long)
 
 
 @pytest.mark.parametrize("reading", [False, True])
@@ -131,7 +155,7 @@ def test_an_answer_that_fails_ends_alone(reading, stream, monkeypatch):
     client = Client(server())
     bodies = [body("Once", max_tokens=30), body("The baker", max_tokens=30), body(FILLER, max_tokens=20)]
     alone = [choices(client.ask("POST", PATH, each)) for each in bodies]
-    function = call.Guard.read if reading else call.Call.token
+    function = call.Guard.layer if reading else call.Call.token
 
     def broken(self, *args):
         of = self.call if reading else self
@@ -139,7 +163,7 @@ def test_an_answer_that_fails_ends_alone(reading, stream, monkeypatch):
             raise RuntimeError("broken")
         return function(self, *args)
 
-    monkeypatch.setattr(call.Guard if reading else call.Call, "read" if reading else "token", broken)
+    monkeypatch.setattr(call.Guard if reading else call.Call, "layer" if reading else "token", broken)
     bodies[1]["stream"] = stream
     first, failed, last = together(client, bodies)
     assert [choices(first), choices(last)] == [alone[0], alone[2]]

@@ -209,7 +209,7 @@ def test_a_stream_of_a_response_that_fails(begun, monkeypatch):
         self.call.check()
 
     monkeypatch.setattr(call.Call, "token", late)
-    monkeypatch.setattr(call.Guard, "read", slow)
+    monkeypatch.setattr(call.Guard, "layer", slow)
     monkeypatch.setattr(outgoing, "PAUSE", 0.05)
     with saying(model(), ids(FILLER)):
         found, _ = of_openai(served, streamed)

@@ -109,7 +109,7 @@ def test_a_client_that_leaves(stream, reading, monkeypatch, caplog):
         return stopped
 
     if reading:
-        monkeypatch.setattr(call.Guard, "read", until_it_leaves(call.Guard.read, lambda guard: guard.call))
+        monkeypatch.setattr(call.Guard, "layer", until_it_leaves(call.Guard.layer, lambda guard: guard.call))
         body = dict(messages=[dict(role="user", content=FILLER * 80)], max_tokens=1, stream=stream)
     else:
         monkeypatch.setattr(call.Call, "token", until_it_leaves(call.Call.token, lambda each: each))
@@ -149,13 +149,13 @@ def test_a_client_that_leaves(stream, reading, monkeypatch, caplog):
 
 def silent(monkeypatch, seconds=0.4) -> None:
     """Reading takes so long, and a stream may be silent for a tenth of it."""
-    read = call.Guard.read
+    read = call.Guard.layer
 
     def slow(self, *args):
         time.sleep(seconds / 2)  # the bundled model reads with two layers
         return read(self, *args)
 
-    monkeypatch.setattr(call.Guard, "read", slow)
+    monkeypatch.setattr(call.Guard, "layer", slow)
     monkeypatch.setattr(outgoing, "PAUSE", seconds / 10)
 
 

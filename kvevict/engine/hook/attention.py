@@ -7,8 +7,8 @@ import torch
 
 from ... import _ops, compat
 from ...context import context
+from ..read import unseen
 from ..read.layer import Attended, attend, decide
-from ..read.unseen import attend_apart
 from ..slots.cache import fit
 
 NAME = "kvevict"
@@ -26,6 +26,8 @@ def attention(module, query, key, value, attention_mask, scaling=None, softcap=N
             module, query, key, value, attention_mask, scaling=scaling, softcap=softcap, s_aux=s_aux, **kwargs
         )
     step, tap = now.step.on(query.device), now.tap
+    for watcher in step.watchers:
+        watcher.layer(step)
     hidden = step.hidden.pop(module.layer_idx, None)
     if tap is not None:
         tap.called(module, query, key, value, attention_mask, dict(scaling=scaling, softcap=softcap, s_aux=s_aux))
@@ -63,9 +65,7 @@ def _read(step, module, query, key, value, options):
     stored = layer.len - int(step.decoding)  # a decoded token's row is stored already
     held = _ops.Held(layer.k, layer.v, layer.pos, layer.offset, stored, layer.centre)
     with step.meter.clock("attend"):
-        out, lse = _ops.attend(query, held, key, value, step.first, **options)
-        if step.unseen is not None:
-            attend_apart(step, query, key, value, held, layer.longest(), options, out, lse)
+        out, _ = unseen.attend(step, query, key, value, held, layer.longest(), options)
     if producer in step.unread and step.patch.last_reader[producer] == module.layer_idx:
         with step.meter.clock("evict"):
             step.chooser.layer(step.unread.pop(producer))

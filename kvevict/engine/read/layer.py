@@ -12,8 +12,8 @@ from ..measure.observation import LayerRows, Observation, Observers, rolled
 from ..measure.quantities import measured
 from ..measure.slots import KV, Heads, Slots
 from ..slots.carried import carry_newest
+from . import unseen
 from .schedule import observes
-from .unseen import attend_apart
 
 
 class Attended(NamedTuple):
@@ -56,10 +56,7 @@ def attend(seen: Attended, tap=None) -> Attended:
     held = layer.slots(module)
 
     def run():
-        out, lse = _ops.attend(q, held, k, v, step.first, **options)
-        if step.unseen is not None:
-            attend_apart(step, q, k, v, held, layer.longest(), options, out, lse)
-        return out, lse
+        return unseen.attend(step, q, k, v, held, layer.longest(), options)
 
     with step.meter.clock("attend"):
         out, lse = run() if tap is None else tap.attended(run)

@@ -1,18 +1,27 @@
-"""Attention of appended rows that do not see some of the slots: a question's copies and the question before a text."""
+"""Attention of a chunk's rows, of which appended ones may not see some of the slots: a question's copies do not see the
+question before a text."""
 
 import torch
 
 from ... import _ops
 
 
-def attend_apart(step, q, k, v, held, longest: int, options: dict, out, lse) -> None:
-    """Write into out [B, T, H, D] and lse [B, H, T] the attention of a step's appended rows over all slots but those at
-    its `unseen` positions, joined from that over the slots before and that over the slots after them.
+def attend(step, q, k, v, held, longest: int, options: dict) -> tuple:
+    """(out [B, T, H, D], lse [B, H, T]) of the rows of a step. Its appended rows do not see its `unseen` positions.
 
     q        [B, H, T, D], with k and v [B, heads, S, D] the call's rows; held: the stored slots, with their positions
     longest  stored slots of the fullest head
     options  scale, softcap, sinks of attention
     """
+    out, lse = _ops.attend(q, held, k, v, step.first, **options)
+    if step.unseen is not None:
+        _attend_apart(step, q, k, v, held, longest, options, out, lse)
+    return out, lse
+
+
+def _attend_apart(step, q, k, v, held, longest, options, out, lse) -> None:
+    """Write the attention of the appended rows into out and lse, joined from that over the slots before the unseen
+    positions and that over the slots after them."""
     rows, first = step.appended, step.first
     start, stop = step.unseen.unbind(1)
     (old, new), (old_end, new_end) = (_below(step, held, longest, limit) for limit in (start, stop))

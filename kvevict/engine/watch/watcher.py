@@ -6,6 +6,9 @@ class Watcher:
 
     rows = 0  # how many of a call's last query rows `cut` needs; layers whose choice is deferred keep as many
 
+    def layer(self, step) -> None:
+        """A layer is about to attend in a `kvevict.engine.read.step.Step`. The model may be called here."""
+
     def read(self, call, score) -> None:
         """A layer has attended. call: a `kvevict.engine.read.layer.LayerCall`; score: its slots' scores, neither
         pooled nor refined; None if they were not scored."""
