@@ -128,8 +128,8 @@ def main():
             print(
                 f"{clients} clients: {speed:.1f} tokens/s, {speed / base:.2f} times; first token p50 "
                 f"{of_100(firsts[clients], 0.5):.2f} s, p99 {of_100(firsts[clients], 0.99):.2f} s; "
-                f"{len(nats)} of {args.runs * len(prompts)} answers differ from those alone, by {max(nats, default=0):.3f} "
-                "nats at most where they part",
+                f"{len(nats)} of {args.runs * len(prompts)} answers differ from those alone, by "
+                f"{max(nats, default=0):.3f} nats at most where they part",
                 flush=True,
             )
         if args.long:
