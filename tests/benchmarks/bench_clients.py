@@ -2,6 +2,10 @@
 
     python tests/benchmarks/bench_clients.py --model DIR --haystack BOOK [--clients 1 8 32] [--requests 32] [--runs 3]
 
+The same of another server that runs, with its name for the same model (and without the long text):
+
+    python tests/benchmarks/bench_clients.py --model DIR --haystack BOOK --url http://127.0.0.1:8080/v1 --name NAME
+
 Prompts are parts of the book, of about --prompt tokens; an answer has --tokens, at temperature 0. Every prompt is first
 asked alone: answers that differ later are counted, and of each the nats between the two tokens where they part, as the
 model has them alone. All numbers of clients are timed in turn, --runs times. Prints
@@ -45,7 +49,8 @@ def measured(client, name, prompts, clients, tokens):
     with ThreadPoolExecutor(clients) as pool:
         found = list(pool.map(lambda prompt: asked(client, name, prompt, tokens), prompts))
     seconds = time.perf_counter() - start
-    return len(prompts) * tokens / seconds, [first for first, _ in found], [said for _, said in found]
+    written = sum(len(client.tokenizer(said)["input_ids"]) for _, said in found)
+    return written / seconds, [first for first, _ in found], [said for _, said in found]
 
 
 def parted(client, name, tokens, prompt, said):
@@ -96,6 +101,8 @@ def main():
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--budget", default="512")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--url")
+    parser.add_argument("--name")
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     ids = tokenizer(Path(args.haystack).read_text("utf-8")[: 8 * (args.long + args.requests * args.prompt)])[
@@ -106,10 +113,12 @@ def main():
     ]
     prompts = [tokenizer.decode(cut) for cut in cuts]
     rest = ids[args.requests * args.prompt :]
-    process, port = started("kvevict", args)
+    process, port = (None, None) if args.url else started("kvevict", args)
     try:
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=3600, max_retries=0)
-        client.bias, name = {str(tokenizer.eos_token_id): -100}, Path(args.model).name
+        url, name = args.url or f"http://127.0.0.1:{port}/v1", args.name or Path(args.model).name
+        client = openai.OpenAI(base_url=url, api_key="none", timeout=3600, max_retries=0)
+        client.bias = openai.NOT_GIVEN if args.url else {str(tokenizer.eos_token_id): -100}
+        client.tokenizer = tokenizer
         alone = [asked(client, name, prompt, args.tokens)[1] for prompt in prompts]
         speeds: dict = {clients: [] for clients in args.clients}
         firsts: dict = {clients: [] for clients in args.clients}
@@ -124,7 +133,7 @@ def main():
         base = median(speeds[args.clients[0]])
         for clients in args.clients:
             speed = median(speeds[clients])
-            nats = [parted(client, name, args.tokens, *each) for each in differ[clients]]
+            nats = [0.0 if args.url else parted(client, name, args.tokens, *each) for each in differ[clients]]
             print(
                 f"{clients} clients: {speed:.1f} tokens/s, {speed / base:.2f} times; first token p50 "
                 f"{of_100(firsts[clients], 0.5):.2f} s, p99 {of_100(firsts[clients], 0.99):.2f} s; "
@@ -132,7 +141,7 @@ def main():
                 f"{max(nats, default=0):.3f} nats at most where they part",
                 flush=True,
             )
-        if args.long:
+        if args.long and not args.url:
             long = tokenizer.decode(rest[: args.long])
             seconds, taken = beside(client, name, prompts, long, 8, args.every)
             print(
@@ -140,8 +149,9 @@ def main():
                 f"{of_100(seconds, 0.5):.2f} s, p99 {of_100(seconds, 0.99):.2f} s"
             )
     finally:
-        process.terminate()
-        process.wait(60)
+        if process is not None:
+            process.terminate()
+            process.wait(60)
 
 
 if __name__ == "__main__":
