@@ -21,6 +21,7 @@ class Batch:
     def __init__(self, model, rows=(), cache=None):
         """rows, cache: the sequences that are in a cache already, one for each of its batch rows."""
         self.model, self.rows, self.cache = base_model(model), list(rows), cache
+        self.device = device_of(self.model)
 
     def add(self, row, cache) -> None:
         """Let a sequence decode in the next steps. `cache`: what was read of it; it is the batch's from here on.
@@ -52,7 +53,7 @@ class Batch:
         """Logits [B, vocabulary] after one more token of each row: a list of ids."""
         if len(tokens) != len(self.rows):
             raise ValueError(f"tokens has {len(tokens)} ids, expected {len(self.rows)}: one for each row")
-        ids = torch.tensor(tokens, device=device_of(self.model))[:, None]
+        ids = torch.tensor(tokens, device=self.device)[:, None]
         following = getattr(self.cache, "next_position", None)
         place = {} if following is None else dict(position_ids=following[:, None])
         out = self.model(ids, **{CACHE: self.cache}, **place, use_cache=True, return_dict=True)

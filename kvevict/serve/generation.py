@@ -38,7 +38,7 @@ class Generation:
 
     def __init__(self, model, tokenizer, prefixes: Prefixes, scheduler: Scheduler):
         self.model, self.tokenizer, self.prefixes, self.scheduler = model, tokenizer, prefixes, scheduler
-        self.decoder = find_decoder(model)
+        self.decoder, self.device = find_decoder(model), device_of(model)
         self.config, self.weights = self.decoder.config, identity(self.decoder)
         self.context = getattr(self.config, "max_position_embeddings", None)
         patch = patch_of(self.decoder)
@@ -181,7 +181,7 @@ class Generation:
             return input_ids
 
         config.stop_strings = None  # Transformers looks for them in the prompt, too
-        ids = torch.tensor([prompt], device=device_of(self.model))
+        ids = torch.tensor([prompt], device=self.device)
         self.model.generate(
             ids, attention_mask=torch.ones_like(ids), generation_config=config, logits_processor=processors,
             custom_generate=take,
@@ -251,7 +251,7 @@ class Generation:
     def _through(self, call: Call, policy, cache, ids: list, start: int, question=None) -> tuple:
         """(cache, logits of the last token, `Patch` of the policy) after a policy has read ids, of which the first is
         the prompt's number `start`. Other calls get their turns meanwhile."""
-        tokens = torch.tensor([ids], device=device_of(self.model))
+        tokens = torch.tensor([ids], device=self.device)
         inside = within(question=question, watchers=(Guard(call, start, len(ids), self.scheduler),))
         with evicting(self.model, policy, tokenizer=False), inside, torch.no_grad():
             out = base_model(self.model)(
