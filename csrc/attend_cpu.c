@@ -1,18 +1,18 @@
 /* Chunk attention over [stored | new] on a CPU.
  *
- * A task is some steps of one (b, kv head), with the rows of all G query heads, which share the packed keys and values.
+ * A task is some steps of one (b, kv head), with the rows of all G query heads: they share the packed keys and values.
  * The outer loop goes over blocks of keys, the inner one over tiles of rows, so each key is packed once per task.
  * Blocks that no row of a tile sees are skipped, and only those on the diagonal are masked.
  *
  * Where rows are few, the columns are cut too: into splits that depend on the shapes alone, not on the number of
- * threads, whose m, l and o are combined in order. Very few rows read keys and values in place, as decode does. */
+ * threads; m, l and o of all are combined in order. Very few rows read keys and values in place, as decode does. */
 #include <stdatomic.h>
 
 #include "stream.h"
 
 enum {
-  FEW = 16,           /* rows of a head for which packing costs more than it saves */
-  SHORT = 64,         /* steps of a chunk whose columns are cut */
+  FEW = 16,           /* rows of a head so few that packing costs more than it saves */
+  SHORT = 64,         /* steps of a chunk with columns that are cut */
   TASKS = 32,         /* tasks of such a chunk, about */
   COLUMNS = 4 * KEYS, /* columns of a split, at least */
 };
@@ -84,7 +84,7 @@ static void kv_attend_task(const kv_attend_job *job, kv_rows *x, int64_t at, int
   memcpy(part + all * (width + 1) + t0 * G, x->l, (size_t)rows * sizeof *part);
 }
 
-/* All rows of a head, which are few: what every step sees at once, then what each sees of the rest. */
+/* The few rows of a head: the columns that every step sees at once, then those of each step alone. */
 static void kv_attend_few(const kv_attend_job *job, const kv_stream *x, int64_t at, int64_t split) {
   const kv_attend_head head = kv_attend_head_of(job->a, at);
   const int64_t G = head.query.G, c0 = split * job->span, c1 = kv_min(head.n, c0 + job->span);

@@ -1,4 +1,4 @@
-/* The rows and columns of an attention matrix: where they are in memory, which columns a row sees, how logits follow
+/* The rows and columns of an attention matrix: where they are in memory, the columns that a row sees, how logits follow
  * from q.k. Shared by attend and the ops of observing rows. */
 #ifndef KV_ATTENTION_CUH
 #define KV_ATTENTION_CUH

@@ -1,9 +1,9 @@
-/* Where torch and Python meet the kernels; with tensors.h the only file that sees torch. What an op is called with is
- * in ops.def: here it becomes the schema, and what fills the op's struct of kvevict.h and calls its kernel.
+/* Where torch and Python meet the kernels; with tensors.h the only file that sees torch. The arguments of an op
+ * are in ops.def: here they become the schema, and the code that fills the op's struct of kvevict.h and calls its kernel.
  *
  * Built on torch's stable headers and the limited C API, one binary serves every torch and CPython that is new enough.
  * Everything a kernel will read or write is checked here against the size of its tensor, or by the kernel against its
- * struct, so a wrong call raises. What only the values of tensors tell is checked on the CPU alone. */
+ * struct, so a wrong call raises. Facts that only the values of tensors tell are checked on the CPU alone. */
 #include <Python.h>
 
 #include <cstdlib>
@@ -30,7 +30,7 @@ void put_sizes(Args &a, const Call &call) {
   if constexpr (requires { a.rows.B; }) put_sizes(a.rows, call);
 }
 
-/* What an op asks besides: that its slots lie in their buffers, and more where there is a function for it. */
+/* Further checks of an op: that its slots lie in their buffers, and more where there is a function for it. */
 template <typename Args>
 void check(Args &a, const Call &call) {
   if constexpr (requires { a.rows.slots; }) call.check_slots(sizes::rows, a.rows.slots.offset, a.rows.slots.len, 0);

@@ -15,7 +15,7 @@ typedef struct {
   atomic_int failed;
 } kv_decode_job;
 
-/* Slots of head `at` of the prefix and of its own, without the new one. */
+/* Slots of head `at`, those of the prefix included, without the new one. */
 static int64_t kv_decode_shared(const kv_decode *a, int64_t at) { return a->prefix.len ? a->prefix.len[at] : 0; }
 static int64_t kv_decode_slots(const kv_decode *a, int64_t at) { return kv_decode_shared(a, at) + a->slots.len[at]; }
 

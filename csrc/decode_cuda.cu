@@ -3,7 +3,7 @@
  * same bits every time.
  *
  * Up to 4 heads a group are computed by lanes (lanes.cuh), and whichever block finishes a head's last split combines
- * all of them. More heads are the rows of a tile (stream.cuh), whose products are on tensor cores in 16 bits.
+ * all of them. More heads are the rows of a tile (stream.cuh), multiplied on tensor cores in 16 bits.
  * Arithmetic is fp32, logits are in log2 units. */
 // budget: regs 255, smem 98400
 #include "lanes.cuh"
@@ -33,7 +33,7 @@ static __device__ __forceinline__ int prefix_len(const kv_decode &a, int64_t hea
   return a.prefix.len ? a.prefix.len[head] : 0;
 }
 
-/* How a head's slots are cut: no split has slots of the prefix and of the head's own, so there may be one more. */
+/* How a head's slots are cut: no split has slots of the prefix and of the head, so there may be one more. */
 struct Cut {
   int size, before, splits; /* slots of a split; splits of the prefix, and of all */
 };
@@ -46,7 +46,7 @@ static __device__ __forceinline__ Cut cut_of(const kv_decode &a, const Parts &x,
   return {size, before, before + (len + size) / size};
 }
 
-/* One split: slots c0 .. c1 - 1 of the prefix or of the head's own, of which the new row is the last. */
+/* One split: slots c0 .. c1 - 1 of the prefix or of the head itself; the new row is the last of these. */
 template <class E>
 struct Split {
   Columns k, v;

@@ -1,4 +1,4 @@
-/* f16 and bf16 <-> float as branch-free loops over uint16_t, which the compiler vectorises for the ISA that the file is
+/* f16 and bf16 <-> float as branch-free loops over uint16_t: the compiler vectorises them for the ISA that the file is
  * compiled for. */
 #ifndef KVEVICT_HALF_H
 #define KVEVICT_HALF_H
@@ -19,7 +19,7 @@ static inline float kv_float(uint32_t u) {
 }
 
 /* The exponent is rebiased by 112, an exponent of all ones (inf, NaN) by twice that; 0 and denormals get an implicit
- * one, which is subtracted again. */
+ * one, subtracted again. */
 static inline float kv_float_of_f16(uint16_t h) {
   const uint32_t top = 0x7c00u << 13, sign = (uint32_t)(h & 0x8000u) << 16;
   const uint32_t u = (uint32_t)(h & 0x7fffu) << 13, exponent = u & top;

@@ -30,8 +30,8 @@ extern "C" {
 enum { KV_MOST_D = 512, KV_MOST_D_CUDA = 256 };
 
 typedef enum { KV_F32 = 0, KV_F16 = 1, KV_BF16 = 2 } kv_dtype;
-/* How a stored row lies in memory: D numbers of the call's dtype, or bytes that carry their scale, at any address, and
- * from which c, the head's centre, was subtracted (of values, and without a centre, c = 0):
+/* How a stored row lies in memory: D numbers of the call's dtype, or bytes that carry their scale, at any address,
+ * of x - c, c being the head's centre (of values, and without a centre, c = 0):
  *   KV_INT8  q = (x - c) / s, D numbers of int8, then s of fp32 = max |x - c| / 127
  *   KV_INT4  u = ((x - c) H - lo) / s, D / 2 bytes, byte i with number i in its low and number i + D / 2 in its high
  *            half, then s of fp16 = (max - lo) / 15 and lo of fp16 = min (x - c) H. H is the orthonormal Hadamard
@@ -151,7 +151,7 @@ typedef struct {
  *   loss = sum t[i] ln(t[i] / p[i]), with p at least KV_KL_LEAST before it is divided; 0 where t or p sums to 0. */
 #define KV_KL_LEAST 1e-30f
 typedef struct {
-  kv_observers rows; /* without lse, which is computed over the slots that the rows see here, and without weight */
+  kv_observers rows; /* without weight, and without lse: it is computed over the slots that the rows see here */
   int64_t N, C;
   const float *target; /* [B, H, N] >= 0 */
   float *loss;         /* [B, H] */
@@ -235,8 +235,8 @@ typedef struct {
   kv_slots dst;         /* len unused */
 } kv_compact;
 
-/* One decode step: writes the new key and value after each head's slots, then attends over all slots of the prefix and
- * the len + 1 of its own. The caller must have made room, and adds 1 to len afterwards. */
+/* One decode step: writes the new key and value after each head's slots, then attends over the prefix's slots and
+ * these len + 1. The caller must have made room, and adds 1 to len afterwards. */
 typedef struct {
   kv_dtype dtype;
   int64_t B, H, Hkv, D, C;

@@ -8,6 +8,6 @@
 int kv_threads(void);
 
 /* Calls body(ctx, begin, end) for disjoint ranges of at most `grain` items that cover 0..n; free workers take the next
- * range in ascending order. Returns when all are done. No result may depend on which worker ran which range. */
+ * range in ascending order. Returns when all are done. No result may depend on the worker that ran a range. */
 void kv_parallel_for(int64_t n, int64_t grain, kv_body body, void *ctx);
 #endif

@@ -72,7 +72,7 @@ static __global__ void __launch_bounds__(RowTile<E, D>::THREADS, 1)
       softmax_step(s, logits.scale, top, sum, alpha);
     }
   }
-  cp_async_wait<0>(); /* the copies past the last tile, which nobody reads */
+  cp_async_wait<0>(); /* the copies past the last tile: nobody reads them */
   each_row<MT>([&](int m, int half) {
     const int r = row + 16 * m + 8 * half;
     const float all = PEAK ? row_max_nan(top[m][half]) : top[m][half] + log2f(lanes_sum<4>(sum[m][half]));
@@ -81,7 +81,7 @@ static __global__ void __launch_bounds__(RowTile<E, D>::THREADS, 1)
   });
 }
 
-/* parts [shares, B, H, R] -> out [B, H, R], which may be parts: the row's lse with the sink's share, or its largest
+/* parts [shares, B, H, R] -> out [B, H, R], perhaps parts itself: the row's lse with the sink's share, or its largest
  * weight. */
 template <bool PEAK>
 static __global__ void __launch_bounds__(256)

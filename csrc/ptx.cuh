@@ -7,7 +7,7 @@
  *   A [16, 16]  a[0] = A[g, c..]    a[1] = A[g + 8, c..]    a[2] = A[g, c + 8..]    a[3] = A[g + 8, c + 8..]
  *   B [16, 8]   b0 = B[c.., g]      b1 = B[c + 8.., g]
  *   D [16, 8]   d[0], d[1] = D[g, c], D[g, c + 1]           d[2], d[3] = D[g + 8, c], D[g + 8, c + 1]
- * ldmatrix_x4 fills register i of every lane from the 8x8 matrix whose rows are at the addresses of lanes 8 i .. 8 i
+ * ldmatrix_x4 fills register i of every lane from the 8x8 matrix with its rows at the addresses of lanes 8 i .. 8 i
  * + 7: lane l gets row g, columns c and c + 1; transposed: rows c and c + 1 of column g. */
 #ifndef KV_PTX_CUH
 #define KV_PTX_CUH
@@ -167,8 +167,8 @@ static __device__ __forceinline__ uint32_t load_once_4_if(const void *p, bool wa
   return x;
 }
 
-/* *p += x; returns the value before. What this thread wrote, or saw through a barrier, is visible to the whole GPU
- * before the addition; what earlier callers made visible so is visible to this thread after it. */
+/* *p += x; returns the value before. Values that this thread wrote, or saw through a barrier, are visible to the whole
+ * GPU before the addition; those that earlier callers made visible so are visible to this thread after it. */
 static __device__ __forceinline__ uint32_t atomic_add_acq_rel(uint32_t *p, uint32_t x) {
   uint32_t y;
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;"

@@ -26,9 +26,9 @@ KV_ADDRESSING uint64_t kv_segments_at(const kv_segments *x, kv_span i) {
   return (i < x->len ? x->stored : x->chunk) + (uint64_t)(kv_unsigned)i * stride;
 }
 
-/* rows: the layer's [rows, D], in which slot 0 is row `offset`; chunk: [B, Hkv, S, D] with strides b, h, s, in which
- * keys first .. stop - 1 are alive. An empty chunk may have any address and strides, so its rows get the address 0,
- * which copies of 0 bytes may name. size: of an element, in bytes. */
+/* rows: the layer's [rows, D] with slot 0 in row `offset`; chunk: [B, Hkv, S, D] with strides b, h, s, of which
+ * keys first .. stop - 1 are alive. An empty chunk may have any address and strides, so its rows get the address 0:
+ * copies of 0 bytes may name it. size: of an element, in bytes. */
 KV_ADDRESSING kv_segments kv_segments_of(const void *rows, int64_t offset, int64_t len, const void *chunk,
                                          const int64_t *stride, int64_t b, int64_t h, int64_t first, int64_t stop,
                                          int64_t D, int64_t size) {

@@ -32,7 +32,7 @@
 #define KV_PROTOTYPE(op, with) kv_status KV_OP(op)(const kv_##op *a);
 KV_OPS(KV_PROTOTYPE, )
 
-/* A vector has VL floats; a register tile has MR rows x NV vectors, whose accumulators leave NV + 2 registers free. */
+/* A vector has VL floats; a register tile has MR rows x NV vectors: its accumulators leave NV + 2 registers free. */
 #if defined(__AVX512F__)
 #define KV_VL 16
 #define KV_NV 4
@@ -137,7 +137,7 @@ KV_INLINE vf vf_pairs(vf a, vf b) { return a + b; }
 /* a where mask is all ones, b where it is 0. */
 KV_INLINE vf vf_select(vu mask, vf a, vf b) { return (vf)(((vu)a & mask) | ((vu)b & ~mask)); }
 
-/* b where either is NaN, as in x86's instruction, which compilers do not make of the comparison. */
+/* b where either is NaN, as in x86's instruction: compilers do not make it of the comparison. */
 #if defined(__AVX512F__)
 KV_INLINE vf vf_max(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
 KV_INLINE vf vf_min(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }

@@ -35,7 +35,7 @@ struct Parts {
   float2 *ml;              /* [heads, tiles, splits, rows] the maximum, and the weights' sum */
 };
 
-/* all: the rows of a head; rows: what a tile holds. */
+/* all: the rows of a head; rows: those of a tile. */
 static Parts parts_of(Cutter &scratch, int64_t heads, int64_t all, int64_t rows, int64_t splits, int64_t D) {
   Parts x = {(int)splits, (int)((all + rows - 1) / rows), (int)(all < rows ? all : rows), nullptr, nullptr, nullptr};
   const int64_t tiles = heads * x.tiles, parts = tiles * splits * x.rows;
@@ -109,7 +109,7 @@ static __device__ void finish(const float *part, int step, const float2 *ml, int
   }
 }
 
-/* What attend and decode write; T is 1 for decode. */
+/* The results of attend and decode; T is 1 for decode. */
 struct Outputs {
   int64_t B, H, Hkv, T, D;
   const float *sinks; /* [H] or NULL */
@@ -137,7 +137,7 @@ static int combine(const Parts &x, const Outputs &y, void *stream) {
   return launch<combine_kernel<E>>(grid, COMBINE_WARPS * 32, 0, stream, x, y);
 }
 
-/* 16 query rows, which all warps have, against KEYS keys, of which each warp has its share: reading takes longer than
+/* 16 query rows, the same in all warps, against KEYS keys, shared out among the warps: reading takes longer than
  * the products of so few rows. Its members are those of RowTile. */
 template <class E, int D>
 struct NarrowTile {
@@ -169,7 +169,7 @@ static __device__ __forceinline__ Columns between(Columns x, int c0, int c1) {
   return x;
 }
 
-/* What a warp's rows have of the columns so far; sum: each lane's share. */
+/* The results of a warp's rows over the columns so far; sum: each lane's share. */
 template <int MT, int D>
 struct Attended {
   float o[MT][D / 8][4], top[MT][2], sum[MT][2];
@@ -177,8 +177,8 @@ struct Attended {
 
 /* Rows r0 .. r0 + ROWS - 1 of `rows` against all columns: keys.at.n, and as many values. Columns before `fewest` are seen by
  * every row; seen_by(m, half): how many columns a row sees; look(s, c): s [16 MT, 8 NT] are the warp's logits, before
- * their scale, of the columns from c on; EXACT: as of add_values. The tiles lie in shared memory in the order q, k, v,
- * which is free again afterwards; keys and values follow, as registers are scarce. */
+ * their scale, of the columns from c on; EXACT: as of add_values. The tiles lie in shared memory in the order q, k, v;
+ * it is free again afterwards; keys and values follow, as registers are scarce. */
 template <class E, int D, class X, bool EXACT, class From, class Seen, class Look>
 static __device__ __forceinline__ void attend_columns(Attended<X::MT, D> &x, E *q, const From &rows, int r0,
                                                       const Columns &keys, const Columns &values, int fewest, int dims,
@@ -205,7 +205,7 @@ static __device__ __forceinline__ void attend_columns(Attended<X::MT, D> &x, E *
     float s[MT][NT][4], alpha[MT][2];
     multiply<E, D, X::STEPS>(s, q, warp_row<X>(), k + key * D);
     cp_async_wait<0>();
-    if (D % 64 && kept[1].packed() > c0) __syncthreads(); /* others wrote what tile_finite reads */
+    if (D % 64 && kept[1].packed() > c0) __syncthreads(); /* others wrote the rows that tile_finite reads */
     /* V is there; K has been read */
     const bool finite = __syncthreads_and(sizeof(E) == 4 || !masked || tile_finite<E, D, X::KEYS, X::THREADS>(v));
     tile_copy<E, D, X::KEYS, X::THREADS>(k, kept[0], c0 + X::KEYS, dims);
@@ -233,7 +233,7 @@ static __device__ __forceinline__ void attend_columns(Attended<X::MT, D> &x, E *
     }
   }
   cp_async_wait<0>(); /* the copy of Q, where a split has no columns */
-  __syncthreads();    /* and what the caller left in shared memory before */
+  __syncthreads();    /* and the caller's work in shared memory before */
 }
 
 /* Writes the tile's part: ml [rows] and o [rows, dims], of its first rows. q: shared memory as in attend_columns. */

@@ -1,4 +1,4 @@
-/* A few rows of queries against many slots, which are read once and in place: limited by memory bandwidth. Each load is
+/* A few rows of queries against many slots, read once and in place: limited by memory bandwidth. Each load is
  * shared by up to SHARE rows. A row's sums run over the slots in ascending order whatever else is computed with it, and
  * where the slots lie (in one segment or two) changes no bit. Logits are in log2 units. */
 #ifndef KVEVICT_STREAM_H
@@ -7,8 +7,8 @@
 #include "words.h"
 
 enum {
-  SPLIT = 512, /* slots of a split, whose m, l and o are computed apart and combined in order */
-  BLOCK = 64,  /* slots of a block, which fits the first-level cache */
+  SPLIT = 512, /* slots of a split: its m, l and o are computed apart and combined in order */
+  BLOCK = 64,  /* slots of a block: it fits the first-level cache */
   SHARE = 4,   /* rows that share a load, at most */
 #if defined(__AVX512F__) || defined(__aarch64__)
   TOGETHER = 4, /* of SHARE rows those that are computed at once: 4 slots of each fit 32 registers */
@@ -34,7 +34,7 @@ typedef struct {
   kv_packing packing;
 } kv_stream_rows;
 
-/* What is read after the rows at hand: as many bytes of it are fetched into the second-level cache meanwhile, in order,
+/* The memory read after the rows at hand: as many bytes of it are fetched into the second-level cache meanwhile, in order,
  * so that memory is never idle. A prefetch never faults, so it may lie past the slots; it is an integer because no
  * pointer may leave its array. 0: nothing. */
 typedef uintptr_t kv_stream_next;
@@ -43,8 +43,8 @@ KV_INLINE void kv_stream_fetch(kv_stream_next next, int64_t bytes) {
   __builtin_prefetch((const void *)(next + (uintptr_t)bytes), 0, 2);
 }
 
-/* Of 2 VL numbers the first VL (half 0) or the last; of bf16 those at even or at odd places, which a shift or a mask
- * makes floats. q and o have the same order. */
+/* Of 2 VL numbers the first VL (half 0) or the last; of bf16 those at even or at odd places: a shift or a mask
+ * makes them floats. q and o have the same order. */
 KV_INLINE vf kv_stream_half(kv_dtype dtype, int half, const char *x) {
   if (dtype == KV_F32) return vf_load((const float *)(const void *)x + half * VL);
   if (dtype == KV_F16) return vf_of_f16(x + half * 2 * VL);
@@ -243,7 +243,7 @@ static void kv_stream_values(int64_t G, const float *p, kv_stream_rows v, kv_str
 #undef KV_CASE
 }
 
-/* The slots c .. c + n - 1 as at most two pieces: in place, or converted into the buffer, whose padding stays 0. words:
+/* The slots c .. c + n - 1 as at most two pieces: in place, or converted into the buffer (its padding stays 0). words:
  * how packed rows are read, else they are converted too; values beside values of 4 bits are rotated as these are. */
 static inline int kv_stream_pieces(const kv_stream *x, const kv_columns *columns, kv_packing words, int rotated,
                                    int64_t c, int64_t n, kv_stream_rows *piece) {
@@ -281,7 +281,7 @@ static inline void kv_stream_keys(const kv_stream *x, int64_t r, int64_t G, kv_s
                     x->q_more + r, x->D, k.x, k.stride, k.n, next, next_stride, s, KEYS);
 }
 
-/* Rows r0 .. r1 - 1, all of which see the slots c0 .. c1 - 1, go on: o [rows, width], m [rows], l [rows]. logit: of row
+/* Rows r0 .. r1 - 1, which all see the slots c0 .. c1 - 1, go on: o [rows, width], m [rows], l [rows]. logit: of row
  * 0, rows `apart` apart, or NULL. */
 static inline void kv_stream_run(const kv_stream *x, float cap, const kv_columns *k, const kv_columns *v, int64_t c0,
                                  int64_t c1, int64_t r0, int64_t r1, float *o, float *logit, int64_t apart) {
@@ -331,7 +331,7 @@ static inline void kv_part_start(float *part, int64_t rows, int64_t width) {
 
 static inline float kv_exp2(float x) { return vf_exp2(vf_set1(x))[0]; }
 
-/* m and l of row r over all splits, the first of which is at part, and o [width] divided by l unless it is NULL. A sink
+/* m and l of row r over all splits, from part on, and o [width] divided by l unless it is NULL. A sink
  * is one more logit, without a value. */
 static inline void kv_part_combine(const float *part, int64_t splits, int64_t rows, int64_t width, int64_t r,
                                    float sink, float *m, float *l, float *o) {

@@ -1,4 +1,4 @@
-/* ops.def as arrays: tables::attend::args, ... A row that says of a field what kvevict.h does not, does not compile. */
+/* ops.def as arrays: tables::attend::args, ... A row that contradicts kvevict.h about a field does not compile. */
 #ifndef KVEVICT_TABLE_H
 #define KVEVICT_TABLE_H
 #include <algorithm>
@@ -53,7 +53,7 @@ struct Arg {
 using Arguments = std::span<const Arg>;
 constexpr size_t MOST_ROWS = 24; /* of an op */
 
-/* What a field of type Field points to. */
+/* The elements that a field of type Field points to. */
 template <typename Field>
 consteval Element element_of() {
   using T = std::remove_const_t<std::remove_pointer_t<Field>>;

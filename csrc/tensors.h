@@ -71,7 +71,7 @@ void put(void *a, size_t at, T value) {
   std::memcpy(static_cast<char *>(a) + at, &value, sizeof value);
 }
 
-/* What torch's C functions tell of a tensor, without the detour over the enums of its headers. */
+/* The answer of one of torch's C functions about a tensor, without the detour over the enums of its headers. */
 int32_t asked(AOTITorchError (*get)(AtenTensorHandle, int32_t *), const Tensor &t) {
   int32_t value;
   TORCH_ERROR_CODE_CHECK(get(t.get(), &value));
@@ -98,7 +98,7 @@ struct Kernels {
  * lives. */
 class Call {
  public:
-  /* Takes every argument off torch's stack before anything is checked: what an error leaves there is never freed. */
+  /* Takes every argument off torch's stack before anything is checked: those that an error leaves there are never freed. */
   Call(Arguments args, StableIValue *stack) : args_(args), stack_(stack) {
     for (size_t i = 0; i < args_.size(); i++) {
       if (!args_[i].is_tensor()) continue;
@@ -235,7 +235,7 @@ class Call {
     return true;
   }
 
-  /* What is written may not lie in any other argument's memory, but where may_share(written, other). */
+  /* Written arguments may not lie in any other one's memory, but where may_share(written, other). */
   template <typename MayShare>
   void check_disjoint(MayShare may_share) const {
     for (size_t i = 0; i < args_.size(); i++) {

@@ -16,8 +16,8 @@
 static __device__ __forceinline__ int fragment_row() { return lane_id() / 4; }
 static __device__ __forceinline__ int fragment_column() { return lane_id() % 4 * 2; }
 
-/* Where vector c of row r lies in a tile [rows, D]. The swizzle puts rows 8 i .. 8 i + 7 of a column of vectors, which
- * ldmatrix reads together, into different banks; rows of 96 16-bit numbers are 1.5 times as long as all banks together
+/* Where vector c of row r lies in a tile [rows, D]. The swizzle puts rows 8 i .. 8 i + 7 of a column of vectors into
+ * different banks, as ldmatrix reads them together; rows of 96 16-bit numbers are 1.5 times as long as all banks together
  * and need another swizzle. */
 template <class E, int D>
 static __device__ __forceinline__ int tile_at(int r, int c) {
@@ -27,7 +27,7 @@ static __device__ __forceinline__ int tile_at(int r, int c) {
 
 static __device__ __forceinline__ uint64_t row_at(const kv_segments &rows, int r) { return kv_segments_at(&rows, r); }
 
-/* Starts copying rows r0 .. r0 + ROWS - 1 of `rows`, which row_at addresses, into tile [ROWS, D]; cp_async_wait ends
+/* Starts copying rows r0 .. r0 + ROWS - 1 of `rows` (row_at has their addresses) into tile [ROWS, D]; cp_async_wait ends
  * it. Rows past the last and elements from dims on are 0. The tile's rows before `from_row` stay as they are. */
 template <class E, int D, int ROWS, int THREADS, class Rows>
 static __device__ __forceinline__ void tile_load(E *tile, const Rows &rows, int r0, int dims, int from_row = 0) {
@@ -113,7 +113,7 @@ static __device__ __forceinline__ bool tile_finite(const E *tile) {
   return finite;
 }
 
-/* MT x NT fragments of 16 x 8: calls f(m, n, half, j) for each number that a lane holds, s[m][n][2 half + j], which is
+/* MT x NT fragments of 16 x 8: calls f(m, n, half, j) for each number that a lane holds: s[m][n][2 half + j] is
  * in row 16 m + 8 half + g and column 8 n + c + j. */
 template <int MT, int NT, class F>
 static __device__ __forceinline__ void each_number(F f) {
@@ -205,7 +205,7 @@ static __device__ __forceinline__ void multiply(float (&s)[MT][NT][4], const E *
   }
 }
 
-/* o [16 MT, D] += P V, with P [16 MT, 8 NT] rounded to E; EXACT: and what that leaves, rounded too, so that nearly all
+/* o [16 MT, D] += P V, with P [16 MT, 8 NT] rounded to E; EXACT: and the remainders, rounded too, so that nearly all
  * of fp32 counts (and a value of inf gives NaN). */
 template <class E, int D, bool EXACT = false, int MT, int NT>
 static __device__ __forceinline__ void add_values(float (&o)[MT][D / 8][4], const float (&p)[MT][NT][4], const E *v) {

@@ -62,7 +62,7 @@ static inline void kv_load_query(const kv_queries *x, int64_t g, int64_t t, floa
   for (int64_t d = 0; d < x->D; d++) q[d] *= x->scale;
 }
 
-/* q [words]: as kv_load_query, or pairs without conversion, whose products are scaled later */
+/* q [words]: as kv_load_query, or pairs without conversion: their products are scaled later */
 static inline void kv_load_words(const kv_queries *x, int64_t g, int64_t t, float *q) {
   if (x->pairs)
     memcpy(q, x->q + g * x->head_stride + t * x->step_stride, (size_t)x->words * sizeof *q);
@@ -220,14 +220,14 @@ static inline void kv_row_o(int pairs, const float *p, int64_t n, const float *v
   }
 }
 
-/* s [width], of which the row sees n columns -> cap * tanh(s) if cap > 0; columns from n on become -inf. */
+/* s [width], the row sees n of its columns -> cap * tanh(s) if cap > 0; columns from n on become -inf. */
 static inline void kv_cap_and_mask(float *s, float cap, int64_t n, int64_t width) {
   if (cap > 0)
     for (int64_t c = 0; c < n; c += VL) vf_store(s + c, cap * vf_tanh(vf_load(s + c)));
   for (int64_t c = n; c < width; c++) s[c] = -INFINITY;
 }
 
-/* The gradient w to logits x that kv_cap_and_mask made -> that to what it was given. */
+/* The gradient w to logits x that kv_cap_and_mask made -> that to the logits before it. */
 KV_INLINE vf kv_cap_grad(vf w, vf x, float cap) { return cap > 0 ? w * (1 - (x / cap) * (x / cap)) : w; }
 
 /* One step of a row's online softmax: s [width] -> p = 2^(s - m) with m the maximum so far; l is the sum of p; if
@@ -293,8 +293,8 @@ static inline void kv_rows_start(kv_rows *x, const kv_queries *query, int64_t t0
   memset(x->o, 0, (size_t)(padded * width) * sizeof *x->o);
 }
 
-/* One tile of rows r0 .. r0 + n - 1 against the block of columns c0 .. c1 - 1: packed keys, and values v, rows of which
- * are `step` apart. */
+/* One tile of rows r0 .. r0 + n - 1 against the block of columns c0 .. c1 - 1: packed keys, and values v in rows
+ * `step` apart. */
 static inline void kv_rows_tile(kv_rows *x, const kv_queries *query, kv_bounds bounds, int64_t t0, int64_t r0,
                                 int64_t n, int64_t c0, int64_t c1, const float *v, int64_t step, int64_t width,
                                 int finite) {
@@ -337,7 +337,7 @@ static inline void kv_rows_run(kv_rows *x, const kv_queries *query, kv_bounds bo
   }
 }
 
-/* Steps of a task over one head's T steps: at least about 192 rows, which amortise packing, at most `most` rows, which
+/* Steps of a task over one head's T steps: at least about 192 rows, to amortise packing, at most `most` rows, to
  * keep scratch below 2 MiB, and between these bounds about four tasks for every thread. */
 static inline int64_t kv_task_steps(int64_t heads, int64_t T, int64_t G, int64_t D) {
   const int64_t most = 131072 / kv_max(D, 64), fair = heads * T * G / (4 * kv_threads());

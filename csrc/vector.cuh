@@ -1,4 +1,4 @@
-/* Vectors of 16 bytes, the unit in which memory is read, and the choice of a kernel by dtype. E is float, f16 or
+/* Vectors of 16 bytes, the unit of reads from memory, and the choice of a kernel by dtype. E is float, f16 or
  * bf16. */
 #ifndef KV_VECTOR_CUH
 #define KV_VECTOR_CUH
@@ -22,7 +22,7 @@ static __device__ __forceinline__ void vector_floats(uint4 v, float (&x)[VECTOR<
   }
 }
 
-/* Elements d .. d + VECTOR - 1 of slot i, which are read once. */
+/* Elements d .. d + VECTOR - 1 of slot i, read once. */
 template <class E>
 static __device__ __forceinline__ void slot_floats(const kv_segments &slots, int i, int d, float (&x)[VECTOR<E>]) {
   vector_floats<E>(load_once_16(reinterpret_cast<const E *>(kv_segments_at(&slots, i)) + d), x);

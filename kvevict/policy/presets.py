@@ -64,7 +64,7 @@ preset("tri", score=SCORES["tri"](), decode=True, interval=128, keep_prompt=True
 preset("rkv", score=SCORES["rkv"](), decode=True, interval=128)
 preset("take", score=SCORES["take"](), chunk_size=_Z, warmup_layers="half")
 preset(
-    "take/no-probe", "TAKE without its probe (table 2): a chunk's own last 32 rows score it.",
+    "take/no-probe", "TAKE without its probe (table 2): a chunk's last 32 rows score it.",
     score=SCORES["take"](), rows=_CHUNK_WINDOW, chunk_size=_Z, warmup_layers="half",
 )  # fmt: skip
 preset(
@@ -100,7 +100,7 @@ preset(
     score=SCORES["snapkv"](pool="avg"), heads=HEADS["ada"](),
 )  # fmt: skip
 preset(
-    "adakv/kvpress", "AdaKV as kvpress has it: every head keeps its own best fifth of the average, window included.",
+    "adakv/kvpress", "AdaKV as kvpress has it: every head keeps its best fifth of the average, window included.",
     **_KVPRESS, heads=HEADS["ada"](floor="all"),
 )  # fmt: skip
 preset(
@@ -120,7 +120,7 @@ preset(
     score=SCORES["snapkv"](pool="none"), select=SELECTIONS["chunk"](), n_reuse=2,
 )  # fmt: skip
 preset(
-    "chunkkv/kvpress", "ChunkKV as kvpress has it: whole runs of 20 tokens by its own SnapKV's scores.",
+    "chunkkv/kvpress", "ChunkKV as kvpress has it: whole runs of 20 tokens by its SnapKV's scores.",
     **_KVPRESS, select=SELECTIONS["chunk"](c=20, exact=False),
 )  # fmt: skip
 preset(
@@ -171,11 +171,11 @@ preset(
     score=SCORES["edie"](), heads=HEADS["flat"](), layers=LAYERS["tada"](),
 )  # fmt: skip
 preset(
-    "edie+tada/chunked", "EDIE+TADA (eq. 9-18) in chunks, ours: a prompt's own earlier chunks set the layer budgets.",
+    "edie+tada/chunked", "EDIE+TADA (eq. 9-18) in chunks, ours: a prompt's earlier chunks set the layer budgets.",
     score=SCORES["edie"](), heads=HEADS["flat"](), layers=LAYERS["tada"](own=True), chunk_size=_Z,
 )  # fmt: skip
 preset(
-    "chunkkv/edie", "ChunkKV's runs over EDIE's scores (eq. 9-11), ours: every head ranks its own, and heads compete.",
+    "chunkkv/edie", "ChunkKV's runs over EDIE's scores (eq. 9-11), ours: every head ranks its runs, and heads compete.",
     score=SCORES["edie"](pool="none"), heads=HEADS["flat"](), select=SELECTIONS["chunk"](per_head=True),
 )  # fmt: skip
 preset(

@@ -11,7 +11,7 @@ from . import LAYERS, LayerBudget
 class Pyramid(LayerBudget):
     """PyramidKV (Cai et al. 2024): slots decrease arithmetically from the first layer to the last.
 
-    With b = B - protected slots, the last layer gets b // beta of its own and the first 2b - b // beta, or as many as
+    With b = B - protected slots, the last layer gets b // beta of these and the first 2b - b // beta, or as many as
     there are. Prompts shorter than 2b tokens are split uniformly. The source truncates the step to a whole number and
     so keeps somewhat more than b per layer; here the layers' sum is exact.
     """

@@ -25,7 +25,7 @@ class Probe(Rows):
                eq. 9 as printed
     append     False: nothing is appended; the chunk's last `probe` rows observe (ablation, table 2)
 
-    The probe attends to all alive slots but its own. Always kept at the prompt's end, at most half the prompt: the
+    The probe attends to all alive slots except its slots. Always kept at the prompt's end, at most half the prompt: the
     probe's slots, or with a span the last min(8, probe rows) slots, because the answer continues from there. Where the
     prompt's question is known, its request is kept too, up to half of the budget: METHODS section 3.
     """

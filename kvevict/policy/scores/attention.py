@@ -20,7 +20,7 @@ from . import SCORES, Attention
 @SCORES.add("snapkv")
 @dataclass(frozen=True)
 class SnapKV(Attention):
-    """SnapKV (Li et al. 2024): attention of the last `window` rows, pooled; the window's own slots are kept."""
+    """SnapKV (Li et al. 2024): attention of the last `window` rows, pooled; the window's slots are kept."""
 
 
 @SCORES.add("take")

@@ -16,7 +16,7 @@ class Gate(Score):
     """KVzap's gates (Jegou and Jeblick 2026): KVzip's number, expected of each token as it is read; question unknown.
 
     gates    folder of gates that were trained on this model (`kvevict train --kind gates`); None: those named
-             last for this model, or kvevict_gates in its own folder
+             last for this model, or kvevict_gates in its folder
     sink     first slots that are always kept
     recent   last slots that are always kept
     """

@@ -15,7 +15,7 @@ class Chunk(Selection):
     """ChunkKV (Liu et al. 2025): slots are kept in runs of `c` neighbouring tokens.
 
     c          tokens of a run; a slot belongs to run position // c
-    per_head   every head ranks its own runs (over all heads where heads compete); False: one choice for the layer, by
+    per_head   every head ranks its runs (over all heads where heads compete); False: one choice for the layer, by
                scores averaged over heads
     exact      what is left of the budget takes the next best run's first members; False: it stays unused
 
