@@ -1,4 +1,4 @@
-"""What the server knows of a request beyond Transformers' handlers, in the task that serves it and in the thread that
+"""The state of a request beyond Transformers' handlers, in the task that serves it and in the thread that
 generates."""
 
 import threading
@@ -20,13 +20,13 @@ class Cancelled(Exception):
 class Call:
     """One request.
 
-    owner     whose texts and prefixes it may see
+    owner     its texts and prefixes may be seen
     policy    reads the prompt
     hidden    whether the policy reads all but the last user's message without that, to be shared
     question  a text of the prompt that observes; None: the last user's message
     text      a stored text that is put before the first user's message
     share     whether a beginning that came before is shared: "auto", "never" or "always"
-    reader    reads what is shared
+    reader    reads shared beginnings
     deadline  of time.monotonic()
     """
 
@@ -52,7 +52,7 @@ class Call:
     template: dict = field(default_factory=dict)  # further arguments of the chat template
     prompt: Any = ""  # of /v1/completions: letters or ids
     whole: Prompt = field(default_factory=lambda: Prompt([]))  # the ids that the model reads
-    keys: list = field(default_factory=list)  # of its beginnings, by which they are stored
+    keys: list = field(default_factory=list)  # of its stored beginnings
     parser: Any = lambda: None  # makes a parser of an answer to them
     began: float = field(default_factory=time.monotonic)
     first_token: float | None = None
@@ -73,7 +73,7 @@ class Call:
         return self._cancelled.is_set()
 
     def check(self) -> None:
-        """Raise what ends the call before its answer does."""
+        """Raise the reason that ends the call before its answer does."""
         if self.cancelled:
             raise Cancelled
         if time.monotonic() > self.deadline:
@@ -88,7 +88,7 @@ class Call:
 
 
 class Guard(Watcher):
-    """Ends the reading of a prompt whose call has ended, says how far it is, and lets others have their turns.
+    """Ends the reading of a prompt when its call has ended, says how far it is, and lets others have their turns.
 
     start   tokens before it
     tokens  that are read

@@ -1,4 +1,4 @@
-"""What a request's body may hold: OpenAI's fields, with values that Transformers' handlers can take."""
+"""The fields of a request's body: OpenAI's, with values that Transformers' handlers can take."""
 
 import json
 import math
@@ -25,7 +25,7 @@ OURS = ("policy", "budget", "question", "text", "share")
 TEMPLATE = re.compile(r"enable_[a-z_]+|thinking|reasoning_effort|date_string")
 CHOSEN = "auto", "none", "required"  # of tool_choice
 FORMATS = "text", "json_object", "json_schema"
-KEPT = {"kvevict"}  # fields in which null says something
+KEPT = {"kvevict"}  # fields with a null that says something
 
 
 def parsed(data: bytes) -> dict:

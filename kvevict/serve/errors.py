@@ -1,4 +1,4 @@
-"""What a client gets in place of an answer."""
+"""The response in place of an answer."""
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 

@@ -33,7 +33,7 @@ from .written import Form, Written
 
 class Generation:
     """model     patched; its policy reads most prompts, so it says how much room running answers get
-    prefixes  where what was read is stored
+    prefixes  that were read
     """
 
     def __init__(self, model, tokenizer, prefixes: Prefixes, scheduler: Scheduler):
@@ -115,7 +115,7 @@ class Generation:
         await self._in_thread(run, call=call)
 
     async def forget(self, owner: str, text: str) -> None:
-        """Remove what was kept of a stored text, after what runs now."""
+        """Remove the caches of a stored text, after the turn that runs now."""
         await self._in_thread(self.prefixes.forget, mark_of(owner, text))
 
     async def kept(self, call: Call, start: int):
@@ -190,7 +190,7 @@ class Generation:
         return Row(call, at, answer, made[0], config.do_sample, seed, give)
 
     def _read(self, call: Call) -> tuple:
-        """What `_through` gives after a call's whole prompt."""
+        """The result of `_through` after a call's whole prompt."""
         prompt, tokens = call.whole, len(call.whole.ids)
         cache = self._prefix(call)
         start = 0 if cache is None else prompt.ends[-1]
@@ -203,7 +203,7 @@ class Generation:
         return self._through(call, self._chosen(policy, tokens), cache, prompt.ids[start:], start, asks)
 
     def _prefix(self, call: Call):
-        """A cache of the prompt up to its last end, of which the longest stored prefix is not read again; None without
+        """A cache of the prompt up to its last end; its longest stored prefix is not read again. None without
         an end."""
         prompt = call.whole
         if not prompt.ends:
@@ -227,7 +227,7 @@ class Generation:
 
     def _beginning(self, call: Call, cache, start: int, end: int, policy):
         """A cache of the prompt up to an end, which follows a cache up to `start`. It is read in pieces: where the
-        request ends before, what was kept of them waits for the next request, which goes on from there."""
+        request ends before, the cache of these waits for the next request, and that goes on from there."""
         stops, part = pieces(self._within(policy, end), start, end), None
         for stop in stops[-2::-1]:
             known = self.prefixes.get(self._key(call, policy, stop))
@@ -249,8 +249,8 @@ class Generation:
         return cache
 
     def _through(self, call: Call, policy, cache, ids: list, start: int, question=None) -> tuple:
-        """(cache, logits of the last token, `Patch` of the policy) after a policy has read ids, of which the first is
-        the prompt's number `start`. Other calls get their turns meanwhile."""
+        """(cache, logits of the last token, `Patch` of the policy) after a policy has read ids, the first being the
+        prompt's number `start`. Other calls get their turns meanwhile."""
         tokens = torch.tensor([ids], device=self.device)
         inside = within(question=question, watchers=(Guard(call, start, len(ids), self.scheduler),))
         with evicting(self.model, policy, tokenizer=False), inside, torch.no_grad():
@@ -266,7 +266,7 @@ class Generation:
         return key_of(call.owner, self.weights, policy, prompt.ids[:end], text)
 
     def _asking(self, call: Call, prompt: Prompt):
-        """Which tokens observe."""
+        """The tokens that observe."""
         if call.question is not None:
             return Asked((find(self.tokenizer, prompt.ids, call.question),), self.tokenizer)
         said = [each["content"] for each in call.messages if each["role"] == "user"]

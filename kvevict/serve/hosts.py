@@ -1,4 +1,4 @@
-"""Which names of the server a request may be sent to. A page of another site can give its site's name this machine's
+"""The names of the server that a request may be sent to. A page of another site can give its site's name this machine's
 address (DNS rebinding), but not the Host that the browser sends then."""
 
 import ipaddress
@@ -10,7 +10,7 @@ HOST = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]\s]*))(?::[0-9]*)?")
 
 class Hosts:
     """ASGI middleware. Requests whose Host is not local, not the address that they came to and not allowed get the
-    response that `refusal` makes of their scope. Those without a Host, which HTTP/1.0 permits, come from no browser."""
+    response that `refusal` makes of their scope. Those without a Host (HTTP/1.0) come from no browser."""
 
     def __init__(self, app, allowed, refusal):
         self.app, self.refusal = app, refusal

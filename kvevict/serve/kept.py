@@ -1,4 +1,4 @@
-"""Which parts of a stored text were kept, for the page at `/`."""
+"""The parts of a stored text that were kept, for the page at `/`."""
 
 import numpy as np
 

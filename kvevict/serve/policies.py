@@ -1,4 +1,4 @@
-"""Which policy reads a request."""
+"""The policy that reads a request."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ LAST = object()  # the question that a request does not name: the last user's me
 
 
 class Chosen(NamedTuple):
-    """policy    reads what is not shared
+    """policy    reads the rest of the prompt
     hidden    whether it does so without the question
     question  that the request names, or None
     share     one of `SHARES`
-    reader    reads what is shared
+    reader    reads shared beginnings
     """
 
     policy: Any
@@ -33,10 +33,10 @@ class Chosen(NamedTuple):
 
 @dataclass(frozen=True)
 class Policies:
-    """policy        as text, reads a prompt whose question is known
-    unasked       as text, reads what is shared
+    """policy        as text, reads a prompt with a known question
+    unasked       as text, reads shared beginnings
     share         of a request that does not say it
-    share_budget  of what is shared
+    share_budget  of these
     context       the model's, in tokens; a request may not keep more of that many than the server's own budget
     most          slots that memory holds
     kv            how slots are stored
@@ -90,7 +90,7 @@ class Policies:
         return Chosen(policy, hidden, question, share, reader)
 
     def _asked(self, asked: dict, opens_text: bool) -> tuple:
-        """(share, question or None). What is always shared is read without a question."""
+        """(share, question or None). An always shared prompt is read without a question."""
         share, question = asked.get("share"), asked.get("question", LAST)
         if opens_text and isinstance(question, str):
             raise Refused(400, "a stored text is read before its questions: leave kvevict.question out")

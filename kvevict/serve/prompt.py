@@ -12,7 +12,7 @@ LEAST = 64  # tokens of a prefix beyond the one before it
 
 @dataclass(frozen=True)
 class Prompt:
-    """ids, and the ends of prefixes of it that do not depend on what comes after them, ascending, each below its
+    """ids, and the ends of prefixes of it that do not depend on the tokens after them, ascending, each below its
     length; text: where the stored text that it opens with starts and stops."""
 
     ids: list
@@ -60,12 +60,12 @@ def _marked(message: dict, before: str = "") -> dict:
 
 
 def of_messages(tokenizer, messages: list, template: dict, context: int | None, text: str | None = None) -> Prompt:
-    """A chat, cut before every user's message; `text` opens the first of them, which it ends two lines before.
+    """A chat, cut before every user's message; `text` opens the first of them, and ends two lines before it.
 
     Raises ValueError for a chat that the template refuses or changes.
     """
     check_count(messages, context)
-    # A mark where a user's message begins: what is before it is tokenised apart, alike in every request.
+    # A mark where a user's message begins: the part before it is tokenised apart, alike in every request.
     first, marked = True, []
     for message in messages:
         if message["role"] == "user":
@@ -104,7 +104,7 @@ def _of_ids(tokenizer, ids: list, context: int | None, text: str | None) -> Prom
 
 def joined(tokenizer, pieces: list, context: int | None) -> Prompt:
     """A prompt of pieces, how to tokenise each and its letters. Each may end a prefix, where that is long enough; the
-    last one ends none. A piece whose special tokens are letters is a stored text.
+    last one ends none. A piece that has letters for special tokens is a stored text.
 
     Raises Refused as soon as the ids do not fit a context with an answer.
     """
@@ -139,10 +139,10 @@ def too_long(context: int) -> Refused:
 
 
 def _plain(tokenizer, text: str) -> list:
-    """Ids of a part of a rendered template, whose special tokens are meant."""
+    """Ids of a part of a rendered template, with its special tokens."""
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def _opened(tokenizer, text: str) -> list:
-    """Ids of a text after what the tokenizer opens every text with."""
+    """Ids of a text after the tokens that open every text."""
     return tokenizer(text, verbose=False)["input_ids"]

@@ -1,4 +1,4 @@
-"""What happens to a request from its first byte to its last."""
+"""The way of a request from its first byte to its last."""
 
 import asyncio
 import copy
@@ -37,7 +37,7 @@ SMALL = 1 << 16  # bytes of a body that is read where it came, so that small req
 JSON = re.compile(r"application/(json|.+\+json)\s*(;|$)")
 STORE = "/v1/kvevict/texts"
 TEXT = "policy", "budget"  # of a stored text
-ENDPOINTS = {  # path: handler, what it checks
+ENDPOINTS = {  # path: handler, its check
     CHAT: (Chat, check.chat),
     COMPLETIONS: (Completions, check.completion),
     RESPONSES: (Responses, check.response),
@@ -45,8 +45,8 @@ ENDPOINTS = {  # path: handler, what it checks
 
 
 class Server:
-    """name      of the model, which requests may give
-    keys      of which a request must bring one; none: nobody needs one
+    """name      of the model, as requests may give it
+    keys      a request must bring one of them; none: nobody needs one
     timeout   seconds that a request may take, waiting included
     most      bytes of a request's body
     batch     answers that are written at once
@@ -70,10 +70,10 @@ class Server:
         }
         self.handlers = {path: kind(name, tokenizer) for path, (kind, _) in ENDPOINTS.items()}
 
-    # -- what comes in ----------------------------------------------------------------------------------------------
+    # -- requests come in ---------------------------------------------------------------------------------------------
 
     def owner(self, request: Request) -> str:
-        """Whose texts a request may see. Raises Refused without a right key."""
+        """The owner of the texts that a request may see. Raises Refused without a right key."""
         if not self.keys:
             return "everyone"
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
@@ -83,7 +83,7 @@ class Server:
         raise Refused(401, "the API key is missing or wrong: send Authorization: Bearer KEY", "invalid_api_key")
 
     async def body(self, request: Request, function=lambda body: body):
-        """What a function makes of a request's body."""
+        """The result of a function of a request's body."""
         if not JSON.match(request.headers.get("content-type", "")):  # a page of another site may not send that
             raise Refused(415, "send Content-Type: application/json")
         data, declared = bytearray(), request.headers.get("content-length", "")
@@ -136,7 +136,7 @@ class Server:
             template=template, prompt=body["prompt"] if path == COMPLETIONS else "",
         )  # fmt: skip
 
-    # -- what a request goes through --------------------------------------------------------------------------------
+    # -- the way of a request -----------------------------------------------------------------------------------------
 
     async def answer(self, path: str, request: Request) -> Response:
         owner, identity = self.owner(request), f"{uuid.uuid4()}"
@@ -192,18 +192,18 @@ class Server:
         return JSONResponse(dict(object="kvevict.text", name=name) | tokens | dict(kvevict=said(call)))
 
     async def remove(self, request: Request, name: str) -> dict:
-        """DELETE /v1/kvevict/texts/NAME: forget a text, and what was kept of it."""
+        """DELETE /v1/kvevict/texts/NAME: forget a text and its caches."""
         owner = self.owner(request)
         await self._forget(owner, await self._aside(self.texts.remove, owner, name))
         return {"object": "kvevict.text", "name": name, "deleted": True}
 
     async def _forget(self, owner, text) -> None:
-        """Remove what was kept of a text that is stored no more."""
+        """Remove the caches of a text that is stored no more."""
         if not self.texts.knows(owner, text):
             await self.manager.forget(owner, text)
 
     async def kept(self, request: Request, name: str) -> Response:
-        """GET /v1/kvevict/texts/NAME/kept: what is kept of a stored text."""
+        """GET /v1/kvevict/texts/NAME/kept: the share of heads that kept each piece of a stored text."""
         owner = self.owner(request)
         text, chosen = self.texts.get(owner, name), self.policies.of(self.texts.asked(owner, name), True)
         call = self._of_text("/v1/kvevict/texts/kept", owner, chosen, text)
@@ -241,20 +241,20 @@ class Server:
         call.prompt_tokens = max(call.whole.ends, default=0)
         return call.whole
 
-    # What grows with a request is computed in threads, while the event loop serves others.
+    # Work that grows with a request is done in threads, while the event loop serves others.
 
     async def _aside(self, function, *args):
         return await to_thread.run_sync(function, *args, limiter=self._threads)
 
     async def _tokenising(self, large: bool, function):
-        """The result of a function of a tokenizer, which serves one at a time: it has a state, such as whether special
-        tokens are letters. Large requests have another one than small ones, which wait for none of them."""
+        """The result of a function of a tokenizer. It serves one at a time: it has a state, such as whether special
+        tokens are letters. Large requests have another one than small ones, so that these do not wait for them."""
         tokenizer, limiter = self._tokenisers[large]
         return await to_thread.run_sync(function, tokenizer, limiter=limiter)
 
     async def _ended(self, call, identity, request, work, failed=None) -> Response:
-        """The response of `work`; what the call came to is counted and logged. failed: the events of an error, of a
-        stream, which begins before `work` ends where that takes long."""
+        """The response of `work`; the call's outcome is counted and logged. failed: the events of an error, of a
+        stream; that begins before `work` ends where this takes long."""
         status, entered, streams = 500, False, False
         request.state.noted, self.calls[identity] = True, call
 
@@ -301,7 +301,7 @@ class Server:
 
 
 async def _begun(first, parts):
-    """What came first, and what follows."""
+    """The first item, and those that follow."""
     try:
         yield first
         async for each in parts:

@@ -59,7 +59,7 @@ class Running:
 
 
 def until(holds) -> None:
-    """Wait for what another thread does."""
+    """Wait for another thread."""
     end = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < end

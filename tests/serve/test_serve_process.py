@@ -77,7 +77,7 @@ def test_a_server_that_is_killed(process, tmp_path):  # noqa: F811
     long.start()
     assert server.end(signal.SIGKILL) == -signal.SIGKILL
     long.join()
-    (tmp_path / "store" / "prefixes" / ".kvevict-left").mkdir()  # what it was writing
+    (tmp_path / "store" / "prefixes" / ".kvevict-left").mkdir()  # the file that it was writing
 
     again = process(*options)
     after = again.ask(asks("Orshan"), **OPENS)
@@ -228,7 +228,7 @@ def test_langchain_s_tools_and_forms(asked, responses):
 
 
 def test_transformers_chat(asked, monkeypatch):
-    """The client that `transformers chat` has, with what it sends."""
+    """The client that `transformers chat` has, with its requests."""
     from huggingface_hub import InferenceClient, constants
     from transformers import GenerationConfig
 
@@ -244,7 +244,7 @@ def test_transformers_chat(asked, monkeypatch):
 
 
 def test_the_page_in_a_browser(asked, tmp_path):
-    """A text is dropped in, a question answered, and what was kept shown. Needs playwright and CHROMIUM, the path of a
+    """A text is dropped in, a question answered, and the kept parts shown. Needs playwright and CHROMIUM, the path of a
     browser."""
     api = pytest.importorskip("playwright.sync_api")
     if "CHROMIUM" not in os.environ:
@@ -280,7 +280,7 @@ def test_the_page_in_a_browser(asked, tmp_path):
 
 def test_the_page_of_a_phone(asked, tmp_path):
     """A question about a text that is being read waits for it. A name of any script stays, and no text of its name is
-    replaced. A file that is not a text is refused. Needs what the test before needs."""
+    replaced. A file that is not a text is refused. Its needs are those of the test before."""
     api = pytest.importorskip("playwright.sync_api")
     if "CHROMIUM" not in os.environ:
         pytest.skip("CHROMIUM is not set")
