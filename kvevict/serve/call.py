@@ -3,13 +3,15 @@ generates."""
 
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..engine.watch.watcher import Watcher
 from .options import NEVER
 from .prompt import Prompt
 from .sampling import Sampling
+
+COUNTED = "prompt_tokens", "cached_tokens", "new_tokens", "shared_tokens", "read_tokens"
 
 
 class Cancelled(Exception):
@@ -50,7 +52,7 @@ class Call:
     deadline: float = float("inf")
     messages: list = field(default_factory=list)  # as the chat template takes them; none: a plain prompt
     template: dict = field(default_factory=dict)  # further arguments of the chat template
-    prompt: Any = ""  # of /v1/completions: letters or ids
+    prompt: Any = ""  # of /v1/completions: letters or ids, or a list of such
     whole: Prompt = field(default_factory=lambda: Prompt([]))  # the ids that the model reads
     keys: list = field(default_factory=list)  # of its stored beginnings
     parser: Any = lambda: None  # makes a parser of an answer to them
@@ -78,6 +80,19 @@ class Call:
             raise Cancelled
         if time.monotonic() > self.deadline:
             raise TimeoutError
+
+    def of_prompts(self) -> list:
+        """A call for each prompt, where there are several: all are cancelled with this one. Otherwise this one."""
+        several = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
+        return [replace(self, prompt=each) for each in self.prompt] if several else [self]
+
+    def gather(self, calls: list) -> None:
+        """Count as all calls of its prompts together."""
+        for name in COUNTED:
+            setattr(self, name, sum(getattr(each, name) for each in calls))
+        self.kept, self.running = min(each.kept for each in calls), any(each.running for each in calls)
+        if self.first_token is None:
+            self.first_token = min((each.first_token for each in calls if each.first_token is not None), default=None)
 
     def token(self) -> None:
         """A token was written."""

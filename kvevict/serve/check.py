@@ -17,6 +17,7 @@ LEAST = {  # of whole numbers
 }  # fmt: skip
 MOST = {"n": 16, "top_logprobs": 20}
 SEED = 1 << 63
+PROMPTS = 128  # of a completion, at most
 DEEPEST = 100  # lists and objects in each other, in a field
 SAMPLING = {"temperature": (0.01, 2), "top_p": (0.01, 1), "min_p": (0, 1), "repetition_penalty": (0.1, 10)}
 COUNTS = {"max_new_tokens": 1, "top_k": 0}  # of a generation_config, too
@@ -108,9 +109,9 @@ def generation(body: dict, vocabulary: int, template: str | None) -> None:
     _must(not options or body.get("stream"), "stream_options are of a stream: give stream as well")
     _must(all(isinstance(each, bool) for each in options.values()), "stream_options must be true or false")
     prompt = body.get("prompt", [])
-    ids = prompt[0] if isinstance(prompt, list) and prompt and isinstance(prompt[0], list) else prompt
-    known = not isinstance(ids, list) or all(0 <= each < vocabulary for each in ids if _whole(each))
-    _must(known, "prompt has ids that the model does not know")
+    for ids in (prompt, *(prompt if isinstance(prompt, list) else ())):
+        known = not isinstance(ids, list) or all(0 <= each < vocabulary for each in ids if _whole(each))
+        _must(known, "prompt has ids that the model does not know")
     _template(body, template)
     _tools(body)
     _format("response_format", body.get("response_format", {}), body)
@@ -181,9 +182,13 @@ def completion(body: dict) -> None:
     if isinstance(prompt, list) and len(prompt) == 1 and not _whole(prompt[0]):
         prompt = body["prompt"] = prompt[0]
     if isinstance(prompt, list):
-        _must(prompt and all(map(_whole, prompt)), "prompt must be one text, or the ids of one: ask for each alone")
+        several = prompt if prompt and not _whole(prompt[0]) else [prompt]
+        _must(len(several) <= PROMPTS, f"prompt must have at most {PROMPTS} prompts")
     else:
-        _must(isinstance(prompt, str) and prompt, "prompt must be a text, and not empty")
+        several = [prompt]
+    for each in several:
+        ids = isinstance(each, list) and all(map(_whole, each))
+        _must(each and (ids or isinstance(each, str)), "prompt must be a text or its ids, or a list of such, not empty")
     _must(_counts(body.get("logprobs", 0), 0, 5), "logprobs must be a whole number from 0 to 5")
 
 

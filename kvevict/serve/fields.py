@@ -74,7 +74,7 @@ TABLE = {
         "web_search_options": Field(REFUSED, "the server searches nothing"),
     },
     COMPLETIONS: COMMON | WRITING | {
-        "prompt": Field(OBEYED, "a text, token ids, or a list of one of these"),
+        "prompt": Field(OBEYED, "a text or token ids, or a list of up to 128 such prompts, answered together"),
         "logprobs": Field(OBEYED, "0 to 5 alternatives of each token"),
         "best_of": Field(REFUSED, "every answer that is written is given: ask for n", (1,)),
         "echo": Field(REFUSED, "the prompt is not repeated", (False,)),

@@ -102,6 +102,24 @@ async def soon(task):
         raise
 
 
+async def together(streams: list, answers: int, after):
+    """The parts of several calls' answers, of so many each, as they come. after() is called with each of them."""
+    waiting = {asyncio.ensure_future(_next(stream)): at for at, stream in enumerate(streams)}
+    try:
+        while waiting:
+            for task in (await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED))[0]:
+                number, found = waiting.pop(task), task.result()
+                if found is not None:
+                    waiting[asyncio.ensure_future(_next(streams[number]))] = number
+                    after()
+                    yield number * answers + found[0], found[1]
+    finally:
+        for task in waiting:
+            await stopped(task)
+        for stream in streams:
+            await stream.aclose()
+
+
 async def late(task):
     """The events of the stream that a task results in."""
     stream = await task

@@ -25,7 +25,7 @@ from .handlers import Chat, Completions, Responses
 from .kept import parts
 from .messages import tools_of
 from .metrics import Metrics, progress
-from .outgoing import Stream, late, soon, unless_gone
+from .outgoing import Stream, late, soon, together, unless_gone
 from .policies import Chosen, Policies
 from .prefixes import Prefixes, mark_of
 from .sampling import Sampling
@@ -149,13 +149,18 @@ class Server:
         return await self._ended(call, identity, request, work, failed)
 
     async def _answer(self, handler, call, body, identity, stream, large):
-        def prepare(tokenizer):
-            call.messages = handler.messages_of(body)
-            self.manager.prepare(call, tokenizer)
-            return self.manager.answers(call)
+        calls = call.of_prompts()
 
-        answers = await self._tokenising(large, prepare)
-        parts = self.manager.write(call, answers)
+        def prepare(tokenizer):
+            for each in calls:
+                each.messages = handler.messages_of(body)
+                self.manager.prepare(each, tokenizer)
+            return [self.manager.answers(each) for each in calls]
+
+        of_each = await self._tokenising(large, prepare)
+        streams = [self.manager.write(each, own) for each, own in zip(calls, of_each, strict=True)]
+        parts = streams[0] if calls == [call] else together(streams, call.answers, lambda: call.gather(calls))
+        answers = [answer for own in of_each for answer in own]
         first = await anext(parts)  # an error before the first token is raised here
         if stream is None:
             every = [first] + [each async for each in parts]

@@ -1,0 +1,101 @@
+"""Several prompts in a completions request: each gets the answers that it gets alone, and one that fails ends all."""
+
+import gc
+
+import pytest
+from serving import FILLER, TEXT, Client, asks, events, server, unpatched  # noqa: F401
+
+from kvevict.serve import call
+from kvevict.serve.check import PROMPTS
+
+PATH = "/v1/completions"
+IDS = [5, 9, 11, 40]
+SEVERAL = [f"{TEXT}\n\n{asks('Orshan')}\nAnswer:", "Once", f"{FILLER * 6}{asks('Naislet')}\nAnswer:"]
+OPTIONS = {
+    "greedy": dict(max_tokens=12),
+    "drawn": dict(max_tokens=9, n=3, temperature=1.2, seed=5),
+    "with logprobs": dict(max_tokens=4, logprobs=2),
+    "shared": dict(max_tokens=12, kvevict=dict(question=None)),
+}
+COUNTS = "prompt_tokens", "completion_tokens", "total_tokens"
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_each_prompt_is_answered_as_alone(options):
+    client = Client(server())
+    alone = [client.post(PATH, prompt=each, **options).json() for each in SEVERAL]
+    said = client.post(PATH, prompt=SEVERAL, **options).json()
+    wanted = [dict(choice, index=0) for one in alone for choice in one["choices"]]
+    assert [dict(choice, index=0) for choice in said["choices"]] == wanted
+    assert [choice["index"] for choice in said["choices"]] == list(range(len(wanted)))
+    for name in COUNTS:
+        assert said["usage"][name] == sum(one["usage"][name] for one in alone)
+    texts = dict.fromkeys(range(len(wanted)), "")
+    streamed = events(
+        client.post(PATH, prompt=SEVERAL, stream=True, stream_options=dict(include_usage=True), **options)
+    )
+    for event in streamed:
+        for choice in event["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert list(texts.values()) == [choice["text"] for choice in wanted]
+    assert {name: streamed[-1]["usage"][name] for name in COUNTS} == {name: said["usage"][name] for name in COUNTS}
+
+
+def test_ids_and_a_list_of_one():
+    client = Client(server())
+    one, other = (client.post(PATH, prompt=ids, max_tokens=5).json()["choices"][0]["text"] for ids in (IDS, IDS[::-1]))
+    both = client.post(PATH, prompt=[IDS, IDS[::-1]], max_tokens=5).json()
+    assert [choice["text"] for choice in both["choices"]] == [one, other]
+    assert client.post(PATH, prompt=[IDS], max_tokens=5).json()["choices"][0]["text"] == one
+
+
+def test_a_stored_text_opens_each_prompt():
+    client = Client(server())
+    client.store()
+    asked = [f"{asks(name)}\nAnswer:" for name in ("Orshan", "Naislet", "Velmora")]
+    more = dict(max_tokens=12, kvevict=dict(text="text"))
+    alone = [client.post(PATH, prompt=each, **more).json() for each in asked]
+    said = client.post(PATH, prompt=asked, **more).json()
+    assert [each["text"] for each in said["choices"]] == [each["choices"][0]["text"] for each in alone]
+    assert said["kvevict"]["shared_tokens"] == sum(each["kvevict"]["shared_tokens"] for each in alone)
+
+
+@pytest.mark.parametrize(
+    "prompt, sentence",
+    [
+        ([], "prompt must be a text or its ids, or a list of such, not empty"),
+        (["Once", ""], "prompt must be a text or its ids, or a list of such, not empty"),
+        (["Once", 5], "prompt must be a text or its ids, or a list of such, not empty"),
+        ([5, "Once"], "prompt must be a text or its ids, or a list of such, not empty"),
+        ([[5], []], "prompt must be a text or its ids, or a list of such, not empty"),
+        ([[5], [-1]], "prompt has ids that the model does not know"),
+        (["Once"] * (PROMPTS + 1), f"prompt must have at most {PROMPTS} prompts"),
+    ],
+)
+def test_lists_that_are_none_of_prompts(prompt, sentence):
+    response = Client(server()).post(PATH, prompt=prompt, max_tokens=2)
+    assert (response.status_code, response.json()["error"]["message"]) == (400, sentence)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_fails_ends_the_request(stream, monkeypatch):
+    """One that is too long is refused before anything is read; one that fails takes no room any more."""
+    client, token = Client(server()), call.Call.token
+    pools = client.server.manager.pools.of.values()
+    before = [pool.left() for pool in pools]
+    long = client.post(PATH, prompt=["Once", FILLER * 200], max_tokens=2, stream=stream)
+    assert long.status_code == 400
+
+    def broken(self):
+        if self.prompt == "The baker" and self.new_tokens == 3:
+            raise RuntimeError("broken")
+        token(self)
+
+    monkeypatch.setattr(call.Call, "token", broken)
+    failed = client.post(PATH, prompt=["Once", "The baker", FILLER], max_tokens=20, stream=stream)
+    assert events(failed)[-1]["error"]["type"] == "server_error" if stream else failed.status_code == 500
+    assert client.post(PATH, prompt="Once", max_tokens=2).status_code == 200
+    client.server.scheduler.submit(bool).result()
+    gc.collect()
+    assert [pool.left() for pool in pools] == before
+    assert "kvevict_running 0.0" in client.ask("GET", "/metrics").text
