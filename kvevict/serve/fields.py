@@ -31,7 +31,7 @@ COMMON = {
     # not of OpenAI
     "top_k": Field(OBEYED, "a whole number; 0: of all tokens, the default unless the model's configuration has one"),
     "min_p": Field(OBEYED, "0 to 1: a token's least probability, as a share of the likeliest one's"),
-    "generation_config": Field(OBEYED, "JSON of Transformers, of which the numbers of sampling and length are taken"),
+    "generation_config": Field(OBEYED, "JSON of Transformers; its numbers of sampling and length are taken"),
     "kvevict": Field(OBEYED, "[see below](#who-observes)"),
 }
 WRITING = {  # of chat and completions
@@ -91,7 +91,7 @@ TABLE = {
         "reasoning.mode": Field(REFUSED, "leave it out"),
         "text.format": Field(OBEYED, "text, a JSON object, or JSON by a schema"),
         "text.verbosity": Field(REFUSED, "ask for it in a message", ("medium",)),
-        "max_tool_calls": Field(HARMLESS, "it is about OpenAI's tools, which are refused"),
+        "max_tool_calls": Field(HARMLESS, "it is about OpenAI's tools, and those are refused"),
         "access_programs": Field(REFUSED, "leave it out"),
         "background": Field(REFUSED, "answers are not stored: ask for a stream", (False,)),
         "background_options": Field(REFUSED, "answers are not stored: ask for a stream"),
