@@ -24,6 +24,11 @@ def serve(parser, argv):
         "--unasked",
         help="reads stored texts, and parts that requests share; default gate if the model has gates, else read-twice",
     )
+    parser.add_argument("--gates", metavar="FOLDER",
+                        help="gates, with which what requests share is read once; where the folder has none they are "
+                        "trained, by a process beside the server, and until then --unasked is read-twice")  # fmt: skip
+    parser.add_argument("--gates-data", metavar="FILE",
+                        help="text to train them on; default: Python's own documentation")  # fmt: skip
     add_budget(parser, Options.budget, Options.chunk_size)
     parser.add_argument("--share", choices=SHARES, default=Options.share,
                         help="what --unasked reads once for all requests that begin with it: auto, all before a chat's "
@@ -110,6 +115,8 @@ def serve(parser, argv):
         "queue",
         "stall",
         "timeout",
+        "gates",
+        "gates_data",
     )
     given = {name: getattr(args, name) for name in own}
     given |= dict(keys=tuple(keys), hosts=(args.host, *args.allow_host))

@@ -26,7 +26,11 @@ def application(server: Server) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(app):
+        if server.gates is not None:
+            server.gates.begin(server)
         yield
+        if server.gates is not None:
+            server.gates.end()
         server.scheduler.submit(server.prefixes.flush).result()
 
     app = FastAPI(lifespan=lifespan, openapi_url=None)

@@ -30,6 +30,8 @@ from .scheduler import Scheduler
 from .sharing import Sharing, followed, pieces
 from .written import Form, Written
 
+OLDER = 2  # the work of a token that the older reader reads over the newer one's: it reads twice
+
 
 class Generation:
     """model     patched; its policy reads most prompts, so it says how much room running answers get
@@ -147,8 +149,12 @@ class Generation:
             cuts = chat_cuts(tokenizer, call.messages, call.template, prompt) if call.messages else None
             prompt = followed(call.policy, call.reader, self.sharing.cut(call.owner, prompt, call.reader, cuts))
         call.whole, call.prompt_tokens = prompt, len(prompt.ids)
-        policies = call.reader.policies(prompt.ends) if prompt.ends else []
-        call.keys = [self._key(call, policy, end) for policy, end in zip(policies, prompt.ends, strict=True)]
+        call.keys, left = self._keys(call, call.reader)
+        older = call.reader.older
+        if older is not None and len(prompt.ids) <= older.longest:
+            keys, more = self._keys(call, older)
+            if OLDER * more < left:
+                call.reader, call.keys = older, keys
         if call.question is not None and find(tokenizer, prompt.ids, call.question) is None:
             raise Refused(400, "the prompt does not have kvevict.question: give its words as the prompt has them")
         self._matcher(call)  # refuses a schema
@@ -258,6 +264,14 @@ class Generation:
                 input_ids=tokens, **{CACHE: cache}, logits_to_keep=1, use_cache=True, return_dict=True
             )
             return cache_of(out), out.logits[0, -1], patch_of(self.decoder)
+
+    def _keys(self, call: Call, reader) -> tuple:
+        """(keys of a prompt's beginnings by their reader, tokens of the longest that are not stored)."""
+        ends = call.whole.ends
+        policies = reader.policies(ends) if ends else []
+        keys = [self._key(call, policy, end) for policy, end in zip(policies, ends, strict=True)]
+        known = (end for key, end in zip(keys, ends, strict=True) if self.prefixes.knows(key))
+        return keys, max(ends, default=0) - max(known, default=0)
 
     def _key(self, call: Call, policy, end: int) -> str:
         prompt = call.whole

@@ -31,4 +31,6 @@ class Options:
     queue: int = 64
     stall: float = 0.5
     timeout: float = 600.0
+    gates: str | None = None
+    gates_data: str | None = None
     hosts: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
 """The policy that reads a request."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ..answer import room_of
@@ -40,6 +40,7 @@ class Policies:
     context       the model's, in tokens; a request may not keep more of that many than the server's own budget
     most          slots that memory holds
     kv            how slots are stored
+    older         as text, read before `unasked` what is shared; None: nothing did
     fitted        a policy -> the same for the model, its budget in slots
     """
 
@@ -53,6 +54,7 @@ class Policies:
     most: int = PLENTY
     kv: str = "model"
     fitted: Callable = lambda policy: policy
+    older: str | None = None
 
     def __post_init__(self):
         one_of("share", self.share, SHARES)
@@ -69,7 +71,11 @@ class Policies:
 
     def reader(self, name: str | None = None, budget=None) -> Reader:
         """By a request's policy and budget, where it gives them."""
-        policy = self.built(name or self.unasked, self.share_budget if budget is None else budget)
+        reader = self._reader(name or self.unasked, budget)
+        return reader if name or self.older is None else replace(reader, older=self._reader(self.older, budget))
+
+    def _reader(self, text: str, budget) -> Reader:
+        policy = self.built(text, self.share_budget if budget is None else budget)
         known = self.built(self.policy)
         least = 1 if budget is not None or known.budget is None else known.slots(0)
         longest = self.context - room_of(policy) if policy.rows.repeats else PLENTY

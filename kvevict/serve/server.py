@@ -53,12 +53,13 @@ class Server:
     stall     seconds that a token of these waits, about, while a chunk is read
     queue     requests that may wait beside them
     hosts     names by which requests may call the server, beside those of this machine
+    gates     of `--gates`
     """
 
     def __init__(self, name, model, tokenizer, policies: Policies, prefixes: Prefixes, texts: Texts, *, keys=(),
-                 batch=16, queue=64, stall=0.5, timeout=600.0, most=1 << 24, hosts=()):  # fmt: skip
+                 batch=16, queue=64, stall=0.5, timeout=600.0, most=1 << 24, hosts=(), gates=None):  # fmt: skip
         self.name, self.tokenizer, self.policies, self.texts = name, tokenizer, policies, texts
-        self.keys, self.timeout, self.most, self.hosts = keys, timeout, most, hosts
+        self.keys, self.timeout, self.most, self.hosts, self.gates = keys, timeout, most, hosts, gates
         self.began = int(time.time())
         self.vocabulary = model.get_input_embeddings().num_embeddings
         self.scheduler, self.metrics = Scheduler(model, prefixes, batch, queue, stall), Metrics()

@@ -20,6 +20,7 @@ from ..policy.checks import PLENTY
 from . import log
 from .app import application
 from .connections import Serving
+from .gates import Gates, check
 from .metrics import OTHER
 from .options import Options
 from .policies import Policies
@@ -60,12 +61,17 @@ def server_of(model=None, **options) -> Server:
     for name, entries in SHAPES.items():  # PyTorch's caches of matrix products by shape have 1,024 entries, or 300 MB
         os.environ.setdefault(name, entries)
     told, where = Options(**options), model or small_llama()
+    check(told.gates, told.gates_data, told.unasked)
     loaded, tokenizer = load_model(where, told.dtype, told.device)
     context = getattr(loaded.config, "max_position_embeddings", None)
-    hidden = told.unasked or unasked(find_decoder(loaded))
+    hidden, gates = told.unasked or unasked(find_decoder(loaded)), None
+    if told.gates is not None:
+        gates = Gates(loaded, told.gates, told.gates_data, told.unasked, where, told.dtype, told.device)
+        hidden = gates.reads
     policies = Policies(
         told.policy, hidden, told.budget, told.chunk_size, told.share, told.share_budget, context or 1 << 20,
         min(told.memory // slot_bytes(loaded, told.kv), PLENTY), told.kv, lambda policy: in_slots(policy, loaded),
+        gates and gates.older,
     )  # fmt: skip
     patch(loaded, policies.built(told.policy), tokenizer=tokenizer)
     folder = None if told.store is None else Path(told.store)
@@ -76,7 +82,7 @@ def server_of(model=None, **options) -> Server:
     limits = dict(
         batch=told.batch, queue=told.queue, stall=told.stall, timeout=told.timeout, most=most, hosts=told.hosts
     )
-    return Server(name, loaded, tokenizer, policies, prefixes, texts, keys=told.keys, **limits)
+    return Server(name, loaded, tokenizer, policies, prefixes, texts, keys=told.keys, gates=gates, **limits)
 
 
 @contextlib.contextmanager
