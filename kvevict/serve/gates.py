@@ -22,7 +22,7 @@ from ..analysis.shape import shape_of
 from ..commands import check_folder
 from ..engine.measure.gates import CONFIG, loaded
 from ..families import base_model, device_of, find_decoder
-from ..patch import check_model, evicting
+from ..patch import evicting
 from ..policy.checks import PLENTY
 from ..policy.policy import build
 from ..policy.text import parse_policy
@@ -184,7 +184,6 @@ class Gates:
 def trainable(model) -> None:
     """Raise ValueError for a model whose gates cannot be trained."""
     try:
-        check_model(model)
         with evicting(model, build("kvzip", budget=PLENTY, layers="uniform"), tokenizer=False):
             pass
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""`kvevict train` in a process of its own, for a server: at the lowest priority, first to go where memory runs out, and
+"""`kvevict train` in a process of its own, for a server: at a low priority, first to go where memory runs out, and
 gone with the server, whose end of the pipe at standard input then closes.
 
 python -m kvevict.serve.trainer ARGUMENTS    `--data -` is Python's own documentation
@@ -27,7 +27,7 @@ def _wait() -> None:
 
 
 if __name__ == "__main__":
-    os.nice(19)
+    os.nice(10)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     threading.Thread(target=_wait, daemon=True).start()
