@@ -12,6 +12,7 @@ from ..batch import Pools
 from ..compat import CACHE, cache_of
 from ..context import within
 from ..engine.hook.installed import patch_of
+from ..engine.measure.gates import mark_of as mark_of_gates
 from ..engine.slots.storage import ROOM
 from ..families import base_model, device_of, find_decoder
 from ..patch import evicting, slot_bytes
@@ -276,8 +277,10 @@ class Generation:
     def _key(self, call: Call, policy, end: int) -> str:
         prompt = call.whole
         start = len(prompt.ids) if prompt.text is None else prompt.text[0]
-        text = call.text if end > start else None
-        return key_of(call.owner, self.weights, policy, prompt.ids[:end], text)
+        text, weights = call.text if end > start else None, self.weights
+        if hasattr(policy.score, "gates"):
+            weights = f"{weights} {mark_of_gates(policy.score.gates, self.decoder)}"
+        return key_of(call.owner, weights, policy, prompt.ids[:end], text)
 
     def _asking(self, call: Call, prompt: Prompt):
         """The tokens that observe."""

@@ -64,14 +64,14 @@ def server_of(model=None, **options) -> Server:
     check(told.gates, told.gates_data, told.unasked)
     loaded, tokenizer = load_model(where, told.dtype, told.device)
     context = getattr(loaded.config, "max_position_embeddings", None)
-    hidden, gates = told.unasked or unasked(find_decoder(loaded)), None
+    hidden, gates, older = told.unasked or unasked(find_decoder(loaded)), None, None
     if told.gates is not None:
         gates = Gates(loaded, told.gates, told.gates_data, told.unasked, where, told.dtype, told.device)
-        hidden = gates.reads
+        hidden, older = gates.reads, gates.older
     policies = Policies(
         told.policy, hidden, told.budget, told.chunk_size, told.share, told.share_budget, context or 1 << 20,
         min(told.memory // slot_bytes(loaded, told.kv), PLENTY), told.kv, lambda policy: in_slots(policy, loaded),
-        gates and gates.older,
+        older,
     )  # fmt: skip
     patch(loaded, policies.built(told.policy), tokenizer=tokenizer)
     folder = None if told.store is None else Path(told.store)

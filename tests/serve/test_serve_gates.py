@@ -18,6 +18,7 @@ from serving import FACTS, FILLER, TEXT, Client, asks, cached, model, said, serv
 
 import kvevict
 from kvevict.cli import main
+from kvevict.engine.measure import gates as own
 from kvevict.serve import gates
 from kvevict.serve.gates import Gates
 
@@ -58,7 +59,7 @@ def state(server):
 
 def free(place) -> bool:
     """Whether no process has the folder's lock, within a minute."""
-    with open(place / "lock", "w") as lock:
+    with open(place / "gates.lock", "w") as lock:
         for _ in range(600):
             with contextlib.suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -135,7 +136,7 @@ def of(place, data=None, made=None, name=None):
 def test_two_servers_train_once(tmp_path, monkeypatch):
     """The second waits for the first, then has its gates."""
     monkeypatch.setattr(subprocess, "Popen", None)
-    with open(tmp_path / "lock", "w") as lock:
+    with open(tmp_path / "gates.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         made = of(tmp_path)
         beside = Beside().begin(made)
@@ -219,5 +220,15 @@ def test_mistakes(argv, sentence, tmp_path, capsys):
 
 
 def test_a_model_that_has_no_gates(tmp_path):
-    with pytest.raises(ValueError, match="no gates can be trained for this model: .*ALiBi"):
+    with pytest.raises(ValueError, match=r"no gates can be trained for this model: .*ALiBi"):
         of(tmp_path, made=zoo.make("bloom", "BloomForCausalLM"))
+
+
+def test_other_gates_read_anew(tmp_path, monkeypatch):
+    """What was stored belongs to the gates that read it."""
+    client = Client(server(tmp_path, unasked="gate"))
+    client.store()
+    assert cached(client.chat(asks("Orshan"), **OPENS)) > 500
+    place = Path(written(tmp_path / "gates", model()))
+    monkeypatch.setattr(own, "own", lambda decoder: place)
+    assert cached(client.chat(asks("Orshan"), **OPENS)) == 0

@@ -123,12 +123,20 @@ def inner_of(folder: Any) -> int:
     """Outputs of the first of two affine maps of the gates in a folder; 0: linear gates, or no folder."""
     if folder is None or not (path := Path(folder) / CONFIG).is_file():
         return 0
-    return _inner(Path(folder), path.stat().st_mtime_ns)
+    return _of_config(Path(folder), path.stat().st_mtime_ns, "inner", 0)
+
+
+def mark_of(folder: Any, decoder: Any) -> str:
+    """Tells the gates in a folder from others; folder None: in that of `own`. "" where they are not there."""
+    folder = own(decoder) if folder is None else Path(folder)
+    if folder is None or not (path := Path(folder) / CONFIG).is_file():
+        return ""
+    return _of_config(Path(folder), path.stat().st_mtime_ns, sealed.NAME, "")
 
 
 @functools.lru_cache
-def _inner(folder: Any, stamp: Any) -> Any:
-    return _config(folder, repr(os.fspath(folder)), AGAIN).get("inner", 0)
+def _of_config(folder: Any, stamp: Any, name: str, default: Any) -> Any:
+    return _config(folder, repr(os.fspath(folder)), AGAIN).get(name, default)
 
 
 def outputs(decoder: Any) -> int:
