@@ -1,5 +1,5 @@
-"""Gates that read what requests share: those of a folder, or trained for it by another process while requests are
-served."""
+"""Gates that read texts for many requests: those of a folder, or trained for it by another process while requests
+are served."""
 
 import contextlib
 import fcntl
@@ -72,7 +72,7 @@ class Gates:
     model    loaded, not yet patched; name, dtype, device: as it was loaded, for the process that trains
     policy   reads with the gates, before: without; `pair`'s texts
 
-    Raises ValueError for gates of another model, and for a model whose gates cannot be trained.
+    Raises ValueError for gates of another model, and as `trainable`.
     """
 
     def __init__(self, model, folder: str, data: str | None, unasked: str | None, name, dtype: str, device):
@@ -91,12 +91,12 @@ class Gates:
 
     @property
     def reads(self) -> str:
-        """The policy that reads at first what requests share."""
+        """The policy that reads shared texts at first."""
         return self.policy if self.there else self.before
 
     @property
     def older(self) -> str | None:
-        """The policy whose prefixes a store may have from before."""
+        """The policy that may have read prefixes of the store before."""
         return self.before if self.there else None
 
     def begin(self, server) -> None:
@@ -133,8 +133,8 @@ class Gates:
 
     @contextlib.contextmanager
     def _alone(self, server):
-        """Inside, no other server trains in the folder. Yields the lock, which the training process holds, too, so that
-        nobody follows it before it has ended."""
+        """Inside, no other server trains in the folder. Yields the lock. The training process holds it, too: nobody
+        trains before that has ended."""
         with open(os.open(self.folder / "gates.lock", os.O_WRONLY | os.O_CREAT, 0o600), "w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -163,12 +163,13 @@ class Gates:
                 raise ValueError("the server ends")
             process = self._process = subprocess.Popen(
                 [sys.executable, "-m", "kvevict.serve.trainer", *arguments], stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, pass_fds=[lock],
+                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace", pass_fds=[lock],
+                start_new_session=True,  # Ctrl-C is for the server
             )  # fmt: skip
         server.metrics.gates.state("training")
         said = process.stderr.read().split("\n")
         if process.wait():
-            words = [line for line in said if line.strip()]
+            words = [line for line in said if line.strip() and process.returncode > 0]
             raise ValueError(words[-1] if words else f"the process ended with status {process.returncode}")
         LOG.info("the training of gates ended", extra={"facts": dict(seconds=round(time.monotonic() - began, 1))})
 
@@ -184,7 +185,7 @@ class Gates:
 
 
 def trainable(model) -> None:
-    """Raise ValueError for a model whose gates cannot be trained."""
+    """Raise ValueError for a model without a way to train its gates."""
     try:
         with evicting(model, build("kvzip", budget=PLENTY, layers="uniform"), tokenizer=False):
             pass
@@ -193,7 +194,7 @@ def trainable(model) -> None:
 
 
 def cost(model) -> dict:
-    """What a training will take, for its log line: see `analysis.gates.gates`. seconds: by `Hardware.efficiency` of
+    """The costs of a training, for its log line: see `analysis.gates.gates`. seconds: by `Hardware.efficiency` of
     this machine's `rate`."""
     decoder, dtype = find_decoder(model), base_model(model).dtype
     try:

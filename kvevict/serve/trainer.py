@@ -1,5 +1,5 @@
-"""`kvevict train` in a process of its own, for a server: at a low priority, first to go where memory runs out, and
-gone with the server, whose end of the pipe at standard input then closes.
+"""`kvevict train` in a separate process, for a server: at a low priority, first to go where memory runs out, and gone
+with the server: then the pipe at standard input ends.
 
 python -m kvevict.serve.trainer ARGUMENTS    `--data -` is Python's own documentation
 """

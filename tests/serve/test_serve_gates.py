@@ -109,7 +109,7 @@ def test_servers_that_end_before_their_training(bare, book, process, tmp_path): 
 
 
 class Beside:
-    """What gates see of a server."""
+    """A server, as its gates see it."""
 
     def __init__(self):
         self.server = server(unasked="kvzip")
@@ -225,7 +225,7 @@ def test_a_model_that_has_no_gates(tmp_path):
 
 
 def test_other_gates_read_anew(tmp_path, monkeypatch):
-    """What was stored belongs to the gates that read it."""
+    """A stored prefix belongs to the gates that read it."""
     client = Client(server(tmp_path, unasked="gate"))
     client.store()
     assert cached(client.chat(asks("Orshan"), **OPENS)) > 500

@@ -127,7 +127,7 @@ def inner_of(folder: Any) -> int:
 
 
 def mark_of(folder: Any, decoder: Any) -> str:
-    """Tells the gates in a folder from others; folder None: in that of `own`. "" where they are not there."""
+    """Tells the gates in a folder from others; folder None: the model's. "" without gates."""
     folder = own(decoder) if folder is None else Path(folder)
     if folder is None or not (path := Path(folder) / CONFIG).is_file():
         return ""
