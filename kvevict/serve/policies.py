@@ -40,7 +40,7 @@ class Policies:
     context       the model's, in tokens; a request may not keep more of that many than the server's own budget
     most          slots that memory holds
     kv            how slots are stored
-    older         as text, read before `unasked` what is shared; None: nothing did
+    older         as text, read shared texts before `unasked`; None: nothing did
     fitted        a policy -> the same for the model, its budget in slots
     """
 
