@@ -23,12 +23,15 @@ from .errors import Refused
 from .grammar import Calls, Following, Grammars
 from .kept import shares
 from .options import AUTO
-from .prefixes import Prefixes, key_of, mark_of
+from .prefixes import Prefixes, key_of, mark_in
 from .prompt import Prompt, chat_cuts, of_chat, of_messages, of_text
 from .row import Row
 from .scheduler import Scheduler
-from .sharing import Sharing, followed, pieces
+from .sharing import CHAT, Sharing, followed, pieces
 from .written import Form, Written
+
+LAST = 4  # turns of a chat after which slots are looked for on disk
+WRITTEN = 1024  # tokens after which what was kept of them is written to disk at once
 
 
 class Generation:
@@ -114,9 +117,9 @@ class Generation:
 
         await self._in_thread(run, call=call)
 
-    async def forget(self, owner: str, text: str) -> None:
-        """Remove the caches of a stored text, after the turn that runs now."""
-        await self._in_thread(self.prefixes.forget, mark_of(owner, text))
+    async def forget(self, marks) -> None:
+        """Remove the caches of stored texts, after the turn that runs now."""
+        await self._in_thread(self.prefixes.forget, marks)
 
     async def kept(self, call: Call, start: int):
         """By how large a share of heads each token of a prompt's last prefix, from `start` on, is kept."""
@@ -145,7 +148,8 @@ class Generation:
             raise Refused(400, "the prompt is empty: give at least one word")
         if call.share == AUTO:
             cuts = chat_cuts(tokenizer, call.messages, call.template, prompt) if call.messages else None
-            prompt = followed(call.policy, call.reader, self.sharing.cut(call.owner, prompt, call.reader, cuts))
+            stored = self._stored(call, prompt, cuts or ())
+            prompt = followed(call.policy, call.reader, self.sharing.cut(call.owner, prompt, call.reader, cuts, stored))
         call.whole, call.prompt_tokens = prompt, len(prompt.ids)
         policies = call.reader.policies(prompt.ends) if prompt.ends else []
         call.keys = [self._key(call, policy, end) for policy, end in zip(policies, prompt.ends, strict=True)]
@@ -156,6 +160,16 @@ class Generation:
             call.parser = Calls
         elif call.messages and call.schema is None:
             call.parser = functools.partial(self.form.parser, prompt.ids, call.tools)
+
+    def _stored(self, call: Call, prompt: Prompt, cuts: tuple) -> set:
+        """Of the places where a chat's beginning may end, the first one and the last ones, those of which slots are on
+        disk: another server has put them there, or this one before it was started again."""
+        if self.prefixes.folder is None:
+            return set()
+        places = {place for place in (*cuts[:1], *cuts[-LAST:]) if place >= CHAT}
+        policies = {place: call.reader.policies([place])[0] for place in places}
+        known = {key_of(call.owner, self.weights, policy, prompt.ids[:at]): at for at, policy in policies.items()}
+        return {place for key, place in known.items() if self.prefixes.knows(key)}
 
     # -- in the thread that owns the model --------------------------------------------------------------------------
 
@@ -222,6 +236,8 @@ class Generation:
         for key, policy, end in steps:
             cache = self._beginning(call, cache, start, end, policy)
             self.prefixes.put(key, cache)
+            if mark_in(key) or end - start >= WRITTEN:  # now, for other servers, and for this one after it was killed
+                self.prefixes.flush([key])
             cache, start = cache.fork(), end
         return cache
 
