@@ -113,7 +113,8 @@ class Generation:
 
         def run():
             self._prefix(call)
-            self.prefixes.flush(call.keys[-1:])
+            if call.cached_tokens == call.shared_tokens:  # nothing was read, nor written
+                self.prefixes.flush(call.keys[-1:])
 
         await self._in_thread(run, call=call)
 
