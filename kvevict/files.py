@@ -58,6 +58,23 @@ def write(path, data: str | bytes, mode: int = 0o666, replace: bool = True) -> N
         file.write(data.encode() if isinstance(data, str) else data)
 
 
+@contextlib.contextmanager
+def staying(path):
+    """Yields a name of a file for as long as it is read: another process, or machine, may remove `path` meanwhile. That
+    takes hard links; without them it yields `path`. Raises FileNotFoundError where there is no file."""
+    folder, name = os.path.split(path)
+    with contextlib.ExitStack() as stack:
+        try:
+            own = tempfile.TemporaryDirectory(dir=folder, prefix=".kvevict-", ignore_cleanup_errors=True)
+            other = os.path.join(stack.enter_context(own), name)
+            os.link(path, other)
+        except FileNotFoundError:
+            raise
+        except OSError:  # a full disk, too
+            other = path
+        yield other
+
+
 def _sync(path) -> None:
     """Wait until a file, or the names in a folder, are on the disk. Some file systems cannot do the latter."""
     handle = os.open(path, os.O_RDONLY)

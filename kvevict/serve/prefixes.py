@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .. import sealed
+from .. import files, sealed
 from ..store import FORMAT, OPTIONAL, load_cache, save_cache
 from .log import LOG
 
@@ -86,9 +86,10 @@ class Prefixes:
         path = self._path(key)
         try:
             os.utime(path)  # before it is read: no server removes what was used last
-            if sealed.texts(path).get("name") != key:
-                raise ValueError(f"{path} is the file of another prefix")
-            cache = load_cache(path, self.model)
+            with files.staying(path) as stays:
+                if sealed.texts(stays).get("name") != key:
+                    raise ValueError(f"{path} is the file of another prefix")
+                cache = load_cache(stays, self.model)
         except (ValueError, OSError) as error:
             if path.exists():  # else another server has removed it
                 LOG.warning("a stored prefix is read again", extra={"facts": {"reason": str(error)}})
@@ -165,10 +166,10 @@ class Prefixes:
     def _fit(self, more: int) -> None:
         """Remove the least recently used files until `more` bytes fit, and what killed processes were writing. Servers
         that do so at once remove the same ones."""
-        files, most = sorted(self._files(), reverse=True), self.disk()
-        used = sum(size for _, size, _ in files)
-        while files and used + more > most:
-            _, size, path = files.pop()
+        found, most = sorted(self._files(), reverse=True), self.disk()
+        used = sum(size for _, size, _ in found)
+        while found and used + more > most:
+            _, size, path = found.pop()
             used -= size
             _unlink(path)
         for left in self.folder.parent.rglob(".kvevict-*"):

@@ -229,24 +229,31 @@ def test_texts_of_others_count(tmp_path):
         two.get("me", "a")
 
 
-def test_a_prefix_that_another_server_removes(tmp_path, caplog):
-    """While it is read, too: that is not damage."""
+@pytest.mark.parametrize("links", [True, False])
+def test_a_prefix_that_another_server_removes(tmp_path, monkeypatch, caplog, links):
+    """While it is read. That is not damage; without hard links it is read again."""
     from kvevict.serve import prefixes
 
     one, two = Client(server(tmp_path)), Client(server(tmp_path))
     one.store()
     load = prefixes.load_cache
 
-    def removed(path, *args):
-        path.unlink()
-        return load(path, *args)
+    def removed(*args):
+        stored(tmp_path)[0].unlink()
+        return load(*args)
 
-    with pytest.MonkeyPatch.context() as patched:
+    def none(*args):
+        raise PermissionError(1, "no links")
+
+    with monkeypatch.context() as patched:
         patched.setattr(prefixes, "load_cache", removed)
+        if not links:
+            patched.setattr(os, "link", none)
         response = two.chat(asks("Orshan"), kvevict=dict(text="text"))
-    assert str(FACTS["Orshan"]) in said(response) and cached(response) == 0
-    assert len(stored(tmp_path)) == 1  # written again
+    assert str(FACTS["Orshan"]) in said(response) and (cached(response) > 500) == links
+    assert len(stored(tmp_path)) == 1 - links  # written again
     assert not [each for each in caplog.records if each.name == "kvevict.serve"]
+    assert not list(tmp_path.rglob(".kvevict-*"))
 
 
 def test_a_beginning_that_another_server_has_shared(tmp_path):
