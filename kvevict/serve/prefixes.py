@@ -60,7 +60,7 @@ class Prefixes:
     gone     `Texts.gone`: what was kept of texts that are deleted is not written any more
     """
 
-    def __init__(self, model, memory: int, folder=None, disk=lambda: 0, gone=lambda *marks: marks):
+    def __init__(self, model, memory: int, folder=None, disk=lambda: 0, gone=lambda *marks: ()):
         self.model, self.memory, self.disk, self.gone = model, memory, disk, gone
         self.folder = None if folder is None else Path(folder)
         self._live: OrderedDict = OrderedDict()  # key -> (cache, bytes), least recently used first
@@ -68,6 +68,9 @@ class Prefixes:
         if self.folder is not None:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._fit(0)
+            before = (time.time() - LEFT) * 1e9
+            old = {mark_in(path.stem) for used, _, path in self._files() if used < before} - {""}
+            self.forget(self.gone(*old))  # whoever deleted their texts was killed
 
     @property
     def file_bytes(self) -> int:

@@ -161,12 +161,16 @@ class Texts:
         if self.folder is None:
             return
         there = set()
-        for path in self.folder.glob("*/*.json"):
-            at = path.parent.name, unicodedata.normalize("NFC", path.stem)
-            with contextlib.suppress(FileNotFoundError):  # another server was faster
+        for folder in os.scandir(self.folder):  # a thousand files take milliseconds; as `Path`s, ten times as long
+            for entry in os.scandir(folder) if folder.is_dir() else ():
+                name, kind = os.path.splitext(entry.name)
+                if kind != ".json":
+                    continue
+                at = folder.name, unicodedata.normalize("NFC", name)
                 there.add(at)
-                if at not in self._known or self._known[at].file != _file(path.stat()):
-                    self._load(*at, path)
+                with contextlib.suppress(FileNotFoundError):  # another server was faster
+                    if at not in self._known or self._known[at].file != _file(entry.stat()):
+                        self._load(*at, entry.path)
         for at in self._known.keys() - there:
             del self._known[at]
 

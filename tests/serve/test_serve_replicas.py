@@ -186,6 +186,22 @@ def test_a_text_that_is_deleted_while_its_slots_are_written(tmp_path, monkeypatc
     assert stored(tmp_path) == []
 
 
+def test_prefixes_whose_text_was_deleted_by_a_server_that_was_killed(tmp_path):
+    """They go when a server starts, after an hour: before that the text may be on its way."""
+    one = Client(server(tmp_path))
+    one.store()
+    one.store("other", TEXT.replace("118204", "555555"))
+    one.server.scheduler.submit(bool).result()
+    one.server.texts.remove("everyone", "text")
+    server(tmp_path)
+    assert len(stored(tmp_path)) == 2
+    for path in stored(tmp_path):
+        os.utime(path, (time.time() - 7200,) * 2)
+    two = Client(server(tmp_path))
+    assert len(stored(tmp_path)) == 1
+    assert cached(two.chat(asks("Orshan"), kvevict=dict(text="other"))) > 500
+
+
 @pytest.mark.parametrize("links", [True, False])
 def test_one_name_for_two_texts_at_once(tmp_path, monkeypatch, links):
     """Without `replace` one of them is refused; both servers have the other."""
