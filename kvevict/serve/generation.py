@@ -154,6 +154,8 @@ class Generation:
         call.whole, call.prompt_tokens = prompt, len(prompt.ids)
         policies = call.reader.policies(prompt.ends) if prompt.ends else []
         call.keys = [self._key(call, policy, end) for policy, end in zip(policies, prompt.ends, strict=True)]
+        files = (end for key, end in zip(call.keys, prompt.ends, strict=True) if self.prefixes.has_file(key))
+        call.stored_tokens = max(files, default=0)
         if call.question is not None and find(tokenizer, prompt.ids, call.question) is None:
             raise Refused(400, "the prompt does not have kvevict.question: give its words as the prompt has them")
         self._matcher(call)  # refuses a schema
@@ -170,7 +172,7 @@ class Generation:
         places = {place for place in (*cuts[:1], *cuts[-LAST:]) if place >= CHAT}
         policies = {place: call.reader.policies([place])[0] for place in places}
         known = {key_of(call.owner, self.weights, policy, prompt.ids[:at]): at for at, policy in policies.items()}
-        return {place for key, place in known.items() if self.prefixes.knows(key)}
+        return {place for key, place in known.items() if self.prefixes.has_file(key)}
 
     # -- in the thread that owns the model --------------------------------------------------------------------------
 

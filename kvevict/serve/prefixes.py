@@ -52,7 +52,7 @@ def bytes_of(cache) -> int:
 
 
 class Prefixes:
-    """Caches by key. Used by the thread that generates alone, but for `file_bytes`.
+    """Caches by key. Used by the thread that generates alone, but for `knows`, `has_file` and `file_bytes`.
 
     folder   of the files; None: what does not fit in memory is forgotten
     memory   bytes of the caches that are kept in memory at most
@@ -77,14 +77,18 @@ class Prefixes:
         return sum(size for _, size, _ in self._files())
 
     def knows(self, key: str) -> bool:
-        return key in self._live or (self.folder is not None and self._path(key).exists())
+        """Whether memory has a cache."""
+        return key in self._live
+
+    def has_file(self, key: str) -> bool:
+        return self.folder is not None and self._path(key).exists()
 
     def get(self, key: str):
         """A fork of a cache; None where it is not stored, or its file is damaged."""
         if key in self._live:
             self._live.move_to_end(key)
             return self._live[key][0].fork()
-        if not self.knows(key):
+        if not self.has_file(key):
             return None
         path = self._path(key)
         try:
@@ -139,7 +143,7 @@ class Prefixes:
     def _write(self, key, cache) -> None:
         """A file of a cache, if there is a folder, it has none yet, one fits, and its text is not deleted."""
         size = bytes_of(cache) + FACTS
-        if self.folder is None or self._path(key).exists() or self._is_gone(key) or size > self.disk():
+        if self.folder is None or self.has_file(key) or self._is_gone(key) or size > self.disk():
             return
         self._fit(size)
         try:
