@@ -1,5 +1,5 @@
-"""Servers that share one folder: what one has read or stored is there for the others, what one has deleted is not, and
-nothing that one does at the same time as another, or leaves behind when it is killed, makes an answer wrong."""
+"""Servers that share one folder: texts and prefixes of one are there for the others until one deletes them, and nothing
+that they do at the same time, or leave when they are killed, makes an answer wrong."""
 
 import contextlib
 import os
@@ -90,8 +90,8 @@ def _both(*servers):
 
 @pytest.mark.slow
 def test_one_is_killed_while_it_writes(process, tmp_path):  # noqa: F811
-    """The other knows nothing of the text that was to be stored, stores it itself, and removes what was left when that
-    is old, but not what a living one is writing."""
+    """The other knows nothing of the text, stores it, and removes the file that was left once that is old, but not the
+    file of a living one."""
     store, flag = tmp_path / "store", tmp_path / "writes"
     one = process(*OPTIONS, "--store", str(store), first=BLOCKS.format(flag=str(flag)))
     two = process(*OPTIONS, "--store", str(store))
@@ -119,7 +119,7 @@ def test_one_is_killed_while_it_writes(process, tmp_path):  # noqa: F811
 
 @pytest.mark.slow
 def test_a_bound_that_two_servers_keep(process, tmp_path):  # noqa: F811
-    """The least recently used files go, whoever wrote them, and what is gone is read again."""
+    """The least recently used files go, whoever wrote them, and their texts are read again."""
     alone = process(*OPTIONS, "--store", str(tmp_path / "alone"))
     alone.store(TEXT)
     disk = 3 * used(tmp_path / "alone")
