@@ -179,7 +179,7 @@ class Prefixes:
             _, size, path = found.pop()
             used -= size
             _unlink(path)
-        for left in self.folder.parent.rglob(".kvevict-*"):
+        for left in (*self.folder.glob(".kvevict-*"), *self.folder.parent.glob("texts/*/.kvevict-*")):
             with contextlib.suppress(FileNotFoundError):
                 if max(each.stat().st_mtime for each in (left, *left.iterdir())) < time.time() - LEFT:
                     shutil.rmtree(left, ignore_errors=True)

@@ -178,6 +178,7 @@ class Texts:
         """A text from its file, of which all but the letters are noted; None where there is none that is whole."""
         before, file = self._known.get((owner, name)), ()
         try:
+            file = _file(os.stat(path))
             with open(path, "rb") as opened:
                 file, said = _file(os.fstat(opened.fileno())), json.loads(opened.read())
             text, asked = said["text"], said.get("asked", {})
@@ -190,9 +191,10 @@ class Texts:
             if before is None or before.mark is not None or before.file != file:
                 facts = {"file": str(path), "reason": str(error)}
                 LOG.warning("a stored text is damaged and not known", extra={"facts": facts})
-            self._note(owner, name, _Known(0, None, file))
+            stays = before is not None and isinstance(error, OSError)  # it may be read later, so its prefixes stay
+            self._note(owner, name, before._replace(file=file) if stays else _Known(0, None, file))
             return None
-        if before is None or before.file != file:
+        if before is None or before.mark is None or before.file != file:
             self._note(owner, name, _Known(_size(text), mark_of(owner, text), file))
         return Text(text, asked)
 

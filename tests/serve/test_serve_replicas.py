@@ -245,6 +245,30 @@ def test_texts_of_others_count(tmp_path):
         two.get("me", "a")
 
 
+def test_a_text_that_cannot_be_read_for_a_while(tmp_path, monkeypatch, caplog):
+    """It is not known for that time, with one line in the log for each request of it; its prefixes stay."""
+    from kvevict.serve.errors import Refused
+
+    def failing(*args, **options):
+        raise OSError(5, "Input/output error")
+
+    one, new = Texts(100, tmp_path), Texts(100, tmp_path)
+    one.put("me", "a", "a text")
+    monkeypatch.setattr("builtins.open", failing)
+    for texts, count in ((one, 1), (new, 2)):
+        for _ in range(2):
+            with pytest.raises(Refused, match="no text"):
+                texts.get("me", "a")
+            assert texts.gone() == set()
+        assert len(caplog.records) == 2 * count - (texts is new)
+    monkeypatch.undo()
+    for texts in (one, new):
+        assert texts.get("me", "a").text == "a text" and texts.of("me") == [("a", 6)]
+        assert texts.gone() == set()
+    one.remove("me", "a")
+    assert len(one.gone()) == 1 and one.gone() == set() and new.gone() != set()
+
+
 @pytest.mark.parametrize("links", [True, False])
 def test_a_prefix_that_another_server_removes(tmp_path, monkeypatch, caplog, links):
     """While it is read. That is not damage; without hard links it is read again."""
