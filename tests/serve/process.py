@@ -7,9 +7,10 @@ import signal
 import subprocess
 import sys
 import threading
+import zlib
 
 import pytest
-from serving import TEMPLATE
+from serving import FILLER, TEMPLATE, asks
 
 import kvevict
 
@@ -71,3 +72,20 @@ def process(folder):
     for each in started:
         each.process.kill()
         each.process.wait(60)
+
+
+def stores_texts(server, stored, who) -> None:
+    """Store one text after the other, and ask each."""
+    for at in range(100):
+        name, code = f"text {who} {at}", 100_000 + zlib.crc32(f"{who} {at}".encode()) % 900_000
+        text = f"{FILLER * 4}The code of Naislet is {code}. {FILLER * 4}"
+        try:
+            server.client.post("/kvevict/texts", body=dict(name=name, text=text), cast_to=object)
+            stored[name] = code
+            asked_of(server, name)
+        except openai.OpenAIError:
+            return
+
+
+def asked_of(server, name):
+    return server.ask(asks("Naislet"), extra_body=dict(kvevict=dict(text=name)))

@@ -9,7 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from process import folder, openai, process  # noqa: F401
+from process import asked_of, folder, openai, process, stores_texts  # noqa: F401
 from serving import FACTS, FILLER, TEXT, Client, asks, cached, said, server, unpatched  # noqa: F401
 
 from kvevict.serve.texts import Texts
@@ -115,6 +115,29 @@ def test_one_is_killed_while_it_writes(process, tmp_path):  # noqa: F811
     (store / "texts" / "a" / ".kvevict-living").mkdir(parents=True)
     two.store(FILLER * 20, "more")
     assert not left.exists() and (store / "texts" / "a" / ".kvevict-living").exists()
+
+
+@pytest.mark.slow
+def test_one_is_killed_under_load(process, tmp_path):  # noqa: F811
+    """While clients of both store texts and ask for them. The other has each text that either said was stored."""
+    options, said_so = ("--budget", "256", "--store", str(tmp_path / "store")), {}
+    one, two = process(*options), process(*options)
+    writers = [threading.Thread(target=stores_texts, args=(each, said_so, f"{at}")) for at, each in
+               enumerate((one, two, one, two))]  # fmt: skip
+    for each in writers:
+        each.start()
+    while len(said_so) < 8 and all(each.is_alive() for each in writers):
+        time.sleep(0.01)
+    assert one.end(signal.SIGKILL) == -signal.SIGKILL
+    known = dict(said_so)
+    assert len(known) >= 8
+    for name, code in known.items():
+        found = asked_of(two, name)
+        assert str(code) in found.choices[0].message.content and kept(found) > 100, name
+    assert not [line for line in two.lines if '"warning"' in line.lower() or "Traceback" in line]
+    assert two.end(signal.SIGKILL) == -signal.SIGKILL
+    for each in writers:
+        each.join()
 
 
 @pytest.mark.slow
