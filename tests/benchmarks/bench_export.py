@@ -121,10 +121,12 @@ def lines(model, tokenizer, seed, shares, args):
             Run(policy, math.ceil(share * tokens), args.chunk_size, "agnostic") for policy in (RAGGED, EQUAL)
         )
         text = read(model, tokenizer, questions[0], ragged)
-        kept = [slots for layer in text.held["kept"] for slots in layer]
-        longest = dict(longest=max(kept) * len(kept) / sum(kept))  # over the mean
+        kept = text.held["kept"]
+        held, heads = sum(map(sum, kept)), sum(map(len, kept))
+        padded = [sum(max(layer) * len(layer) for layer in kept) / held, max(map(max, kept)) * heads / held]
         for each in questions:
-            yield line(each, "ragged", share, ask(model, tokenizer, each, ragged, text=text)) | longest
+            found = ask(model, tokenizer, each, ragged, text=text)
+            yield line(each, "ragged", share, found) | dict(padded=padded)
         cache = cache_of(read(model, tokenizer, questions[0], equal).out)
         for kind, start in (("equal", tokens), ("moved", cache.layers[0].keys.shape[2])):
             slots = plain(model, cache, kind == "moved")
@@ -144,9 +146,11 @@ def table(found) -> None:
             own = [by[(kind, share, *each)] for each in known]
             nats = sum(each["nats"] for each in own) / len(own)
             print(f"{share}: {kind:6} {sum(each['score'] == 1 for each in own)} of {len(known)} right, {nats:.3f} nats")
-        longest = [each["longest"] for each in found if each["share"] == share and "longest" in each]
-        if longest:
-            print(f"{share}: ragged: the longest head has {sum(longest) / len(longest):.2f} times the mean's slots")
+        padded = [each["padded"] for each in found if each["share"] == share and "padded" in each]
+        if padded:
+            layer, most = (sum(each) / len(each) for each in zip(*padded))
+            print(f"{share}: ragged: {layer:.2f} times the slots if heads are as long as their layer's longest, "
+                  f"{most:.2f} if all are as long as the longest")  # fmt: skip
         for one, other in itertools.pairwise(("ragged", "equal", "moved")):
             pairs = [(by[(one, share, *each)], by[(other, share, *each)]) for each in known]
             won, lost = (sum(b["score"] * sign > a["score"] * sign for a, b in pairs) for sign in (1, -1))
