@@ -30,8 +30,8 @@ from .scheduler import Scheduler
 from .sharing import CHAT, Sharing, followed, pieces
 from .written import Form, Written
 
-LAST = 4  # turns of a chat after which slots are looked for on disk
-WRITTEN = 1024  # tokens after which what was kept of them is written to disk at once
+LAST = 4  # turns of a chat: another server may have stored their ends
+WRITTEN = 1024  # tokens of a beginning: slots of so many are written to disk when they are read
 
 
 class Generation:
@@ -165,8 +165,8 @@ class Generation:
             call.parser = functools.partial(self.form.parser, prompt.ids, call.tools)
 
     def _stored(self, call: Call, prompt: Prompt, cuts: tuple) -> set:
-        """Of the places where a chat's beginning may end, the first one and the last ones, those of which slots are on
-        disk: another server has put them there, or this one before it was started again."""
+        """The first and the last places where a chat's beginning may end, if slots up to there are on disk: written by
+        another server, or by this one before it was started again."""
         if self.prefixes.folder is None:
             return set()
         places = {place for place in (*cuts[:1], *cuts[-LAST:]) if place >= CHAT}

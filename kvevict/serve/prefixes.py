@@ -57,7 +57,7 @@ class Prefixes:
     folder   of the files; None: what does not fit in memory is forgotten
     memory   bytes of the caches that are kept in memory at most
     disk     bytes of the files at most: a function, as texts take up some of them
-    gone     `Texts.gone`: what was kept of texts that are deleted is not written any more
+    gone     `Texts.gone`: caches of deleted texts are not written
     """
 
     def __init__(self, model, memory: int, folder=None, disk=lambda: 0, gone=lambda *marks: ()):
@@ -156,7 +156,7 @@ class Prefixes:
             _unlink(self._path(key))
 
     def _is_gone(self, key) -> bool:
-        """Whether a key's text is deleted. What was kept of other ones that are is forgotten."""
+        """Whether a key's text is deleted. Caches of other deleted texts are forgotten."""
         gone = self.gone()
         self.forget(gone)
         return mark_in(key) in gone
@@ -171,8 +171,8 @@ class Prefixes:
         return found
 
     def _fit(self, more: int) -> None:
-        """Remove the least recently used files until `more` bytes fit, and what killed processes were writing. Servers
-        that do so at once remove the same ones."""
+        """Remove the least recently used files until `more` bytes fit, and the unfinished ones of killed processes.
+        Servers that do so at once remove the same files."""
         found, most = sorted(self._files(), reverse=True), self.disk()
         used = sum(size for _, size, _ in found)
         while found and used + more > most:

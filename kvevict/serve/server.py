@@ -27,7 +27,7 @@ from .messages import tools_of
 from .metrics import Metrics, progress
 from .outgoing import Stream, late, soon, together, unless_gone
 from .policies import Chosen, Policies
-from .prefixes import Prefixes, mark_in
+from .prefixes import Prefixes, mark_of
 from .sampling import Sampling
 from .scheduler import Scheduler
 from .sharing import said
@@ -207,10 +207,11 @@ class Server:
         """Remove the caches of deleted texts: of these, and of those that other servers have deleted."""
         await self.manager.forget(await self._aside(self.texts.gone, *marks))
 
-    def _tidied(self, *marks) -> None:
-        """`_forget`, for which nobody waits."""
+    def _tidied(self, call=None) -> None:
+        """`_forget` in another thread, without waiting. call: its text may be a deleted one."""
 
         def tidy():
+            marks = () if call is None or call.text is None else (mark_of(call.owner, call.text),)
             if gone := self.texts.gone(*marks):
                 self.scheduler.submit(self.prefixes.forget, gone)
 
@@ -309,7 +310,7 @@ class Server:
         self.calls.pop(identity, None)
         goes_on = call.endpoint == STORE and status in (499, 504)  # the next request goes on with what was read
         if not goes_on:
-            self._tidied(*filter(None, map(mark_in, call.keys[-1:])))
+            self._tidied(call)
         self.metrics.note(call, status)
         log.served(call, identity, status)
 
