@@ -5,11 +5,13 @@ import errno
 import os
 import tempfile
 
+NO_LINKS = errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EMLINK  # of file systems
+
 
 @contextlib.contextmanager
-def replacing(path):
+def replacing(path, replace: bool = True):
     """Yields the name of a temporary file to write. At the block's end it replaces `path`, or the target of a link
-    there.
+    there. replace: False raises FileExistsError where there is one already.
 
     The temporary file is in a private folder beside the old one, so that processes that write the same path do not
     collide. It is synced to the disk before it gets its name. After an error `path` is unchanged and nothing else is
@@ -29,7 +31,7 @@ def replacing(path):
             temporary = os.path.join(own, name)
             yield temporary
             _sync(temporary)
-            os.replace(temporary, path)
+            (os.replace if replace else _place)(temporary, path)
     except OSError as error:
         if error.errno is None:
             raise
@@ -37,11 +39,40 @@ def replacing(path):
     _sync(folder)
 
 
-def write(path, data: str | bytes, mode: int = 0o666) -> None:
+def _place(temporary, path) -> None:
+    """Give a file its name, of which only one process succeeds where the file system has hard links."""
+    try:
+        os.link(temporary, path)
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        if os.path.exists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
+        os.replace(temporary, path)
+
+
+def write(path, data: str | bytes, mode: int = 0o666, replace: bool = True) -> None:
     """A whole new file, of bytes or of text in UTF-8, or after an error the old one; see `replacing`. mode: as of
     `os.open`."""
-    with replacing(path) as temporary, open(os.open(temporary, os.O_WRONLY | os.O_CREAT, mode), "wb") as file:
+    with replacing(path, replace) as temporary, open(os.open(temporary, os.O_WRONLY | os.O_CREAT, mode), "wb") as file:
         file.write(data.encode() if isinstance(data, str) else data)
+
+
+@contextlib.contextmanager
+def staying(path):
+    """Yields a name of a file for as long as it is read: another process, or machine, may remove `path` meanwhile. That
+    takes hard links; without them it yields `path`. Raises FileNotFoundError where there is no file."""
+    folder, name = os.path.split(path)
+    with contextlib.ExitStack() as stack:
+        try:
+            own = tempfile.TemporaryDirectory(dir=folder, prefix=".kvevict-", ignore_cleanup_errors=True)
+            other = os.path.join(stack.enter_context(own), name)
+            os.link(path, other)
+        except FileNotFoundError:
+            raise
+        except OSError:  # a full disk, too
+            other = path
+        yield other
 
 
 def _sync(path) -> None:

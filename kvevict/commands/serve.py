@@ -43,7 +43,8 @@ def serve(parser, argv):
         help=f"of stored prefixes in memory at most, and of running answers' slots; default {Options.memory >> 30}G",
     )
     parser.add_argument(
-        "--store", help="folder for texts and for prefixes that leave memory; default: they are forgotten"
+        "--store",
+        help="folder, which servers may share, for texts and prefixes that leave memory; default: they are forgotten",
     )
     parser.add_argument(
         "--store-bytes",

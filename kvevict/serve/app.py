@@ -61,7 +61,7 @@ def application(server: Server) -> FastAPI:
         return await server.store(request)
 
     @app.get("/v1/kvevict/texts")
-    async def texts(request: Request):
+    def texts(request: Request):  # in a thread: it looks at files
         found = server.texts.of(server.owner(request))
         return {"object": "list", "data": [{"object": "kvevict.text", "name": n, "bytes": size} for n, size in found]}
 
@@ -98,7 +98,7 @@ def application(server: Server) -> FastAPI:
         return {"status": "ok"}
 
     @app.get("/metrics")
-    async def metrics(request: Request):
+    def metrics(request: Request):  # likewise
         server.owner(request)
         return Response(
             server.metrics.text(server.scheduler, server.prefixes, list(server.calls.values())),

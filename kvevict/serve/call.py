@@ -60,6 +60,7 @@ class Call:
     first_token: float | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt, from a stored prefix
+    stored_tokens: int = 0  # of the prompt, on disk when the request came
     new_tokens: int = 0  # of all answers
     shared_tokens: int = 0  # of the prompt's beginning that others share
     kept: float = 1.0  # the share of these that is kept

@@ -24,14 +24,16 @@ from .errors import Refused
 from .grammar import Calls, Following, Grammars
 from .kept import shares
 from .options import AUTO
-from .prefixes import Prefixes, key_of, mark_of
+from .prefixes import Prefixes, key_of, mark_in
 from .prompt import Prompt, chat_cuts, of_chat, of_messages, of_text
 from .row import Row
 from .scheduler import Scheduler
-from .sharing import Sharing, followed, pieces
+from .sharing import CHAT, Sharing, followed, pieces
 from .written import Form, Written
 
 OLDER = 2  # the work of a token that the older reader reads over the newer one's: it reads twice
+LAST = 4  # turns of a chat: another server may have stored their ends
+WRITTEN = 1024  # tokens of a beginning: slots of so many are written to disk when they are read
 
 
 class Generation:
@@ -113,13 +115,14 @@ class Generation:
 
         def run():
             self._prefix(call)
-            self.prefixes.flush(call.keys[-1:])
+            if call.cached_tokens == call.shared_tokens:  # nothing was read, nor written
+                self.prefixes.flush(call.keys[-1:])
 
         await self._in_thread(run, call=call)
 
-    async def forget(self, owner: str, text: str) -> None:
-        """Remove the caches of a stored text, after the turn that runs now."""
-        await self._in_thread(self.prefixes.forget, mark_of(owner, text))
+    async def forget(self, marks) -> None:
+        """Remove the caches of stored texts, after the turn that runs now."""
+        await self._in_thread(self.prefixes.forget, marks)
 
     async def kept(self, call: Call, start: int):
         """By how large a share of heads each token of a prompt's last prefix, from `start` on, is kept."""
@@ -148,7 +151,8 @@ class Generation:
             raise Refused(400, "the prompt is empty: give at least one word")
         if call.share == AUTO:
             cuts = chat_cuts(tokenizer, call.messages, call.template, prompt) if call.messages else None
-            prompt = followed(call.policy, call.reader, self.sharing.cut(call.owner, prompt, call.reader, cuts))
+            stored = self._stored(call, prompt, cuts or ())
+            prompt = followed(call.policy, call.reader, self.sharing.cut(call.owner, prompt, call.reader, cuts, stored))
         call.whole, call.prompt_tokens = prompt, len(prompt.ids)
         call.keys, left = self._keys(call, call.reader)
         older = call.reader.older
@@ -156,6 +160,8 @@ class Generation:
             keys, more = self._keys(call, older)
             if OLDER * more < left:
                 call.reader, call.keys = older, keys
+        files = (end for key, end in zip(call.keys, prompt.ends, strict=True) if self.prefixes.has_file(key))
+        call.stored_tokens = max(files, default=0)
         if call.question is not None and find(tokenizer, prompt.ids, call.question) is None:
             raise Refused(400, "the prompt does not have kvevict.question: give its words as the prompt has them")
         self._matcher(call)  # refuses a schema
@@ -163,6 +169,18 @@ class Generation:
             call.parser = Calls
         elif call.messages and call.schema is None:
             call.parser = functools.partial(self.form.parser, prompt.ids, call.tools)
+
+    def _stored(self, call: Call, prompt: Prompt, cuts: tuple) -> set:
+        """The first and the last places where a chat's beginning may end, if slots up to there are on disk: written by
+        another server, or by this one before it was started again."""
+        if self.prefixes.folder is None:
+            return set()
+        places = {place for place in (*cuts[:1], *cuts[-LAST:]) if place >= CHAT}
+        policies = {place: call.reader.policies([place])[0] for place in places}
+        known = {
+            key_of(call.owner, self._read_by(policy), policy, prompt.ids[:at]): at for at, policy in policies.items()
+        }
+        return {place for key, place in known.items() if self.prefixes.has_file(key)}
 
     # -- in the thread that owns the model --------------------------------------------------------------------------
 
@@ -229,6 +247,8 @@ class Generation:
         for key, policy, end in steps:
             cache = self._beginning(call, cache, start, end, policy)
             self.prefixes.put(key, cache)
+            if mark_in(key) or end - start >= WRITTEN:  # now, for other servers, and for this one after it was killed
+                self.prefixes.flush([key])
             cache, start = cache.fork(), end
         return cache
 
@@ -271,16 +291,21 @@ class Generation:
         ends = call.whole.ends
         policies = reader.policies(ends) if ends else []
         keys = [self._key(call, policy, end) for policy, end in zip(policies, ends, strict=True)]
-        known = (end for key, end in zip(keys, ends, strict=True) if self.prefixes.knows(key))
+        stored = self.prefixes
+        known = (at for key, at in zip(keys, ends, strict=True) if stored.knows(key) or stored.has_file(key))
         return keys, max(ends, default=0) - max(known, default=0)
 
     def _key(self, call: Call, policy, end: int) -> str:
         prompt = call.whole
         start = len(prompt.ids) if prompt.text is None else prompt.text[0]
-        text, weights = call.text if end > start else None, self.weights
-        if hasattr(policy.score, "gates"):
-            weights = f"{weights} {mark_of_gates(policy.score.gates, self.decoder)}"
-        return key_of(call.owner, weights, policy, prompt.ids[:end], text)
+        text = call.text if end > start else None
+        return key_of(call.owner, self._read_by(policy), policy, prompt.ids[:end], text)
+
+    def _read_by(self, policy) -> str:
+        """The weights that read a prefix: the model's, and those of gates."""
+        if not hasattr(policy.score, "gates"):
+            return self.weights
+        return f"{self.weights} {mark_of_gates(policy.score.gates, self.decoder)}"
 
     def _asking(self, call: Call, prompt: Prompt):
         """The tokens that observe."""

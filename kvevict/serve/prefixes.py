@@ -1,19 +1,24 @@
-"""What was kept of prompts' beginnings: in memory, and when that is full on disk, least recently used first out."""
+"""What was kept of prompts' beginnings: in memory, and when that is full on disk, least recently used first out.
+
+Servers may share the files: each is addressed by all that it depends on, and written by whoever needs it first."""
 
 import contextlib
 import hashlib
 import os
+import shutil
+import time
 from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
 
-from .. import sealed
+from .. import files, sealed
 from ..store import FORMAT, OPTIONAL, load_cache, save_cache
 from .log import LOG
 
 SUFFIX = ".safetensors"
 FACTS = 1 << 16  # bytes of a file beside its tensors, at most
+LEFT = 3600  # seconds after which the folder of a file that is being written is that of a process that was killed
 
 
 def key_of(owner: str, weights, policy, ids: list, text: str | None = None) -> str:
@@ -26,6 +31,11 @@ def key_of(owner: str, weights, policy, ids: list, text: str | None = None) -> s
 
 def mark_of(owner: str, text: str) -> str:
     return hashlib.sha256(f"{owner}\0{text}".encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def mark_in(key: str) -> str:
+    """The mark of the stored text in a key; empty without one."""
+    return key.partition("-")[2]
 
 
 def bytes_of(cache) -> int:
@@ -42,55 +52,56 @@ def bytes_of(cache) -> int:
 
 
 class Prefixes:
-    """Caches by key. Used by the thread that generates alone.
+    """Caches by key. Used by the thread that generates alone, but for `knows`, `has_file` and `file_bytes`.
 
     folder   of the files; None: what does not fit in memory is forgotten
     memory   bytes of the caches that are kept in memory at most
     disk     bytes of the files at most: a function, as texts take up some of them
+    gone     `Texts.gone`: caches of deleted texts are not written
     """
 
-    def __init__(self, model, memory: int, folder=None, disk=lambda: 0):
-        self.model, self.memory, self.disk = model, memory, disk
+    def __init__(self, model, memory: int, folder=None, disk=lambda: 0, gone=lambda *marks: ()):
+        self.model, self.memory, self.disk, self.gone = model, memory, disk, gone
         self.folder = None if folder is None else Path(folder)
         self._live: OrderedDict = OrderedDict()  # key -> (cache, bytes), least recently used first
-        self._files: OrderedDict = OrderedDict()  # key -> bytes, likewise
-        self.live_bytes = self.file_bytes = 0
+        self.live_bytes = 0
         if self.folder is not None:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._index()
+            self._fit(0)
+            before = (time.time() - LEFT) * 1e9
+            old = {mark_in(path.stem) for used, _, path in self._files() if used < before} - {""}
+            self.forget(self.gone(*old))  # whoever deleted their texts was killed
 
-    def _index(self) -> None:
-        found = []
-        for path in self.folder.glob(f"*{SUFFIX}"):
-            with contextlib.suppress(OSError):
-                found.append((path.stat().st_mtime_ns, path.stem, path.stat().st_size))
-        for _, key, size in sorted(found):
-            self._files[key] = size
-            self.file_bytes += size
-        self._fit(0)
+    @property
+    def file_bytes(self) -> int:
+        return sum(size for _, size, _ in self._files())
 
     def knows(self, key: str) -> bool:
-        return key in self._live or key in self._files
+        """Whether memory has a cache."""
+        return key in self._live
+
+    def has_file(self, key: str) -> bool:
+        return self.folder is not None and self._path(key).exists()
 
     def get(self, key: str):
         """A fork of a cache; None where it is not stored, or its file is damaged."""
         if key in self._live:
             self._live.move_to_end(key)
             return self._live[key][0].fork()
-        if key not in self._files:
+        if not self.has_file(key):
             return None
         path = self._path(key)
         try:
-            if sealed.texts(path).get("name") != key:
-                raise ValueError(f"{path} is the file of another prefix")
-            cache = load_cache(path, self.model)
+            os.utime(path)  # before it is read: no server removes what was used last
+            with files.staying(path) as stays:
+                if sealed.texts(stays).get("name") != key:
+                    raise ValueError(f"{path} is the file of another prefix")
+                cache = load_cache(stays, self.model)
         except (ValueError, OSError) as error:
-            LOG.warning("a stored prefix is read again", extra={"facts": {"reason": str(error)}})
-            self._forget(key)
+            if path.exists():  # else another server has removed it
+                LOG.warning("a stored prefix is read again", extra={"facts": {"reason": str(error)}})
+                _unlink(path)
             return None
-        self._files.move_to_end(key)
-        with contextlib.suppress(OSError):
-            os.utime(path)  # so that a restart knows it
         self._hold(key, cache)
         return cache.fork()
 
@@ -102,13 +113,16 @@ class Prefixes:
         """Forget one cache, where it is stored."""
         if key in self._live:
             self.live_bytes -= self._live.pop(key)[1]
-        if key in self._files:
-            self._forget(key)
+        if self.folder is not None:
+            _unlink(self._path(key))
 
-    def forget(self, mark: str) -> None:
-        """Remove the prefixes of a stored text from memory and disk."""
-        for key in [key for key in (*self._live, *self._files) if key.endswith(f"-{mark}")]:
+    def forget(self, marks) -> None:
+        """Remove the prefixes of stored texts from memory and disk."""
+        for key in [key for key in self._live if mark_in(key) in marks]:
             self.remove(key)
+        for path in self.folder.glob(f"*-*{SUFFIX}") if self.folder is not None and marks else ():
+            if mark_in(path.stem) in marks:
+                _unlink(path)
 
     def flush(self, keys=None) -> None:
         """Write what memory holds of these keys, or all that it holds, to disk, to outlive the process."""
@@ -127,29 +141,53 @@ class Prefixes:
             self._write(oldest, other)
 
     def _write(self, key, cache) -> None:
-        """A file of a cache, if there is a folder, it has none yet, and one fits."""
+        """A file of a cache, if there is a folder, it has none yet, one fits, and its text is not deleted."""
         size = bytes_of(cache) + FACTS
-        if self.folder is None or key in self._files or size > self.disk():
+        if self.folder is None or self.has_file(key) or self._is_gone(key) or size > self.disk():
             return
         self._fit(size)
         try:
             save_cache(cache, self._path(key), name=key)
-            self._files[key] = self._path(key).stat().st_size
         except (OSError, ValueError) as error:
             LOG.warning("a prefix is not stored on disk", extra={"facts": {"reason": str(error)}})
             return
-        self.file_bytes += self._files[key]
         self._fit(0)
+        if self._is_gone(key):  # since it is written
+            _unlink(self._path(key))
+
+    def _is_gone(self, key) -> bool:
+        """Whether a key's text is deleted. Caches of other deleted texts are forgotten."""
+        gone = self.gone()
+        self.forget(gone)
+        return mark_in(key) in gone
+
+    def _files(self) -> list:
+        """(nanoseconds of the last use, bytes, path) of each file."""
+        found = []
+        for path in () if self.folder is None else self.folder.glob(f"*{SUFFIX}"):
+            with contextlib.suppress(FileNotFoundError):
+                stat = path.stat()
+                found.append((stat.st_mtime_ns, stat.st_size, path))
+        return found
 
     def _fit(self, more: int) -> None:
-        """Remove the least recently used files until `more` bytes fit."""
-        while self._files and self.file_bytes + more > self.disk():
-            self._forget(next(iter(self._files)))
-
-    def _forget(self, key) -> None:
-        self.file_bytes -= self._files.pop(key)
-        with contextlib.suppress(OSError):
-            self._path(key).unlink()
+        """Remove the least recently used files until `more` bytes fit, and the unfinished ones of killed processes.
+        Servers that do so at once remove the same files."""
+        found, most = sorted(self._files(), reverse=True), self.disk()
+        used = sum(size for _, size, _ in found)
+        while found and used + more > most:
+            _, size, path = found.pop()
+            used -= size
+            _unlink(path)
+        for left in (*self.folder.glob(".kvevict-*"), *self.folder.parent.glob("texts/*/.kvevict-*")):
+            with contextlib.suppress(FileNotFoundError):
+                if max(each.stat().st_mtime for each in (left, *left.iterdir())) < time.time() - LEFT:
+                    shutil.rmtree(left, ignore_errors=True)
 
     def _path(self, key):
         return self.folder / f"{key}{SUFFIX}"
+
+
+def _unlink(path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()

@@ -142,7 +142,7 @@ class Scheduler:
             return 0
         prompt = turn.call.whole
         stored = (end for key, end in zip(turn.call.keys, prompt.ends, strict=True) if self.prefixes.knows(key))
-        return len(prompt.ids) - max(stored, default=0)
+        return len(prompt.ids) - max((turn.call.stored_tokens, *stored))
 
     def _fits(self, turn) -> bool:
         inside = [each for each in self._inside if each.rows]

@@ -106,18 +106,17 @@ class Server:
         if size > self.most:
             raise Refused(413, f"the body is larger than {self.most} bytes")
 
-    def call(self, path: str, owner: str, body: dict) -> Call:
-        """A request, checked."""
+    def _checked(self, path: str, body: dict) -> tuple:
+        """A request, and its field `kvevict`."""
         fields.known(path, body)
         check.generation(body, self.vocabulary, self.tokenizer.chat_template)
         ENDPOINTS[path][1](body)
         if body.get("model", self.name) != self.name:
             raise self.other_model(body["model"])
-        asked = check.ours(body)
-        text = None
-        if asked.get("text") is not None:
-            text = self.texts.get(owner, asked["text"])
-            asked = self.texts.asked(owner, asked["text"]) | asked
+        return body, check.ours(body)
+
+    def _call(self, path: str, owner: str, body: dict, asked: dict, text: str | None) -> Call:
+        """Of a request that is checked, and of the text that it opens."""
         chosen = self.policies.of(asked, text is not None)
         template = dict(body.get("chat_template_kwargs", {}))
         effort = body.get("reasoning_effort", body.get("reasoning", {}).get("effort"))
@@ -141,7 +140,12 @@ class Server:
 
     async def answer(self, path: str, request: Request) -> Response:
         owner, identity = self.owner(request), f"{uuid.uuid4()}"
-        call, body = await self.body(request, lambda body: (self.call(path, owner, body), body))
+        (body, asked), text = await self.body(request, functools.partial(self._checked, path)), None
+        if asked.get("text") is not None:
+            text, own = await self._opened(owner, asked["text"])
+            asked = own | asked
+        made = functools.partial(self._call, path, owner, body, asked, text)
+        call = await self._aside(made) if request.state.large else made()
         handler = self.handlers[path]
         stream = handler.stream(identity) if body.get("stream") else None
         failed = None if stream is None else functools.partial(handler.failed, stream)
@@ -182,8 +186,8 @@ class Server:
         if not isinstance(replace, bool):
             raise Refused(400, "replace must be true or false")
         if not replace:
-            self.texts.free(owner, name, text)
-        self.texts.fits(owner, name, text)
+            await self._aside(self.texts.free, owner, name, text)
+        await self._aside(self.texts.fits, owner, name, text)
         asked = check.ours({"kvevict": {k: v for k, v in body.items() if k in TEXT}})
         call = self._of_text(STORE, owner, self.policies.of(asked, True), text)
         return await self._ended(call, f"{uuid.uuid4()}", request, self._store(call, name, replace, asked))
@@ -191,28 +195,42 @@ class Server:
     async def _store(self, call, name, replace, asked):
         whole = await self._alone(call)
         await self.manager.read(call)
-        before = await self._aside(self.texts.put, call.owner, name, call.text, replace, asked)
-        if before is not None:
-            await self._forget(call.owner, before)
+        await self._forget(await self._aside(self.texts.put, call.owner, name, call.text, replace, asked))
         tokens = dict(tokens=whole.text[1] - whole.text[0])
         return JSONResponse(dict(object="kvevict.text", name=name) | tokens | dict(kvevict=said(call)))
 
     async def remove(self, request: Request, name: str) -> dict:
         """DELETE /v1/kvevict/texts/NAME: forget a text and its caches."""
-        owner = self.owner(request)
-        await self._forget(owner, await self._aside(self.texts.remove, owner, name))
+        await self._forget(await self._aside(self.texts.remove, self.owner(request), name))
         return {"object": "kvevict.text", "name": name, "deleted": True}
 
-    async def _forget(self, owner, text) -> None:
-        """Remove the caches of a text that is stored no more."""
-        if not self.texts.knows(owner, text):
-            await self.manager.forget(owner, text)
+    async def _forget(self, *marks) -> None:
+        """Remove the caches of deleted texts: of these, and of those that other servers have deleted."""
+        await self.manager.forget(await self._aside(self.texts.gone, *marks))
+
+    def _tidied(self, call=None) -> None:
+        """`_forget` in another thread, without waiting. call: its text may be a deleted one."""
+
+        def tidy():
+            marks = () if call is None or call.text is None else (mark_of(call.owner, call.text),)
+            if gone := self.texts.gone(*marks):
+                self.scheduler.submit(self.prefixes.forget, gone)
+
+        asyncio.get_running_loop().run_in_executor(None, tidy)
+
+    async def _opened(self, owner, name) -> tuple:
+        """A text, and the policy and the budget that it asks for. Raises Refused where it is not stored."""
+        try:
+            return await self._aside(self.texts.get, owner, name)
+        except Refused:
+            self._tidied()
+            raise
 
     async def kept(self, request: Request, name: str) -> Response:
         """GET /v1/kvevict/texts/NAME/kept: the share of heads that kept each piece of a stored text."""
         owner = self.owner(request)
-        text, chosen = self.texts.get(owner, name), self.policies.of(self.texts.asked(owner, name), True)
-        call = self._of_text("/v1/kvevict/texts/kept", owner, chosen, text)
+        text, asked = await self._opened(owner, name)
+        call = self._of_text("/v1/kvevict/texts/kept", owner, self.policies.of(asked, True), text)
         return await self._ended(call, f"{uuid.uuid4()}", request, self._kept(call, name))
 
     async def _kept(self, call, name):
@@ -292,8 +310,8 @@ class Server:
     def _note(self, call, identity, status) -> None:
         self.calls.pop(identity, None)
         goes_on = call.endpoint == STORE and status in (499, 504)  # the next request goes on with what was read
-        if not (call.text is None or goes_on or self.texts.knows(call.owner, call.text)):  # it was deleted
-            self.scheduler.submit(self.prefixes.forget, mark_of(call.owner, call.text))
+        if not goes_on:
+            self._tidied(call)
         self.metrics.note(call, status)
         log.served(call, identity, status)
 

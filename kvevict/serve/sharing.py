@@ -100,17 +100,19 @@ class Sharing:
         self.most, self._lock = most, threading.Lock()
         self._known: dict[str, OrderedDict] = defaultdict(OrderedDict)  # owner -> {hash: whether it was shared}
 
-    def cut(self, owner: str, prompt: Prompt, reader: Reader, cuts: tuple | None) -> Prompt:
+    def cut(self, owner: str, prompt: Prompt, reader: Reader, cuts: tuple | None, stored=()) -> Prompt:
         """A prompt with the ends of its shared beginnings. It is remembered for those that follow.
 
-        cuts: where a chat's beginning may end, ascending; None: a plain prompt, cut after any block
+        cuts    where a chat's beginning may end, ascending; None: a plain prompt, cut after any block
+        stored  places among them that are shared already
         """
         ids = prompt.ids
         blocks = range(BLOCK, len(ids), BLOCK)
         hashes = _hashes(ids, sorted({*blocks, *(cuts or ())}))
         with self._lock:
             known = self._known[owner]
-            came = max((place for place in blocks if hashes[place] in known), default=0)
+            known.update({hashes[place]: True for place in stored})
+            came = max((place for place in (*blocks, *stored) if hashes[place] in known), default=0)
             ends = self._ends(known, hashes, came, blocks, reader, cuts)
             for place in blocks:
                 known.setdefault(hashes[place], False)

@@ -1,10 +1,7 @@
 """From a command's arguments to a server that runs."""
 
-import contextlib
-import fcntl
 import gc
 import os
-import shutil
 import socket
 import sys
 from pathlib import Path
@@ -39,7 +36,7 @@ def start(model, host: str, port: int, options: Options) -> None:
     log.to_stderr()
     transformers_logging.set_verbosity_error()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with own(options.store), socket.create_server((host, port), family=family) as listening:
+    with socket.create_server((host, port), family=family) as listening:
         server = server_of(model, **vars(options))
         gc.collect()
         gc.freeze()  # a collection of all that was imported stops every thread for a third of a second
@@ -75,28 +72,14 @@ def server_of(model=None, **options) -> Server:
     )  # fmt: skip
     patch(loaded, policies.built(told.policy), tokenizer=tokenizer)
     folder = None if told.store is None else Path(told.store)
+    if folder is not None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     texts = Texts(told.memory if folder is None else told.disk, folder and folder / "texts")
-    prefixes = Prefixes(loaded, told.memory, folder and folder / "prefixes", lambda: told.disk - texts.bytes)
+    files = folder and folder / "prefixes"
+    prefixes = Prefixes(loaded, told.memory, files, lambda: told.disk - texts.bytes, texts.gone)
     name = told.name or (Path(where).name if Path(where).exists() else where)
     most = min(BODY, LETTERS * policies.context + (1 << 16))
     limits = dict(
         batch=told.batch, queue=told.queue, stall=told.stall, timeout=told.timeout, most=most, hosts=told.hosts
     )
     return Server(name, loaded, tokenizer, policies, prefixes, texts, keys=told.keys, gates=gates, **limits)
-
-
-@contextlib.contextmanager
-def own(folder):
-    """Inside, no other server has the folder. What a killed one was writing is removed."""
-    if folder is None:
-        yield
-        return
-    Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
-    with open(os.open(Path(folder) / "lock", os.O_WRONLY | os.O_CREAT, 0o600), "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ValueError(f"--store {folder}: another server has it; give each a folder of its own") from None
-        for left in (*Path(folder).glob("prefixes/.kvevict-*"), *Path(folder).glob("texts/*/.kvevict-*")):
-            shutil.rmtree(left, ignore_errors=True)
-        yield

@@ -7,9 +7,10 @@ import signal
 import subprocess
 import sys
 import threading
+import zlib
 
 import pytest
-from serving import TEMPLATE
+from serving import FILLER, TEMPLATE, asks
 
 import kvevict
 
@@ -26,9 +27,10 @@ def folder(tmp_path_factory):
 
 
 class Process:
-    def __init__(self, folder, *options, key="key", files=None):
-        """files: that the process may open at most."""
-        command = [sys.executable, "-m", "kvevict", "serve", str(folder), "--port", "0", "--chunk-size", "256"]
+    def __init__(self, folder, *options, key="key", files=None, first=""):
+        """files: that the process may open at most; first: Python that it runs before it serves."""
+        code = f"{first}\nimport sys\nfrom kvevict.cli import main\nsys.exit(main())"
+        command = [sys.executable, "-c", code, "serve", str(folder), "--port", "0", "--chunk-size", "256"]
         own = dict(KVEVICT_API_KEY=key, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
         if files is not None:
             command = ["sh", "-c", f'ulimit -n {files} && exec "$@"', "sh", *command]
@@ -45,8 +47,8 @@ class Process:
         threading.Thread(target=lambda: self.lines.extend(self.process.stderr), daemon=True).start()
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=300)
 
-    def store(self, text):
-        self.client.post("/kvevict/texts", body=dict(name="text", text=text), cast_to=object)
+    def store(self, text, name="text"):
+        return self.client.post("/kvevict/texts", body=dict(name=name, text=text), cast_to=object)
 
     def ask(self, question, **more):
         messages = [dict(role="user", content=question)]
@@ -70,3 +72,20 @@ def process(folder):
     for each in started:
         each.process.kill()
         each.process.wait(60)
+
+
+def stores_texts(server, stored, who) -> None:
+    """Store one text after the other, and ask each."""
+    for at in range(100):
+        name, code = f"text {who} {at}", 100_000 + zlib.crc32(f"{who} {at}".encode()) % 900_000
+        text = f"{FILLER * 4}The code of Naislet is {code}. {FILLER * 4}"
+        try:
+            server.client.post("/kvevict/texts", body=dict(name=name, text=text), cast_to=object)
+            stored[name] = code
+            asked_of(server, name)
+        except openai.OpenAIError:
+            return
+
+
+def asked_of(server, name):
+    return server.ask(asks("Naislet"), extra_body=dict(kvevict=dict(text=name)))

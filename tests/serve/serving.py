@@ -51,7 +51,7 @@ def server(folder=None, memory=1 << 28, disk=1 << 28, template=TEMPLATE, of=None
     policies = Policies(**options)
     patch(of, policies.built(policies.policy), tokenizer=tokenizer)
     texts = Texts(disk, folder and folder / "texts")
-    prefixes = Prefixes(of, memory, folder and folder / "prefixes", lambda: disk - texts.bytes)
+    prefixes = Prefixes(of, memory, folder and folder / "prefixes", lambda: disk - texts.bytes, texts.gone)
     return Server("small", of, tokenizer, policies, prefixes, texts, **changes)
 
 

@@ -121,8 +121,7 @@ def test_a_damaged_file_is_read_again(tmp_path, alone, caplog):
     client.store("other", TEXT.replace("118204", "555555"))
     one, two = stored(tmp_path)
     own = next(path for path in (one, two) if path.stem in key_of(client))
-    other = two if own == one else one
-    whole, others = own.read_bytes(), other.read_bytes()
+    whole, others = own.read_bytes(), (two if own == one else one).read_bytes()
     step = len(whole) // 7
     for n, bad in enumerate([
         *(whole[:at] + bytes([whole[at] ^ 64]) + whole[at + 1 :] for at in range(3, len(whole), step)),
@@ -130,8 +129,10 @@ def test_a_damaged_file_is_read_again(tmp_path, alone, caplog):
     ]):  # fmt: skip
         own.write_bytes(bad)
         caplog.clear()
-        response = Client(server(tmp_path)).chat(asks("Orshan"), **OPENS)
+        other = Client(server(tmp_path))
+        response = other.chat(asks("Orshan"), **OPENS)
         assert said(response) == alone["Orshan"] and cached(response) == 0, n
+        other.server.scheduler.submit(bool).result()  # it has looked at the texts
         assert warnings(caplog) == ["a stored prefix is read again"]
     [text] = [path for path in (tmp_path / "texts").glob("*/*.json") if path.stem == "text"]
     data = text.read_bytes()
@@ -232,7 +233,7 @@ def test_names_in_every_script(tmp_path):
     for served in (client, again):
         assert {each["name"] for each in served.ask("GET", "/v1/kvevict/texts").json()["data"]} == set(NAMES)
         for at, name in enumerate(NAMES):
-            assert served.server.texts.get("everyone", unicodedata.normalize("NFD", name)) == f"{at} {FILLER}"
+            assert served.server.texts.get("everyone", unicodedata.normalize("NFD", name)).text == f"{at} {FILLER}"
         assert served.chat("Who?", kvevict=dict(text=NAMES[0])).status_code == 200
     for name in NAMES:
         assert again.ask("DELETE", f"/v1/kvevict/texts/{quote(name, safe='')}").json()["name"] == name
@@ -246,7 +247,7 @@ def test_a_text_that_is_not_to_be_replaced():
     assert client.post(path, name="a", text=FILLER, replace=False).status_code == 200  # the same
     taken = client.post(path, name="a", text=TEXT, replace=False)
     assert taken.status_code == 409 and taken.json()["error"]["code"] == "text_exists"
-    assert client.server.texts.get("everyone", "a") == FILLER
+    assert client.server.texts.get("everyone", "a").text == FILLER
     assert client.post(path, name="a", text=TEXT, replace="no").status_code == 400
 
     async def both():
@@ -255,8 +256,8 @@ def test_a_text_that_is_not_to_be_replaced():
 
     long, short = [each.status_code for each in asyncio.run(both())]
     assert sorted((long, short)) == [200, 409]
-    assert client.server.texts.get("everyone", "b") == (TEXT if long == 200 else FILLER)
-    assert client.store("a", TEXT).status_code == 200 and client.server.texts.get("everyone", "a") == TEXT
+    assert client.server.texts.get("everyone", "b").text == (TEXT if long == 200 else FILLER)
+    assert client.store("a", TEXT).status_code == 200 and client.server.texts.get("everyone", "a").text == TEXT
 
 
 def test_a_file_that_is_not_a_text():
@@ -367,15 +368,15 @@ def test_a_text_that_is_deleted_while_it_is_asked(tmp_path, monkeypatch):
 
 
 def test_nobody_else_reads_what_is_stored(tmp_path):
-    from kvevict.serve.start import own
+    from kvevict.serve.start import server_of
 
     before = os.umask(0)
     try:
-        with own(tmp_path / "store"):
-            client = Client(server(tmp_path / "store"))
-            client.store()
-            client.store()  # in place of the file
-            client.server.scheduler.submit(client.server.prefixes.flush).result()
+        client = Client(server_of(store=str(tmp_path / "store"), budget=256))
+        for _ in range(2):  # in place of the file
+            assert client.store().status_code == 200
+        client.server.scheduler.submit(client.server.prefixes.flush).result()
+        assert len(stored(tmp_path / "store")) == 1
     finally:
         os.umask(before)
     for path in [tmp_path / "store", *(tmp_path / "store").rglob("*")]:

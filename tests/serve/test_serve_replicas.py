@@ -1,0 +1,338 @@
+"""Servers that share one folder: texts and prefixes of one are there for the others until one deletes them, and nothing
+that they do at the same time, or leave when they are killed, makes an answer wrong."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from process import asked_of, folder, openai, process, stores_texts  # noqa: F401
+from serving import FACTS, FILLER, TEXT, Client, asks, cached, said, server, unpatched  # noqa: F401
+
+from kvevict.serve.texts import Texts
+
+OPTIONS = ("--budget", "256", "--share", "never")
+BLOCKS = """
+import pathlib, time
+from kvevict import files
+
+def block(path):
+    if str(path).endswith(".safetensors"):
+        pathlib.Path({flag!r}).touch()
+        time.sleep(1e6)
+
+files._sync = block
+"""
+
+
+def opens(name="text") -> dict:
+    return dict(extra_body=dict(kvevict=dict(text=name)))
+
+
+def stored(folder) -> list:  # noqa: F811
+    return sorted((folder / "prefixes").glob("*.safetensors"))
+
+
+def kept(answer) -> int:
+    return answer.usage.prompt_tokens_details.cached_tokens
+
+
+def used(folder) -> int:  # noqa: F811
+    return sum(path.stat().st_size for path in stored(folder))
+
+
+@pytest.mark.slow
+def test_two_servers(process, tmp_path):  # noqa: F811
+    """A text that one has stored is answered by the other, which reads nothing of it; both at once, and after both were
+    stopped. A damaged file is read again. A text that one deletes is not there for the other."""
+    store, count = tmp_path / "store", 500
+    one, two = (process(*OPTIONS, "--store", str(store)) for _ in range(2))
+    one.store(TEXT)
+    [file] = stored(store)
+    want = {name: one.ask(asks(name), **opens()).choices[0].message.content for name in FACTS}
+    assert str(FACTS["Orshan"]) in want["Orshan"]
+    with ThreadPoolExecutor() as threads:  # the first questions that `two` hears of it
+        answers = list(threads.map(lambda at: (at[1], at[0].ask(asks(at[1]), **opens())), _both(one, two)))
+    for name, answer in answers:
+        assert answer.choices[0].message.content == want[name] and kept(answer) > count
+    with ThreadPoolExecutor() as threads:  # one text, read by both
+        list(threads.map(lambda each: each.store(TEXT.replace("118204", "555555"), "other"), (one, two)))
+    assert len(stored(store)) == 2
+    assert [kept(each.ask(asks("Velmora"), **opens("other"))) > count for each in (one, two)] == [True, True]
+    for each in (one, two):
+        assert not [line for line in each.lines if "warning" in line.lower() or "Traceback" in line]
+        assert each.end() in (0, -signal.SIGTERM)
+
+    one, two = (process(*OPTIONS, "--store", str(store)) for _ in range(2))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 64
+    file.write_bytes(data)
+    again = one.ask(asks("Orshan"), **opens())
+    assert again.choices[0].message.content == want["Orshan"] and kept(again) == 0
+    assert [line for line in one.lines if "a stored prefix is read again" in line]
+    found = two.ask(asks("Orshan"), **opens())  # `one` has written it again
+    assert found.choices[0].message.content == want["Orshan"] and kept(found) > count
+
+    one.client.delete("/kvevict/texts/text", cast_to=object)
+    with pytest.raises(openai.NotFoundError, match="no text"):
+        two.ask(asks("Orshan"), **opens())
+    assert [each["name"] for each in two.client.get("/kvevict/texts", cast_to=object)["data"]] == ["other"]
+    assert len(stored(store)) == 1
+    assert kept(two.ask(asks("Orshan"), **opens("other"))) > count
+
+
+def _both(*servers):
+    return [(each, name) for name in FACTS for each in servers]
+
+
+@pytest.mark.slow
+def test_one_is_killed_while_it_writes(process, tmp_path):  # noqa: F811
+    """The other knows nothing of the text, stores it, and removes the file that was left once that is old, but not the
+    file of a living one."""
+    store, flag = tmp_path / "store", tmp_path / "writes"
+    one = process(*OPTIONS, "--store", str(store), first=BLOCKS.format(flag=str(flag)))
+    two = process(*OPTIONS, "--store", str(store))
+    writer = threading.Thread(target=_ignored, args=(one.store, TEXT))
+    writer.start()
+    while not flag.exists():
+        assert writer.is_alive()
+        time.sleep(0.01)
+    assert one.end(signal.SIGKILL) == -signal.SIGKILL
+    writer.join()
+    [left] = store.rglob(".kvevict-*")
+    assert list(left.iterdir()) and not stored(store)
+    with pytest.raises(openai.NotFoundError):
+        two.ask(asks("Orshan"), **opens())
+    two.store(TEXT)
+    answer = two.ask(asks("Orshan"), **opens())
+    assert str(FACTS["Orshan"]) in answer.choices[0].message.content and kept(answer) > 500
+    assert left.exists()
+    for path in (left, *left.iterdir()):
+        os.utime(path, (time.time() - 7200,) * 2)
+    (store / "texts" / "a" / ".kvevict-living").mkdir(parents=True)
+    two.store(FILLER * 20, "more")
+    assert not left.exists() and (store / "texts" / "a" / ".kvevict-living").exists()
+
+
+@pytest.mark.slow
+def test_one_is_killed_under_load(process, tmp_path):  # noqa: F811
+    """While clients of both store texts and ask for them. The other has each text that either said was stored."""
+    options, said_so = ("--budget", "256", "--store", str(tmp_path / "store")), {}
+    one, two = process(*options), process(*options)
+    writers = [threading.Thread(target=stores_texts, args=(each, said_so, f"{at}")) for at, each in
+               enumerate((one, two, one, two))]  # fmt: skip
+    for each in writers:
+        each.start()
+    while len(said_so) < 8 and all(each.is_alive() for each in writers):
+        time.sleep(0.01)
+    assert one.end(signal.SIGKILL) == -signal.SIGKILL
+    known = dict(said_so)
+    assert len(known) >= 8
+    for name, code in known.items():
+        found = asked_of(two, name)
+        assert str(code) in found.choices[0].message.content and kept(found) > 100, name
+    assert not [line for line in two.lines if '"warning"' in line.lower() or "Traceback" in line]
+    assert two.end(signal.SIGKILL) == -signal.SIGKILL
+    for each in writers:
+        each.join()
+
+
+@pytest.mark.slow
+def test_a_bound_that_two_servers_keep(process, tmp_path):  # noqa: F811
+    """The least recently used files go, whoever wrote them, and their texts are read again."""
+    alone = process(*OPTIONS, "--store", str(tmp_path / "alone"))
+    alone.store(TEXT)
+    disk = 3 * used(tmp_path / "alone")
+    store = tmp_path / "store"
+    servers = [process(*OPTIONS, "--store", str(store), "--store-bytes", str(disk)) for _ in range(2)]
+
+    def fill(at):
+        for n in range(4):
+            servers[at].store(f"Server {at}, text {n}. {TEXT}", f"{at} {n}")
+
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(fill, range(2)))
+    texts = sum(path.stat().st_size for path in (store / "texts").rglob("*.json"))
+    assert len(stored(store)) >= 2 and used(store) <= disk - texts + 8 * 300  # files of texts have more than the text
+    for name in ("0 0", "1 0", "0 3"):
+        for each in servers:
+            answer = each.ask(asks("Orshan"), **opens(name))
+            assert str(FACTS["Orshan"]) in answer.choices[0].message.content
+    for each in servers:
+        assert not [line for line in each.lines if '"warning"' in line.lower() or "Traceback" in line]
+    assert used(store) <= disk
+
+
+def _ignored(function, *args):
+    with contextlib.suppress(openai.OpenAIError):
+        function(*args)
+
+
+def test_slots_in_memory_go_where_another_server_deletes_their_text(tmp_path):
+    """With the next request, whatever that is; nothing is written of them any more."""
+    one, two = Client(server(tmp_path)), Client(server(tmp_path))
+    one.store()
+    assert cached(two.chat(asks("Orshan"), kvevict=dict(text="text"))) > 500
+    assert two.server.prefixes.live_bytes > 0
+    one.ask("DELETE", "/v1/kvevict/texts/text")
+    assert stored(tmp_path) == []
+    two.server.scheduler.submit(two.server.prefixes.flush).result()  # as at its end
+    assert stored(tmp_path) == [] and two.server.prefixes.live_bytes == 0
+
+    one.store()
+    assert cached(two.chat(asks("Orshan"), kvevict=dict(text="text"))) > 500
+    one.store(text=FILLER * 20)  # another text of that name
+    assert two.chat("Who?", max_tokens=1).status_code == 200
+    two.server.scheduler.submit(bool).result()
+    assert two.server.prefixes.live_bytes == 0
+    assert cached(two.chat(asks("Orshan"), kvevict=dict(text="text"))) < 500
+
+
+def test_a_text_that_is_deleted_while_its_slots_are_written(tmp_path, monkeypatch):
+    from kvevict.serve import prefixes
+
+    one, two = Client(server(tmp_path)), Client(server(tmp_path))
+    one.store()
+    two.chat(asks("Orshan"), kvevict=dict(text="text"))
+    stored(tmp_path)[0].unlink()  # for want of room
+    save = prefixes.save_cache
+
+    def slow(*args, **options):
+        assert one.ask("DELETE", "/v1/kvevict/texts/text").status_code == 200
+        save(*args, **options)
+
+    monkeypatch.setattr(prefixes, "save_cache", slow)
+    two.server.scheduler.submit(two.server.prefixes.flush).result()
+    assert stored(tmp_path) == []
+
+
+def test_prefixes_whose_text_was_deleted_by_a_server_that_was_killed(tmp_path):
+    """They go when a server starts, after an hour: before that the text may be on its way."""
+    one = Client(server(tmp_path))
+    one.store()
+    one.store("other", TEXT.replace("118204", "555555"))
+    one.server.scheduler.submit(bool).result()
+    one.server.texts.remove("everyone", "text")
+    server(tmp_path)
+    assert len(stored(tmp_path)) == 2
+    for path in stored(tmp_path):
+        os.utime(path, (time.time() - 7200,) * 2)
+    two = Client(server(tmp_path))
+    assert len(stored(tmp_path)) == 1
+    assert cached(two.chat(asks("Orshan"), kvevict=dict(text="other"))) > 500
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_one_name_for_two_texts_at_once(tmp_path, monkeypatch, links):
+    """Without `replace` one of them is refused; both servers have the other."""
+    from kvevict import files
+    from kvevict.serve.errors import Refused
+
+    def none(*args):
+        raise PermissionError(1, "no links")
+
+    if not links:
+        monkeypatch.setattr(os, "link", none)
+    one, two = Texts(1 << 20, tmp_path), Texts(1 << 20, tmp_path)
+    write = files.write
+
+    def late(*args, **options):
+        monkeypatch.setattr(files, "write", write)
+        two.put("me", "a", "the other text", replace=False)
+        write(*args, **options)
+
+    monkeypatch.setattr(files, "write", late)
+    with pytest.raises(Refused, match="already"):
+        one.put("me", "a", "a text", replace=False)
+    assert one.get("me", "a").text == two.get("me", "a").text == "the other text"
+    one.put("me", "a", "the other text", replace=False)
+    assert one.put("me", "a", "a text") is not None and two.get("me", "a").text == "a text"
+    assert two.gone() == {*two.gone("x"), *one.gone()} - {"x"} != set()
+
+
+def test_texts_of_others_count(tmp_path):
+    from kvevict.serve.errors import Refused
+
+    one, two = Texts(100, tmp_path), Texts(100, tmp_path)
+    one.put("me", "a", "a" * 60)
+    assert two.bytes == 60 and two.of("me") == [("a", 60)] and two.of("you") == []
+    with pytest.raises(Refused, match="delete some"):
+        two.put("me", "b", "b" * 60)
+    two.put("me", "a", "b" * 100)
+    one.remove("me", "a")
+    assert (one.bytes, two.bytes) == (0, 0)
+    with pytest.raises(Refused, match="no text"):
+        two.get("me", "a")
+
+
+def test_a_text_that_cannot_be_read_for_a_while(tmp_path, monkeypatch, caplog):
+    """It is not known for that time, with one line in the log for each request of it; its prefixes stay."""
+    from kvevict.serve.errors import Refused
+
+    def failing(*args, **options):
+        raise OSError(5, "Input/output error")
+
+    one, new = Texts(100, tmp_path), Texts(100, tmp_path)
+    one.put("me", "a", "a text")
+    monkeypatch.setattr("builtins.open", failing)
+    for texts, count in ((one, 1), (new, 2)):
+        for _ in range(2):
+            with pytest.raises(Refused, match="no text"):
+                texts.get("me", "a")
+            assert texts.gone() == set()
+        assert len(caplog.records) == 2 * count - (texts is new)
+    monkeypatch.undo()
+    for texts in (one, new):
+        assert texts.get("me", "a").text == "a text" and texts.of("me") == [("a", 6)]
+        assert texts.gone() == set()
+    one.remove("me", "a")
+    assert len(one.gone()) == 1 and one.gone() == set() and new.gone() != set()
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_prefix_that_another_server_removes(tmp_path, monkeypatch, caplog, links):
+    """While it is read. That is not damage; without hard links it is read again."""
+    from kvevict.serve import prefixes
+
+    one, two = Client(server(tmp_path)), Client(server(tmp_path))
+    one.store()
+    load = prefixes.load_cache
+
+    def removed(*args):
+        stored(tmp_path)[0].unlink()
+        return load(*args)
+
+    def none(*args):
+        raise PermissionError(1, "no links")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(prefixes, "load_cache", removed)
+        if not links:
+            patched.setattr(os, "link", none)
+        response = two.chat(asks("Orshan"), kvevict=dict(text="text"))
+    assert str(FACTS["Orshan"]) in said(response) and (cached(response) > 500) == links
+    assert len(stored(tmp_path)) == 1 - links  # written again
+    assert not [each for each in caplog.records if each.name == "kvevict.serve"]
+    assert not list(tmp_path.rglob(".kvevict-*"))
+
+
+def test_a_beginning_that_another_server_has_shared(tmp_path):
+    """The third request is the first one that `two` hears of it, and the next turn of its chat continues it; another
+    policy, and another beginning, share nothing."""
+    system = dict(role="system", content=f"{TEXT} {FILLER * 30}")
+
+    def ask(client, *messages, **more):
+        turns = [dict(role=("user", "assistant")[i % 2], content=text) for i, text in enumerate(messages)]
+        return client.post("/v1/chat/completions", messages=[system, *turns], max_tokens=12, **more)
+
+    one, two = (Client(server(tmp_path, share="auto", share_budget=600)) for _ in range(2))
+    assert [cached(ask(one, asks(name))) for name in ("Naislet", "Orshan")] == [0, 0]
+    want, found = (ask(client, asks("Velmora")) for client in (one, two))
+    assert cached(found) == cached(want) > 1024 and said(found) == said(want)
+    assert cached(ask(two, asks("Velmora"), said(found), asks("Orshan"))) >= cached(found)
+    assert cached(ask(Client(server(tmp_path, share="auto", share_budget=500)), asks("Velmora"))) == 0
+    system["content"] = f"Yes. {system['content']}"
+    assert cached(ask(Client(server(tmp_path, share="auto", share_budget=600)), asks("Velmora"))) == 0
