@@ -301,7 +301,7 @@ class Generation:
         text = call.text if end > start else None
         return key_of(call.owner, self._read_by(policy), policy, prompt.ids[:end], text)
 
-    def _read_by(self, policy) -> str:
+    def _read_by(self, policy):
         """The weights that read a prefix: the model's, and those of gates."""
         if not hasattr(policy.score, "gates"):
             return self.weights

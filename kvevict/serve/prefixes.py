@@ -1,4 +1,4 @@
-"""What was kept of prompts' beginnings: in memory, and when that is full on disk, least recently used first out.
+"""The caches of prompts' beginnings: in memory, and when that is full on disk, least recently used first out.
 
 Servers may share the files: each is addressed by all that it depends on, and written by whoever needs it first."""
 
@@ -22,8 +22,8 @@ LEFT = 3600  # seconds after which the folder of a file that is being written is
 
 
 def key_of(owner: str, weights, policy, ids: list, text: str | None = None) -> str:
-    """What a prefix is stored under: a hash of all that its cache depends on, and of whose it is; and the mark of the
-    stored text in it, by which `forget` finds it."""
+    """The key of a prefix: a hash of all that its cache depends on, and of its owner; and the mark of the stored text
+    in it, so that `forget` finds it."""
     facts = "\0".join((FORMAT, owner, str(weights), policy.to_json()))
     key = hashlib.sha256(facts.encode() + b"\0" + np.array(ids, np.int64).tobytes()).hexdigest()
     return key if text is None else f"{key}-{mark_of(owner, text)}"
@@ -39,7 +39,7 @@ def mark_in(key: str) -> str:
 
 
 def bytes_of(cache) -> int:
-    """Bytes of a cache's tensors. What it shares with others counts too."""
+    """Bytes of a cache's tensors. Those shared with others count too."""
     storages = {}
     for layer in cache.layers:
         own = layer.storage.tensors() if hasattr(layer, "storage") else (layer.keys, layer.values)
@@ -92,7 +92,7 @@ class Prefixes:
             return None
         path = self._path(key)
         try:
-            os.utime(path)  # before it is read: no server removes what was used last
+            os.utime(path)  # before it is read: no server removes the file that was used last
             with files.staying(path) as stays:
                 if sealed.texts(stays).get("name") != key:
                     raise ValueError(f"{path} is the file of another prefix")
@@ -106,7 +106,7 @@ class Prefixes:
         return cache.fork()
 
     def put(self, key: str, cache) -> None:
-        """Store a cache, which nobody changes any more."""
+        """Store a cache; nobody changes it any more."""
         self._hold(key, cache)
 
     def remove(self, key: str) -> None:
@@ -125,7 +125,7 @@ class Prefixes:
                 _unlink(path)
 
     def flush(self, keys=None) -> None:
-        """Write what memory holds of these keys, or all that it holds, to disk, to outlive the process."""
+        """Write the caches in memory of these keys, or all in memory, to disk, to outlive the process."""
         for key in list(self._live) if keys is None else keys:
             if key in self._live:
                 self._write(key, self._live[key][0])

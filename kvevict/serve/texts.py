@@ -1,4 +1,4 @@
-"""Texts that requests open by their names. A cache of one can be lost; its text is what it is read from again."""
+"""Texts that requests open by their names. A cache of one can be lost; it is read from its text again."""
 
 import contextlib
 import hashlib
@@ -40,10 +40,10 @@ class Text(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What this server knows of a text.
+    """This server's knowledge of a text.
 
     mark   of the text, as in the names of its prefixes; None: its file is damaged
-    file   what changes when its file is replaced
+    file   facts of its file that change when it is replaced
     whole  where there are no files
     """
 
@@ -54,8 +54,8 @@ class _Known(NamedTuple):
 
 
 class Texts:
-    """Texts by owner and name: in files, if there is a folder, which other servers may have too. Every text is looked
-    for there when it is asked for, so that all of them know what one has stored or deleted.
+    """Texts by owner and name: in files, if there is a folder; other servers may have it too. Every text is looked
+    for there when it is asked for, so that all of them know the texts that one has stored or deleted.
 
     most   bytes of all texts at most
     """
@@ -92,7 +92,7 @@ class Texts:
         return size
 
     def put(self, owner: str, name: str, text: str, replace: bool = True, asked: dict | None = None) -> str | None:
-        """Store a text, in place of the one of this name, whose mark is returned, if it may be replaced. asked: how it
+        """Store a text, in place of the one of this name, if it may be replaced; returns that one's mark. asked: how it
         is read, where that is not the server's way. Raises Refused where it does not fit or cannot be written."""
         whole = Text(text, {key: value for key, value in (asked or {}).items() if value is not None})
         with self._lock:
@@ -123,7 +123,7 @@ class Texts:
         return found
 
     def remove(self, owner: str, name: str) -> str:
-        """Forget a text, whose mark is returned. Raises Refused for one that the owner does not have."""
+        """Forget a text, and return its mark. Raises Refused for one that the owner does not have."""
         name = checked(name)
         with self._lock:
             mark = mark_of(owner, self.get(owner, name).text)
@@ -175,7 +175,7 @@ class Texts:
             del self._known[at]
 
     def _load(self, owner, name, path) -> Text | None:
-        """A text from its file, of which all but the letters are noted; None where there is none that is whole."""
+        """A text from its file, where all but the letters is noted; None where there is none that is whole."""
         before, file = self._known.get((owner, name)), ()
         try:
             file = _file(os.stat(path))

@@ -1,19 +1,16 @@
 """Words: one meaning each, and the field's own; and few relative clauses in place of nouns. `python
-tests/docs/test_words.py` prints every word that has a better one, and the densities of files above a limit; `--write`
-takes files that are clean off `words_todo.txt` and `density_todo.txt`, the files that still wait to be rewritten."""
+tests/docs/test_words.py` prints every word that has a better one, and the densities of files above a limit."""
 
 import ast
 import io
 import re
 import subprocess
-import sys
 import tokenize
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TODO, DENSE = (Path(__file__).with_name(name) for name in ("words_todo.txt", "density_todo.txt"))
 DATA = {"kvevict/evaluate/words.py"}  # lists of English words, of which made-up texts consist
 SUFFIXES = {".py", ".md", ".c", ".h", ".cu", ".cuh", ".cpp", ".sh", ".toml", ".tsv", ".html", ".yml", ".yaml"}
 
@@ -90,22 +87,15 @@ def found(name: str) -> list:
 
 @pytest.mark.quick
 def test_words():
-    names = sorted(set(tracked()) - set(TODO.read_text().split()))
+    names = tracked()
     assert len(names) > 100
     assert not [f"{name}:{line}: {words!r}, better {word!r}" for name in names for line, words, word in found(name)]
 
 
 @pytest.mark.quick
 def test_density():
-    """Names in place of relative clauses: in all files but those of density_todo.txt."""
-    waiting = DENSE.read_text().split()
-    assert {name: words for name, words in dense_files().items() if name not in waiting} == {}
-
-
-@pytest.mark.parametrize("path", [TODO, DENSE], ids=["words", "density"])
-def test_what_waits_exists(path):
-    names = path.read_text().split()
-    assert names == sorted(set(names)) and all((ROOT / name).is_file() for name in names)
+    """Names in place of relative clauses."""
+    assert dense_files() == {}
 
 
 @pytest.mark.parametrize("suffix, text, found", [
@@ -128,17 +118,10 @@ def test_the_lint(text, count):
     assert sum(len(pattern.findall(text)) for pattern, _ in PATTERNS) == count
 
 
-def without_clean(path: Path, left) -> None:
-    """Take the files that are clean off a list."""
-    path.write_text("".join(f"{name}\n" for name in path.read_text().split() if name in left))
-
-
 if __name__ == "__main__":
-    words, densities = {name: found(name) for name in tracked()}, dense_files()
-    if sys.argv[1:] == ["--write"]:
-        without_clean(TODO, {name for name, hits in words.items() if hits})
-        without_clean(DENSE, densities)
-    for name, hits in words.items():
-        print(*(f"{name}:{line}: {written!r}, better {word!r}\n" for line, written, word in hits), sep="", end="")
-    for name, over in densities.items():
+    for name in tracked():
+        print(
+            *(f"{name}:{line}: {written!r}, better {word!r}\n" for line, written, word in found(name)), sep="", end=""
+        )
+    for name, over in dense_files().items():
         print(name, *(f"{count} {word!r}, limit {limit}" for word, (count, limit) in over.items()), sep=": ")

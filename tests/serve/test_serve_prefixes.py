@@ -1,4 +1,4 @@
-"""What `kvevict serve` stores of prompts: shared, bounded, back after a restart, and never a wrong answer."""
+"""The prompts that `kvevict serve` stores: shared, bounded, back after a restart, and never a wrong answer."""
 
 import asyncio
 import logging
@@ -51,7 +51,7 @@ def test_a_text_is_read_once(alone):
 
 
 def test_a_chats_past_is_read_once():
-    """Each turn reads what is new; the answers are those of a server that reads the whole chat."""
+    """Each turn reads its new tokens; the answers are those of a server that reads the whole chat."""
     client, fresh = Client(server(share="always")), None
     turns, before = [f"{TEXT}\n\n{asks('Naislet')}"], 0
     for name in ("Orshan", "Velmora", "Naislet"):
@@ -62,7 +62,7 @@ def test_a_chats_past_is_read_once():
         assert cached(response) >= before
         before = cached(response)
         turns += [said(response).partition("\n")[0].strip(), asks(name)]
-    named = client.chat(*turns, kvevict=dict(question="the code of Naislet"))  # this request says what asks
+    named = client.chat(*turns, kvevict=dict(question="the code of Naislet"))  # this request names its question
     assert cached(named) == 0
 
 
@@ -146,7 +146,7 @@ def test_a_damaged_file_is_read_again(tmp_path, alone, caplog):
 
 
 def key_of(client) -> list:
-    """The keys of what the text `text` was stored under."""
+    """The keys that the text `text` was stored under."""
     from kvevict.serve import prefixes, prompt
 
     whole = prompt.of_messages(client.server.tokenizer, [dict(role="user", content="")], {}, 2048, TEXT)
@@ -281,7 +281,7 @@ def test_bytes_are_those_of_the_tensors():
 
 
 def test_what_is_deleted_is_gone(tmp_path):
-    """A text's prefixes leave memory and disk with it, whatever read them and what followed; others stay."""
+    """A text's prefixes leave memory and disk with it, whatever read and followed them; others stay."""
     client = Client(server(tmp_path))
     system = dict(role="system", content=FILLER * 6)
     client.store("other", TEXT.replace("118204", "555555"))
