@@ -105,21 +105,30 @@ def caches(config, policy):
 AXES = dict(quanto={}, hqq=dict(axis_key=1, axis_value=1))  # hqq's default, 0, groups numbers of other heads
 
 
-def answered(model, tokenizer, cache, case):
-    """(text, log-probabilities of its first token, seconds of each later token)."""
-    rows, tokens, first, taken = torch.tensor([ids_of(tokenizer, case.question)]), [], None, []
-    with kvevict.evicting(model, KEEPS) if not type(cache).__module__.startswith("transformers") else torch.no_grad():
+def reading(model, cache):
+    """A block in which the model reads on from a cache, Transformers' or ours."""
+    return torch.no_grad() if type(cache).__module__.startswith("transformers") else kvevict.evicting(model, KEEPS)
+
+
+def answered(model, tokenizer, cache, case, begun=()):
+    """(tokens, log-probabilities of the first that is not in `begun`, seconds of each after that)."""
+    rows, tokens, first, taken = torch.tensor([[*ids_of(tokenizer, case.question), *begun]]), [*begun], None, []
+    with reading(model, cache):
         while len(tokens) < case.new_tokens:
             start = time.perf_counter()
-            logits = model(rows, past_key_values=cache).logits[0, -1]
+            logits = model(rows, past_key_values=cache, logits_to_keep=1).logits[0, -1]
             taken.append(time.perf_counter() - start)
             first = logits.float().log_softmax(-1) if first is None else first
             rows = logits.argmax().view(1, 1)
             tokens.append(int(rows))
             if case.one_line and "\n" in tokenizer.decode(tokens).lstrip():
                 break
+    return tokens, first, taken[1:]
+
+
+def is_right(tokenizer, tokens, case):
     text = tokenizer.decode(tokens, skip_special_tokens=True)
-    return text.strip().split("\n")[0] if case.one_line else text, first, taken[1:]
+    return METRICS.find(case.metric)(text.strip().split("\n")[0] if case.one_line else text, case.answers)
 
 
 @torch.no_grad()
@@ -147,8 +156,8 @@ def main():
                 of["read"].append(time.perf_counter() - start)
                 of["bytes"].append(size(cache))
                 for case in cases:
-                    text, first, taken = answered(model, tokenizer, run.copied(cache), case)
-                    of["right"].append(METRICS.find(case.metric)(text, case.answers))
+                    tokens, first, taken = answered(model, tokenizer, run.copied(cache), case)
+                    of["right"].append(is_right(tokenizer, tokens, case))
                     of["token"] += taken
                     full = want.setdefault(case.id, first)
                     of["kl"].append(float((full.exp() * (full - first)).sum()))
