@@ -1,6 +1,6 @@
 /* The rows of one head's alive keys or values on a GPU: the one place that knows how numbers of a slot are stored
- * (kvevict.h). L lanes of a warp share a row: of its vector v, lane i has the numbers (v * L + i) * W .., where W numbers
- * are 16 bytes as computed. */
+ * (kvevict.h). L lanes of a warp share a row: of its vector v, lane i has the numbers (v * L + i) * W .., where W
+ * numbers are 16 bytes as computed. */
 #ifndef KV_COLUMNS_CUH
 #define KV_COLUMNS_CUH
 #include <math.h>
@@ -50,8 +50,8 @@ static __device__ __forceinline__ Columns value_columns(const kv_slots &slots, c
                     slots.v_packing, nullptr, D);
 }
 
-/* Numbers d .. d + W - 1 of the packed row at `row`, before H and the centre: bytes 0..255 in x and y, the scale and the
- * least number in z and w; zeros if not wanted and from D on (they stand for zeros). */
+/* Numbers d .. d + W - 1 of the packed row at `row`, before H and the centre: bytes 0..255 in x and y, the scale and
+ * the least number in z and w; zeros if not wanted and from D on (they stand for zeros). */
 template <class E>
 static __device__ __forceinline__ uint4 packed_part(uint64_t row, kv_packing packing, int d, int D, bool wanted) {
   const bool eight = packing == KV_INT8;

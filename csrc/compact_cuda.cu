@@ -19,8 +19,8 @@ static __device__ __forceinline__ void load_indices(const int32_t *index, int j,
 }
 
 /* Moves one column of T of a head's rows from slots x, those before `end`, to rows that start at `to`, spaced as the
- * stored ones. Called by all threads of the block; those with mine = false have no column. Thread `lane` of `lanes` moves every `lanes`-th
- * row. */
+ * stored ones. Called by all threads of the block; those with mine = false have no column. Thread `lane` of `lanes`
+ * moves every `lanes`-th row. */
 template <class T>
 static __device__ void move_column(kv_segments x, int end, uint64_t to, bool mine, const int32_t *index, int keep,
                                    int lane, int lanes) {

@@ -56,8 +56,8 @@ struct Split {
   bool own, last;
 };
 
-/* n - 1 rows of `stored`, from `offset` on, and the new row, addressed as slot n - 1 with the stored rows' stride; where
- * rows are packed it was stored before, by append_kernel. at: as of split_of. */
+/* n - 1 rows of `stored`, from `offset` on, and the new row, addressed as slot n - 1 with the stored rows' stride;
+ * where rows are packed it was stored before, by append_kernel. at: as of split_of. */
 template <class E>
 static __device__ __forceinline__ Columns slots_of(const void *stored, int64_t offset, const E *chunk, int n, int at,
                                                    kv_packing packing, const float *centre, int D) {
@@ -121,7 +121,8 @@ static __global__ void __launch_bounds__(64) append_kernel(const kv_decode a) {
            static_cast<unsigned char *>(keys ? a.slots.k : a.slots.v) + row * kv_packed_bytes(packing, a.D));
 }
 
-/* HEADS heads a group; PACKED: keys, values or both are packed. Asked for two blocks an SM, ptxas does not spill registers to make room for four. */
+/* HEADS heads a group; PACKED: keys, values or both are packed. Asked for two blocks an SM, ptxas does not spill
+ * registers to make room for four. */
 template <class E, int L, int V, int HEADS, bool PACKED>
 static __global__ void __launch_bounds__(THREADS, 2)
     lanes_kernel(const kv_decode a, const Scratch x, const Logits logits) {

@@ -1,14 +1,14 @@
-/* Packed rows multiplied as words of 16 bits, for few rows on many slots: numbers of 8 and 4 bits become words without a
- * rounding, a query row or the weights of a block words times their scale. Sums of products are exact in 32 bits, and
+/* Packed rows multiplied as words of 16 bits, for few rows on many slots: numbers of 8 and 4 bits become words without
+ * a rounding, a query row or the weights of a block words times their scale. Sums of products are exact in 32 bits, and
  * only the query, to 2^-16 of its largest number, and the weights, to 2^-16 of the largest, are rounded. */
 #ifndef KVEVICT_WORDS_H
 #define KVEVICT_WORDS_H
 #include "packed.h"
 
-#if defined(__AVX2__)
-enum { KV_WORDS = 1 };
+#if defined(__AVX2__) || defined(__aarch64__)
+#define KV_WORDS 1
 #else
-enum { KV_WORDS = 0 }; /* rows are restored as floats */
+#define KV_WORDS 0 /* rows are restored as floats */
 #endif
 enum { WORDS = 2 * VL }; /* of a vector */
 #define KV_WORD_MOST 32767.0f
@@ -93,9 +93,25 @@ KV_INLINE kv_v16 kv_low16(kv_v16 a, kv_v16 b) { return _mm256_unpacklo_epi16(a, 
 KV_INLINE kv_v16 kv_high16(kv_v16 a, kv_v16 b) { return _mm256_unpackhi_epi16(a, b); }
 #define KV_FIRST(a, b) __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11)
 #define KV_SECOND(a, b) __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15)
+#elif defined(__aarch64__) /* lane i adds the products of words i and i + 4: of two rows, halves of them side by side */
+typedef int16x8_t kv_v16;
+KV_INLINE vi vi_add_products(vi acc, kv_v16 a, kv_v16 b) {
+  return (vi)vmlal_high_s16(vmlal_s16((int32x4_t)acc, vget_low_s16(a), vget_low_s16(b)), a, b);
+}
+KV_INLINE kv_v16 kv_signed(const char *x) { return vmovl_s8(vld1_s8((const void *)x)); }
+KV_INLINE kv_v16 kv_nibbles(const char *x, int high) {
+  const uint8x8_t bytes = vld1_u8((const void *)x);
+  return vreinterpretq_s16_u16(vmovl_u8(high ? vshr_n_u8(bytes, 4) : vand_u8(bytes, vdup_n_u8(15))));
+}
+KV_INLINE kv_v16 kv_load16(const int16_t *x) { return vld1q_s16(x); }
+KV_INLINE kv_v16 kv_pair16(const int16_t *x) { return vcombine_s16(vld1_dup_s16(x), vld1_dup_s16(x + 1)); }
+KV_INLINE kv_v16 kv_low16(kv_v16 a, kv_v16 b) { return vcombine_s16(vget_low_s16(a), vget_low_s16(b)); }
+KV_INLINE kv_v16 kv_high16(kv_v16 a, kv_v16 b) { return vcombine_s16(vget_high_s16(a), vget_high_s16(b)); }
+#define KV_FIRST(a, b) (a)
+#define KV_SECOND(a, b) (b)
 #endif
 
-#if defined(__AVX2__)
+#if KV_WORDS
 KV_INLINE vf vf_of_vi(vi x) { return __builtin_convertvector(x, vf); }
 
 /* Words of a row at d: half 0 of rows of 4 bits are the numbers d.., half 1 those from D / 2 + d. */
@@ -193,7 +209,7 @@ KV_INLINE void kv_words_sum(kv_packing packing, int G, int halves, const int16_t
     }
 }
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(__aarch64__)
 enum { KV_WORDS_TOGETHER = 4 }; /* query rows, at most */
 #else
 enum { KV_WORDS_TOGETHER = 2 };

@@ -133,16 +133,7 @@ def test_beams_after_eviction(kind):
     """The score of every beam is that of its tokens read one by one after the prompt."""
     model, inputs = tiny.shared(), prompt(1, 80)
     with kvevict.evicting(model, "snapkv", kv=kind, **CUT), torch.no_grad():
-        out = model.generate(**inputs, max_new_tokens=6, num_beams=3, num_return_sequences=3, do_sample=False,
-                             length_penalty=0.0, return_dict_in_generate=True, output_scores=True)  # fmt: skip
-        for row, score in zip(out.sequences[:, 80:], out.sequences_scores, strict=True):
-            cache, total = DynamicCache(config=model.config), 0
-            logits = model(**inputs, past_key_values=cache).logits[0, -1]
-            for token in row:
-                total += logits.log_softmax(-1)[token]
-                logits = model(token.view(1, 1), past_key_values=cache).logits[0, -1]
-            assert abs(total - score) < 1e-3
-    assert len({tuple(row) for row in out.sequences.tolist()}) == 3
+        tiny.three_beams(model, inputs)
 
 
 @pytest.mark.skipif(tiny.VERSION < (5, 14), reason="may accept a candidate too many at the end")

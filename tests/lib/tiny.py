@@ -106,6 +106,21 @@ def generate(model, inputs, new=8, **options):
     return out[:, inputs["input_ids"].shape[1] :]
 
 
+def three_beams(model, inputs):
+    """Beam search over a prompt of one row; asserts that every beam's score is that of its tokens read one by one."""
+    out = model.generate(**inputs, max_new_tokens=6, num_beams=3, num_return_sequences=3, do_sample=False,
+                         length_penalty=0.0, return_dict_in_generate=True, output_scores=True)  # fmt: skip
+    beams = out.sequences[:, inputs["input_ids"].shape[1] :]
+    for beam, score in zip(beams, out.sequences_scores, strict=True):
+        cache, total = transformers.DynamicCache(config=model.config), 0
+        logits = model(**inputs, past_key_values=cache).logits[0, -1]
+        for token in beam:
+            total += logits.log_softmax(-1)[token]
+            logits = model(token.view(1, 1), past_key_values=cache).logits[0, -1]
+        assert abs(total - score) < 1e-3
+    assert len({tuple(beam) for beam in beams.tolist()}) == 3
+
+
 def relative(got, want):
     """The largest difference, relative to the largest value."""
     return ((got.float() - want.float()).abs().max() / want.float().abs().max()).item()

@@ -30,6 +30,11 @@ TEXT = "The harbour opens at seven. The lantern is lit at nine, says the old man
 ASKED = "When is the lantern lit?"
 MORE = "Answer in one short sentence. Do not explain how you found it, and do not repeat it."
 PRESETS = {"take": {}, "take+edie": dict(kernel=5, sink=2), "take+chunkkv": dict(c=3)}
+CHOICES = [
+    *PRESETS.items(),
+    ("take+edie", dict(kernel=5, sink=2, heads="ada")),
+    ("take+edie", dict(kernel=5, sink=0, heads="flat")),
+]
 TURNS = (
     "{% for m in messages %}{{ '<user>' if m.role == 'user' else '<assistant>' }}{{ m.content }}</user>\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -140,10 +145,7 @@ class Known(Question):
 
 
 @pytest.mark.parametrize("chunk", [12, 16, None])
-@pytest.mark.parametrize("name, options", [
-    ("take", {}), ("take+edie", dict(kernel=5, sink=2)), ("take+chunkkv", dict(c=3)),
-    ("take+edie", dict(kernel=5, sink=2, heads="ada")), ("take+edie", dict(kernel=5, sink=0, heads="flat")),
-])  # fmt: skip
+@pytest.mark.parametrize("name, options", CHOICES)
 def test_a_request_against_the_oracle(name, options, chunk):
     """Rows of other lengths: the request fits, only its part from the question on does, no beginning fits, a chunk
     begins in it, and there is none."""
@@ -190,10 +192,7 @@ def test_a_request_that_observes_and_does_not_fit(name):
 
 
 @pytest.mark.parametrize("chunk", [12, 16, None])
-@pytest.mark.parametrize("name, options", [
-    ("take", {}), ("take+edie", dict(kernel=5, sink=2)), ("take+chunkkv", dict(c=3)),
-    ("take+edie", dict(kernel=5, sink=2, heads="ada")), ("take+edie", dict(kernel=5, sink=0, heads="flat")),
-])  # fmt: skip
+@pytest.mark.parametrize("name, options", CHOICES)
 def test_a_question_before_the_text_against_the_oracle(name, options, chunk):
     """Its copies do not see it, and it is kept: one that a quarter of the budget holds, a longer one, one that the
     prompt's end repeats, one that observes with another, and none."""
