@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The ops' tests of the preset `take` on an emulated ARM: arm.sh [pytest's options]     such as: arm.sh -k matches
+# The ops' tests of the preset `take` and of packed slots on an emulated ARM: arm.sh [pytest's options]     such as:
+# arm.sh -k matches
 # The extension is built by setup.py with a cross compiler. Python comes from Debian and what has machine code from
 # PyPI, neither installed; packages without lie in this environment. Needs apt-get, qemu-user and Debian's
 # g++-aarch64-linux-gnu; exits with 77 where Debian's packages cannot be fetched.
@@ -40,4 +41,4 @@ KVEVICT_CUDA=0 CC=aarch64-linux-gnu-gcc CXX="aarch64-linux-gnu-g++ -idirafter $o
   arm setup.py -q build_ext --inplace >build.log || { cat build.log; exit 1; }
 arm -c 'import platform, torch, kvevict._ops as ops
 print(platform.machine(), "torch", torch.__version__, ops.build_info(), ops.cpu_isa())'
-arm -m pytest -q -n0 -p no:cacheprovider tests/ops/test_{attend,score,select,compact,decode}.py "$@"
+arm -m pytest -q -n0 -p no:cacheprovider tests/ops/test_{attend,score,select,compact,decode,packed}.py "$@"
