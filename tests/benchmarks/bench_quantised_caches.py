@@ -4,9 +4,9 @@
 
 MODEL is a folder, TEXTS what `kvevict eval --haystack` takes. Each text of the task `many` is read once per cache; each
 question goes on from a copy, or a fork, and its answer is decoded greedily. Prints of each cache: right answers, the
-KL of the answer's first token to the full cache's, bytes of the cache of the text, seconds to read it, milliseconds of
-an answer's token. The caches take turns, text by text. QuantizedCache needs optimum-quanto (4 bits) and hqq (4 and 8):
-where one is missing, its lines are left out with a sentence.
+KL of the answer's first token to the full cache's with its standard error over the questions, bytes of the cache of the
+text, seconds to read it, milliseconds of an answer's token. The caches take turns, text by text. QuantizedCache needs
+optimum-quanto (4 bits) and hqq (4 and 8): where one is missing, its lines are left out with a sentence.
 """
 
 import argparse
@@ -166,12 +166,13 @@ def main():
                 del runs[name], found[name]
         print(f"{len(ids[0])} tokens, {len(cases)} questions", flush=True)
     full = statistics.mean(found["full cache"]["bytes"])
-    print(f"{'cache':28} right    of   KL     MiB   share  read s  token ms")
+    print(f"{'cache':28} right    of   KL +- error     MiB   share  read s  token ms")
     for name, of in found.items():
         kl, stored = statistics.mean(of["kl"]), statistics.mean(of["bytes"])
+        error = statistics.stdev(of["kl"]) / len(of["kl"]) ** 0.5
         seconds, token = statistics.median(of["read"]), statistics.median(of["token"])
         print(
-            f"{name:28} {sum(of['right']):5.1f} {len(of['right']):5} {kl:.4f} {stored / 2**20:6.2f}"
+            f"{name:28} {sum(of['right']):5.1f} {len(of['right']):5} {kl:.4f} +- {error:.4f} {stored / 2**20:6.2f}"
             f" {stored / full:6.3f} {seconds:7.2f} {token * 1e3:8.1f}"
         )
 
