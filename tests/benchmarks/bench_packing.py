@@ -8,10 +8,15 @@ Hadamard transform or not, symmetric around 0 or between the least and the large
 numbers. Prints for each the bytes of a slot and head, right answers, and the KL to the full cache of the tokens that
 the full cache answers, with its standard error over the questions. The line kv=int4 is of slots that the package has
 packed; its numbers, and those of int8, are compared with those of the ways of methods.md section 11.
+
+--budget 0.25: in their place the slots that read-twice keeps, in the model's dtype, in 4 bits, and in 4 bits after they
+were chosen in the model's dtype.
 """
 
 import argparse
+import copy
 import statistics
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, product
@@ -122,6 +127,32 @@ class Found:
         return f"| {name} | {self.bytes} | {sum(self.right):.0f} of {len(self.right)} | {kl} |"
 
 
+def rounded(model, tokenizer, ids, numbers):
+    """(name, cache, bytes of a slot and head) of all slots, [(keys, values)] of all layers."""
+    int4, int8 = (Ours(None, kv, 1.0).read(model, tokenizer, ids) for kv in ("int4", "int8"))
+    centres = [layer.storage.centre for layer in int4.layers]
+    for packed in (int4, int8):
+        compared(numbers, packed)
+    dim = numbers[0][0].shape[-1]
+    for way in WAYS:
+        yield str(way), way.cache(numbers, centres, model.config), way.bytes(dim)
+    yield "kv=int4", int4, ""
+
+
+def kept(model, tokenizer, ids, budget):
+    """The same of the slots that read-twice keeps."""
+    plain, packed = (Ours("read-twice", kv, budget).read(model, tokenizer, ids) for kv in ("model", "int4"))
+    later = copy.deepcopy(plain)
+    for layer, like in zip(later.layers, packed.layers, strict=True):
+        layer.storage = layer.storage.repacked(like.bits, like.storage.centre, like.storage.centred)
+        layer.bits = like.bits
+    one, two = ([rows for layer in x.layers for rows in layer.positions()[0]] for x in (plain, packed))
+    same = sum(int(torch.isin(*pair).sum()) for pair in zip(one, two, strict=True)) / sum(map(len, one))
+    print(f"{same:.3f} of the slots are the same")
+    yield from (("model", plain, ""), ("int4", packed, ""), ("model, then int4", later, ""))
+
+
+@torch.no_grad()
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("model")
@@ -129,30 +160,28 @@ def main():
     parser.add_argument("--tokens", type=int, default=1500)
     parser.add_argument("--texts", type=int, default=6)
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--budget", type=float, help="share of the slots; none: all, in every way")
     args = parser.parse_args()
     model, tokenizer = load_model(args.model, args.dtype, "cpu")
     settings = Settings(tokenizer, args.tokens, args.texts, haystack=args.haystack)
-    found = {name: Found() for name in (*WAYS, "kv=int4")}
-    texts, right = [list(cases) for _, cases in groupby(TASKS.find("many")(settings), lambda case: case.context)], []
+    texts = [list(cases) for _, cases in groupby(TASKS.find("many")(settings), lambda case: case.context)]
+    found, right = defaultdict(Found), []
     for cases in texts:
         ids = torch.tensor([ids_of(tokenizer, cases[0].context)])
-        full, int4, int8 = (Ours(None, kv, 1.0).read(model, tokenizer, ids) for kv in ("model", "int4", "int8"))
-        numbers, centres = [(x.keys, x.values) for x in full.layers], [x.storage.centre for x in int4.layers]
-        for packed in (int4, int8):
-            compared(numbers, packed)
-        plain, asked = DynamicCache(config=model.config), []
-        for layer, (k, v) in zip(plain.layers, numbers, strict=True):
-            layer.update(k, v)
+        read, full, asked = Ours(None, "model", 1.0).read(model, tokenizer, ids), DynamicCache(config=model.config), []
+        numbers = [(layer.keys, layer.values) for layer in read.layers]
+        for layer, pair in zip(full.layers, numbers, strict=True):
+            layer.update(*pair)
         for case in cases:
-            answer, _, _ = answered(model, tokenizer, Theirs.copied(plain), case)
-            asked.append((case, answer, told(model, Theirs.copied(plain), ids_of(tokenizer, case.question), answer)))
+            answer, _, _ = answered(model, tokenizer, Theirs.copied(full), case)
+            asked.append((case, answer, told(model, Theirs.copied(full), ids_of(tokenizer, case.question), answer)))
             right.append(is_right(tokenizer, answer, case))
-        for name, of in found.items():
-            of.bytes = name.bytes(numbers[0][0].shape[-1]) if isinstance(name, Way) else ""
-            cache = name.cache(numbers, centres, model.config) if isinstance(name, Way) else int4
-            copied = cache.fork if cache is int4 else partial(Theirs.copied, cache)
+        made = kept(model, tokenizer, ids, args.budget) if args.budget else rounded(model, tokenizer, ids, numbers)
+        for name, cache, size in made:
+            copied = cache.fork if hasattr(cache, "fork") else partial(Theirs.copied, cache)
+            found[name].bytes = size
             for each in asked:
-                of.add(model, tokenizer, copied, *each)
+                found[name].add(model, tokenizer, copied, *each)
         print(f"{ids.shape[1]} tokens, {len(cases)} questions", flush=True)
     print(f"full cache: {sum(right):.0f} of {len(right)} right")
     print("| keys, values | bytes | right | KL | its standard error |\n|---|---|---|---|---|")
