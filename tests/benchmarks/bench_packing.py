@@ -86,12 +86,14 @@ def compared(numbers, packed):
     """Ends the run if the package's numbers are others than ours; sums in another order may round a few otherwise."""
     for index, ((k, v), layer) in enumerate(zip(numbers, packed.layers, strict=True)):
         c = layer.storage.centre[:, :, None]
-        for name, x, got, way in (
-            ("keys", k.float() - c, layer.keys - c, KEYS_OF.get(layer.bits[0])),
-            ("values", v.float(), layer.values, VALUES_OF[layer.bits[1]]),
+        for name, x, way in (
+            ("k", k.float() - c, KEYS_OF.get(layer.bits[0])),
+            ("v", v.float(), VALUES_OF[layer.bits[1]]),
         ):
             if way is not None:
-                off = (way.rounded(x) - got.float()).abs() > 1e-3 * x.abs().amax(-1, True)
+                got = torch.stack([layer.storage.numbers(name, *at) for at in layer.segments()]).view(x.shape)
+                got = got - c if name == "k" else got
+                off = (way.rounded(x) - got).abs() > 1e-3 * x.abs().amax(-1, True)
                 if off.float().mean() > 1e-3:
                     raise SystemExit(f"{name} of layer {index}: {off.float().mean():.2g} of the numbers differ")
 
