@@ -1,5 +1,5 @@
 /* Where torch and Python meet the kernels; with tensors.h the only file that sees torch. The arguments of an op
- * are in ops.def: here they become the schema, and the code that fills the op's struct of kvevict.h and calls its kernel.
+ * are in ops.def: here they become its schema, and the code that fills its struct of kvevict.h and calls its kernel.
  *
  * Built on torch's stable headers and the limited C API, one binary serves every torch and CPython that is new enough.
  * Everything a kernel will read or write is checked here against the size of its tensor, or by the kernel against its

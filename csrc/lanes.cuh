@@ -1,5 +1,5 @@
 /* A decoded token of few heads a group, without tensor cores: L lanes share a row of keys or values, each with V
- * vectors of 16 bytes; such a group of lanes takes every GROUPS-th row and has a softmax (m, l) and an output o of its own.
+ * vectors of 16 bytes; such a group of lanes takes every GROUPS-th row, for a separate softmax (m, l) and output o.
  *
  * Shared memory: 4 * HEADS * (D + 2) bytes for each of 128 / L groups, and 16. */
 #ifndef KV_LANES_CUH

@@ -175,10 +175,10 @@ struct Attended {
   float o[MT][D / 8][4], top[MT][2], sum[MT][2];
 };
 
-/* Rows r0 .. r0 + ROWS - 1 of `rows` against all columns: keys.at.n, and as many values. Columns before `fewest` are seen by
- * every row; seen_by(m, half): how many columns a row sees; look(s, c): s [16 MT, 8 NT] are the warp's logits, before
- * their scale, of the columns from c on; EXACT: as of add_values. The tiles lie in shared memory in the order q, k, v;
- * it is free again afterwards; keys and values follow, as registers are scarce. */
+/* Rows r0 .. r0 + ROWS - 1 of `rows` against all columns: keys.at.n, and as many values. Columns before `fewest` are
+ * seen by every row; seen_by(m, half): how many columns a row sees; look(s, c): s [16 MT, 8 NT] are the warp's logits,
+ * before their scale, of the columns from c on; EXACT: as of add_values. The tiles lie in shared memory in the order
+ * q, k, v; it is free again afterwards; keys and values follow, as registers are scarce. */
 template <class E, int D, class X, bool EXACT, class From, class Seen, class Look>
 static __device__ __forceinline__ void attend_columns(Attended<X::MT, D> &x, E *q, const From &rows, int r0,
                                                       const Columns &keys, const Columns &values, int fewest, int dims,

@@ -34,9 +34,9 @@ typedef struct {
   kv_packing packing;
 } kv_stream_rows;
 
-/* The memory read after the rows at hand: as many bytes of it are fetched into the second-level cache meanwhile, in order,
- * so that memory is never idle. A prefetch never faults, so it may lie past the slots; it is an integer because no
- * pointer may leave its array. 0: nothing. */
+/* The memory read after the rows at hand: as many bytes of it are fetched into the second-level cache meanwhile,
+ * in order, so that memory is never idle. A prefetch never faults, so it may lie past the slots; it is an integer
+ * because no pointer may leave its array. 0: nothing. */
 typedef uintptr_t kv_stream_next;
 
 KV_INLINE void kv_stream_fetch(kv_stream_next next, int64_t bytes) {

@@ -98,7 +98,7 @@ struct Kernels {
  * lives. */
 class Call {
  public:
-  /* Takes every argument off torch's stack before anything is checked: those that an error leaves there are never freed. */
+  /* Takes every argument off torch's stack before anything is checked: those left there by an error are never freed. */
   Call(Arguments args, StableIValue *stack) : args_(args), stack_(stack) {
     for (size_t i = 0; i < args_.size(); i++) {
       if (!args_[i].is_tensor()) continue;

@@ -17,8 +17,8 @@ static __device__ __forceinline__ int fragment_row() { return lane_id() / 4; }
 static __device__ __forceinline__ int fragment_column() { return lane_id() % 4 * 2; }
 
 /* Where vector c of row r lies in a tile [rows, D]. The swizzle puts rows 8 i .. 8 i + 7 of a column of vectors into
- * different banks, as ldmatrix reads them together; rows of 96 16-bit numbers are 1.5 times as long as all banks together
- * and need another swizzle. */
+ * different banks, as ldmatrix reads them together; rows of 96 16-bit numbers are 1.5 times as long as all banks
+ * together and need another swizzle. */
 template <class E, int D>
 static __device__ __forceinline__ int tile_at(int r, int c) {
   constexpr int vectors = D / VECTOR<E>;
@@ -27,8 +27,8 @@ static __device__ __forceinline__ int tile_at(int r, int c) {
 
 static __device__ __forceinline__ uint64_t row_at(const kv_segments &rows, int r) { return kv_segments_at(&rows, r); }
 
-/* Starts copying rows r0 .. r0 + ROWS - 1 of `rows` (row_at has their addresses) into tile [ROWS, D]; cp_async_wait ends
- * it. Rows past the last and elements from dims on are 0. The tile's rows before `from_row` stay as they are. */
+/* Starts copying rows r0 .. r0 + ROWS - 1 of `rows` (row_at has their addresses) into tile [ROWS, D]; cp_async_wait
+ * ends it. Rows past the last and elements from dims on are 0. The tile's rows before `from_row` stay as they are. */
 template <class E, int D, int ROWS, int THREADS, class Rows>
 static __device__ __forceinline__ void tile_load(E *tile, const Rows &rows, int r0, int dims, int from_row = 0) {
   constexpr int vectors = D / VECTOR<E>;
