@@ -48,7 +48,8 @@ class Generation:
         self.context = getattr(self.config, "max_position_embeddings", None)
         patch = patch_of(self.decoder)
         self.slot = slot_bytes(model, patch.policy.kv)
-        slots = (scheduler.most + 1) * (self._widest(patch.policy, self.context or 1 << 20) + ROOM)
+        most = self._widest(patch.policy, self.context or 1 << 20) + ROOM
+        slots = 2 * (scheduler.most + 1) * most  # twice: answers that outgrow their room are copied within the pool
         self.pools = Pools(self.decoder, patch.kv_heads * min(slots, scheduler.memory // self.slot))
         self.form, self.sharing = Form(tokenizer, model), Sharing()
         self.grammars = Grammars(tokenizer, _listed(model.generation_config.eos_token_id))
