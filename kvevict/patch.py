@@ -127,7 +127,7 @@ def _made(model, policy, options) -> Patch:
         )
     chosen.rows.ready(decoder)
     chosen = in_slots(chosen, model)
-    _check_kv(chosen.kv, model)
+    check_kv(chosen.kv, model)
     made = Patch(chosen, decoder, split, question)
     rotates = quantities.rotates(chosen, families.rope_depends_on_length(decoder))
     modules = [families.attention_of(families.layers_of(decoder)[index], index) for index in made.order]
@@ -159,7 +159,7 @@ def slot_bytes(model, kind: str = "model") -> int:
     return heads * sum(kv.slot_bytes(kind, width, dtype.itemsize) for width in widths)
 
 
-def _check_kv(kind, model) -> None:
+def check_kv(kind, model) -> None:
     """Raise ValueError for a model whose slots cannot be represented so."""
     decoder = find_decoder(model)
     if kind != "model" and families.is_latent(decoder.config):

@@ -1,7 +1,7 @@
 import os
 
 from ..serve.options import SHARES, Options
-from . import add_budget, build_policies, check_complete, check_folder, command, number
+from . import KVS, add_budget, build_policies, check_complete, check_folder, command, number
 
 EXTRA = ("fastapi", "uvicorn", "openai", "prometheus_client", "transformers.cli.serving")
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -37,6 +37,9 @@ def serve(parser, argv):
     parser.add_argument("--share-budget", default=str(Options.share_budget), metavar="SLOTS",
                         help="kept slots per kv head of what is shared: a number, or a share of its tokens, then at "
                         "least --budget; bounded by --memory-bytes; default 0.5")  # fmt: skip
+    parser.add_argument("--share-kv", choices=KVS,
+                        help="shared texts' stored slots, as --kv; default --kv where it is given, else int8, and "
+                        "model for latents (MLA)")  # fmt: skip
     parser.add_argument(
         "--memory-bytes",
         default=f"{Options.memory >> 30}G",
@@ -108,6 +111,7 @@ def serve(parser, argv):
         "chunk_size",
         "kv",
         "share",
+        "share_kv",
         "dtype",
         "device",
         "name",

@@ -20,6 +20,7 @@ class Options:
     kv: str = "model"
     share: str = AUTO
     share_budget: int | float = 0.5
+    share_kv: str | None = None  # None: "int8" where the model's slots can be, or the kv that is given
     dtype: str = "auto"
     device: str | None = None
     name: str | None = None

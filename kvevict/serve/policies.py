@@ -39,7 +39,7 @@ class Policies:
     share_budget  of these
     context       the model's, in tokens; a request may not keep more of that many than the server's own budget
     most          slots that memory holds
-    kv            how slots are stored
+    kv            how slots are stored; share_kv: those of shared beginnings
     older         as text, read shared texts before `unasked`; None: nothing did
     fitted        a policy -> the same for the model, its budget in slots
     """
@@ -55,16 +55,17 @@ class Policies:
     kv: str = "model"
     fitted: Callable = lambda policy: policy
     older: str | None = None
+    share_kv: str = "model"
 
     def __post_init__(self):
         one_of("share", self.share, SHARES)
         self.built(self.policy)
         self.built(self.unasked)
-        self.built(self.unasked, self.share_budget)
+        self.built(self.unasked, self.share_budget, self.share_kv)
 
-    def built(self, text: str, budget=None) -> Any:
+    def built(self, text: str, budget=None, kv=None) -> Any:
         name, options = parse_policy(text)
-        common: dict = dict(budget=self.budget if budget is None else budget, kv=self.kv)
+        common: dict = dict(budget=self.budget if budget is None else budget, kv=kv or self.kv)
         if self.chunk_size is not None:
             common["chunk_size"] = self.chunk_size
         return self.fitted(build(name, **common | options))
@@ -75,7 +76,7 @@ class Policies:
         return reader if name or self.older is None else replace(reader, older=self._reader(self.older, budget))
 
     def _reader(self, text: str, budget) -> Reader:
-        policy = self.built(text, self.share_budget if budget is None else budget)
+        policy = self.built(text, self.share_budget if budget is None else budget, self.share_kv)
         known = self.built(self.policy)
         least = 1 if budget is not None or known.budget is None else known.slots(0)
         longest = self.context - room_of(policy) if policy.rows.repeats else PLENTY

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
+from .. import families
 from ..analysis.run import load_model
 from ..answer import unasked
 from ..families import find_decoder
 from ..models import small_llama
-from ..patch import in_slots, patch, slot_bytes
+from ..patch import check_kv, in_slots, patch, slot_bytes
 from ..policy.checks import PLENTY
 from . import log
 from .app import application
@@ -65,11 +66,14 @@ def server_of(model=None, **options) -> Server:
     if told.gates is not None:
         gates = Gates(loaded, told.gates, told.gates_data, told.unasked, where, told.dtype, told.device)
         hidden, older = gates.reads, gates.older
+    plain = told.kv != "model" or families.is_latent(find_decoder(loaded).config)
+    share_kv = told.share_kv or (told.kv if plain else "int8")
     policies = Policies(
         told.policy, hidden, told.budget, told.chunk_size, told.share, told.share_budget, context or 1 << 20,
-        min(told.memory // slot_bytes(loaded, told.kv), PLENTY), told.kv, lambda policy: in_slots(policy, loaded),
-        older,
+        min(told.memory // slot_bytes(loaded, share_kv), PLENTY), told.kv, lambda policy: in_slots(policy, loaded),
+        older, share_kv,
     )  # fmt: skip
+    check_kv(share_kv, loaded)
     patch(loaded, policies.built(told.policy), tokenizer=tokenizer)
     folder = None if told.store is None else Path(told.store)
     if folder is not None:

@@ -42,7 +42,9 @@ def server(folder=None, memory=1 << 28, disk=1 << 28, template=TEMPLATE, of=None
     from kvevict.serve.texts import Texts
 
     options = dict(policy="take", unasked="kvzip", budget=256, chunk_size=256, share="never", context=2048)
-    options |= {name: changes.pop(name) for name in list(changes) if name in (*options, "share_budget", "most")}
+    options |= {
+        name: changes.pop(name) for name in list(changes) if name in (*options, "share_budget", "share_kv", "most")
+    }
     options.setdefault("share_budget", options["budget"])
     tokenizer = AutoTokenizer.from_pretrained(kvevict.small_llama())
     tokenizer.chat_template, of = template, of or model()

@@ -308,3 +308,37 @@ def test_how_far_a_read_is():
 
 def test_a_call_that_shares_nothing_says_nothing():
     assert sharing.said(types.SimpleNamespace(shared_tokens=0, kept=1.0)) == {}
+
+
+def test_shared_texts_in_8_bits(tmp_path):
+    """They answer beside prompts in the model's dtype, each as alone, and their files keep the bits."""
+    client = Client(server(tmp_path, share_kv="int8"))
+    client.store()
+    asked = [
+        dict(messages=[dict(role="user", content=asks("Orshan"))], max_tokens=12, kvevict=dict(text="text")),
+        dict(messages=[dict(role="user", content=f"{TEXT}\n\n{asks('Orshan')}")], max_tokens=12),
+    ]
+    alone = [said(client.post("/v1/chat/completions", **each)) for each in asked]
+    assert all(str(FACTS["Orshan"]) in each for each in alone)
+
+    async def all_of():
+        return await asyncio.gather(*(client.asked("POST", "/v1/chat/completions", each) for each in asked * 2))
+
+    assert [said(each) for each in asyncio.run(all_of())] == alone * 2
+    [cache] = [cache for cache, _ in client.server.prefixes._live.values()]
+    assert {layer.bits for layer in cache.layers} == {(8, 8)}
+    again = Client(server(tmp_path, share_kv="int8"))
+    response = again.post("/v1/chat/completions", **asked[0])
+    assert cached(response) > 500 and said(response) == alone[0]
+
+
+def test_the_default_of_shared_slots():
+    from kvevict.serve.start import server_of
+
+    for given, kv, shared in (
+        ({}, "model", "int8"),
+        (dict(kv="int4"), "int4", "int4"),
+        (dict(share_kv="model"), "model", "model"),
+    ):
+        policies = server_of(**given).policies
+        assert (policies.built(policies.policy).kv, policies.reader().policy.kv) == (kv, shared)
