@@ -53,10 +53,10 @@ def measured(client, name, prompts, clients, tokens):
     return written / seconds, [first for first, _ in found], [said for _, said in found]
 
 
-def parted(client, name, tokens, prompt, said):
+def parted(client, name, tokens, prompt, said, **more):
     """Nats between the token of the answer alone and that of another one where the two part; infinite if the other one
     is not among the five likeliest."""
-    asks = dict(model=name, prompt=prompt, max_tokens=tokens, temperature=0, logit_bias=client.bias)
+    asks = dict(model=name, prompt=prompt, max_tokens=tokens, temperature=0, logit_bias=client.bias, **more)
     alone, place = client.completions.create(**asks, logprobs=5).choices[0].logprobs, 0
     for token, known, others in zip(alone.tokens, alone.token_logprobs, alone.top_logprobs, strict=True):
         if not said.startswith(token, place):
