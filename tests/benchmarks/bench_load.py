@@ -26,9 +26,9 @@ from bench_serve import NEW, asked, started
 from kvevict.evaluate.tasks import Settings, find
 
 
-def questions_of(args) -> list:
+def questions_of(args, tokenizer) -> list:
     """[(name of a text, the text, its question)]"""
-    tokenizer, found = AutoTokenizer.from_pretrained(args.model), []
+    found = []
     for seed in range(args.texts):
         settings = Settings(tokenizer, args.length, 1, seed, Settings.depths, Path(args.haystack), None)
         found += [(f"text {seed}", case.context, case.question) for case in find("many")(settings)]
@@ -46,7 +46,8 @@ def main():
     parser.add_argument("--budget", default="512")
     parser.add_argument("--dtype", default="float32")
     args = parser.parse_args()
-    questions = questions_of(args)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    questions = questions_of(args, tokenizer)
     process, port = started("kvevict", args)
     memory, said, lost, ended = [], [], [], threading.Event()
     try:
@@ -55,13 +56,13 @@ def main():
         for text, words in dict(each[:2] for each in questions).items():
             client.post("/kvevict/texts", body=dict(name=text, text=words), cast_to=object)
 
-        client.bias = openai.NOT_GIVEN
+        client.bias = {str(tokenizer.eos_token_id): -100}
 
         def opened(text):
             return dict(extra_body=dict(kvevict=dict(text=text)))
 
         def ask(text, question):
-            return asked(client, name, question, **opened(text))[::-1]
+            return asked(client, name, question, logit_bias=client.bias, **opened(text))[::-1]
 
         alone = {(text, question): ask(text, question)[0] for text, _, question in questions}
 
