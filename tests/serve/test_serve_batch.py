@@ -1,16 +1,20 @@
 """Answers that are written together: each is the answer that its request gets alone, whoever comes, leaves or fails."""
 
 import asyncio
+import errno
 import gc
+import os
 import threading
 
 import pytest
 from serving import FILLER, TEXT, Client, asks, events, server, unpatched  # noqa: F401
 
+from kvevict import files
 from kvevict.serve import call
 from kvevict.serve.row import Row
 
 PATH = "/v1/chat/completions"
+SHARED = dict(kvevict=dict(question=None))
 
 
 def body(content, **more) -> dict:
@@ -242,3 +246,32 @@ def test_metrics_of_running_answers():
     client.chat("Once")
     client.server.scheduler.submit(bool).result()
     assert "kvevict_running 0.0" in client.ask("GET", "/metrics").text
+
+
+def test_a_disk_that_is_full_under_load(tmp_path, monkeypatch):
+    """Requests of stored texts, of chats that share and of others are answered as before; a text is refused."""
+    opens = dict(kvevict=dict(text="text"))
+    bodies = [body(asks("Orshan"), **opens), *MIXED[:4], body(asks("Naislet"), **opens), body(FILLER * 30, **SHARED)]
+    client = Client(server(tmp_path, memory=1 << 18))
+    client.store()
+    alone = [choices(client.ask("POST", PATH, each)) for each in bodies]
+    before, tried = set(tmp_path.rglob("*")), []
+
+    def full(path):
+        tried.append(os.path.splitext(path)[1])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, "_sync", full)
+    other = dict(name="other", text=FILLER * 20)
+
+    async def all_of():
+        asked = [client.asked("POST", PATH, each) for each in bodies * 2]
+        return await asyncio.gather(client.asked("POST", "/v1/kvevict/texts", other), *asked)
+
+    refused, *answers = asyncio.run(all_of())
+    assert [choices(each) for each in answers] == alone * 2
+    assert refused.status_code == 507 and "No space left" in refused.json()["error"]["message"]
+    assert {".json", ".safetensors"} <= set(tried) and set(tmp_path.rglob("*")) <= before
+    monkeypatch.undo()
+    assert client.store("other", FILLER * 20).status_code == 200
+    assert choices(client.ask("POST", PATH, bodies[0])) == alone[0]
