@@ -39,7 +39,7 @@ class Policies:
     share_budget  of these
     context       the model's, in tokens; a request may not keep more of that many than the server's own budget
     most          slots that memory holds
-    kv            how slots are stored; share_kv: those of shared beginnings
+    kv            how slots are stored; share_kv: those of shared beginnings, None: likewise
     older         as text, read shared texts before `unasked`; None: nothing did
     fitted        a policy -> the same for the model, its budget in slots
     """
@@ -55,7 +55,7 @@ class Policies:
     kv: str = "model"
     fitted: Callable = lambda policy: policy
     older: str | None = None
-    share_kv: str = "model"
+    share_kv: str | None = None
 
     def __post_init__(self):
         one_of("share", self.share, SHARES)
