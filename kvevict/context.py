@@ -13,7 +13,7 @@ class Context:
     outer: object = None  # the kvevict.engine.read.step.OuterCall around the decoder's
     step: object = None  # the kvevict.engine.read.step.Step that runs
     tap: object = None  # the kvevict.engine.hook.replay.Call that records attention, or replays it
-    question: object = None  # the kvevict.question.Question that observes the prompts that are read
+    question: object = None  # the kvevict.question.Finder that observes the prompts that are read
     watchers: tuple = ()  # kvevict.engine.watch.watcher's, called with every layer of a read
     note: object = None  # note(module, query, key): called in unpatched attention
     training_attention: object = None  # the attention function of `kvevict.lookahead.passes`

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from .context import within
+from .policy.rows import Question
 from .prompts import MARK, rendered
 
 NEAR = 1024  # characters at either end of a user's turn in which its question is looked for
@@ -72,7 +73,7 @@ def _check(question, tokenizer) -> None:
         )
 
 
-class Question:
+class Finder:
     """Finds the question of a prompt."""
 
     tokenizer: Any = None
@@ -95,60 +96,63 @@ class Question:
         opened, ends = shared(head[::-1], begin[::-1])[::-1], shared(tail, end)
         return tuple(mark if mark.strip() else "" for mark in (opened, ends, tail))  # a text has white space of its own
 
-    def rows(self, request, prompt: int):
-        """The policy's rows for the first `prompt` columns of a `kvevict.engine.hook.request.Request`."""
+    def rows(self, arguments, prompt: int):
+        """The policy's rows for the first `prompt` columns of a call's `kvevict.engine.hook.arguments.Arguments`."""
         raise NotImplementedError
 
-    def requests(self, request, spans: list, tokens: list) -> tuple:
-        """For each row of a `Request`, with the span (start, stop) of its question or None: the request's tokens from
+    def requests(self, arguments, spans: list, tokens: list) -> tuple:
+        """For each row of a call, with the span (start, stop) of its question or None: the request's tokens from
         the question's paragraph to the prompt's end, from its line, and from the question; () for a question that is
         not in the prompt's last part."""
         found = []
         for row, (span, n) in enumerate(zip(spans, tokens, strict=True)):
-            if span is None or not in_last_part(span, n, request.columns):
+            if span is None or not in_last_part(span, n, arguments.columns):
                 found.append(())
                 continue
-            starts, before = [], None if request.ids is None else ids_of_row(request, row, n)[: span[0]]
+            starts, before = [], None if arguments.ids is None else ids_of_row(arguments, row, n)[: span[0]]
             if before is not None and callable(self.tokenizer):
                 starts = [start_of(self.tokenizer, before, mark, self._marks[0]) for mark in (PARAGRAPH, LINE)]
             starts = [start for start in (*starts, span[0]) if start is not None]
             found.append(tuple(dict.fromkeys(n - start for start in starts)))
-            warn_if_long(request.policy, n - starts[-2:][0], request.columns + n)
+            warn_if_long(arguments.policy, n - starts[-2:][0], arguments.columns + n)
         return tuple(found)
 
 
 @dataclass(frozen=True)
-class Asked(Question):
+class Asked(Finder):
     asked: tuple  # one text or span for all rows of a batch, or one per row
     tokenizer: Any = None
 
-    def rows(self, request, prompt):
-        if len(self.asked) not in (1, request.batch):
-            raise ValueError(f"{len(self.asked)} questions for a batch of {request.batch} rows: give one, or one a row")
-        asked = self.asked * (request.batch // len(self.asked))
-        tokens = np.maximum(prompt - request.padding, 0).tolist()
-        spans = [self._span(request, b, each, n) for b, (each, n) in enumerate(zip(asked, tokens))]
-        longest, size = max(stop - start for start, stop in spans), request.policy.chunk_size
+    def rows(self, arguments, prompt):
+        if len(self.asked) not in (1, arguments.batch):
+            raise ValueError(
+                f"{len(self.asked)} questions for a batch of {arguments.batch} rows: give one, or one a row"
+            )
+        asked = self.asked * (arguments.batch // len(self.asked))
+        tokens = np.maximum(prompt - arguments.padding, 0).tolist()
+        spans = [self._span(arguments, b, each, n) for b, (each, n) in enumerate(zip(asked, tokens))]
+        longest, size = max(stop - start for start, stop in spans), arguments.policy.chunk_size
         if size is not None and longest >= size:
             raise ValueError(
                 f"a question of {longest} tokens does not fit a chunk of {size}: give a larger chunk_size, or the part "
                 "of it that asks"
             )
-        if reads_last_rows(request.policy) and len({stop - start for start, stop in spans}) > 1:
+        if reads_last_rows(arguments.policy) and len({stop - start for start, stop in spans}) > 1:
             raise ValueError(
                 "questions of different lengths observe from different rows of a call, and diagnose=True and TADA's "
                 "budgets take its last ones: give spans of one length, or read the rows of the batch one by one"
             )
-        before = [None if in_last_part(s, n, request.columns) else (*s, True) for s, n in zip(spans, tokens)]
-        kept = self.requests(request, spans, tokens)
-        return of_spans(request, [(span,) for span in spans], tokens, kept, before)
+        before = [None if in_last_part(s, n, arguments.columns) else (*s, True) for s, n in zip(spans, tokens)]
+        kept = self.requests(arguments, spans, tokens)
+        questions = [Question((span,), *of) for span, *of in zip(spans, kept, before, strict=True)]
+        return asking(arguments, questions, tokens)
 
-    def _span(self, request, row: int, asked, tokens: int) -> tuple:
+    def _span(self, arguments, row: int, asked, tokens: int) -> tuple:
         """(start, stop) in a row of `tokens` tokens."""
         if isinstance(asked, str):
-            if request.ids is None:
+            if arguments.ids is None:
                 raise ValueError("a question that is a text is found in token ids: pass input_ids, or give its tokens")
-            if found := find(self.tokenizer, ids_of_row(request, row, tokens), asked):
+            if found := find(self.tokenizer, ids_of_row(arguments, row, tokens), asked):
                 return found
             raise ValueError(f"the prompt does not have the question {asked!r}: give its words as the prompt has them")
         start, stop = asked if asked[0] >= 0 else (tokens + asked[0], tokens + asked[1])
@@ -158,7 +162,7 @@ class Asked(Question):
 
 
 @dataclass(frozen=True)
-class LastTurn(Question):
+class LastTurn(Finder):
     """The question of the last user's turn, by the tokenizer's chat template; of the whole prompt without one.
 
     It is the last sentence with a question mark near the turn's end, or else the first near its start; a short turn
@@ -170,15 +174,15 @@ class LastTurn(Question):
     tokenizer: Any
     request: str = ""  # the turn's question, if the caller knows it
 
-    def rows(self, request, prompt):
-        policy, rows = request.policy, request.policy.rows
-        if request.ids is None or not rows.at_the_end:
+    def rows(self, arguments, prompt):
+        policy, rows = arguments.policy, arguments.policy.rows
+        if arguments.ids is None or not rows.at_the_end:
             return rows
-        tokens = np.maximum(prompt - request.padding, 0)
+        tokens = np.maximum(prompt - arguments.padding, 0)
         last, tokens = rows.lengths(tokens).tolist(), tokens.tolist()
-        prompts = [ids_of_row(request, b, n) for b, n in enumerate(tokens)]
-        found = [self._found(ids, request.columns) for ids in prompts]
-        kept = self.requests(request, [spans[-1] if spans else None for spans, _ in found], tokens)
+        prompts = [ids_of_row(arguments, b, n) for b, n in enumerate(tokens)]
+        found = [self._found(ids, arguments.columns) for ids in prompts]
+        kept = self.requests(arguments, [spans[-1] if spans else None for spans, _ in found], tokens)
         rows = rows.keeping(kept) if any(kept) else rows
         asked = [fitting(spans, policy.chunk_size or prompt) for spans, _ in found]
         before = [opens for _, opens in found]
@@ -188,10 +192,12 @@ class LastTurn(Question):
             asked = [() if leave else spans for leave, spans in zip(each, asked)]
             if not any(asked):
                 return rows
-            whole = [spans or ((n - own, n),) for spans, n, own in zip(asked, tokens, last)]
-            pieces = tuple(each if spans or each else (own,) for each, spans, own in zip(kept, asked, last))
-            chosen = of_spans(request, whole, tokens, pieces, before)
-            if chosen.ends:
+            questions = [
+                Question(spans or ((n - own, n),), of if spans or of else (own,), opens)
+                for spans, of, opens, n, own in zip(asked, kept, before, tokens, last, strict=True)
+            ]
+            chosen = asking(arguments, questions, tokens)
+            if chosen.near:
                 break
         return rows if reads_last_rows(policy) and len(set(chosen.lengths(None))) > 1 else chosen
 
@@ -277,22 +283,19 @@ def fitting(spans: tuple, most: int) -> tuple:
     return next((each for each, size in sizes if size < most), ())
 
 
-def of_spans(request, spans: list, tokens: list, kept: tuple = (), before: list | None = None):
-    """The policy's rows where the spans of each of a request's rows, of so many tokens, observe; kept:
-    `Question.requests`; before: as in `Rows.of_spans`."""
-    policy = request.policy
-    return policy.rows.of_spans(spans, ends_of(policy, spans, tokens, request.columns), kept, before or ())
+def asking(arguments, questions: list, tokens: list):
+    """The policy's rows where the `Question`s of a call's rows, of so many tokens, observe."""
+    policy = arguments.policy
+    return policy.rows.asked(questions, near_end(policy, questions, tokens, arguments.columns))
 
 
-def ends_of(policy, spans: list, tokens: list, before: int = 0) -> tuple:
-    """Number of tokens from each row's first span's start to the prompt's end, if all spans are close enough to the end
-    to observe in place, one in each row; `before` tokens of the text were read earlier. Otherwise (), and the spans are
-    appended to the last chunk too. Always () if the last rows are measured, or for spans that start before the tokens
-    that every layer reads (tsp)."""
-    ends = tuple(n - each[0][0] for each, n in zip(spans, tokens, strict=True))
+def near_end(policy, questions: list, tokens: list, before: int = 0) -> bool:
+    """Whether all questions are close enough to the prompt's end to observe in place, one in each row; `before` tokens
+    of the text were read earlier. Otherwise they are appended to the last chunk too. Never if the last rows are
+    measured, or for questions that start before the tokens that every layer reads (tsp)."""
     most = min(END, policy.chunk_size or END, END if policy.tsp is None else policy.goes_on)
-    near = all(end <= min(most, (before + n) // 4) for end, n in zip(ends, tokens))
-    return ends if near and not reads_last_rows(policy) else ()
+    ends = ((n - each.spans[0][0], n) for each, n in zip(questions, tokens, strict=True))
+    return not reads_last_rows(policy) and all(end <= min(most, (before + n) // 4) for end, n in ends)
 
 
 def reads_last_rows(policy) -> bool:
@@ -353,9 +356,9 @@ def questions(text: str) -> list:
     return found
 
 
-def ids_of_row(request, row: int, tokens: int) -> list:
-    first = int(request.padding[row])
-    return request.ids[row, first : first + tokens].tolist()
+def ids_of_row(arguments, row: int, tokens: int) -> list:
+    first = int(arguments.padding[row])
+    return arguments.ids[row, first : first + tokens].tolist()
 
 
 def find(tokenizer, ids: list, text: str):

@@ -15,9 +15,10 @@ from ..context import within
 from ..families import device_of
 from ..models import pretrained
 from ..patch import evicting
+from ..policy.rows import Question
 from ..policy.tokenizer import told
 from ..prompts import first_ids, frame, ids_of, until_line_end
-from ..question import LastTurn, ends_of, in_last_part
+from ..question import LastTurn, in_last_part, near_end
 from ..report import report
 
 
@@ -93,9 +94,9 @@ def observe(policy, rows, tokens: int, named=()):
     if not isinstance(rows, tuple):
         chosen = dataclasses.replace(policy.rows, **dict.fromkeys(numbers, min(rows, most)))
     elif "probe" in numbers and policy.rows.append:
-        spans, near = [((max(rows[0], rows[1] - most), rows[1]),)], in_last_part(rows, tokens)
-        request, before = (((tokens - rows[0],),), ()) if near else ((), [(*rows, True)])
-        chosen = policy.rows.of_spans(spans, ends_of(policy, spans, [tokens]), request, before)
+        span, near = (max(rows[0], rows[1] - most), rows[1]), in_last_part(rows, tokens)
+        asked = [Question((span,), (tokens - rows[0],)) if near else Question((span,), before=(*rows, True))]
+        chosen = policy.rows.asked(asked, near_end(policy, asked, [tokens]))
     else:
         return policy
     return dataclasses.replace(policy, rows=chosen)

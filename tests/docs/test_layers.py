@@ -8,10 +8,10 @@ from imports import imported
 
 PACKAGE = Path(__file__).parents[2] / "kvevict"
 LAYERS = (
-    "_C _native _ops context version compat families files known models processes prompts question sealed weights",
+    "_C _native _ops context version compat families files known models processes prompts sealed weights",
     "policy",
     "engine",
-    "batch trial patch report store writing answer query_statistics repeated",
+    "batch trial patch question report store writing answer query_statistics repeated",
     "lookahead gates",
     "analysis",
     "evaluate",

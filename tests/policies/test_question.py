@@ -23,8 +23,9 @@ from kvevict.analysis.run import encode
 from kvevict.commands import COMMANDS
 from kvevict.context import within
 from kvevict.families import base_model
+from kvevict.policy.rows import Question
 from kvevict.policy.rows.probe import Probe
-from kvevict.question import LastTurn, Question, find, question_of
+from kvevict.question import Finder, LastTurn, find, question_of
 
 TEXT = "The harbour opens at seven. The lantern is lit at nine, says the old man by the door. " * 4
 ASKED = "When is the lantern lit?"
@@ -132,16 +133,18 @@ def test_one_span_for_all_rows_and_while_decoding():
 
 
 @dataclass(frozen=True)
-class Known(Question):
+class Known(Finder):
     """Spans of each row, and its request's beginnings."""
 
     spans: tuple  # a row's, one or more
     requests_of: tuple
-    ends: tuple = ()
+    near: bool = False
     before: tuple = ()
 
-    def rows(self, request, prompt):
-        return request.policy.rows.of_spans(self.spans, self.ends, self.requests_of, self.before)
+    def rows(self, arguments, prompt):
+        before = self.before or (None,) * len(self.spans)
+        questions = [Question(*of) for of in zip(self.spans, self.requests_of, before, strict=True)]
+        return arguments.policy.rows.asked(questions, self.near)
 
 
 @pytest.mark.parametrize("chunk", [12, 16, None])
@@ -186,7 +189,7 @@ def test_a_request_that_observes_and_does_not_fit(name):
             break
         except oracle.NearTie:
             continue
-    with within(question=Known([(span,) for span in spans], requests, (20, 18))):
+    with within(question=Known([(span,) for span in spans], requests, near=True)):
         ((*got,),) = ours(model(), name, [[n] for n in lengths], seed, **chosen, probe=9)
     assert [positions for _, positions in got] == want
 
@@ -212,7 +215,7 @@ def test_a_question_before_the_text_against_the_oracle(name, options, chunk):
             break
         except oracle.NearTie:
             continue
-    with within(question=Known(spans, requests, (), before)):
+    with within(question=Known(spans, requests, before=before)):
         ((*got,),) = ours(model(), name, [[n] for n in lengths], seed, **chosen, probe=11)
     for (logits, positions), (our_logits, our_positions) in zip(want, got, strict=True):
         assert our_positions == positions
@@ -449,16 +452,17 @@ def test_the_policys_rows_where_a_question_would_be_appended(net):
 
 def test_a_question_after_what_was_read_before(net, monkeypatch):
     """The turn is little more than a question, and the text before it is in the cache: it ends the whole."""
-    seen, of_spans = [], Probe.of_spans
+    seen, asked = [], Probe.asked
     monkeypatch.setattr(
-        Probe, "of_spans", lambda self, spans, ends=(), *more: seen.append(ends) or of_spans(self, spans, ends, *more)
+        Probe, "asked", lambda self, questions, near: seen.append((questions, near)) or asked(self, questions, near)
     )
     tok, turn = tiny.byte_tokenizer(), f" {ASKED} {MORE}"
     with kvevict.evicting(net, "take+edie", budget=60, chunk_size=128, probe=8, kernel=5, tokenizer=tok):
         cache = net(row(TEXT), use_cache=True, logits_to_keep=1).past_key_values
         net(row(turn), past_key_values=cache, use_cache=True, logits_to_keep=1)
         net(row(turn), use_cache=True, logits_to_keep=1)
-    assert seen[0] == (len(turn) - 1,) and not any(seen[1:])
+    ((first,), near), *others = seen
+    assert near and first.spans[0][0] == 1 and not any(near for _, near in others)
 
 
 def test_what_the_turn_asks_may_be_known(net, tokenizer):

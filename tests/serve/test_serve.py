@@ -109,11 +109,11 @@ def test_what_asks_in_a_chat(monkeypatch):
     """The last user's question observes, whatever instructions follow it; or the text that a request names."""
     from kvevict.policy.rows.probe import Probe
 
-    spans, of_spans = [], Probe.of_spans
+    spans, asked = [], Probe.asked
     monkeypatch.setattr(
         Probe,
-        "of_spans",
-        lambda self, found, *more: spans.extend(each for row in found for each in row) or of_spans(self, found, *more),
+        "asked",
+        lambda self, found, near: spans.extend(span for row in found for span in row.spans) or asked(self, found, near),
     )
     client, tail = Client(server(policy="take:probe=8", budget=64)), "Answer in one line and be brief about it. " * 6
     messages = [

@@ -1,11 +1,105 @@
-"""Checks of the arguments of a decoder's call. Errors come before the cache changes."""
+"""The arguments of a decoder's call: checked before the cache changes, and cut to chunks."""
 
 import torch
 from transformers.cache_utils import DynamicCache
 
+from ...compat import CACHE
+from ...context import context
+from ..read.step import OuterCall
 from ..slots.adopt import EvictionCache, adopt
 from ..slots.cache import HALF_READ, EvictionLayer
-from .packing import padding_of
+from .inputs import Inputs
+from .packing import Packing, Positions, packed_mask, padding_of
+
+
+class Arguments:
+    """The arguments of a call: ids or embeddings [B, N], mask, positions and the cache before them.
+
+    Raises ValueError, before the cache changes, for arguments that eviction does not support.
+    """
+
+    def __init__(self, decoder, patch, kwargs):
+        kwargs = dict(kwargs)
+        self.decoder, self.patch, self.policy = decoder, patch, patch.policy
+        ids, embeds = kwargs.pop("input_ids", None), kwargs.pop("inputs_embeds", None)
+        mask, position_ids = kwargs.pop("attention_mask", None), kwargs.pop("position_ids", None)
+        self.return_dict = kwargs.pop("return_dict", getattr(decoder.config, "return_dict", True))
+        cache = kwargs.pop(CACHE, None)
+        kwargs.pop("use_cache", None)
+        self.outer = context().outer or OuterCall(None, None, 0)
+        self.top = self.outer.model
+        self.wanted = self.outer.wanted  # number of last hidden states that the caller will use; 0: all
+        if (ids is None) == (embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        inputs = Inputs(decoder, ids, embeds, kwargs)
+        self.batch, self.tokens = inputs.tokens.shape[0], inputs.tokens.shape[1]
+        self.device = inputs.tokens.device
+        check_tokens(self.tokens, cache)
+        self.cache, self.own_cache = DynamicCache(config=decoder.config) if cache is None else cache, cache is None
+        self.columns = columns_of(self.cache, self.batch)
+        mask = plain_mask(mask, self.outer, self.tokens)
+        check_mask(mask, self.batch, self.columns, self.tokens)
+        new = None if mask is None else mask[:, self.columns :]
+        self.packing = packing = Packing(new, self.batch, self.device)
+        self.first, self.padding = packing.first, packing.padding
+        self._positions = Positions(decoder, position_ids, packing, mask, self.columns, self.tokens)
+        self._mask = None if mask is None else torch.cat([mask[:, : self.columns], packing.pack(new)], 1)
+        self._inputs = inputs.packed(packing)
+        self.ids, self.embeds = self._inputs.ids, self._inputs.embeds
+        if self.asks("output_attentions"):
+            raise ValueError(
+                "output_attentions=True is not possible: kvevict never builds attention matrices; leave it out, or "
+                "call kvevict.unpatch"
+            )
+        if isinstance(self.cache, EvictionCache):
+            one_by_one = self.tokens == 1 or (self.cache.record_past and self.wanted == self.tokens)  # or candidates
+            self.cache.check_owner(decoder, patch.kinds, thorough=not one_by_one)
+        make_ours(self.cache, patch, decoder.config, mask, self.columns)
+        self.layers = [self.cache.layers[index] for index in patch.order]  # the layers that evict
+        self.heads = patch.kv_heads
+        if self.cache.next_position is not None:
+            self._positions.follow(self.cache.next_position)
+        self.rolls_back = self.cache.record_past
+        check_roll_back(self)
+
+    def asks(self, flag) -> bool:
+        return bool(self._inputs.more.get(flag, getattr(self.decoder.config, flag, False)))
+
+    def unsplittable(self) -> str | None:
+        """The name of an argument that cannot be cut into chunks, if there is one."""
+        return self._inputs.unsplittable()
+
+    def positions(self):
+        """[B, N] of the new tokens."""
+        return self._positions.tokens()
+
+    def position_ids_of(self, start, end, positions):
+        """The decoder's position_ids for columns start..end-1 and the rows after them, at positions [B, S] in all."""
+        return self._positions.chunk(start, end, positions)
+
+    def tokens_at(self, columns):
+        """Ids or embeddings at columns [B, p]."""
+        return self._inputs.at(columns)
+
+    def embedded(self, ids):
+        """Ids [B, p] in the form of the call's tokens: ids or embeddings."""
+        return self._inputs.embedded(ids)
+
+    def inputs(self, start, end, appended=None) -> dict:
+        """The decoder's arguments for columns start..end-1 and, after them, the appended rows."""
+        mask = self.mask_for(end, 0 if appended is None else appended.tokens.shape[1])
+        cached = dict(attention_mask=mask, use_cache=True, return_dict=True) | {CACHE: self.cache}
+        return self._inputs.chunk(start, end, appended, self.wanted) | cached
+
+    def mask_for(self, end, appended=0):
+        """Transformers' source of its masks, for the columns up to `end` and `appended` rows. Our layers read no mask;
+        if all layers are ours, a ready-made 4D mask keeps Transformers from building one."""
+        if self.patch.all_full_attention:
+            return torch.empty(1, 1, 1, 1, device=self.device)
+        if self._mask is None:
+            return None
+        mask = packed_mask(self._mask[:, : self.columns + end], self.cache.packed)
+        return torch.cat([mask, mask.new_ones(self.batch, appended)], 1) if appended else mask
 
 
 def check_tokens(tokens, cache) -> None:
@@ -91,15 +185,15 @@ def make_ours(cache, patch, config, mask, columns) -> None:
     adopt(cache, patch.kinds, config, patch.ranks, first)
 
 
-def check_roll_back(request) -> None:
+def check_roll_back(arguments) -> None:
     """Raise ValueError if the caller may roll tokens back and the model or the policy cannot."""
-    policy = request.policy
-    if request.rolls_back and request.patch.keeps_state:
+    policy = arguments.policy
+    if arguments.rolls_back and arguments.patch.keeps_state:
         raise ValueError(
             "assisted and prompt-lookup decoding roll tokens back, which this model's layers with a state cannot: "
             "generate without an assistant"
         )
-    if request.rolls_back and request.wanted > 1 and (policy.decode or policy.carry == "sum"):
+    if arguments.rolls_back and arguments.wanted > 1 and (policy.decode or policy.carry == "sum"):
         raise ValueError(
             "assisted and prompt-lookup decoding roll tokens back, which eviction while decoding and h2o's sums "
             "cannot: pass decode=False and another policy than h2o or vatp, or generate without an assistant"

@@ -15,7 +15,7 @@ from ...context import context, current, enter, within
 from ...families import find_decoder
 from ..read.sequence import Sequence
 from ..read.step import OuterCall
-from .request import Request
+from .arguments import Arguments
 
 WRAPPED = "_kvevict_forward"  # module attribute: the StandIn of its forward
 NO_RECORD = (
@@ -152,8 +152,8 @@ def _call(model, run, args, kwargs):
     call = OuterCall(model, kwargs.get("attention_mask"), wanted)
     enter(outer=call)
     output = run(*args, **kwargs)
-    if call.request is not None:
-        call.request.settle()
+    if call.sequence is not None:
+        call.sequence.settle()
     return output
 
 
@@ -188,19 +188,20 @@ def _forward(self, run, patch, args, kwargs):
     if torch.jit.is_tracing():
         raise ValueError(NO_RECORD)
     with torch.no_grad():
-        request, output = contextvars.copy_context().run(_read, self, run, patch, kwargs)
+        arguments, output = contextvars.copy_context().run(_read, self, run, patch, kwargs)
     if torch.is_grad_enabled():
         _refuse_backward(self, kwargs.get("inputs_embeds"), output)
-    return output if request.return_dict is not False else output.to_tuple()
+    return output if arguments.return_dict is not False else output.to_tuple()
 
 
 def _read(decoder, run, patch, kwargs):
-    request = Request(decoder, patch, kwargs)
-    output = Sequence(request, run).read()
-    request.unpack(output)
-    if request.top is None:
-        request.settle()
-    return request, output
+    arguments = Arguments(decoder, patch, kwargs)
+    sequence = Sequence(arguments, run)
+    output = sequence.read()
+    arguments.packing.unpack(output)
+    if arguments.top is None:
+        sequence.settle()
+    return arguments, output
 
 
 def _rotary_forward(self, run, x, position_ids, *args, **kwargs):

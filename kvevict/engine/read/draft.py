@@ -119,12 +119,12 @@ class Drafting(Chooser):
 
     def _write(self, span_end, cache, quiet, meter, n_d) -> None:
         """Draft greedily over `cache`, also past an end of sequence; its layers note their rows."""
-        step, request, hidden = span_end.step, span_end.request, span_end.hidden
-        logits, at, none = head(request.top), step.positions[:, -1:], torch.zeros_like(step.first)
+        step, arguments, hidden = span_end.step, span_end.arguments, span_end.hidden
+        logits, at, none = head(arguments.top), step.positions[:, -1:], torch.zeros_like(step.first)
         for number in range(1, n_d + 1):
             ids, at = logits(hidden).argmax(-1), at + 1
             final = int(at.max()) if families.rope_depends_on_length(step.decoder) else None
-            mask = request.mask_for(step.chunk.end, number)  # over all tokens drafted so far
+            mask = arguments.mask_for(step.chunk.end, number)  # over all tokens drafted so far
             one = Step(
                 quiet, step.decoder, cache, meter, at, none, 0 * step.padding, _Watch(self.errors), final_position=final
             )

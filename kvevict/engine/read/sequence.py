@@ -15,12 +15,14 @@ from ...weights import Owner
 from ..slots.storage import ROOM
 from ..watch.diagnostics import Diagnostics
 from ..watch.meter import Meter
-from . import budgets, schedule
+from . import budgets, propagate, schedule
 from .choosers import Chooser, Deciding
 from .decisions import while_decoding
 from .draft import Drafting
 from .residual import Errors
 from .step import Read, Step
+
+OF_EVERY_TOKEN = ("output_hidden_states", "output_router_logits")  # outputs of every token: a chunk has only a part
 
 
 class Span(NamedTuple):
@@ -39,61 +41,91 @@ class SpanEnd:
     """A span that has been through all layers, for its chooser."""
 
     step: Step
-    request: object
+    arguments: object  # the kvevict.engine.hook.arguments.Arguments of the call
     run: object  # the decoder's original forward
     hidden: torch.Tensor  # [B, 1, E] of the span's last row
 
 
 class Sequence:
-    """The tokens of one `Request` on their way through the decoder. run: the decoder's original forward."""
+    """The tokens of one call on their way through the decoder.
 
-    def __init__(self, request, run):
-        self.request, self.run, self.patch, self.policy = request, run, request.patch, request.policy
+    arguments  the call's `kvevict.engine.hook.arguments.Arguments`
+    run        the decoder's original forward
+    """
+
+    def __init__(self, arguments, run):
+        self.arguments, self.run, self.patch, self.policy = arguments, run, arguments.patch, arguments.policy
+        self.cache, self.layers = arguments.cache, arguments.layers
 
     def read(self):
         """The decoder's output for all tokens, with the last hidden states that the caller wants."""
-        hidden, request = [], self.request
-        for span in self._following() if request.follows else self._prompt():
+        hidden = []
+        for span in self.spans():
             output = self.step(span)
-            hidden = _last_rows([*hidden, output.last_hidden_state], request.wanted)
+            hidden = _last_rows([*hidden, output.last_hidden_state], self.arguments.wanted)
         output.last_hidden_state = hidden[0] if len(hidden) == 1 else torch.cat(hidden, 1)
         return output
 
+    def spans(self):
+        """The spans of the call, one after the other: each is to be stepped before the next is asked for."""
+        arguments = self.arguments
+        candidates = arguments.rolls_back and arguments.wanted == arguments.tokens  # that crop() may take back
+        follows = arguments.columns > 0 and (arguments.tokens == 1 or candidates)
+        return self._following() if follows else self._prompt()
+
+    def begin(self) -> None:
+        """From here on the cache changes. A call that ends before `settle` leaves it marked as half read."""
+        self.cache.half_read = True
+        self.arguments.outer.sequence = self
+
+    def settle(self) -> None:
+        """The model's call is done."""
+        arguments, cache = self.arguments, self.cache
+        packed, before = arguments.packing.place is not None, cache.next_position
+        if packed:
+            for layer in self.layers:
+                layer.removable = 0  # the last columns are not the last slots of every row
+            cache.packed += ((arguments.columns, arguments.columns + arguments.tokens),)
+        if packed or before is not None:
+            after = (arguments.positions()[:, -1] + 1).masked_fill(arguments.first == arguments.tokens, 0)
+            cache.next_position = after if before is None else torch.maximum(before, after)
+        cache.half_read = False
+
     def step(self, span):
         """The decoder's output for a span, without the appended rows."""
-        request, chunk = self.request, span.chunk
-        rows = span.read.rows.rows_for(chunk, request, span.read) if chunk is not None and chunk.appended else None
+        arguments, chunk = self.arguments, span.chunk
+        rows = span.read.rows.rows_for(chunk, arguments, span.read) if chunk is not None and chunk.appended else None
         step = self._step(span, rows)
         enter(step=step)
-        with contextlib.nullcontext() if rows is None else rows.adapted(request.decoder):
-            positions = request.position_ids_of(span.start, span.end, step.positions.long())
-            output = self.run(**request.inputs(span.start, span.end, rows), position_ids=positions)
+        with contextlib.nullcontext() if rows is None else rows.adapted(arguments.decoder):
+            positions = arguments.position_ids_of(span.start, span.end, step.positions.long())
+            output = self.run(**arguments.inputs(span.start, span.end, rows), position_ids=positions)
         if rows is not None:
             output.last_hidden_state = output.last_hidden_state[:, : -chunk.appended]
         if span.chooser is not None:
-            span.chooser.end(SpanEnd(step, request, self.run, output.last_hidden_state[:, -1:]))
+            span.chooser.end(SpanEnd(step, arguments, self.run, output.last_hidden_state[:, -1:]))
         return output
 
     def _following(self):
         """The one span of tokens after a prompt: a decoded token, or tokens that are all stored."""
-        request, patch, policy, layers = self.request, self.patch, self.policy, self.request.layers
-        decodes, chooser = request.tokens == 1, Chooser()
-        if decodes and request.padding.any():
+        arguments, patch, policy, layers = self.arguments, self.patch, self.policy, self.layers
+        decodes, chooser = arguments.tokens == 1, Chooser()
+        if decodes and arguments.padding.any():
             raise ValueError("attention_mask hides the newly decoded token; its last column must be 1")
-        request.begin()
+        self.begin()
         if decodes:
-            budgets.renew(policy, request.cache, layers, patch.kv_heads, patch.ranks)
+            budgets.renew(policy, self.cache, layers, patch.kv_heads, patch.ranks)
         self._note_prompts()
         if decodes and (policy.decode or policy.carry == "sum"):
             most = lambda order: self._most(layers[order])  # noqa: E731
             chooser = Deciding(while_decoding(policy, len(layers), patch.kv_heads, most))
         elif decodes:
             chooser = None
-        yield Span(0, request.tokens, request.cache.meter or Meter(), chooser)
+        yield Span(0, arguments.tokens, self.cache.meter or Meter(), chooser)
 
     def _note_prompts(self):
         """If only decoded slots may be cut: a layer without a known prompt counts all its slots so far as prompt."""
-        for layer in self.request.layers if self.policy.keep_prompt else ():
+        for layer in self.layers if self.policy.keep_prompt else ():
             if layer.prompt is None and layer.counts is not None:
                 layer.prompt = self.patch.ranks.counts(layer)
 
@@ -103,15 +135,15 @@ class Sequence:
 
     def _prompt(self):
         """The spans of a prompt: its chunks, and the tokens after it that may be taken back."""
-        request, patch, policy = self.request, self.patch, self.policy
-        wanted = request.wanted
-        drafted = wanted - 1 if request.rolls_back and wanted > 1 else 0  # candidates after the prompt's end
-        prompt = request.tokens - drafted
-        meter = Meter((index, layer.live_bytes()) for index, layer in zip(patch.order, request.layers, strict=True))
+        arguments, patch, policy = self.arguments, self.patch, self.policy
+        wanted = arguments.wanted
+        drafted = wanted - 1 if arguments.rolls_back and wanted > 1 else 0  # candidates after the prompt's end
+        prompt = arguments.tokens - drafted
+        meter = Meter((index, layer.live_bytes()) for index, layer in zip(patch.order, self.layers, strict=True))
         with meter.clock("read"):
             chunks, read = self._begin(prompt, meter, wanted - drafted, bool(drafted))
         self._note_prompts()
-        self.prompts = [layer.prompt for layer in request.layers]
+        self.prompts = [layer.prompt for layer in self.layers]
         going_on = (read.tokens == 0) | self._decoded(read, self._stored(read).sum(0))
         with meter.clock("read"):
             for at, chunk in enumerate(_progress(chunks, policy.progress)):
@@ -123,32 +155,32 @@ class Sequence:
                 yield Span(chunk.start, chunk.end, meter, chooser, read, chunk)
                 self._set_budgets(read)
                 if chooser.errors is not None:
-                    read.budgets.note(chooser.errors.layers(patch, request.device).cpu().numpy())
-            for layer, before in zip(request.layers, self.prompts, strict=True):
+                    read.budgets.note(chooser.errors.layers(patch, arguments.device).cpu().numpy())
+            for layer, before in zip(self.layers, self.prompts, strict=True):
                 layer.prompt, held = None, patch.ranks.counts(layer)
                 if policy.keep_prompt:
                     layer.prompt = held if before is None else np.where(going_on[:, None], before, held)
             if drafted:
-                yield Span(prompt, request.tokens, meter, Chooser())
+                yield Span(prompt, arguments.tokens, meter, Chooser())
         with meter.clock("read"):  # the report waits for a GPU to have done the rest
-            meter.write(read, patch, request.cache)
-        request.cache.meter = meter
+            meter.write(read, patch, self.cache)
+        self.cache.meter = meter
         patch.keep(meter)
         read.budgets.learn()
 
     def _begin(self, prompt, meter, wanted, drafted) -> tuple:
         """The prompt's chunks and their `Read`. Raises ValueError if the prompt cannot be read."""
-        request, patch, policy, layers = self.request, self.patch, self.policy, self.request.layers
-        tokens = np.maximum(prompt - request.padding, 0)
+        arguments, patch, policy, layers = self.arguments, self.patch, self.policy, self.layers
+        tokens = np.maximum(prompt - arguments.padding, 0)
         seen = (tokens if layers[0].seen is None else tokens + layers[0].seen.tolist()).tolist()
         evicts = schedule.evicts(policy, seen)
         narrow, rows = schedule.narrow(patch.order, patch.tsp), policy.rows
         if question := context().question or patch.question:
-            rows = question.rows(request, prompt)
+            rows = question.rows(arguments, prompt)
         chunks = list(schedule.chunks(policy, prompt, narrow, tokens.tolist() if evicts else (), rows))
-        request.check_read(prompt, wanted, len(chunks) + drafted + (chunks[-1].appended > 0))
-        budgets.check_groups(policy, request.cache, layers, patch.ranks)
-        if request.scores(evicts):
+        self._check(prompt, wanted, len(chunks) + drafted + (chunks[-1].appended > 0))
+        budgets.check_groups(policy, self.cache, layers, patch.ranks)
+        if self._scores(evicts):
             warnings.warn(
                 f"these are logits of {prompt} tokens that were read before anything was evicted from them: to score a "
                 "text under eviction read its first part into a cache and pass the rest, or take a policy with a "
@@ -160,11 +192,11 @@ class Sequence:
             prompt, tokens, seen, evicts, meter, rows, budgets.Budgets(policy, len(layers), patch.kv_heads, seen),
             watchers=watchers,
         )  # fmt: skip
-        read = replace(read, prepared=rows.prepare(request, read))
-        request.begin()
-        request.cache.policy = policy
-        if not request.columns or request.cache.owner.model() is not request.decoder:
-            request.cache.owner = Owner(request.decoder)
+        read = replace(read, prepared=rows.prepare(arguments, read))
+        self.begin()
+        self.cache.policy = policy
+        if not arguments.columns or self.cache.owner.model() is not arguments.decoder:
+            self.cache.owner = Owner(arguments.decoder)
         most = schedule.read(policy, narrow, np.array([chunk.rows for chunk in chunks])).sum(1).tolist()
         for order, layer in enumerate(layers):
             layer.decode_queries = None  # the queries' slots are no longer the last ones
@@ -172,10 +204,31 @@ class Sequence:
                 layer.expected = (layer.longest() if layer.is_initialized else 0) + most[order] + ROOM
         return chunks, read
 
+    def _check(self, prompt: int, wanted: int, calls: int) -> None:
+        """Raise ValueError if `prompt` columns cannot be read in `calls` calls: an argument cannot be split, outputs of
+        every token are asked for, or rows that layers after `tsp` do not read."""
+        arguments = self.arguments
+        flags = [flag for flag in OF_EVERY_TOKEN if arguments.asks(flag)]
+        if flags and arguments.packing.place is not None:
+            raise ValueError(f"{flags[0]}=True needs a batch padded at the left: set tokenizer.padding_side='left'")
+        longest = min(self.policy.chunk_size or prompt, prompt - int(arguments.padding.min()))
+        propagate.check(self.patch, longest, wanted, flags)
+        name = arguments.unsplittable() if calls > 1 else None
+        if name is not None:
+            raise ValueError(f"{name} cannot be split into chunks; read the prompt in one pass with chunk_size=None")
+        if calls > 1 and flags:
+            raise ValueError(f"{flags[0]}=True needs the prompt in one pass: schedule='prompt' and no chunk_size")
+
+    def _scores(self, evicts) -> bool:
+        """True if the call scores a text without a cache of the caller's: it then evicts only at its end."""
+        arguments, evicts = self.arguments, evicts and self.policy.schedule == "prompt"
+        scores = arguments.top is not None and arguments.wanted != 1 and arguments.tokens > 1
+        return evicts and arguments.own_cache and scores
+
     def _chooser(self, read, chunk):
         """The chooser of a chunk. The layers get the decided budgets."""
         policy, planned, stored = self.policy, read.budgets, self._stored(read)
-        tokens = chunk.end - np.clip(self.request.padding, chunk.start, chunk.end)
+        tokens = chunk.end - np.clip(self.arguments.padding, chunk.start, chunk.end)
         observed = (tokens if chunk.again is None else read.tokens) > 0
         observed &= ~self._decoded(read, stored.sum(0))
         decisions = planned.decide(chunk, tokens, stored, observed)
@@ -187,12 +240,12 @@ class Sequence:
     def _stored(self, read):
         """[layers, B] slots over all heads."""
         none, counts = 0 * read.tokens, self.patch.ranks.counts
-        return np.stack([none if layer.counts is None else counts(layer).sum(1) for layer in self.request.layers])
+        return np.stack([none if layer.counts is None else counts(layer).sum(1) for layer in self.layers])
 
     def _decoded(self, read, stored):
         """bool [B] rows with one new token after stored [B] slots that decoding would not evict from. Such a row is
         decoded beside a row with more tokens."""
-        policy, seen, each = self.policy, np.array(read.seen), self.patch.kv_heads * len(self.request.layers)
+        policy, seen, each = self.policy, np.array(read.seen), self.patch.kv_heads * len(self.layers)
         budget = np.array([policy.slots(n) for n in read.seen]) * each
         if policy.keep_prompt:
             budget = budget + sum(0 if prompt is None else prompt.sum(1) for prompt in self.prompts)
@@ -201,23 +254,23 @@ class Sequence:
 
     def _set_budgets(self, read):
         if read.budgets.budgets is not None:
-            for layer, slots in zip(self.request.layers, read.budgets.budgets, strict=True):
+            for layer, slots in zip(self.layers, read.budgets.budgets, strict=True):
                 layer.budget = slots
 
     def _step(self, span, rows):
         """The `Step` of a span and its appended rows."""
-        request, start, end = self.request, span.start, span.end
-        positions, appended = request.positions()[:, start:end], 0
+        arguments, start, end = self.arguments, span.start, span.end
+        positions, appended = arguments.positions()[:, start:end], 0
         if rows is not None:
             after, appended = rows.positions, span.chunk.appended
             if after is None:
-                after = positions[:, -1:] + 1 + torch.arange(appended, device=request.device)
+                after = positions[:, -1:] + 1 + torch.arange(appended, device=arguments.device)
             positions = torch.cat([positions, after], 1)
         most = end - start + appended
-        final = int(request.positions().max()) if families.rope_depends_on_length(request.decoder) else None
+        final = int(arguments.positions().max()) if families.rope_depends_on_length(arguments.decoder) else None
         return Step(
-            self.patch, request.decoder, request.cache, span.meter, positions.to(torch.int32).contiguous(),
-            (request.first - start).clamp(0, most).to(torch.int32), np.clip(request.padding - start, 0, most),
+            self.patch, arguments.decoder, self.cache, span.meter, positions.to(torch.int32).contiguous(),
+            (arguments.first - start).clamp(0, most).to(torch.int32), np.clip(arguments.padding - start, 0, most),
             span.chooser, span.read, span.chunk, appended, None if rows is None else rows.unseen, final,
         )  # fmt: skip
 

@@ -17,7 +17,7 @@ class OuterCall:
     model: object
     mask: object  # the caller's attention_mask
     wanted: int  # number of last tokens with logits; 0: all
-    request: object = None  # the kvevict.engine.hook.request.Request of the decoder's call in it
+    sequence: object = None  # the kvevict.engine.read.sequence.Sequence of the decoder's call in it
 
 
 @dataclass(frozen=True, eq=False)

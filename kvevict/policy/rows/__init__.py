@@ -8,6 +8,7 @@ exceptions in `rules.py`. While decoding nothing is appended: the newest row obs
 
 import contextlib
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -36,6 +37,14 @@ class AppendedRows:
 
     def adapted(self, decoder: Any) -> Any:
         return contextlib.nullcontext() if self.adapter is None else self.adapter.on(decoder)
+
+
+class Question(NamedTuple):
+    """Which tokens of a batch row ask, in tokens from the row's first."""
+
+    spans: tuple[tuple[int, int], ...]  # (start, stop) of those that observe
+    request: tuple[int, ...] = ()  # token counts from a beginning of its request to the prompt's end; (): not there
+    before: tuple[int, int, bool] | None = None  # the question before the text: start, stop, whether nothing repeats it
 
 
 class Part(NamedTuple):
@@ -88,19 +97,16 @@ class Rows:
         """These rows, given the ids of the true response, for rows of a reference score."""
         return self
 
-    def of_spans(self, spans: list[Any], ends: Any = (), request: Any = (), before: Any = ()) -> "Rows":
-        """These rows for one read, with spans (start, stop) of each batch row as observers. ends: for each row, tokens
-        from its span's start to the prompt's end, if the spans are near it; (): the spans may be anywhere. request: as
-        in `keeping`. before: for each row the question before its text, (start, stop, whether nothing later repeats
-        it), or None. Raises ValueError for rows that cannot be chosen."""
+    def asked(self, questions: Sequence[Question], near: bool = False) -> "Rows":
+        """These rows for one read, where each batch row's question observes. near: all questions are near the prompt's
+        end. Raises ValueError for rows that cannot be chosen."""
         raise ValueError(
             "kvevict.observing chooses the tokens that are appended to chunks, and these rows append none of the "
             "prompt's: choose take, take+edie or another policy with rows='probe'"
         )
 
-    def keeping(self, request: tuple[Any, ...]) -> "Rows":
-        """These rows for one read that keeps the prompt's request. request: for each batch row a tuple of token counts,
-        each from a beginning of its request to the prompt's end; (): its request is not at the end."""
+    def keeping(self, requests: tuple[Any, ...]) -> "Rows":
+        """These rows for one read that keeps the prompt's request: each batch row's `Question.request`."""
         return self
 
     def appended(self, tokens: int, rows: int, last: bool) -> int:
@@ -108,11 +114,11 @@ class Rows:
         the chunk ends the prompt, and may contain some of them."""
         return 0
 
-    def prepare(self, request: Any, read: Any) -> Any:
-        """Called before a prompt is read, with the `kvevict.engine.hook.request.Request` and the `Read`; the result is
-        `read.prepared`. Raises ValueError for a prompt that cannot be observed."""
+    def prepare(self, arguments: Any, read: Any) -> Any:
+        """Called before a prompt is read, with the `kvevict.engine.hook.arguments.Arguments` of the call and the
+        `Read`; the result is `read.prepared`. Raises ValueError for a prompt that cannot be observed."""
 
-    def rows_for(self, chunk: Chunk, request: Any, read: Any) -> AppendedRows:
+    def rows_for(self, chunk: Chunk, arguments: Any, read: Any) -> AppendedRows:
         """The `chunk.appended` rows of a `kvevict.engine.read.schedule.Chunk`."""
         return read.prepared.last(chunk.appended)
 

@@ -75,30 +75,30 @@ class Drafted(Rows):
     def appended(self, tokens: int, rows: int, last: bool) -> int:
         return 0 if self.needs_full_prompt else self.n_d
 
-    def prepare(self, request: Any, read: Any) -> Any:
+    def prepare(self, arguments: Any, read: Any) -> Any:
         if not read.evicts:
             return None
         if self.needs_full_prompt:
-            head(request.top)
+            head(arguments.top)
             return None
         model = self.model()
-        if request.ids is None:
+        if arguments.ids is None:
             raise ValueError("speckv drafts from token ids: pass input_ids, not inputs_embeds")
-        if request.columns:
+        if arguments.columns:
             raise ValueError(
                 "speckv drafts from the whole conversation, and a follow-up turn brings its own tokens only: read all "
                 "of it into a new cache, or choose another policy"
             )
-        if any(module is request.decoder for module in model.modules()):
+        if any(module is arguments.decoder for module in model.modules()):
             raise ValueError("draft_model is the patched model itself: give a smaller one, or choose laq")
-        known, ids = model.get_input_embeddings().num_embeddings, request.ids[:, : read.prompt]
+        known, ids = model.get_input_embeddings().num_embeddings, arguments.ids[:, : read.prompt]
         if int(ids.max()) >= known:
             raise ValueError(
                 f"the prompt has token id {int(ids.max())}, draft_model knows {known}: it must share the tokenizer"
             )
         with read.meter.clock("draft"):
-            vocabulary = request.decoder.get_input_embeddings().num_embeddings
-            return after(request, read, follow(model, ids, request.first, self.n_d, vocabulary))
+            vocabulary = arguments.decoder.get_input_embeddings().num_embeddings
+            return after(arguments, read, follow(model, ids, arguments.first, self.n_d, vocabulary))
 
     def observe(self, call: LayerRows, past: Any) -> Observation:
         drafted = call.drafted_rows if self.needs_full_prompt else call.appended_rows

@@ -43,13 +43,13 @@ class Given(Rows):
     def appended(self, tokens: int, rows: int, last: bool) -> int:
         return len(self.ids)
 
-    def prepare(self, request: Any, read: Any) -> Any:
+    def prepare(self, arguments: Any, read: Any) -> Any:
         if not read.evicts:
             return None
-        largest, known = max(self.ids), request.decoder.config.vocab_size
+        largest, known = max(self.ids), arguments.decoder.config.vocab_size
         if largest >= known:
             raise ValueError(f"ids hold token id {largest}, and the model knows ids below {known}")
-        return after(request, read, torch.tensor(self.ids, device=request.device).expand(request.batch, -1))
+        return after(arguments, read, torch.tensor(self.ids, device=arguments.device).expand(arguments.batch, -1))
 
     def observe(self, call: LayerRows, past: Any) -> Observation:
         return call.appended_rows()
@@ -61,7 +61,7 @@ class Given(Rows):
         return [Part(len(self.ids), stored + rows, False, True)]
 
 
-def after(request: Any, read: Any, ids: Any) -> AppendedRows:
+def after(arguments: Any, read: Any, ids: Any) -> AppendedRows:
     """Ids [B, p] at the positions after the prompt."""
-    at = request.positions()[:, read.prompt - 1 : read.prompt] + 1 + torch.arange(ids.shape[1], device=ids.device)
-    return AppendedRows(request.embedded(ids), at)
+    at = arguments.positions()[:, read.prompt - 1 : read.prompt] + 1 + torch.arange(ids.shape[1], device=ids.device)
+    return AppendedRows(arguments.embedded(ids), at)

@@ -84,14 +84,14 @@ class Lookahead(Rows):
     def appended(self, tokens: int, rows: int, last: bool) -> int:
         return self.most if last else min(tokens // 2, self.probe) + self.most
 
-    def prepare(self, request: Any, read: Any) -> Any:
+    def prepare(self, arguments: Any, read: Any) -> Any:
         if not read.evicts:
             return None
-        adapter = self.adapter_of(request.decoder)
-        embed = request.decoder.get_input_embeddings()
-        rows = adapter.embeddings.to(embed.weight.dtype).expand(request.batch, -1, -1)
+        adapter = self.adapter_of(arguments.decoder)
+        embed = arguments.decoder.get_input_embeddings()
+        rows = adapter.embeddings.to(embed.weight.dtype).expand(arguments.batch, -1, -1)
         if self.probe:
-            probe = Probe(self.probe).prepare(request, read).tokens
+            probe = Probe(self.probe).prepare(arguments, read).tokens
             rows = torch.cat([probe if probe.is_floating_point() else embed(probe), rows], 1)
         return AppendedRows(rows, None, adapter=adapter)
 

@@ -7,7 +7,7 @@ import torch
 
 from ..checks import count, flag, fraction, one_of
 from ..types import CallRows, LayerRows, Observation, Policy
-from . import ROWS, AppendedRows, Part, Rows, last
+from . import ROWS, AppendedRows, Part, Question, Rows, last
 
 SPACES = ("aligned", "literal")
 ENDING = 8  # last slots of a prompt that are kept if a span observes
@@ -75,15 +75,14 @@ class Probe(Rows):
                 "give a larger chunk_size or a smaller probe"
             )
 
-    def of_spans(self, spans: Any, ends: Any = (), request: Any = (), before: Any = ()) -> Rows:
+    def asked(self, questions: Any, near: bool = False) -> Rows:
         if not self.append:
-            return super().of_spans(spans)
-        request = tuple(request) or tuple((end,) for end in ends)
-        before = tuple(before) if any(before) else ()
-        return Spans(**self._options(), request=request, spans=tuple(spans), ends=tuple(ends), before=before)
+            return super().asked(questions)
+        requests = tuple(each.request for each in questions)
+        return Questions(**self._options(), requests=requests, questions=tuple(questions), near=near)
 
-    def keeping(self, request: Any) -> Rows:
-        return Requested(**self._options(), request=tuple(request))
+    def keeping(self, requests: Any) -> Rows:
+        return Requested(**self._options(), requests=tuple(requests))
 
     def _options(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(Probe)}
@@ -96,8 +95,8 @@ class Probe(Rows):
         ends = last and not self.span  # the last chunk contains the prompt's end
         return int(self.lengths(np.array(tokens)).max()) if self.append and not ends else 0
 
-    def prepare(self, request: Any, read: Any) -> Any:
-        lengths, size = self.lengths(read.tokens), request.policy.chunk_size
+    def prepare(self, arguments: Any, read: Any) -> Any:
+        lengths, size = self.lengths(read.tokens), arguments.policy.chunk_size
         longest = int(lengths.max())
         if self.span:
             shortest = min((n for n in read.tokens if n), default=0)
@@ -112,15 +111,15 @@ class Probe(Rows):
             return None
         start = read.prompt - longest
         if self.span:
-            start = request.first + self.span[0] if self.span[0] >= 0 else read.prompt + self.span[0]
-        start = torch.as_tensor(start, device=request.device).expand(request.batch)
-        return self._rows(start, longest, request, read)
+            start = arguments.first + self.span[0] if self.span[0] >= 0 else read.prompt + self.span[0]
+        start = torch.as_tensor(start, device=arguments.device).expand(arguments.batch)
+        return self._rows(start, longest, arguments, read)
 
-    def _rows(self, start: Any, count: int, request: Any, read: Any) -> AppendedRows:
+    def _rows(self, start: Any, count: int, arguments: Any, read: Any) -> AppendedRows:
         """`count` tokens from columns start [B] on."""
-        columns = start.long()[:, None] + torch.arange(count, device=request.device)
+        columns = start.long()[:, None] + torch.arange(count, device=arguments.device)
         columns = columns.clamp_max(read.prompt - 1)  # a row that is padding alone has no such tokens
-        return AppendedRows(request.tokens_at(columns), None, columns)
+        return AppendedRows(arguments.tokens_at(columns), None, columns)
 
     def accumulate(self, call: LayerRows, past: Any) -> Any:
         """Eq. 9: Qa_i = alpha * Qa_{i-1} + (1 - alpha) * Q_i, and Qa_0 = Q_0 for the first chunk that holds a row's
@@ -172,19 +171,19 @@ class Probe(Rows):
 
 @dataclass(frozen=True, eq=False)
 class Requested(Probe):
-    """A probe of one read that keeps the prompt's request (`Rows.keeping`).
+    """A probe of one read that keeps each row's request (`Rows.keeping`).
 
     The longest beginning of the request that half of a layer's budget holds is kept, whatever its score. If half of the
     budget holds none, it holds the prompt's last tokens, and the request's other tokens are scored like the text.
     """
 
-    request: tuple[Any, ...] = ()
+    requests: tuple[Any, ...] = ()
 
     def protect(self, call: LayerRows) -> Any:
         own = super().protect(call)
-        if call.prompt_tokens is None or not self.request:
+        if call.prompt_tokens is None or not self.requests:
             return own
-        return torch.maximum(self.kept(call), call.upload(np.zeros(len(self.request))) + own)
+        return torch.maximum(self.kept(call), call.upload(np.zeros(len(self.requests))) + own)
 
     def kept(self, call: LayerRows) -> torch.Tensor:
         """int32 [B]: how many of the last slots after a chunk are the request's."""
@@ -194,71 +193,78 @@ class Requested(Probe):
             most = most.clamp_max(self.most)
         if policy.tsp is not None:  # layers after it read the request, and as many other tokens
             most = most.clamp_max(int(policy.propagated(policy.chunk_size or call.prompt)) // 2)
-        width = max(1, *map(len, self.request))
-        wanted = call.upload([[*each, *[0] * (width - len(each))] for each in self.request])
+        width = max(1, *map(len, self.requests))
+        wanted = call.upload([[*each, *[0] * (width - len(each))] for each in self.requests])
         fits = wanted.masked_fill(wanted > most[:, None], 0).amax(1)
         kept = torch.where(fits > 0, fits, torch.minimum(most, wanted.amax(1)))
         return (kept - call.left).clamp_min(0)
 
 
 @dataclass(frozen=True, eq=False)
-class Spans(Requested):
-    """A probe of one read (`Rows.of_spans`): spans of each row's tokens, counted from its first. Fewer tokens than
-    another row of the batch has are padded on the right; the padding is masked.
+class Questions(Requested):
+    """A probe of one read: each row's question (`Rows.asked`). Fewer tokens than another row of the batch has are
+    padded on the right; the padding is masked.
 
-    Spans near the prompt's end (`ends`) observe in its last chunk: appended once more they would attend to themselves
-    in the prompt. They see the slots before them, and of the slots from there on those that compete.
+    Questions near the prompt's end observe in its last chunk: appended once more they would attend to themselves in the
+    prompt. They see the slots before them, and of the slots from there on those that compete.
 
-    A question before the text (`before`) is not seen by the appended rows, which would repeat it, and is kept if a
-    quarter of the budget holds it, unless the prompt's end repeats it.
+    A question before the text is not seen by the appended rows, which would repeat it, and is kept if a quarter of the
+    budget holds it, unless the prompt's end repeats it.
     """
 
-    spans: tuple[Any, ...] = ()
-    ends: tuple[Any, ...] = ()
-    before: tuple[Any, ...] = ()
+    questions: tuple[Question, ...] = ()
+    near: bool = False
 
     @property
     def span(self) -> Any:
-        return self.spans
+        return self.questions
 
     def lengths(self, tokens: Any) -> Any:
-        return np.array([sum(stop - start for start, stop in spans) for spans in self.spans])
+        return np.array([sum(stop - start for start, stop in each.spans) for each in self.questions])
+
+    def ends(self, call: LayerRows) -> Any:
+        """int32 [B] tokens from a question's start to the prompt's end."""
+        return call.upload(call.prompt_tokens - np.array([each.spans[0][0] for each in self.questions]))
 
     def appended(self, tokens: int, rows: int, last: bool) -> int:
-        return 0 if last and self.ends else super().appended(tokens, rows, last)
+        return 0 if last and self.near else super().appended(tokens, rows, last)
 
-    def prepare(self, request: Any, read: Any) -> Any:
+    def prepare(self, arguments: Any, read: Any) -> Any:
         if not read.evicts:
             return None
         longest = self.appended(0, 0, False)
-        asked = [[at for span in spans for at in range(*span)] for spans in self.spans]
-        tokens = torch.tensor([each + [each[-1] + 1] * (longest - len(each)) for each in asked], device=request.device)
-        columns = (tokens + request.first[:, None]).clamp_max(read.prompt - 1)
-        return AppendedRows(request.tokens_at(columns), None, columns, unseen=self._unseen(request))
+        asked = [[at for span in each.spans for at in range(*span)] for each in self.questions]
+        tokens = torch.tensor(
+            [each + [each[-1] + 1] * (longest - len(each)) for each in asked], device=arguments.device
+        )
+        columns = (tokens + arguments.first[:, None]).clamp_max(read.prompt - 1)
+        return AppendedRows(arguments.tokens_at(columns), None, columns, unseen=self._unseen(arguments))
 
-    def _unseen(self, request: Any) -> Any:
+    def _unseen(self, arguments: Any) -> Any:
         """int32 [B, 2] positions of the questions before the text."""
-        if not self.before:
+        if not any(each.before for each in self.questions):
             return None
-        spans = torch.tensor([(each or (0, 0))[:2] for each in self.before], device=request.device)
-        first = request.positions().gather(1, request.first[:, None].long().clamp_max(request.positions().shape[1] - 1))
+        spans = torch.tensor([(each.before or (0, 0))[:2] for each in self.questions], device=arguments.device)
+        first = arguments.positions().gather(
+            1, arguments.first[:, None].long().clamp_max(arguments.positions().shape[1] - 1)
+        )
         return (first + spans).to(torch.int32)
 
     def keeps(self, call: LayerRows) -> Any:
         if call.prepared is None or call.prepared.unseen is None:
             return None
         spans = call.prepared.unseen.to(call.first.device)
-        once = call.upload([bool(each and each[2]) for each in self.before]).bool()
+        once = call.upload([bool(each.before and each.before[2]) for each in self.questions]).bool()
         fits = once & (spans[:, 1] - spans[:, 0] <= call.budget // 4)
         return spans.masked_fill(~fits[:, None], 0)
 
     def _queries(self, call: LayerRows, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if not (self.ends and call.ends_prompt):  # padding need not continue a span's positions
+        if not (self.near and call.ends_prompt):  # padding need not continue a span's positions
             return super()._queries(call, count)[0], call.positions[:, -count]
-        return call.stored_from(call.columns - call.upload(self.ends), count)
+        return call.stored_from(call.columns - self.ends(call), count)
 
     def observe(self, call: LayerRows, past: Any) -> Observation:
         unseen: Any = 0
-        if self.ends and call.ends_prompt:
-            unseen = torch.minimum(call.upload(self.ends), self.kept(call))
+        if self.near and call.ends_prompt:
+            unseen = torch.minimum(self.ends(call), self.kept(call))
         return call.later(past[0].to(call.q.dtype), unseen=unseen, counts=call.upload(self.lengths(None)))

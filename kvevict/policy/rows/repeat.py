@@ -66,19 +66,19 @@ class Repeat(Rows):
     def appended(self, tokens: int, rows: int, last: bool) -> int:
         return len(self.instruction) + int(self.chosen(rows))
 
-    def prepare(self, request: Any, read: Any) -> Any:
-        largest, known = max(self.instruction, default=0), request.decoder.config.vocab_size
+    def prepare(self, arguments: Any, read: Any) -> Any:
+        largest, known = max(self.instruction, default=0), arguments.decoder.config.vocab_size
         if largest >= known:
             raise ValueError(f"instruction holds token id {largest}, and the model knows ids below {known}")
-        self._check_room(request, read)
+        self._check_room(arguments, read)
 
-    def _check_room(self, request: Any, read: Any) -> None:
+    def _check_room(self, arguments: Any, read: Any) -> None:
         """Raise ValueError if a prompt is within the model's positions, and its repetition is not."""
-        policy, seen = request.policy, max(read.seen)
+        policy, seen = arguments.policy, max(read.seen)
         longest = min(policy.chunk_size or read.prompt, read.prompt)
         if policy.schedule == "prompt":
             longest = min(self.part if policy.score.largest else read.prompt, max(read.tokens))
-        context = getattr(request.decoder.config, "max_position_embeddings", None)
+        context = getattr(arguments.decoder.config, "max_position_embeddings", None)
         if not read.evicts or context is None or seen > context:
             return
         room = context - seen
@@ -90,21 +90,21 @@ class Repeat(Rows):
                 f"most {max(room - len(self.instruction), 0)}, or a shorter prompt"
             )
 
-    def rows_for(self, chunk: Chunk, request: Any, read: Any) -> AppendedRows:
+    def rows_for(self, chunk: Chunk, arguments: Any, read: Any) -> AppendedRows:
         """A row with fewer tokens has rows after its repetition that no token sees."""
-        first, again = request.first.long(), chunk.again
+        first, again = arguments.first.long(), chunk.again
         begin = first.clamp(chunk.start, chunk.end) if again is None else first + again.start
         tokens = (chunk.end - begin).clamp_min(0) if again is None else (chunk.end - begin).clamp(0, len(again))
         columns = begin[:, None] + self._spread(tokens, chunk.appended - len(self.instruction))
         columns = columns.clamp_max(chunk.end - 1)
-        rows, after = request.tokens_at(columns), None
+        rows, after = arguments.tokens_at(columns), None
         if again is not None:
-            last = request.positions()[:, read.prompt - 1 : read.prompt]
-            after = last + 1 + torch.arange(chunk.appended, device=request.device)
+            last = arguments.positions()[:, read.prompt - 1 : read.prompt]
+            after = last + 1 + torch.arange(chunk.appended, device=arguments.device)
         if not self.instruction:
             return AppendedRows(rows, after, columns)
-        ids = torch.tensor(self.instruction, device=request.device).expand(request.batch, -1)
-        return AppendedRows(torch.cat([request.embedded(ids), rows], 1), after)
+        ids = torch.tensor(self.instruction, device=arguments.device).expand(arguments.batch, -1)
+        return AppendedRows(torch.cat([arguments.embedded(ids), rows], 1), after)
 
     def _spread(self, tokens: Any, rows: int) -> torch.Tensor:
         """[B, rows] indices of the repeated tokens among each row's tokens [B], ascending."""
