@@ -100,9 +100,8 @@ def answer(
     with evicting(model, KEEPS):
         ids = [frame(tokenizer, f"\n\n{question}")[1] for question in asked]
         answers = [""] * len(ids)
-        for batch in _batches(model, context, list(map(len, ids)), batch_size):
-            together = [ids[at] for at in batch]
-            texts = _ask(model, tokenizer, context.fork(), together, max_new_tokens, one_line, sampling)
+        for batch in together(model, context, list(map(len, ids)), batch_size):
+            texts = _ask(model, tokenizer, context, [ids[at] for at in batch], max_new_tokens, one_line, sampling)
             for at, text in zip(batch, texts, strict=True):
                 answers[at] = text
         return answers
@@ -179,8 +178,9 @@ def _check(model) -> None:
         raise ValueError("in training mode the model runs unpatched: call model.eval()")
 
 
-def _batches(model, cache, lengths, most: int) -> list:
-    """The questions of each batch, as lists of indices: neighbours in length, at most `most`."""
+def together(model, cache, lengths, most: int) -> list:
+    """The questions of each batch that can be asked of one cache, as lists of indices: neighbours in length, at most
+    `most`."""
     decoder = find_decoder(model)
     kinds, kept = set(families.layer_kinds(decoder.config)), [l for l in cache.layers if isinstance(l, EvictionLayer)]
     one = all(layer.counts is None or len(layer.counts) == 1 for layer in kept)
@@ -198,25 +198,39 @@ def _batches(model, cache, lengths, most: int) -> list:
     return batches
 
 
+def rows_of(cache, rows: int):
+    """A fork of a cache of one row, with so many."""
+    fork = cache.fork()
+    if rows > 1:
+        fork.batch_select_indices(torch.zeros(rows, dtype=torch.long))
+    return fork
+
+
 @torch.no_grad()
-def _ask(model, tokenizer, cache, questions, max_new_tokens, one_line, sampling) -> list:
-    """Answers to questions, given as ids, from a cache of one row. It gets a row per question, to which
-    question and answer are appended."""
-    inner, longest = base_model(model), max(map(len, questions))
-    here, seen = device_of(inner), cache.get_seq_length()
-    ids = torch.tensor([[0] * (longest - len(each)) + each for each in questions], device=here)
-    if len(questions) > 1:
-        cache.batch_select_indices(torch.zeros(len(questions), dtype=torch.long))
-    known: dict = dict(logits_to_keep=1, use_cache=True, return_dict=True)
-    padded = min(map(len, questions)) < longest
+def continued(model, cache, texts, keep: int = 1):
+    """Logits [B, keep, vocabulary] of the last tokens of texts, given as ids: one after each row of a cache, to which
+    they are appended. keep 0: of all tokens, shorter texts padded at the left."""
+    longest, here = max(map(len, texts)), device_of(model)
+    ids = torch.tensor([[0] * (longest - len(each)) + each for each in texts], device=here)
+    known: dict = dict(logits_to_keep=keep, use_cache=True, return_dict=True)
+    padded = min(map(len, texts)) < longest
     if padded:
-        new = [[1] * seen + [0] * (longest - len(each)) + [1] * len(each) for each in questions]
-        mask = torch.tensor(new, device=here)
-        known |= dict(attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp_min(0)[:, -longest:])
-    logits = inner(ids, **{CACHE: cache}, **known).logits
+        new = torch.tensor([[0] * (longest - len(each)) + [1] * len(each) for each in texts], device=here)
+        seen = cache.get_seq_length()
+        first = seen if cache.next_position is None else cache.next_position[:, None]
+        mask = torch.cat([new.new_ones(len(texts), seen), new], 1)
+        known |= dict(attention_mask=mask, position_ids=(first + new.cumsum(1) - 1).clamp_min(0))
+    logits = model(ids, **{CACHE: cache}, **known).logits
     if padded:
         cache.next_position = next_positions(cache)
-    choosers = list(map(sampling.chooser, questions))
-    tokens = written(inner, tokenizer, logits, cache, max_new_tokens, choosers, one_line)
+    return logits
+
+
+def _ask(model, tokenizer, cache, questions, max_new_tokens, one_line, sampling) -> list:
+    """Answers to questions, given as ids, from a fork of a cache of one row with a row per question."""
+    inner, fork = base_model(model), rows_of(cache, len(questions))
+    logits = continued(inner, fork, questions)
+    choosers, most = list(map(sampling.chooser, questions)), [max_new_tokens] * len(questions)
+    tokens = written(inner, tokenizer, logits, fork, most, choosers, one_line)
     texts = [tokenizer.decode(each, skip_special_tokens=True).strip() for each in tokens]
     return [text.partition("\n")[0] for text in texts] if one_line else texts

@@ -60,25 +60,28 @@ def ends_of(model, tokenizer) -> set:
     return {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
 
 
-def written(model, tokenizer, logits, cache, most: int, choosers, one_line=False) -> list:
-    """At most `most` ids after what each row of a cache holds, up to and with the first that ends them: a list of ids
-    per row. A row that has ended leaves the cache.
+@torch.no_grad()
+def written(model, tokenizer, logits, cache, most: list, choosers, one_line=False) -> list:
+    """The ids after what each row of a cache holds, up to and with the first that ends them: a list of ids per row. A
+    row that has ended leaves the cache.
 
     logits    [B, T, vocabulary] of the cache's last tokens
+    most      the number of ids per row at most
     choosers  a function per row, from logits [vocabulary] to the next token
     one_line  stop at the end of a line that is not empty
     """
     ends, batch = ends_of(model, tokenizer), Batch(model, range(len(choosers)), cache)
     texts: list = [[] for _ in choosers]
 
-    def goes_on(tokens):
-        return len(tokens) < most and tokens[-1] not in ends and not (one_line and line_ended(tokenizer, tokens))
+    def goes_on(row):
+        tokens = texts[row]
+        return len(tokens) < most[row] and tokens[-1] not in ends and not (one_line and line_ended(tokenizer, tokens))
 
     last = logits[:, -1]
     while True:
         for row, each in zip(batch.rows, last, strict=True):
             texts[row].append(choosers[row](each))
-        batch.keep([row for row in batch.rows if goes_on(texts[row])])
+        batch.keep([row for row in batch.rows if goes_on(row)])
         if not batch.rows:
             return texts
         last = batch.step([texts[row][-1] for row in batch.rows])

@@ -42,6 +42,9 @@ def eval(parser, argv):
         "times faster in one pass, the same answers; needs memory for all layers' activations, and leaves out the "
         "seconds of reading",
     )
+    parser.add_argument("--batch-size", type=int, default=1, metavar="N",
+                        help="ask up to N questions about a text at once, if it was read without them (tasks many, "
+                        "--mode agnostic); seconds are a question's share; default 1")  # fmt: skip
     parser.add_argument("--by", nargs="+", default=[], metavar="TAG", help="columns of the table: depth, length, facts")
     parser.add_argument("--against", nargs="+", metavar=("POLICY", "CHUNK"),
                         help="add paired differences from this policy (read in chunks of so many tokens)")  # fmt: skip
@@ -97,7 +100,7 @@ def _evaluate(args) -> None:
     for name in ("tasks", "policies"):
         if not getattr(args, name) and not (args.protocol and name == "policies"):
             raise ValueError(f"--{name} is missing: give at least one")
-    for name in ("cases", "lengths", "chunk_size"):
+    for name in ("cases", "lengths", "chunk_size", "batch_size"):
         values = getattr(args, name)
         for value in values if isinstance(values, list) else [values]:
             count(f"--{name.replace('_', '-')}", value, int(name != "chunk_size"))
@@ -115,7 +118,7 @@ def _evaluate(args) -> None:
     check_file("--out", args.out)
     name = model_name(args)
     model, tokenizer = load_model(name, args.dtype, args.device)
-    evaluate(model, tokenizer, plan, args.out, name, args.share_reads)
+    evaluate(model, tokenizer, plan, args.out, name, args.share_reads, args.batch_size)
 
 
 def _protocol(args) -> None:

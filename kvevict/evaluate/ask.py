@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from ..analysis.run import QUESTION, Prompt, observe
+from ..answer import continued, rows_of
 from ..compat import CACHE, cache_of
 from ..families import device_of
 from ..patch import evicting, slot_bytes
@@ -84,6 +85,16 @@ class Asked:
     def noise(self):
         key = self.case.task, self.case.id, self.seed
         return torch.Generator().manual_seed(zlib.crc32("/".join(map(str, key)).encode()))
+
+    def chooser(self):
+        """A function from logits [vocabulary] to the next token."""
+        noise = self.noise()
+
+        def choose(row):
+            row = row.float().cpu()
+            return int(row.argmax()) if self.temperature is None else drawn(row, noise, self.temperature)
+
+        return choose
 
 
 def encode(model, tokenizer, case) -> Prompt:
@@ -233,7 +244,7 @@ def ask(model, tokenizer, asked: Asked, run: Run, replay=None, text: Reading | N
                 result["nats"] = _nats(_follow(model, out.logits, _forked(cache), answer), answer)
         start = _now(model)
         if scored is None:
-            tokens = _write(model, tokenizer, out.logits, cache, asked)
+            tokens = _write(model, tokenizer, out.logits, cache, [asked])[0]
             written = tokenizer.decode(tokens, skip_special_tokens=True)
             result |= dict(prediction=written) | _judged(written, case)
         else:
@@ -246,6 +257,39 @@ def ask(model, tokenizer, asked: Asked, run: Run, replay=None, text: Reading | N
         asking = decoding = 0.0
     seconds = own.seconds + asking if replay is None or policy is None else None
     return result | dict(read_seconds=seconds, decode_seconds=decoding, **own.held)
+
+
+@torch.no_grad()
+def ask_together(model, tokenizer, asked: list, run: Run, text: Reading) -> list:
+    """`ask` of several cases about one text, none of which scores given tokens, as rows of one batch: the fields of
+    their lines. Numbers are those of `ask` up to rounding; each case's seconds are an equal share of the batch's."""
+    cases, questions = [each.case for each in asked], [each.prompt.question for each in asked]
+    cache, start = rows_of(cache_of(text.out), len(asked)), _now(model)
+    with _patched(model, KEEP_ALL):
+        logits = continued(model, cache, questions)
+        seconds = _now(model) - start
+        nats = _likelihoods(model, tokenizer, logits, cache, cases) if cases[0].likelihood else None
+        start = _now(model)
+        answers = _write(model, tokenizer, logits, cache, asked)
+        seconds += _now(model) - start
+    each_slot, lines = slot_bytes(model, text.policy.kv), []
+    for at, (case, tokens) in enumerate(zip(cases, answers, strict=True)):
+        told = tokenizer.decode(tokens, skip_special_tokens=True)
+        added = each_slot * (len(questions[at]) + len(tokens) - 1)
+        line: dict = dict(prompt_tokens=len(asked[at].prompt.context) + len(questions[at]), options=text.options)
+        line |= {} if nats is None else dict(nats=nats[at])
+        line |= dict(prediction=told) | _judged(told, case) | dict(ask_seconds=seconds / len(asked), ask_bytes=added)
+        lines.append(line | dict(read_seconds=text.seconds, decode_seconds=0.0, **text.held))
+    return lines
+
+
+def _likelihoods(model, tokenizer, logits, cache, cases) -> list:
+    """The `nats` of each case's right answer after its row of a cache. logits: those of the rows' last tokens."""
+    answers = [ids_of(tokenizer, f" {case.answers[0]}") for case in cases]
+    further = [answer[:-1] for answer in answers]
+    rows = continued(model, cache.fork(), further, 0) if any(further) else logits[:, :0]
+    each = ((last[-1:], row[row.shape[0] - len(more) :]) for last, row, more in zip(logits, rows, further, strict=True))
+    return [_nats(torch.cat(parts).float(), answer) for parts, answer in zip(each, answers, strict=True)]
 
 
 def _patched(model, policy):
@@ -309,15 +353,12 @@ def _row(model, ids):
     return torch.tensor([ids], device=device_of(model))
 
 
-def _write(model, tokenizer, logits, cache, asked) -> list:
-    """Ids of an answer, drawn with the noise that all runs of the case have, or the likeliest."""
-    case, noise = asked.case, asked.noise()
-
-    def choose(row):
-        row = row.float().cpu()
-        return int(row.argmax()) if asked.temperature is None else drawn(row, noise, asked.temperature)
-
-    return written(model, tokenizer, logits, cache, case.new_tokens, [choose], case.one_line)[0]
+def _write(model, tokenizer, logits, cache, asked: list) -> list:
+    """Ids of each case's answer, drawn with the noise that all runs of the case have, or the likeliest. The cases end
+    with a line, or none of them does."""
+    most = [each.case.new_tokens for each in asked]
+    choosers = [each.chooser() for each in asked]
+    return written(model, tokenizer, logits, cache, most, choosers, asked[0].case.one_line)
 
 
 def _held(model) -> dict:

@@ -11,12 +11,14 @@ from pathlib import Path
 from tqdm import tqdm
 
 from .. import families
+from ..answer import together
+from ..compat import cache_of
 from ..engine.hook.replay import Replay
 from ..patch import find_decoder
 from ..processes import Processes
 from ..weights import fingerprint
 from . import protocols
-from .ask import FULL, MODES, Asked, Run, ask, encode, policy_for, read, reads_alone
+from .ask import FULL, MODES, Asked, Run, ask, ask_together, encode, policy_for, read, reads_alone
 from .results import Results
 from .tasks import Settings, find
 
@@ -64,10 +66,11 @@ class Plan:
         ]  # fmt: skip
 
 
-def evaluate(model, tokenizer, plan: Plan, out, name: str = "", share_reads: bool = False) -> None:
+def evaluate(model, tokenizer, plan: Plan, out, name: str = "", share_reads: bool = False, batch_size: int = 1) -> None:
     """Append to the file `out` every missing line, with a progress bar. Processes of one launch share the cases; the
     first one writes the file. share_reads: a case's runs share the equal parts of their reads (`Replay`), at the cost
-    of memory for all layers' activations; lines differ only in the seconds of reading.
+    of memory for all layers' activations; lines differ only in the seconds of reading. batch_size: most questions about
+    a text that was read once that are asked together; the full cache's are asked one by one.
 
     Raises ValueError if `out` was begun with another plan or model (its `name` and weights), and for a prompt longer
     than the model's context.
@@ -105,7 +108,7 @@ def evaluate(model, tokenizer, plan: Plan, out, name: str = "", share_reads: boo
                 for case in text:
                     case.tags.setdefault("length", settings.length)
                 wanted = {run: {case.id for case in text if run in missing[case.id]} for run in runs}
-                return _lines(model, tokenizer, text, wanted, responses, settings.seed, plan, replay)
+                return _lines(model, tokenizer, text, wanted, responses, settings.seed, plan, replay, batch_size)
 
             texts = [text for text in _texts(cases) if any(missing[case.id] for case in text)]
             for line in processes.lines(texts, measure):
@@ -118,7 +121,7 @@ def _texts(cases) -> list:
     return [list(group) for _, group in itertools.groupby(cases, lambda case: case.context)]
 
 
-def _lines(model, tokenizer, cases, wanted, responses, seed, plan, replay):
+def _lines(model, tokenizer, cases, wanted, responses, seed, plan, replay, batch_size):
     """Yield the line of every run of cases with one context. wanted: run -> ids; responses: the known responses of full
     runs. Runs that need only one read of the context come first."""
     asked = {
@@ -130,8 +133,11 @@ def _lines(model, tokenizer, cases, wanted, responses, seed, plan, replay):
     }  # fmt: skip
 
     def line(each, run, text=None):
-        case, measured = each.case, ask(model, tokenizer, each, run, replay, text)
+        measured = ask(model, tokenizer, each, run, replay, text)
         each.response = measured.get("response", each.response)
+        return told(each.case, run, measured)
+
+    def told(case, run, measured):
         about = dict(task=case.task, id=case.id, seed=seed, **dataclasses.asdict(run), metric=case.metric)
         return about | measured | dict(tags=case.tags)
 
@@ -141,7 +147,15 @@ def _lines(model, tokenizer, cases, wanted, responses, seed, plan, replay):
     for run in once:
         mine = [each for case, each in asked.items() if case in wanted[run]]
         text = read(model, tokenizer, mine[0], run, replay)
-        yield from (line(each, run, text) for each in mine)
+        alike = len({(each.case.one_line, bool(each.case.likelihood)) for each in mine}) == 1
+        if batch_size == 1 or run == FULL or not alike or any(each.scored(run) is not None for each in mine):
+            yield from (line(each, run, text) for each in mine)
+            continue
+        lengths = [len(each.prompt.question) for each in mine]
+        for batch in together(model, cache_of(text.out), lengths, batch_size):
+            some = [mine[at] for at in batch]
+            for each, measured in zip(some, ask_together(model, tokenizer, some, run, text), strict=True):
+                yield told(each.case, run, measured)
     for case, each in asked.items():
         if replay is not None:
             replay.clear()

@@ -28,14 +28,18 @@ def toy_many(settings):
         rng = settings.rng("toy-many", text)
         context = "".join(rng.choice("abcdefgh .") for _ in range(settings.length))
         for i, answer in enumerate(("abc", "hg", "bad")):
-            asked, id = f"\nwhere {i}?", f"toy-many/{text}/{i}"
+            asked, id = f"\nwhere {'is ' * (i == 1)}{i}?", f"toy-many/{text}/{i}"
             yield Case("toy-many", id, context, asked, (answer,), "contains_any", 5, dict(text=text), likelihood=True)
 
 
-def lines_of(net, out, policies=("streaming", "kvzip"), modes=("agnostic",), **changes):
+def lines_of(net, out, policies=("streaming", "kvzip"), modes=("agnostic",), batch_size=1, **changes):
     usual = dict(budgets=(0.25,), chunk_sizes=(None, 32), modes=modes, cases=2)
-    evaluate(net, tokenizer(), Plan(("toy-many",), (80,), policies, **usual | changes), out)
+    evaluate(net, tokenizer(), Plan(("toy-many",), (80,), policies, **usual | changes), out, batch_size=batch_size)
     return read(out)[1]
+
+
+def key_of(line):
+    return line["id"], line["policy"]
 
 
 def timeless(lines):
@@ -71,6 +75,23 @@ def test_one_read_for_all_questions(tmp_path, family, monkeypatch):
         if key[1] == "full":  # it read context and question in one pass
             measured, alone[key] = ({n: x[n] for n in ("prediction", "score")} for x in (measured, alone[key]))
         assert measured == alone[key]
+
+
+@pytest.mark.parametrize("family, temperature", [("llama", None), ("llama", 2.0), ("gemma3", None)])
+def test_questions_asked_together(tmp_path, family, temperature, monkeypatch):
+    """Lines are those of questions asked one by one. Gemma's windows take questions of one length."""
+    net, rows = tiny_model(family), []
+    real = run.ask_together
+    monkeypatch.setattr(run, "ask_together", lambda *a: rows.append(len(a[2])) or real(*a))
+    what = dict(policies=("streaming", "kvzip", "kvzip:kv=int8"), chunk_sizes=(32,), temperature=temperature)
+    alone = lines_of(net, tmp_path / "alone", **what)
+    assert not rows
+    both = lines_of(net, tmp_path / "together", batch_size=3, **what)
+    assert rows == ([3] * 6 if family == "llama" else [2, 1] * 6)
+    assert [line["nats"] for line in sorted(both, key=key_of)] == pytest.approx(
+        [line["nats"] for line in sorted(alone, key=key_of)], rel=1e-3
+    )
+    assert timeless(both) == timeless(alone)
 
 
 def test_likelihood_and_bytes(tmp_path):
