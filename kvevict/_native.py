@@ -26,7 +26,6 @@ except ImportError as failed:
     ) from failed
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # of q, k, v and slots
-PARTS = ("k", "v", "pos", "offset", "len", "centre")  # of a Held
 Function = TypeVar("Function", bound=Callable)
 
 
@@ -50,6 +49,8 @@ OPS: dict[str, list[Row]] = {}
 for _line in _C.ops().splitlines():
     _op, *_row, _words = _line.split("\t")
     OPS.setdefault(_op, []).append(Row(*_row, words=_words.split(", ")))
+HELD = "held_"  # the prefix of the arguments that are parts of a Held
+PARTS = {row.name.removeprefix(HELD) for rows in OPS.values() for row in rows if row.name.startswith(HELD)}
 
 
 def arguments(op: str) -> list[Row]:

@@ -15,7 +15,7 @@ looked at, as that would wait for it. Only `kl` has a backward.
 # mypy: disable-error-code="empty-body"
 # `op` makes the bodies.
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -47,6 +47,10 @@ class Held:
         """The slots with their keys ("k") or values ("v") as `k`, for ops of one array."""
         centre = self.centre if name == "k" else None
         return Held(getattr(self, name), offset=self.offset, len=self.len, centre=centre)
+
+    def within(self, begin: Tensor | int, length: Tensor) -> "Held":
+        """Only the slots begin .. begin + length - 1 [B, Hkv], to be read."""
+        return replace(self, offset=self.offset + begin, len=length)
 
 
 @op

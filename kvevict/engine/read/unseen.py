@@ -25,9 +25,7 @@ def _attend_apart(step, q, k, v, held, longest, options, out, lse) -> None:
     rows, first = step.appended, step.first
     start, stop = step.unseen.unbind(1)
     (old, new), (old_end, new_end) = (_below(step, held, longest, limit) for limit in (start, stop))
-    stored = held.k, held.v, held.pos
-    before = _ops.Held(*stored, held.offset, old, held.centre)
-    after = _ops.Held(*stored, held.offset + old_end, held.len - old_end, held.centre)
+    before, after = held.within(0, old), held.within(old_end, held.len - old_end)
     q, chunk = q[:, :, -rows:], k.shape[2] - rows
     begin = first.clamp_max(chunk)  # a row of padding alone
     parts = (

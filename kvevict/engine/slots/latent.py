@@ -6,7 +6,7 @@ A decoded token attends to the latents themselves: q . (W_k c) = (W_k^T q) . c, 
 of p c (DeepSeek-V2, arXiv 2405.04434, section 2.1.2), so W is multiplied once and not for every slot."""
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,10 +23,6 @@ class Expanded(Held):
     counts: np.ndarray = None  # type: ignore[assignment]  # len on the host
 
     device = property(lambda self: self.k.device)
-
-    def within(self, begin, length):
-        """Only the slots begin .. begin + length - 1 [B, H]."""
-        return replace(self, offset=self.offset + begin, len=length)
 
     def numbers(self, name, b, h, rows):
         """The rows [n, D] of "k" or "v" that belong to head (b, h)."""

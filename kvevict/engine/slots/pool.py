@@ -32,10 +32,10 @@ class Pool:
         with self.lock:
             if not self.buffers:
                 with torch.inference_mode(False):  # a cache filled in inference mode can be written to outside of it
-                    self.buffers = tuple(t.new_empty(self.rows, *t.shape[1:]) for t in (like.k, like.v, like.pos))
+                    self.buffers = tuple(t.new_empty(self.rows, *t.shape[1:]) for t in like.buffers)
             if any(
                 a.shape[1:] != b.shape[1:] or a.dtype != b.dtype
-                for a, b in zip(self.buffers[:2], (like.k, like.v), strict=True)
+                for a, b in zip(self.buffers, like.buffers, strict=True)
             ):
                 return None
             self._merge()

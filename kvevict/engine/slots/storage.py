@@ -76,6 +76,7 @@ class Storage(Held):
         flat = cls(k, v, pos, centre=centre, like=k[:0] if like is None else like, centred=counts.any(1))
         return _laid_out(flat, counts)._holding(host.upload(counts, k.device, torch.int32), counts)
 
+    buffers = property(lambda self: (self.k, self.v, self.pos))  # a row per slot
     device = property(lambda self: self.k.device)
     dim = property(lambda self: self.like.shape[1])
     bits = property(lambda self: (kv.bits_of(self.k, self.dim), kv.bits_of(self.v, self.dim)))
@@ -183,7 +184,7 @@ class Storage(Held):
             lent = Storage(*region.buffers, regions=(region,) * len(capacity), **common)
             return _laid_out(lent, capacity, region.start)
         with torch.inference_mode(False):  # a cache filled in inference mode can be written to outside of it
-            flat = Storage(*(t.new_empty(rows, *t.shape[1:]) for t in (self.k, self.v, self.pos)), **common)
+            flat = Storage(*(t.new_empty(rows, *t.shape[1:]) for t in self.buffers), **common)
         return _laid_out(flat, capacity)
 
     def _filled(self, source, index, counts, *new):
@@ -205,10 +206,6 @@ class Storage(Held):
         return replace(self, len=length, counts=counts, room=room)
 
     # -- the stored slots -------------------------------------------------------------------------------------------
-
-    def within(self, begin, length):
-        """Only the slots begin .. begin + length - 1 [B, Hkv], to be read."""
-        return replace(self, offset=self.offset + begin, len=length)
 
     def longest(self) -> int:
         """Slots of the fullest head."""
@@ -232,7 +229,7 @@ class Storage(Held):
             return ()
         lent = sum(region.rows for region in set(self.regions)) if self.regions else None
         centre = () if self.centre is None else (self.centre,)
-        return self.k[:lent], self.v[:lent], self.pos[:lent], self.offset, self.len, *centre
+        return *(t[:lent] for t in self.buffers), self.offset, self.len, *centre
 
     def segments(self):
         """(b, h, slice of the flat buffers) of every head's slots."""
