@@ -53,6 +53,11 @@ class Held:
         return replace(self, offset=self.offset + begin, len=length)
 
 
+def softcapped(logits: Tensor, softcap: float) -> Tensor:
+    """The logits that the ops make of q . k * scale, where attention is computed without an op."""
+    return softcap * torch.tanh(logits / softcap) if softcap else logits
+
+
 @op
 def attend(
     q: Tensor, held: Held, k: Tensor, v: Tensor, first: Tensor, sinks: Tensor | None = None, stop: Tensor | None = None,

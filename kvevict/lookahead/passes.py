@@ -80,7 +80,7 @@ def _logits(q, k, scale, softcap):
     """[B, H, R, S] of queries at the last R of the S keys' positions, -inf where a row does not see a key."""
     rows, columns = q.shape[2], k.shape[2]
     logits = (q.unflatten(1, (k.shape[1], -1)) @ k[:, :, None].transpose(-1, -2)).flatten(1, 2) * scale
-    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+    logits = _ops.softcapped(logits, softcap)
     hidden = torch.ones(rows, columns, dtype=torch.bool, device=q.device).triu(columns - rows + 1)
     return logits.masked_fill(hidden, -torch.inf)
 

@@ -143,9 +143,8 @@ class LatentLayer(EvictionLayer):
             probs = rows.new_zeros(len(q), 1, columns)
         for b, _, slots in self.segments():
             stored = self.k[slots].float(), self.v[slots].float()
-            logits = sum(half[b] @ part.mT for half, part in zip(halves, stored, strict=True))
-            if softcap > 0:
-                logits = softcap * torch.tanh(logits / softcap)
+            products = sum(half[b] @ part.mT for half, part in zip(halves, stored, strict=True))
+            logits = _ops.softcapped(products, softcap)
             lse[b] = torch.cat([logits, sink], -1).logsumexp(-1)
             weights = torch.exp(logits - lse[b, :, None])
             sums[b] = torch.cat([weights @ part for part in stored], -1)[:, :latent]

@@ -9,6 +9,7 @@ The second part watches every eviction of a read, for `Policy(diagnose=True)`.
 import numpy as np
 import torch
 
+from ... import _ops
 from .watcher import Watcher
 
 ROWS = 64
@@ -18,9 +19,7 @@ NAMES = ("evictions", "joint_error", "output_error", "recall")
 def attention(q, k, v, sees, *, scale, softcap=0.0, sinks=None):
     """Softmax attention a [G, R, n] over the slots seen, in fp32, and outputs o [G, R, D]; sinks [G] take a share of
     it. A row that sees nothing gets 0."""
-    x = q.float() @ k.float().T * scale
-    if softcap:
-        x = softcap * torch.tanh(x / softcap)
+    x = _ops.softcapped(q.float() @ k.float().T * scale, softcap)
     x = x.masked_fill(~sees, -torch.inf)
     if sinks is not None:
         x = torch.cat([x, sinks[:, None, None].expand(*x.shape[:2], 1)], 2)

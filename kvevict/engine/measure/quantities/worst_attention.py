@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from .... import _ops
 from ....policy.types import Observation, Observers, Slots
 from . import QUANTITIES, Quantity, each_head
 
@@ -57,8 +58,7 @@ def logits(slots: Slots, part: Observers) -> Iterator[Any]:
     rows = torch.arange(part.q.shape[2], 0, -1, device=slots.device)
     for b, h, k in each_head(slots, "k"):
         mine, column = slice(h * group, (h + 1) * group), torch.arange(len(k), device=slots.device)
-        x = part.q[b, mine].float() @ k.float().T * scale
-        x = softcap * torch.tanh(x / softcap) if softcap else x
+        x = _ops.softcapped(part.q[b, mine].float() @ k.float().T * scale, softcap)
         sees = column <= (len(k) - rows[:, None] if part.causal else len(k) - 1 - stop[b])
         if part.until is not None:
             position = slots.positions[b, min(h, slots.n.shape[1] - 1), : len(k)]
