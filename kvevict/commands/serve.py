@@ -1,4 +1,5 @@
 import os
+from dataclasses import fields
 
 from ..serve.options import SHARES, Options
 from . import KVS, add_budget, build_policies, check_complete, check_folder, command, number
@@ -105,28 +106,10 @@ def serve(parser, argv):
         keys = [os.environ["KVEVICT_API_KEY"]]
         if not keys[0]:
             raise ValueError("KVEVICT_API_KEY is empty: give a key, or unset it")
-    own = (
-        "policy",
-        "unasked",
-        "chunk_size",
-        "kv",
-        "share",
-        "share_kv",
-        "dtype",
-        "device",
-        "name",
-        "store",
-        "batch",
-        "queue",
-        "stall",
-        "timeout",
-        "gates",
-        "gates_data",
-    )
-    given = {name: getattr(args, name) for name in own}
-    given |= dict(keys=tuple(keys), hosts=(args.host, *args.allow_host))
-    given["share_budget"] = number(args.share_budget, "--share-budget")
-    options = Options(budget=number(args.budget), memory=memory, disk=disk, **given)
+    given = {field.name: getattr(args, field.name) for field in fields(Options) if hasattr(args, field.name)}
+    given |= dict(keys=tuple(keys), hosts=(args.host, *args.allow_host), memory=memory, disk=disk)
+    given |= dict(budget=number(args.budget), share_budget=number(args.share_budget, "--share-budget"))
+    options = Options(**given)
     from ..serve.hosts import name_of
     from ..serve.start import start
 

@@ -25,6 +25,7 @@ from .handlers import Chat, Completions, Responses
 from .kept import parts
 from .messages import tools_of
 from .metrics import Metrics, progress
+from .options import Options
 from .outgoing import Stream, late, soon, together, unless_gone
 from .policies import Chosen, Policies
 from .prefixes import Prefixes, mark_of
@@ -57,7 +58,8 @@ class Server:
     """
 
     def __init__(self, name, model, tokenizer, policies: Policies, prefixes: Prefixes, texts: Texts, *, keys=(),
-                 batch=16, queue=64, stall=0.5, timeout=600.0, most=1 << 24, hosts=(), gates=None):  # fmt: skip
+                 batch=Options.batch, queue=Options.queue, stall=Options.stall, timeout=Options.timeout, most=1 << 24,
+                 hosts=(), gates=None):  # fmt: skip
         self.name, self.tokenizer, self.policies, self.texts = name, tokenizer, policies, texts
         self.keys, self.timeout, self.most, self.hosts, self.gates = keys, timeout, most, hosts, gates
         self.began = int(time.time())

@@ -17,6 +17,7 @@ from kvevict import cli, sealed
 from kvevict.analysis.cost import plan
 from kvevict.analysis.shape import shape_of
 from kvevict.batch import Batch, Pools
+from kvevict.commands import KVS
 from kvevict.engine.slots.cache import EvictionLayer
 from kvevict.engine.slots.joining import join, part
 from kvevict.engine.slots.storage import Storage
@@ -88,6 +89,10 @@ def test_numbers_of_packed_rows(bits, dim):
     torch.testing.assert_close(kv.numbers(rows, dim).double(), ref.unpacked(rows, dim), atol=1e-5, rtol=1e-5)
     error = (kv.numbers(rows, dim).double() - x).norm(dim=1)
     assert (error <= 0.51 * kv.steps(x, bits) * dim**0.5 + 1e-6).all()  # half a step, and fp16 ends of 4 bits
+
+
+def test_the_command_line_has_every_kind():
+    assert KVS == tuple(kv.KINDS)
 
 
 def test_sizes_of_methods():
