@@ -10,7 +10,7 @@ from collections import defaultdict
 from pathlib import Path
 
 FOLDERS = "kvevict/policy", "kvevict/engine/measure/quantities"
-ENGINE = "slots", "kv", "call", "step", "request"  # the aim of 15 is for these
+ENGINE = "slots", "kv", "call", "step", "arguments"  # the aim of 15 is for these
 INNER = "stored", "heads", "rows", "read", "chunk", "patch", "layer", "module", "decoder", "observation", "part"
 
 
@@ -65,7 +65,7 @@ def main():
     found = members(root)
     for name in ENGINE + INNER:
         print(f"{name:12} {len(found[name]):3}  {' '.join(sorted(found[name]))}")
-    print("of slots, kv, call, step, request:", sum(len(found[name]) for name in ENGINE))
+    print("of slots, kv, call, step, arguments:", sum(len(found[name]) for name in ENGINE))
     print("with the objects in them:", sum(map(len, found.values())))
 
 
