@@ -13,21 +13,17 @@ packed; its numbers, and those of int8, are compared with those of the ways of m
 were chosen in the model's dtype.
 """
 
-import argparse
 import copy
 import statistics
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, product
-from pathlib import Path
+from itertools import product
 
 import torch
-from bench_quantised_caches import Ours, Theirs, answered, is_right, reading
+from bench_quantised_caches import Ours, Theirs, answered, begun, is_right, reading
 from transformers import DynamicCache
 
-from kvevict.analysis.run import load_model
-from kvevict.evaluate.tasks import TASKS, Settings
 from kvevict.policy.kv import hadamard
 from kvevict.prompts import ids_of
 
@@ -156,17 +152,8 @@ def kept(model, tokenizer, ids, budget):
 
 @torch.no_grad()
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("model")
-    parser.add_argument("--haystack", type=Path)
-    parser.add_argument("--tokens", type=int, default=1500)
-    parser.add_argument("--texts", type=int, default=6)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--budget", type=float, help="share of the slots; none: all, in every way")
-    args = parser.parse_args()
-    model, tokenizer = load_model(args.model, args.dtype, "cpu")
-    settings = Settings(tokenizer, args.tokens, args.texts, haystack=args.haystack)
-    texts = [list(cases) for _, cases in groupby(TASKS.find("many")(settings), lambda case: case.context)]
+    facts = dict(type=float, help="share of the slots; none: all, in every way")
+    args, model, tokenizer, texts = begun(__doc__, "--budget", facts, tokens=1500, texts=6, dtype="float32")
     found, right = defaultdict(Found), []
     for cases in texts:
         ids = torch.tensor([ids_of(tokenizer, cases[0].context)])

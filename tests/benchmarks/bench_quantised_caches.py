@@ -131,21 +131,30 @@ def is_right(tokenizer, tokens, case):
     return METRICS.find(case.metric)(text.strip().split("\n")[0] if case.one_line else text, case.answers)
 
 
-@torch.no_grad()
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def begun(doc, option, option_facts, **defaults):
+    """(arguments of the command line, model, tokenizer, cases of each text). option: the benchmark's own, besides those
+    that have the defaults."""
+    parser = argparse.ArgumentParser(description=doc.split("\n")[0])
     parser.add_argument("model")
     parser.add_argument("--haystack", type=Path)
-    parser.add_argument("--tokens", type=int, default=2000)
-    parser.add_argument("--texts", type=int, default=4)
-    parser.add_argument("--policy", default="read-twice")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--tokens", type=int)
+    parser.add_argument("--texts", type=int)
+    parser.add_argument("--dtype")
+    parser.add_argument(option, **option_facts)
+    parser.set_defaults(**defaults)
     args = parser.parse_args()
     model, tokenizer = load_model(args.model, args.dtype, "cpu")
-    settings = Settings(tokenizer, args.tokens, args.texts, haystack=args.haystack)
+    cases = TASKS.find("many")(Settings(tokenizer, args.tokens, args.texts, haystack=args.haystack))
+    return args, model, tokenizer, [list(of_text) for _, of_text in groupby(cases, lambda case: case.context)]
+
+
+@torch.no_grad()
+def main():
+    args, model, tokenizer, texts = begun(
+        __doc__, "--policy", dict(default="read-twice"), tokens=2000, texts=4, dtype="bfloat16"
+    )
     runs = caches(model.config, args.policy)
     found = {name: dict(right=[], kl=[], bytes=[], read=[], token=[]) for name in runs}
-    texts = [list(cases) for _, cases in groupby(TASKS.find("many")(settings), lambda case: case.context)]
     for cases in texts:
         ids, want = torch.tensor([ids_of(tokenizer, cases[0].context)]), {}
         ids = ids[:, ids.shape[1] % 2 :]  # hqq's 4 bits fail on an odd number of groups
