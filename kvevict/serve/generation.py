@@ -150,19 +150,17 @@ class Generation:
             prompt = of_chat(tokenizer, call.messages, call.template, self.context)
         if not prompt.ids:
             raise Refused(400, "the prompt is empty: give at least one word")
+        call.whole, call.prompt_tokens = prompt, len(prompt.ids)
         if call.share == AUTO:
             cuts = chat_cuts(tokenizer, call.messages, call.template, prompt) if call.messages else None
-            stored = self._stored(call, prompt, cuts or ())
-            prompt = followed(call.policy, call.reader, self.sharing.cut(call.owner, prompt, call.reader, cuts, stored))
-        call.whole, call.prompt_tokens = prompt, len(prompt.ids)
-        call.keys, left = self._keys(call, call.reader)
+            cut = self.sharing.cut(call.owner, prompt, call.reader, cuts, self._stored(call, cuts or ()))
+            call.whole = followed(call.policy, call.reader, cut)
+        call.keys, call.stored_tokens, left = self._keys(call, call.reader)
         older = call.reader.older
         if older is not None and len(prompt.ids) <= older.longest:
-            keys, more = self._keys(call, older)
+            keys, stored, more = self._keys(call, older)
             if OLDER * more < left:
-                call.reader, call.keys = older, keys
-        files = (end for key, end in zip(call.keys, prompt.ends, strict=True) if self.prefixes.has_file(key))
-        call.stored_tokens = max(files, default=0)
+                call.reader, call.keys, call.stored_tokens = older, keys, stored
         if call.question is not None and find(tokenizer, prompt.ids, call.question) is None:
             raise Refused(400, "the prompt does not have kvevict.question: give its words as the prompt has them")
         self._matcher(call)  # refuses a schema
@@ -171,17 +169,14 @@ class Generation:
         elif call.messages and call.schema is None:
             call.parser = functools.partial(self.form.parser, prompt.ids, call.tools)
 
-    def _stored(self, call: Call, prompt: Prompt, cuts: tuple) -> set:
+    def _stored(self, call: Call, cuts: tuple) -> set:
         """The first and the last places where a chat's beginning may end, if slots up to there are on disk: written by
         another server, or by this one before it was started again."""
         if self.prefixes.folder is None:
             return set()
         places = {place for place in (*cuts[:1], *cuts[-LAST:]) if place >= CHAT}
         policies = {place: call.reader.policies([place])[0] for place in places}
-        known = {
-            key_of(call.owner, self._read_by(policy), policy, prompt.ids[:at]): at for at, policy in policies.items()
-        }
-        return {place for key, place in known.items() if self.prefixes.has_file(key)}
+        return {at for at, policy in policies.items() if self.prefixes.has_file(self._key(call, policy, at))}
 
     # -- in the thread that owns the model --------------------------------------------------------------------------
 
@@ -288,13 +283,14 @@ class Generation:
             return cache_of(out), out.logits[0, -1], patch_of(self.decoder)
 
     def _keys(self, call: Call, reader) -> tuple:
-        """(keys of a prompt's beginnings by their reader, tokens of the longest that are not stored)."""
+        """(keys of a prompt's beginnings by their reader, tokens of the longest that is on disk, tokens of the longest
+        of all that are not stored)."""
         ends = call.whole.ends
         policies = reader.policies(ends) if ends else []
         keys = [self._key(call, policy, end) for policy, end in zip(policies, ends, strict=True)]
-        stored = self.prefixes
-        known = (at for key, at in zip(keys, ends, strict=True) if stored.knows(key) or stored.has_file(key))
-        return keys, max(ends, default=0) - max(known, default=0)
+        stored = max((end for key, end in zip(keys, ends, strict=True) if self.prefixes.has_file(key)), default=0)
+        known = (end for key, end in zip(keys, ends, strict=True) if self.prefixes.knows(key))
+        return keys, stored, max(ends, default=0) - max((stored, *known))
 
     def _key(self, call: Call, policy, end: int) -> str:
         prompt = call.whole
