@@ -107,12 +107,11 @@ class Guard(Watcher):
     """Ends the reading of a prompt when its call has ended, says how far it is, and lets others have their turns.
 
     start   tokens before it
-    tokens  that are read
     others  a `kvevict.serve.scheduler.Scheduler`
     """
 
-    def __init__(self, call: Call, start: int, tokens: int, others):
-        self.call, self.start, self.left, self.others = call, start, tokens, others
+    def __init__(self, call: Call, start: int, others):
+        self.call, self.start, self.left, self.others = call, start, 0, others
 
     def layer(self, step) -> None:
         self.call.check()
@@ -121,4 +120,5 @@ class Guard(Watcher):
 
     def chunk(self, rows, left) -> None:
         self.left = left
-        self.others.chunk(rows, left)
+        if rows:
+            self.others.chunk(rows, left)

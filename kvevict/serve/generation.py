@@ -275,7 +275,7 @@ class Generation:
         """(cache, logits of the last token, `Patch` of the policy) after a policy has read ids, the first being the
         prompt's number `start`. Other calls get their turns meanwhile."""
         tokens = torch.tensor([ids], device=self.device)
-        inside = within(question=question, watchers=(Guard(call, start, len(ids), self.scheduler),))
+        inside = within(question=question, watchers=(Guard(call, start, self.scheduler),))
         with evicting(self.model, policy, tokenizer=False), inside, torch.no_grad():
             out = base_model(self.model)(
                 input_ids=tokens, **{CACHE: cache}, logits_to_keep=1, use_cache=True, return_dict=True

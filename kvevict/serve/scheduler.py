@@ -137,12 +137,16 @@ class Scheduler:
             return turn
 
     def _left(self, turn) -> int:
-        """Tokens of a turn's prompt that are not stored."""
+        """Tokens of a turn's prompt that are not stored; one counts twice where a policy repeats it."""
         if turn.call is None:
             return 0
-        prompt = turn.call.whole
-        stored = (end for key, end in zip(turn.call.keys, prompt.ends, strict=True) if self.prefixes.knows(key))
-        return len(prompt.ids) - max((turn.call.stored_tokens, *stored))
+        call, prompt = turn.call, turn.call.whole
+        known = (end for key, end in zip(call.keys, prompt.ends, strict=True) if self.prefixes.knows(key))
+        stored, shared = max((call.stored_tokens, *known)), max(prompt.ends, default=0)
+        again = shared - stored if stored < shared and call.reader.policy.rows.repeats else 0
+        if call.policy.rows.repeats and not call.hidden:
+            again += len(prompt.ids) - max(stored, shared)
+        return len(prompt.ids) - stored + again
 
     def _fits(self, turn) -> bool:
         inside = [each for each in self._inside if each.rows]

@@ -72,3 +72,35 @@ def test_calls_between_the_layers_of_a_read(family, policy):
 @pytest.mark.parametrize("name, kind", [pytest.param(*each, id=each[0]) for each in zoo.types() if each[0] in OTHERS])
 def test_calls_between_the_layers_of_other_models(name, kind):
     paused(zoo.make(name, kind), "take+edie", POLICIES["take+edie"])
+
+
+class Counts(Watcher):
+    """Rows of each chunk, as `chunk` and as the model gets them, and the tokens left."""
+
+    def __init__(self):
+        self.counted, self.left, self.widths = [], [], {}
+
+    def layer(self, step):
+        self.widths[step.chunk] = step.positions.shape[1]
+
+    def chunk(self, rows, left):
+        self.counted.append(rows)
+        self.left.append(left)
+
+
+@pytest.mark.parametrize(
+    "policy, schedule", [("read-twice", "chunk"), ("read-twice", "prompt"), ("take+edie", "chunk")]
+)
+def test_appended_rows_count_from_the_start(policy, schedule):
+    net, counts, options = shared("llama"), Counts(), dict(POLICIES[policy], schedule=schedule)
+    if policy == "read-twice":
+        options["rows"] = kvevict.ROWS["repeat"]((1, 2), part=16)
+    kvevict.patch(net, policy, tokenizer=False, **options)
+    try:
+        with within(watchers=(counts,)), torch.no_grad():
+            net(ids(1, 50, 1), logits_to_keep=1, use_cache=True)
+    finally:
+        kvevict.unpatch(net)
+    read = list(counts.widths.values())
+    assert len(read) >= 4 and sum(read) > (100 if policy == "read-twice" else 50)
+    assert counts.counted == [0, *read[:-1]] and counts.left == [sum(read[at:]) for at in range(len(read))]

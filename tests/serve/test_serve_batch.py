@@ -153,6 +153,16 @@ def test_a_short_prompt_within_a_chunk_of_a_long_one(monkeypatch):
     assert all(each.first_token < long.first_token for each in begun if each is not long)
 
 
+def test_repeated_tokens_count_before_the_first_chunk_ends(monkeypatch):
+    """A prompt of more than half of another's tokens is read within the only chunk of that, which is read twice."""
+    client = Client(server(chunk_size=2048, stall=0.0))
+    bodies = [body(FILLER * 40, kvevict=dict(policy="kvzip", budget=64), max_tokens=1), body(FILLER * 28, max_tokens=1)]
+    waits_for(client, monkeypatch, 1, "layer")
+    order = ends(client, monkeypatch)
+    assert all(response.status_code == 200 for response in together(client, bodies))
+    assert order == sorted(order)
+
+
 @pytest.mark.parametrize("reading", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_that_fails_ends_alone(reading, stream, monkeypatch):

@@ -146,11 +146,10 @@ class Sequence:
         self.prompts = [layer.prompt for layer in self.layers]
         going_on = (read.tokens == 0) | self._decoded(read, self._stored(read).sum(0))
         with meter.clock("read"):
+            rows = [0, *(each.rows + each.appended for each in chunks)]
             for at, chunk in enumerate(_progress(chunks, policy.progress)):
-                if at:
-                    rows = [each.rows + len(each.again or ()) for each in chunks[at - 1 :]]
-                    for watcher in read.watchers:
-                        watcher.chunk(rows[0], sum(rows[1:]))
+                for watcher in read.watchers:
+                    watcher.chunk(rows[at], sum(rows[at + 1 :]))
                 chooser = self._chooser(read, chunk)
                 yield Span(chunk.start, chunk.end, meter, chooser, read, chunk)
                 self._set_budgets(read)

@@ -17,7 +17,8 @@ class Watcher:
         """A layer is about to lose slots, by a `kvevict.engine.read.evict.Choice`."""
 
     def chunk(self, rows: int, left: int) -> None:
-        """A chunk of `rows` tokens has been read; `left` are left, repeated ones too. The model may be called here."""
+        """A chunk of `rows` tokens has been read, 0 before the first one; `left` are left. Appended ones, such as
+        repeated tokens, count too. The model may be called here."""
 
     def report(self, rows: int, own: list) -> dict:
         """Entries for `kvevict.report`, for a batch of `rows` rows. own: by layer, whether it is evicted from."""
