@@ -52,7 +52,8 @@ class Call:
     deadline: float = float("inf")
     messages: list = field(default_factory=list)  # as the chat template takes them; none: a plain prompt
     template: dict = field(default_factory=dict)  # further arguments of the chat template
-    prompt: Any = ""  # of /v1/completions: letters or ids, or a list of such
+    prompts: list = field(default_factory=list)  # of /v1/completions: letters or ids
+    prompt: Any = ""  # one of them
     whole: Prompt = field(default_factory=lambda: Prompt([]))  # the ids that the model reads
     keys: list = field(default_factory=list)  # of its stored beginnings
     parser: Any = lambda: None  # makes a parser of an answer to them
@@ -84,8 +85,7 @@ class Call:
 
     def of_prompts(self) -> list:
         """A call for each prompt, where there are several: all are cancelled with this one. Otherwise this one."""
-        several = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
-        return [replace(self, prompt=each) for each in self.prompt] if several else [self]
+        return [replace(self, prompt=each) for each in self.prompts] if len(self.prompts) > 1 else [self]
 
     def gather(self, calls: list) -> None:
         """Count as all calls of its prompts together."""

@@ -178,15 +178,12 @@ def chat(body: dict) -> None:
 
 
 def completion(body: dict) -> None:
+    """Its prompt becomes a list of prompts."""
     prompt = body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1 and not _whole(prompt[0]):
-        prompt = body["prompt"] = prompt[0]
-    if isinstance(prompt, list):
-        several = prompt if prompt and not _whole(prompt[0]) else [prompt]
-        _must(len(several) <= PROMPTS, f"prompt must have at most {PROMPTS} prompts")
-    else:
-        several = [prompt]
-    for each in several:
+    prompts = prompt if isinstance(prompt, list) and prompt and not _whole(prompt[0]) else [prompt]
+    body["prompt"] = prompts
+    _must(len(prompts) <= PROMPTS, f"prompt must have at most {PROMPTS} prompts")
+    for each in prompts:
         ids = isinstance(each, list) and all(map(_whole, each))
         _must(each and (ids or isinstance(each, str)), "prompt must be a text or its ids, or a list of such, not empty")
     _must(_counts(body.get("logprobs", 0), 0, 5), "logprobs must be a whole number from 0 to 5")

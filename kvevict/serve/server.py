@@ -127,7 +127,7 @@ class Server:
         tools = tools_of(body["tools"]) if body.get("tools") and body.get("tool_choice") != "none" else None
         if tools:
             template["tools"] = tools
-        single = not body.get("parallel_tool_calls", True)
+        single, prompts = not body.get("parallel_tool_calls", True), body["prompt"] if path == COMPLETIONS else [""]
         calls = schema_of_calls(body.get("tool_choice", "auto"), tools, single)
         return Call(
             path, owner, *chosen[:3], text, chosen.share, chosen.reader, answers=body.get("n", 1),
@@ -135,7 +135,7 @@ class Server:
             schema=calls or schema_of(body), forced=calls is not None,
             usage=body.get("stream_options", {}).get("include_usage", False),
             sampling=Sampling.of(body, check.sampling(body)), deadline=time.monotonic() + self.timeout,
-            template=template, prompt=body["prompt"] if path == COMPLETIONS else "",
+            template=template, prompts=prompts, prompt=prompts[0],
         )  # fmt: skip
 
     # -- the way of a request -----------------------------------------------------------------------------------------
