@@ -64,10 +64,11 @@ class Prefixes:
         self.model, self.memory, self.disk, self.gone = model, memory, disk, gone
         self.folder = None if folder is None else Path(folder)
         self._live: OrderedDict = OrderedDict()  # key -> (cache, bytes), least recently used first
-        self.live_bytes = 0
+        self.live_bytes, self._tidied = 0, 0.0
         if self.folder is not None:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._fit(0)
+            self._tidy()
             before = (time.time() - LEFT) * 1e9
             old = {mark_in(path.stem) for used, _, path in self._files() if used < before} - {""}
             self.forget(self.gone(*old))  # whoever deleted their texts was killed
@@ -152,6 +153,8 @@ class Prefixes:
             LOG.warning("a prefix is not stored on disk", extra={"facts": {"reason": str(error)}})
             return
         self._fit(0)
+        if time.monotonic() - self._tidied >= LEFT:
+            self._tidy()
         if self._is_gone(key):  # since it is written
             _unlink(self._path(key))
 
@@ -171,14 +174,18 @@ class Prefixes:
         return found
 
     def _fit(self, more: int) -> None:
-        """Remove the least recently used files until `more` bytes fit, and the unfinished ones of killed processes.
-        Servers that do so at once remove the same files."""
+        """Remove the least recently used files until `more` bytes fit. Servers that do so at once remove the same
+        files."""
         found, most = sorted(self._files(), reverse=True), self.disk()
         used = sum(size for _, size, _ in found)
         while found and used + more > most:
             _, size, path = found.pop()
             used -= size
             _unlink(path)
+
+    def _tidy(self) -> None:
+        """Remove the unfinished files of killed processes: at the start, and with a write once an hour."""
+        self._tidied = time.monotonic()
         for left in (*self.folder.glob(".kvevict-*"), *self.folder.parent.glob("texts/*/.kvevict-*")):
             with contextlib.suppress(FileNotFoundError):
                 if max(each.stat().st_mtime for each in (left, *left.iterdir())) < time.time() - LEFT:

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import threading
+import time
 import unicodedata
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +17,8 @@ from .prefixes import mark_of
 
 FORMAT = "kvevict-text-1"
 LETTERS, BYTES = 100, 240  # of a name at most; the latter as a file has it
+SETTLED = 2  # seconds after which a folder's time of change says whether it has changed since; file systems round it
+EVERY = 60  # seconds after which all folders are looked at: some file systems do not keep that time
 JOINERS = "\u200c\u200d"  # in words of many scripts
 
 
@@ -63,6 +66,7 @@ class Texts:
     def __init__(self, most: int, folder=None):
         self.most, self.folder = most, None if folder is None else Path(folder)
         self._known: dict = {}  # (owner, name) -> `_Known`
+        self._looked: dict = {}  # owner -> (when its folder had changed, when it was looked at)
         self._marks: set = set()  # of the texts that were here since `gone` was asked for
         self._lock = threading.RLock()  # held by who reads or changes these
         if self.folder is not None:
@@ -144,7 +148,7 @@ class Texts:
     def of(self, owner: str) -> list:
         """(name, bytes) of an owner's texts."""
         with self._lock:
-            self._refresh()
+            self._refresh(every=0)
             return sorted(
                 (name, each.size) for (whose, name), each in self._known.items() if whose == owner and each.mark
             )
@@ -156,22 +160,32 @@ class Texts:
             known = self._known.get((owner, name))
             return known and known.whole
 
-    def _refresh(self) -> None:
-        """Note the files that are new, and forget those that are gone."""
+    def _refresh(self, every: float = EVERY) -> None:
+        """Look at the folders that have changed, and at all after so many seconds."""
         if self.folder is None:
             return
+        folders = {each.name: each for each in os.scandir(self.folder) if each.is_dir()}
+        for owner in folders.keys() | self._looked:
+            now, folder = time.time(), folders.get(owner)
+            changed = 0.0 if folder is None else folder.stat().st_mtime
+            before, then = self._looked.get(owner, (None, 0.0))
+            if changed != before or then < changed + SETTLED or not then <= now < then + every:
+                self._look(owner, () if folder is None else os.scandir(folder))
+                self._looked[owner] = changed, now
+
+    def _look(self, owner: str, entries) -> None:
+        """Note the new files in an owner's folder, and forget those that are gone."""
         there = set()
-        for folder in os.scandir(self.folder):  # a thousand files take milliseconds; as `Path`s, ten times as long
-            for entry in os.scandir(folder) if folder.is_dir() else ():
-                name, kind = os.path.splitext(entry.name)
-                if kind != ".json":
-                    continue
-                at = folder.name, unicodedata.normalize("NFC", name)
-                there.add(at)
-                with contextlib.suppress(FileNotFoundError):  # another server was faster
-                    if at not in self._known or self._known[at].file != _file(entry.stat()):
-                        self._load(*at, entry.path)
-        for at in self._known.keys() - there:
+        for entry in entries:  # a thousand files take milliseconds; as `Path`s, ten times as long
+            name, kind = os.path.splitext(entry.name)
+            if kind != ".json":
+                continue
+            at = owner, unicodedata.normalize("NFC", name)
+            there.add(at)
+            with contextlib.suppress(FileNotFoundError):  # another server was faster
+                if at not in self._known or self._known[at].file != _file(entry.stat()):
+                    self._load(*at, entry.path)
+        for at in {at for at in self._known if at[0] == owner} - there:
             del self._known[at]
 
     def _load(self, owner, name, path) -> Text | None:

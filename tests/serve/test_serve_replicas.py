@@ -11,8 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from process import asked_of, folder, openai, process, stores_texts  # noqa: F401
-from serving import FACTS, FILLER, TEXT, Client, asks, cached, said, server, unpatched  # noqa: F401
+from serving import FACTS, FILLER, TEXT, Client, asks, cached, model, said, server, unpatched  # noqa: F401
 
+import kvevict
 from kvevict.serve.texts import Texts
 
 OPTIONS = ("--budget", "256", "--share", "never")
@@ -91,8 +92,8 @@ def _both(*servers):
 
 @pytest.mark.slow
 def test_one_is_killed_while_it_writes(process, tmp_path):  # noqa: F811
-    """The other knows nothing of the text, stores it, and removes the file that was left once that is old, but not the
-    file of a living one."""
+    """The other knows nothing of the text, and stores it. A server that starts removes the file that was left once that
+    is old, but not the file of a living one."""
     store, flag = tmp_path / "store", tmp_path / "writes"
     one = process(*OPTIONS, "--store", str(store), first=BLOCKS.format(flag=str(flag)))
     two = process(*OPTIONS, "--store", str(store))
@@ -114,7 +115,7 @@ def test_one_is_killed_while_it_writes(process, tmp_path):  # noqa: F811
     for path in (left, *left.iterdir()):
         os.utime(path, (time.time() - 7200,) * 2)
     (store / "texts" / "a" / ".kvevict-living").mkdir(parents=True)
-    two.store(FILLER * 20, "more")
+    server(store)
     assert not left.exists() and (store / "texts" / "a" / ".kvevict-living").exists()
 
 
@@ -252,6 +253,57 @@ def test_one_name_for_two_texts_at_once(tmp_path, monkeypatch, links):
     one.put("me", "a", "the other text", replace=False)
     assert one.put("me", "a", "a text") is not None and two.get("me", "a").text == "a text"
     assert two.gone() == {*two.gone("x"), *one.gone()} - {"x"} != set()
+
+
+def test_unfinished_files_are_looked_for_once_an_hour(tmp_path, monkeypatch):
+    """With the files that are written then; that of this hour may be a living server's."""
+    prefixes, later = server(tmp_path).prefixes, time.monotonic() + 3601
+    cache = kvevict.read(model(), server().tokenizer, TEXT, "streaming", budget=64)
+    old, new = tmp_path / "prefixes" / ".kvevict-old", tmp_path / "prefixes" / ".kvevict-new"
+    for path in (old, new):
+        path.mkdir()
+    os.utime(old, (time.time() - 3601,) * 2)
+    prefixes.put("a", cache)
+    prefixes.flush()
+    assert len(stored(tmp_path)) == 1 and old.exists()
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "monotonic", lambda: later)
+        prefixes.put("b", cache)
+        prefixes.flush()
+    assert len(stored(tmp_path)) == 2 and not old.exists() and new.exists()
+
+
+def test_texts_are_looked_for_where_their_folder_has_changed(tmp_path, monkeypatch):
+    """Once its last change is not of these seconds, for file systems do not tell two changes at once apart."""
+    one, two, looks, look = Texts(100, tmp_path), Texts(100, tmp_path), [], Texts._look
+    monkeypatch.setattr(Texts, "_look", lambda self, owner, entries: looks.append(owner) or look(self, owner, entries))
+
+    def looked(what):
+        looks.clear()
+        return what(), looks
+
+    one.put("me", "a", "a text")
+    one.put("you", "b", "a text")
+    for _ in range(2):
+        found, owners = looked(two.gone)
+        assert found == set() and sorted(owners) == ["me", "you"]
+    for owner in ("me", "you"):
+        os.utime(tmp_path / owner, (time.time() - 60,) * 2)
+    assert len(looked(two.gone)[1]) == 2 and looked(two.gone) == (set(), []) and looked(lambda: two.bytes) == (12, [])
+    one.remove("me", "a")
+    found, owners = looked(two.gone)
+    assert len(found) == 1 and owners == ["me"] and two.bytes == 6
+
+    before, three = os.stat(tmp_path / "you"), Texts(100, tmp_path)
+    one.remove("you", "b")
+    os.utime(tmp_path / "you", ns=(before.st_atime_ns, before.st_mtime_ns))  # as if the folder's time were not kept
+    os.utime(tmp_path / "me", (time.time() - 60,) * 2)
+    assert two.gone() == set() and looked(two.gone) == (set(), [])
+    assert looked(lambda: three.bytes) == (6, ["me"]) and three.of("you") == []
+    later = time.time() + 61
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "time", lambda: later)
+        assert len(two.gone()) == 1
 
 
 def test_texts_of_others_count(tmp_path):
