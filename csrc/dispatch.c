@@ -110,7 +110,7 @@ const char *kv_cpu_isa(void) {
 static _Atomic(kv_parallel) kv_hook;
 static atomic_int kv_hook_threads = 1;
 
-/* Called before every op: what is set already is only read, so that callers share its cache line. */
+/* Called before every op: a value that is set already is only read, so that callers share its cache line. */
 void kv_set_parallel(kv_parallel parallel, int threads) {
   const int wanted = parallel && threads > 1 ? threads : 1;
   if (atomic_load(&kv_hook) != parallel) atomic_store(&kv_hook, parallel);

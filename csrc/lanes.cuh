@@ -16,7 +16,7 @@ struct HeadRows {
   static constexpr int W = VECTOR<E>, GROUPS = THREADS / L,
                        AHEAD = (HEADS == 1 ? 8 : 16 / HEADS) / V / (PACKED ? 2 : 1);
   float q[HEADS][V][W], o[HEADS][V][W], m[HEADS], l[HEADS];
-  float more[HEADS]; /* what the centre of packed keys adds to every logit */
+  float more[HEADS]; /* the centre of packed keys adds it to every logit */
 
   static __device__ __forceinline__ int group() { return threadIdx.x / L; }
   static __device__ __forceinline__ int element(int v) { return (v * L + threadIdx.x % L) * W; }

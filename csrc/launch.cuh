@@ -4,7 +4,7 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
-constexpr int64_t MOST_GRID_Y = 65535; /* what CUDA allows of gridDim.y and gridDim.z */
+constexpr int64_t MOST_GRID_Y = 65535; /* CUDA's limit on gridDim.y and gridDim.z */
 
 /* Launches kernel(args...) on `stream` of the current device, without waiting. threads: of a block, a multiple of 32;
  * shared: bytes of dynamic shared memory. Returns 0, or the CUDA error of a launch that failed. */

@@ -1,7 +1,7 @@
 /* Quadratic forms of the alive keys or values on a GPU: x_i . (A x_i + b) for every query head.
  *
  * A block holds KEYS slots of a head as fp32 in shared memory and goes over the rows of A, ROWS at a time. A thread
- * multiplies one slot with EACH of these rows; what its threads found is added in order at the end.
+ * multiplies one slot with EACH of these rows; the sums of its threads are added in order at the end.
  *
  * budget: regs 80, smem 82944 */
 #include "columns.cuh"

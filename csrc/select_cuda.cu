@@ -1,5 +1,5 @@
 /* Which slots to keep on a GPU; the result is the CPU's, slot for slot. One block per head: three histograms of 11 bits
- * find the key of the last slot that is kept; then each warp counts what it keeps of its split of slots and writes its
+ * find the key of the last slot that is kept; then each warp counts the kept slots of its split and writes its
  * part of the index. Histograms are integer counts, equal in any order.
  *
  * Shared memory: a histogram, and as many keys as fit. budget: regs 64, smem 90256 */

@@ -244,7 +244,7 @@ KV_INLINE void kv_words_values_of(kv_packing packing, int G, const int16_t *w, c
 #define KV_EACH_KIND(X) KV_EACH_COUNT(X, KV_INT8) KV_EACH_COUNT(X, KV_INT4)
 
 /* s [G, apart], n <= 64 columns of it, = q . k of packed rows, in the queries' scale. q [G, D] words with their scales,
- * their sums and what is to be added to every column, [G]. */
+ * their sums and a term of every column, [G]. */
 static inline void kv_words_logits(kv_packing packing, int64_t G, const int16_t *q, const float *q_scale,
                                    const float *q_sum, const float *q_more, int64_t D, const char *x, int64_t stride,
                                    int64_t n, uintptr_t next, int64_t next_stride, float *s, int64_t apart) {

@@ -154,7 +154,7 @@ def explained(op: str, error: Exception, given: dict) -> Exception:
 
 
 def note_written(*tensors: torch.Tensor) -> None:
-    """Lets autograd refuse to use what an op has overwritten. Costs a microsecond, so not where nothing is recorded."""
+    """Lets autograd refuse tensors that an op has overwritten. Costs a microsecond; none where nothing is recorded."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         torch.autograd.graph.increment_version(tensors)
 

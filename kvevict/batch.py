@@ -24,7 +24,7 @@ class Batch:
         self.device = device_of(self.model)
 
     def add(self, row, cache) -> None:
-        """Let a sequence decode in the next steps. `cache`: what was read of it; it is the batch's from here on.
+        """Let a sequence decode in the next steps. `cache`: of its tokens so far; it is the batch's from here on.
 
         Raises ValueError for a cache that cannot share a step with the others.
         """

@@ -42,7 +42,7 @@ VERSION = checked(_installed())
 CROP_TAKES_LENGTH = VERSION < (5, 17)
 
 
-# What a model's calls and outputs name their cache; later ones take the earlier name too, with a warning.
+# The name of the cache in a model's calls and outputs; later ones take the earlier name too, with a warning.
 CACHE = "past_key_values" if VERSION < (5, 24) else "cache"
 
 

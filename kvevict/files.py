@@ -61,7 +61,7 @@ def write(path, data: str | bytes, mode: int = 0o666, replace: bool = True) -> N
 @contextlib.contextmanager
 def staying(path):
     """Yields a name of a file for as long as it is read: another process, or machine, may remove `path` meanwhile. That
-    takes hard links; without them it yields `path`. Raises FileNotFoundError where there is no file."""
+    takes hard links; without them it yields `path`. Raises FileNotFoundError if `path` does not exist."""
     folder, name = os.path.split(path)
     with contextlib.ExitStack() as stack:
         try:

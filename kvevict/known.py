@@ -15,7 +15,7 @@ class Type(NamedTuple):
 
     name      model_type of the whole model's config
     decoder   model_type of its text decoder's config
-    verdict   "equal": equal to the unpatched model with every policy; "limited": so, except for what `note` says;
+    verdict   "equal": equal to the unpatched model with every policy; "limited": so, with the exceptions in `note`;
               "refused": with the reason `note`; "untried": Transformers makes no tiny model of it that reads ids
     since     of the equal and limited, the oldest version of Transformers that was tried, and all tried later; "5.23"
     """

@@ -62,8 +62,8 @@ def ends_of(model, tokenizer) -> set:
 
 @torch.no_grad()
 def written(model, tokenizer, logits, cache, most: list, choosers, one_line=False) -> list:
-    """The ids after what each row of a cache holds, up to and with the first that ends them: a list of ids per row. A
-    row that has ended leaves the cache.
+    """The ids after the tokens of each row of a cache, up to and with the first that ends them: a list of ids per row.
+    A row that has ended leaves the cache.
 
     logits    [B, T, vocabulary] of the cache's last tokens
     most      the number of ids per row at most

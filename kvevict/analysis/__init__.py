@@ -1,1 +1,1 @@
-"""What eviction costs and keeps: diagnostics, plans, measurements, pictures."""
+"""The cost of eviction and the slots that it keeps: diagnostics, plans, measurements, pictures."""

@@ -77,7 +77,7 @@ def plan(
     peak_bytes           the most at once of all these: slots at most, weights, sliding windows, activations
     seconds              to the first token
     waiting              None, or of layers that wait for another's choice (TAKE): `delayed_slots`, the most per kv head
-                         in a layer that waits, `other_slots`, in another one, and `between_bytes` of what stays
+                         in a layer that waits, `other_slots`, in another one, and `between_bytes` of those that stay
                          between two chunks
     decode               of the `tokens` new ones: `first` and `last`, the costs of a token (mean over an eviction's
                          interval: flops, moved, tokens_per_second), `flops`, `moved`, `seconds` of all, and

@@ -1,4 +1,4 @@
-"""What trained gates cost: their training (`kvevict.gates.train`), their bytes, and each token that is read."""
+"""The cost of trained gates: their training (`kvevict.gates.train`), their bytes, and each token that is read."""
 
 import dataclasses
 

@@ -45,7 +45,7 @@ def speed(rows):
 
 
 def layers(found):
-    """Per layer what `kvevict diagnose` says, found: its JSON. A panel per measure, a line per policy."""
+    """The numbers of each layer. found: the JSON of `kvevict diagnose`. A panel per measure, a line per policy."""
     measures = [
         name for name in LAYERS if any(name in layer for run in found["runs"].values() for layer in run["layers"])
     ]

@@ -62,7 +62,7 @@ def eval(parser, argv):
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"the same command goes on with what {args.out} lacks") from None
     elif not Path(args.out).exists():
-        raise ValueError(f"--out {args.out}: there is no such file; run without --table-only to make it")
+        raise ValueError(f"--out {args.out} does not exist; run without --table-only to make it")
     if Processes().rank > 0:
         return None  # the first process has the file
     settings, lines = read(args.out)

@@ -6,7 +6,7 @@ from . import add_budget, add_model, add_policy, build_policies, command, grid, 
 
 @command
 def plan(parser, argv):
-    """Say what a prompt and its answer will cost, from a model's config alone: no weights are read."""
+    """Compute the cost of a prompt and its answer from a model's config alone: no weights are read."""
     add_model(parser)
     add_policy(parser)
     add_budget(parser)

@@ -34,7 +34,7 @@ def plot(parser, argv):
     if args.results is None:
         raise ValueError("the results file is missing; name it before --policies and other options that take several")
     if not Path(args.results).is_file():
-        raise ValueError(f"{args.results}: there is no such file; write one with `kvevict eval` or `kvevict bench`")
+        raise ValueError(f"{args.results} does not exist; write one with `kvevict eval` or `kvevict bench`")
     if args.kind in OF_OUTPUT:
         for name in ("tasks", "budgets", "mode"):
             if getattr(args, name):

@@ -63,7 +63,7 @@ def _lookahead(args, options):
     held_out, targets = args.held_out or 0, options.pop("targets", ["all"])
     check_installed(held_out)
     if not Path(args.data).is_file():
-        raise ValueError(f"--data {args.data}: there is no such file; give JSON lines with a prompt each")
+        raise ValueError(f"--data {args.data} does not exist; give JSON lines with a prompt each")
     check_folder("--out", args.out)
     name = model_name(args)
     model, tokenizer = load_model(name, args.dtype, args.device)

@@ -1,4 +1,4 @@
-"""Gates (METHODS section 9): trained functions of a token's hidden state that say what its slots will be worth. Each is
+"""Gates (METHODS section 9): trained functions of a token's hidden state that predict the worth of its slots. Each is
 imported when it is used."""
 
 import importlib

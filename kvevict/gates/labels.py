@@ -1,4 +1,4 @@
-"""What gates are trained on: pieces of texts, and KVzip's numbers of their tokens (METHODS section 9)."""
+"""The training data of gates: pieces of texts, and KVzip's numbers of their tokens (METHODS section 9)."""
 
 import os
 from pathlib import Path

@@ -36,7 +36,7 @@ def pretrained(kind, name: str, **options):
         except Exception as error:  # configs are checked in many places
             raise ValueError(f"{name} cannot be loaded: {error!r}; give another model, or repair its files") from None
     if not path.is_file():
-        raise FileNotFoundError(f"there is no file {name}; give a .gguf file, a folder or a hub id")
+        raise FileNotFoundError(f"{name} does not exist; give a .gguf file, a folder or a hub id")
     try:
         return kind.from_pretrained(str(path.parent), gguf_file=path.name, **options)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""What to keep and when: `Policy`, its presets and its parts. They are imported when one of them is used."""
+"""Eviction policies: `Policy`, its presets and its parts. They are imported when one of them is used."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

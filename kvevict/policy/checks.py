@@ -1,4 +1,4 @@
-"""Errors that name the argument and say what to pass."""
+"""Errors that name the argument and the value to pass."""
 
 import difflib
 import importlib.util

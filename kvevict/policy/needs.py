@@ -1,4 +1,4 @@
-"""What a part of a policy is computed from: quantities of a layer's slots, by name."""
+"""The inputs of a policy's parts: quantities of a layer's slots, by name."""
 
 import functools
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""What other libraries (kvpress, KVCache-Factory, AdaKV) call our options."""
+"""The names of our options in other libraries (kvpress, KVCache-Factory, AdaKV)."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The routes of a server, whom they answer, and what a client learns of an error."""
+"""The routes of a server, whom they answer, and the errors that a client sees."""
 
 import contextlib
 from pathlib import Path

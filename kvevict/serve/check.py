@@ -30,7 +30,7 @@ KEPT = {"kvevict"}  # fields with a null that says something
 
 
 def parsed(data: bytes) -> dict:
-    """A body as a dict, without what is null in its fields, messages and items: `model_dump()` writes it so. Raises
+    """A body as a dict, without the nulls in its fields, messages and items: `model_dump()` writes them. Raises
     Refused for anything but a JSON object."""
     try:
         body = json.loads(data)

@@ -17,7 +17,7 @@ class Refused(Exception):
 
 
 def refused(error: Exception) -> Refused:
-    """What a client learns of an error: the sentence of one that the request caused, nothing of any other."""
+    """The error that a client sees: the sentence of one that the request caused, nothing of any other."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, TimeoutError):

@@ -41,7 +41,7 @@ def check(folder: str | None, data: str | None, unasked: str | None) -> None:
         return
     pair(unasked)
     if data is not None and not Path(data).is_file():
-        raise ValueError(f"--gates-data {data}: there is no such file; give a text")
+        raise ValueError(f"--gates-data {data} does not exist; give a text")
     if not there(folder):
         check_folder("--gates", folder)
         if data is None and importlib.util.find_spec("pydoc_data") is None:

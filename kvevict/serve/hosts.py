@@ -30,7 +30,7 @@ class Hosts:
 
 
 def name_of(host: str) -> str | None:
-    """A name or an address, without a port and as it is compared; None for what is neither."""
+    """A name or an address, without a port and as it is compared; None for anything else."""
     found = HOST.fullmatch(host)
     six, name = found.groups("") if found else (host, "")
     try:

@@ -10,7 +10,7 @@ LOG = logging.getLogger("kvevict.serve")
 
 
 class Lines(logging.Formatter):
-    """A record as one line of JSON; what `extra={"facts": {...}}` has is in it."""
+    """A record as one line of JSON, with the facts of `extra={"facts": {...}}`."""
 
     def format(self, record) -> str:
         said = dict(time=round(record.created, 3), level=record.levelname.lower(), message=record.getMessage())

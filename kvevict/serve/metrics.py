@@ -1,4 +1,4 @@
-"""What Prometheus reads at /metrics, and how far requests are."""
+"""The metrics that Prometheus reads at /metrics, and how far requests are."""
 
 import time
 

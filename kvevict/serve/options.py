@@ -9,7 +9,7 @@ AUTO, NEVER, ALWAYS = SHARES = "auto", "never", "always"  # of `share`
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `kvevict serve` (docs/commands.md). disk: bytes of what is stored at most; memory: also of
+    """The options of `kvevict serve` (docs/commands.md). disk: bytes of all files at most; memory: also of
     running answers' slots.
     """
 

@@ -83,7 +83,7 @@ class Policies:
         return Reader(policy, policy.budget, least, self.most, longest)
 
     def of(self, asked: dict, opens_text: bool) -> Chosen:
-        """By a request's field `kvevict`. Raises Refused or ValueError for what cannot be had."""
+        """By a request's field `kvevict`. Raises Refused or ValueError for a choice that cannot be had."""
         share, question = self._asked(asked, opens_text)
         hidden, own = share == ALWAYS, self.reader()
         name, budget = asked.get("policy"), asked.get("budget")

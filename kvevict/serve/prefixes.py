@@ -54,7 +54,7 @@ def bytes_of(cache) -> int:
 class Prefixes:
     """Caches by key. Used by the thread that generates alone, but for `knows`, `has_file` and `file_bytes`.
 
-    folder   of the files; None: what does not fit in memory is forgotten
+    folder   of the files; None: caches that do not fit in memory are forgotten
     memory   bytes of the caches that are kept in memory at most
     disk     bytes of the files at most: a function, as texts take up some of them
     gone     `Texts.gone`: caches of deleted texts are not written

@@ -311,7 +311,7 @@ class Server:
 
     def _note(self, call, identity, status) -> None:
         self.calls.pop(identity, None)
-        goes_on = call.endpoint == STORE and status in (499, 504)  # the next request goes on with what was read
+        goes_on = call.endpoint == STORE and status in (499, 504)  # the next request continues this read
         if not goes_on:
             self._tidied(call)
         self.metrics.note(call, status)

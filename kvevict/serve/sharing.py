@@ -33,7 +33,7 @@ class Reader:
     least   slots of a beginning at least, where the budget is a share
     most    slots that memory holds
     longest tokens of a beginning after which the model has positions left that the policy needs
-    older   read before this one; what it has read is still used
+    older   read before this one; its stored beginnings are still used
     """
 
     policy: Policy

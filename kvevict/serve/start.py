@@ -32,8 +32,8 @@ BODY, LETTERS = 1 << 24, 64  # bytes of a request at most, in all and for each t
 
 
 def start(model, host: str, port: int, options: Options) -> None:
-    """Serve until a signal stops the process (SIGINT, SIGTERM). Raises ValueError or OSError for what cannot be had:
-    the model, the store's folder, the port."""
+    """Serve until a signal stops the process (SIGINT, SIGTERM). Raises ValueError or OSError where the model, the
+    store's folder or the port cannot be had."""
     log.to_stderr()
     transformers_logging.set_verbosity_error()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -123,7 +123,7 @@ class Texts:
         """Raises Refused for a text that the owner does not have."""
         found = self._text(owner, checked(name))
         if found is None:
-            raise Refused(404, f"there is no text {name!r}: store it with POST /v1/kvevict/texts", "text_not_found")
+            raise Refused(404, f"text {name!r} does not exist: store it with POST /v1/kvevict/texts", "text_not_found")
         return found
 
     def remove(self, owner: str, name: str) -> str:

@@ -167,7 +167,7 @@ def test_a_span_of_the_prompt_observes(tmp_path, capsys):
     (["demo", "--policies", "speckv"], "policy speckv: a smaller model drafts, which is missing; write speckv:draft_m"),
     (["generate", "Who?", "--file", "README.md", "--policy", "oracle"], "it needs to know the right answer"),
     (["inspect", "Who?", "--file", "README.md", "--out", "docs"], "--out docs: it is a folder; give a file"),
-    (["train", "--data", "nope.jsonl", "--out", "out"], "--data nope.jsonl: there is no such file"),
+    (["train", "--data", "nope.jsonl", "--out", "out"], "--data nope.jsonl does not exist"),
     (["statistics", "--data", "README.md", "--out", "/nope/q"], "--out /nope/q: there is no folder /nope"),
     (["eval", "--tasks", "facts", "--policies", "take", "--out", "/nope/r.jsonl"], "there is no folder /nope"),
     (["eval", "--tasks", "foo"], "unknown task 'foo'; known: asked, "),

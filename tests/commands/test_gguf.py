@@ -65,7 +65,7 @@ def test_files_that_cannot_be_loaded(command, tmp_path, capsys):
     strange, broken = tmp_path / "strange.gguf", tmp_path / "broken.gguf"
     tiny.save_gguf(strange, "rwkv7", **SHAPE)
     broken.write_bytes(b"no model at all")
-    for path, said in ((strange, "architecture rwkv7"), (broken, ""), (tmp_path / "none.gguf", "there is no file")):
+    for path, said in ((strange, "architecture rwkv7"), (broken, ""), (tmp_path / "none.gguf", "does not exist")):
         assert main([*command.replace("TEXT", str(text)).split(), "--model", str(path)]) == 2
         error = capsys.readouterr().err.strip().splitlines()[-1]
         assert str(path) in error and said in error and "folder" in error

@@ -267,4 +267,4 @@ def test_without_matplotlib(tmp_path, capsys, monkeypatch):
 
 def test_without_results(tmp_path, capsys):
     assert main(["plot", str(tmp_path / "none"), "--kind", "speed"]) == 2
-    assert "there is no such file" in capsys.readouterr().err
+    assert "does not exist" in capsys.readouterr().err

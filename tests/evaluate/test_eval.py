@@ -437,7 +437,7 @@ def test_rendered():
         ("--tasks toy --policies take --budgets 1", "budget=1 is too small"),
         ("--tasks toy --policies take --cases 0", "--cases must be at least 1"),
         ("--tasks toy --policies take --chunk-size -1", "--chunk-size must be at least 0"),
-        ("--table-only", "there is no such file"),
+        ("--table-only", "does not exist"),
     ],
 )
 def test_mistakes_are_named(tmp_path, capsys, words, message):

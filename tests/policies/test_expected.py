@@ -158,7 +158,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
         (tiny.model(vocab_size=VOCAB, rope_parameters=rope), "stats", "of another model: its rope is"),
         (model(num_hidden_layers=3), "stats", "of another model: its layers is 4"),
         (model(seed=1), "stats", "of another model: its weights is"),
-        (made, "nothing", "there is no file"),
+        (made, "nothing", "does not exist"),
         (made, "text", "cannot be read"),
     ):
         with pytest.raises(ValueError, match=text):

@@ -206,7 +206,7 @@ def test_a_short_beginning_that_was_read_before():
     (["--gates", "FOLDER", "--unasked", "kvzip"], "--unasked kvzip and --gates: gates are of the policy gate"),
     (["--gates", "FOLDER", "--unasked", "gate:gates=x"], "without gates="),
     (["--gates", "/dev/null/gates"], "--gates /dev/null/gates: /dev/null is not a folder"),
-    (["--gates", "FOLDER", "--gates-data", "/nowhere"], "--gates-data /nowhere: there is no such file"),
+    (["--gates", "FOLDER", "--gates-data", "/nowhere"], "--gates-data /nowhere does not exist"),
     (["--gates-data", "/nowhere"], "give --gates FOLDER, too"),
     (["--gates", "OTHER"], "is of another model: its heads is [4, 2]"),
 ])  # fmt: skip

@@ -79,7 +79,7 @@ def test_two_servers(process, tmp_path):  # noqa: F811
     assert found.choices[0].message.content == want["Orshan"] and kept(found) > count
 
     one.client.delete("/kvevict/texts/text", cast_to=object)
-    with pytest.raises(openai.NotFoundError, match="no text"):
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
         two.ask(asks("Orshan"), **opens())
     assert [each["name"] for each in two.client.get("/kvevict/texts", cast_to=object)["data"]] == ["other"]
     assert len(stored(store)) == 1
@@ -317,7 +317,7 @@ def test_texts_of_others_count(tmp_path):
     two.put("me", "a", "b" * 100)
     one.remove("me", "a")
     assert (one.bytes, two.bytes) == (0, 0)
-    with pytest.raises(Refused, match="no text"):
+    with pytest.raises(Refused, match="does not exist"):
         two.get("me", "a")
 
 
@@ -333,7 +333,7 @@ def test_a_text_that_cannot_be_read_for_a_while(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("builtins.open", failing)
     for texts, count in ((one, 1), (new, 2)):
         for _ in range(2):
-            with pytest.raises(Refused, match="no text"):
+            with pytest.raises(Refused, match="does not exist"):
                 texts.get("me", "a")
             assert texts.gone() == set()
         assert len(caplog.records) == 2 * count - (texts is new)

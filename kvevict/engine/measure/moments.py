@@ -106,7 +106,7 @@ def load(path: Any, decoder: Any, order: Any) -> dict:
     ValueError for a file that is missing, damaged, or of another model (naming the difference)."""
     path, again = os.fsdecode(path), "give a file that `kvevict statistics` wrote for this model"
     if not Path(path).is_file():
-        raise ValueError(f"stats: there is no file {path!r}; {again}")
+        raise ValueError(f"stats: {path!r} does not exist; {again}")
     try:
         metadata = sealed.texts(path)
         config = parsed(metadata.get("config", "null"))

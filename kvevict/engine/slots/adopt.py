@@ -18,7 +18,7 @@ class EvictionCache(DynamicCache):
     """The class that a patched model gives a `DynamicCache`, in place."""
 
     half_read = False  # a call that changes the cache has not ended
-    record_past = False  # tokens may be taken back (assisted decoding rolls back what it rejects)
+    record_past = False  # tokens may be taken back (assisted decoding rolls back rejected ones)
     packed: tuple = ()  # (start, stop) of each range of columns with its padding moved to the left
     next_position = None  # [B] int64 next positions, where padding was moved
     policy = None  # the policy this cache was read under; None for a loaded cache (unknown) and without a budget

@@ -14,7 +14,7 @@ class Ada(HeadBudget):
     """AdaKV (Feng et al. 2024): heads compete for the slots that are not protected.
 
     f       the fraction of a head's slots that it keeps without competing
-    floor   "mix": (1-f) times what a head wins over all heads plus f times the average, as the source computes;
+    floor   "mix": (1-f) times the slots that a head wins over all heads, plus f times the average, as in the source;
             "max": every head keeps its own best f times the average, then the best of the rest over all heads follow;
             "all": as "max", over all of a head's slots: protected ones count as its best (kvpress)
     """

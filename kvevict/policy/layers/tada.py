@@ -84,7 +84,7 @@ class History:
         write(path, json.dumps(dict(contexts=self.contexts, errors=self.errors)))
 
     def load(self, path: Any) -> None:
-        """Read what `save` wrote; raises ValueError for another kind of file."""
+        """Read a file of `save`; raises ValueError for another kind of file."""
         try:
             with open(path, encoding="utf-8") as file:
                 data = parsed(file.read())

@@ -14,7 +14,7 @@ from . import SCORES, Score
 class LagKV(Score):
     """LagKV (Liang et al. 2025): how keys and values deviate, seen from the next part of the text; no attention.
 
-    lag     tokens of a part; the last whole one and what follows it are kept, until the next part is there
+    lag     tokens of a part; the last whole one and all tokens after it are kept, until the next part is there
     sink    first slots that are always kept; parts begin after them
 
     A slot's number is its rank in its part, so that every part keeps as many.

@@ -17,7 +17,7 @@ class Chunk(Selection):
     c          tokens of a run; a slot belongs to run position // c
     per_head   every head ranks its runs (over all heads where heads compete); False: one choice for the layer, by
                scores averaged over heads
-    exact      what is left of the budget takes the next best run's first members; False: it stays unused
+    exact      the rest of the budget takes the next best run's first members; False: it stays unused
 
     A run's score is c times the mean over its members that are alive and not protected. Every member gets it, so
     ranking slots by (score, position) ranks whole runs.
