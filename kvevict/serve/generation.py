@@ -48,9 +48,10 @@ class Generation:
         self.context = getattr(self.config, "max_position_embeddings", None)
         patch = patch_of(self.decoder)
         self.slot = slot_bytes(model, patch.policy.kv)
-        most = self._widest(patch.policy, self.context or 1 << 20) + ROOM
+        most, memory = self._widest(patch.policy, self.context or 1 << 20) + ROOM, scheduler.memory // self.slot
         slots = 2 * (scheduler.most + 1) * most  # twice: answers that outgrow their room are copied within the pool
-        self.pools = Pools(self.decoder, patch.kv_heads * min(slots, scheduler.memory // self.slot))
+        self.kv, self.pools = patch.policy.kv, Pools(self.decoder, patch.kv_heads * (min(slots, memory) + memory))
+        prefixes.place = self._place
         self.form, self.sharing = Form(tokenizer, model), Sharing()
         self.grammars = Grammars(tokenizer, _listed(model.generation_config.eos_token_id))
 
@@ -247,6 +248,11 @@ class Generation:
                 self.prefixes.flush([key])
             cache, start = cache.fork(), end
         return cache
+
+    def _place(self, cache) -> None:
+        """Put the slots of a beginning beside those of the answers, where they are of one kind."""
+        if cache.policy is not None and cache.policy.kv == self.kv:
+            self.pools.hold(cache)
 
     def _beginning(self, call: Call, cache, start: int, end: int, policy):
         """A cache of the prompt up to an end, which follows a cache up to `start`. It is read in pieces: where the

@@ -39,16 +39,21 @@ def mark_in(key: str) -> str:
 
 
 def bytes_of(cache) -> int:
-    """Bytes of a cache's tensors. Those shared with others count too."""
-    storages = {}
+    """Bytes of a cache's tensors. Those shared with others count too; of a pool's buffers, the rows that are lent."""
+    storages, lent = {}, 0
     for layer in cache.layers:
         own = layer.storage.tensors() if hasattr(layer, "storage") else (layer.keys, layer.values)
         more = (getattr(layer, name, None) for name in OPTIONAL)
+        pool = getattr(layer, "pool", None)
+        buffers = () if pool is None else [buffer.data_ptr() for buffer in pool.buffers]
         for tensor in (*own, *more):
             if tensor is not None:
                 storage = tensor.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+                if storage.data_ptr() in buffers:
+                    lent += tensor.nbytes
+                else:
+                    storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values()) + lent
 
 
 class Prefixes:
@@ -63,6 +68,7 @@ class Prefixes:
     def __init__(self, model, memory: int, folder=None, disk=lambda: 0, gone=lambda *marks: ()):
         self.model, self.memory, self.disk, self.gone = model, memory, disk, gone
         self.folder = None if folder is None else Path(folder)
+        self.place = lambda cache: None  # is called with each cache that memory gets
         self._live: OrderedDict = OrderedDict()  # key -> (cache, bytes), least recently used first
         self.live_bytes, self._tidied = 0, 0.0
         if self.folder is not None:
@@ -134,6 +140,7 @@ class Prefixes:
     def _hold(self, key, cache) -> None:
         if key in self._live:
             self.live_bytes -= self._live.pop(key)[1]
+        self.place(cache)
         self._live[key] = cache, bytes_of(cache)
         self.live_bytes += self._live[key][1]
         while self.live_bytes > self.memory:

@@ -17,8 +17,8 @@ from .prefixes import mark_of
 
 FORMAT = "kvevict-text-1"
 LETTERS, BYTES = 100, 240  # of a name at most; the latter as a file has it
-SETTLED = 2  # seconds after which a folder's time of change says whether it has changed since; file systems round it
-EVERY = 60  # seconds after which all folders are looked at: some file systems do not keep that time
+SETTLED = 2  # seconds: file systems may round a folder's time of change so far, and two changes look like one
+EVERY = 60  # seconds between looks at all folders: some file systems do not keep that time
 JOINERS = "\u200c\u200d"  # in words of many scripts
 
 

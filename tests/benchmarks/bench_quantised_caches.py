@@ -132,8 +132,8 @@ def is_right(tokenizer, tokens, case):
 
 
 def begun(doc, option, option_facts, **defaults):
-    """(arguments of the command line, model, tokenizer, cases of each text). option: the benchmark's own, besides those
-    that have the defaults."""
+    """(arguments of the command line, model, tokenizer, cases of each text). option: one of this benchmark, besides
+    those that have the defaults."""
     parser = argparse.ArgumentParser(description=doc.split("\n")[0])
     parser.add_argument("model")
     parser.add_argument("--haystack", type=Path)

@@ -149,6 +149,23 @@ def test_a_full_pool_is_no_obstacle():
             assert relative(got, torch.stack(want)) < 1e-4
 
 
+@pytest.mark.parametrize("kv", ["model", "int4"])
+def test_slots_that_a_pool_takes_stay_the_same(kv):
+    """They are those of the cache that was read outside, and stay there where the pool has no room."""
+    net = shared()
+    with kvevict.evicting(net, "snapkv", budget=40, window=4, kv=kv):
+        pools, small, cache = Pools(find_decoder(net), 4096), Pools(find_decoder(net), 10), read(net, None, 60, 1)
+        twin = copy.deepcopy(cache)
+        small.hold(cache)
+        assert cache.layers[0].pool is None and small.left() == 10
+        pools.hold(cache)
+        held, others = cache.layers[0].storage, twin.layers[0].storage
+        assert held.k is pools.of[0].buffers[0] and pools.left() == 4096 - held.counts.sum()
+        assert all(map(torch.equal, held.positions()[0], others.positions()[0]))
+        assert torch.equal(held.dense("k"), others.dense("k")) and torch.equal(held.dense("v"), others.dense("v"))
+        assert torch.equal(alone(net, cache.fork(), 5), alone(net, twin.fork(), 5))
+
+
 def test_a_copy_lies_outside_the_pool():
     net = shared()
     with kvevict.evicting(net, "h2o", budget=10):

@@ -9,7 +9,8 @@ import threading
 import pytest
 from serving import FILLER, TEXT, Client, asks, events, server, unpatched  # noqa: F401
 
-from kvevict import files
+from kvevict import _ops, files
+from kvevict.batch import Batch
 from kvevict.serve import call
 from kvevict.serve.row import Row
 
@@ -154,7 +155,7 @@ def test_a_short_prompt_within_a_chunk_of_a_long_one(monkeypatch):
 
 
 def test_repeated_tokens_count_before_the_first_chunk_ends(monkeypatch):
-    """A prompt of more than half of another's tokens is read within the only chunk of that, which is read twice."""
+    """A prompt of more than half of another's tokens is read within the only chunk of that one: it is read twice."""
     client = Client(server(chunk_size=2048, stall=0.0))
     bodies = [body(FILLER * 40, kvevict=dict(policy="kvzip", budget=64), max_tokens=1), body(FILLER * 28, max_tokens=1)]
     waits_for(client, monkeypatch, 1, "layer")
@@ -249,6 +250,41 @@ def test_what_the_pools_lend_comes_back():
     client.server.scheduler.submit(bool).result()
     gc.collect()
     assert [pool.left() for pool in pools] == before and any(pool.buffers for pool in pools)
+
+
+def test_answers_about_stored_texts_join_without_a_copy(tmp_path, monkeypatch):
+    """Of two texts, one stored here and one loaded; the texts' slots come back once they are forgotten."""
+    Client(server(tmp_path)).store("loaded", f"{FILLER}{TEXT}")
+    client, calls, compact, add = Client(server(tmp_path)), [], _ops.compact, Batch.add
+    pools = client.server.manager.pools.of.values()
+    before = [pool.left() for pool in pools]
+    client.store()
+    bodies = [
+        body(asks("Orshan"), kvevict=dict(text=name), max_tokens=20, logit_bias={"0": -100})
+        for name in ("text", "loaded", "text")
+    ]
+    alone = [choices(client.ask("POST", PATH, each)) for each in bodies]
+
+    def counted(batch, row, cache):
+        with monkeypatch.context() as patched:
+            patched.setattr(_ops, "compact", lambda *args: moved.append(args) or compact(*args))
+            moved: list = []
+            add(batch, row, cache)
+            calls.append((len(batch.rows), len(moved)))
+
+    monkeypatch.setattr(Batch, "add", counted)
+    assert [choices(each) for each in together(client, bodies)] == alone
+    assert max(rows for rows, _ in calls) > 1 and not any(moved for _, moved in calls)
+    client.server.scheduler.submit(bool).result()
+    gc.collect()
+    prefixes, lent = client.server.prefixes, [a - pool.left() for a, pool in zip(before, pools, strict=True)]
+    size = sum(n * sum(t[0].nbytes for t in pool.buffers) for n, pool in zip(lent, pools, strict=True))
+    assert len(prefixes._live) == 2 and 0.9 * prefixes.live_bytes < size < prefixes.live_bytes
+    for name in ("text", "loaded"):
+        client.ask("DELETE", f"/v1/kvevict/texts/{name}")
+    client.server.scheduler.submit(bool).result()
+    gc.collect()
+    assert prefixes.live_bytes == 0 and [pool.left() for pool in pools] == before
 
 
 def test_metrics_of_running_answers():

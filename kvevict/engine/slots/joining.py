@@ -2,6 +2,7 @@
 parting move no slot of a pool."""
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from .carried import of_layer, wide
 from .fork import joined
 from .latent import LatentLayer
 from .pool import Pool
+from .storage import Storage
 
 
 class Pools:
@@ -30,6 +32,16 @@ class Pools:
         for index, pool in self.of.items():
             cache.layers[index].pool = pool
         return cache
+
+    def hold(self, cache) -> None:
+        """Move a cache's slots into the pools, in layers where these have room: its forks then join beside other
+        sequences of the pools without a copy of these slots."""
+        for index, pool in self.of.items():
+            layer = cache.layers[index]
+            if isinstance(layer.storage, Storage) and not layer.storage.regions:
+                held = replace(layer.storage, pool=pool).moved(layer.counts)
+                if held.regions:
+                    layer.storage, layer.pool = held, pool
 
     def left(self) -> int:
         """Free rows of the fullest pool."""
