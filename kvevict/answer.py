@@ -1,6 +1,8 @@
 """One context, many questions: the context is read and evicted from once, and each question continues a fork of it."""
 
 import inspect
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -23,12 +25,12 @@ KEEPS = Policy(score="streaming", budget=PLENTY, decode=False)  # stores all tok
 SHORTEST = 16  # tokens of a chunk that is repeated at the end of the model's positions
 
 
-def unasked(decoder) -> str:
+def unasked(decoder: torch.nn.Module) -> str:
     """The default policy for a text that is asked about later: the best measured (docs/results.md)."""
     return "gate" if gates.own(decoder) else "read-twice"
 
 
-def read(model, tokenizer, context, policy=None, **options):
+def read(model: Any, tokenizer: Any, context: str, policy: str | Policy | None = None, **options: Any) -> EvictionCache:
     """Read a text with a policy. Returns the cache of the kept slots, for `answer`, `save_cache` or `cache.fork()`.
 
     model             as `kvevict.patch` takes it
@@ -55,9 +57,10 @@ def read(model, tokenizer, context, policy=None, **options):
 
 
 def answer(
-    model, tokenizer, context, questions, policy=None, *, max_new_tokens=64, one_line=False, temperature=None,
-    top_p=1.0, sampling_seed=0, batch_size=8, **options,
-) -> list:  # fmt: skip
+    model: Any, tokenizer: Any, context: str | EvictionCache, questions: Iterable[str],
+    policy: str | Policy | None = None, *, max_new_tokens: int = 64, one_line: bool = False,
+    temperature: float | None = None, top_p: float = 1.0, sampling_seed: int = 0, batch_size: int = 8, **options: Any,
+) -> list[str]:  # fmt: skip
     """Answer questions about a context that is read once. Returns a list of texts.
 
     model             as `kvevict.patch` takes it; of its generation_config only the tokens that end an answer count
@@ -118,18 +121,19 @@ class Pipeline:
     and batch_size=, max_new_tokens=, ... as `kvevict.answer` does.
     """
 
-    def __init__(self, model, tokenizer, policy=None, **options):
+    def __init__(self, model: Any, tokenizer: Any, policy: str | Policy | None = None, **options: Any) -> None:
         self.model, self.tokenizer, self.policy, self.options = model, tokenizer, policy, options
         if policy is not None or patch_of(find_decoder(model)) is None:
             build(unasked(find_decoder(model)) if policy is None else policy, **options)
 
     def __call__(
-        self, context, question=None, *, questions=None, max_new_tokens=64, one_line=False, temperature=None, top_p=1.0,
-        sampling_seed=0, batch_size=8,
-    ) -> dict:  # fmt: skip
+        self, context: str | EvictionCache, question: str | None = None, *, questions: Iterable[str] | None = None,
+        max_new_tokens: int = 64, one_line: bool = False, temperature: float | None = None, top_p: float = 1.0,
+        sampling_seed: int = 0, batch_size: int = 8,
+    ) -> dict[str, Any]:  # fmt: skip
         if (question is None) == (questions is None):
             raise ValueError("give either question, a text, or questions, a list of texts")
-        asked = [question] if questions is None else questions
+        asked: Any = [question] if questions is None else questions
         policy, options = (self.policy, self.options) if isinstance(context, str) else (None, {})
         answers = answer(
             self.model, self.tokenizer, context, asked, policy, max_new_tokens=max_new_tokens, one_line=one_line,
@@ -137,7 +141,7 @@ class Pipeline:
         )  # fmt: skip
         return dict(answer=answers[0]) if questions is None else dict(answers=answers)
 
-    def read(self, context):
+    def read(self, context: str) -> EvictionCache:
         """The cache of a text, to be asked more than once or saved."""
         return read(self.model, self.tokenizer, context, self.policy, **self.options)
 
@@ -156,12 +160,12 @@ def _patched(model, tokenizer, policy, options, tokens):
     return evicting(model, told(chosen, tokenizer), tokenizer=False)
 
 
-def room_of(policy) -> int:
+def room_of(policy: Policy) -> int:
     """Positions after a prompt that a policy needs to repeat it, in its shortest chunks."""
     return SHORTEST + len(policy.rows.instruction)  # of a text: letters, as many as tokens or more
 
 
-def within_positions(policy, config, tokens):
+def within_positions(policy: Policy, config: Any, tokens: int) -> Policy:
     """The policy, with chunks (or parts of a prompt that was read before) short enough that their repetition fits the
     model's positions. Unchanged if that needs chunks under `SHORTEST` tokens."""
     context = getattr(config, "max_position_embeddings", None)
@@ -178,7 +182,7 @@ def _check(model) -> None:
         raise ValueError("in training mode the model runs unpatched: call model.eval()")
 
 
-def together(model, cache, lengths, most: int) -> list:
+def together(model: Any, cache: EvictionCache, lengths: list[int], most: int) -> list[list[int]]:
     """The questions of each batch that can be asked of one cache, as lists of indices: neighbours in length, at most
     `most`."""
     decoder = find_decoder(model)
@@ -198,7 +202,7 @@ def together(model, cache, lengths, most: int) -> list:
     return batches
 
 
-def rows_of(cache, rows: int):
+def rows_of(cache: EvictionCache, rows: int) -> EvictionCache:
     """A fork of a cache of one row, with so many."""
     fork = cache.fork()
     if rows > 1:
@@ -207,7 +211,7 @@ def rows_of(cache, rows: int):
 
 
 @torch.no_grad()
-def continued(model, cache, texts, keep: int = 1):
+def continued(model: Any, cache: EvictionCache, texts: list[list[int]], keep: int = 1) -> torch.Tensor:
     """Logits [B, keep, vocabulary] of the last tokens of texts, given as ids: one after each row of a cache, to which
     they are appended. keep 0: of all tokens, shorter texts padded at the left."""
     longest, here = max(map(len, texts)), device_of(model)

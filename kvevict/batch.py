@@ -1,5 +1,8 @@
 """Sequences that decode together, one token of each in a step of the model. They join and leave between steps."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from . import families
@@ -23,7 +26,7 @@ class Batch:
         self.model, self.rows, self.cache = base_model(model), list(rows), cache
         self.device = device_of(self.model)
 
-    def add(self, row, cache) -> None:
+    def add(self, row: Any, cache: Any) -> None:
         """Let a sequence decode in the next steps. `cache`: of its tokens so far; it is the batch's from here on.
 
         Raises ValueError for a cache that cannot share a step with the others.
@@ -34,13 +37,13 @@ class Batch:
         self.cache = join([self.cache, cache]) if self.rows else cache
         self.rows.append(row)
 
-    def remove(self, row):
+    def remove(self, row: Any) -> Any:
         """Take a sequence out; returns its cache, to go on with alone or in another batch."""
         cache = self._part([row])
         self.keep([other for other in self.rows if other != row])
         return cache
 
-    def keep(self, rows) -> None:
+    def keep(self, rows: Sequence[Any]) -> None:
         """End the sequences that are not among these rows of the batch."""
         self.cache, self.rows = self._part(rows) if rows else None, list(rows)
 
@@ -49,7 +52,7 @@ class Batch:
         return self.cache if len(rows) == len(self.rows) else part(self.cache, [self.rows.index(row) for row in rows])
 
     @torch.no_grad()
-    def step(self, tokens) -> torch.Tensor:
+    def step(self, tokens: Sequence[int]) -> torch.Tensor:
         """Logits [B, vocabulary] after one more token of each row: a list of ids."""
         if len(tokens) != len(self.rows):
             raise ValueError(f"tokens has {len(tokens)} ids, expected {len(self.rows)}: one for each row")

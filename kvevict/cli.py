@@ -10,7 +10,7 @@ from .commands import COMMANDS
 from .version import VERSION
 
 
-def main(argv=None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Exit code: 0, 1 when the reader of our output has left, 2 after a mistake in the arguments, 130 after Ctrl-C."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # an answer may have letters that the terminal has not
@@ -24,7 +24,7 @@ def main(argv=None) -> int:
         return 1
 
 
-def run(argv) -> int:
+def run(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         "kvevict", usage="kvevict COMMAND ...", description="Long prompts in bounded memory.", epilog=listing(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -49,7 +49,7 @@ def run(argv) -> int:
     return 0
 
 
-def parser_of(name) -> argparse.ArgumentParser:
+def parser_of(name: str) -> argparse.ArgumentParser:
     """A command's parser, to which the command adds its own arguments."""
     parser = argparse.ArgumentParser(f"kvevict {name}", description=COMMANDS[name].__doc__)
     told = "print one JSON line and no table; where standard output is not a terminal both are printed"

@@ -4,7 +4,9 @@ Free of Transformers until a function of it runs, so that counts need it not."""
 import inspect
 import sys
 import warnings
+from collections.abc import Callable
 from importlib import metadata
+from typing import Any
 
 import torch
 
@@ -46,12 +48,12 @@ CROP_TAKES_LENGTH = VERSION < (5, 17)
 CACHE = "past_key_values" if VERSION < (5, 24) else "cache"
 
 
-def cache_of(output):
+def cache_of(output: Any) -> Any:
     """The cache of a model's output."""
     return getattr(output, CACHE)
 
 
-def named(kwargs) -> dict:
+def named(kwargs: dict[str, Any]) -> dict[str, Any]:
     """A call's arguments, with the cache by this version's name."""
     return {CACHE if name == "past_key_values" else name: value for name, value in kwargs.items()}
 
@@ -96,15 +98,15 @@ STAND_INS = {
 }
 
 
-def base_attention(module, config):
+def base_attention(module: torch.nn.Module, config: Any) -> Callable[..., Any]:
     """The attention function that `module` would call without us, under its original config."""
     from transformers import AttentionInterface
 
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     return AttentionInterface().get_interface(config._attn_implementation, eager)
 
 
-def apply_rotary(module, x, cos, sin):
+def apply_rotary(module: torch.nn.Module, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x [B, H, p, D] rotated by cos and sin [B, p, r], with the function of the module's own file. Where r < D that
     function or its caller leaves the last D - r dimensions alone."""
     function = sys.modules[type(module).__module__].apply_rotary_pos_emb
@@ -117,7 +119,7 @@ def apply_rotary(module, x, cos, sin):
         return torch.cat([rotated(x[..., :width]), x[..., width:]], -1)
 
 
-def keeps_state(kind) -> None:
+def keeps_state(kind: type) -> None:
     """Have Transformers look for a convolution's or a recurrent state in cache layers of this class."""
     from transformers import cache_utils
 

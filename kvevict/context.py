@@ -4,8 +4,10 @@ There is one context variable. Each call runs in a copy of the context, so its c
 """
 
 import contextlib
+from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,18 +30,18 @@ def context() -> Context:
     return _context.get()
 
 
-def current():
+def current() -> Any:
     """The `Step` that runs, or None."""
     return _context.get().step
 
 
-def enter(**changes) -> None:
+def enter(**changes: Any) -> None:
     """Change these fields of the context for the rest of this call."""
     _context.set(replace(_context.get(), **changes))
 
 
 @contextlib.contextmanager
-def within(**changes):
+def within(**changes: Any) -> Iterator[None]:
     """Inside, the context has these fields changed."""
     token = _context.set(replace(_context.get(), **changes))
     try:

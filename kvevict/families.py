@@ -2,6 +2,7 @@
 calls Transformers' attention interface. Facts about whole model types are in `known.py`."""
 
 import inspect
+from typing import Any
 
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -24,7 +25,7 @@ OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")  # projections of attention'
 INNER = ("model", "transformer", "gpt_neox", "language_model", "text_model", "decoder")
 
 
-def unwrapped(model):
+def unwrapped(model: Any) -> Any:
     """The model in a pipeline or under wrappers (data parallel, compiled), or the model itself. A PEFT model stays, as
     it may put learned tokens before a prompt."""
     if not isinstance(model, torch.nn.Module) and isinstance(getattr(model, "model", None), torch.nn.Module):
@@ -34,13 +35,13 @@ def unwrapped(model):
     return model
 
 
-def base_model(model):
+def base_model(model: Any) -> Any:
     """The Transformers model without its wrappers: those that `unwrapped` takes away, and PEFT."""
     model = unwrapped(model)
     return unwrapped(model.get_base_model()) if hasattr(model, "get_base_model") else model
 
 
-def find_decoder(model):
+def find_decoder(model: Any) -> Any:
     """The text decoder: its layers cache keys and values."""
     top = base_model(model)
     if not isinstance(top, torch.nn.Module) or not hasattr(top, "config"):
@@ -56,7 +57,7 @@ def find_decoder(model):
     return decoder
 
 
-def decoder_of(top):
+def decoder_of(top: Any) -> Any:
     """The submodule of a model that runs its text layers; None where there is no such."""
     module = top.get_decoder() if hasattr(top, "get_decoder") else top
     while module is not None and (layers_of(module) is None or not hasattr(module, "config")):
@@ -65,13 +66,13 @@ def decoder_of(top):
     return module
 
 
-def layers_of(decoder):
+def layers_of(decoder: torch.nn.Module) -> Any:
     """The decoder's list of layers, under any known name; None if it has none."""
     lists = (getattr(decoder, name, None) for name in LAYER_LISTS)
     return next((each for each in lists if isinstance(each, torch.nn.ModuleList)), None)
 
 
-def attention_of(layer, index):
+def attention_of(layer: torch.nn.Module, index: int) -> Any:
     """The one module of layer `index` that calls the attention interface; None where there is none, or several."""
     found = [m for m in layer.modules() if getattr(m, "layer_idx", None) == index and _calls_interface(type(m))]
     return found[0] if len(found) == 1 else None
@@ -82,13 +83,13 @@ def _calls_interface(kind) -> bool:
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
-def is_transformers(decoder) -> bool:
+def is_transformers(decoder: torch.nn.Module) -> bool:
     """Whether a decoder and its layers are of Transformers' or torch's classes."""
     parts = [decoder, *layers_of(decoder).modules()]
     return all(type(part).__module__.startswith(("transformers.", "torch.")) for part in parts)
 
 
-def device_of(module):
+def device_of(module: torch.nn.Module) -> torch.device:
     """Where a module computes; accelerate may keep its weights elsewhere, and meta tensors in their place."""
     for each in module.modules():
         hook = getattr(each, "_hf_hook", None)
@@ -98,7 +99,7 @@ def device_of(module):
     return next(module.parameters()).device
 
 
-def mixer_of(layer):
+def mixer_of(layer: torch.nn.Module) -> Any:
     """The module of a layer that keeps a convolution's or a recurrent state in the cache; None where none does."""
     return next((m for m in layer.modules() if hasattr(m, "layer_idx") and _keeps_state(type(m))), None)
 
@@ -109,7 +110,7 @@ def _keeps_state(kind) -> bool:
     return any(code is not None and "update_conv_state" in code.co_names for code in codes)
 
 
-def layer_kinds(config) -> list:
+def layer_kinds(config: Any) -> list[str]:
     """Each decoder layer's kind of cache: one of EVICTS (we may evict), SLIDING or STATE (stays), NOTHING, or the class
     name of a cache that we refuse. A window as long as the context counts as full attention."""
     from transformers import cache_utils
@@ -126,7 +127,7 @@ def layer_kinds(config) -> list:
     return [kind(layer) for layer in cache_utils.DynamicCache(config=config).layers]
 
 
-def heads(decoder, kinds) -> tuple:
+def heads(decoder: Any, kinds: list[str]) -> tuple[Any, Any]:
     """(query heads, kv heads) of the layers that we evict from; None where they differ."""
     config = decoder.config
     every = _get(config, "num_attention_heads_per_layer")  # Laguna's
@@ -141,7 +142,7 @@ def heads(decoder, kinds) -> tuple:
     return queries, queries if keys is None else _alike(keys, kinds)
 
 
-def readers(decoder, kinds) -> dict:
+def readers(decoder: Any, kinds: list[str]) -> dict[int, int | None]:
     """For layers without keys and values: {layer: the layer that it reads from}, the last storing layer of its type
     before it; None: not found. A layer that reads from one that we do not evict from is left out."""
     config, found = decoder.config, {}
@@ -162,12 +163,12 @@ def _alike(value, kinds):
     return own.pop() if len(own) == 1 else None
 
 
-def is_latent(config) -> bool:
+def is_latent(config: Any) -> bool:
     """Whether attention caches latents that all heads share (MLA)."""
     return bool(_get(config, "kv_lora_rank"))
 
 
-def head_dim(module, config) -> int:
+def head_dim(module: Any, config: Any) -> int:
     """Width of a query and a key."""
     if hasattr(module, "qk_nope_head_dim"):
         return module.qk_nope_head_dim + module.qk_rope_head_dim
@@ -177,12 +178,12 @@ def head_dim(module, config) -> int:
     return config.hidden_size // config.num_attention_heads
 
 
-def value_dim(module, config) -> int:
+def value_dim(module: Any, config: Any) -> int:
     """Width of a value."""
     return getattr(module, "v_head_dim", None) or head_dim(module, config)
 
 
-def widths(module, config) -> tuple:
+def widths(module: Any, config: Any) -> tuple[int, int]:
     """Columns of a stored slot's `k` and `v`, and of the keys and values that attention reads."""
     read = -(-max(head_dim(module, config), getattr(module, "v_head_dim", None) or 0) // 8) * 8
     if not is_latent(config):
@@ -200,7 +201,7 @@ def _get(owner, name):
         raise
 
 
-def reasons(config) -> list:
+def reasons(config: Any) -> list[str]:
     """Reasons in a config why we cannot evict from the model's cache; empty: none."""
     if getattr(config, "is_encoder_decoder", False):
         return ["it is an encoder-decoder model; only decoder-only models are supported"]
@@ -230,7 +231,7 @@ def reasons(config) -> list:
     return []
 
 
-def structure_reasons(decoder) -> list:
+def structure_reasons(decoder: Any) -> list[str]:
     """Reasons in a decoder's modules why it cannot be patched although its kind of cache is supported."""
     kinds, layers = layer_kinds(decoder.config), layers_of(decoder)
     if len(kinds) != len(layers):
@@ -259,12 +260,12 @@ def structure_reasons(decoder) -> list:
     return []
 
 
-def output_of(module):
+def output_of(module: torch.nn.Module) -> Any:
     """The output projection of an attention module; None if no child has a known name."""
     return next((getattr(module, name) for name in OUTPUTS if hasattr(module, name)), None)
 
 
-def output_weight(module, split=False):
+def output_weight(module: torch.nn.Module, split: bool = False) -> torch.Tensor:
     """W_O of an attention module, [E, H * Dv]: the weight of its output projection, without the bias.
 
     split   True: of this rank's heads only (tensor parallel)
@@ -273,7 +274,7 @@ def output_weight(module, split=False):
     """
     linear = output_of(module)
     if type(linear) is torch.nn.Linear and linear.weight.device.type != "meta":
-        weight = linear.weight.detach()
+        weight: Any = linear.weight.detach()
         if hasattr(weight, "to_local"):  # a DTensor
             weight = weight.to_local() if split else weight.full_tensor()
         return weight
@@ -285,12 +286,14 @@ def output_weight(module, split=False):
         return (linear(unit) - linear(torch.zeros_like(unit[:1]))).T
 
 
-def rotary_of(module):
+def rotary_of(module: torch.nn.Module) -> Any:
     """The child that makes cosine and sine of positions; None where there is none."""
     return next((child for child in module.children() if "Rotary" in type(child).__name__), None)
 
 
-def rotate(decoder, module, x, position_from, position_to):
+def rotate(
+    decoder: Any, module: Any, x: torch.Tensor, position_from: torch.Tensor, position_to: torch.Tensor
+) -> torch.Tensor:
     """Rotate x [B, H, p, D] by the angle between two positions [B]: R(to) R(from)^-1 x, with the model's rotary
     frequencies and pairing of dimensions. position_to [B, n]: the mean over n positions. fp32 in, fp32 out. Only for
     modules that rotate (`trial.rotating`)."""
@@ -333,7 +336,7 @@ def _turn_pairs(x, turn):
     return torch.view_as_real(pairs * turn[:, None]).flatten(-2).to(x.dtype)
 
 
-def axes(decoder) -> int:
+def axes(decoder: torch.nn.Module) -> int:
     """How many axes positions have (M-RoPE, for pictures); 0: they are plain numbers."""
     sections = getattr(rotary_of(decoder), "mrope_section", None)
     if isinstance(sections, dict):  # one for every kind of layer
@@ -341,12 +344,12 @@ def axes(decoder) -> int:
     return len(sections or ())
 
 
-def counts_tokens(decoder) -> bool:
+def counts_tokens(decoder: Any) -> bool:
     """Whether the decoder, called without positions, counts a row's tokens without its padding."""
     return decoder.config.model_type == "opt"
 
 
-def rope_depends_on_length(decoder) -> bool:
+def rope_depends_on_length(decoder: torch.nn.Module) -> bool:
     """Whether the rotary frequencies depend on the longest position of the same call (longrope, dynamic NTK)."""
     kind = getattr(rotary_of(decoder), "rope_type", "default")
     kinds = kind.values() if isinstance(kind, dict) else [kind]

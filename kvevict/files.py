@@ -4,12 +4,13 @@ import contextlib
 import errno
 import os
 import tempfile
+from collections.abc import Iterator
 
 NO_LINKS = errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EMLINK  # of file systems
 
 
 @contextlib.contextmanager
-def replacing(path, replace: bool = True):
+def replacing(path: str | os.PathLike, replace: bool = True) -> Iterator[str]:
     """Yields the name of a temporary file to write. At the block's end it replaces `path`, or the target of a link
     there. replace: False raises FileExistsError where there is one already.
 
@@ -51,7 +52,7 @@ def _place(temporary, path) -> None:
         os.replace(temporary, path)
 
 
-def write(path, data: str | bytes, mode: int = 0o666, replace: bool = True) -> None:
+def write(path: str | os.PathLike, data: str | bytes, mode: int = 0o666, replace: bool = True) -> None:
     """A whole new file, of bytes or of text in UTF-8, or after an error the old one; see `replacing`. mode: as of
     `os.open`."""
     with replacing(path, replace) as temporary, open(os.open(temporary, os.O_WRONLY | os.O_CREAT, mode), "wb") as file:
@@ -59,14 +60,14 @@ def write(path, data: str | bytes, mode: int = 0o666, replace: bool = True) -> N
 
 
 @contextlib.contextmanager
-def staying(path):
+def staying(path: str | os.PathLike) -> Iterator[str | os.PathLike]:
     """Yields a name of a file for as long as it is read: another process, or machine, may remove `path` meanwhile. That
     takes hard links; without them it yields `path`. Raises FileNotFoundError if `path` does not exist."""
     folder, name = os.path.split(path)
     with contextlib.ExitStack() as stack:
         try:
             own = tempfile.TemporaryDirectory(dir=folder, prefix=".kvevict-", ignore_cleanup_errors=True)
-            other = os.path.join(stack.enter_context(own), name)
+            other: str | os.PathLike = os.path.join(stack.enter_context(own), name)
             os.link(path, other)
         except FileNotFoundError:
             raise

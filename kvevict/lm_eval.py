@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import inspect
 import itertools
+from typing import Any
 
 import torch
 
@@ -53,7 +54,7 @@ class KVEvict(HFLM):
         super().__init__(pretrained, **arguments)
         patch(self.model, policy, budget=budget, tokenizer=self.tokenizer, **options)
 
-    def loglikelihood_rolling(self, requests, disable_tqdm=False):
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         raise ValueError(
             "rolling log-likelihoods score a text from its first token on, without a context to evict from; "
             "run `kvevict eval --tasks perplexity`, or lm-eval's model hf"
@@ -96,7 +97,7 @@ def option_names() -> set:
     return {f.name for part in parts for f in dataclasses.fields(part) if f.init} - {"budget"}
 
 
-def main():
+def main() -> None:
     """lm-eval's command line."""
     from lm_eval.__main__ import cli_evaluate
 

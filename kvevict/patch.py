@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import threading
 import warnings
+from collections.abc import Iterator
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,7 +18,7 @@ from .engine.slots import ranks
 from .engine.watch.meter import Meter
 from .families import base_model, find_decoder
 from .policy import kv
-from .policy.policy import build
+from .policy.policy import Policy, build
 from .policy.text import DEFAULT
 from .policy.tokenizer import depends, of_model, told
 from .question import LastTurn
@@ -64,16 +66,16 @@ class Patch:
         self.__dict__.update(state)
         self._forget()
 
-    def keep(self, meter) -> None:
+    def keep(self, meter: Meter) -> None:
         """Store a read's meter as the caller's last."""
         self.meters[caller()] = self.last_meter = meter
 
-    def meter(self):
+    def meter(self) -> Meter:
         """The meter of the caller's last read; of the last read of any caller if this one has not read."""
         return self.meters.get(caller(), self.last_meter)
 
 
-def caller():
+def caller() -> asyncio.Task | threading.Thread:
     """The running asyncio task, or else the thread."""
     try:
         return asyncio.current_task() or threading.current_thread()
@@ -81,7 +83,15 @@ def caller():
         return threading.current_thread()
 
 
-def patch(model, policy=DEFAULT, *, budget=None, chunk_size=None, tokenizer=None, **options):
+def patch(
+    model: Any,
+    policy: str | Policy = DEFAULT,
+    *,
+    budget: int | float | str | None = None,
+    chunk_size: int | None = None,
+    tokenizer: Any = None,
+    **options: Any,
+) -> Any:
     """Make a loaded Transformers model read long prompts in chunks and keep a bounded KV cache; returns the model.
 
     policy      a preset's name (`kvevict.policies()` lists them) or a `kvevict.Policy`; default "take+edie"
@@ -144,12 +154,12 @@ def _made(model, policy, options) -> Patch:
     return made
 
 
-def in_slots(policy, model):
+def in_slots(policy: Policy, model: Any) -> Policy:
     """The policy, with a budget in bytes as slots per kv head of this model."""
     return policy.in_slots(slot_bytes(model, policy.kv)) if isinstance(policy.budget, str) else policy
 
 
-def slot_bytes(model, kind: str = "model") -> int:
+def slot_bytes(model: Any, kind: str = "model") -> int:
     """Bytes of one slot in every kv head, of all ranks, of every layer that evicts. kind: of `kv.KINDS`."""
     decoder, dtype = find_decoder(model), base_model(model).dtype
     kinds, layers = families.layer_kinds(decoder.config), families.layers_of(decoder)
@@ -159,7 +169,7 @@ def slot_bytes(model, kind: str = "model") -> int:
     return heads * sum(kv.slot_bytes(kind, width, dtype.itemsize) for width in widths)
 
 
-def check_kv(kind, model) -> None:
+def check_kv(kind: str, model: Any) -> None:
     """Raise ValueError for a model whose slots cannot be represented so."""
     decoder = find_decoder(model)
     if kind != "model" and families.is_latent(decoder.config):
@@ -169,7 +179,7 @@ def check_kv(kind, model) -> None:
         )
 
 
-def unpatch(model):
+def unpatch(model: Any) -> Any:
     """Remove the model's policy; does nothing on a model without one.
 
     The model is then exactly as before `patch`, as soon as running calls and blocks of `evicting` in other threads have
@@ -186,7 +196,7 @@ def unpatch(model):
 
 
 @contextlib.contextmanager
-def evicting(model, policy=DEFAULT, **options):
+def evicting(model: Any, policy: str | Policy = DEFAULT, **options: Any) -> Iterator[Any]:
     """`with kvevict.evicting(model, "take", budget=512): ...`: inside, the calls of this thread and context have this
     policy instead of the one that `patch` set.
 
@@ -218,12 +228,12 @@ def _learned_tokens(model) -> int:
     return getattr(config, "num_virtual_tokens", None) or 0
 
 
-def is_patched(decoder) -> bool:
+def is_patched(decoder: torch.nn.Module) -> bool:
     """Whether the caller's calls of a decoder have a policy."""
     return installed.patch_of(decoder) is not None
 
 
-def check_model(model) -> None:
+def check_model(model: Any) -> None:
     """Raise one ValueError with all the reasons why a model's decoder cannot be patched, if there are any."""
     decoder = find_decoder(model)
     reasons = families.reasons(decoder.config) or families.structure_reasons(decoder)
@@ -232,7 +242,7 @@ def check_model(model) -> None:
         raise ValueError(f"{type(decoder).__name__} cannot be patched: " + "; ".join(reasons))
 
 
-def unsupported_reasons(model, decoder) -> list:
+def unsupported_reasons(model: Any, decoder: Any) -> list[str]:
     """Why this loaded model cannot be patched, although its type can."""
     reasons, layers = [], families.layers_of(decoder)
     kinds = families.layer_kinds(decoder.config)
@@ -267,7 +277,7 @@ def unsupported_reasons(model, decoder) -> list:
     return reasons
 
 
-def check_type(model, decoder) -> None:
+def check_type(model: Any, decoder: Any) -> None:
     """Raise ValueError for a model type that is known to give wrong output, and for an unknown type if its output
     changes when the prompt is read in chunks."""
     top = base_model(model)

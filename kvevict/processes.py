@@ -1,9 +1,16 @@
 """Processes that share work: `accelerate launch -m kvevict eval` or `train --kind gates`, torchrun. The first one has
 the results; the others' come to it, so machines need no common disk. A launcher says so in the environment."""
 
+from __future__ import annotations
+
 import itertools
 import os
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Processes:
@@ -14,7 +21,7 @@ class Processes:
         self.rank, self.size = (int(os.environ.get(name, alone)) for name, alone in (("RANK", 0), ("WORLD_SIZE", 1)))
         self.group = None  # torch's default one
 
-    def join(self):
+    def join(self) -> Processes:
         """Make torch's process group, where there is none and several processes are; returns self. The group stays:
         the next one of this launch would find this one's addresses where all processes write theirs."""
         from torch import distributed
@@ -26,7 +33,7 @@ class Processes:
             self.group = distributed.new_group(backend="gloo", timeout=day)
         return self
 
-    def broadcast(self, value):
+    def broadcast(self, value: Any) -> Any:
         """The first process's value, in all of them."""
         from torch import distributed
 
@@ -36,7 +43,7 @@ class Processes:
         distributed.broadcast_object_list(box, group=self.group)
         return box[0]
 
-    def sum(self, x):
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all processes' tensors x of one shape, on x's device: the same bits in all of them."""
         from torch import distributed
 
@@ -46,7 +53,7 @@ class Processes:
         distributed.all_reduce(total, group=self.group)
         return total.to(x.device)
 
-    def lines(self, cases, measure):
+    def lines(self, cases: Sequence[Any], measure: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
         """Yield every line that measure(case), a generator, has of every case, as soon as it is known; where there are
         several processes, each measures every so many of the cases, and the first yields all lines."""
         from torch import distributed
@@ -57,6 +64,6 @@ class Processes:
                 yield from measure(some[0])
                 continue
             mine = list(measure(some[self.rank])) if self.rank < len(some) else []
-            found = [None] * self.size if self.rank == 0 else None
+            found: Any = [None] * self.size if self.rank == 0 else None
             distributed.gather_object(mine, found, group=self.group)
             yield from itertools.chain(*found or [])

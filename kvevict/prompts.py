@@ -1,12 +1,17 @@
 """Texts and questions as token ids, in the tokenizer's chat template if it has one."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 MARK = "\u0001"  # put beside a message in a chat template, to keep the template from trimming it
 MARGIN = 256  # tokens after a cut that a tokenizer may look at, far more than it does
 
 
-def first_ids(tokenizer, text: str, count: int, tokenise=None) -> tuple:
+def first_ids(
+    tokenizer: Any, text: str, count: int, tokenise: Callable[[Any, str], list[int]] | None = None
+) -> tuple[list[int], bool]:
     """(the first `count` ids of a text, whether these are all of its ids). Of a long text only the needed part is
     tokenised. tokenise: `ids_of`, or a function with its arguments."""
     letters, tokenise = 8 * (count + MARGIN), tokenise or ids_of
@@ -17,12 +22,12 @@ def first_ids(tokenizer, text: str, count: int, tokenise=None) -> tuple:
         letters *= 2
 
 
-def ids_of(tokenizer, text: str) -> list:
+def ids_of(tokenizer: Any, text: str) -> list[int]:
     """Ids of a text as it is: a special token's name in it is text like any other."""
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
 
 
-def frame(tokenizer, question: str, opening: str = "", chat=True) -> tuple:
+def frame(tokenizer: Any, question: str, opening: str = "", chat: bool = True) -> tuple[list[int], list[int], int]:
     """(ids before a text, ids after it, how many of the latter follow the question).
 
     After the text come the question and the answer's opening. In a chat template, if the tokenizer has one and `chat`
@@ -43,7 +48,7 @@ def frame(tokenizer, question: str, opening: str = "", chat=True) -> tuple:
     return head, ids_of(tokenizer, question.rstrip() if opening else question) + tail, len(tail)
 
 
-def rendered(tokenizer, messages: list, what: str, **options) -> str:
+def rendered(tokenizer: Any, messages: list[Any], what: str, **options: Any) -> str:
     """The messages in the tokenizer's chat template, up to the start of the assistant's turn. Raises ValueError with
     the template's message if it refuses them; `what` names the messages there. options go to the template."""
     try:
@@ -54,11 +59,11 @@ def rendered(tokenizer, messages: list, what: str, **options) -> str:
         raise ValueError(f"the tokenizer's chat template refuses {what}: {error}") from None
 
 
-def line_ended(tokenizer, tokens) -> bool:
+def line_ended(tokenizer: Any, tokens: list[int] | torch.Tensor) -> bool:
     """Whether generated ids have ended a line that is not empty."""
     return "\n" in tokenizer.decode(tokens, skip_special_tokens=True).lstrip()
 
 
-def until_line_end(tokenizer, start: int) -> list:
+def until_line_end(tokenizer: Any, start: int) -> list[Callable[..., torch.Tensor]]:
     """For `generate(stopping_criteria=...)` of one row: stop at the end of a line after the first `start` tokens."""
     return [lambda ids, scores, **kwargs: torch.tensor([line_ended(tokenizer, ids[0, start:])], device=ids.device)]

@@ -1,5 +1,8 @@
 """Mean and covariance of a model's queries, measured on any text, for `expected` (Expected Attention)."""
 
+import os
+from typing import Any
+
 import torch
 
 from . import families, trial
@@ -13,7 +16,9 @@ from .policy.checks import count
 SINK = 4  # rows at a part's first positions, left out
 
 
-def measure_queries(model, ids, path, *, length: int = 1000, progress: bool = False) -> dict:
+def measure_queries(
+    model: Any, ids: list[int] | torch.Tensor, path: str | os.PathLike, *, length: int = 1000, progress: bool = False
+) -> dict[str, Any]:
     """Write the mean and covariance of a model's queries before rotation to `path` (safetensors), for
     `kvevict.patch(model, "expected", stats=path)`; returns the facts that the file has of them.
 

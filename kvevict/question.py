@@ -7,6 +7,7 @@ import numbers
 import re
 import warnings
 from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,7 +15,9 @@ from typing import Any
 import numpy as np
 
 from .context import within
-from .policy.rows import Question
+from .engine.hook.arguments import Arguments
+from .policy.policy import Policy
+from .policy.rows import Question, Rows
 from .prompts import MARK, rendered
 
 NEAR = 1024  # characters at either end of a user's turn in which its question is looked for
@@ -34,7 +37,7 @@ BETWEEN = re.compile(
 
 
 @contextlib.contextmanager
-def observing(question, tokenizer=None):
+def observing(question: str | tuple[int, int] | list[Any], tokenizer: Any = None) -> Iterator[None]:
     """Inside, the tokens of a question observe the prompts that are read, at any place:
 
     with kvevict.observing("Who is the captain?", tokenizer):
@@ -96,20 +99,23 @@ class Finder:
         opened, ends = shared(head[::-1], begin[::-1])[::-1], shared(tail, end)
         return tuple(mark if mark.strip() else "" for mark in (opened, ends, tail))  # a text has white space of its own
 
-    def rows(self, arguments, prompt: int):
+    def rows(self, arguments: Arguments, prompt: int) -> Rows:
         """The policy's rows for the first `prompt` columns of a call's `kvevict.engine.hook.arguments.Arguments`."""
         raise NotImplementedError
 
-    def requests(self, arguments, spans: list, tokens: list) -> tuple:
+    def requests(
+        self, arguments: Arguments, spans: Sequence[tuple[int, int] | None], tokens: list[int]
+    ) -> tuple[tuple[int, ...], ...]:
         """For each row of a call, with the span (start, stop) of its question or None: the request's tokens from
         the question's paragraph to the prompt's end, from its line, and from the question; () for a question that is
         not in the prompt's last part."""
-        found = []
+        found: list[tuple[int, ...]] = []
         for row, (span, n) in enumerate(zip(spans, tokens, strict=True)):
             if span is None or not in_last_part(span, n, arguments.columns):
                 found.append(())
                 continue
-            starts, before = [], None if arguments.ids is None else ids_of_row(arguments, row, n)[: span[0]]
+            before = None if arguments.ids is None else ids_of_row(arguments, row, n)[: span[0]]
+            starts: list[Any] = []
             if before is not None and callable(self.tokenizer):
                 starts = [start_of(self.tokenizer, before, mark, self._marks[0]) for mark in (PARAGRAPH, LINE)]
             starts = [start for start in (*starts, span[0]) if start is not None]
@@ -123,7 +129,7 @@ class Asked(Finder):
     asked: tuple  # one text or span for all rows of a batch, or one per row
     tokenizer: Any = None
 
-    def rows(self, arguments, prompt):
+    def rows(self, arguments: Arguments, prompt: int) -> Rows:
         if len(self.asked) not in (1, arguments.batch):
             raise ValueError(
                 f"{len(self.asked)} questions for a batch of {arguments.batch} rows: give one, or one a row"
@@ -144,7 +150,7 @@ class Asked(Finder):
             )
         before = [None if in_last_part(s, n, arguments.columns) else (*s, True) for s, n in zip(spans, tokens)]
         kept = self.requests(arguments, spans, tokens)
-        questions = [Question((span,), *of) for span, *of in zip(spans, kept, before, strict=True)]
+        questions = [Question((span,), of, opens) for span, of, opens in zip(spans, kept, before, strict=True)]
         return asking(arguments, questions, tokens)
 
     def _span(self, arguments, row: int, asked, tokens: int) -> tuple:
@@ -174,7 +180,7 @@ class LastTurn(Finder):
     tokenizer: Any
     request: str = ""  # the turn's question, if the caller knows it
 
-    def rows(self, arguments, prompt):
+    def rows(self, arguments: Arguments, prompt: int) -> Rows:
         policy, rows = arguments.policy, arguments.policy.rows
         if arguments.ids is None or not rows.at_the_end:
             return rows
@@ -239,7 +245,7 @@ def in_last_part(span: tuple, tokens: int, before: int = 0) -> bool:
     return tokens - span[0] <= min(END, (before + tokens) // 2)
 
 
-def start_of(tokenizer, ids, mark: str, opened: str = ""):
+def start_of(tokenizer: Any, ids: list[int], mark: str, opened: str = "") -> int | None:
     """The number of the ids up to the last `mark` in them, or up to the text that opens the user's turn, white space
     after it included; None: neither is within the last END."""
 
@@ -261,7 +267,7 @@ def start_of(tokenizer, ids, mark: str, opened: str = ""):
 _warned: set = set()  # budgets that were too small for a request
 
 
-def warn_if_long(policy, needed: int, seen: int) -> None:
+def warn_if_long(policy: Policy, needed: int, seen: int) -> None:
     """Warn, once for each budget, if a request of `needed` tokens takes more than half of the budget of a row that has
     seen so many tokens."""
     budget = policy.slots(seen)
@@ -283,13 +289,13 @@ def fitting(spans: tuple, most: int) -> tuple:
     return next((each for each, size in sizes if size < most), ())
 
 
-def asking(arguments, questions: list, tokens: list):
+def asking(arguments: Arguments, questions: list[Question], tokens: list[int]) -> Any:
     """The policy's rows where the `Question`s of a call's rows, of so many tokens, observe."""
     policy = arguments.policy
     return policy.rows.asked(questions, near_end(policy, questions, tokens, arguments.columns))
 
 
-def near_end(policy, questions: list, tokens: list, before: int = 0) -> bool:
+def near_end(policy: Policy, questions: list[Question], tokens: list[int], before: int = 0) -> bool:
     """Whether all questions are close enough to the prompt's end to observe in place, one in each row; `before` tokens
     of the text were read earlier. Otherwise they are appended to the last chunk too. Never if the last rows are
     measured, or for questions that start before the tokens that every layer reads (tsp)."""
@@ -298,7 +304,7 @@ def near_end(policy, questions: list, tokens: list, before: int = 0) -> bool:
     return not reads_last_rows(policy) and all(end <= min(most, (before + n) // 4) for end, n in ends)
 
 
-def reads_last_rows(policy) -> bool:
+def reads_last_rows(policy: Policy) -> bool:
     """Whether a policy measures the call's last rows as its observers."""
     return policy.diagnose or policy.layers.measures
 
@@ -356,12 +362,12 @@ def questions(text: str) -> list:
     return found
 
 
-def ids_of_row(arguments, row: int, tokens: int) -> list:
+def ids_of_row(arguments: Arguments, row: int, tokens: int) -> list[int]:
     first = int(arguments.padding[row])
     return arguments.ids[row, first : first + tokens].tolist()
 
 
-def find(tokenizer, ids: list, text: str):
+def find(tokenizer: Any, ids: list[int], text: str) -> tuple[int, int] | None:
     """(start, stop) of the fewest ids that hold a text's last occurrence, white space aside; None: not found."""
     wanted = "".join(text.split())
 

@@ -1,5 +1,8 @@
 """KVzip's numbers of a text that is read twice: the targets of training gates and lookahead rows."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from . import families
@@ -22,7 +25,7 @@ class _Told(Watcher):
         self.take(call.slots.index, score[0])
 
 
-def numbers(model, label: str, ids, take) -> None:
+def numbers(model: Any, label: str, ids: torch.Tensor, take: Callable[[int, torch.Tensor], None]) -> None:
     """Read the tokens ids [N] of one text and then once more after themselves, without an autograd graph. Calls
     take(layer, fp32 [kv heads, N]) for every layer that evicts, in order, with the numbers by which the policy `label`
     ranks slots."""

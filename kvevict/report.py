@@ -1,6 +1,7 @@
 """The slots and costs of a patched model's last read."""
 
 import copy
+from typing import Any
 
 from transformers.cache_utils import Cache
 
@@ -8,7 +9,7 @@ from .engine.hook.installed import patch_of
 from .families import find_decoder
 
 
-def report(source, positions: bool = False) -> dict:
+def report(source: Any, positions: bool = False) -> dict[str, Any]:
     """The slots and costs of a read, as a plain dict.
 
     source   a patched model: the last read of this thread or asyncio task, or of any if this one has not read. Or a

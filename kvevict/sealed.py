@@ -10,8 +10,10 @@ import os
 import re
 import zlib
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -22,14 +24,14 @@ NAME, EMPTY = "checksum", "0" * 8  # the field, and its content while the checks
 FIELD = re.compile(rb'"checksum": ?"([0-9a-f]{8})"')
 
 
-def seal(data, before: int = 0) -> None:
+def seal(data: bytearray | mmap.mmap, before: int = 0) -> None:
     """Write the checksum of bytes (a bytearray or a mapped file) into their field. before: the checksum of other bytes
     that this one continues."""
     start, digits = _checksum(data, before)
     data[start : start + len(digits)] = digits
 
 
-def is_whole(data, before: int = 0) -> bool:
+def is_whole(data: bytes | bytearray | mmap.mmap, before: int = 0) -> bool:
     """Whether bytes have the checksum that they name."""
     found = _checksum(data, before)
     return found is not None and data[found[0] : found[0] + len(EMPTY)] == found[1]
@@ -47,7 +49,7 @@ def _checksum(data, before):
     return start, f"{value:08x}".encode()
 
 
-def write(path, tensors: dict, metadata: dict) -> None:
+def write(path: str | os.PathLike, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
     """A safetensors file of tensors and texts, whole or not at all. Raises OSError where it cannot be written."""
     with replacing(path) as temporary:
         try:
@@ -59,7 +61,7 @@ def write(path, tensors: dict, metadata: dict) -> None:
             seal(data)
 
 
-def texts(path) -> dict:
+def texts(path: str | os.PathLike) -> dict[str, str]:
     """The texts of a safetensors file. Raises ValueError if it is not one, and OSError if it cannot be read."""
     with open(path, "rb"):  # or the file system's own error
         pass
@@ -70,7 +72,7 @@ def texts(path) -> dict:
         raise ValueError(f"it is not a safetensors file: {error}") from None
 
 
-def tensors(path, verify: bool = True) -> dict:
+def tensors(path: str | os.PathLike, verify: bool = True) -> dict[str, torch.Tensor]:
     """The tensors of a file of `write`, copied out of it. Raises ValueError where its checksum is another one; verify:
     False does not look."""
     if verify:
@@ -84,7 +86,9 @@ def tensors(path, verify: bool = True) -> dict:
         raise ValueError(f"it cannot be read: {error}") from None
 
 
-def write_pair(weights, config, tensors: dict, facts: dict) -> None:
+def write_pair(
+    weights: str | os.PathLike, config: str | os.PathLike, tensors: dict[str, torch.Tensor], facts: dict[str, Any]
+) -> None:
     """Tensors to the file `weights` and facts to the JSON file `config`, with a checksum of both: each file whole or
     not at all. Raises OSError where they cannot be written."""
     data = safetensors.torch.save(tensors, metadata={"format": "pt"})
@@ -94,7 +98,7 @@ def write_pair(weights, config, tensors: dict, facts: dict) -> None:
     write_bytes(config, bytes(said))
 
 
-def tensors_of_pair(weights, config) -> dict:
+def tensors_of_pair(weights: str | os.PathLike, config: str | os.PathLike) -> dict[str, torch.Tensor]:
     """The tensors that `write_pair` wrote. Raises OSError or ValueError where they are missing or damaged."""
     data = Path(weights).read_bytes()
     if not is_whole(Path(config).read_bytes(), zlib.crc32(data)):

@@ -2,6 +2,7 @@
 
 import json
 import os
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ OF_ROWS = ("seen", "budget")  # one value for all heads of a row
 MODEL = KINDS["model"]
 
 
-def save_cache(cache, path, *, name: str = "") -> None:
+def save_cache(cache: EvictionCache, path: str | os.PathLike, *, name: str = "") -> None:
     """Write a cache that a patched model filled to `path` (safetensors).
 
     cache   `past_key_values` of a patched model's output. Raises ValueError when kvevict did not fill it.
@@ -181,7 +182,7 @@ def _policy_of(text):
         return None
 
 
-def load_cache(path, model, *, verify: bool = True):
+def load_cache(path: str | os.PathLike, model: Any, *, verify: bool = True) -> EvictionCache:
     """Read a cache written by `save_cache` for use with the same (patched) model: a `DynamicCache`.
 
     verify   whether to compare the file's checksum with its content; takes a second per GB
@@ -233,7 +234,8 @@ def load_cache(path, model, *, verify: bool = True):
         _check(tensors, facts, common)
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
-    cache, dtype = DynamicCache(config=config), base_model(model).dtype
+    cache: Any = DynamicCache(config=config)
+    dtype = base_model(model).dtype
     adopt(cache, kinds, config, ranks)
     heads = tuple(n // ranks.size for n in families.heads(decoder, kinds))
     heads = (heads[0], 1) if families.is_latent(config) else heads
@@ -258,7 +260,7 @@ def load_cache(path, model, *, verify: bool = True):
         _fill_cache(cache, common)
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
-    cache.owner = Owner(decoder, known)  # type: ignore[attr-defined]
+    cache.owner = Owner(decoder, known)
     return cache
 
 

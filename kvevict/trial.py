@@ -3,6 +3,9 @@ layers rotate queries as expected, and in which submodule attention's output joi
 
 import contextlib
 import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,7 +25,7 @@ _residual = WeakKeyDictionary()  # decoder -> result of `after_attention`
 
 
 @contextlib.contextmanager
-def quiet(model):
+def quiet(model: torch.nn.Module) -> Iterator[None]:
     """Inside, dropout is off and nothing is recorded for gradients."""
     training = [module for module in model.modules() if module.training]
     try:
@@ -35,7 +38,7 @@ def quiet(model):
             module.training = True
 
 
-def difference(model, patched) -> str | None:
+def difference(model: Any, patched: Callable[[str, dict[str, Any]], AbstractContextManager]) -> str | None:
     """How the output of a model of unknown type changes if its prompt is read in chunks; None: it does not.
 
     patched   (name, options) -> a context manager that patches the model with that policy
@@ -76,7 +79,9 @@ def _quantised(model) -> bool:
     return any(not p.is_floating_point() or hasattr(p, "__tensor_flatten__") for p in model.parameters())
 
 
-def itself(model, input_ids, attention_mask, want, limit) -> str | None:
+def itself(
+    model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, want: torch.Tensor, limit: float
+) -> str | None:
     """How the unpatched model's output changes in two calls with its default cache; None: it does not.
 
     input_ids, attention_mask   [B, N]
@@ -93,7 +98,7 @@ def itself(model, input_ids, attention_mask, want, limit) -> str | None:
     )
 
 
-def plain_ids(config, batch, length):
+def plain_ids(config: Any, batch: int, length: int) -> torch.Tensor:
     """[batch, length] token ids, none of them special."""
     text = config.get_text_config(decoder=True)
     special = {value for each in (config, text) for name, value in vars(each).items() if name.endswith("token_id")}
@@ -128,7 +133,7 @@ def _error(got, want) -> float:
 # -- rotation ----------------------------------------------------------------------------------------------------------
 
 
-def rotating(model, decoder, order) -> dict:
+def rotating(model: Any, decoder: Any, order: Collection[int]) -> dict[int, bool]:
     """Whether each of the layers `order` rotates queries and keys by their positions: {layer: True or False}.
 
     Every attention module gets two equal rows at two positions, so their queries differ by the rotation only. Raises
@@ -206,7 +211,7 @@ def _is_rotated(decoder, module, positions, *pair) -> bool:
 # -- residual stream ---------------------------------------------------------------------------------------------------
 
 
-def after_attention(model, decoder, order) -> dict:
+def after_attention(model: Any, decoder: Any, order: Collection[int]) -> dict[int, str]:
     """For each of the layers `order`, the submodule that takes the residual stream with attention's output added:
     {layer: name of the submodule}. Its input equals the layer's input only if attention's output is set to 0. Raises
     ValueError for a layer without such a submodule (attention and MLP in parallel, for example)."""

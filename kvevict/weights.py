@@ -4,7 +4,7 @@ import hashlib
 import json
 import weakref
 import zlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,7 +16,7 @@ class _Unreadable(Exception):
     """Raised for weights with numbers outside this process."""
 
 
-def fingerprint(model) -> str | None:
+def fingerprint(model: Any) -> str | None:
     """The dtypes of a model's weights, and a hash of numbers sampled from each weight and from each active adapter
     (PEFT). Equal weights give the same result on any device.
 
@@ -36,13 +36,13 @@ def fingerprint(model) -> str | None:
     return f"{'+'.join(sorted(dtypes))} {digest.hexdigest()[:16]}"
 
 
-def identity(model) -> str | None:
+def identity(model: Any) -> str | None:
     """The `fingerprint` of a model and a hash of its rotary settings: a cache's slots depend on both."""
     known, rope = fingerprint(model), getattr(model.config, "rope_parameters", None)
     return known and f"{known} {zlib.crc32(json.dumps(rope, sort_keys=True, default=str).encode()):08x}"
 
 
-def differ(one, other) -> bool:
+def differ(one: str | None, other: str | None) -> bool:
     """Whether two fingerprints show different weights. False if one is unknown or their dtypes differ."""
     if not (isinstance(one, str) and isinstance(other, str)):
         return False
@@ -58,7 +58,7 @@ class Owner:
         self.state, self.known = None if model is None else _state(model), known
         self.form = None if model is None else form(model)
 
-    def identity(self):
+    def identity(self) -> str | None:
         model = self.model()
         if self.known is None and model is not None and _state(model) == self.state:
             self.known = identity(model)
@@ -90,7 +90,7 @@ class Owner:
         return Owner, (None, self.identity())
 
 
-def form(model) -> tuple:
+def form(model: torch.nn.Module) -> tuple[torch.dtype, torch.device]:
     """The dtype of a model's weights and the device they are on."""
     weight = next(model.parameters())
     return weight.dtype, weight.device

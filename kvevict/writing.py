@@ -2,7 +2,9 @@
 generation_config are ignored."""
 
 import hashlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -35,17 +37,18 @@ class Sampling:
             raise ValueError(f"top_p={self.top_p}: give one above 0, and a temperature, without which text is greedy")
         count("sampling_seed", self.seed, 0)
 
-    def chooser(self, question=()):
+    def chooser(self, question: Iterable[int] = ()) -> Callable[[torch.Tensor], int]:
         """A function from logits [vocabulary] to the next token of the answer to a question's ids. Its noise is of the
         seed and the question."""
-        if self.temperature is None:
+        temperature = self.temperature
+        if temperature is None:
             return lambda row: int(row.argmax())
         digest = hashlib.sha256(repr((self.seed, *question)).encode()).digest()
         noise = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-        return lambda row: drawn(row, noise, self.temperature, self.top_p)
+        return lambda row: drawn(row, noise, temperature, self.top_p)
 
 
-def drawn(row, noise, temperature, top_p=1.0) -> int:
+def drawn(row: torch.Tensor, noise: torch.Generator, temperature: float, top_p: float = 1.0) -> int:
     """A token drawn of logits [vocabulary] by Gumbel noise of a generator on the CPU; of equal logits, the same one."""
     row = row.float().cpu() / temperature
     if top_p < 1:
@@ -54,14 +57,22 @@ def drawn(row, noise, temperature, top_p=1.0) -> int:
     return int((row - torch.rand(row.shape, generator=noise).log().neg().log()).argmax())
 
 
-def ends_of(model, tokenizer) -> set:
+def ends_of(model: Any, tokenizer: Any) -> set[int]:
     """The tokens that end an answer."""
     ends = model.generation_config.eos_token_id
     return {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
 
 
 @torch.no_grad()
-def written(model, tokenizer, logits, cache, most: list, choosers, one_line=False) -> list:
+def written(
+    model: Any,
+    tokenizer: Any,
+    logits: torch.Tensor,
+    cache: Any,
+    most: list[int],
+    choosers: Sequence[Callable[[torch.Tensor], int]],
+    one_line: bool = False,
+) -> list[list[int]]:
     """The ids after the tokens of each row of a cache, up to and with the first that ends them: a list of ids per row.
     A row that has ended leaves the cache.
 
