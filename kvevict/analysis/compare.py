@@ -3,6 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -54,7 +55,7 @@ class Truth:
 
 
 @torch.no_grad()
-def truth(model, ids, max_new_tokens: int, stopping_criteria=None) -> Truth:
+def truth(model: Any, ids: torch.Tensor, max_new_tokens: int, stopping_criteria: Any = None) -> Truth:
     """The unpatched model's greedy response to ids [1, N], with the data to compute its attention."""
     how = dict(max_new_tokens=max_new_tokens, do_sample=False, stopping_criteria=stopping_criteria)
     out = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
@@ -72,7 +73,7 @@ def truth(model, ids, max_new_tokens: int, stopping_criteria=None) -> Truth:
 
 
 @torch.no_grad()
-def left(model, ids, policy) -> list:
+def left(model: Any, ids: torch.Tensor, policy: Policy) -> list[list[tuple[torch.Tensor, ...]]]:
     """The slots stored after a read of ids [1, N] under the policy: [evicting layer][kv head] (positions [n], k and v
     [n, D])."""
     with evicting(model, policy, tokenizer=False):
@@ -84,7 +85,7 @@ def left(model, ids, policy) -> list:
     ]
 
 
-def informed(policy, response) -> Policy:
+def informed(policy: Policy, response: list[int]) -> Policy:
     """The policy. An oracle policy without a response gets this response."""
     rows = policy.rows.with_response(response)
     return policy if rows is policy.rows else dataclasses.replace(policy, rows=rows)
@@ -110,7 +111,7 @@ def compare(full: Truth, kept: list) -> list:
 
 
 @torch.no_grad()
-def ranking(model, ids, policy, full: Truth) -> dict | None:
+def ranking(model: Any, ids: torch.Tensor, policy: Policy, full: Truth) -> dict[str, float] | None:
     """How the policy's score ranks the slots of a prompt read in one pass, against the response's attention with the
     full cache: means over kv heads and over the layers that score every slot; None if no layer does (nothing is
     evicted). Protected slots are not ranked, so they are left out; nothing is pooled or refined. Needs scipy.

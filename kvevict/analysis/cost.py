@@ -11,6 +11,7 @@ slots.
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..engine.measure import quantities
 from ..engine.read import propagate
@@ -61,9 +62,9 @@ class Bill:
 
 
 def plan(
-    shape: Shape, policy: Policy | None, tokens: int, *, batch=1, hardware=Hardware(), causal=True, new_tokens=256,
-    draft_model: Shape | None = None,
-) -> dict:  # fmt: skip
+    shape: Shape, policy: Policy | None, tokens: int, *, batch: int = 1, hardware: Hardware = Hardware(),
+    causal: bool = True, new_tokens: int = 256, draft_model: Shape | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """The cost of reading a prompt of `tokens` tokens in each of `batch` rows and decoding `new_tokens` more. policy
     None: the unpatched model. draft_model: the drafting model's shape (speckv).
 

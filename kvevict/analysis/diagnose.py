@@ -11,23 +11,23 @@ __all__ = [
 ]  # fmt: skip
 
 
-def cosine(before, after):
+def cosine(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     """Cosine of two attentions [G, R, n] over their slots: [G, R]."""
     return torch.cosine_similarity(before, after, dim=2, eps=torch.finfo(before.dtype).tiny)
 
 
-def l1_loss(before, after) -> float:
+def l1_loss(before: torch.Tensor, after: torch.Tensor) -> float:
     """L1 distance of two tensors, relative to the first one's L1 norm."""
     return float((before - after).abs().sum() / before.abs().sum())
 
 
-def sparsity(a, share: float = 0.9):
+def sparsity(a: torch.Tensor, share: float = 0.9) -> torch.Tensor:
     """The share of slots that hold `share` of an attention [.., n] that sums to 1: [..] (TAKE figure 4)."""
     most = a.sort(-1, descending=True).values.cumsum(-1)
     return ((most < share * most[..., -1:]).sum(-1) + 1) / a.shape[-1]
 
 
-def caote(weights, v, fast: bool = False):
+def caote(weights: torch.Tensor, v: torch.Tensor, fast: bool = False) -> torch.Tensor:
     """CAOTE eq. 6 of slots [.., n] with weights that sum to 1 and values [.., n, D]: a / (1 - a) * || o - v ||. fast:
     eq. 8, the mean value in place of the output o."""
     at = v.mean(-2) if fast else (weights[..., None] * v).sum(-2)
@@ -39,6 +39,6 @@ def jaccard(a: set, b: set) -> float:
     return len(a & b) / len(a | b) if a | b else 1.0
 
 
-def overlap(a, b) -> float:
+def overlap(a: list[set[int]], b: list[set[int]]) -> float:
     """Mean `jaccard` of two layers' kept positions, a set per kv head: head g against head g."""
     return sum(map(jaccard, a, b)) / len(a)

@@ -1,6 +1,7 @@
 """The cost of trained gates: their training (`kvevict.gates.train`), their bytes, and each token that is read."""
 
 import dataclasses
+from typing import Any
 
 from ..engine.measure.gates import inner_of
 from ..engine.measure.quantities.gate import Gate
@@ -13,7 +14,7 @@ from .shape import Shape
 DOUBLE, FLOAT = 8, 4  # bytes
 
 
-def gates(shape: Shape, folder, hardware: Hardware, context: int | None) -> dict:
+def gates(shape: Shape, folder: str | None, hardware: Hardware, context: int | None) -> dict[str, Any]:
     """Of gates for a model of this shape: `bytes`, `flops_per_token` that is read, and that as a `share` of the token's
     products with weights. folder: of the gates, where they are there; else linear ones. `training`: of linear gates on
     as many tokens as it takes by default, by a text that has them, in pieces within half of `context`:

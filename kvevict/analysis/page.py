@@ -1,17 +1,27 @@
 """The kept slots of a prompt, as one self-contained HTML page (`page.html` and its data) and as a picture."""
 
+from __future__ import annotations
+
 import bisect
 import json
+import os
 import re
+from collections.abc import Collection, Iterable
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ..files import replacing
+
+if TYPE_CHECKING:
+    import torch
 
 LONGEST = 16  # tokens of a piece: characters may be split in a chain, but bytes that are not text need an end
 
 
-def page(tokenizer, ids, runs, facts=(), find="") -> str:
+def page(
+    tokenizer: Any, ids: torch.Tensor, runs: list[dict[str, Any]], facts: Iterable[tuple[str, str]] = (), find: str = ""
+) -> str:
     """The HTML page of one prompt.
 
     ids     [1, N] the prompt
@@ -28,7 +38,7 @@ def page(tokenizer, ids, runs, facts=(), find="") -> str:
     return template.replace("__DATA__", json.dumps(data).replace("<", "\\u003c"))  # so no text can end the script
 
 
-def pieces(tokenizer, ids: list) -> list:
+def pieces(tokenizer: Any, ids: list[int]) -> list[list[Any]]:
     """[text, number of tokens] of each token; tokens that share one character are one piece. The joined texts are the
     tokenizer's decoding of all ids.
 
@@ -69,7 +79,9 @@ def places(pieces: list, words: str) -> list:
     return [positions[bisect.bisect_right(starts, at) - 1] for at in found]
 
 
-def picture(path, runs, tokens: int, title: str, marks=()) -> None:
+def picture(
+    path: str | os.PathLike, runs: list[dict[str, Any]], tokens: int, title: str, marks: Collection[int] = ()
+) -> None:
     """Save a PNG of one prompt of `tokens` tokens: per run a map with a row per kv head, layer by layer, dark at kept
     positions, with marks above the positions `marks`. `runs` as for `page`. Needs matplotlib (ImportError)."""
     import numpy as np

@@ -4,9 +4,17 @@ Colours are those of Okabe and Ito, which the colour-blind can tell apart; every
 cell of a heat map its number.
 """
 
+from __future__ import annotations
+
 import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from ..policy.checks import installed
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = "osD^vPX<>p"
@@ -15,7 +23,7 @@ REFERENCES = ("oracle", "unpatched")  # drawn black or grey, dashed
 MOST = 24  # panels that a page can hold
 
 
-def make_figure(count, width, height, more=0):
+def make_figure(count: int, width: float, height: float, more: float = 0) -> tuple[Figure, int, int]:
     """A Figure for `count` panels, at most four in a row, and its rows and columns; sizes in inches, `more` beside the
     panels."""
     installed("plot", "a figure", "matplotlib")
@@ -29,7 +37,7 @@ def make_figure(count, width, height, more=0):
     return Figure(figsize=size, layout="constrained", dpi=150), rows, columns
 
 
-def make_panels(count, width, height, legend=False):
+def make_panels(count: int, width: float, height: float, legend: bool = False) -> tuple[Figure, list[Any]]:
     """A Figure and `count` axes, with room for a legend or a colour bar."""
     figure, rows, columns = make_figure(count, width, height, 2 if legend else 1)
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
@@ -38,7 +46,14 @@ def make_panels(count, width, height, legend=False):
     return figure, list(axes[:count])
 
 
-def heat_maps(grids, across, down, names, colours, limits):
+def heat_maps(
+    grids: dict[str, list[list[float]]],
+    across: Sequence[Any],
+    down: Sequence[Any],
+    names: dict[str, str],
+    colours: str,
+    limits: tuple[float, float],
+) -> Figure:
     """A heat map per name, with the numbers written in its cells where these are at most 16 across; NaN stays empty."""
     numbers = len(across) <= 16
     size = (max(2.6, 0.5 * len(across) + 1), max(2.2, 0.3 * len(down) + 1)) if numbers else (3.6, 3.2)
@@ -65,11 +80,11 @@ def _every(labels):
     return list(places), [labels[place] for place in places]
 
 
-def is_reference(policy) -> bool:
+def is_reference(policy: str) -> bool:
     return policy.split(":")[0] in REFERENCES
 
 
-def style_of(policy, i) -> dict:
+def style_of(policy: str, i: int) -> dict[str, Any]:
     if is_reference(policy):
         return dict(color="k" if policy.startswith("oracle") else "0.45", marker="*", linestyle="--", markersize=8)
     return dict(
@@ -78,15 +93,15 @@ def style_of(policy, i) -> dict:
     )  # fmt: skip
 
 
-def set_ticks(panel, places) -> None:
+def set_ticks(panel: Axes, places: list[int]) -> None:
     panel.set_xticks(places, [f"{place:,}" for place in places], rotation=45)
     panel.minorticks_off()
     panel.grid(alpha=0.3)
 
 
-def add_legend(figure, panels):
+def add_legend(figure: Figure, panels: list[Axes]) -> Figure:
     """One legend for all panels, outside of them."""
-    known = {}
+    known: dict[str, Any] = {}
     for panel in panels:
         for handle, label in zip(*panel.get_legend_handles_labels()):
             known.setdefault(label, handle)

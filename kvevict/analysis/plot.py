@@ -1,16 +1,22 @@
 """Figures of reports, `kvevict bench` and `kvevict diagnose`: every function takes data and returns a matplotlib
 Figure."""
 
+from __future__ import annotations
+
 import math
+from typing import TYPE_CHECKING, Any
 
 from .panels import add_legend, heat_maps, is_reference, make_panels, set_ticks, style_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 LAYERS = dict(recall="attention kept", top16="best 16 slots kept", output_error="output error",
               attention_cosine="attention cosine")  # fmt: skip
 OF_THE_FULL_CACHE = dict(sparsity="slots with 90 % of attention", fastcaote_spearman="FastCAOTE with CAOTE, rank corr.")
 
 
-def slots(kept: dict):
+def slots(kept: dict[str, list[Any]]) -> Figure:
     """Slots kept per layer (y) and kv head (x): name -> [layer][head], None for a sliding-window layer; a panel per
     name. Of a report: `[layer and layer[0] for layer in kvevict.report(model)["kept"]]`."""
     heads = max(len(layer) for layers in kept.values() for layer in layers if layer)
@@ -24,7 +30,7 @@ def slots(kept: dict):
     return heat_maps(grids, list(range(heads)), list(range(depth)), names, "cividis", (0, top))
 
 
-def speed(rows):
+def speed(rows: list[dict[str, Any]]) -> Figure:
     """Time to first token and peak memory against prompt length, a line per policy: rows of `kvevict bench`, dicts with
     prompt_tokens, policy, read_seconds and peak_bytes."""
     if not rows:
@@ -44,7 +50,7 @@ def speed(rows):
     return add_legend(figure, panels)
 
 
-def layers(found):
+def layers(found: dict[str, Any]) -> Figure:
     """The numbers of each layer. found: the JSON of `kvevict diagnose`. A panel per measure, a line per policy."""
     measures = [
         name for name in LAYERS if any(name in layer for run in found["runs"].values() for layer in run["layers"])
@@ -65,7 +71,7 @@ def layers(found):
     return add_legend(figure, panels)
 
 
-def overlap(found):
+def overlap(found: dict[str, Any]) -> Figure:
     """How alike the layers' kept positions are (Jaccard), layer by layer, a panel per policy; found: the JSON of
     `kvevict diagnose`."""
     grids = {name: [[100 * x for x in row] for row in run["layer_overlap"]] for name, run in found["runs"].items()}

@@ -6,7 +6,9 @@ import math
 import os
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -15,6 +17,7 @@ from ..context import within
 from ..families import device_of
 from ..models import pretrained
 from ..patch import evicting
+from ..policy.policy import Policy
 from ..policy.rows import Question
 from ..policy.tokenizer import told
 from ..prompts import first_ids, frame, ids_of, until_line_end
@@ -22,7 +25,7 @@ from ..question import LastTurn, in_last_part, near_end
 from ..report import report
 
 
-def load_model(name: str, dtype="auto", device=None):
+def load_model(name: str, dtype: str = "auto", device: str | None = None) -> tuple[Any, Any]:
     """A causal language model and its tokenizer, as `pretrained` takes them, in eval mode, on `place(device)`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -32,7 +35,7 @@ def load_model(name: str, dtype="auto", device=None):
     return model.to(device), tokenizer
 
 
-def place(device=None) -> str:
+def place(device: str | None = None) -> str:
     """The named device; by default a GPU, if there is one and this build has kernels for it, else the CPU. Processes of
     one launch (accelerate, torchrun) take a GPU each. Raises ValueError for a device that cannot be used."""
     if device:
@@ -65,11 +68,11 @@ class Prompt:
     answer: list | None = None
     said: tuple | None = None  # (start, stop) of the question's words, if others surround them or they are elsewhere
 
-    def row(self, device):
+    def row(self, device: str | torch.device) -> torch.Tensor:
         """Ids [1, N]."""
         return torch.tensor([self.context + self.question], device=device)
 
-    def observed(self, observe):
+    def observed(self, observe: Any) -> int | tuple[int, int]:
         """The rows that observe. For "question": the number of rows from the question on; for N: N plus the suffix's
         rows; for "asked": (start, stop) of the question's tokens."""
         if observe == ASKED:
@@ -82,27 +85,28 @@ QUESTION, ASKED = "question", "asked"
 OBSERVERS = ("window", "probe")  # options of rows: the number of a prompt's last tokens that observe
 
 
-def observe(policy, rows, tokens: int, named=()):
+def observe(policy: Policy, rows: int | tuple[int, int], tokens: int, named: Collection[str] = ()) -> Policy:
     """A copy of the policy whose window or probe is the last `rows` tokens of a prompt of `tokens` tokens, limited to
     half the budget and to less than a chunk. Options that the caller set by name (`named`) are not changed. rows
     (start, stop): a probe of these tokens (the last ones that fit), as in `kvevict.observing`; other rows stay
     unchanged."""
-    budget = tokens if policy.budget is None else policy.budget
+    own: Any = policy.rows  # an object, not a name, once the policy is built
+    budget: Any = tokens if policy.budget is None else policy.budget
     slots = budget if isinstance(budget, int) else math.ceil(budget * tokens)
     most = max(1, min(slots // 2, (policy.chunk_size or tokens) - 1))
-    numbers = [name for name in OBSERVERS if isinstance(getattr(policy.rows, name, None), int) and name not in named]
+    numbers = [name for name in OBSERVERS if isinstance(getattr(own, name, None), int) and name not in named]
     if not isinstance(rows, tuple):
-        chosen = dataclasses.replace(policy.rows, **dict.fromkeys(numbers, min(rows, most)))
-    elif "probe" in numbers and policy.rows.append:
+        chosen = dataclasses.replace(own, **dict.fromkeys(numbers, min(rows, most)))
+    elif "probe" in numbers and own.append:
         span, near = (max(rows[0], rows[1] - most), rows[1]), in_last_part(rows, tokens)
         asked = [Question((span,), (tokens - rows[0],)) if near else Question((span,), before=(*rows, True))]
-        chosen = policy.rows.asked(asked, near_end(policy, asked, [tokens]))
+        chosen = own.asked(asked, near_end(policy, asked, [tokens]))
     else:
         return policy
     return dataclasses.replace(policy, rows=chosen)
 
 
-def encode(tokenizer, text: str, question: str, limit: int | None = None, opening: str = "") -> Prompt:
+def encode(tokenizer: Any, text: str, question: str, limit: int | None = None, opening: str = "") -> Prompt:
     """`text`, `question` and the answer's opening, in the tokenizer's chat template if it has one.
 
     The text's end is cut to fit `limit` prompt tokens; the question is never cut. Raises ValueError if no text is left.
@@ -123,8 +127,15 @@ def encode(tokenizer, text: str, question: str, limit: int | None = None, openin
 
 
 def measure(
-    model, tokenizer, ids, policy=None, max_new_tokens=64, positions=False, one_line=False, question=""
-) -> dict:
+    model: Any,
+    tokenizer: Any,
+    ids: torch.Tensor,
+    policy: Policy | None = None,
+    max_new_tokens: int = 64,
+    positions: bool = False,
+    one_line: bool = False,
+    question: str = "",
+) -> dict[str, Any]:
     """Generate greedily, to the line's end if the answer is `one_line`, and measure the cost. policy=None: unpatched.
     question: the request at the prompt's end; a probe observes from its question, found as by
     `kvevict.patch(tokenizer=..)`.

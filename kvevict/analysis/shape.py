@@ -1,6 +1,7 @@
 """The sizes of a model that determine its costs, from its config alone: the model is built without weights."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -47,7 +48,7 @@ class Shape:
         return self.element * (4 * self.hidden + 2 * self.head_dim + max(self.mlp, attention)) + 8
 
 
-def shape_of(config, dtype: str = "auto") -> Shape:
+def shape_of(config: Any, dtype: str = "auto") -> Shape:
     """The shape of a Transformers config's text decoder. dtype "auto": the config's, or bfloat16 if it has none.
 
     Raises ValueError for a model that `kvevict.patch` refuses by its config.

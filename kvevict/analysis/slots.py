@@ -78,7 +78,7 @@ class Layers:
         ]
         return Taken(chunk, read, stored, self.kept, scored, parts, peak, draft)
 
-    def observed(self, chunk, layer, scored) -> bool:
+    def observed(self, chunk: Chunk, layer: int, scored: bool) -> bool:
         """Whether rows observe this layer in the chunk. Carried or joined numbers are made in every chunk, with or
         without eviction."""
         made = self.policy.carry != "none" or chunk.again is not None

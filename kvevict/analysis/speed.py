@@ -2,10 +2,13 @@
 
 import dataclasses
 import statistics
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from ..patch import evicting
+from ..policy.policy import Policy
 from .cost import UNPATCHED
 from .run import measure
 
@@ -40,7 +43,7 @@ def costs(run: dict, slots: str, cache_bytes: int) -> list:
     return [slots, f"{cache_bytes / 2**20:.2f}", *seconds, f"{run['peak_bytes'] / 2**20:.1f}"]
 
 
-def check(model, ids, name, policy, max_new_tokens) -> None:
+def check(model: Any, ids: torch.Tensor, name: str, policy: Policy, max_new_tokens: int) -> None:
     """Generate greedily with a budget that holds everything, all layers reading all tokens, patched and not.
 
     Raises ValueError unless the logits agree to `TOLERANCE` as long as the tokens are the same. If two tokens are
@@ -66,7 +69,14 @@ def check(model, ids, name, policy, max_new_tokens) -> None:
             return
 
 
-def alternate(model, ids, policies: dict, max_new_tokens, repeat, progress=lambda: None) -> dict:
+def alternate(
+    model: Any,
+    ids: torch.Tensor,
+    policies: dict[str, Policy],
+    max_new_tokens: int,
+    repeat: int,
+    progress: Callable[[], Any] = lambda: None,
+) -> dict[str, dict[str, Any]]:
     """Name -> medians of `repeat` runs of the model as it is and of each policy, interleaved so that a machine that
     slows down slows all of them: read_seconds, decode_tokens_per_second, peak_bytes, cache_bytes; and `slots`, kept per
     kv head."""

@@ -12,10 +12,16 @@ refine     output errors made of the scores (CAOTE)
 draft      tokens that the model drafts for itself: their passes, and the cut of the copy that they read
 """
 
+from collections.abc import Iterator
+from typing import Any
+
 from ..engine.measure import quantities
 from ..engine.read.schedule import follows, overfull, waits
+from ..policy.policy import Policy
 from ..policy.rows import Part
 from ..policy.rows.window import FirstWindow
+from .shape import Shape
+from .slots import Taken
 
 
 def pairs(rows: int, seen: int, window: int | None = None, causal: bool = True) -> int:
@@ -28,7 +34,9 @@ def pairs(rows: int, seen: int, window: int | None = None, causal: bool = True) 
     return growing * seen + growing * (growing + 1) // 2 + (rows - growing) * most
 
 
-def work(shape, policy, taken, batch: int = 1, causal: bool = True) -> dict:
+def work(
+    shape: Shape, policy: Policy, taken: Taken, batch: int = 1, causal: bool = True
+) -> dict[str, tuple[float, ...]]:
     """The work of one chunk, a `kvevict.analysis.slots.Taken`."""
     chunk, linear = taken.chunk, 2 * shape.products * batch
     head = shape.head_weights if chunk.last else 0  # logits of the last row
@@ -123,7 +131,9 @@ def _linear(shape, batch) -> tuple:
     return 2 * batch * (shape.products + shape.head_weights), shape.element * weights
 
 
-def decoding(shape, policy, slots, budgets, seen: int, count: int, batch: int = 1):
+def decoding(
+    shape: Shape, policy: Policy, slots: list[Any], budgets: list[Any], seen: int, count: int, batch: int = 1
+) -> Iterator[tuple[dict[str, tuple[float, ...]], list[Any]]]:
     """Yields (stages, slots per kv head of each layer after it) of each of `count` tokens decoded after `seen`."""
     pair, slot, layers = _pair(shape, batch), shape.slot_bytes * batch, len(slots)
     rows, needed = policy.rows, quantities.of_policy(policy)

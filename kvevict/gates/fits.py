@@ -1,9 +1,12 @@
 """How one layer's gates are fitted, piece by piece."""
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
+
+from ..processes import Processes
 
 
 class Linear:
@@ -15,17 +18,17 @@ class Linear:
     def __init__(self, settings):
         self.ridge, self.products = settings.ridge, None
 
-    def add(self, x, y, progress: float) -> None:
+    def add(self, x: torch.Tensor, y: torch.Tensor, progress: float) -> None:
         """Add rows x [T, E], y [T, heads]; progress: the share of all pieces that came before."""
         rows = torch.cat([torch.ones_like(x[:, :1]), x, y], 1).double()
         product = torch.cat([torch.ones_like(x[:, :1]), x], 1).double().T @ rows
         self.products = product if self.products is None else self.products.add_(product)
 
-    def join(self, processes) -> None:
+    def join(self, processes: Processes) -> None:
         """Add the rows of other processes' fits of the same layer."""
         self.products = processes.sum(self.products)
 
-    def affines(self) -> tuple:
+    def affines(self) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
         """((weight [heads, E], bias [heads]),) fp32."""
         own = len(self.products)
         mean = self.products[0] / self.products[0, 0]
@@ -36,10 +39,10 @@ class Linear:
         weight = torch.linalg.solve(covariance + torch.diag(self.ridge * variance + 1e-9 * most), both)
         return ((weight.T.float(), (mean[own:] - mean[1:own] @ weight).float()),)
 
-    def state(self) -> dict:
+    def state(self) -> dict[str, Any]:
         return dict(products=self.products)
 
-    def load(self, state: dict) -> None:
+    def load(self, state: dict[str, Any]) -> None:
         self.products = state["products"]
 
 
@@ -64,7 +67,7 @@ class MLP:
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=self.lr)
         self.seen = 0
 
-    def add(self, x, y, progress):
+    def add(self, x: torch.Tensor, y: torch.Tensor, progress: float) -> None:
         x = x.float()
         if self.net is None:
             self._make(x, y)
@@ -81,17 +84,17 @@ class MLP:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
 
-    def affines(self):
+    def affines(self) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
         first, _, last = self.net
         weight = (first.weight / self.deviation).detach()
         bias = (first.bias - weight @ self.mean).detach()
         return (weight, bias), (last.weight.detach(), last.bias.detach())
 
-    def state(self):
+    def state(self) -> dict[str, Any]:
         return dict(net=self.net.state_dict(), optimizer=self.optimizer.state_dict(), mean=self.mean,
                     deviation=self.deviation, seen=self.seen)  # fmt: skip
 
-    def load(self, state):
+    def load(self, state: dict[str, Any]) -> None:
         self._make(torch.zeros(2, len(state["mean"])), torch.zeros(2, len(state["net"]["2.bias"])))
         self.net.to(state["mean"].device).load_state_dict(state["net"])
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=self.lr)

@@ -3,6 +3,7 @@
 import os
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -18,7 +19,7 @@ KIND = "kvzap"  # its config's model_type
 PARTS = {"linear": ("",), "mlp": ("0.", "2.")}  # between `layers.N.` and `weight`, for each affine map
 
 
-def convert(source, model, out) -> Gates:
+def convert(source: str | os.PathLike, model: Any, out: str | os.PathLike) -> Gates:
     """Gates from KVzap's published weights (Jegou and Jeblick 2026; kvpress' KVzapModel), saved in the folder `out`.
 
     source   folder with config.json and model.safetensors, or a hub id such as nvidia/KVzap-mlp-Qwen3-8B

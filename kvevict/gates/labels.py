@@ -1,7 +1,9 @@
 """The training data of gates: pieces of texts, and KVzip's numbers of their tokens (METHODS section 9)."""
 
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,7 +14,9 @@ from .amount import SKIP
 FLOOR = 1e-6  # of a number, before its logarithm is taken
 
 
-def pieces(texts, tokenizer, length: int, limit: int, vocabulary: int) -> list:
+def pieces(
+    texts: str | Path | Iterable[Any], tokenizer: Any, length: int, limit: int, vocabulary: int
+) -> list[torch.Tensor]:
     """Token ids of equal pieces of each text, of at most `length` tokens, each with the tokenizer's first token: as
     many as have `limit` tokens, spread evenly.
 
@@ -57,7 +61,9 @@ def _first(text, tokenizer):
     return torch.tensor([] if first is None else [first], dtype=torch.long)
 
 
-def each_layer(model, label: str, ids, take) -> None:
+def each_layer(
+    model: Any, label: str, ids: torch.Tensor, take: Callable[[int, torch.Tensor, torch.Tensor], None]
+) -> None:
     """take(layer, x [T, E], y [T, heads] fp32) of every layer: the inputs of its attention block and the logarithms of
     the numbers of a piece's tokens but the first ones. The piece is read, and once more after itself."""
     decoder = families.find_decoder(model)

@@ -1,16 +1,25 @@
 """How well gates foretell KVzip's numbers on text that they were not trained on."""
 
 import importlib.util
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
+from ..engine.measure.gates import Gates
 from ..lookahead.validation import recall, tau
 from .labels import each_layer
 
 SHARES = (0.125, 0.25, 0.5)
 
 
-def measure(model, label: str, known, gates, show=lambda pieces: pieces) -> dict:
+def measure(
+    model: Any,
+    label: str,
+    known: list[torch.Tensor],
+    gates: Gates,
+    show: Callable[[list[torch.Tensor]], Iterable[torch.Tensor]] = lambda pieces: pieces,
+) -> dict[str, Any]:
     """Of pieces `known` of token ids: `r2` of the logarithms of all layers and heads together, as one ranking sees
     them; `r2_by_layer`, of each head alone, the mean over a layer's, and `r2_by_head`, the mean over all layers;
     `recall` by share, of the slots of that share with the largest numbers in one ranking of all layers and heads, how

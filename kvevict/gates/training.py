@@ -3,9 +3,12 @@
 import hashlib
 import io
 import json
+import os
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -53,9 +56,10 @@ class Settings:
 
 
 def train(
-    model, texts, out, *, tokenizer=None, kind="linear", label="kvzip", length=LENGTH, limit=LIMIT, held_out=None,
-    ridge=0.01, seed=0, progress=True,
-):  # fmt: skip
+    model: Any, texts: str | Path | Iterable[Any], out: str | os.PathLike, *, tokenizer: Any = None,
+    kind: str = "linear", label: str = "kvzip", length: int = LENGTH, limit: int = LIMIT, held_out: int | None = None,
+    ridge: float = 0.01, seed: int = 0, progress: bool = True,
+) -> Gates:  # fmt: skip
     """Train gates for `model` on `texts`, and save them in the folder `out`. Returns the `Gates`.
 
     texts     a text file's path, or an iterable of texts or of 1-D token ids
@@ -122,7 +126,7 @@ class Run:
         self.about = vars(settings) | dict(data=digest, base=self.base, processes=processes.size)
         self.done = 0
 
-    def go(self, progress) -> Gates:
+    def go(self, progress: bool) -> Gates:
         self._resume()
         saved, first = time.monotonic(), self.done
         for ids in _bar(self.pieces[first:], "training", progress):

@@ -3,8 +3,9 @@
 
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,7 +26,7 @@ class Limits(NamedTuple):
     context: int  # of the model, for a prompt and its response
 
 
-def pairs(data, tokenizer, limits: Limits) -> list:
+def pairs(data: str | Path | Iterable[dict[str, Any]], tokenizer: Any, limits: Limits) -> list[Pair]:
     """`Pair`s of a JSONL file or an iterable of dicts with `prompt` and, optionally, `response` (text or token ids), or
     with chat `messages`; a last message of the assistant's is the response.
 

@@ -4,7 +4,9 @@ to these, and are differentiated. No attention matrix outlives its layer; memory
 
 import contextlib
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import AttentionInterface
@@ -12,6 +14,7 @@ from transformers import AttentionInterface
 from .. import _ops, compat
 from .._ops import Held
 from ..context import context, within
+from ..policy.adapter import Adapter
 
 NAME = "kvevict_lookahead"
 
@@ -27,7 +30,7 @@ class Truth:
 
 
 @torch.no_grad()
-def truth(decoder, prompt, response) -> Truth:
+def truth(decoder: torch.nn.Module, prompt: torch.Tensor, response: torch.Tensor) -> Truth:
     """The first pass, causal over ids [N] and [R]; it keeps the response's true scores, where there is one."""
     found, ids = Truth(len(prompt)), torch.cat([prompt, response])[None]
 
@@ -52,7 +55,7 @@ def truth(decoder, prompt, response) -> Truth:
     return found
 
 
-def loss(decoder, adapter, found: Truth, note=None):
+def loss(decoder: Any, adapter: Adapter, found: Truth, note: Callable[..., None] | None = None) -> torch.Tensor:
     """Mean over layers and heads of KL(true scores || the lookahead rows' scores), fp32, with a graph to the adapter
     where gradients are on. note(layer, q, k, slots, options) sees the rows' queries and keys, and the prompt's."""
     each, count = [], adapter.tokens
@@ -154,7 +157,7 @@ def _dlogits(rows, keys, values, dout, delta, lse, options, hidden=None):
     return weights, weights * (dout @ values.transpose(-1, -2) - delta) * softcap_grad * scale
 
 
-def slots_of(keys, values=None) -> Held:
+def slots_of(keys: torch.Tensor, values: torch.Tensor | None = None) -> Held:
     """Keys and values [1, Hkv, N, D] as stored slots: head h has rows h * N .. (h + 1) * N - 1."""
     values = keys if values is None else values
     _, heads, tokens, dim = keys.shape

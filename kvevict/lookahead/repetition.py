@@ -1,10 +1,14 @@
 """Our target for lookahead rows (METHODS section 9): a repetition of the text, for questions not known yet."""
 
+from typing import Any
+
+import torch
+
 from ..repeated import numbers
 from .passes import Truth, truth
 
 
-def repeated(decoder, prompt, response) -> Truth:
+def repeated(decoder: Any, prompt: torch.Tensor, response: torch.Tensor) -> Truth:
     """The prompt's keys and values. The target of each query head is its kv head's numbers of `kvzip+` for the prompt's
     ids [N], divided by their sum. The response, ids [0], is not used."""
     found = truth(decoder, prompt, response)

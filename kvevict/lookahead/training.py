@@ -5,10 +5,13 @@ import hashlib
 import io
 import json
 import math
+import os
 import random
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -66,10 +69,12 @@ class Settings:
 
 
 def train(
-    model, data, out, *, tokenizer=None, steps=7600, batch=32, lr=None, warmup=0.02, betas=(0.9, 0.95), clip=1.0,
-    tokens=32, rank=8, alpha=32, targets="all", target="response", seed=0, max_prompt=16384, max_response=512,
-    held_out=0, validate_every=100, save_every=100, progress=True,
-):  # fmt: skip
+    model: Any, data: str | Path | Iterable[dict[str, Any]], out: str | os.PathLike, *, tokenizer: Any = None,
+    steps: int = 7600, batch: int = 32, lr: float | None = None, warmup: float = 0.02,
+    betas: tuple[float, float] = (0.9, 0.95), clip: float = 1.0, tokens: int = 32, rank: int = 8, alpha: float = 32,
+    targets: str | list[str] = "all", target: str = "response", seed: int = 0, max_prompt: int = 16384,
+    max_response: int = 512, held_out: int = 0, validate_every: int = 100, save_every: int = 100, progress: bool = True,
+) -> Adapter:  # fmt: skip
     """Train an adapter for `model` on `data`, and save it in the folder `out`. Returns the `Adapter`.
 
     data          a JSONL file or an iterable of dicts: `prompt`, optionally `response`, or chat `messages`. Prompt and
@@ -150,7 +155,7 @@ class Run:
         self.about = json.loads(json.dumps(about))
         self.step = 0
 
-    def go(self, save_every, validate_every, progress):
+    def go(self, save_every: int, validate_every: int, progress: bool) -> None:
         from tqdm import tqdm
 
         main = self.accelerator.is_main_process
@@ -246,7 +251,7 @@ class Run:
             write(log, "".join(f"{line}\n" for line in lines[: self.step]))
 
 
-def check_installed(held_out) -> None:
+def check_installed(held_out: int) -> None:
     """Raise ValueError where a package that training needs is missing: accelerate, and scipy to validate."""
     installed("train", "training a lookahead adapter", "accelerate", *(["scipy"] if held_out else []))
 

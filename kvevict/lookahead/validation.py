@@ -1,13 +1,16 @@
 """How close learned scores are to the true ones (LookaheadKV, table 8)."""
 
+from typing import Any
+
 import torch
 
 from .. import _ops
+from ..policy.adapter import Adapter
 from . import passes
 
 
 @torch.no_grad()
-def similarity(decoder, adapter, found) -> dict:
+def similarity(decoder: Any, adapter: Adapter, found: passes.Truth) -> dict[str, float]:
     """The loss of one pair with the first pass' `Truth`, and means over layers and kv heads of the unpooled scores'
     `tau` and of their `recall` of the best eighth."""
     each: list = []
@@ -28,13 +31,13 @@ def _scores(q, k, slots, **options):
     return _ops.score(q, none, slots, k, none, none + k.shape[2], causal=True, reduce="mean", **options)
 
 
-def recall(got, want, k: int):
+def recall(got: torch.Tensor, want: torch.Tensor, k: int) -> torch.Tensor:
     """The share of the k best of `want` [.., N] among the k best of `got`, mean over the other dimensions."""
     best = torch.zeros_like(want).scatter(-1, got.topk(k, -1).indices, 1)
     return best.gather(-1, want.topk(k, -1).indices).mean()
 
 
-def tau(got, want) -> torch.Tensor:
+def tau(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
     """Kendall's tau-b of [.., N], mean over the other dimensions; 0 where the numbers of one are all equal.
     Needs scipy."""
     from scipy.stats import kendalltau

@@ -1,6 +1,7 @@
 """Loads models: the bundled one, and those that the user names."""
 
 from pathlib import Path
+from typing import Any
 
 CONFIGS = ("config.json", "adapter_config.json")  # of a model, and of one that PEFT has tuned
 
@@ -24,7 +25,7 @@ def check_there(name: str) -> Path:
     return path
 
 
-def pretrained(kind, name: str, **options):
+def pretrained(kind: Any, name: str, **options: Any) -> Any:
     """`kind.from_pretrained` of a folder, a hub id, or a .gguf file (read by Transformers' loader). Raises ValueError
     or OSError if it cannot be loaded."""
     path = check_there(name)
