@@ -5,33 +5,42 @@ A command gets an empty argument parser and its arguments, prints text for a per
 notation of budgets, policies and tables.
 """
 
+from __future__ import annotations
+
 import argparse
 import dataclasses
 import io
 import os
 import sys
 import tempfile
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..policy.checks import byte_count
 from ..policy.registry import Registry, load_folder
 from ..policy.text import DEFAULT, FORM, parse_policy
 
+if TYPE_CHECKING:
+    from ..analysis.run import Prompt
+    from ..policy.policy import Policy
+
 COMMANDS = Registry("command")
+Command: TypeAlias = Callable[[argparse.ArgumentParser, list[str]], dict[str, Any] | None]
 
 
 KVS = ("model", "int8", "k8v4", "int4")  # kvevict.policy.kv.KINDS, without importing torch
 
 
-def command(function):
+def command(function: Command) -> Command:
     return COMMANDS.add(function.__name__)(function)
 
 
 # -- arguments ------------------------------------------------------------------------------------------------------
 
 
-def add_model(parser) -> None:
+def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", help="folder, .gguf file or hub id of a causal language model; default: the bundled one"
     )
@@ -40,18 +49,18 @@ def add_model(parser) -> None:
     parser.add_argument("--device", help="cpu, cuda or cuda:N; default: a GPU if there is one and the build has CUDA")
 
 
-def model_name(args) -> str:
+def model_name(args: argparse.Namespace) -> str:
     """The value of `--model`, or the bundled model's folder. Raises FileNotFoundError without either."""
     from ..models import small_llama
 
     return args.model or small_llama()
 
 
-def add_policy(parser) -> None:
+def add_policy(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", default=DEFAULT, help=f"{FORM} of `kvevict policies`; default {DEFAULT}")
 
 
-def add_policies(parser, default=()) -> None:
+def add_policies(parser: argparse.ArgumentParser, default: Sequence[str] = ()) -> None:
     told = f"; default {' '.join(default)}" if default else ""
     parser.add_argument("--policies", nargs="+", default=list(default), metavar="POLICY",
                         help=f"policies to compare: {FORM} of `kvevict policies`{told}")  # fmt: skip
@@ -61,7 +70,7 @@ class Unsaid(str):
     """A default that the user did not override."""
 
 
-def add_budget(parser, budget: int = 512, chunk_size: int | None = None) -> None:
+def add_budget(parser: argparse.ArgumentParser, budget: int | float | str = 512, chunk_size: int | None = None) -> None:
     parser.add_argument("--budget", default=Unsaid(budget),
                         help="slots per kv head, the fraction kept, or bytes of all slots of a sequence (64MiB); "
                         f"default {budget}")  # fmt: skip
@@ -72,21 +81,21 @@ def add_budget(parser, budget: int = 512, chunk_size: int | None = None) -> None
                         "and 4, or in 4; default model")  # fmt: skip
 
 
-def add_observe(parser, more: str = "") -> None:
+def add_observe(parser: argparse.ArgumentParser, more: str = "") -> None:
     parser.add_argument("--observe", type=observed, metavar="question|asked|N",
                         help="rows of windows and probes: all from the question on, or N rows up to the question's end "
                         "and all after it; asked: probes are the question's tokens alone, at any place; at most half "
                         f"the budget; default: as the policy says{more}")  # fmt: skip
 
 
-def observed(text: str):
+def observed(text: str) -> int | str:
     """The value of `--observe`, as `kvevict.analysis.run.Prompt.observed` takes it."""
     if text not in ("question", "asked") and not (text.isdigit() and int(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is not 'question', 'asked' or a number of rows; give one of them")
     return int(text) if text.isdigit() else text
 
 
-def add_question(parser, new_tokens: int | None, needed: bool = True) -> None:
+def add_question(parser: argparse.ArgumentParser, new_tokens: int | None, needed: bool = True) -> None:
     told = "" if needed else "; default: made-up facts"
     default = "as long as the right one needs, 32 with --file" if new_tokens is None else new_tokens
     parser.add_argument("question", nargs=None if needed else "?", type=words,
@@ -102,7 +111,7 @@ def add_question(parser, new_tokens: int | None, needed: bool = True) -> None:
     add_observe(parser)
 
 
-def load_prompt(args) -> tuple:
+def load_prompt(args: argparse.Namespace) -> tuple[str, Any, Any, Prompt]:
     """(name, model, tokenizer, `Prompt`) of a command with the arguments of `add_model` and `add_question`."""
     from ..analysis.run import encode, load_model
     from ..policy.checks import count
@@ -114,7 +123,7 @@ def load_prompt(args) -> tuple:
     return name, model, tokenizer, encode(tokenizer, text, args.question, limit, args.opening)
 
 
-def room(model, new_tokens: int, limit: int | None = None) -> int | None:
+def room(model: Any, new_tokens: int, limit: int | None = None) -> int | None:
     """The largest number of prompt tokens that leaves room for the answer: `--limit`, or by the model's context; None
     without either."""
     context = getattr(model.config, "max_position_embeddings", None)
@@ -141,7 +150,7 @@ def read_text(file: str) -> str:
     return io.TextIOWrapper(io.BytesIO(data), "utf-8", "replace").read()
 
 
-def check_file(option: str, path) -> None:
+def check_file(option: str, path: str | Path) -> None:
     """Raise ValueError where a file cannot be written: for a command to see before it loads a model."""
     path = Path(path)
     if path.is_dir():
@@ -151,7 +160,7 @@ def check_file(option: str, path) -> None:
     _check_writable(option, path, path.parent)
 
 
-def check_folder(option: str, path) -> None:
+def check_folder(option: str, path: str | Path) -> None:
     """Raise ValueError where a folder cannot be written to, or made."""
     path = Path(path)
     there = next(each for each in (path, *path.absolute().parents) if each.exists())
@@ -171,7 +180,7 @@ def _check_writable(option, path, folder) -> None:
 # -- policies -------------------------------------------------------------------------------------------------------
 
 
-def number(text: str, option: str = "--budget"):
+def number(text: str, option: str = "--budget") -> int | float | str:
     """A budget: slots if whole, the text of a number of bytes, else a fraction."""
     if text.endswith("B"):
         byte_count(option, text)
@@ -184,7 +193,7 @@ def number(text: str, option: str = "--budget"):
         ) from None
 
 
-def build_policies(texts, args, **common) -> dict:
+def build_policies(texts: Iterable[str], args: argparse.Namespace, **common: Any) -> dict[str, Policy]:
     """Text -> `Policy`. Options in a policy's text win over `--budget`, `--chunk-size`, `--kv` and the `common`
     ones. A threshold replaces the default of `--budget`."""
     from ..policy.policy import build
@@ -198,7 +207,7 @@ def build_policies(texts, args, **common) -> dict:
     return policies
 
 
-def check_complete(policies: dict) -> None:
+def check_complete(policies: dict[str, Policy]) -> None:
     """Raise ValueError for policies that miss an argument that no command has."""
     for text, policy in policies.items():
         rows, option = policy.rows, ":" if ":" not in text else ","
@@ -214,7 +223,7 @@ def check_complete(policies: dict) -> None:
             )
 
 
-def observing(policies: dict, model, prompt, observe) -> dict:
+def observing(policies: dict[str, Policy], model: Any, prompt: Prompt, observe: int | str | None) -> dict[str, Policy]:
     """The policies for a model (`in_slots`), with `--observe` applied, except to options that a policy's text names."""
     from ..analysis.run import observe as observed
     from ..patch import in_slots
@@ -226,7 +235,7 @@ def observing(policies: dict, model, prompt, observe) -> dict:
     return {text: observed(policy, rows, tokens, parse_policy(text)[1]) for text, policy in policies.items()}
 
 
-def options_of(policy, *skip: str) -> str:
+def options_of(policy: Policy, *skip: str) -> str:
     """The parts of a policy, each with its options, and its other options except `skip`, as Python arguments."""
     from ..policy.policy import PARTS
 
@@ -244,7 +253,7 @@ def options_of(policy, *skip: str) -> str:
 # -- tables ---------------------------------------------------------------------------------------------------------
 
 
-def grid(rows, left: int = 1) -> str:
+def grid(rows: Sequence[Sequence[str]], left: int = 1) -> str:
     """Rows of texts, the head first, as columns: the first `left` are aligned left, the others right. For commands that
     run without the extra `eval`; with it, `kvevict.evaluate.table.format_table`."""
     widths = [max(map(len, column)) for column in zip(*rows)]

@@ -1,4 +1,8 @@
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ..policy.text import DEFAULT
 from . import (
@@ -13,9 +17,12 @@ from . import (
     read_text,
 )
 
+if TYPE_CHECKING:
+    import torch
+
 
 @command
-def bench(parser, argv):
+def bench(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     """Time to first token, decode speed and memory of policies next to the unpatched model."""
     add_model(parser)
     add_policies(parser, default=(DEFAULT, "snapkv"))
@@ -59,7 +66,7 @@ def bench(parser, argv):
             "new_tokens": args.new_tokens, "repeat": args.repeat, "rows": rows}  # fmt: skip
 
 
-def load(name: str, dtype: str, device: str | None):
+def load(name: str, dtype: str, device: str | None) -> tuple[Any, Any, str]:
     """(model, tokenizer or None, a description for the table). A folder without weights gets fixed random ones."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -81,7 +88,7 @@ def load(name: str, dtype: str, device: str | None):
     return model, tokenizer, f"{kind}, {str(model.dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads"
 
 
-def make_prompts(model, tokenizer, args) -> dict:
+def make_prompts(model: Any, tokenizer: Any, args: Namespace) -> dict[int, torch.Tensor]:
     """Length -> ids [1, length]: of the file or of generated text; random without a tokenizer."""
     import torch
 
@@ -103,7 +110,7 @@ def make_prompts(model, tokenizer, args) -> dict:
     return {length: ids[:, :length].to(device_of(model)) for length in lengths}
 
 
-def text(tokenizer, file: str | None, tokens: int) -> str:
+def text(tokenizer: Any, file: str | None, tokens: int) -> str:
     """The file, or generated text of a little more than that many tokens."""
     if file:
         return read_text(file)

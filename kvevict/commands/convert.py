@@ -1,8 +1,11 @@
+from argparse import ArgumentParser
+from typing import Any
+
 from . import add_model, check_folder, command, model_name
 
 
 @command
-def convert(parser, argv):
+def convert(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     """Convert KVzap's published gates (safetensors) for `gate:gates=OUT`."""
     add_model(parser)
     parser.add_argument("--source", required=True, help="folder of config.json and model.safetensors, or its hub id")

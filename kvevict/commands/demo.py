@@ -1,5 +1,10 @@
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING, Any
 
 from .. import files
 from ..policy.text import DEFAULT
@@ -19,6 +24,10 @@ from . import (
 )
 from .inspect import page_run
 
+if TYPE_CHECKING:
+    from ..evaluate.tasks import Case
+    from ..policy.policy import Policy
+
 TASK = "facts"
 LONGEST = 2048  # prompt tokens at most: two cores read all of it in seconds
 ANSWER = 32  # tokens of the context that are left for the answer
@@ -27,7 +36,7 @@ FULL = "full cache"
 
 
 @command
-def demo(parser, argv):
+def demo(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     """Facts in a long text, asked of the bundled model with a full cache and with small ones."""
     add_model(parser)
     add_policies(parser, default=(DEFAULT, "snapkv", "streaming"))
@@ -59,7 +68,7 @@ def demo(parser, argv):
     return {"model": name, **settings, "runs": totals, "files": made}
 
 
-def ask(model, tokenizer, policies, args):
+def ask(model: Any, tokenizer: Any, policies: dict[str, Policy], args: Namespace) -> Iterator[dict[str, Any]]:
     """Yields a dict per case: case, ids [1, N], policies, and runs: by name the result of
     `kvevict.analysis.run.measure`, and whether the answer is `right`."""
     from tqdm import tqdm
@@ -119,11 +128,11 @@ def said(run: dict) -> str:
     return ("✓ " if run["right"] else "✗ ") + line[:WIDE]
 
 
-def asks(case) -> str:
+def asks(case: Case) -> str:
     return case.question.strip().splitlines()[0].removeprefix("Question: ")
 
 
-def write(out: Path, tokenizer, asked, model) -> list:
+def write(out: Path, tokenizer: Any, asked: list[dict[str, Any]], model: str) -> list[str]:
     """The page and, with matplotlib, the picture of the first case that the runs disagree about; their paths."""
     from ..analysis.page import page, picture, pieces, places
 

@@ -1,3 +1,8 @@
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from typing import TYPE_CHECKING, Any
+
 from ..policy.checks import installed
 from ..policy.text import DEFAULT
 from . import (
@@ -13,6 +18,12 @@ from . import (
     room,
 )
 
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+    from ..analysis.run import Prompt
+    from ..policy.policy import Policy
+
 HEADS = {
     "joint_error": "joint error",
     "output_error": "output error",
@@ -27,7 +38,7 @@ HEADS = {
 
 
 @command
-def diagnose(parser, argv):
+def diagnose(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     """Compare the slots that policies keep, and their rankings, with the full cache's attention for its response."""
     add_question(parser, new_tokens=None, needed=False)
     parser.add_argument("--cases", type=int, default=1,
@@ -70,14 +81,14 @@ def diagnose(parser, argv):
 NEW = 32  # tokens of an answer about a file's text
 
 
-def load_file(args) -> tuple:
+def load_file(args: Namespace) -> tuple[str, Any, Any, list[tuple[Prompt, int, bool]]]:
     """(name, model, tokenizer, [(prompt, new tokens, whether the answer is one line)]) of a text and a question."""
     args.max_new_tokens = NEW if args.max_new_tokens is None else args.max_new_tokens
     name, model, tokenizer, prompt = load_prompt(args)
     return name, model, tokenizer, [(prompt, args.max_new_tokens, bool(args.opening))]
 
 
-def load_facts(args) -> tuple:
+def load_facts(args: Namespace) -> tuple[str, Any, Any, list[tuple[Prompt, int, bool]]]:
     """As `load_file`, of cases that `kvevict demo` asks."""
     from ..analysis.run import load_model
     from ..evaluate.ask import encode
@@ -98,7 +109,16 @@ def load_facts(args) -> tuple:
     return name, model, tokenizer, prompts
 
 
-def one(model, tokenizer, policies, args, prompt, new_tokens, one_line, bar) -> tuple:
+def one(
+    model: Any,
+    tokenizer: Any,
+    policies: dict[str, Policy],
+    args: Namespace,
+    prompt: Prompt,
+    new_tokens: int,
+    one_line: bool,
+    bar: tqdm,
+) -> tuple[dict[str, Any], str]:
     """The measures of one prompt, and the first line of the full cache's answer."""
     from ..analysis import compare
     from ..families import device_of
@@ -134,7 +154,7 @@ def run(layers: list, kept: list) -> dict:
     return means | alike | {"slots": slots, "layers": layers}
 
 
-def mean(found: list):
+def mean(found: list[Any]) -> Any:
     """Of equally nested dicts and lists, the mean of each number; None where one is None."""
     first = found[0]
     if isinstance(first, dict):

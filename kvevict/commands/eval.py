@@ -1,11 +1,13 @@
+from argparse import ArgumentParser
 from pathlib import Path
+from typing import Any
 
 from ..policy.checks import installed
 from . import add_model, add_observe, add_policies, check_file, command, model_name, number
 
 
 @command
-def eval(parser, argv):
+def eval(parser: ArgumentParser, argv: list[str]) -> dict[str, Any] | None:
     """Put policies to tasks: accuracy tables, a line per case in a file that an interrupted run resumes."""
     parser.add_argument("--out", default="results.jsonl",
                         help="a JSON line per case and run, resumed if begun; default results.jsonl. "

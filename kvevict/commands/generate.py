@@ -1,3 +1,6 @@
+from argparse import ArgumentParser
+from typing import Any
+
 from . import (
     add_budget,
     add_model,
@@ -13,7 +16,7 @@ from . import (
 
 
 @command
-def generate(parser, argv):
+def generate(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     """Read a long text, keep a budget of KV slots, answer a question."""
     add_question(parser, new_tokens=64)
     add_model(parser)

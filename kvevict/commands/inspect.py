@@ -1,4 +1,8 @@
+from __future__ import annotations
+
+from argparse import ArgumentParser
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ..policy.text import DEFAULT, FORM
 from . import (
@@ -14,9 +18,12 @@ from . import (
     options_of,
 )
 
+if TYPE_CHECKING:
+    from ..policy.policy import Policy
+
 
 @command
-def inspect(parser, argv):
+def inspect(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     """Show which tokens of a prompt every layer and head kept, as one HTML page."""
     add_question(parser, new_tokens=32)
     add_model(parser)
@@ -51,7 +58,7 @@ def inspect(parser, argv):
     return {"tokens": ids.shape[1], "out": str(out), "runs": runs}
 
 
-def page_run(name: str, policy, answer: str, seen: dict) -> dict:
+def page_run(name: str, policy: Policy, answer: str, seen: dict[str, Any]) -> dict[str, Any]:
     """A policy's run as `kvevict.analysis.page` takes it, from its report with positions."""
     from ..analysis.speed import slots
 

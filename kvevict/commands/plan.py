@@ -1,11 +1,13 @@
 import sys
+from argparse import ArgumentParser
 from dataclasses import replace
+from typing import Any
 
 from . import add_budget, add_model, add_policy, build_policies, command, grid, model_name
 
 
 @command
-def plan(parser, argv):
+def plan(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     """Compute the cost of a prompt and its answer from a model's config alone: no weights are read."""
     add_model(parser)
     add_policy(parser)
@@ -129,7 +131,7 @@ def _text(value) -> str:
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def table(plain, patched) -> str:
+def table(plain: tuple[str, dict[str, Any]], patched: tuple[str, dict[str, Any]]) -> str:
     """(name, run) of the unpatched model and of a policy side by side, and the second as a share of the first;
     rows that neither has are left out."""
     rows = [("", plain[0], patched[0], "share")]

@@ -1,4 +1,6 @@
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
+from typing import Any
 
 from ..files import replacing
 from ..policy.checks import installed, parsed
@@ -8,7 +10,7 @@ KINDS = ("heatmap", "budget", "families", "speed", "slots", "layers", "overlap")
 
 
 @command
-def plot(parser, argv):
+def plot(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     """Draw a figure: needle heat map, score against budget (all or by family), speed, kept slots, layer by layer."""
     parser.add_argument(
         "results",
@@ -55,7 +57,7 @@ def plot(parser, argv):
     return {"kind": args.kind, "out": args.out}
 
 
-def chosen(lines, args) -> list:
+def chosen(lines: list[dict[str, Any]], args: Namespace) -> list[dict[str, Any]]:
     """The lines that the arguments ask for; ValueError names the first argument that leaves none of a policy's."""
     for field, wanted in dict(task=args.tasks, policy=args.policies, budget=args.budgets).items():
         if wanted:
@@ -64,13 +66,13 @@ def chosen(lines, args) -> list:
     return [line for line in lines if args.mode in (None, line["mode"]) or line["policy"] == "full"]
 
 
-def some_known(field, wanted, known) -> None:
+def some_known(field: str, wanted: list[Any], known: set[Any]) -> None:
     if not known & set(wanted):
         words = " ".join(map(str, wanted))
         raise ValueError(f"no results of {field} {words}; there are {', '.join(sorted(map(str, known)))}")
 
 
-def of_policies(found, wanted):
+def of_policies(found: Any, wanted: list[str] | None) -> Any:
     """The rows of `kvevict bench`, or the runs in the JSON of `kvevict diagnose`, of these policies; None: all."""
     if not wanted:
         return found
@@ -81,7 +83,7 @@ def of_policies(found, wanted):
     return found | dict(runs={name: run for name, run in found["runs"].items() if name in wanted})
 
 
-def diagnosis(path) -> dict:
+def diagnosis(path: str) -> dict[str, Any]:
     """The last JSON line of `kvevict diagnose`'s output."""
     for line in reversed(objects(path)):
         if "overlap" in line:
@@ -89,7 +91,7 @@ def diagnosis(path) -> dict:
     raise ValueError(f"{path} is not the output of `kvevict diagnose`; write one with: kvevict diagnose ... > FILE")
 
 
-def bench_rows(path) -> list:
+def bench_rows(path: str) -> list[dict[str, Any]]:
     """The rows of a file's JSON lines. Other lines, such as printed tables, are skipped."""
     rows = []
     for line in objects(path):
@@ -97,7 +99,7 @@ def bench_rows(path) -> list:
     return rows
 
 
-def objects(path) -> list:
+def objects(path: str) -> list[dict[str, Any]]:
     """The JSON objects among a file's lines, one a line."""
     lines = Path(path).read_text(encoding="utf-8").splitlines()
     return [parsed(line) for line in lines if line.startswith("{")]

@@ -1,11 +1,13 @@
 import json
 import textwrap
+from argparse import ArgumentParser
+from typing import Any
 
 from . import command, options_of
 
 
 @command
-def policies(parser, argv):
+def policies(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     """List the presets and the choices they are made of, with their options."""
     args = parser.parse_args(argv)
     from ..policy.policy import PARTS, build

@@ -1,4 +1,5 @@
 import os
+from argparse import ArgumentParser
 from dataclasses import fields
 
 from ..serve.options import SHARES, Options
@@ -9,7 +10,7 @@ UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 @command
-def serve(parser, argv):
+def serve(parser: ArgumentParser, argv: list[str]) -> None:
     """Answer OpenAI's clients over HTTP, with bounded memory: questions about a text share its stored slots."""
     parser.add_argument(
         "model", nargs="?", help="folder, .gguf file or hub id of a causal language model; default: the bundled one"

@@ -1,11 +1,13 @@
 import contextlib
+from argparse import ArgumentParser
 from pathlib import Path
+from typing import Any
 
 from . import add_model, check_folder, command, model_name, read_text
 
 
 @command
-def train(parser, argv):
+def train(parser: ArgumentParser, argv: list[str]) -> dict[str, Any] | None:
     """Train a lookahead adapter on prompts, or gates on a text, for `lookahead:adapter=OUT` or `gate:gates=OUT`."""
     add_model(parser)
     parser.add_argument(
