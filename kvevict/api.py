@@ -1,27 +1,41 @@
-# ruff: noqa: F401  kvevict has them
-"""The public names of `kvevict`. It imports this module when the first of them is used."""
+"""The public names of `kvevict`. It imports this module when the first of them is used. To a type checker an import
+without `as` is private."""
 
 from collections.abc import Callable
 from typing import TypeVar
 
-from . import _ops  # checks torch and loads the kernels
-from .answer import Pipeline, answer, read
-from .engine.measure.quantities import QUANTITIES, Quantity, check_needs
-from .models import small_llama
-from .patch import evicting, patch, unpatch
-from .policy.heads import HEADS, HeadBudget
-from .policy.layers import LAYERS, LayerBudget
-from .policy.layers.tada import history
-from .policy.needs import need
-from .policy.policy import PRESETS, Policy
-from .policy.refinements import REFINEMENTS, Refinement
-from .policy.rows import ROWS, Rows
-from .policy.scores import SCORES, Score
-from .policy.selections import SELECTIONS, Selection
-from .query_statistics import measure_queries
-from .question import observing
-from .report import report
-from .store import load_cache, save_cache
+from . import _ops  # noqa: F401  checks torch and loads the kernels
+from .answer import Pipeline as Pipeline
+from .answer import answer as answer
+from .answer import read as read
+from .engine.measure.quantities import QUANTITIES as QUANTITIES
+from .engine.measure.quantities import Quantity as Quantity
+from .engine.measure.quantities import check_needs
+from .models import small_llama as small_llama
+from .patch import evicting as evicting
+from .patch import patch as patch
+from .patch import unpatch as unpatch
+from .policy.heads import HEADS as HEADS
+from .policy.heads import HeadBudget as HeadBudget
+from .policy.layers import LAYERS as LAYERS
+from .policy.layers import LayerBudget as LayerBudget
+from .policy.layers.tada import history as history
+from .policy.needs import need as need
+from .policy.policy import PRESETS as PRESETS
+from .policy.policy import Policy as Policy
+from .policy.refinements import REFINEMENTS as REFINEMENTS
+from .policy.refinements import Refinement as Refinement
+from .policy.rows import ROWS as ROWS
+from .policy.rows import Rows as Rows
+from .policy.scores import SCORES as SCORES
+from .policy.scores import Score as Score
+from .policy.selections import SELECTIONS as SELECTIONS
+from .policy.selections import Selection as Selection
+from .query_statistics import measure_queries as measure_queries
+from .question import observing as observing
+from .report import report as report
+from .store import load_cache as load_cache
+from .store import save_cache as save_cache
 
 _Class = TypeVar("_Class", bound=type)
 
