@@ -12,15 +12,15 @@ from typing import Any
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    outer: object = None  # the kvevict.engine.read.step.OuterCall around the decoder's
-    step: object = None  # the kvevict.engine.read.step.Step that runs
-    tap: object = None  # the kvevict.engine.hook.replay.Call that records attention, or replays it
-    question: object = None  # the kvevict.question.Finder that observes the prompts that are read
+    outer: Any = None  # the kvevict.engine.read.step.OuterCall around the decoder's
+    step: Any = None  # the kvevict.engine.read.step.Step that runs
+    tap: Any = None  # the kvevict.engine.hook.replay.Call that records attention, or replays it
+    question: Any = None  # the kvevict.question.Finder that observes the prompts that are read
     watchers: tuple = ()  # kvevict.engine.watch.watcher's, called with every layer of a read
-    note: object = None  # note(module, query, key): called in unpatched attention
-    training_attention: object = None  # the attention function of `kvevict.lookahead.passes`
+    note: Any = None  # note(module, query, key): called in unpatched attention
+    training_attention: Any = None  # the attention function of `kvevict.lookahead.passes`
     patches: dict = field(default_factory=dict)  # kvevict.engine.hook.installed.Installed: the Patch of calls made here
-    adapter: object = None  # the token of the `kvevict.policy.adapter.Adapter.on` that is active
+    adapter: Any = None  # the token of the `kvevict.policy.adapter.Adapter.on` that is active
 
 
 _context: ContextVar = ContextVar("kvevict", default=Context())  # noqa: B039  immutable

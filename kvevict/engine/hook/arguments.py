@@ -1,15 +1,23 @@
 """The arguments of a decoder's call: checked before the cache changes, and cut to chunks."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 import torch
 from transformers.cache_utils import DynamicCache
 
 from ...compat import CACHE
 from ...context import context
+from ...policy.rows import AppendedRows
 from ..read.step import OuterCall
 from ..slots.adopt import EvictionCache, adopt
 from ..slots.cache import HALF_READ, EvictionLayer
 from .inputs import Inputs
 from .packing import Packing, Positions, packed_mask, padding_of
+
+if TYPE_CHECKING:
+    from ...patch import Patch
 
 
 class Arguments:
@@ -62,36 +70,36 @@ class Arguments:
         self.rolls_back = self.cache.record_past
         check_roll_back(self)
 
-    def asks(self, flag) -> bool:
+    def asks(self, flag: str) -> bool:
         return bool(self._inputs.more.get(flag, getattr(self.decoder.config, flag, False)))
 
     def unsplittable(self) -> str | None:
         """The name of an argument that cannot be cut into chunks, if there is one."""
         return self._inputs.unsplittable()
 
-    def positions(self):
+    def positions(self) -> torch.Tensor:
         """[B, N] of the new tokens."""
         return self._positions.tokens()
 
-    def position_ids_of(self, start, end, positions):
+    def position_ids_of(self, start: int, end: int, positions: torch.Tensor) -> torch.Tensor:
         """The decoder's position_ids for columns start..end-1 and the rows after them, at positions [B, S] in all."""
         return self._positions.chunk(start, end, positions)
 
-    def tokens_at(self, columns):
+    def tokens_at(self, columns: torch.Tensor) -> torch.Tensor:
         """Ids or embeddings at columns [B, p]."""
         return self._inputs.at(columns)
 
-    def embedded(self, ids):
+    def embedded(self, ids: torch.Tensor) -> torch.Tensor:
         """Ids [B, p] in the form of the call's tokens: ids or embeddings."""
         return self._inputs.embedded(ids)
 
-    def inputs(self, start, end, appended=None) -> dict:
+    def inputs(self, start: int, end: int, appended: AppendedRows | None = None) -> dict[str, Any]:
         """The decoder's arguments for columns start..end-1 and, after them, the appended rows."""
         mask = self.mask_for(end, 0 if appended is None else appended.tokens.shape[1])
         cached = dict(attention_mask=mask, use_cache=True, return_dict=True) | {CACHE: self.cache}
         return self._inputs.chunk(start, end, appended, self.wanted) | cached
 
-    def mask_for(self, end, appended=0):
+    def mask_for(self, end: int, appended: int = 0) -> torch.Tensor | None:
         """Transformers' source of its masks, for the columns up to `end` and `appended` rows. Our layers read no mask;
         if all layers are ours, a ready-made 4D mask keeps Transformers from building one."""
         if self.patch.all_full_attention:
@@ -102,7 +110,7 @@ class Arguments:
         return torch.cat([mask, mask.new_ones(self.batch, appended)], 1) if appended else mask
 
 
-def check_tokens(tokens, cache) -> None:
+def check_tokens(tokens: int, cache: Any) -> None:
     """Raise ValueError for a call without tokens."""
     if tokens == 0:
         held = cache.get_seq_length() if cache is not None else 0
@@ -112,7 +120,7 @@ def check_tokens(tokens, cache) -> None:
         )
 
 
-def columns_of(cache, batch) -> int:
+def columns_of(cache: Any, batch: int) -> int:
     """Number of columns that a cache has seen. Raises ValueError if `batch` rows cannot continue from it."""
     if not isinstance(cache, DynamicCache) or getattr(cache, "offloading", False):
         raise ValueError(
@@ -130,7 +138,7 @@ def columns_of(cache, batch) -> int:
     return columns
 
 
-def plain_mask(mask, called, tokens):
+def plain_mask(mask: Any, called: OuterCall, tokens: int) -> Any:
     """The 2D padding mask. If the outer model has expanded it to one mask per kind of layer, the mask it started from.
     Raises ValueError if an expanded mask lets a token see a later one (Gemma 3's pictures)."""
     given = called.mask
@@ -152,7 +160,7 @@ def plain_mask(mask, called, tokens):
     return given
 
 
-def check_mask(mask, batch, columns, tokens) -> None:
+def check_mask(mask: Any, batch: int, columns: int, tokens: int) -> None:
     """Raise ValueError unless a mask covers the columns seen and the new tokens."""
     if mask is None:
         return
@@ -169,7 +177,7 @@ def check_mask(mask, batch, columns, tokens) -> None:
         )
 
 
-def make_ours(cache, patch, config, mask, columns) -> None:
+def make_ours(cache: Any, patch: Patch, config: Any, mask: torch.Tensor | None, columns: int) -> None:
     """Adopt a cache that is not ours yet. Raises ValueError if eviction from it is impossible."""
     layers, first = cache.layers, None
     ours = len(layers) == len(patch.kinds) and all(isinstance(layers[index], EvictionLayer) for index in patch.order)
@@ -185,7 +193,7 @@ def make_ours(cache, patch, config, mask, columns) -> None:
     adopt(cache, patch.kinds, config, patch.ranks, first)
 
 
-def check_roll_back(arguments) -> None:
+def check_roll_back(arguments: Arguments) -> None:
     """Raise ValueError if the caller may roll tokens back and the model or the policy cannot."""
     policy = arguments.policy
     if arguments.rolls_back and arguments.patch.keeps_state:

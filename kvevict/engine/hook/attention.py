@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from typing import Any
 
 import torch
 
@@ -15,7 +16,17 @@ NAME = "kvevict"
 ORIGINAL = "_kvevict_original"  # attribute of our copy of a module's config: the original config
 
 
-def attention(module, query, key, value, attention_mask, scaling=None, softcap=None, s_aux=None, **kwargs):
+def attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, Any]:
     """Transformers' attention interface: query [B, H, T, D], key and value [B, Hkv, T, D] -> ([B, T, H, D], None).
 
     The model's original function runs outside a call of the patched decoder with a cache (training, use_cache=False).
@@ -93,7 +104,7 @@ def _unpatched(module, query, key, value, attention_mask, **options):
     )
 
 
-def divert(module) -> None:
+def divert(module: Any) -> None:
     """Have an attention module call `attention`, by a changed copy of its config."""
     config = copy.copy(module.config)
     config.__dict__[ORIGINAL] = module.config
@@ -101,7 +112,7 @@ def divert(module) -> None:
     module.config = config
 
 
-def restore(module) -> None:
+def restore(module: Any) -> None:
     module.config = module.config.__dict__[ORIGINAL]
 
 

@@ -6,6 +6,8 @@ import functools
 import inspect
 import types
 import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -50,7 +52,7 @@ class StandIn:
         self.function = _untraced(self.function)
 
     @property
-    def own(self):
+    def own(self) -> Callable[..., Any]:
         """The original method."""
         return self.before or types.MethodType(getattr(type(self.module), self.name.removeprefix("_old_")), self.module)
 
@@ -63,14 +65,14 @@ class StandIn:
         return self.own.__code__  # torch.export looks at it
 
 
-def install(decoder) -> None:
+def install(decoder: torch.nn.Module) -> None:
     """Replace the decoder's forward, and its rotary embedding's if the frequencies depend on a prompt's length."""
     replace(decoder, forward)
     if families.rope_depends_on_length(decoder):
         replace(families.rotary_of(decoder), _rotary_forward)
 
 
-def install_around(top) -> None:
+def install_around(top: torch.nn.Module) -> None:
     """Replace the forward of the model around a decoder and some of its methods, unless already replaced."""
     if WRAPPED not in top.__dict__:
         replace(top, _top_forward)
@@ -80,7 +82,7 @@ def install_around(top) -> None:
             top.__dict__[name] = StandIn(function, top, name, before)
 
 
-def remove(decoder, tops) -> None:
+def remove(decoder: torch.nn.Module, tops: Iterable[torch.nn.Module]) -> None:
     """Restore the forwards and methods of a decoder, its rotary embedding and the models around it."""
     for module in (decoder, families.rotary_of(decoder), *tops):
         if module is not None and WRAPPED in module.__dict__:
@@ -93,7 +95,7 @@ def remove(decoder, tops) -> None:
                 top.__dict__.update({} if standin.before is None else {name: standin.before})
 
 
-def replace(module, function) -> None:
+def replace(module: torch.nn.Module, function: Callable[..., Any]) -> None:
     """Put a stand-in in place of forward; in a module that accelerate has hooked, of `_old_forward`."""
     name = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
     standin = StandIn(function, module, name, module.__dict__.get(name))
@@ -101,7 +103,7 @@ def replace(module, function) -> None:
     setattr(module, name, standin)
 
 
-def restore(module) -> None:
+def restore(module: torch.nn.Module) -> None:
     standin = getattr(module, WRAPPED)
     object.__delattr__(module, WRAPPED)
     standin.function = None
@@ -157,7 +159,7 @@ def _call(model, run, args, kwargs):
     return output
 
 
-def forward(self, run, *args, **kwargs):
+def forward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Stands in for `run`, the decoder's forward; same arguments, same result."""
     installed = self.__dict__.get(STATE)
     patch = None if installed is None else installed.chosen()

@@ -1,10 +1,15 @@
 """Hooks that note the input of a layer's attention block if a quantity of the policy needs it."""
 
+from collections.abc import Iterable
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
 from ... import families
 from ...context import context
 
 
-def install(decoder, order) -> list:
+def install(decoder: torch.nn.Module, order: Iterable[int]) -> list[RemovableHandle]:
     """Hooks that put the input into `Step.hidden`; the layer's call takes it from there."""
     layers = families.layers_of(decoder)
     modules = [families.attention_of(layers[index], index) for index in order]

@@ -1,6 +1,11 @@
 """The decoder's arguments for a chunk of a call: [the chunk's columns | appended rows]."""
 
+from typing import Any
+
 import torch
+
+from ...policy.rows import AppendedRows
+from .packing import Packing
 
 PER_LAYER = "per_layer_inputs"
 PICTURES = "visual_pos_masks"
@@ -17,7 +22,7 @@ class Inputs:
         self.decoder, self.ids, self.embeds, self.more = decoder, ids, embeds, more
         self.tokens = ids if ids is not None else embeds
 
-    def packed(self, packing):
+    def packed(self, packing: Packing) -> "Inputs":
         """A copy with every row's padding at the left."""
         shape = self.tokens.shape[:2]
         more = {
@@ -26,11 +31,11 @@ class Inputs:
         }
         return Inputs(self.decoder, packing.pack(self.ids), packing.pack(self.embeds), more)
 
-    def at(self, columns):
+    def at(self, columns: torch.Tensor) -> torch.Tensor:
         """Ids or embeddings at columns [B, p]."""
         return _rows(self.tokens, columns)
 
-    def embedded(self, ids):
+    def embedded(self, ids: torch.Tensor) -> torch.Tensor:
         """Ids [B, p] in the form of the call's tokens: ids or embeddings."""
         return ids if self.embeds is None else self.decoder.get_input_embeddings()(ids)
 
@@ -42,7 +47,7 @@ class Inputs:
                 return name
         return None
 
-    def chunk(self, start, end, appended=None, wanted=0) -> dict:
+    def chunk(self, start: int, end: int, appended: AppendedRows | None = None, wanted: int = 0) -> dict[str, Any]:
         """The arguments for columns start..end-1 and, after them, the appended rows.
 
         appended   the `kvevict.policy.rows.AppendedRows` of this chunk, None without such rows

@@ -5,15 +5,24 @@ context (`using`), or else the model's default (`kvevict.patch`); a call without
 are restored when the model has no default policy and no call or block needs them any more.
 """
 
+from __future__ import annotations
+
 import contextlib
 import threading
 import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from ... import families
 from ...compat import STATE
 from ...context import context, within
 from ..read import propagate, residual
 from . import attention, forward, hidden, states
+
+if TYPE_CHECKING:
+    from ...patch import Patch
 
 _installing = threading.RLock()  # guards the installation of models; each `Installed` has another lock for its users
 
@@ -45,31 +54,31 @@ class Installed:
         self._forget()
         attention.register()
 
-    def chosen(self):
+    def chosen(self) -> Patch | None:
         """The `Patch` of calls in this thread and context; None: they run unpatched."""
         return context().patches.get(self, self.own)
 
-    def modules(self, decoder):
+    def modules(self, decoder: torch.nn.Module) -> Iterator[torch.nn.Module]:
         """The attention modules of the layers that evict, and of the layers that read their keys and values."""
         for index in (*self.order, *self.readers):
             yield families.attention_of(families.layers_of(decoder)[index], index)
 
     # -- users -------------------------------------------------------------------------------------------------------
 
-    def enter(self, decoder) -> bool:
+    def enter(self, decoder: torch.nn.Module) -> bool:
         """True if the model is still installed; it then stays installed until `leave`."""
         with self.lock:
             here = decoder.__dict__.get(STATE) is self
             self.users += here
             return here
 
-    def leave(self, decoder) -> None:
+    def leave(self, decoder: torch.nn.Module) -> None:
         with _installing, self.lock:
             self.users -= 1
             if self.users == 0 and self.own is None:
                 self._remove(decoder)
 
-    def set_own(self, top, decoder, patch) -> None:
+    def set_own(self, top: torch.nn.Module, decoder: torch.nn.Module, patch: Patch | None) -> None:
         """Set the model's default policy; None: remove it."""
         with _installing, self.lock:
             self.own = patch
@@ -122,11 +131,11 @@ class Installed:
         object.__delattr__(decoder, STATE)
 
 
-def of(decoder) -> Installed | None:
+def of(decoder: torch.nn.Module) -> Installed | None:
     return decoder.__dict__.get(STATE)
 
 
-def patch_of(decoder):
+def patch_of(decoder: torch.nn.Module) -> Patch | None:
     """The `Patch` of a decoder's calls in this thread and context; None: they run unpatched."""
     installed = of(decoder)
     return None if installed is None else installed.chosen()
@@ -145,7 +154,7 @@ def _held(top, decoder) -> Installed:
         return installed
 
 
-def set_own(top, decoder, patch) -> None:
+def set_own(top: torch.nn.Module, decoder: torch.nn.Module, patch: Patch | None) -> None:
     """Set or replace a model's default policy."""
     installed = _held(top, decoder)
     try:
@@ -155,7 +164,7 @@ def set_own(top, decoder, patch) -> None:
 
 
 @contextlib.contextmanager
-def using(top, decoder, patch):
+def using(top: torch.nn.Module, decoder: torch.nn.Module, patch: Patch | None) -> Iterator[None]:
     """Inside, in this thread and context, the model's calls have the policy of a `Patch`; None: they run unpatched."""
     installed = _held(top, decoder)
     try:
@@ -169,7 +178,9 @@ def using(top, decoder, patch):
 
 
 @contextlib.contextmanager
-def overheard(top, decoder, note):
+def overheard(
+    top: torch.nn.Module, decoder: torch.nn.Module, note: Callable[[Any, torch.Tensor, torch.Tensor], None]
+) -> Iterator[None]:
     """Inside, in this thread and context, the model runs unpatched. Layers that would evict call
     note(module, query, key) with their attention's inputs."""
     with using(top, decoder, None), within(note=note):

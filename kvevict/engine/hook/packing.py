@@ -1,5 +1,8 @@
 """Padding and positions of a batch's tokens. Rows are read with their padding at the left."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -25,11 +28,11 @@ class Packing:
             self.order = mask.int().argsort(dim=1, stable=True)  # padding first, then the tokens in their order
             self.place = (self.first[:, None] + mask.cumsum(1) - 1).clamp_min(0)
 
-    def pack(self, x, dim=1):
+    def pack(self, x: torch.Tensor | None, dim: int = 1) -> torch.Tensor | None:
         """x with its columns [B, N], dimension `dim`, in reading order; None for None."""
         return x if x is None or self.place is None else _take(x, self.order, dim)
 
-    def unpack(self, output) -> None:
+    def unpack(self, output: Any) -> None:
         """Put output rows back in the caller's columns; padding after a token gets that token's row."""
         if self.place is None:
             return
@@ -40,7 +43,7 @@ class Packing:
                 output[name] = _take(rows, place.clamp_min(0), 1)
 
 
-def padding_of(mask):
+def padding_of(mask: torch.Tensor) -> tuple[torch.Tensor, np.ndarray, bool]:
     """[B] int32 number of zeros of a 2D mask, the same on the host, and True if a zero comes after a one."""
     mask = mask.bool()
     zeros = (~mask).sum(1)
@@ -48,7 +51,7 @@ def padding_of(mask):
     return zeros.to(torch.int32), np.array(padding), bool(holes)
 
 
-def packed_mask(mask, spans):
+def packed_mask(mask: torch.Tensor, spans: Iterable[tuple[int, int]]) -> torch.Tensor:
     """A mask [B, columns] in reading order: the padding of each (start, stop) span of columns at its left."""
     for start, stop in spans:
         mask = torch.cat([mask[:, :start], mask[:, start:stop].sort(1).values, mask[:, stop:]], 1)
@@ -84,7 +87,7 @@ class Positions:
         if ids.ndim != 2 and not self.axes:
             raise ValueError("position_ids must be [batch, tokens]")
 
-    def tokens(self):
+    def tokens(self) -> torch.Tensor:
         """[B, N], never decreasing. Of several axes (pictures) the largest counts."""
         batch = len(self.packing.first)
         if self.ids.ndim == 2:
@@ -92,14 +95,14 @@ class Positions:
         padding = torch.arange(self.ids.shape[-1], device=self.ids.device) < self.packing.first[:, None]
         return self.ids[-self.axes :].amax(0).masked_fill(padding, 0).cummax(1).values
 
-    def follow(self, next_position) -> None:
+    def follow(self, next_position: torch.Tensor) -> None:
         """Continue each row at next_position [B]: generate counts from the last column, possibly padding."""
         batch, tokens = len(self.packing.first), self.ids.shape[-1]
         first = self.packing.first.long().clamp_max(tokens - 1)[:, None]
         late = (next_position[:, None] - self.tokens().gather(1, first)).clamp_min(0)
         self.ids = self.ids.expand(*self.ids.shape[:-2], batch, -1) + late
 
-    def chunk(self, start, end, positions):
+    def chunk(self, start: int, end: int, positions: torch.Tensor) -> torch.Tensor:
         """The decoder's position_ids for columns start..end-1 and the rows after them, at positions [B, S] in all."""
         if self.ids.ndim == 2:
             return positions

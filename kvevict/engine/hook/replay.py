@@ -2,8 +2,10 @@
 layer once, and later policies only choose slots."""
 
 import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -33,22 +35,30 @@ class Call:
     after_attention: torch.Tensor | None = None  # the residual stream, if the policy measured it
     output: torch.Tensor | None = None
 
-    def called(self, module, query, key, value, mask, options) -> None:
+    def called(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Any,
+        options: dict[str, Any],
+    ) -> None:
         """Record the arguments of the attention function."""
         if not self.given:
             self.given, self.options = (module, query, key, value, mask), options
 
-    def slid(self, keys, values) -> None:
+    def slid(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Record a sliding window's update."""
         self.given = keys, values
 
-    def attended(self, attend) -> tuple:
+    def attended(self, attend: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
         """The result of attend(), recorded or new."""
         if self.out_lse is None:
             self.out_lse = attend()
         return self.out_lse
 
-    def same(self, other) -> bool:
+    def same(self, other: "Call") -> bool:
         pairs = ((self.hidden, other.hidden), (self.positions, other.positions), (self.first, other.first))
         if self.appended != other.appended or self.adapter is not other.adapter:
             return False
@@ -77,7 +87,7 @@ class Replay:
         self.known: dict = {index: [] for index in self.layers}
 
     @contextlib.contextmanager
-    def during(self):
+    def during(self) -> Iterator[None]:
         """Inside, calls are remembered and replayed."""
         for index, layer in self.layers.items():
             forward.replace(layer, partial(self._forward, index))

@@ -6,6 +6,7 @@ chunk, then on the appended rows; the state after those is thrown away.
 """
 
 import inspect
+from collections.abc import Sequence
 
 import torch
 
@@ -14,12 +15,12 @@ from ...context import current
 from . import forward
 
 
-def install(decoder, kinds) -> None:
+def install(decoder: torch.nn.Module, kinds: Sequence[str]) -> None:
     for mixer in _mixers(decoder, kinds):
         forward.replace(mixer, _forward)
 
 
-def remove(decoder, kinds) -> None:
+def remove(decoder: torch.nn.Module, kinds: Sequence[str]) -> None:
     for mixer in _mixers(decoder, kinds):
         forward.restore(mixer)
 
