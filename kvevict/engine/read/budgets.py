@@ -1,9 +1,15 @@
 """How many slots every layer may keep, chunk by chunk (METHODS section 4)."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ...policy.checks import PLENTY
 from ...policy.layers import layer_slots
+from ...policy.types import Policy
+from ..slots.adopt import EvictionCache
+from ..slots.cache import EvictionLayer
+from ..slots.ranks import Ranks
 from . import schedule
 from .decisions import Cascade, Decisions, Pooled
 
@@ -13,13 +19,13 @@ class Budgets:
 
     def __init__(self, policy, layers: int, heads: int, seen: list):
         self.policy, self.layers, self.heads, self.seen = policy, layers, heads, seen
-        self.targets = None  # int [layers, B] slots of each layer after the last decided chunk
-        self.budgets = None  # like `targets`; for a batch row that is not cut now, the later limit
+        self.targets: np.ndarray | None = None  # int [layers, B] slots of each layer after the last decided chunk
+        self.budgets: np.ndarray | None = None  # like `targets`; for a batch row that is not cut now, the later limit
         self.cuts = np.zeros(len(seen), bool)  # [B] rows that may lose slots after that chunk
         self.errors = np.zeros((layers, len(seen)))  # sums over chunks of the layers' errors
         self.measurements = np.zeros(len(seen), np.int64)  # [B] number of chunks in `errors`
 
-    def decide(self, chunk, tokens, stored, observed) -> Decisions:
+    def decide(self, chunk: schedule.Chunk, tokens: np.ndarray, stored: np.ndarray, observed: np.ndarray) -> Decisions:
         """Decisions for the layers after a chunk that adds tokens [B] to stored [layers, B] slots. observed: bool [B]
         batch rows with observing tokens."""
         policy = self.policy
@@ -44,7 +50,7 @@ class Budgets:
 
         return Decisions(policy, self.layers, limit, observed, bar)
 
-    def split(self, alive, measured):
+    def split(self, alive: np.ndarray | None, measured: list) -> np.ndarray:
         """int [layers, B] by `layer_slots`."""
         return layer_slots(self.policy, self.layers, self.heads, self.seen, alive, measured).numpy()
 
@@ -53,7 +59,7 @@ class Budgets:
         self.budgets = np.where(self.cuts, slots, self.budgets)
         return slots
 
-    def note(self, errors) -> None:
+    def note(self, errors: np.ndarray) -> None:
         """Add the errors measured in a chunk: fp64 [layers, B]."""
         self.errors += errors * self.cuts
         self.measurements += self.cuts
@@ -70,7 +76,7 @@ class Budgets:
             self.policy.layers.learn(measured)
 
 
-def check_groups(policy, cache, layers, ranks) -> None:
+def check_groups(policy: Policy, cache: EvictionCache, layers: Sequence[EvictionLayer], ranks: Ranks) -> None:
     """Raise ValueError unless layers (or heads) that share a choice hold the same slots. They do in a cache read under
     this policy."""
     if layers[0].len is None or cache.policy is policy:
@@ -86,13 +92,13 @@ def check_groups(policy, cache, layers, ranks) -> None:
             )
 
 
-def places(layer, shared: bool):
+def places(layer: EvictionLayer, shared: bool) -> list[list[list[int]]] | None:
     """Positions of a layer's slots as numbers, by row and head; None if heads that must be alike differ."""
     heads = [[head.tolist() for head in row] for row in layer.positions()]
     return None if shared and any(head != row[0] for row in heads for head in row) else heads
 
 
-def renew(policy, cache, layers, heads, ranks) -> None:
+def renew(policy: Policy, cache: EvictionCache, layers: Sequence[EvictionLayer], heads: int, ranks: Ranks) -> None:
     """Give new budgets to a cache that was read under another policy, or without one."""
     if cache.policy is policy:
         return

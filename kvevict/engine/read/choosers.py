@@ -1,7 +1,9 @@
 """Choosers carry out the eviction of a call's slots. A call has one chooser, and it sees the layers in order. The
 chooser for drafting is in draft.py."""
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,24 +15,27 @@ from . import evict, propagate
 from .layer import Attended, LayerCall
 from .schedule import observes
 
+if TYPE_CHECKING:
+    from .sequence import SpanEnd
+
 
 class Chooser:
     """Keeps all slots (assisted decoding's candidates may be taken back)."""
 
-    errors = None  # the kvevict.engine.read.residual.Errors that the call measures
-    onward = None  # the kvevict.engine.read.propagate.Onward: tokens of the call that upper layers read
+    errors: Any = None  # the kvevict.engine.read.residual.Errors that the call measures
+    onward: propagate.Onward | None = None  # tokens of the call that upper layers read
     held = 0  # number of waiting layers with new slots
 
     def takes(self, seen: Attended) -> bool:
         """True if `layer` is to be called after a decoded token. Else the layer keeps all slots."""
         return False
 
-    def layer(self, call) -> None:
+    def layer(self, call: LayerCall) -> None:
         """The end of one layer's attention."""
         of_tokens = call.step.patch.of_tokens is not None
         evict.store(call, carried=evict.numbers(call).carried if of_tokens else call.layer.carry)
 
-    def end(self, span_end) -> None:
+    def end(self, span_end: SpanEnd) -> None:
         """The end of a span. span_end: its `kvevict.engine.read.sequence.SpanEnd`."""
 
 
@@ -51,10 +56,10 @@ class Deciding(Chooser):
         self.choices: dict = {}  # layer's number -> its evict.Choice; None: it kept everything
 
     @property
-    def held(self):
+    def held(self) -> int:  # type: ignore[override]  # the base class has a constant
         return sum(each.call.new[0].shape[2] > 0 for each in self.pending.values())
 
-    def takes(self, seen):
+    def takes(self, seen: Attended) -> bool:
         """Only layers that are due are scored. Every layer remembers the row, or adds up its attention."""
         step, layer, policy = seen.step, seen.layer, seen.step.patch.policy
         order = step.patch.order[seen.module.layer_idx]
@@ -72,7 +77,7 @@ class Deciding(Chooser):
                 return False
         return slots is not None or (policy.carry == "sum" and observing)
 
-    def layer(self, call):
+    def layer(self, call: LayerCall) -> None:
         policy, order, chunk = call.policy, call.order, call.step.chunk
         observed = chunk is None or chunk.observed
         observing = observed and observes(policy, order, len(call.step.patch.order))
@@ -84,7 +89,8 @@ class Deciding(Chooser):
         decision = self.decisions.at(order, call.slots.alive)
         narrows = propagate.due(call)
         carries = observing and (policy.carry != "none" or (chunk is not None and chunk.again is not None))
-        score, carried = None, None if observed else call.layer.carry
+        score: Any = None
+        carried = None if observed else call.layer.carry
         if decision.scores or narrows or carries or self.errors is not None:
             carried, score = evict.numbers(call)
         if self.errors is not None:

@@ -1,11 +1,13 @@
 """When each layer is cut, and to how many slots. The engine carries the decisions out, and `kvevict plan` counts by
 them. Free of tensors: NumPy numbers, per row of the batch, over all kv heads of a layer."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 from ...policy.checks import PLENTY
+from ...policy.types import Policy
 from .schedule import follows, overfull, waits
 
 
@@ -39,10 +41,10 @@ class Decisions:
     def __init__(self, policy, layers: int, limit, has_tokens=True, bar=None):
         self.policy, self.layers, self.limit, self.has_tokens, self.bar = policy, layers, limit, has_tokens, bar
         self.waiting: list = []  # layers that wait for a later layer's choice
-        self.chosen = None  # slots of the last choice
+        self.chosen: np.ndarray | None = None  # slots of the last choice
         self.known: dict = {}  # layer -> result of `kept`
 
-    def at(self, layer: int, alive) -> Decision:
+    def at(self, layer: int, alive: np.ndarray) -> Decision:
         """The decision after `layer`, with alive [B] slots, was read."""
         if follows(self.policy, layer):
             return Decision(False, (Cut(layer, self.chosen, layer - layer % self.policy.n_reuse),))
@@ -55,7 +57,7 @@ class Decisions:
         self.chosen, waiting, self.waiting = slots, self.waiting, []
         return Decision(slots is not None, tuple(Cut(each, slots, layer) for each in (layer, *waiting)))
 
-    def kept(self, layer, alive):
+    def kept(self, layer: int, alive: np.ndarray) -> np.ndarray | None:
         """[B] the most that the layer keeps of its alive [B] slots; None if no row loses any."""
         if layer not in self.known:
             slots = self.limit(layer, alive)
@@ -84,11 +86,11 @@ class Cascade(Decisions):
         self.heads, self.share, self.cuts = heads, share, cuts
         self.preferences = np.zeros((layers, len(cuts)))
 
-    def ask(self, layer: int, preference) -> None:
+    def ask(self, layer: int, preference: np.ndarray) -> None:
         """A layer asks for preference [B] in proportion to the others."""
         self.preferences[layer] = np.maximum(np.nan_to_num(preference, nan=0.0), 1e-300)  # even 0 comes before unread
 
-    def at(self, layer, alive):
+    def at(self, layer: int, alive: np.ndarray) -> Decision:
         final = layer == self.layers - 1
         slots = self.share(self.preferences) + (0 if final else self.heads)
         slots = np.where(self.cuts, slots, PLENTY)
@@ -106,13 +108,13 @@ class Pooled(Decisions):
         super().__init__(policy, layers, None, bar=bar)
         self.targets = np.where(cuts, targets, PLENTY)
 
-    def at(self, layer, alive):
+    def at(self, layer: int, alive: np.ndarray) -> Decision:
         if layer < self.layers - 1:
             return Decision(True)
         return Decision(True, tuple(Cut(each, self.targets[each], each) for each in range(self.layers)), True)
 
 
-def while_decoding(policy, layers: int, heads: int, budgets) -> Decisions:
+def while_decoding(policy: Policy, layers: int, heads: int, budgets: Callable[[int], np.ndarray]) -> Decisions:
     """Decisions for a decoded token, by the layers' budgets [B]."""
 
     def limit(layer, alive):

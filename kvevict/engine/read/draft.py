@@ -1,8 +1,11 @@
 """Drafting by the model itself (LAQ): a prompt is read with nothing evicted, a copy of its cache cut by SnapKV writes a
 few tokens, and the rows of these tokens then observe."""
 
+from __future__ import annotations
+
 import copy
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,8 +22,11 @@ from ..slots.latent import LatentLayer
 from ..watch.meter import Meter
 from . import evict
 from .choosers import Chooser
-from .layer import Attended, layer_call
+from .layer import Attended, LayerCall, layer_call
 from .step import Step
+
+if TYPE_CHECKING:
+    from .sequence import SpanEnd
 
 FIRST_CUT = Policy(score="snapkv", rows=FirstWindow(), budget=2**30)
 
@@ -80,11 +86,11 @@ class Drafting(Chooser):
 
     held = property(lambda self: len(self.calls))
 
-    def layer(self, call):
+    def layer(self, call: LayerCall) -> None:
         """Wait, holding only the rows that observe the prompt."""
         self.calls.append(call.drafting(max(FIRST_CUT.rows.window, call.policy.rows.window)))
 
-    def end(self, span_end):
+    def end(self, span_end: SpanEnd) -> None:
         calls, self.calls = self.calls, []
         caches = self._drafted(span_end, calls)
         while calls:

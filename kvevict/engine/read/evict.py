@@ -1,7 +1,7 @@
 """The idea on one screen: after a layer's attention over a chunk, score the alive slots, give every head its number,
 select, and move the survivors of [stored | new] together. `call` is a `kvevict.engine.read.layer.LayerCall`."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,9 +12,12 @@ from ...policy.heads.equal import Equal, shares
 from ...policy.scores import Score
 from ...policy.selections.token import Token
 from ..measure.observation import LayerRows
+from ..measure.slots import Slots
 from ..slots import host
+from ..slots.cache import EvictionLayer
 from ..slots.carried import join, of_layer
-from .layer import protected
+from .layer import LayerCall, protected
+from .step import Step
 
 
 class Numbers(NamedTuple):
@@ -24,7 +27,7 @@ class Numbers(NamedTuple):
     score: torch.Tensor  # [B, Hkv, C], [B, 1, C] of a score shared by all heads, [B, H, C] of one per query head
 
 
-def numbers(call) -> Numbers:
+def numbers(call: LayerCall) -> Numbers:
     """The policy's score of the alive slots, joined with the stored slots' carried numbers (METHODS section 9)."""
     policy, chunk = call.policy, call.step.chunk
     with call.step.meter.clock("score"):
@@ -50,7 +53,7 @@ def _of_parts(call, score):
     return known.pop(index) if call.step.chunk.last else known[index]
 
 
-def ranked(call, score):
+def ranked(call: LayerCall, score: torch.Tensor) -> torch.Tensor:
     """The numbers that slots are chosen by, [B, Hkv, C]: scores pooled, refined, and per run if the policy selects
     runs; those that stay wherever they stand come first."""
     slots, ranks = call.slots, _ranked(call, score)
@@ -80,7 +83,9 @@ class Choice(NamedTuple):
     all_ranks: np.ndarray  # the same of all ranks' heads
 
 
-def choose(call, score, slots, final=True, bar=None) -> Choice:
+def choose(
+    call: LayerCall, score: torch.Tensor, slots: np.ndarray, final: bool = True, bar: np.ndarray | None = None
+) -> Choice:
     """Choose the surviving slots: the best slots[b] by `ranked` score, dropping any below bar[b]. With final=False keep
     a few spare, so that a later, smaller choice equals one made from all slots."""
     heads, select, ranks = call.policy.heads, call.select, call.slots.heads.ranks
@@ -108,14 +113,14 @@ def _equal(call, slots):
     return keep if ((np.minimum(counts, policy.protected) <= keep) & (keep <= counts)).all() else None
 
 
-def within(keep, slots, score, bar):
+def within(keep: torch.Tensor, slots: Slots, score: torch.Tensor, bar: np.ndarray | None) -> torch.Tensor:
     """keep [B, Hkv], but at most the slots that reach the bar [B] of a threshold; bar None: no threshold."""
     if bar is None:
         return keep
     return torch.minimum(keep, above(slots, score, host.upload(bar, slots.device, torch.float32)).to(keep.device))
 
 
-def take(call, score, keep, counts=None) -> Choice:
+def take(call: LayerCall, score: torch.Tensor, keep: torch.Tensor, counts: np.ndarray | None = None) -> Choice:
     """The best slots of each head by `ranked` scores, keep [B, heads of all ranks] of them; counts: keep on the host,
     if known there."""
     ranks, refine = call.slots.heads.ranks, call.policy.refine
@@ -131,7 +136,7 @@ def take(call, score, keep, counts=None) -> Choice:
     return Choice(index.view(*shape, -1), mine, counts)
 
 
-def store(call, choice=None, carried=None) -> None:
+def store(call: LayerCall, choice: Choice | None = None, carried: torch.Tensor | None = None) -> None:
     """Put the surviving slots into the layer: those of a `Choice`, or all."""
     layer, slots = call.layer, call.slots
     if choice is not None:
@@ -150,12 +155,12 @@ def store(call, choice=None, carried=None) -> None:
     call.step.meter.live[slots.index] = layer.live_bytes()
 
 
-def kept(x, index, fill=0):
+def kept(x: torch.Tensor, index: torch.Tensor, fill: float = 0) -> torch.Tensor:
     """x [B, Hkv, C] at the slots index [B, Hkv, K]; `fill` where the index is -1."""
     return x.expand(-1, index.shape[1], -1).gather(2, index.clamp_min(0).long()).masked_fill(index < 0, fill)
 
 
-def drop(step, layer, module, slots, sums) -> bool:
+def drop(step: Step, layer: EvictionLayer, module: Any, slots: np.ndarray, sums: torch.Tensor) -> bool:
     """Cut a layer after a decoded token to slots [B] by sums [B, Hkv, C] of its slots, with the result of a `LayerCall`
     but without one. False, and nothing is done, unless each head drops its smallest sums regardless of other heads."""
     counts, policy = layer.counts, step.patch.policy

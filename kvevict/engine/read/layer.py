@@ -7,6 +7,9 @@ import numpy as np
 import torch
 
 from ... import _ops
+from ...policy.rows import Rows
+from ...policy.selections import Selection
+from ...policy.types import Policy
 from ..measure.inputs import Source, rope_of
 from ..measure.observation import LayerRows, Observation, Observers, rolled
 from ..measure.quantities import measured
@@ -40,7 +43,7 @@ class Attended(NamedTuple):
         return 0 if self.step.decoding else max(self.k.shape[2] - self.step.appended, 0)
 
 
-def attend(seen: Attended, tap=None) -> Attended:
+def attend(seen: Attended, tap: Any = None) -> Attended:
     """The layer with its attention's results. tap: a `kvevict.engine.hook.replay.Call` that may know a chunk's."""
     step, layer, module, q, k, v, new, options = seen[:8]
     patch = step.patch
@@ -89,15 +92,15 @@ class LayerCall:
         kv = self.slots.kv
         return kv.k.shape[2] - int(kv.padding.min())
 
-    def measured(self, needs) -> list:
+    def measured(self, needs: Any) -> list:
         """The quantities that a part of the policy needs, each measured once."""
         return measured(needs, self.slots, self._observe, self.known, self.inputs)
 
-    def inputs(self, needs) -> list:
+    def inputs(self, needs: Any) -> list:
         """The values that a quantity needs beside keys, values and rows."""
         return Source(self.step, self.layer, self.module, self.slots.kv.k, self.hidden).given(needs)
 
-    def memory(self):
+    def memory(self) -> Any:
         """The layer's rows' memory of the chunks before this one; None at first."""
         return self.step.read.memory.get(self.slots.index)
 
@@ -132,7 +135,7 @@ class LayerCall:
         out, lse = _ops.attend(part.q, kv.stored, kv.k, kv.v, kv.first, stop=stop, **kv.options)
         return replace(part, out=out, lse=lse)
 
-    def waiting(self):
+    def waiting(self) -> "LayerCall":
         """This call while it waits for another layer's choice: keys and values, and the watched rows."""
         watched = max((watcher.rows for watcher in self.step.watchers), default=0)
         return replace(self, slots=self._unread(), rows=self._waiting(watched), known={}, hidden=None)
@@ -142,7 +145,7 @@ class LayerCall:
         q = self.watched(watched).clone() if watched and not self.step.decoding else None
         return replace(self.rows, q=q, out=None, lse=None, probs=None, drafted=None, aligned=True)
 
-    def watched(self, count: int):
+    def watched(self, count: int) -> torch.Tensor:
         """[B, H, R, D] the call's last `count` rows. If a batch row's repetition ends earlier, the last rows of that
         repetition."""
         rows, policy, q = self.rows, self.policy.rows, self.rows.q
@@ -151,7 +154,7 @@ class LayerCall:
             q = rolled(q[:, :, -rows.appended :], last)
         return q[:, :, -count:]
 
-    def drafting(self, rows: int):
+    def drafting(self, rows: int) -> "LayerCall":
         """This call while tokens are drafted: keys and values, and the last rows."""
         last = self.rows.last(rows, self.step.patch.wants_outputs)
         return replace(self, slots=self._unread(), rows=last, known={}, hidden=None)
@@ -161,7 +164,7 @@ class LayerCall:
         kv: Any = self.slots.kv
         return replace(self.slots, kv=replace(kv, stored=self.layer.slots(self.module)))
 
-    def stored(self):
+    def stored(self) -> "LayerCall":
         """This call once its survivors are in the layer: the same slots are protected, and there are no new slots."""
         kv, rows, layer = self.slots.kv, self.rows, self.layer
         first, none = 0 * kv.first, 0 * kv.padding
@@ -223,7 +226,9 @@ def layer_call(seen: Attended) -> LayerCall:
     return LayerCall(step, layer, module, order, slots, called, new, select, None if step.decoding else seen.hidden)
 
 
-def protected(policy, observers, select, rows, sizes) -> tuple:
+def protected(
+    policy: Policy, observers: Rows, select: Selection, rows: LayerRows, sizes: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(first, last) [B] int32: number of always kept slots at either end, together at most sizes [B], which is on the
     host. observers: the `Rows` that observe."""
     first, *lasts = *policy.score.protect(rows), observers.protect(rows), select.unfinished(rows)

@@ -7,24 +7,33 @@ and the step that our attention reads) to the propagated tokens; these keep thei
 tokens as seen, and rows appended to a chunk go through all layers.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from ... import _ops, families
 from ...context import current, enter
+from ...policy.types import Policy
 from ..slots import host
 
+if TYPE_CHECKING:
+    from ...patch import Patch
+    from .layer import LayerCall
 
-def layer_of(policy, all_full_attention: bool, layers: int) -> int | None:
+
+def layer_of(policy: Policy, all_full_attention: bool, layers: int) -> int | None:
     """The last of `layers` decoder layers that reads every token; None: all do.
 
     all_full_attention: no layer has a sliding window or a state. Raises ValueError if the layers after it cannot read
     fewer tokens.
     """
-    tsp = policy.tsp
+    tsp: Any = policy.tsp
     if tsp == "half":
         tsp = layers // 2 - 1 if layers > 1 else None
     if tsp is None:
@@ -54,7 +63,7 @@ class Onward(NamedTuple):
     padding: np.ndarray  # the same on the host
 
 
-def check(patch, tokens: int, wanted: int, flags) -> None:
+def check(patch: Patch, tokens: int, wanted: int, flags: Sequence[str]) -> None:
     """Raise ValueError if a chunk of `tokens` tokens loses rows that the caller wants: the last `wanted` rows (0: all),
     or, with any `flags` set, the rows of every layer."""
     policy = patch.policy
@@ -71,13 +80,13 @@ def check(patch, tokens: int, wanted: int, flags) -> None:
         )
 
 
-def due(call) -> bool:
+def due(call: LayerCall) -> bool:
     """True if the layer has to choose the chunk's tokens that go on."""
     step, tokens = call.step, call.longest
     return step.read is not None and call.slots.index == step.patch.tsp and tokens > call.policy.propagated(tokens)
 
 
-def choose(call, score) -> Onward:
+def choose(call: LayerCall, score: torch.Tensor) -> Onward:
     """The chunk's tokens that go on, and all appended rows."""
     policy, slots, kv = call.policy, call.slots, call.slots.kv
     rows, device = kv.k.shape[2], call.slots.device
@@ -90,7 +99,7 @@ def choose(call, score) -> Onward:
     count = torch.arange(rows, device=device)
     slot = (call.layer.len[..., None] + count).clamp_max(slots.columns - 1)  # slot of each token of a row
     pooled = policy.score.pooled(slots, score).expand(-1, slot.shape[1], -1)  # shared scores have one for all heads
-    worth = slots.heads.gather(pooled.gather(2, slot))
+    worth: Any = slots.heads.gather(pooled.gather(2, slot))
     worth = sum(worth.unbind(1))  # in head order: the same on every machine
     with call.step.meter.clock("select"):
         chosen = _ops.select(worth[:, None], tokens[:, None], keep[:, None], first, last, most)[:, 0]
@@ -103,7 +112,7 @@ def choose(call, score) -> Onward:
     return Onward(torch.cat([columns, appended], 1), padding, most - kept)
 
 
-def install(decoder) -> list:
+def install(decoder: torch.nn.Module) -> list[RemovableHandle]:
     """Hooks on the layers. They hold only the layer's number, so that copies of the model stay independent."""
     layers = enumerate(families.layers_of(decoder))
     return [layer.register_forward_pre_hook(partial(_enter, index), with_kwargs=True) for index, layer in layers]

@@ -1,12 +1,22 @@
 """TADA's measurements of a call: every layer's error by its scores, and its rotation of the residual stream."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from ... import families
 from ...context import context, current
 from ..slots import host
+from .layer import LayerCall
+from .step import Step
+
+if TYPE_CHECKING:
+    from ...patch import Patch
 
 
 class Errors:
@@ -23,13 +33,13 @@ class Errors:
         self.residual = {}  # layer -> the residual stream that entered it
         self.rotation = {}  # layer -> (sum of 1 - cos over rows [B], rows [B])
 
-    def note_scores(self, call, score) -> None:
+    def note_scores(self, call: LayerCall, score: torch.Tensor) -> None:
         slots = call.slots
         score = call.policy.score.plain(slots, score).expand(-1, slots.n.shape[1], -1).contiguous()
         every = call.policy.refine.refine(slots, score)
         self.scores[slots.index] = every.masked_fill(~slots.competing, 0).double().sum((1, 2))
 
-    def note_rotation(self, step, index, after) -> None:
+    def note_rotation(self, step: Step, index: int, after: torch.Tensor) -> None:
         """Note 1 - cos between `residual` and `after` of the call's observing rows, its last ones."""
         before = self.residual.pop(index).to(after.device)
         after = after.reshape(before.shape)  # OPT's MLPs get [B * T, E]
@@ -42,7 +52,7 @@ class Errors:
             total, number = total + self.rotation[index][0], number + self.rotation[index][1]
         self.rotation[index] = total, number
 
-    def layers(self, patch, device):
+    def layers(self, patch: Patch, device: torch.device) -> torch.Tensor:
         """fp64 [layers, B] errors of the layers that evict, on `device`."""
 
         def one(index):
@@ -54,7 +64,9 @@ class Errors:
         return patch.ranks.sum(torch.stack([one(index).to(device) for index in patch.order]))
 
 
-def install(decoder, until, order, after_attention) -> list:
+def install(
+    decoder: torch.nn.Module, until: str, order: Iterable[int], after_attention: Mapping[int, str]
+) -> list[RemovableHandle]:
     """Hooks for `Errors.note_rotation`. They hold only their layer's number, so that copies of the model stay
     independent.
 
@@ -98,7 +110,7 @@ def _after_layer(index, module, args, output):
     note(index, output[0] if isinstance(output, tuple) else output, "layer")
 
 
-def note(index, after, until) -> None:
+def note(index: int, after: torch.Tensor, until: str) -> None:
     """If the running step measures there, note the residual stream after a layer's attention, or after the layer."""
     step = _measuring(until)
     if step is not None:

@@ -2,8 +2,11 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+
+from ...policy.types import Policy
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Chunk:
         return self.end - self.start
 
 
-def evicts(policy, seen: list) -> bool:
+def evicts(policy: Policy, seen: list[int]) -> bool:
     """True if this read drops slots, drops tokens at the tsp layer, or uses scores that need every row from the start.
     seen: token count of each batch row after the read."""
     if policy.carry != "none" or policy.threshold is not None or any(n > policy.slots(n) for n in seen):
@@ -31,7 +34,9 @@ def evicts(policy, seen: list) -> bool:
     return policy.tsp is not None and any(policy.propagated(n) < n for n in chunks)
 
 
-def chunks(policy, columns: int, narrow: tuple, tokens: Iterable[int] = (), observers=None) -> Iterator[Chunk]:
+def chunks(
+    policy: Policy, columns: int, narrow: tuple[bool, ...], tokens: Iterable[int] = (), observers: Any = None
+) -> Iterator[Chunk]:
     """The chunks of a prompt of `columns` columns, the remainder first, so that the last chunk is full; then chunks
     without columns that repeat its parts. tokens: token count of each batch row, given if the read `evicts`;
     `observers` (None: the policy's rows) are then appended to the chunks."""
@@ -46,7 +51,7 @@ def chunks(policy, columns: int, narrow: tuple, tokens: Iterable[int] = (), obse
         yield Chunk(columns, columns, last, last, rows, narrow, again=again)
 
 
-def repeated(policy, tokens: int) -> list:
+def repeated(policy: Policy, tokens: int) -> list[range]:
     """Token ranges to read a second time after a prompt of `tokens` tokens. Only scores merged by maximum can be split
     into several ranges; others get one."""
     if not policy.rows.repeats or policy.schedule == "chunk":
@@ -55,36 +60,36 @@ def repeated(policy, tokens: int) -> list:
     return [range(start, min(start + part, tokens)) for start in range(0, tokens, part)]
 
 
-def narrow(order: Iterable[int], tsp: int | None) -> tuple:
+def narrow(order: Iterable[int], tsp: int | None) -> tuple[bool, ...]:
     """Per evicting layer, True if it reads only a chunk's best tokens; order: the decoder layers that evict."""
     return tuple(tsp is not None and layer > tsp for layer in order)
 
 
-def read(policy, narrow: tuple, tokens: np.ndarray) -> np.ndarray:
+def read(policy: Policy, narrow: tuple[bool, ...], tokens: np.ndarray) -> np.ndarray:
     """Number of a chunk's tokens [B] that each evicting layer reads, int [layers, B]."""
     return np.where(np.array(narrow)[:, None], policy.propagated(tokens), tokens)
 
 
-def waits(policy, order: int, layers: int) -> bool:
+def waits(policy: Policy, order: int, layers: int) -> bool:
     """True if an evicting layer takes the slots that a later layer chooses."""
     return order < policy.waiting_layers(layers) - 1
 
 
-def follows(policy, order: int) -> bool:
+def follows(policy: Policy, order: int) -> bool:
     """True if an evicting layer takes the slots that an earlier layer chose."""
     return order % policy.n_reuse > 0
 
 
-def observes(policy, order: int, layers: int) -> bool:
+def observes(policy: Policy, order: int, layers: int) -> bool:
     """True if the rows of an evicting layer observe: it chooses for itself, or its slots carry numbers."""
     return not follows(policy, order) and (policy.carry != "none" or not waits(policy, order, layers))
 
 
-def overfull(policy, slots, budget, heads: int = 1):
+def overfull(policy: Any, slots: Any, budget: Any, heads: int = 1) -> Any:
     """True if decoding cuts a layer back to its budget. slots, budget: sums over its heads, numbers or arrays."""
     return slots > budget + (policy.interval - 1) * heads if policy.decode else slots < 0
 
 
-def relaxed(policy, order: int, layers: int, chunk: Chunk) -> bool:
+def relaxed(policy: Policy, order: int, layers: int, chunk: Chunk) -> bool:
     """True if a layer may hold B_warmup slots after a chunk (TAKE eq. 8)."""
     return policy.warmup_layers is not None and order < policy.waiting_layers(layers) and not chunk.last

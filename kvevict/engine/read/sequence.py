@@ -3,6 +3,7 @@ after a prompt are one span."""
 
 import contextlib
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -41,8 +42,8 @@ class SpanEnd:
     """A span that has been through all layers, for its chooser."""
 
     step: Step
-    arguments: object  # the kvevict.engine.hook.arguments.Arguments of the call
-    run: object  # the decoder's original forward
+    arguments: Any  # the kvevict.engine.hook.arguments.Arguments of the call
+    run: Any  # the decoder's original forward
     hidden: torch.Tensor  # [B, 1, E] of the span's last row
 
 
@@ -57,7 +58,7 @@ class Sequence:
         self.arguments, self.run, self.patch, self.policy = arguments, run, arguments.patch, arguments.policy
         self.cache, self.layers = arguments.cache, arguments.layers
 
-    def read(self):
+    def read(self) -> Any:
         """The decoder's output for all tokens, with the last hidden states that the caller wants."""
         hidden = []
         for span in self.spans():
@@ -66,7 +67,7 @@ class Sequence:
         output.last_hidden_state = hidden[0] if len(hidden) == 1 else torch.cat(hidden, 1)
         return output
 
-    def spans(self):
+    def spans(self) -> Iterator[Span]:
         """The spans of the call, one after the other: each is to be stepped before the next is asked for."""
         arguments = self.arguments
         candidates = arguments.rolls_back and arguments.wanted == arguments.tokens  # that crop() may take back
@@ -91,7 +92,7 @@ class Sequence:
             cache.next_position = after if before is None else torch.maximum(before, after)
         cache.half_read = False
 
-    def step(self, span):
+    def step(self, span: Span) -> Any:
         """The decoder's output for a span, without the appended rows."""
         arguments, chunk = self.arguments, span.chunk
         rows = span.read.rows.rows_for(chunk, arguments, span.read) if chunk is not None and chunk.appended else None

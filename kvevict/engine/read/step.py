@@ -1,5 +1,7 @@
 """The running call, as the decoder wrapper describes it to the attention function."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -7,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...policy.rows import Rows
 from ..measure.observation import CallRows
 
 
@@ -14,10 +17,10 @@ from ..measure.observation import CallRows
 class OuterCall:
     """A call of the model around the decoder."""
 
-    model: object
-    mask: object  # the caller's attention_mask
+    model: Any
+    mask: Any  # the caller's attention_mask
     wanted: int  # number of last tokens with logits; 0: all
-    sequence: object = None  # the kvevict.engine.read.sequence.Sequence of the decoder's call in it
+    sequence: Any = None  # the kvevict.engine.read.sequence.Sequence of the decoder's call in it
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,10 +31,10 @@ class Read:
     tokens: np.ndarray  # [B] valid tokens of the prompt
     seen: list  # per row token count after the read, over all prompts
     evicts: bool  # the read drops slots or tokens, or scores need every row from the start
-    meter: object  # the kvevict.engine.watch.meter.Meter that measures it
-    rows: object = None  # the policy's rows, or those for tokens chosen by the caller
-    budgets: object = None  # the kvevict.engine.read.budgets.Budgets of its layers
-    prepared: object = None  # result of `Rows.prepare` for the prompt
+    meter: Any  # the kvevict.engine.watch.meter.Meter that measures it
+    rows: Any = None  # the policy's rows, or those for tokens chosen by the caller
+    budgets: Any = None  # the kvevict.engine.read.budgets.Budgets of its layers
+    prepared: Any = None  # result of `Rows.prepare` for the prompt
     watchers: tuple = ()  # of kvevict.engine.watch.watcher
     memory: dict = field(default_factory=dict)  # layer -> memory of its rows from chunk to chunk
     numbers: dict = field(default_factory=dict)  # layer -> its slots' numbers by the parts repeated so far
@@ -42,13 +45,13 @@ class Step:
     """One call of the decoder: a chunk, appended tokens, or a decoded token."""
 
     patch: Any  # the kvevict.patch.Patch of the model
-    decoder: object  # the text decoder that runs
-    cache: object
-    meter: object
+    decoder: Any  # the text decoder that runs
+    cache: Any
+    meter: Any
     positions: torch.Tensor  # [B, T] int32, appended rows included
     first: torch.Tensor  # [B] int32 left padding in this call
     padding: np.ndarray  # the same on the host
-    chooser: object = None  # the kvevict.engine.read.choosers.Chooser of survivors; None: all slots stay
+    chooser: Any = None  # the kvevict.engine.read.choosers.Chooser of survivors; None: all slots stay
     read: Read | None = None  # None while decoding and for appended tokens
     chunk: Any = None  # the kvevict.engine.read.schedule.Chunk of the read
     appended: int = 0  # rows at the end that are read with the chunk and not stored
@@ -65,17 +68,17 @@ class Step:
         columns = self.positions.shape[1] - self.appended
         return self.counted or (columns, columns - np.minimum(self.padding, columns))
 
-    def on(self, device):
+    def on(self, device: torch.device) -> Step:
         """This step for layers that compute on `device`, with `positions` and `first` there."""
         if self.positions.device == device:
             return self
         if device not in self.elsewhere:
-            there = dict(positions=self.positions.to(device), first=self.first.to(device), elsewhere={})
+            there: dict[str, Any] = dict(positions=self.positions.to(device), first=self.first.to(device), elsewhere={})
             there |= {} if self.unseen is None else dict(unseen=self.unseen.to(device))
             self.elsewhere[device] = replace(self, **there)
         return self.elsewhere[device]
 
-    def narrowed(self, positions, first, padding):
+    def narrowed(self, positions: torch.Tensor, first: torch.Tensor, padding: np.ndarray) -> Step:
         """This step for layers that read fewer of its rows; all rows count as seen."""
         return replace(self, positions=positions, first=first, padding=padding, counted=self.seen, elsewhere={})
 
@@ -90,7 +93,7 @@ class Step:
         return CallRows(*own, ends, read.tokens, read.prepared, again, read.prompt, left, self.patch.policy)
 
     @property
-    def rows(self):
+    def rows(self) -> Rows:
         """The policy's `Rows`: the queries that observe."""
         return self.patch.policy.rows if self.read is None else self.read.rows
 

@@ -1,12 +1,17 @@
 """Attention of a chunk's rows, of which appended ones may not see some of the slots: a question's copies do not see the
 question before a text."""
 
+from typing import Any
+
 import torch
 
 from ... import _ops
+from .step import Step
 
 
-def attend(step, q, k, v, held, longest: int, options: dict) -> tuple:
+def attend(
+    step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, held: Any, longest: int, options: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [B, T, H, D], lse [B, H, T]) of the rows of a step. Its appended rows do not see its `unseen` positions.
 
     q        [B, H, T, D], with k and v [B, heads, S, D] the call's rows; held: the stored slots, with their positions

@@ -1,6 +1,7 @@
 """A `DynamicCache` that a patched model fills becomes an `EvictionCache`, with our layers in place of some."""
 
 import copy
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +21,9 @@ class EvictionCache(DynamicCache):
     half_read = False  # a call that changes the cache has not ended
     record_past = False  # tokens may be taken back (assisted decoding rolls back rejected ones)
     packed: tuple = ()  # (start, stop) of each range of columns with its padding moved to the left
-    next_position = None  # [B] int64 next positions, where padding was moved
-    policy = None  # the policy this cache was read under; None for a loaded cache (unknown) and without a budget
-    meter = None  # the kvevict.engine.watch.meter.Meter of the last read into it
+    next_position: torch.Tensor | None = None  # [B] int64 next positions, where padding was moved
+    policy: Any = None  # the policy this cache was read under; None for a loaded cache (unknown) and without a budget
+    meter: Any = None  # the kvevict.engine.watch.meter.Meter of the last read into it
     owner = Owner(None)  # of the weights that filled it
     ranks = ALONE  # the ranks that share the layers' heads, for save_cache
     plain: type = DynamicCache  # the class before adoption
