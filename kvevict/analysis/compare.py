@@ -143,7 +143,8 @@ def _to_prompt(tokens, q, k, v, options) -> list:
     """Per kv head the attention weights [G, R, tokens] of the response's rows on the prompt, with the full cache."""
     column = torch.arange(k.shape[1], device=k.device)
     sees, groups = column <= column[tokens:, None], diagnose.by_group(q, len(k), **options)
-    return [diagnose.attention(own, *kv, sees, **its)[0][..., :tokens] for (own, its), *kv in zip(groups, k, v)]
+    heads = zip(groups, k, v)
+    return [diagnose.attention(own, key, value, sees, **its)[0][..., :tokens] for (own, its), key, value in heads]
 
 
 def _layer(tokens, q, k, v, options, heads):

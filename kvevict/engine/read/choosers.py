@@ -69,7 +69,7 @@ class Deciding(Chooser):
             layer.remember(row, policy.rows.decoded)
         slots = self.decisions.kept(order, step.patch.ranks.counts(layer).sum(1))
         if policy.carry == "sum" and observing and policy.score.adds_attention:
-            sums = join("sum", seen.probs, layer.carry)
+            sums: Any = join("sum", seen.probs, layer.carry)
             if slots is None:
                 layer.carry = of_layer(sums, layer)
                 return False

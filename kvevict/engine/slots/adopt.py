@@ -1,6 +1,9 @@
 """A `DynamicCache` that a patched model fills becomes an `EvictionCache`, with our layers in place of some."""
 
+from __future__ import annotations
+
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +15,7 @@ from ...weights import Owner, differ, form, identity
 from .cache import EvictionLayer
 from .latent import LatentLayer
 from .layers import SlidingLayer, StatefulLayer
-from .ranks import ALONE
+from .ranks import ALONE, Ranks
 
 
 class EvictionCache(DynamicCache):
@@ -28,7 +31,7 @@ class EvictionCache(DynamicCache):
     ranks = ALONE  # the ranks that share the layers' heads, for save_cache
     plain: type = DynamicCache  # the class before adoption
 
-    def fork(self):
+    def fork(self) -> EvictionCache:
         """A copy-on-write fork: one context, many questions, a fork for each.
 
         Stored slots are shared, not copied: a fork appends to a private suffix, and copies the shared slots only when
@@ -40,7 +43,7 @@ class EvictionCache(DynamicCache):
         twin.layers, twin.meter = [_forked(layer) for layer in self.layers], self.meter
         return twin
 
-    def check_owner(self, decoder, kinds, thorough: bool = True) -> None:
+    def check_owner(self, decoder: torch.nn.Module, kinds: Sequence[str], thorough: bool = True) -> None:
         """Raise ValueError if another model filled the cache, or this one before it was cast, moved or changed.
 
         thorough   False: check adapters only (`Owner.change`), as for a decoded token or candidates
@@ -92,11 +95,11 @@ class EvictionCache(DynamicCache):
         if self.next_position is not None:
             self.next_position = self.next_position - (before - self.get_seq_length())
 
-    def batch_select_indices(self, indices) -> None:
+    def batch_select_indices(self, indices: Any) -> None:
         super().batch_select_indices(indices)
         self._select(indices)
 
-    def reorder_cache(self, beam_idx) -> None:
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
         self._select(beam_idx)
 
@@ -135,7 +138,9 @@ def _forked(layer):
     return copy.deepcopy(layer) if hasattr(layer, "conv_states") else copy.copy(layer)  # a state is updated in place
 
 
-def adopt(cache, kinds, config, ranks=ALONE, first=None) -> None:
+def adopt(
+    cache: Any, kinds: Sequence[str], config: Any, ranks: Ranks = ALONE, first: torch.Tensor | None = None
+) -> None:
     """Make a `DynamicCache` an `EvictionCache`, in place, so that the caller's reference stays right.
 
     kinds   per layer, as `families.layer_kinds(config)`
@@ -175,7 +180,7 @@ def _check_depth(layers, kinds, exact=False) -> None:
         )
 
 
-def import_layer(layer, latent, first=None):
+def import_layer(layer: Any, latent: bool, first: torch.Tensor | None = None) -> EvictionLayer:
     """An `EvictionLayer` with the tokens of a plain `DynamicLayer`; latent: the layer holds latents."""
     ours = StatefulLayer(layer) if _has_both(layer) else LatentLayer() if latent else EvictionLayer()
     if getattr(layer, "keys", None) is not None and layer.get_seq_length() > 0:

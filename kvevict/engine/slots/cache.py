@@ -1,11 +1,14 @@
 """The cache layer that is evicted from: Transformers' layer interface over a `Storage` of the kept slots."""
 
+from __future__ import annotations
+
 import copy
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from ... import _ops, compat
@@ -14,12 +17,13 @@ from ...policy import kv
 from . import host
 from .carried import of_layer
 from .fork import Fork, fork
+from .ranks import Ranks
 from .storage import Storage
 
 HALF_READ = "past_key_values was left half read by an error; read the prompt into a new one"
 
 
-def fit(*tensors):
+def fit(*tensors: Tensor) -> list[Tensor]:
     """Tensors [..., D], of different D, padded with zeros to one width that the ops take."""
     width = -(-max(t.shape[-1] for t in tensors) // 8) * 8
     return [t if t.shape[-1] == width else torch.nn.functional.pad(t, (0, width - t.shape[-1])) for t in tensors]
@@ -80,7 +84,7 @@ class EvictionLayer(CacheLayerMixin):
 
     reset = __init__  # forgets everything
 
-    def fork(self):
+    def fork(self) -> EvictionLayer:
         """An independent layer that reads the stored slots in place."""
         twin = copy.copy(self)
         if self.is_initialized:
@@ -89,13 +93,13 @@ class EvictionLayer(CacheLayerMixin):
 
     # -- called by Transformers -------------------------------------------------------------------------------------
 
-    def lazy_initialization(self, key_states, value_states=None) -> None:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         self.storage = Storage.empty(key_states, self.pool)
         self.seen = torch.zeros(len(key_states), dtype=torch.int32, device=self.device)
         self.is_initialized = True
 
-    def update(self, key_states, value_states, *args, **kwargs):
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Note the new keys and values [B, Hkv, S, D] and return them unchanged: the attention function reads the
         stored slots and stores the survivors."""
         step = current()
@@ -110,7 +114,7 @@ class EvictionLayer(CacheLayerMixin):
         self.pending_kv = key_states, value_states
         return self.pending_kv
 
-    def get_mask_sizes(self, query_length) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return query_length, self.columns
 
     def get_seq_length(self) -> int:
@@ -156,7 +160,7 @@ class EvictionLayer(CacheLayerMixin):
             rows = torch.arange(self.len.shape[0], device=self.device)
             self.batch_select_indices(rows.repeat_interleave(repeats))
 
-    def batch_select_indices(self, indices) -> None:
+    def batch_select_indices(self, indices: Any) -> None:
         """Keep the batch rows `indices` (any order, repeats allowed, or a boolean mask)."""
         if not self.is_initialized:
             return
@@ -179,22 +183,25 @@ class EvictionLayer(CacheLayerMixin):
 
     pack = staticmethod(fit)  # new keys and values [B, Hkv, S, D] -> the stored form
 
-    def take(self, module, key, value):
+    def take(self, module: Any, key: Tensor, value: Tensor) -> tuple[Tensor, ...] | None:
         """The tensors to store for the keys and values that `module` attends with after the update; None: these."""
         pending, self.pending_kv = self.pending_kv, None
         if pending is None or pending[0] is not key or pending[1] is not value:
             raise RuntimeError(
                 f"{type(module).__name__} changed keys or values after the cache update; kvevict cannot evict from it"
             )
+        return None
 
-    def slots(self, module):
+    def slots(self, module: Any) -> Any:
         """Every head's slots for the ops: a `Held` with its `counts`."""
         return self.storage.gathered()
 
     is_represented = property(lambda self: self.bits is not None and self.storage.is_centred)
 
     @torch.no_grad()
-    def represent(self, kind, query, key, first, options, ranks) -> None:
+    def represent(
+        self, kind: str, query: Tensor, key: Tensor, first: Tensor, options: dict[str, Any], ranks: Ranks
+    ) -> None:
         """Before a patched call attends: choose the bits of stored numbers, once, and the centre of each batch row when
         its first tokens are read. Slots of a prefix from before are packed; their keys count in place of new ones.
 
@@ -241,28 +248,30 @@ class EvictionLayer(CacheLayerMixin):
             columns=self.longest() + columns, **options,
         )  # fmt: skip
 
-    def append(self, k, v, pos, first, padding) -> None:
+    def append(self, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, padding: np.ndarray) -> None:
         """Store new columns, as `Storage.append`."""
         self.storage = self.storage.append(k, v, pos, first, padding, self.expected)
 
-    def keep(self, index, keep, *new) -> None:
+    def keep(self, index: Tensor, keep: np.ndarray, *new: Tensor) -> None:
         """Evict, as `Storage.keep`."""
         self.storage = self.storage.keep(index, keep, *new)
         self.removable, self.expected, self.prompt = 0, 0, None
 
-    def decode(self, q, k, v, pos, module=None, **options):
+    def decode(
+        self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, module: Any = None, **options: Any
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Append one row and attend over all slots: (out, lse, probs) as `_ops.decode`."""
         result, self.storage = self.storage.decode(q, k, v, pos, self.expected, **options)
         return result
 
-    def remember(self, row, most) -> None:
+    def remember(self, row: Tensor, most: int) -> None:
         """Keep a decoded row [B, H, 1, W] and those before it, `most` in all, to observe."""
         before = self.decode_queries
         if before is not None and before.shape[3] == row.shape[3]:  # else they are of another policy
             row = torch.cat([before, row], 2)
         self.decode_queries = row[:, :, -most:]
 
-    def advance(self, columns: int, tokens) -> None:
+    def advance(self, columns: int, tokens: Any) -> None:
         """Count `columns` more columns read, of which tokens [B] (or a number) are not padding."""
         least, most = int(np.min(tokens)), int(np.max(tokens))
         self.columns += columns

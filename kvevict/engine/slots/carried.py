@@ -6,8 +6,15 @@ fullest head's slot count; missing columns count as NaN. So a layer may store sl
 Every removal or move of slots ends in `of_layer`, or in `evict.kept` with NaN. A file has all columns (`wide`).
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
 from torch.nn.functional import pad
+
+if TYPE_CHECKING:
+    from .cache import EvictionLayer
 
 # Joins new and carried numbers of slots; a slot that carries none has NaN.
 JOIN = {
@@ -17,19 +24,19 @@ JOIN = {
 }
 
 
-def wide(carried, columns: int):
+def wide(carried: torch.Tensor, columns: int) -> torch.Tensor:
     """Carried numbers, padded with NaN to at least so many columns."""
     return pad(carried, (0, max(0, columns - carried.shape[-1])), value=torch.nan)
 
 
-def join(carry: str, new, carried):
+def join(carry: str, new: torch.Tensor, carried: torch.Tensor | None) -> torch.Tensor | None:
     """New numbers [B, Hkv, C] of all alive slots, joined with the carried ones of the first; None: no carrying."""
     if carry == "none":
         return None
     return new if carried is None else JOIN[carry](new, wide(carried, new.shape[-1]))
 
 
-def of_layer(numbers, layer):
+def of_layer(numbers: torch.Tensor | None, layer: EvictionLayer) -> torch.Tensor | None:
     """Numbers [B, Hkv, *] of a layer's present slots, in the form that it carries; None for None."""
     if numbers is None:
         return None
@@ -40,7 +47,7 @@ def of_layer(numbers, layer):
     return numbers.masked_fill(column >= layer.len[..., None], torch.nan)
 
 
-def carry_newest(layer, numbers) -> None:
+def carry_newest(layer: EvictionLayer, numbers: torch.Tensor) -> None:
     """The newest slot of each head carries its number: numbers [B, Hkv, 1]."""
     width, known = layer.longest(), layer.carry
     if known is None:

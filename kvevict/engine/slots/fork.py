@@ -1,9 +1,14 @@
 """Copy-on-write forks: one cache, many continuations that share its slots."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from .storage import Storage
 
@@ -33,41 +38,43 @@ class Fork:
     longest, slot_bytes = Storage.longest, Storage.slot_bytes
     live_bytes, padded_bytes = Storage.live_bytes, Storage.padded_bytes
 
-    def append(self, *new):
+    def append(self, *new: Any) -> Fork:
         """As `Storage.append`."""
         return replace(self, own=self.own.append(*new))
 
-    def keep(self, *what):
+    def keep(self, *what: Any) -> Storage:
         """As `Storage.keep`; never in place, as the prefix is shared."""
         return self.gathered().keep(*what)
 
-    def decode(self, q, k, v, pos, expected=0, columns=0, **options):
+    def decode(
+        self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, expected: int = 0, columns: int = 0, **options: Any
+    ) -> tuple[Any, Fork]:
         """As `Storage.decode`, with the prefix as the first segment of the same kernel. No probabilities: callers that
         want them have a chooser."""
         result, own = self.own.decode(q, k, v, pos, prefix=self.prefix, **options)
         return result, Fork(self.prefix, own)
 
-    def crop(self, count: int):
+    def crop(self, count: int) -> Storage | Fork:
         """As `Storage.crop`. The prefix is copied only where it loses slots."""
         if (self.own.counts < np.minimum(count, self.counts)).any():
             return self.copy_on_write().crop(count)
         return replace(self, own=self.own.crop(count))
 
-    def rows(self, chosen):
+    def rows(self, chosen: Tensor) -> Fork:
         """As `Storage.rows`; the prefix is shared."""
         return Fork(self.prefix.aliased(chosen), self.own.rows(chosen))
 
     @classmethod
-    def joined(cls, storages):
+    def joined(cls, storages: Sequence[Storage | Fork]) -> Fork:
         """The batch rows of storages and forks: as `Storage.joined`."""
         forks = [each if isinstance(each, Fork) else _without_prefix(each) for each in storages]
         return cls(*(Storage.joined([getattr(each, part) for each in forks]) for part in ("prefix", "own")))
 
-    def copy_on_write(self):
+    def copy_on_write(self) -> Storage:
         """A private plain storage with all slots."""
         return self.prefix.moved(self.prefix.grown(self.counts)).followed_by(self.own)
 
-    def gathered(self):
+    def gathered(self) -> Storage:
         """All slots in one place, for reading: the prefix itself while there are no others."""
         return self.copy_on_write() if self.own.counts.any() else self.prefix
 
@@ -75,10 +82,10 @@ class Fork:
         """All tensors, the shared ones too."""
         return *self.prefix.tensors(), *self.own.tensors()
 
-    def positions(self) -> list:
+    def positions(self) -> list[list[Tensor]]:
         return self.gathered().positions()
 
-    def dense(self, name):
+    def dense(self, name: str) -> Tensor | None:
         return self.gathered().dense(name)
 
 
@@ -88,12 +95,12 @@ def _without_prefix(storage) -> Fork:
     return Fork(prefix, storage)
 
 
-def joined(storages):
+def joined(storages: Sequence[Any]) -> Storage | Fork:
     """The batch rows of all storages, in one."""
     return (Fork if any(isinstance(each, Fork) for each in storages) else Storage).joined(storages)
 
 
-def fork(storage) -> Fork:
+def fork(storage: Storage | Fork) -> Fork:
     """A fork of a non-empty storage. A fork's fork shares the prefix and copies the private part."""
     if isinstance(storage, Fork):
         return replace(storage, own=storage.own.moved(storage.own.capacity))

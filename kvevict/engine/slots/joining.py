@@ -2,6 +2,7 @@
 parting move no slot of a pool."""
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -33,7 +34,7 @@ class Pools:
             cache.layers[index].pool = pool
         return cache
 
-    def hold(self, cache) -> None:
+    def hold(self, cache: Any) -> None:
         """Move a cache's slots into the pools, in layers where these have room: its forks then join beside other
         sequences of the pools without a copy of these slots."""
         for index, pool in self.of.items():
@@ -48,7 +49,7 @@ class Pools:
         return min(pool.left() for pool in self.of.values())
 
 
-def obstacle(cache) -> str | None:
+def obstacle(cache: EvictionCache) -> str | None:
     """Why the rows of a cache cannot decode beside those of other caches; None: they can."""
     for layer in cache.layers:
         if type(layer) not in (EvictionLayer, LatentLayer):
@@ -60,7 +61,7 @@ def obstacle(cache) -> str | None:
     return None
 
 
-def unlike(one, other) -> str | None:
+def unlike(one: EvictionCache, other: EvictionCache) -> str | None:
     """The property in which two caches differ that rows of one batch must share; None: none."""
     if one.owner.model() is not other.owner.model():
         return "model"
@@ -79,7 +80,7 @@ def unlike(one, other) -> str | None:
     return None
 
 
-def join(caches) -> EvictionCache:
+def join(caches: Sequence[EvictionCache]) -> EvictionCache:
     """One cache with the batch rows of all. They go on in it, and the single caches may not be used any more.
 
     Raises ValueError for caches that cannot share a step.
@@ -101,7 +102,7 @@ def join(caches) -> EvictionCache:
     return whole
 
 
-def part(cache, rows) -> EvictionCache:
+def part(cache: EvictionCache, rows: Sequence[int]) -> EvictionCache:
     """A cache with the batch rows of these numbers. They go on in it, and may not be decoded in the old one."""
     apart = copy.copy(cache)
     apart.layers = [copy.copy(layer) for layer in cache.layers]
@@ -116,7 +117,7 @@ def part(cache, rows) -> EvictionCache:
     return apart
 
 
-def next_positions(cache):
+def next_positions(cache: EvictionCache) -> torch.Tensor:
     """[B] int64 positions of the rows' next tokens."""
     if cache.next_position is not None:
         return cache.next_position

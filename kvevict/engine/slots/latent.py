@@ -5,15 +5,21 @@ expanded from the stored slots for one call. So the layer has one kv head to cho
 A decoded token attends to the latents themselves: q . (W_k c) = (W_k^T q) . c, and the sum of p W_v c is W_v times that
 of p c (DeepSeek-V2, arXiv 2405.04434, section 2.1.2), so W is multiplied once and not for every slot."""
 
+from __future__ import annotations
+
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ... import _ops
 from ..._ops import Held
 from .cache import EvictionLayer, fit
+from .storage import Storage
 
 
 @dataclass(eq=False)
@@ -24,14 +30,14 @@ class Expanded(Held):
 
     device = property(lambda self: self.k.device)
 
-    def numbers(self, name, b, h, rows):
+    def numbers(self, name: str, b: int, h: int, rows: slice) -> Tensor:
         """The rows [n, D] of "k" or "v" that belong to head (b, h)."""
         return getattr(self, name)[rows]
 
     def longest(self) -> int:
         return int(self.counts.max()) if self.counts.size else 0
 
-    def segments(self):
+    def segments(self) -> Iterator[tuple[int, int, slice]]:
         """(b, h, slice of the flat buffers) of every head's slots."""
         for b, row in enumerate(self.offset.tolist()):
             for h, start in enumerate(row):
@@ -53,7 +59,7 @@ class Latents:
         return getattr(self._expanded, name)
 
 
-def up_projection(module):
+def up_projection(module: Any) -> tuple[Tensor, ...] | None:
     """A module's up-projections of latents, in fp32: for keys [H, nope, r], without the rotated part, and for values
     [H, v, r]. None where the module's projection is not a plain product (quantised, adapted, hooked, with a bias); then
     the module computes it."""
@@ -70,32 +76,34 @@ class LatentLayer(EvictionLayer):
 
     widths: tuple = ()  # (of the latent, of the rotated part)
 
-    def fork(self):
+    def fork(self) -> LatentLayer:
         return copy.deepcopy(self)
 
-    def update(self, latent, rotated, *args, **kwargs):
+    def update(  # type: ignore[override]  # passed by position
+        self, latent: Tensor, rotated: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Note the new latents [B, 1, S, r] and rotated parts [B, 1, S, p] and return them unchanged."""
         self.widths = latent.shape[-1], rotated.shape[-1]
         return super().update(latent, rotated)
 
-    def pack(self, latent, rotated):
+    def pack(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]  # as `update`
         """The stored halves [B, 1, S, W]."""
         self.widths = latent.shape[-1], rotated.shape[-1]
         both = torch.cat([latent, rotated], -1)
         width = -(-both.shape[-1] // 16) * 8
         return torch.nn.functional.pad(both, (0, 2 * width - both.shape[-1])).split(width, -1)
 
-    def take(self, module, key, value):
+    def take(self, module: Any, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         pending, self.pending_kv = self.pending_kv, None
         if pending is None:
             raise RuntimeError(f"{type(module).__name__} attended to keys that were not given to the cache")
         return self.pack(*pending)
 
-    def slots(self, module) -> Latents:
+    def slots(self, module: Any) -> Latents:
         """The stored slots with every head's keys and values."""
         return Latents(self, module)
 
-    def expanded(self, storage, module) -> Expanded:
+    def expanded(self, storage: Storage, module: Any) -> Expanded:
         """The slots of a storage with every head's keys and values."""
         rows = torch.cat([torch.arange(s.start, s.stop, device=storage.device) for _, _, s in storage.segments()])
         both = torch.cat([storage.k[rows], storage.v[rows]], -1)[None, None, :, : sum(self.widths)]
@@ -111,13 +119,15 @@ class LatentLayer(EvictionLayer):
             counts=storage.counts.repeat(len(heads), 1),
         )  # fmt: skip
 
-    def decode(self, q, k, v, pos, module, columns=0, **options):
+    def decode(  # type: ignore[override]  # it needs the module
+        self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, module: Any, columns: int = 0, **options: Any
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         none = torch.zeros(len(q), dtype=torch.int32, device=q.device)
         self.append(k, v, pos, none, 0 * self.counts[:, 0])
         weights = up_projection(module)
         if weights is not None:
             return self._absorbed(*weights, q, columns, **options)
-        slots = self.slots(module)
+        slots: Any = self.slots(module)
         no_rows = q[:, :, :0]
         out, lse = _ops.attend(q, slots, no_rows, no_rows, none, stop=none, **options)
         if not columns:

@@ -1,6 +1,9 @@
 """Layers with a state beside their slots, or a sliding window in place of them."""
 
+from __future__ import annotations
+
 import copy
+from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer
@@ -23,10 +26,10 @@ class StatefulLayer(EvictionLayer):
             raise AttributeError(name)
         return getattr(self.state, name)
 
-    def fork(self):
+    def fork(self) -> StatefulLayer:
         return copy.deepcopy(self)
 
-    def reset(self):
+    def reset(self) -> None:
         super().reset()
         if self.__dict__.get("state") is not None:
             self.state.reset()
@@ -38,7 +41,7 @@ class StatefulLayer(EvictionLayer):
                 "continue a fork of the cache"
             )
 
-    def batch_select_indices(self, indices):
+    def batch_select_indices(self, indices: Any) -> None:
         super().batch_select_indices(indices)
         for states in (self.state.conv_states, self.state.recurrent_states):
             states |= {index: t[indices] for index, t in states.items() if t is not None}
@@ -51,20 +54,22 @@ class SlidingLayer(DynamicSlidingWindowLayer):
     """Transformers' sliding window. Rows that are appended to a chunk read it and do not enter it."""
 
     @classmethod
-    def of(cls, layer):
+    def of(cls, layer: DynamicSlidingWindowLayer) -> SlidingLayer:
         """A layer with all attributes of a plain one."""
         ours = cls(layer.sliding_window)
         ours.__dict__.update(layer.__dict__)
         return ours
 
-    def update(self, key_states, value_states, *args, **kwargs):
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         step, tap = context().step, context().tap
         if tap is not None:
             tap.slid(key_states, value_states)
         appended = 0 if step is None else step.appended
         if not appended:
             return super().update(key_states, value_states, *args, **kwargs)
-        before = self.keys, self.values
+        before: Any = self.keys, self.values
         full = super().update(key_states, value_states, *args, **kwargs)
         stored = key_states.shape[2] - appended
         self.cumulative_length -= appended

@@ -1,11 +1,17 @@
 """Buffers that the sequences of a server share. A budget bounds each sequence, so it borrows one region of known size
 per layer; pages are not needed. Rows of one pool decode together wherever they lie, and none of them moves."""
 
+from __future__ import annotations
+
 import threading
 import weakref
 from collections import deque
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from .storage import Storage
 
 
 class Region:
@@ -27,7 +33,7 @@ class Pool:
     def __reduce__(self):
         return type(None), ()  # a copy of a cache lies in buffers of its own
 
-    def lend(self, rows: int, like) -> Region | None:
+    def lend(self, rows: int, like: Storage) -> Region | None:
         """A region for slots as those of a `Storage`; None if the pool has no gap of that size, or other slots."""
         with self.lock:
             if not self.buffers:

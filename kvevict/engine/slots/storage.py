@@ -1,9 +1,14 @@
 """Storage of a layer's slots: ragged, in flat buffers with a little room per head."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ... import _ops
 from ..._ops import Held
@@ -29,11 +34,13 @@ class Storage(Held):
     starts: np.ndarray = None  # type: ignore[assignment]  # `offset` on the host
     pool: Pool | None = None  # lends the rows that the slots need next; None: new buffers do
     regions: tuple = ()  # the `Region` of each batch row; none outside a pool
-    like: torch.Tensor = None  # type: ignore[assignment]  # [0, D] of the dtype of new keys and values
-    centred: np.ndarray = None  # type: ignore[assignment]  # bool [B] rows with a centre, if keys are packed
+    like: Tensor = None  # type: ignore[assignment]  # [0, D] of the dtype of new keys and values
+    centred: Any = None  # bool [B] rows with a centre, if keys are packed
 
     @classmethod
-    def empty(cls, keys, pool=None, bits=(None, None)):
+    def empty(
+        cls, keys: Tensor, pool: Pool | None = None, bits: tuple[int | None, int | None] = (None, None)
+    ) -> Storage:
         """An empty storage for keys [B, Hkv, *, D] of the same shape, dtype and device as these. bits: of the numbers
         of stored keys and values; None: of this dtype."""
         batch, heads, _, dim = keys.shape
@@ -44,7 +51,7 @@ class Storage(Held):
         return replace(made, pool=pool, centred=np.zeros(batch, bool))
 
     @classmethod
-    def joined(cls, storages):
+    def joined(cls, storages: Sequence[Storage]) -> Storage:
         """The batch rows of all storages: where they lie, if that is one pool, else moved into one place."""
         first = storages[0]
         counts = np.concatenate([each.counts for each in storages])
@@ -71,7 +78,15 @@ class Storage(Held):
         return object.__reduce_ex__(self._alone(), protocol)
 
     @classmethod
-    def packed(cls, k, v, pos, counts, like=None, centre=None):
+    def packed(
+        cls,
+        k: Tensor,
+        v: Tensor,
+        pos: Tensor,
+        counts: np.ndarray,
+        like: Tensor | None = None,
+        centre: Tensor | None = None,
+    ) -> Storage:
         """A storage of flat buffers without room between heads; counts [B, Hkv] on the host."""
         flat = cls(k, v, pos, centre=centre, like=k[:0] if like is None else like, centred=counts.any(1))
         return _laid_out(flat, counts)._holding(host.upload(counts, k.device, torch.int32), counts)
@@ -84,7 +99,9 @@ class Storage(Held):
 
     # -- changes of the slots ---------------------------------------------------------------------------------------
 
-    def append(self, k, v, pos, first, padding, expected=0):
+    def append(
+        self, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, padding: np.ndarray, expected: int = 0
+    ) -> Storage:
         """A storage with new columns first[b].. of k, v [B, Hkv, S, D], pos [B, S] after each head's slots; amortised
         O(S).
 
@@ -95,7 +112,7 @@ class Storage(Held):
         into = self if (counts <= self.capacity).all() else self._blank(self.grown(counts, expected))
         return into._filled(self, None, counts, k, v, pos, first)
 
-    def keep(self, index, keep, *new):
+    def keep(self, index: Tensor, keep: np.ndarray, *new: Tensor) -> Storage:
         """A storage with only slots index [B, Hkv, K] of [stored | new], ascending; keep[b,h] of them, on the host.
 
         new   k, v [B, Hkv, S, D], pos [B, S], first [B]; none of them without new columns
@@ -105,7 +122,9 @@ class Storage(Held):
             return self.moved(wanted, index, keep, *new)
         return self._filled(self, index, keep, *new)
 
-    def decode(self, q, k, v, pos, expected=0, **options):
+    def decode(
+        self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, expected: int = 0, **options: Any
+    ) -> tuple[Any, Storage]:
         """(out, lse, probs) as `_ops.decode` gives them, and the storage with the new row."""
         into = self if self.room else self.moved(self.grown(self.counts, expected))
         result = _ops.decode(q, k, v, pos, into, **options)
@@ -113,12 +132,12 @@ class Storage(Held):
         rest = into.starts, into.pool, into.regions, into.like, into.centred
         return result, Storage(into.k, into.v, into.pos, into.offset, *more, *rest)
 
-    def crop(self, count: int):
+    def crop(self, count: int) -> Storage:
         """A storage without the last `count` slots of every head."""
         own = self.copy_on_write()  # the next tokens overwrite the cropped slots
         return own._holding((own.len - count).clamp_min(0), np.maximum(own.counts - count, 0))
 
-    def rows(self, chosen):
+    def rows(self, chosen: Tensor) -> Storage:
         """A storage with batch rows chosen [N], in any order, repeats allowed. Rows of a pool stay where they are,
         unless they are repeated; so do at least half of the rows of other buffers."""
         at = chosen.tolist()
@@ -126,7 +145,7 @@ class Storage(Held):
         stays = len(set(at)) == len(at) and not self.shared and (self.regions or 2 * len(at) >= len(self.counts))
         return rows._holding(rows.len, rows.counts) if stays else rows.moved(rows.capacity)
 
-    def aliased(self, chosen):
+    def aliased(self, chosen: Tensor) -> Storage:
         """Batch rows chosen [N] in the same buffers, to be read only: a row that is named twice is stored once."""
         return replace(self._at(chosen, chosen.tolist()), room=0, shared=True)
 
@@ -140,38 +159,41 @@ class Storage(Held):
             centred=self.centred[at],
         )  # fmt: skip
 
-    def moved(self, capacity, index=None, keep=None, *new):
+    def moved(
+        self, capacity: np.ndarray, index: Tensor | None = None, keep: np.ndarray | None = None, *new: Tensor
+    ) -> Storage:
         """New buffers with room for capacity [B, Hkv] that hold keep[b,h] slots `index`, or all slots."""
         return self._blank(capacity)._filled(self, index, self.counts if keep is None else keep, *new)
 
-    def repacked(self, bits, centre, known):
+    def repacked(self, bits: tuple[int | None, int | None], centre: Tensor, known: np.ndarray) -> Storage:
         """These slots with numbers of so many bits, around centres as in `centred_at`."""
         into = Storage.empty(self.like[None, None].expand(*self.counts.shape, -1, -1), self.pool, bits)
         if into.centre is not None:
             into = into.centred_at(centre, known)
         return into._blank(self.capacity)._filled(self, None, self.counts)
 
-    def centred_at(self, centre, known):
+    def centred_at(self, centre: Tensor, known: np.ndarray) -> Storage:
         """These slots, with centre fp32 [B, Hkv, D] for the keys of batch rows that had none. known: bool [B] on the
         host, the rows that have one in `centre`."""
         old = host.upload(self.centred, self.device, torch.bool)[:, None, None]
-        return replace(self, centre=torch.where(old, self.centre, centre), centred=self.centred | known)
+        both = torch.where(old, self.centre, centre)  # type: ignore[arg-type]  # packed keys have one
+        return replace(self, centre=both, centred=self.centred | known)
 
-    def copy_on_write(self):
+    def copy_on_write(self) -> Storage:
         """A storage with buffers that no fork reads, so that slots may be moved and overwritten there."""
         return self.moved(self.capacity) if self.shared else self
 
-    def followed_by(self, other):
+    def followed_by(self, other: Storage) -> Storage:
         """This storage, which has room for them, with the slots of another one after its slots."""
         after = replace(self, offset=self.offset + self.len)
         after._filled(other, None, other.counts)
         return self._holding(self.len + other.len, self.counts + other.counts)
 
-    def gathered(self):
+    def gathered(self) -> Storage:
         """All slots in one place, for reading."""
         return self
 
-    def grown(self, counts, expected=0):
+    def grown(self, counts: np.ndarray, expected: int = 0) -> np.ndarray:
         """Capacity [B, Hkv] for counts and an eighth more, so that appending is O(1) on average."""
         return np.maximum(self.capacity, np.maximum(counts + np.maximum(counts // 8, ROOM), expected))
 
@@ -231,26 +253,26 @@ class Storage(Held):
         centre = () if self.centre is None else (self.centre,)
         return *(t[:lent] for t in self.buffers), self.offset, self.len, *centre
 
-    def segments(self):
+    def segments(self) -> Iterator[tuple[int, int, slice]]:
         """(b, h, slice of the flat buffers) of every head's slots."""
         lens = self.counts.tolist()
         for b, row in enumerate(self.starts.tolist()):
             for h, start in enumerate(row):
                 yield b, h, slice(start, start + lens[b][h])
 
-    def positions(self) -> list:
+    def positions(self) -> list[list[Tensor]]:
         """Positions of the slots by row and head: int32 copies."""
-        heads = [[None] * self.len.shape[1] for _ in range(self.len.shape[0])]
+        heads: list[Any] = [[None] * self.len.shape[1] for _ in range(self.len.shape[0])]
         for b, h, rows in self.segments():
             heads[b][h] = self.pos[rows].clone()
         return heads
 
-    def numbers(self, name, b, h, rows):
+    def numbers(self, name: str, b: int, h: int, rows: slice) -> Tensor:
         """The numbers [n, D] of rows of "k" or "v" that belong to head (b, h); fp32 if they are packed."""
         centre = self.centre[b, h] if name == "k" and self.centre is not None else None
         return kv.numbers(getattr(self, name)[rows], self.dim, centre)
 
-    def dense(self, name):
+    def dense(self, name: str) -> Tensor | None:
         """Copy [B, Hkv, longest, D] of "k" or "v", zeros after shorter heads; None before the first tokens."""
         if self.k is None:
             return None

@@ -6,17 +6,34 @@ rows observe.
 The second part watches every eviction of a read, for `Policy(diagnose=True)`.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 import torch
 
 from ... import _ops
 from .watcher import Watcher
 
+if TYPE_CHECKING:
+    from ..read.evict import Choice
+    from ..read.layer import LayerCall
+
 ROWS = 64
 NAMES = ("evictions", "joint_error", "output_error", "recall")
 
 
-def attention(q, k, v, sees, *, scale, softcap=0.0, sinks=None):
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sees: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention a [G, R, n] over the slots seen, in fp32, and outputs o [G, R, D]; sinks [G] take a share of
     it. A row that sees nothing gets 0."""
     x = _ops.softcapped(q.float() @ k.float().T * scale, softcap)
@@ -27,7 +44,7 @@ def attention(q, k, v, sees, *, scale, softcap=0.0, sinks=None):
     return a, a @ v.float()
 
 
-def joint_error(before, after):
+def joint_error(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     """CAOTE eq. 24 of a set of slots, the root of the heads' summed squares: outputs [H, R, D] with and without the set
     -> [R].
 
@@ -38,12 +55,12 @@ def joint_error(before, after):
     return (before - after).square().sum((0, 2)).sqrt()
 
 
-def output_error(before, after):
+def output_error(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     """`joint_error` relative to the length of all heads' outputs: [R]."""
     return joint_error(before, after) / before.square().sum((0, 2)).sqrt().clamp_min(torch.finfo(before.dtype).tiny)
 
 
-def by_group(q, kv_heads, sinks, **options) -> list:
+def by_group(q: torch.Tensor, kv_heads: int, sinks: Any, **options: Any) -> list[tuple[torch.Tensor, dict[str, Any]]]:
     """Per kv head the queries [G, R, D] of its group, out of q [H, R, D], and the options that `attention` takes."""
     sinks = [None] * kv_heads if sinks is None else sinks.unflatten(0, (kv_heads, -1))
     return [(queries, options | {"sinks": sink}) for queries, sink in zip(q.unflatten(0, (kv_heads, -1)), sinks)]
@@ -58,7 +75,7 @@ class Diagnostics(Watcher):
         self.sums: dict = {}  # layer -> fp64 [4, B] of `NAMES`
 
     @torch.no_grad()
-    def cut(self, call, choice) -> None:
+    def cut(self, call: LayerCall, choice: Choice) -> None:
         """Add a layer's losses by a `kvevict.engine.read.evict.Choice`."""
         slots, step = call.slots, call.step
         losing = np.flatnonzero(choice.all_ranks.sum(1) < slots.alive).tolist()
@@ -77,7 +94,7 @@ class Diagnostics(Watcher):
                 parts = (slots.heads.gather(torch.cat(part)[None])[0] for part in zip(*heads))
                 sums[:, b] += torch.tensor([1, *_errors(*parts)], **exact)
 
-    def report(self, rows: int, own: list) -> dict:
+    def report(self, rows: int, own: list[bool]) -> dict[str, Any]:
         """`NAMES` -> [layer][row]: how many evictions, and means over them; None for a layer that is not ours."""
         nothing = [0, 0.0, 0.0, 1.0]
 

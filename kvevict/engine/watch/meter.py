@@ -1,9 +1,18 @@
 """The cost of a read: its clocks, the live bytes, and the report that `kvevict.report` shows."""
 
+from __future__ import annotations
+
 import time
 from collections import defaultdict
+from typing import TYPE_CHECKING, Any
 
 from ...policy import kv
+
+if TYPE_CHECKING:
+    from ...patch import Patch
+    from ..read.layer import LayerCall
+    from ..read.step import Read
+    from ..slots.cache import EvictionLayer
 
 
 class _Clock:
@@ -30,18 +39,18 @@ class Meter:
         self.seconds = defaultdict(float)
         self.report = None
 
-    def clock(self, stage):
+    def clock(self, stage: str) -> _Clock:
         """A context whose time counts as the stage's."""
         return _Clock(self.seconds, stage)
 
-    def watch(self, call, layers: int) -> None:
+    def watch(self, call: LayerCall, layers: int) -> None:
         """Live KV bytes right now: all stored slots, and the chunks of `layers` layers (this one, those that wait)."""
         new = call.new[0]
         row = 2 * new.element_size() * new.shape[3] * new.shape[1]
         chunk = int((new.shape[2] - call.slots.kv.padding).sum())
         self.peak = max(self.peak, sum(self.live.values()) + layers * row * chunk)
 
-    def write(self, read, patch, cache) -> None:
+    def write(self, read: Read, patch: Patch, cache: Any) -> None:
         """The report of a read that is done."""
         layers = [layer if index in patch.order else None for index, layer in enumerate(cache.layers)]
         own = [layer for layer in layers if layer is not None]
@@ -79,7 +88,7 @@ def _bits(layer) -> list:
     return [8 * layer.storage.like.element_size() if bits is None else bits for bits in layer.storage.bits]
 
 
-def allocated_bytes(layer) -> int:
+def allocated_bytes(layer: EvictionLayer) -> int:
     """Bytes of all tensors of a cache layer."""
     tensors = (*layer.storage.tensors(), layer.carry, layer.decode_queries, *layer.memory.values())
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)
