@@ -17,6 +17,7 @@ import dataclasses
 import math
 import time
 import zlib
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ import torch
 from ..analysis.run import QUESTION, Prompt, observe
 from ..answer import continued, rows_of
 from ..compat import CACHE, cache_of
+from ..engine.hook.replay import Replay
 from ..families import device_of
 from ..patch import evicting, slot_bytes
 from ..policy.checks import byte_count
@@ -78,15 +80,15 @@ class Asked:
     response: list | None = None
     logits: torch.Tensor | None = None
 
-    def scored(self, run) -> list | None:
+    def scored(self, run: Run) -> list[int] | None:
         """Ids that a run scores; None: it generates."""
         return self.response if self.case.metric == FIDELITY and run != FULL else self.prompt.answer
 
-    def noise(self):
+    def noise(self) -> torch.Generator:
         key = self.case.task, self.case.id, self.seed
         return torch.Generator().manual_seed(zlib.crc32("/".join(map(str, key)).encode()))
 
-    def chooser(self):
+    def chooser(self) -> Callable[[torch.Tensor], int]:
         """A function from logits [vocabulary] to the next token."""
         noise = self.noise()
 
@@ -97,7 +99,7 @@ class Asked:
         return choose
 
 
-def encode(model, tokenizer, case) -> Prompt:
+def encode(model: Any, tokenizer: Any, case: Case) -> Prompt:
     """The case's ids, in the tokenizer's chat template if it has one, unless the case's tag `chat` is False."""
 
     asked, chat = case.question.removesuffix(case.opening), case.tags.get("chat") is not False
@@ -116,19 +118,21 @@ def encode(model, tokenizer, case) -> Prompt:
     return prompt
 
 
-def observers(policy) -> dict:
+def observers(policy: Policy) -> dict[str, int]:
     """{option: value} of the options in a policy's rows and score that count slots: windows, probes, recent slots."""
     values = {name: value for name, value in options_of(policy).items() if name in OBSERVERS}
     return {option: size for option, size in values.items() if isinstance(size, int)}
 
 
-def options_of(policy) -> dict:
+def options_of(policy: Policy) -> dict[str, Any]:
     """The options of a policy's rows and score."""
-    parts = policy.rows, policy.score
+    parts: Any = policy.rows, policy.score
     return {f.name: getattr(part, f.name) for part in parts for f in dataclasses.fields(part)}
 
 
-def policy_for(run: Run, tokens: int, response, task: str = "eval", asks: int | None = None, model=None) -> Policy:
+def policy_for(
+    run: Run, tokens: int, response: Sequence[int], task: str = "eval", asks: int | None = None, model: Any = None
+) -> Policy:
     """The policy of a run that reads `tokens` tokens under it. Every run has a separate history of a `task` (TADA), for
     the life of the process. asks: size of a window or probe of "question", in last tokens; None, if no question is
     read: the policy's number. model: needed for a budget in bytes, which is left as it is without.
@@ -176,7 +180,7 @@ class Reading:
     options: dict | None
     seconds: float
 
-    def fork(self):
+    def fork(self) -> Any:
         """A separate cache for one question. Kept slots are shared; an unpatched model's cache is copied."""
         return _forked(cache_of(self.out))
 
@@ -189,7 +193,9 @@ def reads_alone(run: Run) -> bool:
 
 
 @torch.no_grad()
-def read(model, tokenizer, asked: Asked, run: Run, replay=None, alone: bool = True) -> Reading:
+def read(
+    model: Any, tokenizer: Any, asked: Asked, run: Run, replay: Replay | None = None, alone: bool = True
+) -> Reading:
     """A run's read of a case's context or, with alone=False, of context and question in one call."""
     prompt, scored = asked.prompt, asked.scored(run)
     ids, later = (prompt.context, prompt.question) if alone else (prompt.context + prompt.question, [])
@@ -214,7 +220,9 @@ def read(model, tokenizer, asked: Asked, run: Run, replay=None, alone: bool = Tr
 
 
 @torch.no_grad()
-def ask(model, tokenizer, asked: Asked, run: Run, replay=None, text: Reading | None = None) -> dict:
+def ask(
+    model: Any, tokenizer: Any, asked: Asked, run: Run, replay: Replay | None = None, text: Reading | None = None
+) -> dict[str, Any]:
     """One run of one case. Returns the fields of its line beside the key. replay: a `Replay` for reads to share. text:
     the run's `read` of the case's context, to ask a fork of; None: the case is read here.
 
@@ -260,7 +268,7 @@ def ask(model, tokenizer, asked: Asked, run: Run, replay=None, text: Reading | N
 
 
 @torch.no_grad()
-def ask_together(model, tokenizer, asked: list, run: Run, text: Reading) -> list:
+def ask_together(model: Any, tokenizer: Any, asked: list[Asked], run: Run, text: Reading) -> list[dict[str, Any]]:
     """`ask` of several cases about one text, none of which scores given tokens, as rows of one batch: the fields of
     their lines. Numbers are those of `ask` up to rounding; each case's seconds are an equal share of the batch's."""
     cases, questions = [each.case for each in asked], [each.prompt.question for each in asked]

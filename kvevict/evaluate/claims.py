@@ -1,7 +1,9 @@
 """Tests a protocol's claims by results: for each the mean difference of its two sides over the same cases, its 95 %
 interval, and the verdict."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .ask import FULL, PERPLEXITY, Run
 from .intervals import student
@@ -33,7 +35,7 @@ class Difference:
         return SEEN if self.low > -margin else CONTRADICTED if self.high < -margin else OPEN
 
 
-def difference(values, least: float = 0) -> Difference:
+def difference(values: Sequence[float], least: float = 0) -> Difference:
     """The `Difference` of one number per case. The interval's half-width is Student's, and at least `least` (for scores
     3 / n, the most that n cases without a difference leave possible)."""
     n, mean = len(values), sum(values) / len(values)
@@ -41,7 +43,7 @@ def difference(values, least: float = 0) -> Difference:
     return Difference(mean, mean - half, mean + half, sum(x > 0 for x in values), sum(x < 0 for x in values), n)
 
 
-def scores(lines, fidelity: bool) -> dict:
+def scores(lines: list[dict[str, Any]], fidelity: bool) -> dict[tuple[Any, Run], float]:
     """{(case, its `Run`): score} of results' lines: divergences, or right answers."""
     return {
         (tuple(line[name] for name in CASE), Run(*(line[name] for name in vars(FULL)))): line["score"]
@@ -50,7 +52,7 @@ def scores(lines, fidelity: bool) -> dict:
     }
 
 
-def compared(known, sides, fidelity: bool) -> Difference | None:
+def compared(known: dict[tuple[Any, Run], float], sides: list[tuple[Run, Run]], fidelity: bool) -> Difference | None:
     """known: as `scores` gives it; sides: the two runs at each budget. A case's number is its mean difference over the
     budgets that have both sides, so that cases stay independent. None where there are none."""
     values = []
@@ -62,7 +64,7 @@ def compared(known, sides, fidelity: bool) -> Difference | None:
     return difference(values, least=0 if fidelity else 3 / len(values)) if values else None
 
 
-def usual(known, sides, fidelity: bool) -> float:
+def usual(known: dict[tuple[Any, Run], float], sides: list[tuple[Run, Run]], fidelity: bool) -> float:
     """The number that a margin is a share of: the full cache's mean score, or the mean divergence of the second
     sides."""
     than = {both[1] for both in sides} if fidelity else {FULL}
@@ -70,7 +72,16 @@ def usual(known, sides, fidelity: bool) -> float:
     return sum(own) / len(own) if own else 0.0
 
 
-def render(lines, name, budgets, mode, layers, adapter=None, draft=None, markdown=False) -> str:
+def render(
+    lines: list[dict[str, Any]],
+    name: str,
+    budgets: Sequence[Any],
+    mode: str,
+    layers: int,
+    adapter: str | None = None,
+    draft: str | None = None,
+    markdown: bool = False,
+) -> str:
     """A row per claim and kind of score."""
     table = [["claim", "better", "than", "of", "difference", "95 %", "won", "lost", "cases", "seen"]]
     kinds = {fidelity: scores(lines, fidelity) for fidelity in (False, True)}

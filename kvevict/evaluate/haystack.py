@@ -9,15 +9,23 @@ from the `rng` given, so equal seeds give equal text. `insert` hides facts in a 
 `growing` and `most` are how a prompt is filled with as much as fits.
 """
 
+from __future__ import annotations
+
 import functools
 import lzma
 import math
 import re
+from collections.abc import Callable, Iterator
 from itertools import accumulate, islice
 from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
 
 from ..policy.checks import parsed
 from .words import LISTS, TEMPLATES
+
+if TYPE_CHECKING:
+    from .tasks import Settings
 
 SENTENCE = re.compile(r"\S.*?(?:(?<!\bMr)(?<!\bMrs)(?<!\bDr)(?<!\bSt)[.!?][\"')\]”’]*(?= [^a-z]|$)|$)")
 LONGEST = 80  # words: verse and tables without full stops are cut here, or one sentence could fill a passage
@@ -41,7 +49,7 @@ def insert(text: str, facts: dict[float, str]) -> str:
     return " ".join(parts)
 
 
-def most(fits, guess: int = 1) -> int:
+def most(fits: Callable[[int], bool], guess: int = 1) -> int:
     """The largest n >= 0 with `fits(n)`, for a `fits` that is true up to some n and false beyond. `fits(0)` is not
     called."""
     low, n, step = 0, max(guess, 1), 1
@@ -58,7 +66,7 @@ def most(fits, guess: int = 1) -> int:
     return low
 
 
-def growing(source):
+def growing(source: Iterator[Any]) -> Callable[[int], list]:
     """`take(n)`: the first n items of an iterator, or all if it ends earlier; may be called repeatedly."""
     items = []
 
@@ -73,20 +81,28 @@ class Haystack:
     """Text without end: passages of `documents`, or made-up sentences where that is None."""
 
     def __init__(self, documents: list[str] | None = None):
-        self.documents = documents
+        self.documents: Any = documents
         self.split = functools.cache(lambda i: sentences((documents or [])[i]))
 
-    def sentences(self, rng):
+    def sentences(self, rng: Random) -> Iterator[str]:
         """Sentences without end from a random one on; each document is followed by the next, the last by the first."""
         if self.documents is None:
             yield from made_up(rng)
-        which = rng.choices(range(len(self.documents)), map(len, self.documents))[0]
+        which = rng.choices(range(len(self.documents)), list(map(len, self.documents)))[0]
         yield from self.split(which)[rng.randrange(len(self.split(which))) :]
         while True:
             which = (which + 1) % len(self.documents)
             yield from self.split(which)
 
-    def passage(self, rng, tokens: int, settings, facts: dict[float, str] | None = None, before="", after="") -> str:
+    def passage(
+        self,
+        rng: Random,
+        tokens: int,
+        settings: Settings,
+        facts: dict[float, str] | None = None,
+        before: str = "",
+        after: str = "",
+    ) -> str:
         """As many whole sentences, the facts inserted, as keep `before + passage + after` within `tokens` tokens.
 
         Returns the passage alone; a part of a sentence where not even one fits. ValueError where the rest is too long.
@@ -110,7 +126,7 @@ class Haystack:
         return text([" ".join(words[: most(lambda n: n <= len(words) and room([" ".join(words[:n])]) >= 0)])])
 
 
-def made_up(rng):
+def made_up(rng: Random) -> Iterator[str]:
     """English sentences without end, in paragraphs about two people and a place."""
     while True:
         A, B = rng.sample(LISTS["he"] + LISTS["she"], 2)
@@ -120,7 +136,7 @@ def made_up(rng):
             yield filled(template, cast, rng)
 
 
-def filled(template: str, cast: dict, rng) -> str:
+def filled(template: str, cast: dict[str, str], rng: Random) -> str:
     """The template's sentence: the cast's words, and no other word twice."""
     seen = set()
 
@@ -136,7 +152,7 @@ def filled(template: str, cast: dict, rng) -> str:
     return re.sub(r"\b([Aa]) (?=[aeiou])", r"\1n ", re.sub(r"\{(\w+)\}", word, template))
 
 
-def words(rng, listed: list[str] | None = None):
+def words(rng: Random, listed: list[str] | None = None) -> Iterator[str]:
     """Distinct words without end: the listed ones (None: ours) in random order, then compounds: "harbourlantern"."""
     listed = sorted({w for slot in ("noun", "adj", "did") for w in LISTS[slot]} if listed is None else set(listed))
     rng.shuffle(listed)
@@ -149,7 +165,7 @@ def words(rng, listed: list[str] | None = None):
             yield word
 
 
-def haystack(settings) -> Haystack:
+def haystack(settings: Settings) -> Haystack:
     """The haystack that the settings ask for. ValueError if their file is missing or is of another format."""
     return _read(None if settings.haystack is None else Path(settings.haystack))
 

@@ -1,20 +1,21 @@
 """95 % intervals of means over independent cases, by scipy."""
 
 import math
+from collections.abc import Hashable, Sequence
 from statistics import NormalDist
 
 LEVEL = 0.95
 Z = NormalDist().inv_cdf((1 + LEVEL) / 2)
 
 
-def standard_error(values) -> float:
+def standard_error(values: Sequence[float]) -> float:
     """Of the mean; infinite for a single value."""
     from scipy import stats
 
     return float(stats.sem(values)) if len(values) > 1 else math.inf
 
 
-def student(values) -> float:
+def student(values: Sequence[float]) -> float:
     """Half the width of Student's interval of the mean; infinite for a single value."""
     from scipy import stats
 
@@ -22,7 +23,7 @@ def student(values) -> float:
     return float(stats.t.ppf((1 + LEVEL) / 2, n - 1)) * standard_error(values) if n > 1 else math.inf
 
 
-def clustered(values, groups) -> float:
+def clustered(values: Sequence[float], groups: Sequence[Hashable]) -> float:
     """Half-width of a Student confidence interval for the mean. Values of one group may be correlated; groups[i] is the
     group of values[i]. The standard error is Liang and Zeger's (1986), with groups - 1 degrees of freedom. Infinite for
     a single group."""
@@ -38,7 +39,7 @@ def clustered(values, groups) -> float:
     return float(stats.t.ppf((1 + LEVEL) / 2, n - 1)) * error
 
 
-def of_scores(scores) -> tuple:
+def of_scores(scores: Sequence[float]) -> tuple[float, float, float]:
     """(mean, low, high) of scores in [0, 1]: Wilson's interval where all are 0 or 1, else a normal one, cut to
     [0, 1]."""
     from scipy import stats

@@ -8,13 +8,14 @@ the first line. The conventions of "contains_any" and "contains_all" are those o
 import re
 import string
 from collections import Counter
+from collections.abc import Callable, Sequence
 
 from ..policy.registry import Registry
 
 METRICS = Registry("metric")
 
 
-def best(name):
+def best(name: str) -> Callable[[Callable[[str, str], float]], Callable[[str, str], float]]:
     """Register a score(prediction, answer) as the best over all answers."""
 
     def register(score):
@@ -28,24 +29,24 @@ def best(name):
 
 
 @best("exact")
-def exact(prediction, answer):
+def exact(prediction: str, answer: str) -> bool:
     """Whether the prediction starts with the answer, white space around both aside, and no word goes on after it."""
     return re.match(re.escape(answer.strip()) + r"(?!\w)", prediction.strip()) is not None
 
 
 @best("contains_any")
-def contains(prediction, answer):
+def contains(prediction: str, answer: str) -> bool:
     return answer.lower() in prediction.lower()
 
 
 @METRICS.add("contains_all")
-def contains_all(prediction, answers):
+def contains_all(prediction: str, answers: Sequence[str]) -> float:
     """The share of the answers that occur."""
     return sum(contains(prediction, answer) for answer in answers) / len(answers)
 
 
 @best("f1_line")
-def f1_line(prediction, answer):
+def f1_line(prediction: str, answer: str) -> float:
     """F1 over the lower-case words, without punctuation and articles (SQuAD's), of the first line that is not empty."""
 
     def words(text):
@@ -58,6 +59,6 @@ def f1_line(prediction, answer):
 
 
 @best("longeval")
-def longeval(prediction, answer):
+def longeval(prediction: str, answer: str) -> bool:
     """Whether the last number is the answer."""
     return [int(n) for n in re.findall(r"\d+", prediction)[-1:]] == [int(answer)]

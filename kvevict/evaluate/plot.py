@@ -1,7 +1,10 @@
 """Figures of results of `kvevict eval`: every function takes lines and returns a matplotlib Figure."""
 
+from __future__ import annotations
+
 import math
 import re
+from typing import TYPE_CHECKING, Any
 
 from ..analysis.panels import (
     COLOURS,
@@ -17,10 +20,13 @@ from .ask import FULL, MODES
 from .summary import NOT_IN_PERCENT, summarize
 from .tasks import FIDELITY
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 DODGE = 0.2  # octaves: the lines' points at one budget are spread over these, to show intervals side by side
 
 
-def heatmap(lines):
+def heatmap(lines: list[dict[str, Any]]) -> Figure:
     """Scores by prompt length (x) and depth of the needle (y), a panel per run, from lines of `kvevict eval`."""
     panels = {}
     for row, columns in summarize(lines, ("length", "depth")).items():
@@ -40,7 +46,7 @@ def heatmap(lines):
     return heat_maps(grids, lengths, [f"{100 * d:g}" for d in depths], names, "RdYlGn", (0, 100))
 
 
-def mean_kept(lines) -> dict:
+def mean_kept(lines: list[dict[str, Any]]) -> dict[str, list]:
     """The argument of `slots`, from lines of `kvevict eval`: the mean over the cases of every run but the full one."""
     groups = {}
     for line in lines:
@@ -57,7 +63,7 @@ def mean_kept(lines) -> dict:
     }  # fmt: skip
 
 
-def budget(lines):
+def budget(lines: list[dict[str, Any]]) -> Figure:
     """Score against budget with 95 % intervals, a panel per task and mode, a line per policy; full and oracle as
     references. From lines of `kvevict eval`."""
     curves = _Curves(lines)
@@ -67,7 +73,7 @@ def budget(lines):
     return add_legend(figure, panels)
 
 
-def families(lines):
+def families(lines: list[dict[str, Any]]) -> Figure:
     """As `budget`, with a panel per family of policies: snapkv, snapkv/kvcf, snapkv+caote and snapkv:window=8 are one.
     Policies without a family share panels; the references are in all. For one task and mode, or few."""
     curves = _Curves(lines)

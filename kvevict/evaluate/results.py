@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 from ..policy.checks import PLENTY, byte_count, parsed
 from .tasks import FIDELITY
@@ -81,7 +82,7 @@ class Results:
         if not begun:
             self._append({"settings": settings})
 
-    def write(self, line: dict) -> None:
+    def write(self, line: dict[str, Any]) -> None:
         self._append(line)
         self._note(line)
 
@@ -101,7 +102,7 @@ class Results:
         self.file.close()
 
 
-def read(path) -> tuple:
+def read(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(settings, lines) of a results file; a half-written last line is left out. Raises ValueError for other files."""
     text = Path(path).read_bytes()
     first, *rest = text[: text.rfind(b"\n") + 1].split(b"\n")

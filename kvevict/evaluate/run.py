@@ -5,8 +5,10 @@ import contextlib
 import dataclasses
 import itertools
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -20,7 +22,7 @@ from ..weights import fingerprint
 from . import protocols
 from .ask import FULL, MODES, Asked, Run, ask, ask_together, encode, policy_for, read, reads_alone
 from .results import Results
-from .tasks import Settings, find
+from .tasks import Case, Settings, find
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Plan:
     adapter: str | None = None  # folder of lookahead rows, for a protocol that learns them
     draft: str | None = None  # folder of a smaller model, for a protocol with a drafting model
 
-    def runs(self, layers: int = 1) -> list:
+    def runs(self, layers: int = 1) -> list[Run]:
         """All runs, `full` first. layers: number of layers that evict; a protocol's policies name shares of them.
         Raises ValueError for a policy that is unknown or does not fit the budget."""
         if self.protocol is None:
@@ -57,7 +59,7 @@ class Plan:
             policy_for(run, tokens=2**20, response=(0,))
         return runs
 
-    def groups(self, tokenizer) -> list:
+    def groups(self, tokenizer: Any) -> list[tuple[Callable[[Settings], Iterator[Case]], Settings]]:
         """(task's function, its settings) of every seed, length and task."""
         haystack, data = (None if path is None else Path(path) for path in (self.haystack, self.data))
         return [
@@ -66,7 +68,15 @@ class Plan:
         ]  # fmt: skip
 
 
-def evaluate(model, tokenizer, plan: Plan, out, name: str = "", share_reads: bool = False, batch_size: int = 1) -> None:
+def evaluate(
+    model: Any,
+    tokenizer: Any,
+    plan: Plan,
+    out: str | Path,
+    name: str = "",
+    share_reads: bool = False,
+    batch_size: int = 1,
+) -> None:
     """Append to the file `out` every missing line, with a progress bar. Processes of one launch share the cases; the
     first one writes the file. share_reads: a case's runs share the equal parts of their reads (`Replay`), at the cost
     of memory for all layers' activations; lines differ only in the seconds of reading. batch_size: most questions about

@@ -1,7 +1,9 @@
 """Means of results with 95 % intervals, per policy and task, and the share of the full cache's score."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .ask import FULL, MODES, PERPLEXITY
 from .intervals import Z, clustered, of_scores, standard_error
@@ -42,18 +44,18 @@ class Fidelity:
     metric: str = FIDELITY
 
     @property
-    def low(self):
+    def low(self) -> float:
         return max(0.0, self.mean - Z * self.error)
 
     @property
-    def high(self):
+    def high(self) -> float:
         return self.mean + Z * self.error
 
     def __str__(self):
         return f"{self.mean:.3f} ±{self.error:.3f} {100 * self.same:.1f} ±{100 * self.same_error:.1f}%"
 
 
-def fidelity(lines) -> Fidelity:
+def fidelity(lines: list[dict[str, Any]]) -> Fidelity:
     def of(name):
         values = [line[name] for line in lines]
         return sum(values) / len(values), standard_error(values)
@@ -82,7 +84,7 @@ class Answered:
         return f"{right}; {self.dnll:+.3f} ±{self.half:.3f}"
 
 
-def answered(lines, full) -> Answered:
+def answered(lines: list[dict[str, Any]], full: dict[tuple, dict[str, Any]]) -> Answered:
     """`Answered` of lines. full: case -> the full run's line; lines of cases that are not in it are left out."""
     pairs = [(line, full[_case(line)]) for line in lines if _case(line) in full]
     scores = [line["score"] for line, base in pairs if _counts(base)]
@@ -121,7 +123,9 @@ class Difference:
         return score + ("" if self.nats is None else f"; {self.nats:+.3f} ±{self.nats_half:.3f}")
 
 
-def differences(lines, against, by=()) -> dict:
+def differences(
+    lines: list[dict[str, Any]], against: Sequence[Any], by: Sequence[str] = ()
+) -> dict[tuple, dict[tuple, Difference]]:
     """As `summarize`, but `Difference`s from the rows of `against` (policy, chunk_size) at the same budget. ValueError
     where there is no such row."""
     lines = [line for line in lines if all(tag in line["tags"] for tag in by)]
@@ -162,7 +166,7 @@ class Average:
         return f"{100 * self.mean:.1f}" + ("" if self.share is None else f" {self.share:.0%}")
 
 
-def averages(summary, mode) -> dict:
+def averages(summary: dict[tuple, dict[tuple, Any]], mode: str) -> dict[tuple, Average]:
     """{row of a `summary` without tags: `Average` over all its tasks in per cent}; only of rows that have all of them,
     and none of fewer than two tasks."""
     own = {row: {c: cell for c, cell in cells.items() if c[2] == mode} for row, cells in summary.items()}
@@ -177,7 +181,7 @@ def _exp(x: float) -> float:
     return math.inf if x > 709 else math.exp(x)
 
 
-def cell(scores, full, metric) -> Cell:
+def cell(scores: Sequence[float], full: Sequence[float], metric: str) -> Cell:
     """scores and the full run's scores of the same cases; for perplexity both are mean negative log likelihoods."""
     base = sum(full) / len(full) if full else 0.0
     if metric == PERPLEXITY:
@@ -189,7 +193,7 @@ def cell(scores, full, metric) -> Cell:
     return Cell(mean, low, high, mean / base if base else None, len(scores), metric)
 
 
-def summarize(lines, by=()) -> dict:
+def summarize(lines: list[dict[str, Any]], by: Sequence[str] = ()) -> dict[tuple, dict[tuple, Any]]:
     """{(policy, budget, chunk_size): {(task, values of the tags `by`, mode): Cell}}, both in the results' order.
 
     Cases and seeds are pooled. The full run does not depend on the mode and stands under every one. Cases without one

@@ -1,12 +1,16 @@
 """Results as tables, in text or Markdown."""
 
+from collections.abc import Sequence
 from statistics import median
+from typing import Any
 
 from .summary import averages, differences, summarize
 from .tasks import FIDELITY
 
 
-def render(lines, by=(), markdown=False, against=None) -> str:
+def render(
+    lines: list[dict[str, Any]], by: Sequence[str] = (), markdown: bool = False, against: Sequence[Any] | None = None
+) -> str:
     """A table with a column per task and mode, after the average of several tasks. With tags `by`: a table per task and
     mode with a column per value. against: a policy and chunk size; the other rows' differences from its rows are added.
     If texts were read once for many questions, the costs of reading and of a question come last."""
@@ -100,7 +104,7 @@ def _setting(budget, chunk) -> list:
     return ["", ""] if budget is None else [str(budget), str(chunk or "whole")]
 
 
-def format_table(table, markdown: bool = False, left: int | None = None) -> str:
+def format_table(table: Sequence[Sequence[str]], markdown: bool = False, left: int | None = None) -> str:
     """Rows of texts, the head first, as aligned columns or in Markdown; the first `left` columns (None: all) are
     aligned left, the others right."""
     from tabulate import tabulate

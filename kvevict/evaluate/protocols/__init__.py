@@ -5,7 +5,9 @@ A comparison changes one thing, gives both sides the same cases, and pairs them 
 """
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from ...policy.registry import Registry, load_folder
 from ..ask import FULL, Run
@@ -37,7 +39,7 @@ class Claim:
     least: int = 0
     layers: int = 1
 
-    def runs(self, budget, mode, names) -> tuple:
+    def runs(self, budget: Any, mode: str, names: dict[str, Any]) -> tuple[Run, ...]:
         """The `Run`s of both sides. names: the values of the words in braces."""
         sides = zip((self.better, self.than), self.chunks)
         return tuple(Run(policy.format(**names), budget, chunk, mode) for policy, chunk in sides)
@@ -53,12 +55,12 @@ class Protocol:
     cannot: tuple = ()
 
 
-def each(says, policies, than, **options) -> list:
+def each(says: str, policies: Iterable[str], than: str, **options: Any) -> list[Claim]:
     """A claim for every policy; {better} and {than} in the text are the two sides."""
     return [Claim(says.format(better=better, than=than), better, than, **options) for better in policies]
 
 
-def names(budget, layers, adapter, draft) -> dict:
+def names(budget: int | float, layers: int, adapter: str | None, draft: str | None) -> dict[str, Any]:
     return dict(
         B=budget, B20=20 * budget, L4=max(1, layers // 4), L2=max(1, layers // 2),
         L34=max(1, 3 * layers // 4), L=layers, adapter=f":adapter={adapter}" if adapter else "",
@@ -66,7 +68,9 @@ def names(budget, layers, adapter, draft) -> dict:
     )  # fmt: skip
 
 
-def pairs(name, budgets, mode, layers, adapter=None, draft=None) -> list:
+def pairs(
+    name: str, budgets: Iterable[Any], mode: str, layers: int, adapter: str | None = None, draft: str | None = None
+) -> list[tuple[Claim, list[tuple[Run, Run]]]]:
     """(claim, its two runs at each budget that can test it) of a protocol. With few layers some shares are equal; a
     claim with the same policy on both sides is left out."""
     found = []
@@ -78,7 +82,7 @@ def pairs(name, budgets, mode, layers, adapter=None, draft=None) -> list:
     return [(claim, sides) for claim, sides in found if sides]
 
 
-def runs(*args) -> list:
+def runs(*args: Any) -> list[Run]:
     """Every run of a protocol once, `full` first."""
     return [FULL, *dict.fromkeys(run for _, sides in pairs(*args) for both in sides for run in both)]
 

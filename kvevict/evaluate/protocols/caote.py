@@ -1,4 +1,5 @@
 import itertools
+from collections.abc import Iterator
 
 from . import PROTOCOLS, Claim, Protocol
 
@@ -8,7 +9,7 @@ SNAPKV = "snapkv:decode=True,interval=1"
 BASES = {"h2o": "h2o", "tova": "tova:per_head=True", "snapkv": SNAPKV}
 
 
-def refined():
+def refined() -> Iterator[Claim]:
     for name, base in BASES.items():
         for refine in REFINED:
             yield Claim(f"tables 2 to 5: {refine} improves {name}", f"{name}+{refine}", base, chunks=BLOCK)
@@ -16,7 +17,7 @@ def refined():
         yield Claim(says, f"{name}+fastcaote", f"{name}+caote", margin=0.05, chunks=BLOCK)
 
 
-def on_the_prompt():
+def on_the_prompt() -> Iterator[Claim]:
     """No side evicts while decoding."""
     for name, base in (("h2o", "h2o:decode=False"), ("tova", "tova:per_head=True,decode=False"), ("snapkv", "snapkv")):
         for refine in REFINED:
@@ -24,7 +25,7 @@ def on_the_prompt():
             yield Claim(says, f"{name}+{refine}:decode=False", base, chunks=BLOCK)
 
 
-def blocks():
+def blocks() -> Iterator[Claim]:
     for refine, size in itertools.product(REFINED, (64, 256, 512)):
         says = f"section 4: {refine} improves snapkv in blocks of {size}, too"
         yield Claim(says, f"snapkv+{refine}", SNAPKV, chunks=(size, size))

@@ -1,10 +1,12 @@
+from collections.abc import Iterator
+
 from . import PROTOCOLS, Claim, Protocol, each
 
 ALONE = "chunkkv:per_head=True"  # runs chosen by every head, like SnapKV's slots
 HYBRID = 'chunkkv:select_by_layer=[[{L2},null,"token"]]'  # runs in the lower half of the layers, single slots above
 
 
-def claims():
+def claims() -> Iterator[Claim]:
     yield Claim("its tables of LongBench and needles: ChunkKV beats SnapKV", "chunkkv", "snapkv")
     yield Claim("its idea alone: runs of 10 instead of single slots, no pooling", ALONE, "snapkv:pool=none")
     yield Claim("runs of 10 instead of pooling over 7", ALONE, "snapkv")

@@ -1,9 +1,11 @@
+from collections.abc import Iterator
+
 from . import PROTOCOLS, Claim, Protocol
 
 WEIGHTS = ("none", "all", "i<=t-2w", "i>w")
 
 
-def claims():
+def claims() -> Iterator[Claim]:
     yield Claim("table 2: EDIE instead of attention times value norm, heads as in AdaKV", "edie:heads=ada", "paasvn")
     yield Claim("table 2: attention times value norm instead of attention", "paasvn", "adakv/edie")
     yield Claim("table 1: EDIE beats AdaKV", "edie", "adakv/edie")

@@ -1,9 +1,11 @@
+from collections.abc import Iterator
+
 from . import PROTOCOLS, Claim, Protocol, each
 
 LEARNED = "lookahead{adapter}"
 
 
-def claims():
+def claims() -> Iterator[Claim]:
     for base in ("streaming", "snapkv", "pyramidkv"):
         yield from each("table 1: beats {than}", [LEARNED], base)
     yield Claim("table 1: beats speckv/paper", LEARNED, "speckv/paper:draft_model={draft}")

@@ -1,3 +1,5 @@
+from collections.abc import Iterator
+
 from . import PROTOCOLS, Claim, Protocol, each
 
 Z = (256, 256)
@@ -5,7 +7,7 @@ RELAXED = "take:warmup_budget={B20},warmup_layers="  # B_warmup of the paper's p
 POOLED = "edie:rows=probe,heads=equal,kernel=31"
 
 
-def claims():
+def claims() -> Iterator[Claim]:
     yield Claim("table 2: the probe helps", "take", "take/no-probe", chunks=Z)
     yield Claim("table 2: the probe helps without delay", "take/no-delay", "take/chunk-only", chunks=Z)
     yield Claim("table 2: delay helps", RELAXED + "{L2}", "take/no-delay", chunks=Z, layers=4)

@@ -10,8 +10,10 @@ import dataclasses
 import functools
 import random
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ...policy.registry import Registry, load_folder
 from ...prompts import ids_of
@@ -44,7 +46,7 @@ class Case:
 class Settings:
     """The settings that a task builds its cases from."""
 
-    tokenizer: object  # measures lengths: prompts have at most `length` tokens, and about as many
+    tokenizer: Any  # measures lengths: prompts have at most `length` tokens, and about as many
     length: int  # tokens of context + question; of RULER's tasks, as published, of the answer too
     cases: int  # per length, and per depth if the task has depths
     seed: int = 0
@@ -52,19 +54,19 @@ class Settings:
     haystack: Path | None = None  # a .txt, a folder of them, a .jsonl or .jsonl.xz (field "text"); None: generated text
     data: Path | None = None  # folder of a downloaded benchmark, for the tasks that need one
 
-    def rng(self, *names) -> random.Random:
+    def rng(self, *names: Any) -> random.Random:
         return random.Random("/".join(map(str, (self.seed, *names))))
 
     def tokens(self, text: str) -> int:
         return len(ids_of(self.tokenizer, text))
 
-    def room(self, answers, every: bool = False) -> int:
+    def room(self, answers: Iterable[str], every: bool = False) -> int:
         """Tokens to generate for the longest of the answers, or for all of them."""
         sizes = [self.tokens(f" {answer}") + MARGIN for answer in answers]
         return sum(sizes) if every else max(sizes)
 
 
-def find(name: str):
+def find(name: str) -> Callable[[Settings], Iterator[Case]]:
     """A task's function by its name. "fidelity/NAME": that of NAME's prompts, put to "fidelity"."""
     prefix, slash, other = name.partition("/")
     if prefix == FIDELITY and slash:
@@ -72,11 +74,11 @@ def find(name: str):
     return TASKS.find(name)
 
 
-def only_prompts(task, settings):
+def only_prompts(task: Callable[[Settings], Iterator[Case]], settings: Settings) -> Iterator[Case]:
     """A task's cases, with the full cache's response in place of answers."""
     for case in task(settings):
-        names = dict(task=f"{FIDELITY}/{case.task}", id=f"{FIDELITY}/{case.id}")
-        new = dict(answers=(), metric=FIDELITY, new_tokens=RESPONSE, one_line=False)
+        names: dict[str, Any] = dict(task=f"{FIDELITY}/{case.task}", id=f"{FIDELITY}/{case.id}")
+        new: dict[str, Any] = dict(answers=(), metric=FIDELITY, new_tokens=RESPONSE, one_line=False)
         yield dataclasses.replace(case, **names, **new)
 
 

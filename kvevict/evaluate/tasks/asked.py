@@ -14,10 +14,13 @@ kind; `settings.cases` counts texts. A case's `said` is the question alone.
 """
 
 import functools
+from collections.abc import Iterable, Iterator, Sequence
+from random import Random
+from typing import Any
 
 from ..haystack import haystack
 from ..words import LISTS
-from . import TASKS, Case
+from . import TASKS, Case, Settings
 from .many import drawn_facts
 from .recall import RELATIONS, draw, statement
 
@@ -50,7 +53,7 @@ MORE = dict(
 )
 
 
-def facts_of(rng) -> list:
+def facts_of(rng: Random) -> list[tuple]:
     """[(kind, statement, question, answers, opening)] of one text, one of each kind, in random order."""
     of_many = {}
     for kind, fact, asked, answers, counts in drawn_facts(rng):
@@ -78,7 +81,15 @@ def framed(place: str, question: str, number: int) -> tuple:
     return "", "\n\n" + (REQUESTS[number % len(REQUESTS)].format(asked=question) if place == "long" else question)
 
 
-def cases_of(settings, task, number, rng, facts, asked, **tags):
+def cases_of(
+    settings: Settings,
+    task: str,
+    number: int,
+    rng: Random,
+    facts: list[tuple],
+    asked: Iterable[tuple[str, int]],
+    **tags: Any,
+) -> Iterator[Case]:
     """Cases of a text with facts (kind, statement, question, answers, opening). asked: pairs (place, index of a
     fact)."""
     chat = getattr(settings.tokenizer, "chat_template", None)
@@ -100,7 +111,9 @@ def cases_of(settings, task, number, rng, facts, asked, **tags):
                    said=opens + question)  # fmt: skip
 
 
-def asked(settings, places=PLACES, task="asked", opened=False):
+def asked(
+    settings: Settings, places: Sequence[str] = PLACES, task: str = "asked", opened: bool = False
+) -> Iterator[Case]:
     for i in range(settings.cases):
         rng = settings.rng("asked", settings.length, i)
         facts = [fact if opened else (*fact[:4], "") for fact in facts_of(rng)]
@@ -109,7 +122,7 @@ def asked(settings, places=PLACES, task="asked", opened=False):
         yield from cases_of(settings, task, i, rng, facts, wanted, text=i)
 
 
-def asked_numbers(settings, places=PLACES, task="asked/numbers"):
+def asked_numbers(settings: Settings, places: Sequence[str] = PLACES, task: str = "asked/numbers") -> Iterator[Case]:
     for i in range(settings.cases):
         rng = settings.rng("asked/numbers", settings.length, i)
         facts = [

@@ -7,11 +7,12 @@ expected_number or topics). The file with the largest n is taken whose prompts a
 """
 
 import math
+from collections.abc import Iterator
 from itertools import islice
 
 from ..data import drawn, files, read_jsonl
 from ..haystack import most, words
-from . import TASKS, Case, opening
+from . import TASKS, Case, Settings, opening
 
 QUESTION = {"lines": "\nNow the record is over", "topics": " Now the record ends"}  # where a prompt starts to ask
 METRIC = {"lines": "longeval", "topics": "contains_any"}
@@ -19,7 +20,7 @@ NEW_TOKENS = {"lines": 100, "topics": 50}
 
 
 @TASKS.add("longeval/lines")
-def lines(settings):
+def lines(settings: Settings) -> Iterator[Case]:
     """The number of one of many lines."""
     if settings.data is None:
         return (made_up(settings, i) for i in range(settings.cases))
@@ -27,12 +28,12 @@ def lines(settings):
 
 
 @TASKS.add("longeval/topics")
-def topics(settings):
+def topics(settings: Settings) -> Iterator[Case]:
     """The first topic of a conversation on many."""
     return recorded("topics", settings)
 
 
-def recorded(kind: str, settings):
+def recorded(kind: str, settings: Settings) -> Iterator[Case]:
     """Cases of a LongEval folder."""
     name, pattern = f"longeval/{kind}", f"*_{kind}.jsonl"
     patterns = f"{kind}/{pattern}", f"{kind}/testcases/{pattern}", pattern
@@ -53,7 +54,7 @@ def recorded(kind: str, settings):
         yield Case(name, id, context, mark + rest, (answer,), METRIC[kind], NEW_TOKENS[kind], tags)
 
 
-def made_up(settings, i: int) -> Case:
+def made_up(settings: Settings, i: int) -> Case:
     """Lines in the format of LongEval's, as many as fit. The question starts to repeat one of them."""
     rng = settings.rng("longeval/lines", i)
     side = math.isqrt(settings.length) + 1  # side * side names: more than lines can fit

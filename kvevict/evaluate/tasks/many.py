@@ -12,11 +12,14 @@ it once per run (mode agnostic).
 import ast
 import functools
 import json
+from collections.abc import Iterable, Iterator, Sequence
+from random import Random
+from typing import Any
 
 from ..data import drawn, files, read_jsonl
 from ..haystack import haystack, most, sentences
 from ..words import LISTS
-from . import MARGIN, TASKS, Case, opening
+from . import MARGIN, TASKS, Case, Settings, opening
 
 EACH = 2  # questions of a kind and text
 QUESTIONS = 24  # of a joined text at most
@@ -76,7 +79,7 @@ SAID = dict(
 )  # fmt: skip
 
 
-def value(rng, kind: str) -> tuple:
+def value(rng: Random, kind: str) -> tuple[str, ...]:
     """The accepted answers of a fact, as it is written first."""
     if kind == "digits":
         number = rng.randrange(10_000, 100_000)
@@ -93,7 +96,7 @@ def value(rng, kind: str) -> tuple:
     return f"{day} {month} {year}", f"{month} {day}, {year}"
 
 
-def drawn_facts(rng, paraphrased=False) -> list:
+def drawn_facts(rng: Random, paraphrased: bool = False) -> list[tuple[str, str, str, tuple[str, ...], bool]]:
     """[(kind, statement, question with its opening, answers, whether it is asked)] of one text: no two about the same,
     no two answers of a kind equal."""
     facts, used = [], set()
@@ -115,7 +118,18 @@ def drawn_facts(rng, paraphrased=False) -> list:
     return facts
 
 
-def one(settings, task, text, number, context, asked, answers, after=MARGIN, metric="contains_any", **tags) -> Case:
+def one(
+    settings: Settings,
+    task: str,
+    text: int,
+    number: int,
+    context: str,
+    asked: str,
+    answers: tuple[str, ...],
+    after: int = MARGIN,
+    metric: str = "contains_any",
+    **tags: Any,
+) -> Case:
     """The number-th question about a text. after: tokens that an answer may take beyond those of the right one."""
     tags = dict(length=settings.length, text=text) | tags
     case = f"{task}/{settings.length}/{text}/{number}"
@@ -123,7 +137,7 @@ def one(settings, task, text, number, context, asked, answers, after=MARGIN, met
     return Case(task, case, context, asked, answers, metric, room, tags, opens, one_line=True, likelihood=True)
 
 
-def many(settings, task="many", paraphrased=False):
+def many(settings: Settings, task: str = "many", paraphrased: bool = False) -> Iterator[Case]:
     for i in range(settings.cases):
         rng = settings.rng("many", settings.length, i)
         facts = drawn_facts(rng, paraphrased)
@@ -145,14 +159,22 @@ def plain(question: str) -> str:
     return f"\n\nQuestion: {question.strip()}\nAnswer:"
 
 
-def asked_of(settings, rng, task, text, context, pairs, metric="contains_any"):
+def asked_of(
+    settings: Settings,
+    rng: Random,
+    task: str,
+    text: int,
+    context: str,
+    pairs: Sequence[tuple[str, Iterable[Any]]],
+    metric: str = "contains_any",
+) -> Iterator[Case]:
     """Cases of at most `QUESTIONS` of the pairs (question, answers)."""
     for number, (question, answers) in enumerate(rng.sample(pairs, min(len(pairs), QUESTIONS))):
         yield one(settings, task, text, number, context, plain(question), tuple(answers), metric=metric)
 
 
 @TASKS.add("many/xquad")
-def xquad(settings):
+def xquad(settings: Settings) -> Iterator[Case]:
     """XQuAD's or SQuAD's articles in random order, as many whole paragraphs as fit, each article once."""
     task = "many/xquad"
     (path, *_) = files(settings, task, "xquad.en.json of the repository google-deepmind/xquad", "*.json")
@@ -184,12 +206,12 @@ def xquad(settings):
         yield from asked_of(settings, rng, task, i, joined(taken), pairs)
 
 
-def joined(paragraphs) -> str:
+def joined(paragraphs: Iterable[tuple[str, Any]]) -> str:
     return "\n\n".join(text for text, _ in paragraphs)
 
 
 @TASKS.add("many/loogle")
-def loogle(settings):
+def loogle(settings: Settings) -> Iterator[Case]:
     """The first complete sentences of a text, up to the length, and the questions with their evidence in them."""
     task = "many/loogle"
     (path, *_) = files(settings, task, "the hub's dataset bigai-nlco/LooGLE", "shortdep_qa.jsonl")

@@ -1,14 +1,16 @@
 """`perplexity`: how well a model predicts the continuation of a long text. The answer's tokens are scored, none
 generated."""
 
+from collections.abc import Iterator
+
 from ..haystack import haystack, most, sentences
-from . import TASKS, Case
+from . import TASKS, Case, Settings
 
 SCORED = 256  # tokens
 
 
 @TASKS.add("perplexity")
-def perplexity(settings):
+def perplexity(settings: Settings) -> Iterator[Case]:
     """Complete sentences of at most `length` tokens; the answer is the text after them, to the end of a sentence."""
     for i in range(settings.cases):
         text = haystack(settings).passage(settings.rng("perplexity", i), settings.length + SCORED, settings)
@@ -20,7 +22,7 @@ def perplexity(settings):
 
 
 @TASKS.add("perplexity/documents")
-def documents(settings):
+def documents(settings: Settings) -> Iterator[Case]:
     """The first `length` tokens of a document of the haystack's file; the answer is the text after them."""
     texts = haystack(settings).documents
     if texts is None:
@@ -41,12 +43,12 @@ def documents(settings):
         )
 
 
-def fitting(parts, tokens, settings, guess=1) -> int:
+def fitting(parts: list[str], tokens: int, settings: Settings, guess: int = 1) -> int:
     """How many of the parts make at most `tokens` tokens."""
     return most(lambda n: n <= len(parts) and settings.tokens(" ".join(parts[:n])) <= tokens, guess)
 
 
-def continuation(task, i, parts, following, settings) -> Case:
+def continuation(task: str, i: int, parts: list[str], following: list[str], settings: Settings) -> Case:
     id, answer = f"{task}/{settings.length}/{i}", " " + " ".join(following)
     tags = {"length": settings.length}
     return Case(task, id, " ".join(parts), "", (answer,), "perplexity", settings.tokens(answer), tags)

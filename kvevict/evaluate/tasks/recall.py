@@ -11,10 +11,13 @@ name with `held_out` true. These tasks use only such names.
 """
 
 import zlib
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
+from random import Random
+from typing import Any
 
 from ..haystack import haystack, most
-from . import TASKS, Case, opening
+from . import TASKS, Case, Settings, opening
 
 RELATIONS = ("code", "number", "key", "price", "level", "score", "mark", "signal")
 _ONSETS = tuple(
@@ -25,7 +28,7 @@ _MIDDLES = ("", "", "", "l", "m", "n", "r", "s")
 _CODAS = ("", "ck", "d", "l", "m", "n", "nd", "ng", "p", "r", "rn", "s", "sk", "st", "t", "th", "x")
 
 
-def name(rng) -> str:
+def name(rng: Random) -> str:
     """An invented name of two syllables, e.g. "Breamuth"."""
     parts = (_ONSETS, _VOWELS, _MIDDLES, _ONSETS, _VOWELS, _CODAS)
     return "".join(map(rng.choice, parts)).capitalize()
@@ -36,7 +39,7 @@ def held_out(word: str) -> bool:
     return zlib.crc32(word.encode()) % 8 == 0
 
 
-def unseen_names(rng, count: int) -> list[str]:
+def unseen_names(rng: Random, count: int) -> list[str]:
     """Different names that no training sequence held."""
     names = set()
     while len(names) < count:
@@ -46,7 +49,7 @@ def unseen_names(rng, count: int) -> list[str]:
     return rng.sample(sorted(names), count)
 
 
-def value(rng) -> str:
+def value(rng: Random) -> str:
     return str(rng.randrange(100_000, 1_000_000))
 
 
@@ -70,27 +73,38 @@ def line_question(who: str) -> str:
     return f"\nQuestion: Which value has {who}?\nAnswer: {who}:"
 
 
-def hidden(settings, rng, facts, asked, depth=None):
+def hidden(
+    settings: Settings, rng: Random, facts: list[tuple[str, str, str]], asked: str, depth: float | None = None
+) -> str:
     """A passage with the facts (relation, name, value) in it, number 0 at `depth`, the others anywhere."""
     depths = [rng.random() if depth is None else depth, *(rng.random() for _ in facts[1:])]
     said = {place: statement(*fact) for place, fact in zip(depths, facts)}
     return haystack(settings).passage(rng, settings.length, settings, facts=said, after=asked)
 
 
-def one_line(settings, task, id, context, asked, answers, metric, tags) -> Case:
+def one_line(
+    settings: Settings,
+    task: str,
+    id: str,
+    context: str,
+    asked: str,
+    answers: tuple[str, ...],
+    metric: str,
+    tags: dict[str, Any],
+) -> Case:
     """A case with an answer of one line; the question ends with the answer's beginning."""
     room = settings.room(answers, every=metric == "contains_all")
     return Case(task, id, context, asked, answers, metric, room, tags, opening(asked), one_line=True)
 
 
-def draw(rng, count: int):
+def draw(rng: Random, count: int) -> list[tuple[str, str, str]]:
     """Facts (relation, name, value) about different names, with different values."""
     values = rng.sample(range(100_000, 1_000_000), count)
     return [(rng.choice(RELATIONS), who, str(what)) for who, what in zip(unseen_names(rng, count), values)]
 
 
 @TASKS.add("needle")
-def needle(settings):
+def needle(settings: Settings) -> Iterator[Case]:
     for depth in settings.depths:
         for i in range(settings.cases):
             rng = settings.rng("needle", settings.length, depth, i)
@@ -103,7 +117,7 @@ def needle(settings):
             yield one_line(settings, "needle", case, context, asked, (what,), "exact", tags)
 
 
-def eight(name: str):
+def eight(name: str) -> Callable[[Callable[..., tuple]], Callable[..., tuple]]:
     """Register a task of eight facts. build(rng, facts) returns a case's parts: (facts, question, answers, metric,
     further tags)."""
 
@@ -123,13 +137,13 @@ def eight(name: str):
 
 
 @eight("facts")
-def one_of_eight(rng, facts):
+def one_of_eight(rng: Random, facts: list[tuple[str, str, str]]) -> tuple:
     relation, who, what = facts[0]
     return facts, question(relation, who), (what,), "exact", {}
 
 
 @eight("multivalue")
-def several_of_one(rng, facts):
+def several_of_one(rng: Random, facts: list[tuple[str, str, str]]) -> tuple:
     wanted = rng.randint(2, 4)
     relation, who, _ = facts[0]
     facts[:wanted] = [(relation, who, what) for _, _, what in facts[:wanted]]
@@ -138,7 +152,7 @@ def several_of_one(rng, facts):
 
 
 @eight("tracking")
-def chained(rng, facts):
+def chained(rng: Random, facts: list[tuple[str, str, str]]) -> tuple:
     relation, _, what = facts[2]
     names = [who for _, who, _ in facts[:3]]
     facts = [(relation, *fact[1:]) for fact in facts]
@@ -148,7 +162,7 @@ def chained(rng, facts):
 
 
 @TASKS.add("keyvalue")
-def keyvalue(settings):
+def keyvalue(settings: Settings) -> Iterator[Case]:
     for i in range(settings.cases):
         rng = settings.rng("keyvalue", settings.length, i)
         facts = draw(rng, max(1, settings.length // 6))  # a line takes more tokens than that
@@ -168,5 +182,5 @@ def keyvalue(settings):
         yield one_line(settings, "keyvalue", case, lines(facts[:count]), asked, (what,), "exact", tags)
 
 
-def lines(facts) -> str:
+def lines(facts: Iterable[tuple[str, str, str]]) -> str:
     return "".join(line(who, what) for _, who, what in facts)

@@ -15,11 +15,13 @@ wonderwords); without them the words are ours.
 
 import functools
 import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from ..haystack import most
 from ..words import LISTS
-from . import TASKS, Case, opening
+from . import TASKS, Case, Settings, opening
 
 # The published wording (RULER's constants.py): the words before the units; the question after them, with the answer's
 # beginning; and the number of tokens to generate. A chat template gives that beginning to the assistant, as in RULER.
@@ -63,7 +65,7 @@ PROMPTS = {
 }  # fmt: skip
 
 
-def register(name: str, prompt: str, build, **parameters) -> None:
+def register(name: str, prompt: str, build: Callable[..., tuple[str, str, list[str]]], **parameters: Any) -> None:
     """Add "ruler/<name>": `build(settings, rng, room, i, **parameters)` is case i's (context, question, answers).
 
     Context and question are at most `room` tokens.
@@ -82,7 +84,7 @@ def register(name: str, prompt: str, build, **parameters) -> None:
             yield Case(name, id, context, question, tuple(answers), "contains_all", *how)
 
 
-def fill(settings, room: int, before: str, body, after: str, least: int) -> str:
+def fill(settings: Settings, room: int, before: str, body: Callable[[int], str], after: str, least: int) -> str:
     """`body(n)` of the largest n >= least with `before + body(n) + after` within `room` tokens."""
 
     def size(n):
@@ -101,7 +103,7 @@ def shuffled(items: list, seed: float) -> list:
     return random.Random(seed).sample(items, len(items))
 
 
-def distinct(draw):
+def distinct(draw: Callable[[], str]) -> Iterator[str]:
     """Endless distinct results of `draw()`."""
     seen = set()
     while True:
@@ -110,12 +112,12 @@ def distinct(draw):
             yield new
 
 
-def codes(rng, alphabet: str, length: int):
+def codes(rng: random.Random, alphabet: str, length: int) -> Iterator[str]:
     """Distinct strings of random letters, without end."""
     return distinct(lambda: "".join(rng.choices(alphabet, k=length)))
 
 
-def word_lists(settings) -> tuple[list[str], list[str], list[str]]:
+def word_lists(settings: Settings) -> tuple[list[str], list[str], list[str]]:
     """Nouns, adjectives and verbs: of the wonderwords lists in `settings.data` where they are, else ours."""
     return _word_lists(settings.data and Path(settings.data))
 

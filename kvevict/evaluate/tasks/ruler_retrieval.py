@@ -3,9 +3,11 @@
 import random
 import string
 import uuid
+from collections.abc import Iterator
 from itertools import islice, pairwise, repeat
 
 from ..haystack import growing, haystack, most
+from . import Settings
 from .ruler import PROMPTS, codes, distinct, fill, register, word_lists
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -21,7 +23,7 @@ def hidden(lines: list[str], facts: list[str], seed: float) -> str:
     return "\n".join(lines)
 
 
-def drawn(settings, rng, kind: str):
+def drawn(settings: Settings, rng: random.Random, kind: str) -> Iterator[str]:
     """Distinct keys or values without end: "number"s of 7 digits, "uuid"s, or "word"s such as "mossy-anvil"."""
     nouns, adjectives, _ = word_lists(settings)
     draw = {
@@ -32,7 +34,18 @@ def drawn(settings, rng, kind: str):
     return distinct(draw[kind])
 
 
-def niah(settings, rng, room, i, hay, key="word", kind="number", keys=1, values=1, queries=1):
+def niah(
+    settings: Settings,
+    rng: random.Random,
+    room: int,
+    i: int,
+    hay: str,
+    key: str = "word",
+    kind: str = "number",
+    keys: int = 1,
+    values: int = 1,
+    queries: int = 1,
+) -> tuple[str, str, list[str]]:
     """`values` needles for each of `keys` keys, in "noise", "essay" or other needles; `queries` keys are asked for."""
     some_key, some_value = drawn(settings, rng, key), drawn(settings, rng, kind)
     sought = {k: list(islice(some_value, values)) for k in islice(some_key, keys)}
@@ -52,7 +65,7 @@ def niah(settings, rng, room, i, hay, key="word", kind="number", keys=1, values=
     return before + body, after, [v for k in asked for v in sought[k]]
 
 
-def chain(rng, length: int, value: int, hops: int = 4) -> tuple[list[str], list[str]]:
+def chain(rng: random.Random, length: int, value: int, hops: int = 4) -> tuple[list[str], list[str]]:
     """Variables of `length` letters, and the statements that give them all one value: VAR A = 1, VAR B = VAR A, ...
 
     The copies end with a space, as RULER's do.
@@ -61,7 +74,7 @@ def chain(rng, length: int, value: int, hops: int = 4) -> tuple[list[str], list[
     return names, [f"VAR {names[0]} = {value}", *(f"VAR {b} = VAR {a} " for a, b in pairwise(names))]
 
 
-def vt(settings, rng, room, i):
+def vt(settings: Settings, rng: random.Random, room: int, i: int) -> tuple[str, str, list[str]]:
     """A solved example of at most 500 tokens with three-letter variables, then the task with five-letter ones."""
     head, tail, _ = PROMPTS["vt"]
     known, value = rng.sample(range(10000, 99999), 2)

@@ -3,8 +3,10 @@
 import math
 import string
 from itertools import islice
+from random import Random
 
 from ..haystack import growing, words
+from . import Settings
 from .ruler import PROMPTS, codes, fill, register, shuffled, word_lists
 
 
@@ -17,7 +19,7 @@ def mixed(chosen: list[str], common: int, often: int, rarely: int, seed: float) 
     return numbered(shuffled(chosen[:common] * often + chosen[common:] * rarely, seed))
 
 
-def cwe(settings, rng, room, i, common=10):
+def cwe(settings: Settings, rng: Random, room: int, i: int, common: int = 10) -> tuple[str, str, list[str]]:
     """A solved example, then the list. Below 4096 tokens words come less often, as in RULER's code."""
     size, shown, asked = (20, (3, 1), (6, 1)) if settings.length < 4096 else (40, (10, 3), (30, 3))
     seed, (before, after) = rng.random(), PROMPTS["cwe"][:2]
@@ -31,7 +33,7 @@ def cwe(settings, rng, room, i, common=10):
     return example + text, after, take(size + common)[size:]
 
 
-def fwe(settings, rng, room, i):
+def fwe(settings: Settings, rng: Random, room: int, i: int) -> tuple[str, str, list[str]]:
     """Of n words the k-th takes the share k^-2 / ζ(2); the first is the noise "...", the next three are the answers."""
     zeta, seed, (before, after) = math.pi**2 / 6, rng.random(), PROMPTS["fwe"][:2]
     coded = ["...", *islice(codes(rng, string.ascii_lowercase, 6), max(room // 50 - 1, 4))]
