@@ -1,5 +1,6 @@
 """Connections to the server: how many there are, and how long each may take to send a request or to take an answer."""
 
+import asyncio
 import contextlib
 import functools
 import resource
@@ -28,7 +29,7 @@ class Connection(H11Protocol):
         self._late: Any = None  # timers
         self._stuck: Any = None
 
-    def connection_made(self, transport) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
         with contextlib.suppress(OSError):  # the client has left already
             transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -73,7 +74,7 @@ class Connection(H11Protocol):
         super().resume_writing()
         _cancel(self._stuck)
 
-    def connection_lost(self, exc) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
         _cancel(self._late)
         _cancel(self._stuck)
         super().connection_lost(exc)
@@ -97,7 +98,7 @@ class Serving(uvicorn.Server):
             **options,
         ))  # fmt: skip
 
-    async def startup(self, sockets=None) -> None:
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for each in sockets or ():
             each.listen(QUEUE)

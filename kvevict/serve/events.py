@@ -6,6 +6,7 @@ from openai.types import responses as types
 from transformers.cli.serving.response import compute_usage
 from transformers.cli.serving.utils import ReasoningText, ToolCall
 
+from .call import Call
 from .outgoing import DATA
 
 
@@ -24,7 +25,7 @@ class Items:
         created = self._event(types.ResponseCreatedEvent, "response.created", response=self._response("queued"))
         return created + self._of_all(types.ResponseInProgressEvent)
 
-    def add(self, part) -> str:
+    def add(self, part: str | ToolCall) -> str:
         """A text, a `ReasoningText` or a `ToolCall`."""
         if isinstance(part, ToolCall):
             return self._end("completed") + self._call(part)
@@ -38,14 +39,14 @@ class Items:
         opened = "" if self._kind or self.output else self._open(str)
         return opened + self._end(self._status)
 
-    def response(self, call):
+    def response(self, call: Call) -> types.Response:
         """The whole response, once it is closed."""
         usage = compute_usage(call.prompt_tokens, call.new_tokens)
         usage.input_tokens_details.cached_tokens = call.cached_tokens
         why = dict(incomplete_details=dict(reason="max_output_tokens")) if self._status == "incomplete" else {}
         return self._response(self._status, output=self.output, usage=usage, **why)
 
-    def last(self, call) -> str:
+    def last(self, call: Call) -> str:
         incomplete = self._status == "incomplete"
         kind = types.ResponseIncompleteEvent if incomplete else types.ResponseCompletedEvent
         return self._of_all(kind, self.response(call))

@@ -72,7 +72,7 @@ class Grammars:
         self.tokenizer, self.ends = tokenizer, ends
         self._known: Any = None  # llguidance's tokenizer, once it is needed
 
-    def matcher(self, schema: dict):
+    def matcher(self, schema: dict[str, Any]) -> Any:
         """Raises Refused for a schema that llguidance cannot follow, or without it."""
         try:
             import llguidance

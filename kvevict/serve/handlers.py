@@ -2,11 +2,14 @@
 
 import json
 import time
+from collections.abc import AsyncIterator, Iterator
 from itertools import accumulate
+from typing import Any
 
 from transformers.cli.serving.utils import ReasoningText, ToolCall
 
 from . import messages
+from .call import Call
 from .errors import Refused
 from .events import Items
 from .outgoing import DATA, error_of
@@ -22,23 +25,23 @@ class _Handler:
     def __init__(self, name: str, tokenizer):
         self.name, self.tokenizer = name, tokenizer
 
-    def messages_of(self, body) -> list:
+    def messages_of(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         """A request's messages, as the chat template takes them."""
         raise NotImplementedError
 
-    def whole(self, call, identity: str, answers: list, parts: list) -> dict:
+    def whole(self, call: Call, identity: str, answers: list, parts: list) -> dict[str, Any]:
         """The answers, of all (number of an answer, parts of it)."""
         raise NotImplementedError
 
-    def stream(self, identity: str):
+    def stream(self, identity: str) -> Any:
         """A stream before its first event, for `events` and `failed`."""
         return identity
 
-    def events(self, call, stream, answers: list, parts):
+    def events(self, call: Call, stream: Any, answers: list, parts: AsyncIterator[Any]) -> AsyncIterator[str]:
         """The events of answers; their parts come one list after the other."""
         raise NotImplementedError
 
-    def failed(self, stream, refusal) -> str:
+    def failed(self, stream: Any, refusal: Refused) -> str:
         """The events of an error. They end the stream."""
         return error_of(refusal)
 
@@ -56,7 +59,7 @@ class _Choices(_Handler):
         """An answer of all its parts."""
         raise NotImplementedError
 
-    def deltas(self, identity: str, calls: int, parts: list):
+    def deltas(self, identity: str, calls: int, parts: list) -> Iterator[dict[str, Any]]:
         """Choices of a stream that tell parts; calls: tool calls before them."""
         raise NotImplementedError
 
@@ -64,7 +67,7 @@ class _Choices(_Handler):
         """Choices before an answer's first part."""
         return []
 
-    def whole(self, call, identity, answers, parts) -> dict:
+    def whole(self, call: Call, identity: str, answers: list, parts: list) -> dict[str, Any]:
         choices = []
         for index, answer in enumerate(answers):
             found = self.choice(identity, joined([part for at, each in parts if at == index for part in each or ()]))
@@ -102,11 +105,11 @@ class Chat(_Choices):
 
     kind, part = "chat.completion", "chat.completion.chunk"
 
-    def messages_of(self, body) -> list:
+    def messages_of(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         self._chats()
         return messages.of_chat(self.tokenizer, body["messages"])
 
-    def choice(self, identity, parts) -> dict:
+    def choice(self, identity: str, parts: list) -> dict[str, Any]:
         text, reasoning = ("".join(part for part in parts if type(part) is kind) for kind in (str, ReasoningText))
         calls = [_call(identity, at, part) for at, part in enumerate(p for p in parts if isinstance(p, ToolCall))]
         said: dict = dict(role="assistant", content=text)
@@ -116,7 +119,7 @@ class Chat(_Choices):
     def first(self) -> list:
         return [dict(delta=dict(role="assistant"))]
 
-    def deltas(self, identity, calls, parts):
+    def deltas(self, identity: str, calls: int, parts: list) -> Iterator[dict[str, Any]]:
         logs = self._logs(parts)
         for part in parts:
             if isinstance(part, ToolCall):
@@ -142,13 +145,13 @@ class Completions(_Choices):
 
     kind = part = "text_completion"
 
-    def messages_of(self, body) -> list:
+    def messages_of(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         return []
 
-    def choice(self, identity, parts) -> dict:
+    def choice(self, identity: str, parts: list) -> dict[str, Any]:
         return dict(text="".join(part for part in parts if isinstance(part, str))) | self._logs(parts)
 
-    def deltas(self, identity, calls, parts):
+    def deltas(self, identity: str, calls: int, parts: list) -> Iterator[dict[str, Any]]:
         text, logs = "".join(part for part in parts if isinstance(part, str)), self._logs(parts)
         if text or logs or not parts:
             yield dict(text=text) | logs
@@ -168,21 +171,21 @@ class Completions(_Choices):
 class Responses(_Handler):
     """/v1/responses."""
 
-    def messages_of(self, body) -> list:
+    def messages_of(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         self._chats()
         return messages.of_input(self.tokenizer, body["input"], body.get("instructions"))
 
-    def whole(self, call, identity, answers, parts) -> dict:
+    def whole(self, call: Call, identity: str, answers: list, parts: list) -> dict[str, Any]:
         items = Items(self.name, identity)
         for part in joined([part for _, each in parts for part in each or ()]):
             items.add(part)
         items.close(answers[0].finish)
         return items.response(call).model_dump(exclude_none=True) | _ours(call)
 
-    def stream(self, identity):
+    def stream(self, identity: str) -> Items:
         return Items(self.name, identity)
 
-    async def events(self, call, items, answers, parts):
+    async def events(self, call: Call, items: Items, answers: list, parts: AsyncIterator[Any]) -> AsyncIterator[str]:
         yield items.begin()
         async for _, each in parts:
             for part in each or ():
@@ -190,7 +193,7 @@ class Responses(_Handler):
         yield items.close(answers[0].finish)
         yield items.last(call)
 
-    def failed(self, items, refusal) -> str:
+    def failed(self, items: Items, refusal: Refused) -> str:
         return items.error(refusal.message)
 
 

@@ -1,16 +1,17 @@
 """The messages of a request as a chat template takes them: texts, with reasoning and calls of tools."""
 
 import json
+from typing import Any
 
 ITEMS = "message", "reasoning", "function_call", "function_call_output"  # of a response
 
 
-def of_chat(tokenizer, messages: list) -> list:
+def of_chat(tokenizer: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Of `messages`. The template has a developer's as a system's, where it does not know that role."""
     return [_taken(tokenizer, message) for message in messages]
 
 
-def of_input(tokenizer, asked, instructions: str | None) -> list:
+def of_input(tokenizer: Any, asked: Any, instructions: str | None) -> list[dict[str, Any]]:
     """Of the `input` of a response, after its `instructions`."""
     if isinstance(asked, str):
         asked = [dict(role="user", content=asked)]
@@ -67,7 +68,7 @@ def _call(call: dict) -> dict:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def text_of(content) -> str:
+def text_of(content: str | list[dict[str, Any]]) -> str:
     """Of a text or a list of parts."""
     return content if isinstance(content, str) else " ".join(part["text"] for part in content)
 

@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
 
+from fastapi import Request
 from fastapi.responses import StreamingResponse
 
 from . import log
@@ -58,7 +61,7 @@ class Stream(StreamingResponse):
             self.end(self.status)
 
 
-async def unless_gone(request, call, work):
+async def unless_gone(request: Request, call: Call, work: Awaitable[Any]) -> Any:
     """The result of a coroutine; it is cancelled, and so is the call, when the client leaves. Raises Refused then."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
     try:
@@ -84,7 +87,7 @@ async def _next(events):
     return await anext(events, None)
 
 
-async def stopped(task) -> None:
+async def stopped(task: asyncio.Future) -> None:
     """Cancel a task, and wait until it has ended."""
     task.cancel()
     await asyncio.wait((task,))
@@ -92,7 +95,7 @@ async def stopped(task) -> None:
         task.exception()  # known
 
 
-async def soon(task):
+async def soon(task: asyncio.Future) -> Any:
     """The result of a task; None where it takes longer than a stream may be silent."""
     try:
         await asyncio.wait((task,), timeout=PAUSE)
@@ -102,7 +105,9 @@ async def soon(task):
         raise
 
 
-async def together(streams: list, answers: int, after):
+async def together(
+    streams: list[AsyncGenerator], answers: int, after: Callable[[], Any]
+) -> AsyncGenerator[tuple[int, Any], None]:
     """The parts of several calls' answers, of so many each, as they come. after() is called with each of them."""
     waiting = {asyncio.ensure_future(_next(stream)): at for at, stream in enumerate(streams)}
     try:
@@ -120,7 +125,7 @@ async def together(streams: list, answers: int, after):
             await stream.aclose()
 
 
-async def late(task):
+async def late(task: Awaitable[Stream]) -> AsyncGenerator[Any, None]:
     """The events of the stream that a task results in."""
     stream = await task
     try:

@@ -1,8 +1,10 @@
 """A request's prompt as token ids, and where it may be cut into prefixes that other requests share."""
 
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 from ..prompts import MARK, first_ids, ids_of, rendered
 from .errors import Refused
@@ -20,13 +22,13 @@ class Prompt:
     text: tuple | None = None
 
 
-def of_chat(tokenizer, messages: list, template: dict, context: int | None) -> Prompt:
+def of_chat(tokenizer: Any, messages: list, template: dict, context: int | None) -> Prompt:
     """A chat as one piece."""
     check_count(messages, context)
     return joined(tokenizer, [(_plain, rendered(tokenizer, messages, "these messages", **template))], context)
 
 
-def chat_cuts(tokenizer, messages: list, template: dict, prompt: Prompt) -> tuple:
+def chat_cuts(tokenizer: Any, messages: list, template: dict, prompt: Prompt) -> tuple[int, ...]:
     """The ends of a chat's beginnings before each user's message, where a token ends there. No end for a template that
     changes a message with a mark before it, and a tokenizer that does not say where its tokens are."""
     if not tokenizer.is_fast:
@@ -59,7 +61,7 @@ def _marked(message: dict, before: str = "") -> dict:
     return {**message, "content": MARK + before + content}
 
 
-def of_messages(tokenizer, messages: list, template: dict, context: int | None, text: str | None = None) -> Prompt:
+def of_messages(tokenizer: Any, messages: list, template: dict, context: int | None, text: str | None = None) -> Prompt:
     """A chat, cut before every user's message; `text` opens the first of them, and ends two lines before it.
 
     Raises ValueError for a chat that the template refuses or changes.
@@ -84,7 +86,7 @@ def of_messages(tokenizer, messages: list, template: dict, context: int | None, 
     return joined(tokenizer, pieces, context)
 
 
-def of_text(tokenizer, prompt: str | list, context: int | None, text: str | None = None) -> Prompt:
+def of_text(tokenizer: Any, prompt: str | list, context: int | None, text: str | None = None) -> Prompt:
     """A prompt without a template, letters or ids; a stored text ends two lines before it."""
     if isinstance(prompt, list):
         return _of_ids(tokenizer, prompt, context, text)
@@ -102,7 +104,7 @@ def _of_ids(tokenizer, ids: list, context: int | None, text: str | None) -> Prom
     return Prompt(before.ids + ids, before.ends, before.text)
 
 
-def joined(tokenizer, pieces: list, context: int | None) -> Prompt:
+def joined(tokenizer: Any, pieces: list[tuple[Callable[..., Any], str]], context: int | None) -> Prompt:
     """A prompt of pieces, how to tokenise each and its letters. Each may end a prefix, where that is long enough; the
     last one ends none. A piece that has letters for special tokens is a stored text.
 

@@ -30,7 +30,7 @@ class Row:
         if self._noise is not None:
             self._noise.seed() if seed is None else self._noise.manual_seed(seed)
 
-    def take(self, logits) -> None:
+    def take(self, logits: torch.Tensor) -> None:
         """Choose the next token by logits [vocabulary]."""
         try:
             self.token = self._chosen(logits[None].float())

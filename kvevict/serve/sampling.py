@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -39,7 +40,7 @@ class Sampling:
         top = None if asked is False else body.get("top_logprobs", 0) if asked is True else asked
         return cls(changes, body.get("frequency_penalty", 0.0), body.get("presence_penalty", 0.0), top)
 
-    def config(self, of_model):
+    def config(self, of_model: Any) -> Any:
         """The model's configuration, changed. Tokens are drawn from all unless something says otherwise."""
         config = copy.deepcopy(of_model)
         config.max_new_tokens = max(config.max_new_tokens or 0, LONG)

@@ -2,8 +2,9 @@
 
 import json
 import re
+from collections.abc import Iterable
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transformers.cli.serving.utils import ReasoningText, ToolCall, get_response_template
 from transformers.utils.chat_parsing import ResponseParser, parse_response
@@ -33,14 +34,14 @@ class Form:
             if not any(each in opened for each in ([anchors] if isinstance(anchors, str) else anchors)):
                 self.template = None
 
-    def parser(self, prompt: list, tools: list | None):
+    def parser(self, prompt: list[int], tools: list | None) -> "Parser | None":
         """Of an answer to a prompt's ids; without tools there are no calls. None: all is text."""
         if self.template is None:
             return None
         fields = {name: field for name, field in self.template["fields"].items() if tools or name != CALLS}
         return Parser({**self.template, "fields": fields}, self.tokenizer.decode(prompt), tools) if fields else None
 
-    def silent(self, parser) -> set:
+    def silent(self, parser: Any) -> set[int]:
         """Special tokens that are not written; those are that the response template looks for."""
         if parser is None:
             return self.special
@@ -294,7 +295,7 @@ def _listed(value) -> list:
     return value if isinstance(value, list) else [value]
 
 
-def call_of(value) -> ToolCall:
+def call_of(value: Any) -> ToolCall:
     """Raises one of `NOT_READ` for a value that is not a call."""
     function = value["function"]
     name, arguments = function["name"], function["arguments"]
@@ -311,11 +312,11 @@ def _strings(value):
     return chain.from_iterable(map(_strings, each))
 
 
-def cut_at(text: str, stops) -> int:
+def cut_at(text: str, stops: Iterable[str]) -> int:
     """Where the first stop string begins; the text's length without one."""
     return min((at for at in map(text.find, stops) if at >= 0), default=len(text))
 
 
-def unfinished(text: str, stops) -> int:
+def unfinished(text: str, stops: Iterable[str]) -> int:
     """How many of the text's last letters may begin a stop string."""
     return max((n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
