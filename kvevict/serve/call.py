@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..engine.read.step import Step
 from ..engine.watch.watcher import Watcher
 from .options import NEVER
 from .prompt import Prompt
@@ -113,12 +114,12 @@ class Guard(Watcher):
     def __init__(self, call: Call, start: int, others):
         self.call, self.start, self.left, self.others = call, start, 0, others
 
-    def layer(self, step) -> None:
+    def layer(self, step: Step) -> None:
         self.call.check()
         self.call.read_tokens = self.start + step.chunk.start
         self.others.layer(self.left)
 
-    def chunk(self, rows, left) -> None:
+    def chunk(self, rows: int, left: int) -> None:
         self.left = left
         if rows:
             self.others.chunk(rows, left)

@@ -1,6 +1,8 @@
 """Gates that read texts for many requests: those of a folder, or trained for it by another process while requests
 are served."""
 
+from __future__ import annotations
+
 import contextlib
 import fcntl
 import importlib.util
@@ -12,6 +14,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,6 +30,9 @@ from ..policy.checks import PLENTY
 from ..policy.policy import build
 from ..policy.text import parse_policy
 from .log import LOG
+
+if TYPE_CHECKING:
+    from .server import Server
 
 GATE, TWICE = "gate", "read-twice"
 ROWS = 512  # of the products that are timed
@@ -61,7 +67,7 @@ def pair(unasked: str | None) -> tuple:
     return (unasked or GATE, TWICE) if name == GATE else (GATE, unasked)
 
 
-def there(folder) -> bool:
+def there(folder: str | Path) -> bool:
     """Whether a folder has gates. Their config is written last."""
     return (Path(folder) / CONFIG).is_file()
 
@@ -99,7 +105,7 @@ class Gates:
         """The policy that may have read prefixes of the store before."""
         return self.before if self.there else None
 
-    def begin(self, server) -> None:
+    def begin(self, server: Server) -> None:
         """Train gates for a server that begins to answer, where there are none."""
         if self.there:
             self._used(server)
@@ -184,7 +190,7 @@ class Gates:
         LOG.info("gates are used", extra={"facts": {"folder": str(self.folder), "policy": self.policy}})
 
 
-def trainable(model) -> None:
+def trainable(model: Any) -> None:
     """Raise ValueError for a model without a way to train its gates."""
     try:
         with evicting(model, build("kvzip", budget=PLENTY, layers="uniform"), tokenizer=False):
@@ -193,7 +199,7 @@ def trainable(model) -> None:
         raise ValueError(f"--gates: no gates can be trained for this model: {error}") from None
 
 
-def cost(model) -> dict:
+def cost(model: Any) -> dict[str, Any]:
     """The costs of a training, for its log line: see `analysis.gates.gates`. seconds: by `Hardware.efficiency` of
     this machine's `rate`."""
     decoder, dtype = find_decoder(model), base_model(model).dtype
@@ -210,7 +216,7 @@ def cost(model) -> dict:
                 peak_bytes=training["peak_bytes"] + PROCESS, seconds=round(training["seconds"]))  # fmt: skip
 
 
-def free_bytes(device) -> float:
+def free_bytes(device: torch.device) -> float:
     """Of memory that a further process can have."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
@@ -220,7 +226,7 @@ def free_bytes(device) -> float:
     return float("inf")
 
 
-def rate(width: int, dtype, device) -> float:
+def rate(width: int, dtype: torch.dtype, device: torch.device) -> float:
     """TFLOP/s of a product of `ROWS` rows with a matrix [width, width], the best of three; on a CPU as it would be
     without other work there."""
     clock = time.thread_time if device.type == "cpu" else time.perf_counter

@@ -4,7 +4,10 @@ import asyncio
 import contextlib
 import functools
 import time
+from collections.abc import AsyncGenerator, Collection
+from typing import Any
 
+import numpy as np
 import torch
 
 from ..answer import KEEPS, room_of, within_positions
@@ -57,7 +60,7 @@ class Generation:
 
     # -- in the event loop ------------------------------------------------------------------------------------------
 
-    async def write(self, call: Call, answers: list):
+    async def write(self, call: Call, answers: list[Written]) -> AsyncGenerator[tuple[int, list | None], None]:
         """(number of an answer, parts of it, or None at its end), as they are written; each token gives a list of
         parts. Raises the error that ends the call."""
         loop, queue = asyncio.get_running_loop(), asyncio.Queue()
@@ -122,11 +125,11 @@ class Generation:
 
         await self._in_thread(run, call=call)
 
-    async def forget(self, marks) -> None:
+    async def forget(self, marks: Collection[str]) -> None:
         """Remove the caches of stored texts, after the turn that runs now."""
         await self._in_thread(self.prefixes.forget, marks)
 
-    async def kept(self, call: Call, start: int):
+    async def kept(self, call: Call, start: int) -> np.ndarray:
         """By how large a share of heads each token of a prompt's last prefix, from `start` on, is kept."""
         return await self._in_thread(lambda: shares(self._prefix(call), start, call.whole.ends[-1]), call=call)
 
@@ -139,7 +142,7 @@ class Generation:
 
     # -- in a thread that tokenises ---------------------------------------------------------------------------------
 
-    def prepare(self, call: Call, tokenizer) -> None:
+    def prepare(self, call: Call, tokenizer: Any) -> None:
         """Make the prompt of a call. Raises Refused where it does not fit the model's context."""
         if not call.messages:
             prompt = of_text(tokenizer, call.prompt, self.context, call.text)

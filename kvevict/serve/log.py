@@ -3,7 +3,9 @@
 import json
 import logging
 import time
+from typing import Any
 
+from .call import Call
 from .sharing import said
 
 LOG = logging.getLogger("kvevict.serve")
@@ -12,7 +14,7 @@ LOG = logging.getLogger("kvevict.serve")
 class Lines(logging.Formatter):
     """A record as one line of JSON, with the facts of `extra={"facts": {...}}`."""
 
-    def format(self, record) -> str:
+    def format(self, record: logging.LogRecord) -> str:
         said = dict(time=round(record.created, 3), level=record.levelname.lower(), message=record.getMessage())
         said |= getattr(record, "facts", {})
         if record.exc_info:
@@ -29,7 +31,7 @@ def to_stderr() -> None:
         logger.setLevel(logging.INFO if logger is LOG else logging.WARNING)
 
 
-def served(call, identity: str, status: int) -> None:
+def served(call: Call, identity: str, status: int) -> None:
     """A call has ended."""
     facts: dict = dict(id=identity, endpoint=call.endpoint, status=status, prompt_tokens=call.prompt_tokens)
     facts |= dict(cached_tokens=call.cached_tokens, new_tokens=call.new_tokens)
@@ -39,7 +41,7 @@ def served(call, identity: str, status: int) -> None:
     LOG.info("request", extra={"facts": facts | said(call)})
 
 
-def refused(endpoint: str, status: int, client) -> None:
+def refused(endpoint: str, status: int, client: Any) -> None:
     """A request has ended before it became a call."""
     facts = dict(endpoint=endpoint, status=status, client=client and client[0])
     LOG.info("refused", extra={"facts": facts})

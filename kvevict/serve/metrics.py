@@ -1,15 +1,24 @@
 """The metrics that Prometheus reads at /metrics, and how far requests are."""
 
+from __future__ import annotations
+
 import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Enum, Gauge, Histogram, generate_latest
+
+if TYPE_CHECKING:
+    from .call import Call
+    from .prefixes import Prefixes
+    from .scheduler import Scheduler
 
 OTHER = "other"  # the endpoint of a request to none that there is
 GATES = "off", "waiting", "training", "used", "failed"  # of `--gates`
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
-def progress(call, identity: str) -> dict:
+def progress(call: Call, identity: str) -> dict[str, Any]:
     """How far a call is."""
     whole, cached, written = call.prompt_tokens, call.cached_tokens, call.new_tokens
     read = max((whole if written else min(call.read_tokens, whole)) - cached, 0)
@@ -45,7 +54,7 @@ class Metrics:
         """A request has ended before it became a call."""
         self.requests.labels(endpoint, str(status)).inc()
 
-    def note(self, call, status: int) -> None:
+    def note(self, call: Call, status: int) -> None:
         """A call has ended."""
         self.requests.labels(call.endpoint, str(status)).inc()
         self.saved.inc(call.cached_tokens)
@@ -54,7 +63,7 @@ class Metrics:
         if call.first_token is not None:
             self.first.observe(call.first_token - call.began)
 
-    def text(self, scheduler, prefixes, calls) -> bytes:
+    def text(self, scheduler: Scheduler, prefixes: Prefixes, calls: Iterable[Call]) -> bytes:
         self.queue.set(scheduler.waiting)
         self.running.set(scheduler.running)
         every = [progress(call, "") for call in calls]

@@ -63,14 +63,14 @@ class Policies:
         self.built(self.unasked)
         self.built(self.unasked, self.share_budget, self.share_kv)
 
-    def built(self, text: str, budget=None, kv=None) -> Any:
+    def built(self, text: str, budget: int | float | None = None, kv: str | None = None) -> Any:
         name, options = parse_policy(text)
         common: dict = dict(budget=self.budget if budget is None else budget, kv=kv or self.kv)
         if self.chunk_size is not None:
             common["chunk_size"] = self.chunk_size
         return self.fitted(build(name, **common | options))
 
-    def reader(self, name: str | None = None, budget=None) -> Reader:
+    def reader(self, name: str | None = None, budget: int | float | None = None) -> Reader:
         """By a request's policy and budget, where it gives them."""
         reader = self._reader(name or self.unasked, budget)
         return reader if name or self.older is None else replace(reader, older=self._reader(self.older, budget))

@@ -7,13 +7,16 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextvars import Context
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..batch import Batch
 from ..engine.hook.installed import using
 from ..families import base_model, find_decoder
+from ..patch import Patch
 from .call import Call
 from .errors import Refused
 from .prefixes import Prefixes
+from .row import Row
 
 
 @dataclass(eq=False)
@@ -86,7 +89,7 @@ class Scheduler:
 
     # -- in the thread that owns the model --------------------------------------------------------------------------
 
-    def run(self, row, patch, cache) -> None:
+    def run(self, row: Row, patch: Patch, cache: Any) -> None:
         """Let an answer be written from the next step on. patch: of its decoded tokens; cache: of its prompt."""
         for group in self._groups:
             if group.patch.policy == patch.policy and group.add(row, cache):
@@ -183,7 +186,7 @@ class Group:
     def __init__(self, model, patch):
         self.model, self.patch, self.batch = model, patch, Batch(model)
 
-    def add(self, row, cache) -> bool:
+    def add(self, row: Row, cache: Any) -> bool:
         """False: it cannot share a step with the others."""
         try:
             self.batch.add(row, cache)

@@ -8,6 +8,8 @@ import hmac
 import re
 import time
 import uuid
+from collections.abc import Callable
+from typing import Any
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import Request
@@ -85,7 +87,7 @@ class Server:
                 return hashlib.sha256(key.encode()).hexdigest()[:16]
         raise Refused(401, "the API key is missing or wrong: send Authorization: Bearer KEY", "invalid_api_key")
 
-    async def body(self, request: Request, function=lambda body: body):
+    async def body(self, request: Request, function: Callable[[Any], Any] = lambda body: body) -> Any:
         """The result of a function of a request's body."""
         if not JSON.match(request.headers.get("content-type", "")):  # a page of another site may not send that
             raise Refused(415, "send Content-Type: application/json")

@@ -4,6 +4,7 @@ import hashlib
 import math
 import threading
 from collections import OrderedDict, defaultdict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -67,7 +68,7 @@ class Reader:
         """Whether a beginning of so many tokens can be shared: memory holds a quarter of it, and it can be read."""
         return tokens <= 4 * self.most and (tokens <= self.longest or self.whole(tokens))
 
-    def policies(self, ends) -> list:
+    def policies(self, ends: Sequence[int]) -> list[Policy]:
         """The policy of a beginning for each of its ends. One that fits is kept as it is: nothing needs a score."""
         if self.whole(ends[-1]):
             whole = Policy(score="streaming", budget=PLENTY, decode=False, chunk_size=self.policy.chunk_size)
@@ -100,7 +101,9 @@ class Sharing:
         self.most, self._lock = most, threading.Lock()
         self._known: dict[str, OrderedDict] = defaultdict(OrderedDict)  # owner -> {hash: whether it was shared}
 
-    def cut(self, owner: str, prompt: Prompt, reader: Reader, cuts: tuple | None, stored=()) -> Prompt:
+    def cut(
+        self, owner: str, prompt: Prompt, reader: Reader, cuts: tuple | None, stored: Collection[int] = ()
+    ) -> Prompt:
         """A prompt with the ends of its shared beginnings. It is remembered for those that follow.
 
         cuts    where a chat's beginning may end, ascending; None: a plain prompt, cut after any block

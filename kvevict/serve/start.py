@@ -5,6 +5,7 @@ import os
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
@@ -31,7 +32,7 @@ SWITCH = 5e-4  # seconds that a thread waits for one that computes in Python; a 
 BODY, LETTERS = 1 << 24, 64  # bytes of a request at most, in all and for each token of the context
 
 
-def start(model, host: str, port: int, options: Options) -> None:
+def start(model: str | None, host: str, port: int, options: Options) -> None:
     """Serve until a signal stops the process (SIGINT, SIGTERM). Raises ValueError or OSError where the model, the
     store's folder or the port cannot be had."""
     log.to_stderr()
@@ -54,7 +55,7 @@ def page(host: str, port: int) -> str:
     return f"http://{name}:{port}/"
 
 
-def server_of(model=None, **options) -> Server:
+def server_of(model: str | None = None, **options: Any) -> Server:
     """A model is loaded, None: the bundled one, and patched. options: fields of `Options`."""
     for name, entries in SHAPES.items():  # PyTorch's caches of matrix products by shape have 1,024 entries, or 300 MB
         os.environ.setdefault(name, entries)

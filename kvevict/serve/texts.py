@@ -8,7 +8,7 @@ import threading
 import time
 import unicodedata
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .. import files
 from .errors import Refused
@@ -22,7 +22,7 @@ EVERY = 60  # seconds between looks at all folders: some file systems do not kee
 JOINERS = "\u200c\u200d"  # in words of many scripts
 
 
-def checked(name) -> str:
+def checked(name: Any) -> str:
     """A text's name, as it is compared. Raises Refused for one that could be more than a file name."""
     found = unicodedata.normalize("NFC", name) if isinstance(name, str) else ""
     fits = 0 < len(found) <= LETTERS and len(found.encode("utf-8", "replace")) <= BYTES

@@ -4,6 +4,7 @@ parting move no slot of a pool."""
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
