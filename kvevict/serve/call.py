@@ -84,11 +84,11 @@ class Call:
         if time.monotonic() > self.deadline:
             raise TimeoutError
 
-    def of_prompts(self) -> list:
+    def of_prompts(self) -> "list[Call]":
         """A call for each prompt, where there are several: all are cancelled with this one. Otherwise this one."""
         return [replace(self, prompt=each) for each in self.prompts] if len(self.prompts) > 1 else [self]
 
-    def gather(self, calls: list) -> None:
+    def gather(self, calls: "list[Call]") -> None:
         """Count as all calls of its prompts together."""
         for name in COUNTED:
             setattr(self, name, sum(getattr(each, name) for each in calls))

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from typing import Any
 
 from .errors import Refused
 from .fields import NAMES
@@ -29,7 +30,7 @@ FORMATS = "text", "json_object", "json_schema"
 KEPT = {"kvevict"}  # fields with a null that says something
 
 
-def parsed(data: bytes) -> dict:
+def parsed(data: bytes) -> dict[str, Any]:
     """A body as a dict, without the nulls in its fields, messages and items: `model_dump()` writes them. Raises
     Refused for anything but a JSON object."""
     try:
@@ -88,7 +89,7 @@ def _finite(number) -> bool:
         return False
 
 
-def generation(body: dict, vocabulary: int, template: str | None) -> None:
+def generation(body: dict[str, Any], vocabulary: int, template: str | None) -> None:
     """Raise Refused for a body that no answer can be given to; vocabulary: ids that the model knows; template: of
     chats."""
     for name in FLAGS:
@@ -166,18 +167,18 @@ def _format(name: str, asked, body: dict) -> None:
     _must(not free, f"{name} leaves no tool to call: give no tools, or a tool_choice that is not auto")
 
 
-def stops(body: dict) -> tuple:
+def stops(body: dict[str, Any]) -> tuple:
     stop = body.get("stop", [])
     return tuple(stop) if isinstance(stop, list) else (stop,)
 
 
-def chat(body: dict) -> None:
+def chat(body: dict[str, Any]) -> None:
     _messages("messages", body.get("messages"), ("text",))
     _must(isinstance(body.get("logprobs", False), bool), "logprobs must be true or false")
     _must(body.get("logprobs") or not body.get("top_logprobs"), "top_logprobs needs logprobs")
 
 
-def completion(body: dict) -> None:
+def completion(body: dict[str, Any]) -> None:
     """Its prompt becomes a list of prompts."""
     prompt = body.get("prompt")
     prompts = prompt if isinstance(prompt, list) and prompt and not _whole(prompt[0]) else [prompt]
@@ -189,7 +190,7 @@ def completion(body: dict) -> None:
     _must(_counts(body.get("logprobs", 0), 0, 5), "logprobs must be a whole number from 0 to 5")
 
 
-def response(body: dict) -> None:
+def response(body: dict[str, Any]) -> None:
     asked = body.get("input")
     _must(isinstance(body.get("instructions", ""), str), "instructions must be a text")
     if not (isinstance(asked, list) and asked and all(isinstance(each, dict) for each in asked)):
@@ -210,7 +211,7 @@ def response(body: dict) -> None:
     _must(any(item.get("type") != "reasoning" for item in asked), "input must hold more than reasoning")
 
 
-def sampling(body: dict) -> dict:
+def sampling(body: dict[str, Any]) -> dict[str, Any]:
     """How tokens are chosen by a Transformers' generation_config, JSON as `transformers chat` sends it."""
     text = body.get("generation_config", "{}")
     _must(isinstance(text, str), "generation_config must be JSON in a text")
@@ -221,7 +222,7 @@ def sampling(body: dict) -> dict:
     return {name: said[name] for name in (*SAMPLING, *COUNTS, "do_sample") if name in said}
 
 
-def ours(body: dict) -> dict:
+def ours(body: dict[str, Any]) -> dict[str, Any]:
     """The field `kvevict`. A question that is null differs from one that is not there."""
     asked = body.pop("kvevict", {})
     _must(isinstance(asked, dict) and set(asked) <= set(OURS), f"kvevict may hold {', '.join(OURS)}")

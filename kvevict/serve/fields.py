@@ -109,7 +109,7 @@ NAMES = {name for fields in TABLE.values() for name in fields}
 PARTED = {path: {name.partition(".")[0] for name in fields if "." in name} for path, fields in TABLE.items()}
 
 
-def known(path: str, body: dict) -> None:
+def known(path: str, body: dict[str, Any]) -> None:
     """Raise Refused for a body with a field that is refused, or that is not in the table."""
     for name, value in body.items():
         if name not in PARTED[path]:

@@ -67,7 +67,7 @@ def pair(unasked: str | None) -> tuple:
     return (unasked or GATE, TWICE) if name == GATE else (GATE, unasked)
 
 
-def there(folder: str | Path) -> bool:
+def there(folder: str | os.PathLike) -> bool:
     """Whether a folder has gates. Their config is written last."""
     return (Path(folder) / CONFIG).is_file()
 

@@ -32,7 +32,7 @@ from .prompt import Prompt, chat_cuts, of_chat, of_messages, of_text
 from .row import Row
 from .scheduler import Scheduler
 from .sharing import CHAT, Sharing, followed, pieces
-from .written import Form, Written
+from .written import Form, Numbered, Written
 
 OLDER = 2  # the work of a token that the older reader reads over the newer one's: it reads twice
 LAST = 4  # turns of a chat: another server may have stored their ends
@@ -60,7 +60,7 @@ class Generation:
 
     # -- in the event loop ------------------------------------------------------------------------------------------
 
-    async def write(self, call: Call, answers: list[Written]) -> AsyncGenerator[tuple[int, list | None], None]:
+    async def write(self, call: Call, answers: list[Written]) -> AsyncGenerator[Numbered, None]:
         """(number of an answer, parts of it, or None at its end), as they are written; each token gives a list of
         parts. Raises the error that ends the call."""
         loop, queue = asyncio.get_running_loop(), asyncio.Queue()
@@ -90,7 +90,7 @@ class Generation:
             left -= item[1] is None
             yield item
 
-    def answers(self, call: Call) -> list:
+    def answers(self, call: Call) -> list[Written]:
         """The answers of a call, before their first tokens. They end with the context, too."""
         config = self._config(call)
         ends, stops = set(_listed(config.eos_token_id)), (*call.stop, *_listed(config.stop_strings))

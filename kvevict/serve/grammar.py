@@ -1,19 +1,24 @@
 """Answers in a form that a request gives: JSON by a schema, or a call that it forces. Needs llguidance, which names the
 tokens that the form allows next."""
 
+from __future__ import annotations
+
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import LogitsProcessor
 
 from .errors import Refused
-from .written import NOT_READ, call_of
+from .written import NOT_READ, Part, call_of
+
+if TYPE_CHECKING:
+    import llguidance
 
 STYLE: Any = dict(whitespace_flexible=False, item_separator=", ", key_separator=": ", lenient=False)
 
 
-def schema_of(body: dict) -> dict | None:
+def schema_of(body: dict[str, Any]) -> dict[str, Any] | None:
     """Of the text that a checked body asks for; None: any text."""
     asked = body.get("response_format") or body.get("text", {}).get("format") or {}
     if asked.get("type") == "json_object":
@@ -21,7 +26,7 @@ def schema_of(body: dict) -> dict | None:
     return _closed(asked.get("json_schema", asked).get("schema", {})) if asked.get("type") == "json_schema" else None
 
 
-def schema_of_calls(choice: Any, tools: list | None, single: bool) -> dict | None:
+def schema_of_calls(choice: Any, tools: list[Any] | None, single: bool) -> dict[str, Any] | None:
     """Of the calls that a `tool_choice` forces; None: of none."""
     if choice in ("auto", "none") or tools is None:
         return None
@@ -52,11 +57,11 @@ class Calls:
     def __init__(self):
         self._text = ""
 
-    def parts(self, text: str) -> list:
+    def parts(self, text: str) -> list[Part]:
         self._text += text
         return []
 
-    def close(self, end: str, cut: bool) -> list:
+    def close(self, end: str, cut: bool) -> list[Part]:
         """end: the letters of the token that ended the answer. Its JSON has none of them."""
         try:
             calls = json.loads(self._text)
@@ -72,7 +77,7 @@ class Grammars:
         self.tokenizer, self.ends = tokenizer, ends
         self._known: Any = None  # llguidance's tokenizer, once it is needed
 
-    def matcher(self, schema: dict[str, Any]) -> Any:
+    def matcher(self, schema: dict[str, Any]) -> llguidance.LLMatcher:
         """Raises Refused for a schema that llguidance cannot follow, or without it."""
         try:
             import llguidance

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -14,7 +14,7 @@ from .errors import Refused
 from .events import Items
 from .outgoing import DATA, error_of
 from .sharing import said as shared
-from .written import HALF, Token, joined
+from .written import HALF, Numbered, Part, Token, Written, joined
 
 DONE = f"{DATA}[DONE]\n\n"
 
@@ -29,15 +29,17 @@ class _Handler:
         """A request's messages, as the chat template takes them."""
         raise NotImplementedError
 
-    def whole(self, call: Call, identity: str, answers: list, parts: list) -> dict[str, Any]:
+    def whole(self, call: Call, identity: str, answers: list[Written], parts: list[Numbered]) -> dict[str, Any]:
         """The answers, of all (number of an answer, parts of it)."""
         raise NotImplementedError
 
-    def stream(self, identity: str) -> Any:
+    def stream(self, identity: str) -> str | Items:
         """A stream before its first event, for `events` and `failed`."""
         return identity
 
-    def events(self, call: Call, stream: Any, answers: list, parts: AsyncIterator[Any]) -> AsyncIterator[str]:
+    def events(
+        self, call: Call, stream: Any, answers: list[Written], parts: AsyncIterator[Numbered]
+    ) -> AsyncGenerator[str, None]:
         """The events of answers; their parts come one list after the other."""
         raise NotImplementedError
 
@@ -55,26 +57,28 @@ class _Choices(_Handler):
 
     kind, part = "", ""  # of the whole, and of an event of a stream
 
-    def choice(self, identity: str, parts: list) -> dict:
+    def choice(self, identity: str, parts: list[Part]) -> dict[str, Any]:
         """An answer of all its parts."""
         raise NotImplementedError
 
-    def deltas(self, identity: str, calls: int, parts: list) -> Iterator[dict[str, Any]]:
+    def deltas(self, identity: str, calls: int, parts: list[Part]) -> Iterator[dict[str, Any]]:
         """Choices of a stream that tell parts; calls: tool calls before them."""
         raise NotImplementedError
 
-    def first(self) -> list:
+    def first(self) -> list[dict[str, Any]]:
         """Choices before an answer's first part."""
         return []
 
-    def whole(self, call: Call, identity: str, answers: list, parts: list) -> dict[str, Any]:
+    def whole(self, call: Call, identity: str, answers: list[Written], parts: list[Numbered]) -> dict[str, Any]:
         choices = []
         for index, answer in enumerate(answers):
             found = self.choice(identity, joined([part for at, each in parts if at == index for part in each or ()]))
             choices.append(dict(index=index, finish_reason=answer.finish) | found)
         return self._said(self.kind, identity, choices, call)
 
-    async def events(self, call, identity, answers, parts):
+    async def events(
+        self, call: Call, identity: str, answers: list[Written], parts: AsyncIterator[Numbered]
+    ) -> AsyncGenerator[str, None]:
         calls: dict = {}  # number of an answer -> tool calls that it has had
         async for at, each in parts:
             if at not in calls:
@@ -109,17 +113,17 @@ class Chat(_Choices):
         self._chats()
         return messages.of_chat(self.tokenizer, body["messages"])
 
-    def choice(self, identity: str, parts: list) -> dict[str, Any]:
+    def choice(self, identity: str, parts: list[Part]) -> dict[str, Any]:
         text, reasoning = ("".join(part for part in parts if type(part) is kind) for kind in (str, ReasoningText))
         calls = [_call(identity, at, part) for at, part in enumerate(p for p in parts if isinstance(p, ToolCall))]
         said: dict = dict(role="assistant", content=text)
         said |= (dict(tool_calls=calls) if calls else {}) | (dict(reasoning_content=reasoning) if reasoning else {})
         return dict(message=said) | self._logs(parts)
 
-    def first(self) -> list:
+    def first(self) -> list[dict[str, Any]]:
         return [dict(delta=dict(role="assistant"))]
 
-    def deltas(self, identity: str, calls: int, parts: list) -> Iterator[dict[str, Any]]:
+    def deltas(self, identity: str, calls: int, parts: list[Part]) -> Iterator[dict[str, Any]]:
         logs = self._logs(parts)
         for part in parts:
             if isinstance(part, ToolCall):
@@ -148,10 +152,10 @@ class Completions(_Choices):
     def messages_of(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         return []
 
-    def choice(self, identity: str, parts: list) -> dict[str, Any]:
+    def choice(self, identity: str, parts: list[Part]) -> dict[str, Any]:
         return dict(text="".join(part for part in parts if isinstance(part, str))) | self._logs(parts)
 
-    def deltas(self, identity: str, calls: int, parts: list) -> Iterator[dict[str, Any]]:
+    def deltas(self, identity: str, calls: int, parts: list[Part]) -> Iterator[dict[str, Any]]:
         text, logs = "".join(part for part in parts if isinstance(part, str)), self._logs(parts)
         if text or logs or not parts:
             yield dict(text=text) | logs
@@ -175,7 +179,7 @@ class Responses(_Handler):
         self._chats()
         return messages.of_input(self.tokenizer, body["input"], body.get("instructions"))
 
-    def whole(self, call: Call, identity: str, answers: list, parts: list) -> dict[str, Any]:
+    def whole(self, call: Call, identity: str, answers: list[Written], parts: list[Numbered]) -> dict[str, Any]:
         items = Items(self.name, identity)
         for part in joined([part for _, each in parts for part in each or ()]):
             items.add(part)
@@ -185,7 +189,9 @@ class Responses(_Handler):
     def stream(self, identity: str) -> Items:
         return Items(self.name, identity)
 
-    async def events(self, call: Call, items: Items, answers: list, parts: AsyncIterator[Any]) -> AsyncIterator[str]:
+    async def events(
+        self, call: Call, items: Items, answers: list[Written], parts: AsyncIterator[Any]
+    ) -> AsyncGenerator[str, None]:
         yield items.begin()
         async for _, each in parts:
             for part in each or ():

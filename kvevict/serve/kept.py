@@ -5,10 +5,11 @@ from typing import Any
 import numpy as np
 
 from ..analysis.page import pieces
+from ..engine.slots.adopt import EvictionCache
 from ..engine.slots.cache import EvictionLayer
 
 
-def shares(cache: Any, start: int, stop: int) -> np.ndarray:
+def shares(cache: EvictionCache, start: int, stop: int) -> np.ndarray:
     """The share of all layers' heads that keep each of the positions start..stop-1 of a cache of one row."""
     counts, heads = np.zeros(stop), 0
     for layer in cache.layers:
@@ -19,7 +20,7 @@ def shares(cache: Any, start: int, stop: int) -> np.ndarray:
     return counts[start:] / max(heads, 1)
 
 
-def parts(tokenizer: Any, ids: list[int], found: np.ndarray) -> list[list]:
+def parts(tokenizer: Any, ids: list[int], found: np.ndarray) -> list[list[Any]]:
     """[text, share] of each piece of a text whose tokens have these shares."""
     made, at = [], 0
     for text, tokens in pieces(tokenizer, ids):

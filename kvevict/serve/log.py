@@ -3,7 +3,6 @@
 import json
 import logging
 import time
-from typing import Any
 
 from .call import Call
 from .sharing import said
@@ -41,7 +40,7 @@ def served(call: Call, identity: str, status: int) -> None:
     LOG.info("request", extra={"facts": facts | said(call)})
 
 
-def refused(endpoint: str, status: int, client: Any) -> None:
+def refused(endpoint: str, status: int, client: tuple[str, int] | None) -> None:
     """A request has ended before it became a call."""
     facts = dict(endpoint=endpoint, status=status, client=client and client[0])
     LOG.info("refused", extra={"facts": facts})

@@ -11,7 +11,7 @@ def of_chat(tokenizer: Any, messages: list[dict[str, Any]]) -> list[dict[str, An
     return [_taken(tokenizer, message) for message in messages]
 
 
-def of_input(tokenizer: Any, asked: Any, instructions: str | None) -> list[dict[str, Any]]:
+def of_input(tokenizer: Any, asked: str | list[dict[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
     """Of the `input` of a response, after its `instructions`."""
     if isinstance(asked, str):
         asked = [dict(role="user", content=asked)]
@@ -73,7 +73,7 @@ def text_of(content: str | list[dict[str, Any]]) -> str:
     return content if isinstance(content, str) else " ".join(part["text"] for part in content)
 
 
-def tools_of(tools: list) -> list:
+def tools_of(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Functions as chat completions have them: those of responses are flat."""
     return [
         tool if "function" in tool else dict(type="function", function={k: v for k, v in tool.items() if k != "type"})

@@ -1,17 +1,14 @@
 """The metrics that Prometheus reads at /metrics, and how far requests are."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Enum, Gauge, Histogram, generate_latest
 
-if TYPE_CHECKING:
-    from .call import Call
-    from .prefixes import Prefixes
-    from .scheduler import Scheduler
+from .call import Call
+from .prefixes import Prefixes
+from .scheduler import Scheduler
 
 OTHER = "other"  # the endpoint of a request to none that there is
 GATES = "off", "waiting", "training", "used", "failed"  # of `--gates`

@@ -11,6 +11,7 @@ from fastapi.responses import StreamingResponse
 from . import log
 from .call import Call
 from .errors import Refused, refused
+from .written import Numbered
 
 DATA = "data: "
 PAUSE = 5.0  # seconds without an event, after which a stream has a comment
@@ -87,7 +88,7 @@ async def _next(events):
     return await anext(events, None)
 
 
-async def stopped(task: asyncio.Future) -> None:
+async def stopped(task: asyncio.Future[Any]) -> None:
     """Cancel a task, and wait until it has ended."""
     task.cancel()
     await asyncio.wait((task,))
@@ -95,7 +96,7 @@ async def stopped(task: asyncio.Future) -> None:
         task.exception()  # known
 
 
-async def soon(task: asyncio.Future) -> Any:
+async def soon(task: asyncio.Future[Any]) -> Any:
     """The result of a task; None where it takes longer than a stream may be silent."""
     try:
         await asyncio.wait((task,), timeout=PAUSE)
@@ -106,8 +107,8 @@ async def soon(task: asyncio.Future) -> Any:
 
 
 async def together(
-    streams: list[AsyncGenerator], answers: int, after: Callable[[], Any]
-) -> AsyncGenerator[tuple[int, Any], None]:
+    streams: list[AsyncGenerator[Numbered, None]], answers: int, after: Callable[[], None]
+) -> AsyncGenerator[Numbered, None]:
     """The parts of several calls' answers, of so many each, as they come. after() is called with each of them."""
     waiting = {asyncio.ensure_future(_next(stream)): at for at, stream in enumerate(streams)}
     try:
@@ -125,7 +126,7 @@ async def together(
             await stream.aclose()
 
 
-async def late(task: Awaitable[Stream]) -> AsyncGenerator[Any, None]:
+async def late(task: asyncio.Future[Stream]) -> AsyncGenerator[str, None]:
     """The events of the stream that a task results in."""
     stream = await task
     try:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from ..answer import room_of
 from ..policy.checks import PLENTY, one_of
-from ..policy.policy import build
+from ..policy.policy import Policy, build
 from ..policy.presets import PRESETS
 from ..policy.text import parse_policy
 from .errors import Refused
@@ -24,7 +24,7 @@ class Chosen(NamedTuple):
     reader    reads shared beginnings
     """
 
-    policy: Any
+    policy: Policy
     hidden: bool
     question: str | None
     share: str
@@ -53,7 +53,7 @@ class Policies:
     context: int = 1 << 20
     most: int = PLENTY
     kv: str = "model"
-    fitted: Callable = lambda policy: policy
+    fitted: Callable[[Policy], Policy] = lambda policy: policy
     older: str | None = None
     share_kv: str | None = None
 
@@ -63,14 +63,14 @@ class Policies:
         self.built(self.unasked)
         self.built(self.unasked, self.share_budget, self.share_kv)
 
-    def built(self, text: str, budget: int | float | None = None, kv: str | None = None) -> Any:
+    def built(self, text: str, budget: int | float | str | None = None, kv: str | None = None) -> Any:
         name, options = parse_policy(text)
         common: dict = dict(budget=self.budget if budget is None else budget, kv=kv or self.kv)
         if self.chunk_size is not None:
             common["chunk_size"] = self.chunk_size
         return self.fitted(build(name, **common | options))
 
-    def reader(self, name: str | None = None, budget: int | float | None = None) -> Reader:
+    def reader(self, name: str | None = None, budget: int | float | str | None = None) -> Reader:
         """By a request's policy and budget, where it gives them."""
         reader = self._reader(name or self.unasked, budget)
         return reader if name or self.older is None else replace(reader, older=self._reader(self.older, budget))
@@ -82,7 +82,7 @@ class Policies:
         longest = self.context - room_of(policy) if policy.rows.repeats else PLENTY
         return Reader(policy, policy.budget, least, self.most, longest)
 
-    def of(self, asked: dict, opens_text: bool) -> Chosen:
+    def of(self, asked: dict[str, Any], opens_text: bool) -> Chosen:
         """By a request's field `kvevict`. Raises Refused or ValueError for a choice that cannot be had."""
         share, question = self._asked(asked, opens_text)
         hidden, own = share == ALWAYS, self.reader()

@@ -10,11 +10,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from .. import files, sealed
+from ..engine.slots.adopt import EvictionCache
 from ..policy.policy import Policy
 from ..store import FORMAT, OPTIONAL, load_cache, save_cache
 from .log import LOG
@@ -24,7 +24,7 @@ FACTS = 1 << 16  # bytes of a file beside its tensors, at most
 LEFT = 3600  # seconds after which the folder of a file that is being written is that of a process that was killed
 
 
-def key_of(owner: str, weights: Any, policy: Policy, ids: list[int], text: str | None = None) -> str:
+def key_of(owner: str, weights: str | None, policy: Policy, ids: list[int], text: str | None = None) -> str:
     """The key of a prefix: a hash of all that its cache depends on, and of its owner; and the mark of the stored text
     in it, so that `forget` finds it."""
     facts = "\0".join((FORMAT, owner, str(weights), policy.to_json()))
@@ -41,7 +41,7 @@ def mark_in(key: str) -> str:
     return key.partition("-")[2]
 
 
-def bytes_of(cache: Any) -> int:
+def bytes_of(cache: EvictionCache) -> int:
     """Bytes of a cache's tensors. Those shared with others count too; of a pool's buffers, the rows that are lent."""
     storages, lent = {}, 0
     for layer in cache.layers:
@@ -93,7 +93,7 @@ class Prefixes:
     def has_file(self, key: str) -> bool:
         return self.folder is not None and self._path(key).exists()
 
-    def get(self, key: str) -> Any:
+    def get(self, key: str) -> EvictionCache | None:
         """A fork of a cache; None where it is not stored, or its file is damaged."""
         if key in self._live:
             self._live.move_to_end(key)
@@ -115,7 +115,7 @@ class Prefixes:
         self._hold(key, cache)
         return cache.fork()
 
-    def put(self, key: str, cache: Any) -> None:
+    def put(self, key: str, cache: EvictionCache) -> None:
         """Store a cache; nobody changes it any more."""
         self._hold(key, cache)
 

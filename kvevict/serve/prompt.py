@@ -1,7 +1,7 @@
 """A request's prompt as token ids, and where it may be cut into prefixes that other requests share."""
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -17,18 +17,20 @@ class Prompt:
     """ids, and the ends of prefixes of it that do not depend on the tokens after them, ascending, each below its
     length; text: where the stored text that it opens with starts and stops."""
 
-    ids: list
-    ends: tuple = ()
-    text: tuple | None = None
+    ids: list[int]
+    ends: tuple[int, ...] = ()
+    text: tuple[int, int] | None = None
 
 
-def of_chat(tokenizer: Any, messages: list, template: dict, context: int | None) -> Prompt:
+def of_chat(tokenizer: Any, messages: list[dict[str, Any]], template: dict[str, Any], context: int | None) -> Prompt:
     """A chat as one piece."""
     check_count(messages, context)
     return joined(tokenizer, [(_plain, rendered(tokenizer, messages, "these messages", **template))], context)
 
 
-def chat_cuts(tokenizer: Any, messages: list, template: dict, prompt: Prompt) -> tuple[int, ...]:
+def chat_cuts(
+    tokenizer: Any, messages: list[dict[str, Any]], template: dict[str, Any], prompt: Prompt
+) -> tuple[int, ...]:
     """The ends of a chat's beginnings before each user's message, where a token ends there. No end for a template that
     changes a message with a mark before it, and a tokenizer that does not say where its tokens are."""
     if not tokenizer.is_fast:
@@ -61,7 +63,13 @@ def _marked(message: dict, before: str = "") -> dict:
     return {**message, "content": MARK + before + content}
 
 
-def of_messages(tokenizer: Any, messages: list, template: dict, context: int | None, text: str | None = None) -> Prompt:
+def of_messages(
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    template: dict[str, Any],
+    context: int | None,
+    text: str | None = None,
+) -> Prompt:
     """A chat, cut before every user's message; `text` opens the first of them, and ends two lines before it.
 
     Raises ValueError for a chat that the template refuses or changes.
@@ -86,7 +94,7 @@ def of_messages(tokenizer: Any, messages: list, template: dict, context: int | N
     return joined(tokenizer, pieces, context)
 
 
-def of_text(tokenizer: Any, prompt: str | list, context: int | None, text: str | None = None) -> Prompt:
+def of_text(tokenizer: Any, prompt: str | list[int], context: int | None, text: str | None = None) -> Prompt:
     """A prompt without a template, letters or ids; a stored text ends two lines before it."""
     if isinstance(prompt, list):
         return _of_ids(tokenizer, prompt, context, text)
@@ -104,7 +112,9 @@ def _of_ids(tokenizer, ids: list, context: int | None, text: str | None) -> Prom
     return Prompt(before.ids + ids, before.ends, before.text)
 
 
-def joined(tokenizer: Any, pieces: list[tuple[Callable[..., Any], str]], context: int | None) -> Prompt:
+def joined(
+    tokenizer: Any, pieces: Sequence[tuple[Callable[[Any, str], list[int]], str]], context: int | None
+) -> Prompt:
     """A prompt of pieces, how to tokenise each and its letters. Each may end a prefix, where that is long enough; the
     last one ends none. A piece that has letters for special tokens is a stored text.
 
@@ -129,7 +139,7 @@ def joined(tokenizer: Any, pieces: list[tuple[Callable[..., Any], str]], context
     return Prompt(ids, tuple(ends), text)
 
 
-def check_count(messages: list, context: int | None) -> None:
+def check_count(messages: list[dict[str, Any]], context: int | None) -> None:
     """Raise Refused for a chat of more messages than its context has tokens."""
     if context is not None and len(messages) >= context:
         raise too_long(context)

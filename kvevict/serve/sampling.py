@@ -27,7 +27,7 @@ class Sampling:
     top: int | None = None
 
     @classmethod
-    def of(cls, body: dict, said: dict) -> "Sampling":
+    def of(cls, body: dict[str, Any], said: dict[str, Any]) -> "Sampling":
         """By the fields of a checked body; said: by its `generation_config`."""
         changes = said | {name: body[name] for name in ("top_p", "top_k", "min_p") if name in body}
         changes |= next((dict(max_new_tokens=body[name]) for name in LENGTHS if name in body), {})
@@ -80,7 +80,7 @@ class Probabilities(LogitsProcessor):
         self.logs = torch.log_softmax(scores[0].float(), -1).clamp_min(LEAST)
         return scores
 
-    def of(self, token: int) -> tuple:
+    def of(self, token: int) -> tuple[float, dict[int, float]]:
         """A token's number, and {token: number} of the likeliest."""
         logs, ids = self.logs.topk(self.top)
         return self.logs[token].item(), dict(zip(ids.tolist(), logs.tolist()))

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..batch import Batch
 from ..engine.hook.installed import using
+from ..engine.slots.adopt import EvictionCache
 from ..families import base_model, find_decoder
 from ..patch import Patch
 from .call import Call
@@ -79,7 +80,7 @@ class Scheduler:
         with self._changed:
             self._calls -= 1
 
-    def submit(self, work: Callable, *args, **facts) -> Future:
+    def submit(self, work: Callable[..., Any], *args, **facts) -> Future:
         """The result of work(*args) in the thread that owns the model. facts: fields of its `Turn`."""
         turn = Turn(lambda: work(*args), **facts)
         with self._changed:
@@ -89,7 +90,7 @@ class Scheduler:
 
     # -- in the thread that owns the model --------------------------------------------------------------------------
 
-    def run(self, row: Row, patch: Patch, cache: Any) -> None:
+    def run(self, row: Row, patch: Patch, cache: EvictionCache) -> None:
         """Let an answer be written from the next step on. patch: of its decoded tokens; cache: of its prompt."""
         for group in self._groups:
             if group.patch.policy == patch.policy and group.add(row, cache):
@@ -186,7 +187,7 @@ class Group:
     def __init__(self, model, patch):
         self.model, self.patch, self.batch = model, patch, Batch(model)
 
-    def add(self, row: Row, cache: Any) -> bool:
+    def add(self, row: Row, cache: EvictionCache) -> bool:
         """False: it cannot share a step with the others."""
         try:
             self.batch.add(row, cache)

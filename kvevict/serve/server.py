@@ -87,7 +87,7 @@ class Server:
                 return hashlib.sha256(key.encode()).hexdigest()[:16]
         raise Refused(401, "the API key is missing or wrong: send Authorization: Bearer KEY", "invalid_api_key")
 
-    async def body(self, request: Request, function: Callable[[Any], Any] = lambda body: body) -> Any:
+    async def body(self, request: Request, function: Callable[[dict[str, Any]], Any] = lambda body: body) -> Any:
         """The result of a function of a request's body."""
         if not JSON.match(request.headers.get("content-type", "")):  # a page of another site may not send that
             raise Refused(415, "send Content-Type: application/json")
@@ -203,7 +203,7 @@ class Server:
         tokens = dict(tokens=whole.text[1] - whole.text[0])
         return JSONResponse(dict(object="kvevict.text", name=name) | tokens | dict(kvevict=said(call)))
 
-    async def remove(self, request: Request, name: str) -> dict:
+    async def remove(self, request: Request, name: str) -> dict[str, Any]:
         """DELETE /v1/kvevict/texts/NAME: forget a text and its caches."""
         await self._forget(await self._aside(self.texts.remove, self.owner(request), name))
         return {"object": "kvevict.text", "name": name, "deleted": True}
@@ -254,7 +254,7 @@ class Server:
         deadline = time.monotonic() + self.timeout
         return Call(endpoint, owner, *chosen[:3], text, chosen.share, chosen.reader, deadline=deadline)
 
-    def queue(self, request: Request) -> dict:
+    def queue(self, request: Request) -> dict[str, Any]:
         """GET /v1/kvevict/queue: how far the requests of a key are; those of others are counted."""
         owner, calls = self.owner(request), list(self.calls.items())
         data = [progress(call, identity) for identity, call in calls if call.owner == owner]
@@ -319,7 +319,7 @@ class Server:
         self.metrics.note(call, status)
         log.served(call, identity, status)
 
-    def model(self) -> dict:
+    def model(self) -> dict[str, Any]:
         model = {"id": self.name, "object": "model", "created": self.began, "owned_by": "kvevict"}
         return model | {"kvevict": {"chat": bool(self.tokenizer.chat_template)}}
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..policy.checks import PLENTY
 from ..policy.policy import Policy, build
+from .call import Call
 from .prompt import Prompt
 
 BLOCK = 64  # tokens between the places where prompts are compared
@@ -84,7 +85,7 @@ def followed(policy: Policy, reader: Reader, prompt: Prompt) -> Prompt:
     return prompt if tokens - end <= kept else replace(prompt, ends=())
 
 
-def pieces(policy: Policy, start: int, end: int) -> list:
+def pieces(policy: Policy, start: int, end: int) -> list[int]:
     """Where to stop while tokens start .. end - 1 are read, `end` last. The same slots are kept without the stops: they
     are ends of chunks."""
     size = policy.chunk_size
@@ -102,7 +103,7 @@ class Sharing:
         self._known: dict[str, OrderedDict] = defaultdict(OrderedDict)  # owner -> {hash: whether it was shared}
 
     def cut(
-        self, owner: str, prompt: Prompt, reader: Reader, cuts: tuple | None, stored: Collection[int] = ()
+        self, owner: str, prompt: Prompt, reader: Reader, cuts: tuple[int, ...] | None, stored: Collection[int] = ()
     ) -> Prompt:
         """A prompt with the ends of its shared beginnings. It is remembered for those that follow.
 
@@ -150,7 +151,7 @@ def _hashes(ids: list, places: list) -> dict:
     return found
 
 
-def said(call: Any) -> dict:
+def said(call: Call) -> dict[str, Any]:
     """A call's shared beginning, for its answer and its log line."""
     if call.shared_tokens == 0:
         return {}

@@ -22,7 +22,7 @@ EVERY = 60  # seconds between looks at all folders: some file systems do not kee
 JOINERS = "\u200c\u200d"  # in words of many scripts
 
 
-def checked(name: Any) -> str:
+def checked(name: object) -> str:
     """A text's name, as it is compared. Raises Refused for one that could be more than a file name."""
     found = unicodedata.normalize("NFC", name) if isinstance(name, str) else ""
     fits = 0 < len(found) <= LETTERS and len(found.encode("utf-8", "replace")) <= BYTES
@@ -95,7 +95,9 @@ class Texts:
             raise Refused(507, f"the texts would take {size} bytes, and the server stores {self.most}: delete some")
         return size
 
-    def put(self, owner: str, name: str, text: str, replace: bool = True, asked: dict | None = None) -> str | None:
+    def put(
+        self, owner: str, name: str, text: str, replace: bool = True, asked: dict[str, Any] | None = None
+    ) -> str | None:
         """Store a text, in place of the one of this name, if it may be replaced; returns that one's mark. asked: how it
         is read, where that is not the server's way. Raises Refused where it does not fit or cannot be written."""
         whole = Text(text, {key: value for key, value in (asked or {}).items() if value is not None})
@@ -145,7 +147,7 @@ class Texts:
             found, self._marks = (self._marks | set(marks)) - known, known
             return found - {None}
 
-    def of(self, owner: str) -> list:
+    def of(self, owner: str) -> list[tuple[str, int]]:
         """(name, bytes) of an owner's texts."""
         with self._lock:
             self._refresh(every=0)

@@ -1,10 +1,12 @@
 """An answer: its text, reasoning, tool calls and end, from the tokens that the model writes, one after the other."""
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Iterable
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from transformers.cli.serving.utils import ReasoningText, ToolCall, get_response_template
 from transformers.utils.chat_parsing import ResponseParser, parse_response
@@ -34,14 +36,14 @@ class Form:
             if not any(each in opened for each in ([anchors] if isinstance(anchors, str) else anchors)):
                 self.template = None
 
-    def parser(self, prompt: list[int], tools: list | None) -> "Parser | None":
+    def parser(self, prompt: list[int], tools: list[Any] | None) -> Parser | None:
         """Of an answer to a prompt's ids; without tools there are no calls. None: all is text."""
         if self.template is None:
             return None
         fields = {name: field for name, field in self.template["fields"].items() if tools or name != CALLS}
         return Parser({**self.template, "fields": fields}, self.tokenizer.decode(prompt), tools) if fields else None
 
-    def silent(self, parser: Any) -> set[int]:
+    def silent(self, parser: object) -> set[int]:
         """Special tokens that are not written; those are that the response template looks for."""
         if parser is None:
             return self.special
@@ -56,8 +58,12 @@ class Token(NamedTuple):
 
     letters: str
     log: float
-    others: list
+    others: list[tuple[str, float]]
     start: int
+
+
+Part: TypeAlias = str | ToolCall | Token
+Numbered: TypeAlias = tuple[int, list[Part] | None]  # an answer's number, and parts of it; None: its end
 
 
 class Written:
@@ -94,7 +100,7 @@ class Written:
             return "length"
         return "tool_calls" if self.calls else "stop"
 
-    def put(self, token: int, probabilities: tuple | None = None) -> list:
+    def put(self, token: int, probabilities: tuple[float, dict[int, float]] | None = None) -> list[Part]:
         """probabilities: the logarithm of the token's, and {token: logarithm} of the likeliest."""
         self.tokens += 1
         if self._repetition is not None and self._repetition.put(token):
@@ -122,7 +128,7 @@ class Written:
         tokens, self._likely = self._likely[:count], self._likely[count:]
         return tokens
 
-    def close(self) -> list:
+    def close(self) -> list[Part]:
         if self.ended and self._end is None:
             rest = ""  # it comes after a stop string
         else:
@@ -192,11 +198,11 @@ class Parser:
         self._spoke, self._blank = False, ""  # whether a field has letters, and space after them
         self._lost = False  # whether the last region could not be read
 
-    def parts(self, text: str) -> list:
+    def parts(self, text: str) -> list[Part]:
         """The parts that are certain after more text."""
         return self._told(self._parser.feed(text))
 
-    def close(self, text: str, cut: bool) -> list:
+    def close(self, text: str, cut: bool) -> list[Part]:
         """The rest, after the last text; cut: whether the answer could have gone on."""
         return self.parts(text) + self._told(self._parser.finalize()[1], cut)
 
@@ -280,7 +286,7 @@ def _letters(event: dict) -> str:
     return "".join(event["value"].values()) if event["type"] == "region_close" else ""
 
 
-def joined(parts: list) -> list:
+def joined(parts: Iterable[Part]) -> list[Any]:
     """Parts with the texts of a kind that follow each other as one."""
     found: list = []
     for part in parts:
