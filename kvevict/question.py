@@ -26,13 +26,22 @@ END = 256  # a prompt's last tokens, at most a quarter of it: a request with its
 LINK = 4  # words between two questions that are asked together
 SHORT = 4  # words of a question at a turn's end that may only refer to the one before the text: "What is your answer?"
 PARAGRAPH, LINE = "\n\n", "\n"
-MARKS = "?\uff1f\u061f"
 OPENING = re.compile(r"\n\s*\S+(?: \S+)?\s*:$")  # a last line that the answer continues: "Answer:"
-# The gap between two sentences: a line's end, or white space after a sentence's last mark (not an abbreviation's), or
-# after a colon that four words follow, the first with a capital letter.
+GREEK = r"[\u0386-\u03ff\u1f00-\u1fff]{2}"
+THAI = (  # question words, from that for things to that for yes or no: Thai has no question mark
+    "\u0e2d\u0e30\u0e44\u0e23|\u0e43\u0e04\u0e23|\u0e44\u0e2b\u0e19|\u0e43\u0e14(?!\\s?\u0e46)|\u0e40\u0e21\u0e37\u0e48\u0e2d\u0e44|\u0e40\u0e17\u0e48\u0e32\u0e44|"
+    "\u0e01\u0e35\u0e48|\u0e2d\u0e22\u0e48\u0e32\u0e07\u0e44\u0e23|\u0e17\u0e33\u0e44\u0e21|\u0e2b\u0e23\u0e37\u0e2d\u0e44\u0e21\u0e48"
+)
+# A sentence that asks: one with a question mark (Greek has a semicolon), or a short Thai line with such a word.
+ASKS = re.compile(rf"[?\uff1f\u061f\u037e]$|{GREEK}.*;$|^(?=.{{1,200}}$).*(?:{THAI})")
+# The gap between two sentences: a line's end, or white space after a sentence's last mark (not an abbreviation's, an
+# initial's, or a number's before a small letter), or after a colon that four words follow, the first with a capital
+# letter.
 BETWEEN = re.compile(
     r"\n|(?<=:)\s+(?=[A-Z](?:\S*\s+){3})"
-    r"|(?<=[.!?\u061f])(?<!\bMr\.)(?<!\bMrs\.)(?<!\bMs\.)(?<!\bDr\.)(?<!\bSt\.)\s+|(?<=[\u3002\uff01\uff1f])"
+    r"|(?<=[.!?\u061f\u0964\u06d4\u037e])(?<!\bMr\.)(?<!\bMrs\.)(?<!\bMs\.)(?<!\bDr\.)(?<!\bSt\.)(?<!\b[^\W\d_]\.)"
+    r"\s+(?!(?<=[\dA-Z]\.\s)[a-z\u00df-\u00ff])"
+    rf"|(?<=[\u3002\uff01\uff1f])|(?<={GREEK};)\s+|(?<=;)\s+(?={GREEK})"
 )
 
 
@@ -350,7 +359,7 @@ def questions(text: str) -> list:
     before a closing quotation mark is a speaker's."""
     found, between = [], None  # sentences since the last question
     for sentence in filter(None, map(str.strip, BETWEEN.split(text))):
-        asks = sentence.endswith(tuple(MARKS))
+        asks = bool(ASKS.search(sentence))
         if asks and between is not None and len(" ".join(between).split()) <= LINK:
             found[-1] = " ".join([found[-1], *between, sentence])
         elif asks:

@@ -11,6 +11,7 @@ a token of the full cache's answer, above the full cache's."""
 
 import argparse
 import copy
+import itertools
 import json
 import random
 import time
@@ -181,21 +182,25 @@ def read(model, ids, known=None):
     return out.logits, out.past_key_values
 
 
+def decoded(model, tokenizer, logits, cache, opens: str = ""):
+    """The ids of a greedy answer after a cache and the words that open it, without an end."""
+    fork = cache.fork() if hasattr(cache, "fork") else copy.deepcopy(cache)
+    more = ids_of(tokenizer, opens) if opens else []
+    while True:
+        if more:
+            ids = torch.tensor([more], device=logits.device)
+            logits = model(ids, past_key_values=fork, use_cache=True, logits_to_keep=1).logits
+        more = [int(logits[0, -1].argmax())]
+        if more[0] in ends_of(model, tokenizer):
+            return
+        yield more[0]
+
+
 def answered(model, tokenizer, logits, cache, opening: str) -> dict:
     """The answer that follows the prompt, and the answer that an opening begins."""
-    found = {}
-    for name, opens in (("free", ""), ("opened", opening)):
-        fork = cache.fork() if hasattr(cache, "fork") else copy.deepcopy(cache)
-        told, last = [], logits
-        more = ids_of(tokenizer, opens) if opens else []
-        while len(told) < (SHORT if opens else NEW):
-            if more:
-                ids = torch.tensor([more], device=logits.device)
-                last = model(ids, past_key_values=fork, use_cache=True, logits_to_keep=1).logits
-            more = [int(last[0, -1].argmax())]
-            if more[0] in ends_of(model, tokenizer):
-                break
-            told += more
+    found: dict = {}
+    for name, opens, most in (("free", "", NEW), ("opened", opening, SHORT)):
+        told = [*itertools.islice(decoded(model, tokenizer, logits, cache, opens), most)]
         found[name] = tokenizer.decode(told, skip_special_tokens=True).strip()
         found.setdefault("ids", told)
     return found

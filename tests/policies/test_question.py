@@ -392,6 +392,34 @@ def test_the_question_of_a_turn(turn, found):
     assert question_of(turn) == found
 
 
+# The text is a paragraph, or several; the last is not the turn's question but for its marks.
+@pytest.mark.parametrize("before, asked, after", [
+    ("Ο λύχνος ανάβει στις εννέα· έτσι λέει. ", "Πότε ανάβει ο λύχνος;", " Απάντησε σύντομα."),
+    ("Ο λύχνος ανάβει στις εννέα. ", "Πότε ανάβει ο λύχνος του Jared Allen;", " Απάντησε σύντομα."),
+    ("Ο λύχνος ανάβει στις εννέα. ", "Πότε ανάβει ο λύχνος\u037e", " Short, please."),
+    ("तीन घर हैं। ", "दीपक कब जलाया जाता है?", " एक वाक्य में उत्तर दें।"),
+    ("چراغ نو بجے جلتا ہے۔ ", "چراغ کب جلتا ہے؟", " مختصر جواب دیں۔"),
+    ("الميناء يفتح في السابعة. ", "متى يضاء المصباح؟", " أجب بجملة واحدة."),
+    ("灯在九点点亮。", "灯什么时候点亮？", "请用一句话回答。"),
+    ("ท่าเรือเปิดเจ็ดโมง\n", "ตะเกียงจุดกี่โมง", "\nตอบสั้นๆ ในประโยคเดียว"),
+    ("ทุกวันใด ๆ ก็ตาม\n", "ตะเกียงจุดเมื่อไร", ""),
+    ("", "Wer ging mit Heinrich III. nach Oslo?", " Antworte kurz."),
+    ("", "Topu 3. ve 9. kez kim tuttu?", " Kısaca yanıtla."),
+    ("The harbour opens. ", "What did J. R. Smith of the U.S. navy say?", " Be brief."),
+    ("It was lit in 1843. ", "What was lit?", " Be brief."),
+])  # fmt: skip
+def test_the_question_in_other_scripts(before, asked, after):
+    assert question_of(f"{TEXT * 9}\n\n{TEXT}\n\n{before}{asked}{after}") == asked
+    assert question_of(f"{before}{asked}{after}\n\n{TEXT * 9}") == asked
+
+
+@pytest.mark.parametrize(
+    "line", ["x = 3; y = 4;", "f(\u03b1, \u03b2);", "It rained; he left;", "ก็" * 90 + "ใคร" + "ก็" * 90]
+)
+def test_what_does_not_ask(line):
+    assert question_of(f"Some pages.\n\n{TEXT * 9}\n\n{line}") == ""
+
+
 REFERS = "Those were the pages. What is your answer?"
 
 
