@@ -28,18 +28,15 @@ SHORT = 4  # words of a question at a turn's end that may only refer to the one 
 PARAGRAPH, LINE = "\n\n", "\n"
 OPENING = re.compile(r"\n\s*\S+(?: \S+)?\s*:$")  # a last line that the answer continues: "Answer:"
 GREEK = r"[\u0386-\u03ff\u1f00-\u1fff]{2}"
-THAI = (  # question words, from that for things to that for yes or no: Thai has no question mark
-    "\u0e2d\u0e30\u0e44\u0e23|\u0e43\u0e04\u0e23|\u0e44\u0e2b\u0e19|\u0e43\u0e14(?!\\s?\u0e46)|\u0e40\u0e21\u0e37\u0e48\u0e2d\u0e44|\u0e40\u0e17\u0e48\u0e32\u0e44|"
-    "\u0e01\u0e35\u0e48|\u0e2d\u0e22\u0e48\u0e32\u0e07\u0e44\u0e23|\u0e17\u0e33\u0e44\u0e21|\u0e2b\u0e23\u0e37\u0e2d\u0e44\u0e21\u0e48"
-)
+THAI = r"อะไร|ใคร|ไหน|ใด(?!\s?ๆ)|เมื่อไ|เท่าไ|กี่|อย่างไร|ทำไม|หรือไม่"  # question words; Thai has no question mark
 # A sentence that asks: one with a question mark (Greek has a semicolon), or a short Thai line with such a word.
 ASKS = re.compile(rf"[?\uff1f\u061f\u037e]$|{GREEK}.*;$|^(?=.{{1,200}}$).*(?:{THAI})")
 # The gap between two sentences: a line's end, or white space after a sentence's last mark (not an abbreviation's, an
-# initial's, or a number's before a small letter), or after a colon that four words follow, the first with a capital
-# letter.
+# initial's but "I", or a number's before a small letter), or after a colon that four words follow, the first with a
+# capital letter.
 BETWEEN = re.compile(
     r"\n|(?<=:)\s+(?=[A-Z](?:\S*\s+){3})"
-    r"|(?<=[.!?\u061f\u0964\u06d4\u037e])(?<!\bMr\.)(?<!\bMrs\.)(?<!\bMs\.)(?<!\bDr\.)(?<!\bSt\.)(?<!\b[^\W\d_]\.)"
+    r"|(?<=[.!?\u061f\u0964\u06d4\u037e])(?<!\bMr\.)(?<!\bMrs\.)(?<!\bMs\.)(?<!\bDr\.)(?<!\bSt\.)(?<!\b[^\W\d_I]\.)"
     r"\s+(?!(?<=[\dA-Z]\.\s)[a-z\u00df-\u00ff])"
     rf"|(?<=[\u3002\uff01\uff1f])|(?<={GREEK};)\s+|(?<=;)\s+(?={GREEK})"
 )

@@ -405,7 +405,7 @@ def test_the_question_of_a_turn(turn, found):
     ("ทุกวันใด ๆ ก็ตาม\n", "ตะเกียงจุดเมื่อไร", ""),
     ("", "Wer ging mit Heinrich III. nach Oslo?", " Antworte kurz."),
     ("", "Topu 3. ve 9. kez kim tuttu?", " Kısaca yanıtla."),
-    ("The harbour opens. ", "What did J. R. Smith of the U.S. navy say?", " Be brief."),
+    ("It is I. ", "What did J. R. Smith of the U.S. navy say?", " Be brief."),
     ("It was lit in 1843. ", "What was lit?", " Be brief."),
 ])  # fmt: skip
 def test_the_question_in_other_scripts(before, asked, after):
