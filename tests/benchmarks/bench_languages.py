@@ -2,13 +2,13 @@
 
     python tests/benchmarks/bench_languages.py OUT.jsonl MODEL FOLDER --languages en de zh [--shares 1/16] [--texts 8]
     python tests/benchmarks/bench_languages.py OUT.jsonl --table
-    python tests/benchmarks/bench_languages.py - - FOLDER --found --languages en de zh
+    python tests/benchmarks/bench_languages.py - MODEL FOLDER --found --languages en de zh
 
 FOLDER has xquad.LANGUAGE.json, data sets in SQuAD's format (XQuAD: parallel texts in 12 languages). A text has 1,900
 tokens of paragraphs from several articles; then comes a question about one of them, in the model's chat template, whose
 answer has at most 30 characters. Lines and table are those of bench_requests.py, with a language in the form's place;
 "opened" is the answer that the 40 characters before it in the text open. Nats are those a token of the right answer.
---found counts the data's questions that `kvevict.question` finds after eight paragraphs."""
+--found counts the data's questions that `kvevict.question` finds after eight paragraphs, and the paragraphs' tokens."""
 
 import argparse
 import itertools
@@ -103,6 +103,9 @@ def measure(args):
 
 
 def finds(args):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
     for language in args.languages:
         articles = json.loads((args.folder / f"xquad.{language}.json").read_text())["data"]
         paragraphs = [paragraph for article in articles for paragraph in article["paragraphs"]]
@@ -111,7 +114,8 @@ def finds(args):
             body = "\n\n".join(paragraphs[(at + more) % len(paragraphs)]["context"] for more in range(8))
             asked = [each["question"].strip() for each in paragraph["qas"]]
             found += [question_of(f"{body}\n\n{question}") == question for question in asked]
-        print(language, f"{sum(found)} of {len(found)}", sep="\t")
+        tokens = sum(len(ids_of(tokenizer, paragraph["context"])) for paragraph in paragraphs)
+        print(language, f"{sum(found)} of {len(found)}", f"{tokens} tokens", sep="\t")
 
 
 if __name__ == "__main__":
