@@ -267,7 +267,7 @@ def measure(args):
             for policy in args.policies:
                 for share in args.shares:
                     preset, options = parse_policy(policy)
-                    options |= dict(budget=float(Fraction(share)), chunk_size=512, tokenizer=tokenizer)
+                    options = dict(chunk_size=512) | options | dict(budget=float(Fraction(share)), tokenizer=tokenizer)
                     with kvevict.evicting(model, preset, **options):
                         told(args.name, share, policy, lambda: read(model, ids), full["said"]["ids"] or [0])  # noqa: B023
 

@@ -234,10 +234,9 @@ class Questions(Requested):
             return None
         longest = self.appended(0, 0, False)
         asked = [[at for span in each.spans for at in range(*span)] for each in self.questions]
-        tokens = torch.tensor(
-            [each + [each[-1] + 1] * (longest - len(each)) for each in asked], device=arguments.device
-        )
-        columns = (tokens + arguments.first[:, None]).clamp_max(read.prompt - 1)
+        padded = [each + [each[-1] + 1] * (longest - len(each)) for each in asked]
+        tokens = torch.tensor(padded, device=arguments.device) + arguments.first[:, None]
+        columns = tokens.clamp_max(read.prompt - 1)
         return AppendedRows(arguments.tokens_at(columns), None, columns, unseen=self._unseen(arguments))
 
     def _unseen(self, arguments: Any) -> Any:
@@ -245,9 +244,8 @@ class Questions(Requested):
         if not any(each.before for each in self.questions):
             return None
         spans = torch.tensor([(each.before or (0, 0))[:2] for each in self.questions], device=arguments.device)
-        first = arguments.positions().gather(
-            1, arguments.first[:, None].long().clamp_max(arguments.positions().shape[1] - 1)
-        )
+        positions = arguments.positions()
+        first = positions.gather(1, arguments.first[:, None].long().clamp_max(positions.shape[1] - 1))
         return (first + spans).to(torch.int32)
 
     def keeps(self, call: LayerRows) -> Any:
