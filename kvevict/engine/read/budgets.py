@@ -1,17 +1,22 @@
 """How many slots every layer may keep, chunk by chunk (METHODS section 4)."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...policy.checks import PLENTY
 from ...policy.layers import layer_slots
 from ...policy.types import Policy
-from ..slots.adopt import EvictionCache
-from ..slots.cache import EvictionLayer
-from ..slots.ranks import Ranks
 from . import schedule
 from .decisions import Cascade, Decisions, Pooled
+
+if TYPE_CHECKING:  # these import Transformers, which counts do without
+    from ..slots.adopt import EvictionCache
+    from ..slots.cache import EvictionLayer
+    from ..slots.ranks import Ranks
 
 
 class Budgets:
