@@ -171,14 +171,14 @@ class Reading:
     held         `kept`, `cache_bytes` and `peak_cache_bytes` of a line
     policy       None: the unpatched model
     options      the policy's options, for the line
-    seconds      of the read
+    seconds      of the read; None: other runs share it
     """
 
     out: Any
     held: dict
     policy: Policy | None
     options: dict | None
-    seconds: float
+    seconds: float | None
 
     def fork(self) -> Any:
         """A separate cache for one question. Kept slots are shared; an unpatched model's cache is copied."""
@@ -214,7 +214,7 @@ def read(
         start = _now(model)
         with nullcontext() if replay is None else replay.during():
             out = model(_row(model, ids), use_cache=True, logits_to_keep=1)
-        seconds = _now(model) - start
+        seconds: Any = _now(model) - start if replay is None or policy is None else None
         held = _held_by_all(cache_of(out)) if policy is None else _held(model)
     return Reading(out, held, policy, options, seconds)
 
@@ -263,7 +263,7 @@ def ask(
     if text is not None:
         result |= dict(ask_seconds=asking + decoding, ask_bytes=_bytes(cache) - before)
         asking = decoding = 0.0
-    seconds = own.seconds + asking if replay is None or policy is None else None
+    seconds = None if own.seconds is None else own.seconds + asking
     return result | dict(read_seconds=seconds, decode_seconds=decoding, **own.held)
 
 
