@@ -84,13 +84,10 @@ class Asked:
         """Ids that a run scores; None: it generates."""
         return self.response if self.case.metric == FIDELITY and run != FULL else self.prompt.answer
 
-    def noise(self) -> torch.Generator:
-        key = self.case.task, self.case.id, self.seed
-        return torch.Generator().manual_seed(zlib.crc32("/".join(map(str, key)).encode()))
-
     def chooser(self) -> Callable[[torch.Tensor], int]:
         """A function from logits [vocabulary] to the next token."""
-        noise = self.noise()
+        key = "/".join(map(str, (self.case.task, self.case.id, self.seed)))
+        noise = torch.Generator().manual_seed(zlib.crc32(key.encode()))
 
         def choose(row):
             row = row.float().cpu()
@@ -182,7 +179,7 @@ class Reading:
 
     def fork(self) -> Any:
         """A separate cache for one question. Kept slots are shared; an unpatched model's cache is copied."""
-        return _forked(cache_of(self.out))
+        return forked(cache_of(self.out))
 
 
 def reads_alone(run: Run) -> bool:
@@ -249,7 +246,7 @@ def ask(
         if case.likelihood:
             with _patched(model, keeping):
                 answer = ids_of(tokenizer, f" {case.answers[0]}")
-                result["nats"] = _nats(_follow(model, out.logits, _forked(cache), answer), answer)
+                result["nats"] = _nats(_follow(model, out.logits, forked(cache), answer), answer)
         start = _now(model)
         if scored is None:
             tokens = _write(model, tokenizer, out.logits, cache, [asked])[0]
@@ -305,7 +302,8 @@ def _patched(model, policy):
     return nullcontext() if policy is None else evicting(model, policy, tokenizer=False)
 
 
-def _forked(cache):
+def forked(cache: Any) -> Any:
+    """A separate cache that begins as another: kept slots are shared, an unpatched model's are copied."""
     return cache.fork() if hasattr(cache, "fork") else copy.deepcopy(cache)
 
 

@@ -182,9 +182,9 @@ preset(
     "take+chunkkv", "TAKE's probe and delay with ChunkKV's runs of 10 tokens, one choice per layer, ours.",
     score=SCORES["take"](), select=SELECTIONS["chunk"](), chunk_size=_Z, warmup_layers="half",
 )  # fmt: skip
-_ASKED = dict(score=SCORES["edie"](kernel="digits", sink=4), rows=ROWS["probe"]())
+_ASKED = dict(score=SCORES["edie"](kernel="digits", pool="avg", sink=4), rows=ROWS["probe"]())
 preset(
-    "take+edie", "TAKE's probe asks, EDIE's error (eq. 9-11) answers, pooled over 31 digits; first tokens stay, ours.",
+    "take+edie", "TAKE's probe asks, EDIE's error (eq. 9-11) answers, the mean of 31 digits; first tokens stay, ours.",
     **_ASKED, chunk_size=_Z,
 )  # fmt: skip
 preset(

@@ -19,7 +19,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import torch
-from bench_requests import NEW, decoded, encoded, key, lines_of, nats, read, table
+from bench_requests import NEW, add, decoded, encoded, key, nats, read, start_of, table
 
 import kvevict
 from kvevict.evaluate.metrics import METRICS
@@ -63,13 +63,7 @@ def said(model, tokenizer, logits, cache, answers, most: int, opens: str = "") -
 
 @torch.no_grad()
 def measure(args):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype).eval()
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    known = {key(line): line for line in lines_of(args.out)}
-    slides = getattr(model.config, "sliding_window", None) and "sliding_attention" in (model.config.layer_types or ())
+    model, tokenizer, known, slides = start_of(args)
 
     def told(line, ids, opening, answers, past=None):
         """(the line of a case, the cache if it was read now)."""
@@ -82,9 +76,7 @@ def measure(args):
         opened, words = said(model, tokenizer, logits, cache, answers, len(right) + 4, opening)
         line |= dict(free=free, opened=opened, seconds=seconds, tokens=ids.shape[1], answers=answers)
         line |= dict(said=dict(free=answer, opened=words), nats=nats(model, logits, cache, right))
-        known[key(line)] = line
-        with args.out.open("a") as file:
-            print(json.dumps(line, ensure_ascii=False), file=file)
+        add(line, known, args.out)
         return line, cache
 
     for text, language in itertools.product(range(args.start, args.texts), args.languages):

@@ -23,6 +23,7 @@ from statistics import fmean
 import torch
 
 import kvevict
+from kvevict.evaluate.ask import forked
 from kvevict.evaluate.haystack import haystack
 from kvevict.evaluate.intervals import of_scores, student
 from kvevict.evaluate.metrics import METRICS
@@ -184,7 +185,7 @@ def read(model, ids, known=None):
 
 def decoded(model, tokenizer, logits, cache, opens: str = ""):
     """The ids of a greedy answer after a cache and the words that open it, without an end."""
-    fork = cache.fork() if hasattr(cache, "fork") else copy.deepcopy(cache)
+    fork = forked(cache)
     more = ids_of(tokenizer, opens) if opens else []
     while True:
         if more:
@@ -208,7 +209,7 @@ def answered(model, tokenizer, logits, cache, opening: str) -> dict:
 
 def nats(model, logits, cache, ids) -> float:
     """The mean negative log likelihood of ids after a cache."""
-    fork, ids = cache.fork() if hasattr(cache, "fork") else copy.deepcopy(cache), torch.tensor([ids])
+    fork, ids = forked(cache), torch.tensor([ids])
     more = model(ids[:, :-1], past_key_values=fork, use_cache=True).logits if ids.shape[1] > 1 else logits[:, :0]
     return float(torch.nn.functional.cross_entropy(torch.cat([logits[:, -1:], more], 1)[0].float(), ids[0]))
 
@@ -221,14 +222,26 @@ def lines_of(path) -> list:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def measure(args):
+def start_of(args):
+    """(model, tokenizer, {key: line} of the lines that OUT has, whether layers of the model have sliding windows)."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype).eval()
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    known = {key(line): line for line in lines_of(args.out)}
     slides = getattr(model.config, "sliding_window", None) and "sliding_attention" in (model.config.layer_types or ())
+    known = {key(line): line for line in lines_of(args.out)}
+    return model, AutoTokenizer.from_pretrained(args.model), known, slides
+
+
+def add(line, known, path):
+    """Append a line to OUT."""
+    known[key(line)] = line
+    with path.open("a") as file:
+        print(json.dumps(line, ensure_ascii=False), file=file)
+
+
+def measure(args):
+    model, tokenizer, known, slides = start_of(args)
     for text in range(args.start, args.texts):
         last = None
         for form, messages, answers, opening, depth in cases(tokenizer, args.books, args.half, text):
@@ -250,9 +263,7 @@ def measure(args):
                     line |= dict(free=right, opened=opened, seconds=seconds, tokens=ids.shape[1], depth=depth)  # noqa: B023
                     response = (said["ids"] or [0]) if response is None else response
                     line |= dict(said=said, answers=answers, nats=nats(model, logits, cache, response))  # noqa: B023
-                    known[key(line)] = line
-                    with args.out.open("a") as file:
-                        print(json.dumps(line, ensure_ascii=False), file=file)
+                    add(line, known, args.out)
                 return known[key(line)]
 
             def whole():

@@ -32,7 +32,7 @@ DEFAULTS |= oracle_scores.DEFAULTS
 _ONLINE = dict(schedule="chunk", chunk_size=4096, decode=True, interval=1)
 _KVPRESS = dict(score="snapkv", window=64, kernel=5, pool="avg", reduce="mean")
 _TAKE = dict(score="take", schedule="chunk", chunk_size=4096)
-_ASKED = dict(score="edie", schedule="chunk", rows="probe", kernel=31, sink=4)
+_ASKED = dict(score="edie", schedule="chunk", rows="probe", kernel=31, pool="avg", sink=4)
 _DELAYED = _TAKE | dict(warmup_layers="half")
 _RUNS = dict(score="snapkv", pool="none", select="chunk")
 _EDIE = dict(score="edie", heads="flat")

@@ -53,7 +53,7 @@ class Arguments:
         self._positions = Positions(decoder, position_ids, packing, mask, self.columns, self.tokens)
         self._mask = None if mask is None else torch.cat([mask[:, : self.columns], packing.pack(new)], 1)
         self._inputs = inputs.packed(packing)
-        self.ids, self.embeds = self._inputs.ids, self._inputs.embeds
+        self.ids = self._inputs.ids
         if self.asks("output_attentions"):
             raise ValueError(
                 "output_attentions=True is not possible: kvevict never builds attention matrices; leave it out, or "
@@ -64,7 +64,6 @@ class Arguments:
             self.cache.check_owner(decoder, patch.kinds, thorough=not one_by_one)
         make_ours(self.cache, patch, decoder.config, mask, self.columns)
         self.layers = [self.cache.layers[index] for index in patch.order]  # the layers that evict
-        self.heads = patch.kv_heads
         if self.cache.next_position is not None:
             self._positions.follow(self.cache.next_position)
         self.rolls_back = self.cache.record_past
