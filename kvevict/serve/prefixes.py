@@ -76,7 +76,7 @@ class Prefixes:
         self.live_bytes, self._tidied = 0, 0.0
         if self.folder is not None:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._fit(0)
+            self._fit(self.disk())
             self._tidy()
             before = (time.time() - LEFT) * 1e9
             old = {mark_in(path.stem) for used, _, path in self._files() if used < before} - {""}
@@ -154,15 +154,15 @@ class Prefixes:
     def _write(self, key, cache) -> None:
         """A file of a cache, if there is a folder, it has none yet, one fits, and its text is not deleted."""
         size = bytes_of(cache) + FACTS
-        if self.folder is None or self.has_file(key) or self._is_gone(key) or size > self.disk():
+        if self.folder is None or self.has_file(key) or self._is_gone(key) or size > (most := self.disk()):
             return
-        self._fit(size)
+        self._fit(most - size)
         try:
             save_cache(cache, self._path(key), name=key)
         except (OSError, ValueError) as error:
             LOG.warning("a prefix is not stored on disk", extra={"facts": {"reason": str(error)}})
             return
-        self._fit(0)
+        self._fit(most)
         if time.monotonic() - self._tidied >= LEFT:
             self._tidy()
         if self._is_gone(key):  # since it is written
@@ -183,12 +183,12 @@ class Prefixes:
                 found.append((stat.st_mtime_ns, stat.st_size, path))
         return found
 
-    def _fit(self, more: int) -> None:
-        """Remove the least recently used files until `more` bytes fit. Servers that do so at once remove the same
-        files."""
-        found, most = sorted(self._files(), reverse=True), self.disk()
+    def _fit(self, most: int) -> None:
+        """Remove the least recently used files until they have `most` bytes. Servers that do so at once remove the
+        same files."""
+        found = sorted(self._files(), reverse=True)
         used = sum(size for _, size, _ in found)
-        while found and used + more > most:
+        while found and used > most:
             _, size, path = found.pop()
             used -= size
             _unlink(path)

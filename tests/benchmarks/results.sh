@@ -50,7 +50,7 @@ presets+=" take/no-probe take+caote h2o h2o/kvcf tova streaming knorm keydiff ke
 all="$presets take+chunkkv take+edie snapkv+caote snapkv+fastcaote h2o+caote h2o+fastcaote tova+caote tova+fastcaote"
 chunks="take+edie take take/no-delay take/no-probe take+chunkkv snapkv:rows=probe edie:rows=probe"
 chunks+=" edie+tada/chunked edie snapkv streaming oracle"
-without=edie:rows=probe,heads=equal,kernel=31 # take+edie without the first four tokens
+without=edie:rows=probe,heads=equal,kernel=31,pool=avg # take+edie without the first four tokens
 
 # shellcheck disable=SC2086  # lists of policies
 {
@@ -81,28 +81,29 @@ fi
 # shellcheck disable=SC2086
 if [ -n "$SMOLLM2" ]; then
   real=(--model "$SMOLLM2" --haystack "$BOOKS" --seeds 31)
-  other=(--model "$SMOLLM2" --haystack "$OTHERS" --seeds 0 --lengths 2000 --shares 1/16 --chunk-size 512)
+  long=(--model "$SMOLLM2" --haystack "$OTHERS" --dtype bfloat16 --seeds 31)
+  other=(--model "$SMOLLM2" --haystack "$OTHERS" --dtype bfloat16 --seeds 0 --lengths 2000 --chunk-size 512)
   table smollm2-whole 4 "${real[@]}" --tasks ruler/niah_single_2 ruler/niah_multikey_1 fidelity --share-reads \
     --lengths 2048 --budgets 64 128 256 --policies $learned fastkv:tsp_len=512 $all
   table smollm2-whole-4096 3 "${real[@]}" --tasks ruler/niah_single_{1,2} ruler/niah_multikey_1 fidelity \
     --lengths 4096 --budgets 128 256 512 --share-reads --policies $learned fastkv:tsp_len=512 $all
-  table smollm2-first-tokens 6 "${real[@]}" --tasks fidelity --lengths 1024 --budgets 64 --share-reads \
+  table smollm2-first-tokens 6 "${long[@]}" --tasks fidelity --lengths 1024 --budgets 64 --share-reads \
     --policies take+edie $without {edie+tada,snapkv,random}{,:keep_first=4}
-  table smollm2-4096 8 "${real[@]}" --tasks ruler/niah_single_{1,2} ruler/niah_multikey_1 --lengths 4096 \
-    --chunk-size 512 --budgets 256 --policies take+edie take+chunkkv take $learned
-  table smollm2-8000 2 "${real[@]}" --tasks ruler/niah_single_{1,2} --lengths 8000 --budgets 250 500 1000 \
+  table smollm2-4096 8 "${long[@]}" --tasks ruler/niah_single_{1,2} ruler/niah_multikey_1 --lengths 4096 \
+    --chunk-size 512 --budgets 256 --policies take+edie{,:pool=max} take+chunkkv take $learned
+  table smollm2-8000 2 "${long[@]}" --tasks ruler/niah_single_{1,2} --lengths 8000 --budgets 250 500 1000 \
     --share-reads --policies take+edie take+chunkkv $learned laq oracle snapkv
-  table smollm2-numbers 44 "${other[@]}" --dtype bfloat16 --tasks ruler/niah_single_2 ruler/niah_multikey_1 \
+  table smollm2-numbers 44 "${other[@]}" --tasks ruler/niah_single_2 ruler/niah_multikey_1 --shares 1/16 \
     --share-reads --policies take+edie
-  table smollm2-ends 8 "${other[@]}" --tasks needle --depths 0 0.02 0.04 0.96 0.98 1 --policies take+edie
-  opened smollm2-opened "$SMOLLM2" "$BOOKS" 12 1/16 211
-  opened smollm2-opened-others "$SMOLLM2" "$OTHERS" 12 1/16 303
-  opened smollm2-opened-32nd "$SMOLLM2" "$OTHERS" 5 1/32 303
-  several=("${real[@]}" --tasks many --lengths 2000 --seeds 0 --share-reads)
-  table smollm2-several 5 "${several[@]}" --shares 1/16 1/32 --chunk-size 512 --policies take+edie
-  table smollm2-several-whole 5 "${several[@]}" --shares 1/16 --policies take+edie laq
-  table smollm2-paraphrased 4 "${other[@]}" --tasks many/paraphrased --share-reads --policies take+edie
-  table smollm2-half 5 "${other[@]}" --tasks many --share-reads --policies take+edie take+edie/half{,:tsp=7,:tsp_len=64}
+  table smollm2-ends 8 "${other[@]}" --tasks needle --shares 1/16 --depths 0 0.02 0.04 0.96 0.98 1 --policies take+edie
+  opened smollm2-opened "$SMOLLM2" "$OTHERS" 12 1/16 211
+  opened smollm2-opened-32nd "$SMOLLM2" "$OTHERS" 12 1/32 211
+  table smollm2-several 5 "${other[@]}" --tasks many --share-reads --shares 1/16 1/32 --policies take+edie{,:pool=max}
+  table smollm2-several-whole 5 "${long[@]}" --seeds 0 --tasks many --lengths 2000 --share-reads --shares 1/16 \
+    --policies take+edie laq
+  table smollm2-paraphrased 4 "${other[@]}" --tasks many/paraphrased --share-reads --shares 1/16 --policies take+edie
+  table smollm2-half 5 "${other[@]}" --tasks many --share-reads --shares 1/16 \
+    --policies take+edie take+edie/half{,:tsp=7,:tsp_len=64}
   many smollm2-many 0,512,1024 kvzip "${real[@]}" --seeds 0
   many smollm2-many 0 snapkv streaming "${real[@]}" --seeds 0
   many smollm2-many 512 'kvzip:carry="none"' kvzip:layers=uniform kvzip+ read-once compactor keydiff expected lagkv \
@@ -124,14 +125,15 @@ fi
 if [ -n "$GEMMA3" ]; then
   real=(--model "$GEMMA3" --haystack "$BOOKS" --seeds 31)
   answers="ruler/niah_single_2 ruler/niah_multikey_1 fidelity"
-  opened gemma3-opened "$GEMMA3" "$OTHERS" 5 1/16 303
-  table gemma3-several 4 "${real[@]}" --tasks many --lengths 2000 --seeds 0 --share-reads --shares 1/16 \
+  long=(--model "$GEMMA3" --haystack "$OTHERS" --dtype bfloat16 --seeds 31)
+  opened gemma3-opened "$GEMMA3" "$OTHERS" 12 1/16 211
+  table gemma3-several 4 "${long[@]}" --tasks many --lengths 2000 --seeds 0 --share-reads --shares 1/16 \
     --chunk-size 512 --policies take+edie
   many gemma3-many 0,512 kvzip "${real[@]}" --seeds 0
   table gemma3-whole 3 "${real[@]}" --tasks $answers --lengths 2048 --budgets 64 128 256 --share-reads --policies $all
   table gemma3-4096 3 "${real[@]}" --tasks $answers --lengths 4096 --budgets 128 256 512 --share-reads --policies $all
-  table gemma3-chunks-five 3 "${real[@]}" --tasks $answers --lengths 2048 --budgets 64 128 256 --chunk-size 512 \
-    --policies take+edie take+chunkkv take snapkv edie
+  table gemma3-chunks-five 3 "${long[@]}" --tasks $answers --lengths 2048 --budgets 64 128 256 --chunk-size 512 \
+    --policies take+edie{,:pool=max} take+chunkkv take snapkv edie
   for protocol in chunkkv edie take caote; do
     table "gemma3-$protocol" 16 "${real[@]}" --protocol $protocol --tasks ruler/niah_single_2 --lengths 1024 \
       --budgets $([ $protocol = caote ] && echo 384 || echo 256) --share-reads
