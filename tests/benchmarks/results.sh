@@ -47,9 +47,11 @@ opened() { # NAME MODEL BOOKS TEXTS SHARE SEED: the question anywhere, the answe
 presets="oracle snapkv snapkv/kvcf snapkv/kvpress adakv adakv/edie adakv/kvpress pyramidkv cake laq laq/paper chunkkv"
 presets+=" chunkkv+reuse chunkkv/kvpress edie edie-exact edie+tada chunkkv/edie paasvn vatp take"
 presets+=" take/no-probe take+caote h2o h2o/kvcf tova streaming knorm keydiff keydiff/kvpress random"
-all="$presets take+chunkkv take+edie snapkv+caote snapkv+fastcaote h2o+caote h2o+fastcaote tova+caote tova+fastcaote"
-chunks="take+edie take take/no-delay take/no-probe take+chunkkv snapkv:rows=probe edie:rows=probe"
+all="$presets take+chunkkv take+edie take+edie:pool=max"
+all+=" snapkv+caote snapkv+fastcaote h2o+caote h2o+fastcaote tova+caote tova+fastcaote"
+chunks="take+edie take+edie:pool=max take take/no-delay take/no-probe take+chunkkv snapkv:rows=probe edie:rows=probe"
 chunks+=" edie+tada/chunked edie snapkv streaming oracle"
+fidelity="take+edie take+edie:pool=max snapkv paasvn"
 without=edie:rows=probe,heads=equal,kernel=31,pool=avg # take+edie without the first four tokens
 
 # shellcheck disable=SC2086  # lists of policies
@@ -63,6 +65,7 @@ without=edie:rows=probe,heads=equal,kernel=31,pool=avg # take+edie without the f
   table chunks-needle 2 --tasks needle --policies $chunks --budgets 48 64 128 256 --chunk-size 128 --seeds 0 1 2
   table bundled-whole 2 --tasks facts keyvalue fidelity --share-reads --lengths 1920 --budgets 60 120 240 --seeds 31 \
     --policies lookahead fastkv:tsp_len=512 $all
+  table continuing 2 --tasks fidelity --lengths 1920 --budgets 60 120 240 --seeds 31 --share-reads --policies $fidelity
   table whole 10 --tasks facts keyvalue --budgets 64 128 256 --seeds 0 1 2 --share-reads \
     --policies fastkv:tsp_len=256 $presets
 }
@@ -93,6 +96,10 @@ if [ -n "$SMOLLM2" ]; then
     --chunk-size 512 --budgets 256 --policies take+edie{,:pool=max} take+chunkkv take $learned
   table smollm2-8000 2 "${long[@]}" --tasks ruler/niah_single_{1,2} --lengths 8000 --budgets 250 500 1000 \
     --share-reads --policies take+edie take+chunkkv $learned laq oracle snapkv
+  table smollm2-continuing 4 "${long[@]}" --tasks fidelity --lengths 2048 --budgets 64 128 256 --share-reads \
+    --policies $fidelity
+  table smollm2-continuing-4096 3 "${long[@]}" --tasks fidelity --lengths 4096 --budgets 128 256 512 --share-reads \
+    --policies $fidelity
   table smollm2-numbers 44 "${other[@]}" --tasks ruler/niah_single_2 ruler/niah_multikey_1 --shares 1/16 \
     --share-reads --policies take+edie
   table smollm2-ends 8 "${other[@]}" --tasks needle --shares 1/16 --depths 0 0.02 0.04 0.96 0.98 1 --policies take+edie
@@ -127,13 +134,17 @@ if [ -n "$GEMMA3" ]; then
   answers="ruler/niah_single_2 ruler/niah_multikey_1 fidelity"
   long=(--model "$GEMMA3" --haystack "$OTHERS" --dtype bfloat16 --seeds 31)
   opened gemma3-opened "$GEMMA3" "$OTHERS" 12 1/16 211
+  table gemma3-continuing 3 "${long[@]}" --tasks fidelity --lengths 2048 --budgets 64 128 256 --share-reads \
+    --policies $fidelity
+  table gemma3-continuing-4096 3 "${long[@]}" --tasks fidelity --lengths 4096 --budgets 128 256 512 --share-reads \
+    --policies $fidelity
   table gemma3-several 4 "${long[@]}" --tasks many --lengths 2000 --seeds 0 --share-reads --shares 1/16 \
     --chunk-size 512 --policies take+edie
   many gemma3-many 0,512 kvzip "${real[@]}" --seeds 0
   table gemma3-whole 3 "${real[@]}" --tasks $answers --lengths 2048 --budgets 64 128 256 --share-reads --policies $all
   table gemma3-4096 3 "${real[@]}" --tasks $answers --lengths 4096 --budgets 128 256 512 --share-reads --policies $all
-  table gemma3-chunks-five 3 "${long[@]}" --tasks $answers --lengths 2048 --budgets 64 128 256 --chunk-size 512 \
-    --policies take+edie{,:pool=max} take+chunkkv take snapkv edie
+  table gemma3-2048 12 "${long[@]}" --tasks ruler/niah_single_2 ruler/niah_multikey_1 --lengths 2048 \
+    --budgets 64 128 256 --chunk-size 512 --policies take+edie take+chunkkv take snapkv
   for protocol in chunkkv edie take caote; do
     table "gemma3-$protocol" 16 "${real[@]}" --protocol $protocol --tasks ruler/niah_single_2 --lengths 1024 \
       --budgets $([ $protocol = caote ] && echo 384 || echo 256) --share-reads
