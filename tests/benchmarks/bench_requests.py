@@ -240,6 +240,7 @@ def add(line, known, path):
         print(json.dumps(line, ensure_ascii=False), file=file)
 
 
+@torch.no_grad()
 def measure(args):
     model, tokenizer, known, slides = start_of(args)
     for text in range(args.start, args.texts):
