@@ -162,7 +162,7 @@ class Prefixes:
         except (OSError, ValueError) as error:
             LOG.warning("a prefix is not stored on disk", extra={"facts": {"reason": str(error)}})
             return
-        self._fit(most)
+        self._fit(self.disk())  # texts may have been stored since
         if time.monotonic() - self._tidied >= LEFT:
             self._tidy()
         if self._is_gone(key):  # since it is written
