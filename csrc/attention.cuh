@@ -97,7 +97,7 @@ struct RowTile {
   static constexpr int WARPS = !HALF && D == 256 ? 2 : 4, MT = HALF && D < 256 ? MOST_MT : 1, ROWS = WARPS * MT * 16;
   static constexpr int KEYS = HALF && D == 64 ? 128 : !HALF && D == 256 ? 32 : 64, THREADS = WARPS * 32;
   static constexpr int KEY_WARPS = 1;             /* among which a tile's keys are shared out */
-  static constexpr int STEPS = KEYS > 64 ? 1 : 2; /* of multiply; registers hold no more */
+  static constexpr int STEPS = KEYS > 64 ? 1 : 8; /* of multiply; registers hold no more */
   static constexpr size_t TILES = (size_t)(ROWS + 2 * KEYS) * D * sizeof(E), SHARED = TILES + 2 * sizeof(Columns);
 };
 

@@ -2,15 +2,16 @@
  * slots of a head are cut into splits that depend only on the number of slots and heads, and are combined in order: the
  * same bits every time.
  *
- * Up to 4 heads a group are computed by lanes (lanes.cuh), and whichever block finishes a head's last split combines
- * all of them. More heads are the rows of a tile (stream.cuh), multiplied on tensor cores in 16 bits.
+ * Few heads a group are computed by lanes (lanes.cuh), and whichever block finishes a head's last split combines all of
+ * them. More heads are the rows of a tile (stream.cuh), multiplied on tensor cores in 16 bits: on an H200 these are
+ * faster from 3 heads on.
  * Arithmetic is fp32, logits are in log2 units. */
 // budget: regs 255, smem 98400
 #include "lanes.cuh"
 
 constexpr int STEP = 64;          /* a split's slots are a multiple of this; a tile's, of its keys */
 constexpr int BLOCKS = 4096;      /* splits of all heads, about at most: more would not keep a GPU busier */
-constexpr int64_t MOST_LANES = 4; /* heads of a group that lanes compute */
+constexpr int64_t MOST_LANES = 4; /* heads of a group that lanes compute; 2 where tensor cores may */
 
 struct Scratch {
   Parts parts;  /* count: with lanes the blocks that are done, 0 at first */
@@ -253,7 +254,10 @@ static int run_tiles(const kv_decode *a, const Scratch &x, void *stream) {
   });
 }
 
-static bool by_lanes(const kv_decode *a) { return a->H <= MOST_LANES * a->Hkv; }
+static bool by_lanes(const kv_decode *a) {
+  const bool tensor_cores = a->dtype != KV_F32 && !is_packed(*a); /* tiles do not keep packed rows rotated */
+  return a->H <= (tensor_cores ? 2 : MOST_LANES) * a->Hkv;
+}
 
 static Scratch planned(const kv_decode *a, Cutter &scratch) {
   const int heads = by_lanes(a) ? (int)MOST_LANES : with_tile(a, [](auto, auto, auto x) { return decltype(x)::ROWS; });

@@ -27,6 +27,24 @@ static __device__ __forceinline__ int tile_at(int r, int c) {
 
 static __device__ __forceinline__ uint64_t row_at(const kv_segments &rows, int r) { return kv_segments_at(&rows, r); }
 
+/* Rows at equal distances, in bytes; x: the first one's address. */
+struct Even {
+  bool all; /* whether the rows are so */
+  uint64_t x;
+  uint32_t step;
+};
+
+/* Of rows r0 .. r0 + count - 1. Most tiles of keys and values lie in the stored rows alone, or in the new ones. */
+static __device__ __forceinline__ Even even(const kv_segments &rows, int r0, int count) {
+  const bool stored = r0 + count <= rows.len;
+  return {stored || (r0 >= rows.len && r0 + count <= rows.n), row_at(rows, r0),
+          (uint32_t)(stored ? rows.stored_stride : rows.chunk_stride)};
+}
+template <class Rows>
+static __device__ __forceinline__ Even even(const Rows &, int, int) {
+  return {false, 0, 0};
+}
+
 /* Starts copying rows r0 .. r0 + ROWS - 1 of `rows` (row_at has their addresses) into tile [ROWS, D]; cp_async_wait
  * ends it. Rows past the last and elements from dims on are 0. The tile's rows before `from_row` stay as they are. */
 template <class E, int D, int ROWS, int THREADS, class Rows>
@@ -34,6 +52,22 @@ static __device__ __forceinline__ void tile_load(E *tile, const Rows &rows, int 
   constexpr int vectors = D / VECTOR<E>;
   constexpr int count = ROWS * vectors / THREADS; /* of each thread */
   static_assert(ROWS * vectors % THREADS == 0, "every thread must load equally many vectors");
+  /* Threads of a row, and the distance of a thread's rows: all of them have one place of the swizzle. */
+  constexpr int lanes = vectors % 8 ? 4 : vectors, apart = THREADS / lanes;
+  if constexpr (THREADS % lanes == 0 && apart % 8 == 0 && ROWS % apart == 0) {
+    const Even run = even(rows, r0, ROWS);
+    if (run.all && dims == D && from_row <= 0) {
+      const int r = threadIdx.x / lanes, c = threadIdx.x % lanes;
+      E *const to = tile + tile_at<E, D>(r, c);
+      uint64_t from = run.x + (uint64_t)r * run.step + c * 16;
+#pragma unroll
+      for (int i = 0; i < ROWS; i += apart, from += (uint64_t)apart * run.step)
+#pragma unroll
+        for (int j = 0; j < vectors; j += lanes)
+          cp_async_16(to + i * D + j * VECTOR<E>, reinterpret_cast<const void *>(from + j * 16), 16);
+      return;
+    }
+  }
   /* Unrolled where a thread's rows are evenly spaced; else their addresses would take many registers, as would more. */
 #pragma unroll(THREADS % vectors ? 1 : 4)
   for (int i = 0; i < count; i++) {
@@ -186,13 +220,14 @@ static __device__ __forceinline__ void multiply(float (&s)[MT][NT][4], const E *
     pair_rows<DOT, E, D>(s, a, row, b);
   } else {
     const int lane = lane_id();
+    constexpr int period = D / VECTOR<E> % 8 ? 4 : 8; /* of the swizzle, in vectors; in rows it is 16 */
     zero(s);
 #pragma unroll(STEPS)
     for (int k = 0; k < D / 16; k++) {
       uint32_t x[MT][4], y[4];
-      /* The swizzle repeats every 16 rows. */
-      const E *const at_a = a + tile_at<E, D>(row + lane % 16, k * 2 + lane / 16);
-      const E *const at_b = b + tile_at<E, D>(lane / 16 * 8 + lane % 8, k * 2 + lane / 8 % 2);
+      const int c = 2 * k % period, on = (2 * k - c) * VECTOR<E>;
+      const E *const at_a = a + tile_at<E, D>(row + lane % 16, c + lane / 16) + on;
+      const E *const at_b = b + tile_at<E, D>(lane / 16 * 8 + lane % 8, c + lane / 8 % 2) + on;
 #pragma unroll
       for (int m = 0; m < MT; m++) ldmatrix_x4(x[m][0], x[m][1], x[m][2], x[m][3], at_a + m * 16 * D);
 #pragma unroll

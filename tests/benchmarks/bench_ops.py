@@ -4,7 +4,7 @@ SDPA on the same data.
 SDPA gets [stored | new] in one tensor. Joining them is not timed, although a cache would have to do it for each call.
 Every result is compared before it is timed; times are medians, with the two sides alternating. On a GPU a side is
 captured in a CUDA graph of several calls and timed by events, so the time is the GPU's, with data that stays in its
-caches between calls; SDPA is called in its fastest way. Not yet run on a GPU.
+caches between calls; SDPA is called in its fastest way.
 
 On a CPU the same run measures the machine's peaks (peaks.c: multiply-adds of fp32 and of bf16, reading at best and, as
 "stream", all of a buffer). Each op's share of a peak is printed: of the fp32 peak, or of the bf16 peak if the kernels
@@ -28,6 +28,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from bench_packed import KINDS, NEAR
+from bench_packed import stored as packed_slots
 from torch.nn.attention.bias import causal_lower_right
 
 from kvevict import _ops as ops
@@ -282,6 +284,18 @@ def bench_decode(H, Hkv, D, stored, dtype):
     ]
 
 
+def bench_packed(H, Hkv, D, stored):
+    """A decoded token on slots of 8 and 4 bits, beside slots in bf16."""
+    q, k, v, _, keys, values, scale = data(H, Hkv, D, stored, 1, torch.bfloat16)
+    pos, ways = torch.zeros(1, 1, dtype=torch.int32), {}
+    for kind, bits in KINDS.items():
+        held = packed_slots(keys[:, :, :stored], values[:, :, :stored], bits)
+        ways[kind] = lambda held=held: ops.decode(q, k, v, pos, held, scale=scale)
+        close(kind, ways[kind]()[0], ways["bf16"]()[0], NEAR[kind])
+    name, bf16 = f"{H}/{Hkv} d={D} on {stored}", ways.pop("bf16")
+    return [(f"decode {kind} {name}", way, "bf16", bf16) for kind, way in ways.items()]
+
+
 def bench_fork(H, Hkv, D, stored, dtype):
     """A decoded token of a forked cache, 32 tokens after the fork, beside one of an unforked cache, with all of
     Python's time."""
@@ -413,6 +427,8 @@ def jobs(device, quick):
                 yield bench_attend, (H, Hkv, D, 512 - few, few, dtype)
             for stored in (32768, 4096):
                 yield bench_decode, (H, Hkv, D, stored, dtype)
+        if device == "cuda":
+            yield bench_packed, (H, Hkv, D, 32768)
         yield bench_select, (H, Hkv, D, lengths[0], new, torch.float32)
         yield bench_evict, (Hkv, D, lengths[0], new, half)
 
@@ -445,7 +461,7 @@ def main():
         clock = timed_of_thread
     most = peaks() if args.device == "cpu" else {}
     print(json.dumps(machine() | {name: f"{rate / 1e9:.1f} G/s" for name, rate in most.items()}))
-    results, seconds = [], 2.0 if args.device == "cpu" else 1.0
+    results, seconds = [], 2.0 if args.device == "cpu" else 0.3
     more = few_rows() if args.device == "cpu" and not args.quick else ()
     for bench, shape in [*jobs(args.device, args.quick), *more]:
         if not re.search(args.only, f"{bench.__name__} {shape}"):

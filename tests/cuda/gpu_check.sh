@@ -3,7 +3,7 @@
 # runs the ops' tests and test_gpu.py, the kernels under compute-sanitizer if it is installed, and the benchmark; writes
 # at most seven files to FOLDER ($OUT if it is set, else gpu_check/): the outputs, bench.json and the table steps.txt.
 # Continues after a failure; its exit status is 0 if all steps passed. Needs nvcc, torch with CUDA,
-# Transformers, safetensors, tqdm and pytest; pytest-xdist makes it faster. Not yet run on a GPU.
+# Transformers, safetensors, tqdm and pytest; pytest-xdist makes it faster.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=$(realpath -m "${1:-${OUT:-gpu_check}}")

@@ -1,6 +1,8 @@
-"""What only a GPU can show: streams, CUDA graphs, several devices, and a patched model. The ops' own tests, which check
-results, run on a GPU too (conftest.py). Not yet run on a GPU."""
+"""A GPU alone can show these: streams, CUDA graphs, several devices, and a patched model. The ops' own tests, which check
+results, run on a GPU too (conftest.py)."""
 
+import copy
+import json
 from dataclasses import replace
 
 import conftest
@@ -12,6 +14,10 @@ from helpers import Moved, held_of, i32, problem, same_bits
 
 import kvevict
 from kvevict import _ops as ops
+from kvevict.batch import Batch, Pools
+from kvevict.families import find_decoder
+from kvevict.lookahead import Adapter, train
+from kvevict.lookahead.passes import loss, truth
 
 pytestmark = pytest.mark.skipif(not conftest.on_gpu(), reason="needs a GPU and a build with CUDA")
 
@@ -129,14 +135,121 @@ def test_packed_slots_as_on_the_cpu(kind):
             assert all(torch.equal(head.cpu(), want_head) for head, want_head in zip(row, want_row, strict=True))
 
 
-@pytest.mark.parametrize("preset", ["take", "snapkv", "h2o", "streaming"])
-def test_model_reads_as_on_the_cpu(preset):
-    """The same tokens in fp32, greedily, as long as no two logits are closer than the sums' rounding."""
-    ids = torch.randint(3, 90, (2, 150), generator=torch.Generator().manual_seed(5))
-    answers = []
+def adapter_of(model):
+    """An adapter without zeros; before training half of a LoRA is zero."""
+    torch.manual_seed(3)
+    made = Adapter(model, tokens=4, rank=2)
+    with torch.no_grad():
+        for weight in made.parameters():
+            weight.add_(0.1 * torch.randn_like(weight))
+    return made
+
+
+def options_of(preset, device):
+    """What a preset needs beside a budget."""
+    if preset == "lookahead":
+        return dict(adapter=adapter_of(tiny.model()).to(device))
+    if preset.startswith("speckv"):
+        return dict(draft_model=tiny.model(num_hidden_layers=1, seed=1).to(device))
+    return dict(ids=(5, 6, 7)) if preset == "oracle" else {}
+
+
+def moved_to(device, inputs):
+    return {name: each.to(device) for name, each in inputs.items()}
+
+
+def slots_of(cache):
+    """{(layer, row, head, position)} that the cache holds."""
+    return {
+        (i, b, h, position)
+        for i, layer in enumerate(cache.layers)
+        for b, row in enumerate(layer.positions())
+        for h, head in enumerate(row)
+        for position in head.tolist()
+    }
+
+
+PRESETS = sorted({*kvevict.policies()} - {"gate"})  # gates are trained
+
+
+@pytest.mark.parametrize("chunk_size", [None, 256])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_keeps_the_slots_of_the_cpu(preset, chunk_size):
+    """In fp32, but for numbers that the order of sums exchanges. A prompt of the batch is padded."""
+    inputs, found = tiny.prompt(2, 700, pad=(0, 50)), []
     for device in ("cpu", "cuda"):
-        model = kvevict.patch(tiny.model().to(device), preset, budget=48, chunk_size=40)
-        answers.append(model.generate(ids.to(device), max_new_tokens=12, do_sample=False).cpu())
-        kept = kvevict.report(model)["kept"]
-        assert answers[0].shape == answers[-1].shape and kept
+        model = tiny.model().to(device)
+        chunks = {} if chunk_size is None else dict(chunk_size=chunk_size)
+        kvevict.history("default").reset()  # TADA's
+        kvevict.patch(model, preset, budget=300, **chunks, **options_of(preset, device))
+        with torch.no_grad():
+            output = model(**moved_to(device, inputs), logits_to_keep=1)
+        found.append((slots_of(output.past_key_values), output.logits.cpu()))
+    (want, logits), (mine, own_logits) = found
+    assert len(mine) == len(want) and len(mine & want) >= 0.98 * len(want)
+    assert tiny.relative(own_logits, logits) < 0.1
+
+
+@pytest.mark.parametrize("preset", ["take", "snapkv", "h2o", "streaming"])
+@pytest.mark.parametrize("decode", [False, True])
+def test_model_reads_as_on_the_cpu(preset, decode):
+    """The same tokens in fp32, greedily, as long as no two logits are closer than the sums' rounding."""
+    inputs, answers = tiny.prompt(2, 150, pad=(0, 9)), []
+    for device in ("cpu", "cuda"):
+        model = kvevict.patch(tiny.model().to(device), preset, budget=48, chunk_size=40, decode=decode)
+        answers.append(tiny.generate(model, moved_to(device, inputs), 12).cpu())
+        assert kvevict.report(model)["kept"]
     assert torch.equal(*answers)
+
+
+def test_caches_are_saved_forked_and_joined_as_on_the_cpu(tmp_path):
+    """A cache that a CPU saved is loaded on the GPU; forks and another cache then decode together in a pool."""
+    steps = []
+    for device in ("cpu", "cuda"):
+        model = kvevict.patch(tiny.model().to(device), "snapkv", budget=48, chunk_size=40)
+        pools, batch = Pools(find_decoder(model), 4096), Batch(model)
+        with torch.no_grad():
+            if device == "cpu":
+                cache = model(**tiny.prompt(1, 150), use_cache=True).past_key_values
+                kvevict.save_cache(cache, tmp_path / "text")
+            loaded = kvevict.load_cache(tmp_path / "text", model)
+            ids = tiny.prompt(1, 20, seed=2)["input_ids"].to(device)
+            other = model(ids, past_key_values=pools.cache(), logits_to_keep=1).past_key_values
+            for row, each in enumerate((loaded.fork(), copy.deepcopy(loaded), other)):
+                batch.add(row, each)
+            steps.append(torch.stack([batch.step([5 + step] * 3).cpu() for step in range(8)]))
+    assert tiny.relative(*steps[::-1]) < 1e-3
+
+
+@pytest.mark.parametrize("policy", ["take+edie", "snapkv"])
+def test_questions_are_answered_as_on_the_cpu(policy, tmp_path):
+    folder, _ = tiny.save(tmp_path / "model")
+    tokenizer, answers = tiny.byte_tokenizer(), []
+    for device in ("cpu", "cuda"):
+        model = tiny.transformers.AutoModelForCausalLM.from_pretrained(folder).to(device)
+        kvevict.patch(model, policy, budget=64, chunk_size=128, tokenizer=tokenizer)
+        context, questions = "The river is long and the town is old. " * 12, ["How old is it?", "Which river?"]
+        answers.append(kvevict.answer(model, tokenizer, context, questions, max_new_tokens=6))
+    assert answers[0] == answers[1]
+
+
+def test_an_adapters_gradients_are_those_of_the_cpu():
+    """Of LookaheadKV's loss: the KL divergence and its backward pass, the learned tokens and the LoRA."""
+    made, ids = adapter_of(tiny.model()), tiny.prompt(1, 60)["input_ids"][0]
+    grads = []
+    for device in ("cpu", "cuda"):
+        decoder, adapter = find_decoder(tiny.model().to(device)), copy.deepcopy(made).to(device)
+        loss(decoder, adapter, truth(decoder, *(each.to(device) for each in ids.split([50, 10])))).backward()
+        grads.append({name: weight.grad.cpu() for name, weight in adapter.named_parameters()})
+    want, mine = grads
+    assert max(each.abs().max() for each in want.values()) > 1e-3
+    for name, each in want.items():
+        torch.testing.assert_close(mine[name], each, rtol=1e-3, atol=1e-5)
+
+
+def test_an_adapter_trains(tmp_path):
+    rows = tiny.prompt(4, 60)["input_ids"].tolist()
+    pairs = [dict(prompt=row[:50], response=row[50:]) for row in rows]
+    train(tiny.model().to("cuda"), pairs, tmp_path, steps=12, batch=4, lr=2e-3, tokens=4, rank=2, progress=False)
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert losses[-1] < losses[0] and len(losses) == 12
