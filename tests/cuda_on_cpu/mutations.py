@@ -64,6 +64,8 @@ MUTATIONS = [
              "rows see one key too many", tests=HALF),
     Mutation("attend", "tile.cuh", "sum[m][half] * alpha[m][half] + more", "sum[m][half] + more",
              "the sum is not rescaled when the maximum moves", tests="test_many_blocks"),
+    Mutation("attend", "tile.cuh", "const bool stored = r0 + count <= rows.len;", "const bool stored = r0 < rows.len;",
+             "new rows of a tile are taken for stored ones", tests=HALF),
     Mutation("score", "score_cuda.cu", "8 * half >= row.seen) term", "8 * half > row.seen) term",
              "rows see one key too many", tests=HALF),
     Mutation("score", "score_cuda.cu", "      cp_async_wait<0>();\n      /*", "      /*", "does not wait for the rows",

@@ -465,6 +465,7 @@ class Row:
         ranks = self._ranked(scores, chooser.alive, inside, run) if run > 1 else scores
         items = [[(-ranks[g][i], chooser.alive[g][i] // run, g, chooser.alive[g][i], i) for i in inside[g]]
                  for g in heads]  # fmt: skip
+        items = [self._limited(items[g], chooser.alive[g]) for g in heads]
         wins = self._split_heads(items, always, slots, past)
         for g in heads:
             wins[g] = min(wins[g], self.above(items[g]))
@@ -477,6 +478,14 @@ class Row:
             taken = sorted([*both, *(x[-1] for x in kept)])
             for layer in layers:
                 layer.keep(g, taken)
+
+    def _limited(self, items, slots):
+        """Without the worst of the request's slots, those past its limit."""
+        start, most = oracle_rows.limit(self)
+        asked = [x for x in items if x[3] >= start]
+        elsewhere = sum(position >= start for position in slots) - len(asked)  # of its slots those that are protected
+        worst = self.best(asked, max(most - elsewhere, 0))[1]
+        return [x for x in items if x not in worst]
 
     def _scores(self, seen, ends):
         return oracle_scores.scores(self, seen, ends)

@@ -63,11 +63,19 @@ def protected(row):
 
 def requested(row):
     """The last slots that belong to the request: the longest of its beginnings that half of the budget holds, or else
-    half of the budget; less the tokens that are still to be read."""
-    half = row.layer_budget // len(row.layers[0].alive) // 2
-    beginnings = row.o["request"]
-    kept = max((n for n in beginnings if n <= half), default=half if beginnings else 0)
+    an eighth of the budget; less the tokens that are still to be read."""
+    budget, beginnings = row.layer_budget // len(row.layers[0].alive), row.o["request"]
+    eighth = min(budget // 8, max(beginnings)) if beginnings else 0
+    kept = max((n for n in beginnings if n <= budget // 2), default=eighth)
     return max(kept - row.ahead, 0)
+
+
+def limit(row):
+    """(position, n): of the slots from this position on, the request's, a head keeps n at most, if half of the budget
+    holds none of its beginnings."""
+    budget, beginnings = row.layer_budget // len(row.layers[0].alive), row.o["request"] if row.reading else ()
+    holds = any(n <= budget // 2 for n in beginnings)
+    return (row.end - max(beginnings), 3 * budget // 8) if beginnings and not holds else (math.inf, 0)
 
 
 def before(row):

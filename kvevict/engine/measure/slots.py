@@ -91,6 +91,7 @@ class Slots:
     kv: Any = None  # None for all ranks' heads: no rank holds all of them
     prompt: np.ndarray | None = None  # [B, heads of all ranks] how many first slots of a head stay: `keep_prompt`
     kept: torch.Tensor | None = None  # int32 [B, 2] positions (start, stop) whose slots stay too; None: there are none
+    limit: torch.Tensor | None = None  # int32 [B, 2] (position, n): from there on each head keeps n; None: no limit
 
     @cached_property
     def columns(self) -> int:
@@ -131,6 +132,15 @@ class Slots:
         """bool [B, Hkv, C]: the slot is at one of the `kept` positions and not among the protected ones at the ends."""
         start, stop = self.kept[:, :, None, None].unbind(1)  # type: ignore[index]
         return (self.positions >= start) & (self.positions < stop) & self._inner
+
+    def beyond(self, ranks: torch.Tensor) -> torch.Tensor:
+        """bool [B, Hkv, C]: the competing slots past their `limit`, which better ones of `ranks` use up."""
+        start, most = self.limit[:, :, None, None].unbind(1)  # type: ignore[index]
+        limited = self.positions >= start
+        best = ranks.masked_fill(~(limited & self.competing), -torch.inf).argsort(dim=-1, descending=True, stable=True)
+        place = torch.empty_like(best).scatter_(-1, best, torch.arange(self.columns, device=self.device).expand_as(best))
+        room = most - (limited & ~self.competing).sum(-1, keepdim=True)
+        return limited & self.competing & (place >= room)
 
     @cached_property
     def _inner(self) -> torch.Tensor:

@@ -55,8 +55,10 @@ def _of_parts(call, score):
 
 def ranked(call: LayerCall, score: torch.Tensor) -> torch.Tensor:
     """The numbers that slots are chosen by, [B, Hkv, C]: scores pooled, refined, and per run if the policy selects
-    runs; those that stay wherever they stand come first."""
+    runs; those that stay wherever they stand come first, those past a limit last."""
     slots, ranks = call.slots, _ranked(call, score)
+    if slots.limit is not None:
+        ranks = ranks.masked_fill(slots.beyond(ranks), -torch.inf)
     return ranks if slots.kept is None else ranks.masked_fill(slots.between, torch.inf)
 
 

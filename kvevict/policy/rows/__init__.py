@@ -146,6 +146,11 @@ class Rows:
         """int32 [B, 2] positions (start, stop) that are always kept, wherever they stand; None: there are none."""
         return None
 
+    def limits(self, call: LayerRows) -> Any:
+        """int32 [B, 2] (position, n): each head keeps at most n of the slots from this position on, if others are left;
+        None: there is no such limit."""
+        return None
+
     def parts(self, rows: int, stored: int, appended: int, tokens: int) -> list[Any]:
         """`Part`s that observe a layer of `stored` slots after a chunk of `rows` rows, to which `appended` ones are
         appended; tokens: the prompt's."""

@@ -11,6 +11,7 @@ from . import ROWS, AppendedRows, Part, Question, Rows, last
 
 SPACES = ("aligned", "literal")
 ENDING = 8  # last slots of a prompt that are kept if a span observes
+UNLIMITED = 2**30  # slots of a head: more than there are
 
 
 @ROWS.add("probe")
@@ -174,7 +175,8 @@ class Requested(Probe):
     """A probe of one read that keeps each row's request (`Rows.keeping`).
 
     The longest beginning of the request that half of a layer's budget holds is kept, whatever its score. If half of the
-    budget holds none, it holds the prompt's last tokens, and the request's other tokens are scored like the text.
+    budget holds none, the request has at most three eighths: the prompt's last tokens have one, and the best of its
+    other tokens the rest.
     """
 
     requests: tuple[Any, ...] = ()
@@ -186,7 +188,22 @@ class Requested(Probe):
         return torch.maximum(self.kept(call), call.upload(np.zeros(len(self.requests))) + own)
 
     def kept(self, call: LayerRows) -> torch.Tensor:
-        """int32 [B]: how many of the last slots after a chunk are the request's."""
+        """int32 [B]: how many of the last slots after a chunk are the request's, and are kept."""
+        most, wanted, fits = self._lengths(call)
+        part = torch.minimum(torch.minimum(most, wanted), call.budget // 8)
+        return (torch.where(fits > 0, fits, part) - call.left).clamp_min(0)
+
+    def limits(self, call: LayerRows) -> Any:
+        if call.prompt_tokens is None or call.left >= max((n for each in self.requests for n in each), default=0):
+            return None  # the request begins after the chunk
+        most, wanted, fits = self._lengths(call)
+        start = call.next_position + call.left - wanted
+        limit = torch.minimum(most, 3 * call.budget // 8).masked_fill((fits > 0) | (wanted == 0), UNLIMITED)
+        return torch.stack([start.to(torch.int32), limit], 1)
+
+    def _lengths(self, call: LayerRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """int32 [B] each: slots of a head that a request may have; its tokens from its first beginning on, and from the
+        first that so many slots hold; 0: there is none."""
         policy = call.policy
         most = torch.minimum(call.budget // 2, call.budget - policy.first - 1).clamp_min(0)
         if policy.layers.cascades:  # the layer's budget may still shrink
@@ -195,9 +212,7 @@ class Requested(Probe):
             most = most.clamp_max(int(policy.propagated(policy.chunk_size or call.prompt)) // 2)
         width = max(1, *map(len, self.requests))
         wanted = call.upload([[*each, *[0] * (width - len(each))] for each in self.requests])
-        fits = wanted.masked_fill(wanted > most[:, None], 0).amax(1)
-        kept = torch.where(fits > 0, fits, torch.minimum(most, wanted.amax(1)))
-        return (kept - call.left).clamp_min(0)
+        return most, wanted.amax(1), wanted.masked_fill(wanted > most[:, None], 0).amax(1)
 
 
 @dataclass(frozen=True, eq=False)
