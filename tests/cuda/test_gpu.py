@@ -1,5 +1,5 @@
-"""A GPU alone can show these: streams, CUDA graphs, several devices, and a patched model. The ops' own tests, which check
-results, run on a GPU too (conftest.py)."""
+"""On a GPU: streams, CUDA graphs, several devices, and patched models. The ops' own tests check results there, too
+(conftest.py)."""
 
 import copy
 import json

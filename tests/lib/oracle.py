@@ -480,12 +480,12 @@ class Row:
                 layer.keep(g, taken)
 
     def _limited(self, items, slots):
-        """Without the worst of the request's slots, those past its limit."""
+        """The worst of the request's slots, those past its limit, come after all others."""
         start, most = oracle_rows.limit(self)
         asked = [x for x in items if x[3] >= start]
         elsewhere = sum(position >= start for position in slots) - len(asked)  # of its slots those that are protected
         worst = self.best(asked, max(most - elsewhere, 0))[1]
-        return [x for x in items if x not in worst]
+        return [(math.inf, *x[1:]) if x in worst else x for x in items]
 
     def _scores(self, seen, ends):
         return oracle_scores.scores(self, seen, ends)
@@ -528,8 +528,8 @@ class Row:
         """(kept, lost) of (-score, run, head, position, slot), best first; raises NearTie."""
         rest = sorted(items)
         kept, lost = rest[:wanted], rest[wanted:]
-        if kept and lost:
-            scores = [-x[0] for x in rest]
+        if kept and lost and lost[0][0] < math.inf:
+            scores = [-x[0] for x in rest if x[0] < math.inf]
             worst, best = -kept[-1][0], -lost[0][0]
             around = sorted(set(scores))
             cut = around.index(worst)

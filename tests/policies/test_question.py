@@ -151,10 +151,10 @@ class Known(Finder):
 @pytest.mark.parametrize("name, options", CHOICES)
 def test_a_request_against_the_oracle(name, options, chunk):
     """Rows of other lengths: the request fits, only its part from the question on does, no beginning fits, a chunk
-    begins in it, and there is none."""
-    lengths = [62, 48, 55, 41, 33]
-    spans = ((50, 55), (40, 43), (44, 51), (35, 40), (2, 5))
-    requests = ((15, 12), (20, 8), (30, 24, 17), (14,), ())
+    begins in it, there is none, and no beginning fits beside a text that is too short to fill what it leaves."""
+    lengths = [62, 48, 55, 41, 33, 40]
+    spans = ((50, 55), (40, 43), (44, 51), (35, 40), (2, 5), (22, 25))
+    requests = ((15, 12), (20, 8), (30, 24, 17), (14,), (), (26, 18))
     chosen = dict(budget=32, chunk_size=chunk) | options
     for seed in range(60):
         try:
@@ -170,7 +170,7 @@ def test_a_request_against_the_oracle(name, options, chunk):
     for (logits, positions), (our_logits, our_positions) in zip(want, got, strict=True):
         assert our_positions == positions
         torch.testing.assert_close(our_logits.double(), logits, rtol=0, atol=1e-5 * logits.abs().max().item())
-    for n, kept, (_, positions) in zip(lengths, (15, 8, 8, 14, 0), got, strict=True):
+    for n, kept, (_, positions) in zip(lengths, (15, 8, 8, 14, 0, 8), got, strict=True):
         assert all(head[len(head) - kept :] == list(range(n - kept, n)) for layer in positions for head in layer)
 
 

@@ -134,13 +134,12 @@ class Slots:
         return (self.positions >= start) & (self.positions < stop) & self._inner
 
     def beyond(self, ranks: torch.Tensor) -> torch.Tensor:
-        """bool [B, Hkv, C]: the competing slots past their `limit`, which better ones of `ranks` use up."""
+        """bool [B, Hkv, C]: the competing slots past their `limit`, used up by protected ones and better `ranks`."""
         start, most = self.limit[:, :, None, None].unbind(1)  # type: ignore[index]
         limited = self.positions >= start
-        best = ranks.masked_fill(~(limited & self.competing), -torch.inf).argsort(dim=-1, descending=True, stable=True)
-        place = torch.empty_like(best).scatter_(-1, best, torch.arange(self.columns, device=self.device).expand_as(best))
-        room = most - (limited & ~self.competing).sum(-1, keepdim=True)
-        return limited & self.competing & (place >= room)
+        inside = limited & self.competing
+        best = ranks.masked_fill(~inside, -torch.inf).argsort(dim=-1, descending=True, stable=True)
+        return inside & (best.argsort(dim=-1) >= most - (limited & ~inside).sum(-1, keepdim=True))
 
     @cached_property
     def _inner(self) -> torch.Tensor:
