@@ -119,9 +119,14 @@ class LayerRows:
         return self.first < self.columns
 
     @property
+    def host_budget(self) -> np.ndarray:
+        """int [B] slots per kv head, on average, that the layer may keep; 0 before a call that evicts; on the host."""
+        return 0 * self.rows.padding if self.slots is None else self.slots // self.heads
+
+    @property
     def budget(self) -> torch.Tensor:
-        """int32 [B] slots per kv head, on average, that the layer may keep; 0 before a call that evicts."""
-        return self.upload(0 * self.rows.padding if self.slots is None else self.slots // self.heads)
+        """`host_budget` as an int32 tensor on the layer's device."""
+        return self.upload(self.host_budget)
 
     def upload(self, numbers: Any) -> torch.Tensor:
         """The host's numbers [B] as an int32 tensor on the layer's device."""

@@ -189,30 +189,33 @@ class Requested(Probe):
 
     def kept(self, call: LayerRows) -> torch.Tensor:
         """int32 [B]: how many of the last slots after a chunk are the request's, and are kept."""
-        most, wanted, fits = self._lengths(call)
-        part = torch.minimum(torch.minimum(most, wanted), call.budget // 8)
-        return (torch.where(fits > 0, fits, part) - call.left).clamp_min(0)
+        most, whole, fitting = self._lengths(call)
+        kept = np.where(fitting > 0, fitting, np.minimum(np.minimum(most, whole), call.host_budget // 8))
+        return call.upload((kept - call.left).clip(0))
 
     def limits(self, call: LayerRows) -> Any:
-        if call.prompt_tokens is None or call.left >= max((n for each in self.requests for n in each), default=0):
-            return None  # the request begins after the chunk
-        most, wanted, fits = self._lengths(call)
-        start = call.next_position + call.left - wanted
-        limit = torch.minimum(most, 3 * call.budget // 8).masked_fill((fits > 0) | (wanted == 0), UNLIMITED)
-        return torch.stack([start.to(torch.int32), limit], 1)
+        if call.prompt_tokens is None:
+            return None
+        most, whole, fitting = self._lengths(call)
+        limited = (call.left < whole) & (fitting == 0)  # some of the request has been read, and it does not fit
+        if not limited.any():
+            return None
+        start = call.next_position + call.left - call.upload(whole)
+        limit = np.where(limited, np.minimum(most, 3 * call.host_budget // 8), UNLIMITED)
+        return torch.stack([start.to(torch.int32), call.upload(limit)], 1)
 
-    def _lengths(self, call: LayerRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """int32 [B] each: slots of a head that a request may have; its tokens from its first beginning on, and from the
-        first that so many slots hold; 0: there is none."""
-        policy = call.policy
-        most = torch.minimum(call.budget // 2, call.budget - policy.first - 1).clamp_min(0)
+    def _lengths(self, call: LayerRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """int [B] each: slots of a head that a request may have; the request's tokens from its first beginning on, and
+        from the first that so many slots hold; 0: there is none."""
+        policy, budget = call.policy, call.host_budget
+        most = np.minimum(budget // 2, budget - policy.first - 1).clip(0)
         if policy.layers.cascades:  # the layer's budget may still shrink
-            most = most.clamp_max(self.most)
+            most = np.minimum(most, self.most)
         if policy.tsp is not None:  # layers after it read the request, and as many other tokens
-            most = most.clamp_max(int(policy.propagated(policy.chunk_size or call.prompt)) // 2)
-        width = max(1, *map(len, self.requests))
-        wanted = call.upload([[*each, *[0] * (width - len(each))] for each in self.requests])
-        return most, wanted.amax(1), wanted.masked_fill(wanted > most[:, None], 0).amax(1)
+            most = np.minimum(most, int(policy.propagated(policy.chunk_size or call.prompt)) // 2)
+        whole = np.array([max(each, default=0) for each in self.requests])
+        fitting = [max((n for n in each if n <= m), default=0) for each, m in zip(self.requests, most, strict=True)]
+        return most, whole, np.array(fitting)
 
 
 @dataclass(frozen=True, eq=False)
