@@ -1,5 +1,6 @@
 import numbers
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -181,9 +182,13 @@ class Requested(Probe):
 
     requests: tuple[Any, ...] = ()
 
+    @cached_property
+    def longest(self) -> int:
+        return max((n for each in self.requests for n in each), default=0)
+
     def protect(self, call: LayerRows) -> Any:
         own = super().protect(call)
-        if call.prompt_tokens is None or not self.requests:
+        if call.prompt_tokens is None or call.left >= self.longest:
             return own
         return torch.maximum(self.kept(call), call.upload(np.zeros(len(self.requests))) + own)
 
@@ -194,7 +199,7 @@ class Requested(Probe):
         return call.upload((kept - call.left).clip(0))
 
     def limits(self, call: LayerRows) -> Any:
-        if call.prompt_tokens is None:
+        if call.prompt_tokens is None or call.left >= self.longest:
             return None
         most, whole, fitting = self._lengths(call)
         limited = (call.left < whole) & (fitting == 0)  # some of the request has been read, and it does not fit
