@@ -73,7 +73,7 @@ def requested(row):
 def limit(row):
     """(position, n): of the slots from this position on, the request's, a head keeps n at most, if half of the budget
     holds none of its beginnings."""
-    budget, beginnings = row.layer_budget // len(row.layers[0].alive), row.o["request"] if row.reading else ()
+    budget, beginnings = row.layer_budget // len(row.layers[0].alive), row.o.get("request", ()) if row.reading else ()
     holds = any(n <= budget // 2 for n in beginnings)
     return (row.end - max(beginnings), 3 * budget // 8) if beginnings and not holds else (math.inf, 0)
 
