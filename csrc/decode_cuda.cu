@@ -9,9 +9,11 @@
 // budget: regs 255, smem 98400
 #include "lanes.cuh"
 
-constexpr int STEP = 64;          /* a split's slots are a multiple of this; a tile's, of its keys */
-constexpr int BLOCKS = 4096;      /* splits of all heads, about at most: more would not keep a GPU busier */
-constexpr int64_t MOST_LANES = 4; /* heads of a group that lanes compute; 2 where tensor cores may */
+constexpr int STEP = 64;     /* a split's slots are a multiple of this; a tile's, of its keys */
+constexpr int BLOCKS = 4096; /* splits of all heads, about at most: more would not keep a GPU busier */
+
+/* Heads of a group that lanes compute; tiles keep no packed rows rotated, so these stay with lanes. */
+static constexpr int most_lanes(bool is_16_bits, bool is_packed) { return is_16_bits && !is_packed ? 2 : 4; }
 
 struct Scratch {
   Parts parts;  /* count: with lanes the blocks that are done, 0 at first */
@@ -209,8 +211,10 @@ static int run(const kv_decode *a, const Scratch &x, void *stream) {
   const dim3 grid((unsigned)heads, (unsigned)blocks);
   const auto shared = (size_t)HeadRows<E, L, V, HEADS, false>::shared_bytes(a->D);
   const Logits logits = logits_of(a->scale, a->softcap);
-  if (is_packed(*a)) return launch<lanes_kernel<E, L, V, HEADS, true>>(grid, THREADS, shared, stream, *a, x, logits);
-  return launch<lanes_kernel<E, L, V, HEADS, false>>(grid, THREADS, shared, stream, *a, x, logits);
+  if constexpr (HEADS <= most_lanes(sizeof(E) == 2, false))
+    if (!is_packed(*a))
+      return launch<lanes_kernel<E, L, V, HEADS, false>>(grid, THREADS, shared, stream, *a, x, logits);
+  return launch<lanes_kernel<E, L, V, HEADS, true>>(grid, THREADS, shared, stream, *a, x, logits);
 }
 
 template <class E, int HEADS>
@@ -254,14 +258,11 @@ static int run_tiles(const kv_decode *a, const Scratch &x, void *stream) {
   });
 }
 
-static bool by_lanes(const kv_decode *a) {
-  const bool tensor_cores = a->dtype != KV_F32 && !is_packed(*a); /* tiles do not keep packed rows rotated */
-  return a->H <= (tensor_cores ? 2 : MOST_LANES) * a->Hkv;
-}
+static bool by_lanes(const kv_decode *a) { return a->H <= most_lanes(a->dtype != KV_F32, is_packed(*a)) * a->Hkv; }
 
 static Scratch planned(const kv_decode *a, Cutter &scratch) {
-  const int heads = by_lanes(a) ? (int)MOST_LANES : with_tile(a, [](auto, auto, auto x) { return decltype(x)::ROWS; });
-  return scratch_of(a, heads, scratch);
+  const auto rows = [](auto, auto, auto x) { return decltype(x)::ROWS; };
+  return scratch_of(a, by_lanes(a) ? a->H / a->Hkv : with_tile(a, rows), scratch);
 }
 
 int64_t kv_decode_cuda_scratch(const kv_decode *a) {

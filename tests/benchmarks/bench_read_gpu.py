@@ -4,8 +4,8 @@
 
 A random bf16 model of Llama 3.1 8B's shape, in one process; attention is torch's SDPA where it is unpatched. A run is
 as bench_read.py has it. Before it is timed, each policy's logits are checked against the unpatched model's on a short
-prompt that fits the budget. The runs take turns, and a time is the median of `--rounds`. Memory is what tensors take
-beyond the model's weights. Prints a table and one JSON line.
+prompt that fits the budget, and reads the shortest of the lengths once. The runs take turns, and a time is the median
+of `--rounds`. Memory is what tensors take beyond the model's weights. Prints a table and one JSON line.
 """
 
 import argparse
@@ -22,14 +22,14 @@ import kvevict
 RUNS = ["unpatched", *(f"{p}:budget=512,chunk_size=4096" for p in ("take+edie", "snapkv", "h2o"))]
 
 
-def build(layers, longest, device):
+def build(layers, longest):
     config = LlamaConfig(
         vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, num_attention_heads=32,
         num_key_value_heads=8, rope_theta=5e5, max_position_embeddings=longest + 1024, dtype=torch.bfloat16,
     )  # fmt: skip
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
-    with torch.device(device):
+    with torch.device("cuda"):
         return LlamaForCausalLM(config).eval()
 
 
@@ -77,10 +77,11 @@ def main():
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--layers", type=int, default=32)
     args = parser.parse_args()
-    model = build(args.layers, max(args.lengths), "cuda")
+    model = build(args.layers, max(args.lengths))
     ids = torch.randint(100000, (1, max(args.lengths)), device="cuda")
     for run in args.runs:
         print(f"{run}: logits differ by {check(model, run, ids[:, :400]):.2g}", flush=True)
+        measure(model, run, ids[:, : min(args.lengths)], args.new_tokens)
     results = []
     print(f"{'tokens':>8} {'run':44} {'read s':>8} {'of unpatched':>12} {'token ms':>8} {'growth MiB':>11}")
     for length in args.lengths:

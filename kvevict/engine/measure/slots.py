@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ... import _ops
+from ...policy.rows import FREE, Bounds
 from ..slots import host
 
 REDUCE: dict[str, Any] = {"sum": torch.sum, "mean": torch.mean, "max": torch.amax}
@@ -90,8 +91,7 @@ class Slots:
     stored: Any = None  # of the stored slots of these heads: `pos` [N], `offset`, `len` [B, Hkv], `counts` on the host
     kv: Any = None  # None for all ranks' heads: no rank holds all of them
     prompt: np.ndarray | None = None  # [B, heads of all ranks] how many first slots of a head stay: `keep_prompt`
-    kept: torch.Tensor | None = None  # int32 [B, 2] positions (start, stop) whose slots stay too; None: there are none
-    limit: torch.Tensor | None = None  # int32 [B, 2] (position, n): from there on each head keeps n; None: no limit
+    bounds: Bounds = FREE  # positions that stay at any score too, and those that a head keeps few of
 
     @cached_property
     def columns(self) -> int:
@@ -120,22 +120,23 @@ class Slots:
     def least(self) -> torch.Tensor:
         """int32 [B, Hkv] how many protected slots each head has."""
         ends = torch.minimum(self.n, self.first + self.protected[1][:, None])
-        return ends if self.kept is None else ends + self.between.sum(-1, dtype=torch.int32)
+        return ends if self.bounds.kept is None else ends + self.between.sum(-1, dtype=torch.int32)
 
     @cached_property
     def competing(self) -> torch.Tensor:
         """bool [B, Hkv, C]: the slot exists and is not protected."""
-        return self._inner if self.kept is None else self._inner & ~self.between
+        return self._inner if self.bounds.kept is None else self._inner & ~self.between
 
     @cached_property
     def between(self) -> torch.Tensor:
-        """bool [B, Hkv, C]: the slot is at one of the `kept` positions and not among the protected ones at the ends."""
-        start, stop = self.kept[:, :, None, None].unbind(1)  # type: ignore[index]
+        """bool [B, Hkv, C]: the slot is kept by `bounds` and not among the protected ones at the ends."""
+        start, stop = self.bounds.kept[:, :, None, None].unbind(1)
         return (self.positions >= start) & (self.positions < stop) & self._inner
 
     def beyond(self, ranks: torch.Tensor) -> torch.Tensor:
-        """bool [B, Hkv, C]: the competing slots past their `limit`, used up by protected ones and better `ranks`."""
-        start, most = self.limit[:, :, None, None].unbind(1)  # type: ignore[index]
+        """bool [B, Hkv, C]: the competing slots past the limit of `bounds`, used up by protected ones and better
+        `ranks`."""
+        start, most = self.bounds.limited[:, :, None, None].unbind(1)
         limited = self.positions >= start
         inside = limited & self.competing
         best = ranks.masked_fill(~inside, -torch.inf).argsort(dim=-1, descending=True, stable=True)
@@ -164,7 +165,7 @@ class Slots:
             return self
         n, counts = host.upload(self.all_counts, self.device, torch.int32), self.all_counts
         return _AllRanks(
-            self.index, self.heads, n, counts, counts, self.protected, prompt=self.prompt, kept=self.kept, own=self,
+            self.index, self.heads, n, counts, counts, self.protected, prompt=self.prompt, bounds=self.bounds, own=self,
             shared=shared,
         )  # fmt: skip
 

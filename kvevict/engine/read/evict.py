@@ -57,9 +57,9 @@ def ranked(call: LayerCall, score: torch.Tensor) -> torch.Tensor:
     """The numbers that slots are chosen by, [B, Hkv, C]: scores pooled, refined, and per run if the policy selects
     runs; those that stay wherever they stand come first, those past a limit last."""
     slots, ranks = call.slots, _ranked(call, score)
-    if slots.limit is not None:
+    if slots.bounds.limited is not None:
         ranks = ranks.masked_fill(slots.beyond(ranks), -torch.inf)
-    return ranks if slots.kept is None else ranks.masked_fill(slots.between, torch.inf)
+    return ranks if slots.bounds.kept is None else ranks.masked_fill(slots.between, torch.inf)
 
 
 def _ranked(call, score):

@@ -171,7 +171,7 @@ class LayerCall:
         kv = replace(kv, stored=layer.slots(self.module), k=kv.k[:, :, :0], v=kv.v[:, :, :0], first=first, padding=none)
         counts, every = _counts(self.step.patch.ranks, layer, kv)
         at, none_new, ends = self.slots.index, self.slots.pos[:, :0], self.slots.protected
-        slots = _slots(self.step, layer, kv, at, none_new, counts, every, ends, self.slots.kept, self.slots.limit)
+        slots = _slots(self.step, layer, kv, at, none_new, counts, every, ends, self.slots.bounds)
         rows = replace(rows, q=None, out=None, lse=None, columns=0, first=0 * rows.first)
         return replace(self, slots=slots, rows=rows, new=[x[:, :, :0] for x in self.new], known={}, hidden=None)
 
@@ -183,13 +183,13 @@ def _counts(ranks, layer, kv) -> tuple:
     return counts, counts if ranks.size == 1 else ranks.counts(layer) + tokens
 
 
-def _slots(step, layer, kv, index, pos, counts, every, protected, kept, limit) -> Slots:
-    """The slots of a layer with its new ones. counts, every: as `_counts`; protected, kept, limit: as in `Slots`."""
+def _slots(step, layer, kv, index, pos, counts, every, protected, bounds) -> Slots:
+    """The slots of a layer with its new ones. counts, every: as `_counts`; protected, bounds: as in `Slots`."""
     patch, storage = step.patch, layer.storage.gathered()
     n = layer.len + (kv.k.shape[2] - kv.first)[:, None]
     prompt = layer.prompt if step.decoding and patch.policy.keep_prompt else None
     heads = Heads(patch.ranks, counts.shape[1])
-    return Slots(index, heads, n, counts, every, protected, pos, storage, kv, prompt, kept, limit)
+    return Slots(index, heads, n, counts, every, protected, pos, storage, kv, prompt, bounds)
 
 
 def decide(seen: Attended) -> None:
@@ -222,8 +222,7 @@ def layer_call(seen: Attended) -> LayerCall:
     pos, select = step.positions[:, :rows].contiguous(), step.patch.policy.selection(order)
     counts, every = _counts(step.patch.ranks, layer, kv)
     ends = protected(step.patch.policy, step.rows, select, called, every.max(1))
-    too, limit = step.rows.keeps(called), step.rows.limits(called)
-    slots = _slots(step, layer, kv, index, pos, counts, every, ends, too, limit)
+    slots = _slots(step, layer, kv, index, pos, counts, every, ends, step.rows.bounds(called))
     return LayerCall(step, layer, module, order, slots, called, new, select, None if step.decoding else seen.hidden)
 
 

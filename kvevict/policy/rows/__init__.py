@@ -47,6 +47,16 @@ class Question(NamedTuple):
     before: tuple[int, int, bool] | None = None  # the question before the text: start, stop, whether nothing repeats it
 
 
+class Bounds(NamedTuple):
+    """Positions whose slots are not chosen by score alone."""
+
+    kept: Any = None  # int32 [B, 2] positions (start, stop) that are always kept; None: there are none
+    limited: Any = None  # int32 [B, 2] (position, n): from there on a head keeps n, if others are left; None: no limit
+
+
+FREE = Bounds()  # all are chosen by score
+
+
 class Part(NamedTuple):
     """Observers as `kvevict plan` counts them: `rows` rows over `slots` alive slots."""
 
@@ -142,14 +152,9 @@ class Rows:
         """How many of the last alive slots belong to the rows and are always kept: a number or int32 [B]."""
         return 0
 
-    def keeps(self, call: LayerRows) -> Any:
-        """int32 [B, 2] positions (start, stop) that are always kept, wherever they stand; None: there are none."""
-        return None
-
-    def limits(self, call: LayerRows) -> Any:
-        """int32 [B, 2] (position, n): each head keeps at most n of the slots from this position on, if others are left;
-        None: there is no such limit."""
-        return None
+    def bounds(self, call: LayerRows) -> Bounds:
+        """The positions whose slots are kept, or limited in number, wherever these stand."""
+        return FREE
 
     def parts(self, rows: int, stored: int, appended: int, tokens: int) -> list[Any]:
         """`Part`s that observe a layer of `stored` slots after a chunk of `rows` rows, to which `appended` ones are

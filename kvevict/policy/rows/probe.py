@@ -8,7 +8,7 @@ import torch
 
 from ..checks import count, flag, fraction, one_of
 from ..types import CallRows, LayerRows, Observation, Policy
-from . import ROWS, AppendedRows, Part, Question, Rows, last
+from . import FREE, ROWS, AppendedRows, Bounds, Part, Question, Rows, last
 
 SPACES = ("aligned", "literal")
 ENDING = 8  # last slots of a prompt that are kept if a span observes
@@ -198,16 +198,16 @@ class Requested(Probe):
         kept = np.where(fitting > 0, fitting, np.minimum(np.minimum(most, whole), call.host_budget // 8))
         return call.upload((kept - call.left).clip(0))
 
-    def limits(self, call: LayerRows) -> Any:
+    def bounds(self, call: LayerRows) -> Bounds:
         if call.prompt_tokens is None or call.left >= self.longest:
-            return None
+            return FREE
         most, whole, fitting = self._lengths(call)
         limited = (call.left < whole) & (fitting == 0)  # some of the request has been read, and it does not fit
         if not limited.any():
-            return None
+            return FREE
         start = call.next_position + call.left - call.upload(whole)
         limit = np.where(limited, np.minimum(most, 3 * call.host_budget // 8), UNLIMITED)
-        return torch.stack([start.to(torch.int32), call.upload(limit)], 1)
+        return Bounds(limited=torch.stack([start.to(torch.int32), call.upload(limit)], 1))
 
     def _lengths(self, call: LayerRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """int [B] each: slots of a head that a request may have; the request's tokens from its first beginning on, and
@@ -271,13 +271,13 @@ class Questions(Requested):
         first = positions.gather(1, arguments.first[:, None].long().clamp_max(positions.shape[1] - 1))
         return (first + spans).to(torch.int32)
 
-    def keeps(self, call: LayerRows) -> Any:
+    def bounds(self, call: LayerRows) -> Bounds:
         if call.prepared is None or call.prepared.unseen is None:
-            return None
-        spans = call.prepared.unseen.to(call.first.device)
+            return super().bounds(call)
+        before = call.prepared.unseen.to(call.first.device)
         once = call.upload([bool(each.before and each.before[2]) for each in self.questions]).bool()
-        fits = once & (spans[:, 1] - spans[:, 0] <= call.budget // 4)
-        return spans.masked_fill(~fits[:, None], 0)
+        fits = once & (before[:, 1] - before[:, 0] <= call.budget // 4)
+        return super().bounds(call)._replace(kept=before.masked_fill(~fits[:, None], 0))
 
     def _queries(self, call: LayerRows, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         if not (self.near and call.ends_prompt):  # padding need not continue a span's positions
