@@ -113,6 +113,7 @@ FORMS: dict = dict(
         table="{text}\n\nIch finde die Stelle nicht mehr. {q} Bitte nenne nur die Zahl und keine Erklärung.",
     ),
 )
+FORMS["both_early"] = FORMS["both"]
 
 
 def cases(tokenizer, books, half: str, text: int):
@@ -137,9 +138,10 @@ def cases(tokenizer, books, half: str, text: int):
 
     plain = passage(middle)
     for number, (form, words) in enumerate(FORMS.items()):
-        kind, other = kinds[number % 3], kinds[(number + 1) % 3]
+        number = 0 if form == "both_early" else number % 3  # of the fact that is asked for, in the text's order
+        kind, other = kinds[number], kinds[(number + 1) % 3]
         said, asked, noun, answer = german if form == "german" else filled[kind]
-        body, depth = plain, round([*middle][number % 3], 2)
+        body, depth = plain, round([*middle][number], 2)
         if form == "edges":
             facts = {d: f for d, f in middle.items() if f != filled[kind][0]}
             body, depth = passage(facts | {edge: filled[kind][0]}), edge

@@ -79,8 +79,8 @@ def limit(row):
 
 
 def before(row):
-    """The tokens of the question before the text, which appended rows do not see; `before`: (start, stop, whether
-    nothing repeats it)."""
+    """The tokens of the question before the text, which appended rows and observers do not see; `before`: (start, stop,
+    whether nothing repeats it)."""
     asked = row.o.get("before") if row.reading else None
     return range(row.end - len(row.prompt) + asked[0], row.end - len(row.prompt) + asked[1]) if asked else range(0)
 
@@ -185,7 +185,8 @@ def observers(row, seen, g):
     if o["rows"] == "probe" and o["append"]:
         unseen = min(row.rest, requested(row)) if isinstance(o["probe"], tuple) else row.rest
         n = len(slots) - (unseen if row.own_probe else 0)
-        a = row.weights(seen, g, layer.probe, [LATER] * row.p, layer.k[g, slots[:n]], slots[:n])
+        seen_by = [LATER] * row.p, layer.k[g, slots[:n]], slots[:n], None, (0, n)
+        a = row.weights(seen, g, layer.probe, *seen_by)
         a = torch.nn.functional.pad(a, (0, len(slots) - n))
         parts.append((a, a @ layer.v[g, slots]))
     elif o["rows"] == "given" or o["rows"] == "repeat":

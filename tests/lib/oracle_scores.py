@@ -193,9 +193,9 @@ def _of_rows(row, seen, g, end):
         score = _reduced(_reduced(a, o["reduce"], 1), o["group"], 0)
         score = score * v.abs().sum(1) if o["score"] == "paasvn" else score
     score = score.tolist()
-    for i in kept_between(row, seen.layer.alive[g], end) if o.get("pool", "none") != "none" else ():
-        score[i] = -torch.inf if o["pool"] == "max" else 0.0
-    return pooled(score)
+    kept = kept_between(row, seen.layer.alive[g], end) if o.get("pool", "none") != "none" else ()
+    apart = [(-torch.inf if o["pool"] == "max" else 0.0) if i in kept else x for i, x in enumerate(score)]
+    return [score[i] if i in kept else x for i, x in enumerate(pooled(apart))]
 
 
 def _reduced(x, kind, dim):

@@ -36,6 +36,8 @@ CHOICES = [
     ("take+edie", dict(kernel=5, sink=2, heads="ada")),
     ("take+edie", dict(kernel=5, sink=0, heads="flat")),
 ]
+MEASURED = [(name, dict(rows="probe")) for name in ("edie-exact", "snapkv", "defensive")]
+MEASURED += [("take+caote", {}), ("take+edie", dict(kernel=5, weight="all"))]
 TURNS = (
     "{% for m in messages %}{{ '<user>' if m.role == 'user' else '<assistant>' }}{{ m.content }}</user>\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -195,10 +197,10 @@ def test_a_request_that_observes_and_does_not_fit(name):
 
 
 @pytest.mark.parametrize("chunk", [12, 16, None])
-@pytest.mark.parametrize("name, options", CHOICES)
+@pytest.mark.parametrize("name, options", [*CHOICES, *MEASURED])
 def test_a_question_before_the_text_against_the_oracle(name, options, chunk):
-    """Its copies do not see it, and it is kept: one that a quarter of the budget holds, a longer one, one that the
-    prompt's end repeats, one that observes with another, and none."""
+    """Neither its copies nor the rows that observe see it, and it is kept: one that a quarter of the budget holds, a
+    longer one, one that the prompt's end repeats, one that observes with another, and none."""
     lengths = [62, 48, 55, 41, 33]
     spans = (((5, 10),), ((3, 13),), ((44, 51),), ((2, 6), (35, 40)), ((20, 25),))
     before = ((5, 10, True), (3, 13, True), (4, 11, False), (2, 6, True), None)

@@ -9,7 +9,7 @@ import zoo
 
 import kvevict
 from kvevict import _ops
-from kvevict.engine.read.unseen import attend
+from kvevict.engine.read.unseen import attend, observe
 
 B, H, HKV, D, S, P = 3, 6, 2, 16, 9, 4
 
@@ -57,6 +57,39 @@ def test_against_a_dense_attention(dtype, near, softcap, sinks):
                 want, total = dense(q[b, h, -P:].double(), keys, values, seen, 0.3, softcap, logit.double())
                 torch.testing.assert_close(out[b, -P:, h].double(), want, rtol=0, atol=near)
                 torch.testing.assert_close(lse[b, h, -P:].double(), total, rtol=0, atol=near)
+        assert not out.isnan().any()
+
+
+@pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("softcap, sinks", [(0.0, False), (3.0, False), (0.0, True)])
+def test_observers_against_a_dense_attention(dtype, near, softcap, sinks):
+    """Queries later than all slots, which do not see the new ones from `stop` on either."""
+    torch.manual_seed(12)
+    first, began, stop = torch.tensor([0, 2, 9], dtype=torch.int32), torch.tensor([20, 20, 0]), torch.tensor([9, 6, 9])
+    counts = torch.tensor([[5, 7], [0, 3], [0, 0]], dtype=torch.int32)
+    offset = (counts.flatten().cumsum(0) - counts.flatten()).view(B, HKV)
+    pos = torch.cat([torch.randperm(20)[:n].sort().values for n in counts.flatten().tolist()]).to(torch.int32)
+    positions = (began - first)[:, None] + torch.arange(S)
+    q, k, v = (torch.randn(B, heads, rows, D).to(dtype) for heads, rows in ((H, P), (HKV, S), (HKV, S)))
+    held = _ops.Held(torch.randn(len(pos), D).to(dtype), torch.randn(len(pos), D).to(dtype), pos, offset, counts)
+    sink = torch.randn(H) if sinks else None
+    kv = types.SimpleNamespace(k=k, v=v, stored=held, first=first, options=dict(scale=0.3, softcap=softcap, sinks=sink))
+    slots = types.SimpleNamespace(kv=kv, pos=positions.int(), stored=types.SimpleNamespace(counts=counts.numpy()))
+    for without in ((3, 12), (22, 24), (15, 23), (27, 29), (40, 44), (7, 7)):
+        part = types.SimpleNamespace(q=q, stop=stop, without=torch.tensor([without] * B))
+        out, lse = observe(part, slots)
+        for b in range(B - 1):  # the last row is padding alone
+            for h in range(H):
+                at = slice(int(offset[b, h // 3]), int(offset[b, h // 3] + counts[b, h // 3]))
+                keys, values = (torch.cat([x[at], new[b, h // 3]]).double() for x, new in ((held.k, k), (held.v, v)))
+                where = torch.cat([pos[at].long(), positions[b]])
+                seen = (where < without[0]) | (where >= without[1])
+                seen[len(pos[at]) : len(pos[at]) + int(first[b])] = False
+                seen[len(pos[at]) + int(stop[b]) :] = False
+                logit = torch.tensor(-torch.inf) if sink is None else sink[h]
+                want, total = dense(q[b, h].double(), keys, values, seen.expand(P, -1), 0.3, softcap, logit.double())
+                torch.testing.assert_close(out[b, :, h].double(), want, rtol=0, atol=near)
+                torch.testing.assert_close(lse[b, h].double(), total, rtol=0, atol=near)
         assert not out.isnan().any()
 
 

@@ -130,8 +130,16 @@ class Slots:
     @cached_property
     def between(self) -> torch.Tensor:
         """bool [B, Hkv, C]: the slot is kept by `bounds` and not among the protected ones at the ends."""
-        start, stop = self.bounds.kept[:, :, None, None].unbind(1)
-        return (self.positions >= start) & (self.positions < stop) & self._inner
+        return self.at(self.bounds.kept) & self._inner
+
+    def at(self, span: torch.Tensor) -> torch.Tensor:
+        """bool [B, Hkv, C]: the slot is at the positions span [B, 2] (start, stop)."""
+        start, stop = span[:, :, None, None].unbind(1)
+        return (self.positions >= start) & (self.positions < stop)
+
+    def below(self, limit: torch.Tensor) -> torch.Tensor:
+        """int64 [B, Hkv] how many slots have positions below limit [B, 1]."""
+        return ((self.positions >= 0) & (self.positions < limit[..., None])).sum(-1)
 
     def beyond(self, ranks: torch.Tensor) -> torch.Tensor:
         """bool [B, Hkv, C]: the competing slots past the limit of `bounds`, used up by protected ones and better

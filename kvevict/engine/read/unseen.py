@@ -1,11 +1,12 @@
-"""Attention of a chunk's rows, of which appended ones may not see some of the slots: a question's copies do not see the
-question before a text."""
+"""Attention of rows that do not see some of the slots: a question's copies do not see the question before a text."""
 
 from typing import Any
 
 import torch
 
 from ... import _ops
+from ..measure.observation import Observers
+from ..measure.slots import Slots
 from .step import Step
 
 
@@ -20,36 +21,58 @@ def attend(
     """
     out, lse = _ops.attend(q, held, k, v, step.first, **options)
     if step.unseen is not None:
-        _attend_apart(step, q, k, v, held, longest, options, out, lse)
+        rows, first = step.appended, step.first
+        chunk = k.shape[2] - rows
+        (before, new), (after, end) = _around(step.unseen, held, longest, step.positions[:, :chunk], first)
+        begin, q = first.clamp_max(chunk), q[:, :, -rows:]  # a row of padding alone
+        out[:, -rows:], lse[:, :, -rows:] = _joined(
+            _ops.attend(
+                q, before, k[:, :, :chunk], v[:, :, :chunk], begin, stop=begin + new, **_without_sinks(options)
+            ),
+            _ops.attend(q, after, k, v, first + end, **options),
+        )
     return out, lse
 
 
-def _attend_apart(step, q, k, v, held, longest, options, out, lse) -> None:
-    """Write the attention of the appended rows into out and lse, joined from that over the slots before the unseen
-    positions and that over the slots after them."""
-    rows, first = step.appended, step.first
-    start, stop = step.unseen.unbind(1)
-    (old, new), (old_end, new_end) = (_below(step, held, longest, limit) for limit in (start, stop))
-    before, after = held.within(0, old), held.within(old_end, held.len - old_end)
-    q, chunk = q[:, :, -rows:], k.shape[2] - rows
-    begin = first.clamp_max(chunk)  # a row of padding alone
-    parts = (
-        _ops.attend(q, before, k[:, :, :chunk], v[:, :, :chunk], begin, stop=begin + new, **options | dict(sinks=None)),
-        _ops.attend(q, after, k, v, first + new_end, **options),
+def observe(part: Observers, slots: Slots) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [B, R, H, D], lse [B, H, R]) of observers over the slots that they see, those at `without` left out."""
+    kv, stop = slots.kv, part.stop.to(torch.int32)
+    longest = int(slots.stored.counts.max(initial=0))
+    (before, new), (after, end) = _around(part.without, kv.stored, longest, slots.pos, kv.first)
+    begin, end = torch.minimum(kv.first + new, stop), torch.minimum(kv.first + end, stop)
+    return _joined(
+        _ops.attend(part.q, before, kv.k, kv.v, kv.first, stop=begin, **_without_sinks(kv.options)),
+        _ops.attend(part.q, after, kv.k, kv.v, end, stop=stop, **kv.options),
     )
-    total = torch.logaddexp(*(lse for _, lse in parts))
-    # A row of padding alone sees nothing: -inf less -inf.
-    shares = [(part - total).exp().nan_to_num(0).transpose(1, 2)[..., None] for _, part in parts]
-    out[:, -rows:] = sum(share * x.float() for share, (x, _) in zip(shares, parts, strict=True)).to(out.dtype)
-    lse[:, :, -rows:] = total
 
 
-def _below(step, held, longest: int, limit) -> tuple:
-    """How many stored slots of each head, int32 [B, heads], and stored rows of the call, int32 [B], have positions
-    below limit [B]."""
+def _around(span, held, longest: int, positions, first) -> tuple:
+    """The stored slots before the positions span [B, 2] (start, stop) and those after them, each with the number of new
+    columns before start and before stop. positions: int32 [B, S] of the new columns, valid from first [B] on."""
+    (old, new), (old_end, new_end) = (_below(limit, held, longest, positions, first) for limit in span.unbind(1))
+    return (held.within(0, old), new), (held.within(old_end, held.len - old_end), new_end)
+
+
+def _below(limit, held, longest: int, positions, first) -> tuple:
+    """How many stored slots of each head, int32 [B, heads], and new columns, int32 [B], have positions below limit
+    [B]."""
     at = torch.arange(longest, device=limit.device)
     stored = held.pos[(held.offset[..., None] + at).clamp_max(len(held.pos) - 1)] if longest else at
     old = ((stored < limit[:, None, None]) & (at < held.len[..., None])).sum(-1)
-    columns = torch.arange(step.positions.shape[1] - step.appended, device=limit.device)
-    new = (step.positions[:, : len(columns)] < limit[:, None]) & (columns >= step.first[:, None])
+    columns = torch.arange(positions.shape[1], device=limit.device)
+    new = (positions < limit[:, None]) & (columns >= first[:, None])
     return old.to(torch.int32), new.sum(1).to(torch.int32)
+
+
+def _without_sinks(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of one part of an attention whose other part has the sinks."""
+    return options | dict(sinks=None)
+
+
+def _joined(*parts) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of attention over the slots of all parts, each an (out [B, R, H, D], lse [B, H, R]) over its own."""
+    total = torch.logaddexp(*(lse for _, lse in parts))
+    # A row of padding alone sees nothing: -inf less -inf.
+    shares = [(lse - total).exp().nan_to_num(0).transpose(1, 2)[..., None] for _, lse in parts]
+    out = sum(share * x.float() for share, (x, _) in zip(shares, parts, strict=True))
+    return out.to(parts[0][0].dtype), total

@@ -231,8 +231,8 @@ class Questions(Requested):
     Questions near the prompt's end observe in its last chunk: appended once more they would attend to themselves in the
     prompt. They see the slots before them, and of the slots from there on those that compete.
 
-    A question before the text is not seen by the appended rows, which would repeat it, and is kept if a quarter of the
-    budget holds it, unless the prompt's end repeats it.
+    A question before the text is not seen by the appended rows, which would repeat it, nor by the rows that observe. It
+    is kept if a quarter of the budget holds it, unless the prompt's end repeats it.
     """
 
     questions: tuple[Question, ...] = ()
@@ -272,12 +272,17 @@ class Questions(Requested):
         return (first + spans).to(torch.int32)
 
     def bounds(self, call: LayerRows) -> Bounds:
-        if call.prepared is None or call.prepared.unseen is None:
+        before = self._before(call)
+        if before is None:
             return super().bounds(call)
-        before = call.prepared.unseen.to(call.first.device)
         once = call.upload([bool(each.before and each.before[2]) for each in self.questions]).bool()
         fits = once & (before[:, 1] - before[:, 0] <= call.budget // 4)
         return super().bounds(call)._replace(kept=before.masked_fill(~fits[:, None], 0))
+
+    def _before(self, call: LayerRows) -> Any:
+        """int32 [B, 2] positions of the questions before the text; None: there are none."""
+        prepared = call.prepared
+        return None if prepared is None or prepared.unseen is None else prepared.unseen.to(call.first.device)
 
     def _queries(self, call: LayerRows, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         if not (self.near and call.ends_prompt):  # padding need not continue a span's positions
@@ -288,4 +293,5 @@ class Questions(Requested):
         unseen: Any = 0
         if self.near and call.ends_prompt:
             unseen = torch.minimum(self.ends(call), self.kept(call))
-        return call.later(past[0].to(call.q.dtype), unseen=unseen, counts=call.upload(self.lengths(None)))
+        counts, before = call.upload(self.lengths(None)), self._before(call)
+        return call.later(past[0].to(call.q.dtype), unseen=unseen, counts=counts, without=before)

@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 import torch
 
 from .... import _ops
-from ....policy.types import Observation, Slots
+from ....policy.types import Observation, Observers, Slots
 from . import QUANTITIES, Quantity, observed
 
 
@@ -50,17 +50,11 @@ class OutputError(Quantity):
         it has none of these either."""
         if self.weight == "none":
             return None
-        rows, position, n = observation.row_count[:, None], slots.positions, slots.n
-        alive = position >= 0
-
-        def before(stop: torch.Tensor) -> torch.Tensor:
-            """Number of slots at earlier positions."""
-            return (alive & (position < stop[..., None])).sum(-1)
-
-        end = position.amax(-1).amax(-1, keepdim=True) + 1  # T
-        zero, outside = torch.zeros_like(n), before(end - rows)
-        lo = before(rows.expand_as(n)) if self.weight in ("middle", "i>w") else zero
-        hi = before((end - 2 * rows).expand_as(n)) if self.weight in ("middle", "i<=t-2w") else n
+        rows, n = observation.row_count[:, None], slots.n
+        end = slots.positions.amax(-1).amax(-1, keepdim=True) + 1  # T
+        zero, outside = torch.zeros_like(n), slots.below(end - rows)
+        lo = slots.below(rows) if self.weight in ("middle", "i>w") else zero
+        hi = slots.below(end - 2 * rows) if self.weight in ("middle", "i<=t-2w") else n
         empty = hi <= lo
         lo, hi = torch.where(empty, zero, lo), torch.where(empty, outside, hi)
         largest = peak(slots, observation, lo.to(torch.int32), hi.to(torch.int32))
@@ -71,8 +65,17 @@ class OutputError(Quantity):
 def peak(slots: Slots, observation: Observation, lo: torch.Tensor, hi: torch.Tensor) -> torch.Tensor:
     """The largest attention weight of each observer over slots lo <= i < hi [B, Hkv]: [B, H, R], part by part."""
     heads, found = slots.kv.stored.len.shape[1], []
+
+    def largest(part: Observers, *ends: torch.Tensor) -> torch.Tensor:
+        ends = tuple((x if x.shape[1] == heads else x.expand(-1, heads)).int().contiguous() for x in ends)
+        return observed(_ops.peak, slots, part, (torch.minimum(*ends), ends[1]))
+
     for part in observation.parts:  # slots from `stop` on are not seen: they get 0
         end = torch.minimum(hi, slots.n - (slots.kv.k.shape[2] - part.stop.to(torch.int32))[:, None])
-        ends = [x if x.shape[1] == heads else x.expand(-1, heads).contiguous() for x in (torch.minimum(lo, end), end)]
-        found.append(observed(_ops.peak, slots, part, ends))
+        if part.without is None:
+            found.append(largest(part, lo, end))
+        else:
+            start, stop = (slots.below(limit[:, None]) for limit in part.without.unbind(1))
+            both = largest(part, lo, torch.minimum(end, start)), largest(part, torch.maximum(lo, stop), end)
+            found.append(torch.maximum(*both))
     return torch.cat(found, 2)
