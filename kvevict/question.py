@@ -109,6 +109,20 @@ class Finder:
         """The policy's rows for the first `prompt` columns of a call's `kvevict.engine.hook.arguments.Arguments`."""
         raise NotImplementedError
 
+    def before(
+        self, ids: list[int] | None, span: tuple[int, int], tokens: int, columns: int
+    ) -> tuple[int, int, bool] | None:
+        """`Question.before` of a prompt of `tokens` tokens, after `columns` others: the question's span if it stands
+        before the text, else the last earlier place of its words. ids: None for embeddings."""
+        start, stop = span
+        if not in_last_part(span, tokens, columns):
+            return start, stop, True
+        if ids is None or not callable(self.tokenizer):
+            return None
+        asked = self.tokenizer.decode(ids[start:stop])
+        earlier = find(self.tokenizer, ids[:start], asked) if asked.strip() else None
+        return earlier and (*earlier, False)
+
     def requests(
         self, arguments: Arguments, spans: Sequence[tuple[int, int] | None], tokens: list[int]
     ) -> tuple[tuple[int, ...], ...]:
@@ -154,7 +168,8 @@ class Asked(Finder):
                 "questions of different lengths observe from different rows of a call, and diagnose=True and TADA's "
                 "budgets take its last ones: give spans of one length, or read the rows of the batch one by one"
             )
-        before = [None if in_last_part(s, n, arguments.columns) else (*s, True) for s, n in zip(spans, tokens)]
+        prompts = [None if arguments.ids is None else ids_of_row(arguments, b, n) for b, n in enumerate(tokens)]
+        before = [self.before(ids, s, n, arguments.columns) for ids, s, n in zip(prompts, spans, tokens)]
         kept = self.requests(arguments, spans, tokens)
         questions = [Question((span,), of, opens) for span, of, opens in zip(spans, kept, before, strict=True)]
         return asking(arguments, questions, tokens)
@@ -229,7 +244,7 @@ class LastTurn(Finder):
             return (), None
         before = find(self.tokenizer, ids[: span[0]], opens) if opens else None
         if before is None:
-            return (span,), None if in_last_part(span, len(ids), columns) else (*span, True)
+            return (span,), self.before(ids, span, len(ids), columns)
         if same(asked, opens):
             return (span,), (*before, False)
         short = len(asked.split()) <= min(SHORT, len(opens.split()) - 1)
