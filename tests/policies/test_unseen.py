@@ -63,7 +63,7 @@ def test_against_a_dense_attention(dtype, near, softcap, sinks):
 @pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("softcap, sinks", [(0.0, False), (3.0, False), (0.0, True)])
 def test_observers_against_a_dense_attention(dtype, near, softcap, sinks):
-    """Queries later than all slots, which do not see the new ones from `stop` on either."""
+    """Queries later than all slots. They do not see the new ones from `stop` on either."""
     torch.manual_seed(12)
     first, began, stop = torch.tensor([0, 2, 9], dtype=torch.int32), torch.tensor([20, 20, 0]), torch.tensor([9, 6, 9])
     counts = torch.tensor([[5, 7], [0, 3], [0, 0]], dtype=torch.int32)

@@ -48,7 +48,7 @@ class Question(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Positions whose slots are not chosen by score alone."""
+    """Positions of slots that are not chosen by score alone."""
 
     kept: Any = None  # int32 [B, 2] positions (start, stop) that are always kept; None: there are none
     limited: Any = None  # int32 [B, 2] (position, n): from there on a head keeps n, if others are left; None: no limit
@@ -153,7 +153,7 @@ class Rows:
         return 0
 
     def bounds(self, call: LayerRows) -> Bounds:
-        """The positions whose slots are kept, or limited in number, wherever these stand."""
+        """The positions of slots that are always kept, or limited in number, wherever they stand."""
         return FREE
 
     def parts(self, rows: int, stored: int, appended: int, tokens: int) -> list[Any]:
