@@ -25,6 +25,7 @@ FEW = 8  # tokens after a question that do not yet begin an answer: a template's
 END = 256  # a prompt's last tokens, at most a quarter of it: a request with its question, and no text to choose from
 LINK = 4  # words between two questions that are asked together
 SHORT = 4  # words of a question at a turn's end that may only refer to the one before the text: "What is your answer?"
+AGAIN = 8  # tokens of a question that is looked for earlier in the prompt: fewer may be words of the text
 PARAGRAPH, LINE = "\n\n", "\n"
 OPENING = re.compile(r"\n\s*\S+(?: \S+)?\s*:$")  # a last line that the answer continues: "Answer:"
 GREEK = r"[\u0386-\u03ff\u1f00-\u1fff]{2}"
@@ -52,7 +53,8 @@ def observing(question: str | tuple[int, int] | list[Any], tokenizer: Any = None
     question   a text that the prompt has, of which the last occurrence counts and white space does not; or its tokens,
                (start, stop) as in a Python slice of the prompt without its padding; or a list of these, one for each
                row of a batch
-    tokenizer  the model's, for a text; with it the request around the question is kept from its paragraph's start on
+    tokenizer  the model's, for a text; with it the request around the question is kept from its paragraph's start on,
+               and a question that the prompt has twice does not observe its first place
 
     Its tokens are appended to every chunk, so the policy's rows must be "probe" (take, take+edie, ...). A read raises
     ValueError, before the cache changes, for a question that is missing in its prompt or as long as a chunk.
@@ -119,7 +121,9 @@ class Finder:
             return start, stop, True
         if ids is None or not callable(self.tokenizer):
             return None
-        asked = self.tokenizer.decode(ids[start:stop])
+        if stop - start < AGAIN:
+            return None
+        asked = self.tokenizer.decode(ids[start:stop], clean_up_tokenization_spaces=False)
         earlier = find(self.tokenizer, ids[:start], asked) if asked.strip() else None
         return earlier and (*earlier, False)
 
@@ -248,7 +252,7 @@ class LastTurn(Finder):
         if same(asked, opens):
             return (span,), (*before, False)
         short = len(asked.split()) <= min(SHORT, len(opens.split()) - 1)
-        return ((before, span), (*before, True)) if short else ((span,), None)
+        return ((before, span), (*before, True)) if short else ((span,), self.before(ids, span, len(ids), columns))
 
     def _turn(self, ids) -> str:
         """The last user's turn; "" if the prompt has none."""

@@ -159,7 +159,8 @@ class Row(oracle.Row):
         moved = length = kept_mass = mass = 0.0
         for g, slots in enumerate(alive):
             kept = torch.tensor([slot in layer.alive[g] for slot in slots])
-            a, values = self._weights(g, q, rows, layer.k[g, slots], slots), layer.v[g, slots]
+            seen_by = rows, layer.k[g, slots], slots, None, (0, len(slots))  # a question before the text is not seen
+            a, values = self._weights(g, q, *seen_by), layer.v[g, slots]
             for head in a:
                 o = head @ values
                 error = torch.where(head[:, kept].sum(1) > 0, eq24(head, values, ~kept), o.norm(dim=1))
@@ -176,11 +177,11 @@ class Row(oracle.Row):
         return [(len(self.noted[i]), *means[i]) if i in means else None for i in range(len(self.layers))]
 
 
-def agree(preset, given, lengths, made):
-    """The report of a padded batch against the oracle's rows, one by one."""
+def agree(preset, given, lengths, made, **known):
+    """The report of a padded batch against the oracle's rows, one by one; `known`: what the oracle is told besides."""
     for seed in range(60):
         data = [call[0] for call in tokens([[n] for n in lengths], seed)]
-        rows = [Row(made, preset, near=NEAR, **given) for _ in data]
+        rows = [Row(made, preset, near=NEAR, **given | known) for _ in data]
         try:
             for row, ids in zip(rows, data):
                 row.read(ids.tolist())
@@ -234,6 +235,13 @@ def test_report_of_other_models(family):
     made = model(family, **OTHERS[family])
     agree("snapkv", dict(window=4) | CHUNKS, [53, 40], made)
     agree("take", dict(probe=5) | CHUNKS, [53, 40], made)
+
+
+def test_report_of_a_question_before_the_text():
+    """The rows that observe are its copies, and do not see it."""
+    with kvevict.observing((5, 10)):
+        told = dict(probe=((5, 10),), ending=11, before=(5, 10, True))
+        agree("take", dict(probe=11) | CHUNKS, [61, 45], model(), **told)
 
 
 @pytest.mark.parametrize("lengths", [[1], [16], [17], [33, 1]])

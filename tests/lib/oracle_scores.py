@@ -11,7 +11,7 @@ import oracle_expected
 import oracle_gates
 import oracle_values
 import torch
-from oracle_rows import kept_between, observers
+from oracle_rows import before, kept_between, observers
 from ref import caote
 
 DEFAULTS = dict(refine="none", measure=False, cd="off")
@@ -187,7 +187,7 @@ def _of_rows(row, seen, g, end):
         term = a / (1 - a).clamp(min=1e-6) * (v - out[:, :, None]).abs().sum(-1)
         if o["score"] == "edie":
             term = a / (1 + o["alpha"] - a) * (v.abs().sum(-1) + out.abs().sum(-1, keepdim=True))
-        weight = _row_weights(a, seen.layer.alive[g], row.chunk_end, o["weight"])
+        weight = _row_weights(a, seen.layer.alive[g], row.chunk_end, o["weight"], before(row))
         score = (weight[..., None] * term).sum((0, 1))
     else:
         score = _reduced(_reduced(a, o["reduce"], 1), o["group"], 0)
@@ -202,12 +202,13 @@ def _reduced(x, kind, dim):
     return x.amax(dim) if kind == "max" else getattr(x, kind)(dim)
 
 
-def _row_weights(a, slots, T, weight):
-    """c_j [G, R], EDIE eq. 10: w is the number of rows, T tokens were seen through them."""
+def _row_weights(a, slots, T, weight, hidden):
+    """c_j [G, R], EDIE eq. 10: w is the number of rows, T tokens were seen through them, `hidden` ones excepted."""
     w = a.shape[1]
     low = w if weight in ("middle", "i>w") else 0
     high = T - 2 * w if weight in ("middle", "i<=t-2w") else T
-    inside = [i for i, t in enumerate(slots) if low <= t < high] or [i for i, t in enumerate(slots) if t < T - w]
+    seen = [(i, t) for i, t in enumerate(slots) if t not in hidden]
+    inside = [i for i, t in seen if low <= t < high] or [i for i, t in seen if t < T - w]
     return a[:, :, inside].amax(-1) if inside and weight != "none" else torch.ones(a.shape[:2], dtype=torch.double)
 
 

@@ -362,12 +362,13 @@ def test_kinds_do_not_decode_together(model):
         join([one, other])
 
 
-def test_a_row_s_centre_is_of_its_first_chunk(model):
-    """Row 1 is padding in the first chunk."""
-    inputs = prompt(2, 180, pad=(0, 120))
-    cache, _ = read(model, "int8", inputs, chunk_size=60)
+@pytest.mark.parametrize("policy", ["snapkv", "take"])
+def test_a_row_s_centre_is_of_its_first_chunk(model, policy):
+    """Row 1 is padding in the first chunk, to which a probe is appended."""
+    inputs, options = prompt(2, 180, pad=(0, 120)), dict(budget=64, chunk_size=60, tokenizer=False)
+    cache, _ = read(model, "int8", inputs, policy, **options)
     row = dict(input_ids=inputs["input_ids"][1:, 120:], position_ids=torch.arange(120, 180)[None])
-    alone, _ = read(model, "int8", row, chunk_size=60)
+    alone, _ = read(model, "int8", row, policy, **options)
     for a, b in zip(cache.layers, alone.layers, strict=True):
         torch.testing.assert_close(a.centre[1:], b.centre, atol=1e-3, rtol=1e-3)
         assert a.centre[1].abs().sum() > 0

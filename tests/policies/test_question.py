@@ -122,6 +122,15 @@ def test_no_more_than_eight_of_the_last_slots_are_kept(probe):
     assert [positions for _, positions in got] == [positions for _, positions in want]
 
 
+def test_slots_that_weigh_rows_and_are_the_question_s():
+    """At the first cut EDIE's c_j would be the largest attention over slots that the rows do not see: it is 1."""
+    spans, chosen = [(0, 14), (1, 14)], dict(budget=16, chunk_size=24, kernel=5, sink=2)
+    seed, want = truth("take+edie", [48, 44], spans, ending=12, **chosen)
+    with kvevict.observing(spans):
+        ((*got,),) = ours(model(), "take+edie", [[48], [44]], seed, **chosen, probe=12)
+    assert [positions for _, positions in got] == [positions for _, positions in want]
+
+
 def test_one_span_for_all_rows_and_while_decoding():
     """One span for all rows equals the same one for each."""
     rows, chosen = [[30, 1, 1, 1], [30, 1, 1, 1]], dict(budget=BUDGET, chunk_size=CHUNK, kernel=5, probe=5)
@@ -434,6 +443,8 @@ REFERS = "Those were the pages. What is your answer?"
     (f"{ASKED}\n\n{TEXT * 9}\n\nOnce more: {ASKED}", [ASKED], ASKED),
     (f"Can you help me with it?\n\n{TEXT * 9}\n\n{ASKED} {MORE}", [ASKED], None),
     (f"Why?\n\n{TEXT * 9}\n\nWho is it?", ["Who is it?"], None),
+    (f"Can you help me with it?\n\n{ASKED} {TEXT * 9}\n\nNow then. {ASKED}", [ASKED], ASKED),
+    (f"It is this. {TEXT * 9}\n\nIs it?", ["Is it?"], None),
     (f"{TEXT * 4}{ASKED} {TEXT * 5}\n\n{ASKED} {MORE}", [ASKED], ASKED),
     (f"{TEXT * 9}\n\n{ASKED}", [ASKED], None), (ASKED, [ASKED], ASKED),
 ])  # fmt: skip
@@ -444,6 +455,14 @@ def test_the_question_before_the_text(turn, asks, before):
     assert [tok.decode(ids[start:stop]) for start, stop in spans] == asks
     assert before is None if opens is None else opens[:2] == (turn.index(before), turn.index(before) + len(before))
     assert opens is None or opens[2] == (turn.count(before) == 1)
+
+
+@pytest.mark.parametrize("kernel", [1, 5])
+def test_layers_after_tsp_read_a_question_before_the_text(net, kernel):
+    for seed in range(4):
+        ids = torch.randint(200, (1, 200), generator=torch.Generator().manual_seed(seed))
+        kept = slots(net, ids, (5, 10), budget=60, chunk_size=50, tsp=1, tsp_len=24, kernel=kernel)
+        assert all({*range(5, 10)} <= {*head} for layer in kept for rows in layer for head in rows)
 
 
 def test_what_refers_to_a_question_before_the_text(net):

@@ -9,6 +9,7 @@ import zoo
 
 import kvevict
 from kvevict import _ops
+from kvevict.engine.measure.slots import Slots
 from kvevict.engine.read.unseen import attend, observe
 
 B, H, HKV, D, S, P = 3, 6, 2, 16, 9, 4
@@ -74,16 +75,17 @@ def test_observers_against_a_dense_attention(dtype, near, softcap, sinks):
     held = _ops.Held(torch.randn(len(pos), D).to(dtype), torch.randn(len(pos), D).to(dtype), pos, offset, counts)
     sink = torch.randn(H) if sinks else None
     kv = types.SimpleNamespace(k=k, v=v, stored=held, first=first, options=dict(scale=0.3, softcap=softcap, sinks=sink))
-    slots = types.SimpleNamespace(kv=kv, pos=positions.int(), stored=types.SimpleNamespace(counts=counts.numpy()))
-    for without in ((3, 12), (22, 24), (15, 23), (27, 29), (40, 44), (7, 7)):
-        part = types.SimpleNamespace(q=q, stop=stop, without=torch.tensor([without] * B))
+    n = counts + (S - first)[:, None]
+    slots = Slots(0, None, n, n.numpy(), n.numpy(), (), positions.int(), held, kv)
+    for unseen in ((3, 12), (22, 24), (15, 23), (27, 29), (40, 44), (7, 7)):
+        part = types.SimpleNamespace(q=q, stop=stop, unseen=torch.tensor([unseen] * B))
         out, lse = observe(part, slots)
         for b in range(B - 1):  # the last row is padding alone
             for h in range(H):
                 at = slice(int(offset[b, h // 3]), int(offset[b, h // 3] + counts[b, h // 3]))
                 keys, values = (torch.cat([x[at], new[b, h // 3]]).double() for x, new in ((held.k, k), (held.v, v)))
                 where = torch.cat([pos[at].long(), positions[b]])
-                seen = (where < without[0]) | (where >= without[1])
+                seen = (where < unseen[0]) | (where >= unseen[1])
                 seen[len(pos[at]) : len(pos[at]) + int(first[b])] = False
                 seen[len(pos[at]) + int(stop[b]) :] = False
                 logit = torch.tensor(-torch.inf) if sink is None else sink[h]

@@ -55,8 +55,9 @@ def attention(
     query, key, value = _stored_form(layer, query, key, value)
     new = (key, value) if new is None else new
     if not layer.is_represented:
-        rows = (x[:, :, : x.shape[2] - step.appended] for x in (query, key))
-        layer.represent(step.patch.policy.kv, *rows, step.first, options, step.patch.ranks)
+        chunk = key.shape[2] - step.appended
+        first = step.first.clamp_max(chunk)  # a row of padding alone
+        layer.represent(step.patch.policy.kv, query[:, :, :chunk], key[:, :, :chunk], first, options, step.patch.ranks)
     seen = attend(Attended(step, layer, module, query, key, value, new, options, hidden=hidden), tap)
     decide(seen)
     return seen.out[..., :width], None

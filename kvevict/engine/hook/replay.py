@@ -28,6 +28,7 @@ class Call:
     first: torch.Tensor  # [B]
     appended: int  # rows at the end that are not stored
     adapter: object  # of the appended rows
+    unseen: torch.Tensor | None = None  # [B, 2] positions that the appended rows do not see
     given: tuple = ()  # arguments of the attention function, or of a sliding window's update
     options: dict | None = None
     out_lse: tuple | None = None  # attention's output
@@ -59,10 +60,15 @@ class Call:
         return self.out_lse
 
     def same(self, other: "Call") -> bool:
-        pairs = ((self.hidden, other.hidden), (self.positions, other.positions), (self.first, other.first))
         if self.appended != other.appended or self.adapter is not other.adapter:
             return False
-        return all(a is b or (a.shape == b.shape and torch.equal(a, b)) for a, b in pairs)
+        pairs: Any = zip(self._inputs(), other._inputs(), strict=True)
+        return all(
+            a is b or (a is not None and b is not None and a.shape == b.shape and torch.equal(a, b)) for a, b in pairs
+        )
+
+    def _inputs(self) -> tuple:
+        return self.hidden, self.positions, self.first, self.unseen
 
 
 class Replay:
@@ -102,7 +108,7 @@ class Replay:
         if step is None or step.read is None or step.cache.layers[index].get_seq_length():
             return own(hidden_states, **kwargs)
         adapter = getattr(step.read.prepared, "adapter", None) if step.appended else None
-        made = Call(hidden_states, step.positions, step.first, step.appended, adapter)
+        made = Call(hidden_states, step.positions, step.first, step.appended, adapter, step.unseen)
         slides = isinstance(step.cache.layers[index], SlidingLayer)
         measures = not slides and step.patch.after_attention and step.chooser.errors is not None
         hidden = not slides and step.patch.wants_hidden

@@ -24,7 +24,7 @@ class Observers:
     probs: torch.Tensor | None = None  # [B, Hkv, C] a single row's attention, mean over the group, where it is known
     own: tuple | None = None  # (k, v) [B, Hkv, R, D] of these rows; their softmax spans them too, causally
     until: Any = None  # [B, 1] the last row's position, for decoded rows that may have lost their slots
-    without: Any = None  # int32 [B, 2] positions (start, stop) that they do not see; None: there are none
+    unseen: Any = None  # int32 [B, 2] positions (start, stop) that they do not see; None: there are none
     of: tuple | None = None  # int32 [B] each: tokens of their prompt, all stored; the first repeated one; how many
 
 
@@ -184,17 +184,17 @@ class LayerRows:
         return Observation((Observers(q, 0 * self.first, self.end, False, own=(k, v) if own else None),))
 
     def later(
-        self, queries: torch.Tensor, skip: Any = None, unseen: Any = 0, counts: Any = None, without: Any = None
+        self, queries: torch.Tensor, skip: Any = None, unseen: Any = 0, counts: Any = None, unseen_at: Any = None
     ) -> Observation:
         """Queries [B, H, R, D] later than all slots. They do not see the last `unseen` slots (a number or [B]), nor
-        those at the positions `without` (int32 [B, 2], start and stop). The first skip [B] queries do not count, or
+        those at the positions `unseen_at` (int32 [B, 2], start and stop). The first skip [B] queries do not count, or
         only the first counts [B] do."""
         if counts is not None:
             skip = queries.shape[2] - counts
             queries = rolled(queries, skip)
         stop = torch.maximum(self.columns - unseen + 0 * self.first, self.first)
         skip = 0 * self.first if skip is None else skip
-        return Observation((Observers(queries, skip, stop, False, without=without),))
+        return Observation((Observers(queries, skip, stop, False, unseen=unseen_at),))
 
     @property
     def end(self) -> torch.Tensor:

@@ -125,7 +125,7 @@ class LayerCall:
     def _complete(self, part: Observers) -> Observers:
         """Observers with their outputs, if those are wanted, and lse over the slots that they see here."""
         kv = self.slots.kv
-        if part.without is not None:
+        if part.unseen is not None:
             out, lse = unseen.observe(part, self.slots)
             return replace(part, out=out, lse=lse)
         if part.own is None and (part.out is not None or not self.step.patch.wants_outputs):

@@ -2,9 +2,10 @@
 
 Layer `tsp` ranks the chunk's tokens by its pooled scores, summed over its kv heads. The observing rows, and the first
 tokens that are always kept, are always propagated: much attention rests on the first tokens, and without them the
-layers after `tsp` lose most answers. Hooks cut these layers' arguments (hidden states, rotary embeddings, position ids,
-and the step that our attention reads) to the propagated tokens; these keep their positions. Every layer counts all
-tokens as seen, and rows appended to a chunk go through all layers.
+layers after `tsp` lose most answers. A question before the text comes before other tokens. Hooks cut these layers'
+arguments (hidden states, rotary embeddings, position ids, and the step that our attention reads) to the propagated
+tokens; these keep their positions. Every layer counts all tokens as seen, and rows appended to a chunk go through all
+layers.
 """
 
 from __future__ import annotations
@@ -99,6 +100,8 @@ def choose(call: LayerCall, score: torch.Tensor) -> Onward:
     count = torch.arange(rows, device=device)
     slot = (call.layer.len[..., None] + count).clamp_max(slots.columns - 1)  # slot of each token of a row
     pooled = policy.score.pooled(slots, score).expand(-1, slot.shape[1], -1)  # shared scores have one for all heads
+    if slots.bounds.kept is not None:
+        pooled = pooled.masked_fill(slots.between, torch.inf)
     worth: Any = slots.heads.gather(pooled.gather(2, slot))
     worth = sum(worth.unbind(1))  # in head order: the same on every machine
     with call.step.meter.clock("select"):

@@ -1,4 +1,5 @@
-"""Attention of rows that do not see some of the slots: a question's copies do not see the question before a text."""
+"""Attention of rows that do not see some of the slots: neither a question's copies nor the rows that observe see the
+question before a text."""
 
 from typing import Any
 
@@ -23,7 +24,14 @@ def attend(
     if step.unseen is not None:
         rows, first = step.appended, step.first
         chunk = k.shape[2] - rows
-        (before, new), (after, end) = _around(step.unseen, held, longest, step.positions[:, :chunk], first)
+        at = torch.arange(longest, device=first.device)
+
+        def below(limit):
+            stored = held.pos[(held.offset[..., None] + at).clamp_max(len(held.pos) - 1)] if longest else at
+            old = ((stored < limit[:, None, None]) & (at < held.len[..., None])).sum(-1)
+            return old.to(torch.int32), _new_below(limit, step.positions[:, :chunk], first)
+
+        (before, new), (after, end) = _around(step.unseen, held, below)
         begin, q = first.clamp_max(chunk), q[:, :, -rows:]  # a row of padding alone
         out[:, -rows:], lse[:, :, -rows:] = _joined(
             _ops.attend(
@@ -35,33 +43,34 @@ def attend(
 
 
 def observe(part: Observers, slots: Slots) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [B, R, H, D], lse [B, H, R]) of observers over the slots that they see, those at `without` left out."""
+    """(out [B, R, H, D], lse [B, H, R]) of observers over the slots that they see: those at `unseen` are left out."""
     kv, stop = slots.kv, part.stop.to(torch.int32)
-    longest = int(slots.stored.counts.max(initial=0))
-    (before, new), (after, end) = _around(part.without, kv.stored, longest, slots.pos, kv.first)
-    begin, end = torch.minimum(kv.first + new, stop), torch.minimum(kv.first + end, stop)
+    heads = kv.stored.len.shape[1]
+
+    def below(limit):
+        new = _new_below(limit, slots.pos, kv.first)
+        return (slots.below(limit[:, None]) - new[:, None]).expand(-1, heads).int().contiguous(), new
+
+    (before, begin), (after, end) = _around(part.unseen, kv.stored, below)
+    begin, end = torch.minimum(kv.first + begin, stop), torch.minimum(kv.first + end, stop)
     return _joined(
         _ops.attend(part.q, before, kv.k, kv.v, kv.first, stop=begin, **_without_sinks(kv.options)),
         _ops.attend(part.q, after, kv.k, kv.v, end, stop=stop, **kv.options),
     )
 
 
-def _around(span, held, longest: int, positions, first) -> tuple:
+def _around(span, held, below) -> tuple:
     """The stored slots before the positions span [B, 2] (start, stop) and those after them, each with the number of new
-    columns before start and before stop. positions: int32 [B, S] of the new columns, valid from first [B] on."""
-    (old, new), (old_end, new_end) = (_below(limit, held, longest, positions, first) for limit in span.unbind(1))
+    columns before start and before stop. below: limit [B] -> how many stored slots of each head, int32 [B, heads], and
+    new columns, int32 [B], have positions below it."""
+    (old, new), (old_end, new_end) = map(below, span.unbind(1))
     return (held.within(0, old), new), (held.within(old_end, held.len - old_end), new_end)
 
 
-def _below(limit, held, longest: int, positions, first) -> tuple:
-    """How many stored slots of each head, int32 [B, heads], and new columns, int32 [B], have positions below limit
-    [B]."""
-    at = torch.arange(longest, device=limit.device)
-    stored = held.pos[(held.offset[..., None] + at).clamp_max(len(held.pos) - 1)] if longest else at
-    old = ((stored < limit[:, None, None]) & (at < held.len[..., None])).sum(-1)
+def _new_below(limit, positions, first):
+    """int32 [B] how many new columns, valid from first [B] on, have positions [B, S] below limit [B]."""
     columns = torch.arange(positions.shape[1], device=limit.device)
-    new = (positions < limit[:, None]) & (columns >= first[:, None])
-    return old.to(torch.int32), new.sum(1).to(torch.int32)
+    return ((positions < limit[:, None]) & (columns >= first[:, None])).sum(1).to(torch.int32)
 
 
 def _without_sinks(options: dict[str, Any]) -> dict[str, Any]:

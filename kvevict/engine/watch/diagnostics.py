@@ -115,7 +115,8 @@ class Diagnostics(Watcher):
 def _head(call, b, h, index, q, options):
     """Outputs [G, R, D] with and without a kv head's lost slots, and attention [G, R] in all and on its kept slots.
 
-    The rows are the call's last, so a new slot is seen by rows at or after its column, a stored one by all.
+    The rows are the call's last, so a new slot is seen by rows at or after its column, a stored one by all. A
+    question's copies do not see the question before the text.
     """
     kv, slots = call.slots.kv, call.slots.kv.stored
     stored, first = int(slots.counts[b, h]), int(kv.padding[b])
@@ -124,6 +125,8 @@ def _head(call, b, h, index, q, options):
     columns = call.step.positions.shape[1]
     column = torch.arange(len(k), device=k.device) - stored + first
     sees = column <= torch.arange(columns - q.shape[1], columns, device=k.device)[:, None]
+    if call.step.unseen is not None and call.step.appended:
+        sees = sees & ~call.slots.at(call.step.unseen)[b, min(h, call.slots.n.shape[1] - 1), : len(k)]
     kept = torch.zeros(len(k), dtype=torch.bool, device=k.device)
     kept[index.long()] = True
     a, before = attention(q, k, v, sees, **options)

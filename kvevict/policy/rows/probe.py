@@ -294,4 +294,4 @@ class Questions(Requested):
         if self.near and call.ends_prompt:
             unseen = torch.minimum(self.ends(call), self.kept(call))
         counts, before = call.upload(self.lengths(None)), self._before(call)
-        return call.later(past[0].to(call.q.dtype), unseen=unseen, counts=counts, without=before)
+        return call.later(past[0].to(call.q.dtype), unseen=unseen, counts=counts, unseen_at=before)

@@ -188,8 +188,8 @@ def observed(op: Any, slots: Slots, part: Observers, more: Any = (), group: str 
             part.q, part.skip.to(torch.int32), stored, *new, kv.first, part.stop.to(torch.int32), *more, lse=part.lse,
             causal=part.causal, **options, **kv.options,
         )  # fmt: skip
-    if part.without is not None and op is not _ops.peak:  # of slots
-        at = slots.at(part.without)
+    if part.unseen is not None and op is not _ops.peak:  # peak's numbers are of rows, and its ranges leave these out
+        at = slots.at(part.unseen)
         found = found.masked_fill(at.repeat_interleave(found.shape[1] // at.shape[1], 1), 0)
     return slots.heads.reduce(found, group) if group is not None and latent else found
 

@@ -55,27 +55,40 @@ class OutputError(Quantity):
         zero, outside = torch.zeros_like(n), slots.below(end - rows)
         lo = slots.below(rows) if self.weight in ("middle", "i>w") else zero
         hi = slots.below(end - 2 * rows) if self.weight in ("middle", "i<=t-2w") else n
-        empty = hi <= lo
-        lo, hi = torch.where(empty, zero, lo), torch.where(empty, outside, hi)
-        largest = peak(slots, observation, lo.to(torch.int32), hi.to(torch.int32))
-        none = (hi <= lo).repeat_interleave(largest.shape[1] // n.shape[1], 1)
-        return largest.masked_fill(none[..., None], 1.0)
+        found = []
+        for part in observation.parts:
+            empty = _unseen(slots, part, lo, hi)
+            start, stop = torch.where(empty, zero, lo), torch.where(empty, outside, hi)
+            largest, none = peak(slots, part, start, stop), _unseen(slots, part, start, stop)
+            none = none.repeat_interleave(largest.shape[1] // n.shape[1], 1)
+            found.append(largest.masked_fill(none[..., None], 1.0))
+        return torch.cat(found, 2)
 
 
-def peak(slots: Slots, observation: Observation, lo: torch.Tensor, hi: torch.Tensor) -> torch.Tensor:
-    """The largest attention weight of each observer over slots lo <= i < hi [B, Hkv]: [B, H, R], part by part."""
-    heads, found = slots.kv.stored.len.shape[1], []
+def _unseen(slots: Slots, part: Observers, lo: torch.Tensor, hi: torch.Tensor) -> torch.Tensor:
+    """bool [B, Hkv]: the observers see none of the slots lo <= i < hi [B, Hkv]."""
+    if part.unseen is None:
+        return hi <= lo
+    start, stop = _around(slots, part)
+    return (torch.minimum(hi, start) <= lo) & (hi <= torch.maximum(lo, stop))
 
-    def largest(part: Observers, *ends: torch.Tensor) -> torch.Tensor:
+
+def _around(slots: Slots, part: Observers) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 [B, Hkv] (start, stop) of the slots at the positions that the observers do not see."""
+    start, stop = (slots.below(limit[:, None]) for limit in part.unseen.unbind(1))
+    return start, stop
+
+
+def peak(slots: Slots, part: Observers, lo: torch.Tensor, hi: torch.Tensor) -> torch.Tensor:
+    """The largest attention weight of each observer over slots lo <= i < hi [B, Hkv]: [B, H, R]."""
+    heads = slots.kv.stored.len.shape[1]
+
+    def largest(*ends: torch.Tensor) -> torch.Tensor:
         ends = tuple((x if x.shape[1] == heads else x.expand(-1, heads)).int().contiguous() for x in ends)
         return observed(_ops.peak, slots, part, (torch.minimum(*ends), ends[1]))
 
-    for part in observation.parts:  # slots from `stop` on are not seen: they get 0
-        end = torch.minimum(hi, slots.n - (slots.kv.k.shape[2] - part.stop.to(torch.int32))[:, None])
-        if part.without is None:
-            found.append(largest(part, lo, end))
-        else:
-            start, stop = (slots.below(limit[:, None]) for limit in part.without.unbind(1))
-            both = largest(part, lo, torch.minimum(end, start)), largest(part, torch.maximum(lo, stop), end)
-            found.append(torch.maximum(*both))
-    return torch.cat(found, 2)
+    hi = torch.minimum(hi, slots.n - (slots.kv.k.shape[2] - part.stop.to(torch.int32))[:, None])  # unseen: 0
+    if part.unseen is None:
+        return largest(lo, hi)
+    start, stop = _around(slots, part)
+    return torch.maximum(largest(lo, torch.minimum(hi, start)), largest(torch.maximum(lo, stop), hi))

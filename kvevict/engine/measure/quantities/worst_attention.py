@@ -63,8 +63,8 @@ def logits(slots: Slots, part: Observers) -> Iterator[Any]:
         if part.until is not None:
             position = slots.positions[b, min(h, slots.n.shape[1] - 1), : len(k)]
             sees = position <= part.until[b] + 1 - rows[:, None]
-        if part.without is not None:
-            sees = sees & ~slots.at(part.without)[b, min(h, slots.n.shape[1] - 1), : len(k)]
+        if part.unseen is not None:
+            sees = sees & ~slots.at(part.unseen)[b, min(h, slots.n.shape[1] - 1), : len(k)]
         x = x.masked_fill(~sees, -torch.inf)
         if part.lse is not None:
             lse = part.lse[b, mine]
