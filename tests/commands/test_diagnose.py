@@ -178,7 +178,7 @@ class Row(oracle.Row):
 
 
 def agree(preset, given, lengths, made, **known):
-    """The report of a padded batch against the oracle's rows, one by one; `known`: what the oracle is told besides."""
+    """The report of a padded batch against the oracle's rows, one by one; `known`: further options of the oracle."""
     for seed in range(60):
         data = [call[0] for call in tokens([[n] for n in lengths], seed)]
         rows = [Row(made, preset, near=NEAR, **given | known) for _ in data]
