@@ -3,8 +3,8 @@
  * same bits every time.
  *
  * Few heads a group are computed by lanes (lanes.cuh), and whichever block finishes a head's last split combines all of
- * them. More heads are the rows of a tile (stream.cuh), multiplied on tensor cores in 16 bits; on an H200 these are
- * faster at 4 heads, and at 2 on few slots alone (docs/cuda.md).
+ * them. More heads are the rows of a tile (stream.cuh), multiplied on tensor cores in 16 bits. On an H200 tiles are
+ * faster at 4 heads and lanes at 2, except on few slots (docs/cuda.md); 3 heads were not timed.
  * Arithmetic is fp32, logits are in log2 units. */
 // budget: regs 255, smem 98400
 #include "lanes.cuh"

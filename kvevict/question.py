@@ -119,28 +119,26 @@ class Finder:
         start, stop = span
         if not in_last_part(span, tokens, columns):
             return start, stop, True
-        if ids is None or not callable(self.tokenizer):
-            return None
-        if stop - start < AGAIN:
+        if ids is None or not callable(self.tokenizer) or stop - start < AGAIN:
             return None
         asked = self.tokenizer.decode(ids[start:stop], clean_up_tokenization_spaces=False)
         earlier = find(self.tokenizer, ids[:start], asked) if asked.strip() else None
         return earlier and (*earlier, False)
 
     def requests(
-        self, arguments: Arguments, spans: Sequence[tuple[int, int] | None], tokens: list[int]
+        self, arguments: Arguments, prompts: list[Any], spans: Sequence[tuple[int, int] | None], tokens: list[int]
     ) -> tuple[tuple[int, ...], ...]:
-        """For each row of a call, with the span (start, stop) of its question or None: the request's tokens from
-        the question's paragraph to the prompt's end, from its line, and from the question; () for a question that is
-        not in the prompt's last part."""
+        """For each row of a call, with its prompt's ids (None for embeddings) and the span (start, stop) of its
+        question or None: the request's tokens from the question's paragraph to the prompt's end, from its line, and
+        from the question; () for a question that is not in the prompt's last part."""
         found: list[tuple[int, ...]] = []
-        for row, (span, n) in enumerate(zip(spans, tokens, strict=True)):
+        for ids, span, n in zip(prompts, spans, tokens, strict=True):
             if span is None or not in_last_part(span, n, arguments.columns):
                 found.append(())
                 continue
-            before = None if arguments.ids is None else ids_of_row(arguments, row, n)[: span[0]]
             starts: list[Any] = []
-            if before is not None and callable(self.tokenizer):
+            if ids is not None and callable(self.tokenizer):
+                before = ids[: span[0]]
                 starts = [start_of(self.tokenizer, before, mark, self._marks[0]) for mark in (PARAGRAPH, LINE)]
             starts = [start for start in (*starts, span[0]) if start is not None]
             found.append(tuple(dict.fromkeys(n - start for start in starts)))
@@ -160,7 +158,9 @@ class Asked(Finder):
             )
         asked = self.asked * (arguments.batch // len(self.asked))
         tokens = np.maximum(prompt - arguments.padding, 0).tolist()
-        spans = [self._span(arguments, b, each, n) for b, (each, n) in enumerate(zip(asked, tokens))]
+        read = arguments.ids is not None and callable(self.tokenizer)
+        prompts = [ids_of_row(arguments, b, n) if read else None for b, n in enumerate(tokens)]
+        spans = [self._span(*each) for each in zip(prompts, asked, tokens, strict=True)]
         longest, size = max(stop - start for start, stop in spans), arguments.policy.chunk_size
         if size is not None and longest >= size:
             raise ValueError(
@@ -172,18 +172,17 @@ class Asked(Finder):
                 "questions of different lengths observe from different rows of a call, and diagnose=True and TADA's "
                 "budgets take its last ones: give spans of one length, or read the rows of the batch one by one"
             )
-        prompts = [None if arguments.ids is None else ids_of_row(arguments, b, n) for b, n in enumerate(tokens)]
         before = [self.before(ids, s, n, arguments.columns) for ids, s, n in zip(prompts, spans, tokens)]
-        kept = self.requests(arguments, spans, tokens)
+        kept = self.requests(arguments, prompts, spans, tokens)
         questions = [Question((span,), of, opens) for span, of, opens in zip(spans, kept, before, strict=True)]
         return asking(arguments, questions, tokens)
 
-    def _span(self, arguments, row: int, asked, tokens: int) -> tuple:
-        """(start, stop) in a row of `tokens` tokens."""
+    def _span(self, ids: list[int] | None, asked, tokens: int) -> tuple:
+        """(start, stop) in a prompt of `tokens` tokens; ids: None for embeddings."""
         if isinstance(asked, str):
-            if arguments.ids is None:
+            if ids is None:
                 raise ValueError("a question that is a text is found in token ids: pass input_ids, or give its tokens")
-            if found := find(self.tokenizer, ids_of_row(arguments, row, tokens), asked):
+            if found := find(self.tokenizer, ids, asked):
                 return found
             raise ValueError(f"the prompt does not have the question {asked!r}: give its words as the prompt has them")
         start, stop = asked if asked[0] >= 0 else (tokens + asked[0], tokens + asked[1])
@@ -213,7 +212,7 @@ class LastTurn(Finder):
         last, tokens = rows.lengths(tokens).tolist(), tokens.tolist()
         prompts = [ids_of_row(arguments, b, n) for b, n in enumerate(tokens)]
         found = [self._found(ids, arguments.columns) for ids in prompts]
-        kept = self.requests(arguments, [spans[-1] if spans else None for spans, _ in found], tokens)
+        kept = self.requests(arguments, prompts, [spans[-1] if spans else None for spans, _ in found], tokens)
         rows = rows.keeping(kept) if any(kept) else rows
         asked = [fitting(spans, policy.chunk_size or prompt) for spans, _ in found]
         before = [opens for _, opens in found]

@@ -134,7 +134,7 @@ def slots_of(cache):
 
 @pytest.mark.parametrize("kind", ["int8", "k8v4", "int4"])
 def test_packed_slots_as_on_the_cpu(kind):
-    """The same slots and bytes after an eviction that rounding does not change, and logits without NaN."""
+    """The same slots, of as many bytes, after an eviction that rounding does not change, and logits without NaN."""
     inputs, found = tiny.prompt(2, 150), []
     for device in ("cpu", "cuda"):
         model = kvevict.patch(tiny.model().to(device), "streaming", budget=48, chunk_size=40, kv=kind)

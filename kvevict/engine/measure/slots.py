@@ -1,6 +1,6 @@
 """One layer's alive slots before a cut, and their heads. Values: nothing here is changed once made."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -92,6 +92,7 @@ class Slots:
     kv: Any = None  # None for all ranks' heads: no rank holds all of them
     prompt: np.ndarray | None = None  # [B, heads of all ranks] how many first slots of a head stay: `keep_prompt`
     bounds: Bounds = FREE  # positions that stay at any score too, and those that a head keeps few of
+    _around: dict = field(default_factory=dict, init=False)  # span -> `around`
 
     @cached_property
     def columns(self) -> int:
@@ -134,8 +135,20 @@ class Slots:
 
     def at(self, span: torch.Tensor) -> torch.Tensor:
         """bool [B, Hkv, C]: the slot is at the positions span [B, 2] (start, stop)."""
-        start, stop = span[:, :, None, None].unbind(1)
-        return (self.positions >= start) & (self.positions < stop)
+        start, stop = self.around(span)
+        column = torch.arange(self.columns, device=self.device)
+        return (column >= start[..., None]) & (column < stop[..., None])
+
+    def around(self, span: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """int32 [B, Hkv] (start, stop) of the slots at the positions span [B, 2] (start, stop)."""
+        if span not in self._around:
+            self._around[span] = tuple(self.below(limit[:, None]).int() for limit in span.unbind(1))
+        return self._around[span]
+
+    def of_head(self, x: torch.Tensor, b: int, h: int) -> torch.Tensor:
+        """x [B, Hkv, C] at the alive slots of kv head h, of which latents have one."""
+        h = min(h, self.n.shape[1] - 1)
+        return x[b, h, : self.counts[b, h]]
 
     def below(self, limit: torch.Tensor) -> torch.Tensor:
         """int64 [B, Hkv] how many slots have positions below limit [B, 1]."""

@@ -26,12 +26,14 @@ def attend(
         chunk = k.shape[2] - rows
         at = torch.arange(longest, device=first.device)
 
-        def below(limit):
-            stored = held.pos[(held.offset[..., None] + at).clamp_max(len(held.pos) - 1)] if longest else at
-            old = ((stored < limit[:, None, None]) & (at < held.len[..., None])).sum(-1)
-            return old.to(torch.int32), _new_below(limit, step.positions[:, :chunk], first)
+        columns, new = torch.arange(chunk, device=first.device), step.positions[:, :chunk]
+        stored = held.pos[(held.offset[..., None] + at).clamp_max(len(held.pos) - 1)] if longest else at
 
-        (before, new), (after, end) = _around(step.unseen, held, below)
+        def below(limit):
+            old = ((stored < limit[:, None, None]) & (at < held.len[..., None])).sum(-1, dtype=torch.int32)
+            return old, ((new < limit[:, None]) & (columns >= first[:, None])).sum(1, dtype=torch.int32)
+
+        (before, new), (after, end) = _around(held, *map(below, step.unseen.unbind(1)))
         begin, q = first.clamp_max(chunk), q[:, :, -rows:]  # a row of padding alone
         out[:, -rows:], lse[:, :, -rows:] = _joined(
             _ops.attend(
@@ -45,13 +47,12 @@ def attend(
 def observe(part: Observers, slots: Slots) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [B, R, H, D], lse [B, H, R]) of observers over the slots that they see: those at `unseen` are left out."""
     kv, stop = slots.kv, part.stop.to(torch.int32)
-    heads = kv.stored.len.shape[1]
 
-    def below(limit):
-        new = _new_below(limit, slots.pos, kv.first)
-        return (slots.below(limit[:, None]) - new[:, None]).expand(-1, heads).int().contiguous(), new
+    def split(count):
+        old = torch.minimum(count, kv.stored.len)  # the stored slots are a head's first
+        return old, (count - old)[:, 0]
 
-    (before, begin), (after, end) = _around(part.unseen, kv.stored, below)
+    (before, begin), (after, end) = _around(kv.stored, *map(split, slots.around(part.unseen)))
     begin, end = torch.minimum(kv.first + begin, stop), torch.minimum(kv.first + end, stop)
     return _joined(
         _ops.attend(part.q, before, kv.k, kv.v, kv.first, stop=begin, **_without_sinks(kv.options)),
@@ -59,18 +60,12 @@ def observe(part: Observers, slots: Slots) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def _around(span, held, below) -> tuple:
-    """The stored slots before the positions span [B, 2] (start, stop) and those after them, each with the number of new
-    columns before start and before stop. below: limit [B] -> how many stored slots of each head, int32 [B, heads], and
-    new columns, int32 [B], have positions below it."""
-    (old, new), (old_end, new_end) = map(below, span.unbind(1))
+def _around(held, start: tuple, stop: tuple) -> tuple:
+    """The stored slots before and after a span, each with the number of new columns before the span's start and before
+    its stop. start, stop: how many stored slots of each head, int32 [B, heads], and new columns, int32 [B], are before
+    it."""
+    (old, new), (old_end, new_end) = start, stop
     return (held.within(0, old), new), (held.within(old_end, held.len - old_end), new_end)
-
-
-def _new_below(limit, positions, first):
-    """int32 [B] how many new columns, valid from first [B] on, have positions [B, S] below limit [B]."""
-    columns = torch.arange(positions.shape[1], device=limit.device)
-    return ((positions < limit[:, None]) & (columns >= first[:, None])).sum(1).to(torch.int32)
 
 
 def _without_sinks(options: dict[str, Any]) -> dict[str, Any]:

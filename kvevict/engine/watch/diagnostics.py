@@ -126,7 +126,7 @@ def _head(call, b, h, index, q, options):
     column = torch.arange(len(k), device=k.device) - stored + first
     sees = column <= torch.arange(columns - q.shape[1], columns, device=k.device)[:, None]
     if call.step.unseen is not None and call.step.appended:
-        sees = sees & ~call.slots.at(call.step.unseen)[b, min(h, call.slots.n.shape[1] - 1), : len(k)]
+        sees = sees & ~call.slots.of_head(call.slots.at(call.step.unseen), b, h)
     kept = torch.zeros(len(k), dtype=torch.bool, device=k.device)
     kept[index.long()] = True
     a, before = attention(q, k, v, sees, **options)

@@ -69,14 +69,8 @@ def _unseen(slots: Slots, part: Observers, lo: torch.Tensor, hi: torch.Tensor) -
     """bool [B, Hkv]: the observers see none of the slots lo <= i < hi [B, Hkv]."""
     if part.unseen is None:
         return hi <= lo
-    start, stop = _around(slots, part)
+    start, stop = slots.around(part.unseen)
     return (torch.minimum(hi, start) <= lo) & (hi <= torch.maximum(lo, stop))
-
-
-def _around(slots: Slots, part: Observers) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64 [B, Hkv] (start, stop) of the slots at the positions that the observers do not see."""
-    start, stop = (slots.below(limit[:, None]) for limit in part.unseen.unbind(1))
-    return start, stop
 
 
 def peak(slots: Slots, part: Observers, lo: torch.Tensor, hi: torch.Tensor) -> torch.Tensor:
@@ -90,5 +84,5 @@ def peak(slots: Slots, part: Observers, lo: torch.Tensor, hi: torch.Tensor) -> t
     hi = torch.minimum(hi, slots.n - (slots.kv.k.shape[2] - part.stop.to(torch.int32))[:, None])  # unseen: 0
     if part.unseen is None:
         return largest(lo, hi)
-    start, stop = _around(slots, part)
+    start, stop = slots.around(part.unseen)
     return torch.maximum(largest(lo, torch.minimum(hi, start)), largest(torch.maximum(lo, stop), hi))

@@ -61,10 +61,10 @@ def logits(slots: Slots, part: Observers) -> Iterator[Any]:
         x = _ops.softcapped(part.q[b, mine].float() @ k.float().T * scale, softcap)
         sees = column <= (len(k) - rows[:, None] if part.causal else len(k) - 1 - stop[b])
         if part.until is not None:
-            position = slots.positions[b, min(h, slots.n.shape[1] - 1), : len(k)]
+            position = slots.of_head(slots.positions, b, h)
             sees = position <= part.until[b] + 1 - rows[:, None]
         if part.unseen is not None:
-            sees = sees & ~slots.at(part.unseen)[b, min(h, slots.n.shape[1] - 1), : len(k)]
+            sees = sees & ~slots.of_head(slots.at(part.unseen), b, h)
         x = x.masked_fill(~sees, -torch.inf)
         if part.lse is not None:
             lse = part.lse[b, mine]
