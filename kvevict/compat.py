@@ -1,6 +1,7 @@
 """Every branch on the Transformers version, and every method of Transformers with an underscore that we stand in for.
 Free of Transformers until a function of it runs, so that counts need it not."""
 
+import functools
 import inspect
 import sys
 import warnings
@@ -106,11 +107,17 @@ def base_attention(module: torch.nn.Module, config: Any) -> Callable[..., Any]:
     return AttentionInterface().get_interface(config._attn_implementation, eager)
 
 
+@functools.cache
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function has a parameter of this name."""
+    return name in inspect.signature(function).parameters
+
+
 def apply_rotary(module: torch.nn.Module, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x [B, H, p, D] rotated by cos and sin [B, p, r], with the function of the module's own file. Where r < D that
     function or its caller leaves the last D - r dimensions alone."""
     function = sys.modules[type(module).__module__].apply_rotary_pos_emb
-    both = "k" in inspect.signature(function).parameters
+    both = takes(function, "k")
     rotated = lambda part: function(part, part, cos, sin)[0] if both else function(part, cos, sin)  # noqa: E731
     width = cos.shape[-1]
     try:

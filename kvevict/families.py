@@ -246,7 +246,7 @@ def structure_reasons(decoder: Any) -> list[str]:
             ]
         if module is not None and getattr(module, "is_causal", True) is False:
             return ["its attention is bidirectional; only causal models are supported"]
-        if module is not None and "cross_attention_states" in inspect.signature(type(module).forward).parameters:
+        if module is not None and compat.takes(type(module).forward, "cross_attention_states"):
             return [f"layer {index} attends to pictures (cross-attention): its keys are not the text's"]
         if kind == FULL_ATTENTION_AND_STATE and mixer_of(layer) is None:
             return [f"layer {index} keeps a state in an unknown module"]
@@ -299,7 +299,7 @@ def rotate(
     modules that rotate (`trial.rotating`)."""
     rotary = rotary_of(decoder) or rotary_of(module)
     kinds = getattr(decoder.config, "layer_types", None)
-    typed = "layer_type" in inspect.signature(type(rotary).forward).parameters
+    typed = compat.takes(type(rotary).forward, "layer_type")
     layer_type = (kinds[module.layer_idx] if kinds else "full_attention",) if typed else ()
     to = position_to if position_to.ndim == 2 else position_to[:, None]
     positions = torch.cat([position_from[:, None], to], 1).clamp_min(0)

@@ -188,10 +188,10 @@ class LayerRows:
     ) -> Observation:
         """Queries [B, H, R, D] later than all slots. They do not see the last `unseen` slots (a number or [B]), nor
         those at the positions `unseen_at` (int32 [B, 2], start and stop). The first skip [B] queries do not count, or
-        only the first counts [B] do."""
+        only the first counts[b] do; counts is on the host."""
         if counts is not None:
-            skip = queries.shape[2] - counts
-            queries = rolled(queries, skip)
+            skip = self.upload(queries.shape[2] - counts)
+            queries = rolled(queries, skip) if (counts < queries.shape[2]).any() else queries
         stop = torch.maximum(self.columns - unseen + 0 * self.first, self.first)
         skip = 0 * self.first if skip is None else skip
         return Observation((Observers(queries, skip, stop, False, unseen=unseen_at),))

@@ -142,7 +142,7 @@ class Slots:
     def around(self, span: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """int32 [B, Hkv] (start, stop) of the slots at the positions span [B, 2] (start, stop)."""
         if span not in self._around:
-            self._around[span] = tuple(self.below(limit[:, None]).int() for limit in span.unbind(1))
+            self._around[span] = self.below(span).unbind()
         return self._around[span]
 
     def of_head(self, x: torch.Tensor, b: int, h: int) -> torch.Tensor:
@@ -150,9 +150,10 @@ class Slots:
         h = min(h, self.n.shape[1] - 1)
         return x[b, h, : self.counts[b, h]]
 
-    def below(self, limit: torch.Tensor) -> torch.Tensor:
-        """int64 [B, Hkv] how many slots have positions below limit [B, 1]."""
-        return ((self.positions >= 0) & (self.positions < limit[..., None])).sum(-1)
+    def below(self, limits: torch.Tensor) -> torch.Tensor:
+        """int32 [n, B, Hkv] how many slots have positions below each of the limits [B, n]."""
+        at = self.positions
+        return ((at >= 0) & (at < limits.T[..., None, None])).sum(-1, dtype=torch.int32)
 
     def beyond(self, ranks: torch.Tensor) -> torch.Tensor:
         """bool [B, Hkv, C]: the competing slots past the limit of `bounds`, used up by protected ones and better

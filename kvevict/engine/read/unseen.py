@@ -24,16 +24,12 @@ def attend(
     if step.unseen is not None:
         rows, first = step.appended, step.first
         chunk = k.shape[2] - rows
-        at = torch.arange(longest, device=first.device)
-
-        columns, new = torch.arange(chunk, device=first.device), step.positions[:, :chunk]
-        stored = held.pos[(held.offset[..., None] + at).clamp_max(len(held.pos) - 1)] if longest else at
-
-        def below(limit):
-            old = ((stored < limit[:, None, None]) & (at < held.len[..., None])).sum(-1, dtype=torch.int32)
-            return old, ((new < limit[:, None]) & (columns >= first[:, None])).sum(1, dtype=torch.int32)
-
-        (before, new), (after, end) = _around(held, *map(below, step.unseen.unbind(1)))
+        at, columns = (torch.arange(count, device=first.device) for count in (longest, chunk))
+        stored, limits = held.pos[(held.offset[..., None] + at).clamp_max(len(held.pos) - 1)], step.unseen.T[..., None]
+        old = (stored < limits[..., None]) & (at < held.len[..., None])  # [2, B, heads, longest]
+        new = (step.positions[:, :chunk] < limits) & (columns >= first[:, None])  # [2, B, chunk]
+        counts = (x.sum(-1, dtype=torch.int32) for x in (old, new))
+        (before, new), (after, end) = _around(held, *zip(*counts, strict=True))
         begin, q = first.clamp_max(chunk), q[:, :, -rows:]  # a row of padding alone
         out[:, -rows:], lse[:, :, -rows:] = _joined(
             _ops.attend(
@@ -73,10 +69,9 @@ def _without_sinks(options: dict[str, Any]) -> dict[str, Any]:
     return options | dict(sinks=None)
 
 
-def _joined(*parts) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of attention over the slots of all parts, each an (out [B, R, H, D], lse [B, H, R]) over its own."""
-    total = torch.logaddexp(*(lse for _, lse in parts))
-    # A row of padding alone sees nothing: -inf less -inf.
-    shares = [(lse - total).exp().nan_to_num(0).transpose(1, 2)[..., None] for _, lse in parts]
-    out = sum(share * x.float() for share, (x, _) in zip(shares, parts, strict=True))
-    return out.to(parts[0][0].dtype), total
+def _joined(one: tuple, other: tuple) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of attention over the slots of both parts, each an (out [B, R, H, D], lse [B, H, R]) over its own."""
+    (out, lse), (more, more_lse) = one, other
+    share = (more_lse - lse).sigmoid().nan_to_num(0)  # a row of padding alone sees nothing: -inf less -inf
+    joined = torch.lerp(out.float(), more.float(), share.transpose(1, 2)[..., None])
+    return joined.to(out.dtype), torch.logaddexp(lse, more_lse)

@@ -275,9 +275,12 @@ class Questions(Requested):
         before = self._before(call)
         if before is None:
             return super().bounds(call)
-        once = call.upload([bool(each.before and each.before[2]) for each in self.questions]).bool()
-        fits = once & (before[:, 1] - before[:, 0] <= call.budget // 4)
-        return super().bounds(call)._replace(kept=before.masked_fill(~fits[:, None], 0))
+        found = [each.before or (0, 0, False) for each in self.questions]
+        sizes = np.array([stop - start if once else UNLIMITED for start, stop, once in found])
+        fits = sizes <= call.host_budget // 4
+        if not fits.any():
+            return super().bounds(call)
+        return super().bounds(call)._replace(kept=before * call.upload(fits)[:, None])
 
     def _before(self, call: LayerRows) -> Any:
         """int32 [B, 2] positions of the questions before the text; None: there are none."""
@@ -293,5 +296,5 @@ class Questions(Requested):
         unseen: Any = 0
         if self.near and call.ends_prompt:
             unseen = torch.minimum(self.ends(call), self.kept(call))
-        counts, before = call.upload(self.lengths(None)), self._before(call)
-        return call.later(past[0].to(call.q.dtype), unseen=unseen, counts=counts, unseen_at=before)
+        queries, before = past[0].to(call.q.dtype), self._before(call)
+        return call.later(queries, unseen=unseen, counts=self.lengths(None), unseen_at=before)

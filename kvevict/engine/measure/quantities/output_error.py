@@ -52,9 +52,10 @@ class OutputError(Quantity):
             return None
         rows, n = observation.row_count[:, None], slots.n
         end = slots.positions.amax(-1).amax(-1, keepdim=True) + 1  # T
-        zero, outside = torch.zeros_like(n), slots.below(end - rows)
-        lo = slots.below(rows) if self.weight in ("middle", "i>w") else zero
-        hi = slots.below(end - 2 * rows) if self.weight in ("middle", "i<=t-2w") else n
+        first, last, outside = slots.below(torch.cat([rows, end - 2 * rows, end - rows], 1)).unbind()
+        zero = torch.zeros_like(n)
+        lo = first if self.weight in ("middle", "i>w") else zero
+        hi = last if self.weight in ("middle", "i<=t-2w") else n
         found = []
         for part in observation.parts:
             empty = _unseen(slots, part, lo, hi)
