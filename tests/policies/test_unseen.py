@@ -10,6 +10,7 @@ import zoo
 import kvevict
 from kvevict import _ops
 from kvevict.engine.measure.slots import Slots
+from kvevict.engine.read.step import Step
 from kvevict.engine.read.unseen import attend, observe
 
 B, H, HKV, D, S, P = 3, 6, 2, 16, 9, 4
@@ -40,9 +41,8 @@ def test_against_a_dense_attention(dtype, near, softcap, sinks):
     sink = torch.randn(H) if sinks else None
     options = dict(scale=0.3, softcap=softcap, sinks=sink)
     for unseen in ((3, 12), (22, 25), (15, 23), (40, 44), (7, 7)):
-        step = types.SimpleNamespace(
-            appended=P, first=first, positions=positions.to(torch.int32), unseen=torch.tensor([unseen] * B)
-        )
+        spans = torch.tensor([unseen] * B, dtype=torch.int32)
+        step = Step(*[None] * 4, positions.to(torch.int32), first, first.numpy(), appended=P, unseen=spans)
         rest = _ops.attend(q, held, k, v, first, **options)
         out, lse = attend(step, q, k, v, held, int(counts.max()), options)
         assert torch.equal(out[:, :S], rest[0][:, :S]) and torch.equal(lse[:, :, :S], rest[1][:, :, :S])

@@ -68,6 +68,14 @@ class Step:
         columns = self.positions.shape[1] - self.appended
         return self.counted or (columns, columns - np.minimum(self.padding, columns))
 
+    @cached_property
+    def unseen_columns(self) -> torch.Tensor:
+        """int32 [2, B] how many of the chunk's columns have positions before `unseen`'s start, and before its stop."""
+        assert self.unseen is not None
+        chunk = self.positions.shape[1] - self.appended
+        valid = torch.arange(chunk, device=self.first.device) >= self.first[:, None]
+        return ((self.positions[:, :chunk] < self.unseen.T[..., None]) & valid).sum(-1, dtype=torch.int32)
+
     def on(self, device: torch.device) -> Step:
         """This step for layers that compute on `device`, with `positions` and `first` there."""
         if self.positions.device == device:

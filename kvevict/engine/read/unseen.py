@@ -20,24 +20,20 @@ def attend(
     longest  stored slots of the fullest head
     options  scale, softcap, sinks of attention
     """
-    out, lse = _ops.attend(q, held, k, v, step.first, **options)
-    if step.unseen is not None:
-        rows, first = step.appended, step.first
-        chunk = k.shape[2] - rows
-        at, columns = (torch.arange(count, device=first.device) for count in (longest, chunk))
-        stored, limits = held.pos[(held.offset[..., None] + at).clamp_max(len(held.pos) - 1)], step.unseen.T[..., None]
-        old = (stored < limits[..., None]) & (at < held.len[..., None])  # [2, B, heads, longest]
-        new = (step.positions[:, :chunk] < limits) & (columns >= first[:, None])  # [2, B, chunk]
-        counts = (x.sum(-1, dtype=torch.int32) for x in (old, new))
-        (before, new), (after, end) = _around(held, *zip(*counts, strict=True))
-        begin, q = first.clamp_max(chunk), q[:, :, -rows:]  # a row of padding alone
-        out[:, -rows:], lse[:, :, -rows:] = _joined(
-            _ops.attend(
-                q, before, k[:, :, :chunk], v[:, :, :chunk], begin, stop=begin + new, **_without_sinks(options)
-            ),
-            _ops.attend(q, after, k, v, first + end, **options),
-        )
-    return out, lse
+    if step.unseen is None:
+        return _ops.attend(q, held, k, v, step.first, **options)
+    rows, chunk = step.appended, k.shape[2] - step.appended
+    at = torch.arange(longest, device=q.device)
+    stored = held.pos[(held.offset[..., None] + at).clamp_max(len(held.pos) - 1)]
+    old = (stored < step.unseen.T[..., None, None]) & (at < held.len[..., None])  # [2, B, heads, longest]
+    (before, new), (after, end) = _around(held, *zip(old.sum(-1, dtype=torch.int32), step.unseen_columns, strict=True))
+    begin, kv, q_appended = step.first.clamp_max(chunk), (k[:, :, :chunk], v[:, :, :chunk]), q[:, :, -rows:]
+    out, lse = _ops.attend(q[:, :, :-rows], held, *kv, begin, **options)
+    more, more_lse = _joined(
+        _ops.attend(q_appended, before, *kv, begin, stop=begin + new, **_without_sinks(options)),
+        _ops.attend(q_appended, after, k, v, step.first + end, **options),
+    )
+    return torch.cat([out, more], 1), torch.cat([lse, more_lse], 2)
 
 
 def observe(part: Observers, slots: Slots) -> tuple[torch.Tensor, torch.Tensor]:
