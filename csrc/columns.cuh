@@ -17,7 +17,7 @@ struct Columns {
   const float *centre; /* [D] of packed rows, or NULL */
 
   /* Columns before this are packed. */
-  __device__ __forceinline__ int packed() const { return packing == KV_AS_COMPUTED ? 0 : min(at.len, at.n); }
+  __device__ __forceinline__ int packed() const { return packing == KV_AS_COMPUTED ? 0 : at.len; }
 };
 
 /* `rows` the layer's, in which the head's slot 0 is row `offset`. */

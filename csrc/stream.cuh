@@ -160,12 +160,12 @@ static __device__ __forceinline__ int warp_key() {
   return X::KEY_WARPS == 1 ? 0 : warp_id() * (X::KEYS / X::KEY_WARPS);
 }
 
-/* Columns c0 .. c1 - 1 alone, as 0 .. c1 - c0 - 1. */
+/* Columns c0 .. c1 - 1 alone, as 0 .. c1 - c0 - 1; of stored rows, too, no more than these (at.len <= at.n). */
 static __device__ __forceinline__ Columns between(Columns x, int c0, int c1) {
   const kv_unsigned from = (kv_unsigned)c0;
   x.at.stored += (uint64_t)from * (kv_unsigned)x.at.stored_stride;
   x.at.chunk += (uint64_t)from * (kv_unsigned)x.at.chunk_stride;
-  x.at.len -= c0, x.at.n = c1 - c0;
+  x.at.n = c1 - c0, x.at.len = min(x.at.len - c0, x.at.n);
   return x;
 }
 
