@@ -95,7 +95,7 @@ static __global__ void __launch_bounds__(THREADS, 3) compact_kernel(const kv_com
 
 /* Block (head, i): packs rows of keys (i even) or values that are not packed yet, a warp a row. */
 template <class E>
-static __global__ void __launch_bounds__(THREADS) pack_kernel(const kv_compact a) {
+static __global__ void __launch_bounds__(THREADS, 3) pack_kernel(const kv_compact a) {
   const int64_t head = blockIdx.x, b = head / a.Hkv, h = head % a.Hkv;
   const bool keys = blockIdx.y % 2 == 0;
   const Moved x = moved(a, keys);
