@@ -87,7 +87,7 @@ def save_cache(cache: EvictionCache, path: str | os.PathLike, *, name: str = "")
                     fact |= _positions_fact(index, all_heads, max([cache.get_seq_length(), *(following or ())]))
             try:
                 _check(all_heads, facts, common)
-            except (KeyError, ValueError, TypeError, RuntimeError) as error:
+            except (LookupError, ValueError, TypeError, RuntimeError) as error:
                 raise ValueError(f"this cache cannot be saved, no file of it could be loaded: {error}") from None
             metadata = {"format": FORMAT, "layers": json.dumps(facts), "cache": json.dumps(common), "name": name}
             sealed.write(path, all_heads, metadata)
@@ -232,7 +232,7 @@ def load_cache(path: str | os.PathLike, model: Any, *, verify: bool = True) -> E
         )
     try:
         _check(tensors, facts, common)
-    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+    except (LookupError, ValueError, TypeError, RuntimeError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
     cache: Any = DynamicCache(config=config)
     dtype = base_model(model).dtype
@@ -254,11 +254,11 @@ def load_cache(path: str | os.PathLike, model: Any, *, verify: bool = True) -> E
             if ranks.size > 1 and "len" in whole:
                 ranks.note(layer, np.array(whole["len"].tolist()))
                 layer.prompt = np.array(whole["prompt"].tolist()) if "prompt" in whole else None
-        except (KeyError, ValueError, RuntimeError, TypeError) as error:
+        except (LookupError, ValueError, TypeError, RuntimeError) as error:
             raise ValueError(f"{path}, layer {index}: {error}; the file is damaged or of another model") from None
     try:
         _fill_cache(cache, common)
-    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+    except (LookupError, ValueError, TypeError, RuntimeError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
     cache.owner = Owner(decoder, known)
     return cache
@@ -282,8 +282,8 @@ def _of_layer(tensors, index) -> dict:
 
 
 def _check(tensors, facts, common) -> None:
-    """Raise ValueError, KeyError, TypeError or RuntimeError where parts of a file contradict each other. Such a file is
-    neither written nor read."""
+    """Raise ValueError, LookupError, TypeError or RuntimeError where parts of a file contradict each other. Such a file
+    is neither written nor read."""
     columns, batches, end = count("columns", facts[0].get("columns"), 0), set(), 0
     if any(fact.get("columns") != columns for fact in facts):
         raise ValueError("its layers disagree on the number of tokens seen")
@@ -293,7 +293,7 @@ def _check(tensors, facts, common) -> None:
         check = _check_evicted if fact["kind"] == families.FULL_ATTENTION else _check_sliding
         try:
             batches.add(check(_of_layer(tensors, index), fact))
-        except (KeyError, ValueError, TypeError, RuntimeError) as error:
+        except (LookupError, ValueError, TypeError, RuntimeError) as error:
             raise ValueError(f"layer {index}: {error}") from None
         end = max(end, fact.get("end", 0))
     if len(batches) > 1:

@@ -31,7 +31,7 @@ class Lag(Quantity):
         heads = slots.kv.stored.len.shape[1]
         out = torch.full((slots.n.shape[0], heads, slots.columns), torch.nan, device=slots.device)
         places = (slots.positions.long() - self.sink).expand(-1, heads, -1)
-        column = torch.arange(self.part, device=slots.device)
+        column = torch.arange(min(self.part, slots.columns), device=slots.device)  # a longer part is never whole
         for b, h, *kv in each_head(slots, "kv"):
             place = places[b, h, : len(kv[0])].contiguous()
             number = place.div(self.part, rounding_mode="floor")[place >= 0]
