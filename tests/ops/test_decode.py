@@ -14,6 +14,7 @@ from helpers import (
     close,
     copied,
     fuzz,
+    guarded,
     i32,
     matrix,
     opcheck,
@@ -84,6 +85,19 @@ def test_fuzz(seed):
 def test_groups(G, D, dtype):
     """Every number of heads a group; splits of a whole head, of one slot and of none before the new one."""
     check(step(10, B=1, G=G, Hkv=3, D=D, lens=[[389, 0, 1]], dtype=dtype, softcap=float(G % 3), sinks=G % 2 == 0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("G", [1, 4, 16])
+def test_reads_nothing_past_a_prefix(G, dtype):
+    """The prefix ends where its buffer does."""
+    p = step(3, B=1, Hkv=1, G=G, lens=40, dtype=dtype)
+    end = p["held_offset"] + p["held_len"]
+    keys, values = (guarded(p[name][: int(end)]) for name in ("held_k", "held_v"))
+    prefix = dict(prefix_k=keys, prefix_v=values, prefix_offset=p["held_offset"], prefix_len=p["held_len"])
+    fork = {**copied(p, *SLOTS), **prefix, "held_offset": end, "held_len": p["held_len"] * 0}
+    for got, want, tolerance in zip(call(ops.decode, fork), call(ref.decode, p), (OUT[dtype], FP32, 2 * FP32)):
+        close(got, want, tolerance, least=1.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
