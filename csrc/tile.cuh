@@ -68,8 +68,9 @@ static __device__ __forceinline__ void tile_load(E *tile, const Rows &rows, int 
       return;
     }
   }
-  /* Unrolled where a thread's rows are evenly spaced; else their addresses would take many registers, as would more. */
-#pragma unroll(THREADS % vectors ? 1 : 4)
+  /* Unrolled where a thread's rows are evenly spaced; else their addresses would take many registers, as would more.
+   * Beside fp32 of 256 dimensions no registers are left. */
+#pragma unroll(THREADS % vectors || vectors == 64 ? 1 : 4)
   for (int i = 0; i < count; i++) {
     const int r = (threadIdx.x + i * THREADS) / vectors, c = (threadIdx.x + i * THREADS) % vectors;
     if (r < from_row) continue;
