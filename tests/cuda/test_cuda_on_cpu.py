@@ -75,3 +75,11 @@ def test_broken_kernels(mode, tmp_path):
         elif message:
             assert code != 0, f"{name} was not caught"
             assert re.search(message, text), f"{name}: {text}"
+
+
+def test_mutations_are_not_stale():
+    """What a mutation replaces occurs once in its file."""
+    from mutations import MUTATIONS
+
+    times = {each.what: (build.CSRC / each.file).read_text().count(each.old) for each in MUTATIONS}
+    assert not [what for what, n in times.items() if n != 1]
