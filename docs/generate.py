@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 
 from kvevict import known
-from kvevict.commands import COMMANDS
+from kvevict.cli import COMMANDS
 from kvevict.policy.parts import PARTS
 from kvevict.policy.policy import Policy, build
 from kvevict.policy.presets import PRESETS, describe

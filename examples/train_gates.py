@@ -10,7 +10,7 @@ import argparse
 from train_lookahead import pairs
 
 import kvevict
-from kvevict.analysis.run import load_model
+from kvevict.models import load_model
 
 
 def main():

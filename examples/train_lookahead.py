@@ -3,7 +3,7 @@
     python examples/train_lookahead.py [--out DIR] [--steps 600] [--batch 6]
 
 Started again with the same --out, it continues the training. The evaluation asks for names that are in no training pair
-(`kvevict.evaluate.tasks.recall`).
+(`kvevict.lab.evaluate.tasks.recall`).
 """
 
 import argparse
@@ -15,9 +15,10 @@ import torch
 
 import kvevict
 from kvevict import cli
-from kvevict.analysis.run import ids_of, load_model
-from kvevict.evaluate import haystack
-from kvevict.evaluate.tasks import recall
+from kvevict.lab.evaluate import haystack
+from kvevict.lab.evaluate.tasks import recall
+from kvevict.models import load_model
+from kvevict.prompts import ids_of
 
 
 def pairs(tokenizer, count: int, longest: int, seed: int):

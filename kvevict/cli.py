@@ -7,6 +7,7 @@ import os
 import sys
 
 from .commands import COMMANDS
+from .lab import commands as _  # noqa: F401  registers those that measure
 from .version import VERSION
 
 

@@ -67,3 +67,27 @@ def line_ended(tokenizer: Any, tokens: list[int] | torch.Tensor) -> bool:
 def until_line_end(tokenizer: Any, start: int) -> list[Callable[..., torch.Tensor]]:
     """For `generate(stopping_criteria=...)` of one row: stop at the end of a line after the first `start` tokens."""
     return [lambda ids, scores, **kwargs: torch.tensor([line_ended(tokenizer, ids[0, start:])], device=ids.device)]
+
+
+LONGEST = 16  # tokens of a piece: characters may be split in a chain, but bytes that are not text need an end
+
+
+def pieces(tokenizer: Any, ids: list[int]) -> list[list[Any]]:
+    """[text, number of tokens] of each token; tokens that share one character are one piece. The joined texts are the
+    tokenizer's decoding of all ids.
+
+    A token's text is its addition to its predecessors' text, because decoders strip a space at a text's start, and
+    bytes of half a character decode to U+FFFD. Only ids are needed, so chat templates and cut text work too.
+    """
+    made, known, start = [], 0, 0  # ids[known:start]: the previous piece, decoded before the next
+
+    def decode(stop):
+        return tokenizer.decode(ids[known:stop], clean_up_tokenization_spaces=False)
+
+    for stop in range(1, len(ids) + 1):
+        text = decode(stop)
+        if text.endswith("\ufffd") and stop - start < LONGEST and stop < len(ids):
+            continue
+        made.append([text[len(decode(start)) :], stop - start])
+        known, start = start, stop
+    return made

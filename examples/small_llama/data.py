@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from kvevict.evaluate import haystack
-from kvevict.evaluate.tasks import recall
+from kvevict.lab.evaluate import haystack
+from kvevict.lab.evaluate.tasks import recall
 
 VOCABULARY = 5120
 END = "<|end|>"

@@ -23,7 +23,6 @@ from ..policy.registry import Registry, load_folder
 from ..policy.text import DEFAULT, FORM, parse_policy
 
 if TYPE_CHECKING:
-    from ..analysis.run import Prompt
     from ..policy.policy import Policy
 
 COMMANDS = Registry("command")
@@ -79,61 +78,6 @@ def add_budget(parser: argparse.ArgumentParser, budget: int | float | str = 512,
     parser.add_argument("--kv", default="model", choices=KVS,
                         help="stored slots in the model's dtype, or packed: keys and values in 8 bits a number, in 8 "
                         "and 4, or in 4; default model")  # fmt: skip
-
-
-def add_observe(parser: argparse.ArgumentParser, more: str = "") -> None:
-    parser.add_argument("--observe", type=observed, metavar="question|asked|N",
-                        help="rows of windows and probes: all from the question on, or N rows up to the question's end "
-                        "and all after it; asked: probes are the question's tokens alone, at any place; at most half "
-                        f"the budget; default: as the policy says{more}")  # fmt: skip
-
-
-def observed(text: str) -> int | str:
-    """The value of `--observe`, as `kvevict.analysis.run.Prompt.observed` takes it."""
-    if text not in ("question", "asked") and not (text.isdigit() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not 'question', 'asked' or a number of rows; give one of them")
-    return int(text) if text.isdigit() else text
-
-
-def add_question(parser: argparse.ArgumentParser, new_tokens: int | None, needed: bool = True) -> None:
-    told = "" if needed else "; default: made-up facts"
-    default = "as long as the right one needs, 32 with --file" if new_tokens is None else new_tokens
-    parser.add_argument("question", nargs=None if needed else "?", type=words,
-                        help=f"question about the text (or words to continue it with){told}")  # fmt: skip
-    parser.add_argument("--file", required=needed, help=f"text to read; - is standard input{told}")
-    parser.add_argument(
-        "--opening", type=words, default="",
-        help="words that the answer begins with, before the model goes on; the answer then ends with its line",
-    )  # fmt: skip
-    parser.add_argument("--limit", type=int, help="prompt tokens at most: cuts the text's end; default: the context")
-    parser.add_argument("--max-new-tokens", type=int, default=new_tokens,
-                        help=f"length of the answer at most; default {default}")  # fmt: skip
-    add_observe(parser)
-
-
-def load_prompt(args: argparse.Namespace) -> tuple[str, Any, Any, Prompt]:
-    """(name, model, tokenizer, `Prompt`) of a command with the arguments of `add_model` and `add_question`."""
-    from ..analysis.run import encode, load_model
-    from ..policy.checks import count
-
-    count("--max-new-tokens", args.max_new_tokens, 1)
-    text, name = read_text(args.file), model_name(args)
-    model, tokenizer = load_model(name, args.dtype, args.device)
-    limit = room(model, args.max_new_tokens, args.limit)
-    return name, model, tokenizer, encode(tokenizer, text, args.question, limit, args.opening)
-
-
-def room(model: Any, new_tokens: int, limit: int | None = None) -> int | None:
-    """The largest number of prompt tokens that leaves room for the answer: `--limit`, or by the model's context; None
-    without either."""
-    context = getattr(model.config, "max_position_embeddings", None)
-    if context is None:
-        return limit
-    if new_tokens >= context:
-        raise ValueError(
-            f"--max-new-tokens {new_tokens}: the model's context is {context} tokens; give at most {context - 1}"
-        )
-    return context - new_tokens if limit is None else min(limit, context - new_tokens)
 
 
 def words(text: str) -> str:
@@ -223,18 +167,6 @@ def check_complete(policies: dict[str, Policy]) -> None:
             )
 
 
-def observing(policies: dict[str, Policy], model: Any, prompt: Prompt, observe: int | str | None) -> dict[str, Policy]:
-    """The policies for a model (`in_slots`), with `--observe` applied, except to options that a policy's text names."""
-    from ..analysis.run import observe as observed
-    from ..patch import in_slots
-
-    policies = {text: in_slots(policy, model) for text, policy in policies.items()}
-    if observe is None:
-        return policies
-    rows, tokens = prompt.observed(observe), len(prompt.context + prompt.question)
-    return {text: observed(policy, rows, tokens, parse_policy(text)[1]) for text, policy in policies.items()}
-
-
 def options_of(policy: Policy, *skip: str) -> str:
     """The parts of a policy, each with its options, and its other options except `skip`, as Python arguments."""
     from ..policy.policy import PARTS
@@ -255,7 +187,7 @@ def options_of(policy: Policy, *skip: str) -> str:
 
 def grid(rows: Sequence[Sequence[str]], left: int = 1) -> str:
     """Rows of texts, the head first, as columns: the first `left` are aligned left, the others right. For commands that
-    run without the extra `eval`; with it, `kvevict.evaluate.table.format_table`."""
+    run without the extra `eval`; with it, `kvevict.lab.evaluate.table.format_table`."""
     widths = [max(map(len, column)) for column in zip(*rows)]
 
     def aligned(row):

@@ -11,8 +11,8 @@ def convert(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     parser.add_argument("--source", required=True, help="folder of config.json and model.safetensors, or its hub id")
     parser.add_argument("--out", required=True, help="folder for the gates")
     args = parser.parse_args(argv)
-    from ..analysis.run import load_model
     from ..gates import convert
+    from ..models import load_model
 
     check_folder("--out", args.out)
     name = model_name(args)

@@ -13,7 +13,7 @@ def statistics(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     parser.add_argument("--length", type=int, default=1000, help="tokens of a part that is read at once; default 1000")
     parser.add_argument("--limit", type=int, default=100_000, help="tokens of the text at most; default 100000")
     args = parser.parse_args(argv)
-    from ..analysis.run import load_model
+    from ..models import load_model
     from ..policy.checks import count
     from ..query_statistics import measure_queries
 

@@ -58,9 +58,9 @@ def train(parser: ArgumentParser, argv: list[str]) -> dict[str, Any] | None:
 
 
 def _lookahead(args, options):
-    from ..analysis.run import load_model
     from ..lookahead import train
     from ..lookahead.training import check_installed
+    from ..models import load_model
 
     held_out, targets = args.held_out or 0, options.pop("targets", ["all"])
     check_installed(held_out)
@@ -77,8 +77,8 @@ def _lookahead(args, options):
 
 
 def _gates(args, options):
-    from ..analysis.run import load_model
     from ..gates import train
+    from ..models import load_model
     from ..processes import Processes
 
     text, name = read_text(args.data), model_name(args)

@@ -1,5 +1,6 @@
 """Loads models: the bundled one, and those that the user names."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -47,3 +48,43 @@ def pretrained(kind: Any, name: str, **options: Any) -> Any:
             f"{name} cannot be loaded: {error!r}; give a folder with safetensors, or a GGUF file of an architecture "
             "that Transformers' loader knows"
         ) from None
+
+
+def load_model(name: str, dtype: str = "auto", device: str | None = None) -> tuple[Any, Any]:
+    """A causal language model and its tokenizer, as `pretrained` takes them, in eval mode, on `place(device)`."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    device = place(device)
+    tokenizer = pretrained(AutoTokenizer, name)
+    model = pretrained(AutoModelForCausalLM, name, dtype=dtype).eval()
+    return model.to(device), tokenizer
+
+
+def place(device: str | None = None) -> str:
+    """The named device; by default a GPU, if there is one and this build has kernels for it, else the CPU. Processes of
+    one launch (accelerate, torchrun) take a GPU each. Raises ValueError for a device that cannot be used."""
+    import torch
+
+    from .._ops import build_info
+
+    if device:
+        return _usable(device)
+    if not (build_info()["cuda"] and torch.cuda.is_available()):
+        return "cpu"
+    return f"cuda:{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else "cuda"
+
+
+def _usable(device) -> str:
+    """The device, if it exists and has kernels; else ValueError."""
+    import torch
+
+    from .._ops import DEVICES
+
+    reason = f"this build has kernels for {' and '.join(DEVICES)} only"
+    if device.partition(":")[0] in DEVICES:
+        try:
+            torch.empty(0, device=device)
+            return device
+        except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts that it has it
+            reason = str(error).partition("\n")[0]
+    raise ValueError(f"device {device!r} cannot be used: {reason}; give cpu, or cuda where there is a GPU")

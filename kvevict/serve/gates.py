@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import families
-from ..analysis.cost import Hardware
-from ..analysis.gates import gates as costs
-from ..analysis.shape import shape_of
 from ..commands import check_folder
 from ..engine.measure.gates import CONFIG, loaded
 from ..families import base_model, device_of, find_decoder
+from ..lab.analysis.cost import Hardware
+from ..lab.analysis.gates import gates as costs
+from ..lab.analysis.shape import shape_of
 from ..patch import evicting
 from ..policy.checks import PLENTY
 from ..policy.policy import build

@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from ..analysis.page import pieces
 from ..engine.slots.adopt import EvictionCache
 from ..engine.slots.cache import EvictionLayer
+from ..prompts import pieces
 
 
 def shares(cache: EvictionCache, start: int, stop: int) -> np.ndarray:

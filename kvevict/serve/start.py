@@ -10,10 +10,9 @@ from typing import Any
 from transformers.utils import logging as transformers_logging
 
 from .. import families
-from ..analysis.run import load_model
 from ..answer import unasked
 from ..families import find_decoder
-from ..models import small_llama
+from ..models import load_model, small_llama
 from ..patch import check_kv, in_slots, patch, slot_bytes
 from ..policy.checks import PLENTY
 from . import log

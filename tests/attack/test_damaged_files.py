@@ -19,8 +19,8 @@ from transformers import DynamicCache
 
 import kvevict
 from kvevict import sealed
-from kvevict.evaluate import table
-from kvevict.evaluate.results import Results, read
+from kvevict.lab.evaluate import table
+from kvevict.lab.evaluate.results import Results, read
 
 REFUSED = (ValueError, TypeError, OSError)
 READERS = {

@@ -20,14 +20,14 @@ from transformers import DynamicCache
 
 import kvevict
 from kvevict import files, sealed, store
-from kvevict.analysis.cost import plan
-from kvevict.analysis.run import encode
-from kvevict.analysis.shape import shape_of
 from kvevict.cli import main
 from kvevict.commands import read_text
 from kvevict.engine.read.budgets import places
-from kvevict.evaluate.results import Results, read
 from kvevict.files import replacing, write
+from kvevict.lab.analysis.cost import plan
+from kvevict.lab.analysis.run import encode
+from kvevict.lab.analysis.shape import shape_of
+from kvevict.lab.evaluate.results import Results, read
 from kvevict.policy.apportion import apportion
 from kvevict.policy.checks import DEEPEST, PLENTY, parsed
 from kvevict.policy.text import parse_policy

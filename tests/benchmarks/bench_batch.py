@@ -13,10 +13,10 @@ import time
 import torch
 
 import kvevict
-from kvevict.analysis.run import load_model
 from kvevict.batch import Batch, Pools
 from kvevict.compat import cache_of
 from kvevict.families import find_decoder
+from kvevict.models import load_model
 
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
 parser.add_argument("model")

@@ -22,8 +22,8 @@ from bench_read import build
 
 import kvevict
 from kvevict import policy
-from kvevict.analysis import run
-from kvevict.analysis.compare import informed
+from kvevict.lab.analysis import run
+from kvevict.lab.analysis.compare import informed
 from kvevict.policy import presets
 from kvevict.policy.text import parse_policy
 

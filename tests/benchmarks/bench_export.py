@@ -24,13 +24,13 @@ import torch
 from transformers import DynamicCache
 
 from kvevict import families
-from kvevict.analysis.run import load_model
 from kvevict.compat import CACHE, cache_of
-from kvevict.evaluate.ask import FULL, Asked, Run, ask, encode, read
-from kvevict.evaluate.intervals import clustered
-from kvevict.evaluate.metrics import METRICS
-from kvevict.evaluate.tasks import Settings, find
 from kvevict.families import find_decoder
+from kvevict.lab.evaluate.ask import FULL, Asked, Run, ask, encode, read
+from kvevict.lab.evaluate.intervals import clustered
+from kvevict.lab.evaluate.metrics import METRICS
+from kvevict.lab.evaluate.tasks import Settings, find
+from kvevict.models import load_model
 from kvevict.prompts import ids_of, line_ended
 from kvevict.writing import ends_of
 

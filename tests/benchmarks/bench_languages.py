@@ -22,7 +22,7 @@ import torch
 from bench_requests import NEW, add, decoded, encoded, key, nats, read, start_of, table
 
 import kvevict
-from kvevict.evaluate.metrics import METRICS
+from kvevict.lab.evaluate.metrics import METRICS
 from kvevict.prompts import ids_of
 from kvevict.question import question_of
 

@@ -23,7 +23,7 @@ from bench_clients import of_100, parted
 from bench_read import resident
 from bench_serve import NEW, asked, started
 
-from kvevict.evaluate.tasks import Settings, find
+from kvevict.lab.evaluate.tasks import Settings, find
 
 
 def questions_of(args, tokenizer) -> list:

@@ -13,7 +13,7 @@ import torch
 from bench_read import build
 
 from kvevict import policy
-from kvevict.analysis import speed
+from kvevict.lab.analysis import speed
 
 
 def main():

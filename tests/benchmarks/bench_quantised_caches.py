@@ -22,10 +22,10 @@ from transformers import DynamicCache, QuantizedCache
 from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
 import kvevict
-from kvevict.analysis.run import load_model
 from kvevict.answer import KEEPS
-from kvevict.evaluate.metrics import METRICS
-from kvevict.evaluate.tasks import TASKS, Settings
+from kvevict.lab.evaluate.metrics import METRICS
+from kvevict.lab.evaluate.tasks import TASKS, Settings
+from kvevict.models import load_model
 from kvevict.prompts import ids_of
 
 

@@ -11,7 +11,7 @@ import statistics
 import time
 
 import kvevict
-from kvevict.analysis.run import load_model
+from kvevict.models import load_model
 from kvevict.prompts import ids_of
 
 THINGS = ("lantern", "barley", "harbour", "kettle", "orchard", "ferry", "mill", "anchor", "ledger", "bell")

@@ -23,12 +23,12 @@ from statistics import fmean
 import torch
 
 import kvevict
-from kvevict.evaluate.ask import forked
-from kvevict.evaluate.haystack import haystack
-from kvevict.evaluate.intervals import of_scores, student
-from kvevict.evaluate.metrics import METRICS
-from kvevict.evaluate.tasks import Settings
-from kvevict.evaluate.words import LISTS
+from kvevict.lab.evaluate.ask import forked
+from kvevict.lab.evaluate.haystack import haystack
+from kvevict.lab.evaluate.intervals import of_scores, student
+from kvevict.lab.evaluate.metrics import METRICS
+from kvevict.lab.evaluate.tasks import Settings
+from kvevict.lab.evaluate.words import LISTS
 from kvevict.policy.text import parse_policy
 from kvevict.prompts import ids_of
 from kvevict.writing import ends_of

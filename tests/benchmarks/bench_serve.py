@@ -23,8 +23,8 @@ import openai
 from bench_read import resident
 from transformers import AutoTokenizer
 
-from kvevict.evaluate.metrics import METRICS
-from kvevict.evaluate.tasks import Settings, find
+from kvevict.lab.evaluate.metrics import METRICS
+from kvevict.lab.evaluate.tasks import Settings, find
 
 NEW = 24  # tokens of an answer at most
 

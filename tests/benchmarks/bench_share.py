@@ -23,10 +23,10 @@ import httpx
 import torch
 from transformers import AutoTokenizer
 
-from kvevict.evaluate.haystack import haystack
-from kvevict.evaluate.metrics import METRICS
-from kvevict.evaluate.tasks import Settings
-from kvevict.evaluate.words import LISTS
+from kvevict.lab.evaluate.haystack import haystack
+from kvevict.lab.evaluate.metrics import METRICS
+from kvevict.lab.evaluate.tasks import Settings
+from kvevict.lab.evaluate.words import LISTS
 from kvevict.serve.app import application
 from kvevict.serve.call import Call
 from kvevict.serve.start import server_of

@@ -10,9 +10,9 @@ import itertools
 import json
 import random
 
-from kvevict.analysis.run import load_model
-from kvevict.evaluate.ask import encode
-from kvevict.evaluate.tasks import Settings, find
+from kvevict.lab.evaluate.ask import encode
+from kvevict.lab.evaluate.tasks import Settings, find
+from kvevict.models import load_model
 
 
 def pairs(model, tokenizer, args, first=1000):

@@ -23,12 +23,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvevict
-from kvevict.analysis.run import Prompt
 from kvevict.compat import cache_of
 from kvevict.context import within
-from kvevict.evaluate.ask import FULL, Asked, Run, ask, encode, read
-from kvevict.evaluate.intervals import of_scores
-from kvevict.evaluate.tasks import TASKS, Settings
+from kvevict.lab.analysis.run import Prompt
+from kvevict.lab.evaluate.ask import FULL, Asked, Run, ask, encode, read
+from kvevict.lab.evaluate.intervals import of_scores
+from kvevict.lab.evaluate.tasks import TASKS, Settings
 from kvevict.prompts import ids_of
 from kvevict.question import LastTurn, find
 

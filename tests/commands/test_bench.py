@@ -9,9 +9,9 @@ import torch
 from tiny import save
 
 import kvevict
-from kvevict.analysis import speed
 from kvevict.cli import main
-from kvevict.commands.bench import cells
+from kvevict.lab.analysis import speed
+from kvevict.lab.commands.bench import cells
 from kvevict.policy import build
 
 SLOT = 2 * 4 * 32  # bytes of a key and a value of one head: fp32, head_dim 32

@@ -11,8 +11,8 @@ import torch
 from tiny import byte_tokenizer, generate, save
 
 import kvevict
-from kvevict.cli import main
-from kvevict.commands import COMMANDS, grid, options_of
+from kvevict.cli import COMMANDS, main
+from kvevict.commands import grid, options_of
 from kvevict.policy import build
 from kvevict.policy.text import parse_policy
 
@@ -217,7 +217,7 @@ def test_ctrl_c_is_one_line(words, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("AutoConfig", "AutoModelForCausalLM"):
         monkeypatch.setattr(f"transformers.{name}.from_pretrained", stopped)
-    monkeypatch.setattr("kvevict.analysis.plain.read", stopped)
+    monkeypatch.setattr("kvevict.lab.analysis.plain.read", stopped)
     assert main(words.split()) == 130
     assert capsys.readouterr().err == said
 

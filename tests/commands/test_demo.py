@@ -10,8 +10,8 @@ from tiny import byte_tokenizer, save
 
 import kvevict
 from kvevict.cli import main
-from kvevict.commands import demo
-from kvevict.evaluate.tasks import TASKS, Case
+from kvevict.lab.commands import demo
+from kvevict.lab.evaluate.tasks import TASKS, Case
 
 NEW = 6
 QUESTION = "\n\nQuestion: What is it?\nAnswer: It is"

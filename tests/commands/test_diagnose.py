@@ -11,8 +11,8 @@ from helpers import FP32
 from test_policies import NEAR, POLICIES, model, options, tokens
 
 import kvevict
-from kvevict.analysis import compare, diagnose
 from kvevict.cli import main
+from kvevict.lab.analysis import compare, diagnose
 
 MODEL = 1e-5  # relative, fp32's error over the layers of a tiny model; 3e-7 was measured
 

@@ -7,7 +7,7 @@ import pytest
 import transformers.modeling_utils  # noqa: F401  which imports accelerate where that is installed, before it is hidden
 from tiny import save
 
-from kvevict.analysis import run
+from kvevict import models
 from kvevict.cli import main
 
 OPTIONAL = ("scipy", "tabulate", "matplotlib", "accelerate")
@@ -39,7 +39,7 @@ def test_other_extras(argv, missing, extra, tmp_path, monkeypatch, capsys):
 def refused(argv, missing, tmp_path, monkeypatch, capsys):
     """The command ends with exit code 2 before it loads a model or writes a file."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run, "load_model", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(models, "load_model", lambda *_: pytest.fail("a model was loaded"))
     for name in missing:
         monkeypatch.setitem(sys.modules, name, None)
     assert main(argv) == 2
@@ -57,6 +57,7 @@ def test_training_without_held_out_pairs_needs_no_scipy(monkeypatch):
 
 WITHOUT = f"""import sys
 sys.modules.update(dict.fromkeys({OPTIONAL!r}))
+from kvevict import models
 from kvevict.cli import main
 sys.exit(main(sys.argv[1:]))"""
 

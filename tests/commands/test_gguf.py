@@ -6,8 +6,8 @@ import pytest
 import tiny
 import torch
 
-from kvevict.analysis.run import load_model
 from kvevict.cli import main
+from kvevict.models import load_model
 
 SHAPE = dict(head_dim=16)  # of hidden_size / heads: what Transformers' loader reads of a Llama
 

@@ -19,13 +19,13 @@ from transformers import JambaConfig, LlamaConfig, MistralConfig
 
 import kvevict
 from kvevict import cli
-from kvevict.analysis.cost import Hardware, plan
-from kvevict.analysis.gates import gates
-from kvevict.analysis.shape import shape_of
-from kvevict.analysis.slots import Layers, Taken
-from kvevict.analysis.work import pairs, work
 from kvevict.engine.read.schedule import Chunk
 from kvevict.gates.fits import Linear
+from kvevict.lab.analysis.cost import Hardware, plan
+from kvevict.lab.analysis.gates import gates
+from kvevict.lab.analysis.shape import shape_of
+from kvevict.lab.analysis.slots import Layers, Taken
+from kvevict.lab.analysis.work import pairs, work
 from kvevict.policy import PRESETS, build
 from kvevict.policy.rows import Part
 from kvevict.policy.rows.drafted import follow
@@ -601,8 +601,8 @@ def test_training_of_gates(monkeypatch, tmp_path):
     """Matrix products as torch counts them (all but attention's and the solutions'); sums of products as a training
     holds them; time at two rates."""
     model, held, sums = shared(), 3, []
-    monkeypatch.setattr("kvevict.analysis.gates.LENGTH", 60)
-    monkeypatch.setattr("kvevict.analysis.gates.LIMIT", 60 * 17)
+    monkeypatch.setattr("kvevict.lab.analysis.gates.LENGTH", 60)
+    monkeypatch.setattr("kvevict.lab.analysis.gates.LIMIT", 60 * 17)
     affines = Linear.affines
     monkeypatch.setattr(Linear, "affines", lambda fit: sums.append(fit.products.nbytes) or affines(fit))
     ids = torch.randint(3, 97, (60 * 17,), generator=torch.Generator().manual_seed(0))

@@ -8,10 +8,10 @@ import sys
 import pytest
 from test_eval import line
 
-from kvevict.analysis import plot
 from kvevict.cli import main
-from kvevict.evaluate import plot as eval_plot
-from kvevict.evaluate.summary import summarize
+from kvevict.lab.analysis import plot
+from kvevict.lab.evaluate import plot as eval_plot
+from kvevict.lab.evaluate.summary import summarize
 
 POLICIES = ("take", "snapkv", "oracle")
 BUDGETS = (48, 64, 256)

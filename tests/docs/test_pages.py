@@ -138,7 +138,7 @@ def test_generated_pages(name):
 def test_every_choice_is_told():
     text = {name: (ROOT / "docs" / name).read_text() for name in MADE}
     import kvevict
-    from kvevict.commands import COMMANDS
+    from kvevict.cli import COMMANDS
 
     assert all(f"| `{name}` |" in text["policies.md"] for name in kvevict.policies())
     assert all(f"## `kvevict {name}`" in text["commands.md"] for name in COMMANDS)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DATA = {"kvevict/evaluate/words.py"}  # lists of English words, of which made-up texts consist
+DATA = {"kvevict/lab/evaluate/words.py"}  # lists of English words, of which made-up texts consist
 SUFFIXES = {".py", ".md", ".c", ".h", ".cu", ".cuh", ".cpp", ".sh", ".toml", ".tsv", ".html", ".yml", ".yaml"}
 
 # What is written -> what to write. Also as a part of a name: view_behind.

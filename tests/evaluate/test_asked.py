@@ -8,10 +8,10 @@ import tiny
 from transformers import AutoTokenizer
 
 import kvevict
-from kvevict.analysis import run as analysis
-from kvevict.evaluate import ask
-from kvevict.evaluate.tasks import TASKS, Settings
-from kvevict.evaluate.tasks.asked import PLACES
+from kvevict.lab.analysis import run as analysis
+from kvevict.lab.evaluate import ask
+from kvevict.lab.evaluate.tasks import TASKS, Settings
+from kvevict.lab.evaluate.tasks.asked import PLACES
 from kvevict.policy import build
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvevict.evaluate.metrics import METRICS
-from kvevict.evaluate.tasks import TASKS, Settings
+from kvevict.lab.evaluate.metrics import METRICS
+from kvevict.lab.evaluate.tasks import TASKS, Settings
 
 SHARED = Path(__file__).parent / "../../../shared/data"
 

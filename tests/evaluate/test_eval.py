@@ -19,11 +19,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvevict import PRESETS, evicting, small_llama
 from kvevict.cli import main
-from kvevict.evaluate import ask, intervals, summary, table
-from kvevict.evaluate.metrics import METRICS
-from kvevict.evaluate.results import read
-from kvevict.evaluate.run import Plan, evaluate
-from kvevict.evaluate.tasks import TASKS, Case
+from kvevict.lab.evaluate import ask, intervals, summary, table
+from kvevict.lab.evaluate.metrics import METRICS
+from kvevict.lab.evaluate.results import read
+from kvevict.lab.evaluate.run import Plan, evaluate
+from kvevict.lab.evaluate.tasks import TASKS, Case
 from kvevict.prompts import ids_of
 
 NEW = 6
@@ -242,7 +242,7 @@ def command(folder, out):
 
 KILLED = """
 import os, signal, sys, torch, test_eval
-from kvevict.evaluate.results import Results
+from kvevict.lab.evaluate.results import Results
 
 torch.set_num_threads(1)
 write, left = Results.write, int(sys.argv[1])
@@ -456,7 +456,7 @@ def test_unknown_tag(net, tmp_path, capsys):
 
 @pytest.mark.parametrize("text", ['{"precious": 1}', "line one\nline two tail", '{"a": 1}\n'])
 def test_a_file_of_something_else_is_left_alone(tmp_path, text):
-    from kvevict.evaluate.results import Results
+    from kvevict.lab.evaluate.results import Results
 
     path = tmp_path / "notes.txt"
     path.write_text(text)

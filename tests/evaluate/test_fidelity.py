@@ -10,9 +10,9 @@ from tiny import save
 
 from kvevict import writing
 from kvevict.cli import main
-from kvevict.evaluate import summary, table
-from kvevict.evaluate.results import read
-from kvevict.evaluate.tasks import FIDELITY, RESPONSE, TASKS, Settings, find
+from kvevict.lab.evaluate import summary, table
+from kvevict.lab.evaluate.results import read
+from kvevict.lab.evaluate.tasks import FIDELITY, RESPONSE, TASKS, Settings, find
 
 TASK = "fidelity/toy"
 

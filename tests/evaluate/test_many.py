@@ -14,11 +14,11 @@ from transformers import AutoTokenizer
 import kvevict
 from kvevict.cli import main
 from kvevict.commands import number
-from kvevict.evaluate import ask, intervals, run, summary, table
-from kvevict.evaluate.results import read
-from kvevict.evaluate.run import Plan, evaluate
-from kvevict.evaluate.tasks import TASKS, Case, Settings
-from kvevict.evaluate.tasks.many import SAID
+from kvevict.lab.evaluate import ask, intervals, run, summary, table
+from kvevict.lab.evaluate.results import read
+from kvevict.lab.evaluate.run import Plan, evaluate
+from kvevict.lab.evaluate.tasks import TASKS, Case, Settings
+from kvevict.lab.evaluate.tasks.many import SAID
 
 
 @TASKS.add("toy-many")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvevict.evaluate.metrics import METRICS
+from kvevict.lab.evaluate.metrics import METRICS
 
 WORKED = [
     ("exact", "  42, says the text", ["42"], 1),

@@ -6,14 +6,14 @@ import pytest
 import torch
 from tiny import byte_tokenizer, chat_tokenizer, save, scripted
 
-from kvevict.analysis import compare
-from kvevict.analysis import run as analysis
-from kvevict.analysis.run import Prompt, encode, measure, observe
 from kvevict.cli import main
-from kvevict.evaluate import ask
-from kvevict.evaluate.results import read
-from kvevict.evaluate.run import Plan, evaluate
-from kvevict.evaluate.tasks import MARGIN, TASKS, Case, Settings
+from kvevict.lab.analysis import compare
+from kvevict.lab.analysis import run as analysis
+from kvevict.lab.analysis.run import Prompt, encode, measure, observe
+from kvevict.lab.evaluate import ask
+from kvevict.lab.evaluate.results import read
+from kvevict.lab.evaluate.run import Plan, evaluate
+from kvevict.lab.evaluate.tasks import MARGIN, TASKS, Case, Settings
 from kvevict.policy import build
 from kvevict.prompts import frame, line_ended
 

@@ -6,9 +6,9 @@ import pytest
 from transformers import AutoTokenizer
 
 import kvevict
-from kvevict.evaluate.metrics import METRICS
-from kvevict.evaluate.tasks import TASKS, Settings
-from kvevict.evaluate.tasks.recall import held_out
+from kvevict.lab.evaluate.metrics import METRICS
+from kvevict.lab.evaluate.tasks import TASKS, Settings
+from kvevict.lab.evaluate.tasks.recall import held_out
 
 SAID = re.compile(r"The (\w+) of (\w+) is (that of )?(\w+)\.")
 FACTS = {"needle": 4, "facts": 8, "multivalue": 8, "tracking": 8}

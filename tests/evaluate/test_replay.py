@@ -10,8 +10,8 @@ from tiny import model as tiny_model
 import kvevict
 from kvevict import families
 from kvevict.engine.hook.replay import Replay
-from kvevict.evaluate.results import read
-from kvevict.evaluate.run import Plan, evaluate
+from kvevict.lab.evaluate.results import read
+from kvevict.lab.evaluate.run import Plan, evaluate
 from kvevict.policy.layers import tada
 
 POLICIES = (

@@ -13,9 +13,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from kvevict.evaluate.haystack import growing, haystack, insert, most, sentences, words
-from kvevict.evaluate.metrics import METRICS
-from kvevict.evaluate.tasks import TASKS, Settings
+from kvevict.lab.evaluate.haystack import growing, haystack, insert, most, sentences, words
+from kvevict.lab.evaluate.metrics import METRICS
+from kvevict.lab.evaluate.tasks import TASKS, Settings
 
 SHARED = os.path.join(os.path.dirname(__file__), "../../../shared/data")
 

@@ -8,9 +8,9 @@ import torch
 import transformers
 
 import kvevict
-from kvevict.analysis.run import load_model
 from kvevict.compat import CACHE
 from kvevict.engine.read.budgets import places
+from kvevict.models import load_model
 from kvevict.prompts import frame, ids_of
 from kvevict.writing import Sampling
 

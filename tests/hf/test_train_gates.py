@@ -13,8 +13,8 @@ from test_policies import VOCAB, model
 
 import kvevict
 from kvevict import sealed
-from kvevict.analysis.run import load_model
 from kvevict.gates import fits, labels, measure, training
+from kvevict.models import load_model
 
 TEXTS = [(torch.randperm(VOCAB - 3, generator=torch.Generator().manual_seed(i)) + 3)[:130] for i in range(3)]
 FAST = dict(length=48, progress=False)

@@ -16,8 +16,8 @@ from transformers import GemmaConfig, LlamaConfig, MistralConfig, Qwen2Config, Q
 
 import kvevict
 from kvevict import compat, known
-from kvevict.analysis import plain
-from kvevict.analysis.shape import shape_of
+from kvevict.lab.analysis import plain
+from kvevict.lab.analysis.shape import shape_of
 
 ROOT = Path(kvevict.__file__).parent
 NEWER = f"{compat.TESTED[1][0]}.{compat.TESTED[1][1] + 1}"

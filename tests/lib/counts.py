@@ -14,8 +14,8 @@ COMMANDS = [
 
 def counted() -> dict:
     from kvevict import cli
-    from kvevict.analysis.cost import plan
-    from kvevict.analysis.shape import Shape
+    from kvevict.lab.analysis.cost import plan
+    from kvevict.lab.analysis.shape import Shape
     from kvevict.policy import PRESETS, build
 
     shape = Shape(64, 192, 4, 2, 16, (None,) * 4, 9000, 9500, 6000, 15500, 2)

@@ -11,8 +11,8 @@ from tiny import prompt
 import kvevict
 from kvevict import cli
 from kvevict.engine.hook.installed import patch_of
-from kvevict.evaluate.ask import Run, policy_for
 from kvevict.families import find_decoder
+from kvevict.lab.evaluate.ask import Run, policy_for
 from kvevict.patch import in_slots, slot_bytes
 from kvevict.policy.policy import Policy, build
 from kvevict.serve.policies import Policies

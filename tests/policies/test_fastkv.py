@@ -15,8 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface
 
 import kvevict
-from kvevict.analysis.cost import plan
-from kvevict.analysis.shape import shape_of
+from kvevict.lab.analysis.cost import plan
+from kvevict.lab.analysis.shape import shape_of
 from kvevict.policy import build
 
 W = 4  # window

@@ -14,13 +14,13 @@ from tiny import prompt
 
 import kvevict
 from kvevict import cli, sealed
-from kvevict.analysis.cost import plan
-from kvevict.analysis.shape import shape_of
 from kvevict.batch import Batch, Pools
 from kvevict.commands import KVS
 from kvevict.engine.slots.cache import EvictionLayer
 from kvevict.engine.slots.joining import join, part
 from kvevict.engine.slots.storage import Storage
+from kvevict.lab.analysis.cost import plan
+from kvevict.lab.analysis.shape import shape_of
 from kvevict.policy import kv
 from kvevict.policy.policy import Policy, build
 from kvevict.serve.options import Options

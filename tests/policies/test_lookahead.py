@@ -15,10 +15,10 @@ from transformers.cache_utils import DynamicCache
 
 import kvevict
 from kvevict import sealed
-from kvevict.analysis.run import load_model
-from kvevict.evaluate.ask import encode
-from kvevict.evaluate.tasks import Settings, find
+from kvevict.lab.evaluate.ask import encode
+from kvevict.lab.evaluate.tasks import Settings, find
 from kvevict.lookahead import Adapter, load
+from kvevict.models import load_model
 
 families = pytest.mark.parametrize("family", FAMILIES)
 ALL = 4096

@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM
 
 import kvevict
 import kvevict.question
-from kvevict.analysis.run import encode
-from kvevict.commands import COMMANDS
+from kvevict.cli import COMMANDS
 from kvevict.context import within
 from kvevict.families import base_model
+from kvevict.lab.analysis.run import encode
 from kvevict.policy.rows import Question
 from kvevict.policy.rows.probe import Probe
 from kvevict.question import Finder, LastTurn, find, question_of

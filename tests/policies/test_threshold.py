@@ -6,7 +6,7 @@ from test_choices import Slots
 from test_policies import BUDGET, CHUNK, compare, kept, model, tokens
 
 import kvevict
-from kvevict.analysis.slots import Layers
+from kvevict.lab.analysis.slots import Layers
 from kvevict.policy import Policy, build
 from kvevict.policy.heads import above
 

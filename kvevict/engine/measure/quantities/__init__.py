@@ -100,7 +100,7 @@ class Quantity:
 
     def flops(self, shape: Any, rows: int, slots: int) -> int:
         """FLOPs of a layer's other matrix products, after a chunk of `rows` rows, over its `slots` alive slots per
-        head; shape: a `kvevict.analysis.shape.Shape`."""
+        head; shape: a `kvevict.lab.analysis.shape.Shape`."""
         return 0
 
 

@@ -1,0 +1,181 @@
+"""The cost of reading a prompt and decoding after it, from a model's config, a policy and two hardware numbers: no
+weights needed.
+
+Slots follow the policy chunk by chunk (`slots`) and are exact: `cache_bytes` and `peak_cache_bytes` are
+`kvevict.report`'s after such a read. Layer budgets that measure the prompt are taken as uniform, or as TADA's history
+in this process has them; with them only `cache_bytes` is exact. The slots that a threshold leaves depend on the text;
+their upper bound is counted. FLOPs and bytes are those of `work`. Each stage of each chunk and of each decoded token
+takes the longer of FLOPs / rate and bytes / rate. Memory leaves out masks, "eager" attention's matrices and free
+slots.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...engine.measure import quantities
+from ...engine.read import propagate
+from ...policy.checks import count
+from ...policy.policy import Policy
+from .shape import Shape
+from .slots import Layers
+from .work import decoding, work
+
+UNPATCHED = "unpatched"  # the run of the unpatched model
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Peak TFLOP/s (10^12), memory GB/s (10^9), the share that is reached, and peak TFLOP/s in float64. Default: an
+    H100 SXM, bf16."""
+
+    tflops: float = 989.0
+    bandwidth: float = 3350.0
+    efficiency: float = 0.7
+    tflops64: float = 67.0
+
+    def __post_init__(self):
+        endless = float("inf")
+        for name, most in (("tflops", endless), ("bandwidth", endless), ("efficiency", 1), ("tflops64", endless)):
+            if not 0 < getattr(self, name) <= most:
+                wanted = "a positive number" if most > 1 else "a number in (0, 1]"
+                raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)}")
+
+    def seconds(self, flops: float, moved: float) -> float:
+        return max(flops / (self.tflops * 1e12), moved / (self.bandwidth * 1e9)) / self.efficiency
+
+
+class Bill:
+    """Stages of work added up."""
+
+    def __init__(self, hardware):
+        self.hardware, self.flops, self.moved, self.seconds = hardware, Counter(), Counter(), 0.0
+
+    def add(self, stages: dict) -> float:
+        """Returns the seconds that these take."""
+        taken = sum(self.hardware.seconds(*costs) for costs in stages.values())
+        for stage, (operations, traffic) in stages.items():
+            self.flops[stage] += operations
+            self.moved[stage] += traffic
+        self.seconds += taken
+        return taken
+
+
+def plan(
+    shape: Shape, policy: Policy | None, tokens: int, *, batch: int = 1, hardware: Hardware = Hardware(),
+    causal: bool = True, new_tokens: int = 256, draft_model: Shape | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """The cost of reading a prompt of `tokens` tokens in each of `batch` rows and decoding `new_tokens` more. policy
+    None: the unpatched model. draft_model: the drafting model's shape (speckv).
+
+    causal=False counts every (row, key) pair of a chunk, as several papers do.
+
+    flops, moved         per stage of `work`: FLOPs, bytes
+    cache_bytes, peak_cache_bytes    of full-attention layers, after the prompt and at most, as `kvevict.report`
+    sliding_bytes        of sliding-window layers after the prompt
+    weight_bytes, activation_bytes   of the model; of the widest chunk in one layer
+    draft_bytes          weights of the drafting model
+    peak_bytes           the most at once of all these: slots at most, weights, sliding windows, activations
+    seconds              to the first token
+    waiting              None, or of layers that wait for another's choice (TAKE): `delayed_slots`, the most per kv head
+                         in a layer that waits, `other_slots`, in another one, and `between_bytes` of those that stay
+                         between two chunks
+    decode               of the `tokens` new ones: `first` and `last`, the costs of a token (mean over an eviction's
+                         interval: flops, moved, tokens_per_second), `flops`, `moved`, `seconds` of all, and
+                         `cache_bytes` after them
+    left_out             stages that are not counted
+    """
+    for name, number, least in (("tokens", tokens, 1), ("batch", batch, 1), ("new_tokens", new_tokens, 0)):
+        count(name, number, least)
+    policy = policy or Policy(score="random", budget=tokens)  # nothing to evict
+    _check(shape, policy, draft_model)
+    shape = replace(shape, kv=policy.kv)
+    sizes = shape.slot_bytes * batch, shape.new_bytes * batch
+    layers, bill = Layers(policy, tokens, shape.windows.count(None), shape.kv_heads, sizes), Bill(hardware)
+    (slot, new), peak, widest, chunks = sizes, 0, 0, []
+    for taken in layers.chunks():
+        bill.add(work(shape, policy, taken, batch, causal))
+        peak, widest = max(peak, taken.peak), max(widest, taken.chunk.rows + taken.chunk.appended)
+        chunks.append(taken)
+    row = shape.row_bytes * batch
+    if len(chunks) > 1:  # the previous chunk's last hidden state waits for the next one's
+        row += shape.element * shape.hidden * batch
+    result = dict(
+        flops=bill.flops, moved=bill.moved, cache_bytes=round(slot * sum(layers.kept)),
+        peak_cache_bytes=round(peak),
+        sliding_bytes=new * sum(min(tokens, w - 1) for w in shape.windows if w is not None),
+        weight_bytes=shape.element * shape.weights, activation_bytes=row * widest, draft_bytes=0,
+    )  # fmt: skip
+    peaks = ("weight_bytes", "peak_cache_bytes", "sliding_bytes", "activation_bytes")
+    result |= dict(peak_bytes=sum(result[name] for name in peaks), seconds=bill.seconds, left_out=[])
+    if layers.evicts and policy.rows.n_d and not policy.rows.needs_full_prompt:
+        _add_draft(result, draft_model, tokens, policy.rows.n_d, batch, hardware, causal)
+    result |= dict(flops=dict(result["flops"]), moved=dict(result["moved"]))
+    waiting = _waiting(policy, chunks, layers, slot)
+    return result | dict(waiting=waiting, decode=_decode(shape, policy, layers, tokens, new_tokens, batch, hardware))
+
+
+def _check(shape, policy, draft_model) -> None:
+    """Raise ValueError if the policy cannot run in such a model, or misses an argument."""
+    drafts = policy.rows.n_d and not policy.rows.needs_full_prompt
+    if not drafts:
+        policy.rows.ready(None)
+        if draft_model is not None:
+            raise ValueError("draft_model is of policies for which another model drafts: drop it, or choose speckv")
+    policy.check_layers(shape.windows.count(None))
+    quantities.rotates(policy, shape.rope_depends_on_length)  # or an error
+    propagate.layer_of(policy, not any(shape.windows), len(shape.windows))  # or an error
+
+
+def _add_draft(result, model, tokens, n_d, batch, hardware, causal) -> None:
+    """Add the drafting model's costs: it reads the prompt, decodes n_d - 1 tokens more and frees its cache."""
+    if model is None:
+        result["left_out"].append("draft")
+        return
+    drafted = plan(model, None, tokens, batch=batch, hardware=hardware, causal=causal, new_tokens=n_d - 1)
+    for name in ("flops", "moved"):
+        result[name]["draft"] += sum(drafted[name].values()) + drafted["decode"][name]
+    result["seconds"] += drafted["seconds"] + drafted["decode"]["seconds"]
+    result["draft_bytes"] = drafted["weight_bytes"]
+    reading = result["peak_bytes"] + drafted["weight_bytes"]
+    result["peak_bytes"] = max(reading, result["weight_bytes"] + drafted["peak_bytes"])
+
+
+def _waiting(policy, chunks, layers, slot) -> dict | None:
+    """TAKE's three figures of memory (METHODS section 3)."""
+    first = policy.waiting_layers(layers.count)  # the first layer that no layer waits for
+    if first == 1:
+        return None
+
+    def most(which):
+        slots = (taken.stored[i] + taken.read[i] + taken.chunk.appended for taken in chunks for i in which)
+        return max(slots, default=0)
+
+    between = max((sum(taken.kept) for taken in chunks[:-1]), default=0)
+    return dict(
+        delayed_slots=most(range(first)), other_slots=most(range(first, layers.count)),
+        between_bytes=round(slot * between),
+    )  # fmt: skip
+
+
+def _decode(shape, policy, layers, seen, new_tokens, batch, hardware) -> dict:
+    bill, each, slots, budgets = Bill(hardware), [], layers.kept, layers.budgets
+    if policy.keep_prompt:
+        budgets = [kept + budget for kept, budget in zip(slots, budgets, strict=True)]
+    for stages, left in decoding(shape, policy, slots, budgets, seen, new_tokens, batch):
+        each.append((*map(sum, zip(*stages.values())), bill.add(stages)))
+        slots = left
+    interval = policy.interval if policy.decode else 1
+    return dict(
+        tokens=new_tokens, first=_mean(each[:interval], batch), last=_mean(each[-interval:], batch),
+        flops=sum(bill.flops.values()), moved=sum(bill.moved.values()), seconds=bill.seconds,
+        cache_bytes=round(shape.slot_bytes * batch * sum(slots)),
+    )  # fmt: skip
+
+
+def _mean(each, batch) -> dict | None:
+    """Of (FLOPs, bytes, seconds) of tokens that each row of a batch decodes."""
+    if not each:
+        return None
+    flops, moved, seconds = (sum(column) / len(each) for column in zip(*each))
+    return dict(flops=flops, moved=moved, tokens_per_second=batch / seconds)

@@ -1,0 +1,82 @@
+"""The kept slots of a prompt, as one self-contained HTML page (`page.html` and its data) and as a picture."""
+
+from __future__ import annotations
+
+import bisect
+import json
+import os
+import re
+from collections.abc import Collection, Iterable
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...files import replacing
+from ...prompts import pieces
+
+if TYPE_CHECKING:
+    import torch
+
+
+def page(
+    tokenizer: Any, ids: torch.Tensor, runs: list[dict[str, Any]], facts: Iterable[tuple[str, str]] = (), find: str = ""
+) -> str:
+    """The HTML page of one prompt.
+
+    ids     [1, N] the prompt
+    runs    one dict per policy: name, answer, facts, and positions as of `kvevict.report(model, positions=True)`
+    facts   (name, text) pairs shown above the prompt: the model, the question, ...; those of a run with the run
+    find    words that are underlined wherever the prompt has them
+    """
+    kept = [[layer and [gaps(head) for head in layer[0]] for layer in run["positions"]] for run in runs]
+    runs = [{**run, "kept": layers, "positions": None} for run, layers in zip(runs, kept)]
+    data = dict(
+        tokens=ids.shape[1], pieces=pieces(tokenizer, ids[0].tolist()), facts=list(facts), find=find, runs=runs
+    )  # fmt: skip
+    template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+    return template.replace("__DATA__", json.dumps(data).replace("<", "\\u003c"))  # so no text can end the script
+
+
+def gaps(positions: list) -> list:
+    """Ascending positions as [gap, length, gap, length, ...] of their runs: [0, 1, 2, 7] is [0, 3, 4, 1]."""
+    if not positions:
+        return []
+    breaks = [i for i, (a, b) in enumerate(pairwise(positions), 1) if b != a + 1]
+    starts = [0, *breaks, len(positions)]
+    runs = [(positions[a], b - a) for a, b in pairwise(starts)]
+    stops = [0] + [at + length for at, length in runs]
+    return [number for (at, length), stop in zip(runs, stops) for number in (at - stop, length)]
+
+
+def places(pieces: list, words: str) -> list:
+    """Positions of the first token of every occurrence of `words` in the pieces' text."""
+    text = "".join(text for text, _ in pieces)
+    starts = list(accumulate((len(text) for text, _ in pieces), initial=0))
+    positions = list(accumulate((count for _, count in pieces), initial=0))
+    found = (match.start() for match in re.finditer(re.escape(words), text))
+    return [positions[bisect.bisect_right(starts, at) - 1] for at in found]
+
+
+def picture(
+    path: str | os.PathLike, runs: list[dict[str, Any]], tokens: int, title: str, marks: Collection[int] = ()
+) -> None:
+    """Save a PNG of one prompt of `tokens` tokens: per run a map with a row per kv head, layer by layer, dark at kept
+    positions, with marks above the positions `marks`. `runs` as for `page`. Needs matplotlib (ImportError)."""
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 2 + 1.5 * len(runs)), layout="constrained")
+    for run, axes in zip(runs, figure.subplots(len(runs), sharex=True, squeeze=False)[:, 0]):
+        layers = [layer[0] for layer in run["positions"] if layer is not None]
+        kept = np.zeros((sum(map(len, layers)), tokens))
+        for row, positions in zip(kept, (head for layer in layers for head in layer)):
+            row[positions] = 1
+        extent = (-0.5, tokens - 0.5, len(layers), 0)
+        axes.imshow(kept, aspect="auto", cmap="Oranges", interpolation="none", vmax=1.2, extent=extent)
+        for mark in marks:
+            axes.plot(mark, 0, "v", color="tab:blue", clip_on=False)
+        axes.set(title=f"{run['name']}: {run['answer']}", ylabel="layer")
+    axes.set_xlabel("position in the prompt")
+    figure.suptitle(title)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=150)

@@ -1,0 +1,179 @@
+"""One measured generation, patched or not, for the commands."""
+
+import ctypes
+import dataclasses
+import math
+import os
+import sys
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...context import within
+from ...families import device_of
+from ...patch import evicting
+from ...policy.policy import Policy
+from ...policy.rows import Question
+from ...policy.tokenizer import told
+from ...prompts import first_ids, frame, ids_of, until_line_end
+from ...question import LastTurn, in_last_part, near_end
+from ...report import report
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids. `question` has all ids after the context; its last `suffix` ids are not part of the question itself: a
+    chat template's end and the answer's opening. `answer`: the continuation to score, if any."""
+
+    context: list
+    question: list
+    suffix: int = 0
+    answer: list | None = None
+    said: tuple | None = None  # (start, stop) of the question's words, if others surround them or they are elsewhere
+
+    def row(self, device: str | torch.device) -> torch.Tensor:
+        """Ids [1, N]."""
+        return torch.tensor([self.context + self.question], device=device)
+
+    def observed(self, observe: Any) -> int | tuple[int, int]:
+        """The rows that observe. For "question": the number of rows from the question on; for N: N plus the suffix's
+        rows; for "asked": (start, stop) of the question's tokens."""
+        if observe == ASKED:
+            start = len(self.context)
+            return self.said or (start, start + len(self.question) - self.suffix)
+        return len(self.question) if observe == QUESTION else observe + self.suffix
+
+
+QUESTION, ASKED = "question", "asked"
+OBSERVERS = ("window", "probe")  # options of rows: the number of a prompt's last tokens that observe
+
+
+def observe(policy: Policy, rows: int | tuple[int, int], tokens: int, named: Collection[str] = ()) -> Policy:
+    """A copy of the policy whose window or probe is the last `rows` tokens of a prompt of `tokens` tokens, limited to
+    half the budget and to less than a chunk. Options that the caller set by name (`named`) are not changed. rows
+    (start, stop): a probe of these tokens (the last ones that fit), as in `kvevict.observing`; other rows stay
+    unchanged."""
+    own: Any = policy.rows  # an object, not a name, once the policy is built
+    budget: Any = tokens if policy.budget is None else policy.budget
+    slots = budget if isinstance(budget, int) else math.ceil(budget * tokens)
+    most = max(1, min(slots // 2, (policy.chunk_size or tokens) - 1))
+    numbers = [name for name in OBSERVERS if isinstance(getattr(own, name, None), int) and name not in named]
+    if not isinstance(rows, tuple):
+        chosen = dataclasses.replace(own, **dict.fromkeys(numbers, min(rows, most)))
+    elif "probe" in numbers and own.append:
+        span, near = (max(rows[0], rows[1] - most), rows[1]), in_last_part(rows, tokens)
+        asked = [Question((span,), (tokens - rows[0],)) if near else Question((span,), before=(*rows, True))]
+        chosen = own.asked(asked, near_end(policy, asked, [tokens]))
+    else:
+        return policy
+    return dataclasses.replace(policy, rows=chosen)
+
+
+def encode(tokenizer: Any, text: str, question: str, limit: int | None = None, opening: str = "") -> Prompt:
+    """`text`, `question` and the answer's opening, in the tokenizer's chat template if it has one.
+
+    The text's end is cut to fit `limit` prompt tokens; the question is never cut. Raises ValueError if no text is left.
+    """
+    head, question_ids, suffix = frame(tokenizer, f"\n\n{question}", f"\n{opening}" if opening else "")
+    room = None if limit is None else limit - len(head) - len(question_ids)
+    if room is not None and room < 1:
+        taken = len(head) + len(question_ids)
+        raise ValueError(
+            f"a limit of {limit} tokens leaves none for the text; the question takes {taken}: give a higher limit"
+        )
+    body, complete = (ids_of(tokenizer, text), True) if room is None else first_ids(tokenizer, text, room)
+    if not body:
+        raise ValueError("the text is empty; give one with words")
+    if not complete:
+        print(f"the text is cut after its first {room} tokens (limit: {limit})", file=sys.stderr)
+    return Prompt(head + body, question_ids, suffix)
+
+
+def measure(
+    model: Any,
+    tokenizer: Any,
+    ids: torch.Tensor,
+    policy: Policy | None = None,
+    max_new_tokens: int = 64,
+    positions: bool = False,
+    one_line: bool = False,
+    question: str = "",
+) -> dict[str, Any]:
+    """Generate greedily, to the line's end if the answer is `one_line`, and measure the cost. policy=None: unpatched.
+    question: the request at the prompt's end; a probe observes from its question, found as by
+    `kvevict.patch(tokenizer=..)`.
+
+    Returns answer (None without a tokenizer), new_tokens, read_seconds (to the first token), decode_seconds,
+    peak_bytes (the process' peak memory above the memory resident before) and, if patched, the read's report, with the
+    kept positions on request.
+    """
+    ids, timer = ids.to(device_of(model)), _FirstToken()
+    inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False)
+    if one_line:
+        inputs["stopping_criteria"] = until_line_end(tokenizer, ids.shape[1])
+
+    model.generate(ids[:, :8], attention_mask=torch.ones_like(ids[:, :8]), max_new_tokens=2)  # warm up
+
+    def generate():
+        before = _reset_peak(ids.device)
+        start = time.perf_counter()
+        out = model.generate(**inputs, streamer=timer)
+        end = time.perf_counter()
+        new = out[0, ids.shape[1] :]
+        first = timer.first or end
+        return dict(
+            answer=None if tokenizer is None else tokenizer.decode(new, skip_special_tokens=True), new_tokens=len(new),
+            read_seconds=first - start, decode_seconds=end - first, peak_bytes=_peak(ids.device) - before,
+        )  # fmt: skip
+
+    if policy is None:
+        return generate()
+    asks = LastTurn(tokenizer, question) if question else None
+    if tokenizer is not None:
+        policy = told(policy, tokenizer)
+    with evicting(model, policy, tokenizer=False), within(question=asks):
+        result = generate()
+        return result | {"report": report(model, positions=positions)}
+
+
+class _FirstToken:
+    """A streamer that only notes when the first new token came."""
+
+    def __init__(self):
+        self.calls, self.first = 0, None
+
+    def put(self, tokens):
+        self.calls += 1
+        if self.calls == 2:  # the first call brings the prompt
+            self.first = time.perf_counter()
+
+    def end(self):
+        pass
+
+
+def _status(field: str) -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field))
+
+
+def _reset_peak(device) -> int:
+    """Forget the peak memory so far, of a GPU or of the process; returns the bytes in use now. The process' memory is
+    known on Linux only; elsewhere it reads 0."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    if not os.path.exists("/proc/self/clear_refs"):
+        return 0
+    ctypes.CDLL(None).malloc_trim(0)  # memory freed by an earlier run would hide this one's growth
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    return _status("VmRSS:")
+
+
+def _peak(device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return _status("VmHWM:") if os.path.exists("/proc/self/status") else 0

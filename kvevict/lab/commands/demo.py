@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from ... import files
+from ...commands import (
+    add_budget,
+    add_model,
+    add_policies,
+    build_policies,
+    check_complete,
+    check_folder,
+    command,
+    grid,
+    model_name,
+    number,
+)
+from ...policy.text import DEFAULT
+from . import add_observe, observing
+from .inspect import page_run
+
+if TYPE_CHECKING:
+    from ...policy.policy import Policy
+    from ..evaluate.tasks import Case
+
+TASK = "facts"
+LONGEST = 2048  # prompt tokens at most: two cores read all of it in seconds
+ANSWER = 32  # tokens of the context that are left for the answer
+WIDE = 24  # characters shown of an answer
+FULL = "full cache"
+
+
+@command
+def demo(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
+    """Facts in a long text, asked of the bundled model with a full cache and with small ones."""
+    add_model(parser)
+    add_policies(parser, default=(DEFAULT, "snapkv", "streaming"))
+    add_budget(parser, budget=128, chunk_size=256)
+    add_observe(parser)
+    parser.add_argument("--cases", type=int, default=4, help="texts, each with a question; default 4")
+    parser.add_argument("--seed", type=int, default=0, help="another seed makes other texts; default 0")
+    parser.add_argument("--out", default="kvevict-demo", help="folder for page and picture; default kvevict-demo")
+    args = parser.parse_args(argv)
+    from transformers.utils import logging
+
+    from ...models import load_model
+    from ...policy.checks import count
+
+    count("--cases", args.cases, 1)
+    check_folder("--out", args.out)
+    policies = build_policies(args.policies, args)
+    check_complete(policies)
+    logging.disable_progress_bar()
+    name = model_name(args)
+    model, tokenizer = load_model(name, args.dtype, args.device)
+    asked = list(ask(model, tokenizer, policies, args))
+    totals = {run: total(run, asked) for run in (FULL, *policies)}
+    print(f"{asked[0]['ids'].shape[1]} prompt tokens; budget {args.budget}, chunks of {args.chunk_size}\n")
+    print(answers_table(asked), costs_table(totals), sep="\n\n")
+    made = write(Path(args.out), tokenizer, asked, name)
+    print("\nWhich tokens were kept:", *made, sep="\n  ")
+    settings = {"budget": number(args.budget), "chunk_size": args.chunk_size, "seed": args.seed}
+    return {"model": name, **settings, "runs": totals, "files": made}
+
+
+def ask(model: Any, tokenizer: Any, policies: dict[str, Policy], args: Namespace) -> Iterator[dict[str, Any]]:
+    """Yields a dict per case: case, ids [1, N], policies, and runs: by name the result of
+    `kvevict.lab.analysis.run.measure`, and whether the answer is `right`."""
+    from tqdm import tqdm
+
+    from ...families import device_of
+    from ..analysis.run import measure
+    from ..evaluate.ask import encode
+    from ..evaluate.metrics import METRICS
+    from ..evaluate.tasks import TASKS, Settings
+
+    longest = min(LONGEST, model.config.max_position_embeddings) - ANSWER
+    cases = list(TASKS.find(TASK)(Settings(tokenizer, longest, args.cases, args.seed)))
+    with tqdm(total=len(cases) * (1 + len(policies)), unit="run", delay=1, leave=False, disable=None) as bar:
+        for case in cases:
+            prompt, runs = encode(model, tokenizer, case), {}
+            ids, own = prompt.row(device_of(model)), observing(policies, model, prompt, args.observe)
+            for name, policy in ((FULL, None), *own.items()):
+                runs[name] = run = measure(model, tokenizer, ids, policy, case.new_tokens, True, case.one_line)
+                run["right"] = METRICS[case.metric](run["answer"], case.answers) == 1
+                bar.update()
+            yield dict(case=case, ids=ids, policies=own, runs=runs)
+
+
+def total(name: str, asked: list) -> dict:
+    """The costs of a run over all cases as medians, and the number of right answers."""
+    from ..analysis.speed import held
+
+    runs = [one["runs"][name] for one in asked]
+    seen = [next(run["report"] for run in one["runs"].values() if "report" in run) for one in asked]
+    slots, sizes = zip(*map(held, runs, seen))
+    return dict(
+        right=sum(run["right"] for run in runs), cases=len(runs), cache_bytes=int(median(sizes)), slots=slots[0],
+        **{key: median(run[key] for run in runs) for key in ("peak_bytes", "read_seconds", "decode_seconds")},
+    )  # fmt: skip
+
+
+def answers_table(asked: list) -> str:
+    """A table of the questions, their answers, and each run's answers."""
+    rows = [("question", "truth", *asked[0]["runs"])]
+    for one in asked:
+        rows.append((asks(one["case"]), " ".join(one["case"].answers), *map(said, one["runs"].values())))
+    return grid(rows, left=len(rows[0]))
+
+
+def costs_table(totals: dict) -> str:
+    from ..analysis.speed import COSTS, costs
+
+    rows = [("", "right", *COSTS)]
+    for name, row in totals.items():
+        rows.append((name, f"{row['right']}/{row['cases']}", *costs(row, row["slots"], row["cache_bytes"])))
+    return grid(rows)
+
+
+def said(run: dict) -> str:
+    """The start of an answer's first line, marked right or wrong."""
+    line = (run["answer"].strip().splitlines() or [""])[0]
+    return ("✓ " if run["right"] else "✗ ") + line[:WIDE]
+
+
+def asks(case: Case) -> str:
+    return case.question.strip().splitlines()[0].removeprefix("Question: ")
+
+
+def write(out: Path, tokenizer: Any, asked: list[dict[str, Any]], model: str) -> list[str]:
+    """The page and, with matplotlib, the picture of the first case that the runs disagree about; their paths."""
+    from ...prompts import pieces
+    from ..analysis.page import page, picture, places
+
+    one = next((one for one in asked if len({run["right"] for run in one["runs"].values()}) > 1), asked[0])
+    case, ids, runs, policies = one["case"], one["ids"], one["runs"], one["policies"]
+    facts = [("model", model), ("question", asks(case)), ("truth", case.answers[0]), (FULL, said(runs[FULL]))]
+    shown = [page_run(name, policy, said(runs[name]), runs[name]["report"]) for name, policy in policies.items()]
+    out.mkdir(parents=True, exist_ok=True)
+    html, png = out / "kept.html", out / "kept.png"
+    files.write(html, page(tokenizer, ids, shown, facts, case.answers[0]))
+    try:
+        marks = places(pieces(tokenizer, ids[0].tolist()), case.answers[0])
+        picture(png, shown, ids.shape[1], f"{asks(case)} ({case.answers[0]}, marked)", marks)
+    except ImportError:
+        print("\nNo picture was drawn: it needs matplotlib; run: pip install 'kvevict[plot]'")
+        return [str(html)]
+    return [str(html), str(png)]

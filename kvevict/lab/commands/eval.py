@@ -1,0 +1,156 @@
+from argparse import ArgumentParser
+from pathlib import Path
+from typing import Any
+
+from ...commands import (
+    add_model,
+    add_policies,
+    check_file,
+    command,
+    model_name,
+    number,
+)
+from ...policy.checks import installed
+from . import add_observe
+
+
+@command
+def eval(parser: ArgumentParser, argv: list[str]) -> dict[str, Any] | None:
+    """Put policies to tasks: accuracy tables, a line per case in a file that an interrupted run resumes."""
+    parser.add_argument("--out", default="results.jsonl",
+                        help="a JSON line per case and run, resumed if begun; default results.jsonl. "
+                        "`accelerate launch -m kvevict eval ...` shares the cases among processes")  # fmt: skip
+    parser.add_argument("--tasks", nargs="+", default=[], help="tasks to run; an unknown name lists them")
+    add_model(parser)
+    add_policies(parser)
+    parser.add_argument(
+        "--protocol",
+        metavar="NAME",
+        help="instead of --policies: a paper's comparisons, and whether the "
+        "results support its claims; an unknown name lists them",
+    )
+    parser.add_argument("--adapter", help="folder of lookahead rows, for a protocol that has them")
+    parser.add_argument("--draft", help="folder of a smaller model, for a protocol with a drafting model (speckv)")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[1024], help="tokens of a prompt; default 1024")
+    parser.add_argument("--budgets", "--shares", nargs="+", default=["128"],
+                        help="slots per kv head, shares (1/8, 0.1) or bytes (64MiB); default 128")  # fmt: skip
+    parser.add_argument("--chunk-size", nargs="+", type=int, default=[0], help="tokens read at once; 0: all (default)")
+    parser.add_argument("--mode", choices=["aware", "agnostic", "both"], default="both", help="question known or not")
+    add_observe(parser, more="; of one policy alone: take:probe=question")
+    parser.add_argument("--temperature", type=float, help="sample answers; default: the likeliest token")
+    parser.add_argument("--cases", type=int, default=20, help="per length, seed (and depth); default 20")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="each makes different cases; default 0")
+    parser.add_argument("--depths", nargs="+", type=float, help="where a needle is hidden, 0 to 1; default 5 places")
+    parser.add_argument(
+        "--haystack", help="text to hide things in (.txt, a folder of them, .jsonl, .jsonl.xz); default: generated"
+    )
+    parser.add_argument("--data", help="folder of a downloaded benchmark, for the tasks that need one")
+    parser.add_argument(
+        "--share-reads",
+        action="store_true",
+        help="compute a prompt that is read in one pass, or the first of its chunks, once for all policies: several "
+        "times faster in one pass, the same answers; needs memory for all layers' activations, and leaves out the "
+        "seconds of reading",
+    )
+    parser.add_argument("--batch-size", type=int, default=1, metavar="N",
+                        help="ask up to N questions about a text at once, if it was read without them (tasks many, "
+                        "--mode agnostic); seconds are a question's share; default 1")  # fmt: skip
+    parser.add_argument("--by", nargs="+", default=[], metavar="TAG", help="columns of the table: depth, length, facts")
+    parser.add_argument("--against", nargs="+", metavar=("POLICY", "CHUNK"),
+                        help="add paired differences from this policy (read in chunks of so many tokens)")  # fmt: skip
+    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    parser.add_argument("--table-only", action="store_true", help="only print the table of the results there are")
+    args = parser.parse_args(argv)
+    installed("eval", "kvevict eval", "scipy", "tabulate")
+    from ...processes import Processes
+    from ..evaluate.results import read
+    from ..evaluate.table import render
+
+    if not args.table_only:
+        try:
+            _evaluate(args)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"the same command goes on with what {args.out} lacks") from None
+    elif not Path(args.out).exists():
+        raise ValueError(f"--out {args.out} does not exist; run without --table-only to make it")
+    if Processes().rank > 0:
+        return None  # the first process has the file
+    settings, lines = read(args.out)
+    tags = {tag for line in lines for tag in line["tags"]}
+    if set(args.by) - tags and lines:
+        raise ValueError(f"--by {' '.join(args.by)}: the cases' tags are {', '.join(sorted(tags))}; give some of them")
+    tables = [render(lines, tuple(args.by), args.markdown, _against(args.against))]
+    if settings.get("protocol"):
+        tables.append(_claims(settings, lines, args.markdown))
+    print(*tables, sep="\n")
+    return {"model": settings.get("model"), "out": args.out, "lines": len(lines)}
+
+
+def _against(words):
+    """(policy, chunk size) of the rows that others are compared with."""
+    if words is None:
+        return None
+    policy, *chunk = words
+    if len(chunk) > 1 or not all(map(str.isdigit, chunk)):
+        raise ValueError(f"--against {' '.join(words)}: give a policy, and the chunk size if it was read in chunks")
+    return policy, (int(chunk[0]) if chunk else 0) or None
+
+
+def _evaluate(args) -> None:
+    from ...models import load_model
+    from ...policy.checks import count
+    from ..evaluate.ask import MODES
+    from ..evaluate.run import Plan, evaluate
+    from ..evaluate.tasks import find
+
+    for name in args.tasks:
+        find(name)
+    if args.protocol:
+        _protocol(args)
+    for name in ("tasks", "policies"):
+        if not getattr(args, name) and not (args.protocol and name == "policies"):
+            raise ValueError(f"--{name} is missing: give at least one")
+    for name in ("cases", "lengths", "chunk_size", "batch_size"):
+        values = getattr(args, name)
+        for value in values if isinstance(values, list) else [values]:
+            count(f"--{name.replace('_', '-')}", value, int(name != "chunk_size"))
+    if args.temperature is not None and not args.temperature > 0:
+        raise ValueError(f"--temperature must be above 0, got {args.temperature}; leave it out for the likeliest token")
+    chosen = dict(depths=tuple(args.depths)) if args.depths else {}
+    plan = Plan(
+        tasks=tuple(args.tasks), lengths=tuple(args.lengths), policies=tuple(args.policies),
+        budgets=tuple(map(number, args.budgets)), chunk_sizes=tuple(size or None for size in args.chunk_size),
+        modes=MODES if args.mode == "both" else (args.mode,), seeds=tuple(args.seeds), cases=args.cases,
+        haystack=args.haystack, data=args.data, observe=args.observe, temperature=args.temperature,
+        protocol=args.protocol, adapter=args.adapter, draft=args.draft, **chosen,
+    )  # fmt: skip
+    plan.runs(), plan.groups(None)  # mistakes are found before the model is loaded
+    check_file("--out", args.out)
+    name = model_name(args)
+    model, tokenizer = load_model(name, args.dtype, args.device)
+    evaluate(model, tokenizer, plan, args.out, name, args.share_reads, args.batch_size)
+
+
+def _protocol(args) -> None:
+    """Set the arguments that a protocol fixes; ValueError for arguments that contradict it."""
+    from ..evaluate.protocols import PROTOCOLS, TASKS
+
+    PROTOCOLS.find(args.protocol)
+    for name, empty in (("policies", []), ("chunk_size", [0])):
+        if getattr(args, name) != empty:
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} and --protocol exclude each other: a protocol names its own; leave one out")
+    if fractions := [budget for budget in args.budgets if not isinstance(number(budget), int)]:
+        raise ValueError(f"--budgets {fractions[0]}: a protocol's budgets are whole numbers of slots; give e.g. 64")
+    args.tasks = args.tasks or list(TASKS)
+    args.mode = "aware" if args.mode == "both" else args.mode
+
+
+def _claims(settings, lines, markdown) -> str:
+    from ..evaluate.claims import render
+
+    names = ("protocol", "budgets", "modes", "layers", "adapter", "draft")
+    name, budgets, modes, layers, adapter, draft = (settings.get(key) for key in names)
+    if not (isinstance(budgets, list) and modes and isinstance(modes, list) and isinstance(layers, int)):
+        raise ValueError("--out: its settings lack the protocol's budgets, modes or layers; evaluate into another file")
+    return f"\n{render(lines, name, budgets, modes[0], layers, adapter, draft, markdown)}"

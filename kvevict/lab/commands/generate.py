@@ -1,0 +1,48 @@
+from argparse import ArgumentParser
+from typing import Any
+
+from ...commands import (
+    add_budget,
+    add_model,
+    add_policy,
+    build_policies,
+    check_complete,
+    command,
+    grid,
+)
+from . import add_question, load_prompt, observing
+
+
+@command
+def generate(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
+    """Read a long text, keep a budget of KV slots, answer a question."""
+    add_question(parser, new_tokens=64)
+    add_model(parser)
+    add_policy(parser)
+    add_budget(parser)
+    parser.add_argument("--compare", action="store_true", help="also run the model unpatched")
+    args = parser.parse_args(argv)
+    from ...families import device_of
+    from ..analysis.cost import UNPATCHED
+    from ..analysis.run import measure
+
+    policies = build_policies([args.policy], args, progress=True)
+    check_complete(policies)
+    _, model, tokenizer, prompt = load_prompt(args)
+    policies, ids = observing(policies, model, prompt, args.observe), prompt.row(device_of(model))
+    chosen = {UNPATCHED: None} | policies if args.compare else policies
+    asked = "" if args.observe else args.question
+    how: dict = dict(max_new_tokens=args.max_new_tokens, one_line=bool(args.opening), question=asked)
+    runs = {name: measure(model, tokenizer, ids, policy, **how) for name, policy in chosen.items()}
+    print(table(runs, ids.shape[1]))
+    return {"tokens": ids.shape[1], "runs": runs}
+
+
+def table(runs: dict, tokens: int) -> str:
+    """Runs of `measure` of one prompt side by side, then the answers. At least one is of a policy."""
+    from ..analysis.speed import COSTS, costs, held
+
+    seen = next(run["report"] for run in runs.values() if "report" in run)
+    rows = [("", *COSTS), *((name, *costs(run, *held(run, seen))) for name, run in runs.items())]
+    answers = [f"[{name}] {run['answer'].strip()}" for name, run in runs.items()]
+    return "\n\n".join([f"{tokens} prompt tokens\n{grid(rows)}", *answers])

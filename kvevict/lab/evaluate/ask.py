@@ -1,0 +1,381 @@
+"""One run of one case, and its numbers.
+
+A run is `full` (the unpatched model), or a policy at a budget that reads the prompt in one pass or in chunks, with the
+question known or not:
+
+    aware      context and question are one prompt, read under the policy; a policy that evicts while decoding does so
+    agnostic   the context alone is read under the policy. Then the question is appended to the kept slots and the
+               answer is decoded, and all their tokens are kept: the budget is the context's. (An ordinary follow-up
+               turn would be read like a prompt and evict again, this time knowing the question.)
+
+The continuation of a perplexity case is scored in one call that does not evict either. So is the response of a fidelity
+case; the full run writes it.
+"""
+
+import copy
+import dataclasses
+import math
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...answer import continued, rows_of
+from ...compat import CACHE, cache_of
+from ...engine.hook.replay import Replay
+from ...families import device_of
+from ...patch import evicting, slot_bytes
+from ...policy.checks import byte_count
+from ...policy.policy import Policy, build
+from ...policy.text import parse_policy
+from ...policy.tokenizer import told
+from ...prompts import frame, ids_of
+from ...question import find
+from ...report import report
+from ...writing import drawn, written
+from ..analysis.run import QUESTION, Prompt, observe
+from .metrics import METRICS
+from .tasks import FIDELITY, Case
+
+MODES = ("aware", "agnostic")
+PERPLEXITY = "perplexity"  # the metric of cases scored by the mean negative log likelihood of answers[0], in nats
+ONE_PASS = 2**30  # a chunk size above every prompt's length
+KEEP_ALL = Policy(score="knorm", budget=2**30)
+OBSERVERS = ("window", "probe", "recent")  # options that count slots, to be limited at a small budget
+
+
+@dataclass(frozen=True)
+class Run:
+    """A way to read and answer a case. chunk_size None: in one pass; mode: one of MODES, None for `full`."""
+
+    policy: str  # NAME or NAME:OPTION=VALUE,...
+    budget: int | float | str | None = None
+    chunk_size: int | None = None
+    mode: str | None = None
+
+
+FULL = Run("full")
+
+
+@dataclass
+class Asked:
+    """A case while its runs are measured.
+
+    observe      the rows of windows and probes, as `Prompt.observed` takes it. The policy's rows are used if it is
+                 None, if the case has no question, and if the context is read alone
+    temperature  tokens are sampled, with the same noise in all runs; None: the likeliest token is taken
+    response     ids that the full run generated; None before it did
+    logits       [R, vocabulary] of the full cache, for each of the response's tokens; for fidelity, once needed
+    """
+
+    case: Case
+    prompt: Prompt
+    seed: int = 0
+    observe: int | str | None = None
+    temperature: float | None = None
+    response: list | None = None
+    logits: torch.Tensor | None = None
+
+    def scored(self, run: Run) -> list[int] | None:
+        """Ids that a run scores; None: it generates."""
+        return self.response if self.case.metric == FIDELITY and run != FULL else self.prompt.answer
+
+    def chooser(self) -> Callable[[torch.Tensor], int]:
+        """A function from logits [vocabulary] to the next token."""
+        key = "/".join(map(str, (self.case.task, self.case.id, self.seed)))
+        noise = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+
+        def choose(row):
+            row = row.float().cpu()
+            return int(row.argmax()) if self.temperature is None else drawn(row, noise, self.temperature)
+
+        return choose
+
+
+def encode(model: Any, tokenizer: Any, case: Case) -> Prompt:
+    """The case's ids, in the tokenizer's chat template if it has one, unless the case's tag `chat` is False."""
+
+    asked, chat = case.question.removesuffix(case.opening), case.tags.get("chat") is not False
+    head, question, suffix = frame(tokenizer, asked, case.opening, chat)
+    answer = ids_of(tokenizer, case.answers[0]) if case.metric == PERPLEXITY else None
+    context = head + ids_of(tokenizer, case.context)
+    said = find(tokenizer, context + question, case.said) if case.said else None
+    prompt = Prompt(context, question, suffix, answer, said)
+    tokens, new = len(prompt.context) + len(question), case.new_tokens if answer is None else len(answer)
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if limit is not None and tokens + new > limit:
+        raise ValueError(
+            f"case {case.id} takes {tokens} tokens and {new} new ones, the model's context is {limit}; give smaller "
+            "--lengths"
+        )
+    return prompt
+
+
+def observers(policy: Policy) -> dict[str, int]:
+    """{option: value} of the options in a policy's rows and score that count slots: windows, probes, recent slots."""
+    values = {name: value for name, value in options_of(policy).items() if name in OBSERVERS}
+    return {option: size for option, size in values.items() if isinstance(size, int)}
+
+
+def options_of(policy: Policy) -> dict[str, Any]:
+    """The options of a policy's rows and score."""
+    parts: Any = policy.rows, policy.score
+    return {f.name: getattr(part, f.name) for part in parts for f in dataclasses.fields(part)}
+
+
+def policy_for(
+    run: Run, tokens: int, response: Sequence[int], task: str = "eval", asks: int | None = None, model: Any = None
+) -> Policy:
+    """The policy of a run that reads `tokens` tokens under it. Every run has a separate history of a `task` (TADA), for
+    the life of the process. asks: size of a window or probe of "question", in last tokens; None, if no question is
+    read: the policy's number. model: needed for a budget in bytes, which is left as it is without.
+
+    Windows, probes and recent slots without a number in the run's name are limited to half the budget. Rows that may
+    know the response (the oracle's) get its ids, and the prompt is then read in one pass, because a response's rows
+    mean nothing before they have seen the whole prompt.
+    """
+    name, given = parse_policy(run.policy)
+    if {"budget", "chunk_size"} & given.keys():
+        raise ValueError(f"policy {run.policy!r}: give budget and chunk_size by --budgets and --chunk-size")
+    asking = [option for option in OBSERVERS if given.get(option) == QUESTION]
+    given = {option: value for option, value in given.items() if option not in asking}
+    ample = build(name, budget=2**30, chunk_size=ONE_PASS, **given)
+    if unknown := set(asking) - observers(ample).keys():
+        raise ValueError(f"policy {run.policy!r}: its rows have no {unknown.pop()}; leave it out")
+    budget: Any = run.budget
+    if isinstance(budget, str) and model is not None:
+        budget = max(1, byte_count("--budgets", budget) // slot_bytes(model, ample.kv))
+    slots = budget if isinstance(budget, int) else tokens if isinstance(budget, str) else math.ceil(budget * tokens)
+    sizes = observers(ample) | (dict.fromkeys(asking, asks) if asks else {})
+    options = {option: min(size, max(1, slots // 2)) for option, size in sizes.items()}
+    chunk, rows = run.chunk_size or ONE_PASS, ample.rows.with_response(response)
+    if rows is not ample.rows:
+        options["rows"], chunk = rows, ONE_PASS
+    if hasattr(ample.layers, "task"):
+        options["task"] = "/".join(map(str, (task, *dataclasses.astuple(run))))
+    return build(name, budget=budget, chunk_size=chunk, **options | given)
+
+
+@dataclass
+class Reading:
+    """The result of a run's read, before a question is asked.
+
+    out          the model's output, with the last token's logits and the cache
+    held         `kept`, `cache_bytes` and `peak_cache_bytes` of a line
+    policy       None: the unpatched model
+    options      the policy's options, for the line
+    seconds      of the read; None: other runs share it
+    """
+
+    out: Any
+    held: dict
+    policy: Policy | None
+    options: dict | None
+    seconds: float | None
+
+    def fork(self) -> Any:
+        """A separate cache for one question. Kept slots are shared; an unpatched model's cache is copied."""
+        return forked(cache_of(self.out))
+
+
+def reads_alone(run: Run) -> bool:
+    """Whether a run's read of a context is the same for all questions, so that one read is enough."""
+    if run == FULL or run.mode == "aware":
+        return run == FULL
+    return policy_for(run, 1, (0,)).rows == policy_for(run, 1, (1,)).rows
+
+
+@torch.no_grad()
+def read(
+    model: Any, tokenizer: Any, asked: Asked, run: Run, replay: Replay | None = None, alone: bool = True
+) -> Reading:
+    """A run's read of a case's context or, with alone=False, of context and question in one call."""
+    prompt, scored = asked.prompt, asked.scored(run)
+    ids, later = (prompt.context, prompt.question) if alone else (prompt.context + prompt.question, [])
+    policy = options = None
+    if run != FULL:
+        named = parse_policy(run.policy)[1]
+        following = later + ((asked.response or []) if scored is None else scored)
+        asks = None if alone else len(prompt.question)
+        policy = policy_for(run, len(ids), following, asked.case.task, asks, model)
+        if asked.observe is not None and not alone and prompt.question:
+            policy = observe(policy, prompt.observed(asked.observe), len(ids), named)
+        policy = told(policy, tokenizer)
+        options = named | options_of(policy)
+        options.pop("ids", None)
+    with _patched(model, policy):
+        start = _now(model)
+        with nullcontext() if replay is None else replay.during():
+            out = model(_row(model, ids), use_cache=True, logits_to_keep=1)
+        seconds: Any = _now(model) - start if replay is None or policy is None else None
+        held = _held_by_all(cache_of(out)) if policy is None else _held(model)
+    return Reading(out, held, policy, options, seconds)
+
+
+@torch.no_grad()
+def ask(
+    model: Any, tokenizer: Any, asked: Asked, run: Run, replay: Replay | None = None, text: Reading | None = None
+) -> dict[str, Any]:
+    """One run of one case. Returns the fields of its line beside the key. replay: a `Replay` for reads to share. text:
+    the run's `read` of the case's context, to ask a fork of; None: the case is read here.
+
+    Seconds are those of reading (with an appended question; None if reads are shared) and of decoding. For a fork,
+    read_seconds are the text's, ask_seconds those of question and answer, and ask_bytes the bytes added to the cache.
+    kept ([layer][kv head] slots, None for sliding-window layers) and cache_bytes are those after the read under the
+    policy. nats: the mean negative log likelihood of a token of the right answer, if the case asks for it.
+    """
+    case, prompt, scored = asked.case, asked.prompt, asked.scored(run)
+    alone = run.mode == "agnostic" or text is not None
+    own = text or read(model, tokenizer, asked, run, replay, alone)
+    result: dict = dict(prompt_tokens=len(prompt.context) + len(prompt.question))
+    policy, out, cache = own.policy, own.out, cache_of(own.out) if text is None else text.fork()
+    if policy is not None:
+        result["options"] = own.options
+        if case.metric == FIDELITY and asked.logits is None:
+            asked.logits = _forced(model, prompt.context + prompt.question, scored)
+    keeping = None if policy is None else KEEP_ALL
+    before, start = 0 if text is None else _bytes(cache), _now(model)
+    with _patched(model, keeping if alone or scored is not None else policy):
+        if alone and prompt.question:
+            out = model(_row(model, prompt.question), **{CACHE: cache}, logits_to_keep=1)
+        asking = _now(model) - start
+        if case.likelihood:
+            with _patched(model, keeping):
+                answer = ids_of(tokenizer, f" {case.answers[0]}")
+                result["nats"] = _nats(_follow(model, out.logits, forked(cache), answer), answer)
+        start = _now(model)
+        if scored is None:
+            tokens = _write(model, tokenizer, out.logits, cache, [asked])[0]
+            written = tokenizer.decode(tokens, skip_special_tokens=True)
+            result |= dict(prediction=written) | _judged(written, case)
+        else:
+            result |= dict(prediction="") | _compared(asked, _follow(model, out.logits, cache, scored), scored)
+        decoding = _now(model) - start
+    if policy is None:
+        result["response"] = tokens if scored is None else []
+    if text is not None:
+        result |= dict(ask_seconds=asking + decoding, ask_bytes=_bytes(cache) - before)
+        asking = decoding = 0.0
+    seconds = None if own.seconds is None else own.seconds + asking
+    return result | dict(read_seconds=seconds, decode_seconds=decoding, **own.held)
+
+
+@torch.no_grad()
+def ask_together(model: Any, tokenizer: Any, asked: list[Asked], run: Run, text: Reading) -> list[dict[str, Any]]:
+    """`ask` of several cases about one text, none of which scores given tokens, as rows of one batch: the fields of
+    their lines. Numbers are those of `ask` up to rounding; each case's seconds are an equal share of the batch's."""
+    cases, questions = [each.case for each in asked], [each.prompt.question for each in asked]
+    cache, start = rows_of(cache_of(text.out), len(asked)), _now(model)
+    with _patched(model, KEEP_ALL):
+        logits = continued(model, cache, questions)
+        seconds = _now(model) - start
+        nats = _likelihoods(model, tokenizer, logits, cache, cases) if cases[0].likelihood else None
+        start = _now(model)
+        answers = _write(model, tokenizer, logits, cache, asked)
+        seconds += _now(model) - start
+    each_slot, lines = slot_bytes(model, text.policy.kv), []
+    for at, (case, tokens) in enumerate(zip(cases, answers, strict=True)):
+        told = tokenizer.decode(tokens, skip_special_tokens=True)
+        added = each_slot * (len(questions[at]) + len(tokens) - 1)
+        line: dict = dict(prompt_tokens=len(asked[at].prompt.context) + len(questions[at]), options=text.options)
+        line |= {} if nats is None else dict(nats=nats[at])
+        line |= dict(prediction=told) | _judged(told, case) | dict(ask_seconds=seconds / len(asked), ask_bytes=added)
+        lines.append(line | dict(read_seconds=text.seconds, decode_seconds=0.0, **text.held))
+    return lines
+
+
+def _likelihoods(model, tokenizer, logits, cache, cases) -> list:
+    """The `nats` of each case's right answer after its row of a cache. logits: those of the rows' last tokens."""
+    answers = [ids_of(tokenizer, f" {case.answers[0]}") for case in cases]
+    further = [answer[:-1] for answer in answers]
+    rows = continued(model, cache.fork(), further, 0) if any(further) else logits[:, :0]
+    each = ((last[-1:], row[row.shape[0] - len(more) :]) for last, row, more in zip(logits, rows, further, strict=True))
+    return [_nats(torch.cat(parts).float(), answer) for parts, answer in zip(each, answers, strict=True)]
+
+
+def _patched(model, policy):
+    """A context manager that patches a model with a policy; None: that leaves it unchanged."""
+    return nullcontext() if policy is None else evicting(model, policy, tokenizer=False)
+
+
+def forked(cache: Any) -> Any:
+    """A separate cache that begins as another: kept slots are shared, an unpatched model's are copied."""
+    return cache.fork() if hasattr(cache, "fork") else copy.deepcopy(cache)
+
+
+def _bytes(cache) -> int:
+    """Of the slots in a cache's full-attention layers."""
+    own = [layer for layer in cache.layers if not layer.is_sliding]
+    return sum(l.live_bytes() if hasattr(l, "live_bytes") else l.keys.nbytes + l.values.nbytes for l in own)
+
+
+def _judged(text: str, case) -> dict:
+    return (
+        dict(score=0.0, same=1.0) if case.metric == FIDELITY else dict(score=METRICS[case.metric](text, case.answers))
+    )
+
+
+def _compared(asked, logits, ids) -> dict:
+    """The mean negative log likelihood of ids by logits [R, vocabulary], in nats. Of fidelity: the mean KL divergence
+    from the full cache's distributions to the logits', in nats, and the share of equal first choices."""
+    if asked.case.metric == PERPLEXITY:
+        return dict(score=_nats(logits, ids))
+    full, own = asked.logits.log_softmax(1), logits.log_softmax(1)
+    divergence = (full.exp() * (full - own)).sum(1).mean()
+    return dict(score=float(divergence), same=float((full.argmax(1) == own.argmax(1)).float().mean()))
+
+
+def _nats(logits, ids) -> float:
+    return float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids, device=logits.device)))
+
+
+def _forced(model, prompt, ids):
+    """Logits [R, vocabulary] of the full cache of a prompt for each of the ids that follow it."""
+    out = model(_row(model, prompt), use_cache=True, logits_to_keep=1)
+    return _follow(model, out.logits, cache_of(out), ids)
+
+
+def _follow(model, logits, cache, ids):
+    """fp32 logits [R, vocabulary] of each of the ids after a cache. logits: those of the cache's last token."""
+    rows = [logits[0, -1:]]
+    if len(ids) > 1:
+        rows.append(model(_row(model, ids[:-1]), **{CACHE: cache}).logits[0])
+    return torch.cat(rows).float()
+
+
+def _now(model) -> float:
+    """Seconds, read once the model's device has finished its work."""
+    device = device_of(model)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _row(model, ids):
+    return torch.tensor([ids], device=device_of(model))
+
+
+def _write(model, tokenizer, logits, cache, asked: list) -> list:
+    """Ids of each case's answer, drawn with the noise that all runs of the case have, or the likeliest. The cases end
+    with a line, or none of them does."""
+    most = [each.case.new_tokens for each in asked]
+    choosers = [each.chooser() for each in asked]
+    return written(model, tokenizer, logits, cache, most, choosers, asked[0].case.one_line)
+
+
+def _held(model) -> dict:
+    seen = report(model)
+    kept = [None if layer is None else layer[0] for layer in seen["kept"]]
+    return dict(kept=kept, cache_bytes=seen["cache_bytes"], peak_cache_bytes=seen["peak_cache_bytes"])
+
+
+def _held_by_all(cache) -> dict:
+    """`Reading.held` of an unpatched model's cache; as in a report, only full-attention layers count."""
+    own = [None if layer.is_sliding else layer for layer in cache.layers]
+    live = _bytes(cache)
+    kept = [None if layer is None else [layer.keys.shape[2]] * layer.keys.shape[1] for layer in own]
+    return dict(kept=kept, cache_bytes=live, peak_cache_bytes=live)

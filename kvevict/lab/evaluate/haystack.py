@@ -1,0 +1,199 @@
+"""Long filler text, and facts hidden in it.
+
+    text = haystack(settings).passage(rng, tokens, settings)
+    text = haystack(settings).passage(rng, tokens, settings, facts={0.5: "The code is 7."}, before=intro, after=asked)
+
+`haystack(settings)` reads `settings.haystack` (a .txt, a folder of them, or .jsonl or .jsonl.xz with a field
+"text") or, without one, makes English sentences from words.py: no digits, nothing copied from a corpus. Every draw is
+from the `rng` given, so equal seeds give equal text. `insert` hides facts in a text, `words` draws distinct words;
+`growing` and `most` are how a prompt is filled with as much as fits.
+"""
+
+from __future__ import annotations
+
+import functools
+import lzma
+import math
+import re
+from collections.abc import Callable, Iterator
+from itertools import accumulate, islice
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from ...policy.checks import parsed
+from .words import LISTS, TEMPLATES
+
+if TYPE_CHECKING:
+    from .tasks import Settings
+
+SENTENCE = re.compile(r"\S.*?(?:(?<!\bMr)(?<!\bMrs)(?<!\bDr)(?<!\bSt)[.!?][\"')\]”’]*(?= [^a-z]|$)|$)")
+LONGEST = 80  # words: verse and tables without full stops are cut here, or one sentence could fill a passage
+
+
+def sentences(text: str) -> list[str]:
+    """The text's sentences in order, white space normalised: joined by spaces they are the text."""
+    whole = (s.split() for s in SENTENCE.findall(" ".join(text.split())))
+    return [" ".join(s[i : i + LONGEST]) for s in whole for i in range(0, len(s), LONGEST)]
+
+
+def insert(text: str, facts: dict[float, str]) -> str:
+    """Each fact between the two sentences nearest to its depth: 0 is the text's start, 1 its end."""
+    if wrong := [depth for depth in facts if not 0 <= depth <= 1]:
+        raise ValueError(f"facts: depth {wrong[0]} must be between 0 (the text's start) and 1 (its end)")
+    parts = sentences(text)
+    starts = [0, *accumulate(len(part) + 1 for part in parts)]
+    for depth in sorted(facts, reverse=True):
+        at = min(range(len(starts)), key=lambda i: abs(starts[i] - depth * starts[-1]))
+        parts.insert(at, facts[depth])
+    return " ".join(parts)
+
+
+def most(fits: Callable[[int], bool], guess: int = 1) -> int:
+    """The largest n >= 0 with `fits(n)`, for a `fits` that is true up to some n and false beyond. `fits(0)` is not
+    called."""
+    low, n, step = 0, max(guess, 1), 1
+    high: float = math.inf
+    while high - low > 1:
+        low, high = (n, high) if fits(n) else (low, n)
+        if high == math.inf:
+            n = low + step
+        elif low == 0:
+            n = max(int(high) - step, 1)
+        else:
+            n = (low + int(high)) // 2
+        step *= 2
+    return low
+
+
+def growing(source: Iterator[Any]) -> Callable[[int], list]:
+    """`take(n)`: the first n items of an iterator, or all if it ends earlier; may be called repeatedly."""
+    items = []
+
+    def take(n: int) -> list:
+        items.extend(islice(source, max(n - len(items), 0)))
+        return items[:n]
+
+    return take
+
+
+class Haystack:
+    """Text without end: passages of `documents`, or made-up sentences where that is None."""
+
+    def __init__(self, documents: list[str] | None = None):
+        self.documents: Any = documents
+        self.split = functools.cache(lambda i: sentences((documents or [])[i]))
+
+    def sentences(self, rng: Random) -> Iterator[str]:
+        """Sentences without end from a random one on; each document is followed by the next, the last by the first."""
+        if self.documents is None:
+            yield from made_up(rng)
+        which = rng.choices(range(len(self.documents)), list(map(len, self.documents)))[0]
+        yield from self.split(which)[rng.randrange(len(self.split(which))) :]
+        while True:
+            which = (which + 1) % len(self.documents)
+            yield from self.split(which)
+
+    def passage(
+        self,
+        rng: Random,
+        tokens: int,
+        settings: Settings,
+        facts: dict[float, str] | None = None,
+        before: str = "",
+        after: str = "",
+    ) -> str:
+        """As many whole sentences, the facts inserted, as keep `before + passage + after` within `tokens` tokens.
+
+        Returns the passage alone; a part of a sentence where not even one fits. ValueError where the rest is too long.
+        """
+
+        def text(parts):
+            return insert(" ".join(parts), facts or {})
+
+        def room(parts):
+            return tokens - settings.tokens(before + text(parts) + after)
+
+        if (left := room([])) < 0:
+            raise ValueError(f"length: {tokens} tokens are too few for the task's own {tokens - left}; give more")
+        take, guess = growing(self.sentences(rng)), 0
+        while left >= 0:  # the sentences' counts add up to about the text's
+            guess += 1
+            left -= settings.tokens(" " + take(guess)[-1])
+        if n := most(lambda n: room(take(n)) >= 0, guess - 1):
+            return text(take(n))
+        words = take(1)[0].split()
+        return text([" ".join(words[: most(lambda n: n <= len(words) and room([" ".join(words[:n])]) >= 0)])])
+
+
+def made_up(rng: Random) -> Iterator[str]:
+    """English sentences without end, in paragraphs about two people and a place."""
+    while True:
+        A, B = rng.sample(LISTS["he"] + LISTS["she"], 2)
+        he, his = ("he", "his") if A in LISTS["he"] else ("she", "her")
+        cast = {"A": A, "B": B, "P": rng.choice(LISTS["place"]), "he": he, "his": his}
+        for template in rng.sample(TEMPLATES, rng.randint(4, 9)):
+            yield filled(template, cast, rng)
+
+
+def filled(template: str, cast: dict[str, str], rng: Random) -> str:
+    """The template's sentence: the cast's words, and no other word twice."""
+    seen = set()
+
+    def word(match):
+        slot = match[1]
+        if slot in cast:
+            return cast[slot]
+        lower = slot.lower()
+        drawn = cast.get(lower) or rng.choice([w for w in LISTS[lower] if w not in seen])
+        seen.add(drawn)
+        return drawn if slot == lower else drawn[0].upper() + drawn[1:]
+
+    return re.sub(r"\b([Aa]) (?=[aeiou])", r"\1n ", re.sub(r"\{(\w+)\}", word, template))
+
+
+def words(rng: Random, listed: list[str] | None = None) -> Iterator[str]:
+    """Distinct words without end: the listed ones (None: ours) in random order, then compounds: "harbourlantern"."""
+    listed = sorted({w for slot in ("noun", "adj", "did") for w in LISTS[slot]} if listed is None else set(listed))
+    rng.shuffle(listed)
+    yield from listed
+    seen = set(listed)
+    while True:
+        word = "".join(rng.sample(LISTS["noun"], 2))
+        if word not in seen:
+            seen.add(word)
+            yield word
+
+
+def haystack(settings: Settings) -> Haystack:
+    """The haystack that the settings ask for. ValueError if their file is missing or is of another format."""
+    return _read(None if settings.haystack is None else Path(settings.haystack))
+
+
+@functools.lru_cache(maxsize=2)
+def _read(path: Path | None) -> Haystack:
+    if path is None:
+        return Haystack()
+    try:
+        documents = [text for file in _files(path) for text in _documents(file)]
+    except (OSError, ValueError, TypeError, KeyError, lzma.LZMAError) as error:
+        raise ValueError(
+            f"haystack: cannot read {path} ({error!r}); give a .txt, a folder of them, or a .jsonl or "
+            ".jsonl.xz with the field 'text'"
+        ) from None
+    documents = [text for text in documents if text.strip()]
+    if not documents:
+        raise ValueError(f"haystack: {path} has no text; give another file")
+    return Haystack(documents)
+
+
+def _files(path: Path) -> list[Path]:
+    return sorted(path.glob("*.txt")) if path.is_dir() else [path]
+
+
+def _documents(path: Path) -> list[str]:
+    data = path.read_bytes()
+    text = (lzma.decompress(data) if path.suffix == ".xz" else data).decode()
+    if ".jsonl" in path.suffixes:
+        return [parsed(line)["text"] for line in text.split("\n") if line.strip()]
+    return [text]

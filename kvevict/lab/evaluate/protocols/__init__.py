@@ -1,0 +1,90 @@
+"""Papers' claims about their methods, as comparisons that `kvevict eval --protocol NAME` repeats on any model. One file
+per paper; the file registers its `Protocol`.
+
+A comparison changes one thing, gives both sides the same cases, and pairs them case by case.
+"""
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ....policy.registry import Registry, load_folder
+from ..ask import FULL, Run
+from ..tasks import FIDELITY
+
+PROTOCOLS = Registry("protocol", listed=True)
+TASKS = ("facts", "keyvalue", FIDELITY)  # the default of --tasks
+ONE_PASS = None
+
+
+@dataclass(frozen=True)
+class Claim:
+    """`better` answers better than `than`; with a margin: not worse by more than this share of the full cache's score.
+
+    better, than   policies, NAME or NAME:OPTION=VALUE,... with words in braces: {B} and {B20}: the budget and 20 times
+                   as much; {L4}, {L2}, {L34} and {L}: a quarter, half, three quarters and all of the layers that evict;
+                   {adapter} or, after other options, {and_adapter}: the option that names --adapter; {draft}: the
+                   folder of --draft (without --draft the claim is left out)
+    chunks         tokens read at once by each of the two; None: the prompt in one pass
+    least          smallest budget that can test it, in slots
+    layers         fewest evicting layers of a model that can test it
+    """
+
+    says: str  # the paper's claim, with its place
+    better: str
+    than: str
+    margin: float | None = None
+    chunks: tuple = (ONE_PASS, ONE_PASS)
+    least: int = 0
+    layers: int = 1
+
+    def runs(self, budget: Any, mode: str, names: dict[str, Any]) -> tuple[Run, ...]:
+        """The `Run`s of both sides. names: the values of the words in braces."""
+        sides = zip((self.better, self.than), self.chunks)
+        return tuple(Run(policy.format(**names), budget, chunk, mode) for policy, chunk in sides)
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """A paper's claims, and remarks: claims that cannot be tested here, with the reason, and differences from the
+    paper."""
+
+    paper: str
+    claims: tuple
+    cannot: tuple = ()
+
+
+def each(says: str, policies: Iterable[str], than: str, **options: Any) -> list[Claim]:
+    """A claim for every policy; {better} and {than} in the text are the two sides."""
+    return [Claim(says.format(better=better, than=than), better, than, **options) for better in policies]
+
+
+def names(budget: int | float, layers: int, adapter: str | None, draft: str | None) -> dict[str, Any]:
+    return dict(
+        B=budget, B20=20 * budget, L4=max(1, layers // 4), L2=max(1, layers // 2),
+        L34=max(1, 3 * layers // 4), L=layers, adapter=f":adapter={adapter}" if adapter else "",
+        and_adapter=f",adapter={adapter}" if adapter else "", draft=draft,
+    )  # fmt: skip
+
+
+def pairs(
+    name: str, budgets: Iterable[Any], mode: str, layers: int, adapter: str | None = None, draft: str | None = None
+) -> list[tuple[Claim, list[tuple[Run, Run]]]]:
+    """(claim, its two runs at each budget that can test it) of a protocol. With few layers some shares are equal; a
+    claim with the same policy on both sides is left out."""
+    found = []
+    for claim in PROTOCOLS.find(name).claims:
+        if layers >= claim.layers and (draft or "{draft}" not in claim.better + claim.than):
+            held = [budget for budget in budgets if budget >= claim.least]
+            sides = [claim.runs(budget, mode, names(budget, layers, adapter, draft)) for budget in held]
+            found.append((claim, [(better, than) for better, than in sides if better != than]))
+    return [(claim, sides) for claim, sides in found if sides]
+
+
+def runs(*args: Any) -> list[Run]:
+    """Every run of a protocol once, `full` first."""
+    return [FULL, *dict.fromkeys(run for _, sides in pairs(*args) for both in sides for run in both)]
+
+
+load_folder(sys.modules[__name__])

@@ -1,0 +1,151 @@
+"""The file of an evaluation: a line {"settings": ...}, then a line per (case, run)."""
+
+import contextlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from ...policy.checks import PLENTY, byte_count, parsed
+from .tasks import FIDELITY
+
+CASE = ("task", "id", "seed")
+
+
+def _number(most):
+    return lambda x: isinstance(x, (int, float)) and not isinstance(x, bool) and not most < abs(x) < math.inf
+
+
+def _or_none(fits):
+    return lambda x: x is None or fits(x)
+
+
+def _all(fits):
+    return lambda x: isinstance(x, list) and all(map(fits, x))
+
+
+def _text(x):
+    return isinstance(x, str)
+
+
+def _budget(x):
+    if not _text(x):
+        return _number(PLENTY)(x)
+    with contextlib.suppress(ValueError):
+        return byte_count("budget", x) > 0
+    return False
+
+
+def _tags(x):
+    return isinstance(x, dict) and all(_text(tag) or isinstance(tag, bool) or _number(1e18)(tag) for tag in x.values())
+
+
+_counts = _all(_number(PLENTY))
+# The fields of a line, with their checks. Numbers are limited so that sums and squares of them are finite.
+FIELDS = dict(
+    task=_text, id=lambda x: isinstance(x, (str, int)), seed=lambda x: isinstance(x, int), policy=_text, metric=_text,
+    budget=_or_none(_budget), chunk_size=_or_none(_number(PLENTY)), mode=_or_none(_text), score=_number(1e9),
+    tags=_tags,
+)  # fmt: skip
+_measure = _number(1e18)
+OPTIONAL = dict(
+    same=_number(1), kept=_all(_or_none(_counts)), response=_counts, nats=_number(1e9), cache_bytes=_measure,
+    peak_cache_bytes=_measure, read_seconds=_or_none(_measure), ask_seconds=_measure, ask_bytes=_measure,
+)  # fmt: skip
+KEY = (*CASE, "policy", "budget", "chunk_size", "mode")  # no two lines share these: the case, and its `Run`'s fields
+
+
+ADDED = {"policies", "budgets", "chunk_sizes", "modes"}  # settings that a later evaluation may extend
+
+
+class Results:
+    """A file open for more lines. Lines are added, never changed; an incomplete last line of a killed process is cut
+    off. ValueError if the file was begun with other settings: `ADDED` may differ, except for a protocol.
+
+    keys        the values of `KEY` of every line
+    responses   values of `CASE` -> ids that the full run generated
+    """
+
+    def __init__(self, path, settings: dict):
+        self.keys, self.responses = set(), {}
+        settings = json.loads(json.dumps(settings))
+        path = Path(path)
+        begun = path.exists() and not _only_a_start(path)
+        if begun:
+            before, lines = read(path)
+            _same(path, before, settings)
+            for line in lines:
+                self._note(line)
+        if path.exists():
+            _cut_half_line(path)
+        self.file = path.open("a", encoding="utf-8")
+        if not begun:
+            self._append({"settings": settings})
+
+    def write(self, line: dict[str, Any]) -> None:
+        self._append(line)
+        self._note(line)
+
+    def _append(self, line):
+        self.file.write(json.dumps(line) + "\n")
+        self.file.flush()
+
+    def _note(self, line):
+        self.keys.add(tuple(line[name] for name in KEY))
+        if "response" in line:
+            self.responses[tuple(line[name] for name in CASE)] = line["response"]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.file.close()
+
+
+def read(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(settings, lines) of a results file; a half-written last line is left out. Raises ValueError for other files."""
+    text = Path(path).read_bytes()
+    first, *rest = text[: text.rfind(b"\n") + 1].split(b"\n")
+    try:
+        settings = parsed(first)["settings"]
+    except (ValueError, TypeError, KeyError):
+        settings = None
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} holds no results of `kvevict eval`, settings first, in lines; give another file")
+    return settings, [_line(path, *numbered) for numbered in enumerate(rest[:-1], 2)]
+
+
+def _line(path, number, text) -> dict:
+    try:
+        line = parsed(text)
+    except ValueError:
+        line = None
+    wrong = [] if isinstance(line, dict) else ["not a JSON object"]
+    if not wrong:
+        wrong = [name for name, fits in FIELDS.items() if name not in line or not fits(line[name])]
+        wrong += [name for name, fits in OPTIONAL.items() if name in line and not fits(line[name])]
+        wrong += ["same"] if line.get("metric") == FIDELITY and "same" not in line else []
+    if wrong:
+        raise ValueError(
+            f"line {number} of {path} is damaged ({', '.join(wrong)}); delete the line to measure it again"
+        )
+    return line
+
+
+def _only_a_start(path) -> bool:
+    """Whether a file is empty or has only a part of its first line, without a line end of any kind."""
+    text, start = path.read_bytes(), b'{"settings": '
+    return not set(text) & set(b"\r\n") and (text.startswith(start) or start.startswith(text))
+
+
+def _cut_half_line(path) -> None:
+    size = path.read_bytes().rfind(b"\n") + 1
+    with path.open("r+b") as file:
+        file.truncate(size)
+
+
+def _same(path, before: dict, now: dict) -> None:
+    names = [name for name in before | now if before.get(name) != now.get(name)]
+    if names and (before.get("protocol") or set(names) - ADDED):
+        differs = "; ".join(f"{name} was {before.get(name)!r}, is {now.get(name)!r}" for name in names)
+        raise ValueError(f"{path} was begun with other settings: {differs}; repeat those or give another --out")

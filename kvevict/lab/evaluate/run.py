@@ -1,0 +1,172 @@
+"""Evaluate policies, or a paper's protocol, on tasks: one JSON line per (case, run), written as soon as it is known.
+Every case's first run is `full`."""
+
+import contextlib
+import dataclasses
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from ... import families
+from ...answer import together
+from ...compat import cache_of
+from ...engine.hook.replay import Replay
+from ...patch import find_decoder
+from ...processes import Processes
+from ...weights import fingerprint
+from . import protocols
+from .ask import FULL, MODES, Asked, Run, ask, ask_together, encode, policy_for, read, reads_alone
+from .results import Results
+from .tasks import Case, Settings, find
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every task at every length and seed, under every combination of policy, budget, chunk size and mode."""
+
+    tasks: tuple[str, ...]
+    lengths: tuple[int, ...]
+    policies: tuple[str, ...]
+    budgets: tuple[int | float | str, ...]
+    chunk_sizes: tuple[int | None, ...] = (None,)
+    modes: tuple[str, ...] = MODES
+    seeds: tuple[int, ...] = (0,)
+    cases: int = 20  # per length and seed, and per depth where the task has depths
+    depths: tuple[float, ...] = Settings.depths
+    haystack: str | None = None
+    data: str | None = None
+    observe: int | str | None = None  # as in `kvevict.lab.evaluate.ask.Asked`
+    temperature: float | None = None  # likewise
+    protocol: str | None = None  # evaluate its policies and chunk sizes, not the plan's
+    adapter: str | None = None  # folder of lookahead rows, for a protocol that learns them
+    draft: str | None = None  # folder of a smaller model, for a protocol with a drafting model
+
+    def runs(self, layers: int = 1) -> list[Run]:
+        """All runs, `full` first. layers: number of layers that evict; a protocol's policies name shares of them.
+        Raises ValueError for a policy that is unknown or does not fit the budget."""
+        if self.protocol is None:
+            names = [name for name in self.policies if name != FULL.policy]
+            product = itertools.product(names, self.budgets, self.chunk_sizes, self.modes)
+            runs = [FULL, *dict.fromkeys(itertools.starmap(Run, product))]
+        else:
+            runs = protocols.runs(self.protocol, self.budgets, self.modes[0], layers, self.adapter, self.draft)
+        for run in runs[1:]:
+            policy_for(run, tokens=2**20, response=(0,))
+        return runs
+
+    def groups(self, tokenizer: Any) -> list[tuple[Callable[[Settings], Iterator[Case]], Settings]]:
+        """(task's function, its settings) of every seed, length and task."""
+        haystack, data = (None if path is None else Path(path) for path in (self.haystack, self.data))
+        return [
+            (find(task), Settings(tokenizer, length, self.cases, seed, self.depths, haystack, data))
+            for seed in self.seeds for length in self.lengths for task in self.tasks
+        ]  # fmt: skip
+
+
+def evaluate(
+    model: Any,
+    tokenizer: Any,
+    plan: Plan,
+    out: str | Path,
+    name: str = "",
+    share_reads: bool = False,
+    batch_size: int = 1,
+) -> None:
+    """Append to the file `out` every missing line, with a progress bar. Processes of one launch share the cases; the
+    first one writes the file. share_reads: a case's runs share the equal parts of their reads (`Replay`), at the cost
+    of memory for all layers' activations; lines differ only in the seconds of reading. batch_size: most questions about
+    a text that was read once that are asked together; the full cache's are asked one by one.
+
+    Raises ValueError if `out` was begun with another plan or model (its `name` and weights), and for a prompt longer
+    than the model's context.
+    """
+    decoder = find_decoder(model)
+    layers = families.layer_kinds(decoder.config).count(families.FULL_ATTENTION)
+    replay = Replay(decoder) if share_reads else None
+    runs, groups = plan.runs(layers), plan.groups(tokenizer)
+    about = dict(
+        model=name, layers=layers, weights=fingerprint(model), dtype=str(model.dtype), **dataclasses.asdict(plan)
+    )
+    for task, settings in groups[: len(groups) // len(plan.seeds)]:  # impossible plans fail before hours of work
+        for case in itertools.islice(task(settings), 1):
+            encode(model, tokenizer, case)
+    with contextlib.ExitStack() as stack:
+        processes = Processes().join()
+        first = processes.rank == 0
+        if first:
+            print(f"{len(runs)} runs of every case; results go to {out}", file=sys.stderr)
+        results = stack.enter_context(Results(out, about)) if first else None
+        keys, responses = processes.broadcast((results.keys, results.responses) if first else None)
+        bar = stack.enter_context(tqdm(desc="evaluating", unit="run", disable=None if first else True))
+        for done, (task, settings) in enumerate(groups):
+            cases = list(task(settings))
+            if len({case.id for case in cases}) < len(cases):
+                raise ValueError(f"two cases of {cases[0].task} have the same id; give every case its own")
+            bar.total = bar.n + len(cases) * len(runs) * (len(groups) - done)  # if the others are as many
+            missing = {
+                case.id: [r for r in runs if (case.task, case.id, settings.seed, *dataclasses.astuple(r)) not in keys]
+                for case in cases
+            }
+            bar.update(len(cases) * len(runs) - sum(map(len, missing.values())))
+
+            def measure(text, missing=missing, settings=settings):
+                for case in text:
+                    case.tags.setdefault("length", settings.length)
+                wanted = {run: {case.id for case in text if run in missing[case.id]} for run in runs}
+                return _lines(model, tokenizer, text, wanted, responses, settings.seed, plan, replay, batch_size)
+
+            texts = [text for text in _texts(cases) if any(missing[case.id] for case in text)]
+            for line in processes.lines(texts, measure):
+                results.write(line)
+                bar.update()
+
+
+def _texts(cases) -> list:
+    """The cases in lists: one after the other that have the same context."""
+    return [list(group) for _, group in itertools.groupby(cases, lambda case: case.context)]
+
+
+def _lines(model, tokenizer, cases, wanted, responses, seed, plan, replay, batch_size):
+    """Yield the line of every run of cases with one context. wanted: run -> ids; responses: the known responses of full
+    runs. Runs that need only one read of the context come first."""
+    asked = {
+        case.id: Asked(
+            case, encode(model, tokenizer, case), seed, plan.observe, plan.temperature,
+            responses.get((case.task, case.id, seed)),
+        )
+        for case in cases
+    }  # fmt: skip
+
+    def line(each, run, text=None):
+        measured = ask(model, tokenizer, each, run, replay, text)
+        each.response = measured.get("response", each.response)
+        return told(each.case, run, measured)
+
+    def told(case, run, measured):
+        about = dict(task=case.task, id=case.id, seed=seed, **dataclasses.asdict(run), metric=case.metric)
+        return about | measured | dict(tags=case.tags)
+
+    if replay is not None:
+        replay.clear()
+    once = [run for run, ids in wanted.items() if ids and len(cases) > 1 and reads_alone(run)]
+    for run in once:
+        mine = [each for case, each in asked.items() if case in wanted[run]]
+        text = read(model, tokenizer, mine[0], run, replay)
+        alike = len({(each.case.one_line, bool(each.case.likelihood)) for each in mine}) == 1
+        if batch_size == 1 or run == FULL or not alike or any(each.scored(run) is not None for each in mine):
+            yield from (line(each, run, text) for each in mine)
+            continue
+        lengths = [len(each.prompt.question) for each in mine]
+        for batch in together(model, cache_of(text.out), lengths, batch_size):
+            some = [mine[at] for at in batch]
+            for each, measured in zip(some, ask_together(model, tokenizer, some, run, text), strict=True):
+                yield told(each.case, run, measured)
+    for case, each in asked.items():
+        if replay is not None:
+            replay.clear()
+        yield from (line(each, run) for run, ids in wanted.items() if case in ids and run not in once)
