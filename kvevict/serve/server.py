@@ -56,14 +56,13 @@ class Server:
     stall     seconds that a token of these waits, about, while a chunk is read
     queue     requests that may wait beside them
     hosts     names by which requests may call the server, beside those of this machine
-    gates     of `--gates`
     """
 
     def __init__(self, name, model, tokenizer, policies: Policies, prefixes: Prefixes, texts: Texts, *, keys=(),
                  batch=Options.batch, queue=Options.queue, stall=Options.stall, timeout=Options.timeout, most=1 << 24,
-                 hosts=(), gates=None):  # fmt: skip
+                 hosts=()):  # fmt: skip
         self.name, self.tokenizer, self.policies, self.texts = name, tokenizer, policies, texts
-        self.keys, self.timeout, self.most, self.hosts, self.gates = keys, timeout, most, hosts, gates
+        self.keys, self.timeout, self.most, self.hosts = keys, timeout, most, hosts
         self.began = int(time.time())
         self.vocabulary = model.get_input_embeddings().num_embeddings
         self.scheduler, self.metrics = Scheduler(model, prefixes, batch, queue, stall), Metrics()
@@ -203,6 +202,11 @@ class Server:
         tokens = dict(tokens=whole.text[1] - whole.text[0])
         return JSONResponse(dict(object="kvevict.text", name=name) | tokens | dict(kvevict=said(call)))
 
+    def list_texts(self, request: Request) -> dict[str, Any]:
+        """GET /v1/kvevict/texts: the names of a key's texts. It looks at files, so it is called in a thread."""
+        found = self.texts.of(self.owner(request))
+        return {"object": "list", "data": [{"object": "kvevict.text", "name": n, "bytes": size} for n, size in found]}
+
     async def remove(self, request: Request, name: str) -> dict[str, Any]:
         """DELETE /v1/kvevict/texts/NAME: forget a text and its caches."""
         await self._forget(await self._aside(self.texts.remove, self.owner(request), name))
@@ -254,7 +258,7 @@ class Server:
         deadline = time.monotonic() + self.timeout
         return Call(endpoint, owner, *chosen[:3], text, chosen.share, chosen.reader, deadline=deadline)
 
-    def queue(self, request: Request) -> dict[str, Any]:
+    async def queue(self, request: Request) -> dict[str, Any]:
         """GET /v1/kvevict/queue: how far the requests of a key are; those of others are counted."""
         owner, calls = self.owner(request), list(self.calls.items())
         data = [progress(call, identity) for identity, call in calls if call.owner == owner]
