@@ -2,8 +2,10 @@
 uvicorn bounds headers (16 KiB) and idle time after an answer, but waits without end for the rest."""
 
 import asyncio
+import functools
 import resource
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import h11
@@ -18,19 +20,21 @@ TAKEN = 120.0  # seconds in which a client must take a part of its answer
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection, which ends when its client is slow, or one too many."""
+    """uvicorn's connection, which ends when its client is slow, or one too many. note: is called with the status of
+    the latter."""
 
     most = min(MOST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
-    def __init__(self, *args, **options):
+    def __init__(self, *args, note: Callable[[int], None], **options):
         super().__init__(*args, **options)
+        self.note = note
         self._part: tuple = ()  # of a request, which the client sends
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
         if len(self.connections) > self.most:
-            self.logger.warning("more than %d connections", self.most)
+            self.note(503)
             transport.write(b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
             transport.close()
         else:
@@ -68,13 +72,14 @@ class Connection(H11Protocol):
 
 
 class Serving(uvicorn.Server):
-    """An application that is served."""
+    """An application that is served. note: as of `Connection`."""
 
-    def __init__(self, app: Any, **options):
+    def __init__(self, app: Any, note: Callable[[int], None], **options):
+        connection: Any = functools.partial(Connection, note=note)
         # asyncio accepts as many connections as the backlog says before it looks at the first of them. Without a
         # descriptor for one it goes on to try, and logs an error for each.
         super().__init__(uvicorn.Config(
-            app, http=Connection, ws="none", log_config=None, backlog=max(Connection.most // 8, 1),
+            app, http=connection, ws="none", log_config=None, backlog=max(Connection.most // 8, 1),
             timeout_graceful_shutdown=STOP, **options,
         ))  # fmt: skip
 

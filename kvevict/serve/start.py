@@ -19,6 +19,7 @@ from ..policy.checks import PLENTY
 from . import log
 from .app import application
 from .connections import Serving
+from .metrics import OTHER
 from .options import Options
 from .policies import Policies
 from .prefixes import Prefixes
@@ -44,7 +45,7 @@ def start(model: str | None, host: str, port: int, options: Options) -> None:
         port = listening.getsockname()[1]
         facts = dict(model=server.name, host=host, port=port, page=page(host, port))
         log.LOG.info("ready", extra={"facts": facts})
-        Serving(application(server)).run(sockets=[listening])
+        Serving(application(server), lambda status: server.metrics.refused(OTHER, status)).run(sockets=[listening])
 
 
 def page(host: str, port: int) -> str:

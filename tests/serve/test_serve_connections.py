@@ -37,8 +37,9 @@ class Running:
     def __init__(self):
         from kvevict.serve.connections import Serving
 
+        self.noted: list = []
         self.listening = socket.create_server(("127.0.0.1", 0))
-        self.server = Serving(echo, lifespan="off")
+        self.server = Serving(echo, self.noted.append, lifespan="off")
         self.thread = threading.Thread(target=self.server.run, kwargs=dict(sockets=[self.listening]))
         LEFT.clear()
 
@@ -119,6 +120,13 @@ def test_headers_that_do_not_end(running, sent):
     until(lambda: not running.connections())
 
 
+def test_headers_that_are_large(running):
+    """uvicorn's bound."""
+    with running.connect() as client:
+        client.sendall(GET[:-2] + b"X: " + b"a" * (1 << 17))
+        assert all_of(client).startswith(b"HTTP/1.1 400 ")
+
+
 @pytest.mark.parametrize("running", [dict(SEND_BODY=0.05)], indirect=True)
 @pytest.mark.parametrize("before", [b"", POST + b"a" * 9])
 def test_a_body_that_does_not_end(running, before):
@@ -145,6 +153,7 @@ def test_too_many_connections(running):
         held = [stack.enter_context(running.connect()) for _ in range(3)]
         with socket.create_connection(running.listening.getsockname(), timeout=60) as more:
             assert all_of(more).startswith(b"HTTP/1.1 503 ")
+        assert running.noted == [503]
         held[0].sendall(GET)
         assert b"200 OK" in answer(held[0])
         held[1].close()

@@ -174,7 +174,7 @@ def test_a_process_of_its_own(monkeypatch, capsys):
     from kvevict.serve.options import Options
 
     class Serving:
-        def __init__(self, app):
+        def __init__(self, app, note):
             pass
 
         def run(self, sockets):
