@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 import torch
-from test_eval import tokenizer
 from tiny import model as tiny_model
+from toy_task import tokenizer
 
 import kvevict
 from kvevict import families

@@ -14,7 +14,7 @@ import oracle
 import pytest
 import tiny
 import torch
-from test_policies import BUDGET, CHUNK, NEAR, VOCAB, model, ours, tokens
+from policy_cases import BUDGET, CHUNK, NEAR, VOCAB, model, ours, tokens
 from transformers import AutoModelForCausalLM
 
 import kvevict

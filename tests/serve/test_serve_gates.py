@@ -13,8 +13,8 @@ import pytest
 import tiny
 import zoo
 from process import folder, openai, process  # noqa: F401
-from random_gates import written
 from serving import FACTS, FILLER, TEXT, Client, asks, cached, model, said, server, unpatched  # noqa: F401
+from untrained import written
 
 import kvevict
 from kvevict.cli import main
