@@ -30,6 +30,7 @@ from .options import AUTO
 from .prefixes import Prefixes, key_of, mark_in
 from .prompt import Prompt, chat_cuts, of_chat, of_messages, of_text
 from .row import Row
+from .sampling import Chooser
 from .scheduler import Scheduler
 from .sharing import CHAT, Sharing, followed, pieces
 from .written import Form, Numbered, Written
@@ -211,8 +212,10 @@ class Generation:
             ids, attention_mask=torch.ones_like(ids), generation_config=config, logits_processor=processors,
             custom_generate=take,
         )  # fmt: skip
-        seed = None if call.seed is None else call.seed + at
-        return Row(call, at, answer, made[0], config.do_sample, seed, give)
+        noise = torch.Generator() if config.do_sample else None
+        if noise is not None:
+            noise.seed() if call.seed is None else noise.manual_seed(call.seed + at)
+        return Row(call, at, answer, Chooser(prompt, answer.most, made[0], noise), give)
 
     def _read(self, call: Call) -> tuple:
         """The result of `_through` after a call's whole prompt."""
