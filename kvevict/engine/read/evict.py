@@ -13,7 +13,6 @@ from ...policy.scores import Score
 from ...policy.selections.token import Token
 from ..measure.observation import LayerRows
 from ..measure.slots import Slots
-from ..slots import host
 from ..slots.cache import EvictionLayer
 from ..slots.carried import join, of_layer
 from .layer import LayerCall, protected
@@ -91,11 +90,11 @@ def choose(
     """Choose the surviving slots: the best slots[b] by `ranked` score, dropping any below bar[b]. With final=False keep
     a few spare, so that a later, smaller choice equals one made from all slots."""
     heads, select, ranks = call.policy.heads, call.select, call.slots.heads.ranks
-    wanted = host.upload(slots, call.slots.device)
+    wanted = _ops.upload(slots, call.slots.device)
     with call.step.meter.clock("select"):
         counts = _equal(call, slots) if bar is None else None
         if counts is not None:
-            return take(call, score, host.upload(counts, call.slots.device, torch.int32), counts)
+            return take(call, score, _ops.upload(counts, call.slots.device, torch.int32), counts)
         whole = call.slots.all_ranks(call.policy.shared)
         every = ranks.gather(score, whole.columns) if heads.ragged or select.spares else score
         if final:
@@ -119,7 +118,7 @@ def within(keep: torch.Tensor, slots: Slots, score: torch.Tensor, bar: np.ndarra
     """keep [B, Hkv], but at most the slots that reach the bar [B] of a threshold; bar None: no threshold."""
     if bar is None:
         return keep
-    return torch.minimum(keep, above(slots, score, host.upload(bar, slots.device, torch.float32)).to(keep.device))
+    return torch.minimum(keep, above(slots, score, _ops.upload(bar, slots.device, torch.float32)).to(keep.device))
 
 
 def take(call: LayerCall, score: torch.Tensor, keep: torch.Tensor, counts: np.ndarray | None = None) -> Choice:
@@ -175,7 +174,7 @@ def drop(step: Step, layer: EvictionLayer, module: Any, slots: np.ndarray, sums:
         budget, none = (layer.budget, step.patch.kv_heads), step.first.clamp_max(0)
         rows = LayerRows(step.call_rows, *budget, None, None, None, None, 0, none)
         first, last = protected(policy, step.rows, policy.select, rows, counts.max(1))
-        wanted = host.upload(keep, sums.device, torch.int32)
+        wanted = _ops.upload(keep, sums.device, torch.int32)
         index = _ops.select(sums.contiguous(), layer.len, wanted, first, last, int(keep.max()))
         layer.keep(index, keep)
         level = keep.min() == keep.max()  # the index has no -1

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ... import families
+from ... import _ops, families
 from ...context import context, current
-from ..slots import host
 from .layer import LayerCall
 from .step import Step
 
@@ -44,7 +43,7 @@ class Errors:
         before = self.residual.pop(index).to(after.device)
         after = after.reshape(before.shape)  # OPT's MLPs get [B * T, E]
         counts = step.rows.observing(step.call_rows)
-        rows, counts = max(int(counts.max()), 1), host.upload(counts, after.device)
+        rows, counts = max(int(counts.max()), 1), _ops.upload(counts, after.device)
         distance = 1 - torch.cosine_similarity(before[:, -rows:].float(), after[:, -rows:].float(), dim=-1)
         inside = torch.arange(rows, 0, -1, device=after.device) <= counts[:, None]
         total, number = (distance.clamp_min(0) * inside).sum(1), counts
