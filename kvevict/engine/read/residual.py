@@ -10,7 +10,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ... import _ops, families
-from ...context import context, current
+from ...context import current
 from .layer import LayerCall
 from .step import Step
 
@@ -99,17 +99,14 @@ def _enter(index, module, args, kwargs=None):
 
 
 def _after_attention(index, module, args):
-    tap = context().tap
-    if tap is not None:
-        tap.after_attention = args[0]
-    note(index, args[0], "attention")
+    _note(index, args[0], "attention")
 
 
 def _after_layer(index, module, args, output):
-    note(index, output[0] if isinstance(output, tuple) else output, "layer")
+    _note(index, output[0] if isinstance(output, tuple) else output, "layer")
 
 
-def note(index: int, after: torch.Tensor, until: str) -> None:
+def _note(index: int, after: torch.Tensor, until: str) -> None:
     """If the running step measures there, note the residual stream after a layer's attention, or after the layer."""
     step = _measuring(until)
     if step is not None:
