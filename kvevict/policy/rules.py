@@ -3,10 +3,9 @@
 from typing import Any
 
 from .heads.flat import Flat
-from .needs import as_needs
+from .inputs import Policy, as_needs
 from .parts import PARTS
 from .rows.window import All, NoRows
-from .types import Policy
 
 
 def _waits(policy: Policy) -> bool:

@@ -13,8 +13,8 @@ import torch
 
 from ..apportion import apportion
 from ..checks import PLENTY
+from ..inputs import Policy, Slots
 from ..registry import Registry, load_folder
-from ..types import Policy, Slots
 
 LAYERS: Registry = Registry("layer budget")
 

@@ -6,7 +6,7 @@ import torch
 
 from ..checks import count
 from ..heads import LOWEST, best, order, winners
-from ..types import Policy, Slots
+from ..inputs import Policy, Slots
 from . import LAYERS, LayerBudget
 
 

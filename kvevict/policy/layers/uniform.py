@@ -1,7 +1,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ..types import Policy
+from ..inputs import Policy
 from . import LAYERS, LayerBudget
 
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+from ..inputs import CallRows, Chunk, LayerRows, Observation, Policy
 from ..registry import Registry, load_folder
-from ..types import CallRows, Chunk, LayerRows, Observation, Policy
 
 ROWS: Registry = Registry("rows")
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from ..checks import count, flag, fraction, one_of
-from ..types import CallRows, LayerRows, Observation, Policy
+from ..inputs import CallRows, LayerRows, Observation, Policy
 from . import FREE, ROWS, AppendedRows, Bounds, Part, Question, Rows, last
 
 SPACES = ("aligned", "literal")

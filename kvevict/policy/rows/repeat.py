@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from ..checks import count
-from ..types import CallRows, Chunk, LayerRows, Observation, Policy
+from ..inputs import CallRows, Chunk, LayerRows, Observation, Policy
 from . import ROWS, AppendedRows, Part, Rows
 
 RUN = 32  # tokens that are repeated together where not all are

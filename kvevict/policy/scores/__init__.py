@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from ..checks import count, one_of
-from ..needs import need
+from ..inputs import LayerRows, Policy, Slots, need
 from ..registry import Registry, load_folder
 from ..rows import Rows
 from ..rows.window import NoRows, Window
-from ..types import LayerRows, Policy, Slots
 
 SCORES: Registry = Registry("score")
 

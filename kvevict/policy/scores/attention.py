@@ -7,13 +7,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..needs import need
+from ..inputs import Slots, need
 from ..rows.drafted import Drafted
 from ..rows.given import Given
 from ..rows.lookahead import Lookahead
 from ..rows.probe import Probe
 from ..rows.window import Window
-from ..types import Slots
 from . import SCORES, Attention
 
 

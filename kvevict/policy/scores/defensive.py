@@ -4,9 +4,8 @@ from typing import Any, ClassVar
 import torch
 
 from ..checks import count
-from ..needs import need
+from ..inputs import Policy, Slots, need
 from ..rows.window import Window
-from ..types import Policy, Slots
 from . import SCORES, Score
 
 COVER = 0.9  # share of all attention that the slots that come first get, as in the authors' code

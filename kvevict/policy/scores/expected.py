@@ -5,8 +5,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..checks import at_least_0, count
-from ..needs import need
-from ..types import Policy, Slots
+from ..inputs import Policy, Slots, need
 from . import SCORES, Score
 
 

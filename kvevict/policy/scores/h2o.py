@@ -4,8 +4,8 @@ from typing import Any, ClassVar
 import torch
 
 from ..checks import count
+from ..inputs import LayerRows, Policy, Slots
 from ..rows.window import All
-from ..types import LayerRows, Policy, Slots
 from . import SCORES, Score
 
 

@@ -4,9 +4,8 @@ from typing import Any, ClassVar
 import torch
 
 from ..checks import one_of
-from ..needs import need
+from ..inputs import Policy, Slots, need
 from ..rows.repeat import Repeat
-from ..types import Policy, Slots
 from . import SCORES, Score
 
 SUPPORTS = ("chunk", "all")

@@ -4,8 +4,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..checks import count
-from ..needs import need
-from ..types import LayerRows, Policy, Slots
+from ..inputs import LayerRows, Policy, Slots, need
 from . import SCORES, Score
 
 

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..inputs import LayerRows, Policy, Slots
 from ..registry import Registry, load_folder
-from ..types import LayerRows, Policy, Slots
 
 SELECTIONS: Registry = Registry("selection")
 
