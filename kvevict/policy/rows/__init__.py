@@ -76,8 +76,8 @@ class Rows:
     n_d: ClassVar[int] = 0  # tokens that are drafted
 
     @property
-    def most(self) -> int | float | None:
-        """How many rows observe at most: a number, a fraction of a chunk's, or None: no limit."""
+    def most(self) -> int | None:
+        """How many rows observe at most; None: no limit."""
         raise NotImplementedError
 
     @property

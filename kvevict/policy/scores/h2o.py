@@ -19,7 +19,7 @@ class H2O(Score):
     """
 
     recent: int | None = None
-    sink: int = 0
+    sink: ClassVar[int] = 0
     rows: ClassVar = All()
     needs: ClassVar[tuple[Any, ...]] = ("attention",)
     carry: ClassVar[str] = "sum"
