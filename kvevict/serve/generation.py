@@ -35,7 +35,6 @@ from .scheduler import Scheduler
 from .sharing import CHAT, Sharing, followed, pieces
 from .written import Form, Numbered, Written
 
-OLDER = 2  # the work of a token that the older reader reads over the newer one's: it reads twice
 LAST = 4  # turns of a chat: another server may have stored their ends
 WRITTEN = 1024  # tokens of a beginning: slots of so many are written to disk when they are read
 
@@ -162,12 +161,7 @@ class Generation:
             cuts = chat_cuts(tokenizer, call.messages, call.template, prompt) if call.messages else None
             cut = self.sharing.cut(call.owner, prompt, call.reader, cuts, self._stored(call, cuts or ()))
             call.whole = followed(call.policy, call.reader, cut)
-        call.keys, call.stored_tokens, left = self._keys(call, call.reader)
-        older = call.reader.older
-        if older is not None and len(prompt.ids) <= older.longest:
-            keys, stored, more = self._keys(call, older)
-            if OLDER * more < left:
-                call.reader, call.keys, call.stored_tokens = older, keys, stored
+        call.keys, call.stored_tokens = self._keys(call, call.reader)
         if call.question is not None and find(tokenizer, prompt.ids, call.question) is None:
             raise Refused(400, "the prompt does not have kvevict.question: give its words as the prompt has them")
         self._matcher(call)  # refuses a schema
@@ -297,14 +291,11 @@ class Generation:
             return cache_of(out), out.logits[0, -1], patch_of(self.decoder)
 
     def _keys(self, call: Call, reader) -> tuple:
-        """For a reader: (keys of a prompt's beginnings, tokens of the longest beginning on disk, tokens of the whole
-        beginning that are not stored)."""
+        """The keys of a prompt's beginnings by their reader, and the tokens of the longest that is on disk."""
         ends = call.whole.ends
         policies = reader.policies(ends) if ends else []
         keys = [self._key(call, policy, end) for policy, end in zip(policies, ends, strict=True)]
-        stored = max((end for key, end in zip(keys, ends, strict=True) if self.prefixes.has_file(key)), default=0)
-        known = (end for key, end in zip(keys, ends, strict=True) if self.prefixes.knows(key))
-        return keys, stored, max(ends, default=0) - max((stored, *known))
+        return keys, max((end for key, end in zip(keys, ends, strict=True) if self.prefixes.has_file(key)), default=0)
 
     def _key(self, call: Call, policy, end: int) -> str:
         prompt = call.whole

@@ -182,7 +182,7 @@ def test_an_answer_that_fails_ends_alone(reading, stream, monkeypatch):
     bodies[1]["stream"] = stream
     first, failed, last = together(client, bodies)
     assert [choices(first), choices(last)] == [alone[0], alone[2]]
-    if stream and not reading:
+    if stream:
         assert failed.status_code == 200 and events(failed)[-1]["error"]["type"] == "server_error"
     else:
         assert failed.status_code == 500

@@ -10,7 +10,7 @@ from ... import _ops
 from ...policy.heads import above
 from ...policy.heads.equal import Equal, shares
 from ...policy.scores import Score
-from ...policy.selections.token import Token
+from ...policy.selections import Selection
 from ..measure.observation import LayerRows
 from ..measure.slots import Slots
 from ..slots.cache import EvictionLayer
@@ -108,7 +108,7 @@ def choose(
 def _equal(call, slots):
     """Number of slots per head, found on the host, if all heads can keep equally many; None: the device has to say."""
     policy, counts = call.policy, call.slots.all_counts
-    if type(policy.heads) is not Equal or type(call.select) is not Token or call.slots.prompt is not None:
+    if type(policy.heads) is not Equal or type(call.select) is not Selection or call.slots.prompt is not None:
         return None
     keep = shares(slots, np.arange(counts.shape[1]))
     return keep if ((np.minimum(counts, policy.protected) <= keep) & (keep <= counts)).all() else None
@@ -187,4 +187,4 @@ def _drops_smallest(policy) -> bool:
     apart = policy.n_reuse == 1 and policy.warmup_layers in (None, 1) and type(policy.heads) is Equal
     apart = apart and not policy.keep_prompt
     plain = type(policy.score).pooled is Score.pooled and not policy.score.factors and not policy.refine.refines
-    return apart and plain and type(policy.select) is Token and not policy.select_by_layer
+    return apart and plain and type(policy.select) is Selection and not policy.select_by_layer

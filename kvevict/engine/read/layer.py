@@ -7,9 +7,9 @@ import numpy as np
 import torch
 
 from ... import _ops
+from ...policy.inputs import Policy
 from ...policy.rows import Rows
 from ...policy.selections import Selection
-from ...policy.types import Policy
 from ..measure.inputs import Source, rope_of
 from ..measure.observation import LayerRows, Observation, Observers, rolled
 from ..measure.quantities import measured

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ... import _ops, families
 from ...context import current, enter
-from ...policy.types import Policy
+from ...policy.inputs import Policy
 
 if TYPE_CHECKING:
     from ...patch import Patch

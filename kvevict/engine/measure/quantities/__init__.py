@@ -14,9 +14,8 @@ from typing import Any, ClassVar
 import torch
 
 from .... import _ops
-from ....policy.needs import as_needs
+from ....policy.inputs import LayerRows, Observers, Policy, Slots, as_needs
 from ....policy.registry import Registry, load_folder
-from ....policy.types import LayerRows, Observers, Policy, Slots
 from .. import per_row
 from ..inputs import INPUTS
 
