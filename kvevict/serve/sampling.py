@@ -99,7 +99,8 @@ class Chooser:
     def __init__(self, prompt: list[int], most: int, processors: LogitsProcessorList, noise: torch.Generator | None):
         self.processors, self.noise = processors, noise
         self.probabilities = next((each for each in processors if isinstance(each, Probabilities)), None)
-        self._ids, self._length = torch.tensor([prompt + [0] * most]), len(prompt)
+        self._ids: Any = torch.tensor([prompt + [0] * most])
+        self._length = len(prompt)
 
     def __call__(self, logits: torch.Tensor) -> int:
         scores = logits[None].float()
