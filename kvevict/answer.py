@@ -161,7 +161,7 @@ def _patched(model, tokenizer, policy, options, tokens):
 
 
 def room_of(policy: Policy) -> int:
-    """Positions after a prompt that a policy needs to repeat it, in its shortest chunks."""
+    """Number of positions after a prompt that a policy needs to repeat it, in its shortest chunks."""
     return SHORTEST + len(policy.rows.instruction)  # of a text: letters, as many as tokens or more
 
 
@@ -203,7 +203,7 @@ def together(model: Any, cache: EvictionCache, lengths: list[int], most: int) ->
 
 
 def rows_of(cache: EvictionCache, rows: int) -> EvictionCache:
-    """A fork of a cache of one row, with so many."""
+    """Fork a cache of one row, with `rows` copies of that row."""
     fork = cache.fork()
     if rows > 1:
         fork.batch_select_indices(torch.zeros(rows, dtype=torch.long))
@@ -212,8 +212,8 @@ def rows_of(cache: EvictionCache, rows: int) -> EvictionCache:
 
 @torch.no_grad()
 def continued(model: Any, cache: EvictionCache, texts: list[list[int]], keep: int = 1) -> torch.Tensor:
-    """Logits [B, keep, vocabulary] of the last tokens of texts, given as ids: one after each row of a cache, to which
-    they are appended. keep 0: of all tokens, shorter texts padded at the left."""
+    """Append a text, given as ids, to each row of a cache. Returns logits [B, keep, vocabulary] of the texts' last
+    tokens; keep 0: of all tokens, shorter texts padded at the left."""
     longest, here = max(map(len, texts)), device_of(model)
     ids = torch.tensor([[0] * (longest - len(each)) + each for each in texts], device=here)
     known: dict = dict(logits_to_keep=keep, use_cache=True, return_dict=True)

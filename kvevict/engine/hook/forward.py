@@ -119,8 +119,8 @@ def restore(module: torch.nn.Module) -> None:
 
 
 def _untraced(function):
-    """A stand-in as torch.compile is to take it. Graphs leave out `forward` with all its calls, and `_top_forward`
-    itself without its calls. Decorators would import Dynamo with the package."""
+    """Tell torch.compile to leave a stand-in out of its graphs: `forward` with all that it calls, `_top_forward` alone.
+    Decorators would import Dynamo with the package."""
     return _disabled(function) if function in (forward, _top_forward) else function
 
 

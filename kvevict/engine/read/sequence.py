@@ -75,12 +75,12 @@ class Sequence:
         return self._following() if follows else self._prompt()
 
     def begin(self) -> None:
-        """From here on the cache changes. A call that ends before `settle` leaves it marked as half read."""
+        """Mark the cache as half read: from here on it changes, until `settle`."""
         self.cache.half_read = True
         self.arguments.outer.sequence = self
 
     def settle(self) -> None:
-        """The model's call is done."""
+        """End the model's call: note the rows' next positions; the cache is whole again."""
         arguments, cache = self.arguments, self.cache
         packed, before = arguments.packing.place is not None, cache.next_position
         if packed:
