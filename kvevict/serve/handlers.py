@@ -175,7 +175,7 @@ class Responses(_Handler):
         for part in joined([part for _, each in parts for part in each or ()]):
             items.add(part)
         items.close(answers[0].finish)
-        return items.response(call).model_dump(exclude_none=True) | _ours(call)
+        return items.response(call) | _ours(call)
 
     def stream(self, call: Call, identity: str, answers: list[Written], parts: AsyncIterator[Numbered]) -> Stream:
         items = Items(self.name, identity)

@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect
 from . import check, fields, log, prompt
 from .call import Call
 from .errors import Refused, refused
-from .fields import CHAT, COMPLETIONS, RESPONSES
+from .fields import CHAT, COMPLETIONS, RESPONSES, TEXTS
 from .generation import Generation
 from .grammar import schema_of, schema_of_calls
 from .handlers import Chat, Completions, Responses
@@ -38,8 +38,6 @@ from .texts import Texts, checked
 
 SMALL = 1 << 16  # bytes of a body that is read where it came, so that small requests are answered in their order
 JSON = re.compile(r"application/(json|.+\+json)\s*(;|$)")
-STORE = "/v1/kvevict/texts"
-TEXT = "policy", "budget"  # of a stored text
 ENDPOINTS = {  # path: handler, its check
     CHAT: (Chat, check.chat),
     COMPLETIONS: (Completions, check.completion),
@@ -116,7 +114,7 @@ class Server:
         ENDPOINTS[path][1](body)
         if body.get("model", self.name) != self.name:
             raise self.other_model(body["model"])
-        return body, check.ours(body)
+        return body, body.pop("kvevict", {})
 
     def _call(self, path: str, owner: str, body: dict, asked: dict, text: str | None) -> Call:
         """Of a request that is checked, and of the text that it opens."""
@@ -172,21 +170,16 @@ class Server:
     async def store(self, request: Request) -> Response:
         """POST /v1/kvevict/texts: store a text by its name, and read it."""
         owner, body = self.owner(request), await self.body(request)
-        if unknown := set(body) - {"name", "text", "replace", *TEXT}:
-            raise Refused(400, f"a text has no field {min(unknown)[:200]!r}", "unknown_parameter", min(unknown)[:200])
-        name, text = checked(body.get("name")), body.get("text")
-        if not (isinstance(text, str) and text.strip()):
-            raise Refused(400, "text must be a text, and not empty")
+        fields.known(TEXTS, dict(text="") | body)
+        name, text = checked(body.get("name")), body["text"]
         if text.startswith("%PDF-"):
             raise Refused(400, "text is a PDF file: give the words in it")
         replace = body.get("replace", True)
-        if not isinstance(replace, bool):
-            raise Refused(400, "replace must be true or false")
         if not replace:
             await self._aside(self.texts.free, owner, name, text)
         await self._aside(self.texts.fits, owner, name, text)
-        asked = check.ours({"kvevict": {k: v for k, v in body.items() if k in TEXT}})
-        call = self._of_text(STORE, owner, self.policies.of(asked, True), text)
+        asked = {name: value for name, value in body.items() if name in ("policy", "budget")}
+        call = self._of_text(TEXTS, owner, self.policies.of(asked, True), text)
         return await self._ended(call, f"{uuid.uuid4()}", request, self._store(call, name, replace, asked))
 
     async def _store(self, call, name, replace, asked):
@@ -287,7 +280,7 @@ class Server:
             if entered:
                 self.scheduler.leave()
             self.calls.pop(identity)
-            goes_on = call.endpoint == STORE and status in (499, 504)  # the next request continues this read
+            goes_on = call.endpoint == TEXTS and status in (499, 504)  # the next request continues this read
             if not goes_on:
                 self._tidied(call)
             self.metrics.note(call, status)
