@@ -342,8 +342,8 @@ def same(asked: str, opens: str) -> bool:
 
 
 def questions(text: str) -> list:
-    """Sentences that ask. Questions at most LINK words apart are joined. A quoted sentence's question mark does not
-    count."""
+    """Sentences that ask. Questions at most LINK words apart are joined. A question mark before a closing quotation
+    mark does not count."""
     found, between = [], None  # sentences since the last question
     for sentence in filter(None, map(str.strip, BETWEEN.split(text))):
         asks = bool(ASKS.search(sentence))
