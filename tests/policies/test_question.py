@@ -20,7 +20,7 @@ from policy_cases import BUDGET, CHUNK, NEAR, VOCAB, model, ours, tokens
 from transformers import AutoModelForCausalLM
 
 import kvevict
-import kvevict.question
+import kvevict.cautions
 from kvevict.cli import COMMANDS
 from kvevict.context import within
 from kvevict.families import base_model
@@ -330,7 +330,7 @@ def test_what_a_command_or_the_server_is_asked(net, name):
 
 def test_a_budget_that_does_not_hold_the_request(net, monkeypatch):
     """A warning names one that does, once."""
-    monkeypatch.setattr(kvevict.question, "_warned", set())
+    monkeypatch.setattr(kvevict.cautions, "_given", set())
     tok, ids = tiny.byte_tokenizer(), row(f"{TEXT * 3}\n\n{TAIL}")
     with pytest.warns(UserWarning, match=f"give budget={2 * len(TAIL)}, or budget=0.2"):
         slots(net, ids, patched=tok, budget=2 * len(TAIL) - 1)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ... import families
+from ... import cautions, families
 from ...context import context, enter
 from ...weights import Owner
 from ..slots.storage import ROOM
@@ -187,6 +187,7 @@ class Sequence:
                 "chunk_size; logits_to_keep=1 is enough to read",
                 stacklevel=2,
             )
+        cautions.of_prompt(policy, self.cache, arguments.decoder.config, seen)
         watchers = context().watchers + ((Diagnostics(),) if policy.diagnose else ())
         read = Read(
             prompt, tokens, seen, evicts, meter, rows, budgets.Budgets(policy, len(layers), patch.kv_heads, seen),
