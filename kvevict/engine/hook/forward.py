@@ -138,7 +138,7 @@ def _generate(self, run, *args, **kwargs):
         return run(*args, **kwargs)
     try:
         with within(patches={**context().patches, installed: patch}):
-            return run(*args, **kwargs)
+            return run(*args, **compat.named(kwargs))
     finally:
         installed.leave(decoder)
 
